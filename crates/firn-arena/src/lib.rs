@@ -1,0 +1,1 @@
+//! The mapped region: create, attach, lease, append, seal, recover.

@@ -1,0 +1,162 @@
+//! The backing: the directory, on any file system, where files end up.
+//!
+//! [`Backing`] is the one seam between Firn and the world below it. [`dir`] is the real one (a
+//! directory and its descriptors), [`sim`] its simulated twin (faults, crashes, lost writes); the
+//! conformance suite in [`suite`] runs over both.
+//!
+//! Promises of every implementation
+//! * A [`Backing::Node`] refers to the object, not to a name: it stays valid across renames and, while
+//!   it is held, after the last unlink.
+//! * Calls are plain: no retries, no caching, the kernel's errno as it is.
+//! * All calls may be made from any thread at once.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::os::fd::BorrowedFd;
+
+pub use rustix::io::Errno;
+
+mod types;
+pub use types::*;
+
+/// Result of a backing call: the kernel's errno, untouched.
+pub type Result<T> = std::result::Result<T, Errno>;
+
+/// A directory tree on some file system.
+pub trait Backing: Send + Sync + 'static {
+    /// A reference to an object of any kind (for a directory: an `O_PATH` descriptor).
+    type Node: Clone + Send + Sync + 'static;
+    /// An open regular file.
+    type File: Send + Sync + 'static;
+    /// An open directory stream.
+    type Dir: Send + Sync + 'static;
+
+    /// The top directory.
+    fn root(&self) -> Self::Node;
+
+    // ---- names -------------------------------------------------------------------------------
+
+    /// Finds `name` in `parent`, without following a final symlink. `name` has no slash.
+    fn lookup(&self, parent: &Self::Node, name: &OsStr) -> Result<(Self::Node, Attr)>;
+    /// Creates and opens a regular file that did not exist (`O_CREAT|O_EXCL`, EEXIST otherwise), for
+    /// reading and writing whatever `mode` allows. `mode` is complete: no umask is applied. The owner
+    /// becomes `caller` where this process may arrange that.
+    fn create(
+        &self,
+        caller: &Caller,
+        parent: &Self::Node,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<(Self::Node, Self::File, Attr)>;
+    /// mkdir(2); `mode` and owner as in [`Backing::create`].
+    fn mkdir(&self, caller: &Caller, parent: &Self::Node, name: &OsStr, mode: u32)
+    -> Result<(Self::Node, Attr)>;
+    /// mknod(2): regular files, fifos, sockets and devices; `mode` holds the type, `rdev` is in the
+    /// kernel's `dev_t` encoding of userspace.
+    fn mknod(
+        &self,
+        caller: &Caller,
+        parent: &Self::Node,
+        name: &OsStr,
+        mode: u32,
+        rdev: u64,
+    ) -> Result<(Self::Node, Attr)>;
+    /// symlink(2).
+    fn symlink(
+        &self,
+        caller: &Caller,
+        parent: &Self::Node,
+        name: &OsStr,
+        target: &OsStr,
+    ) -> Result<(Self::Node, Attr)>;
+    /// linkat(2): another name for `node`.
+    fn link(&self, node: &Self::Node, parent: &Self::Node, name: &OsStr) -> Result<Attr>;
+    /// unlinkat(2) of anything but a directory.
+    fn unlink(&self, parent: &Self::Node, name: &OsStr) -> Result<()>;
+    /// unlinkat(2) with `AT_REMOVEDIR`.
+    fn rmdir(&self, parent: &Self::Node, name: &OsStr) -> Result<()>;
+    /// renameat2(2).
+    fn rename(
+        &self,
+        parent: &Self::Node,
+        name: &OsStr,
+        new_parent: &Self::Node,
+        new_name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<()>;
+    /// readlinkat(2).
+    fn readlink(&self, node: &Self::Node) -> Result<Vec<u8>>;
+
+    // ---- attributes --------------------------------------------------------------------------
+
+    /// fstat(2) of a node.
+    fn attr(&self, node: &Self::Node) -> Result<Attr>;
+    /// fstat(2) of an open file.
+    fn attr_of_file(&self, file: &Self::File) -> Result<Attr>;
+    /// fchmod(2); ENOTSUP/EOPNOTSUPP for a symlink.
+    fn set_mode(&self, node: &Self::Node, mode: u32) -> Result<()>;
+    /// fchownat(2) of the object itself; `None` leaves an id as it is. A native chown by a caller
+    /// without privilege clears set-id bits; the kernel does that here as it does anywhere.
+    fn set_owner(&self, node: &Self::Node, uid: Option<u32>, gid: Option<u32>) -> Result<()>;
+    /// utimensat(2) of the object itself.
+    fn set_times(&self, node: &Self::Node, atime: SetTime, mtime: SetTime) -> Result<()>;
+    /// getxattr(2) into a buffer of the size that the value has.
+    fn get_xattr(&self, node: &Self::Node, name: &OsStr) -> Result<Vec<u8>>;
+    /// setxattr(2); `flags` are `XATTR_CREATE`, `XATTR_REPLACE` or 0.
+    fn set_xattr(&self, node: &Self::Node, name: &OsStr, value: &[u8], flags: i32) -> Result<()>;
+    /// listxattr(2): names, each ended by a zero byte.
+    fn list_xattr(&self, node: &Self::Node) -> Result<Vec<u8>>;
+    /// removexattr(2).
+    fn remove_xattr(&self, node: &Self::Node, name: &OsStr) -> Result<()>;
+
+    // ---- directories -------------------------------------------------------------------------
+
+    /// opendir(3).
+    fn open_dir(&self, node: &Self::Node) -> Result<Self::Dir>;
+    /// Reads entries, `.` and `..` included, from `cookie` on (0: from the start; else a
+    /// [`DirEntry::cookie`] of this directory) until `sink` returns false or the directory ends.
+    fn read_dir(
+        &self,
+        dir: &Self::Dir,
+        cookie: i64,
+        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
+    ) -> Result<()>;
+    /// fsync(2) of a directory: the names in it are durable.
+    fn sync_dir(&self, node: &Self::Node) -> Result<()>;
+
+    // ---- data --------------------------------------------------------------------------------
+
+    /// Opens a regular file. `access` is what this process wants, whatever the file's mode says of
+    /// others. Never truncates, never creates, never follows a symlink.
+    fn open(&self, node: &Self::Node, access: Access) -> Result<Self::File>;
+    /// pread(2), until `buf` is full or the file ends; returns the bytes read.
+    fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize>;
+    /// pwritev(2), once: may write less than asked.
+    fn write_at(&self, file: &Self::File, data: &[IoSlice<'_>], offset: u64) -> Result<usize>;
+    /// ftruncate(2).
+    fn set_len(&self, file: &Self::File, len: u64) -> Result<()>;
+    /// fallocate(2) with its `mode` bits.
+    fn allocate(&self, file: &Self::File, mode: i32, offset: u64, len: u64) -> Result<()>;
+    /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`.
+    fn seek(&self, file: &Self::File, offset: u64, what: Seek) -> Result<u64>;
+    /// copy_file_range(2), once.
+    fn copy_range(
+        &self,
+        from: &Self::File,
+        from_offset: u64,
+        to: &Self::File,
+        to_offset: u64,
+        len: u64,
+    ) -> Result<u64>;
+    /// fsync(2), or fdatasync(2) where `data_only`.
+    fn sync(&self, file: &Self::File, data_only: bool) -> Result<()>;
+    /// The descriptor, for kernel passthrough; `None` where there is none.
+    fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>>;
+
+    // ---- the whole ---------------------------------------------------------------------------
+
+    /// fstatvfs(3).
+    fn statfs(&self) -> Result<StatFs>;
+    /// syncfs(2) of the file system below.
+    fn sync_all(&self) -> Result<()>;
+}

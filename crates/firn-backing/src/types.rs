@@ -1,0 +1,180 @@
+//! Plain data that crosses the [`Backing`](crate::Backing) seam.
+
+use std::ffi::OsStr;
+
+use bitflags::bitflags;
+
+/// What kind of object a name leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A regular file.
+    File,
+    /// A directory.
+    Dir,
+    /// A symbolic link.
+    Symlink,
+    /// A named pipe.
+    Fifo,
+    /// A socket.
+    Socket,
+    /// A character device.
+    CharDevice,
+    /// A block device.
+    BlockDevice,
+}
+
+impl Kind {
+    /// From the type bits of `st_mode`; `None` if they name no known kind.
+    pub fn from_mode(mode: u32) -> Option<Self> {
+        match mode & libc::S_IFMT {
+            libc::S_IFREG => Some(Self::File),
+            libc::S_IFDIR => Some(Self::Dir),
+            libc::S_IFLNK => Some(Self::Symlink),
+            libc::S_IFIFO => Some(Self::Fifo),
+            libc::S_IFSOCK => Some(Self::Socket),
+            libc::S_IFCHR => Some(Self::CharDevice),
+            libc::S_IFBLK => Some(Self::BlockDevice),
+            _ => None,
+        }
+    }
+}
+
+/// A point in time: seconds and nanoseconds since the epoch (`0 <= nsec < 10^9`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Time {
+    /// Seconds; negative before 1970.
+    pub sec: i64,
+    /// Nanoseconds within the second.
+    pub nsec: u32,
+}
+
+impl Time {
+    /// The clock that the kernel stamps files with (`CLOCK_REALTIME_COARSE`), so that times given by
+    /// Firn and by the backing do not run backwards against each other.
+    pub fn now() -> Self {
+        let t = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+        Self { sec: t.tv_sec, nsec: t.tv_nsec as u32 }
+    }
+}
+
+/// What to do with one of a file's times.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SetTime {
+    /// Leave it.
+    Keep,
+    /// The present.
+    Now,
+    /// This time.
+    At(Time),
+}
+
+/// Attributes as statx(2) gives them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Attr {
+    /// Device of the file system that holds the object; with `ino` its identity.
+    pub dev: u64,
+    /// Inode number.
+    pub ino: u64,
+    /// Kind of object, also in the type bits of `mode`.
+    pub kind: Kind,
+    /// `st_mode`: type and permission bits.
+    pub mode: u32,
+    /// Number of names.
+    pub nlink: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Device number of a device file, `dev_t` as userspace sees it.
+    pub rdev: u64,
+    /// Bytes.
+    pub size: u64,
+    /// 512-byte blocks allocated.
+    pub blocks: u64,
+    /// Preferred I/O size in bytes.
+    pub blksize: u32,
+    /// Last access.
+    pub atime: Time,
+    /// Last change of contents.
+    pub mtime: Time,
+    /// Last change of attributes.
+    pub ctime: Time,
+    /// Birth, where the file system records it: tells a reused inode number from the old file.
+    pub btime: Option<Time>,
+}
+
+/// On whose behalf a name is created.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Caller {
+    /// File system user id of the calling process.
+    pub uid: u32,
+    /// File system group id of the calling process.
+    pub gid: u32,
+    /// Process id, 0 if unknown.
+    pub pid: u32,
+}
+
+/// How to open a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// `O_RDONLY`.
+    Read,
+    /// `O_WRONLY`.
+    Write,
+    /// `O_RDWR`.
+    ReadWrite,
+}
+
+/// What `seek` looks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Seek {
+    /// `SEEK_DATA`.
+    Data,
+    /// `SEEK_HOLE`.
+    Hole,
+}
+
+bitflags! {
+    /// Flags of renameat2(2), with the kernel's bits.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct RenameFlags: u32 {
+        /// `RENAME_NOREPLACE`.
+        const NOREPLACE = 1;
+        /// `RENAME_EXCHANGE`.
+        const EXCHANGE = 2;
+        /// `RENAME_WHITEOUT`.
+        const WHITEOUT = 4;
+    }
+}
+
+/// One entry of a directory.
+#[derive(Clone, Copy, Debug)]
+pub struct DirEntry<'a> {
+    /// The name.
+    pub name: &'a OsStr,
+    /// Inode number.
+    pub ino: u64,
+    /// Kind, where the file system tells.
+    pub kind: Option<Kind>,
+    /// Where to go on *after* this entry.
+    pub cookie: i64,
+}
+
+/// What statvfs(3) tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StatFs {
+    /// Fundamental block size in bytes.
+    pub block_size: u64,
+    /// Blocks in all.
+    pub blocks: u64,
+    /// Free blocks.
+    pub blocks_free: u64,
+    /// Free blocks for users without privilege.
+    pub blocks_available: u64,
+    /// Inodes in all.
+    pub files: u64,
+    /// Free inodes.
+    pub files_free: u64,
+    /// Longest name in bytes.
+    pub name_max: u32,
+}

@@ -1,0 +1,1 @@
+//! A process's connection to firnd.

@@ -1,0 +1,1 @@
+//! Every option once: flag, -o key, environment, TOML key, help, man page.

@@ -1,0 +1,1 @@
+//! Composition root: session, control socket, signals.

@@ -1,0 +1,1 @@
+//! Lanes and their threads: carry pieces from the arena to the backing.

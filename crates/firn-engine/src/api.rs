@@ -1,0 +1,71 @@
+//! What the engine takes and gives: plain types shared by every door.
+
+use firn_backing::{Attr, Errno, SetTime};
+
+/// Number of a name space object while the kernel knows it; 1 is the root, as in FUSE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct NodeId(pub u64);
+/// The root of the mount.
+pub const ROOT: NodeId = NodeId(1);
+
+/// Number of an open file or directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct HandleId(pub u64);
+
+/// A name resolved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The node; its lookup count went up by one.
+    pub node: NodeId,
+    /// Attributes with pending data counted in.
+    pub attr: Attr,
+}
+
+/// How the door shall serve an open file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenMode {
+    /// Reads and writes come to the engine.
+    Engine,
+    /// Nothing is pending and nobody writes: the kernel may read the backing file itself
+    /// ([`Engine::backing_fd`] gives it). Every later open of the same node gets this mode too until
+    /// all are released.
+    Passthrough,
+}
+
+/// An open file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Opened {
+    /// For the calls that follow.
+    pub handle: HandleId,
+    /// How to serve it.
+    pub mode: OpenMode,
+}
+
+/// What became of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Written {
+    /// So many bytes are held (all of them, or the first part where the arena filled up).
+    Bytes(usize),
+    /// The arena has no room now: call again when [`Engine::on_space`] says so.
+    Full,
+}
+
+/// Attributes to set; `None` or [`SetTime::Keep`] leaves one as it is.
+#[derive(Clone, Copy, Debug)]
+pub struct SetAttr {
+    /// Permission bits.
+    pub mode: Option<u32>,
+    /// Owner.
+    pub uid: Option<u32>,
+    /// Group.
+    pub gid: Option<u32>,
+    /// Length in bytes.
+    pub size: Option<u64>,
+    /// Access time.
+    pub atime: SetTime,
+    /// Modification time.
+    pub mtime: SetTime,
+}
+
+/// Called once with the outcome of something that had to wait.
+pub type Done = Box<dyn FnOnce(Result<(), Errno>) + Send>;

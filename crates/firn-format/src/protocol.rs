@@ -1,0 +1,215 @@
+//! Messages on the control socket: one JSON object per line, request then replies.
+//!
+//! The client sends one [`Request`] per line. firnd answers with any number of
+//! [`Reply::Progress`] lines and exactly one final line (any other variant). Every field is plain
+//! JSON, so `firn … --json` prints what it got and other tools can speak to the socket.
+
+use serde::{Deserialize, Serialize};
+
+/// Version of this protocol; a client refuses a firnd that speaks another one.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// A rung of the ladder of durability (docs/ARCHITECTURE.md).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rung {
+    /// In the arena: survives the death of every process.
+    Held,
+    /// In the spill file: the same, memory is free again.
+    Spilled,
+    /// In the backing, as after write(2).
+    Drained,
+    /// In the backing, as after fsync(2).
+    Durable,
+}
+
+/// What a client asks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "request")]
+pub enum Request {
+    /// Who is there?
+    Hello,
+    /// A [`Status`].
+    Status,
+    /// Drain the files at or below `path` (relative to the mount, empty: all) and wait until they
+    /// stand on `until` ([`Rung::Drained`] or [`Rung::Durable`]).
+    Wait {
+        /// Path below the mount point, without a leading slash.
+        path: String,
+        /// The rung to reach.
+        until: Rung,
+        /// Give up after so many milliseconds.
+        timeout_ms: Option<u64>,
+    },
+    /// Begin to drain the files at or below `path`, without waiting.
+    Drain {
+        /// Path below the mount point, without a leading slash.
+        path: String,
+    },
+    /// Pending files at or below `path`, with their rung.
+    Files {
+        /// Path below the mount point, without a leading slash.
+        path: String,
+    },
+    /// The metrics as Prometheus text.
+    Metrics,
+    /// Drop the errors that are recorded (the data stays and is still tried).
+    ClearErrors,
+    /// Drain everything, unmount, end. With `force`: unmount even if a file is open (lazily) and
+    /// end even if data cannot be drained (it stays in the arena).
+    Unmount {
+        /// See above.
+        force: bool,
+    },
+}
+
+/// What firnd answers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "reply")]
+pub enum Reply {
+    /// Answer to [`Request::Hello`].
+    Hello {
+        /// [`PROTOCOL_VERSION`] of firnd.
+        protocol: u32,
+        /// Package version of firnd.
+        version: String,
+        /// Its process id.
+        pid: u32,
+    },
+    /// Answer to [`Request::Status`].
+    Status(Box<Status>),
+    /// Answer to [`Request::Files`].
+    Files {
+        /// One entry a file.
+        files: Vec<FileStatus>,
+    },
+    /// Answer to [`Request::Metrics`].
+    Metrics {
+        /// Prometheus text exposition format.
+        text: String,
+    },
+    /// Not the end: how far a long request is.
+    Progress {
+        /// Bytes that are still to be drained for this request.
+        bytes_left: u64,
+        /// Files that still have some.
+        files_left: u64,
+        /// What is going on, in a word or two: `draining`, `syncing`, `unmounting`.
+        phase: String,
+    },
+    /// Done.
+    Done,
+    /// Failed.
+    Error {
+        /// The errno that says it best.
+        errno: i32,
+        /// What happened and what to do.
+        message: String,
+    },
+}
+
+/// The state of one mount.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// Package version of firnd.
+    pub version: String,
+    /// firnd's process id.
+    pub pid: u32,
+    /// Absolute path of the backing directory.
+    pub backing: String,
+    /// Absolute path of the mount point.
+    pub mount_point: String,
+    /// Path of the arena file.
+    pub arena: String,
+    /// Seconds since firnd attached.
+    pub uptime_s: f64,
+    /// Lifetimes of firnd that this arena has seen, this one included.
+    pub epoch: u64,
+    /// Options in force that change what promises mean, as `key=value`.
+    pub options: Vec<String>,
+    /// Bytes of chunks.
+    pub arena_bytes: u64,
+    /// Bytes of slabs that are in use.
+    pub arena_used_bytes: u64,
+    /// Bytes of one chunk.
+    pub chunk_bytes: u64,
+    /// Bytes written by programs and not yet in the backing.
+    pub held_bytes: u64,
+    /// Files that have such bytes.
+    pub held_files: u64,
+    /// Age of the oldest of them, in milliseconds.
+    pub oldest_held_ms: Option<u64>,
+    /// Bytes recovered from an earlier firnd when this one attached.
+    pub recovered_bytes: u64,
+    /// Bytes of held data whose file could not be found in the backing at recovery.
+    pub lost_file_bytes: u64,
+    /// Files open through the mount.
+    pub open_files: u64,
+    /// Writers that wait for room in the arena.
+    pub waiting_writers: u64,
+    /// Since attach: bytes taken from programs.
+    pub ingest_bytes: u64,
+    /// Since attach: write requests taken from programs.
+    pub ingest_writes: u64,
+    /// Since attach: bytes written to the backing.
+    pub drain_bytes: u64,
+    /// Since attach: write calls to the backing that succeeded.
+    pub drain_writes: u64,
+    /// Since attach: write calls to the backing that failed.
+    pub drain_errors: u64,
+    /// Since attach: bytes that were overwritten or removed before they were drained.
+    pub cancelled_bytes: u64,
+    /// Since attach: bytes read by programs through firnd.
+    pub read_bytes: u64,
+    /// Ingest over the last seconds, bytes per second.
+    pub ingest_bytes_per_s: f64,
+    /// Drain over the last seconds, bytes per second.
+    pub drain_bytes_per_s: f64,
+    /// Lanes and what they do.
+    pub lanes: Vec<LaneStatus>,
+    /// Errors not yet dealt with, newest last, at most 64.
+    pub errors: Vec<ErrorStatus>,
+}
+
+/// One I/O server.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LaneStatus {
+    /// Its backing directory.
+    pub path: String,
+    /// IO threads that may write to it at once.
+    pub writers_max: u32,
+    /// IO threads that do.
+    pub writers: u32,
+    /// Milliseconds until it is tried again after an error.
+    pub retry_in_ms: Option<u64>,
+}
+
+/// An error of the backing that firnd remembers.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ErrorStatus {
+    /// Path below the mount point, as far as it is known.
+    pub path: String,
+    /// The errno.
+    pub errno: i32,
+    /// What was tried and what it means.
+    pub message: String,
+    /// How often it happened in a row.
+    pub count: u64,
+    /// Seconds since the last time.
+    pub age_s: f64,
+    /// Whether the file still has bytes that are not drained.
+    pub pending: bool,
+}
+
+/// One pending file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FileStatus {
+    /// Path below the mount point.
+    pub path: String,
+    /// Where it stands.
+    pub state: Rung,
+    /// Its bytes that are not in the backing.
+    pub held_bytes: u64,
+    /// Whether a program has it open.
+    pub open: bool,
+}

@@ -1,0 +1,1 @@
+//! Kernel request to engine call, error to errno, over the fuser crate.

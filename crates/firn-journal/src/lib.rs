@@ -1,0 +1,1 @@
+//! Append, snapshot and replay of metadata records over a byte region.

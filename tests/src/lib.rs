@@ -1,0 +1,1 @@
+//! System tests of the built firn binary: mounts, faults, public suites, real programs.
