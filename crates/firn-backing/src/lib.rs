@@ -16,7 +16,9 @@ use std::os::fd::BorrowedFd;
 
 pub use rustix::io::Errno;
 
+pub mod dir;
 mod types;
+pub use dir::DirBacking;
 pub use types::*;
 
 /// Result of a backing call: the kernel's errno, untouched.
@@ -49,8 +51,13 @@ pub trait Backing: Send + Sync + 'static {
         mode: u32,
     ) -> Result<(Self::Node, Self::File, Attr)>;
     /// mkdir(2); `mode` and owner as in [`Backing::create`].
-    fn mkdir(&self, caller: &Caller, parent: &Self::Node, name: &OsStr, mode: u32)
-    -> Result<(Self::Node, Attr)>;
+    fn mkdir(
+        &self,
+        caller: &Caller,
+        parent: &Self::Node,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<(Self::Node, Attr)>;
     /// mknod(2): regular files, fifos, sockets and devices; `mode` holds the type, `rdev` is in the
     /// kernel's `dev_t` encoding of userspace.
     fn mknod(
@@ -108,6 +115,13 @@ pub trait Backing: Send + Sync + 'static {
     fn list_xattr(&self, node: &Self::Node) -> Result<Vec<u8>>;
     /// removexattr(2).
     fn remove_xattr(&self, node: &Self::Node, name: &OsStr) -> Result<()>;
+
+    /// Whether new objects in directory `node` take their mode from a POSIX default ACL: then the
+    /// umask of their maker does not count (acl(5)).
+    fn has_default_acl(&self, node: &Self::Node) -> bool {
+        self.get_xattr(node, OsStr::new("system.posix_acl_default"))
+            .is_ok()
+    }
 
     // ---- directories -------------------------------------------------------------------------
 

@@ -1,0 +1,103 @@
+//! New objects: the steps that [`owner`](super::owner) puts in order.
+
+use std::ffi::OsStr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::fs::{self, AtFlags, Gid, Mode, OFlags, Uid};
+
+use super::attr::attr;
+use super::owner::{Steps, make_for};
+use super::proc::FdPath;
+use super::{DirFile, node_at};
+use crate::{Access, Attr, Caller, Kind, Result};
+
+/// Creates and opens a regular file.
+pub(super) fn file(
+    caller: &Caller,
+    parent: &Arc<OwnedFd>,
+    name: &OsStr,
+    mode: u32,
+) -> Result<(Arc<OwnedFd>, DirFile, Attr)> {
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
+    let steps = Steps {
+        make: &|mode| {
+            let fd = fs::openat(parent, name, flags, Mode::from_raw_mode(mode & 0o7777))?;
+            let attr = attr(&fd)?;
+            Ok((fd, attr))
+        },
+        give: &|fd: &OwnedFd, uid, gid, mode| give(fd, uid, gid, mode),
+        undo: &|| undo(parent, name, AtFlags::empty()),
+    };
+    let (fd, attr) = make_for(caller, mode, || is_setgid(parent), false, &steps)?;
+    // From the open file, not from the name, which may lead elsewhere by now. `O_NOFOLLOW` would stop
+    // at the link in /proc itself.
+    let path = FdPath::of(&fd);
+    let node = fs::open(
+        path.as_c_str(),
+        OFlags::PATH | OFlags::CLOEXEC,
+        Mode::empty(),
+    )?;
+    Ok((
+        Arc::new(node),
+        DirFile {
+            fd,
+            access: Access::ReadWrite,
+        },
+        attr,
+    ))
+}
+
+/// Makes anything else with the system call `call`, which takes the mode.
+pub(super) fn object(
+    caller: &Caller,
+    parent: &Arc<OwnedFd>,
+    name: &OsStr,
+    kind: Kind,
+    mode: u32,
+    call: &dyn Fn(u32) -> Result<()>,
+) -> Result<(Arc<OwnedFd>, Attr)> {
+    let flags = if kind == Kind::Dir {
+        AtFlags::REMOVEDIR
+    } else {
+        AtFlags::empty()
+    };
+    let steps = Steps {
+        make: &|mode| {
+            call(mode)?;
+            let node = node_at(parent, name)?;
+            let attr = attr(&node)?;
+            Ok((node, attr))
+        },
+        give: &|node: &Arc<OwnedFd>, uid, gid, mode| give(node, uid, gid, mode),
+        undo: &|| undo(parent, name, flags),
+    };
+    // mkdir(2) takes no set-id bits, a symlink has no mode: nothing to restore after a chown.
+    let mode = match kind {
+        Kind::Dir => mode & 0o1777,
+        Kind::Symlink => 0,
+        _ => mode,
+    };
+    let is_device = matches!(kind, Kind::CharDevice | Kind::BlockDevice);
+    make_for(caller, mode, || is_setgid(parent), is_device, &steps)
+}
+
+fn is_setgid(parent: &OwnedFd) -> Result<bool> {
+    Ok(attr(parent)?.mode & libc::S_ISGID != 0)
+}
+
+/// The owner first, because a change of owner takes set-id bits away.
+fn give(fd: impl AsFd, uid: u32, gid: Option<u32>, mode: Option<u32>) -> Result<Attr> {
+    let fd = fd.as_fd();
+    let (uid, gid) = (Some(Uid::from_raw(uid)), gid.map(Gid::from_raw));
+    fs::chownat(fd, c"", uid, gid, AtFlags::EMPTY_PATH)?;
+    if let Some(mode) = mode {
+        fs::chmod(FdPath::of(fd).as_c_str(), Mode::from_raw_mode(mode))?;
+    }
+    attr(fd)
+}
+
+/// Removes what was made; its own errors are dropped, the caller tells the one that led here.
+fn undo(parent: &OwnedFd, name: &OsStr, flags: AtFlags) {
+    let _ = fs::unlinkat(parent, name, flags);
+}
