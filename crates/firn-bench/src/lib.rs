@@ -1,1 +1,97 @@
 //! Benchmarks beside their baselines, measured in the same run.
+//!
+//! Promises
+//! * Every figure of Firn stands beside a baseline of the same run; the candidates took turns, and
+//!   figures are medians.
+//! * The machine and the file system are named in every report.
+//! * Whatever was mounted, started or written is removed, on failure and on Ctrl-C too.
+
+use clap::{Args, Subcommand};
+
+use crate::options::Common;
+use crate::report::Report;
+
+mod backing;
+mod checkpoint;
+mod cleanup;
+mod cpu;
+mod discard;
+mod firn;
+mod ingest;
+mod machine;
+mod meta;
+mod options;
+mod read;
+pub mod report;
+mod serve;
+mod sizes;
+mod svg;
+mod worker;
+
+/// Measure Firn beside its baselines.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Figures depend on the machine, the file system of --dir and whatever else \
+    runs. Compare ratios, and quote them with the two lines at the head of the report.")]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    benchmark: Benchmark,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+enum Benchmark {
+    Ingest(ingest::IngestArgs),
+    Checkpoint(checkpoint::CheckpointArgs),
+    Read(read::ReadArgs),
+    Meta(meta::MetaArgs),
+    /// Runs ingest, checkpoint (on the file system of --dir), read and meta, one after the other.
+    ///
+    /// --json and --svg write one file for each, with the benchmark's name before the extension.
+    All(AllArgs),
+    #[command(hide = true)]
+    Worker,
+    #[command(hide = true)]
+    Serve,
+}
+
+#[derive(Clone, Debug, Args)]
+struct AllArgs {
+    #[command(flatten)]
+    common: Common,
+}
+
+/// `firn bench …`.
+pub fn main_from_cli(args: BenchArgs) -> anyhow::Result<()> {
+    match args.benchmark {
+        Benchmark::Worker => return worker::main(),
+        Benchmark::Serve => return serve::main(),
+        _ => cleanup::on_signals()?,
+    }
+    match args.benchmark {
+        Benchmark::Ingest(args) => args.common().publish(&args.run()?),
+        Benchmark::Checkpoint(args) => args.common().publish(&args.run()?),
+        Benchmark::Read(args) => args.common().publish(&args.run()?),
+        Benchmark::Meta(args) => args.common().publish(&args.run()?),
+        Benchmark::All(args) => all(&args.common),
+        Benchmark::Worker | Benchmark::Serve => unreachable!("handled above"),
+    }
+}
+
+fn all(common: &Common) -> anyhow::Result<()> {
+    let publish = |report: Report| {
+        let name = report.benchmark.clone();
+        let insert = |path: &std::path::PathBuf| {
+            let extension = path.extension().unwrap_or_default().to_string_lossy().into_owned();
+            path.with_extension(format!("{name}.{extension}"))
+        };
+        let mut common = common.clone();
+        common.json = common.json.as_ref().map(insert);
+        common.svg = common.svg.as_ref().map(insert);
+        common.publish(&report)?;
+        println!();
+        anyhow::Ok(())
+    };
+    publish(ingest::IngestArgs::with(common.clone()).run()?)?;
+    publish(checkpoint::CheckpointArgs::with(common.clone()).run()?)?;
+    publish(read::ReadArgs::with(common.clone()).run()?)?;
+    publish(meta::MetaArgs::with(common.clone()).run()?)
+}

@@ -1,0 +1,92 @@
+//! Where the checkpoints of `firn bench checkpoint` end up: this file system, or a slow one made for
+//! the run. Both candidates always work in the same one.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, bail};
+
+use crate::cleanup::Guard;
+use crate::options::WorkDir;
+
+mod limit;
+mod relay;
+mod slow_disk;
+mod sshfs;
+
+/// Kinds of backing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Kind {
+    /// The file system of --dir as it is.
+    Local,
+    /// sshfs with `-o sshfs_sync,direct_io`: each write waits for the server, as on NFS with `sync`.
+    /// A server of its own, in a network namespace where root may make one.
+    Sshfs,
+    /// sshfs as it comes: writes are sent without waiting, errors are told at close.
+    SshfsAsync,
+    /// ext4 with `-o sync` on a loop device that the kernel limits in writes per second (root only).
+    SlowDisk,
+}
+
+/// A backing that is ready.
+pub struct Prepared {
+    /// Directory to work in.
+    pub dir: PathBuf,
+    /// What a reader must know about it.
+    pub note: String,
+    /// Undone in this order.
+    _guards: Vec<Guard>,
+}
+
+/// How slow a slow backing is.
+#[derive(Clone, Copy, Debug)]
+pub struct Slowness {
+    /// Added to each network round trip, in microseconds.
+    pub round_trip_us: u64,
+    /// Writes per second of the slow disk.
+    pub writes_per_s: u64,
+}
+
+/// Sets `kind` up inside `work`.
+pub fn prepare(kind: Kind, slowness: Slowness, work: &WorkDir) -> anyhow::Result<Prepared> {
+    let prepared = match kind {
+        Kind::Local => Ok(Prepared {
+            dir: work.subdir("backing")?,
+            note: format!("backing: {}", crate::machine::file_system_of(work.path())),
+            _guards: Vec::new(),
+        }),
+        Kind::Sshfs => sshfs::prepare(slowness.round_trip_us, "sshfs_sync,direct_io", work),
+        Kind::SshfsAsync => sshfs::prepare(slowness.round_trip_us, "", work),
+        Kind::SlowDisk => slow_disk::prepare(slowness.writes_per_s, work),
+    };
+    prepared.with_context(|| format!("cannot set up the backing {kind:?}"))
+}
+
+/// Runs a program to its end; an error says what it printed.
+fn run(program: &str, args: &[&str]) -> anyhow::Result<String> {
+    let output = Command::new(program)
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot run {program}; is it installed?"))?;
+    if !output.status.success() {
+        let message = String::from_utf8_lossy(&output.stderr);
+        bail!("`{program} {}` failed: {}", args.join(" "), message.trim_end());
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
+}
+
+/// The same where nobody waits for success: on the way out.
+fn run_quietly(program: &str, args: &[&str]) {
+    let _ = Command::new(program)
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+}
+
+fn text(path: &Path) -> &str {
+    // Made by this program below a canonical directory; only an odd --dir is not UTF-8.
+    path.to_str().unwrap_or_default()
+}

@@ -1,0 +1,89 @@
+//! A limit of writes per second on one block device, by the kernel's cgroups.
+//!
+//! * Version 2: `io.max` of a group that this process moves into, so that all it starts is limited.
+//! * Version 1 (blkio): the limit is put on the root group and on this process's own, because there
+//!   the root group can be limited, and kernel threads that write back are in it. Only the benchmark's
+//!   own device is named, so nothing else on the machine is slowed.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+
+use crate::cleanup::{Guard, defer};
+
+const V2: &str = "/sys/fs/cgroup";
+const V1: &str = "/sys/fs/cgroup/blkio";
+
+/// A limit in force.
+pub struct Limited {
+    /// Takes it away.
+    pub guard: Guard,
+    /// Who sees to it.
+    pub controller: &'static str,
+}
+
+/// Limits `device`.
+pub fn writes_per_s(device: &str, writes: u64) -> anyhow::Result<Limited> {
+    let number = std::fs::metadata(device)?.rdev();
+    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    let device = format!("{major}:{minor}");
+    let controllers = std::fs::read_to_string(format!("{V2}/cgroup.controllers"));
+    if controllers.is_ok_and(|list| list.split_whitespace().any(|word| word == "io")) {
+        return unified(&device, writes);
+    }
+    if Path::new(V1).join("blkio.throttle.write_iops_device").exists() {
+        return version_1(&device, writes);
+    }
+    bail!("no cgroup controller limits I/O here; mount cgroup2 with its io controller")
+}
+
+fn unified(device: &str, writes: u64) -> anyhow::Result<Limited> {
+    let before = own_group("")?;
+    let home = format!("{V2}{before}/cgroup.procs");
+    let group = PathBuf::from(format!("{V2}/firn-bench-{}", std::process::id()));
+    let made = group.clone();
+    let guard = defer(move || {
+        let _ = std::fs::write(home, std::process::id().to_string());
+        let _ = std::fs::remove_dir(made);
+    });
+    // Already on, on most systems.
+    let _ = std::fs::write(format!("{V2}/cgroup.subtree_control"), "+io");
+    std::fs::create_dir(&group).context("cannot make a cgroup; run as root")?;
+    put(&group.join("io.max"), &format!("{device} wiops={writes}"))?;
+    put(&group.join("cgroup.procs"), &std::process::id().to_string())?;
+    Ok(Limited { guard, controller: "cgroup v2 io.max" })
+}
+
+fn version_1(device: &str, writes: u64) -> anyhow::Result<Limited> {
+    let own = own_group("blkio")?;
+    let mut files = vec![PathBuf::from(format!("{V1}/blkio.throttle.write_iops_device"))];
+    if own != "/" {
+        files.push(PathBuf::from(format!("{V1}{own}/blkio.throttle.write_iops_device")));
+    }
+    let (undo, line) = (files.clone(), format!("{device} 0"));
+    let guard = defer(move || {
+        for file in undo {
+            let _ = std::fs::write(file, &line);
+        }
+    });
+    for file in &files {
+        put(file, &format!("{device} {writes}"))?;
+    }
+    Ok(Limited { guard, controller: "cgroup v1 blkio.throttle" })
+}
+
+/// Path of this process's group in the hierarchy of `controller` (empty: version 2).
+fn own_group(controller: &str) -> anyhow::Result<String> {
+    let table = std::fs::read_to_string("/proc/self/cgroup")?;
+    let mut lines = table.lines().filter_map(|line| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        controllers.split(',').any(|name| name == controller).then_some(path)
+    });
+    Ok(lines.next().unwrap_or("/").to_owned())
+}
+
+fn put(file: &Path, line: &str) -> anyhow::Result<()> {
+    std::fs::write(file, line)
+        .with_context(|| format!("cannot write {line:?} to {}; run as root", file.display()))
+}

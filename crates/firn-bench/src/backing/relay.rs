@@ -1,0 +1,56 @@
+//! A TCP relay that delivers late: the round trip of a network, where the kernel has no netem.
+//!
+//! Bytes are held for half the round trip in each direction and keep their order. Throughput is not
+//! limited: what has been sent meanwhile is on its way too.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// Starts a relay to `target` and returns where it listens. It ends with the process.
+pub fn start(target: SocketAddr, round_trip: Duration) -> std::io::Result<SocketAddr> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let address = listener.local_addr()?;
+    std::thread::spawn(move || {
+        for client in listener.incoming().flatten() {
+            // A client that cannot be served sees its connection closed.
+            let _ = serve(client, target, round_trip / 2);
+        }
+    });
+    Ok(address)
+}
+
+fn serve(client: TcpStream, target: SocketAddr, delay: Duration) -> std::io::Result<()> {
+    let server = TcpStream::connect(target)?;
+    client.set_nodelay(true)?;
+    server.set_nodelay(true)?;
+    pass_on(client.try_clone()?, server.try_clone()?, delay);
+    pass_on(server, client, delay);
+    Ok(())
+}
+
+fn pass_on(from: TcpStream, to: TcpStream, delay: Duration) {
+    let (send, receive) = channel();
+    std::thread::spawn(move || take(from, &send, delay));
+    std::thread::spawn(move || deliver(&receive, to));
+}
+
+fn take(mut from: TcpStream, send: &Sender<(Instant, Vec<u8>)>, delay: Duration) {
+    let mut buffer = vec![0; 256 << 10];
+    while let Ok(n @ 1..) = from.read(&mut buffer) {
+        if send.send((Instant::now() + delay, buffer[..n].to_vec())).is_err() {
+            break;
+        }
+    }
+}
+
+fn deliver(receive: &Receiver<(Instant, Vec<u8>)>, mut to: TcpStream) {
+    for (due, bytes) in receive {
+        std::thread::sleep(due.saturating_duration_since(Instant::now()));
+        if to.write_all(&bytes).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
+}

@@ -1,0 +1,32 @@
+//! A disk with few operations per second: ext4 on a loop device under a limit of the kernel's.
+//!
+//! The file system is mounted with `-o sync`, so that a write costs operations when it is made, as it
+//! does on a server that has no memory to hide it in. Without that, a local page cache gathers native
+//! writes just as Firn does, and there is nothing to compare.
+
+use super::{Prepared, limit, run, run_quietly, text};
+use crate::cleanup::defer;
+use crate::options::WorkDir;
+
+/// Room for two sets of the largest images and for the journal; the image is sparse.
+const IMAGE_BYTES: u64 = 6 << 30;
+
+/// Makes it inside `work`.
+pub fn prepare(writes_per_s: u64, work: &WorkDir) -> anyhow::Result<Prepared> {
+    let image = work.path().join("disk.img");
+    std::fs::File::create(&image)?.set_len(IMAGE_BYTES)?;
+    run("mkfs.ext4", &["-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0", text(&image)])?;
+    let point = work.subdir("disk")?;
+    let device = run("losetup", &["--find", "--show", text(&image)])?;
+    let name = device.clone();
+    let detach = defer(move || run_quietly("losetup", &["--detach", &name]));
+    let unmount = point.clone();
+    let unmount = defer(move || run_quietly("umount", &["--lazy", text(&unmount)]));
+    run("mount", &["-o", "sync", &device, text(&point)])?;
+    let limited = limit::writes_per_s(&device, writes_per_s)?;
+    let note = format!(
+        "backing: ext4 with -o sync on a loop device limited to {writes_per_s} writes/s by {}",
+        limited.controller
+    );
+    Ok(Prepared { dir: point, note, _guards: vec![limited.guard, unmount, detach] })
+}

@@ -1,0 +1,152 @@
+//! An sshfs mount with a server of its own.
+//!
+//! sshd runs with fresh keys from the work directory, for root in a network namespace of its own,
+//! joined by a pair of veth interfaces. `relay` adds the round trip.
+
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+use super::{Prepared, relay, run, run_quietly, text};
+use crate::cleanup::{Guard, defer};
+use crate::options::WorkDir;
+use crate::serve::unmount_lazily;
+
+const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// Mounts `work`/export on `work`/sshfs with `options`.
+pub fn prepare(round_trip_us: u64, options: &str, work: &WorkDir) -> anyhow::Result<Prepared> {
+    let (keys, export, point) =
+        (work.subdir("keys")?, work.subdir("export")?, work.subdir("sshfs")?);
+    let mut guards = Vec::new();
+    let (server, place) = match rustix::process::geteuid().is_root() {
+        true => namespaced_server(&keys, &mut guards)?,
+        false => local_server(&keys, &mut guards)?,
+    };
+    let address = match round_trip_us {
+        0 => server,
+        us => relay::start(server, Duration::from_micros(us))?,
+    };
+    let unmount = point.clone();
+    guards.insert(0, defer(move || unmount_lazily(&unmount)));
+    mount(&keys, address, &export, &point, options)?;
+    let shown = if options.is_empty() { "default options" } else { options };
+    let note = format!(
+        "backing: sshfs ({shown}) to an sshd in {place}, {round_trip_us} µs added to a round trip"
+    );
+    Ok(Prepared { dir: point, note, _guards: guards })
+}
+
+fn mount(
+    keys: &Path,
+    address: SocketAddr,
+    export: &Path,
+    point: &Path,
+    options: &str,
+) -> anyhow::Result<()> {
+    let user = run("id", &["-un"])?;
+    let source = format!("{user}@{}:{}", address.ip(), text(export));
+    let ssh = format!(
+        "port={},IdentityFile={},StrictHostKeyChecking=no,UserKnownHostsFile=/dev/null,LogLevel=ERROR",
+        address.port(),
+        text(&keys.join("user"))
+    );
+    let mut args = vec![source.as_str(), text(point), "-F", "/dev/null", "-o", &ssh];
+    if !options.is_empty() {
+        args.extend(["-o", options]);
+    }
+    run("sshfs", &args).map(drop)
+}
+
+/// In a namespace: 10.x.y.2, this side has 10.x.y.1, with x and y from the process id.
+fn namespaced_server(keys: &Path, guards: &mut Vec<Guard>) -> anyhow::Result<(SocketAddr, &'static str)> {
+    let pid = std::process::id();
+    let (namespace, here) = (format!("firn-bench-{pid}"), format!("fb{}", pid % 1_000_000));
+    let there = format!("{here}p");
+    let subnet = format!("10.{}.{}", 64 + pid / 256 % 64, pid % 256);
+    let (name, link) = (namespace.clone(), here.clone());
+    guards.push(defer(move || {
+        run_quietly("ip", &["link", "del", &link]);
+        run_quietly("ip", &["netns", "del", &name]);
+    }));
+    let ip = |args: &str| run("ip", &args.split(' ').collect::<Vec<_>>());
+    ip(&format!("netns add {namespace}"))?;
+    ip(&format!("link add {here} type veth peer name {there} netns {namespace}"))?;
+    ip(&format!("addr add {subnet}.1/30 dev {here}"))?;
+    ip(&format!("link set {here} up"))?;
+    ip(&format!("-n {namespace} addr add {subnet}.2/30 dev {there}"))?;
+    ip(&format!("-n {namespace} link set {there} up"))?;
+    ip(&format!("-n {namespace} link set lo up"))?;
+    let address: SocketAddr = format!("{subnet}.2:22").parse()?;
+    let mut command = Command::new("ip");
+    command.args(["netns", "exec", &namespace]);
+    start_server(command, keys, address, guards)?;
+    Ok((address, "a network namespace"))
+}
+
+fn local_server(keys: &Path, guards: &mut Vec<Guard>) -> anyhow::Result<(SocketAddr, &'static str)> {
+    // A port that was free a moment ago; if another program takes it, sshd says so.
+    let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    let mut command = Command::new("env");
+    command.arg("--");
+    start_server(command, keys, address, guards)?;
+    Ok((address, "a process of its own on loopback"))
+}
+
+fn start_server(
+    mut command: Command,
+    keys: &Path,
+    address: SocketAddr,
+    guards: &mut Vec<Guard>,
+) -> anyhow::Result<()> {
+    use std::os::unix::process::CommandExt;
+    for name in ["host", "user"] {
+        run("ssh-keygen", &["-q", "-t", "ed25519", "-N", "", "-f", text(&keys.join(name))])?;
+    }
+    let config = format!(
+        "ListenAddress {address}\nHostKey {keys}/host\nAuthorizedKeysFile {keys}/user.pub\n\
+         PidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n\
+         PermitRootLogin prohibit-password\nSubsystem sftp internal-sftp\n",
+        keys = text(keys)
+    );
+    let config_path = keys.join("sshd_config");
+    std::fs::write(&config_path, config)?;
+    if rustix::process::geteuid().is_root() {
+        // sshd wants its empty directory; Debian makes it when the service starts.
+        let _ = std::fs::create_dir_all("/run/sshd");
+    }
+    let log = keys.join("sshd.log");
+    let child = command
+        .args(["/usr/sbin/sshd", "-D", "-e", "-f", text(&config_path)])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(std::fs::File::create(&log)?)
+        .process_group(0)
+        .spawn()
+        .context("cannot start sshd; install openssh-server")?;
+    let mut child = ServerChild(child);
+    let deadline = Instant::now() + START_LIMIT;
+    while TcpStream::connect_timeout(&address, Duration::from_millis(200)).is_err() {
+        if child.0.try_wait()?.is_some() || Instant::now() > deadline {
+            let message = std::fs::read_to_string(&log).unwrap_or_default();
+            bail!("sshd does not answer at {address}: {}", message.trim_end());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    guards.insert(0, defer(move || drop(child)));
+    Ok(())
+}
+
+/// sshd with all its sessions.
+struct ServerChild(Child);
+
+impl Drop for ServerChild {
+    fn drop(&mut self) {
+        let pid = rustix::process::Pid::from_child(&self.0);
+        let _ = rustix::process::kill_process_group(pid, rustix::process::Signal::TERM);
+        let _ = self.0.wait();
+    }
+}

@@ -1,0 +1,224 @@
+//! `firn bench checkpoint`: the writes of CRFS's table I, natively and through Firn.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use crate::backing::{self, Kind, Prepared, Slowness};
+use crate::cpu;
+use crate::firn::{Counters, Firn, Mount};
+use crate::options::{Common, parse_size, progress, show_size};
+use crate::report::{Report, Sample};
+use crate::sizes;
+use crate::worker::{self, Task};
+
+/// Writes the checkpoint of a parallel job, natively and through Firn.
+///
+/// Each process writes one image with the sizes of table I of the CRFS paper: half of the writes have
+/// at most 64 bytes, a quarter of a percent of them carry 61 % of the data. Goals: the mean write that
+/// reaches the backing is at least 2 MiB for images of 15M and more; where each write costs a round
+/// trip or an operation (--backing sshfs, slow-disk) Firn is at least 3 times faster until all closes
+/// have returned; on a local ext4, where the page cache gathers writes by itself, it takes at most 2.5
+/// times as long with close=drain and 1.5 times with close=held.
+#[derive(Clone, Debug, clap::Args)]
+pub struct CheckpointArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Where the checkpoints end up. Slow backings are made for the run and removed after it.
+    #[arg(long, value_enum, default_value = "local")]
+    backing: Kind,
+    /// Processes, one image each.
+    #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    processes: u32,
+    /// Bytes of one image (default: 7M,15M,107M; quick 7M).
+    #[arg(long, value_name = "SIZE,…", value_delimiter = ',', value_parser = parse_size)]
+    image_size: Vec<u64>,
+    /// More options of Firn's mounts, such as arena-size=1G,io-threads=8.
+    #[arg(long, value_name = "KEY=VALUE,…")]
+    mount_options: Option<String>,
+    /// Time added to each network round trip of sshfs, in microseconds.
+    #[arg(long, value_name = "US", default_value_t = 500)]
+    round_trip_us: u64,
+    /// Writes per second of the slow disk.
+    #[arg(long, value_name = "COUNT", default_value_t = 1000)]
+    writes_per_s: u64,
+    /// Seed of the sizes and their order.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+impl CheckpointArgs {
+    /// Runs it.
+    pub fn run(&self) -> anyhow::Result<Report> {
+        let work = self.common.work_dir()?;
+        let slowness =
+            Slowness { round_trip_us: self.round_trip_us, writes_per_s: self.writes_per_s };
+        let prepared = backing::prepare(self.backing, slowness, &work)?;
+        let firn = Firn::find(self.common.firn.as_deref())?;
+        let candidates = self.candidates(&prepared, work.path(), &firn)?;
+        let mut report = Report::new("checkpoint");
+        report.note(prepared.note.clone());
+        let (processes, seed) = (self.processes, self.seed);
+        report.note(format!("{processes} processes, write sizes of CRFS table I, seed {seed}"));
+        report.note("closed: until the last close returned; durable: until everything is synced");
+        report.note("CPU: writers and firnd; not counted: kernel writeback, sshfs, sshd");
+        let images = self.image_sizes();
+        let steps = images.len() * candidates.len() * self.common.repeats() as usize;
+        let bar = progress(steps as u64, "checkpoint");
+        for image in images {
+            let name = format!("{processes} images of {}", show_size(image));
+            let mut samples = vec![Vec::new(); candidates.len()];
+            for _ in 0..self.common.repeats() {
+                for (candidate, samples) in candidates.iter().zip(&mut samples) {
+                    bar.set_message(format!("{name}, {}", candidate.name));
+                    samples.push(self.measure(candidate, image)?);
+                    bar.inc(1);
+                }
+            }
+            let names = candidates.iter().map(|candidate| candidate.name.to_owned());
+            report.add(name, names.zip(samples).collect());
+        }
+        bar.finish_and_clear();
+        Ok(report)
+    }
+
+    fn image_sizes(&self) -> Vec<u64> {
+        match self.image_size.is_empty() {
+            true => self.common.choose(vec![7 << 20, 15 << 20, 107 << 20], vec![7 << 20]),
+            false => self.image_size.clone(),
+        }
+    }
+
+    fn candidates<'a>(
+        &self,
+        prepared: &Prepared,
+        work: &Path,
+        firn: &'a Firn,
+    ) -> anyhow::Result<Vec<Candidate<'a>>> {
+        let native = prepared.dir.join("native");
+        std::fs::create_dir_all(&native)?;
+        let mut all =
+            vec![Candidate { name: "native", behind: native.clone(), dir: native, mount: None }];
+        if self.common.baseline_only {
+            return Ok(all);
+        }
+        let more = self.mount_options.as_ref().map_or(String::new(), |more| format!(",{more}"));
+        for (name, close) in [("firn close=drain", "drain"), ("firn close=held", "held")] {
+            let behind = prepared.dir.join(close);
+            let point = work.join(format!("mount-{close}"));
+            let mount = firn.mount(&behind, &point, &format!("close={close}{more}"))?;
+            all.push(Candidate { name, behind, dir: point, mount: Some(mount) });
+        }
+        Ok(all)
+    }
+
+    fn measure(&self, candidate: &Candidate, image: u64) -> anyhow::Result<Sample> {
+        let dir = candidate.dir.join("step");
+        std::fs::create_dir(&dir)?;
+        let tasks: Vec<Task> = (0..self.processes)
+            .map(|rank| Task::Write {
+                path: dir.join(format!("rank{rank}")),
+                runs: sizes::of_image(image, self.seed + u64::from(rank))
+                    .into_iter()
+                    .map(|bytes| (1, bytes))
+                    .collect(),
+                sync: false,
+            })
+            .collect();
+        // What earlier measurements left dirty must not be written in this one's time.
+        rustix::fs::syncfs(File::open(&candidate.behind)?)?;
+        let before = candidate.usage()?;
+        let outcomes = worker::run_all(&tasks)?;
+        candidate.make_durable(&dir, &tasks)?;
+        let durable_ns = cpu::now_ns();
+        let after = candidate.usage()?;
+        std::fs::remove_dir_all(&dir)?;
+
+        let begin_ns = outcomes.iter().map(|o| o.begin_ns).min().unwrap_or(0);
+        let ends = || outcomes.iter().map(|o| o.end_ns);
+        let spread_ns = ends().max().unwrap_or(0) - ends().min().unwrap_or(0);
+        let (writes, bytes) = match candidate.mount {
+            Some(_) => (
+                after.0.drain_writes - before.0.drain_writes,
+                after.0.drain_bytes - before.0.drain_bytes,
+            ),
+            None => (tasks.iter().map(writes_of).sum(), image * u64::from(self.processes)),
+        };
+        let writers_cpu_s: f64 = outcomes.iter().map(|o| o.cpu_s).sum();
+        Ok(vec![
+            ("closed", "s", worker::elapsed_s(&outcomes)),
+            ("durable", "s", (durable_ns - begin_ns) as f64 * 1e-9),
+            ("spread", "s", spread_ns as f64 * 1e-9),
+            ("writes", "count", writes as f64),
+            ("mean write", "KiB", bytes as f64 / 1024.0 / writes.max(1) as f64),
+            ("CPU", "s", writers_cpu_s + after.1 - before.1),
+        ])
+    }
+
+    /// Options that every benchmark has.
+    pub fn common(&self) -> &Common {
+        &self.common
+    }
+
+    /// As `firn bench all` runs it.
+    pub fn with(common: Common) -> Self {
+        Self {
+            common,
+            backing: Kind::Local,
+            processes: 8,
+            image_size: Vec::new(),
+            mount_options: None,
+            round_trip_us: 500,
+            writes_per_s: 1000,
+            seed: 1,
+        }
+    }
+}
+
+struct Candidate<'a> {
+    name: &'static str,
+    /// Its directory in the backing.
+    behind: PathBuf,
+    /// Where programs write.
+    dir: PathBuf,
+    mount: Option<Mount<'a>>,
+}
+
+impl Candidate<'_> {
+    fn usage(&self) -> anyhow::Result<(Counters, f64)> {
+        match &self.mount {
+            Some(mount) => Ok((mount.counters()?, mount.cpu_s())),
+            None => Ok(Default::default()),
+        }
+    }
+
+    /// Natively, all files are synced at once, as a job that wants it would do, then their names.
+    fn make_durable(&self, dir: &Path, tasks: &[Task]) -> anyhow::Result<()> {
+        if let Some(mount) = &self.mount {
+            return mount.wait_durable(dir);
+        }
+        let sync = |path: PathBuf| std::thread::spawn(move || File::open(path)?.sync_all());
+        let threads: Vec<_> = tasks.iter().map(|task| sync(path_of(task).to_owned())).collect();
+        for thread in threads {
+            thread.join().expect("fsync does not panic")?;
+        }
+        match File::open(dir)?.sync_all() {
+            // sshfs knows no fsync of directories.
+            Err(error) if error.raw_os_error() != Some(libc::ENOSYS) => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn path_of(task: &Task) -> &Path {
+    match task {
+        Task::Write { path, .. } | Task::Read { path, .. } => path,
+        Task::Names { dir, .. } => dir,
+    }
+}
+
+fn writes_of(task: &Task) -> u64 {
+    match task {
+        Task::Write { runs, .. } => runs.iter().map(|run| run.0).sum(),
+        Task::Read { .. } | Task::Names { .. } => 0,
+    }
+}

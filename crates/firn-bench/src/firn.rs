@@ -1,0 +1,138 @@
+//! The `firn` program as a user has it: mount, status, wait, umount.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, bail};
+use serde_json::Value;
+
+use crate::cleanup::{self, Guard};
+use crate::cpu;
+use crate::serve::unmount_lazily;
+
+/// Where arenas and sockets of this run lie, apart from the user's own mounts.
+pub struct Firn {
+    program: PathBuf,
+    runtime_dir: PathBuf,
+    _remove: Guard,
+}
+
+/// Counters of one mount, as far as the benchmarks need them.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Counters {
+    /// Write calls to the backing since attach.
+    pub drain_writes: u64,
+    /// Bytes of them.
+    pub drain_bytes: u64,
+}
+
+impl Firn {
+    /// `program` as given by the user, else this program itself.
+    pub fn find(program: Option<&Path>) -> anyhow::Result<Self> {
+        let program = match program {
+            Some(program) => program.to_owned(),
+            None => std::env::current_exe()?,
+        };
+        let runtime_dir = PathBuf::from(format!("/dev/shm/firn-bench-{}", std::process::id()));
+        let dir = runtime_dir.clone();
+        let _remove = cleanup::defer(move || drop(std::fs::remove_dir_all(dir)));
+        Ok(Self { program, runtime_dir, _remove })
+    }
+
+    /// `firn mount` of `backing` at `mount_point` with `-o options`; returns when it is usable.
+    pub fn mount(&self, backing: &Path, mount_point: &Path, options: &str) -> anyhow::Result<Mount<'_>> {
+        std::fs::create_dir_all(backing)?;
+        std::fs::create_dir_all(mount_point)?;
+        let (program, dir, point) =
+            (self.program.clone(), self.runtime_dir.clone(), mount_point.to_owned());
+        let _unmount = cleanup::defer(move || unmount(&program, &dir, &point));
+        let backing = backing.as_os_str();
+        let args = ["mount".as_ref(), "-o".as_ref(), options.as_ref(), backing, mount_point.as_ref()];
+        self.run(&args)?;
+        let mut mount = Mount { firn: self, path: mount_point.to_owned(), pid: 0, _unmount };
+        mount.pid = number(&mount.status()?, "pid").context("`firn status` told no pid")? as u32;
+        Ok(mount)
+    }
+
+    fn run(&self, args: &[&std::ffi::OsStr]) -> anyhow::Result<Vec<u8>> {
+        let output = command(&self.program, &self.runtime_dir)
+            .args(args)
+            .output()
+            .with_context(|| format!("cannot run {}", self.program.display()))?;
+        if !output.status.success() {
+            let message = String::from_utf8_lossy(&output.stderr);
+            bail!("`firn {}` failed: {}", args[0].to_string_lossy(), message.trim_end());
+        }
+        Ok(output.stdout)
+    }
+}
+
+/// A mount of Firn; dropping it drains and unmounts.
+pub struct Mount<'a> {
+    firn: &'a Firn,
+    path: PathBuf,
+    pid: u32,
+    _unmount: Guard,
+}
+
+impl Mount<'_> {
+    /// Processor time of firnd so far.
+    pub fn cpu_s(&self) -> f64 {
+        cpu::seconds_of(self.pid)
+    }
+
+    /// What reached the backing so far.
+    pub fn counters(&self) -> anyhow::Result<Counters> {
+        let status = self.status()?;
+        let get = |name| number(&status, name).with_context(|| format!("`firn status` told no {name}"));
+        Ok(Counters { drain_writes: get("drain_writes")?, drain_bytes: get("drain_bytes")? })
+    }
+
+    /// `firn wait --until durable` of `path`.
+    pub fn wait_durable(&self, path: &Path) -> anyhow::Result<()> {
+        let args = ["wait".as_ref(), "--until".as_ref(), "durable".as_ref(), path.as_ref()];
+        self.firn.run(&args).map(drop)
+    }
+
+    fn status(&self) -> anyhow::Result<Value> {
+        let text = self.firn.run(&["status".as_ref(), "--json".as_ref(), self.path.as_ref()])?;
+        serde_json::from_slice(&text).context("`firn status --json` printed no JSON")
+    }
+}
+
+fn command(program: &Path, runtime_dir: &Path) -> Command {
+    use std::os::unix::process::CommandExt;
+    let mut command = Command::new(program);
+    // firnd must not get the terminal's Ctrl-C: the benchmark unmounts it.
+    command.env("FIRN_RUNTIME_DIR", runtime_dir).stdin(Stdio::null()).process_group(0);
+    command
+}
+
+fn unmount(program: &Path, runtime_dir: &Path, mount_point: &Path) {
+    let table = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let point = mount_point.to_string_lossy();
+    if !table.lines().any(|line| line.split(' ').nth(1) == Some(&point)) {
+        return;
+    }
+    let done = command(program, runtime_dir)
+        .arg("umount")
+        .arg(mount_point)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    if !done.is_ok_and(|status| status.success()) {
+        unmount_lazily(mount_point);
+    }
+}
+
+/// The number called `name`, wherever it stands in `value`.
+fn number(value: &Value, name: &str) -> Option<u64> {
+    match value {
+        Value::Object(map) => map
+            .get(name)
+            .and_then(Value::as_u64)
+            .or_else(|| map.values().find_map(|inner| number(inner, name))),
+        Value::Array(list) => list.iter().find_map(|inner| number(inner, name)),
+        _ => None,
+    }
+}

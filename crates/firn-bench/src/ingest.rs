@@ -1,0 +1,184 @@
+//! `firn bench ingest`: how fast writes are taken in when nothing has to be stored (CRFS, figure 5).
+
+use std::path::Path;
+
+use crate::cpu;
+use crate::discard::{self, Geometry};
+use crate::options::{Common, parse_size, progress, show_size};
+use crate::report::{Report, Sample};
+use crate::serve::{Mounted, Server};
+use crate::worker::{self, Task};
+
+const GIB: f64 = (1u64 << 30) as f64;
+
+/// Takes in the writes of many processes and drops them instead of draining: how fast is the way in?
+///
+/// The baseline is a bare FUSE server, written with the same crate and mounted with the same settings,
+/// that copies each write into a warm buffer and forgets it. Goal: with 1M writes at least 0.9 of its
+/// GiB/s, and at most 1.1 of its CPU seconds per GiB (writers and server together).
+#[derive(Clone, Debug, clap::Args)]
+pub struct IngestArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Writing processes, one file each.
+    #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    writers: u32,
+    /// Data of one measurement, all writers together (default: 2G, quick 256M).
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    total: Option<u64>,
+    /// Write sizes to try, at the first chunk and arena size.
+    #[arg(long, value_name = "SIZE,…", value_delimiter = ',', value_parser = parse_size, default_value = "1M,64K,4K")]
+    write_size: Vec<u64>,
+    /// Chunk sizes to try, with the first write and arena size.
+    #[arg(long, value_name = "SIZE,…", value_delimiter = ',', value_parser = parse_size, default_value = "4M,128K,512K,1M,2M,16M")]
+    chunk_size: Vec<u64>,
+    /// Arena sizes to try, with the first write and chunk size.
+    #[arg(long, value_name = "SIZE,…", value_delimiter = ',', value_parser = parse_size, default_value = "256M,64M,16M")]
+    arena_size: Vec<u64>,
+    /// Threads of the drain.
+    #[arg(long, value_name = "COUNT", default_value_t = 4)]
+    io_threads: usize,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+struct Setting {
+    write_bytes: u64,
+    chunk_bytes: u64,
+    arena_bytes: u64,
+}
+
+impl Setting {
+    fn name(&self) -> String {
+        let Self { write_bytes, chunk_bytes, arena_bytes } = self;
+        let (write, chunk) = (show_size(*write_bytes), show_size(*chunk_bytes));
+        format!("{write} writes, chunk {chunk}, arena {}", show_size(*arena_bytes))
+    }
+}
+
+impl IngestArgs {
+    /// Each list varied alone, the others at their first value.
+    fn settings(&self) -> Vec<Setting> {
+        let first = Setting {
+            write_bytes: self.write_size[0],
+            chunk_bytes: self.chunk_size[0],
+            arena_bytes: self.arena_size[0],
+        };
+        if self.common.quick {
+            return vec![first];
+        }
+        let writes = self.write_size.iter().map(|&write_bytes| Setting { write_bytes, ..first });
+        let chunks = self.chunk_size.iter().map(|&chunk_bytes| Setting { chunk_bytes, ..first });
+        let arenas = self.arena_size.iter().map(|&arena_bytes| Setting { arena_bytes, ..first });
+        let mut settings: Vec<Setting> = Vec::new();
+        for setting in writes.chain(chunks).chain(arenas) {
+            // The sink knows no chunk or arena size: alone, it need not be measured for each.
+            let new = match self.common.baseline_only {
+                true => !settings.iter().any(|s| s.write_bytes == setting.write_bytes),
+                false => !settings.contains(&setting),
+            };
+            if new {
+                settings.push(setting);
+            }
+        }
+        settings
+    }
+
+    fn total_bytes(&self) -> u64 {
+        self.total.unwrap_or(self.common.choose(2 << 30, 256 << 20))
+    }
+
+    /// Runs it.
+    pub fn run(&self) -> anyhow::Result<Report> {
+        let work = self.common.work_dir()?;
+        let with_firn = !self.common.baseline_only && discard::AVAILABLE;
+        let mut report = Report::new("ingest");
+        let (writers, total) = (self.writers, show_size(self.total_bytes()));
+        report.note(format!("{writers} writers, {total} in all; drained data is dropped"));
+        report.note("sink: bare fuser server, direct_io, parallel direct writes, 1 MiB requests");
+        if !with_firn {
+            report.note("Firn was not measured: baseline only");
+        }
+        let settings = self.settings();
+        let steps = settings.len() as u64 * u64::from(self.common.repeats());
+        let bar = progress(steps * (1 + u64::from(with_firn)), "ingest");
+        for setting in settings {
+            bar.set_message(setting.name());
+            let server = Server::Sink { pool_bytes: setting.arena_bytes };
+            let sink = Mounted::start(&server, &work.subdir("sink")?)?;
+            let firn = match with_firn {
+                true => Some(self.mount_firn(&setting, work.path())?),
+                false => None,
+            };
+            let (mut sink_samples, mut firn_samples) = (Vec::new(), Vec::new());
+            for _ in 0..self.common.repeats() {
+                sink_samples.push(self.measure(&sink, &setting)?);
+                bar.inc(1);
+                if let Some(firn) = &firn {
+                    firn_samples.push(self.measure(firn, &setting)?);
+                    bar.inc(1);
+                }
+            }
+            let mut candidates = vec![("sink".to_owned(), sink_samples)];
+            if firn.is_some() {
+                candidates.push(("firn".to_owned(), firn_samples));
+            }
+            report.add(setting.name(), candidates);
+        }
+        bar.finish_and_clear();
+        Ok(report)
+    }
+
+    fn mount_firn(&self, setting: &Setting, work: &Path) -> anyhow::Result<Mounted> {
+        let (backing, mount_point) = (work.join("backing"), work.join("firn"));
+        std::fs::create_dir_all(&backing)?;
+        std::fs::create_dir_all(&mount_point)?;
+        let geometry = Geometry {
+            backing,
+            arena_bytes: setting.arena_bytes,
+            chunk_bytes: setting.chunk_bytes,
+            io_threads: self.io_threads,
+        };
+        Mounted::start(&Server::Discarding(geometry), &mount_point)
+    }
+
+    fn measure(&self, server: &Mounted, setting: &Setting) -> anyhow::Result<Sample> {
+        let count = (self.total_bytes() / u64::from(self.writers) / setting.write_bytes).max(1);
+        let path = |writer| server.path().join(format!("rank{writer}"));
+        let task = |writer| Task::Write {
+            path: path(writer),
+            runs: vec![(count, setting.write_bytes)],
+            sync: false,
+        };
+        let tasks: Vec<Task> = (0..self.writers).map(task).collect();
+        let cpu_before = cpu::seconds_of(server.pid());
+        let outcomes = worker::run_all(&tasks)?;
+        let server_cpu_s = cpu::seconds_of(server.pid()) - cpu_before;
+        let gib = (count * setting.write_bytes * u64::from(self.writers)) as f64 / GIB;
+        let writers_cpu_s: f64 = outcomes.iter().map(|o| o.cpu_s).sum();
+        for writer in 0..self.writers {
+            std::fs::remove_file(path(writer))?;
+        }
+        Ok(vec![
+            ("throughput", "GiB/s", gib / worker::elapsed_s(&outcomes)),
+            ("CPU", "s/GiB", (server_cpu_s + writers_cpu_s) / gib),
+        ])
+    }
+
+    /// Options that every benchmark has.
+    pub fn common(&self) -> &Common {
+        &self.common
+    }
+
+    /// As `firn bench all` runs it.
+    pub fn with(common: Common) -> Self {
+        Self {
+            common,
+            writers: 8,
+            total: None,
+            write_size: vec![1 << 20, 64 << 10, 4 << 10],
+            chunk_size: vec![4 << 20, 128 << 10, 512 << 10, 1 << 20, 2 << 20, 16 << 20],
+            arena_size: vec![256 << 20, 64 << 20, 16 << 20],
+            io_threads: 4,
+        }
+    }
+}

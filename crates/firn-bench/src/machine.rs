@@ -1,0 +1,77 @@
+//! The machine a figure belongs to, and the backing a run used. A figure without them means nothing.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+/// What stands at the head of every report.
+#[derive(Clone, Debug, Serialize)]
+pub struct Machine {
+    /// Processor model as /proc/cpuinfo tells.
+    pub processor: String,
+    /// Cores this process may use.
+    pub cores: usize,
+    /// Main memory, GiB, rounded.
+    pub memory_gib: u64,
+    /// Kernel release.
+    pub kernel: String,
+    /// Whether figures come from an optimised build.
+    pub optimised: bool,
+}
+
+impl Machine {
+    /// This machine.
+    pub fn here() -> Self {
+        Self {
+            processor: field("/proc/cpuinfo", "model name").unwrap_or_else(|| "unknown".into()),
+            cores: cores(),
+            memory_gib: memory_kib().div_ceil(1 << 20),
+            kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+            optimised: !cfg!(debug_assertions),
+        }
+    }
+}
+
+impl std::fmt::Display for Machine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { processor, cores, memory_gib, kernel, optimised } = self;
+        write!(f, "{processor}, {cores} cores, {memory_gib} GiB, Linux {kernel}")?;
+        if !optimised {
+            write!(f, " (debug build: figures are for testing the benchmark only)")?;
+        }
+        Ok(())
+    }
+}
+
+/// Cores this process may use.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, |n| n.get())
+}
+
+/// Type of the file system that holds `path`, as the mount table names it.
+pub fn file_system_of(path: &Path) -> String {
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let table = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let mut best = (0, "unknown");
+    for line in table.lines() {
+        let mut fields = line.split(' ').skip(1);
+        let (Some(point), Some(kind)) = (fields.next(), fields.next()) else { continue };
+        // A later mount over the same point hides the earlier one, hence `>=`.
+        if path.starts_with(point) && point.len() >= best.0 {
+            best = (point.len(), kind);
+        }
+    }
+    best.1.to_owned()
+}
+
+fn memory_kib() -> u64 {
+    field("/proc/meminfo", "MemTotal")
+        .and_then(|value| value.split(' ').next()?.parse().ok())
+        .unwrap_or(0)
+}
+
+fn field(file: &str, name: &str) -> Option<String> {
+    let text = std::fs::read_to_string(file).ok()?;
+    let line = text.lines().find(|line| line.starts_with(name))?;
+    Some(line.split_once(':')?.1.trim().to_owned())
+}

@@ -1,0 +1,145 @@
+//! `firn bench meta`: what names cost.
+
+use std::path::PathBuf;
+
+use crate::firn::{Firn, Mount};
+use crate::options::{Common, WorkDir, progress};
+use crate::report::{Report, Sample};
+use crate::serve::{Mounted, Server};
+use crate::worker::{self, Operation, Task};
+
+/// Creates, finds, lists and removes files.
+///
+/// The baseline is a plain FUSE passthrough file system written with the same crate, with the same
+/// lifetimes of entries and attributes; the native directory stands beside it. Goal: at most 3 times
+/// the plain passthrough's time.
+#[derive(Clone, Debug, clap::Args)]
+pub struct MetaArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Files (default: 10000, quick 1000).
+    #[arg(long, value_name = "COUNT")]
+    count: Option<u64>,
+}
+
+/// What is timed, and whether its names are made behind the mount beforehand, so that the kernel
+/// cannot know them from their creation.
+const PHASES: [(&str, Operation, Names); 4] = [
+    ("create, write 4K, close", Operation::Create, Names::None),
+    ("unlink", Operation::Unlink, Names::FromCreate),
+    ("stat", Operation::Stat, Names::Behind),
+    ("readdir", Operation::List, Names::Behind),
+];
+
+#[derive(Clone, Copy, PartialEq)]
+enum Names {
+    None,
+    FromCreate,
+    Behind,
+}
+
+impl MetaArgs {
+    /// Runs it.
+    pub fn run(&self) -> anyhow::Result<Report> {
+        let work = self.common.work_dir()?;
+        let firn = Firn::find(self.common.firn.as_deref())?;
+        let candidates = self.candidates(&work, &firn)?;
+        let count = self.count.unwrap_or(self.common.choose(10_000, 1_000));
+        let mut report = Report::new("meta");
+        let file_system = crate::machine::file_system_of(work.path());
+        report.note(format!("one process, {count} files in one directory on {file_system}"));
+        report.note("stat and readdir: names made behind the mount, so that no cache knows them");
+        let mut samples = vec![vec![Vec::new(); candidates.len()]; PHASES.len()];
+        let steps = self.common.repeats() as usize * candidates.len() * PHASES.len();
+        let bar = progress(steps as u64, "meta");
+        for round in 0..self.common.repeats() {
+            for (index, candidate) in candidates.iter().enumerate() {
+                for (phase, samples) in PHASES.iter().zip(&mut samples) {
+                    samples[index].push(candidate.measure(round, *phase, count)?);
+                    bar.inc(1);
+                }
+            }
+        }
+        bar.finish_and_clear();
+        for ((title, ..), samples) in PHASES.iter().zip(samples) {
+            let names = candidates.iter().map(|candidate| candidate.name.to_owned());
+            report.add(*title, names.zip(samples).collect());
+        }
+        Ok(report)
+    }
+
+    fn candidates<'a>(&self, work: &WorkDir, firn: &'a Firn) -> anyhow::Result<Vec<Candidate<'a>>> {
+        let (backing, point) = (work.subdir("plain.b")?, work.subdir("plain")?);
+        let plain = Mounted::start(&Server::Plain { source: backing.clone() }, &point)?;
+        let native = work.subdir("native")?;
+        let mut all = vec![
+            Candidate::new("plain passthrough", backing, point, Some(Held::Plain(plain))),
+            Candidate::new("native", native.clone(), native, None),
+        ];
+        if !self.common.baseline_only {
+            let (backing, point) = (work.subdir("firn.b")?, work.subdir("firn")?);
+            let mount = firn.mount(&backing, &point, "close=drain")?;
+            all.push(Candidate::new("firn", backing, point, Some(Held::Firn(mount))));
+        }
+        Ok(all)
+    }
+
+    /// Options that every benchmark has.
+    pub fn common(&self) -> &Common {
+        &self.common
+    }
+
+    /// As `firn bench all` runs it.
+    pub fn with(common: Common) -> Self {
+        Self { common, count: None }
+    }
+}
+
+/// Keeps the mount of a candidate alive.
+#[allow(dead_code, reason = "held for its drop")]
+enum Held<'a> {
+    Plain(Mounted),
+    Firn(Mount<'a>),
+}
+
+struct Candidate<'a> {
+    name: &'static str,
+    backing: PathBuf,
+    through: PathBuf,
+    _mount: Option<Held<'a>>,
+}
+
+impl<'a> Candidate<'a> {
+    fn new(name: &'static str, backing: PathBuf, through: PathBuf, _mount: Option<Held<'a>>) -> Self {
+        Self { name, backing, through, _mount }
+    }
+
+    fn measure(
+        &self,
+        round: u32,
+        (_, operation, names): (&str, Operation, Names),
+        count: u64,
+    ) -> anyhow::Result<Sample> {
+        // unlink empties the directory that create filled; the others have one of their own.
+        let name = match names {
+            Names::Behind => format!("{operation:?}-{round}"),
+            Names::None | Names::FromCreate => format!("Create-{round}"),
+        };
+        let (behind, through) = (self.backing.join(&name), self.through.join(&name));
+        match names {
+            Names::None => std::fs::create_dir(&through)?,
+            Names::FromCreate => {}
+            Names::Behind => {
+                std::fs::create_dir(&behind)?;
+                for index in 0..count {
+                    std::fs::File::create(behind.join(worker::name_of(index)))?;
+                }
+            }
+        }
+        let outcomes = worker::run_all(&[Task::Names { dir: through, count, operation }])?;
+        if names != Names::None {
+            std::fs::remove_dir_all(&behind)?;
+        }
+        Ok(vec![("time a file", "µs", worker::elapsed_s(&outcomes) * 1e6 / count as f64)])
+    }
+}

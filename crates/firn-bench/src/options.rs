@@ -1,0 +1,151 @@
+//! What all benchmarks have in common on the command line, and how sizes are written there.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::report::Report;
+use crate::svg;
+
+/// Options of every benchmark.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Common {
+    /// How often each candidate is measured; figures are medians. Candidates take turns.
+    #[arg(long, value_name = "COUNT", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    pub repeats: u32,
+    /// Less data, two repeats, fewer cases: a look or a smoke test, no figures to quote.
+    #[arg(long)]
+    pub quick: bool,
+    /// Measure the baselines alone, without Firn: what can this machine do?
+    #[arg(long)]
+    pub baseline_only: bool,
+    /// Also write every sample to FILE as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Also draw the medians to FILE as SVG.
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+    /// Directory to work in: a directory of its own is made there and removed at the end. Its file
+    /// system is what the benchmark measures.
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub dir: PathBuf,
+    /// The firn program to mount with (default: this one).
+    #[arg(long, value_name = "PROGRAM", env = "FIRN_BENCH_PROGRAM")]
+    pub firn: Option<PathBuf>,
+}
+
+impl Common {
+    /// Repeats in force.
+    pub fn repeats(&self) -> u32 {
+        if self.quick { self.repeats.min(2) } else { self.repeats }
+    }
+
+    /// `full`, or `quick` in a quick run.
+    pub fn choose<T>(&self, full: T, quick: T) -> T {
+        if self.quick { quick } else { full }
+    }
+
+    /// A directory for this run, removed when dropped or interrupted.
+    pub fn work_dir(&self) -> anyhow::Result<WorkDir> {
+        WorkDir::new(&self.dir)
+    }
+
+    /// Prints and writes `report` as asked.
+    pub fn publish(&self, report: &Report) -> anyhow::Result<()> {
+        report.print();
+        if let Some(path) = &self.json {
+            report.write_json(path)?;
+        }
+        if let Some(path) = &self.svg {
+            svg::write(report, path)?;
+        }
+        Ok(())
+    }
+}
+
+/// A directory that goes away.
+pub struct WorkDir {
+    path: PathBuf,
+    _remove: crate::cleanup::Guard,
+}
+
+impl WorkDir {
+    /// A new directory in `parent`.
+    pub fn new(parent: &Path) -> anyhow::Result<Self> {
+        let parent = parent
+            .canonicalize()
+            .with_context(|| format!("cannot work in {}; name another --dir", parent.display()))?;
+        let made = tempfile::Builder::new().prefix("firn-bench-").tempdir_in(&parent);
+        let path = made
+            .with_context(|| format!("cannot make a directory in {}", parent.display()))?
+            .keep();
+        let again = path.clone();
+        let _remove = crate::cleanup::defer(move || drop(std::fs::remove_dir_all(again)));
+        Ok(Self { path, _remove })
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A new directory below it.
+    pub fn subdir(&self, name: &str) -> anyhow::Result<PathBuf> {
+        let path = self.path.join(name);
+        std::fs::create_dir_all(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        Ok(path)
+    }
+}
+
+/// A progress line on a terminal, nothing elsewhere.
+pub fn progress(steps: u64, title: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template("{prefix} [{bar:30}] {pos}/{len} {msg} ({elapsed})")
+        .expect("the template is fixed")
+        .progress_chars("=> ");
+    let bar = ProgressBar::new(steps).with_style(style).with_prefix(title.to_owned());
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}
+
+/// Parses `64K`, `1M`, `2G` or plain bytes.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let unit = match text.chars().last().map(|c| c.to_ascii_uppercase()) {
+        Some('K') => 10,
+        Some('M') => 20,
+        Some('G') => 30,
+        _ => 0,
+    };
+    let digits = if unit == 0 { text } else { &text[..text.len() - 1] };
+    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is no size: write 64K or 1M"))?;
+    let bytes = number.checked_shl(unit).filter(|bytes| bytes >> unit == number && number > 0);
+    bytes.ok_or_else(|| format!("{text:?} is out of range"))
+}
+
+/// The inverse of [`parse_size`] for whole units.
+pub fn show_size(bytes: u64) -> String {
+    match bytes {
+        b if b >= 1 << 30 && b % (1 << 30) == 0 => format!("{}G", b >> 30),
+        b if b >= 1 << 20 && b % (1 << 20) == 0 => format!("{}M", b >> 20),
+        b if b >= 1 << 10 && b % (1 << 10) == 0 => format!("{}K", b >> 10),
+        b => b.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_they_are_shown() {
+        for text in ["1", "4096K", "64K", "1M", "16M", "2G", "1000"] {
+            let bytes = parse_size(text).unwrap();
+            assert_eq!(parse_size(&show_size(bytes)).unwrap(), bytes);
+        }
+        assert_eq!(parse_size("64k"), Ok(65536));
+        for text in ["", "0", "K", "1T", "-1", "99999999999G"] {
+            assert!(parse_size(text).is_err(), "{text:?}");
+        }
+    }
+}

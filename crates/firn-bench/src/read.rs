@@ -1,0 +1,126 @@
+//! `firn bench read`: restart, that is reading a drained file back.
+
+use std::path::{Path, PathBuf};
+
+use crate::firn::{Firn, Mount};
+use crate::options::{Common, WorkDir, parse_size, progress, show_size};
+use crate::report::{Report, Sample};
+use crate::worker::{self, Task};
+
+const GIB: f64 = (1u64 << 30) as f64;
+/// (bytes of one read, through a mapping).
+const WAYS: [(u64, bool); 3] = [(1 << 20, false), (128 << 10, false), (1 << 20, true)];
+
+/// Reads a drained file back, natively and through Firn, with its pages in the page cache.
+///
+/// Goal: at least 0.9 of the native rate where firnd may use kernel passthrough (it needs
+/// CAP_SYS_ADMIN, so run as root to see it), 0.5 otherwise.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ReadArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Size of the file (default: 512M, quick 64M).
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    size: Option<u64>,
+}
+
+impl ReadArgs {
+    /// Runs it.
+    pub fn run(&self) -> anyhow::Result<Report> {
+        let work = self.common.work_dir()?;
+        let firn = Firn::find(self.common.firn.as_deref())?;
+        let candidates = self.candidates(&work, &firn)?;
+        let size = self.size.unwrap_or(self.common.choose(512 << 20, 64 << 20));
+        let mut report = Report::new("read");
+        report.note(format!(
+            "one reader, a file of {} on {}, page cache warm",
+            show_size(size),
+            crate::machine::file_system_of(work.path())
+        ));
+        for candidate in &candidates {
+            candidate.prepare(size)?;
+        }
+        let steps = WAYS.len() as u64 * u64::from(self.common.repeats());
+        let bar = progress(steps * candidates.len() as u64, "read");
+        for (bytes, mmap) in WAYS {
+            let mut samples = vec![Vec::new(); candidates.len()];
+            for _ in 0..self.common.repeats() {
+                for (candidate, samples) in candidates.iter().zip(&mut samples) {
+                    samples.push(candidate.measure(size, bytes, mmap)?);
+                    bar.inc(1);
+                }
+            }
+            let name = match mmap {
+                true => "mmap".to_owned(),
+                false => format!("read of {}", show_size(bytes)),
+            };
+            let names = candidates.iter().map(|candidate| candidate.name.to_owned());
+            report.add(name, names.zip(samples).collect());
+        }
+        bar.finish_and_clear();
+        Ok(report)
+    }
+
+    fn candidates<'a>(&self, work: &WorkDir, firn: &'a Firn) -> anyhow::Result<Vec<Candidate<'a>>> {
+        let mut all = vec![Candidate { name: "native", dir: work.subdir("native")?, mount: None }];
+        if self.common.baseline_only {
+            return Ok(all);
+        }
+        let ways = [("firn", "passthrough=auto"), ("firn, no passthrough", "passthrough=off")];
+        for (name, options) in ways {
+            let (backing, point) = (work.subdir(&format!("{options}.b"))?, work.subdir(options)?);
+            let mount = firn.mount(&backing, &point, options)?;
+            all.push(Candidate { name, dir: point, mount: Some(mount) });
+        }
+        Ok(all)
+    }
+
+    /// Options that every benchmark has.
+    pub fn common(&self) -> &Common {
+        &self.common
+    }
+
+    /// As `firn bench all` runs it.
+    pub fn with(common: Common) -> Self {
+        Self { common, size: None }
+    }
+}
+
+struct Candidate<'a> {
+    name: &'static str,
+    dir: PathBuf,
+    mount: Option<Mount<'a>>,
+}
+
+impl Candidate<'_> {
+    fn file(&self) -> PathBuf {
+        self.dir.join("image.ckpt")
+    }
+
+    fn prepare(&self, size: u64) -> anyhow::Result<()> {
+        let runs = vec![(size >> 20, 1 << 20)];
+        worker::run_all(&[Task::Write { path: self.file(), runs, sync: false }])?;
+        if let Some(mount) = &self.mount {
+            mount.wait_durable(&self.file())?;
+        }
+        warm(&self.file())
+    }
+
+    fn measure(&self, size: u64, bytes: u64, mmap: bool) -> anyhow::Result<Sample> {
+        let passes = ((1 << 30) / size).clamp(1, 4);
+        let cpu_before = self.mount.as_ref().map_or(0.0, Mount::cpu_s);
+        let task = Task::Read { path: self.file(), bytes, mmap, passes };
+        let outcomes = worker::run_all(&[task])?;
+        let server_cpu_s = self.mount.as_ref().map_or(0.0, Mount::cpu_s) - cpu_before;
+        let gib = (size >> 20 << 20) as f64 * passes as f64 / GIB;
+        Ok(vec![
+            ("throughput", "GiB/s", gib / worker::elapsed_s(&outcomes)),
+            ("CPU", "s/GiB", (server_cpu_s + outcomes[0].cpu_s) / gib),
+        ])
+    }
+}
+
+fn warm(file: &Path) -> anyhow::Result<()> {
+    let path = file.to_owned();
+    worker::run_all(&[Task::Read { path, bytes: 1 << 20, mmap: false, passes: 1 }]).map(drop)
+}

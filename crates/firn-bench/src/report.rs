@@ -1,0 +1,199 @@
+//! Figures of one run: cases, candidates, samples; as a table, as JSON, as SVG.
+//!
+//! Invariants
+//! * The first candidate of a case is its baseline; every other one is shown with a ratio to it.
+//! * Samples of all candidates of a case were taken in turns, in the same run.
+
+use std::path::Path;
+
+use anyhow::Context;
+use serde::Serialize;
+
+use crate::machine::Machine;
+
+/// All figures of one benchmark.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// Name of the benchmark: `ingest`, `checkpoint`, …
+    pub benchmark: String,
+    /// Where it ran.
+    pub machine: Machine,
+    /// Everything a reader needs to repeat or to doubt it, one sentence each.
+    pub notes: Vec<String>,
+    /// Figures.
+    pub cases: Vec<Case>,
+}
+
+/// One setting, measured for several candidates.
+#[derive(Debug, Serialize)]
+pub struct Case {
+    /// For example `1M writes, chunk 4M, arena 256M`.
+    pub name: String,
+    /// Baseline first.
+    pub candidates: Vec<Candidate>,
+}
+
+/// One way of doing it.
+#[derive(Debug, Serialize)]
+pub struct Candidate {
+    /// `native`, `sink`, `firn`, …
+    pub name: String,
+    /// Figures in the order of the table's columns.
+    pub metrics: Vec<Metric>,
+}
+
+/// One figure with its samples.
+#[derive(Debug, Serialize)]
+pub struct Metric {
+    /// Column title.
+    pub name: &'static str,
+    /// Unit, shown after the figure.
+    pub unit: &'static str,
+    /// Median of `samples`.
+    pub median: f64,
+    /// `median` over the baseline's; absent for the baseline.
+    pub ratio: Option<f64>,
+    /// Every sample, in the order taken.
+    pub samples: Vec<f64>,
+}
+
+/// One candidate's figures in one repeat: (column, unit, value).
+pub type Sample = Vec<(&'static str, &'static str, f64)>;
+
+impl Report {
+    /// An empty report of this machine.
+    pub fn new(benchmark: &str) -> Self {
+        Self {
+            benchmark: benchmark.into(),
+            machine: Machine::here(),
+            notes: Vec::new(),
+            cases: Vec::new(),
+        }
+    }
+
+    /// Adds a sentence for the reader.
+    pub fn note(&mut self, sentence: impl Into<String>) {
+        self.notes.push(sentence.into());
+    }
+
+    /// Adds a case: per candidate (baseline first) its name and its samples.
+    pub fn add(&mut self, name: impl Into<String>, candidates: Vec<(String, Vec<Sample>)>) {
+        let mut case = Case { name: name.into(), candidates: Vec::new() };
+        for (name, samples) in candidates {
+            let baseline = case.candidates.first();
+            let metrics = metrics(&samples, baseline);
+            case.candidates.push(Candidate { name, metrics });
+        }
+        self.cases.push(case);
+    }
+
+    /// The table for people.
+    pub fn print(&self) {
+        println!("{} on {}", self.benchmark, self.machine);
+        for note in &self.notes {
+            println!("  {note}");
+        }
+        for case in &self.cases {
+            println!("\n{}", case.name);
+            print!("{}", table(case));
+        }
+    }
+
+    /// Writes the report as JSON.
+    pub fn write_json(&self, path: &Path) -> anyhow::Result<()> {
+        let text = serde_json::to_string_pretty(self)? + "\n";
+        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    }
+}
+
+/// The middle one; the mean of the two middle ones for an even number; 0 of none.
+pub fn median(samples: &[f64]) -> f64 {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => 0.0,
+        n if n % 2 == 1 => sorted[n / 2],
+        n => (sorted[n / 2 - 1] + sorted[n / 2]) / 2.0,
+    }
+}
+
+fn metrics(samples: &[Sample], baseline: Option<&Candidate>) -> Vec<Metric> {
+    let columns = samples.first().map_or(&[][..], |first| first.as_slice());
+    let metric = |(column, &(name, unit, _)): (usize, &(&'static str, &'static str, f64))| {
+        let values: Vec<f64> = samples.iter().map(|sample| sample[column].2).collect();
+        let median = median(&values);
+        let of = baseline.and_then(|b| b.metrics.iter().find(|m| m.name == name));
+        let ratio = of.filter(|m| m.median > 0.0).map(|m| median / m.median);
+        Metric { name, unit, median, ratio, samples: values }
+    };
+    columns.iter().enumerate().map(metric).collect()
+}
+
+fn table(case: &Case) -> String {
+    let titles = |c: &Candidate| -> Vec<String> {
+        c.metrics.iter().map(|m| format!("{} [{}]", m.name, m.unit)).collect()
+    };
+    let mut rows = vec![vec!["".to_owned()]];
+    rows[0].extend(case.candidates.first().map(titles).unwrap_or_default());
+    for candidate in &case.candidates {
+        let mut row = vec![candidate.name.clone()];
+        row.extend(candidate.metrics.iter().map(cell));
+        rows.push(row);
+    }
+    let width = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
+    let mut text = String::new();
+    for row in &rows {
+        for (column, cell) in row.iter().enumerate() {
+            let pad = " ".repeat(widths[column] - cell.chars().count());
+            // Names to the left, figures to the right.
+            match column {
+                0 => text += &format!("  {cell}{pad}"),
+                _ => text += &format!("   {pad}{cell}"),
+            }
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn cell(metric: &Metric) -> String {
+    let figure = figure(metric.median);
+    match metric.ratio {
+        Some(ratio) => format!("{figure} ({ratio:.2}×)"),
+        None => figure,
+    }
+}
+
+/// Three significant digits, never an exponent.
+pub fn figure(value: f64) -> String {
+    match value.abs() {
+        0.0 => "0".into(),
+        v if v < 0.01 => format!("{value:.4}"),
+        v if v < 10.0 => format!("{value:.2}"),
+        v if v < 100.0 => format!("{value:.1}"),
+        _ => format!("{value:.0}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_of_an_even_number_is_between_the_middle_two() {
+        assert_eq!(median(&[4.0, 1.0, 3.0, 2.0]), 2.5);
+        assert_eq!(median(&[5.0, 1.0, 3.0]), 3.0);
+        assert_eq!(median(&[]), 0.0);
+    }
+
+    #[test]
+    fn every_candidate_after_the_first_has_a_ratio_to_it() {
+        let mut report = Report::new("test");
+        let sample = |v| vec![vec![("time", "s", v)]];
+        report.add("case", vec![("native".into(), sample(2.0)), ("firn".into(), sample(1.0))]);
+        let candidates = &report.cases[0].candidates;
+        assert_eq!(candidates[0].metrics[0].ratio, None);
+        assert_eq!(candidates[1].metrics[0].ratio, Some(0.5));
+    }
+}

@@ -1,0 +1,143 @@
+//! File systems that the benchmark mounts for comparison, each in a process of its own.
+//!
+//! A server is this program again (`firn bench serve`, hidden). It reads one [`Server`] as a line of
+//! JSON, mounts, answers `ready`, and serves until its standard input ends: so its mount goes away
+//! even when the benchmark is killed.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+
+use anyhow::{Context, bail};
+use fuser::{Config, MountOption, SessionACL};
+use serde::{Deserialize, Serialize};
+
+use crate::cleanup::{self, Guard};
+use crate::worker::this_program;
+use crate::{discard, machine};
+
+pub mod plain;
+pub mod sink;
+
+/// Largest write request; the kernel's default cap, and what firnd asks for.
+pub const MAX_WRITE_BYTES: u32 = 1 << 20;
+
+/// What to mount.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "server")]
+pub enum Server {
+    /// Copies each write into a warm pool and drops it.
+    Sink {
+        /// Bytes of the pool.
+        pool_bytes: u64,
+    },
+    /// Passes every call on to a directory.
+    Plain {
+        /// The directory.
+        source: PathBuf,
+    },
+    /// Firn with a drain that drops what it carries.
+    Discarding(discard::Geometry),
+}
+
+/// A server process and its mount.
+pub struct Mounted {
+    child: Child,
+    mount_point: PathBuf,
+    _unmount: Guard,
+}
+
+impl Mounted {
+    /// Starts `server` at `mount_point`; returns when it is usable.
+    pub fn start(server: &Server, mount_point: &Path) -> anyhow::Result<Self> {
+        let point = mount_point.to_owned();
+        let _unmount = cleanup::defer(move || unmount_lazily(&point));
+        let mut child = this_program("serve")?
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot start a server process")?;
+        let request = serde_json::to_string(&(server, mount_point))?;
+        writeln!(child.stdin.as_mut().expect("stdin is piped"), "{request}")?;
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("stdout is piped")).read_line(&mut line)?;
+        let mounted = Self { child, mount_point: mount_point.to_owned(), _unmount };
+        match line.trim_end() {
+            "ready" => Ok(mounted),
+            _ => bail!("a server process could not mount (its message is above)"),
+        }
+    }
+
+    /// The server's process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Where it is mounted.
+    pub fn path(&self) -> &Path {
+        &self.mount_point
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        // The end of its input tells the server to unmount and to end.
+        drop(self.child.stdin.take());
+        let _ = self.child.wait();
+    }
+}
+
+/// Takes a FUSE mount away if there is one.
+pub fn unmount_lazily(mount_point: &Path) {
+    use rustix::mount::{UnmountFlags, unmount};
+    if unmount(mount_point, UnmountFlags::DETACH) == Err(rustix::io::Errno::PERM) {
+        let _ = std::process::Command::new("fusermount3")
+            .args(["-u", "-z", "-q"])
+            .arg(mount_point)
+            .stderr(Stdio::null())
+            .status();
+    }
+}
+
+/// The server's side: `firn bench serve`.
+pub fn main() -> anyhow::Result<()> {
+    let mut input = BufReader::new(std::io::stdin());
+    let mut line = String::new();
+    input.read_line(&mut line)?;
+    let (server, mount_point): (Server, PathBuf) = serde_json::from_str(&line)?;
+    let session = match server {
+        Server::Sink { pool_bytes } => {
+            fuser::spawn_mount(sink::Sink::new(pool_bytes)?, &mount_point, &config("sink"))
+        }
+        Server::Plain { source } => {
+            fuser::spawn_mount(plain::Plain::new(&source)?, &mount_point, &config("plain"))
+        }
+        Server::Discarding(geometry) => {
+            let mounted = discard::mount_discarding(&geometry, &mount_point)?;
+            return serve_until_eof(input, mounted);
+        }
+    };
+    let session = session.with_context(|| format!("cannot mount {}", mount_point.display()))?;
+    serve_until_eof(input, session)
+}
+
+fn serve_until_eof(mut input: impl Read, mounted: impl Sized) -> anyhow::Result<()> {
+    println!("ready");
+    std::io::copy(&mut input, &mut std::io::sink())?;
+    drop(mounted);
+    Ok(())
+}
+
+/// The session settings that firnd uses: a thread per core, each with its own /dev/fuse descriptor.
+fn config(subtype: &str) -> Config {
+    let mut config = Config::default();
+    config.mount_options = vec![
+        MountOption::FSName(format!("firn-bench-{subtype}")),
+        MountOption::Subtype(format!("firn-bench-{subtype}")),
+        MountOption::DefaultPermissions,
+    ];
+    config.acl = SessionACL::Owner;
+    config.n_threads = Some(machine::cores());
+    config.clone_fd = true;
+    config
+}

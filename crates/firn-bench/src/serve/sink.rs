@@ -1,0 +1,205 @@
+//! The baseline of `ingest`: the least that a FUSE server written with the same crate can do.
+//!
+//! It copies each write into a warm pool of 4 MiB chunks on huge pages and forgets it. Its mount has the
+//! settings of Firn's data path: direct_io, parallel direct writes, 1 MiB requests, a thread per core.
+//!
+//! Relies on: one flat directory, files written and not read.
+
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, SystemTime};
+
+use anyhow::Context;
+use fuser::{
+    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
+    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyCreate, ReplyEmpty, ReplyEntry, ReplyWrite,
+    Request, WriteFlags,
+};
+use parking_lot::Mutex;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+
+const TTL: Duration = Duration::from_secs(1);
+/// CRFS's and Firn's default chunk.
+const CHUNK_BYTES: usize = 4 << 20;
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// See the module.
+pub struct Sink {
+    pool: Pool,
+    names: Mutex<HashMap<OsString, u64>>,
+    files: Mutex<HashMap<u64, Arc<SinkFile>>>,
+    next_inode: AtomicU64,
+}
+
+struct SinkFile {
+    size: AtomicU64,
+    /// Chunk that it fills and how far.
+    place: Mutex<(usize, usize)>,
+}
+
+struct Pool {
+    chunks: Vec<Mutex<&'static mut [u8]>>,
+    next: AtomicUsize,
+}
+
+impl Pool {
+    fn new(bytes: u64) -> anyhow::Result<Self> {
+        let count = (bytes as usize / CHUNK_BYTES).max(16);
+        let len = count * CHUNK_BYTES + HUGE_PAGE_BYTES;
+        // SAFETY: a new private mapping at an address the kernel chooses. It is never unmapped, so it
+        // may be lent out as 'static.
+        let memory = unsafe {
+            let flags = MapFlags::PRIVATE;
+            let start = mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)
+                .context("cannot map the pool; choose a smaller --arena-size")?;
+            let skip = start.cast::<u8>().align_offset(HUGE_PAGE_BYTES);
+            let aligned = start.cast::<u8>().add(skip);
+            // Without transparent huge pages the pool is still warm, only on small pages.
+            let _ = madvise(aligned.cast(), count * CHUNK_BYTES, Advice::LinuxHugepage);
+            std::slice::from_raw_parts_mut(aligned, count * CHUNK_BYTES)
+        };
+        memory.fill(1);
+        let chunks = memory.chunks_mut(CHUNK_BYTES).map(Mutex::new).collect();
+        Ok(Self { chunks, next: AtomicUsize::new(0) })
+    }
+
+    fn take(&self) -> usize {
+        self.next.fetch_add(1, Ordering::Relaxed) % self.chunks.len()
+    }
+
+    fn append(&self, place: &mut (usize, usize), mut data: &[u8]) {
+        while !data.is_empty() {
+            if place.1 == CHUNK_BYTES {
+                *place = (self.take(), 0);
+            }
+            let n = data.len().min(CHUNK_BYTES - place.1);
+            self.chunks[place.0].lock()[place.1..][..n].copy_from_slice(&data[..n]);
+            place.1 += n;
+            data = &data[n..];
+        }
+    }
+}
+
+impl Sink {
+    /// A sink with a pool of `pool_bytes`, at least 64 MiB.
+    pub fn new(pool_bytes: u64) -> anyhow::Result<Self> {
+        Ok(Self {
+            pool: Pool::new(pool_bytes)?,
+            names: Default::default(),
+            files: Default::default(),
+            next_inode: AtomicU64::new(INodeNo::ROOT.0 + 1),
+        })
+    }
+
+    fn attr_of(&self, inode: u64) -> Option<FileAttr> {
+        if inode == INodeNo::ROOT.0 {
+            return Some(attr(inode, 0, FileType::Directory));
+        }
+        let file = self.files.lock().get(&inode)?.clone();
+        Some(attr(inode, file.size.load(Ordering::Relaxed), FileType::RegularFile))
+    }
+}
+
+impl Filesystem for Sink {
+    fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        let _ = config.set_max_write(super::MAX_WRITE_BYTES);
+        for flag in [InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP, InitFlags::FUSE_PARALLEL_DIROPS] {
+            let _ = config.add_capabilities(flag);
+        }
+        Ok(())
+    }
+
+    fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let inode = self.names.lock().get(name).copied();
+        match inode.and_then(|inode| self.attr_of(inode)) {
+            Some(attr) => reply.entry(&TTL, &attr, Generation(0)),
+            None => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn getattr(&self, _: &Request, inode: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
+        match self.attr_of(inode.0) {
+            Some(attr) => reply.attr(&TTL, &attr),
+            None => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn create(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        name: &OsStr,
+        _: u32,
+        _: u32,
+        _: i32,
+        reply: ReplyCreate,
+    ) {
+        let inode = self.next_inode.fetch_add(1, Ordering::Relaxed);
+        let place = Mutex::new((self.pool.take(), 0));
+        let file = Arc::new(SinkFile { size: AtomicU64::new(0), place });
+        self.files.lock().insert(inode, file);
+        self.names.lock().insert(name.to_owned(), inode);
+        let attr = attr(inode, 0, FileType::RegularFile);
+        let flags = FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
+        reply.created(&TTL, &attr, Generation(0), FileHandle(inode), flags);
+    }
+
+    fn write(
+        &self,
+        _: &Request,
+        inode: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        data: &[u8],
+        _: WriteFlags,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        let Some(file) = self.files.lock().get(&inode.0).cloned() else {
+            return reply.error(Errno::ENOENT);
+        };
+        self.pool.append(&mut file.place.lock(), data);
+        file.size.fetch_max(offset + data.len() as u64, Ordering::Relaxed);
+        reply.written(data.len() as u32);
+    }
+
+    fn flush(&self, _: &Request, _: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+        reply.ok();
+    }
+
+    fn unlink(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        match self.names.lock().remove(name) {
+            Some(inode) => {
+                self.files.lock().remove(&inode);
+                reply.ok();
+            }
+            None => reply.error(Errno::ENOENT),
+        }
+    }
+}
+
+fn attr(inode: u64, size: u64, kind: FileType) -> FileAttr {
+    let perm = if kind == FileType::Directory { 0o755 } else { 0o644 };
+    let time = SystemTime::UNIX_EPOCH;
+    FileAttr {
+        ino: INodeNo(inode),
+        size,
+        blocks: size.div_ceil(512),
+        atime: time,
+        mtime: time,
+        ctime: time,
+        crtime: time,
+        kind,
+        perm,
+        nlink: 1,
+        uid: rustix::process::getuid().as_raw(),
+        gid: rustix::process::getgid().as_raw(),
+        rdev: 0,
+        blksize: 4096,
+        flags: 0,
+    }
+}

@@ -1,0 +1,312 @@
+//! The processes that do the work: writers, readers, makers of files.
+//!
+//! A worker is this program again (`firn bench worker`, hidden). It reads one [`Task`] as a line of
+//! JSON, makes its buffers, answers `ready`, waits for `go`, works, and answers one [`Outcome`]. So
+//! neither its start nor its buffers are in a figure, and all workers begin together.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::cleanup::{self, Guard};
+use crate::cpu;
+
+/// What a worker does.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "task")]
+pub enum Task {
+    /// Creates `path`, writes sequentially, closes.
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// (count, bytes) of writes, one after the other.
+        runs: Vec<(u64, u64)>,
+        /// Open with O_SYNC.
+        sync: bool,
+    },
+    /// Reads `path` from start to end, `passes` times.
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Bytes of one read; with `mmap`, of one copy out of the mapping.
+        bytes: u64,
+        /// Through a shared mapping instead of pread(2).
+        mmap: bool,
+        /// How often.
+        passes: u64,
+    },
+    /// One operation on each of `count` names in `dir`.
+    Names {
+        /// The directory.
+        dir: PathBuf,
+        /// How many names.
+        count: u64,
+        /// What to do with each.
+        operation: Operation,
+    },
+}
+
+/// What [`Task::Names`] does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Operation {
+    /// open(O_CREAT), write 4 KiB, close.
+    Create,
+    /// stat(2).
+    Stat,
+    /// opendir and readdir to the end, once; `count` names must be there.
+    List,
+    /// unlink(2).
+    Unlink,
+}
+
+/// What a worker measured.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Outcome {
+    /// [`cpu::now_ns`] when it began.
+    pub begin_ns: u64,
+    /// [`cpu::now_ns`] when it was done; for writers: when close returned.
+    pub end_ns: u64,
+    /// Processor time it used between the two.
+    pub cpu_s: f64,
+}
+
+/// Seconds from the first begin to the last end.
+pub fn elapsed_s(outcomes: &[Outcome]) -> f64 {
+    let begin = outcomes.iter().map(|o| o.begin_ns).min().unwrap_or(0);
+    let end = outcomes.iter().map(|o| o.end_ns).max().unwrap_or(0);
+    (end - begin) as f64 * 1e-9
+}
+
+/// Runs `tasks`, one process each, all at once.
+pub fn run_all(tasks: &[Task]) -> anyhow::Result<Vec<Outcome>> {
+    let mut workers = Vec::new();
+    for task in tasks {
+        workers.push(Worker::start(task)?);
+    }
+    for worker in &mut workers {
+        worker.expect_ready()?;
+    }
+    for worker in &mut workers {
+        worker.go()?;
+    }
+    workers.into_iter().map(Worker::finish).collect()
+}
+
+struct Worker {
+    child: Child,
+    answers: BufReader<std::process::ChildStdout>,
+    _kill: Guard,
+}
+
+impl Worker {
+    fn start(task: &Task) -> anyhow::Result<Self> {
+        let mut child = this_program("worker")?
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot start a worker process")?;
+        let pid = child.id();
+        let _kill = cleanup::defer(move || kill(pid));
+        let answers = BufReader::new(child.stdout.take().expect("stdout is piped"));
+        let mut worker = Self { child, answers, _kill };
+        let line = serde_json::to_string(task)?;
+        worker.tell(&line)?;
+        Ok(worker)
+    }
+
+    fn tell(&mut self, line: &str) -> anyhow::Result<()> {
+        let stdin = self.child.stdin.as_mut().expect("stdin is piped");
+        writeln!(stdin, "{line}").context("a worker process died early")
+    }
+
+    fn line(&mut self) -> anyhow::Result<String> {
+        let mut line = String::new();
+        self.answers.read_line(&mut line)?;
+        if line.is_empty() {
+            bail!("a worker process failed (its message is above)");
+        }
+        Ok(line.trim_end().to_owned())
+    }
+
+    fn expect_ready(&mut self) -> anyhow::Result<()> {
+        match self.line()?.as_str() {
+            "ready" => Ok(()),
+            other => bail!("a worker process answered {other:?} instead of `ready`"),
+        }
+    }
+
+    fn go(&mut self) -> anyhow::Result<()> {
+        self.tell("go")
+    }
+
+    fn finish(mut self) -> anyhow::Result<Outcome> {
+        let line = self.line()?;
+        self.child.wait()?;
+        serde_json::from_str(&line).with_context(|| format!("a worker process answered {line:?}"))
+    }
+}
+
+/// A command that is this program with `bench ROLE`, in a process group of its own: Ctrl-C reaches
+/// only the benchmark itself, which then ends the others in the right order.
+pub fn this_program(role: &str) -> anyhow::Result<Command> {
+    let program = std::env::current_exe().context("cannot find this program's own file")?;
+    let mut command = Command::new(program);
+    command.args(["bench", role]).process_group(0);
+    Ok(command)
+}
+
+fn kill(pid: u32) {
+    // A worker that has been waited for is gone; its number cannot be in use again so soon.
+    if let Some(pid) = rustix::process::Pid::from_raw(pid as i32) {
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+}
+
+/// The worker's side: `firn bench worker`.
+pub fn main() -> anyhow::Result<()> {
+    // A worker must not outlive a benchmark that is killed.
+    let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
+    let mut lines = std::io::stdin().lines();
+    let mut next = || lines.next().context("the benchmark went away")?.map_err(anyhow::Error::from);
+    let task: Task = serde_json::from_str(&next()?)?;
+    let mut job = Job::prepare(task)?;
+    println!("ready");
+    next()?;
+    let (begin_ns, cpu_before) = (cpu::now_ns(), cpu::seconds_of_self());
+    job.run()?;
+    let (end_ns, cpu_s) = (cpu::now_ns(), cpu::seconds_of_self() - cpu_before);
+    println!("{}", serde_json::to_string(&Outcome { begin_ns, end_ns, cpu_s })?);
+    Ok(())
+}
+
+struct Job {
+    task: Task,
+    buffer: Vec<u8>,
+}
+
+impl Job {
+    fn prepare(task: Task) -> anyhow::Result<Self> {
+        let bytes = match &task {
+            Task::Write { runs, .. } => runs.iter().map(|run| run.1).max().unwrap_or(0),
+            Task::Read { bytes, .. } => *bytes,
+            Task::Names { .. } => 4096,
+        };
+        // Not zeros: nothing on the way may find the data cheap. It also touches every page.
+        let buffer = (0..bytes).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 7) as u8 | 1).collect();
+        Ok(Self { task, buffer })
+    }
+
+    fn run(&mut self) -> anyhow::Result<()> {
+        match &self.task {
+            Task::Write { path, runs, sync } => write(path, runs, *sync, &self.buffer),
+            Task::Read { path, mmap: false, passes, .. } => {
+                let path = path.clone();
+                read(&path, *passes, &mut self.buffer)
+            }
+            Task::Read { path, mmap: true, passes, .. } => {
+                let path = path.clone();
+                read_mapped(&path, *passes, &mut self.buffer)
+            }
+            Task::Names { dir, count, operation } => names(dir, *count, *operation, &self.buffer),
+        }
+    }
+}
+
+fn write(path: &PathBuf, runs: &[(u64, u64)], sync: bool, buffer: &[u8]) -> anyhow::Result<()> {
+    let flags = if sync { libc::O_SYNC } else { 0 };
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .custom_flags(flags)
+        .open(path)
+        .with_context(|| format!("cannot create {}", path.display()))?;
+    for (count, bytes) in runs {
+        for _ in 0..*count {
+            file.write_all(&buffer[..*bytes as usize])
+                .with_context(|| format!("cannot write {}", path.display()))?;
+        }
+    }
+    close(file).with_context(|| format!("close of {} failed", path.display()))
+}
+
+/// close(2) with its result, which dropping a [`File`] hides.
+fn close(file: File) -> std::io::Result<()> {
+    use std::os::fd::IntoRawFd;
+    // SAFETY: the descriptor was owned by `file` and is given up here, exactly once.
+    match unsafe { libc::close(file.into_raw_fd()) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+fn read(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
+    let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
+    for _ in 0..passes {
+        let mut offset = 0;
+        loop {
+            match file.read_at(buffer, offset)? {
+                0 => break,
+                n => offset += n as u64,
+            }
+        }
+    }
+    Ok(())
+}
+
+fn read_mapped(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
+    use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+    let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
+    let len = file.metadata()?.len() as usize;
+    for _ in 0..passes {
+        // SAFETY: a new mapping at an address the kernel chooses; the file is not cut while it is
+        // read, as only the benchmark knows it.
+        let start = unsafe {
+            mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, file.as_fd(), 0)
+        }?;
+        // SAFETY: the mapping has `len` bytes and lives until munmap below.
+        let mapped = unsafe { std::slice::from_raw_parts(start.cast::<u8>(), len) };
+        for part in mapped.chunks(buffer.len()) {
+            buffer[..part.len()].copy_from_slice(part);
+            std::hint::black_box(&buffer);
+        }
+        // SAFETY: exactly what mmap returned; `mapped` is not used again.
+        unsafe { munmap(start, len) }?;
+    }
+    Ok(())
+}
+
+/// Name number `index` in a directory of the metadata benchmark.
+pub fn name_of(index: u64) -> String {
+    format!("rank_{index:06}.ckpt")
+}
+
+fn names(dir: &PathBuf, count: u64, operation: Operation, buffer: &[u8]) -> anyhow::Result<()> {
+    if operation == Operation::List {
+        let found = std::fs::read_dir(dir)?.count() as u64;
+        anyhow::ensure!(found == count, "{} has {found} names, not {count}", dir.display());
+        return Ok(());
+    }
+    for index in 0..count {
+        let path = dir.join(name_of(index));
+        let done = match operation {
+            Operation::Create => File::create(&path).and_then(|mut file| {
+                file.write_all(buffer)?;
+                close(file)
+            }),
+            Operation::Stat => std::fs::symlink_metadata(&path).map(drop),
+            Operation::Unlink => std::fs::remove_file(&path),
+            Operation::List => unreachable!("handled above"),
+        };
+        done.with_context(|| format!("{operation:?} of {} failed", path.display()))?;
+    }
+    Ok(())
+}
