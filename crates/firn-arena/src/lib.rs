@@ -1,1 +1,64 @@
-//! The mapped region: create, attach, lease, append, seal, recover.
+//! The arena: a fixed-size shared-memory file that outlives every process.
+//!
+//! Promises
+//! * What was published ([`Arena::publish`], [`Arena::extend`]) is found by [`Arena::attach`] after
+//!   the death of every process, whole.
+//! * Numbers read from the file are checked; damage is reported and never interpreted.
+//!
+//! Relies on: the file lies on a file system whose pages survive processes (tmpfs, hugetlbfs, DAX),
+//! and one firnd at a time has it attached (the daemon's lock).
+
+mod arena;
+mod check;
+mod map;
+mod pool;
+
+pub use arena::{Arena, Identity, Lease, PieceRef, Reserved, SlabRef, Stored};
+pub use check::{Damage, Report, check};
+pub use map::JournalRegion;
+
+/// Why an arena could not be made or attached.
+#[derive(Debug, thiserror::Error)]
+pub enum ArenaError {
+    /// A system call on the file failed.
+    #[error("{path}: cannot {what}: {source}")]
+    Io {
+        /// The file.
+        path: String,
+        /// What was tried.
+        what: &'static str,
+        /// Why it failed.
+        source: rustix::io::Errno,
+    },
+    /// The file system does not have so much room.
+    #[error(
+        "{path}: no room for {need} bytes ({why}): lower arena-size, or put the arena elsewhere with arena-dir"
+    )]
+    NoRoom {
+        /// The file.
+        path: String,
+        /// Bytes wanted.
+        need: u64,
+        /// The system's reason.
+        why: rustix::io::Errno,
+    },
+    /// The bytes are not an arena that this version can use.
+    #[error("{path}: {source}")]
+    Format {
+        /// The file.
+        path: String,
+        /// What is wrong.
+        source: firn_format::FormatError,
+    },
+}
+
+impl ArenaError {
+    /// The errno that says it best.
+    pub fn errno(&self) -> rustix::io::Errno {
+        match self {
+            Self::Io { source, .. } => *source,
+            Self::NoRoom { why, .. } => *why,
+            Self::Format { .. } => rustix::io::Errno::INVAL,
+        }
+    }
+}

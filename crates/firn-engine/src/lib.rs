@@ -4,6 +4,29 @@
 //! calls the operations of [`Engine`]; a drain calls [`Engine::pick`], does the I/O and calls
 //! [`Engine::complete`]. What has to wait is told by a callback, never by a blocked thread, except
 //! for the short wait for one I/O in flight on the same file.
+//!
+//! Names go to the backing at once (drain policy *eager*); data is held in the arena and recorded in
+//! piece tables, and the journal says which file each piece belongs to.
 
 mod api;
+mod bind;
+mod data;
+mod drain;
+mod engine;
+mod extents;
+mod file;
+mod names;
+mod namespace;
+mod recovery;
+mod status;
+mod sync;
+mod truncate;
+mod write;
+
 pub use api::*;
+pub use drain::{Job, Pick};
+pub use engine::{ClosePolicy, Engine, EngineError, EngineOptions, FsyncPolicy};
+pub use recovery::{LostFile, Recovered};
+
+/// Result of an operation: the errno that the program gets.
+pub type Result<T> = std::result::Result<T, firn_backing::Errno>;

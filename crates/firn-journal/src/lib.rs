@@ -1,1 +1,20 @@
 //! Append, snapshot and replay of metadata records over a byte region.
+//!
+//! The region has two halves. Records are appended to the active one; when it is full, the state that
+//! they add up to (the [`Ledger`]) is written to the other half as a fresh list of records, and that
+//! half becomes the active one with the single store of its header.
+//!
+//! Promises
+//! * A record whose append returned is replayed after the death of the process; one that was being
+//!   appended is replayed whole or not at all.
+//! * The ledger in memory always equals the ledger that a replay gives: both are made by
+//!   [`Ledger::apply`].
+//! * An append that does not fit, even after a snapshot, changes nothing and says so.
+
+mod journal;
+mod ledger;
+mod medium;
+
+pub use journal::{Damage, Full, Journal, Replay, replay};
+pub use ledger::{Bound, Ledger, PathState, Void};
+pub use medium::{Medium, Memory};

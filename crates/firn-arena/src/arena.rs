@@ -1,0 +1,602 @@
+//! Create, attach, lease, append, publish, free.
+
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_format::FormatError;
+use firn_format::geometry::{Geometry, PAGE};
+use firn_format::piece::{Checked, DEAD, LIVE, Piece, RawPiece, word};
+use firn_format::slab::{Class, SlabState, chunk_word, slab_word};
+use firn_format::superblock::{SUPERBLOCK_BYTES, Superblock, state_word};
+use parking_lot::Mutex;
+use rustix::fs::{FallocateFlags, Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::map::{JournalRegion, Map};
+use crate::pool::Pool;
+use crate::{ArenaError, Damage};
+
+/// What the arena is for.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// Canonical path of the backing directory.
+    pub backing: PathBuf,
+    /// Its device.
+    pub dev: u64,
+    /// Its inode.
+    pub ino: u64,
+}
+
+/// One slab.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SlabRef {
+    /// Index of the chunk.
+    pub chunk: u32,
+    /// Index of the slab in it.
+    pub slab: u32,
+}
+
+/// One piece record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PieceRef {
+    /// The slab that holds the data.
+    pub slab: SlabRef,
+    /// Index of the record in the chunk's table.
+    pub record: u32,
+}
+
+/// A writer's right to fill a slab. Not dropped but given back with [`Arena::seal`].
+#[derive(Debug)]
+#[must_use = "a lease that is dropped keeps its slab for ever"]
+pub struct Lease {
+    slab: SlabRef,
+    class: Class,
+    generation: u64,
+    /// Next free byte, from the start of the chunk.
+    next: u32,
+    /// End of the slab, from the start of the chunk.
+    end: u32,
+    /// Next free record and their end.
+    record: u32,
+    record_end: u32,
+    /// The last piece published here: its record and the piece.
+    last: Option<(PieceRef, Piece)>,
+}
+
+/// Room for bytes in a leased slab.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reserved {
+    /// Bytes from the start of the chunk.
+    pub position: u32,
+    /// Bytes that fit.
+    pub len: u32,
+}
+
+/// A piece found at attach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// Where its record is.
+    pub at: PieceRef,
+    /// What it says.
+    pub piece: Piece,
+}
+
+/// One use of a slab other than by live bytes: a lease, an I/O in flight.
+const PIN: u64 = 1 << 40;
+
+type OnFree = Box<dyn Fn() + Send + Sync>;
+
+/// The mapped region.
+pub struct Arena {
+    map: Arc<Map>,
+    geometry: Geometry,
+    path: PathBuf,
+    superblock: Superblock,
+    pool: Mutex<Pool>,
+    /// By smallest slab: live bytes, plus [`PIN`] for each other use. The slab is free at 0.
+    uses: Vec<AtomicU64>,
+    on_free: Mutex<Option<OnFree>>,
+}
+
+impl Arena {
+    /// Makes the file, with all its room allocated, and attaches. Fails if it exists.
+    pub fn create(path: &Path, geometry: Geometry, identity: &Identity) -> Result<Self, ArenaError> {
+        let io = |what| move |source| ArenaError::Io { path: path.display().to_string(), what, source };
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(io("create it"))?;
+        let made = Self::initialise(path, file, geometry, identity);
+        if made.is_err() {
+            let _ = rustix::fs::unlink(path);
+        }
+        made
+    }
+
+    fn initialise(
+        path: &Path,
+        file: rustix::fd::OwnedFd,
+        geometry: Geometry,
+        identity: &Identity,
+    ) -> Result<Self, ArenaError> {
+        let need = geometry.file_bytes();
+        // Allocated, not only sized: a full tmpfs must say so here, not with SIGBUS at the first touch.
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, need).map_err(|why| {
+            let path = path.display().to_string();
+            match why {
+                Errno::NOSPC | Errno::FBIG | Errno::NOMEM => ArenaError::NoRoom { path, need, why },
+                source => ArenaError::Io { path, what: "allocate it", source },
+            }
+        })?;
+        let mut uuid = [0u8; 16];
+        let _ = rustix::fs::open("/dev/urandom", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+            .and_then(|f| rustix::io::read(&f, &mut uuid));
+        let superblock = Superblock {
+            uuid,
+            geometry,
+            backing_dev: identity.dev,
+            backing_ino: identity.ino,
+            created_s: rustix::time::clock_gettime(rustix::time::ClockId::Realtime).tv_sec,
+            backing_path: identity.backing.as_os_str().as_bytes().to_vec(),
+        };
+        let map = Arc::new(Map::new(path, file, need, true)?);
+        map.write(0, &superblock.encode());
+        Ok(Self::assemble(path, map, superblock))
+    }
+
+    fn assemble(path: &Path, map: Arc<Map>, superblock: Superblock) -> Self {
+        let geometry = superblock.geometry;
+        let slabs = geometry.chunk_count as usize * geometry.small_slabs() as usize;
+        Self {
+            map,
+            geometry,
+            path: path.to_owned(),
+            superblock,
+            pool: Mutex::new(Pool::new(geometry)),
+            uses: (0..slabs).map(|_| AtomicU64::new(0)).collect(),
+            on_free: Mutex::new(None),
+        }
+    }
+
+    /// Attaches to an existing file and reads its piece tables. Leases of dead writers end. The
+    /// pieces that the caller does not [`Arena::keep`] afterwards are freed by [`Arena::settle`].
+    pub fn attach(path: &Path) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
+        let (map, superblock) = open(path, true)?;
+        let arena = Self::assemble(path, map, superblock);
+        let mut stored = Vec::new();
+        let mut damage = Vec::new();
+        let mut highest = 0;
+        scan(&arena.map, &arena.geometry, &mut damage, &mut |found| {
+            highest = highest.max(found.piece.sequence);
+            stored.push(found);
+        });
+        // The counter is one word that nothing protects: it may only be too low if it is damaged.
+        arena.map.u64(state_word::SEQUENCE).fetch_max(highest, Ordering::Relaxed);
+        arena.adopt(&stored);
+        Ok((arena, stored, damage))
+    }
+
+    fn adopt(&self, stored: &[Stored]) {
+        let mut pool = self.pool.lock();
+        for chunk in 0..self.geometry.chunk_count {
+            let mut used: Vec<u32> =
+                stored.iter().filter(|s| s.at.slab.chunk == chunk).map(|s| s.at.slab.slab).collect();
+            used.sort_unstable();
+            used.dedup();
+            let class = Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire)).ok().flatten();
+            match class {
+                Some(class) if !used.is_empty() => {
+                    pool.adopt(chunk, class, &used);
+                    for slab in 0..self.geometry.small_slabs() {
+                        let at = SlabRef { chunk, slab };
+                        if used.contains(&slab) {
+                            self.slab_state(at).store(SlabState::Sealed.to_word(), Ordering::Release);
+                            // Held until `settle`, so that no slab is freed while pieces are kept.
+                            self.uses(at).store(PIN, Ordering::Relaxed);
+                        } else {
+                            self.slab_state(at).store(SlabState::Free.to_word(), Ordering::Release);
+                        }
+                    }
+                }
+                _ => self.clear_chunk(chunk),
+            }
+        }
+    }
+
+    fn clear_chunk(&self, chunk: u32) {
+        for slab in 0..self.geometry.small_slabs() {
+            self.slab_state(SlabRef { chunk, slab }).store(SlabState::Free.to_word(), Ordering::Release);
+        }
+        self.chunk_class(chunk).store(Class::to_word(None), Ordering::Release);
+    }
+
+    /// After attach: `bytes` of this piece are pending.
+    pub fn keep(&self, at: PieceRef, bytes: u32) {
+        self.uses(at.slab).fetch_add(u64::from(bytes), Ordering::AcqRel);
+    }
+
+    /// After attach, once: slabs of which nothing was kept are free.
+    pub fn settle(&self, stored: &[Stored]) {
+        let mut slabs: Vec<SlabRef> = stored.iter().map(|s| s.at.slab).collect();
+        slabs.sort_unstable();
+        slabs.dedup();
+        for slab in slabs {
+            self.unpin(slab);
+        }
+    }
+
+    /// The layout.
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+    /// What it was made for.
+    pub fn superblock(&self) -> &Superblock {
+        &self.superblock
+    }
+    /// The journal's bytes.
+    pub fn journal_region(&self) -> JournalRegion {
+        JournalRegion {
+            map: Arc::clone(&self.map),
+            offset: self.geometry.journal_offset(0),
+            len: 2 * self.geometry.journal_half_bytes,
+        }
+    }
+    /// Calls `f` whenever a slab was freed.
+    pub fn on_free(&self, f: impl Fn() + Send + Sync + 'static) {
+        *self.on_free.lock() = Some(Box::new(f));
+    }
+    /// The next sequence number.
+    pub fn next_sequence(&self) -> u64 {
+        self.map.u64(state_word::SEQUENCE).fetch_add(1, Ordering::AcqRel) + 1
+    }
+    /// Counts a lifetime of firnd; returns which it is, from 1.
+    pub fn begin_epoch(&self) -> u64 {
+        self.map.u64(state_word::EPOCH).fetch_add(1, Ordering::AcqRel) + 1
+    }
+    /// Says who has it attached, for messages of others.
+    pub fn set_holder(&self, pid: u32, mount_point: &Path) {
+        let bytes = mount_point.as_os_str().as_bytes();
+        let bytes = &bytes[..bytes.len().min(state_word::HOLDER_PATH_MAX)];
+        self.map.u32(state_word::HOLDER_PATH).store(bytes.len() as u32, Ordering::Relaxed);
+        self.map.write(state_word::HOLDER_PATH + 4, bytes);
+        self.map.u32(state_word::HOLDER_PID).store(pid, Ordering::Release);
+    }
+    /// Bytes of slabs in use.
+    pub fn used_bytes(&self) -> u64 {
+        self.pool.lock().used_bytes()
+    }
+
+    /// Gives memory to the chunks from `from` on, one at a time, until all are done or `go_on` is false.
+    pub fn populate(&self, go_on: &dyn Fn() -> bool) -> Result<(), Errno> {
+        for chunk in 0..self.geometry.chunk_count {
+            if !go_on() {
+                break;
+            }
+            self.map.populate(self.geometry.chunk_offset(chunk), self.geometry.chunk_bytes)?;
+        }
+        Ok(())
+    }
+
+    // ---- leases ------------------------------------------------------------------------------
+
+    /// Leases a slab of `class`, or of a smaller one where that is all there is.
+    pub fn lease(&self, class: Class) -> Option<Lease> {
+        let mut pool = self.pool.lock();
+        let order = [Class::Whole, Class::Medium, Class::Small];
+        let (class, (chunk, slab, cut)) = order
+            .into_iter()
+            .filter(|c| *c <= class)
+            .find_map(|class| pool.take(class).map(|taken| (class, taken)))?;
+        let at = SlabRef { chunk, slab };
+        let generation = self.map.u64(state_word::GENERATION).fetch_add(1, Ordering::AcqRel) + 1;
+        let header = self.geometry.slab_header_offset(chunk, slab);
+        self.map.u32(header + slab_word::PUBLISHED).store(0, Ordering::Release);
+        self.map.u64(header + slab_word::GENERATION).store(generation, Ordering::Release);
+        if cut {
+            self.chunk_class(chunk).store(Class::to_word(Some(class)), Ordering::Release);
+        }
+        self.slab_state(at).store(SlabState::Leased.to_word(), Ordering::Release);
+        self.uses(at).store(PIN, Ordering::Release);
+        drop(pool);
+        let bytes = class.slab_bytes(self.geometry.chunk_bytes);
+        let records = records_of(&self.geometry, class, slab);
+        Some(Lease {
+            slab: at,
+            class,
+            generation,
+            next: (u64::from(slab) * bytes) as u32,
+            end: ((u64::from(slab) + 1) * bytes) as u32,
+            record: records.start,
+            record_end: records.end,
+            last: None,
+        })
+    }
+
+    /// Whether nothing in the slab of a lease is pending.
+    pub fn is_idle(&self, lease: &Lease) -> bool {
+        self.uses(lease.slab).load(Ordering::Acquire) == PIN
+    }
+
+    /// Whether a lease of `class` or smaller could be had.
+    pub fn has_room(&self, class: Class) -> bool {
+        let pool = self.pool.lock();
+        [Class::Small, Class::Medium, Class::Whole].into_iter().any(|c| c <= class && pool.has(c))
+    }
+
+    /// Ends a lease. The slab is freed when nothing of it is pending.
+    pub fn seal(&self, lease: Lease) {
+        let slab = lease.slab;
+        self.slab_state(slab).store(SlabState::Sealed.to_word(), Ordering::Release);
+        self.unpin(slab);
+    }
+
+    /// Copies bytes to reserved room. Nobody sees them before they are published.
+    pub fn fill(&self, slab: SlabRef, position: u32, data: &[u8]) {
+        self.map.write(self.geometry.chunk_offset(slab.chunk) + u64::from(position), data);
+    }
+
+    /// Copies pending bytes out.
+    pub fn copy_out(&self, slab: SlabRef, position: u32, out: &mut [u8]) {
+        self.map.read(self.geometry.chunk_offset(slab.chunk) + u64::from(position), out);
+    }
+
+    /// The address of pending bytes, for vectored writes. Valid while the slab is pinned.
+    pub fn address(&self, slab: SlabRef, position: u32, len: u32) -> *const u8 {
+        self.map.at(self.geometry.chunk_offset(slab.chunk) + u64::from(position), u64::from(len))
+    }
+
+    /// Publishes what was filled at `reserved` as a new piece. The slab counts the bytes as live.
+    pub fn publish(
+        &self,
+        lease: &mut Lease,
+        reserved: Reserved,
+        file: u64,
+        offset: u64,
+        sequence: u64,
+    ) -> PieceRef {
+        let piece = Piece { file, offset, sequence, position: reserved.position, len: reserved.len };
+        let at = PieceRef { slab: lease.slab, record: lease.record };
+        self.uses(lease.slab).fetch_add(u64::from(piece.len), Ordering::AcqRel);
+        let base = self.geometry.record_offset(at.slab.chunk, at.record);
+        self.map.u64(base + word::FILE).store(file, Ordering::Relaxed);
+        self.map.u64(base + word::OFFSET).store(offset, Ordering::Relaxed);
+        self.map.u64(base + word::SEQUENCE).store(sequence, Ordering::Relaxed);
+        self.map.u32(base + word::POSITION).store(piece.position, Ordering::Relaxed);
+        self.map.u32(base + word::STATE).store(LIVE, Ordering::Relaxed);
+        self.map.u64(base + word::SEAL).store(piece.seal(lease.generation), Ordering::Release);
+        let header = self.geometry.slab_header_offset(at.slab.chunk, at.slab.slab);
+        self.map.u32(header + slab_word::PUBLISHED).fetch_add(1, Ordering::Release);
+        lease.record += 1;
+        lease.next = reserved.position + reserved.len;
+        lease.last = Some((at, piece));
+        at
+    }
+
+    /// Publishes what was filled directly behind the last piece of the lease as more of it; returns
+    /// the piece and its sequence.
+    pub fn extend(&self, lease: &mut Lease, len: u32) -> (PieceRef, u64) {
+        let (at, piece) = lease.last.as_mut().expect("extend follows publish");
+        piece.len += len;
+        self.uses(at.slab).fetch_add(u64::from(len), Ordering::AcqRel);
+        let base = self.geometry.record_offset(at.slab.chunk, at.record);
+        self.map.u64(base + word::SEAL).store(piece.seal(lease.generation), Ordering::Release);
+        lease.next += len;
+        (*at, piece.sequence)
+    }
+
+    /// `bytes` of a piece are not pending any more; `last` says that none is left. A dead piece is
+    /// marked before its slab can be reused.
+    pub fn retire(&self, at: PieceRef, bytes: u32, last: bool) {
+        if last {
+            self.mark_dead(at);
+        }
+        self.release_uses(at.slab, u64::from(bytes));
+    }
+
+    /// Nothing of a piece is pending.
+    pub fn mark_dead(&self, at: PieceRef) {
+        let base = self.geometry.record_offset(at.slab.chunk, at.record);
+        self.map.u32(base + word::STATE).store(DEAD, Ordering::Release);
+    }
+
+    /// Keeps a slab while an I/O reads it.
+    pub fn pin(&self, slab: SlabRef) {
+        self.uses(slab).fetch_add(PIN, Ordering::AcqRel);
+    }
+    /// Ends a [`Arena::pin`].
+    pub fn unpin(&self, slab: SlabRef) {
+        self.release_uses(slab, PIN);
+    }
+
+    fn release_uses(&self, slab: SlabRef, amount: u64) {
+        let before = self.uses(slab).fetch_sub(amount, Ordering::AcqRel);
+        assert!(before >= amount, "slab {slab:?} released more often than it was used");
+        if before != amount {
+            return;
+        }
+        self.slab_state(slab).store(SlabState::Free.to_word(), Ordering::Release);
+        let mut pool = self.pool.lock();
+        if pool.give(slab.chunk, slab.slab) {
+            self.chunk_class(slab.chunk).store(Class::to_word(None), Ordering::Release);
+        }
+        drop(pool);
+        if let Some(f) = &*self.on_free.lock() {
+            f();
+        }
+    }
+
+    fn uses(&self, slab: SlabRef) -> &AtomicU64 {
+        &self.uses[slab.chunk as usize * self.geometry.small_slabs() as usize + slab.slab as usize]
+    }
+    fn slab_state(&self, slab: SlabRef) -> &std::sync::atomic::AtomicU32 {
+        self.map.u32(self.geometry.slab_header_offset(slab.chunk, slab.slab) + slab_word::STATE)
+    }
+    fn chunk_class(&self, chunk: u32) -> &std::sync::atomic::AtomicU32 {
+        self.map.u32(self.geometry.table_offset(chunk) + chunk_word::CLASS)
+    }
+
+    /// Class of a chunk in use.
+    pub fn class_of(&self, chunk: u32) -> Option<Class> {
+        self.pool.lock().class(chunk)
+    }
+}
+
+impl Lease {
+    /// The slab.
+    pub fn slab(&self) -> SlabRef {
+        self.slab
+    }
+    /// Its class.
+    pub fn class(&self) -> Class {
+        self.class
+    }
+    /// Bytes not yet used.
+    pub fn free_bytes(&self) -> u32 {
+        self.end - self.next
+    }
+    /// The last piece published here.
+    pub fn last(&self) -> Option<PieceRef> {
+        self.last.map(|(at, _)| at)
+    }
+
+    /// Whether bytes of `file` at `offset`, filled at `reserved`, continue the last piece.
+    pub fn continues(&self, file: u64, offset: u64, reserved: Reserved) -> bool {
+        self.last.is_some_and(|(_, p)| {
+            p.file == file && p.offset + u64::from(p.len) == offset && p.position + p.len == reserved.position
+        })
+    }
+
+    /// Room for up to `len` bytes of `file` at `offset`. Where they continue the last piece they lie
+    /// directly behind it; else, from a page on or at the start of the slab, the position is congruent
+    /// to the file offset modulo the page size, so that whole pages can be written or mapped as they
+    /// are. `None`: the slab is full.
+    pub fn reserve(&self, file: u64, offset: u64, len: u64) -> Option<Reserved> {
+        let continues =
+            self.last.is_some_and(|(_, p)| p.file == file && p.offset + u64::from(p.len) == offset);
+        let mut position = u64::from(self.next);
+        if !continues {
+            if self.record == self.record_end {
+                return None;
+            }
+            if len >= PAGE || self.last.is_none() {
+                position += (offset % PAGE + PAGE - position % PAGE) % PAGE;
+            }
+        }
+        let room = u64::from(self.end).saturating_sub(position);
+        // A piece of its own needs a record; a continuing one may still have to become one.
+        if room == 0 || (continues && self.record == self.record_end) {
+            return None;
+        }
+        Some(Reserved { position: position as u32, len: len.min(room) as u32 })
+    }
+}
+
+/// Records of slab `slab` in a chunk of `class`.
+pub(crate) fn records_of(geometry: &Geometry, class: Class, slab: u32) -> std::ops::Range<u32> {
+    let slabs = (geometry.chunk_bytes / class.slab_bytes(geometry.chunk_bytes)) as u32;
+    let each = geometry.records_per_chunk() / slabs;
+    slab * each..(slab + 1) * each
+}
+
+/// Opens and maps a file whose superblock is good.
+pub(crate) fn open(path: &Path, writable: bool) -> Result<(Arc<Map>, Superblock), ArenaError> {
+    let name = || path.display().to_string();
+    let io = |what| move |source| ArenaError::Io { path: path.display().to_string(), what, source };
+    let access = if writable { OFlags::RDWR } else { OFlags::RDONLY };
+    let file = rustix::fs::open(path, access | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
+        .map_err(io("open it"))?;
+    let size = rustix::fs::fstat(&file).map_err(io("stat it"))?.st_size as u64;
+    let mut page = vec![0u8; SUPERBLOCK_BYTES.min(size as usize)];
+    rustix::io::pread(&file, &mut page[..], 0).map_err(io("read it"))?;
+    let superblock =
+        Superblock::decode(&page).map_err(|source| ArenaError::Format { path: name(), source })?;
+    let expected = superblock.geometry.file_bytes();
+    if size < expected {
+        let source = FormatError::Truncated { what: "arena", found: size, expected };
+        return Err(ArenaError::Format { path: name(), source });
+    }
+    Ok((Arc::new(Map::new(path, file, expected, writable)?), superblock))
+}
+
+/// Reads every piece record that counts; what fails its check goes to `damage`.
+pub(crate) fn scan(map: &Map, geometry: &Geometry, damage: &mut Vec<Damage>, live: &mut dyn FnMut(Stored)) {
+    for chunk in 0..geometry.chunk_count {
+        let class = match Class::from_word(
+            map.u32(geometry.table_offset(chunk) + chunk_word::CLASS).load(Ordering::Acquire),
+        ) {
+            Ok(None) => continue,
+            Ok(Some(class)) => class,
+            Err(word) => {
+                damage.push(Damage::Chunk { chunk, word });
+                continue;
+            }
+        };
+        let bytes = class.slab_bytes(geometry.chunk_bytes);
+        for slab in 0..(geometry.chunk_bytes / bytes) as u32 {
+            scan_slab(map, geometry, SlabRef { chunk, slab }, class, damage, live);
+        }
+    }
+}
+
+fn scan_slab(
+    map: &Map,
+    geometry: &Geometry,
+    at: SlabRef,
+    class: Class,
+    damage: &mut Vec<Damage>,
+    live: &mut dyn FnMut(Stored),
+) {
+    let header = geometry.slab_header_offset(at.chunk, at.slab);
+    let state = SlabState::from_word(map.u32(header + slab_word::STATE).load(Ordering::Acquire));
+    match state {
+        Ok(SlabState::Free) => return,
+        Ok(_) => {}
+        // Which it was is unknown: what its records say is checked one by one all the same.
+        Err(word) => damage.push(Damage::Slab { slab: at, word }),
+    }
+    let generation = map.u64(header + slab_word::GENERATION).load(Ordering::Acquire);
+    let published = map.u32(header + slab_word::PUBLISHED).load(Ordering::Acquire);
+    let bytes = class.slab_bytes(geometry.chunk_bytes);
+    let (start, end) = (u64::from(at.slab) * bytes, (u64::from(at.slab) + 1) * bytes);
+    let records = records_of(geometry, class, at.slab);
+    if published > records.len() as u32 {
+        damage.push(Damage::Count { slab: at, published, max: records.len() as u32 });
+    }
+    for (index, record) in records.enumerate() {
+        let raw = load(map, geometry.record_offset(at.chunk, record));
+        let piece_ref = PieceRef { slab: at, record };
+        match raw.check(generation, start, end) {
+            Ok(checked) => {
+                if raw.state != LIVE && raw.state != DEAD {
+                    damage.push(Damage::State { piece: piece_ref, word: raw.state });
+                }
+                // A whole record beyond the counter was being published when its writer died: its
+                // bytes are there, so it counts.
+                if let Checked::Live(piece) = checked {
+                    live(Stored { at: piece_ref, piece });
+                }
+            }
+            Err(error) if (index as u32) < published => {
+                damage.push(Damage::Piece { piece: piece_ref, error });
+            }
+            // Not published: whatever lies here is left over from before.
+            Err(_) => {}
+        }
+    }
+}
+
+fn load(map: &Map, base: u64) -> RawPiece {
+    let seal = map.u64(base + word::SEAL).load(Ordering::Acquire);
+    RawPiece {
+        file: map.u64(base + word::FILE).load(Ordering::Relaxed),
+        offset: map.u64(base + word::OFFSET).load(Ordering::Relaxed),
+        sequence: map.u64(base + word::SEQUENCE).load(Ordering::Relaxed),
+        position: map.u32(base + word::POSITION).load(Ordering::Relaxed),
+        state: map.u32(base + word::STATE).load(Ordering::Relaxed),
+        seal,
+    }
+}

@@ -1,0 +1,98 @@
+//! `firn check`: what is damaged in an arena, without changing it.
+
+use std::path::Path;
+
+use firn_format::FormatError;
+use firn_format::superblock::{Superblock, state_word};
+
+use crate::arena::{open, scan};
+use crate::{ArenaError, JournalRegion, PieceRef, SlabRef, Stored};
+
+/// A word or record that is not what it can be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Damage {
+    /// A chunk whose class is none.
+    #[error("chunk {chunk}: class word {word:#010x} is none; its pieces cannot be found")]
+    Chunk {
+        /// Index.
+        chunk: u32,
+        /// Stored.
+        word: u32,
+    },
+    /// A slab whose state is none.
+    #[error("chunk {} slab {}: state word {word:#010x} is none; its records were read all the same", slab.chunk, slab.slab)]
+    Slab {
+        /// Which.
+        slab: SlabRef,
+        /// Stored.
+        word: u32,
+    },
+    /// A publish counter beyond the table.
+    #[error("chunk {} slab {}: publish counter {published} exceeds {max}", slab.chunk, slab.slab)]
+    Count {
+        /// Which.
+        slab: SlabRef,
+        /// Stored.
+        published: u32,
+        /// Records that the slab has.
+        max: u32,
+    },
+    /// A record whose state is neither live nor dead.
+    #[error("piece record {} of chunk {}: state word {word:#010x} is none; taken as pending", piece.record, piece.slab.chunk)]
+    State {
+        /// Which.
+        piece: PieceRef,
+        /// Stored.
+        word: u32,
+    },
+    /// A published record that fails its check: its bytes are lost.
+    #[error("piece record {} of chunk {}: {error}; its data cannot be used", piece.record, piece.slab.chunk)]
+    Piece {
+        /// Which.
+        piece: PieceRef,
+        /// Why.
+        error: FormatError,
+    },
+}
+
+/// What a check found.
+pub struct Report {
+    /// What the arena is.
+    pub superblock: Superblock,
+    /// firnd's lifetimes.
+    pub epoch: u64,
+    /// Process id that last had it attached.
+    pub holder_pid: u32,
+    /// Where it was mounted.
+    pub holder_path: Vec<u8>,
+    /// Pending pieces, as far as the tables know.
+    pub pieces: Vec<Stored>,
+    /// What is wrong.
+    pub damage: Vec<Damage>,
+    /// For the check of the journal.
+    pub journal: JournalRegion,
+}
+
+/// Reads an arena without changing it; it may be in use.
+pub fn check(path: &Path) -> Result<Report, ArenaError> {
+    let (map, superblock) = open(path, false)?;
+    let mut damage = Vec::new();
+    let mut pieces = Vec::new();
+    scan(&map, &superblock.geometry, &mut damage, &mut |stored| pieces.push(stored));
+    let word = std::sync::atomic::Ordering::Acquire;
+    let epoch = map.u64(state_word::EPOCH).load(word);
+    let holder_pid = map.u32(state_word::HOLDER_PID).load(word);
+    let len = (map.u32(state_word::HOLDER_PATH).load(word) as usize).min(state_word::HOLDER_PATH_MAX);
+    let mut holder_path = vec![0u8; len];
+    map.read(state_word::HOLDER_PATH + 4, &mut holder_path);
+    let (offset, len) = (superblock.geometry.journal_offset(0), 2 * superblock.geometry.journal_half_bytes);
+    Ok(Report {
+        superblock,
+        epoch,
+        holder_pid,
+        holder_path,
+        pieces,
+        damage,
+        journal: JournalRegion { map, offset, len },
+    })
+}

@@ -1,0 +1,126 @@
+//! The mapping and the few ways to touch it.
+//!
+//! Invariants
+//! * Every access is within the mapping: checked here, once, by an assertion.
+//! * Words that change while others read them are touched only as atomics.
+
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use rustix::fd::OwnedFd;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::ArenaError;
+
+/// A shared mapping of a whole file.
+pub(crate) struct Map {
+    base: NonNull<u8>,
+    len: usize,
+    _file: OwnedFd,
+}
+
+// SAFETY: the mapping is plain memory that lives as long as the value; all shared mutation goes
+// through atomics or through ranges that one lease owns.
+unsafe impl Send for Map {}
+// SAFETY: as above.
+unsafe impl Sync for Map {}
+
+impl Map {
+    pub(crate) fn new(path: &Path, file: OwnedFd, len: u64, writable: bool) -> Result<Self, ArenaError> {
+        let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        let base =
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len as usize, prot, MapFlags::SHARED, &file, 0) }
+                .map_err(|source| ArenaError::Io {
+                    path: path.display().to_string(),
+                    what: "map it",
+                    source,
+                })?;
+        let base = NonNull::new(base.cast()).expect("mmap never returns null");
+        Ok(Self { base, len: len as usize, _file: file })
+    }
+
+    /// A pointer to `len` bytes at `at`.
+    pub(crate) fn at(&self, at: u64, len: u64) -> *mut u8 {
+        let end = at.checked_add(len).expect("no overflow");
+        assert!(end <= self.len as u64, "access {at}+{len} leaves the arena of {}", self.len);
+        // SAFETY: within the mapping, just checked.
+        unsafe { self.base.as_ptr().add(at as usize) }
+    }
+
+    pub(crate) fn u32(&self, at: u64) -> &AtomicU32 {
+        assert_eq!(at % 4, 0);
+        // SAFETY: in range, aligned, and every access to this word is atomic.
+        unsafe { AtomicU32::from_ptr(self.at(at, 4).cast()) }
+    }
+
+    pub(crate) fn u64(&self, at: u64) -> &AtomicU64 {
+        assert_eq!(at % 8, 0);
+        // SAFETY: as above.
+        unsafe { AtomicU64::from_ptr(self.at(at, 8).cast()) }
+    }
+
+    pub(crate) fn write(&self, at: u64, bytes: &[u8]) {
+        let to = self.at(at, bytes.len() as u64);
+        // SAFETY: in range; the caller owns this range of the file.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
+    }
+
+    pub(crate) fn read(&self, at: u64, bytes: &mut [u8]) {
+        let from = self.at(at, bytes.len() as u64);
+        // SAFETY: in range; `bytes` is ours and does not overlap the mapping.
+        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
+    }
+
+    /// Gives the range memory, now, and huge pages where the kernel can (docs/PERFORMANCE.md: cold
+    /// 4 KiB pages halve the copy speed). Advice: failure is not an error here.
+    pub(crate) fn populate(&self, at: u64, len: u64) -> rustix::io::Result<()> {
+        const MADV_POPULATE_WRITE: i32 = 23;
+        const MADV_COLLAPSE: i32 = 25;
+        let base = self.at(at, len).cast::<libc::c_void>();
+        // SAFETY: in range; populating changes no contents.
+        if unsafe { libc::madvise(base, len as usize, MADV_POPULATE_WRITE) } != 0 {
+            return Err(rustix::io::Errno::from_raw_os_error(
+                std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
+            ));
+        }
+        // SAFETY: in range; collapsing changes no contents.
+        unsafe { libc::madvise(base, len as usize, MADV_COLLAPSE) };
+        Ok(())
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made in `new` and nothing refers to it any more.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+/// The bytes of the arena that belong to the journal.
+pub struct JournalRegion {
+    pub(crate) map: Arc<Map>,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+impl JournalRegion {
+    /// Bytes in all.
+    pub fn bytes(&self) -> usize {
+        self.len as usize
+    }
+    /// Copies in.
+    pub fn store(&mut self, at: usize, bytes: &[u8]) {
+        assert!(at as u64 + bytes.len() as u64 <= self.len);
+        self.map.write(self.offset + at as u64, bytes);
+        // A later store must not become visible before this one.
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+    }
+    /// Copies out.
+    pub fn load(&self, at: usize, bytes: &mut [u8]) {
+        assert!(at as u64 + bytes.len() as u64 <= self.len);
+        self.map.read(self.offset + at as u64, bytes);
+    }
+}

@@ -1,0 +1,49 @@
+//! Bindings: the journal's knowledge of which file pending pieces belong to.
+
+use std::sync::atomic::Ordering;
+
+use firn_backing::Backing;
+use firn_format::record::{Identity, Record};
+
+use crate::engine::Engine;
+use crate::file::{File, FileState};
+
+impl<B: Backing> Engine<B> {
+    /// Binds a file before its first piece; `None` where the journal is full. No rename can change
+    /// its paths meanwhile.
+    pub(crate) fn bind_with_paths(&self, file: &File<B>) -> Option<u64> {
+        let _paths_stay = self.rename_gate.read();
+        self.bind(file, &mut file.lock())
+    }
+
+    fn bind(&self, file: &File<B>, state: &mut FileState<B>) -> Option<u64> {
+        if let Some(bound) = state.bound {
+            return Some(bound);
+        }
+        let node = &file.node;
+        let binding = self.last_binding.fetch_add(1, Ordering::Relaxed) + 1;
+        let identity =
+            Identity { dev: node.key.0, ino: node.key.1, btime: node.btime.map(|t| (t.sec, t.nsec)) };
+        let record = Record::Bind { file: binding, identity, paths: node.paths() };
+        self.journal.lock().append(&record).ok()?;
+        state.bound = Some(binding);
+        Some(binding)
+    }
+
+    /// Ends the binding of a file of which nothing is pending.
+    pub(crate) fn unbind(&self, state: &mut FileState<B>) {
+        if let Some(file) = state.bound
+            && state.pending == 0
+            && self.journal.lock().append(&Record::Unbind { file }).is_ok()
+        {
+            state.bound = None;
+        }
+    }
+
+    /// Appends a record about a bound file that may be missing without harm to data.
+    pub(crate) fn note(&self, record: &Record) {
+        if self.journal.lock().append(record).is_err() {
+            tracing::debug!(?record, "the journal is full; a note was not kept");
+        }
+    }
+}

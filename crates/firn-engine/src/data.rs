@@ -1,0 +1,254 @@
+//! Open, create, read, release.
+
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_backing::{Access, Backing, Caller, Errno};
+use parking_lot::Mutex;
+
+use crate::engine::{Engine, Handle};
+use crate::file::{BackingFile, File, FileState};
+use crate::names::Node;
+use crate::{Entry, HandleId, NodeId, OpenMode, Opened, Result};
+
+const O_ACCMODE: i32 = 0o3;
+const O_WRONLY: i32 = 0o1;
+const O_RDWR: i32 = 0o2;
+const O_EXCL: i32 = 0o200;
+const O_TRUNC: i32 = 0o1000;
+
+impl<B: Backing> Engine<B> {
+    /// Creates and opens a regular file; opens it if it is there and `flags` lack `O_EXCL`.
+    pub fn create(
+        &self,
+        caller: &Caller,
+        parent: NodeId,
+        name: &OsStr,
+        mode: u32,
+        flags: i32,
+    ) -> Result<(Entry, Opened)> {
+        let dir = self.node(parent)?;
+        match self.backing.create(caller, &dir.object, name, mode) {
+            Ok((object, backing_file, attr)) => {
+                let node = self.names.register(object, &attr, &dir, name, 1);
+                node.name_unsynced.store(true, Ordering::Release);
+                let opened = Arc::new(BackingFile { file: backing_file, access: Access::ReadWrite });
+                let opened = self.add_handle(&node, flags, |state| {
+                    state.writer.get_or_insert(opened);
+                    OpenMode::Engine
+                });
+                Ok((Entry { node: node.id, attr }, opened))
+            }
+            Err(Errno::EXIST) if flags & O_EXCL == 0 => {
+                let entry = self.lookup(parent, name)?;
+                match self.open(entry.node, flags) {
+                    Ok(opened) => Ok((entry, opened)),
+                    Err(errno) => {
+                        self.forget(entry.node, 1);
+                        Err(errno)
+                    }
+                }
+            }
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here.
+    pub fn open(&self, node: NodeId, flags: i32) -> Result<Opened> {
+        let node = self.node(node)?;
+        let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);
+        let file = self.file_with(&node, |_| {});
+        let ready = self.open_backing(&file, wants_write);
+        let truncated =
+            ready.and_then(|()| if flags & O_TRUNC != 0 { self.truncate_file(&file, 0) } else { Ok(()) });
+        if let Err(errno) = truncated {
+            self.drop_if_unused(&file);
+            return Err(errno);
+        }
+        let allowed = self.passthrough.load(Ordering::Relaxed);
+        Ok(self.add_handle(&node, flags, |state| {
+            // The file may have been dropped and made anew meanwhile; its descriptors come again.
+            let both = state.writer.as_ref().is_some_and(|w| w.access == Access::ReadWrite);
+            let quiet = state.pending == 0 && state.engine_opens == 0 && !wants_write;
+            if state.passthrough_opens > 0 || (allowed && both && quiet) {
+                OpenMode::Passthrough
+            } else {
+                OpenMode::Engine
+            }
+        }))
+    }
+
+    /// Opens what a handle needs of the backing, so that open(2) tells what is wrong.
+    fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
+        let mut state = file.lock();
+        if wants_write {
+            return self.writer(file, &mut state).map(|_| ());
+        }
+        // Passthrough needs one descriptor that can do everything, for writers that come later.
+        if self.passthrough.load(Ordering::Relaxed) && self.writer(file, &mut state).is_ok() {
+            return Ok(());
+        }
+        self.reader(file, &mut state).map(|_| ())
+    }
+
+    pub(crate) fn reader(&self, file: &File<B>, state: &mut FileState<B>) -> Result<Arc<BackingFile<B>>> {
+        let can_read = state.writer.as_ref().filter(|w| w.access == Access::ReadWrite);
+        if let Some(open) = can_read.or(state.reader.as_ref()) {
+            return Ok(Arc::clone(open));
+        }
+        let opened = self.backing.open(&file.node.object, Access::Read)?;
+        let opened = Arc::new(BackingFile { file: opened, access: Access::Read });
+        state.reader = Some(Arc::clone(&opened));
+        Ok(opened)
+    }
+
+    fn add_handle(
+        &self,
+        node: &Arc<Node<B>>,
+        flags: i32,
+        mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
+    ) -> Opened {
+        let id = self.new_handle_id();
+        let mut chosen = OpenMode::Engine;
+        let file = self.file_with(node, |state| {
+            chosen = mode(state);
+            match chosen {
+                OpenMode::Engine => state.engine_opens += 1,
+                OpenMode::Passthrough => state.passthrough_opens += 1,
+            }
+            state.handles.push(id);
+        });
+        let access = flags & O_ACCMODE;
+        let handle = Handle {
+            id,
+            file,
+            readable: access != O_WRONLY,
+            writable: access != 0,
+            lease: Mutex::new(None),
+            written: AtomicU64::new(0),
+            mode: Mutex::new(chosen),
+        };
+        self.handles.write().insert(id, Arc::new(handle));
+        Opened { handle: id, mode: chosen }
+    }
+
+    /// The kernel cannot pass this handle through: it and all later ones come to the engine.
+    pub fn no_passthrough(&self, handle: HandleId) {
+        self.passthrough.store(false, Ordering::Relaxed);
+        let Ok(handle) = self.handle(handle) else {
+            return;
+        };
+        let mut state = handle.file.lock();
+        let mut mode = handle.mode.lock();
+        if *mode == OpenMode::Passthrough {
+            *mode = OpenMode::Engine;
+            state.passthrough_opens -= 1;
+            state.engine_opens += 1;
+        }
+    }
+
+    /// A duplicate of the backing's descriptor, for kernel passthrough.
+    pub fn backing_fd(&self, handle: HandleId) -> Option<OwnedFd> {
+        let handle = self.handle(handle).ok()?;
+        let mut state = handle.file.lock();
+        let writer = self.writer(&handle.file, &mut state).ok()?;
+        self.backing.fd(&writer.file)?.try_clone_to_owned().ok()
+    }
+
+    /// Reads pending bytes over backing bytes; less than asked only at the end of the file.
+    pub fn read(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
+        let handle = self.handle(handle)?;
+        let file = &handle.file;
+        let end = offset.saturating_add(buf.len() as u64).min(i64::MAX as u64);
+        if offset >= end {
+            return Ok(0);
+        }
+        let mut gaps: Vec<std::ops::Range<u64>> = Vec::new();
+        let mut at = offset;
+        let mut state = file.lock();
+        for (start, extent) in state.extents.within(offset..end) {
+            if start > at {
+                gaps.push(at..start);
+            }
+            let out = &mut buf[(start - offset) as usize..][..extent.len as usize];
+            self.arena.copy_out(extent.piece.slab, extent.position, out);
+            at = start + extent.len;
+        }
+        // Up to here the file exists, whatever the backing's size says.
+        let pending_end = state.extents.end().min(end);
+        let done = at;
+        if at < end {
+            gaps.push(at..end);
+        }
+        let source = if gaps.is_empty() { None } else { Some(self.reader(file, &mut state)?) };
+        drop(state);
+        let mut known_end = done.max(pending_end);
+        if let Some(source) = source {
+            for gap in gaps {
+                let out = &mut buf[(gap.start - offset) as usize..(gap.end - offset) as usize];
+                let n = self.backing.read_at(&source.file, out, gap.start)?;
+                out[n..].fill(0);
+                known_end = known_end.max(gap.start + n as u64);
+            }
+        }
+        let n = known_end.max(offset).min(end) - offset;
+        self.counters.read_bytes.fetch_add(n, Ordering::Relaxed);
+        Ok(n as usize)
+    }
+
+    /// The last use of a handle is over. What is pending stays and is drained.
+    pub fn release(&self, handle: HandleId) {
+        let Some(handle) = self.handles.write().remove(&handle) else {
+            return;
+        };
+        if let Some(lease) = handle.lease.lock().take() {
+            self.park(lease);
+        }
+        let file = &handle.file;
+        let mut state = file.lock();
+        state.handles.retain(|h| *h != handle.id);
+        match *handle.mode.lock() {
+            OpenMode::Engine => state.engine_opens -= 1,
+            OpenMode::Passthrough => state.passthrough_opens -= 1,
+        }
+        let orphan = state.unlinked && state.handles.is_empty();
+        drop(state);
+        if orphan {
+            self.discard(file);
+        }
+        self.drop_if_unused(file);
+        self.tell_space();
+    }
+
+    /// Keeps a small slab with room for the next small file; gives others back.
+    fn park(&self, lease: firn_arena::Lease) {
+        const PARKED_MAX: usize = 8;
+        let mut parked = self.parked.lock();
+        let useful = lease.class() == firn_format::slab::Class::Small && lease.free_bytes() >= 4096;
+        if useful && parked.len() < PARKED_MAX {
+            parked.push(lease);
+        } else {
+            drop(parked);
+            self.arena.seal(lease);
+        }
+    }
+
+    /// Drops the pending data of a file that has neither a name nor a handle.
+    pub(crate) fn discard(&self, file: &Arc<File<B>>) {
+        let mut state = file.begin_exclusive();
+        let before = state.pending;
+        let cancelled = state.cut(&self.arena, 0..u64::MAX, u64::MAX);
+        self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);
+        state.mtime = None;
+        self.count_held(before, state.pending);
+        let waiters = self.settle(file, &mut state);
+        file.end_exclusive(&mut state);
+        drop(state);
+        for waiter in waiters {
+            (waiter.done)(Ok(()));
+        }
+        self.step();
+    }
+}

@@ -1,0 +1,505 @@
+//! What to write to the backing next, and what becomes of it.
+//!
+//! Files stand in a queue, first in, first out. A file is in it when a run of its pending bytes is
+//! long enough for a write, when someone waits for it, when its data is old, or when the arena is
+//! short of room. [`Engine::pick`] takes the next run of the next file; contiguous extents of several
+//! slabs become one vectored write.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::IoSlice;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use firn_arena::PieceRef;
+use firn_backing::{Access, Backing, Errno, SetTime};
+use firn_format::protocol::ErrorStatus;
+use firn_format::record::Record;
+
+use crate::engine::{Engine, Trouble};
+use crate::extents::Extent;
+use crate::file::{BackingFile, Failure, File, FileState, Waiter};
+
+/// Most parts of one vectored write (`UIO_MAXIOV`).
+const PARTS_MAX: usize = 1024;
+/// First wait before a failed file is tried again; it doubles each time.
+const RETRY_FIRST: Duration = Duration::from_millis(100);
+/// Longest wait.
+const RETRY_MAX: Duration = Duration::from_secs(30);
+/// Errors that `firn status` remembers.
+const TROUBLES_MAX: usize = 64;
+
+/// Files to drain.
+pub(crate) struct Queue<B: Backing> {
+    ready: VecDeque<Arc<File<B>>>,
+    retry: Vec<(Instant, Arc<File<B>>)>,
+    aging: VecDeque<(Instant, Weak<File<B>>)>,
+    pub(crate) active: usize,
+}
+
+impl<B: Backing> Queue<B> {
+    pub(crate) fn new() -> Self {
+        Self { ready: VecDeque::new(), retry: Vec::new(), aging: VecDeque::new(), active: 0 }
+    }
+    /// Looks at a file again at `when`.
+    pub(crate) fn note_age(&mut self, when: Instant, file: &Arc<File<B>>) {
+        self.aging.push_back((when, Arc::downgrade(file)));
+    }
+    pub(crate) fn retry_in(&self) -> Option<Duration> {
+        let next = self.retry.iter().map(|(at, _)| *at).min()?;
+        Some(next.saturating_duration_since(Instant::now()))
+    }
+    fn next_wake(&self) -> Option<Instant> {
+        let retry = self.retry.iter().map(|(at, _)| *at).min();
+        let age = self.aging.front().map(|(at, _)| *at);
+        retry.into_iter().chain(age).min()
+    }
+}
+
+/// What a drain thread shall do.
+pub enum Pick<B: Backing> {
+    /// This I/O.
+    Job(Job<B>),
+    /// Nothing now; look again after `retry`, or when woken.
+    Idle {
+        /// Time to the next retry or age limit.
+        retry: Option<Duration>,
+    },
+}
+
+struct Part {
+    extent: Extent,
+    offset: u64,
+}
+
+/// One write to the backing.
+pub struct Job<B: Backing> {
+    file: Arc<File<B>>,
+    target: std::result::Result<Arc<BackingFile<B>>, Errno>,
+    parts: Vec<Part>,
+    /// Addresses of the parts; valid while the slabs are pinned, that is until the job is completed.
+    addresses: Vec<(*const u8, usize)>,
+    range: Range<u64>,
+}
+
+// SAFETY: the addresses point into the shared mapping, which outlives the job (the engine owns it)
+// and may be read from any thread while the slabs are pinned.
+unsafe impl<B: Backing> Send for Job<B> {}
+
+/// Bytes written before the end or the error.
+pub struct Outcome {
+    /// Bytes that reached the backing.
+    pub written: u64,
+    /// Calls that did something.
+    pub writes: u64,
+    /// Why it stopped early.
+    pub error: Option<Errno>,
+}
+
+impl<B: Backing> Job<B> {
+    /// Offset in the file.
+    pub fn offset(&self) -> u64 {
+        self.range.start
+    }
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+    /// Never: a job has bytes.
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+
+    /// Does the write: one vectored call, more where the backing takes less at once.
+    pub fn execute(&self, backing: &B) -> Outcome {
+        let mut outcome = Outcome { written: 0, writes: 0, error: None };
+        let target = match &self.target {
+            Ok(target) => target,
+            Err(errno) => {
+                return Outcome { error: Some(*errno), ..outcome };
+            }
+        };
+        while outcome.written < self.len() {
+            let slices = self.slices(outcome.written);
+            match backing.write_at(&target.file, &slices, self.range.start + outcome.written) {
+                Ok(0) => {
+                    outcome.error = Some(Errno::IO);
+                    break;
+                }
+                Ok(n) => {
+                    outcome.written += n as u64;
+                    outcome.writes += 1;
+                }
+                Err(Errno::INTR) => {}
+                Err(errno) => {
+                    outcome.error = Some(errno);
+                    break;
+                }
+            }
+        }
+        outcome
+    }
+
+    fn slices(&self, skip: u64) -> Vec<IoSlice<'_>> {
+        let mut skip = skip as usize;
+        let mut slices = Vec::with_capacity(self.addresses.len());
+        for &(address, len) in &self.addresses {
+            if skip >= len {
+                skip -= len;
+                continue;
+            }
+            // SAFETY: the slab is pinned until the job is completed, and bytes in flight are not
+            // overwritten in place.
+            let bytes = unsafe { std::slice::from_raw_parts(address.add(skip), len - skip) };
+            slices.push(IoSlice::new(bytes));
+            skip = 0;
+        }
+        slices
+    }
+}
+
+impl<B: Backing> Engine<B> {
+    /// The next write, if there is one. `lane`: index of the I/O server, 0 as long as there is one.
+    pub fn pick(&self, _lane: usize) -> Pick<B> {
+        self.tell_space();
+        loop {
+            let Some(file) = self.next_file() else {
+                let wake = self.queue.lock().next_wake();
+                return Pick::Idle { retry: wake.map(|at| at.saturating_duration_since(Instant::now())) };
+            };
+            let mut state = file.lock();
+            state.queued = false;
+            if let Some(job) = self.choose(&file, &mut state) {
+                return Pick::Job(job);
+            }
+            self.queue.lock().active -= 1;
+        }
+    }
+
+    fn next_file(&self) -> Option<Arc<File<B>>> {
+        let now = Instant::now();
+        let mut aged = Vec::new();
+        let mut queue = self.queue.lock();
+        let (due, later) = std::mem::take(&mut queue.retry).into_iter().partition(|(at, _)| *at <= now);
+        queue.retry = later;
+        while queue.aging.front().is_some_and(|(at, _)| *at <= now) {
+            aged.extend(queue.aging.pop_front().and_then(|(_, weak)| weak.upgrade()));
+        }
+        drop(queue);
+        let due: Vec<(Instant, Arc<File<B>>)> = due;
+        for (_, file) in due {
+            let mut state = file.lock();
+            self.enqueue(&file, &mut state);
+        }
+        for file in aged {
+            self.age(&file, now);
+        }
+        let mut queue = self.queue.lock();
+        let file = queue.ready.pop_front()?;
+        queue.active += 1;
+        Some(file)
+    }
+
+    fn age(&self, file: &Arc<File<B>>, now: Instant) {
+        let mut state = file.lock();
+        let Some(oldest) = state.oldest else { return };
+        let due = oldest + self.options.drain_age;
+        if due > now {
+            self.queue.lock().note_age(due, file);
+            return;
+        }
+        self.force(file, &mut state);
+        state.oldest = Some(now);
+        self.queue.lock().note_age(now + self.options.drain_age, file);
+    }
+
+    /// Puts a file into the queue, unless it waits for its retry.
+    pub(crate) fn enqueue(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
+        let waits = state.failure.is_some_and(|f| f.retry_at > Instant::now());
+        if state.queued || state.pending == 0 || waits {
+            return;
+        }
+        state.queued = true;
+        self.queue.lock().ready.push_back(Arc::clone(file));
+        self.wake_drain();
+    }
+
+    /// Drains all that a file has pending now, however little.
+    pub(crate) fn force(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
+        state.force_to = state.extents.iter().map(|(_, e)| e.sequence).max().unwrap_or(0).max(state.force_to);
+        self.enqueue(file, state);
+    }
+
+    fn choose(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> Option<Job<B>> {
+        if state.exclusive || state.pending == 0 {
+            return None;
+        }
+        let parts = self.next_run(state)?;
+        let range = parts[0].offset..parts.last().map_or(0, |p| p.offset + p.extent.len);
+        let addresses = parts
+            .iter()
+            .map(|p| {
+                self.arena.pin(p.extent.piece.slab);
+                let len = p.extent.len as usize;
+                (self.arena.address(p.extent.piece.slab, p.extent.position, len as u32), len)
+            })
+            .collect();
+        state.inflight.push(range.clone());
+        state.cursor = range.end;
+        // Its sequence is about to be used to cut: later bytes need a later one.
+        state.tail = None;
+        self.enqueue(file, state);
+        let target = self.writer(file, state);
+        Some(Job { file: Arc::clone(file), target, parts, addresses, range })
+    }
+
+    /// The next run of contiguous extents that is worth a write, from the cursor on and round.
+    fn next_run(&self, state: &FileState<B>) -> Option<Vec<Part>> {
+        self.run_from(state, state.cursor).or_else(|| self.run_from(state, 0))
+    }
+
+    fn run_from(&self, state: &FileState<B>, start: u64) -> Option<Vec<Part>> {
+        let max = self.options.drain_write_bytes_max;
+        let mut run: Vec<Part> = Vec::new();
+        let mut bytes = 0;
+        let mut forced = false;
+        for (offset, extent) in state.extents.from(start) {
+            let range = offset..offset + extent.len;
+            let joins = run.last().is_none_or(|p| p.offset + p.extent.len == offset);
+            let fits = run.len() < PARTS_MAX && bytes + extent.len <= max;
+            let busy = state.is_inflight(&range);
+            if !run.is_empty() && (!joins || !fits || busy) {
+                if forced || bytes >= self.options.drain_write_bytes_min {
+                    return Some(run);
+                }
+                run.clear();
+                (bytes, forced) = (0, false);
+            }
+            if busy {
+                continue;
+            }
+            bytes += extent.len;
+            forced |= extent.sequence <= state.force_to;
+            run.push(Part { extent, offset });
+        }
+        (!run.is_empty() && (forced || bytes >= self.options.drain_write_bytes_min)).then_some(run)
+    }
+
+    /// The backing file for writing, opened if need be.
+    pub(crate) fn writer(
+        &self,
+        file: &File<B>,
+        state: &mut FileState<B>,
+    ) -> std::result::Result<Arc<BackingFile<B>>, Errno> {
+        if let Some(writer) = &state.writer {
+            return Ok(Arc::clone(writer));
+        }
+        let object = &file.node.object;
+        let opened = match self.backing.open(object, Access::ReadWrite) {
+            Ok(file) => BackingFile { file, access: Access::ReadWrite },
+            Err(Errno::ACCESS | Errno::PERM) => {
+                BackingFile { file: self.backing.open(object, Access::Write)?, access: Access::Write }
+            }
+            Err(errno) => return Err(errno),
+        };
+        let opened = Arc::new(opened);
+        state.writer = Some(Arc::clone(&opened));
+        Ok(opened)
+    }
+
+    /// Takes the outcome of a job in.
+    pub fn complete(&self, job: Job<B>, outcome: Outcome) {
+        let Job { file, parts, range, .. } = job;
+        let counters = &self.counters;
+        counters.drain_bytes.fetch_add(outcome.written, Ordering::Relaxed);
+        counters.drain_writes.fetch_add(outcome.writes, Ordering::Relaxed);
+        let mut state = file.lock();
+        let before = state.pending;
+        state.inflight.retain(|r| *r != range);
+        let written = range.start..range.start + outcome.written;
+        if !written.is_empty() {
+            self.take_out(&mut state, &parts, written);
+            file.node.data_unsynced.store(true, Ordering::Release);
+        }
+        for part in &parts {
+            self.arena.unpin(part.extent.piece.slab);
+        }
+        let mut told = Vec::new();
+        match outcome.error {
+            None => {
+                state.failure = None;
+                self.enqueue(&file, &mut state);
+            }
+            Some(errno) => {
+                counters.drain_errors.fetch_add(1, Ordering::Relaxed);
+                self.failed(&file, &mut state, errno);
+                told = std::mem::take(&mut state.waiters);
+                if let Some(failure) = &mut state.failure {
+                    failure.told |= !told.is_empty();
+                }
+            }
+        }
+        let satisfied = self.settle(&file, &mut state);
+        self.count_held(before, state.pending);
+        file.io_ended();
+        drop(state);
+        self.queue.lock().active -= 1;
+        for waiter in satisfied {
+            (waiter.done)(Ok(()));
+        }
+        for waiter in told {
+            (waiter.done)(Err(outcome.error.unwrap_or(Errno::IO)));
+        }
+        self.drop_if_unused(&file);
+        self.tell_space();
+        self.step();
+    }
+
+    /// These bytes are in the backing: they are not pending any more.
+    fn take_out(&self, state: &mut FileState<B>, parts: &[Part], written: Range<u64>) {
+        let mut gone: Vec<(u64, Extent)> = Vec::new();
+        for part in parts {
+            let end = (part.offset + part.extent.len).min(written.end);
+            for (offset, extent) in state.extents.within(part.offset..end.max(part.offset)) {
+                // A newer write over the same bytes has its own piece and stays.
+                if extent.piece == part.extent.piece {
+                    gone.push((offset, extent));
+                }
+            }
+        }
+        // Does any piece stay with a part pending? Then the journal must say what is void, or recovery
+        // would take the drained part of it for pending.
+        let mut taken: HashMap<PieceRef, u64> = HashMap::new();
+        for (_, extent) in &gone {
+            *taken.entry(extent.piece).or_default() += extent.len;
+        }
+        let mut partial = state.partial;
+        for (piece, bytes) in &taken {
+            let used = state.pieces[piece];
+            let (before, after) = (used.live < used.len, used.live > *bytes);
+            partial = partial + usize::from(after && !before) - usize::from(before && !after);
+        }
+        let partial = partial > 0;
+        if partial && let Some(file) = state.bound {
+            let sequence = parts.iter().map(|p| p.extent.sequence).max().unwrap_or(0);
+            let record =
+                Record::Void { file, offset: written.start, len: written.end - written.start, sequence };
+            if self.journal.lock().append(&record).is_err() {
+                // It stays pending and is written again: slow, never wrong.
+                return;
+            }
+        }
+        for (offset, extent) in gone {
+            state.extents.remove(offset..offset + extent.len, &mut |_, e| e.piece == extent.piece);
+            state.retire(&self.arena, extent.piece, extent.len);
+        }
+    }
+
+    /// After a change of what is pending: who waited for it, and what ends with the last byte.
+    pub(crate) fn settle(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> Vec<Waiter> {
+        if state.pending == 0 {
+            state.oldest = None;
+            state.fresh = 0;
+            state.force_to = 0;
+            state.failure = None;
+            if let Some(mtime) = state.mtime.take()
+                && file.node.data_unsynced.load(Ordering::Acquire)
+            {
+                // The backing stamped the drain; programs saw the time of their write. A refusal (not
+                // the owner) leaves the backing's time.
+                let _ = self.backing.set_times(&file.node.object, SetTime::Keep, SetTime::At(mtime));
+            }
+            self.unbind(state);
+        }
+        state.satisfied()
+    }
+
+    fn failed(&self, file: &Arc<File<B>>, state: &mut FileState<B>, errno: Errno) {
+        let count = state.failure.map_or(0, |f| f.count) + 1;
+        let wait = RETRY_FIRST.saturating_mul(1 << (count - 1).min(16)).min(RETRY_MAX);
+        let retry_at = Instant::now() + wait;
+        state.failure = Some(Failure { errno, told: false, count, retry_at });
+        self.queue.lock().retry.push((retry_at, Arc::clone(file)));
+        let path =
+            String::from_utf8_lossy(&file.node.paths().into_iter().next().unwrap_or_default()).into_owned();
+        tracing::warn!(path, %errno, count, "drain failed; the data stays in the arena and is tried again");
+        self.remember(path, errno, "write to the backing failed; the data is kept and tried again".into());
+    }
+
+    pub(crate) fn remember(&self, path: String, errno: Errno, message: String) {
+        let mut troubles = self.troubles.lock();
+        let errno = errno.raw_os_error();
+        if let Some(known) = troubles.iter_mut().find(|t| t.status.path == path && t.status.errno == errno) {
+            known.status.count += 1;
+            known.last = Instant::now();
+            return;
+        }
+        if troubles.len() == TROUBLES_MAX {
+            troubles.remove(0);
+        }
+        let status = ErrorStatus { path, errno, message, count: 1, age_s: 0.0, pending: true };
+        troubles.push(Trouble { status, last: Instant::now() });
+    }
+
+    /// Makes room: gives back slabs that hold nothing; if no drain is under way, drains the file that
+    /// holds most. Tells waiting writers when nothing can be drained.
+    pub(crate) fn relieve(&self) {
+        {
+            let queue = self.queue.lock();
+            if queue.active > 0 || !queue.ready.is_empty() {
+                return;
+            }
+        }
+        let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
+        let now = Instant::now();
+        let mut best: Option<(u64, Arc<File<B>>)> = None;
+        let mut errno = None;
+        for file in files {
+            let state = file.lock();
+            if state.pending == 0 {
+                continue;
+            }
+            match state.failure {
+                Some(failure) if failure.retry_at > now => errno = Some(failure.errno),
+                _ if best.as_ref().is_none_or(|(most, _)| state.pending > *most) => {
+                    let pending = state.pending;
+                    drop(state);
+                    best = Some((pending, file));
+                }
+                _ => {}
+            }
+        }
+        for lease in std::mem::take(&mut *self.parked.lock()) {
+            self.arena.seal(lease);
+        }
+        let chosen = best.as_ref().map(|(_, file)| file);
+        let handles: Vec<_> = self.handles.read().values().cloned().collect();
+        for handle in handles {
+            let Some(mut slot) = handle.lease.try_lock() else {
+                continue;
+            };
+            let give_back = slot.as_ref().is_some_and(|lease| {
+                self.arena.is_idle(lease) || chosen.is_some_and(|file| Arc::ptr_eq(file, &handle.file))
+            });
+            if give_back && let Some(lease) = slot.take() {
+                self.arena.seal(lease);
+            }
+        }
+        if let Some((_, file)) = best {
+            let mut state = file.lock();
+            self.force(&file, &mut state);
+        } else if !self.space_freed.load(Ordering::Acquire)
+            && !self.arena.has_room(firn_format::slab::Class::Small)
+        {
+            // Everything that is held waits for a backing that refuses it.
+            self.refuse_space(errno.unwrap_or(Errno::NOSPC));
+        }
+    }
+
+    /// Tells those who wait for a tree that something happened.
+    pub(crate) fn step(&self) {
+        *self.progress.0.lock() += 1;
+        self.progress.1.notify_all();
+    }
+}

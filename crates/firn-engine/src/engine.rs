@@ -1,0 +1,273 @@
+//! The engine's state and its small common parts.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use firn_arena::{Arena, JournalRegion, Lease};
+use firn_backing::{Backing, Errno};
+use firn_format::protocol::ErrorStatus;
+use firn_journal::{Journal, Medium};
+use parking_lot::{Condvar, Mutex, RwLock};
+
+use crate::drain::Queue;
+use crate::file::File;
+use crate::names::{Key, Names, Node};
+use crate::{Done, HandleId, NodeId, Result};
+
+/// When close(2) returns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClosePolicy {
+    /// When the file is in the backing.
+    Drain,
+    /// At once.
+    Held,
+}
+
+/// What fsync(2) means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FsyncPolicy {
+    /// Durable in the backing.
+    Durable,
+    /// Held in the arena, as after write(2).
+    Held,
+}
+
+/// Policies of one mount.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// See [`ClosePolicy`].
+    pub close: ClosePolicy,
+    /// See [`FsyncPolicy`].
+    pub fsync: FsyncPolicy,
+    /// Data older than this is drained, however little.
+    pub drain_age: Duration,
+    /// Unforced writes to the backing have at least so many bytes: one chunk.
+    pub drain_write_bytes_min: u64,
+    /// A write to the backing has at most so many bytes.
+    pub drain_write_bytes_max: u64,
+    /// Let the kernel read files that have nothing pending.
+    pub passthrough: bool,
+}
+
+impl EngineOptions {
+    /// The defaults for chunks of `chunk_bytes`.
+    pub fn new(chunk_bytes: u64) -> Self {
+        Self {
+            close: ClosePolicy::Drain,
+            fsync: FsyncPolicy::Durable,
+            drain_age: Duration::from_secs(5),
+            drain_write_bytes_min: chunk_bytes,
+            // Four chunks: larger ones gained nothing on any backing measured and hold the lane longer.
+            drain_write_bytes_max: chunk_bytes.saturating_mul(4).clamp(1 << 20, 64 << 20),
+            passthrough: false,
+        }
+    }
+}
+
+/// Why an engine could not attach.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// The root of the backing cannot be read.
+    #[error("cannot read the backing directory: {0}")]
+    Backing(Errno),
+}
+
+/// An open file.
+pub(crate) struct Handle<B: Backing> {
+    pub id: HandleId,
+    pub file: Arc<File<B>>,
+    pub readable: bool,
+    pub writable: bool,
+    pub lease: Mutex<Option<Lease>>,
+    /// How the door serves it.
+    pub mode: Mutex<crate::OpenMode>,
+    /// Bytes written: decides the class of the next slab.
+    pub written: AtomicU64,
+}
+
+/// Counters since attach.
+#[derive(Default)]
+pub(crate) struct Counters {
+    pub ingest_bytes: AtomicU64,
+    pub ingest_writes: AtomicU64,
+    pub drain_bytes: AtomicU64,
+    pub drain_writes: AtomicU64,
+    pub drain_errors: AtomicU64,
+    pub cancelled_bytes: AtomicU64,
+    pub read_bytes: AtomicU64,
+    pub held_bytes: AtomicU64,
+    pub held_files: AtomicU64,
+    pub waiting_writers: AtomicU64,
+}
+
+/// An error that waits to be dealt with.
+pub(crate) struct Trouble {
+    pub status: ErrorStatus,
+    pub last: Instant,
+}
+
+pub(crate) struct Region(pub JournalRegion);
+
+impl Medium for Region {
+    fn len(&self) -> usize {
+        self.0.bytes()
+    }
+    fn write(&mut self, at: usize, bytes: &[u8]) {
+        self.0.store(at, bytes);
+    }
+    fn read(&self, at: usize, bytes: &mut [u8]) {
+        self.0.load(at, bytes);
+    }
+}
+
+type Waker = Arc<dyn Fn() + Send + Sync>;
+
+/// One mount's names, files and pending data over a backing.
+pub struct Engine<B: Backing> {
+    pub(crate) backing: B,
+    pub(crate) arena: Arena,
+    pub(crate) options: EngineOptions,
+    pub(crate) journal: Mutex<Journal<Region>>,
+    pub(crate) last_binding: AtomicU64,
+    pub(crate) last_rename: AtomicU64,
+    /// Held for reading while a path is told and bound, for writing while a rename changes paths.
+    pub(crate) rename_gate: RwLock<()>,
+    pub(crate) names: Names<B>,
+    pub(crate) files: Mutex<HashMap<Key, Arc<File<B>>>>,
+    pub(crate) handles: RwLock<HashMap<HandleId, Arc<Handle<B>>>>,
+    pub(crate) dirs: RwLock<HashMap<HandleId, Arc<B::Dir>>>,
+    pub(crate) next_handle: AtomicU64,
+    /// Leases of closed handles, each with room for more small files.
+    pub(crate) parked: Mutex<Vec<Lease>>,
+    pub(crate) queue: Mutex<Queue<B>>,
+    pub(crate) space_waiters: Mutex<VecDeque<Done>>,
+    pub(crate) space_freed: Arc<AtomicBool>,
+    pub(crate) counters: Counters,
+    pub(crate) troubles: Mutex<Vec<Trouble>>,
+    pub(crate) waker: RwLock<Option<Waker>>,
+    /// Signalled after every completed I/O, for those who wait for a tree.
+    pub(crate) progress: (Mutex<u64>, Condvar),
+    pub(crate) passthrough: AtomicBool,
+    pub(crate) recovered_bytes: u64,
+    pub(crate) lost_bytes: u64,
+    pub(crate) epoch: u64,
+    pub(crate) attached: Instant,
+}
+
+impl<B: Backing> Engine<B> {
+    /// The backing.
+    pub fn backing(&self) -> &B {
+        &self.backing
+    }
+    /// The arena.
+    pub fn arena(&self) -> &Arena {
+        &self.arena
+    }
+    /// The policies in force.
+    pub fn options(&self) -> &EngineOptions {
+        &self.options
+    }
+
+    /// Calls `f` when there may be something to drain.
+    pub fn set_waker(&self, f: Arc<dyn Fn() + Send + Sync>) {
+        *self.waker.write() = Some(f);
+    }
+
+    pub(crate) fn wake_drain(&self) {
+        if let Some(f) = &*self.waker.read() {
+            f();
+        }
+    }
+
+    pub(crate) fn node(&self, id: NodeId) -> Result<Arc<Node<B>>> {
+        self.names.get(id).ok_or(Errno::STALE)
+    }
+
+    pub(crate) fn handle(&self, id: HandleId) -> Result<Arc<Handle<B>>> {
+        self.handles.read().get(&id).cloned().ok_or(Errno::BADF)
+    }
+
+    pub(crate) fn new_handle_id(&self) -> HandleId {
+        HandleId(self.next_handle.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+
+    /// The file of a node, if it is open or has pending data.
+    pub(crate) fn known_file(&self, node: &Node<B>) -> Option<Arc<File<B>>> {
+        self.files.lock().get(&node.key).cloned()
+    }
+
+    /// The file of a node, with `change` applied while it cannot be dropped.
+    pub(crate) fn file_with(
+        &self,
+        node: &Arc<Node<B>>,
+        change: impl FnOnce(&mut crate::file::FileState<B>),
+    ) -> Arc<File<B>> {
+        let mut files = self.files.lock();
+        let file = files.entry(node.key).or_insert_with(|| Arc::new(File::new(Arc::clone(node))));
+        change(&mut file.lock());
+        Arc::clone(file)
+    }
+
+    /// Lets go of a file that is neither open nor pending.
+    pub(crate) fn drop_if_unused(&self, file: &Arc<File<B>>) {
+        let mut files = self.files.lock();
+        let state = file.lock();
+        let used =
+            !state.handles.is_empty() || state.pending > 0 || state.exclusive || !state.inflight.is_empty();
+        if !used && files.get(&file.node.key).is_some_and(|known| Arc::ptr_eq(known, file)) {
+            files.remove(&file.node.key);
+        }
+    }
+
+    /// Counts a change of what is held by one file.
+    pub(crate) fn count_held(&self, before: u64, after: u64) {
+        if after >= before {
+            self.counters.held_bytes.fetch_add(after - before, Ordering::Relaxed);
+        } else {
+            self.counters.held_bytes.fetch_sub(before - after, Ordering::Relaxed);
+        }
+        match (before == 0, after == 0) {
+            (true, false) => self.counters.held_files.fetch_add(1, Ordering::Relaxed),
+            (false, true) => self.counters.held_files.fetch_sub(1, Ordering::Relaxed),
+            _ => 0,
+        };
+    }
+
+    /// Calls `f` once there may be room in the arena (`Ok`: write again) or nothing can drain (`Err`:
+    /// fail the write with it). The next
+    /// [`Engine::pick`] calls back, not this call.
+    pub fn on_space(&self, f: Done) {
+        self.counters.waiting_writers.fetch_add(1, Ordering::Relaxed);
+        self.space_waiters.lock().push_back(f);
+        self.relieve();
+        // What was freed between the caller's failed write and now was not told to this waiter.
+        if self.arena.has_room(firn_format::slab::Class::Small) {
+            self.space_freed.store(true, Ordering::Release);
+        }
+        self.wake_drain();
+    }
+
+    /// Tells waiting writers of room that became free. Called with no lock held.
+    pub(crate) fn tell_space(&self) {
+        if self.space_freed.swap(false, Ordering::AcqRel) {
+            let waiters = std::mem::take(&mut *self.space_waiters.lock());
+            self.counters.waiting_writers.fetch_sub(waiters.len() as u64, Ordering::Relaxed);
+            for waiter in waiters {
+                waiter(Ok(()));
+            }
+        } else if !self.space_waiters.lock().is_empty() {
+            self.relieve();
+        }
+    }
+
+    /// Fails all waiting writers.
+    pub(crate) fn refuse_space(&self, errno: Errno) {
+        let waiters = std::mem::take(&mut *self.space_waiters.lock());
+        self.counters.waiting_writers.fetch_sub(waiters.len() as u64, Ordering::Relaxed);
+        for waiter in waiters {
+            waiter(Err(errno));
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Pending extents of one file: file ranges to places in the arena.
+//!
+//! Invariants
+//! * Extents never overlap; a newer write cuts the older one.
+//! * Every extent lies within one piece.
+//! * Lookup is O(log n).
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use firn_arena::PieceRef;
+
+/// A run of pending bytes of one piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Extent {
+    /// Bytes.
+    pub len: u64,
+    /// The piece that holds them.
+    pub piece: PieceRef,
+    /// Bytes from the start of the chunk.
+    pub position: u32,
+    /// Of the piece.
+    pub sequence: u64,
+}
+
+/// The map.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Extents {
+    by_offset: BTreeMap<u64, Extent>,
+}
+
+impl Extents {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.by_offset.is_empty()
+    }
+
+    /// First byte after the last extent, 0 if there is none.
+    pub(crate) fn end(&self) -> u64 {
+        self.by_offset.last_key_value().map_or(0, |(offset, e)| offset + e.len)
+    }
+
+    /// Extents from the one that holds or follows `offset` on.
+    pub(crate) fn from(&self, offset: u64) -> impl Iterator<Item = (u64, Extent)> + '_ {
+        let first = self.by_offset.range(..=offset).next_back().filter(|(o, e)| *o + e.len > offset);
+        let start = first.map_or(offset, |(o, _)| *o);
+        self.by_offset.range(start..).map(|(o, e)| (*o, *e))
+    }
+
+    /// Extents that overlap `range`, cut to it.
+    pub(crate) fn within(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Extent)> + '_ {
+        let Range { start, end } = range;
+        self.from(start).take_while(move |(o, _)| *o < end).map(move |(o, e)| clip(o, e, start, end))
+    }
+
+    /// The extent that holds all of `range`, cut to it.
+    pub(crate) fn covering(&self, range: Range<u64>) -> Option<Extent> {
+        let (offset, extent) = self.within(range.clone()).next()?;
+        (offset == range.start && extent.len == range.end - range.start).then_some(extent)
+    }
+
+    /// Puts an extent over what is there; `cut` is told what it replaces.
+    pub(crate) fn insert(&mut self, offset: u64, extent: Extent, cut: &mut dyn FnMut(PieceRef, u64)) {
+        self.remove(offset..offset + extent.len, &mut |_, e| {
+            cut(e.piece, e.len);
+            true
+        });
+        if let Some((before, e)) = self.by_offset.range_mut(..offset).next_back()
+            && *before + e.len == offset
+            && e.piece == extent.piece
+            && u64::from(e.position) + e.len == u64::from(extent.position)
+        {
+            e.len += extent.len;
+            return;
+        }
+        self.by_offset.insert(offset, extent);
+    }
+
+    /// Takes out what `take` agrees to, cut to `range`.
+    pub(crate) fn remove(&mut self, range: Range<u64>, take: &mut dyn FnMut(u64, &Extent) -> bool) {
+        let touched: Vec<(u64, Extent)> =
+            self.from(range.start).take_while(|(o, _)| *o < range.end).collect();
+        for (offset, extent) in touched {
+            let (cut_offset, cut) = clip(offset, extent, range.start, range.end);
+            if !take(cut_offset, &cut) {
+                continue;
+            }
+            self.by_offset.remove(&offset);
+            if offset < cut_offset {
+                let head = Extent { len: cut_offset - offset, ..extent };
+                self.by_offset.insert(offset, head);
+            }
+            let (end, cut_end) = (offset + extent.len, cut_offset + cut.len);
+            if cut_end < end {
+                let position = extent.position + (cut_end - offset) as u32;
+                let tail = Extent { len: end - cut_end, position, ..extent };
+                self.by_offset.insert(cut_end, tail);
+            }
+        }
+    }
+
+    /// All of them.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, Extent)> + '_ {
+        self.by_offset.iter().map(|(o, e)| (*o, *e))
+    }
+}
+
+fn clip(offset: u64, extent: Extent, start: u64, end: u64) -> (u64, Extent) {
+    let from = offset.max(start);
+    let to = (offset + extent.len).min(end);
+    let position = extent.position + (from - offset) as u32;
+    (from, Extent { len: to - from, position, ..extent })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_arena::SlabRef;
+    use proptest::prelude::*;
+
+    fn piece(n: u32) -> PieceRef {
+        PieceRef { slab: SlabRef { chunk: 0, slab: 0 }, record: n }
+    }
+
+    proptest! {
+        /// A plain array of "which piece, which byte of it" is the reference.
+        #[test]
+        fn the_map_agrees_with_an_array_of_bytes(
+            ops in proptest::collection::vec((0u64..200, 1u64..60, any::<bool>()), 1..60)
+        ) {
+            let mut extents = Extents::default();
+            let mut model: Vec<Option<(u32, u64)>> = vec![None; 300];
+            for (n, (offset, len, remove)) in ops.into_iter().enumerate() {
+                let range = offset as usize..(offset + len) as usize;
+                let expected = model[range.clone()].iter().flatten().count() as u64;
+                let mut cut = 0;
+                if remove {
+                    extents.remove(offset..offset + len, &mut |_, e| { cut += e.len; true });
+                    model[range].fill(None);
+                } else {
+                    let position = n as u32 * 1000;
+                    let e = Extent { len, piece: piece(n as u32), position, sequence: n as u64 };
+                    extents.insert(offset, e, &mut |_, bytes| cut += bytes);
+                    for (i, byte) in model[range].iter_mut().enumerate() {
+                        *byte = Some((n as u32, u64::from(position) + i as u64));
+                    }
+                }
+                prop_assert_eq!(cut, expected);
+                let mut seen: Vec<Option<(u32, u64)>> = vec![None; 300];
+                for (offset, e) in extents.iter() {
+                    for i in 0..e.len {
+                        let at = &mut seen[(offset + i) as usize];
+                        prop_assert!(at.is_none(), "overlap at {}", offset + i);
+                        *at = Some((e.piece.record, u64::from(e.position) + i));
+                    }
+                }
+                prop_assert_eq!(&seen, &model);
+                let end = model.iter().rposition(Option::is_some).map_or(0, |at| at as u64 + 1);
+                prop_assert_eq!(extents.end(), end);
+            }
+        }
+    }
+}

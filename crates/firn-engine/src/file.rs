@@ -1,0 +1,229 @@
+//! One file with open handles or pending data.
+//!
+//! Invariants (under the lock of [`FileState`])
+//! * `pending` is the sum of the extents; each piece in `pieces` has `0 < live <= len`.
+//! * `partial` counts the pieces with `live < len`.
+//! * An extent that overlaps a range in `inflight` is not picked for another I/O: two writes to the
+//!   same bytes of the backing never race.
+//! * A file is bound in the journal while anything is pending.
+//!
+//! Lock order: file table, file state, drain queue or journal, arena pool.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use firn_arena::{Arena, PieceRef};
+use firn_backing::{Access, Backing, Errno, Time};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use crate::extents::{Extent, Extents};
+use crate::names::Node;
+use crate::{Done, HandleId};
+
+/// A descriptor of the backing file and what it may do.
+pub(crate) struct BackingFile<B: Backing> {
+    pub file: B::File,
+    pub access: Access,
+}
+
+/// How much of a piece is pending.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PieceUse {
+    pub len: u64,
+    pub live: u64,
+}
+
+/// A drain of this file failed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Failure {
+    pub errno: Errno,
+    /// Some write, close or fsync was told.
+    pub told: bool,
+    /// How often in a row.
+    pub count: u32,
+    pub retry_at: Instant,
+}
+
+pub(crate) struct Waiter {
+    /// Waits for all extents up to this sequence.
+    pub until: u64,
+    pub done: Done,
+}
+
+pub(crate) struct FileState<B: Backing> {
+    pub extents: Extents,
+    pub pieces: HashMap<PieceRef, PieceUse>,
+    pub partial: usize,
+    pub pending: u64,
+    /// Binding in the journal.
+    pub bound: Option<u64>,
+    pub reader: Option<Arc<BackingFile<B>>>,
+    pub writer: Option<Arc<BackingFile<B>>>,
+    pub inflight: Vec<Range<u64>>,
+    /// A truncation or the like has the backing file for itself.
+    pub exclusive: bool,
+    /// The piece that the last write made or extended: only it may be extended, and only until its
+    /// sequence is used to cut.
+    pub tail: Option<PieceRef>,
+    /// Drain extents up to this sequence, however small.
+    pub force_to: u64,
+    /// Bytes written since the last look for a run that is worth a write.
+    pub fresh: u64,
+    /// In the drain queue.
+    pub queued: bool,
+    /// Where the next pick looks first.
+    pub cursor: u64,
+    pub failure: Option<Failure>,
+    pub waiters: Vec<Waiter>,
+    /// Time of the last write or utimens while data is pending.
+    pub mtime: Option<Time>,
+    /// When the oldest pending byte was written, about.
+    pub oldest: Option<Instant>,
+    pub handles: Vec<HandleId>,
+    pub engine_opens: u32,
+    pub passthrough_opens: u32,
+    /// No name leads to it any more.
+    pub unlinked: bool,
+}
+
+/// A file that firnd has something to do with.
+pub(crate) struct File<B: Backing> {
+    pub node: Arc<Node<B>>,
+    state: Mutex<FileState<B>>,
+    /// Some I/O or exclusive use ended.
+    quiet: Condvar,
+}
+
+impl<B: Backing> File<B> {
+    pub(crate) fn new(node: Arc<Node<B>>) -> Self {
+        let state = FileState {
+            extents: Extents::default(),
+            pieces: HashMap::new(),
+            partial: 0,
+            pending: 0,
+            bound: None,
+            reader: None,
+            writer: None,
+            inflight: Vec::new(),
+            exclusive: false,
+            tail: None,
+            force_to: 0,
+            fresh: 0,
+            queued: false,
+            cursor: 0,
+            failure: None,
+            waiters: Vec::new(),
+            mtime: None,
+            oldest: None,
+            handles: Vec::new(),
+            engine_opens: 0,
+            passthrough_opens: 0,
+            unlinked: false,
+        };
+        Self { node, state: Mutex::new(state), quiet: Condvar::new() }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, FileState<B>> {
+        self.state.lock()
+    }
+
+    /// Takes the backing file for the caller alone: no drain of it is under way until
+    /// [`File::end_exclusive`]. Waits for the I/O in flight, not for pending data.
+    pub(crate) fn begin_exclusive(&self) -> MutexGuard<'_, FileState<B>> {
+        let mut state = self.state.lock();
+        while state.exclusive || !state.inflight.is_empty() {
+            self.quiet.wait(&mut state);
+        }
+        state.exclusive = true;
+        state
+    }
+
+    pub(crate) fn end_exclusive(&self, state: &mut FileState<B>) {
+        state.exclusive = false;
+        self.quiet.notify_all();
+    }
+
+    pub(crate) fn io_ended(&self) {
+        self.quiet.notify_all();
+    }
+}
+
+impl<B: Backing> FileState<B> {
+    /// Takes in a piece that was just published or extended by `extent.len`.
+    pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
+        let mut cut: Vec<(PieceRef, u64)> = Vec::new();
+        self.extents.insert(offset, extent, &mut |piece, bytes| cut.push((piece, bytes)));
+        let used = self.pieces.entry(extent.piece).or_insert(PieceUse { len: 0, live: 0 });
+        used.len += extent.len;
+        used.live += extent.len;
+        self.pending += extent.len;
+        self.tail = Some(extent.piece);
+        let mut cancelled = 0;
+        for (piece, bytes) in cut {
+            cancelled += bytes;
+            self.retire(arena, piece, bytes);
+        }
+        cancelled
+    }
+
+    /// `bytes` of a piece are not pending any more.
+    pub(crate) fn retire(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
+        let used = self.pieces.get_mut(&piece).expect("an extent's piece is known");
+        let was_partial = used.live < used.len;
+        used.live -= bytes;
+        let dead = used.live == 0;
+        match (was_partial, dead) {
+            (false, false) => self.partial += 1,
+            (true, true) => self.partial -= 1,
+            _ => {}
+        }
+        if dead {
+            self.pieces.remove(&piece);
+            if self.tail == Some(piece) {
+                self.tail = None;
+            }
+        }
+        self.pending -= bytes;
+        arena.retire(piece, bytes as u32, dead);
+    }
+
+    /// Drops every extent of `range` up to `sequence`; returns the bytes.
+    pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
+        let mut gone: Vec<(PieceRef, u64)> = Vec::new();
+        self.extents.remove(range, &mut |_, e| {
+            let take = e.sequence <= sequence;
+            if take {
+                gone.push((e.piece, e.len));
+            }
+            take
+        });
+        self.tail = None;
+        let bytes = gone.iter().map(|(_, bytes)| bytes).sum();
+        for (piece, bytes) in gone {
+            self.retire(arena, piece, bytes);
+        }
+        bytes
+    }
+
+    pub(crate) fn is_inflight(&self, range: &Range<u64>) -> bool {
+        self.inflight.iter().any(|r| r.start < range.end && range.start < r.end)
+    }
+
+    /// The waiters whose data is in the backing.
+    pub(crate) fn satisfied(&mut self) -> Vec<Waiter> {
+        if self.waiters.is_empty() {
+            return Vec::new();
+        }
+        let oldest = self.extents.iter().map(|(_, e)| e.sequence).min().unwrap_or(u64::MAX);
+        self.waiters.extract_if(.., |w| oldest > w.until).collect()
+    }
+
+    /// An error that no program was told yet; it counts as told now.
+    pub(crate) fn tell_failure(&mut self) -> Option<Errno> {
+        let failure = self.failure.as_mut().filter(|f| !f.told)?;
+        failure.told = true;
+        Some(failure.errno)
+    }
+}

@@ -1,0 +1,357 @@
+//! Names, attributes, directories: passed to the backing, with pending data counted in.
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_backing::{Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, SetTime, StatFs, Time};
+use firn_format::protocol::Rung;
+use firn_format::record::Record;
+
+use crate::engine::Engine;
+use crate::file::File;
+use crate::names::Node;
+use crate::{Entry, HandleId, NodeId, Result, SetAttr};
+
+impl<B: Backing> Engine<B> {
+    // ---- attributes --------------------------------------------------------------------------
+
+    /// Resolves a name; the node's lookup count goes up by one.
+    pub fn lookup(&self, parent: NodeId, name: &OsStr) -> Result<Entry> {
+        let dir = self.node(parent)?;
+        let (object, attr) = self.backing.lookup(&dir.object, name)?;
+        let node = self.names.register(object, &attr, &dir, name, 1);
+        Ok(Entry { node: node.id, attr: self.overlay(&node, attr)? })
+    }
+
+    /// The kernel drops `count` references to a node.
+    pub fn forget(&self, node: NodeId, count: u64) {
+        self.names.forget(node, count);
+    }
+
+    /// Attributes.
+    pub fn attr(&self, node: NodeId, _handle: Option<HandleId>) -> Result<Attr> {
+        let node = self.node(node)?;
+        self.attr_of(&node)
+    }
+
+    fn attr_of(&self, node: &Arc<Node<B>>) -> Result<Attr> {
+        let attr = self.backing.attr(&node.object)?;
+        self.overlay(node, attr)
+    }
+
+    /// Counts pending data in. What is pending is looked at first and the backing afterwards, again
+    /// if need be: a drain between the two must not make the file look short.
+    fn overlay(&self, node: &Arc<Node<B>>, attr: Attr) -> Result<Attr> {
+        let Some(file) = (node.kind == Kind::File).then(|| self.known_file(node)).flatten() else {
+            return Ok(attr);
+        };
+        let (pending, end, mtime) = {
+            let state = file.lock();
+            (state.pending, state.extents.end(), state.mtime)
+        };
+        let mut attr = self.backing.attr(&node.object)?;
+        if pending == 0 {
+            return Ok(attr);
+        }
+        attr.size = attr.size.max(end);
+        // Programs take a file of no blocks for one hole.
+        attr.blocks += pending.div_ceil(512);
+        if let Some(mtime) = mtime {
+            attr.mtime = mtime;
+            attr.ctime = attr.ctime.max(mtime);
+        }
+        Ok(attr)
+    }
+
+    /// Sets attributes and returns all of them.
+    pub fn set_attr(&self, node: NodeId, _handle: Option<HandleId>, set: SetAttr) -> Result<Attr> {
+        let node = self.node(node)?;
+        if let Some(size) = set.size {
+            let file = self.file_with(&node, |_| {});
+            let result = self.truncate_file(&file, size);
+            self.drop_if_unused(&file);
+            result?;
+        }
+        if set.uid.is_some() || set.gid.is_some() {
+            self.backing.set_owner(&node.object, set.uid, set.gid)?;
+        }
+        if let Some(mode) = set.mode {
+            self.backing.set_mode(&node.object, mode)?;
+        }
+        if set.atime != SetTime::Keep || set.mtime != SetTime::Keep {
+            self.set_times(&node, set.atime, set.mtime)?;
+        }
+        self.attr_of(&node)
+    }
+
+    fn set_times(&self, node: &Arc<Node<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
+        let Some(file) = self.known_file(node) else {
+            return self.backing.set_times(&node.object, atime, mtime);
+        };
+        // Under the lock, so that a drain that ends meanwhile does not put an older time back.
+        let mut state = file.lock();
+        self.backing.set_times(&node.object, atime, mtime)?;
+        let time = match mtime {
+            SetTime::Keep => return Ok(()),
+            SetTime::Now => Time::now(),
+            SetTime::At(time) => time,
+        };
+        if state.pending > 0 {
+            state.mtime = Some(time);
+            if let Some(file) = state.bound {
+                self.note(&Record::ModifiedAt { file, time: (time.sec, time.nsec) });
+            }
+        }
+        Ok(())
+    }
+
+    /// Where a node stands on the ladder.
+    pub fn state_of(&self, node: NodeId) -> Result<Rung> {
+        let node = self.node(node)?;
+        let pending = self.known_file(&node).is_some_and(|file| file.lock().pending > 0);
+        Ok(if pending {
+            Rung::Held
+        } else if node.durable.load(Ordering::Acquire) {
+            Rung::Durable
+        } else {
+            Rung::Drained
+        })
+    }
+
+    // ---- names -------------------------------------------------------------------------------
+
+    fn made(&self, dir: &Arc<Node<B>>, name: &OsStr, object: B::Node, attr: Attr) -> Entry {
+        let node = self.names.register(object, &attr, dir, name, 1);
+        node.name_unsynced.store(true, Ordering::Release);
+        Entry { node: node.id, attr }
+    }
+
+    /// mkdir(2).
+    pub fn mkdir(&self, caller: &Caller, parent: NodeId, name: &OsStr, mode: u32) -> Result<Entry> {
+        let dir = self.node(parent)?;
+        let (object, attr) = self.backing.mkdir(caller, &dir.object, name, mode)?;
+        Ok(self.made(&dir, name, object, attr))
+    }
+
+    /// mknod(2).
+    pub fn mknod(
+        &self,
+        caller: &Caller,
+        parent: NodeId,
+        name: &OsStr,
+        mode: u32,
+        rdev: u64,
+    ) -> Result<Entry> {
+        let dir = self.node(parent)?;
+        let (object, attr) = self.backing.mknod(caller, &dir.object, name, mode, rdev)?;
+        Ok(self.made(&dir, name, object, attr))
+    }
+
+    /// symlink(2).
+    pub fn symlink(&self, caller: &Caller, parent: NodeId, name: &OsStr, target: &OsStr) -> Result<Entry> {
+        let dir = self.node(parent)?;
+        let (object, attr) = self.backing.symlink(caller, &dir.object, name, target)?;
+        Ok(self.made(&dir, name, object, attr))
+    }
+
+    /// link(2): one more name for a node; its pending data stays one.
+    pub fn link(&self, node: NodeId, parent: NodeId, name: &OsStr) -> Result<Entry> {
+        let (node, dir) = (self.node(node)?, self.node(parent)?);
+        let _paths_stay = self.rename_gate.read();
+        self.backing.link(&node.object, &dir.object, name)?;
+        let (object, attr) = self.backing.lookup(&dir.object, name)?;
+        let linked = self.names.register(object, &attr, &dir, name, 1);
+        linked.name_unsynced.store(true, Ordering::Release);
+        if let Some(file) = self.known_file(&linked) {
+            let mut state = file.lock();
+            state.unlinked = false;
+            if let Some(bound) = state.bound
+                && let Some(path) = self.path(&dir, name)
+            {
+                // Kept or the name must not be relied on: a full journal fails the next removal instead.
+                self.note(&Record::NameAdded { file: bound, path });
+            }
+        }
+        Ok(Entry { node: linked.id, attr: self.overlay(&linked, attr)? })
+    }
+
+    fn path(&self, dir: &Arc<Node<B>>, name: &OsStr) -> Option<Vec<u8>> {
+        use std::os::unix::ffi::OsStrExt;
+        let mut path = dir.paths().into_iter().next()?;
+        if !path.is_empty() {
+            path.push(b'/');
+        }
+        path.extend_from_slice(name.as_bytes());
+        Some(path)
+    }
+
+    /// unlink(2).
+    pub fn unlink(&self, parent: NodeId, name: &OsStr) -> Result<()> {
+        let dir = self.node(parent)?;
+        let _paths_stay = self.rename_gate.read();
+        let file = self.losing(&dir, name)?;
+        self.backing.unlink(&dir.object, name)?;
+        self.names.unlinked(dir.id, name);
+        if let Some(file) = file {
+            self.lost_name(&file);
+        }
+        Ok(())
+    }
+
+    /// Prepares a file with pending data for the loss of a name. If no other name is known although
+    /// there is one, the data is drained first: recovery could not find the file again.
+    fn losing(&self, dir: &Arc<Node<B>>, name: &OsStr) -> Result<Option<Arc<File<B>>>> {
+        let Some(node) = self.names.child(dir.id, name) else {
+            return Ok(None);
+        };
+        let Some(file) = self.known_file(&node) else {
+            return Ok(None);
+        };
+        let bound = {
+            let state = file.lock();
+            state.bound.filter(|_| state.pending > 0)
+        };
+        if let Some(bound) = bound {
+            if node.paths().len() == 1 && self.backing.attr(&node.object)?.nlink > 1 {
+                self.drain_now(&file)?;
+            } else if let Some(path) = self.path(dir, name) {
+                let record = Record::NameRemoved { file: bound, path };
+                self.journal.lock().append(&record).map_err(|_| Errno::NOSPC)?;
+            }
+        }
+        Ok(Some(file))
+    }
+
+    /// A name of this file is gone. Without name and handle its pending data is of no use to anyone.
+    fn lost_name(&self, file: &Arc<File<B>>) {
+        let gone = self.backing.attr(&file.node.object).map_or(true, |attr| attr.nlink == 0);
+        if !gone {
+            return;
+        }
+        let unused = {
+            let mut state = file.lock();
+            state.unlinked = true;
+            state.handles.is_empty()
+        };
+        if unused {
+            self.discard(file);
+            self.drop_if_unused(file);
+            self.tell_space();
+        }
+    }
+
+    /// rmdir(2).
+    pub fn rmdir(&self, parent: NodeId, name: &OsStr) -> Result<()> {
+        let dir = self.node(parent)?;
+        self.backing.rmdir(&dir.object, name)?;
+        self.names.unlinked(dir.id, name);
+        Ok(())
+    }
+
+    /// renameat2(2).
+    pub fn rename(
+        &self,
+        parent: NodeId,
+        name: &OsStr,
+        new_parent: NodeId,
+        new_name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<()> {
+        let (dir, new_dir) = (self.node(parent)?, self.node(new_parent)?);
+        let exchange = flags.contains(RenameFlags::EXCHANGE);
+        let _paths_change = self.rename_gate.write();
+        let replaced = match exchange {
+            true => None,
+            false => self.names.child(new_dir.id, new_name).and_then(|node| self.known_file(&node)),
+        };
+        if let Some(file) = &replaced
+            && file.node.paths().len() == 1
+            && file.lock().pending > 0
+            && self.backing.attr(&file.node.object)?.nlink > 1
+        {
+            self.drain_now(file)?;
+        }
+        let id = self.last_rename.fetch_add(1, Ordering::Relaxed) + 1;
+        let journaled = !self.journal.lock().ledger().is_empty();
+        if journaled {
+            let paths = (self.path(&dir, name), self.path(&new_dir, new_name));
+            let (Some(from), Some(to)) = paths else {
+                return Err(Errno::STALE);
+            };
+            let record = Record::RenameBegin { id, from, to, exchange };
+            self.journal.lock().append(&record).map_err(|_| Errno::NOSPC)?;
+        }
+        let result = self.backing.rename(&dir.object, name, &new_dir.object, new_name, flags);
+        if journaled {
+            self.note(&Record::RenameEnd { id, done: result.is_ok() });
+        }
+        result?;
+        // Two names of one file: rename(2) does nothing at all.
+        let same = !exchange
+            && self
+                .names
+                .child(dir.id, name)
+                .is_some_and(|a| self.names.child(new_dir.id, new_name).is_some_and(|b| Arc::ptr_eq(&a, &b)));
+        if !same {
+            self.names.renamed((&dir, name), (&new_dir, new_name), exchange);
+        }
+        if let Some(file) = replaced {
+            self.lost_name(&file);
+        }
+        Ok(())
+    }
+
+    /// readlink(2).
+    pub fn readlink(&self, node: NodeId) -> Result<Vec<u8>> {
+        self.backing.readlink(&self.node(node)?.object)
+    }
+
+    // ---- extended attributes -----------------------------------------------------------------
+
+    /// getxattr(2).
+    pub fn get_xattr(&self, node: NodeId, name: &OsStr) -> Result<Vec<u8>> {
+        self.backing.get_xattr(&self.node(node)?.object, name)
+    }
+    /// setxattr(2).
+    pub fn set_xattr(&self, node: NodeId, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
+        self.backing.set_xattr(&self.node(node)?.object, name, value, flags)
+    }
+    /// listxattr(2).
+    pub fn list_xattr(&self, node: NodeId) -> Result<Vec<u8>> {
+        self.backing.list_xattr(&self.node(node)?.object)
+    }
+    /// removexattr(2).
+    pub fn remove_xattr(&self, node: NodeId, name: &OsStr) -> Result<()> {
+        self.backing.remove_xattr(&self.node(node)?.object, name)
+    }
+
+    // ---- directories -------------------------------------------------------------------------
+
+    /// opendir(3).
+    pub fn open_dir(&self, node: NodeId) -> Result<HandleId> {
+        let dir = self.backing.open_dir(&self.node(node)?.object)?;
+        let id = self.new_handle_id();
+        self.dirs.write().insert(id, Arc::new(dir));
+        Ok(id)
+    }
+    /// Reads entries from `cookie` on until `sink` returns false or the directory ends.
+    pub fn read_dir(
+        &self,
+        handle: HandleId,
+        cookie: i64,
+        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
+    ) -> Result<()> {
+        let dir = self.dirs.read().get(&handle).cloned().ok_or(Errno::BADF)?;
+        self.backing.read_dir(&dir, cookie, sink)
+    }
+    /// closedir(3).
+    pub fn release_dir(&self, handle: HandleId) {
+        self.dirs.write().remove(&handle);
+    }
+
+    /// statvfs(3) of the backing.
+    pub fn statfs(&self) -> Result<StatFs> {
+        self.backing.statfs()
+    }
+}

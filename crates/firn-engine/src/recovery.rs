@@ -1,0 +1,326 @@
+//! Attach: what an earlier firnd left in the arena becomes pending again.
+//!
+//! 1. The arena gives every whole piece, the journal every binding.
+//! 2. A truncation that had begun is done to the end in the backing.
+//! 3. Each bound file is looked for under its names and recognised by inode and birth time.
+//! 4. Its pieces are laid over each other in the order of their sequences; what the journal calls void
+//!    is taken out.
+//! 5. What is left is pending and drained without being asked.
+//!
+//! A file that is not found although no removal had begun is *lost*: its pieces stay in the arena and
+//! the status says so.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::time::Instant;
+
+use firn_arena::{Arena, Stored};
+use firn_backing::{Access, Backing, Errno, Time};
+use firn_format::protocol::ErrorStatus;
+use firn_format::record::Record;
+use firn_journal::{Bound, Journal, PathState};
+use parking_lot::{Condvar, Mutex, RwLock};
+
+use crate::drain::Queue;
+use crate::engine::{Counters, Engine, EngineError, EngineOptions, Region, Trouble};
+use crate::extents::{Extent, Extents};
+use crate::names::{Names, Node};
+
+/// A file whose data could not be given back to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LostFile {
+    /// Where it was, as far as the journal knows.
+    pub path: String,
+    /// Bytes that are kept in the arena.
+    pub bytes: u64,
+    /// Why.
+    pub reason: String,
+}
+
+/// What attach found.
+#[derive(Clone, Debug, Default)]
+pub struct Recovered {
+    /// Files with data that is pending again.
+    pub files: u64,
+    /// Its bytes.
+    pub bytes: u64,
+    /// Files that could not be found.
+    pub lost: Vec<LostFile>,
+    /// What was damaged in the journal.
+    pub damage: Vec<String>,
+}
+
+enum Search<N> {
+    Found(N),
+    /// A removal had begun and the file is gone.
+    Removed,
+    Lost(String),
+}
+
+impl<B: Backing> Engine<B> {
+    /// Begins with a fresh arena.
+    pub fn begin(backing: B, arena: Arena, options: EngineOptions) -> Result<Arc<Self>, EngineError> {
+        let journal = Journal::create(Region(arena.journal_region()));
+        let engine = Self::assemble(backing, arena, journal, options)?;
+        Ok(engine.start())
+    }
+
+    /// Goes on with the arena of an earlier firnd and the pieces that were found in it.
+    pub fn attach(
+        backing: B,
+        arena: Arena,
+        stored: &[Stored],
+        options: EngineOptions,
+    ) -> Result<(Arc<Self>, Recovered), EngineError> {
+        let (journal, replay) = Journal::open(Region(arena.journal_region()));
+        let ledger = replay.ledger.clone();
+        let mut engine = Self::assemble(backing, arena, journal, options)?;
+        let mut recovered = Recovered {
+            damage: replay.damage.iter().map(ToString::to_string).collect(),
+            ..Recovered::default()
+        };
+        let mut pieces: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
+        for piece in stored {
+            pieces.entry(piece.piece.file).or_default().push(*piece);
+        }
+        let highest = pieces.keys().copied().max().unwrap_or(0).max(replay.last_file);
+        engine.last_binding = AtomicU64::new(highest);
+        let mut restored = Vec::new();
+        for (file, bound) in ledger.files() {
+            let stored = pieces.remove(&file).unwrap_or_default();
+            engine.recover_file(file, bound, stored, &mut restored, &mut recovered);
+        }
+        for (file, stored) in pieces {
+            let reason = "the journal does not know the file".into();
+            engine.keep_lost(&format!("(file {file})"), &layers(&stored, &[]), reason, &mut recovered);
+        }
+        engine.arena.settle(stored);
+        engine.recovered_bytes = recovered.bytes;
+        engine.lost_bytes = recovered.lost.iter().map(|lost| lost.bytes).sum();
+        let engine = engine.start();
+        for (file, bytes) in restored {
+            engine.count_held(0, bytes);
+            let mut state = file.lock();
+            engine.force(&file, &mut state);
+        }
+        Ok((engine, recovered))
+    }
+
+    fn assemble(
+        backing: B,
+        arena: Arena,
+        journal: Journal<Region>,
+        options: EngineOptions,
+    ) -> Result<Self, EngineError> {
+        let root = backing.root();
+        let attr = backing.attr(&root).map_err(EngineError::Backing)?;
+        let epoch = arena.begin_epoch();
+        Ok(Self {
+            names: Names::new(root, &attr),
+            passthrough: AtomicBool::new(options.passthrough),
+            backing,
+            arena,
+            options,
+            journal: Mutex::new(journal),
+            last_binding: AtomicU64::new(0),
+            last_rename: AtomicU64::new(epoch << 32),
+            rename_gate: RwLock::new(()),
+            files: Mutex::new(HashMap::new()),
+            handles: RwLock::new(HashMap::new()),
+            dirs: RwLock::new(HashMap::new()),
+            next_handle: AtomicU64::new(0),
+            parked: Mutex::new(Vec::new()),
+            queue: Mutex::new(Queue::new()),
+            space_waiters: Mutex::new(std::collections::VecDeque::new()),
+            space_freed: Arc::new(AtomicBool::new(false)),
+            counters: Counters::default(),
+            troubles: Mutex::new(Vec::new()),
+            waker: RwLock::new(None),
+            progress: (Mutex::new(0), Condvar::new()),
+            recovered_bytes: 0,
+            lost_bytes: 0,
+            epoch,
+            attached: Instant::now(),
+        })
+    }
+
+    fn start(self) -> Arc<Self> {
+        let freed = Arc::clone(&self.space_freed);
+        self.arena.on_free(move || freed.store(true, std::sync::atomic::Ordering::Release));
+        Arc::new(self)
+    }
+
+    fn recover_file(
+        &self,
+        binding: u64,
+        bound: &Bound,
+        stored: Vec<Stored>,
+        restored: &mut Vec<(Arc<crate::file::File<B>>, u64)>,
+        recovered: &mut Recovered,
+    ) {
+        let mut voids = bound.voids.clone();
+        for &(sequence, size) in &bound.truncating {
+            voids.push(firn_journal::Void { offset: size, len: u64::MAX - size, sequence });
+        }
+        let layers = layers(&stored, &voids);
+        for Stored { at, .. } in &stored {
+            // Void or overwritten: without its mark it would outlive the binding.
+            if !layers.pieces.contains_key(at) {
+                self.arena.mark_dead(*at);
+            }
+        }
+        let found = self.search(bound);
+        let node = match found {
+            Search::Found(node) => node,
+            Search::Removed => {
+                for piece in layers.pieces.keys() {
+                    self.arena.mark_dead(*piece);
+                }
+                self.note(&Record::Unbind { file: binding });
+                return;
+            }
+            Search::Lost(_) if layers.extents.is_empty() && bound.truncating.is_empty() => {
+                self.note(&Record::Unbind { file: binding });
+                return;
+            }
+            Search::Lost(reason) => {
+                let path = display_path(bound);
+                self.keep_lost(&path, &layers, reason, recovered);
+                return;
+            }
+        };
+        if let Err(errno) = self.finish_truncations(binding, bound, &node) {
+            let reason = format!("its truncation could not be finished: {errno}");
+            self.keep_lost(&display_path(bound), &layers, reason, recovered);
+            return;
+        }
+        let file = self.file_with(&node, |state| {
+            for (piece, used) in &layers.pieces {
+                self.arena.keep(*piece, used.live as u32);
+            }
+            state.partial = layers.pieces.values().filter(|used| used.live < used.len).count();
+            state.pending = layers.pieces.values().map(|used| used.live).sum();
+            state.pieces = layers.pieces;
+            state.extents = layers.extents;
+            state.bound = Some(binding);
+            state.oldest = (state.pending > 0).then(Instant::now);
+            state.mtime = bound.modified_at.map(|(sec, nsec)| Time { sec, nsec });
+        });
+        let bytes = {
+            let mut state = file.lock();
+            if state.pending == 0 {
+                self.unbind(&mut state);
+            }
+            state.pending
+        };
+        if bytes > 0 {
+            recovered.files += 1;
+            recovered.bytes += bytes;
+            restored.push((file, bytes));
+        } else {
+            self.drop_if_unused(&file);
+        }
+    }
+
+    fn finish_truncations(&self, binding: u64, bound: &Bound, node: &Arc<Node<B>>) -> crate::Result<()> {
+        for &(sequence, size) in &bound.truncating {
+            let file = self.backing.open(&node.object, Access::Write)?;
+            self.backing.set_len(&file, size)?;
+            self.note(&Record::TruncateEnd { file: binding, sequence, size, done: true });
+        }
+        Ok(())
+    }
+
+    /// Looks for a bound file under its names.
+    fn search(&self, bound: &Bound) -> Search<Arc<Node<B>>> {
+        let mut reason = String::from("it has no name");
+        let mut replaced = false;
+        for (path, _) in &bound.paths {
+            match self.find(path) {
+                Ok(node) if is_same(bound, &node) => return Search::Found(node),
+                Ok(_) => {
+                    replaced = true;
+                    reason = "another file has its name".into();
+                }
+                Err(Errno::NOENT | Errno::NOTDIR) if !replaced => {
+                    reason = "no file has its name any more".into()
+                }
+                Err(errno) => reason = format!("its name cannot be looked up: {errno}"),
+            }
+        }
+        if bound.paths.iter().all(|(_, state)| *state == PathState::Doubtful) {
+            Search::Removed
+        } else {
+            Search::Lost(reason)
+        }
+    }
+
+    /// Keeps the pieces of a file that was not found; nobody drains them.
+    fn keep_lost(&self, path: &str, layers: &Layers, reason: String, recovered: &mut Recovered) {
+        let mut bytes = 0;
+        for (piece, used) in &layers.pieces {
+            self.arena.keep(*piece, used.live as u32);
+            bytes += used.live;
+        }
+        tracing::error!(path, bytes, reason, "held data has no file to go to; it stays in the arena");
+        let status = ErrorStatus {
+            path: path.to_owned(),
+            errno: Errno::NOENT.raw_os_error(),
+            message: format!("{bytes} held bytes have no file to go to ({reason}); they stay in the arena"),
+            count: 1,
+            age_s: 0.0,
+            pending: true,
+        };
+        self.troubles.lock().push(Trouble { status, last: Instant::now() });
+        recovered.lost.push(LostFile { path: path.to_owned(), bytes, reason });
+    }
+}
+
+fn is_same<B: Backing>(bound: &Bound, node: &Node<B>) -> bool {
+    let birth = node.btime.map(|t| (t.sec, t.nsec));
+    // The device may have another number after the backing was mounted again.
+    bound.identity.ino == node.key.1 && bound.identity.btime == birth
+}
+
+fn display_path(bound: &Bound) -> String {
+    bound
+        .paths
+        .first()
+        .map_or_else(|| "(no name)".into(), |(path, _)| String::from_utf8_lossy(path).into_owned())
+}
+
+struct Layers {
+    extents: Extents,
+    pieces: HashMap<firn_arena::PieceRef, crate::file::PieceUse>,
+}
+
+/// Lays pieces over each other, oldest first, and takes out what is void.
+fn layers(stored: &[Stored], voids: &[firn_journal::Void]) -> Layers {
+    let mut ordered: Vec<&Stored> = stored.iter().collect();
+    ordered.sort_by_key(|s| s.piece.sequence);
+    let mut extents = Extents::default();
+    for Stored { at, piece } in ordered {
+        let extent = Extent {
+            len: u64::from(piece.len),
+            piece: *at,
+            position: piece.position,
+            sequence: piece.sequence,
+        };
+        extents.insert(piece.offset, extent, &mut |_, _| {});
+    }
+    for void in voids {
+        let range = void.offset..void.offset.saturating_add(void.len);
+        extents.remove(range, &mut |_, e| e.sequence <= void.sequence);
+    }
+    let mut pieces: HashMap<firn_arena::PieceRef, crate::file::PieceUse> = HashMap::new();
+    for (_, extent) in extents.iter() {
+        pieces.entry(extent.piece).or_insert(crate::file::PieceUse { len: 0, live: 0 }).live += extent.len;
+    }
+    for stored in stored {
+        if let Some(used) = pieces.get_mut(&stored.at) {
+            used.len = u64::from(stored.piece.len);
+        }
+    }
+    Layers { extents, pieces }
+}

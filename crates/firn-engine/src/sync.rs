@@ -1,0 +1,243 @@
+//! Waiting for rungs of the ladder: close, fsync, `firn wait`.
+
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use firn_backing::{Backing, Errno};
+use firn_format::protocol::Rung;
+
+use crate::engine::{ClosePolicy, Engine, FsyncPolicy};
+use crate::file::{File, Waiter};
+use crate::names::Node;
+use crate::{Done, HandleId, NodeId, Result};
+
+/// How often a long wait reports its progress.
+const REPORT_EVERY: Duration = Duration::from_millis(100);
+
+impl<B: Backing> Engine<B> {
+    /// close(2) of one descriptor: `done` is called when the file is drained or a try to drain it
+    /// failed; at once where the policy is *held* or no name leads to the file.
+    pub fn flush(&self, handle: HandleId, done: Done) {
+        match self.handle(handle) {
+            Err(errno) => done(Err(errno)),
+            Ok(handle) => {
+                let skip = {
+                    let mut state = handle.file.lock();
+                    let skip =
+                        self.options.close == ClosePolicy::Held || state.unlinked || state.pending == 0;
+                    skip.then(|| state.tell_failure())
+                };
+                match skip {
+                    Some(None) => done(Ok(())),
+                    Some(Some(errno)) => done(Err(errno)),
+                    None => self.when_drained(&handle.file, done),
+                }
+            }
+        }
+    }
+
+    /// `done` is called when what the file has pending now is in the backing, or a try failed.
+    pub fn drained(&self, handle: HandleId, done: Done) {
+        match self.handle(handle) {
+            Err(errno) => done(Err(errno)),
+            Ok(handle) => self.when_drained(&handle.file, done),
+        }
+    }
+
+    /// First half of fsync(2); the second is [`Engine::sync_file`], to be called off the drain
+    /// threads once `done` said `Ok`.
+    pub fn fsync(&self, handle: HandleId, done: Done) {
+        match self.options.fsync {
+            FsyncPolicy::Durable => self.drained(handle, done),
+            FsyncPolicy::Held => {
+                let told = self.handle(handle).map(|h| h.file.lock().tell_failure());
+                done(match told {
+                    Ok(None) => Ok(()),
+                    Ok(Some(errno)) | Err(errno) => Err(errno),
+                });
+            }
+        }
+    }
+
+    /// What fsync(2) means on this mount.
+    pub fn fsync_policy(&self) -> FsyncPolicy {
+        self.options.fsync
+    }
+
+    /// Syncs the backing file and, where it is new, its names. Does nothing where the policy is *held*.
+    pub fn sync_file(&self, handle: HandleId, data_only: bool) -> Result<()> {
+        if self.options.fsync == FsyncPolicy::Held {
+            return Ok(());
+        }
+        let handle = self.handle(handle)?;
+        self.sync_data(&handle.file, data_only)
+    }
+
+    fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
+        let (source, clean) = {
+            let mut state = file.lock();
+            let source = match &state.writer {
+                Some(writer) => Arc::clone(writer),
+                None => self.reader(file, &mut state)?,
+            };
+            (source, state.pending == 0)
+        };
+        // Cleared before the sync: what is drained during it is not known to be covered.
+        file.node.data_unsynced.store(false, Ordering::Release);
+        if let Err(errno) = self.backing.sync(&source.file, data_only) {
+            file.node.data_unsynced.store(true, Ordering::Release);
+            let path = file.node.paths().into_iter().next().unwrap_or_default();
+            self.remember(
+                String::from_utf8_lossy(&path).into_owned(),
+                errno,
+                "fsync of the backing failed".into(),
+            );
+            return Err(errno);
+        }
+        self.sync_names(&file.node)?;
+        if clean && !file.node.data_unsynced.load(Ordering::Acquire) {
+            file.node.durable.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Syncs every directory above that has a new name on the way.
+    fn sync_names(&self, node: &Arc<Node<B>>) -> Result<()> {
+        if node.name_unsynced.swap(false, Ordering::AcqRel) {
+            for parent in node.parents() {
+                if let Err(errno) = self.backing.sync_dir(&parent.object) {
+                    node.name_unsynced.store(true, Ordering::Release);
+                    return Err(errno);
+                }
+            }
+        }
+        for parent in node.parents() {
+            self.sync_names(&parent)?;
+        }
+        Ok(())
+    }
+
+    /// fsync(2) of a directory.
+    pub fn sync_dir(&self, node: NodeId) -> Result<()> {
+        let node = self.node(node)?;
+        if self.options.fsync == FsyncPolicy::Held {
+            return Ok(());
+        }
+        self.backing.sync_dir(&node.object)?;
+        self.sync_names(&node)
+    }
+
+    pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
+        let mut state = file.lock();
+        if state.pending == 0 {
+            drop(state);
+            done(Ok(()));
+            return;
+        }
+        let until = state.extents.iter().map(|(_, e)| e.sequence).max().unwrap_or(0);
+        state.waiters.push(Waiter { until, done });
+        // Someone waits: the next try is now, not after the back-off.
+        if let Some(failure) = &mut state.failure {
+            failure.retry_at = Instant::now();
+        }
+        self.force(file, &mut state);
+    }
+
+    // ---- trees -------------------------------------------------------------------------------
+
+    fn pending_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
+        let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
+        files
+            .into_iter()
+            .filter(|file| file.lock().pending > 0)
+            .filter(|file| path.is_empty() || file.node.paths().iter().any(|p| is_below(p, path)))
+            .collect()
+    }
+
+    /// Begins to drain the files at or below `path`.
+    pub fn drain_tree(&self, path: &[u8]) {
+        for file in self.pending_below(path) {
+            let mut state = file.lock();
+            if let Some(failure) = &mut state.failure {
+                failure.retry_at = Instant::now();
+            }
+            self.force(&file, &mut state);
+        }
+    }
+
+    /// Drains the files at or below `path` and blocks until they stand on `until`. `progress` is told
+    /// the bytes and files that are left, some ten times a second, and ends the wait with false
+    /// (ECANCELED). A file that cannot be drained ends it with its errno.
+    pub fn wait_tree(
+        &self,
+        path: &[u8],
+        until: Rung,
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<()> {
+        if !path.is_empty() {
+            self.find(path)?;
+        }
+        let mut first = Vec::new();
+        for file in self.pending_below(path) {
+            let errors = Arc::new(parking_lot::Mutex::new(None));
+            let told = Arc::clone(&errors);
+            first.push((Arc::clone(&file), Arc::clone(&errors)));
+            self.when_drained(&file, Box::new(move |result| *told.lock() = Some(result)));
+        }
+        loop {
+            let seen = *self.progress.0.lock();
+            let mut left = (0, 0);
+            for (file, told) in &first {
+                match *told.lock() {
+                    Some(Ok(())) => {}
+                    Some(Err(errno)) => return Err(errno),
+                    None => {
+                        left.0 += file.lock().pending;
+                        left.1 += 1;
+                    }
+                }
+            }
+            if !progress(left.0, left.1) {
+                return Err(Errno::CANCELED);
+            }
+            if left.1 == 0 {
+                break;
+            }
+            let mut count = self.progress.0.lock();
+            if *count == seen {
+                self.progress.1.wait_for(&mut count, REPORT_EVERY);
+            }
+        }
+        if until == Rung::Durable { self.make_durable(path) } else { Ok(()) }
+    }
+
+    /// One file: fsync of it and its names. A tree or all: syncfs, one call for any number of files.
+    fn make_durable(&self, path: &[u8]) -> Result<()> {
+        let node = self.find(path)?;
+        if node.kind == firn_backing::Kind::File {
+            let file = self.file_with(&node, |_| {});
+            let result = self.sync_data(&file, false);
+            self.drop_if_unused(&file);
+            return result;
+        }
+        self.backing.sync_all()
+    }
+
+    /// The node of a path below the mount.
+    pub(crate) fn find(&self, path: &[u8]) -> Result<Arc<Node<B>>> {
+        let mut node = Arc::clone(self.names.root());
+        for name in path.split(|b| *b == b'/').filter(|name| !name.is_empty()) {
+            let name = std::ffi::OsStr::from_bytes(name);
+            let (object, attr) = self.backing.lookup(&node.object, name)?;
+            node = self.names.register(object, &attr, &node, name, 0);
+        }
+        Ok(node)
+    }
+}
+
+/// Whether `path` is `top` or below it.
+pub(crate) fn is_below(path: &[u8], top: &[u8]) -> bool {
+    path.strip_prefix(top).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+}

@@ -1,0 +1,160 @@
+//! Changes of a file's length, and others that need the backing file for themselves.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use firn_backing::{Backing, Errno, Seek, Time};
+use firn_format::record::Record;
+
+use crate::engine::Engine;
+use crate::file::File;
+use crate::{HandleId, Pick, Result};
+
+const FALLOC_KEEP_SIZE: i32 = 0x01;
+
+impl<B: Backing> Engine<B> {
+    /// Length with pending data counted in.
+    pub(crate) fn size_of(&self, file: &File<B>) -> Result<u64> {
+        let pending = file.lock().extents.end();
+        Ok(self.backing.attr(&file.node.object)?.size.max(pending))
+    }
+
+    /// ftruncate(2). The journal knows of it before the backing does, so that a crash leaves the old
+    /// file or the new one: pieces beyond the new end never come back.
+    pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
+        let mut state = file.begin_exclusive();
+        let result = self.truncate_alone(file, &mut state, size);
+        file.end_exclusive(&mut state);
+        let waiters = self.settle(file, &mut state);
+        self.enqueue(file, &mut state);
+        drop(state);
+        for waiter in waiters {
+            (waiter.done)(Ok(()));
+        }
+        self.tell_space();
+        self.step();
+        result
+    }
+
+    fn truncate_alone(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut crate::file::FileState<B>,
+        size: u64,
+    ) -> Result<()> {
+        let target = self.writer(file, state)?;
+        file.node.durable.store(false, Ordering::Relaxed);
+        let cuts = state.extents.end() > size;
+        let Some(bound) = state.bound.filter(|_| cuts) else {
+            self.backing.set_len(&target.file, size)?;
+            if state.pending > 0 {
+                state.mtime = Some(Time::now());
+            }
+            file.node.data_unsynced.store(true, Ordering::Release);
+            return Ok(());
+        };
+        let sequence = self.arena.next_sequence();
+        let begin = Record::TruncateBegin { file: bound, sequence, size };
+        self.journal.lock().append(&begin).map_err(|_| Errno::NOSPC)?;
+        let result = self.backing.set_len(&target.file, size);
+        if result.is_ok() {
+            // The end goes first: once a dead piece's slab is reused, a replay must not need it.
+            let end = Record::TruncateEnd { file: bound, sequence, size, done: true };
+            self.note(&end);
+            let before = state.pending;
+            let cancelled = state.cut(&self.arena, size..u64::MAX, sequence);
+            self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);
+            self.count_held(before, state.pending);
+            state.mtime = Some(Time::now());
+            file.node.data_unsynced.store(true, Ordering::Release);
+        } else {
+            self.note(&Record::TruncateEnd { file: bound, sequence, size, done: false });
+        }
+        result
+    }
+
+    /// fallocate(2). Modes that change contents drain the file first.
+    pub fn allocate(&self, handle: HandleId, mode: i32, offset: u64, len: u64) -> Result<()> {
+        let handle = self.handle(handle)?;
+        if !handle.writable {
+            return Err(Errno::BADF);
+        }
+        if mode & !FALLOC_KEEP_SIZE != 0 {
+            self.drain_now(&handle.file)?;
+        }
+        self.alone(&handle.file, |target| self.backing.allocate(target, mode, offset, len))
+    }
+
+    /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`; drains the file first.
+    pub fn seek(&self, handle: HandleId, offset: u64, what: Seek) -> Result<u64> {
+        let handle = self.handle(handle)?;
+        self.drain_now(&handle.file)?;
+        let source = self.reader(&handle.file, &mut handle.file.lock())?;
+        self.backing.seek(&source.file, offset, what)
+    }
+
+    /// copy_file_range(2) between files of the mount; drains both first.
+    pub fn copy_range(
+        &self,
+        from: HandleId,
+        from_offset: u64,
+        to: HandleId,
+        to_offset: u64,
+        len: u64,
+    ) -> Result<u64> {
+        let (from, to) = (self.handle(from)?, self.handle(to)?);
+        if !from.readable || !to.writable {
+            return Err(Errno::BADF);
+        }
+        self.drain_now(&from.file)?;
+        self.drain_now(&to.file)?;
+        let source = self.reader(&from.file, &mut from.file.lock())?;
+        self.alone(&to.file, |target| {
+            self.backing.copy_range(&source.file, from_offset, target, to_offset, len)
+        })
+    }
+
+    /// Whether the file has pending bytes, so that those calls would wait for a drain.
+    pub fn needs_drain(&self, handle: HandleId) -> bool {
+        self.handle(handle).is_ok_and(|h| h.file.lock().pending > 0)
+    }
+
+    /// Runs `work` on the backing file while no drain writes to it.
+    fn alone<T>(&self, file: &Arc<File<B>>, work: impl FnOnce(&B::File) -> Result<T>) -> Result<T> {
+        let mut state = file.begin_exclusive();
+        let result = self.writer(file, &mut state).and_then(|target| work(&target.file));
+        file.node.durable.store(false, Ordering::Relaxed);
+        file.node.data_unsynced.store(true, Ordering::Release);
+        file.end_exclusive(&mut state);
+        self.enqueue(file, &mut state);
+        result
+    }
+
+    /// Blocks until what is pending now is in the backing. Where no drain is under way the caller
+    /// does the I/O itself: it waits for nothing else, and the bound on IO threads holds.
+    pub(crate) fn drain_now(&self, file: &Arc<File<B>>) -> Result<()> {
+        const LOOK_AGAIN: Duration = Duration::from_millis(10);
+        let (tell, told) = std::sync::mpsc::channel();
+        self.when_drained(
+            file,
+            Box::new(move |result| {
+                let _ = tell.send(result);
+            }),
+        );
+        loop {
+            if let Ok(result) = told.try_recv() {
+                return result;
+            }
+            let idle = self.queue.lock().active == 0;
+            if idle && let Pick::Job(job) = self.pick(0) {
+                let outcome = job.execute(&self.backing);
+                self.complete(job, outcome);
+                continue;
+            }
+            if let Ok(result) = told.recv_timeout(LOOK_AGAIN) {
+                return result;
+            }
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! Writes: into a leased slab, published, drained later.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use firn_arena::Lease;
+use firn_backing::{Backing, Errno, Time};
+use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL};
+use firn_format::slab::Class;
+
+use crate::engine::{Engine, Handle};
+use crate::extents::Extent;
+use crate::file::{File, FileState};
+use crate::{HandleId, Result, Written};
+
+/// Ends of files beyond this ask the backing at once whether it can hold such a file, so that EFBIG
+/// comes from write(2) and not from a drain that can never succeed. Below it every file system that
+/// Firn is used with agrees.
+const SIZE_ASKED_ABOVE: u64 = 1 << 40;
+
+const SET_ID_BITS: u32 = 0o6000;
+
+impl<B: Backing> Engine<B> {
+    /// Takes bytes from a program. When this returns, they survive the death of every process.
+    /// `clear_suid`: the writer's write(2) takes away set-id bits.
+    pub fn write(&self, handle: HandleId, offset: u64, data: &[u8], clear_suid: bool) -> Result<Written> {
+        let handle = self.handle(handle)?;
+        let file = &handle.file;
+        if !handle.writable {
+            return Err(Errno::BADF);
+        }
+        let end = offset.checked_add(data.len() as u64).filter(|&end| end <= i64::MAX as u64);
+        let end = end.ok_or(Errno::FBIG)?;
+        if data.is_empty() {
+            return Ok(Written::Bytes(0));
+        }
+        if let Some(errno) = file.lock().tell_failure() {
+            return Err(errno);
+        }
+        if clear_suid {
+            self.clear_suid(file)?;
+        }
+        if end > SIZE_ASKED_ABOVE {
+            self.ask_size(file, end)?;
+        }
+        if self.overwrite(file, offset, data) {
+            self.count_ingest(data.len());
+            return Ok(Written::Bytes(data.len()));
+        }
+        let mut done = 0;
+        let mut slot = handle.lease.lock();
+        while done < data.len() {
+            let n = self.append(&handle, &mut slot, offset + done as u64, &data[done..]);
+            if n == 0 {
+                break;
+            }
+            done += n;
+        }
+        drop(slot);
+        self.tell_space();
+        if done == 0 {
+            return Ok(Written::Full);
+        }
+        self.count_ingest(done);
+        Ok(Written::Bytes(done))
+    }
+
+    fn count_ingest(&self, bytes: usize) {
+        self.counters.ingest_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.counters.ingest_writes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Overwrites pending bytes where they lie, if one extent holds all of them and no I/O reads it.
+    /// Bytes that are rewritten again and again then take no new room.
+    fn overwrite(&self, file: &File<B>, offset: u64, data: &[u8]) -> bool {
+        let range = offset..offset + data.len() as u64;
+        let mut state = file.lock();
+        if state.exclusive || state.is_inflight(&range) {
+            return false;
+        }
+        let Some(extent) = state.extents.covering(range) else {
+            return false;
+        };
+        self.arena.fill(extent.piece.slab, extent.position, data);
+        self.touched(file, &mut state);
+        true
+    }
+
+    /// Appends a first part of `data` to the handle's slab; returns its length, 0 where there is no room.
+    fn append(&self, handle: &Handle<B>, slot: &mut Option<Lease>, offset: u64, data: &[u8]) -> usize {
+        let file = &handle.file;
+        loop {
+            let Some(lease) = slot else {
+                match self.lease_for(handle, data.len() as u64) {
+                    Some(lease) => *slot = Some(lease),
+                    None => return 0,
+                }
+                continue;
+            };
+            let known = file.lock().bound;
+            let Some(bound) = known.or_else(|| self.bind_with_paths(file)) else {
+                self.relieve();
+                return 0;
+            };
+            let Some(reserved) = lease.reserve(bound, offset, data.len() as u64) else {
+                let full = slot.take().expect("just used");
+                self.arena.seal(full);
+                continue;
+            };
+            self.arena.fill(lease.slab(), reserved.position, &data[..reserved.len as usize]);
+            let mut state = file.lock();
+            if state.bound != Some(bound) {
+                // Everything was drained meanwhile and the binding ended: the room is still ours.
+                continue;
+            }
+            let extends = lease.continues(bound, offset, reserved)
+                && lease.last().is_some()
+                && lease.last() == state.tail;
+            // An extended piece keeps its sequence: no write came between, or it would not be the tail.
+            let (piece, sequence) = if extends {
+                self.arena.extend(lease, reserved.len)
+            } else {
+                let sequence = self.arena.next_sequence();
+                (self.arena.publish(lease, reserved, bound, offset, sequence), sequence)
+            };
+            self.take_in(
+                file,
+                &mut state,
+                offset,
+                Extent { len: u64::from(reserved.len), piece, position: reserved.position, sequence },
+            );
+            handle.written.fetch_add(u64::from(reserved.len), Ordering::Relaxed);
+            return reserved.len as usize;
+        }
+    }
+
+    fn take_in(&self, file: &Arc<File<B>>, state: &mut FileState<B>, offset: u64, extent: Extent) {
+        let before = state.pending;
+        let cancelled = state.insert(&self.arena, offset, extent);
+        self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);
+        self.count_held(before, state.pending);
+        self.touched(file, state);
+        if before == 0 {
+            let now = Instant::now();
+            state.oldest = Some(now);
+            self.queue.lock().note_age(now + self.options.drain_age, file);
+        }
+        state.fresh += extent.len;
+        if state.fresh >= self.options.drain_write_bytes_min {
+            state.fresh = 0;
+            self.enqueue(file, state);
+        }
+    }
+
+    fn touched(&self, file: &File<B>, state: &mut FileState<B>) {
+        state.mtime = Some(Time::now());
+        file.node.durable.store(false, Ordering::Relaxed);
+    }
+
+    /// A slab for the next bytes of a handle: small ones first, so that many small files fit, whole
+    /// chunks for those that prove large.
+    fn lease_for(&self, handle: &Handle<B>, len: u64) -> Option<Lease> {
+        let expected = handle.written.load(Ordering::Relaxed) + len;
+        let class = if expected >= 2 * SLAB_MEDIUM {
+            Class::Whole
+        } else if expected > SLAB_SMALL {
+            Class::Medium
+        } else {
+            Class::Small
+        };
+        if class == Class::Small
+            && let Some(lease) = self.parked.lock().pop()
+        {
+            return Some(lease);
+        }
+        let lease = self.arena.lease(class);
+        if lease.is_none() {
+            self.relieve();
+        }
+        lease
+    }
+
+    fn ask_size(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
+        let known = self.size_of(file)?;
+        if end > known { self.truncate_file(file, end) } else { Ok(()) }
+    }
+
+    fn clear_suid(&self, file: &File<B>) -> Result<()> {
+        let attr = self.backing.attr(&file.node.object)?;
+        let mut kept = attr.mode & 0o7777 & !SET_ID_BITS;
+        // A set-gid bit without group execute is mandatory locking, not privilege: it stays.
+        if attr.mode & 0o2010 == 0o2000 {
+            kept |= 0o2000;
+        }
+        if kept != attr.mode & 0o7777 { self.backing.set_mode(&file.node.object, kept) } else { Ok(()) }
+    }
+}

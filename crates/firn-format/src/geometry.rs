@@ -1,0 +1,146 @@
+//! Where everything lies in an arena of a given size.
+//!
+//! ```text
+//! 0             superblock page, state page
+//! journal       two halves
+//! tables        one piece table a chunk
+//! data          chunks, 2 MiB-aligned
+//! ```
+//!
+//! Every position is derived from four numbers that the superblock holds, never from the environment.
+
+use crate::FormatError;
+use crate::piece::PIECE_BYTES;
+use crate::slab::{CHUNK_HEADER_BYTES, SLAB_HEADER_BYTES};
+
+/// Size of a page: positions of data are congruent to file offsets modulo this.
+pub const PAGE: u64 = 4096;
+/// Alignment of the data area, so that huge pages can back it.
+pub const DATA_ALIGN: u64 = 2 << 20;
+/// Bytes of the smallest slab class: what a writer of a small file takes.
+pub const SLAB_SMALL: u64 = 64 << 10;
+/// Bytes of the middle slab class.
+pub const SLAB_MEDIUM: u64 = 512 << 10;
+/// Smallest chunk.
+pub const CHUNK_MIN: u64 = SLAB_SMALL;
+/// Largest chunk: positions in a chunk are 32-bit.
+pub const CHUNK_MAX: u64 = 1 << 30;
+/// Piece records for each 64 KiB of a chunk. 13 keeps the table of a 4 MiB chunk within nine pages
+/// (0.9 % of the data) and still holds a slab full of scattered 4 KiB writes nearly to its end.
+pub const RECORDS_PER_SMALL: u32 = 13;
+
+/// The layout of one arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Bytes of a chunk, a power of two.
+    pub chunk_bytes: u64,
+    /// Number of chunks.
+    pub chunk_count: u32,
+    /// Bytes of one half of the journal.
+    pub journal_half_bytes: u64,
+}
+
+impl Geometry {
+    /// The layout for `arena_bytes` of chunks.
+    pub fn new(arena_bytes: u64, chunk_bytes: u64) -> Result<Self, FormatError> {
+        let field = |why: String| FormatError::Field { what: "geometry", why };
+        if !chunk_bytes.is_power_of_two() || !(CHUNK_MIN..=CHUNK_MAX).contains(&chunk_bytes) {
+            return Err(field(format!(
+                "chunk-size {chunk_bytes} must be a power of two from {CHUNK_MIN} to {CHUNK_MAX}"
+            )));
+        }
+        let count = arena_bytes / chunk_bytes;
+        if count == 0 {
+            return Err(field(format!(
+                "arena-size {arena_bytes} does not hold one chunk of {chunk_bytes} bytes: raise arena-size or lower chunk-size"
+            )));
+        }
+        let chunk_count = u32::try_from(count)
+            .map_err(|_| field(format!("arena-size {arena_bytes} is more than 2^32 chunks")))?;
+        // One record of a file's name is some 200 bytes; 1/256 of the data holds the names of as many
+        // files of 32 KiB as fit. The floor serves small arenas with long paths.
+        let journal_half_bytes = (arena_bytes / 256).clamp(256 << 10, 256 << 20).next_multiple_of(PAGE);
+        Ok(Self { chunk_bytes, chunk_count, journal_half_bytes })
+    }
+
+    /// Bytes of all chunks.
+    pub fn data_bytes(&self) -> u64 {
+        self.chunk_bytes * u64::from(self.chunk_count)
+    }
+    /// Where half `half` (0 or 1) of the journal begins.
+    pub fn journal_offset(&self, half: usize) -> u64 {
+        2 * PAGE + half as u64 * self.journal_half_bytes
+    }
+    /// Number of smallest slabs in a chunk.
+    pub fn small_slabs(&self) -> u32 {
+        (self.chunk_bytes / SLAB_SMALL) as u32
+    }
+    /// Piece records in a chunk's table.
+    pub fn records_per_chunk(&self) -> u32 {
+        self.small_slabs() * RECORDS_PER_SMALL
+    }
+    /// Bytes of one chunk's table.
+    pub fn table_bytes(&self) -> u64 {
+        (CHUNK_HEADER_BYTES
+            + u64::from(self.small_slabs()) * SLAB_HEADER_BYTES
+            + u64::from(self.records_per_chunk()) * PIECE_BYTES)
+            .next_multiple_of(PAGE)
+    }
+    /// Where the table of `chunk` begins.
+    pub fn table_offset(&self, chunk: u32) -> u64 {
+        self.journal_offset(2) + u64::from(chunk) * self.table_bytes()
+    }
+    /// Where the header of slab `slab` of `chunk` lies.
+    pub fn slab_header_offset(&self, chunk: u32, slab: u32) -> u64 {
+        self.table_offset(chunk) + CHUNK_HEADER_BYTES + u64::from(slab) * SLAB_HEADER_BYTES
+    }
+    /// Where piece record `record` of `chunk` lies.
+    pub fn record_offset(&self, chunk: u32, record: u32) -> u64 {
+        self.slab_header_offset(chunk, self.small_slabs()) + u64::from(record) * PIECE_BYTES
+    }
+    /// Where the first chunk begins.
+    pub fn data_offset(&self) -> u64 {
+        self.table_offset(self.chunk_count).next_multiple_of(DATA_ALIGN)
+    }
+    /// Where `chunk` begins.
+    pub fn chunk_offset(&self, chunk: u32) -> u64 {
+        self.data_offset() + u64::from(chunk) * self.chunk_bytes
+    }
+    /// Bytes of the whole file.
+    pub fn file_bytes(&self) -> u64 {
+        self.chunk_offset(self.chunk_count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn areas_follow_each_other_without_overlap() {
+        for (arena, chunk) in
+            [(64 << 10, 64 << 10), (16 << 20, 4 << 20), (1 << 30, 64 << 20), (256 << 20, 128 << 10)]
+        {
+            let g = Geometry::new(arena, chunk).unwrap();
+            assert!(g.journal_offset(1) == g.journal_offset(0) + g.journal_half_bytes);
+            assert!(g.record_offset(0, g.records_per_chunk()) <= g.table_offset(1));
+            assert!(g.table_offset(g.chunk_count) <= g.data_offset());
+            assert_eq!(g.data_offset() % DATA_ALIGN, 0);
+            assert_eq!(g.file_bytes() - g.data_offset(), g.data_bytes());
+        }
+    }
+
+    #[test]
+    fn impossible_sizes_are_refused_with_the_option_to_change() {
+        for (arena, chunk) in [(1 << 20, 4 << 20), (1 << 20, 3 << 16), (1 << 20, 1 << 10), (0, 1 << 20)] {
+            let text = Geometry::new(arena, chunk).unwrap_err().to_string();
+            assert!(text.contains("arena-size") || text.contains("chunk-size"), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_table_of_a_default_chunk_stays_below_one_percent() {
+        let g = Geometry::new(256 << 20, 4 << 20).unwrap();
+        assert!(g.table_bytes() * 100 < g.chunk_bytes, "{}", g.table_bytes());
+    }
+}

@@ -1,0 +1,101 @@
+//! Framing of the journal: a header for each half, a frame for each record.
+//!
+//! ```text
+//! half header   magic u64, generation u64, reserved u32, CRC32C u32        24 bytes
+//! frame         len u32, CRC32C u32, sequence u64, payload, zeros to 8     16 + len
+//! ```
+//!
+//! The frame's checksum covers length, sequence, the half's generation and the payload. Sequences in
+//! a half are consecutive from 0, so a frame left over from an earlier use of the half never passes.
+
+/// Bytes of a half's header.
+pub const HALF_HEADER_BYTES: usize = 24;
+/// Bytes of a frame before its payload.
+pub const FRAME_HEADER_BYTES: usize = 16;
+const HALF_MAGIC: u64 = u64::from_le_bytes(*b"FIRNJRNL");
+
+/// The header of a half that holds `generation`.
+pub fn encode_half_header(generation: u64) -> [u8; HALF_HEADER_BYTES] {
+    let mut b = [0u8; HALF_HEADER_BYTES];
+    b[0..8].copy_from_slice(&HALF_MAGIC.to_le_bytes());
+    b[8..16].copy_from_slice(&generation.to_le_bytes());
+    let crc = crc32c::crc32c(&b[..20]);
+    b[20..24].copy_from_slice(&crc.to_le_bytes());
+    b
+}
+
+/// The generation of a half, if its header is whole.
+pub fn decode_half_header(b: &[u8]) -> Option<u64> {
+    let b: &[u8; HALF_HEADER_BYTES] = b.get(..HALF_HEADER_BYTES)?.try_into().ok()?;
+    let crc = u32::from_le_bytes(b[20..24].try_into().ok()?);
+    (b[0..8] == HALF_MAGIC.to_le_bytes() && crc == crc32c::crc32c(&b[..20]))
+        .then(|| u64::from_le_bytes(b[8..16].try_into().expect("eight bytes")))
+}
+
+/// Bytes that a payload of `len` bytes takes with its frame.
+pub fn frame_bytes(len: usize) -> usize {
+    (FRAME_HEADER_BYTES + len).next_multiple_of(8)
+}
+
+fn frame_crc(generation: u64, sequence: u64, payload: &[u8]) -> u32 {
+    let mut head = [0u8; 20];
+    head[0..4].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+    head[4..12].copy_from_slice(&sequence.to_le_bytes());
+    head[12..20].copy_from_slice(&generation.to_le_bytes());
+    crc32c::crc32c_append(crc32c::crc32c(&head), payload)
+}
+
+/// Appends the frame of `payload` to `out`.
+pub fn encode_frame(generation: u64, sequence: u64, payload: &[u8], out: &mut Vec<u8>) {
+    let start = out.len();
+    out.extend_from_slice(&(payload.len() as u32).to_le_bytes());
+    out.extend_from_slice(&frame_crc(generation, sequence, payload).to_le_bytes());
+    out.extend_from_slice(&sequence.to_le_bytes());
+    out.extend_from_slice(payload);
+    out.resize(start + frame_bytes(payload.len()), 0);
+}
+
+/// The payload of the frame at the start of `bytes`, if it is whole and has this `sequence`.
+pub fn decode_frame(generation: u64, sequence: u64, bytes: &[u8]) -> Option<&[u8]> {
+    let (found, payload) = peek_frame(generation, bytes)?;
+    (found == sequence).then_some(payload)
+}
+
+/// The sequence and payload of the frame at the start of `bytes`, if it is whole.
+pub fn peek_frame(generation: u64, bytes: &[u8]) -> Option<(u64, &[u8])> {
+    let head = bytes.get(..FRAME_HEADER_BYTES)?;
+    let len = u32::from_le_bytes(head[0..4].try_into().ok()?) as usize;
+    let crc = u32::from_le_bytes(head[4..8].try_into().ok()?);
+    let sequence = u64::from_le_bytes(head[8..16].try_into().ok()?);
+    let payload = bytes.get(FRAME_HEADER_BYTES..FRAME_HEADER_BYTES.checked_add(len)?)?;
+    (len > 0 && crc == frame_crc(generation, sequence, payload)).then_some((sequence, payload))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_passes_only_in_its_place() {
+        let mut bytes = Vec::new();
+        encode_frame(3, 5, b"hello", &mut bytes);
+        assert_eq!(bytes.len(), frame_bytes(5));
+        assert_eq!(decode_frame(3, 5, &bytes), Some(&b"hello"[..]));
+        assert_eq!(decode_frame(3, 6, &bytes), None);
+        assert_eq!(decode_frame(4, 5, &bytes), None);
+        for cut in 0..FRAME_HEADER_BYTES + 5 {
+            assert_eq!(decode_frame(3, 5, &bytes[..cut]), None);
+        }
+    }
+
+    #[test]
+    fn a_half_header_with_a_flipped_bit_is_none() {
+        let good = encode_half_header(12);
+        assert_eq!(decode_half_header(&good), Some(12));
+        for bit in 0..good.len() * 8 {
+            let mut bad = good;
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(decode_half_header(&bad), None);
+        }
+    }
+}

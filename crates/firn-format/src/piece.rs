@@ -1,0 +1,178 @@
+//! Piece records: one recorded append each.
+//!
+//! ```text
+//! 0   u64 file         binding of the file, from the journal
+//! 8   u64 offset       bytes from the start of the file
+//! 16  u64 sequence     order among all writes of the arena
+//! 24  u32 position     bytes from the start of the chunk
+//! 28  u32 state        LIVE, or DEAD once nothing of it is pending
+//! 32  u64 seal         length (low half) and CRC32C (high half), stored as one word
+//! ```
+//!
+//! Length and checksum are one word, so that an append that extends the last piece publishes both
+//! with one store: a writer killed between two instructions leaves the old piece or the new one. The
+//! checksum covers the slab's generation, so a record left over from an earlier lease never verifies.
+//! The data itself has none: memory of a living node is not torn by the death of a process.
+
+use crate::FormatError;
+
+/// Bytes of a record.
+pub const PIECE_BYTES: u64 = 40;
+
+/// Offsets of the words in a record.
+pub mod word {
+    /// `u64`.
+    pub const FILE: u64 = 0;
+    /// `u64`.
+    pub const OFFSET: u64 = 8;
+    /// `u64`.
+    pub const SEQUENCE: u64 = 16;
+    /// `u32`.
+    pub const POSITION: u64 = 24;
+    /// `u32`.
+    pub const STATE: u64 = 28;
+    /// `u64`.
+    pub const SEAL: u64 = 32;
+}
+
+/// State of a piece that is pending.
+pub const LIVE: u32 = 0x4c1f_e5a9;
+/// State of a piece of which nothing is pending any more.
+pub const DEAD: u32 = 0xd3ad_b01e;
+
+/// A piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Binding of the file that it belongs to.
+    pub file: u64,
+    /// Bytes from the start of the file.
+    pub offset: u64,
+    /// Order among all writes of the arena.
+    pub sequence: u64,
+    /// Bytes from the start of the chunk.
+    pub position: u32,
+    /// Bytes.
+    pub len: u32,
+}
+
+/// A record as it lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawPiece {
+    /// The five plain fields.
+    pub file: u64,
+    /// See [`Piece`].
+    pub offset: u64,
+    /// See [`Piece`].
+    pub sequence: u64,
+    /// See [`Piece`].
+    pub position: u32,
+    /// [`LIVE`], [`DEAD`] or damage.
+    pub state: u32,
+    /// Length and checksum.
+    pub seal: u64,
+}
+
+impl Piece {
+    /// The word that publishes this piece in a slab of `generation`.
+    pub fn seal(&self, generation: u64) -> u64 {
+        u64::from(self.len) | (u64::from(self.checksum(generation)) << 32)
+    }
+
+    fn checksum(&self, generation: u64) -> u32 {
+        let mut bytes = [0u8; 40];
+        bytes[0..8].copy_from_slice(&self.file.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.offset.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes[24..28].copy_from_slice(&self.position.to_le_bytes());
+        bytes[28..32].copy_from_slice(&self.len.to_le_bytes());
+        bytes[32..40].copy_from_slice(&generation.to_le_bytes());
+        crc32c::crc32c(&bytes)
+    }
+}
+
+/// A record that passed its check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Checked {
+    /// Pending, as far as the journal does not say otherwise.
+    Live(Piece),
+    /// Not pending.
+    Dead,
+}
+
+impl RawPiece {
+    /// Checks against a slab of `generation` that covers `slab_start..slab_end` of its chunk. A state
+    /// that is neither live nor dead counts as live: better drained twice than lost.
+    pub fn check(&self, generation: u64, slab_start: u64, slab_end: u64) -> Result<Checked, FormatError> {
+        let piece = Piece {
+            file: self.file,
+            offset: self.offset,
+            sequence: self.sequence,
+            position: self.position,
+            len: self.seal as u32,
+        };
+        let (found, expected) = ((self.seal >> 32) as u32, piece.checksum(generation));
+        if found != expected {
+            return Err(FormatError::Checksum { what: "piece record", found, expected });
+        }
+        let start = u64::from(piece.position);
+        if piece.len == 0 || start < slab_start || start + u64::from(piece.len) > slab_end {
+            return Err(FormatError::Field {
+                what: "piece record",
+                why: format!("{} bytes at {start} leave the slab {slab_start}..{slab_end}", piece.len),
+            });
+        }
+        if piece.offset.checked_add(u64::from(piece.len)).is_none_or(|end| end > i64::MAX as u64) {
+            return Err(FormatError::Field { what: "piece record", why: "beyond the largest file".into() });
+        }
+        Ok(if self.state == DEAD { Checked::Dead } else { Checked::Live(piece) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn raw(piece: Piece, generation: u64) -> RawPiece {
+        RawPiece {
+            file: piece.file,
+            offset: piece.offset,
+            sequence: piece.sequence,
+            position: piece.position,
+            state: LIVE,
+            seal: piece.seal(generation),
+        }
+    }
+
+    #[test]
+    fn a_record_of_an_earlier_lease_does_not_verify() {
+        let piece = Piece { file: 1, offset: 2, sequence: 3, position: 4, len: 5 };
+        assert_eq!(raw(piece, 7).check(7, 0, 100), Ok(Checked::Live(piece)));
+        assert!(raw(piece, 7).check(8, 0, 100).is_err());
+    }
+
+    #[test]
+    fn any_flipped_bit_but_the_state_is_found() {
+        let piece = Piece { file: 9, offset: 1 << 30, sequence: 77, position: 4096, len: 4096 };
+        let good = raw(piece, 1);
+        for bit in 0..64 {
+            for field in 0..5 {
+                let mut bad = good;
+                match field {
+                    0 => bad.file ^= 1 << bit,
+                    1 => bad.offset ^= 1 << bit,
+                    2 => bad.sequence ^= 1 << bit,
+                    3 => bad.position ^= 1u32.rotate_left(bit),
+                    _ => bad.seal ^= 1 << bit,
+                }
+                assert!(bad.check(1, 0, 1 << 20).is_err(), "field {field} bit {bit}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_piece_that_leaves_its_slab_is_refused() {
+        let piece = Piece { file: 1, offset: 0, sequence: 1, position: 60, len: 50 };
+        assert!(raw(piece, 1).check(1, 0, 100).is_err());
+        assert!(raw(piece, 1).check(1, 64, 200).is_err());
+    }
+}

@@ -1,0 +1,128 @@
+//! Chunk and slab headers in the piece table of a chunk.
+//!
+//! Fields that change while programs write are single words, so that no crash can tear them. Each
+//! value is a constant that differs from the others in many bits: a flipped bit is recognised as
+//! damage, not taken for another state.
+
+/// Bytes of a chunk's header.
+pub const CHUNK_HEADER_BYTES: u64 = 64;
+/// Bytes of a slab's header.
+pub const SLAB_HEADER_BYTES: u64 = 32;
+
+/// Offsets of the words in a chunk header.
+pub mod chunk_word {
+    /// `u32`: [`super::Class`] of the chunk's slabs, or free.
+    pub const CLASS: u64 = 0;
+}
+
+/// Offsets of the words in a slab header.
+pub mod slab_word {
+    /// `u32`: [`super::SlabState`].
+    pub const STATE: u64 = 0;
+    /// `u32`: piece records that count.
+    pub const PUBLISHED: u64 = 4;
+    /// `u64`: raised at every lease; seeds the records' checksums, so that a record of an earlier
+    /// lease can never pass for one of this.
+    pub const GENERATION: u64 = 8;
+}
+
+/// How a chunk is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Class {
+    /// Slabs of 64 KiB.
+    Small,
+    /// Slabs of 512 KiB.
+    Medium,
+    /// One slab.
+    Whole,
+}
+
+const CLASS_FREE: u32 = 0;
+const CLASS_SMALL: u32 = 0x5af1_0c3e;
+const CLASS_MEDIUM: u32 = 0xa3c6_59d1;
+const CLASS_WHOLE: u32 = 0x3d98_a6e7;
+
+impl Class {
+    /// The stored word; `None` is a free chunk.
+    pub fn to_word(class: Option<Self>) -> u32 {
+        match class {
+            None => CLASS_FREE,
+            Some(Self::Small) => CLASS_SMALL,
+            Some(Self::Medium) => CLASS_MEDIUM,
+            Some(Self::Whole) => CLASS_WHOLE,
+        }
+    }
+    /// From the stored word; `Err` is damage.
+    pub fn from_word(word: u32) -> Result<Option<Self>, u32> {
+        match word {
+            CLASS_FREE => Ok(None),
+            CLASS_SMALL => Ok(Some(Self::Small)),
+            CLASS_MEDIUM => Ok(Some(Self::Medium)),
+            CLASS_WHOLE => Ok(Some(Self::Whole)),
+            other => Err(other),
+        }
+    }
+    /// Bytes of a slab of this class in chunks of `chunk_bytes`.
+    pub fn slab_bytes(self, chunk_bytes: u64) -> u64 {
+        match self {
+            Self::Small => chunk_bytes.min(super::geometry::SLAB_SMALL),
+            Self::Medium => chunk_bytes.min(super::geometry::SLAB_MEDIUM),
+            Self::Whole => chunk_bytes,
+        }
+    }
+}
+
+/// What a slab is used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SlabState {
+    /// Nothing: its records do not count.
+    Free,
+    /// A writer fills it.
+    Leased,
+    /// Full or given back; its pieces wait to be drained.
+    Sealed,
+}
+
+const SLAB_FREE: u32 = 0;
+const SLAB_LEASED: u32 = 0x6c65_6173;
+const SLAB_SEALED: u32 = 0x9a1c_5e87;
+
+impl SlabState {
+    /// The stored word.
+    pub fn to_word(self) -> u32 {
+        match self {
+            Self::Free => SLAB_FREE,
+            Self::Leased => SLAB_LEASED,
+            Self::Sealed => SLAB_SEALED,
+        }
+    }
+    /// From the stored word; `Err` is damage.
+    pub fn from_word(word: u32) -> Result<Self, u32> {
+        match word {
+            SLAB_FREE => Ok(Self::Free),
+            SLAB_LEASED => Ok(Self::Leased),
+            SLAB_SEALED => Ok(Self::Sealed),
+            other => Err(other),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_flipped_bit_never_turns_a_state_into_another() {
+        let words = [CLASS_FREE, CLASS_SMALL, CLASS_MEDIUM, CLASS_WHOLE];
+        for word in words {
+            for bit in 0..32 {
+                assert!(Class::from_word(word ^ (1 << bit)).is_err());
+            }
+        }
+        for word in [SLAB_FREE, SLAB_LEASED, SLAB_SEALED] {
+            for bit in 0..32 {
+                assert!(SlabState::from_word(word ^ (1 << bit)).is_err());
+            }
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! The first page of an arena: what it is and how it is laid out.
+//!
+//! ```text
+//! 0     magic "FIRNAREN"        8
+//! 8     version u32, reserved u32
+//! 16    uuid                    16
+//! 32    chunk_bytes u64, chunk_count u32, reserved u32, journal_half_bytes u64
+//! 56    backing_dev u64, backing_ino u64, created_s i64
+//! 80    path_len u32, path      at most 3072 bytes
+//! 4092  CRC32C of all before
+//! ```
+//!
+//! Written once, at creation. What changes (sequence, epoch, holder) is in the state page after it.
+
+use crate::FormatError;
+use crate::geometry::Geometry;
+
+/// First bytes of an arena.
+pub const MAGIC: [u8; 8] = *b"FIRNAREN";
+/// Version of everything in the arena.
+pub const VERSION: u32 = 1;
+/// Bytes of the superblock.
+pub const SUPERBLOCK_BYTES: usize = 4096;
+/// Longest path of a backing that is kept.
+pub const PATH_MAX: usize = 3072;
+
+/// Offsets of words in the state page that follows the superblock.
+pub mod state_word {
+    /// `u64`: the last sequence number given to a write.
+    pub const SEQUENCE: u64 = 4096;
+    /// `u64`: lifetimes of firnd.
+    pub const EPOCH: u64 = 4096 + 8;
+    /// `u64`: generation given to the last lease.
+    pub const GENERATION: u64 = 4096 + 16;
+    /// `u32`: process id of firnd, for messages only.
+    pub const HOLDER_PID: u64 = 4096 + 24;
+    /// `u32` length and bytes of the mount point, for messages only.
+    pub const HOLDER_PATH: u64 = 4096 + 28;
+    /// Longest mount point kept.
+    pub const HOLDER_PATH_MAX: usize = 4000;
+}
+
+/// A superblock that was checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Superblock {
+    /// Tells this arena from any other.
+    pub uuid: [u8; 16],
+    /// The layout.
+    pub geometry: Geometry,
+    /// Device of the backing directory when the arena was made.
+    pub backing_dev: u64,
+    /// Inode of the backing directory.
+    pub backing_ino: u64,
+    /// Seconds since the epoch.
+    pub created_s: i64,
+    /// Canonical path of the backing directory, cut at [`PATH_MAX`].
+    pub backing_path: Vec<u8>,
+}
+
+impl Superblock {
+    /// The page.
+    pub fn encode(&self) -> [u8; SUPERBLOCK_BYTES] {
+        let mut b = [0u8; SUPERBLOCK_BYTES];
+        b[0..8].copy_from_slice(&MAGIC);
+        b[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        b[16..32].copy_from_slice(&self.uuid);
+        b[32..40].copy_from_slice(&self.geometry.chunk_bytes.to_le_bytes());
+        b[40..44].copy_from_slice(&self.geometry.chunk_count.to_le_bytes());
+        b[48..56].copy_from_slice(&self.geometry.journal_half_bytes.to_le_bytes());
+        b[56..64].copy_from_slice(&self.backing_dev.to_le_bytes());
+        b[64..72].copy_from_slice(&self.backing_ino.to_le_bytes());
+        b[72..80].copy_from_slice(&self.created_s.to_le_bytes());
+        let path = &self.backing_path[..self.backing_path.len().min(PATH_MAX)];
+        b[80..84].copy_from_slice(&(path.len() as u32).to_le_bytes());
+        b[84..84 + path.len()].copy_from_slice(path);
+        let crc = crc32c::crc32c(&b[..SUPERBLOCK_BYTES - 4]);
+        b[SUPERBLOCK_BYTES - 4..].copy_from_slice(&crc.to_le_bytes());
+        b
+    }
+
+    /// Checks a page. The version is looked at before the checksum, so that an arena of another
+    /// version is called that and not damaged.
+    pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
+        let truncated = || FormatError::Truncated {
+            what: "superblock",
+            found: bytes.len() as u64,
+            expected: SUPERBLOCK_BYTES as u64,
+        };
+        let b: &[u8; SUPERBLOCK_BYTES] =
+            bytes.get(..SUPERBLOCK_BYTES).and_then(|b| b.try_into().ok()).ok_or_else(truncated)?;
+        let u32_at = |at: usize| u32::from_le_bytes(b[at..at + 4].try_into().expect("four bytes"));
+        let u64_at = |at: usize| u64::from_le_bytes(b[at..at + 8].try_into().expect("eight bytes"));
+        if b[0..8] != MAGIC {
+            return Err(FormatError::Magic);
+        }
+        let (found, expected) = (u32_at(SUPERBLOCK_BYTES - 4), crc32c::crc32c(&b[..SUPERBLOCK_BYTES - 4]));
+        if u32_at(8) != VERSION {
+            return Err(FormatError::Version { found: u32_at(8), expected: VERSION });
+        }
+        if found != expected {
+            return Err(FormatError::Checksum { what: "superblock", found, expected });
+        }
+        let field = |why: &str| FormatError::Field { what: "superblock", why: why.into() };
+        let geometry =
+            Geometry { chunk_bytes: u64_at(32), chunk_count: u32_at(40), journal_half_bytes: u64_at(48) };
+        let arena_bytes = geometry
+            .chunk_bytes
+            .checked_mul(u64::from(geometry.chunk_count))
+            .ok_or_else(|| field("size overflows"))?;
+        if Geometry::new(arena_bytes, geometry.chunk_bytes)? != geometry {
+            return Err(field("geometry does not follow from its sizes"));
+        }
+        let path_len = u32_at(80) as usize;
+        if path_len > PATH_MAX {
+            return Err(field("path longer than its field"));
+        }
+        Ok(Self {
+            uuid: b[16..32].try_into().expect("sixteen bytes"),
+            geometry,
+            backing_dev: u64_at(56),
+            backing_ino: u64_at(64),
+            created_s: u64_at(72) as i64,
+            backing_path: b[84..84 + path_len].to_vec(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Superblock {
+        Superblock {
+            uuid: [7; 16],
+            geometry: Geometry::new(16 << 20, 4 << 20).unwrap(),
+            backing_dev: 1,
+            backing_ino: 2,
+            created_s: 3,
+            backing_path: b"/scratch/run42".to_vec(),
+        }
+    }
+
+    #[test]
+    fn what_is_encoded_is_decoded() {
+        assert_eq!(Superblock::decode(&sample().encode()), Ok(sample()));
+    }
+
+    #[test]
+    fn every_flipped_bit_is_found() {
+        let page = sample().encode();
+        for bit in 0..page.len() * 8 {
+            let mut bad = page;
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(Superblock::decode(&bad).is_err(), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn another_version_is_named_as_such() {
+        let mut page = sample().encode();
+        page[8] = 9;
+        assert_eq!(Superblock::decode(&page), Err(FormatError::Version { found: 9, expected: VERSION }));
+    }
+
+    #[test]
+    fn a_short_page_is_truncated() {
+        assert!(matches!(Superblock::decode(&sample().encode()[..100]), Err(FormatError::Truncated { .. })));
+    }
+}

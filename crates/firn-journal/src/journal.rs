@@ -1,0 +1,209 @@
+//! The journal itself: append, snapshot, replay.
+
+use firn_format::journal::{
+    FRAME_HEADER_BYTES, HALF_HEADER_BYTES, decode_half_header, encode_frame, encode_half_header, frame_bytes,
+    peek_frame,
+};
+use firn_format::record::Record;
+
+use crate::{Ledger, Medium};
+
+/// The record does not fit, even after a snapshot: something must be drained first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the journal is full")]
+pub struct Full;
+
+/// What a replay could not read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Damage {
+    /// Neither half has a valid header.
+    #[error("journal: neither half has a valid header")]
+    NoHalf,
+    /// Bytes that are no record although records follow them.
+    #[error("journal half {half}, byte {at}: {bytes} bytes are damaged, records follow")]
+    Hole {
+        /// 0 or 1.
+        half: usize,
+        /// From the start of the half.
+        at: usize,
+        /// How many were passed over.
+        bytes: usize,
+    },
+    /// A frame is whole and its payload makes no sense.
+    #[error("journal half {half}, byte {at}: {why}")]
+    Record {
+        /// 0 or 1.
+        half: usize,
+        /// From the start of the half.
+        at: usize,
+        /// What is wrong.
+        why: String,
+    },
+}
+
+/// What a replay found.
+#[derive(Clone, Debug, Default)]
+pub struct Replay {
+    /// The state after the last whole record.
+    pub ledger: Ledger,
+    /// Largest binding ever named.
+    pub last_file: u64,
+    /// Records read.
+    pub records: u64,
+    /// What could not be read.
+    pub damage: Vec<Damage>,
+    half: usize,
+    generation: u64,
+    end: usize,
+    sequence: u64,
+}
+
+/// A journal open for appending.
+pub struct Journal<M: Medium> {
+    medium: M,
+    ledger: Ledger,
+    half: usize,
+    generation: u64,
+    /// Bytes used of the active half, its header included.
+    end: usize,
+    sequence: u64,
+}
+
+/// Reads a journal without changing it.
+pub fn replay<M: Medium>(medium: &M) -> Replay {
+    let half_bytes = medium.len() / 2;
+    let mut header = [0u8; HALF_HEADER_BYTES];
+    let mut best: Option<(usize, u64)> = None;
+    for half in 0..2 {
+        medium.read(half * half_bytes, &mut header);
+        if let Some(generation) = decode_half_header(&header)
+            && best.is_none_or(|(_, g)| generation > g)
+        {
+            best = Some((half, generation));
+        }
+    }
+    let Some((half, generation)) = best else {
+        return Replay { damage: vec![Damage::NoHalf], end: HALF_HEADER_BYTES, ..Replay::default() };
+    };
+    let mut bytes = vec![0u8; half_bytes];
+    medium.read(half * half_bytes, &mut bytes);
+    let mut out = Replay { half, generation, end: HALF_HEADER_BYTES, ..Replay::default() };
+    while let Some((at, sequence, payload)) = next_frame(&bytes, generation, out.end, out.sequence) {
+        if at > out.end {
+            out.damage.push(Damage::Hole { half, at: out.end, bytes: at - out.end });
+        }
+        match Record::decode(payload) {
+            Ok(record) => {
+                if let Record::Bind { file, .. } = record {
+                    out.last_file = out.last_file.max(file);
+                }
+                out.ledger.apply(&record);
+            }
+            Err(error) => out.damage.push(Damage::Record { half, at, why: error.to_string() }),
+        }
+        out.records += 1;
+        out.end = at + frame_bytes(payload.len());
+        out.sequence = sequence + 1;
+    }
+    out
+}
+
+/// The next whole frame at or after `from` whose sequence is not before `sequence`. A torn tail has
+/// none after it; damage in the middle has.
+fn next_frame(bytes: &[u8], generation: u64, from: usize, sequence: u64) -> Option<(usize, u64, &[u8])> {
+    let mut at = from;
+    while at + FRAME_HEADER_BYTES < bytes.len() {
+        if let Some((found, payload)) = peek_frame(generation, &bytes[at..])
+            && found >= sequence
+        {
+            return Some((at, found, payload));
+        }
+        at += 8;
+    }
+    None
+}
+
+impl<M: Medium> Journal<M> {
+    /// An empty journal in a fresh region.
+    pub fn create(mut medium: M) -> Self {
+        let half_bytes = medium.len() / 2;
+        medium.write(half_bytes, &[0; HALF_HEADER_BYTES]);
+        medium.write(0, &encode_half_header(1));
+        Self {
+            medium,
+            ledger: Ledger::default(),
+            half: 0,
+            generation: 1,
+            end: HALF_HEADER_BYTES,
+            sequence: 0,
+        }
+    }
+
+    /// Replays a journal and goes on with it. A snapshot is taken at once, so that a torn tail or
+    /// damage is left behind.
+    pub fn open(medium: M) -> (Self, Replay) {
+        let found = replay(&medium);
+        let mut journal = Self {
+            medium,
+            ledger: found.ledger.clone(),
+            half: found.half,
+            generation: found.generation,
+            end: found.end,
+            sequence: found.sequence,
+        };
+        // If the snapshot does not fit, the half in use stays: it is valid up to `end`.
+        let _ = journal.snapshot();
+        (journal, found)
+    }
+
+    /// The state.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// Bytes that a snapshot of the present state would leave free, 0 if none.
+    pub fn free_bytes(&self) -> usize {
+        let used: usize = self.ledger.records().iter().map(|r| frame_bytes(r.encode().len())).sum();
+        (self.medium.len() / 2 - HALF_HEADER_BYTES).saturating_sub(used)
+    }
+
+    /// Appends and applies a record.
+    pub fn append(&mut self, record: &Record) -> Result<(), Full> {
+        let payload = record.encode();
+        if self.end + frame_bytes(payload.len()) > self.medium.len() / 2 {
+            self.snapshot()?;
+            if self.end + frame_bytes(payload.len()) > self.medium.len() / 2 {
+                return Err(Full);
+            }
+        }
+        let mut frame = Vec::with_capacity(frame_bytes(payload.len()));
+        encode_frame(self.generation, self.sequence, &payload, &mut frame);
+        self.medium.write(self.half * (self.medium.len() / 2) + self.end, &frame);
+        self.end += frame.len();
+        self.sequence += 1;
+        self.ledger.apply(record);
+        Ok(())
+    }
+
+    /// Writes the ledger to the other half and makes it the active one. The header comes last: until
+    /// it is there the old half is the journal.
+    fn snapshot(&mut self) -> Result<(), Full> {
+        let (other, generation) = (1 - self.half, self.generation + 1);
+        let mut bytes = Vec::new();
+        let mut sequence = 0;
+        for record in self.ledger.records() {
+            encode_frame(generation, sequence, &record.encode(), &mut bytes);
+            sequence += 1;
+        }
+        let half_bytes = self.medium.len() / 2;
+        if HALF_HEADER_BYTES + bytes.len() > half_bytes {
+            return Err(Full);
+        }
+        self.medium.write(other * half_bytes, &[0; HALF_HEADER_BYTES]);
+        self.medium.write(other * half_bytes + HALF_HEADER_BYTES, &bytes);
+        self.medium.write(other * half_bytes, &encode_half_header(generation));
+        (self.half, self.generation) = (other, generation);
+        (self.end, self.sequence) = (HALF_HEADER_BYTES + bytes.len(), sequence);
+        Ok(())
+    }
+}

@@ -1,0 +1,248 @@
+//! What the records of a journal add up to.
+//!
+//! Invariants
+//! * A binding has at least the names it was bound with, until they are removed or renamed away.
+//! * A doubtful name may or may not lead to the file; recovery looks and compares the identity.
+
+use std::collections::BTreeMap;
+
+use firn_format::record::{Identity, Record, Timestamp};
+
+/// How sure a name is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PathState {
+    /// The file is there.
+    Sure,
+    /// An unlink or rename that takes it away had begun.
+    Doubtful,
+}
+
+/// A range whose older pieces are not pending.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Void {
+    /// Start of the range in the file.
+    pub offset: u64,
+    /// Its length; `u64::MAX - offset` reaches to the end of any file.
+    pub len: u64,
+    /// Pieces up to this sequence are void there.
+    pub sequence: u64,
+}
+
+/// A file with pending data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bound {
+    /// What it is in the backing.
+    pub identity: Identity,
+    /// Where it may be found, best first.
+    pub paths: Vec<(Vec<u8>, PathState)>,
+    /// See [`Void`].
+    pub voids: Vec<Void>,
+    /// A truncation that had begun: sequence and size.
+    pub truncating: Vec<(u64, u64)>,
+    /// The modification time that a program asked for.
+    pub modified_at: Option<Timestamp>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Rename {
+    from: Vec<u8>,
+    to: Vec<u8>,
+    exchange: bool,
+}
+
+/// The state of the journal.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ledger {
+    files: BTreeMap<u64, Bound>,
+    renames: BTreeMap<u64, Rename>,
+}
+
+impl Ledger {
+    /// All bindings.
+    pub fn files(&self) -> impl Iterator<Item = (u64, &Bound)> {
+        self.files.iter().map(|(file, bound)| (*file, bound))
+    }
+    /// One binding.
+    pub fn file(&self, file: u64) -> Option<&Bound> {
+        self.files.get(&file)
+    }
+    /// Number of bindings.
+    pub fn len(&self) -> usize {
+        self.files.len()
+    }
+    /// Whether nothing is bound.
+    pub fn is_empty(&self) -> bool {
+        self.files.is_empty()
+    }
+    /// The best name of a binding.
+    pub fn path(&self, file: u64) -> Option<&[u8]> {
+        let paths = &self.files.get(&file)?.paths;
+        let sure = paths.iter().find(|(_, state)| *state == PathState::Sure);
+        sure.or(paths.first()).map(|(path, _)| path.as_slice())
+    }
+
+    /// Takes one record in. Records about bindings that are not there are ignored: their file was
+    /// unbound while the record was on its way.
+    pub fn apply(&mut self, record: &Record) {
+        match record {
+            Record::Bind { file, identity, paths } => {
+                let paths = paths.iter().map(|p| (p.clone(), PathState::Sure)).collect();
+                let bound = Bound {
+                    identity: *identity,
+                    paths,
+                    voids: Vec::new(),
+                    truncating: Vec::new(),
+                    modified_at: None,
+                };
+                self.files.insert(*file, bound);
+            }
+            Record::NameAdded { file, path } => {
+                if let Some(bound) = self.files.get_mut(file) {
+                    bound.paths.retain(|(p, _)| p != path);
+                    bound.paths.push((path.clone(), PathState::Sure));
+                }
+            }
+            Record::NameRemoved { file, path } => {
+                if let Some(bound) = self.files.get_mut(file) {
+                    bound.doubt(path);
+                }
+            }
+            Record::RenameBegin { id, from, to, exchange } => {
+                let rename = Rename { from: from.clone(), to: to.clone(), exchange: *exchange };
+                self.begin_rename(&rename);
+                self.renames.insert(*id, rename);
+            }
+            Record::RenameEnd { id, done } => {
+                if let Some(rename) = self.renames.remove(id) {
+                    self.end_rename(&rename, *done);
+                }
+            }
+            Record::TruncateBegin { file, sequence, size } => {
+                if let Some(bound) = self.files.get_mut(file) {
+                    bound.truncating.push((*sequence, *size));
+                }
+            }
+            Record::TruncateEnd { file, sequence, size, done } => {
+                if let Some(bound) = self.files.get_mut(file) {
+                    bound.truncating.retain(|(s, _)| s != sequence);
+                    if *done {
+                        let void = Void { offset: *size, len: u64::MAX - size, sequence: *sequence };
+                        bound.voids.push(void);
+                    }
+                }
+            }
+            Record::Void { file, offset, len, sequence } => {
+                if let Some(bound) = self.files.get_mut(file) {
+                    bound.voids.push(Void { offset: *offset, len: *len, sequence: *sequence });
+                }
+            }
+            Record::ModifiedAt { file, time } => {
+                if let Some(bound) = self.files.get_mut(file) {
+                    bound.modified_at = Some(*time);
+                }
+            }
+            Record::Unbind { file } => {
+                self.files.remove(file);
+            }
+        }
+    }
+
+    fn begin_rename(&mut self, rename: &Rename) {
+        for bound in self.files.values_mut() {
+            let mut more = Vec::new();
+            for (path, state) in &mut bound.paths {
+                if let Some(moved) = moved(path, &rename.from, &rename.to) {
+                    more.push((moved, PathState::Doubtful));
+                } else if rename.exchange
+                    && let Some(moved) = moved(path, &rename.to, &rename.from)
+                {
+                    more.push((moved, PathState::Doubtful));
+                } else if path == &rename.to {
+                    *state = PathState::Doubtful;
+                }
+            }
+            more.retain(|(new, _)| bound.paths.iter().all(|(p, _)| p != new));
+            bound.paths.extend(more);
+        }
+    }
+
+    fn end_rename(&mut self, rename: &Rename, done: bool) {
+        for bound in self.files.values_mut() {
+            let gone = |path: &[u8]| {
+                let left = below(path, &rename.from) || (rename.exchange && below(path, &rename.to));
+                let came = below(path, &rename.to) || (rename.exchange && below(path, &rename.from));
+                (left, came)
+            };
+            // A name that was sure and moved leaves its old path; its new one, added at the begin,
+            // becomes sure. Where the rename failed it is the other way round.
+            let sure_moved: Vec<Vec<u8>> = bound
+                .paths
+                .iter()
+                .filter(|(path, state)| *state == PathState::Sure && gone(path).0)
+                .map(|(path, _)| path.clone())
+                .collect();
+            for old in sure_moved {
+                let new = moved(&old, &rename.from, &rename.to)
+                    .or_else(|| moved(&old, &rename.to, &rename.from).filter(|_| rename.exchange));
+                let Some(new) = new else { continue };
+                let (keep, drop) = if done { (new, old) } else { (old, new) };
+                if let Some(entry) = bound.paths.iter_mut().find(|(p, _)| *p == keep) {
+                    entry.1 = PathState::Sure;
+                }
+                bound.paths.retain(|(p, _)| *p != drop);
+            }
+        }
+    }
+
+    /// The records that add up to this ledger.
+    pub fn records(&self) -> Vec<Record> {
+        let mut out = Vec::new();
+        for (&file, bound) in &self.files {
+            let paths = bound.paths.iter().map(|(p, _)| p.clone()).collect();
+            out.push(Record::Bind { file, identity: bound.identity, paths });
+            for (path, state) in &bound.paths {
+                if *state == PathState::Doubtful {
+                    out.push(Record::NameRemoved { file, path: path.clone() });
+                }
+            }
+            for void in &bound.voids {
+                out.push(Record::Void { file, offset: void.offset, len: void.len, sequence: void.sequence });
+            }
+            for &(sequence, size) in &bound.truncating {
+                out.push(Record::TruncateBegin { file, sequence, size });
+            }
+            if let Some(time) = bound.modified_at {
+                out.push(Record::ModifiedAt { file, time });
+            }
+        }
+        for (&id, rename) in &self.renames {
+            out.push(Record::RenameBegin {
+                id,
+                from: rename.from.clone(),
+                to: rename.to.clone(),
+                exchange: rename.exchange,
+            });
+        }
+        out
+    }
+}
+
+impl Bound {
+    fn doubt(&mut self, path: &[u8]) {
+        for (p, state) in &mut self.paths {
+            if p == path {
+                *state = PathState::Doubtful;
+            }
+        }
+    }
+}
+
+/// Whether `path` is `top` or below it.
+fn below(path: &[u8], top: &[u8]) -> bool {
+    path.strip_prefix(top).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+}
+
+/// `path` with `from` at its start replaced by `to`; `None` where it is not at or below `from`.
+fn moved(path: &[u8], from: &[u8], to: &[u8]) -> Option<Vec<u8>> {
+    below(path, from).then(|| [to, &path[from.len()..]].concat())
+}
