@@ -1,0 +1,127 @@
+//! Values of one side in the words of the other: errnos, attributes, times, kinds.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use firn_backing::{Attr, Errno, Kind, SetTime, Time};
+use firn_engine::NodeId;
+use fuser::{FileAttr, FileType, INodeNo, TimeOrNow};
+
+/// Largest errno that the kernel takes from a FUSE server; above it are the kernel's own
+/// (fs/fuse/dev.c refuses them, and the caller would wait for ever).
+const ERRNO_MAX: i32 = 511;
+
+/// The one map from a backing's errno to a reply. Total: whatever comes in, the kernel accepts what
+/// goes out.
+///
+/// `ENOSYS` would make the kernel drop the whole operation for the life of the mount, although only
+/// this object's file system lacks it: programs get `EOPNOTSUPP`, from which they fall back too.
+pub(crate) fn errno(error: Errno) -> fuser::Errno {
+    match error.raw_os_error() {
+        libc::ENOSYS => fuser::Errno::from_i32(libc::EOPNOTSUPP),
+        raw @ 1..=ERRNO_MAX => fuser::Errno::from_i32(raw),
+        _ => fuser::Errno::EIO,
+    }
+}
+
+/// Attributes for the kernel. fuser sends the inode number that programs see as the node id too, so
+/// the engine's node ids are what stat(2) shows.
+pub(crate) fn attr(node: NodeId, attr: &Attr) -> FileAttr {
+    FileAttr {
+        ino: INodeNo(node.0),
+        size: attr.size,
+        blocks: attr.blocks,
+        atime: system_time(attr.atime),
+        mtime: system_time(attr.mtime),
+        ctime: system_time(attr.ctime),
+        crtime: UNIX_EPOCH,
+        kind: file_type(attr.kind),
+        perm: (attr.mode & 0o7777) as u16,
+        nlink: attr.nlink,
+        uid: attr.uid,
+        gid: attr.gid,
+        // The kernel's 32-bit encoding is the low half of the C library's, for all majors below 2^12.
+        rdev: attr.rdev as u32,
+        blksize: attr.blksize,
+        flags: 0,
+    }
+}
+
+/// The kernel's word for a kind.
+pub(crate) fn file_type(kind: Kind) -> FileType {
+    match kind {
+        Kind::File => FileType::RegularFile,
+        Kind::Dir => FileType::Directory,
+        Kind::Symlink => FileType::Symlink,
+        Kind::Fifo => FileType::NamedPipe,
+        Kind::Socket => FileType::Socket,
+        Kind::CharDevice => FileType::CharDevice,
+        Kind::BlockDevice => FileType::BlockDevice,
+    }
+}
+
+/// A time to set.
+pub(crate) fn set_time(time: Option<TimeOrNow>) -> SetTime {
+    match time {
+        None => SetTime::Keep,
+        Some(TimeOrNow::Now) => SetTime::Now,
+        Some(TimeOrNow::SpecificTime(time)) => SetTime::At(from_request(time)),
+    }
+}
+
+fn system_time(time: Time) -> SystemTime {
+    let whole = Duration::from_secs(time.sec.unsigned_abs());
+    let start = if time.sec < 0 { UNIX_EPOCH.checked_sub(whole) } else { UNIX_EPOCH.checked_add(whole) };
+    start.and_then(|t| t.checked_add(Duration::from_nanos(time.nsec.into()))).unwrap_or(UNIX_EPOCH)
+}
+
+/// fuser 0.18 makes `epoch - (|sec| + nsec)` of a request's time before 1970 (src/time.rs), where
+/// `epoch - |sec| + nsec` is meant; undone here, exactly.
+fn from_request(time: SystemTime) -> Time {
+    match time.duration_since(UNIX_EPOCH) {
+        Ok(after) => Time { sec: after.as_secs() as i64, nsec: after.subsec_nanos() },
+        Err(before) => {
+            let before = before.duration();
+            Time { sec: -(before.as_secs() as i64), nsec: before.subsec_nanos() }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_errno_becomes_one_that_the_kernel_accepts() {
+        for raw in (-600..=600).filter(|raw| *raw != 0) {
+            if (1..4096).contains(&raw) {
+                let code = errno(Errno::from_raw_os_error(raw)).code();
+                assert!((1..=ERRNO_MAX).contains(&code), "{raw} became {code}");
+                assert_ne!(code, libc::ENOSYS);
+            }
+        }
+        assert_eq!(errno(Errno::STALE).code(), libc::ESTALE);
+        assert_eq!(errno(Errno::DQUOT).code(), libc::EDQUOT);
+        assert_eq!(errno(Errno::from_raw_os_error(512)).code(), libc::EIO);
+    }
+
+    #[test]
+    fn times_before_1970_keep_their_fraction() {
+        let time = Time { sec: -2, nsec: 500_000_000 };
+        assert_eq!(UNIX_EPOCH.duration_since(system_time(time)).unwrap(), Duration::from_millis(1500));
+        // What fuser hands over for the same time.
+        let request = UNIX_EPOCH - Duration::new(2, 500_000_000);
+        assert_eq!(from_request(request), time);
+    }
+
+    #[test]
+    fn times_after_1970_pass_both_ways() {
+        let time = Time { sec: 1_700_000_000, nsec: 999_999_999 };
+        assert_eq!(from_request(system_time(time)), time);
+    }
+
+    #[test]
+    fn a_time_that_cannot_be_told_does_not_panic() {
+        system_time(Time { sec: i64::MIN, nsec: 0 });
+        system_time(Time { sec: i64::MAX, nsec: 999_999_999 });
+    }
+}

@@ -1,0 +1,171 @@
+//! Mounting and unmounting: mount(2) where this process may, fusermount3 where not.
+//!
+//! fuser's own mounting is not used because its end is not safe: after the kernel let go of a mount,
+//! dropping the session would unmount whatever is mounted at that path by then.
+
+use std::ffi::CString;
+use std::fs::OpenOptions;
+use std::io::{self, IoSliceMut, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use rustix::io::{Errno, FdFlags};
+use rustix::mount::{MountFlags, UnmountFlags};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+use crate::session::{SessionError, SessionOptions};
+
+const DEVICE: &str = "/dev/fuse";
+const HELPER: &str = "fusermount3";
+
+/// Mounts at `mount_point` (canonical) and returns the device.
+pub(crate) fn mount(mount_point: &Path, options: &SessionOptions) -> Result<OwnedFd, SessionError> {
+    if !Path::new(DEVICE).exists() {
+        return Err(SessionError::NoDevice);
+    }
+    match mount_direct(mount_point, options) {
+        Ok(device) => Ok(device),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::EACCES)) => {
+            mount_by_helper(mount_point, options)
+        }
+        Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Err(SessionError::NoDevice),
+        Err(source) => Err(SessionError::Mount { mount_point: mount_point.into(), source }),
+    }
+}
+
+fn mount_direct(mount_point: &Path, options: &SessionOptions) -> io::Result<OwnedFd> {
+    let device = OpenOptions::new().read(true).write(true).custom_flags(libc::O_CLOEXEC).open(DEVICE)?;
+    let rootmode = std::fs::metadata(mount_point)?.mode();
+    let (uid, gid) = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
+    let mut data = format!("fd={},rootmode={rootmode:o},user_id={uid},group_id={gid}", device.as_raw_fd());
+    for option in kernel_options(options) {
+        data.push(',');
+        data.push_str(option);
+    }
+    let mut flags = MountFlags::NOSUID | MountFlags::NODEV;
+    flags.set(MountFlags::RDONLY, options.read_only);
+    let source = CString::new(options.source.as_os_str().as_bytes())?;
+    rustix::mount::mount(source.as_c_str(), mount_point, c"fuse", flags, Some(CString::new(data)?.as_c_str()))?;
+    Ok(device.into())
+}
+
+fn kernel_options(options: &SessionOptions) -> impl Iterator<Item = &'static str> {
+    let allow_other = options.allow_other.then_some("allow_other");
+    ["subtype=firn", "default_permissions"].into_iter().chain(allow_other)
+}
+
+/// fusermount3 mounts, then sends the device over the socket that `_FUSE_COMMFD` names.
+fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<OwnedFd, SessionError> {
+    let failed = |source| SessionError::Mount { mount_point: mount_point.into(), source };
+    let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+    rustix::io::fcntl_setfd(&theirs, FdFlags::empty()).map_err(|e| failed(e.into()))?;
+    let mut list: Vec<Vec<u8>> = kernel_options(options).map(|option| option.into()).collect();
+    list.push([b"fsname=", escaped(options.source.as_os_str().as_bytes()).as_slice()].concat());
+    if options.read_only {
+        list.push(b"ro".to_vec());
+    }
+    let list = list.join(&b","[..]);
+    let mut helper = Command::new(HELPER)
+        .arg("-o")
+        .arg(std::ffi::OsStr::from_bytes(&list))
+        .arg("--")
+        .arg(mount_point)
+        .env("_FUSE_COMMFD", theirs.as_raw_fd().to_string())
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => SessionError::NoHelper,
+            _ => failed(source),
+        })?;
+    drop(theirs);
+    let device = receive(&ours);
+    let mut text = String::new();
+    if let Some(mut stderr) = helper.stderr.take() {
+        let _ = stderr.read_to_string(&mut text);
+    }
+    let _ = helper.wait();
+    device.map_err(failed)?.ok_or_else(|| SessionError::Helper { text: text.trim().to_owned() })
+}
+
+/// The device that fusermount3 sends; `None` if it ended without.
+fn receive(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut messages = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0u8];
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    rustix::io::retry_on_intr(|| recvmsg(socket, &mut [IoSliceMut::new(&mut byte)], &mut messages, flags))?;
+    Ok(messages.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    }))
+}
+
+/// fusermount3 splits its options at commas and takes what follows a backslash as it is.
+fn escaped(bytes: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(bytes.len());
+    for &byte in bytes {
+        if matches!(byte, b',' | b'\\') {
+            out.push(b'\\');
+        }
+        out.push(byte);
+    }
+    out
+}
+
+/// Unmounts `mount_point`; `lazy` takes it out of the tree although files are open. `EBUSY` if they
+/// are and it is not.
+pub fn detach(mount_point: &Path, lazy: bool) -> io::Result<()> {
+    let mut flags = UnmountFlags::NOFOLLOW;
+    flags.set(UnmountFlags::DETACH, lazy);
+    match rustix::mount::unmount(mount_point, flags) {
+        Err(Errno::PERM) => detach_by_helper(mount_point, lazy),
+        result => Ok(result?),
+    }
+}
+
+fn detach_by_helper(mount_point: &Path, lazy: bool) -> io::Result<()> {
+    let output = Command::new(HELPER)
+        .arg(if lazy { "-uz" } else { "-u" })
+        .arg("--")
+        .arg(mount_point)
+        .stdin(Stdio::null())
+        .output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    // Its texts are not translated; this is what it says of EBUSY.
+    if text.contains("busy") { Err(Errno::BUSY.into()) } else { Err(io::Error::other(text)) }
+}
+
+/// Whether a FUSE mount whose server died is at `path`.
+pub fn is_dead(path: &Path) -> bool {
+    match std::fs::symlink_metadata(path) {
+        Err(error) => matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED)),
+        Ok(_) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commas_and_backslashes_survive_the_helpers_option_syntax() {
+        assert_eq!(escaped(br"/a,b\c d"), br"/a\,b\\c d");
+    }
+
+    #[test]
+    fn a_helper_that_ends_without_a_device_is_told() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        drop(theirs);
+        assert!(receive(&ours).unwrap().is_none());
+    }
+}

@@ -1,0 +1,63 @@
+//! What the mount asks of the kernel at init.
+//!
+//! Not asked: the writeback cache (halves throughput, design measurement) and remote POSIX and BSD
+//! locks (programs of one node lock in the kernel; locks between nodes are not promised).
+
+use std::io;
+
+use fuser::{InitFlags, KernelConfig};
+
+/// Larger requests gained nothing on two cores and are clamped unless `fs.fuse.max_pages_limit` is
+/// raised.
+const MAX_WRITE_BYTES: u32 = 1 << 20;
+/// Requests that may wait in firnd on behalf of asynchronous callers; the kernel's default of 12 is
+/// fewer than the writers of one node.
+const MAX_BACKGROUND: u16 = 64;
+/// A backing that is itself stacked cannot be passed through, and that is the depth that says so.
+const STACK_DEPTH: u32 = 1;
+
+/// Capabilities that serve every mount, each taken only where the kernel has it.
+const WANTED: [InitFlags; 10] = [
+    InitFlags::FUSE_ASYNC_READ,
+    InitFlags::FUSE_ATOMIC_O_TRUNC,
+    InitFlags::FUSE_DONT_MASK,
+    InitFlags::FUSE_POSIX_ACL,
+    InitFlags::FUSE_DO_READDIRPLUS,
+    InitFlags::FUSE_READDIRPLUS_AUTO,
+    InitFlags::FUSE_ASYNC_DIO,
+    InitFlags::FUSE_PARALLEL_DIROPS,
+    InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+    // Pages of a mapped file are dropped when its times say that another node changed it.
+    InitFlags::FUSE_AUTO_INVAL_DATA,
+];
+
+/// Configures the connection; returns whether passthrough is on and whether umask is ours to apply.
+pub(crate) fn negotiate(config: &mut KernelConfig, passthrough: bool) -> io::Result<Agreed> {
+    for flag in WANTED {
+        if config.add_capabilities(flag).is_err() {
+            tracing::info!(?flag, "the kernel does not offer it");
+        }
+    }
+    if !config.capabilities().contains(InitFlags::FUSE_ATOMIC_O_TRUNC) {
+        let text = "this kernel is too old: FUSE_ATOMIC_O_TRUNC (Linux 2.6.24) is needed";
+        return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+    }
+    let _ = config.set_max_write(MAX_WRITE_BYTES);
+    let _ = config.set_max_background(MAX_BACKGROUND);
+    if let Err(most) = config.set_max_readahead(MAX_WRITE_BYTES) {
+        let _ = config.set_max_readahead(most);
+    }
+    let passthrough = passthrough
+        && config.set_max_stack_depth(STACK_DEPTH).is_ok()
+        && config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok();
+    Ok(Agreed { passthrough, umask: config.capabilities().contains(InitFlags::FUSE_DONT_MASK) })
+}
+
+/// What kernel and adapter agreed on.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Agreed {
+    /// The kernel may read backing files itself.
+    pub(crate) passthrough: bool,
+    /// The kernel leaves the umask to us.
+    pub(crate) umask: bool,
+}

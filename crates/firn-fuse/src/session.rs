@@ -1,0 +1,107 @@
+//! The seam to the transport: a mounted adapter and its threads.
+//!
+//! Promises
+//! * When [`Session::mount`] returns, the mount is usable.
+//! * [`Session::wait`] returns when the kernel has let go of the mount for good: no request is in
+//!   flight and none will come.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use firn_backing::Backing;
+use fuser::{Config, SessionACL};
+use parking_lot::Mutex;
+
+use crate::adapter::Adapter;
+use crate::device;
+
+/// How to mount.
+#[derive(Clone, Debug)]
+pub struct SessionOptions {
+    /// What `/proc/self/mountinfo` shows as the source: the canonical backing path.
+    pub source: PathBuf,
+    /// Threads that serve requests; 0: one a core.
+    pub threads: usize,
+    /// Let other users in; the kernel checks permissions in any case.
+    pub allow_other: bool,
+    /// Mount read-only.
+    pub read_only: bool,
+}
+
+/// Why there is no mount.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionError {
+    /// No FUSE in this kernel or container.
+    #[error("/dev/fuse is missing: load the module (modprobe fuse), or give the container the device (--device /dev/fuse)")]
+    NoDevice,
+    /// Not root, and nothing that mounts for others.
+    #[error("mounting without root needs fusermount3, which was not found: install fuse3, or mount as root")]
+    NoHelper,
+    /// It was asked and refused.
+    #[error("fusermount3 refused: {text}")]
+    Helper {
+        /// Its words.
+        text: String,
+    },
+    /// mount(2) failed.
+    #[error("cannot mount on {mount_point}: {source}")]
+    Mount {
+        /// Where.
+        mount_point: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The kernel and we could not agree, or threads could not be started.
+    #[error("the FUSE session did not start: {0}")]
+    Start(io::Error),
+}
+
+/// A mount that is served.
+pub struct Session {
+    mount_point: PathBuf,
+    background: Mutex<Option<fuser::BackgroundSession>>,
+}
+
+impl Session {
+    /// Mounts `adapter` at `mount_point` and serves it from threads of its own.
+    pub fn mount<B: Backing>(
+        adapter: Adapter<B>,
+        mount_point: &Path,
+        options: &SessionOptions,
+    ) -> Result<Self, SessionError> {
+        let mount_point = mount_point.to_owned();
+        let device = device::mount(&mount_point, options)?;
+        match start(adapter, device, options) {
+            Ok(background) => Ok(Self { mount_point, background: Mutex::new(Some(background)) }),
+            Err(error) => {
+                let _ = device::detach(&mount_point, true);
+                Err(SessionError::Start(error))
+            }
+        }
+    }
+
+    /// Takes the mount out of the tree. Without `lazy`, `EBUSY` while files are open.
+    pub fn unmount(&self, lazy: bool) -> io::Result<()> {
+        device::detach(&self.mount_point, lazy)
+    }
+
+    /// Waits until the session ended, by whatever cause. One caller gets the outcome; for others it
+    /// is over at once.
+    pub fn wait(&self) -> io::Result<()> {
+        let Some(background) = self.background.lock().take() else { return Ok(()) };
+        background.join()
+    }
+}
+
+fn start<B: Backing>(
+    adapter: Adapter<B>,
+    device: std::os::fd::OwnedFd,
+    options: &SessionOptions,
+) -> io::Result<fuser::BackgroundSession> {
+    let mut config = Config::default();
+    config.acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
+    let cores = || std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    config.n_threads = Some(if options.threads == 0 { cores() } else { options.threads });
+    config.clone_fd = true;
+    fuser::Session::from_fd(adapter, device, config.acl, config)?.spawn()
+}

@@ -1,0 +1,168 @@
+//! Writes that wait for room in the arena.
+//!
+//! Promises
+//! * First come, first served: while one waits, later ones queue behind it, so none starves.
+//! * No FUSE thread waits here: the payload is copied aside (one request per waiting writer, at most
+//!   1 MiB) and a worker goes on when the engine says that there is room.
+//! * What was taken of a write is never lost: a write that fails half way answers with its first part.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_backing::{Backing, Errno};
+use firn_engine::{Engine, HandleId, Written};
+use fuser::ReplyWrite;
+use parking_lot::Mutex;
+
+use crate::convert;
+use crate::workers::Workers;
+
+/// One write request.
+pub(crate) struct Write {
+    /// Where it goes.
+    pub(crate) handle: HandleId,
+    /// Offset of the whole request.
+    pub(crate) offset: u64,
+    /// Whether set-id bits must go.
+    pub(crate) clear_suid: bool,
+    /// The answer.
+    pub(crate) reply: ReplyWrite,
+}
+
+impl Write {
+    fn finish(self, taken: usize, error: Option<Errno>) {
+        match error {
+            Some(error) if taken == 0 => self.reply.error(convert::errno(error)),
+            _ => self.reply.written(taken as u32),
+        }
+    }
+}
+
+struct Waiting {
+    write: Write,
+    data: Vec<u8>,
+    taken: usize,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Waiting>,
+    /// Whether somebody will look at the queue again: a callback is registered or a worker runs.
+    watched: bool,
+}
+
+/// The queue.
+pub(crate) struct Stalled<B: Backing> {
+    engine: Arc<Engine<B>>,
+    workers: Workers,
+    queue: Mutex<Queue>,
+    /// Length of the queue, for status and for the fast path of [`Stalled::write`].
+    count: Arc<AtomicU64>,
+}
+
+impl<B: Backing> Stalled<B> {
+    pub(crate) fn new(engine: Arc<Engine<B>>, workers: Workers) -> Arc<Self> {
+        Arc::new(Self { engine, workers, queue: Mutex::default(), count: Arc::default() })
+    }
+
+    /// Number of writes that wait.
+    pub(crate) fn count(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.count)
+    }
+
+    /// Carries out a write now, or later if there is no room.
+    pub(crate) fn write(self: &Arc<Self>, write: Write, data: &[u8]) {
+        if self.count.load(Ordering::Acquire) > 0 {
+            return self.wait(write, data, 0);
+        }
+        match self.engine.write(write.handle, write.offset, data, write.clear_suid) {
+            Ok(Written::Bytes(taken)) if taken >= data.len() => write.finish(data.len(), None),
+            Ok(Written::Bytes(taken)) => self.wait(write, data, taken),
+            Ok(Written::Full) => self.wait(write, data, 0),
+            Err(error) => write.finish(0, Some(error)),
+        }
+    }
+
+    fn wait(self: &Arc<Self>, write: Write, data: &[u8], taken: usize) {
+        // Only what is left is kept; the offset of the request moves along in `taken`.
+        let mut kept = Waiting { write, data: data[taken..].to_vec(), taken: 0 };
+        kept.write.offset += taken as u64;
+        let kept = Waiting { taken, ..kept };
+        let mut queue = self.queue.lock();
+        queue.waiting.push_back(kept);
+        self.count.store(queue.waiting.len() as u64, Ordering::Release);
+        if !std::mem::replace(&mut queue.watched, true) {
+            drop(queue);
+            self.watch();
+        }
+    }
+
+    /// Goes on when there is room. The callback comes from a drain thread, or at once from this one.
+    fn watch(self: &Arc<Self>) {
+        let this = Arc::clone(self);
+        self.engine.on_space(Box::new(move |outcome| {
+            let workers = this.workers.clone();
+            workers.run(move || match outcome {
+                Ok(()) => this.go_on(),
+                Err(error) => this.fail(error),
+            });
+        }));
+    }
+
+    /// Serves the queue from its head until there is no room or nobody waits. Only one worker at a
+    /// time is here (`watched`).
+    fn go_on(self: &Arc<Self>) {
+        loop {
+            let Some(mut head) = self.pop() else { return };
+            let write = &head.write;
+            match self.engine.write(write.handle, write.offset, &head.data, write.clear_suid) {
+                Ok(Written::Bytes(bytes)) if bytes >= head.data.len() => {
+                    let taken = head.taken + head.data.len();
+                    head.write.finish(taken, None);
+                }
+                Ok(Written::Bytes(bytes)) => {
+                    head.data.drain(..bytes);
+                    head.taken += bytes;
+                    head.write.offset += bytes as u64;
+                    self.push_front(head);
+                    return self.watch();
+                }
+                Ok(Written::Full) => {
+                    self.push_front(head);
+                    return self.watch();
+                }
+                Err(error) => head.write.finish(head.taken, Some(error)),
+            }
+        }
+    }
+
+    /// Takes the head, leaving it counted: new writes must queue behind it while it is served.
+    fn pop(&self) -> Option<Waiting> {
+        let mut queue = self.queue.lock();
+        let head = queue.waiting.pop_front();
+        let left = queue.waiting.len() as u64 + u64::from(head.is_some());
+        self.count.store(left, Ordering::Release);
+        queue.watched = head.is_some();
+        head
+    }
+
+    fn push_front(&self, head: Waiting) {
+        let mut queue = self.queue.lock();
+        queue.waiting.push_front(head);
+        self.count.store(queue.waiting.len() as u64, Ordering::Release);
+    }
+
+    /// Nothing can drain: everyone who waits now is told why.
+    fn fail(self: &Arc<Self>, error: Errno) {
+        let failed = {
+            let mut queue = self.queue.lock();
+            queue.watched = false;
+            self.count.store(0, Ordering::Release);
+            std::mem::take(&mut queue.waiting)
+        };
+        for waiting in failed {
+            waiting.write.finish(waiting.taken, Some(error));
+        }
+    }
+}
