@@ -1,1 +1,30 @@
-//! System tests of the built firn binary: mounts, faults, public suites, real programs.
+//! System tests of the built `firn` binary: fixtures that mount, break and compare.
+//!
+//! The tests under `tests/` see Firn only as a user does: through the command line, the mount and the
+//! backing directory. This library gives them loop images, mounts that clean up after themselves,
+//! a random-operation driver, writers that remember what was acknowledged, and a backing that fails
+//! on command. Layers, flags and campaigns: docs/TESTING.md.
+//!
+//! Promises of the fixtures
+//! * What a fixture mounts, attaches or starts is gone when it is dropped, also after a panic.
+//! * Only processes that a fixture started are killed, by their process id.
+//! * A test that hangs is ended by its watchdog, which prints the state first.
+
+pub mod ack;
+pub mod command;
+pub mod differential;
+pub mod faultfs;
+pub mod fsops;
+pub mod image;
+pub mod mount;
+pub mod random;
+pub mod sandbox;
+pub mod suite;
+pub mod tree;
+pub mod watchdog;
+
+pub use command::{Outcome, run, wait_until};
+pub use image::{FsKind, LoopImage};
+pub use mount::FirnMount;
+pub use random::seed;
+pub use sandbox::{Sandbox, helper_binary, requires_root_and_fuse};

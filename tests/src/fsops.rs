@@ -1,0 +1,109 @@
+//! Small file operations that tests need and std has not, each returning the plain errno.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::ptr;
+
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, MsyncFlags, ProtFlags};
+
+/// Opens for reading and writing, creating where needed.
+pub fn open_rw(path: &Path) -> File {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false);
+    options.open(path).unwrap_or_else(|e| panic!("open {path:?}: {e}"))
+}
+
+/// All of a file.
+#[track_caller]
+pub fn read(path: &Path) -> Vec<u8> {
+    std::fs::read(path).unwrap_or_else(|e| panic!("read {path:?}: {e}"))
+}
+
+/// Bytes at an offset; short only at the end of the file.
+#[track_caller]
+pub fn read_at(file: &File, offset: u64, len: usize) -> Vec<u8> {
+    let mut buf = vec![0; len];
+    let mut done = 0;
+    while done < len {
+        match file.read_at(&mut buf[done..], offset + done as u64).expect("pread") {
+            0 => break,
+            count => done += count,
+        }
+    }
+    buf.truncate(done);
+    buf
+}
+
+/// The errno of an I/O error.
+#[track_caller]
+pub fn errno(error: &std::io::Error) -> Errno {
+    Errno::from_io_error(error).unwrap_or_else(|| panic!("not an errno: {error}"))
+}
+
+/// close(2) with its answer, which std's drop throws away.
+pub fn close(file: File) -> Result<(), Errno> {
+    use std::os::fd::IntoRawFd;
+    // SAFETY: the descriptor was owned by `file`, which gave it up here, so nobody closes it twice.
+    match unsafe { libc::close(file.into_raw_fd()) } {
+        0 => Ok(()),
+        _ => Err(errno(&std::io::Error::last_os_error())),
+    }
+}
+
+/// Panics at the first byte that differs, saying where.
+#[track_caller]
+pub fn assert_same_bytes(what: &str, found: &[u8], expected: &[u8]) {
+    assert_eq!(found.len(), expected.len(), "{what}: length");
+    if let Some(at) = found.iter().zip(expected).position(|(a, b)| a != b) {
+        let end = (at + 16).min(found.len());
+        let (found, expected) = (&found[at..end], &expected[at..end]);
+        panic!("{what}: differs from byte {at} on: found {found:x?}, expected {expected:x?}");
+    }
+}
+
+/// A mapped part of a file.
+pub struct Mapping {
+    address: *mut u8,
+    len: usize,
+}
+
+impl Mapping {
+    /// Maps `len` bytes from the start, shared or private, for reading and writing.
+    pub fn new(file: &File, len: usize, flags: MapFlags) -> Result<Self, Errno> {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address the kernel chooses aliases nothing of ours.
+        let address = unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, flags, file, 0)? };
+        Ok(Self { address: address.cast(), len })
+    }
+
+    /// The bytes as they are now; copied, since others may change them.
+    pub fn read(&self, offset: usize, len: usize) -> Vec<u8> {
+        assert!(offset + len <= self.len);
+        let mut copy = vec![0; len];
+        // SAFETY: the range lies in the mapping (checked above), which lives as long as `self`.
+        unsafe { ptr::copy_nonoverlapping(self.address.add(offset), copy.as_mut_ptr(), len) };
+        copy
+    }
+
+    /// Stores bytes.
+    pub fn write(&self, offset: usize, data: &[u8]) {
+        assert!(offset + data.len() <= self.len);
+        // SAFETY: as in `read`.
+        unsafe { ptr::copy_nonoverlapping(data.as_ptr(), self.address.add(offset), data.len()) };
+    }
+
+    /// msync(2), synchronous.
+    pub fn sync(&self) -> Result<(), Errno> {
+        // SAFETY: address and length are those of the mapping.
+        unsafe { rustix::mm::msync(self.address.cast(), self.len, MsyncFlags::SYNC) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: address and length are those of the mapping, and nothing refers to it any more.
+        unsafe { rustix::mm::munmap(self.address.cast(), self.len) }.expect("munmap");
+    }
+}

@@ -1,0 +1,175 @@
+//! A mount of the built binary that goes away with its daemon.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_format::protocol::Status;
+
+use crate::command::{Outcome, wait_until};
+use crate::sandbox::{Sandbox, is_mounted, kill, kill_processes_of, tail, unmount_lazily};
+use crate::watchdog::{TEST_LIMIT, Watchdog};
+
+/// A small arena: filled and wrapped within a test, and cheap to create a few hundred times.
+pub const SMALL: &str = "arena-size=32M,chunk-size=1M";
+
+/// One `firn mount`.
+pub struct FirnMount<'a> {
+    sandbox: &'a Sandbox,
+    backing: PathBuf,
+    mount_point: PathBuf,
+    pid: u32,
+    _watchdog: Watchdog,
+}
+
+impl<'a> FirnMount<'a> {
+    /// Mounts the sandbox's `backing` at its `mnt`.
+    #[track_caller]
+    pub fn new(sandbox: &'a Sandbox, options: &str) -> Self {
+        Self::over(sandbox, &sandbox.join("backing"), options)
+    }
+
+    /// Mounts `backing` at the sandbox's `mnt`.
+    #[track_caller]
+    pub fn over(sandbox: &'a Sandbox, backing: &Path, options: &str) -> Self {
+        Self::at(sandbox, backing, &sandbox.join("mnt"), options)
+    }
+
+    /// Mounts `backing` at `mount_point` and asks the daemon for its process id.
+    #[track_caller]
+    pub fn at(sandbox: &'a Sandbox, backing: &Path, mount_point: &Path, options: &str) -> Self {
+        let watchdog = Self::watchdog(sandbox, mount_point);
+        sandbox.run(mount_args(backing, mount_point, options)).ok();
+        assert!(is_mounted(mount_point), "`firn mount` said 0 and nothing is mounted");
+        let mut mount = Self {
+            sandbox,
+            backing: backing.to_owned(),
+            mount_point: mount_point.to_owned(),
+            pid: 0,
+            _watchdog: watchdog,
+        };
+        mount.pid = mount.status().pid;
+        mount
+    }
+
+    fn watchdog(sandbox: &Sandbox, mount_point: &Path) -> Watchdog {
+        let (runtime, mount_point) = (sandbox.runtime().to_owned(), mount_point.to_owned());
+        Watchdog::arm(TEST_LIMIT, move || {
+            dump(&runtime);
+            kill_processes_of(&runtime);
+            unmount_lazily(&mount_point);
+        })
+    }
+
+    /// Where programs see the files.
+    pub fn path(&self) -> &Path {
+        &self.mount_point
+    }
+
+    /// A path below the mount point.
+    pub fn join(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.mount_point.join(name)
+    }
+
+    /// The backing directory.
+    pub fn backing(&self) -> &Path {
+        &self.backing
+    }
+
+    /// firnd's process id.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// `firn status --json`.
+    #[track_caller]
+    pub fn status(&self) -> Status {
+        status_of(self.sandbox, &self.mount_point)
+    }
+
+    /// `firn wait --until <rung>` of a path below the mount.
+    #[track_caller]
+    pub fn wait(&self, rung: &str, path: &Path) -> Outcome {
+        let args: [OsString; 4] = ["wait".into(), "--until".into(), rung.into(), path.into()];
+        self.sandbox.run(args)
+    }
+
+    /// Unmounts as a user does, which drains first, and waits for the end of firnd.
+    #[track_caller]
+    pub fn umount(self) -> PathBuf {
+        self.sandbox.run([OsString::from("umount"), self.mount_point.clone().into()]).ok();
+        assert!(!is_mounted(&self.mount_point), "`firn umount` said 0 and it is still mounted");
+        self.wait_for_end();
+        self.backing.clone()
+    }
+
+    /// kill -9 of firnd, then the dead mount is taken away as the next `firn mount` would find it.
+    pub fn kill(self) -> PathBuf {
+        kill(self.pid, libc::SIGKILL);
+        self.wait_for_end();
+        self.backing.clone()
+    }
+
+    /// Waits until firnd has ended.
+    pub fn wait_for_end(&self) {
+        let pid = self.pid;
+        wait_until("firnd ends", Duration::from_secs(60), || crate::sandbox::is_zombie(pid));
+    }
+}
+
+impl Drop for FirnMount<'_> {
+    fn drop(&mut self) {
+        if self.pid != 0 {
+            if std::thread::panicking() && !crate::sandbox::is_zombie(self.pid) {
+                dump(self.sandbox.runtime());
+            }
+            kill(self.pid, libc::SIGKILL);
+        }
+        unmount_lazily(&self.mount_point);
+    }
+}
+
+/// `firn status --json` of a mount point.
+#[track_caller]
+pub fn status_of(sandbox: &Sandbox, mount_point: &Path) -> Status {
+    let args: [OsString; 3] = ["status".into(), "--json".into(), mount_point.into()];
+    let outcome = sandbox.run(args).ok();
+    let mut value = outcome.json();
+    // One mount is asked for: a list of one is as good as the object.
+    if let Some(list) = value.as_array_mut() {
+        value = list.pop().unwrap_or_else(|| panic!("an empty list of mounts: {outcome}"));
+    }
+    serde_json::from_value(value).unwrap_or_else(|e| panic!("not a status ({e}): {outcome}"))
+}
+
+/// The arguments of `firn mount`.
+pub fn mount_args(backing: &Path, mount_point: &Path, options: &str) -> Vec<OsString> {
+    let mut args: Vec<OsString> = vec!["mount".into(), backing.into(), mount_point.into()];
+    if !options.is_empty() {
+        args.extend(["-o".into(), options.into()]);
+    }
+    args
+}
+
+/// Prints what the processes of a runtime directory do and what they logged.
+fn dump(runtime: &Path) {
+    for entry in fs::read_dir("/proc").expect("/proc").flatten() {
+        let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
+        if !String::from_utf8_lossy(&environment).contains(&*runtime.to_string_lossy()) {
+            continue;
+        }
+        eprintln!("--- threads of process {:?}", entry.file_name());
+        for thread in fs::read_dir(entry.path().join("task")).into_iter().flatten().flatten() {
+            let read = |name: &str| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+            let place = read("stack").lines().next().unwrap_or_default().to_owned();
+            eprintln!("{} {} {place}", read("comm").trim(), read("wchan"));
+        }
+    }
+    for entry in fs::read_dir(runtime).into_iter().flatten().flatten() {
+        if entry.path().extension().is_some_and(|extension| extension == "log") {
+            let log = fs::read_to_string(entry.path()).unwrap_or_default();
+            eprintln!("--- {:?}\n{}", entry.path(), tail(&log, 60));
+        }
+    }
+}

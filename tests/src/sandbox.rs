@@ -1,0 +1,242 @@
+//! A test's own corner of the machine: directories, runtime directory, the firn binary.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::command::{Outcome, run, wait_until};
+
+/// Directories of one test and the environment its firn processes run in.
+pub struct Sandbox {
+    dir: tempfile::TempDir,
+    runtime: tempfile::TempDir,
+}
+
+impl Sandbox {
+    /// Makes the directories `backing` and `mnt`; the name shows in paths, so that leftovers can be
+    /// traced to the test.
+    pub fn new(name: &str) -> Self {
+        requires_root_and_fuse();
+        let prefix = format!("firn-test-{name}-");
+        let dir = tempfile::Builder::new().prefix(&prefix).tempdir().expect("a temporary directory");
+        let runtime = tempfile::Builder::new()
+            .prefix(&prefix)
+            .tempdir_in("/dev/shm")
+            .expect("a runtime directory in /dev/shm");
+        for sub in ["backing", "mnt"] {
+            fs::create_dir(dir.path().join(sub)).expect("mkdir in the sandbox");
+        }
+        Self { dir, runtime }
+    }
+
+    /// The directory of the sandbox.
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// A path in it.
+    pub fn join(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// An empty directory in it.
+    pub fn mkdir(&self, name: &str) -> PathBuf {
+        let path = self.join(name);
+        fs::create_dir_all(&path).expect("mkdir in the sandbox");
+        path
+    }
+
+    /// Where arenas, sockets and logs go.
+    pub fn runtime(&self) -> &Path {
+        self.runtime.path()
+    }
+
+    /// The only arena of this sandbox.
+    #[track_caller]
+    pub fn arena(&self) -> PathBuf {
+        let arenas = self.arenas();
+        assert_eq!(arenas.len(), 1, "expected one arena in {:?}: {arenas:?}", self.runtime());
+        arenas[0].clone()
+    }
+
+    /// Arenas that exist.
+    pub fn arenas(&self) -> Vec<PathBuf> {
+        with_extension(self.runtime(), "arena")
+    }
+
+    /// What firnd logged.
+    pub fn logs(&self) -> String {
+        let files = with_extension(self.runtime(), "log");
+        files.iter().filter_map(|file| fs::read_to_string(file).ok()).collect()
+    }
+
+    /// A `firn` command in this sandbox's environment.
+    pub fn firn<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
+        let mut command = Command::new(firn_binary());
+        self.environment(&mut command);
+        command.args(args);
+        command
+    }
+
+    /// Gives `command` the environment of the sandbox and takes the user's own settings away.
+    pub fn environment(&self, command: &mut Command) {
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with("FIRN_") {
+                command.env_remove(name);
+            }
+        }
+        command.env("FIRN_RUNTIME_DIR", self.runtime()).env("HOME", self.path()).env("NO_COLOR", "1");
+        command.env("XDG_CONFIG_HOME", self.join("no-config"));
+    }
+
+    /// Runs a `firn` command to its end.
+    #[track_caller]
+    pub fn run<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Outcome {
+        run(&mut self.firn(args))
+    }
+
+    /// Process ids of what was started in this sandbox's environment and still lives.
+    pub fn processes(&self) -> Vec<u32> {
+        processes_with_environment("FIRN_RUNTIME_DIR", self.runtime())
+    }
+
+    /// Kills them and waits until they are gone.
+    pub fn kill_processes(&self) {
+        kill_processes_of(self.runtime());
+    }
+}
+
+impl Drop for Sandbox {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("--- firnd's log\n{}\n---", tail(&self.logs(), 60));
+        }
+        kill_processes_of(self.runtime());
+        for mount_point in mounts_below(self.path()) {
+            unmount_lazily(&mount_point);
+        }
+    }
+}
+
+/// Kills the processes whose environment names this runtime directory.
+pub fn kill_processes_of(runtime: &Path) {
+    let find = || processes_with_environment("FIRN_RUNTIME_DIR", runtime);
+    wait_until("the sandbox's processes are gone", std::time::Duration::from_secs(20), || {
+        let pids = find();
+        for pid in &pids {
+            kill(*pid, libc::SIGKILL);
+        }
+        pids.is_empty()
+    });
+}
+
+/// Sends a signal to a process that a test started.
+pub fn kill(pid: u32, signal: i32) {
+    // SAFETY: kill takes two integers and touches no memory of ours.
+    unsafe { libc::kill(pid as i32, signal) };
+}
+
+/// Mount points at or below `dir`, deepest first.
+pub fn mounts_below(dir: &Path) -> Vec<PathBuf> {
+    let table = fs::read_to_string("/proc/self/mountinfo").expect("/proc/self/mountinfo");
+    let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+    let mut below: Vec<_> = points.filter(|point| point.starts_with(dir)).collect();
+    below.reverse();
+    below
+}
+
+/// Whether something is mounted exactly at `dir`.
+pub fn is_mounted(dir: &Path) -> bool {
+    mounts_below(dir).iter().any(|point| point == dir)
+}
+
+/// Takes a mount away, whoever uses it.
+pub fn unmount_lazily(mount_point: &Path) {
+    rustix::mount::unmount(mount_point, rustix::mount::UnmountFlags::DETACH).ok();
+}
+
+/// Fails, saying what is missing, where these tests cannot run: they mount file systems.
+#[track_caller]
+pub fn requires_root_and_fuse() {
+    let root = rustix::process::geteuid().is_root();
+    assert!(root, "system tests mount loop images: run them as root (`sudo make test`)");
+    let fuse = Path::new("/dev/fuse").exists();
+    assert!(fuse, "/dev/fuse is missing: load the fuse module or give the container the device");
+}
+
+/// The binary under test: `FIRN_BIN`, else the one that cargo built beside this test.
+pub fn firn_binary() -> PathBuf {
+    if let Some(path) = std::env::var_os("FIRN_BIN") {
+        return PathBuf::from(path);
+    }
+    let binary = profile_dir().join("firn");
+    assert!(binary.exists(), "{binary:?} is missing: run `cargo build -p firn` or set FIRN_BIN");
+    binary
+}
+
+/// The helper program of these tests (writers, appenders, the failing file system).
+pub fn helper_binary() -> PathBuf {
+    profile_dir().join("firn-test-helper")
+}
+
+fn profile_dir() -> PathBuf {
+    let test = std::env::current_exe().expect("the path of the test");
+    let dir = test.parent().expect("a directory");
+    if dir.ends_with("deps") { dir.parent().expect("a directory").to_owned() } else { dir.to_owned() }
+}
+
+fn with_extension(dir: &Path, extension: &str) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
+    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    let mut found: Vec<_> = paths.filter(|p| p.extension() == Some(OsStr::new(extension))).collect();
+    found.sort();
+    found
+}
+
+fn processes_with_environment(name: &str, value: &Path) -> Vec<u32> {
+    let wanted = format!("{name}={}", value.display()).into_bytes();
+    let mut pids = Vec::new();
+    for entry in fs::read_dir("/proc").expect("/proc").flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let Ok(environment) = fs::read(entry.path().join("environ")) else { continue };
+        if environment.split(|byte| *byte == 0).any(|entry| entry == wanted) && !is_zombie(pid) {
+            pids.push(pid);
+        }
+    }
+    pids
+}
+
+/// Whether a process has ended and only waits to be reaped.
+pub fn is_zombie(pid: u32) -> bool {
+    match fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" Z")),
+        Err(_) => true,
+    }
+}
+
+/// The last `count` lines.
+pub fn tail(text: &str, count: usize) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    lines[lines.len().saturating_sub(count)..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_processes_of_the_sandbox_are_found_and_killed() {
+        let sandbox = Sandbox::new("kill");
+        let mut mine = Command::new("sleep");
+        sandbox.environment(&mut mine);
+        let mut mine = mine.arg("60").spawn().expect("sleep");
+        let mut other = Command::new("sleep").arg("60").spawn().expect("sleep");
+        wait_until("found", std::time::Duration::from_secs(5), || sandbox.processes() == [mine.id()]);
+        sandbox.kill_processes();
+        assert!(!mine.wait().expect("wait").success());
+        assert!(other.try_wait().expect("wait").is_none());
+        other.kill().expect("kill");
+        other.wait().expect("wait");
+    }
+}

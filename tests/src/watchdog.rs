@@ -1,0 +1,68 @@
+//! Ends a test that hangs, after printing what it hangs on.
+//!
+//! A thread that waits for an answer from a FUSE mount cannot be interrupted from outside; killing
+//! firnd makes the kernel answer with an error, so that the test fails in the ordinary way and its
+//! fixtures clean up.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::Duration;
+
+/// Longer than any test of the suite takes on two busy cores.
+pub const TEST_LIMIT: Duration = Duration::from_secs(240);
+/// How long the test has to fail by itself after the rescue, before the process is aborted.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// Runs an action when it is not dropped in time.
+pub struct Watchdog {
+    _alive: Sender<()>,
+}
+
+impl Watchdog {
+    /// Calls `rescue` after `limit`, and aborts the process [`GRACE`] later, unless dropped before.
+    pub fn arm(limit: Duration, rescue: impl FnOnce() + Send + 'static) -> Self {
+        let (alive, ended) = channel();
+        std::thread::Builder::new()
+            .name("watchdog".into())
+            .spawn(move || watch(limit, &ended, rescue))
+            .expect("a thread for the watchdog");
+        Self { _alive: alive }
+    }
+}
+
+fn watch(limit: Duration, ended: &Receiver<()>, rescue: impl FnOnce()) {
+    if !expired(ended, limit) {
+        return;
+    }
+    eprintln!("watchdog: the test takes longer than {limit:?}");
+    rescue();
+    if expired(ended, GRACE) {
+        eprintln!("watchdog: the test did not end after its mount was killed; aborting");
+        std::process::abort();
+    }
+}
+
+fn expired(ended: &Receiver<()>, limit: Duration) -> bool {
+    matches!(ended.recv_timeout(limit), Err(RecvTimeoutError::Timeout))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    #[test]
+    fn the_rescue_is_called_only_after_the_limit() {
+        let called = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&called);
+        let dog = Watchdog::arm(Duration::from_millis(50), move || flag.store(true, Ordering::SeqCst));
+        crate::wait_until("rescued", Duration::from_secs(5), || called.load(Ordering::SeqCst));
+        drop(dog);
+
+        let called = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&called);
+        drop(Watchdog::arm(Duration::from_millis(50), move || flag.store(true, Ordering::SeqCst)));
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(!called.load(Ordering::SeqCst));
+    }
+}
