@@ -21,8 +21,7 @@ use std::sync::Arc;
 use rustix::fs::{self, AtFlags, CWD, FallocateFlags, FileType, Gid, Mode, OFlags, SeekFrom, Uid};
 
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime,
-    StatFs,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime, StatFs,
 };
 
 mod attr;
@@ -68,11 +67,7 @@ impl DirBacking {
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = fs::open(&path, flags | OFlags::PATH, Mode::empty())?;
         let readable_root = reopen::dir(&root)?;
-        Ok(Self {
-            path,
-            root: Arc::new(root),
-            readable_root,
-        })
+        Ok(Self { path, root: Arc::new(root), readable_root })
     }
 
     /// The canonical path that was opened. For people and for keys; no call goes through it.
@@ -137,22 +132,10 @@ impl Backing for DirBacking {
         rdev: u64,
     ) -> Result<(Self::Node, Attr)> {
         // No type bits mean a regular file (mknod(2)).
-        let typed = if mode & libc::S_IFMT == 0 {
-            mode | libc::S_IFREG
-        } else {
-            mode
-        };
+        let typed = if mode & libc::S_IFMT == 0 { mode | libc::S_IFREG } else { mode };
         let kind = Kind::from_mode(typed).ok_or(Errno::INVAL)?;
         let file_type = FileType::from_raw_mode(typed);
-        let make = |mode| {
-            fs::mknodat(
-                parent,
-                name,
-                file_type,
-                Mode::from_raw_mode(mode & 0o7777),
-                rdev,
-            )
-        };
+        let make = |mode| fs::mknodat(parent, name, file_type, Mode::from_raw_mode(mode & 0o7777), rdev);
         make::object(caller, parent, name, kind, mode, &make)
     }
 
@@ -216,10 +199,7 @@ impl Backing for DirBacking {
         if attr::attr(node)?.kind == Kind::Symlink {
             return Err(Errno::OPNOTSUPP);
         }
-        fs::chmod(
-            FdPath::of(node).as_c_str(),
-            Mode::from_raw_mode(mode & 0o7777),
-        )
+        fs::chmod(FdPath::of(node).as_c_str(), Mode::from_raw_mode(mode & 0o7777))
     }
 
     fn set_owner(&self, node: &Self::Node, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
@@ -270,10 +250,7 @@ impl Backing for DirBacking {
     }
 
     fn open(&self, node: &Self::Node, access: Access) -> Result<Self::File> {
-        Ok(DirFile {
-            fd: reopen::file(node, access)?,
-            access,
-        })
+        Ok(DirFile { fd: reopen::file(node, access)?, access })
     }
 
     fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize> {
@@ -322,17 +299,12 @@ impl Backing for DirBacking {
     ) -> Result<u64> {
         let (mut from_at, mut to_at) = (from_offset, to_offset);
         let len = usize::try_from(len).unwrap_or(usize::MAX);
-        let done =
-            fs::copy_file_range(&from.fd, Some(&mut from_at), &to.fd, Some(&mut to_at), len)?;
+        let done = fs::copy_file_range(&from.fd, Some(&mut from_at), &to.fd, Some(&mut to_at), len)?;
         Ok(done as u64)
     }
 
     fn sync(&self, file: &Self::File, data_only: bool) -> Result<()> {
-        if data_only {
-            fs::fdatasync(&file.fd)
-        } else {
-            fs::fsync(&file.fd)
-        }
+        if data_only { fs::fdatasync(&file.fd) } else { fs::fsync(&file.fd) }
     }
 
     fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>> {

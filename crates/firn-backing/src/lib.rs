@@ -17,8 +17,10 @@ use std::os::fd::BorrowedFd;
 pub use rustix::io::Errno;
 
 pub mod dir;
+pub mod sim;
 mod types;
 pub use dir::DirBacking;
+pub use sim::SimBacking;
 pub use types::*;
 
 /// Result of a backing call: the kernel's errno, untouched.
@@ -119,8 +121,7 @@ pub trait Backing: Send + Sync + 'static {
     /// Whether new objects in directory `node` take their mode from a POSIX default ACL: then the
     /// umask of their maker does not count (acl(5)).
     fn has_default_acl(&self, node: &Self::Node) -> bool {
-        self.get_xattr(node, OsStr::new("system.posix_acl_default"))
-            .is_ok()
+        self.get_xattr(node, OsStr::new("system.posix_acl_default")).is_ok()
     }
 
     // ---- directories -------------------------------------------------------------------------

@@ -53,10 +53,7 @@ impl Time {
     /// Firn and by the backing do not run backwards against each other.
     pub fn now() -> Self {
         let t = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
-        Self {
-            sec: t.tv_sec,
-            nsec: t.tv_nsec as u32,
-        }
+        Self { sec: t.tv_sec, nsec: t.tv_nsec as u32 }
     }
 }
 

@@ -31,8 +31,5 @@ pub(super) fn attr(fd: impl AsFd) -> Result<Attr> {
 }
 
 fn time(t: StatxTimestamp) -> Time {
-    Time {
-        sec: t.tv_sec,
-        nsec: t.tv_nsec,
-    }
+    Time { sec: t.tv_sec, nsec: t.tv_nsec }
 }

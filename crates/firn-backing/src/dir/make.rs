@@ -33,19 +33,8 @@ pub(super) fn file(
     // From the open file, not from the name, which may lead elsewhere by now. `O_NOFOLLOW` would stop
     // at the link in /proc itself.
     let path = FdPath::of(&fd);
-    let node = fs::open(
-        path.as_c_str(),
-        OFlags::PATH | OFlags::CLOEXEC,
-        Mode::empty(),
-    )?;
-    Ok((
-        Arc::new(node),
-        DirFile {
-            fd,
-            access: Access::ReadWrite,
-        },
-        attr,
-    ))
+    let node = fs::open(path.as_c_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    Ok((Arc::new(node), DirFile { fd, access: Access::ReadWrite }, attr))
 }
 
 /// Makes anything else with the system call `call`, which takes the mode.
@@ -57,11 +46,7 @@ pub(super) fn object(
     mode: u32,
     call: &dyn Fn(u32) -> Result<()>,
 ) -> Result<(Arc<OwnedFd>, Attr)> {
-    let flags = if kind == Kind::Dir {
-        AtFlags::REMOVEDIR
-    } else {
-        AtFlags::empty()
-    };
+    let flags = if kind == Kind::Dir { AtFlags::REMOVEDIR } else { AtFlags::empty() };
     let steps = Steps {
         make: &|mode| {
             call(mode)?;

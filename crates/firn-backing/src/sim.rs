@@ -1,0 +1,154 @@
+//! A simulated backing: in memory, deterministic, with faults, crashes and lost writes.
+//!
+//! * Every call of the trait is one *step*; a [`Plan`] sees its name and number and may make it fail.
+//! * [`SimBacking::fork`] makes another world that goes on from the same disk.
+//! * [`SimBacking::power_loss`] leaves one of the states that a real disk may be left in.
+//! * No permissions are checked: the caller is taken to be root.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::{Errno, Result};
+
+mod calls;
+mod data;
+mod disk;
+mod power;
+mod rename;
+mod tree;
+
+pub use calls::{SimDir, SimFile, SimNode};
+pub use data::PAGE_BYTES;
+pub use disk::Disk;
+pub use tree::{Tree, TreeEntry, tree};
+
+/// What goes wrong with a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// It fails and changes nothing.
+    Error(Errno),
+    /// `write_at` writes at most this many bytes; other calls go on as if nothing was.
+    ShortWrite(usize),
+    /// It does nothing, and neither does any later call, all failing with EIO, until
+    /// [`SimBacking::revive`].
+    Crash,
+}
+
+/// Decides, from the name of the trait's method and the step (the first is 1), what goes wrong.
+pub type Plan = Box<dyn FnMut(&'static str, u64) -> Option<Fault> + Send>;
+
+/// The simulated backing. Clones share the disk; see [`SimBacking::fork`] for one that does not.
+#[derive(Clone, Default)]
+pub struct SimBacking {
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Default)]
+struct State {
+    disk: Disk,
+    steps: u64,
+    plan: Option<Plan>,
+    dead: bool,
+}
+
+impl SimBacking {
+    /// An empty disk without bounds or faults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A backing over a copy of a disk.
+    pub fn from_disk(disk: Disk) -> Self {
+        let state = State { disk, ..State::default() };
+        Self { state: Arc::new(Mutex::new(state)) }
+    }
+
+    /// A copy of the disk and its cache, as they are now.
+    pub fn snapshot(&self) -> Disk {
+        self.state.lock().disk.clone()
+    }
+
+    /// Another world from here on: same disk, no plan, no steps, alive.
+    pub fn fork(&self) -> Self {
+        Self::from_disk(self.snapshot())
+    }
+
+    /// Calls so far.
+    pub fn steps(&self) -> u64 {
+        self.state.lock().steps
+    }
+
+    /// Has every later call ask `plan`.
+    pub fn set_plan(&self, plan: impl FnMut(&'static str, u64) -> Option<Fault> + Send + 'static) {
+        self.state.lock().plan = Some(Box::new(plan));
+    }
+
+    /// No more faults.
+    pub fn clear_plan(&self) {
+        self.state.lock().plan = None;
+    }
+
+    /// Crashes at this step (`n` calls from the start), as [`Fault::Crash`].
+    pub fn crash_at(&self, n: u64) {
+        self.set_plan(move |_, step| (step >= n).then_some(Fault::Crash));
+    }
+
+    /// Whether a crash has happened.
+    pub fn is_dead(&self) -> bool {
+        self.state.lock().dead
+    }
+
+    /// Ends a crash, and the plan with it. What was written is still there; see also
+    /// [`SimBacking::power_loss`].
+    pub fn revive(&self) {
+        let mut state = self.state.lock();
+        (state.dead, state.plan) = (false, None);
+    }
+
+    /// The power fails: some of what was not synced is lost, chosen by `seed`. Nodes and files from
+    /// before are worth nothing (ESTALE where the object is gone).
+    pub fn power_loss(&self, seed: u64) {
+        self.state.lock().disk.power_loss(seed);
+    }
+
+    /// Bounds the bytes in files, counted in pages: ENOSPC above. `None` lifts the bound.
+    pub fn set_capacity(&self, bytes: Option<u64>) {
+        self.state.lock().disk.capacity_bytes = bytes;
+    }
+
+    /// Makes every change fail with EROFS, or ends that.
+    pub fn set_read_only(&self, read_only: bool) {
+        self.state.lock().disk.read_only = read_only;
+    }
+
+    /// Checks the disk's invariants; the first broken one in words.
+    pub fn fsck(&self) -> std::result::Result<(), String> {
+        self.state.lock().disk.fsck()
+    }
+
+    /// Everything below the root, for comparison. Takes no steps.
+    pub fn tree(&self) -> Tree {
+        tree(&self.fork()).expect("a fork has no faults")
+    }
+}
+
+impl State {
+    /// Counts a step and asks the plan; the most bytes that a write may take.
+    fn step(&mut self, op: &'static str) -> Result<usize> {
+        self.steps += 1;
+        if self.dead {
+            return Err(Errno::IO);
+        }
+        let steps = self.steps;
+        match self.plan.as_mut().and_then(|plan| plan(op, steps)) {
+            None => Ok(usize::MAX),
+            Some(Fault::Error(e)) => Err(e),
+            Some(Fault::ShortWrite(bytes)) => Ok(bytes),
+            Some(Fault::Crash) => {
+                self.dead = true;
+                Err(Errno::IO)
+            }
+        }
+    }
+}

@@ -1,0 +1,516 @@
+//! The trait's calls on the simulated disk.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::os::fd::BorrowedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+
+use parking_lot::MutexGuard;
+
+use super::data::PAGE_BYTES;
+use super::disk::{ATIME, CTIME, Disk, Inode, MTIME, ROOT};
+use super::rename::rename;
+use super::{SimBacking, State};
+use crate::{
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime, StatFs,
+};
+
+/// A reference to a simulated object.
+#[derive(Clone, Debug)]
+pub struct SimNode {
+    ino: u64,
+    /// Keeps the object after its last name is gone.
+    _held: Arc<()>,
+}
+
+/// An open simulated file.
+#[derive(Debug)]
+pub struct SimFile {
+    node: SimNode,
+    access: Access,
+}
+
+/// An open simulated directory.
+#[derive(Debug)]
+pub struct SimDir(SimNode);
+
+impl SimFile {
+    fn reads(&self) -> Result<()> {
+        if self.access == Access::Write { Err(Errno::BADF) } else { Ok(()) }
+    }
+
+    fn writes(&self) -> Result<()> {
+        if self.access == Access::Read { Err(Errno::BADF) } else { Ok(()) }
+    }
+}
+
+/// The longest file: what `off_t` can say.
+const SIZE_MAX: u64 = i64::MAX as u64;
+
+impl SimBacking {
+    fn enter(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
+        let mut state = self.state.lock();
+        state.step(op)?;
+        Ok(state)
+    }
+}
+
+impl Disk {
+    fn node(&self, ino: u64) -> Result<(SimNode, Attr)> {
+        let inode = self.inode(ino)?;
+        Ok((SimNode { ino, _held: inode.hold() }, inode.attr(ino)))
+    }
+
+    /// Applies a change of attributes.
+    fn touch(&mut self, ino: u64, change: impl FnOnce(&mut Inode)) -> Result<()> {
+        self.writable()?;
+        let now = self.now();
+        let inode = self.inode_mut(ino)?;
+        change(inode);
+        inode.times[CTIME] = now;
+        Ok(())
+    }
+
+    /// Applies a change of contents.
+    fn modify(&mut self, ino: u64, change: impl FnOnce(&mut Inode)) -> Result<()> {
+        let now = self.now();
+        self.touch(ino, |inode| {
+            change(inode);
+            inode.times[MTIME] = now;
+        })
+    }
+
+    /// How many of `len` bytes at `offset` have room.
+    fn room(&mut self, ino: u64, offset: u64, len: u64) -> Result<u64> {
+        let Some(free) = self.free_bytes() else { return Ok(len) };
+        let data = &self.inode(ino)?.data;
+        if data.pages_missing(offset, len) * PAGE_BYTES <= free {
+            return Ok(len);
+        }
+        let mut fits = 0;
+        let mut end = PAGE_BYTES - offset % PAGE_BYTES;
+        while end < len && data.pages_missing(offset, end) * PAGE_BYTES <= free {
+            fits = end;
+            end += PAGE_BYTES;
+        }
+        if fits == 0 { Err(Errno::NOSPC) } else { Ok(fits) }
+    }
+}
+
+impl Backing for SimBacking {
+    type Node = SimNode;
+    type File = SimFile;
+    type Dir = SimDir;
+
+    fn root(&self) -> SimNode {
+        self.state.lock().disk.node(ROOT).expect("the root is always there").0
+    }
+
+    fn lookup(&self, parent: &SimNode, name: &OsStr) -> Result<(SimNode, Attr)> {
+        let disk = &self.enter("lookup")?.disk;
+        disk.node(disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?)
+    }
+
+    fn create(
+        &self,
+        caller: &Caller,
+        parent: &SimNode,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<(SimNode, SimFile, Attr)> {
+        let disk = &mut self.enter("create")?.disk;
+        let ino = disk.add(caller, parent.ino, name, libc::S_IFREG | mode & 0o7777, |_| ())?;
+        let (node, attr) = disk.node(ino)?;
+        Ok((node.clone(), SimFile { node, access: Access::ReadWrite }, attr))
+    }
+
+    fn mkdir(&self, caller: &Caller, parent: &SimNode, name: &OsStr, mode: u32) -> Result<(SimNode, Attr)> {
+        let disk = &mut self.enter("mkdir")?.disk;
+        let ino = disk.add(caller, parent.ino, name, libc::S_IFDIR | mode & 0o1777, |_| ())?;
+        disk.node(ino)
+    }
+
+    fn mknod(
+        &self,
+        caller: &Caller,
+        parent: &SimNode,
+        name: &OsStr,
+        mode: u32,
+        rdev: u64,
+    ) -> Result<(SimNode, Attr)> {
+        let disk = &mut self.enter("mknod")?.disk;
+        let typed = if mode & libc::S_IFMT == 0 { mode | libc::S_IFREG } else { mode };
+        let rdev = match Kind::from_mode(typed) {
+            None | Some(Kind::Symlink) => return Err(Errno::INVAL),
+            Some(Kind::Dir) => return Err(Errno::PERM),
+            Some(Kind::CharDevice | Kind::BlockDevice) => rdev,
+            Some(_) => 0,
+        };
+        let mode = typed & (libc::S_IFMT | 0o7777);
+        let ino = disk.add(caller, parent.ino, name, mode, |inode| inode.rdev = rdev)?;
+        disk.node(ino)
+    }
+
+    fn symlink(
+        &self,
+        caller: &Caller,
+        parent: &SimNode,
+        name: &OsStr,
+        target: &OsStr,
+    ) -> Result<(SimNode, Attr)> {
+        let disk = &mut self.enter("symlink")?.disk;
+        match target.len() {
+            0 => return Err(Errno::NOENT),
+            // PATH_MAX counts the ending zero; file systems keep it in one block.
+            len if len >= PAGE_BYTES as usize => return Err(Errno::NAMETOOLONG),
+            _ => {}
+        }
+        let fill = |inode: &mut Inode| inode.target = target.as_bytes().to_vec();
+        let ino = disk.add(caller, parent.ino, name, libc::S_IFLNK | 0o777, fill)?;
+        disk.node(ino)
+    }
+
+    fn link(&self, node: &SimNode, parent: &SimNode, name: &OsStr) -> Result<Attr> {
+        let disk = &mut self.enter("link")?.disk;
+        disk.check_new(parent.ino, name)?;
+        let inode = disk.inode(node.ino)?;
+        if inode.is_dir() {
+            return Err(Errno::PERM);
+        }
+        if inode.nlink == 0 {
+            return Err(Errno::NOENT);
+        }
+        disk.change(&[(parent.ino, name, Some(node.ino))]);
+        Ok(disk.inode(node.ino)?.attr(node.ino))
+    }
+
+    fn unlink(&self, parent: &SimNode, name: &OsStr) -> Result<()> {
+        let disk = &mut self.enter("unlink")?.disk;
+        let ino = disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?;
+        disk.writable()?;
+        if disk.inode(ino)?.is_dir() {
+            return Err(Errno::ISDIR);
+        }
+        disk.change(&[(parent.ino, name, None)]);
+        Ok(())
+    }
+
+    fn rmdir(&self, parent: &SimNode, name: &OsStr) -> Result<()> {
+        let disk = &mut self.enter("rmdir")?.disk;
+        let ino = disk.find(parent.ino, name)?;
+        match name.as_bytes() {
+            b"." => return Err(Errno::INVAL),
+            b".." => return Err(Errno::NOTEMPTY),
+            _ => disk.writable()?,
+        }
+        let inode = disk.inode(ino.ok_or(Errno::NOENT)?)?;
+        if !inode.is_dir() {
+            return Err(Errno::NOTDIR);
+        }
+        if !inode.entries.is_empty() {
+            return Err(Errno::NOTEMPTY);
+        }
+        disk.change(&[(parent.ino, name, None)]);
+        Ok(())
+    }
+
+    fn rename(
+        &self,
+        parent: &SimNode,
+        name: &OsStr,
+        new_parent: &SimNode,
+        new_name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<()> {
+        let disk = &mut self.enter("rename")?.disk;
+        rename(disk, (parent.ino, name), (new_parent.ino, new_name), flags)
+    }
+
+    fn readlink(&self, node: &SimNode) -> Result<Vec<u8>> {
+        let disk = &self.enter("readlink")?.disk;
+        let inode = disk.inode(node.ino)?;
+        if inode.kind() == Kind::Symlink { Ok(inode.target.clone()) } else { Err(Errno::INVAL) }
+    }
+
+    fn attr(&self, node: &SimNode) -> Result<Attr> {
+        Ok(self.enter("attr")?.disk.inode(node.ino)?.attr(node.ino))
+    }
+
+    fn attr_of_file(&self, file: &SimFile) -> Result<Attr> {
+        Ok(self.enter("attr_of_file")?.disk.inode(file.node.ino)?.attr(file.node.ino))
+    }
+
+    fn set_mode(&self, node: &SimNode, mode: u32) -> Result<()> {
+        let disk = &mut self.enter("set_mode")?.disk;
+        if disk.inode(node.ino)?.kind() == Kind::Symlink {
+            return Err(Errno::OPNOTSUPP);
+        }
+        disk.touch(node.ino, |i| i.mode = i.mode & libc::S_IFMT | mode & 0o7777)
+    }
+
+    fn set_owner(&self, node: &SimNode, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
+        self.enter("set_owner")?.disk.touch(node.ino, |i| {
+            i.uid = uid.unwrap_or(i.uid);
+            i.gid = gid.unwrap_or(i.gid);
+            if !i.is_dir() {
+                i.mode &= !libc::S_ISUID;
+                if i.mode & libc::S_IXGRP != 0 {
+                    i.mode &= !libc::S_ISGID;
+                }
+            }
+        })
+    }
+
+    fn set_times(&self, node: &SimNode, atime: SetTime, mtime: SetTime) -> Result<()> {
+        let disk = &mut self.enter("set_times")?.disk;
+        let now = disk.now();
+        disk.touch(node.ino, |i| {
+            for (which, set) in [(ATIME, atime), (MTIME, mtime)] {
+                match set {
+                    SetTime::Keep => {}
+                    SetTime::Now => i.times[which] = now,
+                    SetTime::At(time) => i.times[which] = time,
+                }
+            }
+        })
+    }
+
+    fn get_xattr(&self, node: &SimNode, name: &OsStr) -> Result<Vec<u8>> {
+        let disk = &self.enter("get_xattr")?.disk;
+        let inode = disk.inode(node.ino)?;
+        check_xattr(inode, name, Errno::NODATA)?;
+        inode.xattrs.get(name).cloned().ok_or(Errno::NODATA)
+    }
+
+    fn set_xattr(&self, node: &SimNode, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
+        let disk = &mut self.enter("set_xattr")?.disk;
+        let inode = disk.inode(node.ino)?;
+        check_xattr(inode, name, Errno::PERM)?;
+        let exists = inode.xattrs.contains_key(name);
+        match (flags, exists) {
+            (libc::XATTR_CREATE, true) => Err(Errno::EXIST),
+            (libc::XATTR_REPLACE, false) => Err(Errno::NODATA),
+            (0 | libc::XATTR_CREATE | libc::XATTR_REPLACE, _) => {
+                disk.touch(node.ino, |i| drop(i.xattrs.insert(name.to_owned(), value.to_vec())))
+            }
+            _ => Err(Errno::INVAL),
+        }
+    }
+
+    fn list_xattr(&self, node: &SimNode) -> Result<Vec<u8>> {
+        let disk = &self.enter("list_xattr")?.disk;
+        let names = disk.inode(node.ino)?.xattrs.keys();
+        Ok(names.flat_map(|name| [name.as_bytes(), b"\0"].concat()).collect())
+    }
+
+    fn remove_xattr(&self, node: &SimNode, name: &OsStr) -> Result<()> {
+        let disk = &mut self.enter("remove_xattr")?.disk;
+        let inode = disk.inode(node.ino)?;
+        check_xattr(inode, name, Errno::PERM)?;
+        if !inode.xattrs.contains_key(name) {
+            return Err(Errno::NODATA);
+        }
+        disk.touch(node.ino, |i| drop(i.xattrs.remove(name)))
+    }
+
+    fn open_dir(&self, node: &SimNode) -> Result<SimDir> {
+        self.enter("open_dir")?.disk.dir(node.ino)?;
+        Ok(SimDir(node.clone()))
+    }
+
+    fn read_dir(&self, dir: &SimDir, cookie: i64, sink: &mut dyn FnMut(DirEntry<'_>) -> bool) -> Result<()> {
+        let mut entries = Vec::new();
+        {
+            let disk = &self.enter("read_dir")?.disk;
+            let inode = disk.dir(dir.0.ino)?;
+            if inode.nlink == 0 {
+                return Err(Errno::NOENT);
+            }
+            entries.push((1, ".".into(), dir.0.ino, Some(Kind::Dir)));
+            entries.push((2, "..".into(), inode.parent, Some(Kind::Dir)));
+            for (name, &(ino, at)) in &inode.entries {
+                entries.push((at, name.clone(), ino, disk.inode(ino).ok().map(Inode::kind)));
+            }
+        }
+        entries.sort_by_key(|entry| entry.0);
+        // Without the lock: the sink may call back.
+        for (at, name, ino, kind) in entries.into_iter().filter(|entry| entry.0 > cookie) {
+            if !sink(DirEntry { name: &name, ino, kind, cookie: at }) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn sync_dir(&self, node: &SimNode) -> Result<()> {
+        let disk = &mut self.enter("sync_dir")?.disk;
+        disk.dir(node.ino)?;
+        disk.sync_names(node.ino);
+        Ok(())
+    }
+
+    fn open(&self, node: &SimNode, access: Access) -> Result<SimFile> {
+        let disk = &self.enter("open")?.disk;
+        match disk.inode(node.ino)?.kind() {
+            Kind::File => {}
+            Kind::Dir => return Err(Errno::ISDIR),
+            Kind::Symlink => return Err(Errno::LOOP),
+            _ => return Err(Errno::NXIO),
+        }
+        if access != Access::Read {
+            disk.writable()?;
+        }
+        Ok(SimFile { node: node.clone(), access })
+    }
+
+    fn read_at(&self, file: &SimFile, buf: &mut [u8], offset: u64) -> Result<usize> {
+        let disk = &self.enter("read_at")?.disk;
+        file.reads()?;
+        if offset > SIZE_MAX {
+            return Err(Errno::INVAL);
+        }
+        Ok(disk.inode(file.node.ino)?.data.read(buf, offset))
+    }
+
+    fn write_at(&self, file: &SimFile, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
+        let mut state = self.state.lock();
+        let most = state.step("write_at")?;
+        file.writes()?;
+        let mut bytes: Vec<u8> = data.iter().flat_map(|slice| slice.iter().copied()).collect();
+        bytes.truncate(most);
+        if offset > SIZE_MAX {
+            return Err(Errno::INVAL);
+        }
+        if offset + bytes.len() as u64 > SIZE_MAX {
+            return Err(Errno::FBIG);
+        }
+        let ino = file.node.ino;
+        let room = state.disk.room(ino, offset, bytes.len() as u64)?;
+        bytes.truncate(room as usize);
+        if !bytes.is_empty() {
+            state.disk.modify(ino, |i| i.data.write(&bytes, offset))?;
+        }
+        Ok(bytes.len())
+    }
+
+    fn set_len(&self, file: &SimFile, len: u64) -> Result<()> {
+        let disk = &mut self.enter("set_len")?.disk;
+        // ftruncate(2) of a descriptor that cannot write.
+        if file.writes().is_err() || len > SIZE_MAX {
+            return Err(Errno::INVAL);
+        }
+        disk.modify(file.node.ino, |i| i.data.set_len(len))
+    }
+
+    fn allocate(&self, file: &SimFile, mode: i32, offset: u64, len: u64) -> Result<()> {
+        let disk = &mut self.enter("allocate")?.disk;
+        file.writes()?;
+        if len == 0 || len > SIZE_MAX || offset > SIZE_MAX {
+            return Err(Errno::INVAL);
+        }
+        let end = offset + len;
+        if end > SIZE_MAX {
+            return Err(Errno::FBIG);
+        }
+        let keep = libc::FALLOC_FL_KEEP_SIZE;
+        let (punch, zero) = (libc::FALLOC_FL_PUNCH_HOLE, libc::FALLOC_FL_ZERO_RANGE);
+        // A hole punched without KEEP_SIZE is refused; collapse, insert and unshare are not simulated.
+        if mode & !(keep | punch | zero) != 0 || mode & (keep | punch) == punch || mode == keep | punch | zero
+        {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let ino = file.node.ino;
+        if mode & punch == 0 && disk.room(ino, offset, len)? < len {
+            return Err(Errno::NOSPC);
+        }
+        disk.modify(ino, |i| {
+            if mode & (punch | zero) != 0 {
+                i.data.punch(offset, len);
+            }
+            if mode & punch == 0 {
+                i.data.allocate(offset, len);
+            }
+            if mode & keep == 0 {
+                i.data.size = i.data.size.max(end);
+            }
+        })
+    }
+
+    fn seek(&self, file: &SimFile, offset: u64, what: Seek) -> Result<u64> {
+        let disk = &self.enter("seek")?.disk;
+        let data = &disk.inode(file.node.ino)?.data;
+        data.seek(offset, what == Seek::Data).ok_or(Errno::NXIO)
+    }
+
+    fn copy_range(
+        &self,
+        from: &SimFile,
+        from_offset: u64,
+        to: &SimFile,
+        to_offset: u64,
+        len: u64,
+    ) -> Result<u64> {
+        let disk = &mut self.enter("copy_range")?.disk;
+        from.reads()?;
+        to.writes()?;
+        let source = &disk.inode(from.node.ino)?.data;
+        let len = len.min(source.size.saturating_sub(from_offset));
+        if from.node.ino == to.node.ino
+            && from_offset < to_offset.saturating_add(len)
+            && to_offset < from_offset.saturating_add(len)
+        {
+            return Err(Errno::INVAL);
+        }
+        let mut bytes = vec![0; len as usize];
+        source.read(&mut bytes, from_offset);
+        let room = disk.room(to.node.ino, to_offset, len)?;
+        bytes.truncate(room as usize);
+        if !bytes.is_empty() {
+            disk.modify(to.node.ino, |i| i.data.write(&bytes, to_offset))?;
+        }
+        Ok(bytes.len() as u64)
+    }
+
+    fn sync(&self, file: &SimFile, _data_only: bool) -> Result<()> {
+        self.enter("sync")?.disk.sync_file(file.node.ino);
+        Ok(())
+    }
+
+    fn fd<'a>(&self, _file: &'a SimFile) -> Option<BorrowedFd<'a>> {
+        None
+    }
+
+    fn statfs(&self) -> Result<StatFs> {
+        let disk = &mut self.enter("statfs")?.disk;
+        let blocks = disk.capacity_bytes.unwrap_or(1 << 40) / PAGE_BYTES;
+        let free = disk.free_bytes().map_or(blocks, |bytes| bytes / PAGE_BYTES);
+        Ok(StatFs {
+            block_size: PAGE_BYTES,
+            blocks,
+            blocks_free: free,
+            blocks_available: free,
+            files: 1 << 20,
+            files_free: (1 << 20) - disk.inodes.len() as u64,
+            name_max: 255,
+        })
+    }
+
+    fn sync_all(&self) -> Result<()> {
+        self.enter("sync_all")?.disk.sync_all();
+        Ok(())
+    }
+}
+
+/// What the kernel says of names: `user.*` only on files and directories, and only known prefixes.
+fn check_xattr(inode: &Inode, name: &OsStr, not_here: Errno) -> Result<()> {
+    let name = name.as_bytes();
+    let known = [b"user.".as_slice(), b"trusted.", b"security."];
+    if !known.iter().any(|prefix| name.starts_with(prefix)) {
+        return Err(Errno::OPNOTSUPP);
+    }
+    if name.starts_with(b"user.") && !matches!(inode.kind(), Kind::File | Kind::Dir) {
+        return Err(not_here);
+    }
+    Ok(())
+}
