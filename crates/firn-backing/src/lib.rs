@@ -18,6 +18,7 @@ pub use rustix::io::Errno;
 
 pub mod dir;
 pub mod sim;
+pub mod suite;
 mod types;
 pub use dir::DirBacking;
 pub use sim::SimBacking;

@@ -1,0 +1,64 @@
+//! Both backings pass the suite, and agree with each other.
+
+use firn_backing::{Backing, DirBacking, SimBacking, suite};
+use tempfile::TempDir;
+
+/// ext4 or whatever holds `/tmp`, and tmpfs.
+const PLACES: [&str; 2] = ["/tmp", "/dev/shm"];
+
+fn fresh(place: &str) -> (TempDir, DirBacking) {
+    rustix::process::umask(rustix::fs::Mode::empty());
+    let dir = tempfile::Builder::new().prefix("firn-backing-").tempdir_in(place).expect("tempdir");
+    let backing = DirBacking::open(dir.path()).expect("open");
+    // As the simulated root has it; the umask of 0 gave the directory more.
+    backing.set_mode(&backing.root(), 0o755).expect("set_mode");
+    (dir, backing)
+}
+
+#[test]
+fn the_simulated_backing_conforms() {
+    suite::run(SimBacking::new);
+}
+
+#[test]
+fn a_real_directory_conforms() {
+    for place in PLACES {
+        let kept = std::cell::RefCell::new(Vec::new());
+        suite::run(|| {
+            let (dir, backing) = fresh(place);
+            kept.borrow_mut().push(dir);
+            backing
+        });
+    }
+}
+
+#[test]
+fn the_simulated_backing_does_what_a_real_one_does() {
+    let first: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
+    for seed in first..first + 60 {
+        for place in PLACES {
+            let (_dir, real) = fresh(place);
+            let sim = SimBacking::new();
+            println!("seed {seed} in {place}");
+            suite::differential::run(&real, &sim, seed, 300);
+            sim.fsck().expect("fsck");
+        }
+    }
+}
+
+#[test]
+fn after_a_power_loss_what_was_synced_is_there() {
+    for seed in 0..300 {
+        println!("seed {seed}");
+        let sim = SimBacking::new();
+        suite::differential::run(&sim, &sim.fork(), seed, 150);
+        sim.sync_all().expect("sync_all");
+        let synced = sim.tree();
+        let quiet = sim.fork();
+        quiet.power_loss(seed);
+        assert_eq!(quiet.tree(), synced);
+        suite::differential::run(&sim, &sim.fork(), seed + 1000, 150);
+        sim.power_loss(seed);
+        sim.fsck().expect("fsck");
+    }
+}
