@@ -1,0 +1,74 @@
+//! The simulated backing fails as it is told to, and loses what it may lose.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+
+use firn_backing::sim::Fault;
+use firn_backing::suite::own_caller;
+use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking};
+
+/// A file `a` that holds `content`.
+fn with_file(content: &[u8]) -> (SimBacking, <SimBacking as Backing>::File) {
+    let sim = SimBacking::new();
+    let file = sim.create(&own_caller(), &sim.root(), OsStr::new("a"), 0o644).expect("create").1;
+    sim.write_at(&file, &[IoSlice::new(content)], 0).expect("write_at");
+    (sim, file)
+}
+
+#[test]
+fn faults_come_at_the_step_and_the_call_that_the_plan_names() {
+    let (sim, file) = with_file(b"old");
+    assert_eq!(sim.steps(), 2);
+    let write = |bytes: &[u8]| sim.write_at(&file, &[IoSlice::new(bytes)], 0);
+    sim.set_plan(|op, step| match (op, step) {
+        (_, 3) => Some(Fault::Error(Errno::DQUOT)),
+        ("write_at", 4) => Some(Fault::ShortWrite(1)),
+        (_, 5) => Some(Fault::Crash),
+        _ => None,
+    });
+    assert_eq!(write(b"new").err(), Some(Errno::DQUOT));
+    assert_eq!(write(b"new"), Ok(1));
+    assert_eq!(write(b"NEW").err(), Some(Errno::IO));
+    assert_eq!((sim.attr_of_file(&file).err(), sim.is_dead()), (Some(Errno::IO), true));
+    sim.revive();
+    assert_eq!(sim.tree()[b"a".as_slice()].content, b"nld");
+}
+
+#[test]
+fn a_full_disk_takes_what_fits_and_then_nothing() {
+    let (sim, file) = with_file(b"");
+    sim.set_capacity(Some(8192));
+    let bytes = [1; 10_000];
+    assert_eq!(sim.write_at(&file, &[IoSlice::new(&bytes)], 100), Ok(8092));
+    assert_eq!(sim.write_at(&file, &[IoSlice::new(&bytes)], 8192).err(), Some(Errno::NOSPC));
+    assert_eq!(sim.statfs().map(|s| s.blocks_free), Ok(0));
+    sim.set_read_only(true);
+    assert_eq!(sim.set_len(&file, 0).err(), Some(Errno::ROFS));
+}
+
+#[test]
+fn synced_data_and_names_survive_and_a_rename_is_whole() {
+    let mut outcomes = std::collections::BTreeSet::new();
+    for seed in 0..200 {
+        let (sim, file) = with_file(&[1; 1024]);
+        let root = sim.root();
+        sim.sync(&file, false).expect("sync");
+        sim.sync_dir(&root).expect("sync_dir");
+        let (a, b) = (OsStr::new("a"), OsStr::new("b"));
+        sim.rename(&root, a, &root, b, RenameFlags::empty()).expect("rename");
+        sim.write_at(&file, &[IoSlice::new(&[2; 1024])], 0).expect("write_at");
+        sim.power_loss(seed);
+        sim.fsck().unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+        let names: Vec<_> = sim.tree().into_keys().filter(|name| !name.is_empty()).collect();
+        assert_eq!(names.len(), 1, "seed {seed}: {names:?}");
+        let (node, _) = sim.lookup(&sim.root(), a).or(sim.lookup(&sim.root(), b)).expect("a or b");
+        let mut bytes = [0; 1024];
+        let open = sim.open(&node, Access::Read).expect("open");
+        assert_eq!(sim.read_at(&open, &mut bytes, 0), Ok(1024));
+        for sector in bytes.chunks(512) {
+            assert!(sector == [1; 512] || sector == [2; 512], "seed {seed}: a torn sector");
+        }
+        outcomes.insert((names, bytes[0], bytes[512]));
+    }
+    assert_eq!(outcomes.len(), 8, "every outcome that is allowed happens");
+}
