@@ -3,7 +3,7 @@
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use firn_format::FormatError;
 use firn_format::geometry::{Geometry, PAGE};
@@ -279,6 +279,13 @@ impl Arena {
             self.map.populate(self.geometry.chunk_offset(chunk), self.geometry.chunk_bytes)?;
         }
         Ok(())
+    }
+
+    /// What the tables hold now: live pieces and damage.
+    pub fn stored(&self) -> (Vec<Stored>, Vec<Damage>) {
+        let (mut stored, mut damage) = (Vec::new(), Vec::new());
+        scan(&self.map, &self.geometry, &mut damage, &mut |found| stored.push(found));
+        (stored, damage)
     }
 
     // ---- leases ------------------------------------------------------------------------------
@@ -558,7 +565,32 @@ fn scan_slab(
         // Which it was is unknown: what its records say is checked one by one all the same.
         Err(word) => damage.push(Damage::Slab { slab: at, word }),
     }
-    let generation = map.u64(header + slab_word::GENERATION).load(Ordering::Acquire);
+    // A live arena may lease the slab anew while it is read: then what was read is of two leases.
+    const TRIES: usize = 3;
+    for _ in 0..TRIES {
+        let generation = map.u64(header + slab_word::GENERATION).load(Ordering::Acquire);
+        let mut found = Vec::new();
+        let mut wrong = Vec::new();
+        scan_records(map, geometry, at, class, generation, &mut wrong, &mut |stored| found.push(stored));
+        fence(Ordering::Acquire);
+        if map.u64(header + slab_word::GENERATION).load(Ordering::Acquire) == generation {
+            damage.extend(wrong);
+            found.into_iter().for_each(live);
+            return;
+        }
+    }
+}
+
+fn scan_records(
+    map: &Map,
+    geometry: &Geometry,
+    at: SlabRef,
+    class: Class,
+    generation: u64,
+    damage: &mut Vec<Damage>,
+    live: &mut dyn FnMut(Stored),
+) {
+    let header = geometry.slab_header_offset(at.chunk, at.slab);
     let published = map.u32(header + slab_word::PUBLISHED).load(Ordering::Acquire);
     let bytes = class.slab_bytes(geometry.chunk_bytes);
     let (start, end) = (u64::from(at.slab) * bytes, (u64::from(at.slab) + 1) * bytes);

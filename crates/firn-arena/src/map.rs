@@ -114,7 +114,13 @@ impl JournalRegion {
     /// Copies in.
     pub fn store(&mut self, at: usize, bytes: &[u8]) {
         assert!(at as u64 + bytes.len() as u64 <= self.len);
-        self.map.write(self.offset + at as u64, bytes);
+        match <[u8; 8]>::try_from(bytes) {
+            Ok(word) if at.is_multiple_of(8) => {
+                let word = u64::from_ne_bytes(word);
+                self.map.u64(self.offset + at as u64).store(word, std::sync::atomic::Ordering::Release);
+            }
+            _ => self.map.write(self.offset + at as u64, bytes),
+        }
         // A later store must not become visible before this one.
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
     }

@@ -19,6 +19,12 @@ pub enum Damage {
     /// Neither half has a valid header.
     #[error("journal: neither half has a valid header")]
     NoHalf,
+    /// The header of the half in use is damaged; its records were read all the same.
+    #[error("journal half {half}: its header is damaged; its records were read all the same")]
+    Header {
+        /// 0 or 1.
+        half: usize,
+    },
     /// Bytes that are no record although records follow them.
     #[error("journal half {half}, byte {at}: {bytes} bytes are damaged, records follow")]
     Hole {
@@ -86,8 +92,19 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
         return Replay { damage: vec![Damage::NoHalf], end: HALF_HEADER_BYTES, ..Replay::default() };
     };
     let mut bytes = vec![0u8; half_bytes];
-    medium.read(half * half_bytes, &mut bytes);
+    let other = 1 - half;
+    medium.read(other * half_bytes, &mut bytes);
     let mut out = Replay { half, generation, end: HALF_HEADER_BYTES, ..Replay::default() };
+    // A half without a good header that holds the next generation was the active one, and its header
+    // is damaged: the half with the good header is older. While a snapshot is written the magic is 0.
+    let damaged = decode_half_header(&bytes).is_none() && bytes[..8] != [0; 8];
+    if damaged && peek_frame(generation + 1, &bytes[HALF_HEADER_BYTES..]).is_some() {
+        out.damage.push(Damage::Header { half: other });
+        (out.half, out.generation) = (other, generation + 1);
+    } else {
+        medium.read(half * half_bytes, &mut bytes);
+    }
+    let (half, generation) = (out.half, out.generation);
     while let Some((at, sequence, payload)) = next_frame(&bytes, generation, out.end, out.sequence) {
         if at > out.end {
             out.damage.push(Damage::Hole { half, at: out.end, bytes: at - out.end });
@@ -161,6 +178,11 @@ impl<M: Medium> Journal<M> {
         &self.ledger
     }
 
+    /// The bytes below.
+    pub fn into_medium(self) -> M {
+        self.medium
+    }
+
     /// Bytes that a snapshot of the present state would leave free, 0 if none.
     pub fn free_bytes(&self) -> usize {
         let used: usize = self.ledger.records().iter().map(|r| frame_bytes(r.encode().len())).sum();
@@ -201,7 +223,9 @@ impl<M: Medium> Journal<M> {
         }
         self.medium.write(other * half_bytes, &[0; HALF_HEADER_BYTES]);
         self.medium.write(other * half_bytes + HALF_HEADER_BYTES, &bytes);
-        self.medium.write(other * half_bytes, &encode_half_header(generation));
+        let header = encode_half_header(generation);
+        self.medium.write(other * half_bytes + 8, &header[8..]);
+        self.medium.write(other * half_bytes, &header[..8]);
         (self.half, self.generation) = (other, generation);
         (self.end, self.sequence) = (HALF_HEADER_BYTES + bytes.len(), sequence);
         Ok(())

@@ -197,6 +197,15 @@ impl Ledger {
     /// The records that add up to this ledger.
     pub fn records(&self) -> Vec<Record> {
         let mut out = Vec::new();
+        // First: the names that they added stand in the bindings, and must not be added again.
+        for (&id, rename) in &self.renames {
+            out.push(Record::RenameBegin {
+                id,
+                from: rename.from.clone(),
+                to: rename.to.clone(),
+                exchange: rename.exchange,
+            });
+        }
         for (&file, bound) in &self.files {
             let paths = bound.paths.iter().map(|(p, _)| p.clone()).collect();
             out.push(Record::Bind { file, identity: bound.identity, paths });
@@ -214,14 +223,6 @@ impl Ledger {
             if let Some(time) = bound.modified_at {
                 out.push(Record::ModifiedAt { file, time });
             }
-        }
-        for (&id, rename) in &self.renames {
-            out.push(Record::RenameBegin {
-                id,
-                from: rename.from.clone(),
-                to: rename.to.clone(),
-                exchange: rename.exchange,
-            });
         }
         out
     }

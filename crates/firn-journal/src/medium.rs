@@ -8,7 +8,8 @@ pub trait Medium: Send {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Stores `bytes` at `at`. Stores become visible to a later process in the order they were made.
+    /// Stores `bytes` at `at`. Stores become visible to a later process in the order they were made;
+    /// one of 8 aligned bytes is never torn.
     fn write(&mut self, at: usize, bytes: &[u8]);
     /// Reads into `bytes` from `at`.
     fn read(&self, at: usize, bytes: &mut [u8]);

@@ -1,0 +1,268 @@
+//! The arena through its file: what was published is there after a new attach, damage is named.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use firn_arena::{Arena, ArenaError, Damage, Identity, Lease, PieceRef, check};
+use firn_format::geometry::Geometry;
+use firn_format::piece::word;
+use firn_format::slab::{Class, chunk_word, slab_word};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+fn identity() -> Identity {
+    Identity { backing: PathBuf::from("/backing"), dev: 1, ino: 2 }
+}
+
+fn fresh(chunks: u64, chunk_bytes: u64) -> (tempfile::TempDir, PathBuf, Arena) {
+    let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
+    let path = dir.path().join("arena");
+    let geometry = Geometry::new(chunks * chunk_bytes, chunk_bytes).expect("a valid geometry");
+    let arena = Arena::create(&path, geometry, &identity()).expect("created");
+    (dir, path, arena)
+}
+
+fn append(arena: &Arena, lease: &mut Lease, file: u64, offset: u64, data: &[u8]) -> Option<PieceRef> {
+    let reserved = lease.reserve(file, offset, data.len() as u64)?;
+    assert_eq!(reserved.len as usize, data.len(), "the test stays within a slab");
+    arena.fill(lease.slab(), reserved.position, data);
+    if lease.continues(file, offset, reserved) {
+        return Some(arena.extend(lease, reserved.len).0);
+    }
+    let sequence = arena.next_sequence();
+    Some(arena.publish(lease, reserved, file, offset, sequence))
+}
+
+#[test]
+fn published_pieces_outlive_the_process_that_wrote_them() {
+    let (_dir, path, arena) = fresh(4, 1 << 20);
+    let mut lease = arena.lease(Class::Medium).unwrap();
+    append(&arena, &mut lease, 7, 100, b"hello ").unwrap();
+    append(&arena, &mut lease, 7, 106, b"world").unwrap();
+    append(&arena, &mut lease, 8, 5000, &[3; 9000]).unwrap();
+    std::mem::forget(lease);
+    drop(arena);
+    let (arena, stored, damage) = Arena::attach(&path).unwrap();
+    assert_eq!(damage, []);
+    let pieces: Vec<_> = stored.iter().map(|s| (s.piece.file, s.piece.offset, s.piece.len)).collect();
+    assert_eq!(pieces, [(7, 100, 11), (8, 5000, 9000)]);
+    let mut text = [0; 11];
+    arena.copy_out(stored[0].at.slab, stored[0].piece.position, &mut text);
+    assert_eq!(&text, b"hello world");
+    assert_eq!(u64::from(stored[1].piece.position) % 4096, 5000 % 4096);
+    assert!(arena.next_sequence() > stored[1].piece.sequence);
+}
+
+#[test]
+fn room_comes_back_when_the_last_byte_is_retired_and_the_lease_sealed() {
+    let (_dir, _path, arena) = fresh(1, 1 << 20);
+    let mut lease = arena.lease(Class::Whole).unwrap();
+    assert!(arena.lease(Class::Whole).is_none());
+    let piece = append(&arena, &mut lease, 1, 0, &[1; 100]).unwrap();
+    arena.retire(piece, 40, false);
+    arena.retire(piece, 60, true);
+    assert!(arena.lease(Class::Small).is_none(), "the lease still holds the slab");
+    arena.seal(lease);
+    assert_eq!(arena.used_bytes(), 0);
+    let again = arena.lease(Class::Small).unwrap();
+    arena.seal(again);
+}
+
+#[test]
+fn a_lease_falls_back_to_a_smaller_class() {
+    let (_dir, _path, arena) = fresh(2, 1 << 20);
+    let small = arena.lease(Class::Small).unwrap();
+    let whole = arena.lease(Class::Whole).unwrap();
+    assert_eq!((small.class(), whole.class()), (Class::Small, Class::Whole));
+    let fallen = arena.lease(Class::Whole).unwrap();
+    assert_eq!(fallen.class(), Class::Small);
+    for lease in [small, whole, fallen] {
+        arena.seal(lease);
+    }
+}
+
+#[test]
+fn records_of_an_earlier_lease_do_not_come_back() {
+    let (_dir, path, arena) = fresh(1, 64 << 10);
+    let mut lease = arena.lease(Class::Whole).unwrap();
+    for n in 0..13 {
+        let piece = append(&arena, &mut lease, 1, n * 8192, &[1; 10]).unwrap();
+        arena.retire(piece, 10, true);
+    }
+    assert!(lease.reserve(1, 1 << 30, 1).is_none(), "the table is full");
+    arena.seal(lease);
+    let mut lease = arena.lease(Class::Whole).unwrap();
+    append(&arena, &mut lease, 2, 0, b"new").unwrap();
+    std::mem::forget(lease);
+    drop(arena);
+    let (_arena, stored, damage) = Arena::attach(&path).unwrap();
+    assert_eq!(damage, []);
+    assert_eq!(stored.iter().map(|s| s.piece.file).collect::<Vec<_>>(), [2]);
+}
+
+fn poke(path: &Path, at: u64, bit: u32) {
+    use std::os::unix::fs::FileExt;
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at + u64::from(bit / 8)).unwrap();
+    byte[0] ^= 1 << (bit % 8);
+    file.write_all_at(&byte, at + u64::from(bit / 8)).unwrap();
+}
+
+#[test]
+fn flipped_bits_are_named_and_what_is_whole_is_kept() {
+    let (_dir, path, arena) = fresh(2, 64 << 10);
+    let mut lease = arena.lease(Class::Whole).unwrap();
+    let first = append(&arena, &mut lease, 1, 0, b"first").unwrap();
+    append(&arena, &mut lease, 1, 9000, b"second").unwrap();
+    std::mem::forget(lease);
+    let g = *arena.geometry();
+    drop(arena);
+    let record = g.record_offset(first.slab.chunk, first.record);
+    let header = g.slab_header_offset(first.slab.chunk, 0);
+    let class = g.table_offset(first.slab.chunk) + chunk_word::CLASS;
+    type Test = fn(&Damage) -> bool;
+    let cases: [(u64, usize, Test); 6] = [
+        (record + word::OFFSET, 1, |d| matches!(d, Damage::Piece { .. })),
+        (record + word::SEAL, 1, |d| matches!(d, Damage::Piece { .. })),
+        (record + word::STATE, 2, |d| matches!(d, Damage::State { .. })),
+        (header + slab_word::STATE, 2, |d| matches!(d, Damage::Slab { .. })),
+        (header + slab_word::PUBLISHED + 3, 2, |d| matches!(d, Damage::Count { .. })),
+        (class, 0, |d| matches!(d, Damage::Chunk { .. })),
+    ];
+    for (at, kept, expected) in cases {
+        poke(&path, at, 4);
+        let report = check(&path).unwrap();
+        assert_eq!(report.pieces.len(), kept, "byte {at}");
+        assert!(report.damage.iter().any(expected), "byte {at}: {:?}", report.damage);
+        poke(&path, at, 4);
+    }
+    assert_eq!(check(&path).unwrap().damage, []);
+    poke(&path, 40, 0);
+    assert!(matches!(check(&path), Err(ArenaError::Format { .. })));
+}
+
+#[test]
+fn a_truncated_or_foreign_file_is_refused() {
+    let (_dir, path, arena) = fresh(1, 64 << 10);
+    drop(arena);
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    let len = file.metadata().unwrap().len();
+    for size in [len - 1, 5000, 4095, 100, 0] {
+        file.set_len(size).unwrap();
+        assert!(matches!(Arena::attach(&path), Err(ArenaError::Format { .. })), "{size} bytes");
+    }
+    std::fs::write(&path, vec![b'x'; 8192]).unwrap();
+    assert!(Arena::attach(&path).err().unwrap().to_string().contains("not a firn arena"));
+}
+
+#[test]
+fn an_arena_larger_than_its_file_system_is_refused_and_leaves_nothing() {
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = dir.path().join("arena");
+    let geometry = Geometry::new(1 << 50, 1 << 30).unwrap();
+    let error = Arena::create(&path, geometry, &identity()).err().unwrap();
+    assert!(matches!(error, ArenaError::NoRoom { .. }), "{error}");
+    assert!(error.to_string().contains("arena-size"));
+    assert!(!path.exists());
+}
+
+/// Writers lease, fill, publish and extend until the arena is full, while a reader reads the tables
+/// and the bytes of every live piece. Each byte says which file and offset it is of, so a torn or
+/// early publish shows. Run with ThreadSanitizer by `cargo xtask campaign tsan`.
+#[test]
+fn a_reader_never_sees_a_piece_before_its_bytes() {
+    let seed: u64 = rand::random();
+    println!("seed {seed}");
+    let (_dir, _path, arena) = fresh(32, 256 << 10);
+    let writing = AtomicU32::new(3);
+    std::thread::scope(|scope| {
+        for file in 1..=3u64 {
+            let (arena, writing) = (&arena, &writing);
+            let mut rng = StdRng::seed_from_u64(seed ^ file);
+            scope.spawn(move || {
+                let mut offset = 0u64;
+                while let Some(mut lease) = arena.lease([Class::Small, Class::Medium][rng.random_range(0..2)])
+                {
+                    fill_lease(arena, &mut lease, file, &mut offset, &mut rng);
+                    arena.seal(lease);
+                }
+                writing.fetch_sub(1, Ordering::AcqRel);
+            });
+        }
+        let (arena, writing) = (&arena, &writing);
+        scope.spawn(move || {
+            while writing.load(Ordering::Acquire) > 0 {
+                verify_all(arena);
+            }
+        });
+    });
+    assert!(verify_all(&arena) > 0);
+}
+
+fn byte_of(file: u64, offset: u64) -> u8 {
+    (file.wrapping_mul(31) ^ offset.wrapping_mul(7)) as u8
+}
+
+fn fill_lease(arena: &Arena, lease: &mut Lease, file: u64, offset: &mut u64, rng: &mut StdRng) {
+    loop {
+        let len = rng.random_range(1..3000u64);
+        let Some(reserved) = lease.reserve(file, *offset, len).filter(|r| u64::from(r.len) == len) else {
+            return;
+        };
+        let data: Vec<u8> = (*offset..*offset + len).map(|o| byte_of(file, o)).collect();
+        arena.fill(lease.slab(), reserved.position, &data);
+        if lease.continues(file, *offset, reserved) {
+            arena.extend(lease, reserved.len);
+        } else {
+            let sequence = arena.next_sequence();
+            arena.publish(lease, reserved, file, *offset, sequence);
+        }
+        *offset += len + u64::from(rng.random_bool(0.1)) * 100;
+    }
+}
+
+fn verify_all(arena: &Arena) -> usize {
+    let (stored, damage) = arena.stored();
+    assert_eq!(damage, []);
+    for found in &stored {
+        let mut bytes = vec![0; found.piece.len as usize];
+        arena.copy_out(found.at.slab, found.piece.position, &mut bytes);
+        for (i, byte) in bytes.into_iter().enumerate() {
+            assert_eq!(byte, byte_of(found.piece.file, found.piece.offset + i as u64), "{found:?} byte {i}");
+        }
+    }
+    stored.len()
+}
+
+/// Slabs are leased, retired and leased again while a reader reads the tables: it never takes a
+/// record of one lease for one of another.
+#[test]
+fn reuse_under_a_reader_is_never_mistaken_for_damage() {
+    let (_dir, _path, arena) = fresh(2, 64 << 10);
+    let writing = AtomicU32::new(2);
+    std::thread::scope(|scope| {
+        for file in 1..=2u64 {
+            let (arena, writing) = (&arena, &writing);
+            scope.spawn(move || {
+                for round in 0..3000u64 {
+                    let Some(mut lease) = arena.lease(Class::Small) else { continue };
+                    let pieces: Vec<PieceRef> = (0..5)
+                        .filter_map(|n| append(arena, &mut lease, file, round + n * 5000, &[1; 9]))
+                        .collect();
+                    pieces.into_iter().for_each(|piece| arena.retire(piece, 9, true));
+                    arena.seal(lease);
+                }
+                writing.fetch_sub(1, Ordering::AcqRel);
+            });
+        }
+        let (arena, writing) = (&arena, &writing);
+        scope.spawn(move || {
+            while writing.load(Ordering::Acquire) > 0 {
+                let (stored, damage) = arena.stored();
+                assert_eq!(damage, []);
+                assert!(stored.iter().all(|s| (1..=2).contains(&s.piece.file)));
+            }
+        });
+    });
+    assert_eq!(arena.used_bytes(), 0);
+}

@@ -1,0 +1,184 @@
+//! The journal against its own promises: any cut of the bytes replays to a prefix of what was
+//! appended, and a snapshot changes nothing.
+
+use firn_format::record::{Identity, Record};
+use firn_journal::{Damage, Full, Journal, Ledger, Medium, Memory, PathState, replay};
+use proptest::prelude::*;
+
+fn bind(file: u64, path: &str) -> Record {
+    let identity = Identity { dev: 1, ino: file, btime: None };
+    Record::Bind { file, identity, paths: vec![path.as_bytes().to_vec()] }
+}
+
+fn path(text: &str) -> Vec<u8> {
+    text.as_bytes().to_vec()
+}
+
+fn any_record() -> impl Strategy<Value = Record> {
+    let name = prop::sample::select(vec!["a", "b", "a/x", "a/y", "b/x", "ab", "a/x/z"]);
+    let (from, to) = (name.clone(), name.clone());
+    prop_oneof![
+        (1u64..6, name.clone()).prop_map(|(file, p)| bind(file, p)),
+        (1u64..6, name.clone()).prop_map(|(file, p)| Record::NameAdded { file, path: path(p) }),
+        (1u64..6, name).prop_map(|(file, p)| Record::NameRemoved { file, path: path(p) }),
+        (1u64..4, from, to, any::<bool>()).prop_map(|(id, from, to, exchange)| Record::RenameBegin {
+            id,
+            from: path(from),
+            to: path(to),
+            exchange
+        }),
+        (1u64..4, any::<bool>()).prop_map(|(id, done)| Record::RenameEnd { id, done }),
+        (1u64..6, 1u64..9, 0u64..100).prop_map(|(file, sequence, size)| Record::TruncateBegin {
+            file,
+            sequence,
+            size
+        }),
+        (1u64..6, 1u64..9, 0u64..100, any::<bool>())
+            .prop_map(|(file, sequence, size, done)| Record::TruncateEnd { file, sequence, size, done }),
+        (1u64..6, 0u64..50, 1u64..50, 1u64..9).prop_map(|(file, offset, len, sequence)| Record::Void {
+            file,
+            offset,
+            len,
+            sequence
+        }),
+        (1u64..6, any::<i64>()).prop_map(|(file, sec)| Record::ModifiedAt { file, time: (sec, 0) }),
+        (1u64..6).prop_map(|file| Record::Unbind { file }),
+    ]
+}
+
+/// A medium that remembers its bytes after every single store.
+struct Recorder {
+    memory: Memory,
+    after: std::sync::Arc<std::sync::Mutex<Vec<Vec<u8>>>>,
+}
+
+impl Medium for Recorder {
+    fn len(&self) -> usize {
+        self.memory.len()
+    }
+    fn write(&mut self, at: usize, bytes: &[u8]) {
+        // A store may be torn anywhere: keep the state with its first half, too.
+        if bytes.len() != 8 {
+            self.memory.write(at, &bytes[..bytes.len() / 2]);
+        }
+        self.after.lock().unwrap().push(self.memory.0.clone());
+        self.memory.write(at, bytes);
+        self.after.lock().unwrap().push(self.memory.0.clone());
+    }
+    fn read(&self, at: usize, bytes: &mut [u8]) {
+        self.memory.read(at, bytes);
+    }
+}
+
+proptest! {
+    /// A crash after, or in the middle of, any store leaves the ledger before or after the append.
+    #[test]
+    fn a_crash_at_any_store_replays_to_before_or_after(records in prop::collection::vec(any_record(), 1..40)) {
+        let after = std::sync::Arc::default();
+        let memory = Memory(vec![0; 2 * 1024]);
+        let mut journal = Journal::create(Recorder { memory, after: std::sync::Arc::clone(&after) });
+        let mut before = Ledger::default();
+        for record in records {
+            after.lock().unwrap().clear();
+            let result = journal.append(&record);
+            let mut expected = before.clone();
+            if result.is_ok() {
+                expected.apply(&record);
+            }
+            prop_assert_eq!(journal.ledger(), &expected);
+            for bytes in after.lock().unwrap().drain(..) {
+                let found = replay(&Memory(bytes));
+                prop_assert!(found.ledger == before || found.ledger == expected, "{record:?}: found {:?}\nbefore {before:?}\nafter {expected:?}", found.ledger);
+                prop_assert_eq!(&found.damage, &vec![]);
+            }
+            before = expected;
+        }
+    }
+
+    /// Any flipped bit is either found, or it lies where nothing is stored.
+    #[test]
+    fn a_flipped_bit_is_found_or_harmless(records in prop::collection::vec(any_record(), 5..20), bit in 0usize..8 * 1024) {
+        let mut journal = Journal::create(Memory(vec![0; 2 * 1024]));
+        let mut prefixes = vec![Ledger::default()];
+        for record in &records {
+            let _ = journal.append(record);
+            prefixes.push(journal.ledger().clone());
+        }
+        let mut bytes = journal.into_medium().0;
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        let found = replay(&Memory(bytes.clone()));
+        let (again, _) = Journal::open(Memory(bytes));
+        prop_assert_eq!(again.ledger(), &found.ledger);
+        // The last record has none after it: its damage looks like a torn tail and is dropped.
+        if found.damage.is_empty() {
+            prop_assert!(prefixes.iter().rev().take(2).any(|p| *p == found.ledger));
+        }
+    }
+}
+
+#[test]
+fn a_torn_tail_is_dropped_and_damage_in_the_middle_is_named() {
+    let mut journal = Journal::create(Memory(vec![0; 4096]));
+    for file in 1..=3 {
+        journal.append(&bind(file, "file")).unwrap();
+    }
+    let bytes = journal.into_medium().0;
+    let ends: Vec<usize> = (0..3).map(|n| 24 + n * 64).collect();
+    let mut torn = bytes.clone();
+    torn[ends[2] + 20] ^= 1;
+    let found = replay(&Memory(torn));
+    assert_eq!((found.ledger.len(), found.damage.len()), (2, 0));
+    let mut holed = bytes;
+    holed[ends[1] + 20] ^= 1;
+    let found = replay(&Memory(holed));
+    assert_eq!(found.ledger.len(), 2);
+    assert!(matches!(found.damage[..], [Damage::Hole { half: 0, .. }]), "{:?}", found.damage);
+}
+
+#[test]
+fn a_journal_without_a_header_is_damaged_not_empty() {
+    let found = replay(&Memory(vec![0; 4096]));
+    assert_eq!(found.damage, [Damage::NoHalf]);
+}
+
+#[test]
+fn what_does_not_fit_changes_nothing() {
+    let mut journal = Journal::create(Memory(vec![0; 2 * 256]));
+    let mut bound = 0;
+    while journal.append(&bind(bound + 1, "some/path")).is_ok() {
+        bound += 1;
+    }
+    let ledger = journal.ledger().clone();
+    assert_eq!(journal.append(&bind(99, "some/path")), Err(Full));
+    assert_eq!(journal.ledger(), &ledger);
+    journal.append(&Record::Unbind { file: 1 }).unwrap();
+    journal.append(&bind(99, "some/path")).unwrap();
+}
+
+#[test]
+fn names_follow_the_rename_of_a_directory_above() {
+    let mut ledger = Ledger::default();
+    ledger.apply(&bind(1, "a/x"));
+    ledger.apply(&bind(2, "ab"));
+    let rename = Record::RenameBegin { id: 1, from: path("a"), to: path("b"), exchange: false };
+    ledger.apply(&rename);
+    let doubtful = (path("b/x"), PathState::Doubtful);
+    assert_eq!(ledger.file(1).unwrap().paths, [(path("a/x"), PathState::Sure), doubtful]);
+    ledger.apply(&Record::RenameEnd { id: 1, done: true });
+    assert_eq!(ledger.file(1).unwrap().paths, [(path("b/x"), PathState::Sure)]);
+    assert_eq!(ledger.path(2), Some(&b"ab"[..]));
+}
+
+#[test]
+fn a_failed_rename_leaves_the_old_name_and_an_exchange_swaps_both() {
+    let mut ledger = Ledger::default();
+    ledger.apply(&bind(1, "a"));
+    ledger.apply(&bind(2, "b"));
+    ledger.apply(&Record::RenameBegin { id: 1, from: path("a"), to: path("c"), exchange: false });
+    ledger.apply(&Record::RenameEnd { id: 1, done: false });
+    assert_eq!(ledger.file(1).unwrap().paths, [(path("a"), PathState::Sure)]);
+    ledger.apply(&Record::RenameBegin { id: 2, from: path("a"), to: path("b"), exchange: true });
+    ledger.apply(&Record::RenameEnd { id: 2, done: true });
+    assert_eq!(ledger.path(1), Some(&b"b"[..]));
+    assert_eq!(ledger.path(2), Some(&b"a"[..]));
+}
