@@ -228,7 +228,9 @@ pub fn verify(dir: &Path, log: &Path) -> Verified {
 
 fn verify_result(dir: &Path, log: &Path) -> Result<Verified, String> {
     let mut records = Vec::new();
-    File::open(log).and_then(|mut file| file.read_to_end(&mut records)).map_err(|e| format!("{log:?}: {e}"))?;
+    File::open(log)
+        .and_then(|mut file| file.read_to_end(&mut records))
+        .map_err(|e| format!("{log:?}: {e}"))?;
     let mut model = Model::default();
     let (mut begun, mut verified) = (None, Verified::default());
     for record in records.chunks_exact(RECORD_LEN) {
@@ -249,7 +251,8 @@ fn verify_result(dir: &Path, log: &Path) -> Result<Verified, String> {
         let before = model.files.get(&file);
         let may_be_missing = before.is_none();
         let seconds = [before.map(|b| b.1), Some(*second_after)];
-        let found = seconds.iter().flatten().find_map(|second| std::fs::read(dir.join(name(file, *second))).ok());
+        let found =
+            seconds.iter().flatten().find_map(|second| std::fs::read(dir.join(name(file, *second))).ok());
         let Some(found) = found else {
             if may_be_missing {
                 continue;
@@ -258,7 +261,8 @@ fn verify_result(dir: &Path, log: &Path) -> Result<Verified, String> {
         };
         let empty = Vec::new();
         let is_before = before.map_or(&empty, |b| &b.0);
-        compare(&found, is_before, is_after).map_err(|e| format!("{dir:?}, file {file}: {e} (last begun: {begun:?})"))?;
+        compare(&found, is_before, is_after)
+            .map_err(|e| format!("{dir:?}, file {file}: {e} (last begun: {begun:?})"))?;
         verified.bytes += found.len() as u64;
     }
     Ok(verified)

@@ -33,8 +33,10 @@ pub fn run(seed: u64, count: u64, found: &Path, expected: &Path) {
             recent[recent.len().saturating_sub(40)..].join("\n")
         );
         if number % COMPARE_EVERY == COMPARE_EVERY - 1 {
-            let what = format!("seed {seed}: trees differ after operation {number}, the last ones:\n{}",
-                recent[recent.len().saturating_sub(60)..].join("\n"));
+            let what = format!(
+                "seed {seed}: trees differ after operation {number}, the last ones:\n{}",
+                recent[recent.len().saturating_sub(60)..].join("\n")
+            );
             assert_same(&what, &snapshot(found), &snapshot(expected));
         }
     }

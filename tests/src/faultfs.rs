@@ -41,8 +41,12 @@ impl FaultFs {
     pub fn new(sandbox: &Sandbox) -> Self {
         let control = sandbox.join("control");
         fs::write(&control, "").expect("write the control file");
-        let mut fault =
-            Self { source: sandbox.mkdir("source"), mount_point: sandbox.mkdir("faulty"), control, child: None };
+        let mut fault = Self {
+            source: sandbox.mkdir("source"),
+            mount_point: sandbox.mkdir("faulty"),
+            control,
+            child: None,
+        };
         fault.start();
         fault
     }
@@ -205,7 +209,9 @@ impl Filesystem for FaultServer {
 
     fn getattr(&self, _: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
         let found = match fh {
-            Some(handle) => self.file(handle).and_then(|f| Ok(attr_of(ino.0, &f.metadata().map_err(Errno::from)?))),
+            Some(handle) => {
+                self.file(handle).and_then(|f| Ok(attr_of(ino.0, &f.metadata().map_err(Errno::from)?)))
+            }
             None => self.path(ino).and_then(|path| self.attr(&path)),
         };
         answer!(reply, found, attr => reply.attr(&TTL, &attr));
@@ -289,7 +295,16 @@ impl Filesystem for FaultServer {
         answer!(reply, opened, file => reply.opened(self.keep(file), FopenFlags::FOPEN_DIRECT_IO));
     }
 
-    fn create(&self, _: &Request, parent: INodeNo, name: &OsStr, mode: u32, _: u32, _: i32, reply: ReplyCreate) {
+    fn create(
+        &self,
+        _: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _: u32,
+        _: i32,
+        reply: ReplyCreate,
+    ) {
         let made = self.child(parent, name).and_then(|path| {
             let mut options = OpenOptions::new();
             let file = options.read(true).write(true).create_new(true).open(&path).map_err(Errno::from)?;
@@ -380,29 +395,5 @@ impl Filesystem for FaultServer {
 
     fn fsyncdir(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
         reply.ok();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_healthy_backing_keeps_files_and_a_sick_one_says_eio() {
-        let sandbox = Sandbox::new("faultfs");
-        let mut fault = FaultFs::new(&sandbox);
-        let path = fault.path().join("file");
-        fs::write(&path, "text").expect("write while healthy");
-        assert_eq!(fs::read(fault.source().join("file")).expect("read"), b"text");
-        fault.fail_writes("EIO");
-        let error = fs::write(&path, "more").expect_err("a sick backing");
-        assert_eq!(error.raw_os_error(), Some(libc::EIO));
-        fault.fail_writes("");
-        fs::write(&path, "more").expect("write after healing");
-        fault.vanish();
-        let error = fs::read(&path).expect_err("a vanished backing");
-        assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN));
-        fault.start();
-        assert_eq!(fs::read(&path).expect("read"), b"more");
     }
 }

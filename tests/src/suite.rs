@@ -72,7 +72,9 @@ pub fn new_failures(
     let failed = |results: &BTreeMap<String, bool>, name: &str| results.get(name) == Some(&true);
     through_mount
         .keys()
-        .filter(|name| failed(through_mount, name) && !failed(on_backing, name) && !excluded.contains_key(*name))
+        .filter(|name| {
+            failed(through_mount, name) && !failed(on_backing, name) && !excluded.contains_key(*name)
+        })
         .cloned()
         .collect()
 }
@@ -122,7 +124,8 @@ mod tests {
 
     #[test]
     fn verdicts_are_read_and_skipped_tests_left_out() {
-        let output = "a::b      ok\n\twhy it was skipped today\nc::d     skipped\ne::f   FAILED\nBacktrace:\n";
+        let output =
+            "a::b      ok\n\twhy it was skipped today\nc::d     skipped\ne::f   FAILED\nBacktrace:\n";
         let results = parse_pjdfstest(output);
         assert_eq!(results, BTreeMap::from([("a::b".into(), false), ("e::f".into(), true)]));
     }

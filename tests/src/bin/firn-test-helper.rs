@@ -7,13 +7,19 @@ fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args[..] {
-        ["writer", dir, log, seed] => firn_tests::ack::write_until_error(Path::new(dir), Path::new(log), number(seed)),
-        ["append", file, id, count] => firn_tests::ack::append_records(Path::new(file), number(id), number(count)),
+        ["writer", dir, log, seed] => {
+            firn_tests::ack::write_until_error(Path::new(dir), Path::new(log), number(seed))
+        }
+        ["append", file, id, count] => {
+            firn_tests::ack::append_records(Path::new(file), number(id), number(count))
+        }
         ["faultfs", source, mount_point, control] => {
             firn_tests::faultfs::serve(Path::new(source), Path::new(mount_point), Path::new(control));
         }
         _ => {
-            eprintln!("usage: firn-test-helper writer DIR LOG SEED | append FILE ID COUNT | faultfs SOURCE DIR CONTROL");
+            eprintln!(
+                "usage: firn-test-helper writer DIR LOG SEED | append FILE ID COUNT | faultfs SOURCE DIR CONTROL"
+            );
             return ExitCode::from(2);
         }
     }

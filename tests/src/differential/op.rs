@@ -74,7 +74,12 @@ pub fn draw(rng: &mut impl Rng) -> Op {
     let slot = rng.random_range(0..HANDLES);
     let offset = rng.random_range(0..FILE_SIZE_MAX);
     match rng.random_range(0..100) {
-        0..13 => Op::Open { slot, path: path(rng), flags: flags(rng), mode: *pick(rng, &[0o644, 0o600, 0o4755, 0]) },
+        0..13 => Op::Open {
+            slot,
+            path: path(rng),
+            flags: flags(rng),
+            mode: *pick(rng, &[0o644, 0o600, 0o4755, 0]),
+        },
         13..18 => Op::Close { slot },
         18..38 => Op::Write { slot, offset: offset / 2, len: length(rng), key: rng.random() },
         38..45 => Op::Read { slot, offset, len: length(rng) },
@@ -82,8 +87,19 @@ pub fn draw(rng: &mut impl Rng) -> Op {
         47..51 => Op::Resize { slot, len: offset },
         51..53 => Op::Truncate { path: path(rng), len: offset },
         53..54 => Op::Sync { slot, data_only: rng.random() },
-        54..57 => Op::Allocate { slot, mode: *pick(rng, &ALLOCATE_MODES), offset: round(rng, offset / 2), len: round(rng, 1 + offset / 3) },
-        57..59 => Op::Copy { from: slot, from_offset: offset / 2, to: rng.random_range(0..HANDLES), to_offset: offset / 3, len: length(rng) },
+        54..57 => Op::Allocate {
+            slot,
+            mode: *pick(rng, &ALLOCATE_MODES),
+            offset: round(rng, offset / 2),
+            len: round(rng, 1 + offset / 3),
+        },
+        57..59 => Op::Copy {
+            from: slot,
+            from_offset: offset / 2,
+            to: rng.random_range(0..HANDLES),
+            to_offset: offset / 3,
+            len: length(rng),
+        },
         59..62 => Op::StatHandle { slot },
         62..66 => Op::Stat { path: path(rng) },
         66..69 => Op::ReadPath { path: path(rng) },
@@ -94,11 +110,20 @@ pub fn draw(rng: &mut impl Rng) -> Op {
         82..85 => Op::Link { from: path(rng), to: path(rng) },
         85..87 => Op::Symlink { target: path(rng), path: path(rng) },
         87..88 => Op::ReadLink { path: path(rng) },
-        88..89 => Op::MakeNode { path: path(rng), kind: *pick(rng, &[libc::S_IFIFO, libc::S_IFSOCK, libc::S_IFCHR]), mode: 0o640 },
+        88..89 => Op::MakeNode {
+            path: path(rng),
+            kind: *pick(rng, &[libc::S_IFIFO, libc::S_IFSOCK, libc::S_IFCHR]),
+            mode: 0o640,
+        },
         89..91 => Op::Mode { path: path(rng), mode: *pick(rng, &[0o644, 0o755, 0o6755, 0o1777, 0o400]) },
         91..92 => Op::Owner { path: path(rng), uid: rng.random_range(0..3), gid: rng.random_range(0..3) },
         92..94 => Op::Times { path: path(rng), seconds: rng.random_range(0..1_000_000_000) },
-        94..96 => Op::SetXattr { path: path(rng), name: name(rng), value: vec![7; rng.random_range(0..60)], flags: rng.random_range(0..3) },
+        94..96 => Op::SetXattr {
+            path: path(rng),
+            name: name(rng),
+            value: vec![7; rng.random_range(0..60)],
+            flags: rng.random_range(0..3),
+        },
         96..97 => Op::Xattrs { path: path(rng) },
         97..98 => Op::RemoveXattr { path: path(rng), name: name(rng) },
         _ => Op::List { path: path(rng) },
@@ -117,7 +142,8 @@ fn path(rng: &mut impl Rng) -> String {
     let leaf = match rng.random_range(0..60) {
         0 => "x".repeat(256),
         1 => "y".repeat(255),
-        2 => String::from(".."),
+        // `..` would lead out of the directory, into what both sides share.
+        2 => String::from("."),
         _ => format!("f{}", rng.random_range(0..6)),
     };
     match rng.random_range(0..10) {

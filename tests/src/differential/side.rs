@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, FallocateFlags, FileType, Mode, RenameFlags, Timespec, Timestamps, XattrFlags};
+use rustix::fs::{
+    AtFlags, CWD, FallocateFlags, FileType, Mode, RenameFlags, Timespec, Timestamps, XattrFlags,
+};
 use rustix::io::Errno;
 
 use super::Op;
@@ -78,7 +80,9 @@ impl Side {
                 let file = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(at(path));
                 done(rustix::fs::ftruncate(&file.map_err(plain)?, *len))
             }
-            Op::Sync { slot, data_only: true } => self.with(*slot, |file, _| done(rustix::fs::fdatasync(file))),
+            Op::Sync { slot, data_only: true } => {
+                self.with(*slot, |file, _| done(rustix::fs::fdatasync(file)))
+            }
             Op::Sync { slot, .. } => self.with(*slot, |file, _| done(rustix::fs::fsync(file))),
             Op::Allocate { slot, mode, offset, len } => self.with(*slot, |file, _| {
                 let mode = FallocateFlags::from_bits_retain(*mode);

@@ -1,0 +1,10 @@
+//! Bad input and faults: refused with a reason, or survived with nothing acknowledged lost.
+
+mod bad_input {
+    mod arena;
+    mod backing;
+    mod machine;
+    mod mounting;
+    mod options;
+    mod signals;
+}

@@ -1,0 +1,178 @@
+//! kill -9 of firnd at random moments under eight writers: nothing acknowledged is lost.
+//!
+//! SEMANTICS: "the bytes survive SIGKILL of the writer, of every process of the job, and of firnd";
+//! "acknowledged data is drained after the next mount, without being asked".
+//!
+//! `FIRN_CRASH_ROUNDS` sets the rounds (`cargo xtask campaign crash --rounds 200`), `FIRN_SEED` the seed.
+
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use firn_tests::ack::{Verified, verify};
+use firn_tests::command::wait_child;
+use firn_tests::random::{env_count, generator};
+use firn_tests::sandbox::{is_mounted, unmount_lazily};
+use firn_tests::{FirnMount, Sandbox, helper_binary, seed, wait_until};
+use rand::Rng;
+
+const WRITERS: u64 = 8;
+const ROUNDS_DEFAULT: u64 = 10;
+/// Options drawn per round: a roomy arena, one that is always full, both answers of close, an
+/// early and a late drain.
+const OPTIONS: [&str; 5] = [
+    "arena-size=64M,chunk-size=4M",
+    "arena-size=16M,chunk-size=1M",
+    "arena-size=64M,chunk-size=4M,close=held,drain-age=600000",
+    "arena-size=128M,chunk-size=4M,close=held,drain-age=50",
+    "arena-size=16M,chunk-size=1M,close=held,io-threads=1",
+];
+
+struct Job {
+    writers: Vec<(Child, PathBuf, String)>,
+}
+
+impl Job {
+    fn start(sandbox: &Sandbox, mount: &FirnMount<'_>, seed: u64) -> Self {
+        let mut writers = Vec::new();
+        for index in 0..WRITERS {
+            let (name, log) = (format!("w{index}"), sandbox.join(format!("log{index}")));
+            std::fs::create_dir(mount.join(&name)).expect("mkdir");
+            let mut command = Command::new(helper_binary());
+            command.arg("writer").arg(mount.join(&name)).arg(&log).arg((seed ^ index).to_string());
+            writers.push((command.spawn().expect("start a writer"), log, name));
+        }
+        Self { writers }
+    }
+
+    /// Waits for the writers, which end at the first error.
+    fn end(&mut self) {
+        for (child, ..) in &mut self.writers {
+            wait_child(child, Duration::from_secs(60)).expect("a writer hangs after firnd was killed");
+        }
+    }
+
+    fn verify(&self, backing: &std::path::Path) -> Verified {
+        let mut sum = Verified::default();
+        for (_, log, name) in &self.writers {
+            let verified = verify(&backing.join(name), log);
+            sum.ops += verified.ops;
+            sum.bytes += verified.bytes;
+        }
+        sum
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        for (child, ..) in &mut self.writers {
+            child.kill().ok();
+            child.wait().ok();
+        }
+    }
+}
+
+/// One round; returns what was verified and the bytes that recovery had to save.
+fn round(seed: u64, number: u64) -> Verified {
+    let mut rng = generator(seed.wrapping_add(number));
+    let sandbox = Sandbox::new("crash");
+    let options = OPTIONS[rng.random_range(0..OPTIONS.len())];
+    let moment = Duration::from_millis(rng.random_range(20..1500));
+    let mount = FirnMount::new(&sandbox, options);
+    let mut job = Job::start(&sandbox, &mount, rng.random());
+    // The random moment is the point of the test, not a wait for a condition.
+    std::thread::sleep(moment);
+    let backing = mount.kill();
+    job.end();
+
+    let what = match number % 3 {
+        0 => {
+            sandbox.run(["recover".as_ref(), backing.as_os_str()]).ok();
+            "recover"
+        }
+        1 => {
+            FirnMount::new(&sandbox, options).umount();
+            "mount, umount"
+        }
+        _ => {
+            // Without being asked: the new firnd drains what it found, whatever the drain's age.
+            let mount = FirnMount::new(&sandbox, options);
+            wait_until("drained by itself", Duration::from_secs(60), || mount.status().held_bytes == 0);
+            let verified = job.verify(mount.backing());
+            assert!(verified.ops > 0);
+            mount.umount();
+            "mount, drained by itself"
+        }
+    };
+    let verified = job.verify(&backing);
+    println!("round {number}: killed after {moment:?} with {options}; {what}; {verified:?}");
+    verified
+}
+
+#[test]
+fn every_acknowledged_byte_is_in_the_backing_after_kill_9() {
+    let seed = seed("crash");
+    let mut sum = Verified::default();
+    for number in 0..env_count("FIRN_CRASH_ROUNDS", ROUNDS_DEFAULT) {
+        let verified = round(seed, number);
+        sum.ops += verified.ops;
+        sum.bytes += verified.bytes;
+    }
+    println!("verified: {} operations, {} bytes", sum.ops, sum.bytes);
+}
+
+#[test]
+fn killed_again_and_again_while_recovering() {
+    let seed = seed("crash twice");
+    let mut rng = generator(seed);
+    let sandbox = Sandbox::new("again");
+    let options = "arena-size=64M,chunk-size=4M,close=held,drain-age=600000";
+    let mount = FirnMount::new(&sandbox, options);
+    let mut job = Job::start(&sandbox, &mount, rng.random());
+    std::thread::sleep(Duration::from_millis(400));
+    let backing = mount.kill();
+    job.end();
+    for _ in 0..5 {
+        let mut recover = sandbox.firn(["recover".as_ref(), backing.as_os_str()]);
+        let mut child = recover.spawn().expect("firn recover");
+        std::thread::sleep(Duration::from_millis(rng.random_range(0..60)));
+        child.kill().expect("kill");
+        child.wait().expect("wait");
+    }
+    sandbox.run(["recover".as_ref(), backing.as_os_str()]).ok();
+    job.verify(&backing);
+}
+
+#[test]
+fn a_dead_mount_answers_with_an_error_and_mounting_again_replaces_it() {
+    // SEMANTICS: "programs that use the mount get an error until it is mounted again".
+    let sandbox = Sandbox::new("dead");
+    let mount = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M,close=held,drain-age=600000");
+    std::fs::write(mount.join("file"), "kept").expect("write");
+    let point = mount.path().to_owned();
+    firn_tests::sandbox::kill(mount.pid(), libc::SIGKILL);
+    mount.wait_for_end();
+    let error = std::fs::read(point.join("file")).expect_err("nobody answers");
+    assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN));
+    assert!(is_mounted(&point), "the dead mount stays until someone mounts again");
+    // `mount` would detach it on drop; the next `firn mount` has to cope with it as it is.
+    std::mem::forget(mount);
+    let again = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M");
+    assert_eq!(std::fs::read(again.join("file")).expect("read"), b"kept");
+    again.umount();
+    unmount_lazily(&point);
+}
+
+#[test]
+fn a_killed_writer_loses_nothing_that_write_returned() {
+    let sandbox = Sandbox::new("writer");
+    let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=4M");
+    let mut job = Job::start(&sandbox, &mount, seed("killed writers"));
+    std::thread::sleep(Duration::from_millis(500));
+    for (child, ..) in &mut job.writers {
+        child.kill().expect("kill a writer");
+        child.wait().expect("wait");
+    }
+    let backing = mount.umount();
+    assert!(job.verify(&backing).ops > 0);
+}

@@ -1,0 +1,47 @@
+//! The same random operations on the mount and on a plain directory of the same file system end in
+//! the same answers, tree, contents, modes, link counts and attributes.
+
+use firn_tests::mount::SMALL;
+use firn_tests::random::env_count;
+use firn_tests::tree::{assert_same, snapshot};
+use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, differential, seed};
+
+/// Several thousand over all file systems take under a minute on two cores.
+const OPS_DEFAULT: u64 = 6000;
+
+fn same_as_plain(kind: FsKind, options: &str) {
+    let sandbox = Sandbox::new(&format!("diff-{}", kind.name()));
+    let image = LoopImage::new(&sandbox, kind, 400);
+    let (backing, plain) = (image.mkdir("backing"), image.mkdir("plain"));
+    let options = format!("{SMALL},allow-other,{options}");
+    let mount = FirnMount::over(&sandbox, &backing, &options);
+    let ops = env_count("FIRN_DIFFERENTIAL_OPS", OPS_DEFAULT);
+    differential::run(seed(&format!("differential on {}", kind.name())), ops, mount.path(), &plain);
+    mount.umount();
+    assert_same("the backing after umount", &snapshot(&backing), &snapshot(&plain));
+}
+
+#[test]
+fn same_as_plain_on_ext4() {
+    same_as_plain(FsKind::Ext4, "close=drain");
+}
+
+#[test]
+fn same_as_plain_on_ext4_with_close_held() {
+    same_as_plain(FsKind::Ext4, "close=held");
+}
+
+#[test]
+fn same_as_plain_on_xfs() {
+    same_as_plain(FsKind::Xfs, "close=held");
+}
+
+#[test]
+fn same_as_plain_on_btrfs() {
+    same_as_plain(FsKind::Btrfs, "close=drain,passthrough=off");
+}
+
+#[test]
+fn same_as_plain_on_tmpfs() {
+    same_as_plain(FsKind::Tmpfs, "close=held,passthrough=off");
+}

@@ -1,0 +1,88 @@
+//! Public suites through the mount on four file systems: no failure that the backing has not.
+//!
+//! `FIRN_FSX_OPS` sets the operations of each fsx run (`cargo xtask campaign fsx --ops 1000000`).
+
+use firn_tests::random::env_count;
+use firn_tests::suite::{exclusions, fio_verify, fsx, new_failures, pjdfstest};
+use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, seed};
+
+const OPTIONS: &str = "arena-size=64M,chunk-size=1M,allow-other";
+/// Two seeds on four file systems: 48,000 operations in CI.
+const FSX_OPS_DEFAULT: u64 = 6000;
+
+fn with_mount(kind: FsKind, options: &str, test: impl FnOnce(&Sandbox, &LoopImage, &FirnMount<'_>)) {
+    let sandbox = Sandbox::new(&format!("suite-{}", kind.name()));
+    let image = LoopImage::new(&sandbox, kind, 400);
+    let backing = image.mkdir("backing");
+    let mount = FirnMount::over(&sandbox, &backing, options);
+    test(&sandbox, &image, &mount);
+    mount.umount();
+}
+
+fn pjdfstest_on(kind: FsKind) {
+    with_mount(kind, OPTIONS, |sandbox, image, mount| {
+        // Both directories must let the suite's unprivileged users pass.
+        let native = pjdfstest(&image.mkdir("native"), sandbox.path());
+        let work = mount.join("work");
+        std::fs::create_dir(&work).expect("mkdir");
+        let through = pjdfstest(&work, sandbox.path());
+        let failures = new_failures(&through, &native, &exclusions("pjdfstest"));
+        let failed = |results: &std::collections::BTreeMap<_, bool>| results.values().filter(|f| **f).count();
+        println!(
+            "{}: {} ran natively, {} failed; {} through the mount, {} failed",
+            kind.name(),
+            native.len(),
+            failed(&native),
+            through.len(),
+            failed(&through)
+        );
+        assert!(failures.is_empty(), "fail through the mount and not on {}: {failures:#?}", kind.name());
+        assert_eq!(through.len(), native.len(), "the mount made tests skip");
+    });
+}
+
+fn fsx_on(kind: FsKind) {
+    with_mount(kind, "arena-size=16M,chunk-size=256K,allow-other", |sandbox, _, mount| {
+        let seed = seed(&format!("fsx on {}", kind.name()));
+        let ops = env_count("FIRN_FSX_OPS", FSX_OPS_DEFAULT);
+        for round in 0..2 {
+            // msync after each mapped write reaches the disk; one of the two runs goes without.
+            let sync = round == 0 && kind == FsKind::Tmpfs;
+            fsx(&mount.join(format!("fsx{round}")), sandbox.path(), seed + round, ops, sync).ok();
+        }
+    });
+}
+
+fn fio_on(kind: FsKind) {
+    with_mount(kind, OPTIONS, |sandbox, _, mount| {
+        let seed = seed(&format!("fio on {}", kind.name()));
+        for (engine, direct) in [("psync", false), ("mmap", false), ("psync", true)] {
+            // A mapping of 32 MiB on an image is as much as two cores want to see in CI.
+            fio_verify(mount.path(), sandbox.path(), engine, direct, seed).ok();
+        }
+    });
+}
+
+macro_rules! on_every_file_system {
+    ($($name:ident: $suite:ident($kind:ident);)*) => {$(
+        #[test]
+        fn $name() {
+            $suite(FsKind::$kind);
+        }
+    )*};
+}
+
+on_every_file_system! {
+    pjdfstest_fails_nothing_that_ext4_passes: pjdfstest_on(Ext4);
+    pjdfstest_fails_nothing_that_xfs_passes: pjdfstest_on(Xfs);
+    pjdfstest_fails_nothing_that_btrfs_passes: pjdfstest_on(Btrfs);
+    pjdfstest_fails_nothing_that_tmpfs_passes: pjdfstest_on(Tmpfs);
+    fsx_finds_nothing_on_ext4: fsx_on(Ext4);
+    fsx_finds_nothing_on_xfs: fsx_on(Xfs);
+    fsx_finds_nothing_on_btrfs: fsx_on(Btrfs);
+    fsx_finds_nothing_on_tmpfs: fsx_on(Tmpfs);
+    fio_verifies_on_ext4: fio_on(Ext4);
+    fio_verifies_on_xfs: fio_on(Xfs);
+    fio_verifies_on_btrfs: fio_on(Btrfs);
+    fio_verifies_on_tmpfs: fio_on(Tmpfs);
+}
