@@ -1,1 +1,26 @@
-//! Composition root: session, control socket, signals.
+//! Composition root: preflight, arena, engine, drain, mount, control socket, signals.
+//!
+//! [`mount`] starts a firnd and returns when its mount is usable; [`firnd_main`] is that process;
+//! [`recover`] drains an arena without a mount; [`check`] looks at one without changing it. Policy is
+//! in the engine and options in firn-config: here is only what ties them to a process.
+
+mod attach;
+mod check;
+mod control;
+mod end;
+mod error;
+mod firnd;
+mod lock;
+mod metrics;
+mod mount;
+mod mountinfo;
+mod preflight;
+mod process;
+mod recover;
+mod service;
+mod spawn;
+
+pub use check::{CheckReport, Damage, check};
+pub use error::{CheckError, DaemonError, MountError, RecoverError};
+pub use mount::{MountRequest, firnd_main, mount, mount_with_notices};
+pub use recover::{RecoverReport, RecoverRequest, recover};

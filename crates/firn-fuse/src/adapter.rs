@@ -325,7 +325,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
             Ok(()) if durable => workers.run(move || empty(engine.sync_file(handle, data_only), reply)),
             result => empty(result, reply),
         });
-        self.engine.fsync(handle, data_only, drained);
+        self.engine.fsync(handle, drained);
     }
 
     fn opendir(&self, _: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
@@ -384,7 +384,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let node = NodeId(ino.0);
         if name == STATE_XATTR {
-            return xattr(Ok(rung_name(self.engine.state_of(node)).into()), size, reply);
+            return xattr(self.engine.state_of(node).map(|rung| rung_name(rung).into()), size, reply);
         }
         xattr(self.engine.get_xattr(node, name), size, reply);
     }

@@ -47,11 +47,32 @@ fn mount_direct(mount_point: &Path, options: &SessionOptions) -> io::Result<Owne
         data.push(',');
         data.push_str(option);
     }
+    let source = CString::new(options.source.as_os_str().as_bytes())?;
+    rustix::mount::mount(source.as_c_str(), mount_point, c"fuse", flags(options), Some(CString::new(data)?.as_c_str()))?;
+    Ok(device.into())
+}
+
+fn flags(options: &SessionOptions) -> MountFlags {
     let mut flags = MountFlags::NOSUID | MountFlags::NODEV;
     flags.set(MountFlags::RDONLY, options.read_only);
-    let source = CString::new(options.source.as_os_str().as_bytes())?;
-    rustix::mount::mount(source.as_c_str(), mount_point, c"fuse", flags, Some(CString::new(data)?.as_c_str()))?;
-    Ok(device.into())
+    for word in &options.kernel_flags {
+        let (flag, on) = match *word {
+            "nosuid" => (MountFlags::NOSUID, true),
+            "suid" => (MountFlags::NOSUID, false),
+            "nodev" => (MountFlags::NODEV, true),
+            "dev" => (MountFlags::NODEV, false),
+            "noexec" => (MountFlags::NOEXEC, true),
+            "exec" => (MountFlags::NOEXEC, false),
+            "noatime" => (MountFlags::NOATIME, true),
+            "atime" => (MountFlags::NOATIME, false),
+            "sync" => (MountFlags::SYNCHRONOUS, true),
+            "async" => (MountFlags::SYNCHRONOUS, false),
+            "dirsync" => (MountFlags::DIRSYNC, true),
+            _ => continue,
+        };
+        flags.set(flag, on);
+    }
+    flags
 }
 
 fn kernel_options(options: &SessionOptions) -> impl Iterator<Item = &'static str> {
@@ -69,6 +90,7 @@ fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<Owned
     if options.read_only {
         list.push(b"ro".to_vec());
     }
+    list.extend(options.kernel_flags.iter().map(|word| (*word).into()));
     let list = list.join(&b","[..]);
     let mut helper = Command::new(HELPER)
         .arg("-o")
@@ -145,6 +167,29 @@ fn detach_by_helper(mount_point: &Path, lazy: bool) -> io::Result<()> {
     if text.contains("busy") { Err(Errno::BUSY.into()) } else { Err(io::Error::other(text)) }
 }
 
+/// The number of the connection behind `mount_point`: the minor number of its device.
+pub(crate) fn connection(mount_point: &Path) -> Option<u32> {
+    let table = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let wanted = mount_point.to_str()?;
+    table.lines().rev().map(|line| line.split(' ').collect::<Vec<_>>()).find_map(|fields| {
+        let (major_minor, path) = (fields.get(2)?, fields.get(4)?);
+        (*path == wanted).then(|| major_minor.split_once(':')?.1.parse().ok())?
+    })
+}
+
+/// Aborts a connection: through fusectl, which its owner may do, or by force, which root may.
+pub(crate) fn abort(mount_point: &Path, connection: Option<u32>) -> io::Result<()> {
+    let control = connection.map(|id| format!("/sys/fs/fuse/connections/{id}/abort"));
+    if control.is_some_and(|control| std::fs::write(control, "1").is_ok()) {
+        return Ok(());
+    }
+    match rustix::mount::unmount(mount_point, UnmountFlags::NOFOLLOW | UnmountFlags::FORCE) {
+        // The connection was aborted all the same; the mount stays until it is detached.
+        Ok(()) | Err(Errno::BUSY) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// Whether a FUSE mount whose server died is at `path`.
 pub fn is_dead(path: &Path) -> bool {
     match std::fs::symlink_metadata(path) {
@@ -160,6 +205,20 @@ mod tests {
     #[test]
     fn commas_and_backslashes_survive_the_helpers_option_syntax() {
         assert_eq!(escaped(br"/a,b\c d"), br"/a\,b\\c d");
+    }
+
+    #[test]
+    fn flags_of_the_kernel_are_taken_in_order_over_the_safe_defaults() {
+        let mut options = SessionOptions {
+            source: "/x".into(),
+            threads: 0,
+            allow_other: false,
+            read_only: true,
+            kernel_flags: vec![],
+        };
+        assert_eq!(flags(&options), MountFlags::NOSUID | MountFlags::NODEV | MountFlags::RDONLY);
+        options.kernel_flags = vec!["suid", "noexec", "exec", "noexec", "dev"];
+        assert_eq!(flags(&options), MountFlags::NOEXEC | MountFlags::RDONLY);
     }
 
     #[test]

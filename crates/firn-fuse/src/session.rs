@@ -26,6 +26,9 @@ pub struct SessionOptions {
     pub allow_other: bool,
     /// Mount read-only.
     pub read_only: bool,
+    /// Flags of the kernel by their mount(8) names (`noexec`, `suid`, …), later ones over earlier
+    /// ones. Without any, `nosuid` and `nodev` hold.
+    pub kernel_flags: Vec<&'static str>,
 }
 
 /// Why there is no mount.
@@ -59,6 +62,8 @@ pub enum SessionError {
 /// A mount that is served.
 pub struct Session {
     mount_point: PathBuf,
+    /// The kernel's number of this connection, under which it can be aborted.
+    connection: Option<u32>,
     background: Mutex<Option<fuser::BackgroundSession>>,
 }
 
@@ -72,7 +77,10 @@ impl Session {
         let mount_point = mount_point.to_owned();
         let device = device::mount(&mount_point, options)?;
         match start(adapter, device, options) {
-            Ok(background) => Ok(Self { mount_point, background: Mutex::new(Some(background)) }),
+            Ok(background) => {
+                let connection = device::connection(&mount_point);
+                Ok(Self { mount_point, connection, background: Mutex::new(Some(background)) })
+            }
             Err(error) => {
                 let _ = device::detach(&mount_point, true);
                 Err(SessionError::Start(error))
@@ -83,6 +91,12 @@ impl Session {
     /// Takes the mount out of the tree. Without `lazy`, `EBUSY` while files are open.
     pub fn unmount(&self, lazy: bool) -> io::Result<()> {
         device::detach(&self.mount_point, lazy)
+    }
+
+    /// Ends all requests and the session at once; programs with open files get ENOTCONN. To be called
+    /// before the mount is taken out of the tree.
+    pub fn abort(&self) -> io::Result<()> {
+        device::abort(&self.mount_point, self.connection)
     }
 
     /// Waits until the session ended, by whatever cause. One caller gets the outcome; for others it

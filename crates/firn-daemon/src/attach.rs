@@ -1,0 +1,196 @@
+//! Arena, engine and IO threads of one backing, with its locks: what firnd and `firn recover` share.
+//!
+//! An arena that holds data is always attached as it is, whatever the options say now; an empty one
+//! of another shape is made anew.
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_arena::{Arena, Identity, Stored};
+use firn_backing::DirBacking;
+use firn_client::paths::{RuntimeFiles, create_runtime_dir};
+use firn_config::{Close, Fsync, Options, Passthrough};
+use firn_drain::Pool;
+use firn_engine::{ClosePolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
+use firn_format::geometry::Geometry;
+use firn_journal::Medium;
+
+use crate::error::DaemonError;
+use crate::lock::Locks;
+
+/// A backing that is being drained.
+pub(crate) struct Attached {
+    pub(crate) engine: Arc<Engine<DirBacking>>,
+    pub(crate) recovered: Recovered,
+    pub(crate) files: RuntimeFiles,
+    pool: Pool,
+    _locks: Locks,
+}
+
+/// Where the runtime files of `backing` are, in a directory that is there and ours.
+pub(crate) fn runtime_files(backing: &Path, options: &Options) -> Result<RuntimeFiles, DaemonError> {
+    create_runtime_dir().map_err(|error| DaemonError::Runtime { text: error.to_string() })?;
+    if let Some(dir) = &options.arena_dir {
+        let unusable = |source| DaemonError::ArenaDirectory { path: dir.clone(), source };
+        if !dir.metadata().map_err(unusable)?.is_dir() {
+            return Err(unusable(io::Error::from_raw_os_error(libc::ENOTDIR)));
+        }
+    }
+    Ok(RuntimeFiles::of(backing, options.arena_dir.as_deref()))
+}
+
+impl Attached {
+    /// Attaches the arena of `backing` (canonical), making it if there is none, and begins to drain
+    /// what is in it. The locks must be taken already.
+    pub(crate) fn new(
+        backing: &Path,
+        files: RuntimeFiles,
+        mut locks: Locks,
+        options: &Options,
+        notice: &mut dyn FnMut(String),
+    ) -> Result<Self, DaemonError> {
+        let metadata = backing.metadata().map_err(DaemonError::io("look at the backing directory"))?;
+        let identity = Identity { backing: backing.into(), dev: metadata.dev(), ino: metadata.ino() };
+        let found = find(&files, &identity, options, notice)?;
+        locks.add_arena(&files.arena, backing, &files)?;
+        let directory = DirBacking::open(backing)
+            .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e.into() })?;
+        let (engine, recovered) = match found {
+            Found::Fresh(arena) => {
+                let policies = policies(&arena, options);
+                (Engine::begin(directory, arena, policies)?, Recovered::default())
+            }
+            Found::Used(arena, stored) => {
+                let policies = policies(&arena, options);
+                Engine::attach(directory, arena, &stored, policies)?
+            }
+        };
+        tell(&recovered, notice);
+        let threads = options.io_threads as usize;
+        let pool = Pool::start(Arc::clone(&engine), threads).map_err(DaemonError::io("start the IO threads"))?;
+        Ok(Self { engine, recovered, files, pool, _locks: locks })
+    }
+
+    /// Bytes that only the arena has.
+    pub(crate) fn left_bytes(&self) -> u64 {
+        let status = self.engine.status();
+        status.held_bytes + status.lost_file_bytes
+    }
+
+    /// Stops the IO threads, removes the arena if nothing is left in it and `remove` allows, and
+    /// gives the locks back. Returns the bytes that are left.
+    pub(crate) fn finish(mut self, remove: bool) -> u64 {
+        self.pool.stop();
+        let left = self.left_bytes();
+        if left == 0 && remove {
+            if let Err(error) = std::fs::remove_file(&self.files.arena) {
+                tracing::warn!(%error, arena = %self.files.arena.display(), "cannot remove the empty arena");
+            }
+        }
+        left
+    }
+}
+
+fn policies(arena: &Arena, options: &Options) -> EngineOptions {
+    EngineOptions {
+        close: match options.close {
+            Close::Drain => ClosePolicy::Drain,
+            Close::Held => ClosePolicy::Held,
+        },
+        fsync: match options.fsync {
+            Fsync::Durable => FsyncPolicy::Durable,
+            Fsync::Held => FsyncPolicy::Held,
+        },
+        drain_age: Duration::from_millis(options.drain_age_ms),
+        passthrough: passthrough(options),
+        ..EngineOptions::new(arena.geometry().chunk_bytes)
+    }
+}
+
+/// Kernel passthrough needs CAP_SYS_ADMIN of the first user namespace; the kernel has the last word.
+pub(crate) fn passthrough(options: &Options) -> bool {
+    options.passthrough == Passthrough::Auto && rustix::process::geteuid().is_root()
+}
+
+enum Found {
+    Fresh(Arena),
+    Used(Arena, Vec<Stored>),
+}
+
+fn find(
+    files: &RuntimeFiles,
+    identity: &Identity,
+    options: &Options,
+    notice: &mut dyn FnMut(String),
+) -> Result<Found, DaemonError> {
+    let path = &files.arena;
+    let geometry = Geometry::new(options.arena_bytes, options.chunk_bytes).map_err(DaemonError::Geometry)?;
+    if !path.exists() {
+        return Ok(Found::Fresh(Arena::create(path, geometry, identity)?));
+    }
+    let (arena, stored, damage) = Arena::attach(path)?;
+    let made_for = PathBuf::from(std::ffi::OsString::from(text(&arena.superblock().backing_path)));
+    if made_for != identity.backing {
+        return Err(DaemonError::ArenaForeign { path: path.clone(), found: made_for.display().to_string() });
+    }
+    for damage in &damage {
+        notice(format!("arena {}: {damage}", path.display()));
+    }
+    if *arena.geometry() == geometry {
+        return Ok(Found::Used(arena, stored));
+    }
+    if stored.is_empty() && damage.is_empty() && !journal_has_work(&arena) {
+        drop(arena);
+        std::fs::remove_file(path).map_err(DaemonError::io("remove the empty arena of another size"))?;
+        return Ok(Found::Fresh(Arena::create(path, geometry, identity)?));
+    }
+    notice(format!(
+        "the arena holds data and keeps its arena-size={} and chunk-size={} until it was empty once",
+        arena.geometry().data_bytes(),
+        arena.geometry().chunk_bytes
+    ));
+    Ok(Found::Used(arena, stored))
+}
+
+fn text(path: &[u8]) -> std::ffi::OsString {
+    std::os::unix::ffi::OsStringExt::from_vec(path.to_vec())
+}
+
+/// A truncation that was journaled and perhaps not done, with no piece left that tells of it.
+fn journal_has_work(arena: &Arena) -> bool {
+    let replay = firn_journal::replay(&Region(arena.journal_region()));
+    !replay.damage.is_empty() || replay.ledger.files().any(|(_, bound)| !bound.truncating.is_empty())
+}
+
+fn tell(recovered: &Recovered, notice: &mut dyn FnMut(String)) {
+    for damage in &recovered.damage {
+        notice(format!("journal: {damage}"));
+    }
+    if recovered.files > 0 {
+        notice(format!("recovered {} bytes of {} files; they are being drained", recovered.bytes, recovered.files));
+    }
+    for lost in &recovered.lost {
+        notice(format!(
+            "{}: {} bytes are kept in the arena, but their file is not in the backing ({})",
+            lost.path, lost.bytes, lost.reason
+        ));
+    }
+}
+
+/// The arena's journal for reading.
+pub(crate) struct Region(pub(crate) firn_arena::JournalRegion);
+
+impl Medium for Region {
+    fn len(&self) -> usize {
+        self.0.bytes()
+    }
+    fn write(&mut self, _: usize, _: &[u8]) {
+        unreachable!("replay only reads");
+    }
+    fn read(&self, at: usize, bytes: &mut [u8]) {
+        self.0.load(at, bytes);
+    }
+}

@@ -1,0 +1,89 @@
+//! `firn check`: what an arena holds and what is damaged in it, without changing it.
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::attach::Region;
+use crate::error::CheckError;
+use crate::lock;
+
+/// What a check found.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct CheckReport {
+    /// The file.
+    pub arena: PathBuf,
+    /// A living firnd has it: counts may be moving and the journal's tail is not judged.
+    pub in_use: bool,
+    /// What it was made for, if it says so.
+    pub backing: Option<String>,
+    /// Lifetimes of firnd that it has seen.
+    pub epoch: u64,
+    /// Bytes of chunks.
+    pub arena_bytes: u64,
+    /// Bytes of one chunk.
+    pub chunk_bytes: u64,
+    /// Records in the journal.
+    pub journal_records: u64,
+    /// Files that the journal knows.
+    pub files: u64,
+    /// Pieces that wait to be drained.
+    pub pieces: u64,
+    /// Their bytes.
+    pub held_bytes: u64,
+    /// Empty: sound.
+    pub damage: Vec<Damage>,
+}
+
+/// One thing that is not as it should be.
+#[derive(Clone, Debug, Serialize)]
+pub struct Damage {
+    /// superblock, journal or piece table.
+    pub part: String,
+    /// Where in it.
+    pub place: String,
+    /// What is wrong.
+    pub message: String,
+}
+
+/// Reads the arena file `arena` and changes nothing.
+pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
+    let in_use = lock::is_held(arena);
+    let found = firn_arena::check(arena)?;
+    let replay = firn_journal::replay(&Region(found.journal));
+    let mut damage: Vec<Damage> = found.damage.iter().map(table_damage).collect();
+    if !in_use {
+        damage.extend(replay.damage.iter().map(|damage| Damage {
+            part: "journal".into(),
+            place: String::new(),
+            message: damage.to_string(),
+        }));
+    }
+    let superblock = &found.superblock;
+    let backing = String::from_utf8_lossy(&superblock.backing_path).into_owned();
+    Ok(CheckReport {
+        arena: arena.into(),
+        in_use,
+        backing: (!backing.is_empty()).then_some(backing),
+        epoch: found.epoch,
+        arena_bytes: superblock.geometry.data_bytes(),
+        chunk_bytes: superblock.geometry.chunk_bytes,
+        journal_records: replay.records,
+        files: replay.ledger.len() as u64,
+        pieces: found.pieces.len() as u64,
+        held_bytes: found.pieces.iter().map(|stored| u64::from(stored.piece.len)).sum(),
+        damage,
+    })
+}
+
+fn table_damage(damage: &firn_arena::Damage) -> Damage {
+    use firn_arena::Damage as Found;
+    let place = match damage {
+        Found::Chunk { chunk, .. } => format!("chunk {chunk}"),
+        Found::Slab { slab, .. } | Found::Count { slab, .. } => format!("chunk {}, slab {}", slab.chunk, slab.slab),
+        Found::State { piece, .. } | Found::Piece { piece, .. } => {
+            format!("chunk {}, record {}", piece.slab.chunk, piece.record)
+        }
+    };
+    Damage { part: "piece table".into(), place, message: damage.to_string() }
+}

@@ -1,0 +1,119 @@
+//! What can go wrong before and around a mount, in words that say what to do.
+
+use std::io;
+use std::path::PathBuf;
+
+use firn_arena::ArenaError;
+use firn_engine::EngineError;
+use firn_format::FormatError;
+use firn_fuse::SessionError;
+
+/// Exit status: something failed.
+const FAILED: u8 = 1;
+/// Exit status: an option that cannot be here.
+const USAGE: u8 = 2;
+/// Exit status: not a Firn arena or mount.
+const NOT_FIRN: u8 = 10;
+/// Exit status: held by somebody else.
+const BUSY: u8 = 11;
+
+/// Any failure of this crate.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each text says what the variant is")]
+pub enum DaemonError {
+    #[error("backing directory {path} does not exist: create it, or check the spelling")]
+    BackingMissing { path: PathBuf },
+    #[error("backing {path} is not a directory: give the directory that shall hold the files")]
+    BackingNotDirectory { path: PathBuf },
+    #[error("cannot use backing directory {path}: {source}")]
+    BackingUnusable { path: PathBuf, source: io::Error },
+    #[error("backing directory {path} is on a read-only file system: mount with -o ro, or make it writable")]
+    BackingReadOnly { path: PathBuf },
+    #[error("mount point {path} does not exist: create the directory first")]
+    MountPointMissing { path: PathBuf },
+    #[error("mount point {path} is not a directory: give an existing directory")]
+    MountPointNotDirectory { path: PathBuf },
+    #[error("cannot use mount point {path}: {source}")]
+    MountPointUnusable { path: PathBuf, source: io::Error },
+    #[error("mount point {path} already has a firn mount (of {backing}): unmount it with `firn umount {path}`, or take another")]
+    MountPointBusy { path: PathBuf, backing: String },
+    #[error("mount point {mount_point} is inside the backing directory {backing}: choose one outside of it")]
+    MountPointInBacking { mount_point: PathBuf, backing: PathBuf },
+    #[error("backing directory {backing} is inside the mount point {mount_point}, which would hide it: choose another mount point")]
+    BackingInMountPoint { mount_point: PathBuf, backing: PathBuf },
+    #[error("{backing} is already mounted on this node{by}: use that mount, or unmount it first")]
+    Held { backing: PathBuf, by: String },
+    #[error("cannot use the runtime directory: {text}")]
+    Runtime { text: String },
+    #[error("arena-dir {path} cannot be used: {source}: create it on a tmpfs, or leave the option out")]
+    ArenaDirectory { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    #[error("{0}")]
+    Geometry(FormatError),
+    #[error("arena {path} was made for {found}: move it away, or recover that directory first")]
+    ArenaForeign { path: PathBuf, found: String },
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error(transparent)]
+    Session(#[from] SessionError),
+    #[error("cannot {what}: {source}")]
+    Io { what: &'static str, source: io::Error },
+    #[error("{bytes} bytes could not be drained and are kept in {arena}: mend the backing, then run `firn recover {backing}` or mount it again")]
+    Left { bytes: u64, arena: PathBuf, backing: PathBuf },
+    #[error("firnd ended before the mount was usable and without a message: its log is {log}")]
+    Silent { log: String },
+    /// What firnd reported over the pipe.
+    #[error("{text}")]
+    Reported { text: String, code: u8 },
+}
+
+/// Failure of [`crate::mount`].
+pub type MountError = DaemonError;
+/// Failure of [`crate::recover`].
+pub type RecoverError = DaemonError;
+/// Failure of [`crate::check`].
+pub type CheckError = DaemonError;
+
+impl DaemonError {
+    /// The exit status of firn for it.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::BackingMissing { .. }
+            | Self::BackingNotDirectory { .. }
+            | Self::BackingUnusable { .. }
+            | Self::BackingReadOnly { .. }
+            | Self::MountPointMissing { .. }
+            | Self::MountPointNotDirectory { .. }
+            | Self::MountPointUnusable { .. }
+            | Self::Runtime { .. }
+            | Self::Engine(_)
+            | Self::Session(_)
+            | Self::Io { .. }
+            | Self::Left { .. }
+            | Self::Silent { .. } => FAILED,
+            Self::MountPointInBacking { .. }
+            | Self::BackingInMountPoint { .. }
+            | Self::ArenaDirectory { .. }
+            | Self::Geometry(_) => USAGE,
+            Self::MountPointBusy { .. } | Self::Held { .. } => BUSY,
+            Self::ArenaForeign { .. } => NOT_FIRN,
+            Self::Arena(error) => arena_code(error),
+            Self::Reported { code, .. } => *code,
+        }
+    }
+
+    /// A failed system call.
+    pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { what, source }
+    }
+}
+
+fn arena_code(error: &ArenaError) -> u8 {
+    match error {
+        ArenaError::NoRoom { .. } => USAGE,
+        ArenaError::Format { .. } => NOT_FIRN,
+        ArenaError::Io { source, .. } if *source == rustix::io::Errno::NOENT => NOT_FIRN,
+        ArenaError::Io { .. } => FAILED,
+    }
+}

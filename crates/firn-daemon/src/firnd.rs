@@ -1,0 +1,216 @@
+//! The life of one mount: attach, mount, serve, end.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+use firn_backing::DirBacking;
+use firn_engine::Engine;
+use firn_format::protocol::{Reply, Rung};
+use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions, detach};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::attach::{Attached, passthrough, runtime_files};
+use crate::control::Control;
+use crate::end::{self, Event, Outcome};
+use crate::error::DaemonError;
+use crate::lock::Locks;
+use crate::metrics::SAMPLE_EVERY;
+use crate::mount::MountRequest;
+use crate::preflight::{self, Checked};
+use crate::process;
+use crate::service::Mounted;
+use crate::spawn::Reporter;
+
+/// Exit status after a second signal.
+const INTERRUPTED: i32 = 130;
+/// How long the last answer to a client may take to leave.
+const LAST_WORD: Duration = Duration::from_secs(2);
+
+/// Serves a mount from its first check to its end. `Err` before the mount is usable, or when data
+/// stays behind in the arena.
+pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Result<(), DaemonError> {
+    let options = &request.options;
+    let (backing, mount_point) = (&request.backing, &request.mount_point);
+    let checked =
+        preflight::check(backing, mount_point, options.read_only, &mut |text| reporter.notice(text))?;
+    let files = runtime_files(&checked.backing, options)?;
+    let locks = Locks::take(&checked.backing, &files)?;
+    if !request.foreground {
+        process::detach_stdio(&files.log).map_err(DaemonError::io("open the log in the runtime directory"))?;
+        process::start_log(options.log_level.as_str());
+        let _ = std::env::set_current_dir("/");
+    }
+    tracing::info!(backing = %checked.backing.display(), mount_point = %checked.mount_point.display(), "attaching");
+    let attached =
+        Attached::new(&checked.backing, files, locks, options, &mut |text| reporter.notice(text))?;
+    let mount = match Mount::new(request, &checked, &attached) {
+        Ok(mount) => mount,
+        Err(error) => {
+            // Nothing was written yet; what was recovered stays for the next try.
+            attached.finish(true);
+            return Err(error);
+        }
+    };
+    reporter.ready();
+    tracing::info!("mounted");
+    mount.serve_until_the_end(attached, &checked)
+}
+
+struct Mount {
+    session: Arc<Session>,
+    control: Control,
+    service: Arc<Mounted>,
+    events: Receiver<Event>,
+    told: Receiver<()>,
+    populating: Arc<AtomicBool>,
+}
+
+impl Mount {
+    fn new(request: &MountRequest, checked: &Checked, attached: &Attached) -> Result<Self, DaemonError> {
+        let options = &request.options;
+        let (event, events) = mpsc::channel();
+        let (tell, told) = mpsc::channel();
+        watch_signals(event.clone(), &checked.mount_point)?;
+        let adapter = Adapter::new(
+            Arc::clone(&attached.engine),
+            AdapterOptions {
+                attr_timeout: Duration::from_millis(options.attr_timeout_ms),
+                passthrough: passthrough(options),
+            },
+        );
+        let service = Arc::new(Mounted {
+            engine: Arc::clone(&attached.engine),
+            backing: checked.backing.clone(),
+            mount_point: checked.mount_point.clone(),
+            options: options.in_force(),
+            io_threads: options.io_threads,
+            waiting_writers: adapter.waiting_writers(),
+            window: Default::default(),
+            events: event.clone(),
+            told: tell,
+        });
+        // Before the mount: `firn status` must find it from the moment the mount is seen.
+        let control = Control::start(&attached.files.socket, Arc::clone(&service) as _)
+            .map_err(DaemonError::io("listen on the control socket"))?;
+        attached.engine.arena().set_holder(std::process::id(), &checked.mount_point);
+        let session = SessionOptions {
+            source: checked.backing.clone(),
+            threads: options.fuse_threads as usize,
+            allow_other: options.allow_other,
+            read_only: options.read_only,
+            kernel_flags: options.kernel_flags.iter().map(|flag| flag.as_str()).collect(),
+        };
+        let session = Arc::new(Session::mount(adapter, &checked.mount_point, &session)?);
+        watch_session(&session, event)?;
+        let populating = Arc::new(AtomicBool::new(options.populate));
+        if options.populate {
+            populate(&attached.engine, &populating);
+        }
+        Ok(Self { session, control, service, events, told, populating })
+    }
+
+    fn serve_until_the_end(self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
+        let (outcome, client) = self.serve(&attached);
+        self.populating.store(false, Ordering::Relaxed);
+        // What was written between the last look and the end of the session.
+        if let Err(error) = end::drain_rest(&attached.engine, Rung::Drained, &mut |_, _| true) {
+            tracing::error!(%error, "what cannot be drained stays in the arena");
+        }
+        let arena = attached.files.arena.clone();
+        drop(self.control);
+        // A session that lingers may still write: then the arena stays, whatever is in it now.
+        let bytes = attached.finish(outcome == Outcome::Ended);
+        let result = match bytes {
+            0 => Ok(()),
+            bytes => Err(DaemonError::Left { bytes, arena, backing: checked.backing.clone() }),
+        };
+        if let Some(client) = client {
+            let last = match &result {
+                Ok(()) => Reply::Done,
+                Err(error) => Reply::Error { errno: libc::EIO, message: error.to_string() },
+            };
+            if client.send(last).is_ok() {
+                let _ = self.told.recv_timeout(LAST_WORD);
+            }
+        }
+        tracing::info!("ended");
+        result
+    }
+
+    /// Until the mount is gone. Gives the client that asked for the end and waits for its last word.
+    fn serve(&self, attached: &Attached) -> (Outcome, Option<Sender<Reply>>) {
+        loop {
+            match self.events.recv_timeout(SAMPLE_EVERY) {
+                Err(RecvTimeoutError::Timeout) => self.service.sample(),
+                // The service holds a sender: this cannot be. If it is, nobody will ask again.
+                Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
+                    tracing::info!("unmounted from outside");
+                    return (Outcome::Ended, None);
+                }
+                Ok(Event::Signal) => return (end::by_signal(attached, &self.session, &self.events), None),
+                Ok(Event::Unmount { force, reply }) => {
+                    let say = &mut |progress| reply.send(progress).is_ok();
+                    match end::by_request(attached, &self.session, &self.events, force, say) {
+                        Ok(outcome) => return (outcome, Some(reply)),
+                        Err(refusal) => drop(reply.send(refusal)),
+                    }
+                    // Its answer to a refusal is not the last word that the end waits for.
+                    while self.told.try_recv().is_ok() {}
+                }
+            }
+        }
+    }
+}
+
+/// The first signal asks for the end, the second takes it: the arena keeps what is not drained.
+fn watch_signals(events: Sender<Event>, mount_point: &Path) -> Result<(), DaemonError> {
+    let mut signals =
+        Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(DaemonError::io("watch for signals"))?;
+    let mount_point = mount_point.to_owned();
+    let watch = move || {
+        let mut asked = false;
+        for signal in signals.forever().filter(|signal| *signal != SIGHUP) {
+            if asked {
+                tracing::warn!(signal, "asked again: ending at once; what is not drained stays in the arena");
+                let _ = detach(&mount_point, true);
+                std::process::exit(INTERRUPTED);
+            }
+            asked = true;
+            let _ = events.send(Event::Signal);
+        }
+    };
+    std::thread::Builder::new()
+        .name("firn-signal".into())
+        .spawn(watch)
+        .map(drop)
+        .map_err(DaemonError::io("start a thread"))
+}
+
+fn watch_session(session: &Arc<Session>, events: Sender<Event>) -> Result<(), DaemonError> {
+    let session = Arc::clone(session);
+    let watch = move || {
+        if let Err(error) = session.wait() {
+            tracing::error!(%error, "the FUSE session failed");
+        }
+        let _ = events.send(Event::Ended);
+    };
+    std::thread::Builder::new()
+        .name("firn-session".into())
+        .spawn(watch)
+        .map(drop)
+        .map_err(DaemonError::io("start a thread"))
+}
+
+/// Touches the arena's memory in the background, so that writers do not pay for it. Best effort.
+fn populate(engine: &Arc<Engine<DirBacking>>, go_on: &Arc<AtomicBool>) {
+    let (engine, go_on) = (Arc::clone(engine), Arc::clone(go_on));
+    let _ = std::thread::Builder::new().name("firn-populate".into()).spawn(move || {
+        if let Err(error) = engine.arena().populate(&|| go_on.load(Ordering::Relaxed)) {
+            tracing::info!(%error, "the arena's memory comes with the first writes");
+        }
+    });
+}

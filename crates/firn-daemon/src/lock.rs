@@ -1,0 +1,120 @@
+//! One firnd a backing on this node.
+//!
+//! Promise: while [`Locks`] live, no other firnd or `firn recover` of this node works on the same
+//! backing or the same arena. The locks end with the process, however it ends.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use firn_client::paths::RuntimeFiles;
+use firn_format::protocol::{Reply, Request};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
+use rustix::io::Errno;
+
+use crate::error::DaemonError;
+use crate::mountinfo;
+
+/// A killed firnd keeps its locks while the kernel takes down its memory; longer than this it does
+/// not take even for large arenas.
+const DYING: Duration = Duration::from_secs(5);
+const ASK: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// Held until dropped.
+#[derive(Debug)]
+pub(crate) struct Locks {
+    _backing: OwnedFd,
+    arena: Option<File>,
+}
+
+impl Locks {
+    /// Locks the backing directory, or says who holds it.
+    pub(crate) fn take(backing: &Path, files: &RuntimeFiles) -> Result<Self, DaemonError> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = open(backing, flags, Mode::empty())
+            .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e.into() })?;
+        if !try_lock(&directory) {
+            wait_for_the_dying(&directory, backing, files)?;
+        }
+        Ok(Self { _backing: directory, arena: None })
+    }
+
+    /// Locks the arena's file as well: a backing on NFS may not know flock(2), tmpfs does.
+    pub(crate) fn add_arena(&mut self, arena: &Path, backing: &Path, files: &RuntimeFiles) -> Result<(), DaemonError> {
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .open(arena)
+            .map_err(DaemonError::io("open the arena to lock it"))?;
+        if !try_lock(&file) {
+            wait_for_the_dying(&file, backing, files)?;
+        }
+        self.arena = Some(file);
+        Ok(())
+    }
+}
+
+/// False: somebody has it. File systems without flock count as locked: the arena's lock is left.
+fn try_lock(fd: &impl std::os::fd::AsFd) -> bool {
+    match flock(fd, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => false,
+        Err(error) => {
+            tracing::warn!(%error, "the backing's file system has no flock(2); only the arena is locked");
+            true
+        }
+        Ok(()) => true,
+    }
+}
+
+fn wait_for_the_dying(
+    fd: &impl std::os::fd::AsFd,
+    backing: &Path,
+    files: &RuntimeFiles,
+) -> Result<(), DaemonError> {
+    let deadline = Instant::now() + DYING;
+    loop {
+        let living = ask(&files.socket);
+        if living.is_some() || Instant::now() >= deadline {
+            let by = living.unwrap_or_else(|| seen(backing));
+            return Err(DaemonError::Held { backing: backing.into(), by });
+        }
+        std::thread::sleep(PAUSE);
+        if try_lock(fd) {
+            return Ok(());
+        }
+    }
+}
+
+/// Asks a firnd of this user who it is.
+fn ask(socket: &Path) -> Option<String> {
+    let mut stream = UnixStream::connect(socket).ok()?;
+    stream.set_read_timeout(Some(ASK)).ok()?;
+    let mut line = serde_json::to_string(&Request::Status).ok()?;
+    line.push('\n');
+    stream.write_all(line.as_bytes()).ok()?;
+    let mut answer = String::new();
+    BufReader::new(stream).read_line(&mut answer).ok()?;
+    match serde_json::from_str(&answer).ok()? {
+        Reply::Status(status) => Some(format!(" at {} by firnd with pid {}", status.mount_point, status.pid)),
+        _ => None,
+    }
+}
+
+/// What the mount table tells of the firnd of another user, or of one that does not answer.
+fn seen(backing: &Path) -> String {
+    match mountinfo::firn_mounts().into_iter().find(|mount| mount.backing == backing) {
+        Some(mount) => format!(" at {}", mountinfo::shown(&mount.mount_point)),
+        None => " (by a firnd or firn recover that does not answer)".into(),
+    }
+}
+
+/// Whether a living firnd has `arena` open. Takes no lock that outlives the call.
+pub(crate) fn is_held(arena: &Path) -> bool {
+    File::open(arena).is_ok_and(|file| {
+        flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)
+    })
+}

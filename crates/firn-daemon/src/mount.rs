@@ -1,0 +1,76 @@
+//! `firn mount`: from a request to a usable mount.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use firn_config::Options;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{DaemonError, MountError};
+use crate::firnd;
+use crate::process;
+use crate::spawn::{Reporter, report_failure, spawn};
+
+/// What to mount where and how.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct MountRequest {
+    /// The backing directory, as the user gave it.
+    pub backing: PathBuf,
+    /// The mount point, as the user gave it.
+    pub mount_point: PathBuf,
+    /// Checked options.
+    pub options: Options,
+    /// Serve in this process until the end.
+    pub foreground: bool,
+}
+
+/// Mounts. In the background it returns when the mount is usable; in the foreground when it ended.
+/// An arena of the pair is attached and drained without being asked. Notices go to stderr.
+pub fn mount(request: MountRequest) -> Result<(), MountError> {
+    mount_with_notices(request, &mut |text| eprintln!("firn: {text}"))
+}
+
+/// The same, with notices (recovered data, a dead mount that was removed, …) told to `notice`.
+pub fn mount_with_notices(request: MountRequest, notice: &mut dyn FnMut(String)) -> Result<(), MountError> {
+    if !request.foreground {
+        return spawn(&request, notice);
+    }
+    process::prepare();
+    process::start_log(request.options.log_level.as_str());
+    firnd::serve(&request, Reporter::Here(notice))
+}
+
+/// The main function of firnd: the request comes on stdin, stdout is the pipe to `firn mount`.
+pub fn firnd_main() -> ExitCode {
+    // A Ctrl-C for the terminal's programs is none for the mount. Fails for a group leader, who has
+    // no terminal to lose.
+    let _ = rustix::process::setsid();
+    process::prepare();
+    let Ok(mut pipe) = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3).map(File::from) else {
+        return ExitCode::FAILURE;
+    };
+    let result = pipe.try_clone().map_err(DaemonError::io("keep the pipe")).and_then(|reporter| {
+        let request = read_request()?;
+        process::abort_on_panic();
+        firnd::serve(&request, Reporter::Pipe(reporter))
+    });
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error}");
+            report_failure(&mut pipe, &error);
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn read_request() -> Result<MountRequest, DaemonError> {
+    let mut json = Vec::new();
+    std::io::stdin().read_to_end(&mut json).map_err(DaemonError::io("read the request"))?;
+    serde_json::from_slice(&json).map_err(|error| DaemonError::Reported {
+        text: format!("firnd is started by `firn mount` and by nothing else: {error}"),
+        code: 2,
+    })
+}

@@ -1,0 +1,175 @@
+//! Checks of backing and mount point before anything is touched.
+//!
+//! Promise: what passes can be mounted as far as paths tell; what does not is refused with the
+//! reason and what to do.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::io::Errno;
+
+use crate::error::DaemonError;
+use crate::mountinfo;
+
+/// A pair of directories that may be mounted.
+#[derive(Debug)]
+pub(crate) struct Checked {
+    /// Canonical.
+    pub(crate) backing: PathBuf,
+    /// Canonical.
+    pub(crate) mount_point: PathBuf,
+}
+
+/// Checks the pair. A dead Firn mount at the mount point is taken away, and `notice` told.
+pub(crate) fn check(
+    backing: &Path,
+    mount_point: &Path,
+    read_only: bool,
+    notice: &mut dyn FnMut(String),
+) -> Result<Checked, DaemonError> {
+    let backing = check_backing(backing, read_only)?;
+    let mount_point = check_mount_point(mount_point, notice)?;
+    check_apart(&backing, &mount_point)?;
+    Ok(Checked { backing, mount_point })
+}
+
+/// The backing alone, as `firn recover` needs it. Returns its canonical path.
+pub(crate) fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, DaemonError> {
+    let path = &absolute(path);
+    let unusable = |source: io::Error| DaemonError::BackingUnusable { path: path.clone(), source };
+    let canonical = match path.canonicalize() {
+        Ok(canonical) => canonical,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return Err(DaemonError::BackingMissing { path: path.clone() });
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotADirectory => {
+            return Err(DaemonError::BackingNotDirectory { path: path.clone() });
+        }
+        Err(e) => return Err(unusable(e)),
+    };
+    if !canonical.metadata().map_err(unusable)?.is_dir() {
+        return Err(DaemonError::BackingNotDirectory { path: canonical });
+    }
+    accessat(CWD, &canonical, Access::READ_OK | Access::EXEC_OK, AtFlags::EACCESS)
+        .map_err(|e| unusable(e.into()))?;
+    // Only EROFS: a directory below may be writable although this one is not.
+    let writable = accessat(CWD, &canonical, Access::WRITE_OK, AtFlags::EACCESS);
+    if writable == Err(Errno::ROFS) && !read_only {
+        return Err(DaemonError::BackingReadOnly { path: canonical });
+    }
+    Ok(canonical)
+}
+
+fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<PathBuf, DaemonError> {
+    let path = &absolute(path);
+    while firn_fuse::is_dead(path) {
+        remove_dead(path, notice)?;
+    }
+    let canonical = match path.canonicalize() {
+        Ok(canonical) => canonical,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return Err(DaemonError::MountPointMissing { path: path.clone() });
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotADirectory => {
+            return Err(DaemonError::MountPointNotDirectory { path: path.clone() });
+        }
+        Err(source) => return Err(DaemonError::MountPointUnusable { path: path.clone(), source }),
+    };
+    if !canonical.is_dir() {
+        return Err(DaemonError::MountPointNotDirectory { path: canonical });
+    }
+    match mountinfo::at(&canonical) {
+        Some(mount) => {
+            Err(DaemonError::MountPointBusy { path: canonical, backing: mountinfo::shown(&mount.backing) })
+        }
+        None => Ok(canonical),
+    }
+}
+
+/// firnd was killed: its mount is still in the tree and answers ENOTCONN.
+fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), DaemonError> {
+    let unusable = |source| DaemonError::MountPointUnusable { path: path.to_owned(), source };
+    // The path cannot be resolved to its end, but everything above the mount can.
+    let canonical = match (path.parent().map(Path::canonicalize), path.file_name()) {
+        (Some(Ok(parent)), Some(name)) => parent.join(name),
+        _ => path.to_owned(),
+    };
+    let Some(mount) = mountinfo::at(&canonical) else {
+        let text = "a dead mount of another program is there: unmount it first (umount -l)";
+        return Err(unusable(io::Error::other(text)));
+    };
+    firn_fuse::detach(&canonical, true).map_err(unusable)?;
+    notice(format!(
+        "removed the dead mount of {} at {} (its firnd had ended)",
+        mountinfo::shown(&mount.backing),
+        mountinfo::shown(&canonical)
+    ));
+    Ok(())
+}
+
+fn check_apart(backing: &Path, mount_point: &Path) -> Result<(), DaemonError> {
+    let (backing_path, mount_point_path) = (backing.to_owned(), mount_point.to_owned());
+    if mount_point.starts_with(backing) {
+        return Err(DaemonError::MountPointInBacking { mount_point: mount_point_path, backing: backing_path });
+    }
+    if backing.starts_with(mount_point) {
+        return Err(DaemonError::BackingInMountPoint { mount_point: mount_point_path, backing: backing_path });
+    }
+    Ok(())
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(backing: &Path, mount_point: &Path) -> DaemonError {
+        check(backing, mount_point, false, &mut |_| {}).expect_err("must be refused")
+    }
+
+    #[test]
+    fn directories_inside_each_other_are_refused_both_ways() {
+        let dir = tempfile::tempdir().unwrap();
+        let inner = dir.path().join("inner");
+        std::fs::create_dir(&inner).unwrap();
+        assert!(matches!(refusal(dir.path(), &inner), DaemonError::MountPointInBacking { .. }));
+        assert!(matches!(refusal(&inner, dir.path()), DaemonError::BackingInMountPoint { .. }));
+        assert!(matches!(refusal(&inner, &inner), DaemonError::MountPointInBacking { .. }));
+    }
+
+    #[test]
+    fn a_symlink_does_not_hide_containment() {
+        let dir = tempfile::tempdir().unwrap();
+        let backing = dir.path().join("backing");
+        std::fs::create_dir_all(backing.join("below")).unwrap();
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(backing.join("below"), &link).unwrap();
+        assert!(matches!(refusal(&backing, &link), DaemonError::MountPointInBacking { .. }));
+    }
+
+    #[test]
+    fn neighbours_with_a_common_prefix_are_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["run", "run2"] {
+            std::fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        check(&dir.path().join("run"), &dir.path().join("run2"), false, &mut |_| {}).unwrap();
+    }
+
+    #[test]
+    fn missing_and_wrong_kinds_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, missing) = (dir.path().join("file"), dir.path().join("missing"));
+        std::fs::write(&file, b"").unwrap();
+        let other = tempfile::tempdir().unwrap();
+        assert!(matches!(refusal(&missing, other.path()), DaemonError::BackingMissing { .. }));
+        assert!(matches!(refusal(&file, other.path()), DaemonError::BackingNotDirectory { .. }));
+        assert!(matches!(refusal(other.path(), &missing), DaemonError::MountPointMissing { .. }));
+        assert!(matches!(refusal(other.path(), &file), DaemonError::MountPointNotDirectory { .. }));
+        assert!(matches!(refusal(&file.join("x"), other.path()), DaemonError::BackingNotDirectory { .. }));
+    }
+}

@@ -1,0 +1,91 @@
+//! `firn recover`: drain an arena without a mount.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use firn_backing::Errno;
+use firn_config::Options;
+use firn_format::protocol::{ErrorStatus, Rung};
+use serde::Serialize;
+
+use crate::attach::{Attached, runtime_files};
+use crate::end::drain_rest;
+use crate::error::RecoverError;
+use crate::lock::Locks;
+use crate::preflight;
+use crate::process;
+
+const PROGRESS_EVERY: Duration = Duration::from_millis(100);
+
+/// Which arena.
+#[derive(Clone, Debug)]
+pub struct RecoverRequest {
+    /// The backing directory, as the user gave it.
+    pub backing: PathBuf,
+    /// Checked options: `arena-dir` and `io-threads` count.
+    pub options: Options,
+}
+
+/// What became of it.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct RecoverReport {
+    /// The arena; `None`: there was none, nothing to recover.
+    pub arena: Option<PathBuf>,
+    /// Bytes that are now durable in the backing.
+    pub recovered_bytes: u64,
+    /// Files that had them.
+    pub recovered_files: u64,
+    /// Bytes still in the arena.
+    pub left_bytes: u64,
+    /// Bytes whose file is not in the backing.
+    pub lost_file_bytes: u64,
+    /// What went wrong on the way.
+    pub errors: Vec<ErrorStatus>,
+}
+
+/// Drains the arena of a backing until all of it is durable, then removes it. `progress` gets bytes
+/// left, files left and a phase some ten times a second; false stops, and what is left stays in the
+/// arena. To be called before other threads are started.
+pub fn recover(
+    request: RecoverRequest,
+    progress: &mut dyn FnMut(u64, u64, &str) -> bool,
+) -> Result<RecoverReport, RecoverError> {
+    let backing = preflight::check_backing(&request.backing, false)?;
+    let files = runtime_files(&backing, &request.options)?;
+    if !files.arena.exists() {
+        return Ok(RecoverReport::default());
+    }
+    let locks = Locks::take(&backing, &files)?;
+    process::prepare();
+    let arena = files.arena.clone();
+    let attached = Attached::new(&backing, files, locks, &request.options, &mut |text| tracing::warn!("{text}"))?;
+    let mut next = Instant::now();
+    let drained = drain_rest(&attached.engine, Rung::Durable, &mut |bytes, files| {
+        let now = Instant::now();
+        if now < next {
+            return true;
+        }
+        next = now + PROGRESS_EVERY;
+        progress(bytes, files, "draining")
+    });
+    let status = attached.engine.status();
+    let recovered = &attached.recovered;
+    let mut report = RecoverReport {
+        arena: Some(arena),
+        recovered_bytes: recovered.bytes.saturating_sub(status.held_bytes),
+        recovered_files: recovered.files.saturating_sub(status.held_files),
+        left_bytes: status.held_bytes,
+        lost_file_bytes: status.lost_file_bytes,
+        errors: status.errors,
+    };
+    if let Err(error) = drained
+        && error != Errno::CANCELED
+        && report.errors.is_empty()
+    {
+        let message = "the backing did not take all of it".into();
+        report.errors.push(ErrorStatus { errno: error.raw_os_error(), message, count: 1, ..ErrorStatus::default() });
+    }
+    // Removed only if what was drained is durable too.
+    attached.finish(drained.is_ok());
+    Ok(report)
+}

@@ -1,0 +1,163 @@
+//! What the control socket of a mount answers.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use firn_backing::{DirBacking, Errno};
+use firn_engine::Engine;
+use firn_format::protocol::{PROTOCOL_VERSION, Reply, Request, Rung, Status};
+use parking_lot::Mutex;
+
+use crate::control::Service;
+use crate::end::Event;
+use crate::metrics::{Window, prometheus};
+use crate::mountinfo::shown;
+
+/// Progress lines are sent this often.
+const PROGRESS_EVERY: Duration = Duration::from_millis(100);
+
+/// A mount, as its control socket knows it.
+pub(crate) struct Mounted {
+    pub(crate) engine: Arc<Engine<DirBacking>>,
+    pub(crate) backing: PathBuf,
+    pub(crate) mount_point: PathBuf,
+    /// `key=value` of the options that change what promises mean.
+    pub(crate) options: Vec<String>,
+    pub(crate) io_threads: u32,
+    pub(crate) waiting_writers: Arc<AtomicU64>,
+    pub(crate) window: Mutex<Window>,
+    /// To the main loop, which alone unmounts.
+    pub(crate) events: Sender<Event>,
+    /// Told when the answer to an unmount has left.
+    pub(crate) told: Sender<()>,
+}
+
+impl Mounted {
+    /// The engine's status with what only the daemon knows.
+    pub(crate) fn status(&self) -> Status {
+        let engine = self.engine.status();
+        let rates = self.window.lock().rates(Instant::now(), engine.ingest_bytes, engine.drain_bytes);
+        let mut lanes = engine.lanes.clone();
+        for lane in &mut lanes {
+            lane.path = shown(&self.backing);
+            lane.writers_max = self.io_threads;
+        }
+        Status {
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: std::process::id(),
+            backing: shown(&self.backing),
+            mount_point: shown(&self.mount_point),
+            options: self.options.clone(),
+            waiting_writers: self.waiting_writers.load(Ordering::Relaxed),
+            ingest_bytes_per_s: rates.ingest,
+            drain_bytes_per_s: rates.drain,
+            lanes,
+            ..engine
+        }
+    }
+
+    /// Takes a sample for the rates.
+    pub(crate) fn sample(&self) {
+        let status = self.engine.status();
+        self.window.lock().add(Instant::now(), status.ingest_bytes, status.drain_bytes);
+    }
+
+    fn wait(&self, path: &str, until: Rung, timeout_ms: Option<u64>, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+        let deadline = timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms));
+        let phase = if until == Rung::Durable { "syncing" } else { "draining" };
+        let mut left = 0;
+        let mut timed_out = false;
+        let mut progress = throttled(phase, say);
+        let result = self.engine.wait_tree(path.as_bytes(), until, &mut |bytes, files| {
+            left = bytes;
+            timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            !timed_out && progress(bytes, files)
+        });
+        match result {
+            Ok(()) => Reply::Done,
+            Err(_) if timed_out => Reply::Error {
+                errno: libc::ETIMEDOUT,
+                message: format!("timed out with {left} bytes left: they are still being drained"),
+            },
+            Err(error) => failed(error, path),
+        }
+    }
+
+    fn unmount(&self, force: bool, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+        let (reply, replies): (_, Receiver<Reply>) = mpsc::channel();
+        let gone = || Reply::Error { errno: libc::ESHUTDOWN, message: "firnd is ending already".into() };
+        if self.events.send(Event::Unmount { force, reply }).is_err() {
+            return gone();
+        }
+        loop {
+            match replies.recv() {
+                Ok(progress @ Reply::Progress { .. }) => {
+                    say(progress);
+                }
+                Ok(last) => return last,
+                Err(_) => return gone(),
+            }
+        }
+    }
+}
+
+impl Service for Mounted {
+    fn answer(&self, request: Request, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+        match request {
+            Request::Hello => Reply::Hello {
+                protocol: PROTOCOL_VERSION,
+                version: env!("CARGO_PKG_VERSION").into(),
+                pid: std::process::id(),
+            },
+            Request::Status => Reply::Status(Box::new(self.status())),
+            Request::Wait { path, until, timeout_ms } => self.wait(&path, until, timeout_ms, say),
+            Request::Drain { path } => {
+                self.engine.drain_tree(path.as_bytes());
+                Reply::Done
+            }
+            Request::Files { path } => Reply::Files { files: self.engine.files_below(path.as_bytes()) },
+            Request::Metrics => Reply::Metrics { text: prometheus(&self.status()) },
+            Request::ClearErrors => {
+                self.engine.clear_errors();
+                Reply::Done
+            }
+            Request::Unmount { force } => self.unmount(force, say),
+        }
+    }
+
+    fn answered(&self, request: &Request) {
+        if matches!(request, Request::Unmount { .. }) {
+            let _ = self.told.send(());
+        }
+    }
+}
+
+/// Sends [`Reply::Progress`] every [`PROGRESS_EVERY`]; false once the client is gone.
+pub(crate) fn throttled<'a>(
+    phase: &'a str,
+    say: &'a mut dyn FnMut(Reply) -> bool,
+) -> impl FnMut(u64, u64) -> bool + 'a {
+    let mut next = Instant::now();
+    move |bytes_left, files_left| {
+        let now = Instant::now();
+        if now < next {
+            return true;
+        }
+        next = now + PROGRESS_EVERY;
+        say(Reply::Progress { bytes_left, files_left, phase: phase.into() })
+    }
+}
+
+fn failed(error: Errno, path: &str) -> Reply {
+    let message = match error {
+        Errno::NOENT => format!("{path}: no such file or directory in this mount"),
+        Errno::CANCELED => "the wait was given up".into(),
+        error => format!(
+            "the backing reports: {error}; the data is kept and tried again (`firn status` has the details)"
+        ),
+    };
+    Reply::Error { errno: error.raw_os_error(), message }
+}

@@ -1,0 +1,106 @@
+//! Starting firnd and hearing from it.
+//!
+//! `firn mount` runs its own binary again with `firnd` as its name, the request as JSON on stdin and
+//! a pipe as stdout. firnd sends [`Word`]s on it, one JSON object a line; the last is `Ready` or
+//! `Failed`. Then the pipe is closed and stdout is the log.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::DaemonError;
+use crate::mount::MountRequest;
+
+/// The name under which the binary is firnd.
+const NAME: &str = "firnd";
+
+/// What firnd says before it is on its own.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Word {
+    /// Something that the user should know.
+    Notice(String),
+    /// The mount is usable.
+    Ready,
+    /// There is no mount.
+    Failed {
+        /// Why.
+        text: String,
+        /// Exit status of firn.
+        code: u8,
+    },
+}
+
+/// Starts firnd for `request` and waits until its mount is usable or it failed.
+pub(crate) fn spawn(request: &MountRequest, notice: &mut dyn FnMut(String)) -> Result<(), DaemonError> {
+    let mut child = Command::new("/proc/self/exe")
+        .arg0(NAME)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(DaemonError::io("start firnd"))?;
+    let json = serde_json::to_vec(request).map_err(|e| DaemonError::io("encode the request")(e.into()))?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // If firnd died already, its silence below says so.
+        let _ = stdin.write_all(&json);
+    }
+    let Some(stdout) = child.stdout.take() else { return Err(silent()) };
+    for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+        match serde_json::from_str(&line) {
+            Ok(Word::Notice(text)) => notice(text),
+            Ok(Word::Ready) => return Ok(()),
+            Ok(Word::Failed { text, code }) => {
+                let _ = child.wait();
+                return Err(DaemonError::Reported { text, code });
+            }
+            Err(_) => {}
+        }
+    }
+    let _ = child.wait();
+    Err(silent())
+}
+
+fn silent() -> DaemonError {
+    DaemonError::Silent { log: firn_client::paths::runtime_dir().join("*.log").display().to_string() }
+}
+
+/// The other end: who is told about notices and readiness.
+pub(crate) enum Reporter<'a> {
+    /// `firn mount` waits at the other end of a pipe.
+    Pipe(File),
+    /// We are in the foreground.
+    Here(&'a mut dyn FnMut(String)),
+}
+
+impl Reporter<'_> {
+    /// Something that the user should know.
+    pub(crate) fn notice(&mut self, text: String) {
+        tracing::info!("{text}");
+        match self {
+            Self::Pipe(pipe) => say(pipe, &Word::Notice(text)),
+            Self::Here(notice) => notice(text),
+        }
+    }
+
+    /// The mount is usable.
+    pub(crate) fn ready(self) {
+        if let Self::Pipe(mut pipe) = self {
+            say(&mut pipe, &Word::Ready);
+        }
+    }
+}
+
+/// Tells `firn mount` that there is no mount.
+pub(crate) fn report_failure(pipe: &mut File, error: &DaemonError) {
+    say(pipe, &Word::Failed { text: error.to_string(), code: error.exit_code() });
+}
+
+fn say(pipe: &mut File, word: &Word) {
+    let Ok(mut line) = serde_json::to_vec(word) else { return };
+    line.push(b'\n');
+    // If firn mount was killed meanwhile, the mount goes on without it.
+    let _ = pipe.write_all(&line);
+}
