@@ -50,8 +50,7 @@ impl CheckpointArgs {
     /// Runs it.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
-        let slowness =
-            Slowness { round_trip_us: self.round_trip_us, writes_per_s: self.writes_per_s };
+        let slowness = Slowness { round_trip_us: self.round_trip_us, writes_per_s: self.writes_per_s };
         let prepared = backing::prepare(self.backing, slowness, &work)?;
         let firn = Firn::find(self.common.firn.as_deref())?;
         let candidates = self.candidates(&prepared, work.path(), &firn)?;
@@ -96,8 +95,7 @@ impl CheckpointArgs {
     ) -> anyhow::Result<Vec<Candidate<'a>>> {
         let native = prepared.dir.join("native");
         std::fs::create_dir_all(&native)?;
-        let mut all =
-            vec![Candidate { name: "native", behind: native.clone(), dir: native, mount: None }];
+        let mut all = vec![Candidate { name: "native", behind: native.clone(), dir: native, mount: None }];
         if self.common.baseline_only {
             return Ok(all);
         }
@@ -137,10 +135,9 @@ impl CheckpointArgs {
         let ends = || outcomes.iter().map(|o| o.end_ns);
         let spread_ns = ends().max().unwrap_or(0) - ends().min().unwrap_or(0);
         let (writes, bytes) = match candidate.mount {
-            Some(_) => (
-                after.0.drain_writes - before.0.drain_writes,
-                after.0.drain_bytes - before.0.drain_bytes,
-            ),
+            Some(_) => {
+                (after.0.drain_writes - before.0.drain_writes, after.0.drain_bytes - before.0.drain_bytes)
+            }
             None => (tasks.iter().map(writes_of).sum(), image * u64::from(self.processes)),
         };
         let writers_cpu_s: f64 = outcomes.iter().map(|o| o.cpu_s).sum();

@@ -4,16 +4,30 @@
 //! Firn runs here (session, engine, arena, drain threads), and only the last step, the write to the
 //! backing, is replaced. It is put together inside the benchmark: no option of `firn mount` loses data.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
-use anyhow::bail;
+use firn_arena::{Arena, Identity};
+use firn_backing::DirBacking;
+use firn_drain::Pool;
+use firn_engine::{Engine, EngineOptions};
+use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions};
 use serde::{Deserialize, Serialize};
+
+mod backing;
+
+/// The default of `firn mount`.
+const ATTR_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How the arena is cut, and where names and empty files are made.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Geometry {
     /// Directory that gets the (empty) files.
     pub backing: PathBuf,
+    /// The arena's file, on tmpfs; it must not exist.
+    pub arena: PathBuf,
     /// Bytes of the arena.
     pub arena_bytes: u64,
     /// Bytes of one chunk.
@@ -22,13 +36,35 @@ pub struct Geometry {
     pub io_threads: usize,
 }
 
-/// A running mount; dropping it unmounts.
-pub struct Discarding {}
-
-/// Whether [`mount_discarding`] can work in this build.
-pub const AVAILABLE: bool = false;
+/// A running mount; dropping it unmounts and removes the arena.
+pub struct Discarding {
+    session: Session,
+    pool: Pool,
+    arena: PathBuf,
+}
 
 /// Mounts Firn over a discarding backing.
-pub fn mount_discarding(_geometry: &Geometry, _mount_point: &Path) -> anyhow::Result<Discarding> {
-    bail!("this build has no Firn to mount yet; measure the baseline alone with --baseline-only")
+pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Result<Discarding> {
+    let backing = geometry.backing.canonicalize()?;
+    let owner = std::fs::metadata(&backing)?;
+    let identity = Identity { backing: backing.clone(), dev: owner.dev(), ino: owner.ino() };
+    let cut = firn_format::geometry::Geometry::new(geometry.arena_bytes, geometry.chunk_bytes)?;
+    let arena = Arena::create(&geometry.arena, cut, &identity)?;
+    let below = backing::DiscardBacking(DirBacking::open(&backing)?);
+    let options = EngineOptions::new(geometry.chunk_bytes);
+    let (engine, _) = Engine::attach(below, arena, &[], options)?;
+    let pool = Pool::start(Arc::clone(&engine), geometry.io_threads)?;
+    let adapter = Adapter::new(engine, AdapterOptions { attr_timeout: ATTR_TIMEOUT, passthrough: false });
+    let options = SessionOptions { source: backing, threads: 0, allow_other: false, read_only: false };
+    let session = Session::mount(adapter, mount_point, &options)?;
+    Ok(Discarding { session, pool, arena: geometry.arena.clone() })
+}
+
+impl Drop for Discarding {
+    fn drop(&mut self) {
+        let _ = self.session.unmount(true);
+        let _ = self.session.wait();
+        self.pool.stop();
+        let _ = std::fs::remove_file(&self.arena);
+    }
 }

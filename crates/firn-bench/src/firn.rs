@@ -43,8 +43,7 @@ impl Firn {
     pub fn mount(&self, backing: &Path, mount_point: &Path, options: &str) -> anyhow::Result<Mount<'_>> {
         std::fs::create_dir_all(backing)?;
         std::fs::create_dir_all(mount_point)?;
-        let (program, dir, point) =
-            (self.program.clone(), self.runtime_dir.clone(), mount_point.to_owned());
+        let (program, dir, point) = (self.program.clone(), self.runtime_dir.clone(), mount_point.to_owned());
         let _unmount = cleanup::defer(move || unmount(&program, &dir, &point));
         let backing = backing.as_os_str();
         let args = ["mount".as_ref(), "-o".as_ref(), options.as_ref(), backing, mount_point.as_ref()];

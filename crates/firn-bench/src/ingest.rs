@@ -1,9 +1,10 @@
 //! `firn bench ingest`: how fast writes are taken in when nothing has to be stored (CRFS, figure 5).
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use crate::cleanup::{self, Guard};
 use crate::cpu;
-use crate::discard::{self, Geometry};
+use crate::discard::Geometry;
 use crate::options::{Common, parse_size, progress, show_size};
 use crate::report::{Report, Sample};
 use crate::serve::{Mounted, Server};
@@ -90,7 +91,7 @@ impl IngestArgs {
     /// Runs it.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
-        let with_firn = !self.common.baseline_only && discard::AVAILABLE;
+        let with_firn = !self.common.baseline_only;
         let mut report = Report::new("ingest");
         let (writers, total) = (self.writers, show_size(self.total_bytes()));
         report.note(format!("{writers} writers, {total} in all; drained data is dropped"));
@@ -113,7 +114,7 @@ impl IngestArgs {
             for _ in 0..self.common.repeats() {
                 sink_samples.push(self.measure(&sink, &setting)?);
                 bar.inc(1);
-                if let Some(firn) = &firn {
+                if let Some((firn, _)) = &firn {
                     firn_samples.push(self.measure(firn, &setting)?);
                     bar.inc(1);
                 }
@@ -128,17 +129,21 @@ impl IngestArgs {
         Ok(report)
     }
 
-    fn mount_firn(&self, setting: &Setting, work: &Path) -> anyhow::Result<Mounted> {
+    fn mount_firn(&self, setting: &Setting, work: &Path) -> anyhow::Result<(Mounted, Guard)> {
         let (backing, mount_point) = (work.join("backing"), work.join("firn"));
         std::fs::create_dir_all(&backing)?;
         std::fs::create_dir_all(&mount_point)?;
+        let arena = PathBuf::from(format!("/dev/shm/firn-bench-{}.arena", std::process::id()));
+        let left_over = arena.clone();
+        let remove = cleanup::defer(move || drop(std::fs::remove_file(left_over)));
         let geometry = Geometry {
             backing,
+            arena,
             arena_bytes: setting.arena_bytes,
             chunk_bytes: setting.chunk_bytes,
             io_threads: self.io_threads,
         };
-        Mounted::start(&Server::Discarding(geometry), &mount_point)
+        Ok((Mounted::start(&Server::Discarding(geometry), &mount_point)?, remove))
     }
 
     fn measure(&self, server: &Mounted, setting: &Setting) -> anyhow::Result<Sample> {

@@ -65,9 +65,7 @@ pub fn file_system_of(path: &Path) -> String {
 }
 
 fn memory_kib() -> u64 {
-    field("/proc/meminfo", "MemTotal")
-        .and_then(|value| value.split(' ').next()?.parse().ok())
-        .unwrap_or(0)
+    field("/proc/meminfo", "MemTotal").and_then(|value| value.split(' ').next()?.parse().ok()).unwrap_or(0)
 }
 
 fn field(file: &str, name: &str) -> Option<String> {

@@ -78,9 +78,7 @@ impl WorkDir {
             .canonicalize()
             .with_context(|| format!("cannot work in {}; name another --dir", parent.display()))?;
         let made = tempfile::Builder::new().prefix("firn-bench-").tempdir_in(&parent);
-        let path = made
-            .with_context(|| format!("cannot make a directory in {}", parent.display()))?
-            .keep();
+        let path = made.with_context(|| format!("cannot make a directory in {}", parent.display()))?.keep();
         let again = path.clone();
         let _remove = crate::cleanup::defer(move || drop(std::fs::remove_dir_all(again)));
         Ok(Self { path, _remove })

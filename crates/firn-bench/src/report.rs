@@ -63,12 +63,7 @@ pub type Sample = Vec<(&'static str, &'static str, f64)>;
 impl Report {
     /// An empty report of this machine.
     pub fn new(benchmark: &str) -> Self {
-        Self {
-            benchmark: benchmark.into(),
-            machine: Machine::here(),
-            notes: Vec::new(),
-            cases: Vec::new(),
-        }
+        Self { benchmark: benchmark.into(), machine: Machine::here(), notes: Vec::new(), cases: Vec::new() }
     }
 
     /// Adds a sentence for the reader.

@@ -269,9 +269,8 @@ fn read_mapped(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result
     for _ in 0..passes {
         // SAFETY: a new mapping at an address the kernel chooses; the file is not cut while it is
         // read, as only the benchmark knows it.
-        let start = unsafe {
-            mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, file.as_fd(), 0)
-        }?;
+        let start =
+            unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, file.as_fd(), 0) }?;
         // SAFETY: the mapping has `len` bytes and lives until munmap below.
         let mapped = unsafe { std::slice::from_raw_parts(start.cast::<u8>(), len) };
         for part in mapped.chunks(buffer.len()) {

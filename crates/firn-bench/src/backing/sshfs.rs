@@ -19,8 +19,7 @@ const START_LIMIT: Duration = Duration::from_secs(10);
 
 /// Mounts `work`/export on `work`/sshfs with `options`.
 pub fn prepare(round_trip_us: u64, options: &str, work: &WorkDir) -> anyhow::Result<Prepared> {
-    let (keys, export, point) =
-        (work.subdir("keys")?, work.subdir("export")?, work.subdir("sshfs")?);
+    let (keys, export, point) = (work.subdir("keys")?, work.subdir("export")?, work.subdir("sshfs")?);
     let mut guards = Vec::new();
     let (server, place) = match rustix::process::geteuid().is_root() {
         true => namespaced_server(&keys, &mut guards)?,
@@ -34,19 +33,12 @@ pub fn prepare(round_trip_us: u64, options: &str, work: &WorkDir) -> anyhow::Res
     guards.insert(0, defer(move || unmount_lazily(&unmount)));
     mount(&keys, address, &export, &point, options)?;
     let shown = if options.is_empty() { "default options" } else { options };
-    let note = format!(
-        "backing: sshfs ({shown}) to an sshd in {place}, {round_trip_us} µs added to a round trip"
-    );
+    let note =
+        format!("backing: sshfs ({shown}) to an sshd in {place}, {round_trip_us} µs added to a round trip");
     Ok(Prepared { dir: point, note, _guards: guards })
 }
 
-fn mount(
-    keys: &Path,
-    address: SocketAddr,
-    export: &Path,
-    point: &Path,
-    options: &str,
-) -> anyhow::Result<()> {
+fn mount(keys: &Path, address: SocketAddr, export: &Path, point: &Path, options: &str) -> anyhow::Result<()> {
     let user = run("id", &["-un"])?;
     let source = format!("{user}@{}:{}", address.ip(), text(export));
     let ssh = format!(
@@ -69,6 +61,9 @@ fn namespaced_server(keys: &Path, guards: &mut Vec<Guard>) -> anyhow::Result<(So
     let subnet = format!("10.{}.{}", 64 + pid / 256 % 64, pid % 256);
     let (name, link) = (namespace.clone(), here.clone());
     guards.push(defer(move || {
+        // Sessions leave sshd's process group, and the end of their connection cannot reach them once
+        // the link is gone. The namespace is this run's own, so whatever is in it is too.
+        end_all(&run("ip", &["netns", "pids", &name]).unwrap_or_default());
         run_quietly("ip", &["link", "del", &link]);
         run_quietly("ip", &["netns", "del", &name]);
     }));
@@ -140,7 +135,15 @@ fn start_server(
     Ok(())
 }
 
-/// sshd with all its sessions.
+/// Ends the processes whose numbers stand in `pids`, one a line.
+fn end_all(pids: &str) {
+    use rustix::process::{Pid, Signal, kill_process};
+    for pid in pids.lines().filter_map(|line| Pid::from_raw(line.trim().parse().ok()?)) {
+        let _ = kill_process(pid, Signal::KILL);
+    }
+}
+
+/// The listening sshd; its sessions end with their connection, or with the namespace.
 struct ServerChild(Child);
 
 impl Drop for ServerChild {

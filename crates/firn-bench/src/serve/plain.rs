@@ -16,10 +16,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use fuser::{
-    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
-    INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyCreate, ReplyData,
-    ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite, Request,
-    TimeOrNow, WriteFlags,
+    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
+    InitFlags, KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
+    ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
 use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat};
@@ -206,15 +205,7 @@ impl Filesystem for Plain {
         }
     }
 
-    fn mkdir(
-        &self,
-        _: &Request,
-        parent: INodeNo,
-        name: &OsStr,
-        mode: u32,
-        umask: u32,
-        reply: ReplyEntry,
-    ) {
+    fn mkdir(&self, _: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
         let made = self.node(parent).and_then(|parent| {
             let mode = Mode::from_raw_mode(mode & !umask);
             rustix::fs::mkdirat(&*parent, name, mode).map_err(errno)?;
@@ -243,9 +234,7 @@ impl Filesystem for Plain {
             Ok((self.find(&parent, name)?, self.keep_file(fd)))
         });
         match made {
-            Ok((attr, handle)) => {
-                reply.created(&TTL, &attr, Generation(0), handle, FopenFlags::empty())
-            }
+            Ok((attr, handle)) => reply.created(&TTL, &attr, Generation(0), handle, FopenFlags::empty()),
             Err(error) => reply.error(error),
         }
     }
@@ -269,9 +258,9 @@ impl Filesystem for Plain {
         reply: ReplyData,
     ) {
         let mut buffer = vec![0; size as usize];
-        let read = self.file(handle).and_then(|file| {
-            rustix::io::pread(&*file, &mut buffer[..], offset).map_err(errno)
-        });
+        let read = self
+            .file(handle)
+            .and_then(|file| rustix::io::pread(&*file, &mut buffer[..], offset).map_err(errno));
         match read {
             Ok(n) => reply.data(&buffer[..n]),
             Err(error) => reply.error(error),
@@ -290,9 +279,8 @@ impl Filesystem for Plain {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let written = self
-            .file(handle)
-            .and_then(|file| rustix::io::pwrite(&*file, data, offset).map_err(errno));
+        let written =
+            self.file(handle).and_then(|file| rustix::io::pwrite(&*file, data, offset).map_err(errno));
         match written {
             Ok(n) => reply.written(n as u32),
             Err(error) => reply.error(error),
@@ -318,9 +306,9 @@ impl Filesystem for Plain {
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let done = self.node(parent).and_then(|parent| {
-            rustix::fs::unlinkat(&*parent, name, AtFlags::empty()).map_err(errno)
-        });
+        let done = self
+            .node(parent)
+            .and_then(|parent| rustix::fs::unlinkat(&*parent, name, AtFlags::empty()).map_err(errno));
         match done {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(error),
@@ -339,17 +327,9 @@ impl Filesystem for Plain {
         }
     }
 
-    fn readdir(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        handle: FileHandle,
-        offset: u64,
-        mut reply: ReplyDirectory,
-    ) {
-        let listed = self.list(handle, offset, |inode, next, kind, name| {
-            Ok(reply.add(INodeNo(inode), next, kind, name))
-        });
+    fn readdir(&self, _: &Request, _: INodeNo, handle: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+        let listed = self
+            .list(handle, offset, |inode, next, kind, name| Ok(reply.add(INodeNo(inode), next, kind, name)));
         match listed {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(error),
@@ -386,14 +366,7 @@ impl Filesystem for Plain {
         }
     }
 
-    fn releasedir(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        handle: FileHandle,
-        _: OpenFlags,
-        reply: ReplyEmpty,
-    ) {
+    fn releasedir(&self, _: &Request, _: INodeNo, handle: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
         self.dirs.lock().remove(&handle.0);
         reply.ok();
     }

@@ -15,8 +15,8 @@ use std::time::{Duration, SystemTime};
 use anyhow::Context;
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
-    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyCreate, ReplyEmpty, ReplyEntry, ReplyWrite,
-    Request, WriteFlags,
+    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyCreate, ReplyEmpty, ReplyEntry, ReplyWrite, Request,
+    WriteFlags,
 };
 use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
@@ -127,16 +127,7 @@ impl Filesystem for Sink {
         }
     }
 
-    fn create(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        name: &OsStr,
-        _: u32,
-        _: u32,
-        _: i32,
-        reply: ReplyCreate,
-    ) {
+    fn create(&self, _: &Request, _: INodeNo, name: &OsStr, _: u32, _: u32, _: i32, reply: ReplyCreate) {
         let inode = self.next_inode.fetch_add(1, Ordering::Relaxed);
         let place = Mutex::new((self.pool.take(), 0));
         let file = Arc::new(SinkFile { size: AtomicU64::new(0), place });

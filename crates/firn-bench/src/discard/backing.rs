@@ -1,0 +1,144 @@
+//! A backing that forgets the data it is given; names and everything else are real.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::os::fd::BorrowedFd;
+
+use firn_backing::{
+    Access, Attr, Backing, Caller, DirBacking, DirEntry, RenameFlags, Result, Seek, SetTime, StatFs,
+};
+
+/// See the module.
+pub struct DiscardBacking(pub DirBacking);
+
+type Node = <DirBacking as Backing>::Node;
+type File = <DirBacking as Backing>::File;
+type Dir = <DirBacking as Backing>::Dir;
+
+impl Backing for DiscardBacking {
+    type Node = Node;
+    type File = File;
+    type Dir = Dir;
+
+    /// Says that all was written.
+    fn write_at(&self, _: &File, data: &[IoSlice<'_>], _: u64) -> Result<usize> {
+        Ok(data.iter().map(|slice| slice.len()).sum())
+    }
+
+    fn root(&self) -> Node {
+        self.0.root()
+    }
+    fn lookup(&self, parent: &Node, name: &OsStr) -> Result<(Node, Attr)> {
+        self.0.lookup(parent, name)
+    }
+    fn create(&self, caller: &Caller, parent: &Node, name: &OsStr, mode: u32) -> Result<(Node, File, Attr)> {
+        self.0.create(caller, parent, name, mode)
+    }
+    fn mkdir(&self, caller: &Caller, parent: &Node, name: &OsStr, mode: u32) -> Result<(Node, Attr)> {
+        self.0.mkdir(caller, parent, name, mode)
+    }
+    fn mknod(
+        &self,
+        caller: &Caller,
+        parent: &Node,
+        name: &OsStr,
+        mode: u32,
+        rdev: u64,
+    ) -> Result<(Node, Attr)> {
+        self.0.mknod(caller, parent, name, mode, rdev)
+    }
+    fn symlink(&self, caller: &Caller, parent: &Node, name: &OsStr, target: &OsStr) -> Result<(Node, Attr)> {
+        self.0.symlink(caller, parent, name, target)
+    }
+    fn link(&self, node: &Node, parent: &Node, name: &OsStr) -> Result<Attr> {
+        self.0.link(node, parent, name)
+    }
+    fn unlink(&self, parent: &Node, name: &OsStr) -> Result<()> {
+        self.0.unlink(parent, name)
+    }
+    fn rmdir(&self, parent: &Node, name: &OsStr) -> Result<()> {
+        self.0.rmdir(parent, name)
+    }
+    fn rename(
+        &self,
+        parent: &Node,
+        name: &OsStr,
+        new_parent: &Node,
+        new_name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<()> {
+        self.0.rename(parent, name, new_parent, new_name, flags)
+    }
+    fn readlink(&self, node: &Node) -> Result<Vec<u8>> {
+        self.0.readlink(node)
+    }
+    fn attr(&self, node: &Node) -> Result<Attr> {
+        self.0.attr(node)
+    }
+    fn attr_of_file(&self, file: &File) -> Result<Attr> {
+        self.0.attr_of_file(file)
+    }
+    fn set_mode(&self, node: &Node, mode: u32) -> Result<()> {
+        self.0.set_mode(node, mode)
+    }
+    fn set_owner(&self, node: &Node, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
+        self.0.set_owner(node, uid, gid)
+    }
+    fn set_times(&self, node: &Node, atime: SetTime, mtime: SetTime) -> Result<()> {
+        self.0.set_times(node, atime, mtime)
+    }
+    fn get_xattr(&self, node: &Node, name: &OsStr) -> Result<Vec<u8>> {
+        self.0.get_xattr(node, name)
+    }
+    fn set_xattr(&self, node: &Node, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
+        self.0.set_xattr(node, name, value, flags)
+    }
+    fn list_xattr(&self, node: &Node) -> Result<Vec<u8>> {
+        self.0.list_xattr(node)
+    }
+    fn remove_xattr(&self, node: &Node, name: &OsStr) -> Result<()> {
+        self.0.remove_xattr(node, name)
+    }
+    fn has_default_acl(&self, node: &Node) -> bool {
+        self.0.has_default_acl(node)
+    }
+    fn open_dir(&self, node: &Node) -> Result<Dir> {
+        self.0.open_dir(node)
+    }
+    fn read_dir(&self, dir: &Dir, cookie: i64, sink: &mut dyn FnMut(DirEntry<'_>) -> bool) -> Result<()> {
+        self.0.read_dir(dir, cookie, sink)
+    }
+    fn sync_dir(&self, node: &Node) -> Result<()> {
+        self.0.sync_dir(node)
+    }
+    fn open(&self, node: &Node, access: Access) -> Result<File> {
+        self.0.open(node, access)
+    }
+    fn read_at(&self, file: &File, buf: &mut [u8], offset: u64) -> Result<usize> {
+        self.0.read_at(file, buf, offset)
+    }
+    fn set_len(&self, file: &File, len: u64) -> Result<()> {
+        self.0.set_len(file, len)
+    }
+    fn allocate(&self, file: &File, mode: i32, offset: u64, len: u64) -> Result<()> {
+        self.0.allocate(file, mode, offset, len)
+    }
+    fn seek(&self, file: &File, offset: u64, what: Seek) -> Result<u64> {
+        self.0.seek(file, offset, what)
+    }
+    fn copy_range(&self, from: &File, from_offset: u64, to: &File, to_offset: u64, len: u64) -> Result<u64> {
+        self.0.copy_range(from, from_offset, to, to_offset, len)
+    }
+    fn sync(&self, file: &File, data_only: bool) -> Result<()> {
+        self.0.sync(file, data_only)
+    }
+    fn fd<'a>(&self, file: &'a File) -> Option<BorrowedFd<'a>> {
+        self.0.fd(file)
+    }
+    fn statfs(&self) -> Result<StatFs> {
+        self.0.statfs()
+    }
+    fn sync_all(&self) -> Result<()> {
+        self.0.sync_all()
+    }
+}
