@@ -1,1 +1,12 @@
-fn main() {}
+//! Development tasks: `cargo run -p xtask -- TASK`.
+
+mod campaign;
+mod pages;
+
+fn main() -> anyhow::Result<()> {
+    match std::env::args().nth(1).as_deref() {
+        Some("campaign") => campaign::run(&std::env::args().skip(2).collect::<Vec<_>>()),
+        Some("pages") => pages::run(),
+        _ => anyhow::bail!("usage: cargo run -p xtask -- campaign|pages"),
+    }
+}

@@ -1,1 +1,15 @@
 //! A process's connection to firnd.
+//!
+//! From any path to the mount it lies on ([`find`]), from the backing of that mount to its files
+//! ([`paths`]), and over the socket to firnd ([`connect`]).
+
+pub mod connect;
+mod error;
+pub mod find;
+mod mountinfo;
+pub mod paths;
+
+pub use connect::Connection;
+pub use error::ClientError;
+pub use find::{Mount, Place, find, mounts};
+pub use paths::{Key, PathsError, RuntimeFiles};

@@ -1,1 +1,35 @@
-//! Every option once: flag, -o key, environment, TOML key, help, man page.
+//! Every option once: flag, `-o` key, environment, TOML key, help, man page.
+//!
+//! [`table::TABLE`] describes each option; everything that names one is made from it: the parsers of
+//! all sources, `firn config`, the completions, the man pages and docs/CONFIGURATION.md. To add an
+//! option, add a row there and a field to [`Options`].
+//!
+//! Promises
+//! * Sources are asked in a fixed order: flags (`-o` among them), `FIRN_*` environment, user file,
+//!   system file, defaults. [`Resolved`] says of each value where it came from.
+//! * [`Options`] that come out of [`Sources::resolve`] are in range and free of contradictions.
+//! * Nothing here reads the environment of the process but [`Surroundings::of_process`].
+
+mod error;
+mod file;
+mod flags;
+mod kernel;
+mod minus_o;
+mod options;
+mod page;
+mod quantity;
+mod resolve;
+mod suggest;
+pub mod table;
+mod value;
+
+pub use error::ConfigError;
+pub use flags::{arg, args, given_flags};
+pub use kernel::KernelFlag;
+pub use minus_o::{MinusO, Unknown, parse_minus_o};
+pub use options::{Close, Fsync, LogLevel, Options, Passthrough};
+pub use page::configuration_page;
+pub use quantity::{duration_text, parse_duration_ms, parse_size, size_text};
+pub use resolve::{Given, Origin, Resolved, Sources, Surroundings};
+pub use suggest::nearest;
+pub use value::{Kind, Value};

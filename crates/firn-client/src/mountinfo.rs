@@ -1,0 +1,94 @@
+//! `/proc/self/mountinfo` (proc_pid_mountinfo(5)): one line a mount, later lines lie on top.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+/// One mount of any file system.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The directory of that file system which is mounted; `/` unless it is a bind mount.
+    pub root: PathBuf,
+    /// Where.
+    pub mount_point: PathBuf,
+    /// The type, such as `fuse.firn`.
+    pub fs_type: String,
+    /// What is mounted.
+    pub source: PathBuf,
+    /// The user that mounted it, if it is a FUSE mount.
+    pub user_id: Option<u32>,
+}
+
+/// All mounts that this process sees; lines of a form that is not known are left out.
+pub fn parse(text: &[u8]) -> Vec<Entry> {
+    text.split(|byte| *byte == b'\n').filter_map(parse_line).collect()
+}
+
+fn parse_line(line: &[u8]) -> Option<Entry> {
+    let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
+    // Optional fields end at a lone hyphen, which cannot come before the seventh field.
+    let hyphen = fields.iter().skip(6).position(|field| *field == b"-")? + 6;
+    let [fs_type, source, options] = fields.get(hyphen + 1..hyphen + 4)? else { return None };
+    let user_id = String::from_utf8_lossy(options)
+        .split(',')
+        .find_map(|option| option.strip_prefix("user_id=")?.parse().ok());
+    Some(Entry {
+        root: unescape(fields.get(3)?),
+        mount_point: unescape(fields.get(4)?),
+        fs_type: String::from_utf8_lossy(fs_type).into_owned(),
+        source: unescape(source),
+        user_id,
+    })
+}
+
+/// Blank, tab, newline and backslash are written as `\` and three octal digits.
+fn unescape(field: &[u8]) -> PathBuf {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let [first, tail @ ..] = rest {
+        let octal = tail.get(..3).filter(|_| *first == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
+        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => (bytes.push(byte), rest = &tail[3..]),
+            None => (bytes.push(*first), rest = tail),
+        };
+    }
+    PathBuf::from(OsString::from_vec(bytes))
+}
+
+/// The mount that `path`, absolute and free of symlinks, lies on.
+pub fn holding<'a>(entries: &'a [Entry], path: &Path) -> Option<&'a Entry> {
+    let deepest = |entry: &&Entry| entry.mount_point.as_os_str().as_bytes().len();
+    // Of equals max_by_key takes the last: the mount on top.
+    entries.iter().filter(|entry| path.starts_with(&entry.mount_point)).max_by_key(deepest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &[u8] = b"22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n\
+        40 22 0:50 / /ckpt\\040x rw,nosuid,nodev shared:7 master:2 - fuse.firn /scratch/a\\134b rw,user_id=7,group_id=7\n\
+        41 22 0:50 /sub /bound rw - fuse.firn /scratch/a rw,user_id=0,group_id=0\n\
+        42 40 0:51 / /ckpt\\040x/inner rw - tmpfs tmpfs rw\n\
+        nonsense\n";
+
+    #[test]
+    fn escaped_names_optional_fields_and_owners_are_read() {
+        let entries = parse(TEXT);
+        assert_eq!(entries.len(), 4);
+        assert_eq!(entries[1].mount_point, Path::new("/ckpt x"));
+        assert_eq!(entries[1].source, Path::new("/scratch/a\\b"));
+        assert_eq!((entries[1].fs_type.as_str(), entries[1].user_id), ("fuse.firn", Some(7)));
+        assert_eq!(entries[2].root, Path::new("/sub"));
+        assert_eq!(entries[3].user_id, None);
+    }
+
+    #[test]
+    fn the_deepest_mount_holds_a_path() {
+        let entries = parse(TEXT);
+        let kind = |path: &str| holding(&entries, Path::new(path)).unwrap().fs_type.clone();
+        assert_eq!(kind("/ckpt x/a/b"), "fuse.firn");
+        assert_eq!(kind("/ckpt x/inner/a"), "tmpfs");
+        assert_eq!(kind("/ckpt xy"), "ext4");
+    }
+}

@@ -1,0 +1,60 @@
+//! The table as flags of clap.
+
+use clap::builder::PossibleValuesParser;
+use clap::{Arg, ArgMatches};
+
+use crate::resolve::Given;
+use crate::table::{Row, TABLE};
+use crate::value::Kind;
+
+/// The flags of all options, under the heading `Mount options`.
+pub fn args() -> impl Iterator<Item = Arg> {
+    TABLE.iter().map(arg)
+}
+
+/// The flag of one option.
+pub fn arg(row: &'static Row) -> Arg {
+    let default = if row.default.is_empty() { String::new() } else { format!(" [default: {}]", row.default) };
+    let arg = Arg::new(row.name)
+        .long(row.name)
+        .value_name(row.kind.value_name())
+        .help(format!("{}{default}", row.help))
+        .long_help(format!("{}{default}\n\n{}\n\nValue: {}.", row.help, row.long, row.kind.allowed()))
+        .help_heading("Mount options");
+    match row.kind {
+        Kind::Choice(words) => arg.value_parser(PossibleValuesParser::new(words)).hide_possible_values(true),
+        Kind::Switch => arg
+            .num_args(0..=1)
+            .require_equals(true)
+            .default_missing_value("yes")
+            .value_parser(PossibleValuesParser::new(["yes", "no"]))
+            .hide_possible_values(true),
+        Kind::Directory => arg.value_hint(clap::ValueHint::DirPath),
+        Kind::Size { .. } | Kind::Duration { .. } | Kind::Count { .. } => arg,
+    }
+}
+
+/// The options that the flags in `matches` give; rows that the command does not have are skipped.
+pub fn given_flags(matches: &ArgMatches) -> Vec<Given> {
+    TABLE
+        .iter()
+        .filter_map(|row| {
+            let text = matches.try_get_one::<String>(row.name).ok().flatten()?;
+            Some(Given { row, text: text.clone() })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_switch_may_stand_alone_or_with_its_value() {
+        let command = clap::Command::new("t").args(args());
+        let matches = command.get_matches_from(["t", "--allow-other", "--populate=no", "--arena-size", "1G"]);
+        let texts: Vec<_> = given_flags(&matches).into_iter().map(|given| (given.row.name, given.text)).collect();
+        let expected = [("arena-size", "1G"), ("allow-other", "yes"), ("populate", "no")];
+        assert_eq!(texts, expected.map(|(name, text)| (name, text.to_owned())));
+    }
+}

@@ -1,0 +1,152 @@
+//! The options of a mount, typed.
+//!
+//! [`Options`] travel from `firn mount` to firnd as JSON, so every type here serialises. Out of
+//! [`crate::Sources::resolve`] they are in range and free of contradictions.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::kernel::KernelFlag;
+use crate::table::TABLE;
+
+/// When close(2) returns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Close {
+    /// When the file is in the backing.
+    Drain,
+    /// At once.
+    Held,
+}
+
+/// What fsync(2) waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Fsync {
+    /// Bytes and name durable in the backing.
+    Durable,
+    /// Nothing: the bytes are in the arena.
+    Held,
+}
+
+/// Whether the kernel reads drained files from the backing itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Passthrough {
+    /// Where firnd may (root, kernel 6.9 or later).
+    Auto,
+    /// Never.
+    Off,
+}
+
+/// How much firnd writes to its log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogLevel {
+    /// Only what needs somebody to act.
+    Error,
+    /// Also what is odd.
+    Warn,
+    /// Also what changes state: attach, recovery, unmount.
+    Info,
+    /// Also each decision of the drain.
+    Debug,
+    /// Also each request.
+    Trace,
+}
+
+impl LogLevel {
+    /// All levels, in the order of the words in the table.
+    pub const ALL: [Self; 5] = [Self::Error, Self::Warn, Self::Info, Self::Debug, Self::Trace];
+
+    /// The word.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Error => "error",
+            Self::Warn => "warn",
+            Self::Info => "info",
+            Self::Debug => "debug",
+            Self::Trace => "trace",
+        }
+    }
+}
+
+/// The options of a mount.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Options {
+    /// Bytes of chunks in the arena.
+    pub arena_bytes: u64,
+    /// Bytes of a chunk: a power of two from 64 KiB to 1 GiB, at most `arena_bytes`.
+    pub chunk_bytes: u64,
+    /// IO threads that write to the backing.
+    pub io_threads: u32,
+    /// When close returns.
+    pub close: Close,
+    /// What fsync waits for.
+    pub fsync: Fsync,
+    /// Milliseconds that a byte may stay undrained though its chunk is not full.
+    pub drain_age_ms: u64,
+    /// Threads that answer the kernel; 0: one a core.
+    pub fuse_threads: u32,
+    /// Whether other users may use the mount.
+    pub allow_other: bool,
+    /// Kernel passthrough for reads.
+    pub passthrough: Passthrough,
+    /// Directory of the arena; `None`: the runtime directory.
+    pub arena_dir: Option<PathBuf>,
+    /// Milliseconds that the kernel may keep attributes and names.
+    pub attr_timeout_ms: u64,
+    /// How much firnd logs.
+    pub log_level: LogLevel,
+    /// Whether the mount refuses changes.
+    pub read_only: bool,
+    /// Whether the arena's memory is taken at mount instead of at first use.
+    pub populate: bool,
+    /// Flags of the mount that the kernel honours (`nodev`, `noexec`, …).
+    #[serde(default)]
+    pub kernel_flags: Vec<KernelFlag>,
+}
+
+impl Default for Options {
+    /// The defaults of the table.
+    fn default() -> Self {
+        let mut options = Self::blank();
+        for row in &TABLE {
+            let value = row.kind.parse(row.default);
+            // An empty default means that the field stays as `blank` made it.
+            if !row.default.is_empty() {
+                (row.set)(&mut options, value.expect("the table's defaults are in range (a test proves it)"));
+            }
+        }
+        options
+    }
+}
+
+impl Options {
+    /// Something for the table's defaults to fill.
+    fn blank() -> Self {
+        Self {
+            arena_bytes: 0,
+            chunk_bytes: 0,
+            io_threads: 0,
+            close: Close::Drain,
+            fsync: Fsync::Durable,
+            drain_age_ms: 0,
+            fuse_threads: 0,
+            allow_other: false,
+            passthrough: Passthrough::Auto,
+            arena_dir: None,
+            attr_timeout_ms: 0,
+            log_level: LogLevel::Info,
+            read_only: false,
+            populate: true,
+            kernel_flags: Vec::new(),
+        }
+    }
+
+    /// The options that change what promises mean, as `key=value`, for the status of the mount.
+    pub fn in_force(&self) -> Vec<String> {
+        TABLE.iter().filter(|row| row.changes_promises).map(|row| format!("{}={}", row.name, (row.get)(self))).collect()
+    }
+}

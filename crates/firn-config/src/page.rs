@@ -1,0 +1,86 @@
+//! docs/CONFIGURATION.md, made from the table.
+
+use std::fmt::Write;
+
+use crate::table::{RULES, TABLE};
+
+/// What stands before the table.
+const HEAD: &str = "# Configuration
+
+<!-- Generated from the table in crates/firn-config by `cargo run -p xtask -- pages`. Edit the table. -->
+
+Every option has one name. It can be given, in order of precedence, by
+
+1. a flag: `firn mount --arena-size 1G …`, or a key of `-o`: `firn mount -o arena-size=1G …`, or fstab;
+2. the environment: `FIRN_ARENA_SIZE=1G`;
+3. the user's file, `$XDG_CONFIG_HOME/firn/firn.toml` (or `~/.config/firn/firn.toml`): `arena-size = \"1G\"`;
+4. the system's file, `/etc/firn/firn.toml`, in the same form;
+5. the default.
+
+`firn config` shows each value and where it came from. A name that does not exist, a value out of range and
+values that contradict each other are errors, with exit code 2 (mount.firn: 1). A flag and a key of `-o` that
+give the same option different values are refused.
+
+* **Sizes** are a number and `K`, `M`, `G` or `T` (or `KiB`, `MiB`, …), powers of 1024: `256M`, `1.5G`, `65536`.
+* **Durations** carry a unit: `500ms`, `5s`, `2min`, `1h`; `0` alone is fine.
+* **Switches** are `yes` or `no`; alone (`--allow-other`, `-o allow-other`) they mean `yes`. `-o ro` and `-o rw` are
+  `read-only=yes` and `read-only=no`.
+* In `-o`, underscores count as hyphens. `nodev nosuid noexec noatime sync dirsync` and their opposites go to the kernel;
+  `defaults auto noauto user users owner group nofail _netdev x-* comment=*` and the words about access times
+  are for others and are skipped.
+
+| option | default | values | |
+|---|---|---|---|
+";
+
+/// What stands after the options.
+const TAIL: &str = "
+## Environment that is no option
+
+| variable | meaning |
+|---|---|
+| `FIRN_RUNTIME_DIR` | directory of arenas, sockets and logs instead of `/dev/shm/firn-UID`; must be yours and mode 0700 |
+| `NO_COLOR` | no colour, even on a terminal |
+
+## An example
+
+```toml
+# ~/.config/firn/firn.toml
+arena-size = \"8G\"
+close = \"held\"        # jobs here wait with `firn wait --until durable` in the epilog
+io-threads = 8
+```
+";
+
+/// The whole page.
+pub fn configuration_page() -> String {
+    let mut page = HEAD.to_owned();
+    for row in &TABLE {
+        let default = if row.default.is_empty() { "none".to_owned() } else { format!("`{}`", row.default) };
+        let name = row.name;
+        writeln!(page, "| [`{name}`](#{name}) | {default} | {} | {} |", row.kind.allowed(), row.help).expect("a String");
+    }
+    for row in &TABLE {
+        write!(page, "\n## {}\n\n{}. {}\n\n", row.name, row.help, row.long).expect("a String");
+        writeln!(page, "Flag `--{0}`, `-o {0}={1}`, `{2}`.", row.name, row.kind.value_name(), row.env()).expect("a String");
+    }
+    page.push_str("\n## Contradictions\n\n");
+    for rule in &RULES {
+        writeln!(page, "* {}: {}.", rule.text, rule.advice).expect("a String");
+    }
+    page.push_str(TAIL);
+    page
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_configuration_page_is_fresh() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/CONFIGURATION.md");
+        let stored = std::fs::read_to_string(path).unwrap_or_default();
+        assert!(
+            stored == super::configuration_page(),
+            "docs/CONFIGURATION.md is stale: run `cargo run -p xtask -- pages`"
+        );
+    }
+}

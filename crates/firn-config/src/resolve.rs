@@ -1,0 +1,187 @@
+//! From all sources to one set of options, and where each value came from.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use crate::error::ConfigError;
+use crate::file::read_file;
+use crate::kernel::KernelFlag;
+use crate::minus_o::MinusO;
+use crate::options::Options;
+use crate::table::{RULES, Row, TABLE};
+
+/// Where a value came from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A flag on the command line.
+    Flag,
+    /// `-o` on the command line, or in fstab.
+    MinusO,
+    /// This variable.
+    Environment(String),
+    /// The user's or the system's file.
+    File(PathBuf),
+    /// The table.
+    Default,
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Flag => f.write_str("command line"),
+            Self::MinusO => f.write_str("-o"),
+            Self::Environment(name) => f.write_str(name),
+            Self::File(path) => write!(f, "{}", path.display()),
+            Self::Default => f.write_str("default"),
+        }
+    }
+}
+
+/// One option as a source gives it, not yet checked.
+#[derive(Clone, Debug)]
+pub struct Given {
+    /// The option.
+    pub row: &'static Row,
+    /// As written.
+    pub text: String,
+}
+
+impl fmt::Debug for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+/// What is around the process and holds options.
+#[derive(Clone, Debug, Default)]
+pub struct Surroundings {
+    /// The environment.
+    pub env: BTreeMap<String, String>,
+    /// The user's file, whether or not it exists.
+    pub user_file: Option<PathBuf>,
+    /// The system's file, whether or not it exists.
+    pub system_file: Option<PathBuf>,
+}
+
+impl Surroundings {
+    /// Those of this process: `$XDG_CONFIG_HOME/firn/firn.toml` (or `~/.config/…`), `/etc/firn/firn.toml`.
+    pub fn of_process() -> Self {
+        // A variable that is not UTF-8 is nobody's option: leave it out instead of failing on it.
+        let env: BTreeMap<String, String> = std::env::vars_os()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+            .collect();
+        let absolute = |name: &str| env.get(name).filter(|dir| Path::new(dir).is_absolute()).map(PathBuf::from);
+        let home = absolute("XDG_CONFIG_HOME").or_else(|| absolute("HOME").map(|home| home.join(".config")));
+        Self {
+            user_file: home.map(|dir| dir.join("firn/firn.toml")),
+            system_file: Some(PathBuf::from("/etc/firn/firn.toml")),
+            env,
+        }
+    }
+}
+
+/// Everything that may give options.
+#[derive(Clone, Debug, Default)]
+pub struct Sources {
+    /// From flags.
+    pub flags: Vec<Given>,
+    /// From `-o`.
+    pub minus_o: MinusO,
+    /// The rest.
+    pub surroundings: Surroundings,
+}
+
+/// Options and where they came from.
+#[derive(Clone, Debug)]
+pub struct Resolved {
+    /// The options.
+    pub options: Options,
+    /// One origin for each row of the table, in its order.
+    pub origins: Vec<(&'static Row, Origin)>,
+}
+
+impl Sources {
+    /// Asks the sources in order; every value that stands anywhere is checked, also where it loses.
+    pub fn resolve(&self) -> Result<Resolved, ConfigError> {
+        self.refuse_disagreement()?;
+        let mut resolved = Resolved {
+            options: Options::default(),
+            origins: TABLE.iter().map(|row| (row, Origin::Default)).collect(),
+        };
+        for file in [&self.surroundings.system_file, &self.surroundings.user_file].into_iter().flatten() {
+            resolved.take(&read_file(file)?, &Origin::File(file.clone()))?;
+        }
+        for row in &TABLE {
+            if let Some(text) = self.surroundings.env.get(&row.env()) {
+                resolved.take(&[Given { row, text: text.clone() }], &Origin::Environment(row.env()))?;
+            }
+        }
+        resolved.take(&self.minus_o.given, &Origin::MinusO)?;
+        resolved.take(&self.flags, &Origin::Flag)?;
+        resolved.options.kernel_flags = settle(&self.minus_o.kernel_flags);
+        resolved.check()?;
+        Ok(resolved)
+    }
+
+    fn refuse_disagreement(&self) -> Result<(), ConfigError> {
+        for flag in &self.flags {
+            let same = self.minus_o.given.iter().rev().find(|given| given.row.name == flag.row.name);
+            if let Some(other) = same.filter(|other| other.text != flag.text) {
+                return Err(ConfigError::Twice {
+                    name: flag.row.name,
+                    flag: flag.text.clone(),
+                    minus_o: other.text.clone(),
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Resolved {
+    fn take(&mut self, given: &[Given], origin: &Origin) -> Result<(), ConfigError> {
+        for Given { row, text } in given {
+            let name = row.name;
+            let value = row.kind.parse(text).map_err(|why| ConfigError::Value { origin: origin.clone(), name, why })?;
+            (row.set)(&mut self.options, value);
+            for (other, place) in &mut self.origins {
+                if other.name == name {
+                    *place = origin.clone();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        for rule in &RULES {
+            if (rule.broken)(&self.options) {
+                let [first, second] = rule.names.map(|name| self.describe(name));
+                return Err(ConfigError::Contradiction { first, second, advice: rule.advice });
+            }
+        }
+        Ok(())
+    }
+
+    /// `name=value (origin)`.
+    fn describe(&self, name: &str) -> String {
+        self.origins
+            .iter()
+            .find(|(row, _)| row.name == name)
+            .map_or_else(String::new, |(row, origin)| format!("{name}={} ({origin})", (row.get)(&self.options)))
+    }
+}
+
+/// Of flags that undo each other the last one counts, as in mount(8).
+fn settle(flags: &[KernelFlag]) -> Vec<KernelFlag> {
+    let mut settled: Vec<KernelFlag> = Vec::new();
+    for flag in flags {
+        settled.retain(|other| other != flag && Some(*other) != flag.opposite());
+        settled.push(*flag);
+    }
+    settled
+}
+
+#[cfg(test)]
+mod tests;

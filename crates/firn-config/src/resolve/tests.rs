@@ -1,0 +1,114 @@
+use super::*;
+use crate::minus_o::{Unknown, parse_minus_o};
+use crate::table::row;
+
+struct Fixture {
+    _dir: tempfile::TempDir,
+    sources: Sources,
+}
+
+/// The five sources give `io-threads` the values 1 (system) to 5 (flag), as far as `upto` says.
+fn fixture(upto: usize) -> Fixture {
+    let dir = tempfile::tempdir().unwrap();
+    let mut sources = Sources::default();
+    let (system, user) = (dir.path().join("system.toml"), dir.path().join("user.toml"));
+    if upto >= 1 {
+        std::fs::write(&system, "io-threads = 1\n").unwrap();
+    }
+    if upto >= 2 {
+        std::fs::write(&user, "# mine\nio-threads = 2\n").unwrap();
+    }
+    if upto >= 3 {
+        sources.surroundings.env.insert("FIRN_IO_THREADS".into(), "3".into());
+    }
+    if upto == 4 {
+        sources.minus_o = parse_minus_o("io-threads=4", Unknown::Refuse).unwrap();
+    }
+    if upto >= 5 {
+        sources.flags = vec![Given { row: row("io-threads").unwrap(), text: "5".into() }];
+    }
+    sources.surroundings.system_file = Some(system);
+    sources.surroundings.user_file = Some(user);
+    Fixture { _dir: dir, sources }
+}
+
+fn resolve_o(text: &str) -> Result<Resolved, ConfigError> {
+    Sources { minus_o: parse_minus_o(text, Unknown::Refuse)?, ..Sources::default() }.resolve()
+}
+
+#[test]
+fn each_source_wins_over_the_ones_below_it() {
+    for upto in 0..=5 {
+        let fixture = fixture(upto);
+        let resolved = fixture.sources.resolve().unwrap();
+        let expected = if upto == 0 { 4 } else { upto as u32 };
+        assert_eq!(resolved.options.io_threads, expected, "sources up to {upto}");
+        let (_, origin) = resolved.origins.iter().find(|(row, _)| row.name == "io-threads").unwrap();
+        match upto {
+            0 => assert_eq!(*origin, Origin::Default),
+            1 => assert!(origin.to_string().ends_with("system.toml")),
+            2 => assert!(origin.to_string().ends_with("user.toml")),
+            3 => assert_eq!(origin.to_string(), "FIRN_IO_THREADS"),
+            4 => assert_eq!(*origin, Origin::MinusO),
+            _ => assert_eq!(*origin, Origin::Flag),
+        }
+    }
+}
+
+#[test]
+fn a_flag_and_minus_o_that_disagree_are_refused() {
+    let mut fixture = fixture(5);
+    fixture.sources.minus_o = parse_minus_o("io-threads=4", Unknown::Refuse).unwrap();
+    let error = fixture.sources.resolve().unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "io-threads is given twice, as `--io-threads 5` and as `-o io-threads=4`: give it once"
+    );
+}
+
+#[test]
+fn a_chunk_larger_than_the_arena_is_refused_with_both_origins() {
+    assert_eq!(
+        resolve_o("arena-size=1M").unwrap_err().to_string(),
+        "chunk-size=4M (default) and arena-size=1M (-o) contradict each other: \
+         the arena must hold at least one chunk: raise arena-size or lower chunk-size"
+    );
+}
+
+#[test]
+fn values_out_of_range_say_what_is_allowed() {
+    for (text, expected) in [
+        ("io-threads=0", "-o: io-threads: 0 is out of range: it may be 1 to 256"),
+        ("io-threads=many", "-o: io-threads: `many` is not a number from 1 to 256"),
+        ("chunk-size=32K", "-o: chunk-size: 32K is out of range: it may be 64K to 1G"),
+        ("chunk-size=3M", "-o: chunk-size: 3M is not a power of two: 4M would be"),
+        ("close=never", "-o: close: `never` is not `drain` or `held`"),
+        ("drain-age=5", "-o: drain-age: `5` lacks a unit: write 5ms or 5s"),
+        ("arena-dir=shm", "-o: arena-dir: `shm` is not an absolute path: begin it with a slash"),
+        ("populate=maybe", "-o: populate: `maybe` is not yes or no"),
+        ("fuse-threads=999", "-o: fuse-threads: 999 is out of range: it may be 0 to 256"),
+    ] {
+        assert_eq!(resolve_o(text).unwrap_err().to_string(), expected);
+    }
+}
+
+#[test]
+fn a_bad_value_is_told_even_where_another_source_wins() {
+    let mut fixture = fixture(5);
+    fixture.sources.surroundings.env.insert("FIRN_IO_THREADS".into(), "x".into());
+    let error = fixture.sources.resolve().unwrap_err().to_string();
+    assert_eq!(error, "FIRN_IO_THREADS: io-threads: `x` is not a number from 1 to 256");
+}
+
+#[test]
+fn options_survive_the_pipe_to_firnd() {
+    let options = resolve_o("ro,noexec,arena-size=1G,close=held,arena-dir=/mnt/huge,fuse-threads=auto").unwrap().options;
+    let json = serde_json::to_string(&options).unwrap();
+    assert_eq!(serde_json::from_str::<Options>(&json).unwrap(), options);
+    assert_eq!(options.in_force(), ["close=held", "fsync=durable", "drain-age=5s"]);
+}
+
+#[test]
+fn of_kernel_flags_that_undo_each_other_the_last_counts() {
+    assert_eq!(resolve_o("noexec,nodev,exec").unwrap().options.kernel_flags, [KernelFlag::NoDev, KernelFlag::Exec]);
+}

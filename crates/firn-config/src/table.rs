@@ -1,0 +1,293 @@
+//! The one table of options.
+//!
+//! A row is all there is to know of an option: the flag is `--name`, the `-o` key and the TOML key are
+//! `name`, the variable is `FIRN_NAME` with underscores. [`RULES`] says which values contradict each
+//! other.
+
+use crate::options::{Close, Fsync, LogLevel, Options, Passthrough};
+use crate::quantity::{duration_text, size_text};
+use crate::value::{Kind, Value};
+
+/// One option.
+pub struct Row {
+    /// Name in every source.
+    pub name: &'static str,
+    /// Type and range.
+    pub kind: Kind,
+    /// Default as a user would write it; empty: none.
+    pub default: &'static str,
+    /// One line, imperative, no full stop.
+    pub help: &'static str,
+    /// What a user must know to choose.
+    pub long: &'static str,
+    /// Whether the status of a mount names it, because it changes what is promised.
+    pub changes_promises: bool,
+    /// The value in `Options`, as a user would write it.
+    pub get: fn(&Options) -> String,
+    /// Stores a value of `kind`.
+    pub set: fn(&mut Options, Value),
+}
+
+impl Row {
+    /// The environment variable.
+    pub fn env(&self) -> String {
+        format!("FIRN_{}", self.name.replace('-', "_").to_uppercase())
+    }
+}
+
+/// The row of that name; underscores count as hyphens.
+pub fn row(name: &str) -> Option<&'static Row> {
+    let name = name.replace('_', "-");
+    TABLE.iter().find(|row| row.name == name)
+}
+
+/// Every option.
+pub static TABLE: [Row; 14] = [
+    Row {
+        name: "arena-size",
+        kind: Kind::Size { min: 1 << 20, max: 16 << 40, power_of_two: false },
+        default: "256M",
+        help: "Memory that may hold data not yet in the backing",
+        long: "The arena is a file in memory that takes what programs write. When it is full, writers wait for the \
+               drain. It is fixed while data is held. Give it room for one checkpoint of the node if memory allows, and \
+               at least a few chunks for each IO thread.",
+        changes_promises: false,
+        get: |o| size_text(o.arena_bytes),
+        set: |o, v| o.arena_bytes = v.number(),
+    },
+    Row {
+        name: "chunk-size",
+        kind: Kind::Size { min: 64 << 10, max: 1 << 30, power_of_two: true },
+        default: "4M",
+        help: "Unit in which data is collected and written to the backing",
+        long: "A full chunk goes to the backing in large writes. Larger chunks suit a backing where each write is \
+               dear (a network file system); smaller ones suit a small arena or very many small files.",
+        changes_promises: false,
+        get: |o| size_text(o.chunk_bytes),
+        set: |o, v| o.chunk_bytes = v.number(),
+    },
+    Row {
+        name: "io-threads",
+        kind: Kind::Count { min: 1, max: 256, zero: None },
+        default: "4",
+        help: "IO threads that write to the backing at once",
+        long: "More help a backing that answers slowly and serves many requests together; a disk is better off with few.",
+        changes_promises: false,
+        get: |o| o.io_threads.to_string(),
+        set: |o, v| o.io_threads = v.number() as u32,
+    },
+    Row {
+        name: "close",
+        kind: Kind::Choice(&["drain", "held"]),
+        default: "drain",
+        help: "When close returns: with the file in the backing (drain) or at once (held)",
+        long: "With `drain`, a closed file is seen by other nodes, as after a native close, and close reports errors \
+               of the backing. With `held`, close returns at memory speed; the data survives the death of every \
+               process and drains in the background, but is lost with the node until it has drained.",
+        changes_promises: true,
+        get: |o| match o.close {
+            Close::Drain => "drain".to_owned(),
+            Close::Held => "held".to_owned(),
+        },
+        set: |o, v| o.close = [Close::Drain, Close::Held][v.choice()],
+    },
+    Row {
+        name: "fsync",
+        kind: Kind::Choice(&["durable", "held"]),
+        default: "durable",
+        help: "What fsync waits for: durable in the backing (durable) or nothing (held)",
+        long: "With `held`, fsync promises only what write promises: the data survives the death of every process, \
+               but not of the node. For programs that call fsync far more often than they need.",
+        changes_promises: true,
+        get: |o| match o.fsync {
+            Fsync::Durable => "durable".to_owned(),
+            Fsync::Held => "held".to_owned(),
+        },
+        set: |o, v| o.fsync = [Fsync::Durable, Fsync::Held][v.choice()],
+    },
+    Row {
+        name: "drain-age",
+        kind: Kind::Duration { min_ms: 0, max_ms: 86_400_000 },
+        default: "5s",
+        help: "Longest time that written data waits for its chunk to fill before it drains",
+        long: "Bounds what the loss of the node can take. Shorter means smaller writes to the backing.",
+        changes_promises: true,
+        get: |o| duration_text(o.drain_age_ms),
+        set: |o, v| o.drain_age_ms = v.number(),
+    },
+    Row {
+        name: "fuse-threads",
+        kind: Kind::Count { min: 0, max: 256, zero: Some("auto") },
+        default: "auto",
+        help: "Threads that answer the kernel",
+        long: "`auto` is one a core.",
+        changes_promises: false,
+        get: |o| if o.fuse_threads == 0 { "auto".to_owned() } else { o.fuse_threads.to_string() },
+        set: |o, v| o.fuse_threads = v.number() as u32,
+    },
+    Row {
+        name: "allow-other",
+        kind: Kind::Switch,
+        default: "no",
+        help: "Let other users use the mount",
+        long: "The kernel checks permissions as on any file system. Users other than root need `user_allow_other` in \
+               /etc/fuse.conf.",
+        changes_promises: false,
+        get: |o| switch_text(o.allow_other),
+        set: |o, v| o.allow_other = v.switch(),
+    },
+    Row {
+        name: "passthrough",
+        kind: Kind::Choice(&["auto", "off"]),
+        default: "auto",
+        help: "Let the kernel read drained files straight from the backing",
+        long: "`auto` does so where firnd may: as root, on kernel 6.9 or later, over a backing that is not stacked.",
+        changes_promises: false,
+        get: |o| match o.passthrough {
+            Passthrough::Auto => "auto".to_owned(),
+            Passthrough::Off => "off".to_owned(),
+        },
+        set: |o, v| o.passthrough = [Passthrough::Auto, Passthrough::Off][v.choice()],
+    },
+    Row {
+        name: "arena-dir",
+        kind: Kind::Directory,
+        default: "",
+        help: "Directory for the arena, on tmpfs, hugetlbfs or a DAX file system",
+        long: "Without it the arena lies in the runtime directory, /dev/shm/firn-UID. A mount that recovers an arena \
+               must be given the same directory.",
+        changes_promises: false,
+        get: |o| o.arena_dir.as_ref().map_or_else(String::new, |dir| dir.display().to_string()),
+        set: |o, v| o.arena_dir = v.directory(),
+    },
+    Row {
+        name: "attr-timeout",
+        kind: Kind::Duration { min_ms: 0, max_ms: 3_600_000 },
+        default: "1s",
+        help: "How long the kernel may keep names and attributes",
+        long: "A change made in the backing behind Firn's back, such as by another node, is seen after this time at \
+               the latest. `0` asks each time.",
+        changes_promises: false,
+        get: |o| duration_text(o.attr_timeout_ms),
+        set: |o, v| o.attr_timeout_ms = v.number(),
+    },
+    Row {
+        name: "log-level",
+        kind: Kind::Choice(&["error", "warn", "info", "debug", "trace"]),
+        default: "info",
+        help: "How much firnd writes to its log",
+        long: "The log is the `.log` file of the mount in the runtime directory, or stderr with --foreground.",
+        changes_promises: false,
+        get: |o| o.log_level.as_str().to_owned(),
+        set: |o, v| o.log_level = LogLevel::ALL[v.choice()],
+    },
+    Row {
+        name: "read-only",
+        kind: Kind::Switch,
+        default: "no",
+        help: "Refuse changes",
+        long: "The same as `-o ro`. An arena with held data is drained all the same.",
+        changes_promises: false,
+        get: |o| switch_text(o.read_only),
+        set: |o, v| o.read_only = v.switch(),
+    },
+    Row {
+        name: "populate",
+        kind: Kind::Switch,
+        default: "yes",
+        help: "Take the arena's memory at mount instead of at first use",
+        long: "Without it the first checkpoint pays for the memory, and a node that is short of it is noticed late.",
+        changes_promises: false,
+        get: |o| switch_text(o.populate),
+        set: |o, v| o.populate = v.switch(),
+    },
+];
+
+/// Values that cannot go together.
+pub struct Rule {
+    /// The options concerned, the likelier culprit first.
+    pub names: [&'static str; 2],
+    /// For docs/CONFIGURATION.md.
+    pub text: &'static str,
+    /// Whether the options break it.
+    pub broken: fn(&Options) -> bool,
+    /// What to do.
+    pub advice: &'static str,
+}
+
+/// All contradictions.
+pub static RULES: [Rule; 1] = [Rule {
+    names: ["chunk-size", "arena-size"],
+    text: "chunk-size may not exceed arena-size",
+    broken: |o| o.chunk_bytes > o.arena_bytes,
+    advice: "the arena must hold at least one chunk: raise arena-size or lower chunk-size",
+}];
+
+fn switch_text(on: bool) -> String {
+    if on { "yes" } else { "no" }.to_owned()
+}
+
+/// Unpacking for `set`; a row's kind fixes the variant, so another one is a broken table.
+impl Value {
+    fn number(self) -> u64 {
+        match self {
+            Value::Number(number) => number,
+            other => panic!("the table expects a number, got {other:?}"),
+        }
+    }
+    fn choice(self) -> usize {
+        match self {
+            Value::Choice(index) => index,
+            other => panic!("the table expects a word, got {other:?}"),
+        }
+    }
+    fn switch(self) -> bool {
+        match self {
+            Value::Switch(on) => on,
+            other => panic!("the table expects yes or no, got {other:?}"),
+        }
+    }
+    fn directory(self) -> Option<std::path::PathBuf> {
+        match self {
+            Value::Directory(path) => Some(path),
+            other => panic!("the table expects a directory, got {other:?}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_default_is_in_range_and_reads_back() {
+        let options = Options::default();
+        for row in &TABLE {
+            if !row.default.is_empty() {
+                row.kind.parse(row.default).unwrap_or_else(|why| panic!("{}: {why}", row.name));
+            }
+            assert_eq!((row.get)(&options), row.default, "{}", row.name);
+        }
+        assert!(RULES.iter().all(|rule| !(rule.broken)(&options)));
+    }
+
+    #[test]
+    fn every_word_of_a_choice_reads_back_as_itself() {
+        for row in &TABLE {
+            let Kind::Choice(words) = row.kind else { continue };
+            for word in words {
+                let mut options = Options::default();
+                (row.set)(&mut options, row.kind.parse(word).unwrap());
+                assert_eq!((row.get)(&options), *word);
+            }
+        }
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut names: Vec<_> = TABLE.iter().map(|row| row.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), TABLE.len());
+    }
+}

@@ -1,0 +1,126 @@
+//! What an option may hold: kinds with their ranges, and checked values.
+
+use std::path::PathBuf;
+
+use crate::quantity::{duration_text, parse_duration_ms, parse_size, size_text};
+
+/// The type of an option, with unit and range.
+#[derive(Clone, Copy, Debug)]
+pub enum Kind {
+    /// Bytes, both bounds allowed.
+    Size {
+        /// Smallest.
+        min: u64,
+        /// Largest.
+        max: u64,
+        /// Only powers of two.
+        power_of_two: bool,
+    },
+    /// Milliseconds, both bounds allowed.
+    Duration {
+        /// Smallest.
+        min_ms: u64,
+        /// Largest.
+        max_ms: u64,
+    },
+    /// A number of things, both bounds allowed.
+    Count {
+        /// Smallest.
+        min: u64,
+        /// Largest.
+        max: u64,
+        /// The word that stands for 0, if one does.
+        zero: Option<&'static str>,
+    },
+    /// One of some words.
+    Choice(&'static [&'static str]),
+    /// `yes` or `no`; alone it means `yes`.
+    Switch,
+    /// A directory, as an absolute path.
+    Directory,
+}
+
+/// A value that its [`Kind`] allows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Value {
+    /// Bytes, milliseconds or a count.
+    Number(u64),
+    /// The index of a word in [`Kind::Choice`].
+    Choice(usize),
+    /// Yes or no.
+    Switch(bool),
+    /// A directory.
+    Directory(PathBuf),
+}
+
+impl Kind {
+    /// Reads `text`; the error says what is allowed.
+    pub fn parse(&self, text: &str) -> Result<Value, String> {
+        match *self {
+            Kind::Size { min, max, power_of_two } => {
+                let bytes = within(parse_size(text)?, min, max, text, size_text)?;
+                if power_of_two && !bytes.is_power_of_two() {
+                    return Err(format!("{text} is not a power of two: {} would be", size_text(bytes.next_power_of_two().min(max))));
+                }
+                Ok(Value::Number(bytes))
+            }
+            Kind::Duration { min_ms, max_ms } => {
+                within(parse_duration_ms(text)?, min_ms, max_ms, text, duration_text).map(Value::Number)
+            }
+            Kind::Count { zero: Some(word), .. } if word == text => Ok(Value::Number(0)),
+            Kind::Count { min, max, .. } => {
+                let number = text.parse().map_err(|_| format!("`{text}` is not {}", self.allowed()))?;
+                within(number, min, max, text, |n| n.to_string()).map(Value::Number)
+            }
+            Kind::Choice(words) => words
+                .iter()
+                .position(|word| *word == text)
+                .map(Value::Choice)
+                .ok_or_else(|| format!("`{text}` is not {}", self.allowed())),
+            Kind::Switch => match text {
+                "yes" | "true" | "on" | "1" => Ok(Value::Switch(true)),
+                "no" | "false" | "off" | "0" => Ok(Value::Switch(false)),
+                _ => Err(format!("`{text}` is not yes or no")),
+            },
+            Kind::Directory if text.starts_with('/') => Ok(Value::Directory(PathBuf::from(text))),
+            Kind::Directory => Err(format!("`{text}` is not an absolute path: begin it with a slash")),
+        }
+    }
+
+    /// The word for the value in usage lines.
+    pub fn value_name(&self) -> &'static str {
+        match self {
+            Kind::Size { .. } => "SIZE",
+            Kind::Duration { .. } => "DURATION",
+            Kind::Count { .. } => "COUNT",
+            Kind::Choice(_) => "WORD",
+            Kind::Switch => "yes|no",
+            Kind::Directory => "DIR",
+        }
+    }
+
+    /// What is allowed, for help and errors.
+    pub fn allowed(&self) -> String {
+        match *self {
+            Kind::Size { min, max, power_of_two } => {
+                let shape = if power_of_two { "a power of two" } else { "a size" };
+                format!("{shape} from {} to {}", size_text(min), size_text(max))
+            }
+            Kind::Duration { min_ms, max_ms } => {
+                format!("a duration from {} to {}", duration_text(min_ms), duration_text(max_ms))
+            }
+            Kind::Count { min, max, zero: Some(word) } => format!("`{word}` or a number from {} to {max}", min.max(1)),
+            Kind::Count { min, max, zero: None } => format!("a number from {min} to {max}"),
+            Kind::Choice(words) => words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(" or "),
+            Kind::Switch => "`yes` or `no`".to_owned(),
+            Kind::Directory => "an absolute path".to_owned(),
+        }
+    }
+}
+
+fn within(number: u64, min: u64, max: u64, text: &str, show: fn(u64) -> String) -> Result<u64, String> {
+    if (min..=max).contains(&number) {
+        return Ok(number);
+    }
+    Err(format!("{text} is out of range: it may be {} to {}", show(min), show(max)))
+}
