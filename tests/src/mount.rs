@@ -9,7 +9,7 @@ use firn_format::protocol::Status;
 
 use crate::command::{Outcome, wait_until};
 use crate::sandbox::{Sandbox, is_mounted, kill, kill_processes_of, tail, unmount_lazily};
-use crate::watchdog::{TEST_LIMIT, Watchdog};
+use crate::watchdog::{Watchdog, test_limit};
 
 /// A small arena: filled and wrapped within a test, and cheap to create a few hundred times.
 pub const SMALL: &str = "arena-size=32M,chunk-size=1M";
@@ -55,7 +55,7 @@ impl<'a> FirnMount<'a> {
 
     fn watchdog(sandbox: &Sandbox, mount_point: &Path) -> Watchdog {
         let (runtime, mount_point) = (sandbox.runtime().to_owned(), mount_point.to_owned());
-        Watchdog::arm(TEST_LIMIT, move || {
+        Watchdog::arm(test_limit(), move || {
             dump(&runtime);
             kill_processes_of(&runtime);
             unmount_lazily(&mount_point);

@@ -6,12 +6,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use crate::command::{Outcome, run_within};
-
-/// fsync on a loop image is slow; no suite of CI needs more.
-const SUITE_LIMIT: Duration = Duration::from_secs(1800);
+use crate::watchdog::test_limit;
 
 /// Configuration of pjdfstest: what Linux has, and two users that every Debian has.
 const PJDFSTEST_CONFIG: &str = r#"
@@ -42,7 +39,7 @@ pub fn pjdfstest(dir: &Path, scratch: &Path) -> BTreeMap<String, bool> {
     std::fs::write(&config, PJDFSTEST_CONFIG).expect("write the configuration");
     let mut command = Command::new(tool("pjdfstest"));
     command.arg("-c").arg(&config).arg("-p").arg(dir);
-    let outcome = run_within(&mut command, SUITE_LIMIT);
+    let outcome = run_within(&mut command, test_limit());
     let results = parse_pjdfstest(&outcome.stdout);
     assert!(results.len() > 300, "pjdfstest ran only {} tests: {outcome}", results.len());
     results
@@ -103,7 +100,7 @@ pub fn fsx(file: &Path, scratch: &Path, seed: u64, ops: u64, sync_mapped_writes:
     let mut command = Command::new(tool("fsx"));
     command.arg("-f").arg(&config).args(["-S", &seed.to_string(), "-N", &ops.to_string()]);
     command.arg("-P").arg(scratch).arg(file);
-    run_within(&mut command, SUITE_LIMIT)
+    run_within(&mut command, test_limit())
 }
 
 /// fio with verification of every block, random writes of mixed sizes by two jobs.
@@ -115,7 +112,7 @@ pub fn fio_verify(dir: &Path, scratch: &Path, engine: &str, direct: bool, seed: 
     command.args(["--verify_state_save=0", "--unlink=1", &format!("--ioengine={engine}")]);
     command.arg(format!("--randseed={}", seed >> 1)).arg(format!("--direct={}", u8::from(direct)));
     command.arg(format!("--directory={}", dir.display()));
-    run_within(&mut command, SUITE_LIMIT)
+    run_within(&mut command, test_limit())
 }
 
 #[cfg(test)]

@@ -1,0 +1,39 @@
+# Entry points; what they do is in scripts/ and xtask/. `make` alone lists them.
+
+CARGO ?= cargo
+# System tests mount and write; two at once is what two cores bear.
+TEST_THREADS ?= 2
+
+.PHONY: help demo test check bench clean
+
+help:
+	@echo 'make demo    set up, build, mount; a solver and firnd are killed, and it ends with the same result'
+	@echo 'make test    set up and run every test (as root: the tests mount file systems)'
+	@echo 'make check   formatting, lints, documentation'
+	@echo 'make bench   measure ingest, checkpoints, reading and metadata beside their baselines'
+	@echo 'make clean   remove what was built'
+
+demo:
+	scripts/setup --build
+	$(CARGO) build --release -p firn -p firn-example-heat
+	scripts/demo
+
+test:
+	scripts/setup
+	$(CARGO) build -p firn
+	$(CARGO) test --workspace -- --test-threads=$(TEST_THREADS)
+
+check:
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps
+
+bench:
+	$(CARGO) build --release -p firn
+	target/release/firn bench ingest
+	target/release/firn bench checkpoint
+	target/release/firn bench read
+	target/release/firn bench meta
+
+clean:
+	$(CARGO) clean
