@@ -7,6 +7,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use firn_backing::DirBacking;
+use firn_config::KernelFlag;
 use firn_engine::Engine;
 use firn_format::protocol::{Reply, Rung};
 use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions, detach};
@@ -102,7 +103,7 @@ impl Mount {
             threads: options.fuse_threads as usize,
             allow_other: options.allow_other,
             read_only: options.read_only,
-            kernel_flags: options.kernel_flags.iter().map(|flag| flag.as_str()).collect(),
+            kernel_flags: options.kernel_flags.iter().copied().map(word).collect(),
         };
         let session = Arc::new(Session::mount(adapter, &checked.mount_point, &session)?);
         watch_session(&session, event)?;
@@ -163,6 +164,23 @@ impl Mount {
                 }
             }
         }
+    }
+}
+
+/// The mount(8) word of a flag.
+fn word(flag: KernelFlag) -> &'static str {
+    match flag {
+        KernelFlag::Dev => "dev",
+        KernelFlag::NoDev => "nodev",
+        KernelFlag::Suid => "suid",
+        KernelFlag::NoSuid => "nosuid",
+        KernelFlag::Exec => "exec",
+        KernelFlag::NoExec => "noexec",
+        KernelFlag::Atime => "atime",
+        KernelFlag::NoAtime => "noatime",
+        KernelFlag::Sync => "sync",
+        KernelFlag::Async => "async",
+        KernelFlag::DirSync => "dirsync",
     }
 }
 
