@@ -20,6 +20,7 @@ pub struct FirnMount<'a> {
     backing: PathBuf,
     mount_point: PathBuf,
     pid: u32,
+    abandoned: bool,
     _watchdog: Watchdog,
 }
 
@@ -47,6 +48,7 @@ impl<'a> FirnMount<'a> {
             backing: backing.to_owned(),
             mount_point: mount_point.to_owned(),
             pid: 0,
+            abandoned: false,
             _watchdog: watchdog,
         };
         mount.pid = mount.status().pid;
@@ -104,11 +106,17 @@ impl<'a> FirnMount<'a> {
         self.backing.clone()
     }
 
-    /// kill -9 of firnd, then the dead mount is taken away as the next `firn mount` would find it.
+    /// kill -9 of firnd; the dead mount is detached, so that nothing waits for it.
     pub fn kill(self) -> PathBuf {
         kill(self.pid, libc::SIGKILL);
         self.wait_for_end();
         self.backing.clone()
+    }
+
+    /// Forgets a mount whose firnd is dead without taking it away: the next `firn mount` has to cope
+    /// with it as it is. The sandbox still cleans up.
+    pub fn abandon(mut self) {
+        self.abandoned = true;
     }
 
     /// Waits until firnd has ended.
@@ -126,7 +134,9 @@ impl Drop for FirnMount<'_> {
             }
             kill(self.pid, libc::SIGKILL);
         }
-        unmount_lazily(&self.mount_point);
+        if !self.abandoned {
+            unmount_lazily(&self.mount_point);
+        }
     }
 }
 

@@ -92,6 +92,7 @@ fn fsync_returned_means_the_bytes_are_in_the_backing() {
     file.write_all(b"more").expect("write");
     file.sync_data().expect("fdatasync");
     assert_eq!(fs::metadata(mount.backing().join("file")).expect("stat").len(), 70_004);
+    drop(file);
     mount.umount();
 }
 
@@ -107,6 +108,7 @@ fn a_write_is_seen_by_every_other_descriptor_at_once() {
         assert_same_bytes("the other descriptor", &read_at(&reader, step * 2500, 3000), &data);
         assert_eq!(reader.metadata().expect("stat").len(), step * 2500 + 3000);
     }
+    drop((writer, reader));
     mount.umount();
 }
 

@@ -155,8 +155,7 @@ fn a_dead_mount_answers_with_an_error_and_mounting_again_replaces_it() {
     let error = std::fs::read(point.join("file")).expect_err("nobody answers");
     assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN));
     assert!(is_mounted(&point), "the dead mount stays until someone mounts again");
-    // `mount` would detach it on drop; the next `firn mount` has to cope with it as it is.
-    std::mem::forget(mount);
+    mount.abandon();
     let again = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M");
     assert_eq!(std::fs::read(again.join("file")).expect("read"), b"kept");
     again.umount();
