@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::map::{JournalRegion, Map};
+use crate::map::{JournalRegion, Map, probe};
 use crate::pool::Pool;
 use crate::{ArenaError, Damage};
 
@@ -301,11 +301,13 @@ impl Arena {
         let at = SlabRef { chunk, slab };
         let generation = self.map.u64(state_word::GENERATION).fetch_add(1, Ordering::AcqRel) + 1;
         let header = self.geometry.slab_header_offset(chunk, slab);
+        probe();
         self.map.u32(header + slab_word::PUBLISHED).store(0, Ordering::Release);
         self.map.u64(header + slab_word::GENERATION).store(generation, Ordering::Release);
         if cut {
             self.chunk_class(chunk).store(Class::to_word(Some(class)), Ordering::Release);
         }
+        probe();
         self.slab_state(at).store(SlabState::Leased.to_word(), Ordering::Release);
         self.uses(at).store(PIN, Ordering::Release);
         drop(pool);
@@ -337,6 +339,7 @@ impl Arena {
     /// Ends a lease. The slab is freed when nothing of it is pending.
     pub fn seal(&self, lease: Lease) {
         let slab = lease.slab;
+        probe();
         self.slab_state(slab).store(SlabState::Sealed.to_word(), Ordering::Release);
         self.unpin(slab);
     }
@@ -374,8 +377,10 @@ impl Arena {
         self.map.u64(base + word::SEQUENCE).store(sequence, Ordering::Relaxed);
         self.map.u32(base + word::POSITION).store(piece.position, Ordering::Relaxed);
         self.map.u32(base + word::STATE).store(LIVE, Ordering::Relaxed);
+        probe();
         self.map.u64(base + word::SEAL).store(piece.seal(lease.generation), Ordering::Release);
         let header = self.geometry.slab_header_offset(at.slab.chunk, at.slab.slab);
+        probe();
         self.map.u32(header + slab_word::PUBLISHED).fetch_add(1, Ordering::Release);
         lease.record += 1;
         lease.next = reserved.position + reserved.len;
@@ -390,6 +395,7 @@ impl Arena {
         piece.len += len;
         self.uses(at.slab).fetch_add(u64::from(len), Ordering::AcqRel);
         let base = self.geometry.record_offset(at.slab.chunk, at.record);
+        probe();
         self.map.u64(base + word::SEAL).store(piece.seal(lease.generation), Ordering::Release);
         lease.next += len;
         (*at, piece.sequence)
@@ -407,6 +413,7 @@ impl Arena {
     /// Nothing of a piece is pending.
     pub fn mark_dead(&self, at: PieceRef) {
         let base = self.geometry.record_offset(at.slab.chunk, at.record);
+        probe();
         self.map.u32(base + word::STATE).store(DEAD, Ordering::Release);
     }
 
@@ -425,9 +432,11 @@ impl Arena {
         if before != amount {
             return;
         }
+        probe();
         self.slab_state(slab).store(SlabState::Free.to_word(), Ordering::Release);
         let mut pool = self.pool.lock();
         if pool.give(slab.chunk, slab.slab) {
+            probe();
             self.chunk_class(slab.chunk).store(Class::to_word(None), Ordering::Release);
         }
         drop(pool);

@@ -16,6 +16,8 @@ mod pool;
 pub use arena::{Arena, Identity, Lease, PieceRef, Reserved, SlabRef, Stored};
 pub use check::{Damage, Report, check};
 pub use map::JournalRegion;
+#[cfg(feature = "probe")]
+pub use map::set_probe;
 
 /// Why an arena could not be made or attached.
 #[derive(Debug, thiserror::Error)]

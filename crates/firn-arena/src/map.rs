@@ -14,6 +14,27 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::ArenaError;
 
+#[cfg(feature = "probe")]
+thread_local! {
+    static PROBE: std::cell::RefCell<Option<Box<dyn FnMut()>>> = const { std::cell::RefCell::new(None) };
+}
+
+/// From now on `f` is called before each store that this thread makes to any arena.
+#[cfg(feature = "probe")]
+pub fn set_probe(f: Option<Box<dyn FnMut()>>) {
+    PROBE.with(|probe| *probe.borrow_mut() = f);
+}
+
+/// A store to the arena is about to be made.
+pub(crate) fn probe() {
+    #[cfg(feature = "probe")]
+    PROBE.with(|probe| {
+        if let Some(f) = &mut *probe.borrow_mut() {
+            f();
+        }
+    });
+}
+
 /// A shared mapping of a whole file.
 pub(crate) struct Map {
     base: NonNull<u8>,
@@ -63,6 +84,7 @@ impl Map {
     }
 
     pub(crate) fn write(&self, at: u64, bytes: &[u8]) {
+        probe();
         let to = self.at(at, bytes.len() as u64);
         // SAFETY: in range; the caller owns this range of the file.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
@@ -117,6 +139,7 @@ impl JournalRegion {
         match <[u8; 8]>::try_from(bytes) {
             Ok(word) if at.is_multiple_of(8) => {
                 let word = u64::from_ne_bytes(word);
+                probe();
                 self.map.u64(self.offset + at as u64).store(word, std::sync::atomic::Ordering::Release);
             }
             _ => self.map.write(self.offset + at as u64, bytes),

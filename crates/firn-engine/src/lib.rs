@@ -24,7 +24,7 @@ mod truncate;
 mod write;
 
 pub use api::*;
-pub use drain::{Job, Pick};
+pub use drain::{Job, Outcome, Pick};
 pub use engine::{ClosePolicy, Engine, EngineError, EngineOptions, FsyncPolicy};
 pub use recovery::{LostFile, Recovered};
 

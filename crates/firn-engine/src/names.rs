@@ -96,16 +96,19 @@ struct Tables<B: Backing> {
 pub(crate) struct Names<B: Backing> {
     root: Arc<Node<B>>,
     tables: Mutex<Tables<B>>,
+    /// An earlier firnd may have made names that nobody synced: the first sync of each file syncs
+    /// its names too.
+    names_unsynced: bool,
 }
 
 impl<B: Backing> Names<B> {
-    pub(crate) fn new(object: B::Node, attr: &Attr) -> Self {
-        let root = Arc::new(new_node(ROOT, object, attr));
+    pub(crate) fn new(object: B::Node, attr: &Attr, names_unsynced: bool) -> Self {
+        let root = Arc::new(new_node(ROOT, object, attr, false));
         let mut by_id = HashMap::new();
         by_id.insert(ROOT, Known { node: Arc::clone(&root), lookups: 1 });
         let by_key = HashMap::from([(root.key, Arc::downgrade(&root))]);
         let tables = Tables { by_id, by_key, children: HashMap::new(), next_synthetic: SYNTHETIC };
-        Self { root, tables: Mutex::new(tables) }
+        Self { root, tables: Mutex::new(tables), names_unsynced }
     }
 
     pub(crate) fn root(&self) -> &Arc<Node<B>> {
@@ -146,7 +149,7 @@ impl<B: Backing> Names<B> {
                     tables.next_synthetic += 1;
                     NodeId(tables.next_synthetic)
                 };
-                let node = Arc::new(new_node(id, object, attr));
+                let node = Arc::new(new_node(id, object, attr, self.names_unsynced));
                 tables.by_key.insert(key, Arc::downgrade(&node));
                 node
             }
@@ -215,7 +218,7 @@ impl<B: Backing> Names<B> {
     }
 }
 
-fn new_node<B: Backing>(id: NodeId, object: B::Node, attr: &Attr) -> Node<B> {
+fn new_node<B: Backing>(id: NodeId, object: B::Node, attr: &Attr, name_unsynced: bool) -> Node<B> {
     Node {
         id,
         key: (attr.dev, attr.ino),
@@ -223,7 +226,7 @@ fn new_node<B: Backing>(id: NodeId, object: B::Node, attr: &Attr) -> Node<B> {
         btime: attr.btime,
         object,
         names: Mutex::new(Vec::new()),
-        name_unsynced: AtomicBool::new(false),
+        name_unsynced: AtomicBool::new(name_unsynced),
         data_unsynced: AtomicBool::new(false),
         durable: AtomicBool::new(false),
     }

@@ -261,6 +261,11 @@ impl<B: Backing> Engine<B> {
         let (dir, new_dir) = (self.node(parent)?, self.node(new_parent)?);
         let exchange = flags.contains(RenameFlags::EXCHANGE);
         let _paths_change = self.rename_gate.write();
+        let (moved, target) = (self.names.child(dir.id, name), self.names.child(new_dir.id, new_name));
+        if moved.is_some_and(|a| target.is_some_and(|b| Arc::ptr_eq(&a, &b))) {
+            // Two names of one file: nothing changes, whatever the backing says.
+            return self.backing.rename(&dir.object, name, &new_dir.object, new_name, flags);
+        }
         let replaced = match exchange {
             true => None,
             false => self.names.child(new_dir.id, new_name).and_then(|node| self.known_file(&node)),
@@ -287,15 +292,7 @@ impl<B: Backing> Engine<B> {
             self.note(&Record::RenameEnd { id, done: result.is_ok() });
         }
         result?;
-        // Two names of one file: rename(2) does nothing at all.
-        let same = !exchange
-            && self
-                .names
-                .child(dir.id, name)
-                .is_some_and(|a| self.names.child(new_dir.id, new_name).is_some_and(|b| Arc::ptr_eq(&a, &b)));
-        if !same {
-            self.names.renamed((&dir, name), (&new_dir, new_name), exchange);
-        }
+        self.names.renamed((&dir, name), (&new_dir, new_name), exchange);
         if let Some(file) = replaced {
             self.lost_name(&file);
         }

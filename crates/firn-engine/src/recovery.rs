@@ -117,7 +117,7 @@ impl<B: Backing> Engine<B> {
         let attr = backing.attr(&root).map_err(EngineError::Backing)?;
         let epoch = arena.begin_epoch();
         Ok(Self {
-            names: Names::new(root, &attr),
+            names: Names::new(root, &attr, epoch > 1),
             passthrough: AtomicBool::new(options.passthrough),
             backing,
             arena,

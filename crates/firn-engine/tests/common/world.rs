@@ -1,0 +1,243 @@
+//! One simulated machine: it can be crashed at any store to the arena and any call of the backing.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use firn_arena::{Arena, Identity};
+use firn_backing::sim::{Fault, SimBacking};
+use firn_backing::{Backing, Errno};
+use firn_engine::{Engine, EngineOptions, Entry, NodeId, Pick, ROOT, Recovered};
+use firn_format::geometry::Geometry;
+
+/// Counts stores and calls; at one of them the world stops.
+#[derive(Clone)]
+pub struct Fuse {
+    steps: Arc<AtomicU64>,
+    stop_at: Arc<AtomicU64>,
+    stopped: Arc<AtomicBool>,
+    arena: Arc<Mutex<PathBuf>>,
+}
+
+impl Fuse {
+    fn step(&self) -> bool {
+        if self.stopped.load(Ordering::Relaxed) {
+            return true;
+        }
+        let step = self.steps.fetch_add(1, Ordering::Relaxed);
+        if step < self.stop_at.load(Ordering::Relaxed) {
+            return false;
+        }
+        // What lies in the arena at this instant is what the next life finds.
+        let path = self.arena.lock().unwrap().clone();
+        std::fs::copy(&path, path.with_extension("crashed")).expect("the arena is copied");
+        self.stopped.store(true, Ordering::Relaxed);
+        true
+    }
+}
+
+pub struct World {
+    dir: tempfile::TempDir,
+    pub backing: SimBacking,
+    pub engine: Arc<Engine<SimBacking>>,
+    pub fuse: Fuse,
+    lives: u32,
+}
+
+pub fn options() -> EngineOptions {
+    let mut options = EngineOptions::new(CHUNK);
+    // Small runs too, so that several writes to the backing happen in a short test.
+    options.drain_write_bytes_min = 16 << 10;
+    options.drain_write_bytes_max = 64 << 10;
+    options
+}
+
+pub const CHUNK: u64 = 128 << 10;
+const CHUNKS: u64 = 6;
+
+fn path_in(dir: &Path, life: u32) -> PathBuf {
+    dir.join(format!("arena{life}"))
+}
+
+impl World {
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
+        let backing = SimBacking::new();
+        let path = path_in(dir.path(), 0);
+        let identity = Identity { backing: PathBuf::from("/sim"), dev: 1, ino: 1 };
+        let geometry = Geometry::new(CHUNKS * CHUNK, CHUNK).expect("a valid geometry");
+        let arena = Arena::create(&path, geometry, &identity).expect("an arena");
+        let engine = Engine::begin(backing.clone(), arena, options()).expect("an engine");
+        let fuse = Fuse {
+            steps: Arc::default(),
+            stop_at: Arc::new(AtomicU64::new(u64::MAX)),
+            stopped: Arc::default(),
+            arena: Arc::new(Mutex::new(path)),
+        };
+        let world = Self { dir, backing, engine, fuse, lives: 0 };
+        world.arm();
+        world
+    }
+
+    /// The world stops after so many more steps.
+    pub fn stop_in(&self, steps: u64) {
+        let now = self.fuse.steps.load(Ordering::Relaxed);
+        self.fuse.stop_at.store(now.saturating_add(steps), Ordering::Relaxed);
+    }
+    pub fn steps(&self) -> u64 {
+        self.fuse.steps.load(Ordering::Relaxed)
+    }
+    pub fn stopped(&self) -> bool {
+        self.fuse.stopped.load(Ordering::Relaxed)
+    }
+
+    fn arm(&self) {
+        let fuse = self.fuse.clone();
+        firn_arena::set_probe(Some(Box::new(move || {
+            fuse.step();
+        })));
+        let fuse = self.fuse.clone();
+        self.backing.set_plan(move |_, _| fuse.step().then_some(Fault::Crash));
+    }
+
+    /// The backing fails now and then; `seed` decides.
+    pub fn arm_with_faults(&self, seed: u64) {
+        use rand::{Rng, SeedableRng};
+        let fuse = self.fuse.clone();
+        let mut rng = rand::rngs::StdRng::seed_from_u64(seed);
+        self.backing.set_plan(move |call, _| {
+            if fuse.step() {
+                return Some(Fault::Crash);
+            }
+            match (call, rng.random_range(0..10)) {
+                ("write_at", 0) => Some(Fault::Error(Errno::IO)),
+                ("write_at", 1) => Some(Fault::Error(Errno::NOSPC)),
+                ("write_at", 2..4) => Some(Fault::ShortWrite(rng.random_range(1..5000))),
+                ("set_len" | "sync" | "rename" | "unlink", 0) => Some(Fault::Error(Errno::IO)),
+                _ => None,
+            }
+        });
+    }
+
+    /// The next life on what the last one left. The stop stays armed during recovery, `steps` ahead.
+    /// A stop during recovery leads to the next recovery, with twice the steps: it must get through
+    /// in the end.
+    pub fn recover(&mut self, mut steps: u64) -> Recovered {
+        loop {
+            firn_arena::set_probe(None);
+            let crashed = self.fuse.arena.lock().unwrap().with_extension("crashed");
+            self.lives += 1;
+            let path = path_in(self.dir.path(), self.lives);
+            std::fs::rename(&crashed, &path).expect("the crashed arena");
+            let _ = std::fs::remove_file(path_in(self.dir.path(), self.lives - 1));
+            *self.fuse.arena.lock().unwrap() = path.clone();
+            self.backing = SimBacking::from_disk(self.backing.snapshot());
+            self.fuse.stopped.store(false, Ordering::Relaxed);
+            self.stop_in(steps);
+            self.arm();
+            let (arena, stored, damage) = Arena::attach(&path).expect("the arena attaches");
+            assert_eq!(damage, [], "a crash is no damage");
+            let attached = Engine::attach(self.backing.clone(), arena, &stored, options());
+            if self.stopped() {
+                steps = steps.max(8).saturating_mul(2);
+                continue;
+            }
+            let (engine, recovered) = attached.expect("the engine attaches");
+            self.engine = engine;
+            return recovered;
+        }
+    }
+
+    /// As a crash now, with nothing under way.
+    pub fn stop_now(&self) {
+        self.fuse.stop_at.store(0, Ordering::Relaxed);
+        self.fuse.step();
+    }
+
+    /// One step of the drain; whether there was something to do.
+    pub fn drain_step(&self) -> bool {
+        match self.engine.pick(0) {
+            Pick::Job(job) => {
+                let outcome = job.execute(&self.backing);
+                self.engine.complete(job, outcome);
+                true
+            }
+            Pick::Idle { .. } => false,
+        }
+    }
+
+    /// Drains until nothing is held.
+    pub fn drain_all(&self) {
+        for _ in 0..10_000 {
+            if self.engine.status().held_bytes == 0 || self.stopped() {
+                return;
+            }
+            self.engine.drain_tree(b"");
+            while self.drain_step() && !self.stopped() {}
+        }
+        panic!("the drain does not end: {:?}", self.engine.status());
+    }
+
+    /// Resolves a path.
+    pub fn find(&self, path: &str) -> Result<NodeId, Errno> {
+        let mut node = ROOT;
+        for name in path.split('/').filter(|n| !n.is_empty()) {
+            let Entry { node: next, .. } = self.engine.lookup(node, OsStr::new(name))?;
+            node = next;
+        }
+        Ok(node)
+    }
+
+    /// The directory node and the last name of a path.
+    pub fn parent<'a>(&self, path: &'a str) -> Result<(NodeId, &'a OsStr), Errno> {
+        let (dir, name) = path.rsplit_once('/').unwrap_or(("", path));
+        Ok((self.find(dir)?, OsStr::new(name)))
+    }
+
+    /// Contents of all regular files in the backing.
+    pub fn backing_tree(&self) -> BTreeMap<String, Vec<u8>> {
+        let quiet = self.backing.fork();
+        let mut out = BTreeMap::new();
+        let todo = Rc::new(Cell::new(vec![(String::new(), quiet.root())]));
+        loop {
+            let mut list = todo.take();
+            let Some((path, node)) = list.pop() else { break };
+            let dir = quiet.open_dir(&node).expect("a directory opens");
+            let mut names = Vec::new();
+            quiet
+                .read_dir(&dir, 0, &mut |entry| {
+                    names.push(entry.name.to_owned());
+                    true
+                })
+                .expect("a directory is read");
+            for name in names.iter().filter(|n| *n != "." && *n != "..") {
+                let (child, attr) = quiet.lookup(&node, name).expect("an entry is there");
+                let text = name.to_str().expect("names are text");
+                let full = if path.is_empty() { text.to_owned() } else { format!("{path}/{text}") };
+                match attr.kind {
+                    firn_backing::Kind::Dir => list.push((full, child)),
+                    firn_backing::Kind::File => {
+                        let file = quiet.open(&child, firn_backing::Access::Read).expect("a file opens");
+                        let mut contents = vec![0; attr.size as usize];
+                        let n = quiet.read_at(&file, &mut contents, 0).expect("a file is read");
+                        assert_eq!(n, contents.len());
+                        out.insert(full, contents);
+                    }
+                    _ => {}
+                }
+            }
+            todo.set(list);
+        }
+        out
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        firn_arena::set_probe(None);
+    }
+}
