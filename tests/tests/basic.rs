@@ -21,7 +21,7 @@ const MIB: usize = 1 << 20;
 /// An arena that no test fills, from which nothing drains by age.
 fn patient(extra: &str) -> String {
     let comma = if extra.is_empty() { "" } else { "," };
-    format!("arena-size=64M,chunk-size=4M,drain-age=600000{comma}{extra}")
+    format!("arena-size=64M,chunk-size=4M,drain-age=10min{comma}{extra}")
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn close_held_returns_before_the_drain_and_wait_drains() {
 #[test]
 fn held_data_drains_by_age_without_being_asked() {
     let sandbox = Sandbox::new("age");
-    let mount = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=4M,close=held,drain-age=100");
+    let mount = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=4M,close=held,drain-age=100ms");
     fs::write(mount.join("file"), bytes(3, 50_000)).expect("write");
     wait_until("drained by age", Duration::from_secs(20), || mount.status().held_bytes == 0);
     assert_same_bytes("in the backing", &read(&mount.backing().join("file")), &bytes(3, 50_000));

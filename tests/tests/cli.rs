@@ -89,7 +89,7 @@ fn mount_firn_has_the_exit_codes_of_mount_8() {
 #[test]
 fn status_wait_and_drain_answer_in_json() {
     let sandbox = Sandbox::new("json");
-    let mount = FirnMount::new(&sandbox, &format!("{SMALL},close=held,drain-age=600000"));
+    let mount = FirnMount::new(&sandbox, &format!("{SMALL},close=held,drain-age=10min"));
     fs::create_dir(mount.join("step")).expect("mkdir");
     fs::write(mount.join("step/file"), vec![1; 12_345]).expect("write");
     let status = mount.status();

@@ -23,8 +23,8 @@ const ROUNDS_DEFAULT: u64 = 10;
 const OPTIONS: [&str; 5] = [
     "arena-size=64M,chunk-size=4M",
     "arena-size=16M,chunk-size=1M",
-    "arena-size=64M,chunk-size=4M,close=held,drain-age=600000",
-    "arena-size=128M,chunk-size=4M,close=held,drain-age=50",
+    "arena-size=64M,chunk-size=4M,close=held,drain-age=10min",
+    "arena-size=128M,chunk-size=4M,close=held,drain-age=50ms",
     "arena-size=16M,chunk-size=1M,close=held,io-threads=1",
 ];
 
@@ -126,7 +126,7 @@ fn killed_again_and_again_while_recovering() {
     let seed = seed("crash twice");
     let mut rng = generator(seed);
     let sandbox = Sandbox::new("again");
-    let options = "arena-size=64M,chunk-size=4M,close=held,drain-age=600000";
+    let options = "arena-size=64M,chunk-size=4M,close=held,drain-age=10min";
     let mount = FirnMount::new(&sandbox, options);
     let mut job = Job::start(&sandbox, &mount, rng.random());
     std::thread::sleep(Duration::from_millis(400));
@@ -147,7 +147,7 @@ fn killed_again_and_again_while_recovering() {
 fn a_dead_mount_answers_with_an_error_and_mounting_again_replaces_it() {
     // SEMANTICS: "programs that use the mount get an error until it is mounted again".
     let sandbox = Sandbox::new("dead");
-    let mount = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M,close=held,drain-age=600000");
+    let mount = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M,close=held,drain-age=10min");
     std::fs::write(mount.join("file"), "kept").expect("write");
     let point = mount.path().to_owned();
     firn_tests::sandbox::kill(mount.pid(), libc::SIGKILL);

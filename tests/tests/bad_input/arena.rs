@@ -13,7 +13,7 @@ use firn_tests::{FirnMount, Outcome, Sandbox, run};
 
 /// An arena with held data and no firnd: its path and superblock.
 fn orphan(sandbox: &Sandbox) -> (PathBuf, Superblock) {
-    let mount = FirnMount::new(sandbox, &format!("{SMALL},close=held,drain-age=600000"));
+    let mount = FirnMount::new(sandbox, &format!("{SMALL},close=held,drain-age=10min"));
     for index in 0..20u64 {
         fs::write(mount.join(format!("file{index}")), bytes(index, 40_000)).expect("write");
     }
@@ -31,7 +31,7 @@ fn flip(arena: &std::path::Path, offset: u64) {
 }
 
 fn check(sandbox: &Sandbox) -> Outcome {
-    sandbox.run(["check".as_ref(), sandbox.join("backing").as_os_str()])
+    sandbox.run(["check".as_ref(), sandbox.arena().as_os_str()])
 }
 
 #[track_caller]
@@ -60,7 +60,7 @@ fn an_arena_larger_than_its_file_system_is_refused() {
     run(Command::new("mount").args(["-t", "tmpfs", "-o", "size=16m", "firn-test"]).arg(&small)).ok();
     let options = format!("arena-size=64M,arena-dir={}", small.display());
     let outcome = sandbox.run(mount_args(&sandbox.join("backing"), &sandbox.join("mnt"), &options));
-    outcome.code(1).says("arena-size");
+    outcome.code(2).says("arena-size");
     assert_eq!(fs::read_dir(&small).expect("readdir").count(), 0, "a part of an arena is left");
     assert!(sandbox.processes().is_empty(), "refused, and a firnd is left");
 }

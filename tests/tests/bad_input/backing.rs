@@ -151,7 +151,7 @@ fn umount_refuses_to_drop_what_cannot_be_drained_and_force_keeps_it_in_the_arena
 fn a_backing_that_vanishes_while_mounted_loses_nothing_when_it_returns() {
     let sandbox = Sandbox::new("vanish");
     let mut fault = FaultFs::new(&sandbox);
-    let options = format!("{OPTIONS},close=held,drain-age=600000");
+    let options = format!("{OPTIONS},close=held,drain-age=10min");
     let mount = FirnMount::over(&sandbox, fault.path(), &options);
     fs::write(mount.join("file"), bytes(4, 150_000)).expect("write");
     fault.vanish();

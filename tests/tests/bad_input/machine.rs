@@ -66,7 +66,7 @@ fn firnd_killed_for_want_of_memory_loses_nothing() {
     let sandbox = Sandbox::new("oom");
     let mut firn = sandbox.firn(["mount", "--foreground"]);
     firn.arg(sandbox.join("backing")).arg(sandbox.join("mnt"));
-    firn.args(["-o", "arena-size=256M,close=held,drain-age=600000"]);
+    firn.args(["-o", "arena-size=256M,close=held,drain-age=10min"]);
     let mut child = cgroup.spawn(&firn);
     let mut ended = None;
     wait_until("mounted, or refused for want of memory", Duration::from_secs(60), || {

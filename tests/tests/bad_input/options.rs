@@ -28,7 +28,9 @@ fn values_out_of_range_are_named() {
     usage_error("chunk-size=3000000", "chunk-size");
     usage_error("arena-size=0", "arena-size");
     usage_error("arena-size=99999999999999999999999", "arena-size");
-    usage_error("drain-age=-5", "drain-age");
+    usage_error("drain-age=-5s", "drain-age");
+    usage_error("drain-age=5", "drain-age");
+    usage_error("arena-size=512K", "arena-size");
 }
 
 #[test]
@@ -37,9 +39,12 @@ fn an_arena_too_small_for_its_chunks_is_refused() {
 }
 
 #[test]
-fn options_that_contradict_are_refused() {
-    usage_error("close=held,close=drain", "close");
-    usage_error("ro,rw", "ro");
+fn a_flag_and_an_option_that_disagree_are_refused() {
+    let sandbox = Sandbox::new("twice");
+    let mut args = mount_args(&sandbox.join("backing"), &sandbox.join("mnt"), "close=held");
+    args.push("--close=drain".into());
+    sandbox.run(args).code(2).says("close");
+    assert!(sandbox.arenas().is_empty(), "refused, and an arena is left");
 }
 
 #[test]

@@ -33,7 +33,7 @@ fn all_is_there(sandbox: &Sandbox) {
 #[test]
 fn sigterm_during_a_busy_mount_loses_nothing() {
     let sandbox = Sandbox::new("sigterm");
-    let mount = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M,close=held,drain-age=600000");
+    let mount = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M,close=held,drain-age=10min");
     let mut writer = start_writer(&sandbox);
     busy(&sandbox);
     kill(mount.pid(), libc::SIGTERM);
@@ -64,7 +64,7 @@ fn ctrl_c_of_a_foreground_mount_loses_nothing() {
 #[test]
 fn sigterm_of_an_idle_mount_drains_unmounts_and_leaves_no_arena() {
     let sandbox = Sandbox::new("idle");
-    let mount = FirnMount::new(&sandbox, "arena-size=32M,close=held,drain-age=600000");
+    let mount = FirnMount::new(&sandbox, "arena-size=32M,close=held,drain-age=10min");
     std::fs::write(mount.join("file"), "held").expect("write");
     kill(mount.pid(), libc::SIGTERM);
     mount.wait_for_end();
