@@ -121,7 +121,11 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Runs `work` on the backing file while no drain writes to it.
-    fn alone<T>(&self, file: &Arc<File<B>>, work: impl FnOnce(&B::File) -> Result<T>) -> Result<T> {
+    pub(crate) fn alone<T>(
+        &self,
+        file: &Arc<File<B>>,
+        work: impl FnOnce(&B::File) -> Result<T>,
+    ) -> Result<T> {
         let mut state = file.begin_exclusive();
         let result = self.writer(file, &mut state).and_then(|target| work(&target.file));
         file.node.durable.store(false, Ordering::Relaxed);

@@ -44,6 +44,11 @@ impl<B: Backing> Engine<B> {
         if end > SIZE_ASKED_ABOVE {
             self.ask_size(file, end)?;
         }
+        if self.is_nameless(file)? {
+            let n = self.write_through(file, offset, data)?;
+            self.count_ingest(n);
+            return Ok(Written::Bytes(n));
+        }
         if self.overwrite(file, offset, data) {
             self.count_ingest(data.len());
             return Ok(Written::Bytes(data.len()));
@@ -64,6 +69,20 @@ impl<B: Backing> Engine<B> {
         }
         self.count_ingest(done);
         Ok(Written::Bytes(done))
+    }
+
+    /// Whether recovery could not find the file again: it has names, and none that is known here.
+    fn is_nameless(&self, file: &File<B>) -> Result<bool> {
+        let unbound = {
+            let state = file.lock();
+            state.bound.is_none() && !state.unlinked
+        };
+        Ok(unbound && file.node.paths().is_empty() && self.backing.attr(&file.node.object)?.nlink > 0)
+    }
+
+    fn write_through(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
+        self.drain_now(file)?;
+        self.alone(file, |target| self.backing.write_at(target, &[std::io::IoSlice::new(data)], offset))
     }
 
     fn count_ingest(&self, bytes: usize) {

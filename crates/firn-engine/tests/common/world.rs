@@ -88,6 +88,10 @@ impl World {
         let now = self.fuse.steps.load(Ordering::Relaxed);
         self.fuse.stop_at.store(now.saturating_add(steps), Ordering::Relaxed);
     }
+    /// Recoveries so far.
+    pub fn lives(&self) -> u32 {
+        self.lives
+    }
     pub fn steps(&self) -> u64 {
         self.fuse.steps.load(Ordering::Relaxed)
     }
@@ -141,6 +145,12 @@ impl World {
             self.arm();
             let (arena, stored, damage) = Arena::attach(&path).expect("the arena attaches");
             assert_eq!(damage, [], "a crash is no damage");
+            if std::env::var_os("FIRN_TRACE").is_some() {
+                eprintln!("life {}: {:#?}", self.lives, stored.iter().map(|s| s.piece).collect::<Vec<_>>());
+                let mut bytes = vec![0; arena.journal_region().bytes()];
+                arena.journal_region().load(0, &mut bytes);
+                eprintln!("{:?}", firn_journal::replay(&firn_journal::Memory(bytes)).ledger);
+            }
             let attached = Engine::attach(self.backing.clone(), arena, &stored, options());
             if self.stopped() {
                 steps = steps.max(8).saturating_mul(2);
