@@ -9,6 +9,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
+use firn_format::geometry::DATA_ALIGN;
 use rustix::fd::OwnedFd;
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -51,14 +52,23 @@ unsafe impl Sync for Map {}
 impl Map {
     pub(crate) fn new(path: &Path, file: OwnedFd, len: u64, writable: bool) -> Result<Self, ArenaError> {
         let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        let fail = |source| ArenaError::Io { path: path.display().to_string(), what: "map it", source };
+        // Huge pages need an address that is congruent to the file offset modulo their size, and the
+        // kernel gives that by itself only where they are always on: reserve more, then choose.
+        let room = len as usize + DATA_ALIGN as usize;
+        let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a fresh mapping at an address of the kernel's choice.
-        let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len as usize, prot, MapFlags::SHARED, &file, 0) }
-                .map_err(|source| ArenaError::Io {
-                    path: path.display().to_string(),
-                    what: "map it",
-                    source,
-                })?;
+        let reserved = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, ProtFlags::empty(), reserve)
+        }
+        .map_err(fail)?;
+        let skip = reserved.cast::<u8>().align_offset(DATA_ALIGN as usize);
+        // SAFETY: `skip` is below DATA_ALIGN, so this stays within what was just reserved.
+        let aligned = unsafe { reserved.cast::<u8>().add(skip) };
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: it replaces pages of the reservation, which nothing refers to. What is left of the
+        // reservation on both sides is a hole without memory; it goes when the process ends.
+        let base = unsafe { rustix::mm::mmap(aligned.cast(), len as usize, prot, flags, &file, 0) }.map_err(fail)?;
         let base = NonNull::new(base.cast()).expect("mmap never returns null");
         Ok(Self { base, len: len as usize, _file: file })
     }

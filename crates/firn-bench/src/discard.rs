@@ -52,10 +52,12 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
     let arena = Arena::create(&geometry.arena, cut, &identity)?;
     let below = backing::DiscardBacking(DirBacking::open(&backing)?);
     let options = EngineOptions::new(geometry.chunk_bytes);
-    let (engine, _) = Engine::attach(below, arena, &[], options)?;
+    let engine = Engine::begin(below, arena, options)?;
+    // As firnd does after mounting, and as the baseline does with its buffer: both begin warm.
+    engine.arena().populate(&|| true)?;
     let pool = Pool::start(Arc::clone(&engine), geometry.io_threads)?;
     let adapter = Adapter::new(engine, AdapterOptions { attr_timeout: ATTR_TIMEOUT, passthrough: false });
-    let options = SessionOptions { source: backing, threads: 0, allow_other: false, read_only: false };
+    let options = SessionOptions { source: backing, threads: 0, allow_other: false, read_only: false, kernel_flags: vec![] };
     let session = Session::mount(adapter, mount_point, &options)?;
     Ok(Discarding { session, pool, arena: geometry.arena.clone() })
 }
