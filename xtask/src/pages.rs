@@ -10,7 +10,8 @@ use anyhow::{Context, Result};
 pub fn run() -> Result<()> {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
     let page = root.join("docs/CONFIGURATION.md");
-    std::fs::write(&page, firn_config::configuration_page()).with_context(|| format!("write {}", page.display()))?;
+    std::fs::write(&page, firn_config::configuration_page())
+        .with_context(|| format!("write {}", page.display()))?;
     eprintln!("xtask: wrote docs/CONFIGURATION.md");
 
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());

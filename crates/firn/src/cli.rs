@@ -1,0 +1,120 @@
+//! From the command line to a verb, and from its end to the exit status.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+
+use crate::failure::{DONE, Failure, USAGE};
+use crate::output::{self, Paint};
+use crate::overview::overview;
+use crate::verb::{self, VERBS};
+
+/// What the binary is called as.
+#[derive(Debug, PartialEq, Eq)]
+enum Role {
+    Firn,
+    Firnd,
+    MountFirn,
+}
+
+/// Does what `args` say; the first of them is the name that we are called by.
+pub fn main(args: Vec<OsString>) -> ExitCode {
+    match role(&args) {
+        Role::Firnd => firn_daemon::firnd_main(),
+        Role::MountFirn => verb::mount_firn::main(args.get(1..).unwrap_or_default()).into(),
+        Role::Firn => ended(firn(args)).into(),
+    }
+}
+
+fn role(args: &[OsString]) -> Role {
+    let name = args.first().and_then(|name| Path::new(name).file_name()).and_then(|name| name.to_str());
+    match name {
+        Some("firnd") => Role::Firnd,
+        Some("mount.firn") => Role::MountFirn,
+        // The hidden verb is for places where argv[0] cannot be chosen (debuggers, wrappers).
+        _ if args.get(1).is_some_and(|verb| verb == "firnd") => Role::Firnd,
+        _ => Role::Firn,
+    }
+}
+
+fn firn(args: Vec<OsString>) -> Result<u8, Failure> {
+    if args.len() <= 1 {
+        return output::print(&overview(Paint::stdout())).map(|()| DONE);
+    }
+    let matches = match verb::command().try_get_matches_from(args) {
+        Ok(matches) => matches,
+        Err(error) => return not_a_verb(&error),
+    };
+    let (name, matches) = matches.subcommand().expect("clap demands a verb");
+    let verb = VERBS.iter().find(|verb| verb.name == name).expect("clap knows the verbs of the table alone");
+    (verb.run)(matches)
+}
+
+/// Help and version are answers; anything else is a usage error, told as all errors are.
+fn not_a_verb(error: &clap::Error) -> Result<u8, Failure> {
+    let asked = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
+    let paint = if asked { Paint::stdout() } else { Paint::stderr() };
+    let styled = error.render();
+    let text = if paint.on() { styled.ansi().to_string() } else { styled.to_string() };
+    if asked {
+        return output::print(&text).map(|()| DONE);
+    }
+    Err(Failure::new(USAGE, without_error_word(&text).trim_end().to_owned()))
+}
+
+/// clap begins with `error: `, coloured or not; our errors begin with `firn: `.
+fn without_error_word(text: &str) -> &str {
+    match text.split_once("error:") {
+        Some((before, rest)) if before.is_empty() || before.starts_with('\x1b') => {
+            rest.strip_prefix("\x1b[0m").unwrap_or(rest).trim_start()
+        }
+        _ => text,
+    }
+}
+
+/// Tells a failure; gives the exit status.
+pub fn ended(result: Result<u8, Failure>) -> u8 {
+    match result {
+        Ok(code) => code,
+        Err(Failure::Unread) => DONE,
+        Err(Failure::Told { text, code }) => {
+            output::say(&text);
+            code
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(words: &[&str]) -> Vec<OsString> {
+        words.iter().map(OsString::from).collect()
+    }
+
+    #[test]
+    fn the_name_it_is_called_by_decides_what_it_is() {
+        assert_eq!(role(&args(&["/usr/sbin/mount.firn", "a", "b"])), Role::MountFirn);
+        assert_eq!(role(&args(&["firnd"])), Role::Firnd);
+        assert_eq!(role(&args(&["/usr/bin/firn", "firnd"])), Role::Firnd);
+        assert_eq!(role(&args(&["/usr/bin/firn", "status"])), Role::Firn);
+        assert_eq!(role(&[]), Role::Firn);
+    }
+
+    #[test]
+    fn the_definition_of_the_command_line_is_sound() {
+        verb::command().debug_assert();
+    }
+
+    #[test]
+    fn usage_errors_begin_as_all_errors_do() {
+        for words in [&["firn", "mount"][..], &["firn", "frobnicate"], &["firn", "wait", "--until", "eternal", "/"]] {
+            let Err(Failure::Told { text, code }) = firn(args(words)) else { panic!("{words:?} was taken") };
+            assert_eq!(code, USAGE);
+            assert!(!text.starts_with("error") && !text.ends_with('\n'), "{text}");
+        }
+        assert_eq!(without_error_word("\x1b[1m\x1b[31merror:\x1b[0m no"), "no");
+    }
+}

@@ -1,0 +1,91 @@
+//! How a verb ends that did not end well.
+
+use firn_client::{ClientError, PathsError};
+use firn_config::ConfigError;
+use firn_daemon::MountError;
+
+/// Exit status: done.
+pub const DONE: u8 = 0;
+/// Exit status: failed.
+pub const FAILED: u8 = 1;
+/// Exit status: an option or argument that cannot be.
+pub const USAGE: u8 = 2;
+/// Exit status: part of it is done, and what is left is safe.
+pub const PARTLY: u8 = 3;
+/// Exit status: not a firn arena or mount.
+pub const NOT_FIRN: u8 = 10;
+/// Exit status: stopped by Ctrl-C.
+pub const INTERRUPTED: u8 = 130;
+
+/// A verb's failure.
+#[derive(Debug)]
+pub enum Failure {
+    /// To be told on stderr.
+    Told {
+        /// What happened and what to do, without `firn: `.
+        text: String,
+        /// Exit status.
+        code: u8,
+    },
+    /// Nobody reads what we print (`firn status | head`): end, and say nothing.
+    Unread,
+}
+
+impl Failure {
+    /// A failure with its exit status.
+    pub fn new(code: u8, text: impl Into<String>) -> Self {
+        Self::Told { text: text.into(), code }
+    }
+}
+
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Self {
+        Self::new(error.exit_code(), error.to_string())
+    }
+}
+
+impl From<MountError> for Failure {
+    fn from(error: MountError) -> Self {
+        Self::new(error.exit_code(), error.to_string())
+    }
+}
+
+impl From<ConfigError> for Failure {
+    fn from(error: ConfigError) -> Self {
+        Self::new(USAGE, error.to_string())
+    }
+}
+
+impl From<PathsError> for Failure {
+    fn from(error: PathsError) -> Self {
+        Self::new(FAILED, error.to_string())
+    }
+}
+
+impl From<clap::Error> for Failure {
+    fn from(error: clap::Error) -> Self {
+        Self::new(USAGE, error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn code(failure: impl Into<Failure>) -> u8 {
+        match failure.into() {
+            Failure::Told { code, .. } => code,
+            Failure::Unread => panic!("it has a text"),
+        }
+    }
+
+    #[test]
+    fn every_kind_of_error_has_its_exit_status() {
+        assert_eq!(code(ClientError::NoMount { path: "/x".into(), arena: None }), NOT_FIRN);
+        assert_eq!(code(ClientError::Refused { errno: 16, message: String::new() }), 11);
+        assert_eq!(code(MountError::BackingMissing { path: "/x".into() }), FAILED);
+        assert_eq!(code(MountError::Held { backing: "/x".into(), by: String::new() }), 11);
+        let contradiction = firn_config::parse_minus_o("nonsense", firn_config::Unknown::Refuse).unwrap_err();
+        assert_eq!(code(contradiction), USAGE);
+    }
+}

@@ -1,0 +1,78 @@
+//! The verbs: one file each, one entry each in [`VERBS`], which feeds parser, help, completions and man pages.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use clap::{ArgMatches, Command};
+use firn_client::{Connection, Place};
+
+use crate::failure::Failure;
+
+pub mod mount_firn;
+
+mod bench;
+mod mount;
+mod status;
+mod umount;
+mod version;
+mod wait;
+
+/// A verb.
+pub struct Verb {
+    /// As typed.
+    pub name: &'static str,
+    /// One line, imperative, no full stop.
+    pub about: &'static str,
+    /// What else a user should know; may be empty.
+    pub long: &'static str,
+    /// Command lines and what each is for.
+    pub examples: &'static [(&'static str, &'static str)],
+    /// What each exit status means here.
+    pub exits: &'static [(u8, &'static str)],
+    /// Adds its arguments.
+    pub args: fn(Command) -> Command,
+    /// Does it; `Ok` is the exit status.
+    pub run: fn(&ArgMatches) -> Result<u8, Failure>,
+}
+
+/// All verbs, in the order of help.
+pub static VERBS: &[&Verb] =
+    &[&mount::VERB, &umount::VERB, &status::VERB, &wait::VERB, &bench::VERB, &version::VERB];
+
+impl Verb {
+    /// Its part of the command line.
+    pub fn command(&self) -> Command {
+        let command = (self.args)(Command::new(self.name)).about(self.about).after_help(self.after_help());
+        if self.long.is_empty() { command } else { command.long_about(format!("{}\n\n{}", self.about, self.long)) }
+    }
+
+    fn after_help(&self) -> String {
+        let mut text = String::from("Examples:\n");
+        for (line, what) in self.examples {
+            let _ = writeln!(text, "  {line}\n      {what}");
+        }
+        text += "\nExit status:\n";
+        for (code, what) in self.exits {
+            let _ = writeln!(text, "  {code:<4} {what}");
+        }
+        text
+    }
+}
+
+/// The whole command line.
+pub fn command() -> Command {
+    Command::new("firn")
+        .about("A file system for checkpoints")
+        .version(env!("CARGO_PKG_VERSION"))
+        .subcommand_required(true)
+        .arg_required_else_help(false)
+        .max_term_width(100)
+        .subcommands(VERBS.iter().map(|verb| verb.command()))
+}
+
+/// The mount that `path` lies on, and its firnd.
+fn connect(path: &Path) -> Result<(Place, Connection), Failure> {
+    let place = firn_client::find(path)?;
+    let connection = Connection::open(&place.mount)?;
+    Ok((place, connection))
+}

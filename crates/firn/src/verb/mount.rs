@@ -1,0 +1,81 @@
+//! `firn mount`.
+
+use std::path::PathBuf;
+
+use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
+use firn_config::{MinusO, Resolved, Sources, Surroundings, Unknown, given_flags, parse_minus_o};
+use firn_daemon::MountRequest;
+
+use crate::failure::{DONE, Failure};
+use crate::output;
+use crate::verb::Verb;
+
+pub const VERB: Verb = Verb {
+    name: "mount",
+    about: "Mount a directory so that programs write to it at memory speed",
+    long: "Returns when the mount is usable. What an earlier mount of the same backing held is drained without \
+           being asked. Options come from flags, FIRN_* variables, ~/.config/firn/firn.toml, /etc/firn/firn.toml \
+           and defaults, in this order; `firn config` shows them.",
+    examples: &[
+        ("firn mount /scratch/run42 /ckpt", "what programs write to /ckpt ends up in /scratch/run42"),
+        ("firn mount /scratch/run42 /ckpt -o arena-size=4G,close=held", "close returns at memory speed, too"),
+        ("firn mount --foreground --log-level=debug /scratch/run42 /ckpt", "to look at what it does"),
+    ],
+    exits: &[
+        (0, "the mount is usable (with --foreground: it has ended)"),
+        (1, "failed"),
+        (2, "an option or argument that cannot be"),
+        (10, "the arena of this backing is not one that this firn can use"),
+        (11, "the backing is mounted already, or the mount point is taken"),
+    ],
+    args,
+    run,
+};
+
+fn args(command: Command) -> Command {
+    let directory = |name: &'static str, id: &'static str, help: &'static str| {
+        Arg::new(id).value_name(name).help(help).required(true).value_hint(ValueHint::DirPath).value_parser(value_parser!(PathBuf))
+    };
+    command
+        .arg(directory("BACKING", "backing", "Directory, on any file system, where the files end up"))
+        .arg(directory("DIR", "mount-point", "Existing directory where programs see them"))
+        .arg(minus_o())
+        .arg(
+            Arg::new("foreground")
+                .long("foreground")
+                .action(ArgAction::SetTrue)
+                .help("Serve in this process, with the log on stderr, until it is unmounted or interrupted"),
+        )
+        .args(firn_config::args())
+}
+
+/// `-o`, as often as one likes.
+pub fn minus_o() -> Arg {
+    Arg::new("minus-o")
+        .short('o')
+        .value_name("OPTION[=VALUE],…")
+        .action(ArgAction::Append)
+        .help("Options as in fstab: those below without `--`, and ro, nodev, nosuid, noexec, noatime, …")
+}
+
+/// The options that flags, `-o` and the surroundings give.
+pub fn resolve(matches: &ArgMatches) -> Result<Resolved, Failure> {
+    let mut minus_o = MinusO::default();
+    for list in matches.get_many::<String>("minus-o").into_iter().flatten() {
+        minus_o.extend(parse_minus_o(list, Unknown::Refuse)?);
+    }
+    let sources = Sources { flags: given_flags(matches), minus_o, surroundings: Surroundings::of_process() };
+    Ok(sources.resolve()?)
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let path = |id: &str| matches.get_one::<PathBuf>(id).cloned().expect("clap demands it");
+    let request = MountRequest {
+        backing: path("backing"),
+        mount_point: path("mount-point"),
+        options: resolve(matches)?.options,
+        foreground: matches.get_flag("foreground"),
+    };
+    firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
+    Ok(DONE)
+}

@@ -1,0 +1,150 @@
+//! `mount.firn SPEC DIR [-sfnv] [-o OPTIONS]`: what mount(8) calls for a line of fstab.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use firn_config::{MinusO, Sources, Surroundings, Unknown, parse_minus_o};
+use firn_daemon::MountRequest;
+
+use crate::cli::ended;
+use crate::failure::{DONE, Failure, INTERRUPTED, USAGE};
+use crate::output;
+
+const SYNOPSIS: &str = "mount.firn BACKING DIR [-sfnv] [-o OPTION[=VALUE],…]";
+
+/// What mount(8) asks for.
+#[derive(Debug, Default)]
+struct Call {
+    places: Vec<PathBuf>,
+    lists: Vec<String>,
+    sloppy: bool,
+    fake: bool,
+    verbose: bool,
+}
+
+/// Mounts; gives an exit status of mount(8).
+pub fn main(args: &[OsString]) -> u8 {
+    mount_8_status(ended(parse(args).and_then(mount)))
+}
+
+/// mount(8): 1 incorrect invocation, 8 user interrupt, 32 mount failure.
+fn mount_8_status(code: u8) -> u8 {
+    match code {
+        DONE => 0,
+        USAGE => 1,
+        INTERRUPTED => 8,
+        _ => 32,
+    }
+}
+
+fn parse(args: &[OsString]) -> Result<Call, Failure> {
+    let mut call = Call::default();
+    let mut args = args.iter();
+    while let Some(arg) = args.next() {
+        match arg.to_str().and_then(|text| text.strip_prefix('-')).filter(|flags| !flags.is_empty()) {
+            Some(flags) => call.take_flags(flags, &mut args)?,
+            None => call.places.push(arg.into()),
+        }
+    }
+    Ok(call)
+}
+
+impl Call {
+    fn take_flags<'a>(&mut self, flags: &str, rest: &mut impl Iterator<Item = &'a OsString>) -> Result<(), Failure> {
+        for (at, flag) in flags.char_indices() {
+            match flag {
+                's' => self.sloppy = true,
+                'f' => self.fake = true,
+                'v' => self.verbose = true,
+                // /etc/mtab is the kernel's own these days.
+                'n' => {}
+                'r' => self.lists.push("ro".into()),
+                'w' => self.lists.push("rw".into()),
+                'o' | 't' | 'N' => {
+                    let attached = &flags[at + 1..];
+                    let value = match attached {
+                        "" => rest.next().ok_or_else(|| usage(&format!("-{flag} needs a value")))?.to_string_lossy().into_owned(),
+                        attached => attached.to_owned(),
+                    };
+                    // The type is ours, and mount(8) has entered the namespace already.
+                    if flag == 'o' {
+                        self.lists.push(value);
+                    }
+                    return Ok(());
+                }
+                _ => return Err(usage(&format!("unknown flag -{flag}"))),
+            }
+        }
+        Ok(())
+    }
+
+    fn minus_o(&self) -> Result<MinusO, Failure> {
+        let unknown = if self.sloppy { Unknown::Tolerate } else { Unknown::Refuse };
+        let mut all = MinusO::default();
+        for list in &self.lists {
+            all.extend(parse_minus_o(list, unknown)?);
+        }
+        Ok(all)
+    }
+}
+
+fn mount(call: Call) -> Result<u8, Failure> {
+    let minus_o = call.minus_o()?;
+    let [backing, mount_point] = &call.places[..] else {
+        return Err(usage(&format!("expected BACKING and DIR, found {} names", call.places.len())));
+    };
+    let tolerated = minus_o.tolerated.join(",");
+    let sources = Sources { minus_o, surroundings: Surroundings::of_process(), ..Sources::default() };
+    let options = sources.resolve()?.options;
+    if call.verbose && !tolerated.is_empty() {
+        output::say(&format!("skipped unknown options: {tolerated}"));
+    }
+    if call.fake {
+        return Ok(DONE);
+    }
+    let request = MountRequest { backing: backing.clone(), mount_point: mount_point.clone(), options, foreground: false };
+    firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
+    if call.verbose {
+        output::say(&format!("{} mounted on {}", backing.display(), mount_point.display()));
+    }
+    Ok(DONE)
+}
+
+fn usage(what: &str) -> Failure {
+    Failure::new(USAGE, format!("{what}; usage: {SYNOPSIS}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(words: &[&str]) -> Result<Call, Failure> {
+        parse(&words.iter().map(OsString::from).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn the_words_of_mount_8_are_understood_in_any_order() {
+        let parsed = call(&["/b", "/m", "-sfnv", "-o", "rw,close=held", "-t", "firn", "-oro"]).unwrap();
+        assert_eq!(parsed.places, [PathBuf::from("/b"), PathBuf::from("/m")]);
+        assert!(parsed.sloppy && parsed.fake && parsed.verbose);
+        assert_eq!(parsed.lists, ["rw,close=held", "ro"]);
+    }
+
+    #[test]
+    fn unknown_words_are_refused_unless_sloppy() {
+        assert!(call(&["/b", "/m", "-x"]).is_err());
+        assert!(call(&["/b", "/m", "-o"]).is_err());
+        assert!(call(&["/b", "/m", "-o", "qwertyuiop"]).unwrap().minus_o().is_err());
+        assert!(call(&["/b", "/m", "-s", "-o", "qwertyuiop"]).unwrap().minus_o().is_ok());
+    }
+
+    #[test]
+    fn exit_statuses_are_those_of_mount_8() {
+        assert_eq!([0, 1, 2, 3, 10, 11, 130].map(mount_8_status), [0, 32, 1, 32, 32, 32, 8]);
+    }
+
+    #[test]
+    fn a_fake_mount_touches_nothing() {
+        assert_eq!(mount(call(&["/no/such", "/neither", "-f"]).unwrap()).unwrap(), DONE);
+    }
+}

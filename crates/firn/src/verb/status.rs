@@ -1,0 +1,169 @@
+//! `firn status`.
+
+use std::io::{self, IsTerminal};
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::Duration;
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_client::{ClientError, Connection, Mount};
+use firn_format::protocol::{FileStatus, Request, Status};
+use serde::Serialize;
+
+use crate::failure::{DONE, FAILED, Failure, PARTLY};
+use crate::output::{self, Paint};
+use crate::verb::{Verb, connect};
+
+mod block;
+mod exposition;
+mod list;
+
+/// How often `--watch` looks: as often as firnd samples its rates.
+const WATCH_EVERY: Duration = Duration::from_secs(1);
+/// Clears the terminal (ECMA-48 CUP, ED).
+const CLEAR: &str = "\x1b[H\x1b[2J";
+
+pub const VERB: Verb = Verb {
+    name: "status",
+    about: "Show what is held, what is drained, errors and speed",
+    long: "Without PATH: all mounts. With a path below a mount: also its files that are not drained yet.",
+    examples: &[
+        ("firn status", "all mounts of this node, a line each"),
+        ("firn status /ckpt", "one mount"),
+        ("firn status --watch /ckpt", "the same, each second anew"),
+        ("firn status --json /ckpt | jq .held_bytes", "for scripts"),
+        ("firn status --prometheus > /var/lib/node_exporter/firn.prom", "for a metrics collector"),
+    ],
+    exits: &[
+        (0, "shown"),
+        (1, "the mount of PATH does not answer: the text says what to do"),
+        (3, "some of the mounts do not answer; the others are shown"),
+        (10, "PATH is not on a firn mount"),
+    ],
+    args: StatusArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct StatusArgs {
+    /// A mount point, anything below it, or a backing.
+    #[arg(value_hint = ValueHint::AnyPath)]
+    path: Option<PathBuf>,
+    /// Print JSON: an object for PATH, an array of all mounts without it; a line a second with --watch.
+    #[arg(long)]
+    json: bool,
+    /// Look again each second.
+    #[arg(short, long)]
+    watch: bool,
+    /// Print the metrics as Prometheus text.
+    #[arg(long, visible_alias = "metrics", conflicts_with_all = ["json", "watch"])]
+    prometheus: bool,
+    /// Forget the errors that are recorded; the data is kept and still tried.
+    #[arg(long, requires = "path", conflicts_with_all = ["watch", "prometheus", "json"])]
+    clear_errors: bool,
+}
+
+/// A mount as it was found; as JSON the object of the protocol, or what is known of one that is silent.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Seen {
+    Alive {
+        #[serde(flatten)]
+        status: Box<Status>,
+        /// Of a path below the mount point: what is not drained there.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        files: Option<Vec<FileStatus>>,
+    },
+    Silent {
+        mount_point: String,
+        backing: String,
+        error: String,
+    },
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = StatusArgs::from_arg_matches(matches)?;
+    if args.clear_errors {
+        let path = args.path.as_deref().expect("clap demands it");
+        connect(path)?.1.done(&Request::ClearErrors)?;
+        return Ok(DONE);
+    }
+    if args.prometheus {
+        return exposition::print(args.path.as_deref());
+    }
+    if !args.watch {
+        return show(&args);
+    }
+    loop {
+        show(&args)?;
+        sleep(WATCH_EVERY);
+    }
+}
+
+fn show(args: &StatusArgs) -> Result<u8, Failure> {
+    match &args.path {
+        Some(path) => {
+            let seen = look_at(path)?;
+            if args.json { json(args, &seen)? } else { human(args, &block::text(&seen, Paint::stdout()))? }
+            Ok(DONE)
+        }
+        None => {
+            let all: Vec<Seen> = firn_client::mounts()?.iter().map(look).collect();
+            if args.json { json(args, &all)? } else { human(args, &list::text(&all, Paint::stdout()))? }
+            let silent = all.iter().filter(|seen| matches!(seen, Seen::Silent { .. })).count();
+            Ok(if silent == 0 { DONE } else { PARTLY })
+        }
+    }
+}
+
+fn json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failure> {
+    if args.watch { output::print_json_line(value) } else { output::print_json(value) }
+}
+
+fn human(args: &StatusArgs, text: &str) -> Result<(), Failure> {
+    if args.watch && io::stdout().is_terminal() {
+        return output::print(&format!("{CLEAR}{text}"));
+    }
+    output::print(text)
+}
+
+fn look_at(path: &Path) -> Result<Seen, Failure> {
+    let (place, mut connection) = connect(path)?;
+    let status = Box::new(connection.status()?);
+    let files = match place.relative.as_str() {
+        "" => None,
+        relative => Some(connection.files(relative)?),
+    };
+    Ok(Seen::Alive { status, files })
+}
+
+fn look(mount: &Mount) -> Seen {
+    let asked = Connection::open(mount).and_then(|mut connection| connection.status());
+    match asked {
+        Ok(status) => Seen::Alive { status: Box::new(status), files: None },
+        Err(error) => Seen::Silent {
+            mount_point: mount.mount_point.to_string_lossy().into_owned(),
+            backing: mount.backing.to_string_lossy().into_owned(),
+            error: error.to_string(),
+        },
+    }
+}
+
+/// The texts of several mounts that were asked, and how many did not answer.
+fn ask_all<T>(ask: impl Fn(&Mount) -> Result<T, ClientError>) -> Result<(Vec<T>, u8), Failure> {
+    let mut code = DONE;
+    let mut answers = Vec::new();
+    for mount in firn_client::mounts()? {
+        match ask(&mount) {
+            Ok(answer) => answers.push(answer),
+            Err(error) => {
+                output::say(&error.to_string());
+                code = PARTLY;
+            }
+        }
+    }
+    if answers.is_empty() && code != DONE {
+        code = FAILED;
+    }
+    Ok((answers, code))
+}

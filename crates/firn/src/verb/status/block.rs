@@ -1,0 +1,134 @@
+//! One mount, in full.
+
+use std::fmt::Write;
+
+use firn_format::protocol::{ErrorStatus, FileStatus, Status};
+
+use super::Seen;
+use super::list::fill;
+use crate::output::Paint;
+use crate::text::{bytes, count, name, rate, seconds};
+
+/// Characters of the bar that shows the arena.
+const BAR_WIDTH: usize = 30;
+/// Above this the arena is nearly full and writers will soon wait.
+const NEARLY_FULL: f64 = 0.9;
+
+/// What is known of the mount.
+pub fn text(seen: &Seen, paint: Paint) -> String {
+    match seen {
+        Seen::Alive { status, files } => {
+            let mut text = mount(status, paint);
+            if let Some(files) = files {
+                text += &pending(files);
+            }
+            text
+        }
+        Seen::Silent { mount_point, error, .. } => format!("{}\n  {error}\n", paint.bad(&name(mount_point))),
+    }
+}
+
+fn mount(s: &Status, paint: Paint) -> String {
+    let mut text = format!("{}  on  {}\n", paint.head(&name(&s.mount_point)), name(&s.backing));
+    let mut line = |label: &str, what: String| {
+        let _ = writeln!(text, "  {label:<9} {what}");
+    };
+    line("held", held(s));
+    line("arena", arena(s, paint));
+    if s.waiting_writers > 0 {
+        line("waiting", paint.odd(&format!("{} for room in the arena", count(s.waiting_writers, "writer"))));
+    }
+    let (taken, writes) = (bytes(s.ingest_bytes), count(s.ingest_writes, "write"));
+    line("ingest", format!("{:<14} {taken} in {writes}", rate(s.ingest_bytes_per_s)));
+    line("drain", drained(s));
+    if s.read_bytes + s.cancelled_bytes > 0 {
+        line("other", format!("{} read, {} overwritten before they drained", bytes(s.read_bytes), bytes(s.cancelled_bytes)));
+    }
+    if s.recovered_bytes > 0 {
+        line("recovered", format!("{} that an earlier firnd held", bytes(s.recovered_bytes)));
+    }
+    if s.lost_file_bytes > 0 {
+        let what = format!("{} whose file is gone from the backing; kept in {}", bytes(s.lost_file_bytes), name(&s.arena));
+        line("homeless", paint.bad(&what));
+    }
+    let up = seconds(s.uptime_s);
+    let open = count(s.open_files, "open file");
+    line("firnd", format!("{}, process {}, up {up}, epoch {}, {open}", s.version, s.pid, s.epoch));
+    line("options", s.options.join(" "));
+    for lane in &s.lanes {
+        if let Some(ms) = lane.retry_in_ms {
+            line("retry", paint.odd(&format!("{} is tried again in {}", name(&lane.path), seconds(ms as f64 / 1e3))));
+        }
+    }
+    line("errors", if s.errors.is_empty() { paint.good("none") } else { s.errors.len().to_string() });
+    for error in &s.errors {
+        line("", paint.bad(&error_line(error)));
+    }
+    text
+}
+
+fn held(s: &Status) -> String {
+    let oldest = s.oldest_held_ms.map_or_else(String::new, |ms| format!(", the oldest for {}", seconds(ms as f64 / 1e3)));
+    format!("{} in {}{oldest}", bytes(s.held_bytes), count(s.held_files, "file"))
+}
+
+fn arena(s: &Status, paint: Paint) -> String {
+    let fill = fill(s);
+    let full = (fill * BAR_WIDTH as f64).round() as usize;
+    let bar = format!("{}{}", "#".repeat(full), "-".repeat(BAR_WIDTH - full));
+    let bar = if fill > NEARLY_FULL { paint.odd(&bar) } else { bar };
+    format!("[{bar}] {:.0}% of {}, chunks of {}", fill * 100.0, bytes(s.arena_bytes), bytes(s.chunk_bytes))
+}
+
+fn drained(s: &Status) -> String {
+    let mean = s.drain_bytes.checked_div(s.drain_writes).map_or_else(String::new, |mean| format!(" of {}", bytes(mean)));
+    let failed = if s.drain_errors > 0 { format!(", {} failed", s.drain_errors) } else { String::new() };
+    let (taken, writes) = (bytes(s.drain_bytes), count(s.drain_writes, "write"));
+    format!("{:<14} {taken} in {writes}{mean}{failed}", rate(s.drain_bytes_per_s))
+}
+
+fn error_line(error: &ErrorStatus) -> String {
+    let pending = if error.pending { "; its data is kept and tried again" } else { "" };
+    let path = if error.path.is_empty() { "(file unknown)".to_owned() } else { name(&error.path) };
+    let times = count(error.count, "time");
+    format!("{path}: {} ({times}, {} ago){pending}", name(&error.message), seconds(error.age_s))
+}
+
+fn pending(files: &[FileStatus]) -> String {
+    if files.is_empty() {
+        return "  all files here are drained\n".to_owned();
+    }
+    let mut text = String::new();
+    for file in files {
+        let open = if file.open { ", open" } else { "" };
+        let state = serde_json::to_string(&file.state).unwrap_or_default();
+        let _ = writeln!(text, "  {:>10}  {}{open}  {}", bytes(file.held_bytes), state.trim_matches('"'), name(&file.path));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_names_its_file_its_count_and_what_becomes_of_the_data() {
+        let error = ErrorStatus {
+            path: "step/rank0".into(),
+            message: "write: No space left on device".into(),
+            count: 3,
+            age_s: 2.0,
+            pending: true,
+            ..ErrorStatus::default()
+        };
+        assert_eq!(
+            error_line(&error),
+            "step/rank0: write: No space left on device (3 times, 2.0 s ago); its data is kept and tried again"
+        );
+    }
+
+    #[test]
+    fn a_mount_without_writes_has_no_mean_write() {
+        assert_eq!(drained(&Status::default()), format!("{:<14} 0 B in 0 writes", "0 B/s"));
+    }
+}

@@ -1,0 +1,92 @@
+//! All mounts, a line each.
+
+use firn_format::protocol::Status;
+
+use super::Seen;
+use crate::output::Paint;
+use crate::text::{bytes, name, rate, seconds};
+
+const HEAD: [&str; 8] = ["MOUNT", "BACKING", "HELD", "OLDEST", "ARENA", "INGEST", "DRAIN", "ERRORS"];
+
+/// The table, and below it what the silent ones need.
+pub fn text(all: &[Seen], paint: Paint) -> String {
+    if all.is_empty() {
+        return "no firn mounts\n".to_owned();
+    }
+    let mut rows = vec![HEAD.map(str::to_owned)];
+    rows.extend(all.iter().map(row));
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: [usize; 8] = std::array::from_fn(width);
+    let mut text = String::new();
+    for (index, row) in rows.iter().enumerate() {
+        let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}"));
+        let line = cells.collect::<Vec<_>>().join("  ");
+        let line = line.trim_end();
+        text += &match index.checked_sub(1).map(|at| &all[at]) {
+            None => paint.head(line),
+            Some(Seen::Silent { .. }) => paint.bad(line),
+            Some(Seen::Alive { status, .. }) if !status.errors.is_empty() => paint.odd(line),
+            Some(Seen::Alive { .. }) => line.to_owned(),
+        };
+        text.push('\n');
+    }
+    for seen in all {
+        if let Seen::Silent { error, .. } = seen {
+            text += &format!("\n{}\n", paint.bad(error));
+        }
+    }
+    text
+}
+
+fn row(seen: &Seen) -> [String; 8] {
+    match seen {
+        Seen::Alive { status, .. } => alive(status),
+        Seen::Silent { mount_point, backing, .. } => {
+            let dash = || "-".to_owned();
+            [name(mount_point), name(backing), dash(), dash(), dash(), dash(), dash(), "no answer".to_owned()]
+        }
+    }
+}
+
+fn alive(status: &Status) -> [String; 8] {
+    let oldest = status.oldest_held_ms.map_or_else(|| "-".to_owned(), |ms| seconds(ms as f64 / 1e3));
+    [
+        name(&status.mount_point),
+        name(&status.backing),
+        bytes(status.held_bytes),
+        oldest,
+        format!("{:.0}% of {}", fill(status) * 100.0, bytes(status.arena_bytes)),
+        rate(status.ingest_bytes_per_s),
+        rate(status.drain_bytes_per_s),
+        status.errors.len().to_string(),
+    ]
+}
+
+/// How full the arena is, from 0 to 1.
+pub fn fill(status: &Status) -> f64 {
+    (status.arena_used_bytes as f64 / status.arena_bytes.max(1) as f64).min(1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plain() -> Paint {
+        // Tests have no terminal on stdout under cargo; NO_COLOR would say the same.
+        Paint::stdout()
+    }
+
+    #[test]
+    fn a_mount_that_is_silent_has_its_line_and_its_advice() {
+        let status = Status { mount_point: "/ckpt".into(), held_bytes: 4096, arena_bytes: 8192, ..Status::default() };
+        let all = [
+            Seen::Alive { status: Box::new(status), files: None },
+            Seen::Silent { mount_point: "/dead".into(), backing: "/b".into(), error: "dead: mount it again".into() },
+        ];
+        let shown = text(&all, plain());
+        for expected in ["MOUNT", "4.0 KiB", "0% of 8.0 KiB", "/dead", "no answer", "dead: mount it again"] {
+            assert!(shown.contains(expected), "{expected} is not in\n{shown}");
+        }
+        assert_eq!(text(&[], plain()), "no firn mounts\n");
+    }
+}

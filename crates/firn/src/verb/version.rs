@@ -1,0 +1,51 @@
+//! `firn version`.
+
+use clap::{ArgMatches, Args, FromArgMatches};
+use firn_format::protocol::PROTOCOL_VERSION;
+use serde::Serialize;
+
+use crate::failure::{DONE, Failure};
+use crate::output;
+use crate::verb::Verb;
+
+pub const VERB: Verb = Verb {
+    name: "version",
+    about: "Print the versions of firn, of its protocol and of the arena",
+    long: "",
+    examples: &[("firn version --json", "for scripts")],
+    exits: &[(0, "printed")],
+    args: VersionArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct VersionArgs {
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Versions {
+    version: &'static str,
+    /// Of the control socket.
+    protocol: u32,
+    /// Of the arena's layout.
+    arena: u32,
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = VersionArgs::from_arg_matches(matches)?;
+    let versions = Versions {
+        version: env!("CARGO_PKG_VERSION"),
+        protocol: PROTOCOL_VERSION,
+        arena: firn_format::superblock::VERSION,
+    };
+    if args.json {
+        output::print_json(&versions)?;
+    } else {
+        let Versions { version, protocol, arena } = versions;
+        output::print(&format!("firn {version} (protocol {protocol}, arena format {arena})\n"))?;
+    }
+    Ok(DONE)
+}

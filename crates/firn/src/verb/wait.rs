@@ -1,0 +1,132 @@
+//! `firn wait`.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueEnum, ValueHint};
+use firn_client::ClientError;
+use firn_format::protocol::{Request, Rung};
+use rustix::io::Errno;
+use serde::Serialize;
+
+use crate::failure::{DONE, Failure, PARTLY};
+use crate::output;
+use crate::progress::Meter;
+use crate::verb::{Verb, connect};
+
+pub const VERB: Verb = Verb {
+    name: "wait",
+    about: "Wait until files are drained or durable",
+    long: "Drains what is at or below PATH, now, and waits for it. `durable` is what fsync of every file, and of \
+           its name, would give.",
+    examples: &[
+        ("firn wait --until durable /ckpt/step_100", "before older checkpoints are removed"),
+        ("firn wait --until drained --timeout 5min /ckpt", "at the end of a job, with a limit"),
+    ],
+    exits: &[
+        (0, "it is so"),
+        (1, "failed; the data is kept and `firn status` says why"),
+        (2, "an option or argument that cannot be"),
+        (3, "the time is up; the rest still drains"),
+        (10, "not on a firn mount"),
+    ],
+    args: WaitArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct WaitArgs {
+    /// A mount point, or a file or directory below it.
+    #[arg(value_hint = ValueHint::AnyPath)]
+    path: PathBuf,
+    /// What to wait for.
+    #[arg(long, value_enum, default_value = "durable")]
+    until: Until,
+    /// Give up after this time (`30s`, `5min`; a bare number is seconds).
+    #[arg(long, value_name = "DURATION", value_parser = parse_timeout_ms)]
+    timeout: Option<u64>,
+    /// Print the outcome as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Until {
+    /// In the backing, as after write(2); seen by other nodes.
+    Drained,
+    /// In the backing, as after fsync(2); outlives the node.
+    Durable,
+}
+
+impl Until {
+    fn rung(self) -> Rung {
+        match self {
+            Self::Drained => Rung::Drained,
+            Self::Durable => Rung::Durable,
+        }
+    }
+}
+
+/// What became of a wait.
+#[derive(Debug, Serialize)]
+struct Outcome<'a> {
+    mount_point: &'a str,
+    /// Below the mount point; empty: all of it.
+    path: &'a str,
+    until: Rung,
+    reached: bool,
+    elapsed_s: f64,
+    /// As last told by firnd.
+    bytes_left: u64,
+}
+
+fn parse_timeout_ms(text: &str) -> Result<u64, String> {
+    let plain = text.parse::<u64>().ok().and_then(|seconds| seconds.checked_mul(1000));
+    plain.map_or_else(|| firn_config::parse_duration_ms(text), Ok)
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = WaitArgs::from_arg_matches(matches)?;
+    wait(&args.path, args.until.rung(), args.timeout, args.json)
+}
+
+/// Waits and says, if asked to, what became of it.
+pub fn wait(path: &std::path::Path, until: Rung, timeout_ms: Option<u64>, json: bool) -> Result<u8, Failure> {
+    let (place, mut connection) = connect(path)?;
+    let begin = Instant::now();
+    let mut meter = Meter::new();
+    let request = Request::Wait { path: place.relative.clone(), until, timeout_ms };
+    let result = connection.wait(&request, &mut |p| meter.show(p.bytes_left, p.files_left, &p.phase));
+    let bytes_left = if result.is_ok() { 0 } else { meter.left_bytes() };
+    drop(meter);
+    if json {
+        output::print_json(&Outcome {
+            mount_point: &place.mount.mount_point.to_string_lossy(),
+            path: &place.relative,
+            until,
+            reached: result.is_ok(),
+            elapsed_s: begin.elapsed().as_secs_f64(),
+            bytes_left,
+        })?;
+    }
+    match result {
+        Ok(()) => Ok(DONE),
+        Err(ClientError::Refused { errno, message }) if errno == Errno::TIMEDOUT.raw_os_error() => {
+            Err(Failure::new(PARTLY, message))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_timeout_may_be_plain_seconds() {
+        assert_eq!(parse_timeout_ms("1"), Ok(1000));
+        assert_eq!(parse_timeout_ms("500ms"), Ok(500));
+        assert_eq!(parse_timeout_ms("2min"), Ok(120_000));
+        assert!(parse_timeout_ms("soon").is_err());
+    }
+}
