@@ -110,7 +110,9 @@ mod tests {
 
     #[test]
     fn usage_errors_begin_as_all_errors_do() {
-        for words in [&["firn", "mount"][..], &["firn", "frobnicate"], &["firn", "wait", "--until", "eternal", "/"]] {
+        for words in
+            [&["firn", "mount"][..], &["firn", "frobnicate"], &["firn", "wait", "--until", "eternal", "/"]]
+        {
             let Err(Failure::Told { text, code }) = firn(args(words)) else { panic!("{words:?} was taken") };
             assert_eq!(code, USAGE);
             assert!(!text.starts_with("error") && !text.ends_with('\n'), "{text}");

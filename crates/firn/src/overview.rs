@@ -14,7 +14,10 @@ const FIRST_STEPS: &str = "  firn mount /scratch/run42 /ckpt            programs
 
 /// One screen: what it is, how to begin, what there is.
 pub fn overview(paint: Paint) -> String {
-    let mut text = format!("{}, a file system for checkpoints\n\n", paint.head(concat!("firn ", env!("CARGO_PKG_VERSION"))));
+    let mut text = format!(
+        "{}, a file system for checkpoints\n\n",
+        paint.head(concat!("firn ", env!("CARGO_PKG_VERSION")))
+    );
     text += FIRST_STEPS;
     let _ = writeln!(text, "\n{}", paint.head("Verbs"));
     for verb in VERBS {

@@ -11,7 +11,13 @@ use crate::failure::Failure;
 pub mod mount_firn;
 
 mod bench;
+mod check;
+mod completions;
+mod config;
+mod drain;
+mod man;
 mod mount;
+mod recover;
 mod status;
 mod umount;
 mod version;
@@ -36,14 +42,30 @@ pub struct Verb {
 }
 
 /// All verbs, in the order of help.
-pub static VERBS: &[&Verb] =
-    &[&mount::VERB, &umount::VERB, &status::VERB, &wait::VERB, &bench::VERB, &version::VERB];
+pub static VERBS: &[&Verb] = &[
+    &mount::VERB,
+    &umount::VERB,
+    &status::VERB,
+    &wait::VERB,
+    &drain::VERB,
+    &recover::VERB,
+    &check::VERB,
+    &config::VERB,
+    &bench::VERB,
+    &version::VERB,
+    &completions::VERB,
+    &man::VERB,
+];
 
 impl Verb {
     /// Its part of the command line.
     pub fn command(&self) -> Command {
         let command = (self.args)(Command::new(self.name)).about(self.about).after_help(self.after_help());
-        if self.long.is_empty() { command } else { command.long_about(format!("{}\n\n{}", self.about, self.long)) }
+        if self.long.is_empty() {
+            command
+        } else {
+            command.long_about(format!("{}\n\n{}", self.about, self.long))
+        }
     }
 
     fn after_help(&self) -> String {
@@ -67,6 +89,8 @@ pub fn command() -> Command {
         .subcommand_required(true)
         .arg_required_else_help(false)
         .max_term_width(100)
+        .subcommand_value_name("VERB")
+        .subcommand_help_heading("Verbs")
         .subcommands(VERBS.iter().map(|verb| verb.command()))
 }
 

@@ -12,7 +12,10 @@ pub const VERB: Verb = Verb {
     long: "Figures depend on the machine, the file system of --dir and whatever else runs. Compare ratios, and \
            quote them with the two lines at the head of the report.",
     examples: &[
-        ("firn bench checkpoint --dir /scratch", "checkpoints through Firn and natively, on that file system"),
+        (
+            "firn bench checkpoint --dir /scratch",
+            "checkpoints through Firn and natively, on that file system",
+        ),
         ("firn bench ingest --svg ingest.svg", "how fast writes are taken in, with a picture"),
     ],
     exits: &[(0, "measured"), (1, "failed"), (130, "interrupted; what was mounted and written is removed")],

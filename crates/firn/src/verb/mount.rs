@@ -34,7 +34,12 @@ pub const VERB: Verb = Verb {
 
 fn args(command: Command) -> Command {
     let directory = |name: &'static str, id: &'static str, help: &'static str| {
-        Arg::new(id).value_name(name).help(help).required(true).value_hint(ValueHint::DirPath).value_parser(value_parser!(PathBuf))
+        Arg::new(id)
+            .value_name(name)
+            .help(help)
+            .required(true)
+            .value_hint(ValueHint::DirPath)
+            .value_parser(value_parser!(PathBuf))
     };
     command
         .arg(directory("BACKING", "backing", "Directory, on any file system, where the files end up"))

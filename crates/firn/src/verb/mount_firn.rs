@@ -3,14 +3,50 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use clap::{Arg, ArgAction, Command};
 use firn_config::{MinusO, Sources, Surroundings, Unknown, parse_minus_o};
 use firn_daemon::MountRequest;
 
+use super::mount::minus_o;
 use crate::cli::ended;
 use crate::failure::{DONE, Failure, INTERRUPTED, USAGE};
 use crate::output;
 
 const SYNOPSIS: &str = "mount.firn BACKING DIR [-sfnv] [-o OPTION[=VALUE],…]";
+
+/// For its man page.
+pub const EXAMPLES: &[(&str, &str)] = &[
+    ("/scratch/run42 /ckpt firn arena-size=4G,close=held,nofail 0 0", "a line of /etc/fstab"),
+    ("mount -t firn -o arena-size=4G /scratch/run42 /ckpt", "by hand, as root"),
+];
+
+/// For its man page.
+pub const EXITS: &[(u8, &str)] = &[
+    (0, "the mount is usable"),
+    (1, "an option or argument that cannot be"),
+    (8, "interrupted"),
+    (32, "the mount failed; the text says why"),
+];
+
+/// Its command line, for its man page.
+pub fn page_command() -> Command {
+    let flag = |name: &'static str, help: &'static str| {
+        Arg::new(name).short(name.chars().next()).action(ArgAction::SetTrue).help(help)
+    };
+    Command::new("mount.firn")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("Helper of mount(8) for Firn")
+        .long_about("mount(8) calls it for file systems of type firn. It returns when the mount is usable.")
+        .disable_help_flag(true)
+        .disable_version_flag(true)
+        .arg(Arg::new("BACKING").required(true).help("Directory where the files end up"))
+        .arg(Arg::new("DIR").required(true).help("Where programs see them"))
+        .arg(flag("sloppy", "Skip unknown options instead of refusing them"))
+        .arg(flag("fake", "Check the options, mount nothing"))
+        .arg(flag("n", "Accepted and without effect"))
+        .arg(flag("verbose", "Say what is done"))
+        .arg(minus_o())
+}
 
 /// What mount(8) asks for.
 #[derive(Debug, Default)]
@@ -50,7 +86,11 @@ fn parse(args: &[OsString]) -> Result<Call, Failure> {
 }
 
 impl Call {
-    fn take_flags<'a>(&mut self, flags: &str, rest: &mut impl Iterator<Item = &'a OsString>) -> Result<(), Failure> {
+    fn take_flags<'a>(
+        &mut self,
+        flags: &str,
+        rest: &mut impl Iterator<Item = &'a OsString>,
+    ) -> Result<(), Failure> {
         for (at, flag) in flags.char_indices() {
             match flag {
                 's' => self.sloppy = true,
@@ -63,7 +103,11 @@ impl Call {
                 'o' | 't' | 'N' => {
                     let attached = &flags[at + 1..];
                     let value = match attached {
-                        "" => rest.next().ok_or_else(|| usage(&format!("-{flag} needs a value")))?.to_string_lossy().into_owned(),
+                        "" => rest
+                            .next()
+                            .ok_or_else(|| usage(&format!("-{flag} needs a value")))?
+                            .to_string_lossy()
+                            .into_owned(),
                         attached => attached.to_owned(),
                     };
                     // The type is ours, and mount(8) has entered the namespace already.
@@ -102,7 +146,12 @@ fn mount(call: Call) -> Result<u8, Failure> {
     if call.fake {
         return Ok(DONE);
     }
-    let request = MountRequest { backing: backing.clone(), mount_point: mount_point.clone(), options, foreground: false };
+    let request = MountRequest {
+        backing: backing.clone(),
+        mount_point: mount_point.clone(),
+        options,
+        foreground: false,
+    };
     firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
     if call.verbose {
         output::say(&format!("{} mounted on {}", backing.display(), mount_point.display()));

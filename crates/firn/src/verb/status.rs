@@ -104,12 +104,20 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
     match &args.path {
         Some(path) => {
             let seen = look_at(path)?;
-            if args.json { json(args, &seen)? } else { human(args, &block::text(&seen, Paint::stdout()))? }
+            if args.json {
+                json(args, &seen)?
+            } else {
+                human(args, &block::text(&seen, Paint::stdout()))?
+            }
             Ok(DONE)
         }
         None => {
             let all: Vec<Seen> = firn_client::mounts()?.iter().map(look).collect();
-            if args.json { json(args, &all)? } else { human(args, &list::text(&all, Paint::stdout()))? }
+            if args.json {
+                json(args, &all)?
+            } else {
+                human(args, &list::text(&all, Paint::stdout()))?
+            }
             let silent = all.iter().filter(|seen| matches!(seen, Seen::Silent { .. })).count();
             Ok(if silent == 0 { DONE } else { PARTLY })
         }

@@ -49,7 +49,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let Place { mount, relative } = firn_client::find(&args.path)?;
     if !relative.is_empty() {
         let (path, top) = (text::path(&args.path), mount.mount_point.display());
-        return Err(Failure::new(USAGE, format!("{path} is inside the mount at {top}: say `firn umount {top}`")));
+        return Err(Failure::new(
+            USAGE,
+            format!("{path} is inside the mount at {top}: say `firn umount {top}`"),
+        ));
     }
     match Connection::open(&mount) {
         Ok(mut connection) => end(&mount, &mut connection, args.force),
@@ -86,7 +89,8 @@ fn detach(mount: &Mount) -> Result<u8, Failure> {
     if !arena.exists() {
         return Ok(DONE);
     }
-    let held = firn_daemon::check(&arena).map_or_else(|_| "data".to_owned(), |report| text::bytes(report.held_bytes));
+    let held = firn_daemon::check(&arena)
+        .map_or_else(|_| "data".to_owned(), |report| text::bytes(report.held_bytes));
     let backing = mount.backing.display();
     let hint = format!("run `firn recover {backing}`, or mount it again, to drain it");
     Err(Failure::new(PARTLY, format!("{held} is left in {}: {hint}", arena.display())))
@@ -96,7 +100,8 @@ fn detach(mount: &Mount) -> Result<u8, Failure> {
 fn fusermount(point: &Path) -> Result<(), Failure> {
     let failed = |why: String| Failure::new(FAILED, format!("cannot take {} away: {why}", point.display()));
     let output = Process::new("fusermount3").arg("-uz").arg(point).output();
-    let output = output.map_err(|error| failed(format!("fusermount3: {error} (install the package fuse3)")))?;
+    let output =
+        output.map_err(|error| failed(format!("fusermount3: {error} (install the package fuse3)")))?;
     if output.status.success() {
         return Ok(());
     }

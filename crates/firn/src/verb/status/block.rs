@@ -42,13 +42,24 @@ fn mount(s: &Status, paint: Paint) -> String {
     line("ingest", format!("{:<14} {taken} in {writes}", rate(s.ingest_bytes_per_s)));
     line("drain", drained(s));
     if s.read_bytes + s.cancelled_bytes > 0 {
-        line("other", format!("{} read, {} overwritten before they drained", bytes(s.read_bytes), bytes(s.cancelled_bytes)));
+        line(
+            "other",
+            format!(
+                "{} read, {} overwritten before they drained",
+                bytes(s.read_bytes),
+                bytes(s.cancelled_bytes)
+            ),
+        );
     }
     if s.recovered_bytes > 0 {
         line("recovered", format!("{} that an earlier firnd held", bytes(s.recovered_bytes)));
     }
     if s.lost_file_bytes > 0 {
-        let what = format!("{} whose file is gone from the backing; kept in {}", bytes(s.lost_file_bytes), name(&s.arena));
+        let what = format!(
+            "{} whose file is gone from the backing; kept in {}",
+            bytes(s.lost_file_bytes),
+            name(&s.arena)
+        );
         line("homeless", paint.bad(&what));
     }
     let up = seconds(s.uptime_s);
@@ -57,7 +68,10 @@ fn mount(s: &Status, paint: Paint) -> String {
     line("options", s.options.join(" "));
     for lane in &s.lanes {
         if let Some(ms) = lane.retry_in_ms {
-            line("retry", paint.odd(&format!("{} is tried again in {}", name(&lane.path), seconds(ms as f64 / 1e3))));
+            line(
+                "retry",
+                paint.odd(&format!("{} is tried again in {}", name(&lane.path), seconds(ms as f64 / 1e3))),
+            );
         }
     }
     line("errors", if s.errors.is_empty() { paint.good("none") } else { s.errors.len().to_string() });
@@ -68,7 +82,9 @@ fn mount(s: &Status, paint: Paint) -> String {
 }
 
 fn held(s: &Status) -> String {
-    let oldest = s.oldest_held_ms.map_or_else(String::new, |ms| format!(", the oldest for {}", seconds(ms as f64 / 1e3)));
+    let oldest = s
+        .oldest_held_ms
+        .map_or_else(String::new, |ms| format!(", the oldest for {}", seconds(ms as f64 / 1e3)));
     format!("{} in {}{oldest}", bytes(s.held_bytes), count(s.held_files, "file"))
 }
 
@@ -81,7 +97,10 @@ fn arena(s: &Status, paint: Paint) -> String {
 }
 
 fn drained(s: &Status) -> String {
-    let mean = s.drain_bytes.checked_div(s.drain_writes).map_or_else(String::new, |mean| format!(" of {}", bytes(mean)));
+    let mean = s
+        .drain_bytes
+        .checked_div(s.drain_writes)
+        .map_or_else(String::new, |mean| format!(" of {}", bytes(mean)));
     let failed = if s.drain_errors > 0 { format!(", {} failed", s.drain_errors) } else { String::new() };
     let (taken, writes) = (bytes(s.drain_bytes), count(s.drain_writes, "write"));
     format!("{:<14} {taken} in {writes}{mean}{failed}", rate(s.drain_bytes_per_s))
@@ -102,7 +121,13 @@ fn pending(files: &[FileStatus]) -> String {
     for file in files {
         let open = if file.open { ", open" } else { "" };
         let state = serde_json::to_string(&file.state).unwrap_or_default();
-        let _ = writeln!(text, "  {:>10}  {}{open}  {}", bytes(file.held_bytes), state.trim_matches('"'), name(&file.path));
+        let _ = writeln!(
+            text,
+            "  {:>10}  {}{open}  {}",
+            bytes(file.held_bytes),
+            state.trim_matches('"'),
+            name(&file.path)
+        );
     }
     text
 }

@@ -57,7 +57,9 @@ mod tests {
     #[test]
     fn samples_of_two_mounts_stand_under_one_head() {
         let one = |mount: &str| {
-            format!("# HELP firn_a A.\n# TYPE firn_a gauge\nfirn_a{{m=\"{mount}\"}} 1\n# HELP firn_b B.\nfirn_b 2\n")
+            format!(
+                "# HELP firn_a A.\n# TYPE firn_a gauge\nfirn_a{{m=\"{mount}\"}} 1\n# HELP firn_b B.\nfirn_b 2\n"
+            )
         };
         assert_eq!(
             merge(&[one("x"), one("y")]),

@@ -78,10 +78,15 @@ mod tests {
 
     #[test]
     fn a_mount_that_is_silent_has_its_line_and_its_advice() {
-        let status = Status { mount_point: "/ckpt".into(), held_bytes: 4096, arena_bytes: 8192, ..Status::default() };
+        let status =
+            Status { mount_point: "/ckpt".into(), held_bytes: 4096, arena_bytes: 8192, ..Status::default() };
         let all = [
             Seen::Alive { status: Box::new(status), files: None },
-            Seen::Silent { mount_point: "/dead".into(), backing: "/b".into(), error: "dead: mount it again".into() },
+            Seen::Silent {
+                mount_point: "/dead".into(),
+                backing: "/b".into(),
+                error: "dead: mount it again".into(),
+            },
         ];
         let shown = text(&all, plain());
         for expected in ["MOUNT", "4.0 KiB", "0% of 8.0 KiB", "/dead", "no answer", "dead: mount it again"] {

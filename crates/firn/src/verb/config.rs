@@ -1,0 +1,95 @@
+//! `firn config`.
+
+use clap::{Arg, ArgAction, ArgMatches, Command};
+use firn_config::{Origin, Resolved};
+use serde::Serialize;
+
+use super::mount::{minus_o, resolve};
+use crate::failure::{DONE, Failure};
+use crate::output::{self, Paint};
+use crate::verb::Verb;
+
+pub const VERB: Verb = Verb {
+    name: "config",
+    about: "Show the value of every option and where it came from",
+    long: "Shows what `firn mount` with the same flags would take, from flags, FIRN_* variables, \
+           ~/.config/firn/firn.toml, /etc/firn/firn.toml and defaults, in this order.",
+    examples: &[
+        ("firn config", "what a mount would use now"),
+        ("firn config -o close=held,arena-size=1G --json", "with these options, for scripts"),
+    ],
+    exits: &[(0, "shown"), (2, "an option or argument that cannot be; the text says where it stands")],
+    args,
+    run,
+};
+
+fn args(command: Command) -> Command {
+    command
+        .arg(
+            Arg::new("json")
+                .long("json")
+                .action(ArgAction::SetTrue)
+                .help("Print an array of options as JSON"),
+        )
+        .arg(minus_o())
+        .args(firn_config::args())
+}
+
+#[derive(Serialize)]
+struct Line {
+    name: &'static str,
+    /// As a user would write it; empty: none.
+    value: String,
+    default: &'static str,
+    /// `flag`, `-o`, `environment`, `file` or `default`.
+    source: &'static str,
+    /// The variable or the file, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    place: Option<String>,
+    help: &'static str,
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let lines = lines(&resolve(matches)?);
+    if matches.get_flag("json") {
+        output::print_json(&lines)?;
+    } else {
+        output::print(&text(&lines, Paint::stdout()))?;
+    }
+    Ok(DONE)
+}
+
+fn lines(resolved: &Resolved) -> Vec<Line> {
+    let line = |(row, origin): &(&'static firn_config::table::Row, Origin)| {
+        let (source, place) = match origin {
+            Origin::Flag => ("flag", None),
+            Origin::MinusO => ("-o", None),
+            Origin::Environment(variable) => ("environment", Some(variable.clone())),
+            Origin::File(path) => ("file", Some(path.display().to_string())),
+            Origin::Default => ("default", None),
+        };
+        Line {
+            name: row.name,
+            value: (row.get)(&resolved.options),
+            default: row.default,
+            source,
+            place,
+            help: row.help,
+        }
+    };
+    resolved.origins.iter().map(line).collect()
+}
+
+fn text(lines: &[Line], paint: Paint) -> String {
+    let name_width = lines.iter().map(|line| line.name.len()).max().unwrap_or(0);
+    let value_width = lines.iter().map(|line| line.value.chars().count()).max().unwrap_or(0);
+    let mut text = String::new();
+    for line in lines {
+        let place = line.place.as_ref().map_or_else(String::new, |place| format!(" {place}"));
+        let shown =
+            format!("{:<name_width$}  {:<value_width$}  {}{place}", line.name, line.value, line.source);
+        text += &if line.source == "default" { shown } else { paint.head(&shown) };
+        text.push('\n');
+    }
+    text
+}

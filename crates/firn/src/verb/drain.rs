@@ -1,0 +1,68 @@
+//! `firn drain`.
+
+use std::path::PathBuf;
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_format::protocol::{Request, Rung};
+use serde::Serialize;
+
+use super::wait::wait;
+use crate::failure::{DONE, Failure};
+use crate::output;
+use crate::verb::{Verb, connect};
+
+pub const VERB: Verb = Verb {
+    name: "drain",
+    about: "Begin to drain files now, without waiting for full chunks",
+    long: "Returns at once; `firn wait` waits.",
+    examples: &[
+        ("firn drain /ckpt/step_100", "this checkpoint first, and now"),
+        ("firn drain --wait /ckpt", "the same as `firn wait --until drained /ckpt`"),
+    ],
+    exits: &[(0, "begun (with --wait: done)"), (1, "failed; the data is kept"), (10, "not on a firn mount")],
+    args: DrainArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct DrainArgs {
+    /// A mount point, or a file or directory below it.
+    #[arg(value_hint = ValueHint::AnyPath)]
+    path: PathBuf,
+    /// Wait until it is drained.
+    #[arg(long)]
+    wait: bool,
+    /// Print the outcome as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Begun {
+    mount_point: String,
+    /// Below the mount point; empty: all of it.
+    path: String,
+    /// Files that had undrained bytes when it began.
+    held_files: usize,
+    /// Those bytes.
+    held_bytes: u64,
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = DrainArgs::from_arg_matches(matches)?;
+    if args.wait {
+        return wait(&args.path, Rung::Drained, None, args.json);
+    }
+    let (place, mut connection) = connect(&args.path)?;
+    let files = if args.json { connection.files(&place.relative)? } else { Vec::new() };
+    connection.done(&Request::Drain { path: place.relative.clone() })?;
+    if args.json {
+        output::print_json(&Begun {
+            mount_point: place.mount.mount_point.to_string_lossy().into_owned(),
+            path: place.relative,
+            held_files: files.len(),
+            held_bytes: files.iter().map(|file| file.held_bytes).sum(),
+        })?;
+    }
+    Ok(DONE)
+}

@@ -1,0 +1,66 @@
+//! `firn man`: the man pages, from the table of verbs and the table of options.
+
+use std::path::{Path, PathBuf};
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+
+use crate::failure::{DONE, FAILED, Failure};
+use crate::output;
+use crate::verb::Verb;
+
+mod page;
+
+pub const VERB: Verb = Verb {
+    name: "man",
+    about: "Print or write the man pages",
+    long: "",
+    examples: &[
+        ("firn man | man -l -", "read firn(1)"),
+        ("firn man wait | man -l -", "read firn-wait(1)"),
+        ("firn man --dir /usr/local/share/man", "install all of them, in man1 and man8"),
+    ],
+    exits: &[(0, "printed or written"), (1, "a page cannot be written"), (2, "no such verb")],
+    args: ManArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct ManArgs {
+    /// Print the page of this verb instead of firn(1); `mount.firn` has one, too.
+    #[arg(conflicts_with = "dir")]
+    verb: Option<String>,
+    /// Write all pages to DIR/man1 and DIR/man8.
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    dir: Option<PathBuf>,
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = ManArgs::from_arg_matches(matches)?;
+    let pages = page::all();
+    if let Some(dir) = &args.dir {
+        for page in &pages {
+            write(dir, page)?;
+        }
+        return Ok(DONE);
+    }
+    let wanted = args.verb.as_deref();
+    let asked = |page: &&page::Page| match wanted {
+        None => page.name == "firn",
+        Some(verb) => page.name == verb || page.name.strip_prefix("firn-") == Some(verb),
+    };
+    let page = pages.iter().find(asked).ok_or_else(|| {
+        Failure::new(
+            crate::failure::USAGE,
+            format!("{} has no page; `firn` lists the verbs", wanted.unwrap_or_default()),
+        )
+    })?;
+    output::print(&page.roff)?;
+    Ok(DONE)
+}
+
+fn write(dir: &Path, page: &page::Page) -> Result<(), Failure> {
+    let section = dir.join(format!("man{}", page.section));
+    let path = section.join(format!("{}.{}", page.name, page.section));
+    let written = std::fs::create_dir_all(&section).and_then(|()| std::fs::write(&path, &page.roff));
+    written.map_err(|error| Failure::new(FAILED, format!("cannot write {}: {error}", path.display())))
+}

@@ -1,0 +1,162 @@
+//! `firn recover`.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
+use firn_client::RuntimeFiles;
+use firn_config::Options;
+use firn_daemon::{RecoverReport, RecoverRequest};
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+use super::mount::{minus_o, resolve};
+use crate::failure::{DONE, FAILED, Failure, INTERRUPTED, PARTLY};
+use crate::output;
+use crate::progress::Meter;
+use crate::text::{bytes, count, name};
+use crate::verb::Verb;
+
+pub const VERB: Verb = Verb {
+    name: "recover",
+    about: "Drain what a killed firnd held, without mounting",
+    long: "Carries the data of the arena to the backing until all of it is durable, then removes the arena. \
+           `firn mount` of the same backing does the same by itself. May be stopped and begun again at any time.",
+    examples: &[
+        ("firn recover /scratch/run42", "after a crash, in an epilog"),
+        ("firn recover --json /scratch/run42", "for scripts"),
+    ],
+    exits: &[
+        (0, "everything is durable in the backing, or there was nothing to recover"),
+        (1, "failed, nothing was recovered; the data is still in the arena"),
+        (3, "a part is recovered, the rest is still in the arena"),
+        (10, "not an arena that this firn can use"),
+        (11, "a firnd holds it: use its mount"),
+        (130, "interrupted; the rest is still in the arena"),
+    ],
+    args,
+    run,
+};
+
+/// Options that count without a mount.
+const OPTIONS: [&str; 2] = ["arena-dir", "io-threads"];
+
+fn args(command: Command) -> Command {
+    let rows = OPTIONS.iter().filter_map(|name| firn_config::table::row(name));
+    command
+        .arg(
+            Arg::new("backing")
+                .value_name("BACKING")
+                .help("The backing directory (or the mount point of a dead mount)")
+                .required(true)
+                .value_hint(ValueHint::DirPath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print the outcome as JSON"))
+        .arg(minus_o())
+        .args(rows.map(firn_config::arg))
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let path = matches.get_one::<PathBuf>("backing").expect("clap demands it");
+    let options = resolve(matches)?.options;
+    let backing = backing_of(path);
+    tell_damage(&backing, &options);
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&stop))
+            .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
+    }
+    let mut meter = Meter::new();
+    let request = RecoverRequest { backing: backing.clone(), options };
+    let report = firn_daemon::recover(request, &mut |bytes, files, phase| {
+        meter.show(bytes, files, phase);
+        !stop.load(Ordering::Relaxed)
+    });
+    drop(meter);
+    let report = report?;
+    if matches.get_flag("json") {
+        output::print_json(&report)?;
+    } else {
+        output::print(&summary(&backing, &report))?;
+    }
+    outcome(&backing, &report, stop.load(Ordering::Relaxed))
+}
+
+/// A dead mount leads to its backing; anything else is taken as it is.
+fn backing_of(path: &Path) -> PathBuf {
+    match firn_client::find(path) {
+        Ok(place) if place.relative.is_empty() => place.mount.backing,
+        _ => path.to_owned(),
+    }
+}
+
+/// Damage is never interpreted, so it would be passed over in silence.
+fn tell_damage(backing: &Path, options: &Options) {
+    let Ok(canonical) = backing.canonicalize() else { return };
+    let arena = RuntimeFiles::of(&canonical, options.arena_dir.as_deref()).arena;
+    let Ok(report) = firn_daemon::check(&arena) else { return };
+    for damage in report.damage.iter().filter(|_| !report.in_use) {
+        output::say(&format!("damaged, and skipped: {}", super::check::damage_line(damage)));
+    }
+}
+
+fn summary(backing: &Path, report: &RecoverReport) -> String {
+    if report.arena.is_none() {
+        return format!("nothing to recover for {}\n", backing.display());
+    }
+    let (recovered, files) = (bytes(report.recovered_bytes), count(report.recovered_files, "file"));
+    format!("recovered {recovered} in {files}; {} left\n", bytes(report.left_bytes))
+}
+
+fn outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, Failure> {
+    for error in &report.errors {
+        let path = if error.path.is_empty() { "(file unknown)" } else { error.path.as_str() };
+        output::say(&format!("{}: {}", name(path), name(&error.message)));
+    }
+    let (left, lost) = (report.left_bytes, report.lost_file_bytes);
+    let (Some(arena), true) = (&report.arena, left > 0 || lost > 0) else { return Ok(DONE) };
+    let arena = arena.display();
+    let code = match report.recovered_bytes {
+        _ if stopped => INTERRUPTED,
+        0 => FAILED,
+        _ => PARTLY,
+    };
+    let text = if left > 0 {
+        let backing = backing.display();
+        format!(
+            "{} are left in {arena}: mend the backing and run `firn recover {backing}` again",
+            bytes(left)
+        )
+    } else {
+        format!("{} belong to files that are gone from the backing; they are kept in {arena}", bytes(lost))
+    };
+    Err(Failure::new(code, text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn code(recovered_bytes: u64, left_bytes: u64, stopped: bool) -> u8 {
+        let report = RecoverReport {
+            arena: Some("/a".into()),
+            recovered_bytes,
+            left_bytes,
+            ..RecoverReport::default()
+        };
+        match outcome(Path::new("/b"), &report, stopped) {
+            Ok(code) | Err(Failure::Told { code, .. }) => code,
+            Err(Failure::Unread) => panic!("nothing was printed"),
+        }
+    }
+
+    #[test]
+    fn the_exit_status_tells_all_from_part_from_nothing() {
+        assert_eq!(
+            [code(9, 0, false), code(9, 1, false), code(0, 9, false), code(5, 4, true)],
+            [0, 3, 1, 130]
+        );
+        assert_eq!(outcome(Path::new("/b"), &RecoverReport::default(), false).unwrap(), DONE);
+    }
+}
