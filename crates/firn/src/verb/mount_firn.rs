@@ -12,7 +12,8 @@ use crate::cli::ended;
 use crate::failure::{DONE, Failure, INTERRUPTED, USAGE};
 use crate::output;
 
-const SYNOPSIS: &str = "mount.firn BACKING DIR [-sfnv] [-o OPTION[=VALUE],…]";
+/// For usage errors and its man page.
+pub const SYNOPSIS: &str = "mount.firn BACKING DIR [-sfnv] [-o OPTION[=VALUE],…]";
 
 /// For its man page.
 pub const EXAMPLES: &[(&str, &str)] = &[
@@ -45,7 +46,7 @@ pub fn page_command() -> Command {
         .arg(flag("fake", "Check the options, mount nothing"))
         .arg(flag("n", "Accepted and without effect"))
         .arg(flag("verbose", "Say what is done"))
-        .arg(minus_o())
+        .arg(minus_o().help("Options: those of firn-mount(1) without `--`, those that mount(8) takes for every file system, and _netdev, nofail, noauto, user, x-*"))
 }
 
 /// What mount(8) asks for.

@@ -1,6 +1,7 @@
 //! One man page from one entry of a table.
 
-use std::fmt::Write;
+use std::fmt::Write as _;
+use std::io::Write as _;
 
 use clap::{Arg, Command};
 use clap_mangen::Man;
@@ -22,11 +23,14 @@ pub fn all() -> Vec<Page> {
     let mut pages = vec![overview()];
     pages.extend(VERBS.iter().map(|verb| of_verb(verb)));
     pages.push(of_mount_firn());
+    for page in &mut pages {
+        page.roff = ascii(&page.roff);
+    }
     pages
 }
 
 fn overview() -> Page {
-    let mut roff = top(&Man::new(verb::command()));
+    let mut roff = top(Man::new(verb::command()), None);
     roff += ".SH VERBS\n";
     for verb in VERBS {
         let _ = write!(roff, ".TP\n\\fBfirn\\-{}\\fR(1)\n{}\n", escaped(verb.name), escaped(verb.about));
@@ -62,7 +66,7 @@ const EXITS: &[(u8, &str)] = &[
 fn of_verb(verb: &Verb) -> Page {
     let name = format!("firn-{}", verb.name);
     let command = verb.command().bin_name(format!("firn {}", verb.name)).display_name(name.clone());
-    let mut roff = top(&Man::new(command.clone().version(env!("CARGO_PKG_VERSION"))));
+    let mut roff = top(Man::new(command.clone()), None);
     roff += &options(&command);
     roff += &subcommands(&command);
     roff += &examples(verb.examples);
@@ -73,7 +77,7 @@ fn of_verb(verb: &Verb) -> Page {
 
 fn of_mount_firn() -> Page {
     let command = mount_firn::page_command();
-    let mut roff = top(&Man::new(command.clone()).section("8"));
+    let mut roff = top(Man::new(command.clone()).section("8"), Some(mount_firn::SYNOPSIS));
     roff += &options(&command);
     roff += &examples(mount_firn::EXAMPLES);
     roff += &exit_status(mount_firn::EXITS);
@@ -81,15 +85,18 @@ fn of_mount_firn() -> Page {
     Page { name: "mount.firn".into(), section: 8, roff }
 }
 
-/// Title, name, synopsis, description.
-fn top(man: &Man) -> String {
+/// Title, name, synopsis (clap's, or a given one), description.
+fn top(man: Man, synopsis: Option<&str>) -> String {
+    let man = man.source(concat!("firn ", env!("CARGO_PKG_VERSION")));
     let mut roff = Vec::new();
-    let rendered = man
-        .render_title(&mut roff)
-        .and_then(|()| man.render_name_section(&mut roff))
-        .and_then(|()| man.render_synopsis_section(&mut roff))
-        .and_then(|()| man.render_description_section(&mut roff));
-    rendered.expect("writing to memory does not fail");
+    let rendered = man.render_title(&mut roff).and_then(|()| man.render_name_section(&mut roff));
+    let rendered = rendered.and_then(|()| match synopsis {
+        Some(line) => writeln!(roff, ".SH SYNOPSIS\n{}", escaped(line)),
+        None => man.render_synopsis_section(&mut roff),
+    });
+    rendered
+        .and_then(|()| man.render_description_section(&mut roff))
+        .expect("writing to memory does not fail");
     String::from_utf8(roff).expect("the tables are UTF-8")
 }
 
@@ -135,6 +142,20 @@ fn escaped(text: &str) -> String {
     if text.starts_with(['.', '\'']) { format!("\\&{text}") } else { text }
 }
 
+/// roff wants other characters by their number (groff_char(7)).
+fn ascii(roff: &str) -> String {
+    let mut text = String::with_capacity(roff.len());
+    for c in roff.chars() {
+        match c.is_ascii() {
+            true => text.push(c),
+            false => {
+                let _ = write!(text, "\\[u{:04X}]", u32::from(c));
+            }
+        }
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,5 +176,6 @@ mod tests {
     #[test]
     fn text_cannot_become_a_request() {
         assert_eq!(escaped(".TH a-b"), "\\&.TH a\\-b");
+        assert_eq!(ascii("a…"), "a\\[u2026]");
     }
 }
