@@ -58,8 +58,10 @@ impl Geometry {
         let chunk_count = u32::try_from(count)
             .map_err(|_| field(format!("arena-size {arena_bytes} is more than 2^32 chunks")))?;
         // One record of a file's name is some 200 bytes; 1/256 of the data holds the names of as many
-        // files of 32 KiB as fit. The floor serves small arenas with long paths.
-        let journal_half_bytes = (arena_bytes / 256).clamp(256 << 10, 256 << 20).next_multiple_of(PAGE);
+        // files of 32 KiB as fit. The floor serves small arenas with long paths. Of the chunks, not of
+        // `arena_bytes`: the superblock keeps only the chunks, and the same size must follow from them.
+        let data_bytes = count * chunk_bytes;
+        let journal_half_bytes = (data_bytes / 256).clamp(256 << 10, 256 << 20).next_multiple_of(PAGE);
         Ok(Self { chunk_bytes, chunk_count, journal_half_bytes })
     }
 
@@ -127,6 +129,22 @@ mod tests {
             assert!(g.table_offset(g.chunk_count) <= g.data_offset());
             assert_eq!(g.data_offset() % DATA_ALIGN, 0);
             assert_eq!(g.file_bytes() - g.data_offset(), g.data_bytes());
+        }
+    }
+
+    #[test]
+    fn regression_a_size_that_is_no_multiple_of_the_chunk_gives_the_layout_of_its_chunks() {
+        for (arena, chunk) in [((256 << 20) + (3 << 20), 4 << 20), (2_151_678_000, 512 << 20)] {
+            let g = Geometry::new(arena, chunk).unwrap();
+            assert_eq!(Geometry::new(g.data_bytes(), chunk), Ok(g));
+        }
+    }
+
+    #[test]
+    fn the_layout_follows_from_the_chunks_alone() {
+        for arena in [65 << 20, 130 << 20, (13 << 30) / 10, (256 << 20) + 1] {
+            let g = Geometry::new(arena, 4 << 20).unwrap();
+            assert_eq!(Geometry::new(g.data_bytes(), g.chunk_bytes), Ok(g));
         }
     }
 
