@@ -98,9 +98,10 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
     // A half without a good header that holds the next generation was the active one, and its header
     // is damaged: the half with the good header is older. While a snapshot is written the magic is 0.
     let damaged = decode_half_header(&bytes).is_none() && bytes[..8] != [0; 8];
-    if damaged && peek_frame(generation + 1, &bytes[HALF_HEADER_BYTES..]).is_some() {
+    let next = generation.saturating_add(1);
+    if damaged && peek_frame(next, &bytes[HALF_HEADER_BYTES..]).is_some() {
         out.damage.push(Damage::Header { half: other });
-        (out.half, out.generation) = (other, generation + 1);
+        (out.half, out.generation) = (other, next);
     } else {
         medium.read(half * half_bytes, &mut bytes);
     }
@@ -125,13 +126,13 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
     out
 }
 
-/// The next whole frame at or after `from` whose sequence is not before `sequence`. A torn tail has
-/// none after it; damage in the middle has.
+/// The next whole frame at or after `from` whose sequence is not before `sequence` and is one that a
+/// half can hold. A torn tail has none after it; damage in the middle has.
 fn next_frame(bytes: &[u8], generation: u64, from: usize, sequence: u64) -> Option<(usize, u64, &[u8])> {
     let mut at = from;
     while at + FRAME_HEADER_BYTES < bytes.len() {
         if let Some((found, payload)) = peek_frame(generation, &bytes[at..])
-            && found >= sequence
+            && (sequence..bytes.len() as u64).contains(&found)
         {
             return Some((at, found, payload));
         }
@@ -189,12 +190,22 @@ impl<M: Medium> Journal<M> {
         (self.medium.len() / 2 - HALF_HEADER_BYTES).saturating_sub(used)
     }
 
-    /// Appends and applies a record.
+    /// Appends and applies a record that begins something. It leaves room for the ends of what has
+    /// begun.
     pub fn append(&mut self, record: &Record) -> Result<(), Full> {
+        self.append_within(record, self.medium.len() / 2 * 15 / 16)
+    }
+
+    /// Appends and applies a record that ends something: it may use the room kept for that.
+    pub fn append_end(&mut self, record: &Record) -> Result<(), Full> {
+        self.append_within(record, self.medium.len() / 2)
+    }
+
+    fn append_within(&mut self, record: &Record, limit: usize) -> Result<(), Full> {
         let payload = record.encode();
-        if self.end + frame_bytes(payload.len()) > self.medium.len() / 2 {
+        if self.end + frame_bytes(payload.len()) > limit {
             self.snapshot()?;
-            if self.end + frame_bytes(payload.len()) > self.medium.len() / 2 {
+            if self.end + frame_bytes(payload.len()) > limit {
                 return Err(Full);
             }
         }
@@ -210,7 +221,8 @@ impl<M: Medium> Journal<M> {
     /// Writes the ledger to the other half and makes it the active one. The header comes last: until
     /// it is there the old half is the journal.
     fn snapshot(&mut self) -> Result<(), Full> {
-        let (other, generation) = (1 - self.half, self.generation + 1);
+        // Only a forged header says that there is no next generation; then the half in use stays.
+        let (other, generation) = (1 - self.half, self.generation.checked_add(1).ok_or(Full)?);
         let mut bytes = Vec::new();
         let mut sequence = 0;
         for record in self.ledger.records() {

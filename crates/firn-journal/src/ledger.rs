@@ -168,28 +168,28 @@ impl Ledger {
 
     fn end_rename(&mut self, rename: &Rename, done: bool) {
         for bound in self.files.values_mut() {
-            let gone = |path: &[u8]| {
-                let left = below(path, &rename.from) || (rename.exchange && below(path, &rename.to));
-                let came = below(path, &rename.to) || (rename.exchange && below(path, &rename.from));
-                (left, came)
-            };
+            let below_either =
+                |path: &[u8]| below(path, &rename.from) || (rename.exchange && below(path, &rename.to));
             // A name that was sure and moved leaves its old path; its new one, added at the begin,
             // becomes sure. Where the rename failed it is the other way round.
-            let sure_moved: Vec<Vec<u8>> = bound
+            let moves: Vec<(Vec<u8>, Vec<u8>)> = bound
                 .paths
                 .iter()
-                .filter(|(path, state)| *state == PathState::Sure && gone(path).0)
-                .map(|(path, _)| path.clone())
+                .filter(|(path, state)| *state == PathState::Sure && below_either(path))
+                .filter_map(|(old, _)| {
+                    let new = moved(old, &rename.from, &rename.to)
+                        .or_else(|| moved(old, &rename.to, &rename.from).filter(|_| rename.exchange))?;
+                    Some(if done { (new, old.clone()) } else { (old.clone(), new) })
+                })
                 .collect();
-            for old in sure_moved {
-                let new = moved(&old, &rename.from, &rename.to)
-                    .or_else(|| moved(&old, &rename.to, &rename.from).filter(|_| rename.exchange));
-                let Some(new) = new else { continue };
-                let (keep, drop) = if done { (new, old) } else { (old, new) };
-                if let Some(entry) = bound.paths.iter_mut().find(|(p, _)| *p == keep) {
-                    entry.1 = PathState::Sure;
+            // All at once: in an exchange, the name that one move drops may be what another keeps.
+            bound.paths.retain(|(p, _)| {
+                moves.iter().all(|(_, drop)| drop != p) || moves.iter().any(|(keep, _)| keep == p)
+            });
+            for (path, state) in &mut bound.paths {
+                if moves.iter().any(|(keep, _)| keep == path) {
+                    *state = PathState::Sure;
                 }
-                bound.paths.retain(|(p, _)| *p != drop);
             }
         }
     }

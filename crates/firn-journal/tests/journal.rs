@@ -182,3 +182,31 @@ fn a_failed_rename_leaves_the_old_name_and_an_exchange_swaps_both() {
     assert_eq!(ledger.path(1), Some(&b"b"[..]));
     assert_eq!(ledger.path(2), Some(&b"a"[..]));
 }
+
+/// Numbers that no firnd ever wrote, under checksums that are right.
+#[test]
+fn regression_the_last_generation_and_sequence_overflow_nothing() {
+    use firn_format::journal::{encode_frame, encode_half_header};
+    let mut half = encode_half_header(u64::MAX).to_vec();
+    encode_frame(u64::MAX, 0, &bind(1, "a").encode(), &mut half);
+    encode_frame(u64::MAX, u64::MAX, &bind(2, "b").encode(), &mut half);
+    half.resize(4096, 0);
+    let (mut journal, found) = Journal::open(Memory([half, vec![1; 4096]].concat()));
+    assert_eq!(found.ledger.files().map(|(file, _)| file).collect::<Vec<_>>(), [1]);
+    journal.append(&bind(3, "c")).unwrap();
+    assert_eq!(replay(&journal.into_medium()).ledger.len(), 2);
+}
+
+#[test]
+fn regression_a_file_with_names_in_both_of_two_exchanged_directories_keeps_both() {
+    let mut journal = Journal::create(Memory(vec![0; 8192]));
+    let identity = Identity { dev: 1, ino: 1, btime: None };
+    let paths = vec![path("a/x"), path("b/x")];
+    journal.append(&Record::Bind { file: 1, identity, paths: paths.clone() }).unwrap();
+    let (from, to) = (path("a"), path("b"));
+    journal.append(&Record::RenameBegin { id: 1, from, to, exchange: true }).unwrap();
+    journal.append(&Record::RenameEnd { id: 1, done: true }).unwrap();
+    let mut names: Vec<_> = journal.ledger().file(1).unwrap().paths.iter().map(|(p, _)| p.clone()).collect();
+    names.sort();
+    assert_eq!(names, paths);
+}
