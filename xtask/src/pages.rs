@@ -21,5 +21,6 @@ pub fn run() -> Result<()> {
         .status()
         .context("run `firn man`")?;
     anyhow::ensure!(status.success(), "`firn man --dir target/man` failed: {status}");
+    eprintln!("xtask: wrote the man pages to target/man");
     Ok(())
 }

@@ -84,6 +84,7 @@ impl Verb {
 /// The whole command line.
 pub fn command() -> Command {
     Command::new("firn")
+        .bin_name("firn")
         .about("A file system for checkpoints")
         .version(env!("CARGO_PKG_VERSION"))
         .subcommand_required(true)

@@ -62,6 +62,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 fn end(mount: &Mount, connection: &mut Connection, force: bool) -> Result<u8, Failure> {
+    let arena = PathBuf::from(connection.status()?.arena);
     let mut meter = Meter::new();
     let request = Request::Unmount { force };
     let result = connection.wait(&request, &mut |p| meter.show(p.bytes_left, p.files_left, &p.phase));
@@ -70,6 +71,8 @@ fn end(mount: &Mount, connection: &mut Connection, force: bool) -> Result<u8, Fa
         Ok(()) => Ok(DONE),
         // firnd has the last word; whether the mount still stands tells a refusal from an end with data left.
         Err(ClientError::Refused { message, .. }) if !stands(mount) => Err(Failure::new(PARTLY, message)),
+        // A signal may have ended it meanwhile. It removes an arena in which nothing is left.
+        Err(ClientError::Gone { .. }) if !stands(mount) => left_in(&arena, mount),
         Err(error) => Err(error.into()),
     }
 }
@@ -86,11 +89,16 @@ fn detach(mount: &Mount) -> Result<u8, Failure> {
     }
     let arena = mount.files().arena;
     output::say(&format!("the mount at {} was dead (firnd was killed) and is taken away", point.display()));
+    left_in(&arena, mount)
+}
+
+/// How it ended, by what is left.
+fn left_in(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
     if !arena.exists() {
         return Ok(DONE);
     }
-    let held = firn_daemon::check(&arena)
-        .map_or_else(|_| "data".to_owned(), |report| text::bytes(report.held_bytes));
+    let held =
+        firn_daemon::check(arena).map_or_else(|_| "data".to_owned(), |report| text::bytes(report.held_bytes));
     let backing = mount.backing.display();
     let hint = format!("run `firn recover {backing}`, or mount it again, to drain it");
     Err(Failure::new(PARTLY, format!("{held} is left in {}: {hint}", arena.display())))
