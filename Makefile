@@ -22,6 +22,7 @@ test:
 	scripts/setup
 	$(CARGO) build -p firn
 	$(CARGO) test --workspace -- --test-threads=$(TEST_THREADS)
+	$(CARGO) xtask campaign fuzz
 
 check:
 	$(CARGO) fmt --all --check

@@ -176,10 +176,11 @@ fn a_reader_never_sees_a_piece_before_its_bytes() {
     let (_dir, _path, arena) = fresh(32, 256 << 10);
     let writing = AtomicU32::new(3);
     std::thread::scope(|scope| {
+        let mut threads = Vec::new();
         for file in 1..=3u64 {
             let (arena, writing) = (&arena, &writing);
             let mut rng = StdRng::seed_from_u64(seed ^ file);
-            scope.spawn(move || {
+            threads.push(scope.spawn(move || {
                 let mut offset = 0u64;
                 while let Some(mut lease) = arena.lease([Class::Small, Class::Medium][rng.random_range(0..2)])
                 {
@@ -187,16 +188,24 @@ fn a_reader_never_sees_a_piece_before_its_bytes() {
                     arena.seal(lease);
                 }
                 writing.fetch_sub(1, Ordering::AcqRel);
-            });
+            }));
         }
         let (arena, writing) = (&arena, &writing);
-        scope.spawn(move || {
+        threads.push(scope.spawn(move || {
             while writing.load(Ordering::Acquire) > 0 {
                 verify_all(arena);
             }
-        });
+        }));
+        join(threads);
     });
     assert!(verify_all(&arena) > 0);
+}
+
+/// The scope would wait as well, but ThreadSanitizer does not see how.
+fn join(threads: Vec<std::thread::ScopedJoinHandle<()>>) {
+    for thread in threads {
+        thread.join().expect("no assertion failed");
+    }
 }
 
 fn byte_of(file: u64, offset: u64) -> u8 {
@@ -241,9 +250,10 @@ fn reuse_under_a_reader_is_never_mistaken_for_damage() {
     let (_dir, _path, arena) = fresh(2, 64 << 10);
     let writing = AtomicU32::new(2);
     std::thread::scope(|scope| {
+        let mut threads = Vec::new();
         for file in 1..=2u64 {
             let (arena, writing) = (&arena, &writing);
-            scope.spawn(move || {
+            threads.push(scope.spawn(move || {
                 for round in 0..3000u64 {
                     let Some(mut lease) = arena.lease(Class::Small) else { continue };
                     let pieces: Vec<PieceRef> = (0..5)
@@ -253,16 +263,17 @@ fn reuse_under_a_reader_is_never_mistaken_for_damage() {
                     arena.seal(lease);
                 }
                 writing.fetch_sub(1, Ordering::AcqRel);
-            });
+            }));
         }
         let (arena, writing) = (&arena, &writing);
-        scope.spawn(move || {
+        threads.push(scope.spawn(move || {
             while writing.load(Ordering::Acquire) > 0 {
                 let (stored, damage) = arena.stored();
                 assert_eq!(damage, []);
                 assert!(stored.iter().all(|s| (1..=2).contains(&s.piece.file)));
             }
-        });
+        }));
+        join(threads);
     });
     assert_eq!(arena.used_bytes(), 0);
 }

@@ -1,0 +1,54 @@
+//! Piece records: what passes the check lies within its slab and its file, and is what was sealed.
+#![no_main]
+
+use arbitrary::Arbitrary;
+use firn_format::piece::{Checked, DEAD, LIVE, Piece, RawPiece};
+use libfuzzer_sys::fuzz_target;
+
+#[derive(Arbitrary, Debug)]
+struct Input {
+    words: (u64, u64, u64),
+    position: u32,
+    state: State,
+    /// `None`: the right seal for `len`.
+    seal: Option<u64>,
+    len: u32,
+    generation: u64,
+    slab: (u32, u32),
+}
+
+#[derive(Arbitrary, Debug)]
+enum State {
+    Live,
+    Dead,
+    Other(u32),
+}
+
+fuzz_target!(|input: Input| {
+    let (file, offset, sequence) = input.words;
+    let piece = Piece { file, offset, sequence, position: input.position, len: input.len };
+    let seal = input.seal.unwrap_or_else(|| piece.seal(input.generation));
+    let state = match input.state {
+        State::Live => LIVE,
+        State::Dead => DEAD,
+        State::Other(word) => word,
+    };
+    let raw = RawPiece { file, offset, sequence, position: input.position, state, seal };
+    let (start, end) = (u64::from(input.slab.0), u64::from(input.slab.1));
+    let fits = piece.len > 0
+        && u64::from(piece.position) >= start
+        && u64::from(piece.position) + u64::from(piece.len) <= end
+        && piece.offset <= i64::MAX as u64 - u64::from(piece.len);
+    match raw.check(input.generation, start, end) {
+        Ok(Checked::Live(found)) => {
+            assert_ne!(state, DEAD);
+            assert_eq!(found.seal(input.generation), seal);
+            assert!(u64::from(found.position) >= start);
+            assert!(u64::from(found.position) + u64::from(found.len) <= end);
+            assert!(found.offset + u64::from(found.len) <= i64::MAX as u64);
+            assert!(input.seal.is_some() || (fits && found == piece));
+        }
+        Ok(Checked::Dead) => assert_eq!(state, DEAD),
+        Err(_) => assert!(input.seal.is_some() || !fits, "a sealed piece that fits its slab is refused"),
+    }
+});

@@ -1,0 +1,98 @@
+//! Protocol: any line is refused or read; what is read is written as one line that reads the same.
+#![no_main]
+
+use arbitrary::{Arbitrary, Unstructured};
+use firn_format::protocol::{ErrorStatus, FileStatus, LaneStatus, Reply, Request, Rung, Status};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|bytes: &[u8]| {
+    if let Ok(request) = serde_json::from_slice::<Request>(bytes) {
+        returns_request(&request);
+    }
+    if let Ok(reply) = serde_json::from_slice::<Reply>(bytes) {
+        returns_reply(&reply);
+    }
+    let mut u = Unstructured::new(bytes);
+    if let Ok(request) = request(&mut u) {
+        returns_request(&request);
+    }
+    if let Ok(reply) = reply(&mut u) {
+        returns_reply(&reply);
+    }
+});
+
+fn returns_request(request: &Request) {
+    let line = serde_json::to_string(request).expect("a request can be written");
+    assert!(!line.contains('\n'), "one line: {line}");
+    assert_eq!(&serde_json::from_str::<Request>(&line).expect("it can be read"), request);
+}
+
+fn returns_reply(reply: &Reply) {
+    let line = serde_json::to_string(reply).expect("a reply can be written");
+    assert!(!line.contains('\n'), "one line: {line}");
+    assert_eq!(&serde_json::from_str::<Reply>(&line).expect("it can be read"), reply);
+}
+
+fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
+    Ok(match u.int_in_range(0..=7)? {
+        0 => Request::Hello,
+        1 => Request::Status,
+        2 => {
+            let until = rung(u)?;
+            Request::Wait { until, timeout_ms: Arbitrary::arbitrary(u)?, path: Arbitrary::arbitrary(u)? }
+        }
+        3 => Request::Drain { path: Arbitrary::arbitrary(u)? },
+        4 => Request::Files { path: Arbitrary::arbitrary(u)? },
+        5 => Request::Metrics,
+        6 => Request::ClearErrors,
+        _ => Request::Unmount { force: Arbitrary::arbitrary(u)? },
+    })
+}
+
+fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
+    Ok(match u.int_in_range(0..=6)? {
+        0 => {
+            let (protocol, version, pid) = Arbitrary::arbitrary(u)?;
+            Reply::Hello { protocol, version, pid }
+        }
+        1 => Reply::Status(Box::new(status(u)?)),
+        2 => Reply::Files { files: (0..u.int_in_range(0..=3)?).map(|_| file(u)).collect::<Result<_, _>>()? },
+        3 => Reply::Metrics { text: Arbitrary::arbitrary(u)? },
+        4 => {
+            let (bytes_left, files_left, phase) = Arbitrary::arbitrary(u)?;
+            Reply::Progress { bytes_left, files_left, phase }
+        }
+        5 => Reply::Done,
+        _ => {
+            let (errno, message) = Arbitrary::arbitrary(u)?;
+            Reply::Error { errno, message }
+        }
+    })
+}
+
+/// One field of each type; the others are the same to serde.
+fn status(u: &mut Unstructured) -> arbitrary::Result<Status> {
+    let (path, writers, retry_in_ms) = Arbitrary::arbitrary(u)?;
+    let lane = LaneStatus { path, writers, retry_in_ms, ..LaneStatus::default() };
+    let (errno, message, pending) = Arbitrary::arbitrary(u)?;
+    let error = ErrorStatus { errno, message, pending, age_s: seconds(u)?, ..ErrorStatus::default() };
+    let (backing, pid, epoch, oldest_held_ms, options) = Arbitrary::arbitrary(u)?;
+    let (lanes, errors) = (vec![lane], vec![error]);
+    let uptime_s = seconds(u)?;
+    Ok(Status { backing, pid, epoch, oldest_held_ms, options, uptime_s, lanes, errors, ..Status::default() })
+}
+
+/// JSON has no infinity and no NaN, and firnd makes none.
+fn seconds(u: &mut Unstructured) -> arbitrary::Result<f64> {
+    Ok(Some(f64::arbitrary(u)?).filter(|s| s.is_finite()).unwrap_or(0.0))
+}
+
+fn file(u: &mut Unstructured) -> arbitrary::Result<FileStatus> {
+    let state = rung(u)?;
+    let (held_bytes, open, path) = Arbitrary::arbitrary(u)?;
+    Ok(FileStatus { path, state, held_bytes, open })
+}
+
+fn rung(u: &mut Unstructured) -> arbitrary::Result<Rung> {
+    Ok(*u.choose(&[Rung::Held, Rung::Spilled, Rung::Drained, Rung::Durable])?)
+}

@@ -1,0 +1,44 @@
+//! ThreadSanitizer over the tests of the crates whose threads share memory.
+//!
+//! The sanitizer is not yet stable in rustc; `RUSTC_BOOTSTRAP` lets the stable compiler use it, so no
+//! second toolchain is needed. The standard library stays as it was compiled: what that leads to is
+//! in `xtask/tsan.supp`. Symbols in reports, and so the suppressions, need llvm-symbolizer.
+
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+
+use super::{cargo, cargo_command, root, target_dir};
+
+/// Crates with threads over the arena, and the tests that are worth it.
+const CRATES: [&str; 2] = ["firn-arena", "firn-drain"];
+
+/// Builds and runs the tests `rounds` times.
+pub fn run(rounds: u64) -> anyhow::Result<()> {
+    ensure!(rounds > 0, "--rounds must be at least 1");
+    let host = host()?;
+    for round in 1..=rounds {
+        eprintln!("xtask: tsan, round {round} of {rounds}");
+        // --target keeps the flags away from build scripts and macros.
+        let mut test = cargo_command(&["test", "--tests", "--target", &host]);
+        for name in CRATES {
+            test.args(["-p", name]);
+        }
+        test.env("RUSTC_BOOTSTRAP", "1")
+            .env("RUSTFLAGS", "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer")
+            .env("CARGO_TARGET_DIR", target_dir().join("tsan"))
+            .env("TSAN_OPTIONS", format!("suppressions={}/xtask/tsan.supp", root().display()));
+        cargo(&mut test)?;
+    }
+    Ok(())
+}
+
+/// The machine that rustc builds for unless told.
+fn host() -> anyhow::Result<String> {
+    let said = Command::new("rustc").arg("-vV").output().context("cannot start rustc")?;
+    let said = String::from_utf8_lossy(&said.stdout);
+    said.lines()
+        .find_map(|line| line.strip_prefix("host: "))
+        .map(str::to_owned)
+        .context("`rustc -vV` names no host")
+}
