@@ -22,6 +22,7 @@ impl Sandbox {
         let dir = tempfile::Builder::new().prefix(&prefix).tempdir().expect("a temporary directory");
         let runtime = tempfile::Builder::new()
             .prefix(&prefix)
+            .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700))
             .tempdir_in("/dev/shm")
             .expect("a runtime directory in /dev/shm");
         for sub in ["backing", "mnt"] {

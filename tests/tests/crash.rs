@@ -153,7 +153,8 @@ fn a_dead_mount_answers_with_an_error_and_mounting_again_replaces_it() {
     firn_tests::sandbox::kill(mount.pid(), libc::SIGKILL);
     mount.wait_for_end();
     let error = std::fs::read(point.join("file")).expect_err("nobody answers");
-    assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN));
+    // Which of the two depends on whether the kernel had the answer to a name in its cache.
+    assert!(matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED)), "{error}");
     assert!(is_mounted(&point), "the dead mount stays until someone mounts again");
     mount.abandon();
     let again = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M");

@@ -13,7 +13,8 @@ fn same_as_plain(kind: FsKind, options: &str) {
     let sandbox = Sandbox::new(&format!("diff-{}", kind.name()));
     let image = LoopImage::new(&sandbox, kind, 400);
     let (backing, plain) = (image.mkdir("backing"), image.mkdir("plain"));
-    let options = format!("{SMALL},allow-other,{options}");
+    // As the plain file system is mounted: device files open and set-id bits count.
+    let options = format!("{SMALL},allow-other,dev,suid,{options}");
     let mount = FirnMount::over(&sandbox, &backing, &options);
     let ops = env_count("FIRN_DIFFERENTIAL_OPS", OPS_DEFAULT);
     differential::run(seed(&format!("differential on {}", kind.name())), ops, mount.path(), &plain);

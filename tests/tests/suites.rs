@@ -6,7 +6,7 @@ use firn_tests::random::env_count;
 use firn_tests::suite::{exclusions, fio_verify, fsx, new_failures, pjdfstest};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, seed};
 
-const OPTIONS: &str = "arena-size=64M,chunk-size=1M,allow-other";
+const OPTIONS: &str = "arena-size=64M,chunk-size=1M,allow-other,dev,suid";
 /// Two seeds on four file systems: 48,000 operations in CI.
 const FSX_OPS_DEFAULT: u64 = 6000;
 

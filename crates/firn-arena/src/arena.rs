@@ -11,7 +11,7 @@ use firn_format::piece::{Checked, DEAD, LIVE, Piece, RawPiece, word};
 use firn_format::slab::{Class, SlabState, chunk_word, slab_word};
 use firn_format::superblock::{SUPERBLOCK_BYTES, Superblock, state_word};
 use parking_lot::Mutex;
-use rustix::fs::{FallocateFlags, Mode, OFlags};
+use rustix::fs::{FallocateFlags, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::map::{JournalRegion, Map, probe};
@@ -105,10 +105,19 @@ impl Arena {
     pub fn create(path: &Path, geometry: Geometry, identity: &Identity) -> Result<Self, ArenaError> {
         let io = |what| move |source| ArenaError::Io { path: path.display().to_string(), what, source };
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(io("create it"))?;
-        let made = Self::initialise(path, file, geometry, identity);
+        // Under another name until it is whole: whoever finds an arena finds one that can be attached,
+        // also after a kill in here. What such a kill left is replaced.
+        let unfinished = path.with_extension("unfinished");
+        let _ = rustix::fs::unlink(&unfinished);
+        let file = rustix::fs::open(&unfinished, flags, Mode::RUSR | Mode::WUSR).map_err(io("create it"))?;
+        let made = Self::initialise(path, file, geometry, identity).and_then(|arena| {
+            let here = rustix::fs::CWD;
+            rustix::fs::renameat_with(here, &unfinished, here, path, RenameFlags::NOREPLACE)
+                .map_err(io("give it its name"))?;
+            Ok(arena)
+        });
         if made.is_err() {
-            let _ = rustix::fs::unlink(path);
+            let _ = rustix::fs::unlink(&unfinished);
         }
         made
     }

@@ -34,9 +34,16 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn unbind(&self, state: &mut FileState<B>) {
         if let Some(file) = state.bound
             && state.pending == 0
-            && self.journal.lock().append(&Record::Unbind { file }).is_ok()
+            && self.journal.lock().append_end(&Record::Unbind { file }).is_ok()
         {
             state.bound = None;
+        }
+    }
+
+    /// Appends a record that ends what was begun; the journal keeps room for it.
+    pub(crate) fn insist(&self, record: &Record) {
+        if self.journal.lock().append_end(record).is_err() {
+            tracing::error!(?record, "the journal has no room left for an end");
         }
     }
 

@@ -318,15 +318,19 @@ impl<B: Backing> Engine<B> {
         let before = state.pending;
         state.inflight.retain(|r| *r != range);
         let written = range.start..range.start + outcome.written;
+        let mut error = outcome.error;
         if !written.is_empty() {
-            self.take_out(&mut state, &parts, written);
+            if !self.take_out(&mut state, &parts, written) {
+                // The journal is full: tried again later, like any other failure.
+                error = error.or(Some(Errno::NOSPC));
+            }
             file.node.data_unsynced.store(true, Ordering::Release);
         }
         for part in &parts {
             self.arena.unpin(part.extent.piece.slab);
         }
         let mut told = Vec::new();
-        match outcome.error {
+        match error {
             None => {
                 state.failure = None;
                 self.enqueue(&file, &mut state);
@@ -349,15 +353,16 @@ impl<B: Backing> Engine<B> {
             (waiter.done)(Ok(()));
         }
         for waiter in told {
-            (waiter.done)(Err(outcome.error.unwrap_or(Errno::IO)));
+            (waiter.done)(Err(error.unwrap_or(Errno::IO)));
         }
         self.drop_if_unused(&file);
         self.tell_space();
         self.step();
     }
 
-    /// These bytes are in the backing: they are not pending any more.
-    fn take_out(&self, state: &mut FileState<B>, parts: &[Part], written: Range<u64>) {
+    /// These bytes are in the backing: they are not pending any more. False where the journal could
+    /// not take that in: they stay pending and are written again, slow but never wrong.
+    fn take_out(&self, state: &mut FileState<B>, parts: &[Part], written: Range<u64>) -> bool {
         let mut gone: Vec<(u64, Extent)> = Vec::new();
         for part in parts {
             let end = (part.offset + part.extent.len).min(written.end);
@@ -386,14 +391,14 @@ impl<B: Backing> Engine<B> {
             let record =
                 Record::Void { file, offset: written.start, len: written.end - written.start, sequence };
             if self.journal.lock().append(&record).is_err() {
-                // It stays pending and is written again: slow, never wrong.
-                return;
+                return false;
             }
         }
         for (offset, extent) in gone {
             state.extents.remove(offset..offset + extent.len, &mut |_, e| e.piece == extent.piece);
             state.retire(&self.arena, extent.piece, extent.len);
         }
+        true
     }
 
     /// After a change of what is pending: who waited for it, and what ends with the last byte.
@@ -439,7 +444,7 @@ impl<B: Backing> Engine<B> {
             troubles.remove(0);
         }
         let status = ErrorStatus { path, errno, message, count: 1, age_s: 0.0, pending: true };
-        troubles.push(Trouble { status, last: Instant::now() });
+        troubles.push(Trouble { status, last: Instant::now(), lost: false });
     }
 
     /// Makes room: gives back slabs that hold nothing; if no drain is under way, drains the file that

@@ -106,6 +106,8 @@ pub(crate) struct Counters {
 pub(crate) struct Trouble {
     pub status: ErrorStatus,
     pub last: Instant,
+    /// About data that has no file to go to.
+    pub lost: bool,
 }
 
 pub(crate) struct Region(pub JournalRegion);

@@ -289,7 +289,7 @@ impl<B: Backing> Engine<B> {
         }
         let result = self.backing.rename(&dir.object, name, &new_dir.object, new_name, flags);
         if journaled {
-            self.note(&Record::RenameEnd { id, done: result.is_ok() });
+            self.insist(&Record::RenameEnd { id, done: result.is_ok() });
         }
         result?;
         self.names.renamed((&dir, name), (&new_dir, new_name), exchange);

@@ -272,7 +272,7 @@ impl<B: Backing> Engine<B> {
             age_s: 0.0,
             pending: true,
         };
-        self.troubles.lock().push(Trouble { status, last: Instant::now() });
+        self.troubles.lock().push(Trouble { status, last: Instant::now(), lost: true });
         recovered.lost.push(LostFile { path: path.to_owned(), bytes, reason });
     }
 }

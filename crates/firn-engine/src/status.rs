@@ -79,7 +79,8 @@ impl<B: Backing> Engine<B> {
             .map(|trouble| {
                 let mut status = trouble.status.clone();
                 status.age_s = now.duration_since(trouble.last).as_secs_f64();
-                status.pending = failing.contains(&status.path);
+                // A lost file is pending for ever; any other while it has held bytes.
+                status.pending = trouble.lost || failing.contains(&status.path);
                 status
             })
             .collect()
@@ -87,7 +88,7 @@ impl<B: Backing> Engine<B> {
 
     /// Forgets recorded errors; the data that they are about stays.
     pub fn clear_errors(&self) {
-        self.troubles.lock().clear();
+        self.troubles.lock().retain(|trouble| trouble.lost);
     }
 
     /// Files with pending data at or below `path`.

@@ -59,9 +59,11 @@ impl<B: Backing> Engine<B> {
         self.journal.lock().append(&begin).map_err(|_| Errno::NOSPC)?;
         let result = self.backing.set_len(&target.file, size);
         if result.is_ok() {
-            // The end goes first: once a dead piece's slab is reused, a replay must not need it.
+            // The end goes first: once a dead piece's slab is reused, a replay must not need it. Without
+            // it a recovery would truncate again, over what was drained since: then the pieces stay
+            // pending until the journal takes it.
             let end = Record::TruncateEnd { file: bound, sequence, size, done: true };
-            self.note(&end);
+            self.insist(&end);
             let before = state.pending;
             let cancelled = state.cut(&self.arena, size..u64::MAX, sequence);
             self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);
@@ -69,7 +71,7 @@ impl<B: Backing> Engine<B> {
             state.mtime = Some(Time::now());
             file.node.data_unsynced.store(true, Ordering::Release);
         } else {
-            self.note(&Record::TruncateEnd { file: bound, sequence, size, done: false });
+            self.insist(&Record::TruncateEnd { file: bound, sequence, size, done: false });
         }
         result
     }

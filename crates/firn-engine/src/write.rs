@@ -164,6 +164,8 @@ impl<B: Backing> Engine<B> {
             let now = Instant::now();
             state.oldest = Some(now);
             self.queue.lock().note_age(now + self.options.drain_age, file);
+            // A drain thread that sleeps without a limit must learn of this one.
+            self.wake_drain();
         }
         state.fresh += extent.len;
         if state.fresh >= self.options.drain_write_bytes_min {

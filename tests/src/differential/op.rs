@@ -131,7 +131,9 @@ pub fn draw(rng: &mut impl Rng) -> Op {
 }
 
 /// fallocate(2): plain, keep size, punch a hole, zero, collapse, insert, and one that nobody knows.
-const ALLOCATE_MODES: [u32; 7] = [0, 1, 3, 0x10, 0x08, 0x20, 0x4000];
+/// Without collapse (0x08) and insert (0x20) of a range: the kernel answers them with EOPNOTSUPP on any
+/// FUSE file system, before it looks at the arguments.
+const ALLOCATE_MODES: [u32; 5] = [0, 1, 3, 0x10, 0x11];
 
 fn pick<'a, T>(rng: &mut impl Rng, choices: &'a [T]) -> &'a T {
     &choices[rng.random_range(0..choices.len())]
