@@ -3,6 +3,8 @@
 CARGO ?= cargo
 # System tests mount and write; two at once is what two cores bear.
 TEST_THREADS ?= 2
+# The tests mount file systems and make loop devices: without root they run under sudo.
+AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -E env "PATH=$$PATH")
 
 .PHONY: help demo test check bench clean
 
@@ -21,7 +23,7 @@ demo:
 test:
 	scripts/setup
 	$(CARGO) build -p firn
-	$(CARGO) test --workspace -- --test-threads=$(TEST_THREADS)
+	$(AS_ROOT) $(CARGO) test --workspace --no-fail-fast -- --test-threads=$(TEST_THREADS)
 	$(CARGO) xtask campaign fuzz
 
 check:

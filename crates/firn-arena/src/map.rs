@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use firn_format::geometry::DATA_ALIGN;
+use firn_format::geometry::{DATA_ALIGN, PAGE};
 use rustix::fd::OwnedFd;
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -58,17 +58,26 @@ impl Map {
         let room = len as usize + DATA_ALIGN as usize;
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a fresh mapping at an address of the kernel's choice.
-        let reserved = unsafe {
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, ProtFlags::empty(), reserve)
-        }
-        .map_err(fail)?;
+        let reserved =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, ProtFlags::empty(), reserve) }
+                .map_err(fail)?;
         let skip = reserved.cast::<u8>().align_offset(DATA_ALIGN as usize);
         // SAFETY: `skip` is below DATA_ALIGN, so this stays within what was just reserved.
         let aligned = unsafe { reserved.cast::<u8>().add(skip) };
         let flags = MapFlags::SHARED | MapFlags::FIXED;
-        // SAFETY: it replaces pages of the reservation, which nothing refers to. What is left of the
-        // reservation on both sides is a hole without memory; it goes when the process ends.
-        let base = unsafe { rustix::mm::mmap(aligned.cast(), len as usize, prot, flags, &file, 0) }.map_err(fail)?;
+        // SAFETY: it replaces pages of the reservation, which nothing refers to.
+        let base = unsafe { rustix::mm::mmap(aligned.cast(), len as usize, prot, flags, &file, 0) };
+        let used =
+            if base.is_ok() { skip..skip + (len as usize).next_multiple_of(PAGE as usize) } else { 0..0 };
+        // What is left on both sides goes back: a process that attaches often runs out of mappings.
+        for rest in [0..used.start, used.end..room] {
+            if !rest.is_empty() {
+                // SAFETY: a part of the reservation that nothing refers to and no file was mapped over.
+                let _ =
+                    unsafe { rustix::mm::munmap(reserved.cast::<u8>().add(rest.start).cast(), rest.len()) };
+            }
+        }
+        let base = base.map_err(fail)?;
         let base = NonNull::new(base.cast()).expect("mmap never returns null");
         Ok(Self { base, len: len as usize, _file: file })
     }

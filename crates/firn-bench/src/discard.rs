@@ -57,7 +57,13 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
     engine.arena().populate(&|| true)?;
     let pool = Pool::start(Arc::clone(&engine), geometry.io_threads)?;
     let adapter = Adapter::new(engine, AdapterOptions { attr_timeout: ATTR_TIMEOUT, passthrough: false });
-    let options = SessionOptions { source: backing, threads: 0, allow_other: false, read_only: false, kernel_flags: vec![] };
+    let options = SessionOptions {
+        source: backing,
+        threads: 0,
+        allow_other: false,
+        read_only: false,
+        kernel_flags: vec![],
+    };
     let session = Session::mount(adapter, mount_point, &options)?;
     Ok(Discarding { session, pool, arena: geometry.arena.clone() })
 }

@@ -117,11 +117,16 @@ impl Connection {
         let mut line = serde_json::to_vec(request).expect("a request is plain JSON");
         line.push(b'\n');
         let stream = self.stream.get_mut();
-        let sent = stream.set_read_timeout(timeout).and_then(|()| stream.set_write_timeout(timeout)).and_then(|()| stream.write_all(&line));
+        let sent = stream
+            .set_read_timeout(timeout)
+            .and_then(|()| stream.set_write_timeout(timeout))
+            .and_then(|()| stream.write_all(&line));
         sent.map_err(|error| self.broken(error))?;
         loop {
             match self.read_reply()? {
-                Reply::Progress { bytes_left, files_left, phase } => progress(Progress { bytes_left, files_left, phase }),
+                Reply::Progress { bytes_left, files_left, phase } => {
+                    progress(Progress { bytes_left, files_left, phase })
+                }
                 Reply::Error { errno, message } => return Err(ClientError::Refused { errno, message }),
                 other => return Ok(other),
             }
@@ -132,9 +137,8 @@ impl Connection {
         let mut line = Vec::new();
         let read = (&mut self.stream).take(REPLY_BYTES_MAX).read_until(b'\n', &mut line);
         match read {
-            Ok(_) if line.last() == Some(&b'\n') => {
-                serde_json::from_slice(&line).map_err(|error| ClientError::Nonsense { what: error.to_string() })
-            }
+            Ok(_) if line.last() == Some(&b'\n') => serde_json::from_slice(&line)
+                .map_err(|error| ClientError::Nonsense { what: error.to_string() }),
             Ok(_) => Err(self.broken(io::ErrorKind::UnexpectedEof.into())),
             Err(error) => Err(self.broken(error)),
         }
@@ -165,7 +169,9 @@ fn nonsense(reply: &Reply) -> ClientError {
 fn refused(mount: &Mount, error: io::Error) -> ClientError {
     let (backing, mount_point) = (mount.backing.clone(), mount.mount_point.clone());
     match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => ClientError::Dead { backing, mount_point },
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+            ClientError::Dead { backing, mount_point }
+        }
         io::ErrorKind::PermissionDenied => ClientError::NotYours { mount_point, user_id: mount.user_id },
         _ => ClientError::Io { what: mount.files().socket.display().to_string(), error },
     }
@@ -200,7 +206,9 @@ mod tests {
         let lines = "{\"reply\":\"progress\",\"bytes_left\":9,\"files_left\":1,\"phase\":\"draining\"}\n{\"reply\":\"done\"}\n";
         let mut connection = with_replies(vec![HELLO, lines]).unwrap();
         let mut seen = Vec::new();
-        connection.wait(&Request::Unmount { force: false }, &mut |progress| seen.push(progress.bytes_left)).unwrap();
+        connection
+            .wait(&Request::Unmount { force: false }, &mut |progress| seen.push(progress.bytes_left))
+            .unwrap();
         assert_eq!((connection.pid, seen), (7, vec![9]));
     }
 

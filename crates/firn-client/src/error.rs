@@ -51,7 +51,9 @@ pub enum ClientError {
         user_id: u32,
     },
     /// firnd speaks another version.
-    #[error("firnd {version} speaks protocol {found}, this firn {expected}; use the firn of that version, or unmount with it and mount again")]
+    #[error(
+        "firnd {version} speaks protocol {found}, this firn {expected}; use the firn of that version, or unmount with it and mount again"
+    )]
     Protocol {
         /// firnd's.
         found: u32,
@@ -61,7 +63,9 @@ pub enum ClientError {
         version: String,
     },
     /// firnd says something that is no answer to the question.
-    #[error("firnd sent what this firn does not understand ({what}); are both of the same version? compare `firn version` and `firn status`")]
+    #[error(
+        "firnd sent what this firn does not understand ({what}); are both of the same version? compare `firn version` and `firn status`"
+    )]
     Nonsense {
         /// What.
         what: String,
@@ -105,7 +109,9 @@ impl ClientError {
 fn no_mount_hint(path: &std::path::Path, arena: &Option<PathBuf>) -> String {
     let path = path.display();
     match arena {
-        Some(arena) => format!(", but holds data of an earlier one in {}: run `firn recover {path}`", arena.display()),
+        Some(arena) => {
+            format!(", but holds data of an earlier one in {}: run `firn recover {path}`", arena.display())
+        }
         None => "; `firn status` lists the mounts".to_owned(),
     }
 }

@@ -70,7 +70,11 @@ fn find_in(entries: &[Entry], absolute: &Path) -> Option<Place> {
         return Some(Place { mount, relative: text(&top.join(below)) });
     }
     let in_backing = |mount: &Mount| absolute.starts_with(&mount.backing);
-    let mount = entries.iter().filter_map(mount_of).filter(in_backing).max_by_key(|mount| mount.backing.as_os_str().len())?;
+    let mount = entries
+        .iter()
+        .filter_map(mount_of)
+        .filter(in_backing)
+        .max_by_key(|mount| mount.backing.as_os_str().len())?;
     let relative = text(absolute.strip_prefix(&mount.backing).ok()?);
     Some(Place { mount, relative })
 }
@@ -131,7 +135,10 @@ mod tests {
             ("/bound/x", "sub/x"),
         ] {
             let place = find_in(&entries(), Path::new(path)).expect(path);
-            assert_eq!((place.mount.backing.as_path(), place.relative.as_str()), (Path::new("/scratch/run"), relative));
+            assert_eq!(
+                (place.mount.backing.as_path(), place.relative.as_str()),
+                (Path::new("/scratch/run"), relative)
+            );
         }
     }
 

@@ -71,7 +71,9 @@ fn create_private(dir: PathBuf) -> Result<PathBuf, PathsError> {
         return Err(PathsError::TooLong { dir });
     }
     match DirBuilder::new().mode(0o700).create(&dir) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(PathsError::Io { dir, error }),
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+            return Err(PathsError::Io { dir, error });
+        }
         _ => {}
     }
     let found = match dir.symlink_metadata() {

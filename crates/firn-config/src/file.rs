@@ -12,7 +12,9 @@ use crate::table::row;
 pub fn read_file(path: &Path) -> Result<Vec<Given>, ConfigError> {
     match std::fs::read_to_string(path) {
         Ok(text) => parse(path, &text),
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(Vec::new()),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Ok(Vec::new())
+        }
         Err(error) => Err(file_error(path, format!("cannot be read: {error}"))),
     }
 }
@@ -37,7 +39,11 @@ fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigErr
         toml::Value::Boolean(true) => "yes".to_owned(),
         toml::Value::Boolean(false) => "no".to_owned(),
         other => {
-            let message = format!("{key}: the type {} is not possible here, write {}", other.type_str(), row.kind.allowed());
+            let message = format!(
+                "{key}: the type {} is not possible here, write {}",
+                other.type_str(),
+                row.kind.allowed()
+            );
             return Err(file_error(path, message));
         }
     };

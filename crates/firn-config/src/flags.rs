@@ -53,7 +53,8 @@ mod tests {
     fn a_switch_may_stand_alone_or_with_its_value() {
         let command = clap::Command::new("t").args(args());
         let matches = command.get_matches_from(["t", "--allow-other", "--populate=no", "--arena-size", "1G"]);
-        let texts: Vec<_> = given_flags(&matches).into_iter().map(|given| (given.row.name, given.text)).collect();
+        let texts: Vec<_> =
+            given_flags(&matches).into_iter().map(|given| (given.row.name, given.text)).collect();
         let expected = [("arena-size", "1G"), ("allow-other", "yes"), ("populate", "no")];
         assert_eq!(texts, expected.map(|(name, text)| (name, text.to_owned())));
     }

@@ -26,9 +26,29 @@ pub enum KernelFlag {
 
 /// Words for mount(8) or systemd, or about access times, which Firn does not promise.
 const SKIPPED: [&str; 23] = [
-    "defaults", "_netdev", "nofail", "auto", "noauto", "user", "nouser", "users", "owner", "noowner", "group", "nogroup",
-    "relatime", "norelatime", "strictatime", "nostrictatime", "lazytime", "nolazytime", "diratime", "nodiratime",
-    "silent", "loud", "nomand",
+    "defaults",
+    "_netdev",
+    "nofail",
+    "auto",
+    "noauto",
+    "user",
+    "nouser",
+    "users",
+    "owner",
+    "noowner",
+    "group",
+    "nogroup",
+    "relatime",
+    "norelatime",
+    "strictatime",
+    "nostrictatime",
+    "lazytime",
+    "nolazytime",
+    "diratime",
+    "nodiratime",
+    "silent",
+    "loud",
+    "nomand",
 ];
 
 impl KernelFlag {
@@ -71,5 +91,9 @@ impl KernelFlag {
 /// Whether mount(8) or systemd put `word` there for themselves.
 pub fn is_skipped(word: &str) -> bool {
     let key = word.split_once('=').map_or(word, |(key, _)| key);
-    SKIPPED.contains(&word) || key.starts_with("x-") || key.starts_with("X-") || key == "comment" || key == "uhelper"
+    SKIPPED.contains(&word)
+        || key.starts_with("x-")
+        || key.starts_with("X-")
+        || key == "comment"
+        || key == "uhelper"
 }

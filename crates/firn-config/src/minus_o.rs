@@ -41,7 +41,9 @@ pub fn parse_minus_o(text: &str, unknown: Unknown) -> Result<MinusO, ConfigError
         } else {
             match given(word) {
                 Ok(given) => parsed.given.push(given),
-                Err(ConfigError::Unknown { .. }) if unknown == Unknown::Tolerate => parsed.tolerated.push(word.to_owned()),
+                Err(ConfigError::Unknown { .. }) if unknown == Unknown::Tolerate => {
+                    parsed.tolerated.push(word.to_owned())
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -69,7 +71,11 @@ fn given(word: &str) -> Result<Given, ConfigError> {
         _ => (key, value),
     };
     let Some(row) = row(name) else {
-        return Err(ConfigError::Unknown { origin: Origin::MinusO, name: name.to_owned(), nearest: nearest(name) });
+        return Err(ConfigError::Unknown {
+            origin: Origin::MinusO,
+            name: name.to_owned(),
+            nearest: nearest(name),
+        });
     };
     let text = match (value, row.kind) {
         (Some(value), _) => value.to_owned(),

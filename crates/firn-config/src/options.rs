@@ -147,6 +147,10 @@ impl Options {
 
     /// The options that change what promises mean, as `key=value`, for the status of the mount.
     pub fn in_force(&self) -> Vec<String> {
-        TABLE.iter().filter(|row| row.changes_promises).map(|row| format!("{}={}", row.name, (row.get)(self))).collect()
+        TABLE
+            .iter()
+            .filter(|row| row.changes_promises)
+            .map(|row| format!("{}={}", row.name, (row.get)(self)))
+            .collect()
     }
 }

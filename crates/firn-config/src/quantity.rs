@@ -16,10 +16,15 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     let shift = match (unit, SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(bare))) {
         ("" | "B", _) => 0,
         (_, Some((_, shift))) => *shift,
-        _ => return Err(format!("`{text}` is not a size: write a number and K, M, G or T, such as 256M (powers of 1024)")),
+        _ => {
+            return Err(format!(
+                "`{text}` is not a size: write a number and K, M, G or T, such as 256M (powers of 1024)"
+            ));
+        }
     };
-    scale(digits, 1u64 << shift)
-        .ok_or_else(|| format!("`{text}` is not a size: write a whole number of bytes below 16 EiB, such as 256M"))
+    scale(digits, 1u64 << shift).ok_or_else(|| {
+        format!("`{text}` is not a size: write a whole number of bytes below 16 EiB, such as 256M")
+    })
 }
 
 /// The shortest exact way to write `bytes` that [`parse_size`] reads back.
@@ -41,12 +46,12 @@ pub fn parse_duration_ms(text: &str) -> Result<u64, String> {
         return Err(format!("`{text}` lacks a unit: write {text}ms or {text}s"));
     }
     let unit = if unit == "m" { "min" } else { unit };
-    let (_, factor) = DURATION_UNITS
-        .iter()
-        .find(|(name, _)| *name == unit)
-        .ok_or_else(|| format!("`{text}` is not a duration: write a number and ms, s, min or h, such as 5s"))?;
-    scale(digits, *factor)
-        .ok_or_else(|| format!("`{text}` is not a duration: write a whole number of milliseconds, such as 500ms"))
+    let (_, factor) = DURATION_UNITS.iter().find(|(name, _)| *name == unit).ok_or_else(|| {
+        format!("`{text}` is not a duration: write a number and ms, s, min or h, such as 5s")
+    })?;
+    scale(digits, *factor).ok_or_else(|| {
+        format!("`{text}` is not a duration: write a whole number of milliseconds, such as 500ms")
+    })
 }
 
 /// The shortest exact way to write `ms` that [`parse_duration_ms`] reads back.

@@ -71,7 +71,8 @@ impl Surroundings {
         let env: BTreeMap<String, String> = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
             .collect();
-        let absolute = |name: &str| env.get(name).filter(|dir| Path::new(dir).is_absolute()).map(PathBuf::from);
+        let absolute =
+            |name: &str| env.get(name).filter(|dir| Path::new(dir).is_absolute()).map(PathBuf::from);
         let home = absolute("XDG_CONFIG_HOME").or_else(|| absolute("HOME").map(|home| home.join(".config")));
         Self {
             user_file: home.map(|dir| dir.join("firn/firn.toml")),
@@ -143,7 +144,11 @@ impl Resolved {
     fn take(&mut self, given: &[Given], origin: &Origin) -> Result<(), ConfigError> {
         for Given { row, text } in given {
             let name = row.name;
-            let value = row.kind.parse(text).map_err(|why| ConfigError::Value { origin: origin.clone(), name, why })?;
+            let value = row.kind.parse(text).map_err(|why| ConfigError::Value {
+                origin: origin.clone(),
+                name,
+                why,
+            })?;
             (row.set)(&mut self.options, value);
             for (other, place) in &mut self.origins {
                 if other.name == name {
@@ -166,10 +171,9 @@ impl Resolved {
 
     /// `name=value (origin)`.
     fn describe(&self, name: &str) -> String {
-        self.origins
-            .iter()
-            .find(|(row, _)| row.name == name)
-            .map_or_else(String::new, |(row, origin)| format!("{name}={} ({origin})", (row.get)(&self.options)))
+        self.origins.iter().find(|(row, _)| row.name == name).map_or_else(String::new, |(row, origin)| {
+            format!("{name}={} ({origin})", (row.get)(&self.options))
+        })
     }
 }
 

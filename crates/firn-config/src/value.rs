@@ -60,7 +60,10 @@ impl Kind {
             Kind::Size { min, max, power_of_two } => {
                 let bytes = within(parse_size(text)?, min, max, text, size_text)?;
                 if power_of_two && !bytes.is_power_of_two() {
-                    return Err(format!("{text} is not a power of two: {} would be", size_text(bytes.next_power_of_two().min(max))));
+                    return Err(format!(
+                        "{text} is not a power of two: {} would be",
+                        size_text(bytes.next_power_of_two().min(max))
+                    ));
                 }
                 Ok(Value::Number(bytes))
             }
@@ -109,9 +112,13 @@ impl Kind {
             Kind::Duration { min_ms, max_ms } => {
                 format!("a duration from {} to {}", duration_text(min_ms), duration_text(max_ms))
             }
-            Kind::Count { min, max, zero: Some(word) } => format!("`{word}` or a number from {} to {max}", min.max(1)),
+            Kind::Count { min, max, zero: Some(word) } => {
+                format!("`{word}` or a number from {} to {max}", min.max(1))
+            }
             Kind::Count { min, max, zero: None } => format!("a number from {min} to {max}"),
-            Kind::Choice(words) => words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(" or "),
+            Kind::Choice(words) => {
+                words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(" or ")
+            }
             Kind::Switch => "`yes` or `no`".to_owned(),
             Kind::Directory => "an absolute path".to_owned(),
         }

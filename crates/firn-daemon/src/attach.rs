@@ -70,7 +70,8 @@ impl Attached {
         };
         tell(&recovered, notice);
         let threads = options.io_threads as usize;
-        let pool = Pool::start(Arc::clone(&engine), threads).map_err(DaemonError::io("start the IO threads"))?;
+        let pool =
+            Pool::start(Arc::clone(&engine), threads).map_err(DaemonError::io("start the IO threads"))?;
         Ok(Self { engine, recovered, files, pool, _locks: locks })
     }
 
@@ -170,7 +171,10 @@ fn tell(recovered: &Recovered, notice: &mut dyn FnMut(String)) {
         notice(format!("journal: {damage}"));
     }
     if recovered.files > 0 {
-        notice(format!("recovered {} bytes of {} files; they are being drained", recovered.bytes, recovered.files));
+        notice(format!(
+            "recovered {} bytes of {} files; they are being drained",
+            recovered.bytes, recovered.files
+        ));
     }
     for lost in &recovered.lost {
         notice(format!(

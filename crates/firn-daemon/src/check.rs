@@ -80,7 +80,9 @@ fn table_damage(damage: &firn_arena::Damage) -> Damage {
     use firn_arena::Damage as Found;
     let place = match damage {
         Found::Chunk { chunk, .. } => format!("chunk {chunk}"),
-        Found::Slab { slab, .. } | Found::Count { slab, .. } => format!("chunk {}, slab {}", slab.chunk, slab.slab),
+        Found::Slab { slab, .. } | Found::Count { slab, .. } => {
+            format!("chunk {}, slab {}", slab.chunk, slab.slab)
+        }
         Found::State { piece, .. } | Found::Piece { piece, .. } => {
             format!("chunk {}, record {}", piece.slab.chunk, piece.record)
         }

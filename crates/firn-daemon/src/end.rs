@@ -101,7 +101,9 @@ fn refused(error: &io::Error) -> Reply {
 fn take_away(session: &Session) {
     match session.unmount(false) {
         Ok(()) => return,
-        Err(error) => tracing::warn!(%error, "the mount is in use and is taken away from the programs that use it"),
+        Err(error) => {
+            tracing::warn!(%error, "the mount is in use and is taken away from the programs that use it")
+        }
     }
     if let Err(error) = session.abort() {
         tracing::warn!(%error, "cannot abort the connection; programs keep their open files until they close them");

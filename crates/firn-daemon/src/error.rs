@@ -35,11 +35,15 @@ pub enum DaemonError {
     MountPointNotDirectory { path: PathBuf },
     #[error("cannot use mount point {path}: {source}")]
     MountPointUnusable { path: PathBuf, source: io::Error },
-    #[error("mount point {path} already has a firn mount (of {backing}): unmount it with `firn umount {path}`, or take another")]
+    #[error(
+        "mount point {path} already has a firn mount (of {backing}): unmount it with `firn umount {path}`, or take another"
+    )]
     MountPointBusy { path: PathBuf, backing: String },
     #[error("mount point {mount_point} is inside the backing directory {backing}: choose one outside of it")]
     MountPointInBacking { mount_point: PathBuf, backing: PathBuf },
-    #[error("backing directory {backing} is inside the mount point {mount_point}, which would hide it: choose another mount point")]
+    #[error(
+        "backing directory {backing} is inside the mount point {mount_point}, which would hide it: choose another mount point"
+    )]
     BackingInMountPoint { mount_point: PathBuf, backing: PathBuf },
     #[error("{backing} is already mounted on this node{by}: use that mount, or unmount it first")]
     Held { backing: PathBuf, by: String },
@@ -59,7 +63,9 @@ pub enum DaemonError {
     Session(#[from] SessionError),
     #[error("cannot {what}: {source}")]
     Io { what: &'static str, source: io::Error },
-    #[error("{bytes} bytes could not be drained and are kept in {arena}: mend the backing, then run `firn recover {backing}` or mount it again")]
+    #[error(
+        "{bytes} bytes could not be drained and are kept in {arena}: mend the backing, then run `firn recover {backing}` or mount it again"
+    )]
     Left { bytes: u64, arena: PathBuf, backing: PathBuf },
     #[error("firnd ended before the mount was usable and without a message: its log is {log}")]
     Silent { log: String },

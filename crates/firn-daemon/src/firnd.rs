@@ -41,13 +41,13 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     let files = runtime_files(&checked.backing, options)?;
     let locks = Locks::take(&checked.backing, &files)?;
     if !request.foreground {
-        process::detach_stdio(&files.log).map_err(DaemonError::io("open the log in the runtime directory"))?;
+        process::detach_stdio(&files.log)
+            .map_err(DaemonError::io("open the log in the runtime directory"))?;
         process::start_log(options.log_level.as_str());
         let _ = std::env::set_current_dir("/");
     }
     tracing::info!(backing = %checked.backing.display(), mount_point = %checked.mount_point.display(), "attaching");
-    let attached =
-        Attached::new(&checked.backing, files, locks, options, &mut |text| reporter.notice(text))?;
+    let attached = Attached::new(&checked.backing, files, locks, options, &mut |text| reporter.notice(text))?;
     let mount = match Mount::new(request, &checked, &attached) {
         Ok(mount) => mount,
         Err(error) => {

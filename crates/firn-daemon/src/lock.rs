@@ -44,7 +44,12 @@ impl Locks {
     }
 
     /// Locks the arena's file as well: a backing on NFS may not know flock(2), tmpfs does.
-    pub(crate) fn add_arena(&mut self, arena: &Path, backing: &Path, files: &RuntimeFiles) -> Result<(), DaemonError> {
+    pub(crate) fn add_arena(
+        &mut self,
+        arena: &Path,
+        backing: &Path,
+        files: &RuntimeFiles,
+    ) -> Result<(), DaemonError> {
         let file = File::options()
             .read(true)
             .write(true)
@@ -114,7 +119,6 @@ fn seen(backing: &Path) -> String {
 
 /// Whether a living firnd has `arena` open. Takes no lock that outlives the call.
 pub(crate) fn is_held(arena: &Path) -> bool {
-    File::open(arena).is_ok_and(|file| {
-        flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)
-    })
+    File::open(arena)
+        .is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK))
 }

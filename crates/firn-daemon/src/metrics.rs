@@ -62,7 +62,10 @@ pub(crate) fn prometheus(status: &Status) -> String {
         escaped(&status.backing)
     );
     let mut put = |name: &str, kind: &str, help: &str, value: f64| {
-        let _ = writeln!(text, "# HELP firn_{name} {help}\n# TYPE firn_{name} {kind}\nfirn_{name}{labels} {value}");
+        let _ = writeln!(
+            text,
+            "# HELP firn_{name} {help}\n# TYPE firn_{name} {kind}\nfirn_{name}{labels} {value}"
+        );
     };
     let s = status;
     put("ingest_bytes_total", "counter", "Bytes taken from programs.", s.ingest_bytes as f64);
@@ -70,7 +73,12 @@ pub(crate) fn prometheus(status: &Status) -> String {
     put("drain_bytes_total", "counter", "Bytes written to the backing.", s.drain_bytes as f64);
     put("drain_writes_total", "counter", "Writes to the backing that succeeded.", s.drain_writes as f64);
     put("drain_errors_total", "counter", "Writes to the backing that failed.", s.drain_errors as f64);
-    put("cancelled_bytes_total", "counter", "Bytes overwritten before they were drained.", s.cancelled_bytes as f64);
+    put(
+        "cancelled_bytes_total",
+        "counter",
+        "Bytes overwritten before they were drained.",
+        s.cancelled_bytes as f64,
+    );
     put("read_bytes_total", "counter", "Bytes read through firnd.", s.read_bytes as f64);
     put("arena_bytes", "gauge", "Bytes of chunks in the arena.", s.arena_bytes as f64);
     put("arena_used_bytes", "gauge", "Bytes of slabs in use.", s.arena_used_bytes as f64);

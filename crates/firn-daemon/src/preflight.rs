@@ -111,10 +111,16 @@ fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), Daemon
 fn check_apart(backing: &Path, mount_point: &Path) -> Result<(), DaemonError> {
     let (backing_path, mount_point_path) = (backing.to_owned(), mount_point.to_owned());
     if mount_point.starts_with(backing) {
-        return Err(DaemonError::MountPointInBacking { mount_point: mount_point_path, backing: backing_path });
+        return Err(DaemonError::MountPointInBacking {
+            mount_point: mount_point_path,
+            backing: backing_path,
+        });
     }
     if backing.starts_with(mount_point) {
-        return Err(DaemonError::BackingInMountPoint { mount_point: mount_point_path, backing: backing_path });
+        return Err(DaemonError::BackingInMountPoint {
+            mount_point: mount_point_path,
+            backing: backing_path,
+        });
     }
     Ok(())
 }

@@ -55,7 +55,11 @@ pub(crate) fn start_log(level: &str) {
     let filter = tracing_subscriber::EnvFilter::new(format!("{level},fuser={fuser}"));
     let terminal = rustix::termios::isatty(rustix::stdio::stderr());
     // A second mount in one process (tests) keeps the first one's log.
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(terminal).with_writer(io::stderr).try_init();
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(terminal)
+        .with_writer(io::stderr)
+        .try_init();
 }
 
 /// A broken invariant ends firnd at once: the arena survives it, half an answer might not be true.
@@ -63,7 +67,9 @@ pub(crate) fn abort_on_panic() {
     let print = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         print(info);
-        tracing::error!("firnd panicked and ends; acknowledged data is in the arena, mount again to drain it");
+        tracing::error!(
+            "firnd panicked and ends; acknowledged data is in the arena, mount again to drain it"
+        );
         std::process::abort();
     }));
 }

@@ -58,7 +58,8 @@ pub fn recover(
     let locks = Locks::take(&backing, &files)?;
     process::prepare();
     let arena = files.arena.clone();
-    let attached = Attached::new(&backing, files, locks, &request.options, &mut |text| tracing::warn!("{text}"))?;
+    let attached =
+        Attached::new(&backing, files, locks, &request.options, &mut |text| tracing::warn!("{text}"))?;
     let mut next = Instant::now();
     let drained = drain_rest(&attached.engine, Rung::Durable, &mut |bytes, files| {
         let now = Instant::now();
@@ -83,7 +84,12 @@ pub fn recover(
         && report.errors.is_empty()
     {
         let message = "the backing did not take all of it".into();
-        report.errors.push(ErrorStatus { errno: error.raw_os_error(), message, count: 1, ..ErrorStatus::default() });
+        report.errors.push(ErrorStatus {
+            errno: error.raw_os_error(),
+            message,
+            count: 1,
+            ..ErrorStatus::default()
+        });
     }
     // Removed only if what was drained is durable too.
     attached.finish(drained.is_ok());

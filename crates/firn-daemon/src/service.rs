@@ -65,7 +65,13 @@ impl Mounted {
         self.window.lock().add(Instant::now(), status.ingest_bytes, status.drain_bytes);
     }
 
-    fn wait(&self, path: &str, until: Rung, timeout_ms: Option<u64>, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+    fn wait(
+        &self,
+        path: &str,
+        until: Rung,
+        timeout_ms: Option<u64>,
+        say: &mut dyn FnMut(Reply) -> bool,
+    ) -> Reply {
         let deadline = timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms));
         let phase = if until == Rung::Durable { "syncing" } else { "draining" };
         let mut left = 0;

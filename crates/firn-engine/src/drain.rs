@@ -394,6 +394,9 @@ impl<B: Backing> Engine<B> {
                 return false;
             }
         }
+        // Older pieces die first: after a crash between two of them the newer one is still there and
+        // covers the older, which must not come back over what was drained.
+        gone.sort_by_key(|(_, extent)| extent.sequence);
         for (offset, extent) in gone {
             state.extents.remove(offset..offset + extent.len, &mut |_, e| e.piece == extent.piece);
             state.retire(&self.arena, extent.piece, extent.len);

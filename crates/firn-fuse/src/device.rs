@@ -48,7 +48,13 @@ fn mount_direct(mount_point: &Path, options: &SessionOptions) -> io::Result<Owne
         data.push_str(option);
     }
     let source = CString::new(options.source.as_os_str().as_bytes())?;
-    rustix::mount::mount(source.as_c_str(), mount_point, c"fuse", flags(options), Some(CString::new(data)?.as_c_str()))?;
+    rustix::mount::mount(
+        source.as_c_str(),
+        mount_point,
+        c"fuse",
+        flags(options),
+        Some(CString::new(data)?.as_c_str()),
+    )?;
     Ok(device.into())
 }
 

@@ -35,7 +35,9 @@ pub struct SessionOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
     /// No FUSE in this kernel or container.
-    #[error("/dev/fuse is missing: load the module (modprobe fuse), or give the container the device (--device /dev/fuse)")]
+    #[error(
+        "/dev/fuse is missing: load the module (modprobe fuse), or give the container the device (--device /dev/fuse)"
+    )]
     NoDevice,
     /// Not root, and nothing that mounts for others.
     #[error("mounting without root needs fusermount3, which was not found: install fuse3, or mount as root")]

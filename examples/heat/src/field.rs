@@ -64,9 +64,8 @@ impl Slab {
 
     fn ignite(&mut self) {
         let size = self.size;
-        let sparks: Vec<[usize; 3]> = (0..5)
-            .map(|spark| [0, 1, 2].map(|axis| mix(spark * 3 + axis) as usize % size))
-            .collect();
+        let sparks: Vec<[usize; 3]> =
+            (0..5).map(|spark| [0, 1, 2].map(|axis| mix(spark * 3 + axis) as usize % size)).collect();
         let radius = (size / 8).max(1) as isize;
         for plane in 0..self.planes {
             let z = self.first + plane;
@@ -74,10 +73,7 @@ impl Slab {
                 let at = [index % size, index / size, z];
                 let noise = mix((z * size * size + index) as u64 + 1000) >> 11;
                 self.fuel[cell] = 0.9 + 0.2 * noise as f64 / (1u64 << 53) as f64;
-                if sparks
-                    .iter()
-                    .any(|spark| distance_squared(spark, &at, size) <= radius * radius)
-                {
+                if sparks.iter().any(|spark| distance_squared(spark, &at, size) <= radius * radius) {
                     self.heat[cell] = 1.0;
                 }
             }
@@ -101,8 +97,7 @@ impl Slab {
                     let burnt = BURN * fuel * (heat * heat).min(1.0);
                     self.next_heat[here] =
                         heat + HEAT_SPREAD * excess(&self.heat, around, heat) + burnt - LOSS * heat;
-                    self.next_fuel[here] =
-                        fuel + FUEL_SPREAD * excess(&self.fuel, around, fuel) - burnt;
+                    self.next_fuel[here] = fuel + FUEL_SPREAD * excess(&self.fuel, around, fuel) - burnt;
                 }
             }
         }
@@ -124,9 +119,7 @@ impl Slab {
 /// What flows in from the six neighbours.
 #[inline]
 fn excess(field: &[f64], around: [usize; 6], here: f64) -> f64 {
-    around
-        .iter()
-        .fold(-6.0 * here, |sum, &cell| sum + field[cell])
+    around.iter().fold(-6.0 * here, |sum, &cell| sum + field[cell])
 }
 
 /// Square of the distance on the periodic grid.
@@ -170,23 +163,15 @@ mod tests {
 
     /// Advances `ranks` slabs in this process, exchanging ghosts by copy, and hashes the cube.
     fn burn(ranks: u32, size: u32, steps: u64) -> (u64, Vec<Slab>) {
-        let mut slabs: Vec<Slab> = (0..ranks)
-            .map(|rank| Slab::new(rank, ranks, size))
-            .collect();
+        let mut slabs: Vec<Slab> = (0..ranks).map(|rank| Slab::new(rank, ranks, size)).collect();
         let count = slabs.len();
         for _ in 0..steps {
             for here in 0..count {
                 let (below, above) = ((here + count - 1) % count, (here + 1) % count);
                 let last = slabs[below].plane(slabs[below].planes - 1);
                 let first = slabs[above].plane(0);
-                let low = (
-                    slabs[below].heat[last.clone()].to_vec(),
-                    slabs[below].fuel[last].to_vec(),
-                );
-                let high = (
-                    slabs[above].heat[first.clone()].to_vec(),
-                    slabs[above].fuel[first].to_vec(),
-                );
+                let low = (slabs[below].heat[last.clone()].to_vec(), slabs[below].fuel[last].to_vec());
+                let high = (slabs[above].heat[first.clone()].to_vec(), slabs[above].fuel[first].to_vec());
                 let area = slabs[here].plane_cells();
                 let end = (slabs[here].planes + 1) * area;
                 slabs[here].heat[..area].copy_from_slice(&low.0);
@@ -197,9 +182,7 @@ mod tests {
             slabs.iter_mut().for_each(Slab::step);
         }
         let mut hash = Fnv::default();
-        slabs
-            .iter()
-            .for_each(|slab| (0..slab.planes).for_each(|plane| hash.word(slab.plane_hash(plane))));
+        slabs.iter().for_each(|slab| (0..slab.planes).for_each(|plane| hash.word(slab.plane_hash(plane))));
         (hash.0, slabs)
     }
 
@@ -214,10 +197,8 @@ mod tests {
     fn the_flame_spreads_and_stays_bounded() {
         let before: f64 = burn(1, 24, 0).1[0].fuel.iter().sum();
         let slab = &burn(1, 24, 150).1[0];
-        let after: f64 = (0..slab.planes)
-            .flat_map(|plane| slab.plane(plane))
-            .map(|cell| slab.fuel[cell])
-            .sum();
+        let after: f64 =
+            (0..slab.planes).flat_map(|plane| slab.plane(plane)).map(|cell| slab.fuel[cell]).sum();
         assert!(after < 0.8 * before, "fuel left: {after} of {before}");
         assert!(slab.heat.iter().all(|heat| (0.0..2.0).contains(heat)));
     }

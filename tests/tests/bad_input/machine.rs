@@ -37,10 +37,30 @@ fn without_fusermount3_an_ordinary_user_is_told_what_to_install() {
     run(command.args(["-m", "/bin/sh", "-c", script])).code(1).says("fusermount3").says("firn: ");
 }
 
+/// /dev/fuse as udev makes it on Debian: open to all. Bare machines without udev have it closed; what
+/// was there comes back on drop.
+struct OpenDevice(fs::Permissions);
+
+impl OpenDevice {
+    fn new() -> Self {
+        use std::os::unix::fs::PermissionsExt;
+        let before = fs::metadata("/dev/fuse").expect("/dev/fuse").permissions();
+        fs::set_permissions("/dev/fuse", fs::Permissions::from_mode(0o666)).expect("chmod /dev/fuse");
+        Self(before)
+    }
+}
+
+impl Drop for OpenDevice {
+    fn drop(&mut self) {
+        let _ = fs::set_permissions("/dev/fuse", self.0.clone());
+    }
+}
+
 #[test]
 fn an_ordinary_user_mounts_writes_and_unmounts() {
     let sandbox = Sandbox::new("user");
     open_to_all(&sandbox);
+    let _device = OpenDevice::new();
     let firn = copy_for_all(&sandbox);
     let as_nobody = |program: &Path, args: &[&std::ffi::OsStr]| {
         let mut command = Command::new("setpriv");

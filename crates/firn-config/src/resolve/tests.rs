@@ -102,7 +102,9 @@ fn a_bad_value_is_told_even_where_another_source_wins() {
 
 #[test]
 fn options_survive_the_pipe_to_firnd() {
-    let options = resolve_o("ro,noexec,arena-size=1G,close=held,arena-dir=/mnt/huge,fuse-threads=auto").unwrap().options;
+    let options = resolve_o("ro,noexec,arena-size=1G,close=held,arena-dir=/mnt/huge,fuse-threads=auto")
+        .unwrap()
+        .options;
     let json = serde_json::to_string(&options).unwrap();
     assert_eq!(serde_json::from_str::<Options>(&json).unwrap(), options);
     assert_eq!(options.in_force(), ["close=held", "fsync=durable", "drain-age=5s"]);
@@ -110,5 +112,8 @@ fn options_survive_the_pipe_to_firnd() {
 
 #[test]
 fn of_kernel_flags_that_undo_each_other_the_last_counts() {
-    assert_eq!(resolve_o("noexec,nodev,exec").unwrap().options.kernel_flags, [KernelFlag::NoDev, KernelFlag::Exec]);
+    assert_eq!(
+        resolve_o("noexec,nodev,exec").unwrap().options.kernel_flags,
+        [KernelFlag::NoDev, KernelFlag::Exec]
+    );
 }
