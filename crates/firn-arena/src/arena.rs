@@ -192,9 +192,10 @@ impl Arena {
                 stored.iter().filter(|s| s.at.slab.chunk == chunk).map(|s| s.at.slab.slab).collect();
             used.sort_unstable();
             used.dedup();
-            let class = Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire)).ok().flatten();
-            match class {
-                Some(class) if !used.is_empty() => {
+            match Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire)) {
+                // Its pieces may be whole: nobody gets it while this arena lives.
+                Err(_) => pool.set_aside(chunk),
+                Ok(Some(class)) if !used.is_empty() => {
                     pool.adopt(chunk, class, &used);
                     for slab in 0..self.geometry.small_slabs() {
                         let at = SlabRef { chunk, slab };

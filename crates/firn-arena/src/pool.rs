@@ -84,6 +84,11 @@ impl Pool {
         self.free_slabs[slot(class)].extend(free.map(|slab| (chunk, slab)));
     }
 
+    /// At attach: this chunk is not to be used.
+    pub(crate) fn set_aside(&mut self, chunk: u32) {
+        self.free_chunks.retain(|&c| c != chunk);
+    }
+
     /// Bytes of slabs in use.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.class

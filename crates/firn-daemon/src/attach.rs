@@ -27,6 +27,8 @@ pub(crate) struct Attached {
     pub(crate) recovered: Recovered,
     pub(crate) files: RuntimeFiles,
     pool: Pool,
+    /// Parts of the arena could not be read: it is put aside at the end, not removed.
+    damaged: bool,
     _locks: Locks,
 }
 
@@ -54,8 +56,15 @@ impl Attached {
     ) -> Result<Self, DaemonError> {
         let metadata = backing.metadata().map_err(DaemonError::io("look at the backing directory"))?;
         let identity = Identity { backing: backing.into(), dev: metadata.dev(), ino: metadata.ino() };
+        // Before its first byte is touched: where the backing knows no flock(2), this is the only lock.
+        if files.arena.exists() {
+            locks.add_arena(&files.arena, backing, &files)?;
+        }
         let found = find(&files, &identity, options, notice)?;
-        locks.add_arena(&files.arena, backing, &files)?;
+        if matches!(found, Found::Fresh(_)) {
+            locks.add_arena(&files.arena, backing, &files)?;
+        }
+        let damaged = matches!(found, Found::Used { damaged: true, .. });
         let directory = DirBacking::open(backing)
             .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e.into() })?;
         let (engine, recovered) = match found {
@@ -63,7 +72,7 @@ impl Attached {
                 let policies = policies(&arena, options);
                 (Engine::begin(directory, arena, policies)?, Recovered::default())
             }
-            Found::Used(arena, stored) => {
+            Found::Used { arena, stored, .. } => {
                 let policies = policies(&arena, options);
                 Engine::attach(directory, arena, &stored, policies)?
             }
@@ -72,7 +81,8 @@ impl Attached {
         let threads = options.io_threads as usize;
         let pool =
             Pool::start(Arc::clone(&engine), threads).map_err(DaemonError::io("start the IO threads"))?;
-        Ok(Self { engine, recovered, files, pool, _locks: locks })
+        let damaged = damaged || !recovered.damage.is_empty();
+        Ok(Self { engine, recovered, files, pool, damaged, _locks: locks })
     }
 
     /// Bytes that only the arena has.
@@ -86,7 +96,15 @@ impl Attached {
     pub(crate) fn finish(mut self, remove: bool) -> u64 {
         self.pool.stop();
         let left = self.left_bytes();
-        if left == 0 && remove {
+        if left == 0 && remove && self.damaged {
+            let aside = self.files.arena.with_extension("damaged");
+            match std::fs::rename(&self.files.arena, &aside) {
+                Ok(()) => {
+                    tracing::warn!(arena = %aside.display(), "kept: parts of it were damaged; remove it when you have looked at it with firn check")
+                }
+                Err(error) => tracing::warn!(%error, "cannot put the damaged arena aside"),
+            }
+        } else if left == 0 && remove {
             if let Err(error) = std::fs::remove_file(&self.files.arena) {
                 tracing::warn!(%error, arena = %self.files.arena.display(), "cannot remove the empty arena");
             }
@@ -118,7 +136,7 @@ pub(crate) fn passthrough(options: &Options) -> bool {
 
 enum Found {
     Fresh(Arena),
-    Used(Arena, Vec<Stored>),
+    Used { arena: Arena, stored: Vec<Stored>, damaged: bool },
 }
 
 fn find(
@@ -140,10 +158,11 @@ fn find(
     for damage in &damage {
         notice(format!("arena {}: {damage}", path.display()));
     }
+    let damaged = !damage.is_empty();
     if *arena.geometry() == geometry {
-        return Ok(Found::Used(arena, stored));
+        return Ok(Found::Used { arena, stored, damaged });
     }
-    if stored.is_empty() && damage.is_empty() && !journal_has_work(&arena) {
+    if stored.is_empty() && !damaged && !journal_has_work(&arena) {
         drop(arena);
         std::fs::remove_file(path).map_err(DaemonError::io("remove the empty arena of another size"))?;
         return Ok(Found::Fresh(Arena::create(path, geometry, identity)?));
@@ -153,7 +172,7 @@ fn find(
         arena.geometry().data_bytes(),
         arena.geometry().chunk_bytes
     ));
-    Ok(Found::Used(arena, stored))
+    Ok(Found::Used { arena, stored, damaged })
 }
 
 fn text(path: &[u8]) -> std::ffi::OsString {
