@@ -25,7 +25,8 @@ pub fn run(seconds: u64, seed: Option<u64>) -> anyhow::Result<()> {
     for target in targets()? {
         eprintln!("xtask: fuzz {target} for {seconds} s");
         let mut run = fuzz("run");
-        run.args([&target, "--", &format!("-max_total_time={seconds}"), "-print_final_stats=1"]);
+        // An input that takes half a minute is a hang; libFuzzer itself waits twenty.
+        run.args([&target, "--", &format!("-max_total_time={seconds}"), "-timeout=30"]);
         if let Some(seed) = seed {
             run.arg(format!("-seed={seed}"));
         }
