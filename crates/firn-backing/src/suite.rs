@@ -17,9 +17,12 @@ pub fn own_caller() -> Caller {
     Caller { uid, gid: rustix::process::getegid().as_raw(), pid: 0 }
 }
 
+/// Name and body of one case.
+type Case<B> = (&'static str, fn(&B));
+
 /// Runs all cases, each over a fresh, empty backing from `make`. The process must have umask 0.
 pub fn run<B: Backing>(make: impl Fn() -> B) {
-    let cases: [(&str, fn(&B)); 11] = [
+    let cases: [Case<B>; 11] = [
         ("names", names),
         ("nodes_outlive_names", nodes_outlive_names),
         ("hard_links", hard_links),

@@ -66,7 +66,7 @@ impl Attached {
         }
         let damaged = matches!(found, Found::Used { damaged: true, .. });
         let directory = DirBacking::open(backing)
-            .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e.into() })?;
+            .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
                 let policies = policies(&arena, options);
@@ -104,10 +104,11 @@ impl Attached {
                 }
                 Err(error) => tracing::warn!(%error, "cannot put the damaged arena aside"),
             }
-        } else if left == 0 && remove {
-            if let Err(error) = std::fs::remove_file(&self.files.arena) {
-                tracing::warn!(%error, arena = %self.files.arena.display(), "cannot remove the empty arena");
-            }
+        } else if left == 0
+            && remove
+            && let Err(error) = std::fs::remove_file(&self.files.arena)
+        {
+            tracing::warn!(%error, arena = %self.files.arena.display(), "cannot remove the empty arena");
         }
         left
     }
@@ -151,7 +152,7 @@ fn find(
         return Ok(Found::Fresh(Arena::create(path, geometry, identity)?));
     }
     let (arena, stored, damage) = Arena::attach(path)?;
-    let made_for = PathBuf::from(std::ffi::OsString::from(text(&arena.superblock().backing_path)));
+    let made_for = PathBuf::from(text(&arena.superblock().backing_path));
     if made_for != identity.backing {
         return Err(DaemonError::ArenaForeign { path: path.clone(), found: made_for.display().to_string() });
     }

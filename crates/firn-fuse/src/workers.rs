@@ -104,7 +104,9 @@ mod tests {
         let blocked = Arc::new(Mutex::new(blocked));
         for _ in 0..8 {
             let blocked = Arc::clone(&blocked);
-            workers.run(move || drop(blocked.lock().recv()));
+            workers.run(move || {
+                let _ = blocked.lock().recv();
+            });
         }
         let (done, finished) = mpsc::channel();
         workers.run(move || done.send(()).unwrap());

@@ -58,12 +58,15 @@ pub(super) fn own_ids() -> (u32, u32) {
     (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw())
 }
 
+/// Object, user, group, mode.
+type Give<'a, T> = dyn Fn(&T, u32, Option<u32>, Option<u32>) -> Result<Attr> + 'a;
+
 /// The three steps that differ between kinds of objects.
 pub(super) struct Steps<'a, T> {
     /// Makes the object with these mode bits and returns it with its attributes.
     pub(super) make: &'a dyn Fn(u32) -> Result<(T, Attr)>,
     /// Gives the object to a user and, unless `None`, to a group; then sets the mode, if there is one.
-    pub(super) give: &'a dyn Fn(&T, u32, Option<u32>, Option<u32>) -> Result<Attr>,
+    pub(super) give: &'a Give<'a, T>,
     /// Removes the object again.
     pub(super) undo: &'a dyn Fn(),
 }

@@ -102,7 +102,7 @@ impl Plain {
         let node = self.node(inode)?;
         // An O_PATH descriptor is opened for good through its entry in /proc.
         let path = CString::new(format!("/proc/self/fd/{}", node.as_raw_fd())).expect("no zero byte");
-        rustix::fs::open(&path, flags - OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty()).map_err(errno)
+        rustix::fs::open(&path, (flags - OFlags::NOFOLLOW) | OFlags::CLOEXEC, Mode::empty()).map_err(errno)
     }
 
     fn keep_file(&self, fd: OwnedFd) -> FileHandle {
