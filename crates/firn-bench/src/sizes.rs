@@ -36,7 +36,7 @@ pub fn of_image(image_bytes: u64, seed: u64) -> Vec<u64> {
         let mean = image_bytes as f64 * bytes_share / 100.0 / count;
         for _ in 0..count as u64 {
             let size = mean * rng.random_range(0.75..1.25);
-            sizes.push((size as u64).clamp(min, max));
+            sizes.push((size as u64).clamp(min, max - 1));
         }
     }
     settle(&mut sizes, image_bytes);

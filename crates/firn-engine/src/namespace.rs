@@ -199,28 +199,34 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Prepares a file with pending data for the loss of a name. If no other name is known although
-    /// there is one, the data is drained first: recovery could not find the file again.
+    /// The file that is about to lose a name, prepared for that.
     fn losing(&self, dir: &Arc<Node<B>>, name: &OsStr) -> Result<Option<Arc<File<B>>>> {
-        let Some(node) = self.names.child(dir.id, name) else {
-            return Ok(None);
-        };
-        let Some(file) = self.known_file(&node) else {
-            return Ok(None);
-        };
+        let Some(node) = self.names.child(dir.id, name) else { return Ok(None) };
+        let Some(file) = self.known_file(&node) else { return Ok(None) };
+        if let Some(path) = self.path(dir, name) {
+            self.lose_name(&file, path)?;
+        }
+        Ok(Some(file))
+    }
+
+    /// Makes sure that recovery finds a file with pending data without this name: by the others that
+    /// are known here, some of which the kernel may have looked up only after the binding was made. If
+    /// there is another name and none is known, the data is drained first.
+    fn lose_name(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let bound = {
             let state = file.lock();
             state.bound.filter(|_| state.pending > 0)
         };
-        if let Some(bound) = bound {
-            if node.paths().len() == 1 && self.backing.attr(&node.object)?.nlink > 1 {
-                self.drain_now(&file)?;
-            } else if let Some(path) = self.path(dir, name) {
-                let record = Record::NameRemoved { file: bound, path };
-                self.journal.lock().append(&record).map_err(|_| Errno::NOSPC)?;
-            }
+        let Some(bound) = bound else { return Ok(()) };
+        let others: Vec<Vec<u8>> = file.node.paths().into_iter().filter(|known| *known != path).collect();
+        if others.is_empty() && self.backing.attr(&file.node.object)?.nlink > 1 {
+            return self.drain_now(file);
         }
-        Ok(Some(file))
+        let mut journal = self.journal.lock();
+        for path in others {
+            journal.append(&Record::NameAdded { file: bound, path }).map_err(|_| Errno::NOSPC)?;
+        }
+        journal.append(&Record::NameRemoved { file: bound, path }).map_err(|_| Errno::NOSPC)
     }
 
     /// A name of this file is gone. Without name and handle its pending data is of no use to anyone.
@@ -271,11 +277,9 @@ impl<B: Backing> Engine<B> {
             false => self.names.child(new_dir.id, new_name).and_then(|node| self.known_file(&node)),
         };
         if let Some(file) = &replaced
-            && file.node.paths().len() == 1
-            && file.lock().pending > 0
-            && self.backing.attr(&file.node.object)?.nlink > 1
+            && let Some(path) = self.path(&new_dir, new_name)
         {
-            self.drain_now(file)?;
+            self.lose_name(file, path)?;
         }
         let id = self.last_rename.fetch_add(1, Ordering::Relaxed) + 1;
         let journaled = !self.journal.lock().ledger().is_empty();

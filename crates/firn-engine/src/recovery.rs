@@ -234,11 +234,13 @@ impl<B: Backing> Engine<B> {
 
     /// Looks for a bound file under its names.
     fn search(&self, bound: &Bound) -> Search<Arc<Node<B>>> {
+        let mut found = None;
         let mut reason = String::from("it has no name");
         let mut replaced = false;
         for (path, _) in &bound.paths {
             match self.find(path) {
-                Ok(node) if is_same(bound, &node) => return Search::Found(node),
+                // All of its names, so that the loss of one is not taken for the loss of the last.
+                Ok(node) if is_same(bound, &node) => found = Some(node),
                 Ok(_) => {
                     replaced = true;
                     reason = "another file has its name".into();
@@ -248,6 +250,9 @@ impl<B: Backing> Engine<B> {
                 }
                 Err(errno) => reason = format!("its name cannot be looked up: {errno}"),
             }
+        }
+        if let Some(node) = found {
+            return Search::Found(node);
         }
         if bound.paths.iter().all(|(_, state)| *state == PathState::Doubtful) {
             Search::Removed

@@ -263,9 +263,18 @@ impl Run {
         Ok(())
     }
 
+    /// The kernel looks every name up before it changes it.
+    fn looked_up<'a>(&self, path: &'a str) -> Result<(firn_engine::NodeId, &'a OsStr), Errno> {
+        let (dir, name) = self.world.parent(path)?;
+        match self.world.engine.lookup(dir, name) {
+            Ok(_) | Err(Errno::NOENT) => Ok((dir, name)),
+            Err(errno) => Err(errno),
+        }
+    }
+
     fn do_rename(&self, from: &str, to: &str, flags: RenameFlags) -> Result<(), Errno> {
-        let (dir, name) = self.world.parent(from)?;
-        let (new_dir, new_name) = self.world.parent(to)?;
+        let (dir, name) = self.looked_up(from)?;
+        let (new_dir, new_name) = self.looked_up(to)?;
         self.world.engine.rename(dir, name, new_dir, new_name, flags)
     }
 
@@ -306,7 +315,7 @@ impl Run {
     fn unlink(&mut self) -> Result<(), Stopped> {
         let Some(path) = self.existing() else { return Ok(()) };
         self.model.names.remove(&path);
-        let result = self.world.parent(&path).and_then(|(dir, name)| self.world.engine.unlink(dir, name));
+        let result = self.looked_up(&path).and_then(|(dir, name)| self.world.engine.unlink(dir, name));
         if self.outcome(result, Ok(()))?.is_none() {
             self.model = self.before.clone();
         }

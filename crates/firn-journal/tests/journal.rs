@@ -151,7 +151,7 @@ fn what_does_not_fit_changes_nothing() {
     let ledger = journal.ledger().clone();
     assert_eq!(journal.append(&bind(99, "some/path")), Err(Full));
     assert_eq!(journal.ledger(), &ledger);
-    journal.append(&Record::Unbind { file: 1 }).unwrap();
+    journal.append_end(&Record::Unbind { file: 1 }).unwrap();
     journal.append(&bind(99, "some/path")).unwrap();
 }
 
