@@ -61,6 +61,7 @@ struct AllArgs {
 
 /// `firn bench …`.
 pub fn main_from_cli(args: BenchArgs) -> anyhow::Result<()> {
+    raise_file_limit();
     match args.benchmark {
         Benchmark::Worker => return worker::main(),
         Benchmark::Serve => return serve::main(),
@@ -94,4 +95,15 @@ fn all(common: &Common) -> anyhow::Result<()> {
     publish(checkpoint::CheckpointArgs::with(common.clone()).run()?)?;
     publish(read::ReadArgs::with(common.clone()).run()?)?;
     publish(meta::MetaArgs::with(common.clone()).run()?)
+}
+
+/// The plain passthrough holds a descriptor for each file that the kernel knows, as firnd does.
+fn raise_file_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let most = std::fs::read_to_string("/proc/sys/fs/nr_open").ok().and_then(|text| text.trim().parse().ok());
+    if most.is_some() && setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most }).is_ok() {
+        return;
+    }
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }

@@ -15,11 +15,21 @@ const LOG_BYTES_MAX: u64 = 8 << 20;
 pub(crate) fn prepare() {
     // Modes come complete from the kernel.
     rustix::process::umask(rustix::fs::Mode::empty());
+    raise_file_limit();
+    respect_quotas();
+}
+
+fn raise_file_limit() {
+    // firnd holds a descriptor for each file that the kernel knows; root may have as many as the
+    // kernel allows, others what their hard limit says.
+    let most = std::fs::read_to_string("/proc/sys/fs/nr_open").ok().and_then(|text| text.trim().parse().ok());
+    if most.is_some() && setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most }).is_ok() {
+        return;
+    }
     let limit = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
         tracing::warn!(%error, "cannot raise the number of open files");
     }
-    respect_quotas();
 }
 
 /// Root's CAP_SYS_RESOURCE would write beyond quotas and into reserved blocks: data would be taken
