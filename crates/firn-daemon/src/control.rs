@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use firn_format::protocol::{Reply, Request};
+use parking_lot::Mutex;
 use rustix::fs::Mode;
 
 const CONNECTIONS_MAX: usize = 64;
@@ -41,10 +42,13 @@ impl Control {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        // The umask is the process's; nothing else creates files yet.
+        // The umask is the process's: nothing else creates files yet, and one start at a time changes it.
+        static UMASK: Mutex<()> = Mutex::new(());
+        let alone = UMASK.lock();
         let umask = rustix::process::umask(Mode::from_raw_mode(0o177));
         let listener = UnixListener::bind(path);
         rustix::process::umask(umask);
+        drop(alone);
         let listener = listener?;
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
