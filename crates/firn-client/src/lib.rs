@@ -6,7 +6,7 @@
 pub mod connect;
 mod error;
 pub mod find;
-mod mountinfo;
+pub mod mountinfo;
 pub mod paths;
 
 pub use connect::Connection;

@@ -1,8 +1,9 @@
-//! `/proc/self/mountinfo`, as far as Firn needs it (proc_pid_mountinfo(5)).
+//! The Firn mounts among all that `/proc/self/mountinfo` lists.
 
-use std::ffi::OsString;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+
+use firn_client::mountinfo;
 
 /// What the kernel calls a Firn mount.
 const FIRN: &str = "fuse.firn";
@@ -27,36 +28,8 @@ pub(crate) fn at(mount_point: &Path) -> Option<FirnMount> {
 }
 
 fn parse(text: &[u8]) -> Vec<FirnMount> {
-    text.split(|byte| *byte == b'\n').filter_map(parse_line).collect()
-}
-
-fn parse_line(line: &[u8]) -> Option<FirnMount> {
-    let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
-    let separator = fields.iter().position(|field| *field == b"-")?;
-    let (kind, source) = (fields.get(separator + 1)?, fields.get(separator + 2)?);
-    (*kind == FIRN.as_bytes())
-        .then(|| Some(FirnMount { mount_point: unescape(fields.get(4)?), backing: unescape(source) }))?
-}
-
-/// Blanks and backslashes are written as `\ooo`.
-fn unescape(field: &[u8]) -> PathBuf {
-    let mut out = Vec::with_capacity(field.len());
-    let mut rest = field;
-    while let Some((&byte, tail)) = rest.split_first() {
-        let octal =
-            tail.get(..3).filter(|_| byte == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
-        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(value) => {
-                out.push(value);
-                rest = &tail[3..];
-            }
-            None => {
-                out.push(byte);
-                rest = tail;
-            }
-        }
-    }
-    OsString::from_vec(out).into()
+    let firn = mountinfo::parse(text).into_iter().filter(|entry| entry.fs_type == FIRN);
+    firn.map(|entry| FirnMount { mount_point: entry.mount_point, backing: entry.source }).collect()
 }
 
 /// For messages.
