@@ -20,6 +20,7 @@ use firn_journal::Medium;
 
 use crate::error::DaemonError;
 use crate::lock::Locks;
+use crate::process;
 
 /// A backing that is being drained.
 pub(crate) struct Attached {
@@ -126,6 +127,7 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
         },
         drain_age: Duration::from_millis(options.drain_age_ms),
         passthrough: passthrough(options),
+        objects_max: process::objects_max(),
         ..EngineOptions::new(arena.geometry().chunk_bytes)
     }
 }

@@ -20,8 +20,8 @@ pub(crate) fn prepare() {
 }
 
 fn raise_file_limit() {
-    // firnd holds a descriptor for each file that the kernel knows; root may have as many as the
-    // kernel allows, others what their hard limit says.
+    // Each file in use takes a descriptor; root may have as many as the kernel allows, others what
+    // their hard limit says.
     let most = std::fs::read_to_string("/proc/sys/fs/nr_open").ok().and_then(|text| text.trim().parse().ok());
     if most.is_some() && setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most }).is_ok() {
         return;
@@ -30,6 +30,13 @@ fn raise_file_limit() {
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
         tracing::warn!(%error, "cannot raise the number of open files");
     }
+}
+
+/// How many descriptors may go to files that are merely known: a quarter. The rest is for those in use,
+/// each with one or two.
+pub(crate) fn objects_max() -> usize {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(1 << 20);
+    (limit / 4).clamp(64, 1 << 18) as usize
 }
 
 /// Root's CAP_SYS_RESOURCE would write beyond quotas and into reserved blocks: data would be taken

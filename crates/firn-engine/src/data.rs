@@ -30,7 +30,7 @@ impl<B: Backing> Engine<B> {
         flags: i32,
     ) -> Result<(Entry, Opened)> {
         let dir = self.node(parent)?;
-        match self.backing.create(caller, &dir.object, name, mode) {
+        match self.backing.create(caller, &self.object(&dir)?, name, mode) {
             Ok((object, backing_file, attr)) => {
                 let node = self.names.register(object, &attr, &dir, name, 1);
                 node.name_unsynced.store(true, Ordering::Release);
@@ -98,7 +98,7 @@ impl<B: Backing> Engine<B> {
         if let Some(open) = can_read.or(state.reader.as_ref()) {
             return Ok(Arc::clone(open));
         }
-        let opened = self.backing.open(&file.node.object, Access::Read)?;
+        let opened = self.backing.open(&self.object(&file.node)?, Access::Read)?;
         let opened = Arc::new(BackingFile { file: opened, access: Access::Read });
         state.reader = Some(Arc::clone(&opened));
         Ok(opened)

@@ -295,7 +295,7 @@ impl<B: Backing> Engine<B> {
         if let Some(writer) = &state.writer {
             return Ok(Arc::clone(writer));
         }
-        let object = &file.node.object;
+        let object = &self.object(&file.node)?;
         let opened = match self.backing.open(object, Access::ReadWrite) {
             Ok(file) => BackingFile { file, access: Access::ReadWrite },
             Err(Errno::ACCESS | Errno::PERM) => {
@@ -416,7 +416,9 @@ impl<B: Backing> Engine<B> {
             {
                 // The backing stamped the drain; programs saw the time of their write. A refusal (not
                 // the owner) leaves the backing's time.
-                let _ = self.backing.set_times(&file.node.object, SetTime::Keep, SetTime::At(mtime));
+                let _ = self
+                    .object(&file.node)
+                    .and_then(|object| self.backing.set_times(&object, SetTime::Keep, SetTime::At(mtime)));
             }
             self.unbind(state);
         }

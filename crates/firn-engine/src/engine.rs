@@ -49,6 +49,9 @@ pub struct EngineOptions {
     pub drain_write_bytes_max: u64,
     /// Let the kernel read files that have nothing pending.
     pub passthrough: bool,
+    /// Objects of the backing (descriptors) held beside those of files in use. The kernel may know more;
+    /// they are looked up again when used.
+    pub objects_max: usize,
 }
 
 impl EngineOptions {
@@ -62,6 +65,7 @@ impl EngineOptions {
             // Four chunks: larger ones gained nothing on any backing measured and hold the lane longer.
             drain_write_bytes_max: chunk_bytes.saturating_mul(4).clamp(1 << 20, 64 << 20),
             passthrough: false,
+            objects_max: 4096,
         }
     }
 }
@@ -185,6 +189,15 @@ impl<B: Backing> Engine<B> {
 
     pub(crate) fn node(&self, id: NodeId) -> Result<Arc<Node<B>>> {
         self.names.get(id).ok_or(Errno::STALE)
+    }
+
+    /// The object of a node in the backing.
+    pub(crate) fn object(&self, node: &Node<B>) -> Result<B::Node> {
+        self.names.object(&self.backing, node)
+    }
+
+    pub(crate) fn object_of(&self, id: NodeId) -> Result<B::Node> {
+        self.object(&*self.node(id)?)
     }
 
     pub(crate) fn handle(&self, id: HandleId) -> Result<Arc<Handle<B>>> {

@@ -6,6 +6,9 @@
 //!   also when the kernel has forgotten the directories above.
 //! * A node number is the backing's inode number where that is possible, so that programs see the
 //!   numbers that they see in the backing.
+//! * The kernel may know more nodes than a process may hold descriptors: the objects of the nodes used
+//!   last are held ([`Objects`]), the others are looked up again by a name. What is about to lose its
+//!   last known name is held for good before.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -13,10 +16,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use firn_backing::{Attr, Backing, Kind};
-use parking_lot::Mutex;
+use firn_backing::{Attr, Backing, Errno, Kind};
+use parking_lot::{Mutex, RwLock};
+use quick_cache::sync::Cache;
 
-use crate::{NodeId, ROOT};
+use crate::{NodeId, ROOT, Result};
 
 /// Identity of an object in the backing: device and inode.
 pub(crate) type Key = (u64, u64);
@@ -24,13 +28,20 @@ pub(crate) type Key = (u64, u64);
 /// First number for objects whose inode number cannot serve: above any inode number met in practice.
 const SYNTHETIC: u64 = 1 << 62;
 
+/// The objects of the nodes used last, by [`Node::serial`].
+type Objects<B> = Cache<u64, <B as Backing>::Node>;
+
 /// One object.
 pub(crate) struct Node<B: Backing> {
     pub id: NodeId,
+    /// Never used again, unlike the numbers of inodes.
+    serial: u64,
     pub key: Key,
     pub kind: Kind,
     pub btime: Option<firn_backing::Time>,
-    pub object: B::Node,
+    /// The object, where it must not be let go.
+    held: Mutex<Option<B::Node>>,
+    objects: Arc<Objects<B>>,
     /// Known names: (directory, name).
     names: Mutex<Vec<(Arc<Node<B>>, OsString)>>,
     /// A name was made or changed and not synced since.
@@ -42,6 +53,17 @@ pub(crate) struct Node<B: Backing> {
 }
 
 impl<B: Backing> Node<B> {
+    /// Whether this is what `attr` tells of. An inode number alone is not enough: it is used again once
+    /// the object is gone.
+    fn is(&self, attr: &Attr) -> bool {
+        let same_birth = self.btime.zip(attr.btime).is_none_or(|(ours, theirs)| ours == theirs);
+        self.key == (attr.dev, attr.ino) && self.kind == attr.kind && same_birth
+    }
+
+    fn object_at_hand(&self) -> Option<B::Node> {
+        self.held.lock().clone().or_else(|| self.objects.get(&self.serial))
+    }
+
     pub(crate) fn add_name(&self, parent: &Arc<Self>, name: &OsStr) {
         let mut names = self.names.lock();
         if self.kind == Kind::Dir {
@@ -80,6 +102,12 @@ impl<B: Backing> Node<B> {
     }
 }
 
+impl<B: Backing> Drop for Node<B> {
+    fn drop(&mut self) {
+        self.objects.remove(&self.serial);
+    }
+}
+
 struct Known<B: Backing> {
     node: Arc<Node<B>>,
     lookups: u64,
@@ -90,6 +118,7 @@ struct Tables<B: Backing> {
     by_key: HashMap<Key, Weak<Node<B>>>,
     children: HashMap<(NodeId, OsString), Weak<Node<B>>>,
     next_synthetic: u64,
+    last_serial: u64,
 }
 
 /// All nodes.
@@ -99,16 +128,78 @@ pub(crate) struct Names<B: Backing> {
     /// An earlier firnd may have made names that nobody synced: the first sync of each file syncs
     /// its names too.
     names_unsynced: bool,
+    objects: Arc<Objects<B>>,
+    /// Held for writing while a rename is done below and noted here, for reading while an object is
+    /// looked up again by its name.
+    moving: RwLock<()>,
 }
 
 impl<B: Backing> Names<B> {
-    pub(crate) fn new(object: B::Node, attr: &Attr, names_unsynced: bool) -> Self {
-        let root = Arc::new(new_node(ROOT, object, attr, false));
+    /// Holds the objects of `objects_max` nodes beside those that it must.
+    pub(crate) fn new(object: B::Node, attr: &Attr, names_unsynced: bool, objects_max: usize) -> Self {
+        let objects = Arc::new(Cache::new(objects_max));
+        let root = Arc::new(new_node(ROOT, 0, &objects, attr, false));
+        *root.held.lock() = Some(object);
         let mut by_id = HashMap::new();
         by_id.insert(ROOT, Known { node: Arc::clone(&root), lookups: 1 });
         let by_key = HashMap::from([(root.key, Arc::downgrade(&root))]);
-        let tables = Tables { by_id, by_key, children: HashMap::new(), next_synthetic: SYNTHETIC };
-        Self { root, tables: Mutex::new(tables), names_unsynced }
+        let tables =
+            Tables { by_id, by_key, children: HashMap::new(), next_synthetic: SYNTHETIC, last_serial: 0 };
+        Self { root, tables: Mutex::new(tables), names_unsynced, objects, moving: RwLock::new(()) }
+    }
+
+    /// The object of a node, looked up again where it was let go; ESTALE where no known name leads to it
+    /// any more.
+    pub(crate) fn object(&self, backing: &B, node: &Node<B>) -> Result<B::Node> {
+        if let Some(object) = node.object_at_hand() {
+            return Ok(object);
+        }
+        let _names_stay = self.moving.read();
+        self.look_up_again(backing, node)
+    }
+
+    fn look_up_again(&self, backing: &B, node: &Node<B>) -> Result<B::Node> {
+        if let Some(object) = node.object_at_hand() {
+            return Ok(object);
+        }
+        let names = node.names.lock().clone();
+        let mut errno = Errno::STALE;
+        for (parent, name) in &names {
+            let found = self.look_up_again(backing, parent).and_then(|parent| backing.lookup(&parent, name));
+            match found {
+                Ok((object, attr)) if node.is(&attr) => {
+                    self.objects.insert(node.serial, object.clone());
+                    return Ok(object);
+                }
+                Ok(_) | Err(Errno::NOENT | Errno::NOTDIR) => {}
+                Err(other) => errno = other,
+            }
+        }
+        Err(errno)
+    }
+
+    /// Called before a name goes: if no other is known, the object is held from here on.
+    pub(crate) fn hold_last(&self, backing: &B, parent: NodeId, name: &OsStr) {
+        let Some(node) = self.child(parent, name) else { return };
+        let another = node.names.lock().iter().any(|(p, n)| p.id != parent || n != name);
+        // One that is gone from below already cannot be held; who uses it is told ESTALE.
+        if !another && let Ok(object) = self.object(backing, &node) {
+            *node.held.lock() = Some(object);
+        }
+    }
+
+    /// Renames below and here, as one step for those who look an object up again.
+    pub(crate) fn rename(
+        &self,
+        from: (&Arc<Node<B>>, &OsStr),
+        to: (&Arc<Node<B>>, &OsStr),
+        exchange: bool,
+        below: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let _names_move = self.moving.write();
+        below()?;
+        self.renamed(from, to, exchange);
+        Ok(())
     }
 
     pub(crate) fn root(&self) -> &Arc<Node<B>> {
@@ -138,8 +229,7 @@ impl<B: Backing> Names<B> {
         let tables = &mut *guard;
         let key = (attr.dev, attr.ino);
         let node = match tables.by_key.get(&key).and_then(Weak::upgrade) {
-            // The same number and kind is the same object: we hold it, so the number is not reused.
-            Some(node) if node.kind == attr.kind => node,
+            Some(node) if node.is(attr) => node,
             _ => {
                 let direct = NodeId(attr.ino);
                 let usable = attr.dev == self.root.key.0 && attr.ino > 1 && attr.ino < SYNTHETIC;
@@ -149,12 +239,15 @@ impl<B: Backing> Names<B> {
                     tables.next_synthetic += 1;
                     NodeId(tables.next_synthetic)
                 };
-                let node = Arc::new(new_node(id, object, attr, self.names_unsynced));
+                tables.last_serial += 1;
+                let node = new_node(id, tables.last_serial, &self.objects, attr, self.names_unsynced);
+                let node = Arc::new(node);
                 tables.by_key.insert(key, Arc::downgrade(&node));
                 node
             }
         };
         if node.id != ROOT {
+            self.objects.insert(node.serial, object);
             node.add_name(parent, name);
             tables.children.insert((parent.id, name.to_owned()), Arc::downgrade(&node));
         }
@@ -179,7 +272,9 @@ impl<B: Backing> Names<B> {
         let node = tables.by_id.remove(&id).expect("just seen").node;
         // Files with pending data hold the node; else this is the last reference.
         if Arc::strong_count(&node) == 1 {
-            tables.by_key.remove(&node.key);
+            if tables.by_key.get(&node.key).is_some_and(|known| known.as_ptr() == Arc::as_ptr(&node)) {
+                tables.by_key.remove(&node.key);
+            }
             for (parent, name) in node.names.lock().iter() {
                 tables.children.remove(&(parent.id, name.clone()));
             }
@@ -196,7 +291,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// A name moved over another, or the two changed places.
-    pub(crate) fn renamed(&self, from: (&Arc<Node<B>>, &OsStr), to: (&Arc<Node<B>>, &OsStr), exchange: bool) {
+    fn renamed(&self, from: (&Arc<Node<B>>, &OsStr), to: (&Arc<Node<B>>, &OsStr), exchange: bool) {
         let mut tables = self.tables.lock();
         let (from_key, to_key) = ((from.0.id, from.1.to_owned()), (to.0.id, to.1.to_owned()));
         let moved = tables.children.remove(&from_key).and_then(|weak| weak.upgrade());
@@ -218,13 +313,21 @@ impl<B: Backing> Names<B> {
     }
 }
 
-fn new_node<B: Backing>(id: NodeId, object: B::Node, attr: &Attr, name_unsynced: bool) -> Node<B> {
+fn new_node<B: Backing>(
+    id: NodeId,
+    serial: u64,
+    objects: &Arc<Objects<B>>,
+    attr: &Attr,
+    name_unsynced: bool,
+) -> Node<B> {
     Node {
         id,
+        serial,
         key: (attr.dev, attr.ino),
         kind: attr.kind,
         btime: attr.btime,
-        object,
+        held: Mutex::new(None),
+        objects: Arc::clone(objects),
         names: Mutex::new(Vec::new()),
         name_unsynced: AtomicBool::new(name_unsynced),
         data_unsynced: AtomicBool::new(false),

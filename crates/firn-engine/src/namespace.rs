@@ -19,7 +19,7 @@ impl<B: Backing> Engine<B> {
     /// Resolves a name; the node's lookup count goes up by one.
     pub fn lookup(&self, parent: NodeId, name: &OsStr) -> Result<Entry> {
         let dir = self.node(parent)?;
-        let (object, attr) = self.backing.lookup(&dir.object, name)?;
+        let (object, attr) = self.backing.lookup(&self.object(&dir)?, name)?;
         let node = self.names.register(object, &attr, &dir, name, 1);
         Ok(Entry { node: node.id, attr: self.overlay(&node, attr)? })
     }
@@ -36,7 +36,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn attr_of(&self, node: &Arc<Node<B>>) -> Result<Attr> {
-        let attr = self.backing.attr(&node.object)?;
+        let attr = self.backing.attr(&self.object(&node)?)?;
         self.overlay(node, attr)
     }
 
@@ -50,7 +50,7 @@ impl<B: Backing> Engine<B> {
             let state = file.lock();
             (state.pending, state.extents.end(), state.mtime)
         };
-        let mut attr = self.backing.attr(&node.object)?;
+        let mut attr = self.backing.attr(&self.object(&node)?)?;
         if pending == 0 {
             return Ok(attr);
         }
@@ -74,10 +74,10 @@ impl<B: Backing> Engine<B> {
             result?;
         }
         if set.uid.is_some() || set.gid.is_some() {
-            self.backing.set_owner(&node.object, set.uid, set.gid)?;
+            self.backing.set_owner(&self.object(&node)?, set.uid, set.gid)?;
         }
         if let Some(mode) = set.mode {
-            self.backing.set_mode(&node.object, mode)?;
+            self.backing.set_mode(&self.object(&node)?, mode)?;
         }
         if set.atime != SetTime::Keep || set.mtime != SetTime::Keep {
             self.set_times(&node, set.atime, set.mtime)?;
@@ -87,11 +87,11 @@ impl<B: Backing> Engine<B> {
 
     fn set_times(&self, node: &Arc<Node<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
         let Some(file) = self.known_file(node) else {
-            return self.backing.set_times(&node.object, atime, mtime);
+            return self.backing.set_times(&self.object(&node)?, atime, mtime);
         };
         // Under the lock, so that a drain that ends meanwhile does not put an older time back.
         let mut state = file.lock();
-        self.backing.set_times(&node.object, atime, mtime)?;
+        self.backing.set_times(&self.object(&node)?, atime, mtime)?;
         let time = match mtime {
             SetTime::Keep => return Ok(()),
             SetTime::Now => Time::now(),
@@ -130,7 +130,7 @@ impl<B: Backing> Engine<B> {
     /// mkdir(2).
     pub fn mkdir(&self, caller: &Caller, parent: NodeId, name: &OsStr, mode: u32) -> Result<Entry> {
         let dir = self.node(parent)?;
-        let (object, attr) = self.backing.mkdir(caller, &dir.object, name, mode)?;
+        let (object, attr) = self.backing.mkdir(caller, &self.object(&dir)?, name, mode)?;
         Ok(self.made(&dir, name, object, attr))
     }
 
@@ -144,14 +144,14 @@ impl<B: Backing> Engine<B> {
         rdev: u64,
     ) -> Result<Entry> {
         let dir = self.node(parent)?;
-        let (object, attr) = self.backing.mknod(caller, &dir.object, name, mode, rdev)?;
+        let (object, attr) = self.backing.mknod(caller, &self.object(&dir)?, name, mode, rdev)?;
         Ok(self.made(&dir, name, object, attr))
     }
 
     /// symlink(2).
     pub fn symlink(&self, caller: &Caller, parent: NodeId, name: &OsStr, target: &OsStr) -> Result<Entry> {
         let dir = self.node(parent)?;
-        let (object, attr) = self.backing.symlink(caller, &dir.object, name, target)?;
+        let (object, attr) = self.backing.symlink(caller, &self.object(&dir)?, name, target)?;
         Ok(self.made(&dir, name, object, attr))
     }
 
@@ -159,8 +159,8 @@ impl<B: Backing> Engine<B> {
     pub fn link(&self, node: NodeId, parent: NodeId, name: &OsStr) -> Result<Entry> {
         let (node, dir) = (self.node(node)?, self.node(parent)?);
         let _paths_stay = self.rename_gate.read();
-        self.backing.link(&node.object, &dir.object, name)?;
-        let (object, attr) = self.backing.lookup(&dir.object, name)?;
+        self.backing.link(&self.object(&node)?, &self.object(&dir)?, name)?;
+        let (object, attr) = self.backing.lookup(&self.object(&dir)?, name)?;
         let linked = self.names.register(object, &attr, &dir, name, 1);
         linked.name_unsynced.store(true, Ordering::Release);
         if let Some(file) = self.known_file(&linked) {
@@ -191,7 +191,9 @@ impl<B: Backing> Engine<B> {
         let dir = self.node(parent)?;
         let _paths_stay = self.rename_gate.read();
         let file = self.losing(&dir, name)?;
-        self.backing.unlink(&dir.object, name)?;
+        let parent = self.object(&dir)?;
+        self.names.hold_last(&self.backing, dir.id, name);
+        self.backing.unlink(&parent, name)?;
         self.names.unlinked(dir.id, name);
         if let Some(file) = file {
             self.lost_name(&file);
@@ -219,7 +221,7 @@ impl<B: Backing> Engine<B> {
         };
         let Some(bound) = bound else { return Ok(()) };
         let others: Vec<Vec<u8>> = file.node.paths().into_iter().filter(|known| *known != path).collect();
-        if others.is_empty() && self.backing.attr(&file.node.object)?.nlink > 1 {
+        if others.is_empty() && self.backing.attr(&self.object(&file.node)?)?.nlink > 1 {
             return self.drain_now(file);
         }
         let mut journal = self.journal.lock();
@@ -231,7 +233,11 @@ impl<B: Backing> Engine<B> {
 
     /// A name of this file is gone. Without name and handle its pending data is of no use to anyone.
     fn lost_name(&self, file: &Arc<File<B>>) {
-        let gone = self.backing.attr(&file.node.object).map_or(true, |attr| attr.nlink == 0);
+        let gone = match self.object(&file.node).and_then(|object| self.backing.attr(&object)) {
+            Ok(attr) => attr.nlink == 0,
+            // Where the backing cannot say, its data is kept.
+            Err(errno) => matches!(errno, Errno::STALE | Errno::NOENT),
+        };
         if !gone {
             return;
         }
@@ -250,7 +256,9 @@ impl<B: Backing> Engine<B> {
     /// rmdir(2).
     pub fn rmdir(&self, parent: NodeId, name: &OsStr) -> Result<()> {
         let dir = self.node(parent)?;
-        self.backing.rmdir(&dir.object, name)?;
+        let parent = self.object(&dir)?;
+        self.names.hold_last(&self.backing, dir.id, name);
+        self.backing.rmdir(&parent, name)?;
         self.names.unlinked(dir.id, name);
         Ok(())
     }
@@ -266,11 +274,12 @@ impl<B: Backing> Engine<B> {
     ) -> Result<()> {
         let (dir, new_dir) = (self.node(parent)?, self.node(new_parent)?);
         let exchange = flags.contains(RenameFlags::EXCHANGE);
+        let (from, to) = (self.object(&dir)?, self.object(&new_dir)?);
         let _paths_change = self.rename_gate.write();
         let (moved, target) = (self.names.child(dir.id, name), self.names.child(new_dir.id, new_name));
         if moved.is_some_and(|a| target.is_some_and(|b| Arc::ptr_eq(&a, &b))) {
             // Two names of one file: nothing changes, whatever the backing says.
-            return self.backing.rename(&dir.object, name, &new_dir.object, new_name, flags);
+            return self.backing.rename(&from, name, &to, new_name, flags);
         }
         let replaced = match exchange {
             true => None,
@@ -285,18 +294,22 @@ impl<B: Backing> Engine<B> {
         let journaled = !self.journal.lock().ledger().is_empty();
         if journaled {
             let paths = (self.path(&dir, name), self.path(&new_dir, new_name));
-            let (Some(from), Some(to)) = paths else {
+            let (Some(old), Some(new)) = paths else {
                 return Err(Errno::STALE);
             };
-            let record = Record::RenameBegin { id, from, to, exchange };
+            let record = Record::RenameBegin { id, from: old, to: new, exchange };
             self.journal.lock().append(&record).map_err(|_| Errno::NOSPC)?;
         }
-        let result = self.backing.rename(&dir.object, name, &new_dir.object, new_name, flags);
+        if !exchange {
+            self.names.hold_last(&self.backing, new_dir.id, new_name);
+        }
+        let result = self.names.rename((&dir, name), (&new_dir, new_name), exchange, || {
+            self.backing.rename(&from, name, &to, new_name, flags)
+        });
         if journaled {
             self.insist(&Record::RenameEnd { id, done: result.is_ok() });
         }
         result?;
-        self.names.renamed((&dir, name), (&new_dir, new_name), exchange);
         if let Some(file) = replaced {
             self.lost_name(&file);
         }
@@ -305,33 +318,33 @@ impl<B: Backing> Engine<B> {
 
     /// readlink(2).
     pub fn readlink(&self, node: NodeId) -> Result<Vec<u8>> {
-        self.backing.readlink(&self.node(node)?.object)
+        self.backing.readlink(&self.object_of(node)?)
     }
 
     // ---- extended attributes -----------------------------------------------------------------
 
     /// getxattr(2).
     pub fn get_xattr(&self, node: NodeId, name: &OsStr) -> Result<Vec<u8>> {
-        self.backing.get_xattr(&self.node(node)?.object, name)
+        self.backing.get_xattr(&self.object_of(node)?, name)
     }
     /// setxattr(2).
     pub fn set_xattr(&self, node: NodeId, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
-        self.backing.set_xattr(&self.node(node)?.object, name, value, flags)
+        self.backing.set_xattr(&self.object_of(node)?, name, value, flags)
     }
     /// listxattr(2).
     pub fn list_xattr(&self, node: NodeId) -> Result<Vec<u8>> {
-        self.backing.list_xattr(&self.node(node)?.object)
+        self.backing.list_xattr(&self.object_of(node)?)
     }
     /// removexattr(2).
     pub fn remove_xattr(&self, node: NodeId, name: &OsStr) -> Result<()> {
-        self.backing.remove_xattr(&self.node(node)?.object, name)
+        self.backing.remove_xattr(&self.object_of(node)?, name)
     }
 
     // ---- directories -------------------------------------------------------------------------
 
     /// opendir(3).
     pub fn open_dir(&self, node: NodeId) -> Result<HandleId> {
-        let dir = self.backing.open_dir(&self.node(node)?.object)?;
+        let dir = self.backing.open_dir(&self.object_of(node)?)?;
         let id = self.new_handle_id();
         self.dirs.write().insert(id, Arc::new(dir));
         Ok(id)

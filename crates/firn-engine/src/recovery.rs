@@ -117,7 +117,7 @@ impl<B: Backing> Engine<B> {
         let attr = backing.attr(&root).map_err(EngineError::Backing)?;
         let epoch = arena.begin_epoch();
         Ok(Self {
-            names: Names::new(root, &attr, epoch > 1),
+            names: Names::new(root, &attr, epoch > 1, options.objects_max),
             passthrough: AtomicBool::new(options.passthrough),
             backing,
             arena,
@@ -225,7 +225,7 @@ impl<B: Backing> Engine<B> {
 
     fn finish_truncations(&self, binding: u64, bound: &Bound, node: &Arc<Node<B>>) -> crate::Result<()> {
         for &(sequence, size) in &bound.truncating {
-            let file = self.backing.open(&node.object, Access::Write)?;
+            let file = self.backing.open(&self.object(&node)?, Access::Write)?;
             self.backing.set_len(&file, size)?;
             self.note(&Record::TruncateEnd { file: binding, sequence, size, done: true });
         }

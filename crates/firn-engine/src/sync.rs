@@ -107,7 +107,8 @@ impl<B: Backing> Engine<B> {
     fn sync_names(&self, node: &Arc<Node<B>>) -> Result<()> {
         if node.name_unsynced.swap(false, Ordering::AcqRel) {
             for parent in node.parents() {
-                if let Err(errno) = self.backing.sync_dir(&parent.object) {
+                let synced = self.object(&parent).and_then(|dir| self.backing.sync_dir(&dir));
+                if let Err(errno) = synced {
                     node.name_unsynced.store(true, Ordering::Release);
                     return Err(errno);
                 }
@@ -125,7 +126,7 @@ impl<B: Backing> Engine<B> {
         if self.options.fsync == FsyncPolicy::Held {
             return Ok(());
         }
-        self.backing.sync_dir(&node.object)?;
+        self.backing.sync_dir(&self.object(&node)?)?;
         self.sync_names(&node)
     }
 
@@ -230,7 +231,7 @@ impl<B: Backing> Engine<B> {
         let mut node = Arc::clone(self.names.root());
         for name in path.split(|b| *b == b'/').filter(|name| !name.is_empty()) {
             let name = std::ffi::OsStr::from_bytes(name);
-            let (object, attr) = self.backing.lookup(&node.object, name)?;
+            let (object, attr) = self.backing.lookup(&self.object(&node)?, name)?;
             node = self.names.register(object, &attr, &node, name, 0);
         }
         Ok(node)

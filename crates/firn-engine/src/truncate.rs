@@ -17,7 +17,7 @@ impl<B: Backing> Engine<B> {
     /// Length with pending data counted in.
     pub(crate) fn size_of(&self, file: &File<B>) -> Result<u64> {
         let pending = file.lock().extents.end();
-        Ok(self.backing.attr(&file.node.object)?.size.max(pending))
+        Ok(self.backing.attr(&self.object(&file.node)?)?.size.max(pending))
     }
 
     /// ftruncate(2). The journal knows of it before the backing does, so that a crash leaves the old

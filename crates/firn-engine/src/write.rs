@@ -77,7 +77,7 @@ impl<B: Backing> Engine<B> {
             let state = file.lock();
             state.bound.is_none() && !state.unlinked
         };
-        Ok(unbound && file.node.paths().is_empty() && self.backing.attr(&file.node.object)?.nlink > 0)
+        Ok(unbound && file.node.paths().is_empty() && self.backing.attr(&self.object(&file.node)?)?.nlink > 0)
     }
 
     fn write_through(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
@@ -208,12 +208,16 @@ impl<B: Backing> Engine<B> {
     }
 
     fn clear_suid(&self, file: &File<B>) -> Result<()> {
-        let attr = self.backing.attr(&file.node.object)?;
+        let attr = self.backing.attr(&self.object(&file.node)?)?;
         let mut kept = attr.mode & 0o7777 & !SET_ID_BITS;
         // A set-gid bit without group execute is mandatory locking, not privilege: it stays.
         if attr.mode & 0o2010 == 0o2000 {
             kept |= 0o2000;
         }
-        if kept != attr.mode & 0o7777 { self.backing.set_mode(&file.node.object, kept) } else { Ok(()) }
+        if kept != attr.mode & 0o7777 {
+            self.backing.set_mode(&self.object(&file.node)?, kept)
+        } else {
+            Ok(())
+        }
     }
 }

@@ -1,12 +1,16 @@
 //! A machine that lacks something: no /dev/fuse, no fusermount3, no memory.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use firn_tests::ack::verify;
 use firn_tests::command::wait_child;
+use firn_tests::fsops::{open_rw, read_at};
+use firn_tests::mount::status_of;
 use firn_tests::sandbox::{firn_binary, is_mounted};
 use firn_tests::{FirnMount, Sandbox, helper_binary, run, wait_until};
 
@@ -179,4 +183,51 @@ impl Drop for MemoryCgroup {
             std::thread::sleep(Duration::from_millis(20));
         }
     }
+}
+
+/// The kernel may know more files than firnd may hold descriptors.
+#[test]
+fn with_few_descriptors_firnd_serves_many_files() {
+    const FILES: usize = 2000;
+    let sandbox = Sandbox::new("descriptors");
+    // Without CAP_SYS_RESOURCE root's firnd cannot raise its limit.
+    let script = r#"ulimit -n 400 && exec setpriv --bounding-set=-sys_resource \
+        "$FIRN" mount "$BACKING" "$POINT""#;
+    let (backing, point) = (sandbox.join("backing"), sandbox.join("mnt"));
+    let mut command = Command::new("sh");
+    sandbox.environment(&mut command);
+    command.env("FIRN", firn_binary()).env("BACKING", &backing).env("POINT", &point);
+    run(command.args(["-c", script])).ok();
+
+    let name = |i: usize| format!("d{}/f{i}", i % 10);
+    for dir in 0..10 {
+        fs::create_dir(point.join(format!("d{dir}"))).expect("mkdir");
+    }
+    // Open and unlinked, then let go of by what follows: it must stay readable.
+    let mut unlinked = open_rw(&point.join("unlinked"));
+    unlinked.write_all(b"still here").expect("write");
+    fs::remove_file(point.join("unlinked")).expect("unlink");
+    for i in 0..FILES {
+        fs::write(point.join(name(i)), name(i)).expect("write a file");
+    }
+    // A directory moves away under files that were let go of.
+    fs::rename(point.join("d3"), point.join("moved")).expect("rename");
+    for i in 0..FILES {
+        let path = point.join(name(i).replace("d3/", "moved/"));
+        assert_eq!(fs::read_to_string(&path).expect("read a file"), name(i));
+        assert_eq!(fs::metadata(&path).expect("stat").len(), name(i).len() as u64);
+    }
+    assert_eq!(read_at(&unlinked, 0, 10), b"still here");
+    drop(unlinked);
+    for i in (0..FILES).step_by(2) {
+        fs::remove_file(point.join(name(i).replace("d3/", "moved/"))).expect("unlink");
+    }
+    let descriptors = fs::read_dir(format!("/proc/{}/fd", status_of(&sandbox, &point).pid)).expect("/proc");
+    assert!(descriptors.count() < 400);
+    sandbox.run([OsStr::new("umount"), point.as_os_str()]).ok();
+    let left: usize = fs::read_dir(&backing)
+        .expect("backing")
+        .map(|dir| fs::read_dir(dir.expect("entry").path()).expect("dir").count())
+        .sum();
+    assert_eq!(left, FILES / 2);
 }

@@ -53,6 +53,8 @@ pub fn options() -> EngineOptions {
     // Small runs too, so that several writes to the backing happen in a short test.
     options.drain_write_bytes_min = 16 << 10;
     options.drain_write_bytes_max = 64 << 10;
+    // Fewer than there are files: objects are let go and looked up again.
+    options.objects_max = 4;
     options
 }
 
