@@ -8,8 +8,11 @@ use crate::cpu;
 use crate::firn::{Counters, Firn, Mount};
 use crate::options::{Common, parse_size, progress, show_size};
 use crate::report::{Report, Sample};
+use crate::serve::{Mounted, Server};
 use crate::sizes;
 use crate::worker::{self, Task};
+
+const SINK_POOL_BYTES: u64 = 256 << 20;
 
 /// Writes the checkpoint of a parallel job, natively and through Firn.
 ///
@@ -18,7 +21,8 @@ use crate::worker::{self, Task};
 /// reaches the backing is at least 2 MiB for images of 15M and more; where each write costs a round
 /// trip or an operation (--backing sshfs, slow-disk) Firn is at least 3 times faster until all closes
 /// have returned; on a local ext4, where the page cache gathers writes by itself, it takes at most 2.5
-/// times as long with close=drain and 1.5 times with close=held.
+/// times as long with close=drain and 1.5 times with close=held. The FUSE sink drops what is written to
+/// it: what it takes, every mount takes.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CheckpointArgs {
     #[command(flatten)]
@@ -95,7 +99,8 @@ impl CheckpointArgs {
     ) -> anyhow::Result<Vec<Candidate<'a>>> {
         let native = prepared.dir.join("native");
         std::fs::create_dir_all(&native)?;
-        let mut all = vec![Candidate { name: "native", behind: native.clone(), dir: native, mount: None }];
+        let mut all =
+            vec![Candidate { name: "native", behind: native.clone(), dir: native, door: Door::Native }];
         if self.common.baseline_only {
             return Ok(all);
         }
@@ -104,14 +109,19 @@ impl CheckpointArgs {
             let behind = prepared.dir.join(close);
             let point = work.join(format!("mount-{close}"));
             let mount = firn.mount(&behind, &point, &format!("close={close}{more}"))?;
-            all.push(Candidate { name, behind, dir: point, mount: Some(mount) });
+            all.push(Candidate { name, behind, dir: point, door: Door::Firn(mount) });
+        }
+        if self.backing == Kind::Local {
+            let dir = work.join("mount-sink");
+            std::fs::create_dir_all(&dir)?;
+            let sink = Mounted::start(&Server::Sink { pool_bytes: SINK_POOL_BYTES }, &dir)?;
+            all.push(Candidate { name: "FUSE sink", behind: work.to_owned(), dir, door: Door::Sink(sink) });
         }
         Ok(all)
     }
 
     fn measure(&self, candidate: &Candidate, image: u64) -> anyhow::Result<Sample> {
-        let dir = candidate.dir.join("step");
-        std::fs::create_dir(&dir)?;
+        let dir = candidate.new_dir()?;
         let tasks: Vec<Task> = (0..self.processes)
             .map(|rank| Task::Write {
                 path: dir.join(format!("rank{rank}")),
@@ -129,20 +139,22 @@ impl CheckpointArgs {
         candidate.make_durable(&dir, &tasks)?;
         let durable_ns = cpu::now_ns();
         let after = candidate.usage()?;
-        std::fs::remove_dir_all(&dir)?;
+        candidate.remove(&dir, &tasks)?;
 
         let begin_ns = outcomes.iter().map(|o| o.begin_ns).min().unwrap_or(0);
         let ends = || outcomes.iter().map(|o| o.end_ns);
         let spread_ns = ends().max().unwrap_or(0) - ends().min().unwrap_or(0);
-        let (writes, bytes) = match candidate.mount {
-            Some(_) => {
+        let closed = ("closed", "s", worker::elapsed_s(&outcomes));
+        let (writes, bytes) = match candidate.door {
+            Door::Native => (tasks.iter().map(writes_of).sum(), image * u64::from(self.processes)),
+            Door::Firn(_) => {
                 (after.0.drain_writes - before.0.drain_writes, after.0.drain_bytes - before.0.drain_bytes)
             }
-            None => (tasks.iter().map(writes_of).sum(), image * u64::from(self.processes)),
+            Door::Sink(_) => return Ok(vec![closed]),
         };
         let writers_cpu_s: f64 = outcomes.iter().map(|o| o.cpu_s).sum();
         Ok(vec![
-            ("closed", "s", worker::elapsed_s(&outcomes)),
+            closed,
             ("durable", "s", (durable_ns - begin_ns) as f64 * 1e-9),
             ("spread", "s", spread_ns as f64 * 1e-9),
             ("writes", "count", writes as f64),
@@ -177,21 +189,49 @@ struct Candidate<'a> {
     behind: PathBuf,
     /// Where programs write.
     dir: PathBuf,
-    mount: Option<Mount<'a>>,
+    door: Door<'a>,
+}
+
+enum Door<'a> {
+    Native,
+    Firn(Mount<'a>),
+    Sink(Mounted),
 }
 
 impl Candidate<'_> {
     fn usage(&self) -> anyhow::Result<(Counters, f64)> {
-        match &self.mount {
-            Some(mount) => Ok((mount.counters()?, mount.cpu_s())),
-            None => Ok(Default::default()),
+        match &self.door {
+            Door::Firn(mount) => Ok((mount.counters()?, mount.cpu_s())),
+            Door::Native | Door::Sink(_) => Ok(Default::default()),
+        }
+    }
+
+    /// The directory of one checkpoint; the sink has none but its own.
+    fn new_dir(&self) -> anyhow::Result<PathBuf> {
+        if let Door::Sink(sink) = &self.door {
+            return Ok(sink.path().to_owned());
+        }
+        let dir = self.dir.join("step");
+        std::fs::create_dir(&dir)?;
+        Ok(dir)
+    }
+
+    fn remove(&self, dir: &Path, tasks: &[Task]) -> anyhow::Result<()> {
+        for task in tasks {
+            std::fs::remove_file(path_of(task))?;
+        }
+        match self.door {
+            Door::Sink(_) => Ok(()),
+            Door::Native | Door::Firn(_) => Ok(std::fs::remove_dir(dir)?),
         }
     }
 
     /// Natively, all files are synced at once, as a job that wants it would do, then their names.
     fn make_durable(&self, dir: &Path, tasks: &[Task]) -> anyhow::Result<()> {
-        if let Some(mount) = &self.mount {
-            return mount.wait_durable(dir);
+        match &self.door {
+            Door::Firn(mount) => return mount.wait_durable(dir),
+            Door::Sink(_) => return Ok(()),
+            Door::Native => {}
         }
         let sync = |path: PathBuf| std::thread::spawn(move || File::open(path)?.sync_all());
         let threads: Vec<_> = tasks.iter().map(|task| sync(path_of(task).to_owned())).collect();
