@@ -69,17 +69,23 @@ impl MetaArgs {
     }
 
     fn candidates<'a>(&self, work: &WorkDir, firn: &'a Firn) -> anyhow::Result<Vec<Candidate<'a>>> {
-        let (backing, point) = (work.subdir("plain.b")?, work.subdir("plain")?);
-        let plain = Mounted::start(&Server::Plain { source: backing.clone() }, &point)?;
         let native = work.subdir("native")?;
         let mut all = vec![
-            Candidate::new("plain passthrough", backing, point, Some(Held::Plain(plain))),
-            Candidate::new("native", native.clone(), native, None),
+            Candidate {
+                name: "plain passthrough",
+                backing: work.subdir("plain.b")?,
+                through: work.subdir("plain")?,
+                door: Door::Plain,
+            },
+            Candidate { name: "native", backing: native.clone(), through: native, door: Door::Native },
         ];
         if !self.common.baseline_only {
-            let (backing, point) = (work.subdir("firn.b")?, work.subdir("firn")?);
-            let mount = firn.mount(&backing, &point, "close=drain")?;
-            all.push(Candidate::new("firn", backing, point, Some(Held::Firn(mount))));
+            all.push(Candidate {
+                name: "firn",
+                backing: work.subdir("firn.b")?,
+                through: work.subdir("firn")?,
+                door: Door::Firn(firn),
+            });
         }
         Ok(all)
     }
@@ -102,16 +108,31 @@ enum Held<'a> {
     Firn(Mount<'a>),
 }
 
+enum Door<'a> {
+    Native,
+    Plain,
+    Firn(&'a Firn),
+}
+
 struct Candidate<'a> {
     name: &'static str,
     backing: PathBuf,
     through: PathBuf,
-    _mount: Option<Held<'a>>,
+    door: Door<'a>,
 }
 
 impl<'a> Candidate<'a> {
-    fn new(name: &'static str, backing: PathBuf, through: PathBuf, _mount: Option<Held<'a>>) -> Self {
-        Self { name, backing, through, _mount }
+    /// A mount for each measurement: the kernel keeps the files of the last one in mind, and the plain
+    /// passthrough a descriptor for each.
+    fn mount(&self) -> anyhow::Result<Option<Held<'a>>> {
+        Ok(match self.door {
+            Door::Native => None,
+            Door::Plain => {
+                let server = Server::Plain { source: self.backing.clone() };
+                Some(Held::Plain(Mounted::start(&server, &self.through)?))
+            }
+            Door::Firn(firn) => Some(Held::Firn(firn.mount(&self.backing, &self.through, "close=drain")?)),
+        })
     }
 
     fn measure(
@@ -125,6 +146,7 @@ impl<'a> Candidate<'a> {
             Names::Behind => format!("{operation:?}-{round}"),
             Names::None | Names::FromCreate => format!("Create-{round}"),
         };
+        let _mount = self.mount()?;
         let (behind, through) = (self.backing.join(&name), self.through.join(&name));
         match names {
             Names::None => std::fs::create_dir(&through)?,
