@@ -547,6 +547,68 @@ fn three_thousand_open_files_share_a_small_arena() {
     }
 }
 
+/// Readers whose pages the kernel caches, by read(2) and by mapping, while a writer goes on.
+#[test]
+fn a_cached_reader_sees_every_write_that_returned() {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    const PAGES: u64 = 4;
+    let sandbox = Sandbox::new("coherent");
+    let mount = FirnMount::new(&sandbox, "arena-size=64M,passthrough=off");
+    let path = mount.join("f");
+    fs::write(&path, vec![0; (PAGES * 4096) as usize]).expect("write");
+    let finished: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
+    let writing = AtomicU64::new(1);
+    std::thread::scope(|scope| {
+        for mapped in [false, true] {
+            let (path, finished, writing) = (&path, &finished, &writing);
+            scope.spawn(move || {
+                let file = File::open(path).expect("open");
+                // Private, as the file is open for reading only; never stored to, so it shows the cached pages.
+                let mapping = Mapping::new(&file, (PAGES * 4096) as usize, MapFlags::PRIVATE).expect("mmap");
+                let mut page = 0;
+                while writing.load(Ordering::Acquire) > 0 {
+                    page = (page + 7) % PAGES;
+                    let before = finished[page as usize].load(Ordering::Acquire);
+                    let found = match mapped {
+                        true => mapping.read((page * 4096) as usize, 8),
+                        false => read_at(&file, page * 4096, 8),
+                    };
+                    let found = u64::from_le_bytes(found.try_into().expect("8 bytes"));
+                    assert!(
+                        found >= before,
+                        "page {page}, mapped {mapped}: {found} after {before} was written"
+                    );
+                }
+            });
+        }
+        let file = OpenOptions::new().write(true).open(&path).expect("open");
+        for version in 1..=20_000u64 {
+            let page = version * 5 % PAGES;
+            file.write_all_at(&version.to_le_bytes(), page * 4096).expect("write");
+            finished[page as usize].store(version, Ordering::Release);
+        }
+        writing.store(0, Ordering::Release);
+    });
+}
+
+/// Pages stay cached from one open to the next, and go when the backing's file changed meanwhile.
+#[test]
+fn what_the_kernel_cached_is_kept_until_the_file_changes() {
+    let sandbox = Sandbox::new("keepcache");
+    let mount = FirnMount::new(&sandbox, "arena-size=64M,passthrough=off,attr-timeout=0s");
+    let (path, behind) = (mount.join("f"), mount.backing().join("f"));
+    fs::write(&path, bytes(1, MIB)).expect("write");
+    wait_until("the second reading asks nothing of firnd", Duration::from_secs(60), || {
+        let before = mount.status().read_bytes;
+        assert_same_bytes("cached", &read(&path), &bytes(1, MIB));
+        mount.status().read_bytes == before
+    });
+    fs::write(&behind, bytes(2, MIB)).expect("write beside the mount");
+    assert_same_bytes("changed in the backing", &read(&path), &bytes(2, MIB));
+    fs::write(&path, bytes(3, MIB)).expect("write");
+    assert_same_bytes("changed through the mount", &read(&path), &bytes(3, MIB));
+}
+
 fn raise_open_files(count: u64) {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);

@@ -5,12 +5,12 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use firn_backing::{Access, Backing, Caller, Errno};
+use firn_backing::{Access, Backing, Caller, Errno, Time};
 use parking_lot::Mutex;
 
 use crate::engine::{Engine, Handle};
 use crate::file::{BackingFile, File, FileState};
-use crate::names::Node;
+use crate::names::{Node, Stamp};
 use crate::{Entry, HandleId, NodeId, OpenMode, Opened, Result};
 
 const O_ACCMODE: i32 = 0o3;
@@ -68,16 +68,36 @@ impl<B: Backing> Engine<B> {
             return Err(errno);
         }
         let allowed = self.passthrough.load(Ordering::Relaxed);
+        let unchanged = !wants_write && !allowed && self.is_as_cached(&node);
         Ok(self.add_handle(&node, flags, |state| {
             // The file may have been dropped and made anew meanwhile; its descriptors come again.
             let both = state.writer.as_ref().is_some_and(|w| w.access == Access::ReadWrite);
             let quiet = state.pending == 0 && state.engine_opens == 0 && !wants_write;
             if state.passthrough_opens > 0 || (allowed && both && quiet) {
                 OpenMode::Passthrough
+            } else if !allowed && !wants_write && state.pending == 0 {
+                OpenMode::Cached { keep: unchanged }
             } else {
                 OpenMode::Engine
             }
         }))
+    }
+
+    /// Whether the backing's file is as it was when the kernel began to cache it. Only what was old then
+    /// tells: a change within one tick of the backing's clock leaves the times as they are.
+    fn is_as_cached(&self, node: &Node<B>) -> bool {
+        const SETTLED_S: i64 = 2;
+        let Ok(attr) = self.object(node).and_then(|object| self.backing.attr(&object)) else { return false };
+        let now = Stamp { size: attr.size, mtime: attr.mtime, ctime: attr.ctime };
+        let settled = now.mtime.sec.max(now.ctime.sec) + SETTLED_S < Time::now().sec;
+        let before = std::mem::replace(&mut *node.cached.lock(), settled.then_some(now));
+        before.is_some_and(|before| before == now)
+    }
+
+    /// Whether the kernel caches pages of this handle's file.
+    pub fn has_cached_readers(&self, handle: HandleId) -> bool {
+        self.cached_opens.load(Ordering::Acquire) > 0
+            && self.handle(handle).is_ok_and(|handle| handle.file.lock().cached_opens > 0)
     }
 
     /// Opens what a handle needs of the backing, so that open(2) tells what is wrong.
@@ -117,6 +137,10 @@ impl<B: Backing> Engine<B> {
             match chosen {
                 OpenMode::Engine => state.engine_opens += 1,
                 OpenMode::Passthrough => state.passthrough_opens += 1,
+                OpenMode::Cached { .. } => {
+                    state.cached_opens += 1;
+                    self.cached_opens.fetch_add(1, Ordering::AcqRel);
+                }
             }
             state.handles.push(id);
         });
@@ -212,6 +236,10 @@ impl<B: Backing> Engine<B> {
         match *handle.mode.lock() {
             OpenMode::Engine => state.engine_opens -= 1,
             OpenMode::Passthrough => state.passthrough_opens -= 1,
+            OpenMode::Cached { .. } => {
+                state.cached_opens -= 1;
+                self.cached_opens.fetch_sub(1, Ordering::AcqRel);
+            }
         }
         let orphan = state.unlinked && state.handles.is_empty();
         drop(state);

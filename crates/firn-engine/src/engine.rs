@@ -156,6 +156,8 @@ pub struct Engine<B: Backing> {
     /// Signalled after every completed I/O, for those who wait for a tree.
     pub(crate) progress: (Mutex<u64>, Condvar),
     pub(crate) passthrough: AtomicBool,
+    /// Open handles whose pages the kernel caches.
+    pub(crate) cached_opens: AtomicU64,
     pub(crate) recovered_bytes: u64,
     pub(crate) lost_bytes: u64,
     pub(crate) epoch: u64,

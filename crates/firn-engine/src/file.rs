@@ -84,6 +84,7 @@ pub(crate) struct FileState<B: Backing> {
     pub handles: Vec<HandleId>,
     pub engine_opens: u32,
     pub passthrough_opens: u32,
+    pub cached_opens: u32,
     /// No name leads to it any more.
     pub unlinked: bool,
 }
@@ -120,6 +121,7 @@ impl<B: Backing> File<B> {
             handles: Vec::new(),
             engine_opens: 0,
             passthrough_opens: 0,
+            cached_opens: 0,
             unlinked: false,
         };
         Self { node, state: Mutex::new(state), quiet: Condvar::new() }

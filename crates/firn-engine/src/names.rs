@@ -16,7 +16,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use firn_backing::{Attr, Backing, Errno, Kind};
+use firn_backing::{Attr, Backing, Errno, Kind, Time};
 use parking_lot::{Mutex, RwLock};
 use quick_cache::sync::Cache;
 
@@ -50,6 +50,16 @@ pub(crate) struct Node<B: Backing> {
     pub data_unsynced: AtomicBool,
     /// Data was synced, and nothing has changed since.
     pub durable: AtomicBool,
+    /// How the backing's file was when the kernel last began to cache it.
+    pub cached: Mutex<Option<Stamp>>,
+}
+
+/// Tells one state of a file's content from a later one.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    pub size: u64,
+    pub mtime: Time,
+    pub ctime: Time,
 }
 
 impl<B: Backing> Node<B> {
@@ -332,5 +342,6 @@ fn new_node<B: Backing>(
         name_unsynced: AtomicBool::new(name_unsynced),
         data_unsynced: AtomicBool::new(false),
         durable: AtomicBool::new(false),
+        cached: Mutex::new(None),
     }
 }

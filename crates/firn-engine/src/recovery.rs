@@ -119,6 +119,7 @@ impl<B: Backing> Engine<B> {
         Ok(Self {
             names: Names::new(root, &attr, epoch > 1, options.objects_max),
             passthrough: AtomicBool::new(options.passthrough),
+            cached_opens: AtomicU64::new(0),
             backing,
             arena,
             options,

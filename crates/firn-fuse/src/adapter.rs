@@ -22,6 +22,7 @@ use fuser::{
 };
 
 use crate::caller::{caller, masked};
+use crate::coherence::{Coherence, Target};
 use crate::convert::{self, errno};
 use crate::listing;
 use crate::negotiate::{Agreed, negotiate};
@@ -51,6 +52,7 @@ pub struct Adapter<B: Backing> {
     agreed: Agreed,
     workers: Workers,
     stalled: Arc<Stalled<B>>,
+    coherence: Arc<Coherence<B>>,
     passthrough: Passthrough,
 }
 
@@ -63,9 +65,14 @@ impl<B: Backing> Adapter<B> {
     /// An adapter that is not mounted yet.
     pub fn new(engine: Arc<Engine<B>>, options: AdapterOptions) -> Self {
         let workers = Workers::default();
-        let stalled = Stalled::new(Arc::clone(&engine), workers.clone());
+        let coherence = Coherence::new(Arc::clone(&engine), workers.clone());
+        let stalled = Stalled::new(Arc::clone(&engine), workers.clone(), Arc::clone(&coherence));
         let (agreed, passthrough) = (Agreed::default(), Passthrough::default());
-        Self { engine, options, agreed, workers, stalled, passthrough }
+        Self { engine, options, agreed, workers, stalled, coherence, passthrough }
+    }
+
+    pub(crate) fn coherence(&self) -> Arc<Coherence<B>> {
+        Arc::clone(&self.coherence)
     }
 
     /// Number of writes that wait for room in the arena, kept current.
@@ -96,6 +103,9 @@ impl<B: Backing> Adapter<B> {
                 return (FopenFlags::empty(), Some(id));
             }
             self.engine.no_passthrough(opened.handle);
+        }
+        if let OpenMode::Cached { keep } = opened.mode {
+            return (if keep { FopenFlags::FOPEN_KEEP_CACHE } else { FopenFlags::empty() }, None);
         }
         (FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES, None)
     }
@@ -293,7 +303,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
     fn write(
         &self,
         _: &Request,
-        _ino: INodeNo,
+        node: INodeNo,
         fh: FileHandle,
         offset: u64,
         data: &[u8],
@@ -303,7 +313,9 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyWrite,
     ) {
         let clear_suid = flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
-        self.stalled.write(Write { handle: HandleId(fh.0), offset, clear_suid, reply }, data);
+        let from_cache = flags.contains(WriteFlags::FUSE_WRITE_CACHE);
+        let target = Target { node, handle: HandleId(fh.0), offset, from_cache };
+        self.stalled.write(Write { target, clear_suid, reply }, data);
     }
 
     fn flush(&self, _: &Request, _ino: INodeNo, fh: FileHandle, _owner: LockOwner, reply: ReplyEmpty) {

@@ -7,6 +7,7 @@
 
 mod adapter;
 mod caller;
+mod coherence;
 mod convert;
 mod device;
 mod listing;

@@ -119,5 +119,8 @@ fn start<B: Backing>(
     let cores = || std::thread::available_parallelism().map_or(1, |cores| cores.get());
     config.n_threads = Some(if options.threads == 0 { cores() } else { options.threads });
     config.clone_fd = true;
-    fuser::Session::from_fd(adapter, device, config.acl, config)?.spawn()
+    let coherence = adapter.coherence();
+    let session = fuser::Session::from_fd(adapter, device, config.acl, config)?;
+    coherence.start(session.notifier());
+    session.spawn()
 }

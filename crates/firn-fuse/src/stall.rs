@@ -11,32 +11,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, HandleId, Written};
+use firn_engine::{Engine, Written};
 use fuser::ReplyWrite;
 use parking_lot::Mutex;
 
+use crate::coherence::{Coherence, Target};
 use crate::convert;
 use crate::workers::Workers;
 
 /// One write request.
 pub(crate) struct Write {
     /// Where it goes.
-    pub(crate) handle: HandleId,
-    /// Offset of the whole request.
-    pub(crate) offset: u64,
+    pub(crate) target: Target,
     /// Whether set-id bits must go.
     pub(crate) clear_suid: bool,
     /// The answer.
     pub(crate) reply: ReplyWrite,
-}
-
-impl Write {
-    fn finish(self, taken: usize, error: Option<Errno>) {
-        match error {
-            Some(error) if taken == 0 => self.reply.error(convert::errno(error)),
-            _ => self.reply.written(taken as u32),
-        }
-    }
 }
 
 struct Waiting {
@@ -56,14 +46,23 @@ struct Queue {
 pub(crate) struct Stalled<B: Backing> {
     engine: Arc<Engine<B>>,
     workers: Workers,
+    coherence: Arc<Coherence<B>>,
     queue: Mutex<Queue>,
     /// Length of the queue, for status and for the fast path of [`Stalled::write`].
     count: Arc<AtomicU64>,
 }
 
 impl<B: Backing> Stalled<B> {
-    pub(crate) fn new(engine: Arc<Engine<B>>, workers: Workers) -> Arc<Self> {
-        Arc::new(Self { engine, workers, queue: Mutex::default(), count: Arc::default() })
+    pub(crate) fn new(engine: Arc<Engine<B>>, workers: Workers, coherence: Arc<Coherence<B>>) -> Arc<Self> {
+        Arc::new(Self { engine, workers, coherence, queue: Mutex::default(), count: Arc::default() })
+    }
+
+    fn finish(&self, write: Write, taken: usize, error: Option<Errno>) {
+        let Write { target, reply, .. } = write;
+        match error {
+            Some(error) if taken == 0 => reply.error(convert::errno(error)),
+            _ => self.coherence.after_write(target, taken, move || reply.written(taken as u32)),
+        }
     }
 
     /// Number of writes that wait.
@@ -76,19 +75,18 @@ impl<B: Backing> Stalled<B> {
         if self.count.load(Ordering::Acquire) > 0 {
             return self.wait(write, data, 0);
         }
-        match self.engine.write(write.handle, write.offset, data, write.clear_suid) {
-            Ok(Written::Bytes(taken)) if taken >= data.len() => write.finish(data.len(), None),
+        let target = write.target;
+        match self.engine.write(target.handle, target.offset, data, write.clear_suid) {
+            Ok(Written::Bytes(taken)) if taken >= data.len() => self.finish(write, data.len(), None),
             Ok(Written::Bytes(taken)) => self.wait(write, data, taken),
             Ok(Written::Full) => self.wait(write, data, 0),
-            Err(error) => write.finish(0, Some(error)),
+            Err(error) => self.finish(write, 0, Some(error)),
         }
     }
 
     fn wait(self: &Arc<Self>, write: Write, data: &[u8], taken: usize) {
-        // Only what is left is kept; the offset of the request moves along in `taken`.
-        let mut kept = Waiting { write, data: data[taken..].to_vec(), taken: 0 };
-        kept.write.offset += taken as u64;
-        let kept = Waiting { taken, ..kept };
+        // Only what is left is kept.
+        let kept = Waiting { write, data: data[taken..].to_vec(), taken };
         let mut queue = self.queue.lock();
         queue.waiting.push_back(kept);
         self.count.store(queue.waiting.len() as u64, Ordering::Release);
@@ -115,16 +113,16 @@ impl<B: Backing> Stalled<B> {
     fn go_on(self: &Arc<Self>) {
         loop {
             let Some(mut head) = self.pop() else { return };
-            let write = &head.write;
-            match self.engine.write(write.handle, write.offset, &head.data, write.clear_suid) {
+            let target = head.write.target;
+            let offset = target.offset + head.taken as u64;
+            match self.engine.write(target.handle, offset, &head.data, head.write.clear_suid) {
                 Ok(Written::Bytes(bytes)) if bytes >= head.data.len() => {
                     let taken = head.taken + head.data.len();
-                    head.write.finish(taken, None);
+                    self.finish(head.write, taken, None);
                 }
                 Ok(Written::Bytes(bytes)) => {
                     head.data.drain(..bytes);
                     head.taken += bytes;
-                    head.write.offset += bytes as u64;
                     self.push_front(head);
                     return self.watch();
                 }
@@ -132,7 +130,7 @@ impl<B: Backing> Stalled<B> {
                     self.push_front(head);
                     return self.watch();
                 }
-                Err(error) => head.write.finish(head.taken, Some(error)),
+                Err(error) => self.finish(head.write, head.taken, Some(error)),
             }
         }
     }
@@ -162,7 +160,7 @@ impl<B: Backing> Stalled<B> {
             std::mem::take(&mut queue.waiting)
         };
         for waiting in failed {
-            waiting.write.finish(waiting.taken, Some(error));
+            self.finish(waiting.write, waiting.taken, Some(error));
         }
     }
 }
