@@ -14,6 +14,12 @@ use crate::watchdog::{Watchdog, test_limit};
 /// A small arena: filled and wrapped within a test, and cheap to create a few hundred times.
 pub const SMALL: &str = "arena-size=32M,chunk-size=1M";
 
+/// Options with an arena that no test fills and from which nothing drains by age, and `extra`.
+pub fn patient(extra: &str) -> String {
+    let comma = if extra.is_empty() { "" } else { "," };
+    format!("arena-size=64M,chunk-size=4M,drain-age=10min{comma}{extra}")
+}
+
 /// One `firn mount`.
 pub struct FirnMount<'a> {
     sandbox: &'a Sandbox,

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_tests::fsops::{Mapping, assert_same_bytes, close, open_rw, read, read_at};
-use firn_tests::mount::SMALL;
+use firn_tests::mount::{SMALL, patient};
 use firn_tests::random::bytes;
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, helper_binary, run, wait_until};
 use rustix::fs::{CWD, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, SeekFrom as Whence};
@@ -17,12 +17,6 @@ use rustix::io::Errno;
 use rustix::mm::MapFlags;
 
 const MIB: usize = 1 << 20;
-
-/// An arena that no test fills, from which nothing drains by age.
-fn patient(extra: &str) -> String {
-    let comma = if extra.is_empty() { "" } else { "," };
-    format!("arena-size=64M,chunk-size=4M,drain-age=10min{comma}{extra}")
-}
 
 #[test]
 fn what_is_written_is_read_back_and_lies_in_the_backing_after_umount() {
@@ -41,9 +35,9 @@ fn what_is_written_is_read_back_and_lies_in_the_backing_after_umount() {
     }
 }
 
+/// Proves S-close-1.
 #[test]
 fn close_returned_means_the_file_is_in_the_backing() {
-    // SEMANTICS: "the file is in the backing as after a native close".
     let sandbox = Sandbox::new("close");
     let mount = FirnMount::new(&sandbox, &patient("close=drain"));
     let data = bytes(1, 3 * MIB + 17);
@@ -55,9 +49,9 @@ fn close_returned_means_the_file_is_in_the_backing() {
     mount.umount();
 }
 
+/// Proves S-close-2, S-fsync-5.
 #[test]
 fn close_held_returns_before_the_drain_and_wait_drains() {
-    // SEMANTICS, close=held: "as write(); other nodes see it when it is drained".
     let sandbox = Sandbox::new("held");
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
     let data = bytes(2, 100_000);
@@ -71,6 +65,7 @@ fn close_held_returns_before_the_drain_and_wait_drains() {
     mount.umount();
 }
 
+/// Proves S-close-2.
 #[test]
 fn held_data_drains_by_age_without_being_asked() {
     let sandbox = Sandbox::new("age");
@@ -81,6 +76,7 @@ fn held_data_drains_by_age_without_being_asked() {
     mount.umount();
 }
 
+/// Proves S-fsync-1.
 #[test]
 fn fsync_returned_means_the_bytes_are_in_the_backing() {
     let sandbox = Sandbox::new("fsync");
@@ -96,6 +92,7 @@ fn fsync_returned_means_the_bytes_are_in_the_backing() {
     mount.umount();
 }
 
+/// Proves S-write-2, S-attr-1.
 #[test]
 fn a_write_is_seen_by_every_other_descriptor_at_once() {
     let sandbox = Sandbox::new("visible");
@@ -112,6 +109,7 @@ fn a_write_is_seen_by_every_other_descriptor_at_once() {
     mount.umount();
 }
 
+/// Proves S-write-3, S-write-5, S-read-1.
 #[test]
 fn overwrites_holes_and_backward_writes_are_right_byte_for_byte() {
     let sandbox = Sandbox::new("overwrite");
@@ -133,9 +131,9 @@ fn overwrites_holes_and_backward_writes_are_right_byte_for_byte() {
     assert_same_bytes("in the backing", &read(&backing.join("file")), &model);
 }
 
+/// Proves S-write-4.
 #[test]
 fn appends_of_several_processes_never_mix_or_vanish() {
-    // SEMANTICS: "O_APPEND is atomic".
     let sandbox = Sandbox::new("append");
     let mount = FirnMount::new(&sandbox, SMALL);
     let path = mount.join("log");
@@ -159,6 +157,7 @@ fn appends_of_several_processes_never_mix_or_vanish() {
     assert_eq!(next, [0, 2000, 2000, 2000, 2000]);
 }
 
+/// Proves S-write-5, S-read-1.
 #[test]
 fn truncation_cuts_pending_data_and_growing_shows_zeros() {
     let sandbox = Sandbox::new("truncate");
@@ -188,6 +187,7 @@ fn truncation_cuts_pending_data_and_growing_shows_zeros() {
     assert_same_bytes("in the backing", &read(&backing.join("other")), &model[..10]);
 }
 
+/// Proves S-mmap-1.
 #[test]
 fn shared_mappings_and_writes_see_each_other() {
     let sandbox = Sandbox::new("mmap");
@@ -216,6 +216,7 @@ fn shared_mappings_and_writes_see_each_other() {
     assert_same_bytes("in the backing", &read(&backing.join("file")), &model);
 }
 
+/// Proves S-mmap-2.
 #[test]
 fn a_mapped_store_without_msync_is_in_the_backing_after_umount() {
     let sandbox = Sandbox::new("mmapclose");
@@ -229,6 +230,7 @@ fn a_mapped_store_without_msync_is_in_the_backing_after_umount() {
     assert_same_bytes("in the backing", &read(&backing.join("file")), &bytes(8, 40_000));
 }
 
+/// Proves S-read-2.
 #[test]
 fn sequential_reads_of_a_drained_file_in_any_request_size() {
     let sandbox = Sandbox::new("readahead");
@@ -249,6 +251,7 @@ fn sequential_reads_of_a_drained_file_in_any_request_size() {
     mount.umount();
 }
 
+/// Proves S-op-1.
 #[test]
 fn sparse_files_and_fallocate_modes_as_on_ext4() {
     let sandbox = Sandbox::new("sparse");
@@ -273,7 +276,7 @@ fn sparse_files_and_fallocate_modes_as_on_ext4() {
     allocate(FallocateFlags::ZERO_RANGE, (1 << 20) + 8000, 192).expect("zero");
     model[8000..].fill(0);
     assert_same_bytes("zeroed", &read_at(&file, 1 << 20, 8192), &model);
-    // The kernel does not pass these two on to any FUSE file system (docs/SEMANTICS.md).
+    // The kernel does not pass these two on to any FUSE file system (S-op-1).
     for mode in [FallocateFlags::COLLAPSE_RANGE, FallocateFlags::INSERT_RANGE] {
         assert_eq!(allocate(mode, 0, 1 << 20), Err(Errno::OPNOTSUPP));
     }
@@ -284,6 +287,7 @@ fn sparse_files_and_fallocate_modes_as_on_ext4() {
     mount.umount();
 }
 
+/// Proves S-op-1.
 #[test]
 fn copy_file_range_takes_pending_bytes_along() {
     let sandbox = Sandbox::new("copy");
@@ -305,6 +309,7 @@ fn copy_file_range_takes_pending_bytes_along() {
     mount.umount();
 }
 
+/// Proves S-name-3.
 #[test]
 fn renameat2_flags_keep_and_exchange_names() {
     let sandbox = Sandbox::new("rename2");
@@ -323,6 +328,7 @@ fn renameat2_flags_keep_and_exchange_names() {
     assert!(!backing.join("a").exists());
 }
 
+/// Proves S-name-2.
 #[test]
 fn hard_links_and_renames_never_split_pending_data() {
     let sandbox = Sandbox::new("links");
@@ -346,6 +352,7 @@ fn hard_links_and_renames_never_split_pending_data() {
     assert_eq!(fs::metadata(backing.join("third")).expect("stat").nlink(), 2);
 }
 
+/// Proves S-name-4.
 #[test]
 fn an_unlinked_open_file_lives_until_its_last_close() {
     let sandbox = Sandbox::new("unlinked");
@@ -362,6 +369,7 @@ fn an_unlinked_open_file_lives_until_its_last_close() {
     assert_eq!(read(&mount.umount().join("file")), b"another");
 }
 
+/// Proves S-attr-5, S-op-1.
 #[test]
 fn extended_attributes_and_acls_pass_down() {
     let sandbox = Sandbox::new("acl");
@@ -387,6 +395,7 @@ fn extended_attributes_and_acls_pass_down() {
     mount.umount();
 }
 
+/// Proves S-attr-5, S-op-1.
 #[test]
 fn special_files_symlinks_and_modes_pass_down() {
     let sandbox = Sandbox::new("special");
@@ -409,6 +418,7 @@ fn special_files_symlinks_and_modes_pass_down() {
     mount.umount();
 }
 
+/// Proves S-lock-1.
 #[test]
 fn locks_hold_between_processes() {
     let sandbox = Sandbox::new("locks");
@@ -432,6 +442,7 @@ fn locks_hold_between_processes() {
     mount.umount();
 }
 
+/// Proves S-op-1.
 #[test]
 fn statfs_shows_the_backing() {
     let sandbox = Sandbox::new("statfs");
@@ -444,9 +455,9 @@ fn statfs_shows_the_backing() {
     mount.umount();
 }
 
+/// Proves S-op-4.
 #[test]
 fn o_tmpfile_gets_the_errno_that_programs_fall_back_from() {
-    // SEMANTICS: O_TMPFILE answers EOPNOTSUPP, as on any file system without it.
     let sandbox = Sandbox::new("tmpfile");
     let mount = FirnMount::new(&sandbox, SMALL);
     let opened = rustix::fs::open(mount.path(), OFlags::TMPFILE | OFlags::RDWR, Mode::from_raw_mode(0o600));
@@ -502,6 +513,7 @@ fn direct_io_and_plain_descriptors_agree() {
     mount.umount();
 }
 
+/// Proves S-share-3.
 #[test]
 fn a_change_made_in_the_backing_is_seen_after_the_attribute_timeout() {
     let sandbox = Sandbox::new("below");
@@ -515,18 +527,21 @@ fn a_change_made_in_the_backing_is_seen_after_the_attribute_timeout() {
     mount.umount();
 }
 
+/// Proves S-fsync-6.
 #[test]
-fn syncfs_returns() {
+fn syncfs_returns_without_draining() {
     let sandbox = Sandbox::new("syncfs");
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
     fs::write(mount.join("file"), "text").expect("write");
     let dir = File::open(mount.path()).expect("open the root");
     rustix::fs::syncfs(dir.as_fd()).expect("syncfs");
+    assert_eq!(mount.status().held_bytes, 4);
     dir.sync_all().expect("fsync of a directory");
     drop(dir);
     mount.umount();
 }
 
+/// Proves S-write-6.
 #[test]
 fn three_thousand_open_files_share_a_small_arena() {
     let sandbox = Sandbox::new("open");

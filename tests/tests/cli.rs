@@ -86,6 +86,7 @@ fn mount_firn_has_the_exit_codes_of_mount_8() {
     sandbox.run(["umount", point]).ok();
 }
 
+/// Proves S-fsync-5.
 #[test]
 fn status_wait_and_drain_answer_in_json() {
     let sandbox = Sandbox::new("json");
@@ -168,10 +169,10 @@ fn a_pipe_from_firn_mount_ends_when_the_command_does() {
     sandbox.run(["umount".as_ref(), sandbox.join("mnt").as_os_str()]).ok();
 }
 
+/// Proves S-priv-1.
 #[test]
 fn runtime_files_belong_to_their_owner_alone() {
-    // SEMANTICS, Privacy: "Arena, spill file and socket are mode 0600".
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::MetadataExt;
     let sandbox = Sandbox::new("privacy");
     let mount = FirnMount::new(&sandbox, SMALL);
     let files: Vec<PathBuf> =
@@ -179,9 +180,11 @@ fn runtime_files_belong_to_their_owner_alone() {
     let ends = |extension: &str| files.iter().any(|file| file.extension().is_some_and(|e| e == extension));
     assert!(ends("arena") && ends("sock"), "{files:?}");
     for file in &files {
-        let mode = fs::metadata(file).expect("stat").permissions().mode() & 0o777;
-        assert_eq!(mode & 0o077, 0, "{file:?} has mode {mode:o}");
+        let found = fs::metadata(file).expect("stat");
+        assert_eq!(found.mode() & 0o7777, 0o600, "{file:?} has mode {:o}", found.mode());
+        assert_eq!(found.uid(), rustix::process::geteuid().as_raw(), "{file:?}");
     }
+    assert_eq!(fs::metadata(sandbox.runtime()).expect("stat").mode() & 0o7777, 0o700);
     mount.umount();
 }
 

@@ -1,8 +1,5 @@
 //! kill -9 of firnd at random moments under eight writers: nothing acknowledged is lost.
 //!
-//! SEMANTICS: "the bytes survive SIGKILL of the writer, of every process of the job, and of firnd";
-//! "acknowledged data is drained after the next mount, without being asked".
-//!
 //! `FIRN_CRASH_ROUNDS` sets the rounds (`cargo xtask campaign crash --rounds 200`), `FIRN_SEED` the seed.
 
 use std::path::PathBuf;
@@ -109,6 +106,7 @@ fn round(seed: u64, number: u64) -> Verified {
     verified
 }
 
+/// Proves S-write-1, S-crash-2, S-crash-4, S-name-6.
 #[test]
 fn every_acknowledged_byte_is_in_the_backing_after_kill_9() {
     let seed = seed("crash");
@@ -121,6 +119,7 @@ fn every_acknowledged_byte_is_in_the_backing_after_kill_9() {
     println!("verified: {} operations, {} bytes", sum.ops, sum.bytes);
 }
 
+/// Proves S-write-1, S-crash-2.
 #[test]
 fn killed_again_and_again_while_recovering() {
     let seed = seed("crash twice");
@@ -143,9 +142,9 @@ fn killed_again_and_again_while_recovering() {
     job.verify(&backing);
 }
 
+/// Proves S-crash-1.
 #[test]
 fn a_dead_mount_answers_with_an_error_and_mounting_again_replaces_it() {
-    // SEMANTICS: "programs that use the mount get an error until it is mounted again".
     let sandbox = Sandbox::new("dead");
     let mount = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M,close=held,drain-age=10min");
     std::fs::write(mount.join("file"), "kept").expect("write");
@@ -163,6 +162,7 @@ fn a_dead_mount_answers_with_an_error_and_mounting_again_replaces_it() {
     unmount_lazily(&point);
 }
 
+/// Proves S-write-1.
 #[test]
 fn a_killed_writer_loses_nothing_that_write_returned() {
     let sandbox = Sandbox::new("writer");

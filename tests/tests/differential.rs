@@ -22,26 +22,31 @@ fn same_as_plain(kind: FsKind, options: &str) {
     assert_same("the backing after umount", &snapshot(&backing), &snapshot(&plain));
 }
 
+/// Proves S-write-5, S-op-1.
 #[test]
 fn same_as_plain_on_ext4() {
     same_as_plain(FsKind::Ext4, "close=drain");
 }
 
+/// Proves S-write-5, S-op-1.
 #[test]
 fn same_as_plain_on_ext4_with_close_held() {
     same_as_plain(FsKind::Ext4, "close=held");
 }
 
+/// Proves S-write-5, S-op-1.
 #[test]
 fn same_as_plain_on_xfs() {
     same_as_plain(FsKind::Xfs, "close=held");
 }
 
+/// Proves S-write-5, S-op-1.
 #[test]
 fn same_as_plain_on_btrfs() {
     same_as_plain(FsKind::Btrfs, "close=drain,passthrough=off");
 }
 
+/// Proves S-write-5, S-op-1.
 #[test]
 fn same_as_plain_on_tmpfs() {
     same_as_plain(FsKind::Tmpfs, "close=held,passthrough=off");

@@ -152,6 +152,7 @@ fn h5py_datasets_written_grown_and_changed_are_read_back() {
     python("check", mount.umount().join("model.h5"));
 }
 
+/// Proves S-mmap-1.
 #[test]
 fn numpy_saves_and_maps_arrays() {
     let sandbox = Sandbox::new("numpy");
@@ -199,6 +200,7 @@ fn restart_steps(dir: &Path) -> Vec<u64> {
     steps
 }
 
+/// Proves S-write-1, S-crash-2.
 #[test]
 fn lammps_killed_with_firnd_restarts_to_the_same_result() {
     let sandbox = Sandbox::new("lammps");

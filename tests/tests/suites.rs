@@ -69,7 +69,8 @@ fn fio_on(kind: FsKind) {
 }
 
 macro_rules! on_every_file_system {
-    ($($name:ident: $suite:ident($kind:ident);)*) => {$(
+    ($($(#[$attribute:meta])* $name:ident: $suite:ident($kind:ident);)*) => {$(
+        $(#[$attribute])*
         #[test]
         fn $name() {
             $suite(FsKind::$kind);
@@ -78,16 +79,28 @@ macro_rules! on_every_file_system {
 }
 
 on_every_file_system! {
+    /// Proves S-op-1, S-attr-5.
     pjdfstest_fails_nothing_that_ext4_passes: pjdfstest_on(Ext4);
+    /// Proves S-op-1, S-attr-5.
     pjdfstest_fails_nothing_that_xfs_passes: pjdfstest_on(Xfs);
+    /// Proves S-op-1, S-attr-5.
     pjdfstest_fails_nothing_that_btrfs_passes: pjdfstest_on(Btrfs);
+    /// Proves S-op-1, S-attr-5.
     pjdfstest_fails_nothing_that_tmpfs_passes: pjdfstest_on(Tmpfs);
+    /// Proves S-write-5, S-read-1, S-mmap-1.
     fsx_finds_nothing_on_ext4: fsx_on(Ext4);
+    /// Proves S-write-5, S-read-1, S-mmap-1.
     fsx_finds_nothing_on_xfs: fsx_on(Xfs);
+    /// Proves S-write-5, S-read-1, S-mmap-1.
     fsx_finds_nothing_on_btrfs: fsx_on(Btrfs);
+    /// Proves S-write-5, S-read-1, S-mmap-1.
     fsx_finds_nothing_on_tmpfs: fsx_on(Tmpfs);
+    /// Proves S-write-5.
     fio_verifies_on_ext4: fio_on(Ext4);
+    /// Proves S-write-5.
     fio_verifies_on_xfs: fio_on(Xfs);
+    /// Proves S-write-5.
     fio_verifies_on_btrfs: fio_on(Btrfs);
+    /// Proves S-write-5.
     fio_verifies_on_tmpfs: fio_on(Tmpfs);
 }

@@ -32,6 +32,7 @@ fn append(arena: &Arena, lease: &mut Lease, file: u64, offset: u64, data: &[u8])
     Some(arena.publish(lease, reserved, file, offset, sequence))
 }
 
+/// Proves S-write-1.
 #[test]
 fn published_pieces_outlive_the_process_that_wrote_them() {
     let (_dir, path, arena) = fresh(4, 1 << 20);
@@ -110,6 +111,7 @@ fn poke(path: &Path, at: u64, bit: u32) {
     file.write_all_at(&byte, at + u64::from(bit / 8)).unwrap();
 }
 
+/// Proves S-crash-8.
 #[test]
 fn flipped_bits_are_named_and_what_is_whole_is_kept() {
     let (_dir, path, arena) = fresh(2, 64 << 10);

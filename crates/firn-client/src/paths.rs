@@ -169,6 +169,7 @@ mod tests {
         assert_eq!(choose_runtime_dir(Some("/x".into()), 7), Path::new("/x"));
     }
 
+    /// Proves S-priv-1.
     #[test]
     fn a_runtime_directory_that_others_may_enter_is_refused() {
         let parent = tempfile::tempdir().unwrap();

@@ -353,7 +353,7 @@ impl Run {
         Ok(())
     }
 
-    /// SEMANTICS: after close the file is in the backing as after a native close.
+    /// S-close-1: after close the file is in the backing as after a native close.
     fn expect_in_backing(&self, object: Object) {
         let tree = self.world.backing_tree();
         for (path, found) in self.model.names.iter().filter(|(_, o)| **o == object) {
@@ -564,25 +564,26 @@ fn campaign(name: &str, share: u64, body: impl Fn(u64) -> u64 + std::panic::RefU
     }
 }
 
-// "write() returned: the bytes survive SIGKILL of the writer, of every process of the job, and of
-// firnd" (docs/SEMANTICS.md).
+/// Proves S-write-1, S-crash-2, S-crash-4, S-crash-5, S-name-6.
 #[test]
 fn acknowledged_bytes_survive_a_stop_at_any_step() {
     campaign("stops", 2, |seed| live(seed, 3, 60, false, |rng| rng.random_range(1..2500)).0);
 }
 
-// "backing fails: nothing acknowledged is dropped" (docs/SEMANTICS.md).
+/// Proves S-error-1.
 #[test]
 fn acknowledged_bytes_survive_a_failing_backing() {
     campaign("faults", 4, |seed| live(seed, 2, 60, true, |rng| rng.random_range(500..6000)).0);
 }
 
+/// Proves S-write-3, S-write-5, S-read-1, S-close-1, S-fsync-1, S-fsync-2, S-crash-7.
 #[test]
 fn without_a_stop_the_tree_is_that_of_a_plain_file_system() {
     campaign("plain", 4, |seed| live(seed, 1, 300, false, |_| u64::MAX).0);
 }
 
 /// One short run is repeated with the stop at every single one of its steps.
+/// Proves S-write-1, S-crash-4, S-crash-5.
 #[test]
 fn a_stop_at_every_single_step_of_one_run() {
     campaign("every step", 40, |seed| {

@@ -155,6 +155,7 @@ mod tests {
         }
     }
 
+    /// Proves S-crash-9.
     #[test]
     fn another_version_is_named_as_such() {
         let mut page = sample().encode();

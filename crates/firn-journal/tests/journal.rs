@@ -116,6 +116,7 @@ proptest! {
     }
 }
 
+/// Proves S-crash-8.
 #[test]
 fn a_torn_tail_is_dropped_and_damage_in_the_middle_is_named() {
     let mut journal = Journal::create(Memory(vec![0; 4096]));

@@ -42,6 +42,7 @@ fn check_names(sandbox: &Sandbox, words: &str) {
     assert!(said.contains(words), "`firn check` does not name the {words}: {outcome}");
 }
 
+/// Proves S-crash-2.
 #[test]
 fn a_whole_arena_checks_clean() {
     let sandbox = Sandbox::new("clean");
@@ -65,6 +66,7 @@ fn an_arena_larger_than_its_file_system_is_refused() {
     assert!(sandbox.processes().is_empty(), "refused, and a firnd is left");
 }
 
+/// Proves S-crash-9.
 #[test]
 fn an_arena_of_another_version_is_refused_and_kept() {
     let sandbox = Sandbox::new("version");
@@ -92,6 +94,7 @@ fn what_is_no_arena_is_10() {
     check(&sandbox).code(10);
 }
 
+/// Proves S-crash-8.
 #[test]
 fn a_truncated_arena_is_named() {
     let sandbox = Sandbox::new("truncated");
@@ -105,6 +108,7 @@ fn a_truncated_arena_is_named() {
     }
 }
 
+/// Proves S-crash-8.
 #[test]
 fn a_flipped_bit_in_the_superblock_is_named() {
     let sandbox = Sandbox::new("superblock");
@@ -116,6 +120,7 @@ fn a_flipped_bit_in_the_superblock_is_named() {
     assert!(arena.exists(), "a damaged arena was thrown away");
 }
 
+/// Proves S-crash-8.
 #[test]
 fn a_flipped_bit_in_the_journal_is_named() {
     let sandbox = Sandbox::new("journal");
@@ -132,6 +137,7 @@ fn a_flipped_bit_in_the_journal_is_named() {
     check_names(&sandbox, "journal");
 }
 
+/// Proves S-crash-8.
 #[test]
 fn a_flipped_bit_in_a_piece_table_is_named_and_the_other_pieces_are_kept() {
     let sandbox = Sandbox::new("piece");

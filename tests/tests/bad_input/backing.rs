@@ -1,7 +1,4 @@
 //! Backings that fail while data is held: kept, told at close, fsync and in status, tried again.
-//!
-//! SEMANTICS: "nothing acknowledged is dropped: it stays in the arena, is tried again with growing
-//! waits, and shows in status; close and fsync report the errno".
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -48,6 +45,7 @@ fn drains_by_itself(mount: &FirnMount<'_>) {
     wait_until("drained after the backing healed", RETRY_LIMIT, || mount.status().held_bytes == 0);
 }
 
+/// Proves S-write-7, S-error-1, S-error-4.
 #[test]
 fn a_full_backing_ends_in_enospc_and_drains_when_there_is_room() {
     let sandbox = Sandbox::new("full");
@@ -66,6 +64,7 @@ fn a_full_backing_ends_in_enospc_and_drains_when_there_is_room() {
     mount.umount();
 }
 
+/// Proves S-write-7, S-error-1.
 #[test]
 fn a_quota_ends_in_edquot_and_drains_when_it_is_raised() {
     let sandbox = Sandbox::new("quota");
@@ -86,6 +85,7 @@ fn a_quota_ends_in_edquot_and_drains_when_it_is_raised() {
     mount.umount();
 }
 
+/// Proves S-error-1, S-error-2, S-error-4, S-fsync-5.
 #[test]
 fn eio_is_told_at_fsync_and_close_and_the_data_is_kept() {
     let sandbox = Sandbox::new("eio");
@@ -107,6 +107,7 @@ fn eio_is_told_at_fsync_and_close_and_the_data_is_kept() {
     mount.umount();
 }
 
+/// Proves S-write-1, S-error-1.
 #[test]
 fn what_a_sick_backing_refused_survives_kill_9_and_drains_after_healing() {
     let sandbox = Sandbox::new("sickkill");
@@ -123,6 +124,7 @@ fn what_a_sick_backing_refused_survives_kill_9_and_drains_after_healing() {
     assert_same_bytes("in the backing", &read(&fault.source().join("file")), &bytes(2, 300_000));
 }
 
+/// Proves S-error-5, S-crash-3.
 #[test]
 fn umount_refuses_to_drop_what_cannot_be_drained_and_force_keeps_it_in_the_arena() {
     let sandbox = Sandbox::new("sickumount");
@@ -147,6 +149,7 @@ fn umount_refuses_to_drop_what_cannot_be_drained_and_force_keeps_it_in_the_arena
     again.umount();
 }
 
+/// Proves S-error-1.
 #[test]
 fn a_backing_that_vanishes_while_mounted_loses_nothing_when_it_returns() {
     let sandbox = Sandbox::new("vanish");

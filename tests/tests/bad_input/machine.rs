@@ -81,6 +81,7 @@ fn an_ordinary_user_mounts_writes_and_unmounts() {
     assert_eq!(fs::read(backing.join("file")).expect("read"), b"text\n");
 }
 
+/// Proves S-write-1.
 #[test]
 fn firnd_killed_for_want_of_memory_loses_nothing() {
     let Some(cgroup) = MemoryCgroup::new(96 << 20) else {

@@ -71,6 +71,7 @@ fn a_mount_point_in_use_by_another_firn_mount_is_busy() {
     mount.umount();
 }
 
+/// Proves S-share-1.
 #[test]
 fn the_same_backing_twice_is_refused_saying_who_holds_it() {
     let sandbox = Sandbox::new("twice");

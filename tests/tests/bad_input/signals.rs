@@ -61,6 +61,7 @@ fn ctrl_c_of_a_foreground_mount_loses_nothing() {
     all_is_there(&sandbox);
 }
 
+/// Proves S-crash-3.
 #[test]
 fn sigterm_of_an_idle_mount_drains_unmounts_and_leaves_no_arena() {
     let sandbox = Sandbox::new("idle");
