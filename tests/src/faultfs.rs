@@ -23,7 +23,7 @@ use fuser::{
 };
 
 use crate::command::wait_until;
-use crate::sandbox::{Sandbox, helper_binary, is_mounted, unmount_lazily};
+use crate::sandbox::{Sandbox, helper_binary, is_mounted, kill, unmount_lazily};
 
 /// Nothing is cached, so that a change of the control file acts at once.
 const TTL: Duration = Duration::ZERO;
@@ -39,14 +39,14 @@ pub struct FaultFs {
 impl FaultFs {
     /// Serves `<sandbox>/source` at `<sandbox>/faulty`.
     pub fn new(sandbox: &Sandbox) -> Self {
+        Self::of(sandbox, sandbox.mkdir("source"))
+    }
+
+    /// Serves `source`, which other servers may serve too, at `<sandbox>/faulty`.
+    pub fn of(sandbox: &Sandbox, source: PathBuf) -> Self {
         let control = sandbox.join("control");
         fs::write(&control, "").expect("write the control file");
-        let mut fault = Self {
-            source: sandbox.mkdir("source"),
-            mount_point: sandbox.mkdir("faulty"),
-            control,
-            child: None,
-        };
+        let mut fault = Self { source, mount_point: sandbox.mkdir("faulty"), control, child: None };
         fault.start();
         fault
     }
@@ -64,6 +64,20 @@ impl FaultFs {
     /// From now on every write fails with this errno's name; empty heals.
     pub fn fail_writes(&self, errno: &str) {
         fs::write(&self.control, errno).expect("write the control file");
+    }
+
+    /// From now on every access waits, until [`FaultFs::go_on`].
+    pub fn stall(&self) {
+        self.signal(libc::SIGSTOP);
+    }
+
+    /// Ends a [`FaultFs::stall`].
+    pub fn go_on(&self) {
+        self.signal(libc::SIGCONT);
+    }
+
+    fn signal(&self, signal: i32) {
+        kill(self.child.as_ref().expect("it runs").id(), signal);
     }
 
     /// Kills the server: every access to the backing now gives ENOTCONN.

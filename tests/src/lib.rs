@@ -15,6 +15,7 @@ pub mod command;
 pub mod differential;
 pub mod faultfs;
 pub mod fsops;
+pub mod hand;
 pub mod image;
 pub mod mount;
 pub mod random;
@@ -24,6 +25,7 @@ pub mod tree;
 pub mod watchdog;
 
 pub use command::{Outcome, run, wait_until};
+pub use hand::Hand;
 pub use image::{FsKind, LoopImage};
 pub use mount::FirnMount;
 pub use random::seed;

@@ -16,9 +16,11 @@ fn main() -> ExitCode {
         ["faultfs", source, mount_point, control] => {
             firn_tests::faultfs::serve(Path::new(source), Path::new(mount_point), Path::new(control));
         }
+        ["hand", file] => firn_tests::hand::serve(Path::new(file)),
         _ => {
             eprintln!(
-                "usage: firn-test-helper writer DIR LOG SEED | append FILE ID COUNT | faultfs SOURCE DIR CONTROL"
+                "usage: firn-test-helper writer DIR LOG SEED | append FILE ID COUNT | faultfs SOURCE DIR CONTROL \
+                 | hand FILE"
             );
             return ExitCode::from(2);
         }

@@ -1,0 +1,13 @@
+//! Promises of docs/SEMANTICS.md one by one, where no larger test shows them.
+
+mod promises {
+    mod attributes;
+    mod closing;
+    mod crashes;
+    mod errors;
+    mod names;
+    mod operations;
+    mod syncing;
+    mod users;
+    mod writing;
+}
