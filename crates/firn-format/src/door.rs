@@ -1,0 +1,220 @@
+//! What a client process and firnd say to each other: leases of slabs, lists of extents.
+//!
+//! The door socket is a `SOCK_SEQPACKET` beside the control socket. A client sends one [`Request`] a
+//! packet, firnd answers each with one packet, in order: a [`Reply`], for [`Op::Extents`] followed by
+//! so many [`Extent`]s as `count` says. The first request is [`Op::Hello`]; its reply carries the
+//! descriptor of the arena (`SCM_RIGHTS`) and an [`Arena`] after the [`Reply`]. All structures are plain
+//! words in the byte order of the machine: both ends are on one node.
+//!
+//! An open file is meant by its token: what [`IOCTL_TOKEN`] on a descriptor of the mount gives. It is the
+//! kernel's own handle, so `dup` and `fork` share it and the last close ends it.
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Version of these messages; firnd refuses others with [`Status::Version`].
+pub const DOOR_VERSION: u32 = 1;
+
+/// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: who serves it and under which name.
+/// ENOTTY from any other file system.
+pub const IOCTL_TOKEN: u32 = (2 << 30) | ((size_of::<Token>() as u32) << 16) | ((b'F' as u32) << 8) | 0xd0;
+
+/// Answer to [`IOCTL_TOKEN`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Token {
+    /// The open file, for [`Request::token`].
+    pub token: u64,
+    /// [`DOOR_VERSION`] of firnd; 0: this firnd has no door for this caller.
+    pub version: u32,
+    /// Process id of firnd, for messages.
+    pub pid: u32,
+    /// UUID of the arena: one connection serves all mounts' files of one arena.
+    pub arena: [u8; 16],
+    /// Path of the door socket, ended by a zero byte.
+    pub socket: [u8; 112],
+}
+
+/// What is asked, in [`Request::op`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Op {
+    /// `arg` is [`DOOR_VERSION`].
+    Hello = 1,
+    /// May this process write the open file past the kernel? The answer is yes while nobody else has it
+    /// open. [`Reply::binding`] names it in piece records, [`Reply::size`] is its length.
+    OpenWrite = 2,
+    /// Ends the last lease of this open file, if any, and gives a new slab: `arg` is the number of bytes
+    /// that the writer would like. [`Status::Full`]: no room now; write through the kernel, which waits.
+    Lease = 3,
+    /// The writer is done: leases end, their pieces are taken in. `close` on the descriptor does the same.
+    EndWrite = 4,
+    /// The extents of the file from offset `arg` on, sorted, at most [`EXTENTS_MAX`]; holes and what only
+    /// the backing has are left out. What is listed stays where it is until [`Op::EndRead`], the close of
+    /// the file or of the connection; it is what the file holds as long as the word [`Reply::slot`] is
+    /// [`Reply::stamp`].
+    Extents = 5,
+    /// The reader is done with the extents of this open file.
+    EndRead = 6,
+}
+
+impl Op {
+    /// From the word of a request.
+    pub fn from_word(word: u32) -> Option<Self> {
+        [Self::Hello, Self::OpenWrite, Self::Lease, Self::EndWrite, Self::Extents, Self::EndRead]
+            .into_iter()
+            .find(|op| *op as u32 == word)
+    }
+}
+
+/// How it went, in [`Reply::status`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Status {
+    /// Done.
+    Ok = 0,
+    /// Another version of the messages.
+    Version = 1,
+    /// No such open file, or it is not open that way.
+    BadToken = 2,
+    /// Not now: others have the file open, it has set-id bits, or the mount's policy forbids it. The
+    /// kernel's calls work as ever.
+    Busy = 3,
+    /// No room in the arena now.
+    Full = 4,
+    /// The request makes no sense; firnd closes the connection.
+    Malformed = 5,
+}
+
+impl Status {
+    /// From the word of a reply; what is unknown counts as [`Status::Malformed`].
+    pub fn from_word(word: u32) -> Self {
+        [Self::Ok, Self::Version, Self::BadToken, Self::Busy, Self::Full]
+            .into_iter()
+            .find(|status| *status as u32 == word)
+            .unwrap_or(Self::Malformed)
+    }
+}
+
+/// A request: one packet.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Request {
+    /// [`Op`].
+    pub op: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// The open file.
+    pub token: u64,
+    /// See [`Op`].
+    pub arg: u64,
+}
+
+/// An answer, or its head.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Reply {
+    /// [`Status`].
+    pub status: u32,
+    /// Extents that follow.
+    pub count: u32,
+    /// [`Op::OpenWrite`]: binding of the file, for piece records.
+    pub binding: u64,
+    /// [`Op::OpenWrite`], [`Op::Extents`]: bytes of the file.
+    pub size: u64,
+    /// [`Op::Extents`]: the file's word, in bytes from the start of the arena.
+    pub slot: u64,
+    /// [`Op::Extents`]: what stands in it while the extents hold.
+    pub stamp: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// [`Op::Lease`].
+    pub lease: Slab,
+}
+
+/// A leased slab: where its data and records are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Slab {
+    /// Start of the chunk's data, in bytes from the start of the arena.
+    pub chunk: u64,
+    /// First piece record of this lease, in bytes from the start of the arena.
+    pub records: u64,
+    /// Of the lease: seeds the seals.
+    pub generation: u64,
+    /// Sequence of the first record; each next one has one more.
+    pub sequence: u64,
+    /// First byte of the slab, from the start of the chunk.
+    pub start: u32,
+    /// End of the slab, from the start of the chunk.
+    pub end: u32,
+    /// Number of piece records.
+    pub record_count: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// Follows the [`Reply`] to [`Op::Hello`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Arena {
+    /// Its UUID.
+    pub uuid: [u8; 16],
+    /// Bytes of the file.
+    pub file_bytes: u64,
+    /// What a client maps for reading only: from here …
+    pub words_offset: u64,
+    /// … so many bytes: the words of [`Reply::slot`].
+    pub words_bytes: u64,
+    /// What a client maps for reading and writing: piece tables and chunks, from here to the end.
+    pub shared_offset: u64,
+    /// Size of the pages that back the data, as far as known.
+    pub page_bytes: u64,
+    /// Bytes of a chunk.
+    pub chunk_bytes: u64,
+}
+
+/// Most extents in one reply.
+pub const EXTENTS_MAX: usize = 1024;
+
+/// A part of a file that is in the arena or in the spill file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Extent {
+    /// Bytes from the start of the file.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Bytes from the start of the arena, or of the spill file.
+    pub at: u64,
+    /// Index of the chunk.
+    pub chunk: u32,
+    /// [`IN_MEMORY`] or [`IN_SPILL`].
+    pub place: u32,
+}
+
+/// [`Extent::place`]: the arena.
+pub const IN_MEMORY: u32 = 0;
+/// [`Extent::place`]: the spill file.
+pub const IN_SPILL: u32 = 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_the_wire_come_back() {
+        for word in 0..10 {
+            if let Some(op) = Op::from_word(word) {
+                assert_eq!(op as u32, word);
+            }
+        }
+        assert_eq!(Status::from_word(Status::Busy as u32), Status::Busy);
+        assert_eq!(Status::from_word(99), Status::Malformed);
+    }
+
+    #[test]
+    fn the_token_fits_an_ioctl() {
+        assert!(size_of::<Token>() < 1 << 14);
+        assert_eq!(IOCTL_TOKEN >> 16 & 0x3fff, size_of::<Token>() as u32);
+    }
+}
