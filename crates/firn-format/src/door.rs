@@ -139,6 +139,9 @@ pub struct Slab {
     pub chunk: u64,
     /// First piece record of this lease, in bytes from the start of the arena.
     pub records: u64,
+    /// The word that a writer holds while it stores bytes (`slab_word::WRITER`), in bytes from the start
+    /// of the arena.
+    pub writer: u64,
     /// Of the lease: seeds the seals.
     pub generation: u64,
     /// Sequence of the first record; each next one has one more.

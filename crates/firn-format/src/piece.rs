@@ -6,7 +6,8 @@
 //! 16  u64 sequence     order among all writes of the arena
 //! 24  u32 position     bytes from the start of the chunk
 //! 28  u32 state        LIVE, or DEAD once nothing of it is pending
-//! 32  u64 seal         length (low half) and CRC32C (high half), stored as one word
+//! 32  u64 seal         length (low half) and CRC32C (high half), stored as one word; the highest bit of
+//!                      the length is FROZEN
 //! ```
 //!
 //! Length and checksum are one word, so that an append that extends the last piece publishes both
@@ -39,6 +40,17 @@ pub mod word {
 pub const LIVE: u32 = 0x4c1f_e5a9;
 /// State of a piece of which nothing is pending any more.
 pub const DEAD: u32 = 0xd3ad_b01e;
+
+/// Bit of a seal: the piece is not extended any more. Lengths are below it (`CHUNK_MAX`), and the
+/// checksum does not cover it.
+pub const FROZEN: u64 = 1 << 31;
+const _: () = assert!(crate::geometry::CHUNK_MAX < FROZEN);
+
+/// The seal that stands where the next record of a revoked lease would: no length, so it never passes
+/// for a piece, and no store that expects what stood there before succeeds.
+pub fn poison(generation: u64) -> u64 {
+    (generation << 32) | FROZEN
+}
 
 /// A piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +120,7 @@ impl RawPiece {
             offset: self.offset,
             sequence: self.sequence,
             position: self.position,
-            len: self.seal as u32,
+            len: (self.seal & !FROZEN) as u32,
         };
         let (found, expected) = ((self.seal >> 32) as u32, piece.checksum(generation));
         if found != expected {
@@ -164,9 +176,22 @@ mod tests {
                     3 => bad.position ^= 1u32.rotate_left(bit),
                     _ => bad.seal ^= 1 << bit,
                 }
+                if bad.seal == good.seal ^ FROZEN {
+                    continue;
+                }
                 assert!(bad.check(1, 0, 1 << 20).is_err(), "field {field} bit {bit}");
             }
         }
+    }
+
+    #[test]
+    fn a_frozen_piece_is_the_same_piece_and_poison_is_none() {
+        let piece = Piece { file: 1, offset: 2, sequence: 3, position: 4, len: 5 };
+        let mut record = raw(piece, 7);
+        record.seal |= FROZEN;
+        assert_eq!(record.check(7, 0, 100), Ok(Checked::Live(piece)));
+        record.seal = poison(7);
+        assert!(record.check(7, 0, 100).is_err());
     }
 
     #[test]

@@ -24,6 +24,19 @@ pub mod slab_word {
     /// `u64`: raised at every lease; seeds the records' checksums, so that a record of an earlier
     /// lease can never pass for one of this.
     pub const GENERATION: u64 = 8;
+    /// `u64`: [`super::writer_idle`] of the generation while a client process holds the lease, with
+    /// [`super::WRITER_BUSY`] while it stores bytes; 0: no client may store any.
+    pub const WRITER: u64 = 16;
+    /// `u32`: process id of that client.
+    pub const HOLDER: u64 = 24;
+}
+
+/// Bit of the word [`slab_word::WRITER`]: the client is storing bytes into the slab.
+pub const WRITER_BUSY: u64 = 1;
+
+/// The word [`slab_word::WRITER`] of a lease between two stores.
+pub fn writer_idle(generation: u64) -> u64 {
+    generation << 1
 }
 
 /// How a chunk is cut.

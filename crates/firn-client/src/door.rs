@@ -1,0 +1,258 @@
+//! Writes past the kernel: bytes into a leased slab, published by one store.
+//!
+//! Promises
+//! * Nothing here allocates, locks, calls the system or the standard library's I/O: it may run in a
+//!   signal handler.
+//! * [`Outcome::Done`] is told only of bytes that firnd takes in, also when this process and firnd die
+//!   at once. Of [`Outcome::Revoked`] nothing is taken in, now or later.
+//! * No byte is stored into a slab that firnd may have given to somebody else.
+//!
+//! How firnd and a writer agree
+//! * The slab's *writer word* is `writer_idle(generation)` while the lease stands. The writer makes it
+//!   busy before it stores bytes and idle afterwards; firnd ends the lease by taking it from idle to 0. A
+//!   slab whose writer is busy is not given away before it is idle or its process is dead.
+//! * A piece is published by a compare-exchange of its seal. firnd freezes the last seal (`FROZEN`): the
+//!   writer begins a new record. firnd poisons the seal after the last one: the lease is over.
+//!
+//! Records: `firn_format::piece` and docs/FORMAT.md.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use firn_format::door::Slab;
+use firn_format::geometry::PAGE;
+use firn_format::piece::{LIVE, PIECE_BYTES, Piece, poison, word};
+use firn_format::slab::{WRITER_BUSY, writer_idle};
+
+mod copy;
+
+pub use copy::copy;
+
+/// What became of [`SlabWriter::append`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// So many bytes were taken and are as safe as after write(2); fewer than given where the slab ends.
+    Done(usize),
+    /// Nothing was taken: no room or no record is left. Ask for another lease.
+    Full,
+    /// Nothing was taken: firnd ended the lease. Give the offset back and write through the kernel.
+    Revoked,
+}
+
+/// The piece that the next bytes may continue.
+#[derive(Clone, Copy, Debug)]
+struct Last {
+    piece: Piece,
+    /// As it was stored here.
+    seal: u64,
+    /// Index of its record in the lease.
+    record: u32,
+}
+
+/// The writing end of one lease. Whoever holds it is the only one who appends.
+#[derive(Debug)]
+pub struct SlabWriter {
+    base: *mut u8,
+    slab: Slab,
+    binding: u64,
+    /// Next free byte, from the start of the chunk.
+    next: u32,
+    /// Next free record, its index in the lease.
+    record: u32,
+    last: Option<Last>,
+}
+
+// SAFETY: it is a pointer to shared memory and numbers; the writer is used by one thread at a time
+// (`&mut self`), whichever that is.
+unsafe impl Send for SlabWriter {}
+
+/// What a try to publish a record met.
+enum Publish {
+    Done,
+    Frozen,
+    Revoked,
+}
+
+impl SlabWriter {
+    /// Begins a lease that firnd just granted. `base` is the address where offset 0 of the arena would be.
+    ///
+    /// # Safety
+    /// As long as the writer is used, the records, the writer word and the data that `slab` names are mapped
+    /// at their offsets from `base`, readable and writable, and no other `SlabWriter` has the same lease.
+    pub unsafe fn new(base: *mut u8, slab: Slab, binding: u64) -> Self {
+        Self { base, slab, binding, next: slab.start, record: 0, last: None }
+    }
+
+    /// The lease.
+    pub fn slab(&self) -> &Slab {
+        &self.slab
+    }
+
+    /// Bytes that are still free, as far as records suffice.
+    pub fn free_bytes(&self) -> u32 {
+        self.slab.end.saturating_sub(self.next)
+    }
+
+    /// Whether three quarters of the bytes or of the records are used: time to ask for the next lease.
+    pub fn is_nearly_full(&self) -> bool {
+        let (size, count) = (self.slab.end.saturating_sub(self.slab.start), self.slab.record_count);
+        self.free_bytes() <= size / 4 || self.record >= count - count / 4
+    }
+
+    /// Takes bytes of the file at `offset`, the first ones of them where the slab ends.
+    ///
+    /// # Safety
+    /// `data` is readable for `len` bytes and does not overlap the slab. A fault while it is read leaves the
+    /// slab's writer word busy: then the writer is not used again but with [`SlabWriter::abandon`].
+    pub unsafe fn append(&mut self, offset: u64, data: *const u8, len: usize) -> Outcome {
+        if len == 0 {
+            return Outcome::Done(0);
+        }
+        if offset.checked_add(len as u64).is_none_or(|end| end > i64::MAX as u64) {
+            return Outcome::Full;
+        }
+        let idle = writer_idle(self.slab.generation);
+        let busy = idle | WRITER_BUSY;
+        if self.writer().compare_exchange(idle, busy, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+            return Outcome::Revoked;
+        }
+        // SAFETY: as promised by the caller; the slab is ours until the word is idle.
+        let outcome = unsafe { self.append_busy(offset, data, len) };
+        self.writer().store(idle, Ordering::Release);
+        outcome
+    }
+
+    /// After a fault in [`SlabWriter::append`]: nothing of that write counts and the lease goes on.
+    pub fn abandon(&mut self) {
+        let idle = writer_idle(self.slab.generation);
+        let busy = idle | WRITER_BUSY;
+        let _ = self.writer().compare_exchange(busy, idle, Ordering::Release, Ordering::Relaxed);
+    }
+
+    /// # Safety
+    /// As for [`SlabWriter::append`], and the writer word is busy.
+    unsafe fn append_busy(&mut self, offset: u64, data: *const u8, len: usize) -> Outcome {
+        let mut filled = None;
+        if let Some(last) = self.last.filter(|last| last.piece.offset + u64::from(last.piece.len) == offset) {
+            let taken = len.min(self.free_bytes() as usize);
+            if taken == 0 {
+                return Outcome::Full;
+            }
+            // SAFETY: `taken` bytes from `next` on lie in the slab.
+            unsafe { self.fill(self.next, data, taken) };
+            match self.extend(last, taken as u32) {
+                Publish::Done => return Outcome::Done(taken),
+                Publish::Revoked => return Outcome::Revoked,
+                Publish::Frozen => filled = Some((self.next, taken)),
+            }
+        }
+        if self.record >= self.slab.record_count {
+            return Outcome::Full;
+        }
+        let position = self.place(offset, len);
+        let room = u64::from(self.slab.end).saturating_sub(position);
+        let taken = (len as u64).min(room) as usize;
+        if taken == 0 {
+            return Outcome::Full;
+        }
+        let position = position as u32;
+        // What was copied behind a frozen piece lies where it belongs already, mostly.
+        if filled != Some((position, taken)) {
+            // SAFETY: `taken` bytes from `position` on lie in the slab.
+            unsafe { self.fill(position, data, taken) };
+        }
+        match self.publish(offset, position, taken as u32) {
+            Publish::Done => Outcome::Done(taken),
+            _ => Outcome::Revoked,
+        }
+    }
+
+    /// Where a new piece begins: a page or more, and the first of a slab, congruent to its offset.
+    fn place(&self, offset: u64, len: usize) -> u64 {
+        let next = u64::from(self.next);
+        if len as u64 >= PAGE || self.last.is_none() {
+            next + (offset % PAGE + PAGE - next % PAGE) % PAGE
+        } else {
+            next
+        }
+    }
+
+    fn extend(&mut self, last: Last, more: u32) -> Publish {
+        let piece = Piece { len: last.piece.len + more, ..last.piece };
+        let seal = piece.seal(self.slab.generation);
+        let word = self.seal_of(last.record);
+        if word.compare_exchange(last.seal, seal, Ordering::Release, Ordering::Relaxed).is_ok() {
+            self.last = Some(Last { piece, seal, ..last });
+            self.next += more;
+            return Publish::Done;
+        }
+        // It is frozen, or overwritten by somebody mad; both end the piece.
+        if self.is_poisoned() { Publish::Revoked } else { Publish::Frozen }
+    }
+
+    fn publish(&mut self, offset: u64, position: u32, len: u32) -> Publish {
+        let record = self.record;
+        let found = self.seal_of(record).load(Ordering::Acquire);
+        if found == poison(self.slab.generation) {
+            return Publish::Revoked;
+        }
+        let sequence = self.slab.sequence + u64::from(record);
+        let piece = Piece { file: self.binding, offset, sequence, position, len };
+        self.u64(record, word::FILE).store(piece.file, Ordering::Relaxed);
+        self.u64(record, word::OFFSET).store(piece.offset, Ordering::Relaxed);
+        self.u64(record, word::SEQUENCE).store(piece.sequence, Ordering::Relaxed);
+        self.u32(record, word::POSITION).store(piece.position, Ordering::Relaxed);
+        self.u32(record, word::STATE).store(LIVE, Ordering::Relaxed);
+        let seal = piece.seal(self.slab.generation);
+        let stored = self.seal_of(record).compare_exchange(found, seal, Ordering::Release, Ordering::Relaxed);
+        if stored.is_err() {
+            return Publish::Revoked;
+        }
+        self.last = Some(Last { piece, seal, record });
+        self.next = position + len;
+        self.record += 1;
+        Publish::Done
+    }
+
+    /// Whether firnd ended the lease while this writer was busy.
+    fn is_poisoned(&self) -> bool {
+        // The freeze came before the poison; who sees the one must look for the other in this order.
+        fence(Ordering::Acquire);
+        self.record < self.slab.record_count
+            && self.seal_of(self.record).load(Ordering::Acquire) == poison(self.slab.generation)
+    }
+
+    /// # Safety
+    /// `position..position + len` lies in the slab, and `data` is readable for `len` bytes.
+    unsafe fn fill(&self, position: u32, data: *const u8, len: usize) {
+        let to = self.base.wrapping_add((self.slab.chunk + u64::from(position)) as usize);
+        // SAFETY: the caller's promise and that of `new`.
+        unsafe { copy(to, data, len) }
+    }
+
+    fn writer(&self) -> &AtomicU64 {
+        // SAFETY: mapped as promised in `new`; firnd aligns it.
+        unsafe { AtomicU64::from_ptr(self.base.wrapping_add(self.slab.writer as usize).cast()) }
+    }
+
+    fn seal_of(&self, record: u32) -> &AtomicU64 {
+        self.u64(record, word::SEAL)
+    }
+
+    fn u64(&self, record: u32, word: u64) -> &AtomicU64 {
+        // SAFETY: a word of one of this lease's records, mapped as promised in `new`.
+        unsafe { AtomicU64::from_ptr(self.at(record, word).cast()) }
+    }
+
+    fn u32(&self, record: u32, word: u64) -> &AtomicU32 {
+        // SAFETY: as above.
+        unsafe { AtomicU32::from_ptr(self.at(record, word).cast()) }
+    }
+
+    fn at(&self, record: u32, word: u64) -> *mut u8 {
+        let offset = self.slab.records + u64::from(record) * PIECE_BYTES + word;
+        self.base.wrapping_add(offset as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests;
