@@ -584,7 +584,11 @@ fn scan_slab(
         // Which it was is unknown: what its records say is checked one by one all the same.
         Err(word) => damage.push(Damage::Slab { slab: at, word }),
     }
-    // A live arena may lease the slab anew while it is read: then what was read is of two leases.
+    // A live arena may lease the slab anew while it is read: then what was read is of two leases. It may
+    // also free the chunk and cut it into slabs of another class, whose records lie elsewhere: then
+    // nothing of this slab is there any more.
+    let class_now = map.u32(geometry.table_offset(at.chunk) + chunk_word::CLASS);
+    let state_now = map.u32(header + slab_word::STATE);
     const TRIES: usize = 3;
     for _ in 0..TRIES {
         let generation = map.u64(header + slab_word::GENERATION).load(Ordering::Acquire);
@@ -592,6 +596,11 @@ fn scan_slab(
         let mut wrong = Vec::new();
         scan_records(map, geometry, at, class, generation, &mut wrong, &mut |stored| found.push(stored));
         fence(Ordering::Acquire);
+        if class_now.load(Ordering::Acquire) != Class::to_word(Some(class))
+            || state_now.load(Ordering::Acquire) == SlabState::Free.to_word()
+        {
+            return;
+        }
         if map.u64(header + slab_word::GENERATION).load(Ordering::Acquire) == generation {
             damage.extend(wrong);
             found.into_iter().for_each(live);

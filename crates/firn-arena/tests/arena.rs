@@ -282,3 +282,35 @@ fn reuse_under_a_reader_is_never_mistaken_for_damage() {
     });
     assert_eq!(arena.used_bytes(), 0);
 }
+
+/// A chunk that becomes free is cut into slabs of another class, whose records lie elsewhere in its
+/// table, while a reader reads it.
+#[test]
+fn regression_a_chunk_cut_anew_under_a_reader_is_never_mistaken_for_damage() {
+    let (_dir, _path, arena) = fresh(1, 1 << 20);
+    let writing = AtomicU32::new(1);
+    std::thread::scope(|scope| {
+        let (arena, writing) = (&arena, &writing);
+        let writer = scope.spawn(move || {
+            for round in 0..6000u64 {
+                let class = [Class::Small, Class::Medium, Class::Whole][round as usize % 3];
+                let mut leases: Vec<Lease> = (0..2).filter_map(|_| arena.lease(class)).collect();
+                for (file, lease) in leases.iter_mut().enumerate() {
+                    let pieces: Vec<PieceRef> = (0..9)
+                        .filter_map(|n| append(arena, lease, file as u64 + 1, n * 100, &[1; 9]))
+                        .collect();
+                    pieces.into_iter().for_each(|piece| arena.retire(piece, 9, true));
+                }
+                leases.into_iter().for_each(|lease| arena.seal(lease));
+            }
+            writing.store(0, Ordering::Release);
+        });
+        let reader = scope.spawn(move || {
+            while writing.load(Ordering::Acquire) > 0 {
+                assert_eq!(arena.stored().1, []);
+            }
+        });
+        join(vec![writer, reader]);
+    });
+    assert_eq!(arena.used_bytes(), 0);
+}
