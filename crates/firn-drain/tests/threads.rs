@@ -1,0 +1,158 @@
+//! The engine and its IO threads under writers, readers and renames at once: every read is right while
+//! they run, and the backing holds what was written when they have ended.
+//!
+//! `cargo xtask campaign tsan` runs it with ThreadSanitizer. `FIRN_SEED` repeats what each thread does,
+//! not how they take turns; `FIRN_OPS` sets the operations of each writer.
+
+mod threads {
+    pub mod mount;
+    pub mod reader;
+    pub mod shared;
+    pub mod writer;
+}
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use firn_backing::sim::Fault;
+use firn_backing::{Backing, DirBacking, Errno, RenameFlags, SimBacking};
+use firn_engine::{NodeId, ROOT};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use threads::mount::Mount;
+use threads::{reader, shared, writer};
+
+/// Writers; each has a directory of its own and every fourth stripe of the shared file.
+const WRITERS: usize = 4;
+const READERS: u64 = 2;
+/// A second or two, and some ten times that with the sanitizer.
+const OPS_DEFAULT: u64 = 400;
+
+fn setting(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} must be a whole number")))
+}
+
+fn seed(test: &str) -> u64 {
+    let seed = setting("FIRN_SEED").unwrap_or_else(rand::random);
+    println!("{test}: repeat with FIRN_SEED={seed}");
+    seed
+}
+
+/// Proves S-write-2, S-write-3, S-write-6, S-read-1, S-name-2.
+#[test]
+fn threads_over_the_simulated_backing_agree_with_their_models() {
+    run(SimBacking::new(), seed("simulated"), false);
+}
+
+/// Proves S-error-1, S-error-4.
+#[test]
+fn threads_over_a_failing_backing_agree_with_their_models() {
+    let (backing, seed) = (SimBacking::new(), seed("failing"));
+    let mut rng = StdRng::seed_from_u64(seed);
+    backing.set_plan(move |call, _| match (call, rng.random_range(0..40)) {
+        ("write_at", 0) => Some(Fault::Error(Errno::IO)),
+        ("write_at", 1..8) => Some(Fault::ShortWrite(rng.random_range(1..5000))),
+        _ => None,
+    });
+    run(backing, seed, true);
+}
+
+/// Proves S-write-2, S-write-3, S-write-6, S-read-1, S-name-2.
+#[test]
+fn threads_over_a_directory_agree_with_their_models() {
+    let dir = tempfile::tempdir().expect("a directory");
+    run(DirBacking::open(dir.path()).expect("it opens"), seed("directory"), false);
+}
+
+fn run<B: Backing>(backing: B, seed: u64, faults: bool) {
+    let ops = setting("FIRN_OPS").unwrap_or(OPS_DEFAULT);
+    let mount = Mount::new(backing, faults);
+    let dirs: Vec<NodeId> = (0..WRITERS).map(|writer| mount.mkdir(&dir_name(writer))).collect();
+    mount.create(ROOT, shared::NAME);
+    let writing = AtomicUsize::new(WRITERS);
+    let models = std::thread::scope(|scope| {
+        let (mount, dirs, writing) = (&mount, &dirs, &writing);
+        let writers: Vec<_> = (0..WRITERS)
+            .map(|index| {
+                scope.spawn(move || {
+                    let _ends = Ends(writing);
+                    writer::run(mount, index, dirs[index], seed, ops)
+                })
+            })
+            .collect();
+        let go_on = move || writing.load(Ordering::Acquire) > 0;
+        let mut others: Vec<_> = (0..READERS)
+            .map(|index| scope.spawn(move || reader::run(mount, dirs, seed ^ (100 + index), go_on)))
+            .collect();
+        others.push(scope.spawn(move || rename_directories(mount, seed, go_on)));
+        others.push(scope.spawn(move || ask(mount, go_on)));
+        // The scope would wait as well, but ThreadSanitizer does not see how.
+        let models: Vec<_> = writers.into_iter().map(|thread| thread.join().expect("a writer")).collect();
+        others.into_iter().for_each(|thread| thread.join().expect("another thread"));
+        models
+    });
+    let found = mount.end();
+    let mut expected = shared::merge(models.iter().map(|model| &model.stripes));
+    for (writer, model) in models.iter().enumerate() {
+        expected.extend(model.tree(&dir_name(writer)));
+    }
+    compare(&found, &expected);
+}
+
+type Contents = BTreeMap<String, Vec<u8>>;
+
+fn compare(found: &Contents, expected: &Contents) {
+    assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
+    for (path, contents) in expected {
+        let found = &found[path];
+        let first = found.iter().zip(contents).position(|(a, b)| a != b);
+        let (len, wanted) = (found.len(), contents.len());
+        assert!(found == contents, "{path}: {len} bytes, not {wanted}; differs from {first:?} on");
+    }
+}
+
+/// Counts a writer out, also when it panics, so that the others end.
+struct Ends<'a>(&'a AtomicUsize);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+}
+
+fn dir_name(writer: usize) -> String {
+    format!("w{writer}")
+}
+
+/// Takes the directories away from under the writers and puts them back.
+fn rename_directories<B: Backing>(mount: &Mount<B>, seed: u64, go_on: impl Fn() -> bool) {
+    let mut rng = StdRng::seed_from_u64(seed ^ 200);
+    while go_on() {
+        let home = dir_name(rng.random_range(0..WRITERS));
+        for (from, to) in [(home.as_str(), "away"), ("away", home.as_str())] {
+            let (from, to) = (OsStr::new(from), OsStr::new(to));
+            mount.insist(|| mount.engine.rename(ROOT, from, ROOT, to, RenameFlags::empty()));
+        }
+    }
+}
+
+/// Asks what `firn status` and `firn check` ask, and drains all now and then.
+fn ask<B: Backing>(mount: &Mount<B>, go_on: impl Fn() -> bool) {
+    let mut rounds = 0u32;
+    while go_on() {
+        let status = mount.engine.status();
+        assert!(status.held_bytes <= status.arena_bytes, "{status:?}");
+        mount.engine.files_below(b"w0");
+        let (_, damage) = mount.engine.arena().stored();
+        assert_eq!(damage, []);
+        // The writers need the processor more.
+        std::thread::sleep(Duration::from_micros(200));
+        rounds += 1;
+        if rounds.is_multiple_of(32) {
+            mount.engine.drain_tree(b"");
+        }
+    }
+}

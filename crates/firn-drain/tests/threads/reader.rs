@@ -1,0 +1,52 @@
+//! A reader of everybody's files: whatever it catches them at, each byte is one that its writer wrote.
+
+use std::ffi::OsStr;
+
+use firn_backing::{Backing, Errno};
+use firn_engine::{NodeId, ROOT};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::mount::Mount;
+use super::{shared, writer};
+
+pub fn run<B: Backing>(mount: &Mount<B>, dirs: &[NodeId], seed: u64, go_on: impl Fn() -> bool) {
+    let mut rng = StdRng::seed_from_u64(seed);
+    while go_on() {
+        if rng.random_bool(0.5) {
+            read(mount, ROOT, shared::NAME, &mut rng, shared::is_byte_of_owner);
+        } else {
+            let owner = rng.random_range(0..dirs.len());
+            let name = writer::NAMES[rng.random_range(0..writer::NAMES.len())];
+            read(mount, dirs[owner], name, &mut rng, |_, byte| shared::is_byte_of(owner, byte));
+        }
+    }
+}
+
+fn read<B: Backing>(
+    mount: &Mount<B>,
+    dir: NodeId,
+    name: &str,
+    rng: &mut StdRng,
+    right: impl Fn(usize, u8) -> bool,
+) {
+    let engine = &mount.engine;
+    let entry = match engine.lookup(dir, OsStr::new(name)) {
+        Ok(entry) => entry,
+        Err(Errno::NOENT) => return,
+        Err(errno) => panic!("lookup: {errno}"),
+    };
+    // The file may lose its last name between the two.
+    if let Ok(opened) = engine.open(entry.node, 0) {
+        for _ in 0..rng.random_range(1..6) {
+            let offset = rng.random_range(0..=entry.attr.size);
+            let mut buf = vec![0xff; rng.random_range(1..9000)];
+            let count = engine.read(opened.handle, offset, &mut buf).expect("read");
+            let wrong = (0..count).find(|index| !right(offset as usize + index, buf[*index]));
+            assert_eq!(wrong, None, "{name} at {offset}: {:?}", wrong.map(|index| buf[index]));
+        }
+        engine.attr(entry.node, Some(opened.handle)).expect("fstat");
+        mount.close(opened.handle);
+    }
+    engine.forget(entry.node, 1);
+}
