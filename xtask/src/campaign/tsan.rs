@@ -13,6 +13,10 @@ use super::{cargo, cargo_command, root, target_dir};
 /// Crates with threads over the arena, and the tests that are worth it.
 const CRATES: [&str; 2] = ["firn-arena", "firn-drain"];
 
+/// System calls go through libc, where the sanitizer sees which memory they touch, and that an address
+/// of a mapping that ended is another's now.
+const FLAGS: &str = "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg=rustix_use_libc";
+
 /// Builds and runs the tests `rounds` times.
 pub fn run(rounds: u64) -> anyhow::Result<()> {
     ensure!(rounds > 0, "--rounds must be at least 1");
@@ -25,7 +29,7 @@ pub fn run(rounds: u64) -> anyhow::Result<()> {
             test.args(["-p", name]);
         }
         test.env("RUSTC_BOOTSTRAP", "1")
-            .env("RUSTFLAGS", "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer")
+            .env("RUSTFLAGS", FLAGS)
             .env("CARGO_TARGET_DIR", target_dir().join("tsan"))
             .env("TSAN_OPTIONS", format!("suppressions={}/xtask/tsan.supp", root().display()));
         cargo(&mut test)?;
