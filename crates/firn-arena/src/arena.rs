@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
+use crate::client::{Stopping, revoke_all};
 use crate::map::{JournalRegion, Map, probe};
 use crate::pool::Pool;
 use crate::{ArenaError, Damage};
@@ -98,6 +99,8 @@ pub struct Arena {
     /// By smallest slab: live bytes, plus [`PIN`] for each other use. The slab is free at 0.
     uses: Vec<AtomicU64>,
     on_free: Mutex<Option<OnFree>>,
+    /// Slabs of ended leases whose clients may still store bytes; each is pinned.
+    stopping: Mutex<Vec<Stopping>>,
 }
 
 impl Arena {
@@ -164,6 +167,7 @@ impl Arena {
             pool: Mutex::new(Pool::new(geometry)),
             uses: (0..slabs).map(|_| AtomicU64::new(0)).collect(),
             on_free: Mutex::new(None),
+            stopping: Mutex::new(Vec::new()),
         }
     }
 
@@ -172,6 +176,8 @@ impl Arena {
     pub fn attach(path: &Path) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
         let (map, superblock) = open(path, true)?;
         let arena = Self::assemble(path, map, superblock);
+        // Before anything is read: what is read is then all there will ever be.
+        let stopping = revoke_all(&arena.map, &arena.geometry, &arena.classes());
         let mut stored = Vec::new();
         let mut damage = Vec::new();
         let mut highest = 0;
@@ -181,15 +187,22 @@ impl Arena {
         });
         // The counter is one word that nothing protects: it may only be too low if it is damaged.
         arena.map.u64(state_word::SEQUENCE).fetch_max(highest, Ordering::Relaxed);
-        arena.adopt(&stored);
+        arena.adopt(&stored, &stopping);
+        *arena.stopping.lock() = stopping;
         Ok((arena, stored, damage))
     }
 
-    fn adopt(&self, stored: &[Stored]) {
+    /// The chunks that are cut, as far as their class can be read.
+    fn classes(&self) -> Vec<(u32, Class)> {
+        let class = |chunk| Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire)).ok().flatten();
+        (0..self.geometry.chunk_count).filter_map(|chunk| Some((chunk, class(chunk)?))).collect()
+    }
+
+    fn adopt(&self, stored: &[Stored], stopping: &[Stopping]) {
         let mut pool = self.pool.lock();
         for chunk in 0..self.geometry.chunk_count {
-            let mut used: Vec<u32> =
-                stored.iter().filter(|s| s.at.slab.chunk == chunk).map(|s| s.at.slab.slab).collect();
+            let holding = stored.iter().map(|s| s.at.slab).chain(stopping.iter().map(|s| s.slab));
+            let mut used: Vec<u32> = holding.filter(|s| s.chunk == chunk).map(|s| s.slab).collect();
             used.sort_unstable();
             used.dedup();
             match Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire)) {
@@ -209,6 +222,13 @@ impl Arena {
                     }
                 }
                 _ => self.clear_chunk(chunk),
+            }
+        }
+        drop(pool);
+        for Stopping { slab, .. } in stopping {
+            // Beside the pin that ends at `settle`, which is for slabs with pieces.
+            if stored.iter().any(|s| s.at.slab == *slab) {
+                self.pin(*slab);
             }
         }
     }
@@ -302,6 +322,7 @@ impl Arena {
 
     /// Leases a slab of `class`, or of a smaller one where that is all there is.
     pub fn lease(&self, class: Class) -> Option<Lease> {
+        self.await_clients();
         let mut pool = self.pool.lock();
         let order = [Class::Whole, Class::Medium, Class::Small];
         let (class, (chunk, slab, cut)) = order
@@ -342,6 +363,7 @@ impl Arena {
 
     /// Whether a lease of `class` or smaller could be had.
     pub fn has_room(&self, class: Class) -> bool {
+        self.await_clients();
         let pool = self.pool.lock();
         [Class::Small, Class::Medium, Class::Whole].into_iter().any(|c| c <= class && pool.has(c))
     }
@@ -471,6 +493,30 @@ impl Arena {
     }
 }
 
+/// For the arena's other modules.
+impl Arena {
+    pub(crate) fn map(&self) -> &Map {
+        &self.map
+    }
+    pub(crate) fn stopping(&self) -> &Mutex<Vec<Stopping>> {
+        &self.stopping
+    }
+    pub(crate) fn add_uses(&self, slab: SlabRef, bytes: u64) {
+        self.uses(slab).fetch_add(bytes, Ordering::AcqRel);
+    }
+    pub(crate) fn set_state(&self, slab: SlabRef, state: SlabState) {
+        self.slab_state(slab).store(state.to_word(), Ordering::Release);
+    }
+    /// Where the data of a chunk that is not spilled begins, in bytes from the start of the file.
+    pub fn data_offset(&self, chunk: u32) -> u64 {
+        self.geometry.chunk_offset(chunk)
+    }
+    /// The file, for clients that map it themselves.
+    pub fn file(&self) -> rustix::fd::BorrowedFd<'_> {
+        self.map.file()
+    }
+}
+
 impl Lease {
     /// The slab.
     pub fn slab(&self) -> SlabRef {
@@ -479,6 +525,16 @@ impl Lease {
     /// Its class.
     pub fn class(&self) -> Class {
         self.class
+    }
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation
+    }
+    /// Start of what is free, at first of the slab.
+    pub(crate) fn start(&self) -> u32 {
+        self.next
+    }
+    pub(crate) fn end(&self) -> u32 {
+        self.end
     }
     /// Bytes not yet used.
     pub fn free_bytes(&self) -> u32 {
@@ -649,7 +705,7 @@ fn scan_records(
     }
 }
 
-fn load(map: &Map, base: u64) -> RawPiece {
+pub(crate) fn load(map: &Map, base: u64) -> RawPiece {
     let seal = map.u64(base + word::SEAL).load(Ordering::Acquire);
     RawPiece {
         file: map.u64(base + word::FILE).load(Ordering::Relaxed),

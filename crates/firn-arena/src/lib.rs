@@ -10,11 +10,13 @@
 
 mod arena;
 mod check;
+mod client;
 mod map;
 mod pool;
 
 pub use arena::{Arena, Identity, Lease, PieceRef, Reserved, SlabRef, Stored};
 pub use check::{Damage, Report, check};
+pub use client::{ClientLease, Taken, Wrong};
 pub use map::JournalRegion;
 #[cfg(feature = "probe")]
 pub use map::set_probe;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use firn_format::geometry::{DATA_ALIGN, PAGE};
-use rustix::fd::OwnedFd;
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::ArenaError;
@@ -40,7 +40,7 @@ pub(crate) fn probe() {
 pub(crate) struct Map {
     base: NonNull<u8>,
     len: usize,
-    _file: OwnedFd,
+    file: OwnedFd,
 }
 
 // SAFETY: the mapping is plain memory that lives as long as the value; all shared mutation goes
@@ -79,7 +79,11 @@ impl Map {
         }
         let base = base.map_err(fail)?;
         let base = NonNull::new(base.cast()).expect("mmap never returns null");
-        Ok(Self { base, len: len as usize, _file: file })
+        Ok(Self { base, len: len as usize, file })
+    }
+
+    pub(crate) fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 
     /// A pointer to `len` bytes at `at`.

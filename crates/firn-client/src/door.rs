@@ -18,7 +18,7 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use firn_format::door::Slab;
+use firn_format::door::{OFFSET_MAX, Slab};
 use firn_format::geometry::PAGE;
 use firn_format::piece::{LIVE, PIECE_BYTES, Piece, poison, word};
 use firn_format::slab::{WRITER_BUSY, writer_idle};
@@ -32,7 +32,8 @@ pub use copy::copy;
 pub enum Outcome {
     /// So many bytes were taken and are as safe as after write(2); fewer than given where the slab ends.
     Done(usize),
-    /// Nothing was taken: no room or no record is left. Ask for another lease.
+    /// Nothing was taken: no room or no record is left, or the bytes end beyond `OFFSET_MAX`, where only
+    /// the kernel's way goes. Ask for another lease.
     Full,
     /// Nothing was taken: firnd ended the lease. Give the offset back and write through the kernel.
     Revoked,
@@ -107,7 +108,7 @@ impl SlabWriter {
         if len == 0 {
             return Outcome::Done(0);
         }
-        if offset.checked_add(len as u64).is_none_or(|end| end > i64::MAX as u64) {
+        if offset.checked_add(len as u64).is_none_or(|end| end > OFFSET_MAX) {
             return Outcome::Full;
         }
         let idle = writer_idle(self.slab.generation);

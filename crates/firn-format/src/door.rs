@@ -176,6 +176,10 @@ pub struct Arena {
     pub chunk_bytes: u64,
 }
 
+/// Ends of writes beyond this go through the kernel: there firnd asks the backing whether it can hold such
+/// a file, so that EFBIG comes from write(2).
+pub const OFFSET_MAX: u64 = 1 << 40;
+
 /// Most extents in one reply.
 pub const EXTENTS_MAX: usize = 1024;
 

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! 0             superblock page, state page
+//! 8192          the words of files
 //! journal       two halves
 //! tables        one piece table a chunk
 //! data          chunks, 2 MiB-aligned
@@ -28,6 +29,14 @@ pub const CHUNK_MAX: u64 = 1 << 30;
 /// Piece records for each 64 KiB of a chunk. 13 keeps the table of a 4 MiB chunk within nine pages
 /// (0.9 % of the data) and still holds a slab full of scattered 4 KiB writes nearly to its end.
 pub const RECORDS_PER_SMALL: u32 = 13;
+
+/// Where the words of files begin: each tells processes that read a file past the kernel whether what they
+/// know of it still holds.
+pub const WORDS_OFFSET: u64 = 2 * PAGE;
+/// How many there are. Files that share one only disturb each other.
+pub const WORDS_COUNT: u32 = 4096;
+/// Bytes of all of them.
+pub const WORDS_BYTES: u64 = WORDS_COUNT as u64 * 4;
 
 /// The layout of one arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +80,11 @@ impl Geometry {
     }
     /// Where half `half` (0 or 1) of the journal begins.
     pub fn journal_offset(&self, half: usize) -> u64 {
-        2 * PAGE + half as u64 * self.journal_half_bytes
+        WORDS_OFFSET + WORDS_BYTES + half as u64 * self.journal_half_bytes
+    }
+    /// Where word `index` of [`WORDS_COUNT`] lies.
+    pub fn word_offset(&self, index: u32) -> u64 {
+        WORDS_OFFSET + 4 * u64::from(index % WORDS_COUNT)
     }
     /// Number of smallest slabs in a chunk.
     pub fn small_slabs(&self) -> u32 {
@@ -124,6 +137,7 @@ mod tests {
             [(64 << 10, 64 << 10), (16 << 20, 4 << 20), (1 << 30, 64 << 20), (256 << 20, 128 << 10)]
         {
             let g = Geometry::new(arena, chunk).unwrap();
+            assert!(g.word_offset(WORDS_COUNT - 1) + 4 <= g.journal_offset(0));
             assert!(g.journal_offset(1) == g.journal_offset(0) + g.journal_half_bytes);
             assert!(g.record_offset(0, g.records_per_chunk()) <= g.table_offset(1));
             assert!(g.table_offset(g.chunk_count) <= g.data_offset());

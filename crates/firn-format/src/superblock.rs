@@ -18,7 +18,7 @@ use crate::geometry::Geometry;
 /// First bytes of an arena.
 pub const MAGIC: [u8; 8] = *b"FIRNAREN";
 /// Version of everything in the arena.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of the superblock.
 pub const SUPERBLOCK_BYTES: usize = 4096;
 /// Longest path of a backing that is kept.
@@ -158,9 +158,12 @@ mod tests {
     /// Proves S-crash-9.
     #[test]
     fn another_version_is_named_as_such() {
-        let mut page = sample().encode();
-        page[8] = 9;
-        assert_eq!(Superblock::decode(&page), Err(FormatError::Version { found: 9, expected: VERSION }));
+        for other in [1, 9] {
+            let mut page = sample().encode();
+            page[8] = other;
+            let error = FormatError::Version { found: other.into(), expected: VERSION };
+            assert_eq!(Superblock::decode(&page), Err(error));
+        }
     }
 
     #[test]

@@ -223,7 +223,7 @@ fn a_slab_that_was_leased_to_another_is_not_touched() {
 fn an_offset_beyond_the_largest_file_is_left_to_the_kernel() {
     let fake = Fake::new(8);
     let mut writer = fake.writer();
-    assert_eq!(append(&mut writer, i64::MAX as u64, b"x"), Outcome::Full);
+    assert_eq!(append(&mut writer, OFFSET_MAX, b"x"), Outcome::Full);
     assert_eq!(append(&mut writer, u64::MAX, b"x"), Outcome::Full);
 }
 

@@ -1,0 +1,405 @@
+//! Leases of client processes: what they publish is taken in, and the lease ends when we say so.
+//!
+//! Promises
+//! * Everything that a client published before the end of its lease is taken in, and nothing after it.
+//! * A slab is not used again while a client may still store bytes into it: neither a client that was
+//!   stopped in the middle of a copy nor one whose firnd died does harm.
+//! * Records are believed only as far as they keep to the rules of the lease. A client can spoil its own
+//!   bytes and no others.
+//!
+//! The client's side, and how both agree, is in firn-client's `door`; docs/FORMAT.md says what a crash
+//! leaves.
+
+use std::sync::atomic::Ordering;
+
+use firn_format::door::{OFFSET_MAX, Slab};
+use firn_format::geometry::{Geometry, WORDS_COUNT};
+use firn_format::piece::{Checked, FROZEN, Piece, poison, word};
+use firn_format::slab::{Class, SlabState, WRITER_BUSY, slab_word, writer_idle};
+use firn_format::superblock::state_word;
+use rustix::event::{PollFd, PollFlags};
+use rustix::process::{Pid, PidfdFlags};
+
+use crate::arena::{load, records_of};
+use crate::map::{Map, probe};
+use crate::{Arena, Lease, PieceRef, SlabRef};
+
+/// A client's right to fill a slab. Not dropped but ended with [`Arena::end_client`].
+#[derive(Debug)]
+#[must_use = "a lease that is dropped keeps its slab for ever"]
+pub struct ClientLease {
+    lease: Lease,
+    binding: u64,
+    pid: u32,
+    /// Of the first record.
+    sequence: u64,
+    first: u32,
+    count: u32,
+    /// Records taken in.
+    taken: u32,
+    /// The last of them, as far as it was taken in; `None` once it cannot grow any more.
+    open: Option<Piece>,
+    /// End of the last of them, from the start of the chunk.
+    end: u32,
+    /// Whether the client was seen idle and cannot begin to store bytes again.
+    stopped: bool,
+    over: bool,
+}
+
+/// Bytes that a client published.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Taken {
+    /// The piece that they are in.
+    pub piece: PieceRef,
+    /// Bytes from the start of the file.
+    pub offset: u64,
+    /// Bytes from the start of the chunk.
+    pub position: u32,
+    /// Bytes.
+    pub len: u32,
+    /// Of the piece.
+    pub sequence: u64,
+}
+
+/// A client broke the rules of its lease; what it published before stays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a client's piece record {} of chunk {} breaks the rules of its lease", .0.record, .0.slab.chunk)]
+pub struct Wrong(pub PieceRef);
+
+/// A slab that a client may still store bytes into although its lease is over.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stopping {
+    pub(crate) slab: SlabRef,
+    generation: u64,
+    pid: u32,
+}
+
+impl ClientLease {
+    /// The slab.
+    pub fn slab(&self) -> SlabRef {
+        self.lease.slab()
+    }
+    /// Whether the lease was revoked.
+    pub fn is_over(&self) -> bool {
+        self.over
+    }
+    /// Whether the last piece may grow while it is looked at.
+    pub fn is_open(&self) -> bool {
+        self.open.is_some()
+    }
+    fn at(&self, index: u32) -> PieceRef {
+        PieceRef { slab: self.lease.slab(), record: self.first + index }
+    }
+}
+
+impl Arena {
+    /// Leases a slab of `class`, or of a smaller one where that is all there is, to process `pid` for
+    /// the file of `binding`.
+    pub fn lease_client(&self, class: Class, binding: u64, pid: u32) -> Option<ClientLease> {
+        let lease = self.lease(class)?;
+        let records = records_of(self.geometry(), lease.class(), lease.slab().slab);
+        let count = records.len() as u32;
+        let sequence = self.map().u64(state_word::SEQUENCE).fetch_add(count.into(), Ordering::AcqRel) + 1;
+        let header = self.geometry().slab_header_offset(lease.slab().chunk, lease.slab().slab);
+        probe();
+        self.map().u32(header + slab_word::HOLDER).store(pid, Ordering::Relaxed);
+        let idle = writer_idle(lease.generation());
+        self.map().u64(header + slab_word::WRITER).store(idle, Ordering::Release);
+        let end = lease.start();
+        let first = records.start;
+        let (taken, open, stopped, over) = (0, None, false, false);
+        Some(ClientLease { lease, binding, pid, sequence, first, count, taken, open, end, stopped, over })
+    }
+
+    /// What the client is told of its lease.
+    pub fn client_slab(&self, lease: &ClientLease) -> Slab {
+        let SlabRef { chunk, slab } = lease.slab();
+        Slab {
+            chunk: self.data_offset(chunk),
+            records: self.geometry().record_offset(chunk, lease.first),
+            writer: self.geometry().slab_header_offset(chunk, slab) + slab_word::WRITER,
+            generation: lease.lease.generation(),
+            sequence: lease.sequence,
+            start: lease.lease.start(),
+            end: lease.lease.end(),
+            record_count: lease.count,
+            reserved: 0,
+        }
+    }
+
+    /// Tells `sink` of what the client published since the last look; the slab counts the bytes as live.
+    pub fn take_client(&self, lease: &mut ClientLease, sink: &mut dyn FnMut(Taken)) -> Result<(), Wrong> {
+        while !lease.over {
+            // The next record first: once it is there, the one before it has its final length.
+            let next = self.client_piece(lease, lease.taken)?;
+            self.take_growth(lease, sink)?;
+            let Some(piece) = next else { break };
+            let at = lease.at(lease.taken);
+            if piece.position < lease.end {
+                return Err(Wrong(at));
+            }
+            lease.taken += 1;
+            lease.end = piece.position + piece.len;
+            lease.open = Some(piece);
+            self.enter(lease, piece, 0, sink);
+        }
+        Ok(())
+    }
+
+    fn take_growth(&self, lease: &mut ClientLease, sink: &mut dyn FnMut(Taken)) -> Result<(), Wrong> {
+        let Some(before) = lease.open else { return Ok(()) };
+        let wrong = Wrong(lease.at(lease.taken - 1));
+        let now = self.client_piece(lease, lease.taken - 1)?.ok_or(wrong)?;
+        if (Piece { len: before.len, ..now }) != before || now.len < before.len {
+            return Err(wrong);
+        }
+        if now.len > before.len {
+            lease.open = Some(now);
+            lease.end = now.position + now.len;
+            self.enter(lease, now, before.len, sink);
+        }
+        Ok(())
+    }
+
+    fn enter(&self, lease: &ClientLease, piece: Piece, from: u32, sink: &mut dyn FnMut(Taken)) {
+        let len = piece.len - from;
+        self.add_uses(lease.slab(), len.into());
+        sink(Taken {
+            piece: lease.at(lease.taken - 1),
+            offset: piece.offset + u64::from(from),
+            position: piece.position + from,
+            len,
+            sequence: piece.sequence,
+        });
+    }
+
+    /// The piece of a record, if it is published.
+    fn client_piece(&self, lease: &ClientLease, index: u32) -> Result<Option<Piece>, Wrong> {
+        if index >= lease.count {
+            return Ok(None);
+        }
+        let at = lease.at(index);
+        let raw = load(self.map(), self.geometry().record_offset(at.slab.chunk, at.record));
+        let generation = lease.lease.generation();
+        match raw.check(generation, lease.lease.start().into(), lease.lease.end().into()) {
+            Ok(Checked::Live(piece))
+                if piece.file == lease.binding
+                    && piece.sequence == lease.sequence + u64::from(index)
+                    && piece.offset + u64::from(piece.len) <= OFFSET_MAX =>
+            {
+                Ok(Some(piece))
+            }
+            Ok(_) => Err(Wrong(at)),
+            // Not published yet: left over from an earlier lease, or half made.
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// Lets the last piece not grow any more: what comes next begins a new one.
+    pub fn freeze_client(&self, lease: &mut ClientLease, sink: &mut dyn FnMut(Taken)) -> Result<(), Wrong> {
+        self.take_client(lease, sink)?;
+        while lease.open.is_some() {
+            let frozen = lease.taken;
+            let seal = self.client_seal(lease, frozen - 1);
+            probe();
+            seal.fetch_or(FROZEN, Ordering::SeqCst);
+            self.take_client(lease, sink)?;
+            if lease.taken == frozen {
+                lease.open = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the lease: nothing is published any more when this returns, and all that was is taken in. After
+    /// [`Wrong`] too, where what breaks the rules is made void.
+    pub fn revoke_client(&self, lease: &mut ClientLease, sink: &mut dyn FnMut(Taken)) -> Result<(), Wrong> {
+        if lease.over {
+            return Ok(());
+        }
+        self.stop_client(lease);
+        let result = self.poison_client(lease, sink);
+        if result.is_err() {
+            // Nothing from the first bad record on may count after a crash either.
+            for index in lease.taken..lease.count {
+                self.client_seal(lease, index).store(poison(lease.lease.generation()), Ordering::Release);
+            }
+            if lease.taken > 0 {
+                self.client_seal(lease, lease.taken - 1).fetch_or(FROZEN, Ordering::SeqCst);
+            }
+        }
+        lease.open = None;
+        lease.over = true;
+        let at = lease.slab();
+        let header = self.geometry().slab_header_offset(at.chunk, at.slab);
+        probe();
+        self.map().u32(header + slab_word::PUBLISHED).store(lease.taken, Ordering::Release);
+        result
+    }
+
+    fn poison_client(&self, lease: &mut ClientLease, sink: &mut dyn FnMut(Taken)) -> Result<(), Wrong> {
+        let generation = lease.lease.generation();
+        // A client that keeps to the rules can be too early only once for each record.
+        for _ in 0..=lease.count {
+            self.freeze_client(lease, sink)?;
+            if lease.taken == lease.count {
+                return Ok(());
+            }
+            let seal = self.client_seal(lease, lease.taken);
+            let found = seal.load(Ordering::Acquire);
+            if self.client_piece(lease, lease.taken)?.is_some() {
+                continue;
+            }
+            probe();
+            let (success, failure) = (Ordering::SeqCst, Ordering::Relaxed);
+            if seal.compare_exchange(found, poison(generation), success, failure).is_ok() {
+                return Ok(());
+            }
+        }
+        Err(Wrong(lease.at(lease.taken)))
+    }
+
+    /// Keeps the client from beginning to store bytes, if it is not at it.
+    fn stop_client(&self, lease: &mut ClientLease) {
+        let at = lease.slab();
+        probe();
+        lease.stopped = take_writer(self.map(), self.geometry(), at, lease.lease.generation());
+    }
+
+    /// Gives a revoked lease back. The slab is freed when nothing of it is pending and the client is
+    /// known not to touch it.
+    pub fn end_client(&self, mut lease: ClientLease) {
+        assert!(lease.over, "a lease is revoked before it ends");
+        if !lease.stopped {
+            self.stop_client(&mut lease);
+        }
+        if lease.stopped {
+            return self.seal(lease.lease);
+        }
+        let slab = lease.slab();
+        probe();
+        self.set_state(slab, SlabState::Sealed);
+        let stopping = Stopping { slab, generation: lease.lease.generation(), pid: lease.pid };
+        self.stopping().lock().push(stopping);
+    }
+
+    /// Slabs of ended leases that wait for their clients; frees those that need to wait no more.
+    pub fn await_clients(&self) -> usize {
+        let mut stopping = self.stopping().lock();
+        if stopping.is_empty() {
+            return 0;
+        }
+        let let_go = |s: &mut Stopping| {
+            take_writer(self.map(), self.geometry(), s.slab, s.generation) || !is_alive(s.pid)
+        };
+        let free: Vec<Stopping> = stopping.extract_if(.., let_go).collect();
+        let left = stopping.len();
+        drop(stopping);
+        for Stopping { slab, .. } in free {
+            writer_word(self.map(), self.geometry(), slab).store(0, Ordering::Release);
+            self.unpin(slab);
+        }
+        left
+    }
+
+    fn client_seal(&self, lease: &ClientLease, index: u32) -> &std::sync::atomic::AtomicU64 {
+        let at = lease.at(index);
+        self.map().u64(self.geometry().record_offset(at.slab.chunk, at.record) + word::SEAL)
+    }
+
+    // ---- words of files ----------------------------------------------------------------------
+
+    /// Where word `index` lies, and what stands in it.
+    pub fn file_word(&self, index: u32) -> (u64, u32) {
+        let at = self.geometry().word_offset(index);
+        (at, self.map().u32(at).load(Ordering::Acquire))
+    }
+
+    /// What was told of the files with this word does not hold any more. To be called before the bytes
+    /// change or their room is used again.
+    pub fn raise_file_word(&self, index: u32) {
+        self.map().u32(self.geometry().word_offset(index)).fetch_add(1, Ordering::SeqCst);
+        // Stores of new bytes must not be seen before the word.
+        std::sync::atomic::fence(Ordering::SeqCst);
+    }
+}
+
+fn writer_word<'a>(map: &'a Map, geometry: &Geometry, at: SlabRef) -> &'a std::sync::atomic::AtomicU64 {
+    map.u64(geometry.slab_header_offset(at.chunk, at.slab) + slab_word::WRITER)
+}
+
+/// Takes the right to store bytes from the client of a lease; false while it is storing some.
+fn take_writer(map: &Map, geometry: &Geometry, at: SlabRef, generation: u64) -> bool {
+    let idle = writer_idle(generation);
+    match writer_word(map, geometry, at).compare_exchange(idle, 0, Ordering::SeqCst, Ordering::Acquire) {
+        Ok(_) => true,
+        Err(found) => found != idle | WRITER_BUSY,
+    }
+}
+
+/// Whether the process is there. One that cannot be seen from here counts as there.
+fn is_alive(pid: u32) -> bool {
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return true };
+    match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+        Err(errno) => errno != rustix::io::Errno::SRCH,
+        Ok(process) => {
+            // Readable once it ended, also while nobody has waited for it.
+            let mut poll = [PollFd::new(&process, PollFlags::IN)];
+            rustix::event::poll(&mut poll, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 })) == Ok(0)
+        }
+    }
+}
+
+/// At attach, before any record is read: ends the leases of clients that may still live, and every list
+/// that readers have. Returns the slabs into which one of them may be storing bytes.
+pub(crate) fn revoke_all(map: &Map, geometry: &Geometry, classes: &[(u32, Class)]) -> Vec<Stopping> {
+    for index in 0..WORDS_COUNT {
+        map.u32(geometry.word_offset(index)).fetch_add(1, Ordering::SeqCst);
+    }
+    let mut stopping = Vec::new();
+    for &(chunk, class) in classes {
+        let bytes = class.slab_bytes(geometry.chunk_bytes);
+        for slab in 0..(geometry.chunk_bytes / bytes) as u32 {
+            let at = SlabRef { chunk, slab };
+            let header = geometry.slab_header_offset(chunk, slab);
+            let writer = map.u64(header + slab_word::WRITER);
+            if writer.load(Ordering::Acquire) == 0 {
+                continue;
+            }
+            let generation = map.u64(header + slab_word::GENERATION).load(Ordering::Acquire);
+            probe();
+            let stopped = take_writer(map, geometry, at, generation);
+            let pid = map.u32(header + slab_word::HOLDER).load(Ordering::Acquire);
+            if stopped || !is_alive(pid) {
+                writer.store(0, Ordering::Release);
+                continue;
+            }
+            poison_slab(map, geometry, at, class, generation);
+            stopping.push(Stopping { slab: at, generation, pid });
+        }
+    }
+    stopping
+}
+
+fn poison_slab(map: &Map, geometry: &Geometry, at: SlabRef, class: Class, generation: u64) {
+    let bytes = class.slab_bytes(geometry.chunk_bytes);
+    let (start, end) = (u64::from(at.slab) * bytes, (u64::from(at.slab) + 1) * bytes);
+    let records = records_of(geometry, class, at.slab);
+    let mut record = records.start;
+    while record < records.end {
+        let base = geometry.record_offset(at.chunk, record);
+        let seal = map.u64(base + word::SEAL);
+        let found = seal.load(Ordering::Acquire);
+        if load(map, base).check(generation, start, end).is_ok() {
+            probe();
+            seal.fetch_or(FROZEN, Ordering::SeqCst);
+            record += 1;
+            continue;
+        }
+        probe();
+        let (success, failure) = (Ordering::SeqCst, Ordering::Relaxed);
+        if seal.compare_exchange(found, poison(generation), success, failure).is_ok() {
+            return;
+        }
+    }
+}
