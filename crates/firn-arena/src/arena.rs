@@ -442,6 +442,11 @@ impl Arena {
         self.release_uses(at.slab, u64::from(bytes));
     }
 
+    /// `bytes` of a slab are not used any more.
+    pub fn release(&self, slab: SlabRef, bytes: u64) {
+        self.release_uses(slab, bytes);
+    }
+
     /// Nothing of a piece is pending.
     pub fn mark_dead(&self, at: PieceRef) {
         let base = self.geometry.record_offset(at.slab.chunk, at.record);

@@ -1,6 +1,7 @@
 //! Open, create, read, release.
 
 use std::ffi::OsStr;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,6 +10,7 @@ use firn_backing::{Access, Backing, Caller, Errno, Time};
 use parking_lot::Mutex;
 
 use crate::engine::{Engine, Handle};
+use crate::extents::Extents;
 use crate::file::{BackingFile, File, FileState};
 use crate::names::{Node, Stamp};
 use crate::{Entry, HandleId, NodeId, OpenMode, Opened, Result};
@@ -60,7 +62,7 @@ impl<B: Backing> Engine<B> {
         let node = self.node(node)?;
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);
         let file = self.file_with(&node, |_| {});
-        let ready = self.open_backing(&file, wants_write);
+        let ready = self.open_backing(&file, wants_write).and_then(|()| self.check_cache(&file));
         let truncated =
             ready.and_then(|()| if flags & O_TRUNC != 0 { self.truncate_file(&file, 0) } else { Ok(()) });
         if let Err(errno) = truncated {
@@ -72,10 +74,11 @@ impl<B: Backing> Engine<B> {
         Ok(self.add_handle(&node, flags, |state| {
             // The file may have been dropped and made anew meanwhile; its descriptors come again.
             let both = state.writer.as_ref().is_some_and(|w| w.access == Access::ReadWrite);
-            let quiet = state.pending == 0 && state.engine_opens == 0 && !wants_write;
+            let in_backing = state.pending == 0 && state.cache.is_empty();
+            let quiet = in_backing && state.engine_opens == 0 && !wants_write;
             if state.passthrough_opens > 0 || (allowed && both && quiet) {
                 OpenMode::Passthrough
-            } else if !allowed && !wants_write && state.pending == 0 {
+            } else if !allowed && !wants_write && in_backing {
                 OpenMode::Cached { keep: unchanged }
             } else {
                 OpenMode::Engine
@@ -189,26 +192,20 @@ impl<B: Backing> Engine<B> {
         if offset >= end {
             return Ok(0);
         }
-        let mut gaps: Vec<std::ops::Range<u64>> = Vec::new();
-        let mut at = offset;
         let mut state = file.lock();
-        for (start, extent) in state.extents.within(offset..end) {
-            if start > at {
-                gaps.push(at..start);
-            }
-            let out = &mut buf[(start - offset) as usize..][..extent.len as usize];
-            self.arena.copy_out(extent.piece.slab, extent.position, out);
-            at = start + extent.len;
-        }
         // Up to here the file exists, whatever the backing's size says.
-        let pending_end = state.extents.end().min(end);
-        let done = at;
-        if at < end {
-            gaps.push(at..end);
+        let mut known_end = state.extents.end().min(end);
+        let mut gaps = vec![offset..end];
+        for extents in [&state.extents, state.cache.extents()] {
+            if !extents.is_empty() {
+                gaps = self.read_extents(extents, gaps, offset, buf);
+            }
+        }
+        if gaps.last().is_none_or(|gap| gap.end < end) {
+            known_end = end;
         }
         let source = if gaps.is_empty() { None } else { Some(self.reader(file, &mut state)?) };
         drop(state);
-        let mut known_end = done.max(pending_end);
         if let Some(source) = source {
             for gap in gaps {
                 let out = &mut buf[(gap.start - offset) as usize..(gap.end - offset) as usize];
@@ -220,6 +217,33 @@ impl<B: Backing> Engine<B> {
         let n = known_end.max(offset).min(end) - offset;
         self.counters.read_bytes.fetch_add(n, Ordering::Relaxed);
         Ok(n as usize)
+    }
+
+    /// Fills the parts of `gaps` that `extents` have; `buf` begins at `offset` of the file. Returns what is
+    /// left of the gaps.
+    fn read_extents(
+        &self,
+        extents: &Extents,
+        gaps: Vec<Range<u64>>,
+        offset: u64,
+        buf: &mut [u8],
+    ) -> Vec<Range<u64>> {
+        let mut left = Vec::new();
+        for gap in gaps {
+            let mut at = gap.start;
+            for (start, extent) in extents.within(gap.clone()) {
+                if start > at {
+                    left.push(at..start);
+                }
+                let out = &mut buf[(start - offset) as usize..][..extent.len as usize];
+                self.arena.copy_out(extent.piece.slab, extent.position, out);
+                at = start + extent.len;
+            }
+            if at < gap.end {
+                left.push(at..gap.end);
+            }
+        }
+        left
     }
 
     /// The last use of a handle is over. What is pending stays and is drained.

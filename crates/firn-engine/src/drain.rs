@@ -17,7 +17,7 @@ use firn_backing::{Access, Backing, Errno, SetTime};
 use firn_format::protocol::ErrorStatus;
 use firn_format::record::Record;
 
-use crate::engine::{Engine, Trouble};
+use crate::engine::{DrainPolicy, Engine, Trouble};
 use crate::extents::Extent;
 use crate::file::{BackingFile, Failure, File, FileState, Waiter};
 
@@ -270,7 +270,7 @@ impl<B: Backing> Engine<B> {
             let fits = run.len() < PARTS_MAX && bytes + extent.len <= max;
             let busy = state.is_inflight(&range);
             if !run.is_empty() && (!joins || !fits || busy) {
-                if forced || bytes >= self.options.drain_write_bytes_min {
+                if forced || self.is_worth_a_write(bytes) {
                     return Some(run);
                 }
                 run.clear();
@@ -283,7 +283,12 @@ impl<B: Backing> Engine<B> {
             forced |= extent.sequence <= state.force_to;
             run.push(Part { extent, offset });
         }
-        (!run.is_empty() && (forced || bytes >= self.options.drain_write_bytes_min)).then_some(run)
+        (!run.is_empty() && (forced || self.is_worth_a_write(bytes))).then_some(run)
+    }
+
+    /// Whether a run of so many bytes goes to the backing though nobody asked for it.
+    fn is_worth_a_write(&self, bytes: u64) -> bool {
+        self.options.drain == DrainPolicy::Eager && bytes >= self.options.drain_write_bytes_min
     }
 
     /// The backing file for writing, opened if need be.
@@ -347,7 +352,14 @@ impl<B: Backing> Engine<B> {
         let satisfied = self.settle(&file, &mut state);
         self.count_held(before, state.pending);
         file.io_ended();
+        let (done, cached) = (state.pending == 0, !state.cache.is_empty());
         drop(state);
+        if cached {
+            self.note_cached(&file);
+            if done {
+                self.confirm_cache(&file);
+            }
+        }
         self.queue.lock().active -= 1;
         for waiter in satisfied {
             (waiter.done)(Ok(()));
@@ -399,7 +411,13 @@ impl<B: Backing> Engine<B> {
         gone.sort_by_key(|(_, extent)| extent.sequence);
         for (offset, extent) in gone {
             state.extents.remove(offset..offset + extent.len, &mut |_, e| e.piece == extent.piece);
-            state.retire(&self.arena, extent.piece, extent.len);
+            match self.options.drain {
+                DrainPolicy::Eager => state.retire(&self.arena, extent.piece, extent.len),
+                DrainPolicy::Demand => {
+                    state.settle_piece(&self.arena, extent.piece, extent.len);
+                    state.cache.insert(&self.arena, offset, extent);
+                }
+            }
         }
         true
     }
@@ -461,6 +479,9 @@ impl<B: Backing> Engine<B> {
                 return;
             }
         }
+        if self.options.drain == DrainPolicy::Demand {
+            return self.relieve_on_demand();
+        }
         let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
         let now = Instant::now();
         let mut best: Option<(u64, Arc<File<B>>)> = None;
@@ -480,22 +501,7 @@ impl<B: Backing> Engine<B> {
                 _ => {}
             }
         }
-        for lease in std::mem::take(&mut *self.parked.lock()) {
-            self.arena.seal(lease);
-        }
-        let chosen = best.as_ref().map(|(_, file)| file);
-        let handles: Vec<_> = self.handles.read().values().cloned().collect();
-        for handle in handles {
-            let Some(mut slot) = handle.lease.try_lock() else {
-                continue;
-            };
-            let give_back = slot.as_ref().is_some_and(|lease| {
-                self.arena.is_idle(lease) || chosen.is_some_and(|file| Arc::ptr_eq(file, &handle.file))
-            });
-            if give_back && let Some(lease) = slot.take() {
-                self.arena.seal(lease);
-            }
-        }
+        self.give_back_leases(best.as_ref().map(|(_, file)| file));
         if let Some((_, file)) = best {
             let mut state = file.lock();
             self.force(&file, &mut state);
@@ -504,6 +510,35 @@ impl<B: Backing> Engine<B> {
         {
             // Everything that is held waits for a backing that refuses it.
             self.refuse_space(errno.unwrap_or(Errno::NOSPC));
+        }
+    }
+
+    /// Seals the leases that hold nothing, and those of `file`.
+    fn give_back_leases(&self, file: Option<&Arc<File<B>>>) {
+        for lease in std::mem::take(&mut *self.parked.lock()) {
+            self.arena.seal(lease);
+        }
+        let handles: Vec<_> = self.handles.read().values().cloned().collect();
+        for handle in handles {
+            let Some(mut slot) = handle.lease.try_lock() else {
+                continue;
+            };
+            let give_back = slot.as_ref().is_some_and(|lease| {
+                self.arena.is_idle(lease) || file.is_some_and(|file| Arc::ptr_eq(file, &handle.file))
+            });
+            if give_back && let Some(lease) = slot.take() {
+                self.arena.seal(lease);
+            }
+        }
+    }
+
+    /// Makes room where nothing drains unasked: drained bytes are dropped. What is not drained stays, and
+    /// who waits is told that the arena is full.
+    fn relieve_on_demand(&self) {
+        self.give_back_leases(None);
+        let room = self.evict_for(firn_format::slab::Class::Small);
+        if !room && !self.space_freed.load(Ordering::Acquire) {
+            self.refuse_space(Errno::NOSPC);
         }
     }
 

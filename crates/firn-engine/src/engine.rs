@@ -34,9 +34,21 @@ pub enum FsyncPolicy {
     Held,
 }
 
+/// When pending data goes to the backing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DrainPolicy {
+    /// As it comes.
+    Eager,
+    /// When somebody asks: [`Engine::drain_tree`], [`Engine::wait_tree`], fsync(2). What was drained stays
+    /// in memory until its room is needed. A full arena is ENOSPC.
+    Demand,
+}
+
 /// Policies of one mount.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
+    /// See [`DrainPolicy`].
+    pub drain: DrainPolicy,
     /// See [`ClosePolicy`].
     pub close: ClosePolicy,
     /// See [`FsyncPolicy`].
@@ -58,6 +70,7 @@ impl EngineOptions {
     /// The defaults for chunks of `chunk_bytes`.
     pub fn new(chunk_bytes: u64) -> Self {
         Self {
+            drain: DrainPolicy::Eager,
             close: ClosePolicy::Drain,
             fsync: FsyncPolicy::Durable,
             drain_age: Duration::from_secs(5),
@@ -100,6 +113,7 @@ pub(crate) struct Counters {
     pub drain_writes: AtomicU64,
     pub drain_errors: AtomicU64,
     pub cancelled_bytes: AtomicU64,
+    pub evicted_bytes: AtomicU64,
     pub read_bytes: AtomicU64,
     pub held_bytes: AtomicU64,
     pub held_files: AtomicU64,
@@ -148,6 +162,7 @@ pub struct Engine<B: Backing> {
     /// Leases of closed handles, each with room for more small files.
     pub(crate) parked: Mutex<Vec<Lease>>,
     pub(crate) queue: Mutex<Queue<B>>,
+    pub(crate) evictable: Mutex<crate::cache::Evictable<B>>,
     pub(crate) space_waiters: Mutex<VecDeque<Done>>,
     pub(crate) space_freed: Arc<AtomicBool>,
     pub(crate) counters: Counters,
@@ -232,7 +247,7 @@ impl<B: Backing> Engine<B> {
         let mut files = self.files.lock();
         let state = file.lock();
         let used =
-            !state.handles.is_empty() || state.pending > 0 || state.exclusive || !state.inflight.is_empty();
+            !state.handles.is_empty() || state.pending > 0 || !state.cache.is_empty() || state.exclusive || !state.inflight.is_empty();
         if !used && files.get(&file.node.key).is_some_and(|known| Arc::ptr_eq(known, file)) {
             files.remove(&file.node.key);
         }

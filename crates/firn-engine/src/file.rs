@@ -85,6 +85,8 @@ pub(crate) struct FileState<B: Backing> {
     pub engine_opens: u32,
     pub passthrough_opens: u32,
     pub cached_opens: u32,
+    /// Drained bytes that are still in the arena.
+    pub cache: crate::cache::Cached,
     /// No name leads to it any more.
     pub unlinked: bool,
 }
@@ -122,6 +124,7 @@ impl<B: Backing> File<B> {
             engine_opens: 0,
             passthrough_opens: 0,
             cached_opens: 0,
+            cache: Default::default(),
             unlinked: false,
         };
         Self { node, state: Mutex::new(state), quiet: Condvar::new() }
@@ -155,6 +158,7 @@ impl<B: Backing> File<B> {
 impl<B: Backing> FileState<B> {
     /// Takes in a piece that was just published or extended by `extent.len`.
     pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
+        self.cache.drop_range(arena, offset..offset + extent.len);
         let mut cut: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.insert(offset, extent, &mut |piece, bytes| cut.push((piece, bytes)));
         let used = self.pieces.entry(extent.piece).or_insert(PieceUse { len: 0, live: 0 });
@@ -170,8 +174,14 @@ impl<B: Backing> FileState<B> {
         cancelled
     }
 
-    /// `bytes` of a piece are not pending any more.
+    /// `bytes` of a piece are not pending any more, and their room is free.
     pub(crate) fn retire(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
+        self.settle_piece(arena, piece, bytes);
+        arena.release(piece.slab, bytes);
+    }
+
+    /// `bytes` of a piece are not pending any more; they keep their room.
+    pub(crate) fn settle_piece(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
         let used = self.pieces.get_mut(&piece).expect("an extent's piece is known");
         let was_partial = used.live < used.len;
         used.live -= bytes;
@@ -188,11 +198,14 @@ impl<B: Backing> FileState<B> {
             }
         }
         self.pending -= bytes;
-        arena.retire(piece, bytes as u32, dead);
+        if dead {
+            arena.mark_dead(piece);
+        }
     }
 
     /// Drops every extent of `range` up to `sequence`; returns the bytes.
     pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
+        self.cache.drop_range(arena, range.clone());
         let mut gone: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.remove(range, &mut |_, e| {
             let take = e.sequence <= sequence;

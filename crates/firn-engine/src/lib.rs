@@ -10,6 +10,7 @@
 
 mod api;
 mod bind;
+mod cache;
 mod data;
 mod drain;
 mod engine;
@@ -25,7 +26,7 @@ mod write;
 
 pub use api::*;
 pub use drain::{Job, Outcome, Pick};
-pub use engine::{ClosePolicy, Engine, EngineError, EngineOptions, FsyncPolicy};
+pub use engine::{ClosePolicy, DrainPolicy, Engine, EngineError, EngineOptions, FsyncPolicy};
 pub use recovery::{LostFile, Recovered};
 
 /// Result of an operation: the errno that the program gets.

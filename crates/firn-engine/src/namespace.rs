@@ -91,7 +91,8 @@ impl<B: Backing> Engine<B> {
         };
         // Under the lock, so that a drain that ends meanwhile does not put an older time back.
         let mut state = file.lock();
-        self.backing.set_times(&self.object(&node)?, atime, mtime)?;
+        self.backing.set_times(&self.object(node)?, atime, mtime)?;
+        state.cache.trust();
         let time = match mtime {
             SetTime::Keep => return Ok(()),
             SetTime::Now => Time::now(),

@@ -6,7 +6,7 @@ use std::time::Instant;
 use firn_backing::Backing;
 use firn_format::protocol::{FileStatus, LaneStatus, Rung, Status};
 
-use crate::engine::{ClosePolicy, Engine, FsyncPolicy};
+use crate::engine::{ClosePolicy, DrainPolicy, Engine, FsyncPolicy};
 use crate::sync::is_below;
 
 impl<B: Backing> Engine<B> {
@@ -20,12 +20,14 @@ impl<B: Backing> Engine<B> {
             let queue = self.queue.lock();
             (queue.active as u32, queue.retry_in())
         };
+        let cached_bytes = self.files.lock().values().map(|file| file.lock().cache.bytes()).sum();
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         Status {
             arena: self.arena.path().display().to_string(),
             uptime_s: now.duration_since(self.attached).as_secs_f64(),
             epoch: self.epoch,
             options: vec![
+                format!("drain={}", if self.options.drain == DrainPolicy::Eager { "eager" } else { "demand" }),
                 format!("close={}", if self.options.close == ClosePolicy::Drain { "drain" } else { "held" }),
                 format!(
                     "fsync={}",
@@ -53,6 +55,8 @@ impl<B: Backing> Engine<B> {
             drain_writes: get(&c.drain_writes),
             drain_errors: get(&c.drain_errors),
             cancelled_bytes: get(&c.cancelled_bytes),
+            cached_bytes,
+            evicted_bytes: get(&c.evicted_bytes),
             read_bytes: get(&c.read_bytes),
             lanes: vec![LaneStatus {
                 writers: active,

@@ -48,6 +48,8 @@ impl<B: Backing> Engine<B> {
         let cuts = state.extents.end() > size;
         let Some(bound) = state.bound.filter(|_| cuts) else {
             self.backing.set_len(&target.file, size)?;
+            state.cache.drop_range(&self.arena, size..u64::MAX);
+            state.cache.trust();
             if state.pending > 0 {
                 state.mtime = Some(Time::now());
             }
@@ -129,6 +131,7 @@ impl<B: Backing> Engine<B> {
         work: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<T> {
         let mut state = file.begin_exclusive();
+        state.cache.drop_all(&self.arena);
         let result = self.writer(file, &mut state).and_then(|target| work(&target.file));
         file.node.durable.store(false, Ordering::Relaxed);
         file.node.data_unsynced.store(true, Ordering::Release);

@@ -9,7 +9,7 @@ use firn_backing::{Backing, Errno, Time};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL};
 use firn_format::slab::Class;
 
-use crate::engine::{Engine, Handle};
+use crate::engine::{DrainPolicy, Engine, Handle};
 use crate::extents::Extent;
 use crate::file::{File, FileState};
 use crate::{HandleId, Result, Written};
@@ -163,12 +163,14 @@ impl<B: Backing> Engine<B> {
         if before == 0 {
             let now = Instant::now();
             state.oldest = Some(now);
-            self.queue.lock().note_age(now + self.options.drain_age, file);
-            // A drain thread that sleeps without a limit must learn of this one.
-            self.wake_drain();
+            if self.options.drain == DrainPolicy::Eager {
+                self.queue.lock().note_age(now + self.options.drain_age, file);
+                // A drain thread that sleeps without a limit must learn of this one.
+                self.wake_drain();
+            }
         }
         state.fresh += extent.len;
-        if state.fresh >= self.options.drain_write_bytes_min {
+        if self.options.drain == DrainPolicy::Eager && state.fresh >= self.options.drain_write_bytes_min {
             state.fresh = 0;
             self.enqueue(file, state);
         }
@@ -195,7 +197,10 @@ impl<B: Backing> Engine<B> {
         {
             return Some(lease);
         }
-        let lease = self.arena.lease(class);
+        let lease = self.arena.lease(class).or_else(|| {
+            self.evict_for(class);
+            self.arena.lease(class)
+        });
         if lease.is_none() {
             self.relieve();
         }

@@ -34,6 +34,7 @@ struct Run {
     before: Model,
     partial: Option<Unacknowledged>,
     faults: bool,
+    demand: bool,
     ops: u64,
 }
 
@@ -42,7 +43,9 @@ struct Stopped;
 
 impl Run {
     fn new(seed: u64, faults: bool) -> Self {
-        let world = World::new();
+        // Half of the seeds drain only when told to.
+        let demand = seed % 2 == 1;
+        let world = if demand { World::on_demand() } else { World::new() };
         for dir in DIRS {
             world.engine.mkdir(&CALLER, ROOT, OsStr::new(dir), 0o755).expect("a directory");
         }
@@ -58,6 +61,7 @@ impl Run {
             open: Vec::new(),
             partial: None,
             faults,
+            demand,
             ops: 0,
         }
     }
@@ -214,7 +218,14 @@ impl Run {
             if self.world.stopped() {
                 return Err(Stopped);
             }
-            if told.lock().unwrap().is_some() {
+            let told = *told.lock().unwrap();
+            if let Some(outcome) = told {
+                if self.demand && outcome == Err(Errno::NOSPC) {
+                    self.world.engine.drain_tree(b"");
+                    while self.world.drain_step() {}
+                    // Pinned files too.
+                    self.world.engine.evict_tree(b"").expect("the root is there");
+                }
                 return Ok(());
             }
             if !self.world.drain_step() {
@@ -402,8 +413,19 @@ impl Run {
     }
 
     fn drain(&mut self) -> Result<(), Stopped> {
-        if self.rng.random_bool(0.5) {
-            self.world.engine.drain_tree(b"");
+        match self.rng.random_range(0..6) {
+            0..3 => self.world.engine.drain_tree(b""),
+            3 if self.demand => {
+                let path = self.existing().unwrap_or_default();
+                // The name may lead to nothing while the backing fails.
+                let _ = self.world.engine.evict_tree(path.as_bytes());
+            }
+            4 if self.demand => {
+                let path = self.existing().unwrap_or_default();
+                self.world.engine.drain_tree(path.as_bytes());
+                let _ = self.world.engine.pin_tree(path.as_bytes(), self.rng.random_bool(0.5));
+            }
+            _ => {}
         }
         for _ in 0..self.rng.random_range(1..4) {
             self.world.drain_step();

@@ -161,6 +161,12 @@ pub struct Status {
     pub cancelled_bytes: u64,
     /// Since attach: bytes read by programs through firnd.
     pub read_bytes: u64,
+    /// Drained bytes that are still in the arena to be read again.
+    #[serde(default)]
+    pub cached_bytes: u64,
+    /// Drained bytes that left the arena since the mount, to make room or because somebody asked.
+    #[serde(default)]
+    pub evicted_bytes: u64,
     /// Ingest over the last seconds, bytes per second.
     pub ingest_bytes_per_s: f64,
     /// Drain over the last seconds, bytes per second.

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use firn_arena::{Arena, Identity};
 use firn_backing::sim::{Fault, SimBacking};
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, EngineOptions, Entry, NodeId, Pick, ROOT, Recovered};
+use firn_engine::{DrainPolicy, Engine, EngineOptions, Entry, NodeId, Pick, ROOT, Recovered};
 use firn_format::geometry::Geometry;
 
 /// Counts stores and calls; at one of them the world stops.
@@ -45,6 +45,7 @@ pub struct World {
     pub backing: SimBacking,
     pub engine: Arc<Engine<SimBacking>>,
     pub fuse: Fuse,
+    options: EngineOptions,
     lives: u32,
 }
 
@@ -66,21 +67,32 @@ fn path_in(dir: &Path, life: u32) -> PathBuf {
 }
 
 impl World {
+    /// A world that drains as it goes.
     pub fn new() -> Self {
+        Self::with(options())
+    }
+
+    /// A world that drains when it is told to.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn on_demand() -> Self {
+        Self::with(EngineOptions { drain: DrainPolicy::Demand, ..options() })
+    }
+
+    fn with(options: EngineOptions) -> Self {
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
         let backing = SimBacking::new();
         let path = path_in(dir.path(), 0);
         let identity = Identity { backing: PathBuf::from("/sim"), dev: 1, ino: 1 };
         let geometry = Geometry::new(CHUNKS * CHUNK, CHUNK).expect("a valid geometry");
         let arena = Arena::create(&path, geometry, &identity).expect("an arena");
-        let engine = Engine::begin(backing.clone(), arena, options()).expect("an engine");
+        let engine = Engine::begin(backing.clone(), arena, options.clone()).expect("an engine");
         let fuse = Fuse {
             steps: Arc::default(),
             stop_at: Arc::new(AtomicU64::new(u64::MAX)),
             stopped: Arc::default(),
             arena: Arc::new(Mutex::new(path)),
         };
-        let world = Self { dir, backing, engine, fuse, lives: 0 };
+        let world = Self { dir, backing, engine, fuse, options, lives: 0 };
         world.arm();
         world
     }
@@ -153,7 +165,7 @@ impl World {
                 arena.journal_region().load(0, &mut bytes);
                 eprintln!("{:?}", firn_journal::replay(&firn_journal::Memory(bytes)).ledger);
             }
-            let attached = Engine::attach(self.backing.clone(), arena, &stored, options());
+            let attached = Engine::attach(self.backing.clone(), arena, &stored, self.options.clone());
             if self.stopped() {
                 steps = steps.max(8).saturating_mul(2);
                 continue;

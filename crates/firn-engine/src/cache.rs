@@ -1,0 +1,198 @@
+//! Drained bytes that stay in the arena to be read again.
+//!
+//! Where the policy is *demand*, what was drained keeps its place until the arena is short of room, the
+//! file changes, or somebody evicts it. Its piece records are dead: after a crash it is gone, and only
+//! the backing has it.
+//!
+//! Invariants
+//! * A file's cached extents and its pending ones do not overlap.
+//! * What is cached is in the backing too.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+
+use firn_arena::Arena;
+use firn_backing::{Attr, Backing, Time};
+use firn_format::slab::Class;
+
+use crate::Result;
+use crate::engine::Engine;
+use crate::extents::{Extent, Extents};
+use crate::file::{File, FileState};
+use crate::sync::is_below;
+
+/// Of one file.
+#[derive(Default)]
+pub(crate) struct Cached {
+    extents: Extents,
+    bytes: u64,
+    /// Not evicted to make room.
+    pinned: bool,
+    /// Size and time of the backing's file when it was last known to hold the same; `None`: it does.
+    stamp: Option<(u64, Time)>,
+}
+
+impl Cached {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+    pub(crate) fn extents(&self) -> &Extents {
+        &self.extents
+    }
+
+    /// Keeps an extent that is not pending any more. Its slab counts it as used until it is dropped.
+    pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) {
+        self.drop_range(arena, offset..offset + extent.len);
+        self.bytes += extent.len;
+        self.extents.insert(offset, extent, &mut |_, _| unreachable!("the range was just emptied"));
+    }
+
+    /// Drops what is cached of `range`; returns the bytes.
+    pub(crate) fn drop_range(&mut self, arena: &Arena, range: Range<u64>) -> u64 {
+        if self.is_empty() {
+            return 0;
+        }
+        let mut gone = 0;
+        self.extents.remove(range, &mut |_, e| {
+            gone += e.len;
+            arena.release(e.piece.slab, e.len);
+            true
+        });
+        self.bytes -= gone;
+        gone
+    }
+
+    pub(crate) fn drop_all(&mut self, arena: &Arena) -> u64 {
+        self.stamp = None;
+        self.drop_range(arena, 0..u64::MAX)
+    }
+
+    /// The backing's file is as `attr` says, and holds what is cached.
+    pub(crate) fn confirm(&mut self, attr: &Attr) {
+        self.stamp = Some((attr.size, attr.mtime));
+    }
+
+    /// What changes the file's times through the mount makes nothing stale.
+    pub(crate) fn trust(&mut self) {
+        self.stamp = None;
+    }
+}
+
+/// Files with cached bytes, the first drained first.
+pub(crate) type Evictable<B> = VecDeque<Weak<File<B>>>;
+
+impl<B: Backing> Engine<B> {
+    /// After a drain that left cached bytes.
+    pub(crate) fn note_cached(&self, file: &Arc<File<B>>) {
+        let mut evictable = self.evictable.lock();
+        if !evictable.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(file))) {
+            evictable.push_back(Arc::downgrade(file));
+        }
+    }
+
+    /// Drops cached files until a slab of `class` can be leased; false where nothing is left to drop.
+    pub(crate) fn evict_for(&self, class: Class) -> bool {
+        // Each file once: those that cannot go now are put back.
+        let candidates = self.evictable.lock().len();
+        for _ in 0..candidates {
+            if self.arena.has_room(class) {
+                return true;
+            }
+            let Some(weak) = self.evictable.lock().pop_front() else { break };
+            let Some(file) = weak.upgrade() else { continue };
+            let mut state = file.lock();
+            if state.cache.pinned {
+                drop(state);
+                self.evictable.lock().push_back(weak);
+                continue;
+            }
+            self.evict(&mut state);
+            drop(state);
+            self.drop_if_unused(&file);
+        }
+        self.arena.has_room(class)
+    }
+
+    fn evict(&self, state: &mut FileState<B>) -> u64 {
+        let bytes = state.cache.drop_all(&self.arena);
+        self.counters.evicted_bytes.fetch_add(bytes, Ordering::Relaxed);
+        bytes
+    }
+
+    fn cached_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
+        let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
+        let below = |file: &Arc<File<B>>| {
+            path.is_empty() || file.node.paths().iter().any(|known| is_below(known, path))
+        };
+        files.into_iter().filter(below).collect()
+    }
+
+    /// Frees the memory of drained data at or below `path`; returns the bytes freed and the bytes that
+    /// stay because they are not drained.
+    pub fn evict_tree(&self, path: &[u8]) -> Result<(u64, u64)> {
+        self.must_exist(path)?;
+        let (mut freed, mut stay) = (0, 0);
+        for file in self.cached_below(path) {
+            let mut state = file.lock();
+            stay += state.pending;
+            freed += self.evict(&mut state);
+            state.cache.pinned = false;
+            drop(state);
+            self.drop_if_unused(&file);
+        }
+        self.tell_space();
+        Ok((freed, stay))
+    }
+
+    /// Keeps the files that are at or below `path` now in memory once they are drained (or no longer
+    /// does); returns their number and bytes in memory.
+    pub fn pin_tree(&self, path: &[u8], pinned: bool) -> Result<(u64, u64)> {
+        self.must_exist(path)?;
+        let (mut files, mut bytes) = (0, 0);
+        for file in self.cached_below(path) {
+            let mut state = file.lock();
+            let held = state.pending + state.cache.bytes;
+            if held == 0 {
+                continue;
+            }
+            state.cache.pinned = pinned;
+            files += 1;
+            bytes += held;
+        }
+        Ok((files, bytes))
+    }
+
+    fn must_exist(&self, path: &[u8]) -> Result<()> {
+        if path.is_empty() { Ok(()) } else { self.find(path).map(drop) }
+    }
+
+    /// At open: what is cached goes if the backing's file was changed beside the mount.
+    pub(crate) fn check_cache(&self, file: &File<B>) -> Result<()> {
+        if file.lock().cache.is_empty() {
+            return Ok(());
+        }
+        let attr = self.backing.attr(&self.object(&file.node)?)?;
+        let mut state = file.lock();
+        if state.cache.stamp.is_some_and(|stamp| stamp != (attr.size, attr.mtime)) {
+            self.evict(&mut state);
+        }
+        Ok(())
+    }
+
+    /// After the last pending byte was drained: how the backing's file is now.
+    pub(crate) fn confirm_cache(&self, file: &File<B>) {
+        let attr = self.object(&file.node).and_then(|object| self.backing.attr(&object));
+        let mut state = file.lock();
+        if let Ok(attr) = attr
+            && state.pending == 0
+            && !state.cache.is_empty()
+        {
+            state.cache.confirm(&attr);
+        }
+    }
+}
