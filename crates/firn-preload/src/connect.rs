@@ -1,0 +1,385 @@
+//! Connections to firnd: one for each arena, made at the first use.
+//!
+//! Requests are answered in order, and so are read: whoever asks first takes what is still to come from
+//! an earlier [`Link::ask_ahead`]. A connection that ended is made anew at the next use, a few times: firnd
+//! may have been mounted again. Its number is another then, because its tokens are.
+
+use std::cell::UnsafeCell;
+use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use firn_format::door::{Arena, DOOR_VERSION, Extent, Op, Reply, Request, Status, Token};
+use zerocopy::{FromZeros, IntoBytes};
+
+use crate::lock::Lock;
+use crate::mapping::Mapping;
+use crate::sys::{self, Identity, syscall};
+use crate::table::{TABLE, tag};
+
+/// Arenas that one process writes to.
+const LINKS: usize = 4;
+/// Connections to one arena, one after the other.
+const ATTEMPTS: u32 = 8;
+/// Answers that came before they were wanted.
+const STASH: usize = 16;
+/// Numbers from here on are out of the way of programs that choose theirs.
+const SOCKET_FD_MIN: usize = 900;
+
+/// All connections.
+pub(crate) struct Links {
+    links: [Link; LINKS],
+}
+
+/// One connection.
+pub(crate) struct Link {
+    lock: Lock,
+    /// The socket plus one; 0: none.
+    socket: AtomicI32,
+    inner: UnsafeCell<Inner>,
+}
+
+struct Inner {
+    uuid: [u8; 16],
+    /// Connections so far; 0: the link is nobody's.
+    attempts: u32,
+    identity: Identity,
+    mapping: Mapping,
+    /// Token of the request that was not answered yet, if any.
+    ahead: Option<u64>,
+    stash: [Option<(u64, Reply)>; STASH],
+    stash_next: usize,
+}
+
+/// The socket of a connection, locked.
+struct Open<'a> {
+    link: &'a Link,
+    fd: c_int,
+}
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        self.link.lock.give();
+    }
+}
+
+impl Links {
+    pub(crate) const fn new() -> Self {
+        Self { links: [const { Link::new() }; LINKS] }
+    }
+
+    /// The number of the connection to the arena that a token names, for [`Links::get`].
+    pub(crate) fn to(&self, token: &Token) -> Option<u32> {
+        for (index, link) in self.links.iter().enumerate() {
+            if !link.lock.take() {
+                continue;
+            }
+            // SAFETY: the lock is held.
+            let inner = unsafe { &mut *link.inner.get() };
+            if inner.attempts == 0 {
+                inner.uuid = token.arena;
+            }
+            let found = inner.uuid == token.arena;
+            if found && link.socket.load(Ordering::Relaxed) == 0 && inner.attempts < ATTEMPTS {
+                inner.attempts += 1;
+                let socket = link.connect(inner, token).map_or(0, |fd| fd + 1);
+                link.socket.store(socket, Ordering::Release);
+            }
+            let number = number(index, inner.attempts);
+            let connected = link.socket.load(Ordering::Relaxed) != 0;
+            link.lock.give();
+            if found {
+                return connected.then_some(number);
+            }
+        }
+        None
+    }
+
+    /// A connection by its number; `None` where it has ended.
+    fn get(&self, wanted: u32) -> Option<Open<'_>> {
+        let index = wanted as usize % LINKS;
+        let open = self.links.get(index)?.open()?;
+        (number(index, open.inner().attempts) == wanted).then_some(open)
+    }
+
+    /// The sockets of all connections.
+    pub(crate) fn sockets(&self) -> impl Iterator<Item = c_int> + '_ {
+        self.links.iter().map(|link| link.socket.load(Ordering::Acquire) - 1).filter(|fd| *fd >= 0)
+    }
+
+    /// The program wants the number of a socket for itself: the socket moves.
+    pub(crate) fn make_way(&self, fd: c_int) {
+        for link in &self.links {
+            if link.socket.load(Ordering::Acquire) != fd + 1 || !link.lock.take() {
+                continue;
+            }
+            if let Some(moved) = move_away(fd) {
+                set_internal(fd, false);
+                set_internal(moved, true);
+                link.socket.store(moved + 1, Ordering::Release);
+            }
+            link.lock.give();
+        }
+    }
+}
+
+impl Link {
+    const fn new() -> Self {
+        Self {
+            lock: Lock::new(),
+            socket: AtomicI32::new(0),
+            inner: UnsafeCell::new(Inner {
+                uuid: [0; 16],
+                attempts: 0,
+                identity: Identity { device: 0, inode: 0 },
+                mapping: Mapping::NONE,
+                ahead: None,
+                stash: [const { None }; STASH],
+                stash_next: 0,
+            }),
+        }
+    }
+
+    /// Locks the connection, if it is one and this thread does not hold it.
+    fn open(&self) -> Option<Open<'_>> {
+        if !self.lock.take() {
+            return None;
+        }
+        let open = Open { link: self, fd: self.socket.load(Ordering::Relaxed) - 1 };
+        // A raw close, and the number may be anything by now.
+        if open.fd >= 0 && sys::identity(open.fd).is_none_or(|(found, _)| found != open.inner().identity) {
+            set_internal(open.fd, false);
+            self.socket.store(0, Ordering::Release);
+            return None;
+        }
+        (open.fd >= 0).then_some(open)
+    }
+
+    fn connect(&self, inner: &mut Inner, token: &Token) -> Option<c_int> {
+        // Where memory or descriptors are scarce on purpose, the program needs them more.
+        if !sys::is_unlimited(libc::RLIMIT_AS) {
+            return None;
+        }
+        let fd = connect_to(&token.socket)?;
+        let fd = move_away(fd).unwrap_or(fd);
+        match hello(fd, &token.arena) {
+            Some(mapping) => {
+                inner.mapping = mapping;
+                inner.identity = sys::identity(fd)?.0;
+                (inner.ahead, inner.stash) = (None, [None; STASH]);
+                set_internal(fd, true);
+                Some(fd)
+            }
+            None => {
+                sys::close(fd);
+                None
+            }
+        }
+    }
+}
+
+impl Open<'_> {
+    fn inner(&self) -> &Inner {
+        // SAFETY: the lock is held.
+        unsafe { &*self.link.inner.get() }
+    }
+
+    fn inner_mut(&mut self) -> &mut Inner {
+        // SAFETY: as above.
+        unsafe { &mut *self.link.inner.get() }
+    }
+
+    /// Reads the answer that is still to come, if any.
+    fn collect(&mut self) -> Option<()> {
+        let Some(token) = self.inner_mut().ahead.take() else { return Some(()) };
+        let reply = receive(self.fd, &mut []);
+        let reply = self.or_give_up(reply)?;
+        let inner = self.inner_mut();
+        if let Some(slot) = inner.stash.get_mut(inner.stash_next % STASH) {
+            *slot = Some((token, reply));
+        }
+        inner.stash_next = inner.stash_next.wrapping_add(1);
+        Some(())
+    }
+
+    fn or_give_up<T>(&self, answer: Option<T>) -> Option<T> {
+        if answer.is_none() {
+            set_internal(self.fd, false);
+            self.link.socket.store(0, Ordering::Release);
+            sys::close(self.fd);
+        }
+        answer
+    }
+}
+
+/// Asks and waits for the answer; `None`: that connection has ended.
+pub(crate) fn ask(link: u32, op: Op, token: u64, arg: u64) -> Option<Reply> {
+    ask_extents(link, token, (op, arg), &mut [])
+}
+
+/// [`ask`], with room for the extents that follow the reply.
+pub(crate) fn ask_extents(
+    link: u32,
+    token: u64,
+    (op, arg): (Op, u64),
+    extents: &mut [MaybeUninit<Extent>],
+) -> Option<Reply> {
+    let mut open = TABLE.links.get(link)?;
+    open.collect()?;
+    let request = Request { op: op as u32, reserved: 0, token, arg };
+    let reply = send(open.fd, &request).and_then(|()| receive(open.fd, extents));
+    open.or_give_up(reply)
+}
+
+/// Asks for a lease and does not wait for it: [`take_ahead`] does.
+pub(crate) fn ask_ahead(link: u32, token: u64, arg: u64) -> bool {
+    let Some(mut open) = TABLE.links.get(link) else { return false };
+    if open.inner().ahead.is_some() {
+        return false;
+    }
+    open.inner_mut().ahead = Some(token);
+    let request = Request { op: Op::Lease as u32, reserved: 0, token, arg };
+    let sent = send(open.fd, &request);
+    open.or_give_up(sent).is_some()
+}
+
+/// The answer to [`ask_ahead`].
+pub(crate) fn take_ahead(link: u32, token: u64) -> Option<Reply> {
+    let mut open = TABLE.links.get(link)?;
+    open.collect()?;
+    let slot = open.inner_mut().stash.iter_mut().find(|slot| slot.is_some_and(|(of, _)| of == token))?;
+    slot.take().map(|(_, reply)| reply)
+}
+
+/// Where the arena of a connection is mapped. It stays so as long as the process lives.
+pub(crate) fn mapping(link: u32) -> Option<Mapping> {
+    Some(TABLE.links.get(link)?.inner().mapping)
+}
+
+/// The number of a connection: differs from that of the one before it over the same link.
+fn number(index: usize, attempts: u32) -> u32 {
+    attempts * LINKS as u32 + index as u32
+}
+
+/// Tells the hooks whether a number is the library's own.
+fn set_internal(fd: c_int, internal: bool) {
+    if let Some(mut held) = crate::table::enter_new(fd) {
+        held.set_tag(if internal { tag::INTERNAL } else { tag::NONE });
+    }
+}
+
+/// Gives a descriptor a high number.
+fn move_away(fd: c_int) -> Option<c_int> {
+    let moved = sys::fcntl(fd, libc::F_DUPFD_CLOEXEC, SOCKET_FD_MIN);
+    let moved = if moved >= 0 { moved } else { sys::fcntl(fd, libc::F_DUPFD_CLOEXEC, fd as usize + 1) };
+    if moved < 0 {
+        return None;
+    }
+    sys::close(fd);
+    Some(moved as c_int)
+}
+
+fn connect_to(path: &[u8; 112]) -> Option<c_int> {
+    let mut address =
+        libc::sockaddr_un { sun_family: libc::AF_UNIX as libc::sa_family_t, sun_path: [0; 108] };
+    let len = path.iter().position(|byte| *byte == 0).filter(|len| *len > 0 && *len < 108)?;
+    for (to, from) in address.sun_path.iter_mut().zip(path.iter().take(len)) {
+        *to = *from as libc::c_char;
+    }
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
+    // SAFETY: the address is ours.
+    unsafe {
+        let fd = syscall!(libc::SYS_socket, libc::AF_UNIX, kind, 0usize);
+        if fd < 0 {
+            return None;
+        }
+        let connected = syscall!(libc::SYS_connect, fd, &raw const address, size_of::<libc::sockaddr_un>());
+        if connected < 0 {
+            sys::close(fd as c_int);
+            return None;
+        }
+        Some(fd as c_int)
+    }
+}
+
+/// The first request: gives the arena.
+fn hello(fd: c_int, uuid: &[u8; 16]) -> Option<Mapping> {
+    let request = Request { op: Op::Hello as u32, reserved: 0, token: 0, arg: u64::from(DOOR_VERSION) };
+    send(fd, &request)?;
+    let mut reply = Reply::new_zeroed();
+    let mut arena = Arena::new_zeroed();
+    let mut parts = [part(reply.as_mut_bytes()), part(arena.as_mut_bytes())];
+    let (len, sent) = receive_parts(fd, &mut parts)?;
+    let whole = len == size_of::<Reply>() + size_of::<Arena>() && reply.status == Status::Ok as u32;
+    let mapping = sent.filter(|_| whole && arena.uuid == *uuid).and_then(|sent| Mapping::of(sent, &arena));
+    if let Some(sent) = sent {
+        sys::close(sent);
+    }
+    mapping
+}
+
+fn send(fd: c_int, request: &Request) -> Option<()> {
+    let bytes = request.as_bytes();
+    loop {
+        // SAFETY: the kernel reads the request.
+        let sent = unsafe {
+            syscall!(libc::SYS_sendto, fd, bytes.as_ptr(), bytes.len(), libc::MSG_NOSIGNAL, 0usize, 0usize)
+        };
+        if sent != -(libc::EINTR as isize) {
+            return (sent == bytes.len() as isize).then_some(());
+        }
+    }
+}
+
+fn receive(fd: c_int, extents: &mut [MaybeUninit<Extent>]) -> Option<Reply> {
+    let mut reply = Reply::new_zeroed();
+    let room = libc::iovec { iov_base: extents.as_mut_ptr().cast(), iov_len: size_of_val(extents) };
+    let mut parts = [part(reply.as_mut_bytes()), room];
+    let (len, sent) = receive_parts(fd, &mut parts)?;
+    if let Some(sent) = sent {
+        sys::close(sent);
+    }
+    let follow = (reply.count as usize).checked_mul(size_of::<Extent>())?;
+    let whole = len == size_of::<Reply>().checked_add(follow)? && reply.count as usize <= extents.len();
+    whole.then_some(reply)
+}
+
+fn part(bytes: &mut [u8]) -> libc::iovec {
+    libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }
+}
+
+/// One packet and the descriptor that came with it; `None` where the connection ended.
+fn receive_parts(fd: c_int, parts: &mut [libc::iovec; 2]) -> Option<(usize, Option<c_int>)> {
+    let mut control = [0u64; 4];
+    // SAFETY: a structure of numbers and pointers that may be null.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = parts.as_mut_ptr();
+    message.msg_iovlen = parts.len();
+    message.msg_control = control.as_mut_ptr().cast::<c_void>();
+    message.msg_controllen = size_of_val(&control);
+    let len = loop {
+        // SAFETY: the parts are the callers' own memory, the rest is ours.
+        let len = unsafe { syscall!(libc::SYS_recvmsg, fd, &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+        if len != -(libc::EINTR as isize) {
+            break len;
+        }
+    };
+    if len <= 0 || message.msg_flags & libc::MSG_TRUNC != 0 {
+        return None;
+    }
+    // SAFETY: the kernel filled the control data; the macros stay within it.
+    let sent = unsafe {
+        let head = libc::CMSG_FIRSTHDR(&raw const message);
+        let has = !head.is_null()
+            && (*head).cmsg_level == libc::SOL_SOCKET
+            && (*head).cmsg_type == libc::SCM_RIGHTS
+            && (*head).cmsg_len as usize >= libc::CMSG_LEN(4) as usize;
+        has.then(|| libc::CMSG_DATA(head).cast::<c_int>().read_unaligned())
+    };
+    Some((len as usize, sent))
+}
+
+/// Whether a reply grants what was asked.
+pub(crate) fn is_ok(reply: &Reply) -> bool {
+    Status::from_word(reply.status) == Status::Ok
+}

@@ -1,0 +1,108 @@
+//! open(2) and its kin, and mmap(2).
+//!
+//! `open` is variadic in C. On x86-64 and AArch64 Linux three fixed arguments are passed the same way; the
+//! third is handed on whatever it holds, and the kernel looks at it only where the flags say so.
+
+use std::ffi::{c_char, c_int, c_void};
+
+use libc::{mode_t, off64_t, size_t};
+
+use super::export;
+use crate::opened::{Before, By, note};
+use crate::real::{CREAT, MKOSTEMPS, MMAP, OPEN, OPEN_2, OPENAT, OPENAT_2};
+use crate::share;
+use crate::table::{tag, tag_of};
+
+export! { open open64 __open __open64 =
+do_open(path: *const c_char, flags: c_int, mode: mode_t) -> c_int }
+export! { openat openat64 =
+do_openat(dir: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int }
+export! { __open_2 __open64_2 = do_open_2(path: *const c_char, flags: c_int) -> c_int }
+export! { __openat_2 __openat64_2 = do_openat_2(dir: c_int, path: *const c_char, flags: c_int) -> c_int }
+export! { creat creat64 = do_creat(path: *const c_char, mode: mode_t) -> c_int }
+export! { mkstemp mkstemp64 = do_mkstemp(template: *mut c_char) -> c_int }
+export! { mkostemp mkostemp64 = do_mkostemp(template: *mut c_char, flags: c_int) -> c_int }
+export! { mkstemps mkstemps64 = do_mkstemps(template: *mut c_char, suffix: c_int) -> c_int }
+export! { mkostemps mkostemps64 =
+do_mkostemps(template: *mut c_char, suffix: c_int, flags: c_int) -> c_int }
+export! { mmap mmap64 = do_mmap(
+at: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_int, offset: off64_t) -> *mut c_void }
+
+unsafe fn do_open(path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
+    let before = Before::now();
+    // SAFETY: the caller's promise.
+    let fd = unsafe { OPEN.get()(path, flags, mode) };
+    note(fd, flags, &before, By::Program);
+    fd
+}
+
+unsafe fn do_openat(dir: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
+    let before = Before::now();
+    // SAFETY: the caller's promise.
+    let fd = unsafe { OPENAT.get()(dir, path, flags, mode) };
+    note(fd, flags, &before, By::Program);
+    fd
+}
+
+unsafe fn do_open_2(path: *const c_char, flags: c_int) -> c_int {
+    let before = Before::now();
+    // SAFETY: the caller's promise. It ends programs that give no mode where one is needed.
+    let fd = unsafe { OPEN_2.get()(path, flags) };
+    note(fd, flags, &before, By::Program);
+    fd
+}
+
+unsafe fn do_openat_2(dir: c_int, path: *const c_char, flags: c_int) -> c_int {
+    let before = Before::now();
+    // SAFETY: as above.
+    let fd = unsafe { OPENAT_2.get()(dir, path, flags) };
+    note(fd, flags, &before, By::Program);
+    fd
+}
+
+unsafe fn do_creat(path: *const c_char, mode: mode_t) -> c_int {
+    let before = Before::now();
+    // SAFETY: the caller's promise.
+    let fd = unsafe { CREAT.get()(path, mode) };
+    note(fd, libc::O_WRONLY, &before, By::Program);
+    fd
+}
+
+unsafe fn do_mkstemp(template: *mut c_char) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { do_mkostemps(template, 0, 0) }
+}
+
+unsafe fn do_mkostemp(template: *mut c_char, flags: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { do_mkostemps(template, 0, flags) }
+}
+
+unsafe fn do_mkstemps(template: *mut c_char, suffix: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { do_mkostemps(template, suffix, 0) }
+}
+
+unsafe fn do_mkostemps(template: *mut c_char, suffix: c_int, flags: c_int) -> c_int {
+    let before = Before::now();
+    // SAFETY: the caller's promise.
+    let fd = unsafe { MKOSTEMPS.get()(template, suffix, flags) };
+    note(fd, flags | libc::O_RDWR, &before, By::Program);
+    fd
+}
+
+unsafe fn do_mmap(
+    at: *mut c_void,
+    len: size_t,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: off64_t,
+) -> *mut c_void {
+    // A mapping shows what goes through the kernel, and only that.
+    if tag_of(fd) != tag::NONE && flags & libc::MAP_ANONYMOUS == 0 {
+        share::one(fd);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { MMAP.get()(at, len, prot, flags, fd, offset) }
+}

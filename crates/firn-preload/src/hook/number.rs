@@ -1,0 +1,151 @@
+//! What gives, takes and copies descriptor numbers: close, dup, fcntl, messages.
+
+use std::ffi::{c_int, c_uint};
+
+use libc::ssize_t;
+
+use super::export;
+use crate::opened::forget_stale;
+use crate::real::{CLOSE, CLOSE_RANGE, CLOSEFROM, DUP, DUP2, DUP3, FCNTL, SENDMMSG, SENDMSG};
+use crate::share;
+use crate::sys::told;
+use crate::table::{self, TABLE, tag, tag_of};
+
+export! { close __close = do_close(fd: c_int) -> c_int }
+export! { dup = do_dup(fd: c_int) -> c_int }
+export! { dup2 __dup2 = do_dup2(from: c_int, to: c_int) -> c_int }
+export! { dup3 = do_dup3(from: c_int, to: c_int, flags: c_int) -> c_int }
+export! { fcntl fcntl64 __fcntl = do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int }
+export! { close_range = do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int }
+export! { closefrom = do_closefrom(first: c_int) -> () }
+export! { sendmsg = do_sendmsg(socket: c_int, message: *const libc::msghdr, flags: c_int) -> ssize_t }
+export! { sendmmsg =
+do_sendmmsg(socket: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int }
+
+/// The library's own socket, in the process that has it.
+fn is_internal(fd: c_int) -> bool {
+    tag_of(fd) == tag::INTERNAL && !table::in_vfork_child()
+}
+
+#[inline(always)]
+unsafe fn do_close(fd: c_int) -> c_int {
+    if tag_of(fd) != tag::NONE {
+        if is_internal(fd) {
+            return told(-(libc::EBADF as isize)) as c_int;
+        }
+        forget_stale(fd);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { CLOSE.get()(fd) }
+}
+
+unsafe fn do_dup(fd: c_int) -> c_int {
+    if tag_of(fd) != tag::NONE {
+        share::one(fd);
+    }
+    // SAFETY: the caller's promise.
+    let new = unsafe { DUP.get()(fd) };
+    stale(new);
+    new
+}
+
+/// A number that the kernel just gave: what is kept of it is of a descriptor that was closed unseen.
+fn stale(fd: c_int) {
+    if tag_of(fd) != tag::NONE {
+        forget_stale(fd);
+    }
+}
+
+/// Before `from` gets the number `to` as well.
+fn before_dup(from: c_int, to: c_int) {
+    if from == to {
+        return;
+    }
+    if tag_of(from) != tag::NONE {
+        share::one(from);
+    }
+    if is_internal(to) {
+        TABLE.links.make_way(to);
+    } else if tag_of(to) != tag::NONE {
+        // With its offset, because the call may fail and leave it open.
+        share::one(to);
+    }
+}
+
+unsafe fn do_dup2(from: c_int, to: c_int) -> c_int {
+    before_dup(from, to);
+    // SAFETY: the caller's promise.
+    unsafe { DUP2.get()(from, to) }
+}
+
+unsafe fn do_dup3(from: c_int, to: c_int, flags: c_int) -> c_int {
+    before_dup(from, to);
+    // SAFETY: the caller's promise.
+    unsafe { DUP3.get()(from, to, flags) }
+}
+
+unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
+    let copies = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
+    if tag_of(fd) != tag::NONE && (copies || command == libc::F_SETFL) {
+        share::one(fd);
+    }
+    // SAFETY: the caller's promise.
+    let result = unsafe { FCNTL.get()(fd, command, arg) };
+    if copies {
+        stale(result);
+    }
+    result
+}
+
+unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    let real = CLOSE_RANGE.get();
+    if table::in_vfork_child() || flags & libc::CLOSE_RANGE_CLOEXEC as c_int != 0 {
+        // SAFETY: the caller's promise.
+        return unsafe { real(first, last, flags) };
+    }
+    let mut from = first;
+    for fd in table::tagged(first, last) {
+        if !is_internal(fd) {
+            forget_stale(fd);
+            continue;
+        }
+        // SAFETY: a part of what the caller asked for.
+        if fd as c_uint > from && unsafe { real(from, fd as c_uint - 1, flags) } < 0 {
+            return -1;
+        }
+        from = fd as c_uint + 1;
+    }
+    if from > last && from > first {
+        return 0;
+    }
+    // SAFETY: the rest of what the caller asked for.
+    unsafe { real(from, last, flags) }
+}
+
+unsafe fn do_closefrom(first: c_int) {
+    let first = first.max(0) as c_uint;
+    if table::in_vfork_child() || table::tagged(first, u32::MAX).next().is_none() {
+        // SAFETY: the caller's promise.
+        return unsafe { CLOSEFROM.get()(first as c_int) };
+    }
+    // SAFETY: the caller's promise.
+    unsafe { do_close_range(first, c_uint::MAX, 0) };
+}
+
+unsafe fn do_sendmsg(socket: c_int, message: *const libc::msghdr, flags: c_int) -> ssize_t {
+    // SAFETY: the caller's promise.
+    unsafe {
+        share::sent(message);
+        SENDMSG.get()(socket, message, flags)
+    }
+}
+
+unsafe fn do_sendmmsg(socket: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        for index in 0..count as usize {
+            share::sent(&raw const (*messages.wrapping_add(index)).msg_hdr);
+        }
+        SENDMMSG.get()(socket, messages, count, flags)
+    }
+}

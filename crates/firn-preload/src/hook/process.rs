@@ -1,0 +1,153 @@
+//! New processes and programs: descriptors get copies.
+//!
+//! fork(2) itself is seen through `pthread_atfork`, which also covers `daemon` and `forkpty`.
+
+use std::ffi::{c_char, c_int, c_void};
+
+use libc::{FILE, pid_t};
+
+use super::export;
+use crate::real::{
+    CLONE, EXECL, EXECLE, EXECLP, EXECV, EXECVE, EXECVEAT, EXECVP, EXECVPE, FEXECVE, FORK_ONLY, POPEN,
+    POSIX_SPAWN, POSIX_SPAWNP, SYSTEM,
+};
+use crate::share;
+
+type Strings = *const *const c_char;
+
+/// A function before and after which no descriptor is this process's alone.
+macro_rules! sharing {
+    ($($name:ident = $real:ident($($arg:ident: $ty:ty),*) -> $ret:ty;)*) => {$(
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $name($($arg: $ty),*) -> $ret {
+            share::begin();
+            // SAFETY: the caller's promise.
+            let result = unsafe { $real.get()($($arg),*) };
+            share::end();
+            result
+        }
+    )*};
+}
+
+sharing! {
+    execve = EXECVE(path: *const c_char, argv: Strings, envp: Strings) -> c_int;
+    execv = EXECV(path: *const c_char, argv: Strings) -> c_int;
+    execvp = EXECVP(path: *const c_char, argv: Strings) -> c_int;
+    execvpe = EXECVPE(path: *const c_char, argv: Strings, envp: Strings) -> c_int;
+    fexecve = FEXECVE(fd: c_int, argv: Strings, envp: Strings) -> c_int;
+    execveat =
+        EXECVEAT(dir: c_int, path: *const c_char, argv: Strings, envp: Strings, flags: c_int) -> c_int;
+    posix_spawn = POSIX_SPAWN(pid: *mut pid_t, path: *const c_char, actions: *const c_void,
+        attr: *const c_void, argv: Strings, envp: Strings) -> c_int;
+    posix_spawnp = POSIX_SPAWNP(pid: *mut pid_t, path: *const c_char, actions: *const c_void,
+        attr: *const c_void, argv: Strings, envp: Strings) -> c_int;
+    system = SYSTEM(command: *const c_char) -> c_int;
+    popen = POPEN(command: *const c_char, mode: *const c_char) -> *mut FILE;
+}
+
+export! { _Fork = do_fork_only() -> pid_t }
+
+unsafe fn do_fork_only() -> pid_t {
+    share::before_fork();
+    // SAFETY: the caller's promise.
+    let pid = unsafe { FORK_ONLY.get()() };
+    if pid == 0 {
+        share::in_child();
+    } else {
+        share::after_fork();
+    }
+    pid
+}
+
+extern "C" fn share_all() {
+    share::all();
+}
+
+/// Shares all and jumps to a variadic function, its arguments untouched.
+macro_rules! variadic {
+    ($($name:ident = $real:ident;)*) => {$(
+        #[unsafe(no_mangle)]
+        #[unsafe(naked)]
+        unsafe extern "C" fn $name() -> c_int {
+            #[cfg(target_arch = "x86_64")]
+            std::arch::naked_asm!(
+                "push rax", "push rdi", "push rsi", "push rdx", "push rcx", "push r8", "push r9",
+                "call {before}",
+                "pop r9", "pop r8", "pop rcx", "pop rdx", "pop rsi", "pop rdi", "pop rax",
+                "jmp qword ptr [rip + {real}]",
+                before = sym share_all, real = sym $real,
+            );
+            #[cfg(target_arch = "aarch64")]
+            std::arch::naked_asm!(
+                "stp x29, x30, [sp, #-80]!",
+                "stp x0, x1, [sp, #16]", "stp x2, x3, [sp, #32]", "stp x4, x5, [sp, #48]",
+                "stp x6, x7, [sp, #64]",
+                "bl {before}",
+                "ldp x6, x7, [sp, #64]", "ldp x4, x5, [sp, #48]", "ldp x2, x3, [sp, #32]",
+                "ldp x0, x1, [sp, #16]",
+                "ldp x29, x30, [sp], #80",
+                "adrp x16, {real}", "ldr x16, [x16, :lo12:{real}]", "br x16",
+                before = sym share_all, real = sym $real,
+            );
+        }
+    )*};
+}
+
+variadic! {
+    execl = EXECL;
+    execlp = EXECLP;
+    execle = EXECLE;
+    clone = CLONE;
+}
+
+/// vfork(2) returns twice on one stack, so it can be no function with a frame. As in the C library, the
+/// return address waits in a register, which the child has its own copy of.
+macro_rules! vforks {
+    ($($name:ident)+) => {$(
+        #[unsafe(no_mangle)]
+        #[unsafe(naked)]
+        unsafe extern "C" fn $name() -> pid_t {
+            #[cfg(target_arch = "x86_64")]
+            std::arch::naked_asm!(
+                "sub rsp, 8",
+                "call {before}",
+                "add rsp, 8",
+                "pop rdi",
+                "mov eax, {number}",
+                "syscall",
+                "push rdi",
+                "test eax, eax",
+                "je 2f",
+                "mov rdi, rax",
+                "jmp {after}",
+                "2:",
+                "ret",
+                before = sym share::before_vfork, after = sym vforked, number = const libc::SYS_vfork,
+            );
+            #[cfg(target_arch = "aarch64")]
+            std::arch::naked_asm!(
+                "stp x29, x30, [sp, #-16]!",
+                "bl {before}",
+                "ldp x29, x30, [sp], #16",
+                "mov x0, {flags}",
+                "mov x1, xzr",
+                "mov x8, {number}",
+                "svc 0",
+                "cbz x0, 2f",
+                "b {after}",
+                "2:",
+                "ret",
+                before = sym share::before_vfork, after = sym vforked, number = const libc::SYS_clone,
+                flags = const libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD,
+            );
+        }
+    )+};
+}
+
+vforks! { vfork __vfork }
+
+/// The parent's end of vfork(2).
+extern "C" fn vforked(result: isize) -> pid_t {
+    share::after_vfork();
+    crate::sys::told(result) as pid_t
+}

@@ -1,0 +1,137 @@
+//! Descriptors that were just opened: which of them are ours.
+//!
+//! Ours are regular files of a Firn mount. Nothing is asked of firnd yet, but once for each device.
+
+use std::ffi::c_int;
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use firn_format::door::{DOOR_VERSION, IOCTL_TOKEN, Token};
+
+use crate::report::{self, Reason};
+use crate::sys::{self, syscall};
+use crate::table::{self, ACTIVE, Inner, TABLE, tag};
+
+/// Offsets that every write moves or blocks go to the disk: not what the arena is for.
+const UNUSUAL: c_int = libc::O_APPEND | libc::O_SYNC | libc::O_DSYNC | libc::O_DIRECT;
+const FUSE_SUPER_MAGIC: i64 = 0x6573_5546;
+/// Verdicts that are kept; a process rarely writes to more file systems.
+const DEVICES: usize = 16;
+
+/// Verdicts on devices: `(device + 1) << 1 | is_ours`.
+pub(crate) struct Devices {
+    known: [AtomicU64; DEVICES],
+    next: AtomicU32,
+}
+
+impl Devices {
+    pub(crate) const fn new() -> Self {
+        Self { known: [const { AtomicU64::new(0) }; DEVICES], next: AtomicU32::new(0) }
+    }
+
+    /// Whether the descriptor's device is a Firn mount.
+    fn is_ours(&self, fd: c_int, device: u64) -> bool {
+        let key = device.wrapping_add(1) << 1;
+        for known in &self.known {
+            let word = known.load(Ordering::Relaxed);
+            if word & !1 == key {
+                return word & 1 != 0;
+            }
+        }
+        let ours = is_fuse(fd) && token(fd).is_some();
+        let index = self.next.fetch_add(1, Ordering::Relaxed) as usize % DEVICES;
+        if let Some(known) = self.known.get(index) {
+            known.store(key | u64::from(ours), Ordering::Relaxed);
+        }
+        ours
+    }
+}
+
+/// How firnd calls this open file; `None` where no firnd serves it or has no door for this process.
+pub(crate) fn token(fd: c_int) -> Option<Token> {
+    let mut token = MaybeUninit::<Token>::zeroed();
+    // SAFETY: the number says how many bytes the kernel writes: the size of a token.
+    let result = unsafe { syscall!(libc::SYS_ioctl, fd, IOCTL_TOKEN, token.as_mut_ptr()) };
+    // SAFETY: zeros are a token.
+    let token = unsafe { token.assume_init() };
+    (result >= 0 && token.version == DOOR_VERSION).then_some(token)
+}
+
+fn is_fuse(fd: c_int) -> bool {
+    let mut stat = MaybeUninit::<libc::statfs64>::zeroed();
+    // SAFETY: the structure is ours, and of the kernel's layout on 64-bit machines.
+    let result = unsafe { syscall!(libc::SYS_fstatfs, fd, stat.as_mut_ptr()) };
+    // SAFETY: a structure of numbers.
+    result == 0 && unsafe { stat.assume_init() }.f_type == FUSE_SUPER_MAGIC
+}
+
+/// What a caller takes before it opens: whether somebody got copies of descriptors meanwhile.
+pub(crate) struct Before {
+    shared: u64,
+}
+
+impl Before {
+    /// Takes the count.
+    #[inline(always)]
+    pub(crate) fn now() -> Self {
+        Self { shared: TABLE.shared.load(Ordering::SeqCst) }
+    }
+
+    fn still(&self) -> bool {
+        TABLE.sharing.load(Ordering::SeqCst) == 0 && TABLE.shared.load(Ordering::SeqCst) == self.shared
+    }
+}
+
+/// How a descriptor came to be.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum By {
+    /// A call that leaves its use to the program.
+    Program,
+    /// stdio, for libstdc++: it reads and writes the descriptor itself.
+    StreamBuffer,
+    /// stdio: its own calls are not seen.
+    Stdio,
+}
+
+/// A call gave the descriptor `fd`, opened with `flags`. Keeps errno.
+pub(crate) fn note(fd: c_int, flags: c_int, before: &Before, by: By) {
+    if fd < 0 || ACTIVE.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    if table::tag_of(fd) != tag::NONE {
+        forget_stale(fd);
+    }
+    let path_only = flags & (libc::O_PATH | libc::O_DIRECTORY) != 0;
+    let Some((identity, mode)) = sys::identity(fd).filter(|_| !path_only) else { return };
+    if mode & libc::S_IFMT != libc::S_IFREG || !TABLE.devices.is_ours(fd, identity.device) {
+        return;
+    }
+    if flags & UNUSUAL != 0 {
+        return report::left(Reason::Flags);
+    }
+    if by == By::Stdio {
+        return report::left(Reason::Stdio);
+    }
+    let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
+    let Some(mut held) = table::enter_new(fd) else { return };
+    *held = Inner::new();
+    held.identity = identity;
+    held.entry.in_kernel.store(0, Ordering::Relaxed);
+    held.set_tag(if writes { tag::WRITER } else { tag::READER });
+    if !before.still() {
+        held.set_tag(tag::NONE);
+        report::left(Reason::Shared);
+    }
+}
+
+/// The number was closed unseen and is another descriptor now.
+pub(crate) fn forget_stale(fd: c_int) {
+    if let table::Entered::Held(mut held) = table::enter(fd)
+        && table::is_owner()
+        && held.tag != tag::INTERNAL
+    {
+        held.list.unmap();
+        held.private = false;
+        held.set_tag(tag::NONE);
+    }
+}

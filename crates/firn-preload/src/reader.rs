@@ -1,0 +1,302 @@
+//! Descriptors open for reading only: bytes that are in the arena are copied from there.
+//!
+//! firnd lists where the file's bytes are. What is listed stays where it is, and is what the file holds as
+//! long as the file's word in the arena is the list's stamp: the word is looked at after the copy. Holes,
+//! and bytes that are only in the backing, are read through the kernel.
+
+use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+
+use firn_client::door;
+use firn_format::door::{EXTENTS_MAX, Extent, IN_MEMORY, Op, Reply, Status};
+use libc::iovec;
+
+use crate::connect;
+use crate::mapping::Mapping;
+use crate::opened::token;
+use crate::probe;
+use crate::report::{self, Call, Reason};
+use crate::sys::{self, syscall};
+use crate::table::{self, Entered, Held, TABLE, tag};
+use crate::writer::{self, Ticket, Went, total_of};
+
+/// Extents of one file; with more of them the kernel reads.
+const LIST_MAX: usize = 64 * EXTENTS_MAX;
+/// A read of so many bytes, or of a file that has `FILE_BYTES_MIN`, is worth the question.
+const READ_BYTES_MIN: usize = 4 << 10;
+const FILE_BYTES_MIN: u64 = 64 << 10;
+/// Bytes through the kernel after a refusal.
+const PATIENCE_BYTES: u64 = 8 << 20;
+const REFUSALS_MAX: u32 = 16;
+
+/// Where a file's bytes are. Zeros: not asked for.
+pub(crate) struct List {
+    /// Room for [`LIST_MAX`] extents, or null.
+    extents: *mut Extent,
+    count: usize,
+    /// The extent that the last read ended in.
+    hint: usize,
+    /// Bytes of the file.
+    size: u64,
+    slot: *const u32,
+    stamp: u32,
+    mapping: Mapping,
+}
+
+impl List {
+    pub(crate) const fn new() -> Self {
+        Self {
+            extents: std::ptr::null_mut(),
+            count: 0,
+            hint: 0,
+            size: 0,
+            slot: std::ptr::null(),
+            stamp: 0,
+            mapping: Mapping::NONE,
+        }
+    }
+
+    /// Forgets the list.
+    pub(crate) fn unmap(&mut self) {
+        if !self.extents.is_null() {
+            // SAFETY: mapped by `map`, and nobody looks at it any more.
+            unsafe { syscall!(libc::SYS_munmap, self.extents, LIST_MAX * size_of::<Extent>()) };
+        }
+        *self = Self::new();
+    }
+
+    fn map(&mut self) -> Option<()> {
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let bytes = LIST_MAX * size_of::<Extent>();
+        let flags = flags | libc::MAP_NORESERVE;
+        // SAFETY: new memory.
+        let at = unsafe { syscall!(libc::SYS_mmap, 0usize, bytes, prot, flags, -1isize, 0usize) };
+        (at > 0).then(|| self.extents = at as *mut Extent)
+    }
+
+    fn extents(&self) -> &[Extent] {
+        if self.extents.is_null() {
+            return &[];
+        }
+        // SAFETY: firnd's answers filled so many.
+        unsafe { std::slice::from_raw_parts(self.extents, self.count) }
+    }
+
+    /// Whether the list still is what the file holds. Whoever copied asks afterwards.
+    fn is_current(&self) -> bool {
+        fence(Ordering::Acquire);
+        // SAFETY: a word of the mapping, checked when the list was made.
+        let word = unsafe { AtomicU32::from_ptr(self.slot.cast_mut()) };
+        word.load(Ordering::Relaxed) == self.stamp
+    }
+
+    /// The extent that holds `offset`, or the first one behind it.
+    fn find(&mut self, offset: u64) -> Option<Extent> {
+        let ends_before = |extent: &Extent| extent.offset.saturating_add(extent.len) <= offset;
+        let list = self.extents();
+        let mut index = self.hint;
+        let right = list.get(index).is_some_and(|extent| !ends_before(extent))
+            && (index == 0 || list.get(index - 1).is_some_and(ends_before));
+        if !right {
+            index = list.partition_point(ends_before);
+        }
+        let found = list.get(index).copied();
+        self.hint = index;
+        found
+    }
+}
+
+/// Reads at the descriptor's offset, or at `at`.
+///
+/// # Safety
+/// The parts are the program's, to be written.
+pub(crate) unsafe fn read(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> Went {
+    let mut held = match table::enter(fd) {
+        Entered::Held(held) if held.tag == tag::READER => held,
+        _ if at.is_some() => return Went::Kernel(Ticket::NONE),
+        Entered::Not => return Went::Kernel(Ticket::NONE),
+        entered => {
+            drop(entered);
+            return Went::Kernel(writer::before_kernel(fd, call));
+        }
+    };
+    let total = total_of(parts).filter(|total| *total > 0 && at.unwrap_or(0) <= i64::MAX as u64);
+    // SAFETY: the caller's promise.
+    let writable = || parts.iter().all(|part| unsafe { probe::is_writable(part.iov_base, part.iov_len) });
+    let ready = total.is_some_and(|total| held.private || ask(&mut held, total));
+    let Some(total) = total.filter(|_| ready && writable()) else {
+        return through_kernel(held, at, call);
+    };
+    let offset = at.unwrap_or_else(|| held.entry.offset.load(Ordering::Relaxed));
+    // SAFETY: the caller's promise.
+    let taken = unsafe { take(&mut held, parts, offset, total) };
+    match taken {
+        Some(taken) => {
+            if at.is_none() {
+                held.entry.offset.store(offset.wrapping_add(taken as u64), Ordering::Relaxed);
+            }
+            report::fast(call, taken);
+            Went::Past(taken as isize)
+        }
+        None => {
+            drop_list(&mut held);
+            through_kernel(held, at, call)
+        }
+    }
+}
+
+/// Copies from the arena; `None`: the list does not hold any more, or a gap could not be read.
+///
+/// # Safety
+/// As for [`read`].
+unsafe fn take(held: &mut Held, parts: &[iovec], offset: u64, total: usize) -> Option<usize> {
+    let left = held.list.size.saturating_sub(offset);
+    let total = total.min(usize::try_from(left).unwrap_or(usize::MAX));
+    let mut done = 0;
+    for part in parts {
+        let len = part.iov_len.min(total - done);
+        let mut filled = 0;
+        while filled < len {
+            let to = part.iov_base.cast::<u8>().wrapping_add(filled);
+            let at = offset.wrapping_add((done + filled) as u64);
+            // SAFETY: a part of the buffer.
+            filled += unsafe { take_some(held, to, len - filled, at)? };
+        }
+        done += len;
+    }
+    held.list.is_current().then_some(done)
+}
+
+/// Fills some of `len` bytes, which lie in the file, from the arena or from the kernel.
+///
+/// # Safety
+/// `to` is writable for `len` bytes.
+unsafe fn take_some(held: &mut Held, to: *mut u8, len: usize, at: u64) -> Option<usize> {
+    let next = held.list.find(at);
+    let gap = next.map_or(u64::MAX, |extent| extent.offset.saturating_sub(at));
+    if let Some(extent) = next.filter(|extent| gap == 0 && extent.place == IN_MEMORY) {
+        let skip = at - extent.offset;
+        let len = (len as u64).min(extent.len - skip);
+        let from = extent.at.checked_add(skip)?;
+        if !held.list.mapping.has_shared(from, len) {
+            return None;
+        }
+        // SAFETY: mapped, as just asked; the buffer is the caller's promise.
+        unsafe { door::copy(to, held.list.mapping.shared.wrapping_add(from as usize), len as usize) };
+        return Some(len as usize);
+    }
+    let gap = if gap == 0 { next.map_or(0, |extent| extent.len - (at - extent.offset)) } else { gap };
+    let len = len.min(usize::try_from(gap).unwrap_or(usize::MAX));
+    // SAFETY: the caller's promise.
+    let result = unsafe { sys::pread(held.fd, to.cast::<c_void>(), len, at) };
+    usize::try_from(result).ok().filter(|got| *got > 0)
+}
+
+/// Asks firnd where the bytes are. Whether it said so.
+#[cold]
+fn ask(held: &mut Held, total: usize) -> bool {
+    if held.patience_bytes > 0 {
+        held.patience_bytes = held.patience_bytes.saturating_sub(total as u64);
+        return false;
+    }
+    if held.entry.in_kernel.load(Ordering::Acquire) != 0
+        || (total < READ_BYTES_MIN && sys::size(held.fd).is_none_or(|size| size < FILE_BYTES_MIN))
+    {
+        return false;
+    }
+    let same = sys::identity(held.fd).is_some_and(|(identity, _)| identity == held.identity);
+    match load(held).filter(|_| same) {
+        Some(Status::Ok) if held.list.count > 0 => begin(held),
+        Some(Status::Busy) if held.refusals < REFUSALS_MAX => {
+            held.list.unmap();
+            held.refusals += 1;
+            held.patience_bytes = PATIENCE_BYTES;
+            report::left(Reason::Refused);
+            false
+        }
+        answer => {
+            held.list.unmap();
+            held.set_tag(tag::NONE);
+            report::left(if answer == Some(Status::Ok) { Reason::Nothing } else { Reason::NoDoor });
+            false
+        }
+    }
+}
+
+/// The offset becomes private.
+fn begin(held: &mut Held) -> bool {
+    sys::without_signals(|| {
+        let offset = sys::lseek(held.fd, 0, libc::SEEK_CUR);
+        held.entry.offset.store(offset as u64, Ordering::Relaxed);
+        held.private = offset >= 0;
+    });
+    held.private
+}
+
+/// Fetches the whole list; how firnd answered.
+fn load(held: &mut Held) -> Option<Status> {
+    let token = token(held.fd)?;
+    held.link = TABLE.links.to(&token)?;
+    held.token = token.token;
+    held.list.unmap();
+    held.list.map()?;
+    held.list.mapping = connect::mapping(held.link)?;
+    let mut from = 0;
+    loop {
+        let reply = load_some(held, from)?;
+        let status = Status::from_word(reply.status);
+        if status != Status::Ok {
+            return Some(status);
+        }
+        let changed = from > 0 && reply.stamp != held.list.stamp;
+        if changed || !held.list.mapping.has_word(reply.slot) {
+            return Some(Status::Busy);
+        }
+        held.list.slot = held.list.mapping.words.wrapping_add(reply.slot as usize).cast();
+        (held.list.stamp, held.list.size) = (reply.stamp, reply.size);
+        let ends = held.list.extents().last().map_or(0, |extent| extent.offset.saturating_add(extent.len));
+        if (reply.count as usize) < EXTENTS_MAX || ends <= from {
+            return Some(Status::Ok);
+        }
+        from = ends;
+    }
+}
+
+/// Fetches the extents from an offset on.
+fn load_some(held: &mut Held, from: u64) -> Option<Reply> {
+    let count = held.list.count;
+    if count + EXTENTS_MAX > LIST_MAX {
+        return None;
+    }
+    let room = held.list.extents.wrapping_add(count).cast::<MaybeUninit<Extent>>();
+    // SAFETY: the map has room for so many more.
+    let room = unsafe { std::slice::from_raw_parts_mut(room, EXTENTS_MAX) };
+    let reply = connect::ask_extents(held.link, held.token, (Op::Extents, from), room)?;
+    held.list.count = count + reply.count as usize;
+    Some(reply)
+}
+
+/// The list does not hold any more.
+fn drop_list(held: &mut Held) {
+    let (link, token) = (held.link, held.token);
+    writer::give_back(held);
+    held.list.unmap();
+    held.refusals = held.refusals.saturating_add(1);
+    held.patience_bytes = if held.refusals < REFUSALS_MAX { 0 } else { u64::MAX };
+    connect::ask(link, Op::EndRead, token, 0);
+    report::left(Reason::Changed);
+}
+
+/// Leaves this call to the kernel, with the kernel's offset right.
+fn through_kernel(mut held: Held, at: Option<u64>, call: Call) -> Went {
+    report::kernel(call);
+    if at.is_some() {
+        return Went::Kernel(Ticket::NONE);
+    }
+    writer::give_back(&mut held);
+    if !held.list.extents().is_empty() {
+        drop_list(&mut held);
+    }
+    Went::Kernel(Ticket::of(held.entry))
+}

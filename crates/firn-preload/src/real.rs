@@ -1,0 +1,207 @@
+//! The functions that the hooks stand before.
+//!
+//! Each begins as a fallback that makes the system call itself, because programs call in before
+//! [`crate::start`] ran (malloc replacements open and read files from their own constructors). Functions
+//! that are more than a system call are looked up when they are called so early.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use libc::{FILE, iovec, mode_t, msghdr, off64_t, pid_t, size_t, ssize_t};
+
+use crate::sys::{syscall, told};
+
+/// A function of the C library, or of another library that was preloaded behind this one.
+#[repr(C)]
+pub(crate) struct Real<F> {
+    /// First: hooks of variadic functions jump to what stands here.
+    at: AtomicPtr<c_void>,
+    name: &'static CStr,
+    kind: PhantomData<F>,
+}
+
+impl<F: Copy> Real<F> {
+    const fn new(name: &'static CStr, fallback: *const ()) -> Self {
+        Self { at: AtomicPtr::new(fallback.cast_mut().cast()), name, kind: PhantomData }
+    }
+
+    /// The function.
+    #[inline(always)]
+    pub(crate) fn get(&self) -> F {
+        const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
+        let at = self.at.load(Ordering::Relaxed);
+        // SAFETY: `reals!` makes every `Real` of a function pointer type, with an address of that type.
+        unsafe { std::mem::transmute_copy(&at) }
+    }
+
+    /// Looks it up; what is not there keeps its fallback.
+    fn resolve(&self) -> bool {
+        // SAFETY: the name is a C string.
+        let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
+        if !found.is_null() {
+            self.at.store(found, Ordering::Relaxed);
+        }
+        !found.is_null()
+    }
+}
+
+macro_rules! reals {
+    ($($name:ident = $symbol:literal ($($arg:ident: $ty:ty),*) -> $ret:ty, $fallback:expr;)*) => {
+        $(pub(crate) static $name: Real<unsafe extern "C" fn($($ty),*) -> $ret> = {
+            unsafe extern "C" fn fallback($($arg: $ty),*) -> $ret {
+                // SAFETY: the arguments are the program's, and go where it wanted them to go.
+                unsafe { $fallback }
+            }
+            Real::new($symbol, fallback as *const ())
+        };)*
+
+        /// Looks all of them up.
+        pub(crate) fn resolve() {
+            $($name.resolve();)*
+        }
+    };
+}
+
+/// Looks a function up now and calls it; where there is none, errno is ENOSYS.
+macro_rules! late {
+    ($name:ident($($arg:ident),*), $none:expr) => {
+        if $name.resolve() {
+            $name.get()($($arg),*)
+        } else {
+            told(-(libc::ENOSYS as isize));
+            $none
+        }
+    };
+}
+
+type Spawn = *const c_void;
+type Strings = *const *const c_char;
+
+reals! {
+    OPENAT = c"openat64" (dir: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int,
+        told(syscall!(libc::SYS_openat, dir, path, flags, mode)) as c_int;
+    OPEN = c"open64" (path: *const c_char, flags: c_int, mode: mode_t) -> c_int,
+        told(syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, mode)) as c_int;
+    OPEN_2 = c"__open64_2" (path: *const c_char, flags: c_int) -> c_int,
+        told(syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize)) as c_int;
+    OPENAT_2 = c"__openat64_2" (dir: c_int, path: *const c_char, flags: c_int) -> c_int,
+        told(syscall!(libc::SYS_openat, dir, path, flags, 0usize)) as c_int;
+    CREAT = c"creat64" (path: *const c_char, mode: mode_t) -> c_int,
+        told(syscall!(libc::SYS_openat, libc::AT_FDCWD, path, libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC, mode))
+            as c_int;
+    MKOSTEMPS = c"mkostemps64" (template: *mut c_char, suffix: c_int, flags: c_int) -> c_int,
+        late!(MKOSTEMPS(template, suffix, flags), -1);
+
+    READ = c"read" (fd: c_int, data: *mut c_void, len: size_t) -> ssize_t,
+        told(syscall!(libc::SYS_read, fd, data, len));
+    READV = c"readv" (fd: c_int, parts: *const iovec, count: c_int) -> ssize_t,
+        told(syscall!(libc::SYS_readv, fd, parts, count));
+    PREAD = c"pread64" (fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t,
+        told(syscall!(libc::SYS_pread64, fd, data, len, offset));
+    PREADV = c"preadv64" (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t,
+        told(syscall!(libc::SYS_preadv, fd, parts, count, offset, 0usize));
+    PREADV2 = c"preadv64v2" (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t,
+        told(syscall!(libc::SYS_preadv2, fd, parts, count, offset, 0usize, flags));
+    READ_CHK = c"__read_chk" (fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t,
+        late!(READ_CHK(fd, data, len, size), -1);
+    PREAD_CHK = c"__pread64_chk"
+        (fd: c_int, data: *mut c_void, len: size_t, offset: off64_t, size: size_t) -> ssize_t,
+        late!(PREAD_CHK(fd, data, len, offset, size), -1);
+    WRITE = c"write" (fd: c_int, data: *const c_void, len: size_t) -> ssize_t,
+        told(syscall!(libc::SYS_write, fd, data, len));
+    WRITEV = c"writev" (fd: c_int, parts: *const iovec, count: c_int) -> ssize_t,
+        told(syscall!(libc::SYS_writev, fd, parts, count));
+    PWRITE = c"pwrite64" (fd: c_int, data: *const c_void, len: size_t, offset: off64_t) -> ssize_t,
+        told(syscall!(libc::SYS_pwrite64, fd, data, len, offset));
+    PWRITEV = c"pwritev64" (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t,
+        told(syscall!(libc::SYS_pwritev, fd, parts, count, offset, 0usize));
+    PWRITEV2 = c"pwritev64v2"
+        (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t,
+        told(syscall!(libc::SYS_pwritev2, fd, parts, count, offset, 0usize, flags));
+    LSEEK = c"lseek64" (fd: c_int, offset: off64_t, whence: c_int) -> off64_t,
+        told(syscall!(libc::SYS_lseek, fd, offset, whence)) as off64_t;
+    SENDFILE = c"sendfile64" (to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t,
+        told(syscall!(libc::SYS_sendfile, to, from, offset, len));
+    COPY_FILE_RANGE = c"copy_file_range"
+        (from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t, flags: c_uint) -> ssize_t,
+        told(syscall!(libc::SYS_copy_file_range, from, from_at, to, to_at, len, flags));
+    SPLICE = c"splice"
+        (from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t, flags: c_uint) -> ssize_t,
+        told(syscall!(libc::SYS_splice, from, from_at, to, to_at, len, flags));
+    MMAP = c"mmap64"
+        (at: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_int, offset: off64_t) -> *mut c_void,
+        told(syscall!(libc::SYS_mmap, at, len, prot, flags, fd, offset)) as *mut c_void;
+
+    CLOSE = c"close" (fd: c_int) -> c_int, told(syscall!(libc::SYS_close, fd)) as c_int;
+    DUP = c"dup" (fd: c_int) -> c_int, told(syscall!(libc::SYS_dup, fd)) as c_int;
+    DUP2 = c"dup2" (from: c_int, to: c_int) -> c_int, told(raw_dup2(from, to)) as c_int;
+    DUP3 = c"dup3" (from: c_int, to: c_int, flags: c_int) -> c_int,
+        told(syscall!(libc::SYS_dup3, from, to, flags)) as c_int;
+    FCNTL = c"fcntl64" (fd: c_int, command: c_int, arg: usize) -> c_int,
+        told(syscall!(libc::SYS_fcntl, fd, command, arg)) as c_int;
+    CLOSE_RANGE = c"close_range" (first: c_uint, last: c_uint, flags: c_int) -> c_int,
+        told(syscall!(libc::SYS_close_range, first, last, flags)) as c_int;
+    CLOSEFROM = c"closefrom" (first: c_int) -> (),
+        { syscall!(libc::SYS_close_range, first.max(0), c_uint::MAX, 0usize); };
+    SENDMSG = c"sendmsg" (socket: c_int, message: *const msghdr, flags: c_int) -> ssize_t,
+        told(syscall!(libc::SYS_sendmsg, socket, message, flags));
+    SENDMMSG = c"sendmmsg" (socket: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int,
+        told(syscall!(libc::SYS_sendmmsg, socket, messages, count, flags)) as c_int;
+
+    FOPEN = c"fopen64" (path: *const c_char, mode: *const c_char) -> *mut FILE,
+        late!(FOPEN(path, mode), std::ptr::null_mut());
+    FREOPEN = c"freopen64" (path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE,
+        late!(FREOPEN(path, mode, file), std::ptr::null_mut());
+    FDOPEN = c"fdopen" (fd: c_int, mode: *const c_char) -> *mut FILE,
+        late!(FDOPEN(fd, mode), std::ptr::null_mut());
+    FCLOSE = c"fclose" (file: *mut FILE) -> c_int, late!(FCLOSE(file), libc::EOF);
+
+    FORK_ONLY = c"_Fork" () -> pid_t, late!(FORK_ONLY(), -1);
+    EXECVE = c"execve" (path: *const c_char, argv: Strings, envp: Strings) -> c_int,
+        told(syscall!(libc::SYS_execve, path, argv, envp)) as c_int;
+    EXECV = c"execv" (path: *const c_char, argv: Strings) -> c_int, late!(EXECV(path, argv), -1);
+    EXECVP = c"execvp" (path: *const c_char, argv: Strings) -> c_int, late!(EXECVP(path, argv), -1);
+    EXECVPE = c"execvpe" (path: *const c_char, argv: Strings, envp: Strings) -> c_int,
+        late!(EXECVPE(path, argv, envp), -1);
+    FEXECVE = c"fexecve" (fd: c_int, argv: Strings, envp: Strings) -> c_int,
+        late!(FEXECVE(fd, argv, envp), -1);
+    EXECVEAT = c"execveat"
+        (dir: c_int, path: *const c_char, argv: Strings, envp: Strings, flags: c_int) -> c_int,
+        told(syscall!(libc::SYS_execveat, dir, path, argv, envp, flags)) as c_int;
+    POSIX_SPAWN = c"posix_spawn"
+        (pid: *mut pid_t, path: *const c_char, actions: Spawn, attr: Spawn, argv: Strings, envp: Strings) -> c_int,
+        late!(POSIX_SPAWN(pid, path, actions, attr, argv, envp), libc::ENOSYS);
+    POSIX_SPAWNP = c"posix_spawnp"
+        (pid: *mut pid_t, path: *const c_char, actions: Spawn, attr: Spawn, argv: Strings, envp: Strings) -> c_int,
+        late!(POSIX_SPAWNP(pid, path, actions, attr, argv, envp), libc::ENOSYS);
+    SYSTEM = c"system" (command: *const c_char) -> c_int, late!(SYSTEM(command), -1);
+    POPEN = c"popen" (command: *const c_char, mode: *const c_char) -> *mut FILE,
+        late!(POPEN(command, mode), std::ptr::null_mut());
+    // Variadic: only jumped to.
+    EXECL = c"execl" () -> c_int, no_such_function();
+    EXECLP = c"execlp" () -> c_int, no_such_function();
+    EXECLE = c"execle" () -> c_int, no_such_function();
+    CLONE = c"clone" () -> c_int, no_such_function();
+}
+
+/// # Safety
+/// None is needed.
+unsafe fn no_such_function() -> c_int {
+    told(-(libc::ENOSYS as isize)) as c_int
+}
+
+/// dup2(2), which AArch64 does not have.
+///
+/// # Safety
+/// None is needed.
+unsafe fn raw_dup2(from: c_int, to: c_int) -> isize {
+    // SAFETY: touches no memory.
+    unsafe {
+        if from == to {
+            let flags = syscall!(libc::SYS_fcntl, from, libc::F_GETFD);
+            return if flags < 0 { flags } else { to as isize };
+        }
+        syscall!(libc::SYS_dup3, from, to, 0usize)
+    }
+}

@@ -1,0 +1,134 @@
+//! Somebody else is about to get a copy of a descriptor: from then on its offset is the kernel's.
+//!
+//! Counted twice: `shared` tells who opened a file meanwhile that such a call came between, `sharing` that
+//! one is under way, so that a descriptor opened in another thread between these steps and the fork is
+//! not taken for this process's alone.
+
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use crate::report::Reason;
+use crate::sys;
+use crate::table::{self, Entered, TABLE, tag};
+use crate::writer;
+
+/// The descriptor will be shared.
+pub(crate) fn one(fd: c_int) {
+    match table::enter(fd) {
+        Entered::Held(held) if held.tag != tag::INTERNAL => writer::leave(held, Reason::Shared),
+        // In a signal handler: what the interrupted code does ends at its claim.
+        Entered::Again(entry) if entry.is_private() => {
+            sys::lseek(fd, entry.offset.load(Ordering::Relaxed) as i64, libc::SEEK_SET);
+        }
+        _ => {}
+    }
+}
+
+/// All descriptors will be shared. Until [`end`] none becomes ours.
+pub(crate) fn begin() {
+    if table::in_vfork_child() {
+        return;
+    }
+    TABLE.sharing.fetch_add(1, Ordering::SeqCst);
+    TABLE.shared.fetch_add(1, Ordering::SeqCst);
+    for fd in table::tagged(0, u32::MAX) {
+        one(fd);
+    }
+}
+
+/// The call is over, in the process that made it.
+pub(crate) fn end() {
+    if !table::in_vfork_child() {
+        let less = |count: u32| Some(count.saturating_sub(1));
+        let _ = TABLE.sharing.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+    }
+}
+
+/// The same for a call that does not return here if it succeeds, and mostly fails before it does anything
+/// if it does not: exec of a path that is not there.
+pub(crate) fn all() {
+    begin();
+    end();
+}
+
+/// A socket of the parent that a child of fork(2) has to close: it finds the table empty.
+static INHERITED: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
+
+/// Before fork(2).
+pub(crate) extern "C" fn before_fork() {
+    begin();
+    for slot in &INHERITED {
+        slot.store(-1, Ordering::Relaxed);
+    }
+    for (slot, fd) in INHERITED.iter().zip(TABLE.links.sockets()) {
+        slot.store(fd, Ordering::Relaxed);
+    }
+}
+
+/// After fork(2), in the parent.
+pub(crate) extern "C" fn after_fork() {
+    end();
+}
+
+/// After fork(2), in the child.
+pub(crate) extern "C" fn in_child() {
+    for slot in &INHERITED {
+        let fd = slot.swap(-1, Ordering::Relaxed);
+        if fd >= 0 {
+            sys::close(fd);
+        }
+    }
+}
+
+/// Before vfork(2).
+pub(crate) extern "C" fn before_vfork() {
+    begin();
+    table::begin_vfork();
+}
+
+/// After vfork(2), in the parent.
+pub(crate) extern "C" fn after_vfork() {
+    table::end_vfork();
+    end();
+}
+
+/// Descriptors that a message carries.
+///
+/// # Safety
+/// The message is null or the program's, as for sendmsg(2).
+pub(crate) unsafe fn sent(message: *const libc::msghdr) {
+    // SAFETY: the caller's promise; the macros stay within the control data.
+    unsafe {
+        if message.is_null() || (*message).msg_control.is_null() {
+            return;
+        }
+        let mut head = libc::CMSG_FIRSTHDR(message);
+        while !head.is_null() {
+            let data = libc::CMSG_DATA(head).cast::<c_int>();
+            let bytes = (*head).cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
+            if (*head).cmsg_level == libc::SOL_SOCKET && (*head).cmsg_type == libc::SCM_RIGHTS {
+                for index in 0..bytes / size_of::<c_int>() {
+                    let fd = data.add(index).read_unaligned();
+                    if table::tag_of(fd) != tag::NONE {
+                        one(fd);
+                    }
+                }
+            }
+            head = libc::CMSG_NXTHDR(message, head);
+        }
+    }
+}
+
+/// Whether a return address lies in libstdc++, whose file buffers read and write the descriptor themselves.
+pub(crate) fn is_stream_buffer(caller: *const c_void) -> bool {
+    // SAFETY: a structure of pointers, filled where the answer is not 0.
+    let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: the structure is ours; the address is only compared.
+    if unsafe { libc::dladdr(caller, &raw mut info) } == 0 || info.dli_fname.is_null() {
+        return false;
+    }
+    // SAFETY: the name of a loaded object.
+    let name = unsafe { std::ffi::CStr::from_ptr(info.dli_fname) }.to_bytes();
+    let base = name.rsplit(|byte| *byte == b'/').next().unwrap_or_default();
+    base.starts_with(b"libstdc++.so")
+}

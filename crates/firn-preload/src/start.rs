@@ -1,0 +1,75 @@
+//! The first and the last thing that the library does in a process.
+
+use std::ffi::{CStr, c_char, c_int};
+use std::sync::atomic::Ordering;
+
+use crate::table::{self, ACTIVE};
+use crate::{real, report, share};
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static START: extern "C" fn(c_int, *const *const c_char, *const *const c_char) = start;
+
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static END: extern "C" fn() = end;
+
+extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *const c_char) {
+    real::resolve();
+    // SAFETY: what the loader hands to constructors: arrays of C strings, ended by null.
+    let (off, report, is_firnd) =
+        unsafe { (value(envp, b"FIRN_PRELOAD"), value(envp, b"FIRN_PRELOAD_REPORT"), is_own_program(argv)) };
+    if off == Some(b"off") || is_firnd || !table::wipe_on_fork() {
+        return;
+    }
+    if report.is_some_and(|value| !value.is_empty() && value != b"0") {
+        report::want();
+    }
+    // SAFETY: the functions stay loaded as long as the process lives.
+    let failed = unsafe {
+        libc::pthread_atfork(Some(share::before_fork), Some(share::after_fork), Some(share::in_child))
+    };
+    ACTIVE.store(u32::from(failed == 0), Ordering::Release);
+}
+
+extern "C" fn end() {
+    report::print();
+}
+
+/// The value of a variable.
+///
+/// # Safety
+/// `envp` is null or an array of C strings, ended by null.
+unsafe fn value<'a>(envp: *const *const c_char, name: &[u8]) -> Option<&'a [u8]> {
+    if envp.is_null() {
+        return None;
+    }
+    let mut at = envp;
+    // SAFETY: the caller's promise.
+    unsafe {
+        while !(*at).is_null() {
+            let entry = CStr::from_ptr(*at).to_bytes();
+            if let Some(value) = entry.strip_prefix(name).and_then(|rest| rest.strip_prefix(b"=")) {
+                return Some(value);
+            }
+            at = at.add(1);
+        }
+    }
+    None
+}
+
+/// Whether this is firnd, which must not wait for itself.
+///
+/// # Safety
+/// As for [`value`].
+unsafe fn is_own_program(argv: *const *const c_char) -> bool {
+    // SAFETY: the caller's promise.
+    let name = unsafe {
+        if argv.is_null() || (*argv).is_null() {
+            return false;
+        }
+        CStr::from_ptr(*argv).to_bytes()
+    };
+    let base = name.rsplit(|byte| *byte == b'/').next().unwrap_or_default();
+    matches!(base, b"firnd" | b"firn" | b"mount.firn")
+}

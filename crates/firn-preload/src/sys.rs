@@ -1,0 +1,178 @@
+//! System calls without the C library: no hook, no errno, no cancellation.
+//!
+//! A negative result is `-errno`. Pointers of the program are handed to the kernel, which checks them.
+
+use std::arch::asm;
+use std::ffi::{c_int, c_long, c_void};
+
+/// A system call.
+///
+/// # Safety
+/// The kernel writes where the arguments of this call say so.
+pub(crate) unsafe fn call(number: c_long, arg: [usize; 6]) -> isize {
+    let result: isize;
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the caller's promise; the instruction changes nothing but what is named.
+    unsafe {
+        asm!("syscall", inlateout("rax") number as isize => result, in("rdi") arg[0], in("rsi") arg[1],
+            in("rdx") arg[2], in("r10") arg[3], in("r8") arg[4], in("r9") arg[5],
+            lateout("rcx") _, lateout("r11") _, options(nostack));
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: as above.
+    unsafe {
+        asm!("svc 0", in("x8") number as isize, inlateout("x0") arg[0] as isize => result, in("x1") arg[1],
+            in("x2") arg[2], in("x3") arg[3], in("x4") arg[4], in("x5") arg[5], options(nostack));
+    }
+    result
+}
+
+/// As [`call`], with the arguments as they come.
+macro_rules! syscall {
+    ($number:expr $(, $arg:expr)* $(,)?) => {{
+        let given: &[usize] = &[$($arg as usize),*];
+        let mut all = [0usize; 6];
+        let mut at = 0;
+        while at < given.len() && at < 6 {
+            all[at] = given[at];
+            at += 1;
+        }
+        $crate::sys::call($number, all)
+    }};
+}
+pub(crate) use syscall;
+
+/// The running thread, as a number that no other thread of the process has. Even; a child of vfork(2) has
+/// that of the thread that waits for it.
+#[inline(always)]
+pub(crate) fn thread_pointer() -> u64 {
+    let pointer: u64;
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the first word of the thread's control block is its own address (x86-64 psABI).
+    unsafe {
+        asm!("mov {}, fs:0", out(reg) pointer, options(nostack, preserves_flags, readonly, pure));
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: reads a register.
+    unsafe {
+        asm!("mrs {}, tpidr_el0", out(reg) pointer, options(nostack, preserves_flags, nomem, pure));
+    }
+    pointer
+}
+
+/// Sets errno where `result` is an error: what the C library's function would return.
+pub(crate) fn told(result: isize) -> isize {
+    if result >= 0 {
+        return result;
+    }
+    // SAFETY: the address of this thread's errno is always valid.
+    unsafe { *libc::__errno_location() = result.wrapping_neg() as c_int };
+    -1
+}
+
+/// getpid(2).
+pub(crate) fn pid() -> u32 {
+    // SAFETY: touches no memory.
+    unsafe { syscall!(libc::SYS_getpid) as u32 }
+}
+
+/// close(2).
+pub(crate) fn close(fd: c_int) {
+    // SAFETY: touches no memory.
+    unsafe { syscall!(libc::SYS_close, fd) };
+}
+
+/// lseek(2).
+pub(crate) fn lseek(fd: c_int, offset: i64, whence: c_int) -> isize {
+    // SAFETY: touches no memory.
+    unsafe { syscall!(libc::SYS_lseek, fd, offset, whence) }
+}
+
+/// pwrite(2).
+pub(crate) fn pwrite(fd: c_int, data: *const c_void, len: usize, offset: u64) -> isize {
+    // SAFETY: the kernel reads the data and answers EFAULT where it cannot.
+    unsafe { syscall!(libc::SYS_pwrite64, fd, data, len, offset) }
+}
+
+/// pread(2).
+///
+/// # Safety
+/// `data` is the program's own, for `len` bytes.
+pub(crate) unsafe fn pread(fd: c_int, data: *mut c_void, len: usize, offset: u64) -> isize {
+    // SAFETY: the caller's promise.
+    unsafe { syscall!(libc::SYS_pread64, fd, data, len, offset) }
+}
+
+/// fcntl(2) with a number.
+pub(crate) fn fcntl(fd: c_int, command: c_int, arg: usize) -> isize {
+    // SAFETY: the commands used here take numbers.
+    unsafe { syscall!(libc::SYS_fcntl, fd, command, arg) }
+}
+
+/// What tells one open file's inode from another's: device, inode, mode.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Identity {
+    pub(crate) device: u64,
+    pub(crate) inode: u64,
+}
+
+/// Identity and mode of a descriptor, without asking the server of the file system.
+pub(crate) fn identity(fd: c_int) -> Option<(Identity, u32)> {
+    let stat = statx(fd, libc::STATX_TYPE | libc::STATX_INO)?;
+    let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
+    Some((Identity { device, inode: stat.stx_ino }, u32::from(stat.stx_mode)))
+}
+
+/// Size of a file, as the kernel knows it without asking.
+pub(crate) fn size(fd: c_int) -> Option<u64> {
+    Some(statx(fd, libc::STATX_SIZE)?.stx_size)
+}
+
+fn statx(fd: c_int, mask: u32) -> Option<libc::statx> {
+    // SAFETY: a structure of numbers.
+    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+    let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC;
+    // SAFETY: path and structure are ours.
+    let result = unsafe { syscall!(libc::SYS_statx, fd, c"".as_ptr(), flags, mask, &raw mut stat) };
+    (result >= 0).then_some(stat)
+}
+
+/// Whether a resource has no limit.
+pub(crate) fn is_unlimited(resource: libc::__rlimit_resource_t) -> bool {
+    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the structure is ours.
+    let result = unsafe { syscall!(libc::SYS_prlimit64, 0usize, resource, 0usize, &raw mut limit) };
+    result == 0 && limit.rlim_cur == libc::RLIM64_INFINITY
+}
+
+/// Waits until the word is not `expected` any more, or somebody wakes it.
+pub(crate) fn futex_wait(word: *const u32, expected: u32) {
+    let op = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+    // SAFETY: the kernel only reads the word.
+    unsafe { syscall!(libc::SYS_futex, word, op, expected, 0usize) };
+}
+
+/// Wakes one who waits.
+pub(crate) fn futex_wake(word: *const u32) {
+    let op = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
+    // SAFETY: touches no memory.
+    unsafe { syscall!(libc::SYS_futex, word, op, 1usize) };
+}
+
+/// write(2) to standard error.
+pub(crate) fn say(text: &[u8]) {
+    // SAFETY: the kernel reads the text.
+    unsafe { syscall!(libc::SYS_write, 2usize, text.as_ptr(), text.len()) };
+}
+
+/// Does something while this thread takes no signals.
+pub(crate) fn without_signals(then: impl FnOnce()) {
+    let (all, mut before) = (u64::MAX, 0u64);
+    let how = libc::SIG_BLOCK;
+    // SAFETY: both sets are ours, of the kernel's size.
+    unsafe { syscall!(libc::SYS_rt_sigprocmask, how, &raw const all, &raw mut before, 8usize) };
+    then();
+    let how = libc::SIG_SETMASK;
+    // SAFETY: as above.
+    unsafe { syscall!(libc::SYS_rt_sigprocmask, how, &raw const before, 0usize, 8usize) };
+}

@@ -1,0 +1,280 @@
+//! What the library keeps of each descriptor, in arrays indexed by descriptor.
+//!
+//! Invariants
+//! * Everything that may change lies in [`TABLE`], which the kernel gives to children of fork(2) as zeros
+//!   (`MADV_WIPEONFORK`). Zeros mean: no descriptor is ours, no connection, no lock held.
+//! * A child of vfork(2) shares it and must not touch it: [`enter`] finds nothing there.
+//! * A descriptor's tag says which hooks have to look at its entry; the entry, under its lock, has the last
+//!   word. Tags change under the lock.
+//! * While `Inner::private` is set, `Entry::offset` is the descriptor's offset and the kernel's is stale.
+//!   It is not set while a call that uses the kernel's offset is under way (`Entry::in_kernel`).
+
+use std::cell::{Cell, UnsafeCell};
+use std::ffi::c_int;
+use std::mem::MaybeUninit;
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use firn_client::door::SlabWriter;
+
+use crate::connect::Links;
+use crate::lock::Lock;
+use crate::opened::Devices;
+use crate::reader::List;
+use crate::report::Counters;
+use crate::sys::{self, Identity};
+
+/// Descriptors from here on are left to the kernel.
+pub(crate) const FDS: usize = 16 << 10;
+
+/// Which hooks have to look at the entry of a descriptor.
+pub(crate) mod tag {
+    /// None: the descriptor is not ours.
+    pub(crate) const NONE: u32 = 0;
+    /// Open for writing.
+    pub(crate) const WRITER: u32 = 1;
+    /// Open for reading only.
+    pub(crate) const READER: u32 = 2;
+    /// The library's own socket.
+    pub(crate) const INTERNAL: u32 = 3;
+}
+
+/// All that may change.
+#[repr(C, align(4096))]
+pub(crate) struct Table {
+    tags: [AtomicU32; FDS],
+    entries: [Entry; FDS],
+    /// The process that the table belongs to; 0: nobody's yet.
+    owner: AtomicU32,
+    /// One more than the highest descriptor with a tag so far.
+    high: AtomicU32,
+    /// Calls under way that give copies of descriptors to somebody.
+    pub(crate) sharing: AtomicU32,
+    /// How many such calls there were.
+    pub(crate) shared: AtomicU64,
+    pub(crate) devices: Devices,
+    pub(crate) links: Links,
+    pub(crate) counters: Counters,
+}
+
+// SAFETY: the cells in the entries and connections are used under their locks.
+unsafe impl Sync for Table {}
+
+pub(crate) static TABLE: Table = Table {
+    tags: [const { AtomicU32::new(tag::NONE) }; FDS],
+    entries: [const { Entry::new() }; FDS],
+    owner: AtomicU32::new(0),
+    high: AtomicU32::new(0),
+    sharing: AtomicU32::new(0),
+    shared: AtomicU64::new(0),
+    devices: Devices::new(),
+    links: Links::new(),
+    counters: Counters::new(),
+};
+
+/// Whether the library acts at all: 0 until [`start`](crate::start) found that it can.
+pub(crate) static ACTIVE: AtomicU32 = AtomicU32::new(0);
+
+thread_local! {
+    /// How many children of vfork(2) run on this thread's stack.
+    static VFORKS: Cell<u32> = const { Cell::new(0) };
+}
+
+/// What is known of a descriptor.
+pub(crate) struct Entry {
+    lock: Lock,
+    /// The offset, while it is private. A signal handler may raise it at any instant.
+    pub(crate) offset: AtomicU64,
+    /// Calls under way that use the kernel's offset.
+    pub(crate) in_kernel: AtomicU32,
+    inner: UnsafeCell<Inner>,
+}
+
+/// The part of an entry that its lock guards. All zeros: nothing.
+pub(crate) struct Inner {
+    /// [`tag`].
+    pub(crate) tag: u32,
+    /// Whether the offset is private to this process; writes go past the kernel then.
+    pub(crate) private: bool,
+    /// Whether `writer` is one.
+    pub(crate) has_writer: bool,
+    /// Whether the next lease was asked for and not answered yet.
+    pub(crate) has_asked: bool,
+    /// Index of the connection, plus one; 0: not asked for yet.
+    pub(crate) link: u32,
+    /// How often firnd refused or took back.
+    pub(crate) refusals: u32,
+    /// Which file it is.
+    pub(crate) identity: Identity,
+    /// How firnd calls the open file.
+    pub(crate) token: u64,
+    /// How firnd calls the file in piece records.
+    pub(crate) binding: u64,
+    /// Bytes through the kernel before firnd is asked again.
+    pub(crate) patience_bytes: u64,
+    /// Bytes past the kernel since the last grant.
+    pub(crate) fast_bytes: u64,
+    /// The lease.
+    pub(crate) writer: MaybeUninit<SlabWriter>,
+    /// Where the file's bytes are.
+    pub(crate) list: List,
+}
+
+impl Entry {
+    const fn new() -> Self {
+        Self {
+            lock: Lock::new(),
+            offset: AtomicU64::new(0),
+            in_kernel: AtomicU32::new(0),
+            inner: UnsafeCell::new(Inner::new()),
+        }
+    }
+
+    /// Whether the offset is private, asked by a signal handler whose thread holds the lock. The flag changes
+    /// with signals blocked only.
+    pub(crate) fn is_private(&self) -> bool {
+        // SAFETY: the holder is this thread; it is interrupted and does not store now.
+        unsafe { (&raw const (*self.inner.get()).private).read_volatile() }
+    }
+}
+
+impl Inner {
+    pub(crate) const fn new() -> Self {
+        Self {
+            tag: tag::NONE,
+            private: false,
+            has_writer: false,
+            has_asked: false,
+            link: 0,
+            refusals: 0,
+            identity: Identity { device: 0, inode: 0 },
+            token: 0,
+            binding: 0,
+            patience_bytes: 0,
+            fast_bytes: 0,
+            writer: MaybeUninit::uninit(),
+            list: List::new(),
+        }
+    }
+}
+
+/// An entry, locked.
+pub(crate) struct Held {
+    pub(crate) fd: c_int,
+    pub(crate) entry: &'static Entry,
+}
+
+impl Deref for Held {
+    type Target = Inner;
+    #[inline(always)]
+    fn deref(&self) -> &Inner {
+        // SAFETY: the lock is held, and only one `Held` exists for a lock that is.
+        unsafe { &*self.entry.inner.get() }
+    }
+}
+
+impl DerefMut for Held {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut Inner {
+        // SAFETY: as above.
+        unsafe { &mut *self.entry.inner.get() }
+    }
+}
+
+impl Drop for Held {
+    #[inline(always)]
+    fn drop(&mut self) {
+        self.entry.lock.give();
+    }
+}
+
+impl Held {
+    /// Changes which hooks look at this entry.
+    pub(crate) fn set_tag(&mut self, tag: u32) {
+        self.tag = tag;
+        if let Some(word) = TABLE.tags.get(self.fd as usize) {
+            word.store(tag, Ordering::Release);
+        }
+        if tag != tag::NONE {
+            TABLE.high.fetch_max(self.fd as u32 + 1, Ordering::AcqRel);
+        }
+    }
+}
+
+/// How a hook finds a descriptor.
+pub(crate) enum Entered {
+    /// It is ours.
+    Held(Held),
+    /// It is ours, and this thread was interrupted by a signal while it held the entry.
+    Again(&'static Entry),
+    /// It is not ours.
+    Not,
+}
+
+/// The tag of a descriptor: one load.
+#[inline(always)]
+pub(crate) fn tag_of(fd: c_int) -> u32 {
+    TABLE.tags.get(fd as usize).map_or(tag::NONE, |tag| tag.load(Ordering::Acquire))
+}
+
+/// Locks the entry of a descriptor.
+#[inline(always)]
+pub(crate) fn enter(fd: c_int) -> Entered {
+    if in_vfork_child() {
+        return Entered::Not;
+    }
+    let Some(entry) = TABLE.entries.get(fd as usize) else { return Entered::Not };
+    if !entry.lock.take() {
+        return Entered::Again(entry);
+    }
+    let held = Held { fd, entry };
+    if held.tag == tag::NONE { Entered::Not } else { Entered::Held(held) }
+}
+
+/// Locks the entry of a descriptor that was just opened, so has none; `None` where there can be none.
+pub(crate) fn enter_new(fd: c_int) -> Option<Held> {
+    if in_vfork_child() || !is_owner() {
+        return None;
+    }
+    let entry = TABLE.entries.get(fd as usize)?;
+    entry.lock.take().then_some(Held { fd, entry })
+}
+
+/// Whether this is the process whose descriptors the table describes. A child of fork(2) finds the table
+/// empty and makes it its own.
+pub(crate) fn is_owner() -> bool {
+    let pid = sys::pid();
+    match TABLE.owner.compare_exchange(0, pid, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => true,
+        Err(owner) => owner == pid,
+    }
+}
+
+/// Whether this code runs in a child of vfork(2), on its parent's memory.
+#[inline(always)]
+pub(crate) fn in_vfork_child() -> bool {
+    VFORKS.with(Cell::get) != 0
+}
+
+/// Before vfork(2): from now on this thread is the child.
+pub(crate) fn begin_vfork() {
+    VFORKS.with(|count| count.set(count.get().wrapping_add(1)));
+}
+
+/// After vfork(2), in the parent.
+pub(crate) fn end_vfork() {
+    VFORKS.with(|count| count.set(count.get().saturating_sub(1)));
+}
+
+/// Descriptors with a tag, from `first` to `last`.
+pub(crate) fn tagged(first: u32, last: u32) -> impl Iterator<Item = c_int> {
+    let end = TABLE.high.load(Ordering::Acquire).min(last.saturating_add(1));
+    (first..end).map(|fd| fd as c_int).filter(|fd| tag_of(*fd) != tag::NONE)
+}
+
+/// Makes children of fork(2) find zeros. `false`: the kernel cannot.
+pub(crate) fn wipe_on_fork() -> bool {
+    let (start, len) = (&raw const TABLE as usize, size_of::<Table>());
+    // SAFETY: the table has whole pages of its own.
+    unsafe { sys::syscall!(libc::SYS_madvise, start, len, libc::MADV_WIPEONFORK) == 0 }
+}
