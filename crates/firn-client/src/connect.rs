@@ -96,6 +96,22 @@ impl Connection {
         }
     }
 
+    /// Frees the memory of drained data: bytes freed, bytes that stay because they are not drained.
+    pub fn evict(&mut self, path: &str) -> Result<(u64, u64), ClientError> {
+        match self.ask(&Request::Evict { path: path.to_owned() })? {
+            Reply::Evicted { freed_bytes, held_bytes } => Ok((freed_bytes, held_bytes)),
+            other => Err(nonsense(&other)),
+        }
+    }
+
+    /// Keeps files in memory, or no longer: their number and bytes.
+    pub fn pin(&mut self, path: &str, pinned: bool) -> Result<(u64, u64), ClientError> {
+        match self.ask(&Request::Pin { path: path.to_owned(), pinned })? {
+            Reply::Pinned { files, bytes } => Ok((files, bytes)),
+            other => Err(nonsense(&other)),
+        }
+    }
+
     /// A request that may take for ever ([`Request::Wait`], [`Request::Unmount`]).
     pub fn wait(&mut self, request: &Request, progress: &mut dyn FnMut(Progress)) -> Result<(), ClientError> {
         match self.exchange(request, None, progress)? {

@@ -4,7 +4,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Arg, ArgMatches};
 
 use crate::resolve::Given;
-use crate::table::{Row, TABLE};
+use crate::table::{ALIASES, Row, TABLE};
 use crate::value::Kind;
 
 /// The flags of all options, under the heading `Mount options`.
@@ -20,7 +20,8 @@ pub fn arg(row: &'static Row) -> Arg {
         .value_name(row.kind.value_name())
         .help(format!("{}{default}", row.help))
         .long_help(format!("{}{default}\n\n{}\n\nValue: {}.", row.help, row.long, row.kind.allowed()))
-        .help_heading("Mount options");
+        .help_heading("Mount options")
+        .visible_aliases(ALIASES.iter().filter(|(_, name)| *name == row.name).map(|(alias, _)| *alias));
     match row.kind {
         Kind::Choice(words) => arg.value_parser(PossibleValuesParser::new(words)).hide_possible_values(true),
         Kind::Switch => arg

@@ -10,10 +10,23 @@ use serde::{Deserialize, Serialize};
 use crate::kernel::KernelFlag;
 use crate::table::TABLE;
 
+/// When data goes to the backing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Drain {
+    /// As it comes.
+    #[default]
+    Eager,
+    /// When somebody asks.
+    Demand,
+}
+
 /// When close(2) returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Close {
+    /// As `drain` says; not found in resolved options.
+    Auto,
     /// When the file is in the backing.
     Drain,
     /// At once.
@@ -81,6 +94,15 @@ pub struct Options {
     pub chunk_bytes: u64,
     /// IO threads that write to the backing.
     pub io_threads: u32,
+    /// When data goes to the backing.
+    #[serde(default)]
+    pub drain: Drain,
+    /// Complete checkpoints that are kept; 0: all.
+    #[serde(default)]
+    pub keep: u32,
+    /// Each so-manieth checkpoint drains by itself; 0: none.
+    #[serde(default)]
+    pub drain_every: u32,
     /// When close returns.
     pub close: Close,
     /// What fsync waits for.
@@ -130,7 +152,10 @@ impl Options {
             arena_bytes: 0,
             chunk_bytes: 0,
             io_threads: 0,
-            close: Close::Drain,
+            drain: Drain::Eager,
+            keep: 0,
+            drain_every: 0,
+            close: Close::Auto,
             fsync: Fsync::Durable,
             drain_age_ms: 0,
             fuse_threads: 0,
@@ -142,6 +167,13 @@ impl Options {
             read_only: false,
             populate: true,
             kernel_flags: Vec::new(),
+        }
+    }
+
+    /// Puts what `auto` stands for in its place.
+    pub(crate) fn settle(&mut self) {
+        if self.close == Close::Auto {
+            self.close = if self.drain == Drain::Demand { Close::Held } else { Close::Drain };
         }
     }
 

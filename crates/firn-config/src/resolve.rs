@@ -122,6 +122,7 @@ impl Sources {
         resolved.take(&self.flags, &Origin::Flag)?;
         resolved.options.kernel_flags = settle(&self.minus_o.kernel_flags);
         resolved.check()?;
+        resolved.options.settle();
         Ok(resolved)
     }
 

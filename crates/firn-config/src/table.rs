@@ -4,7 +4,7 @@
 //! `name`, the variable is `FIRN_NAME` with underscores. [`RULES`] says which values contradict each
 //! other.
 
-use crate::options::{Close, Fsync, LogLevel, Options, Passthrough};
+use crate::options::{Close, Drain, Fsync, LogLevel, Options, Passthrough};
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
 
@@ -35,14 +35,18 @@ impl Row {
     }
 }
 
-/// The row of that name; underscores count as hyphens.
+/// Other names of options, as flags and with `-o`.
+pub const ALIASES: [(&str, &str); 1] = [("memory", "arena-size")];
+
+/// The row of that name or alias; underscores count as hyphens.
 pub fn row(name: &str) -> Option<&'static Row> {
     let name = name.replace('_', "-");
+    let name = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name.as_str(), |(_, name)| name);
     TABLE.iter().find(|row| row.name == name)
 }
 
 /// Every option.
-pub static TABLE: [Row; 14] = [
+pub static TABLE: [Row; 17] = [
     Row {
         name: "arena-size",
         kind: Kind::Size { min: 1 << 20, max: 16 << 40, power_of_two: false },
@@ -77,19 +81,60 @@ pub static TABLE: [Row; 14] = [
         set: |o, v| o.io_threads = v.number() as u32,
     },
     Row {
+        name: "drain",
+        kind: Kind::Choice(&["eager", "demand"]),
+        default: "eager",
+        help: "When data goes to the backing: as it comes (eager) or when somebody asks (demand)",
+        long: "With `demand`, files live in memory until `firn drain`, fsync or `firn umount` carries them to the backing, and what \
+               was drained stays in memory to be read again until its room is needed. Data that is not drained is \
+               lost with the node, and writes get ENOSPC when the memory is full of it.",
+        changes_promises: true,
+        get: |o| match o.drain {
+            Drain::Eager => "eager".to_owned(),
+            Drain::Demand => "demand".to_owned(),
+        },
+        set: |o, v| o.drain = [Drain::Eager, Drain::Demand][v.choice()],
+    },
+    Row {
+        name: "keep",
+        kind: Kind::Count { min: 0, max: 1_000_000, zero: Some("all") },
+        default: "all",
+        help: "Checkpoint directories that are kept; older ones are removed",
+        long: "A checkpoint is a directory made directly below the mount point while it is mounted. It counts as \
+               complete once a newer one was begun and all its files are closed. Of the complete ones the newest so \
+               many stay, the older ones are removed with all that is in them. Directories that were there before \
+               the mount are never removed.",
+        changes_promises: true,
+        get: |o| if o.keep == 0 { "all".to_owned() } else { o.keep.to_string() },
+        set: |o, v| o.keep = v.number() as u32,
+    },
+    Row {
+        name: "drain-every",
+        kind: Kind::Count { min: 0, max: 1_000_000, zero: Some("off") },
+        default: "off",
+        help: "With drain=demand: each so-manieth checkpoint drains by itself as its files are closed",
+        long: "The others stay in memory: cheap, frequent checkpoints against the death of processes, and a safe one now \
+               and then against the loss of the node. A checkpoint is a directory made directly below the mount point; \
+               the first of them drains, then each so-manieth.",
+        changes_promises: true,
+        get: |o| if o.drain_every == 0 { "off".to_owned() } else { o.drain_every.to_string() },
+        set: |o, v| o.drain_every = v.number() as u32,
+    },
+    Row {
         name: "close",
-        kind: Kind::Choice(&["drain", "held"]),
-        default: "drain",
+        kind: Kind::Choice(&["auto", "drain", "held"]),
+        default: "auto",
         help: "When close returns: with the file in the backing (drain) or at once (held)",
-        long: "With `drain`, a closed file is seen by other nodes, as after a native close, and close reports errors \
+        long: "`auto` is `drain`, or `held` with drain=demand. With `drain`, a closed file is seen by other nodes, as after a native close, and close reports errors \
                of the backing. With `held`, close returns at memory speed; the data survives the death of every \
                process and drains in the background, but is lost with the node until it has drained.",
         changes_promises: true,
         get: |o| match o.close {
+            Close::Auto => "auto".to_owned(),
             Close::Drain => "drain".to_owned(),
             Close::Held => "held".to_owned(),
         },
-        set: |o, v| o.close = [Close::Drain, Close::Held][v.choice()],
+        set: |o, v| o.close = [Close::Auto, Close::Drain, Close::Held][v.choice()],
     },
     Row {
         name: "fsync",
@@ -216,12 +261,26 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 1] = [Rule {
-    names: ["chunk-size", "arena-size"],
-    text: "chunk-size may not exceed arena-size",
-    broken: |o| o.chunk_bytes > o.arena_bytes,
-    advice: "the arena must hold at least one chunk: raise arena-size or lower chunk-size",
-}];
+pub static RULES: [Rule; 3] = [
+    Rule {
+        names: ["chunk-size", "arena-size"],
+        text: "chunk-size may not exceed arena-size",
+        broken: |o| o.chunk_bytes > o.arena_bytes,
+        advice: "the arena must hold at least one chunk: raise arena-size or lower chunk-size",
+    },
+    Rule {
+        names: ["close", "drain"],
+        text: "close=drain does not go with drain=demand",
+        broken: |o| o.close == Close::Drain && o.drain == Drain::Demand,
+        advice: "with drain=demand a close carries nothing to the backing: leave close out, or take drain=eager",
+    },
+    Rule {
+        names: ["drain-every", "drain"],
+        text: "drain-every goes with drain=demand only",
+        broken: |o| o.drain_every > 0 && o.drain == Drain::Eager,
+        advice: "with drain=eager every checkpoint drains: leave drain-every out, or take drain=demand",
+    },
+];
 
 fn switch_text(on: bool) -> String {
     if on { "yes" } else { "no" }.to_owned()

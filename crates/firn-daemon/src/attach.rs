@@ -12,9 +12,9 @@ use std::time::Duration;
 use firn_arena::{Arena, Identity, Stored};
 use firn_backing::DirBacking;
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
-use firn_config::{Close, Fsync, Options, Passthrough};
+use firn_config::{Close, Drain, Fsync, Options, Passthrough};
 use firn_drain::Pool;
-use firn_engine::{ClosePolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
+use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
 use firn_format::geometry::Geometry;
 use firn_journal::Medium;
 
@@ -117,8 +117,12 @@ impl Attached {
 
 fn policies(arena: &Arena, options: &Options) -> EngineOptions {
     EngineOptions {
+        drain: match options.drain {
+            Drain::Eager => DrainPolicy::Eager,
+            Drain::Demand => DrainPolicy::Demand,
+        },
         close: match options.close {
-            Close::Drain => ClosePolicy::Drain,
+            Close::Drain | Close::Auto => ClosePolicy::Drain,
             Close::Held => ClosePolicy::Held,
         },
         fsync: match options.fsync {

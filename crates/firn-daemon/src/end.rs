@@ -28,6 +28,8 @@ pub(crate) enum Event {
     Unmount {
         /// Even with open files and data that cannot be drained.
         force: bool,
+        /// Without draining.
+        keep_held: bool,
         /// To the client.
         reply: Sender<Reply>,
     },
@@ -60,9 +62,10 @@ pub(crate) fn by_request(
     session: &Session,
     events: &Receiver<Event>,
     force: bool,
+    keep_held: bool,
     say: &mut dyn FnMut(Reply) -> bool,
 ) -> Result<Outcome, Reply> {
-    {
+    if !keep_held {
         let mut progress = throttled("draining", say);
         let drained = attached.engine.wait_tree(b"", Rung::Drained, &mut |bytes, files| {
             // A client that went away does not end what it asked for.

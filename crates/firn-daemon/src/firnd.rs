@@ -115,10 +115,12 @@ impl Mount {
     }
 
     fn serve_until_the_end(self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
-        let (outcome, client) = self.serve(&attached);
+        let End { outcome, client, keep_held } = self.serve(&attached);
         self.populating.store(false, Ordering::Relaxed);
         // What was written between the last look and the end of the session.
-        if let Err(error) = end::drain_rest(&attached.engine, Rung::Drained, &mut |_, _| true) {
+        if !keep_held
+            && let Err(error) = end::drain_rest(&attached.engine, Rung::Drained, &mut |_, _| true)
+        {
             tracing::error!(%error, "what cannot be drained stays in the arena");
         }
         let arena = attached.files.arena.clone();
@@ -127,6 +129,7 @@ impl Mount {
         let bytes = attached.finish(outcome == Outcome::Ended);
         let result = match bytes {
             0 => Ok(()),
+            _ if keep_held => Ok(()),
             bytes => Err(DaemonError::Left { bytes, arena, backing: checked.backing.clone() }),
         };
         if let Some(client) = client {
@@ -143,20 +146,22 @@ impl Mount {
     }
 
     /// Until the mount is gone. Gives the client that asked for the end and waits for its last word.
-    fn serve(&self, attached: &Attached) -> (Outcome, Option<Sender<Reply>>) {
+    fn serve(&self, attached: &Attached) -> End {
         loop {
             match self.events.recv_timeout(SAMPLE_EVERY) {
                 Err(RecvTimeoutError::Timeout) => self.service.sample(),
                 // The service holds a sender: this cannot be. If it is, nobody will ask again.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
                     tracing::info!("unmounted from outside");
-                    return (Outcome::Ended, None);
+                    return End::unasked(Outcome::Ended);
                 }
-                Ok(Event::Signal) => return (end::by_signal(attached, &self.session, &self.events), None),
-                Ok(Event::Unmount { force, reply }) => {
+                Ok(Event::Signal) => {
+                    return End::unasked(end::by_signal(attached, &self.session, &self.events));
+                }
+                Ok(Event::Unmount { force, keep_held, reply }) => {
                     let say = &mut |progress| reply.send(progress).is_ok();
-                    match end::by_request(attached, &self.session, &self.events, force, say) {
-                        Ok(outcome) => return (outcome, Some(reply)),
+                    match end::by_request(attached, &self.session, &self.events, force, keep_held, say) {
+                        Ok(outcome) => return End { outcome, client: Some(reply), keep_held },
                         Err(refusal) => drop(reply.send(refusal)),
                     }
                     // Its answer to a refusal is not the last word that the end waits for.
@@ -164,6 +169,21 @@ impl Mount {
                 }
             }
         }
+    }
+}
+
+/// How a mount came to its end.
+struct End {
+    outcome: Outcome,
+    /// Who asked for it.
+    client: Option<Sender<Reply>>,
+    /// What is held is left to the next mount.
+    keep_held: bool,
+}
+
+impl End {
+    fn unasked(outcome: Outcome) -> Self {
+        Self { outcome, client: None, keep_held: false }
     }
 }
 

@@ -92,10 +92,10 @@ impl Mounted {
         }
     }
 
-    fn unmount(&self, force: bool, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+    fn unmount(&self, force: bool, keep_held: bool, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
         let (reply, replies): (_, Receiver<Reply>) = mpsc::channel();
         let gone = || Reply::Error { errno: libc::ESHUTDOWN, message: "firnd is ending already".into() };
-        if self.events.send(Event::Unmount { force, reply }).is_err() {
+        if self.events.send(Event::Unmount { force, keep_held, reply }).is_err() {
             return gone();
         }
         loop {
@@ -130,7 +130,15 @@ impl Service for Mounted {
                 self.engine.clear_errors();
                 Reply::Done
             }
-            Request::Unmount { force } => self.unmount(force, say),
+            Request::Evict { path } => match self.engine.evict_tree(path.as_bytes()) {
+                Ok((freed_bytes, held_bytes)) => Reply::Evicted { freed_bytes, held_bytes },
+                Err(error) => failed(error, &path),
+            },
+            Request::Pin { path, pinned } => match self.engine.pin_tree(path.as_bytes(), pinned) {
+                Ok((files, bytes)) => Reply::Pinned { files, bytes },
+                Err(error) => failed(error, &path),
+            },
+            Request::Unmount { force, keep_held } => self.unmount(force, keep_held, say),
         }
     }
 

@@ -23,7 +23,7 @@ use firn_journal::{Bound, Journal, PathState};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::drain::Queue;
-use crate::engine::{Counters, Engine, EngineError, EngineOptions, Region, Trouble};
+use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions, Region, Trouble};
 use crate::extents::{Extent, Extents};
 use crate::names::{Names, Node};
 
@@ -102,7 +102,9 @@ impl<B: Backing> Engine<B> {
         for (file, bytes) in restored {
             engine.count_held(0, bytes);
             let mut state = file.lock();
-            engine.force(&file, &mut state);
+            if engine.options.drain == DrainPolicy::Eager {
+                engine.force(&file, &mut state);
+            }
         }
         Ok((engine, recovered))
     }

@@ -46,6 +46,18 @@ pub enum Request {
         /// Path below the mount point, without a leading slash.
         path: String,
     },
+    /// Free the memory of drained data at or below `path`.
+    Evict {
+        /// Path below the mount point, without a leading slash.
+        path: String,
+    },
+    /// Keep the files at or below `path` in memory once they are drained, or no longer.
+    Pin {
+        /// Path below the mount point, without a leading slash.
+        path: String,
+        /// Whether to keep them.
+        pinned: bool,
+    },
     /// Pending files at or below `path`, with their rung.
     Files {
         /// Path below the mount point, without a leading slash.
@@ -60,6 +72,9 @@ pub enum Request {
     Unmount {
         /// See above.
         force: bool,
+        /// Do not drain: what is held stays in the arena for the next mount.
+        #[serde(default)]
+        keep_held: bool,
     },
 }
 
@@ -82,6 +97,20 @@ pub enum Reply {
     Files {
         /// One entry a file.
         files: Vec<FileStatus>,
+    },
+    /// Answer to [`Request::Evict`].
+    Evicted {
+        /// Bytes of memory freed.
+        freed_bytes: u64,
+        /// Bytes that stay because they are not drained.
+        held_bytes: u64,
+    },
+    /// Answer to [`Request::Pin`].
+    Pinned {
+        /// Files in memory that are concerned.
+        files: u64,
+        /// Their bytes in memory.
+        bytes: u64,
     },
     /// Answer to [`Request::Metrics`].
     Metrics {
@@ -167,6 +196,18 @@ pub struct Status {
     /// Drained bytes that left the arena since the mount, to make room or because somebody asked.
     #[serde(default)]
     pub evicted_bytes: u64,
+    /// Processes that are connected to write or read past the kernel.
+    #[serde(default)]
+    pub door_clients: u64,
+    /// Files that they write past the kernel now.
+    #[serde(default)]
+    pub door_files: u64,
+    /// Slabs leased to them.
+    #[serde(default)]
+    pub door_leases: u64,
+    /// Since attach: leases that ended because their client broke the rules.
+    #[serde(default)]
+    pub door_errors: u64,
     /// Ingest over the last seconds, bytes per second.
     pub ingest_bytes_per_s: f64,
     /// Drain over the last seconds, bytes per second.

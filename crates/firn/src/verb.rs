@@ -15,8 +15,10 @@ mod check;
 mod completions;
 mod config;
 mod drain;
+mod evict;
 mod man;
 mod mount;
+mod pin;
 mod recover;
 mod status;
 mod umount;
@@ -48,6 +50,8 @@ pub static VERBS: &[&Verb] = &[
     &status::VERB,
     &wait::VERB,
     &drain::VERB,
+    &evict::VERB,
+    &pin::VERB,
     &recover::VERB,
     &check::VERB,
     &config::VERB,

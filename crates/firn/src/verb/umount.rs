@@ -42,6 +42,9 @@ struct UmountArgs {
     /// Unmount even if files are open or data cannot be drained; it stays in the arena.
     #[arg(short, long)]
     force: bool,
+    /// Do not drain: what is held stays in the arena, and the next mount of the same backing has it.
+    #[arg(long)]
+    keep_held: bool,
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
@@ -55,16 +58,16 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         ));
     }
     match Connection::open(&mount) {
-        Ok(mut connection) => end(&mount, &mut connection, args.force),
+        Ok(mut connection) => end(&mount, &mut connection, &args),
         Err(ClientError::Dead { .. }) => detach(&mount),
         Err(error) => Err(error.into()),
     }
 }
 
-fn end(mount: &Mount, connection: &mut Connection, force: bool) -> Result<u8, Failure> {
+fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<u8, Failure> {
     let arena = PathBuf::from(connection.status()?.arena);
     let mut meter = Meter::new();
-    let request = Request::Unmount { force };
+    let request = Request::Unmount { force: args.force, keep_held: args.keep_held };
     let result = connection.wait(&request, &mut |p| meter.show(p.bytes_left, p.files_left, &p.phase));
     drop(meter);
     match result {

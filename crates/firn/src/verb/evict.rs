@@ -1,0 +1,58 @@
+//! `firn evict`.
+
+use std::path::PathBuf;
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use serde::Serialize;
+
+use crate::failure::{DONE, Failure};
+use crate::verb::{Verb, connect};
+use crate::{output, text};
+
+pub const VERB: Verb = Verb {
+    name: "evict",
+    about: "Free the memory of files that are drained",
+    long: "With drain=demand, drained files stay in memory to be read again until their room is needed. What is not \
+           drained stays in any case: say `firn drain --wait` before.",
+    examples: &[
+        ("firn evict /ckpt/step_100", "this checkpoint will not be read again"),
+        ("firn evict /ckpt", "everything that is drained"),
+    ],
+    exits: &[(0, "done, also where there was nothing to free"), (1, "failed"), (10, "not on a firn mount")],
+    args: EvictArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct EvictArgs {
+    /// A mount point, or a file or directory below it.
+    #[arg(value_hint = ValueHint::AnyPath)]
+    path: PathBuf,
+    /// Print the outcome as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Evicted {
+    /// Bytes of memory freed.
+    freed_bytes: u64,
+    /// Bytes that stay because they are not drained.
+    held_bytes: u64,
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = EvictArgs::from_arg_matches(matches)?;
+    let (place, mut connection) = connect(&args.path)?;
+    let (freed_bytes, held_bytes) = connection.evict(&place.relative)?;
+    if args.json {
+        output::print_json(&Evicted { freed_bytes, held_bytes })?;
+    } else {
+        let stays = match held_bytes {
+            0 => String::new(),
+            bytes => format!("; {} stay, as they are not drained", text::bytes(bytes)),
+        };
+        output::say(&format!("{} freed{stays}", text::bytes(freed_bytes)));
+    }
+    Ok(DONE)
+}

@@ -1,0 +1,66 @@
+//! `firn pin`.
+
+use std::path::PathBuf;
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use serde::Serialize;
+
+use crate::failure::{DONE, Failure};
+use crate::verb::{Verb, connect};
+use crate::{output, text};
+
+pub const VERB: Verb = Verb {
+    name: "pin",
+    about: "Keep files in memory after they are drained",
+    long: "With drain=demand, drained files leave memory when new ones need the room, the first drained first. Pinned \
+           ones stay until `firn pin --off`, `firn evict` or the end of the mount. It holds for the files that are \
+           in memory now.",
+    examples: &[
+        ("firn pin /ckpt/step_100", "a restart will read this one"),
+        ("firn pin --off /ckpt/step_100", "its memory may go to others again"),
+    ],
+    exits: &[(0, "done"), (1, "nothing of it is in memory, or it failed"), (10, "not on a firn mount")],
+    args: PinArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct PinArgs {
+    /// A mount point, or a file or directory below it.
+    #[arg(value_hint = ValueHint::AnyPath)]
+    path: PathBuf,
+    /// Pin no longer.
+    #[arg(long)]
+    off: bool,
+    /// Print the outcome as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Pinned {
+    /// Whether they are pinned now.
+    pinned: bool,
+    /// Files in memory that are concerned.
+    files: u64,
+    /// Their bytes in memory.
+    bytes: u64,
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = PinArgs::from_arg_matches(matches)?;
+    let (place, mut connection) = connect(&args.path)?;
+    let (files, bytes) = connection.pin(&place.relative, !args.off)?;
+    if args.json {
+        output::print_json(&Pinned { pinned: !args.off, files, bytes })?;
+    }
+    if files == 0 && !args.off {
+        let path = text::path(&args.path);
+        return Err(Failure::new(crate::failure::FAILED, format!("{path}: nothing of it is in memory")));
+    }
+    if !args.json {
+        let word = if args.off { "no longer pinned" } else { "pinned" };
+        output::say(&format!("{files} files, {}: {word}", text::bytes(bytes)));
+    }
+    Ok(DONE)
+}

@@ -1,0 +1,136 @@
+//! Files that live in memory: `drain=demand`.
+
+use std::ffi::OsStr;
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt;
+
+use firn_tests::fsops::{assert_same_bytes, open_rw, read};
+use firn_tests::random::bytes;
+use firn_tests::{FirnMount, Sandbox};
+
+const MIB: usize = 1 << 20;
+const DEMAND: &str = "memory=32M,chunk-size=1M,drain=demand";
+
+fn firn(sandbox: &Sandbox, verb: &str, path: &std::path::Path) -> serde_json::Value {
+    sandbox.run([OsStr::new(verb), OsStr::new("--json"), path.as_os_str()]).ok().json()
+}
+
+#[test]
+fn files_stay_in_memory_until_somebody_asks_for_them() {
+    let sandbox = Sandbox::new("demand");
+    let mount = FirnMount::new(&sandbox, DEMAND);
+    let (path, behind) = (mount.join("step/rank0"), mount.backing().join("step/rank0"));
+    fs::create_dir(mount.join("step")).expect("mkdir");
+    let data = bytes(1, 5 * MIB + 77);
+    fs::write(&path, &data).expect("write");
+    assert_eq!(fs::metadata(&behind).expect("its name is there").len(), 0, "drained unasked");
+    assert_eq!(fs::metadata(&path).expect("stat").len(), data.len() as u64);
+    assert_same_bytes("from memory", &read(&path), &data);
+
+    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.join("step").as_os_str()]).ok();
+    assert_same_bytes("in the backing", &read(&behind), &data);
+    let status = mount.status();
+    assert_eq!((status.held_bytes, status.cached_bytes), (0, data.len() as u64));
+    assert_same_bytes("still from memory", &read(&path), &data);
+
+    let freed = firn(&sandbox, "evict", &mount.join("step"));
+    assert_eq!(freed["freed_bytes"], data.len() as u64);
+    assert_eq!(mount.status().arena_used_bytes, 0);
+    assert_same_bytes("from the backing", &read(&path), &data);
+}
+
+/// Proves that what is cached never hides a change: by write, truncate, and beside the mount.
+#[test]
+fn what_is_kept_in_memory_follows_every_change() {
+    let sandbox = Sandbox::new("demandchange");
+    let mount = FirnMount::new(&sandbox, DEMAND);
+    let (path, behind) = (mount.join("f"), mount.backing().join("f"));
+    let mut expected = bytes(1, 3 * MIB);
+    fs::write(&path, &expected).expect("write");
+    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]).ok();
+
+    let file = open_rw(&path);
+    file.write_all_at(&bytes(2, 5000), 100_000).expect("write");
+    expected[100_000..105_000].copy_from_slice(&bytes(2, 5000));
+    assert_same_bytes("after a write", &read(&path), &expected);
+    file.set_len(1_500_000).expect("truncate");
+    file.set_len(2_000_000).expect("truncate");
+    expected.truncate(1_500_000);
+    expected.resize(2_000_000, 0);
+    assert_same_bytes("after two truncations", &read(&path), &expected);
+    drop(file);
+
+    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]).ok();
+    assert_same_bytes("in the backing", &read(&behind), &expected);
+    fs::write(&behind, b"by somebody else").expect("write beside the mount");
+    assert_same_bytes("changed beside the mount", &read(&path), b"by somebody else");
+}
+
+#[test]
+fn a_full_memory_is_enospc_and_harms_no_file() {
+    let sandbox = Sandbox::new("demandfull");
+    let mount = FirnMount::new(&sandbox, DEMAND);
+    let data = bytes(3, 20 * MIB);
+    fs::write(mount.join("first"), &data).expect("it fits");
+    let second = OpenOptions::new().write(true).create(true).truncate(true).open(mount.join("second"));
+    let second = second.expect("create");
+    let mut taken = 0;
+    let error = loop {
+        match second.write_at(&data[taken..][..MIB], taken as u64) {
+            Ok(n) => taken += n,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+    assert!((4 * MIB..=12 * MIB).contains(&taken), "{taken}");
+    assert_same_bytes("first", &read(&mount.join("first")), &data);
+    assert_same_bytes("second", &read(&mount.join("second")), &data[..taken]);
+
+    // Once drained, the room is taken from what is only kept to be read again.
+    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]).ok();
+    second.write_all_at(&data[taken..], taken as u64).expect("there is room again");
+    assert_same_bytes("second", &read(&mount.join("second")), &data);
+    assert_same_bytes("first", &read(&mount.join("first")), &data);
+    assert!(mount.status().evicted_bytes > 0);
+}
+
+#[test]
+fn pinned_files_are_not_evicted_to_make_room() {
+    let sandbox = Sandbox::new("demandpin");
+    let mount = FirnMount::new(&sandbox, DEMAND);
+    let data = bytes(4, 10 * MIB);
+    for name in ["a", "b"] {
+        fs::write(mount.join(name), &data).expect("write");
+    }
+    assert_eq!(firn(&sandbox, "pin", &mount.join("a"))["files"], 1);
+    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]).ok();
+    fs::write(mount.join("c"), bytes(5, 18 * MIB)).expect("b makes room");
+    let status = mount.status();
+    assert_eq!((status.cached_bytes, status.evicted_bytes), (10 * MIB as u64, 10 * MIB as u64));
+    sandbox.run([OsStr::new("pin"), OsStr::new("--off"), mount.join("a").as_os_str()]).ok();
+    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]).ok();
+    fs::write(mount.join("d"), bytes(6, 10 * MIB)).expect("a makes room");
+}
+
+/// The restart: every process is gone, firnd too, and the files are there, in memory.
+#[test]
+fn a_later_mount_has_what_was_in_memory() {
+    let sandbox = Sandbox::new("demandlater");
+    let mount = FirnMount::new(&sandbox, DEMAND);
+    let data = bytes(7, 8 * MIB);
+    fs::write(mount.join("f"), &data).expect("write");
+    let backing = mount.kill();
+
+    let mount = FirnMount::over(&sandbox, &backing, DEMAND);
+    assert_eq!(mount.status().held_bytes, data.len() as u64, "drained unasked");
+    assert_same_bytes("after a kill", &read(&mount.join("f")), &data);
+    let point = mount.path().to_owned();
+    sandbox.run([OsStr::new("umount"), OsStr::new("--keep-held"), point.as_os_str()]).ok();
+    mount.abandon();
+    assert_eq!(fs::metadata(backing.join("f")).expect("stat").len(), 0, "drained unasked");
+
+    let mount = FirnMount::over(&sandbox, &backing, DEMAND);
+    assert_same_bytes("after umount --keep-held", &read(&mount.join("f")), &data);
+    let backing = mount.umount();
+    assert_same_bytes("in the backing", &read(&backing.join("f")), &data);
+}
