@@ -83,10 +83,6 @@ impl ClientLease {
     pub fn is_over(&self) -> bool {
         self.over
     }
-    /// Whether the last piece may grow while it is looked at.
-    pub fn is_open(&self) -> bool {
-        self.open.is_some()
-    }
     fn at(&self, index: u32) -> PieceRef {
         PieceRef { slab: self.lease.slab(), record: self.first + index }
     }
@@ -193,6 +189,11 @@ impl Arena {
             // Not published yet: left over from an earlier lease, or half made.
             Err(_) => Ok(None),
         }
+    }
+
+    /// Whether the client has published anything in this lease.
+    pub fn client_has_begun(&self, lease: &ClientLease) -> bool {
+        lease.taken > 0 || !matches!(self.client_piece(lease, 0), Ok(None))
     }
 
     /// Lets the last piece not grow any more: what comes next begins a new one.

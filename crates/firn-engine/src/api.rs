@@ -45,6 +45,8 @@ pub struct Opened {
     pub handle: HandleId,
     /// How to serve it.
     pub mode: OpenMode,
+    /// The kernel may take the file for shorter than this. Once it knows, call [`Engine::kernel_knows`].
+    pub size: Option<u64>,
 }
 
 /// What became of a write.
@@ -71,6 +73,45 @@ pub struct SetAttr {
     pub atime: SetTime,
     /// Modification time.
     pub mtime: SetTime,
+}
+
+/// A connection of a client process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ClientId(pub u64);
+
+/// A client may write an open file past the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DoorGrant {
+    /// Number of the file in piece records.
+    pub binding: u64,
+    /// Bytes of the file.
+    pub size: u64,
+    /// The node, whose attributes the kernel must not keep.
+    pub node: NodeId,
+}
+
+/// Where the bytes of a file lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DoorList {
+    /// Bytes of the file.
+    pub size: u64,
+    /// The word to look at, in bytes from the start of the arena.
+    pub slot: u64,
+    /// What stands in it as long as this holds.
+    pub stamp: u32,
+    /// Sorted by offset; without overlap.
+    pub extents: Vec<firn_format::door::Extent>,
+}
+
+/// Why a client does not get what it asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DoorRefusal {
+    /// No such open file, or not open that way, or its lease is over.
+    BadToken,
+    /// Only through the kernel, for now.
+    Busy,
+    /// No room now.
+    Full,
 }
 
 /// Called once with the outcome of something that had to wait.

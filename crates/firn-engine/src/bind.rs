@@ -16,7 +16,7 @@ impl<B: Backing> Engine<B> {
         self.bind(file, &mut file.lock())
     }
 
-    fn bind(&self, file: &File<B>, state: &mut FileState<B>) -> Option<u64> {
+    pub(crate) fn bind(&self, file: &File<B>, state: &mut FileState<B>) -> Option<u64> {
         if let Some(bound) = state.bound {
             return Some(bound);
         }
@@ -34,6 +34,7 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn unbind(&self, state: &mut FileState<B>) {
         if let Some(file) = state.bound
             && state.pending == 0
+            && state.door.is_none()
             && self.journal.lock().append_end(&Record::Unbind { file }).is_ok()
         {
             state.bound = None;

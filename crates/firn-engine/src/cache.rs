@@ -119,6 +119,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn evict(&self, state: &mut FileState<B>) -> u64 {
+        state.unlist(&self.arena);
         let bytes = state.cache.drop_all(&self.arena);
         self.counters.evicted_bytes.fetch_add(bytes, Ordering::Relaxed);
         bytes

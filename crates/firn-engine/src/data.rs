@@ -74,7 +74,7 @@ impl<B: Backing> Engine<B> {
         Ok(self.add_handle(&node, flags, |state| {
             // The file may have been dropped and made anew meanwhile; its descriptors come again.
             let both = state.writer.as_ref().is_some_and(|w| w.access == Access::ReadWrite);
-            let in_backing = state.pending == 0 && state.cache.is_empty();
+            let in_backing = state.pending == 0 && state.cache.is_empty() && state.door.is_none();
             let quiet = in_backing && state.engine_opens == 0 && !wants_write;
             if state.passthrough_opens > 0 || (allowed && both && quiet) {
                 OpenMode::Passthrough
@@ -134,6 +134,7 @@ impl<B: Backing> Engine<B> {
         mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
     ) -> Opened {
         let id = self.new_handle_id();
+        let writable = flags & O_ACCMODE != 0;
         let mut chosen = OpenMode::Engine;
         let file = self.file_with(node, |state| {
             chosen = mode(state);
@@ -146,19 +147,26 @@ impl<B: Backing> Engine<B> {
                 }
             }
             state.handles.push(id);
+            if writable {
+                state.writers += 1;
+                state.unlist(&self.arena);
+            }
         });
+        // Nobody gets a door from here on: the file is open twice.
+        self.end_door(&file);
+        let size = self.size_for_kernel(&file);
         let access = flags & O_ACCMODE;
         let handle = Handle {
             id,
             file,
             readable: access != O_WRONLY,
-            writable: access != 0,
+            writable,
             lease: Mutex::new(None),
             written: AtomicU64::new(0),
             mode: Mutex::new(chosen),
         };
         self.handles.write().insert(id, Arc::new(handle));
-        Opened { handle: id, mode: chosen }
+        Opened { handle: id, mode: chosen, size }
     }
 
     /// The kernel cannot pass this handle through: it and all later ones come to the engine.
@@ -193,6 +201,7 @@ impl<B: Backing> Engine<B> {
             return Ok(0);
         }
         let mut state = file.lock();
+        self.revoke(file, &mut state);
         // Up to here the file exists, whatever the backing's size says.
         let mut known_end = state.extents.end().min(end);
         let mut gaps = vec![offset..end];
@@ -256,7 +265,9 @@ impl<B: Backing> Engine<B> {
         }
         let file = &handle.file;
         let mut state = file.lock();
+        self.revoke(file, &mut state);
         state.handles.retain(|h| *h != handle.id);
+        state.writers -= u32::from(handle.writable);
         match *handle.mode.lock() {
             OpenMode::Engine => state.engine_opens -= 1,
             OpenMode::Passthrough => state.passthrough_opens -= 1,

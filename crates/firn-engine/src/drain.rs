@@ -203,6 +203,10 @@ impl<B: Backing> Engine<B> {
 
     fn age(&self, file: &Arc<File<B>>, now: Instant) {
         let mut state = file.lock();
+        self.look(file, &mut state);
+        if state.door.is_some() && state.oldest.is_none() {
+            self.queue.lock().note_age(now + self.options.drain_age, file);
+        }
         let Some(oldest) = state.oldest else { return };
         let due = oldest + self.options.drain_age;
         if due > now {
@@ -232,6 +236,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn choose(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> Option<Job<B>> {
+        self.freeze(file, state);
         if state.exclusive || state.pending == 0 {
             return None;
         }
@@ -444,6 +449,8 @@ impl<B: Backing> Engine<B> {
     }
 
     fn failed(&self, file: &Arc<File<B>>, state: &mut FileState<B>, errno: Errno) {
+        // The next write tells the program, and only those through the kernel can.
+        self.revoke(file, state);
         let count = state.failure.map_or(0, |f| f.count) + 1;
         let wait = RETRY_FIRST.saturating_mul(1 << (count - 1).min(16)).min(RETRY_MAX);
         let retry_at = Instant::now() + wait;
@@ -479,6 +486,7 @@ impl<B: Backing> Engine<B> {
                 return;
             }
         }
+        self.end_all_doors();
         if self.options.drain == DrainPolicy::Demand {
             return self.relieve_on_demand();
         }

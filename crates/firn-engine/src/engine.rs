@@ -118,6 +118,7 @@ pub(crate) struct Counters {
     pub held_bytes: AtomicU64,
     pub held_files: AtomicU64,
     pub waiting_writers: AtomicU64,
+    pub door_errors: AtomicU64,
 }
 
 /// An error that waits to be dealt with.
@@ -171,6 +172,8 @@ pub struct Engine<B: Backing> {
     /// Signalled after every completed I/O, for those who wait for a tree.
     pub(crate) progress: (Mutex<u64>, Condvar),
     pub(crate) passthrough: AtomicBool,
+    /// Files that a client process writes past the kernel.
+    pub(crate) doors: AtomicU64,
     /// Open handles whose pages the kernel caches.
     pub(crate) cached_opens: AtomicU64,
     pub(crate) recovered_bytes: u64,

@@ -85,6 +85,12 @@ pub(crate) struct FileState<B: Backing> {
     pub engine_opens: u32,
     pub passthrough_opens: u32,
     pub cached_opens: u32,
+    /// Handles that may write.
+    pub writers: u32,
+    /// A client process writes past the kernel.
+    pub door: Option<crate::lease::Door>,
+    /// The word of the arena under which processes that read past the kernel were told where the bytes lie.
+    pub listed: Option<u32>,
     /// Drained bytes that are still in the arena.
     pub cache: crate::cache::Cached,
     /// No name leads to it any more.
@@ -124,6 +130,9 @@ impl<B: Backing> File<B> {
             engine_opens: 0,
             passthrough_opens: 0,
             cached_opens: 0,
+            writers: 0,
+            door: None,
+            listed: None,
             cache: Default::default(),
             unlinked: false,
         };
@@ -158,6 +167,7 @@ impl<B: Backing> File<B> {
 impl<B: Backing> FileState<B> {
     /// Takes in a piece that was just published or extended by `extent.len`.
     pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
+        self.unlist(arena);
         self.cache.drop_range(arena, offset..offset + extent.len);
         let mut cut: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.insert(offset, extent, &mut |piece, bytes| cut.push((piece, bytes)));
@@ -176,6 +186,7 @@ impl<B: Backing> FileState<B> {
 
     /// `bytes` of a piece are not pending any more, and their room is free.
     pub(crate) fn retire(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
+        self.unlist(arena);
         self.settle_piece(arena, piece, bytes);
         arena.release(piece.slab, bytes);
     }
@@ -205,6 +216,7 @@ impl<B: Backing> FileState<B> {
 
     /// Drops every extent of `range` up to `sequence`; returns the bytes.
     pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
+        self.unlist(arena);
         self.cache.drop_range(arena, range.clone());
         let mut gone: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.remove(range, &mut |_, e| {

@@ -16,6 +16,7 @@ mod drain;
 mod engine;
 mod extents;
 mod file;
+mod lease;
 mod names;
 mod namespace;
 mod recovery;

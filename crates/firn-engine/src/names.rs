@@ -52,6 +52,8 @@ pub(crate) struct Node<B: Backing> {
     pub durable: AtomicBool,
     /// How the backing's file was when the kernel last began to cache it.
     pub cached: Mutex<Option<Stamp>>,
+    /// Bytes came past the kernel, which may take the file for shorter than it is.
+    pub kernel_behind: AtomicBool,
 }
 
 /// Tells one state of a file's content from a later one.
@@ -343,5 +345,6 @@ fn new_node<B: Backing>(
         data_unsynced: AtomicBool::new(false),
         durable: AtomicBool::new(false),
         cached: Mutex::new(None),
+        kernel_behind: AtomicBool::new(false),
     }
 }

@@ -47,7 +47,8 @@ impl<B: Backing> Engine<B> {
             return Ok(attr);
         };
         let (pending, end, mtime) = {
-            let state = file.lock();
+            let mut state = file.lock();
+            self.look(&file, &mut state);
             (state.pending, state.extents.end(), state.mtime)
         };
         let mut attr = self.backing.attr(&self.object(&node)?)?;
@@ -73,6 +74,12 @@ impl<B: Backing> Engine<B> {
             self.drop_if_unused(&file);
             result?;
         }
+        if (set.mode.is_some() || set.uid.is_some() || set.gid.is_some())
+            && let Some(file) = self.known_file(&node)
+        {
+            // Set-id bits must go with the next write, which only the kernel's way can do.
+            self.end_door(&file);
+        }
         if set.uid.is_some() || set.gid.is_some() {
             self.backing.set_owner(&self.object(&node)?, set.uid, set.gid)?;
         }
@@ -91,6 +98,7 @@ impl<B: Backing> Engine<B> {
         };
         // Under the lock, so that a drain that ends meanwhile does not put an older time back.
         let mut state = file.lock();
+        self.look(&file, &mut state);
         self.backing.set_times(&self.object(node)?, atime, mtime)?;
         state.cache.trust();
         let time = match mtime {
@@ -110,7 +118,11 @@ impl<B: Backing> Engine<B> {
     /// Where a node stands on the ladder.
     pub fn state_of(&self, node: NodeId) -> Result<Rung> {
         let node = self.node(node)?;
-        let pending = self.known_file(&node).is_some_and(|file| file.lock().pending > 0);
+        let pending = self.known_file(&node).is_some_and(|file| {
+            let mut state = file.lock();
+            self.look(&file, &mut state);
+            state.pending > 0
+        });
         Ok(if pending {
             Rung::Held
         } else if node.durable.load(Ordering::Acquire) {
@@ -217,12 +229,14 @@ impl<B: Backing> Engine<B> {
     /// there is another name and none is known, the data is drained first.
     fn lose_name(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let bound = {
-            let state = file.lock();
-            state.bound.filter(|_| state.pending > 0)
+            let mut state = file.lock();
+            self.look(file, &mut state);
+            state.bound.filter(|_| state.pending > 0 || state.door.is_some())
         };
         let Some(bound) = bound else { return Ok(()) };
         let others: Vec<Vec<u8>> = file.node.paths().into_iter().filter(|known| *known != path).collect();
         if others.is_empty() && self.backing.attr(&self.object(&file.node)?)?.nlink > 1 {
+            self.end_door(file);
             return self.drain_now(file);
         }
         let mut journal = self.journal.lock();

@@ -121,6 +121,7 @@ impl<B: Backing> Engine<B> {
         Ok(Self {
             names: Names::new(root, &attr, epoch > 1, options.objects_max),
             passthrough: AtomicBool::new(options.passthrough),
+            doors: AtomicU64::new(0),
             cached_opens: AtomicU64::new(0),
             backing,
             arena,

@@ -12,7 +12,9 @@ use crate::sync::is_below;
 impl<B: Backing> Engine<B> {
     /// The engine's part of a mount's status; paths, rates and process are the daemon's.
     pub fn status(&self) -> Status {
+        self.look_at_all();
         let c = &self.counters;
+        let (door_files, door_leases) = self.door_counts();
         let now = Instant::now();
         let geometry = self.arena.geometry();
         let oldest = self.files.lock().values().filter_map(|f| f.lock().oldest).min();
@@ -58,6 +60,9 @@ impl<B: Backing> Engine<B> {
             cached_bytes,
             evicted_bytes: get(&c.evicted_bytes),
             read_bytes: get(&c.read_bytes),
+            door_files,
+            door_leases,
+            door_errors: get(&c.door_errors),
             lanes: vec![LaneStatus {
                 writers: active,
                 retry_in_ms: retry_in.map(|d| d.as_millis() as u64),
@@ -99,6 +104,7 @@ impl<B: Backing> Engine<B> {
     pub fn files_below(&self, path: &[u8]) -> Vec<FileStatus> {
         let files: Vec<_> = self.files.lock().values().cloned().collect();
         let mut out = Vec::new();
+        self.look_at_all();
         for file in files {
             let (held_bytes, open) = {
                 let state = file.lock();

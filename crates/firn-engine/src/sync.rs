@@ -25,6 +25,7 @@ impl<B: Backing> Engine<B> {
             Ok(handle) => {
                 let skip = {
                     let mut state = handle.file.lock();
+                    self.look(&handle.file, &mut state);
                     let skip =
                         self.options.close == ClosePolicy::Held || state.unlinked || state.pending == 0;
                     skip.then(|| state.tell_failure())
@@ -132,6 +133,7 @@ impl<B: Backing> Engine<B> {
 
     pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
         let mut state = file.lock();
+        self.look(file, &mut state);
         if state.pending == 0 {
             drop(state);
             done(Ok(()));
@@ -149,6 +151,7 @@ impl<B: Backing> Engine<B> {
     // ---- trees -------------------------------------------------------------------------------
 
     fn pending_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
+        self.look_at_all();
         let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
         files
             .into_iter()

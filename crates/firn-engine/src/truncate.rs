@@ -15,8 +15,12 @@ const FALLOC_KEEP_SIZE: i32 = 0x01;
 
 impl<B: Backing> Engine<B> {
     /// Length with pending data counted in.
-    pub(crate) fn size_of(&self, file: &File<B>) -> Result<u64> {
-        let pending = file.lock().extents.end();
+    pub(crate) fn size_of(&self, file: &Arc<File<B>>) -> Result<u64> {
+        let pending = {
+            let mut state = file.lock();
+            self.look(file, &mut state);
+            state.extents.end()
+        };
         Ok(self.backing.attr(&self.object(&file.node)?)?.size.max(pending))
     }
 
@@ -24,6 +28,8 @@ impl<B: Backing> Engine<B> {
     /// file or the new one: pieces beyond the new end never come back.
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
         let mut state = file.begin_exclusive();
+        self.revoke(file, &mut state);
+        state.unlist(&self.arena);
         let result = self.truncate_alone(file, &mut state, size);
         file.end_exclusive(&mut state);
         let waiters = self.settle(file, &mut state);
@@ -84,6 +90,7 @@ impl<B: Backing> Engine<B> {
         if !handle.writable {
             return Err(Errno::BADF);
         }
+        self.end_door(&handle.file);
         if mode & !FALLOC_KEEP_SIZE != 0 {
             self.drain_now(&handle.file)?;
         }
@@ -111,6 +118,8 @@ impl<B: Backing> Engine<B> {
         if !from.readable || !to.writable {
             return Err(Errno::BADF);
         }
+        self.end_door(&from.file);
+        self.end_door(&to.file);
         self.drain_now(&from.file)?;
         self.drain_now(&to.file)?;
         let source = self.reader(&from.file, &mut from.file.lock())?;
@@ -121,7 +130,11 @@ impl<B: Backing> Engine<B> {
 
     /// Whether the file has pending bytes, so that those calls would wait for a drain.
     pub fn needs_drain(&self, handle: HandleId) -> bool {
-        self.handle(handle).is_ok_and(|h| h.file.lock().pending > 0)
+        self.handle(handle).is_ok_and(|h| {
+            let mut state = h.file.lock();
+            self.look(&h.file, &mut state);
+            state.pending > 0
+        })
     }
 
     /// Runs `work` on the backing file while no drain writes to it.
@@ -131,6 +144,8 @@ impl<B: Backing> Engine<B> {
         work: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<T> {
         let mut state = file.begin_exclusive();
+        self.revoke(file, &mut state);
+        state.unlist(&self.arena);
         state.cache.drop_all(&self.arena);
         let result = self.writer(file, &mut state).and_then(|target| work(&target.file));
         file.node.durable.store(false, Ordering::Relaxed);

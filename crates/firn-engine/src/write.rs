@@ -35,6 +35,7 @@ impl<B: Backing> Engine<B> {
         if data.is_empty() {
             return Ok(Written::Bytes(0));
         }
+        self.end_door(file);
         if let Some(errno) = file.lock().tell_failure() {
             return Err(errno);
         }
@@ -72,7 +73,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Whether recovery could not find the file again: it has names, and none that is known here.
-    fn is_nameless(&self, file: &File<B>) -> Result<bool> {
+    pub(crate) fn is_nameless(&self, file: &File<B>) -> Result<bool> {
         let unbound = {
             let state = file.lock();
             state.bound.is_none() && !state.unlinked
@@ -95,12 +96,13 @@ impl<B: Backing> Engine<B> {
     fn overwrite(&self, file: &File<B>, offset: u64, data: &[u8]) -> bool {
         let range = offset..offset + data.len() as u64;
         let mut state = file.lock();
-        if state.exclusive || state.is_inflight(&range) {
+        if state.exclusive || state.door.is_some() || state.is_inflight(&range) {
             return false;
         }
         let Some(extent) = state.extents.covering(range) else {
             return false;
         };
+        state.unlist(&self.arena);
         self.arena.fill(extent.piece.slab, extent.position, data);
         self.touched(file, &mut state);
         true
@@ -129,6 +131,7 @@ impl<B: Backing> Engine<B> {
             };
             self.arena.fill(lease.slab(), reserved.position, &data[..reserved.len as usize]);
             let mut state = file.lock();
+            self.revoke(file, &mut state);
             if state.bound != Some(bound) {
                 // Everything was drained meanwhile and the binding ended: the room is still ours.
                 continue;
@@ -154,7 +157,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    fn take_in(&self, file: &Arc<File<B>>, state: &mut FileState<B>, offset: u64, extent: Extent) {
+    /// Enters bytes that were just published.
+    pub(crate) fn take_in(&self, file: &Arc<File<B>>, state: &mut FileState<B>, offset: u64, extent: Extent) {
         let before = state.pending;
         let cancelled = state.insert(&self.arena, offset, extent);
         self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);

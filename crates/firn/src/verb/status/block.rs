@@ -51,6 +51,15 @@ fn mount(s: &Status, paint: Paint) -> String {
             ),
         );
     }
+    if s.door_clients > 0 {
+        let what = format!(
+            "{} past the kernel, {} written, {} leased",
+            count(s.door_clients, "client"),
+            count(s.door_files, "file"),
+            count(s.door_leases, "slab")
+        );
+        line("door", what);
+    }
     if s.recovered_bytes > 0 {
         line("recovered", format!("{} that an earlier firnd held", bytes(s.recovered_bytes)));
     }

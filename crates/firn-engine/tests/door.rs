@@ -1,0 +1,552 @@
+//! A client process writes past the kernel: its writer over the engine's own arena.
+//!
+//! The client maps the arena where the engine has it, so that ThreadSanitizer sees both sides of a word.
+
+mod common;
+
+use std::ffi::OsStr;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use common::world::{CHUNK, World};
+use firn_arena::SlabRef;
+use firn_backing::{Caller, Errno, SetTime, SimBacking};
+use firn_client::door::{Outcome, SlabWriter};
+use firn_engine::{ClientId, DoorRefusal, Engine, HandleId, NodeId, ROOT, SetAttr, Written};
+use firn_format::door::Slab;
+use firn_format::geometry::SLAB_SMALL;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const CLIENT: ClientId = ClientId(7);
+const O_RDWR: i32 = 2;
+/// The engine keeps a small slab of each handle that wrote through the kernel for the next file.
+const PARKED: u64 = 2 * SLAB_SMALL;
+
+/// Offset 0 of the arena.
+fn base(engine: &Engine<SimBacking>) -> *mut u8 {
+    let first = engine.arena().address(SlabRef { chunk: 0, slab: 0 }, 0, 1).cast_mut();
+    first.wrapping_sub(engine.arena().data_offset(0) as usize)
+}
+
+fn create(engine: &Engine<SimBacking>, name: &str) -> (NodeId, HandleId) {
+    let (entry, opened) = engine.create(&CALLER, ROOT, OsStr::new(name), 0o644, O_RDWR).expect("create");
+    (entry.node, opened.handle)
+}
+
+fn read(engine: &Engine<SimBacking>, handle: HandleId) -> Vec<u8> {
+    let mut bytes = vec![0; 1 << 20];
+    let n = engine.read(handle, 0, &mut bytes).expect("read");
+    bytes.truncate(n);
+    bytes
+}
+
+fn size(engine: &Engine<SimBacking>, node: NodeId) -> u64 {
+    engine.attr(node, None).expect("attr").size
+}
+
+fn truncate(size: u64) -> SetAttr {
+    let (mode, uid, gid) = (None, None, None);
+    SetAttr { mode, uid, gid, size: Some(size), atime: SetTime::Keep, mtime: SetTime::Keep }
+}
+
+fn pattern(offset: u64, len: usize, salt: u8) -> Vec<u8> {
+    (offset..offset + len as u64).map(|at| (at % 251) as u8 ^ salt).collect()
+}
+
+/// One open file of a client.
+struct Door {
+    token: HandleId,
+    binding: u64,
+    writer: Option<SlabWriter>,
+    granted: bool,
+}
+
+impl Door {
+    fn of(token: HandleId) -> Self {
+        Self { token, binding: 0, writer: None, granted: false }
+    }
+
+    fn open(&mut self, engine: &Engine<SimBacking>) -> Result<u64, DoorRefusal> {
+        let grant = engine.door_open(CLIENT, self.token)?;
+        (self.binding, self.writer, self.granted) = (grant.binding, None, true);
+        Ok(grant.size)
+    }
+
+    fn lease(&mut self, engine: &Engine<SimBacking>, want: u64) -> Result<Slab, DoorRefusal> {
+        let slab = engine.door_lease(CLIENT, self.token, std::process::id(), want)?;
+        // SAFETY: the engine, and so its mapping, outlives the writers of these tests.
+        self.writer = Some(unsafe { SlabWriter::new(base(engine), slab, self.binding) });
+        Ok(slab)
+    }
+
+    /// Bytes taken past the kernel; fewer than given once the door is closed.
+    fn append(&mut self, engine: &Engine<SimBacking>, offset: u64, data: &[u8]) -> usize {
+        let mut done = 0;
+        while self.granted && done < data.len() {
+            let outcome = match &mut self.writer {
+                // SAFETY: the bytes are a slice's.
+                Some(writer) => unsafe {
+                    writer.append(offset + done as u64, data[done..].as_ptr(), data.len() - done)
+                },
+                None => Outcome::Full,
+            };
+            match outcome {
+                Outcome::Done(n) => done += n,
+                Outcome::Full => self.granted = self.lease(engine, (data.len() - done) as u64).is_ok(),
+                Outcome::Revoked => self.granted = false,
+            }
+        }
+        done
+    }
+
+    /// As the preload library: past the kernel as long as that goes, then through it.
+    fn write(&mut self, engine: &Engine<SimBacking>, offset: u64, data: &[u8], room: &mut dyn FnMut()) {
+        let mut done = self.append(engine, offset, data);
+        while done < data.len() {
+            match engine.write(self.token, offset + done as u64, &data[done..], false) {
+                Ok(Written::Bytes(n)) => done += n,
+                Ok(Written::Full) => room(),
+                Err(errno) => panic!("write: {errno}"),
+            }
+        }
+    }
+}
+
+fn drain_step(engine: &Engine<SimBacking>, backing: &SimBacking) -> bool {
+    let firn_engine::Pick::Job(job) = engine.pick(0) else { return false };
+    let outcome = job.execute(backing);
+    engine.complete(job, outcome);
+    true
+}
+
+#[test]
+fn appended_bytes_are_seen_at_once() {
+    let world = World::new();
+    let (node, token) = create(&world.engine, "file");
+    let mut door = Door::of(token);
+    assert_eq!(door.open(&world.engine), Ok(0));
+    assert_eq!(door.append(&world.engine, 0, b"hello "), 6);
+    assert_eq!(size(&world.engine, node), 6);
+    assert_eq!(door.append(&world.engine, 6, b"world"), 5);
+    assert_eq!(size(&world.engine, node), 11);
+    let status = world.engine.status();
+    assert_eq!((status.held_bytes, status.door_files, status.door_leases), (11, 1, 1));
+    assert!(world.engine.is_written_past_the_kernel(node));
+    assert_eq!(read(&world.engine, token), b"hello world");
+    // The read ended it, and the next write knows.
+    assert_eq!(door.append(&world.engine, 11, b"!"), 0);
+    assert!(!world.engine.is_written_past_the_kernel(node));
+    world.engine.release(token);
+    world.drain_all();
+    assert_eq!(world.backing_tree()["file"], b"hello world");
+    assert_eq!(world.engine.arena().used_bytes(), 0);
+}
+
+#[test]
+fn only_the_sole_writer_gets_the_door_and_another_open_ends_it() {
+    let world = World::new();
+    let (node, token) = create(&world.engine, "file");
+    let mut door = Door::of(token);
+    let other = world.engine.open(node, 0).unwrap();
+    assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
+    world.engine.release(other.handle);
+    assert_eq!(door.open(&world.engine), Ok(0));
+    let data = pattern(0, 300_000, 0);
+    assert_eq!(door.append(&world.engine, 0, &data), data.len());
+    let other = world.engine.open(node, 0).unwrap();
+    // An append of the other would begin at what the kernel knows.
+    assert_eq!(other.size, Some(300_000));
+    assert_eq!(door.append(&world.engine, 300_000, b"lost?"), 0);
+    assert_eq!(read(&world.engine, other.handle), data);
+    assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
+    assert_eq!(world.engine.door_open(CLIENT, HandleId(99)), Err(DoorRefusal::BadToken));
+    world.engine.kernel_knows(node);
+    world.engine.release(other.handle);
+    assert_eq!(world.engine.open(node, 0).unwrap().size, None);
+}
+
+#[test]
+fn files_that_only_the_kernels_way_can_write_get_no_door() {
+    let world = World::new();
+    let (node, token) = create(&world.engine, "file");
+    let set = |mode| SetAttr { mode: Some(mode), size: None, ..truncate(0) };
+    world.engine.set_attr(node, None, set(0o4755)).unwrap();
+    assert_eq!(Door::of(token).open(&world.engine), Err(DoorRefusal::Busy));
+    world.engine.set_attr(node, None, set(0o755)).unwrap();
+    let mut door = Door::of(token);
+    assert!(door.open(&world.engine).is_ok());
+    assert_eq!(door.append(&world.engine, 0, b"x"), 1);
+    world.engine.set_attr(node, None, set(0o4755)).unwrap();
+    assert_eq!(door.append(&world.engine, 1, b"x"), 0);
+    world.engine.release(token);
+    let readonly = world.engine.open(node, 0).unwrap().handle;
+    assert_eq!(Door::of(readonly).open(&world.engine), Err(DoorRefusal::BadToken));
+}
+
+#[test]
+fn a_truncation_cuts_what_was_appended_and_ends_the_door() {
+    let world = World::new();
+    let (node, token) = create(&world.engine, "file");
+    let mut door = Door::of(token);
+    door.open(&world.engine).unwrap();
+    door.append(&world.engine, 0, &pattern(0, 10_000, 0));
+    world.engine.set_attr(node, None, truncate(4_000)).unwrap();
+    assert_eq!(door.append(&world.engine, 10_000, b"x"), 0);
+    assert_eq!(size(&world.engine, node), 4_000);
+    assert_eq!(door.open(&world.engine), Ok(4_000));
+    assert_eq!(door.append(&world.engine, 6_000, b"end"), 3);
+    let mut expected = pattern(0, 4_000, 0);
+    expected.resize(6_000, 0);
+    expected.extend(b"end");
+    assert_eq!(read(&world.engine, token), expected);
+}
+
+#[test]
+fn kernel_writes_before_between_and_after_keep_their_order() {
+    let mut world = World::new();
+    let (_, token) = create(&world.engine, "file");
+    let mut door = Door::of(token);
+    world.engine.write(token, 0, &[1; 100], false).unwrap();
+    door.open(&world.engine).unwrap();
+    assert_eq!(door.append(&world.engine, 50, &[2; 100]), 100);
+    world.engine.write(token, 100, &[3; 100], false).unwrap();
+    door.open(&world.engine).unwrap();
+    assert_eq!(door.append(&world.engine, 150, &[4; 100]), 100);
+    world.engine.write(token, 240, &[5; 10], false).unwrap();
+    let expected: Vec<u8> = [[1; 50], [2; 50], [3; 50], [4; 50], [4; 50]].concat();
+    let expected = [&expected[..240], &[5; 10][..]].concat();
+    world.stop_now();
+    world.recover(u64::MAX);
+    world.drain_all();
+    assert_eq!(world.backing_tree()["file"], expected);
+}
+
+#[test]
+fn every_published_byte_is_there_after_a_crash() {
+    for crash in 0..40u64 {
+        let mut world = World::new();
+        let (_, token) = create(&world.engine, "file");
+        let mut door = Door::of(token);
+        door.open(&world.engine).unwrap();
+        let mut rng = StdRng::seed_from_u64(crash);
+        let mut model = Vec::new();
+        for step in 0..=crash {
+            let at = rng.random_range(0..=model.len());
+            let data = pattern(at as u64, rng.random_range(1..9_000), step as u8);
+            assert_eq!(door.append(&world.engine, at as u64, &data), data.len(), "crash {crash} step {step}");
+            model.resize(model.len().max(at + data.len()), 0);
+            model[at..at + data.len()].copy_from_slice(&data);
+            if rng.random_range(0..8) == 0 {
+                world.engine.drain_tree(b"");
+                world.drain_step();
+            }
+        }
+        // Nothing is sealed, ended or told.
+        let writer = door.writer.take();
+        world.stop_now();
+        world.recover(u64::MAX);
+        drop(writer);
+        world.drain_all();
+        assert_eq!(world.backing_tree()["file"], model, "crash {crash}");
+        assert_eq!(world.engine.arena().used_bytes(), 0);
+    }
+}
+
+#[test]
+fn a_crash_at_any_store_while_a_door_is_open_keeps_what_was_acknowledged() {
+    for stop in 0.. {
+        let mut world = World::new();
+        let (node, token) = create(&world.engine, "file");
+        let mut door = Door::of(token);
+        door.open(&world.engine).unwrap();
+        let data = pattern(0, 40_000, 0);
+        assert_eq!(door.append(&world.engine, 0, &data), data.len());
+        world.stop_in(stop);
+        // Look, freeze and drain, another lease, revoke.
+        world.engine.drain_tree(b"");
+        world.drain_step();
+        let _ = door.lease(&world.engine, 200_000);
+        let _ = world.engine.open(node, O_RDWR);
+        while !world.stopped() && world.drain_step() {}
+        let through = !world.stopped();
+        if through {
+            world.stop_now();
+        }
+        world.recover(u64::MAX);
+        world.drain_all();
+        assert_eq!(world.backing_tree()["file"], data, "stopped after {stop}");
+        if through {
+            assert!(stop > 10);
+            return;
+        }
+    }
+}
+
+#[test]
+fn what_may_still_grow_is_not_drained_and_what_was_drained_does_not_grow() {
+    let world = World::new();
+    let (_, token) = create(&world.engine, "file");
+    let mut door = Door::of(token);
+    door.open(&world.engine).unwrap();
+    let data = pattern(0, 120_000, 0);
+    let mut at = 0;
+    for len in [1_000, 30_000, 5, 40_000, 48_995] {
+        assert_eq!(door.append(&world.engine, at, &data[at as usize..][..len]), len);
+        at += len as u64;
+        world.drain_all();
+        assert_eq!(world.backing_tree()["file"], data[..at as usize]);
+    }
+    assert!(door.granted, "a drain does not end the door");
+    world.engine.door_end(CLIENT, token);
+    assert_eq!(world.engine.arena().used_bytes(), 0);
+}
+
+#[test]
+fn a_file_has_two_leases_and_a_third_ends_the_first() {
+    let world = World::new();
+    let (_, token) = create(&world.engine, "file");
+    let mut door = Door::of(token);
+    door.open(&world.engine).unwrap();
+    assert_eq!(door.append(&world.engine, 0, b"one"), 3);
+    let mut first = door.writer.take().unwrap();
+    door.lease(&world.engine, 10).unwrap();
+    let append = |writer: &mut SlabWriter, offset, data: &[u8]| {
+        // SAFETY: the bytes are a slice's.
+        unsafe { writer.append(offset, data.as_ptr(), data.len()) }
+    };
+    assert_eq!(append(&mut first, 3, b"two"), Outcome::Done(3));
+    assert_eq!(world.engine.status().door_leases, 2);
+    assert_eq!(door.append(&world.engine, 6, b"three"), 5);
+    assert_eq!(world.engine.status().door_leases, 1);
+    assert_eq!(append(&mut first, 11, b"late"), Outcome::Revoked);
+    assert_eq!(read(&world.engine, token), b"onetwothree");
+}
+
+#[test]
+fn a_client_that_is_gone_loses_nothing_and_keeps_nothing() {
+    let world = World::new();
+    let (node, token) = create(&world.engine, "file");
+    let mut door = Door::of(token);
+    door.open(&world.engine).unwrap();
+    door.append(&world.engine, 0, b"kept");
+    world.engine.door_gone(ClientId(8));
+    assert_eq!(door.append(&world.engine, 4, b" too"), 4);
+    world.engine.door_gone(CLIENT);
+    assert_eq!(door.append(&world.engine, 8, b"not"), 0);
+    assert_eq!(size(&world.engine, node), 8);
+    world.engine.release(token);
+    world.drain_all();
+    assert_eq!(world.backing_tree()["file"], b"kept too");
+    assert_eq!(world.engine.arena().used_bytes(), 0);
+}
+
+#[test]
+fn garbage_in_records_and_slab_harms_nobody() {
+    for seed in 0..200 {
+        let world = World::new();
+        let mut rng = StdRng::seed_from_u64(seed);
+        let (_, other) = create(&world.engine, "other");
+        world.engine.write(other, 0, &pattern(0, 50_000, 9), false).unwrap();
+        let (node, token) = create(&world.engine, "file");
+        let mut door = Door::of(token);
+        door.open(&world.engine).unwrap();
+        door.append(&world.engine, 0, &pattern(0, 5_000, 0));
+        assert_eq!(size(&world.engine, node), 5_000);
+        let slab = *door.writer.as_ref().unwrap().slab();
+        let words = u64::from(slab.record_count) * 5;
+        for _ in 0..rng.random_range(1..60) {
+            let at = slab.records + 8 * rng.random_range(0..words.min(40));
+            // SAFETY: within the records of the lease, aligned.
+            let word = unsafe {
+                std::sync::atomic::AtomicU64::from_ptr(base(&world.engine).add(at as usize).cast())
+            };
+            match rng.random_range(0..3) {
+                0 => word.store(rng.random(), Ordering::Release),
+                1 => word.store(0, Ordering::Release),
+                _ => word
+                    .store(word.load(Ordering::Acquire) ^ (1 << rng.random_range(0..64)), Ordering::Release),
+            }
+        }
+        world.engine.status();
+        let _ = door.append(&world.engine, 5_000, &pattern(5_000, 3_000, 0));
+        let opened = world.engine.open(node, 0).unwrap();
+        let n = read(&world.engine, opened.handle).len();
+        assert!(n >= 5_000, "what was taken in stays: {n}");
+        world.engine.release(opened.handle);
+        world.engine.release(token);
+        world.engine.release(other);
+        world.drain_all();
+        assert_eq!(world.backing_tree()["other"], pattern(0, 50_000, 9), "seed {seed}");
+        assert!(world.engine.arena().used_bytes() <= PARKED, "seed {seed}");
+    }
+}
+
+#[test]
+fn readers_are_told_where_the_bytes_lie_until_they_change() {
+    let world = World::new();
+    let (node, token) = create(&world.engine, "file");
+    world.engine.write(token, 0, &pattern(0, 5_000, 0), false).unwrap();
+    world.engine.write(token, 9_000, &pattern(9_000, 100, 0), false).unwrap();
+    assert_eq!(world.engine.door_extents(token, 0), Err(DoorRefusal::Busy), "it may be written");
+    world.engine.release(token);
+    let reader = world.engine.open(node, 0).unwrap().handle;
+    let list = world.engine.door_extents(reader, 0).unwrap();
+    let stamp = || {
+        // SAFETY: a word of the arena.
+        let word = unsafe {
+            std::sync::atomic::AtomicU32::from_ptr(base(&world.engine).add(list.slot as usize).cast())
+        };
+        word.load(Ordering::Acquire)
+    };
+    assert_eq!((list.size, stamp()), (9_100, list.stamp));
+    let ranges: Vec<(u64, u64)> = list.extents.iter().map(|e| (e.offset, e.len)).collect();
+    assert_eq!(ranges, [(0, 5_000), (9_000, 100)]);
+    let mut bytes = vec![0u8; 5_000];
+    // SAFETY: the extent lies in the arena.
+    unsafe { base(&world.engine).add(list.extents[0].at as usize).copy_to(bytes.as_mut_ptr(), 5_000) };
+    assert_eq!(bytes, pattern(0, 5_000, 0));
+    world.drain_all();
+    assert_ne!(stamp(), list.stamp, "what was drained may be anybody's");
+    for change in 0..3 {
+        let writer = world.engine.open(node, O_RDWR).unwrap().handle;
+        world.engine.write(writer, 0, &[1; 100], false).unwrap();
+        world.engine.release(writer);
+        let before = world.engine.door_extents(reader, 0).unwrap().stamp;
+        assert_eq!(stamp(), before);
+        match change {
+            0 => drop(world.engine.open(node, O_RDWR).unwrap()),
+            1 => drop(world.engine.set_attr(node, None, truncate(50)).unwrap()),
+            _ => world.engine.unlink(ROOT, OsStr::new("file")).unwrap(),
+        }
+        if change < 2 {
+            assert_ne!(stamp(), before, "change {change}");
+        }
+        if change == 0 {
+            break;
+        }
+    }
+}
+
+/// One thread writes as a client does, others ask, open, cut and drain; a model is the reference.
+#[test]
+fn a_client_and_an_engine_under_threads_agree_with_a_model() {
+    let seed: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(rand::random);
+    println!("repeat with FIRN_SEED={seed}");
+    for round in 0..6 {
+        interleave(seed ^ round);
+    }
+}
+
+fn interleave(seed: u64) {
+    const OPS: u64 = 600;
+    const SPAN: u64 = 3 * CHUNK;
+    let world = World::new();
+    let engine = &*world.engine;
+    let backing = &world.backing;
+    let (node, token) = create(engine, "file");
+    let model = Mutex::new(Vec::<u8>::new());
+    let end = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let client = scope.spawn(|| {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let mut door = Door::of(token);
+            let mut at = 0;
+            for op in 0..OPS {
+                if !door.granted && rng.random_range(0..3) == 0 {
+                    let _ = door.open(engine);
+                }
+                let len =
+                    if rng.random_bool(0.1) { rng.random_range(1..70_000) } else { rng.random_range(1..900) };
+                if at + len as u64 > SPAN || rng.random_bool(0.1) {
+                    at = rng.random_range(0..SPAN / 2);
+                }
+                let data = pattern(at, len, op as u8);
+                // Exact comparison needs that nothing is half done.
+                let mut model = model.lock().unwrap();
+                door.write(engine, at, &data, &mut || {
+                    while drain_step(engine, backing) {}
+                    std::thread::yield_now();
+                });
+                let end = at as usize + len;
+                let longer = model.len().max(end);
+                model.resize(longer, 0);
+                model[at as usize..end].copy_from_slice(&data);
+                drop(model);
+                at += len as u64;
+            }
+            engine.door_end(CLIENT, token);
+        });
+        let asker = scope.spawn(|| {
+            let mut rng = StdRng::seed_from_u64(seed ^ 0x5eed);
+            while !end.load(Ordering::Acquire) {
+                match rng.random_range(0..12) {
+                    0 => {
+                        let model = model.lock().unwrap();
+                        assert_eq!(size(engine, node), model.len() as u64);
+                    }
+                    1 => {
+                        let model = model.lock().unwrap();
+                        let opened = engine.open(node, 0).unwrap();
+                        assert!(read(engine, opened.handle) == *model, "seed {seed}");
+                        engine.release(opened.handle);
+                    }
+                    2 => {
+                        let mut model = model.lock().unwrap();
+                        let cut = rng.random_range(0..=model.len());
+                        engine.set_attr(node, None, truncate(cut as u64)).unwrap();
+                        model.truncate(cut);
+                    }
+                    3 => {
+                        // Not alone: whatever the client is at.
+                        let opened = engine.open(node, 0).unwrap();
+                        read(engine, opened.handle);
+                        engine.release(opened.handle);
+                    }
+                    4 => drop(read(engine, token)),
+                    5 => drop(engine.status()),
+                    6 => engine.drain_tree(b""),
+                    7 | 8 => drop(size(engine, node)),
+                    9 => std::thread::sleep(std::time::Duration::from_micros(rng.random_range(0..300))),
+                    _ => drop(drain_step(engine, backing)),
+                }
+            }
+        });
+        let drainer = scope.spawn(|| {
+            while !end.load(Ordering::Acquire) {
+                if !drain_step(engine, backing) {
+                    std::thread::yield_now();
+                }
+            }
+        });
+        let done = client.join();
+        end.store(true, Ordering::Release);
+        asker.join().expect("the asker");
+        drainer.join().expect("the drainer");
+        done.expect("the client");
+    });
+    engine.release(token);
+    world.drain_all();
+    assert!(world.backing_tree()["file"] == *model.lock().unwrap(), "seed {seed}");
+    assert!(engine.arena().used_bytes() <= PARKED, "seed {seed}");
+    assert_eq!(engine.status().door_errors, 0);
+}
+
+/// A drain that fails is told by the next write, which only the kernel's way can do.
+#[test]
+fn a_failing_drain_ends_the_door() {
+    let world = World::new();
+    let (_, token) = create(&world.engine, "file");
+    let mut door = Door::of(token);
+    door.open(&world.engine).unwrap();
+    door.append(&world.engine, 0, b"data");
+    world
+        .backing
+        .set_plan(|call, _| (call == "write_at").then_some(firn_backing::sim::Fault::Error(Errno::IO)));
+    world.engine.drain_tree(b"");
+    world.drain_step();
+    assert_eq!(door.append(&world.engine, 4, b"more"), 0);
+    assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
+    assert_eq!(world.engine.write(token, 4, b"more", false), Err(Errno::IO));
+}
