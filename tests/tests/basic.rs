@@ -563,6 +563,7 @@ fn three_thousand_open_files_share_a_small_arena() {
 }
 
 /// Readers whose pages the kernel caches, by read(2) and by mapping, while a writer goes on.
+/// Proves S-write-2, S-mmap-1.
 #[test]
 fn a_cached_reader_sees_every_write_that_returned() {
     use std::sync::atomic::{AtomicU64, Ordering};
