@@ -3,10 +3,11 @@
 use std::ffi::OsStr;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::random::bytes;
-use firn_tests::{FirnMount, Sandbox};
+use firn_tests::{FirnMount, Sandbox, wait_until};
 
 const MIB: usize = 1 << 20;
 const DEMAND: &str = "memory=32M,chunk-size=1M,drain=demand";
@@ -133,4 +134,43 @@ fn a_later_mount_has_what_was_in_memory() {
     assert_same_bytes("after umount --keep-held", &read(&mount.join("f")), &data);
     let backing = mount.umount();
     assert_same_bytes("in the backing", &read(&backing.join("f")), &data);
+}
+
+/// Multilevel checkpointing: each second checkpoint drains by itself, the oldest ones go.
+#[test]
+fn checkpoints_drain_in_turn_and_old_ones_go() {
+    let sandbox = Sandbox::new("demandkeep");
+    fs::create_dir_all(sandbox.join("backing/before")).expect("mkdir");
+    let mount = FirnMount::new(&sandbox, &format!("{DEMAND},keep=2,drain-every=2"));
+    let data = bytes(8, MIB);
+    let names = || {
+        let mut names: Vec<_> = fs::read_dir(mount.backing())
+            .expect("list")
+            .map(|entry| entry.expect("entry").file_name().into_string().expect("utf-8"))
+            .collect();
+        names.sort();
+        names
+    };
+    for step in 0..5 {
+        // Under another name until it is whole, as careful programs do.
+        let (unfinished, dir) = (mount.join(format!("step{step}.tmp")), mount.join(format!("step{step}")));
+        fs::create_dir(&unfinished).expect("mkdir");
+        for rank in 0..2 {
+            fs::write(unfinished.join(format!("rank{rank}")), &data).expect("write");
+        }
+        fs::rename(&unfinished, &dir).expect("rename");
+        let behind = mount.backing().join(format!("step{step}/rank1"));
+        if step % 2 == 0 {
+            wait_until("the checkpoint drains", Duration::from_secs(30), || {
+                fs::metadata(&behind).is_ok_and(|found| found.len() == data.len() as u64)
+            });
+        }
+    }
+    assert_eq!(mount.status().held_bytes % (2 * MIB as u64), 0);
+    wait_until("the old ones are removed", Duration::from_secs(30), || names().len() <= 4);
+    assert_eq!(names(), ["before", "step2", "step3", "step4"]);
+    assert_eq!(fs::metadata(mount.backing().join("step3/rank0")).expect("stat").len(), 0, "not its turn");
+    for step in 2..5 {
+        assert_same_bytes("kept", &read(&mount.join(format!("step{step}/rank0"))), &data);
+    }
 }

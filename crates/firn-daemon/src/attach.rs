@@ -130,6 +130,8 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
             Fsync::Held => FsyncPolicy::Held,
         },
         drain_age: Duration::from_millis(options.drain_age_ms),
+        keep: options.keep,
+        drain_every: options.drain_every,
         passthrough: passthrough(options),
         objects_max: process::objects_max(),
         ..EngineOptions::new(arena.geometry().chunk_bytes)

@@ -280,6 +280,8 @@ impl<B: Backing> Engine<B> {
         drop(state);
         if orphan {
             self.discard(file);
+        } else if handle.writable {
+            self.note_closed(file);
         }
         self.drop_if_unused(file);
         self.tell_space();

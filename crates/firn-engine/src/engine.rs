@@ -59,6 +59,10 @@ pub struct EngineOptions {
     pub drain_write_bytes_min: u64,
     /// A write to the backing has at most so many bytes.
     pub drain_write_bytes_max: u64,
+    /// Complete checkpoints that are kept; 0: all.
+    pub keep: u32,
+    /// Each so-manieth checkpoint drains as its files are closed; 0: none.
+    pub drain_every: u32,
     /// Let the kernel read files that have nothing pending.
     pub passthrough: bool,
     /// Objects of the backing (descriptors) held beside those of files in use. The kernel may know more;
@@ -77,6 +81,8 @@ impl EngineOptions {
             drain_write_bytes_min: chunk_bytes,
             // Four chunks: larger ones gained nothing on any backing measured and hold the lane longer.
             drain_write_bytes_max: chunk_bytes.saturating_mul(4).clamp(1 << 20, 64 << 20),
+            keep: 0,
+            drain_every: 0,
             passthrough: false,
             objects_max: 4096,
         }
@@ -163,6 +169,7 @@ pub struct Engine<B: Backing> {
     /// Leases of closed handles, each with room for more small files.
     pub(crate) parked: Mutex<Vec<Lease>>,
     pub(crate) queue: Mutex<Queue<B>>,
+    pub(crate) checkpoints: Mutex<crate::checkpoints::Checkpoints<B>>,
     pub(crate) evictable: Mutex<crate::cache::Evictable<B>>,
     pub(crate) space_waiters: Mutex<VecDeque<Done>>,
     pub(crate) space_freed: Arc<AtomicBool>,
@@ -249,8 +256,11 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn drop_if_unused(&self, file: &Arc<File<B>>) {
         let mut files = self.files.lock();
         let state = file.lock();
-        let used =
-            !state.handles.is_empty() || state.pending > 0 || !state.cache.is_empty() || state.exclusive || !state.inflight.is_empty();
+        let used = !state.handles.is_empty()
+            || state.pending > 0
+            || !state.cache.is_empty()
+            || state.exclusive
+            || !state.inflight.is_empty();
         if !used && files.get(&file.node.key).is_some_and(|known| Arc::ptr_eq(known, file)) {
             files.remove(&file.node.key);
         }

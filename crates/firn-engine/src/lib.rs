@@ -11,6 +11,7 @@
 mod api;
 mod bind;
 mod cache;
+mod checkpoints;
 mod data;
 mod drain;
 mod engine;

@@ -144,7 +144,9 @@ impl<B: Backing> Engine<B> {
     pub fn mkdir(&self, caller: &Caller, parent: NodeId, name: &OsStr, mode: u32) -> Result<Entry> {
         let dir = self.node(parent)?;
         let (object, attr) = self.backing.mkdir(caller, &self.object(&dir)?, name, mode)?;
-        Ok(self.made(&dir, name, object, attr))
+        let entry = self.made(&dir, name, object, attr);
+        self.note_checkpoint(parent, entry.node);
+        Ok(entry)
     }
 
     /// mknod(2).

@@ -136,6 +136,7 @@ impl<B: Backing> Engine<B> {
             next_handle: AtomicU64::new(0),
             parked: Mutex::new(Vec::new()),
             queue: Mutex::new(Queue::new()),
+            checkpoints: Mutex::default(),
             evictable: Mutex::default(),
             space_waiters: Mutex::new(std::collections::VecDeque::new()),
             space_freed: Arc::new(AtomicBool::new(false)),
