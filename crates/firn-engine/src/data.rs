@@ -204,6 +204,7 @@ impl<B: Backing> Engine<B> {
         self.revoke(file, &mut state);
         // Up to here the file exists, whatever the backing's size says.
         let mut known_end = state.extents.end().min(end);
+        #[allow(clippy::single_range_in_vec_init, reason = "a list of gaps that is one gap at first")]
         let mut gaps = vec![offset..end];
         for extents in [&state.extents, state.cache.extents()] {
             if !extents.is_empty() {

@@ -36,7 +36,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn attr_of(&self, node: &Arc<Node<B>>) -> Result<Attr> {
-        let attr = self.backing.attr(&self.object(&node)?)?;
+        let attr = self.backing.attr(&self.object(node)?)?;
         self.overlay(node, attr)
     }
 
@@ -51,7 +51,7 @@ impl<B: Backing> Engine<B> {
             self.look(&file, &mut state);
             (state.pending, state.extents.end(), state.mtime)
         };
-        let mut attr = self.backing.attr(&self.object(&node)?)?;
+        let mut attr = self.backing.attr(&self.object(node)?)?;
         if pending == 0 {
             return Ok(attr);
         }
@@ -94,7 +94,7 @@ impl<B: Backing> Engine<B> {
 
     fn set_times(&self, node: &Arc<Node<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
         let Some(file) = self.known_file(node) else {
-            return self.backing.set_times(&self.object(&node)?, atime, mtime);
+            return self.backing.set_times(&self.object(node)?, atime, mtime);
         };
         // Under the lock, so that a drain that ends meanwhile does not put an older time back.
         let mut state = file.lock();

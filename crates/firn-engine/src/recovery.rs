@@ -231,7 +231,7 @@ impl<B: Backing> Engine<B> {
 
     fn finish_truncations(&self, binding: u64, bound: &Bound, node: &Arc<Node<B>>) -> crate::Result<()> {
         for &(sequence, size) in &bound.truncating {
-            let file = self.backing.open(&self.object(&node)?, Access::Write)?;
+            let file = self.backing.open(&self.object(node)?, Access::Write)?;
             self.backing.set_len(&file, size)?;
             self.note(&Record::TruncateEnd { file: binding, sequence, size, done: true });
         }

@@ -28,7 +28,9 @@ impl<B: Backing> Engine<B> {
                     self.look(&handle.file, &mut state);
                     let skip =
                         self.options.close == ClosePolicy::Held || state.unlinked || state.pending == 0;
-                    skip.then(|| state.tell_failure())
+                    // Every close is told as long as it is so: this one may be that of a child which only
+                    // inherited the descriptor, and whom nobody asks.
+                    skip.then(|| state.failure.map(|failure| failure.errno))
                 };
                 match skip {
                     Some(None) => done(Ok(())),
