@@ -13,6 +13,7 @@
 pub mod ack;
 pub mod command;
 pub mod differential;
+pub mod door;
 pub mod faultfs;
 pub mod fsops;
 pub mod hand;

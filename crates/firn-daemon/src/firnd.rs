@@ -16,6 +16,7 @@ use signal_hook::iterator::Signals;
 
 use crate::attach::{Attached, passthrough, runtime_files};
 use crate::control::Control;
+use crate::door::Door;
 use crate::end::{self, Event, Outcome};
 use crate::error::DaemonError;
 use crate::lock::Locks;
@@ -64,6 +65,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
 struct Mount {
     session: Arc<Session>,
     control: Control,
+    door: Door,
     service: Arc<Mounted>,
     events: Receiver<Event>,
     told: Receiver<()>,
@@ -76,14 +78,20 @@ impl Mount {
         let (event, events) = mpsc::channel();
         let (tell, told) = mpsc::channel();
         watch_signals(event.clone(), &checked.mount_point)?;
-        let adapter = Adapter::new(
+        let mut adapter = Adapter::new(
             Arc::clone(&attached.engine),
             AdapterOptions {
                 attr_timeout: Duration::from_millis(options.attr_timeout_ms),
                 passthrough: passthrough(options),
             },
         );
+        let place = attached.files.socket.with_extension("door");
+        let kernel = adapter.open_door(attached.engine.arena().superblock().uuid, &place);
+        let door_clients = Arc::default();
+        let door = Door::start(&place, Arc::clone(&attached.engine), kernel, Arc::clone(&door_clients))
+            .map_err(DaemonError::io("listen on the door socket"))?;
         let service = Arc::new(Mounted {
+            door_clients,
             engine: Arc::clone(&attached.engine),
             backing: checked.backing.clone(),
             mount_point: checked.mount_point.clone(),
@@ -111,7 +119,7 @@ impl Mount {
         if options.populate {
             populate(&attached.engine, &populating);
         }
-        Ok(Self { session, control, service, events, told, populating })
+        Ok(Self { session, control, door, service, events, told, populating })
     }
 
     fn serve_until_the_end(self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
@@ -124,7 +132,7 @@ impl Mount {
             tracing::error!(%error, "what cannot be drained stays in the arena");
         }
         let arena = attached.files.arena.clone();
-        drop(self.control);
+        drop((self.control, self.door));
         // A session that lingers may still write: then the arena stays, whatever is in it now.
         let bytes = attached.finish(outcome == Outcome::Ended);
         let result = match bytes {

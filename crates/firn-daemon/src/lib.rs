@@ -7,6 +7,7 @@
 mod attach;
 mod check;
 mod control;
+mod door;
 mod end;
 mod error;
 mod firnd;

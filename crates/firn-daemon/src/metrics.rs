@@ -90,6 +90,9 @@ pub(crate) fn prometheus(status: &Status) -> String {
     put("lost_file_bytes", "gauge", "Held bytes whose file is not in the backing.", s.lost_file_bytes as f64);
     put("open_files", "gauge", "Files open through the mount.", s.open_files as f64);
     put("waiting_writers", "gauge", "Writers that wait for room.", s.waiting_writers as f64);
+    put("door_clients", "gauge", "Processes connected to write past the kernel.", s.door_clients as f64);
+    put("door_files", "gauge", "Files that they write past the kernel.", s.door_files as f64);
+    put("door_leases", "gauge", "Slabs leased to them.", s.door_leases as f64);
     put("errors", "gauge", "Errors not yet dealt with.", s.errors.len() as f64);
     put("epoch", "gauge", "Lifetimes of firnd that the arena has seen.", s.epoch as f64);
     put("uptime_seconds", "gauge", "Seconds since firnd attached.", s.uptime_s);

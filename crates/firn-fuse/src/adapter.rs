@@ -12,6 +12,7 @@ use std::time::{Duration, SystemTime};
 
 use firn_backing::{Backing, Errno, RenameFlags, Seek};
 use firn_engine::{Engine, Entry, FsyncPolicy, HandleId, NodeId, OpenMode, Opened, SetAttr};
+use firn_format::door::{IOCTL_TOKEN, Token};
 use firn_format::protocol::Rung;
 use fuser::{
     AccessFlags, BackingId, BsdFileFlags, CopyFileRangeFlags, FileHandle, Filesystem, FopenFlags, Generation,
@@ -20,10 +21,12 @@ use fuser::{
     ReplyIoctl, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow,
     WriteFlags,
 };
+use zerocopy::IntoBytes;
 
 use crate::caller::{caller, masked};
 use crate::coherence::{Coherence, Target};
 use crate::convert::{self, errno};
+use crate::door::{self, DoorPlace, Forgetter};
 use crate::listing;
 use crate::negotiate::{Agreed, negotiate};
 use crate::passthrough::Passthrough;
@@ -54,6 +57,7 @@ pub struct Adapter<B: Backing> {
     stalled: Arc<Stalled<B>>,
     coherence: Arc<Coherence<B>>,
     passthrough: Passthrough,
+    door: Option<DoorPlace>,
 }
 
 thread_local! {
@@ -68,7 +72,14 @@ impl<B: Backing> Adapter<B> {
         let coherence = Coherence::new(Arc::clone(&engine), workers.clone());
         let stalled = Stalled::new(Arc::clone(&engine), workers.clone(), Arc::clone(&coherence));
         let (agreed, passthrough) = (Agreed::default(), Passthrough::default());
-        Self { engine, options, agreed, workers, stalled, coherence, passthrough }
+        Self { engine, options, agreed, workers, stalled, coherence, passthrough, door: None }
+    }
+
+    /// Tells processes that they may write and read the files of `arena` past the kernel, and where to
+    /// ask. Whoever answers there drops attributes with the [`Forgetter`].
+    pub fn open_door(&mut self, arena: [u8; 16], socket: &Path) -> Forgetter {
+        self.door = DoorPlace::new(arena, socket);
+        Forgetter::new(self.coherence())
     }
 
     pub(crate) fn coherence(&self) -> Arc<Coherence<B>> {
@@ -84,10 +95,17 @@ impl<B: Backing> Adapter<B> {
         match result {
             Ok(entry) => {
                 let attr = convert::attr(entry.node, &entry.attr);
-                reply.entry(&self.options.attr_timeout, &attr, Generation(0));
+                reply.entry(&self.ttl(entry.node), &attr, Generation(0));
             }
             Err(error) => reply.error(errno(error)),
         }
+    }
+
+    /// How long the kernel may keep attributes. Asked after they were taken: what came past the kernel
+    /// meanwhile shows.
+    fn ttl(&self, node: NodeId) -> Duration {
+        let changing = self.engine.is_written_past_the_kernel(node);
+        if changing { Duration::ZERO } else { self.options.attr_timeout }
     }
 
     /// The flags and, for passthrough, the backing id with which a new handle is told to the kernel.
@@ -163,7 +181,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn getattr(&self, _: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
         match self.engine.attr(NodeId(ino.0), fh.map(|fh| HandleId(fh.0))) {
-            Ok(attr) => reply.attr(&self.options.attr_timeout, &convert::attr(NodeId(ino.0), &attr)),
+            Ok(attr) => reply.attr(&self.ttl(NodeId(ino.0)), &convert::attr(NodeId(ino.0), &attr)),
             Err(error) => reply.error(errno(error)),
         }
     }
@@ -190,7 +208,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
         let mode = mode.map(|mode| mode & 0o7777);
         let set = SetAttr { mode, uid, gid, size, atime, mtime };
         match self.engine.set_attr(NodeId(ino.0), fh.map(|fh| HandleId(fh.0)), set) {
-            Ok(attr) => reply.attr(&self.options.attr_timeout, &convert::attr(NodeId(ino.0), &attr)),
+            Ok(attr) => reply.attr(&self.ttl(NodeId(ino.0)), &convert::attr(NodeId(ino.0), &attr)),
             Err(error) => reply.error(errno(error)),
         }
     }
@@ -271,10 +289,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
         };
         let (flags, id) = self.opening(NodeId(ino.0), opened, |fd| reply.open_backing(fd));
         let handle = FileHandle(opened.handle.0);
-        match id {
+        self.coherence.tell_size(NodeId(ino.0), opened.handle, opened.size, move || match id {
             Some(id) => reply.opened_passthrough(handle, flags, &id),
             None => reply.opened(handle, flags),
-        }
+        });
     }
 
     fn read(
@@ -438,13 +456,15 @@ impl<B: Backing> Filesystem for Adapter<B> {
     ) {
         let parent = NodeId(parent.0);
         let mode = if self.agreed.umask { masked(&self.engine, parent, mode, umask) } else { mode };
-        let (entry, opened) = match self.engine.create(&caller(request), parent, name, mode, flags) {
+        let (mut entry, opened) = match self.engine.create(&caller(request), parent, name, mode, flags) {
             Ok(created) => created,
             Err(error) => return reply.error(errno(error)),
         };
         let (flags, id) = self.opening(entry.node, opened, |fd| reply.open_backing(fd));
+        // The kernel takes the attributes of this answer for the newest in any case.
+        entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
         let (attr, handle) = (convert::attr(entry.node, &entry.attr), FileHandle(opened.handle.0));
-        let ttl = &self.options.attr_timeout;
+        let ttl = &self.ttl(entry.node);
         match id {
             Some(id) => reply.created_passthrough(ttl, &attr, Generation(0), handle, flags, &id),
             None => reply.created(ttl, &attr, Generation(0), handle, flags),
@@ -457,16 +477,19 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn ioctl(
         &self,
-        _: &Request,
+        request: &Request,
         _ino: INodeNo,
-        _fh: FileHandle,
+        fh: FileHandle,
         _flags: IoctlFlags,
-        _cmd: u32,
+        cmd: u32,
         _in_data: &[u8],
-        _out_size: u32,
+        out_size: u32,
         reply: ReplyIoctl,
     ) {
-        reply.error(fuser::Errno::ENOTTY);
+        if cmd != IOCTL_TOKEN || (out_size as usize) < size_of::<Token>() {
+            return reply.error(fuser::Errno::ENOTTY);
+        }
+        reply.ioctl(0, door::token(self.door.as_ref(), request, fh.0).as_bytes());
     }
 
     /// The kernel then answers by itself that files are always ready.

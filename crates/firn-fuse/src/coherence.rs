@@ -40,6 +40,16 @@ impl<B: Backing> Coherence<B> {
         let _ = self.notifier.set(notifier);
     }
 
+    pub(crate) fn notifier(&self) -> Option<&Notifier> {
+        self.notifier.get()
+    }
+    pub(crate) fn engine(&self) -> &Arc<Engine<B>> {
+        &self.engine
+    }
+    pub(crate) fn workers(&self) -> &Workers {
+        &self.workers
+    }
+
     /// Calls `answer` once no reader can see what was there before the write of `len` bytes.
     pub(crate) fn after_write(&self, target: Target, len: usize, answer: impl FnOnce() + Send + 'static) {
         let notifier = match self.notifier.get() {

@@ -10,6 +10,7 @@ mod caller;
 mod coherence;
 mod convert;
 mod device;
+mod door;
 mod listing;
 mod negotiate;
 mod passthrough;
@@ -19,4 +20,5 @@ mod workers;
 
 pub use adapter::{Adapter, AdapterOptions};
 pub use device::{detach, is_dead};
+pub use door::Forgetter;
 pub use session::{Session, SessionError, SessionOptions};

@@ -96,6 +96,8 @@ fn add<B: Backing>(
     match engine.lookup(node, name) {
         Ok(entry) => {
             let attr = convert::attr(entry.node, &entry.attr);
+            let none = Duration::ZERO;
+            let ttl = if engine.is_written_past_the_kernel(entry.node) { &none } else { ttl };
             let full = reply.add(attr.ino, cookie, name, ttl, &attr, Generation(0));
             if full {
                 engine.forget(entry.node, 1);

@@ -16,11 +16,15 @@ fn main() -> ExitCode {
         ["faultfs", source, mount_point, control] => {
             firn_tests::faultfs::serve(Path::new(source), Path::new(mount_point), Path::new(control));
         }
+        ["door-writer", file, log] => {
+            firn_tests::door::write_until_killed(Path::new(file), Path::new(log))
+        }
+        ["door-version", file] => firn_tests::door::print_version(Path::new(file)),
         ["hand", file] => firn_tests::hand::serve(Path::new(file)),
         _ => {
             eprintln!(
                 "usage: firn-test-helper writer DIR LOG SEED | append FILE ID COUNT | faultfs SOURCE DIR CONTROL \
-                 | hand FILE"
+                 | hand FILE | door-writer FILE LOG | door-version FILE"
             );
             return ExitCode::from(2);
         }

@@ -1,0 +1,271 @@
+//! The door socket: leases and lists for processes that write and read past the kernel.
+//!
+//! Promises
+//! * Only processes of firnd's own user are answered (SO_PEERCRED).
+//! * The end of a connection ends what it had; what was published stays.
+//! * A broken, slow or mad client costs one thread and no more; at most [`CONNECTIONS_MAX`] are served.
+//!
+//! Messages: `firn_format::door`.
+
+use std::io::{self, IoSlice};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use firn_backing::Backing;
+use firn_engine::{ClientId, DoorRefusal, Engine, HandleId};
+use firn_format::door::{Arena, DOOR_VERSION, Op, Reply, Request, Status};
+use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
+use firn_fuse::Forgetter;
+use rustix::fs::Mode;
+use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType, accept_with, bind, connect, listen, recv, sendmsg, socket_with,
+};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// One for each process of a well-filled node; their threads sleep.
+const CONNECTIONS_MAX: u64 = 1024;
+/// A client that does not take its answer for so long is given up.
+const SEND_TIMEOUT: Duration = Duration::from_secs(30);
+/// A thread answers short questions.
+const STACK_BYTES: usize = 256 << 10;
+
+/// A socket that is listened on; removed when dropped.
+pub(crate) struct Door {
+    path: PathBuf,
+    stop: Arc<AtomicBool>,
+}
+
+/// What all connections share.
+struct Shared<B: Backing> {
+    engine: Arc<Engine<B>>,
+    kernel: Forgetter,
+    /// Connections now.
+    count: Arc<AtomicU64>,
+}
+
+impl Door {
+    /// Listens at `path`, in place of what a dead firnd left there. `count` is kept at the number of
+    /// connections.
+    pub(crate) fn start<B: Backing>(
+        path: &Path,
+        engine: Arc<Engine<B>>,
+        kernel: Forgetter,
+        count: Arc<AtomicU64>,
+    ) -> io::Result<Self> {
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let listener = new_socket()?;
+        // Before anybody can connect: the runtime directory is private, and so is the socket.
+        rustix::fs::fchmod(&listener, Mode::RUSR | Mode::WUSR)?;
+        bind(&listener, &SocketAddrUnix::new(path)?)?;
+        listen(&listener, 128)?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let shared = Arc::new(Shared { engine, kernel, count });
+        std::thread::Builder::new()
+            .name("firn-door".into())
+            .spawn(move || accept(&listener, &shared, &stopped))?;
+        Ok(Self { path: path.into(), stop })
+    }
+}
+
+impl Drop for Door {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        // Wakes the thread in accept(2).
+        let _ = new_socket().and_then(|socket| Ok(connect(&socket, &SocketAddrUnix::new(&self.path)?)?));
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn new_socket() -> io::Result<OwnedFd> {
+    Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+}
+
+fn accept<B: Backing>(listener: &OwnedFd, shared: &Arc<Shared<B>>, stop: &AtomicBool) {
+    for client in 1.. {
+        let accepted = accept_with(listener, SocketFlags::CLOEXEC);
+        if stop.load(Ordering::Acquire) {
+            return;
+        }
+        let socket = match accepted {
+            Ok(socket) => socket,
+            Err(rustix::io::Errno::CONNABORTED | rustix::io::Errno::INTR) => continue,
+            Err(error) => {
+                tracing::warn!(%error, "door socket");
+                // Out of descriptors, most likely: without a pause this would spin.
+                std::thread::sleep(Duration::from_millis(100));
+                continue;
+            }
+        };
+        // Whoever is too many, or not let in, finds the connection closed and uses the kernel.
+        if shared.count.fetch_add(1, Ordering::AcqRel) >= CONNECTIONS_MAX {
+            shared.count.fetch_sub(1, Ordering::AcqRel);
+            continue;
+        }
+        let mine = Arc::clone(shared);
+        let thread = std::thread::Builder::new().name("firn-door".into()).stack_size(STACK_BYTES);
+        let served = thread.spawn(move || {
+            let client = ClientId(client);
+            if let Err(error) = serve(&socket, client, &mine) {
+                tracing::debug!(%error, client = client.0, "a door connection ended");
+            }
+            mine.engine.door_gone(client);
+            mine.count.fetch_sub(1, Ordering::AcqRel);
+        });
+        if let Err(error) = served {
+            tracing::warn!(%error, "cannot start a thread for a door connection");
+            shared.count.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+}
+
+/// Until the client goes or talks nonsense.
+fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Shared<B>) -> io::Result<()> {
+    let peer = socket_peercred(socket)?;
+    if peer.uid != rustix::process::geteuid() {
+        return Ok(());
+    }
+    let pid = peer.pid.as_raw_nonzero().get().unsigned_abs();
+    set_socket_timeout(socket, Timeout::Send, Some(SEND_TIMEOUT))?;
+    let mut greeted = false;
+    loop {
+        let Some(request) = receive(socket)? else { return Ok(()) };
+        let Some(op) = request.and_then(|r| Op::from_word(r.op).map(|op| (op, r))) else {
+            return refuse(socket, Status::Malformed);
+        };
+        let answer = match op {
+            (Op::Hello, request) if !greeted && request.arg == u64::from(DOOR_VERSION) => {
+                greeted = true;
+                hello(socket, &shared.engine)?;
+                continue;
+            }
+            (Op::Hello, _) if !greeted => return refuse(socket, Status::Version),
+            (Op::Hello, _) => return refuse(socket, Status::Malformed),
+            _ if !greeted => return refuse(socket, Status::Malformed),
+            (op, request) => answer(shared, client, pid, op, &request),
+        };
+        send(socket, &answer)?;
+    }
+}
+
+/// One request; `Some(None)` where the packet is none. `None`: the client is gone.
+fn receive(socket: &OwnedFd) -> io::Result<Option<Option<Request>>> {
+    // Room for one byte more than a request has: a longer packet is told from a whole one.
+    let mut bytes = [0u8; size_of::<Request>() + 1];
+    let len = loop {
+        match recv(socket, &mut bytes[..], RecvFlags::empty()) {
+            Ok((len, _)) => break len,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    };
+    if len == 0 {
+        return Ok(None);
+    }
+    let whole = bytes.get(..len).and_then(|bytes| Request::read_from_bytes(bytes).ok());
+    Ok(Some(whole.filter(|request| request.reserved == 0)))
+}
+
+fn hello<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
+    let arena = engine.arena();
+    let geometry = arena.geometry();
+    let reply = Reply { status: Status::Ok as u32, ..Reply::default() };
+    let about = Arena {
+        uuid: arena.superblock().uuid,
+        file_bytes: geometry.file_bytes(),
+        words_offset: WORDS_OFFSET,
+        words_bytes: WORDS_BYTES,
+        shared_offset: geometry.table_offset(0),
+        page_bytes: PAGE,
+        chunk_bytes: geometry.chunk_bytes,
+    };
+    let file = [arena.file()];
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&file));
+    let parts = [IoSlice::new(reply.as_bytes()), IoSlice::new(about.as_bytes())];
+    sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// An answer and the extents that follow it.
+struct Answer(Reply, Vec<firn_format::door::Extent>);
+
+impl Answer {
+    fn status(status: Status) -> Self {
+        Self(Reply { status: status as u32, ..Reply::default() }, Vec::new())
+    }
+}
+
+impl From<Reply> for Answer {
+    fn from(reply: Reply) -> Self {
+        Self(reply, Vec::new())
+    }
+}
+
+impl From<DoorRefusal> for Answer {
+    fn from(refusal: DoorRefusal) -> Self {
+        Self::status(match refusal {
+            DoorRefusal::BadToken => Status::BadToken,
+            DoorRefusal::Busy => Status::Busy,
+            DoorRefusal::Full => Status::Full,
+        })
+    }
+}
+
+fn answer<B: Backing>(
+    shared: &Shared<B>,
+    client: ClientId,
+    pid: u32,
+    op: Op,
+    &Request { token, arg, .. }: &Request,
+) -> Answer {
+    let (engine, token) = (&shared.engine, HandleId(token));
+    match op {
+        Op::Hello => Answer::status(Status::Malformed),
+        Op::OpenWrite => match engine.door_open(client, token) {
+            Ok(grant) => {
+                // Before the client may write: what the kernel knew of the file ends to hold then.
+                shared.kernel.forget(grant.node);
+                Reply { binding: grant.binding, size: grant.size, ..Reply::default() }.into()
+            }
+            Err(refusal) => refusal.into(),
+        },
+        Op::Lease => match engine.door_lease(client, token, pid, arg) {
+            Ok(lease) => Reply { lease, ..Reply::default() }.into(),
+            Err(refusal) => refusal.into(),
+        },
+        Op::EndWrite => {
+            engine.door_end(client, token);
+            Answer::status(Status::Ok)
+        }
+        Op::Extents => match engine.door_extents(token, arg) {
+            Ok(list) => {
+                let count = list.extents.len() as u32;
+                let (size, slot, stamp) = (list.size, list.slot, list.stamp);
+                Answer(Reply { count, size, slot, stamp, ..Reply::default() }, list.extents)
+            }
+            Err(refusal) => refusal.into(),
+        },
+        // A list needs no end: its word tells when it does not hold any more.
+        Op::EndRead => Answer::status(Status::Ok),
+    }
+}
+
+fn refuse(socket: &OwnedFd, status: Status) -> io::Result<()> {
+    send(socket, &Answer::status(status))
+}
+
+fn send(socket: &OwnedFd, Answer(reply, extents): &Answer) -> io::Result<()> {
+    let parts = [IoSlice::new(reply.as_bytes()), IoSlice::new(extents.as_bytes())];
+    sendmsg(socket, &parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?;
+    Ok(())
+}

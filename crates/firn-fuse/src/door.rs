@@ -1,0 +1,106 @@
+//! What the kernel must be told of files that processes write past it.
+//!
+//! Promises
+//! * Attributes of such a file are not kept: the kernel asks each time, and what it kept from before is
+//!   dropped before the first byte is written past it.
+//! * An opener appends where the file ends. The kernel takes the end for an O_APPEND write from what it
+//!   believes and does not ask; so whoever opens such a file is answered only after it was told. Only a
+//!   store into its cache raises what it believes (fs/fuse/dev.c, `fuse_notify_store`), and only one of
+//!   at least one byte: the file's own last one, which is dropped again.
+
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use firn_backing::Backing;
+use firn_engine::{HandleId, NodeId};
+use firn_format::door::{DOOR_VERSION, Token};
+use fuser::{INodeNo, Request};
+use zerocopy::FromZeros;
+
+use crate::coherence::Coherence;
+
+/// Where processes ask to write and read past the kernel.
+#[derive(Clone)]
+pub(crate) struct DoorPlace {
+    arena: [u8; 16],
+    socket: [u8; 112],
+}
+
+impl DoorPlace {
+    /// `None` where the path does not fit.
+    pub(crate) fn new(arena: [u8; 16], socket: &Path) -> Option<Self> {
+        let path = socket.as_os_str().as_bytes();
+        let mut bytes = [0; 112];
+        // One byte ends it, and the kernel takes no more than 107 (unix(7)).
+        bytes.get_mut(..path.len()).filter(|_| path.len() <= 107)?.copy_from_slice(path);
+        Some(Self { arena, socket: bytes })
+    }
+}
+
+/// The answer to `IOCTL_TOKEN`: the door is for processes of firnd's own user.
+pub(crate) fn token(place: Option<&DoorPlace>, request: &Request, handle: u64) -> Token {
+    let ours = request.uid() == rustix::process::geteuid().as_raw();
+    match place.filter(|_| ours) {
+        Some(place) => Token {
+            token: handle,
+            version: DOOR_VERSION,
+            pid: std::process::id(),
+            arena: place.arena,
+            socket: place.socket,
+        },
+        None => Token::new_zeroed(),
+    }
+}
+
+/// Makes the kernel ask for the attributes of a node again.
+#[derive(Clone)]
+pub struct Forgetter(Arc<dyn Fn(NodeId) + Send + Sync>);
+
+impl Forgetter {
+    pub(crate) fn new<B: Backing>(coherence: Arc<Coherence<B>>) -> Self {
+        Self(Arc::new(move |node| coherence.drop_attributes(node)))
+    }
+
+    /// Returns when no attribute from before this call is left.
+    pub fn forget(&self, node: NodeId) {
+        (self.0)(node);
+    }
+}
+
+impl<B: Backing> Coherence<B> {
+    fn drop_attributes(&self, node: NodeId) {
+        let Some(notifier) = self.notifier() else { return };
+        if let Err(error) = notifier.inval_inode(INodeNo(node.0), -1, 0) {
+            tracing::warn!(%error, node = node.0, "cannot drop attributes");
+        }
+    }
+
+    /// Calls `answer` once the kernel knows that the file is at least `size` bytes long.
+    pub(crate) fn tell_size(
+        &self,
+        node: NodeId,
+        handle: HandleId,
+        size: Option<u64>,
+        answer: impl FnOnce() + Send + 'static,
+    ) {
+        let (Some(size), Some(notifier)) = (size, self.notifier().cloned()) else { return answer() };
+        let engine = Arc::clone(self.engine());
+        // Not on this thread: a store waits for a page that a FUSE thread may have to fill.
+        self.workers().run(move || {
+            if let Some(last) = size.checked_sub(1) {
+                let inode = INodeNo(node.0);
+                let byte = engine.byte_at(handle, last).unwrap_or(0);
+                let told = notifier
+                    .store(inode, last, &[byte])
+                    .and_then(|()| notifier.inval_inode(inode, last as i64, 1));
+                if let Err(error) = told {
+                    tracing::warn!(%error, node = node.0, size, "cannot tell the kernel how long a file is");
+                    return answer();
+                }
+            }
+            engine.kernel_knows(node);
+            answer();
+        });
+    }
+}

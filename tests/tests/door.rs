@@ -1,0 +1,226 @@
+//! Writing past the kernel on a real mount: what others see, what a kill leaves, who is let in.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::time::Duration;
+
+use firn_format::door::{DOOR_VERSION, Op, Request, Status};
+use firn_tests::command::run;
+use firn_tests::door::{Client, acknowledged, byte_at, knock, say, token, two_requests};
+use firn_tests::mount::patient;
+use firn_tests::{FirnMount, Sandbox, helper_binary, wait_until};
+use zerocopy::IntoBytes;
+
+const NOBODY: u32 = 65534;
+
+fn pattern(from: u64, len: usize) -> Vec<u8> {
+    (from..from + len as u64).map(byte_at).collect()
+}
+
+#[test]
+fn what_was_written_past_the_kernel_is_seen_by_everyone_at_once() {
+    let sandbox = Sandbox::new("door-seen");
+    // A process that is started closes its copies of descriptors, which would drain.
+    let mount = FirnMount::new(&sandbox, &patient("close=held"));
+    let path = mount.join("file");
+    let file = File::create(&path).unwrap();
+    // The kernel believes to know the length.
+    assert_eq!(path.metadata().unwrap().len(), 0);
+    let client = Client::new(&token(&file).unwrap());
+    let mut door = client.open(file);
+    let data = pattern(0, 3_000_000);
+    let mut at = 0;
+    for len in [1, 100, 4096, 100_000, 2_895_803] {
+        assert_eq!(door.append(at as u64, &data[at..at + len]), len);
+        at += len;
+        assert_eq!(path.metadata().unwrap().len(), at as u64);
+        assert_eq!(door.file.metadata().unwrap().len(), at as u64);
+    }
+    let status = mount.status();
+    assert_eq!((status.door_clients, status.door_files, status.held_bytes), (1, 1, 3_000_000));
+    assert_eq!(std::fs::read(&path).unwrap(), data);
+    assert_eq!(door.append(at as u64, b"no"), 0, "another has opened it");
+    door.write(at as u64, b"yes").unwrap();
+    assert_eq!(path.metadata().unwrap().len(), at as u64 + 3);
+    drop(door);
+    wait_until("the end of the lease", Duration::from_secs(10), || mount.status().door_leases == 0);
+    let backing = mount.umount();
+    assert_eq!(std::fs::read(backing.join("file")).unwrap(), [&data[..], b"yes"].concat());
+}
+
+#[test]
+fn an_appender_that_comes_later_appends_at_the_end() {
+    let sandbox = Sandbox::new("door-append");
+    let mount = FirnMount::new(&sandbox, &patient("close=held"));
+    for (name, len, closed) in
+        [("a", 1, false), ("b", 4096, false), ("c", 4097, true), ("d", 1_000_000, false), ("e", 77, true)]
+    {
+        let path = mount.join(name);
+        let file = File::create(&path).unwrap();
+        file.metadata().unwrap();
+        let client = Client::new(&token(&file).unwrap());
+        let mut door = client.open(file);
+        assert_eq!(door.append(0, &pattern(0, len)), len);
+        let door = if closed {
+            drop(door);
+            None
+        } else {
+            Some(door)
+        };
+        // Nobody asks for the length between.
+        let mut second = OpenOptions::new().append(true).open(&path).unwrap();
+        second.write_all(b"behind").unwrap();
+        second.write_all(b" it").unwrap();
+        assert_eq!(second.metadata().unwrap().len(), len as u64 + 9, "{name}");
+        let mut expected = pattern(0, len);
+        expected.extend(b"behind it");
+        assert!(std::fs::read(&path).unwrap() == expected, "{name}");
+        drop(door);
+    }
+}
+
+#[test]
+fn the_kernels_calls_on_the_same_descriptor_see_and_cut_what_was_written() {
+    let sandbox = Sandbox::new("door-same");
+    let mount = FirnMount::new(&sandbox, &patient(""));
+    let file = OpenOptions::new().read(true).write(true).create_new(true).open(mount.join("file")).unwrap();
+    let client = Client::new(&token(&file).unwrap());
+    let mut door = client.open(file);
+    door.append(0, &pattern(0, 10_000));
+    let mut bytes = vec![0; 20_000];
+    assert_eq!(door.file.read_at(&mut bytes, 0).unwrap(), 10_000);
+    assert_eq!(bytes[..10_000], pattern(0, 10_000));
+    assert_eq!(door.ask(), Some(Status::Ok));
+    assert_eq!(door.append(10_000, &pattern(10_000, 500)), 500);
+    door.file.set_len(9_000).unwrap();
+    assert_eq!(door.append(10_500, b"x"), 0);
+    assert_eq!(door.file.metadata().unwrap().len(), 9_000);
+    assert_eq!(door.ask(), Some(Status::Ok));
+    assert_eq!(door.append(9_000, &pattern(9_000, 500)), 500);
+    door.file.sync_all().unwrap();
+    assert_eq!(std::fs::read(mount.backing().join("file")).unwrap(), pattern(0, 9_500));
+}
+
+#[test]
+fn a_killed_client_loses_nothing_that_was_acknowledged() {
+    let sandbox = Sandbox::new("door-client");
+    let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
+    for round in 0..5 {
+        let (path, log) = (mount.join(format!("f{round}")), sandbox.join(format!("log{round}")));
+        let mut writer = Command::new(helper_binary())
+            .args(["door-writer".as_ref(), path.as_os_str(), log.as_os_str()])
+            .spawn()
+            .unwrap();
+        wait_until("some writes", Duration::from_secs(30), || acknowledged(&log) > 3_000_000 * (round + 1));
+        writer.kill().unwrap();
+        writer.wait().unwrap();
+        check(&std::fs::read(&path).unwrap(), acknowledged(&log));
+    }
+    wait_until("the end of the clients", Duration::from_secs(10), || mount.status().door_clients == 0);
+    assert_eq!(mount.status().door_errors, 0);
+    mount.umount();
+}
+
+fn check(found: &[u8], acknowledged: u64) {
+    assert!(found.len() as u64 >= acknowledged, "{} bytes of {acknowledged}", found.len());
+    let wrong = found.iter().zip(0..).find(|(byte, at)| **byte != byte_at(*at));
+    assert_eq!(wrong, None);
+}
+
+#[test]
+fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
+    let sandbox = Sandbox::new("door-firnd");
+    for round in 0..5u64 {
+        let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
+        let (path, log) = (mount.join(format!("f{round}")), sandbox.join(format!("log{round}")));
+        let writers = Command::new(helper_binary())
+            .args(["door-writer".as_ref(), path.as_os_str(), log.as_os_str()])
+            .spawn();
+        let mut writer = writers.unwrap();
+        // A quiet client, whose leases nobody ended.
+        let file = File::create(mount.join(format!("quiet{round}"))).unwrap();
+        let client = Client::new(&token(&file).unwrap());
+        let mut quiet = client.open(file);
+        assert_eq!(quiet.append(0, &pattern(0, 30_000)), 30_000);
+        wait_until("some writes", Duration::from_secs(30), || acknowledged(&log) > 1_000_000 * (round + 1));
+        let backing = mount.kill();
+        // In the arena, whether anybody is there or not.
+        assert_eq!(quiet.append(30_000, &pattern(30_000, 1_000)), 1_000);
+        let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
+        assert_eq!(quiet.append(31_000, b"never"), 0);
+        writer.wait().unwrap();
+        let acknowledged = acknowledged(&log);
+        mount.umount();
+        check(&std::fs::read(backing.join(format!("f{round}"))).unwrap(), acknowledged);
+        assert_eq!(std::fs::read(backing.join(format!("quiet{round}"))).unwrap(), pattern(0, 31_000));
+    }
+}
+
+#[test]
+fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
+    let sandbox = Sandbox::new("door-nonsense");
+    let mount = FirnMount::new(&sandbox, &patient(""));
+    let file = File::create(mount.join("file")).unwrap();
+    let token = token(&file).unwrap();
+    let client = Client::new(&token);
+    let mut door = client.open(file);
+    let request = |op, arg| Request { op, arg, ..Request::default() };
+    let hello = request(Op::Hello as u32, DOOR_VERSION.into());
+    let (version, early) = (request(Op::Hello as u32, 99), request(Op::Lease as u32, 1));
+    let packets: [(&[u8], Status); 6] = [
+        (b"x", Status::Malformed),
+        (&[0xff; 24], Status::Malformed),
+        (&[7; 5000], Status::Malformed),
+        (&two_requests(), Status::Malformed),
+        (version.as_bytes(), Status::Version),
+        (early.as_bytes(), Status::Malformed),
+    ];
+    for (packet, expected) in packets {
+        let socket = knock(&token).unwrap();
+        assert_eq!(say(&socket, packet), Some(expected), "{packet:?}");
+        assert_eq!(say(&socket, hello.as_bytes()), None, "closed");
+    }
+    let socket = knock(&token).unwrap();
+    assert_eq!(say(&socket, hello.as_bytes()), Some(Status::Ok));
+    let wrong = Request { op: Op::OpenWrite as u32, token: u64::MAX, ..Request::default() };
+    assert_eq!(say(&socket, wrong.as_bytes()), Some(Status::BadToken));
+    assert_eq!(say(&socket, request(77, 0).as_bytes()), Some(Status::Malformed));
+    // Connections that are opened and left.
+    let idle: Vec<_> = (0..50).map(|_| knock(&token).unwrap()).collect();
+    assert_eq!(door.append(0, b"still here"), 10);
+    drop(idle);
+    assert_eq!(std::fs::read(mount.join("file")).unwrap(), b"still here");
+}
+
+#[test]
+fn other_users_and_other_file_systems_have_no_door() {
+    let sandbox = Sandbox::new("door-others");
+    let mount = FirnMount::new(&sandbox, &patient("allow-other"));
+    let path = mount.join("file");
+    std::fs::write(&path, b"x").unwrap();
+    // The way there, and the helper where everybody may run it.
+    for (dir, mode) in [(sandbox.path(), 0o755), (mount.path(), 0o755)] {
+        std::fs::set_permissions(dir, PermissionsExt::from_mode(mode)).unwrap();
+    }
+    let helper = sandbox.join("helper");
+    std::fs::copy(helper_binary(), &helper).unwrap();
+    let version = |uid: Option<u32>, path: &std::path::Path| {
+        let mut command = Command::new(&helper);
+        command.arg("door-version").arg(path);
+        if let Some(uid) = uid {
+            command.uid(uid).gid(uid);
+        }
+        run(&mut command).ok().stdout.trim().to_owned()
+    };
+    assert_eq!(version(None, &path), DOOR_VERSION.to_string());
+    assert_eq!(version(Some(NOBODY), &path), "0");
+    assert_eq!(version(None, &helper), "none");
+    // Knowing the path of the socket does not help.
+    let token = token(&File::open(&path).unwrap()).unwrap();
+    let len = token.socket.iter().position(|byte| *byte == 0).unwrap();
+    let socket = std::path::PathBuf::from(String::from_utf8(token.socket[..len].to_vec()).unwrap());
+    assert_eq!(socket.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+}
