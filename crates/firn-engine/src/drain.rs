@@ -341,10 +341,8 @@ impl<B: Backing> Engine<B> {
         }
         let mut told = Vec::new();
         match error {
-            None => {
-                state.failure = None;
-                self.enqueue(&file, &mut state);
-            }
+            // A failure of another part stays until everything is drained: it must not go untold.
+            None => self.enqueue(&file, &mut state),
             Some(errno) => {
                 counters.drain_errors.fetch_add(1, Ordering::Relaxed);
                 self.failed(&file, &mut state, errno);
@@ -451,11 +449,21 @@ impl<B: Backing> Engine<B> {
     fn failed(&self, file: &Arc<File<B>>, state: &mut FileState<B>, errno: Errno) {
         // The next write tells the program, and only those through the kernel can.
         self.revoke(file, state);
-        let count = state.failure.map_or(0, |f| f.count) + 1;
+        let now = Instant::now();
+        let earlier = state.failure.filter(|failure| failure.retry_at > now);
+        if let Some(failure) = &mut state.failure
+            && earlier.is_some()
+        {
+            // Another write of the same try: it waits for the same next one.
+            (failure.errno, failure.told) = (errno, false);
+        }
+        let count = state.failure.map_or(0, |f| f.count) + u32::from(earlier.is_none());
         let wait = RETRY_FIRST.saturating_mul(1 << (count - 1).min(16)).min(RETRY_MAX);
-        let retry_at = Instant::now() + wait;
-        state.failure = Some(Failure { errno, told: false, count, retry_at });
-        self.queue.lock().retry.push((retry_at, Arc::clone(file)));
+        if earlier.is_none() {
+            let retry_at = now + wait;
+            state.failure = Some(Failure { errno, told: false, count, retry_at });
+            self.queue.lock().retry.push((retry_at, Arc::clone(file)));
+        }
         let path =
             String::from_utf8_lossy(&file.node.paths().into_iter().next().unwrap_or_default()).into_owned();
         tracing::warn!(path, %errno, count, "drain failed; the data stays in the arena and is tried again");
