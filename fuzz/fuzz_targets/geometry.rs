@@ -26,5 +26,5 @@ fuzz_target!(|input: (u64, Result<u8, u64>)| {
     }
     assert!(g.table_offset(g.chunk_count) <= g.data_offset());
     assert_eq!(g.data_offset() % DATA_ALIGN, 0);
-    assert_eq!(g.file_bytes() - g.chunk_offset(last), chunk_bytes);
+    assert_eq!(g.file_bytes() - g.slot_offset(last), chunk_bytes);
 });

@@ -32,7 +32,9 @@ fuzz_target!(|input: Input| match input {
         let mut backing_path = path.repeat(usize::from(path_repeat % 512));
         backing_path.truncate(2 * PATH_MAX);
         let (backing_dev, backing_ino) = backing;
-        let mut value = Superblock { uuid, geometry, backing_dev, backing_ino, created_s, backing_path };
+        let spill_path = Vec::new();
+        let mut value =
+            Superblock { uuid, geometry, backing_dev, backing_ino, created_s, backing_path, spill_path };
         let page = value.encode();
         value.backing_path.truncate(PATH_MAX);
         assert_eq!(Superblock::decode(&page), Ok(value));

@@ -1,12 +1,14 @@
 //! Create, attach, lease, append, publish, free.
 
+use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use firn_format::FormatError;
 use firn_format::geometry::{Geometry, PAGE};
+use firn_format::home::Home;
 use firn_format::piece::{Checked, DEAD, LIVE, Piece, RawPiece, word};
 use firn_format::slab::{Class, SlabState, chunk_word, slab_word};
 use firn_format::superblock::{SUPERBLOCK_BYTES, Superblock, state_word};
@@ -15,8 +17,11 @@ use rustix::fs::{FallocateFlags, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::client::{Stopping, revoke_all};
+use crate::homes::Homes;
 use crate::map::{JournalRegion, Map, probe};
-use crate::pool::Pool;
+use crate::moves::{missing, read_homes};
+use crate::pool::{Pool, Taken};
+use crate::spill::{SpillFault, SpillFile};
 use crate::{ArenaError, Damage};
 
 /// What the arena is for.
@@ -91,11 +96,20 @@ type OnFree = Box<dyn Fn() + Send + Sync>;
 
 /// The mapped region.
 pub struct Arena {
-    map: Arc<Map>,
+    pub(crate) map: Arc<Map>,
     geometry: Geometry,
     path: PathBuf,
     superblock: Superblock,
-    pool: Mutex<Pool>,
+    pub(crate) pool: Mutex<Pool>,
+    pub(crate) homes: Homes,
+    pub(crate) spill: Option<Arc<SpillFile>>,
+    pub(crate) spill_fault: Option<SpillFault>,
+    /// Held during a move.
+    pub(crate) mover: Mutex<()>,
+    pub(crate) moved_bytes: AtomicU64,
+    /// More slots of memory than this in use are told.
+    pub(crate) pressure_at: AtomicU32,
+    pub(crate) on_pressure: Mutex<Option<OnFree>>,
     /// By smallest slab: live bytes, plus [`PIN`] for each other use. The slab is free at 0.
     uses: Vec<AtomicU64>,
     on_free: Mutex<Option<OnFree>>,
@@ -106,6 +120,17 @@ pub struct Arena {
 impl Arena {
     /// Makes the file, with all its room allocated, and attaches. Fails if it exists.
     pub fn create(path: &Path, geometry: Geometry, identity: &Identity) -> Result<Self, ArenaError> {
+        Self::create_with_spill(path, geometry, identity, Path::new(""))
+    }
+
+    /// The same with a spill file, whose room the geometry says. A spill file there whose arena is gone is
+    /// replaced.
+    pub fn create_with_spill(
+        path: &Path,
+        geometry: Geometry,
+        identity: &Identity,
+        spill: &Path,
+    ) -> Result<Self, ArenaError> {
         let io = |what| move |source| ArenaError::Io { path: path.display().to_string(), what, source };
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         // Under another name until it is whole: whoever finds an arena finds one that can be attached,
@@ -113,10 +138,13 @@ impl Arena {
         let unfinished = path.with_extension("unfinished");
         let _ = rustix::fs::unlink(&unfinished);
         let file = rustix::fs::open(&unfinished, flags, Mode::RUSR | Mode::WUSR).map_err(io("create it"))?;
-        let made = Self::initialise(path, file, geometry, identity).and_then(|arena| {
+        let made = Self::initialise(path, file, geometry, identity, spill).and_then(|arena| {
             let here = rustix::fs::CWD;
-            rustix::fs::renameat_with(here, &unfinished, here, path, RenameFlags::NOREPLACE)
-                .map_err(io("give it its name"))?;
+            let named = rustix::fs::renameat_with(here, &unfinished, here, path, RenameFlags::NOREPLACE);
+            if named.is_err() && arena.spill.is_some() {
+                let _ = rustix::fs::unlink(spill);
+            }
+            named.map_err(io("give it its name"))?;
             Ok(arena)
         });
         if made.is_err() {
@@ -130,6 +158,7 @@ impl Arena {
         file: rustix::fd::OwnedFd,
         geometry: Geometry,
         identity: &Identity,
+        spill: &Path,
     ) -> Result<Self, ArenaError> {
         let need = geometry.file_bytes();
         // Allocated, not only sized: a full tmpfs must say so here, not with SIGBUS at the first touch.
@@ -150,21 +179,33 @@ impl Arena {
             backing_ino: identity.ino,
             created_s: rustix::time::clock_gettime(rustix::time::ClockId::Realtime).tv_sec,
             backing_path: identity.backing.as_os_str().as_bytes().to_vec(),
+            spill_path: spill.as_os_str().as_bytes().to_vec(),
         };
         let map = Arc::new(Map::new(path, file, need, true)?);
+        let spill = match geometry.spill_count {
+            0 => None,
+            _ => Some(Arc::new(SpillFile::create(spill, &geometry, uuid, path)?)),
+        };
         map.write(0, &superblock.encode());
-        Ok(Self::assemble(path, map, superblock))
+        Ok(Self { spill, ..Self::assemble(path, map, superblock) })
     }
 
     fn assemble(path: &Path, map: Arc<Map>, superblock: Superblock) -> Self {
         let geometry = superblock.geometry;
-        let slabs = geometry.chunk_count as usize * geometry.small_slabs() as usize;
+        let slabs = geometry.chunks() as usize * geometry.small_slabs() as usize;
         Self {
             map,
             geometry,
             path: path.to_owned(),
             superblock,
             pool: Mutex::new(Pool::new(geometry)),
+            homes: Homes::new(geometry.chunks()),
+            spill: None,
+            spill_fault: None,
+            mover: Mutex::new(()),
+            moved_bytes: AtomicU64::new(0),
+            pressure_at: AtomicU32::new(u32::MAX),
+            on_pressure: Mutex::new(None),
             uses: (0..slabs).map(|_| AtomicU64::new(0)).collect(),
             on_free: Mutex::new(None),
             stopping: Mutex::new(Vec::new()),
@@ -173,9 +214,12 @@ impl Arena {
 
     /// Attaches to an existing file and reads its piece tables. Leases of dead writers end. The
     /// pieces that the caller does not [`Arena::keep`] afterwards are freed by [`Arena::settle`].
+    ///
+    /// Where the spill file is gone or damaged, [`Arena::spill_fault`] says so, the pieces in it are named as
+    /// damage and stay pending, and reading them fails.
     pub fn attach(path: &Path) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
         let (map, superblock) = open(path, true)?;
-        let arena = Self::assemble(path, map, superblock);
+        let mut arena = Self::assemble(path, map, superblock);
         // Before anything is read: what is read is then all there will ever be.
         let stopping = revoke_all(&arena.map, &arena.geometry, &arena.classes());
         let mut stored = Vec::new();
@@ -187,7 +231,18 @@ impl Arena {
         });
         // The counter is one word that nothing protects: it may only be too low if it is damaged.
         arena.map.u64(state_word::SEQUENCE).fetch_max(highest, Ordering::Relaxed);
-        arena.adopt(&stored, &stopping);
+        let homes = read_homes(&arena.map, &arena.geometry, &mut damage);
+        if arena.geometry.spill_count > 0 {
+            match SpillFile::open(&arena.superblock, true) {
+                Ok((file, fault)) => {
+                    arena.spill = Some(Arc::new(file));
+                    arena.spill_fault = fault;
+                }
+                Err(fault) => arena.spill_fault = Some(fault),
+            }
+            missing(&homes, &stored, arena.spill.as_deref(), arena.spill_fault.as_ref(), &mut damage);
+        }
+        arena.adopt(&stored, &stopping, &homes);
         *arena.stopping.lock() = stopping;
         Ok((arena, stored, damage))
     }
@@ -195,40 +250,67 @@ impl Arena {
     /// The chunks that are cut, as far as their class can be read.
     fn classes(&self) -> Vec<(u32, Class)> {
         let class = |chunk| Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire)).ok().flatten();
-        (0..self.geometry.chunk_count).filter_map(|chunk| Some((chunk, class(chunk)?))).collect()
+        (0..self.geometry.chunks()).filter_map(|chunk| Some((chunk, class(chunk)?))).collect()
     }
 
-    fn adopt(&self, stored: &[Stored], stopping: &[Stopping]) {
-        let mut pool = self.pool.lock();
-        for chunk in 0..self.geometry.chunk_count {
-            let holding = stored.iter().map(|s| s.at.slab).chain(stopping.iter().map(|s| s.slab));
-            let mut used: Vec<u32> = holding.filter(|s| s.chunk == chunk).map(|s| s.slab).collect();
-            used.sort_unstable();
-            used.dedup();
-            match Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire)) {
+    fn adopt(&self, stored: &[Stored], stopping: &[Stopping], homes: &[Option<Home>]) {
+        // Slabs in use and the newest write of each chunk.
+        let mut used: BTreeMap<u32, (Vec<u32>, u64)> = BTreeMap::new();
+        for Stored { at, piece } in stored {
+            let (slabs, newest) = used.entry(at.slab.chunk).or_default();
+            slabs.push(at.slab.slab);
+            *newest = piece.sequence.max(*newest);
+        }
+        for Stopping { slab, .. } in stopping {
+            used.entry(slab.chunk).or_default().0.push(slab.slab);
+        }
+        let mut kept = Vec::new();
+        for chunk in 0..self.geometry.chunks() {
+            let class = Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire));
+            match (class, used.remove(&chunk)) {
                 // Its pieces may be whole: nobody gets it while this arena lives.
-                Err(_) => pool.set_aside(chunk),
-                Ok(Some(class)) if !used.is_empty() => {
-                    pool.adopt(chunk, class, &used);
-                    for slab in 0..self.geometry.small_slabs() {
-                        let at = SlabRef { chunk, slab };
-                        if used.contains(&slab) {
-                            self.slab_state(at).store(SlabState::Sealed.to_word(), Ordering::Release);
-                            // Held until `settle`, so that no slab is freed while pieces are kept.
-                            self.uses(at).store(PIN, Ordering::Relaxed);
-                        } else {
-                            self.slab_state(at).store(SlabState::Free.to_word(), Ordering::Release);
-                        }
-                    }
+                (Err(_), _) => kept.push((u64::MAX, chunk, None)),
+                (Ok(Some(class)), Some((mut slabs, newest))) => {
+                    slabs.sort_unstable();
+                    slabs.dedup();
+                    self.adopt_slabs(chunk, &slabs);
+                    kept.push((newest, chunk, Some((class, slabs))));
                 }
                 _ => self.clear_chunk(chunk),
             }
         }
-        drop(pool);
+        let mut pool = self.pool.lock();
+        let chunks: std::collections::HashSet<u32> = kept.iter().map(|(_, chunk, _)| *chunk).collect();
+        let slots: std::collections::HashSet<Home> =
+            chunks.iter().filter_map(|chunk| homes[*chunk as usize]).collect();
+        pool.reserve(&|chunk| chunks.contains(&chunk), &|home| slots.contains(&home));
+        // The oldest first: in this order they move to the spill file.
+        kept.sort_unstable_by_key(|(newest, chunk, _)| (*newest, *chunk));
+        for (_, chunk, used) in kept {
+            let home = homes[chunk as usize];
+            self.homes.set(chunk, home);
+            if let Some((class, slabs)) = used {
+                pool.adopt(chunk, class, &slabs, home);
+            }
+        }
         for Stopping { slab, .. } in stopping {
+            pool.lease_on(slab.chunk);
             // Beside the pin that ends at `settle`, which is for slabs with pieces.
             if stored.iter().any(|s| s.at.slab == *slab) {
-                self.pin(*slab);
+                self.add_uses(*slab, PIN);
+            }
+        }
+    }
+
+    fn adopt_slabs(&self, chunk: u32, used: &[u32]) {
+        for slab in 0..self.geometry.small_slabs() {
+            let at = SlabRef { chunk, slab };
+            if used.binary_search(&slab).is_ok() {
+                self.slab_state(at).store(SlabState::Sealed.to_word(), Ordering::Release);
+                // Held until `settle`, so that no slab is freed while pieces are kept.
+                self.uses(at).store(PIN, Ordering::Relaxed);
+            } else {
+                self.slab_state(at).store(SlabState::Free.to_word(), Ordering::Release);
             }
         }
     }
@@ -238,6 +320,7 @@ impl Arena {
             self.slab_state(SlabRef { chunk, slab }).store(SlabState::Free.to_word(), Ordering::Release);
         }
         self.chunk_class(chunk).store(Class::to_word(None), Ordering::Release);
+        self.homes.set(chunk, None);
     }
 
     /// After attach: `bytes` of this piece are pending.
@@ -251,7 +334,7 @@ impl Arena {
         slabs.sort_unstable();
         slabs.dedup();
         for slab in slabs {
-            self.unpin(slab);
+            self.release_uses(slab, PIN);
         }
     }
 
@@ -295,18 +378,18 @@ impl Arena {
         self.map.write(state_word::HOLDER_PATH + 4, bytes);
         self.map.u32(state_word::HOLDER_PID).store(pid, Ordering::Release);
     }
-    /// Bytes of slabs in use.
+    /// Bytes of slabs in use in memory.
     pub fn used_bytes(&self) -> u64 {
-        self.pool.lock().used_bytes()
+        self.pool.lock().used_bytes().0
     }
 
-    /// Gives memory to the chunks from `from` on, one at a time, until all are done or `go_on` is false.
+    /// Gives memory to all slots, one at a time, until all are done or `go_on` is false.
     pub fn populate(&self, go_on: &dyn Fn() -> bool) -> Result<(), Errno> {
-        for chunk in 0..self.geometry.chunk_count {
+        for slot in 0..self.geometry.chunk_count {
             if !go_on() {
                 break;
             }
-            self.map.populate(self.geometry.chunk_offset(chunk), self.geometry.chunk_bytes)?;
+            self.map.populate(self.geometry.slot_offset(slot), self.geometry.chunk_bytes)?;
         }
         Ok(())
     }
@@ -325,23 +408,35 @@ impl Arena {
         self.await_clients();
         let mut pool = self.pool.lock();
         let order = [Class::Whole, Class::Medium, Class::Small];
-        let (class, (chunk, slab, cut)) = order
+        let taken = order
             .into_iter()
             .filter(|c| *c <= class)
-            .find_map(|class| pool.take(class).map(|taken| (class, taken)))?;
+            .find_map(|class| pool.take(class).map(|taken| (class, taken)));
+        let Some((class, Taken { chunk, slab, cut })) = taken else {
+            drop(pool);
+            self.tell_pressure(self.geometry.chunk_count);
+            return None;
+        };
         let at = SlabRef { chunk, slab };
         let generation = self.map.u64(state_word::GENERATION).fetch_add(1, Ordering::AcqRel) + 1;
         let header = self.geometry.slab_header_offset(chunk, slab);
         probe();
         self.map.u32(header + slab_word::PUBLISHED).store(0, Ordering::Release);
         self.map.u64(header + slab_word::GENERATION).store(generation, Ordering::Release);
-        if cut {
+        if let Some(slot) = cut {
+            probe();
+            self.store_home(chunk, Home::Memory(slot));
+            probe();
             self.chunk_class(chunk).store(Class::to_word(Some(class)), Ordering::Release);
         }
         probe();
         self.slab_state(at).store(SlabState::Leased.to_word(), Ordering::Release);
         self.uses(at).store(PIN, Ordering::Release);
+        let memory_used = pool.memory_used();
         drop(pool);
+        if cut.is_some() {
+            self.tell_pressure(memory_used);
+        }
         let bytes = class.slab_bytes(self.geometry.chunk_bytes);
         let records = records_of(&self.geometry, class, slab);
         Some(Lease {
@@ -373,22 +468,18 @@ impl Arena {
         let slab = lease.slab;
         probe();
         self.slab_state(slab).store(SlabState::Sealed.to_word(), Ordering::Release);
-        self.unpin(slab);
+        self.end_lease(slab);
     }
 
-    /// Copies bytes to reserved room. Nobody sees them before they are published.
-    pub fn fill(&self, slab: SlabRef, position: u32, data: &[u8]) {
-        self.map.write(self.geometry.chunk_offset(slab.chunk) + u64::from(position), data);
-    }
-
-    /// Copies pending bytes out.
-    pub fn copy_out(&self, slab: SlabRef, position: u32, out: &mut [u8]) {
-        self.map.read(self.geometry.chunk_offset(slab.chunk) + u64::from(position), out);
-    }
-
-    /// The address of pending bytes, for vectored writes. Valid while the slab is pinned.
-    pub fn address(&self, slab: SlabRef, position: u32, len: u32) -> *const u8 {
-        self.map.at(self.geometry.chunk_offset(slab.chunk) + u64::from(position), u64::from(len))
+    /// The writer of a slab is known not to touch it any more.
+    pub(crate) fn end_lease(&self, slab: SlabRef) {
+        let mut pool = self.pool.lock();
+        let (may_move, memory_used) = (pool.end_lease(slab.chunk), pool.memory_used());
+        drop(pool);
+        self.release_uses(slab, PIN);
+        if may_move {
+            self.tell_pressure(memory_used);
+        }
     }
 
     /// Publishes what was filled at `reserved` as a new piece. The slab counts the bytes as live.
@@ -454,12 +545,14 @@ impl Arena {
         self.map.u32(base + word::STATE).store(DEAD, Ordering::Release);
     }
 
-    /// Keeps a slab while an I/O reads it.
+    /// Keeps a slab, and its data where it is, while an I/O reads it.
     pub fn pin(&self, slab: SlabRef) {
         self.uses(slab).fetch_add(PIN, Ordering::AcqRel);
+        self.homes.enter(slab.chunk);
     }
     /// Ends a [`Arena::pin`].
     pub fn unpin(&self, slab: SlabRef) {
+        self.homes.leave(slab.chunk);
         self.release_uses(slab, PIN);
     }
 
@@ -473,10 +566,23 @@ impl Arena {
         self.slab_state(slab).store(SlabState::Free.to_word(), Ordering::Release);
         let mut pool = self.pool.lock();
         if pool.give(slab.chunk, slab.slab) {
-            probe();
-            self.chunk_class(slab.chunk).store(Class::to_word(None), Ordering::Release);
+            self.forget_chunk(slab.chunk, &mut pool);
         }
         drop(pool);
+        self.tell_free();
+    }
+
+    /// A chunk became free: so does its slot.
+    pub(crate) fn forget_chunk(&self, chunk: u32, pool: &mut Pool) {
+        probe();
+        self.chunk_class(chunk).store(Class::to_word(None), Ordering::Release);
+        if let Some(home) = self.homes.get(chunk) {
+            self.homes.set(chunk, None);
+            pool.free_slot(home);
+        }
+    }
+
+    pub(crate) fn tell_free(&self) {
         if let Some(f) = &*self.on_free.lock() {
             f();
         }
@@ -511,10 +617,6 @@ impl Arena {
     }
     pub(crate) fn set_state(&self, slab: SlabRef, state: SlabState) {
         self.slab_state(slab).store(state.to_word(), Ordering::Release);
-    }
-    /// Where the data of a chunk that is not spilled begins, in bytes from the start of the file.
-    pub fn data_offset(&self, chunk: u32) -> u64 {
-        self.geometry.chunk_offset(chunk)
     }
     /// The file, for clients that map it themselves.
     pub fn file(&self) -> rustix::fd::BorrowedFd<'_> {
@@ -611,7 +713,7 @@ pub(crate) fn open(path: &Path, writable: bool) -> Result<(Arc<Map>, Superblock)
 
 /// Reads every piece record that counts; what fails its check goes to `damage`.
 pub(crate) fn scan(map: &Map, geometry: &Geometry, damage: &mut Vec<Damage>, live: &mut dyn FnMut(Stored)) {
-    for chunk in 0..geometry.chunk_count {
+    for chunk in 0..geometry.chunks() {
         let class = match Class::from_word(
             map.u32(geometry.table_offset(chunk) + chunk_word::CLASS).load(Ordering::Acquire),
         ) {

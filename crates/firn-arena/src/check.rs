@@ -6,6 +6,8 @@ use firn_format::FormatError;
 use firn_format::superblock::{Superblock, state_word};
 
 use crate::arena::{open, scan};
+use crate::moves::{missing, read_homes};
+use crate::spill::{SpillFault, SpillFile};
 use crate::{ArenaError, JournalRegion, PieceRef, SlabRef, Stored};
 
 /// A word or record that is not what it can be.
@@ -18,6 +20,32 @@ pub enum Damage {
         chunk: u32,
         /// Stored.
         word: u32,
+    },
+    /// A chunk whose data cannot be found.
+    #[error(
+        "chunk {chunk}: home word {word:#018x} is none of its own; the data of its pieces cannot be found"
+    )]
+    Home {
+        /// Index.
+        chunk: u32,
+        /// Stored.
+        word: u64,
+    },
+    /// Pieces whose data the spill file should have.
+    #[error(
+        "chunk {chunk}: {pieces} pieces, {bytes} bytes, are in slot {slot} of the spill file and cannot be read: {why}"
+    )]
+    Spill {
+        /// Index.
+        chunk: u32,
+        /// In the spill file.
+        slot: u32,
+        /// How many.
+        pieces: u64,
+        /// Of them all.
+        bytes: u64,
+        /// What is wrong with the file.
+        why: String,
     },
     /// A slab whose state is none.
     #[error("chunk {} slab {}: state word {word:#010x} is none; its records were read all the same", slab.chunk, slab.slab)]
@@ -69,6 +97,8 @@ pub struct Report {
     pub pieces: Vec<Stored>,
     /// What is wrong.
     pub damage: Vec<Damage>,
+    /// What is wrong with the spill file, also where no piece is in it.
+    pub spill_fault: Option<SpillFault>,
     /// For the check of the journal.
     pub journal: JournalRegion,
 }
@@ -79,6 +109,21 @@ pub fn check(path: &Path) -> Result<Report, ArenaError> {
     let mut damage = Vec::new();
     let mut pieces = Vec::new();
     scan(&map, &superblock.geometry, &mut damage, &mut |stored| pieces.push(stored));
+    let homes = read_homes(&map, &superblock.geometry, &mut damage);
+    let mut spill_fault = None;
+    if superblock.geometry.spill_count > 0 {
+        let file = match SpillFile::open(&superblock, false) {
+            Ok((file, fault)) => {
+                spill_fault = fault;
+                Some(file)
+            }
+            Err(fault) => {
+                spill_fault = Some(fault);
+                None
+            }
+        };
+        missing(&homes, &pieces, file.as_ref(), spill_fault.as_ref(), &mut damage);
+    }
     let word = std::sync::atomic::Ordering::Acquire;
     let epoch = map.u64(state_word::EPOCH).load(word);
     let holder_pid = map.u32(state_word::HOLDER_PID).load(word);
@@ -93,6 +138,7 @@ pub fn check(path: &Path) -> Result<Report, ArenaError> {
         holder_path,
         pieces,
         damage,
+        spill_fault,
         journal: JournalRegion { map, offset, len },
     })
 }

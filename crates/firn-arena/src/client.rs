@@ -298,7 +298,7 @@ impl Arena {
         drop(stopping);
         for Stopping { slab, .. } in free {
             writer_word(self.map(), self.geometry(), slab).store(0, Ordering::Release);
-            self.unpin(slab);
+            self.end_lease(slab);
         }
         left
     }

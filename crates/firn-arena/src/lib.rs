@@ -3,6 +3,8 @@
 //! Promises
 //! * What was published ([`Arena::publish`], [`Arena::extend`]) is found by [`Arena::attach`] after
 //!   the death of every process, whole.
+//! * So it is after chunks moved to the spill file ([`Arena::spill_oldest`]); what that file cannot give is an
+//!   error, never other bytes.
 //! * Numbers read from the file are checked; damage is reported and never interpreted.
 //!
 //! Relies on: the file lies on a file system whose pages survive processes (tmpfs, hugetlbfs, DAX),
@@ -11,8 +13,11 @@
 mod arena;
 mod check;
 mod client;
+mod homes;
 mod map;
+mod moves;
 mod pool;
+mod spill;
 
 pub use arena::{Arena, Identity, Lease, PieceRef, Reserved, SlabRef, Stored};
 pub use check::{Damage, Report, check};
@@ -20,6 +25,8 @@ pub use client::{ClientLease, Taken, Wrong};
 pub use map::JournalRegion;
 #[cfg(feature = "probe")]
 pub use map::set_probe;
+pub use moves::{Located, Place, SpillFigures, Spilled};
+pub use spill::{SpillFault, SpillFile};
 
 /// Why an arena could not be made or attached.
 #[derive(Debug, thiserror::Error)]
@@ -46,6 +53,9 @@ pub enum ArenaError {
         /// The system's reason.
         why: rustix::io::Errno,
     },
+    /// The spill file cannot be made.
+    #[error(transparent)]
+    Spill(#[from] SpillFault),
     /// The bytes are not an arena that this version can use.
     #[error("{path}: {source}")]
     Format {
@@ -62,6 +72,7 @@ impl ArenaError {
         match self {
             Self::Io { source, .. } => *source,
             Self::NoRoom { why, .. } => *why,
+            Self::Spill(fault) => fault.errno(),
             Self::Format { .. } => rustix::io::Errno::INVAL,
         }
     }

@@ -48,7 +48,7 @@ fn published_pieces_outlive_the_process_that_wrote_them() {
     let pieces: Vec<_> = stored.iter().map(|s| (s.piece.file, s.piece.offset, s.piece.len)).collect();
     assert_eq!(pieces, [(7, 100, 11), (8, 5000, 9000)]);
     let mut text = [0; 11];
-    arena.copy_out(stored[0].at.slab, stored[0].piece.position, &mut text);
+    arena.copy_out(stored[0].at.slab, stored[0].piece.position, &mut text).unwrap();
     assert_eq!(&text, b"hello world");
     assert_eq!(u64::from(stored[1].piece.position) % 4096, 5000 % 4096);
     assert!(arena.next_sequence() > stored[1].piece.sequence);
@@ -240,7 +240,7 @@ fn verify_all(arena: &Arena) -> usize {
     assert_eq!(damage, []);
     for found in &stored {
         let mut bytes = vec![0; found.piece.len as usize];
-        arena.copy_out(found.at.slab, found.piece.position, &mut bytes);
+        arena.copy_out(found.at.slab, found.piece.position, &mut bytes).unwrap();
         for (i, byte) in bytes.into_iter().enumerate() {
             assert_eq!(byte, byte_of(found.piece.file, found.piece.offset + i as u64), "{found:?} byte {i}");
         }

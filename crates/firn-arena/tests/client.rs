@@ -84,7 +84,7 @@ fn what_a_client_published_is_taken_in_once_and_as_it_grows() {
     append(&mut writer, 102, b"hi");
     arena.freeze_client(&mut lease, &mut |taken| bytes.push(taken)).unwrap();
     let mut out = [0; 2];
-    arena.copy_out(bytes[0].piece.slab, bytes[0].position, &mut out);
+    arena.copy_out(bytes[0].piece.slab, bytes[0].position, &mut out).unwrap();
     assert_eq!(&out, b"hi");
     append(&mut writer, 104, b"j");
     bytes.clear();

@@ -23,6 +23,10 @@ pub struct CheckReport {
     pub arena_bytes: u64,
     /// Bytes of one chunk.
     pub chunk_bytes: u64,
+    /// The spill file, if it has one.
+    pub spill: Option<PathBuf>,
+    /// Its bytes.
+    pub spill_bytes: u64,
     /// Records in the journal.
     pub journal_records: u64,
     /// Files that the journal knows.
@@ -38,7 +42,7 @@ pub struct CheckReport {
 /// One thing that is not as it should be.
 #[derive(Clone, Debug, Serialize)]
 pub struct Damage {
-    /// superblock, journal or piece table.
+    /// superblock, journal, piece table or spill file.
     pub part: String,
     /// Where in it.
     pub place: String,
@@ -59,6 +63,12 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
             message: damage.to_string(),
         }));
     }
+    // Where no piece is in it, its state is still worth knowing.
+    let named = found.damage.iter().any(|damage| matches!(damage, firn_arena::Damage::Spill { .. }));
+    if let Some(fault) = found.spill_fault.as_ref().filter(|_| !named) {
+        let (part, message) = ("spill file".into(), fault.to_string());
+        damage.push(Damage { part, place: String::new(), message });
+    }
     let superblock = &found.superblock;
     let backing = String::from_utf8_lossy(&superblock.backing_path).into_owned();
     Ok(CheckReport {
@@ -68,6 +78,8 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
         epoch: found.epoch,
         arena_bytes: superblock.geometry.data_bytes(),
         chunk_bytes: superblock.geometry.chunk_bytes,
+        spill: (superblock.geometry.spill_count > 0).then(|| spill_path(superblock)),
+        spill_bytes: superblock.geometry.spill_bytes(),
         journal_records: replay.records,
         files: replay.ledger.len() as u64,
         pieces: found.pieces.len() as u64,
@@ -76,10 +88,20 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
     })
 }
 
+/// Where the spill file of an arena is.
+pub(crate) fn spill_path(superblock: &firn_format::superblock::Superblock) -> PathBuf {
+    let bytes = superblock.spill_path.clone();
+    PathBuf::from(<std::ffi::OsString as std::os::unix::ffi::OsStringExt>::from_vec(bytes))
+}
+
 fn table_damage(damage: &firn_arena::Damage) -> Damage {
     use firn_arena::Damage as Found;
     let place = match damage {
-        Found::Chunk { chunk, .. } => format!("chunk {chunk}"),
+        Found::Chunk { chunk, .. } | Found::Home { chunk, .. } => format!("chunk {chunk}"),
+        Found::Spill { chunk, slot, .. } => {
+            let (place, message) = (format!("chunk {chunk}, slot {slot}"), damage.to_string());
+            return Damage { part: "spill file".into(), place, message };
+        }
         Found::Slab { slab, .. } | Found::Count { slab, .. } => {
             format!("chunk {}, slab {}", slab.chunk, slab.slab)
         }

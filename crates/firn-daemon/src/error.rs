@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use firn_arena::ArenaError;
+use firn_arena::{ArenaError, SpillFault};
 use firn_engine::EngineError;
 use firn_format::FormatError;
 use firn_fuse::SessionError;
@@ -120,6 +120,11 @@ fn arena_code(error: &ArenaError) -> u8 {
         ArenaError::NoRoom { .. } => USAGE,
         ArenaError::Format { .. } => NOT_FIRN,
         ArenaError::Io { source, .. } if *source == rustix::io::Errno::NOENT => NOT_FIRN,
+        ArenaError::Spill(
+            SpillFault::NoRoom { .. } | SpillFault::LongPath { .. } | SpillFault::NotSpill { .. },
+        ) => USAGE,
+        ArenaError::Spill(SpillFault::Taken { .. }) => BUSY,
+        ArenaError::Spill(_) => FAILED,
         ArenaError::Io { .. } => FAILED,
     }
 }

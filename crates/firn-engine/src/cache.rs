@@ -97,10 +97,15 @@ impl<B: Backing> Engine<B> {
 
     /// Drops cached files until a slab of `class` can be leased; false where nothing is left to drop.
     pub(crate) fn evict_for(&self, class: Class) -> bool {
+        self.evict_until(&|| self.arena.has_room(class))
+    }
+
+    /// Drops cached files until it is `enough`; whether it is.
+    pub(crate) fn evict_until(&self, enough: &dyn Fn() -> bool) -> bool {
         // Each file once: those that cannot go now are put back.
         let candidates = self.evictable.lock().len();
         for _ in 0..candidates {
-            if self.arena.has_room(class) {
+            if enough() {
                 return true;
             }
             let Some(weak) = self.evictable.lock().pop_front() else { break };
@@ -115,7 +120,7 @@ impl<B: Backing> Engine<B> {
             drop(state);
             self.drop_if_unused(&file);
         }
-        self.arena.has_room(class)
+        enough()
     }
 
     fn evict(&self, state: &mut FileState<B>) -> u64 {

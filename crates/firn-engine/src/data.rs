@@ -206,10 +206,12 @@ impl<B: Backing> Engine<B> {
         let mut known_end = state.extents.end().min(end);
         #[allow(clippy::single_range_in_vec_init, reason = "a list of gaps that is one gap at first")]
         let mut gaps = vec![offset..end];
-        for extents in [&state.extents, state.cache.extents()] {
-            if !extents.is_empty() {
-                gaps = self.read_extents(extents, gaps, offset, buf);
-            }
+        gaps = self.read_extents(&state.extents, gaps, offset, buf)?;
+        // What is cached is in the backing too, should the spill file not give it.
+        if !state.cache.is_empty()
+            && let Ok(left) = self.read_extents(state.cache.extents(), gaps.clone(), offset, buf)
+        {
+            gaps = left;
         }
         if gaps.last().is_none_or(|gap| gap.end < end) {
             known_end = end;
@@ -237,7 +239,7 @@ impl<B: Backing> Engine<B> {
         gaps: Vec<Range<u64>>,
         offset: u64,
         buf: &mut [u8],
-    ) -> Vec<Range<u64>> {
+    ) -> Result<Vec<Range<u64>>> {
         let mut left = Vec::new();
         for gap in gaps {
             let mut at = gap.start;
@@ -246,14 +248,14 @@ impl<B: Backing> Engine<B> {
                     left.push(at..start);
                 }
                 let out = &mut buf[(start - offset) as usize..][..extent.len as usize];
-                self.arena.copy_out(extent.piece.slab, extent.position, out);
+                self.arena.copy_out(extent.piece.slab, extent.position, out)?;
                 at = start + extent.len;
             }
             if at < gap.end {
                 left.push(at..gap.end);
             }
         }
-        left
+        Ok(left)
     }
 
     /// The last use of a handle is over. What is pending stays and is drained.

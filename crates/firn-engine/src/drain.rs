@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use firn_arena::PieceRef;
+use firn_arena::{PieceRef, Place};
 use firn_backing::{Access, Backing, Errno, SetTime};
 use firn_format::protocol::ErrorStatus;
 use firn_format::record::Record;
@@ -24,9 +24,9 @@ use crate::file::{BackingFile, Failure, File, FileState, Waiter};
 /// Most parts of one vectored write (`UIO_MAXIOV`).
 const PARTS_MAX: usize = 1024;
 /// First wait before a failed file is tried again; it doubles each time.
-const RETRY_FIRST: Duration = Duration::from_millis(100);
+pub(crate) const RETRY_FIRST: Duration = Duration::from_millis(100);
 /// Longest wait.
-const RETRY_MAX: Duration = Duration::from_secs(30);
+pub(crate) const RETRY_MAX: Duration = Duration::from_secs(30);
 /// Errors that `firn status` remembers.
 const TROUBLES_MAX: usize = 64;
 
@@ -78,14 +78,11 @@ pub struct Job<B: Backing> {
     file: Arc<File<B>>,
     target: std::result::Result<Arc<BackingFile<B>>, Errno>,
     parts: Vec<Part>,
-    /// Addresses of the parts; valid while the slabs are pinned, that is until the job is completed.
-    addresses: Vec<(*const u8, usize)>,
+    /// Where the parts are, and their bytes; valid while the slabs are pinned, that is until the job is
+    /// completed. The mapping outlives the job: the engine owns it.
+    places: Vec<(Place, usize)>,
     range: Range<u64>,
 }
-
-// SAFETY: the addresses point into the shared mapping, which outlives the job (the engine owns it)
-// and may be read from any thread while the slabs are pinned.
-unsafe impl<B: Backing> Send for Job<B> {}
 
 /// Bytes written before the end or the error.
 pub struct Outcome {
@@ -95,6 +92,17 @@ pub struct Outcome {
     pub writes: u64,
     /// Why it stopped early.
     pub error: Option<Errno>,
+    /// The error is that of the spill file.
+    pub unreadable: bool,
+}
+
+/// The spilled parts of a job.
+struct Loaded {
+    /// Their bytes; empty for a part in memory.
+    spilled: Vec<Vec<u8>>,
+    /// Bytes of all parts, those in memory too, before the first that cannot be read.
+    bytes: u64,
+    error: Option<Errno>,
 }
 
 impl<B: Backing> Job<B> {
@@ -113,15 +121,16 @@ impl<B: Backing> Job<B> {
 
     /// Does the write: one vectored call, more where the backing takes less at once.
     pub fn execute(&self, backing: &B) -> Outcome {
-        let mut outcome = Outcome { written: 0, writes: 0, error: None };
+        let mut outcome = Outcome { written: 0, writes: 0, error: None, unreadable: false };
         let target = match &self.target {
             Ok(target) => target,
             Err(errno) => {
                 return Outcome { error: Some(*errno), ..outcome };
             }
         };
-        while outcome.written < self.len() {
-            let slices = self.slices(outcome.written);
+        let loaded = self.load();
+        while outcome.written < loaded.bytes {
+            let slices = self.slices(&loaded.spilled, outcome.written);
             match backing.write_at(&target.file, &slices, self.range.start + outcome.written) {
                 Ok(0) => {
                     outcome.error = Some(Errno::IO);
@@ -138,20 +147,53 @@ impl<B: Backing> Job<B> {
                 }
             }
         }
+        if outcome.error.is_none() && loaded.error.is_some() {
+            outcome.error = loaded.error;
+            outcome.unreadable = true;
+        }
         outcome
     }
 
-    fn slices(&self, skip: u64) -> Vec<IoSlice<'_>> {
+    /// Reads what is spilled, up to the first part that cannot be read.
+    fn load(&self) -> Loaded {
+        let mut loaded = Loaded { spilled: Vec::new(), bytes: 0, error: None };
+        for (place, len) in &self.places {
+            let part = match place {
+                Place::Memory(_) => Ok(Vec::new()),
+                Place::Spill(file, at) => {
+                    let mut part = vec![0; *len];
+                    file.read(*at, &mut part).map(|()| part)
+                }
+                Place::Nowhere => Err(Errno::IO),
+            };
+            match part {
+                Ok(part) => loaded.spilled.push(part),
+                Err(errno) => {
+                    loaded.error = Some(errno);
+                    break;
+                }
+            }
+            loaded.bytes += *len as u64;
+        }
+        loaded
+    }
+
+    fn slices<'a>(&'a self, spilled: &'a [Vec<u8>], skip: u64) -> Vec<IoSlice<'a>> {
         let mut skip = skip as usize;
-        let mut slices = Vec::with_capacity(self.addresses.len());
-        for &(address, len) in &self.addresses {
-            if skip >= len {
+        let mut slices = Vec::with_capacity(self.places.len());
+        for ((place, len), part) in self.places.iter().zip(spilled) {
+            if skip >= *len {
                 skip -= len;
                 continue;
             }
-            // SAFETY: the slab is pinned until the job is completed, and bytes in flight are not
-            // overwritten in place.
-            let bytes = unsafe { std::slice::from_raw_parts(address.add(skip), len - skip) };
+            let bytes = match place {
+                // SAFETY: the slab is pinned until the job is completed, and bytes in flight are not
+                // overwritten in place.
+                Place::Memory(address) => unsafe {
+                    std::slice::from_raw_parts(address.add(skip), len - skip)
+                },
+                _ => &part[skip..],
+            };
             slices.push(IoSlice::new(bytes));
             skip = 0;
         }
@@ -242,12 +284,12 @@ impl<B: Backing> Engine<B> {
         }
         let parts = self.next_run(state)?;
         let range = parts[0].offset..parts.last().map_or(0, |p| p.offset + p.extent.len);
-        let addresses = parts
+        let places = parts
             .iter()
             .map(|p| {
                 self.arena.pin(p.extent.piece.slab);
                 let len = p.extent.len as usize;
-                (self.arena.address(p.extent.piece.slab, p.extent.position, len as u32), len)
+                (self.arena.place(p.extent.piece.slab, p.extent.position, len as u32), len)
             })
             .collect();
         state.inflight.push(range.clone());
@@ -256,7 +298,7 @@ impl<B: Backing> Engine<B> {
         state.tail = None;
         self.enqueue(file, state);
         let target = self.writer(file, state);
-        Some(Job { file: Arc::clone(file), target, parts, addresses, range })
+        Some(Job { file: Arc::clone(file), target, parts, places, range })
     }
 
     /// The next run of contiguous extents that is worth a write, from the cursor on and round.
@@ -345,7 +387,7 @@ impl<B: Backing> Engine<B> {
             None => self.enqueue(&file, &mut state),
             Some(errno) => {
                 counters.drain_errors.fetch_add(1, Ordering::Relaxed);
-                self.failed(&file, &mut state, errno);
+                self.failed(&file, &mut state, errno, outcome.unreadable);
                 told = std::mem::take(&mut state.waiters);
                 if let Some(failure) = &mut state.failure {
                     failure.told |= !told.is_empty();
@@ -446,7 +488,7 @@ impl<B: Backing> Engine<B> {
         state.satisfied()
     }
 
-    fn failed(&self, file: &Arc<File<B>>, state: &mut FileState<B>, errno: Errno) {
+    fn failed(&self, file: &Arc<File<B>>, state: &mut FileState<B>, errno: Errno, unreadable: bool) {
         // The next write tells the program, and only those through the kernel can.
         self.revoke(file, state);
         let now = Instant::now();
@@ -466,8 +508,9 @@ impl<B: Backing> Engine<B> {
         }
         let path =
             String::from_utf8_lossy(&file.node.paths().into_iter().next().unwrap_or_default()).into_owned();
-        tracing::warn!(path, %errno, count, "drain failed; the data stays in the arena and is tried again");
-        self.remember(path, errno, "write to the backing failed; the data is kept and tried again".into());
+        let what = if unreadable { "read from the spill file" } else { "write to the backing" };
+        tracing::warn!(path, %errno, count, what, "drain failed; the data is kept and tried again");
+        self.remember(path, errno, format!("{what} failed; the data is kept and tried again"));
     }
 
     pub(crate) fn remember(&self, path: String, errno: Errno, message: String) {

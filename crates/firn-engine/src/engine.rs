@@ -63,6 +63,10 @@ pub struct EngineOptions {
     pub keep: u32,
     /// Each so-manieth checkpoint drains as its files are closed; 0: none.
     pub drain_every: u32,
+    /// Percent of memory in use above which sealed chunks move to the spill file, where there is one.
+    pub spill_upper_percent: u32,
+    /// Percent of memory in use down to which they move.
+    pub spill_lower_percent: u32,
     /// Let the kernel read files that have nothing pending.
     pub passthrough: bool,
     /// Objects of the backing (descriptors) held beside those of files in use. The kernel may know more;
@@ -83,6 +87,8 @@ impl EngineOptions {
             drain_write_bytes_max: chunk_bytes.saturating_mul(4).clamp(1 << 20, 64 << 20),
             keep: 0,
             drain_every: 0,
+            spill_upper_percent: 80,
+            spill_lower_percent: 60,
             passthrough: false,
             objects_max: 4096,
         }
@@ -149,7 +155,7 @@ impl Medium for Region {
     }
 }
 
-type Waker = Arc<dyn Fn() + Send + Sync>;
+pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
 /// One mount's names, files and pending data over a backing.
 pub struct Engine<B: Backing> {
@@ -176,6 +182,10 @@ pub struct Engine<B: Backing> {
     pub(crate) counters: Counters,
     pub(crate) troubles: Mutex<Vec<Trouble>>,
     pub(crate) waker: RwLock<Option<Waker>>,
+    /// Some process was told where bytes of a file lie, to read them past the kernel.
+    pub(crate) lists: AtomicBool,
+    pub(crate) spill: Mutex<crate::spill::SpillState>,
+    pub(crate) spill_waker: RwLock<Option<Waker>>,
     /// Signalled after every completed I/O, for those who wait for a tree.
     pub(crate) progress: (Mutex<u64>, Condvar),
     pub(crate) passthrough: AtomicBool,
@@ -307,8 +317,11 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Fails all waiting writers.
+    /// Fails all waiting writers, unless a move to the spill file will make room.
     pub(crate) fn refuse_space(&self, errno: Errno) {
+        if self.spill_makes_room() {
+            return;
+        }
         let waiters = std::mem::take(&mut *self.space_waiters.lock());
         self.counters.waiting_writers.fetch_sub(waiters.len() as u64, Ordering::Relaxed);
         for waiter in waiters {

@@ -15,9 +15,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use firn_arena::{ClientLease, Taken};
+use firn_arena::{ClientLease, Located, Taken};
 use firn_backing::{Backing, Errno};
-use firn_format::door::{EXTENTS_MAX, Extent as Listed, IN_MEMORY, Slab};
+use firn_format::door::{EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPILL, Slab};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL, WORDS_COUNT};
 use firn_format::slab::Class;
 
@@ -148,6 +148,8 @@ impl<B: Backing> Engine<B> {
         if state.writers > 0 || state.passthrough_opens > 0 || state.exclusive || state.door.is_some() {
             return Err(DoorRefusal::Busy);
         }
+        // Before any place is looked up: who moves one then looks for this file.
+        self.lists.store(true, Ordering::Release);
         let end = state.extents.end();
         let attr = self.object(&file.node).and_then(|object| self.backing.attr(&object));
         let size = attr.map_err(|_| DoorRefusal::Busy)?.size.max(end);
@@ -155,7 +157,7 @@ impl<B: Backing> Engine<B> {
         let mut extents: Vec<Listed> = both
             .chain(state.cache.extents().from(from).take(EXTENTS_MAX))
             .map(|(o, e)| self.list(o, e))
-            .collect();
+            .collect::<Answer<_>>()?;
         extents.sort_unstable_by_key(|extent| extent.offset);
         extents.truncate(EXTENTS_MAX);
         let word = (file.node.id.0 % u64::from(WORDS_COUNT)) as u32;
@@ -164,10 +166,14 @@ impl<B: Backing> Engine<B> {
         Ok(DoorList { size, slot, stamp, extents })
     }
 
-    fn list(&self, offset: u64, extent: Extent) -> Listed {
-        let chunk = extent.piece.slab.chunk;
-        let at = self.arena.data_offset(chunk) + u64::from(extent.position);
-        Listed { offset, len: extent.len, at, chunk, place: IN_MEMORY }
+    fn list(&self, offset: u64, extent: Extent) -> Answer<Listed> {
+        let (at, place) = match self.arena.locate(extent.piece.slab, extent.position) {
+            Some(Located::Arena(at)) => (at, IN_MEMORY),
+            Some(Located::Spill(at)) => (at, IN_SPILL),
+            // Through the kernel, which tells the error.
+            None => return Err(DoorRefusal::Busy),
+        };
+        Ok(Listed { offset, len: extent.len, at, chunk: extent.piece.slab.chunk, place })
     }
 
     fn writable(&self, token: HandleId) -> Answer<Arc<Handle<B>>> {

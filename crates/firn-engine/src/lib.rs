@@ -21,6 +21,7 @@ mod lease;
 mod names;
 mod namespace;
 mod recovery;
+mod spill;
 mod status;
 mod sync;
 mod truncate;
@@ -30,6 +31,7 @@ pub use api::*;
 pub use drain::{Job, Outcome, Pick};
 pub use engine::{ClosePolicy, DrainPolicy, Engine, EngineError, EngineOptions, FsyncPolicy};
 pub use recovery::{LostFile, Recovered};
+pub use spill::SpillStep;
 
 /// Result of an operation: the errno that the program gets.
 pub type Result<T> = std::result::Result<T, firn_backing::Errno>;

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use firn_backing::Backing;
-use firn_format::protocol::{FileStatus, LaneStatus, Rung, Status};
+use firn_format::protocol::{FileStatus, LaneStatus, Rung, SpillStatus, Status};
 
 use crate::engine::{ClosePolicy, DrainPolicy, Engine, FsyncPolicy};
 use crate::sync::is_below;
@@ -23,13 +23,24 @@ impl<B: Backing> Engine<B> {
             (queue.active as u32, queue.retry_in())
         };
         let cached_bytes = self.files.lock().values().map(|file| file.lock().cache.bytes()).sum();
+        let spill = self.arena.spill_figures().map(|figures| SpillStatus {
+            path: self.spill_path(),
+            bytes: figures.bytes,
+            used_bytes: figures.used_bytes,
+            moved_bytes: figures.moved_bytes,
+            moved_bytes_per_s: 0.0,
+            failing: self.spill_fails() || self.arena.spill_fault().is_some(),
+        });
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         Status {
             arena: self.arena.path().display().to_string(),
             uptime_s: now.duration_since(self.attached).as_secs_f64(),
             epoch: self.epoch,
             options: vec![
-                format!("drain={}", if self.options.drain == DrainPolicy::Eager { "eager" } else { "demand" }),
+                format!(
+                    "drain={}",
+                    if self.options.drain == DrainPolicy::Eager { "eager" } else { "demand" }
+                ),
                 format!("close={}", if self.options.close == ClosePolicy::Drain { "drain" } else { "held" }),
                 format!(
                     "fsync={}",
@@ -63,6 +74,7 @@ impl<B: Backing> Engine<B> {
             door_files,
             door_leases,
             door_errors: get(&c.door_errors),
+            spill,
             lanes: vec![LaneStatus {
                 writers: active,
                 retry_in_ms: retry_in.map(|d| d.as_millis() as u64),
@@ -82,6 +94,7 @@ impl<B: Backing> Engine<B> {
             .flat_map(|file| file.node.paths())
             .map(|path| String::from_utf8_lossy(&path).into_owned())
             .collect();
+        let spill = self.spill_fails().then(|| self.spill_path());
         self.troubles
             .lock()
             .iter()
@@ -89,7 +102,9 @@ impl<B: Backing> Engine<B> {
                 let mut status = trouble.status.clone();
                 status.age_s = now.duration_since(trouble.last).as_secs_f64();
                 // A lost file is pending for ever; any other while it has held bytes.
-                status.pending = trouble.lost || failing.contains(&status.path);
+                status.pending = trouble.lost
+                    || failing.contains(&status.path)
+                    || spill.as_ref().is_some_and(|path| *path == status.path);
                 status
             })
             .collect()
@@ -106,16 +121,17 @@ impl<B: Backing> Engine<B> {
         let mut out = Vec::new();
         self.look_at_all();
         for file in files {
-            let (held_bytes, open) = {
+            let (held_bytes, open, spilled) = {
                 let state = file.lock();
-                (state.pending, !state.handles.is_empty())
+                let spilled = state.extents.iter().all(|(_, e)| self.arena.is_spilled(e.piece.slab.chunk));
+                (state.pending, !state.handles.is_empty(), spilled)
             };
             let paths = file.node.paths();
             let Some(known) = paths.iter().find(|p| path.is_empty() || is_below(p, path)) else {
                 continue;
             };
             let state = if held_bytes > 0 {
-                Rung::Held
+                if spilled { Rung::Spilled } else { Rung::Held }
             } else if file.node.durable.load(Ordering::Acquire) {
                 Rung::Durable
             } else {

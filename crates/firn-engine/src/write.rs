@@ -103,9 +103,11 @@ impl<B: Backing> Engine<B> {
             return false;
         };
         state.unlist(&self.arena);
-        self.arena.fill(extent.piece.slab, extent.position, data);
-        self.touched(file, &mut state);
-        true
+        let changed = self.arena.overwrite(extent.piece.slab, extent.position, data);
+        if changed {
+            self.touched(file, &mut state);
+        }
+        changed
     }
 
     /// Appends a first part of `data` to the handle's slab; returns its length, 0 where there is no room.

@@ -9,7 +9,6 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::world::{CHUNK, World};
-use firn_arena::SlabRef;
 use firn_backing::{Caller, Errno, SetTime, SimBacking};
 use firn_client::door::{Outcome, SlabWriter};
 use firn_engine::{ClientId, DoorRefusal, Engine, HandleId, NodeId, ROOT, SetAttr, Written};
@@ -26,8 +25,7 @@ const PARKED: u64 = 2 * SLAB_SMALL;
 
 /// Offset 0 of the arena.
 fn base(engine: &Engine<SimBacking>) -> *mut u8 {
-    let first = engine.arena().address(SlabRef { chunk: 0, slab: 0 }, 0, 1).cast_mut();
-    first.wrapping_sub(engine.arena().data_offset(0) as usize)
+    engine.arena().address(0).cast_mut()
 }
 
 fn create(engine: &Engine<SimBacking>, name: &str) -> (NodeId, HandleId) {

@@ -5,10 +5,13 @@
 //! 8192          the words of files
 //! journal       two halves
 //! tables        one piece table a chunk
-//! data          chunks, 2 MiB-aligned
+//! data          slots for chunks, 2 MiB-aligned
 //! ```
 //!
-//! Every position is derived from four numbers that the superblock holds, never from the environment.
+//! A chunk is a piece table and the data that it speaks of. The data is in a slot: of the arena's memory,
+//! or, spilled, of the spill file. There are as many chunks as slots of both kinds.
+//!
+//! Every position is derived from numbers that the superblock holds, never from the environment.
 
 use crate::FormatError;
 use crate::piece::PIECE_BYTES;
@@ -43,15 +46,22 @@ pub const WORDS_BYTES: u64 = WORDS_COUNT as u64 * 4;
 pub struct Geometry {
     /// Bytes of a chunk, a power of two.
     pub chunk_bytes: u64,
-    /// Number of chunks.
+    /// Number of chunks that memory holds: of its slots.
     pub chunk_count: u32,
+    /// Number of chunks that the spill file holds: of its slots; 0 without one.
+    pub spill_count: u32,
     /// Bytes of one half of the journal.
     pub journal_half_bytes: u64,
 }
 
 impl Geometry {
-    /// The layout for `arena_bytes` of chunks.
+    /// The layout for `arena_bytes` of chunks, without a spill file.
     pub fn new(arena_bytes: u64, chunk_bytes: u64) -> Result<Self, FormatError> {
+        Self::with_spill(arena_bytes, chunk_bytes, 0)
+    }
+
+    /// The layout for `arena_bytes` of chunks in memory and `spill_bytes` in the spill file.
+    pub fn with_spill(arena_bytes: u64, chunk_bytes: u64, spill_bytes: u64) -> Result<Self, FormatError> {
         let field = |why: String| FormatError::Field { what: "geometry", why };
         if !chunk_bytes.is_power_of_two() || !(CHUNK_MIN..=CHUNK_MAX).contains(&chunk_bytes) {
             return Err(field(format!(
@@ -66,15 +76,35 @@ impl Geometry {
         }
         let chunk_count = u32::try_from(count)
             .map_err(|_| field(format!("arena-size {arena_bytes} is more than 2^32 chunks")))?;
+        let spill_count = spill_bytes / chunk_bytes;
+        if spill_count == 0 && spill_bytes > 0 {
+            return Err(field(format!(
+                "spill-size {spill_bytes} does not hold one chunk of {chunk_bytes} bytes: raise spill-size or lower chunk-size"
+            )));
+        }
+        let spill_count = u32::try_from(spill_count)
+            .ok()
+            .filter(|spilled| spilled.checked_add(chunk_count).is_some())
+            .ok_or_else(|| {
+                field(format!("arena-size and spill-size {spill_bytes} are more than 2^32 chunks"))
+            })?;
         // One record of a file's name is some 200 bytes; 1/256 of the data holds the names of as many
         // files of 32 KiB as fit. The floor serves small arenas with long paths. Of the chunks, not of
         // `arena_bytes`: the superblock keeps only the chunks, and the same size must follow from them.
         let data_bytes = count * chunk_bytes;
         let journal_half_bytes = (data_bytes / 256).clamp(256 << 10, 256 << 20).next_multiple_of(PAGE);
-        Ok(Self { chunk_bytes, chunk_count, journal_half_bytes })
+        Ok(Self { chunk_bytes, chunk_count, spill_count, journal_half_bytes })
     }
 
-    /// Bytes of all chunks.
+    /// Number of chunks, wherever their data is.
+    pub fn chunks(&self) -> u32 {
+        self.chunk_count + self.spill_count
+    }
+    /// Bytes of the slots of the spill file.
+    pub fn spill_bytes(&self) -> u64 {
+        self.chunk_bytes * u64::from(self.spill_count)
+    }
+    /// Bytes of the slots in memory.
     pub fn data_bytes(&self) -> u64 {
         self.chunk_bytes * u64::from(self.chunk_count)
     }
@@ -113,17 +143,17 @@ impl Geometry {
     pub fn record_offset(&self, chunk: u32, record: u32) -> u64 {
         self.slab_header_offset(chunk, self.small_slabs()) + u64::from(record) * PIECE_BYTES
     }
-    /// Where the first chunk begins.
+    /// Where the first slot begins.
     pub fn data_offset(&self) -> u64 {
-        self.table_offset(self.chunk_count).next_multiple_of(DATA_ALIGN)
+        self.table_offset(self.chunks()).next_multiple_of(DATA_ALIGN)
     }
-    /// Where `chunk` begins.
-    pub fn chunk_offset(&self, chunk: u32) -> u64 {
-        self.data_offset() + u64::from(chunk) * self.chunk_bytes
+    /// Where slot `slot` of memory begins. Which chunk is in it, its home says.
+    pub fn slot_offset(&self, slot: u32) -> u64 {
+        self.data_offset() + u64::from(slot) * self.chunk_bytes
     }
     /// Bytes of the whole file.
     pub fn file_bytes(&self) -> u64 {
-        self.chunk_offset(self.chunk_count)
+        self.slot_offset(self.chunk_count)
     }
 }
 
@@ -136,11 +166,12 @@ mod tests {
         for (arena, chunk) in
             [(64 << 10, 64 << 10), (16 << 20, 4 << 20), (1 << 30, 64 << 20), (256 << 20, 128 << 10)]
         {
-            let g = Geometry::new(arena, chunk).unwrap();
+            let g = Geometry::with_spill(arena, chunk, 3 * chunk).unwrap();
             assert!(g.word_offset(WORDS_COUNT - 1) + 4 <= g.journal_offset(0));
+            assert_eq!((g.spill_bytes(), g.chunks() - g.chunk_count), (3 * chunk, 3));
             assert!(g.journal_offset(1) == g.journal_offset(0) + g.journal_half_bytes);
             assert!(g.record_offset(0, g.records_per_chunk()) <= g.table_offset(1));
-            assert!(g.table_offset(g.chunk_count) <= g.data_offset());
+            assert!(g.table_offset(g.chunks()) <= g.data_offset());
             assert_eq!(g.data_offset() % DATA_ALIGN, 0);
             assert_eq!(g.file_bytes() - g.data_offset(), g.data_bytes());
         }
@@ -168,6 +199,12 @@ mod tests {
             let text = Geometry::new(arena, chunk).unwrap_err().to_string();
             assert!(text.contains("arena-size") || text.contains("chunk-size"), "{text}");
         }
+    }
+
+    #[test]
+    fn a_spill_file_below_one_chunk_is_refused_with_the_option_to_change() {
+        let text = Geometry::with_spill(16 << 20, 4 << 20, 1 << 20).unwrap_err().to_string();
+        assert!(text.contains("spill-size"), "{text}");
     }
 
     #[test]

@@ -5,11 +5,13 @@
 
 pub mod door;
 pub mod geometry;
+pub mod home;
 pub mod journal;
 pub mod piece;
 pub mod protocol;
 pub mod record;
 pub mod slab;
+pub mod spill;
 pub mod superblock;
 
 /// Why bytes were not what they claim to be.

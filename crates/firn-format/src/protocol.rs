@@ -208,6 +208,9 @@ pub struct Status {
     /// Since attach: leases that ended because their client broke the rules.
     #[serde(default)]
     pub door_errors: u64,
+    /// The spill file, where there is one.
+    #[serde(default)]
+    pub spill: Option<SpillStatus>,
     /// Ingest over the last seconds, bytes per second.
     pub ingest_bytes_per_s: f64,
     /// Drain over the last seconds, bytes per second.
@@ -216,6 +219,23 @@ pub struct Status {
     pub lanes: Vec<LaneStatus>,
     /// Errors not yet dealt with, newest last, at most 64.
     pub errors: Vec<ErrorStatus>,
+}
+
+/// The spill file of a mount.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SpillStatus {
+    /// Path of the file.
+    pub path: String,
+    /// Bytes that it may hold.
+    pub bytes: u64,
+    /// Bytes of its slots in use: whole chunks.
+    pub used_bytes: u64,
+    /// Since attach: bytes moved to it.
+    pub moved_bytes: u64,
+    /// Over the last seconds, bytes per second.
+    pub moved_bytes_per_s: f64,
+    /// The last try to write to it failed, or it was found damaged: nothing moves to it.
+    pub failing: bool,
 }
 
 /// One I/O server.

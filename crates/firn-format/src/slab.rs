@@ -13,6 +13,8 @@ pub const SLAB_HEADER_BYTES: u64 = 32;
 pub mod chunk_word {
     /// `u32`: [`super::Class`] of the chunk's slabs, or free.
     pub const CLASS: u64 = 0;
+    /// `u64`: [`crate::home::Home`] of the chunk's data, or 0. Counts while the class is not free.
+    pub const HOME: u64 = 8;
 }
 
 /// Offsets of the words in a slab header.

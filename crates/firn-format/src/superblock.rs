@@ -4,9 +4,10 @@
 //! 0     magic "FIRNAREN"        8
 //! 8     version u32, reserved u32
 //! 16    uuid                    16
-//! 32    chunk_bytes u64, chunk_count u32, reserved u32, journal_half_bytes u64
+//! 32    chunk_bytes u64, chunk_count u32, spill_count u32, journal_half_bytes u64
 //! 56    backing_dev u64, backing_ino u64, created_s i64
 //! 80    path_len u32, path      at most 3072 bytes
+//! 3160  path_len u32, path of the spill file, at most 920 bytes
 //! 4092  CRC32C of all before
 //! ```
 //!
@@ -23,6 +24,9 @@ pub const VERSION: u32 = 2;
 pub const SUPERBLOCK_BYTES: usize = 4096;
 /// Longest path of a backing that is kept.
 pub const PATH_MAX: usize = 3072;
+/// Longest path of a spill file.
+pub const SPILL_PATH_MAX: usize = 920;
+const SPILL_PATH_AT: usize = 3160;
 
 /// Offsets of words in the state page that follows the superblock.
 pub mod state_word {
@@ -55,6 +59,8 @@ pub struct Superblock {
     pub created_s: i64,
     /// Canonical path of the backing directory, cut at [`PATH_MAX`].
     pub backing_path: Vec<u8>,
+    /// Absolute path of the spill file, at most [`SPILL_PATH_MAX`]; empty without one.
+    pub spill_path: Vec<u8>,
 }
 
 impl Superblock {
@@ -73,6 +79,10 @@ impl Superblock {
         let path = &self.backing_path[..self.backing_path.len().min(PATH_MAX)];
         b[80..84].copy_from_slice(&(path.len() as u32).to_le_bytes());
         b[84..84 + path.len()].copy_from_slice(path);
+        b[44..48].copy_from_slice(&self.geometry.spill_count.to_le_bytes());
+        let path = &self.spill_path[..self.spill_path.len().min(SPILL_PATH_MAX)];
+        b[SPILL_PATH_AT..SPILL_PATH_AT + 4].copy_from_slice(&(path.len() as u32).to_le_bytes());
+        b[SPILL_PATH_AT + 4..SPILL_PATH_AT + 4 + path.len()].copy_from_slice(path);
         let crc = crc32c::crc32c(&b[..SUPERBLOCK_BYTES - 4]);
         b[SUPERBLOCK_BYTES - 4..].copy_from_slice(&crc.to_le_bytes());
         b
@@ -101,17 +111,21 @@ impl Superblock {
             return Err(FormatError::Checksum { what: "superblock", found, expected });
         }
         let field = |why: &str| FormatError::Field { what: "superblock", why: why.into() };
-        let geometry =
-            Geometry { chunk_bytes: u64_at(32), chunk_count: u32_at(40), journal_half_bytes: u64_at(48) };
-        let arena_bytes = geometry
-            .chunk_bytes
-            .checked_mul(u64::from(geometry.chunk_count))
-            .ok_or_else(|| field("size overflows"))?;
-        if Geometry::new(arena_bytes, geometry.chunk_bytes)? != geometry {
+        let geometry = Geometry {
+            chunk_bytes: u64_at(32),
+            chunk_count: u32_at(40),
+            spill_count: u32_at(44),
+            journal_half_bytes: u64_at(48),
+        };
+        let bytes_of = |count: u32| {
+            geometry.chunk_bytes.checked_mul(u64::from(count)).ok_or_else(|| field("size overflows"))
+        };
+        let (arena_bytes, spill_bytes) = (bytes_of(geometry.chunk_count)?, bytes_of(geometry.spill_count)?);
+        if Geometry::with_spill(arena_bytes, geometry.chunk_bytes, spill_bytes)? != geometry {
             return Err(field("geometry does not follow from its sizes"));
         }
-        let path_len = u32_at(80) as usize;
-        if path_len > PATH_MAX {
+        let (path_len, spill_len) = (u32_at(80) as usize, u32_at(SPILL_PATH_AT) as usize);
+        if path_len > PATH_MAX || spill_len > SPILL_PATH_MAX {
             return Err(field("path longer than its field"));
         }
         Ok(Self {
@@ -121,6 +135,7 @@ impl Superblock {
             backing_ino: u64_at(64),
             created_s: u64_at(72) as i64,
             backing_path: b[84..84 + path_len].to_vec(),
+            spill_path: b[SPILL_PATH_AT + 4..][..spill_len].to_vec(),
         })
     }
 }
@@ -132,11 +147,12 @@ mod tests {
     fn sample() -> Superblock {
         Superblock {
             uuid: [7; 16],
-            geometry: Geometry::new(16 << 20, 4 << 20).unwrap(),
+            geometry: Geometry::with_spill(16 << 20, 4 << 20, 64 << 20).unwrap(),
             backing_dev: 1,
             backing_ino: 2,
             created_s: 3,
             backing_path: b"/scratch/run42".to_vec(),
+            spill_path: b"/local/nvme/firn.spill".to_vec(),
         }
     }
 

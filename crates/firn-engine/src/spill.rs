@@ -1,0 +1,168 @@
+//! Memory is short: the oldest sealed chunks go to the spill file.
+//!
+//! A thread of the drain calls [`Engine::spill_step`] until it is idle. Chunks move from when more than the
+//! upper threshold of memory is in use until no more than the lower one is, so that the device gets work in
+//! long runs. When the device fails, the chunks stay in memory, the status says so, and it is tried again
+//! with growing waits; who waits for room then fares as without a spill file.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use firn_arena::Spilled;
+use firn_backing::{Backing, Errno};
+
+use crate::drain::{RETRY_FIRST, RETRY_MAX};
+use crate::engine::{Engine, Waker};
+
+/// What a call of [`Engine::spill_step`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SpillStep {
+    /// A chunk moved, or there is another to try: call again.
+    More,
+    /// Nothing now; look again after `retry`, or when woken.
+    Idle {
+        /// Time until a failed device is tried again.
+        retry: Option<Duration>,
+    },
+}
+
+#[derive(Default)]
+pub(crate) struct SpillState {
+    /// Above the upper threshold, and not yet below the lower one.
+    active: bool,
+    failure: Option<SpillFailure>,
+}
+
+struct SpillFailure {
+    /// How often in a row.
+    count: u32,
+    retry_at: Instant,
+}
+
+impl<B: Backing> Engine<B> {
+    /// Calls `f` when [`Engine::spill_step`] may have something to do.
+    pub fn set_spill_waker(&self, f: Waker) {
+        let wake = f.clone();
+        self.arena.on_pressure(self.slots_at(self.options.spill_upper_percent), move || wake());
+        *self.spill_waker.write() = Some(f);
+    }
+
+    fn slots_at(&self, percent: u32) -> u32 {
+        (u64::from(self.arena.geometry().chunk_count) * u64::from(percent) / 100) as u32
+    }
+
+    /// Moves a chunk to the spill file if memory is short.
+    pub fn spill_step(&self) -> SpillStep {
+        const IDLE: SpillStep = SpillStep::Idle { retry: None };
+        if self.arena.spill_figures().is_none() {
+            return IDLE;
+        }
+        let lower = self.slots_at(self.options.spill_lower_percent);
+        let used = self.arena.memory_used();
+        {
+            let mut spill = self.spill.lock();
+            spill.active |= used > self.slots_at(self.options.spill_upper_percent);
+            spill.active &= used > lower;
+            if !spill.active {
+                return IDLE;
+            }
+            if let Some(failure) = &spill.failure {
+                let retry = failure.retry_at.saturating_duration_since(Instant::now());
+                if !retry.is_zero() {
+                    return SpillStep::Idle { retry: Some(retry) };
+                }
+            }
+        }
+        // What is in the backing already is dropped rather than carried about.
+        if self.evict_until(&|| self.arena.memory_used() <= lower) {
+            self.tell_space();
+            return SpillStep::More;
+        }
+        match self.arena.spill_oldest(&|chunk| self.unlist_chunk(chunk)) {
+            Ok(Spilled::Chunk(_) | Spilled::Again) => {
+                self.spill.lock().failure = None;
+                self.tell_space();
+                self.step();
+                SpillStep::More
+            }
+            Ok(Spilled::Nothing) => {
+                if used == self.arena.geometry().chunk_count && self.seal_for_spill() {
+                    return SpillStep::More;
+                }
+                self.tell_space();
+                IDLE
+            }
+            Err(errno) => {
+                let retry = self.spill_failed(errno);
+                // Who waits must not wait for a device that fails.
+                self.tell_space();
+                SpillStep::Idle { retry: Some(retry) }
+            }
+        }
+    }
+
+    /// Processes that read past the kernel must ask again where these bytes are.
+    fn unlist_chunk(&self, chunk: u32) {
+        if !self.lists.load(Ordering::Acquire) {
+            return;
+        }
+        let files: Vec<_> = self.files.lock().values().cloned().collect();
+        for file in files {
+            let mut state = file.lock();
+            let mut extents = state.extents.iter().chain(state.cache.extents().iter());
+            if state.listed.is_some() && extents.any(|(_, extent)| extent.piece.slab.chunk == chunk) {
+                drop(extents);
+                state.unlist(&self.arena);
+            }
+        }
+    }
+
+    fn spill_failed(&self, errno: Errno) -> Duration {
+        let path = self.spill_path();
+        let mut spill = self.spill.lock();
+        let count = spill.failure.as_ref().map_or(0, |failure| failure.count) + 1;
+        let wait = RETRY_FIRST.saturating_mul(1 << (count - 1).min(16)).min(RETRY_MAX);
+        spill.failure = Some(SpillFailure { count, retry_at: Instant::now() + wait });
+        drop(spill);
+        tracing::warn!(path, %errno, count, "spilling failed; the data stays in memory");
+        self.remember(path, errno, "write to the spill file failed; the data is kept in memory".into());
+        wait
+    }
+
+    pub(crate) fn spill_path(&self) -> String {
+        String::from_utf8_lossy(&self.arena.superblock().spill_path).into_owned()
+    }
+
+    /// Whether the last try to spill failed.
+    pub(crate) fn spill_fails(&self) -> bool {
+        self.spill.lock().failure.is_some()
+    }
+
+    /// Whether memory will become free by spilling, so that writers wait for that. Wakes who spills.
+    pub(crate) fn spill_makes_room(&self) -> bool {
+        let room = !self.spill_fails() && (self.arena.can_spill() || self.seal_for_spill());
+        if room && let Some(wake) = &*self.spill_waker.read() {
+            wake();
+        }
+        room
+    }
+
+    /// Seals slabs in use by nobody at this instant, so that their chunks can move; whether some can.
+    fn seal_for_spill(&self) -> bool {
+        if self.arena.spill_figures().is_none_or(|figures| figures.used_bytes == figures.bytes) {
+            return false;
+        }
+        for lease in std::mem::take(&mut *self.parked.lock()) {
+            self.arena.seal(lease);
+        }
+        let handles: Vec<_> = self.handles.read().values().cloned().collect();
+        for handle in handles {
+            if let Some(mut slot) = handle.lease.try_lock()
+                && let Some(lease) = slot.take()
+            {
+                self.arena.seal(lease);
+            }
+        }
+        self.arena.can_spill()
+    }
+}
