@@ -8,7 +8,7 @@ mod common;
 use common::model::{Model, Object, Unacknowledged, partly};
 use common::world::World;
 use firn_backing::{Backing, Caller, Errno, RenameFlags, SetTime};
-use firn_engine::{HandleId, ROOT, SetAttr, Written};
+use firn_engine::{DrainPolicy, HandleId, ROOT, SetAttr, Written};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -45,7 +45,13 @@ impl Run {
     fn new(seed: u64, faults: bool) -> Self {
         // Half of the seeds drain only when told to.
         let demand = seed % 2 == 1;
-        let world = if demand { World::on_demand() } else { World::new() };
+        // And half of each have a spill file.
+        let world = match (demand, seed / 2 % 2 == 1) {
+            (false, false) => World::new(),
+            (true, false) => World::on_demand(),
+            (false, true) => World::spilling(DrainPolicy::Eager),
+            (true, true) => World::spilling(DrainPolicy::Demand),
+        };
         for dir in DIRS {
             world.engine.mkdir(&CALLER, ROOT, OsStr::new(dir), 0o755).expect("a directory");
         }
@@ -228,7 +234,8 @@ impl Run {
                 }
                 return Ok(());
             }
-            if !self.world.drain_step() {
+            self.world.spill();
+            if !self.world.drain_step() && !self.demand {
                 self.world.engine.drain_tree(b"");
             }
         }
@@ -426,6 +433,9 @@ impl Run {
                 let _ = self.world.engine.pin_tree(path.as_bytes(), self.rng.random_bool(0.5));
             }
             _ => {}
+        }
+        if self.rng.random_bool(0.5) {
+            self.world.spill();
         }
         for _ in 0..self.rng.random_range(1..4) {
             self.world.drain_step();

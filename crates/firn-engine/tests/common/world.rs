@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use firn_arena::{Arena, Identity};
 use firn_backing::sim::{Fault, SimBacking};
 use firn_backing::{Backing, Errno};
-use firn_engine::{DrainPolicy, Engine, EngineOptions, Entry, NodeId, Pick, ROOT, Recovered};
+use firn_engine::{DrainPolicy, Engine, EngineOptions, Entry, NodeId, Pick, ROOT, Recovered, SpillStep};
 use firn_format::geometry::Geometry;
 
 /// Counts stores and calls; at one of them the world stops.
@@ -35,6 +35,10 @@ impl Fuse {
         // What lies in the arena at this instant is what the next life finds.
         let path = self.arena.lock().unwrap().clone();
         std::fs::copy(&path, path.with_extension("crashed")).expect("the arena is copied");
+        let spill = path.with_file_name(SPILL);
+        if spill.exists() {
+            std::fs::copy(&spill, spill.with_extension("crashed")).expect("the spill file is copied");
+        }
         self.stopped.store(true, Ordering::Relaxed);
         true
     }
@@ -61,6 +65,9 @@ pub fn options() -> EngineOptions {
 
 pub const CHUNK: u64 = 128 << 10;
 const CHUNKS: u64 = 6;
+/// Chunks in memory and in the spill file of a world with one.
+const SPILLING: (u64, u64) = (3, 5);
+const SPILL: &str = "spill";
 
 fn path_in(dir: &Path, life: u32) -> PathBuf {
     dir.join(format!("arena{life}"))
@@ -69,22 +76,30 @@ fn path_in(dir: &Path, life: u32) -> PathBuf {
 impl World {
     /// A world that drains as it goes.
     pub fn new() -> Self {
-        Self::with(options())
+        Self::with(options(), false)
     }
 
     /// A world that drains when it is told to.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn on_demand() -> Self {
-        Self::with(EngineOptions { drain: DrainPolicy::Demand, ..options() })
+        Self::with(EngineOptions { drain: DrainPolicy::Demand, ..options() }, false)
     }
 
-    fn with(options: EngineOptions) -> Self {
+    /// One of those with less memory and a spill file.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn spilling(drain: DrainPolicy) -> Self {
+        Self::with(EngineOptions { drain, ..options() }, true)
+    }
+
+    fn with(options: EngineOptions, spilling: bool) -> Self {
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
         let backing = SimBacking::new();
         let path = path_in(dir.path(), 0);
         let identity = Identity { backing: PathBuf::from("/sim"), dev: 1, ino: 1 };
-        let geometry = Geometry::new(CHUNKS * CHUNK, CHUNK).expect("a valid geometry");
-        let arena = Arena::create(&path, geometry, &identity).expect("an arena");
+        let (memory, spill) = if spilling { SPILLING } else { (CHUNKS, 0) };
+        let geometry = Geometry::with_spill(memory * CHUNK, CHUNK, spill * CHUNK).expect("a valid geometry");
+        let arena = Arena::create_with_spill(&path, geometry, &identity, &dir.path().join(SPILL));
+        let arena = arena.expect("an arena");
         let engine = Engine::begin(backing.clone(), arena, options.clone()).expect("an engine");
         let fuse = Fuse {
             steps: Arc::default(),
@@ -152,6 +167,10 @@ impl World {
             let path = path_in(self.dir.path(), self.lives);
             std::fs::rename(&crashed, &path).expect("the crashed arena");
             let _ = std::fs::remove_file(path_in(self.dir.path(), self.lives - 1));
+            let spill = self.dir.path().join(SPILL);
+            if spill.exists() {
+                std::fs::rename(spill.with_extension("crashed"), spill).expect("the crashed spill file");
+            }
             *self.fuse.arena.lock().unwrap() = path.clone();
             self.backing = SimBacking::from_disk(self.backing.snapshot());
             self.fuse.stopped.store(false, Ordering::Relaxed);
@@ -192,6 +211,11 @@ impl World {
             }
             Pick::Idle { .. } => false,
         }
+    }
+
+    /// Moves chunks to the spill file as long as memory is short.
+    pub fn spill(&self) {
+        while self.engine.spill_step() == SpillStep::More && !self.stopped() {}
     }
 
     /// Drains until nothing is held.
