@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use crate::sys::syscall;
 
 /// Below, two system calls would cost more than the copy.
-const PROBE_BYTES_MIN: usize = 32 << 10;
+const PROBE_BYTES_MIN: usize = 64 << 10;
 /// No value of `how` that sigprocmask(2) knows: it reads the set, finds this and does nothing.
 const NO_SUCH_HOW: usize = 77;
 const SET_BYTES: usize = 8;

@@ -115,9 +115,9 @@ impl Write for Line {
     }
 }
 
-/// Prints the report if it is wanted. Runs at exit, not in a hook.
+/// Prints the report if it is wanted, once: at exit, or when the program closes standard error before.
 pub(crate) fn print() {
-    if !WANTED.load(Ordering::Relaxed) {
+    if !WANTED.swap(false, Ordering::Relaxed) {
         return;
     }
     let pid = sys::pid();

@@ -118,20 +118,26 @@ pub(crate) struct Identity {
 
 /// Identity and mode of a descriptor, without asking the server of the file system.
 pub(crate) fn identity(fd: c_int) -> Option<(Identity, u32)> {
-    let stat = statx(fd, libc::STATX_TYPE | libc::STATX_INO)?;
+    let stat = statx(fd, libc::STATX_TYPE | libc::STATX_INO, libc::AT_STATX_DONT_SYNC)?;
     let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
     Some((Identity { device, inode: stat.stx_ino }, u32::from(stat.stx_mode)))
 }
 
 /// Size of a file, as the kernel knows it without asking.
 pub(crate) fn size(fd: c_int) -> Option<u64> {
-    Some(statx(fd, libc::STATX_SIZE)?.stx_size)
+    Some(statx(fd, libc::STATX_SIZE, libc::AT_STATX_DONT_SYNC)?.stx_size)
 }
 
-fn statx(fd: c_int, mask: u32) -> Option<libc::statx> {
+/// Makes the kernel ask how long the file is: O_APPEND, sendfile(2), splice(2) and mappings go by what it
+/// knows, and it has not seen what went past it.
+pub(crate) fn refresh_size(fd: c_int) {
+    statx(fd, libc::STATX_SIZE, libc::AT_STATX_FORCE_SYNC);
+}
+
+fn statx(fd: c_int, mask: u32, sync: c_int) -> Option<libc::statx> {
     // SAFETY: a structure of numbers.
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-    let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC;
+    let flags = libc::AT_EMPTY_PATH | sync;
     // SAFETY: path and structure are ours.
     let result = unsafe { syscall!(libc::SYS_statx, fd, c"".as_ptr(), flags, mask, &raw mut stat) };
     (result >= 0).then_some(stat)

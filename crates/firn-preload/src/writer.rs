@@ -285,6 +285,9 @@ pub(crate) fn give_back(held: &mut Held) {
             sys::lseek(held.fd, held.entry.offset.load(Ordering::Relaxed) as i64, libc::SEEK_SET);
         }
     });
+    if held.fast_bytes > 0 {
+        sys::refresh_size(held.fd);
+    }
     held.has_writer = false;
     held.has_asked = false;
 }

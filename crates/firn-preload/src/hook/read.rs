@@ -164,17 +164,17 @@ unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
     }
 }
 
-/// The offset of a descriptor goes back to the kernel if the call uses it.
+/// A descriptor is the kernel's for one call, which goes by its offset or at least by the file's size.
 #[inline(always)]
-fn offset_back(fd: c_int, at: *const off64_t) -> Ticket {
-    if at.is_null() && tag_of(fd) != tag::NONE {
+fn handed_back(fd: c_int) -> Ticket {
+    if tag_of(fd) != tag::NONE {
         return writer::before_kernel(fd, Call::Transfer);
     }
     Ticket::NONE
 }
 
 unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t {
-    let tickets = (offset_back(to, std::ptr::null()), offset_back(from, offset));
+    let tickets = (handed_back(to), handed_back(from));
     // SAFETY: the caller's promise.
     let result = unsafe { SENDFILE.get()(to, from, offset, len) };
     tickets.0.done();
@@ -190,7 +190,7 @@ unsafe fn do_copy_file_range(
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
-    let tickets = (offset_back(from, from_at), offset_back(to, to_at));
+    let tickets = (handed_back(from), handed_back(to));
     // SAFETY: the caller's promise.
     let result = unsafe { COPY_FILE_RANGE.get()(from, from_at, to, to_at, len, flags) };
     tickets.0.done();
@@ -206,7 +206,7 @@ unsafe fn do_splice(
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
-    let tickets = (offset_back(from, from_at), offset_back(to, to_at));
+    let tickets = (handed_back(from), handed_back(to));
     // SAFETY: the caller's promise.
     let result = unsafe { SPLICE.get()(from, from_at, to, to_at, len, flags) };
     tickets.0.done();

@@ -8,6 +8,7 @@ use libc::FILE;
 use super::export;
 use crate::opened::{Before, By, forget_stale, note};
 use crate::real::{FCLOSE, FDOPEN, FOPEN, FREOPEN};
+use crate::report;
 use crate::share;
 use crate::table::{tag, tag_of};
 
@@ -90,6 +91,9 @@ unsafe fn forget(file: *mut FILE) {
     }
     // SAFETY: the caller's promise.
     let fd = unsafe { libc::fileno(file) };
+    if fd == libc::STDERR_FILENO {
+        report::print();
+    }
     if tag_of(fd) != tag::NONE && tag_of(fd) != tag::INTERNAL {
         forget_stale(fd);
     }
