@@ -20,6 +20,7 @@ fn pattern(from: u64, len: usize) -> Vec<u8> {
     (from..from + len as u64).map(byte_at).collect()
 }
 
+/// Proves S-door-1, S-door-3.
 #[test]
 fn what_was_written_past_the_kernel_is_seen_by_everyone_at_once() {
     let sandbox = Sandbox::new("door-seen");
@@ -51,6 +52,7 @@ fn what_was_written_past_the_kernel_is_seen_by_everyone_at_once() {
     assert_eq!(std::fs::read(backing.join("file")).unwrap(), [&data[..], b"yes"].concat());
 }
 
+/// Proves S-door-3.
 #[test]
 fn an_appender_that_comes_later_appends_at_the_end() {
     let sandbox = Sandbox::new("door-append");
@@ -82,6 +84,7 @@ fn an_appender_that_comes_later_appends_at_the_end() {
     }
 }
 
+/// Proves S-door-3.
 #[test]
 fn the_kernels_calls_on_the_same_descriptor_see_and_cut_what_was_written() {
     let sandbox = Sandbox::new("door-same");
@@ -104,6 +107,7 @@ fn the_kernels_calls_on_the_same_descriptor_see_and_cut_what_was_written() {
     assert_eq!(std::fs::read(mount.backing().join("file")).unwrap(), pattern(0, 9_500));
 }
 
+/// Proves S-door-1.
 #[test]
 fn a_killed_client_loses_nothing_that_was_acknowledged() {
     let sandbox = Sandbox::new("door-client");
@@ -130,6 +134,7 @@ fn check(found: &[u8], acknowledged: u64) {
     assert_eq!(wrong, None);
 }
 
+/// Proves S-door-1.
 #[test]
 fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
     let sandbox = Sandbox::new("door-firnd");
@@ -195,6 +200,7 @@ fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
     assert_eq!(std::fs::read(mount.join("file")).unwrap(), b"still here");
 }
 
+/// Proves S-door-4.
 #[test]
 fn other_users_and_other_file_systems_have_no_door() {
     let sandbox = Sandbox::new("door-others");
