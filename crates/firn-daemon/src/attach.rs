@@ -78,7 +78,7 @@ impl Attached {
                 Engine::attach(directory, arena, &stored, policies)?
             }
         };
-        tell(&recovered, notice);
+        tell(&recovered, options.drain, notice);
         let threads = options.io_threads as usize;
         let pool =
             Pool::start(Arc::clone(&engine), threads).map_err(DaemonError::io("start the IO threads"))?;
@@ -194,14 +194,19 @@ fn journal_has_work(arena: &Arena) -> bool {
     !replay.damage.is_empty() || replay.ledger.files().any(|(_, bound)| !bound.truncating.is_empty())
 }
 
-fn tell(recovered: &Recovered, notice: &mut dyn FnMut(String)) {
+fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
     for damage in &recovered.damage {
         notice(format!("journal: {damage}"));
     }
     if recovered.files > 0 {
         notice(format!(
-            "recovered {} bytes of {} files; they are being drained",
-            recovered.bytes, recovered.files
+            "recovered {} bytes of {} files; they {}",
+            recovered.bytes,
+            recovered.files,
+            match drain {
+                Drain::Eager => "are being drained",
+                Drain::Demand => "stay in memory until they are drained",
+            }
         ));
     }
     for lost in &recovered.lost {

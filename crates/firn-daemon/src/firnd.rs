@@ -98,6 +98,7 @@ impl Mount {
             options: options.in_force(),
             io_threads: options.io_threads,
             waiting_writers: adapter.waiting_writers(),
+            expiring: AtomicBool::new(false),
             window: Default::default(),
             events: event.clone(),
             told: tell,
@@ -157,7 +158,10 @@ impl Mount {
     fn serve(&self, attached: &Attached) -> End {
         loop {
             match self.events.recv_timeout(SAMPLE_EVERY) {
-                Err(RecvTimeoutError::Timeout) => self.service.sample(),
+                Err(RecvTimeoutError::Timeout) => {
+                    self.service.sample();
+                    self.service.expire();
+                }
                 // The service holds a sender: this cannot be. If it is, nobody will ask again.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
                     tracing::info!("unmounted from outside");

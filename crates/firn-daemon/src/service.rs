@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,8 @@ pub(crate) struct Mounted {
     /// Processes connected to the door.
     pub(crate) door_clients: Arc<AtomicU64>,
     pub(crate) window: Mutex<Window>,
+    /// Checkpoints are being removed.
+    pub(crate) expiring: AtomicBool,
     /// To the main loop, which alone unmounts.
     pub(crate) events: Sender<Event>,
     /// Told when the answer to an unmount has left.
@@ -59,6 +61,28 @@ impl Mounted {
             drain_bytes_per_s: rates.drain,
             lanes,
             ..engine
+        }
+    }
+
+    /// Removes the checkpoints that are too old, on a thread of its own: it may take long.
+    pub(crate) fn expire(self: &Arc<Self>) {
+        let expired = self.engine.expired_checkpoints();
+        if expired.is_empty() || self.expiring.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let this = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("firn-expire".into()).spawn(move || {
+            for name in expired {
+                match this.engine.remove_checkpoint(&name) {
+                    Ok(()) => tracing::info!(?name, "removed a checkpoint that is too old"),
+                    Err(error) => tracing::warn!(?name, %error, "cannot remove a checkpoint that is too old"),
+                }
+            }
+            this.expiring.store(false, Ordering::Release);
+        });
+        if let Err(error) = thread {
+            tracing::warn!(%error, "cannot start a thread");
+            self.expiring.store(false, Ordering::Release);
         }
     }
 

@@ -20,6 +20,7 @@ mod man;
 mod mount;
 mod pin;
 mod recover;
+mod run;
 mod status;
 mod umount;
 mod version;
@@ -47,6 +48,7 @@ pub struct Verb {
 pub static VERBS: &[&Verb] = &[
     &mount::VERB,
     &umount::VERB,
+    &run::VERB,
     &status::VERB,
     &wait::VERB,
     &drain::VERB,

@@ -1,0 +1,269 @@
+//! `firn run`: a job with its files in memory, set up before it and taken down after it.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command as Process, ExitStatus};
+
+use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
+use firn_client::Connection;
+use firn_config::{Close, Drain, Fsync, Options, Origin, Resolved};
+use firn_daemon::MountRequest;
+use firn_format::protocol::Request;
+use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
+
+use super::mount::{minus_o, resolve};
+use crate::failure::{FAILED, Failure, USAGE};
+use crate::progress::Meter;
+use crate::verb::Verb;
+use crate::{output, text};
+
+/// File name of the preload library.
+const LIBRARY: &str = "libfirn_preload.so";
+
+pub const VERB: Verb = Verb {
+    name: "run",
+    about: "Run a job with its checkpoints in memory",
+    long: "Mounts, runs the command with FIRN_PREFIX set to the mount point and the preload library loaded, and takes \
+           the mount down when the command has ended. What is below FIRN_PREFIX is written and read at memory speed. \
+           The mount's options are those of `firn mount`, with drain=demand and fsync=held unless you say otherwise. \
+           When the command succeeds, its files are drained to --backing; without --backing they are gone. When it \
+           fails or is killed, its files stay in memory for the restart: run the same command again, and they are \
+           there. Signals are passed on, and the exit status is the command's.",
+    examples: &[
+        ("firn run --memory 8G -- mpirun -n 8 ./app", "the application writes below $FIRN_PREFIX"),
+        (
+            "firn run --memory 8G --backing /scratch/run42 --prefix /tmp/ckpt -- ./app /tmp/ckpt",
+            "the mount point and the place for what is drained are given",
+        ),
+    ],
+    exits: &[
+        (0, "the command succeeded, and its files were drained where there is a --backing"),
+        (1, "the mount could not be made or taken down (or the command ended with 1)"),
+        (127, "the command was not found"),
+        (128, "plus the signal's number: a signal ended the command"),
+    ],
+    args,
+    run,
+};
+
+fn args(command: Command) -> Command {
+    let directory = |id: &'static str, name: &'static str, help: &'static str| {
+        Arg::new(id)
+            .long(id)
+            .value_name(name)
+            .help(help)
+            .value_hint(ValueHint::DirPath)
+            .value_parser(value_parser!(PathBuf))
+    };
+    command
+        .arg(directory(
+            "prefix",
+            "DIR",
+            "Where the job sees its files; made if missing [default: one in /tmp]",
+        ))
+        .arg(directory("backing", "DIR", "Where drained files end up; made if missing [default: none]"))
+        .arg(
+            Arg::new("no-preload")
+                .long("no-preload")
+                .action(ArgAction::SetTrue)
+                .help("Do not load the preload library: all calls go through the mount"),
+        )
+        .arg(minus_o())
+        .args(firn_config::args())
+        .arg(
+            Arg::new("command")
+                .value_name("COMMAND")
+                .help("The command and its arguments")
+                .required(true)
+                .num_args(1..)
+                .trailing_var_arg(true)
+                .allow_hyphen_values(true)
+                .value_parser(value_parser!(OsString)),
+        )
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let command: Vec<OsString> =
+        matches.get_many::<OsString>("command").into_iter().flatten().cloned().collect();
+    let options = defaults_of_a_run(resolve(matches)?);
+    let place = Place::new(matches.get_one("prefix").cloned(), matches.get_one("backing").cloned())?;
+    let preload = if matches.get_flag("no-preload") { None } else { library() };
+    let request = MountRequest {
+        backing: place.backing.clone(),
+        mount_point: place.prefix.clone(),
+        options,
+        foreground: false,
+    };
+    firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
+    let status = carry_out(&command, &place, preload.as_deref());
+    let ended = place.take_down(status.as_ref().is_ok_and(ExitStatus::success));
+    let status = status?;
+    ended?;
+    Ok(exit_code(status))
+}
+
+/// Memory first: what the user did not choose is chosen for a job whose files live in memory.
+fn defaults_of_a_run(resolved: Resolved) -> Options {
+    let by_default = |name: &str| {
+        resolved.origins.iter().any(|(row, origin)| row.name == name && matches!(origin, Origin::Default))
+    };
+    let mut options = resolved.options.clone();
+    if by_default("drain") {
+        options.drain = Drain::Demand;
+    }
+    if by_default("close") && options.drain == Drain::Demand {
+        options.close = Close::Held;
+    }
+    if by_default("fsync") {
+        options.fsync = Fsync::Held;
+    }
+    options
+}
+
+/// The two directories of a run.
+struct Place {
+    prefix: PathBuf,
+    backing: PathBuf,
+    /// The backing was made for this run's names only: nothing is drained to it.
+    memory_only: bool,
+}
+
+impl Place {
+    fn new(prefix: Option<PathBuf>, backing: Option<PathBuf>) -> Result<Self, Failure> {
+        let uid = rustix::process::getuid().as_raw();
+        let prefix = prefix.unwrap_or_else(|| std::env::temp_dir().join(format!("firn-run-{uid}")));
+        make_private(&prefix)?;
+        let memory_only = backing.is_none();
+        let backing = match backing {
+            Some(backing) => backing,
+            // The same for the same prefix, so that a restart finds its files.
+            None => {
+                let runtime = firn_client::paths::create_runtime_dir()?;
+                let key = firn_client::Key::of(&absolute(&prefix)?);
+                runtime.join(format!("{:016x}.names", key.0))
+            }
+        };
+        make_private(&backing)?;
+        Ok(Self { prefix, backing: absolute(&backing)?, memory_only })
+    }
+
+    /// Unmounts: drained after success, as it is after a failure.
+    fn take_down(&self, success: bool) -> Result<(), Failure> {
+        let place = firn_client::find(&self.prefix)?;
+        let keep_held = !success || self.memory_only;
+        let mut connection = Connection::open(&place.mount)?;
+        let status = connection.status()?;
+        let (held, arena) = (status.held_bytes, PathBuf::from(status.arena));
+        let mut meter = Meter::new();
+        // What the job left behind and still uses files does not keep the mount.
+        let request = Request::Unmount { force: true, keep_held };
+        let ended = connection.wait(&request, &mut |p| meter.show(p.bytes_left, p.files_left, &p.phase));
+        drop(meter);
+        ended?;
+        match (success, self.memory_only) {
+            (true, false) => {}
+            (true, true) => {
+                let _ = std::fs::remove_file(&arena);
+                std::fs::remove_dir_all(&self.backing).map_err(|error| {
+                    Failure::new(FAILED, format!("cannot remove {}: {error}", self.backing.display()))
+                })?;
+            }
+            (false, _) if held > 0 => {
+                let (held, arena) = (text::bytes(held), arena.display());
+                output::say(&format!("the command failed; {held} stay in memory, in {arena}"));
+                output::say("the same `firn run` again has them; or reach them with:");
+                let (backing, prefix) = (text::path(&self.backing), text::path(&self.prefix));
+                output::say(&format!("  firn mount -o drain=demand {backing} {prefix}"));
+            }
+            (false, true) => {
+                let _ = std::fs::remove_file(&arena);
+                // Not empty: there are names without data.
+                let _ = std::fs::remove_dir(&self.backing);
+            }
+            (false, false) => {}
+        }
+        Ok(())
+    }
+}
+
+fn make_private(dir: &Path) -> Result<(), Failure> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .map_err(|error| Failure::new(USAGE, format!("cannot make the directory {}: {error}", dir.display())))
+}
+
+fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+    path.canonicalize()
+        .map_err(|error| Failure::new(USAGE, format!("cannot find {}: {error}", path.display())))
+}
+
+/// The preload library: beside this program, or where a package puts it.
+fn library() -> Option<PathBuf> {
+    let program = std::env::current_exe().ok()?;
+    let dir = program.parent()?;
+    let places = [dir.join(LIBRARY), dir.join("../lib").join(LIBRARY), dir.join("../lib/firn").join(LIBRARY)];
+    let found = places.into_iter().find_map(|place| place.canonicalize().ok());
+    if found.is_none() {
+        output::say(&format!("{LIBRARY} is not installed: all calls go through the mount, which is slower"));
+    }
+    found
+}
+
+/// Runs the command to its end and passes signals on.
+fn carry_out(command: &[OsString], place: &Place, preload: Option<&Path>) -> Result<ExitStatus, Failure> {
+    let (program, args) = command.split_first().expect("clap demands one");
+    let mut process = Process::new(program);
+    process.args(args).env("FIRN_PREFIX", &place.prefix);
+    if let Some(library) = preload {
+        process.env("LD_PRELOAD", with_library(library, std::env::var_os("LD_PRELOAD")));
+        // Ranks on other nodes get the environment only if Open MPI is told to pass it.
+        if std::env::var_os("OMPI_MCA_mca_base_env_list").is_none() {
+            process.env("OMPI_MCA_mca_base_env_list", "LD_PRELOAD;FIRN_PREFIX");
+        }
+    }
+    // Before the child, so that no signal falls between.
+    let passed_on = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT];
+    let signals = Signals::new(passed_on)
+        .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
+    let child = process.spawn().map_err(|error| {
+        let code = if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 };
+        Failure::new(code, format!("cannot run {}: {error}", program.to_string_lossy()))
+    })?;
+    wait(child, signals)
+}
+
+fn wait(mut child: Child, mut signals: Signals) -> Result<ExitStatus, Failure> {
+    let (pid, handle) = (Pid::from_child(&child), signals.handle());
+    let passing = std::thread::spawn(move || {
+        for signal in signals.forever() {
+            // A Ctrl-C reached the whole group already; a second one does no harm.
+            if let Some(signal) = Signal::from_named_raw(signal) {
+                let _ = kill_process(pid, signal);
+            }
+        }
+    });
+    let status = child.wait();
+    handle.close();
+    let _ = passing.join();
+    status.map_err(|error| Failure::new(FAILED, format!("cannot wait for the command: {error}")))
+}
+
+fn with_library(library: &Path, before: Option<OsString>) -> OsString {
+    let mut list = library.as_os_str().to_owned();
+    if let Some(before) = before.filter(|before| !before.is_empty()) {
+        list.push(OsStr::new(":"));
+        list.push(before);
+    }
+    list
+}
+
+fn exit_code(status: ExitStatus) -> u8 {
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
+    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(FAILED)
+}

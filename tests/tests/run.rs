@@ -1,0 +1,87 @@
+//! `firn run`: set up, run, taken down.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use firn_tests::command::{exit_code, wait_child};
+use firn_tests::sandbox::{is_mounted, kill};
+use firn_tests::{Sandbox, run, wait_until};
+
+/// `firn run` on the sandbox's mount point, in its environment.
+fn firn_run(sandbox: &Sandbox, options: &[&str], script: &str) -> Command {
+    let mut command = sandbox.firn(["run", "--memory", "64M", "--prefix"]);
+    command.arg(sandbox.join("mnt")).args(options).args(["--", "sh", "-c", script]);
+    command
+}
+
+fn left(sandbox: &Sandbox) -> Vec<PathBuf> {
+    let all = fs::read_dir(sandbox.runtime()).expect("the runtime directory");
+    let mut left: Vec<PathBuf> = all.map(|entry| entry.expect("entry").path()).collect();
+    left.retain(|path| path.extension().is_none_or(|extension| extension != "log"));
+    left
+}
+
+#[test]
+fn a_job_that_succeeds_leaves_its_files_in_the_backing_and_nothing_in_memory() {
+    let sandbox = Sandbox::new("run");
+    let backing = sandbox.join("new/backing");
+    let options = ["--backing", backing.to_str().expect("utf-8")];
+    let script = "echo data > $FIRN_PREFIX/f && test ! -s \"$0\"/f && cat $FIRN_PREFIX/f";
+    let mut command = firn_run(&sandbox, &options, script);
+    assert_eq!(run(command.arg(&backing)).ok().stdout, "data\n");
+    assert_eq!(fs::read_to_string(backing.join("f")).expect("drained"), "data\n");
+    assert!(!is_mounted(&sandbox.join("mnt")));
+    assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn without_a_backing_nothing_outlives_success() {
+    let sandbox = Sandbox::new("runmemory");
+    run(&mut firn_run(&sandbox, &[], "echo data > $FIRN_PREFIX/f")).ok();
+    assert!(!is_mounted(&sandbox.join("mnt")));
+    assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn a_job_that_is_killed_finds_its_files_again() {
+    let sandbox = Sandbox::new("runagain");
+    let script = "echo data > $FIRN_PREFIX/f; kill -9 $$";
+    run(&mut firn_run(&sandbox, &[], script)).code(137).says("stay in memory").says("firn mount");
+    assert!(!is_mounted(&sandbox.join("mnt")));
+    let again = run(&mut firn_run(&sandbox, &[], "cat $FIRN_PREFIX/f; exit 7")).code(7);
+    assert_eq!(again.stdout, "data\n");
+    assert_eq!(run(&mut firn_run(&sandbox, &[], "cat $FIRN_PREFIX/f")).ok().stdout, "data\n");
+    assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn signals_reach_the_job_and_its_exit_status_comes_back() {
+    let sandbox = Sandbox::new("runsignal");
+    let ready = sandbox.join("mnt/ready");
+    let script = "trap 'exit 42' TERM; echo > $FIRN_PREFIX/ready; while :; do sleep 0.05; done";
+    let mut child = firn_run(&sandbox, &[], script).stderr(Stdio::null()).spawn().expect("firn run");
+    wait_until("the job runs", Duration::from_secs(30), || ready.exists());
+    kill(child.id(), libc::SIGTERM);
+    let status = wait_child(&mut child, Duration::from_secs(30)).expect("it ends");
+    assert_eq!(exit_code(status), 42);
+}
+
+#[test]
+fn a_command_that_is_not_there_is_127_and_leaves_nothing() {
+    let sandbox = Sandbox::new("runmissing");
+    let mut command = sandbox.firn(["run", "--memory", "64M", "--prefix"]);
+    command.arg(sandbox.join("mnt")).args(["--", "no-such-command"]);
+    run(&mut command).code(127).says("no-such-command");
+    assert!(!is_mounted(&sandbox.join("mnt")));
+    assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn every_rank_of_an_mpi_job_has_the_prefix() {
+    let sandbox = Sandbox::new("runmpi");
+    let script = "mpirun --allow-run-as-root --oversubscribe -n 4 \
+        sh -c 'echo $OMPI_COMM_WORLD_RANK > $FIRN_PREFIX/rank$OMPI_COMM_WORLD_RANK' && cat $FIRN_PREFIX/rank* | xargs";
+    assert_eq!(run(&mut firn_run(&sandbox, &[], script)).ok().stdout, "0 1 2 3\n");
+}
