@@ -25,7 +25,9 @@ impl<B: Backing> Engine<B> {
             Ok(handle) => {
                 let skip = {
                     let mut state = handle.file.lock();
-                    self.look(&handle.file, &mut state);
+                    // Not at the release, which the kernel sends some time after close(2) returned: the
+                    // number may be another descriptor by then, and the client has not seen the close.
+                    self.revoke(&handle.file, &mut state);
                     let skip =
                         self.options.close == ClosePolicy::Held || state.unlinked || state.pending == 0;
                     // Every close is told as long as it is so: this one may be that of a child which only
