@@ -22,7 +22,7 @@ demo:
 
 test:
 	scripts/setup
-	$(CARGO) build -p firn
+	$(CARGO) build -p firn -p firn-preload
 	$(AS_ROOT) $(CARGO) test --workspace --no-fail-fast -- --test-threads=$(TEST_THREADS)
 	$(CARGO) xtask campaign fuzz
 

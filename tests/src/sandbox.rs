@@ -176,6 +176,13 @@ pub fn firn_binary() -> PathBuf {
     binary
 }
 
+/// The preload library under test, beside the binary.
+pub fn preload_library() -> PathBuf {
+    let library = firn_binary().with_file_name("libfirn_preload.so");
+    assert!(library.exists(), "{library:?} is missing: run `cargo build -p firn-preload`");
+    library
+}
+
 /// The helper program of these tests (writers, appenders, the failing file system).
 pub fn helper_binary() -> PathBuf {
     profile_dir().join("firn-test-helper")

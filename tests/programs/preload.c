@@ -1,0 +1,834 @@
+/* What unmodified programs do with descriptors, one case a name: run on a plain directory without the preload
+ * library and on a mount with it, output and files must be the same.
+ *
+ * usage: preload DIR CASE
+ * Prints results of calls, never addresses, numbers of descriptors or times. */
+#define _GNU_SOURCE
+#include <aio.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/falloc.h>
+#include <pthread.h>
+#include <signal.h>
+#include <spawn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/sendfile.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+extern char **environ;
+static char path[4096], self[4096];
+static const char *dir;
+
+static const char *at(const char *name) {
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    return path;
+}
+
+static int check(int ok, const char *what) {
+    if (ok) return 1;
+    printf("failed: %s (%s)\n", what, strerror(errno));
+    fflush(stdout);
+    exit(1);
+}
+#define MUST(x) check((x), #x)
+
+static long say(const char *what, long result) {
+    if (result < 0)
+        printf("%s: %s\n", what, strerror(errno));
+    else
+        printf("%s: %ld\n", what, result);
+    return result;
+}
+#define SAY(x) say(#x, (long)(x))
+
+static int make(const char *name) {
+    int fd = open(at(name), O_CREAT | O_TRUNC | O_WRONLY, 0644);
+    MUST(fd >= 0);
+    return fd;
+}
+
+static int make_rw(const char *name) {
+    int fd = open(at(name), O_CREAT | O_TRUNC | O_RDWR, 0644);
+    MUST(fd >= 0);
+    return fd;
+}
+
+/* Writes a text that tells where it was written from. */
+static void put(int fd, const char *text) {
+    size_t len = strlen(text);
+    MUST(write(fd, text, len) == (ssize_t)len);
+}
+
+static void fill(unsigned char *to, size_t len, unsigned seed) {
+    for (size_t i = 0; i < len; i++) to[i] = (unsigned char)((i + seed) * 2654435761u >> 13);
+}
+
+static unsigned char big[3 << 20], back[3 << 20];
+
+static void wait_for(pid_t pid) {
+    int status;
+    MUST(pid > 0);
+    MUST(waitpid(pid, &status, 0) == pid);
+    printf("child: %d\n", WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status));
+}
+
+static void sizes(void) {
+    int fd = make("sizes");
+    size_t done = 0, len = 1;
+    fill(big, sizeof big, 1);
+    while (done + len < sizeof big) {
+        MUST(write(fd, big + done, len) == (ssize_t)len);
+        done += len;
+        len = len > 700000 ? 3 : len * 3 + 1;
+        struct stat st;
+        MUST(fstat(fd, &st) == 0);
+        MUST(st.st_size == (off_t)done);
+    }
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(write(fd, big, 0));
+    SAY(fsync(fd));
+    put(fd, "after fsync");
+    SAY(fdatasync(fd));
+    SAY(close(fd));
+    SAY(write(fd, "x", 1));
+}
+
+static void seeks(void) {
+    int fd = make("seeks");
+    put(fd, "0123456789");
+    SAY(lseek(fd, 4, SEEK_SET));
+    put(fd, "four");
+    SAY(lseek(fd, -2, SEEK_CUR));
+    put(fd, "XY");
+    SAY(lseek(fd, 0, SEEK_END));
+    put(fd, "end");
+    SAY(lseek(fd, 100000, SEEK_SET));
+    put(fd, "far");
+    SAY(lseek(fd, -1, SEEK_SET));
+    SAY(lseek(fd, -200000, SEEK_CUR));
+    SAY(lseek(fd, 1, 77));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(lseek(fd, 5, SEEK_END));
+    put(fd, "!");
+    SAY(pwrite(fd, "pp", 2, 50000));
+    SAY(pwrite(fd, "pp", 2, -1));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(lseek(fd, 3, SEEK_DATA) >= 0);
+    SAY(lseek(fd, 200000, SEEK_DATA));
+    SAY(lseek(fd, 0, SEEK_SET));
+    put(fd, "begin");
+    SAY(close(fd));
+}
+
+static void vectors(void) {
+    int fd = make("vectors");
+    struct iovec parts[1025];
+    fill(big, sizeof big, 2);
+    for (int i = 0; i < 1025; i++) parts[i] = (struct iovec){big + i * 100, i % 7 ? 100 : 0};
+    SAY(writev(fd, parts, 1024));
+    SAY(writev(fd, parts, 1025));
+    SAY(writev(fd, parts, 0));
+    SAY(writev(fd, parts, -1));
+    SAY(pwritev(fd, parts, 3, 200000));
+    SAY(pwritev(fd, parts, 3, -5));
+    SAY(pwritev2(fd, parts, 4, 300000, 0));
+    SAY(pwritev2(fd, parts, 4, -1, 0));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    parts[1].iov_len = SSIZE_MAX;
+    parts[2].iov_len = SSIZE_MAX;
+    SAY(writev(fd, parts, 3));
+    parts[0] = (struct iovec){big, 1000000};
+    parts[1] = (struct iovec){big + 1000000, 1};
+    parts[2] = (struct iovec){big + 1000001, 1999999};
+    SAY(writev(fd, parts, 3));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(pwritev2(fd, parts + 1, 1, 7, RWF_DSYNC));
+    put(fd, "end");
+    SAY(close(fd));
+}
+
+static void forks(void) {
+    int fd = make("forks"), order[2], answer[2];
+    char byte;
+    MUST(pipe(order) == 0 && pipe(answer) == 0);
+    put(fd, "parent 1\n");
+    pid_t pid = fork();
+    if (pid == 0) {
+        for (int i = 0; i < 3; i++) {
+            MUST(read(order[0], &byte, 1) == 1);
+            put(fd, "child\n");
+            MUST(write(answer[1], "x", 1) == 1);
+        }
+        int own = make("forks.child");
+        for (int i = 0; i < 1000; i++) put(own, "the child's own file\n");
+        close(own);
+        _exit(7);
+    }
+    for (int i = 0; i < 3; i++) {
+        put(fd, "parent 2\n");
+        MUST(write(order[1], "x", 1) == 1);
+        MUST(read(answer[0], &byte, 1) == 1);
+    }
+    wait_for(pid);
+    put(fd, "parent 3\n");
+    int after = make("forks.after");
+    for (int i = 0; i < 1000; i++) put(after, "opened after the fork\n");
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(close(fd));
+}
+
+static void appends(void) {
+    pid_t pids[2];
+    for (int id = 0; id < 2; id++) {
+        pids[id] = fork();
+        if (pids[id] == 0) {
+            int fd = open(at("appends"), O_CREAT | O_APPEND | O_WRONLY, 0644);
+            MUST(fd >= 0);
+            for (int i = 0; i < 500; i++) put(fd, id ? "one line, always whole\n" : "one LINE, always whole\n");
+            _exit(0);
+        }
+    }
+    wait_for(pids[0]);
+    wait_for(pids[1]);
+    char text[64];
+    FILE *file = fopen(at("appends"), "r");
+    int counts[2] = {0, 0};
+    while (fgets(text, sizeof text, file)) counts[strcmp(text, "one line, always whole\n") == 0]++;
+    printf("%d %d\n", counts[0], counts[1]);
+    fclose(file);
+    MUST(unlink(at("appends")) == 0);
+    /* One writes past the kernel, then another opens for appending. */
+    int fd = make("appended");
+    for (int i = 0; i < 1000; i++) put(fd, "writer\n");
+    int other = open(at("appended"), O_APPEND | O_WRONLY);
+    put(other, "appender\n");
+    put(fd, "writer again, over the other\n");
+    put(other, "appender\n");
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(lseek(other, 0, SEEK_CUR));
+}
+
+/* After exec: descriptor `number` continues. */
+static void go_on(const char *number) {
+    int fd = atoi(number);
+    SAY(lseek(fd, 0, SEEK_CUR));
+    if (fcntl(fd, F_GETFD) >= 0) put(fd, "after exec\n");
+    int mine = make("execs.mine");
+    for (int i = 0; i < 100; i++) put(mine, "opened after exec\n");
+}
+
+static void execs(void) {
+    for (int cloexec = 0; cloexec < 2; cloexec++)
+        for (int empty = 0; empty < 2; empty++) {
+            char name[32], number[16];
+            snprintf(name, sizeof name, "execs.%d.%d", cloexec, empty);
+            int fd = open(at(name), O_CREAT | O_WRONLY | (cloexec ? O_CLOEXEC : 0), 0644);
+            fd = fcntl(fd, cloexec ? F_DUPFD_CLOEXEC : F_DUPFD, 50);
+            snprintf(number, sizeof number, "%d", fd);
+            fflush(stdout);
+            pid_t pid = fork();
+            if (pid == 0) {
+                int own = open(at(name), O_WRONLY | (cloexec ? O_CLOEXEC : 0));
+                MUST(dup2(own, fd) == fd);
+                char *none[] = {NULL};
+                put(fd, "before exec\n");
+                if (cloexec) fcntl(fd, F_SETFD, FD_CLOEXEC);
+                execl("/nonexistent", "x", NULL);
+                put(fd, "exec failed\n");
+                if (empty)
+                    execle(self, self, dir, "go-on", number, NULL, none);
+                else
+                    execl(self, self, dir, "go-on", number, NULL);
+                _exit(9);
+            }
+            wait_for(pid);
+            close(fd);
+        }
+}
+
+static void exec_of_one_that_wrote(void) {
+    int fd = make("exec");
+    char number[16];
+    for (int i = 0; i < 10000; i++) put(fd, "past the kernel\n");
+    snprintf(number, sizeof number, "%d", fd);
+    fflush(stdout);
+    execlp(self, self, dir, "go-on", number, NULL);
+}
+
+static void vforks(void) {
+    int fd = make("vforks");
+    put(fd, "parent\n");
+    fflush(stdout);
+    pid_t pid = vfork();
+    if (pid == 0) {
+        dup2(fd, 1);
+        close(fd);
+        execl("/bin/echo", "echo", "child", NULL);
+        _exit(9);
+    }
+    wait_for(pid);
+    put(fd, "parent again\n");
+    printf("still here\n");
+    int other = make("vforks.other");
+    for (int i = 0; i < 1000; i++) put(other, "not touched by a child\n");
+    pid = vfork();
+    if (pid == 0) {
+        close(other);
+        close(fd);
+        _exit(3);
+    }
+    wait_for(pid);
+    put(other, "end\n");
+    SAY(lseek(other, 0, SEEK_CUR));
+    SAY(close(other));
+    SAY(close(fd));
+}
+
+static void spawns(void) {
+    int fd = make("spawns");
+    put(fd, "parent\n");
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, fd, 1);
+    char *args[] = {"echo", "spawned", NULL};
+    pid_t pid;
+    MUST(posix_spawnp(&pid, "echo", &actions, NULL, args, environ) == 0);
+    wait_for(pid);
+    put(fd, "parent\n");
+    int inherited = dup2(make("spawns.system"), 9);
+    put(inherited, "before\n");
+    SAY(system("echo system >&9"));
+    put(inherited, "after\n");
+    FILE *child = popen("cat >&9", "w");
+    fputs("popen\n", child);
+    SAY(pclose(child));
+    put(inherited, "after\n");
+    SAY(close(fd));
+}
+
+static void dups(void) {
+    int fd = make("dups");
+    put(fd, "one ");
+    int two = dup(fd);
+    put(two, "two ");
+    put(fd, "three ");
+    int four = fcntl(fd, F_DUPFD, 100);
+    put(four, "four ");
+    MUST(dup2(fd, 200) == 200);
+    put(200, "five ");
+    MUST(dup3(fd, 201, O_CLOEXEC) == 201);
+    put(201, "six ");
+    SAY(close(fd));
+    put(200, "seven ");
+    SAY(lseek(two, 0, SEEK_CUR));
+    int other = make("dups.other");
+    put(other, "lost number");
+    int target = make("dups.target");
+    put(target, "before");
+    MUST(dup2(other, target) == target);
+    put(target, " found");
+    SAY(dup2(12345, other));
+    put(other, " still there");
+    SAY(dup2(other, other) == other);
+    put(other, " and again");
+    int appending = make("dups.append");
+    put(appending, "text");
+    MUST(fcntl(appending, F_SETFL, O_APPEND) == 0);
+    SAY(lseek(appending, 0, SEEK_SET));
+    put(appending, " appended");
+    SAY(lseek(appending, 0, SEEK_CUR));
+    /* Numbers that the library may use itself. */
+    int high = make("dups.high");
+    put(high, "0");
+    for (int number = 895; number < 910; number++) {
+        MUST(dup2(high, number) == number);
+        put(number, "x");
+    }
+    int next = make("dups.next");
+    for (int i = 0; i < 1000; i++) put(next, "goes on");
+}
+
+static void closes(void) {
+    int fds[8];
+    char name[16];
+    for (int i = 0; i < 8; i++) {
+        snprintf(name, sizeof name, "closes.%d", i);
+        fds[i] = make(name);
+        put(fds[i], name);
+    }
+    SAY(close_range(fds[2], fds[3], 0));
+    SAY(write(fds[2], "x", 1));
+    put(fds[4], " four");
+    SAY(close(fds[5]));
+    SAY(close(fds[5]));
+    int again = make("closes.again");
+    MUST(again == fds[2]);
+    put(again, "reused");
+    closefrom(fds[6]);
+    SAY(write(fds[6], "x", 1));
+    put(fds[0], " zero");
+    for (int fd = 3; fd < 2000; fd++) close(fd);
+    SAY(write(fds[0], "x", 1));
+    int fresh = make("closes.fresh");
+    for (int i = 0; i < 100000; i++) put(fresh, "all were closed\n");
+    SAY(close(fresh));
+    closefrom(3);
+    fresh = make("closes.fresh2");
+    for (int i = 0; i < 1000; i++) put(fresh, "all were closed\n");
+}
+
+static void raw_closes(void) {
+    int fd = make("raw.first"), ends[2];
+    for (int i = 0; i < 1000; i++) put(fd, "first\n");
+    syscall(SYS_close, fd);
+    MUST(pipe(ends) == 0);
+    MUST(ends[0] == fd);
+    SAY(write(ends[0], "not a file", 10));
+    put(ends[1], "through a pipe");
+    char text[32] = {0};
+    SAY(read(ends[0], text, sizeof text));
+    printf("%s\n", text);
+    int second = make("raw.second");
+    for (int i = 0; i < 1000; i++) put(second, "second\n");
+    syscall(SYS_close, second);
+    int third = (int)syscall(SYS_openat, AT_FDCWD, at("raw.third"), O_CREAT | O_WRONLY, 0644);
+    MUST(third == second);
+    put(third, "third\n");
+    SAY(lseek(third, 0, SEEK_CUR));
+    put(third, "third\n");
+    FILE *file = fopen(at("raw.stdio"), "w");
+    fputs("stdio\n", file);
+    fclose(file);
+    SAY(close(third));
+}
+
+static void rights(void) {
+    int pair[2], fd = make("rights");
+    MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
+    pid_t pid = fork();
+    char byte = 'x', control[CMSG_SPACE(sizeof(int))];
+    struct iovec part = {&byte, 1};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+    if (pid == 0) {
+        MUST(recvmsg(pair[1], &message, 0) == 1);
+        int got = *(int *)CMSG_DATA(CMSG_FIRSTHDR(&message));
+        put(got, "receiver\n");
+        _exit(0);
+    }
+    close(fd);
+    fd = make("rights");
+    for (int i = 0; i < 1000; i++) put(fd, "sender\n");
+    struct cmsghdr *head = CMSG_FIRSTHDR(&message);
+    *head = (struct cmsghdr){CMSG_LEN(sizeof(int)), SOL_SOCKET, SCM_RIGHTS};
+    *(int *)CMSG_DATA(head) = fd;
+    MUST(sendmsg(pair[0], &message, 0) == 1);
+    wait_for(pid);
+    put(fd, "sender again\n");
+    SAY(lseek(fd, 0, SEEK_CUR));
+}
+
+static void relative(void) {
+    MUST(chdir(dir) == 0);
+    int fd = openat(AT_FDCWD, "relative", O_CREAT | O_WRONLY, 0644);
+    put(fd, "relative");
+    int base = open(".", O_PATH | O_DIRECTORY), other = openat(base, "relative2", O_CREAT | O_RDWR, 0600);
+    put(other, "to a directory");
+    SAY(read(base, path, 1));
+    char template[] = "temporary.XXXXXX";
+    int temporary = mkstemp(template);
+    put(temporary, "temporary");
+    SAY(pread(temporary, path, 100, 0));
+    MUST(rename(template, "temporary") == 0);
+    put(temporary, " renamed");
+    int created = creat("created", 0640);
+    put(created, "created");
+    int nameless = open(".", O_TMPFILE | O_WRONLY, 0600);
+    if (nameless >= 0) put(nameless, "nameless");
+    MUST(unlink("relative2") == 0);
+    put(other, "without a name");
+    SAY(lseek(other, 0, SEEK_CUR));
+    SAY(open("", O_WRONLY));
+    SAY(open("missing/file", O_CREAT | O_WRONLY, 0600));
+}
+
+static volatile sig_atomic_t signals, signal_fd;
+
+static void on_signal(int number) {
+    (void)number;
+    int before = errno;
+    char text[33];
+    snprintf(text, sizeof text, "handler %22d\n", (int)++signals);
+    if (write(signal_fd, text, 31) != 31) abort();
+    errno = before;
+}
+
+static void handlers(void) {
+    int fd = make_rw("handlers");
+    signal_fd = fd;
+    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+    sigaction(SIGALRM, &action, NULL);
+    struct itimerval timer = {{0, 300}, {0, 300}};
+    setitimer(ITIMER_REAL, &timer, NULL);
+    char text[32];
+    int count = 0;
+    while (signals < 1500) {
+        snprintf(text, sizeof text, "program %22d\n", ++count);
+        errno = 77;
+        MUST(write(fd, text, 31) == 31);
+        MUST(errno == 77);
+    }
+    timer.it_value.tv_usec = timer.it_interval.tv_usec = 0;
+    setitimer(ITIMER_REAL, &timer, NULL);
+    off_t size = lseek(fd, 0, SEEK_END);
+    printf("%s\n", size == (off_t)(count + signals) * 31 ? "all there" : "bytes are missing");
+    lseek(fd, 0, SEEK_SET);
+    int seen[2] = {0, 0};
+    FILE *file = fdopen(fd, "r");
+    while (fgets(text, sizeof text, file)) {
+        int handler = strncmp(text, "handler", 7) == 0;
+        if (atoi(text + 8) != ++seen[handler]) break;
+    }
+    printf("%s\n", seen[0] == count && seen[1] == signals ? "in order" : "out of order");
+    fclose(file);
+    MUST(unlink(at("handlers")) == 0);
+}
+
+static int thread_fd;
+
+static void *thread(void *arg) {
+    char text[65];
+    for (int i = 0; i < 20000; i++) {
+        snprintf(text, sizeof text, "thread %ld record %-47d\n", (long)arg, i);
+        if (write(thread_fd, text, strlen(text)) != (ssize_t)strlen(text)) abort();
+        if (i % 5000 == 0) lseek(thread_fd, 0, SEEK_CUR);
+    }
+    return NULL;
+}
+
+static void threads(void) {
+    pthread_t ids[4];
+    thread_fd = make_rw("threads");
+    for (long i = 0; i < 4; i++) pthread_create(&ids[i], NULL, thread, (void *)i);
+    /* Others come and go meanwhile. */
+    for (int i = 0; i < 20; i++) {
+        pid_t pid = fork();
+        if (pid == 0) _exit(0);
+        waitpid(pid, NULL, 0);
+        int fd = make("threads.more");
+        put(fd, "more");
+        close(fd);
+    }
+    for (int i = 0; i < 4; i++) pthread_join(ids[i], NULL);
+    SAY(lseek(thread_fd, 0, SEEK_END));
+    lseek(thread_fd, 0, SEEK_SET);
+    int next[4] = {0, 0, 0, 0}, id, record, bad = 0;
+    char text[80];
+    FILE *file = fdopen(thread_fd, "r");
+    while (fgets(text, sizeof text, file))
+        if (sscanf(text, "thread %d record %d", &id, &record) != 2 || record != next[id & 3]++) bad++;
+    printf("bad %d, %d %d %d %d\n", bad, next[0], next[1], next[2], next[3]);
+    fclose(file);
+    MUST(unlink(at("threads")) == 0);
+}
+
+static void bad_pointers(void) {
+    int fd = make_rw("bad");
+    char *guard = mmap(NULL, 4 << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    put(fd, "text");
+    SAY(write(fd, guard, 1 << 20));
+    SAY(pwrite(fd, guard, 1 << 20, 0));
+    MUST(mprotect(guard, 1 << 20, PROT_READ | PROT_WRITE) == 0);
+    struct iovec parts[2] = {{guard, 100}, {guard + (2 << 20), 1 << 20}};
+    ssize_t some = writev(fd, parts, 2);
+    SAY(some == 100 || (some < 0 && errno == EFAULT));
+    SAY(ftruncate(fd, 4));
+    SAY(lseek(fd, 0, SEEK_END));
+    SAY(write(fd, big, (size_t)-1));
+    SAY(write(fd, (void *)-4096, 1 << 20));
+    fill(big, sizeof big, 3);
+    MUST(write(fd, big, sizeof big) == sizeof big);
+    SAY(pread(fd, guard + (2 << 20), 1 << 20, 0));
+    lseek(fd, 0, SEEK_SET);
+    SAY(read(fd, guard + (2 << 20), 1 << 20));
+    int reader = open(at("bad"), O_RDONLY);
+    SAY(read(reader, guard + (2 << 20), 1 << 20));
+    SAY(read(reader, back, 100));
+    SAY(write(reader, "x", 1));
+    SAY(close(reader));
+}
+
+static void both_ways(void) {
+    int fd = make_rw("both");
+    fill(big, sizeof big, 4);
+    for (int i = 0; i < 40; i++) {
+        off_t offset = (off_t)(i * 7919 % 900) * 1000;
+        size_t len = (size_t)(i * 3571 % 60000) + 1;
+        MUST(pwrite(fd, big + offset, len, offset) == (ssize_t)len);
+        MUST(pread(fd, back, len, offset) == (ssize_t)len);
+        MUST(memcmp(big + offset, back, len) == 0);
+        MUST(lseek(fd, offset, SEEK_SET) == offset);
+        MUST(write(fd, big + offset, len) == (ssize_t)len);
+        MUST(lseek(fd, -(off_t)len, SEEK_CUR) == offset);
+        MUST(read(fd, back, len) == (ssize_t)len);
+        MUST(memcmp(big + offset, back, len) == 0);
+    }
+    SAY(ftruncate(fd, 500000));
+    SAY(lseek(fd, 0, SEEK_END));
+    put(fd, "after the truncation");
+    SAY(ftruncate(fd, 2000000));
+    SAY(posix_fallocate(fd, 0, 100));
+    put(fd, " and again");
+    SAY(fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 4096, 8192));
+    put(fd, ".");
+    SAY(lseek(fd, 0, SEEK_CUR));
+    char *map = mmap(NULL, 100000, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (map != MAP_FAILED) {
+        memcpy(map + 1000, "mapped", 6);
+        MUST(pwrite(fd, "written", 7, 2000) == 7);
+        MUST(msync(map, 100000, MS_SYNC) == 0);
+        SAY(memcmp(map + 2000, "written", 7));
+        MUST(munmap(map, 100000) == 0);
+    }
+    SAY(close(fd));
+}
+
+static void stdio(void) {
+    FILE *file = fopen(at("stdio"), "w+");
+    for (int i = 0; i < 3000; i++) fprintf(file, "line %d\n", i);
+    fseek(file, 100, SEEK_SET);
+    fputs("SEEK", file);
+    fflush(file);
+    put(fileno(file), "[raw]");
+    fseek(file, 0, SEEK_END);
+    printf("%ld\n", ftell(file));
+    SAY(fclose(file));
+    int fd = make("stdio.fd");
+    put(fd, "before fdopen\n");
+    file = fdopen(fd, "w");
+    for (int i = 0; i < 3000; i++) fprintf(file, "line %d\n", i);
+    fflush(file);
+    put(fd, "raw\n");
+    fprintf(file, "end\n");
+    SAY(fclose(file));
+    fflush(stdout);
+    int saved = dup(1);
+    MUST(freopen(at("stdio.out"), "w", stdout) != NULL);
+    for (int i = 0; i < 3000; i++) printf("printed %d\n", i);
+    fflush(stdout);
+    dup2(saved, 1);
+    file = fopen(at("stdio.append"), "a");
+    fputs("a", file);
+    SAY(fclose(file));
+    file = tmpfile();
+    fputs("temporary", file);
+    fclose(file);
+}
+
+static void transfers(void) {
+    int from = make_rw("transfer.from"), to = make_rw("transfer.to"), ends[2];
+    fill(big, 300000, 5);
+    MUST(write(from, big, 300000) == 300000);
+    put(to, "head");
+    MUST(lseek(from, 1000, SEEK_SET) == 1000);
+    SAY(sendfile(to, from, NULL, 50000));
+    SAY(lseek(from, 0, SEEK_CUR));
+    put(to, "middle");
+    off_t offset = 70000;
+    SAY(sendfile(to, from, &offset, 1000));
+    SAY((long)offset);
+    SAY(copy_file_range(from, NULL, to, NULL, 20000, 0));
+    put(to, "after");
+    offset = 5;
+    SAY(copy_file_range(from, &offset, to, NULL, 100, 0));
+    MUST(pipe(ends) == 0);
+    SAY(splice(from, NULL, ends[1], NULL, 4000, 0));
+    SAY(splice(ends[0], NULL, to, NULL, 4000, 0));
+    put(to, "end");
+    put(from, "end");
+    SAY(lseek(from, 0, SEEK_CUR));
+    SAY(lseek(to, 0, SEEK_CUR));
+}
+
+static void asynchronous(void) {
+    int fd = make_rw("aio");
+    put(fd, "synchronous");
+    fill(big, sizeof big, 6);
+    struct aiocb one = {.aio_fildes = fd, .aio_buf = big, .aio_nbytes = 100000, .aio_offset = 5000};
+    struct aiocb two = {.aio_fildes = fd, .aio_buf = big, .aio_nbytes = 1000, .aio_offset = 200000,
+                        .aio_lio_opcode = LIO_WRITE};
+    struct aiocb *list[] = {&two};
+    MUST(aio_write(&one) == 0);
+    while (aio_error(&one) == EINPROGRESS) usleep(100);
+    SAY(aio_return(&one));
+    put(fd, " goes on");
+    SAY(lio_listio(LIO_WAIT, list, 1, NULL));
+    SAY(aio_return(&two));
+    put(fd, ".");
+    SAY(lseek(fd, 0, SEEK_CUR));
+}
+
+static void fortified(void) {
+    volatile int flags = O_CREAT | O_RDWR;
+    volatile size_t len = 4000;
+    char text[4096];
+    int fd = open(at("fortified"), flags, 0644);
+    fill(big, sizeof big, 7);
+    MUST(write(fd, big, 100000) == 100000);
+    flags = O_RDONLY;
+    int reader = open(at("fortified"), flags);
+    SAY(read(reader, text, len));
+    SAY(memcmp(text, big, 4000));
+    SAY(pread(reader, text, len, 5000));
+    SAY(memcmp(text, big + 5000, 4000));
+    len = 5000;
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0) {
+        signal(SIGABRT, SIG_DFL);
+        close(2);
+        _exit((int)read(reader, text, len));
+    }
+    wait_for(pid);
+}
+
+static void limits(void) {
+    struct rlimit limit = {100000, RLIM_INFINITY};
+    int fd = make("limits");
+    put(fd, "before");
+    signal(SIGXFSZ, SIG_IGN);
+    MUST(setrlimit(RLIMIT_FSIZE, &limit) == 0);
+    fill(big, 200000, 8);
+    int other = make("limits.other");
+    SAY(write(other, big, 200000));
+    SAY(write(other, big, 10));
+    SAY(pwrite(other, "x", 1, 200000));
+}
+
+/* Reads what another process wrote, while and after it writes. */
+static void readers(void) {
+    int order[2], answer[2];
+    char byte;
+    MUST(pipe(order) == 0 && pipe(answer) == 0);
+    fill(big, sizeof big, 9);
+    pid_t pid = fork();
+    if (pid == 0) {
+        int fd = make("readers");
+        MUST(write(fd, big, 1000000) == 1000000);
+        MUST(write(answer[1], "x", 1) == 1);
+        MUST(read(order[0], &byte, 1) == 1);
+        MUST(write(fd, big + 1000000, 1000000) == 1000000);
+        MUST(pwrite(fd, "changed", 7, 10) == 7);
+        MUST(lseek(fd, 2500000, SEEK_SET) == 2500000);
+        MUST(write(fd, big + 2500000, 100) == 100);
+        _exit(0);
+    }
+    MUST(read(answer[0], &byte, 1) == 1);
+    int fd = open(at("readers"), O_RDONLY);
+    SAY(read(fd, back, sizeof back));
+    SAY(memcmp(big, back, 1000000));
+    SAY(read(fd, back, sizeof back));
+    MUST(write(order[1], "x", 1) == 1);
+    wait_for(pid);
+    SAY(read(fd, back + 1000000, 1000000));
+    SAY(memcmp(big, back, 2000000));
+    SAY(lseek(fd, 0, SEEK_SET));
+    memcpy(big + 10, "changed", 7);
+    memset(big + 2000000, 0, 500000);
+    size_t done = 0, len = 1;
+    ssize_t got;
+    while ((got = read(fd, back + done, len)) > 0) {
+        done += (size_t)got;
+        len = len > 300000 ? 5 : len * 4;
+    }
+    SAY((long)done);
+    SAY(memcmp(big, back, done));
+    struct iovec parts[3] = {{back, 10000}, {back + 10000, 0}, {back + 10000, 700000}};
+    SAY(preadv(fd, parts, 3, 1900000));
+    SAY(memcmp(big + 1900000, back, 700100));
+    SAY(lseek(fd, -50, SEEK_END));
+    SAY(readv(fd, parts, 3));
+    SAY(read(fd, back, 10));
+    SAY(pread(fd, back, 10, 9000000));
+    SAY(pread(fd, back, 10, -1));
+    /* Changed under the reader. */
+    int writer = open(at("readers"), O_WRONLY);
+    for (int i = 0; i < 50; i++) {
+        MUST(pwrite(writer, &i, sizeof i, i * 40000) == sizeof i);
+        int found = -1;
+        MUST(pread(fd, &found, sizeof found, i * 40000) == sizeof found);
+        MUST(found == i);
+        MUST(pread(fd, back, 8192, i * 40000) == 8192);
+        MUST(memcmp(back, &i, sizeof i) == 0);
+    }
+    MUST(ftruncate(writer, 1234) == 0);
+    SAY(pread(fd, back, 8192, 0));
+    SAY(pread(fd, back, 8192, 1234));
+    close(writer);
+    int copy = dup(fd);
+    SAY(lseek(fd, 200, SEEK_SET));
+    SAY(read(copy, back, 100));
+    SAY(lseek(fd, 0, SEEK_CUR));
+}
+
+static void huge_offsets(void) {
+    int fd = make_rw("huge");
+    fill(big, sizeof big, 10);
+    off_t far = (off_t)5 << 30;
+    MUST(pwrite(fd, big, 100000, far) == 100000);
+    MUST(lseek(fd, far + 100000, SEEK_SET) == far + 100000);
+    MUST(write(fd, big, 5000) == 5000);
+    printf("%lld\n", (long long)lseek(fd, 0, SEEK_END));
+    MUST(pread(fd, back, 100000, far) == 100000);
+    SAY(memcmp(big, back, 100000));
+    MUST(ftruncate(fd, 1000) == 0);
+}
+
+static const struct {
+    const char *name;
+    void (*run)(void);
+} cases[] = {
+    {"sizes", sizes}, {"seeks", seeks}, {"vectors", vectors}, {"forks", forks}, {"appends", appends},
+    {"execs", execs}, {"exec", exec_of_one_that_wrote}, {"vforks", vforks}, {"spawns", spawns}, {"dups", dups},
+    {"closes", closes}, {"raw-closes", raw_closes}, {"rights", rights}, {"relative", relative},
+    {"handlers", handlers}, {"threads", threads}, {"bad-pointers", bad_pointers}, {"both-ways", both_ways},
+    {"stdio", stdio}, {"transfers", transfers}, {"asynchronous", asynchronous}, {"fortified", fortified},
+    {"limits", limits}, {"readers", readers}, {"huge-offsets", huge_offsets},
+};
+
+/* A constructor that writes before those of preloaded libraries may have run, and a destructor. */
+static void note(const char *text) {
+    const char *early = getenv("PRELOAD_EARLY");
+    if (!early) return;
+    int fd = open(early, O_CREAT | O_APPEND | O_WRONLY, 0644);
+    if (fd < 0 || write(fd, text, strlen(text)) < 0) abort();
+    close(fd);
+}
+__attribute__((constructor)) static void early(void) { note("early\n"); }
+__attribute__((destructor)) static void late(void) { note("late\n"); }
+
+int main(int argc, char **argv) {
+    setvbuf(stdout, NULL, _IOFBF, 1 << 16);
+    if (argc < 3 || readlink("/proc/self/exe", self, sizeof self - 1) < 0) return 2;
+    dir = argv[1];
+    if (strcmp(argv[2], "go-on") == 0) {
+        go_on(argv[3]);
+        return 0;
+    }
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        if (strcmp(argv[2], cases[i].name) == 0) {
+            cases[i].run();
+            return 0;
+        }
+    return 2;
+}

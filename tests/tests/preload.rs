@@ -1,0 +1,344 @@
+//! Unmodified programs under `LD_PRELOAD=libfirn_preload.so`: on a plain directory and on a mount they do
+//! what they do without it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use firn_tests::ack::verify;
+use firn_tests::fsops::{assert_same_bytes, read};
+use firn_tests::mount::{SMALL, patient};
+use firn_tests::random::{bytes, generator};
+use firn_tests::sandbox::preload_library;
+use firn_tests::tree::{assert_same, snapshot};
+use firn_tests::{FirnMount, Outcome, Sandbox, helper_binary, run, seed, wait_until};
+use rand::Rng;
+
+/// Source of a program of these tests.
+fn source(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name)
+}
+
+/// Compiles a program once.
+fn compiled(compiler: &str, name: &str) -> PathBuf {
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name.replace('.', "-"));
+    let mut command = Command::new(compiler);
+    command.args(["-O2", "-D_FORTIFY_SOURCE=2", "-w", "-pthread", "-o"]).arg(&program).arg(source(name));
+    run(&mut command).ok();
+    program
+}
+
+/// The program of the cases.
+fn cases() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| compiled("cc", "preload.c"))
+}
+
+/// Puts the library before a program and lets it report.
+fn preload(command: &mut Command) -> &mut Command {
+    command.env("LD_PRELOAD", preload_library()).env("FIRN_PRELOAD_REPORT", "1")
+}
+
+fn shell(script: &str, dir: &Path) -> Command {
+    let mut command = Command::new("bash");
+    command.args(["-euc", script, "bash"]).arg(dir).current_dir(dir);
+    command
+}
+
+/// Bytes that calls of one kind put past the kernel, from the reports of all processes.
+fn past_the_kernel(outcome: &Outcome, call: &str) -> u64 {
+    let head = format!(": {call}: ");
+    let lines = outcome.stderr.lines().filter_map(|line| line.split_once(&head));
+    let bytes = lines.filter_map(|(_, rest)| rest.split_once('(')?.1.split(' ').next()?.parse::<u64>().ok());
+    bytes.sum()
+}
+
+/// Runs a program in a plain directory without the library, in another with it, and on a mount with it:
+/// exit code, output and files must be the same. Gives what it said on the mount.
+#[track_caller]
+fn same_everywhere(name: &str, options: &str, program: impl Fn(&Path) -> Command) -> Outcome {
+    let sandbox = Sandbox::new(name);
+    let plain = sandbox.mkdir("plain");
+    let expected = run(&mut program(&plain));
+    let other = sandbox.mkdir("other");
+    let without_mount = run(preload(&mut program(&other)));
+    compare(&without_mount, &expected);
+    assert_same("files of a plain directory", &snapshot(&other), &snapshot(&plain));
+
+    let mount = FirnMount::new(&sandbox, options);
+    let found = run(preload(&mut program(mount.path())));
+    compare(&found, &expected);
+    assert_same("files on the mount", &snapshot(mount.path()), &snapshot(&plain));
+    let backing = mount.umount();
+    assert_same("files in the backing", &snapshot(&backing), &snapshot(&plain));
+    found
+}
+
+#[track_caller]
+fn compare(found: &Outcome, expected: &Outcome) {
+    assert_eq!(found.code, expected.code, "{found}\ninstead of\n{expected}");
+    assert_eq!(found.stdout, expected.stdout, "{found}");
+    assert!(!expected.stdout.contains("failed"), "{expected}");
+}
+
+/// One test for each case of `preload.c`.
+macro_rules! same {
+    ($($test:ident: $case:literal,)*) => {$(
+        #[test]
+        fn $test() {
+            same_everywhere($case, &patient(""), |dir| {
+                let mut command = Command::new(cases());
+                command.arg(dir).arg($case);
+                command
+            });
+        }
+    )*};
+}
+
+same! {
+    writes_of_all_sizes_are_seen_by_fstat_at_once: "sizes",
+    offsets_move_as_in_the_kernel: "seeks",
+    vectors_are_written_whole_and_bad_ones_refused: "vectors",
+    a_forked_child_shares_the_offset: "forks",
+    appends_of_two_processes_do_not_overwrite: "appends",
+    exec_hands_descriptors_on_with_their_offsets: "execs",
+    a_program_replaced_in_the_middle_of_a_file_goes_on_where_it_was: "exec",
+    a_child_of_vfork_changes_nothing_of_its_parents: "vforks",
+    spawned_programs_share_offsets: "spawns",
+    copied_descriptors_share_one_offset_also_on_internal_numbers: "dups",
+    closing_everything_leaves_the_program_working: "closes",
+    a_number_closed_by_a_raw_call_is_another_descriptor: "raw-closes",
+    a_descriptor_sent_over_a_socket_shares_the_offset: "rights",
+    relative_temporary_renamed_and_nameless_files_are_written: "relative",
+    a_signal_handler_writes_to_the_descriptor_it_interrupts: "handlers",
+    threads_that_share_a_descriptor_lose_nothing: "threads",
+    bad_pointers_give_efault: "bad-pointers",
+    reading_mapping_and_truncating_what_is_being_written: "both-ways",
+    stdio_mixes_with_descriptors: "stdio",
+    sendfile_splice_and_copy_use_and_move_the_offset: "transfers",
+    asynchronous_writes_and_plain_ones_agree: "asynchronous",
+    fortified_calls_read_and_check: "fortified",
+    a_limit_of_the_file_size_holds: "limits",
+    readers_see_what_was_written_and_every_change: "readers",
+    offsets_beyond_four_gigabytes_are_kept: "huge-offsets",
+}
+
+#[test]
+fn streams_of_cpp_are_written_and_read() {
+    let program = compiled("c++", "streams.cpp");
+    let outcome = same_everywhere("streams", &patient(""), |dir| {
+        let mut command = Command::new(&program);
+        command.arg(dir);
+        command
+    });
+    let past = past_the_kernel(&outcome, "write") + past_the_kernel(&outcome, "writev");
+    assert!(past > 3_000_000, "{outcome}");
+}
+
+#[test]
+fn shells_redirect_and_keep_descriptors() {
+    let script = r#"
+        echo one > file; echo two >> file; printf '%s\n' three four >> file
+        exec 3> third; echo a >&3; (echo b >&3); ls / > /dev/null; echo c >&3; exec 3>&-
+        exec 4<> both; echo 123456789 >&4; exec 4>&-; cat < both; cat both > copy
+        for i in $(seq 200); do echo line $i; done > lines; wc -l < lines
+        head -c 300000 /dev/zero | tr '\0' x > many; dd if=many of=some bs=777 count=100 status=none
+        sort -r lines -o lines; sed -i s/line/LINE/ lines; cp lines lines2; cat lines lines2 > both2
+        seq 100000 | tee numbers | md5sum; gzip -k numbers; zcat numbers.gz | cmp - numbers
+        env -i /bin/echo nothing > env; ( echo x; exec /bin/echo y ) > braces
+        ( exec 5> sub; for i in 1 2 3; do echo $i >&5; /bin/echo $i >&5; done ) ; cat sub; rm numbers.gz"#;
+    same_everywhere("bash", &patient(""), |dir| shell(script, dir));
+}
+
+#[test]
+fn python_writes_and_starts_programs() {
+    let script = r#"
+import os, subprocess, sys, multiprocessing, tempfile, shutil
+os.chdir(sys.argv[1])
+with open('out', 'wb') as f:
+    f.write(b'before\n'); f.flush()
+    print(subprocess.run(['echo', 'child'], stdout=f).returncode)
+    f.write(b'after\n')
+    for i in range(3000): f.write(b'%d ' % i * 100)
+    print(f.tell())
+print(subprocess.check_output('cat out | wc -c', shell=True))
+with open('text', 'w+') as f:
+    for i in range(20000): print('line', i, file=f)
+    f.seek(100); f.write('SEEK'); f.seek(0); print(len(f.read()))
+    f.truncate(5000)
+fd = os.open('raw', os.O_CREAT | os.O_RDWR)
+for i in range(1000): os.write(fd, b'x' * i)
+os.writev(fd, [b'a' * 10000, b'b' * 20000]); os.pwrite(fd, b'P', 77)
+print(os.lseek(fd, 0, os.SEEK_CUR), len(os.pread(fd, 1 << 20, 0)), os.fstat(fd).st_size)
+def child(name):
+    with open(name, 'wb', buffering=0) as f:
+        for i in range(500): f.write(b'%d' % i)
+with multiprocessing.get_context('fork').Pool(2) as pool: pool.map(child, ['c1', 'c2', 'c3'])
+with tempfile.NamedTemporaryFile(dir='.', delete=False) as f: f.write(b'temporary' * 10000); name = f.name
+os.replace(name, 'replaced'); shutil.copyfile('replaced', 'copied'); print(open('copied', 'rb').read()[:9])
+os.fchmod(fd, 0o600); os.chmod('replaced', 0o644); print(sorted(os.listdir('.')))
+p = subprocess.Popen(['tee', 'teed'], stdin=subprocess.PIPE, stdout=open('teed2', 'wb'))
+p.communicate(b'data' * 50000); print(p.returncode)
+"#;
+    same_everywhere("python", &patient(""), |dir| {
+        let mut command = Command::new("/usr/bin/python3");
+        command.args(["-c", script]).arg(dir);
+        command
+    });
+}
+
+#[test]
+fn tar_packs_and_unpacks() {
+    let script =
+        "mkdir tree; cd tree; mkdir -p a/b; for i in $(seq 60); do head -c ${i}777 /dev/zero > a/b/$i; done
+        ln a/b/1 hard; ln -s a/b/2 soft; cd ..; tar -cf all.tar --mtime=2001-01-01 --owner=0 --sort=name tree
+        mkdir again; tar -C again -xf all.tar; diff -r tree again/tree; tar -tf all.tar | wc -l";
+    let outcome = same_everywhere("tar", &patient(""), |dir| shell(script, dir));
+    assert!(past_the_kernel(&outcome, "write") > 1_000_000, "{outcome}");
+}
+
+#[test]
+fn arrays_of_numpy_and_h5py_are_whole() {
+    let sandbox = Sandbox::new("preload-h5py");
+    let mount = FirnMount::new(&sandbox, SMALL);
+    let python = |verb: &str, file: PathBuf| {
+        let mut command = Command::new("/usr/bin/python3");
+        run(preload(command.arg(source("datasets.py")).arg(verb).arg(file))).ok()
+    };
+    python("write", mount.join("model.h5"));
+    python("check", mount.join("model.h5"));
+    let script = "import numpy as np, sys; d=sys.argv[1]; a=np.arange(3000000.0).reshape(6000,500)
+np.save(d+'/a.npy', a); a.tofile(d+'/raw'); np.savez(d+'/b.npz', a=a, b=a.T)
+assert (np.load(d+'/a.npy')==a).all() and (np.fromfile(d+'/raw')==a.ravel()).all()
+m=np.load(d+'/a.npy', mmap_mode='r+'); assert (m==a).all(); m[7]=1; m.flush(); a[7]=1
+assert (np.load(d+'/a.npy')==a).all(); assert (np.load(d+'/b.npz')['b'][0]==np.arange(6000)*500.0).all()";
+    run(preload(Command::new("/usr/bin/python3").args(["-c", script]).arg(mount.path()))).ok();
+    let backing = mount.umount();
+    python("check", backing.join("model.h5"));
+    assert_eq!(read(&backing.join("a.npy")).len(), read(&backing.join("raw")).len() + 128);
+}
+
+#[test]
+fn an_mpi_program_writes_one_file_a_rank_and_one_for_all() {
+    let sandbox = Sandbox::new("preload-mpi");
+    let mount = FirnMount::new(&sandbox, SMALL);
+    for name in ["ranks.c", "shared.c"] {
+        let program = sandbox.join(name.replace(".c", ""));
+        run(Command::new("mpicc").args(["-O1", "-o"]).arg(&program).arg(source(name))).ok();
+        let mut mpirun = Command::new("mpirun");
+        mpirun.args(["--allow-run-as-root", "--oversubscribe", "-n", "4", "-x"]);
+        mpirun.arg(format!("LD_PRELOAD={}", preload_library().display()));
+        let answer = run(mpirun.arg(&program).arg(mount.path()).arg("6")).ok();
+        assert!(answer.stdout.contains("4 ranks agree"), "{answer}");
+    }
+    let backing = mount.umount();
+    for rank in 0..4 {
+        let len = fs::metadata(backing.join(format!("rank.{rank}"))).expect("a rank's file").len();
+        assert_eq!(len, 6 << 20);
+    }
+    assert_eq!(fs::metadata(backing.join("shared")).expect("the shared file").len(), 24 << 20);
+}
+
+#[test]
+fn large_and_small_writes_and_reads_go_past_the_kernel() {
+    let sandbox = Sandbox::new("preload-past");
+    let mount = FirnMount::new(&sandbox, &patient("close=held,drain=demand"));
+    let python = |script: &str| {
+        let mut python = Command::new("/usr/bin/python3");
+        run(preload(python.args(["-c", script]).arg(mount.path()))).ok()
+    };
+    let wrote = python(
+        "import os, sys; os.chdir(sys.argv[1]); f = os.open('large', os.O_CREAT | os.O_WRONLY)
+block = bytes(range(256)) * 4096
+for i in range(20): os.write(f, block)
+os.close(f); f = os.open('small', os.O_CREAT | os.O_WRONLY)
+for i in range(100000): os.write(f, b'%064d' % i)",
+    );
+    assert_eq!(past_the_kernel(&wrote, "write"), (20 << 20) + 6_400_000, "{wrote}");
+    let text = String::from_utf8(read(&mount.join("small"))).expect("digits");
+    assert!((0..100_000).all(|i| text[i * 64..(i + 1) * 64].parse() == Ok(i)));
+    let got = python(
+        "import os, sys; os.chdir(sys.argv[1]); f = os.open('large', os.O_RDONLY)
+block = bytes(range(256)) * 4096
+for i in range(20): assert os.read(f, 1 << 20) == block
+assert os.read(f, 1 << 20) == b''
+assert os.pread(f, 5000, 3 << 20) == block[:5000]; print(len(open('small', 'rb').read()))",
+    );
+    assert_eq!(got.stdout, "6400000\n");
+    assert!(past_the_kernel(&got, "read") >= (20 << 20) + 6_400_000, "{got}");
+    assert_eq!(past_the_kernel(&got, "pread"), 5000, "{got}");
+    let mut off = shell("cat small > copy", mount.path());
+    let off = run(preload(&mut off).env("FIRN_PRELOAD", "off")).ok();
+    assert_eq!(off.stderr, "");
+    mount.umount();
+}
+
+#[test]
+fn a_full_arena_slows_writers_and_loses_nothing() {
+    let sandbox = Sandbox::new("preload-full");
+    let mount = FirnMount::new(&sandbox, "arena-size=4M,chunk-size=256K");
+    let data = bytes(5, 40_000_000);
+    fs::write(sandbox.join("data"), &data).expect("write");
+    let script = "import sys; data = open(sys.argv[1], 'rb').read()
+for block in 640, 4000, 1000000:
+    with open(sys.argv[2] + '/by%d' % block, 'wb', buffering=0) as f:
+        for at in range(0, len(data), block): assert f.write(data[at:at + block]) == len(data[at:at + block])";
+    let mut python = Command::new("/usr/bin/python3");
+    python.args(["-c", script]).arg(sandbox.join("data")).arg(mount.path());
+    let wrote = run(preload(&mut python)).ok();
+    assert!(past_the_kernel(&wrote, "write") > 1_000_000, "{wrote}");
+    let backing = mount.umount();
+    for block in [640, 4000, 1_000_000] {
+        assert_same_bytes("what was written", &read(&backing.join(format!("by{block}"))), &data);
+    }
+}
+
+/// A writer under the library is killed, or firnd, or both; what was acknowledged is there.
+#[test]
+fn kill_9_of_writer_or_firnd_at_any_moment_loses_nothing_acknowledged() {
+    let seed = seed("preload-kill");
+    let mut rng = generator(seed);
+    for round in 0..6u64 {
+        let sandbox = Sandbox::new("preload-kill");
+        let mount = FirnMount::new(&sandbox, SMALL);
+        let log = sandbox.join("log");
+        let mut writer = Command::new(helper_binary());
+        writer.arg("writer").arg(mount.path()).arg(&log).arg((seed + round).to_string());
+        let mut writer = preload(&mut writer).stderr(Stdio::null()).spawn().expect("start the writer");
+        wait_until("something is written", Duration::from_secs(20), || {
+            fs::metadata(&log).is_ok_and(|meta| meta.len() > 4000)
+        });
+        // Any moment will do: this is no wait for a condition.
+        std::thread::sleep(Duration::from_millis(rng.random_range(0..400)));
+        if round % 3 != 1 {
+            writer.kill().expect("kill the writer");
+            writer.wait().expect("wait for the writer");
+        }
+        let backing = if round % 3 == 0 {
+            mount.umount()
+        } else {
+            mount.kill();
+            writer.kill().ok();
+            writer.wait().expect("wait for the writer");
+            FirnMount::new(&sandbox, SMALL).umount()
+        };
+        let verified = verify(&backing, &log);
+        assert!(verified.ops > 0, "round {round}: nothing was acknowledged");
+    }
+}
+
+#[test]
+fn programs_run_as_ever_where_no_firnd_is() {
+    let sandbox = Sandbox::new("preload-alone");
+    let early = sandbox.join("early");
+    let mut command = Command::new(cases());
+    command.arg(sandbox.path()).arg("sizes").env("PRELOAD_EARLY", &early);
+    let outcome = run(preload(&mut command)).ok();
+    assert_eq!(outcome.stderr, "", "nothing on a mount, so no report");
+    assert_eq!(fs::read_to_string(&early).expect("what constructor and destructor wrote"), "early\nlate\n");
+    for program in ["true", "ls", "date", "id"] {
+        run(preload(&mut Command::new(program))).ok();
+    }
+}
