@@ -245,19 +245,29 @@ impl<B: Backing> Engine<B> {
 
     fn age(&self, file: &Arc<File<B>>, now: Instant) {
         let mut state = file.lock();
+        state.aging = false;
         self.look(file, &mut state);
-        if state.door.is_some() && state.oldest.is_none() {
-            self.queue.lock().note_age(now + self.options.drain_age, file);
-        }
-        let Some(oldest) = state.oldest else { return };
+        let Some(oldest) = state.oldest else {
+            if state.door.is_some() {
+                self.note_age(file, &mut state, now + self.options.drain_age);
+            }
+            return;
+        };
         let due = oldest + self.options.drain_age;
         if due > now {
-            self.queue.lock().note_age(due, file);
+            self.note_age(file, &mut state, due);
             return;
         }
         self.force(file, &mut state);
         state.oldest = Some(now);
-        self.queue.lock().note_age(now + self.options.drain_age, file);
+        self.note_age(file, &mut state, now + self.options.drain_age);
+    }
+
+    /// Looks at a file again at `when`, if that is not to be done already.
+    pub(crate) fn note_age(&self, file: &Arc<File<B>>, state: &mut FileState<B>, when: Instant) {
+        if !std::mem::replace(&mut state.aging, true) {
+            self.queue.lock().note_age(when, file);
+        }
     }
 
     /// Puts a file into the queue, unless it waits for its retry.
@@ -396,6 +406,10 @@ impl<B: Backing> Engine<B> {
         }
         let satisfied = self.settle(&file, &mut state);
         self.count_held(before, state.pending);
+        if error.is_some() {
+            // The next write tells the program, and only those through the kernel can.
+            self.revoke(&file, &mut state);
+        }
         file.io_ended();
         let (done, cached) = (state.pending == 0, !state.cache.is_empty());
         drop(state);
@@ -489,8 +503,6 @@ impl<B: Backing> Engine<B> {
     }
 
     fn failed(&self, file: &Arc<File<B>>, state: &mut FileState<B>, errno: Errno, unreadable: bool) {
-        // The next write tells the program, and only those through the kernel can.
-        self.revoke(file, state);
         let now = Instant::now();
         let earlier = state.failure.filter(|failure| failure.retry_at > now);
         if let Some(failure) = &mut state.failure

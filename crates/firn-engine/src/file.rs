@@ -85,6 +85,8 @@ pub(crate) struct FileState<B: Backing> {
     pub engine_opens: u32,
     pub passthrough_opens: u32,
     pub cached_opens: u32,
+    /// The drain queue looks at it when it is old.
+    pub aging: bool,
     /// Handles that may write.
     pub writers: u32,
     /// A client process writes past the kernel.
@@ -130,6 +132,7 @@ impl<B: Backing> File<B> {
             engine_opens: 0,
             passthrough_opens: 0,
             cached_opens: 0,
+            aging: false,
             writers: 0,
             door: None,
             listed: None,

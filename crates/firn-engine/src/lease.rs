@@ -11,6 +11,7 @@
 //! Sequences: a lease takes as many as it has records. They keep the order of writes because nothing else
 //! writes the file while there is a door, and a file's leases are filled one after the other.
 
+use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -27,6 +28,8 @@ use crate::file::{File, FileState};
 use crate::{ClientId, DoorGrant, DoorList, DoorRefusal, HandleId, OpenMode};
 
 const SET_ID_BITS: u32 = 0o6000;
+/// Like set-id bits, the kernel takes them away at a write.
+const CAPABILITIES: &str = "security.capability";
 /// A file has the lease that is filled and the one that is next.
 const LEASES_MAX: usize = 2;
 
@@ -51,8 +54,11 @@ impl<B: Backing> Engine<B> {
     pub fn door_open(&self, client: ClientId, token: HandleId) -> Answer<DoorGrant> {
         let handle = self.writable(token)?;
         let file = &handle.file;
-        let attr = self.object(&file.node).and_then(|object| self.backing.attr(&object));
-        let plain = attr.is_ok_and(|attr| attr.mode & SET_ID_BITS == 0);
+        let plain = self.object(&file.node).is_ok_and(|object| {
+            let attr = self.backing.attr(&object);
+            let capable = self.backing.get_xattr(&object, OsStr::new(CAPABILITIES)).is_ok();
+            attr.is_ok_and(|attr| attr.mode & SET_ID_BITS == 0) && !capable
+        });
         if !plain || self.is_nameless(file).unwrap_or(true) || *handle.mode.lock() != OpenMode::Engine {
             return Err(DoorRefusal::Busy);
         }
@@ -73,7 +79,7 @@ impl<B: Backing> Engine<B> {
         self.doors.fetch_add(1, Ordering::AcqRel);
         if self.options.drain == DrainPolicy::Eager {
             // What nobody asks about must be found when it is old.
-            self.queue.lock().note_age(Instant::now() + self.options.drain_age, file);
+            self.note_age(file, &mut state, Instant::now() + self.options.drain_age);
             self.wake_drain();
         }
         Ok(DoorGrant { binding, size, node: file.node.id })

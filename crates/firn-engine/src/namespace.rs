@@ -346,6 +346,10 @@ impl<B: Backing> Engine<B> {
     }
     /// setxattr(2).
     pub fn set_xattr(&self, node: NodeId, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
+        // It may be one that a write through the kernel takes away.
+        if let Some(file) = self.known_file(&*self.node(node)?) {
+            self.end_door(&file);
+        }
         self.backing.set_xattr(&self.object_of(node)?, name, value, flags)
     }
     /// listxattr(2).

@@ -170,7 +170,7 @@ impl<B: Backing> Engine<B> {
             let now = Instant::now();
             state.oldest = Some(now);
             if self.options.drain == DrainPolicy::Eager {
-                self.queue.lock().note_age(now + self.options.drain_age, file);
+                self.note_age(file, state, now + self.options.drain_age);
                 // A drain thread that sleeps without a limit must learn of this one.
                 self.wake_drain();
             }

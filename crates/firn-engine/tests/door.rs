@@ -175,6 +175,10 @@ fn files_that_only_the_kernels_way_can_write_get_no_door() {
     assert_eq!(Door::of(token).open(&world.engine), Err(DoorRefusal::Busy));
     world.engine.set_attr(node, None, set(0o755)).unwrap();
     let mut door = Door::of(token);
+    let capability = OsStr::new("security.capability");
+    world.engine.set_xattr(node, capability, b"cap", 0).unwrap();
+    assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
+    world.engine.remove_xattr(node, capability).unwrap();
     assert!(door.open(&world.engine).is_ok());
     assert_eq!(door.append(&world.engine, 0, b"x"), 1);
     world.engine.set_attr(node, None, set(0o4755)).unwrap();
@@ -544,8 +548,29 @@ fn a_failing_drain_ends_the_door() {
         .backing
         .set_plan(|call, _| (call == "write_at").then_some(firn_backing::sim::Fault::Error(Errno::IO)));
     world.engine.drain_tree(b"");
-    world.drain_step();
-    assert_eq!(door.append(&world.engine, 4, b"more"), 0);
+    let firn_engine::Pick::Job(job) = world.engine.pick(0) else { panic!("nothing to drain") };
+    assert_eq!(door.append(&world.engine, 4, b"unseen"), 6);
+    let outcome = job.execute(&world.backing);
+    world.engine.complete(job, outcome);
+    assert_eq!(world.engine.status().held_bytes, 10);
+    assert_eq!(door.append(&world.engine, 10, b"more"), 0);
     assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
-    assert_eq!(world.engine.write(token, 4, b"more", false), Err(Errno::IO));
+    assert_eq!(world.engine.write(token, 10, b"more", false), Err(Errno::IO));
+}
+
+#[test]
+fn what_nobody_asks_about_is_drained_when_it_is_old() {
+    let world = World::draining_after(std::time::Duration::from_millis(50));
+    let (_, token) = create(&world.engine, "file");
+    let mut door = Door::of(token);
+    door.open(&world.engine).unwrap();
+    for at in [0, 3] {
+        assert_eq!(door.append(&world.engine, at, b"old"), 3);
+        let begun = std::time::Instant::now();
+        while world.backing_tree()["file"].len() < at as usize + 3 {
+            world.drain_step();
+            assert!(begun.elapsed().as_secs() < 10, "it is never drained");
+        }
+    }
+    assert!(door.granted);
 }

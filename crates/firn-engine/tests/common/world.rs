@@ -91,6 +91,12 @@ impl World {
         Self::with(EngineOptions { drain, ..options() }, true)
     }
 
+    /// A world that drains what is so old.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn draining_after(drain_age: std::time::Duration) -> Self {
+        Self::with(EngineOptions { drain_age, ..options() }, false)
+    }
+
     fn with(options: EngineOptions, spilling: bool) -> Self {
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
         let backing = SimBacking::new();
