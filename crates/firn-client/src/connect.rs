@@ -223,7 +223,9 @@ mod tests {
         let mut connection = with_replies(vec![HELLO, lines]).unwrap();
         let mut seen = Vec::new();
         connection
-            .wait(&Request::Unmount { force: false }, &mut |progress| seen.push(progress.bytes_left))
+            .wait(&Request::Unmount { force: false, keep_held: false }, &mut |progress| {
+                seen.push(progress.bytes_left)
+            })
             .unwrap();
         assert_eq!((connection.pid, seen), (7, vec![9]));
     }
