@@ -31,6 +31,7 @@ pub fn arg(row: &'static Row) -> Arg {
             .value_parser(PossibleValuesParser::new(["yes", "no"]))
             .hide_possible_values(true),
         Kind::Directory => arg.value_hint(clap::ValueHint::DirPath),
+        Kind::Path => arg.value_hint(clap::ValueHint::AnyPath),
         Kind::Size { .. } | Kind::Duration { .. } | Kind::Count { .. } => arg,
     }
 }

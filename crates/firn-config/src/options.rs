@@ -117,6 +117,18 @@ pub struct Options {
     pub passthrough: Passthrough,
     /// Directory of the arena; `None`: the runtime directory.
     pub arena_dir: Option<PathBuf>,
+    /// The spill file, or a directory for it; `None`: nothing spills.
+    #[serde(default)]
+    pub spill: Option<PathBuf>,
+    /// Its bytes; 0: as many as `arena_bytes`.
+    #[serde(default)]
+    pub spill_bytes: u64,
+    /// Percent of the arena in use above which chunks move there.
+    #[serde(default)]
+    pub spill_upper_percent: u32,
+    /// Percent of the arena in use down to which they move.
+    #[serde(default)]
+    pub spill_lower_percent: u32,
     /// Milliseconds that the kernel may keep attributes and names.
     pub attr_timeout_ms: u64,
     /// How much firnd logs.
@@ -162,6 +174,10 @@ impl Options {
             allow_other: false,
             passthrough: Passthrough::Auto,
             arena_dir: None,
+            spill: None,
+            spill_bytes: 0,
+            spill_upper_percent: 0,
+            spill_lower_percent: 0,
             attr_timeout_ms: 0,
             log_level: LogLevel::Info,
             read_only: false,

@@ -46,7 +46,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 17] = [
+pub static TABLE: [Row; 21] = [
     Row {
         name: "arena-size",
         kind: Kind::Size { min: 1 << 20, max: 16 << 40, power_of_two: false },
@@ -206,6 +206,50 @@ pub static TABLE: [Row; 17] = [
         set: |o, v| o.arena_dir = v.directory(),
     },
     Row {
+        name: "spill",
+        kind: Kind::Path,
+        default: "",
+        help: "File or directory on a node-local disk that takes data when memory is short",
+        long: "Above `spill-upper` the oldest full chunks move there until no more than `spill-lower` of the arena is in \
+               use; they are read and drained from there. In a directory the file is made and named by Firn. It is \
+               removed with the arena, lasts as long as that and no longer, and must not be in the mount, in the \
+               backing or in memory.",
+        changes_promises: false,
+        get: |o| o.spill.as_ref().map_or_else(String::new, |path| path.display().to_string()),
+        set: |o, v| o.spill = v.directory(),
+    },
+    Row {
+        name: "spill-size",
+        kind: Kind::Size { min: 0, max: 64 << 40, power_of_two: false },
+        default: "0",
+        help: "Room of the spill file; 0: as much as arena-size",
+        long: "All of it is allocated at mount. When memory and spill file are full, writers wait for the drain, or \
+               get ENOSPC where nothing drains. Each chunk of it takes 0.9 % of its size in memory.",
+        changes_promises: false,
+        get: |o| size_text(o.spill_bytes),
+        set: |o, v| o.spill_bytes = v.number(),
+    },
+    Row {
+        name: "spill-upper",
+        kind: Kind::Count { min: 0, max: 100, zero: None },
+        default: "80",
+        help: "Percent of the arena in use above which chunks move to the spill file",
+        long: "Lower it where bursts are large: what is free above it takes them at memory speed.",
+        changes_promises: false,
+        get: |o| o.spill_upper_percent.to_string(),
+        set: |o, v| o.spill_upper_percent = v.number() as u32,
+    },
+    Row {
+        name: "spill-lower",
+        kind: Kind::Count { min: 0, max: 100, zero: None },
+        default: "60",
+        help: "Percent of the arena in use down to which chunks move",
+        long: "The distance to `spill-upper` is the length of the runs that the disk gets.",
+        changes_promises: false,
+        get: |o| o.spill_lower_percent.to_string(),
+        set: |o, v| o.spill_lower_percent = v.number() as u32,
+    },
+    Row {
         name: "attr-timeout",
         kind: Kind::Duration { min_ms: 0, max_ms: 3_600_000 },
         default: "1s",
@@ -261,7 +305,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 3] = [
+pub static RULES: [Rule; 5] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -279,6 +323,18 @@ pub static RULES: [Rule; 3] = [
         text: "drain-every goes with drain=demand only",
         broken: |o| o.drain_every > 0 && o.drain == Drain::Eager,
         advice: "with drain=eager every checkpoint drains: leave drain-every out, or take drain=demand",
+    },
+    Rule {
+        names: ["spill-lower", "spill-upper"],
+        text: "spill-lower may not exceed spill-upper",
+        broken: |o| o.spill_lower_percent > o.spill_upper_percent,
+        advice: "chunks move from the upper threshold down to the lower one: lower spill-lower or raise spill-upper",
+    },
+    Rule {
+        names: ["spill-size", "chunk-size"],
+        text: "spill-size may not be less than chunk-size",
+        broken: |o| o.spill.is_some() && o.spill_bytes != 0 && o.spill_bytes < o.chunk_bytes,
+        advice: "the spill file must hold at least one chunk: raise spill-size or lower chunk-size",
     },
 ];
 

@@ -38,6 +38,8 @@ pub enum Kind {
     Switch,
     /// A directory, as an absolute path.
     Directory,
+    /// A file or directory, as an absolute path.
+    Path,
 }
 
 /// A value that its [`Kind`] allows.
@@ -85,8 +87,12 @@ impl Kind {
                 "no" | "false" | "off" | "0" => Ok(Value::Switch(false)),
                 _ => Err(format!("`{text}` is not yes or no")),
             },
-            Kind::Directory if text.starts_with('/') => Ok(Value::Directory(PathBuf::from(text))),
-            Kind::Directory => Err(format!("`{text}` is not an absolute path: begin it with a slash")),
+            Kind::Directory | Kind::Path if text.starts_with('/') => {
+                Ok(Value::Directory(PathBuf::from(text)))
+            }
+            Kind::Directory | Kind::Path => {
+                Err(format!("`{text}` is not an absolute path: begin it with a slash"))
+            }
         }
     }
 
@@ -99,6 +105,7 @@ impl Kind {
             Kind::Choice(_) => "WORD",
             Kind::Switch => "yes|no",
             Kind::Directory => "DIR",
+            Kind::Path => "PATH",
         }
     }
 
@@ -120,7 +127,7 @@ impl Kind {
                 words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(" or ")
             }
             Kind::Switch => "`yes` or `no`".to_owned(),
-            Kind::Directory => "an absolute path".to_owned(),
+            Kind::Directory | Kind::Path => "an absolute path".to_owned(),
         }
     }
 }

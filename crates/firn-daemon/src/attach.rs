@@ -9,18 +9,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_arena::{Arena, Identity, Stored};
+use firn_arena::{Arena, Damage, Identity, Stored};
 use firn_backing::DirBacking;
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
 use firn_config::{Close, Drain, Fsync, Options, Passthrough};
 use firn_drain::Pool;
 use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
-use firn_format::geometry::Geometry;
 use firn_journal::Medium;
 
 use crate::error::DaemonError;
 use crate::lock::Locks;
 use crate::process;
+use crate::spill;
 
 /// A backing that is being drained.
 pub(crate) struct Attached {
@@ -51,8 +51,30 @@ impl Attached {
     pub(crate) fn new(
         backing: &Path,
         files: RuntimeFiles,
+        locks: Locks,
+        options: &Options,
+        notice: &mut dyn FnMut(String),
+    ) -> Result<Self, DaemonError> {
+        Self::attach(backing, files, locks, options, false, notice)
+    }
+
+    /// The same for an arena of which parts may be gone with its spill file: what is left is drained.
+    pub(crate) fn salvage(
+        backing: &Path,
+        files: RuntimeFiles,
+        locks: Locks,
+        options: &Options,
+        notice: &mut dyn FnMut(String),
+    ) -> Result<Self, DaemonError> {
+        Self::attach(backing, files, locks, options, true, notice)
+    }
+
+    fn attach(
+        backing: &Path,
+        files: RuntimeFiles,
         mut locks: Locks,
         options: &Options,
+        salvage: bool,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, DaemonError> {
         let metadata = backing.metadata().map_err(DaemonError::io("look at the backing directory"))?;
@@ -61,7 +83,7 @@ impl Attached {
         if files.arena.exists() {
             locks.add_arena(&files.arena, backing, &files)?;
         }
-        let found = find(&files, &identity, options, notice)?;
+        let found = find(&files, &identity, options, salvage, notice)?;
         if matches!(found, Found::Fresh(_)) {
             locks.add_arena(&files.arena, backing, &files)?;
         }
@@ -97,19 +119,27 @@ impl Attached {
     pub(crate) fn finish(mut self, remove: bool) -> u64 {
         self.pool.stop();
         let left = self.left_bytes();
+        let spill = self.engine.arena().spill_file().map(|file| file.path().to_owned());
         if left == 0 && remove && self.damaged {
             let aside = self.files.arena.with_extension("damaged");
             match std::fs::rename(&self.files.arena, &aside) {
                 Ok(()) => {
+                    if let Some(spill) = &spill {
+                        // Its name without this would be taken for that of an arena that is gone.
+                        let _ = std::fs::rename(spill, spill.with_extension("spill.damaged"));
+                    }
                     tracing::warn!(arena = %aside.display(), "kept: parts of it were damaged; remove it when you have looked at it with firn check")
                 }
                 Err(error) => tracing::warn!(%error, "cannot put the damaged arena aside"),
             }
-        } else if left == 0
-            && remove
-            && let Err(error) = std::fs::remove_file(&self.files.arena)
-        {
-            tracing::warn!(%error, arena = %self.files.arena.display(), "cannot remove the empty arena");
+        } else if left == 0 && remove {
+            // In this order: without the arena the spill file means nothing and is replaced.
+            for file in std::iter::once(&self.files.arena).chain(&spill) {
+                if let Err(error) = std::fs::remove_file(file) {
+                    tracing::warn!(%error, file = %file.display(), "cannot remove the empty arena");
+                    break;
+                }
+            }
         }
         left
     }
@@ -130,6 +160,8 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
             Fsync::Held => FsyncPolicy::Held,
         },
         drain_age: Duration::from_millis(options.drain_age_ms),
+        spill_upper_percent: options.spill_upper_percent,
+        spill_lower_percent: options.spill_lower_percent,
         keep: options.keep,
         drain_every: options.drain_every,
         passthrough: passthrough(options),
@@ -152,12 +184,14 @@ fn find(
     files: &RuntimeFiles,
     identity: &Identity,
     options: &Options,
+    salvage: bool,
     notice: &mut dyn FnMut(String),
 ) -> Result<Found, DaemonError> {
     let path = &files.arena;
-    let geometry = Geometry::new(options.arena_bytes, options.chunk_bytes).map_err(DaemonError::Geometry)?;
+    let (geometry, spill_path) = spill::wanted(files, options)?;
+    let create = || Arena::create_with_spill(path, geometry, identity, &spill_path);
     if !path.exists() {
-        return Ok(Found::Fresh(Arena::create(path, geometry, identity)?));
+        return Ok(Found::Fresh(create()?));
     }
     let (arena, stored, damage) = Arena::attach(path)?;
     let made_for = PathBuf::from(text(&arena.superblock().backing_path));
@@ -168,18 +202,33 @@ fn find(
         notice(format!("arena {}: {damage}", path.display()));
     }
     let damaged = !damage.is_empty();
-    if *arena.geometry() == geometry {
+    let fault = arena.spill_fault().map(ToString::to_string);
+    if let Some(fault) = &fault {
+        let lost = damage.iter().any(|damage| matches!(damage, Damage::Spill { .. }));
+        if lost && !salvage {
+            let (arena, backing) = (path.clone(), identity.backing.clone());
+            return Err(DaemonError::SpillGone { arena, fault: fault.clone(), backing });
+        }
+        notice(format!("{fault}: nothing moves to it"));
+    }
+    if *arena.geometry() == geometry && spill::is_at(&arena, &spill_path) && fault.is_none() {
         return Ok(Found::Used { arena, stored, damaged });
     }
     if stored.is_empty() && !damaged && !journal_has_work(&arena) {
+        let old_spill = arena.spill_file().map(|file| file.path().to_owned());
         drop(arena);
         std::fs::remove_file(path).map_err(DaemonError::io("remove the empty arena of another size"))?;
-        return Ok(Found::Fresh(Arena::create(path, geometry, identity)?));
+        if let Some(old) = old_spill {
+            std::fs::remove_file(old).map_err(DaemonError::io("remove the empty spill file"))?;
+        }
+        return Ok(Found::Fresh(create()?));
     }
+    let has = arena.geometry();
     notice(format!(
-        "the arena holds data and keeps its arena-size={} and chunk-size={} until it was empty once",
-        arena.geometry().data_bytes(),
-        arena.geometry().chunk_bytes
+        "the arena holds data and keeps its arena-size={}, chunk-size={} and spill-size={} until it was empty once",
+        has.data_bytes(),
+        has.chunk_bytes,
+        has.spill_bytes()
     ));
     Ok(Found::Used { arena, stored, damaged })
 }

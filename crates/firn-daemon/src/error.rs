@@ -51,6 +51,16 @@ pub enum DaemonError {
     Runtime { text: String },
     #[error("arena-dir {path} cannot be used: {source}: create it on a tmpfs, or leave the option out")]
     ArenaDirectory { path: PathBuf, source: io::Error },
+    #[error(
+        "spill: cannot use directory {path}: {source}: create it on a node-local disk, or leave the option out"
+    )]
+    SpillDirectory { path: PathBuf, source: io::Error },
+    #[error("spill {spill} is inside {dir}, whose data it shall hold: give a directory on a node-local disk")]
+    SpillInside { spill: PathBuf, dir: PathBuf },
+    #[error(
+        "arena {arena} has data in its spill file: {fault}: mount that device again, or keep what is in memory with `firn recover {backing}`"
+    )]
+    SpillGone { arena: PathBuf, fault: String, backing: PathBuf },
     #[error(transparent)]
     Arena(#[from] ArenaError),
     #[error("{0}")]
@@ -97,10 +107,13 @@ impl DaemonError {
             | Self::Session(_)
             | Self::Io { .. }
             | Self::Left { .. }
+            | Self::SpillGone { .. }
             | Self::Silent { .. } => FAILED,
             Self::MountPointInBacking { .. }
             | Self::BackingInMountPoint { .. }
             | Self::ArenaDirectory { .. }
+            | Self::SpillDirectory { .. }
+            | Self::SpillInside { .. }
             | Self::Geometry(_) => USAGE,
             Self::MountPointBusy { .. } | Self::Held { .. } => BUSY,
             Self::ArenaForeign { .. } => NOT_FIRN,

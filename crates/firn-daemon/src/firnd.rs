@@ -26,6 +26,7 @@ use crate::preflight::{self, Checked};
 use crate::process;
 use crate::service::Mounted;
 use crate::spawn::Reporter;
+use crate::spill;
 
 /// Exit status after a second signal.
 const INTERRUPTED: i32 = 130;
@@ -39,6 +40,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     let (backing, mount_point) = (&request.backing, &request.mount_point);
     let checked =
         preflight::check(backing, mount_point, options.read_only, &mut |text| reporter.notice(text))?;
+    spill::check(options, &checked, &mut |text| reporter.notice(text))?;
     let files = runtime_files(&checked.backing, options)?;
     let locks = Locks::take(&checked.backing, &files)?;
     if !request.foreground {
@@ -127,9 +129,7 @@ impl Mount {
         let End { outcome, client, keep_held } = self.serve(&attached);
         self.populating.store(false, Ordering::Relaxed);
         // What was written between the last look and the end of the session.
-        if !keep_held
-            && let Err(error) = end::drain_rest(&attached.engine, Rung::Drained, &mut |_, _| true)
-        {
+        if !keep_held && let Err(error) = end::drain_rest(&attached.engine, Rung::Drained, &mut |_, _| true) {
             tracing::error!(%error, "what cannot be drained stays in the arena");
         }
         let arena = attached.files.arena.clone();

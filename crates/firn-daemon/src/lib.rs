@@ -20,6 +20,7 @@ mod process;
 mod recover;
 mod service;
 mod spawn;
+mod spill;
 
 pub use check::{CheckReport, Damage, check};
 pub use error::{CheckError, DaemonError, MountError, RecoverError};

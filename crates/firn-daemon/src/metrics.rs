@@ -16,6 +16,7 @@ struct Sample {
     at: Instant,
     ingest_bytes: u64,
     drain_bytes: u64,
+    spill_bytes: u64,
 }
 
 /// Samples of the last [`WINDOW`], oldest first, and the one before.
@@ -29,12 +30,13 @@ pub(crate) struct Window {
 pub(crate) struct Rates {
     pub(crate) ingest: f64,
     pub(crate) drain: f64,
+    pub(crate) spill: f64,
 }
 
 impl Window {
     /// Takes the counters of `now`; a sample for as long as it lasts.
-    pub(crate) fn add(&mut self, now: Instant, ingest_bytes: u64, drain_bytes: u64) {
-        self.samples.push_back(Sample { at: now, ingest_bytes, drain_bytes });
+    pub(crate) fn add(&mut self, now: Instant, ingest_bytes: u64, drain_bytes: u64, spill_bytes: u64) {
+        self.samples.push_back(Sample { at: now, ingest_bytes, drain_bytes, spill_bytes });
         // One sample that is older than the window stays, as its left edge.
         while self.samples.get(1).is_some_and(|next| now.duration_since(next.at) >= WINDOW) {
             self.samples.pop_front();
@@ -42,14 +44,18 @@ impl Window {
     }
 
     /// From the left edge to the counters of `now`.
-    pub(crate) fn rates(&self, now: Instant, ingest_bytes: u64, drain_bytes: u64) -> Rates {
+    pub(crate) fn rates(&self, now: Instant, ingest_bytes: u64, drain_bytes: u64, spill_bytes: u64) -> Rates {
         let Some(first) = self.samples.front() else { return Rates::default() };
         let seconds = now.duration_since(first.at).as_secs_f64();
         if seconds <= 0.0 {
             return Rates::default();
         }
         let rate = |now: u64, then: u64| now.saturating_sub(then) as f64 / seconds;
-        Rates { ingest: rate(ingest_bytes, first.ingest_bytes), drain: rate(drain_bytes, first.drain_bytes) }
+        Rates {
+            ingest: rate(ingest_bytes, first.ingest_bytes),
+            drain: rate(drain_bytes, first.drain_bytes),
+            spill: rate(spill_bytes, first.spill_bytes),
+        }
     }
 }
 
@@ -82,6 +88,12 @@ pub(crate) fn prometheus(status: &Status) -> String {
     put("read_bytes_total", "counter", "Bytes read through firnd.", s.read_bytes as f64);
     put("arena_bytes", "gauge", "Bytes of chunks in the arena.", s.arena_bytes as f64);
     put("arena_used_bytes", "gauge", "Bytes of slabs in use.", s.arena_used_bytes as f64);
+    if let Some(spill) = &s.spill {
+        put("spill_bytes", "gauge", "Bytes that the spill file may hold.", spill.bytes as f64);
+        put("spill_used_bytes", "gauge", "Bytes of its slots in use.", spill.used_bytes as f64);
+        put("spill_moved_bytes_total", "counter", "Bytes moved to the spill file.", spill.moved_bytes as f64);
+        put("spill_failing", "gauge", "Whether the spill file cannot be used.", f64::from(spill.failing));
+    }
     put("held_bytes", "gauge", "Bytes not yet in the backing.", s.held_bytes as f64);
     put("held_files", "gauge", "Files with bytes not yet in the backing.", s.held_files as f64);
     let oldest = s.oldest_held_ms.unwrap_or(0) as f64 / 1e3;
@@ -113,10 +125,10 @@ mod tests {
         let mut window = Window::default();
         for second in 0..20 {
             // 100 bytes a second for ten seconds, then nothing.
-            window.add(start + Duration::from_secs(second), second.min(10) * 100, second);
+            window.add(start + Duration::from_secs(second), second.min(10) * 100, second, 2 * second);
         }
-        let rates = window.rates(start + Duration::from_secs(20), 1000, 20);
-        assert_eq!(rates, Rates { ingest: 0.0, drain: 1.0 });
+        let rates = window.rates(start + Duration::from_secs(20), 1000, 20, 40);
+        assert_eq!(rates, Rates { ingest: 0.0, drain: 1.0, spill: 2.0 });
         assert!(window.samples.len() <= 7, "{}", window.samples.len());
     }
 
@@ -124,9 +136,9 @@ mod tests {
     fn without_samples_or_time_there_is_no_rate() {
         let now = Instant::now();
         let mut window = Window::default();
-        assert_eq!(window.rates(now, 5, 5), Rates::default());
-        window.add(now, 0, 0);
-        assert_eq!(window.rates(now, 5, 5), Rates::default());
+        assert_eq!(window.rates(now, 5, 5, 5), Rates::default());
+        window.add(now, 0, 0, 0);
+        assert_eq!(window.rates(now, 5, 5, 5), Rates::default());
     }
 
     #[test]

@@ -59,7 +59,7 @@ pub fn recover(
     process::prepare();
     let arena = files.arena.clone();
     let attached =
-        Attached::new(&backing, files, locks, &request.options, &mut |text| tracing::warn!("{text}"))?;
+        Attached::salvage(&backing, files, locks, &request.options, &mut |text| tracing::warn!("{text}"))?;
     let mut next = Instant::now();
     let drained = drain_rest(&attached.engine, Rung::Durable, &mut |bytes, files| {
         let now = Instant::now();

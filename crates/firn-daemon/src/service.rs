@@ -43,7 +43,16 @@ impl Mounted {
     /// The engine's status with what only the daemon knows.
     pub(crate) fn status(&self) -> Status {
         let engine = self.engine.status();
-        let rates = self.window.lock().rates(Instant::now(), engine.ingest_bytes, engine.drain_bytes);
+        let mut spill = engine.spill.clone();
+        let rates = self.window.lock().rates(
+            Instant::now(),
+            engine.ingest_bytes,
+            engine.drain_bytes,
+            spill.as_ref().map_or(0, |spill| spill.moved_bytes),
+        );
+        if let Some(spill) = &mut spill {
+            spill.moved_bytes_per_s = rates.spill;
+        }
         let mut lanes = engine.lanes.clone();
         for lane in &mut lanes {
             lane.path = shown(&self.backing);
@@ -60,6 +69,7 @@ impl Mounted {
             ingest_bytes_per_s: rates.ingest,
             drain_bytes_per_s: rates.drain,
             lanes,
+            spill,
             ..engine
         }
     }
@@ -89,7 +99,8 @@ impl Mounted {
     /// Takes a sample for the rates.
     pub(crate) fn sample(&self) {
         let status = self.engine.status();
-        self.window.lock().add(Instant::now(), status.ingest_bytes, status.drain_bytes);
+        let moved = status.spill.map_or(0, |spill| spill.moved_bytes);
+        self.window.lock().add(Instant::now(), status.ingest_bytes, status.drain_bytes, moved);
     }
 
     fn wait(

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use firn_format::protocol::{ErrorStatus, FileStatus, Status};
+use firn_format::protocol::{ErrorStatus, FileStatus, SpillStatus, Status};
 
 use super::Seen;
 use super::list::fill;
@@ -35,6 +35,9 @@ fn mount(s: &Status, paint: Paint) -> String {
     };
     line("held", held(s));
     line("arena", arena(s, paint));
+    if let Some(spill) = &s.spill {
+        line("spill", spilled(spill, paint));
+    }
     if s.waiting_writers > 0 {
         line("waiting", paint.odd(&format!("{} for room in the arena", count(s.waiting_writers, "writer"))));
     }
@@ -103,6 +106,13 @@ fn arena(s: &Status, paint: Paint) -> String {
     let bar = format!("{}{}", "#".repeat(full), "-".repeat(BAR_WIDTH - full));
     let bar = if fill > NEARLY_FULL { paint.odd(&bar) } else { bar };
     format!("[{bar}] {:.0}% of {}, chunks of {}", fill * 100.0, bytes(s.arena_bytes), bytes(s.chunk_bytes))
+}
+
+fn spilled(spill: &SpillStatus, paint: Paint) -> String {
+    let (used, all, moved) = (bytes(spill.used_bytes), bytes(spill.bytes), bytes(spill.moved_bytes));
+    let state = if spill.failing { paint.bad(", failing") } else { String::new() };
+    let rate = rate(spill.moved_bytes_per_s);
+    format!("{rate:<14} {used} of {all} in {}, {moved} moved{state}", name(&spill.path))
 }
 
 fn drained(s: &Status) -> String {

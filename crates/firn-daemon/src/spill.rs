@@ -1,0 +1,66 @@
+//! Where the spill file of an arena goes, and what is in the way of it.
+
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use firn_client::paths::RuntimeFiles;
+use firn_config::Options;
+use firn_format::geometry::Geometry;
+
+use crate::error::DaemonError;
+use crate::preflight::Checked;
+
+/// `f_type` of statfs(2).
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+/// The layout that the options ask for, and the path of the spill file; empty without one.
+pub(crate) fn wanted(files: &RuntimeFiles, options: &Options) -> Result<(Geometry, PathBuf), DaemonError> {
+    let (path, bytes) = match &options.spill {
+        None => (PathBuf::new(), 0),
+        Some(_) if options.spill_bytes == 0 => (path(files, options), options.arena_bytes),
+        Some(_) => (path(files, options), options.spill_bytes),
+    };
+    let geometry = Geometry::with_spill(options.arena_bytes, options.chunk_bytes, bytes);
+    Ok((geometry.map_err(DaemonError::Geometry)?, path))
+}
+
+/// A directory gets a file of the arena's name.
+fn path(files: &RuntimeFiles, options: &Options) -> PathBuf {
+    let Some(spill) = &options.spill else { return PathBuf::new() };
+    if !spill.is_dir() {
+        return spill.clone();
+    }
+    let dir = spill.canonicalize().unwrap_or_else(|_| spill.clone());
+    dir.join(format!("firn-{}.spill", files.key))
+}
+
+/// Refuses places that cannot hold it, and tells of one that gains nothing.
+pub(crate) fn check(
+    options: &Options,
+    checked: &Checked,
+    notice: &mut dyn FnMut(String),
+) -> Result<(), DaemonError> {
+    let Some(spill) = &options.spill else { return Ok(()) };
+    let dir = if spill.is_dir() { spill.as_path() } else { spill.parent().unwrap_or(Path::new("/")) };
+    let dir =
+        dir.canonicalize().map_err(|source| DaemonError::SpillDirectory { path: dir.into(), source })?;
+    for taken in [&checked.mount_point, &checked.backing] {
+        if dir.starts_with(taken) {
+            return Err(DaemonError::SpillInside { spill: spill.clone(), dir: taken.clone() });
+        }
+    }
+    let stat = rustix::fs::statfs(&dir)
+        .map_err(|error| DaemonError::SpillDirectory { path: dir.clone(), source: error.into() })?;
+    if stat.f_type as u64 == TMPFS_MAGIC {
+        notice(format!(
+            "spill {} is on tmpfs, which is memory too: give a directory on a node-local disk",
+            spill.display()
+        ));
+    }
+    Ok(())
+}
+
+/// Whether an arena has its spill file where the options want it.
+pub(crate) fn is_at(arena: &firn_arena::Arena, path: &Path) -> bool {
+    arena.superblock().spill_path == path.as_os_str().as_bytes()
+}

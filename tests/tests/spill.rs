@@ -1,0 +1,190 @@
+//! More data than memory: chunks go to a spill file, are read there, survive, and drain from there.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use firn_format::protocol::SpillStatus;
+use firn_tests::command::run;
+use firn_tests::fsops::{assert_same_bytes, read};
+use firn_tests::image::{FsKind, LoopImage};
+use firn_tests::mount::mount_args;
+use firn_tests::random::bytes;
+use firn_tests::{FirnMount, Sandbox, wait_until};
+
+const MIB: usize = 1 << 20;
+const LIMIT: Duration = Duration::from_secs(60);
+const FILES: u64 = 6;
+
+/// Nothing drains unasked: memory for 16 MiB, and `size` in the spill file.
+fn options(spill: &Path, size: &str) -> String {
+    format!("arena-size=16M,chunk-size=1M,drain=demand,spill={},spill-size={size}", spill.display())
+}
+
+fn files(mount: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    (0..FILES).map(|n| (mount.join(format!("rank{n}")), bytes(n + 1, 6 * MIB + 1000 * n as usize))).collect()
+}
+
+/// 36 MiB.
+fn write_all(mount: &Path) {
+    for (path, data) in files(mount) {
+        fs::write(path, data).expect("write");
+    }
+}
+
+fn verify(what: &str, mount: &Path) {
+    for (path, data) in files(mount) {
+        assert_same_bytes(what, &read(&path), &data);
+    }
+}
+
+fn spill_of(mount: &FirnMount<'_>) -> SpillStatus {
+    mount.status().spill.expect("there is a spill file")
+}
+
+fn spill_files(dir: &Path) -> Vec<PathBuf> {
+    fs::read_dir(dir).expect("list").map(|entry| entry.expect("entry").path()).collect()
+}
+
+fn drain(sandbox: &Sandbox, path: &Path) {
+    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), path.as_os_str()]).ok();
+}
+
+#[test]
+fn more_data_than_memory_is_held_read_and_drained() {
+    let sandbox = Sandbox::new("spill");
+    let dir = sandbox.mkdir("local");
+    let mount = FirnMount::new(&sandbox, &options(&dir, "64M"));
+    write_all(mount.path());
+    let spill = spill_of(&mount);
+    assert_eq!(spill.bytes, 64 << 20);
+    assert!(spill.used_bytes >= 20 << 20, "{spill:?}");
+    assert!(spill.moved_bytes > 0 && !spill.failing, "{spill:?}");
+    verify("held and spilled", mount.path());
+    let behind = fs::metadata(mount.backing().join("rank0")).expect("its name is there");
+    assert_eq!(behind.len(), 0, "drained unasked");
+    wait_until("memory is below the lower threshold", LIMIT, || mount.status().arena_used_bytes <= 13 << 20);
+    let rung = |name: &str| {
+        let args = [OsStr::new("-n"), OsStr::new("user.firn.state"), OsStr::new("--only-values")];
+        run(Command::new("getfattr").args(args).arg(mount.join(name))).ok().stdout
+    };
+    assert_eq!((rung("rank0").as_str(), rung("rank5").as_str()), ("spilled", "held"));
+    drain(&sandbox, mount.path());
+    verify("in the backing", mount.backing());
+    let backing = mount.umount();
+    verify("after the unmount", &backing);
+    assert_eq!(spill_files(&dir), Vec::<PathBuf>::new(), "removed with the arena");
+}
+
+#[test]
+fn spilled_data_survives_the_death_of_firnd() {
+    let sandbox = Sandbox::new("spillkill");
+    let dir = sandbox.mkdir("local");
+    let options = options(&dir, "64M");
+    let mount = FirnMount::new(&sandbox, &options);
+    write_all(mount.path());
+    assert!(spill_of(&mount).used_bytes > 0);
+    mount.kill();
+    let mount = FirnMount::new(&sandbox, &options);
+    verify("after the kill", mount.path());
+    fs::remove_file(mount.join("rank0")).expect("unlink");
+    fs::write(mount.join("rank0"), &files(mount.path())[0].1).expect("its slots are used again");
+    verify("rewritten", mount.path());
+    drain(&sandbox, mount.path());
+    verify("drained", mount.backing());
+    mount.umount();
+}
+
+#[test]
+fn memory_and_spill_file_full_is_enospc_and_harms_nothing() {
+    let sandbox = Sandbox::new("spillfull");
+    let dir = sandbox.mkdir("local");
+    let mount = FirnMount::new(&sandbox, &options(&dir, "16M"));
+    let whole = bytes(1, 20 * MIB);
+    fs::write(mount.join("whole"), &whole).expect("it fits into both");
+    let error = fs::write(mount.join("more"), bytes(2, 40 * MIB)).expect_err("it does not fit");
+    assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+    assert_same_bytes("the file before", &read(&mount.join("whole")), &whole);
+    fs::remove_file(mount.join("more")).expect("unlink");
+    fs::write(mount.join("less"), bytes(3, 5 * MIB)).expect("there is room again");
+    drain(&sandbox, mount.path());
+    assert_same_bytes("drained", &read(&mount.backing().join("whole")), &whole);
+    mount.umount();
+}
+
+#[test]
+fn a_missing_spill_file_refuses_the_mount_and_recover_keeps_the_rest() {
+    let sandbox = Sandbox::new("spillgone");
+    let dir = sandbox.mkdir("local");
+    let options = options(&dir, "64M");
+    let mount = FirnMount::new(&sandbox, &options);
+    write_all(mount.path());
+    wait_until("chunks moved", LIMIT, || mount.status().arena_used_bytes <= 13 << 20);
+    let (backing, mount_point) = (mount.backing().to_owned(), mount.path().to_owned());
+    mount.kill();
+    let [file] = &spill_files(&dir)[..] else { panic!("one spill file") };
+    let aside = sandbox.join("aside");
+    fs::rename(file, &aside).expect("take the device away");
+
+    let refused = sandbox.run(mount_args(&backing, &mount_point, &options)).code(1);
+    refused.says("spill file").says("firn recover");
+    let checked = sandbox.run([OsStr::new("check"), backing.as_os_str()]).code(1).stdout;
+    assert!(checked.contains("spill file, chunk"), "{checked}");
+    let kept = sandbox.run([OsStr::new("recover"), OsStr::new("--json"), backing.as_os_str()]);
+    let kept = kept.code(3).json();
+    assert!(kept["left_bytes"].as_u64().is_some_and(|left| left > 0), "{kept}");
+    assert!(kept["recovered_bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{kept}");
+
+    fs::rename(&aside, file).expect("the device is back");
+    let mount = FirnMount::new(&sandbox, &options);
+    verify("all of it", mount.path());
+    drain(&sandbox, mount.path());
+    verify("drained", mount.backing());
+    mount.umount();
+}
+
+#[test]
+fn a_device_that_fails_loses_nothing_and_is_told() {
+    let sandbox = Sandbox::new("spilleio");
+    let image = LoopImage::new(&sandbox, FsKind::Ext4, 128);
+    let dir = image.mkdir("local");
+    let mount = FirnMount::new(&sandbox, &options(&dir, "64M"));
+    // The disk has no blocks any more where its file system believes them.
+    let disk = image.image().expect("an image");
+    fs::File::options().write(true).open(disk).expect("open").set_len(4 << 20).expect("shrink it");
+    let device = run(Command::new("losetup").arg("-nO").arg("NAME").arg("-j").arg(disk)).ok().stdout;
+    run(Command::new("losetup").arg("-c").arg(device.trim())).ok();
+    let error = files(mount.path()).into_iter().find_map(|(path, data)| fs::write(path, data).err());
+    assert_eq!(error.and_then(|error| error.raw_os_error()), Some(libc::ENOSPC));
+    let spill = spill_of(&mount);
+    assert!(spill.failing, "{spill:?}");
+    let status = mount.status();
+    assert!(status.errors.iter().any(|error| error.path == spill.path && error.pending), "{status:?}");
+    let (path, data) = &files(mount.path())[0];
+    assert_same_bytes("what was acknowledged", &read(path), data);
+    drain(&sandbox, path);
+    assert_same_bytes("drained", &read(&mount.backing().join("rank0")), data);
+    mount.umount();
+}
+
+#[test]
+fn a_place_that_cannot_hold_it_is_refused_with_the_reason() {
+    let sandbox = Sandbox::new("spillplace");
+    let (backing, mount_point) = (sandbox.join("backing"), sandbox.join("mnt"));
+    let refused = |spill: &Path, size: &str, code: i32| {
+        sandbox.run(mount_args(&backing, &mount_point, &options(spill, size))).code(code)
+    };
+    refused(&backing, "64M", 2).says("is inside");
+    refused(&mount_point, "64M", 2).says("is inside");
+    refused(&sandbox.join("no/such/place"), "64M", 2).says("spill");
+    refused(&sandbox.mkdir("local"), "64K", 2).says("spill-size");
+    let image = LoopImage::new(&sandbox, FsKind::Ext4, 32);
+    refused(&image.mkdir("small"), "64M", 2).says("no room").says("spill-size");
+    let taken = sandbox.join("file");
+    fs::write(&taken, "somebody's").expect("write");
+    refused(&taken, "64M", 2).says("no spill file");
+    assert_eq!(fs::read(&taken).expect("read"), b"somebody's");
+    assert_eq!(sandbox.arenas(), Vec::<PathBuf>::new());
+}
