@@ -101,6 +101,17 @@ impl Arena {
     pub fn is_spilled(&self, chunk: u32) -> bool {
         matches!(self.homes.get(chunk), Some(Home::Spill(_)))
     }
+    /// Whether the data of a chunk can be read, as far as is known without trying.
+    pub fn is_readable(&self, chunk: u32) -> bool {
+        match self.homes.get(chunk) {
+            Some(Home::Memory(_)) => true,
+            Some(Home::Spill(slot)) => {
+                let file = self.spill.as_ref();
+                file.is_some_and(|file| self.spill_fault.is_none() || file.has_slot(slot))
+            }
+            None => false,
+        }
+    }
     /// Calls `f` when a writer took memory while more than `slots` of it were in use, or found none.
     pub fn on_pressure(&self, slots: u32, f: impl Fn() + Send + Sync + 'static) {
         *self.on_pressure.lock() = Some(Box::new(f));

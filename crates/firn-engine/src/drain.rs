@@ -215,6 +215,11 @@ impl<B: Backing> Engine<B> {
             if let Some(job) = self.choose(&file, &mut state) {
                 return Pick::Job(job);
             }
+            let told = self.fail_unreadable(&file, &mut state);
+            drop(state);
+            for waiter in told {
+                (waiter.done)(Err(Errno::IO));
+            }
             self.queue.lock().active -= 1;
         }
     }
@@ -325,7 +330,7 @@ impl<B: Backing> Engine<B> {
             let range = offset..offset + extent.len;
             let joins = run.last().is_none_or(|p| p.offset + p.extent.len == offset);
             let fits = run.len() < PARTS_MAX && bytes + extent.len <= max;
-            let busy = state.is_inflight(&range);
+            let busy = state.is_inflight(&range) || !self.arena.is_readable(extent.piece.slab.chunk);
             if !run.is_empty() && (!joins || !fits || busy) {
                 if forced || self.is_worth_a_write(bytes) {
                     return Some(run);
@@ -502,7 +507,13 @@ impl<B: Backing> Engine<B> {
         state.satisfied()
     }
 
-    fn failed(&self, file: &Arc<File<B>>, state: &mut FileState<B>, errno: Errno, unreadable: bool) {
+    pub(crate) fn failed(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut FileState<B>,
+        errno: Errno,
+        unreadable: bool,
+    ) {
         let now = Instant::now();
         let earlier = state.failure.filter(|failure| failure.retry_at > now);
         if let Some(failure) = &mut state.failure

@@ -118,13 +118,13 @@ impl<B: Backing> Engine<B> {
     /// Where a node stands on the ladder.
     pub fn state_of(&self, node: NodeId) -> Result<Rung> {
         let node = self.node(node)?;
-        let pending = self.known_file(&node).is_some_and(|file| {
+        let pending = self.known_file(&node).and_then(|file| {
             let mut state = file.lock();
             self.look(&file, &mut state);
-            state.pending > 0
+            (state.pending > 0).then(|| self.rung_of_pending(&state))
         });
-        Ok(if pending {
-            Rung::Held
+        Ok(if let Some(rung) = pending {
+            rung
         } else if node.durable.load(Ordering::Acquire) {
             Rung::Durable
         } else {

@@ -5,14 +5,18 @@
 //! long runs. When the device fails, the chunks stay in memory, the status says so, and it is tried again
 //! with growing waits; who waits for room then fares as without a spill file.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use firn_arena::Spilled;
 use firn_backing::{Backing, Errno};
+use firn_format::protocol::Rung;
 
 use crate::drain::{RETRY_FIRST, RETRY_MAX};
 use crate::engine::{Engine, Waker};
+use crate::extents::Extent;
+use crate::file::{File, FileState, Waiter};
 
 /// What a call of [`Engine::spill_step`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +131,33 @@ impl<B: Backing> Engine<B> {
         tracing::warn!(path, %errno, count, "spilling failed; the data stays in memory");
         self.remember(path, errno, "write to the spill file failed; the data is kept in memory".into());
         wait
+    }
+
+    /// Where a file with pending bytes stands.
+    pub(crate) fn rung_of_pending(&self, state: &FileState<B>) -> Rung {
+        let spilled = |extent: &Extent| self.arena.is_spilled(extent.piece.slab.chunk);
+        if state.extents.iter().all(|(_, extent)| spilled(&extent)) { Rung::Spilled } else { Rung::Held }
+    }
+
+    /// A file of which nothing can be drained but what the spill file does not give: who waits for it is to be
+    /// told, with no lock held.
+    pub(crate) fn fail_unreadable(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> Vec<Waiter> {
+        let wanted = |extent: &Extent| extent.sequence <= state.force_to;
+        let gone = |extent: &Extent| !self.arena.is_readable(extent.piece.slab.chunk);
+        if state.exclusive || !state.inflight.is_empty() {
+            return Vec::new();
+        }
+        if !state.extents.iter().any(|(_, extent)| wanted(&extent) && gone(&extent)) {
+            return Vec::new();
+        }
+        self.counters.drain_errors.fetch_add(1, Ordering::Relaxed);
+        self.failed(file, state, Errno::IO, true);
+        let told = std::mem::take(&mut state.waiters);
+        if let Some(failure) = &mut state.failure {
+            failure.told |= !told.is_empty();
+        }
+        self.step();
+        told
     }
 
     pub(crate) fn spill_path(&self) -> String {

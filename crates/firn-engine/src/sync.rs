@@ -194,13 +194,15 @@ impl<B: Backing> Engine<B> {
             first.push((Arc::clone(&file), Arc::clone(&errors)));
             self.when_drained(&file, Box::new(move |result| *told.lock() = Some(result)));
         }
+        let mut failed = None;
         loop {
             let seen = *self.progress.0.lock();
             let mut left = (0, 0);
             for (file, told) in &first {
                 match *told.lock() {
                     Some(Ok(())) => {}
-                    Some(Err(errno)) => return Err(errno),
+                    // The others are waited for: one that fails does not keep them from their rung.
+                    Some(Err(errno)) => failed = Some(errno),
                     None => {
                         left.0 += file.lock().pending;
                         left.1 += 1;
@@ -217,6 +219,9 @@ impl<B: Backing> Engine<B> {
             if *count == seen {
                 self.progress.1.wait_for(&mut count, REPORT_EVERY);
             }
+        }
+        if let Some(errno) = failed {
+            return Err(errno);
         }
         if until == Rung::Durable { self.make_durable(path) } else { Ok(()) }
     }
