@@ -174,3 +174,28 @@ fn checkpoints_drain_in_turn_and_old_ones_go() {
         assert_same_bytes("kept", &read(&mount.join(format!("step{step}/rank0"))), &data);
     }
 }
+
+/// What was open when firnd died is told from what was closed.
+#[test]
+fn files_that_were_cut_off_are_told_apart() {
+    let sandbox = Sandbox::new("demandcut");
+    let mount = FirnMount::new(&sandbox, DEMAND);
+    fs::write(mount.join("whole"), bytes(9, 5000)).expect("write");
+    let open = fs::File::create(mount.join("open")).expect("create");
+    open.write_all_at(&bytes(10, 100), 0).expect("write");
+    let endings = |sandbox: &Sandbox, mount: &FirnMount| {
+        let list = firn(sandbox, "ls", mount.path());
+        let list = list.as_array().expect("a list").clone();
+        let word = |file: &serde_json::Value, key: &str| file[key].as_str().expect("a word").to_owned();
+        list.iter().map(|file| format!("{} {}", word(file, "path"), word(file, "ending"))).collect::<Vec<_>>()
+    };
+    wait_until("the kernel releases what was closed", Duration::from_secs(30), || {
+        endings(&sandbox, &mount) == ["open open", "whole closed"]
+    });
+    let backing = mount.kill();
+    drop(open);
+    let mount = FirnMount::over(&sandbox, &backing, DEMAND);
+    assert_eq!(endings(&sandbox, &mount), ["open cut", "whole closed"]);
+    let cut = sandbox.run([OsStr::new("ls"), OsStr::new("--state=cut"), mount.path().as_os_str()]).ok();
+    assert_eq!(cut.stdout.lines().count(), 1);
+}

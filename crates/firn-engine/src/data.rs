@@ -150,6 +150,7 @@ impl<B: Backing> Engine<B> {
             if writable {
                 state.writers += 1;
                 state.unlist(&self.arena);
+                self.writer_opened(state, flags & O_TRUNC != 0);
             }
         });
         // Nobody gets a door from here on: the file is open twice.
@@ -271,6 +272,7 @@ impl<B: Backing> Engine<B> {
         self.revoke(file, &mut state);
         state.handles.retain(|h| *h != handle.id);
         state.writers -= u32::from(handle.writable);
+        self.writer_closed(&handle, &mut state);
         match *handle.mode.lock() {
             OpenMode::Engine => state.engine_opens -= 1,
             OpenMode::Passthrough => state.passthrough_opens -= 1,

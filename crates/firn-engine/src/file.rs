@@ -16,6 +16,7 @@ use std::time::Instant;
 
 use firn_arena::{Arena, PieceRef};
 use firn_backing::{Access, Backing, Errno, Time};
+use firn_format::record::Ending;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::extents::{Extent, Extents};
@@ -93,6 +94,10 @@ pub(crate) struct FileState<B: Backing> {
     pub door: Option<crate::lease::Door>,
     /// The word of the arena under which processes that read past the kernel were told where the bytes lie.
     pub listed: Option<u32>,
+    /// Whether its writers closed it.
+    pub ending: Ending,
+    /// It was open when an earlier firnd died, and was not emptied since.
+    pub cut: bool,
     /// Drained bytes that are still in the arena.
     pub cache: crate::cache::Cached,
     /// No name leads to it any more.
@@ -136,6 +141,8 @@ impl<B: Backing> File<B> {
             writers: 0,
             door: None,
             listed: None,
+            ending: Ending::Closed,
+            cut: false,
             cache: Default::default(),
             unlinked: false,
         };

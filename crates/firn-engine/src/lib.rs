@@ -14,6 +14,7 @@ mod cache;
 mod checkpoints;
 mod data;
 mod drain;
+mod ending;
 mod engine;
 mod extents;
 mod file;

@@ -18,7 +18,7 @@ use std::time::Instant;
 use firn_arena::{Arena, Stored};
 use firn_backing::{Access, Backing, Errno, Time};
 use firn_format::protocol::ErrorStatus;
-use firn_format::record::Record;
+use firn_format::record::{Ending, Record};
 use firn_journal::{Bound, Journal, PathState};
 use parking_lot::{Condvar, Mutex, RwLock};
 
@@ -213,6 +213,9 @@ impl<B: Backing> Engine<B> {
             state.pieces = layers.pieces;
             state.extents = layers.extents;
             state.bound = Some(binding);
+            // Whoever had it open is cut off from it.
+            state.ending = if bound.ending == Ending::Open { Ending::Cut } else { bound.ending };
+            state.cut = state.ending == Ending::Cut;
             state.oldest = (state.pending > 0).then(Instant::now);
             state.mtime = bound.modified_at.map(|(sec, nsec)| Time { sec, nsec });
         });

@@ -121,10 +121,10 @@ impl<B: Backing> Engine<B> {
         let mut out = Vec::new();
         self.look_at_all();
         for file in files {
-            let (held_bytes, open, spilled) = {
+            let (held_bytes, open, spilled, ending) = {
                 let state = file.lock();
                 let spilled = state.extents.iter().all(|(_, e)| self.arena.is_spilled(e.piece.slab.chunk));
-                (state.pending, !state.handles.is_empty(), spilled)
+                (state.pending, !state.handles.is_empty(), spilled, state.ending)
             };
             let paths = file.node.paths();
             let Some(known) = paths.iter().find(|p| path.is_empty() || is_below(p, path)) else {
@@ -142,6 +142,7 @@ impl<B: Backing> Engine<B> {
                 state,
                 held_bytes,
                 open,
+                ending,
             });
         }
         out.sort_by(|a, b| a.path.cmp(&b.path));

@@ -6,6 +6,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::record::Ending;
+
 /// Version of this protocol; a client refuses a firnd that speaks another one.
 pub const PROTOCOL_VERSION: u32 = 1;
 
@@ -21,6 +23,18 @@ pub enum Rung {
     Drained,
     /// In the backing, as after fsync(2).
     Durable,
+}
+
+impl Rung {
+    /// The word for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Held => "held",
+            Self::Spilled => "spilled",
+            Self::Drained => "drained",
+            Self::Durable => "durable",
+        }
+    }
 }
 
 /// What a client asks.
@@ -279,4 +293,7 @@ pub struct FileStatus {
     pub held_bytes: u64,
     /// Whether a program has it open.
     pub open: bool,
+    /// Whether its writers closed it. A file that firnd has nothing to do with any more counts as closed.
+    #[serde(default)]
+    pub ending: Ending,
 }

@@ -103,12 +103,45 @@ pub enum Record {
         /// The time.
         time: Timestamp,
     },
+    /// The file's writers opened it, closed it, or were killed. A new binding is open.
+    Ended {
+        /// Binding.
+        file: u64,
+        /// How it stands.
+        ending: Ending,
+    },
     /// Nothing is pending; the binding ends.
     Unbind {
         /// Binding.
         file: u64,
     },
 }
+
+/// Whether a file was closed by its writers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Ending {
+    /// Some program has it open for writing, or had when firnd died.
+    #[default]
+    Open,
+    /// The last writer closed it.
+    Closed,
+    /// firnd died while it was open.
+    Cut,
+}
+
+impl Ending {
+    /// The word for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Open => "open",
+            Self::Closed => "closed",
+            Self::Cut => "cut",
+        }
+    }
+}
+
+const ENDINGS: [Ending; 3] = [Ending::Open, Ending::Closed, Ending::Cut];
 
 const BIND: u8 = 1;
 const NAME_ADDED: u8 = 2;
@@ -120,6 +153,7 @@ const TRUNCATE_END: u8 = 7;
 const VOID: u8 = 8;
 const MODIFIED_AT: u8 = 9;
 const UNBIND: u8 = 10;
+const ENDED: u8 = 11;
 
 impl Record {
     /// The payload of a journal frame.
@@ -161,6 +195,9 @@ impl Record {
             Self::ModifiedAt { file, time } => {
                 w.tag(MODIFIED_AT).u64(*file).u64(time.0 as u64).u32(time.1);
             }
+            Self::Ended { file, ending } => {
+                w.tag(ENDED).u64(*file).u8(*ending as u8);
+            }
             Self::Unbind { file } => {
                 w.tag(UNBIND).u64(*file);
             }
@@ -192,6 +229,13 @@ impl Record {
             }
             VOID => Self::Void { file: r.u64()?, offset: r.u64()?, len: r.u64()?, sequence: r.u64()? },
             MODIFIED_AT => Self::ModifiedAt { file: r.u64()?, time: (r.u64()? as i64, r.u32()?) },
+            ENDED => {
+                let file = r.u64()?;
+                let word = r.u8()?;
+                let ending = ENDINGS.get(usize::from(word));
+                let ending = ending.ok_or_else(|| damaged(format!("ending {word}")))?;
+                Self::Ended { file, ending: *ending }
+            }
             UNBIND => Self::Unbind { file: r.u64()? },
             other => return Err(damaged(format!("unknown kind {other}"))),
         };
@@ -275,6 +319,7 @@ mod tests {
             Record::TruncateEnd { file: 1, sequence: 2, size: 3, done: true },
             Record::Void { file: 1, offset: 2, len: 3, sequence: 4 },
             Record::ModifiedAt { file: 1, time: (5, 6) },
+            Record::Ended { file: 1, ending: Ending::Cut },
             Record::Unbind { file: 1 },
         ]
     }

@@ -156,15 +156,6 @@ fn xattr(result: Result<Vec<u8>, Errno>, size: u32, reply: ReplyXattr) {
     }
 }
 
-fn rung_name(rung: Rung) -> &'static str {
-    match rung {
-        Rung::Held => "held",
-        Rung::Spilled => "spilled",
-        Rung::Drained => "drained",
-        Rung::Durable => "durable",
-    }
-}
-
 impl<B: Backing> Filesystem for Adapter<B> {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> std::io::Result<()> {
         self.agreed = negotiate(config, self.options.passthrough)?;
@@ -423,7 +414,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let node = NodeId(ino.0);
         if name == STATE_XATTR {
-            return xattr(self.engine.state_of(node).map(|rung| rung_name(rung).into()), size, reply);
+            return xattr(self.engine.state_of(node).map(|rung| Rung::as_str(rung).into()), size, reply);
         }
         xattr(self.engine.get_xattr(node, name), size, reply);
     }

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use firn_format::record::{Identity, Record, Timestamp};
+use firn_format::record::{Ending, Identity, Record, Timestamp};
 
 /// How sure a name is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,6 +41,8 @@ pub struct Bound {
     pub truncating: Vec<(u64, u64)>,
     /// The modification time that a program asked for.
     pub modified_at: Option<Timestamp>,
+    /// Whether its writers closed it.
+    pub ending: Ending,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,6 +95,7 @@ impl Ledger {
                     voids: Vec::new(),
                     truncating: Vec::new(),
                     modified_at: None,
+                    ending: Ending::Open,
                 };
                 self.files.insert(*file, bound);
             }
@@ -139,6 +142,11 @@ impl Ledger {
             Record::ModifiedAt { file, time } => {
                 if let Some(bound) = self.files.get_mut(file) {
                     bound.modified_at = Some(*time);
+                }
+            }
+            Record::Ended { file, ending } => {
+                if let Some(bound) = self.files.get_mut(file) {
+                    bound.ending = *ending;
                 }
             }
             Record::Unbind { file } => {
@@ -222,6 +230,9 @@ impl Ledger {
             }
             if let Some(time) = bound.modified_at {
                 out.push(Record::ModifiedAt { file, time });
+            }
+            if bound.ending != Ending::Open {
+                out.push(Record::Ended { file, ending: bound.ending });
             }
         }
         out

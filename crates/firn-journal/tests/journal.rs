@@ -1,7 +1,7 @@
 //! The journal against its own promises: any cut of the bytes replays to a prefix of what was
 //! appended, and a snapshot changes nothing.
 
-use firn_format::record::{Identity, Record};
+use firn_format::record::{Ending, Identity, Record};
 use firn_journal::{Damage, Full, Journal, Ledger, Medium, Memory, PathState, replay};
 use proptest::prelude::*;
 
@@ -42,6 +42,8 @@ fn any_record() -> impl Strategy<Value = Record> {
             sequence
         }),
         (1u64..6, any::<i64>()).prop_map(|(file, sec)| Record::ModifiedAt { file, time: (sec, 0) }),
+        (1u64..6, prop_oneof![Just(Ending::Open), Just(Ending::Closed), Just(Ending::Cut)])
+            .prop_map(|(file, ending)| Record::Ended { file, ending }),
         (1u64..6).prop_map(|file| Record::Unbind { file }),
     ]
 }

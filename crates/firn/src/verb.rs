@@ -16,6 +16,7 @@ mod completions;
 mod config;
 mod drain;
 mod evict;
+mod ls;
 mod man;
 mod mount;
 mod pin;
@@ -50,6 +51,7 @@ pub static VERBS: &[&Verb] = &[
     &umount::VERB,
     &run::VERB,
     &status::VERB,
+    &ls::VERB,
     &wait::VERB,
     &drain::VERB,
     &evict::VERB,

@@ -1,0 +1,116 @@
+//! `firn ls`.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_format::protocol::{FileStatus, Rung};
+use firn_format::record::Ending;
+use serde::Serialize;
+
+use crate::failure::{DONE, FAILED, Failure};
+use crate::verb::{Verb, connect};
+use crate::{output, text};
+
+pub const VERB: Verb = Verb {
+    name: "ls",
+    about: "List files with where their data is, and whether they were closed",
+    long: "One line a file: its rung (held in memory, spilled, drained, durable), whether its writers closed it \
+           (closed), still have it open (open), or had it open when firnd died (cut), its size, the bytes that \
+           are not in the backing, and its path. A file that is cut is an unfinished checkpoint.",
+    examples: &[
+        ("firn ls /ckpt", "all files of the mount"),
+        ("firn ls --state cut /ckpt", "the files that a restart must not use"),
+    ],
+    exits: &[(0, "done"), (1, "failed"), (10, "not on a firn mount")],
+    args: LsArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct LsArgs {
+    /// A mount point, or a file or directory below it.
+    #[arg(value_hint = ValueHint::AnyPath)]
+    path: PathBuf,
+    /// Only the files in this state.
+    #[arg(long, value_name = "STATE", value_parser = ["held", "spilled", "drained", "durable", "open", "closed", "cut"])]
+    state: Option<String>,
+    /// Print the list as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Listed {
+    /// Below the mount point.
+    path: String,
+    /// Bytes of the file.
+    size: u64,
+    #[serde(flatten)]
+    status: Shown,
+}
+
+#[derive(Clone, Copy, Serialize)]
+struct Shown {
+    /// Where its data is.
+    rung: Rung,
+    /// Whether it was closed.
+    ending: Ending,
+    /// Its bytes that are not in the backing.
+    held_bytes: u64,
+}
+
+impl Shown {
+    fn is(&self, state: &str) -> bool {
+        self.rung.as_str() == state || self.ending.as_str() == state
+    }
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = LsArgs::from_arg_matches(matches)?;
+    let (place, mut connection) = connect(&args.path)?;
+    let known: BTreeMap<String, FileStatus> =
+        connection.files(&place.relative)?.into_iter().map(|file| (file.path.clone(), file)).collect();
+    let mut paths = Vec::new();
+    walk(&place.mount.mount_point.join(&place.relative), &mut paths)?;
+    paths.sort();
+    let mut listed = Vec::new();
+    for (path, size) in paths {
+        let relative = path.strip_prefix(&place.mount.mount_point).unwrap_or(&path);
+        let relative = relative.to_string_lossy().into_owned();
+        let status = known.get(&relative).map_or(
+            Shown { rung: Rung::Drained, ending: Ending::Closed, held_bytes: 0 },
+            |file| Shown { rung: file.state, ending: file.ending, held_bytes: file.held_bytes },
+        );
+        if args.state.as_ref().is_none_or(|state| status.is(state)) {
+            listed.push(Listed { path: relative, size, status });
+        }
+    }
+    if args.json {
+        output::print_json(&listed)?;
+        return Ok(DONE);
+    }
+    for Listed { path, size, status } in &listed {
+        let (rung, ending) = (status.rung.as_str(), status.ending.as_str());
+        let (size, held) = (text::bytes(*size), text::bytes(status.held_bytes));
+        output::print(&format!("{rung:<8} {ending:<7} {size:>10} {held:>10} {path}\n"))?;
+    }
+    Ok(DONE)
+}
+
+/// The regular files at or below `path`, with their sizes. What vanishes meanwhile is left out.
+fn walk(path: &Path, found: &mut Vec<(PathBuf, u64)>) -> Result<(), Failure> {
+    let failed = |error: std::io::Error| Failure::new(FAILED, format!("{}: {error}", path.display()));
+    let metadata = match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        metadata => metadata.map_err(failed)?,
+    };
+    if metadata.is_file() {
+        found.push((path.to_owned(), metadata.len()));
+    } else if metadata.is_dir() {
+        for entry in std::fs::read_dir(path).map_err(failed)? {
+            walk(&entry.map_err(failed)?.path(), found)?;
+        }
+    }
+    Ok(())
+}
