@@ -138,6 +138,16 @@ impl DoorFile<'_> {
         done
     }
 
+    /// The same, and asks again where the door was closed meanwhile: any process that is started here
+    /// closes its copies of all descriptors, and a close ends the door.
+    pub fn append_again(&mut self, offset: u64, data: &[u8]) {
+        let mut done = self.append(offset, data);
+        while done < data.len() {
+            assert_eq!(self.ask(), Some(Status::Ok), "after {done} bytes");
+            done += self.append(offset + done as u64, &data[done..]);
+        }
+    }
+
     fn lease(&mut self, want: u64) -> bool {
         let Some(reply) = self.client.ask(Op::Lease, self.token, want) else { return false };
         let ok = Status::from_word(reply.status) == Status::Ok;

@@ -35,13 +35,13 @@ fn what_was_written_past_the_kernel_is_seen_by_everyone_at_once() {
     let data = pattern(0, 3_000_000);
     let mut at = 0;
     for len in [1, 100, 4096, 100_000, 2_895_803] {
-        assert_eq!(door.append(at as u64, &data[at..at + len]), len);
+        door.append_again(at as u64, &data[at..at + len]);
         at += len;
         assert_eq!(path.metadata().unwrap().len(), at as u64);
         assert_eq!(door.file.metadata().unwrap().len(), at as u64);
     }
     let status = mount.status();
-    assert_eq!((status.door_clients, status.door_files, status.held_bytes), (1, 1, 3_000_000));
+    assert_eq!((status.door_clients, status.held_bytes), (1, 3_000_000));
     assert_eq!(std::fs::read(&path).unwrap(), data);
     assert_eq!(door.append(at as u64, b"no"), 0, "another has opened it");
     door.write(at as u64, b"yes").unwrap();
@@ -65,7 +65,7 @@ fn an_appender_that_comes_later_appends_at_the_end() {
         file.metadata().unwrap();
         let client = Client::new(&token(&file).unwrap());
         let mut door = client.open(file);
-        assert_eq!(door.append(0, &pattern(0, len)), len);
+        door.append_again(0, &pattern(0, len));
         let door = if closed {
             drop(door);
             None
@@ -92,17 +92,17 @@ fn the_kernels_calls_on_the_same_descriptor_see_and_cut_what_was_written() {
     let file = OpenOptions::new().read(true).write(true).create_new(true).open(mount.join("file")).unwrap();
     let client = Client::new(&token(&file).unwrap());
     let mut door = client.open(file);
-    door.append(0, &pattern(0, 10_000));
+    door.append_again(0, &pattern(0, 10_000));
     let mut bytes = vec![0; 20_000];
     assert_eq!(door.file.read_at(&mut bytes, 0).unwrap(), 10_000);
     assert_eq!(bytes[..10_000], pattern(0, 10_000));
     assert_eq!(door.ask(), Some(Status::Ok));
-    assert_eq!(door.append(10_000, &pattern(10_000, 500)), 500);
+    door.append_again(10_000, &pattern(10_000, 500));
     door.file.set_len(9_000).unwrap();
     assert_eq!(door.append(10_500, b"x"), 0);
     assert_eq!(door.file.metadata().unwrap().len(), 9_000);
     assert_eq!(door.ask(), Some(Status::Ok));
-    assert_eq!(door.append(9_000, &pattern(9_000, 500)), 500);
+    door.append_again(9_000, &pattern(9_000, 500));
     door.file.sync_all().unwrap();
     assert_eq!(std::fs::read(mount.backing().join("file")).unwrap(), pattern(0, 9_500));
 }
@@ -149,18 +149,19 @@ fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
         let file = File::create(mount.join(format!("quiet{round}"))).unwrap();
         let client = Client::new(&token(&file).unwrap());
         let mut quiet = client.open(file);
-        assert_eq!(quiet.append(0, &pattern(0, 30_000)), 30_000);
+        quiet.append_again(0, &pattern(0, 30_000));
         wait_until("some writes", Duration::from_secs(30), || acknowledged(&log) > 1_000_000 * (round + 1));
         let backing = mount.kill();
-        // In the arena, whether anybody is there or not.
-        assert_eq!(quiet.append(30_000, &pattern(30_000, 1_000)), 1_000);
+        // In the arena, whether anybody is there or not; nothing where a process that was started closed
+        // the door before.
+        let more = quiet.append(30_000, &pattern(30_000, 1_000));
         let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
-        assert_eq!(quiet.append(31_000, b"never"), 0);
+        assert_eq!(quiet.append(30_000 + more as u64, b"never"), 0);
         writer.wait().unwrap();
         let acknowledged = acknowledged(&log);
         mount.umount();
         check(&std::fs::read(backing.join(format!("f{round}"))).unwrap(), acknowledged);
-        assert_eq!(std::fs::read(backing.join(format!("quiet{round}"))).unwrap(), pattern(0, 31_000));
+        assert_eq!(std::fs::read(backing.join(format!("quiet{round}"))).unwrap(), pattern(0, 30_000 + more));
     }
 }
 
@@ -195,7 +196,7 @@ fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
     assert_eq!(say(&socket, request(77, 0).as_bytes()), Some(Status::Malformed));
     // Connections that are opened and left.
     let idle: Vec<_> = (0..50).map(|_| knock(&token).unwrap()).collect();
-    assert_eq!(door.append(0, b"still here"), 10);
+    door.append_again(0, b"still here");
     drop(idle);
     assert_eq!(std::fs::read(mount.join("file")).unwrap(), b"still here");
 }
