@@ -80,7 +80,7 @@ mod tests {
         );
         assert_eq!(
             parse_text("close = [1]").unwrap_err(),
-            "/etc/firn/firn.toml: close: the type array is not possible here, write `drain` or `held`"
+            "/etc/firn/firn.toml: close: the type array is not possible here, write `auto` or `drain` or `held`"
         );
     }
 }
