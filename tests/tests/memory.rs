@@ -16,6 +16,7 @@ fn firn(sandbox: &Sandbox, verb: &str, path: &std::path::Path) -> serde_json::Va
     sandbox.run([OsStr::new(verb), OsStr::new("--json"), path.as_os_str()]).ok().json()
 }
 
+/// Proves S-demand-1.
 #[test]
 fn files_stay_in_memory_until_somebody_asks_for_them() {
     let sandbox = Sandbox::new("demand");
@@ -40,7 +41,7 @@ fn files_stay_in_memory_until_somebody_asks_for_them() {
     assert_same_bytes("from the backing", &read(&path), &data);
 }
 
-/// Proves that what is cached never hides a change: by write, truncate, and beside the mount.
+/// Proves S-demand-2: what is cached never hides a change, by write, truncate, or beside the mount.
 #[test]
 fn what_is_kept_in_memory_follows_every_change() {
     let sandbox = Sandbox::new("demandchange");
@@ -67,6 +68,7 @@ fn what_is_kept_in_memory_follows_every_change() {
     assert_same_bytes("changed beside the mount", &read(&path), b"by somebody else");
 }
 
+/// Proves S-demand-3.
 #[test]
 fn a_full_memory_is_enospc_and_harms_no_file() {
     let sandbox = Sandbox::new("demandfull");
@@ -95,6 +97,7 @@ fn a_full_memory_is_enospc_and_harms_no_file() {
     assert!(mount.status().evicted_bytes > 0);
 }
 
+/// Proves S-demand-4.
 #[test]
 fn pinned_files_are_not_evicted_to_make_room() {
     let sandbox = Sandbox::new("demandpin");
@@ -113,7 +116,7 @@ fn pinned_files_are_not_evicted_to_make_room() {
     fs::write(mount.join("d"), bytes(6, 10 * MIB)).expect("a makes room");
 }
 
-/// The restart: every process is gone, firnd too, and the files are there, in memory.
+/// Proves S-demand-5. The restart: every process is gone, firnd too, and the files are there, in memory.
 #[test]
 fn a_later_mount_has_what_was_in_memory() {
     let sandbox = Sandbox::new("demandlater");
@@ -136,7 +139,7 @@ fn a_later_mount_has_what_was_in_memory() {
     assert_same_bytes("in the backing", &read(&backing.join("f")), &data);
 }
 
-/// Multilevel checkpointing: each second checkpoint drains by itself, the oldest ones go.
+/// Proves S-demand-6. Multilevel checkpointing: each second checkpoint drains by itself, the oldest ones go.
 #[test]
 fn checkpoints_drain_in_turn_and_old_ones_go() {
     let sandbox = Sandbox::new("demandkeep");
@@ -175,7 +178,7 @@ fn checkpoints_drain_in_turn_and_old_ones_go() {
     }
 }
 
-/// What was open when firnd died is told from what was closed.
+/// Proves S-demand-7: what was open when firnd died is told from what was closed.
 #[test]
 fn files_that_were_cut_off_are_told_apart() {
     let sandbox = Sandbox::new("demandcut");
