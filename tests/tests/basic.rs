@@ -555,6 +555,8 @@ fn three_thousand_open_files_share_a_small_arena() {
     }
     assert_eq!(mount.status().open_files, 3000);
     files.drain(..).for_each(drop);
+    // A program that another test starts holds copies until its exec has closed them.
+    wait_until("all copies are closed", Duration::from_secs(60), || mount.status().open_files == 0);
     let backing = mount.umount();
     for index in 0..3000u64 {
         let expected: Vec<u8> = (0..4).flat_map(|round| bytes(round * 10_000 + index, 1500)).collect();
