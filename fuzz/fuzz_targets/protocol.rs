@@ -3,6 +3,7 @@
 
 use arbitrary::{Arbitrary, Unstructured};
 use firn_format::protocol::{ErrorStatus, FileStatus, LaneStatus, Reply, Request, Rung, Status};
+use firn_format::record::Ending;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
@@ -45,7 +46,7 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
         4 => Request::Files { path: Arbitrary::arbitrary(u)? },
         5 => Request::Metrics,
         6 => Request::ClearErrors,
-        _ => Request::Unmount { force: Arbitrary::arbitrary(u)? },
+        _ => Request::Unmount { force: Arbitrary::arbitrary(u)?, keep_held: Arbitrary::arbitrary(u)? },
     })
 }
 
@@ -90,7 +91,8 @@ fn seconds(u: &mut Unstructured) -> arbitrary::Result<f64> {
 fn file(u: &mut Unstructured) -> arbitrary::Result<FileStatus> {
     let state = rung(u)?;
     let (held_bytes, open, path) = Arbitrary::arbitrary(u)?;
-    Ok(FileStatus { path, state, held_bytes, open })
+    let ending = *u.choose(&[Ending::Open, Ending::Closed, Ending::Cut])?;
+    Ok(FileStatus { path, state, held_bytes, open, ending })
 }
 
 fn rung(u: &mut Unstructured) -> arbitrary::Result<Rung> {
