@@ -35,8 +35,8 @@ const REFUSALS_MAX: u32 = 16;
 const PATIENCE_BYTES: u64 = 8 << 20;
 /// Bytes through the kernel where the arena had no room: a drain's step.
 const FULL_BYTES: u64 = 1 << 20;
-/// A lease that is asked for ahead should not be smaller.
-const AHEAD_BYTES: u64 = 4 << 20;
+/// Who has written much will write as much again, but not more than a lease holds.
+const WANTED_BYTES_MAX: u64 = 4 << 20;
 
 /// What became of a call.
 pub(crate) enum Went {
@@ -144,17 +144,17 @@ fn put(held: &mut Held, parts: &[iovec], offset: u64, total: usize) -> (usize, O
 fn put_some(held: &mut Held, from: *const u8, len: usize, offset: u64, left: usize) -> Result<usize, Loss> {
     for fresh in [false, true] {
         if fresh || !held.has_writer {
-            lease(held, left as u64)?;
+            lease(held, left)?;
         }
         // SAFETY: `has_writer`.
         let writer = unsafe { held.writer.assume_init_mut() };
         // SAFETY: the bytes are the program's to give; a bad pointer faults as docs of `probe` say.
         match unsafe { writer.append(offset, from, len) } {
             Outcome::Done(more) if more > 0 => {
-                if !held.has_asked && writer_is_nearly_full(held) {
-                    held.has_asked = connect::ask_ahead(held.link, held.token, AHEAD_BYTES.max(left as u64));
-                }
                 held.fast_bytes = held.fast_bytes.wrapping_add(more as u64);
+                if !held.has_asked && writer_is_nearly_full(held) {
+                    held.has_asked = connect::ask_ahead(held.link, held.token, wanted(held, left));
+                }
                 return Ok(more.min(len));
             }
             Outcome::Revoked => return Err(Loss::Revoked),
@@ -169,18 +169,22 @@ fn writer_is_nearly_full(held: &Held) -> bool {
     held.has_writer && unsafe { held.writer.assume_init_ref() }.is_nearly_full()
 }
 
+/// Bytes that a lease should hold, when `left` are at hand.
+fn wanted(held: &Held, left: usize) -> u64 {
+    held.fast_bytes.min(WANTED_BYTES_MAX).max(left as u64)
+}
+
 /// Gets the next lease.
 #[cold]
-fn lease(held: &mut Held, wanted: u64) -> Result<(), Loss> {
+fn lease(held: &mut Held, left: usize) -> Result<(), Loss> {
     held.has_writer = false;
     if !sys::is_unlimited(libc::RLIMIT_FSIZE) {
         return Err(Loss::Odd);
     }
     let ahead = if held.has_asked { connect::take_ahead(held.link, held.token) } else { None };
     held.has_asked = false;
-    let wanted = wanted.max(held.fast_bytes.min(AHEAD_BYTES));
-    let reply =
-        ahead.or_else(|| connect::ask(held.link, Op::Lease, held.token, wanted)).ok_or(Loss::NoDoor)?;
+    let ask = || connect::ask(held.link, Op::Lease, held.token, wanted(held, left));
+    let reply = ahead.or_else(ask).ok_or(Loss::NoDoor)?;
     match Status::from_word(reply.status) {
         Status::Ok => {}
         Status::Full => return Err(Loss::Full),
