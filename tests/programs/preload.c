@@ -781,6 +781,52 @@ static void readers(void) {
     SAY(lseek(fd, 0, SEEK_CUR));
 }
 
+/* A file that nobody writes now, then somebody does. */
+static void lists(void) {
+    size_t size = 2000000;
+    fill(big, sizeof big, 11);
+    memset(big + 700000, 0, 200000);
+    int fd = make("lists");
+    MUST(write(fd, big, 700000) == 700000);
+    MUST(pwrite(fd, big + 900000, size - 900000, 900000) == (ssize_t)(size - 900000));
+    SAY(close(fd));
+    fd = open(at("lists"), O_RDONLY);
+    for (int i = 0; i < 30; i++) {
+        size_t offset = (size_t)i * 60001;
+        MUST(pread(fd, back, 50000, (off_t)offset) == 50000);
+        MUST(memcmp(back, big + offset, 50000) == 0);
+    }
+    SAY(lseek(fd, 650000, SEEK_SET));
+    SAY(read(fd, back, 400000));
+    SAY(memcmp(back, big + 650000, 400000));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(read(fd, back, sizeof back));
+    SAY(read(fd, back, sizeof back));
+    for (int i = 0; i < 20; i++) {
+        int writer = open(at("lists"), O_WRONLY);
+        MUST(pwrite(writer, &i, sizeof i, i * 90000) == sizeof i);
+        memcpy(big + i * 90000, &i, sizeof i);
+        MUST(pread(fd, back, size, 0) == (ssize_t)size);
+        MUST(memcmp(back, big, size) == 0);
+        MUST(close(writer) == 0);
+        MUST(pread(fd, back, size, 0) == (ssize_t)size);
+        MUST(memcmp(back, big, size) == 0);
+    }
+    int other = open(at("lists"), O_RDONLY);
+    SAY(read(other, back, 100000));
+    MUST(truncate(at("lists"), 150000) == 0);
+    SAY(read(other, back, 100000));
+    SAY(read(other, back, 100000));
+    int writer = open(at("lists"), O_WRONLY | O_TRUNC);
+    SAY(lseek(other, 0, SEEK_SET));
+    SAY(read(other, back, 100000));
+    put(writer, "short");
+    SAY(read(other, back, 100000));
+    SAY(close(writer));
+    SAY(close(other));
+    SAY(close(fd));
+}
+
 static void huge_offsets(void) {
     int fd = make_rw("huge");
     fill(big, sizeof big, 10);
@@ -803,7 +849,7 @@ static const struct {
     {"closes", closes}, {"raw-closes", raw_closes}, {"rights", rights}, {"relative", relative},
     {"handlers", handlers}, {"threads", threads}, {"bad-pointers", bad_pointers}, {"both-ways", both_ways},
     {"stdio", stdio}, {"transfers", transfers}, {"asynchronous", asynchronous}, {"fortified", fortified},
-    {"limits", limits}, {"readers", readers}, {"huge-offsets", huge_offsets},
+    {"limits", limits}, {"readers", readers}, {"lists", lists}, {"huge-offsets", huge_offsets},
 };
 
 /* A constructor that writes before those of preloaded libraries may have run, and a destructor. */
