@@ -2,7 +2,7 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use firn_format::piece::{Checked, DEAD, LIVE, Piece, RawPiece};
+use firn_format::piece::{Checked, DEAD, FROZEN, LIVE, Piece, RawPiece};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Arbitrary, Debug)]
@@ -36,13 +36,14 @@ fuzz_target!(|input: Input| {
     let raw = RawPiece { file, offset, sequence, position: input.position, state, seal };
     let (start, end) = (u64::from(input.slab.0), u64::from(input.slab.1));
     let fits = piece.len > 0
+        && u64::from(piece.len) < FROZEN
         && u64::from(piece.position) >= start
         && u64::from(piece.position) + u64::from(piece.len) <= end
         && piece.offset <= i64::MAX as u64 - u64::from(piece.len);
     match raw.check(input.generation, start, end) {
         Ok(Checked::Live(found)) => {
             assert_ne!(state, DEAD);
-            assert_eq!(found.seal(input.generation), seal);
+            assert_eq!(found.seal(input.generation), seal & !FROZEN);
             assert!(u64::from(found.position) >= start);
             assert!(u64::from(found.position) + u64::from(found.len) <= end);
             assert!(found.offset + u64::from(found.len) <= i64::MAX as u64);
