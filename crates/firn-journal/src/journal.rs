@@ -88,9 +88,8 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
             best = Some((half, generation));
         }
     }
-    let Some((half, generation)) = best else {
-        return Replay { damage: vec![Damage::NoHalf], end: HALF_HEADER_BYTES, ..Replay::default() };
-    };
+    // Before the first snapshot only half 0 has a header, and its generation is 1.
+    let (half, generation) = best.unwrap_or((1, 0));
     let mut bytes = vec![0u8; half_bytes];
     let other = 1 - half;
     medium.read(other * half_bytes, &mut bytes);
@@ -99,9 +98,11 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
     // is damaged: the half with the good header is older. While a snapshot is written the magic is 0.
     let damaged = decode_half_header(&bytes).is_none() && bytes[..8] != [0; 8];
     let next = generation.saturating_add(1);
-    if damaged && peek_frame(next, &bytes[HALF_HEADER_BYTES..]).is_some() {
+    if damaged && next_frame(&bytes, next, HALF_HEADER_BYTES, 0).is_some() {
         out.damage.push(Damage::Header { half: other });
         (out.half, out.generation) = (other, next);
+    } else if best.is_none() {
+        return Replay { damage: vec![Damage::NoHalf], end: HALF_HEADER_BYTES, ..Replay::default() };
     } else {
         medium.read(half * half_bytes, &mut bytes);
     }
@@ -169,6 +170,14 @@ impl<M: Medium> Journal<M> {
             end: found.end,
             sequence: found.sequence,
         };
+        // A damaged header is mended before the other half, which may have the only good one, goes.
+        if found.damage.iter().any(|d| matches!(d, Damage::Header { .. })) {
+            journal.write_header();
+        }
+        // Frames of a half that was passed over for its damage would pass after those of a snapshot
+        // with the same generation.
+        let half_bytes = journal.medium.len() / 2;
+        journal.medium.write((1 - journal.half) * half_bytes, &vec![0; half_bytes]);
         // If the snapshot does not fit, the half in use stays: it is valid up to `end`.
         let _ = journal.snapshot();
         (journal, found)
@@ -235,11 +244,16 @@ impl<M: Medium> Journal<M> {
         }
         self.medium.write(other * half_bytes, &[0; HALF_HEADER_BYTES]);
         self.medium.write(other * half_bytes + HALF_HEADER_BYTES, &bytes);
-        let header = encode_half_header(generation);
-        self.medium.write(other * half_bytes + 8, &header[8..]);
-        self.medium.write(other * half_bytes, &header[..8]);
         (self.half, self.generation) = (other, generation);
         (self.end, self.sequence) = (HALF_HEADER_BYTES + bytes.len(), sequence);
+        self.write_header();
         Ok(())
+    }
+
+    /// Writes the header of the active half, its magic last.
+    fn write_header(&mut self) {
+        let (start, header) = (self.half * (self.medium.len() / 2), encode_half_header(self.generation));
+        self.medium.write(start + 8, &header[8..]);
+        self.medium.write(start, &header[..8]);
     }
 }

@@ -145,6 +145,41 @@ fn a_journal_without_a_header_is_damaged_not_empty() {
 }
 
 #[test]
+fn the_first_half_is_read_without_its_header() {
+    let mut journal = Journal::create(Memory(vec![0; 4096]));
+    journal.append(&bind(1, "file")).unwrap();
+    let mut bytes = journal.into_medium().0;
+    bytes[3] ^= 1;
+    let (journal, found) = Journal::open(Memory(bytes));
+    assert_eq!((found.ledger.len(), &found.damage[..]), (1, &[Damage::Header { half: 0 }][..]));
+    let again = replay(&journal.into_medium());
+    assert_eq!((again.ledger.len(), again.damage.len()), (1, 0));
+}
+
+#[test]
+fn regression_frames_of_a_half_that_was_passed_over_stay_away() {
+    let journal = Journal::create(Memory(vec![0; 4096]));
+    let (mut journal, _) = Journal::open(journal.into_medium());
+    for file in 1..=3 {
+        journal.append(&bind(file, "file")).unwrap();
+    }
+    let bytes = journal.into_medium().0;
+    let mut header_and_frame = bytes.clone();
+    header_and_frame[2048] ^= 1;
+    header_and_frame[2048 + 24 + 20] ^= 1;
+    let found = replay(&Memory(header_and_frame));
+    assert_eq!((found.ledger.len(), found.damage.len()), (2, 2), "{:?}", found.damage);
+    // Without a magic the second half looks like a snapshot that was not finished: the first one,
+    // which is empty, is the journal.
+    let mut no_magic = bytes;
+    no_magic[2048..2056].fill(0);
+    let (journal, found) = Journal::open(Memory(no_magic));
+    assert_eq!(found.ledger.len(), 0);
+    let again = replay(&journal.into_medium());
+    assert_eq!((again.ledger.len(), &again.damage[..]), (0, &[][..]));
+}
+
+#[test]
 fn what_does_not_fit_changes_nothing() {
     let mut journal = Journal::create(Memory(vec![0; 2 * 256]));
     let mut bound = 0;
