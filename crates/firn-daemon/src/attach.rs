@@ -261,7 +261,9 @@ fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
     for lost in &recovered.lost {
         notice(format!(
             "{}: {} bytes are kept in the arena, but their file is not in the backing ({})",
-            lost.path, lost.bytes, lost.reason
+            lost.display_path(),
+            lost.bytes,
+            lost.reason
         ));
     }
 }

@@ -77,6 +77,8 @@ pub enum DaemonError {
         "{bytes} bytes could not be drained and are kept in {arena}: mend the backing, then run `firn recover {backing}` or mount it again"
     )]
     Left { bytes: u64, arena: PathBuf, backing: PathBuf },
+    #[error("cannot copy held data to {to}: {source}: it is still in the arena; give another directory")]
+    SaveLost { to: PathBuf, source: io::Error },
     #[error("firnd ended before the mount was usable and without a message: its log is {log}")]
     Silent { log: String },
     /// What firnd reported over the pipe.
@@ -107,6 +109,7 @@ impl DaemonError {
             | Self::Session(_)
             | Self::Io { .. }
             | Self::Left { .. }
+            | Self::SaveLost { .. }
             | Self::SpillGone { .. }
             | Self::Silent { .. } => FAILED,
             Self::MountPointInBacking { .. }

@@ -12,6 +12,7 @@ mod end;
 mod error;
 mod firnd;
 mod lock;
+mod lost;
 mod metrics;
 mod mount;
 mod mountinfo;
@@ -24,5 +25,6 @@ mod spill;
 
 pub use check::{CheckReport, Damage, check};
 pub use error::{CheckError, DaemonError, MountError, RecoverError};
+pub use lost::{LostPolicy, LostReport};
 pub use mount::{MountRequest, firnd_main, mount, mount_with_notices};
 pub use recover::{RecoverReport, RecoverRequest, recover};

@@ -12,6 +12,7 @@ use crate::attach::{Attached, runtime_files};
 use crate::end::drain_rest;
 use crate::error::RecoverError;
 use crate::lock::Locks;
+use crate::lost::{self, LostPolicy, LostReport};
 use crate::preflight;
 use crate::process;
 
@@ -24,6 +25,8 @@ pub struct RecoverRequest {
     pub backing: PathBuf,
     /// Checked options: `arena-dir` and `io-threads` count.
     pub options: Options,
+    /// What to do with held data whose file is gone from the backing.
+    pub lost: LostPolicy,
 }
 
 /// What became of it.
@@ -37,8 +40,10 @@ pub struct RecoverReport {
     pub recovered_files: u64,
     /// Bytes still in the arena.
     pub left_bytes: u64,
-    /// Bytes whose file is not in the backing.
+    /// Bytes in the arena whose file is not in the backing.
     pub lost_file_bytes: u64,
+    /// Files that were not found in the backing, and what became of their data.
+    pub lost: Vec<LostReport>,
     /// What went wrong on the way.
     pub errors: Vec<ErrorStatus>,
 }
@@ -69,6 +74,13 @@ pub fn recover(
         next = now + PROGRESS_EVERY;
         progress(bytes, files, "draining")
     });
+    let lost = match lost::settle(&attached.engine, &request.lost) {
+        Ok(lost) => lost,
+        Err(error) => {
+            attached.finish(drained.is_ok());
+            return Err(error);
+        }
+    };
     let status = attached.engine.status();
     let recovered = &attached.recovered;
     let mut report = RecoverReport {
@@ -77,6 +89,7 @@ pub fn recover(
         recovered_files: recovered.files.saturating_sub(status.held_files),
         left_bytes: status.held_bytes,
         lost_file_bytes: status.lost_file_bytes,
+        lost,
         errors: status.errors,
     };
     if let Err(error) = drained

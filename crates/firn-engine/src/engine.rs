@@ -194,7 +194,7 @@ pub struct Engine<B: Backing> {
     /// Open handles whose pages the kernel caches.
     pub(crate) cached_opens: AtomicU64,
     pub(crate) recovered_bytes: u64,
-    pub(crate) lost_bytes: u64,
+    pub(crate) lost: Mutex<Vec<crate::lost::Kept>>,
     pub(crate) epoch: u64,
     pub(crate) attached: Instant,
 }

@@ -19,6 +19,7 @@ mod engine;
 mod extents;
 mod file;
 mod lease;
+mod lost;
 mod names;
 mod namespace;
 mod recovery;
@@ -31,7 +32,8 @@ mod write;
 pub use api::*;
 pub use drain::{Job, Outcome, Pick};
 pub use engine::{ClosePolicy, DrainPolicy, Engine, EngineError, EngineOptions, FsyncPolicy};
-pub use recovery::{LostFile, Recovered};
+pub use lost::LostFile;
+pub use recovery::Recovered;
 pub use spill::SpillStep;
 
 /// Result of an operation: the errno that the program gets.

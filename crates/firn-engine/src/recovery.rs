@@ -17,26 +17,15 @@ use std::time::Instant;
 
 use firn_arena::{Arena, Stored};
 use firn_backing::{Access, Backing, Errno, Time};
-use firn_format::protocol::ErrorStatus;
 use firn_format::record::{Ending, Record};
 use firn_journal::{Bound, Journal, PathState};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::drain::Queue;
-use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions, Region, Trouble};
+use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions, Region};
 use crate::extents::{Extent, Extents};
+use crate::lost::LostFile;
 use crate::names::{Names, Node};
-
-/// A file whose data could not be given back to it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LostFile {
-    /// Where it was, as far as the journal knows.
-    pub path: String,
-    /// Bytes that are kept in the arena.
-    pub bytes: u64,
-    /// Why.
-    pub reason: String,
-}
 
 /// What attach found.
 #[derive(Clone, Debug, Default)]
@@ -55,7 +44,11 @@ enum Search<N> {
     Found(N),
     /// A removal had begun and the file is gone.
     Removed,
-    Lost(String),
+    Lost {
+        /// The backing answered, and the file is not there.
+        gone: bool,
+        reason: String,
+    },
 }
 
 impl<B: Backing> Engine<B> {
@@ -93,11 +86,11 @@ impl<B: Backing> Engine<B> {
         }
         for (file, stored) in pieces {
             let reason = "the journal does not know the file".into();
-            engine.keep_lost(&format!("(file {file})"), &layers(&stored, &[]), reason, &mut recovered);
+            let lost = LostFile { file, path: Vec::new(), bytes: 0, gone: true, reason };
+            engine.keep_lost(lost, layers(&stored, &[]), &mut recovered);
         }
         engine.arena.settle(stored);
         engine.recovered_bytes = recovered.bytes;
-        engine.lost_bytes = recovered.lost.iter().map(|lost| lost.bytes).sum();
         let engine = engine.start();
         for (file, bytes) in restored {
             engine.count_held(0, bytes);
@@ -148,7 +141,7 @@ impl<B: Backing> Engine<B> {
             spill_waker: RwLock::new(None),
             progress: (Mutex::new(0), Condvar::new()),
             recovered_bytes: 0,
-            lost_bytes: 0,
+            lost: Mutex::default(),
             epoch,
             attached: Instant::now(),
         })
@@ -189,19 +182,18 @@ impl<B: Backing> Engine<B> {
                 self.note(&Record::Unbind { file: binding });
                 return;
             }
-            Search::Lost(_) if layers.extents.is_empty() && bound.truncating.is_empty() => {
+            Search::Lost { .. } if layers.extents.is_empty() && bound.truncating.is_empty() => {
                 self.note(&Record::Unbind { file: binding });
                 return;
             }
-            Search::Lost(reason) => {
-                let path = display_path(bound);
-                self.keep_lost(&path, &layers, reason, recovered);
+            Search::Lost { gone, reason } => {
+                self.keep_lost(lost(binding, bound, gone, reason), layers, recovered);
                 return;
             }
         };
         if let Err(errno) = self.finish_truncations(binding, bound, &node) {
             let reason = format!("its truncation could not be finished: {errno}");
-            self.keep_lost(&display_path(bound), &layers, reason, recovered);
+            self.keep_lost(lost(binding, bound, false, reason), layers, recovered);
             return;
         }
         let file = self.file_with(&node, |state| {
@@ -248,7 +240,7 @@ impl<B: Backing> Engine<B> {
     fn search(&self, bound: &Bound) -> Search<Arc<Node<B>>> {
         let mut found = None;
         let mut reason = String::from("it has no name");
-        let mut replaced = false;
+        let (mut replaced, mut gone) = (false, true);
         for (path, _) in &bound.paths {
             match self.find(path) {
                 // All of its names, so that the loss of one is not taken for the loss of the last.
@@ -257,10 +249,15 @@ impl<B: Backing> Engine<B> {
                     replaced = true;
                     reason = "another file has its name".into();
                 }
-                Err(Errno::NOENT | Errno::NOTDIR) if !replaced => {
-                    reason = "no file has its name any more".into()
+                Err(Errno::NOENT | Errno::NOTDIR) => {
+                    if !replaced {
+                        reason = "no file has its name any more".into();
+                    }
                 }
-                Err(errno) => reason = format!("its name cannot be looked up: {errno}"),
+                Err(errno) => {
+                    gone = false;
+                    reason = format!("its name cannot be looked up: {errno}");
+                }
             }
         }
         if let Some(node) = found {
@@ -269,28 +266,8 @@ impl<B: Backing> Engine<B> {
         if bound.paths.iter().all(|(_, state)| *state == PathState::Doubtful) {
             Search::Removed
         } else {
-            Search::Lost(reason)
+            Search::Lost { gone, reason }
         }
-    }
-
-    /// Keeps the pieces of a file that was not found; nobody drains them.
-    fn keep_lost(&self, path: &str, layers: &Layers, reason: String, recovered: &mut Recovered) {
-        let mut bytes = 0;
-        for (piece, used) in &layers.pieces {
-            self.arena.keep(*piece, used.live as u32);
-            bytes += used.live;
-        }
-        tracing::error!(path, bytes, reason, "held data has no file to go to; it stays in the arena");
-        let status = ErrorStatus {
-            path: path.to_owned(),
-            errno: Errno::NOENT.raw_os_error(),
-            message: format!("{bytes} held bytes have no file to go to ({reason}); they stay in the arena"),
-            count: 1,
-            age_s: 0.0,
-            pending: true,
-        };
-        self.troubles.lock().push(Trouble { status, last: Instant::now(), lost: true });
-        recovered.lost.push(LostFile { path: path.to_owned(), bytes, reason });
     }
 }
 
@@ -300,16 +277,15 @@ fn is_same<B: Backing>(bound: &Bound, node: &Node<B>) -> bool {
     bound.identity.ino == node.key.1 && bound.identity.btime == birth
 }
 
-fn display_path(bound: &Bound) -> String {
-    bound
-        .paths
-        .first()
-        .map_or_else(|| "(no name)".into(), |(path, _)| String::from_utf8_lossy(path).into_owned())
+/// A bound file that was not given back its data; its bytes are counted when it is kept.
+fn lost(binding: u64, bound: &Bound, gone: bool, reason: String) -> LostFile {
+    let path = bound.paths.first().map(|(path, _)| path.clone()).unwrap_or_default();
+    LostFile { file: binding, path, bytes: 0, gone, reason }
 }
 
-struct Layers {
-    extents: Extents,
-    pieces: HashMap<firn_arena::PieceRef, crate::file::PieceUse>,
+pub(crate) struct Layers {
+    pub extents: Extents,
+    pub pieces: HashMap<firn_arena::PieceRef, crate::file::PieceUse>,
 }
 
 /// Lays pieces over each other, oldest first, and takes out what is void.

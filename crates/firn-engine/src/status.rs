@@ -59,7 +59,7 @@ impl<B: Backing> Engine<B> {
             held_files: get(&c.held_files),
             oldest_held_ms: oldest.map(|at| now.duration_since(at).as_millis() as u64),
             recovered_bytes: self.recovered_bytes,
-            lost_file_bytes: self.lost_bytes,
+            lost_file_bytes: self.lost_bytes(),
             open_files: self.handles.read().len() as u64,
             waiting_writers: get(&c.waiting_writers),
             ingest_bytes: get(&c.ingest_bytes),

@@ -16,9 +16,7 @@ fn main() -> ExitCode {
         ["faultfs", source, mount_point, control] => {
             firn_tests::faultfs::serve(Path::new(source), Path::new(mount_point), Path::new(control));
         }
-        ["door-writer", file, log] => {
-            firn_tests::door::write_until_killed(Path::new(file), Path::new(log))
-        }
+        ["door-writer", file, log] => firn_tests::door::write_until_killed(Path::new(file), Path::new(log)),
         ["door-version", file] => firn_tests::door::print_version(Path::new(file)),
         ["hand", file] => firn_tests::hand::serve(Path::new(file)),
         _ => {

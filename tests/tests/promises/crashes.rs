@@ -1,5 +1,6 @@
 //! What is where after kill -9 of firnd and `firn recover`.
 
+use std::ffi::OsStr;
 use std::fs::{self, File, FileTimes};
 use std::time::{Duration, SystemTime};
 
@@ -74,6 +75,49 @@ fn data_whose_file_is_not_found_is_kept_named_and_written_to_no_other() {
     sandbox.run(["recover".as_ref(), backing.as_os_str()]).ok();
     assert_same_bytes("found again", &read(&backing.join("file")), &bytes(1, 50_000));
     assert!(sandbox.arenas().is_empty(), "nothing is left to drain");
+}
+
+/// Proves S-crash-9.
+#[test]
+fn data_whose_file_is_gone_is_saved_or_given_up_when_asked() {
+    let sandbox = Sandbox::new("rescue");
+    for (asked, expected) in [("--save-lost", "saved to"), ("--discard-lost", "given up")] {
+        let mount = FirnMount::new(&sandbox, &patient("close=held"));
+        fs::create_dir_all(mount.join("dir")).expect("mkdir");
+        for (path, seed) in [("dir/gone", 1), ("stays", 2)] {
+            fs::write(mount.join(path), bytes(seed, 3_000_000)).expect("write");
+        }
+        let backing = mount.kill();
+        fs::remove_file(backing.join("dir/gone")).expect("remove beside the mount");
+
+        let without = sandbox.run(["recover".as_ref(), backing.as_os_str()]).code(3);
+        without.says("--save-lost").says("--discard-lost");
+        assert_same_bytes("found", &read(&backing.join("stays")), &bytes(2, 3_000_000));
+        assert_eq!(sandbox.arenas().len(), 1, "the arena was removed with data in it");
+
+        let copies = sandbox.join("copies");
+        let inside = backing.join("copies");
+        let mut args = vec![OsStr::new("recover"), OsStr::new(asked)];
+        if asked == "--save-lost" {
+            sandbox
+                .run([args[0], args[1], inside.as_os_str(), backing.as_os_str()])
+                .code(2)
+                .says("inside the backing");
+            fs::remove_dir(&inside).expect("the refused directory");
+            fs::create_dir_all(copies.join("dir")).expect("mkdir");
+            fs::write(copies.join("dir/gone"), "in the way").expect("a file of that name");
+            sandbox.run([args[0], args[1], copies.as_os_str(), backing.as_os_str()]).code(1).says("dir/gone");
+            fs::remove_file(copies.join("dir/gone")).expect("out of the way");
+            args.push(copies.as_os_str());
+        }
+        args.push(backing.as_os_str());
+        let done = sandbox.run(args).ok();
+        assert!(done.stdout.contains(expected), "{}", done.stdout);
+        if asked == "--save-lost" {
+            assert_same_bytes("saved", &read(&copies.join("dir/gone")), &bytes(1, 3_000_000));
+        }
+        assert!(sandbox.arenas().is_empty(), "nothing is left to keep");
+    }
 }
 
 /// Proves S-attr-2.

@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::RuntimeFiles;
 use firn_config::Options;
-use firn_daemon::{RecoverReport, RecoverRequest};
+use firn_daemon::{LostPolicy, RecoverReport, RecoverRequest};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::mount::{minus_o, resolve};
-use crate::failure::{DONE, FAILED, Failure, INTERRUPTED, PARTLY};
+use crate::failure::{DONE, FAILED, Failure, INTERRUPTED, PARTLY, USAGE};
 use crate::output;
 use crate::progress::Meter;
 use crate::text::{bytes, count, name};
@@ -24,6 +24,10 @@ pub const VERB: Verb = Verb {
            `firn mount` of the same backing does the same by itself. May be stopped and begun again at any time.",
     examples: &[
         ("firn recover /scratch/run42", "after a crash, in an epilog"),
+        (
+            "firn recover --save-lost /home/me/rescued /scratch/run42",
+            "files were removed from the backing before their data reached it",
+        ),
         ("firn recover --json /scratch/run42", "for scripts"),
     ],
     exits: &[
@@ -52,6 +56,21 @@ fn args(command: Command) -> Command {
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
         )
+        .arg(
+            Arg::new("save-lost")
+                .long("save-lost")
+                .value_name("DIR")
+                .help("Copy held data whose file is gone from the backing below DIR, then let go of it")
+                .value_hint(ValueHint::DirPath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
+            Arg::new("discard-lost")
+                .long("discard-lost")
+                .action(ArgAction::SetTrue)
+                .conflicts_with("save-lost")
+                .help("Give up held data whose file is gone from the backing: it cannot be had again"),
+        )
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print the outcome as JSON"))
         .arg(minus_o())
         .args(rows.map(firn_config::arg))
@@ -62,13 +81,18 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let options = resolve(matches)?.options;
     let backing = backing_of(path);
     tell_damage(&backing, &options);
+    let lost = match matches.get_one::<PathBuf>("save-lost") {
+        Some(dir) => LostPolicy::Save(outside(dir, &backing)?),
+        None if matches.get_flag("discard-lost") => LostPolicy::Discard,
+        None => LostPolicy::Keep,
+    };
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, Arc::clone(&stop))
             .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
     }
     let mut meter = Meter::new();
-    let request = RecoverRequest { backing: backing.clone(), options };
+    let request = RecoverRequest { backing: backing.clone(), options, lost };
     let report = firn_daemon::recover(request, &mut |bytes, files, phase| {
         meter.show(bytes, files, phase);
         !stop.load(Ordering::Relaxed)
@@ -91,6 +115,18 @@ fn backing_of(path: &Path) -> PathBuf {
     }
 }
 
+/// Copies must not land among the files of the backing, whose names they have.
+fn outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
+    let cannot = |error| Failure::new(FAILED, format!("cannot use {}: {error}", dir.display()));
+    std::fs::create_dir_all(dir).map_err(cannot)?;
+    let dir = dir.canonicalize().map_err(cannot)?;
+    if backing.canonicalize().is_ok_and(|backing| dir.starts_with(backing)) {
+        let text = format!("{} is inside the backing directory: give one outside of it", dir.display());
+        return Err(Failure::new(USAGE, text));
+    }
+    Ok(dir)
+}
+
 /// Damage is never interpreted, so it would be passed over in silence.
 fn tell_damage(backing: &Path, options: &Options) {
     let Ok(canonical) = backing.canonicalize() else { return };
@@ -106,7 +142,16 @@ fn summary(backing: &Path, report: &RecoverReport) -> String {
         return format!("nothing to recover for {}\n", backing.display());
     }
     let (recovered, files) = (bytes(report.recovered_bytes), count(report.recovered_files, "file"));
-    format!("recovered {recovered} in {files}; {} left\n", bytes(report.left_bytes))
+    let mut text = format!("recovered {recovered} in {files}; {} left\n", bytes(report.left_bytes));
+    for lost in &report.lost {
+        let fate = match &lost.saved_to {
+            Some(to) => format!("saved to {}", to.display()),
+            None if lost.discarded => "given up".into(),
+            None => "kept in the arena".into(),
+        };
+        text += &format!("{}: {}, {fate} ({})\n", name(&lost.path), bytes(lost.bytes), lost.reason);
+    }
+    text
 }
 
 fn outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, Failure> {
@@ -129,7 +174,13 @@ fn outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, 
             bytes(left)
         )
     } else {
-        format!("{} belong to files that are gone from the backing; they are kept in {arena}", bytes(lost))
+        let backing = backing.display();
+        format!(
+            "{} have no file to go to and are kept in {arena}: put the files back under their names, or take the \
+             data elsewhere with `firn recover --save-lost DIR {backing}`, or give it up with \
+             `firn recover --discard-lost {backing}`",
+            bytes(lost)
+        )
     };
     Err(Failure::new(code, text))
 }

@@ -1,0 +1,117 @@
+//! Files whose data recovery could not give back to them.
+//!
+//! Nobody drains their pieces. They stay in the arena until the user puts the files back under their
+//! names, or takes the data elsewhere, or gives it up.
+
+use std::time::Instant;
+
+use firn_backing::{Backing, Errno};
+use firn_format::protocol::ErrorStatus;
+use firn_format::record::Record;
+
+use crate::engine::{Engine, Trouble};
+use crate::recovery::{Layers, Recovered};
+
+/// Copied at a time.
+const STEP_BYTES: u64 = 1 << 20;
+
+/// A file whose data could not be given back to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LostFile {
+    /// The binding: unique in the arena.
+    pub file: u64,
+    /// Where it was, from the root of the backing; empty where the journal does not know.
+    pub path: Vec<u8>,
+    /// Bytes that are kept in the arena.
+    pub bytes: u64,
+    /// The backing answered, and the file is not there. Otherwise another try may find it.
+    pub gone: bool,
+    /// Why.
+    pub reason: String,
+}
+
+impl LostFile {
+    /// Its path for people.
+    pub fn display_path(&self) -> String {
+        if self.path.is_empty() {
+            format!("(file {})", self.file)
+        } else {
+            String::from_utf8_lossy(&self.path).into_owned()
+        }
+    }
+}
+
+/// What the engine keeps of one.
+pub(crate) struct Kept {
+    file: LostFile,
+    layers: Layers,
+}
+
+impl<B: Backing> Engine<B> {
+    /// Keeps the pieces of a file that was not found.
+    pub(crate) fn keep_lost(&self, mut file: LostFile, layers: Layers, recovered: &mut Recovered) {
+        for (piece, used) in &layers.pieces {
+            self.arena.keep(*piece, used.live as u32);
+            file.bytes += used.live;
+        }
+        let (path, bytes, reason) = (file.display_path(), file.bytes, &file.reason);
+        tracing::error!(path, bytes, reason, "held data has no file to go to; it stays in the arena");
+        let status = ErrorStatus {
+            path,
+            errno: Errno::NOENT.raw_os_error(),
+            message: format!("{bytes} held bytes have no file to go to ({reason}); they stay in the arena"),
+            count: 1,
+            age_s: 0.0,
+            pending: true,
+        };
+        self.troubles.lock().push(Trouble { status, last: Instant::now(), lost: true });
+        recovered.lost.push(file.clone());
+        self.lost.lock().push(Kept { file, layers });
+    }
+
+    /// Files whose data has nowhere to go.
+    pub fn lost_files(&self) -> Vec<LostFile> {
+        self.lost.lock().iter().map(|kept| kept.file.clone()).collect()
+    }
+
+    pub(crate) fn lost_bytes(&self) -> u64 {
+        self.lost.lock().iter().map(|kept| kept.file.bytes).sum()
+    }
+
+    /// Gives the held bytes of a lost file to `sink`, with their offsets, in ascending order. What had
+    /// been drained before is not among them. A file that is not lost has none.
+    pub fn read_lost<E: From<Errno>>(
+        &self,
+        file: u64,
+        mut sink: impl FnMut(u64, &[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let lost = self.lost.lock();
+        let Some(kept) = lost.iter().find(|kept| kept.file.file == file) else { return Ok(()) };
+        let mut buf = Vec::new();
+        for (offset, extent) in kept.layers.extents.iter() {
+            let mut done = 0;
+            while done < extent.len {
+                buf.resize((extent.len - done).min(STEP_BYTES) as usize, 0);
+                self.arena.copy_out(extent.piece.slab, extent.position + done as u32, &mut buf)?;
+                sink(offset + done, &buf)?;
+                done += buf.len() as u64;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives up the held bytes of a lost file. They cannot be had again.
+    pub fn discard_lost(&self, file: u64) {
+        let mut lost = self.lost.lock();
+        let Some(at) = lost.iter().position(|kept| kept.file.file == file) else { return };
+        let kept = lost.remove(at);
+        // Marks first: a crash between leaves a binding without pieces, which recovery takes away.
+        for (piece, used) in &kept.layers.pieces {
+            self.arena.mark_dead(*piece);
+            self.arena.release(piece.slab, used.live);
+        }
+        self.note(&Record::Unbind { file });
+        let path = kept.file.display_path();
+        self.troubles.lock().retain(|trouble| !(trouble.lost && trouble.status.path == path));
+    }
+}
