@@ -38,6 +38,7 @@ impl<B: Backing> Engine<B> {
             && self.journal.lock().append_end(&Record::Unbind { file }).is_ok()
         {
             state.bound = None;
+            state.voids = 0;
         }
     }
 

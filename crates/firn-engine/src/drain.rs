@@ -29,6 +29,8 @@ pub(crate) const RETRY_FIRST: Duration = Duration::from_millis(100);
 pub(crate) const RETRY_MAX: Duration = Duration::from_secs(30);
 /// Errors that `firn status` remembers.
 const TROUBLES_MAX: usize = 64;
+/// Void ranges of a file before the first look whether they can be forgotten.
+const VOIDS_KEPT: usize = 8;
 
 /// Files to drain.
 pub(crate) struct Queue<B: Backing> {
@@ -469,6 +471,7 @@ impl<B: Backing> Engine<B> {
             if self.journal.lock().append(&record).is_err() {
                 return false;
             }
+            state.voids += 1;
         }
         // Older pieces die first: after a crash between two of them the newer one is still there and
         // covers the older, which must not come back over what was drained.
@@ -483,7 +486,25 @@ impl<B: Backing> Engine<B> {
                 }
             }
         }
+        self.forget_voids(state);
         true
+    }
+
+    /// A file that is written and drained for ever, and never has nothing pending, would fill the
+    /// journal with what is void.
+    fn forget_voids(&self, state: &mut FileState<B>) {
+        // The search is paid for by as many drains. A client's piece may have bytes that were not taken in.
+        if state.voids < VOIDS_KEPT.max(state.pieces.len() / 16) || state.door.is_some() {
+            return;
+        }
+        let (Some(file), Some(oldest)) = (state.bound, state.extents.iter().map(|(_, e)| e.sequence).min())
+        else {
+            return;
+        };
+        let record = Record::VoidsPassed { file, sequence: oldest.saturating_sub(1) };
+        if self.journal.lock().append_end(&record).is_ok() {
+            state.voids = 0;
+        }
     }
 
     /// After a change of what is pending: who waited for it, and what ends with the last byte.

@@ -58,6 +58,8 @@ pub(crate) struct FileState<B: Backing> {
     pub pieces: HashMap<PieceRef, PieceUse>,
     pub partial: usize,
     pub pending: u64,
+    /// Void ranges of this file that the journal knows, about.
+    pub voids: usize,
     /// Binding in the journal.
     pub bound: Option<u64>,
     pub reader: Option<Arc<BackingFile<B>>>,
@@ -118,6 +120,7 @@ impl<B: Backing> File<B> {
             extents: Extents::default(),
             pieces: HashMap::new(),
             partial: 0,
+            voids: 0,
             pending: 0,
             bound: None,
             reader: None,

@@ -204,6 +204,7 @@ impl<B: Backing> Engine<B> {
             state.pending = layers.pieces.values().map(|used| used.live).sum();
             state.pieces = layers.pieces;
             state.extents = layers.extents;
+            state.voids = bound.voids.len();
             state.bound = Some(binding);
             // Whoever had it open is cut off from it.
             state.ending = if bound.ending == Ending::Open { Ending::Cut } else { bound.ending };

@@ -72,6 +72,7 @@ impl<B: Backing> Engine<B> {
             // pending until the journal takes it.
             let end = Record::TruncateEnd { file: bound, sequence, size, done: true };
             self.insist(&end);
+            state.voids += 1;
             let before = state.pending;
             let cancelled = state.cut(&self.arena, size..u64::MAX, sequence);
             self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);

@@ -5,12 +5,29 @@ mod common;
 use std::ffi::OsStr;
 
 use common::world::World;
+use firn_arena::JournalRegion;
 use firn_backing::{Backing, Caller, RenameFlags, SimBacking};
-use firn_engine::ROOT;
+use firn_engine::{ROOT, Written};
+use firn_journal::{Medium, replay};
 
 const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
 /// Each loss keeps another subset of what was not synced.
 const LOSSES: u64 = 64;
+
+/// The journal of a live arena, to be read.
+struct Region(JournalRegion);
+
+impl Medium for Region {
+    fn len(&self) -> usize {
+        self.0.bytes()
+    }
+    fn write(&mut self, _: usize, _: &[u8]) {
+        unreachable!("replay only reads");
+    }
+    fn read(&self, at: usize, bytes: &mut [u8]) {
+        self.0.load(at, bytes);
+    }
+}
 
 /// Whether a path leads to something after each of many losses of power.
 fn survives(world: &World, path: &str) -> [bool; LOSSES as usize] {
@@ -47,4 +64,25 @@ fn names_survive_once_their_directory_was_synced() {
         assert_eq!(survives(&world, path), [true; LOSSES as usize], "{path}");
     }
     assert_eq!(survives(&world, "dir/second"), [false; LOSSES as usize]);
+}
+
+/// Pieces that are overwritten in part, and something pending at every moment.
+#[test]
+fn a_file_that_is_never_wholly_drained_does_not_fill_the_journal() {
+    const ROUNDS: u64 = 5000;
+    let world = World::new();
+    let opened = world.engine.create(&CALLER, ROOT, OsStr::new("log"), 0o644, 2).expect("create").1;
+    let mut most = 0;
+    for round in 0..ROUNDS {
+        let offset = round % 3 * (64 << 10);
+        for (offset, len) in [(offset, 32 << 10), (offset + (28 << 10), 8 << 10)] {
+            let written = world.engine.write(opened.handle, offset, &vec![round as u8; len], false);
+            assert_eq!(written, Ok(Written::Bytes(len)), "round {round}");
+        }
+        while world.engine.status().held_bytes > 64 << 10 && world.drain_step() {}
+        assert_ne!(world.engine.status().held_bytes, 0, "the binding ended");
+        let found = replay(&Region(world.engine.arena().journal_region()));
+        most = most.max(found.ledger.files().map(|(_, bound)| bound.voids.len()).max().unwrap_or(0));
+    }
+    assert!((2..100).contains(&most), "{most} voids");
 }

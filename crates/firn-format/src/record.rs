@@ -96,6 +96,13 @@ pub enum Record {
         /// Last sequence that is void.
         sequence: u64,
     },
+    /// Nothing up to `sequence` is pending any more: what is void up to there need not be known.
+    VoidsPassed {
+        /// Binding.
+        file: u64,
+        /// Last sequence of which nothing is pending.
+        sequence: u64,
+    },
     /// A program set this modification time while data was pending: it goes back there after the drain.
     ModifiedAt {
         /// Binding.
@@ -154,6 +161,7 @@ const VOID: u8 = 8;
 const MODIFIED_AT: u8 = 9;
 const UNBIND: u8 = 10;
 const ENDED: u8 = 11;
+const VOIDS_PASSED: u8 = 12;
 
 impl Record {
     /// The payload of a journal frame.
@@ -192,6 +200,9 @@ impl Record {
             Self::Void { file, offset, len, sequence } => {
                 w.tag(VOID).u64(*file).u64(*offset).u64(*len).u64(*sequence);
             }
+            Self::VoidsPassed { file, sequence } => {
+                w.tag(VOIDS_PASSED).u64(*file).u64(*sequence);
+            }
             Self::ModifiedAt { file, time } => {
                 w.tag(MODIFIED_AT).u64(*file).u64(time.0 as u64).u32(time.1);
             }
@@ -228,6 +239,7 @@ impl Record {
                 Self::TruncateEnd { file: r.u64()?, sequence: r.u64()?, size: r.u64()?, done: r.flag()? }
             }
             VOID => Self::Void { file: r.u64()?, offset: r.u64()?, len: r.u64()?, sequence: r.u64()? },
+            VOIDS_PASSED => Self::VoidsPassed { file: r.u64()?, sequence: r.u64()? },
             MODIFIED_AT => Self::ModifiedAt { file: r.u64()?, time: (r.u64()? as i64, r.u32()?) },
             ENDED => {
                 let file = r.u64()?;
@@ -318,6 +330,7 @@ mod tests {
             Record::TruncateBegin { file: 1, sequence: 2, size: 3 },
             Record::TruncateEnd { file: 1, sequence: 2, size: 3, done: true },
             Record::Void { file: 1, offset: 2, len: 3, sequence: 4 },
+            Record::VoidsPassed { file: 1, sequence: 4 },
             Record::ModifiedAt { file: 1, time: (5, 6) },
             Record::Ended { file: 1, ending: Ending::Cut },
             Record::Unbind { file: 1 },

@@ -139,6 +139,11 @@ impl Ledger {
                     bound.voids.push(Void { offset: *offset, len: *len, sequence: *sequence });
                 }
             }
+            Record::VoidsPassed { file, sequence } => {
+                if let Some(bound) = self.files.get_mut(file) {
+                    bound.voids.retain(|void| void.sequence > *sequence);
+                }
+            }
             Record::ModifiedAt { file, time } => {
                 if let Some(bound) = self.files.get_mut(file) {
                     bound.modified_at = Some(*time);

@@ -35,6 +35,7 @@ fn any_record() -> impl Strategy<Value = Record> {
         }),
         (1u64..6, 1u64..9, 0u64..100, any::<bool>())
             .prop_map(|(file, sequence, size, done)| Record::TruncateEnd { file, sequence, size, done }),
+        (1u64..6, 1u64..9).prop_map(|(file, sequence)| Record::VoidsPassed { file, sequence }),
         (1u64..6, 0u64..50, 1u64..50, 1u64..9).prop_map(|(file, offset, len, sequence)| Record::Void {
             file,
             offset,
