@@ -101,9 +101,9 @@ pub static TABLE: [Row; 21] = [
         default: "all",
         help: "Checkpoint directories that are kept; older ones are removed",
         long: "A checkpoint is a directory made directly below the mount point while it is mounted. It counts as \
-               complete once a newer one was begun and all its files are closed. Of the complete ones the newest so \
-               many stay, the older ones are removed with all that is in them. Directories that were there before \
-               the mount are never removed.",
+               complete once a newer one was begun and all its files are closed, none of them by the death of its \
+               writer. Of the complete ones the newest so many stay, what is older is removed with all that is in \
+               it. Directories that were there before the mount are never removed.",
         changes_promises: true,
         get: |o| if o.keep == 0 { "all".to_owned() } else { o.keep.to_string() },
         set: |o, v| o.keep = v.number() as u32,

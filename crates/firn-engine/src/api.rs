@@ -114,5 +114,14 @@ pub enum DoorRefusal {
     Full,
 }
 
+/// How a process came to close a descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Closing {
+    /// It called close(2), or exited by itself.
+    Called,
+    /// It died of a signal with the descriptor open.
+    Killed,
+}
+
 /// Called once with the outcome of something that had to wait.
 pub type Done = Box<dyn FnOnce(Result<(), Errno>) + Send>;

@@ -1,8 +1,8 @@
 //! Checkpoints as directories: which drain by themselves, which are removed.
 //!
 //! A checkpoint is a directory that was made directly below the top while the mount stood. It is complete
-//! when a newer one was begun and none of its files is open. A directory that was there before is no
-//! checkpoint: what this module removes it has seen being made.
+//! when a newer one was begun and none of its files is open or held cut off. A directory that was there
+//! before is no checkpoint: what this module removes it has seen being made.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -65,7 +65,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// The complete checkpoints beyond those that are kept: their names below the top.
+    /// The checkpoints with as many newer complete ones as are kept, and nobody inside: their names below
+    /// the top. One that was cut off goes with them, but makes no other go.
     pub fn expired_checkpoints(&self) -> Vec<OsString> {
         let keep = self.options.keep as usize;
         if keep == 0 {
@@ -77,13 +78,17 @@ impl<B: Backing> Engine<B> {
         let Some((_, older)) = checkpoints.known.split_last() else { return Vec::new() };
         let handles: Vec<_> = self.handles.read().values().cloned().collect();
         let open: Vec<Vec<u8>> = handles.iter().flat_map(|handle| handle.file.node.paths()).collect();
-        let complete: Vec<_> = older.iter().filter(|checkpoint| !checkpoint.holds(&open)).collect();
-        let expired = complete.len().saturating_sub(keep);
-        complete[..expired]
-            .iter()
-            .filter_map(|checkpoint| checkpoint.dir.paths().into_iter().next())
-            .map(|path| OsStr::from_bytes(&path).to_owned())
-            .collect()
+        let files: Vec<_> = self.files.lock().values().cloned().collect();
+        let cut = files.iter().filter(|file| file.lock().cut);
+        let cut: Vec<Vec<u8>> = cut.flat_map(|file| file.node.paths()).collect();
+        let (mut complete, mut expired) = (0, Vec::new());
+        for checkpoint in older.iter().rev().filter(|checkpoint| !checkpoint.holds(&open)) {
+            if complete >= keep {
+                expired.extend(checkpoint.dir.paths().into_iter().next());
+            }
+            complete += usize::from(!checkpoint.holds(&cut));
+        }
+        expired.iter().rev().map(|path| OsStr::from_bytes(path).to_owned()).collect()
     }
 
     /// Removes a directory directly below the top with all that is in it.

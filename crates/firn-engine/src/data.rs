@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use firn_backing::{Access, Backing, Caller, Errno, Time};
 use parking_lot::Mutex;
@@ -97,6 +97,11 @@ impl<B: Backing> Engine<B> {
         before.is_some_and(|before| before == now)
     }
 
+    /// Whether the handle may write.
+    pub fn is_writer(&self, handle: HandleId) -> bool {
+        self.handle(handle).is_ok_and(|handle| handle.writable)
+    }
+
     /// Whether the kernel caches pages of this handle's file.
     pub fn has_cached_readers(&self, handle: HandleId) -> bool {
         self.cached_opens.load(Ordering::Acquire) > 0
@@ -164,6 +169,7 @@ impl<B: Backing> Engine<B> {
             writable,
             lease: Mutex::new(None),
             written: AtomicU64::new(0),
+            killed: AtomicBool::new(false),
             mode: Mutex::new(chosen),
         };
         self.handles.write().insert(id, Arc::new(handle));

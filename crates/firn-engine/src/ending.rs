@@ -1,9 +1,12 @@
 //! Whether a file was closed by its writers, or cut off.
 //!
 //! Held files are known to be open, closed, or cut: the journal keeps it as long as the file is bound. A
-//! file that was open when firnd died counts as cut. A writer that is killed alone closes its files as far
-//! as anyone can see: the kernel sends the same requests, and asking /proc about the process in their
-//! midst can wait for a lock that the process holds.
+//! file that was open when firnd died counts as cut, and one whose writer died of a signal. A process that
+//! dies closes its descriptors with the same requests as one that calls close(2); whoever calls
+//! [`Engine::flush`] tells the two apart. A descriptor that several processes have is as the last of them
+//! left it.
+
+use std::sync::atomic::Ordering;
 
 use firn_backing::Backing;
 use firn_format::record::{Ending, Record};
@@ -22,6 +25,7 @@ impl<B: Backing> Engine<B> {
 
     /// A handle was released.
     pub(crate) fn writer_closed(&self, handle: &Handle<B>, state: &mut FileState<B>) {
+        state.cut |= handle.writable && handle.killed.load(Ordering::Acquire);
         if handle.writable && state.writers == 0 {
             let ending = if state.cut { Ending::Cut } else { Ending::Closed };
             self.set_ending(state, ending);

@@ -114,6 +114,8 @@ pub(crate) struct Handle<B: Backing> {
     pub mode: Mutex<crate::OpenMode>,
     /// Bytes written: decides the class of the next slab.
     pub written: AtomicU64,
+    /// The process that closed it last died of a signal.
+    pub killed: AtomicBool,
 }
 
 /// Counters since attach.

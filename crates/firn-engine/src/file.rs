@@ -98,7 +98,8 @@ pub(crate) struct FileState<B: Backing> {
     pub listed: Option<u32>,
     /// Whether its writers closed it.
     pub ending: Ending,
-    /// It was open when an earlier firnd died, and was not emptied since.
+    /// A writer of it died of a signal, or an earlier firnd died while it was open, and it was not emptied
+    /// since.
     pub cut: bool,
     /// Drained bytes that are still in the arena.
     pub cache: crate::cache::Cached,

@@ -11,7 +11,7 @@ use firn_format::protocol::Rung;
 use crate::engine::{ClosePolicy, Engine, FsyncPolicy};
 use crate::file::{File, Waiter};
 use crate::names::Node;
-use crate::{Done, HandleId, NodeId, Result};
+use crate::{Closing, Done, HandleId, NodeId, Result};
 
 /// How often a long wait reports its progress.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
@@ -19,10 +19,12 @@ const REPORT_EVERY: Duration = Duration::from_millis(100);
 impl<B: Backing> Engine<B> {
     /// close(2) of one descriptor: `done` is called when the file is drained or a try to drain it
     /// failed; at once where the policy is *held* or no name leads to the file.
-    pub fn flush(&self, handle: HandleId, done: Done) {
+    pub fn flush(&self, handle: HandleId, by: Closing, done: Done) {
         match self.handle(handle) {
             Err(errno) => done(Err(errno)),
             Ok(handle) => {
+                // The last one counts: whoever closes after others were killed has seen to the file.
+                handle.killed.store(by == Closing::Killed, Ordering::Release);
                 let skip = {
                     let mut state = handle.file.lock();
                     // Not at the release, which the kernel sends some time after close(2) returned: the

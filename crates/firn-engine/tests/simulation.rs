@@ -8,7 +8,7 @@ mod common;
 use common::model::{Model, Object, Unacknowledged, partly};
 use common::world::World;
 use firn_backing::{Backing, Caller, Errno, RenameFlags, SetTime};
-use firn_engine::{DrainPolicy, HandleId, ROOT, SetAttr, Written};
+use firn_engine::{Closing, DrainPolicy, HandleId, ROOT, SetAttr, Written};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -363,7 +363,7 @@ impl Run {
         }
         let at = self.rng.random_range(0..self.open.len());
         let Open { handle, object } = self.open.swap_remove(at);
-        let flushed = self.wait(|done| self.world.engine.flush(handle, done))?;
+        let flushed = self.wait(|done| self.world.engine.flush(handle, Closing::Called, done))?;
         if self.outcome(flushed, Ok(()))?.is_some() {
             self.expect_in_backing(object);
         }

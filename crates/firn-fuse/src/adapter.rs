@@ -11,7 +11,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime};
 
 use firn_backing::{Backing, Errno, RenameFlags, Seek};
-use firn_engine::{Engine, Entry, FsyncPolicy, HandleId, NodeId, OpenMode, Opened, SetAttr};
+use firn_engine::{Closing, Engine, Entry, FsyncPolicy, HandleId, NodeId, OpenMode, Opened, SetAttr};
 use firn_format::door::{IOCTL_TOKEN, Token};
 use firn_format::protocol::Rung;
 use fuser::{
@@ -23,7 +23,7 @@ use fuser::{
 };
 use zerocopy::IntoBytes;
 
-use crate::caller::{caller, masked};
+use crate::caller::{caller, closing, masked};
 use crate::coherence::{Coherence, Target};
 use crate::convert::{self, errno};
 use crate::door::{self, DoorPlace, Forgetter};
@@ -327,8 +327,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
         self.stalled.write(Write { target, clear_suid, reply }, data);
     }
 
-    fn flush(&self, _: &Request, _ino: INodeNo, fh: FileHandle, _owner: LockOwner, reply: ReplyEmpty) {
-        self.engine.flush(HandleId(fh.0), Box::new(move |result| empty(result, reply)));
+    fn flush(&self, request: &Request, _ino: INodeNo, fh: FileHandle, _owner: LockOwner, reply: ReplyEmpty) {
+        let handle = HandleId(fh.0);
+        let by = if self.engine.is_writer(handle) { closing(request) } else { Closing::Called };
+        self.engine.flush(handle, by, Box::new(move |result| empty(result, reply)));
     }
 
     fn release(

@@ -10,7 +10,7 @@ use firn_arena::{Arena, Identity};
 use firn_backing::sim::tree;
 use firn_backing::{Backing, Caller, Errno, Kind};
 use firn_drain::Pool;
-use firn_engine::{Done, Engine, EngineOptions, HandleId, NodeId, ROOT, Written};
+use firn_engine::{Closing, Done, Engine, EngineOptions, HandleId, NodeId, ROOT, Written};
 use firn_format::geometry::Geometry;
 use parking_lot::{Condvar, Mutex};
 
@@ -120,7 +120,7 @@ impl<B: Backing> Mount<B> {
 
     /// close(2).
     pub fn close(&self, handle: HandleId) {
-        let flushed = wait(|told| self.engine.flush(handle, told));
+        let flushed = wait(|told| self.engine.flush(handle, Closing::Called, told));
         assert!(self.faults || flushed.is_ok(), "close: {flushed:?}");
         self.engine.release(handle);
     }

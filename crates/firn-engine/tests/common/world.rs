@@ -91,6 +91,12 @@ impl World {
         Self::with(EngineOptions { drain, ..options() }, true)
     }
 
+    /// One with memory files that keeps so many complete checkpoints.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn keeping(keep: u32) -> Self {
+        Self::with(EngineOptions { drain: DrainPolicy::Demand, keep, ..options() }, false)
+    }
+
     /// A world that drains what is so old.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn draining_after(drain_age: std::time::Duration) -> Self {

@@ -16,7 +16,7 @@ pub const VERB: Verb = Verb {
     name: "ls",
     about: "List files with where their data is, and whether they were closed",
     long: "One line a file: its rung (held in memory, spilled, drained, durable), whether its writers closed it \
-           (closed), still have it open (open), or had it open when firnd died (cut), its size, the bytes that \
+           (closed), still have it open (open), or were killed (cut: one of them by a signal, or firnd), its size, the bytes that \
            are not in the backing, and its path. A file that is cut is an unfinished checkpoint.",
     examples: &[
         ("firn ls /ckpt", "all files of the mount"),

@@ -1,0 +1,85 @@
+//! How files end, and which checkpoints go because of it.
+
+mod common;
+
+use std::ffi::OsStr;
+
+use common::world::World;
+use firn_backing::Caller;
+use firn_engine::{Closing, HandleId, NodeId, ROOT, Written};
+use firn_format::record::Ending;
+
+const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const O_RDWR: i32 = 2;
+
+fn checkpoint(world: &World, name: &str) -> NodeId {
+    world.engine.mkdir(&CALLER, ROOT, OsStr::new(name), 0o755).expect("mkdir").node
+}
+
+/// An open file with some bytes.
+fn open(world: &World, dir: NodeId, name: &str) -> HandleId {
+    let (_, opened) = world.engine.create(&CALLER, dir, OsStr::new(name), 0o644, O_RDWR).expect("create");
+    assert!(matches!(world.engine.write(opened.handle, 0, b"some", false), Ok(Written::Bytes(4))));
+    opened.handle
+}
+
+fn flush(world: &World, handle: HandleId, by: Closing) {
+    world.engine.flush(handle, by, Box::new(|_| {}));
+}
+
+fn end(world: &World, handle: HandleId, by: Closing) {
+    flush(world, handle, by);
+    world.engine.release(handle);
+}
+
+fn ending(world: &World, path: &str) -> Ending {
+    world.engine.files_below(path.as_bytes())[0].ending
+}
+
+/// Proves S-demand-6.
+#[test]
+fn a_checkpoint_that_was_cut_off_makes_no_other_go() {
+    let world = World::keeping(1);
+    for (name, by) in [("a", Closing::Called), ("b", Closing::Called), ("c", Closing::Killed)] {
+        let dir = checkpoint(&world, name);
+        end(&world, open(&world, dir, "rank0"), by);
+        end(&world, open(&world, dir, "rank1"), Closing::Called);
+    }
+    let last = checkpoint(&world, "d");
+    // Complete are a and b.
+    assert_eq!(world.engine.expired_checkpoints(), ["a"]);
+    let handle = open(&world, last, "rank0");
+    checkpoint(&world, "e");
+    assert_eq!(world.engine.expired_checkpoints(), ["a"], "d is open");
+    end(&world, handle, Closing::Called);
+    assert_eq!(world.engine.expired_checkpoints(), ["a", "b", "c"]);
+}
+
+/// Proves S-demand-7.
+#[test]
+fn a_descriptor_is_as_the_last_process_left_it() {
+    let world = World::keeping(0);
+    let handle = open(&world, ROOT, "file");
+    flush(&world, handle, Closing::Killed);
+    assert_eq!(ending(&world, "file"), Ending::Open);
+    end(&world, handle, Closing::Called);
+    assert_eq!(ending(&world, "file"), Ending::Closed);
+}
+
+/// Proves S-demand-7.
+#[test]
+fn one_killed_writer_of_several_cuts_a_file_until_it_is_made_anew() {
+    let world = World::keeping(0);
+    let (one, other) = (open(&world, ROOT, "file"), open(&world, ROOT, "file"));
+    end(&world, one, Closing::Killed);
+    assert_eq!(ending(&world, "file"), Ending::Open);
+    end(&world, other, Closing::Called);
+    assert_eq!(ending(&world, "file"), Ending::Cut);
+    end(&world, open(&world, ROOT, "file"), Closing::Called);
+    assert_eq!(ending(&world, "file"), Ending::Cut, "appended to");
+    let node = world.engine.lookup(ROOT, OsStr::new("file")).expect("lookup").node;
+    let anew = world.engine.open(node, O_RDWR | 0o1000).expect("open").handle;
+    assert!(matches!(world.engine.write(anew, 0, b"anew", false), Ok(Written::Bytes(4))));
+    end(&world, anew, Closing::Called);
+    assert_eq!(ending(&world, "file"), Ending::Closed);
+}
