@@ -79,6 +79,21 @@ fn more_data_than_memory_is_held_read_and_drained() {
 }
 
 #[test]
+fn memory_may_be_full_before_chunks_move() {
+    let sandbox = Sandbox::new("spill100");
+    let dir = sandbox.mkdir("local");
+    let thresholds = "spill-upper=100,spill-lower=100";
+    let mount = FirnMount::new(&sandbox, &format!("{},{thresholds}", options(&dir, "64M")));
+    write_all(mount.path());
+    verify("held and spilled", mount.path());
+    let memory = mount.status().arena_used_bytes;
+    assert!(memory >= 12 << 20, "{memory} bytes of 16 MiB are used");
+    drain(&sandbox, mount.path());
+    verify("in the backing", mount.backing());
+    mount.umount();
+}
+
+#[test]
 fn spilled_data_survives_the_death_of_firnd() {
     let sandbox = Sandbox::new("spillkill");
     let dir = sandbox.mkdir("local");

@@ -51,8 +51,12 @@ impl<B: Backing> Engine<B> {
         *self.spill_waker.write() = Some(f);
     }
 
+    /// Slots of memory that may stay in use. Not all of them, even at 100 percent: writers who find none wait
+    /// for one.
     fn slots_at(&self, percent: u32) -> u32 {
-        (u64::from(self.arena.geometry().chunk_count) * u64::from(percent) / 100) as u32
+        let count = self.arena.geometry().chunk_count;
+        let slots = (u64::from(count) * u64::from(percent) / 100) as u32;
+        slots.min(count - 1)
     }
 
     /// Moves a chunk to the spill file if memory is short.
