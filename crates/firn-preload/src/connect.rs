@@ -231,6 +231,29 @@ pub(crate) fn ask_extents(
     open.or_give_up(reply)
 }
 
+/// Asks for the door to a file and, in the same trip, for its first lease; [`take_ahead`] has that one then.
+/// `None`: that connection has ended.
+pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply> {
+    let mut open = TABLE.links.get(link)?;
+    open.collect()?;
+    // Leases of an earlier door to this open file are over.
+    for slot in &mut open.inner_mut().stash {
+        *slot = slot.filter(|(of, _)| *of != token);
+    }
+    let request = |op, arg| Request { op: op as u32, reserved: 0, token, arg };
+    let sent = send(open.fd, &request(Op::OpenWrite, 0))
+        .and_then(|()| send(open.fd, &request(Op::Lease, lease_bytes)))
+        .and_then(|()| receive(open.fd, &mut []));
+    let reply = open.or_give_up(sent)?;
+    open.inner_mut().ahead = Some(token);
+    drop(open);
+    if !is_ok(&reply) {
+        // No door, no lease: the second answer says so and is of no use later.
+        take_ahead(link, token);
+    }
+    Some(reply)
+}
+
 /// Asks for a lease and does not wait for it: [`take_ahead`] does.
 pub(crate) fn ask_ahead(link: u32, token: u64, arg: u64) -> bool {
     let Some(mut open) = TABLE.links.get(link) else { return false };

@@ -148,12 +148,18 @@ fn put_some(held: &mut Held, from: *const u8, len: usize, offset: u64, left: usi
         }
         // SAFETY: `has_writer`.
         let writer = unsafe { held.writer.assume_init_mut() };
+        if left > writer.free_bytes() as usize && !held.has_asked {
+            // This call needs the next lease: firnd finds one while the bytes are copied.
+            ask_ahead(held, left);
+        }
+        // SAFETY: `has_writer`.
+        let writer = unsafe { held.writer.assume_init_mut() };
         // SAFETY: the bytes are the program's to give; a bad pointer faults as docs of `probe` say.
         match unsafe { writer.append(offset, from, len) } {
             Outcome::Done(more) if more > 0 => {
                 held.fast_bytes = held.fast_bytes.wrapping_add(more as u64);
-                if !held.has_asked && writer_is_nearly_full(held) {
-                    held.has_asked = connect::ask_ahead(held.link, held.token, wanted(held, left));
+                if !held.has_asked && is_half_full(held) {
+                    ask_ahead(held, left);
                 }
                 return Ok(more.min(len));
             }
@@ -164,9 +170,14 @@ fn put_some(held: &mut Held, from: *const u8, len: usize, offset: u64, left: usi
     Err(Loss::Full)
 }
 
-fn writer_is_nearly_full(held: &Held) -> bool {
+#[cold]
+fn ask_ahead(held: &mut Held, left: usize) {
+    held.has_asked = connect::ask_ahead(held.link, held.token, wanted(held, left));
+}
+
+fn is_half_full(held: &Held) -> bool {
     // SAFETY: called while `has_writer`.
-    held.has_writer && unsafe { held.writer.assume_init_ref() }.is_nearly_full()
+    held.has_writer && unsafe { held.writer.assume_init_ref() }.is_half_full()
 }
 
 /// Bytes that a lease should hold, when `left` are at hand.
@@ -227,7 +238,7 @@ fn ask(held: &mut Held, total: u64) -> bool {
         held.set_tag(tag::NONE);
         return false;
     }
-    match open_write(held) {
+    match open_write(held, total) {
         Some(reply) if connect::is_ok(&reply) => begin(held, reply.binding),
         Some(_) => {
             refused(held, Reason::Refused, PATIENCE_BYTES);
@@ -241,22 +252,23 @@ fn ask(held: &mut Held, total: u64) -> bool {
     }
 }
 
-fn open_write(held: &mut Held) -> Option<Reply> {
-    let known = if held.link == 0 { None } else { connect::ask(held.link, Op::OpenWrite, held.token, 0) };
+fn open_write(held: &mut Held, total: u64) -> Option<Reply> {
+    let known = if held.link == 0 { None } else { connect::ask_open(held.link, held.token, total) };
     if known.is_some_and(|reply| Status::from_word(reply.status) != Status::BadToken) {
         return known;
     }
     let token = token(held.fd)?;
     held.link = TABLE.links.to(&token)?;
     held.token = token.token;
-    connect::ask(held.link, Op::OpenWrite, held.token, 0)
+    connect::ask_open(held.link, held.token, total)
 }
 
 /// The offset becomes private.
 fn begin(held: &mut Held, binding: u64) -> bool {
     held.binding = binding;
     held.has_writer = false;
-    held.has_asked = false;
+    // In the same trip as the door.
+    held.has_asked = true;
     held.fast_bytes = 0;
     // A handler that wrote between the two steps would move an offset that nobody reads.
     sys::without_signals(|| {

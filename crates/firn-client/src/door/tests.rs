@@ -149,9 +149,9 @@ fn a_page_or_more_lies_congruent_to_its_offset_and_small_pieces_are_packed() {
 fn the_end_of_the_slab_takes_the_first_part_and_then_nothing() {
     let fake = Fake::new(8);
     let mut writer = fake.writer();
-    assert!(!writer.is_nearly_full());
+    assert!(!writer.is_half_full());
     assert_eq!(append(&mut writer, 0, &[1; 65_000]), Outcome::Done(65_000));
-    assert!(writer.is_nearly_full());
+    assert!(writer.is_half_full());
     assert_eq!(append(&mut writer, 65_000, &[2; 1000]), Outcome::Done(536));
     assert_eq!(append(&mut writer, 65_536, &[2; 1000]), Outcome::Full);
     assert_eq!(append(&mut writer, 0, b"x"), Outcome::Full);
