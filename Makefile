@@ -12,7 +12,7 @@ help:
 	@echo 'make demo    set up, build, mount; a solver and firnd are killed, and it ends with the same result'
 	@echo 'make test    set up and run every test (as root: the tests mount file systems)'
 	@echo 'make check   formatting, lints, documentation'
-	@echo 'make bench   measure ingest, checkpoints, reading and metadata beside their baselines'
+	@echo 'make bench   measure each door, checkpoints, memory and spilling beside their baselines'
 	@echo 'make clean   remove what was built'
 
 demo:
@@ -32,11 +32,14 @@ check:
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps
 
 bench:
-	$(CARGO) build --release -p firn
+	$(CARGO) build --release -p firn -p firn-preload
 	target/release/firn bench ingest
 	target/release/firn bench checkpoint
 	target/release/firn bench read
 	target/release/firn bench meta
+	target/release/firn bench memory
+	target/release/firn bench restart
+	target/release/firn bench spill
 
 clean:
 	$(CARGO) clean

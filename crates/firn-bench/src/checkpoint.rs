@@ -140,6 +140,7 @@ impl CheckpointArgs {
                         .collect(),
                 },
                 sync: false,
+                over: false,
             })
             .collect();
         // What earlier measurements left dirty must not be written in this one's time.
@@ -264,12 +265,13 @@ fn path_of(task: &Task) -> &Path {
     match task {
         Task::Write { path, .. } | Task::Read { path, .. } => path,
         Task::Names { dir, .. } => dir,
+        _ => unreachable!("a checkpoint is of files"),
     }
 }
 
 fn writes_of(task: &Task) -> u64 {
     match task {
         Task::Write { runs, .. } => runs.iter().map(|run| run.0).sum(),
-        Task::Read { .. } | Task::Names { .. } => 0,
+        _ => 0,
     }
 }

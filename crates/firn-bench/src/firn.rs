@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use serde_json::Value;
@@ -9,6 +10,9 @@ use serde_json::Value;
 use crate::cleanup::{self, Guard};
 use crate::cpu;
 use crate::serve::unmount_lazily;
+
+/// Far more than anything here takes.
+const WAIT_MAX: Duration = Duration::from_secs(120);
 
 /// Where arenas and sockets of this run lie, apart from the user's own mounts.
 pub struct Firn {
@@ -37,6 +41,27 @@ impl Firn {
         let dir = runtime_dir.clone();
         let _remove = cleanup::defer(move || drop(std::fs::remove_dir_all(dir)));
         Ok(Self { program, runtime_dir, _remove })
+    }
+
+    /// The library that processes load to write and read past the kernel.
+    pub fn preload(&self) -> anyhow::Result<PathBuf> {
+        let found = firn_client::library::beside(&self.program);
+        found.with_context(|| {
+            let (name, program) = (firn_client::library::NAME, self.program.display());
+            format!(
+                "{name} is not installed beside {program}: build it (`cargo build --release -p firn-preload`)"
+            )
+        })
+    }
+
+    /// A directory on tmpfs for whatever else the benchmark keeps in memory.
+    pub fn memory_dir(&self) -> anyhow::Result<PathBuf> {
+        use std::os::unix::fs::DirBuilderExt;
+        // As private as firn itself wants its directory.
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.runtime_dir)?;
+        let dir = self.runtime_dir.join("bench");
+        std::fs::create_dir_all(&dir)?;
+        Ok(dir)
     }
 
     /// `firn mount` of `backing` at `mount_point` with `-o options`; returns when it is usable.
@@ -75,6 +100,11 @@ pub struct Mount<'a> {
 }
 
 impl Mount<'_> {
+    /// Where it is mounted.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Processor time of firnd so far.
     pub fn cpu_s(&self) -> f64 {
         cpu::seconds_of(self.pid)
@@ -91,6 +121,46 @@ impl Mount<'_> {
     pub fn wait_durable(&self, path: &Path) -> anyhow::Result<()> {
         let args = ["wait".as_ref(), "--until".as_ref(), "durable".as_ref(), path.as_ref()];
         self.firn.run(&args).map(drop)
+    }
+
+    /// Waits until the arena has its memory (populate=yes).
+    pub fn wait_populated(&self) -> anyhow::Result<()> {
+        let dir = format!("/proc/{}/task", self.pid);
+        let populates = || -> anyhow::Result<bool> {
+            for task in std::fs::read_dir(&dir).context("firnd is gone")? {
+                // A thread may end while the list is read.
+                let name = std::fs::read_to_string(task?.path().join("comm")).unwrap_or_default();
+                if name.trim_end() == "firn-populate" {
+                    return Ok(true);
+                }
+            }
+            Ok(false)
+        };
+        wait_until("the arena gets its memory", || Ok(!populates()?))
+    }
+
+    /// Waits until the files that were removed have left the arena.
+    pub fn wait_empty(&self) -> anyhow::Result<()> {
+        wait_until("the arena is empty", || Ok(self.number("held_bytes")? == 0))
+    }
+
+    /// A number of the status.
+    pub fn number(&self, name: &str) -> anyhow::Result<u64> {
+        number(&self.status()?, name).with_context(|| format!("`firn status` told no {name}"))
+    }
+
+    /// The arena's file.
+    pub fn arena(&self) -> anyhow::Result<PathBuf> {
+        let status = self.status()?;
+        text(&status, "arena").map(PathBuf::from).context("`firn status` told no arena")
+    }
+
+    /// firnd's own memory: not what it maps of the arena.
+    pub fn private_bytes(&self) -> anyhow::Result<u64> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib = line.and_then(|rest| rest.trim().split(' ').next()?.parse::<u64>().ok());
+        Ok(kib.context("/proc tells no RssAnon")? << 10)
     }
 
     fn status(&self) -> anyhow::Result<Value> {
@@ -121,6 +191,29 @@ fn unmount(program: &Path, runtime_dir: &Path, mount_point: &Path) {
         .status();
     if !done.is_ok_and(|status| status.success()) {
         unmount_lazily(mount_point);
+    }
+}
+
+/// Waits for a condition that firnd brings about.
+fn wait_until(what: &str, holds: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<()> {
+    let begin = Instant::now();
+    while !holds()? {
+        if begin.elapsed() > WAIT_MAX {
+            bail!("gave up waiting until {what}");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
+}
+
+/// The text called `name`, at the top of `value` or below.
+fn text<'a>(value: &'a Value, name: &str) -> Option<&'a str> {
+    match value {
+        Value::Object(map) => {
+            map.get(name).and_then(Value::as_str).or_else(|| map.values().find_map(|inner| text(inner, name)))
+        }
+        Value::Array(list) => list.iter().find_map(|inner| text(inner, name)),
+        _ => None,
     }
 }
 

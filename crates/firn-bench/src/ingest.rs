@@ -153,6 +153,7 @@ impl IngestArgs {
             path: path(writer),
             runs: vec![(count, setting.write_bytes)],
             sync: false,
+            over: false,
         };
         let tasks: Vec<Task> = (0..self.writers).map(task).collect();
         let cpu_before = cpu::seconds_of(server.pid());

@@ -19,12 +19,15 @@ mod discard;
 mod firn;
 mod ingest;
 mod machine;
+mod memory;
 mod meta;
 mod options;
 mod read;
 pub mod report;
+mod restart;
 mod serve;
 mod sizes;
+mod spill;
 mod svg;
 mod worker;
 
@@ -43,7 +46,11 @@ enum Benchmark {
     Checkpoint(checkpoint::CheckpointArgs),
     Read(read::ReadArgs),
     Meta(meta::MetaArgs),
-    /// Runs ingest, checkpoint (on the file system of --dir), read and meta, one after the other.
+    Memory(memory::MemoryArgs),
+    Restart(restart::RestartArgs),
+    Spill(spill::SpillArgs),
+    /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
+    /// memory, restart and spill, one after the other.
     ///
     /// --json and --svg write one file for each, with the benchmark's name before the extension.
     All(AllArgs),
@@ -72,6 +79,9 @@ pub fn main_from_cli(args: BenchArgs) -> anyhow::Result<()> {
         Benchmark::Checkpoint(args) => args.common().publish(&args.run()?),
         Benchmark::Read(args) => args.common().publish(&args.run()?),
         Benchmark::Meta(args) => args.common().publish(&args.run()?),
+        Benchmark::Memory(args) => args.common().publish(&args.run()?),
+        Benchmark::Restart(args) => args.common().publish(&args.run()?),
+        Benchmark::Spill(args) => args.common().publish(&args.run()?),
         Benchmark::All(args) => all(&args.common),
         Benchmark::Worker | Benchmark::Serve => unreachable!("handled above"),
     }
@@ -94,7 +104,10 @@ fn all(common: &Common) -> anyhow::Result<()> {
     publish(ingest::IngestArgs::with(common.clone()).run()?)?;
     publish(checkpoint::CheckpointArgs::with(common.clone()).run()?)?;
     publish(read::ReadArgs::with(common.clone()).run()?)?;
-    publish(meta::MetaArgs::with(common.clone()).run()?)
+    publish(meta::MetaArgs::with(common.clone()).run()?)?;
+    publish(memory::MemoryArgs::with(common.clone()).run()?)?;
+    publish(restart::RestartArgs::with(common.clone()).run()?)?;
+    publish(spill::SpillArgs::with(common.clone()).run()?)
 }
 
 /// The plain passthrough holds a descriptor for each file that the kernel knows, as firnd does.

@@ -99,7 +99,7 @@ impl Candidate<'_> {
 
     fn prepare(&self, size: u64) -> anyhow::Result<()> {
         let runs = vec![(size >> 20, 1 << 20)];
-        worker::run_all(&[Task::Write { path: self.file(), runs, sync: false }])?;
+        worker::run_all(&[Task::Write { path: self.file(), runs, sync: false, over: false }])?;
         if let Some(mount) = &self.mount {
             mount.wait_durable(&self.file())?;
         }

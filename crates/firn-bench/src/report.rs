@@ -22,6 +22,70 @@ pub struct Report {
     pub notes: Vec<String>,
     /// Figures.
     pub cases: Vec<Case>,
+    /// What was aimed at, and what was reached.
+    pub goals: Vec<Goal>,
+}
+
+/// A limit that a figure was to keep.
+#[derive(Debug, Serialize)]
+pub struct Goal {
+    /// What is compared, with its unit.
+    pub name: String,
+    /// The limit.
+    pub limit: Limit,
+    /// What was found: the worst of the cases that it is about.
+    pub found: f64,
+    /// Whether the limit was kept.
+    pub reached: bool,
+}
+
+/// On which side of a limit to stay.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Limit {
+    /// Not below.
+    Least(f64),
+    /// Not above.
+    Most(f64),
+}
+
+impl Limit {
+    fn is_kept(self, found: f64) -> bool {
+        match self {
+            Self::Least(limit) => found >= limit,
+            Self::Most(limit) => found <= limit,
+        }
+    }
+
+    /// The one of `found` that is worst for this limit.
+    fn worst(self, found: &[f64]) -> Option<f64> {
+        found.iter().copied().reduce(match self {
+            Self::Least(_) => f64::min,
+            Self::Most(_) => f64::max,
+        })
+    }
+}
+
+impl std::fmt::Display for Limit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Least(limit) => write!(f, "at least {limit}"),
+            Self::Most(limit) => write!(f, "at most {limit}"),
+        }
+    }
+}
+
+/// Where a case stands in a picture of lines: which picture, and what is written below the point.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Point {
+    /// Title of the picture.
+    pub plot: String,
+    /// Title of its x axis.
+    pub axis: &'static str,
+    /// Place on it, in words.
+    pub x: String,
+    /// Points stand in this order, at equal distances.
+    pub order: f64,
 }
 
 /// One setting, measured for several candidates.
@@ -31,6 +95,22 @@ pub struct Case {
     pub name: String,
     /// Baseline first.
     pub candidates: Vec<Candidate>,
+    /// Pictures of lines that it is a point of; none: it is drawn as bars.
+    pub points: Vec<Point>,
+}
+
+impl Case {
+    /// The median of a candidate's figure.
+    pub fn median(&self, candidate: &str, metric: &str) -> Option<f64> {
+        let candidate = self.candidates.iter().find(|c| c.name == candidate)?;
+        candidate.metrics.iter().find(|m| m.name == metric).map(|m| m.median)
+    }
+
+    /// The figure of one candidate over that of another.
+    pub fn ratio(&self, candidate: &str, to: &str, metric: &str) -> Option<f64> {
+        let to = self.median(to, metric).filter(|median| *median > 0.0)?;
+        Some(self.median(candidate, metric)? / to)
+    }
 }
 
 /// One way of doing it.
@@ -63,7 +143,13 @@ pub type Sample = Vec<(&'static str, &'static str, f64)>;
 impl Report {
     /// An empty report of this machine.
     pub fn new(benchmark: &str) -> Self {
-        Self { benchmark: benchmark.into(), machine: Machine::here(), notes: Vec::new(), cases: Vec::new() }
+        Self {
+            benchmark: benchmark.into(),
+            machine: Machine::here(),
+            notes: Vec::new(),
+            cases: Vec::new(),
+            goals: Vec::new(),
+        }
     }
 
     /// Adds a sentence for the reader.
@@ -73,13 +159,30 @@ impl Report {
 
     /// Adds a case: per candidate (baseline first) its name and its samples.
     pub fn add(&mut self, name: impl Into<String>, candidates: Vec<(String, Vec<Sample>)>) {
-        let mut case = Case { name: name.into(), candidates: Vec::new() };
+        self.add_points(name, Vec::new(), candidates);
+    }
+
+    /// The same, drawn as points of pictures of lines.
+    pub fn add_points(
+        &mut self,
+        name: impl Into<String>,
+        points: Vec<Point>,
+        candidates: Vec<(String, Vec<Sample>)>,
+    ) {
+        let mut case = Case { name: name.into(), candidates: Vec::new(), points };
         for (name, samples) in candidates {
             let baseline = case.candidates.first();
             let metrics = metrics(&samples, baseline);
             case.candidates.push(Candidate { name, metrics });
         }
         self.cases.push(case);
+    }
+
+    /// Judges the worst of `found`; nothing where nothing was found.
+    pub fn judge(&mut self, name: impl Into<String>, limit: Limit, found: &[f64]) {
+        if let Some(found) = limit.worst(found) {
+            self.goals.push(Goal { name: name.into(), limit, found, reached: limit.is_kept(found) });
+        }
     }
 
     /// The table for people.
@@ -91,6 +194,13 @@ impl Report {
         for case in &self.cases {
             println!("\n{}", case.name);
             print!("{}", table(case));
+        }
+        if !self.goals.is_empty() {
+            println!("\ngoals");
+        }
+        for Goal { name, limit, found, reached } in &self.goals {
+            let verdict = if *reached { "reached" } else { "missed" };
+            println!("  {name}: {}, {limit}: {verdict}", figure(*found));
         }
     }
 
@@ -192,5 +302,17 @@ mod tests {
         let candidates = &report.cases[0].candidates;
         assert_eq!(candidates[0].metrics[0].ratio, None);
         assert_eq!(candidates[1].metrics[0].ratio, Some(0.5));
+        assert_eq!(report.cases[0].ratio("firn", "native", "time"), Some(0.5));
+        assert_eq!(report.cases[0].ratio("firn", "nobody", "time"), None);
+    }
+
+    #[test]
+    fn a_goal_is_judged_by_the_worst_of_its_cases() {
+        let mut report = Report::new("test");
+        report.judge("rate", Limit::Least(0.9), &[1.2, 0.8, 1.0]);
+        report.judge("time", Limit::Most(60.0), &[50.0, 60.0]);
+        report.judge("not measured", Limit::Most(1.0), &[]);
+        let found: Vec<_> = report.goals.iter().map(|goal| (goal.found, goal.reached)).collect();
+        assert_eq!(found, [(0.8, false), (60.0, true)]);
     }
 }

@@ -1,23 +1,33 @@
-//! A picture of a report: one panel per figure, grouped bars, the baseline first in each group.
+//! A picture of a report: lines for cases that are points of a plot, grouped bars for the others.
 //!
-//! Written by hand because bars with labels are a page of code, and a drawing crate would weigh more
-//! than the rest of the benchmark.
+//! Written by hand because this is two pages of code, and a drawing crate would weigh more than the rest
+//! of the benchmark.
+//!
+//! Invariants
+//! * A candidate has one colour throughout; the first candidate of the first case is grey.
+//! * Nothing overlaps: a row of bars takes as many cases as have room for their labels, the rest follow below.
 
 use std::fmt::Write as _;
 use std::path::Path;
 
 use anyhow::Context;
 
-use crate::report::{Metric, Report, figure};
+use crate::report::{Case, Report};
+
+mod axis;
+mod bars;
+mod lines;
 
 const WIDTH: f64 = 960.0;
-const PANEL_HEIGHT: f64 = 260.0;
-const MARGIN_LEFT: f64 = 60.0;
-const MARGIN_TOP: f64 = 56.0;
-/// Room below the bars for slanted case names.
-const LABELS_HEIGHT: f64 = 90.0;
+const MARGIN: f64 = 12.0;
+/// Height of the lines of text at the top.
+const HEAD: f64 = 44.0;
+const LEGEND_LINE: f64 = 18.0;
+/// Mean width of a letter of the 11 px font.
+const LETTER: f64 = 6.1;
 /// Distinct for colour-blind readers too (Okabe and Ito's palette).
-const COLOURS: [&str; 6] = ["#999999", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"];
+const COLOURS: [&str; 8] =
+    ["#888888", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000"];
 
 /// Writes the picture of `report` to `path`.
 pub fn write(report: &Report, path: &Path) -> anyhow::Result<()> {
@@ -26,28 +36,39 @@ pub fn write(report: &Report, path: &Path) -> anyhow::Result<()> {
 
 /// The picture as text.
 pub fn draw(report: &Report) -> String {
-    let columns = columns(report);
-    let panel = PANEL_HEIGHT + LABELS_HEIGHT;
-    let height = MARGIN_TOP + columns.len() as f64 * panel + 10.0;
+    let mut page = Page { report, body: String::new(), y: HEAD };
+    legend(&mut page);
+    lines::draw(&mut page);
+    bars::draw(&mut page);
+    let height = page.y;
     let mut out = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
-         font-family=\"sans-serif\" font-size=\"11\">\n\
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height:.0}\" width=\"{WIDTH}\" \
+         height=\"{height:.0}\" font-family=\"sans-serif\" font-size=\"11\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
     );
-    let title = format!("firn bench {}", report.benchmark);
-    text(&mut out, 10.0, 18.0, "start", 15, &title);
-    text(&mut out, 10.0, 34.0, "start", 11, &report.machine.to_string());
-    legend(&mut out, report);
-    for (index, (name, unit)) in columns.iter().enumerate() {
-        draw_panel(&mut out, report, name, unit, MARGIN_TOP + index as f64 * panel);
-    }
-    out + "</svg>\n"
+    text(&mut out, MARGIN, 19.0, "start", 15, &format!("firn bench {}", report.benchmark));
+    text(&mut out, MARGIN, 36.0, "start", 11, &report.machine.to_string());
+    out + &page.body + "</svg>\n"
 }
 
-fn columns(report: &Report) -> Vec<(&'static str, &'static str)> {
+/// What is drawn so far, and where it ends.
+struct Page<'a> {
+    report: &'a Report,
+    body: String,
+    y: f64,
+}
+
+impl Page<'_> {
+    fn colour(&self, candidate: &str) -> &'static str {
+        let index = candidate_names(self.report).iter().position(|name| *name == candidate);
+        COLOURS[index.unwrap_or(0) % COLOURS.len()]
+    }
+}
+
+/// Names and units of the figures of these cases.
+fn columns<'a>(cases: impl Iterator<Item = &'a Case>) -> Vec<(&'static str, &'static str)> {
     let mut seen: Vec<(&str, &str)> = Vec::new();
-    let metrics = report.cases.iter().flat_map(|c| &c.candidates).flat_map(|c| &c.metrics);
-    for metric in metrics {
+    for metric in cases.flat_map(|c| &c.candidates).flat_map(|c| &c.metrics) {
         if !seen.contains(&(metric.name, metric.unit)) {
             seen.push((metric.name, metric.unit));
         }
@@ -65,54 +86,32 @@ fn candidate_names(report: &Report) -> Vec<&str> {
     seen
 }
 
-fn colour(report: &Report, candidate: &str) -> &'static str {
-    let index = candidate_names(report).iter().position(|name| *name == candidate);
-    COLOURS[index.unwrap_or(0) % COLOURS.len()]
-}
-
-fn legend(out: &mut String, report: &Report) {
-    let mut x = 10.0;
-    for name in candidate_names(report) {
-        bar(out, x, 42.0, 10.0, 10.0, colour(report, name));
-        text(out, x + 14.0, 51.0, "start", 11, name);
-        x += 30.0 + 7.0 * name.chars().count() as f64;
-    }
-}
-
-fn draw_panel(out: &mut String, report: &Report, name: &str, unit: &str, top: f64) {
-    let floor = top + PANEL_HEIGHT;
-    let room = PANEL_HEIGHT - 44.0;
-    let found = |m: &&Metric| m.name == name && m.unit == unit;
-    let medians = report.cases.iter().flat_map(|c| &c.candidates);
-    let peak = medians.filter_map(|c| c.metrics.iter().find(found)).map(|m| m.median);
-    let peak = peak.fold(f64::MIN_POSITIVE, f64::max);
-    text(out, MARGIN_LEFT - 50.0, top + 20.0, "start", 13, &format!("{name} [{unit}]"));
-    let _ = writeln!(
-        out,
-        "<line x1=\"{MARGIN_LEFT}\" y1=\"{floor}\" x2=\"{WIDTH}\" y2=\"{floor}\" stroke=\"#444\"/>"
-    );
-    let group = (WIDTH - MARGIN_LEFT - 10.0) / report.cases.len().max(1) as f64;
-    for (index, case) in report.cases.iter().enumerate() {
-        let left = MARGIN_LEFT + index as f64 * group;
-        let width = (group * 0.8 / case.candidates.len().max(1) as f64).min(60.0);
-        for (place, candidate) in case.candidates.iter().enumerate() {
-            let Some(metric) = candidate.metrics.iter().find(found) else { continue };
-            let (x, height) = (left + place as f64 * width, room * metric.median / peak);
-            bar(out, x, floor - height, width - 2.0, height, colour(report, &candidate.name));
-            let label = match metric.ratio {
-                Some(ratio) => format!("{ratio:.2}×"),
-                None => figure(metric.median),
-            };
-            text(out, x + width / 2.0, floor - height - 4.0, "middle", 9, &label);
+fn legend(page: &mut Page<'_>) {
+    let mut x = MARGIN;
+    for name in candidate_names(page.report) {
+        let width = 26.0 + LETTER * name.chars().count() as f64;
+        if x + width > WIDTH - MARGIN {
+            (x, page.y) = (MARGIN, page.y + LEGEND_LINE);
         }
-        slanted(out, left + 6.0, floor + 14.0, &case.name);
+        let colour = page.colour(name);
+        rect(&mut page.body, (x, page.y), (10.0, 10.0), colour);
+        text(&mut page.body, x + 14.0, page.y + 9.0, "start", 11, name);
+        x += width;
     }
+    page.y += LEGEND_LINE;
 }
 
-fn bar(out: &mut String, x: f64, y: f64, width: f64, height: f64, colour: &str) {
+fn rect(out: &mut String, (x, y): (f64, f64), (width, height): (f64, f64), colour: &str) {
     let _ = writeln!(
         out,
         "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" fill=\"{colour}\"/>"
+    );
+}
+
+fn line(out: &mut String, (x1, y1): (f64, f64), (x2, y2): (f64, f64), colour: &str) {
+    let _ = writeln!(
+        out,
+        "<line x1=\"{x1:.1}\" y1=\"{y1:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\" stroke=\"{colour}\"/>"
     );
 }
 
@@ -124,14 +123,50 @@ fn text(out: &mut String, x: f64, y: f64, anchor: &str, size: u32, content: &str
     );
 }
 
-fn slanted(out: &mut String, x: f64, y: f64, content: &str) {
-    let _ = writeln!(
-        out,
-        "<text x=\"{x:.1}\" y=\"{y:.1}\" font-size=\"10\" transform=\"rotate(22 {x:.1} {y:.1})\">{}</text>",
-        escape(content)
-    );
-}
-
 fn escape(content: &str) -> String {
     content.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::Point;
+
+    fn report() -> Report {
+        let mut report = Report::new("test");
+        let sample = |v| vec![vec![("throughput", "GiB/s", v)]];
+        for (x, rate) in [(2.0, 4.0), (1.0, 0.0), (4.0, 8.0)] {
+            let point = Point { plot: "a <plot>".into(), axis: "processes", x: x.to_string(), order: x };
+            let candidates = vec![("one".into(), sample(rate)), ("other".into(), sample(rate / 2.0))];
+            report.add_points(format!("{x} processes"), vec![point], candidates);
+        }
+        for case in 0..30 {
+            report.add(format!("a case with a long name, {case}"), vec![("one".into(), sample(1.0))]);
+        }
+        report
+    }
+
+    #[test]
+    fn a_picture_has_every_name_and_no_number_that_is_none() {
+        let drawn = draw(&report());
+        for wanted in ["a &lt;plot&gt;", "processes", "one", "other", "throughput", "name,", "polyline"] {
+            assert!(drawn.contains(wanted), "{wanted}");
+        }
+        assert!(!drawn.contains("NaN") && !drawn.contains("inf"), "{drawn}");
+    }
+
+    #[test]
+    fn nothing_is_drawn_outside_of_the_picture() {
+        let drawn = draw(&report());
+        let number = |tag: &str, key: &str| -> Option<f64> {
+            tag.split_once(&format!(" {key}=\""))?.1.split_once('"')?.0.parse().ok()
+        };
+        let head = drawn.lines().next().unwrap();
+        let (width, height) = (number(head, "width").unwrap(), number(head, "height").unwrap());
+        for tag in drawn.lines().skip(2) {
+            let x = number(tag, "x").unwrap_or(0.0) + number(tag, "width").unwrap_or(0.0);
+            let y = number(tag, "y").unwrap_or(0.0) + number(tag, "height").unwrap_or(0.0);
+            assert!((0.0..=width).contains(&x) && (0.0..=height).contains(&y), "{tag}");
+        }
+    }
 }

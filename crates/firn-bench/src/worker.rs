@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, bail};
@@ -18,11 +18,18 @@ use serde::{Deserialize, Serialize};
 use crate::cleanup::{self, Guard};
 use crate::cpu;
 
+mod calls;
+mod copy;
+mod direct;
+
+pub use calls::Call;
+pub use copy::{Copy, Region, Way, make_region};
+
 /// What a worker does.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "task")]
 pub enum Task {
-    /// Creates `path`, writes sequentially, closes.
+    /// Opens or creates `path`, writes sequentially, closes.
     Write {
         /// The file.
         path: PathBuf,
@@ -30,6 +37,26 @@ pub enum Task {
         runs: Vec<(u64, u64)>,
         /// Open with O_SYNC.
         sync: bool,
+        /// Leave what is in the file and write over it, instead of beginning with an empty one.
+        over: bool,
+    },
+    /// Creates `path` with all its room and writes past the page cache.
+    Direct {
+        /// The file.
+        path: PathBuf,
+        /// How many writes.
+        count: u64,
+        /// Bytes of one.
+        bytes: u64,
+    },
+    /// Copies between this process's memory and a region.
+    Copy(Copy),
+    /// System calls on descriptors that are no file of Firn's.
+    Calls {
+        /// Which.
+        call: Call,
+        /// How many.
+        count: u64,
     },
     /// Reads `path` from start to end, `passes` times.
     Read {
@@ -87,9 +114,14 @@ pub fn elapsed_s(outcomes: &[Outcome]) -> f64 {
 
 /// Runs `tasks`, one process each, all at once.
 pub fn run_all(tasks: &[Task]) -> anyhow::Result<Vec<Outcome>> {
+    run_with(None, tasks)
+}
+
+/// [`run_all`], in processes that load the library `preload`.
+pub fn run_with(preload: Option<&Path>, tasks: &[Task]) -> anyhow::Result<Vec<Outcome>> {
     let mut workers = Vec::new();
     for task in tasks {
-        workers.push(Worker::start(task)?);
+        workers.push(Worker::start(task, preload)?);
     }
     for worker in &mut workers {
         worker.expect_ready()?;
@@ -107,8 +139,14 @@ struct Worker {
 }
 
 impl Worker {
-    fn start(task: &Task) -> anyhow::Result<Self> {
-        let mut child = this_program("worker")?
+    fn start(task: &Task, preload: Option<&Path>) -> anyhow::Result<Self> {
+        let mut command = this_program("worker")?;
+        // The library leaves programs alone that are called as Firn's own.
+        command.arg0("firn-bench-worker");
+        if let Some(library) = preload {
+            command.env("LD_PRELOAD", library);
+        }
+        let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -190,6 +228,10 @@ pub fn main() -> anyhow::Result<()> {
 struct Job {
     task: Task,
     buffer: Vec<u8>,
+    /// Where [`Task::Copy`] has no shared region.
+    private: Vec<u8>,
+    /// The file of [`Task::Direct`].
+    direct: Option<File>,
 }
 
 impl Job {
@@ -197,16 +239,32 @@ impl Job {
         let bytes = match &task {
             Task::Write { runs, .. } => runs.iter().map(|run| run.1).max().unwrap_or(0),
             Task::Read { bytes, .. } => *bytes,
+            Task::Copy(copy) => copy.block_bytes,
+            Task::Direct { bytes, .. } => direct::room(*bytes),
             Task::Names { .. } => 4096,
+            Task::Calls { .. } => 1,
         };
         // Not zeros: nothing on the way may find the data cheap. It also touches every page.
         let buffer = (0..bytes).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 7) as u8 | 1).collect();
-        Ok(Self { task, buffer })
+        let private = match &task {
+            Task::Copy(copy) => copy.private(),
+            _ => Vec::new(),
+        };
+        let direct = match &task {
+            Task::Direct { path, count, bytes } => Some(direct::make(path, count * bytes)?),
+            _ => None,
+        };
+        Ok(Self { task, buffer, private, direct })
     }
 
     fn run(&mut self) -> anyhow::Result<()> {
         match &self.task {
-            Task::Write { path, runs, sync } => write(path, runs, *sync, &self.buffer),
+            Task::Write { path, runs, sync, over } => write(path, runs, *sync, *over, &self.buffer),
+            Task::Direct { count, bytes, .. } => {
+                direct::write(self.direct.as_ref().expect("made before"), *count, *bytes, &self.buffer)
+            }
+            Task::Copy(copy) => copy.run(&mut self.buffer, &mut self.private),
+            Task::Calls { call, count } => call.run(*count, &mut self.buffer),
             Task::Read { path, mmap: false, passes, .. } => {
                 let path = path.clone();
                 read(&path, *passes, &mut self.buffer)
@@ -220,12 +278,12 @@ impl Job {
     }
 }
 
-fn write(path: &PathBuf, runs: &[(u64, u64)], sync: bool, buffer: &[u8]) -> anyhow::Result<()> {
+fn write(path: &Path, runs: &[(u64, u64)], sync: bool, over: bool, buffer: &[u8]) -> anyhow::Result<()> {
     let flags = if sync { libc::O_SYNC } else { 0 };
     let mut file = OpenOptions::new()
         .write(true)
         .create(true)
-        .truncate(true)
+        .truncate(!over)
         .custom_flags(flags)
         .open(path)
         .with_context(|| format!("cannot create {}", path.display()))?;

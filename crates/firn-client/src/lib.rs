@@ -8,6 +8,7 @@ pub mod connect;
 pub mod door;
 mod error;
 pub mod find;
+pub mod library;
 pub mod mountinfo;
 pub mod paths;
 

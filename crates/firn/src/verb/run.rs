@@ -21,9 +21,6 @@ use crate::progress::Meter;
 use crate::verb::Verb;
 use crate::{output, text};
 
-/// File name of the preload library.
-const LIBRARY: &str = "libfirn_preload.so";
-
 pub const VERB: Verb = Verb {
     name: "run",
     about: "Run a job with its checkpoints in memory",
@@ -203,14 +200,12 @@ fn absolute(path: &Path) -> Result<PathBuf, Failure> {
         .map_err(|error| Failure::new(USAGE, format!("cannot find {}: {error}", path.display())))
 }
 
-/// The preload library: beside this program, or where a package puts it.
+/// The preload library that belongs to this program.
 fn library() -> Option<PathBuf> {
-    let program = std::env::current_exe().ok()?;
-    let dir = program.parent()?;
-    let places = [dir.join(LIBRARY), dir.join("../lib").join(LIBRARY), dir.join("../lib/firn").join(LIBRARY)];
-    let found = places.into_iter().find_map(|place| place.canonicalize().ok());
+    let found = firn_client::library::beside(&std::env::current_exe().ok()?);
     if found.is_none() {
-        output::say(&format!("{LIBRARY} is not installed: all calls go through the mount, which is slower"));
+        let name = firn_client::library::NAME;
+        output::say(&format!("{name} is not installed: all calls go through the mount, which is slower"));
     }
     found
 }

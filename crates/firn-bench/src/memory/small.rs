@@ -1,0 +1,51 @@
+//! What many small files take, and how much of an arena is not data.
+
+use crate::firn::Firn;
+use crate::options::{WorkDir, show_size};
+use crate::report::{Limit, Report};
+use crate::worker::{self, Operation, Task};
+
+const MIB: f64 = (1u64 << 20) as f64;
+const FILE_BYTES: u64 = 4096;
+/// Room for every file in a slab that it shares with none, were it so.
+const ARENA_BYTES: u64 = 1 << 30;
+/// Of firnd and of an arena, beside what files take.
+const FIXED_MIB: f64 = 64.0;
+
+/// Adds a case: `count` files of 4 KiB.
+pub fn measure(count: u64, firn: &Firn, work: &WorkDir, report: &mut Report) -> anyhow::Result<()> {
+    let options = format!("drain=demand,close=held,fsync=held,arena-size={ARENA_BYTES}");
+    let (backing, point) = (work.subdir("small.b")?, work.subdir("small")?);
+    let mount = firn.mount(&backing, &point, &options)?;
+    let dir = mount.path().join("checkpoint");
+    std::fs::create_dir(&dir)?;
+    // All its blocks are there from the beginning; what counts is what files use of it, and what is no data.
+    let metadata = std::fs::metadata(mount.arena()?)?.len() - ARENA_BYTES;
+    let metadata_percent = metadata as f64 / ARENA_BYTES as f64 * 100.0;
+    let used = || -> anyhow::Result<(f64, f64)> {
+        let arena = metadata + mount.number("arena_used_bytes")?;
+        Ok((arena as f64 / MIB, mount.private_bytes()? as f64 / MIB))
+    };
+    let before = used()?;
+    worker::run_all(&[Task::Names { dir: dir.clone(), count, operation: Operation::Create }])?;
+    let after = used()?;
+    let data_mib = (count * FILE_BYTES) as f64 / MIB;
+    let row = |(arena, firnd): (f64, f64)| {
+        vec![vec![("arena", "MiB", arena), ("firnd", "MiB", firnd), ("together", "MiB", arena + firnd)]]
+    };
+    report.add(
+        format!("{count} files of {} in memory", show_size(FILE_BYTES)),
+        vec![
+            ("their data".into(), row((data_mib, 0.0))),
+            ("before them".into(), row(before)),
+            ("with them".into(), row(after)),
+        ],
+    );
+    let limit = 1.5 * data_mib + FIXED_MIB;
+    let name = format!("memory of {count} files of {}, firnd and arena [MiB]", show_size(FILE_BYTES));
+    report.judge(name, Limit::Most(limit.round()), &[after.0 + after.1]);
+    report.judge("arena that is not data [%]", Limit::Most(1.0), &[metadata_percent]);
+    // Or they would be drained at the end.
+    std::fs::remove_dir_all(&dir)?;
+    mount.wait_empty()
+}

@@ -1,0 +1,235 @@
+//! `firn bench restart`: reading a checkpoint back that is held in memory.
+
+use std::path::PathBuf;
+
+use crate::firn::{Firn, Mount};
+use crate::options::{Common, WorkDir, parse_size, progress, show_size};
+use crate::report::{Limit, Point, Report, Sample};
+use crate::serve::{Mounted, Server};
+use crate::worker::{self, Copy, Region, Task, Way, make_region};
+
+const GIB: f64 = (1u64 << 30) as f64;
+const SHARED: &str = "memcpy, shared";
+const PRELOAD: &str = "preload";
+const MOUNT: &str = "mount";
+const PLAIN: &str = "tmpfs through FUSE";
+
+/// Reads files back that are held in memory: by processes that begin, as after a crash.
+///
+/// The baseline is a memcpy out of a warm shared region that each process maps anew. Goals: 0.9 of it
+/// through the preload library; through the mount no less than a plain FUSE passthrough gives of files on
+/// tmpfs.
+#[derive(Clone, Debug, clap::Args)]
+pub struct RestartArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Numbers of reading processes to try, one file each.
+    #[arg(long, value_name = "COUNT,…", value_delimiter = ',', default_value = "1,2,4,8", value_parser = clap::value_parser!(u32).range(1..=256))]
+    processes: Vec<u32>,
+    /// Block sizes to try: bytes of one read.
+    #[arg(long, value_name = "SIZE,…", value_delimiter = ',', value_parser = parse_size, default_value = "1M,64K,64M")]
+    block_size: Vec<u64>,
+    /// Bytes of one file (default: 64M, quick 16M).
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    size: Option<u64>,
+}
+
+/// One way to read.
+struct Candidate<'a> {
+    name: &'static str,
+    door: Door<'a>,
+}
+
+enum Door<'a> {
+    Shared(PathBuf),
+    Files(PathBuf),
+    Plain(Mounted),
+    Firn { mount: &'a Mount<'a>, preload: Option<PathBuf> },
+}
+
+impl RestartArgs {
+    fn size(&self) -> u64 {
+        self.size.unwrap_or(self.common.choose(64 << 20, 16 << 20))
+    }
+
+    fn most(&self) -> u32 {
+        self.processes().into_iter().max().unwrap_or(1)
+    }
+
+    fn processes(&self) -> Vec<u32> {
+        self.processes.iter().copied().filter(|count| !self.common.quick || *count <= 2).collect()
+    }
+
+    /// Runs it.
+    pub fn run(&self) -> anyhow::Result<Report> {
+        let work = self.common.work_dir()?;
+        let firn = Firn::find(self.common.firn.as_deref())?;
+        let mut report = Report::new("restart");
+        report.note(format!(
+            "files of {}, each read once, in order, by a process of its own; opening and mapping are part of the time",
+            show_size(self.size())
+        ));
+        report.note(format!("{PLAIN}: a bare fuser server that passes on to tmpfs, page cache as it comes"));
+        let mount = match self.common.baseline_only {
+            true => None,
+            false => Some(self.mount(&firn, &work)?),
+        };
+        let candidates = self.candidates(&work, &firn, mount.as_ref())?;
+        for candidate in &candidates {
+            candidate.prepare(self.most(), self.size())?;
+        }
+        let settings: Vec<(u32, u64)> = self
+            .block_size
+            .iter()
+            .flat_map(|&block| self.processes().into_iter().map(move |n| (n, block)))
+            .collect();
+        let bar = progress((settings.len() * self.common.repeats() as usize) as u64, "restart");
+        for (count, block) in settings {
+            let mut samples = vec![Vec::new(); candidates.len()];
+            for _ in 0..self.common.repeats() {
+                for (candidate, samples) in candidates.iter().zip(&mut samples) {
+                    samples.push(candidate.measure(count, self.size(), block)?);
+                }
+                bar.inc(1);
+            }
+            let plot = format!("blocks of {}", show_size(block));
+            let point = Point { plot, axis: "processes", x: count.to_string(), order: f64::from(count) };
+            let name = format!(
+                "{count} process{}, blocks of {}",
+                if count == 1 { "" } else { "es" },
+                show_size(block)
+            );
+            let names = candidates.iter().map(|candidate| candidate.name.to_owned());
+            report.add_points(name, vec![point], names.zip(samples).collect());
+        }
+        bar.finish_and_clear();
+        judge(&mut report);
+        for candidate in &candidates {
+            candidate.remove(self.most())?;
+        }
+        Ok(report)
+    }
+
+    fn mount<'a>(&self, firn: &'a Firn, work: &WorkDir) -> anyhow::Result<Mount<'a>> {
+        let chunk_bytes = 4 << 20;
+        let arena_bytes =
+            u64::from(self.most()) * (self.size().next_multiple_of(chunk_bytes) + 3 * chunk_bytes);
+        let options = format!("drain=demand,close=held,fsync=held,arena-size={arena_bytes}");
+        let mount = firn.mount(&work.subdir("backing")?, &work.subdir("firn")?, &options)?;
+        mount.wait_populated()?;
+        Ok(mount)
+    }
+
+    fn candidates<'a>(
+        &self,
+        work: &WorkDir,
+        firn: &Firn,
+        mount: Option<&'a Mount<'a>>,
+    ) -> anyhow::Result<Vec<Candidate<'a>>> {
+        let memory = firn.memory_dir()?;
+        let (region, tmpfs, behind) = (memory.join("region"), memory.join("tmpfs"), memory.join("plain"));
+        make_region(&region, u64::from(self.most()) * self.size().next_multiple_of(2 << 20))?;
+        std::fs::create_dir(&tmpfs)?;
+        std::fs::create_dir(&behind)?;
+        let plain = Mounted::start(&Server::Plain { source: behind }, &work.subdir("plain")?)?;
+        let mut all = vec![
+            Candidate { name: SHARED, door: Door::Shared(region) },
+            Candidate { name: "tmpfs", door: Door::Files(tmpfs) },
+            Candidate { name: PLAIN, door: Door::Plain(plain) },
+        ];
+        if let Some(mount) = mount {
+            all.push(Candidate { name: PRELOAD, door: Door::Firn { mount, preload: Some(firn.preload()?) } });
+            all.push(Candidate { name: MOUNT, door: Door::Firn { mount, preload: None } });
+        }
+        Ok(all)
+    }
+
+    /// Options that every benchmark has.
+    pub fn common(&self) -> &Common {
+        &self.common
+    }
+
+    /// As `firn bench all` runs it.
+    pub fn with(common: Common) -> Self {
+        Self {
+            common,
+            processes: vec![1, 2, 4, 8],
+            block_size: vec![1 << 20, 64 << 10, 64 << 20],
+            size: None,
+        }
+    }
+}
+
+fn judge(report: &mut Report) {
+    let ratios = |of: &str, to: &str| -> Vec<f64> {
+        report.cases.iter().filter_map(|case| case.ratio(of, to, "throughput")).collect()
+    };
+    let (preload, mount) = (ratios(PRELOAD, SHARED), ratios(MOUNT, PLAIN));
+    report.judge(format!("{PRELOAD} to {SHARED}"), Limit::Least(0.9), &preload);
+    report.judge(format!("{MOUNT} to {PLAIN}"), Limit::Least(1.0), &mount);
+}
+
+impl Candidate<'_> {
+    fn file(&self, rank: u32) -> Option<PathBuf> {
+        let dir = match &self.door {
+            Door::Shared(_) => return None,
+            Door::Files(dir) => dir.as_path(),
+            Door::Plain(mounted) => mounted.path(),
+            Door::Firn { mount, .. } => mount.path(),
+        };
+        Some(dir.join(format!("rank{rank}")))
+    }
+
+    fn preload(&self) -> Option<&std::path::Path> {
+        match &self.door {
+            Door::Firn { preload, .. } => preload.as_deref(),
+            _ => None,
+        }
+    }
+
+    /// Writes what is read; the two candidates of a mount share it.
+    fn prepare(&self, count: u32, size: u64) -> anyhow::Result<()> {
+        let files: Vec<PathBuf> = (0..count).filter_map(|rank| self.file(rank)).collect();
+        let runs = vec![(size >> 20, 1 << 20)];
+        let task =
+            |path: &PathBuf| Task::Write { path: path.clone(), runs: runs.clone(), sync: false, over: false };
+        let missing: Vec<Task> = files.iter().filter(|path| !path.exists()).map(task).collect();
+        worker::run_with(self.preload(), &missing).map(drop)
+    }
+
+    fn measure(&self, count: u32, size: u64, block: u64) -> anyhow::Result<Sample> {
+        let task = |rank| match (&self.door, self.file(rank)) {
+            (Door::Shared(path), _) => {
+                let offset = u64::from(rank) * size.next_multiple_of(2 << 20);
+                let region = Region::Shared { path: path.clone(), offset };
+                Task::Copy(Copy { region, way: Way::Out, bytes: size, block_bytes: block })
+            }
+            (_, path) => {
+                let path = path.expect("everything else is a file");
+                Task::Read { path, bytes: block, mmap: false, passes: 1 }
+            }
+        };
+        let tasks: Vec<Task> = (0..count).map(task).collect();
+        let server_cpu_s = || match &self.door {
+            Door::Plain(mounted) => crate::cpu::seconds_of(mounted.pid()),
+            Door::Firn { mount, .. } => mount.cpu_s(),
+            _ => 0.0,
+        };
+        let before = server_cpu_s();
+        let outcomes = worker::run_with(self.preload(), &tasks)?;
+        let cpu_s = server_cpu_s() - before + outcomes.iter().map(|o| o.cpu_s).sum::<f64>();
+        let gib = f64::from(count) * size as f64 / GIB;
+        Ok(vec![("throughput", "GiB/s", gib / worker::elapsed_s(&outcomes)), ("CPU", "s/GiB", cpu_s / gib)])
+    }
+
+    /// Or the mount would drain them at its end.
+    fn remove(&self, count: u32) -> anyhow::Result<()> {
+        for path in (0..count).filter_map(|rank| self.file(rank)) {
+            match std::fs::remove_file(&path) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}

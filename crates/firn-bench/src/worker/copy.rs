@@ -1,0 +1,135 @@
+//! Copies by memcpy: what anything that keeps bytes in memory has to do at least.
+//!
+//! A shared region is a file on tmpfs that has its memory, in huge pages where the kernel gives them; each
+//! worker maps its part anew, as a process that begins has to. So page tables are filled while it copies, as
+//! they are for a process that writes into an arena.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use serde::{Deserialize, Serialize};
+
+/// Huge pages need addresses that agree with the file's offsets modulo their size.
+const HUGE_BYTES: usize = 2 << 20;
+
+/// Copies `bytes` in blocks.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Copy {
+    /// To where, or from where.
+    pub region: Region,
+    /// Which of the two.
+    pub way: Way,
+    /// All of them.
+    pub bytes: u64,
+    /// Bytes of one memcpy; one buffer of so many is used again and again.
+    pub block_bytes: u64,
+}
+
+/// The far side of a copy.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Region {
+    /// This process's own memory, touched before.
+    Private,
+    /// A part of a file on tmpfs, see [`make_region`].
+    Shared {
+        /// The file.
+        path: PathBuf,
+        /// Where the part begins, a multiple of 2 MiB.
+        offset: u64,
+    },
+}
+
+/// Direction of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Way {
+    /// From the buffer to the region.
+    In,
+    /// From the region to the buffer.
+    Out,
+}
+
+impl Copy {
+    /// The private region, if that is what is copied to.
+    pub(super) fn private(&self) -> Vec<u8> {
+        match self.region {
+            Region::Private => vec![1; self.bytes as usize],
+            Region::Shared { .. } => Vec::new(),
+        }
+    }
+
+    pub(super) fn run(&self, buffer: &mut [u8], private: &mut [u8]) -> anyhow::Result<()> {
+        match &self.region {
+            Region::Private => self.copy(private, buffer),
+            Region::Shared { path, offset } => {
+                let mut map = Map::of(path, *offset, self.bytes as usize)?;
+                self.copy(map.bytes(), buffer);
+            }
+        }
+        Ok(())
+    }
+
+    fn copy(&self, region: &mut [u8], buffer: &mut [u8]) {
+        for part in region.chunks_mut(buffer.len()) {
+            match self.way {
+                Way::In => part.copy_from_slice(&buffer[..part.len()]),
+                Way::Out => buffer[..part.len()].copy_from_slice(part),
+            }
+            std::hint::black_box((&part, &buffer));
+        }
+    }
+}
+
+/// Makes the file of a shared region and gives it memory, in huge pages where that can be.
+pub fn make_region(path: &Path, bytes: u64) -> anyhow::Result<()> {
+    const MADV_COLLAPSE: i32 = 25;
+    File::create_new(path)
+        .and_then(|file| file.set_len(bytes))
+        .with_context(|| format!("cannot make {}", path.display()))?;
+    let mut map = Map::of(path, 0, bytes as usize)?;
+    map.bytes().fill(1);
+    // SAFETY: it changes no contents, and the range is the whole mapping. Where it fails, pages stay small.
+    unsafe { libc::madvise(map.at.cast(), map.len, MADV_COLLAPSE) };
+    Ok(())
+}
+
+/// A shared mapping at an address that suits huge pages.
+struct Map {
+    at: *mut u8,
+    len: usize,
+    room: (*mut u8, usize),
+}
+
+impl Map {
+    fn of(path: &Path, offset: u64, len: usize) -> anyhow::Result<Self> {
+        let file = File::options().read(true).write(true).open(path);
+        let file = file.with_context(|| format!("cannot open {}", path.display()))?;
+        let (none, both) = (ProtFlags::empty(), ProtFlags::READ | ProtFlags::WRITE);
+        let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        let room = len + HUGE_BYTES;
+        // SAFETY: new memory, wherever the kernel likes; the second mapping replaces a part of it.
+        unsafe {
+            let start = mmap_anonymous(std::ptr::null_mut(), room, none, reserve)?.cast::<u8>();
+            let at = start.add(start.align_offset(HUGE_BYTES));
+            let map = Self { at, len, room: (start, room) };
+            mmap(at.cast(), len, both, MapFlags::SHARED | MapFlags::FIXED, file.as_fd(), offset)?;
+            Ok(map)
+        }
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: `len` bytes are mapped as long as `self` lives. Other processes use other parts of the file.
+        unsafe { std::slice::from_raw_parts_mut(self.at, self.len) }
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: what `of` reserved, the mapping within it included.
+        let _ = unsafe { munmap(self.room.0.cast(), self.room.1) };
+    }
+}

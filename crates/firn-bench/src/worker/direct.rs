@@ -1,0 +1,37 @@
+//! Direct writes, as a spill file is written: what does the device take?
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+
+use anyhow::Context;
+use rustix::fs::{FallocateFlags, fallocate};
+
+/// What direct writes demand of a buffer on any device.
+const ALIGN: usize = 4096;
+
+/// Makes a file with all its room, before the time is taken.
+pub(super) fn make(path: &Path, bytes: u64) -> anyhow::Result<File> {
+    let mut options = OpenOptions::new();
+    let file = options.write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT).open(path);
+    let file = file.with_context(|| format!("cannot open {} for direct writes", path.display()))?;
+    fallocate(file.as_fd(), FallocateFlags::empty(), 0, bytes)
+        .with_context(|| format!("no room for {}", path.display()))?;
+    Ok(file)
+}
+
+/// Writes `count` times `bytes`, one after the other; `buffer` has as many and [`room`].
+pub(super) fn write(file: &File, count: u64, bytes: u64, buffer: &[u8]) -> anyhow::Result<()> {
+    let skip = buffer.as_ptr().align_offset(ALIGN);
+    let block = &buffer[skip..][..bytes as usize];
+    for index in 0..count {
+        file.write_all_at(block, index * bytes).context("a direct write failed")?;
+    }
+    Ok(())
+}
+
+/// Bytes of a buffer in which so many lie aligned.
+pub(super) fn room(bytes: u64) -> u64 {
+    bytes + ALIGN as u64
+}
