@@ -1,4 +1,4 @@
-//! Public suites: pjdfstest, fsx and fio, and what counts as a failure of ours.
+//! Public suites: pjdfstest, fsx, fio and stress-ng, and what counts as a failure of ours.
 //!
 //! A suite runs on the backing first and then through the mount. A failure through the mount that the
 //! backing has not is ours, unless `exclusions/<suite>.txt` lists it with a reason.
@@ -112,6 +112,21 @@ pub fn fio_verify(dir: &Path, scratch: &Path, engine: &str, direct: bool, seed: 
     command.args(["--verify_state_save=0", "--unlink=1", &format!("--ioengine={engine}")]);
     command.arg(format!("--randseed={}", seed >> 1)).arg(format!("--direct={}", u8::from(direct)));
     command.arg(format!("--directory={}", dir.display()));
+    run_within(&mut command, test_limit())
+}
+
+/// One stressor of stress-ng with verification, two processes, for so many seconds. `preload` is a library
+/// that its processes run with.
+pub fn stress(stressor: &str, dir: &Path, seconds: u64, preload: Option<&Path>) -> Outcome {
+    let mut command = Command::new("stress-ng");
+    // Absolute sizes: its defaults are shares of the file system's free space.
+    command.args(["--hdd-bytes=16m", "--iomix-bytes=16m", "--fallocate-bytes=16m", "--seek-size=8m"]);
+    command.args(["--revio-bytes=16m", "--readahead-bytes=16m", "--mmap-bytes=16m", "--sync-file-bytes=8m"]);
+    command.args(["--verify", "--quiet", &format!("--timeout={seconds}"), &format!("--{stressor}=2")]);
+    command.arg("--temp-path").arg(dir).current_dir(dir);
+    if let Some(library) = preload {
+        command.env("LD_PRELOAD", library);
+    }
     run_within(&mut command, test_limit())
 }
 

@@ -1,9 +1,13 @@
 //! Public suites through the mount on four file systems: no failure that the backing has not.
 //!
+//! `FIRN_STRESS_SECONDS` sets how long each stressor of stress-ng runs (`cargo xtask campaign stress`), and
 //! `FIRN_FSX_OPS` sets the operations of each fsx run (`cargo xtask campaign fsx --ops 1000000`).
 
+use std::path::PathBuf;
+
 use firn_tests::random::env_count;
-use firn_tests::suite::{exclusions, fio_verify, fsx, new_failures, pjdfstest};
+use firn_tests::sandbox::preload_library;
+use firn_tests::suite::{exclusions, fio_verify, fsx, new_failures, pjdfstest, stress};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, seed};
 
 const OPTIONS: &str = "arena-size=64M,chunk-size=1M,allow-other,dev,suid";
@@ -72,6 +76,62 @@ fn fio_on(kind: FsKind) {
             fio_verify(mount.path(), sandbox.path(), engine, direct, seed).ok();
         }
     });
+}
+
+/// Stressors of stress-ng that work on files and verify what they read.
+const STRESSORS: [&str; 22] = [
+    "aio",
+    "copy-file",
+    "dentry",
+    "dir",
+    "dup",
+    "fallocate",
+    "fork",
+    "fpunch",
+    "fstat",
+    "hdd",
+    "io",
+    "iomix",
+    "link",
+    "locka",
+    "mmap",
+    "rename",
+    "revio",
+    "seek",
+    "sendfile",
+    "sync-file",
+    "symlink",
+    "xattr",
+];
+
+fn stress_with(preload: Option<PathBuf>) {
+    let sandbox = Sandbox::new("suite-stress");
+    let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
+    let native = sandbox.join("native");
+    std::fs::create_dir(&native).expect("mkdir");
+    let seconds = env_count("FIRN_STRESS_SECONDS", 1);
+    let mut failed = Vec::new();
+    for stressor in STRESSORS {
+        let through = stress(stressor, mount.path(), seconds, preload.as_deref());
+        // What this machine cannot do is no failure of the mount.
+        if through.code != 0 && stress(stressor, &native, seconds, None).code == 0 {
+            failed.push(through.to_string());
+        }
+    }
+    assert!(failed.is_empty(), "fail here and not on the directory below:\n{}", failed.join("\n"));
+    mount.umount();
+}
+
+/// Proves S-op-1, S-read-1.
+#[test]
+fn stress_ng_finds_nothing_through_the_mount() {
+    stress_with(None);
+}
+
+/// Proves S-door-1.
+#[test]
+fn stress_ng_finds_nothing_past_the_kernel() {
+    stress_with(Some(preload_library()));
 }
 
 macro_rules! on_every_file_system {

@@ -30,7 +30,7 @@ enum What {
     Tsan,
 }
 
-const CAMPAIGNS: [Campaign; 5] = [
+const CAMPAIGNS: [Campaign; 6] = [
     Campaign {
         name: "crash",
         option: "--rounds",
@@ -57,6 +57,12 @@ const CAMPAIGNS: [Campaign; 5] = [
             filter: "same_as_plain",
         },
     },
+    Campaign {
+        name: "stress",
+        option: "--seconds",
+        default: 20,
+        what: What::System { variable: "FIRN_STRESS_SECONDS", test: "suites", filter: "stress_ng" },
+    },
     // Five seconds find what a change broke outright; finding more takes hours.
     Campaign { name: "fuzz", option: "--seconds", default: 5, what: What::Fuzz },
     // A race is seen only when both sides come close: with the release store of a piece's seal made
@@ -70,6 +76,7 @@ const TEST_LIMIT_S: u64 = 6 * 3600;
 const USAGE: &str = "usage: cargo xtask campaign crash [--rounds N] [--seed S]\n\
     \x20      cargo xtask campaign fsx [--ops N] [--seed S]\n\
     \x20      cargo xtask campaign differential [--ops N] [--seed S]\n\
+    \x20      cargo xtask campaign stress [--seconds N]            (seconds for each stressor)\n\
     \x20      cargo xtask campaign fuzz [--seconds N] [--seed S]   (seconds for each target)\n\
     \x20      cargo xtask campaign tsan [--rounds N]";
 
