@@ -556,6 +556,20 @@ impl Arena {
         self.release_uses(slab, PIN);
     }
 
+    /// Keeps a slab, and its data where it is, for any time: who waits for room does not wait for this chunk
+    /// to move.
+    pub fn hold(&self, slab: SlabRef) {
+        self.uses(slab).fetch_add(PIN, Ordering::AcqRel);
+        self.homes.hold(slab.chunk);
+    }
+    /// Ends a [`Arena::hold`].
+    pub fn let_go(&self, slab: SlabRef) {
+        self.homes.let_go(slab.chunk);
+        self.release_uses(slab, PIN);
+        let memory_used = self.pool.lock().memory_used();
+        self.tell_pressure(memory_used);
+    }
+
     fn release_uses(&self, slab: SlabRef, amount: u64) {
         let before = self.uses(slab).fetch_sub(amount, Ordering::AcqRel);
         assert!(before >= amount, "slab {slab:?} released more often than it was used");

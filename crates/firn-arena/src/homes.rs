@@ -25,6 +25,8 @@ const IN_SPILL: u32 = 1 << 31;
 struct Place {
     home: AtomicU32,
     guard: AtomicU32,
+    /// Uses that may last, each of which is inside too.
+    held: AtomicU32,
 }
 
 /// All chunks.
@@ -34,7 +36,8 @@ pub(crate) struct Homes {
 
 impl Homes {
     pub(crate) fn new(chunks: u32) -> Self {
-        let place = |_| Place { home: AtomicU32::new(NOWHERE), guard: AtomicU32::new(0) };
+        let place =
+            |_| Place { home: AtomicU32::new(NOWHERE), guard: AtomicU32::new(0), held: AtomicU32::new(0) };
         Self { places: (0..chunks).map(place).collect() }
     }
 
@@ -81,6 +84,21 @@ impl Homes {
 
     pub(crate) fn leave(&self, chunk: u32) {
         self.guard(chunk).fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// As [`Homes::enter`], for who may stay for any time: nobody should wait for the chunk to move.
+    pub(crate) fn hold(&self, chunk: u32) {
+        self.places[chunk as usize].held.fetch_add(1, Ordering::AcqRel);
+        self.enter(chunk);
+    }
+
+    pub(crate) fn let_go(&self, chunk: u32) {
+        self.leave(chunk);
+        self.places[chunk as usize].held.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    pub(crate) fn is_held(&self, chunk: u32) -> bool {
+        self.places[chunk as usize].held.load(Ordering::Acquire) > 0
     }
 
     /// The bytes of a chunk are about to be copied; false while somebody is inside.
@@ -136,5 +154,16 @@ mod tests {
         homes.leave(0);
         assert!(homes.begin_copy(0) && homes.close(0));
         homes.open(0);
+    }
+
+    #[test]
+    fn a_chunk_that_is_held_does_not_move_and_says_so() {
+        let homes = Homes::new(2);
+        homes.hold(0);
+        homes.hold(0);
+        homes.let_go(0);
+        assert!((homes.is_held(0), homes.is_held(1)) == (true, false) && !homes.begin_copy(0));
+        homes.let_go(0);
+        assert!(!homes.is_held(0) && homes.begin_copy(0));
     }
 }

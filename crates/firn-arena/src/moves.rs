@@ -88,7 +88,8 @@ impl Arena {
     }
     /// Whether a move could make room in memory.
     pub fn can_spill(&self) -> bool {
-        self.can_move_to_spill() && self.pool.lock().can_move()
+        // What an I/O uses moves soon after; what is held may be held for ever.
+        self.can_move_to_spill() && self.pool.lock().can_move(&|chunk| !self.homes.is_held(chunk))
     }
     fn can_move_to_spill(&self) -> bool {
         self.spill.is_some() && self.spill_fault.is_none()

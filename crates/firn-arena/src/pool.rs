@@ -291,9 +291,10 @@ impl Pool {
         self.free_spill.len() as u32
     }
 
-    /// Whether some chunk could move, or is moving.
-    pub(crate) fn can_move(&self) -> bool {
-        self.moving.is_some() || (!self.free_spill.is_empty() && !self.resting.is_empty())
+    /// Whether some chunk among those that `may` could move, or is moving.
+    pub(crate) fn can_move(&self, may: &dyn Fn(u32) -> bool) -> bool {
+        let rests = || self.resting.iter().any(|&(_, chunk)| may(chunk));
+        self.moving.is_some() || (!self.free_spill.is_empty() && rests())
     }
 
     /// Whether a slab of `class` could be taken.
