@@ -111,7 +111,8 @@ impl<B: Backing> Engine<B> {
             let Some(weak) = self.evictable.lock().pop_front() else { break };
             let Some(file) = weak.upgrade() else { continue };
             let mut state = file.lock();
-            if state.cache.pinned {
+            // Where a list of chunks is held, it would make no room.
+            if state.cache.pinned || state.holds > 0 {
                 drop(state);
                 self.evictable.lock().push_back(weak);
                 continue;
@@ -139,15 +140,19 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Frees the memory of drained data at or below `path`; returns the bytes freed and the bytes that
-    /// stay because they are not drained.
+    /// stay because they are not drained, or because a list of chunks names them.
     pub fn evict_tree(&self, path: &[u8]) -> Result<(u64, u64)> {
         self.must_exist(path)?;
         let (mut freed, mut stay) = (0, 0);
         for file in self.cached_below(path) {
             let mut state = file.lock();
             stay += state.pending;
-            freed += self.evict(&mut state);
             state.cache.pinned = false;
+            if state.holds > 0 {
+                stay += state.cache.bytes;
+                continue;
+            }
+            freed += self.evict(&mut state);
             drop(state);
             self.drop_if_unused(&file);
         }
@@ -185,6 +190,7 @@ impl<B: Backing> Engine<B> {
         let attr = self.backing.attr(&self.object(&file.node)?)?;
         let mut state = file.lock();
         if state.cache.stamp.is_some_and(|stamp| stamp != (attr.size, attr.mtime)) {
+            state.changes += 1;
             self.evict(&mut state);
         }
         Ok(())

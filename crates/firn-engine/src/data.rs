@@ -154,6 +154,8 @@ impl<B: Backing> Engine<B> {
             state.handles.push(id);
             if writable {
                 state.writers += 1;
+                // What the kernel writes by itself is not seen here.
+                state.changes += u64::from(chosen == OpenMode::Passthrough);
                 state.unlist(&self.arena);
                 self.writer_opened(state, flags & O_TRUNC != 0);
             }
@@ -281,7 +283,10 @@ impl<B: Backing> Engine<B> {
         self.writer_closed(&handle, &mut state);
         match *handle.mode.lock() {
             OpenMode::Engine => state.engine_opens -= 1,
-            OpenMode::Passthrough => state.passthrough_opens -= 1,
+            OpenMode::Passthrough => {
+                state.passthrough_opens -= 1;
+                state.changes += u64::from(handle.writable);
+            }
             OpenMode::Cached { .. } => {
                 state.cached_opens -= 1;
                 self.cached_opens.fetch_sub(1, Ordering::AcqRel);

@@ -133,6 +133,8 @@ pub(crate) struct Counters {
     pub held_files: AtomicU64,
     pub waiting_writers: AtomicU64,
     pub door_errors: AtomicU64,
+    /// Lists of chunks in use.
+    pub chunk_lists: AtomicU64,
 }
 
 /// An error that waits to be dealt with.
@@ -272,6 +274,7 @@ impl<B: Backing> Engine<B> {
             || state.pending > 0
             || !state.cache.is_empty()
             || state.exclusive
+            || state.holds > 0
             || !state.inflight.is_empty();
         if !used && files.get(&file.node.key).is_some_and(|known| Arc::ptr_eq(known, file)) {
             files.remove(&file.node.key);

@@ -96,6 +96,10 @@ pub(crate) struct FileState<B: Backing> {
     pub door: Option<crate::lease::Door>,
     /// The word of the arena under which processes that read past the kernel were told where the bytes lie.
     pub listed: Option<u32>,
+    /// Lists of chunks in use: what they name is not changed in place.
+    pub holds: u32,
+    /// Counts changes of its bytes and of its length.
+    pub changes: u64,
     /// Whether its writers closed it.
     pub ending: Ending,
     /// A writer of it died of a signal, or an earlier firnd died while it was open, and it was not emptied
@@ -145,6 +149,8 @@ impl<B: Backing> File<B> {
             writers: 0,
             door: None,
             listed: None,
+            holds: 0,
+            changes: 0,
             ending: Ending::Closed,
             cut: false,
             cache: Default::default(),
@@ -173,6 +179,15 @@ impl<B: Backing> File<B> {
         self.quiet.notify_all();
     }
 
+    /// The lock, once no truncation or the like is under way.
+    pub(crate) fn lock_settled(&self) -> MutexGuard<'_, FileState<B>> {
+        let mut state = self.state.lock();
+        while state.exclusive {
+            self.quiet.wait(&mut state);
+        }
+        state
+    }
+
     pub(crate) fn io_ended(&self) {
         self.quiet.notify_all();
     }
@@ -181,6 +196,7 @@ impl<B: Backing> File<B> {
 impl<B: Backing> FileState<B> {
     /// Takes in a piece that was just published or extended by `extent.len`.
     pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
+        self.changes += 1;
         self.unlist(arena);
         self.cache.drop_range(arena, offset..offset + extent.len);
         let mut cut: Vec<(PieceRef, u64)> = Vec::new();
@@ -230,6 +246,7 @@ impl<B: Backing> FileState<B> {
 
     /// Drops every extent of `range` up to `sequence`; returns the bytes.
     pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
+        self.changes += 1;
         self.unlist(arena);
         self.cache.drop_range(arena, range.clone());
         let mut gone: Vec<(PieceRef, u64)> = Vec::new();

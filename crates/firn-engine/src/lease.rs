@@ -159,27 +159,22 @@ impl<B: Backing> Engine<B> {
         let end = state.extents.end();
         let attr = self.object(&file.node).and_then(|object| self.backing.attr(&object));
         let size = attr.map_err(|_| DoorRefusal::Busy)?.size.max(end);
-        let both = state.extents.from(from).take(EXTENTS_MAX);
-        let mut extents: Vec<Listed> = both
-            .chain(state.cache.extents().from(from).take(EXTENTS_MAX))
-            .map(|(o, e)| self.list(o, e))
-            .collect::<Answer<_>>()?;
-        extents.sort_unstable_by_key(|extent| extent.offset);
-        extents.truncate(EXTENTS_MAX);
+        // Through the kernel, which tells the error, where a place is not known.
+        let list = |(offset, extent)| self.list(offset, extent).ok_or(DoorRefusal::Busy);
+        let extents = state.in_arena(from, EXTENTS_MAX).into_iter().map(list).collect::<Answer<_>>()?;
         let word = (file.node.id.0 % u64::from(WORDS_COUNT)) as u32;
         state.listed = Some(word);
         let (slot, stamp) = self.arena.file_word(word);
         Ok(DoorList { size, slot, stamp, extents })
     }
 
-    fn list(&self, offset: u64, extent: Extent) -> Answer<Listed> {
-        let (at, place) = match self.arena.locate(extent.piece.slab, extent.position) {
-            Some(Located::Arena(at)) => (at, IN_MEMORY),
-            Some(Located::Spill(at)) => (at, IN_SPILL),
-            // Through the kernel, which tells the error.
-            None => return Err(DoorRefusal::Busy),
+    /// Where an extent is now; `None`: nobody knows.
+    pub(crate) fn list(&self, offset: u64, extent: Extent) -> Option<Listed> {
+        let (at, place) = match self.arena.locate(extent.piece.slab, extent.position)? {
+            Located::Arena(at) => (at, IN_MEMORY),
+            Located::Spill(at) => (at, IN_SPILL),
         };
-        Ok(Listed { offset, len: extent.len, at, chunk: extent.piece.slab.chunk, place })
+        Some(Listed { offset, len: extent.len, at, chunk: extent.piece.slab.chunk, place })
     }
 
     fn writable(&self, token: HandleId) -> Answer<Arc<Handle<B>>> {
@@ -348,6 +343,15 @@ impl<B: Backing> Engine<B> {
 }
 
 impl<B: Backing> FileState<B> {
+    /// What the arena has of the file from an offset on, pending or drained: at most `max` extents, sorted.
+    pub(crate) fn in_arena(&self, from: u64, max: usize) -> Vec<(u64, Extent)> {
+        let cached = self.cache.extents().from(from).take(max);
+        let mut both: Vec<_> = self.extents.from(from).take(max).chain(cached).collect();
+        both.sort_unstable_by_key(|(offset, _)| *offset);
+        both.truncate(max);
+        both
+    }
+
     /// What was told of this file to processes that read it past the kernel ends to hold. To be called
     /// before its bytes change or their room can be used again.
     pub(crate) fn unlist(&mut self, arena: &firn_arena::Arena) {

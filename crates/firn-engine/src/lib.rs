@@ -12,6 +12,7 @@ mod api;
 mod bind;
 mod cache;
 mod checkpoints;
+mod chunks;
 mod data;
 mod drain;
 mod ending;
@@ -30,6 +31,7 @@ mod truncate;
 mod write;
 
 pub use api::*;
+pub use chunks::HeldChunks;
 pub use drain::{Job, Outcome, Pick};
 pub use engine::{ClosePolicy, DrainPolicy, Engine, EngineError, EngineOptions, FsyncPolicy};
 pub use lost::LostFile;

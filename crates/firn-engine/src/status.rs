@@ -74,6 +74,7 @@ impl<B: Backing> Engine<B> {
             door_files,
             door_leases,
             door_errors: get(&c.door_errors),
+            chunk_lists: get(&c.chunk_lists),
             spill,
             lanes: vec![LaneStatus {
                 writers: active,

@@ -244,6 +244,10 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn find(&self, path: &[u8]) -> Result<Arc<Node<B>>> {
         let mut node = Arc::clone(self.names.root());
         for name in path.split(|b| *b == b'/').filter(|name| !name.is_empty()) {
+            // The kernel resolves these; in a path that comes another way they may lead out of the backing.
+            if matches!(name, b"." | b"..") {
+                return Err(Errno::NOENT);
+            }
             let name = std::ffi::OsStr::from_bytes(name);
             let (object, attr) = self.backing.lookup(&self.object(&node)?, name)?;
             node = self.names.register(object, &attr, &node, name, 0);

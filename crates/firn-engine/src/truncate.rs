@@ -29,6 +29,7 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
         let mut state = file.begin_exclusive();
         self.revoke(file, &mut state);
+        state.changes += 1;
         state.unlist(&self.arena);
         let result = self.truncate_alone(file, &mut state, size);
         file.end_exclusive(&mut state);
@@ -146,6 +147,7 @@ impl<B: Backing> Engine<B> {
     ) -> Result<T> {
         let mut state = file.begin_exclusive();
         self.revoke(file, &mut state);
+        state.changes += 1;
         state.unlist(&self.arena);
         state.cache.drop_all(&self.arena);
         let result = self.writer(file, &mut state).and_then(|target| work(&target.file));

@@ -91,12 +91,12 @@ impl<B: Backing> Engine<B> {
         self.counters.ingest_writes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Overwrites pending bytes where they lie, if one extent holds all of them and no I/O reads it.
+    /// Overwrites pending bytes where they lie, if one extent holds all of them and nobody else reads it there.
     /// Bytes that are rewritten again and again then take no new room.
     fn overwrite(&self, file: &File<B>, offset: u64, data: &[u8]) -> bool {
         let range = offset..offset + data.len() as u64;
         let mut state = file.lock();
-        if state.exclusive || state.door.is_some() || state.is_inflight(&range) {
+        if state.exclusive || state.door.is_some() || state.holds > 0 || state.is_inflight(&range) {
             return false;
         }
         let Some(extent) = state.extents.covering(range) else {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use common::world::{CHUNK, World};
 use firn_backing::{Caller, Errno, SetTime, SimBacking};
 use firn_client::door::{Outcome, SlabWriter};
-use firn_engine::{ClientId, DoorRefusal, Engine, HandleId, NodeId, ROOT, SetAttr, Written};
+use firn_engine::{ClientId, DoorRefusal, Engine, HandleId, HeldChunks, NodeId, ROOT, SetAttr, Written};
 use firn_format::door::Slab;
 use firn_format::geometry::SLAB_SMALL;
 use parking_lot::Mutex;
@@ -186,6 +186,38 @@ fn files_that_only_the_kernels_way_can_write_get_no_door() {
     world.engine.release(token);
     let readonly = world.engine.open(node, 0).unwrap().handle;
     assert_eq!(Door::of(readonly).open(&world.engine), Err(DoorRefusal::BadToken));
+}
+
+/// Proves S-chunks-1, S-chunks-2: the writer keeps its door, and the list its bytes.
+#[test]
+fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
+    let world = World::new();
+    let (_, token) = create(&world.engine, "file");
+    let mut door = Door::of(token);
+    door.open(&world.engine).unwrap();
+    let data = pattern(0, 50_000, 0);
+    assert_eq!(door.append(&world.engine, 0, &data), data.len());
+    let (held, pieces) = HeldChunks::of(&world.engine, b"file").unwrap();
+    let found = || -> Vec<u8> {
+        let start = world.engine.arena().geometry().data_offset();
+        let bytes = |piece: &firn_format::protocol::ChunkPiece| {
+            let at = world.engine.arena().address(start + piece.at);
+            // SAFETY: in the mapping; held, so nobody stores there.
+            unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) }.to_vec()
+        };
+        pieces.iter().flat_map(bytes).collect()
+    };
+    assert!(found() == data && held.bytes() == 50_000 && !held.changed());
+    assert_eq!(door.append(&world.engine, 50_000, b"more"), 4, "the door is still open");
+    assert!(found() == data && held.changed());
+    assert_eq!(door.append(&world.engine, 0, &pattern(0, 100, 9)), 100);
+    world.engine.release(token);
+    world.drain_all();
+    assert!(found() == data, "after the drain");
+    assert!(world.engine.arena().used_bytes() > 0, "held");
+    drop(held);
+    assert_eq!(world.engine.arena().used_bytes(), 0);
+    assert_eq!(world.backing_tree()["file"].len(), 50_004);
 }
 
 /// Proves S-door-3.

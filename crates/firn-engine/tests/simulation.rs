@@ -7,8 +7,10 @@ mod common;
 
 use common::model::{Model, Object, Unacknowledged, partly};
 use common::world::World;
+use firn_backing::SimBacking;
 use firn_backing::{Backing, Caller, Errno, RenameFlags, SetTime};
-use firn_engine::{Closing, DrainPolicy, HandleId, ROOT, SetAttr, Written};
+use firn_engine::{Closing, DrainPolicy, HandleId, HeldChunks, ROOT, SetAttr, Written};
+use firn_format::protocol::{ChunkPiece, Place};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -25,11 +27,23 @@ struct Open {
     object: Object,
 }
 
+/// A list of chunks, and what the file held when it was made.
+struct Listed {
+    held: HeldChunks<SimBacking>,
+    pieces: Vec<ChunkPiece>,
+    object: Object,
+    contents: Vec<u8>,
+}
+
+/// Lists held at the same time.
+const LISTS_MAX: usize = 4;
+
 struct Run {
     world: World,
     rng: StdRng,
     model: Model,
     open: Vec<Open>,
+    lists: Vec<Listed>,
     /// Model before the operation under way, and what part of it may have happened.
     before: Model,
     partial: Option<Unacknowledged>,
@@ -65,6 +79,7 @@ impl Run {
             before: model.clone(),
             model,
             open: Vec::new(),
+            lists: Vec::new(),
             partial: None,
             faults,
             demand,
@@ -136,9 +151,81 @@ impl Run {
             74..80 => self.close(),
             80..84 => self.fsync(),
             84..86 => self.set_time(),
-            86..93 => self.drain(),
+            86..92 => self.drain(),
+            92..95 => self.list(),
+            95..96 => self.let_go(),
             _ => self.read(),
+        }?;
+        self.check_lists();
+        Ok(())
+    }
+
+    fn list(&mut self) -> Result<(), Stopped> {
+        let Some(path) = self.existing() else { return Ok(()) };
+        let object = self.model.names[&path];
+        let result = HeldChunks::of(&self.world.engine, path.as_bytes());
+        let Some((held, pieces)) = self.outcome(result, Ok(()))? else { return Ok(()) };
+        let contents = self.model.contents[&object].clone();
+        assert_eq!(held.bytes(), contents.len() as u64, "length of {path}");
+        let behind = self.world.backing_tree();
+        let mut end = 0;
+        for piece in &pieces {
+            assert!(piece.bytes > 0 && piece.offset == end, "{pieces:?}");
+            end += piece.bytes;
+            let expected = &contents[piece.offset as usize..end as usize];
+            match piece.place {
+                Place::Backing => assert_eq!(&behind[&path][piece.at as usize..][..expected.len()], expected),
+                Place::Hole => assert!(expected.iter().all(|byte| *byte == 0)),
+                Place::Memory | Place::Spill => {}
+            }
         }
+        assert_eq!(end, held.bytes(), "{pieces:?}");
+        if self.lists.len() == LISTS_MAX {
+            let at = self.rng.random_range(0..LISTS_MAX);
+            self.lists.swap_remove(at);
+        }
+        self.lists.push(Listed { held, pieces, object, contents });
+        Ok(())
+    }
+
+    fn let_go(&mut self) -> Result<(), Stopped> {
+        if !self.lists.is_empty() {
+            let at = self.rng.random_range(0..self.lists.len());
+            self.lists.swap_remove(at);
+        }
+        if self.world.stopped() { Err(Stopped) } else { Ok(()) }
+    }
+
+    /// S-chunks-1, S-chunks-2: whatever was done, what a list names has its bytes, and a change is told.
+    fn check_lists(&self) {
+        for Listed { held, pieces, object, contents } in &self.lists {
+            for piece in pieces {
+                let expected = &contents[piece.offset as usize..][..piece.bytes as usize];
+                if let Some(found) = self.bytes_of(piece) {
+                    assert!(found == expected, "operation {}: {piece:?} has other bytes", self.ops);
+                }
+            }
+            let now = self.model.contents.get(object);
+            assert!(held.changed() || now == Some(contents), "operation {}: an untold change", self.ops);
+        }
+    }
+
+    fn bytes_of(&self, piece: &ChunkPiece) -> Option<Vec<u8>> {
+        let arena = self.world.engine.arena();
+        let mut found = vec![0; piece.bytes as usize];
+        match piece.place {
+            Place::Memory => {
+                let at = arena.address(arena.geometry().data_offset() + piece.at);
+                // SAFETY: in the mapping, where nobody writes while the list is held.
+                let bytes = unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) };
+                found.copy_from_slice(bytes);
+            }
+            Place::Spill => {
+                arena.spill_file().expect("it is there").read(piece.at, &mut found).expect("read")
+            }
+            Place::Backing | Place::Hole => return None,
+        }
+        Some(found)
     }
 
     fn create(&mut self) -> Result<(), Stopped> {
@@ -226,6 +313,10 @@ impl Run {
             }
             let told = *told.lock().unwrap();
             if let Some(outcome) = told {
+                if outcome.is_err() {
+                    // They may hold all there is.
+                    self.lists.clear();
+                }
                 if self.demand && outcome == Err(Errno::NOSPC) {
                     self.world.engine.drain_tree(b"");
                     while self.world.drain_step() {}
@@ -560,6 +651,7 @@ fn live(
             run.world.stop_now();
         }
         run.open.clear();
+        run.lists.clear();
         let next = stop_in(&mut run.rng);
         let recovered = run.world.recover(next);
         assert_eq!(recovered.lost, [], "no file is lost");
@@ -608,7 +700,8 @@ fn acknowledged_bytes_survive_a_failing_backing() {
     campaign("faults", 4, |seed| live(seed, 2, 60, true, |rng| rng.random_range(500..6000)).0);
 }
 
-/// Proves S-write-3, S-write-5, S-read-1, S-close-1, S-fsync-1, S-fsync-2, S-crash-7.
+/// Proves S-write-3, S-write-5, S-read-1, S-close-1, S-fsync-1, S-fsync-2, S-crash-7, S-chunks-1, S-chunks-2,
+/// S-chunks-3.
 #[test]
 fn without_a_stop_the_tree_is_that_of_a_plain_file_system() {
     campaign("plain", 4, |seed| live(seed, 1, 300, false, |_| u64::MAX).0);

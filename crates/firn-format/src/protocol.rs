@@ -77,6 +77,24 @@ pub enum Request {
         /// Path below the mount point, without a leading slash.
         path: String,
     },
+    /// Where the arena and the spill file can be mapped: a [`DataRegion`].
+    Region,
+    /// Where each byte of a file is: a [`ChunkList`]. What it names stays where it is, unchanged, until
+    /// [`Request::ReleaseChunks`] or the end of the connection.
+    Chunks {
+        /// Path below the mount point, without a leading slash.
+        path: String,
+    },
+    /// Whether a file was changed since its list was made.
+    CheckChunks {
+        /// [`ChunkList::list`].
+        list: u64,
+    },
+    /// A list is not used any more.
+    ReleaseChunks {
+        /// [`ChunkList::list`].
+        list: u64,
+    },
     /// The metrics as Prometheus text.
     Metrics,
     /// Drop the errors that are recorded (the data stays and is still tried).
@@ -116,7 +134,7 @@ pub enum Reply {
     Evicted {
         /// Bytes of memory freed.
         freed_bytes: u64,
-        /// Bytes that stay because they are not drained.
+        /// Bytes that stay because they are not drained, or in use by a [`ChunkList`].
         held_bytes: u64,
     },
     /// Answer to [`Request::Pin`].
@@ -125,6 +143,15 @@ pub enum Reply {
         files: u64,
         /// Their bytes in memory.
         bytes: u64,
+    },
+    /// Answer to [`Request::Region`].
+    Region(DataRegion),
+    /// Answer to [`Request::Chunks`].
+    Chunks(ChunkList),
+    /// Answer to [`Request::CheckChunks`].
+    ChunksChecked {
+        /// The file was changed through the mount since, or may have been.
+        changed: bool,
     },
     /// Answer to [`Request::Metrics`].
     Metrics {
@@ -222,6 +249,9 @@ pub struct Status {
     /// Since attach: leases that ended because their client broke the rules.
     #[serde(default)]
     pub door_errors: u64,
+    /// Lists of chunks that programs hold ([`Request::Chunks`]).
+    #[serde(default)]
+    pub chunk_lists: u64,
     /// The spill file, where there is one.
     #[serde(default)]
     pub spill: Option<SpillStatus>,
@@ -296,4 +326,89 @@ pub struct FileStatus {
     /// Whether its writers closed it. A file that firnd has nothing to do with any more counts as closed.
     #[serde(default)]
     pub ending: Ending,
+}
+
+/// Where a mount keeps data, for a process that maps it. The files belong to the user who mounted, mode
+/// 0600; who maps them for writing breaks them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataRegion {
+    /// Path of the arena file.
+    pub path: String,
+    /// Tells this arena from any other: what its superblock and that of its spill file say, in hexadecimal
+    /// digits.
+    pub uuid: String,
+    /// Bytes from the start of the file to the first chunk.
+    pub offset: u64,
+    /// Bytes of chunks from there on: the region.
+    pub bytes: u64,
+    /// Bytes of a page: unit of allocation and alignment of what is mapped.
+    pub page_bytes: u64,
+    /// Bytes of a chunk.
+    pub chunk_bytes: u64,
+    /// The spill file, where there is one.
+    pub spill: Option<SpillRegion>,
+}
+
+/// The spill file of a [`DataRegion`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpillRegion {
+    /// Path of the file.
+    pub path: String,
+    /// Bytes from the start of the file to the first chunk.
+    pub offset: u64,
+    /// Bytes of chunks from there on.
+    pub bytes: u64,
+}
+
+/// Where each byte of a file is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChunkList {
+    /// For [`Request::CheckChunks`] and [`Request::ReleaseChunks`] on the same connection.
+    pub list: u64,
+    /// Bytes of the file.
+    pub bytes: u64,
+    /// Without gap or overlap from offset 0 to the end of the file.
+    pub pieces: Vec<ChunkPiece>,
+}
+
+/// A part of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChunkPiece {
+    /// Bytes from the start of the file.
+    pub offset: u64,
+    /// Bytes, more than none.
+    pub bytes: u64,
+    /// Where they are.
+    pub place: Place,
+    /// [`Place::Memory`]: bytes from the start of the region. [`Place::Spill`]: from the start of the spill
+    /// file. [`Place::Backing`]: from the start of the file. [`Place::Hole`]: 0.
+    pub at: u64,
+    /// Index of the chunk, in memory and in the spill file.
+    pub chunk: Option<u32>,
+}
+
+/// Where bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Place {
+    /// In the region.
+    Memory,
+    /// In the spill file.
+    Spill,
+    /// In the backing only, which may have a hole there.
+    Backing,
+    /// Nowhere: they are zeros.
+    Hole,
+}
+
+impl Place {
+    /// The word for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Memory => "memory",
+            Self::Spill => "spill",
+            Self::Backing => "backing",
+            Self::Hole => "hole",
+        }
+    }
 }

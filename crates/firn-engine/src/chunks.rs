@@ -1,0 +1,197 @@
+//! Lists of chunks: where each byte of a file is, for programs that map the arena and the spill file.
+//!
+//! Promises, as long as a [`HeldChunks`] lives
+//! * Every piece in memory and in the spill file stays where it is and keeps its bytes, whatever becomes of
+//!   the file: it is written, cut, drained, evicted or removed.
+//! * [`HeldChunks::changed`] is true once the bytes or the length of the file were changed through the mount.
+//!
+//! How: the slabs are held ([`firn_arena::Arena::hold`]), so that neither their room is used again nor their
+//! chunk moves, and the file's pending bytes are not overwritten in place. Bytes that only the backing has
+//! cannot be kept; who reads them asks afterwards whether the file was changed.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_arena::SlabRef;
+use firn_backing::{Backing, Errno, Kind};
+use firn_format::door::{Extent as Listed, IN_MEMORY};
+use firn_format::protocol::{ChunkPiece, Place};
+
+use crate::Result;
+use crate::engine::Engine;
+use crate::extents::Extent;
+use crate::file::{File, FileState};
+
+/// A list of chunks and what keeps it true. Dropped, it lets go.
+pub struct HeldChunks<B: Backing> {
+    engine: Arc<Engine<B>>,
+    file: Arc<File<B>>,
+    slabs: Vec<SlabRef>,
+    /// The file's when the list was made.
+    changes: u64,
+    bytes: u64,
+}
+
+impl<B: Backing> HeldChunks<B> {
+    /// Lists the file at `path`, without gap or overlap from offset 0 to its end, and holds what the list
+    /// names. Waits for a truncation under way.
+    ///
+    /// EISDIR, EINVAL: not a regular file. EIO: parts of it are pending and nobody can read them.
+    pub fn of(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ChunkPiece>)> {
+        let node = engine.find(path)?;
+        match node.kind {
+            Kind::File => {}
+            Kind::Dir => return Err(Errno::ISDIR),
+            _ => return Err(Errno::INVAL),
+        }
+        let file = engine.file_with(&node, |state| state.holds += 1);
+        engine.counters.chunk_lists.fetch_add(1, Ordering::Relaxed);
+        let slabs = Vec::new();
+        let mut held =
+            Self { engine: Arc::clone(engine), file: Arc::clone(&file), slabs, changes: 0, bytes: 0 };
+        // From here on its drop undoes what was done.
+        engine.check_cache(&file)?;
+        let mut state = file.lock_settled();
+        engine.look(&file, &mut state);
+        let pieces = held.take(&state)?;
+        drop(state);
+        Ok((held, pieces))
+    }
+
+    fn take(&mut self, state: &FileState<B>) -> Result<Vec<ChunkPiece>> {
+        let engine = &self.engine;
+        let in_backing = engine.backing.attr(&engine.object(&self.file.node)?)?.size;
+        self.bytes = in_backing.max(state.extents.end());
+        self.changes = state.changes;
+        let (mut pieces, mut known) = (Vec::new(), HashSet::new());
+        let mut at = 0;
+        for (offset, extent) in state.in_arena(0, usize::MAX) {
+            let slab = extent.piece.slab;
+            // Before its place is looked up, which then holds.
+            if known.insert(slab) {
+                engine.arena.hold(slab);
+                self.slabs.push(slab);
+            }
+            let Some(listed) = engine.readable(offset, extent) else {
+                // What is not pending is in the backing too.
+                if state.extents.covering(offset..offset + extent.len).is_some() {
+                    return Err(Errno::IO);
+                }
+                continue;
+            };
+            push_rest(&mut pieces, at, offset, in_backing);
+            at = offset + extent.len;
+            push(&mut pieces, engine.piece(&listed));
+        }
+        push_rest(&mut pieces, at, self.bytes, in_backing);
+        Ok(pieces)
+    }
+
+    /// Bytes of the file.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Whether the file was changed since; true also where the kernel may be writing the backing by itself.
+    pub fn changed(&self) -> bool {
+        let mut state = self.file.lock();
+        self.engine.look(&self.file, &mut state);
+        state.changes != self.changes || (state.passthrough_opens > 0 && state.writers > 0)
+    }
+}
+
+impl<B: Backing> Drop for HeldChunks<B> {
+    fn drop(&mut self) {
+        self.file.lock().holds -= 1;
+        for slab in self.slabs.drain(..) {
+            self.engine.arena.let_go(slab);
+        }
+        self.engine.counters.chunk_lists.fetch_sub(1, Ordering::Relaxed);
+        self.engine.drop_if_unused(&self.file);
+        self.engine.tell_space();
+    }
+}
+
+impl<B: Backing> Engine<B> {
+    fn readable(&self, offset: u64, extent: Extent) -> Option<Listed> {
+        self.list(offset, extent).filter(|_| self.arena.is_readable(extent.piece.slab.chunk))
+    }
+
+    fn piece(&self, &Listed { offset, len, at, chunk, place }: &Listed) -> ChunkPiece {
+        let chunk = Some(chunk);
+        if place == IN_MEMORY {
+            let at = at - self.arena.geometry().data_offset();
+            return ChunkPiece { offset, bytes: len, place: Place::Memory, at, chunk };
+        }
+        ChunkPiece { offset, bytes: len, place: Place::Spill, at, chunk }
+    }
+}
+
+/// Adds a piece, joined with the last one where both are one run of bytes.
+fn push(pieces: &mut Vec<ChunkPiece>, piece: ChunkPiece) {
+    if let Some(last) = pieces.last_mut()
+        && (last.place, last.chunk) == (piece.place, piece.chunk)
+        && last.offset + last.bytes == piece.offset
+        && last.at + last.bytes == piece.at
+    {
+        last.bytes += piece.bytes;
+        return;
+    }
+    pieces.push(piece);
+}
+
+/// What the arena does not have: in the backing as far as that goes, zeros beyond.
+fn push_rest(pieces: &mut Vec<ChunkPiece>, from: u64, to: u64, in_backing: u64) {
+    let border = in_backing.clamp(from, to);
+    if from < border {
+        let place = Place::Backing;
+        push(pieces, ChunkPiece { offset: from, bytes: border - from, place, at: from, chunk: None });
+    }
+    if border < to {
+        let place = Place::Hole;
+        push(pieces, ChunkPiece { offset: border, bytes: to - border, place, at: 0, chunk: None });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn backing(offset: u64, bytes: u64) -> ChunkPiece {
+        ChunkPiece { offset, bytes, place: Place::Backing, at: offset, chunk: None }
+    }
+
+    fn hole(offset: u64, bytes: u64) -> ChunkPiece {
+        ChunkPiece { offset, bytes, place: Place::Hole, at: 0, chunk: None }
+    }
+
+    fn memory(offset: u64, bytes: u64, at: u64, chunk: u32) -> ChunkPiece {
+        ChunkPiece { offset, bytes, place: Place::Memory, at, chunk: Some(chunk) }
+    }
+
+    #[test]
+    fn what_the_arena_lacks_is_in_the_backing_up_to_its_end() {
+        let rest = |from, to, in_backing| {
+            let mut pieces = Vec::new();
+            push_rest(&mut pieces, from, to, in_backing);
+            pieces
+        };
+        assert_eq!(rest(0, 10, 10), [backing(0, 10)]);
+        assert_eq!(rest(4, 10, 7), [backing(4, 3), hole(7, 3)]);
+        assert_eq!(rest(4, 10, 3), [hole(4, 6)]);
+        assert_eq!(rest(4, 10, 99), [backing(4, 6)]);
+        assert_eq!(rest(4, 4, 99), []);
+    }
+
+    #[test]
+    fn runs_are_joined_within_a_chunk_only() {
+        let mut pieces = Vec::new();
+        for piece in
+            [memory(0, 5, 100, 1), memory(5, 5, 105, 1), memory(10, 5, 110, 2), memory(15, 5, 120, 2)]
+        {
+            push(&mut pieces, piece);
+        }
+        assert_eq!(pieces, [memory(0, 10, 100, 1), memory(10, 5, 110, 2), memory(15, 5, 120, 2)]);
+    }
+}
