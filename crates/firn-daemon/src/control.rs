@@ -3,6 +3,7 @@
 //! Promises
 //! * Only the user whose firnd this is, and root, are answered (SO_PEERCRED).
 //! * A broken or slow client costs one thread and no more; at most [`CONNECTIONS_MAX`] are served.
+//! * What a client holds ([`Lists`]) ends with its connection.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -15,6 +16,8 @@ use firn_format::protocol::{Reply, Request};
 use parking_lot::Mutex;
 use rustix::fs::Mode;
 
+use crate::chunks::Lists;
+
 const CONNECTIONS_MAX: usize = 64;
 /// Longest request: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
@@ -23,8 +26,9 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Answers requests.
 pub(crate) trait Service: Send + Sync + 'static {
-    /// The final reply; `say` sends progress before it and is false once the client is gone.
-    fn answer(&self, request: Request, say: &mut dyn FnMut(Reply) -> bool) -> Reply;
+    /// The final reply; `say` sends progress before it and is false once the client is gone. `lists` are
+    /// those of this connection.
+    fn answer(&self, request: Request, lists: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Reply;
     /// A final reply to `request` has left.
     fn answered(&self, request: &Request);
 }
@@ -112,6 +116,7 @@ fn serve(stream: UnixStream, service: &dyn Service) -> io::Result<()> {
         return send(&mut &stream, &Reply::Error { errno: libc::EPERM, message });
     }
     let mut reader = BufReader::new(&stream);
+    let mut lists = Lists::default();
     loop {
         let mut line = Vec::new();
         (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line)?;
@@ -125,7 +130,8 @@ fn serve(stream: UnixStream, service: &dyn Service) -> io::Result<()> {
                 return send(&mut &stream, &Reply::Error { errno: libc::EINVAL, message });
             }
         };
-        let last = service.answer(request.clone(), &mut |reply| send(&mut &stream, &reply).is_ok());
+        let say = &mut |reply| send(&mut &stream, &reply).is_ok();
+        let last = service.answer(request.clone(), &mut lists, say);
         let sent = send(&mut &stream, &last);
         service.answered(&request);
         sent?;
@@ -145,7 +151,7 @@ mod tests {
     struct Echo;
 
     impl Service for Echo {
-        fn answer(&self, request: Request, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+        fn answer(&self, request: Request, _: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
             if matches!(request, Request::Metrics) {
                 assert!(say(Reply::Progress { bytes_left: 1, files_left: 1, phase: "draining".into() }));
             }

@@ -6,6 +6,7 @@
 
 mod attach;
 mod check;
+mod chunks;
 mod control;
 mod door;
 mod end;

@@ -105,6 +105,7 @@ pub(crate) fn prometheus(status: &Status) -> String {
     put("door_clients", "gauge", "Processes connected to write past the kernel.", s.door_clients as f64);
     put("door_files", "gauge", "Files that they write past the kernel.", s.door_files as f64);
     put("door_leases", "gauge", "Slabs leased to them.", s.door_leases as f64);
+    put("chunk_lists", "gauge", "Lists of chunks that programs hold.", s.chunk_lists as f64);
     put("errors", "gauge", "Errors not yet dealt with.", s.errors.len() as f64);
     put("epoch", "gauge", "Lifetimes of firnd that the arena has seen.", s.epoch as f64);
     put("uptime_seconds", "gauge", "Seconds since firnd attached.", s.uptime_s);

@@ -11,6 +11,7 @@ use firn_engine::Engine;
 use firn_format::protocol::{PROTOCOL_VERSION, Reply, Request, Rung, Status};
 use parking_lot::Mutex;
 
+use crate::chunks::{Lists, region};
 use crate::control::Service;
 use crate::end::Event;
 use crate::metrics::{Window, prometheus};
@@ -149,7 +150,7 @@ impl Mounted {
 }
 
 impl Service for Mounted {
-    fn answer(&self, request: Request, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+    fn answer(&self, request: Request, lists: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
         match request {
             Request::Hello => Reply::Hello {
                 protocol: PROTOCOL_VERSION,
@@ -163,6 +164,10 @@ impl Service for Mounted {
                 Reply::Done
             }
             Request::Files { path } => Reply::Files { files: self.engine.files_below(path.as_bytes()) },
+            Request::Region => Reply::Region(region(self.engine.arena())),
+            Request::Chunks { path } => lists.make(&self.engine, &path),
+            Request::CheckChunks { list } => lists.check(list),
+            Request::ReleaseChunks { list } => lists.release(list),
             Request::Metrics => Reply::Metrics { text: prometheus(&self.status()) },
             Request::ClearErrors => {
                 self.engine.clear_errors();

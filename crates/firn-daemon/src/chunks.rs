@@ -1,0 +1,97 @@
+//! The data region, and the lists of chunks that a control connection holds.
+//!
+//! Promise: a connection holds at most [`LISTS_MAX`] lists.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::sync::Arc;
+
+use firn_arena::Arena;
+use firn_backing::{DirBacking, Errno};
+use firn_engine::{Engine, HeldChunks};
+use firn_format::geometry::PAGE;
+use firn_format::protocol::{ChunkList, DataRegion, Reply, SpillRegion};
+use firn_format::spill::SPILL_DATA_OFFSET;
+
+use crate::mountinfo::shown;
+
+/// Lists of one connection: a mover needs one for each file that it reads at once.
+const LISTS_MAX: usize = 1024;
+
+/// Of one connection. Dropped, it lets go of all.
+#[derive(Default)]
+pub(crate) struct Lists {
+    held: BTreeMap<u64, HeldChunks<DirBacking>>,
+    last: u64,
+}
+
+impl Lists {
+    pub(crate) fn make(&mut self, engine: &Arc<Engine<DirBacking>>, path: &str) -> Reply {
+        if self.held.len() >= LISTS_MAX {
+            let message = format!("this connection holds {LISTS_MAX} chunk lists already: release some");
+            return Reply::Error { errno: libc::EMFILE, message };
+        }
+        let (held, pieces) = match HeldChunks::of(engine, path.as_bytes()) {
+            Ok(made) => made,
+            Err(errno) => return Reply::Error { errno: errno.raw_os_error(), message: refusal(errno, path) },
+        };
+        self.last += 1;
+        let reply = ChunkList { list: self.last, bytes: held.bytes(), pieces };
+        self.held.insert(self.last, held);
+        Reply::Chunks(reply)
+    }
+
+    pub(crate) fn check(&self, list: u64) -> Reply {
+        match self.held.get(&list) {
+            Some(held) => Reply::ChunksChecked { changed: held.changed() },
+            None => unknown(list),
+        }
+    }
+
+    pub(crate) fn release(&mut self, list: u64) -> Reply {
+        match self.held.remove(&list) {
+            Some(_) => Reply::Done,
+            None => unknown(list),
+        }
+    }
+}
+
+fn unknown(list: u64) -> Reply {
+    let message = format!("this connection holds no chunk list {list}");
+    Reply::Error { errno: libc::EBADF, message }
+}
+
+fn refusal(errno: Errno, path: &str) -> String {
+    let shown = if path.is_empty() { "the mount point" } else { path };
+    match errno {
+        Errno::NOENT | Errno::NOTDIR => format!("{shown}: no such file in this mount"),
+        Errno::ISDIR => format!("{shown} is a directory: name a file in it"),
+        Errno::INVAL => format!("{shown} is not a regular file"),
+        Errno::IO => format!(
+            "{shown}: its spilled bytes cannot be read, or the backing fails; `firn status` has the details"
+        ),
+        errno => format!("{shown}: the backing reports: {errno}"),
+    }
+}
+
+pub(crate) fn region(arena: &Arena) -> DataRegion {
+    let geometry = arena.geometry();
+    let spill = arena.spill_file().map(|file| SpillRegion {
+        path: shown(file.path()),
+        offset: SPILL_DATA_OFFSET,
+        bytes: geometry.spill_bytes(),
+    });
+    let hexadecimal = |mut text: String, byte: &u8| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    };
+    DataRegion {
+        path: shown(arena.path()),
+        uuid: arena.superblock().uuid.iter().fold(String::new(), hexadecimal),
+        offset: geometry.data_offset(),
+        bytes: geometry.data_bytes(),
+        page_bytes: PAGE,
+        chunk_bytes: geometry.chunk_bytes,
+        spill,
+    }
+}
