@@ -3,13 +3,15 @@
 //! Promises
 //! * A [`Connection`] exists only after firnd has said Hello in our protocol.
 //! * Hello and short questions fail after [`ANSWER_S`] seconds of silence; waits may take for ever.
+//! * A firnd that is gone is an error and no SIGPIPE: the program may be anybody's.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use firn_format::protocol::{FileStatus, PROTOCOL_VERSION, Reply, Request, Status};
+use firn_format::protocol::{ChunkList, DataRegion, FileStatus, PROTOCOL_VERSION, Reply, Request, Status};
+use rustix::net::SendFlags;
 
 use crate::error::ClientError;
 use crate::find::Mount;
@@ -80,6 +82,35 @@ impl Connection {
         }
     }
 
+    /// Where the mount's data can be mapped.
+    pub fn region(&mut self) -> Result<DataRegion, ClientError> {
+        match self.ask(&Request::Region)? {
+            Reply::Region(region) => Ok(region),
+            other => Err(nonsense(&other)),
+        }
+    }
+
+    /// Where each byte of the file at `path` is. It holds until it is released or the connection ends.
+    pub fn chunks(&mut self, path: &str) -> Result<ChunkList, ClientError> {
+        match self.ask(&Request::Chunks { path: path.to_owned() })? {
+            Reply::Chunks(list) => Ok(list),
+            other => Err(nonsense(&other)),
+        }
+    }
+
+    /// Whether the file was changed since its list was made. Any answer says that the list held until now.
+    pub fn check_chunks(&mut self, list: u64) -> Result<bool, ClientError> {
+        match self.ask(&Request::CheckChunks { list })? {
+            Reply::ChunksChecked { changed } => Ok(changed),
+            other => Err(nonsense(&other)),
+        }
+    }
+
+    /// A list is not used any more.
+    pub fn release_chunks(&mut self, list: u64) -> Result<(), ClientError> {
+        self.done(&Request::ReleaseChunks { list })
+    }
+
     /// The metrics as Prometheus text.
     pub fn metrics(&mut self) -> Result<String, ClientError> {
         match self.ask(&Request::Metrics)? {
@@ -136,7 +167,7 @@ impl Connection {
         let sent = stream
             .set_read_timeout(timeout)
             .and_then(|()| stream.set_write_timeout(timeout))
-            .and_then(|()| stream.write_all(&line));
+            .and_then(|()| send_all(stream, &line));
         sent.map_err(|error| self.broken(error))?;
         loop {
             match self.read_reply()? {
@@ -176,6 +207,17 @@ impl Connection {
     }
 }
 
+fn send_all(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match rustix::net::send(stream, bytes, SendFlags::NOSIGNAL) {
+            Ok(n) => bytes = &bytes[n..],
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
+}
+
 fn nonsense(reply: &Reply) -> ClientError {
     let mut what = serde_json::to_string(reply).unwrap_or_default();
     what.truncate(what.floor_char_boundary(80));
@@ -195,6 +237,8 @@ fn refused(mount: &Mount, error: io::Error) -> ClientError {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
 
     fn mount() -> Mount {

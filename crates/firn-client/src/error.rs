@@ -89,6 +89,22 @@ pub enum ClientError {
 }
 
 impl ClientError {
+    /// The errno that says it best, positive.
+    pub fn errno(&self) -> i32 {
+        use rustix::io::Errno;
+        match self {
+            Self::NoMount { .. } => Errno::NODEV.raw_os_error(),
+            Self::Dead { .. } | Self::Gone { .. } => Errno::NOTCONN.raw_os_error(),
+            Self::Silent { .. } => Errno::TIMEDOUT.raw_os_error(),
+            Self::NotYours { .. } => Errno::ACCESS.raw_os_error(),
+            Self::Protocol { .. } | Self::Nonsense { .. } => Errno::PROTO.raw_os_error(),
+            // Whatever a firnd may say, an error is not 0.
+            Self::Refused { errno, .. } if *errno > 0 => *errno,
+            Self::Refused { .. } => Errno::PROTO.raw_os_error(),
+            Self::Io { error, .. } => error.raw_os_error().unwrap_or(Errno::IO.raw_os_error()),
+        }
+    }
+
     /// The exit code that says it (docs/OPERATIONS.md).
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -135,5 +151,11 @@ mod tests {
         assert_eq!(no_mount.to_string(), "/x is not on a firn mount; `firn status` lists the mounts");
         assert_eq!(no_mount.exit_code(), 10);
         assert_eq!(ClientError::Refused { errno: 16, message: String::new() }.exit_code(), 11);
+    }
+
+    #[test]
+    fn a_refusal_has_its_errno_and_is_never_a_success() {
+        let errno = |errno| ClientError::Refused { errno, message: String::new() }.errno();
+        assert_eq!((errno(16), errno(0), errno(-1)), (16, 71, 71));
     }
 }

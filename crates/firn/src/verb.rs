@@ -12,6 +12,7 @@ pub mod mount_firn;
 
 mod bench;
 mod check;
+mod chunks;
 mod completions;
 mod config;
 mod drain;
@@ -52,6 +53,7 @@ pub static VERBS: &[&Verb] = &[
     &run::VERB,
     &status::VERB,
     &ls::VERB,
+    &chunks::VERB,
     &wait::VERB,
     &drain::VERB,
     &evict::VERB,

@@ -13,7 +13,8 @@ pub const VERB: Verb = Verb {
     name: "evict",
     about: "Free the memory of files that are drained",
     long: "With drain=demand, drained files stay in memory to be read again until their room is needed. What is not \
-           drained stays in any case: say `firn drain --wait` before.",
+           drained stays in any case: say `firn drain --wait` before. So does what a program reads by a chunk \
+           list.",
     examples: &[
         ("firn evict /ckpt/step_100", "this checkpoint will not be read again"),
         ("firn evict /ckpt", "everything that is drained"),
@@ -37,7 +38,7 @@ struct EvictArgs {
 struct Evicted {
     /// Bytes of memory freed.
     freed_bytes: u64,
-    /// Bytes that stay because they are not drained.
+    /// Bytes that stay because they are not drained, or because a program holds a chunk list.
     held_bytes: u64,
 }
 
@@ -50,7 +51,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     } else {
         let stays = match held_bytes {
             0 => String::new(),
-            bytes => format!("; {} stay, as they are not drained", text::bytes(bytes)),
+            bytes => format!("; {} stay, not drained or in use by a chunk list", text::bytes(bytes)),
         };
         output::say(&format!("{} freed{stays}", text::bytes(freed_bytes)));
     }

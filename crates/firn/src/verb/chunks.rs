@@ -1,0 +1,88 @@
+//! `firn chunks`.
+
+use std::path::PathBuf;
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_format::protocol::{ChunkPiece, DataRegion, Place};
+use serde::Serialize;
+
+use crate::failure::{DONE, FAILED, Failure};
+use crate::output::{self, Paint};
+use crate::text;
+use crate::verb::{Verb, connect};
+
+pub const VERB: Verb = Verb {
+    name: "chunks",
+    about: "Tell where each byte of a file is: memory, spill file or backing",
+    long: "One line a piece: its offset in the file and its length, where it is, the chunk, and its place in \
+           bytes: in memory from the start of the data region, in the spill file and in the backing from the \
+           start of the file. A hole is zeros that were never written. --json also says where the data region \
+           is. It is how things were when firn looked: programs that read by such a list hold it with libfirn \
+           (firn.h) meanwhile.",
+    examples: &[
+        ("firn chunks /ckpt/step_100/rank0", "where it is"),
+        ("firn chunks --json /ckpt/step_100/rank0 | jq .region", "the file to map, and from where on"),
+    ],
+    exits: &[
+        (0, "done"),
+        (1, "no such file, not a regular file, or nothing of it is held: all of it is in the backing"),
+        (10, "not on a firn mount"),
+    ],
+    args: ChunksArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct ChunksArgs {
+    /// A file on a mount.
+    #[arg(value_hint = ValueHint::FilePath)]
+    path: PathBuf,
+    /// Print the list as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Listed {
+    /// Below the mount point.
+    path: String,
+    /// Bytes of the file.
+    bytes: u64,
+    /// What memory and spill file are.
+    region: DataRegion,
+    pieces: Vec<ChunkPiece>,
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = ChunksArgs::from_arg_matches(matches)?;
+    let (place, mut connection) = connect(&args.path)?;
+    let list = connection.chunks(&place.relative)?;
+    let region = connection.region()?;
+    let listed = Listed { path: place.relative, bytes: list.bytes, region, pieces: list.pieces };
+    if args.json {
+        output::print_json(&listed)?;
+    }
+    let held = |piece: &ChunkPiece| matches!(piece.place, Place::Memory | Place::Spill);
+    if !listed.pieces.iter().any(held) {
+        let path = text::path(&args.path);
+        return Err(Failure::new(
+            FAILED,
+            format!("{path}: nothing of it is held: all of it is in the backing"),
+        ));
+    }
+    if !args.json {
+        output::print(&table(&listed.pieces, Paint::stdout()))?;
+    }
+    Ok(DONE)
+}
+
+fn table(pieces: &[ChunkPiece], paint: Paint) -> String {
+    let head = format!("{:>16} {:>14} {:<8} {:>8} {:>16}", "OFFSET", "BYTES", "WHERE", "CHUNK", "AT");
+    let mut table = paint.head(&head) + "\n";
+    for ChunkPiece { offset, bytes, place, at, chunk } in pieces {
+        let chunk = chunk.map_or("-".to_owned(), |chunk| chunk.to_string());
+        let at = if *place == Place::Hole { "-".to_owned() } else { at.to_string() };
+        table += &format!("{offset:>16} {bytes:>14} {:<8} {chunk:>8} {at:>16}\n", place.as_str());
+    }
+    table
+}
