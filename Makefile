@@ -6,13 +6,18 @@ TEST_THREADS ?= 2
 # The tests mount file systems and make loop devices: without root they run under sudo.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -E env "PATH=$$PATH")
 
-.PHONY: help demo test check bench clean
+# Where `make install` puts things, and, for packages, a directory before all of that.
+PREFIX ?= /usr/local
+DESTDIR ?=
+
+.PHONY: help demo test check bench install clean
 
 help:
 	@echo 'make demo    set up, build, mount; a solver and firnd are killed, and it ends with the same result'
 	@echo 'make test    set up and run every test (as root: the tests mount file systems)'
 	@echo 'make check   formatting, lints, documentation'
 	@echo 'make bench   measure each door, checkpoints, memory and spilling beside their baselines'
+	@echo 'make install build and install to PREFIX (/usr/local), below DESTDIR'
 	@echo 'make clean   remove what was built'
 
 demo:
@@ -22,7 +27,7 @@ demo:
 
 test:
 	scripts/setup
-	$(CARGO) build -p firn -p firn-preload
+	$(CARGO) build -p firn -p firn-preload -p firn-c
 	$(AS_ROOT) $(CARGO) test --workspace --no-fail-fast -- --test-threads=$(TEST_THREADS)
 	$(CARGO) xtask campaign fuzz
 
@@ -40,6 +45,10 @@ bench:
 	target/release/firn bench memory
 	target/release/firn bench restart
 	target/release/firn bench spill
+
+install:
+	$(CARGO) build --release -p firn -p firn-preload -p firn-c
+	scripts/install --prefix '$(PREFIX)' --destdir '$(DESTDIR)'
 
 clean:
 	$(CARGO) clean

@@ -11,6 +11,8 @@
 //! * A test that hangs is ended by its watchdog, which prints the state first.
 
 pub mod ack;
+pub mod c;
+pub mod chunks;
 pub mod command;
 pub mod differential;
 pub mod door;

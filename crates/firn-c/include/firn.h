@@ -1,0 +1,174 @@
+/*
+ * firn.h - the C interface of Firn, a file system for checkpoints.
+ *
+ * What it is for: a program on the node reads files of a mount out of the mount's own memory, without a
+ * copy and without the file system in between: an RDMA agent that registers the memory and tells another
+ * node the addresses, a tool that moves a checkpoint elsewhere. docs/SEMANTICS.md, "Chunk lists", says what
+ * is promised.
+ *
+ *     firn *mount;
+ *     struct firn_data_region region;
+ *     firn_chunk_list *list;
+ *
+ *     firn_open("/ckpt", &mount);
+ *     firn_map_region(mount, &region);              once: register region.address with the network
+ *     firn_get_chunk_meta_list(mount, "/ckpt/step_100/rank0", &list);
+ *     ... read the pieces, as long as one likes ...
+ *     firn_chunk_list_check(list, &changed);        0: all that was read is what the file held
+ *     firn_chunk_list_free(list);
+ *     firn_close(mount);
+ *
+ * Units: sizes, lengths and offsets are bytes. Strings end with a zero byte; paths are UTF-8.
+ *
+ * Errors: functions that can fail return 0 or a positive errno. firn_strerror() says what it means here and
+ * what to do, firn_error_message() more exactly what happened. What a function gives through a pointer is
+ * given only where it returns 0.
+ *
+ *     ENODEV      the path is on no Firn mount
+ *     ENOTCONN    the mount is dead: firnd was killed; mount again, then firn_open() again
+ *     ETIMEDOUT   firnd does not answer (stopped, or its machine overloaded)
+ *     EACCES      the mount belongs to another user
+ *     EPROTO      firnd and this library are of different versions
+ *     EAGAIN      too many connections to this firnd
+ *     ESTALE      the list does not hold any more: make another one
+ *     ENOENT, EISDIR, EXDEV, EILSEQ
+ *                 no such file; a directory; on another mount than the handle; not UTF-8
+ *     EINVAL      a null pointer, a range outside the piece, not a regular file
+ *     ENODATA     the bytes are in the backing only: read them through the mount
+ *     EIO         a spill file or the backing fails
+ *     EMFILE      the handle holds 1024 lists already
+ *     ENOTRECOVERABLE  a fault in this library: please report it
+ *
+ * Threads: several threads may use a handle and its lists at once; their requests take turns. Only
+ * firn_close() needs the handle alone, and firn_chunk_list_free() its list. firn_error_message() is
+ * the thread's own.
+ *
+ * Processes: a handle belongs to the process that opened it. A child of fork() must not use it, and should
+ * exec or exit: as long as it keeps the descriptors open, lists that were not freed go on holding memory.
+ * Descriptors are closed at exec.
+ *
+ * Who may: the user who mounted, and root.
+ */
+#ifndef FIRN_H
+#define FIRN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- the library ---------------------------------------------------------------------------------- */
+
+/* Version of the library, as "0.1.0". */
+const char *firn_version(void);
+
+/* What an error of this library means and what to do. Never NULL; lives for ever. */
+const char *firn_strerror(int error);
+
+/* What the last call of this thread that failed met. Never NULL, empty where none failed; valid until the
+ * thread's next call that fails. */
+const char *firn_error_message(void);
+
+/* ---- a mount -------------------------------------------------------------------------------------- */
+
+/* A connection to the firnd of one mount. */
+typedef struct firn firn;
+
+/* Connects to the mount that `path` is on: the mount point, anything below it, or anything in its backing.
+ * ENODEV, ENOTCONN, ETIMEDOUT, EACCES, EPROTO, EAGAIN. */
+int firn_open(const char *path, firn **handle);
+
+/* Ends the connection: its lists hold no more, and addresses in its region must not be read any more. Lists
+ * must still be freed; with the last of them the region is unmapped. NULL is allowed. */
+void firn_close(firn *handle);
+
+/* ---- the data region ------------------------------------------------------------------------------ */
+
+/* Where a mount keeps what it holds. Filled by the library; the strings live as long as the handle. */
+struct firn_data_region {
+    const void *address;       /* of the region in this process; NULL until firn_map_region() */
+    uint64_t bytes;            /* of the region */
+    uint64_t page_bytes;       /* unit of allocation and of alignment */
+    uint64_t chunk_bytes;      /* of a chunk, the unit that moves to the spill file */
+    const char *path;          /* of the arena, the file that is the region ... */
+    uint64_t offset;           /* ... from this offset on */
+    const void *spill_address; /* of the start of the spill file in this process; else NULL */
+    uint64_t spill_bytes;      /* of the whole spill file; 0: there is none */
+    const char *spill_path;    /* of the spill file; NULL: there is none */
+    uint64_t reserved[7];      /* 0 */
+};
+
+/* Tells where the region is. */
+int firn_get_data_region(firn *handle, struct firn_data_region *region);
+
+/* Maps the region, and the spill file if there is one, for reading, and tells where. A second call gives
+ * the same mapping; firn_close() ends it. Bytes outside the pieces of a list that is held change at any
+ * time and mean nothing. Reading spill_address raises SIGBUS where the device fails: firn_read_chunk()
+ * gives EIO instead. ESTALE: the files are not this mount's. */
+int firn_map_region(firn *handle, struct firn_data_region *region);
+
+/* ---- chunk lists ---------------------------------------------------------------------------------- */
+
+/* Where a part of a file is. */
+enum firn_place {
+    FIRN_IN_MEMORY = 0,  /* in the region */
+    FIRN_IN_SPILL = 1,   /* in the spill file */
+    FIRN_IN_BACKING = 2, /* in the backing only: read it through the mount */
+    FIRN_IN_HOLE = 3     /* never written: zeros */
+};
+
+/* firn_chunk_meta.chunk of what is in no chunk. */
+#define FIRN_NO_CHUNK UINT32_MAX
+
+/* A part of a file. */
+struct firn_chunk_meta {
+    uint64_t offset;     /* from the start of the file */
+    uint64_t bytes;      /* more than 0 */
+    uint64_t at;         /* in memory: from the start of the region; spilled: from the start of the spill
+                          * file; in the backing: from the start of the file; a hole: 0 */
+    const void *address; /* in this process, of what is in memory or spilled, where the region was mapped
+                          * before the list was made; else NULL */
+    uint32_t place;      /* enum firn_place */
+    uint32_t chunk;      /* index of the chunk, or FIRN_NO_CHUNK */
+    uint64_t reserved[2]; /* 0 */
+};
+
+/* Where all bytes of a file are, and the right to find them there. */
+typedef struct firn_chunk_list firn_chunk_list;
+
+/* Lists the file at `path`. From now on until firn_chunk_list_free(), firn_close() or the end of this
+ * process or of firnd, the pieces in memory and in the spill file stay where they are and keep their bytes,
+ * whatever is done to the file: that memory is not free for others meanwhile, so do not keep lists longer
+ * than needed. ENOENT, EISDIR, EINVAL, EXDEV, EILSEQ, EMFILE, EIO, ENOTCONN, ETIMEDOUT. */
+int firn_get_chunk_meta_list(firn *handle, const char *path, firn_chunk_list **list);
+
+/* Bytes of the file when the list was made. */
+uint64_t firn_chunk_list_bytes(const firn_chunk_list *list);
+
+/* Number of pieces; 0: the file is empty. */
+size_t firn_chunk_list_count(const firn_chunk_list *list);
+
+/* The pieces, sorted by offset, without gap or overlap. They live as long as the list. */
+const struct firn_chunk_meta *firn_chunk_list_pieces(const firn_chunk_list *list);
+
+/* Asks whether what was read by the list until now is good. 0: it held until now. Then `changed`, if not
+ * NULL, is 1 where the file was changed through the mount since the list was made, or may have been: what
+ * was read from memory and the spill file is the file as it was at the list, what was read from the backing
+ * may be newer. ESTALE: the list may have ended before that; read again by a new one. */
+int firn_chunk_list_check(firn_chunk_list *list, int *changed);
+
+/* Gives the right up and frees the list. NULL is allowed. */
+void firn_chunk_list_free(firn_chunk_list *list);
+
+/* Copies `bytes` of a piece, from `from` bytes into it on. Needs firn_map_region() for what is in memory or
+ * spilled. EINVAL, ENODATA, EIO. */
+int firn_read_chunk(firn *handle, const struct firn_chunk_meta *piece, uint64_t from, void *buffer,
+                    size_t bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,202 @@
+//! The data region and the spill file in this process, for reading.
+//!
+//! Invariants
+//! * What is mapped is the arena that firnd named: its superblock and the spill file's header carry its uuid.
+//! * Every copy is within what was mapped: checked here.
+
+use std::fmt::Write;
+use std::mem::MaybeUninit;
+use std::path::Path;
+use std::ptr::NonNull;
+
+use firn_format::geometry::DATA_ALIGN;
+use firn_format::protocol::{DataRegion, SpillRegion};
+use firn_format::spill::{SPILL_HEADER_BYTES, SpillHeader};
+use firn_format::superblock::{SUPERBLOCK_BYTES, Superblock};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use crate::error::Error;
+
+/// Both files, mapped.
+pub(crate) struct Mapping {
+    pub(crate) region: View,
+    pub(crate) spill: Option<Spill>,
+}
+
+/// The spill file; read(2) tells of errors that a load would die of.
+pub(crate) struct Spill {
+    pub(crate) view: View,
+    file: OwnedFd,
+    path: String,
+}
+
+impl Mapping {
+    pub(crate) fn of(region: &DataRegion) -> Result<Self, Error> {
+        let (file, head) = open(&region.path, SUPERBLOCK_BYTES)?;
+        let foreign = |why: String| Error::Foreign { path: region.path.clone(), why };
+        let superblock = Superblock::decode(&head).map_err(|error| foreign(error.to_string()))?;
+        same(&superblock.uuid, region).map_err(foreign)?;
+        let spill = region.spill.as_ref().map(|spill| Spill::of(spill, region)).transpose()?;
+        Ok(Self { region: View::new(&file, &region.path, region.offset, region.bytes)?, spill })
+    }
+}
+
+impl Spill {
+    fn of(spill: &SpillRegion, region: &DataRegion) -> Result<Self, Error> {
+        let path = spill.path.clone();
+        let (file, head) = open(&path, SPILL_HEADER_BYTES)?;
+        let foreign = |why: String| Error::Foreign { path: path.clone(), why };
+        let header = SpillHeader::decode(&head).map_err(|error| foreign(error.to_string()))?;
+        same(&header.uuid, region).map_err(foreign)?;
+        let view = View::new(&file, &path, 0, spill.offset.saturating_add(spill.bytes))?;
+        Ok(Self { view, file, path })
+    }
+
+    /// Reads from `at` of the file.
+    ///
+    /// # Safety
+    /// `to` is writable for `len` bytes.
+    pub(crate) unsafe fn read(&self, mut at: u64, to: *mut u8, len: usize) -> Result<(), Error> {
+        let failed = |errno| Error::System { what: "read", path: self.path.clone(), errno };
+        // SAFETY: the caller's promise; C need not have written to it yet.
+        let mut out = unsafe { std::slice::from_raw_parts_mut(to.cast::<MaybeUninit<u8>>(), len) };
+        while !out.is_empty() {
+            match rustix::io::pread(&self.file, &mut *out, at) {
+                Ok(([], _)) => return Err(failed(Errno::IO)),
+                Ok((read, _)) => {
+                    let n = read.len();
+                    at += n as u64;
+                    out = &mut out[n..];
+                }
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(failed(errno)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A file and its first bytes.
+fn open(path: &str, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), Error> {
+    let failed = |what| move |errno| Error::System { what, path: path.to_owned(), errno };
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let file = rustix::fs::open(Path::new(path), flags, Mode::empty()).map_err(failed("open"))?;
+    let mut head = vec![0; head_bytes];
+    let n = rustix::io::pread(&file, &mut head[..], 0).map_err(failed("read"))?;
+    head.truncate(n);
+    Ok((file, head))
+}
+
+fn same(uuid: &[u8; 16], region: &DataRegion) -> Result<(), String> {
+    let digits = uuid.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    });
+    if digits == region.uuid { Ok(()) } else { Err("it belongs to another arena".into()) }
+}
+
+/// A part of a file, mapped for reading.
+pub(crate) struct View {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: memory that is only read, and lives as long as the value.
+unsafe impl Send for View {}
+// SAFETY: as above.
+unsafe impl Sync for View {}
+
+impl View {
+    fn new(file: impl AsFd, path: &str, offset: u64, bytes: u64) -> Result<Self, Error> {
+        let failed = |errno| Error::System { what: "map", path: path.to_owned(), errno };
+        let size = rustix::fs::fstat(&file).map_err(failed)?.st_size as u64;
+        if offset.checked_add(bytes).is_none_or(|end| end > size) || bytes == 0 {
+            let why = format!("it has {size} bytes, {bytes} from {offset} on are needed");
+            return Err(Error::Foreign { path: path.to_owned(), why });
+        }
+        // Huge pages need an address that agrees with the offset modulo their size: reserve more, then choose.
+        let align = DATA_ALIGN as usize;
+        let len = usize::try_from(bytes).map_err(|_| failed(Errno::NOMEM))?;
+        let room = len.checked_add(align).ok_or_else(|| failed(Errno::NOMEM))?;
+        let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        let reserved =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, ProtFlags::empty(), reserve) }
+                .map_err(failed)?;
+        let start = reserved as usize;
+        let skip = (offset as usize).wrapping_sub(start) % align;
+        let at = start + skip;
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: it replaces pages of the reservation, which nothing refers to.
+        let mapped = unsafe { rustix::mm::mmap(at as *mut _, len, ProtFlags::READ, flags, file, offset) };
+        const PAGE: usize = firn_format::geometry::PAGE as usize;
+        let used = if mapped.is_ok() { at..at + len.next_multiple_of(PAGE) } else { start..start };
+        for (from, to) in [(start, used.start), (used.end, start + room.next_multiple_of(PAGE))] {
+            if from < to {
+                // SAFETY: a part of the reservation that nothing refers to.
+                let _ = unsafe { rustix::mm::munmap(from as *mut _, to - from) };
+            }
+        }
+        let base: NonNull<u8> =
+            NonNull::new(mapped.map_err(failed)?.cast()).expect("the kernel maps no null");
+        // SAFETY: it changes no contents. A core file of the program need not carry all checkpoints.
+        let _ = unsafe { rustix::mm::madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) };
+        Ok(Self { base, len })
+    }
+
+    /// Where byte `at` of the view is, if so many follow.
+    pub(crate) fn address(&self, at: u64, bytes: u64) -> Option<*const u8> {
+        let inside = at.checked_add(bytes).is_some_and(|end| end <= self.len as u64);
+        // SAFETY: within the mapping.
+        inside.then(|| unsafe { self.base.as_ptr().add(at as usize).cast_const() })
+    }
+
+    pub(crate) fn start(&self) -> *const u8 {
+        self.base.as_ptr()
+    }
+}
+
+impl Drop for View {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`; whoever has addresses was told that they end here.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_view_begins_where_huge_pages_can_and_ends_with_its_bytes() {
+        let file = tempfile::tempfile().unwrap();
+        let data: Vec<u8> = (0..3 << 20).map(|at: u32| (at % 251) as u8).collect();
+        std::io::Write::write_all(&mut &file, &data).unwrap();
+        for (offset, bytes) in [(0, 3 << 20), (4096, 5000), (2 << 20, 1 << 20)] {
+            let view = View::new(&file, "file", offset, bytes).unwrap();
+            assert_eq!((view.start() as u64).wrapping_sub(offset) % DATA_ALIGN, 0);
+            let at = view.address(bytes - 1, 1).unwrap();
+            // SAFETY: within the view.
+            assert_eq!(unsafe { *at }, data[(offset + bytes - 1) as usize]);
+            assert_eq!(view.address(bytes, 1), None);
+            assert_eq!(view.address(u64::MAX, 2), None);
+        }
+        let short = View::new(&file, "file", 4096, 3 << 20).err().unwrap().to_string();
+        assert!(short.contains("3149824") || short.contains("3145728"), "{short}");
+    }
+
+    #[test]
+    fn a_file_of_another_arena_is_not_mapped() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("arena");
+        std::fs::write(&path, vec![0; 1 << 16]).unwrap();
+        let region = DataRegion { path: path.to_str().unwrap().into(), bytes: 4096, ..DataRegion::default() };
+        let error = Mapping::of(&region).err().unwrap();
+        assert_eq!(error.errno(), Errno::STALE.raw_os_error(), "{error}");
+        let missing = DataRegion { path: "/no/such/arena".into(), ..region };
+        assert_eq!(Mapping::of(&missing).err().unwrap().errno(), Errno::NOENT.raw_os_error());
+    }
+}
