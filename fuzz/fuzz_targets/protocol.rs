@@ -2,7 +2,10 @@
 #![no_main]
 
 use arbitrary::{Arbitrary, Unstructured};
-use firn_format::protocol::{ErrorStatus, FileStatus, LaneStatus, Reply, Request, Rung, Status};
+use firn_format::protocol::{
+    ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, LaneStatus, Place, Reply, Request, Rung,
+    SpillRegion, Status,
+};
 use firn_format::record::Ending;
 use libfuzzer_sys::fuzz_target;
 
@@ -35,7 +38,7 @@ fn returns_reply(reply: &Reply) {
 }
 
 fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
-    Ok(match u.int_in_range(0..=7)? {
+    Ok(match u.int_in_range(0..=13)? {
         0 => Request::Hello,
         1 => Request::Status,
         2 => {
@@ -46,12 +49,18 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
         4 => Request::Files { path: Arbitrary::arbitrary(u)? },
         5 => Request::Metrics,
         6 => Request::ClearErrors,
+        7 => Request::Region,
+        8 => Request::Chunks { path: Arbitrary::arbitrary(u)? },
+        9 => Request::CheckChunks { list: Arbitrary::arbitrary(u)? },
+        10 => Request::ReleaseChunks { list: Arbitrary::arbitrary(u)? },
+        11 => Request::Evict { path: Arbitrary::arbitrary(u)? },
+        12 => Request::Pin { path: Arbitrary::arbitrary(u)?, pinned: Arbitrary::arbitrary(u)? },
         _ => Request::Unmount { force: Arbitrary::arbitrary(u)?, keep_held: Arbitrary::arbitrary(u)? },
     })
 }
 
 fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
-    Ok(match u.int_in_range(0..=6)? {
+    Ok(match u.int_in_range(0..=11)? {
         0 => {
             let (protocol, version, pid) = Arbitrary::arbitrary(u)?;
             Reply::Hello { protocol, version, pid }
@@ -64,6 +73,21 @@ fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
             Reply::Progress { bytes_left, files_left, phase }
         }
         5 => Reply::Done,
+        6 => Reply::Region(region(u)?),
+        7 => {
+            let (list, bytes) = Arbitrary::arbitrary(u)?;
+            let pieces = (0..u.int_in_range(0..=3)?).map(|_| piece(u)).collect::<Result<_, _>>()?;
+            Reply::Chunks(ChunkList { list, bytes, pieces })
+        }
+        8 => Reply::ChunksChecked { changed: Arbitrary::arbitrary(u)? },
+        9 => {
+            let (freed_bytes, held_bytes) = Arbitrary::arbitrary(u)?;
+            Reply::Evicted { freed_bytes, held_bytes }
+        }
+        10 => {
+            let (files, bytes) = Arbitrary::arbitrary(u)?;
+            Reply::Pinned { files, bytes }
+        }
         _ => {
             let (errno, message) = Arbitrary::arbitrary(u)?;
             Reply::Error { errno, message }
@@ -93,6 +117,19 @@ fn file(u: &mut Unstructured) -> arbitrary::Result<FileStatus> {
     let (held_bytes, open, path) = Arbitrary::arbitrary(u)?;
     let ending = *u.choose(&[Ending::Open, Ending::Closed, Ending::Cut])?;
     Ok(FileStatus { path, state, held_bytes, open, ending })
+}
+
+fn region(u: &mut Unstructured) -> arbitrary::Result<DataRegion> {
+    let (path, uuid, offset, bytes, page_bytes, chunk_bytes) = Arbitrary::arbitrary(u)?;
+    let spill: Option<(String, u64, u64)> = Arbitrary::arbitrary(u)?;
+    let spill = spill.map(|(path, offset, bytes)| SpillRegion { path, offset, bytes });
+    Ok(DataRegion { path, uuid, offset, bytes, page_bytes, chunk_bytes, spill })
+}
+
+fn piece(u: &mut Unstructured) -> arbitrary::Result<ChunkPiece> {
+    let place = *u.choose(&[Place::Memory, Place::Spill, Place::Backing, Place::Hole])?;
+    let (offset, bytes, at, chunk) = Arbitrary::arbitrary(u)?;
+    Ok(ChunkPiece { offset, bytes, place, at, chunk })
 }
 
 fn rung(u: &mut Unstructured) -> arbitrary::Result<Rung> {
