@@ -23,7 +23,8 @@ const SINK_POOL_BYTES: u64 = 256 << 20;
 /// reaches the backing is at least 2 MiB for images of 15M and more; where each write costs a round
 /// trip or an operation (--backing sshfs, slow-disk) Firn is at least 3 times faster until all closes
 /// have returned; on a local ext4, where the page cache gathers writes by itself, it takes at most 2.5
-/// times as long with close=drain and 1.5 times with close=held. The FUSE sink drops what is written to
+/// times as long with close=drain and 1.5 times with close=held. With "+ preload" the processes load
+/// libfirn_preload.so and write past the kernel. The FUSE sink drops what is written to
 /// it: what it takes, every mount takes. The large writes, of 4 MiB each, go to the slow backing
 /// natively: what it takes to carry the bytes.
 #[derive(Clone, Debug, clap::Args)]
@@ -102,27 +103,34 @@ impl CheckpointArgs {
     ) -> anyhow::Result<Vec<Candidate<'a>>> {
         let native = prepared.dir.join("native");
         std::fs::create_dir_all(&native)?;
-        let mut all =
-            vec![Candidate { name: "native", behind: native.clone(), dir: native, door: Door::Native }];
+        let mut all = vec![Candidate::plain("native", native.clone(), native, Door::Native)];
         if self.common.baseline_only {
             return Ok(all);
         }
         let more = self.mount_options.as_ref().map_or(String::new(), |more| format!(",{more}"));
-        for (name, close) in [("firn close=drain", "drain"), ("firn close=held", "held")] {
-            let behind = prepared.dir.join(close);
-            let point = work.join(format!("mount-{close}"));
+        let library = firn.preload()?;
+        for (name, close, preload) in [
+            ("firn close=drain", "drain", None),
+            ("firn close=held", "held", None),
+            ("drain + preload", "drain", Some(&library)),
+            ("held + preload", "held", Some(&library)),
+        ] {
+            let own = format!("{close}{}", if preload.is_some() { "-preload" } else { "" });
+            let behind = prepared.dir.join(&own);
+            let point = work.join(format!("mount-{own}"));
             let mount = firn.mount(&behind, &point, &format!("close={close}{more}"))?;
-            all.push(Candidate { name, behind, dir: point, door: Door::Firn(mount) });
+            let candidate = Candidate::plain(name, behind, point, Door::Firn(mount));
+            all.push(Candidate { preload: preload.cloned(), ..candidate });
         }
         if self.backing != Kind::Local {
             let behind = prepared.dir.join("large");
             std::fs::create_dir_all(&behind)?;
-            all.push(Candidate { name: "large writes", dir: behind.clone(), behind, door: Door::Large });
+            all.push(Candidate::plain("large writes", behind.clone(), behind, Door::Large));
         } else {
             let dir = work.join("mount-sink");
             std::fs::create_dir_all(&dir)?;
             let sink = Mounted::start(&Server::Sink { pool_bytes: SINK_POOL_BYTES }, &dir)?;
-            all.push(Candidate { name: "FUSE sink", behind: work.to_owned(), dir, door: Door::Sink(sink) });
+            all.push(Candidate::plain("FUSE sink", work.to_owned(), dir, Door::Sink(sink)));
         }
         Ok(all)
     }
@@ -146,7 +154,7 @@ impl CheckpointArgs {
         // What earlier measurements left dirty must not be written in this one's time.
         rustix::fs::syncfs(File::open(&candidate.behind)?)?;
         let before = candidate.usage()?;
-        let outcomes = worker::run_all(&tasks)?;
+        let outcomes = worker::run_with(candidate.preload.as_deref(), &tasks)?;
         candidate.make_durable(&dir, &tasks)?;
         let durable_ns = cpu::now_ns();
         let after = candidate.usage()?;
@@ -203,6 +211,8 @@ struct Candidate<'a> {
     /// Where programs write.
     dir: PathBuf,
     door: Door<'a>,
+    /// A library that the processes load.
+    preload: Option<PathBuf>,
 }
 
 enum Door<'a> {
@@ -213,7 +223,11 @@ enum Door<'a> {
     Sink(Mounted),
 }
 
-impl Candidate<'_> {
+impl<'a> Candidate<'a> {
+    fn plain(name: &'static str, behind: PathBuf, dir: PathBuf, door: Door<'a>) -> Self {
+        Self { name, behind, dir, door, preload: None }
+    }
+
     fn usage(&self) -> anyhow::Result<(Counters, f64)> {
         match &self.door {
             Door::Firn(mount) => Ok((mount.counters()?, mount.cpu_s())),
