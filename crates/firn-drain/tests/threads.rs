@@ -5,6 +5,7 @@
 //! not how they take turns; `FIRN_OPS` sets the operations of each writer.
 
 mod threads {
+    pub mod lister;
     pub mod mount;
     pub mod reader;
     pub mod shared;
@@ -21,8 +22,8 @@ use firn_backing::{Backing, DirBacking, Errno, RenameFlags, SimBacking};
 use firn_engine::{NodeId, ROOT};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use threads::mount::Mount;
-use threads::{reader, shared, writer};
+use threads::mount::{Disturbance, Mount};
+use threads::{lister, reader, shared, writer};
 
 /// Writers; each has a directory of its own and every fourth stripe of the shared file.
 const WRITERS: usize = 4;
@@ -44,7 +45,7 @@ fn seed(test: &str) -> u64 {
 /// Proves S-write-2, S-write-3, S-write-6, S-read-1, S-name-2.
 #[test]
 fn threads_over_the_simulated_backing_agree_with_their_models() {
-    run(SimBacking::new(), seed("simulated"), false);
+    run(SimBacking::new(), seed("simulated"), Disturbance::None);
 }
 
 /// Proves S-error-1, S-error-4.
@@ -57,19 +58,25 @@ fn threads_over_a_failing_backing_agree_with_their_models() {
         ("write_at", 1..8) => Some(Fault::ShortWrite(rng.random_range(1..5000))),
         _ => None,
     });
-    run(backing, seed, true);
+    run(backing, seed, Disturbance::Faults);
 }
 
 /// Proves S-write-2, S-write-3, S-write-6, S-read-1, S-name-2.
 #[test]
 fn threads_over_a_directory_agree_with_their_models() {
     let dir = tempfile::tempdir().expect("a directory");
-    run(DirBacking::open(dir.path()).expect("it opens"), seed("directory"), false);
+    run(DirBacking::open(dir.path()).expect("it opens"), seed("directory"), Disturbance::None);
 }
 
-fn run<B: Backing>(backing: B, seed: u64, faults: bool) {
+/// Proves S-chunks-1.
+#[test]
+fn what_chunk_lists_name_stays_as_it_is_under_all_threads() {
+    run(SimBacking::new(), seed("lists"), Disturbance::Lists);
+}
+
+fn run<B: Backing>(backing: B, seed: u64, disturbance: Disturbance) {
     let ops = setting("FIRN_OPS").unwrap_or(OPS_DEFAULT);
-    let mount = Mount::new(backing, faults);
+    let mount = Mount::new(backing, disturbance);
     let dirs: Vec<NodeId> = (0..WRITERS).map(|writer| mount.mkdir(&dir_name(writer))).collect();
     mount.create(ROOT, shared::NAME);
     let writing = AtomicUsize::new(WRITERS);
@@ -89,9 +96,14 @@ fn run<B: Backing>(backing: B, seed: u64, faults: bool) {
             .collect();
         others.push(scope.spawn(move || rename_directories(mount, seed, go_on)));
         others.push(scope.spawn(move || ask(mount, go_on)));
+        let lister = (disturbance == Disturbance::Lists)
+            .then(|| scope.spawn(move || lister::run(mount, seed ^ 300, go_on)));
         // The scope would wait as well, but ThreadSanitizer does not see how.
         let models: Vec<_> = writers.into_iter().map(|thread| thread.join().expect("a writer")).collect();
         others.into_iter().for_each(|thread| thread.join().expect("another thread"));
+        if let Some(lister) = lister {
+            assert!(lister.join().expect("a lister") > 0, "it read nothing");
+        }
         models
     });
     let found = mount.end();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_arena::{Arena, Identity};
 use firn_backing::sim::tree;
@@ -23,16 +23,27 @@ const IO_THREADS: usize = 3;
 /// Nothing here takes so long; only a wait that never ends does.
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// What writers must reckon with beside each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Disturbance {
+    None,
+    /// The backing fails now and then.
+    Faults,
+    /// Chunk lists hold memory now and then, all of it at worst.
+    Lists,
+}
+
 pub struct Mount<B: Backing> {
     pub engine: Arc<Engine<B>>,
     /// Whether the backing fails now and then.
     pub faults: bool,
+    lists: bool,
     pool: Pool,
     _arena: tempfile::TempDir,
 }
 
 impl<B: Backing> Mount<B> {
-    pub fn new(backing: B, faults: bool) -> Self {
+    pub fn new(backing: B, disturbance: Disturbance) -> Self {
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
         let identity = Identity { backing: PathBuf::from("/backing"), dev: 1, ino: 1 };
         let geometry = Geometry::new(CHUNKS * CHUNK_BYTES, CHUNK_BYTES).expect("a valid geometry");
@@ -43,15 +54,16 @@ impl<B: Backing> Mount<B> {
         options.drain_write_bytes_max = 64 << 10;
         let engine = Engine::begin(backing, arena, options).expect("an engine");
         let pool = Pool::start(Arc::clone(&engine), IO_THREADS).expect("IO threads");
-        Self { engine, faults, pool, _arena: dir }
+        let (faults, lists) = (disturbance == Disturbance::Faults, disturbance == Disturbance::Lists);
+        Self { engine, faults, lists, pool, _arena: dir }
     }
 
     /// Drains everything, ends the threads and reads the files of the backing.
     pub fn end(mut self) -> BTreeMap<String, Vec<u8>> {
-        let end = std::time::Instant::now() + PATIENCE;
+        let end = Instant::now() + PATIENCE;
         while self.engine.status().held_bytes > 0 {
             self.engine.drain_tree(b"");
-            assert!(std::time::Instant::now() < end, "it does not drain: {:?}", self.engine.status());
+            assert!(Instant::now() < end, "it does not drain: {:?}", self.engine.status());
             std::thread::sleep(Duration::from_millis(1));
         }
         self.pool.stop();
@@ -91,7 +103,7 @@ impl<B: Backing> Mount<B> {
         data: &[u8],
         mut taken: impl FnMut(usize, &[u8]),
     ) -> bool {
-        let mut done = 0;
+        let (mut done, end) = (0, Instant::now() + PATIENCE);
         while done < data.len() {
             match self.engine.write(handle, offset + done as u64, &data[done..], false) {
                 Ok(Written::Bytes(count)) => {
@@ -101,6 +113,8 @@ impl<B: Backing> Mount<B> {
                 Ok(Written::Full) => match wait(|told| self.engine.on_space(told)) {
                     Ok(()) => {}
                     Err(_) if self.faults => return false,
+                    // A list ends soon.
+                    Err(Errno::NOSPC) if self.lists && Instant::now() < end => std::thread::yield_now(),
                     Err(errno) => panic!("no room: {errno}"),
                 },
                 Err(Errno::IO) if self.faults => return false,

@@ -63,6 +63,9 @@ fn mount(s: &Status, paint: Paint) -> String {
         );
         line("door", what);
     }
+    if s.chunk_lists > 0 {
+        line("lists", format!("{} that programs read by", count(s.chunk_lists, "chunk list")));
+    }
     if s.recovered_bytes > 0 {
         line("recovered", format!("{} that an earlier firnd held", bytes(s.recovered_bytes)));
     }

@@ -1,0 +1,62 @@
+//! A program that reads files by chunk lists: what a list names is right, and stays as it is.
+
+use firn_backing::{Backing, Errno};
+use firn_engine::HeldChunks;
+use firn_format::protocol::{ChunkPiece, Place};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::mount::Mount;
+use super::{shared, writer};
+use crate::{WRITERS, dir_name};
+
+/// Returns the bytes that were read.
+pub fn run<B: Backing>(mount: &Mount<B>, seed: u64, go_on: impl Fn() -> bool) -> u64 {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut bytes = 0;
+    while go_on() {
+        bytes += if rng.random_bool(0.5) {
+            list(mount, shared::NAME, shared::is_byte_of_owner)
+        } else {
+            let owner = rng.random_range(0..WRITERS);
+            let name = writer::NAMES[rng.random_range(0..writer::NAMES.len())];
+            let path = format!("{}/{name}", dir_name(owner));
+            list(mount, &path, |_, byte| shared::is_byte_of(owner, byte))
+        };
+    }
+    bytes
+}
+
+fn list<B: Backing>(mount: &Mount<B>, path: &str, right: impl Fn(usize, u8) -> bool) -> u64 {
+    let (held, pieces) = match HeldChunks::of(&mount.engine, path.as_bytes()) {
+        Ok(made) => made,
+        // Removed, or its directory is away for a moment.
+        Err(Errno::NOENT | Errno::STALE) => return 0,
+        Err(errno) => panic!("{path}: {errno}"),
+    };
+    let before: Vec<Vec<u8>> = pieces.iter().map(|piece| bytes_of(mount, piece)).collect();
+    for (piece, bytes) in pieces.iter().zip(&before) {
+        let wrong = (0..bytes.len()).find(|at| !right(piece.offset as usize + at, bytes[*at]));
+        assert_eq!(wrong, None, "{path}: {piece:?}");
+    }
+    // Time for the others to do what they like with the file.
+    std::thread::sleep(std::time::Duration::from_micros(300));
+    for (piece, bytes) in pieces.iter().zip(&before) {
+        assert!(bytes_of(mount, piece) == *bytes, "{path}: {piece:?} did not stay");
+    }
+    held.changed();
+    before.iter().map(|bytes| bytes.len() as u64).sum()
+}
+
+fn bytes_of<B: Backing>(mount: &Mount<B>, piece: &ChunkPiece) -> Vec<u8> {
+    if piece.place != Place::Memory {
+        return Vec::new();
+    }
+    let arena = mount.engine.arena();
+    let at = arena.address(arena.geometry().data_offset() + piece.at);
+    let mut bytes = vec![0; piece.bytes as usize];
+    // SAFETY: within the mapping, since the list says so, and nobody stores there while it is held. Through
+    // libc's function, which ThreadSanitizer watches.
+    unsafe { std::ptr::copy_nonoverlapping(at, bytes.as_mut_ptr(), bytes.len()) };
+    bytes
+}
