@@ -2,7 +2,7 @@
 //!
 //! Promises
 //! * A [`Connection`] exists only after firnd has said Hello in our protocol.
-//! * Hello and short questions fail after [`ANSWER_S`] seconds of silence; waits may take for ever.
+//! * Hello and short questions fail after `ANSWER_S` seconds of silence; waits may take for ever.
 //! * A firnd that is gone is an error and no SIGPIPE: the program may be anybody's.
 
 use std::io::{self, BufRead, BufReader, Read};

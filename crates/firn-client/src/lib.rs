@@ -1,6 +1,6 @@
 //! A process's connection to firnd.
 //!
-//! From any path to the mount it lies on ([`find`]), from the backing of that mount to its files
+//! From any path to the mount it lies on ([`mod@find`]), from the backing of that mount to its files
 //! ([`paths`]), and over the socket to firnd ([`connect`]). Past the kernel, into a leased slab:
 //! [`door`].
 

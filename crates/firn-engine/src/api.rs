@@ -2,6 +2,9 @@
 
 use firn_backing::{Attr, Errno, SetTime};
 
+#[cfg(doc)]
+use crate::Engine;
+
 /// Number of a name space object while the kernel knows it; 1 is the root, as in FUSE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeId(pub u64);
