@@ -4,6 +4,7 @@
 //! * Every access is within the mapping: checked here, once, by an assertion.
 //! * Words that change while others read them are touched only as atomics.
 
+use firn_journal::Medium;
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -151,13 +152,12 @@ pub struct JournalRegion {
     pub(crate) len: u64,
 }
 
-impl JournalRegion {
-    /// Bytes in all.
-    pub fn bytes(&self) -> usize {
+impl Medium for JournalRegion {
+    fn len(&self) -> usize {
         self.len as usize
     }
-    /// Copies in.
-    pub fn store(&mut self, at: usize, bytes: &[u8]) {
+
+    fn write(&mut self, at: usize, bytes: &[u8]) {
         assert!(at as u64 + bytes.len() as u64 <= self.len);
         match <[u8; 8]>::try_from(bytes) {
             Ok(word) if at.is_multiple_of(8) => {
@@ -170,8 +170,8 @@ impl JournalRegion {
         // A later store must not become visible before this one.
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
     }
-    /// Copies out.
-    pub fn load(&self, at: usize, bytes: &mut [u8]) {
+
+    fn read(&self, at: usize, bytes: &mut [u8]) {
         assert!(at as u64 + bytes.len() as u64 <= self.len);
         self.map.read(self.offset + at as u64, bytes);
     }

@@ -15,7 +15,6 @@ use firn_client::paths::{RuntimeFiles, create_runtime_dir};
 use firn_config::{Close, Drain, Fsync, Options, Passthrough};
 use firn_drain::Pool;
 use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
-use firn_journal::Medium;
 
 use crate::error::DaemonError;
 use crate::lock::Locks;
@@ -239,7 +238,7 @@ fn text(path: &[u8]) -> std::ffi::OsString {
 
 /// A truncation that was journaled and perhaps not done, with no piece left that tells of it.
 fn journal_has_work(arena: &Arena) -> bool {
-    let replay = firn_journal::replay(&Region(arena.journal_region()));
+    let replay = firn_journal::replay(&arena.journal_region());
     !replay.damage.is_empty() || replay.ledger.files().any(|(_, bound)| !bound.truncating.is_empty())
 }
 
@@ -265,20 +264,5 @@ fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
             lost.bytes,
             lost.reason
         ));
-    }
-}
-
-/// The arena's journal for reading.
-pub(crate) struct Region(pub(crate) firn_arena::JournalRegion);
-
-impl Medium for Region {
-    fn len(&self) -> usize {
-        self.0.bytes()
-    }
-    fn write(&mut self, _: usize, _: &[u8]) {
-        unreachable!("replay only reads");
-    }
-    fn read(&self, at: usize, bytes: &mut [u8]) {
-        self.0.load(at, bytes);
     }
 }

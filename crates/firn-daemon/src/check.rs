@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use crate::attach::Region;
 use crate::error::CheckError;
 use crate::lock;
 
@@ -54,7 +53,7 @@ pub struct Damage {
 pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
     let in_use = lock::is_held(arena);
     let found = firn_arena::check(arena)?;
-    let replay = firn_journal::replay(&Region(found.journal));
+    let replay = firn_journal::replay(&found.journal);
     let mut damage: Vec<Damage> = found.damage.iter().map(table_damage).collect();
     if !in_use {
         damage.extend(replay.damage.iter().map(|damage| Damage {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use firn_arena::{Arena, JournalRegion, Lease};
 use firn_backing::{Backing, Errno};
 use firn_format::protocol::ErrorStatus;
-use firn_journal::{Journal, Medium};
+use firn_journal::Journal;
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::drain::Queue;
@@ -145,20 +145,6 @@ pub(crate) struct Trouble {
     pub lost: bool,
 }
 
-pub(crate) struct Region(pub JournalRegion);
-
-impl Medium for Region {
-    fn len(&self) -> usize {
-        self.0.bytes()
-    }
-    fn write(&mut self, at: usize, bytes: &[u8]) {
-        self.0.store(at, bytes);
-    }
-    fn read(&self, at: usize, bytes: &mut [u8]) {
-        self.0.load(at, bytes);
-    }
-}
-
 pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
 /// One mount's names, files and pending data over a backing.
@@ -166,7 +152,7 @@ pub struct Engine<B: Backing> {
     pub(crate) backing: B,
     pub(crate) arena: Arena,
     pub(crate) options: EngineOptions,
-    pub(crate) journal: Mutex<Journal<Region>>,
+    pub(crate) journal: Mutex<Journal<JournalRegion>>,
     pub(crate) last_binding: AtomicU64,
     pub(crate) last_rename: AtomicU64,
     /// Held for reading while a path is told and bound, for writing while a rename changes paths.

@@ -15,14 +15,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Instant;
 
-use firn_arena::{Arena, Stored};
+use firn_arena::{Arena, JournalRegion, Stored};
 use firn_backing::{Access, Backing, Errno, Time};
 use firn_format::record::{Ending, Record};
 use firn_journal::{Bound, Journal, PathState};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::drain::Queue;
-use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions, Region};
+use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions};
 use crate::extents::{Extent, Extents};
 use crate::lost::LostFile;
 use crate::names::{Names, Node};
@@ -54,7 +54,7 @@ enum Search<N> {
 impl<B: Backing> Engine<B> {
     /// Begins with a fresh arena.
     pub fn begin(backing: B, arena: Arena, options: EngineOptions) -> Result<Arc<Self>, EngineError> {
-        let journal = Journal::create(Region(arena.journal_region()));
+        let journal = Journal::create(arena.journal_region());
         let engine = Self::assemble(backing, arena, journal, options)?;
         Ok(engine.start())
     }
@@ -66,7 +66,7 @@ impl<B: Backing> Engine<B> {
         stored: &[Stored],
         options: EngineOptions,
     ) -> Result<(Arc<Self>, Recovered), EngineError> {
-        let (journal, replay) = Journal::open(Region(arena.journal_region()));
+        let (journal, replay) = Journal::open(arena.journal_region());
         let ledger = replay.ledger.clone();
         let mut engine = Self::assemble(backing, arena, journal, options)?;
         let mut recovered = Recovered {
@@ -105,7 +105,7 @@ impl<B: Backing> Engine<B> {
     fn assemble(
         backing: B,
         arena: Arena,
-        journal: Journal<Region>,
+        journal: Journal<JournalRegion>,
         options: EngineOptions,
     ) -> Result<Self, EngineError> {
         let root = backing.root();

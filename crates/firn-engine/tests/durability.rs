@@ -5,29 +5,13 @@ mod common;
 use std::ffi::OsStr;
 
 use common::world::World;
-use firn_arena::JournalRegion;
 use firn_backing::{Backing, Caller, RenameFlags, SimBacking};
 use firn_engine::{ROOT, Written};
-use firn_journal::{Medium, replay};
+use firn_journal::replay;
 
 const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
 /// Each loss keeps another subset of what was not synced.
 const LOSSES: u64 = 64;
-
-/// The journal of a live arena, to be read.
-struct Region(JournalRegion);
-
-impl Medium for Region {
-    fn len(&self) -> usize {
-        self.0.bytes()
-    }
-    fn write(&mut self, _: usize, _: &[u8]) {
-        unreachable!("replay only reads");
-    }
-    fn read(&self, at: usize, bytes: &mut [u8]) {
-        self.0.load(at, bytes);
-    }
-}
 
 /// Whether a path leads to something after each of many losses of power.
 fn survives(world: &World, path: &str) -> [bool; LOSSES as usize] {
@@ -81,7 +65,7 @@ fn a_file_that_is_never_wholly_drained_does_not_fill_the_journal() {
         }
         while world.engine.status().held_bytes > 64 << 10 && world.drain_step() {}
         assert_ne!(world.engine.status().held_bytes, 0, "the binding ended");
-        let found = replay(&Region(world.engine.arena().journal_region()));
+        let found = replay(&world.engine.arena().journal_region());
         most = most.max(found.ledger.files().map(|(_, bound)| bound.voids.len()).max().unwrap_or(0));
     }
     assert!((2..100).contains(&most), "{most} voids");

@@ -1,7 +1,6 @@
 //! Records into the journal of an arena, snapshots included.
 
 use criterion::{Criterion, Throughput};
-use firn_arena::JournalRegion;
 use firn_format::journal::frame_bytes;
 use firn_format::record::{Identity, Record};
 use firn_journal::{Journal, Medium};
@@ -10,20 +9,6 @@ use super::room::{Copies, arena};
 
 /// Files with pending data, which each snapshot writes again.
 const BOUND: u64 = 100;
-
-struct Region(JournalRegion);
-
-impl Medium for Region {
-    fn len(&self) -> usize {
-        self.0.bytes()
-    }
-    fn write(&mut self, at: usize, bytes: &[u8]) {
-        self.0.store(at, bytes);
-    }
-    fn read(&self, at: usize, bytes: &mut [u8]) {
-        self.0.load(at, bytes);
-    }
-}
 
 fn bind(file: u64) -> Record {
     let identity = Identity { dev: 1, ino: file, btime: Some((1_700_000_000, 5)) };
@@ -37,9 +22,9 @@ pub fn append(c: &mut Criterion) {
     let mut group = c.benchmark_group("journal bind and unbind");
     group.throughput(Throughput::Bytes(frames.iter().map(|frame| frame.len() as u64).sum()));
     let (_dir, arena) = arena();
-    let mut copies = Copies::over(arena.journal_region().bytes());
+    let mut copies = Copies::over(arena.journal_region().len());
     group.bench_function("memcpy", |b| b.iter(|| frames.iter().for_each(|frame| copies.copy(frame))));
-    let mut journal = Journal::create(Region(arena.journal_region()));
+    let mut journal = Journal::create(arena.journal_region());
     (1..=BOUND).for_each(|file| journal.append(&bind(file)).expect("room"));
     group.bench_function("journal", |b| {
         b.iter(|| {

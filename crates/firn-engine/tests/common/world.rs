@@ -13,6 +13,7 @@ use firn_backing::sim::{Fault, SimBacking};
 use firn_backing::{Backing, Errno};
 use firn_engine::{DrainPolicy, Engine, EngineOptions, Entry, NodeId, Pick, ROOT, Recovered, SpillStep};
 use firn_format::geometry::Geometry;
+use firn_journal::Medium;
 
 /// Counts stores and calls; at one of them the world stops.
 #[derive(Clone)]
@@ -192,8 +193,8 @@ impl World {
             assert_eq!(damage, [], "a crash is no damage");
             if std::env::var_os("FIRN_TRACE").is_some() {
                 eprintln!("life {}: {:#?}", self.lives, stored.iter().map(|s| s.piece).collect::<Vec<_>>());
-                let mut bytes = vec![0; arena.journal_region().bytes()];
-                arena.journal_region().load(0, &mut bytes);
+                let mut bytes = vec![0; arena.journal_region().len()];
+                arena.journal_region().read(0, &mut bytes);
                 eprintln!("{:?}", firn_journal::replay(&firn_journal::Memory(bytes)).ledger);
             }
             let attached = Engine::attach(self.backing.clone(), arena, &stored, self.options.clone());
