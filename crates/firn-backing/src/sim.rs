@@ -6,6 +6,7 @@
 //! * No permissions are checked: the caller is taken to be root.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
@@ -42,6 +43,8 @@ pub type Plan = Box<dyn FnMut(&'static str, u64) -> Option<Fault> + Send>;
 #[derive(Clone, Default)]
 pub struct SimBacking {
     state: Arc<Mutex<State>>,
+    /// Files that are open.
+    open: Arc<AtomicUsize>,
 }
 
 #[derive(Default)]
@@ -61,7 +64,7 @@ impl SimBacking {
     /// A backing over a copy of a disk.
     pub fn from_disk(disk: Disk) -> Self {
         let state = State { disk, ..State::default() };
-        Self { state: Arc::new(Mutex::new(state)) }
+        Self { state: Arc::new(Mutex::new(state)), open: Arc::default() }
     }
 
     /// A copy of the disk and its cache, as they are now.
@@ -77,6 +80,11 @@ impl SimBacking {
     /// Calls so far.
     pub fn steps(&self) -> u64 {
         self.state.lock().steps
+    }
+
+    /// Files open now.
+    pub fn open_files(&self) -> usize {
+        self.open.load(Ordering::Relaxed)
     }
 
     /// Has every later call ask `plan`.

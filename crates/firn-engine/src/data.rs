@@ -293,6 +293,7 @@ impl<B: Backing> Engine<B> {
             }
         }
         let orphan = state.unlinked && state.handles.is_empty();
+        self.let_go(file, &mut state);
         drop(state);
         if orphan {
             self.discard(file);
@@ -301,6 +302,32 @@ impl<B: Backing> Engine<B> {
         }
         self.drop_if_unused(file);
         self.tell_space();
+    }
+
+    /// Closes the backing's file of one that nobody has open: more files may be in memory than a process may have
+    /// descriptors. With pending data only where there are many, and only after a descriptor was had by the name
+    /// once more: it may be that nobody would get one later (mode 0444).
+    pub(crate) fn let_go(&self, file: &File<B>, state: &mut FileState<B>) {
+        if !state.handles.is_empty() || !state.inflight.is_empty() || state.exclusive || state.unlinked {
+            return;
+        }
+        let many = || self.counters.held_files.load(Ordering::Relaxed) > self.options.objects_max as u64;
+        let opens = || {
+            let object = self.object(&file.node)?;
+            self.backing.open(&object, Access::ReadWrite)
+        };
+        if state.pending == 0 || (many() && opens().is_ok()) {
+            (state.writer, state.reader) = (None, None);
+        }
+    }
+
+    /// Before the mode of a file changes: a drain may not get its descriptor afterwards.
+    pub(crate) fn take_hold(&self, file: &File<B>) {
+        let mut state = file.lock();
+        if state.pending > 0 {
+            // If it is not to be had now, nothing is lost by the change.
+            let _ = self.writer(file, &mut state);
+        }
     }
 
     /// Keeps a small slab with room for the next small file; gives others back.

@@ -419,6 +419,9 @@ impl<B: Backing> Engine<B> {
         }
         file.io_ended();
         let (done, cached) = (state.pending == 0, !state.cache.is_empty());
+        if done {
+            self.let_go(&file, &mut state);
+        }
         drop(state);
         if cached {
             self.note_cached(&file);

@@ -79,6 +79,7 @@ impl<B: Backing> Engine<B> {
         {
             // Set-id bits must go with the next write, which only the kernel's way can do.
             self.end_door(&file);
+            self.take_hold(&file);
         }
         if set.uid.is_some() || set.gid.is_some() {
             self.backing.set_owner(&self.object(&node)?, set.uid, set.gid)?;

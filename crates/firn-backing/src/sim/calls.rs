@@ -5,6 +5,7 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::MutexGuard;
 
@@ -29,6 +30,14 @@ pub struct SimNode {
 pub struct SimFile {
     node: SimNode,
     access: Access,
+    /// How many are open.
+    open: Arc<AtomicUsize>,
+}
+
+impl Drop for SimFile {
+    fn drop(&mut self) {
+        self.open.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// An open simulated directory.
@@ -49,6 +58,11 @@ impl SimFile {
 const SIZE_MAX: u64 = i64::MAX as u64;
 
 impl SimBacking {
+    fn file(&self, node: SimNode, access: Access) -> SimFile {
+        self.open.fetch_add(1, Ordering::Relaxed);
+        SimFile { node, access, open: Arc::clone(&self.open) }
+    }
+
     fn enter(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
         let mut state = self.state.lock();
         state.step(op)?;
@@ -122,7 +136,7 @@ impl Backing for SimBacking {
         let disk = &mut self.enter("create")?.disk;
         let ino = disk.add(caller, parent.ino, name, libc::S_IFREG | mode & 0o7777, |_| ())?;
         let (node, attr) = disk.node(ino)?;
-        Ok((node.clone(), SimFile { node, access: Access::ReadWrite }, attr))
+        Ok((node.clone(), self.file(node, Access::ReadWrite), attr))
     }
 
     fn mkdir(&self, caller: &Caller, parent: &SimNode, name: &OsStr, mode: u32) -> Result<(SimNode, Attr)> {
@@ -361,7 +375,7 @@ impl Backing for SimBacking {
         if access != Access::Read {
             disk.writable()?;
         }
-        Ok(SimFile { node: node.clone(), access })
+        Ok(self.file(node.clone(), access))
     }
 
     fn read_at(&self, file: &SimFile, buf: &mut [u8], offset: u64) -> Result<usize> {
