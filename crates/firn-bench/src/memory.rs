@@ -62,7 +62,7 @@ impl Setting {
 const CHUNK_BLOCK_BYTES: u64 = 1 << 20;
 /// A file of small blocks takes fewer bytes, or a round would take minutes.
 const SMALL_BLOCK_BYTES: u64 = 64 << 10;
-const SMALL_BLOCKS_MAX: u64 = 400_000;
+const SMALL_BLOCKS_MAX: u64 = 200_000;
 /// From here on goals hold.
 const LARGE_BLOCK_BYTES: u64 = 1 << 20;
 /// From about here on the C library's memcpy, the baseline, uses non-temporal stores itself (three quarters of

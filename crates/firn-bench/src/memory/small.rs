@@ -1,5 +1,7 @@
 //! What many small files take, and how much of an arena is not data.
 
+use firn_format::geometry::Geometry;
+
 use crate::firn::Firn;
 use crate::options::{WorkDir, show_size};
 use crate::report::{Limit, Report};
@@ -7,23 +9,29 @@ use crate::worker::{self, Operation, Task};
 
 const MIB: f64 = (1u64 << 20) as f64;
 const FILE_BYTES: u64 = 4096;
-/// Room for every file in a slab that it shares with none, were it so.
-const ARENA_BYTES: u64 = 1 << 30;
+/// With less, 10^5 names do not fit the journal, which is 1/256 of it.
+const ARENA_BYTES: u64 = 3 << 30;
+const CHUNK_BYTES: u64 = 4 << 20;
 /// Of firnd and of an arena, beside what files take.
 const FIXED_MIB: f64 = 64.0;
 
 /// Adds a case: `count` files of 4 KiB.
 pub fn measure(count: u64, firn: &Firn, work: &WorkDir, report: &mut Report) -> anyhow::Result<()> {
-    let options = format!("drain=demand,close=held,fsync=held,arena-size={ARENA_BYTES}");
+    let options =
+        format!("drain=demand,close=held,fsync=held,chunk-size={CHUNK_BYTES},arena-size={ARENA_BYTES}");
     let (backing, point) = (work.subdir("small.b")?, work.subdir("small")?);
     let mount = firn.mount(&backing, &point, &options)?;
     let dir = mount.path().join("checkpoint");
     std::fs::create_dir(&dir)?;
-    // All its blocks are there from the beginning; what counts is what files use of it, and what is no data.
+    // All its blocks are there from the beginning; what counts is what files take: slabs, the tables of their
+    // chunks, the journal.
+    let geometry = Geometry::new(ARENA_BYTES, CHUNK_BYTES)?;
     let metadata = std::fs::metadata(mount.arena()?)?.len() - ARENA_BYTES;
     let metadata_percent = metadata as f64 / ARENA_BYTES as f64 * 100.0;
     let used = || -> anyhow::Result<(f64, f64)> {
-        let arena = metadata + mount.number("arena_used_bytes")?;
+        let slabs = mount.number("arena_used_bytes")?;
+        let tables = slabs.div_ceil(CHUNK_BYTES) * geometry.table_bytes();
+        let arena = slabs + tables + 2 * geometry.journal_half_bytes;
         Ok((arena as f64 / MIB, mount.private_bytes()? as f64 / MIB))
     };
     let before = used()?;
