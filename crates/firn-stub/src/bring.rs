@@ -1,0 +1,504 @@
+//! Bringing into the backing what programs did to the tree.
+//!
+//! The map says where each stub stood; the tree says where it stands. Stubs are taken top down, so that a
+//! directory stands where it belongs before anything in it is looked at. Whatever stands in the way of
+//! another goes to a private name first, which also undoes exchanges and directories that changed places
+//! with what was in them. What nobody finds any more is removed last.
+
+use std::collections::{HashMap, HashSet};
+use std::ffi::OsStr;
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::time::Duration;
+
+use firn_backing::{Backing, Errno, Kind, RenameFlags, SetTime, Time};
+use firn_engine::{Result, SetAttr, Written};
+use rustix::fs::{
+    AtFlags, Dir, Mode, OFlags, SeekFrom, Timespec, Timestamps, fstat, openat, readlinkat, utimensat,
+};
+
+use crate::StubId;
+use crate::map::{Last, Map, Rel};
+use crate::tree::{Stub, Tree, errno, is_private, join, private};
+
+/// The kernel's clock for times of change has ticks of 10 ms at most; what is older than two is over.
+const QUIET: Duration = Duration::from_millis(20);
+/// Tries to find the tree quiet, where removals depend on it.
+const QUIET_TRIES: u32 = 50;
+/// Bytes copied at a time of what came through the kernel.
+const COPY_BYTES: usize = 1 << 20;
+
+/// The tree at one time, or nearly so.
+pub(crate) struct Walk {
+    /// Parents before what is in them.
+    pub stubs: Vec<Stub>,
+    /// Nothing was renamed meanwhile: who is not in it stands nowhere.
+    pub quiet: bool,
+}
+
+impl<B: Backing> Tree<B> {
+    /// Makes the backing's names and attributes those of the tree. Goes on after an error, and gives the
+    /// first; what failed is tried again the next time. Where removals cannot be told from renames while programs
+    /// change the tree, it waits a second for them.
+    pub fn reconcile(&self) -> Result<()> {
+        self.carry_over(QUIET_TRIES)
+    }
+
+    /// The same for whoever comes again: removals may be left for the next time.
+    pub fn reconcile_soon(&self) -> Result<()> {
+        self.carry_over(0)
+    }
+
+    fn carry_over(&self, quiet_tries: u32) -> Result<()> {
+        let mut map = self.map.lock();
+        let mut walk = self.walk().map_err(|error| errno(&error))?;
+        let mut failed = None;
+        for stub in &walk.stubs {
+            if let Err(error) = self.bring(&mut map, stub) {
+                tracing::warn!(path = %String::from_utf8_lossy(&stub.path), %error, "a name of the stub tree was not carried over");
+                failed.get_or_insert(error);
+            }
+        }
+        if self.has_candidates(&map, &walk) {
+            for _ in 0..quiet_tries {
+                if walk.quiet || self.can_open_by_handle() {
+                    break;
+                }
+                std::thread::sleep(QUIET);
+                walk = self.walk().map_err(|error| errno(&error))?;
+            }
+            if let Err(error) = self.remove_gone(&mut map, &walk) {
+                failed.get_or_insert(error);
+            }
+        }
+        // Deepest first, and last of all: what was done in a directory changed its times.
+        for stub in walk.stubs.iter().rev().filter(|stub| stub.kind == Kind::Dir) {
+            if map.at(&stub.path) == Some(stub.id)
+                && let Err(error) = self.carry_attributes(&mut map, stub, true)
+            {
+                failed.get_or_insert(error);
+            }
+        }
+        if let Err(error) = map.trim(&self.head) {
+            tracing::warn!(%error, "the log of the stub tree grows");
+        }
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// Drops the data of stubs that are gone, and nothing else: for writers that find no room.
+    pub fn sweep(&self) -> Result<()> {
+        let mut map = self.map.lock();
+        let walk = self.walk().map_err(|error| errno(&error))?;
+        self.remove_gone(&mut map, &walk)
+    }
+
+    /// Carries one stub and the directories above it over, where it stands at `path`.
+    pub(crate) fn bring_path(&self, map: &mut Map, path: &[u8]) -> Result<()> {
+        for (at, byte) in path.iter().enumerate() {
+            if *byte == b'/' {
+                let above = path.get(..at).unwrap_or_default();
+                let stub = self.stub(above).map_err(|error| errno(&error))?;
+                self.bring(map, &stub)?;
+            }
+        }
+        let stub = self.stub(path).map_err(|error| errno(&error))?;
+        self.bring(map, &stub)
+    }
+
+    // ---- looking -----------------------------------------------------------------------------
+
+    fn walk(&self) -> std::io::Result<Walk> {
+        let began = Time::now();
+        let mut walk = Walk { stubs: Vec::new(), quiet: true };
+        let mut dirs = vec![self.stub(b"")?];
+        let mut seen = Vec::new();
+        while let Some(dir) = dirs.pop() {
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let path: &[u8] = if dir.path.is_empty() { b"." } else { &dir.path };
+            let Ok(open) = openat(&self.root, path, flags, Mode::empty()) else {
+                walk.quiet = false;
+                continue;
+            };
+            for entry in Dir::read_from(&open)? {
+                let entry = entry?;
+                let name = entry.file_name().to_bytes();
+                if matches!(name, b"." | b"..") {
+                    continue;
+                }
+                match self.stub(&join(&dir.path, name)) {
+                    Ok(stub) => {
+                        if stub.kind == Kind::Dir {
+                            dirs.push(stub.clone());
+                        }
+                        walk.stubs.push(stub);
+                    }
+                    Err(_) => walk.quiet = false,
+                }
+            }
+            seen.push(dir);
+        }
+        // A rename changes the directory that it takes from and the one that it puts into.
+        walk.quiet = walk.quiet
+            && seen.iter().all(|dir| {
+                let same = self.stub(&dir.path).is_ok_and(|now| now.id == dir.id && now.ctime == dir.ctime);
+                same && is_older(dir.ctime, began, QUIET)
+            });
+        Ok(walk)
+    }
+
+    fn has_candidates(&self, map: &Map, walk: &Walk) -> bool {
+        !self.candidates(map, walk).is_empty()
+    }
+
+    /// Paths of the backing at which the stub that stood there does not stand any more.
+    fn candidates(&self, map: &Map, walk: &Walk) -> Vec<(Rel, StubId)> {
+        let right: HashSet<(&[u8], StubId)> = walk.stubs.iter().map(|stub| (&*stub.path, stub.id)).collect();
+        let seen: HashSet<StubId> = walk.stubs.iter().map(|stub| stub.id).collect();
+        let mut found: Vec<(Rel, StubId)> = Vec::new();
+        for (id, item) in map.items() {
+            for path in &item.paths {
+                let waits = is_private(path) && seen.contains(&id);
+                if !waits && !right.contains(&(&**path, id)) {
+                    found.push((path.clone(), id));
+                }
+            }
+        }
+        // What is in a directory before the directory.
+        found.sort_unstable_by(|a, b| b.cmp(a));
+        found
+    }
+
+    fn remove_gone(&self, map: &mut Map, walk: &Walk) -> Result<()> {
+        let mut stands: HashMap<StubId, Vec<&[u8]>> = HashMap::new();
+        for stub in &walk.stubs {
+            stands.entry(stub.id).or_default().push(&stub.path);
+        }
+        let mut failed = None;
+        for (path, id) in self.candidates(map, walk) {
+            let Some(item) = map.item(id) else { continue };
+            let result = match stands.get(&id) {
+                // An old name of what has another that is right. Where none is yet, carrying it over failed.
+                Some(right) if item.paths.iter().any(|path| right.contains(&&**path)) => {
+                    self.unlink(map, &path)
+                }
+                Some(_) => Ok(()),
+                None if !self.is_gone(id, walk.quiet) => Ok(()),
+                None if item.opens > 0 && is_private(&path) => Ok(()),
+                None if item.opens > 0 && item.paths.len() == 1 => self.make_way(map, &path, id),
+                None => self.unlink(map, &path),
+            };
+            if let Err(error) = result {
+                tracing::warn!(path = %String::from_utf8_lossy(&path), %error, "a removal in the stub tree was not carried over");
+                failed.get_or_insert(error);
+            }
+        }
+        failed.map_or(Ok(()), Err)
+    }
+
+    fn can_open_by_handle(&self) -> bool {
+        self.head.root.open(self.root_fd()).is_ok()
+    }
+
+    /// Whether nothing leads to a stub that the walk did not meet: no name, no descriptor.
+    fn is_gone(&self, id: StubId, quiet: bool) -> bool {
+        match id.open(self.root_fd()) {
+            // It has a name after all, or somebody has it open.
+            Ok(fd) => {
+                let by_us = self.opens.lock().values().filter(|open| open.id == id).count() > 0;
+                by_us && fstat(&fd).is_ok_and(|stat| stat.st_nlink == 0)
+            }
+            Err(error) if error.raw_os_error() == Some(libc::ESTALE) => true,
+            Err(_) => match self.opens.lock().values().find(|open| open.id == id) {
+                Some(open) => fstat(&open.fd).is_ok_and(|stat| stat.st_nlink == 0),
+                None => quiet,
+            },
+        }
+    }
+
+    // ---- doing -------------------------------------------------------------------------------
+
+    /// Puts a stub where it stands. The directory that it is in is right already.
+    fn bring(&self, map: &mut Map, stub: &Stub) -> Result<()> {
+        // `.firn` of the root is ours in the backing.
+        if stub.path == b".firn" {
+            return Err(Errno::EXIST);
+        }
+        if map.at(&stub.path) != Some(stub.id) {
+            if let Some(other) = map.at(&stub.path) {
+                self.make_way(map, &stub.path, other)?;
+            }
+            let known = map.item(stub.id).map(|item| (item.kind, item.paths.clone()));
+            match known {
+                Some((kind, paths)) if kind == stub.kind => {
+                    let right = |path: &&Rel| kind != Kind::Dir && self.stands(path, stub.id);
+                    if paths.iter().any(|path| right(&path)) {
+                        self.link(map, stub)?;
+                    } else {
+                        let from = paths.first().ok_or(Errno::NOENT)?;
+                        self.rename(map, from, &stub.path)?;
+                    }
+                }
+                _ => self.make(map, stub)?,
+            }
+        }
+        if stub.kind == Kind::File && stub.size > 0 {
+            self.absorb(map, stub)?;
+        }
+        // Directories are done last: their times change with what is done in them.
+        if stub.kind != Kind::Dir { self.carry_attributes(map, stub, false) } else { Ok(()) }
+    }
+
+    /// Takes what stands at a path of the backing, and is in the way there, to a private name.
+    fn make_way(&self, map: &mut Map, path: &[u8], id: StubId) -> Result<()> {
+        let has_others = map.item(id).is_some_and(|item| item.paths.len() > 1);
+        if has_others {
+            return self.unlink(map, path);
+        }
+        self.make_private_dir()?;
+        self.rename(map, path, &private(id))
+    }
+
+    fn rename(&self, map: &mut Map, from: &[u8], to: &[u8]) -> Result<()> {
+        map.shift(from, to).map_err(|error| errno(&error))?;
+        let done = (|| {
+            let ((dir, name), (new_dir, new_name)) = (self.parent(from)?, self.parent(to)?);
+            self.engine.rename(dir.node, name, new_dir.node, new_name, RenameFlags::empty())
+        })();
+        if done.is_err() {
+            map.shift(to, from).map_err(|error| errno(&error))?;
+        }
+        done
+    }
+
+    fn link(&self, map: &mut Map, stub: &Stub) -> Result<()> {
+        let node = self.node_of(map, stub.id)?;
+        let (dir, name) = self.parent(&stub.path)?;
+        map.add(stub.id, stub.kind, &stub.path).map_err(|error| errno(&error))?;
+        match self.engine.link(node, dir.node, name) {
+            Ok(entry) => {
+                drop(self.reference(entry.node));
+                Ok(())
+            }
+            Err(error) => {
+                map.remove(&stub.path).map_err(|error| errno(&error))?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Removes a name in the backing.
+    pub(crate) fn unlink(&self, map: &mut Map, path: &[u8]) -> Result<()> {
+        let is_dir = map.at(path).and_then(|id| map.item(id)).is_some_and(|item| item.kind == Kind::Dir);
+        let done = self.parent(path).and_then(|(dir, name)| {
+            if is_dir { self.engine.rmdir(dir.node, name) } else { self.engine.unlink(dir.node, name) }
+        });
+        match done {
+            // Something was put there beside the mount: it stays, and the directory with it.
+            Err(Errno::NOTEMPTY | Errno::EXIST) if is_dir => Ok(()),
+            Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => {
+                let gone = map.remove(path).map_err(|error| errno(&error))?;
+                self.let_go(gone);
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes in the backing what was made in the tree and is not known: nobody wrote to it, or it would be.
+    fn make(&self, map: &mut Map, stub: &Stub) -> Result<()> {
+        let (dir, name) = self.parent(&stub.path)?;
+        map.add(stub.id, stub.kind, &stub.path).map_err(|error| errno(&error))?;
+        let caller = self.caller();
+        let made = match stub.kind {
+            Kind::Dir => self.engine.mkdir(&caller, dir.node, name, 0o700),
+            Kind::Symlink => {
+                let target = readlinkat(&self.root, &*stub.path, Vec::new())?;
+                self.engine.symlink(&caller, dir.node, name, OsStr::from_bytes(target.as_bytes()))
+            }
+            Kind::File => self.engine.mknod(&caller, dir.node, name, libc::S_IFREG | 0o600, 0),
+            kind => self.engine.mknod(&caller, dir.node, name, type_of(kind) | stub.mode, stub.rdev),
+        };
+        match made {
+            Ok(entry) => {
+                drop(self.reference(entry.node));
+                Ok(())
+            }
+            // Made before a crash, or beside the mount: nothing is lost by taking it as it is.
+            Err(Errno::EXIST) if matches!(stub.kind, Kind::Dir | Kind::File) => Ok(()),
+            Err(error) => {
+                map.remove(&stub.path).map_err(|error| errno(&error))?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Carries mode, owner and time of change over. `always`: also where the stub did not change.
+    fn carry_attributes(&self, map: &mut Map, stub: &Stub, always: bool) -> Result<()> {
+        let mut now = stub.clone();
+        if stub.kind == Kind::File && self.tell_time(map, stub.id)? {
+            now = self.stub(&stub.path).map_err(|error| errno(&error))?;
+            if now.id != stub.id {
+                return Ok(());
+            }
+        }
+        if !always && map.item(now.id).is_some_and(|item| item.carried == Some(now.ctime)) {
+            return Ok(());
+        }
+        let (found, attr) = self.find(&now.path)?;
+        let Some(attr) = attr.filter(|attr| attr.kind == now.kind) else { return Ok(()) };
+        let mode = (now.kind != Kind::Symlink && attr.mode & 0o7777 != now.mode).then_some(now.mode);
+        let (uid, gid) = ((attr.uid != now.uid).then_some(now.uid), (attr.gid != now.gid).then_some(now.gid));
+        let mtime = if attr.mtime == now.mtime { SetTime::Keep } else { SetTime::At(now.mtime) };
+        if mode.is_some() || uid.is_some() || gid.is_some() {
+            let owner =
+                SetAttr { mode: None, uid, gid, size: None, atime: SetTime::Keep, mtime: SetTime::Keep };
+            if uid.is_some() || gid.is_some() {
+                // Who may not give files away keeps them; so it is on a FUSE mount without root, too.
+                let _ = self.engine.set_attr(found.node, None, owner);
+            }
+            // After the owner, whose change takes set-id bits away.
+            self.engine.set_attr(found.node, None, SetAttr { mode, uid: None, gid: None, ..owner })?;
+        }
+        if mtime != SetTime::Keep {
+            let times = SetAttr { mode: None, uid: None, gid: None, size: None, atime: SetTime::Keep, mtime };
+            self.engine.set_attr(found.node, None, times)?;
+        }
+        let told = (now.kind == Kind::File).then(|| self.engine.attr(found.node, None)).transpose()?;
+        if let Some(item) = map.item_mut(now.id) {
+            item.carried = Some(now.ctime);
+            if let Some(attr) = told {
+                item.told_mtime = Some(attr.mtime);
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells a stub when it was last written to, which the kernel did not see. Whether it was news.
+    pub(crate) fn tell_time(&self, map: &mut Map, id: StubId) -> Result<bool> {
+        let node = self.node_of(map, id)?;
+        let mtime = self.engine.attr(node, None)?.mtime;
+        let Some(item) = map.item_mut(id) else { return Ok(false) };
+        if item.told_mtime.replace(mtime) == Some(mtime) {
+            return Ok(false);
+        }
+        let open = self.opens.lock().values().find(|open| open.id == id).map(|open| open.fd.try_clone());
+        let times = Timestamps {
+            last_access: Timespec { tv_sec: 0, tv_nsec: libc::UTIME_OMIT as _ },
+            last_modification: Timespec { tv_sec: mtime.sec, tv_nsec: i64::from(mtime.nsec) as _ },
+        };
+        match open {
+            Some(fd) => {
+                let fd = fd.map_err(|error| errno(&error))?;
+                let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
+                utimensat(rustix::fs::CWD, path.as_str(), &times, AtFlags::empty())?;
+            }
+            None => {
+                let path = item.paths.iter().find(|path| self.stands(path, id));
+                let Some(path) = path else { return Ok(false) };
+                utimensat(&self.root, &**path, &times, AtFlags::SYMLINK_NOFOLLOW)?;
+            }
+        }
+        if let Some((_, time)) = &mut item.absorbed {
+            *time = mtime;
+        }
+        Ok(true)
+    }
+
+    /// Takes in bytes that a program without the library wrote into the stub itself.
+    pub(crate) fn absorb(&self, map: &mut Map, stub: &Stub) -> Result<()> {
+        let known = map.item(stub.id).and_then(|item| item.absorbed);
+        if known == Some((stub.size, stub.mtime)) {
+            return Ok(());
+        }
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let source = openat(&self.root, &*stub.path, flags, Mode::empty())?;
+        if StubId::of(source.as_fd()).map_err(|error| errno(&error))? != stub.id {
+            return Err(Errno::AGAIN);
+        }
+        tracing::info!(path = %String::from_utf8_lossy(&stub.path), bytes = stub.size, "a program without the preload library wrote to a stub: its bytes are taken in");
+        let node = self.node_of(map, stub.id)?;
+        let opened = self.engine.open(node, libc::O_WRONLY)?;
+        let size = self.engine.attr(node, None)?.size;
+        let done = self.copy_in(&source, opened.handle, size);
+        self.engine.release(opened.handle);
+        done?;
+        if let Some(item) = map.item_mut(stub.id) {
+            item.absorbed = Some((stub.size, stub.mtime));
+        }
+        Ok(())
+    }
+
+    /// Holes are what the program did not write, and so, most likely, are zeros at the ends of what is between
+    /// them: the kernel keeps whole pages. Below `size` the file's own bytes stay there.
+    fn copy_in(&self, source: &rustix::fd::OwnedFd, handle: firn_engine::HandleId, size: u64) -> Result<()> {
+        let mut buffer = vec![0u8; COPY_BYTES];
+        let mut at = 0u64;
+        while let Ok(data) = rustix::fs::seek(source, SeekFrom::Data(at)) {
+            let hole = rustix::fs::seek(source, SeekFrom::Hole(data))?;
+            let want = usize::try_from(hole - data).unwrap_or(COPY_BYTES).min(COPY_BYTES);
+            let n = rustix::io::pread(source, buffer.get_mut(..want).unwrap_or_default(), data)?;
+            if n == 0 {
+                break;
+            }
+            let bytes = buffer.get(..n).unwrap_or_default();
+            let zeros = bytes.iter().take_while(|byte| **byte == 0).count();
+            let skip = if data == at && at > 0 { 0 } else { zeros.min(size.saturating_sub(data) as usize) };
+            self.write_all(handle, data + skip as u64, bytes.get(skip..).unwrap_or_default())?;
+            at = data + n as u64;
+        }
+        Ok(())
+    }
+
+    fn write_all(&self, handle: firn_engine::HandleId, at: u64, bytes: &[u8]) -> Result<usize> {
+        let mut done = 0;
+        while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
+            match self.engine.write(handle, at + done as u64, rest, false)? {
+                Written::Bytes(n) => done += n,
+                Written::Full => self.wait_for_room()?,
+            }
+        }
+        Ok(done)
+    }
+
+    /// Waits until the arena may have room again.
+    pub fn wait_for_room(&self) -> Result<()> {
+        let (tell, told) = std::sync::mpsc::channel();
+        self.engine.on_space(Box::new(move |result| {
+            let _ = tell.send(result);
+        }));
+        told.recv().unwrap_or(Err(Errno::IO))
+    }
+
+    /// After a crash: the last change that was logged may not have been made.
+    pub(crate) fn mend(&self, last: Last) -> std::io::Result<()> {
+        let mut map = self.map.lock();
+        let missing =
+            |path: &[u8]| self.find(path).is_err_and(|error| matches!(error, Errno::NOENT | Errno::NOTDIR));
+        match last {
+            Last::Added(path) if missing(&path) => {
+                let gone = map.remove(&path)?;
+                self.let_go(gone);
+            }
+            Last::Moved(from, to) if missing(&to) && !missing(&from) => map.shift(&to, &from)?,
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+fn is_older(time: Time, than: Time, by: Duration) -> bool {
+    let nanoseconds = |time: Time| i128::from(time.sec) * 1_000_000_000 + i128::from(time.nsec);
+    nanoseconds(time) + (by.as_nanos() as i128) < nanoseconds(than)
+}
+
+fn type_of(kind: Kind) -> u32 {
+    match kind {
+        Kind::File => libc::S_IFREG,
+        Kind::Dir => libc::S_IFDIR,
+        Kind::Symlink => libc::S_IFLNK,
+        Kind::Fifo => libc::S_IFIFO,
+        Kind::Socket => libc::S_IFSOCK,
+        Kind::CharDevice => libc::S_IFCHR,
+        Kind::BlockDevice => libc::S_IFBLK,
+    }
+}

@@ -1,0 +1,154 @@
+//! Stubs for what the backing holds when a tree begins.
+
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+
+use firn_backing::{Attr, Backing, Errno, Kind};
+use firn_engine::{HandleId, NodeId, ROOT, Result};
+use rustix::fs::{
+    AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, chmodat, chownat, linkat, mkdirat,
+    mknodat, openat, symlinkat, utimensat,
+};
+
+use crate::map::{Map, Rel};
+use crate::tree::{Tree, errno, join};
+
+/// Names in a directory, of which none is lost when the list is continued.
+type Names = Vec<OsString>;
+
+impl<B: Backing> Tree<B> {
+    /// Makes a stub for everything in the backing. Their log is complete only afterwards.
+    pub(crate) fn fill(&self) -> Result<()> {
+        let mut map = self.map.lock();
+        let mut linked = HashMap::new();
+        let mut dirs: Vec<(Rel, Attr)> = vec![(Vec::new(), self.engine.attr(ROOT, None)?)];
+        let mut next = 0;
+        while let Some((dir, _)) = dirs.get(next).cloned() {
+            next += 1;
+            let (node, _) = self.find(&dir)?;
+            for name in self.names_in(node.node)? {
+                if dir.is_empty() && name == ".firn" {
+                    self.keep_unnamed()?;
+                    continue;
+                }
+                let entry = self.engine.lookup(node.node, &name)?;
+                let found = self.reference(entry.node);
+                let path = join(&dir, name.as_bytes());
+                self.fill_one(&mut map, &path, &entry.attr, found.node, &mut linked)?;
+                if entry.attr.kind == Kind::Dir {
+                    dirs.push((path, entry.attr));
+                }
+            }
+        }
+        // What is in a directory changed its times, and its mode may forbid to fill it.
+        for (path, attr) in dirs.iter().skip(1).rev() {
+            self.set(path, attr)?;
+        }
+        Ok(())
+    }
+
+    fn fill_one(
+        &self,
+        map: &mut Map,
+        path: &[u8],
+        attr: &Attr,
+        node: NodeId,
+        linked: &mut HashMap<(u64, u64), Rel>,
+    ) -> Result<()> {
+        let root = &self.root;
+        if attr.kind != Kind::Dir && attr.nlink > 1 {
+            if let Some(first) = linked.get(&(attr.dev, attr.ino)) {
+                linkat(root, &**first, root, path, AtFlags::empty())?;
+                return self.note(map, path, attr.kind);
+            }
+            linked.insert((attr.dev, attr.ino), path.to_vec());
+        }
+        let private = Mode::RUSR | Mode::WUSR;
+        match attr.kind {
+            Kind::File => {
+                drop(openat(
+                    root,
+                    path,
+                    OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC,
+                    private,
+                )?);
+            }
+            Kind::Dir => mkdirat(root, path, Mode::RWXU)?,
+            Kind::Symlink => symlinkat(OsStr::from_bytes(&self.engine.readlink(node)?), root, path)?,
+            kind => mknodat(root, path, file_type(kind), private, attr.rdev)?,
+        }
+        if attr.kind != Kind::Dir {
+            self.set(path, attr)?;
+        }
+        self.note(map, path, attr.kind)
+    }
+
+    fn note(&self, map: &mut Map, path: &[u8], kind: Kind) -> Result<()> {
+        let stub = self.stub(path).map_err(|error| errno(&error))?;
+        map.add(stub.id, kind, path).map_err(|error| errno(&error))?;
+        Ok(())
+    }
+
+    fn set(&self, path: &[u8], attr: &Attr) -> Result<()> {
+        let (root, follow) = (&self.root, AtFlags::SYMLINK_NOFOLLOW);
+        let at: &[u8] = if path.is_empty() { b"." } else { path };
+        // Who may not give files away makes stubs of their own.
+        let _ = chownat(root, at, Some(Uid::from_raw(attr.uid)), Some(Gid::from_raw(attr.gid)), follow);
+        if attr.kind != Kind::Symlink {
+            chmodat(root, at, Mode::from_raw_mode(attr.mode & 0o7777), AtFlags::empty())?;
+        }
+        let time =
+            |time: firn_backing::Time| Timespec { tv_sec: time.sec, tv_nsec: i64::from(time.nsec) as _ };
+        let times = Timestamps { last_access: time(attr.atime), last_modification: time(attr.mtime) };
+        utimensat(root, at, &times, follow)
+    }
+
+    fn names_in(&self, dir: NodeId) -> Result<Names> {
+        let handle: HandleId = self.engine.open_dir(dir)?;
+        let mut names = Names::new();
+        let read = self.engine.read_dir(handle, 0, &mut |entry| {
+            if entry.name != "." && entry.name != ".." {
+                names.push(entry.name.to_owned());
+            }
+            true
+        });
+        self.engine.release_dir(handle);
+        read.map(|()| names)
+    }
+
+    /// Files of an earlier tree that is gone, with the memory of its node: nobody knows their names any more.
+    fn keep_unnamed(&self) -> Result<()> {
+        let firn = self.find(b".firn")?.0;
+        let Ok((stubs, _)) = self.find(crate::tree::PRIVATE) else { return Ok(()) };
+        if self.names_in(stubs.node)?.is_empty() {
+            return Ok(());
+        }
+        drop(stubs);
+        let now = firn_backing::Time::now().sec;
+        let lost = OsString::from(format!("unnamed-{now}"));
+        let flags = firn_backing::RenameFlags::NOREPLACE;
+        let renamed = self.engine.rename(firn.node, OsStr::new("stub"), firn.node, &lost, flags);
+        match renamed {
+            Err(Errno::INVAL | Errno::NOSYS) => {
+                let flags = firn_backing::RenameFlags::empty();
+                self.engine.rename(firn.node, OsStr::new("stub"), firn.node, &lost, flags)?;
+            }
+            renamed => renamed?,
+        }
+        tracing::warn!(directory = %format!(".firn/{}", lost.to_string_lossy()), "files of an earlier stub tree, whose names were lost with its node, are kept in the backing");
+        Ok(())
+    }
+}
+
+fn file_type(kind: Kind) -> FileType {
+    match kind {
+        Kind::File => FileType::RegularFile,
+        Kind::Dir => FileType::Directory,
+        Kind::Symlink => FileType::Symlink,
+        Kind::Fifo => FileType::Fifo,
+        Kind::Socket => FileType::Socket,
+        Kind::CharDevice => FileType::CharacterDevice,
+        Kind::BlockDevice => FileType::BlockDevice,
+    }
+}

@@ -1,0 +1,222 @@
+//! Open stubs: what processes told of over the door.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use firn_backing::SetTime;
+use firn_backing::{Backing, Errno, Kind};
+use firn_engine::{ClientId, HandleId, NodeId, OpenMode, Result, SetAttr};
+use rustix::fs::{CWD, Mode, OFlags, fstat, open, readlinkat};
+
+use crate::StubId;
+use crate::map::{Map, Rel};
+use crate::tree::{Tree, errno, private, stub_of};
+
+/// A descriptor that a client told of.
+#[derive(Debug)]
+pub(crate) struct Open {
+    pub id: StubId,
+    pub client: ClientId,
+    pub node: NodeId,
+    /// Names the stub without keeping its locks or its open file.
+    pub fd: OwnedFd,
+}
+
+/// How a client's descriptor is called from now on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Adopted {
+    /// For the engine and the door's requests.
+    pub handle: HandleId,
+    /// Bytes of the file.
+    pub size: u64,
+}
+
+/// What the kernel does not know of a stub.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StubAttr {
+    /// Bytes of the file.
+    pub size: u64,
+    /// 512-byte blocks.
+    pub blocks: u64,
+    /// The stub's time of change was just set: look again.
+    pub told: bool,
+}
+
+impl<B: Backing> Tree<B> {
+    /// Takes a descriptor of a stub, opened with `flags` of open(2), of which `O_TRUNC` is done here.
+    /// `again`: the client knew it before; a stub that is not known then has lost its data (ESTALE). EXDEV:
+    /// it is no stub of this tree.
+    pub fn adopt(&self, client: ClientId, given: OwnedFd, flags: i32, again: bool) -> Result<Adopted> {
+        // The program's own open file must not live on here: it may hold locks.
+        let path = format!("/proc/self/fd/{}", given.as_raw_fd());
+        let fd = open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        drop(given);
+        let stat = fstat(&fd)?;
+        let id = StubId::of(fd.as_fd()).map_err(|_| Errno::XDEV)?;
+        if stat.st_dev != self.device || stat.st_ino != id.inode {
+            return Err(Errno::XDEV);
+        }
+        let stub = stub_of(Rel::new(), id, &stat).map_err(|_| Errno::XDEV)?;
+        if stub.kind != Kind::File {
+            return Err(Errno::XDEV);
+        }
+        if self.is_closed() {
+            return Err(Errno::SHUTDOWN);
+        }
+        let mut map = self.map.lock();
+        if map.item(id).is_none() {
+            if again && stub.nlink == 0 {
+                return Err(Errno::STALE);
+            }
+            if !self.is_ours(&fd, stub.nlink) {
+                return Err(Errno::XDEV);
+            }
+            self.make_file(&mut map, id)?;
+        }
+        if stub.size > 0
+            && flags & libc::O_TRUNC == 0
+            && let Some(path) = self.path_of(&fd)
+        {
+            let _ = self.absorb(&mut map, &crate::tree::Stub { path, ..stub });
+        }
+        let node = self.node_of(&mut map, id)?;
+        let opened = self.engine.open(node, flags)?;
+        debug_assert!(opened.mode != OpenMode::Passthrough);
+        let size = self.engine.attr(node, Some(opened.handle)).map_or(0, |attr| attr.size);
+        if let Some(item) = map.item_mut(id) {
+            item.opens += 1;
+            if item.told_mtime.is_none() {
+                item.told_mtime = self.engine.attr(node, None).ok().map(|attr| attr.mtime);
+            }
+        }
+        self.opens.lock().insert(opened.handle, Open { id, client, node, fd });
+        Ok(Adopted { handle: opened.handle, size })
+    }
+
+    /// Where the tree shares its file system with others, only what stands below the root is a stub.
+    fn is_ours(&self, fd: &OwnedFd, nlink: u64) -> bool {
+        self.is_whole_device() || nlink == 0 || self.path_of(fd).is_some()
+    }
+
+    /// Where a descriptor's stub stands, below the root.
+    fn path_of(&self, fd: &OwnedFd) -> Option<Rel> {
+        let link = |fd: &OwnedFd| {
+            let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+            readlinkat(CWD, path.as_str(), Vec::new()).ok().map(|path| path.into_bytes())
+        };
+        let (path, root) = (link(fd)?, link(&self.root)?);
+        let below = path.strip_prefix(&*root)?.strip_prefix(b"/")?.to_vec();
+        let id = StubId::of(fd.as_fd()).ok()?;
+        self.stands(&below, id).then_some(below)
+    }
+
+    /// The file of a stub that nobody told of so far.
+    fn make_file(&self, map: &mut Map, id: StubId) -> Result<()> {
+        self.make_private_dir()?;
+        let path = private(id);
+        let (dir, name) = self.parent(&path)?;
+        map.add(id, Kind::File, &path).map_err(|error| errno(&error))?;
+        let made = self.engine.create(&self.caller(), dir.node, name, 0o600, libc::O_RDWR);
+        match made {
+            Ok((entry, opened)) => {
+                self.engine.release(opened.handle);
+                if let Some(item) = map.item_mut(id) {
+                    item.node = Some(entry.node);
+                    item.told_mtime = Some(entry.attr.mtime);
+                }
+                Ok(())
+            }
+            Err(error) => {
+                map.remove(&path).map_err(|error| errno(&error))?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Whether a client told of this descriptor.
+    pub fn is_open(&self, handle: HandleId, client: ClientId) -> bool {
+        self.opens.lock().get(&handle).is_some_and(|open| open.client == client)
+    }
+
+    /// The node of an open stub.
+    pub fn node(&self, handle: HandleId) -> Result<NodeId> {
+        self.opens.lock().get(&handle).map(|open| open.node).ok_or(Errno::BADF)
+    }
+
+    /// What the kernel does not know of a stub; `None` where nobody ever wrote to it.
+    pub fn attr(&self, id: StubId) -> Result<Option<StubAttr>> {
+        let mut map = self.map.lock();
+        if map.item(id).is_none_or(|item| item.kind != Kind::File) {
+            return Ok(None);
+        }
+        let node = self.node_of(&mut map, id)?;
+        let told = self.tell_time(&mut map, id)?;
+        let attr = self.engine.attr(node, None)?;
+        Ok(Some(StubAttr { size: attr.size, blocks: attr.blocks, told }))
+    }
+
+    /// As [`Tree::attr`], of an open stub.
+    pub fn attr_of(&self, handle: HandleId) -> Result<StubAttr> {
+        let id = self.opens.lock().get(&handle).map(|open| open.id).ok_or(Errno::BADF)?;
+        self.attr(id)?.ok_or(Errno::BADF)
+    }
+
+    /// ftruncate(2).
+    pub fn truncate(&self, handle: HandleId, size: u64) -> Result<()> {
+        let node = self.node(handle)?;
+        let (atime, mtime) = (SetTime::Keep, SetTime::Keep);
+        let set = SetAttr { mode: None, uid: None, gid: None, size: Some(size), atime, mtime };
+        self.engine.set_attr(node, Some(handle), set).map(drop)
+    }
+
+    /// Carries the name of an open stub over, and those of the directories above it.
+    pub fn bring_open(&self, handle: HandleId) -> Result<()> {
+        let path = {
+            let opens = self.opens.lock();
+            let open = opens.get(&handle).ok_or(Errno::BADF)?;
+            self.path_of(&open.fd)
+        };
+        // It has no name any more, or changes it at this instant.
+        let Some(path) = path else { return Ok(()) };
+        let mut map = self.map.lock();
+        if self.bring_path(&mut map, &path).is_ok() {
+            return Ok(());
+        }
+        drop(map);
+        self.reconcile()
+    }
+
+    /// The descriptor was closed. What no name leads to is dropped with the last one.
+    pub fn release(&self, handle: HandleId) {
+        let mut map = self.map.lock();
+        let Some(id) = self.opens.lock().get(&handle).map(|open| open.id) else { return };
+        if let Err(error) = self.tell_time(&mut map, id) {
+            tracing::debug!(%error, "a stub does not show when it was written");
+        }
+        let Some(open) = self.opens.lock().remove(&handle) else { return };
+        self.engine.release(handle);
+        let Some(item) = map.item_mut(id) else { return };
+        item.opens = item.opens.saturating_sub(1);
+        if item.opens == 0 && fstat(&open.fd).is_ok_and(|stat| stat.st_nlink == 0) {
+            for path in item.paths.clone() {
+                if let Err(error) = self.unlink(&mut map, &path) {
+                    tracing::warn!(%error, "the file of a removed stub stays for now");
+                }
+            }
+        }
+    }
+
+    /// A client is gone: all that it had open is closed.
+    pub fn client_gone(&self, client: ClientId) {
+        let of = |open: &Open| open.client == client;
+        let handles: Vec<HandleId> =
+            self.opens.lock().iter().filter(|(_, open)| of(open)).map(|(handle, _)| *handle).collect();
+        for handle in handles {
+            self.release(handle);
+        }
+    }
+
+    /// Open stubs.
+    pub fn open_count(&self) -> usize {
+        self.opens.lock().len()
+    }
+}

@@ -1,0 +1,407 @@
+//! Stub trees over a real directory: whatever programs do to the tree, the backing looks like it once it was
+//! reconciled, also after firnd died in between.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_arena::{Arena, Identity};
+use firn_backing::{DirBacking, Errno};
+use firn_drain::Pool;
+use firn_engine::{ClientId, DrainPolicy, Engine, EngineOptions, Written};
+use firn_format::geometry::Geometry;
+use firn_format::protocol::Rung;
+use firn_stub::{Adopted, Tree, TreeOptions};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+const CHUNK_BYTES: u64 = 128 << 10;
+const ME: ClientId = ClientId(7);
+
+fn seed(test: &str) -> u64 {
+    let seed =
+        std::env::var("FIRN_SEED").map_or_else(|_| rand::random(), |text| text.parse().expect("a number"));
+    println!("{test}: repeat with FIRN_SEED={seed}");
+    seed
+}
+
+/// A node's memory and disk, and the firnd of the moment.
+struct World {
+    shm: tempfile::TempDir,
+    disk: tempfile::TempDir,
+    life: Option<Life>,
+}
+
+struct Life {
+    tree: Tree<DirBacking>,
+    engine: Arc<Engine<DirBacking>>,
+    pool: Pool,
+}
+
+impl World {
+    fn new() -> Self {
+        let shm = tempfile::tempdir_in("/dev/shm").unwrap();
+        let disk = tempfile::tempdir().unwrap();
+        fs::create_dir(shm.path().join("prefix")).unwrap();
+        Self { shm, disk, life: None }
+    }
+
+    fn prefix(&self) -> PathBuf {
+        self.shm.path().join("prefix")
+    }
+
+    fn start(&mut self) -> &Life {
+        let path = self.shm.path().join("arena");
+        let backing = DirBacking::open(self.disk.path()).unwrap();
+        let mut options = EngineOptions::new(CHUNK_BYTES);
+        options.drain_age = Duration::from_millis(20);
+        options.drain = DrainPolicy::Demand;
+        let engine = if path.exists() {
+            let (arena, stored, _) = Arena::attach(&path).unwrap();
+            Engine::attach(backing, arena, &stored, options).unwrap().0
+        } else {
+            let identity = Identity { backing: self.disk.path().into(), dev: 1, ino: 1 };
+            let geometry = Geometry::new(64 * CHUNK_BYTES, CHUNK_BYTES).unwrap();
+            Engine::begin(backing, Arena::create(&path, geometry, &identity).unwrap(), options).unwrap()
+        };
+        let pool = Pool::start(Arc::clone(&engine), 2).unwrap();
+        let options = TreeOptions {
+            root: self.prefix(),
+            log: self.shm.path().join("log"),
+            backing: self.disk.path().into(),
+        };
+        let tree = Tree::begin(Arc::clone(&engine), options).unwrap();
+        self.life = Some(Life { tree, engine, pool });
+        self.life.as_ref().unwrap()
+    }
+
+    fn life(&self) -> &Life {
+        self.life.as_ref().unwrap()
+    }
+
+    /// firnd is gone; what it knew in memory with it.
+    fn stop(&mut self) {
+        self.life.take().unwrap().pool.stop();
+    }
+
+    /// What a program sees of a path's bytes.
+    fn write(&self, name: &str, at: u64, bytes: &[u8]) {
+        let opened = self.open(name);
+        self.put(opened, at, bytes);
+        self.life().tree.release(opened.handle);
+    }
+
+    fn open(&self, name: &str) -> Adopted {
+        let path = self.prefix().join(name);
+        let file =
+            fs::File::options().create(true).truncate(false).read(true).write(true).open(path).unwrap();
+        self.life().tree.adopt(ME, OwnedFd::from(file), libc::O_RDWR, false).unwrap()
+    }
+
+    fn put(&self, opened: Adopted, at: u64, bytes: &[u8]) {
+        let written = self.life().engine.write(opened.handle, at, bytes, false).unwrap();
+        assert_eq!(written, Written::Bytes(bytes.len()));
+    }
+
+    fn read(&self, opened: Adopted) -> Vec<u8> {
+        let mut bytes = vec![0; 1 << 20];
+        let n = self.life().engine.read(opened.handle, 0, &mut bytes).unwrap();
+        bytes.truncate(n);
+        bytes
+    }
+
+    /// Everything to the backing, as `firn drain --wait` does.
+    fn drain(&self) {
+        self.life().tree.reconcile().unwrap();
+        self.life().engine.wait_tree(b"", Rung::Drained, &mut |_, _| true).unwrap();
+    }
+}
+
+/// Kind and mode, link count of files, owner, content or target, and the time of change where it was set.
+type Shown = BTreeMap<String, (u32, u64, (u32, u32), Vec<u8>, Option<i64>)>;
+
+fn shown(root: &Path) -> Shown {
+    fn walk(root: &Path, below: &Path, all: &mut Shown) {
+        for entry in fs::read_dir(root.join(below)).unwrap() {
+            let path = below.join(entry.unwrap().file_name());
+            if path == Path::new(".firn") {
+                continue;
+            }
+            let full = root.join(&path);
+            let meta = full.symlink_metadata().unwrap();
+            let content = if meta.is_file() {
+                fs::read(&full).unwrap()
+            } else if meta.is_symlink() {
+                fs::read_link(&full).unwrap().into_os_string().into_encoded_bytes()
+            } else {
+                Vec::new()
+            };
+            let links = if meta.is_dir() { 0 } else { meta.nlink() };
+            let set = (meta.mtime() < 1_500_000_000).then(|| meta.mtime());
+            let owner = (meta.uid(), meta.gid());
+            all.insert(path.display().to_string(), (meta.mode(), links, owner, content, set));
+            if meta.is_dir() {
+                walk(root, &path, all);
+            }
+        }
+    }
+    let mut all = Shown::new();
+    walk(root, Path::new(""), &mut all);
+    all
+}
+
+#[test]
+fn what_the_backing_had_and_what_is_made_end_up_in_it() {
+    let mut world = World::new();
+    let disk = world.disk.path().to_owned();
+    fs::create_dir(disk.join("old")).unwrap();
+    fs::write(disk.join("old/file"), b"before").unwrap();
+    fs::hard_link(disk.join("old/file"), disk.join("second")).unwrap();
+    symlink("old/file", disk.join("link")).unwrap();
+    fs::set_permissions(disk.join("old"), fs::Permissions::from_mode(0o555)).unwrap();
+    world.start();
+    let prefix = world.prefix();
+    let stub = prefix.join("old/file").metadata().unwrap();
+    assert_eq!((stub.len(), stub.nlink()), (0, 2));
+    assert_eq!(fs::read_link(prefix.join("link")).unwrap(), Path::new("old/file"));
+    assert_eq!(prefix.join("old").metadata().unwrap().mode() & 0o7777, 0o555);
+    assert_eq!(world.read(world.open("old/file")), b"before");
+
+    fs::create_dir(prefix.join("new")).unwrap();
+    world.write("new/x", 3, b"data");
+    world.write("second", 0, b"B");
+    world.drain();
+    assert_eq!(fs::read(disk.join("new/x")).unwrap(), b"\0\0\0data");
+    assert_eq!(fs::read(disk.join("old/file")).unwrap(), b"Before");
+    assert_eq!(disk.join("second").metadata().unwrap().nlink(), 2);
+    world.stop();
+}
+
+#[test]
+fn a_directory_renamed_between_write_and_drain_takes_its_files_along() {
+    let mut world = World::new();
+    world.start();
+    let prefix = world.prefix();
+    fs::create_dir_all(prefix.join("a/b")).unwrap();
+    world.write("a/b/x", 0, b"first");
+    world.drain();
+    world.write("a/y", 0, b"second");
+    fs::rename(prefix.join("a"), prefix.join("c")).unwrap();
+    // The old name is used again, and a directory changes places with what was in it.
+    fs::create_dir(prefix.join("a")).unwrap();
+    world.write("a/x", 0, b"third");
+    fs::rename(prefix.join("c/b"), prefix.join("b")).unwrap();
+    fs::rename(prefix.join("c"), prefix.join("b/c")).unwrap();
+    world.drain();
+    let disk = world.disk.path();
+    assert_eq!(fs::read(disk.join("b/x")).unwrap(), b"first");
+    assert_eq!(fs::read(disk.join("b/c/y")).unwrap(), b"second");
+    assert_eq!(fs::read(disk.join("a/x")).unwrap(), b"third");
+    assert_eq!(fs::read_dir(disk.join(".firn/stub")).unwrap().count(), 0);
+    world.stop();
+}
+
+#[test]
+fn a_stub_removed_while_open_keeps_its_bytes_until_it_is_closed() {
+    let mut world = World::new();
+    world.start();
+    let opened = world.open("x");
+    world.put(opened, 0, b"still there");
+    world.drain();
+    assert!(world.disk.path().join("x").exists());
+    fs::remove_file(world.prefix().join("x")).unwrap();
+    world.drain();
+    assert!(!world.disk.path().join("x").exists());
+    assert_eq!(world.read(opened), b"still there");
+    world.put(opened, 0, b"STILL");
+    assert_eq!(world.read(opened), b"STILL there");
+    world.life().tree.release(opened.handle);
+    assert_eq!(world.life().engine.status().held_bytes, 0);
+    assert_eq!(fs::read_dir(world.disk.path().join(".firn/stub")).unwrap().count(), 0);
+    world.stop();
+}
+
+#[test]
+fn the_bytes_of_removed_stubs_are_dropped_when_room_is_wanted() {
+    let mut world = World::new();
+    world.start();
+    for index in 0..8 {
+        world.write(&format!("f{index}"), 0, &[1; 4096]);
+    }
+    assert_eq!(world.life().engine.status().held_bytes, 8 * 4096);
+    for index in 0..6 {
+        fs::remove_file(world.prefix().join(format!("f{index}"))).unwrap();
+    }
+    world.life().tree.sweep().unwrap();
+    assert_eq!(world.life().engine.status().held_bytes, 2 * 4096);
+    world.stop();
+}
+
+#[test]
+fn times_are_those_of_the_last_write_unless_a_program_sets_them_later() {
+    let mut world = World::new();
+    world.start();
+    let path = world.prefix().join("x");
+    world.write("x", 0, b"one");
+    let set = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
+    fs::File::open(&path).unwrap().set_modified(set).unwrap();
+    world.drain();
+    assert_eq!(world.disk.path().join("x").metadata().unwrap().mtime(), 1_000_000);
+    world.write("x", 3, b"two");
+    assert!(path.metadata().unwrap().mtime() > 1_500_000_000);
+    world.drain();
+    let (disk, stub) = (world.disk.path().join("x").metadata().unwrap(), path.metadata().unwrap());
+    assert_eq!((disk.mtime(), disk.mtime_nsec()), (stub.mtime(), stub.mtime_nsec()));
+    world.stop();
+}
+
+#[test]
+fn bytes_that_came_through_the_kernel_are_taken_in() {
+    let mut world = World::new();
+    fs::write(world.disk.path().join("old"), b"0123456789").unwrap();
+    world.start();
+    fs::write(world.prefix().join("new"), b"static").unwrap();
+    fs::write(world.prefix().join("old"), b"abc").unwrap();
+    assert_eq!(world.read(world.open("new")), b"static");
+    world.drain();
+    assert_eq!(fs::read(world.disk.path().join("new")).unwrap(), b"static");
+    assert_eq!(fs::read(world.disk.path().join("old")).unwrap(), b"abc3456789");
+    world.stop();
+}
+
+#[test]
+fn descriptors_of_other_files_are_refused() {
+    let mut world = World::new();
+    world.start();
+    let tree = &world.life().tree;
+    let beside = fs::File::create(world.shm.path().join("beside")).unwrap();
+    let elsewhere = fs::File::open("/proc/self/maps").unwrap();
+    let directory = fs::File::open(world.prefix()).unwrap();
+    for file in [beside, elsewhere, directory] {
+        let refused = tree.adopt(ME, OwnedFd::from(file), libc::O_RDONLY, false);
+        assert_eq!(refused.unwrap_err(), Errno::XDEV);
+    }
+    // Known before and removed while firnd was dead: nobody has its bytes.
+    let file = fs::File::create(world.prefix().join("x")).unwrap();
+    fs::remove_file(world.prefix().join("x")).unwrap();
+    let refused = tree.adopt(ME, OwnedFd::from(file), libc::O_RDWR, true);
+    assert_eq!(refused.unwrap_err(), Errno::STALE);
+    world.stop();
+}
+
+#[test]
+fn a_directory_in_use_and_a_tree_at_another_place_are_refused() {
+    let mut world = World::new();
+    fs::write(world.prefix().join("x"), b"").unwrap();
+    let begin = |world: &mut World| {
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            world.start();
+        }));
+        outcome.err().map(|panic| panic.downcast_ref::<String>().cloned().unwrap_or_default())
+    };
+    assert!(begin(&mut world).unwrap().contains("NotEmpty"));
+    fs::remove_file(world.prefix().join("x")).unwrap();
+    fs::remove_file(world.shm.path().join("arena")).unwrap();
+    world.start();
+    world.write("unnamed", 0, b"bytes");
+    world.stop();
+    fs::rename(world.prefix(), world.shm.path().join("moved")).unwrap();
+    fs::create_dir(world.prefix()).unwrap();
+    assert!(begin(&mut world).unwrap().contains("Elsewhere"));
+    fs::remove_dir(world.prefix()).unwrap();
+    fs::rename(world.shm.path().join("moved"), world.prefix()).unwrap();
+    world.start();
+    assert_eq!(world.read(world.open("unnamed")), b"bytes");
+    world.stop();
+}
+
+/// Its log held no name yet, and the second start took the tree for half made and emptied it.
+#[test]
+fn regression_a_tree_that_was_empty_at_one_start_is_kept_by_the_next() {
+    let mut world = World::new();
+    world.start();
+    world.stop();
+    world.start();
+    fs::create_dir(world.prefix().join("dir")).unwrap();
+    world.stop();
+    world.start();
+    assert!(world.prefix().join("dir").exists());
+    world.stop();
+}
+
+/// The same random operations on the tree and on a plain directory, with restarts of firnd: the backing ends as
+/// the plain directory.
+#[test]
+fn random_operations_end_in_the_backing_as_in_a_plain_directory() {
+    let seed = seed("random");
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut world = World::new();
+    let plain = tempfile::tempdir().unwrap();
+    world.start();
+    let names: Vec<String> = {
+        let tops = ["a", "b", "c", "d"];
+        let below = |top: &str| tops.map(|name| format!("{top}/{name}"));
+        let twos: Vec<String> = tops.iter().flat_map(|top| below(top)).collect();
+        let threes: Vec<String> = twos.iter().flat_map(|two| below(two)).take(24).collect();
+        tops.iter().map(ToString::to_string).chain(twos).chain(threes).collect()
+    };
+    for step in 0..600u64 {
+        let path = names[rng.random_range(0..names.len())].clone();
+        let other = names[rng.random_range(0..names.len())].clone();
+        let roots = [world.prefix(), plain.path().to_owned()];
+        let both = |act: &dyn Fn(&Path) -> std::io::Result<()>| {
+            let done = roots.each_ref().map(|root| act(root).map_err(|error| error.raw_os_error()));
+            assert_eq!(done[0], done[1], "step {step} of seed {seed}: {path} {other}");
+            done[0].is_ok()
+        };
+        match rng.random_range(0..100) {
+            0..22 => {
+                let make = fs::File::options().create(true).truncate(false).write(true).clone();
+                let file = |root: &Path| make.open(root.join(&path)).map(drop);
+                if both(&file) && roots[0].join(&path).is_file() {
+                    let at = rng.random_range(0..5000);
+                    let bytes = vec![rng.random::<u8>(); rng.random_range(1..3000)];
+                    world.write(&path, at, &bytes);
+                    let same = fs::File::options().write(true).open(roots[1].join(&path)).unwrap();
+                    std::os::unix::fs::FileExt::write_all_at(&same, &bytes, at).unwrap();
+                }
+            }
+            22..40 => drop(both(&|root| fs::create_dir(root.join(&path)))),
+            40..62 => drop(both(&|root| fs::rename(root.join(&path), root.join(&other)))),
+            62..70 => drop(both(&|root| fs::remove_file(root.join(&path)))),
+            70..73 => drop(both(&|root| fs::remove_dir(root.join(&path)))),
+            73..76 => drop(both(&|root| match root.join(&path).is_dir() {
+                true => fs::remove_dir_all(root.join(&path)),
+                false => Ok(()),
+            })),
+            76..82 => drop(both(&|root| fs::hard_link(root.join(&path), root.join(&other)))),
+            82..85 => drop(both(&|root| symlink("/no/where", root.join(&path)))),
+            85..90 => {
+                let mode = [0o600, 0o644, 0o755, 0o2750][rng.random_range(0..4)];
+                both(&|root| match root.join(&path).symlink_metadata()?.is_symlink() {
+                    true => Ok(()),
+                    false => fs::set_permissions(root.join(&path), fs::Permissions::from_mode(mode)),
+                });
+            }
+            90..96 => world.life().tree.reconcile().unwrap(),
+            96..98 => world.drain(),
+            _ => {
+                world.stop();
+                world.start();
+            }
+        }
+        if step % 100 == 99 {
+            world.drain();
+            assert_eq!(shown(world.disk.path()), shown(plain.path()), "step {step} of seed {seed}");
+        }
+    }
+    world.drain();
+    assert_eq!(shown(world.disk.path()), shown(plain.path()), "seed {seed}");
+    world.life().tree.remove().unwrap();
+    assert_eq!(fs::read_dir(world.prefix()).unwrap().count(), 0);
+    world.stop();
+}
