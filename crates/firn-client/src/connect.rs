@@ -242,7 +242,12 @@ mod tests {
     use super::*;
 
     fn mount() -> Mount {
-        Mount { backing: "/no/such/backing".into(), mount_point: "/no/such/mount".into(), user_id: 0 }
+        Mount {
+            backing: "/no/such/backing".into(),
+            mount_point: "/no/such/mount".into(),
+            user_id: 0,
+            is_tree: false,
+        }
     }
 
     /// A firnd that sends these lines, each after it has read one request.

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 
 use crate::error::ClientError;
 use crate::mountinfo::{Entry, holding, parse};
-use crate::paths::{Key, RuntimeFiles, runtime_dir_of};
+use crate::paths::{Key, RuntimeFiles, runtime_dir, runtime_dir_of};
+use crate::trees::trees_in;
 
 /// The type of our mounts in mountinfo.
 const FS_TYPE: &str = "fuse.firn";
@@ -23,6 +24,8 @@ pub struct Mount {
     pub mount_point: PathBuf,
     /// Who mounted it.
     pub user_id: u32,
+    /// It is a stub tree, which the kernel does not know as a mount of ours.
+    pub is_tree: bool,
 }
 
 impl Mount {
@@ -48,13 +51,15 @@ pub struct Place {
 
 /// All mounts of firn that this process sees.
 pub fn mounts() -> Result<Vec<Mount>, ClientError> {
-    Ok(read_mountinfo()?.iter().filter_map(mount_of).collect())
+    let mounts = read_mountinfo()?;
+    Ok(mounts.iter().filter_map(mount_of).chain(trees_in(&runtime_dir())).collect())
 }
 
 /// The place on a mount that `path` means.
 pub fn find(path: &Path) -> Result<Place, ClientError> {
     let absolute = canonical_as_far_as_possible(path)?;
-    find_in(&read_mountinfo()?, &absolute).ok_or_else(|| ClientError::NoMount {
+    let found = find_in(&read_mountinfo()?, &absolute);
+    found.or_else(|| find_tree(&trees_in(&runtime_dir()), &absolute)).ok_or_else(|| ClientError::NoMount {
         path: path.to_owned(),
         arena: Some(RuntimeFiles::of(&absolute, None).arena).filter(|arena| arena.exists()),
     })
@@ -79,11 +84,23 @@ fn find_in(entries: &[Entry], absolute: &Path) -> Option<Place> {
     Some(Place { mount, relative })
 }
 
+/// The place in a stub tree, or in the backing of one.
+fn find_tree(trees: &[Mount], absolute: &Path) -> Option<Place> {
+    let below = |top: fn(&Mount) -> &Path| {
+        let holds = trees.iter().filter(|tree| absolute.starts_with(top(tree)));
+        let mount = holds.max_by_key(|tree| top(tree).as_os_str().len())?;
+        let relative = text(absolute.strip_prefix(top(mount)).ok()?);
+        Some(Place { mount: mount.clone(), relative })
+    };
+    below(|tree| &tree.mount_point).or_else(|| below(|tree| &tree.backing))
+}
+
 fn mount_of(entry: &Entry) -> Option<Mount> {
     (entry.fs_type == FS_TYPE).then(|| Mount {
         backing: entry.source.clone(),
         mount_point: entry.mount_point.clone(),
         user_id: entry.user_id.unwrap_or(0),
+        is_tree: false,
     })
 }
 
@@ -147,6 +164,25 @@ mod tests {
         for path in ["/ckpt/inner/x", "/", "/scratch", "/scratch/runner"] {
             assert_eq!(find_in(&entries(), Path::new(path)), None, "{path}");
         }
+    }
+
+    #[test]
+    fn paths_in_a_stub_tree_and_in_its_backing_lead_to_the_same_place() {
+        let tree = |backing: &str, prefix: &str| Mount {
+            backing: backing.into(),
+            mount_point: prefix.into(),
+            user_id: 7,
+            is_tree: true,
+        };
+        let trees = [tree("/scratch/run", "/dev/shm/ckpt"), tree("/scratch/run/in", "/dev/shm/in")];
+        for (path, relative) in
+            [("/dev/shm/ckpt/a/b", "a/b"), ("/scratch/run/a/b", "a/b"), ("/dev/shm/ckpt", "")]
+        {
+            let place = find_tree(&trees, Path::new(path)).expect(path);
+            assert_eq!((place.mount, place.relative.as_str()), (trees[0].clone(), relative));
+        }
+        assert_eq!(find_tree(&trees, Path::new("/scratch/run/in/x")).unwrap().mount, trees[1]);
+        assert_eq!(find_tree(&trees, Path::new("/dev/shm/ckpt2")), None);
     }
 
     #[test]

@@ -11,6 +11,7 @@ pub mod find;
 pub mod library;
 pub mod mountinfo;
 pub mod paths;
+pub mod trees;
 
 pub use connect::Connection;
 pub use error::ClientError;

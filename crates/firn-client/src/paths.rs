@@ -122,6 +122,10 @@ pub struct RuntimeFiles {
     pub socket: PathBuf,
     /// firnd's log.
     pub log: PathBuf,
+    /// What the preload library reads of a stub tree (`firn_format::door::StubTree`).
+    pub stub: PathBuf,
+    /// The names of a stub tree that were carried over.
+    pub names: PathBuf,
 }
 
 impl RuntimeFiles {
@@ -138,6 +142,8 @@ impl RuntimeFiles {
             arena: arena_dir.unwrap_or(dir).join(format!("{key}.arena")),
             socket: dir.join(format!("{key}.sock")),
             log: dir.join(format!("{key}.log")),
+            stub: dir.join(format!("{key}.stub")),
+            names: dir.join(format!("{key}.tree")),
         }
     }
 }

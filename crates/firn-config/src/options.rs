@@ -21,6 +21,17 @@ pub enum Drain {
     Demand,
 }
 
+/// How programs reach the files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Door {
+    /// Through the kernel, and past it where the preload library is loaded.
+    #[default]
+    Mount,
+    /// Through the preload library only.
+    Preload,
+}
+
 /// When close(2) returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -94,6 +105,9 @@ pub struct Options {
     pub chunk_bytes: u64,
     /// IO threads that write to the backing.
     pub io_threads: u32,
+    /// How programs reach the files.
+    #[serde(default)]
+    pub door: Door,
     /// When data goes to the backing.
     #[serde(default)]
     pub drain: Drain,
@@ -164,6 +178,7 @@ impl Options {
             arena_bytes: 0,
             chunk_bytes: 0,
             io_threads: 0,
+            door: Door::Mount,
             drain: Drain::Eager,
             keep: 0,
             drain_every: 0,

@@ -4,7 +4,7 @@
 //! `name`, the variable is `FIRN_NAME` with underscores. [`RULES`] says which values contradict each
 //! other.
 
-use crate::options::{Close, Drain, Fsync, LogLevel, Options, Passthrough};
+use crate::options::{Close, Door, Drain, Fsync, LogLevel, Options, Passthrough};
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
 
@@ -46,7 +46,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 21] = [
+pub static TABLE: [Row; 22] = [
     Row {
         name: "arena-size",
         kind: Kind::Size { min: 1 << 20, max: 16 << 40, power_of_two: false },
@@ -79,6 +79,23 @@ pub static TABLE: [Row; 21] = [
         changes_promises: false,
         get: |o| o.io_threads.to_string(),
         set: |o, v| o.io_threads = v.number() as u32,
+    },
+    Row {
+        name: "door",
+        kind: Kind::Choice(&["mount", "preload"]),
+        default: "mount",
+        help: "How programs reach the files: a FUSE mount, or the preload library alone",
+        long: "With mount the kernel serves every program, and the preload library makes those faster that load it. \
+               With preload no FUSE is needed: the mount point becomes a tree of empty files on tmpfs, and only \
+               programs with the preload library (LD_PRELOAD) of the user who mounted read and write their data. \
+               Static programs see empty files. Root gets a tmpfs at the mount point; other users give a directory \
+               that lies on one.",
+        changes_promises: true,
+        get: |o| match o.door {
+            Door::Mount => "mount".into(),
+            Door::Preload => "preload".into(),
+        },
+        set: |o, v| o.door = if v.choice() == 0 { Door::Mount } else { Door::Preload },
     },
     Row {
         name: "drain",
@@ -305,7 +322,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 5] = [
+pub static RULES: [Rule; 7] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -323,6 +340,18 @@ pub static RULES: [Rule; 5] = [
         text: "drain-every goes with drain=demand only",
         broken: |o| o.drain_every > 0 && o.drain == Drain::Eager,
         advice: "with drain=eager every checkpoint drains: leave drain-every out, or take drain=demand",
+    },
+    Rule {
+        names: ["door", "allow-other"],
+        text: "door=preload does not go with allow-other or read-only",
+        broken: |o| o.door == Door::Preload && (o.allow_other || o.read_only),
+        advice: "the tree is served to the user who mounts, for reading and writing: leave them out, or take door=mount",
+    },
+    Rule {
+        names: ["door", "keep"],
+        text: "door=preload does not go with keep or drain-every",
+        broken: |o| o.door == Door::Preload && (o.keep > 0 || o.drain_every > 0),
+        advice: "names reach firnd only when they are drained: leave them out, or take door=mount",
     },
     Rule {
         names: ["spill-lower", "spill-upper"],

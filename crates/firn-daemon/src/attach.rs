@@ -12,7 +12,7 @@ use std::time::Duration;
 use firn_arena::{Arena, Damage, Identity, Stored};
 use firn_backing::DirBacking;
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
-use firn_config::{Close, Drain, Fsync, Options, Passthrough};
+use firn_config::{Close, Door, Drain, Fsync, Options, Passthrough};
 use firn_drain::Pool;
 use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
 
@@ -171,7 +171,9 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
 
 /// Kernel passthrough needs CAP_SYS_ADMIN of the first user namespace; the kernel has the last word.
 pub(crate) fn passthrough(options: &Options) -> bool {
-    options.passthrough == Passthrough::Auto && rustix::process::geteuid().is_root()
+    options.passthrough == Passthrough::Auto
+        && options.door == Door::Mount
+        && rustix::process::geteuid().is_root()
 }
 
 enum Found {

@@ -1,4 +1,5 @@
-//! The door socket: leases and lists for processes that write and read past the kernel.
+//! The door socket: leases and lists for processes that write and read past the kernel, and all data calls of
+//! stubs.
 //!
 //! Promises
 //! * Only processes of firnd's own user are answered (SO_PEERCRED).
@@ -7,7 +8,9 @@
 //!
 //! Messages: `firn_format::door`.
 
-use std::io::{self, IoSlice};
+mod stub;
+
+use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,14 +19,17 @@ use std::time::Duration;
 
 use firn_backing::Backing;
 use firn_engine::{ClientId, DoorRefusal, Engine, HandleId};
-use firn_format::door::{Arena, DOOR_VERSION, Op, Reply, Request, Status};
+use firn_format::door::{Arena, DATA_BYTES_MAX, DOOR_VERSION, Op, Reply, Request, Status};
 use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
 use firn_fuse::Forgetter;
+use firn_stub::Tree;
+use parking_lot::Mutex;
 use rustix::fs::Mode;
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType, accept_with, bind, connect, listen, recv, sendmsg, socket_with,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
+    listen, recvmsg, sendmsg, socket_with,
 };
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -40,10 +46,20 @@ pub(crate) struct Door {
     stop: Arc<AtomicBool>,
 }
 
+/// What the door leads to.
+pub(crate) enum Behind<B: Backing> {
+    /// A mount; the kernel has to forget what is written past it.
+    Mount(Forgetter),
+    /// A stub tree.
+    Tree(Arc<Tree<B>>),
+}
+
 /// What all connections share.
 struct Shared<B: Backing> {
     engine: Arc<Engine<B>>,
-    kernel: Forgetter,
+    behind: Behind<B>,
+    /// Held while an end of file is looked up and written at.
+    appending: Mutex<()>,
     /// Connections now.
     count: Arc<AtomicU64>,
 }
@@ -54,7 +70,7 @@ impl Door {
     pub(crate) fn start<B: Backing>(
         path: &Path,
         engine: Arc<Engine<B>>,
-        kernel: Forgetter,
+        behind: Behind<B>,
         count: Arc<AtomicU64>,
     ) -> io::Result<Self> {
         match std::fs::remove_file(path) {
@@ -68,7 +84,7 @@ impl Door {
         listen(&listener, 128)?;
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
-        let shared = Arc::new(Shared { engine, kernel, count });
+        let shared = Arc::new(Shared { engine, behind, appending: Mutex::new(()), count });
         std::thread::Builder::new()
             .name("firn-door".into())
             .spawn(move || accept(&listener, &shared, &stopped))?;
@@ -118,6 +134,9 @@ fn accept<B: Backing>(listener: &OwnedFd, shared: &Arc<Shared<B>>, stop: &Atomic
                 tracing::debug!(%error, client = client.0, "a door connection ended");
             }
             mine.engine.door_gone(client);
+            if let Behind::Tree(tree) = &mine.behind {
+                tree.client_gone(client);
+            }
             mine.count.fetch_sub(1, Ordering::AcqRel);
         });
         if let Err(error) = served {
@@ -136,13 +155,18 @@ fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Shared<B>) -> 
     let pid = peer.pid.as_raw_nonzero().get().unsigned_abs();
     set_socket_timeout(socket, Timeout::Send, Some(SEND_TIMEOUT))?;
     let mut greeted = false;
+    // Clients of a mount send requests only.
+    let room = if matches!(shared.behind, Behind::Tree(_)) { DATA_BYTES_MAX } else { 0 };
+    let mut data = vec![0u8; room];
     loop {
-        let Some(request) = receive(socket)? else { return Ok(()) };
-        let Some(op) = request.and_then(|r| Op::from_word(r.op).map(|op| (op, r))) else {
+        let Some(packet) = receive(socket, &mut data)? else { return Ok(()) };
+        let Some((op, Packet { request, len, given })) =
+            packet.and_then(|p| Op::from_word(p.request.op).map(|op| (op, p)))
+        else {
             return refuse(socket, Status::Malformed);
         };
-        let answer = match op {
-            (Op::Hello, request) if !greeted && request.arg == u64::from(DOOR_VERSION) => {
+        let answer = match (op, &shared.behind) {
+            (Op::Hello, _) if !greeted && request.arg == u64::from(DOOR_VERSION) => {
                 greeted = true;
                 hello(socket, &shared.engine)?;
                 continue;
@@ -150,28 +174,53 @@ fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Shared<B>) -> 
             (Op::Hello, _) if !greeted => return refuse(socket, Status::Version),
             (Op::Hello, _) => return refuse(socket, Status::Malformed),
             _ if !greeted => return refuse(socket, Status::Malformed),
-            (op, request) => answer(shared, client, pid, op, &request),
+            (op, behind) if stub::is_op(op) => {
+                let Behind::Tree(tree) = behind else { return refuse(socket, Status::Malformed) };
+                let call = stub::Call { tree, engine: &shared.engine, appending: &shared.appending, client };
+                match call.answer(op, &request, data.get(..len).unwrap_or_default(), given) {
+                    Some(answer) => answer,
+                    None => return refuse(socket, Status::Malformed),
+                }
+            }
+            _ if request.len != 0 || len != 0 || given.is_some() => return refuse(socket, Status::Malformed),
+            (op, _) => answer(shared, client, pid, op, &request),
         };
         send(socket, &answer)?;
     }
 }
 
-/// One request; `Some(None)` where the packet is none. `None`: the client is gone.
-fn receive(socket: &OwnedFd) -> io::Result<Option<Option<Request>>> {
-    // Room for one byte more than a request has: a longer packet is told from a whole one.
-    let mut bytes = [0u8; size_of::<Request>() + 1];
-    let len = loop {
-        match recv(socket, &mut bytes[..], RecvFlags::empty()) {
-            Ok((len, _)) => break len,
+/// What a client sent: a request, bytes behind it, a descriptor.
+struct Packet {
+    request: Request,
+    /// Bytes behind the request, now in the caller's buffer.
+    len: usize,
+    given: Option<OwnedFd>,
+}
+
+/// One packet; `Some(None)` where it is none. `None`: the client is gone.
+fn receive(socket: &OwnedFd, data: &mut [u8]) -> io::Result<Option<Option<Packet>>> {
+    let mut head = [0u8; size_of::<Request>()];
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received = loop {
+        let mut parts = [IoSliceMut::new(&mut head), IoSliceMut::new(data)];
+        match recvmsg(socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Ok(received) => break received,
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
     };
-    if len == 0 {
+    let given = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    if received.bytes == 0 {
         return Ok(None);
     }
-    let whole = bytes.get(..len).and_then(|bytes| Request::read_from_bytes(bytes).ok());
-    Ok(Some(whole.filter(|request| request.reserved == 0)))
+    let whole = !received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC);
+    let request = Request::read_from_bytes(&head).ok().filter(|_| whole && received.bytes >= head.len());
+    let len = received.bytes.saturating_sub(head.len());
+    Ok(Some(request.map(|request| Packet { request, len, given })))
 }
 
 fn hello<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
@@ -196,8 +245,8 @@ fn hello<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
     Ok(())
 }
 
-/// An answer and the extents that follow it.
-struct Answer(Reply, Vec<firn_format::door::Extent>);
+/// An answer and the extents or bytes that follow it.
+struct Answer(Reply, Vec<u8>);
 
 impl Answer {
     fn status(status: Status) -> Self {
@@ -230,11 +279,12 @@ fn answer<B: Backing>(
 ) -> Answer {
     let (engine, token) = (&shared.engine, HandleId(token));
     match op {
-        Op::Hello => Answer::status(Status::Malformed),
         Op::OpenWrite => match engine.door_open(client, token) {
             Ok(grant) => {
                 // Before the client may write: what the kernel knew of the file ends to hold then.
-                shared.kernel.forget(grant.node);
+                if let Behind::Mount(kernel) = &shared.behind {
+                    kernel.forget(grant.node);
+                }
                 Reply { binding: grant.binding, size: grant.size, ..Reply::default() }.into()
             }
             Err(refusal) => refusal.into(),
@@ -251,12 +301,16 @@ fn answer<B: Backing>(
             Ok(list) => {
                 let count = list.extents.len() as u32;
                 let (size, slot, stamp) = (list.size, list.slot, list.stamp);
-                Answer(Reply { count, size, slot, stamp, ..Reply::default() }, list.extents)
+                Answer(
+                    Reply { count, size, slot, stamp, ..Reply::default() },
+                    list.extents.as_bytes().to_vec(),
+                )
             }
             Err(refusal) => refusal.into(),
         },
         // A list needs no end: its word tells when it does not hold any more.
         Op::EndRead => Answer::status(Status::Ok),
+        _ => Answer::status(Status::Malformed),
     }
 }
 
@@ -264,8 +318,8 @@ fn refuse(socket: &OwnedFd, status: Status) -> io::Result<()> {
     send(socket, &Answer::status(status))
 }
 
-fn send(socket: &OwnedFd, Answer(reply, extents): &Answer) -> io::Result<()> {
-    let parts = [IoSlice::new(reply.as_bytes()), IoSlice::new(extents.as_bytes())];
+fn send(socket: &OwnedFd, Answer(reply, follows): &Answer) -> io::Result<()> {
+    let parts = [IoSlice::new(reply.as_bytes()), IoSlice::new(follows)];
     sendmsg(socket, &parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?;
     Ok(())
 }

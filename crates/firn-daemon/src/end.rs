@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use firn_backing::{Backing, Errno};
 use firn_engine::Engine;
 use firn_format::protocol::{Reply, Rung};
-use firn_fuse::Session;
 
 use crate::attach::Attached;
+use crate::front::Front;
 use crate::service::throttled;
 
 /// How long the kernel may take to let go of a mount that is taken away.
@@ -47,25 +47,36 @@ pub(crate) enum Outcome {
 }
 
 /// Ends a mount because of a signal: drains, then takes it away from programs that still use it.
-pub(crate) fn by_signal(attached: &Attached, session: &Session, events: &Receiver<Event>) -> Outcome {
+pub(crate) fn by_signal(attached: &Attached, front: &Front, events: &Receiver<Event>) -> Outcome {
     tracing::info!("asked to end: draining");
+    if let Err(error) = front.carry_names() {
+        tracing::warn!(%error, "not every name can be carried over now");
+    }
     if let Err(error) = attached.engine.wait_tree(b"", Rung::Drained, &mut |_, _| true) {
         tracing::warn!(%error, "not everything can be drained now");
     }
-    take_away(session);
+    take_away(front);
     let_go(events)
 }
 
 /// Ends a mount because a client asks; `Err` is what to answer where it stays.
 pub(crate) fn by_request(
     attached: &Attached,
-    session: &Session,
+    front: &Front,
     events: &Receiver<Event>,
     force: bool,
     keep_held: bool,
     say: &mut dyn FnMut(Reply) -> bool,
 ) -> Result<Outcome, Reply> {
     if !keep_held {
+        if let Err(error) = front.carry_names()
+            && !force
+        {
+            let message = format!(
+                "names of the stub tree cannot be carried over to the backing: {error}; mend the backing and try again, or use --force to unmount and keep them for the next mount"
+            );
+            return Err(Reply::Error { errno: error.raw_os_error(), message });
+        }
         let mut progress = throttled("draining", say);
         let drained = attached.engine.wait_tree(b"", Rung::Drained, &mut |bytes, files| {
             // A client that went away does not end what it asked for.
@@ -83,9 +94,9 @@ pub(crate) fn by_request(
         }
     }
     say(Reply::Progress { bytes_left: 0, files_left: 0, phase: "unmounting".into() });
-    match session.unmount(false) {
+    match front.unmount(false) {
         Ok(()) => {}
-        Err(_) if force => take_away(session),
+        Err(_) if force => take_away(front),
         Err(error) => return Err(refused(&error)),
     }
     Ok(let_go(events))
@@ -101,17 +112,17 @@ fn refused(error: &io::Error) -> Reply {
     Reply::Error { errno, message }
 }
 
-fn take_away(session: &Session) {
-    match session.unmount(false) {
+fn take_away(front: &Front) {
+    match front.unmount(false) {
         Ok(()) => return,
         Err(error) => {
             tracing::warn!(%error, "the mount is in use and is taken away from the programs that use it")
         }
     }
-    if let Err(error) = session.abort() {
+    if let Err(error) = front.abort() {
         tracing::warn!(%error, "cannot abort the connection; programs keep their open files until they close them");
     }
-    if let Err(error) = session.unmount(true) {
+    if let Err(error) = front.unmount(true) {
         tracing::warn!(%error, "cannot detach the mount");
     }
 }

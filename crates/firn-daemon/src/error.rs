@@ -7,6 +7,7 @@ use firn_arena::{ArenaError, SpillFault};
 use firn_engine::EngineError;
 use firn_format::FormatError;
 use firn_fuse::SessionError;
+use firn_stub::{PlaceError, TreeError};
 
 /// Exit status: something failed.
 const FAILED: u8 = 1;
@@ -71,6 +72,14 @@ pub enum DaemonError {
     Engine(#[from] EngineError),
     #[error(transparent)]
     Session(#[from] SessionError),
+    #[error(transparent)]
+    Place(#[from] PlaceError),
+    #[error(transparent)]
+    Tree(#[from] TreeError),
+    #[error(
+        "names of {backing} wait in the stub tree at {prefix}: mount it there with --door=preload, or carry them over with `firn recover {backing}`"
+    )]
+    TreeWaits { backing: PathBuf, prefix: PathBuf },
     #[error("cannot {what}: {source}")]
     Io { what: &'static str, source: io::Error },
     #[error(
@@ -107,6 +116,7 @@ impl DaemonError {
             | Self::Runtime { .. }
             | Self::Engine(_)
             | Self::Session(_)
+            | Self::Tree(_)
             | Self::Io { .. }
             | Self::Left { .. }
             | Self::SaveLost { .. }
@@ -117,8 +127,9 @@ impl DaemonError {
             | Self::ArenaDirectory { .. }
             | Self::SpillDirectory { .. }
             | Self::SpillInside { .. }
+            | Self::Place(_)
             | Self::Geometry(_) => USAGE,
-            Self::MountPointBusy { .. } | Self::Held { .. } => BUSY,
+            Self::MountPointBusy { .. } | Self::Held { .. } | Self::TreeWaits { .. } => BUSY,
             Self::ArenaForeign { .. } => NOT_FIRN,
             Self::Arena(error) => arena_code(error),
             Self::Reported { code, .. } => *code,

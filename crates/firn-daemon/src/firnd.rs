@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use firn_backing::DirBacking;
-use firn_config::KernelFlag;
+use firn_config::{Door as DoorOption, KernelFlag, Options};
 use firn_engine::Engine;
 use firn_format::protocol::{Reply, Rung};
 use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions, detach};
@@ -16,9 +16,10 @@ use signal_hook::iterator::Signals;
 
 use crate::attach::{Attached, passthrough, runtime_files};
 use crate::control::Control;
-use crate::door::Door;
+use crate::door::{Behind, Door};
 use crate::end::{self, Event, Outcome};
 use crate::error::DaemonError;
+use crate::front::{Front, Stubs, waiting_tree};
 use crate::lock::Locks;
 use crate::metrics::SAMPLE_EVERY;
 use crate::mount::MountRequest;
@@ -43,6 +44,11 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     spill::check(options, &checked, &mut |text| reporter.notice(text))?;
     let files = runtime_files(&checked.backing, options)?;
     let locks = Locks::take(&checked.backing, &files)?;
+    if options.door == DoorOption::Mount
+        && let Some(prefix) = waiting_tree(&files)
+    {
+        return Err(DaemonError::TreeWaits { backing: checked.backing, prefix });
+    }
     if !request.foreground {
         process::detach_stdio(&files.log)
             .map_err(DaemonError::io("open the log in the runtime directory"))?;
@@ -65,7 +71,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
 }
 
 struct Mount {
-    session: Arc<Session>,
+    front: Front,
     control: Control,
     door: Door,
     service: Arc<Mounted>,
@@ -80,17 +86,35 @@ impl Mount {
         let (event, events) = mpsc::channel();
         let (tell, told) = mpsc::channel();
         watch_signals(event.clone(), &checked.mount_point)?;
-        let mut adapter = Adapter::new(
-            Arc::clone(&attached.engine),
-            AdapterOptions {
-                attr_timeout: Duration::from_millis(options.attr_timeout_ms),
-                passthrough: passthrough(options),
-            },
-        );
         let place = attached.files.socket.with_extension("door");
-        let kernel = adapter.open_door(attached.engine.arena().superblock().uuid, &place);
         let door_clients = Arc::default();
-        let door = Door::start(&place, Arc::clone(&attached.engine), kernel, Arc::clone(&door_clients))
+        let uuid = attached.engine.arena().superblock().uuid;
+        let (made, behind, waiting_writers) = match options.door {
+            DoorOption::Mount => {
+                let mut adapter = Adapter::new(
+                    Arc::clone(&attached.engine),
+                    AdapterOptions {
+                        attr_timeout: Duration::from_millis(options.attr_timeout_ms),
+                        passthrough: passthrough(options),
+                    },
+                );
+                let kernel = adapter.open_door(uuid, &place);
+                let waiting = adapter.waiting_writers();
+                (Made::Adapter(adapter), Behind::Mount(kernel), waiting)
+            }
+            DoorOption::Preload => {
+                let (engine, files) = (Arc::clone(&attached.engine), &attached.files);
+                let (backing, prefix) = (&checked.backing, &checked.mount_point);
+                let stubs = Stubs::begin(engine, backing, prefix, files, event.clone())?;
+                let tree = Arc::clone(&stubs.tree);
+                (Made::Stubs(stubs), Behind::Tree(tree), Arc::default())
+            }
+        };
+        let tree = match &behind {
+            Behind::Tree(tree) => Some(Arc::clone(tree)),
+            Behind::Mount(_) => None,
+        };
+        let door = Door::start(&place, Arc::clone(&attached.engine), behind, Arc::clone(&door_clients))
             .map_err(DaemonError::io("listen on the door socket"))?;
         let service = Arc::new(Mounted {
             door_clients,
@@ -99,8 +123,11 @@ impl Mount {
             mount_point: checked.mount_point.clone(),
             options: options.in_force(),
             io_threads: options.io_threads,
-            waiting_writers: adapter.waiting_writers(),
+            waiting_writers,
+            tree,
             expiring: AtomicBool::new(false),
+            carrying: AtomicBool::new(false),
+            carry_next: parking_lot::Mutex::new(std::time::Instant::now()),
             window: Default::default(),
             events: event.clone(),
             told: tell,
@@ -109,20 +136,23 @@ impl Mount {
         let control = Control::start(&attached.files.socket, Arc::clone(&service) as _)
             .map_err(DaemonError::io("listen on the control socket"))?;
         attached.engine.arena().set_holder(std::process::id(), &checked.mount_point);
-        let session = SessionOptions {
-            source: checked.backing.clone(),
-            threads: options.fuse_threads as usize,
-            allow_other: options.allow_other,
-            read_only: options.read_only,
-            kernel_flags: options.kernel_flags.iter().copied().map(word).collect(),
+        let front = match made {
+            Made::Adapter(adapter) => {
+                let session = session_options(options, checked);
+                let session = Arc::new(Session::mount(adapter, &checked.mount_point, &session)?);
+                watch_session(&session, event)?;
+                Front::Mount(session)
+            }
+            Made::Stubs(stubs) => {
+                stubs.publish(uuid, &place, &checked.backing)?;
+                Front::Tree(stubs)
+            }
         };
-        let session = Arc::new(Session::mount(adapter, &checked.mount_point, &session)?);
-        watch_session(&session, event)?;
         let populating = Arc::new(AtomicBool::new(options.populate));
         if options.populate {
             populate(&attached.engine, &populating);
         }
-        Ok(Self { session, control, door, service, events, told, populating })
+        Ok(Self { front, control, door, service, events, told, populating })
     }
 
     fn serve_until_the_end(self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
@@ -134,6 +164,11 @@ impl Mount {
         }
         let arena = attached.files.arena.clone();
         drop((self.control, self.door));
+        self.front.end(keep_held && attached.left_bytes() > 0 || outcome != Outcome::Ended);
+        // What came through the kernel was taken in only now.
+        if !keep_held && let Err(error) = end::drain_rest(&attached.engine, Rung::Drained, &mut |_, _| true) {
+            tracing::error!(%error, "what cannot be drained stays in the arena");
+        }
         // A session that lingers may still write: then the arena stays, whatever is in it now.
         let bytes = attached.finish(outcome == Outcome::Ended);
         let result = match bytes {
@@ -161,6 +196,7 @@ impl Mount {
                 Err(RecvTimeoutError::Timeout) => {
                     self.service.sample();
                     self.service.expire();
+                    self.service.carry_names();
                 }
                 // The service holds a sender: this cannot be. If it is, nobody will ask again.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
@@ -168,11 +204,11 @@ impl Mount {
                     return End::unasked(Outcome::Ended);
                 }
                 Ok(Event::Signal) => {
-                    return End::unasked(end::by_signal(attached, &self.session, &self.events));
+                    return End::unasked(end::by_signal(attached, &self.front, &self.events));
                 }
                 Ok(Event::Unmount { force, keep_held, reply }) => {
                     let say = &mut |progress| reply.send(progress).is_ok();
-                    match end::by_request(attached, &self.session, &self.events, force, keep_held, say) {
+                    match end::by_request(attached, &self.front, &self.events, force, keep_held, say) {
                         Ok(outcome) => return End { outcome, client: Some(reply), keep_held },
                         Err(refusal) => drop(reply.send(refusal)),
                     }
@@ -181,6 +217,22 @@ impl Mount {
                 }
             }
         }
+    }
+}
+
+/// What programs will see, before they do.
+enum Made {
+    Adapter(Adapter<DirBacking>),
+    Stubs(Stubs),
+}
+
+fn session_options(options: &Options, checked: &Checked) -> SessionOptions {
+    SessionOptions {
+        source: checked.backing.clone(),
+        threads: options.fuse_threads as usize,
+        allow_other: options.allow_other,
+        read_only: options.read_only,
+        kernel_flags: options.kernel_flags.iter().copied().map(word).collect(),
     }
 }
 

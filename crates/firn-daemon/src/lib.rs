@@ -12,6 +12,7 @@ mod door;
 mod end;
 mod error;
 mod firnd;
+mod front;
 mod lock;
 mod lost;
 mod metrics;
@@ -26,6 +27,7 @@ mod spill;
 
 pub use check::{CheckReport, Damage, check};
 pub use error::{CheckError, DaemonError, MountError, RecoverError};
+pub use front::discard_tree;
 pub use lost::{LostPolicy, LostReport};
 pub use mount::{MountRequest, firnd_main, mount, mount_with_notices};
 pub use recover::{RecoverReport, RecoverRequest, recover};

@@ -1,4 +1,4 @@
-//! `firn recover`: drain an arena without a mount.
+//! `firn recover`: drain an arena, and carry over the names of a stub tree, without a mount.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -11,6 +11,7 @@ use serde::Serialize;
 use crate::attach::{Attached, runtime_files};
 use crate::end::drain_rest;
 use crate::error::RecoverError;
+use crate::front::{Front, Stubs, waiting_tree};
 use crate::lock::Locks;
 use crate::lost::{self, LostPolicy, LostReport};
 use crate::preflight;
@@ -57,7 +58,8 @@ pub fn recover(
 ) -> Result<RecoverReport, RecoverError> {
     let backing = preflight::check_backing(&request.backing, false)?;
     let files = runtime_files(&backing, &request.options)?;
-    if !files.arena.exists() {
+    let prefix = waiting_tree(&files);
+    if !files.arena.exists() && prefix.is_none() {
         return Ok(RecoverReport::default());
     }
     let locks = Locks::take(&backing, &files)?;
@@ -65,6 +67,16 @@ pub fn recover(
     let arena = files.arena.clone();
     let attached =
         Attached::salvage(&backing, files, locks, &request.options, &mut |text| tracing::warn!("{text}"))?;
+    let (events, _) = std::sync::mpsc::channel();
+    let stubs = prefix.map(|prefix| {
+        Stubs::begin(std::sync::Arc::clone(&attached.engine), &backing, &prefix, &attached.files, events)
+    });
+    let stubs = stubs.transpose()?;
+    if let Some(stubs) = &stubs
+        && let Err(error) = stubs.tree.reconcile()
+    {
+        tracing::warn!(%error, "not every name of the stub tree can be carried over");
+    }
     let mut next = Instant::now();
     let drained = drain_rest(&attached.engine, Rung::Durable, &mut |bytes, files| {
         let now = Instant::now();
@@ -103,6 +115,9 @@ pub fn recover(
             count: 1,
             ..ErrorStatus::default()
         });
+    }
+    if let Some(stubs) = stubs {
+        Front::Tree(stubs).end(drained.is_err() || attached.left_bytes() > 0);
     }
     // Removed only if what was drained is durable too.
     attached.finish(drained.is_ok());

@@ -7,8 +7,9 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use firn_backing::{DirBacking, Errno};
-use firn_engine::Engine;
+use firn_engine::{DrainPolicy, Engine};
 use firn_format::protocol::{PROTOCOL_VERSION, Reply, Request, Rung, Status};
+use firn_stub::Tree;
 use parking_lot::Mutex;
 
 use crate::chunks::{Lists, region};
@@ -19,6 +20,9 @@ use crate::mountinfo::shown;
 
 /// Progress lines are sent this often.
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
+
+/// The walk through a large tree takes this share of a core's time at most.
+const CARRY_REST: u32 = 20;
 
 /// A mount, as its control socket knows it.
 pub(crate) struct Mounted {
@@ -31,6 +35,12 @@ pub(crate) struct Mounted {
     pub(crate) waiting_writers: Arc<AtomicU64>,
     /// Processes connected to the door.
     pub(crate) door_clients: Arc<AtomicU64>,
+    /// The stub tree, where that is what programs see.
+    pub(crate) tree: Option<Arc<Tree<DirBacking>>>,
+    /// Its names are being carried over.
+    pub(crate) carrying: AtomicBool,
+    /// When they are next.
+    pub(crate) carry_next: Mutex<Instant>,
     pub(crate) window: Mutex<Window>,
     /// Checkpoints are being removed.
     pub(crate) expiring: AtomicBool,
@@ -97,6 +107,37 @@ impl Mounted {
         }
     }
 
+    /// Where data drains as it comes, so do the names of a stub tree: on a thread of its own, for the walk
+    /// through a large one.
+    pub(crate) fn carry_names(self: &Arc<Self>) {
+        let eager = self.engine.options().drain == DrainPolicy::Eager;
+        let Some(tree) = self.tree.as_ref().filter(|_| eager) else { return };
+        if Instant::now() < *self.carry_next.lock() {
+            return;
+        }
+        if self.carrying.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let (this, tree) = (Arc::clone(self), Arc::clone(tree));
+        let thread = std::thread::Builder::new().name("firn-names".into()).spawn(move || {
+            let began = Instant::now();
+            if let Err(error) = tree.reconcile_soon() {
+                tracing::warn!(%error, "not every name of the stub tree can be carried over now");
+            }
+            *this.carry_next.lock() = Instant::now() + began.elapsed() * CARRY_REST;
+            this.carrying.store(false, Ordering::Release);
+        });
+        if let Err(error) = thread {
+            tracing::warn!(%error, "cannot start a thread");
+            self.carrying.store(false, Ordering::Release);
+        }
+    }
+
+    /// What programs did to the names of a stub tree, before something is said or done about a path.
+    fn bring_names(&self) -> Result<(), Errno> {
+        self.tree.as_ref().map_or(Ok(()), |tree| tree.reconcile())
+    }
+
     /// Takes a sample for the rates.
     pub(crate) fn sample(&self) {
         let status = self.engine.status();
@@ -151,6 +192,16 @@ impl Mounted {
 
 impl Service for Mounted {
     fn answer(&self, request: Request, lists: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+        let about_names = match &request {
+            Request::Wait { path, .. } | Request::Drain { path } | Request::Files { path } => Some(path),
+            Request::Evict { path } | Request::Pin { path, .. } | Request::Chunks { path, .. } => Some(path),
+            _ => None,
+        };
+        if let Some(path) = about_names
+            && let Err(error) = self.bring_names()
+        {
+            return failed(error, path);
+        }
         match request {
             Request::Hello => Reply::Hello {
                 protocol: PROTOCOL_VERSION,

@@ -12,7 +12,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Version of these messages; firnd refuses others with [`Status::Version`].
-pub const DOOR_VERSION: u32 = 1;
+pub const DOOR_VERSION: u32 = 2;
 
 /// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: who serves it and under which name.
 /// ENOTTY from any other file system.
@@ -55,14 +55,47 @@ pub enum Op {
     Extents = 5,
     /// The reader is done with the extents of this open file.
     EndRead = 6,
+
+    // What follows is for stubs, which the kernel cannot write or read for their processes.
+    /// The packet carries a descriptor of a stub (`SCM_RIGHTS`), opened with the flags `arg`; with
+    /// [`ADOPT_AGAIN`] in `len` the client had a token for it before. [`Reply::binding`] is the token for
+    /// everything else, [`Reply::size`] the length. [`Status::BadToken`]: it is no stub.
+    Adopt = 7,
+    /// The descriptor is being closed; answered when close(2) may return. The token ends.
+    Release = 8,
+    /// `len` bytes from offset `arg` on; as many as [`Reply::count`] follow the reply.
+    Read = 9,
+    /// The `len` bytes that follow the request go to offset `arg`, or to the end of the file if that is
+    /// [`AT_END`]. [`Reply::count`] of them were taken, at [`Reply::slot`].
+    Write = 10,
+    /// Length ([`Reply::size`]) and 512-byte blocks ([`Reply::slot`]) of an open stub. Where
+    /// [`Reply::count`] is not 0, its time of change was just set.
+    Attr = 11,
+    /// The same of a stub that need not be open: `token` is its inode number, `arg` the generation that
+    /// name_to_handle_at(2) tells. [`Status::BadToken`]: nobody wrote to it, the kernel has it all.
+    AttrOf = 12,
+    /// ftruncate(2) to `arg`.
+    Truncate = 13,
+    /// fsync(2), or fdatasync(2) if `arg` is 1.
+    Sync = 14,
+    /// fallocate(2) with the mode `arg`; offset and length, 8 bytes each, follow the request.
+    Allocate = 15,
 }
+
+/// [`Request::len`] of [`Op::Adopt`]: the client had a token for the stub before.
+pub const ADOPT_AGAIN: u32 = 1;
+/// [`Request::arg`] of [`Op::Write`]: at the end of the file, as with O_APPEND.
+pub const AT_END: u64 = u64::MAX;
+/// Most bytes that follow a [`Op::Write`] or its kin, or the reply to [`Op::Read`].
+pub const DATA_BYTES_MAX: usize = 128 << 10;
 
 impl Op {
     /// From the word of a request.
     pub fn from_word(word: u32) -> Option<Self> {
-        [Self::Hello, Self::OpenWrite, Self::Lease, Self::EndWrite, Self::Extents, Self::EndRead]
-            .into_iter()
-            .find(|op| *op as u32 == word)
+        use Op::*;
+        let stubs = [Adopt, Release, Read, Write, Attr, AttrOf, Truncate, Sync, Allocate];
+        let both = [Hello, OpenWrite, Lease, EndWrite, Extents, EndRead];
+        both.into_iter().chain(stubs).find(|op| *op as u32 == word)
     }
 }
 
@@ -83,12 +116,14 @@ pub enum Status {
     Full = 4,
     /// The request makes no sense; firnd closes the connection.
     Malformed = 5,
+    /// It failed with [`Reply::errno`].
+    Failed = 6,
 }
 
 impl Status {
     /// From the word of a reply; what is unknown counts as [`Status::Malformed`].
     pub fn from_word(word: u32) -> Self {
-        [Self::Ok, Self::Version, Self::BadToken, Self::Busy, Self::Full]
+        [Self::Ok, Self::Version, Self::BadToken, Self::Busy, Self::Full, Self::Failed]
             .into_iter()
             .find(|status| *status as u32 == word)
             .unwrap_or(Self::Malformed)
@@ -101,8 +136,8 @@ impl Status {
 pub struct Request {
     /// [`Op`].
     pub op: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Bytes that follow or are wanted; 0 where the [`Op`] says nothing of it.
+    pub len: u32,
     /// The open file.
     pub token: u64,
     /// See [`Op`].
@@ -115,7 +150,7 @@ pub struct Request {
 pub struct Reply {
     /// [`Status`].
     pub status: u32,
-    /// Extents that follow.
+    /// Extents or bytes that follow.
     pub count: u32,
     /// [`Op::OpenWrite`]: binding of the file, for piece records.
     pub binding: u64,
@@ -125,8 +160,8 @@ pub struct Reply {
     pub slot: u64,
     /// [`Op::Extents`]: what stands in it while the extents hold.
     pub stamp: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Of [`Status::Failed`].
+    pub errno: u32,
     /// [`Op::Lease`].
     pub lease: Slab,
 }
@@ -155,6 +190,35 @@ pub struct Slab {
     /// Zero.
     pub reserved: u32,
 }
+
+/// What the preload library reads to know a stub tree: the file `KEY.stub` of the runtime directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct StubTree {
+    /// [`STUB_MAGIC`].
+    pub magic: u64,
+    /// Major number of the stubs' device.
+    pub device_major: u32,
+    /// Minor number.
+    pub device_minor: u32,
+    /// Not 0: every regular file of that device is a stub. Else those below `prefix` are.
+    pub whole_device: u32,
+    /// Process id of firnd, for messages.
+    pub pid: u32,
+    /// UUID of the arena.
+    pub arena: [u8; 16],
+    /// Path of the door socket, ended by a zero byte.
+    pub socket: [u8; 112],
+    /// Path of the tree, canonical, ended by a zero byte.
+    pub prefix: [u8; PATH_BYTES],
+    /// Path of the backing, canonical, ended by a zero byte.
+    pub backing: [u8; PATH_BYTES],
+}
+
+/// Room for a path (`PATH_MAX`).
+pub const PATH_BYTES: usize = 4096;
+/// "FIRNSTB" and the version of [`StubTree`].
+pub const STUB_MAGIC: u64 = u64::from_le_bytes(*b"FIRNSTB\x01");
 
 /// Follows the [`Reply`] to [`Op::Hello`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -210,7 +274,7 @@ mod tests {
 
     #[test]
     fn words_of_the_wire_come_back() {
-        for word in 0..10 {
+        for word in 0..20 {
             if let Some(op) = Op::from_word(word) {
                 assert_eq!(op as u32, word);
             }

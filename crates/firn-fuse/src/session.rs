@@ -36,7 +36,7 @@ pub struct SessionOptions {
 pub enum SessionError {
     /// No FUSE in this kernel or container.
     #[error(
-        "/dev/fuse is missing: load the module (modprobe fuse), or give the container the device (--device /dev/fuse)"
+        "/dev/fuse is missing: load the module (modprobe fuse), give the container the device (--device /dev/fuse), or mount with --door=preload, which needs no FUSE"
     )]
     NoDevice,
     /// Not root, and nothing that mounts for others.

@@ -70,6 +70,16 @@ impl Links {
 
     /// The number of the connection to the arena that a token names, for [`Links::get`].
     pub(crate) fn to(&self, token: &Token) -> Option<u32> {
+        self.to_within(token, ATTEMPTS)
+    }
+
+    /// The same for stubs, which have no other way: however often, and without the arena where this process
+    /// cannot map it.
+    pub(crate) fn to_at_any_rate(&self, token: &Token) -> Option<u32> {
+        self.to_within(token, u32::MAX / LINKS as u32 - 1)
+    }
+
+    fn to_within(&self, token: &Token, attempts_max: u32) -> Option<u32> {
         for (index, link) in self.links.iter().enumerate() {
             if !link.lock.take() {
                 continue;
@@ -80,9 +90,9 @@ impl Links {
                 inner.uuid = token.arena;
             }
             let found = inner.uuid == token.arena;
-            if found && link.socket.load(Ordering::Relaxed) == 0 && inner.attempts < ATTEMPTS {
+            if found && link.socket.load(Ordering::Relaxed) == 0 && inner.attempts < attempts_max {
                 inner.attempts += 1;
-                let socket = link.connect(inner, token).map_or(0, |fd| fd + 1);
+                let socket = link.connect(inner, token, attempts_max > ATTEMPTS).map_or(0, |fd| fd + 1);
                 link.socket.store(socket, Ordering::Release);
             }
             let number = number(index, inner.attempts);
@@ -155,14 +165,16 @@ impl Link {
         (open.fd >= 0).then_some(open)
     }
 
-    fn connect(&self, inner: &mut Inner, token: &Token) -> Option<c_int> {
+    fn connect(&self, inner: &mut Inner, token: &Token, at_any_rate: bool) -> Option<c_int> {
         // Where memory or descriptors are scarce on purpose, the program needs them more.
-        if !sys::is_unlimited(libc::RLIMIT_AS) {
+        let scarce = !sys::is_unlimited(libc::RLIMIT_AS);
+        if scarce && !at_any_rate {
             return None;
         }
         let fd = connect_to(&token.socket)?;
         let fd = move_away(fd).unwrap_or(fd);
-        match hello(fd, &token.arena) {
+        let wanted = if scarce { Want::Nothing } else { Want::Arena { or_nothing: at_any_rate } };
+        match hello(fd, &token.arena, wanted) {
             Some(mapping) => {
                 inner.mapping = mapping;
                 inner.identity = sys::identity(fd)?.0;
@@ -226,7 +238,7 @@ pub(crate) fn ask_extents(
 ) -> Option<Reply> {
     let mut open = TABLE.links.get(link)?;
     open.collect()?;
-    let request = Request { op: op as u32, reserved: 0, token, arg };
+    let request = Request { op: op as u32, len: 0, token, arg };
     let reply = send(open.fd, &request).and_then(|()| receive(open.fd, extents));
     open.or_give_up(reply)
 }
@@ -240,7 +252,7 @@ pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply>
     for slot in &mut open.inner_mut().stash {
         *slot = slot.filter(|(of, _)| *of != token);
     }
-    let request = |op, arg| Request { op: op as u32, reserved: 0, token, arg };
+    let request = |op, arg| Request { op: op as u32, len: 0, token, arg };
     let sent = send(open.fd, &request(Op::OpenWrite, 0))
         .and_then(|()| send(open.fd, &request(Op::Lease, lease_bytes)))
         .and_then(|()| receive(open.fd, &mut []));
@@ -261,7 +273,7 @@ pub(crate) fn ask_ahead(link: u32, token: u64, arg: u64) -> bool {
         return false;
     }
     open.inner_mut().ahead = Some(token);
-    let request = Request { op: Op::Lease as u32, reserved: 0, token, arg };
+    let request = Request { op: Op::Lease as u32, len: 0, token, arg };
     let sent = send(open.fd, &request);
     open.or_give_up(sent).is_some()
 }
@@ -325,20 +337,169 @@ fn connect_to(path: &[u8; 112]) -> Option<c_int> {
     }
 }
 
+/// What a connection is for.
+#[derive(Clone, Copy)]
+enum Want {
+    /// Requests alone.
+    Nothing,
+    /// The arena in this process's memory.
+    Arena {
+        /// Or requests alone, where that cannot be had.
+        or_nothing: bool,
+    },
+}
+
 /// The first request: gives the arena.
-fn hello(fd: c_int, uuid: &[u8; 16]) -> Option<Mapping> {
-    let request = Request { op: Op::Hello as u32, reserved: 0, token: 0, arg: u64::from(DOOR_VERSION) };
+fn hello(fd: c_int, uuid: &[u8; 16], want: Want) -> Option<Mapping> {
+    let request = Request { op: Op::Hello as u32, len: 0, token: 0, arg: u64::from(DOOR_VERSION) };
     send(fd, &request)?;
     let mut reply = Reply::new_zeroed();
     let mut arena = Arena::new_zeroed();
     let mut parts = [part(reply.as_mut_bytes()), part(arena.as_mut_bytes())];
     let (len, sent) = receive_parts(fd, &mut parts)?;
     let whole = len == size_of::<Reply>() + size_of::<Arena>() && reply.status == Status::Ok as u32;
-    let mapping = sent.filter(|_| whole && arena.uuid == *uuid).and_then(|sent| Mapping::of(sent, &arena));
+    let ours = sent.filter(|_| whole && arena.uuid == *uuid);
+    let mapping = ours.and_then(|sent| match want {
+        Want::Nothing => Some(Mapping::NONE),
+        Want::Arena { or_nothing } => Mapping::of(sent, &arena).or(or_nothing.then_some(Mapping::NONE)),
+    });
     if let Some(sent) = sent {
         sys::close(sent);
     }
     mapping
+}
+
+/// What became of an exchange with bytes of the program's.
+pub(crate) enum Called {
+    /// The answer.
+    Reply(Reply),
+    /// The connection has ended; `sent`: perhaps after the request was carried out.
+    Gone { sent: bool },
+    /// The program's memory could not be read or written.
+    Fault,
+}
+
+/// Bytes that go along, a descriptor that does, and room for bytes that come back.
+#[derive(Clone, Copy)]
+pub(crate) struct Along {
+    pub(crate) data: *const u8,
+    pub(crate) len: usize,
+    pub(crate) fd: Option<c_int>,
+    pub(crate) into: *mut u8,
+    pub(crate) room: usize,
+}
+
+impl Along {
+    pub(crate) const NOTHING: Self =
+        Self { data: std::ptr::null(), len: 0, fd: None, into: std::ptr::null_mut(), room: 0 };
+}
+
+/// A request with bytes.
+///
+/// # Safety
+/// The memory is the program's own.
+pub(crate) unsafe fn call(link: u32, request: &Request, along: Along) -> Called {
+    let Some(mut open) = TABLE.links.get(link) else { return Called::Gone { sent: false } };
+    if open.collect().is_none() {
+        return Called::Gone { sent: false };
+    }
+    // SAFETY: the caller's promise.
+    let called = unsafe { exchange(open.fd, request, along) };
+    if let Called::Gone { .. } = called {
+        open.or_give_up(None::<()>);
+    }
+    called
+}
+
+/// A connection for one purpose, which a signal handler makes whose thread holds the other.
+pub(crate) struct OneOff {
+    fd: c_int,
+}
+
+impl OneOff {
+    /// Connects.
+    pub(crate) fn to(token: &Token) -> Option<Self> {
+        let fd = connect_to(&token.socket)?;
+        let this = Self { fd };
+        hello(fd, &token.arena, Want::Nothing).map(|_| this)
+    }
+
+    /// As [`call`].
+    ///
+    /// # Safety
+    /// As for [`call`].
+    pub(crate) unsafe fn call(&self, request: &Request, along: Along) -> Called {
+        // SAFETY: the caller's promise.
+        unsafe { exchange(self.fd, request, along) }
+    }
+}
+
+impl Drop for OneOff {
+    fn drop(&mut self) {
+        sys::close(self.fd);
+    }
+}
+
+/// # Safety
+/// As for [`call`].
+unsafe fn exchange(fd: c_int, request: &Request, along: Along) -> Called {
+    // SAFETY: the caller's promise.
+    match unsafe { send_along(fd, request, along) } {
+        Ok(()) => {}
+        Err(libc::EFAULT) => return Called::Fault,
+        Err(_) => return Called::Gone { sent: false },
+    }
+    let mut reply = Reply::new_zeroed();
+    let room = libc::iovec { iov_base: along.into.cast(), iov_len: along.room };
+    let mut parts = [part(reply.as_mut_bytes()), room];
+    let (len, sent) = match receive_or(fd, &mut parts) {
+        Ok(received) => received,
+        Err(libc::EFAULT) => return Called::Fault,
+        Err(_) => return Called::Gone { sent: true },
+    };
+    if let Some(sent) = sent {
+        sys::close(sent);
+    }
+    let follow = if along.room > 0 { reply.count as usize } else { 0 };
+    if len != size_of::<Reply>() + follow || follow > along.room {
+        return Called::Gone { sent: true };
+    }
+    Called::Reply(reply)
+}
+
+/// # Safety
+/// As for [`call`].
+unsafe fn send_along(fd: c_int, request: &Request, along: Along) -> Result<(), c_int> {
+    let head = request.as_bytes();
+    let mut parts = [
+        libc::iovec { iov_base: head.as_ptr().cast_mut().cast(), iov_len: head.len() },
+        libc::iovec { iov_base: along.data.cast_mut().cast(), iov_len: along.len },
+    ];
+    // SAFETY: a structure of numbers and pointers that may be null.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = parts.as_mut_ptr();
+    message.msg_iovlen = parts.len();
+    let mut control = [0u64; 4];
+    if let Some(given) = along.fd {
+        message.msg_control = control.as_mut_ptr().cast::<c_void>();
+        // SAFETY: numbers in, numbers out; the macros stay within the control data, which has room for one.
+        unsafe {
+            message.msg_controllen = libc::CMSG_SPACE(size_of::<c_int>() as u32) as usize;
+            let head = libc::CMSG_FIRSTHDR(&raw const message);
+            (*head).cmsg_level = libc::SOL_SOCKET;
+            (*head).cmsg_type = libc::SCM_RIGHTS;
+            (*head).cmsg_len = libc::CMSG_LEN(size_of::<c_int>() as u32) as usize;
+            libc::CMSG_DATA(head).cast::<c_int>().write_unaligned(given);
+        }
+    }
+    let len = (head.len() + along.len) as isize;
+    loop {
+        // SAFETY: the caller's promise.
+        let sent = unsafe { syscall!(libc::SYS_sendmsg, fd, &raw const message, libc::MSG_NOSIGNAL) };
+        if sent != -(libc::EINTR as isize) {
+            return if sent == len { Ok(()) } else { Err(sent.wrapping_neg() as c_int) };
+        }
+    }
 }
 
 fn send(fd: c_int, request: &Request) -> Option<()> {
@@ -373,6 +534,11 @@ fn part(bytes: &mut [u8]) -> libc::iovec {
 
 /// One packet and the descriptor that came with it; `None` where the connection ended.
 fn receive_parts(fd: c_int, parts: &mut [libc::iovec; 2]) -> Option<(usize, Option<c_int>)> {
+    receive_or(fd, parts).ok()
+}
+
+/// As [`receive_parts`], with the errno; 0 where the other end is gone.
+fn receive_or(fd: c_int, parts: &mut [libc::iovec; 2]) -> Result<(usize, Option<c_int>), c_int> {
     let mut control = [0u64; 4];
     // SAFETY: a structure of numbers and pointers that may be null.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -388,7 +554,7 @@ fn receive_parts(fd: c_int, parts: &mut [libc::iovec; 2]) -> Option<(usize, Opti
         }
     };
     if len <= 0 || message.msg_flags & libc::MSG_TRUNC != 0 {
-        return None;
+        return Err(if len < 0 { len.wrapping_neg() as c_int } else { 0 });
     }
     // SAFETY: the kernel filled the control data; the macros stay within it.
     let sent = unsafe {
@@ -399,7 +565,7 @@ fn receive_parts(fd: c_int, parts: &mut [libc::iovec; 2]) -> Option<(usize, Opti
             && (*head).cmsg_len as usize >= libc::CMSG_LEN(4) as usize;
         has.then(|| libc::CMSG_DATA(head).cast::<c_int>().read_unaligned())
     };
-    Some((len as usize, sent))
+    Ok((len as usize, sent))
 }
 
 /// Whether a reply grants what was asked.

@@ -3,11 +3,14 @@
 //! A hook looks at the tag of its descriptor and, mostly, jumps on. Pairs like `open` and `open64` are one
 //! function where `off_t` has 64 bits, as on all machines that Firn runs on.
 
+mod asynchronous;
+mod change;
 mod file;
 mod number;
 mod process;
 mod read;
-mod stream;
+mod stat;
+pub(crate) mod stream;
 mod write;
 
 const _: () = assert!(size_of::<libc::off_t>() == 8);

@@ -19,6 +19,7 @@
 //! `FIRN_PRELOAD=off` turns it off; `FIRN_PRELOAD_REPORT=1` prints at exit what went which way.
 
 mod connect;
+mod cookie;
 mod hook;
 mod lock;
 mod mapping;
@@ -29,6 +30,8 @@ mod real;
 mod report;
 mod share;
 mod start;
+mod stub;
 mod sys;
 mod table;
+mod trees;
 mod writer;

@@ -8,8 +8,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use firn_format::door::{DOOR_VERSION, IOCTL_TOKEN, Token};
 
+use crate::hook::stream;
 use crate::report::{self, Reason};
-use crate::sys::{self, syscall};
+use crate::stub;
+use crate::sys::{self, Identity, syscall};
 use crate::table::{self, ACTIVE, Inner, TABLE, tag};
 
 /// Offsets that every write moves or blocks go to the disk: not what the arena is for.
@@ -93,16 +95,56 @@ pub(crate) enum By {
     Stdio,
 }
 
+/// A call of the program gave the descriptor `fd`, opened with `flags`: what it returns, which is -1 and
+/// errno where `fd` is a stub that cannot be used. Else keeps errno.
+pub(crate) fn noted(fd: c_int, flags: c_int, before: &Before) -> c_int {
+    match note(fd, flags, before, By::Program) {
+        Noted::Unusable(errno) => {
+            sys::close(fd);
+            sys::told(-(errno as isize)) as c_int
+        }
+        Noted::Stub => {
+            stream::stub_at(fd);
+            fd
+        }
+        Noted::Else => fd,
+    }
+}
+
+/// What a new descriptor is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Noted {
+    /// A stub.
+    Stub,
+    /// A stub that cannot be used, and why.
+    Unusable(c_int),
+    /// Anything else.
+    Else,
+}
+
 /// A call gave the descriptor `fd`, opened with `flags`. Keeps errno.
-pub(crate) fn note(fd: c_int, flags: c_int, before: &Before, by: By) {
+pub(crate) fn note(fd: c_int, flags: c_int, before: &Before, by: By) -> Noted {
     if fd < 0 || ACTIVE.load(Ordering::Relaxed) == 0 {
-        return;
+        return Noted::Else;
     }
     if table::tag_of(fd) != tag::NONE {
         forget_stale(fd);
     }
-    let path_only = flags & (libc::O_PATH | libc::O_DIRECTORY) != 0;
-    let Some((identity, mode)) = sys::identity(fd).filter(|_| !path_only) else { return };
+    let path_only = flags & libc::O_PATH != 0
+        || flags & libc::O_DIRECTORY != 0 && flags & libc::O_TMPFILE != libc::O_TMPFILE;
+    let Some((identity, mode)) = sys::identity(fd).filter(|_| !path_only) else { return Noted::Else };
+    if mode & libc::S_IFMT == libc::S_IFREG {
+        match stub::opened(fd, identity.device, flags) {
+            Ok(true) => return Noted::Stub,
+            Err(errno) => return Noted::Unusable(errno),
+            Ok(false) => {}
+        }
+    }
+    note_on_mount(fd, flags, (identity, mode), before, by);
+    Noted::Else
+}
+
+fn note_on_mount(fd: c_int, flags: c_int, (identity, mode): (Identity, u32), before: &Before, by: By) {
     if mode & libc::S_IFMT != libc::S_IFREG || !TABLE.devices.is_ours(fd, identity.device) {
         return;
     }
@@ -126,6 +168,10 @@ pub(crate) fn note(fd: c_int, flags: c_int, before: &Before, by: By) {
 
 /// The number was closed unseen and is another descriptor now.
 pub(crate) fn forget_stale(fd: c_int) {
+    if table::tag_of(fd) == tag::STUB {
+        stub::close(fd);
+        return;
+    }
     if let table::Entered::Held(mut held) = table::enter(fd)
         && table::is_owner()
         && held.tag != tag::INTERNAL

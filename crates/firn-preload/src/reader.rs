@@ -17,6 +17,7 @@ use crate::mapping::Mapping;
 use crate::opened::token;
 use crate::probe;
 use crate::report::{self, Call, Reason};
+use crate::stub;
 use crate::sys::{self, syscall};
 use crate::table::{self, Entered, Held, TABLE, tag};
 use crate::writer::{self, Ticket, Went, total_of};
@@ -78,7 +79,7 @@ impl List {
         (at > 0).then(|| self.extents = at as *mut Extent)
     }
 
-    fn extents(&self) -> &[Extent] {
+    pub(crate) fn extents(&self) -> &[Extent] {
         if self.extents.is_null() {
             return &[];
         }
@@ -163,7 +164,7 @@ unsafe fn copy_to_cache(to: *mut u8, from: *const u8, len: usize) {
 ///
 /// # Safety
 /// As for [`read`].
-unsafe fn take(held: &mut Held, parts: &[iovec], offset: u64, total: usize) -> Option<usize> {
+pub(crate) unsafe fn take(held: &mut Held, parts: &[iovec], offset: u64, total: usize) -> Option<usize> {
     let left = held.list.size.saturating_sub(offset);
     let total = total.min(usize::try_from(left).unwrap_or(usize::MAX));
     let copy = if total >= STREAM_BYTES_MIN { door::copy } else { copy_to_cache };
@@ -202,8 +203,13 @@ unsafe fn take_some(held: &mut Held, to: *mut u8, len: usize, at: u64, copy: Cop
     }
     let gap = if gap == 0 { next.map_or(0, |extent| extent.len - (at - extent.offset)) } else { gap };
     let len = len.min(usize::try_from(gap).unwrap_or(usize::MAX));
-    // SAFETY: the caller's promise.
-    let result = unsafe { sys::pread(held.fd, to.cast::<c_void>(), len, at) };
+    let result = if held.tag == tag::STUB {
+        // SAFETY: the caller's promise.
+        unsafe { stub::read_at(held, to, len, at) }
+    } else {
+        // SAFETY: the caller's promise.
+        unsafe { sys::pread(held.fd, to.cast::<c_void>(), len, at) }
+    };
     usize::try_from(result).ok().filter(|got| *got > 0)
 }
 
@@ -253,6 +259,11 @@ fn load(held: &mut Held) -> Option<Status> {
     let token = token(held.fd)?;
     held.link = TABLE.links.to(&token)?;
     held.token = token.token;
+    load_known(held)
+}
+
+/// The same where the token is known.
+pub(crate) fn load_known(held: &mut Held) -> Option<Status> {
     held.list.unmap();
     held.list.map()?;
     held.list.mapping = connect::mapping(held.link)?;

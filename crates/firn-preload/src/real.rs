@@ -75,6 +75,8 @@ macro_rules! late {
     };
 }
 
+const SYS_FSTATAT: libc::c_long = libc::SYS_newfstatat;
+
 type Spawn = *const c_void;
 type Strings = *const *const c_char;
 
@@ -148,6 +150,62 @@ reals! {
         told(syscall!(libc::SYS_sendmsg, socket, message, flags));
     SENDMMSG = c"sendmmsg" (socket: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int,
         told(syscall!(libc::SYS_sendmmsg, socket, messages, count, flags)) as c_int;
+
+    STAT = c"stat64" (path: *const c_char, to: *mut libc::stat64) -> c_int,
+        told(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, 0usize)) as c_int;
+    LSTAT = c"lstat64" (path: *const c_char, to: *mut libc::stat64) -> c_int,
+        told(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW)) as c_int;
+    FSTAT = c"fstat64" (fd: c_int, to: *mut libc::stat64) -> c_int,
+        told(syscall!(libc::SYS_fstat, fd, to)) as c_int;
+    FSTATAT = c"fstatat64" (dir: c_int, path: *const c_char, to: *mut libc::stat64, flags: c_int) -> c_int,
+        told(syscall!(SYS_FSTATAT, dir, path, to, flags)) as c_int;
+    // Of the C library before 2.33; its version is always that of the kernel's structure.
+    XSTAT = c"__xstat64" (_version: c_int, path: *const c_char, to: *mut libc::stat64) -> c_int,
+        told(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, 0usize)) as c_int;
+    LXSTAT = c"__lxstat64" (_version: c_int, path: *const c_char, to: *mut libc::stat64) -> c_int,
+        told(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW)) as c_int;
+    FXSTAT = c"__fxstat64" (_version: c_int, fd: c_int, to: *mut libc::stat64) -> c_int,
+        told(syscall!(libc::SYS_fstat, fd, to)) as c_int;
+    FXSTATAT = c"__fxstatat64"
+        (_version: c_int, dir: c_int, path: *const c_char, to: *mut libc::stat64, flags: c_int) -> c_int,
+        told(syscall!(SYS_FSTATAT, dir, path, to, flags)) as c_int;
+    STATX = c"statx" (dir: c_int, path: *const c_char, flags: c_int, mask: u32, to: *mut libc::statx) -> c_int,
+        told(syscall!(libc::SYS_statx, dir, path, flags, mask, to)) as c_int;
+
+    FTRUNCATE = c"ftruncate64" (fd: c_int, size: off64_t) -> c_int,
+        told(syscall!(libc::SYS_ftruncate, fd, size)) as c_int;
+    TRUNCATE = c"truncate64" (path: *const c_char, size: off64_t) -> c_int,
+        told(syscall!(libc::SYS_truncate, path, size)) as c_int;
+    FALLOCATE = c"fallocate64" (fd: c_int, mode: c_int, offset: off64_t, len: off64_t) -> c_int,
+        told(syscall!(libc::SYS_fallocate, fd, mode, offset, len)) as c_int;
+    POSIX_FALLOCATE = c"posix_fallocate64" (fd: c_int, offset: off64_t, len: off64_t) -> c_int,
+        late!(POSIX_FALLOCATE(fd, offset, len), libc::ENOSYS);
+    FSYNC = c"fsync" (fd: c_int) -> c_int, told(syscall!(libc::SYS_fsync, fd)) as c_int;
+    FDATASYNC = c"fdatasync" (fd: c_int) -> c_int, told(syscall!(libc::SYS_fdatasync, fd)) as c_int;
+    SYNC_FILE_RANGE = c"sync_file_range" (fd: c_int, offset: off64_t, len: off64_t, flags: c_uint) -> c_int,
+        told(syscall!(libc::SYS_sync_file_range, fd, offset, len, flags)) as c_int;
+    FUTIMENS = c"futimens" (fd: c_int, times: *const libc::timespec) -> c_int,
+        told(syscall!(libc::SYS_utimensat, fd, 0usize, times, 0usize)) as c_int;
+    UTIMENSAT = c"utimensat"
+        (dir: c_int, path: *const c_char, times: *const libc::timespec, flags: c_int) -> c_int,
+        told(syscall!(libc::SYS_utimensat, dir, path, times, flags)) as c_int;
+    FUTIMES = c"futimes" (fd: c_int, times: *const libc::timeval) -> c_int, late!(FUTIMES(fd, times), -1);
+    FUTIMESAT = c"futimesat" (dir: c_int, path: *const c_char, times: *const libc::timeval) -> c_int,
+        late!(FUTIMESAT(dir, path, times), -1);
+    UTIMES = c"utimes" (path: *const c_char, times: *const libc::timeval) -> c_int,
+        late!(UTIMES(path, times), -1);
+    LUTIMES = c"lutimes" (path: *const c_char, times: *const libc::timeval) -> c_int,
+        late!(LUTIMES(path, times), -1);
+    UTIME = c"utime" (path: *const c_char, times: *const libc::utimbuf) -> c_int,
+        late!(UTIME(path, times), -1);
+
+    AIO_READ = c"aio_read64" (control: *mut libc::aiocb) -> c_int, late!(AIO_READ(control), -1);
+    AIO_WRITE = c"aio_write64" (control: *mut libc::aiocb) -> c_int, late!(AIO_WRITE(control), -1);
+    AIO_FSYNC = c"aio_fsync64" (op: c_int, control: *mut libc::aiocb) -> c_int,
+        late!(AIO_FSYNC(op, control), -1);
+    LIO_LISTIO = c"lio_listio64"
+        (mode: c_int, list: *const *mut libc::aiocb, count: c_int, event: *mut libc::sigevent) -> c_int,
+        late!(LIO_LISTIO(mode, list, count, event), -1);
 
     FOPEN = c"fopen64" (path: *const c_char, mode: *const c_char) -> *mut FILE,
         late!(FOPEN(path, mode), std::ptr::null_mut());

@@ -3,8 +3,9 @@
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use crate::stub;
 use crate::sys;
-use crate::table::TABLE;
+use crate::table::{self, TABLE, tag};
 
 /// Whether anything is counted: set once, at the start.
 static WANTED: AtomicBool = AtomicBool::new(false);
@@ -115,6 +116,17 @@ impl Write for Line {
     }
 }
 
+/// To standard error, also where that is a stub.
+fn tell(text: &[u8]) {
+    if table::tag_of(libc::STDERR_FILENO) == tag::STUB {
+        let part = [libc::iovec { iov_base: text.as_ptr().cast_mut().cast(), iov_len: text.len() }];
+        // SAFETY: the text is ours.
+        unsafe { stub::write(libc::STDERR_FILENO, &part, None, false, Call::Write) };
+    } else {
+        sys::say(text);
+    }
+}
+
 /// Prints the report if it is wanted, once: at exit, or when the program closes standard error before.
 pub(crate) fn print() {
     if !WANTED.swap(false, Ordering::Relaxed) {
@@ -127,7 +139,7 @@ pub(crate) fn print() {
     let say = |text: std::fmt::Arguments<'_>| {
         let mut line = Line { bytes: [0; 200], len: 0 };
         if writeln!(line, "firn-preload[{pid}]: {text}").is_ok() {
-            sys::say(line.bytes.get(..line.len).unwrap_or_default());
+            tell(line.bytes.get(..line.len).unwrap_or_default());
         }
     };
     let counters = &TABLE.counters;

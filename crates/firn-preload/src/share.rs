@@ -8,12 +8,16 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use crate::report::Reason;
+use crate::stub;
 use crate::sys;
 use crate::table::{self, Entered, TABLE, tag};
 use crate::writer;
 
 /// The descriptor will be shared.
 pub(crate) fn one(fd: c_int) {
+    if table::tag_of(fd) == tag::STUB {
+        return stub::share(fd);
+    }
     match table::enter(fd) {
         Entered::Held(held) if held.tag != tag::INTERNAL => writer::leave(held, Reason::Shared),
         // In a signal handler: what the interrupted code does ends at its claim.
@@ -67,11 +71,22 @@ pub(crate) extern "C" fn before_fork() {
 
 /// After fork(2), in the parent.
 pub(crate) extern "C" fn after_fork() {
+    share_stubs();
     end();
+}
+
+/// Stubs that another thread opened while this one was about to fork: both processes have them.
+fn share_stubs() {
+    for fd in table::tagged(0, u32::MAX) {
+        if table::stub_mark_of(fd) == table::stub_mark::OWN {
+            stub::share(fd);
+        }
+    }
 }
 
 /// After fork(2), in the child.
 pub(crate) extern "C" fn in_child() {
+    share_stubs();
     for slot in &INHERITED {
         let fd = slot.swap(-1, Ordering::Relaxed);
         if fd >= 0 {

@@ -3,8 +3,9 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::atomic::Ordering;
 
-use crate::table::{self, ACTIVE};
-use crate::{real, report, share};
+use crate::hook::stream;
+use crate::table::{self, ACTIVE, tag};
+use crate::{real, report, share, stub, trees};
 
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -29,7 +30,15 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     let failed = unsafe {
         libc::pthread_atfork(Some(share::before_fork), Some(share::after_fork), Some(share::in_child))
     };
+    // SAFETY: as above.
+    let (dir, wait) = unsafe { (value(envp, b"FIRN_RUNTIME_DIR"), value(envp, b"FIRN_PRELOAD_WAIT")) };
+    trees::begin(dir);
+    stub::begin(wait);
     ACTIVE.store(u32::from(failed == 0), Ordering::Release);
+    if failed == 0 {
+        stub::inherited();
+        (0..3).filter(|fd| table::tag_of(*fd) == tag::STUB).for_each(stream::stub_at);
+    }
 }
 
 extern "C" fn end() {

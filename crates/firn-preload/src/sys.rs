@@ -151,6 +151,33 @@ pub(crate) fn is_unlimited(resource: libc::__rlimit_resource_t) -> bool {
     result == 0 && limit.rlim_cur == libc::RLIM64_INFINITY
 }
 
+/// The limit of a resource; `None`: it has none.
+pub(crate) fn limit(resource: libc::__rlimit_resource_t) -> Option<u64> {
+    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the structure is ours.
+    let result = unsafe { syscall!(libc::SYS_prlimit64, 0usize, resource, 0usize, &raw mut limit) };
+    (result == 0 && limit.rlim_cur != libc::RLIM64_INFINITY).then_some(limit.rlim_cur)
+}
+
+/// Sends this thread a signal.
+pub(crate) fn raise(signal: c_int) {
+    // SAFETY: touches no memory.
+    unsafe {
+        let (process, thread) = (syscall!(libc::SYS_getpid), syscall!(libc::SYS_gettid));
+        syscall!(libc::SYS_tgkill, process, thread, signal);
+    }
+}
+
+/// Sleeps.
+pub(crate) fn sleep_ms(ms: u32) {
+    let time = libc::timespec {
+        tv_sec: libc::time_t::from(ms / 1000),
+        tv_nsec: libc::c_long::from(ms % 1000) * 1_000_000,
+    };
+    // SAFETY: the structure is ours.
+    unsafe { syscall!(libc::SYS_nanosleep, &raw const time, 0usize) };
+}
+
 /// Waits until the word is not `expected` any more, or somebody wakes it.
 pub(crate) fn futex_wait(word: *const u32, expected: u32) {
     let op = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;

@@ -4,6 +4,8 @@
 //! * Everything that may change lies in [`TABLE`], which the kernel gives to children of fork(2) as zeros
 //!   (`MADV_WIPEONFORK`). Zeros mean: no descriptor is ours, no connection, no lock held.
 //! * A child of vfork(2) shares it and must not touch it: [`enter`] finds nothing there.
+//! * Which descriptors are stubs lies beside it, in [`STUBS`]: a child has them too, and the kernel has no bytes
+//!   of theirs. So a tag of zero means that this process has to look there.
 //! * A descriptor's tag says which hooks have to look at its entry; the entry, under its lock, has the last
 //!   word. Tags change under the lock.
 //! * While `Inner::private` is set, `Entry::offset` is the descriptor's offset and the kernel's is stale.
@@ -13,7 +15,7 @@ use std::cell::{Cell, UnsafeCell};
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use firn_client::door::SlabWriter;
 
@@ -22,21 +24,27 @@ use crate::lock::Lock;
 use crate::opened::Devices;
 use crate::reader::List;
 use crate::report::Counters;
+use crate::stub::StubState;
 use crate::sys::{self, Identity};
+use crate::trees::Trees;
 
 /// Descriptors from here on are left to the kernel.
 pub(crate) const FDS: usize = 16 << 10;
 
 /// Which hooks have to look at the entry of a descriptor.
 pub(crate) mod tag {
+    /// Not looked at by this process yet: [`tag_of`](super::tag_of) never gives it.
+    pub(crate) const UNKNOWN: u32 = 0;
     /// None: the descriptor is not ours.
-    pub(crate) const NONE: u32 = 0;
-    /// Open for writing.
-    pub(crate) const WRITER: u32 = 1;
-    /// Open for reading only.
-    pub(crate) const READER: u32 = 2;
+    pub(crate) const NONE: u32 = 1;
+    /// Of a mount, open for writing.
+    pub(crate) const WRITER: u32 = 2;
+    /// Of a mount, open for reading only.
+    pub(crate) const READER: u32 = 3;
     /// The library's own socket.
-    pub(crate) const INTERNAL: u32 = 3;
+    pub(crate) const INTERNAL: u32 = 4;
+    /// A stub: nothing of its bytes is left to the kernel.
+    pub(crate) const STUB: u32 = 5;
 }
 
 /// All that may change.
@@ -53,6 +61,7 @@ pub(crate) struct Table {
     /// How many such calls there were.
     pub(crate) shared: AtomicU64,
     pub(crate) devices: Devices,
+    pub(crate) trees: Trees,
     pub(crate) links: Links,
     pub(crate) counters: Counters,
 }
@@ -61,16 +70,70 @@ pub(crate) struct Table {
 unsafe impl Sync for Table {}
 
 pub(crate) static TABLE: Table = Table {
-    tags: [const { AtomicU32::new(tag::NONE) }; FDS],
+    tags: [const { AtomicU32::new(tag::UNKNOWN) }; FDS],
     entries: [const { Entry::new() }; FDS],
     owner: AtomicU32::new(0),
     high: AtomicU32::new(0),
     sharing: AtomicU32::new(0),
     shared: AtomicU64::new(0),
     devices: Devices::new(),
+    trees: Trees::new(),
     links: Links::new(),
     counters: Counters::new(),
 };
+
+/// What children of fork(2) inherit: which descriptors are stubs, as [`stub_mark`] says.
+pub(crate) static STUBS: [AtomicU8; FDS] = [const { AtomicU8::new(stub_mark::NONE) }; FDS];
+/// One more than the highest of them so far.
+static STUB_HIGH: AtomicU32 = AtomicU32::new(0);
+
+/// What [`STUBS`] says of a descriptor.
+pub(crate) mod stub_mark {
+    /// It is none.
+    pub(crate) const NONE: u8 = 0;
+    /// Nobody else has it.
+    pub(crate) const OWN: u8 = 1;
+    /// Its offset is shared with others, and the kernel's.
+    pub(crate) const SHARED: u8 = 2;
+}
+
+/// Sets the mark of a descriptor, in a process of its own.
+pub(crate) fn mark_stub(fd: c_int, mark: u8) {
+    if in_vfork_child() {
+        return;
+    }
+    let (Some(stub), Some(tag)) = (STUBS.get(fd as usize), TABLE.tags.get(fd as usize)) else { return };
+    stub.store(mark, Ordering::Release);
+    if mark == stub_mark::NONE {
+        tag.store(tag::NONE, Ordering::Release);
+    } else {
+        STUB_HIGH.fetch_max(fd as u32 + 1, Ordering::AcqRel);
+        tag.store(tag::STUB, Ordering::Release);
+    }
+}
+
+/// The number is free: what gets it next is looked at anew, where there may be stubs.
+#[inline(always)]
+pub(crate) fn is_free(fd: c_int) {
+    if TABLE.trees.any()
+        && !in_vfork_child()
+        && let Some(tag) = TABLE.tags.get(fd as usize)
+    {
+        let _ = tag.compare_exchange(tag::NONE, tag::UNKNOWN, Ordering::AcqRel, Ordering::Relaxed);
+    }
+}
+
+/// The mark of a descriptor.
+pub(crate) fn stub_mark_of(fd: c_int) -> u8 {
+    STUBS.get(fd as usize).map_or(stub_mark::NONE, |mark| mark.load(Ordering::Acquire))
+}
+
+impl Table {
+    /// The entry of a descriptor, without its lock.
+    pub(crate) fn entry(&self, fd: c_int) -> Option<&Entry> {
+        self.entries.get(fd as usize)
+    }
+}
 
 /// Whether the library acts at all: 0 until [`start`](crate::start) found that it can.
 pub(crate) static ACTIVE: AtomicU32 = AtomicU32::new(0);
@@ -114,6 +177,8 @@ pub(crate) struct Inner {
     pub(crate) patience_bytes: u64,
     /// Bytes past the kernel since the last grant.
     pub(crate) fast_bytes: u64,
+    /// Of a stub: what only it has.
+    pub(crate) stub: StubState,
     /// The lease.
     pub(crate) writer: MaybeUninit<SlabWriter>,
     /// Where the file's bytes are.
@@ -141,7 +206,8 @@ impl Entry {
 impl Inner {
     pub(crate) const fn new() -> Self {
         Self {
-            tag: tag::NONE,
+            // Zero, as all of it: what is not zeros lies in no memory that the kernel would wipe.
+            tag: tag::UNKNOWN,
             private: false,
             has_writer: false,
             has_asked: false,
@@ -152,6 +218,7 @@ impl Inner {
             binding: 0,
             patience_bytes: 0,
             fast_bytes: 0,
+            stub: StubState::new(),
             writer: MaybeUninit::uninit(),
             list: List::new(),
         }
@@ -214,7 +281,25 @@ pub(crate) enum Entered {
 /// The tag of a descriptor: one load.
 #[inline(always)]
 pub(crate) fn tag_of(fd: c_int) -> u32 {
-    TABLE.tags.get(fd as usize).map_or(tag::NONE, |tag| tag.load(Ordering::Acquire))
+    match TABLE.tags.get(fd as usize).map_or(tag::NONE, |tag| tag.load(Ordering::Acquire)) {
+        tag::UNKNOWN => look_up(fd),
+        tag => tag,
+    }
+}
+
+/// The first look of this process at a descriptor.
+#[cold]
+fn look_up(fd: c_int) -> u32 {
+    // One that came by a raw call or in a message; who else has it nobody knows.
+    if stub_mark_of(fd) == stub_mark::NONE && TABLE.trees.any() && crate::stub::is_stub(fd) {
+        mark_stub(fd, stub_mark::SHARED);
+    }
+    let found = if stub_mark_of(fd) == stub_mark::NONE { tag::NONE } else { tag::STUB };
+    let Some(tag) = TABLE.tags.get(fd as usize) else { return tag::NONE };
+    match tag.compare_exchange(tag::UNKNOWN, found, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => found,
+        Err(other) => other,
+    }
 }
 
 /// Locks the entry of a descriptor.
@@ -228,7 +313,7 @@ pub(crate) fn enter(fd: c_int) -> Entered {
         return Entered::Again(entry);
     }
     let held = Held { fd, entry };
-    if held.tag == tag::NONE { Entered::Not } else { Entered::Held(held) }
+    if matches!(held.tag, tag::UNKNOWN | tag::NONE) { Entered::Not } else { Entered::Held(held) }
 }
 
 /// Locks the entry of a descriptor that was just opened, so has none; `None` where there can be none.
@@ -268,7 +353,8 @@ pub(crate) fn end_vfork() {
 
 /// Descriptors with a tag, from `first` to `last`.
 pub(crate) fn tagged(first: u32, last: u32) -> impl Iterator<Item = c_int> {
-    let end = TABLE.high.load(Ordering::Acquire).min(last.saturating_add(1));
+    let high = TABLE.high.load(Ordering::Acquire).max(STUB_HIGH.load(Ordering::Acquire));
+    let end = high.min(last.saturating_add(1));
     (first..end).map(|fd| fd as c_int).filter(|fd| tag_of(*fd) != tag::NONE)
 }
 

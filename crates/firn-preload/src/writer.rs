@@ -108,7 +108,7 @@ pub(crate) fn write(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> 
 
 /// Why bytes did not go past the kernel.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Loss {
+pub(crate) enum Loss {
     /// The lease was taken back, or the number is another descriptor now.
     Revoked,
     /// The arena has no room.
@@ -120,7 +120,7 @@ enum Loss {
 }
 
 /// Puts bytes into leases; how many, and why not all of them.
-fn put(held: &mut Held, parts: &[iovec], offset: u64, total: usize) -> (usize, Option<Loss>) {
+pub(crate) fn put(held: &mut Held, parts: &[iovec], offset: u64, total: usize) -> (usize, Option<Loss>) {
     let mut done = 0;
     for part in parts {
         let len = part.iov_len.min(total - done);

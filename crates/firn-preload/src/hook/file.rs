@@ -8,9 +8,11 @@ use std::ffi::{c_char, c_int, c_void};
 use libc::{mode_t, off64_t, size_t};
 
 use super::export;
-use crate::opened::{Before, By, note};
+use crate::opened::{Before, noted};
 use crate::real::{CREAT, MKOSTEMPS, MMAP, OPEN, OPEN_2, OPENAT, OPENAT_2};
 use crate::share;
+use crate::stub;
+use crate::sys::told;
 use crate::table::{tag, tag_of};
 
 export! { open open64 __open __open64 =
@@ -32,40 +34,35 @@ unsafe fn do_open(path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
     let before = Before::now();
     // SAFETY: the caller's promise.
     let fd = unsafe { OPEN.get()(path, flags, mode) };
-    note(fd, flags, &before, By::Program);
-    fd
+    noted(fd, flags, &before)
 }
 
 unsafe fn do_openat(dir: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
     let before = Before::now();
     // SAFETY: the caller's promise.
     let fd = unsafe { OPENAT.get()(dir, path, flags, mode) };
-    note(fd, flags, &before, By::Program);
-    fd
+    noted(fd, flags, &before)
 }
 
 unsafe fn do_open_2(path: *const c_char, flags: c_int) -> c_int {
     let before = Before::now();
     // SAFETY: the caller's promise. It ends programs that give no mode where one is needed.
     let fd = unsafe { OPEN_2.get()(path, flags) };
-    note(fd, flags, &before, By::Program);
-    fd
+    noted(fd, flags, &before)
 }
 
 unsafe fn do_openat_2(dir: c_int, path: *const c_char, flags: c_int) -> c_int {
     let before = Before::now();
     // SAFETY: as above.
     let fd = unsafe { OPENAT_2.get()(dir, path, flags) };
-    note(fd, flags, &before, By::Program);
-    fd
+    noted(fd, flags, &before)
 }
 
 unsafe fn do_creat(path: *const c_char, mode: mode_t) -> c_int {
     let before = Before::now();
     // SAFETY: the caller's promise.
     let fd = unsafe { CREAT.get()(path, mode) };
-    note(fd, libc::O_WRONLY, &before, By::Program);
-    fd
+    noted(fd, libc::O_WRONLY | libc::O_TRUNC, &before)
 }
 
 unsafe fn do_mkstemp(template: *mut c_char) -> c_int {
@@ -87,8 +84,7 @@ unsafe fn do_mkostemps(template: *mut c_char, suffix: c_int, flags: c_int) -> c_
     let before = Before::now();
     // SAFETY: the caller's promise.
     let fd = unsafe { MKOSTEMPS.get()(template, suffix, flags) };
-    note(fd, flags | libc::O_RDWR, &before, By::Program);
-    fd
+    noted(fd, flags | libc::O_RDWR, &before)
 }
 
 unsafe fn do_mmap(
@@ -101,7 +97,14 @@ unsafe fn do_mmap(
 ) -> *mut c_void {
     // A mapping shows what goes through the kernel, and only that.
     if tag_of(fd) != tag::NONE && flags & libc::MAP_ANONYMOUS == 0 {
-        share::one(fd);
+        if tag_of(fd) == tag::STUB {
+            // SAFETY: the caller's promise.
+            if let Some(result) = unsafe { stub::map(at, len, prot, flags, fd, offset) } {
+                return told(result) as *mut c_void;
+            }
+        } else {
+            share::one(fd);
+        }
     }
     // SAFETY: the caller's promise.
     unsafe { MMAP.get()(at, len, prot, flags, fd, offset) }

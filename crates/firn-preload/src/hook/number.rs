@@ -4,11 +4,12 @@ use std::ffi::{c_int, c_uint};
 
 use libc::ssize_t;
 
-use super::export;
+use super::{export, stream};
 use crate::opened::forget_stale;
 use crate::real::{CLOSE, CLOSE_RANGE, CLOSEFROM, DUP, DUP2, DUP3, FCNTL, SENDMMSG, SENDMSG};
 use crate::share;
-use crate::sys::told;
+use crate::stub;
+use crate::sys::{self, told};
 use crate::table::{self, TABLE, tag, tag_of};
 
 export! { close __close = do_close(fd: c_int) -> c_int }
@@ -33,8 +34,16 @@ unsafe fn do_close(fd: c_int) -> c_int {
         if is_internal(fd) {
             return told(-(libc::EBADF as isize)) as c_int;
         }
+        if tag_of(fd) == tag::STUB {
+            let released = stub::close(fd);
+            table::is_free(fd);
+            // SAFETY: the caller's promise.
+            let closed = unsafe { CLOSE.get()(fd) };
+            return if closed == 0 { told(released) as c_int } else { closed };
+        }
         forget_stale(fd);
     }
+    table::is_free(fd);
     // SAFETY: the caller's promise.
     unsafe { CLOSE.get()(fd) }
 }
@@ -45,8 +54,17 @@ unsafe fn do_dup(fd: c_int) -> c_int {
     }
     // SAFETY: the caller's promise.
     let new = unsafe { DUP.get()(fd) };
-    stale(new);
+    copied(fd, new);
     new
+}
+
+/// The kernel just gave `new` as a copy of `fd`.
+fn copied(fd: c_int, new: c_int) {
+    stale(new);
+    if new >= 0 && tag_of(fd) == tag::STUB {
+        stub::copied(new);
+        stream::stub_at(new);
+    }
 }
 
 /// A number that the kernel just gave: what is kept of it is of a descriptor that was closed unseen.
@@ -64,7 +82,12 @@ fn before_dup(from: c_int, to: c_int) {
     if tag_of(from) != tag::NONE {
         share::one(from);
     }
-    if is_internal(to) {
+    if tag_of(to) == tag::STUB {
+        // What closes it is not seen. The call fails only where `from` is none.
+        if sys::fcntl(from, libc::F_GETFD, 0) >= 0 {
+            stub::close(to);
+        }
+    } else if is_internal(to) {
         TABLE.links.make_way(to);
     } else if tag_of(to) != tag::NONE {
         // With its offset, because the call may fail and leave it open.
@@ -75,13 +98,19 @@ fn before_dup(from: c_int, to: c_int) {
 unsafe fn do_dup2(from: c_int, to: c_int) -> c_int {
     before_dup(from, to);
     // SAFETY: the caller's promise.
-    unsafe { DUP2.get()(from, to) }
+    let new = unsafe { DUP2.get()(from, to) };
+    if from != to {
+        copied(from, new);
+    }
+    new
 }
 
 unsafe fn do_dup3(from: c_int, to: c_int, flags: c_int) -> c_int {
     before_dup(from, to);
     // SAFETY: the caller's promise.
-    unsafe { DUP3.get()(from, to, flags) }
+    let new = unsafe { DUP3.get()(from, to, flags) };
+    copied(from, new);
+    new
 }
 
 unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
@@ -92,7 +121,9 @@ unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
     // SAFETY: the caller's promise.
     let result = unsafe { FCNTL.get()(fd, command, arg) };
     if copies {
-        stale(result);
+        copied(fd, result);
+    } else if command == libc::F_SETFL && tag_of(fd) == tag::STUB {
+        stub::flags_changed(fd);
     }
     result
 }
@@ -106,7 +137,11 @@ unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let mut from = first;
     for fd in table::tagged(first, last) {
         if !is_internal(fd) {
-            forget_stale(fd);
+            if tag_of(fd) == tag::STUB {
+                stub::close(fd);
+            } else {
+                forget_stale(fd);
+            }
             continue;
         }
         // SAFETY: a part of what the caller asked for.

@@ -10,6 +10,7 @@ use crate::real::{
     COPY_FILE_RANGE, LSEEK, PREAD, PREAD_CHK, PREADV, PREADV2, READ, READ_CHK, READV, SENDFILE, SPLICE,
 };
 use crate::report::Call;
+use crate::stub;
 use crate::sys::told;
 use crate::table::{tag, tag_of};
 use crate::writer::{self, Ticket, Went};
@@ -43,11 +44,26 @@ unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
     unsafe { read_ours(fd, data, len) }
 }
 
+/// A read from a descriptor of ours.
+///
+/// # Safety
+/// The parts are the program's, to be written.
+unsafe fn from(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> Went {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if tag_of(fd) == tag::STUB {
+            stub::read(fd, parts, at, call)
+        } else {
+            reader::read(fd, parts, at, call)
+        }
+    }
+}
+
 #[inline(never)]
 unsafe fn read_ours(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
     let part = [iovec { iov_base: data, iov_len: len }];
     // SAFETY: the caller's promise.
-    match unsafe { reader::read(fd, &part, None, Call::Read) } {
+    match unsafe { from(fd, &part, None, Call::Read) } {
         Went::Past(result) => told(result),
         Went::Kernel(ticket) => {
             // SAFETY: the caller's promise.
@@ -76,7 +92,9 @@ unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
     // SAFETY: the caller's promise.
     let went = match unsafe { parts_of(parts, count) } {
         // SAFETY: the caller's promise.
-        Some(parts) => unsafe { reader::read(fd, parts, None, Call::Readv) },
+        Some(parts) => unsafe { from(fd, parts, None, Call::Readv) },
+        // Numbers of vectors that the kernel refuses.
+        None if tag_of(fd) == tag::STUB => Went::Kernel(Ticket::NONE),
         None => Went::Kernel(writer::before_kernel(fd, Call::Readv)),
     };
     match went {
@@ -92,10 +110,10 @@ unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 
 #[inline(always)]
 unsafe fn do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t {
-    if tag_of(fd) == tag::READER && offset >= 0 {
+    if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
         let part = [iovec { iov_base: data, iov_len: len }];
         // SAFETY: the caller's promise.
-        if let Went::Past(result) = unsafe { reader::read(fd, &part, Some(offset as u64), Call::Pread) } {
+        if let Went::Past(result) = unsafe { from(fd, &part, Some(offset as u64), Call::Pread) } {
             return told(result);
         }
     }
@@ -114,12 +132,12 @@ unsafe fn do_pread_chk(fd: c_int, data: *mut c_void, len: size_t, offset: off64_
 
 #[inline(always)]
 unsafe fn do_preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
-    if tag_of(fd) == tag::READER && offset >= 0 {
+    if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
         // SAFETY: the caller's promise.
         let vectors = unsafe { parts_of(parts, count) };
         if let Some(vectors) = vectors
             // SAFETY: the caller's promise.
-            && let Went::Past(result) = unsafe { reader::read(fd, vectors, Some(offset as u64), Call::Preadv) }
+            && let Went::Past(result) = unsafe { from(fd, vectors, Some(offset as u64), Call::Preadv) }
         {
             return told(result);
         }
@@ -130,7 +148,10 @@ unsafe fn do_preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off64_
 
 #[inline(always)]
 unsafe fn do_preadv2(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t {
-    if tag_of(fd) != tag::NONE && flags == 0 {
+    if tag_of(fd) == tag::STUB && flags & !libc::RWF_HIPRI != 0 {
+        return told(-(libc::EOPNOTSUPP as isize));
+    }
+    if tag_of(fd) != tag::NONE && (flags == 0 || tag_of(fd) == tag::STUB) {
         // SAFETY: the caller's promise.
         return unsafe {
             if offset == -1 { do_readv(fd, parts, count) } else { do_preadv(fd, parts, count, offset) }
@@ -153,7 +174,11 @@ unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
         // SAFETY: the caller's promise.
         return unsafe { LSEEK.get()(fd, offset, whence) };
     }
-    match writer::seek(fd, offset, whence) {
+    let went = match tag_of(fd) {
+        tag::STUB => stub::seek(fd, offset, whence),
+        _ => writer::seek(fd, offset, whence),
+    };
+    match went {
         Went::Past(result) => told(result) as off64_t,
         Went::Kernel(ticket) => {
             // SAFETY: the caller's promise.
@@ -173,7 +198,16 @@ fn handed_back(fd: c_int) -> Ticket {
     Ticket::NONE
 }
 
+/// Whether a call moves bytes between descriptors in the kernel, which has none of a stub's. It fails as for
+/// files that cannot do that; programs read and write then.
+fn moves_stubs(one: c_int, other: c_int) -> bool {
+    tag_of(one) == tag::STUB || tag_of(other) == tag::STUB
+}
+
 unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t {
+    if moves_stubs(to, from) {
+        return told(-(libc::EINVAL as isize));
+    }
     let tickets = (handed_back(to), handed_back(from));
     // SAFETY: the caller's promise.
     let result = unsafe { SENDFILE.get()(to, from, offset, len) };
@@ -190,6 +224,9 @@ unsafe fn do_copy_file_range(
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
+    if moves_stubs(to, from) {
+        return told(-(libc::EXDEV as isize));
+    }
     let tickets = (handed_back(from), handed_back(to));
     // SAFETY: the caller's promise.
     let result = unsafe { COPY_FILE_RANGE.get()(from, from_at, to, to_at, len, flags) };
@@ -206,6 +243,9 @@ unsafe fn do_splice(
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
+    if moves_stubs(to, from) {
+        return told(-(libc::EINVAL as isize));
+    }
     let tickets = (handed_back(from), handed_back(to));
     // SAFETY: the caller's promise.
     let result = unsafe { SPLICE.get()(from, from_at, to, to_at, len, flags) };

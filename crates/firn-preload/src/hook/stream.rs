@@ -1,16 +1,21 @@
 //! The calls of stdio that open and close descriptors. What it does in between is not seen: its streams are
-//! left to the kernel, except those of libstdc++, which reads and writes the descriptor itself.
+//! left to the kernel, except those of libstdc++, which reads and writes the descriptor itself, and those
+//! over stubs ([`crate::cookie`]).
 
 use std::ffi::{c_char, c_int, c_void};
+use std::sync::atomic::Ordering;
 
 use libc::FILE;
 
 use super::export;
-use crate::opened::{Before, By, forget_stale, note};
+use crate::cookie;
+use crate::opened::{Before, By, Noted, forget_stale, note};
 use crate::real::{FCLOSE, FDOPEN, FOPEN, FREOPEN};
 use crate::report;
 use crate::share;
-use crate::table::{tag, tag_of};
+use crate::stub;
+use crate::sys::{self, told};
+use crate::table::{self, ACTIVE, TABLE, tag, tag_of};
 
 export! { fdopen _IO_fdopen = do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE }
 export! { freopen freopen64 =
@@ -37,12 +42,73 @@ unsafe extern "C" fn do_fopen(path: *const c_char, mode: *const c_char, caller: 
     let before = Before::now();
     // SAFETY: the caller's promise.
     let file = unsafe { FOPEN.get()(path, mode) };
-    if !file.is_null() {
-        let by = if share::is_stream_buffer(caller) { By::StreamBuffer } else { By::Stdio };
-        // SAFETY: an open stream, and the mode that opened it.
-        unsafe { note(libc::fileno(file), flags_of(mode), &before, by) };
+    if file.is_null() || ACTIVE.load(Ordering::Relaxed) == 0 {
+        return file;
+    }
+    let by = if share::is_stream_buffer(caller) { By::StreamBuffer } else { By::Stdio };
+    // SAFETY: an open stream, and the mode that opened it.
+    unsafe {
+        if by == By::Stdio && is_stub(libc::fileno(file)) {
+            return over_stub(file, mode, &before);
+        }
+        if let Noted::Unusable(errno) = note(libc::fileno(file), flags_of(mode), &before, by) {
+            FCLOSE.get()(file);
+            told(-(errno as isize));
+            return std::ptr::null_mut();
+        }
     }
     file
+}
+
+/// Whether a descriptor that was just opened is a stub.
+fn is_stub(fd: c_int) -> bool {
+    TABLE.trees.any_or_new() && !table::in_vfork_child() && stub::is_stub(fd)
+}
+
+/// A stream of ours instead of one that was just opened on a stub, with the same number.
+///
+/// # Safety
+/// Nothing was done with the stream yet.
+unsafe fn over_stub(file: *mut FILE, mode: *const c_char, before: &Before) -> *mut FILE {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let fd = libc::fileno(file);
+        let flags = sys::fcntl(fd, libc::F_GETFD, 0);
+        let copy = if flags as c_int & libc::FD_CLOEXEC != 0 { libc::F_DUPFD_CLOEXEC } else { libc::F_DUPFD };
+        let kept = sys::fcntl(fd, copy, 0) as c_int;
+        if kept < 0 {
+            FCLOSE.get()(file);
+            told(kept as isize);
+            return std::ptr::null_mut();
+        }
+        FCLOSE.get()(file);
+        let again = sys::fcntl(kept, copy, fd as usize) as c_int;
+        // Another thread may have got the number meanwhile.
+        let fd = if again == fd {
+            sys::close(kept);
+            fd
+        } else {
+            sys::close(again);
+            kept
+        };
+        if let Noted::Unusable(errno) = note(fd, flags_of(mode), before, By::Program) {
+            sys::close(fd);
+            told(-(errno as isize));
+            return std::ptr::null_mut();
+        }
+        let new = cookie::over(fd, mode);
+        if new.is_null() {
+            libc::close(fd);
+        }
+        new
+    }
+}
+
+/// A standard descriptor became a stub: its stream must not write into the stub itself.
+pub(crate) fn stub_at(fd: c_int) {
+    if fd <= libc::STDERR_FILENO && !table::in_vfork_child() && tag_of(fd) == tag::STUB {
+        cookie::replace_standard(fd);
+    }
 }
 
 /// Flags of open(2), as far as they matter here.
@@ -54,10 +120,15 @@ unsafe fn flags_of(mode: *const c_char) -> c_int {
     let mode = unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes();
     let append = if mode.first() == Some(&b'a') { libc::O_APPEND } else { 0 };
     let writes = mode.first() != Some(&b'r') || mode.contains(&b'+');
-    append | if writes { libc::O_RDWR } else { libc::O_RDONLY }
+    let truncates = if mode.first() == Some(&b'w') { libc::O_TRUNC } else { 0 };
+    append | truncates | if writes { libc::O_RDWR } else { libc::O_RDONLY }
 }
 
 unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
+    if tag_of(fd) == tag::STUB {
+        // SAFETY: the caller's promise.
+        return unsafe { cookie::over(fd, mode) };
+    }
     if tag_of(fd) != tag::NONE {
         share::one(fd);
     }
@@ -66,19 +137,43 @@ unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
 }
 
 unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE {
+    let before = Before::now();
     // SAFETY: the caller's promise.
     unsafe {
+        if !file.is_null() && cookie::is_ours(file) {
+            libc::fflush(file);
+        }
         forget(file);
         let file = FREOPEN.get()(path, mode, file);
         forget(file);
-        file
+        if file.is_null() || !is_stub(libc::fileno(file)) {
+            return file;
+        }
+        let fd = libc::fileno(file);
+        let slot = cookie::standard(fd).filter(|slot| **slot == file);
+        let errno = match (note(fd, flags_of(mode), &before, By::Program), slot) {
+            (Noted::Stub, Some(slot)) => {
+                cookie::replace_standard(fd);
+                return *slot;
+            }
+            (Noted::Unusable(errno), _) => errno,
+            // The caller may go on with the old stream, which must not be another one then.
+            _ => libc::EOPNOTSUPP,
+        };
+        forget(file);
+        FCLOSE.get()(file);
+        told(-(errno as isize));
+        std::ptr::null_mut()
     }
 }
 
 unsafe fn do_fclose(file: *mut FILE) -> c_int {
     // SAFETY: the caller's promise.
     unsafe {
-        forget(file);
+        // One of ours closes its descriptor by way of the hook.
+        if file.is_null() || !cookie::is_ours(file) {
+            forget(file);
+        }
         FCLOSE.get()(file)
     }
 }

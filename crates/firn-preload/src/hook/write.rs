@@ -7,9 +7,10 @@ use libc::{iovec, off64_t, size_t, ssize_t};
 use super::{export, parts_of};
 use crate::real::{PWRITE, PWRITEV, PWRITEV2, WRITE, WRITEV};
 use crate::report::Call;
+use crate::stub;
 use crate::sys::told;
 use crate::table::{tag, tag_of};
-use crate::writer::{self, Went};
+use crate::writer::{self, Ticket, Went};
 
 export! { write __write = do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t }
 export! { writev = do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t }
@@ -22,7 +23,7 @@ do_pwritev2(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags
 
 #[inline(always)]
 unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
-    if tag_of(fd) == tag::WRITER {
+    if matches!(tag_of(fd), tag::WRITER | tag::STUB) {
         // SAFETY: the caller's promise.
         return unsafe { write_ours(fd, data, len) };
     }
@@ -30,10 +31,23 @@ unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
     unsafe { WRITE.get()(fd, data, len) }
 }
 
+/// A write to a descriptor of ours.
+///
+/// # Safety
+/// The parts are the program's.
+unsafe fn to(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> Went {
+    if tag_of(fd) == tag::STUB {
+        // SAFETY: the caller's promise.
+        return unsafe { stub::write(fd, parts, at, false, call) };
+    }
+    writer::write(fd, parts, at, call)
+}
+
 #[inline(never)]
 unsafe fn write_ours(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
     let part = [iovec { iov_base: data.cast_mut(), iov_len: len }];
-    match writer::write(fd, &part, None, Call::Write) {
+    // SAFETY: the caller's promise.
+    match unsafe { to(fd, &part, None, Call::Write) } {
         Went::Past(result) => told(result),
         Went::Kernel(ticket) => {
             // SAFETY: the caller's promise.
@@ -46,7 +60,7 @@ unsafe fn write_ours(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
 
 #[inline(always)]
 unsafe fn do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
-    if tag_of(fd) == tag::WRITER {
+    if matches!(tag_of(fd), tag::WRITER | tag::STUB) {
         // SAFETY: the caller's promise.
         return unsafe { writev_ours(fd, parts, count) };
     }
@@ -58,7 +72,10 @@ unsafe fn do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 unsafe fn writev_ours(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
     // SAFETY: the caller's promise.
     let went = match unsafe { parts_of(parts, count) } {
-        Some(parts) => writer::write(fd, parts, None, Call::Writev),
+        // SAFETY: the caller's promise.
+        Some(parts) => unsafe { to(fd, parts, None, Call::Writev) },
+        // Numbers of vectors that the kernel refuses.
+        None if tag_of(fd) == tag::STUB => Went::Kernel(Ticket::NONE),
         None => Went::Kernel(writer::before_kernel(fd, Call::Writev)),
     };
     match went {
@@ -74,9 +91,10 @@ unsafe fn writev_ours(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 
 #[inline(always)]
 unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t) -> ssize_t {
-    if tag_of(fd) == tag::WRITER && offset >= 0 {
+    if matches!(tag_of(fd), tag::WRITER | tag::STUB) && offset >= 0 {
         let part = [iovec { iov_base: data.cast_mut(), iov_len: len }];
-        if let Went::Past(result) = writer::write(fd, &part, Some(offset as u64), Call::Pwrite) {
+        // SAFETY: the caller's promise.
+        if let Went::Past(result) = unsafe { to(fd, &part, Some(offset as u64), Call::Pwrite) } {
             return told(result);
         }
     }
@@ -86,11 +104,12 @@ unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t
 
 #[inline(always)]
 unsafe fn do_pwritev(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
-    if tag_of(fd) == tag::WRITER && offset >= 0 {
+    if matches!(tag_of(fd), tag::WRITER | tag::STUB) && offset >= 0 {
         // SAFETY: the caller's promise.
         let vectors = unsafe { parts_of(parts, count) };
         if let Some(vectors) = vectors
-            && let Went::Past(result) = writer::write(fd, vectors, Some(offset as u64), Call::Pwritev)
+            // SAFETY: the caller's promise.
+            && let Went::Past(result) = unsafe { to(fd, vectors, Some(offset as u64), Call::Pwritev) }
         {
             return told(result);
         }
@@ -107,7 +126,11 @@ unsafe fn do_pwritev2(
     offset: off64_t,
     flags: c_int,
 ) -> ssize_t {
-    if tag_of(fd) != tag::WRITER || (offset != -1 && flags != 0) {
+    if tag_of(fd) == tag::STUB && flags != 0 {
+        // SAFETY: the caller's promise.
+        return unsafe { write_flagged(fd, parts, count, offset, flags) };
+    }
+    if !matches!(tag_of(fd), tag::WRITER | tag::STUB) || (offset != -1 && flags != 0) {
         // SAFETY: the caller's promise.
         return unsafe { PWRITEV2.get()(fd, parts, count, offset, flags) };
     }
@@ -122,4 +145,37 @@ unsafe fn do_pwritev2(
     let result = unsafe { PWRITEV2.get()(fd, parts, count, offset, flags) };
     ticket.done();
     result
+}
+
+/// pwritev2(2) with flags, to a stub.
+///
+/// # Safety
+/// As for pwritev2(2).
+unsafe fn write_flagged(
+    fd: c_int,
+    parts: *const iovec,
+    count: c_int,
+    offset: off64_t,
+    flags: c_int,
+) -> ssize_t {
+    let synced = flags & (libc::RWF_SYNC | libc::RWF_DSYNC) != 0;
+    let known = libc::RWF_SYNC | libc::RWF_DSYNC | libc::RWF_HIPRI | libc::RWF_APPEND;
+    if flags & !known != 0 {
+        return told(-(libc::EOPNOTSUPP as isize));
+    }
+    // SAFETY: the caller's promise.
+    let Some(vectors) = (unsafe { parts_of(parts, count) }) else {
+        return told(if count == 0 { 0 } else { -(libc::EINVAL as isize) });
+    };
+    let at = u64::try_from(offset).ok();
+    // SAFETY: the caller's promise.
+    match unsafe { stub::write(fd, vectors, at, flags & libc::RWF_APPEND != 0, Call::Pwritev) } {
+        Went::Past(result) if result >= 0 && synced => match stub::sync(fd, true) {
+            Some(Err(errno)) => told(-(errno as isize)),
+            _ => result,
+        },
+        Went::Past(result) => told(result),
+        // SAFETY: the caller's promise.
+        Went::Kernel(_) => unsafe { PWRITEV2.get()(fd, parts, count, offset, flags) },
+    }
 }

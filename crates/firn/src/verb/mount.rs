@@ -19,6 +19,10 @@ pub const VERB: Verb = Verb {
     examples: &[
         ("firn mount /scratch/run42 /ckpt", "what programs write to /ckpt ends up in /scratch/run42"),
         ("firn mount /scratch/run42 /ckpt -o arena-size=4G,close=held", "close returns at memory speed, too"),
+        (
+            "firn mount --door=preload /scratch/run42 /ckpt",
+            "without FUSE, for programs with LD_PRELOAD=libfirn_preload.so",
+        ),
         ("firn mount --foreground --log-level=debug /scratch/run42 /ckpt", "to look at what it does"),
     ],
     exits: &[

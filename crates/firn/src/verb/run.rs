@@ -1,14 +1,14 @@
 //! `firn run`: a job with its files in memory, set up before it and taken down after it.
 
 use std::ffi::{OsStr, OsString};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command as Process, ExitStatus};
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::Connection;
-use firn_config::{Close, Drain, Fsync, Options, Origin, Resolved};
+use firn_config::{Close, Door, Drain, Fsync, Options, Origin, Resolved};
 use firn_daemon::MountRequest;
 use firn_format::protocol::Request;
 use rustix::process::{Pid, Signal, kill_process};
@@ -29,7 +29,8 @@ pub const VERB: Verb = Verb {
            The mount's options are those of `firn mount`, with drain=demand and fsync=held unless you say otherwise. \
            When the command succeeds, its files are drained to --backing; without --backing they are gone. When it \
            fails or is killed, its files stay in memory for the restart: run the same command again, and they are \
-           there. Signals are passed on, and the exit status is the command's.",
+           there. Where FUSE cannot be used, the preload library alone serves the files (door=preload). Signals are \
+           passed on, and the exit status is the command's.",
     examples: &[
         ("firn run --memory 8G -- mpirun -n 8 ./app", "the application writes below $FIRN_PREFIX"),
         (
@@ -87,8 +88,14 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let command: Vec<OsString> =
         matches.get_many::<OsString>("command").into_iter().flatten().cloned().collect();
     let options = defaults_of_a_run(resolve(matches)?);
-    let place = Place::new(matches.get_one("prefix").cloned(), matches.get_one("backing").cloned())?;
     let preload = if matches.get_flag("no-preload") { None } else { library() };
+    let is_tree = options.door == Door::Preload;
+    if is_tree && preload.is_none() {
+        let why = "door=preload is the preload library alone: leave out --no-preload, and install the library beside firn";
+        return Err(Failure::new(USAGE, why));
+    }
+    let (prefix, backing) = (matches.get_one("prefix").cloned(), matches.get_one("backing").cloned());
+    let place = Place::new(prefix, backing, is_tree)?;
     let request = MountRequest {
         backing: place.backing.clone(),
         mount_point: place.prefix.clone(),
@@ -109,6 +116,14 @@ fn defaults_of_a_run(resolved: Resolved) -> Options {
         resolved.origins.iter().any(|(row, origin)| row.name == name && matches!(origin, Origin::Default))
     };
     let mut options = resolved.options.clone();
+    if by_default("door")
+        && let Err(why) = fuse()
+    {
+        output::say(&format!(
+            "{why}: without FUSE, the preload library alone serves the files (door=preload)"
+        ));
+        options.door = Door::Preload;
+    }
     if by_default("drain") {
         options.drain = Drain::Demand;
     }
@@ -121,18 +136,44 @@ fn defaults_of_a_run(resolved: Resolved) -> Options {
     options
 }
 
+/// Whether FUSE can be used here; why not, in words.
+fn fuse() -> Result<(), String> {
+    const DEVICE: &str = "/dev/fuse";
+    // Of the kernel's list of devices (Documentation/admin-guide/devices.txt): misc, fuse.
+    let number = rustix::fs::makedev(10, 229);
+    match std::fs::metadata(DEVICE) {
+        Ok(found) if found.rdev() != number => return Err(format!("{DEVICE} is not the FUSE device")),
+        Ok(_) => {}
+        Err(error) => return Err(format!("{DEVICE}: {error}")),
+    }
+    if let Err(error) = std::fs::File::options().read(true).write(true).open(DEVICE) {
+        return Err(format!("cannot open {DEVICE}: {error}"));
+    }
+    let root = rustix::process::geteuid().is_root();
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let helper = || std::env::split_paths(&path).any(|dir| dir.join("fusermount3").exists());
+    if root || helper() { Ok(()) } else { Err("fusermount3 is not installed".into()) }
+}
+
 /// The two directories of a run.
 struct Place {
     prefix: PathBuf,
     backing: PathBuf,
     /// The backing was made for this run's names only: nothing is drained to it.
     memory_only: bool,
+    /// The prefix is a stub tree.
+    is_tree: bool,
 }
 
 impl Place {
-    fn new(prefix: Option<PathBuf>, backing: Option<PathBuf>) -> Result<Self, Failure> {
+    fn new(prefix: Option<PathBuf>, backing: Option<PathBuf>, is_tree: bool) -> Result<Self, Failure> {
         let uid = rustix::process::getuid().as_raw();
-        let prefix = prefix.unwrap_or_else(|| std::env::temp_dir().join(format!("firn-run-{uid}")));
+        // Only root can have a tmpfs anywhere.
+        let above = match is_tree && !rustix::process::geteuid().is_root() {
+            true => PathBuf::from("/dev/shm"),
+            false => std::env::temp_dir(),
+        };
+        let prefix = prefix.unwrap_or_else(|| above.join(format!("firn-run-{uid}")));
         make_private(&prefix)?;
         let memory_only = backing.is_none();
         let backing = match backing {
@@ -145,7 +186,7 @@ impl Place {
             }
         };
         make_private(&backing)?;
-        Ok(Self { prefix, backing: absolute(&backing)?, memory_only })
+        Ok(Self { prefix, backing: absolute(&backing)?, memory_only, is_tree })
     }
 
     /// Unmounts: drained after success, as it is after a failure.
@@ -164,6 +205,9 @@ impl Place {
         match (success, self.memory_only) {
             (true, false) => {}
             (true, true) => {
+                if self.is_tree {
+                    self.discard_tree()?;
+                }
                 let _ = std::fs::remove_file(&arena);
                 std::fs::remove_dir_all(&self.backing).map_err(|error| {
                     Failure::new(FAILED, format!("cannot remove {}: {error}", self.backing.display()))
@@ -174,7 +218,8 @@ impl Place {
                 output::say(&format!("the command failed; {held} stay in memory, in {arena}"));
                 output::say("the same `firn run` again has them; or reach them with:");
                 let (backing, prefix) = (text::path(&self.backing), text::path(&self.prefix));
-                output::say(&format!("  firn mount -o drain=demand {backing} {prefix}"));
+                let door = if self.is_tree { ",door=preload" } else { "" };
+                output::say(&format!("  firn mount -o drain=demand{door} {backing} {prefix}"));
             }
             (false, true) => {
                 let _ = std::fs::remove_file(&arena);
@@ -184,6 +229,15 @@ impl Place {
             (false, false) => {}
         }
         Ok(())
+    }
+}
+
+impl Place {
+    fn discard_tree(&self) -> Result<(), Failure> {
+        let prefix = absolute(&self.prefix)?;
+        firn_daemon::discard_tree(&self.backing, &prefix).map_err(|error| {
+            Failure::new(FAILED, format!("cannot remove the stub tree at {}: {error}", prefix.display()))
+        })
     }
 }
 

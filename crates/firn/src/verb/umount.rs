@@ -86,6 +86,13 @@ fn stands(mount: &Mount) -> bool {
 
 /// Takes a dead mount out of the tree.
 fn detach(mount: &Mount) -> Result<u8, Failure> {
+    if mount.is_tree {
+        let (prefix, backing) = (mount.mount_point.display(), mount.backing.display());
+        let why = format!(
+            "the firnd of the stub tree at {prefix} was killed, and the tree holds names that are not in the backing: mount it again (`firn mount --door=preload {backing} {prefix}`), or carry them over with `firn recover {backing}`"
+        );
+        return Err(Failure::new(PARTLY, why));
+    }
     let point = mount.mount_point.as_path();
     if rustix::mount::unmount(point, UnmountFlags::DETACH).is_err() {
         fusermount(point)?;

@@ -1,0 +1,189 @@
+//! What programs see of a mount: a FUSE session, or a stub tree.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
+
+use firn_backing::{DirBacking, Errno};
+use firn_client::RuntimeFiles;
+use firn_client::trees;
+use firn_engine::Engine;
+use firn_format::door::{STUB_MAGIC, StubTree};
+use firn_fuse::Session;
+use firn_stub::{Tree, TreeOptions, check_place};
+use rustix::fs::{major, minor};
+use rustix::mount::{UnmountFlags, unmount};
+
+use crate::end::Event;
+use crate::error::DaemonError;
+
+/// How long descriptors of processes that ended may still be known.
+const LET_GO: Duration = Duration::from_secs(2);
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// One of the two.
+pub(crate) enum Front {
+    Mount(Arc<Session>),
+    Tree(Stubs),
+}
+
+/// A stub tree and what is written down of it.
+pub(crate) struct Stubs {
+    pub(crate) tree: Arc<Tree<DirBacking>>,
+    files: RuntimeFiles,
+    events: Sender<Event>,
+}
+
+impl Stubs {
+    /// Begins a tree at `prefix`, or goes on with that of an earlier firnd. Programs do not find it before
+    /// [`Stubs::publish`].
+    pub(crate) fn begin(
+        engine: Arc<Engine<DirBacking>>,
+        backing: &Path,
+        prefix: &Path,
+        files: &RuntimeFiles,
+        events: Sender<Event>,
+    ) -> Result<Self, DaemonError> {
+        let mounted = check_place(prefix, &files.names)?;
+        let options =
+            TreeOptions { root: prefix.to_owned(), log: files.names.clone(), backing: backing.to_owned() };
+        match Tree::begin(engine, options) {
+            Ok(tree) => Ok(Self { tree: Arc::new(tree), files: files.clone(), events }),
+            Err(error) => {
+                if mounted {
+                    let _ = unmount(prefix, UnmountFlags::DETACH);
+                }
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Tells the preload library and `firn` of the tree.
+    pub(crate) fn publish(&self, arena: [u8; 16], socket: &Path, backing: &Path) -> Result<(), DaemonError> {
+        let (device, _) = self.tree.identity();
+        let long = || {
+            DaemonError::io("write down where the stub tree is")(io::Error::from_raw_os_error(
+                libc::ENAMETOOLONG,
+            ))
+        };
+        let mut place = [0; 112];
+        let bytes = std::os::unix::ffi::OsStrExt::as_bytes(socket.as_os_str());
+        place.get_mut(..bytes.len()).filter(|_| bytes.len() < 108).ok_or_else(long)?.copy_from_slice(bytes);
+        let tree = StubTree {
+            magic: STUB_MAGIC,
+            device_major: major(device),
+            device_minor: minor(device),
+            whole_device: u32::from(self.tree.is_whole_device()),
+            pid: std::process::id(),
+            arena,
+            socket: place,
+            prefix: trees::path_bytes(self.tree.root()).ok_or_else(long)?,
+            backing: trees::path_bytes(backing).ok_or_else(long)?,
+        };
+        trees::write(&self.files.stub, &tree).map_err(DaemonError::io("write down where the stub tree is"))
+    }
+
+    /// Removes the tree, if all that it tells of is in the backing.
+    fn end(&self, keep: bool) {
+        if let Err(error) = self.tree.reconcile() {
+            tracing::error!(%error, "the stub tree stays for the next mount: not every name could be carried over");
+        } else if !keep {
+            let root = self.tree.root().to_owned();
+            let whole = self.tree.is_whole_device();
+            if let Err(error) = self.tree.remove() {
+                tracing::warn!(%error, "cannot remove the stub tree");
+            }
+            let _ = std::fs::remove_file(&self.files.stub);
+            // Where the user's own tmpfs has its root here, it is only emptied: unmounting is refused while
+            // programs use it, so the lazy way.
+            if whole && is_ours(&root) {
+                let _ = unmount(&root, UnmountFlags::DETACH);
+            }
+        }
+    }
+}
+
+/// Whether the mount at a path was made by firnd.
+fn is_ours(root: &Path) -> bool {
+    let text = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
+    let on_top =
+        firn_client::mountinfo::parse(&text).into_iter().rev().find(|entry| entry.mount_point == root);
+    on_top.is_some_and(|entry| entry.fs_type == "tmpfs" && entry.source == Path::new("firn"))
+}
+
+impl Front {
+    /// Brings the names of a stub tree into the backing.
+    pub(crate) fn carry_names(&self) -> Result<(), Errno> {
+        match self {
+            Self::Mount(_) => Ok(()),
+            Self::Tree(stubs) => stubs.tree.reconcile(),
+        }
+    }
+
+    /// Takes it away; EBUSY where programs use it.
+    pub(crate) fn unmount(&self, lazy: bool) -> io::Result<()> {
+        match self {
+            Self::Mount(session) => session.unmount(lazy),
+            Self::Tree(stubs) => {
+                // The kernel closes what a process had before anybody hears of its end, firnd soon after.
+                let deadline = Instant::now() + LET_GO;
+                while !lazy && stubs.tree.open_count() > 0 && Instant::now() < deadline {
+                    std::thread::sleep(PAUSE);
+                }
+                if !lazy && stubs.tree.open_count() > 0 {
+                    return Err(io::Error::from_raw_os_error(libc::EBUSY));
+                }
+                stubs.tree.close();
+                let _ = stubs.events.send(Event::Ended);
+                Ok(())
+            }
+        }
+    }
+
+    /// Ends it for the programs that use it.
+    pub(crate) fn abort(&self) -> io::Result<()> {
+        match self {
+            Self::Mount(session) => session.abort(),
+            Self::Tree(_) => Ok(()),
+        }
+    }
+
+    /// The last step, when nothing more comes. `keep`: what it tells of is still held.
+    pub(crate) fn end(&self, keep: bool) {
+        if let Self::Tree(stubs) = self {
+            stubs.end(keep);
+        }
+    }
+}
+
+/// Removes a stub tree whose firnd has ended, with all that is in it: for who gives its data up.
+pub fn discard_tree(backing: &Path, prefix: &Path) -> io::Result<()> {
+    let files = RuntimeFiles::of(backing, None);
+    let Some(tree) = trees::read(&files.stub).filter(|tree| tree.mount_point == prefix) else {
+        return Ok(());
+    };
+    if is_ours(&tree.mount_point) {
+        unmount(&tree.mount_point, UnmountFlags::DETACH)?;
+    } else {
+        for entry in std::fs::read_dir(&tree.mount_point)? {
+            let path = entry?.path();
+            if path.symlink_metadata()?.is_dir() {
+                std::fs::remove_dir_all(path)?
+            } else {
+                std::fs::remove_file(path)?
+            }
+        }
+    }
+    std::fs::remove_file(&files.names)?;
+    std::fs::remove_file(&files.stub)
+}
+
+/// Where the names of a backing wait in a stub tree.
+pub(crate) fn waiting_tree(files: &RuntimeFiles) -> Option<PathBuf> {
+    if !files.names.exists() {
+        return None;
+    }
+    trees::read(&files.stub).map(|tree| tree.mount_point)
+}

@@ -1,0 +1,141 @@
+//! aio(7): the C library's own threads write and read where no hook sees them, so on stubs it is done at once.
+
+use std::ffi::{c_int, c_void};
+
+use libc::aiocb;
+
+use super::export;
+use crate::real::{AIO_FSYNC, AIO_READ, AIO_WRITE, LIO_LISTIO};
+use crate::stub;
+use crate::sys::told;
+use crate::table::{tag, tag_of};
+
+export! { aio_read aio_read64 = do_aio_read(control: *mut aiocb) -> c_int }
+export! { aio_write aio_write64 = do_aio_write(control: *mut aiocb) -> c_int }
+export! { aio_fsync aio_fsync64 = do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int }
+export! { lio_listio lio_listio64 = do_lio_listio(
+mode: c_int, list: *const *mut aiocb, count: c_int, event: *mut libc::sigevent) -> c_int }
+
+/// Places in `struct aiocb` (aio.h), which aio_error(3) and aio_return(3) look at.
+const ERROR_CODE: usize = 112;
+const RETURN_VALUE: usize = 120;
+const _: () = assert!(size_of::<aiocb>() == 168);
+
+/// Whether a control block is about a stub.
+///
+/// # Safety
+/// Null or a control block.
+unsafe fn is_stub(control: *const aiocb) -> bool {
+    // SAFETY: the caller's promise.
+    !control.is_null() && tag_of(unsafe { (*control).aio_fildes }) == tag::STUB
+}
+
+/// Does what a control block asks for, notes how it went and says that it is over.
+///
+/// # Safety
+/// A control block of the program's.
+unsafe fn carry_out(control: *mut aiocb, op: c_int) {
+    // SAFETY: the caller's promise; the places are those of the C library.
+    unsafe {
+        let (fd, data, len) = ((*control).aio_fildes, (*control).aio_buf, (*control).aio_nbytes);
+        let offset = (*control).aio_offset;
+        let result = match op {
+            libc::LIO_READ => libc::pread64(fd, data.cast::<c_void>(), len, offset),
+            libc::LIO_WRITE => libc::pwrite64(fd, data.cast::<c_void>().cast_const(), len, offset),
+            _ => 0,
+        };
+        let errno = if result < 0 { *libc::__errno_location() } else { 0 };
+        finish(control, result, errno);
+    }
+}
+
+/// # Safety
+/// As for [`carry_out`].
+unsafe fn finish(control: *mut aiocb, result: isize, errno: c_int) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let base = control.cast::<u8>();
+        base.wrapping_add(RETURN_VALUE).cast::<isize>().write(result);
+        base.wrapping_add(ERROR_CODE).cast::<c_int>().write(errno);
+        notify(&raw const (*control).aio_sigevent);
+    }
+}
+
+/// # Safety
+/// Null or an event of the program's.
+unsafe fn notify(event: *const libc::sigevent) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if !event.is_null() && (*event).sigev_notify == libc::SIGEV_SIGNAL {
+            libc::sigqueue(libc::getpid(), (*event).sigev_signo, (*event).sigev_value);
+        }
+    }
+}
+
+unsafe fn do_aio_read(control: *mut aiocb) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if is_stub(control) {
+            carry_out(control, libc::LIO_READ);
+            return 0;
+        }
+        AIO_READ.get()(control)
+    }
+}
+
+unsafe fn do_aio_write(control: *mut aiocb) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if is_stub(control) {
+            carry_out(control, libc::LIO_WRITE);
+            return 0;
+        }
+        AIO_WRITE.get()(control)
+    }
+}
+
+unsafe fn do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if is_stub(control) {
+            let done = stub::sync((*control).aio_fildes, op == libc::O_DSYNC).unwrap_or(Ok(()));
+            finish(control, if done.is_ok() { 0 } else { -1 }, done.err().unwrap_or(0));
+            return 0;
+        }
+        AIO_FSYNC.get()(op, control)
+    }
+}
+
+unsafe fn do_lio_listio(
+    mode: c_int,
+    list: *const *mut aiocb,
+    count: c_int,
+    event: *mut libc::sigevent,
+) -> c_int {
+    let blocks = |index: c_int| list.wrapping_add(index as usize);
+    // SAFETY: the caller's promise: `count` pointers, which may be null.
+    let any = !list.is_null() && (0..count).any(|index| unsafe { is_stub(*blocks(index)) });
+    if !any {
+        // SAFETY: the caller's promise.
+        return unsafe { LIO_LISTIO.get()(mode, list, count, event) };
+    }
+    // A list of both kinds is done at once as a whole.
+    let mut failed = false;
+    for index in 0..count {
+        // SAFETY: as above.
+        unsafe {
+            let control = *blocks(index);
+            if control.is_null() || (*control).aio_lio_opcode == libc::LIO_NOP {
+                continue;
+            }
+            carry_out(control, (*control).aio_lio_opcode);
+            failed |= control.cast::<u8>().wrapping_add(ERROR_CODE).cast::<c_int>().read() != 0;
+        }
+    }
+    if mode == libc::LIO_NOWAIT {
+        // SAFETY: the caller's promise.
+        unsafe { notify(event) };
+        return 0;
+    }
+    if failed { told(-(libc::EIO as isize)) as c_int } else { 0 }
+}

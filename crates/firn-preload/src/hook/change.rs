@@ -1,0 +1,207 @@
+//! Calls on stubs that would change or sync the empty file instead of its bytes; and times, which the kernel
+//! sets: what was written before comes first.
+
+use std::ffi::{c_char, c_int, c_uint};
+
+use libc::off64_t;
+
+use super::export;
+use crate::real::{
+    FALLOCATE, FDATASYNC, FSYNC, FTRUNCATE, FUTIMENS, FUTIMES, FUTIMESAT, LUTIMES, POSIX_FALLOCATE,
+    SYNC_FILE_RANGE, TRUNCATE, UTIME, UTIMENSAT, UTIMES,
+};
+use crate::stub;
+use crate::sys::{self, syscall, told};
+use crate::table::{TABLE, tag, tag_of};
+
+export! { ftruncate ftruncate64 = do_ftruncate(fd: c_int, size: off64_t) -> c_int }
+export! { truncate truncate64 = do_truncate(path: *const c_char, size: off64_t) -> c_int }
+export! { fallocate fallocate64 =
+do_fallocate(fd: c_int, mode: c_int, offset: off64_t, len: off64_t) -> c_int }
+export! { posix_fallocate posix_fallocate64 =
+do_posix_fallocate(fd: c_int, offset: off64_t, len: off64_t) -> c_int }
+export! { fsync = do_fsync(fd: c_int) -> c_int }
+export! { fdatasync = do_fdatasync(fd: c_int) -> c_int }
+export! { sync_file_range =
+do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_uint) -> c_int }
+export! { futimens = do_futimens(fd: c_int, times: *const libc::timespec) -> c_int }
+export! { utimensat = do_utimensat(
+dir: c_int, path: *const c_char, times: *const libc::timespec, flags: c_int) -> c_int }
+export! { futimes = do_futimes(fd: c_int, times: *const libc::timeval) -> c_int }
+export! { futimesat = do_futimesat(dir: c_int, path: *const c_char, times: *const libc::timeval) -> c_int }
+export! { utimes = do_utimes(path: *const c_char, times: *const libc::timeval) -> c_int }
+export! { lutimes = do_lutimes(path: *const c_char, times: *const libc::timeval) -> c_int }
+export! { utime = do_utime(path: *const c_char, times: *const libc::utimbuf) -> c_int }
+
+fn as_result(done: Result<(), c_int>) -> c_int {
+    match done {
+        Ok(()) => 0,
+        Err(errno) => told(-(errno as isize)) as c_int,
+    }
+}
+
+unsafe fn do_ftruncate(fd: c_int, size: off64_t) -> c_int {
+    if tag_of(fd) == tag::STUB
+        && let Some(done) = stub::truncate(fd, size)
+    {
+        return as_result(done);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { FTRUNCATE.get()(fd, size) }
+}
+
+unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
+    if stands_on_tree(libc::AT_FDCWD, path, 0) {
+        let flags = libc::O_WRONLY | libc::O_CLOEXEC | libc::O_NONBLOCK;
+        // SAFETY: the caller's promise.
+        let fd = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize) };
+        if fd < 0 {
+            return told(fd) as c_int;
+        }
+        let fd = fd as c_int;
+        let opened = sys::identity(fd).map_or(Ok(false), |(found, _)| stub::opened(fd, found.device, flags));
+        let done = match opened {
+            Ok(true) => stub::truncate(fd, size),
+            Ok(false) => None,
+            Err(errno) => Some(Err(errno)),
+        };
+        if opened == Ok(true) {
+            stub::close(fd);
+        }
+        sys::close(fd);
+        if let Some(done) = done {
+            return as_result(done);
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe { TRUNCATE.get()(path, size) }
+}
+
+unsafe fn do_fallocate(fd: c_int, mode: c_int, offset: off64_t, len: off64_t) -> c_int {
+    if tag_of(fd) == tag::STUB
+        && let Some(done) = stub::allocate(fd, mode, offset, len)
+    {
+        return as_result(done);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { FALLOCATE.get()(fd, mode, offset, len) }
+}
+
+unsafe fn do_posix_fallocate(fd: c_int, offset: off64_t, len: off64_t) -> c_int {
+    if tag_of(fd) == tag::STUB
+        && let Some(done) = stub::allocate(fd, 0, offset, len)
+    {
+        return done.err().unwrap_or(0);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { POSIX_FALLOCATE.get()(fd, offset, len) }
+}
+
+unsafe fn do_fsync(fd: c_int) -> c_int {
+    if tag_of(fd) == tag::STUB
+        && let Some(done) = stub::sync(fd, false)
+    {
+        return as_result(done);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { FSYNC.get()(fd) }
+}
+
+unsafe fn do_fdatasync(fd: c_int) -> c_int {
+    if tag_of(fd) == tag::STUB
+        && let Some(done) = stub::sync(fd, true)
+    {
+        return as_result(done);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { FDATASYNC.get()(fd) }
+}
+
+unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_uint) -> c_int {
+    if tag_of(fd) == tag::STUB {
+        // It promises nothing that a held byte has not.
+        return 0;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { SYNC_FILE_RANGE.get()(fd, offset, len, flags) }
+}
+
+// ---- times ---------------------------------------------------------------------------------------
+
+/// Whether a path leads to a file on the device of a tree.
+fn stands_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> bool {
+    if !TABLE.trees.any() || path.is_null() {
+        return false;
+    }
+    // SAFETY: a structure of numbers.
+    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+    let mask = libc::STATX_TYPE | libc::STATX_INO;
+    // SAFETY: the path is the program's, the structure ours.
+    let result = unsafe { syscall!(libc::SYS_statx, dir, path, flags, mask, &raw mut stat) };
+    let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
+    result == 0 && u32::from(stat.stx_mode) & libc::S_IFMT == libc::S_IFREG && TABLE.trees.has(device)
+}
+
+/// Before a time is set: firnd tells the stub of what was written until now, so that it does not later.
+fn settle_fd(fd: c_int) {
+    if tag_of(fd) == tag::STUB {
+        let _ = stub::attr(fd);
+    }
+}
+
+fn settle(dir: c_int, path: *const c_char, flags: c_int) {
+    if path.is_null() {
+        settle_fd(dir);
+    } else if stands_on_tree(dir, path, flags) {
+        // SAFETY: a structure of numbers.
+        let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+        let mask = libc::STATX_INO;
+        // SAFETY: as in `stands_on_tree`.
+        if unsafe { syscall!(libc::SYS_statx, dir, path, flags, mask, &raw mut stat) } == 0 {
+            let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
+            let _ = stub::attr_of(dir, path, flags, Some((device, stat.stx_ino)));
+        }
+    }
+}
+
+unsafe fn do_futimens(fd: c_int, times: *const libc::timespec) -> c_int {
+    settle_fd(fd);
+    // SAFETY: the caller's promise.
+    unsafe { FUTIMENS.get()(fd, times) }
+}
+
+unsafe fn do_utimensat(dir: c_int, path: *const c_char, times: *const libc::timespec, flags: c_int) -> c_int {
+    settle(dir, path, flags);
+    // SAFETY: the caller's promise.
+    unsafe { UTIMENSAT.get()(dir, path, times, flags) }
+}
+
+unsafe fn do_futimes(fd: c_int, times: *const libc::timeval) -> c_int {
+    settle_fd(fd);
+    // SAFETY: the caller's promise.
+    unsafe { FUTIMES.get()(fd, times) }
+}
+
+unsafe fn do_futimesat(dir: c_int, path: *const c_char, times: *const libc::timeval) -> c_int {
+    settle(dir, path, 0);
+    // SAFETY: the caller's promise.
+    unsafe { FUTIMESAT.get()(dir, path, times) }
+}
+
+unsafe fn do_utimes(path: *const c_char, times: *const libc::timeval) -> c_int {
+    settle(libc::AT_FDCWD, path, 0);
+    // SAFETY: the caller's promise.
+    unsafe { UTIMES.get()(path, times) }
+}
+
+unsafe fn do_lutimes(path: *const c_char, times: *const libc::timeval) -> c_int {
+    settle(libc::AT_FDCWD, path, libc::AT_SYMLINK_NOFOLLOW);
+    // SAFETY: the caller's promise.
+    unsafe { LUTIMES.get()(path, times) }
+}
+
+unsafe fn do_utime(path: *const c_char, times: *const libc::utimbuf) -> c_int {
+    settle(libc::AT_FDCWD, path, 0);
+    // SAFETY: the caller's promise.
+    unsafe { UTIME.get()(path, times) }
+}

@@ -1,0 +1,156 @@
+//! The stat family: the kernel knows all of a stub but its size.
+
+use std::ffi::{c_char, c_int};
+
+use libc::stat64 as Stat;
+
+use super::export;
+use crate::real::{FSTAT, FSTATAT, FXSTAT, FXSTATAT, LSTAT, LXSTAT, STAT, STATX, XSTAT};
+use crate::stub::{self, Attr};
+use crate::sys::told;
+use crate::table::{TABLE, tag, tag_of};
+
+export! { stat stat64 = do_stat(path: *const c_char, to: *mut Stat) -> c_int }
+export! { lstat lstat64 = do_lstat(path: *const c_char, to: *mut Stat) -> c_int }
+export! { fstat fstat64 = do_fstat(fd: c_int, to: *mut Stat) -> c_int }
+export! { fstatat fstatat64 =
+do_fstatat(dir: c_int, path: *const c_char, to: *mut Stat, flags: c_int) -> c_int }
+export! { __xstat __xstat64 = do_xstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int }
+export! { __lxstat __lxstat64 = do_lxstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int }
+export! { __fxstat __fxstat64 = do_fxstat(version: c_int, fd: c_int, to: *mut Stat) -> c_int }
+export! { __fxstatat __fxstatat64 = do_fxstatat(
+version: c_int, dir: c_int, path: *const c_char, to: *mut Stat, flags: c_int) -> c_int }
+export! { statx = do_statx(
+dir: c_int, path: *const c_char, flags: c_int, mask: u32, to: *mut libc::statx) -> c_int }
+
+/// How a call names the file.
+#[derive(Clone, Copy)]
+struct Named {
+    dir: c_int,
+    path: *const c_char,
+    flags: c_int,
+}
+
+impl Named {
+    fn path(path: *const c_char, flags: c_int) -> Self {
+        Self { dir: libc::AT_FDCWD, path, flags }
+    }
+
+    fn fd(fd: c_int) -> Self {
+        Self { dir: fd, path: c"".as_ptr(), flags: libc::AT_EMPTY_PATH }
+    }
+
+    /// What firnd knows of it, if it is the stub of that number on that device.
+    fn attr(self, device: u64, inode: u64) -> Option<Result<Attr, c_int>> {
+        // SAFETY: the kernel found a file by it, so it is a C string.
+        let is_fd =
+            self.flags & libc::AT_EMPTY_PATH != 0 && (self.path.is_null() || unsafe { *self.path } == 0);
+        if is_fd && tag_of(self.dir) == tag::STUB {
+            return stub::attr(self.dir);
+        }
+        stub::attr_of(
+            self.dir,
+            if self.path.is_null() { c"".as_ptr() } else { self.path },
+            self.flags,
+            Some((device, inode)),
+        )
+    }
+}
+
+/// Puts what firnd knows into what the kernel told; `again` asks the kernel once more.
+///
+/// # Safety
+/// `to` holds what the kernel told where `result` is 0.
+unsafe fn with_size(result: c_int, to: *mut Stat, named: Named, again: impl Fn() -> c_int) -> c_int {
+    if result != 0 || !TABLE.trees.any() {
+        return result;
+    }
+    // SAFETY: the caller's promise.
+    let stat = unsafe { &mut *to };
+    let device = u64::from(libc::major(stat.st_dev)) << 32 | u64::from(libc::minor(stat.st_dev));
+    if stat.st_mode & libc::S_IFMT != libc::S_IFREG || !TABLE.trees.has(device) {
+        return result;
+    }
+    match named.attr(device, stat.st_ino) {
+        Some(Ok(attr)) => {
+            if attr.told && again() != 0 {
+                return -1;
+            }
+            stat.st_size = attr.size as i64;
+            stat.st_blocks = attr.blocks as i64;
+            0
+        }
+        Some(Err(errno)) => told(-(errno as isize)) as c_int,
+        None => result,
+    }
+}
+
+macro_rules! sized {
+    ($named:expr, $to:ident, $call:expr) => {{
+        // SAFETY: the caller's promise.
+        let ask = || unsafe { $call };
+        let result = ask();
+        // SAFETY: the kernel just filled it.
+        unsafe { with_size(result, $to, $named, ask) }
+    }};
+}
+
+unsafe fn do_stat(path: *const c_char, to: *mut Stat) -> c_int {
+    sized!(Named::path(path, 0), to, STAT.get()(path, to))
+}
+
+unsafe fn do_lstat(path: *const c_char, to: *mut Stat) -> c_int {
+    sized!(Named::path(path, libc::AT_SYMLINK_NOFOLLOW), to, LSTAT.get()(path, to))
+}
+
+unsafe fn do_fstat(fd: c_int, to: *mut Stat) -> c_int {
+    sized!(Named::fd(fd), to, FSTAT.get()(fd, to))
+}
+
+unsafe fn do_fstatat(dir: c_int, path: *const c_char, to: *mut Stat, flags: c_int) -> c_int {
+    sized!(Named { dir, path, flags }, to, FSTATAT.get()(dir, path, to, flags))
+}
+
+unsafe fn do_xstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int {
+    sized!(Named::path(path, 0), to, XSTAT.get()(version, path, to))
+}
+
+unsafe fn do_lxstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int {
+    sized!(Named::path(path, libc::AT_SYMLINK_NOFOLLOW), to, LXSTAT.get()(version, path, to))
+}
+
+unsafe fn do_fxstat(version: c_int, fd: c_int, to: *mut Stat) -> c_int {
+    sized!(Named::fd(fd), to, FXSTAT.get()(version, fd, to))
+}
+
+unsafe fn do_fxstatat(version: c_int, dir: c_int, path: *const c_char, to: *mut Stat, flags: c_int) -> c_int {
+    sized!(Named { dir, path, flags }, to, FXSTATAT.get()(version, dir, path, to, flags))
+}
+
+unsafe fn do_statx(dir: c_int, path: *const c_char, flags: c_int, mask: u32, to: *mut libc::statx) -> c_int {
+    // SAFETY: the caller's promise.
+    let result = unsafe { STATX.get()(dir, path, flags, mask, to) };
+    if result != 0 || !TABLE.trees.any() {
+        return result;
+    }
+    // SAFETY: the kernel just filled it.
+    let (major, minor, mode, inode) =
+        unsafe { ((*to).stx_dev_major, (*to).stx_dev_minor, (*to).stx_mode, (*to).stx_ino) };
+    let device = u64::from(major) << 32 | u64::from(minor);
+    if u32::from(mode) & libc::S_IFMT != libc::S_IFREG || !TABLE.trees.has(device) {
+        return result;
+    }
+    match (Named { dir, path, flags }).attr(device, inode) {
+        // SAFETY: the caller's promise.
+        Some(Ok(attr)) => unsafe {
+            if attr.told && STATX.get()(dir, path, flags, mask, to) != 0 {
+                return -1;
+            }
+            (*to).stx_size = attr.size;
+            (*to).stx_blocks = attr.blocks;
+            0
+        },
+        Some(Err(errno)) => told(-(errno as isize)) as c_int,
+        None => result,
+    }
+}

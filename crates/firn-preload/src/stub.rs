@@ -1,0 +1,1055 @@
+//! Stubs: descriptors of empty files on tmpfs, whose bytes firnd has.
+//!
+//! There is no kernel to leave a call to. What cannot go past it in a lease or a list goes to firnd as a
+//! request; where firnd is gone, the call waits for the next one, [`wait_ms`] at most, and fails with EIO.
+//! Nothing is ever written into the stub itself.
+//!
+//! The stub's offset in the kernel counts while others may share the descriptor: a range of it is reserved by
+//! one lseek(2), which is atomic. While nobody does, it is private as with a mount.
+//!
+//! Every call looks first whether the number still is the file that was opened: no release by the kernel ends
+//! the lease of a descriptor that was closed by a raw call.
+
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use firn_format::door::{ADOPT_AGAIN, AT_END, DATA_BYTES_MAX, Op, Reply, Request, Status};
+use libc::iovec;
+
+use crate::connect::{self, Along, Called, OneOff};
+use crate::probe;
+use crate::reader;
+use crate::report::{self, Call, Reason};
+use crate::sys::{self, syscall};
+use crate::table::{self, Entry, Held, Inner, TABLE, mark_stub, stub_mark, stub_mark_of, tag};
+use crate::writer::{self, Loss, Ticket, Went, total_of};
+
+/// How long a call waits for a firnd that was killed to be there again, unless `FIRN_PRELOAD_WAIT` says
+/// otherwise (seconds).
+const WAIT_MS_DEFAULT: u32 = 10_000;
+const PAUSE_MS: u32 = 20;
+/// Bytes by requests after a refusal, and where the arena had no room.
+const PATIENCE_BYTES: u64 = 128 << 10;
+const PATIENCE_BYTES_MAX: u64 = 8 << 20;
+const FULL_BYTES: u64 = 1 << 20;
+/// A read of so many bytes is worth asking for the list.
+const LIST_BYTES_MIN: u64 = 4 << 10;
+
+static WAIT_MS: AtomicU32 = AtomicU32::new(WAIT_MS_DEFAULT);
+
+/// Sets the patience, once, at the start.
+pub(crate) fn begin(seconds: Option<&[u8]>) {
+    let number = seconds.and_then(|text| std::str::from_utf8(text).ok()?.parse::<u32>().ok());
+    if let Some(number) = number {
+        WAIT_MS.store(number.saturating_mul(1000), Ordering::Relaxed);
+    }
+}
+
+/// The part of an entry that only stubs have. All zeros: not told to firnd.
+pub(crate) struct StubState {
+    /// firnd knows the descriptor by `Inner::token`.
+    adopted: bool,
+    /// It did once.
+    known: bool,
+    /// A lease may be asked for or filled.
+    granted: bool,
+    /// Bytes were written since the last release.
+    wrote: bool,
+    /// Status flags, and `O_TRUNC` until firnd was told of it.
+    flags: c_int,
+}
+
+impl StubState {
+    pub(crate) const fn new() -> Self {
+        Self { adopted: false, known: false, granted: false, wrote: false, flags: 0 }
+    }
+}
+
+/// How a call finds the descriptor.
+enum Entered {
+    Held(Held),
+    /// This thread was interrupted by a signal while it held the entry.
+    Again(&'static Entry),
+    /// It is no stub (any more).
+    Not,
+    /// In a child of vfork(2), which has nothing of its own to keep what a stub needs.
+    Vforked,
+}
+
+fn enter(fd: c_int) -> Entered {
+    if table::in_vfork_child() {
+        return Entered::Vforked;
+    }
+    let Some(mut held) = table::enter_new(fd) else {
+        return TABLE.entry(fd).map_or(Entered::Not, Entered::Again);
+    };
+    let found = sys::identity(fd);
+    if held.tag == tag::STUB {
+        if found.is_some_and(|(identity, _)| identity == held.identity) {
+            return Entered::Held(held);
+        }
+        // Closed by a raw call: firnd is told, and does not wait for anything.
+        let (adopted, link, token) = (held.stub.adopted, held.link, held.token);
+        reset(&mut held);
+        if adopted {
+            connect::ask(link, Op::Release, token, 0);
+        }
+    }
+    // The first use in this process: inherited, or just opened.
+    *held = Inner::new();
+    match found {
+        Some((identity, mode)) if is_regular(mode) && TABLE.trees.is_stub(fd, identity.device) => {
+            held.identity = identity;
+            held.stub.flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
+            if stub_mark_of(fd) == stub_mark::NONE {
+                mark_stub(fd, stub_mark::SHARED);
+            }
+            held.set_tag(tag::STUB);
+            Entered::Held(held)
+        }
+        _ => {
+            reset(&mut held);
+            Entered::Not
+        }
+    }
+}
+
+fn is_regular(mode: u32) -> bool {
+    mode & libc::S_IFMT == libc::S_IFREG
+}
+
+/// The number is no stub's any more.
+fn reset(held: &mut Held) {
+    held.list.unmap();
+    let fd = held.fd;
+    **held = Inner::new();
+    mark_stub(fd, stub_mark::NONE);
+}
+
+/// Whether a descriptor is a stub, asked of the kernel.
+pub(crate) fn is_stub(fd: c_int) -> bool {
+    sys::identity(fd)
+        .is_some_and(|(identity, mode)| is_regular(mode) && TABLE.trees.is_stub(fd, identity.device))
+}
+
+// ---- what the hooks of open, dup, fork and close call --------------------------------------------
+
+/// A call just gave a descriptor of a regular file on `device`, opened with `flags`; whether it is a stub.
+/// `Err`: it is, and cannot be used.
+pub(crate) fn opened(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int> {
+    if table::in_vfork_child() || !TABLE.trees.is_stub(fd, device) {
+        return Ok(false);
+    }
+    if fd as usize >= table::FDS {
+        // The library has no room to keep it, and the kernel no bytes of it.
+        return Err(libc::EMFILE);
+    }
+    mark_stub(fd, stub_mark::OWN);
+    let Entered::Held(mut held) = enter(fd) else { return Ok(true) };
+    held.stub.flags |= flags & libc::O_TRUNC;
+    match adopt(&mut held) {
+        Ok(()) => Ok(true),
+        Err(libc::ENODEV) => {
+            reset(&mut held);
+            Ok(false)
+        }
+        Err(errno) => {
+            reset(&mut held);
+            Err(errno)
+        }
+    }
+}
+
+/// `fd` is a copy of a stub's descriptor.
+pub(crate) fn copied(fd: c_int) {
+    if fd < 0 || table::in_vfork_child() {
+        return;
+    }
+    mark_stub(fd, stub_mark::SHARED);
+    // At once: a stub without a name lives as long as firnd knows somebody who has it open.
+    if let Entered::Held(mut held) = enter(fd) {
+        let _ = adopt(&mut held);
+    }
+}
+
+/// At the start of a program: descriptors that it inherited.
+pub(crate) fn inherited() {
+    if !TABLE.trees.any() {
+        return;
+    }
+    // SAFETY: the path is ours.
+    let dir = unsafe {
+        let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
+        syscall!(libc::SYS_openat, libc::AT_FDCWD, c"/proc/self/fd".as_ptr(), flags, 0usize) as c_int
+    };
+    if dir < 0 {
+        (0..1024).for_each(inherit);
+        return;
+    }
+    let mut buffer = [0u64; 256];
+    loop {
+        // SAFETY: the kernel writes at most so many bytes.
+        let len = unsafe { syscall!(libc::SYS_getdents64, dir, buffer.as_mut_ptr(), size_of_val(&buffer)) };
+        if len <= 0 {
+            break;
+        }
+        let mut at = 0usize;
+        while at < len as usize {
+            // SAFETY: an entry that the kernel wrote: number, offset, its length, a type, its name.
+            let (size, name) = unsafe {
+                let entry = buffer.as_ptr().cast::<u8>().wrapping_add(at);
+                let size = entry.wrapping_add(16).cast::<u16>().read_unaligned() as usize;
+                (size, std::ffi::CStr::from_ptr(entry.wrapping_add(19).cast()))
+            };
+            let number = std::str::from_utf8(name.to_bytes()).ok().and_then(|name| name.parse().ok());
+            if let Some(fd) = number.filter(|fd| *fd != dir) {
+                inherit(fd);
+            }
+            at += size.max(1);
+        }
+    }
+    sys::close(dir);
+}
+
+fn inherit(fd: c_int) {
+    if is_stub(fd) {
+        mark_stub(fd, stub_mark::SHARED);
+    }
+}
+
+/// Others are about to get the descriptor: its offset is the kernel's from now on.
+pub(crate) fn share(fd: c_int) {
+    match enter(fd) {
+        Entered::Held(mut held) => {
+            give_back(&mut held);
+            mark_stub(fd, stub_mark::SHARED);
+        }
+        Entered::Again(entry) if entry.is_private() => {
+            sys::lseek(fd, entry.offset.load(Ordering::Relaxed) as i64, libc::SEEK_SET);
+        }
+        _ => {}
+    }
+}
+
+/// The descriptor's status flags may have changed.
+pub(crate) fn flags_changed(fd: c_int) {
+    if let Entered::Held(mut held) = enter(fd) {
+        let status = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
+        held.stub.flags = status | held.stub.flags & libc::O_TRUNC;
+    }
+}
+
+/// Before close(2): what it returns, -errno where what was written could not be taken care of.
+pub(crate) fn close(fd: c_int) -> isize {
+    let Entered::Held(mut held) = enter(fd) else {
+        return 0;
+    };
+    let mut result = 0;
+    if held.stub.adopted || held.stub.wrote {
+        let once = !held.stub.wrote;
+        result = match release(&mut held, once) {
+            Ok(()) => 0,
+            Err(errno) => -(errno as isize),
+        };
+    }
+    reset(&mut held);
+    result
+}
+
+/// Tells firnd that the descriptor is closed. `once`: if firnd is gone, nobody needs to know.
+fn release(held: &mut Held, once: bool) -> Result<(), c_int> {
+    give_back(held);
+    if once {
+        let _ = connect::ask(held.link, Op::Release, held.token, 0);
+        return Ok(());
+    }
+    // SAFETY: no memory of the program's.
+    unsafe { request(held, Op::Release, 0, 0, Along::NOTHING) }.map(drop)
+}
+
+/// The offset is the kernel's again.
+fn give_back(held: &mut Held) {
+    if held.private {
+        sys::without_signals(|| {
+            held.private = false;
+            sys::lseek(held.fd, held.entry.offset.load(Ordering::Relaxed) as i64, libc::SEEK_SET);
+        });
+    }
+}
+
+// ---- requests ------------------------------------------------------------------------------------
+
+/// Makes sure that firnd knows the descriptor.
+fn adopt(held: &mut Held) -> Result<(), c_int> {
+    if held.stub.adopted {
+        return Ok(());
+    }
+    let mut waited = 0;
+    loop {
+        let door = TABLE.trees.door(held.identity.device);
+        if let Some(link) = door.and_then(|door| TABLE.links.to_at_any_rate(&door)) {
+            let wanted = held.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
+            let again = if held.stub.known { ADOPT_AGAIN } else { 0 };
+            let request = Request { op: Op::Adopt as u32, len: again, token: 0, arg: wanted as u64 };
+            let along = Along { fd: Some(held.fd), ..Along::NOTHING };
+            // SAFETY: no memory of the program's.
+            match unsafe { connect::call(link, &request, along) } {
+                Called::Reply(reply) => {
+                    answered(&reply)?;
+                    (held.link, held.token) = (link, reply.binding);
+                    held.stub.adopted = true;
+                    held.stub.known = true;
+                    held.stub.flags &= !libc::O_TRUNC;
+                    (held.stub.granted, held.has_writer, held.has_asked) = (false, false, false);
+                    held.list.unmap();
+                    return Ok(());
+                }
+                Called::Fault => return Err(libc::EFAULT),
+                Called::Gone { .. } => {}
+            }
+        }
+        if waited >= WAIT_MS.load(Ordering::Relaxed) {
+            report::left(Reason::NoDoor);
+            return Err(libc::EIO);
+        }
+        sys::sleep_ms(PAUSE_MS);
+        waited += PAUSE_MS;
+        TABLE.trees.read();
+    }
+}
+
+/// What a reply means for the call; ENODEV: it is no stub.
+fn answered(reply: &Reply) -> Result<(), c_int> {
+    match Status::from_word(reply.status) {
+        Status::Ok => Ok(()),
+        Status::Failed => Err(reply.errno as c_int),
+        Status::BadToken => Err(libc::ENODEV),
+        _ => Err(libc::EIO),
+    }
+}
+
+/// A request about the descriptor. One that was perhaps carried out before the connection ended is repeated,
+/// unless that would do it twice.
+///
+/// # Safety
+/// The memory is the program's own.
+unsafe fn request(held: &mut Held, op: Op, arg: u64, len: u32, along: Along) -> Result<Reply, c_int> {
+    // A firnd that goes again and again is none.
+    for _ in 0..64 {
+        adopt(held)?;
+        let request = Request { op: op as u32, len, token: held.token, arg };
+        // SAFETY: the caller's promise.
+        match unsafe { connect::call(held.link, &request, along) } {
+            Called::Reply(reply) if Status::from_word(reply.status) == Status::BadToken => {}
+            Called::Reply(reply) => return answered(&reply).map(|()| reply),
+            Called::Fault => return Err(libc::EFAULT),
+            Called::Gone { sent: true } if op == Op::Write && arg == AT_END => return Err(libc::EIO),
+            Called::Gone { .. } => {}
+        }
+        held.stub.adopted = false;
+    }
+    Err(libc::EIO)
+}
+
+/// Reads by requests; bytes read, or -errno where there are none.
+///
+/// # Safety
+/// `to` is the program's own, for `len` bytes.
+pub(crate) unsafe fn read_at(held: &mut Held, to: *mut u8, len: usize, at: u64) -> isize {
+    let mut done = 0;
+    while done < len {
+        let want = (len - done).min(DATA_BYTES_MAX);
+        let along = Along { into: to.wrapping_add(done), room: want, ..Along::NOTHING };
+        // SAFETY: the caller's promise.
+        match unsafe { request(held, Op::Read, at.wrapping_add(done as u64), want as u32, along) } {
+            Ok(reply) if reply.count == 0 => break,
+            Ok(reply) => done += reply.count as usize,
+            Err(errno) if done == 0 => return -(errno as isize),
+            Err(_) => break,
+        }
+    }
+    done as isize
+}
+
+/// Writes by requests; bytes written and where, or the errno where there are none. `at`: [`AT_END`] appends.
+///
+/// # Safety
+/// `from` is the program's own, for `len` bytes.
+unsafe fn write_at(held: &mut Held, from: *const u8, len: usize, at: u64) -> Result<(usize, u64), c_int> {
+    let (mut done, mut place) = (0, at);
+    while done < len {
+        let want = (len - done).min(DATA_BYTES_MAX);
+        let along = Along { data: from.wrapping_add(done), len: want, ..Along::NOTHING };
+        let to = if at == AT_END { AT_END } else { at.wrapping_add(done as u64) };
+        // SAFETY: the caller's promise.
+        match unsafe { request(held, Op::Write, to, want as u32, along) } {
+            Ok(reply) => {
+                done += reply.count as usize;
+                if at == AT_END {
+                    place = reply.slot.wrapping_add(u64::from(reply.count)).wrapping_sub(done as u64);
+                }
+            }
+            Err(errno) if done == 0 => return Err(errno),
+            Err(_) => break,
+        }
+    }
+    held.stub.wrote = true;
+    Ok((done, place))
+}
+
+/// The errno for memory that no process has, before a byte is moved.
+fn refusal(parts: &[iovec]) -> Option<isize> {
+    const USER_END: usize = 1 << 56;
+    let outside =
+        |part: &iovec| (part.iov_base as usize).checked_add(part.iov_len).is_none_or(|end| end > USER_END);
+    parts.iter().any(outside).then_some(-(libc::EFAULT as isize))
+}
+
+// ---- write ---------------------------------------------------------------------------------------
+
+/// write(2) and its kin, at the descriptor's offset or at `at`.
+///
+/// # Safety
+/// The parts are the program's.
+pub(crate) unsafe fn write(fd: c_int, parts: &[iovec], at: Option<u64>, append: bool, call: Call) -> Went {
+    if let Some(refusal) = refusal(parts) {
+        return Went::Past(refusal);
+    }
+    let mut held = match enter(fd) {
+        Entered::Held(held) => held,
+        // SAFETY: the caller's promise.
+        Entered::Again(entry) => return Went::Past(unsafe { write_again(fd, entry, parts, at) }),
+        Entered::Not => return Went::Kernel(Ticket::NONE),
+        Entered::Vforked => return Went::Past(-(libc::EIO as isize)),
+    };
+    // SAFETY: the caller's promise.
+    Went::Past(match unsafe { write_held(&mut held, parts, at, append, call) } {
+        Ok(done) => done as isize,
+        Err(errno) => -(errno as isize),
+    })
+}
+
+unsafe fn write_held(
+    held: &mut Held,
+    parts: &[iovec],
+    at: Option<u64>,
+    append: bool,
+    call: Call,
+) -> Result<usize, c_int> {
+    if held.stub.flags & libc::O_ACCMODE == libc::O_RDONLY {
+        return Err(libc::EBADF);
+    }
+    let mut total = total_of(parts).unwrap_or(writer::CALL_BYTES_MAX);
+    if total == 0 {
+        return Ok(0);
+    }
+    adopt(held)?;
+    let synced = held.stub.flags & (libc::O_SYNC | libc::O_DSYNC) != 0;
+    let done = if append || held.stub.flags & libc::O_APPEND != 0 {
+        // SAFETY: the caller's promise.
+        unsafe { append_held(held, parts, at, total) }?
+    } else {
+        let limit = sys::limit(libc::RLIMIT_FSIZE);
+        if let Some(limit) = limit {
+            let from = at.unwrap_or_else(|| offset_now(held));
+            if from >= limit {
+                sys::raise(libc::SIGXFSZ);
+                return Err(libc::EFBIG);
+            }
+            total = total.min(usize::try_from(limit - from).unwrap_or(usize::MAX));
+        }
+        let offset = at.unwrap_or_else(|| claim(held, total));
+        if offset.checked_add(total as u64).is_none_or(|end| end > i64::MAX as u64) {
+            if at.is_none() {
+                give_up_claim(held, offset, total, 0);
+            }
+            return Err(libc::EFBIG);
+        }
+        let fast = limit.is_none() && may_lease(held, total);
+        // SAFETY: the caller's promise.
+        let (done, errno) = unsafe { put(held, parts, (offset, total), fast, call) };
+        if done < total && at.is_none() {
+            give_up_claim(held, offset, total, done);
+        }
+        match errno {
+            Some(errno) if done == 0 => return Err(errno),
+            _ => done,
+        }
+    };
+    if synced {
+        // SAFETY: no memory of the program's.
+        unsafe { request(held, Op::Sync, 0, 0, Along::NOTHING) }?;
+    }
+    Ok(done)
+}
+
+unsafe fn append_held(
+    held: &mut Held,
+    parts: &[iovec],
+    at: Option<u64>,
+    total: usize,
+) -> Result<usize, c_int> {
+    let mut done = 0;
+    let mut end = 0;
+    for part in parts {
+        let len = part.iov_len.min(total - done);
+        if len == 0 {
+            continue;
+        }
+        // SAFETY: the caller's promise.
+        match unsafe { write_at(held, part.iov_base.cast(), len, AT_END) } {
+            Ok((more, place)) => {
+                done += more;
+                end = place.wrapping_add(more as u64);
+                if more < len {
+                    break;
+                }
+            }
+            Err(errno) if done == 0 => return Err(errno),
+            Err(_) => break,
+        }
+    }
+    if at.is_none() {
+        seek_to(held, end);
+    }
+    report::kernel(Call::Write);
+    Ok(done)
+}
+
+/// Puts bytes into leases, and the rest by requests; how many, and why not all.
+unsafe fn put(
+    held: &mut Held,
+    parts: &[iovec],
+    (offset, total): (u64, usize),
+    fast: bool,
+    call: Call,
+) -> (usize, Option<c_int>) {
+    let mut done = 0;
+    let readable = || parts.iter().all(|part| probe::is_readable(part.iov_base, part.iov_len));
+    if fast && readable() {
+        let (past, loss) = writer::put(held, parts, offset, total);
+        done = past;
+        held.stub.wrote |= done > 0;
+        let Some(loss) = loss else {
+            report::fast(call, done);
+            return (done, None);
+        };
+        lost(held, loss);
+    }
+    report::kernel(call);
+    let mut skip = done;
+    for part in parts {
+        let start = skip.min(part.iov_len);
+        skip -= start;
+        let len = (part.iov_len - start).min(total - done);
+        if len == 0 {
+            continue;
+        }
+        let from = part.iov_base.cast_const().cast::<u8>().wrapping_add(start);
+        // SAFETY: the caller's promise.
+        match unsafe { write_at(held, from, len, offset.wrapping_add(done as u64)) } {
+            Ok((more, _)) => {
+                done += more;
+                if more < len {
+                    return (done, None);
+                }
+            }
+            Err(errno) => return (done, Some(errno)),
+        }
+    }
+    (done, None)
+}
+
+/// A lease ended, or there was none to have.
+fn lost(held: &mut Held, loss: Loss) {
+    held.stub.granted = false;
+    (held.has_writer, held.has_asked) = (false, false);
+    match loss {
+        Loss::Full => {
+            held.patience_bytes = FULL_BYTES;
+            report::left(Reason::NoRoom);
+        }
+        Loss::NoDoor | Loss::Odd => {
+            held.patience_bytes = PATIENCE_BYTES;
+            report::left(Reason::NoDoor);
+        }
+        Loss::Revoked => hesitate(held, Reason::Revoked),
+    }
+}
+
+/// After a grant that brought little firnd is asked again later each time.
+fn hesitate(held: &mut Held, reason: Reason) {
+    report::left(reason);
+    if held.fast_bytes < PATIENCE_BYTES_MAX {
+        held.patience_bytes = (PATIENCE_BYTES << held.refusals.min(6)).min(PATIENCE_BYTES_MAX);
+        held.refusals = held.refusals.saturating_add(1);
+    } else {
+        held.refusals = 0;
+    }
+    held.fast_bytes = 0;
+}
+
+/// Whether bytes may go into a lease now.
+fn may_lease(held: &mut Held, total: usize) -> bool {
+    if held.stub.granted {
+        return true;
+    }
+    if held.patience_bytes > 0 {
+        held.patience_bytes = held.patience_bytes.saturating_sub(total as u64);
+        return false;
+    }
+    match connect::ask(held.link, Op::OpenWrite, held.token, 0) {
+        Some(reply) if connect::is_ok(&reply) => {
+            held.binding = reply.binding;
+            (held.has_writer, held.has_asked, held.fast_bytes) = (false, false, 0);
+            held.stub.granted = true;
+        }
+        Some(_) => hesitate(held, Reason::Refused),
+        None => held.stub.adopted = false,
+    }
+    held.stub.granted
+}
+
+/// A signal handler writes to the descriptor that the interrupted code is busy with, and over whose connection
+/// it may be: it makes one of its own.
+#[cold]
+unsafe fn write_again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Option<u64>) -> isize {
+    let Some(total) = total_of(parts) else { return -(libc::EINVAL as isize) };
+    let door = sys::identity(fd).and_then(|(identity, _)| TABLE.trees.door(identity.device));
+    let Some(one_off) = door.and_then(|door| OneOff::to(&door)) else { return -(libc::EIO as isize) };
+    let flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
+    let adopt =
+        Request { op: Op::Adopt as u32, len: ADOPT_AGAIN, token: 0, arg: (flags & libc::O_ACCMODE) as u64 };
+    // SAFETY: no memory of the program's.
+    let called = unsafe { one_off.call(&adopt, Along { fd: Some(fd), ..Along::NOTHING }) };
+    let Called::Reply(Reply { binding: token, .. }) = called else { return -(libc::EIO as isize) };
+    let appends = flags & libc::O_APPEND != 0;
+    let offset = match at {
+        Some(at) => at,
+        None if entry.is_private() => entry.offset.fetch_add(total as u64, Ordering::Relaxed),
+        None => (sys::lseek(fd, total as i64, libc::SEEK_CUR) as u64).wrapping_sub(total as u64),
+    };
+    let mut done = 0usize;
+    for part in parts {
+        let mut from = 0;
+        while from < part.iov_len {
+            let len = (part.iov_len - from).min(DATA_BYTES_MAX);
+            let to = if appends { AT_END } else { offset.wrapping_add(done as u64) };
+            let request = Request { op: Op::Write as u32, len: len as u32, token, arg: to };
+            let data = part.iov_base.cast_const().cast::<u8>().wrapping_add(from);
+            // SAFETY: the caller's promise.
+            match unsafe { one_off.call(&request, Along { data, len, ..Along::NOTHING }) } {
+                Called::Reply(reply) if connect::is_ok(&reply) => {
+                    done += reply.count as usize;
+                    from += reply.count as usize;
+                }
+                _ if done > 0 => return done as isize,
+                _ => return -(libc::EIO as isize),
+            }
+        }
+    }
+    done as isize
+}
+
+// ---- offsets -------------------------------------------------------------------------------------
+
+/// Makes the offset private where nobody shares it.
+fn make_private(held: &mut Held) {
+    if held.private || stub_mark_of(held.fd) != stub_mark::OWN {
+        return;
+    }
+    sys::without_signals(|| {
+        let offset = sys::lseek(held.fd, 0, libc::SEEK_CUR);
+        held.entry.offset.store(offset as u64, Ordering::Relaxed);
+        held.private = offset >= 0;
+    });
+}
+
+fn offset_now(held: &mut Held) -> u64 {
+    make_private(held);
+    if held.private {
+        held.entry.offset.load(Ordering::Relaxed)
+    } else {
+        sys::lseek(held.fd, 0, libc::SEEK_CUR) as u64
+    }
+}
+
+/// Takes the next `total` bytes of the offset.
+fn claim(held: &mut Held, total: usize) -> u64 {
+    make_private(held);
+    if held.private {
+        return held.entry.offset.fetch_add(total as u64, Ordering::Relaxed);
+    }
+    let end = sys::lseek(held.fd, total as i64, libc::SEEK_CUR);
+    if end < 0 { u64::MAX } else { (end as u64).wrapping_sub(total as u64) }
+}
+
+/// Only `done` of a claim was used.
+fn give_up_claim(held: &mut Held, offset: u64, total: usize, done: usize) {
+    if offset == u64::MAX {
+        return;
+    }
+    if held.private {
+        let (claimed, used) = (offset.wrapping_add(total as u64), offset.wrapping_add(done as u64));
+        // Not where a signal handler claimed more behind it.
+        let _ = held.entry.offset.compare_exchange(claimed, used, Ordering::Relaxed, Ordering::Relaxed);
+    } else {
+        sys::lseek(held.fd, -((total - done) as i64), libc::SEEK_CUR);
+    }
+}
+
+fn seek_to(held: &mut Held, offset: u64) {
+    if held.private {
+        held.entry.offset.store(offset, Ordering::Relaxed);
+    } else {
+        sys::lseek(held.fd, offset as i64, libc::SEEK_SET);
+    }
+}
+
+/// lseek(2).
+pub(crate) fn seek(fd: c_int, offset: i64, whence: c_int) -> Went {
+    let mut held = match enter(fd) {
+        Entered::Held(held) => held,
+        Entered::Again(entry) if entry.is_private() && whence == libc::SEEK_CUR && offset == 0 => {
+            return Went::Past(entry.offset.load(Ordering::Relaxed) as isize);
+        }
+        _ => return Went::Kernel(Ticket::NONE),
+    };
+    report::fast(Call::Lseek, 0);
+    let result = seek_held(&mut held, offset, whence);
+    Went::Past(match result {
+        Ok(offset) => offset as isize,
+        Err(errno) => -(errno as isize),
+    })
+}
+
+fn seek_held(held: &mut Held, offset: i64, whence: c_int) -> Result<i64, c_int> {
+    let now = |held: &mut Held| offset_now(held) as i64;
+    let target = match whence {
+        libc::SEEK_SET => offset,
+        libc::SEEK_CUR => now(held).checked_add(offset).ok_or(libc::EOVERFLOW)?,
+        libc::SEEK_END => (size(held)? as i64).checked_add(offset).ok_or(libc::EOVERFLOW)?,
+        // All of a file is data, up to its end: what POSIX allows to who does not know better.
+        libc::SEEK_DATA | libc::SEEK_HOLE => {
+            let size = size(held)? as i64;
+            if offset < 0 || offset >= size {
+                return Err(libc::ENXIO);
+            }
+            if whence == libc::SEEK_DATA { offset } else { size }
+        }
+        _ => return Err(libc::EINVAL),
+    };
+    if target < 0 {
+        return Err(libc::EINVAL);
+    }
+    if whence != libc::SEEK_CUR || offset != 0 {
+        seek_to(held, target as u64);
+    }
+    Ok(target)
+}
+
+// ---- read ----------------------------------------------------------------------------------------
+
+/// read(2) and its kin.
+///
+/// # Safety
+/// The parts are the program's, to be written.
+pub(crate) unsafe fn read(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> Went {
+    if let Some(refusal) = refusal(parts) {
+        return Went::Past(refusal);
+    }
+    let mut held = match enter(fd) {
+        Entered::Held(held) => held,
+        Entered::Again(_) | Entered::Vforked => return Went::Past(-(libc::EIO as isize)),
+        Entered::Not => return Went::Kernel(Ticket::NONE),
+    };
+    // SAFETY: the caller's promise.
+    Went::Past(match unsafe { read_held(&mut held, parts, at, call) } {
+        Ok(done) => done as isize,
+        Err(errno) => -(errno as isize),
+    })
+}
+
+unsafe fn read_held(held: &mut Held, parts: &[iovec], at: Option<u64>, call: Call) -> Result<usize, c_int> {
+    if held.stub.flags & libc::O_ACCMODE == libc::O_WRONLY {
+        return Err(libc::EBADF);
+    }
+    let total = total_of(parts).unwrap_or(writer::CALL_BYTES_MAX);
+    if total == 0 {
+        return Ok(0);
+    }
+    adopt(held)?;
+    let offset = at.unwrap_or_else(|| claim(held, total));
+    if offset > i64::MAX as u64 {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: the caller's promise.
+    let result = unsafe { get(held, parts, (offset, total), call) };
+    let done = result.unwrap_or(0);
+    if at.is_none() && done < total {
+        give_up_claim(held, offset, total, done);
+    }
+    result
+}
+
+unsafe fn get(
+    held: &mut Held,
+    parts: &[iovec],
+    (offset, total): (u64, usize),
+    call: Call,
+) -> Result<usize, c_int> {
+    // SAFETY: the caller's promise.
+    let writable = || parts.iter().all(|part| unsafe { probe::is_writable(part.iov_base, part.iov_len) });
+    if has_list(held, total) && writable() {
+        // SAFETY: the caller's promise.
+        if let Some(taken) = unsafe { reader::take(held, parts, offset, total) } {
+            report::fast(call, taken);
+            return Ok(taken);
+        }
+        held.list.unmap();
+        hesitate(held, Reason::Changed);
+    }
+    report::kernel(call);
+    let mut done = 0;
+    for part in parts {
+        let len = part.iov_len.min(total - done);
+        if len == 0 {
+            continue;
+        }
+        // SAFETY: the caller's promise.
+        let got = unsafe { read_at(held, part.iov_base.cast(), len, offset.wrapping_add(done as u64)) };
+        match usize::try_from(got) {
+            Ok(got) => {
+                done += got;
+                if got < len {
+                    break;
+                }
+            }
+            Err(_) if done == 0 => return Err(got.wrapping_neg() as c_int),
+            Err(_) => break,
+        }
+    }
+    Ok(done)
+}
+
+/// Whether firnd told where the bytes are.
+fn has_list(held: &mut Held, total: usize) -> bool {
+    if held.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
+        return false;
+    }
+    if !held.list.extents().is_empty() {
+        held.fast_bytes = held.fast_bytes.saturating_add(total as u64);
+        return true;
+    }
+    if held.patience_bytes > 0 {
+        held.patience_bytes = held.patience_bytes.saturating_sub(total as u64);
+        return false;
+    }
+    if (total as u64) < LIST_BYTES_MIN {
+        return false;
+    }
+    let loaded = reader::load_known(held) == Some(Status::Ok) && !held.list.extents().is_empty();
+    if !loaded {
+        held.list.unmap();
+        hesitate(held, Reason::Refused);
+    }
+    loaded
+}
+
+// ---- the rest ------------------------------------------------------------------------------------
+
+fn size(held: &mut Held) -> Result<u64, c_int> {
+    // SAFETY: no memory of the program's.
+    unsafe { request(held, Op::Attr, 0, 0, Along::NOTHING) }.map(|reply| reply.size)
+}
+
+/// What the kernel does not know of a stub.
+#[derive(Clone, Copy)]
+pub(crate) struct Attr {
+    /// Bytes of the file.
+    pub(crate) size: u64,
+    /// 512-byte blocks.
+    pub(crate) blocks: u64,
+    /// Its time of change was just set.
+    pub(crate) told: bool,
+}
+
+impl Attr {
+    fn of(reply: &Reply) -> Self {
+        Self { size: reply.size, blocks: reply.slot, told: reply.count != 0 }
+    }
+}
+
+/// Of a descriptor; `None`: it is no stub.
+pub(crate) fn attr(fd: c_int) -> Option<Result<Attr, c_int>> {
+    match enter(fd) {
+        Entered::Held(mut held) => {
+            // SAFETY: no memory of the program's.
+            let reply = unsafe { request(&mut held, Op::Attr, 0, 0, Along::NOTHING) };
+            Some(reply.map(|reply| Attr::of(&reply)))
+        }
+        Entered::Again(_) => attr_of(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None),
+        _ => None,
+    }
+}
+
+/// Of what a path leads to, if that still is the stub with this inode number on this device; `None`: it is
+/// none, or nobody wrote to it.
+pub(crate) fn attr_of(
+    dir: c_int,
+    path: *const libc::c_char,
+    flags: c_int,
+    expected: Option<(u64, u64)>,
+) -> Option<Result<Attr, c_int>> {
+    #[repr(C)]
+    struct Handle {
+        bytes: u32,
+        kind: i32,
+        words: [u32; 32],
+    }
+    if table::in_vfork_child() {
+        return None;
+    }
+    let mut handle = Handle { bytes: 128, kind: 0, words: [0; 32] };
+    let mut mount = 0i32;
+    // Unlike stat(2), it follows only where it is told to.
+    let follow = if flags & libc::AT_SYMLINK_NOFOLLOW == 0 { libc::AT_SYMLINK_FOLLOW } else { 0 };
+    let flags = flags & libc::AT_EMPTY_PATH | follow;
+    // SAFETY: the kernel writes at most `bytes` bytes behind the head; the path is the program's.
+    let result =
+        unsafe { syscall!(libc::SYS_name_to_handle_at, dir, path, &raw mut handle, &raw mut mount, flags) };
+    if result < 0 || handle.bytes != 12 {
+        return None;
+    }
+    let [generation, low, high, ..] = handle.words;
+    let inode = u64::from(high) << 32 | u64::from(low);
+    let device = match expected {
+        Some((device, expected)) if expected == inode => device,
+        Some(_) => return None,
+        None => sys::identity(dir)?.0.device,
+    };
+    let request = Request { op: Op::AttrOf as u32, len: 0, token: inode, arg: u64::from(generation) };
+    let mut waited = 0;
+    loop {
+        let door = TABLE.trees.door(device)?;
+        let called = match TABLE.links.to_at_any_rate(&door) {
+            // SAFETY: no memory of the program's.
+            Some(link) => unsafe { connect::call(link, &request, Along::NOTHING) },
+            // In a signal handler, perhaps; else firnd is gone.
+            None => match OneOff::to(&door) {
+                // SAFETY: as above.
+                Some(one_off) => unsafe { one_off.call(&request, Along::NOTHING) },
+                None => Called::Gone { sent: false },
+            },
+        };
+        if let Called::Reply(reply) = called {
+            return match answered(&reply) {
+                Ok(()) => Some(Ok(Attr::of(&reply))),
+                Err(libc::ENODEV) => None,
+                Err(errno) => Some(Err(errno)),
+            };
+        }
+        if waited >= WAIT_MS.load(Ordering::Relaxed) {
+            return Some(Err(libc::EIO));
+        }
+        sys::sleep_ms(PAUSE_MS);
+        waited += PAUSE_MS;
+        TABLE.trees.read();
+    }
+}
+
+/// A request that answers with nothing but success; `None`: the descriptor is no stub.
+fn plain(fd: c_int, op: Op, arg: u64, data: &[u64]) -> Option<Result<(), c_int>> {
+    let mut held = match enter(fd) {
+        Entered::Held(held) => held,
+        Entered::Again(_) | Entered::Vforked => return Some(Err(libc::EIO)),
+        Entered::Not => return None,
+    };
+    let writes = matches!(op, Op::Truncate | Op::Allocate);
+    if writes && held.stub.flags & libc::O_ACCMODE == libc::O_RDONLY {
+        return Some(Err(if op == Op::Truncate { libc::EINVAL } else { libc::EBADF }));
+    }
+    let along = Along { data: data.as_ptr().cast(), len: size_of_val(data), ..Along::NOTHING };
+    held.stub.wrote |= writes;
+    // SAFETY: the data is ours.
+    Some(unsafe { request(&mut held, op, arg, along.len as u32, along) }.map(drop))
+}
+
+/// ftruncate(2).
+pub(crate) fn truncate(fd: c_int, size: i64) -> Option<Result<(), c_int>> {
+    if size < 0 {
+        return Some(Err(libc::EINVAL));
+    }
+    plain(fd, Op::Truncate, size as u64, &[])
+}
+
+/// fsync(2), fdatasync(2).
+pub(crate) fn sync(fd: c_int, data_only: bool) -> Option<Result<(), c_int>> {
+    plain(fd, Op::Sync, u64::from(data_only), &[])
+}
+
+/// fallocate(2).
+pub(crate) fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> Option<Result<(), c_int>> {
+    if offset < 0 || len <= 0 {
+        return Some(Err(libc::EINVAL));
+    }
+    plain(fd, Op::Allocate, mode as u32 as u64, &[offset as u64, len as u64])
+}
+
+/// mmap(2): a copy. `None`: it is no stub.
+///
+/// # Safety
+/// As for mmap(2).
+pub(crate) unsafe fn map(
+    at: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: i64,
+) -> Option<isize> {
+    let mut held = match enter(fd) {
+        Entered::Held(held) => held,
+        Entered::Again(_) | Entered::Vforked => return Some(-(libc::ENODEV as isize)),
+        Entered::Not => return None,
+    };
+    let shared = flags & libc::MAP_TYPE != libc::MAP_PRIVATE;
+    let access = held.stub.flags & libc::O_ACCMODE;
+    if access == libc::O_WRONLY {
+        return Some(-(libc::EACCES as isize));
+    }
+    if shared && prot & libc::PROT_WRITE != 0 {
+        return Some(-(if access == libc::O_RDONLY { libc::EACCES } else { libc::ENODEV } as isize));
+    }
+    if len == 0 || offset < 0 || offset % 4096 != 0 {
+        return Some(-(libc::EINVAL as isize));
+    }
+    let size = match size(&mut held) {
+        Ok(size) => size,
+        Err(errno) => return Some(-(errno as isize)),
+    };
+    let kept = flags & !(libc::MAP_TYPE | libc::MAP_SYNC);
+    let flags = kept | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let first = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: the caller's promise.
+    let start = unsafe { syscall!(libc::SYS_mmap, at, len, first, flags, -1isize, 0usize) };
+    if start < 0 {
+        return Some(start);
+    }
+    let bytes = size.saturating_sub(offset as u64).min(len as u64) as usize;
+    let part = [iovec { iov_base: start as *mut c_void, iov_len: bytes }];
+    if bytes > 0 {
+        // SAFETY: memory that was just mapped.
+        let filled = unsafe { get(&mut held, &part, (offset as u64, bytes), Call::Pread) };
+        if let Err(errno) = filled {
+            // SAFETY: as above.
+            unsafe { syscall!(libc::SYS_munmap, start, len) };
+            return Some(-(errno as isize));
+        }
+    }
+    if prot != first {
+        // SAFETY: as above.
+        unsafe { syscall!(libc::SYS_mprotect, start, len, prot) };
+    }
+    Some(start)
+}
