@@ -95,7 +95,7 @@ impl Client {
     }
 
     fn ask(&self, op: Op, token: u64, arg: u64) -> Option<Reply> {
-        let request = Request { op: op as u32, reserved: 0, token, arg };
+        let request = Request { op: op as u32, len: 0, token, arg };
         send(&self.socket, request.as_bytes(), SendFlags::NOSIGNAL).ok()?;
         receive(&self.socket).map(|(reply, _)| reply)
     }

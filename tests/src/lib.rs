@@ -23,6 +23,7 @@ pub mod image;
 pub mod mount;
 pub mod random;
 pub mod sandbox;
+pub mod scripts;
 pub mod suite;
 pub mod tree;
 pub mod watchdog;

@@ -1,0 +1,598 @@
+//! Stub trees: unmodified programs under the preload library where there is no FUSE, and what is in the backing
+//! afterwards.
+
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use firn_tests::ack::verify;
+use firn_tests::command::wait_child;
+use firn_tests::fsops::read;
+use firn_tests::mount::{SMALL, mount_args, patient};
+use firn_tests::random::generator;
+use firn_tests::sandbox::{firn_binary, is_mounted, kill, preload_library, unmount_lazily};
+use firn_tests::scripts::{PYTHON, SHELL, TAR};
+use firn_tests::tree::{assert_same, snapshot};
+use firn_tests::{FirnMount, Outcome, Sandbox, helper_binary, run, seed, wait_until};
+use rand::Rng;
+
+fn source(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name)
+}
+
+/// Compiles a program once.
+fn compiled(compiler: &str, name: &str, flags: &[&str]) -> PathBuf {
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("stub-{}", name.replace('.', "-")));
+    let mut command = Command::new(compiler);
+    command.args(["-O2", "-D_FORTIFY_SOURCE=2", "-w", "-pthread"]).args(flags);
+    run(command.arg("-o").arg(&program).arg(source(name))).ok();
+    program
+}
+
+fn cases() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| compiled("cc", "preload.c", &[]))
+}
+
+/// A tree at the sandbox's `mnt`: root's own tmpfs.
+fn tree<'a>(sandbox: &'a Sandbox, options: &str) -> FirnMount<'a> {
+    FirnMount::new(sandbox, &format!("{options},door=preload"))
+}
+
+/// Puts the library before a program that finds the sandbox's tree.
+fn preload<'c>(sandbox: &Sandbox, command: &'c mut Command) -> &'c mut Command {
+    sandbox.environment(command);
+    command.env("LD_PRELOAD", preload_library()).env("FIRN_PRELOAD_REPORT", "1")
+}
+
+fn shell(script: &str, dir: &Path) -> Command {
+    let mut command = Command::new("bash");
+    command.args(["-euc", script, "bash"]).arg(dir).current_dir(dir);
+    command
+}
+
+fn python(script: &str, dir: &Path) -> Command {
+    let mut command = Command::new("/usr/bin/python3");
+    command.args(["-c", script]).arg(dir);
+    command
+}
+
+/// Stubs that hold bytes themselves: what a call wrote that the library did not see.
+fn stubs_with_bytes(top: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(top).expect("a directory").flatten() {
+        let meta = entry.path().symlink_metadata().expect("lstat");
+        if meta.is_dir() {
+            found.extend(stubs_with_bytes(&entry.path()));
+        } else if meta.is_file() && meta.len() > 0 {
+            found.push(entry.path());
+        }
+    }
+    found
+}
+
+/// Runs a program in a plain directory without the library, and in a tree with it: exit code, output and what is
+/// in the backing must be the same.
+#[track_caller]
+fn same_as_plain(name: &str, options: &str, program: impl Fn(&Path) -> Command) -> Outcome {
+    let sandbox = Sandbox::new(name);
+    let plain = sandbox.mkdir("plain");
+    let expected = run(&mut program(&plain));
+    let mount = tree(&sandbox, options);
+    let found = run(preload(&sandbox, &mut program(mount.path())));
+    assert_eq!(found.code, expected.code, "{found}\ninstead of\n{expected}");
+    assert_eq!(found.stdout, expected.stdout, "{found}");
+    let backing = mount.umount();
+    assert_same("files in the backing", &snapshot(&backing), &snapshot(&plain));
+    found
+}
+
+/// Bytes that went past the kernel, from the reports of all processes.
+fn past_the_kernel(outcome: &Outcome, call: &str) -> u64 {
+    let head = format!(": {call}: ");
+    let lines = outcome.stderr.lines().filter_map(|line| line.split_once(&head));
+    let bytes = lines.filter_map(|(_, rest)| rest.split_once('(')?.1.split(' ').next()?.parse::<u64>().ok());
+    bytes.sum()
+}
+
+/// One test for each case of `preload.c` that needs nothing of the kernel.
+macro_rules! same {
+    ($($test:ident: $case:literal,)*) => {$(
+        /// Proves S-stub-1.
+        #[test]
+        fn $test() {
+            for options in [patient(""), patient("close=held,drain=demand")] {
+                same_as_plain(concat!("stub-", $case), &options, |dir| {
+                    let mut command = Command::new(cases());
+                    command.arg(dir).arg($case);
+                    command
+                });
+            }
+        }
+    )*};
+}
+
+same! {
+    writes_of_all_sizes_are_seen_by_fstat_at_once: "sizes",
+    offsets_move_as_in_the_kernel: "seeks",
+    vectors_are_written_whole_and_bad_ones_refused: "vectors",
+    a_forked_child_shares_the_offset: "forks",
+    appends_of_two_processes_do_not_overwrite: "appends",
+    a_program_replaced_in_the_middle_of_a_file_goes_on_where_it_was: "exec",
+    a_child_of_vfork_changes_nothing_of_its_parents: "vforks",
+    spawned_programs_share_offsets: "spawns",
+    copied_descriptors_share_one_offset_also_on_internal_numbers: "dups",
+    closing_everything_leaves_the_program_working: "closes",
+    a_number_closed_by_a_raw_call_is_another_descriptor: "raw-closes",
+    a_descriptor_sent_over_a_socket_shares_the_offset: "rights",
+    relative_temporary_renamed_and_nameless_files_are_written: "relative",
+    a_signal_handler_writes_to_the_descriptor_it_interrupts: "handlers",
+    threads_that_share_a_descriptor_lose_nothing: "threads",
+    bad_pointers_give_efault: "bad-pointers",
+    stdio_mixes_with_descriptors: "stdio",
+    asynchronous_writes_and_plain_ones_agree: "asynchronous",
+    fortified_calls_read_and_check: "fortified",
+    a_limit_of_the_file_size_holds: "limits",
+    readers_see_what_was_written_and_every_change: "readers",
+    a_reader_sees_every_change_of_a_file_that_was_at_rest: "lists",
+    offsets_beyond_four_gigabytes_are_kept: "huge-offsets",
+}
+
+/// Proves S-stub-1.
+#[test]
+fn streams_of_cpp_are_written_and_read() {
+    let program = compiled("c++", "streams.cpp", &[]);
+    let outcome = same_as_plain("stub-streams", &patient(""), |dir| {
+        let mut command = Command::new(&program);
+        command.arg(dir);
+        command
+    });
+    assert!(
+        past_the_kernel(&outcome, "write") + past_the_kernel(&outcome, "writev") > 1_000_000,
+        "{outcome}"
+    );
+}
+
+/// Proves S-stub-1.
+#[test]
+fn shells_redirect_and_keep_descriptors() {
+    same_as_plain("stub-bash", &patient(""), |dir| shell(SHELL, dir));
+}
+
+/// Proves S-stub-1.
+#[test]
+fn python_writes_and_starts_programs() {
+    same_as_plain("stub-python", &patient(""), |dir| {
+        let mut command = python(PYTHON, dir);
+        command.env("PYTHONDONTWRITEBYTECODE", "1");
+        command
+    });
+}
+
+/// Proves S-stub-1.
+#[test]
+fn tar_packs_and_unpacks() {
+    same_as_plain("stub-tar", &patient(""), |dir| shell(TAR, dir));
+}
+
+/// Output of a program whose standard descriptors are stubs: stdio and streams of C++ write them unseen.
+#[test]
+fn printf_and_cout_go_to_a_redirected_stub() {
+    let program = compiled("c++", "redirected.cpp", &[]);
+    let script = "unset FIRN_PRELOAD_REPORT; \"$PROGRAM\" > out 2> err; \"$PROGRAM\" >> out; \"$PROGRAM\" < out | cat > piped; wc -l < out";
+    same_as_plain("stub-cout", &patient(""), |dir| {
+        let mut command = shell(script, dir);
+        command.env("PROGRAM", &program);
+        command
+    });
+}
+
+/// Proves S-stub-7.
+#[test]
+fn arrays_of_numpy_and_h5py_are_whole_and_mappings_are_copies() {
+    let sandbox = Sandbox::new("stub-h5py");
+    let mount = tree(&sandbox, SMALL);
+    let datasets = |verb: &str, file: PathBuf| {
+        let mut command = Command::new("/usr/bin/python3");
+        run(preload(&sandbox, command.arg(source("datasets.py")).arg(verb).arg(file))).ok()
+    };
+    datasets("write", mount.join("model.h5"));
+    datasets("check", mount.join("model.h5"));
+    let script =
+        "import errno, mmap, numpy as np, os, sys; d=sys.argv[1]; a=np.arange(3000000.0).reshape(6000,500)
+np.save(d+'/a.npy', a); a.tofile(d+'/raw'); np.savez(d+'/b.npz', a=a, b=a.T)
+assert (np.load(d+'/a.npy')==a).all() and (np.fromfile(d+'/raw')==a.ravel()).all()
+for mode in 'r', 'c': assert (np.load(d+'/a.npy', mmap_mode=mode)==a).all()
+assert (np.load(d+'/b.npz')['b'][0]==np.arange(6000)*500.0).all()
+f=os.open(d+'/raw', os.O_RDWR); m=mmap.mmap(f, 8000, prot=mmap.PROT_READ); before=m[:8]
+os.pwrite(f, b'changed!', 0); assert m[:8]==before and os.pread(f, 8, 0)==b'changed!'
+os.pwrite(f, before, 0)
+try: mmap.mmap(f, 8000); sys.exit('a writable shared mapping')
+except OSError as e: assert e.errno == errno.ENODEV, e";
+    run(preload(&sandbox, &mut python(script, mount.path()))).ok();
+    assert_eq!(stubs_with_bytes(mount.path()), [] as [PathBuf; 0]);
+    let backing = mount.umount();
+    let mut command = Command::new("/usr/bin/python3");
+    run(command.arg(source("datasets.py")).arg("check").arg(backing.join("model.h5"))).ok();
+    assert_eq!(read(&backing.join("a.npy")).len(), read(&backing.join("raw")).len() + 128);
+}
+
+/// Proves S-stub-1.
+#[test]
+fn an_mpi_program_writes_one_file_a_rank_and_one_for_all() {
+    let sandbox = Sandbox::new("stub-mpi");
+    let mount = tree(&sandbox, SMALL);
+    for name in ["ranks.c", "shared.c"] {
+        let program = sandbox.join(name.replace(".c", ""));
+        run(Command::new("mpicc").args(["-O1", "-o"]).arg(&program).arg(source(name))).ok();
+        let mut mpirun = Command::new("mpirun");
+        sandbox.environment(&mut mpirun);
+        mpirun.args(["--allow-run-as-root", "--oversubscribe", "-n", "4", "-x", "FIRN_RUNTIME_DIR", "-x"]);
+        mpirun.arg(format!("LD_PRELOAD={}", preload_library().display()));
+        let answer = run(mpirun.arg(&program).arg(mount.path()).arg("6")).ok();
+        assert!(answer.stdout.contains("4 ranks agree"), "{answer}");
+    }
+    assert_eq!(stubs_with_bytes(mount.path()), [] as [PathBuf; 0]);
+    let backing = mount.umount();
+    for rank in 0..4 {
+        let len = fs::metadata(backing.join(format!("rank.{rank}"))).expect("a rank's file").len();
+        assert_eq!(len, 6 << 20);
+    }
+    assert_eq!(fs::metadata(backing.join("shared")).expect("the shared file").len(), 24 << 20);
+}
+
+/// Proves S-stub-8.
+#[test]
+fn calls_that_move_bytes_in_the_kernel_fail_and_programs_copy() {
+    let sandbox = Sandbox::new("stub-move");
+    let mount = tree(&sandbox, &patient(""));
+    let script = "import errno, os, shutil, sys; os.chdir(sys.argv[1])
+open('from', 'wb').write(bytes(range(256)) * 3000)
+a, b = os.open('from', os.O_RDONLY), os.open('to', os.O_CREAT | os.O_RDWR)
+for call, expected in [(lambda: os.sendfile(b, a, 0, 100), errno.EINVAL),
+                       (lambda: os.copy_file_range(a, b, 100), errno.EXDEV)]:
+    try: call(); sys.exit('done')
+    except OSError as e: assert e.errno == expected, e
+assert os.lseek(a, 5, os.SEEK_DATA) == 5 and os.lseek(a, 5, os.SEEK_HOLE) == 768000
+shutil.copy2('from', 'copied'); os.system('cp from cp; cat from > cat; dd if=from of=dd bs=7k status=none')
+for name in 'copied', 'cp', 'cat', 'dd': assert open(name, 'rb').read() == open('from', 'rb').read(), name";
+    run(preload(&sandbox, &mut python(script, mount.path()))).ok();
+    assert_eq!(stubs_with_bytes(mount.path()), [] as [PathBuf; 0]);
+    let backing = mount.umount();
+    assert_eq!(read(&backing.join("copied")), read(&backing.join("from")));
+}
+
+#[test]
+fn large_and_small_writes_and_reads_go_past_the_kernel() {
+    let sandbox = Sandbox::new("stub-past");
+    let mount = tree(&sandbox, &patient("close=held,drain=demand"));
+    let wrote = "import os, sys; os.chdir(sys.argv[1]); f = os.open('large', os.O_CREAT | os.O_WRONLY)
+block = bytes(range(256)) * 4096
+for i in range(20): os.write(f, block)
+os.close(f); f = os.open('small', os.O_CREAT | os.O_WRONLY)
+for i in range(100000): os.write(f, b'%064d' % i)";
+    let wrote = run(preload(&sandbox, &mut python(wrote, mount.path()))).ok();
+    assert_eq!(past_the_kernel(&wrote, "write"), (20 << 20) + 6_400_000, "{wrote}");
+    let got = "import os, sys; os.chdir(sys.argv[1]); f = os.open('large', os.O_RDONLY)
+block = bytes(range(256)) * 4096
+for i in range(20): assert os.read(f, 1 << 20) == block
+assert os.read(f, 1 << 20) == b''
+text = open('small', 'rb').read(); assert all(int(text[i * 64:i * 64 + 64]) == i for i in range(100000))";
+    let got = run(preload(&sandbox, &mut python(got, mount.path()))).ok();
+    assert!(past_the_kernel(&got, "read") >= (20 << 20) + 6_400_000, "{got}");
+    mount.umount();
+}
+
+/// Proves S-stub-1: the same random operations in a tree and in a plain directory.
+#[test]
+fn random_operations_answer_as_in_a_plain_directory_and_end_in_the_backing() {
+    let seed = seed("stub-differential");
+    let sandbox = Sandbox::new("stub-differential");
+    let plain = sandbox.mkdir("plain");
+    let mount = tree(&sandbox, &patient("drain=demand"));
+    for round in 0..4u64 {
+        let mut command = Command::new("/usr/bin/python3");
+        command.arg(source("differential.py")).arg((seed % 1_000_000 + round).to_string()).arg("1500");
+        let done = run(preload(&sandbox, command.arg(mount.path()).arg(&plain))).ok();
+        assert!(done.stdout.starts_with("same"), "{done}");
+    }
+    assert_eq!(stubs_with_bytes(mount.path()), [] as [PathBuf; 0]);
+    let backing = mount.umount();
+    assert_same("the backing", &snapshot(&backing), &snapshot(&plain));
+}
+
+// ---- names ---------------------------------------------------------------------------------------
+
+/// Proves S-stub-2, S-stub-3.
+#[test]
+fn names_follow_the_tree_when_somebody_asks() {
+    let sandbox = Sandbox::new("stub-names");
+    let mount = tree(&sandbox, &patient("drain=demand"));
+    let write = |script: &str| run(preload(&sandbox, &mut shell(script, mount.path()))).ok();
+    write("mkdir step.tmp; echo data > step.tmp/rank0; echo more > step.tmp/rank1");
+    let backing = mount.backing().to_owned();
+    assert!(!backing.join("step.tmp").exists(), "carried over unasked");
+    fs::rename(mount.join("step.tmp"), mount.join("step")).expect("rename");
+    let drain = |path: PathBuf| sandbox.run([OsString::from("drain"), "--wait".into(), path.into()]);
+    drain(mount.join("step")).ok();
+    assert_eq!(read(&backing.join("step/rank0")), b"data\n");
+    assert!(!backing.join("step.tmp").exists());
+    write("mv step/rank1 moved; rm step/rank0; chmod 600 moved; touch -d 2001-02-03 moved");
+    drain(mount.path().to_owned()).ok();
+    let meta = backing.join("moved").metadata().expect("moved");
+    assert_eq!((meta.len(), meta.mode() & 0o777, meta.mtime() < 1_000_000_000), (5, 0o600, true));
+    assert_eq!(fs::read_dir(backing.join("step")).expect("step").count(), 0);
+    drain(mount.join("missing")).code(1).says("no such file");
+    mount.umount();
+}
+
+/// Proves S-stub-2.
+#[test]
+fn a_close_and_an_fsync_bring_the_name_along() {
+    let sandbox = Sandbox::new("stub-close");
+    let mount = tree(&sandbox, "arena-size=16M,close=drain");
+    let mut command = shell("mkdir -p a/b; echo data > a/b/file; cat \"$BACKING\"/a/b/file", mount.path());
+    let closed = run(preload(&sandbox, &mut command).env("BACKING", mount.backing())).ok();
+    assert_eq!(closed.stdout, "data\n");
+    mount.umount();
+    let mount = tree(&sandbox, &patient("drain=demand"));
+    let script = "import os, sys; os.chdir(sys.argv[1]); os.mkdir('c'); f = os.open('c/file', os.O_CREAT | os.O_WRONLY)
+os.write(f, b'synced'); os.fsync(f); assert open(sys.argv[2] + '/c/file', 'rb').read() == b'synced'";
+    run(preload(&sandbox, python(script, mount.path()).arg(mount.backing()))).ok();
+    mount.umount();
+}
+
+/// Proves S-stub-3.
+#[test]
+fn a_file_removed_while_it_is_open_is_read_and_written_until_the_last_close() {
+    let sandbox = Sandbox::new("stub-unlink");
+    let mount = tree(&sandbox, &patient("drain=demand"));
+    let script = "import os, subprocess, sys; os.chdir(sys.argv[1]); f = os.open('x', os.O_CREAT | os.O_RDWR)
+os.write(f, b'a' * 100000); g = os.open('x', os.O_RDONLY); os.unlink('x')
+open('x', 'w').write('another'); subprocess.run([sys.argv[2], 'drain', '--wait', '.'], check=True)
+os.write(f, b'b' * 10); assert os.fstat(f).st_size == 100010 and os.fstat(f).st_nlink == 0
+assert os.pread(g, 20, 99990) == b'a' * 10 + b'b' * 10; os.close(f)
+assert os.read(g, 5) == b'aaaaa' and open('x').read() == 'another'";
+    run(preload(&sandbox, python(script, mount.path()).arg(firn_binary()))).ok();
+    let backing = mount.umount();
+    assert_eq!(read(&backing.join("x")), b"another");
+    assert_eq!(fs::read_dir(&backing).expect("the backing").count(), 1);
+}
+
+/// Proves S-stub-3: rotating checkpoints with rm must not fill the memory.
+#[test]
+fn removed_files_give_their_memory_back() {
+    let sandbox = Sandbox::new("stub-rotate");
+    let mount = tree(&sandbox, "arena-size=16M,chunk-size=1M,drain=demand");
+    let script =
+        "for i in $(seq 8); do head -c 6000000 /dev/zero > step.$i; [ $i -lt 2 ] || rm step.$((i-1)); done";
+    run(preload(&sandbox, &mut shell(script, mount.path()))).ok();
+    let script = "head -c 30000000 /dev/zero > toomuch";
+    run(preload(&sandbox, &mut shell(script, mount.path()))).code(1).says("No space left");
+    mount.umount();
+}
+
+// ---- faults --------------------------------------------------------------------------------------
+
+/// kill -9 of firnd; the tree stays.
+fn kill_firnd(mount: FirnMount<'_>) {
+    kill(mount.pid(), libc::SIGKILL);
+    mount.wait_for_end();
+    mount.abandon();
+}
+
+/// Proves S-stub-4: a writer under the library is killed, or firnd, or both, or firnd alone and mounted again
+/// while the writer goes on; what was acknowledged is there.
+#[test]
+fn kill_9_of_writer_or_firnd_at_any_moment_loses_nothing_acknowledged() {
+    let seed = seed("stub-kill");
+    let mut rng = generator(seed);
+    for round in 0..6u64 {
+        let sandbox = Sandbox::new("stub-kill");
+        let mount = tree(&sandbox, SMALL);
+        let log = sandbox.join("log");
+        let mut writer = Command::new(helper_binary());
+        writer.arg("writer").arg(mount.path()).arg(&log).arg((seed % 1_000_000 + round).to_string());
+        let mut writer =
+            preload(&sandbox, &mut writer).stderr(Stdio::null()).spawn().expect("start the writer");
+        let length = || fs::metadata(&log).map_or(0, |meta| meta.len());
+        wait_until("something is written", Duration::from_secs(20), || length() > 4000);
+        // Any moment will do: this is no wait for a condition.
+        std::thread::sleep(Duration::from_millis(rng.random_range(0..300)));
+        let alive = match round % 3 {
+            0 => mount,
+            1 => {
+                kill_firnd(mount);
+                let again = tree(&sandbox, SMALL);
+                let before = length();
+                wait_until("the writer goes on", Duration::from_secs(20), || length() > before + 2000);
+                again
+            }
+            _ => {
+                kill_firnd(mount);
+                end(&mut writer);
+                tree(&sandbox, SMALL)
+            }
+        };
+        end(&mut writer);
+        let backing = alive.umount();
+        let verified = verify(&backing, &log);
+        assert!(verified.ops > 0, "round {round}: nothing was acknowledged");
+    }
+}
+
+fn end(writer: &mut Child) {
+    let _ = writer.kill();
+    writer.wait().expect("wait for the writer");
+}
+
+/// Proves S-stub-5.
+#[test]
+fn calls_fail_with_eio_while_firnd_is_gone_and_never_write_into_the_stub() {
+    let sandbox = Sandbox::new("stub-gone");
+    let mount = tree(&sandbox, &patient("drain=demand"));
+    let (path, go) = (mount.path().to_owned(), sandbox.join("go"));
+    let script = "import errno, os, sys, time
+os.chdir(sys.argv[1]); f = os.open('x', os.O_CREAT | os.O_RDWR); os.write(f, b'before' * 1000)
+open(sys.argv[2] + '.ready', 'w').close()
+while not os.path.exists(sys.argv[2]): time.sleep(0.01)
+# What is leased goes on into memory; what is not fails.
+try:
+    for i in range(100000): os.write(f, b'after ' * 1000)
+    sys.exit('written')
+except OSError as e: assert e.errno == errno.EIO, e
+for call in [lambda: os.read(f, 1), lambda: os.fstat(f), lambda: open('y', 'w'), lambda: os.truncate('x', 5)]:
+    try: call(); sys.exit('answered')
+    except OSError as e: assert e.errno == errno.EIO, e";
+    let mut program = python(script, &path);
+    let program = preload(&sandbox, &mut program).env("FIRN_PRELOAD_WAIT", "1").arg(&go);
+    let mut program = program.stderr(Stdio::inherit()).spawn().expect("start python");
+    wait_until("it is ready", Duration::from_secs(20), || sandbox.join("go.ready").exists());
+    kill_firnd(mount);
+    fs::write(&go, b"").expect("go");
+    let ended = wait_child(&mut program, Duration::from_secs(60)).expect("python ends");
+    assert!(ended.success(), "{ended}");
+    assert_eq!(stubs_with_bytes(&path), [] as [PathBuf; 0]);
+    let mount = tree(&sandbox, &patient("drain=demand"));
+    run(preload(&sandbox, &mut shell("head -c 6000 x | md5sum; test ! -s y", mount.path()))).ok();
+    let backing = mount.umount();
+    assert_eq!(&read(&backing.join("x"))[..6000], b"before".repeat(1000));
+}
+
+/// Proves S-stub-4: `firn recover` carries names over, and a mount in another way is refused meanwhile.
+#[test]
+fn a_tree_whose_firnd_was_killed_is_recovered_or_mounted_again_and_nothing_else() {
+    let sandbox = Sandbox::new("stub-recover");
+    let mount = tree(&sandbox, &patient("drain=demand"));
+    let (path, backing) = (mount.path().to_owned(), mount.backing().to_owned());
+    run(preload(&sandbox, &mut shell("mkdir d; echo one > d/x; mv d e; echo two > y", mount.path()))).ok();
+    kill_firnd(mount);
+    run(&mut sandbox.firn(mount_args(&backing, &path, ""))).code(11).says("firn recover");
+    run(&mut sandbox.firn(["umount".into(), path.clone().into_os_string()])).says("mount it again");
+    run(&mut sandbox.firn(["recover".into(), backing.clone().into_os_string()])).ok();
+    assert_eq!(
+        (read(&backing.join("e/x")), read(&backing.join("y"))),
+        (b"one\n".to_vec(), b"two\n".to_vec())
+    );
+    assert!(!is_mounted(&path), "the tree is still there");
+    FirnMount::new(&sandbox, "").umount();
+}
+
+/// Proves S-stub-6.
+#[test]
+fn a_program_without_the_library_sees_empty_files_and_what_it_writes_is_taken_in() {
+    let sandbox = Sandbox::new("stub-static");
+    fs::write(sandbox.join("backing/old"), b"0123456789").expect("write");
+    let mount = tree(&sandbox, &patient("drain=demand"));
+    assert_eq!(read(&mount.join("old")), b"");
+    fs::write(mount.join("new"), b"by a static program").expect("write");
+    let cat =
+        run(preload(&sandbox, &mut shell("cat new old; wc -c < new; echo x >> new", mount.path()))).ok();
+    assert_eq!(cat.stdout, "by a static program012345678919\n");
+    let backing = mount.umount();
+    assert_eq!(read(&backing.join("new")), b"by a static programx\n");
+    assert_eq!(read(&backing.join("old")), b"0123456789");
+}
+
+// ---- firn run, other users, bad input ------------------------------------------------------------
+
+/// A command in a mount namespace in which there is no /dev/fuse.
+fn without_fuse(sandbox: &Sandbox, script: &str) -> Command {
+    let mut command = Command::new("unshare");
+    sandbox.environment(&mut command);
+    command.env("FIRN", firn_binary()).current_dir(sandbox.path());
+    let script = format!("mount --bind /dev/null /dev/fuse && {script}");
+    command.args(["-m", "bash", "-euc", &script]);
+    command
+}
+
+#[test]
+fn firn_run_serves_the_files_without_fuse_and_says_so() {
+    let sandbox = Sandbox::new("stub-run");
+    let script = r#""$FIRN" run --memory 16M --backing out --prefix ckpt -- bash -euc '
+        mkdir $FIRN_PREFIX/step; echo data > $FIRN_PREFIX/step/rank0; cat $FIRN_PREFIX/step/rank0; stat -c %s $FIRN_PREFIX/step/rank0'"#;
+    let outcome = run(&mut without_fuse(&sandbox, script)).ok().says("door=preload");
+    assert_eq!(outcome.stdout, "data\n5\n");
+    assert_eq!(read(&sandbox.join("out/step/rank0")), b"data\n");
+    assert!(!sandbox.join("out/.firn").exists());
+    // A job that fails leaves its files for the next, in memory; one that succeeds without a backing, nothing.
+    let script = r#""$FIRN" run --memory 16M --prefix ckpt -- bash -c 'echo held > $FIRN_PREFIX/x; exit 3' && exit 99
+        "$FIRN" run --memory 16M --prefix ckpt -- bash -euc 'cat $FIRN_PREFIX/x'; ls ckpt "$FIRN_RUNTIME_DIR""#;
+    let outcome = run(without_fuse(&sandbox, script).stdin(Stdio::null())).says("stay in memory");
+    assert!(outcome.stdout.starts_with("held\n"), "{outcome}");
+    let left: Vec<&str> =
+        outcome.stdout.lines().filter(|line| line.ends_with(".stub") || *line == "x").collect();
+    assert!(left.is_empty(), "{outcome}");
+}
+
+/// An ordinary user, and a directory that shares its tmpfs with other files.
+#[test]
+fn an_ordinary_user_has_a_tree_in_dev_shm() {
+    let sandbox = Sandbox::new("stub-user");
+    let shm = tempfile::Builder::new().prefix("firn-test-stub-").tempdir_in("/dev/shm").expect("a directory");
+    for dir in [sandbox.path(), shm.path(), &sandbox.join("backing")] {
+        fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).expect("chmod");
+    }
+    let bin = sandbox.mkdir("bin");
+    for file in [firn_binary(), preload_library()] {
+        fs::copy(&file, bin.join(file.file_name().expect("a name"))).expect("copy");
+    }
+    let script = r#"mkdir -m 700 "$SHM/run" "$SHM/tree"; echo beside > "$SHM/beside"
+        "$BIN/firn" mount -o arena-size=16M,door=preload "$BACKING" "$SHM/tree"
+        export LD_PRELOAD="$BIN/libfirn_preload.so"
+        mkdir "$SHM/tree/d"; echo data > "$SHM/tree/d/x"; cat "$SHM/tree/d/x" "$SHM/beside"; mv "$SHM/tree/d" "$SHM/tree/e"
+        echo more >> "$SHM/beside"; cp "$SHM/beside" "$SHM/tree/copy"; wc -c < "$SHM/tree/copy"
+        unset LD_PRELOAD; "$BIN/firn" status "$SHM/tree" > /dev/null; "$BIN/firn" umount "$SHM/tree"
+        ls "$SHM/tree"; cat "$BACKING/e/x" "$BACKING/copy"; mkdir "$PLAIN/p"
+        "$BIN/firn" mount -o door=preload "$BACKING" "$PLAIN/p" && exit 9; echo $?"#;
+    let mut command = Command::new("setpriv");
+    sandbox.environment(&mut command);
+    command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups", "bash", "-euc", script]);
+    command.env("BIN", &bin).env("SHM", shm.path()).env("BACKING", sandbox.join("backing"));
+    command.env("PLAIN", sandbox.path()).env("FIRN_RUNTIME_DIR", shm.path().join("run"));
+    let outcome = run(&mut command).ok().says("take a directory in /dev/shm");
+    assert_eq!(outcome.stdout, "data\nbeside\n12\ndata\nbeside\nmore\n2\n");
+}
+
+/// Proves S-stub-9.
+#[test]
+fn another_user_does_not_get_into_the_tree() {
+    let sandbox = Sandbox::new("stub-other");
+    for dir in [sandbox.path(), &sandbox.join("backing")] {
+        fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).expect("chmod");
+    }
+    let mount = tree(&sandbox, &patient(""));
+    run(preload(&sandbox, &mut shell("umask 0; echo mine > x", mount.path()))).ok();
+    let script = format!("cat {0}/x; echo y > {0}/x; ls {0}", mount.path().display());
+    let mut other = Command::new("setpriv");
+    other.args(["--reuid", "65534", "--regid", "65534", "--clear-groups", "bash", "-c", &script]);
+    let outcome = run(&mut other);
+    assert_eq!(outcome.stdout, "", "{outcome}");
+    assert_eq!(outcome.stderr.matches("Permission denied").count(), 3, "{outcome}");
+    let backing = mount.umount();
+    assert_eq!(read(&backing.join("x")), b"mine\n");
+}
+
+#[test]
+fn prefixes_and_options_that_cannot_be_are_refused_with_the_reason() {
+    let sandbox = Sandbox::new("stub-bad");
+    let (backing, mount_point) = (sandbox.join("backing"), sandbox.join("mnt"));
+    let mount = |options: &str| sandbox.run(mount_args(&backing, &mount_point, options));
+    for options in ["door=preload,allow-other", "door=preload,keep=2", "door=preload,ro"] {
+        mount(options).code(2).says("door=preload");
+    }
+    mount("door=window").code(2).says("preload");
+    fs::write(mount_point.join("something"), b"").expect("write");
+    mount("door=preload").code(2).says("empty directory");
+    fs::remove_file(mount_point.join("something")).expect("remove");
+    let first = tree(&sandbox, "");
+    let second = sandbox.mkdir("second");
+    sandbox.run(mount_args(&backing, &second, "door=preload")).code(11).says("already mounted");
+    first.umount();
+    assert!(!is_mounted(&second));
+    unmount_lazily(&second);
+}
