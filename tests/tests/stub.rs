@@ -102,7 +102,6 @@ fn past_the_kernel(outcome: &Outcome, call: &str) -> u64 {
 /// One test for each case of `preload.c` that needs nothing of the kernel.
 macro_rules! same {
     ($($test:ident: $case:literal,)*) => {$(
-        /// Proves S-stub-1.
         #[test]
         fn $test() {
             for options in [patient(""), patient("close=held,drain=demand")] {

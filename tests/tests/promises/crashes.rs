@@ -77,7 +77,7 @@ fn data_whose_file_is_not_found_is_kept_named_and_written_to_no_other() {
     assert!(sandbox.arenas().is_empty(), "nothing is left to drain");
 }
 
-/// Proves S-crash-9.
+/// Proves S-crash-10.
 #[test]
 fn data_whose_file_is_gone_is_saved_or_given_up_when_asked() {
     let sandbox = Sandbox::new("rescue");
