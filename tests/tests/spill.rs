@@ -94,6 +94,23 @@ fn memory_may_be_full_before_chunks_move() {
 }
 
 #[test]
+fn regression_a_writer_that_fills_memory_waits_for_each_move() {
+    let sandbox = Sandbox::new("spillfew");
+    let dir = sandbox.mkdir("local");
+    let few = "arena-size=4M,chunk-size=1M,drain=demand,spill-upper=0,spill-lower=0";
+    let mount = FirnMount::new(&sandbox, &format!("{few},spill={},spill-size=256M", dir.display()));
+    let data = bytes(7, 64 * MIB);
+    for n in 0..3 {
+        fs::write(mount.join(format!("rank{n}")), &data).expect("there is room on the device");
+    }
+    assert_same_bytes("spilled", &read(&mount.join("rank2")), &data);
+    for n in 0..3 {
+        fs::remove_file(mount.join(format!("rank{n}"))).expect("unlink");
+    }
+    mount.umount();
+}
+
+#[test]
 fn spilled_data_survives_the_death_of_firnd() {
     let sandbox = Sandbox::new("spillkill");
     let dir = sandbox.mkdir("local");

@@ -241,7 +241,7 @@ impl Arena {
         self.homes.open(chunk);
         if !stays {
             left(chunk);
-            self.pool.lock().free_slot(Home::Memory(from));
+            self.pool.lock().left(from);
         }
         written?;
         self.tell_free();

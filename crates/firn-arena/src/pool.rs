@@ -30,6 +30,8 @@ pub(crate) struct Pool {
     /// Counts ends of leases.
     clock: u64,
     moving: Option<Moving>,
+    /// A chunk has moved, and its slot of memory is not free yet.
+    leaving: bool,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -84,6 +86,7 @@ impl Pool {
             resting: BTreeSet::new(),
             clock: 0,
             moving: None,
+            leaving: false,
         }
     }
 
@@ -217,10 +220,18 @@ impl Pool {
         self.moving.as_ref().is_some_and(|moving| moving.emptied)
     }
 
-    /// The chunk is in the spill file now; its free slabs wait until all of it is free.
+    /// The chunk is in the spill file now; its free slabs wait until all of it is free. Its slot of memory comes
+    /// with [`Pool::left`].
     pub(crate) fn finish_move(&mut self) {
         let moving = self.moving.take().expect("a move is under way");
         self.at(moving.chunk).away = true;
+        self.leaving = true;
+    }
+
+    /// The slot of memory of the chunk that moved last can be used again.
+    pub(crate) fn left(&mut self, slot: u32) {
+        self.leaving = false;
+        self.free_memory.push(slot);
     }
 
     /// The chunk stays where it is. `again_last`: its slot of the spill file is tried after the others.
@@ -294,7 +305,7 @@ impl Pool {
     /// Whether some chunk among those that `may` could move, or is moving.
     pub(crate) fn can_move(&self, may: &dyn Fn(u32) -> bool) -> bool {
         let rests = || self.resting.iter().any(|&(_, chunk)| may(chunk));
-        self.moving.is_some() || (!self.free_spill.is_empty() && rests())
+        self.moving.is_some() || self.leaving || (!self.free_spill.is_empty() && rests())
     }
 
     /// Whether a slab of `class` could be taken.

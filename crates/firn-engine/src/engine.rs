@@ -313,6 +313,11 @@ impl<B: Backing> Engine<B> {
         if self.spill_makes_room() {
             return;
         }
+        // In this order: the last move may have ended since the caller found no room.
+        if self.arena.has_room(firn_format::slab::Class::Small) {
+            self.space_freed.store(true, Ordering::Release);
+            return self.wake_drain();
+        }
         let waiters = std::mem::take(&mut *self.space_waiters.lock());
         self.counters.waiting_writers.fetch_sub(waiters.len() as u64, Ordering::Relaxed);
         for waiter in waiters {
