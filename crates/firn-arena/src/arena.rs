@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use firn_format::FormatError;
-use firn_format::geometry::{Geometry, PAGE};
+use firn_format::geometry::{DATA_ALIGN, Geometry, PAGE};
 use firn_format::home::Home;
 use firn_format::piece::{Checked, DEAD, LIVE, Piece, RawPiece, word};
 use firn_format::slab::{Class, SlabState, chunk_word, slab_word};
@@ -89,6 +89,8 @@ pub struct Stored {
     pub piece: Piece,
 }
 
+/// Bytes that get their memory at once: whole huge pages, and no long pause before a mount can end.
+const POPULATE_BYTES: u64 = 2 * DATA_ALIGN;
 /// One use of a slab other than by live bytes: a lease, an I/O in flight.
 const PIN: u64 = 1 << 40;
 
@@ -383,13 +385,16 @@ impl Arena {
         self.pool.lock().used_bytes().0
     }
 
-    /// Gives memory to all slots, one at a time, until all are done or `go_on` is false.
+    /// Gives memory to all slots, from the first on, until all are done or `go_on` is false.
     pub fn populate(&self, go_on: &dyn Fn() -> bool) -> Result<(), Errno> {
-        for slot in 0..self.geometry.chunk_count {
-            if !go_on() {
-                break;
-            }
-            self.map.populate(self.geometry.slot_offset(slot), self.geometry.chunk_bytes)?;
+        let (start, end) =
+            (self.geometry.slot_offset(0), self.geometry.slot_offset(0) + self.geometry.data_bytes());
+        let mut at = start;
+        // Not slot by slot: chunks may be smaller than a huge page.
+        while at < end && go_on() {
+            let len = (end - at).min(POPULATE_BYTES);
+            self.map.populate(at, len)?;
+            at += len;
         }
         Ok(())
     }

@@ -29,7 +29,7 @@ pub struct RestartArgs {
     /// Block sizes to try: bytes of one read.
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',', value_parser = parse_size, default_value = "1M,64K,64M")]
     block_size: Vec<u64>,
-    /// Bytes of one file (default: 64M, quick 16M).
+    /// Bytes of one file (default: 128M, as on the Zin of CRUISE; quick 16M).
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     size: Option<u64>,
 }
@@ -49,7 +49,7 @@ enum Door<'a> {
 
 impl RestartArgs {
     fn size(&self) -> u64 {
-        self.size.unwrap_or(self.common.choose(64 << 20, 16 << 20))
+        self.size.unwrap_or(self.common.choose(128 << 20, 16 << 20))
     }
 
     fn most(&self) -> u32 {
