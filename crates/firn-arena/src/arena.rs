@@ -20,8 +20,9 @@ use crate::client::{Stopping, revoke_all};
 use crate::homes::Homes;
 use crate::map::{JournalRegion, Map, probe};
 use crate::moves::{missing, read_homes};
-use crate::pool::{Pool, Taken};
+use crate::pool::{NodeFigures, Pool, Taken, node_of};
 use crate::spill::{SpillFault, SpillFile};
+use crate::topology::Topology;
 use crate::{ArenaError, Damage};
 
 /// What the arena is for.
@@ -119,6 +120,25 @@ pub struct Arena {
     stopping: Mutex<Vec<Stopping>>,
 }
 
+/// Asks the kernel to take the pages of each node's slots from that node. Advice: where it cannot, slabs
+/// are handed out in the same way.
+fn place(map: &Map, geometry: &Geometry, topology: &Topology) {
+    if topology.count() == 1 {
+        return;
+    }
+    let mut slot = 0;
+    while slot < geometry.chunk_count {
+        let node = node_of(geometry, topology, slot);
+        let same = |next: &u32| node_of(geometry, topology, *next) == node;
+        let end = (slot..geometry.chunk_count).take_while(same).last().expect("the slot itself") + 1;
+        let bytes = u64::from(end - slot) * geometry.chunk_bytes;
+        if let Err(error) = map.prefer_node(geometry.slot_offset(slot), bytes, topology.id(node)) {
+            tracing::warn!(%error, node = topology.id(node), "cannot place memory on this node");
+        }
+        slot = end;
+    }
+}
+
 impl Arena {
     /// Makes the file, with all its room allocated, and attaches. Fails if it exists.
     pub fn create(path: &Path, geometry: Geometry, identity: &Identity) -> Result<Self, ArenaError> {
@@ -133,6 +153,17 @@ impl Arena {
         identity: &Identity,
         spill: &Path,
     ) -> Result<Self, ArenaError> {
+        Self::create_on(path, geometry, identity, spill, &Topology::one())
+    }
+
+    /// The same on a machine with several memory nodes, each of which gets an equal part.
+    pub fn create_on(
+        path: &Path,
+        geometry: Geometry,
+        identity: &Identity,
+        spill: &Path,
+        topology: &Topology,
+    ) -> Result<Self, ArenaError> {
         let io = |what| move |source| ArenaError::Io { path: path.display().to_string(), what, source };
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         // Under another name until it is whole: whoever finds an arena finds one that can be attached,
@@ -140,7 +171,7 @@ impl Arena {
         let unfinished = path.with_extension("unfinished");
         let _ = rustix::fs::unlink(&unfinished);
         let file = rustix::fs::open(&unfinished, flags, Mode::RUSR | Mode::WUSR).map_err(io("create it"))?;
-        let made = Self::initialise(path, file, geometry, identity, spill).and_then(|arena| {
+        let made = Self::initialise(path, file, geometry, identity, spill, topology).and_then(|arena| {
             let here = rustix::fs::CWD;
             let named = rustix::fs::renameat_with(here, &unfinished, here, path, RenameFlags::NOREPLACE);
             if named.is_err() && arena.spill.is_some() {
@@ -161,16 +192,25 @@ impl Arena {
         geometry: Geometry,
         identity: &Identity,
         spill: &Path,
+        topology: &Topology,
     ) -> Result<Self, ArenaError> {
         let need = geometry.file_bytes();
-        // Allocated, not only sized: a full tmpfs must say so here, not with SIGBUS at the first touch.
-        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, need).map_err(|why| {
-            let path = path.display().to_string();
-            match why {
-                Errno::NOSPC | Errno::FBIG | Errno::NOMEM => ArenaError::NoRoom { path, need, why },
-                source => ArenaError::Io { path, what: "allocate it", source },
+        let failed = |what| {
+            move |why| {
+                let path = path.display().to_string();
+                match why {
+                    Errno::NOSPC | Errno::FBIG | Errno::NOMEM => ArenaError::NoRoom { path, need, why },
+                    source => ArenaError::Io { path, what, source },
+                }
             }
-        })?;
+        };
+        rustix::fs::ftruncate(&file, need).map_err(failed("size it"))?;
+        let map = Map::new(path, file, need, true).map_err(|error| failed("map it")(error.errno()))?;
+        let map = Arc::new(map);
+        // Before there are pages: those that are there stay where they are.
+        place(&map, &geometry, topology);
+        // Allocated, not only sized: a full tmpfs must say so here, not with SIGBUS at the first touch.
+        rustix::fs::fallocate(map.file(), FallocateFlags::empty(), 0, need).map_err(failed("allocate it"))?;
         let mut uuid = [0u8; 16];
         let _ = rustix::fs::open("/dev/urandom", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
             .and_then(|f| rustix::io::read(&f, &mut uuid));
@@ -183,16 +223,15 @@ impl Arena {
             backing_path: identity.backing.as_os_str().as_bytes().to_vec(),
             spill_path: spill.as_os_str().as_bytes().to_vec(),
         };
-        let map = Arc::new(Map::new(path, file, need, true)?);
         let spill = match geometry.spill_count {
             0 => None,
             _ => Some(Arc::new(SpillFile::create(spill, &geometry, uuid, path)?)),
         };
         map.write(0, &superblock.encode());
-        Ok(Self { spill, ..Self::assemble(path, map, superblock) })
+        Ok(Self { spill, ..Self::assemble(path, map, superblock, topology) })
     }
 
-    fn assemble(path: &Path, map: Arc<Map>, superblock: Superblock) -> Self {
+    fn assemble(path: &Path, map: Arc<Map>, superblock: Superblock, topology: &Topology) -> Self {
         let geometry = superblock.geometry;
         let slabs = geometry.chunks() as usize * geometry.small_slabs() as usize;
         Self {
@@ -200,7 +239,7 @@ impl Arena {
             geometry,
             path: path.to_owned(),
             superblock,
-            pool: Mutex::new(Pool::new(geometry)),
+            pool: Mutex::new(Pool::new(geometry, topology.clone())),
             homes: Homes::new(geometry.chunks()),
             spill: None,
             spill_fault: None,
@@ -220,8 +259,17 @@ impl Arena {
     /// Where the spill file is gone or damaged, [`Arena::spill_fault`] says so, the pieces in it are named as
     /// damage and stay pending, and reading them fails.
     pub fn attach(path: &Path) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
+        Self::attach_on(path, &Topology::one())
+    }
+
+    /// The same on a machine with several memory nodes. Pages that are there stay where they are.
+    pub fn attach_on(
+        path: &Path,
+        topology: &Topology,
+    ) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
         let (map, superblock) = open(path, true)?;
-        let mut arena = Self::assemble(path, map, superblock);
+        let mut arena = Self::assemble(path, map, superblock, topology);
+        place(&arena.map, &arena.geometry, topology);
         // Before anything is read: what is read is then all there will ever be.
         let stopping = revoke_all(&arena.map, &arena.geometry, &arena.classes());
         let mut stored = Vec::new();
@@ -385,6 +433,11 @@ impl Arena {
         self.pool.lock().used_bytes().0
     }
 
+    /// What the memory nodes have and gave.
+    pub fn node_figures(&self) -> Vec<NodeFigures> {
+        self.pool.lock().node_figures()
+    }
+
     /// Gives memory to all slots, from the first on, until all are done or `go_on` is false.
     pub fn populate(&self, go_on: &dyn Fn() -> bool) -> Result<(), Errno> {
         let (start, end) =
@@ -408,15 +461,21 @@ impl Arena {
 
     // ---- leases ------------------------------------------------------------------------------
 
-    /// Leases a slab of `class`, or of a smaller one where that is all there is.
+    /// Leases a slab of `class`, or of a smaller one where that is all there is, near the CPU of this thread.
     pub fn lease(&self, class: Class) -> Option<Lease> {
+        self.lease_near(class, None)
+    }
+
+    /// The same near another CPU. A smaller slab near by is not preferred to a larger one far away.
+    pub fn lease_near(&self, class: Class, cpu: Option<u32>) -> Option<Lease> {
         self.await_clients();
         let mut pool = self.pool.lock();
+        let near = cpu.map_or_else(|| pool.topology().here(), |cpu| pool.topology().of_cpu(cpu));
         let order = [Class::Whole, Class::Medium, Class::Small];
         let taken = order
             .into_iter()
             .filter(|c| *c <= class)
-            .find_map(|class| pool.take(class).map(|taken| (class, taken)));
+            .find_map(|class| pool.take(class, near).map(|taken| (class, taken)));
         let Some((class, Taken { chunk, slab, cut })) = taken else {
             drop(pool);
             self.tell_pressure(self.geometry.chunk_count);
@@ -454,6 +513,13 @@ impl Arena {
             record_end: records.end,
             last: None,
         })
+    }
+
+    /// Whether the slab of a lease is in the memory nearest to the CPU of this thread.
+    pub fn is_near(&self, lease: &Lease) -> bool {
+        let Some(Home::Memory(slot)) = self.homes.get(lease.slab.chunk) else { return false };
+        let pool = self.pool.lock();
+        node_of(&self.geometry, pool.topology(), slot) == pool.topology().here()
     }
 
     /// Whether nothing in the slab of a lease is pending.

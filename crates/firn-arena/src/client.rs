@@ -90,9 +90,15 @@ impl ClientLease {
 
 impl Arena {
     /// Leases a slab of `class`, or of a smaller one where that is all there is, to process `pid` for
-    /// the file of `binding`.
-    pub fn lease_client(&self, class: Class, binding: u64, pid: u32) -> Option<ClientLease> {
-        let lease = self.lease(class)?;
+    /// the file of `binding`, near `cpu`.
+    pub fn lease_client(
+        &self,
+        class: Class,
+        binding: u64,
+        pid: u32,
+        cpu: Option<u32>,
+    ) -> Option<ClientLease> {
+        let lease = self.lease_near(class, cpu)?;
         let records = records_of(self.geometry(), lease.class(), lease.slab().slab);
         let count = records.len() as u32;
         let sequence = self.map().u64(state_word::SEQUENCE).fetch_add(count.into(), Ordering::AcqRel) + 1;

@@ -18,6 +18,7 @@ mod map;
 mod moves;
 mod pool;
 mod spill;
+mod topology;
 
 pub use arena::{Arena, Identity, Lease, PieceRef, Reserved, SlabRef, Stored};
 pub use check::{Damage, Report, check};
@@ -26,7 +27,9 @@ pub use map::JournalRegion;
 #[cfg(feature = "probe")]
 pub use map::set_probe;
 pub use moves::{Located, Place, SpillFigures, Spilled};
+pub use pool::NodeFigures;
 pub use spill::{SpillFault, SpillFile};
+pub use topology::{SYSFS_NODES, Topology};
 
 /// Why an arena could not be made or attached.
 #[derive(Debug, thiserror::Error)]

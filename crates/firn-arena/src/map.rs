@@ -138,6 +138,28 @@ impl Map {
     }
 }
 
+impl Map {
+    /// Pages of the range that are still to come are taken from memory node `id`, or from others where it
+    /// has none left (mbind(2)). For a file on tmpfs this holds for every process that touches them.
+    pub(crate) fn prefer_node(&self, at: u64, len: u64, id: u32) -> rustix::io::Result<()> {
+        const MPOL_PREFERRED: libc::c_int = 1;
+        const BITS: u32 = u64::BITS;
+        let mut mask = vec![0u64; (id / BITS + 1) as usize];
+        mask[(id / BITS) as usize] = 1 << (id % BITS);
+        let base = self.at(at, len).cast::<libc::c_void>();
+        // The kernel reads one bit less than it is told.
+        let bits = mask.len() as u64 * u64::from(BITS) + 1;
+        // SAFETY: in range; a policy changes no contents; the mask has the bits that are told.
+        let result =
+            unsafe { libc::syscall(libc::SYS_mbind, base, len, MPOL_PREFERRED, mask.as_ptr(), bits, 0) };
+        if result == 0 {
+            return Ok(());
+        }
+        let errno = std::io::Error::last_os_error().raw_os_error();
+        Err(rustix::io::Errno::from_raw_os_error(errno.unwrap_or(libc::EIO)))
+    }
+}
+
 impl Drop for Map {
     fn drop(&mut self) {
         // SAFETY: the mapping was made in `new` and nothing refers to it any more.

@@ -7,6 +7,8 @@
 //! * A chunk has a class exactly while one of its slabs is in use, or it was emptied while it moved.
 //! * Chunks and slots are reused last in, first out: their pages are the warm ones.
 //! * Only slabs of chunks in memory that do not move are free for writers.
+//! * Slots of memory belong to memory nodes, equal runs of them in the order of the nodes. A writer gets a
+//!   slab of the nearest node that has one, also where a chunk has to be cut for it.
 //! * `resting` holds the chunks in memory of which no slab is leased, in the order in which the last lease
 //!   of each ended; nothing where there is no spill file.
 
@@ -16,22 +18,46 @@ use firn_format::geometry::Geometry;
 use firn_format::home::Home;
 use firn_format::slab::Class;
 
+use crate::topology::Topology;
+
 /// Free space, in the memory of firnd; rebuilt at attach.
 pub(crate) struct Pool {
     geometry: Geometry,
+    topology: Topology,
     free_chunks: Vec<u32>,
-    free_memory: Vec<u32>,
     free_spill: Vec<u32>,
     chunks: Vec<Chunk>,
-    /// Free slabs by class: (chunk, slab). Stale entries (of chunks that were freed) cannot occur:
-    /// a chunk's entries go when it is freed.
-    free_slabs: [Vec<(u32, u32)>; 3],
+    nodes: Vec<Node>,
     resting: BTreeSet<(u64, u32)>,
     /// Counts ends of leases.
     clock: u64,
     moving: Option<Moving>,
     /// A chunk has moved, and its slot of memory is not free yet.
     leaving: bool,
+}
+
+/// What is free of one memory node.
+#[derive(Default)]
+struct Node {
+    free_memory: Vec<u32>,
+    /// Free slabs by class: (chunk, slab). Stale entries (of chunks that were freed) cannot occur:
+    /// a chunk's entries go when it is freed.
+    free_slabs: [Vec<(u32, u32)>; 3],
+    slots: u32,
+    foreign: u64,
+}
+
+/// One memory node's part of the arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodeFigures {
+    /// The kernel's number.
+    pub id: u32,
+    /// Bytes of its chunks.
+    pub bytes: u64,
+    /// Bytes of those in use.
+    pub used_bytes: u64,
+    /// Since attach: slabs given to writers that run nearer to another node.
+    pub foreign_slabs: u64,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -46,6 +72,8 @@ struct Chunk {
     rests_since: Option<u64>,
     /// Its data is not in memory.
     away: bool,
+    /// The node of its slot, while it is in memory.
+    node: usize,
 }
 
 /// A chunk on its way to the spill file.
@@ -74,15 +102,26 @@ fn slot(class: Class) -> usize {
     }
 }
 
+/// The node to which a slot of memory belongs.
+pub(crate) fn node_of(geometry: &Geometry, topology: &Topology, memory: u32) -> usize {
+    (u64::from(memory) * topology.count() as u64 / u64::from(geometry.chunk_count)) as usize
+}
+
 impl Pool {
-    pub(crate) fn new(geometry: Geometry) -> Self {
+    pub(crate) fn new(geometry: Geometry, topology: Topology) -> Self {
+        let mut nodes: Vec<Node> = std::iter::repeat_with(Node::default).take(topology.count()).collect();
+        for memory in (0..geometry.chunk_count).rev() {
+            let node = &mut nodes[node_of(&geometry, &topology, memory)];
+            node.free_memory.push(memory);
+            node.slots += 1;
+        }
         Self {
             geometry,
+            topology,
             free_chunks: (0..geometry.chunks()).rev().collect(),
-            free_memory: (0..geometry.chunk_count).rev().collect(),
             free_spill: (0..geometry.spill_count).rev().collect(),
             chunks: vec![Chunk::default(); geometry.chunks() as usize],
-            free_slabs: [const { Vec::new() }; 3],
+            nodes,
             resting: BTreeSet::new(),
             clock: 0,
             moving: None,
@@ -104,20 +143,32 @@ impl Pool {
 
     // ---- slabs -------------------------------------------------------------------------------
 
-    /// Takes a slab of `class` for a writer.
-    pub(crate) fn take(&mut self, class: Class) -> Option<Taken> {
-        let taken = if let Some((chunk, slab)) = self.free_slabs[slot(class)].pop() {
+    pub(crate) fn topology(&self) -> &Topology {
+        &self.topology
+    }
+
+    /// Free slabs beside those of a chunk.
+    fn slabs_beside(&mut self, chunk: u32, class: Class) -> &mut Vec<(u32, u32)> {
+        let node = self.chunks[chunk as usize].node;
+        &mut self.nodes[node].free_slabs[slot(class)]
+    }
+
+    /// Takes a slab of `class` for a writer that runs near `node`.
+    pub(crate) fn take(&mut self, class: Class, near: usize) -> Option<Taken> {
+        let whole = !self.free_chunks.is_empty();
+        let has = |node: &Node| node.has(class, whole);
+        let node = self.topology.order(near).iter().map(|&n| n as usize).find(|&n| has(&self.nodes[n]))?;
+        let taken = if let Some((chunk, slab)) = self.nodes[node].free_slabs[slot(class)].pop() {
             Taken { chunk, slab, cut: None }
         } else {
-            if self.free_chunks.is_empty() {
-                return None;
-            }
-            let memory = self.free_memory.pop()?;
+            let memory = self.nodes[node].free_memory.pop().expect("just looked");
             let chunk = self.free_chunks.pop().expect("just looked");
-            *self.at(chunk) = Chunk { class: Some(class), ..Chunk::default() };
-            self.free_slabs[slot(class)].extend((1..self.slabs(class)).rev().map(|slab| (chunk, slab)));
+            *self.at(chunk) = Chunk { class: Some(class), node, ..Chunk::default() };
+            let others = (1..self.slabs(class)).rev().map(|slab| (chunk, slab));
+            self.nodes[node].free_slabs[slot(class)].extend(others);
             Taken { chunk, slab: 0, cut: Some(memory) }
         };
+        self.nodes[node].foreign += u64::from(node != near);
         self.disturb(taken.chunk);
         let chunk = self.at(taken.chunk);
         chunk.used += 1;
@@ -171,7 +222,7 @@ impl Pool {
         if empty {
             self.free_chunk(chunk);
         } else if !away {
-            self.free_slabs[slot(class)].push((chunk, slab));
+            self.slabs_beside(chunk, class).push((chunk, slab));
         }
         empty
     }
@@ -179,7 +230,7 @@ impl Pool {
     fn free_chunk(&mut self, chunk: u32) {
         self.disturb(chunk);
         if let Some(class) = self.at(chunk).class.take() {
-            self.free_slabs[slot(class)].retain(|&(c, _)| c != chunk);
+            self.slabs_beside(chunk, class).retain(|&(c, _)| c != chunk);
         }
         self.at(chunk).away = false;
         self.free_chunks.push(chunk);
@@ -188,7 +239,10 @@ impl Pool {
     /// A chunk left this slot.
     pub(crate) fn free_slot(&mut self, home: Home) {
         match home {
-            Home::Memory(slot) => self.free_memory.push(slot),
+            Home::Memory(slot) => {
+                let node = node_of(&self.geometry, &self.topology, slot);
+                self.nodes[node].free_memory.push(slot);
+            }
             Home::Spill(slot) => self.free_spill.push(slot),
         }
     }
@@ -206,11 +260,8 @@ impl Pool {
         let to = self.free_spill.pop().expect("just looked");
         self.disturb(chunk);
         let class = self.chunks[chunk as usize].class.expect("a resting chunk is in use");
-        let (of_chunk, others) =
-            std::mem::take(&mut self.free_slabs[slot(class)]).into_iter().partition(|&(c, _)| c == chunk);
-        self.free_slabs[slot(class)] = others;
-        let of_chunk: Vec<(u32, u32)> = of_chunk;
-        let free = of_chunk.into_iter().map(|(_, slab)| slab).collect();
+        let free_slabs = self.slabs_beside(chunk, class);
+        let free = free_slabs.extract_if(.., |(c, _)| *c == chunk).map(|(_, slab)| slab).collect();
         self.moving = Some(Moving { chunk, to, rested_since, free, emptied: false });
         Some((chunk, to))
     }
@@ -231,7 +282,7 @@ impl Pool {
     /// The slot of memory of the chunk that moved last can be used again.
     pub(crate) fn left(&mut self, slot: u32) {
         self.leaving = false;
-        self.free_memory.push(slot);
+        self.free_slot(Home::Memory(slot));
     }
 
     /// The chunk stays where it is. `again_last`: its slot of the spill file is tried after the others.
@@ -249,7 +300,7 @@ impl Pool {
             return Some(chunk);
         }
         let class = self.chunks[chunk as usize].class.expect("it is in use");
-        self.free_slabs[slot(class)].extend(free.into_iter().map(|slab| (chunk, slab)));
+        self.slabs_beside(chunk, class).extend(free.into_iter().map(|slab| (chunk, slab)));
         self.rest_since(chunk, rested_since);
         None
     }
@@ -258,11 +309,16 @@ impl Pool {
 
     /// This chunk is cut so, and these slabs of it are in use. `None`: nobody knows where its data is.
     pub(crate) fn adopt(&mut self, chunk: u32, class: Class, used: &[u32], home: Option<Home>) {
-        let away = !matches!(home, Some(Home::Memory(_)));
-        *self.at(chunk) = Chunk { class: Some(class), used: used.len() as u32, away, ..Chunk::default() };
+        let node = match home {
+            Some(Home::Memory(memory)) => Some(node_of(&self.geometry, &self.topology, memory)),
+            _ => None,
+        };
+        let (away, used_count) = (node.is_none(), used.len() as u32);
+        let node = node.unwrap_or(0);
+        *self.at(chunk) = Chunk { class: Some(class), used: used_count, away, node, ..Chunk::default() };
         if !away {
             let free = (0..self.slabs(class)).filter(|slab| !used.contains(slab));
-            self.free_slabs[slot(class)].extend(free.map(|slab| (chunk, slab)));
+            self.slabs_beside(chunk, class).extend(free.map(|slab| (chunk, slab)));
         }
         self.rest(chunk);
     }
@@ -276,7 +332,9 @@ impl Pool {
     /// These chunks and slots are in use, or nobody knows what is in them.
     pub(crate) fn reserve(&mut self, chunk: &dyn Fn(u32) -> bool, slot: &dyn Fn(Home) -> bool) {
         self.free_chunks.retain(|&c| !chunk(c));
-        self.free_memory.retain(|&s| !slot(Home::Memory(s)));
+        for node in &mut self.nodes {
+            node.free_memory.retain(|&s| !slot(Home::Memory(s)));
+        }
         self.free_spill.retain(|&s| !slot(Home::Spill(s)));
     }
 
@@ -294,7 +352,19 @@ impl Pool {
 
     /// Slots of memory in use.
     pub(crate) fn memory_used(&self) -> u32 {
-        self.geometry.chunk_count - self.free_memory.len() as u32
+        self.nodes.iter().map(Node::used).sum()
+    }
+
+    /// What the nodes have and gave.
+    pub(crate) fn node_figures(&self) -> Vec<NodeFigures> {
+        let bytes = |slots: u32| u64::from(slots) * self.geometry.chunk_bytes;
+        let figures = |(index, node): (usize, &Node)| NodeFigures {
+            id: self.topology.id(index),
+            bytes: bytes(node.slots),
+            used_bytes: bytes(node.used()),
+            foreign_slabs: node.foreign,
+        };
+        self.nodes.iter().enumerate().map(figures).collect()
     }
 
     /// Slots of the spill file that are free.
@@ -310,7 +380,17 @@ impl Pool {
 
     /// Whether a slab of `class` could be taken.
     pub(crate) fn has(&self, class: Class) -> bool {
-        !self.free_slabs[slot(class)].is_empty()
-            || (!self.free_chunks.is_empty() && !self.free_memory.is_empty())
+        let whole = !self.free_chunks.is_empty();
+        self.nodes.iter().any(|node| node.has(class, whole))
+    }
+}
+
+impl Node {
+    fn used(&self) -> u32 {
+        self.slots - self.free_memory.len() as u32
+    }
+
+    fn has(&self, class: Class, free_chunk: bool) -> bool {
+        !self.free_slabs[slot(class)].is_empty() || (free_chunk && !self.free_memory.is_empty())
     }
 }

@@ -56,7 +56,7 @@ fn append(writer: &mut SlabWriter, offset: u64, data: &[u8]) -> Outcome {
 }
 
 fn lease(arena: &Arena, class: Class) -> ClientLease {
-    arena.lease_client(class, FILE, std::process::id()).expect("room")
+    arena.lease_client(class, FILE, std::process::id(), None).expect("room")
 }
 
 fn take(arena: &Arena, lease: &mut ClientLease) -> Vec<(u64, u32)> {
@@ -117,7 +117,7 @@ fn a_slab_of_a_dead_process_is_free_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let arena = create(&dir.path().join("arena"), 1);
     let mut child = Command::new("sleep").arg("1000").stdin(Stdio::null()).process_group(0).spawn().unwrap();
-    let mut lease = arena.lease_client(Class::Whole, FILE, child.id()).unwrap();
+    let mut lease = arena.lease_client(Class::Whole, FILE, child.id(), None).unwrap();
     let slab = arena.client_slab(&lease);
     let client = Client::of(&arena);
     client.word(slab.writer).fetch_or(WRITER_BUSY, Ordering::SeqCst);

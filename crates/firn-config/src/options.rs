@@ -131,6 +131,9 @@ pub struct Options {
     pub passthrough: Passthrough,
     /// Directory of the arena; `None`: the runtime directory.
     pub arena_dir: Option<PathBuf>,
+    /// Where the memory nodes are described; `None`: all memory is as near.
+    #[serde(default)]
+    pub numa_topology: Option<PathBuf>,
     /// The spill file, or a directory for it; `None`: nothing spills.
     #[serde(default)]
     pub spill: Option<PathBuf>,
@@ -190,6 +193,7 @@ impl Options {
             passthrough: Passthrough::Auto,
             arena_dir: None,
             spill: None,
+            numa_topology: None,
             spill_bytes: 0,
             spill_upper_percent: 0,
             spill_lower_percent: 0,

@@ -46,7 +46,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 22] = [
+pub static TABLE: [Row; 23] = [
     Row {
         name: "arena-size",
         kind: Kind::Size { min: 1 << 20, max: 16 << 40, power_of_two: false },
@@ -221,6 +221,20 @@ pub static TABLE: [Row; 22] = [
         changes_promises: false,
         get: |o| o.arena_dir.as_ref().map_or_else(String::new, |dir| dir.display().to_string()),
         set: |o, v| o.arena_dir = v.directory(),
+    },
+    Row {
+        name: "numa-topology",
+        kind: Kind::Path,
+        default: "/sys/devices/system/node",
+        help: "Directory that describes the machine's memory nodes; empty: do not look at them",
+        long: "Where there are several, each has an equal part of the arena, and a writer gets memory of the nearest \
+               node that has some free. Another directory of the same form (`online`, `nodeN/cpulist`, \
+               `nodeN/distance`) serves where the kernel's is not visible, as in some containers, or to divide the \
+               memory in another way. Node numbers that the kernel does not have only decide which part of the \
+               arena a writer gets.",
+        changes_promises: false,
+        get: |o| o.numa_topology.as_ref().map_or_else(String::new, |path| path.display().to_string()),
+        set: |o, v| o.numa_topology = v.directory(),
     },
     Row {
         name: "spill",

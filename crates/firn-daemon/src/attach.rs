@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_arena::{Arena, Damage, Identity, Stored};
+use firn_arena::{Arena, Damage, Identity, Stored, Topology};
 use firn_backing::DirBacking;
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
 use firn_config::{Close, Door, Drain, Fsync, Options, Passthrough};
@@ -190,11 +190,12 @@ fn find(
 ) -> Result<Found, DaemonError> {
     let path = &files.arena;
     let (geometry, spill_path) = spill::wanted(files, options)?;
-    let create = || Arena::create_with_spill(path, geometry, identity, &spill_path);
+    let topology = options.numa_topology.as_deref().map_or_else(Topology::one, Topology::read);
+    let create = || Arena::create_on(path, geometry, identity, &spill_path, &topology);
     if !path.exists() {
         return Ok(Found::Fresh(create()?));
     }
-    let (arena, stored, damage) = Arena::attach(path)?;
+    let (arena, stored, damage) = Arena::attach_on(path, &topology)?;
     let made_for = PathBuf::from(text(&arena.superblock().backing_path));
     if made_for != identity.backing {
         return Err(DaemonError::ArenaForeign { path: path.clone(), found: made_for.display().to_string() });

@@ -182,7 +182,8 @@ fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Shared<B>) -> 
                     None => return refuse(socket, Status::Malformed),
                 }
             }
-            _ if request.len != 0 || len != 0 || given.is_some() => return refuse(socket, Status::Malformed),
+            (op, _) if op != Op::Lease && request.len != 0 => return refuse(socket, Status::Malformed),
+            _ if len != 0 || given.is_some() => return refuse(socket, Status::Malformed),
             (op, _) => answer(shared, client, pid, op, &request),
         };
         send(socket, &answer)?;
@@ -275,7 +276,7 @@ fn answer<B: Backing>(
     client: ClientId,
     pid: u32,
     op: Op,
-    &Request { token, arg, .. }: &Request,
+    &Request { token, arg, len, .. }: &Request,
 ) -> Answer {
     let (engine, token) = (&shared.engine, HandleId(token));
     match op {
@@ -289,7 +290,7 @@ fn answer<B: Backing>(
             }
             Err(refusal) => refusal.into(),
         },
-        Op::Lease => match engine.door_lease(client, token, pid, arg) {
+        Op::Lease => match engine.door_lease(client, token, (pid, len.checked_sub(1)), arg) {
             Ok(lease) => Reply { lease, ..Reply::default() }.into(),
             Err(refusal) => refusal.into(),
         },

@@ -88,6 +88,8 @@ pub(crate) fn prometheus(status: &Status) -> String {
     put("read_bytes_total", "counter", "Bytes read through firnd.", s.read_bytes as f64);
     put("arena_bytes", "gauge", "Bytes of chunks in the arena.", s.arena_bytes as f64);
     put("arena_used_bytes", "gauge", "Bytes of slabs in use.", s.arena_used_bytes as f64);
+    let foreign: u64 = s.nodes.iter().map(|node| node.foreign_slabs).sum();
+    put("foreign_slabs_total", "counter", "Slabs given to writers nearer to other memory.", foreign as f64);
     if let Some(spill) = &s.spill {
         put("spill_bytes", "gauge", "Bytes that the spill file may hold.", spill.bytes as f64);
         put("spill_used_bytes", "gauge", "Bytes of its slots in use.", spill.used_bytes as f64);

@@ -85,8 +85,14 @@ impl<B: Backing> Engine<B> {
         Ok(DoorGrant { binding, size, node: file.node.id })
     }
 
-    /// A slab for the client that has the door; the lease before the last one ends.
-    pub fn door_lease(&self, client: ClientId, token: HandleId, pid: u32, want: u64) -> Answer<Slab> {
+    /// A slab for the client that has the door; the lease before the last one ends. `cpu`: where it runs.
+    pub fn door_lease(
+        &self,
+        client: ClientId,
+        token: HandleId,
+        (pid, cpu): (u32, Option<u32>),
+        want: u64,
+    ) -> Answer<Slab> {
         let handle = self.writable(token)?;
         let file = &handle.file;
         let mut state = file.lock();
@@ -106,7 +112,7 @@ impl<B: Backing> Engine<B> {
         else {
             return Err(DoorRefusal::BadToken);
         };
-        let lease = self.arena.lease_client(class, door.binding, pid);
+        let lease = self.arena.lease_client(class, door.binding, pid, cpu);
         if let Some(lease) = lease {
             let slab = self.arena.client_slab(&lease);
             door.leases.push(lease);

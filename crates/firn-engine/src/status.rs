@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use firn_backing::Backing;
-use firn_format::protocol::{FileStatus, LaneStatus, Rung, SpillStatus, Status};
+use firn_format::protocol::{FileStatus, LaneStatus, NodeStatus, Rung, SpillStatus, Status};
 
 use crate::engine::{ClosePolicy, DrainPolicy, Engine, FsyncPolicy};
 use crate::sync::is_below;
@@ -30,6 +30,12 @@ impl<B: Backing> Engine<B> {
             moved_bytes: figures.moved_bytes,
             moved_bytes_per_s: 0.0,
             failing: self.spill_fails() || self.arena.spill_fault().is_some(),
+        });
+        let nodes = self.arena.node_figures().into_iter().map(|node| NodeStatus {
+            node: node.id,
+            bytes: node.bytes,
+            used_bytes: node.used_bytes,
+            foreign_slabs: node.foreign_slabs,
         });
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         Status {
@@ -76,6 +82,7 @@ impl<B: Backing> Engine<B> {
             door_errors: get(&c.door_errors),
             chunk_lists: get(&c.chunk_lists),
             spill,
+            nodes: nodes.collect(),
             lanes: vec![LaneStatus {
                 writers: active,
                 retry_in_ms: retry_in.map(|d| d.as_millis() as u64),

@@ -198,10 +198,11 @@ impl<B: Backing> Engine<B> {
         } else {
             Class::Small
         };
-        if class == Class::Small
-            && let Some(lease) = self.parked.lock().pop()
-        {
-            return Some(lease);
+        if class == Class::Small {
+            let mut parked = self.parked.lock();
+            if let Some(at) = parked.iter().rposition(|lease| self.arena.is_near(lease)) {
+                return Some(parked.swap_remove(at));
+            }
         }
         let lease = self.arena.lease(class).or_else(|| {
             self.evict_for(class);

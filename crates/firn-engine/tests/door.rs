@@ -73,7 +73,7 @@ impl Door {
     }
 
     fn lease(&mut self, engine: &Engine<SimBacking>, want: u64) -> Result<Slab, DoorRefusal> {
-        let slab = engine.door_lease(CLIENT, self.token, std::process::id(), want)?;
+        let slab = engine.door_lease(CLIENT, self.token, (std::process::id(), None), want)?;
         // SAFETY: the engine, and so its mapping, outlives the writers of these tests.
         self.writer = Some(unsafe { SlabWriter::new(base(engine), slab, self.binding) });
         Ok(slab)

@@ -44,7 +44,8 @@ pub enum Op {
     /// open. [`Reply::binding`] names it in piece records, [`Reply::size`] is its length.
     OpenWrite = 2,
     /// Ends the last lease of this open file, if any, and gives a new slab: `arg` is the number of bytes
-    /// that the writer would like. [`Status::Full`]: no room now; write through the kernel, which waits.
+    /// that the writer would like, `len` the CPU on which it runs plus one, for memory near it, or 0 where it
+    /// does not know. [`Status::Full`]: no room now; write through the kernel, which waits.
     Lease = 3,
     /// The writer is done: leases end, their pieces are taken in. `close` on the descriptor does the same.
     EndWrite = 4,

@@ -255,6 +255,9 @@ pub struct Status {
     /// The spill file, where there is one.
     #[serde(default)]
     pub spill: Option<SpillStatus>,
+    /// Memory nodes, each with an equal part of the arena.
+    #[serde(default)]
+    pub nodes: Vec<NodeStatus>,
     /// Ingest over the last seconds, bytes per second.
     pub ingest_bytes_per_s: f64,
     /// Drain over the last seconds, bytes per second.
@@ -280,6 +283,19 @@ pub struct SpillStatus {
     pub moved_bytes_per_s: f64,
     /// The last try to write to it failed, or it was found damaged: nothing moves to it.
     pub failing: bool,
+}
+
+/// One memory node (NUMA) and its part of the arena.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct NodeStatus {
+    /// The kernel's number.
+    pub node: u32,
+    /// Bytes of its chunks.
+    pub bytes: u64,
+    /// Bytes of those in use; the others are free.
+    pub used_bytes: u64,
+    /// Since attach: slabs of it given to writers that run nearer to another node.
+    pub foreign_slabs: u64,
 }
 
 /// One I/O server.

@@ -238,7 +238,8 @@ pub(crate) fn ask_extents(
 ) -> Option<Reply> {
     let mut open = TABLE.links.get(link)?;
     open.collect()?;
-    let request = Request { op: op as u32, len: 0, token, arg };
+    let len = if op == Op::Lease { sys::cpu() } else { 0 };
+    let request = Request { op: op as u32, len, token, arg };
     let reply = send(open.fd, &request).and_then(|()| receive(open.fd, extents));
     open.or_give_up(reply)
 }
@@ -252,9 +253,9 @@ pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply>
     for slot in &mut open.inner_mut().stash {
         *slot = slot.filter(|(of, _)| *of != token);
     }
-    let request = |op, arg| Request { op: op as u32, len: 0, token, arg };
-    let sent = send(open.fd, &request(Op::OpenWrite, 0))
-        .and_then(|()| send(open.fd, &request(Op::Lease, lease_bytes)))
+    let request = |op, len, arg| Request { op: op as u32, len, token, arg };
+    let sent = send(open.fd, &request(Op::OpenWrite, 0, 0))
+        .and_then(|()| send(open.fd, &request(Op::Lease, sys::cpu(), lease_bytes)))
         .and_then(|()| receive(open.fd, &mut []));
     let reply = open.or_give_up(sent)?;
     open.inner_mut().ahead = Some(token);
@@ -273,7 +274,7 @@ pub(crate) fn ask_ahead(link: u32, token: u64, arg: u64) -> bool {
         return false;
     }
     open.inner_mut().ahead = Some(token);
-    let request = Request { op: Op::Lease as u32, len: 0, token, arg };
+    let request = Request { op: Op::Lease as u32, len: sys::cpu(), token, arg };
     let sent = send(open.fd, &request);
     open.or_give_up(sent).is_some()
 }

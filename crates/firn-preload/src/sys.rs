@@ -42,6 +42,15 @@ macro_rules! syscall {
 }
 pub(crate) use syscall;
 
+/// The CPU on which this thread runs plus one; 0 where the kernel does not say.
+pub(crate) fn cpu() -> u32 {
+    let mut cpu = 0u32;
+    let none = std::ptr::null_mut::<c_void>();
+    // SAFETY: the kernel writes one word, ours.
+    let result = unsafe { syscall!(libc::SYS_getcpu, &raw mut cpu, none, none) };
+    if result == 0 { cpu.wrapping_add(1) } else { 0 }
+}
+
 /// The running thread, as a number that no other thread of the process has. Even; a child of vfork(2) has
 /// that of the thread that waits for it.
 #[inline(always)]

@@ -38,6 +38,11 @@ fn mount(s: &Status, paint: Paint) -> String {
     if let Some(spill) = &s.spill {
         line("spill", spilled(spill, paint));
     }
+    for node in s.nodes.iter().filter(|_| s.nodes.len() > 1) {
+        let (used, all) = (bytes(node.used_bytes), bytes(node.bytes));
+        let foreign = count(node.foreign_slabs, "slab");
+        line("node", format!("{}: {used} of {all} in use, {foreign} given to other nodes", node.node));
+    }
     if s.waiting_writers > 0 {
         line("waiting", paint.odd(&format!("{} for room in the arena", count(s.waiting_writers, "writer"))));
     }

@@ -1,0 +1,172 @@
+//! Memory nodes: which CPUs are near which memory.
+//!
+//! Read from files as in /sys/devices/system/node (Documentation/ABI/stable/sysfs-devices-node of the
+//! kernel): `has_memory`, `nodeN/cpulist`, `nodeN/distance`. What cannot be read is taken for one node.
+//!
+//! Invariants
+//! * There is at least one node, and every order is a permutation of all of them, its own node first.
+
+use std::path::Path;
+
+/// Where the kernel describes its memory nodes.
+pub const SYSFS_NODES: &str = "/sys/devices/system/node";
+
+/// Nodes are numbered here from 0 without gaps; [`Topology::id`] is the kernel's number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Topology {
+    ids: Vec<u32>,
+    /// Index of the nearest node with memory, by CPU.
+    of_cpu: Vec<u32>,
+    /// For each node all nodes, the nearest first.
+    orders: Vec<Vec<u32>>,
+}
+
+impl Default for Topology {
+    fn default() -> Self {
+        Self::one()
+    }
+}
+
+impl Topology {
+    /// All memory is as near.
+    pub fn one() -> Self {
+        Self { ids: vec![0], of_cpu: Vec::new(), orders: vec![vec![0]] }
+    }
+
+    /// The nodes that files below `root` describe.
+    pub fn read(root: &Path) -> Self {
+        Self::try_read(root).unwrap_or_else(Self::one)
+    }
+
+    fn try_read(root: &Path) -> Option<Self> {
+        let text = |name: &str| std::fs::read_to_string(root.join(name)).ok();
+        let online = list(&text("online")?)?;
+        let ids = text("has_memory").map_or(Some(online.clone()), |text| list(&text))?;
+        // A row has a column for each node that is online, in the order of their numbers.
+        let row = |node: u32| -> Option<Vec<u32>> {
+            let row: Vec<u32> = text(&format!("node{node}/distance"))?
+                .split_ascii_whitespace()
+                .map(|distance| distance.parse().ok())
+                .collect::<Option<_>>()?;
+            ids.iter().map(|id| row.get(online.iter().position(|o| o == id)?).copied()).collect()
+        };
+        let order = |node: u32| -> Option<Vec<u32>> {
+            let row = row(node)?;
+            let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+            // A node is nearest to itself, whatever its row says; among equals the lower number.
+            order.sort_by_key(|&index| (ids[index as usize] != node, row[index as usize]));
+            Some(order)
+        };
+        let orders: Vec<Vec<u32>> = ids.iter().map(|&id| order(id)).collect::<Option<_>>()?;
+        let mut of_cpu = Vec::new();
+        for &node in &online {
+            let nearest = *order(node)?.first()?;
+            for cpu in list(&text(&format!("node{node}/cpulist"))?)? {
+                let cpu = cpu as usize;
+                of_cpu.resize(of_cpu.len().max(cpu + 1), 0);
+                of_cpu[cpu] = nearest;
+            }
+        }
+        (!ids.is_empty()).then_some(Self { ids, of_cpu, orders })
+    }
+
+    /// How many nodes there are.
+    pub fn count(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// The kernel's number of a node.
+    pub fn id(&self, node: usize) -> u32 {
+        self.ids[node]
+    }
+
+    /// The node nearest to a CPU; the first one for CPUs that nothing is known of.
+    pub fn of_cpu(&self, cpu: u32) -> usize {
+        self.of_cpu.get(cpu as usize).map_or(0, |&node| node as usize)
+    }
+
+    /// The node nearest to the CPU on which this thread runs now.
+    pub fn here(&self) -> usize {
+        if self.ids.len() == 1 {
+            return 0;
+        }
+        self.of_cpu(rustix::thread::sched_getcpu() as u32)
+    }
+
+    /// All nodes, the nearest first.
+    pub(crate) fn order(&self, node: usize) -> &[u32] {
+        &self.orders[node]
+    }
+}
+
+/// Reads a list as `0-3,8`; an empty one is a node without any. More than the kernel could have is none.
+fn list(text: &str) -> Option<Vec<u32>> {
+    const NUMBER_MAX: u32 = 1 << 16;
+    let mut numbers = Vec::new();
+    for range in text.trim().split(',').filter(|range| !range.is_empty()) {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
+        if first > last || last >= NUMBER_MAX {
+            return None;
+        }
+        numbers.extend(first..=last);
+    }
+    Some(numbers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().expect("a directory");
+        for (name, text) in files {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().expect("below the root")).expect("mkdir");
+            std::fs::write(path, text).expect("write");
+        }
+        root
+    }
+
+    #[test]
+    fn orders_go_by_distance_and_a_node_without_memory_uses_its_neighbour() {
+        let root = files(&[
+            ("online", "0-1,4-5\n"),
+            ("has_memory", "0-1,5\n"),
+            ("node0/cpulist", "0-1,8\n"),
+            ("node1/cpulist", "2-3\n"),
+            ("node4/cpulist", "4\n"),
+            ("node5/cpulist", "\n"),
+            ("node0/distance", "10 32 21 21\n"),
+            ("node1/distance", "32 10 40 12\n"),
+            ("node4/distance", "40 32 10 20\n"),
+            ("node5/distance", "21 12 20 10\n"),
+        ]);
+        let topology = Topology::read(root.path());
+        assert_eq!((0..topology.count()).map(|n| topology.id(n)).collect::<Vec<_>>(), [0, 1, 5]);
+        assert_eq!(topology.order(0), [0, 2, 1]);
+        assert_eq!(topology.order(1), [1, 2, 0]);
+        assert_eq!(topology.order(2), [2, 1, 0]);
+        assert_eq!([0, 8, 2, 4, 99].map(|cpu| topology.of_cpu(cpu)), [0, 0, 1, 2, 0]);
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_one_node() {
+        let whole = [("online", "0-1"), ("node0/cpulist", "0"), ("node1/cpulist", "1")];
+        let rows = [("node0/distance", "10 20"), ("node1/distance", "20 10")];
+        let all: Vec<_> = whole.into_iter().chain(rows).collect();
+        assert_eq!(Topology::read(files(&all).path()).count(), 2);
+        for damaged in [("online", "1-0"), ("online", "x"), ("node1/distance", "20"), ("has_memory", "0-9")] {
+            let root = files(&all);
+            std::fs::write(root.path().join(damaged.0), damaged.1).expect("write");
+            assert_eq!(Topology::read(root.path()), Topology::one(), "{damaged:?}");
+        }
+        assert_eq!(Topology::read(Path::new("/nonexistent")), Topology::one());
+    }
+
+    #[test]
+    fn this_machine_has_memory_near_this_thread() {
+        let topology = Topology::read(Path::new(SYSFS_NODES));
+        assert!(topology.here() < topology.count());
+    }
+}
