@@ -158,6 +158,23 @@ static void vectors(void) {
     SAY(close(fd));
 }
 
+/* Stores to a mapping that nobody has synced are there for who opens the file again. */
+static void mapped_again(void) {
+    for (int len = 1; len < 2000000; len = len * 7 + 3) {
+        int fd = make_rw("mapped");
+        MUST(pwrite(fd, "", 1, len - 1) == 1);
+        char *map = mmap(NULL, (size_t)len, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        MUST(map != MAP_FAILED);
+        memset(map, 'm', (size_t)len);
+        int reader = open(at("mapped"), O_RDONLY);
+        MUST(pread(reader, back, sizeof back, 0) == len);
+        for (int i = 0; i < len; i++) MUST(back[i] == 'm' && map[i] == 'm');
+        MUST(munmap(map, (size_t)len) == 0);
+        close(reader);
+        SAY(close(fd));
+    }
+}
+
 static void forks(void) {
     int fd = make("forks"), order[2], answer[2];
     char byte;
@@ -845,7 +862,7 @@ static const struct {
     void (*run)(void);
 } cases[] = {
     {"sizes", sizes}, {"seeks", seeks}, {"vectors", vectors}, {"forks", forks}, {"appends", appends},
-    {"execs", execs}, {"exec", exec_of_one_that_wrote}, {"vforks", vforks}, {"spawns", spawns}, {"dups", dups},
+    {"mapped-again", mapped_again}, {"execs", execs}, {"exec", exec_of_one_that_wrote}, {"vforks", vforks}, {"spawns", spawns}, {"dups", dups},
     {"closes", closes}, {"raw-closes", raw_closes}, {"rights", rights}, {"relative", relative},
     {"handlers", handlers}, {"threads", threads}, {"bad-pointers", bad_pointers}, {"both-ways", both_ways},
     {"stdio", stdio}, {"transfers", transfers}, {"asynchronous", asynchronous}, {"fortified", fortified},

@@ -107,6 +107,7 @@ same! {
     vectors_are_written_whole_and_bad_ones_refused: "vectors",
     a_forked_child_shares_the_offset: "forks",
     appends_of_two_processes_do_not_overwrite: "appends",
+    regression_an_opener_does_not_undo_a_store_to_a_mapping: "mapped-again",
     exec_hands_descriptors_on_with_their_offsets: "execs",
     a_program_replaced_in_the_middle_of_a_file_goes_on_where_it_was: "exec",
     a_child_of_vfork_changes_nothing_of_its_parents: "vforks",

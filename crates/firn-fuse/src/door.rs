@@ -90,9 +90,13 @@ impl<B: Backing> Coherence<B> {
         self.workers().run(move || {
             if let Some(last) = size.checked_sub(1) {
                 let inode = INodeNo(node.0);
-                let byte = engine.byte_at(handle, last).unwrap_or(0);
+                // A mapping may have changed the byte in the kernel's cache: that page is written first.
                 let told = notifier
-                    .store(inode, last, &[byte])
+                    .inval_inode(inode, last as i64, 1)
+                    .and_then(|()| {
+                        let byte = engine.byte_at(handle, last).unwrap_or(0);
+                        notifier.store(inode, last, &[byte])
+                    })
                     .and_then(|()| notifier.inval_inode(inode, last as i64, 1));
                 if let Err(error) = told {
                     tracing::warn!(%error, node = node.0, size, "cannot tell the kernel how long a file is");
