@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -52,6 +53,7 @@ fn drain(sandbox: &Sandbox, path: &Path) {
     sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), path.as_os_str()]).ok();
 }
 
+/// Proves S-spill-1, S-spill-2.
 #[test]
 fn more_data_than_memory_is_held_read_and_drained() {
     let sandbox = Sandbox::new("spill");
@@ -78,6 +80,7 @@ fn more_data_than_memory_is_held_read_and_drained() {
     assert_eq!(spill_files(&dir), Vec::<PathBuf>::new(), "removed with the arena");
 }
 
+/// Proves S-spill-1.
 #[test]
 fn memory_may_be_full_before_chunks_move() {
     let sandbox = Sandbox::new("spill100");
@@ -93,6 +96,7 @@ fn memory_may_be_full_before_chunks_move() {
     mount.umount();
 }
 
+/// Proves S-spill-4, S-spill-2.
 #[test]
 fn regression_a_writer_that_fills_memory_waits_for_each_move() {
     let sandbox = Sandbox::new("spillfew");
@@ -129,6 +133,7 @@ fn spilled_data_survives_the_death_of_firnd() {
     mount.umount();
 }
 
+/// Proves S-spill-3.
 #[test]
 fn memory_and_spill_file_full_is_enospc_and_harms_nothing() {
     let sandbox = Sandbox::new("spillfull");
@@ -146,6 +151,7 @@ fn memory_and_spill_file_full_is_enospc_and_harms_nothing() {
     mount.umount();
 }
 
+/// Proves S-spill-6.
 #[test]
 fn a_missing_spill_file_refuses_the_mount_and_recover_keeps_the_rest() {
     let sandbox = Sandbox::new("spillgone");
@@ -177,6 +183,7 @@ fn a_missing_spill_file_refuses_the_mount_and_recover_keeps_the_rest() {
     mount.umount();
 }
 
+/// Proves S-spill-5.
 #[test]
 fn a_device_that_fails_loses_nothing_and_is_told() {
     let sandbox = Sandbox::new("spilleio");
@@ -199,6 +206,101 @@ fn a_device_that_fails_loses_nothing_and_is_told() {
     drain(&sandbox, path);
     assert_same_bytes("drained", &read(&mount.backing().join("rank0")), data);
     mount.umount();
+}
+
+/// As a file system does that finds itself damaged (`errors=remount-ro`).
+///
+/// Proves S-spill-5.
+#[test]
+fn a_device_that_becomes_read_only_loses_nothing_and_gives_what_it_has() {
+    let sandbox = Sandbox::new("spillro");
+    let image = LoopImage::new(&sandbox, FsKind::Ext4, 128);
+    image.remount("errors=remount-ro");
+    let dir = image.mkdir("local");
+    let mount = FirnMount::new(&sandbox, &options(&dir, "64M"));
+    let data = bytes(9, 20 * MIB);
+    fs::write(mount.join("before"), &data).expect("write");
+    wait_until("chunks moved", LIMIT, || spill_of(&mount).used_bytes > 0);
+    let disk = image.image().expect("an image");
+    let device = run(Command::new("losetup").arg("-nO").arg("NAME").arg("-j").arg(disk)).ok().stdout;
+    let name = device.trim().trim_start_matches("/dev/");
+    fs::write(format!("/sys/fs/ext4/{name}/trigger_fs_error"), "by a test").expect("make it fail");
+    let refused = fs::write(image.path().join("probe"), "x").expect_err("it is read-only");
+    assert_eq!(refused.raw_os_error(), Some(libc::EROFS));
+
+    let error = fs::write(mount.join("behind"), bytes(10, 40 * MIB)).expect_err("memory is full");
+    assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+    let spill = spill_of(&mount);
+    assert!(spill.failing && spill.used_bytes > 0, "{spill:?}");
+    let status = mount.status();
+    assert!(status.errors.iter().any(|error| error.path == spill.path && error.pending), "{status:?}");
+    assert_same_bytes("from memory and from the device", &read(&mount.join("before")), &data);
+    fs::remove_file(mount.join("behind")).expect("unlink");
+    fs::write(mount.join("small"), bytes(11, MIB)).expect("as without a spill file");
+    drain(&sandbox, mount.path());
+    assert_same_bytes("drained", &read(&mount.backing().join("before")), &data);
+    assert_same_bytes("drained", &read(&mount.backing().join("small")), &bytes(11, MIB));
+    mount.umount();
+}
+
+/// The device is pulled out under a living firnd: its file system answers everything with EIO.
+///
+/// Proves S-spill-6.
+#[test]
+fn a_device_that_is_gone_gives_errors_and_never_other_bytes() {
+    let sandbox = Sandbox::new("spillout");
+    let image = LoopImage::new(&sandbox, FsKind::Ext4, 128);
+    let dir = image.mkdir("local");
+    let options = options(&dir, "64M");
+    let mount = FirnMount::new(&sandbox, &options);
+    write_all(mount.path());
+    wait_until("chunks moved", LIMIT, || mount.status().arena_used_bytes <= 13 << 20);
+    let mount_point = image.path().as_os_str();
+    run(Command::new("sync").arg("-f").arg(mount_point)).ok();
+    shut_down(image.path());
+
+    let (mut whole, mut failed) = (0, 0);
+    for (path, data) in files(mount.path()) {
+        match fs::read(&path) {
+            Ok(found) => {
+                assert_same_bytes("what is read", &found, &data);
+                whole += 1;
+            }
+            Err(error) => {
+                assert_eq!(error.raw_os_error(), Some(libc::EIO));
+                failed += 1;
+            }
+        }
+    }
+    assert!(failed > 0 && whole > 0, "{whole} whole, {failed} failed");
+    let drained = sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]);
+    assert_ne!(drained.code, 0, "{drained}");
+    for (path, data) in files(mount.backing()) {
+        // Whole, or a part and not counted as drained.
+        let found = read(&path);
+        let bad = found.iter().zip(&data).position(|(found, data)| found != data && *found != 0);
+        assert_eq!(bad, None, "{path:?} has bytes that nobody wrote");
+    }
+    mount.kill();
+    // Pushed in again.
+    run(Command::new("umount").arg(mount_point)).ok();
+    run(Command::new("mount").args(["-o", "loop"]).arg(image.image().expect("an image")).arg(mount_point))
+        .ok();
+    let mount = FirnMount::new(&sandbox, &options);
+    verify("all of it", mount.path());
+    drain(&sandbox, mount.path());
+    verify("drained", mount.backing());
+    mount.umount();
+}
+
+/// EXT4_IOC_SHUTDOWN without writing the journal: what a device does that is gone.
+fn shut_down(mount_point: &Path) {
+    const EXT4_IOC_SHUTDOWN: libc::Ioctl = 0x8004_587d_u32 as libc::Ioctl;
+    let no_log_flush = 2u32;
+    let dir = fs::File::open(mount_point).expect("open");
+    // SAFETY: the kernel reads one word.
+    let result = unsafe { libc::ioctl(dir.as_raw_fd(), EXT4_IOC_SHUTDOWN, &raw const no_log_flush) };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
 #[test]
