@@ -105,7 +105,7 @@ pub fn run(args: &[String]) -> anyhow::Result<()> {
 }
 
 fn system(test: &str, filter: &str, length: (&str, u64), seed: Option<u64>) -> anyhow::Result<()> {
-    cargo(&mut cargo_command(&["build", "--release", "-p", "firn"]))?;
+    cargo(&mut cargo_command(&["build", "--release", "-p", "firn", "-p", "firn-preload"]))?;
     let mut command = cargo_command(&["test", "--release", "-p", "firn-tests", "--test", test]);
     command.args(["--", "--nocapture", "--test-threads=1", filter]);
     command.env(length.0, length.1.to_string()).env("FIRN_TEST_LIMIT_S", TEST_LIMIT_S.to_string());

@@ -10,6 +10,9 @@ fn main() -> ExitCode {
         ["writer", dir, log, seed] => {
             firn_tests::ack::write_until_error(Path::new(dir), Path::new(log), number(seed))
         }
+        ["verify", dir, log] => {
+            firn_tests::ack::verify(Path::new(dir), Path::new(log));
+        }
         ["append", file, id, count] => {
             firn_tests::ack::append_records(Path::new(file), number(id), number(count))
         }
@@ -21,8 +24,8 @@ fn main() -> ExitCode {
         ["hand", file] => firn_tests::hand::serve(Path::new(file)),
         _ => {
             eprintln!(
-                "usage: firn-test-helper writer DIR LOG SEED | append FILE ID COUNT | faultfs SOURCE DIR CONTROL \
-                 | hand FILE | door-writer FILE LOG | door-version FILE"
+                "usage: firn-test-helper writer DIR LOG SEED | verify DIR LOG | append FILE ID COUNT \
+                 | faultfs SOURCE DIR CONTROL | hand FILE | door-writer FILE LOG | door-version FILE"
             );
             return ExitCode::from(2);
         }
