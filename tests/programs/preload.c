@@ -15,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/sendfile.h>
@@ -158,6 +159,85 @@ static void vectors(void) {
     SAY(close(fd));
 }
 
+/* Unlinked and made again, files get the inode numbers and the memory of others. */
+static void reuse(void) {
+    char name[16];
+    for (int round = 0; round < 200; round++) {
+        snprintf(name, sizeof name, "reuse.%d", round % 3);
+        int fd = make_rw(name);
+        size_t len = 1 + (size_t)round * 7919 % 200000, gap = (size_t)round * 104729 % 300000;
+        fill(big, len, (unsigned)round);
+        MUST(write(fd, big, len) == (ssize_t)len);
+        /* What lies between was never written. */
+        MUST(pwrite(fd, "end", 3, (off_t)(len + gap)) == 3);
+        memset(back, 0xaa, sizeof back);
+        int reader = open(at(name), O_RDONLY);
+        MUST(read(reader, back, sizeof back) == (ssize_t)(len + gap + 3));
+        MUST(memcmp(back, big, len) == 0);
+        for (size_t i = len; i < len + gap; i++) MUST(back[i] == 0);
+        MUST(memcmp(back + len + gap, "end", 3) == 0);
+        MUST(ftruncate(fd, (off_t)len / 2) == 0 && ftruncate(fd, (off_t)len) == 0);
+        memset(back, 0xaa, sizeof back);
+        MUST(pread(fd, back, sizeof back, 0) == (ssize_t)len);
+        for (size_t i = len / 2; i < len; i++) MUST(back[i] == 0);
+        if (round % 2) MUST(unlink(at(name)) == 0);
+        /* Without a name too. */
+        MUST(pwrite(fd, "unlinked", 8, 0) == 8);
+        MUST(pread(reader, back, 8, 0) == 8 && memcmp(back, "unlinked", 8) == 0);
+        close(fd);
+        if (round % 4) close(reader);
+        if (round % 4 == 1) unlink(at(name));
+    }
+}
+
+static void empty_paths(void) {
+    struct stat st;
+    struct statx sx;
+    int fd = make("empty-paths");
+    for (int i = 1; i < 300; i++) {
+        put(fd, "0123456789");
+        MUST(fstatat(fd, "", &st, AT_EMPTY_PATH) == 0 && st.st_size == i * 10);
+        MUST(statx(fd, "", AT_EMPTY_PATH, STATX_SIZE, &sx) == 0 && sx.stx_size == (unsigned)i * 10);
+        MUST(stat(at("empty-paths"), &st) == 0 && st.st_size == i * 10);
+    }
+    SAY(fchownat(fd, "", getuid(), getgid(), AT_EMPTY_PATH));
+    put(fd, "after chown");
+    SAY(linkat(fd, "", AT_FDCWD, at("empty-paths.link"), AT_EMPTY_PATH));
+    put(fd, "after the link");
+    SAY(fstatat(AT_FDCWD, at("empty-paths.link"), &st, 0));
+    SAY(st.st_size);
+    SAY(openat(fd, "", O_RDONLY));
+    SAY(close(fd));
+}
+
+static void locks(void) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 100, .l_len = 50};
+    int fd = make_rw("locks");
+    put(fd, "before");
+    SAY(flock(fd, LOCK_EX));
+    SAY(fcntl(fd, F_SETLK, &lock));
+    for (int i = 0; i < 1000; i++) put(fd, "under a lock\n");
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0) {
+        int other = open(at("locks"), O_RDWR);
+        SAY(flock(other, LOCK_EX | LOCK_NB));
+        SAY(fcntl(other, F_SETLK, &lock));
+        lock.l_start = 10000;
+        SAY(fcntl(other, F_SETLK, &lock));
+        SAY(pwrite(other, "child", 5, 10000));
+        fflush(stdout);
+        _exit(0);
+    }
+    wait_for(pid);
+    put(fd, "parent again");
+    lock = (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_CUR, .l_start = -20, .l_len = 5};
+    SAY(fcntl(fd, F_OFD_SETLK, &lock));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(flock(fd, LOCK_UN));
+    SAY(close(fd));
+}
+
 /* Stores to a mapping that nobody has synced are there for who opens the file again. */
 static void mapped_again(void) {
     for (int len = 1; len < 2000000; len = len * 7 + 3) {
@@ -173,6 +253,29 @@ static void mapped_again(void) {
         close(reader);
         SAY(close(fd));
     }
+}
+
+/* More than the kernel takes in one call. Of memory that was never touched, which is zeros. */
+static void longs(void) {
+    size_t len = (size_t)3 << 30;
+    char *zeros = mmap(NULL, len, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    MUST(zeros != MAP_FAILED);
+    int fd = make_rw("longs");
+    SAY(write(fd, zeros, len));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    put(fd, "behind it");
+    struct iovec parts[2] = {{zeros, len / 2}, {zeros, len / 2}};
+    SAY(ftruncate(fd, 0));
+    SAY(lseek(fd, 0, SEEK_SET));
+    SAY(writev(fd, parts, 2));
+    SAY(pwrite(fd, "x", 1, (off_t)1 << 30));
+    SAY(lseek(fd, 0, SEEK_END));
+    char *room = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    MUST(room != MAP_FAILED);
+    SAY(pread(fd, room, len, 0));
+    SAY(room[(off_t)1 << 30]);
+    SAY(ftruncate(fd, 0));
+    SAY(close(fd));
 }
 
 static void forks(void) {
@@ -384,6 +487,8 @@ static void closes(void) {
         fds[i] = make(name);
         put(fds[i], name);
     }
+    SAY(close_range(fds[0], fds[7], CLOSE_RANGE_CLOEXEC));
+    put(fds[3], " still open");
     SAY(close_range(fds[2], fds[3], 0));
     SAY(write(fds[2], "x", 1));
     put(fds[4], " four");
@@ -862,7 +967,9 @@ static const struct {
     void (*run)(void);
 } cases[] = {
     {"sizes", sizes}, {"seeks", seeks}, {"vectors", vectors}, {"forks", forks}, {"appends", appends},
-    {"mapped-again", mapped_again}, {"execs", execs}, {"exec", exec_of_one_that_wrote}, {"vforks", vforks}, {"spawns", spawns}, {"dups", dups},
+    {"reuse", reuse}, {"empty-paths", empty_paths}, {"locks", locks}, {"longs", longs},
+    {"mapped-again", mapped_again}, {"execs", execs}, {"exec", exec_of_one_that_wrote},
+    {"vforks", vforks}, {"spawns", spawns}, {"dups", dups},
     {"closes", closes}, {"raw-closes", raw_closes}, {"rights", rights}, {"relative", relative},
     {"handlers", handlers}, {"threads", threads}, {"bad-pointers", bad_pointers}, {"both-ways", both_ways},
     {"stdio", stdio}, {"transfers", transfers}, {"asynchronous", asynchronous}, {"fortified", fortified},

@@ -26,6 +26,12 @@ allow_remount = false
 entries = [["nobody", "nogroup"], ["daemon", "daemon"]]
 "#;
 
+/// Where `scripts/setup` puts Python packages that the distribution has not. They may be installed
+/// elsewhere too.
+pub fn python_packages() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools/python")
+}
+
 /// A tool that `scripts/setup` installs, from `target/tools/bin` or else from PATH.
 pub fn tool(name: &str) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");

@@ -13,6 +13,7 @@ use firn_tests::mount::{SMALL, patient};
 use firn_tests::random::{bytes, generator};
 use firn_tests::sandbox::preload_library;
 use firn_tests::scripts::{PYTHON, SHELL, TAR};
+use firn_tests::suite::python_packages;
 use firn_tests::tree::{assert_same, snapshot};
 use firn_tests::{FirnMount, Outcome, Sandbox, helper_binary, run, seed, wait_until};
 use rand::Rng;
@@ -108,6 +109,9 @@ same! {
     a_forked_child_shares_the_offset: "forks",
     appends_of_two_processes_do_not_overwrite: "appends",
     regression_an_opener_does_not_undo_a_store_to_a_mapping: "mapped-again",
+    files_made_again_show_no_bytes_of_others: "reuse",
+    a_descriptor_without_a_path_is_asked_and_linked: "empty-paths",
+    locks_hold_and_move_no_offset: "locks",
     exec_hands_descriptors_on_with_their_offsets: "execs",
     a_program_replaced_in_the_middle_of_a_file_goes_on_where_it_was: "exec",
     a_child_of_vfork_changes_nothing_of_its_parents: "vforks",
@@ -129,6 +133,124 @@ same! {
     readers_see_what_was_written_and_every_change: "readers",
     a_reader_sees_every_change_of_a_file_that_was_at_rest: "lists",
     offsets_beyond_four_gigabytes_are_kept: "huge-offsets",
+}
+
+/// The kernel takes 2 GiB less a page in one call.
+#[test]
+fn calls_of_more_than_two_gigabytes_are_cut_as_by_the_kernel() {
+    let meminfo = fs::read_to_string("/proc/meminfo").expect("read");
+    let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.strip_suffix("kB"));
+    let available_kb: u64 = available.and_then(|kb| kb.trim().parse().ok()).expect("a number");
+    let shm = rustix::fs::statvfs("/dev/shm").expect("statvfs");
+    if available_kb < 6 << 20 || shm.f_bavail * shm.f_frsize < 3 << 30 {
+        println!("skipped: it takes 6 GiB of memory, 3 GiB of that in /dev/shm");
+        return;
+    }
+    let sandbox = Sandbox::new("preload-longs");
+    let mount = FirnMount::new(&sandbox, "memory=2304M,chunk-size=4M,drain=demand,populate=no");
+    let mut command = Command::new(cases());
+    let outcome = run(preload(command.arg(mount.path()).arg("longs"))).ok();
+    let numbers: Vec<&str> =
+        outcome.stdout.lines().filter_map(|line| line.rsplit_once(": ").map(|(_, number)| number)).collect();
+    let most = "2147479552";
+    assert_eq!(numbers, [most, most, "0", "0", most, "1", most, most, "120", "0", "0"], "{outcome}");
+    assert!(past_the_kernel(&outcome, "write") > 2_000_000_000, "{outcome}");
+    fs::remove_file(mount.join("longs")).expect("unlink");
+    mount.umount();
+}
+
+/// Their own start calls hooks before the library has started, and every hook may find them in its way.
+#[test]
+fn replacements_of_malloc_stand_before_and_behind_the_library() {
+    for malloc in ["libjemalloc.so.2", "libtcmalloc_minimal.so.4"] {
+        let library = preload_library();
+        let library = library.display();
+        for (at, both) in [format!("{malloc}:{library}"), format!("{library}:{malloc}")].iter().enumerate() {
+            let sandbox = Sandbox::new("preload-malloc");
+            let plain = sandbox.mkdir("plain");
+            let mount = FirnMount::new(&sandbox, &patient("close=held,drain=demand"));
+            for case in ["sizes", "forks", "vforks", "spawns", "threads", "handlers", "stdio"] {
+                let program = |dir: &Path| {
+                    let mut command = Command::new(cases());
+                    command.arg(dir).arg(case);
+                    command
+                };
+                let expected = run(&mut program(&plain));
+                let found = run(preload(&mut program(mount.path())).env("LD_PRELOAD", both));
+                compare(&found, &expected);
+                assert!(!found.stderr.contains("cannot be preloaded"), "{found}");
+                assert!(found.stderr.contains("firn"), "round {at} did without the library: {found}");
+            }
+            assert_same("files on the mount", &snapshot(mount.path()), &snapshot(&plain));
+            mount.umount();
+        }
+    }
+}
+
+#[test]
+fn fortran_writes_records_of_every_kind() {
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("records-f90");
+    run(Command::new("gfortran").args(["-O1", "-o"]).arg(&program).arg(source("records.f90"))).ok();
+    let outcome = same_everywhere("fortran", &patient("close=held,drain=demand"), |dir| {
+        let mut command = Command::new(&program);
+        command.arg(dir);
+        command
+    });
+    assert!(past_the_kernel(&outcome, "write") > 1_000_000, "{outcome}");
+}
+
+/// Nothing goes past the kernel, and all is right.
+#[test]
+fn a_static_go_program_is_slow_and_correct() {
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("static-go");
+    let cache = Sandbox::new("gocache");
+    let mut build = Command::new("go");
+    build.args(["build", "-o"]).arg(&program).arg(source("static.go"));
+    build.env("CGO_ENABLED", "0").env("GO111MODULE", "off").env("GOTOOLCHAIN", "local").env("GOFLAGS", "");
+    build.env("GOCACHE", cache.join("cache")).env("GOPATH", cache.join("path"));
+    run(&mut build).ok();
+    same_everywhere("go", &patient(""), |dir| {
+        let mut command = Command::new(&program);
+        command.arg(dir);
+        command
+    });
+}
+
+/// Needs PyTorch, which not every release of Debian and Ubuntu has.
+#[test]
+fn tensors_of_pytorch_and_safetensors_are_whole() {
+    let find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)";
+    if run(Command::new("/usr/bin/python3").args(["-c", find])).code != 0 {
+        println!("skipped: /usr/bin/python3 has no torch (the package python3-torch)");
+        return;
+    }
+    let sandbox = Sandbox::new("preload-torch");
+    let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M,close=held");
+    let python = |verb: &str, dir: &Path| {
+        let mut command = Command::new("/usr/bin/python3");
+        command.arg(source("tensors.py")).arg(verb).arg(dir).env("PYTHONPATH", python_packages());
+        run(preload(&mut command)).ok()
+    };
+    let outcome = python("write", mount.path());
+    let past = past_the_kernel(&outcome, "write") + past_the_kernel(&outcome, "writev");
+    assert!(past > 1_000_000, "{outcome}");
+    python("check", mount.path());
+    let backing = mount.umount();
+    python("check", &backing);
+}
+
+#[test]
+fn a_database_keeps_its_locks_and_its_rows() {
+    let script = r#"
+        for mode in DELETE WAL TRUNCATE; do
+            sqlite3 $mode.db "PRAGMA journal_mode=$mode; CREATE TABLE t(a INTEGER PRIMARY KEY, b TEXT);" > /dev/null
+            for part in 1 2 3; do (
+                for i in $(seq 20); do sqlite3 -cmd '.timeout 60000' $mode.db "INSERT INTO t(b) VALUES('$part $i')"; done
+            ) & done; wait
+            sqlite3 $mode.db "BEGIN; DELETE FROM t WHERE a % 3 = 0; ROLLBACK; SELECT count(*) FROM t; PRAGMA integrity_check"
+            sqlite3 $mode.db "SELECT b FROM t ORDER BY b" > $mode.rows; rm -f $mode.db*
+        done"#;
+    same_everywhere("sqlite", &patient(""), |dir| shell(script, dir));
 }
 
 #[test]
