@@ -210,6 +210,41 @@ static void empty_paths(void) {
     SAY(close(fd));
 }
 
+/* What stat(2) was for programs that were built before glibc 2.33. */
+#ifdef __x86_64__
+#define OLD "@GLIBC_2.2.5"
+#define OLD_AT "@GLIBC_2.4"
+enum { OLD_STAT_VERSION = 1 };
+#else
+#define OLD "@GLIBC_2.17"
+#define OLD_AT OLD
+enum { OLD_STAT_VERSION = 0 };
+#endif
+__asm__(".symver old_stat,__xstat64" OLD);
+__asm__(".symver old_lstat,__lxstat" OLD);
+__asm__(".symver old_fstat,__fxstat64" OLD);
+__asm__(".symver old_fstatat,__fxstatat" OLD_AT);
+int old_stat(int version, const char *path, struct stat *st), old_lstat(int version, const char *path, struct stat *st);
+int old_fstat(int version, int fd, struct stat *st);
+int old_fstatat(int version, int base, const char *path, struct stat *st, int flags);
+
+static void old_stats(void) {
+    struct stat st;
+    int fd = make("old-stats");
+    for (int i = 1; i < 100; i++) {
+        put(fd, "0123456789");
+        MUST(old_fstat(OLD_STAT_VERSION, fd, &st) == 0 && st.st_size == i * 10);
+        MUST(old_stat(OLD_STAT_VERSION, at("old-stats"), &st) == 0 && st.st_size == i * 10);
+        MUST(old_lstat(OLD_STAT_VERSION, at("old-stats"), &st) == 0 && st.st_size == i * 10);
+        MUST(old_fstatat(OLD_STAT_VERSION, AT_FDCWD, at("old-stats"), &st, 0) == 0 && st.st_size == i * 10);
+    }
+    SAY(close(fd));
+    SAY(old_stat(OLD_STAT_VERSION, at("old-stats"), &st));
+    SAY(st.st_size);
+    SAY(old_stat(OLD_STAT_VERSION, at("nothing"), &st));
+    SAY(old_fstat(OLD_STAT_VERSION, fd, &st));
+}
+
 static void locks(void) {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 100, .l_len = 50};
     int fd = make_rw("locks");
@@ -968,7 +1003,7 @@ static const struct {
 } cases[] = {
     {"sizes", sizes}, {"seeks", seeks}, {"vectors", vectors}, {"forks", forks}, {"appends", appends},
     {"reuse", reuse}, {"empty-paths", empty_paths}, {"locks", locks}, {"longs", longs},
-    {"mapped-again", mapped_again}, {"execs", execs}, {"exec", exec_of_one_that_wrote},
+    {"old-stats", old_stats}, {"mapped-again", mapped_again}, {"execs", execs}, {"exec", exec_of_one_that_wrote},
     {"vforks", vforks}, {"spawns", spawns}, {"dups", dups},
     {"closes", closes}, {"raw-closes", raw_closes}, {"rights", rights}, {"relative", relative},
     {"handlers", handlers}, {"threads", threads}, {"bad-pointers", bad_pointers}, {"both-ways", both_ways},

@@ -1,4 +1,8 @@
-"""Checkpoints of PyTorch on the CPU and of safetensors. usage: tensors.py write|check DIR"""
+"""Checkpoints of PyTorch on the CPU and of safetensors.
+
+usage: tensors.py write|check DIR [unshared]
+unshared: without files that are written through a shared mapping
+"""
 import sys
 
 import numpy as np
@@ -6,7 +10,8 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-verb, top = sys.argv[1:]
+verb, top = sys.argv[1:3]
+shared = len(sys.argv) == 3
 
 
 def state():
@@ -42,9 +47,13 @@ if verb == 'write':
     torch.save({'model': model, 'optimizer': optimizer}, top + '/legacy.pt', _use_new_zipfile_serialization=False)
     safetensors.torch.save_file(model, top + '/torch.safetensors')
     safetensors.numpy.save_file(arrays, top + '/numpy.safetensors')
-    mapped = torch.from_file(top + '/mapped', shared=True, size=100000)
-    mapped.copy_(torch.arange(100000.0))
-    np.memmap(top + '/memmap', dtype='f8', mode='w+', shape=(300, 300))[:] = 7
+    if shared:
+        mapped = torch.from_file(top + '/mapped', shared=True, size=100000)
+        mapped.copy_(torch.arange(100000.0))
+        np.memmap(top + '/memmap', dtype='f8', mode='w+', shape=(300, 300))[:] = 7
+    else:
+        np.arange(100000, dtype='f4').tofile(top + '/mapped')
+        np.full((300, 300), 7.0).tofile(top + '/memmap')
 for name in 'zip.pt', 'legacy.pt':
     for found in loads(f'{top}/{name}') if name == 'zip.pt' else [torch.load(f'{top}/{name}')]:
         assert same(found, {'model': model, 'optimizer': optimizer}), name

@@ -47,3 +47,14 @@ pub const TAR: &str =
     "mkdir tree; cd tree; mkdir -p a/b; for i in $(seq 60); do head -c ${i}777 /dev/zero > a/b/$i; done
         ln a/b/1 hard; ln -s a/b/2 soft; cd ..; tar -cf all.tar --mtime=2001-01-01 --owner=0 --sort=name tree
         mkdir again; tar -C again -xf all.tar; diff -r tree again/tree; tar -tf all.tar | wc -l";
+
+/// bash: three processes fill a database at once, in each of the journal modes `$MODES`; rows are what remains.
+pub const SQLITE: &str = r#"
+        for mode in $MODES; do
+            sqlite3 $mode.db "PRAGMA journal_mode=$mode; CREATE TABLE t(a INTEGER PRIMARY KEY, b TEXT);" > /dev/null
+            for part in 1 2 3; do (
+                for i in $(seq 20); do sqlite3 -cmd '.timeout 60000' $mode.db "INSERT INTO t(b) VALUES('$part $i')"; done
+            ) & done; wait
+            sqlite3 $mode.db "BEGIN; DELETE FROM t WHERE a % 3 = 0; ROLLBACK; SELECT count(*) FROM t; PRAGMA integrity_check"
+            sqlite3 $mode.db "SELECT b FROM t ORDER BY b" > $mode.rows; rm -f $mode.db*
+        done"#;

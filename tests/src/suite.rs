@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::command::{Outcome, run_within};
+use crate::command::{Outcome, run, run_within};
 use crate::watchdog::test_limit;
 
 /// Configuration of pjdfstest: what Linux has, and two users that every Debian has.
@@ -30,6 +30,30 @@ entries = [["nobody", "nogroup"], ["daemon", "daemon"]]
 /// elsewhere too.
 pub fn python_packages() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools/python")
+}
+
+/// Whether the system's Python has PyTorch; says so where it has not. Not every release of Debian and Ubuntu
+/// has the package.
+pub fn has_torch() -> bool {
+    let find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)";
+    let found = run(Command::new("/usr/bin/python3").args(["-c", find])).code == 0;
+    if !found {
+        println!("skipped: /usr/bin/python3 has no torch (the package python3-torch)");
+    }
+    found
+}
+
+/// Whether there are so many GiB of memory, and of them so many in /dev/shm; says so where there are not.
+pub fn has_memory_gib(all: u64, shm: u64) -> bool {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").expect("read /proc/meminfo");
+    let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.strip_suffix("kB"));
+    let available_kib: u64 = available.and_then(|kib| kib.trim().parse().ok()).expect("MemAvailable in kB");
+    let stat = rustix::fs::statvfs("/dev/shm").expect("statvfs of /dev/shm");
+    let enough = available_kib >= all << 20 && stat.f_bavail * stat.f_frsize >= shm << 30;
+    if !enough {
+        println!("skipped: it takes {all} GiB of memory, {shm} GiB of that in /dev/shm");
+    }
+    enough
 }
 
 /// A tool that `scripts/setup` installs, from `target/tools/bin` or else from PATH.

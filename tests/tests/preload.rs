@@ -12,8 +12,8 @@ use firn_tests::fsops::{assert_same_bytes, read};
 use firn_tests::mount::{SMALL, patient};
 use firn_tests::random::{bytes, generator};
 use firn_tests::sandbox::preload_library;
-use firn_tests::scripts::{PYTHON, SHELL, TAR};
-use firn_tests::suite::python_packages;
+use firn_tests::scripts::{PYTHON, SHELL, SQLITE, TAR};
+use firn_tests::suite::{has_memory_gib, has_torch, python_packages};
 use firn_tests::tree::{assert_same, snapshot};
 use firn_tests::{FirnMount, Outcome, Sandbox, helper_binary, run, seed, wait_until};
 use rand::Rng;
@@ -112,6 +112,7 @@ same! {
     files_made_again_show_no_bytes_of_others: "reuse",
     a_descriptor_without_a_path_is_asked_and_linked: "empty-paths",
     locks_hold_and_move_no_offset: "locks",
+    programs_built_for_an_old_c_library_see_lengths: "old-stats",
     exec_hands_descriptors_on_with_their_offsets: "execs",
     a_program_replaced_in_the_middle_of_a_file_goes_on_where_it_was: "exec",
     a_child_of_vfork_changes_nothing_of_its_parents: "vforks",
@@ -138,12 +139,7 @@ same! {
 /// The kernel takes 2 GiB less a page in one call.
 #[test]
 fn calls_of_more_than_two_gigabytes_are_cut_as_by_the_kernel() {
-    let meminfo = fs::read_to_string("/proc/meminfo").expect("read");
-    let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.strip_suffix("kB"));
-    let available_kb: u64 = available.and_then(|kb| kb.trim().parse().ok()).expect("a number");
-    let shm = rustix::fs::statvfs("/dev/shm").expect("statvfs");
-    if available_kb < 6 << 20 || shm.f_bavail * shm.f_frsize < 3 << 30 {
-        println!("skipped: it takes 6 GiB of memory, 3 GiB of that in /dev/shm");
+    if !has_memory_gib(6, 3) {
         return;
     }
     let sandbox = Sandbox::new("preload-longs");
@@ -219,9 +215,7 @@ fn a_static_go_program_is_slow_and_correct() {
 /// Needs PyTorch, which not every release of Debian and Ubuntu has.
 #[test]
 fn tensors_of_pytorch_and_safetensors_are_whole() {
-    let find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)";
-    if run(Command::new("/usr/bin/python3").args(["-c", find])).code != 0 {
-        println!("skipped: /usr/bin/python3 has no torch (the package python3-torch)");
+    if !has_torch() {
         return;
     }
     let sandbox = Sandbox::new("preload-torch");
@@ -241,16 +235,11 @@ fn tensors_of_pytorch_and_safetensors_are_whole() {
 
 #[test]
 fn a_database_keeps_its_locks_and_its_rows() {
-    let script = r#"
-        for mode in DELETE WAL TRUNCATE; do
-            sqlite3 $mode.db "PRAGMA journal_mode=$mode; CREATE TABLE t(a INTEGER PRIMARY KEY, b TEXT);" > /dev/null
-            for part in 1 2 3; do (
-                for i in $(seq 20); do sqlite3 -cmd '.timeout 60000' $mode.db "INSERT INTO t(b) VALUES('$part $i')"; done
-            ) & done; wait
-            sqlite3 $mode.db "BEGIN; DELETE FROM t WHERE a % 3 = 0; ROLLBACK; SELECT count(*) FROM t; PRAGMA integrity_check"
-            sqlite3 $mode.db "SELECT b FROM t ORDER BY b" > $mode.rows; rm -f $mode.db*
-        done"#;
-    same_everywhere("sqlite", &patient(""), |dir| shell(script, dir));
+    same_everywhere("sqlite", &patient(""), |dir| {
+        let mut command = shell(SQLITE, dir);
+        command.env("MODES", "DELETE WAL TRUNCATE");
+        command
+    });
 }
 
 #[test]
@@ -379,6 +368,78 @@ for block in 640, 4000, 1000000:
     for block in [640, 4000, 1_000_000] {
         assert_same_bytes("what was written", &read(&backing.join(format!("by{block}"))), &data);
     }
+}
+
+/// A checkpoint larger than memory, without a spill file and with one that is too small as well.
+#[test]
+fn where_memory_and_spill_file_are_full_writers_get_enospc_and_go_on_when_there_is_room() {
+    for (spill, fits) in [(false, 12), (true, 36)] {
+        let sandbox = Sandbox::new("preload-enospc");
+        let mut options = "memory=16M,chunk-size=1M,drain=demand".to_owned();
+        if spill {
+            options += &format!(",spill={},spill-size=32M", sandbox.mkdir("local").display());
+        }
+        let mount = FirnMount::new(&sandbox, &options);
+        let script = "import errno, os, sys; os.chdir(sys.argv[1]); fits = int(sys.argv[2])
+block = lambda at: bytes([at % 251]) * (1 << 20)
+def fill(name, most):
+    f = os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY); size = 0
+    try:
+        while size < most << 20: size += os.write(f, block(size >> 20)[size % (1 << 20):])
+        os.close(f); return size
+    except OSError as e: assert e.errno == errno.ENOSPC, e
+    assert os.fstat(f).st_size == os.lseek(f, 0, os.SEEK_CUR) == size, size
+    os.close(f); return size
+def check(name, size):
+    with open(name, 'rb', buffering=0) as f:
+        for at in range(0, size, 1 << 20): assert f.read(1 << 20) == block(at >> 20)[:size - at], (name, at)
+        assert f.read(1) == b''
+assert fill('first', fits) == fits << 20
+cut = fill('second', 64); assert cut < 16 << 20, cut
+check('first', fits << 20); check('second', cut)
+os.unlink('first'); assert fill('third', fits - 2) == fits - 2 << 20
+check('second', cut); check('third', fits - 2 << 20)
+os.unlink('second')";
+        let mut python = Command::new("/usr/bin/python3");
+        python.args(["-c", script]).arg(mount.path()).arg(fits.to_string());
+        let outcome = run(preload(&mut python)).ok();
+        assert!(past_the_kernel(&outcome, "write") > 20_000_000, "{outcome}");
+        assert_eq!(mount.status().spill.is_some_and(|spill| spill.used_bytes > 0), spill);
+        let backing = mount.umount();
+        assert_eq!(fs::metadata(backing.join("third")).expect("third").len(), (fits - 2) << 20);
+    }
+}
+
+/// The next job may ask for another size; what is held decides.
+#[test]
+fn what_is_held_is_read_by_a_mount_that_asks_for_another_geometry() {
+    let sandbox = Sandbox::new("preload-geometry");
+    let held = "memory=32M,chunk-size=1M,drain=demand";
+    let mount = FirnMount::new(&sandbox, held);
+    let python = |script: &str, dir: &Path| {
+        let mut python = Command::new("/usr/bin/python3");
+        run(preload(python.args(["-c", script]).arg(dir))).ok()
+    };
+    let write = "import sys; f = open(sys.argv[1] + '/step', 'wb', buffering=0)
+for i in range(24): f.write(bytes([i]) * (1 << 20))";
+    let check = "import sys; f = open(sys.argv[1] + '/step', 'rb', buffering=0)
+for i in range(24): assert f.read(1 << 20) == bytes([i]) * (1 << 20), i
+assert f.read(1) == b''";
+    python(write, mount.path());
+    mount.kill();
+    for other in ["memory=64M,chunk-size=4M,drain=demand", "memory=8M,chunk-size=256K,drain=demand", held] {
+        let mount = FirnMount::new(&sandbox, other);
+        let got = python(check, mount.path());
+        assert_eq!(past_the_kernel(&got, "read"), 24 << 20, "{got}");
+        assert_eq!(mount.status().arena_bytes, 32 << 20);
+        mount.kill();
+    }
+    let mount = FirnMount::new(&sandbox, "memory=64M,chunk-size=4M,drain=demand");
+    let backing = mount.umount();
+    python(check, &backing);
+    let mount = FirnMount::new(&sandbox, "memory=64M,chunk-size=4M,drain=demand");
+    assert_eq!(mount.status().arena_bytes, 64 << 20, "it was empty");
+    mount.umount();
 }
 
 /// A writer under the library is killed, or firnd, or both; what was acknowledged is there.

@@ -15,7 +15,8 @@ use firn_tests::fsops::read;
 use firn_tests::mount::{SMALL, mount_args, patient};
 use firn_tests::random::generator;
 use firn_tests::sandbox::{firn_binary, is_mounted, kill, preload_library, unmount_lazily};
-use firn_tests::scripts::{PYTHON, SHELL, TAR};
+use firn_tests::scripts::{PYTHON, SHELL, SQLITE, TAR};
+use firn_tests::suite::{has_memory_gib, has_torch, python_packages};
 use firn_tests::tree::{assert_same, snapshot};
 use firn_tests::{FirnMount, Outcome, Sandbox, helper_binary, run, seed, wait_until};
 use rand::Rng;
@@ -121,6 +122,10 @@ same! {
     vectors_are_written_whole_and_bad_ones_refused: "vectors",
     a_forked_child_shares_the_offset: "forks",
     appends_of_two_processes_do_not_overwrite: "appends",
+    files_made_again_show_no_bytes_of_others: "reuse",
+    a_descriptor_without_a_path_is_asked_and_linked: "empty-paths",
+    programs_built_for_an_old_c_library_see_lengths: "old-stats",
+    locks_hold_and_move_no_offset: "locks",
     a_program_replaced_in_the_middle_of_a_file_goes_on_where_it_was: "exec",
     a_child_of_vfork_changes_nothing_of_its_parents: "vforks",
     spawned_programs_share_offsets: "spawns",
@@ -218,6 +223,91 @@ except OSError as e: assert e.errno == errno.ENODEV, e";
     let mut command = Command::new("/usr/bin/python3");
     run(command.arg(source("datasets.py")).arg("check").arg(backing.join("model.h5"))).ok();
     assert_eq!(read(&backing.join("a.npy")).len(), read(&backing.join("raw")).len() + 128);
+}
+
+/// Proves S-stub-1.
+#[test]
+fn fortran_writes_records_of_every_kind() {
+    let program = compiled("gfortran", "records.f90", &[]);
+    let outcome = same_as_plain("stub-fortran", &patient(""), |dir| {
+        let mut command = Command::new(&program);
+        command.arg(dir);
+        command
+    });
+    assert!(past_the_kernel(&outcome, "write") > 1_000_000, "{outcome}");
+}
+
+/// Proves S-stub-7: needs PyTorch, which not every release of Debian and Ubuntu has.
+#[test]
+fn tensors_of_pytorch_and_safetensors_are_whole() {
+    if !has_torch() {
+        return;
+    }
+    let sandbox = Sandbox::new("stub-torch");
+    let mount = tree(&sandbox, SMALL);
+    let tensors = |verb: &str, dir: &Path| {
+        let mut command = Command::new("/usr/bin/python3");
+        command.arg(source("tensors.py")).args([verb.as_ref(), dir.as_os_str(), "unshared".as_ref()]);
+        run(preload(&sandbox, command.env("PYTHONPATH", python_packages()))).ok()
+    };
+    tensors("write", mount.path());
+    tensors("check", mount.path());
+    assert_eq!(stubs_with_bytes(mount.path()), [] as [PathBuf; 0]);
+    let backing = mount.umount();
+    tensors("check", &backing);
+}
+
+/// Proves S-stub-1. The journal mode WAL needs a shared mapping.
+#[test]
+fn a_database_keeps_its_locks_and_its_rows() {
+    same_as_plain("stub-sqlite", &patient(""), |dir| {
+        let mut command = shell(SQLITE, dir);
+        command.env("MODES", "DELETE TRUNCATE PERSIST");
+        command
+    });
+}
+
+#[test]
+fn replacements_of_malloc_stand_before_and_behind_the_library() {
+    let library = preload_library();
+    for malloc in ["libjemalloc.so.2", "libtcmalloc_minimal.so.4"] {
+        for both in [format!("{malloc}:{}", library.display()), format!("{}:{malloc}", library.display())] {
+            let sandbox = Sandbox::new("stub-malloc");
+            let plain = sandbox.mkdir("plain");
+            let mount = tree(&sandbox, &patient("drain=demand"));
+            for case in ["sizes", "forks", "vforks", "spawns", "threads", "handlers", "stdio"] {
+                let program = |dir: &Path| {
+                    let mut command = Command::new(cases());
+                    command.arg(dir).arg(case);
+                    command
+                };
+                let expected = run(&mut program(&plain)).ok();
+                let found = run(preload(&sandbox, &mut program(mount.path())).env("LD_PRELOAD", &both)).ok();
+                assert_eq!(found.stdout, expected.stdout, "{both}, {case}: {found}");
+                assert!(!found.stderr.contains("cannot be preloaded"), "{found}");
+            }
+            let backing = mount.umount();
+            assert_same("the backing", &snapshot(&backing), &snapshot(&plain));
+        }
+    }
+}
+
+/// More than the kernel takes in one call.
+#[test]
+fn calls_of_more_than_two_gigabytes_are_cut_as_by_the_kernel() {
+    if !has_memory_gib(6, 3) {
+        return;
+    }
+    let sandbox = Sandbox::new("stub-longs");
+    let mount = tree(&sandbox, "memory=2304M,chunk-size=4M,drain=demand,populate=no");
+    let mut command = Command::new(cases());
+    let outcome = run(preload(&sandbox, command.arg(mount.path()).arg("longs"))).ok();
+    let numbers: Vec<&str> =
+        outcome.stdout.lines().filter_map(|line| line.rsplit_once(": ").map(|(_, number)| number)).collect();
+    let most = "2147479552";
+    assert_eq!(numbers, [most, most, "0", "0", most, "1", most, most, "120", "0", "0"], "{outcome}");
+    fs::remove_file(mount.join("longs")).expect("unlink");
+    mount.umount();
 }
 
 /// Proves S-stub-1.
