@@ -1,7 +1,8 @@
 //! Long versions of the tests: the same tests, more rounds, seeds printed.
 //!
 //! A campaign of system tests sets the environment that the tests of `firn-tests` read and runs one of them. The
-//! release binary is built first and used, so that a round is short. Needs root, as the tests do. Fuzzing and ThreadSanitizer build their own.
+//! release binary is built first and used, so that a round is short. Needs root, as the tests do. Fuzzing and
+//! ThreadSanitizer build their own.
 
 mod fuzz;
 mod tsan;
@@ -9,97 +10,81 @@ mod tsan;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
+use clap::Subcommand;
 
-/// A campaign: its name, the option that sets its length, the default, and what it runs.
-struct Campaign {
-    name: &'static str,
-    option: &'static str,
-    default: u64,
-    what: What,
+/// A campaign, with its length.
+#[derive(Subcommand)]
+pub enum Campaign {
+    /// kill -9 of firnd and of writers under load: nothing acknowledged is lost
+    Crash {
+        /// Mounts that are killed, through the mount and past the kernel
+        #[arg(long, default_value_t = 200)]
+        rounds: u64,
+        /// Repeats a campaign
+        #[arg(long)]
+        seed: Option<u64>,
+    },
+    /// fsx with mmap on, on a mount over each kind of file system
+    Fsx {
+        /// Operations on each
+        #[arg(long, default_value_t = 1_000_000)]
+        ops: u64,
+        /// Repeats a campaign
+        #[arg(long)]
+        seed: Option<u64>,
+    },
+    /// The same random operations on the mount and on a plain directory
+    Differential {
+        /// Operations on each kind of file system
+        #[arg(long, default_value_t = 200_000)]
+        ops: u64,
+        /// Repeats a campaign
+        #[arg(long)]
+        seed: Option<u64>,
+    },
+    /// stress-ng --verify, through the mount and past the kernel
+    Stress {
+        /// Seconds for each stressor
+        #[arg(long, default_value_t = 20)]
+        seconds: u64,
+    },
+    /// Every parser of stored or received bytes, fuzzed
+    Fuzz {
+        /// Seconds for each target: five find what a change broke outright, finding more takes hours
+        #[arg(long, default_value_t = 5)]
+        seconds: u64,
+        /// Repeats a campaign
+        #[arg(long)]
+        seed: Option<u64>,
+    },
+    /// The threaded tests of arena, engine and drain under ThreadSanitizer
+    Tsan {
+        // A race is seen only when both sides come close: with the release store of a piece's seal made
+        // relaxed, about one round in ten reports it.
+        /// How often each is run
+        #[arg(long, default_value_t = 20)]
+        rounds: u64,
+    },
 }
-
-enum What {
-    /// A system test: the option's name in the environment, the test and the case.
-    System {
-        variable: &'static str,
-        test: &'static str,
-        filter: &'static str,
-    },
-    Fuzz,
-    Tsan,
-}
-
-const CAMPAIGNS: [Campaign; 6] = [
-    Campaign {
-        name: "crash",
-        option: "--rounds",
-        default: 200,
-        what: What::System {
-            variable: "FIRN_CRASH_ROUNDS",
-            test: "crash",
-            filter: "every_acknowledged_byte",
-        },
-    },
-    Campaign {
-        name: "fsx",
-        option: "--ops",
-        default: 1_000_000,
-        what: What::System { variable: "FIRN_FSX_OPS", test: "suites", filter: "fsx_finds_nothing" },
-    },
-    Campaign {
-        name: "differential",
-        option: "--ops",
-        default: 200_000,
-        what: What::System {
-            variable: "FIRN_DIFFERENTIAL_OPS",
-            test: "differential",
-            filter: "same_as_plain",
-        },
-    },
-    Campaign {
-        name: "stress",
-        option: "--seconds",
-        default: 20,
-        what: What::System { variable: "FIRN_STRESS_SECONDS", test: "suites", filter: "stress_ng" },
-    },
-    // Five seconds find what a change broke outright; finding more takes hours.
-    Campaign { name: "fuzz", option: "--seconds", default: 5, what: What::Fuzz },
-    // A race is seen only when both sides come close: with the release store of a piece's seal made
-    // relaxed, about one round in ten reports it.
-    Campaign { name: "tsan", option: "--rounds", default: 20, what: What::Tsan },
-];
 
 /// Longest a test of a campaign may take, in seconds; the ordinary limit is for CI.
 const TEST_LIMIT_S: u64 = 6 * 3600;
 
-const USAGE: &str = "usage: cargo xtask campaign crash [--rounds N] [--seed S]\n\
-    \x20      cargo xtask campaign fsx [--ops N] [--seed S]\n\
-    \x20      cargo xtask campaign differential [--ops N] [--seed S]\n\
-    \x20      cargo xtask campaign stress [--seconds N]            (seconds for each stressor)\n\
-    \x20      cargo xtask campaign fuzz [--seconds N] [--seed S]   (seconds for each target)\n\
-    \x20      cargo xtask campaign tsan [--rounds N]";
-
-/// Runs the campaign that the arguments name.
-pub fn run(args: &[String]) -> anyhow::Result<()> {
-    let (name, options) = args.split_first().context(USAGE)?;
-    let campaign = CAMPAIGNS.iter().find(|campaign| campaign.name == name).context(USAGE)?;
-    let (mut length, mut seed) = (campaign.default, None);
-    for pair in options.chunks(2) {
-        let [option, value] = pair else { bail!("{} needs a number\n{USAGE}", pair[0]) };
-        let value: u64 = value.parse().with_context(|| format!("{option} {value}: not a whole number"))?;
-        match option.as_str() {
-            "--seed" => seed = Some(value),
-            option if option == campaign.option => length = value,
-            option => bail!("{name} has no option {option}\n{USAGE}"),
-        }
-    }
-    match campaign.what {
-        What::System { variable, test, filter } => system(test, filter, (variable, length), seed),
-        What::Fuzz => fuzz::run(length, seed),
-        What::Tsan => {
-            ensure!(seed.is_none(), "tsan has no option --seed\n{USAGE}");
-            tsan::run(length)
+impl Campaign {
+    /// Runs it; the first failure ends it.
+    pub fn run(&self) -> anyhow::Result<()> {
+        match *self {
+            Self::Crash { rounds, seed } => {
+                system("crash", "every_acknowledged_byte", ("FIRN_CRASH_ROUNDS", rounds), seed)
+            }
+            Self::Fsx { ops, seed } => system("suites", "fsx_finds_nothing", ("FIRN_FSX_OPS", ops), seed),
+            Self::Differential { ops, seed } => {
+                system("differential", "same_as_plain", ("FIRN_DIFFERENTIAL_OPS", ops), seed)
+            }
+            Self::Stress { seconds } => system("suites", "stress_ng", ("FIRN_STRESS_SECONDS", seconds), None),
+            Self::Fuzz { seconds, seed } => fuzz::run(seconds, seed),
+            Self::Tsan { rounds } => tsan::run(rounds),
         }
     }
 }

@@ -1,14 +1,37 @@
-//! Development tasks: `cargo run -p xtask -- TASK`.
+//! Development tasks: `cargo xtask TASK`.
 
 mod campaign;
 mod pages;
 mod semantics;
 
-fn main() -> anyhow::Result<()> {
-    match std::env::args().nth(1).as_deref() {
-        Some("campaign") => campaign::run(&std::env::args().skip(2).collect::<Vec<_>>()),
-        Some("pages") => pages::run(),
-        Some("semantics") => semantics::run(),
-        _ => anyhow::bail!("usage: cargo run -p xtask -- campaign|pages|semantics"),
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// Development tasks
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+enum Task {
+    /// Runs a test for longer than CI does; seeds are printed
+    #[command(subcommand)]
+    Campaign(campaign::Campaign),
+    /// Writes the pages that are generated from the table of options
+    Pages,
+    /// Lists the promises of docs/SEMANTICS.md with the tests that prove them
+    Semantics,
+}
+
+fn main() -> ExitCode {
+    let result = match Task::parse() {
+        Task::Campaign(campaign) => campaign.run(),
+        Task::Pages => pages::run(),
+        Task::Semantics => semantics::run(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
     }
 }

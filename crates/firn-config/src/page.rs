@@ -7,7 +7,7 @@ use crate::table::{RULES, TABLE};
 /// What stands before the table.
 const HEAD: &str = "# Configuration
 
-<!-- Generated from the table in crates/firn-config by `cargo run -p xtask -- pages`. Edit the table. -->
+<!-- Generated from the table in crates/firn-config by `cargo xtask pages`. Edit the table. -->
 
 Every option has one name. It can be given, in order of precedence, by
 
@@ -82,7 +82,7 @@ mod tests {
         let stored = std::fs::read_to_string(path).unwrap_or_default();
         assert!(
             stored == super::configuration_page(),
-            "docs/CONFIGURATION.md is stale: run `cargo run -p xtask -- pages`"
+            "docs/CONFIGURATION.md is stale: run `cargo xtask pages`"
         );
     }
 }
