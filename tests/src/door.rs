@@ -1,17 +1,24 @@
 //! A client of the door in a few lines: what the preload library does for one descriptor.
 
 use std::fs::File;
-use std::io::{IoSliceMut, Read, Seek, SeekFrom, Write};
+use std::io::{IoSlice, IoSliceMut, Read, Seek, SeekFrom, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::random::generator;
 use firn_client::door::{Outcome, SlabWriter};
-use firn_format::door::{Arena, DOOR_VERSION, IOCTL_TOKEN, Op, Reply, Request, Status, Token};
+use firn_format::door::{
+    AT_END, Arena, DATA_BYTES_MAX, DOOR_VERSION, IOCTL_TOKEN, Op, Reply, Request, Status, StubTree, Token,
+};
+use firn_format::piece::{LIVE, PIECE_BYTES, Piece, word};
+use rand::Rng;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType, connect, recvmsg, send, socket_with,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, send,
+    sendmsg, socket_with,
 };
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
@@ -21,6 +28,15 @@ pub fn token(file: &File) -> Option<Token> {
     // SAFETY: the request fills a `Token`.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::Ioctl::from(IOCTL_TOKEN), &raw mut token) };
     (result == 0).then_some(token)
+}
+
+/// What a token would say of the tree whose firnd has this runtime directory, but for the file.
+pub fn token_of_tree(runtime: &Path) -> Token {
+    let entries = std::fs::read_dir(runtime).expect("list the runtime directory").flatten();
+    let path = entries.map(|entry| entry.path()).find(|path| path.extension().is_some_and(|e| e == "stub"));
+    let bytes = std::fs::read(path.expect("a tree")).expect("read what is known of the tree");
+    let tree = StubTree::read_from_bytes(&bytes).expect("a whole file");
+    Token { token: 0, version: DOOR_VERSION, pid: tree.pid, arena: tree.arena, socket: tree.socket }
 }
 
 /// A connection to the socket that a token names.
@@ -38,8 +54,72 @@ pub fn say(socket: &OwnedFd, packet: &[u8]) -> Option<Status> {
     Some(Status::from_word(reply.status))
 }
 
+/// Sends `count` packets that are requests but for a part of them, over connections that end in between: all
+/// operations, tokens of `files` and others, their descriptors and none, lengths that are wrong, offsets at the
+/// edges.
+pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl Rng) {
+    const EDGES: [u64; 10] =
+        [0, 1, 4095, 4096, 1 << 32, i64::MAX as u64, 1 << 63, u64::MAX - 7, AT_END, DOOR_VERSION as u64];
+    let hello = Request { op: Op::Hello as u32, arg: DOOR_VERSION.into(), ..Request::default() };
+    let mut tokens: Vec<u64> = files.iter().filter_map(|file| Some(token(file)?.token)).collect();
+    let mut socket = None;
+    for _ in 0..count {
+        let open = socket.take().unwrap_or_else(|| {
+            let open = knock(at).expect("the door answers");
+            if rng.random_bool(0.9) {
+                assert_eq!(say(&open, hello.as_bytes()), Some(Status::Ok));
+            }
+            open
+        });
+        let known = tokens.get(rng.random_range(0..=tokens.len())).copied();
+        let follows = match rng.random_range(0..20) {
+            0 => DATA_BYTES_MAX + rng.random_range(0..2),
+            1..6 => 16,
+            6..12 => 0,
+            _ => rng.random_range(0..200),
+        };
+        let request = Request {
+            op: rng.random_range(0..18),
+            len: match rng.random_range(0..4) {
+                0 => rng.random(),
+                1 => 1,
+                _ => follows as u32,
+            },
+            token: known.unwrap_or_else(|| rng.random_range(0..100)),
+            arg: if rng.random() {
+                EDGES[rng.random_range(0..EDGES.len())]
+            } else {
+                rng.random_range(0..70_000)
+            },
+        };
+        let words = follows / 8;
+        let mut data: Vec<u8> =
+            (0..words).flat_map(|_| EDGES[rng.random_range(0..EDGES.len())].to_ne_bytes()).collect();
+        data.resize(follows, 7);
+        let head = request.as_bytes();
+        let head = if rng.random_bool(0.03) { &head[..rng.random_range(1..head.len())] } else { head };
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let given = files.get(rng.random_range(0..=files.len())).map(|file| [file.as_fd()]);
+        let wanted = if request.op == Op::Adopt as u32 { 0.9 } else { 0.05 };
+        if let Some(given) = given.as_ref().filter(|_| rng.random_bool(wanted)) {
+            control.push(SendAncillaryMessage::ScmRights(given));
+        }
+        let parts = [IoSlice::new(head), IoSlice::new(&data)];
+        if sendmsg(&open, &parts, &mut control, SendFlags::NOSIGNAL).is_err() {
+            continue;
+        }
+        let Some((reply, _)) = receive(&open) else { continue };
+        if request.op == Op::Adopt as u32 && Status::from_word(reply.status) == Status::Ok {
+            tokens.push(reply.binding);
+        }
+        socket =
+            (Status::from_word(reply.status) != Status::Malformed && rng.random_bool(0.98)).then_some(open);
+    }
+}
+
 fn receive(socket: &OwnedFd) -> Option<(Reply, Vec<u8>)> {
-    let mut bytes = vec![0; 64 << 10];
+    let mut bytes = vec![0; size_of::<Reply>() + DATA_BYTES_MAX];
     let (len, _) = rustix::net::recv(socket, &mut bytes[..], RecvFlags::empty()).ok()?;
     bytes.truncate(len);
     let (reply, rest) = Reply::read_from_prefix(&bytes).ok()?;
@@ -148,6 +228,44 @@ impl DoorFile<'_> {
         }
     }
 
+    /// Garbage over the records of the lease and the bytes of its slab, as of a program that has lost its way.
+    fn scribble(&mut self, rng: &mut impl Rng) {
+        let slab = *self.writer.as_ref().expect("a lease").slab();
+        let words = |from: u64, bytes: u64| (from..from + bytes / 8 * 8).step_by(8);
+        let records = words(slab.records, u64::from(slab.record_count) * PIECE_BYTES);
+        let data = words(slab.chunk + u64::from(slab.start), u64::from(slab.end - slab.start));
+        let share = [0.001, 0.1, 1.0][rng.random_range(0..3)];
+        for at in records.chain(data).chain([slab.writer]) {
+            if rng.random_bool(share) {
+                // SAFETY: a word of the lease, aligned, in the client's mapping.
+                let word = unsafe { AtomicU64::from_ptr(self.client.base.add(at as usize).cast()) };
+                let bits = if rng.random() { rng.random() } else { 1 << rng.random_range(0..64) };
+                word.fetch_xor(bits, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// Records of the lease that are whole and say that another file was written, from its start on.
+    fn forge(&mut self, binding: u64) {
+        let slab = *self.writer.as_ref().expect("a lease").slab();
+        for index in 0..u64::from(slab.record_count) {
+            let sequence = slab.sequence + index;
+            let piece = Piece { file: binding, offset: 0, sequence, position: slab.start, len: 64 };
+            let record = slab.records + index * PIECE_BYTES;
+            let store = |at: u64, value: u64| {
+                // SAFETY: a word of the lease, aligned, in the client's mapping.
+                let word =
+                    unsafe { AtomicU64::from_ptr(self.client.base.add((record + at) as usize).cast()) };
+                word.store(value, Ordering::Release);
+            };
+            store(word::FILE, piece.file);
+            store(word::OFFSET, piece.offset);
+            store(word::SEQUENCE, piece.sequence);
+            store(word::POSITION, u64::from(piece.position) | u64::from(LIVE) << 32);
+            store(word::SEAL, piece.seal(slab.generation));
+        }
+    }
+
     fn lease(&mut self, want: u64) -> bool {
         let Some(reply) = self.client.ask(Op::Lease, self.token, want) else { return false };
         let ok = Status::from_word(reply.status) == Status::Ok;
@@ -196,6 +314,38 @@ pub fn write_until_killed(path: &Path, log: &Path) {
 
 fn say_acknowledged(log: &mut File, at: u64) {
     log.seek(SeekFrom::Start(0)).and_then(|_| log.write_all(&at.to_ne_bytes())).expect("tell");
+}
+
+/// Appends past the kernel, spoils its records and slab, says so, and goes on for each line that it reads.
+/// `how` is `garbage`, or `forged`: records of the files that were bound before and after its own.
+/// A process of its own, because those of another that starts programs close their copies of its descriptors,
+/// which ends leases.
+pub fn spoil_on_command(path: &Path, how: &str, seed: u64) {
+    let mut rng = generator(seed);
+    let file = File::create(path).expect("create");
+    let client = Client::new(&token(&file).expect("a token"));
+    let mut door = client.open(file);
+    let mut at = 0;
+    let mut append = |door: &mut DoorFile<'_>, len: u64| {
+        let done = door.append(at, &(at..at + len).map(byte_at).collect::<Vec<u8>>());
+        at += done as u64;
+        println!("{done}");
+    };
+    append(&mut door, 10);
+    door.file.metadata().expect("fstat");
+    append(&mut door, 100_000);
+    match how {
+        "garbage" => door.scribble(&mut rng),
+        _ => {
+            let binding = door.binding;
+            door.forge(if rng.random() { binding - 1 } else { binding + 1 });
+        }
+    }
+    println!("spoiled");
+    for line in std::io::stdin().lines() {
+        line.expect("a line");
+        append(&mut door, 3_000);
+    }
 }
 
 /// What [`write_until_killed`] told last.

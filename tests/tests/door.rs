@@ -1,17 +1,18 @@
 //! Writing past the kernel on a real mount: what others see, what a kill leaves, who is let in.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_format::door::{DOOR_VERSION, Op, Request, Status};
 use firn_tests::command::run;
-use firn_tests::door::{Client, acknowledged, byte_at, knock, say, token, two_requests};
+use firn_tests::door::{Client, acknowledged, byte_at, knock, pester, say, token, two_requests};
 use firn_tests::mount::patient;
-use firn_tests::{FirnMount, Sandbox, helper_binary, wait_until};
+use firn_tests::random::generator;
+use firn_tests::{FirnMount, Sandbox, helper_binary, seed, wait_until};
 use zerocopy::IntoBytes;
 
 const NOBODY: u32 = 65534;
@@ -199,6 +200,85 @@ fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
     door.append_again(0, b"still here");
     drop(idle);
     assert_eq!(std::fs::read(mount.join("file")).unwrap(), b"still here");
+}
+
+#[test]
+fn packets_of_chance_harm_nobody() {
+    let mut rng = generator(seed("door-pester"));
+    let sandbox = Sandbox::new("door-pester");
+    let mount = FirnMount::new(&sandbox, &patient(""));
+    let pid = mount.pid();
+    std::fs::write(mount.join("other"), pattern(0, 100_000)).unwrap();
+    let open = |name: &str| {
+        OpenOptions::new().read(true).write(true).create(true).truncate(false).open(mount.join(name)).unwrap()
+    };
+    let files = [open("mine"), File::open(mount.join("other")).unwrap(), File::open("/dev/null").unwrap()];
+    pester(&token(&files[0]).unwrap(), &files, 3_000, &mut rng);
+    drop(files);
+    assert_eq!(mount.pid(), pid);
+    assert_eq!(std::fs::read(mount.join("other")).unwrap(), pattern(0, 100_000));
+    assert_eq!(std::fs::read(mount.join("mine")).unwrap(), b"", "nobody published anything");
+    wait_until("the end of the clients", Duration::from_secs(30), || mount.status().door_clients == 0);
+    let backing = mount.umount();
+    assert_eq!(std::fs::read(backing.join("other")).unwrap(), pattern(0, 100_000));
+}
+
+/// While firnd lives, and for the one that attaches after it was killed.
+#[test]
+fn a_client_that_spoils_its_slab_and_records_harms_its_own_file_only() {
+    const OPTIONS: &str = "arena-size=16M,chunk-size=1M,close=held,drain-age=10min";
+    let seed = seed("door-spoiler");
+    let mut errors = 0;
+    for round in 0..24 {
+        // Forged records are told from true ones as long as firnd knows whose lease it is.
+        let (killed, forged) = (round % 3 == 0, round % 3 == 1);
+        let sandbox = Sandbox::new("door-spoiler");
+        let mount = FirnMount::new(&sandbox, OPTIONS);
+        let create = |name: &str| File::create(mount.join(name)).unwrap();
+        let before = create("before");
+        before.write_all_at(&pattern(0, 50_000), 0).unwrap();
+        let mut command = Command::new(helper_binary());
+        command.arg("door-spoiler").arg(mount.join("mine")).arg(if forged { "forged" } else { "garbage" });
+        command.arg((seed ^ round).to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut spoiler = command.spawn().unwrap();
+        let mut said = BufReader::new(spoiler.stdout.take().unwrap()).lines();
+        let mut next = || said.next().unwrap().unwrap();
+        assert_eq!([next(), next()], ["10", "100000"]);
+        let after = create("after");
+        after.write_all_at(&pattern(7, 60_000), 0).unwrap();
+        assert_eq!(next(), "spoiled");
+        let mut say = spoiler.stdin.take().unwrap();
+        say.write_all(b"go on\n").unwrap();
+        next();
+        let mount = if killed {
+            mount.kill();
+            let again = FirnMount::new(&sandbox, OPTIONS);
+            say.write_all(b"go on\n").unwrap();
+            assert_eq!(next(), "0", "its lease is over");
+            again
+        } else {
+            // What asks for it makes firnd look.
+            let _ = std::fs::read(mount.join("mine"));
+            errors += mount.status().door_errors;
+            mount
+        };
+        let check = |dir: &std::path::Path| {
+            assert!(std::fs::read(dir.join("before")).unwrap() == pattern(0, 50_000), "round {round}");
+            assert!(std::fs::read(dir.join("after")).unwrap() == pattern(7, 60_000), "round {round}");
+        };
+        check(mount.path());
+        drop((say, before, after));
+        spoiler.wait().unwrap();
+        std::fs::remove_file(mount.join("mine")).unwrap();
+        // Its slab is used again.
+        let more = pattern(3, 4_000_000);
+        std::fs::write(mount.join("more"), &more).unwrap();
+        check(mount.path());
+        let backing = mount.umount();
+        check(&backing);
+        assert!(std::fs::read(backing.join("more")).unwrap() == more, "round {round}");
+    }
+    assert!(errors >= 8, "{errors} of 8 forgers were found out");
 }
 
 /// Proves S-door-4.

@@ -11,9 +11,10 @@ use std::time::Duration;
 
 use firn_tests::ack::verify;
 use firn_tests::command::wait_child;
+use firn_tests::door::{pester, token_of_tree};
 use firn_tests::fsops::read;
 use firn_tests::mount::{SMALL, mount_args, patient};
-use firn_tests::random::generator;
+use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::sandbox::{firn_binary, is_mounted, kill, preload_library, unmount_lazily};
 use firn_tests::scripts::{PYTHON, SHELL, SQLITE, TAR};
 use firn_tests::suite::{has_memory_gib, has_torch, python_packages};
@@ -480,7 +481,7 @@ fn kill_firnd(mount: FirnMount<'_>) {
 fn kill_9_of_writer_or_firnd_at_any_moment_loses_nothing_acknowledged() {
     let seed = seed("stub-kill");
     let mut rng = generator(seed);
-    for round in 0..6u64 {
+    for round in 0..env_count("FIRN_CRASH_ROUNDS", 6) {
         let sandbox = Sandbox::new("stub-kill");
         let mount = tree(&sandbox, SMALL);
         let log = sandbox.join("log");
@@ -664,6 +665,36 @@ fn another_user_does_not_get_into_the_tree() {
     assert_eq!(outcome.stderr.matches("Permission denied").count(), 3, "{outcome}");
     let backing = mount.umount();
     assert_eq!(read(&backing.join("x")), b"mine\n");
+}
+
+#[test]
+fn packets_of_chance_harm_nobody() {
+    let mut rng = generator(seed("stub-pester"));
+    let sandbox = Sandbox::new("stub-pester");
+    let mount = tree(&sandbox, &patient(""));
+    let pid = mount.pid();
+    let data = bytes(1, 300_000);
+    fs::write(sandbox.join("data"), &data).expect("write");
+    run(preload(&sandbox, &mut shell("cp ../data other; echo > mine; echo > removed", mount.path()))).ok();
+    let open =
+        |name: &str| fs::OpenOptions::new().read(true).write(true).open(mount.join(name)).expect("open");
+    let files = [
+        open("mine"),
+        open("removed"),
+        fs::File::open("/dev/null").expect("open"),
+        fs::File::open(mount.path()).expect("open"),
+        fs::File::open(sandbox.join("data")).expect("open"),
+    ];
+    fs::remove_file(mount.join("removed")).expect("unlink");
+    pester(&token_of_tree(sandbox.runtime()), &files, 4_000, &mut rng);
+    drop(files);
+    assert_eq!(mount.pid(), pid);
+    run(preload(&sandbox, &mut shell("cmp ../data other; rm mine; echo new > mine; cat mine", mount.path())))
+        .ok();
+    wait_until("the end of the clients", Duration::from_secs(30), || mount.status().door_clients == 0);
+    let backing = mount.umount();
+    assert_eq!((read(&backing.join("other")), read(&backing.join("mine"))), (data, b"new\n".to_vec()));
+    assert_eq!(fs::read_dir(&backing).expect("the backing").count(), 2);
 }
 
 #[test]

@@ -20,12 +20,16 @@ fn main() -> ExitCode {
             firn_tests::faultfs::serve(Path::new(source), Path::new(mount_point), Path::new(control));
         }
         ["door-writer", file, log] => firn_tests::door::write_until_killed(Path::new(file), Path::new(log)),
+        ["door-spoiler", file, how, seed] => {
+            firn_tests::door::spoil_on_command(Path::new(file), how, number(seed))
+        }
         ["door-version", file] => firn_tests::door::print_version(Path::new(file)),
         ["hand", file] => firn_tests::hand::serve(Path::new(file)),
         _ => {
             eprintln!(
                 "usage: firn-test-helper writer DIR LOG SEED | verify DIR LOG | append FILE ID COUNT \
-                 | faultfs SOURCE DIR CONTROL | hand FILE | door-writer FILE LOG | door-version FILE"
+                 | faultfs SOURCE DIR CONTROL | hand FILE \
+                 | door-writer FILE LOG | door-spoiler FILE HOW SEED | door-version FILE"
             );
             return ExitCode::from(2);
         }
