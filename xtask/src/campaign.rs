@@ -18,7 +18,7 @@ use clap::Subcommand;
 pub enum Campaign {
     /// kill -9 of firnd and of writers under load: nothing acknowledged is lost
     Crash {
-        /// Mounts that are killed, through the mount and past the kernel
+        /// Kills each: through the mount, past the kernel, without FUSE
         #[arg(long, default_value_t = 200)]
         rounds: u64,
         /// Repeats a campaign
@@ -76,7 +76,9 @@ impl Campaign {
     pub fn run(&self) -> anyhow::Result<()> {
         match *self {
             Self::Crash { rounds, seed } => {
-                system("crash", "every_acknowledged_byte", ("FIRN_CRASH_ROUNDS", rounds), seed)
+                let length = ("FIRN_CRASH_ROUNDS", rounds);
+                system("crash", "every_acknowledged_byte", length, seed)?;
+                system("stub", "kill_9_of_writer_or_firnd", length, seed)
             }
             Self::Fsx { ops, seed } => system("suites", "fsx_finds_nothing", ("FIRN_FSX_OPS", ops), seed),
             Self::Differential { ops, seed } => {

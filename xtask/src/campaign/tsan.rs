@@ -10,8 +10,12 @@ use anyhow::{Context, ensure};
 
 use super::{cargo, cargo_command, root, target_dir};
 
-/// Crates with threads over the arena, and the tests that are worth it.
-const CRATES: [&str; 2] = ["firn-arena", "firn-drain"];
+/// What is run of crates with threads over the arena. Of the engine, clients that publish while it takes in: the
+/// rest of its tests have one thread.
+const RUNS: [&[&str]; 2] = [
+    &["--tests", "-p", "firn-arena", "-p", "firn-drain"],
+    &["--test", "door", "-p", "firn-engine", "under_threads"],
+];
 
 /// System calls go through libc, where the sanitizer sees which memory they touch, and that an address
 /// of a mapping that ended is another's now.
@@ -23,16 +27,16 @@ pub fn run(rounds: u64) -> anyhow::Result<()> {
     let host = host()?;
     for round in 1..=rounds {
         eprintln!("xtask: tsan, round {round} of {rounds}");
-        // --target keeps the flags away from build scripts and macros.
-        let mut test = cargo_command(&["test", "--tests", "--target", &host]);
-        for name in CRATES {
-            test.args(["-p", name]);
+        for run in RUNS {
+            // --target keeps the flags away from build scripts and macros.
+            let mut test = cargo_command(&["test", "--target", &host]);
+            test.args(run)
+                .env("RUSTC_BOOTSTRAP", "1")
+                .env("RUSTFLAGS", FLAGS)
+                .env("CARGO_TARGET_DIR", target_dir().join("tsan"))
+                .env("TSAN_OPTIONS", format!("suppressions={}/xtask/tsan.supp", root().display()));
+            cargo(&mut test)?;
         }
-        test.env("RUSTC_BOOTSTRAP", "1")
-            .env("RUSTFLAGS", FLAGS)
-            .env("CARGO_TARGET_DIR", target_dir().join("tsan"))
-            .env("TSAN_OPTIONS", format!("suppressions={}/xtask/tsan.supp", root().display()));
-        cargo(&mut test)?;
     }
     Ok(())
 }
