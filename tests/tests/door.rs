@@ -309,5 +309,28 @@ fn other_users_and_other_file_systems_have_no_door() {
     let token = token(&File::open(&path).unwrap()).unwrap();
     let len = token.socket.iter().position(|byte| *byte == 0).unwrap();
     let socket = std::path::PathBuf::from(String::from_utf8(token.socket[..len].to_vec()).unwrap());
-    assert_eq!(socket.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+    let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode(&socket), mode(&sandbox.arena()), mode(sandbox.runtime())), (0o600, 0o600, 0o700));
+    // Nor does it where somebody opened all of that to everybody.
+    let control = socket.with_extension("sock");
+    for (path, mode) in [(sandbox.runtime(), 0o755), (&socket, 0o666), (&control, 0o666)] {
+        std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+    }
+    let script = "import os, socket, sys
+for path, kind, hello in (sys.argv[1], socket.SOCK_SEQPACKET, bytes.fromhex(sys.argv[3])), (sys.argv[2], socket.SOCK_STREAM, b''):
+    end = socket.socket(socket.AF_UNIX, kind); end.connect(path)
+    try:
+        if hello: end.send(hello)
+        print(len(end.recv(10000)) if hello else end.recv(10000).decode())
+    except (BrokenPipeError, ConnectionResetError): print(0)";
+    let hello = Request { op: Op::Hello as u32, arg: DOOR_VERSION.into(), ..Request::default() };
+    let hello: String = hello.as_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+    let knock = |uid: u32| {
+        let mut python = Command::new("/usr/bin/python3");
+        python.args(["-c", script]).args([&socket, &control]).arg(&hello).uid(uid).gid(uid);
+        run(&mut python).ok().stdout
+    };
+    let refused = knock(NOBODY);
+    assert!(refused.starts_with("0\n") && refused.contains("belongs to another user"), "{refused}");
+    mount.umount();
 }

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_tests::command::{exit_code, wait_child};
-use firn_tests::sandbox::{is_mounted, kill};
+use firn_tests::sandbox::{firn_binary, is_mounted, kill};
 use firn_tests::{Sandbox, run, wait_until};
 
 /// `firn run` on the sandbox's mount point, in its environment.
@@ -54,6 +54,33 @@ fn a_job_that_is_killed_finds_its_files_again() {
     assert_eq!(again.stdout, "data\n");
     assert_eq!(run(&mut firn_run(&sandbox, &[], "cat $FIRN_PREFIX/f")).ok().stdout, "data\n");
     assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
+}
+
+/// As in a container whose /dev/shm has 16 MiB, as large as memory for files or not.
+#[test]
+fn a_dev_shm_that_is_too_small_is_told_and_the_job_not_started() {
+    for door in [&[][..], &["-o", "door=preload"]] {
+        let sandbox = Sandbox::new("runsmall");
+        let run_in_little = |memory: &str| {
+            let mut command = Command::new("unshare");
+            sandbox.environment(&mut command);
+            let little = "mount -t tmpfs -o size=16m,mode=700 firn-test \"$FIRN_RUNTIME_DIR\" && exec \"$@\"";
+            command.args(["-m", "sh", "-c", little, "sh"]).arg(firn_binary());
+            command.args(["run", "--memory", memory, "--prefix"]).arg(sandbox.join("mnt")).args(door);
+            command.args([
+                "--",
+                "sh",
+                "-c",
+                "echo started; echo data > $FIRN_PREFIX/f && cat $FIRN_PREFIX/f",
+            ]);
+            run(&mut command)
+        };
+        let outcome = run_in_little("64M").says("no room").says("lower arena-size");
+        assert!(outcome.code != 0 && outcome.stdout.is_empty(), "{outcome}");
+        assert!(sandbox.processes().is_empty(), "a firnd is left");
+        assert!(!is_mounted(&sandbox.join("mnt")));
+        assert_eq!(run_in_little("8M").ok().stdout, "started\ndata\n");
+    }
 }
 
 #[test]
