@@ -46,7 +46,7 @@ pub enum ArenaError {
     },
     /// The file system does not have so much room.
     #[error(
-        "{path}: no room for {need} bytes ({why}): lower arena-size, or put the arena elsewhere with arena-dir"
+        "{path}: no room for {need} bytes ({why}): lower arena-size (--memory), or put the arena elsewhere with arena-dir"
     )]
     NoRoom {
         /// The file.
