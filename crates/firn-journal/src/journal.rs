@@ -6,6 +6,7 @@ use firn_format::journal::{
 };
 use firn_format::record::Record;
 
+use crate::ledger::bytes_of;
 use crate::{Ledger, Medium};
 
 /// The record does not fit, even after a snapshot: something must be drained first.
@@ -72,6 +73,10 @@ pub struct Journal<M: Medium> {
     generation: u64,
     /// Bytes used of the active half, its header included.
     end: usize,
+    /// What `end` was after the last snapshot.
+    snapshot_end: usize,
+    /// Bytes of records that have ended since: the next snapshot does without them.
+    ended_bytes: usize,
     sequence: u64,
 }
 
@@ -154,6 +159,8 @@ impl<M: Medium> Journal<M> {
             half: 0,
             generation: 1,
             end: HALF_HEADER_BYTES,
+            snapshot_end: HALF_HEADER_BYTES,
+            ended_bytes: 0,
             sequence: 0,
         }
     }
@@ -168,6 +175,8 @@ impl<M: Medium> Journal<M> {
             half: found.half,
             generation: found.generation,
             end: found.end,
+            snapshot_end: HALF_HEADER_BYTES,
+            ended_bytes: 0,
             sequence: found.sequence,
         };
         // A damaged header is mended before the other half, which may have the only good one, goes.
@@ -195,24 +204,36 @@ impl<M: Medium> Journal<M> {
 
     /// Bytes that a snapshot of the present state would leave free, 0 if none.
     pub fn free_bytes(&self) -> usize {
-        let used: usize = self.ledger.records().iter().map(|r| frame_bytes(r.encode().len())).sum();
+        let used = bytes_of(&self.ledger.records());
         (self.medium.len() / 2 - HALF_HEADER_BYTES).saturating_sub(used)
     }
 
     /// Appends and applies a record that begins something. It leaves room for the ends of what has
     /// begun.
     pub fn append(&mut self, record: &Record) -> Result<(), Full> {
-        self.append_within(record, self.medium.len() / 2 * 15 / 16)
+        // A snapshot writes all there is. Where that is nearly all that fits, one for each record would
+        // take the time of all records each time.
+        let half_bytes = self.medium.len() / 2;
+        let may_snapshot = self.gained_bytes() >= half_bytes / 64;
+        self.append_within(record, half_bytes * 15 / 16, may_snapshot)
     }
 
     /// Appends and applies a record that ends something: it may use the room kept for that.
     pub fn append_end(&mut self, record: &Record) -> Result<(), Full> {
-        self.append_within(record, self.medium.len() / 2)
+        self.append_within(record, self.medium.len() / 2, true)
     }
 
-    fn append_within(&mut self, record: &Record, limit: usize) -> Result<(), Full> {
+    /// Bytes by which the half in use can be longer than a snapshot, at most.
+    fn gained_bytes(&self) -> usize {
+        self.ended_bytes + (self.end - self.snapshot_end)
+    }
+
+    fn append_within(&mut self, record: &Record, limit: usize, may_snapshot: bool) -> Result<(), Full> {
         let payload = record.encode();
         if self.end + frame_bytes(payload.len()) > limit {
+            if !may_snapshot {
+                return Err(Full);
+            }
             self.snapshot()?;
             if self.end + frame_bytes(payload.len()) > limit {
                 return Err(Full);
@@ -223,6 +244,7 @@ impl<M: Medium> Journal<M> {
         self.medium.write(self.half * (self.medium.len() / 2) + self.end, &frame);
         self.end += frame.len();
         self.sequence += 1;
+        self.ended_bytes += self.ledger.bytes_ended_by(record);
         self.ledger.apply(record);
         Ok(())
     }
@@ -246,6 +268,7 @@ impl<M: Medium> Journal<M> {
         self.medium.write(other * half_bytes + HALF_HEADER_BYTES, &bytes);
         (self.half, self.generation) = (other, generation);
         (self.end, self.sequence) = (HALF_HEADER_BYTES + bytes.len(), sequence);
+        (self.snapshot_end, self.ended_bytes) = (self.end, 0);
         self.write_header();
         Ok(())
     }

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 
+use firn_format::journal::frame_bytes;
 use firn_format::record::{Ending, Identity, Record, Timestamp};
 
 /// How sure a name is.
@@ -207,6 +208,28 @@ impl Ledger {
         }
     }
 
+    /// Bytes of records that a snapshot can do without once `record` is taken in, beside what it repeats itself.
+    pub(crate) fn bytes_ended_by(&self, record: &Record) -> usize {
+        match record {
+            Record::Unbind { file } => self.files.get(file).map_or(0, |bound| {
+                let mut records = Vec::new();
+                bound.add_records(*file, &mut records);
+                bytes_of(&records)
+            }),
+            Record::VoidsPassed { file, sequence } => self.files.get(file).map_or(0, |bound| {
+                let passed = bound.voids.iter().filter(|void| void.sequence <= *sequence).count();
+                passed * bytes_of(&[Record::Void { file: *file, offset: 0, len: 0, sequence: 0 }])
+            }),
+            Record::RenameEnd { id, .. } => self.renames.get(id).map_or(0, |rename| {
+                let paths = self.files.values().flat_map(|bound| &bound.paths);
+                let moved = paths.filter(|(p, _)| below(p, &rename.from) || below(p, &rename.to));
+                // Every other one goes, as a name and as one that was removed.
+                moved.map(|(p, _)| frame_bytes(p.len())).sum()
+            }),
+            _ => 0,
+        }
+    }
+
     /// The records that add up to this ledger.
     pub fn records(&self) -> Vec<Record> {
         let mut out = Vec::new();
@@ -220,31 +243,36 @@ impl Ledger {
             });
         }
         for (&file, bound) in &self.files {
-            let paths = bound.paths.iter().map(|(p, _)| p.clone()).collect();
-            out.push(Record::Bind { file, identity: bound.identity, paths });
-            for (path, state) in &bound.paths {
-                if *state == PathState::Doubtful {
-                    out.push(Record::NameRemoved { file, path: path.clone() });
-                }
-            }
-            for void in &bound.voids {
-                out.push(Record::Void { file, offset: void.offset, len: void.len, sequence: void.sequence });
-            }
-            for &(sequence, size) in &bound.truncating {
-                out.push(Record::TruncateBegin { file, sequence, size });
-            }
-            if let Some(time) = bound.modified_at {
-                out.push(Record::ModifiedAt { file, time });
-            }
-            if bound.ending != Ending::Open {
-                out.push(Record::Ended { file, ending: bound.ending });
-            }
+            bound.add_records(file, &mut out);
         }
         out
     }
 }
 
 impl Bound {
+    /// Adds the records that this binding takes.
+    fn add_records(&self, file: u64, out: &mut Vec<Record>) {
+        let paths = self.paths.iter().map(|(p, _)| p.clone()).collect();
+        out.push(Record::Bind { file, identity: self.identity, paths });
+        for (path, state) in &self.paths {
+            if *state == PathState::Doubtful {
+                out.push(Record::NameRemoved { file, path: path.clone() });
+            }
+        }
+        for void in &self.voids {
+            out.push(Record::Void { file, offset: void.offset, len: void.len, sequence: void.sequence });
+        }
+        for &(sequence, size) in &self.truncating {
+            out.push(Record::TruncateBegin { file, sequence, size });
+        }
+        if let Some(time) = self.modified_at {
+            out.push(Record::ModifiedAt { file, time });
+        }
+        if self.ending != Ending::Open {
+            out.push(Record::Ended { file, ending: self.ending });
+        }
+    }
+
     fn doubt(&mut self, path: &[u8]) {
         for (p, state) in &mut self.paths {
             if p == path {
@@ -252,6 +280,11 @@ impl Bound {
             }
         }
     }
+}
+
+/// What records take in a half of the journal.
+pub(crate) fn bytes_of(records: &[Record]) -> usize {
+    records.iter().map(|record| frame_bytes(record.encode().len())).sum()
 }
 
 /// Whether `path` is `top` or below it.

@@ -194,6 +194,94 @@ fn what_does_not_fit_changes_nothing() {
     journal.append(&bind(99, "some/path")).unwrap();
 }
 
+/// A medium that counts the headers that are written, one a snapshot.
+struct Counter {
+    memory: Memory,
+    headers: std::sync::Arc<std::sync::atomic::AtomicUsize>,
+}
+
+impl Medium for Counter {
+    fn len(&self) -> usize {
+        self.memory.len()
+    }
+    fn write(&mut self, at: usize, bytes: &[u8]) {
+        let is_magic = at.is_multiple_of(self.len() / 2) && bytes.len() == 8;
+        self.headers.fetch_add(usize::from(is_magic), std::sync::atomic::Ordering::Relaxed);
+        self.memory.write(at, bytes);
+    }
+    fn read(&self, at: usize, bytes: &mut [u8]) {
+        self.memory.read(at, bytes);
+    }
+}
+
+#[test]
+fn regression_a_nearly_full_journal_does_not_write_all_of_itself_for_each_file() {
+    let headers = std::sync::Arc::default();
+    let memory = Memory(vec![0; 2 * (256 << 10)]);
+    let mut journal = Journal::create(Counter { memory, headers: std::sync::Arc::clone(&headers) });
+    let closed = |file| Record::Ended { file, ending: firn_format::record::Ending::Closed };
+    let mut files = 0;
+    while journal.append(&bind(files + 1, "some/path")).is_ok() {
+        files += 1;
+        journal.append_end(&closed(files)).expect("room is kept for it");
+    }
+    assert!(files > 1000, "{files} files");
+    for _ in 0..1000 {
+        assert_eq!(journal.append(&bind(files + 1, "some/path")), Err(Full));
+    }
+    let count = || headers.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(count() <= 4, "{} snapshots", count());
+    // One file after the other goes, and another comes.
+    let (mut first, mut refused) = (1, 0);
+    for _ in 0..10_000 {
+        journal.append_end(&Record::Unbind { file: first }).expect("an end");
+        first += 1;
+        match journal.append(&bind(files + 1, "some/path")) {
+            Ok(()) => {
+                files += 1;
+                journal.append_end(&closed(files)).expect("room is kept for it");
+            }
+            Err(Full) => refused += 1,
+        }
+    }
+    assert!(refused < 100, "{refused} files were refused though as many had gone");
+    assert!(count() < 1000, "{} snapshots", count());
+}
+
+#[test]
+fn regression_ranges_that_passed_make_room() {
+    let mut journal = Journal::create(Memory(vec![0; 2 * (64 << 10)]));
+    journal.append(&bind(1, "some/path")).unwrap();
+    let mut sequence = 0;
+    while journal.append(&Record::Void { file: 1, offset: sequence, len: 1, sequence }).is_ok() {
+        sequence += 1;
+    }
+    journal.append_end(&Record::VoidsPassed { file: 1, sequence }).unwrap();
+    journal.append(&bind(2, "other/path")).unwrap();
+}
+
+#[test]
+fn regression_names_that_renames_doubled_make_room() {
+    let mut journal = Journal::create(Memory(vec![0; 2 * (64 << 10)]));
+    let mut file = 0;
+    while journal.append(&bind(file + 1, "dir/path")).is_ok() && file < 250 {
+        file += 1;
+    }
+    let (from, to) = (path("dir"), path("a-longer-name-of-the-directory-than-before"));
+    journal.append(&Record::RenameBegin { id: 1, from, to, exchange: false }).unwrap();
+    let mut more = 1000;
+    // So that snapshots are taken while every file has two names.
+    for _ in 0..1000 {
+        journal.append(&bind(more, "else")).unwrap();
+        journal.append_end(&Record::Unbind { file: more }).unwrap();
+    }
+    while journal.append(&bind(more, "else")).is_ok() {
+        more += 1;
+    }
+    journal.append_end(&Record::RenameEnd { id: 1, done: false }).unwrap();
+    journal.append(&bind(9999, "some/path")).unwrap();
+}
+
 #[test]
 fn names_follow_the_rename_of_a_directory_above() {
     let mut ledger = Ledger::default();
