@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use firn_backing::Backing;
-use firn_format::record::{Identity, Record};
+use firn_format::record::{Ending, Identity, Record};
 
 use crate::engine::Engine;
 use crate::file::{File, FileState};
@@ -24,7 +24,7 @@ impl<B: Backing> Engine<B> {
         let binding = self.last_binding.fetch_add(1, Ordering::Relaxed) + 1;
         let identity =
             Identity { dev: node.key.0, ino: node.key.1, btime: node.btime.map(|t| (t.sec, t.nsec)) };
-        let record = Record::Bind { file: binding, identity, paths: node.paths() };
+        let record = Record::Bind { file: binding, identity, paths: node.paths(), ending: Ending::Open };
         self.journal.lock().append(&record).ok()?;
         state.bound = Some(binding);
         Some(binding)

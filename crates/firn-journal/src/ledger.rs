@@ -88,7 +88,7 @@ impl Ledger {
     /// unbound while the record was on its way.
     pub fn apply(&mut self, record: &Record) {
         match record {
-            Record::Bind { file, identity, paths } => {
+            Record::Bind { file, identity, paths, ending } => {
                 let paths = paths.iter().map(|p| (p.clone(), PathState::Sure)).collect();
                 let bound = Bound {
                     identity: *identity,
@@ -96,7 +96,7 @@ impl Ledger {
                     voids: Vec::new(),
                     truncating: Vec::new(),
                     modified_at: None,
-                    ending: Ending::Open,
+                    ending: *ending,
                 };
                 self.files.insert(*file, bound);
             }
@@ -253,7 +253,7 @@ impl Bound {
     /// Adds the records that this binding takes.
     fn add_records(&self, file: u64, out: &mut Vec<Record>) {
         let paths = self.paths.iter().map(|(p, _)| p.clone()).collect();
-        out.push(Record::Bind { file, identity: self.identity, paths });
+        out.push(Record::Bind { file, identity: self.identity, paths, ending: self.ending });
         for (path, state) in &self.paths {
             if *state == PathState::Doubtful {
                 out.push(Record::NameRemoved { file, path: path.clone() });
@@ -267,9 +267,6 @@ impl Bound {
         }
         if let Some(time) = self.modified_at {
             out.push(Record::ModifiedAt { file, time });
-        }
-        if self.ending != Ending::Open {
-            out.push(Record::Ended { file, ending: self.ending });
         }
     }
 

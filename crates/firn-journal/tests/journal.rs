@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 fn bind(file: u64, path: &str) -> Record {
     let identity = Identity { dev: 1, ino: file, btime: None };
-    Record::Bind { file, identity, paths: vec![path.as_bytes().to_vec()] }
+    Record::Bind { file, identity, paths: vec![path.as_bytes().to_vec()], ending: Ending::Open }
 }
 
 fn path(text: &str) -> Vec<u8> {
@@ -329,7 +329,7 @@ fn regression_a_file_with_names_in_both_of_two_exchanged_directories_keeps_both(
     let mut journal = Journal::create(Memory(vec![0; 8192]));
     let identity = Identity { dev: 1, ino: 1, btime: None };
     let paths = vec![path("a/x"), path("b/x")];
-    journal.append(&Record::Bind { file: 1, identity, paths: paths.clone() }).unwrap();
+    journal.append(&Record::Bind { file: 1, identity, paths: paths.clone(), ending: Ending::Open }).unwrap();
     let (from, to) = (path("a"), path("b"));
     journal.append(&Record::RenameBegin { id: 1, from, to, exchange: true }).unwrap();
     journal.append(&Record::RenameEnd { id: 1, done: true }).unwrap();

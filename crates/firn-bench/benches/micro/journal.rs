@@ -2,7 +2,7 @@
 
 use criterion::{Criterion, Throughput};
 use firn_format::journal::frame_bytes;
-use firn_format::record::{Identity, Record};
+use firn_format::record::{Ending, Identity, Record};
 use firn_journal::{Journal, Medium};
 
 use super::room::{Copies, arena};
@@ -12,7 +12,8 @@ const BOUND: u64 = 100;
 
 fn bind(file: u64) -> Record {
     let identity = Identity { dev: 1, ino: file, btime: Some((1_700_000_000, 5)) };
-    Record::Bind { file, identity, paths: vec![format!("run/step-{file:06}/rank-0000.ckpt").into_bytes()] }
+    let paths = vec![format!("run/step-{file:06}/rank-0000.ckpt").into_bytes()];
+    Record::Bind { file, identity, paths, ending: Ending::Open }
 }
 
 /// What a small file costs the journal: it is bound, and unbound when it is drained.
