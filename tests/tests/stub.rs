@@ -436,6 +436,24 @@ os.write(f, b'synced'); os.fsync(f); assert open(sys.argv[2] + '/c/file', 'rb').
     mount.umount();
 }
 
+/// The kernel's clock has ticks of some milliseconds.
+///
+/// Proves S-stub-2.
+#[test]
+fn regression_a_write_right_after_utime_counts() {
+    let sandbox = Sandbox::new("stub-tick");
+    let mount = tree(&sandbox, &patient("drain=demand"));
+    let script = "import os, sys; os.chdir(sys.argv[1])
+for i in range(300):
+    f = os.open(str(i), os.O_CREAT | os.O_WRONLY); os.write(f, b'1' * 5000)
+    os.utime(str(i), (1000000000, 1000000000)); os.write(f, b'2' * 5000); os.close(f)";
+    run(preload(&sandbox, &mut python(script, mount.path()))).ok();
+    let backing = mount.umount();
+    let old =
+        (0..300).filter(|i| backing.join(i.to_string()).metadata().expect("a file").mtime() == 1_000_000_000);
+    assert_eq!(old.collect::<Vec<_>>(), [] as [i32; 0], "they were written to after that time was set");
+}
+
 /// Proves S-stub-3.
 #[test]
 fn a_file_removed_while_it_is_open_is_read_and_written_until_the_last_close() {

@@ -55,7 +55,26 @@ impl Time {
         let t = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
         Self { sec: t.tv_sec, nsec: t.tv_nsec as u32 }
     }
+
+    /// The present, but later than `last` where that was given within the same tick of the clock: who compares
+    /// sees each change.
+    pub fn now_after(last: Option<Self>) -> Self {
+        let now = Self::now();
+        match last {
+            Some(last) if (now..now.plus_ns(2 * TICK_NS_MAX)).contains(&last) => last.plus_ns(1),
+            _ => now,
+        }
+    }
+
+    /// `ns` below 10^9.
+    fn plus_ns(self, ns: u32) -> Self {
+        let nsec = self.nsec + ns;
+        Self { sec: self.sec + i64::from(nsec / 1_000_000_000), nsec: nsec % 1_000_000_000 }
+    }
 }
+
+/// A tick of the kernel with the lowest rate that it can be built for, 100 Hz.
+const TICK_NS_MAX: u32 = 10_000_000;
 
 /// What to do with one of a file's times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

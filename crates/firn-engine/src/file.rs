@@ -194,6 +194,11 @@ impl<B: Backing> File<B> {
 }
 
 impl<B: Backing> FileState<B> {
+    /// Its bytes or its length change now.
+    pub(crate) fn touch(&mut self) {
+        self.mtime = Some(Time::now_after(self.mtime));
+    }
+
     /// Takes in a piece that was just published or extended by `extent.len`.
     pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
         self.changes += 1;

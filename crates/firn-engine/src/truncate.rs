@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use firn_backing::{Backing, Errno, Seek, Time};
+use firn_backing::{Backing, Errno, Seek};
 use firn_format::record::Record;
 
 use crate::engine::Engine;
@@ -58,7 +58,7 @@ impl<B: Backing> Engine<B> {
             state.cache.drop_range(&self.arena, size..u64::MAX);
             state.cache.trust();
             if state.pending > 0 {
-                state.mtime = Some(Time::now());
+                state.touch();
             }
             file.node.data_unsynced.store(true, Ordering::Release);
             return Ok(());
@@ -78,7 +78,7 @@ impl<B: Backing> Engine<B> {
             let cancelled = state.cut(&self.arena, size..u64::MAX, sequence);
             self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);
             self.count_held(before, state.pending);
-            state.mtime = Some(Time::now());
+            state.touch();
             file.node.data_unsynced.store(true, Ordering::Release);
         } else {
             self.insist(&Record::TruncateEnd { file: bound, sequence, size, done: false });

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use firn_arena::Lease;
-use firn_backing::{Backing, Errno, Time};
+use firn_backing::{Backing, Errno};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL};
 use firn_format::slab::Class;
 
@@ -183,7 +183,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn touched(&self, file: &File<B>, state: &mut FileState<B>) {
-        state.mtime = Some(Time::now());
+        state.touch();
         file.node.durable.store(false, Ordering::Relaxed);
     }
 
