@@ -11,7 +11,7 @@ use firn_arena::{Arena, Damage, Identity, Stored, check};
 use firn_format::geometry::Geometry;
 use firn_format::slab::Class;
 use firn_format::superblock::SUPERBLOCK_BYTES;
-use firn_journal::{Memory, replay};
+use firn_journal::replay;
 use libfuzzer_sys::fuzz_target;
 
 const CHUNK_BYTES: u64 = 64 << 10;
@@ -129,9 +129,7 @@ fn compare(sample: &Sample, input: &Input) {
     if report.pieces.len() < sample.pieces.len() {
         assert!(!input.damage.is_empty());
     }
-    let mut journal = vec![0; report.journal.bytes()];
-    report.journal.load(0, &mut journal);
-    replay(&Memory(journal));
+    replay(&report.journal);
 
     let (arena, stored, damage) = Arena::attach(&sample.path).expect("attach takes what check takes");
     assert_eq!((&stored, &damage), (&report.pieces, &report.damage));
