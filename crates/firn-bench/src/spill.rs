@@ -144,7 +144,9 @@ impl SpillArgs {
         let held = (chunks as f64 * (100.0 - percent) / 100.0).round() as u64;
         let options = "drain=demand,close=held,fsync=held,chunk-size=4M";
         let spill = work.subdir(&name("spill"))?;
-        let room = format!("spill={},spill-size={}", spill.display(), self.size() + 4 * CHUNK_BYTES);
+        // Chunks move whole, also those of which little is used: the first slabs of a file are small.
+        let spill_bytes = (self.size() + self.size() / 8).next_multiple_of(CHUNK_BYTES) + 4 * CHUNK_BYTES;
+        let room = format!("spill={},spill-size={spill_bytes}", spill.display());
         let options = match percent {
             0.0 => format!("{options},arena-size={}", (chunks + 4) * CHUNK_BYTES),
             100.0 => {
