@@ -23,7 +23,7 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Calls `rescue` after `limit`, and aborts the process [`GRACE`] later, unless dropped before.
+    /// Calls `rescue` after `limit`, and aborts the process half a minute later, unless dropped before.
     pub fn arm(limit: Duration, rescue: impl FnOnce() + Send + 'static) -> Self {
         let (alive, ended) = channel();
         std::thread::Builder::new()
