@@ -5,10 +5,10 @@
 //!   the same objects are still meant.
 //! * A node is an `O_PATH` descriptor: it needs no right on the object, opens no device, and keeps the
 //!   object after its last name is gone.
-//! * New objects belong to the caller where this process is root ([`owner`]).
+//! * New objects belong to the caller where this process is root (`owner`).
 //!
 //! Relies on
-//! * `/proc` being mounted ([`proc`]).
+//! * `/proc` being mounted (`proc`).
 //! * The process having umask 0, which the daemon sets at its start: the trait's modes are complete,
 //!   and only with umask 0 do the default ACLs of a parent directory decide alone.
 

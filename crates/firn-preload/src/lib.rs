@@ -1,20 +1,20 @@
 //! `libfirn_preload.so`: writes and reads of unmodified programs go to the arena at memory speed.
 //!
-//! `LD_PRELOAD=libfirn_preload.so PROGRAM` puts the functions of [`hook`] before those of the C library.
+//! `LD_PRELOAD=libfirn_preload.so PROGRAM` puts the functions of `hook` before those of the C library.
 //! They act on descriptors that are the kernel's own and lie on a Firn mount; on all others they cost a
 //! load and a branch. What is unusual goes to the kernel, and so to the mount: slow, never wrong.
 //!
 //! Promises
 //! * A program behaves as without the library, where firnd runs and where it does not.
 //! * Hooks neither allocate nor unwind, keep errno where they succeed, and may run in signal handlers, in
-//!   children of vfork(2) and before [`start`] ran.
-//! * A child of fork(2) uses nothing of its parent's: what the library keeps is zeros there ([`table`]).
+//!   children of vfork(2) and before `start` ran.
+//! * A child of fork(2) uses nothing of its parent's: what the library keeps is zeros there (`table`).
 //!
 //! What it relies on
 //! * A descriptor that is used past the kernel is this process's alone. Whatever could share it (dup,
-//!   fork, exec, SCM_RIGHTS, mmap, …) gives its offset back to the kernel first ([`share`]).
+//!   fork, exec, SCM_RIGHTS, mmap, …) gives its offset back to the kernel first (`share`).
 //! * Raw system calls are not seen. A descriptor that a program uses by the C library *and* by raw calls
-//!   that move its offset is not supported; one that was closed by a raw call is ([`writer`]).
+//!   that move its offset is not supported; one that was closed by a raw call is (`writer`).
 //!
 //! `FIRN_PRELOAD=off` turns it off; `FIRN_PRELOAD_REPORT=1` prints at exit what went which way.
 

@@ -13,7 +13,7 @@
 //!   told us has it open.
 //! * Whatever renames, removals and links happen meanwhile, a [`Tree::reconcile`] that finds the tree quiet
 //!   makes the backing look like it.
-//! * What is known survives firnd in a log beside the arena ([`map`]); each change is logged before it
+//! * What is known survives firnd in a log beside the arena (`map`); each change is logged before it
 //!   is made in the backing.
 //!
 //! What it relies on: the tree and the arena lie in the same node's memory, and are lost together.
