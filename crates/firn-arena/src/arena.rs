@@ -194,7 +194,7 @@ impl Arena {
         spill: &Path,
         topology: &Topology,
     ) -> Result<Self, ArenaError> {
-        let need = geometry.file_bytes();
+        let need = geometry.allocated_bytes();
         let failed = |what| {
             move |why| {
                 let path = path.display().to_string();
@@ -204,13 +204,17 @@ impl Arena {
                 }
             }
         };
-        rustix::fs::ftruncate(&file, need).map_err(failed("size it"))?;
-        let map = Map::new(path, file, need, true).map_err(|error| failed("map it")(error.errno()))?;
+        rustix::fs::ftruncate(&file, geometry.file_bytes()).map_err(failed("size it"))?;
+        let map = Map::new(path, file, geometry.file_bytes(), true)
+            .map_err(|error| failed("map it")(error.errno()))?;
         let map = Arc::new(map);
         // Before there are pages: those that are there stay where they are.
         place(&map, &geometry, topology);
         // Allocated, not only sized: a full tmpfs must say so here, not with SIGBUS at the first touch.
-        rustix::fs::fallocate(map.file(), FallocateFlags::empty(), 0, need).map_err(failed("allocate it"))?;
+        for range in geometry.allocated_ranges() {
+            rustix::fs::fallocate(map.file(), FallocateFlags::empty(), range.start, range.end - range.start)
+                .map_err(failed("allocate it"))?;
+        }
         let mut uuid = [0u8; 16];
         let _ = rustix::fs::open("/dev/urandom", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
             .and_then(|f| rustix::io::read(&f, &mut uuid));

@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use firn_format::geometry::{DATA_ALIGN, PAGE};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fs::{FallocateFlags, SeekFrom};
+use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::ArenaError;
@@ -195,6 +197,60 @@ impl Medium for JournalRegion {
 
     fn read(&self, at: usize, bytes: &mut [u8]) {
         assert!(at as u64 + bytes.len() as u64 <= self.len);
-        self.map.read(self.offset + at as u64, bytes);
+        // Not by the mapping: a page that is only looked at there gets memory.
+        let mut done = 0;
+        while done < bytes.len() {
+            let from = self.offset + (at + done) as u64;
+            match rustix::io::pread(self.map.file(), &mut bytes[done..], from) {
+                Ok(0) => break,
+                Ok(n) => done += n,
+                Err(Errno::INTR) => {}
+                Err(_) => {
+                    // Rather by the mapping than not at all.
+                    self.map.read(from, &mut bytes[done..]);
+                    return;
+                }
+            }
+        }
+        bytes[done..].fill(0);
+    }
+
+    fn reserve(&mut self, at: usize, len: usize) -> bool {
+        assert!(at as u64 + len as u64 <= self.len);
+        let at = self.offset + at as u64;
+        rustix::fs::fallocate(self.map.file(), FallocateFlags::empty(), at, len as u64).is_ok()
+    }
+
+    fn release(&mut self, at: usize, len: usize) {
+        assert!(at as u64 + len as u64 <= self.len);
+        if len == 0 {
+            return;
+        }
+        probe();
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        if rustix::fs::fallocate(self.map.file(), hole, self.offset + at as u64, len as u64).is_err() {
+            // Its file system makes no holes. What was never written is zeros already.
+            let used = self.used(at, len);
+            self.map.write(self.offset + at as u64, &vec![0; used]);
+        }
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+    }
+
+    fn used(&self, at: usize, len: usize) -> usize {
+        let (start, end) = (self.offset + at as u64, self.offset + (at + len) as u64);
+        let (mut from, mut used) = (start, start);
+        while from < end {
+            let data = match rustix::fs::seek(self.map.file(), SeekFrom::Data(from)) {
+                Ok(data) if data < end => data,
+                // Nothing but a hole from here on.
+                Ok(_) | Err(Errno::NXIO) => break,
+                Err(_) => return len,
+            };
+            match rustix::fs::seek(self.map.file(), SeekFrom::Hole(data)) {
+                Ok(hole) => (used, from) = (hole.min(end), hole),
+                Err(_) => return len,
+            }
+        }
+        (used - start) as usize
     }
 }

@@ -65,7 +65,13 @@ pub struct Replay {
     sequence: u64,
 }
 
+/// Bytes at the start of each half that always have memory; what a half grows by at least.
+const STEP: usize = firn_format::geometry::JOURNAL_STEP as usize;
+
 /// A journal open for appending.
+///
+/// A half has memory for the bytes that were reserved of it. Both grow together, or a snapshot, which is all
+/// that makes room, would not fit; and what is far more than a snapshot took goes back.
 pub struct Journal<M: Medium> {
     medium: M,
     ledger: Ledger,
@@ -78,6 +84,8 @@ pub struct Journal<M: Medium> {
     /// Bytes of records that have ended since: the next snapshot does without them.
     ended_bytes: usize,
     sequence: u64,
+    /// Bytes from the start of each half that may be written.
+    reserved: [usize; 2],
 }
 
 /// Reads a journal without changing it.
@@ -95,9 +103,14 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
     }
     // Before the first snapshot only half 0 has a header, and its generation is 1.
     let (half, generation) = best.unwrap_or((1, 0));
-    let mut bytes = vec![0u8; half_bytes];
+    let read = |half: usize| {
+        let used = medium.used(half * half_bytes, half_bytes).max(HALF_HEADER_BYTES.min(half_bytes));
+        let mut bytes = vec![0u8; used];
+        medium.read(half * half_bytes, &mut bytes);
+        bytes
+    };
     let other = 1 - half;
-    medium.read(other * half_bytes, &mut bytes);
+    let mut bytes = read(other);
     let mut out = Replay { half, generation, end: HALF_HEADER_BYTES, ..Replay::default() };
     // A half without a good header that holds the next generation was the active one, and its header
     // is damaged: the half with the good header is older. While a snapshot is written the magic is 0.
@@ -109,7 +122,7 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
     } else if best.is_none() {
         return Replay { damage: vec![Damage::NoHalf], end: HALF_HEADER_BYTES, ..Replay::default() };
     } else {
-        medium.read(half * half_bytes, &mut bytes);
+        bytes = read(half);
     }
     let (half, generation) = (out.half, out.generation);
     while let Some((at, sequence, payload)) = next_frame(&bytes, generation, out.end, out.sequence) {
@@ -162,6 +175,7 @@ impl<M: Medium> Journal<M> {
             snapshot_end: HALF_HEADER_BYTES,
             ended_bytes: 0,
             sequence: 0,
+            reserved: [STEP.min(half_bytes); 2],
         }
     }
 
@@ -169,6 +183,7 @@ impl<M: Medium> Journal<M> {
     /// damage is left behind.
     pub fn open(medium: M) -> (Self, Replay) {
         let found = replay(&medium);
+        let half_bytes = medium.len() / 2;
         let mut journal = Self {
             medium,
             ledger: found.ledger.clone(),
@@ -178,15 +193,22 @@ impl<M: Medium> Journal<M> {
             snapshot_end: HALF_HEADER_BYTES,
             ended_bytes: 0,
             sequence: found.sequence,
+            reserved: [STEP.min(half_bytes); 2],
         };
+        journal.reserved[journal.half] = found.end.max(STEP.min(half_bytes));
         // A damaged header is mended before the other half, which may have the only good one, goes.
         if found.damage.iter().any(|d| matches!(d, Damage::Header { .. })) {
             journal.write_header();
         }
         // Frames of a half that was passed over for its damage would pass after those of a snapshot
         // with the same generation.
-        let half_bytes = journal.medium.len() / 2;
-        journal.medium.write((1 - journal.half) * half_bytes, &vec![0; half_bytes]);
+        let (other, first) = ((1 - journal.half) * half_bytes, STEP.min(half_bytes));
+        journal.medium.write(other, &vec![0; first]);
+        journal.medium.release(other + first, half_bytes - first);
+        let after = found.end.next_multiple_of(STEP);
+        if after < half_bytes {
+            journal.medium.release(journal.half * half_bytes + after, half_bytes - after);
+        }
         // If the snapshot does not fit, the half in use stays: it is valid up to `end`.
         let _ = journal.snapshot();
         (journal, found)
@@ -211,16 +233,84 @@ impl<M: Medium> Journal<M> {
     /// Appends and applies a record that begins something. It leaves room for the ends of what has
     /// begun.
     pub fn append(&mut self, record: &Record) -> Result<(), Full> {
-        // A snapshot writes all there is. Where that is nearly all that fits, one for each record would
-        // take the time of all records each time.
-        let half_bytes = self.medium.len() / 2;
-        let may_snapshot = self.gained_bytes() >= half_bytes / 64;
-        self.append_within(record, half_bytes * 15 / 16, may_snapshot)
+        self.append_as(record, false)
     }
 
     /// Appends and applies a record that ends something: it may use the room kept for that.
     pub fn append_end(&mut self, record: &Record) -> Result<(), Full> {
-        self.append_within(record, self.medium.len() / 2, true)
+        self.append_as(record, true)
+    }
+
+    fn append_as(&mut self, record: &Record, is_end: bool) -> Result<(), Full> {
+        let payload = record.encode();
+        self.make_room(frame_bytes(payload.len()), is_end)?;
+        let mut frame = Vec::with_capacity(frame_bytes(payload.len()));
+        encode_frame(self.generation, self.sequence, &payload, &mut frame);
+        self.medium.write(self.half * self.half_bytes() + self.end, &frame);
+        self.end += frame.len();
+        self.sequence += 1;
+        self.ended_bytes += self.ledger.bytes_ended_by(record);
+        self.ledger.apply(record);
+        Ok(())
+    }
+
+    /// Makes room for `frame` more bytes in the half in use: by a snapshot or by more memory.
+    fn make_room(&mut self, frame: usize, is_end: bool) -> Result<(), Full> {
+        // A sixteenth is kept for ends, and a beginning leaves room for a snapshot in the other half.
+        let fits = |of: &Self| {
+            let [this, other] = [of.reserved[of.half], of.reserved[1 - of.half]];
+            of.end + frame <= if is_end { this } else { this.min(other) / 16 * 15 }
+        };
+        if fits(self) {
+            return Ok(());
+        }
+        // A snapshot writes all there is. It pays when the half is twice as long as one, and as a last
+        // resort when it gains something at all; but not one for each record that does not fit.
+        let gained = self.gained_bytes();
+        let may_help = is_end || gained >= self.reserved[self.half] / 64;
+        let _ = gained >= self.end / 2 && self.snapshot().is_ok();
+        while !fits(self) {
+            if self.grow() {
+                continue;
+            }
+            if !may_help || self.gained_bytes() == 0 {
+                return Err(Full);
+            }
+            self.snapshot()?;
+        }
+        Ok(())
+    }
+
+    /// Gives both halves half as much memory again. False where there is none, or they have all.
+    fn grow(&mut self) -> bool {
+        let (half, has) = (self.half, self.reserved[0].min(self.reserved[1]));
+        has < self.half_bytes()
+            && [has + (has / 2).max(STEP), has + STEP]
+                .iter()
+                .any(|&bytes| self.reserve(1 - half, bytes) && self.reserve(half, bytes))
+    }
+
+    /// Makes the first `bytes` of `half` writable, or all of it. False where there is no memory.
+    fn reserve(&mut self, half: usize, bytes: usize) -> bool {
+        let (start, has) = (half * self.half_bytes(), self.reserved[half]);
+        let wanted = bytes.next_multiple_of(STEP).min(self.half_bytes());
+        let is_there = wanted <= has || self.medium.reserve(start + has, wanted - has);
+        if is_there {
+            self.reserved[half] = wanted.max(has);
+        }
+        is_there
+    }
+
+    /// Gives back the memory of both halves beyond the first `bytes`.
+    fn shrink(&mut self, bytes: usize) {
+        let kept = bytes.next_multiple_of(STEP);
+        for half in 0..2 {
+            let (start, has) = (half * self.half_bytes(), self.reserved[half]);
+            if kept < has {
+                self.medium.release(start + kept, has - kept);
+                self.reserved[half] = kept;
+            }
+        }
     }
 
     /// Bytes by which the half in use can be longer than a snapshot, at most.
@@ -228,25 +318,8 @@ impl<M: Medium> Journal<M> {
         self.ended_bytes + (self.end - self.snapshot_end)
     }
 
-    fn append_within(&mut self, record: &Record, limit: usize, may_snapshot: bool) -> Result<(), Full> {
-        let payload = record.encode();
-        if self.end + frame_bytes(payload.len()) > limit {
-            if !may_snapshot {
-                return Err(Full);
-            }
-            self.snapshot()?;
-            if self.end + frame_bytes(payload.len()) > limit {
-                return Err(Full);
-            }
-        }
-        let mut frame = Vec::with_capacity(frame_bytes(payload.len()));
-        encode_frame(self.generation, self.sequence, &payload, &mut frame);
-        self.medium.write(self.half * (self.medium.len() / 2) + self.end, &frame);
-        self.end += frame.len();
-        self.sequence += 1;
-        self.ended_bytes += self.ledger.bytes_ended_by(record);
-        self.ledger.apply(record);
-        Ok(())
+    fn half_bytes(&self) -> usize {
+        self.medium.len() / 2
     }
 
     /// Writes the ledger to the other half and makes it the active one. The header comes last: until
@@ -260,22 +333,27 @@ impl<M: Medium> Journal<M> {
             encode_frame(generation, sequence, &record.encode(), &mut bytes);
             sequence += 1;
         }
-        let half_bytes = self.medium.len() / 2;
-        if HALF_HEADER_BYTES + bytes.len() > half_bytes {
+        let (half_bytes, used) = (self.half_bytes(), HALF_HEADER_BYTES + bytes.len());
+        if used > half_bytes || !self.reserve(other, used) {
             return Err(Full);
         }
         self.medium.write(other * half_bytes, &[0; HALF_HEADER_BYTES]);
         self.medium.write(other * half_bytes + HALF_HEADER_BYTES, &bytes);
         (self.half, self.generation) = (other, generation);
-        (self.end, self.sequence) = (HALF_HEADER_BYTES + bytes.len(), sequence);
+        (self.end, self.sequence) = (used, sequence);
         (self.snapshot_end, self.ended_bytes) = (self.end, 0);
         self.write_header();
+        // The other header stays: should this one be damaged, it tells which generation to look for.
+        let enough = used + used / 2 + STEP;
+        if self.reserved.iter().all(|&has| has >= 2 * enough) {
+            self.shrink(enough);
+        }
         Ok(())
     }
 
     /// Writes the header of the active half, its magic last.
     fn write_header(&mut self) {
-        let (start, header) = (self.half * (self.medium.len() / 2), encode_half_header(self.generation));
+        let (start, header) = (self.half * self.half_bytes(), encode_half_header(self.generation));
         self.medium.write(start + 8, &header[8..]);
         self.medium.write(start, &header[..8]);
     }

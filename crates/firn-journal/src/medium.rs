@@ -13,6 +13,12 @@ pub trait Medium: Send {
     fn write(&mut self, at: usize, bytes: &[u8]);
     /// Reads into `bytes` from `at`.
     fn read(&self, at: usize, bytes: &mut [u8]);
+    /// Gives the range memory: only then may it be written. False where there is none; nothing changed then.
+    fn reserve(&mut self, at: usize, len: usize) -> bool;
+    /// The range reads as zeros from now on, and its memory goes back. The zeros come from the front.
+    fn release(&mut self, at: usize, len: usize);
+    /// Bytes of the range up to the last one that was stored, or more: behind them is nothing but zeros.
+    fn used(&self, at: usize, len: usize) -> usize;
 }
 
 /// A region in ordinary memory, for tests and tools.
@@ -28,5 +34,14 @@ impl Medium for Memory {
     }
     fn read(&self, at: usize, bytes: &mut [u8]) {
         bytes.copy_from_slice(&self.0[at..at + bytes.len()]);
+    }
+    fn reserve(&mut self, _at: usize, _len: usize) -> bool {
+        true
+    }
+    fn release(&mut self, at: usize, len: usize) {
+        self.0[at..at + len].fill(0);
+    }
+    fn used(&self, _at: usize, len: usize) -> usize {
+        len
     }
 }

@@ -71,6 +71,15 @@ impl Medium for Recorder {
     fn read(&self, at: usize, bytes: &mut [u8]) {
         self.memory.read(at, bytes);
     }
+    fn reserve(&mut self, at: usize, len: usize) -> bool {
+        self.memory.reserve(at, len)
+    }
+    fn release(&mut self, at: usize, len: usize) {
+        self.memory.release(at, len);
+    }
+    fn used(&self, at: usize, len: usize) -> usize {
+        self.memory.used(at, len)
+    }
 }
 
 proptest! {
@@ -211,6 +220,15 @@ impl Medium for Counter {
     }
     fn read(&self, at: usize, bytes: &mut [u8]) {
         self.memory.read(at, bytes);
+    }
+    fn reserve(&mut self, at: usize, len: usize) -> bool {
+        self.memory.reserve(at, len)
+    }
+    fn release(&mut self, at: usize, len: usize) {
+        self.memory.release(at, len);
+    }
+    fn used(&self, at: usize, len: usize) -> usize {
+        self.memory.used(at, len)
     }
 }
 

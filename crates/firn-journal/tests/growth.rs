@@ -1,0 +1,192 @@
+//! The memory under a journal: it comes as the journal grows, goes back, and where there is none left
+//! nothing is lost.
+
+use std::sync::{Arc, Mutex};
+
+use firn_format::geometry::JOURNAL_STEP;
+use firn_format::record::{Ending, Identity, Record};
+use firn_journal::{Full, Journal, Medium, Memory, replay};
+
+const STEP: usize = JOURNAL_STEP as usize;
+const PAGE: usize = 4096;
+const HALF: usize = 16 * STEP;
+
+/// What is shared with the test while the journal has the medium.
+#[derive(Clone)]
+struct State {
+    bytes: Vec<u8>,
+    /// Which pages have memory.
+    pages: Vec<bool>,
+    /// Pages that there are.
+    limit: usize,
+    /// The bytes after each store of a header's magic and before and after each release.
+    seen: Vec<Vec<u8>>,
+}
+
+impl State {
+    fn pages_used(&self) -> usize {
+        self.pages.iter().filter(|has| **has).count()
+    }
+    fn bytes_used(&self) -> usize {
+        self.pages_used() * PAGE
+    }
+}
+
+/// A medium with so much memory and no more, which refuses a store where it gave none.
+#[derive(Clone)]
+struct Scarce(Arc<Mutex<State>>);
+
+impl Scarce {
+    fn new(limit_bytes: usize) -> Self {
+        let mut pages = vec![false; 2 * HALF / PAGE];
+        pages[..STEP / PAGE].fill(true);
+        pages[HALF / PAGE..(HALF + STEP) / PAGE].fill(true);
+        let bytes = vec![0; 2 * HALF];
+        Self(Arc::new(Mutex::new(State { bytes, pages, limit: limit_bytes / PAGE, seen: Vec::new() })))
+    }
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.0.lock().unwrap()
+    }
+    fn copy(&self) -> Memory {
+        Memory(self.state().bytes.clone())
+    }
+}
+
+impl Medium for Scarce {
+    fn len(&self) -> usize {
+        2 * HALF
+    }
+    fn write(&mut self, at: usize, bytes: &[u8]) {
+        let mut state = self.state();
+        let pages = at / PAGE..(at + bytes.len()).div_ceil(PAGE);
+        assert!(state.pages[pages].iter().all(|has| *has), "a store where there is no memory");
+        state.bytes[at..at + bytes.len()].copy_from_slice(bytes);
+        if at.is_multiple_of(HALF) {
+            let bytes = state.bytes.clone();
+            state.seen.push(bytes);
+        }
+    }
+    fn read(&self, at: usize, bytes: &mut [u8]) {
+        bytes.copy_from_slice(&self.state().bytes[at..at + bytes.len()]);
+    }
+    fn reserve(&mut self, at: usize, len: usize) -> bool {
+        let mut state = self.state();
+        let pages = at / PAGE..(at + len).div_ceil(PAGE);
+        let more = state.pages[pages.clone()].iter().filter(|has| !**has).count();
+        if state.pages_used() + more > state.limit {
+            return false;
+        }
+        state.pages[pages].fill(true);
+        true
+    }
+    fn release(&mut self, at: usize, len: usize) {
+        let mut state = self.state();
+        let before = state.bytes.clone();
+        state.bytes[at..at + len / 2].fill(0);
+        let halfway = state.bytes.clone();
+        state.bytes[at..at + len].fill(0);
+        state.pages[at.div_ceil(PAGE)..(at + len) / PAGE].fill(false);
+        let after = state.bytes.clone();
+        state.seen.extend([before, halfway, after]);
+    }
+    fn used(&self, at: usize, len: usize) -> usize {
+        let pages = &self.state().pages[at / PAGE..(at + len) / PAGE];
+        pages.iter().rposition(|has| *has).map_or(0, |last| (last + 1) * PAGE)
+    }
+}
+
+fn bind(file: u64) -> Record {
+    let identity = Identity { dev: 1, ino: file, btime: None };
+    let path = format!("{}/{file}", "a-directory-with-a-name/".repeat(20)).into_bytes();
+    Record::Bind { file, identity, paths: vec![path], ending: Ending::Open }
+}
+
+#[test]
+fn memory_comes_with_the_names_and_goes_with_them() {
+    let medium = Scarce::new(2 * HALF);
+    let mut journal = Journal::create(medium.clone());
+    let fresh = medium.state().bytes_used();
+    assert_eq!(fresh, 2 * STEP);
+    let files = 5000;
+    for file in 1..=files {
+        journal.append(&bind(file)).expect("there is room");
+    }
+    let full = medium.state().bytes_used();
+    assert!(full > 4 * fresh && full < 2 * HALF, "{full}");
+    assert_eq!(&replay(&medium.copy()).ledger, journal.ledger());
+    for file in 1..=files {
+        journal.append_end(&Record::Unbind { file }).expect("an end fits");
+    }
+    for file in files + 1..files + 1000 {
+        journal.append(&bind(file)).expect("there is room");
+        journal.append_end(&Record::Unbind { file }).expect("an end fits");
+    }
+    let after = medium.state().bytes_used();
+    assert!(after <= 8 * STEP, "{after} of {full}");
+    let found = replay(&medium.copy());
+    assert_eq!((&found.ledger, &found.damage[..]), (journal.ledger(), &[][..]));
+}
+
+#[test]
+fn a_crash_at_any_header_or_release_replays_to_what_was_there() {
+    let medium = Scarce::new(2 * HALF);
+    let mut journal = Journal::create(medium.clone());
+    medium.state().seen.clear();
+    let mut file = 0;
+    let mut checked = 0;
+    let mut check = |journal: &Journal<Scarce>, before: &firn_journal::Ledger| {
+        for bytes in std::mem::take(&mut medium.state().seen) {
+            let found = replay(&Memory(bytes));
+            assert_eq!(found.damage, []);
+            let sizes = [found.ledger.len(), before.len(), journal.ledger().len()];
+            assert!(&found.ledger == before || &found.ledger == journal.ledger(), "{sizes:?} {checked}");
+            checked += 1;
+        }
+    };
+    for round in 0..4 {
+        for _ in 0..1500 {
+            file += 1;
+            let before = journal.ledger().clone();
+            journal.append(&bind(file)).expect("there is room");
+            check(&journal, &before);
+        }
+        let first = file - 1499;
+        for file in first..=file - 100 * round {
+            let before = journal.ledger().clone();
+            journal.append_end(&Record::Unbind { file }).expect("an end fits");
+            check(&journal, &before);
+        }
+        drop(journal);
+        let found;
+        (journal, found) = Journal::open(medium.clone());
+        assert_eq!(found.damage, []);
+        let ledger = journal.ledger().clone();
+        check(&journal, &ledger);
+    }
+    assert!(checked > 30, "{checked}");
+}
+
+#[test]
+fn without_memory_a_beginning_is_refused_and_ends_still_fit() {
+    let medium = Scarce::new(7 * STEP);
+    let mut journal = Journal::create(medium.clone());
+    let mut files = 0;
+    while journal.append(&bind(files + 1)).is_ok() {
+        files += 1;
+    }
+    assert!(files > 500, "{files}");
+    assert_eq!(journal.append(&bind(files + 1)), Err(Full));
+    for file in 1..=files {
+        journal.append_end(&Record::Ended { file, ending: Ending::Closed }).ok();
+    }
+    let found = replay(&medium.copy());
+    assert_eq!((&found.ledger, &found.damage[..]), (journal.ledger(), &[][..]));
+    for file in 1..=files / 2 {
+        journal.append_end(&Record::Unbind { file }).expect("an end fits");
+    }
+    journal.append(&bind(files + 1)).expect("there is room again");
+    let ledger = journal.ledger().clone();
+    drop(journal);
+    let (journal, found) = Journal::open(medium.clone());
+    assert_eq!((journal.ledger(), &found.ledger), (&ledger, &ledger));
+}
