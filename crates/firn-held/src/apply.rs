@@ -1,0 +1,296 @@
+//! Carrying out a redo record, as often as it takes.
+//!
+//! 1. Data of files that were there: cut, then the ranges that were written, from the twin.
+//! 2. Every name that its object leaves: the object goes away, to `away/` where it comes back under
+//!    another name.
+//! 3. Every name that an object comes to, directories before what is in them.
+//! 4. Attributes, from the twins.
+//! 5. Directories that came to no name go.
+//!
+//! Each step looks first whether it is done: a name is moved only while it leads to the object that
+//! the record means. An object is found under its names in the order in which it comes to them.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+
+use firn_backing::{Access, Backing, Errno, RenameFlags, Result, Seek};
+
+use crate::record::{Data, Identity, Item, Place, Record, Staged};
+use crate::staging::find;
+
+/// Bytes that are copied at once where the backing does not copy by itself.
+const BLOCK: usize = 1 << 20;
+
+pub(crate) struct Apply<'a, B: Backing> {
+    base: &'a B,
+    items: BTreeMap<u64, &'a Item>,
+    new: &'a B::Node,
+    away: &'a B::Node,
+    known: HashMap<u64, B::Node>,
+    nests: HashMap<&'a str, B::Node>,
+    placed: BTreeSet<u64>,
+}
+
+impl<'a, B: Backing> Apply<'a, B> {
+    pub(crate) fn new(base: &'a B, record: &'a Record, new: &'a B::Node, away: &'a B::Node) -> Self {
+        let items = record.items.iter().map(|item| (item.number, item)).collect();
+        let known = HashMap::from([(0, base.root())]);
+        Self { base, items, new, away, known, nests: HashMap::new(), placed: BTreeSet::new() }
+    }
+
+    /// The object is at hand and need not be looked for.
+    pub(crate) fn know(&mut self, number: u64, node: B::Node) {
+        if number != 0 {
+            self.known.insert(number, node);
+        }
+    }
+
+    pub(crate) fn run(&mut self) -> Result<()> {
+        let items: Vec<&'a Item> = self.items.values().copied().collect();
+        // All directories are found before any of them moves: an object stays the same wherever it goes.
+        for item in items.iter().filter(|item| item.is_dir) {
+            self.locate(item.number, &mut Vec::new())?;
+        }
+        for item in &items {
+            if let (Some(data), Some(at)) = (&item.data, &item.twin_at) {
+                self.write(item, data, at)?;
+            }
+        }
+        for item in &items {
+            self.leave(item)?;
+        }
+        for item in &items {
+            self.place(item)?;
+        }
+        for item in &items {
+            self.attributes(item)?;
+        }
+        for item in items.iter().filter(|item| item.is_dir && item.comes.is_empty()) {
+            let name = item.number.to_string();
+            if !item.leaves.is_empty() && find(self.base, self.away, OsStr::new(&name))?.is_some() {
+                self.base.rmdir(self.away, OsStr::new(&name))?;
+            }
+        }
+        Ok(())
+    }
+
+    // ---- finding -----------------------------------------------------------------------------
+
+    /// The object, wherever an earlier attempt left it; `None` if it is gone.
+    fn locate(&mut self, number: u64, above: &mut Vec<u64>) -> Result<Option<B::Node>> {
+        if let Some(node) = self.known.get(&number) {
+            return Ok(Some(node.clone()));
+        }
+        let Some(&item) = self.items.get(&number) else { return Ok(None) };
+        // Two directories that changed places are each below the other in one of their places.
+        if above.contains(&number) {
+            return Ok(None);
+        }
+        above.push(number);
+        let found = self.search(item, above);
+        above.pop();
+        let found = found?;
+        if let Some(node) = &found {
+            self.known.insert(number, node.clone());
+        }
+        Ok(found)
+    }
+
+    fn search(&mut self, item: &'a Item, above: &mut Vec<u64>) -> Result<Option<B::Node>> {
+        let places = item.stays.iter().chain(&item.comes).chain(&item.leaves);
+        for (dir, name) in places {
+            if let Some(dir) = self.locate(*dir, above)?
+                && let Some(node) = self.is_at(item, &dir, name)?
+            {
+                return Ok(Some(node));
+            }
+        }
+        if let Some(node) = self.is_at(item, self.away, item.number.to_string().as_bytes())? {
+            return Ok(Some(node));
+        }
+        match &item.new_at {
+            Some((nest, name)) => {
+                let nest = self.nest(nest)?;
+                self.is_at(item, &nest, name.as_bytes())
+            }
+            None => Ok(None),
+        }
+    }
+
+    /// The object, if the name leads to it.
+    fn is_at(&self, item: &Item, dir: &B::Node, name: &[u8]) -> Result<Option<B::Node>> {
+        match find(self.base, dir, OsStr::from_bytes(name)) {
+            Ok(found) => {
+                Ok(found.filter(|(_, attr)| Identity::of(attr) == item.identity).map(|(node, _)| node))
+            }
+            Err(Errno::NOTDIR) => Ok(None),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    fn nest(&mut self, name: &'a str) -> Result<B::Node> {
+        if let Some(node) = self.nests.get(name) {
+            return Ok(node.clone());
+        }
+        let node = self.base.lookup(self.new, OsStr::new(name))?.0;
+        self.nests.insert(name, node.clone());
+        Ok(node)
+    }
+
+    fn staged(&mut self, at: &'a Staged) -> Result<B::Node> {
+        let nest = self.nest(&at.0)?;
+        Ok(self.base.lookup(&nest, OsStr::new(&at.1))?.0)
+    }
+
+    fn dir(&mut self, place: &Place) -> Result<Option<B::Node>> {
+        self.locate(place.0, &mut Vec::new())
+    }
+
+    // ---- steps -------------------------------------------------------------------------------
+
+    fn write(&mut self, item: &'a Item, data: &Data, at: &'a Staged) -> Result<()> {
+        let Some(node) = self.locate(item.number, &mut Vec::new())? else { return Ok(()) };
+        let unchanged = data.written.is_empty() && data.cut >= data.size;
+        if unchanged && self.base.attr(&node)?.size == data.size {
+            return Ok(());
+        }
+        let from = self.base.open(&self.staged(at)?, Access::Read)?;
+        let to = self.base.open(&node, Access::ReadWrite)?;
+        let size = self.base.attr(&node)?.size;
+        // Both, so that what lies between is a hole. On a second attempt bytes that were written before are
+        // cut off too, and written again.
+        if data.cut < size {
+            self.base.set_len(&to, data.cut)?;
+        }
+        self.base.set_len(&to, data.size)?;
+        for &(start, end) in &data.written {
+            self.copy(&from, &to, start, end.min(data.size))?;
+        }
+        Ok(())
+    }
+
+    /// Copies a range; what is a hole there becomes one here.
+    fn copy(&self, from: &B::File, to: &B::File, start: u64, end: u64) -> Result<()> {
+        let mut at = start;
+        while at < end {
+            let data = match self.base.seek(from, at, Seek::Data) {
+                Ok(data) => data.clamp(at, end),
+                Err(Errno::NXIO) => end,
+                Err(_) => at,
+            };
+            if data > at {
+                self.clear(to, at, data - at)?;
+                at = data;
+                continue;
+            }
+            let until = self.base.seek(from, at, Seek::Hole).map_or(end, |hole| hole.clamp(at + 1, end));
+            match self.base.copy_range(from, at, to, at, until - at) {
+                Ok(count) if count > 0 => at += count,
+                Ok(_) | Err(Errno::XDEV | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
+                    at += self.copy_block(from, to, at, until)?;
+                }
+                Err(errno) => return Err(errno),
+            }
+        }
+        Ok(())
+    }
+
+    fn copy_block(&self, from: &B::File, to: &B::File, at: u64, until: u64) -> Result<u64> {
+        let mut block = vec![0; BLOCK.min((until - at) as usize)];
+        let count = self.base.read_at(from, &mut block, at)?;
+        // Behind its end a file reads as zeros here.
+        let count = if count == 0 { block.len() } else { count };
+        write_all(self.base, to, &block[..count], at)?;
+        Ok(count as u64)
+    }
+
+    fn clear(&self, to: &B::File, at: u64, len: u64) -> Result<()> {
+        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        match self.base.allocate(to, punch, at, len) {
+            Ok(()) => Ok(()),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
+                let zeros = vec![0; BLOCK.min(len as usize)];
+                let mut done = 0;
+                while done < len {
+                    let count = (len - done).min(BLOCK as u64);
+                    write_all(self.base, to, &zeros[..count as usize], at + done)?;
+                    done += count;
+                }
+                Ok(())
+            }
+            Err(errno) => Err(errno),
+        }
+    }
+
+    fn leave(&mut self, item: &'a Item) -> Result<()> {
+        let number = item.number.to_string();
+        let away_name = OsStr::new(&number);
+        for place in &item.leaves {
+            let Some(dir) = self.dir(place)? else { continue };
+            if self.is_at(item, &dir, &place.1)?.is_none() {
+                continue;
+            }
+            let name = OsStr::from_bytes(&place.1);
+            let goes_away = item.is_dir
+                || (!item.comes.is_empty() && find(self.base, self.away, away_name)?.is_none());
+            if goes_away {
+                self.base.rename(&dir, name, self.away, away_name, RenameFlags::empty())?;
+            } else {
+                self.base.unlink(&dir, name)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn place(&mut self, item: &'a Item) -> Result<()> {
+        if item.comes.is_empty() || !self.placed.insert(item.number) {
+            return Ok(());
+        }
+        let number = item.number.to_string();
+        for place in &item.comes {
+            if let Some(&above) = self.items.get(&place.0) {
+                self.place(above)?;
+            }
+            let dir = self.dir(place)?.ok_or(Errno::STALE)?;
+            if self.is_at(item, &dir, &place.1)?.is_some() {
+                continue;
+            }
+            let name = OsStr::from_bytes(&place.1);
+            if self.is_at(item, self.away, number.as_bytes())?.is_some() {
+                self.base.rename(self.away, OsStr::new(&number), &dir, name, RenameFlags::empty())?;
+                continue;
+            }
+            if let Some((nest, staged)) = &item.new_at {
+                let nest = self.nest(nest)?;
+                if self.is_at(item, &nest, staged.as_bytes())?.is_some() {
+                    self.base.rename(&nest, OsStr::new(staged), &dir, name, RenameFlags::empty())?;
+                    continue;
+                }
+            }
+            // It has a name already.
+            let node = self.locate(item.number, &mut Vec::new())?.ok_or(Errno::STALE)?;
+            self.base.link(&node, &dir, name)?;
+        }
+        Ok(())
+    }
+
+    fn attributes(&mut self, item: &'a Item) -> Result<()> {
+        let Some(at) = &item.twin_at else { return Ok(()) };
+        let Some(node) = self.locate(item.number, &mut Vec::new())? else { return Ok(()) };
+        let twin = self.staged(at)?;
+        crate::staging::copy_attributes(self.base, &twin, &node)
+    }
+}
+
+pub(crate) fn write_all<B: Backing>(base: &B, file: &B::File, bytes: &[u8], offset: u64) -> Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        done +=
+            match base.write_at(file, &[std::io::IoSlice::new(&bytes[done..])], offset + done as u64)? {
+                0 => return Err(Errno::IO),
+                count => count,
+            };
+    }
+    Ok(())
+}

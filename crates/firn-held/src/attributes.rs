@@ -1,0 +1,104 @@
+//! Attributes of objects in a transaction: those of the twin.
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+
+use firn_backing::{Backing, Errno, Kind, Result, SetTime};
+
+use crate::backing::Node;
+use crate::object::{Change, Inner, Object, Twin};
+use crate::scope::{Held, Scope};
+use crate::staging;
+
+impl<B: Backing> Held<B> {
+    /// Changes the attributes of an object: in the backing, or of its twin.
+    pub(crate) fn change_attributes(
+        &self,
+        object: &Arc<Object<B>>,
+        change: impl FnOnce(&B::Node) -> Result<()>,
+    ) -> Result<()> {
+        let (_data, scope) = self.writing(object)?;
+        let Some(scope) = scope else { return change(object.inner.read().node()?) };
+        let mut inner = object.inner.write();
+        self.twin(&scope, object, &mut inner)?;
+        change(inner.node()?)
+    }
+
+    pub(crate) fn set_times_of(&self, node: &Node<B>, atime: SetTime, mtime: SetTime) -> Result<()> {
+        let Node::Tracked(object) = node else {
+            let Node::Plain(node) = node else { unreachable!() };
+            return self.base.set_times(node, atime, mtime);
+        };
+        self.change_attributes(object, |node| self.base.set_times(node, atime, mtime))?;
+        // What was asked for counts, whatever changed in the directory before.
+        if mtime != SetTime::Keep
+            && let Some(change) = &mut object.inner.write().change
+        {
+            change.touched = None;
+        }
+        Ok(())
+    }
+
+    /// Makes sure that an object has a twin.
+    pub(crate) fn twin<'a>(
+        &self,
+        scope: &Scope<B>,
+        object: &Arc<Object<B>>,
+        inner: &'a mut Inner<B>,
+    ) -> Result<&'a mut Change<B>> {
+        let base = inner.base.clone();
+        if base.is_none() && inner.change.is_none() {
+            return Err(Errno::STALE);
+        }
+        if inner.twin().is_none()
+            && let Some(node) = base
+        {
+            let number = scope.change(object, inner).number;
+            let (twin, size) = self.make_twin(scope, object.kind, &node, number)?;
+            let change = scope.change(object, inner);
+            (change.twin, change.cut) = (Some(twin), size);
+        }
+        Ok(scope.change(object, inner))
+    }
+
+    fn make_twin(
+        &self,
+        scope: &Scope<B>,
+        kind: Kind,
+        node: &B::Node,
+        number: u64,
+    ) -> Result<(Twin<B>, u64)> {
+        let (nest_name, nest) = scope.plain_nest(&self.base)?;
+        let text = number.to_string();
+        let (name, me) = (OsStr::new(&text), staging::own());
+        // What an attempt before this one left.
+        if let Some((_, attr)) = staging::find(&self.base, &nest, name)? {
+            match attr.kind {
+                Kind::Dir => self.base.rmdir(&nest, name)?,
+                _ => self.base.unlink(&nest, name)?,
+            }
+        }
+        let attr = self.base.attr(node)?;
+        let twin = match kind {
+            Kind::Dir => self.base.mkdir(&me, &nest, name, 0o700)?.0,
+            Kind::Symlink => {
+                let target = self.base.readlink(node)?;
+                let target = <OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&target);
+                self.base.symlink(&me, &nest, name, target)?.0
+            }
+            Kind::File => {
+                let (twin, file, _) = self.base.create(&me, &nest, name, 0o600)?;
+                self.base.set_len(&file, attr.size)?;
+                twin
+            }
+            _ => match self.base.mknod(&me, &nest, name, (attr.mode & libc::S_IFMT) | 0o600, attr.rdev) {
+                Ok((twin, _)) => twin,
+                // Not everybody may make a device; a file has its attributes as well.
+                Err(Errno::PERM) => self.base.create(&me, &nest, name, 0o600)?.0,
+                Err(errno) => return Err(errno),
+            },
+        };
+        staging::copy_attributes(&self.base, node, &twin)?;
+        Ok((Twin { node: twin, at: (nest_name, text) }, attr.size))
+    }
+}

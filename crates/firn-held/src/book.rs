@@ -1,0 +1,78 @@
+//! What became of each name of a file in a transaction, in the words of CprFS ([`crate::state`]).
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::{OsStr, OsString};
+
+use crate::object::Key;
+use crate::state::State;
+
+/// A directory and a name in it.
+type Name = (Key, OsString);
+
+/// The states of one transaction's names.
+#[derive(Debug, Default)]
+pub(crate) struct Book {
+    states: HashMap<Name, State>,
+    /// Name that a renamed one came from.
+    sources: HashMap<Name, Name>,
+}
+
+fn name_of(dir: Key, name: &OsStr) -> Name {
+    (dir, name.to_owned())
+}
+
+impl Book {
+    fn state(&self, name: &Name) -> State {
+        self.states.get(name).copied().unwrap_or(State::Normal)
+    }
+
+    pub(crate) fn create(&mut self, dir: Key, name: &OsStr) {
+        let name = name_of(dir, name);
+        let state = self.state(&name).create();
+        self.states.insert(name, state);
+    }
+
+    pub(crate) fn truncate(&mut self, dir: Key, name: &OsStr) {
+        let name = name_of(dir, name);
+        let state = self.state(&name).truncate();
+        self.states.insert(name, state);
+    }
+
+    pub(crate) fn unlink(&mut self, dir: Key, name: &OsStr) {
+        let name = name_of(dir, name);
+        let state = self.state(&name).unlink();
+        self.sources.remove(&name);
+        self.states.insert(name, state);
+    }
+
+    pub(crate) fn rename(&mut self, from: (Key, &OsStr), to: (Key, &OsStr)) {
+        let (from, to) = (name_of(from.0, from.1), name_of(to.0, to.1));
+        let Some(renaming) = State::rename(self.state(&from), self.state(&to)) else { return };
+        if renaming.former_source_is_freed
+            && let Some(former) = self.sources.remove(&to)
+        {
+            let freed = self.state(&former).freed();
+            self.states.insert(former, freed);
+        }
+        // A file that was renamed before is still that of the name it came from first.
+        let origin = self.sources.remove(&from).unwrap_or_else(|| from.clone());
+        if renaming.target.is_renamed() {
+            self.sources.insert(to.clone(), origin);
+        }
+        self.states.insert(from, renaming.source);
+        self.states.insert(to, renaming.target);
+    }
+
+    /// How many names are in each state.
+    pub(crate) fn count(&self) -> BTreeMap<State, u64> {
+        let mut counts = BTreeMap::new();
+        for state in self.states.values() {
+            *counts.entry(*state).or_insert(0) += 1;
+        }
+        counts
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&Name, State)> {
+        self.states.iter().map(|(name, state)| (name, *state))
+    }
+}

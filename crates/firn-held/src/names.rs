@@ -1,0 +1,341 @@
+//! Names in a transaction: what programs see, and what the backing would say to each call.
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
+
+use crate::object::{Change, Inner, Object, Twin};
+use crate::scope::{Held, Names, Scope};
+use crate::staging;
+
+impl<B: Backing> Held<B> {
+    fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {
+        parent.parent().is_none() && name == staging::TOP
+    }
+
+    pub(crate) fn look(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<(Arc<Object<B>>, Attr)> {
+        let _names = self.tree.read();
+        let object = self.find(parent, name)?.ok_or(Errno::NOENT)?;
+        let attr = object.attr(&self.base)?;
+        Ok((object, attr))
+    }
+
+    /// The object of a name; the caller holds the names.
+    fn find(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Option<Arc<Object<B>>>> {
+        let inner = parent.inner.read();
+        if let Some(change) = &inner.change
+            && let Some(found) = change.names.get(name)
+        {
+            return Ok(found.clone());
+        }
+        if self.is_hidden(parent, name) {
+            return Ok(None);
+        }
+        // A new directory's twin is empty, and says what is wrong with a name.
+        let node = inner.base.as_ref().map_or_else(|| inner.node(), Ok)?;
+        let found = staging::find(&self.base, node, name)?;
+        Ok(found.map(|(node, attr)| self.intern(node, &attr, parent, name)))
+    }
+
+    /// Makes a new object: `make` is given the directory and the name for it.
+    pub(crate) fn make(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+        make: impl FnOnce(&B::Node, &OsStr) -> Result<(B::Node, Attr)>,
+    ) -> Result<(Arc<Object<B>>, Attr)> {
+        if self.is_hidden(parent, name) {
+            return Err(Errno::PERM);
+        }
+        let (_names, scope) = self.changing(parent)?;
+        let Some(scope) = scope else {
+            let dir = parent.inner.read().node()?.clone();
+            let (node, attr) = make(&dir, name)?;
+            return Ok((self.intern(node, &attr, parent, name), attr));
+        };
+        if parent.kind != Kind::Dir {
+            return Err(Errno::NOTDIR);
+        }
+        let (exists, dir) = (self.find(parent, name)?, parent.inner.read().node()?.clone());
+        if exists.is_some() {
+            return Err(Errno::EXIST);
+        }
+        self.must_be_there(parent)?;
+        let (nest_name, nest) = scope.nest(&self.base, &dir)?;
+        let number = scope.next_number();
+        let text = number.to_string();
+        let (node, attr) = make(&nest, OsStr::new(&text))?;
+        let is_dir = attr.kind == Kind::Dir;
+        let change = Change {
+            twin: Some(Twin { node, at: (nest_name, text) }),
+            links: i64::from(!is_dir),
+            ..Change::new(number)
+        };
+        let inner = Inner { base: None, change: Some(Box::new(change)) };
+        let seat = Some((Arc::clone(parent), name.to_owned()));
+        let object = Arc::new(Object::new((attr.dev, attr.ino), attr.kind, inner, seat));
+        scope.changed.lock().insert(number, Arc::clone(&object));
+        self.adopt(&object);
+        self.name(&scope, parent, name, Some(&object), i64::from(is_dir));
+        if attr.kind == Kind::File {
+            scope.book.lock().create(parent.key, name);
+        }
+        let attr = object.attr(&self.base)?;
+        Ok((object, attr))
+    }
+
+    fn must_be_there(&self, dir: &Arc<Object<B>>) -> Result<()> {
+        let inner = dir.inner.read();
+        match &inner.change {
+            Some(change) if change.removed => Err(Errno::NOENT),
+            None if inner.base.is_none() => Err(Errno::STALE),
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes what a name leads to, and how many more subdirectories there are.
+    fn name(
+        &self,
+        scope: &Scope<B>,
+        dir: &Arc<Object<B>>,
+        name: &OsStr,
+        object: Option<&Arc<Object<B>>>,
+        subdirectories: i64,
+    ) {
+        let mut inner = dir.inner.write();
+        let change = scope.change(dir, &mut inner);
+        change.names.insert(name.to_owned(), object.cloned());
+        change.links += subdirectories;
+        change.touched = Some(Time::now());
+        if let Some(object) = object {
+            object.sit(dir, name);
+        }
+    }
+
+    fn links(&self, scope: &Scope<B>, object: &Arc<Object<B>>, more: i64) {
+        scope.change(object, &mut object.inner.write()).links += more;
+    }
+
+    /// An object lost a name in `scope`. A staged one without any goes at once: it takes room.
+    fn lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
+        let mut inner = object.inner.write();
+        let is_new = inner.base.is_none();
+        let change = scope.change(object, &mut inner);
+        if object.kind == Kind::Dir {
+            change.removed = true;
+        } else {
+            change.links -= 1;
+        }
+        if !is_new || !(change.removed || change.links == 0) {
+            return;
+        }
+        if let Some(twin) = &change.twin
+            && let Err(errno) = self.unstage(scope, object.kind, &twin.at)
+        {
+            tracing::warn!(%errno, "a staged object that lost its last name stays until the transaction ends");
+        }
+    }
+
+    fn unstage(&self, scope: &Scope<B>, kind: Kind, at: &crate::record::Staged) -> Result<()> {
+        let nest = self.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
+        match kind {
+            Kind::Dir => self.base.rmdir(&nest, OsStr::new(&at.1)),
+            _ => self.base.unlink(&nest, OsStr::new(&at.1)),
+        }
+    }
+
+    /// EBUSY for a directory that a transaction's scope is, or is in.
+    fn must_not_hold_a_scope(&self, object: Option<&Arc<Object<B>>>) -> Result<()> {
+        match object {
+            Some(object) if self.holds_a_scope(object) => Err(Errno::BUSY),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn remove_name(&self, parent: &Arc<Object<B>>, name: &OsStr, is_dir: bool) -> Result<()> {
+        let (_names, scope) = self.changing(parent)?;
+        let Some(scope) = scope else {
+            if is_dir && self.has_scopes() {
+                self.must_not_hold_a_scope(self.find(parent, name)?.as_ref())?;
+            }
+            if self.is_hidden(parent, name) {
+                return Err(Errno::NOENT);
+            }
+            let dir = parent.inner.read().node()?.clone();
+            return if is_dir { self.base.rmdir(&dir, name) } else { self.base.unlink(&dir, name) };
+        };
+        if parent.kind != Kind::Dir {
+            return Err(Errno::NOTDIR);
+        }
+        let object = self.find(parent, name)?.ok_or(Errno::NOENT)?;
+        match (is_dir, object.kind == Kind::Dir) {
+            (true, false) => return Err(Errno::NOTDIR),
+            (false, true) => return Err(Errno::ISDIR),
+            (true, true) if !self.entries(&object, false)?.is_empty() => return Err(Errno::NOTEMPTY),
+            _ => {}
+        }
+        self.name(&scope, parent, name, None, -i64::from(is_dir));
+        self.lost_name(&scope, &object);
+        if object.kind == Kind::File {
+            scope.book.lock().unlink(parent.key, name);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn add_link(
+        &self,
+        object: &Arc<Object<B>>,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+    ) -> Result<Attr> {
+        if self.is_hidden(parent, name) {
+            return Err(Errno::PERM);
+        }
+        let (_names, scope) = self.changing(parent)?;
+        if !same(&self.scope_of(object), &scope) {
+            return Err(Errno::XDEV);
+        }
+        let Some(scope) = scope else {
+            let (node, dir) = (object.inner.read().node()?.clone(), parent.inner.read().node()?.clone());
+            return self.base.link(&node, &dir, name);
+        };
+        if parent.kind != Kind::Dir {
+            return Err(Errno::NOTDIR);
+        }
+        if self.find(parent, name)?.is_some() {
+            return Err(Errno::EXIST);
+        }
+        self.must_be_there(parent)?;
+        if object.kind == Kind::Dir {
+            return Err(Errno::PERM);
+        }
+        if object.attr(&self.base)?.nlink == 0 {
+            return Err(Errno::NOENT);
+        }
+        self.links(&scope, object, 1);
+        self.name(&scope, parent, name, Some(object), 0);
+        if object.kind == Kind::File {
+            scope.book.lock().create(parent.key, name);
+        }
+        object.attr(&self.base)
+    }
+
+    pub(crate) fn move_name(
+        &self,
+        (from, name): (&Arc<Object<B>>, &OsStr),
+        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        flags: RenameFlags,
+    ) -> Result<()> {
+        if self.is_hidden(from, name) {
+            return Err(Errno::NOENT);
+        }
+        if self.is_hidden(to, new_name) {
+            return Err(Errno::PERM);
+        }
+        let (_names, scope) = self.changing(from)?;
+        if !same(&self.scope_of(to), &scope) {
+            return Err(Errno::XDEV);
+        }
+        let exchange = flags.contains(RenameFlags::EXCHANGE);
+        let Some(scope) = scope else {
+            return self.move_below(&_names, (from, name), (to, new_name), flags);
+        };
+        let known = RenameFlags::EXCHANGE | RenameFlags::NOREPLACE;
+        if flags == known || !known.contains(flags) {
+            return Err(Errno::INVAL);
+        }
+        if from.kind != Kind::Dir || to.kind != Kind::Dir {
+            return Err(Errno::NOTDIR);
+        }
+        let source = self.find(from, name)?.ok_or(Errno::NOENT)?;
+        let target = self.find(to, new_name)?;
+        if target.is_some() && flags.contains(RenameFlags::NOREPLACE) {
+            return Err(Errno::EXIST);
+        }
+        if target.is_none() && exchange {
+            return Err(Errno::NOENT);
+        }
+        if source.kind == Kind::Dir && to.is_below(&source) {
+            return Err(Errno::INVAL);
+        }
+        if let Some(target) = &target {
+            if target.kind == Kind::Dir && from.is_below(target) {
+                return Err(if exchange { Errno::INVAL } else { Errno::NOTEMPTY });
+            }
+            if Arc::ptr_eq(&source, target) {
+                return Ok(());
+            }
+        }
+        self.must_be_there(to)?;
+        let is_dir = |object: &Arc<Object<B>>| object.kind == Kind::Dir;
+        let subdirectory = |object: &Arc<Object<B>>| i64::from(is_dir(object));
+        if let Some(target) = target {
+            if exchange {
+                let more = subdirectory(&source) - subdirectory(&target);
+                self.name(&scope, from, name, Some(&target), -more);
+                self.name(&scope, to, new_name, Some(&source), more);
+                for object in [&source, &target] {
+                    scope.change(object, &mut object.inner.write());
+                }
+                return Ok(());
+            }
+            match (is_dir(&source), is_dir(&target)) {
+                (true, false) => return Err(Errno::NOTDIR),
+                (false, true) => return Err(Errno::ISDIR),
+                (true, true) if !self.entries(&target, false)?.is_empty() => return Err(Errno::NOTEMPTY),
+                _ => {}
+            }
+            self.lost_name(&scope, &target);
+            self.name(&scope, to, new_name, None, -subdirectory(&target));
+        }
+        scope.change(&source, &mut source.inner.write());
+        self.name(&scope, from, name, None, -subdirectory(&source));
+        self.name(&scope, to, new_name, Some(&source), subdirectory(&source));
+        if source.kind == Kind::File {
+            scope.book.lock().rename((from.key, name), (to.key, new_name));
+        }
+        Ok(())
+    }
+
+    /// Outside of transactions.
+    fn move_below(
+        &self,
+        _names: &Names<'_>,
+        (from, name): (&Arc<Object<B>>, &OsStr),
+        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        flags: RenameFlags,
+    ) -> Result<()> {
+        // What is wrong with either, the backing says best.
+        let known = |dir, name| self.find(dir, name).ok().flatten();
+        let (source, target) = (known(from, name), known(to, new_name));
+        if self.has_scopes() {
+            self.must_not_hold_a_scope(source.as_ref())?;
+            self.must_not_hold_a_scope(target.as_ref())?;
+        }
+        let (from_node, to_node) = (from.inner.read().node()?.clone(), to.inner.read().node()?.clone());
+        self.base.rename(&from_node, name, &to_node, new_name, flags)?;
+        if let Some(source) = source {
+            source.sit(to, new_name);
+        }
+        if flags.contains(RenameFlags::EXCHANGE)
+            && let Some(target) = target
+        {
+            target.sit(from, name);
+        }
+        Ok(())
+    }
+
+    fn has_scopes(&self) -> bool {
+        self.scope_count.load(Ordering::Acquire) > 0
+    }
+}
+
+fn same<T>(a: &Option<Arc<T>>, b: &Option<Arc<T>>) -> bool {
+    match (a, b) {
+        (None, None) => true,
+        (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+        _ => false,
+    }
+}

@@ -1,0 +1,219 @@
+//! One object of the tree, as programs see it.
+//!
+//! Invariants
+//! * One [`Object`] for each inode, whatever its number of names, while anybody refers to it.
+//! * `base` is the object in the backing, outside of staging; an object without it exists in a transaction
+//!   only, and one without base and change was made in a transaction that was aborted.
+//! * The *twin* of a change is a staged object of its own inode. For an object without base it is the
+//!   object itself, which a commit moves into place; else it has the new attributes and, of a file, the size
+//!   and the bytes that were written.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
+use parking_lot::{Mutex, RwLock};
+
+use crate::ranges::Ranges;
+use crate::record::Staged;
+
+/// Device and inode.
+pub(crate) type Key = (u64, u64);
+
+/// The directory that an object was last seen in, and its name there.
+pub(crate) type Seat<B> = (Arc<Object<B>>, OsString);
+
+/// One object of a tracked tree.
+pub struct Object<B: Backing> {
+    pub(crate) key: Key,
+    pub(crate) kind: Kind,
+    pub(crate) seat: Mutex<Option<Seat<B>>>,
+    pub(crate) inner: RwLock<Inner<B>>,
+    /// Handles on it.
+    opens: AtomicUsize,
+    files: Mutex<Files<B>>,
+}
+
+pub(crate) struct Inner<B: Backing> {
+    pub(crate) base: Option<B::Node>,
+    pub(crate) change: Option<Box<Change<B>>>,
+}
+
+/// What the open transaction says of an object.
+pub(crate) struct Change<B: Backing> {
+    pub(crate) number: u64,
+    pub(crate) twin: Option<Twin<B>>,
+    /// Of a directory: names that differ from the backing's; `None`: there is none.
+    pub(crate) names: BTreeMap<OsString, Option<Arc<Object<B>>>>,
+    /// Names more than the backing's object has; of a directory: subdirectories.
+    pub(crate) links: i64,
+    /// The directory is gone.
+    pub(crate) removed: bool,
+    /// When names in the directory changed.
+    pub(crate) touched: Option<Time>,
+    /// Bytes of the old content that still count where nothing was written.
+    pub(crate) cut: u64,
+    pub(crate) written: Ranges,
+}
+
+impl<B: Backing> Change<B> {
+    pub(crate) fn new(number: u64) -> Self {
+        Self {
+            number,
+            twin: None,
+            names: BTreeMap::new(),
+            links: 0,
+            removed: false,
+            touched: None,
+            cut: u64::MAX,
+            written: Ranges::default(),
+        }
+    }
+}
+
+/// A staged object.
+pub(crate) struct Twin<B: Backing> {
+    pub(crate) node: B::Node,
+    pub(crate) at: Staged,
+}
+
+/// Files that are open below, shared by all handles.
+struct Files<B: Backing> {
+    reader: Option<Arc<B::File>>,
+    writer: Option<Arc<B::File>>,
+    twin: Option<Arc<B::File>>,
+}
+
+/// Which file below is meant.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Below {
+    /// The backing's, for reading.
+    Reader,
+    /// The backing's, for writing.
+    Writer,
+    /// The twin's, for both.
+    Twin,
+}
+
+impl<B: Backing> Object<B> {
+    pub(crate) fn new(key: Key, kind: Kind, inner: Inner<B>, seat: Option<Seat<B>>) -> Self {
+        Self {
+            key,
+            kind,
+            seat: Mutex::new(seat),
+            inner: RwLock::new(inner),
+            opens: AtomicUsize::new(0),
+            files: Mutex::new(Files { reader: None, writer: None, twin: None }),
+        }
+    }
+
+    pub(crate) fn parent(&self) -> Option<Arc<Self>> {
+        self.seat.lock().as_ref().map(|(parent, _)| Arc::clone(parent))
+    }
+
+    pub(crate) fn sit(&self, parent: &Arc<Self>, name: &OsStr) {
+        *self.seat.lock() = Some((Arc::clone(parent), name.to_owned()));
+    }
+
+    /// Whether `other` is this object or above it.
+    pub(crate) fn is_below(self: &Arc<Self>, other: &Arc<Self>) -> bool {
+        let mut at = Some(Arc::clone(self));
+        while let Some(object) = at {
+            if Arc::ptr_eq(&object, other) {
+                return true;
+            }
+            at = object.parent();
+        }
+        false
+    }
+
+    /// The attributes that programs see.
+    pub(crate) fn attr(&self, base: &B) -> Result<Attr> {
+        self.inner.read().attr(base, self)
+    }
+
+    pub(crate) fn opened(&self) {
+        self.opens.fetch_add(1, Ordering::AcqRel);
+    }
+
+    pub(crate) fn closed(&self) {
+        if self.opens.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.let_go();
+        }
+    }
+
+    /// Closes what is open below; it is opened again when it is used.
+    pub(crate) fn let_go(&self) {
+        *self.files.lock() = Files { reader: None, writer: None, twin: None };
+    }
+
+    /// The file below, opened if need be.
+    pub(crate) fn below(&self, base: &B, inner: &Inner<B>, which: Below) -> Result<Arc<B::File>> {
+        let mut files = self.files.lock();
+        let Files { reader, writer, twin } = &mut *files;
+        let (slot, node, access) = match which {
+            Below::Reader => (reader, inner.base.as_ref(), Access::Read),
+            Below::Writer => (writer, inner.base.as_ref(), Access::ReadWrite),
+            Below::Twin => (twin, inner.twin().map(|twin| &twin.node), Access::ReadWrite),
+        };
+        if let Some(file) = slot {
+            return Ok(Arc::clone(file));
+        }
+        let file = Arc::new(base.open(node.ok_or(Errno::STALE)?, access)?);
+        *slot = Some(Arc::clone(&file));
+        Ok(file)
+    }
+}
+
+impl<B: Backing> Inner<B> {
+    pub(crate) fn twin(&self) -> Option<&Twin<B>> {
+        self.change.as_ref()?.twin.as_ref()
+    }
+
+    /// What to ask for attributes and their like: the twin where there is one.
+    pub(crate) fn node(&self) -> Result<&B::Node> {
+        self.twin().map(|twin| &twin.node).or(self.base.as_ref()).ok_or(Errno::STALE)
+    }
+
+    fn attr(&self, base: &B, object: &Object<B>) -> Result<Attr> {
+        let Some(change) = &self.change else {
+            return base.attr(self.base.as_ref().ok_or(Errno::STALE)?);
+        };
+        let twin = change.twin.as_ref().map(|twin| base.attr(&twin.node)).transpose()?;
+        let mut attr = match (&self.base, twin) {
+            (None, None) => return Err(Errno::STALE),
+            (None, Some(twin)) if object.kind == Kind::Dir => twin,
+            // Its staged name is not one of its names.
+            (None, Some(twin)) => Attr { nlink: 0, ..twin },
+            (Some(node), None) => base.attr(node)?,
+            (Some(node), Some(twin)) => {
+                let below = base.attr(node)?;
+                let is_file = object.kind == Kind::File;
+                Attr {
+                    mode: (below.mode & libc::S_IFMT) | (twin.mode & !libc::S_IFMT),
+                    size: if is_file { twin.size } else { below.size },
+                    blocks: if is_file { below.blocks + twin.blocks } else { below.blocks },
+                    uid: twin.uid,
+                    gid: twin.gid,
+                    atime: twin.atime,
+                    mtime: twin.mtime,
+                    ctime: twin.ctime,
+                    ..below
+                }
+            }
+        };
+        // Some file systems do not count subdirectories and say 1.
+        if object.kind != Kind::Dir || attr.nlink > 1 {
+            attr.nlink = (i64::from(attr.nlink) + change.links).max(0) as u32;
+        }
+        if change.removed {
+            attr.nlink = 0;
+        }
+        if let Some(touched) = change.touched {
+            (attr.mtime, attr.ctime) = (attr.mtime.max(touched), attr.ctime.max(touched));
+        }
+        Ok(attr)
+    }
+}

@@ -1,0 +1,175 @@
+//! The redo record: all that a commit does, as the difference between two trees.
+//!
+//! Objects are numbered; 0 is the root of the backing. Each names the places that it leaves and those
+//! that it comes to, its staged twin, and what of its data and attributes to take from there. Nothing in
+//! it depends on how far an earlier attempt came.
+//!
+//! ```text
+//! 0   8 bytes   magic "FIRNREDO"
+//! 8   u32       version
+//! 12  u32       CRC32C of the payload
+//! 16  u64       length of the payload
+//! 24            payload: the record, as postcard writes it
+//! ```
+
+use serde::{Deserialize, Serialize};
+
+use firn_backing::Attr;
+
+/// First bytes of a record.
+const MAGIC: &[u8; 8] = b"FIRNREDO";
+const VERSION: u32 = 1;
+const HEADER_BYTES: usize = 24;
+
+/// Why the bytes of a record are none.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RecordError {
+    /// The first bytes are others.
+    #[error("not a redo record (the magic number is missing)")]
+    Magic,
+    /// Made by another version.
+    #[error("redo record version {found}, this firn reads version {VERSION}")]
+    Version {
+        /// In the file.
+        found: u32,
+    },
+    /// Cut off or changed.
+    #[error("the redo record is damaged")]
+    Damaged,
+}
+
+/// A name in a directory: the number of the directory's object, and the name's bytes.
+pub type Place = (u64, Vec<u8>);
+
+/// What an object is in the backing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Identity {
+    /// Device.
+    pub dev: u64,
+    /// Inode.
+    pub ino: u64,
+}
+
+impl Identity {
+    pub(crate) fn of(attr: &Attr) -> Self {
+        Self { dev: attr.dev, ino: attr.ino }
+    }
+}
+
+/// What becomes of the bytes of a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Data {
+    /// Bytes of the old content that stay, where nothing was written.
+    pub cut: u64,
+    /// Its size.
+    pub size: u64,
+    /// What was written: from, to. The bytes are in the staged twin.
+    pub written: Vec<(u64, u64)>,
+}
+
+/// One object that takes part.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Item {
+    /// Number in this record.
+    pub number: u64,
+    /// The object that has its names in the end.
+    pub identity: Identity,
+    /// Whether it is a directory.
+    pub is_dir: bool,
+    /// Staged name of the object itself, where it is new.
+    pub new_at: Option<Staged>,
+    /// Staged name of the twin that has its new attributes, and the data of [`Item::data`].
+    pub twin_at: Option<Staged>,
+    /// Names that it leaves.
+    pub leaves: Vec<Place>,
+    /// Names that it comes to.
+    pub comes: Vec<Place>,
+    /// One name that stays as it is, for who looks for it.
+    pub stays: Option<Place>,
+    /// What of the twin's data counts.
+    pub data: Option<Data>,
+}
+
+/// Where something is staged: a directory below `new/`, and a name in it.
+pub type Staged = (String, String);
+
+/// A transaction, decided or not.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// The number that its user gave it.
+    pub id: u64,
+    /// Path of its scope, relative to the backing, for people.
+    pub scope: Vec<u8>,
+    /// See [`Item`].
+    pub items: Vec<Item>,
+}
+
+impl Record {
+    /// The bytes that are stored.
+    pub fn encode(&self) -> Vec<u8> {
+        let payload = postcard::to_stdvec(self).expect("plain data");
+        let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
+        bytes.extend_from_slice(MAGIC);
+        bytes.extend_from_slice(&VERSION.to_le_bytes());
+        bytes.extend_from_slice(&crc32c::crc32c(&payload).to_le_bytes());
+        bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
+        bytes.extend_from_slice(&payload);
+        bytes
+    }
+
+    /// From the bytes that were stored.
+    pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
+        let (header, payload) = bytes.split_at_checked(HEADER_BYTES).ok_or(RecordError::Damaged)?;
+        if &header[..8] != MAGIC {
+            return Err(RecordError::Magic);
+        }
+        let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
+        if word(8) != VERSION {
+            return Err(RecordError::Version { found: word(8) });
+        }
+        let len = u64::from_le_bytes(header[16..24].try_into().expect("eight bytes"));
+        if len != payload.len() as u64 || word(12) != crc32c::crc32c(payload) {
+            return Err(RecordError::Damaged);
+        }
+        postcard::from_bytes(payload).map_err(|_| RecordError::Damaged)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record() -> Record {
+        let identity = Identity { dev: 1, ino: 77 };
+        let item = Item {
+            number: 3,
+            identity,
+            is_dir: false,
+            new_at: None,
+            twin_at: Some(("plain".into(), "3".into())),
+            leaves: vec![(0, b"a".to_vec())],
+            comes: vec![(2, b"\xff\n".to_vec())],
+            stays: None,
+            data: Some(Data { cut: 10, size: 4096, written: vec![(0, 5), (100, 4096)] }),
+        };
+        Record { id: 17, scope: b"work".to_vec(), items: vec![item] }
+    }
+
+    #[test]
+    fn a_record_comes_back() {
+        assert_eq!(Record::decode(&record().encode()), Ok(record()));
+    }
+
+    #[test]
+    fn a_record_that_is_cut_or_changed_is_none() {
+        let bytes = record().encode();
+        for len in 0..bytes.len() {
+            assert!(Record::decode(&bytes[..len]).is_err(), "{len} bytes");
+        }
+        for at in 0..bytes.len() * 8 {
+            let mut bad = bytes.clone();
+            bad[at / 8] ^= 1 << (at % 8);
+            assert!(Record::decode(&bad).is_err(), "bit {at}");
+        }
+    }
+}

@@ -1,0 +1,770 @@
+//! Transactions: begun, prepared, committed or aborted; and what a crash left of them.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+
+use firn_backing::{Backing, Errno, Kind, RenameFlags};
+use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::apply::Apply;
+use crate::backing::Node;
+use crate::book::Book;
+use crate::object::{Change, Inner, Key, Object};
+use crate::record::{Data, Identity, Item, Record, RecordError};
+use crate::staging;
+use crate::state::State;
+
+/// Why a transaction could not be begun, prepared, committed or aborted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HeldError {
+    /// There is no transaction where one is needed.
+    #[error("no transaction is open there: begin one first")]
+    None,
+    /// One is open that covers the same objects.
+    #[error("a transaction is open in {scope:?}: commit or abort it first")]
+    Open {
+        /// Its scope.
+        scope: String,
+    },
+    /// It is prepared with another number.
+    #[error("the transaction is prepared with id {found}, not {wanted}")]
+    OtherId {
+        /// What it was prepared with.
+        found: u64,
+        /// What was asked for.
+        wanted: u64,
+    },
+    /// The checkpoint is not kept.
+    #[error("the files of checkpoint {wanted} are not kept; {}", kept(*.committed))]
+    NotKept {
+        /// What was asked for.
+        wanted: u64,
+        /// The last that was committed.
+        committed: Option<u64>,
+    },
+    /// The backing refused something.
+    #[error("the backing failed: {0}")]
+    Backing(#[from] Errno),
+    /// A record cannot be read.
+    #[error("{path}: {source}; move it away to give that transaction up")]
+    Record {
+        /// Where it is in the backing.
+        path: String,
+        /// What is wrong.
+        source: RecordError,
+    },
+}
+
+fn kept(committed: Option<u64>) -> String {
+    committed.map_or_else(|| "none is".into(), |id| format!("the last commit was {id}"))
+}
+
+/// How far a transaction is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// Programs change things.
+    Open,
+    /// Durable; changes wait until it is decided.
+    Prepared(u64),
+    /// Committed; not all of it is carried out.
+    Decided(u64),
+    /// Over.
+    Ended,
+}
+
+/// What an open transaction has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transaction {
+    /// Path of its scope, relative to the backing.
+    pub scope: Vec<u8>,
+    /// How far it is.
+    pub stage: Stage,
+    /// Objects that it changes.
+    pub objects: u64,
+    /// How many names of files are in each state.
+    pub states: BTreeMap<State, u64>,
+    /// An earlier firnd prepared it.
+    pub is_recovered: bool,
+}
+
+/// What [`Held::open`] did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// Committed ones that were carried out to the end: their numbers.
+    pub finished: Vec<u64>,
+    /// How many were undone because nobody had prepared them.
+    pub undone: u64,
+    /// Numbers of those that are prepared and wait for a decision.
+    pub waiting: Vec<u64>,
+}
+
+/// A directory and all below it, while a transaction is open there.
+pub(crate) struct Scope<B: Backing> {
+    serial: u64,
+    pub(crate) root: Arc<Object<B>>,
+    path: Vec<u8>,
+    dir: B::Node,
+    pub(crate) new: B::Node,
+    away: B::Node,
+    /// Directories below `new`, by what objects made in them inherit.
+    nests: Mutex<HashMap<Inherited, (String, B::Node)>>,
+    last_number: AtomicU64,
+    pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
+    pub(crate) book: Mutex<Book>,
+    stage: Mutex<Stage>,
+    turned: Condvar,
+    /// Prepared by an earlier firnd: its changes are in this record only.
+    recovered: Option<Record>,
+}
+
+/// What a new object takes from its directory: group and default ACL.
+type Inherited = (Option<u32>, Option<Vec<u8>>);
+
+impl<B: Backing> Scope<B> {
+    pub(crate) fn next_number(&self) -> u64 {
+        self.last_number.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Waits until changes are allowed again; EBUSY where that may never be.
+    fn wait(&self) -> Result<(), Errno> {
+        let mut stage = self.stage.lock();
+        while let Stage::Prepared(_) | Stage::Decided(_) = *stage {
+            if self.recovered.is_some() {
+                return Err(Errno::BUSY);
+            }
+            self.turned.wait(&mut stage);
+        }
+        Ok(())
+    }
+
+    fn is_open(&self) -> bool {
+        *self.stage.lock() == Stage::Open
+    }
+
+    fn turn(&self, stage: Stage) {
+        *self.stage.lock() = stage;
+        self.turned.notify_all();
+    }
+
+    /// The change of an object, made if there is none.
+    pub(crate) fn change<'a>(&self, object: &Arc<Object<B>>, inner: &'a mut Inner<B>) -> &'a mut Change<B> {
+        inner.change.get_or_insert_with(|| {
+            let number = self.next_number();
+            self.changed.lock().insert(number, Arc::clone(object));
+            Box::new(Change::new(number))
+        })
+    }
+
+    /// Where to stage an object that is made in `parent`: with the group and the ACL that the kernel would
+    /// give it there.
+    pub(crate) fn nest(&self, base: &B, parent: &B::Node) -> Result<(String, B::Node), Errno> {
+        let attr = base.attr(parent)?;
+        let group = (attr.mode & libc::S_ISGID != 0).then_some(attr.gid);
+        let acl_name = OsStr::new("system.posix_acl_default");
+        let acl = match base.has_default_acl(parent) {
+            true => Some(base.get_xattr(parent, acl_name)?),
+            false => None,
+        };
+        let mut nests = self.nests.lock();
+        if let Some((name, node)) = nests.get(&(group, acl.clone())) {
+            return Ok((name.clone(), node.clone()));
+        }
+        let name = format!("d{}", nests.len());
+        let node = staging::dir(base, &self.new, &name)?;
+        if let Some(acl) = &acl {
+            base.set_xattr(&node, acl_name, acl, 0)?;
+        }
+        if let Some(gid) = group {
+            base.set_owner(&node, None, Some(gid))?;
+            base.set_mode(&node, 0o2700)?;
+        }
+        nests.insert((group, acl), (name.clone(), node.clone()));
+        Ok((name, node))
+    }
+
+    /// Where twins are staged, which inherit nothing.
+    pub(crate) fn plain_nest(&self, base: &B) -> Result<(String, B::Node), Errno> {
+        self.nest(base, &self.dir)
+    }
+}
+
+/// A backing whose directories can be in a transaction. Clones are the same.
+pub struct Held<B: Backing> {
+    pub(crate) base: B,
+    top: Node<B>,
+    objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
+    scopes: RwLock<Vec<Arc<Scope<B>>>>,
+    pub(crate) scope_count: AtomicUsize,
+    last_serial: AtomicU64,
+    /// Held for reading while names are looked up, for writing while a transaction changes them.
+    pub(crate) tree: RwLock<()>,
+    /// Held for reading while data is changed, for writing while a transaction begins, is prepared or ends.
+    pub(crate) data: RwLock<()>,
+}
+
+/// Proof that names stay, or that they may be changed.
+pub(crate) enum Names<'a> {
+    Shared(#[allow(dead_code)] RwLockReadGuard<'a, ()>),
+    Changing(#[allow(dead_code)] RwLockWriteGuard<'a, ()>),
+}
+
+impl<B: Backing> Held<B> {
+    /// A backing without transactions: every call goes through.
+    pub fn plain(base: B) -> Self {
+        let top = Node::Plain(base.root());
+        Self::assemble(base, top)
+    }
+
+    fn assemble(base: B, top: Node<B>) -> Self {
+        Self {
+            base,
+            top,
+            objects: Mutex::default(),
+            scopes: RwLock::default(),
+            scope_count: AtomicUsize::new(0),
+            last_serial: AtomicU64::new(0),
+            tree: RwLock::new(()),
+            data: RwLock::new(()),
+        }
+    }
+
+    /// A backing that can have transactions, after what earlier ones left is finished or undone.
+    pub fn open(base: B) -> Result<(Self, Outcome), HeldError> {
+        let root = base.root();
+        let attr = base.attr(&root)?;
+        let inner = Inner { base: Some(root.clone()), change: None };
+        let top = Arc::new(Object::new((attr.dev, attr.ino), Kind::Dir, inner, None));
+        let held = Self::assemble(base, Node::Tracked(Arc::clone(&top)));
+        held.objects.lock().insert(top.key, Arc::downgrade(&top));
+        let mut outcome = Outcome::default();
+        if let Some((firn, _)) = staging::find(&held.base, &root, OsStr::new(staging::TOP))? {
+            held.recover(&firn, &mut outcome)?;
+        }
+        Ok((held, outcome))
+    }
+
+    fn recover(&self, firn: &B::Node, outcome: &mut Outcome) -> Result<(), HeldError> {
+        let mut names = staging::list(&self.base, firn)?;
+        names.sort_by(|a, b| a.0.cmp(&b.0));
+        for (name, ..) in names {
+            let text = String::from_utf8_lossy(&name).into_owned();
+            let Some(serial) = text.strip_prefix("tx-").and_then(|n| n.parse::<u64>().ok()) else { continue };
+            self.last_serial.fetch_max(serial, Ordering::Relaxed);
+            let dir = self.base.lookup(firn, OsStr::from_bytes(&name))?.0;
+            let record = |file: &str| {
+                let path = format!("{}/{text}/{file}", staging::TOP);
+                staging::load(&self.base, &dir, file)?
+                    .map(|bytes| Record::decode(&bytes).map_err(|source| HeldError::Record { path, source }))
+                    .transpose()
+            };
+            if let Some(record) = record(staging::COMMIT)? {
+                let new = staging::dir(&self.base, &dir, staging::NEW)?;
+                let away = staging::dir(&self.base, &dir, staging::AWAY)?;
+                Apply::new(&self.base, &record, &new, &away).run()?;
+                self.finish(firn, &dir, &text, &record)?;
+                outcome.finished.push(record.id);
+            } else if let Some(record) = record(staging::RECORD)? {
+                outcome.waiting.push(record.id);
+                self.wait_for_decision(serial, dir, record)?;
+            } else {
+                self.remove(firn, &dir, &text)?;
+                outcome.undone += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// A transaction that an earlier firnd prepared: its scope is as it was before, and frozen.
+    fn wait_for_decision(&self, serial: u64, dir: B::Node, record: Record) -> Result<(), HeldError> {
+        let mut root = match &self.top {
+            Node::Tracked(top) => Arc::clone(top),
+            Node::Plain(_) => return Ok(()),
+        };
+        for name in record.scope.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
+            let name = OsStr::from_bytes(name);
+            let parent = root.inner.read().node()?.clone();
+            let (node, attr) = self.base.lookup(&parent, name)?;
+            root = self.intern(node, &attr, &root, name);
+        }
+        let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
+        self.scopes.write().push(Arc::new(scope));
+        self.scope_count.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
+    fn new_scope(
+        &self,
+        serial: u64,
+        root: Arc<Object<B>>,
+        path: Vec<u8>,
+        dir: B::Node,
+        recovered: Option<Record>,
+    ) -> Result<Scope<B>, Errno> {
+        let stage = recovered.as_ref().map_or(Stage::Open, |record| Stage::Prepared(record.id));
+        Ok(Scope {
+            serial,
+            root,
+            path,
+            new: staging::dir(&self.base, &dir, staging::NEW)?,
+            away: staging::dir(&self.base, &dir, staging::AWAY)?,
+            dir,
+            nests: Mutex::default(),
+            last_number: AtomicU64::new(0),
+            changed: Mutex::default(),
+            book: Mutex::default(),
+            stage: Mutex::new(stage),
+            turned: Condvar::new(),
+            recovered,
+        })
+    }
+
+    /// The backing below.
+    pub fn base(&self) -> &B {
+        &self.base
+    }
+
+    pub(crate) fn top(&self) -> &Node<B> {
+        &self.top
+    }
+
+    /// The object of an inode that was found as `name` in `parent`.
+    pub(crate) fn intern(
+        &self,
+        node: B::Node,
+        attr: &firn_backing::Attr,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+    ) -> Arc<Object<B>> {
+        let key = (attr.dev, attr.ino);
+        let mut objects = self.objects.lock();
+        if let Some(object) = objects.get(&key).and_then(Weak::upgrade) {
+            if object.parent().is_some() {
+                object.sit(parent, name);
+            }
+            return object;
+        }
+        let inner = Inner { base: Some(node), change: None };
+        let seat = Some((Arc::clone(parent), name.to_owned()));
+        let object = Arc::new(Object::new(key, attr.kind, inner, seat));
+        self.note(&mut objects, &object);
+        object
+    }
+
+    fn note(&self, objects: &mut HashMap<Key, Weak<Object<B>>>, object: &Arc<Object<B>>) {
+        // Those that nobody refers to any more go when the table would grow.
+        if objects.len() == objects.capacity() {
+            objects.retain(|_, weak| weak.strong_count() > 0);
+        }
+        objects.insert(object.key, Arc::downgrade(object));
+    }
+
+    /// Takes up a new object of a transaction.
+    pub(crate) fn adopt(&self, object: &Arc<Object<B>>) {
+        self.note(&mut self.objects.lock(), object);
+    }
+
+    /// The transaction that an object is in.
+    pub(crate) fn scope_of(&self, object: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
+        if self.scope_count.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        let scopes = self.scopes.read();
+        let mut at = Some(Arc::clone(object));
+        while let Some(object) = at {
+            if let Some(scope) = scopes.iter().find(|scope| Arc::ptr_eq(&scope.root, &object)) {
+                return Some(Arc::clone(scope));
+            }
+            at = object.parent();
+        }
+        None
+    }
+
+    /// Whether an object is, or is above, the top of a transaction's scope.
+    pub(crate) fn holds_a_scope(&self, object: &Arc<Object<B>>) -> bool {
+        self.scopes.read().iter().any(|scope| scope.root.is_below(object))
+    }
+
+    /// For a change of names in the directory `object`: waits until it is allowed.
+    pub(crate) fn changing(
+        &self,
+        object: &Arc<Object<B>>,
+    ) -> Result<(Names<'_>, Option<Arc<Scope<B>>>), Errno> {
+        loop {
+            let names = self.tree.read();
+            if self.scope_of(object).is_none() {
+                return Ok((Names::Shared(names), None));
+            }
+            drop(names);
+            let names = self.tree.write();
+            match self.scope_of(object) {
+                Some(scope) if scope.is_open() => return Ok((Names::Changing(names), Some(scope))),
+                Some(scope) => {
+                    drop(names);
+                    scope.wait()?;
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// The same for a change of data or attributes.
+    pub(crate) fn writing(
+        &self,
+        object: &Arc<Object<B>>,
+    ) -> Result<(RwLockReadGuard<'_, ()>, Option<Arc<Scope<B>>>), Errno> {
+        loop {
+            let data = self.data.read();
+            match self.scope_of(object) {
+                None => return Ok((data, None)),
+                Some(scope) if scope.is_open() => return Ok((data, Some(scope))),
+                Some(scope) => {
+                    drop(data);
+                    scope.wait()?;
+                }
+            }
+        }
+    }
+
+    // ---- transactions ------------------------------------------------------------------------
+
+    /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
+    pub fn begin(&self, node: &Node<B>, path: &[u8]) -> Result<(), HeldError> {
+        let Node::Tracked(root) = node else { return Err(Errno::OPNOTSUPP.into()) };
+        if root.kind != Kind::Dir {
+            return Err(Errno::NOTDIR.into());
+        }
+        let (_names, _data) = (self.tree.write(), self.data.write());
+        for scope in self.scopes.read().iter() {
+            if root.is_below(&scope.root) || scope.root.is_below(root) {
+                return Err(HeldError::Open { scope: String::from_utf8_lossy(&scope.path).into_owned() });
+            }
+        }
+        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
+        let dir = staging::dir(&self.base, &firn, &format!("tx-{serial}"))?;
+        let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir, None)?;
+        self.scopes.write().push(Arc::new(scope));
+        self.scope_count.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
+    /// Makes the transaction durable and leaves its outcome open. Changes wait until it is decided. Where this
+    /// fails the transaction is as it was.
+    pub fn prepare(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
+        let scope = self.scope_at(node)?;
+        let (_names, _data) = (self.tree.write(), self.data.write());
+        match *scope.stage.lock() {
+            Stage::Open => {}
+            Stage::Prepared(found) if found == id => return Ok(()),
+            Stage::Prepared(found) | Stage::Decided(found) => {
+                return Err(HeldError::OtherId { found, wanted: id });
+            }
+            Stage::Ended => return Err(HeldError::None),
+        }
+        let record = self.record(&scope, id)?;
+        // What is staged is durable before the record that tells of it.
+        self.base.sync_all()?;
+        staging::store(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
+        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        self.base.sync_dir(&firn)?;
+        self.base.sync_dir(&self.base.root())?;
+        scope.turn(Stage::Prepared(id));
+        Ok(())
+    }
+
+    /// Decides for the transaction, durably, and carries it out; prepares it first if nobody did. Where this
+    /// fails it can be called again: before the decision the transaction is as it was, after it
+    /// ([`Stage::Decided`]) it is going to be carried out.
+    pub fn commit(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
+        let scope = self.scope_at(node)?;
+        if scope.is_open() {
+            self.prepare(node, id)?;
+        }
+        let (_names, _data) = (self.tree.write(), self.data.write());
+        let stage = *scope.stage.lock();
+        match stage {
+            Stage::Prepared(found) | Stage::Decided(found) if found != id => {
+                return Err(HeldError::OtherId { found, wanted: id });
+            }
+            Stage::Prepared(_) => {
+                let (from, to) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
+                self.base.rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
+                scope.turn(Stage::Decided(id));
+                self.base.sync_dir(&scope.dir)?;
+            }
+            Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
+            Stage::Open | Stage::Ended => return Err(HeldError::None),
+        }
+        let record = match &scope.recovered {
+            Some(record) => record.clone(),
+            None => {
+                let path = format!("{}/tx-{}/{}", staging::TOP, scope.serial, staging::COMMIT);
+                let bytes = staging::load(&self.base, &scope.dir, staging::COMMIT)?.ok_or(Errno::NOENT)?;
+                Record::decode(&bytes).map_err(|source| HeldError::Record { path, source })?
+            }
+        };
+        let mut apply = Apply::new(&self.base, &record, &scope.new, &scope.away);
+        for (number, object) in scope.changed.lock().iter() {
+            let inner = object.inner.read();
+            if let Some(node) = inner.base.clone().or_else(|| inner.twin().map(|twin| twin.node.clone())) {
+                apply.know(*number, node);
+            }
+        }
+        apply.run()?;
+        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        self.finish(&firn, &scope.dir, &format!("tx-{}", scope.serial), &record)?;
+        for (_, object) in std::mem::take(&mut *scope.changed.lock()) {
+            let mut inner = object.inner.write();
+            let Some(change) = inner.change.take() else { continue };
+            if inner.base.is_none() {
+                inner.base = change.twin.map(|twin| twin.node);
+            }
+            object.let_go();
+        }
+        self.end(&scope);
+        Ok(())
+    }
+
+    /// Throws the transaction away: the tree is as it was when it began. What was made in it is gone: ESTALE.
+    pub fn abort(&self, node: &Node<B>) -> Result<(), HeldError> {
+        let scope = self.scope_at(node)?;
+        let (_names, _data) = (self.tree.write(), self.data.write());
+        let stage = *scope.stage.lock();
+        match stage {
+            Stage::Open => {}
+            Stage::Prepared(_) => {
+                self.base.unlink(&scope.dir, OsStr::new(staging::RECORD))?;
+                self.base.sync_dir(&scope.dir)?;
+            }
+            Stage::Decided(found) => return Err(HeldError::OtherId { found, wanted: 0 }),
+            Stage::Ended => return Err(HeldError::None),
+        }
+        for (_, object) in std::mem::take(&mut *scope.changed.lock()) {
+            let mut inner = object.inner.write();
+            inner.change = None;
+            if inner.base.is_none() {
+                self.objects.lock().remove(&object.key);
+            }
+            object.let_go();
+        }
+        self.end(&scope);
+        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        // The outcome is certain already; the next open removes what is left.
+        if let Err(errno) = self.remove(&firn, &scope.dir, &format!("tx-{}", scope.serial)) {
+            tracing::warn!(%errno, "cannot remove what an aborted transaction staged");
+        }
+        Ok(())
+    }
+
+    fn end(&self, scope: &Arc<Scope<B>>) {
+        self.scopes.write().retain(|other| !Arc::ptr_eq(other, scope));
+        self.scope_count.fetch_sub(1, Ordering::Release);
+        scope.turn(Stage::Ended);
+    }
+
+    /// The last commit's number.
+    pub fn committed(&self) -> Result<Option<u64>, HeldError> {
+        let Some((firn, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
+            return Ok(None);
+        };
+        let text = staging::load(&self.base, &firn, staging::COMMITTED)?;
+        Ok(text.and_then(|text| String::from_utf8(text).ok()?.trim().parse().ok()))
+    }
+
+    /// Makes the files those of checkpoint `id`: finishes the transaction that was prepared with it, or throws
+    /// away what came after it.
+    pub fn restore(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
+        let stage = self.scope_at(node).ok().map(|scope| *scope.stage.lock());
+        let committed = self.committed()?;
+        match stage {
+            Some(Stage::Prepared(found) | Stage::Decided(found)) if found == id => self.commit(node, id),
+            Some(_) if committed == Some(id) => self.abort(node),
+            None if committed == Some(id) => Ok(()),
+            _ => Err(HeldError::NotKept { wanted: id, committed }),
+        }
+    }
+
+    /// The transactions that are not over.
+    pub fn transactions(&self) -> Vec<Transaction> {
+        let scopes = self.scopes.read();
+        let one = |scope: &Arc<Scope<B>>| Transaction {
+            scope: scope.path.clone(),
+            stage: *scope.stage.lock(),
+            objects: match &scope.recovered {
+                Some(record) => record.items.len() as u64,
+                None => scope.changed.lock().len() as u64,
+            },
+            states: scope.book.lock().count(),
+            is_recovered: scope.recovered.is_some(),
+        };
+        scopes.iter().map(one).collect()
+    }
+
+    fn scope_at(&self, node: &Node<B>) -> Result<Arc<Scope<B>>, HeldError> {
+        let Node::Tracked(object) = node else { return Err(HeldError::None) };
+        self.scope_of(object).filter(|scope| Arc::ptr_eq(&scope.root, object)).ok_or(HeldError::None)
+    }
+
+    /// After the last step of a commit: its number is noted, and what it staged goes.
+    fn finish(&self, firn: &B::Node, dir: &B::Node, name: &str, record: &Record) -> Result<(), Errno> {
+        self.base.sync_all()?;
+        staging::store(&self.base, firn, staging::COMMITTED, record.id.to_string().as_bytes())?;
+        self.remove(firn, dir, name)
+    }
+
+    /// Removes a transaction's directory. The record goes first: without it the rest means nothing.
+    fn remove(&self, firn: &B::Node, dir: &B::Node, name: &str) -> Result<(), Errno> {
+        for record in [staging::COMMIT, staging::RECORD] {
+            if staging::find(&self.base, dir, OsStr::new(record))?.is_some() {
+                self.base.unlink(dir, OsStr::new(record))?;
+                self.base.sync_dir(dir)?;
+            }
+        }
+        staging::clear(&self.base, dir)?;
+        self.base.rmdir(firn, OsStr::new(name))
+    }
+
+    // ---- the record --------------------------------------------------------------------------
+
+    /// The difference between the tree below and the one that programs see.
+    fn record(&self, scope: &Scope<B>, id: u64) -> Result<Record, Errno> {
+        let mut items: BTreeMap<u64, Item> = BTreeMap::new();
+        let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
+        // Directories from the scope up to the root of the backing, which do not change.
+        let mut numbers: HashMap<Key, u64> = HashMap::new();
+        if let Node::Tracked(top) = &self.top {
+            numbers.insert(top.key, 0);
+        }
+        for object in &changed {
+            let inner = object.inner.read();
+            let Some(change) = &inner.change else { continue };
+            let number = *numbers.entry(object.key).or_insert(change.number);
+            let is_root = number == 0;
+            let mut item = Item {
+                number,
+                identity: Identity { dev: object.key.0, ino: object.key.1 },
+                is_dir: object.kind == Kind::Dir,
+                new_at: None,
+                twin_at: None,
+                leaves: Vec::new(),
+                comes: Vec::new(),
+                stays: None,
+                data: None,
+            };
+            let at = change.twin.as_ref().map(|twin| twin.at.clone());
+            if inner.base.is_none() {
+                item.new_at = at;
+            } else if inner.attr_links(&self.base)? != 0 || is_root {
+                item.twin_at = at;
+                if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
+                    let size = self.base.attr(&twin.node)?.size;
+                    let written = change.written.iter().map(|r| (r.start, r.end)).collect();
+                    item.data = Some(Data { cut: change.cut, size, written });
+                }
+            }
+            items.insert(number, item);
+        }
+        for object in &changed {
+            let inner = object.inner.read();
+            let Some(change) = &inner.change else { continue };
+            if object.kind != Kind::Dir {
+                continue;
+            }
+            let dir = self.number(scope, object, &mut numbers, &mut items);
+            for (name, now) in &change.names {
+                let old = match &inner.base {
+                    Some(node) => staging::find(&self.base, node, name)?,
+                    None => None,
+                };
+                let old_key = old.map(|(_, attr)| (attr.dev, attr.ino));
+                let now_key = now.as_ref().map(|object| object.key);
+                if old_key == now_key {
+                    continue;
+                }
+                let place = (dir, name.as_bytes().to_vec());
+                if let Some(old) = old_key.and_then(|key| self.objects.lock().get(&key).and_then(Weak::upgrade)) {
+                    let number = self.number(scope, &old, &mut numbers, &mut items);
+                    items.get_mut(&number).expect("just added").leaves.push(place.clone());
+                }
+                if let Some(now) = now {
+                    let number = self.number(scope, now, &mut numbers, &mut items);
+                    items.get_mut(&number).expect("just added").comes.push(place);
+                }
+            }
+        }
+        // Where those are that keep their names.
+        for object in &changed {
+            let number = self.number(scope, object, &mut numbers, &mut items);
+            self.settle(scope, object, number, &mut numbers, &mut items);
+        }
+        items.retain(|_, item| item.new_at.is_none() || !item.comes.is_empty());
+        Ok(Record { id, scope: scope.path.clone(), items: items.into_values().collect() })
+    }
+
+    /// The number of an object in a record, to which it and the directories above it are added.
+    fn number(
+        &self,
+        scope: &Scope<B>,
+        object: &Arc<Object<B>>,
+        numbers: &mut HashMap<Key, u64>,
+        items: &mut BTreeMap<u64, Item>,
+    ) -> u64 {
+        if let Some(&number) = numbers.get(&object.key) {
+            return number;
+        }
+        let number = scope.next_number();
+        numbers.insert(object.key, number);
+        items.insert(
+            number,
+            Item {
+                number,
+                identity: Identity { dev: object.key.0, ino: object.key.1 },
+                is_dir: object.kind == Kind::Dir,
+                new_at: None,
+                twin_at: None,
+                leaves: Vec::new(),
+                comes: Vec::new(),
+                stays: None,
+                data: None,
+            },
+        );
+        self.settle(scope, object, number, numbers, items);
+        number
+    }
+
+    /// Notes the name that an object of the backing keeps.
+    fn settle(
+        &self,
+        scope: &Scope<B>,
+        object: &Arc<Object<B>>,
+        number: u64,
+        numbers: &mut HashMap<Key, u64>,
+        items: &mut BTreeMap<u64, Item>,
+    ) {
+        let unmoved = |item: &Item| item.leaves.is_empty() && item.comes.is_empty() && item.new_at.is_none();
+        if number == 0 || !items.get(&number).is_some_and(unmoved) {
+            return;
+        }
+        let Some((parent, name)) = object.seat.lock().clone() else { return };
+        let parent = self.number(scope, &parent, numbers, items);
+        if let Some(item) = items.get_mut(&number) {
+            item.stays = Some((parent, name.as_bytes().to_vec()));
+        }
+    }
+}
+
+impl<B: Backing> Inner<B> {
+    /// Names that the object has; 1 for a directory that is there.
+    fn attr_links(&self, base: &B) -> Result<i64, Errno> {
+        let Some(change) = &self.change else { return Ok(1) };
+        if change.removed {
+            return Ok(0);
+        }
+        let Some(node) = &self.base else { return Ok(change.links) };
+        let attr = base.attr(node)?;
+        Ok(if attr.kind == Kind::Dir { 1 } else { i64::from(attr.nlink) + change.links })
+    }
+}

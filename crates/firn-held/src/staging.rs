@@ -1,0 +1,156 @@
+//! `.firn/` in the backing: where transactions keep what is not committed.
+//!
+//! ```text
+//! .firn/committed          number of the last commit, as text
+//! .firn/tx-N/new/DIR/M     staged objects; DIR says what objects made in it inherit
+//! .firn/tx-N/away/M        objects on their way from one name to another, while a commit is carried out
+//! .firn/tx-N/record        prepared: the redo record
+//! .firn/tx-N/commit        the same, decided
+//! ```
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::os::unix::ffi::OsStrExt;
+
+use firn_backing::{Access, Backing, Caller, Errno, Kind, RenameFlags, Result};
+
+/// The directory at the top of the backing.
+pub(crate) const TOP: &str = ".firn";
+pub(crate) const RECORD: &str = "record";
+pub(crate) const COMMIT: &str = "commit";
+pub(crate) const COMMITTED: &str = "committed";
+pub(crate) const NEW: &str = "new";
+pub(crate) const AWAY: &str = "away";
+
+/// This process, for objects that are its own.
+pub(crate) fn own() -> Caller {
+    // SAFETY: these calls cannot fail and touch no memory.
+    let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
+    Caller { uid, gid, pid: 0 }
+}
+
+/// The directory `name` in `parent`, made if it is not there.
+pub(crate) fn dir<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result<B::Node> {
+    match base.mkdir(&own(), parent, OsStr::new(name), 0o700) {
+        Ok((node, _)) => Ok(node),
+        Err(Errno::EXIST) => Ok(base.lookup(parent, OsStr::new(name))?.0),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// `Ok(None)` where there is nothing of that name.
+pub(crate) fn find<B: Backing>(
+    base: &B,
+    parent: &B::Node,
+    name: &OsStr,
+) -> Result<Option<(B::Node, firn_backing::Attr)>> {
+    match base.lookup(parent, name) {
+        Ok(found) => Ok(Some(found)),
+        Err(Errno::NOENT) => Ok(None),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// Puts a file with these bytes in the place of `name`, durably.
+pub(crate) fn store<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
+    let new = format!("{name}.new");
+    let new = OsStr::new(&new);
+    if find(base, parent, new)?.is_some() {
+        base.unlink(parent, new)?;
+    }
+    let (_, file, _) = base.create(&own(), parent, new, 0o600)?;
+    let mut at = 0;
+    while at < bytes.len() {
+        at += match base.write_at(&file, &[IoSlice::new(&bytes[at..])], at as u64)? {
+            0 => return Err(Errno::IO),
+            count => count,
+        };
+    }
+    base.sync(&file, false)?;
+    base.rename(parent, new, parent, OsStr::new(name), RenameFlags::empty())?;
+    base.sync_dir(parent)
+}
+
+/// The bytes of a file; `None` where there is none.
+pub(crate) fn load<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result<Option<Vec<u8>>> {
+    let Some((node, attr)) = find(base, parent, OsStr::new(name))? else { return Ok(None) };
+    let mut bytes = vec![0; attr.size as usize];
+    let count = base.read_at(&base.open(&node, Access::Read)?, &mut bytes, 0)?;
+    bytes.truncate(count);
+    Ok(Some(bytes))
+}
+
+/// Names and kinds in a directory, but `.` and `..`.
+pub(crate) fn list<B: Backing>(base: &B, dir: &B::Node) -> Result<Vec<(Vec<u8>, u64, Option<Kind>)>> {
+    let mut names = Vec::new();
+    base.read_dir(&base.open_dir(dir)?, 0, &mut |entry| {
+        if entry.name != "." && entry.name != ".." {
+            names.push((entry.name.as_bytes().to_vec(), entry.ino, entry.kind));
+        }
+        true
+    })?;
+    Ok(names)
+}
+
+/// Removes all that is below a directory.
+pub(crate) fn clear<B: Backing>(base: &B, dir: &B::Node) -> Result<()> {
+    for (name, _, kind) in list(base, dir)? {
+        let name = OsStr::from_bytes(&name);
+        let kind = match kind {
+            Some(kind) => kind,
+            None => base.lookup(dir, name)?.1.kind,
+        };
+        if kind == Kind::Dir {
+            clear(base, &base.lookup(dir, name)?.0)?;
+            base.rmdir(dir, name)?;
+        } else {
+            base.unlink(dir, name)?;
+        }
+    }
+    Ok(())
+}
+
+/// Makes `to` have the attributes of `from`: owner, extended attributes, mode, times.
+pub(crate) fn copy_attributes<B: Backing>(base: &B, from: &B::Node, to: &B::Node) -> Result<()> {
+    let (wanted, has) = (base.attr(from)?, base.attr(to)?);
+    if (wanted.uid, wanted.gid) != (has.uid, has.gid) {
+        base.set_owner(to, Some(wanted.uid), Some(wanted.gid))?;
+    }
+    if has.kind != Kind::Symlink {
+        copy_xattrs(base, from, to)?;
+        base.set_mode(to, wanted.mode & 0o7777)?;
+    }
+    let at = firn_backing::SetTime::At;
+    base.set_times(to, at(wanted.atime), at(wanted.mtime))
+}
+
+fn copy_xattrs<B: Backing>(base: &B, from: &B::Node, to: &B::Node) -> Result<()> {
+    let names = |node: &B::Node| match base.list_xattr(node) {
+        Ok(names) => Ok(names),
+        Err(Errno::OPNOTSUPP | Errno::PERM) => Ok(Vec::new()),
+        Err(errno) => Err(errno),
+    };
+    let (wanted, has) = (names(from)?, names(to)?);
+    let each = |names: &[u8]| -> Vec<Vec<u8>> {
+        names.split(|&byte| byte == 0).filter(|name| !name.is_empty()).map(<[u8]>::to_vec).collect()
+    };
+    // Those that only a privileged process sets are taken along where that is allowed.
+    let must = |name: &[u8]| name.starts_with(b"user.") || name.starts_with(b"system.posix_acl_");
+    for name in each(&wanted) {
+        let result = base
+            .get_xattr(from, OsStr::from_bytes(&name))
+            .and_then(|value| base.set_xattr(to, OsStr::from_bytes(&name), &value, 0));
+        if must(&name) {
+            result?;
+        }
+    }
+    for name in each(&has) {
+        if !each(&wanted).contains(&name) {
+            let result = base.remove_xattr(to, OsStr::from_bytes(&name));
+            if must(&name) {
+                result?;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,195 @@
+//! A crash at every single call of prepare, commit, abort and open, with what was not synced lost in any
+//! subset: afterwards the tree is the old one or the new one.
+
+use firn_backing::sim::{Tree, tree};
+use firn_backing::{Backing, SimBacking, suite};
+use firn_held::{Held, Outcome};
+
+/// How a round ends its transaction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Commit,
+    PrepareThenCommit,
+    Prepare,
+    PrepareThenAbort,
+    Abort,
+}
+
+const ENDS: [End; 5] = [End::Commit, End::PrepareThenCommit, End::Prepare, End::PrepareThenAbort, End::Abort];
+
+fn seen(held: &Held<SimBacking>) -> Tree {
+    tree(held).expect("tree")
+}
+
+/// A backing in the middle of a transaction, made from `seed`; the trees before and after.
+struct Middle {
+    held: Held<SimBacking>,
+    old: Tree,
+    new: Tree,
+}
+
+fn middle(seed: u64, calls: usize) -> Middle {
+    let (held, _) = Held::open(SimBacking::new()).expect("open");
+    let plain = SimBacking::new();
+    suite::differential::run(&held, &plain, seed, 60);
+    held.base().sync_all().expect("sync_all");
+    let old = seen(&held);
+    held.begin(&held.root(), b"").expect("begin");
+    suite::differential::run(&held, &plain, seed + 1_000_000, calls);
+    let new = seen(&held);
+    Middle { held, old, new }
+}
+
+/// Runs the end of a transaction; whether it said that it was decided.
+fn end(held: &Held<SimBacking>, how: End) -> Result<(), firn_held::HeldError> {
+    let root = held.root();
+    match how {
+        End::Commit => held.commit(&root, 5),
+        End::PrepareThenCommit => held.prepare(&root, 5).and_then(|()| held.commit(&root, 5)),
+        End::Prepare => held.prepare(&root, 5),
+        End::PrepareThenAbort => held.prepare(&root, 5).and_then(|()| held.abort(&root)),
+        End::Abort => held.abort(&root),
+    }
+}
+
+/// Opens after a crash, with another one at step `again` of that; then once more without.
+fn recover(disk: &SimBacking, seed: u64, again: Option<u64>) -> (Held<SimBacking>, Outcome) {
+    let power_fails = |life: u64| {
+        disk.revive();
+        disk.power_loss(seed.wrapping_mul(31).wrapping_add(life));
+        disk.fsck().expect("fsck");
+    };
+    power_fails(0);
+    if let Some(again) = again {
+        disk.crash_at(disk.steps() + again);
+        if Held::open(disk.clone()).is_err() {
+            assert!(disk.is_dead(), "seed {seed}: only the crash may stop it");
+            power_fails(1);
+        }
+        disk.revive();
+    }
+    Held::open(disk.clone()).unwrap_or_else(|error| panic!("seed {seed}: {error}"))
+}
+
+fn settle(held: &Held<SimBacking>, middle: &Middle, outcome: &Outcome, seed: u64, told: &str) {
+    let now = seen(held);
+    let (is_old, is_new) = (now == middle.old, now == middle.new);
+    assert!(is_old || is_new, "{told}: neither old nor new\nold {:?}\nnew {:?}\nnow {now:?}", middle.old, middle.new);
+    if outcome.waiting.is_empty() {
+        assert_eq!(held.transactions(), [], "{told}");
+        return;
+    }
+    // Prepared: it can still become either.
+    assert_eq!((outcome.waiting.as_slice(), is_old), (&[5][..], true), "{told}");
+    let root = held.root();
+    if seed.is_multiple_of(2) {
+        held.restore(&root, 5).expect("restore");
+        assert_eq!(seen(held), middle.new, "{told}: restored");
+    } else {
+        held.abort(&root).expect("abort");
+        assert_eq!(seen(held), middle.old, "{told}: aborted");
+    }
+}
+
+fn seeds(count: u64) -> std::ops::Range<u64> {
+    let first: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
+    let more: u64 = std::env::var("FIRN_OPS").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
+    first..first + count.max(more / 2000)
+}
+
+#[test]
+fn a_crash_at_any_call_leaves_the_old_tree_or_the_new_one() {
+    for seed in seeds(12) {
+        for how in ENDS {
+            let whole = middle(seed, 60);
+            let begun = whole.held.base().steps();
+            end(&whole.held, how).expect("without a crash it ends");
+            let steps = whole.held.base().steps() - begun;
+            println!("seed {seed}, {how:?}: {steps} calls");
+            for at in 1..=steps + 1 {
+                let middle = middle(seed, 60);
+                let disk = middle.held.base().clone();
+                disk.crash_at(begun + at);
+                let result = end(&middle.held, how);
+                let told = format!("seed {seed}, {how:?}, call {at} of {steps}, {result:?}");
+                let lives = seed + at;
+                let (held, outcome) = recover(&disk, lives, (at % 3 == 0).then_some(1 + lives % 40));
+                let now = seen(&held);
+                // What was told counts.
+                let committed = matches!(how, End::Commit | End::PrepareThenCommit) && result.is_ok();
+                assert!(!committed || now == middle.new, "{told}");
+                assert!(how != End::Abort || now == middle.old, "{told}");
+                let prepared = how == End::Prepare && result.is_ok();
+                assert!(!prepared || outcome.waiting == [5], "{told}: {outcome:?}");
+                settle(&held, &middle, &outcome, lives, &told);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_crash_while_a_transaction_is_open_leaves_the_old_tree() {
+    for seed in seeds(200) {
+        println!("seed {seed}");
+        let middle = middle(seed, 100);
+        let disk = middle.held.base().clone();
+        let (held, outcome) = recover(&disk, seed, None);
+        assert_eq!((outcome.undone, outcome.finished.len()), (1, 0));
+        assert_eq!(seen(&held), middle.old, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_crash_while_what_was_prepared_is_restored_leaves_the_old_tree_or_the_new_one() {
+    for seed in seeds(6) {
+        for at in 1.. {
+            let middle = middle(seed, 60);
+            end(&middle.held, End::Prepare).expect("prepare");
+            let disk = middle.held.base().clone();
+            let (held, outcome) = recover(&disk, seed + at, None);
+            assert_eq!(outcome.waiting, [5]);
+            disk.crash_at(disk.steps() + at);
+            let result = held.restore(&held.root(), 5);
+            let (held, outcome) = recover(&disk, seed + at, None);
+            assert!(result.is_err() || seen(&held) == middle.new, "seed {seed}, call {at}");
+            settle(&held, &middle, &outcome, seed + at, &format!("seed {seed}, call {at}"));
+            if result.is_ok() {
+                println!("seed {seed}: {at} calls");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn what_the_backing_refuses_can_be_done_again() {
+    use firn_backing::{Errno, sim::Fault};
+    for seed in seeds(6) {
+        for how in [End::PrepareThenCommit, End::Commit] {
+            for at in 1.. {
+                let middle = middle(seed, 60);
+                let disk = middle.held.base().clone();
+                let (begun, mut left) = (disk.steps(), 1);
+                disk.set_plan(move |_, step| {
+                    let now = step >= begun + at && left > 0;
+                    left -= i32::from(now);
+                    now.then_some(Fault::Error(Errno::NOSPC))
+                });
+                let result = end(&middle.held, how);
+                disk.clear_plan();
+                let is_over = result.is_ok();
+                if !is_over {
+                    middle.held.commit(&middle.held.root(), 5).unwrap_or_else(|error| {
+                        panic!("seed {seed}, {how:?}, call {at}: after {result:?}: {error}")
+                    });
+                }
+                assert_eq!(seen(&middle.held), middle.new, "seed {seed}, {how:?}, call {at}");
+                let (held, _) = recover(&disk, seed, None);
+                assert_eq!(seen(&held), middle.new, "seed {seed}, {how:?}, call {at}");
+                if is_over {
+                    break;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! A transaction is a tree like any other: it passes the suite of all backings, and a commit leaves in
+//! the backing what programs saw; an abort leaves what was there.
+
+use firn_backing::sim::{Tree, tree};
+use firn_backing::{Backing, DirBacking, SimBacking, suite};
+use firn_held::Held;
+use tempfile::TempDir;
+
+/// Whatever holds `/tmp`, and tmpfs.
+const PLACES: [&str; 2] = ["/tmp", "/dev/shm"];
+
+fn fresh(place: &str) -> (TempDir, DirBacking) {
+    rustix::process::umask(rustix::fs::Mode::empty());
+    let dir = tempfile::Builder::new().prefix("firn-held-").tempdir_in(place).expect("tempdir");
+    let backing = DirBacking::open(dir.path()).expect("open");
+    backing.set_mode(&backing.root(), 0o755).expect("set_mode");
+    (dir, backing)
+}
+
+fn open<B: Backing>(base: B) -> Held<B> {
+    Held::open(base).expect("open").0
+}
+
+/// A backing whose whole tree is in a transaction.
+fn begun<B: Backing>(base: B) -> Held<B> {
+    let held = open(base);
+    held.begin(&held.root(), b"").expect("begin");
+    held
+}
+
+#[test]
+fn what_is_not_in_a_transaction_conforms() {
+    suite::run(|| Held::plain(SimBacking::new()));
+    suite::run(|| open(SimBacking::new()));
+}
+
+#[test]
+fn a_transaction_conforms() {
+    suite::run(|| begun(SimBacking::new()));
+}
+
+#[test]
+fn a_transaction_in_a_real_directory_conforms() {
+    for place in PLACES {
+        let kept = std::cell::RefCell::new(Vec::new());
+        suite::run(|| {
+            let (dir, backing) = fresh(place);
+            kept.borrow_mut().push(dir);
+            begun(backing)
+        });
+    }
+}
+
+fn seeds(count: u64) -> std::ops::Range<u64> {
+    let first: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
+    let more: u64 = std::env::var("FIRN_OPS").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
+    first..first + count.max(more / 200)
+}
+
+fn seen<B: Backing>(held: &Held<B>) -> Tree {
+    tree(held).expect("tree")
+}
+
+/// Random calls: some before the transaction, then in it, beside a plain backing that gets the same.
+fn run<B: Backing>(held: &Held<B>, seed: u64) -> SimBacking {
+    let plain = SimBacking::new();
+    suite::differential::run(held, &plain, seed, 100);
+    held.begin(&held.root(), b"").expect("begin");
+    suite::differential::run(held, &plain, seed + 1_000_000, 200);
+    plain
+}
+
+#[test]
+fn after_a_commit_the_backing_is_as_a_plain_one_after_the_same_calls() {
+    for seed in seeds(300) {
+        println!("seed {seed}");
+        let held = open(SimBacking::new());
+        let plain = run(&held, seed);
+        held.commit(&held.root(), 7).expect("commit");
+        assert_eq!(seen(&held), plain.tree(), "seed {seed}: as it is seen");
+        held.base().fsck().expect("fsck");
+        let again = open(held.base().fork());
+        assert_eq!(seen(&again), plain.tree(), "seed {seed}: in the backing");
+        assert_eq!(again.committed(), Ok(Some(7)));
+        // What was opened before goes on.
+        suite::differential::run(&held, &plain, seed + 2_000_000, 100);
+    }
+}
+
+#[test]
+fn after_an_abort_the_backing_is_as_it_was() {
+    for seed in seeds(200) {
+        println!("seed {seed}");
+        let held = open(SimBacking::new());
+        let plain = SimBacking::new();
+        suite::differential::run(&held, &plain, seed, 100);
+        let before = seen(&held);
+        held.begin(&held.root(), b"").expect("begin");
+        suite::differential::run(&held, &plain, seed + 1_000_000, 200);
+        if seed % 2 == 0 {
+            held.prepare(&held.root(), 3).expect("prepare");
+        }
+        held.abort(&held.root()).expect("abort");
+        assert_eq!(seen(&held), before, "seed {seed}");
+        assert_eq!(seen(&open(held.base().fork())), before, "seed {seed}");
+        held.base().fsck().expect("fsck");
+    }
+}
+
+#[test]
+fn commits_follow_each_other_in_a_real_directory() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: the simulated caller is root");
+        return;
+    }
+    for seed in seeds(20) {
+        for place in PLACES {
+            println!("seed {seed} in {place}");
+            let (_dir, real) = fresh(place);
+            let held = open(real);
+            let plain = run(&held, seed);
+            for round in 0..3 {
+                held.commit(&held.root(), round).expect("commit");
+                assert_eq!(seen(&held), plain.tree(), "seed {seed}, round {round}");
+                held.begin(&held.root(), b"").expect("begin");
+                suite::differential::run(&held, &plain, seed + 3_000_000 + round, 100);
+            }
+        }
+    }
+}
