@@ -232,8 +232,8 @@ impl<'a, B: Backing> Apply<'a, B> {
                 continue;
             }
             let name = OsStr::from_bytes(&place.1);
-            let goes_away = item.is_dir
-                || (!item.comes.is_empty() && find(self.base, self.away, away_name)?.is_none());
+            let goes_away =
+                item.is_dir || (!item.comes.is_empty() && find(self.base, self.away, away_name)?.is_none());
             if goes_away {
                 self.base.rename(&dir, name, self.away, away_name, RenameFlags::empty())?;
             } else {
@@ -286,11 +286,10 @@ impl<'a, B: Backing> Apply<'a, B> {
 pub(crate) fn write_all<B: Backing>(base: &B, file: &B::File, bytes: &[u8], offset: u64) -> Result<()> {
     let mut done = 0;
     while done < bytes.len() {
-        done +=
-            match base.write_at(file, &[std::io::IoSlice::new(&bytes[done..])], offset + done as u64)? {
-                0 => return Err(Errno::IO),
-                count => count,
-            };
+        done += match base.write_at(file, &[std::io::IoSlice::new(&bytes[done..])], offset + done as u64)? {
+            0 => return Err(Errno::IO),
+            count => count,
+        };
     }
     Ok(())
 }

@@ -61,13 +61,7 @@ impl<B: Backing> Held<B> {
         Ok(scope.change(object, inner))
     }
 
-    fn make_twin(
-        &self,
-        scope: &Scope<B>,
-        kind: Kind,
-        node: &B::Node,
-        number: u64,
-    ) -> Result<(Twin<B>, u64)> {
+    fn make_twin(&self, scope: &Scope<B>, kind: Kind, node: &B::Node, number: u64) -> Result<(Twin<B>, u64)> {
         let (nest_name, nest) = scope.plain_nest(&self.base)?;
         let text = number.to_string();
         let (name, me) = (OsStr::new(&text), staging::own());

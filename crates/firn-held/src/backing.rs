@@ -87,13 +87,7 @@ impl<B: Backing> Backing for Held<B> {
         }
     }
 
-    fn mkdir(
-        &self,
-        caller: &Caller,
-        parent: &Node<B>,
-        name: &OsStr,
-        mode: u32,
-    ) -> Result<(Node<B>, Attr)> {
+    fn mkdir(&self, caller: &Caller, parent: &Node<B>, name: &OsStr, mode: u32) -> Result<(Node<B>, Attr)> {
         self.make_node(parent, name, |dir, name| self.base.mkdir(caller, dir, name, mode))
     }
 
@@ -211,12 +205,7 @@ impl<B: Backing> Backing for Held<B> {
         }
     }
 
-    fn read_dir(
-        &self,
-        dir: &Dir<B>,
-        cookie: i64,
-        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
-    ) -> Result<()> {
+    fn read_dir(&self, dir: &Dir<B>, cookie: i64, sink: &mut dyn FnMut(DirEntry<'_>) -> bool) -> Result<()> {
         match dir {
             Dir::Plain(dir) => self.base.read_dir(dir, cookie, sink),
             Dir::Tracked(dir) => self.read_tracked_dir(dir, cookie, sink),

@@ -63,6 +63,16 @@ impl Book {
         self.states.insert(to, renaming.target);
     }
 
+    /// Two names of files changed places: three renames by a name that nobody else has.
+    pub(crate) fn exchange(&mut self, a: (Key, &OsStr), b: (Key, &OsStr)) {
+        let between = (a.0, OsStr::new("/"));
+        self.states.insert(name_of(between.0, between.1), State::Deleted);
+        self.rename(a, between);
+        self.rename(b, a);
+        self.rename(between, b);
+        self.states.remove(&name_of(between.0, between.1));
+    }
+
     /// How many names are in each state.
     pub(crate) fn count(&self) -> BTreeMap<State, u64> {
         let mut counts = BTreeMap::new();
@@ -72,7 +82,8 @@ impl Book {
         counts
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (&Name, State)> {
-        self.states.iter().map(|(name, state)| (name, *state))
+    /// The state of a name that was changed.
+    pub(crate) fn get(&self, dir: Key, name: &OsStr) -> Option<State> {
+        self.states.get(&name_of(dir, name)).copied()
     }
 }

@@ -91,12 +91,7 @@ impl<B: Backing> Held<B> {
         Ok(self.base.attr_of_file(&*object.below(&self.base, inner, below)?)?.size)
     }
 
-    pub(crate) fn read_tracked(
-        &self,
-        file: &TrackedFile<B>,
-        buf: &mut [u8],
-        offset: u64,
-    ) -> Result<usize> {
+    pub(crate) fn read_tracked(&self, file: &TrackedFile<B>, buf: &mut [u8], offset: u64) -> Result<usize> {
         file.must_read()?;
         let inner = file.object.inner.read();
         if let Some(below) = inner.whole() {
@@ -121,9 +116,7 @@ impl<B: Backing> Held<B> {
             let part = &mut buf[(at - offset) as usize..(until - offset) as usize];
             let count = match stretch.below {
                 None => 0,
-                Some(below) => {
-                    self.base.read_at(&*object.below(&self.base, inner, below)?, part, at)?
-                }
+                Some(below) => self.base.read_at(&*object.below(&self.base, inner, below)?, part, at)?,
             };
             // Behind its end a file below is a hole here.
             part[count..].fill(0);

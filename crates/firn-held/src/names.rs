@@ -6,9 +6,11 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
 
+use crate::backing::Node;
 use crate::object::{Change, Inner, Object, Twin};
 use crate::scope::{Held, Names, Scope};
 use crate::staging;
+use crate::state::State;
 
 impl<B: Backing> Held<B> {
     fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {
@@ -37,6 +39,12 @@ impl<B: Backing> Held<B> {
         let node = inner.base.as_ref().map_or_else(|| inner.node(), Ok)?;
         let found = staging::find(&self.base, node, name)?;
         Ok(found.map(|(node, attr)| self.intern(node, &attr, parent, name)))
+    }
+
+    /// What became of a name of a file in the open transaction; `None` where nothing did.
+    pub fn state_of(&self, parent: &Node<B>, name: &OsStr) -> Option<State> {
+        let Node::Tracked(parent) = parent else { return None };
+        self.scope_of(parent)?.book.lock().get(parent.key, name)
     }
 
     /// Makes a new object: `make` is given the directory and the name for it.
@@ -279,6 +287,9 @@ impl<B: Backing> Held<B> {
                 for object in [&source, &target] {
                     scope.change(object, &mut object.inner.write());
                 }
+                if source.kind == Kind::File && target.kind == Kind::File {
+                    scope.book.lock().exchange((from.key, name), (to.key, new_name));
+                }
                 return Ok(());
             }
             match (is_dir(&source), is_dir(&target)) {
@@ -289,6 +300,9 @@ impl<B: Backing> Held<B> {
             }
             self.lost_name(&scope, &target);
             self.name(&scope, to, new_name, None, -subdirectory(&target));
+            if target.kind == Kind::File && source.kind != Kind::File {
+                scope.book.lock().unlink(to.key, new_name);
+            }
         }
         scope.change(&source, &mut source.inner.write());
         self.name(&scope, from, name, None, -subdirectory(&source));

@@ -264,7 +264,8 @@ impl<B: Backing> Held<B> {
                 let new = staging::dir(&self.base, &dir, staging::NEW)?;
                 let away = staging::dir(&self.base, &dir, staging::AWAY)?;
                 Apply::new(&self.base, &record, &new, &away).run()?;
-                self.finish(firn, &dir, &text, &record)?;
+                self.finish(&dir, &record)?;
+                self.remove(firn, &dir, &text)?;
                 outcome.finished.push(record.id);
             } else if let Some(record) = record(staging::RECORD)? {
                 outcome.waiting.push(record.id);
@@ -498,24 +499,26 @@ impl<B: Backing> Held<B> {
             Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
             Stage::Open | Stage::Ended => return Err(HeldError::None),
         }
-        let record = match &scope.recovered {
-            Some(record) => record.clone(),
-            None => {
-                let path = format!("{}/tx-{}/{}", staging::TOP, scope.serial, staging::COMMIT);
-                let bytes = staging::load(&self.base, &scope.dir, staging::COMMIT)?.ok_or(Errno::NOENT)?;
-                Record::decode(&bytes).map_err(|source| HeldError::Record { path, source })?
+        let path = format!("{}/tx-{}/{}", staging::TOP, scope.serial, staging::COMMIT);
+        let stored = staging::load(&self.base, &scope.dir, staging::COMMIT)?;
+        let record = stored
+            .map(|bytes| Record::decode(&bytes).map_err(|source| HeldError::Record { path, source }))
+            .transpose()?;
+        // Without it, an earlier attempt came to the end and could not say so.
+        if let Some(record) = record {
+            let mut apply = Apply::new(&self.base, &record, &scope.new, &scope.away);
+            for (number, object) in scope.changed.lock().iter() {
+                let inner = object.inner.read();
+                let node = inner.base.clone().or_else(|| inner.twin().map(|twin| twin.node.clone()));
+                if let Some(node) = node {
+                    apply.know(*number, node);
+                }
             }
-        };
-        let mut apply = Apply::new(&self.base, &record, &scope.new, &scope.away);
-        for (number, object) in scope.changed.lock().iter() {
-            let inner = object.inner.read();
-            if let Some(node) = inner.base.clone().or_else(|| inner.twin().map(|twin| twin.node.clone())) {
-                apply.know(*number, node);
-            }
+            apply.run()?;
+            self.finish(&scope.dir, &record)?;
+        } else {
+            self.forget(&scope.dir)?;
         }
-        apply.run()?;
-        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
-        self.finish(&firn, &scope.dir, &format!("tx-{}", scope.serial), &record)?;
         for (_, object) in std::mem::take(&mut *scope.changed.lock()) {
             let mut inner = object.inner.write();
             let Some(change) = inner.change.take() else { continue };
@@ -525,6 +528,7 @@ impl<B: Backing> Held<B> {
             object.let_go();
         }
         self.end(&scope);
+        self.clean_up(&scope);
         Ok(())
     }
 
@@ -535,10 +539,7 @@ impl<B: Backing> Held<B> {
         let stage = *scope.stage.lock();
         match stage {
             Stage::Open => {}
-            Stage::Prepared(_) => {
-                self.base.unlink(&scope.dir, OsStr::new(staging::RECORD))?;
-                self.base.sync_dir(&scope.dir)?;
-            }
+            Stage::Prepared(_) => self.forget(&scope.dir)?,
             Stage::Decided(found) => return Err(HeldError::OtherId { found, wanted: 0 }),
             Stage::Ended => return Err(HeldError::None),
         }
@@ -551,12 +552,17 @@ impl<B: Backing> Held<B> {
             object.let_go();
         }
         self.end(&scope);
-        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
-        // The outcome is certain already; the next open removes what is left.
-        if let Err(errno) = self.remove(&firn, &scope.dir, &format!("tx-{}", scope.serial)) {
-            tracing::warn!(%errno, "cannot remove what an aborted transaction staged");
-        }
+        self.clean_up(&scope);
         Ok(())
+    }
+
+    /// Removes what a transaction staged. Its outcome is certain, and the next open removes what is left.
+    fn clean_up(&self, scope: &Scope<B>) {
+        let removed = staging::dir(&self.base, &self.base.root(), staging::TOP)
+            .and_then(|firn| self.remove(&firn, &scope.dir, &format!("tx-{}", scope.serial)));
+        if let Err(errno) = removed {
+            tracing::warn!(%errno, serial = scope.serial, "cannot remove what a transaction staged");
+        }
     }
 
     fn end(&self, scope: &Arc<Scope<B>>) {
@@ -608,21 +614,27 @@ impl<B: Backing> Held<B> {
         self.scope_of(object).filter(|scope| Arc::ptr_eq(&scope.root, object)).ok_or(HeldError::None)
     }
 
-    /// After the last step of a commit: its number is noted, and what it staged goes.
-    fn finish(&self, firn: &B::Node, dir: &B::Node, name: &str, record: &Record) -> Result<(), Errno> {
+    /// After the last step of a commit: its number is noted, and its record goes.
+    fn finish(&self, dir: &B::Node, record: &Record) -> Result<(), Errno> {
         self.base.sync_all()?;
-        staging::store(&self.base, firn, staging::COMMITTED, record.id.to_string().as_bytes())?;
-        self.remove(firn, dir, name)
+        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        staging::store(&self.base, &firn, staging::COMMITTED, record.id.to_string().as_bytes())?;
+        self.forget(dir)
     }
 
-    /// Removes a transaction's directory. The record goes first: without it the rest means nothing.
-    fn remove(&self, firn: &B::Node, dir: &B::Node, name: &str) -> Result<(), Errno> {
+    /// Removes a transaction's record, durably: without it the rest means nothing.
+    fn forget(&self, dir: &B::Node) -> Result<(), Errno> {
         for record in [staging::COMMIT, staging::RECORD] {
             if staging::find(&self.base, dir, OsStr::new(record))?.is_some() {
                 self.base.unlink(dir, OsStr::new(record))?;
-                self.base.sync_dir(dir)?;
             }
         }
+        self.base.sync_dir(dir)
+    }
+
+    /// Removes a transaction's directory.
+    fn remove(&self, firn: &B::Node, dir: &B::Node, name: &str) -> Result<(), Errno> {
+        self.forget(dir)?;
         staging::clear(&self.base, dir)?;
         self.base.rmdir(firn, OsStr::new(name))
     }
@@ -685,7 +697,9 @@ impl<B: Backing> Held<B> {
                     continue;
                 }
                 let place = (dir, name.as_bytes().to_vec());
-                if let Some(old) = old_key.and_then(|key| self.objects.lock().get(&key).and_then(Weak::upgrade)) {
+                if let Some(old) =
+                    old_key.and_then(|key| self.objects.lock().get(&key).and_then(Weak::upgrade))
+                {
                     let number = self.number(scope, &old, &mut numbers, &mut items);
                     items.get_mut(&number).expect("just added").leaves.push(place.clone());
                 }

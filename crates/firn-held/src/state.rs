@@ -167,15 +167,31 @@ mod tests {
         assert_eq!(
             after(State::create),
             [
-                Normal, Truncated, Reborn, DeadReborn, Reborn, Renamed, DeadReborn, DeadRenamed,
-                DeadRenamedTruncated, RenamedTruncated
+                Normal,
+                Truncated,
+                Reborn,
+                DeadReborn,
+                Reborn,
+                Renamed,
+                DeadReborn,
+                DeadRenamed,
+                DeadRenamedTruncated,
+                RenamedTruncated
             ]
         );
         assert_eq!(
             after(State::truncate),
             [
-                Truncated, Truncated, Deleted, Dead, Reborn, RenamedTruncated, DeadReborn,
-                DeadRenamedTruncated, DeadRenamedTruncated, RenamedTruncated
+                Truncated,
+                Truncated,
+                Deleted,
+                Dead,
+                Reborn,
+                RenamedTruncated,
+                DeadReborn,
+                DeadRenamedTruncated,
+                DeadRenamedTruncated,
+                RenamedTruncated
             ]
         );
         assert_eq!(
