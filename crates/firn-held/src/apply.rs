@@ -109,13 +109,13 @@ impl<'a, B: Backing> Apply<'a, B> {
         if let Some(node) = self.is_at(item, self.away, item.number.to_string().as_bytes())? {
             return Ok(Some(node));
         }
-        match &item.new_at {
-            Some((nest, name)) => {
-                let nest = self.nest(nest)?;
-                self.is_at(item, &nest, name.as_bytes())
+        for (nest, name) in item.new_at.iter().chain(&item.anchor_at) {
+            let nest = self.nest(nest)?;
+            if let Some(node) = self.is_at(item, &nest, name.as_bytes())? {
+                return Ok(Some(node));
             }
-            None => Ok(None),
         }
+        Ok(None)
     }
 
     /// The object, if the name leads to it.
@@ -261,7 +261,7 @@ impl<'a, B: Backing> Apply<'a, B> {
                 self.base.rename(self.away, OsStr::new(&number), &dir, name, RenameFlags::empty())?;
                 continue;
             }
-            if let Some((nest, staged)) = &item.new_at {
+            if let Some((nest, staged)) = item.new_at.as_ref().or(item.anchor_at.as_ref()) {
                 let nest = self.nest(nest)?;
                 if self.is_at(item, &nest, staged.as_bytes())?.is_some() {
                     self.base.rename(&nest, OsStr::new(staged), &dir, name, RenameFlags::empty())?;

@@ -79,7 +79,7 @@ impl<B: Backing> Held<B> {
         let change = Change {
             twin: Some(Twin { node, at: (nest_name, text) }),
             links: i64::from(!is_dir),
-            ..Change::new(number)
+            ..Change::new(number, None)
         };
         let inner = Inner { base: None, change: Some(Box::new(change)) };
         let seat = Some((Arc::clone(parent), name.to_owned()));

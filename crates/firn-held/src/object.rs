@@ -44,6 +44,8 @@ pub(crate) struct Inner<B: Backing> {
 /// What the open transaction says of an object.
 pub(crate) struct Change<B: Backing> {
     pub(crate) number: u64,
+    /// Where the object was when it was changed first: a name of the backing's, if it has one.
+    pub(crate) origin: Option<Seat<B>>,
     pub(crate) twin: Option<Twin<B>>,
     /// Of a directory: names that differ from the backing's; `None`: there is none.
     pub(crate) names: BTreeMap<OsString, Option<Arc<Object<B>>>>,
@@ -59,9 +61,10 @@ pub(crate) struct Change<B: Backing> {
 }
 
 impl<B: Backing> Change<B> {
-    pub(crate) fn new(number: u64) -> Self {
+    pub(crate) fn new(number: u64, origin: Option<Seat<B>>) -> Self {
         Self {
             number,
+            origin,
             twin: None,
             names: BTreeMap::new(),
             links: 0,

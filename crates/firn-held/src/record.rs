@@ -78,6 +78,8 @@ pub struct Item {
     pub is_dir: bool,
     /// Staged name of the object itself, where it is new.
     pub new_at: Option<Staged>,
+    /// One more name, staged, of an object of the backing of which no other name is known.
+    pub anchor_at: Option<Staged>,
     /// Staged name of the twin that has its new attributes, and the data of [`Item::data`].
     pub twin_at: Option<Staged>,
     /// Names that it leaves.
@@ -88,6 +90,14 @@ pub struct Item {
     pub stays: Option<Place>,
     /// What of the twin's data counts.
     pub data: Option<Data>,
+}
+
+impl Item {
+    pub(crate) fn new(number: u64, identity: Identity, is_dir: bool) -> Self {
+        let (new_at, anchor_at, twin_at, stays, data) = (None, None, None, None, None);
+        let (leaves, comes) = (Vec::new(), Vec::new());
+        Self { number, identity, is_dir, new_at, anchor_at, twin_at, leaves, comes, stays, data }
+    }
 }
 
 /// Where something is staged: a directory below `new/`, and a name in it.
@@ -146,6 +156,7 @@ mod tests {
             identity,
             is_dir: false,
             new_at: None,
+            anchor_at: None,
             twin_at: Some(("plain".into(), "3".into())),
             leaves: vec![(0, b"a".to_vec())],
             comes: vec![(2, b"\xff\n".to_vec())],

@@ -95,10 +95,18 @@ pub struct Transaction {
 pub struct Outcome {
     /// Committed ones that were carried out to the end: their numbers.
     pub finished: Vec<u64>,
-    /// How many were undone because nobody had prepared them.
-    pub undone: u64,
-    /// Numbers of those that are prepared and wait for a decision.
-    pub waiting: Vec<u64>,
+    /// Scopes of those that were undone because nobody had prepared them.
+    pub undone: Vec<Vec<u8>>,
+    /// Those that are prepared and wait for a decision: numbers and scopes.
+    pub waiting: Vec<(u64, Vec<u8>)>,
+}
+
+impl Outcome {
+    /// Scopes of which nothing counts that an arena still holds: it was written in a transaction that is no
+    /// more, or after the state that was prepared.
+    pub fn dropped(&self) -> impl Iterator<Item = &[u8]> {
+        self.undone.iter().chain(self.waiting.iter().map(|(_, scope)| scope)).map(Vec::as_slice)
+    }
 }
 
 /// A directory and all below it, while a transaction is open there.
@@ -154,7 +162,8 @@ impl<B: Backing> Scope<B> {
         inner.change.get_or_insert_with(|| {
             let number = self.next_number();
             self.changed.lock().insert(number, Arc::clone(object));
-            Box::new(Change::new(number))
+            let origin = object.seat.lock().clone();
+            Box::new(Change::new(number, origin))
         })
     }
 
@@ -268,11 +277,12 @@ impl<B: Backing> Held<B> {
                 self.remove(firn, &dir, &text)?;
                 outcome.finished.push(record.id);
             } else if let Some(record) = record(staging::RECORD)? {
-                outcome.waiting.push(record.id);
+                outcome.waiting.push((record.id, record.scope.clone()));
                 self.wait_for_decision(serial, dir, record)?;
             } else {
+                // Without the mark it was over, and only its removal was not.
+                outcome.undone.extend(staging::load(&self.base, &dir, staging::OPEN)?);
                 self.remove(firn, &dir, &text)?;
-                outcome.undone += 1;
             }
         }
         Ok(())
@@ -446,7 +456,8 @@ impl<B: Backing> Held<B> {
         let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
         let dir = staging::dir(&self.base, &firn, &format!("tx-{serial}"))?;
-        let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir, None)?;
+        let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
+        staging::store(&self.base, &dir, staging::OPEN, path)?;
         self.scopes.write().push(Arc::new(scope));
         self.scope_count.fetch_add(1, Ordering::Release);
         Ok(())
@@ -624,7 +635,8 @@ impl<B: Backing> Held<B> {
 
     /// Removes a transaction's record, durably: without it the rest means nothing.
     fn forget(&self, dir: &B::Node) -> Result<(), Errno> {
-        for record in [staging::COMMIT, staging::RECORD] {
+        // In this order: a record that is still to be carried out goes last.
+        for record in [staging::OPEN, staging::RECORD, staging::COMMIT] {
             if staging::find(&self.base, dir, OsStr::new(record))?.is_some() {
                 self.base.unlink(dir, OsStr::new(record))?;
             }
@@ -655,17 +667,7 @@ impl<B: Backing> Held<B> {
             let Some(change) = &inner.change else { continue };
             let number = *numbers.entry(object.key).or_insert(change.number);
             let is_root = number == 0;
-            let mut item = Item {
-                number,
-                identity: Identity { dev: object.key.0, ino: object.key.1 },
-                is_dir: object.kind == Kind::Dir,
-                new_at: None,
-                twin_at: None,
-                leaves: Vec::new(),
-                comes: Vec::new(),
-                stays: None,
-                data: None,
-            };
+            let mut item = Item::new(number, identity(object), object.kind == Kind::Dir);
             let at = change.twin.as_ref().map(|twin| twin.at.clone());
             if inner.base.is_none() {
                 item.new_at = at;
@@ -709,12 +711,15 @@ impl<B: Backing> Held<B> {
                 }
             }
         }
-        // Where those are that keep their names.
         for object in &changed {
             let number = self.number(scope, object, &mut numbers, &mut items);
-            self.settle(scope, object, number, &mut numbers, &mut items);
+            self.settle(scope, object, number, &mut numbers, &mut items)?;
         }
-        items.retain(|_, item| item.new_at.is_none() || !item.comes.is_empty());
+        let is_needed = |item: &Item| {
+            let moves = !item.leaves.is_empty() || !item.comes.is_empty();
+            moves || item.new_at.is_none()
+        };
+        items.retain(|_, item| is_needed(item));
         Ok(Record { id, scope: scope.path.clone(), items: items.into_values().collect() })
     }
 
@@ -731,25 +736,16 @@ impl<B: Backing> Held<B> {
         }
         let number = scope.next_number();
         numbers.insert(object.key, number);
-        items.insert(
-            number,
-            Item {
-                number,
-                identity: Identity { dev: object.key.0, ino: object.key.1 },
-                is_dir: object.kind == Kind::Dir,
-                new_at: None,
-                twin_at: None,
-                leaves: Vec::new(),
-                comes: Vec::new(),
-                stays: None,
-                data: None,
-            },
-        );
-        self.settle(scope, object, number, numbers, items);
+        items.insert(number, Item::new(number, identity(object), object.kind == Kind::Dir));
+        let seat = object.seat.lock().clone();
+        if let Some((parent, name)) = seat {
+            let parent = self.number(scope, &parent, numbers, items);
+            items.get_mut(&number).expect("just added").stays = Some((parent, name.as_bytes().to_vec()));
+        }
         number
     }
 
-    /// Notes the name that an object of the backing keeps.
+    /// Sees to it that an object of the backing that leaves no name is found by one that it keeps.
     fn settle(
         &self,
         scope: &Scope<B>,
@@ -757,17 +753,40 @@ impl<B: Backing> Held<B> {
         number: u64,
         numbers: &mut HashMap<Key, u64>,
         items: &mut BTreeMap<u64, Item>,
-    ) {
-        let unmoved = |item: &Item| item.leaves.is_empty() && item.comes.is_empty() && item.new_at.is_none();
-        if number == 0 || !items.get(&number).is_some_and(unmoved) {
-            return;
+    ) -> Result<(), Errno> {
+        let Some(item) = items.get(&number) else { return Ok(()) };
+        let is_sought = item.is_dir || item.twin_at.is_some() || !item.comes.is_empty();
+        if number == 0 || !item.leaves.is_empty() || item.new_at.is_some() || !is_sought {
+            return Ok(());
         }
-        let Some((parent, name)) = object.seat.lock().clone() else { return };
-        let parent = self.number(scope, &parent, numbers, items);
-        if let Some(item) = items.get_mut(&number) {
-            item.stays = Some((parent, name.as_bytes().to_vec()));
+        let inner = object.inner.read();
+        let Some(origin) = inner.change.as_ref().map(|change| change.origin.clone()) else { return Ok(()) };
+        if let Some((parent, name)) = origin {
+            let below = parent.inner.read().base.clone();
+            let found = below.map(|dir| staging::find(&self.base, &dir, &name)).transpose();
+            let is_there = matches!(&found, Ok(Some(Some((_, attr)))) if (attr.dev, attr.ino) == object.key);
+            if is_there {
+                let parent = self.number(scope, &parent, numbers, items);
+                let item = items.get_mut(&number).expect("seen above");
+                item.stays = Some((parent, name.as_bytes().to_vec()));
+                return Ok(());
+            }
         }
+        // It was found by a name that it has lost, and may have others. It gets one more.
+        let Some(node) = inner.base.as_ref().filter(|_| object.kind != Kind::Dir) else { return Ok(()) };
+        let (nest_name, nest) = scope.plain_nest(&self.base)?;
+        let text = format!("l{number}");
+        match self.base.link(node, &nest, OsStr::new(&text)) {
+            Ok(_) | Err(Errno::EXIST) => {}
+            Err(errno) => return Err(errno),
+        }
+        items.get_mut(&number).expect("seen above").anchor_at = Some((nest_name, text));
+        Ok(())
     }
+}
+
+fn identity<B: Backing>(object: &Object<B>) -> Identity {
+    Identity { dev: object.key.0, ino: object.key.1 }
 }
 
 impl<B: Backing> Inner<B> {

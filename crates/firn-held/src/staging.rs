@@ -4,6 +4,7 @@
 //! .firn/committed          number of the last commit, as text
 //! .firn/tx-N/new/DIR/M     staged objects; DIR says what objects made in it inherit
 //! .firn/tx-N/away/M        objects on their way from one name to another, while a commit is carried out
+//! .firn/tx-N/open          it is not over; the path of its scope
 //! .firn/tx-N/record        prepared: the redo record
 //! .firn/tx-N/commit        the same, decided
 //! ```
@@ -16,6 +17,7 @@ use firn_backing::{Access, Backing, Caller, Errno, Kind, RenameFlags, Result};
 
 /// The directory at the top of the backing.
 pub(crate) const TOP: &str = ".firn";
+pub(crate) const OPEN: &str = "open";
 pub(crate) const RECORD: &str = "record";
 pub(crate) const COMMIT: &str = "commit";
 pub(crate) const COMMITTED: &str = "committed";

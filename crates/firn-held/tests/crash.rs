@@ -85,7 +85,7 @@ fn settle(held: &Held<SimBacking>, middle: &Middle, outcome: &Outcome, seed: u64
         return;
     }
     // Prepared: it can still become either.
-    assert_eq!((outcome.waiting.as_slice(), is_old), (&[5][..], true), "{told}");
+    assert_eq!((outcome.waiting.as_slice(), is_old), (&[(5, Vec::new())][..], true), "{told}");
     let root = held.root();
     if seed.is_multiple_of(2) {
         held.restore(&root, 5).expect("restore");
@@ -125,7 +125,7 @@ fn a_crash_at_any_call_leaves_the_old_tree_or_the_new_one() {
                 assert!(!committed || now == middle.new, "{told}");
                 assert!(how != End::Abort || now == middle.old, "{told}");
                 let prepared = how == End::Prepare && result.is_ok();
-                assert!(!prepared || outcome.waiting == [5], "{told}: {outcome:?}");
+                assert!(!prepared || outcome.waiting == [(5, Vec::new())], "{told}: {outcome:?}");
                 settle(&held, &middle, &outcome, lives, &told);
             }
         }
@@ -152,7 +152,7 @@ fn a_crash_while_what_was_prepared_is_restored_leaves_the_old_tree_or_the_new_on
             end(&middle.held, End::Prepare).expect("prepare");
             let disk = middle.held.base().clone();
             let (held, outcome) = recover(&disk, seed + at, None);
-            assert_eq!(outcome.waiting, [5]);
+            assert_eq!(outcome.waiting, [(5, Vec::new())]);
             disk.crash_at(disk.steps() + at);
             let result = held.restore(&held.root(), 5);
             let (held, outcome) = recover(&disk, seed + at, None);
