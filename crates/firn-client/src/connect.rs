@@ -151,6 +151,15 @@ impl Connection {
         }
     }
 
+    /// A request about a transaction: the number of a commit.
+    pub fn transaction(&mut self, request: &Request) -> Result<Option<u64>, ClientError> {
+        match self.exchange(request, None, &mut |_| {})? {
+            Reply::Done => Ok(None),
+            Reply::Committed { id } => Ok(Some(id)),
+            other => Err(nonsense(&other)),
+        }
+    }
+
     fn ask(&mut self, request: &Request) -> Result<Reply, ClientError> {
         self.exchange(request, Some(Duration::from_secs(ANSWER_S)), &mut |_| {})
     }

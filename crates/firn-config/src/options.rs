@@ -19,6 +19,8 @@ pub enum Drain {
     Eager,
     /// When somebody asks.
     Demand,
+    /// As it comes; in a transaction to where it is staged until that is committed.
+    Commit,
 }
 
 /// How programs reach the files.
@@ -208,7 +210,7 @@ impl Options {
     /// Puts what `auto` stands for in its place.
     pub(crate) fn settle(&mut self) {
         if self.close == Close::Auto {
-            self.close = if self.drain == Drain::Demand { Close::Held } else { Close::Drain };
+            self.close = if self.drain == Drain::Eager { Close::Drain } else { Close::Held };
         }
     }
 

@@ -99,18 +99,22 @@ pub static TABLE: [Row; 23] = [
     },
     Row {
         name: "drain",
-        kind: Kind::Choice(&["eager", "demand"]),
+        kind: Kind::Choice(&["eager", "demand", "commit"]),
         default: "eager",
-        help: "When data goes to the backing: as it comes (eager) or when somebody asks (demand)",
+        help: "When data goes to the backing: as it comes (eager), when somebody asks (demand), or with a commit",
         long: "With `demand`, files live in memory until `firn drain`, fsync or `firn umount` carries them to the backing, and what \
                was drained stays in memory to be read again until its room is needed. Data that is not drained is \
-               lost with the node, and writes get ENOSPC when the memory is full of it.",
+               lost with the node, and writes get ENOSPC when the memory is full of it. With `commit` the mount has \
+               transactions: between `firn begin` and `firn commit` names and data are held, the backing shows \
+               nothing of them, and `firn abort` or a crash undoes them; outside of transactions it is as with \
+               `eager`.",
         changes_promises: true,
         get: |o| match o.drain {
             Drain::Eager => "eager".to_owned(),
             Drain::Demand => "demand".to_owned(),
+            Drain::Commit => "commit".to_owned(),
         },
-        set: |o, v| o.drain = [Drain::Eager, Drain::Demand][v.choice()],
+        set: |o, v| o.drain = [Drain::Eager, Drain::Demand, Drain::Commit][v.choice()],
     },
     Row {
         name: "keep",
@@ -336,7 +340,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 7] = [
+pub static RULES: [Rule; 8] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -350,10 +354,16 @@ pub static RULES: [Rule; 7] = [
         advice: "with drain=demand a close carries nothing to the backing: leave close out, or take drain=eager",
     },
     Rule {
+        names: ["drain", "door"],
+        text: "drain=commit goes with door=mount only",
+        broken: |o| o.drain == Drain::Commit && o.door == Door::Preload,
+        advice: "a stub tree has no transactions: leave door out, or take drain=demand",
+    },
+    Rule {
         names: ["drain-every", "drain"],
         text: "drain-every goes with drain=demand only",
-        broken: |o| o.drain_every > 0 && o.drain == Drain::Eager,
-        advice: "with drain=eager every checkpoint drains: leave drain-every out, or take drain=demand",
+        broken: |o| o.drain_every > 0 && o.drain != Drain::Demand,
+        advice: "otherwise every checkpoint drains: leave drain-every out, or take drain=demand",
     },
     Rule {
         names: ["door", "allow-other"],

@@ -14,6 +14,7 @@ use firn_backing::DirBacking;
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
 use firn_config::{Close, Door, Drain, Fsync, Options, Passthrough};
 use firn_drain::Pool;
+use firn_held::{Held, HeldError};
 use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
 
 use crate::error::DaemonError;
@@ -21,9 +22,12 @@ use crate::lock::Locks;
 use crate::process;
 use crate::spill;
 
+/// What the engine writes to: the backing, which may be in a transaction.
+pub(crate) type Store = Held<DirBacking>;
+
 /// A backing that is being drained.
 pub(crate) struct Attached {
-    pub(crate) engine: Arc<Engine<DirBacking>>,
+    pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) recovered: Recovered,
     pub(crate) files: RuntimeFiles,
     pool: Pool,
@@ -89,14 +93,16 @@ impl Attached {
         let damaged = matches!(found, Found::Used { damaged: true, .. });
         let directory = DirBacking::open(backing)
             .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
+        let (store, outcome) = open_store(directory, options, notice)?;
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
                 let policies = policies(&arena, options);
-                (Engine::begin(directory, arena, policies)?, Recovered::default())
+                (Engine::begin(store, arena, policies)?, Recovered::default())
             }
             Found::Used { arena, stored, .. } => {
                 let policies = policies(&arena, options);
-                Engine::attach(directory, arena, &stored, policies)?
+                let dropped: Vec<&[u8]> = outcome.dropped().collect();
+                Engine::attach_without(store, arena, &stored, policies, &dropped)?
             }
         };
         tell(&recovered, options.drain, notice);
@@ -144,10 +150,39 @@ impl Attached {
     }
 }
 
+/// The backing, after transactions of an earlier firnd were finished or undone.
+fn open_store(
+    directory: DirBacking,
+    options: &Options,
+    notice: &mut dyn FnMut(String),
+) -> Result<(Store, firn_held::Outcome), DaemonError> {
+    let wanted = options.drain == Drain::Commit;
+    if !wanted && !Held::has_transactions(&directory).map_err(HeldError::from)? {
+        return Ok((Held::plain(directory), firn_held::Outcome::default()));
+    }
+    let (store, outcome) = Held::open(directory)?;
+    for id in &outcome.finished {
+        notice(format!("finished the commit {id} that an earlier firnd had decided"));
+    }
+    for scope in &outcome.undone {
+        notice(format!(
+            "undid a transaction in {} that nobody had prepared",
+            crate::transactions::shown_scope(scope)
+        ));
+    }
+    for (id, scope) in &outcome.waiting {
+        notice(format!(
+            "a transaction in {} is prepared with id {id} and waits: firn commit or firn abort ends it, firn restore finishes it",
+            crate::transactions::shown_scope(scope)
+        ));
+    }
+    Ok((store, outcome))
+}
+
 fn policies(arena: &Arena, options: &Options) -> EngineOptions {
     EngineOptions {
         drain: match options.drain {
-            Drain::Eager => DrainPolicy::Eager,
+            Drain::Eager | Drain::Commit => DrainPolicy::Eager,
             Drain::Demand => DrainPolicy::Demand,
         },
         close: match options.close {
@@ -172,6 +207,7 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
 /// Kernel passthrough needs CAP_SYS_ADMIN of the first user namespace; the kernel has the last word.
 pub(crate) fn passthrough(options: &Options) -> bool {
     options.passthrough == Passthrough::Auto
+        && options.drain != Drain::Commit
         && options.door == Door::Mount
         && rustix::process::geteuid().is_root()
 }
@@ -249,13 +285,19 @@ fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
     for damage in &recovered.damage {
         notice(format!("journal: {damage}"));
     }
+    if recovered.dropped_bytes > 0 {
+        notice(format!(
+            "dropped {} bytes that were written in a transaction that is no more",
+            recovered.dropped_bytes
+        ));
+    }
     if recovered.files > 0 {
         notice(format!(
             "recovered {} bytes of {} files; they {}",
             recovered.bytes,
             recovered.files,
             match drain {
-                Drain::Eager => "are being drained",
+                Drain::Eager | Drain::Commit => "are being drained",
                 Drain::Demand => "stay in memory until they are drained",
             }
         ));

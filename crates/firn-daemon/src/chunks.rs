@@ -7,12 +7,13 @@ use std::fmt::Write;
 use std::sync::Arc;
 
 use firn_arena::Arena;
-use firn_backing::{DirBacking, Errno};
+use firn_backing::Errno;
 use firn_engine::{Engine, HeldChunks};
 use firn_format::geometry::PAGE;
 use firn_format::protocol::{ChunkList, DataRegion, Reply, SpillRegion};
 use firn_format::spill::SPILL_DATA_OFFSET;
 
+use crate::attach::Store;
 use crate::mountinfo::shown;
 
 /// Lists of one connection: a mover needs one for each file that it reads at once.
@@ -21,12 +22,12 @@ const LISTS_MAX: usize = 1024;
 /// Of one connection. Dropped, it lets go of all.
 #[derive(Default)]
 pub(crate) struct Lists {
-    held: BTreeMap<u64, HeldChunks<DirBacking>>,
+    held: BTreeMap<u64, HeldChunks<Store>>,
     last: u64,
 }
 
 impl Lists {
-    pub(crate) fn make(&mut self, engine: &Arc<Engine<DirBacking>>, path: &str) -> Reply {
+    pub(crate) fn make(&mut self, engine: &Arc<Engine<Store>>, path: &str) -> Reply {
         if self.held.len() >= LISTS_MAX {
             let message = format!("this connection holds {LISTS_MAX} chunk lists already: release some");
             return Reply::Error { errno: libc::EMFILE, message };

@@ -16,6 +16,7 @@ use firn_format::protocol::{Reply, Rung};
 use crate::attach::Attached;
 use crate::front::Front;
 use crate::service::throttled;
+use crate::transactions;
 
 /// How long the kernel may take to let go of a mount that is taken away.
 const LET_GO: Duration = Duration::from_secs(10);
@@ -49,6 +50,7 @@ pub(crate) enum Outcome {
 /// Ends a mount because of a signal: drains, then takes it away from programs that still use it.
 pub(crate) fn by_signal(attached: &Attached, front: &Front, events: &Receiver<Event>) -> Outcome {
     tracing::info!("asked to end: draining");
+    transactions::leave(&attached.engine);
     if let Err(error) = front.carry_names() {
         tracing::warn!(%error, "not every name can be carried over now");
     }
@@ -68,6 +70,10 @@ pub(crate) fn by_request(
     keep_held: bool,
     say: &mut dyn FnMut(Reply) -> bool,
 ) -> Result<Outcome, Reply> {
+    if let Some(message) = transactions::in_the_way(&attached.engine).filter(|_| !force) {
+        return Err(Reply::Error { errno: libc::EBUSY, message });
+    }
+    transactions::leave(&attached.engine);
     if !keep_held {
         if let Err(error) = front.carry_names()
             && !force

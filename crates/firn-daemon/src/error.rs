@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use firn_arena::{ArenaError, SpillFault};
 use firn_engine::EngineError;
+use firn_held::HeldError;
 use firn_format::FormatError;
 use firn_fuse::SessionError;
 use firn_stub::{PlaceError, TreeError};
@@ -70,6 +71,8 @@ pub enum DaemonError {
     ArenaForeign { path: PathBuf, found: String },
     #[error(transparent)]
     Engine(#[from] EngineError),
+    #[error("transactions of an earlier firnd: {0}")]
+    Transactions(#[from] HeldError),
     #[error(transparent)]
     Session(#[from] SessionError),
     #[error(transparent)]
@@ -115,6 +118,7 @@ impl DaemonError {
             | Self::MountPointUnusable { .. }
             | Self::Runtime { .. }
             | Self::Engine(_)
+            | Self::Transactions(_)
             | Self::Session(_)
             | Self::Tree(_)
             | Self::Io { .. }

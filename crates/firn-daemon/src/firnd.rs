@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use firn_backing::DirBacking;
 use firn_config::{Door as DoorOption, KernelFlag, Options};
 use firn_engine::Engine;
 use firn_format::protocol::{Reply, Rung};
@@ -14,6 +13,7 @@ use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions, detach};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
+use crate::attach::Store;
 use crate::attach::{Attached, passthrough, runtime_files};
 use crate::control::Control;
 use crate::door::{Behind, Door};
@@ -27,6 +27,7 @@ use crate::preflight::{self, Checked};
 use crate::process;
 use crate::service::Mounted;
 use crate::spawn::Reporter;
+use crate::transactions;
 use crate::spill;
 
 /// Exit status after a second signal.
@@ -110,13 +111,14 @@ impl Mount {
                 (Made::Stubs(stubs), Behind::Tree(tree), Arc::default())
             }
         };
-        let tree = match &behind {
-            Behind::Tree(tree) => Some(Arc::clone(tree)),
-            Behind::Mount(_) => None,
+        let (tree, kernel) = match &behind {
+            Behind::Tree(tree) => (Some(Arc::clone(tree)), None),
+            Behind::Mount(kernel) => (None, Some(kernel.clone())),
         };
         let door = Door::start(&place, Arc::clone(&attached.engine), behind, Arc::clone(&door_clients))
             .map_err(DaemonError::io("listen on the door socket"))?;
         let service = Arc::new(Mounted {
+            kernel,
             door_clients,
             engine: Arc::clone(&attached.engine),
             backing: checked.backing.clone(),
@@ -158,6 +160,7 @@ impl Mount {
     fn serve_until_the_end(self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
         let End { outcome, client, keep_held } = self.serve(&attached);
         self.populating.store(false, Ordering::Relaxed);
+        transactions::leave(&attached.engine);
         // What was written between the last look and the end of the session.
         if !keep_held && let Err(error) = end::drain_rest(&attached.engine, Rung::Drained, &mut |_, _| true) {
             tracing::error!(%error, "what cannot be drained stays in the arena");
@@ -222,7 +225,7 @@ impl Mount {
 
 /// What programs will see, before they do.
 enum Made {
-    Adapter(Adapter<DirBacking>),
+    Adapter(Adapter<Store>),
     Stubs(Stubs),
 }
 
@@ -308,7 +311,7 @@ fn watch_session(session: &Arc<Session>, events: Sender<Event>) -> Result<(), Da
 }
 
 /// Touches the arena's memory in the background, so that writers do not pay for it. Best effort.
-fn populate(engine: &Arc<Engine<DirBacking>>, go_on: &Arc<AtomicBool>) {
+fn populate(engine: &Arc<Engine<Store>>, go_on: &Arc<AtomicBool>) {
     let (engine, go_on) = (Arc::clone(engine), Arc::clone(go_on));
     let _ = std::thread::Builder::new().name("firn-populate".into()).spawn(move || {
         if let Err(error) = engine.arena().populate(&|| go_on.load(Ordering::Relaxed)) {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use firn_backing::{DirBacking, Errno};
+use firn_backing::Errno;
 use firn_client::RuntimeFiles;
 use firn_client::trees;
 use firn_engine::Engine;
@@ -16,6 +16,7 @@ use firn_stub::{Tree, TreeOptions, check_place};
 use rustix::fs::{major, minor};
 use rustix::mount::{UnmountFlags, unmount};
 
+use crate::attach::Store;
 use crate::end::Event;
 use crate::error::DaemonError;
 
@@ -31,7 +32,7 @@ pub(crate) enum Front {
 
 /// A stub tree and what is written down of it.
 pub(crate) struct Stubs {
-    pub(crate) tree: Arc<Tree<DirBacking>>,
+    pub(crate) tree: Arc<Tree<Store>>,
     files: RuntimeFiles,
     events: Sender<Event>,
 }
@@ -40,7 +41,7 @@ impl Stubs {
     /// Begins a tree at `prefix`, or goes on with that of an earlier firnd. Programs do not find it before
     /// [`Stubs::publish`].
     pub(crate) fn begin(
-        engine: Arc<Engine<DirBacking>>,
+        engine: Arc<Engine<Store>>,
         backing: &Path,
         prefix: &Path,
         files: &RuntimeFiles,

@@ -24,6 +24,7 @@ mod recover;
 mod service;
 mod spawn;
 mod spill;
+mod transactions;
 
 pub use check::{CheckReport, Damage, check};
 pub use error::{CheckError, DaemonError, MountError, RecoverError};

@@ -6,10 +6,10 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
-use firn_backing::DirBacking;
 use firn_engine::{Engine, LostFile};
 use serde::Serialize;
 
+use crate::attach::Store;
 use crate::error::DaemonError;
 
 /// What to do with it.
@@ -42,7 +42,7 @@ pub struct LostReport {
 /// Deals with every lost file. Those that another try may find (the backing gave an error) stay in the
 /// arena under each policy.
 pub(crate) fn settle(
-    engine: &Engine<DirBacking>,
+    engine: &Engine<Store>,
     policy: &LostPolicy,
 ) -> Result<Vec<LostReport>, DaemonError> {
     let mut reports = Vec::new();
@@ -83,7 +83,7 @@ fn relative(lost: &LostFile) -> PathBuf {
 }
 
 /// The copy is durable, with its name, before this returns. An existing file is left alone.
-fn save(engine: &Engine<DirBacking>, lost: &LostFile, dir: &Path, to: &Path) -> io::Result<()> {
+fn save(engine: &Engine<Store>, lost: &LostFile, dir: &Path, to: &Path) -> io::Result<()> {
     fs::create_dir_all(to.parent().unwrap_or(dir))?;
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to)?;
     let copied = engine

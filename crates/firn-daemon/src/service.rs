@@ -6,12 +6,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use firn_backing::{DirBacking, Errno};
-use firn_engine::{DrainPolicy, Engine};
+use firn_backing::Errno;
+use firn_engine::{DrainPolicy, Engine, NodeId};
 use firn_format::protocol::{PROTOCOL_VERSION, Reply, Request, Rung, Status};
+use firn_fuse::Forgetter;
 use firn_stub::Tree;
 use parking_lot::Mutex;
 
+use crate::attach::Store;
 use crate::chunks::{Lists, region};
 use crate::control::Service;
 use crate::end::Event;
@@ -26,17 +28,19 @@ const CARRY_REST: u32 = 20;
 
 /// A mount, as its control socket knows it.
 pub(crate) struct Mounted {
-    pub(crate) engine: Arc<Engine<DirBacking>>,
+    pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) backing: PathBuf,
     pub(crate) mount_point: PathBuf,
     /// `key=value` of the options that change what promises mean.
     pub(crate) options: Vec<String>,
     pub(crate) io_threads: u32,
     pub(crate) waiting_writers: Arc<AtomicU64>,
+    /// Makes the kernel drop what it knows of a node; none where it knows nothing.
+    pub(crate) kernel: Option<Forgetter>,
     /// Processes connected to the door.
     pub(crate) door_clients: Arc<AtomicU64>,
     /// The stub tree, where that is what programs see.
-    pub(crate) tree: Option<Arc<Tree<DirBacking>>>,
+    pub(crate) tree: Option<Arc<Tree<Store>>>,
     /// Its names are being carried over.
     pub(crate) carrying: AtomicBool,
     /// When they are next.
@@ -81,6 +85,7 @@ impl Mounted {
             drain_bytes_per_s: rates.drain,
             lanes,
             spill,
+            transactions: crate::transactions::status(&self.engine),
             ..engine
         }
     }
@@ -136,6 +141,12 @@ impl Mounted {
     /// What programs did to the names of a stub tree, before something is said or done about a path.
     fn bring_names(&self) -> Result<(), Errno> {
         self.tree.as_ref().map_or(Ok(()), |tree| tree.reconcile())
+    }
+
+    fn forget(&self, node: NodeId) {
+        if let Some(kernel) = &self.kernel {
+            kernel.forget_all(node);
+        }
     }
 
     /// Takes a sample for the rates.
@@ -194,6 +205,7 @@ impl Service for Mounted {
     fn answer(&self, request: Request, lists: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
         let about_names = match &request {
             Request::Wait { path, .. } | Request::Drain { path } | Request::Files { path } => Some(path),
+            Request::Begin { path } | Request::Prepare { path, .. } | Request::Commit { path, .. } => Some(path),
             Request::Evict { path } | Request::Pin { path, .. } | Request::Chunks { path, .. } => Some(path),
             _ => None,
         };
@@ -232,6 +244,13 @@ impl Service for Mounted {
                 Ok((files, bytes)) => Reply::Pinned { files, bytes },
                 Err(error) => failed(error, &path),
             },
+            request @ (Request::Begin { .. }
+            | Request::Prepare { .. }
+            | Request::Commit { .. }
+            | Request::Abort { .. }
+            | Request::Restore { .. }) => {
+                crate::transactions::answer(&self.engine, &request, &|node| self.forget(node))
+            }
             Request::Unmount { force, keep_held } => self.unmount(force, keep_held, say),
         }
     }

@@ -57,6 +57,11 @@ impl<B: Backing> Engine<B> {
         }
     }
 
+    fn truncate_opened(&self, file: &Arc<File<B>>) -> Result<()> {
+        let _writing = self.writing.read();
+        self.truncate_file(file, 0)
+    }
+
     /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here.
     pub fn open(&self, node: NodeId, flags: i32) -> Result<Opened> {
         let node = self.node(node)?;
@@ -64,7 +69,7 @@ impl<B: Backing> Engine<B> {
         let file = self.file_with(&node, |_| {});
         let ready = self.open_backing(&file, wants_write).and_then(|()| self.check_cache(&file));
         let truncated =
-            ready.and_then(|()| if flags & O_TRUNC != 0 { self.truncate_file(&file, 0) } else { Ok(()) });
+            ready.and_then(|()| if flags & O_TRUNC != 0 { self.truncate_opened(&file) } else { Ok(()) });
         if let Err(errno) = truncated {
             self.drop_if_unused(&file);
             return Err(errno);

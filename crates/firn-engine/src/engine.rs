@@ -157,6 +157,8 @@ pub struct Engine<B: Backing> {
     pub(crate) last_rename: AtomicU64,
     /// Held for reading while a path is told and bound, for writing while a rename changes paths.
     pub(crate) rename_gate: RwLock<()>,
+    /// Held for reading by whoever changes data of files, for writing while a transaction turns.
+    pub(crate) writing: RwLock<()>,
     pub(crate) names: Names<B>,
     pub(crate) files: Mutex<HashMap<Key, Arc<File<B>>>>,
     pub(crate) handles: RwLock<HashMap<HandleId, Arc<Handle<B>>>>,

@@ -52,6 +52,7 @@ impl<B: Backing> Engine<B> {
     /// May `client` write the open file past the kernel? From now on attributes must not be kept by the
     /// kernel, and those that it keeps must be dropped before the client is told.
     pub fn door_open(&self, client: ClientId, token: HandleId) -> Answer<DoorGrant> {
+        let _writing = self.writing.read();
         let handle = self.writable(token)?;
         let file = &handle.file;
         let plain = self.object(&file.node).is_ok_and(|object| {
@@ -93,6 +94,7 @@ impl<B: Backing> Engine<B> {
         (pid, cpu): (u32, Option<u32>),
         want: u64,
     ) -> Answer<Slab> {
+        let _writing = self.writing.read();
         let handle = self.writable(token)?;
         let file = &handle.file;
         let mut state = file.lock();

@@ -27,6 +27,7 @@ mod recovery;
 mod spill;
 mod status;
 mod sync;
+mod transact;
 mod truncate;
 mod write;
 
@@ -37,6 +38,7 @@ pub use engine::{ClosePolicy, DrainPolicy, Engine, EngineError, EngineOptions, F
 pub use lost::LostFile;
 pub use recovery::Recovered;
 pub use spill::SpillStep;
+pub use transact::Pending;
 
 /// Result of an operation: the errno that the program gets.
 pub type Result<T> = std::result::Result<T, firn_backing::Errno>;

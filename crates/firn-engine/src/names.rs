@@ -67,7 +67,7 @@ pub(crate) struct Stamp {
 impl<B: Backing> Node<B> {
     /// Whether this is what `attr` tells of. An inode number alone is not enough: it is used again once
     /// the object is gone.
-    fn is(&self, attr: &Attr) -> bool {
+    pub(crate) fn is(&self, attr: &Attr) -> bool {
         let same_birth = self.btime.zip(attr.btime).is_none_or(|(ours, theirs)| ours == theirs);
         self.key == (attr.dev, attr.ino) && self.kind == attr.kind && same_birth
     }
@@ -88,6 +88,11 @@ impl<B: Backing> Node<B> {
 
     pub(crate) fn remove_name(&self, parent: NodeId, name: &OsStr) {
         self.names.lock().retain(|(p, n)| p.id != parent || n != name);
+    }
+
+    /// Directories and names.
+    pub(crate) fn known_names(&self) -> Vec<(Arc<Self>, OsString)> {
+        self.names.lock().clone()
     }
 
     pub(crate) fn parents(&self) -> Vec<Arc<Self>> {
@@ -220,6 +225,11 @@ impl<B: Backing> Names<B> {
 
     pub(crate) fn get(&self, id: NodeId) -> Option<Arc<Node<B>>> {
         self.tables.lock().by_id.get(&id).map(|known| Arc::clone(&known.node))
+    }
+
+    /// All that is known.
+    pub(crate) fn all(&self) -> Vec<Arc<Node<B>>> {
+        self.tables.lock().by_key.values().filter_map(Weak::upgrade).collect()
     }
 
     /// The child, if the kernel or the engine knows it.

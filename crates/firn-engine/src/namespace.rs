@@ -69,6 +69,7 @@ impl<B: Backing> Engine<B> {
     pub fn set_attr(&self, node: NodeId, _handle: Option<HandleId>, set: SetAttr) -> Result<Attr> {
         let node = self.node(node)?;
         if let Some(size) = set.size {
+            let _writing = self.writing.read();
             let file = self.file_with(&node, |_| {});
             let result = self.truncate_file(&file, size);
             self.drop_if_unused(&file);

@@ -26,6 +26,7 @@ use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions};
 use crate::extents::{Extent, Extents};
 use crate::lost::LostFile;
 use crate::names::{Names, Node};
+use crate::sync::is_below;
 
 /// What attach found.
 #[derive(Clone, Debug, Default)]
@@ -34,6 +35,8 @@ pub struct Recovered {
     pub files: u64,
     /// Its bytes.
     pub bytes: u64,
+    /// Bytes that were dropped because their transaction is no more.
+    pub dropped_bytes: u64,
     /// Files that could not be found.
     pub lost: Vec<LostFile>,
     /// What was damaged in the journal.
@@ -66,6 +69,18 @@ impl<B: Backing> Engine<B> {
         stored: &[Stored],
         options: EngineOptions,
     ) -> Result<(Arc<Self>, Recovered), EngineError> {
+        Self::attach_without(backing, arena, stored, options, &[])
+    }
+
+    /// The same without what was written to files at or below one of `dropped`: it belonged to a transaction
+    /// that is no more.
+    pub fn attach_without(
+        backing: B,
+        arena: Arena,
+        stored: &[Stored],
+        options: EngineOptions,
+        dropped: &[&[u8]],
+    ) -> Result<(Arc<Self>, Recovered), EngineError> {
         let (journal, replay) = Journal::open(arena.journal_region());
         let ledger = replay.ledger.clone();
         let mut engine = Self::assemble(backing, arena, journal, options)?;
@@ -82,6 +97,11 @@ impl<B: Backing> Engine<B> {
         let mut restored = Vec::new();
         for (file, bound) in ledger.files() {
             let stored = pieces.remove(&file).unwrap_or_default();
+            let is_dropped = |path: &[u8]| dropped.iter().any(|top| top.is_empty() || is_below(path, top));
+            if bound.paths.iter().any(|(path, _)| is_dropped(path)) {
+                recovered.dropped_bytes += engine.drop_pieces(file, &stored);
+                continue;
+            }
             engine.recover_file(file, bound, stored, &mut restored, &mut recovered);
         }
         for (file, stored) in pieces {
@@ -123,6 +143,7 @@ impl<B: Backing> Engine<B> {
             last_binding: AtomicU64::new(0),
             last_rename: AtomicU64::new(epoch << 32),
             rename_gate: RwLock::new(()),
+            writing: RwLock::new(()),
             files: Mutex::new(HashMap::new()),
             handles: RwLock::new(HashMap::new()),
             dirs: RwLock::new(HashMap::new()),
@@ -226,6 +247,15 @@ impl<B: Backing> Engine<B> {
         } else {
             self.drop_if_unused(&file);
         }
+    }
+
+    /// Drops the pieces of a binding, and it; returns their bytes.
+    fn drop_pieces(&self, binding: u64, stored: &[Stored]) -> u64 {
+        for Stored { at, .. } in stored {
+            self.arena.mark_dead(*at);
+        }
+        self.note(&Record::Unbind { file: binding });
+        stored.iter().map(|stored| u64::from(stored.piece.len)).sum()
     }
 
     fn finish_truncations(&self, binding: u64, bound: &Bound, node: &Arc<Node<B>>) -> crate::Result<()> {

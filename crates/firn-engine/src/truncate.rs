@@ -88,6 +88,7 @@ impl<B: Backing> Engine<B> {
 
     /// fallocate(2). Modes that change contents drain the file first.
     pub fn allocate(&self, handle: HandleId, mode: i32, offset: u64, len: u64) -> Result<()> {
+        let _writing = self.writing.read();
         let handle = self.handle(handle)?;
         if !handle.writable {
             return Err(Errno::BADF);
@@ -116,6 +117,7 @@ impl<B: Backing> Engine<B> {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
+        let _writing = self.writing.read();
         let (from, to) = (self.handle(from)?, self.handle(to)?);
         if !from.readable || !to.writable {
             return Err(Errno::BADF);

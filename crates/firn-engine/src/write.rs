@@ -25,6 +25,7 @@ impl<B: Backing> Engine<B> {
     /// Takes bytes from a program. When this returns, they survive the death of every process.
     /// `clear_suid`: the writer's write(2) takes away set-id bits.
     pub fn write(&self, handle: HandleId, offset: u64, data: &[u8], clear_suid: bool) -> Result<Written> {
+        let _writing = self.writing.read();
         let handle = self.handle(handle)?;
         let file = &handle.file;
         if !handle.writable {

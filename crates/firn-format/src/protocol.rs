@@ -95,6 +95,40 @@ pub enum Request {
         /// [`ChunkList::list`].
         list: u64,
     },
+    /// Begin a transaction in a directory and all below it.
+    Begin {
+        /// Path below the mount point, without a leading slash.
+        path: String,
+    },
+    /// Make the transaction durable and leave its outcome open. Changes wait until it is decided.
+    Prepare {
+        /// Path of its scope.
+        path: String,
+        /// Number that the caller gives it.
+        id: u64,
+    },
+    /// Decide for the transaction and carry it out; prepare it first, if nobody did.
+    Commit {
+        /// Path of its scope.
+        path: String,
+        /// Its number; without one that with which it was prepared, or else the one after the last commit.
+        id: Option<u64>,
+        /// Begin the next one before anybody can change anything.
+        #[serde(default)]
+        begin: bool,
+    },
+    /// Throw the transaction away.
+    Abort {
+        /// Path of its scope.
+        path: String,
+    },
+    /// Make the files those of checkpoint `id`.
+    Restore {
+        /// Path of the scope.
+        path: String,
+        /// Number of a commit, or of a transaction that is prepared.
+        id: u64,
+    },
     /// The metrics as Prometheus text.
     Metrics,
     /// Drop the errors that are recorded (the data stays and is still tried).
@@ -166,6 +200,11 @@ pub enum Reply {
         files_left: u64,
         /// What is going on, in a word or two: `draining`, `syncing`, `unmounting`.
         phase: String,
+    },
+    /// Answer to [`Request::Commit`].
+    Committed {
+        /// Its number.
+        id: u64,
     },
     /// Done.
     Done,
@@ -258,6 +297,9 @@ pub struct Status {
     /// Memory nodes, each with an equal part of the arena.
     #[serde(default)]
     pub nodes: Vec<NodeStatus>,
+    /// Transactions that are not over.
+    #[serde(default)]
+    pub transactions: Vec<TransactionStatus>,
     /// Ingest over the last seconds, bytes per second.
     pub ingest_bytes_per_s: f64,
     /// Drain over the last seconds, bytes per second.
@@ -266,6 +308,23 @@ pub struct Status {
     pub lanes: Vec<LaneStatus>,
     /// Errors not yet dealt with, newest last, at most 64.
     pub errors: Vec<ErrorStatus>,
+}
+
+/// A transaction.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TransactionStatus {
+    /// Path of its scope below the mount point; empty: all of it.
+    pub scope: String,
+    /// `open`, `prepared`, or `decided`: committed and not yet carried out.
+    pub stage: String,
+    /// Its number, once it has one.
+    pub id: Option<u64>,
+    /// Files, directories and others that it changes.
+    pub objects: u64,
+    /// How many names of files are in each state of CprFS.
+    pub states: std::collections::BTreeMap<String, u64>,
+    /// An earlier firnd prepared it.
+    pub recovered: bool,
 }
 
 /// The spill file of a mount.

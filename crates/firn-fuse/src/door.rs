@@ -55,11 +55,22 @@ pub(crate) fn token(place: Option<&DoorPlace>, request: &Request, handle: u64) -
 
 /// Makes the kernel ask for the attributes of a node again.
 #[derive(Clone)]
-pub struct Forgetter(Arc<dyn Fn(NodeId) + Send + Sync>);
+pub struct Forgetter(Forget, Forget);
+
+type Forget = Arc<dyn Fn(NodeId) + Send + Sync>;
 
 impl Forgetter {
     pub(crate) fn new<B: Backing>(coherence: Arc<Coherence<B>>) -> Self {
-        Self(Arc::new(move |node| coherence.drop_attributes(node)))
+        let all = Arc::clone(&coherence);
+        Self(
+            Arc::new(move |node| coherence.drop_attributes(node)),
+            Arc::new(move |node| all.drop_pages(node)),
+        )
+    }
+
+    /// Returns when neither attributes nor pages from before this call are left.
+    pub fn forget_all(&self, node: NodeId) {
+        (self.1)(node);
     }
 
     /// Returns when no attribute from before this call is left.
@@ -73,6 +84,15 @@ impl<B: Backing> Coherence<B> {
         let Some(notifier) = self.notifier() else { return };
         if let Err(error) = notifier.inval_inode(INodeNo(node.0), -1, 0) {
             tracing::warn!(%error, node = node.0, "cannot drop attributes");
+        }
+    }
+
+    fn drop_pages(&self, node: NodeId) {
+        let Some(notifier) = self.notifier() else { return };
+        if let Err(error) = notifier.inval_inode(INodeNo(node.0), 0, 0)
+            && error.kind() != std::io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, node = node.0, "cannot drop cached pages");
         }
     }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
@@ -28,6 +28,12 @@ pub enum HeldError {
     Open {
         /// Its scope.
         scope: String,
+    },
+    /// Its outcome is decided.
+    #[error("the transaction is committed with id {id} and not yet carried out: firn commit goes on with it")]
+    Decided {
+        /// Its number.
+        id: u64,
     },
     /// It is prepared with another number.
     #[error("the transaction is prepared with id {found}, not {wanted}")]
@@ -124,6 +130,8 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) book: Mutex<Book>,
     stage: Mutex<Stage>,
     turned: Condvar,
+    /// It is going to be aborted: who changes something is told ECANCELED.
+    refusing: AtomicBool,
     /// Prepared by an earlier firnd: its changes are in this record only.
     recovered: Option<Record>,
 }
@@ -140,16 +148,19 @@ impl<B: Backing> Scope<B> {
     fn wait(&self) -> Result<(), Errno> {
         let mut stage = self.stage.lock();
         while let Stage::Prepared(_) | Stage::Decided(_) = *stage {
+            if self.refusing.load(Ordering::Acquire) {
+                return Err(Errno::CANCELED);
+            }
             if self.recovered.is_some() {
                 return Err(Errno::BUSY);
             }
             self.turned.wait(&mut stage);
         }
-        Ok(())
+        if self.refusing.load(Ordering::Acquire) { Err(Errno::CANCELED) } else { Ok(()) }
     }
 
     fn is_open(&self) -> bool {
-        *self.stage.lock() == Stage::Open
+        *self.stage.lock() == Stage::Open && !self.refusing.load(Ordering::Acquire)
     }
 
     fn turn(&self, stage: Stage) {
@@ -240,6 +251,14 @@ impl<B: Backing> Held<B> {
         }
     }
 
+    /// Whether there is something in the backing that [`Held::open`] must see to first.
+    pub fn has_transactions(base: &B) -> Result<bool, Errno> {
+        let Some((firn, _)) = staging::find(base, &base.root(), OsStr::new(staging::TOP))? else {
+            return Ok(false);
+        };
+        Ok(staging::list(base, &firn)?.iter().any(|(name, ..)| name.starts_with(b"tx-")))
+    }
+
     /// A backing that can have transactions, after what earlier ones left is finished or undone.
     pub fn open(base: B) -> Result<(Self, Outcome), HeldError> {
         let root = base.root();
@@ -328,6 +347,7 @@ impl<B: Backing> Held<B> {
             book: Mutex::default(),
             stage: Mutex::new(stage),
             turned: Condvar::new(),
+            refusing: AtomicBool::new(false),
             recovered,
         })
     }
@@ -543,6 +563,18 @@ impl<B: Backing> Held<B> {
         Ok(())
     }
 
+    /// From now on every change in the transaction fails with ECANCELED, also one that waits for the outcome:
+    /// the next call ends it.
+    pub fn refuse(&self, node: &Node<B>) -> Result<(), HeldError> {
+        let scope = self.scope_at(node)?;
+        // Under the lock of those who wait, so that none of them misses it.
+        let stage = scope.stage.lock();
+        scope.refusing.store(true, Ordering::Release);
+        drop(stage);
+        scope.turned.notify_all();
+        Ok(())
+    }
+
     /// Throws the transaction away: the tree is as it was when it began. What was made in it is gone: ESTALE.
     pub fn abort(&self, node: &Node<B>) -> Result<(), HeldError> {
         let scope = self.scope_at(node)?;
@@ -551,7 +583,7 @@ impl<B: Backing> Held<B> {
         match stage {
             Stage::Open => {}
             Stage::Prepared(_) => self.forget(&scope.dir)?,
-            Stage::Decided(found) => return Err(HeldError::OtherId { found, wanted: 0 }),
+            Stage::Decided(id) => return Err(HeldError::Decided { id }),
             Stage::Ended => return Err(HeldError::None),
         }
         for (_, object) in std::mem::take(&mut *scope.changed.lock()) {

@@ -1,4 +1,4 @@
-//! The verbs: one file each, one entry each in [`VERBS`], which feeds parser, help, completions and man pages.
+//! The verbs: a file for each, or for those that belong together, and one entry each in [`VERBS`], which feeds parser, help, completions and man pages.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -24,6 +24,7 @@ mod pin;
 mod recover;
 mod run;
 mod status;
+mod transaction;
 mod umount;
 mod version;
 mod wait;
@@ -58,6 +59,11 @@ pub static VERBS: &[&Verb] = &[
     &drain::VERB,
     &evict::VERB,
     &pin::VERB,
+    &transaction::BEGIN,
+    &transaction::PREPARE,
+    &transaction::COMMIT,
+    &transaction::ABORT,
+    &transaction::RESTORE,
     &recover::VERB,
     &check::VERB,
     &config::VERB,

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use firn_format::protocol::{ErrorStatus, FileStatus, SpillStatus, Status};
+use firn_format::protocol::{ErrorStatus, FileStatus, SpillStatus, Status, TransactionStatus};
 
 use super::Seen;
 use super::list::fill;
@@ -59,6 +59,9 @@ fn mount(s: &Status, paint: Paint) -> String {
             ),
         );
     }
+    for one in &s.transactions {
+        line("open", transaction(one, paint));
+    }
     if s.door_clients > 0 {
         let what = format!(
             "{} past the kernel, {} written, {} leased",
@@ -114,6 +117,17 @@ fn arena(s: &Status, paint: Paint) -> String {
     let bar = format!("{}{}", "#".repeat(full), "-".repeat(BAR_WIDTH - full));
     let bar = if fill > NEARLY_FULL { paint.odd(&bar) } else { bar };
     format!("[{bar}] {:.0}% of {}, chunks of {}", fill * 100.0, bytes(s.arena_bytes), bytes(s.chunk_bytes))
+}
+
+fn transaction(one: &TransactionStatus, paint: Paint) -> String {
+    let scope = if one.scope.is_empty() { "the whole mount".to_owned() } else { name(&one.scope) };
+    let number = one.id.map_or_else(String::new, |id| format!(" as {id}"));
+    let objects = count(one.objects, "object");
+    match one.stage.as_str() {
+        "open" => format!("transaction in {scope}, {objects} changed"),
+        "prepared" => paint.odd(&format!("transaction in {scope}, prepared{number}: firn commit or firn abort")),
+        stage => paint.bad(&format!("transaction in {scope}, {stage}{number}: firn commit goes on with it")),
+    }
 }
 
 fn spilled(spill: &SpillStatus, paint: Paint) -> String {

@@ -1,0 +1,177 @@
+//! Transactions of a mount: what the control socket asks for.
+//!
+//! The engine keeps the scope quiet ([`Engine::turn`]), the store turns.
+
+use firn_backing::Errno;
+use firn_engine::{Engine, NodeId, Pending};
+use firn_format::protocol::{Reply, Request, TransactionStatus};
+use firn_held::{HeldError, Stage};
+
+use crate::attach::Store;
+
+/// The answer to a request about a transaction. `forget` makes the kernel drop what it knows of a node.
+pub(crate) fn answer(engine: &Engine<Store>, request: &Request, forget: &dyn Fn(NodeId)) -> Reply {
+    let (path, result) = match request {
+        Request::Begin { path } => (path, begin(engine, path.as_bytes()).map(|()| Reply::Done)),
+        Request::Prepare { path, id } => (path, prepare(engine, path.as_bytes(), *id).map(|()| Reply::Done)),
+        Request::Commit { path, id, begin } => {
+            (path, commit(engine, path.as_bytes(), *id, *begin).map(|id| Reply::Committed { id }))
+        }
+        Request::Abort { path } => (path, abort(engine, path.as_bytes(), forget).map(|()| Reply::Done)),
+        Request::Restore { path, id } => {
+            (path, restore(engine, path.as_bytes(), *id, forget).map(|()| Reply::Done))
+        }
+        _ => unreachable!("only requests about transactions come here"),
+    };
+    result.unwrap_or_else(|error| refused(&error, path))
+}
+
+fn begin(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
+    engine.turn(path, Pending::Drain, |node| engine.backing().begin(node, path))
+}
+
+fn prepare(engine: &Engine<Store>, path: &[u8], id: u64) -> Result<(), HeldError> {
+    // Asked again, nothing more is to be part of it.
+    let pending = if stage(engine, path) == Some(Stage::Open) { Pending::Drain } else { Pending::Keep };
+    engine.turn(path, pending, |node| engine.backing().prepare(node, id))
+}
+
+fn commit(
+    engine: &Engine<Store>,
+    path: &[u8],
+    id: Option<u64>,
+    begin: bool,
+) -> Result<u64, HeldError> {
+    let store = engine.backing();
+    let stage = stage(engine, path);
+    let id = match (id, stage) {
+        (Some(id), _) | (None, Some(Stage::Prepared(id) | Stage::Decided(id))) => id,
+        _ => store.committed()?.map_or(1, |last| last.saturating_add(1)),
+    };
+    // What was written since it was prepared comes after it.
+    let pending = if stage == Some(Stage::Open) { Pending::Drain } else { Pending::Keep };
+    engine.turn(path, pending, |node| {
+        store.commit(node, id)?;
+        if begin { store.begin(node, path) } else { Ok(()) }
+    })?;
+    if is_recovered(engine, path) {
+        engine.look_again(path);
+    }
+    Ok(id)
+}
+
+fn is_recovered(engine: &Engine<Store>, path: &[u8]) -> bool {
+    engine.backing().transactions().iter().any(|one| one.scope == path && one.is_recovered)
+}
+
+fn abort(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) -> Result<(), HeldError> {
+    let store = engine.backing();
+    if let Some(Stage::Decided(id)) = stage(engine, path) {
+        return Err(HeldError::Decided { id });
+    }
+    // Drains that wait for the outcome are told first, or the data could not be dropped.
+    store.refuse(&engine.object_at(path)?)?;
+    engine.turn(path, Pending::Discard, |node| store.abort(node))?;
+    engine.look_again(path).into_iter().for_each(forget);
+    Ok(())
+}
+
+fn restore(
+    engine: &Engine<Store>,
+    path: &[u8],
+    id: u64,
+    forget: &dyn Fn(NodeId),
+) -> Result<(), HeldError> {
+    let store = engine.backing();
+    match stage(engine, path) {
+        Some(Stage::Prepared(found) | Stage::Decided(found)) if found == id => {
+            store.refuse(&engine.object_at(path)?)?;
+            engine.turn(path, Pending::Discard, |node| store.commit(node, id))?;
+            engine.look_again(path).into_iter().for_each(forget);
+            Ok(())
+        }
+        Some(_) if store.committed()? == Some(id) => abort(engine, path, forget),
+        _ => store.restore(&engine.object_at(path)?, id),
+    }
+}
+
+/// For the end of a mount: transactions that are open are undone, those that are prepared wait for the next
+/// mount, without what was written after.
+pub(crate) fn leave(engine: &Engine<Store>) {
+    for one in engine.backing().transactions() {
+        let left = match one.stage {
+            Stage::Open => abort(engine, &one.scope, &|_| {}),
+            Stage::Prepared(_) | Stage::Decided(_) | Stage::Ended => drop_later(engine, &one.scope),
+        };
+        if let Err(error) = left {
+            tracing::warn!(%error, scope = %shown_scope(&one.scope), "a transaction is left to the next mount");
+        }
+    }
+}
+
+fn drop_later(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
+    engine.backing().refuse(&engine.object_at(path)?)?;
+    engine.turn(path, Pending::Discard, |_| Ok(()))
+}
+
+/// What keeps a mount from being taken away.
+pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
+    let open = engine.backing().transactions().into_iter().find(|one| one.stage == Stage::Open)?;
+    let scope = shown_scope(&open.scope);
+    Some(format!("a transaction is open in {scope}: firn commit or firn abort it, or --force undoes it"))
+}
+
+fn stage(engine: &Engine<Store>, path: &[u8]) -> Option<Stage> {
+    engine.backing().transactions().into_iter().find(|one| one.scope == path).map(|one| one.stage)
+}
+
+/// For the status.
+pub(crate) fn status(engine: &Engine<Store>) -> Vec<TransactionStatus> {
+    let word = |stage| match stage {
+        Stage::Open | Stage::Ended => ("open", None),
+        Stage::Prepared(id) => ("prepared", Some(id)),
+        Stage::Decided(id) => ("decided", Some(id)),
+    };
+    let one = |found: firn_held::Transaction| TransactionStatus {
+        scope: String::from_utf8_lossy(&found.scope).into_owned(),
+        stage: word(found.stage).0.into(),
+        id: word(found.stage).1,
+        objects: found.objects,
+        states: found.states.iter().map(|(state, count)| (state.to_string(), *count)).collect(),
+        recovered: found.is_recovered,
+    };
+    engine.backing().transactions().into_iter().map(one).collect()
+}
+
+/// A scope in words.
+pub(crate) fn shown_scope(path: &[u8]) -> String {
+    match path {
+        b"" => "the whole mount".into(),
+        path => String::from_utf8_lossy(path).into_owned(),
+    }
+}
+
+fn refused(error: &HeldError, path: &str) -> Reply {
+    let scope = shown_scope(path.as_bytes());
+    let (errno, message) = match error {
+        HeldError::Backing(Errno::OPNOTSUPP) => {
+            (libc::EOPNOTSUPP, "this mount has no transactions: mount it with drain=commit".into())
+        }
+        HeldError::Backing(Errno::NOENT) => {
+            (libc::ENOENT, format!("{scope}: no such directory in this mount"))
+        }
+        HeldError::Backing(Errno::NOTDIR) => {
+            (libc::ENOTDIR, format!("{scope}: a transaction covers a directory, and this is none"))
+        }
+        HeldError::Backing(errno) => (
+            errno.raw_os_error(),
+            format!("{scope}: the backing reports: {errno}; the transaction is kept: mend it and try again"),
+        ),
+        HeldError::None => (libc::ENOENT, format!("no transaction is open in {scope}: firn begin opens one")),
+        HeldError::Open { .. } => (libc::EBUSY, error.to_string()),
+        HeldError::Decided { .. } => (libc::EBUSY, error.to_string()),
+        HeldError::OtherId { .. } | HeldError::NotKept { .. } => (libc::EINVAL, error.to_string()),
+        HeldError::Record { .. } => (libc::EIO, error.to_string()),
+    };
+    Reply::Error { errno, message }
+}

@@ -1,0 +1,98 @@
+//! What a transaction asks of the engine: that a directory is quiet while one begins, is prepared or ends.
+//!
+//! Transactions themselves are the backing's (`firn-held`): the engine's drains and names go to a backing
+//! that holds them. The engine only has to see to it that no byte is taken for one of the other side of
+//! such a turn.
+
+use std::ffi::OsString;
+use std::sync::Arc;
+
+use firn_backing::{Backing, Errno};
+use firn_format::protocol::Rung;
+
+use crate::engine::Engine;
+use crate::file::File;
+use crate::names::Node;
+use crate::sync::is_below;
+use crate::{NodeId, Result};
+
+/// What becomes of the data that is pending below a directory before the turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pending {
+    /// It goes to the backing.
+    Drain,
+    /// It is dropped.
+    Discard,
+    /// It stays, and counts as written after the turn.
+    Keep,
+}
+
+impl<B: Backing> Engine<B> {
+    /// The object of a path below the mount.
+    pub fn object_at(&self, path: &[u8]) -> Result<B::Node> {
+        self.object(&*self.find(path)?)
+    }
+
+    /// Runs `turn` while nobody writes to files at or below `path`, all of whose pending data is treated as
+    /// `pending` says before. Writers wait meanwhile. Where data cannot be drained, `turn` does not run.
+    pub fn turn<T, E: From<Errno>>(
+        &self,
+        path: &[u8],
+        pending: Pending,
+        turn: impl FnOnce(&B::Node) -> std::result::Result<T, E>,
+    ) -> std::result::Result<T, E> {
+        let object = self.object_at(path)?;
+        let _quiet = self.writing.write();
+        for file in self.files_at(path) {
+            self.end_door(&file);
+        }
+        match pending {
+            Pending::Drain => self.wait_tree(path, Rung::Drained, &mut |_, _| true)?,
+            Pending::Discard => {
+                for file in self.files_at(path) {
+                    self.discard(&file);
+                    self.drop_if_unused(&file);
+                }
+                self.tell_space();
+            }
+            Pending::Keep => {}
+        }
+        turn(&object)
+    }
+
+    /// After names at or below `path` changed in the backing without the engine: it drops those that are not
+    /// so any more. Returns the nodes of which the kernel may know what is wrong.
+    pub fn look_again(&self, path: &[u8]) -> Vec<NodeId> {
+        let _names_stay = self.rename_gate.write();
+        let mut changed = Vec::new();
+        for node in self.names.all() {
+            if !node.paths().iter().any(|known| path.is_empty() || is_below(known, path)) {
+                continue;
+            }
+            changed.push(node.id);
+            for (parent, name) in node.known_names() {
+                if !self.leads_to(&parent, &name, &node) {
+                    // A file that is open, or has data, is still meant.
+                    self.names.hold_last(&self.backing, parent.id, &name);
+                    self.names.unlinked(parent.id, &name);
+                }
+            }
+        }
+        changed
+    }
+
+    fn leads_to(&self, parent: &Arc<Node<B>>, name: &OsString, node: &Node<B>) -> bool {
+        let found = self.object(parent).and_then(|dir| self.backing.lookup(&dir, name));
+        found.is_ok_and(|(_, attr)| node.is(&attr))
+    }
+
+    fn files_at(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
+        let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
+        let is_at = |file: &Arc<File<B>>| {
+            let paths = file.node.paths();
+            // Without a name it may have been anywhere.
+            path.is_empty() || paths.is_empty() || paths.iter().any(|known| is_below(known, path))
+        };
+        files.into_iter().filter(is_at).collect()
+    }
+}
