@@ -14,8 +14,8 @@ use firn_backing::DirBacking;
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
 use firn_config::{Close, Door, Drain, Fsync, Options, Passthrough};
 use firn_drain::Pool;
-use firn_held::{Held, HeldError};
 use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
+use firn_held::{Held, HeldError};
 
 use crate::error::DaemonError;
 use crate::lock::Locks;

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 
 use firn_arena::{ArenaError, SpillFault};
 use firn_engine::EngineError;
-use firn_held::HeldError;
 use firn_format::FormatError;
 use firn_fuse::SessionError;
+use firn_held::HeldError;
 use firn_stub::{PlaceError, TreeError};
 
 /// Exit status: something failed.

@@ -27,8 +27,8 @@ use crate::preflight::{self, Checked};
 use crate::process;
 use crate::service::Mounted;
 use crate::spawn::Reporter;
-use crate::transactions;
 use crate::spill;
+use crate::transactions;
 
 /// Exit status after a second signal.
 const INTERRUPTED: i32 = 130;

@@ -41,10 +41,7 @@ pub struct LostReport {
 
 /// Deals with every lost file. Those that another try may find (the backing gave an error) stay in the
 /// arena under each policy.
-pub(crate) fn settle(
-    engine: &Engine<Store>,
-    policy: &LostPolicy,
-) -> Result<Vec<LostReport>, DaemonError> {
+pub(crate) fn settle(engine: &Engine<Store>, policy: &LostPolicy) -> Result<Vec<LostReport>, DaemonError> {
     let mut reports = Vec::new();
     for lost in engine.lost_files() {
         let mut report = LostReport {

@@ -205,7 +205,9 @@ impl Service for Mounted {
     fn answer(&self, request: Request, lists: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
         let about_names = match &request {
             Request::Wait { path, .. } | Request::Drain { path } | Request::Files { path } => Some(path),
-            Request::Begin { path } | Request::Prepare { path, .. } | Request::Commit { path, .. } => Some(path),
+            Request::Begin { path } | Request::Prepare { path, .. } | Request::Commit { path, .. } => {
+                Some(path)
+            }
             Request::Evict { path } | Request::Pin { path, .. } | Request::Chunks { path, .. } => Some(path),
             _ => None,
         };

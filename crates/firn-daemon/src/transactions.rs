@@ -36,12 +36,7 @@ fn prepare(engine: &Engine<Store>, path: &[u8], id: u64) -> Result<(), HeldError
     engine.turn(path, pending, |node| engine.backing().prepare(node, id))
 }
 
-fn commit(
-    engine: &Engine<Store>,
-    path: &[u8],
-    id: Option<u64>,
-    begin: bool,
-) -> Result<u64, HeldError> {
+fn commit(engine: &Engine<Store>, path: &[u8], id: Option<u64>, begin: bool) -> Result<u64, HeldError> {
     let store = engine.backing();
     let stage = stage(engine, path);
     let id = match (id, stage) {
@@ -76,12 +71,7 @@ fn abort(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) -> Result
     Ok(())
 }
 
-fn restore(
-    engine: &Engine<Store>,
-    path: &[u8],
-    id: u64,
-    forget: &dyn Fn(NodeId),
-) -> Result<(), HeldError> {
+fn restore(engine: &Engine<Store>, path: &[u8], id: u64, forget: &dyn Fn(NodeId)) -> Result<(), HeldError> {
     let store = engine.backing();
     match stage(engine, path) {
         Some(Stage::Prepared(found) | Stage::Decided(found)) if found == id => {
@@ -168,7 +158,10 @@ fn refused(error: &HeldError, path: &str) -> Reply {
             format!("{scope}: the backing reports: {errno}; the transaction is kept: mend it and try again"),
         ),
         HeldError::None => (libc::ENOENT, format!("no transaction is open in {scope}: firn begin opens one")),
-        HeldError::Open { .. } => (libc::EBUSY, error.to_string()),
+        HeldError::Open { scope } => {
+            let open = shown_scope(scope.as_bytes());
+            (libc::EBUSY, format!("a transaction is open in {open}: commit or abort it first"))
+        }
         HeldError::Decided { .. } => (libc::EBUSY, error.to_string()),
         HeldError::OtherId { .. } | HeldError::NotKept { .. } => (libc::EINVAL, error.to_string()),
         HeldError::Record { .. } => (libc::EIO, error.to_string()),

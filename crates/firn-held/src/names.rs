@@ -122,8 +122,12 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    fn links(&self, scope: &Scope<B>, object: &Arc<Object<B>>, more: i64) {
-        scope.change(object, &mut object.inner.write()).links += more;
+    /// An object got `more` names, or another one.
+    fn renamed(&self, scope: &Scope<B>, object: &Arc<Object<B>>, more: i64) {
+        let mut inner = object.inner.write();
+        let change = scope.change(object, &mut inner);
+        change.links += more;
+        change.named = Some(Time::now());
     }
 
     /// An object lost a name in `scope`. A staged one without any goes at once: it takes room.
@@ -131,6 +135,7 @@ impl<B: Backing> Held<B> {
         let mut inner = object.inner.write();
         let is_new = inner.base.is_none();
         let change = scope.change(object, &mut inner);
+        change.named = Some(Time::now());
         if object.kind == Kind::Dir {
             change.removed = true;
         } else {
@@ -222,7 +227,7 @@ impl<B: Backing> Held<B> {
         if object.attr(&self.base)?.nlink == 0 {
             return Err(Errno::NOENT);
         }
-        self.links(&scope, object, 1);
+        self.renamed(&scope, object, 1);
         self.name(&scope, parent, name, Some(object), 0);
         if object.kind == Kind::File {
             scope.book.lock().create(parent.key, name);
@@ -285,7 +290,7 @@ impl<B: Backing> Held<B> {
                 self.name(&scope, from, name, Some(&target), -more);
                 self.name(&scope, to, new_name, Some(&source), more);
                 for object in [&source, &target] {
-                    scope.change(object, &mut object.inner.write());
+                    self.renamed(&scope, object, 0);
                 }
                 if source.kind == Kind::File && target.kind == Kind::File {
                     scope.book.lock().exchange((from.key, name), (to.key, new_name));
@@ -304,7 +309,7 @@ impl<B: Backing> Held<B> {
                 scope.book.lock().unlink(to.key, new_name);
             }
         }
-        scope.change(&source, &mut source.inner.write());
+        self.renamed(&scope, &source, 0);
         self.name(&scope, from, name, None, -subdirectory(&source));
         self.name(&scope, to, new_name, Some(&source), subdirectory(&source));
         if source.kind == Kind::File {

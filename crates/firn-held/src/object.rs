@@ -55,6 +55,8 @@ pub(crate) struct Change<B: Backing> {
     pub(crate) removed: bool,
     /// When names in the directory changed.
     pub(crate) touched: Option<Time>,
+    /// When names of the object changed.
+    pub(crate) named: Option<Time>,
     /// Bytes of the old content that still count where nothing was written.
     pub(crate) cut: u64,
     pub(crate) written: Ranges,
@@ -70,6 +72,7 @@ impl<B: Backing> Change<B> {
             links: 0,
             removed: false,
             touched: None,
+            named: None,
             cut: u64::MAX,
             written: Ranges::default(),
         }
@@ -217,6 +220,7 @@ impl<B: Backing> Inner<B> {
         if let Some(touched) = change.touched {
             (attr.mtime, attr.ctime) = (attr.mtime.max(touched), attr.ctime.max(touched));
         }
+        attr.ctime = attr.ctime.max(change.named.unwrap_or(attr.ctime));
         Ok(attr)
     }
 }

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use firn_backing::{Backing, Errno, Kind, RenameFlags};
+use firn_backing::{Backing, Errno, Kind, RenameFlags, SetTime};
 use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::apply::Apply;
@@ -701,6 +701,10 @@ impl<B: Backing> Held<B> {
             let is_root = number == 0;
             let mut item = Item::new(number, identity(object), object.kind == Kind::Dir);
             let at = change.twin.as_ref().map(|twin| twin.at.clone());
+            if let (Some(twin), Some(touched)) = (&change.twin, change.touched) {
+                let mtime = self.base.attr(&twin.node)?.mtime.max(touched);
+                self.base.set_times(&twin.node, SetTime::Keep, SetTime::At(mtime))?;
+            }
             if inner.base.is_none() {
                 item.new_at = at;
             } else if inner.attr_links(&self.base)? != 0 || is_root {

@@ -14,6 +14,7 @@ const EXITS: &[(u8, &str)] = &[
     (0, "done"),
     (1, "failed; the transaction is as it was, and the message says what to do"),
     (2, "an option or argument that cannot be"),
+    (11, "another transaction is in the way"),
     (10, "not on a firn mount"),
 ];
 
@@ -159,7 +160,12 @@ fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
 
 fn abort(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PlaceArgs::from_arg_matches(matches)?;
-    ask(&args.path, args.json, |path| Request::Abort { path }, |at, _| format!("{at}: as it was at its begin"))
+    ask(
+        &args.path,
+        args.json,
+        |path| Request::Abort { path },
+        |at, _| format!("{at}: as it was at its begin"),
+    )
 }
 
 fn restore(matches: &ArgMatches) -> Result<u8, Failure> {

@@ -125,7 +125,9 @@ fn transaction(one: &TransactionStatus, paint: Paint) -> String {
     let objects = count(one.objects, "object");
     match one.stage.as_str() {
         "open" => format!("transaction in {scope}, {objects} changed"),
-        "prepared" => paint.odd(&format!("transaction in {scope}, prepared{number}: firn commit or firn abort")),
+        "prepared" => {
+            paint.odd(&format!("transaction in {scope}, prepared{number}: firn commit or firn abort"))
+        }
         stage => paint.bad(&format!("transaction in {scope}, {stage}{number}: firn commit goes on with it")),
     }
 }

@@ -1,0 +1,383 @@
+//! Transactions on a mount: `firn begin`, `prepare`, `commit`, `abort`, `restore`.
+//!
+//! `FIRN_CRASH_ROUNDS` sets the rounds of kill -9, `FIRN_SEED` the seed.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::time::Duration;
+
+use firn_tests::command::{Outcome, wait_child};
+use firn_tests::differential::{self, Side, draw};
+use firn_tests::fsops::{assert_same_bytes, open_rw, read};
+use firn_tests::random::{bytes, env_count, generator};
+use firn_tests::sandbox::{kill, preload_library};
+use firn_tests::suite::{exclusions, new_failures, pjdfstest};
+use firn_tests::tree::{Tree, assert_same, differences, snapshot};
+use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, run, seed};
+use rand::Rng;
+
+const COMMIT: &str = "arena-size=32M,chunk-size=1M,drain=commit";
+const MIB: usize = 1 << 20;
+
+fn firn(sandbox: &Sandbox, verb: &str, path: &Path) -> Outcome {
+    sandbox.run([OsStr::new(verb), path.as_os_str()])
+}
+
+fn firn_id(sandbox: &Sandbox, verb: &str, path: &Path, id: u64) -> Outcome {
+    let id = id.to_string();
+    sandbox.run([OsStr::new(verb), path.as_os_str(), OsStr::new("--id"), OsStr::new(&id)])
+}
+
+/// What is in the backing, but for what Firn keeps there.
+fn behind(backing: &Path) -> Tree {
+    snapshot(backing).into_iter().filter(|(path, _)| !path.starts_with(".firn")).collect()
+}
+
+/// Proves S-tx-1, S-tx-2.
+#[test]
+fn the_backing_shows_nothing_before_the_commit_and_everything_after() {
+    let sandbox = Sandbox::new("tx");
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    fs::write(mount.join("kept"), b"before").expect("write");
+    fs::create_dir(mount.join("dir")).expect("mkdir");
+    fs::write(mount.join("dir/moved"), bytes(1, 3 * MIB)).expect("write");
+    firn(&sandbox, "begin", mount.path()).ok();
+    let before = behind(mount.backing());
+
+    fs::write(mount.join("kept"), b"after").expect("write");
+    let new = bytes(2, 5 * MIB + 17);
+    fs::write(mount.join("new"), &new).expect("write");
+    fs::rename(mount.join("dir"), mount.join("other")).expect("rename");
+    open_rw(&mount.join("other/moved")).set_len(1000).expect("truncate");
+    symlink("new", mount.join("link")).expect("symlink");
+    fs::hard_link(mount.join("kept"), mount.join("also")).expect("link");
+    assert_same_bytes("what programs see", &read(&mount.join("link")), &new);
+    assert!(!mount.join("dir").exists() && mount.join("other/moved").exists());
+    assert_same("before the commit", &behind(mount.backing()), &before);
+
+    let seen = snapshot(mount.path());
+    firn(&sandbox, "commit", mount.path()).ok();
+    assert_same("after the commit", &behind(mount.backing()), &seen);
+    assert_same("through the mount", &snapshot(mount.path()), &seen);
+    let backing = mount.umount();
+    assert_same("after the unmount", &behind(&backing), &seen);
+}
+
+/// Proves S-tx-3.
+#[test]
+fn an_abort_brings_everything_back_also_for_who_has_files_open() {
+    let sandbox = Sandbox::new("txabort");
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    let old = bytes(1, 2 * MIB);
+    fs::write(mount.join("file"), &old).expect("write");
+    fs::create_dir(mount.join("dir")).expect("mkdir");
+    let reader = fs::File::open(mount.join("file")).expect("open");
+    firn(&sandbox, "begin", mount.path()).ok();
+    let before = snapshot(mount.path());
+    let file = open_rw(&mount.join("file"));
+    std::os::unix::fs::FileExt::write_all_at(&file, &bytes(2, MIB), 1000).expect("write");
+    fs::rename(mount.join("file"), mount.join("dir/away")).expect("rename");
+    let made = fs::File::create(mount.join("made")).expect("create");
+    firn(&sandbox, "abort", mount.path()).ok();
+
+    assert_same("after the abort", &snapshot(mount.path()), &before);
+    assert_same_bytes("of an open file", &firn_tests::fsops::read_at(&reader, 0, old.len()), &old);
+    let error = std::os::unix::fs::FileExt::write_all_at(&made, b"x", 0).err();
+    assert_eq!(error.and_then(|error| error.raw_os_error()), Some(libc::ESTALE), "it never was");
+    std::os::unix::fs::FileExt::write_all_at(&file, b"later", 0).expect("the file is still that file");
+    drop((file, reader, made));
+    let backing = mount.umount();
+    let mut expected = old;
+    expected[..5].copy_from_slice(b"later");
+    assert_same_bytes("in the backing", &read(&backing.join("file")), &expected);
+}
+
+/// Proves S-tx-4: what firnd's end leaves of a transaction.
+#[test]
+fn what_was_prepared_outlives_firnd_and_what_was_not_is_undone() {
+    let sandbox = Sandbox::new("txkill");
+    let begin = |mount: &FirnMount<'_>, content: &[u8]| {
+        firn(&sandbox, "begin", mount.path()).ok();
+        fs::write(mount.join("file"), content).expect("write");
+        fs::write(mount.join("more"), content).expect("write");
+    };
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    fs::write(mount.join("file"), b"first").expect("write");
+    begin(&mount, b"never prepared");
+    mount.kill();
+
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    assert_eq!(fs::read(mount.join("file")).expect("read"), b"first");
+    assert!(!mount.join("more").exists());
+    begin(&mount, b"prepared");
+    firn_id(&sandbox, "prepare", mount.path(), 17).ok();
+    mount.kill();
+
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    assert_eq!(fs::read(mount.join("file")).expect("read"), b"first", "undecided: as before");
+    let refused = fs::File::create(mount.join("else")).err().and_then(|error| error.raw_os_error());
+    assert_eq!(refused, Some(libc::EBUSY), "until it is decided nothing changes");
+    firn_id(&sandbox, "restore", mount.path(), 16).code(1).says("not kept");
+    firn_id(&sandbox, "restore", mount.path(), 17).ok();
+    assert_eq!(fs::read(mount.join("file")).expect("read"), b"prepared");
+    begin(&mount, b"after 17");
+    firn_id(&sandbox, "restore", mount.path(), 17).ok();
+    assert_eq!(fs::read(mount.join("more")).expect("read"), b"prepared", "what came after 17 is gone");
+    mount.umount();
+}
+
+/// Proves S-tx-5.
+#[test]
+fn changes_wait_while_the_outcome_is_open() {
+    let sandbox = Sandbox::new("txwait");
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    firn(&sandbox, "begin", mount.path()).ok();
+    fs::write(mount.join("a"), b"in it").expect("write");
+    firn_id(&sandbox, "prepare", mount.path(), 3).ok();
+    firn_id(&sandbox, "prepare", mount.path(), 4).code(1).says("with id 3");
+    let path = mount.join("b");
+    let waiting = std::thread::spawn(move || fs::write(path, b"after it"));
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(!waiting.is_finished(), "a new file waits for the outcome");
+    firn_id(&sandbox, "commit", mount.path(), 3).ok();
+    waiting.join().expect("join").expect("it goes on");
+    assert_eq!(fs::read(mount.join("b")).expect("read"), b"after it");
+    mount.umount();
+}
+
+/// Proves S-tx-6.
+#[test]
+fn directories_have_transactions_of_their_own() {
+    let sandbox = Sandbox::new("txscopes");
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    for name in ["one", "two", "free"] {
+        fs::create_dir(mount.join(name)).expect("mkdir");
+        fs::write(mount.join(name).join("f"), b"old").expect("write");
+    }
+    firn(&sandbox, "begin", &mount.join("one")).ok();
+    firn(&sandbox, "begin", &mount.join("two")).ok();
+    firn(&sandbox, "begin", mount.path()).code(11).says("open in");
+    for name in ["one", "two", "free"] {
+        fs::write(mount.join(name).join("f"), b"new").expect("write");
+    }
+    let across = |from: &str, to: &str| {
+        let error = fs::rename(mount.join(from), mount.join(to)).expect_err("across the edge");
+        assert_eq!(error.raw_os_error(), Some(libc::EXDEV), "{from} to {to}");
+    };
+    across("one/f", "two/g");
+    across("one/f", "free/g");
+    across("free/f", "one/g");
+    assert_eq!(
+        fs::rename(mount.join("one"), mount.join("1")).err().and_then(|e| e.raw_os_error()),
+        Some(libc::EBUSY)
+    );
+    firn(&sandbox, "abort", &mount.join("one")).ok();
+    firn(&sandbox, "commit", &mount.join("two")).ok();
+    let content = |name: &str| fs::read(mount.join(name).join("f")).expect("read");
+    assert_eq!([content("one"), content("two"), content("free")], [&b"old"[..], b"new", b"new"]);
+    mount.umount();
+}
+
+/// Proves S-tx-7.
+#[test]
+fn what_cannot_be_is_refused_with_what_to_do() {
+    let sandbox = Sandbox::new("txbad");
+    let plain = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M");
+    firn(&sandbox, "begin", plain.path()).code(1).says("drain=commit");
+    plain.umount();
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    firn(&sandbox, "commit", mount.path()).code(1).says("firn begin");
+    firn(&sandbox, "abort", mount.path()).code(1).says("firn begin");
+    firn(&sandbox, "begin", &mount.join("missing")).code(1).says("no such directory");
+    fs::write(mount.join("file"), b"x").expect("write");
+    firn(&sandbox, "begin", &mount.join("file")).code(1).says("directory");
+    firn(&sandbox, "begin", mount.path()).ok();
+    firn(&sandbox, "begin", mount.path()).code(11).says("the whole mount");
+    assert!(fs::create_dir(mount.join(".firn")).is_err(), "that name is Firn's");
+    assert!(fs::read_dir(mount.path()).expect("list").all(|e| e.expect("entry").file_name() != ".firn"));
+    firn(&sandbox, "umount", mount.path()).code(11).says("transaction is open");
+    fs::write(mount.join("file"), b"y").expect("the mount stays");
+    sandbox.run([OsStr::new("umount"), OsStr::new("--force"), mount.path().as_os_str()]).ok();
+    mount.wait_for_end();
+    assert_eq!(fs::read(mount.backing().join("file")).expect("read"), b"x", "undone");
+}
+
+fn same_as_plain(kind: FsKind) {
+    let sandbox = Sandbox::new(&format!("txdiff-{}", kind.name()));
+    let image = LoopImage::new(&sandbox, kind, 400);
+    let (backing, plain) = (image.mkdir("backing"), image.mkdir("plain"));
+    let mount = FirnMount::over(&sandbox, &backing, &format!("{COMMIT},allow-other,dev,suid"));
+    let ops = env_count("FIRN_DIFFERENTIAL_OPS", 1500);
+    let seed = seed(&format!("differential in transactions on {}", kind.name()));
+    differential::run(seed, ops, mount.path(), &plain);
+    for round in 1..=3 {
+        firn(&sandbox, "begin", mount.path()).ok();
+        let before = behind(&backing);
+        differential::run(seed + round, ops, mount.path(), &plain);
+        assert_same("the backing in a transaction", &behind(&backing), &before);
+        firn(&sandbox, "commit", mount.path()).ok();
+        assert_same("the backing after a commit", &behind(&backing), &snapshot(&plain));
+    }
+    firn(&sandbox, "begin", mount.path()).ok();
+    let scratch = image.mkdir("scratch");
+    run(std::process::Command::new("cp").arg("-a").arg(plain.join(".")).arg(&scratch)).ok();
+    let mut rng = generator(seed + 9);
+    let mut side = Side::new(mount.path());
+    (0..ops).for_each(|_| drop(side.perform(&draw(&mut rng))));
+    drop(side);
+    firn(&sandbox, "abort", mount.path()).ok();
+    assert_same("after an abort", &snapshot(mount.path()), &snapshot(&plain));
+    mount.umount();
+    assert_same("the backing in the end", &behind(&backing), &snapshot(&plain));
+}
+
+/// Proves S-tx-1, S-tx-2, S-tx-3.
+#[test]
+fn same_as_plain_on_ext4() {
+    same_as_plain(FsKind::Ext4);
+}
+
+/// Proves S-tx-1, S-tx-2, S-tx-3.
+#[test]
+fn same_as_plain_on_xfs() {
+    same_as_plain(FsKind::Xfs);
+}
+
+/// Proves S-tx-1, S-tx-2, S-tx-3.
+#[test]
+fn same_as_plain_on_btrfs() {
+    same_as_plain(FsKind::Btrfs);
+}
+
+/// Proves S-tx-1, S-tx-2, S-tx-3.
+#[test]
+fn same_as_plain_on_tmpfs() {
+    same_as_plain(FsKind::Tmpfs);
+}
+
+/// Proves S-tx-1.
+#[test]
+fn pjdfstest_passes_in_a_transaction_as_it_does_natively() {
+    let sandbox = Sandbox::new("txpjd");
+    let image = LoopImage::new(&sandbox, FsKind::Ext4, 400);
+    let backing = image.mkdir("backing");
+    let mount = FirnMount::over(&sandbox, &backing, &format!("{COMMIT},allow-other,dev,suid"));
+    let native = pjdfstest(&image.mkdir("native"), sandbox.path());
+    let work = mount.join("work");
+    fs::create_dir(&work).expect("mkdir");
+    firn(&sandbox, "begin", mount.path()).ok();
+    let through = pjdfstest(&work, sandbox.path());
+    println!("{} ran natively, {} in a transaction", native.len(), through.len());
+    let failures = new_failures(&through, &native, &exclusions("pjdfstest"));
+    assert!(failures.is_empty(), "fail in a transaction and not on ext4: {failures:#?}");
+    let seen = snapshot(mount.path());
+    firn(&sandbox, "commit", mount.path()).ok();
+    assert_same("after the commit", &behind(&backing), &seen);
+    mount.umount();
+}
+
+/// How a round ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// firnd is killed while programs change things.
+    Open,
+    /// firnd is killed while `firn commit` runs, or just after.
+    Committing,
+    /// firnd is killed after `firn prepare`; then the files are restored, or given up.
+    Prepared,
+}
+
+/// Proves S-tx-2, S-tx-3, S-tx-4.
+#[test]
+fn killed_at_any_moment_the_tree_is_the_old_one_or_the_new_one() {
+    let rounds = env_count("FIRN_CRASH_ROUNDS", 10);
+    let seed = seed("kill -9 in transactions");
+    let mut rng = generator(seed);
+    let sandbox = Sandbox::new("txcrash");
+    let plain = sandbox.mkdir("plain");
+    let mut counts = [0; 3];
+    for round in 0..rounds {
+        let told = format!("seed {seed}, round {round}");
+        let door = round % 2 == 1;
+        let mount = FirnMount::new(&sandbox, COMMIT);
+        let old = snapshot(&plain);
+        assert_same(&format!("{told}: at the begin"), &snapshot(mount.path()), &old);
+        firn(&sandbox, "begin", mount.path()).ok();
+        differential::run(seed + round, 300, mount.path(), &plain);
+        if door {
+            // Past the kernel, as a job would.
+            let data = sandbox.join("data");
+            fs::write(&data, bytes(round, MIB + 4097)).expect("write");
+            for to in [mount.path(), plain.as_path()] {
+                let mut copy = std::process::Command::new("cp");
+                copy.arg(&data).arg(to.join("big")).env("LD_PRELOAD", preload_library());
+                run(&mut copy).ok();
+            }
+        }
+        let new = snapshot(&plain);
+        let end = [End::Open, End::Committing, End::Prepared][rng.random_range(0..3)];
+        counts[end as usize] += 1;
+        let mut committed = false;
+        match end {
+            End::Open => {
+                let killer = kill_later(mount.pid(), rng.random_range(0..20_000));
+                let mut side = Side::new(mount.path());
+                let mut ops = generator(seed ^ round);
+                (0..200).for_each(|_| drop(side.perform(&draw(&mut ops))));
+                killer.join().expect("join");
+            }
+            End::Committing => {
+                let mut commit = sandbox.firn([OsStr::new("commit"), mount.path().as_os_str()]);
+                let mut commit = commit.spawn().expect("firn commit");
+                kill_later(mount.pid(), rng.random_range(0..60_000)).join().expect("join");
+                committed = wait_child(&mut commit, Duration::from_secs(60)).expect("it ends").success();
+            }
+            End::Prepared => {
+                firn_id(&sandbox, "prepare", mount.path(), round).ok();
+                kill(mount.pid(), libc::SIGKILL);
+            }
+        }
+        mount.kill();
+        let mount = FirnMount::new(&sandbox, COMMIT);
+        let restored = end == End::Prepared && rng.random();
+        if end == End::Prepared {
+            assert_same(&format!("{told}: undecided"), &snapshot(mount.path()), &old);
+            if restored {
+                firn_id(&sandbox, "restore", mount.path(), round).ok();
+            } else {
+                firn(&sandbox, "abort", mount.path()).ok();
+            }
+        }
+        let now = snapshot(mount.path());
+        let is_new = now == new;
+        let is_old = now == old;
+        let what = format!("{told}: {end:?}, committed {committed}, restored {restored}");
+        let close = differences(&now, if committed || restored { &new } else { &old });
+        assert!(is_new || is_old, "{what}: neither old nor new: {}", close.join("\n"));
+        assert!(is_new || !(committed || restored), "{what}: the commit is lost: {}", close.join("\n"));
+        assert!(is_old || end == End::Committing || restored, "{what}: it was never committed");
+        let backing = mount.umount();
+        assert_same(&format!("{what}: in the backing"), &behind(&backing), &now);
+        if !is_new {
+            // The plain directory goes back, too.
+            fs::remove_dir_all(&plain).expect("remove");
+            fs::create_dir(&plain).expect("mkdir");
+            let from = backing.join(".");
+            run(std::process::Command::new("cp").arg("-a").arg(from).arg(&plain)).ok();
+            fs::remove_dir_all(plain.join(".firn")).expect("remove");
+        }
+    }
+    println!(
+        "{rounds} rounds: killed {} while open, {} while committing, {} prepared",
+        counts[0], counts[1], counts[2]
+    );
+}
+
+fn kill_later(pid: u32, us: u64) -> std::thread::JoinHandle<()> {
+    std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_micros(us));
+        kill(pid, libc::SIGKILL);
+    })
+}
