@@ -280,7 +280,7 @@ fn is_same<B: Backing>(bound: &Bound, node: &Node<B>) -> bool {
 
 /// A bound file that was not given back its data; its bytes are counted when it is kept.
 fn lost(binding: u64, bound: &Bound, gone: bool, reason: String) -> LostFile {
-    let path = bound.paths.first().map(|(path, _)| path.clone()).unwrap_or_default();
+    let path = bound.paths.first().map(|(path, _)| path.to_vec()).unwrap_or_default();
     LostFile { file: binding, path, bytes: 0, gone, reason }
 }
 
