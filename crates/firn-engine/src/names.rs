@@ -11,7 +11,7 @@
 //!   last known name is held for good before.
 
 use std::collections::HashMap;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -19,11 +19,18 @@ use std::sync::{Arc, Weak};
 use firn_backing::{Attr, Backing, Errno, Kind, Time};
 use parking_lot::{Mutex, RwLock};
 use quick_cache::sync::Cache;
+use smallvec::SmallVec;
 
 use crate::{NodeId, ROOT, Result};
 
 /// Identity of an object in the backing: device and inode.
 pub(crate) type Key = (u64, u64);
+
+/// A name in a directory, shared by the object and the table of children.
+type Name = Arc<OsStr>;
+
+/// A directory and a name in it.
+type Link<B> = (Arc<Node<B>>, Name);
 
 /// First number for objects whose inode number cannot serve: above any inode number met in practice.
 const SYNTHETIC: u64 = 1 << 62;
@@ -42,19 +49,22 @@ pub(crate) struct Node<B: Backing> {
     /// The object, where it must not be let go.
     held: Mutex<Option<B::Node>>,
     objects: Arc<Objects<B>>,
-    /// Known names: (directory, name).
-    names: Mutex<Vec<(Arc<Node<B>>, OsString)>>,
+    /// Known names.
+    names: Mutex<SmallVec<[Link<B>; 1]>>,
     /// A name was made or changed and not synced since.
     pub name_unsynced: AtomicBool,
     /// Data was drained and not synced since.
     pub data_unsynced: AtomicBool,
     /// Data was synced, and nothing has changed since.
     pub durable: AtomicBool,
-    /// How the backing's file was when the kernel last began to cache it.
-    pub cached: Mutex<Option<Stamp>>,
+    /// How the backing's file was when the kernel last began to cache it. Few files are read that way.
+    pub cached: Mutex<Option<Box<Stamp>>>,
     /// Bytes came past the kernel, which may take the file for shorter than it is.
     pub kernel_behind: AtomicBool,
 }
+
+/// There is one for each object that the kernel knows or that is held.
+const _: () = assert!(size_of::<Node<firn_backing::DirBacking>>() <= 144);
 
 /// Tells one state of a file's content from a later one.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -76,18 +86,18 @@ impl<B: Backing> Node<B> {
         self.held.lock().clone().or_else(|| self.objects.get(&self.serial))
     }
 
-    pub(crate) fn add_name(&self, parent: &Arc<Self>, name: &OsStr) {
+    fn add_name(&self, parent: &Arc<Self>, name: &Name) {
         let mut names = self.names.lock();
         if self.kind == Kind::Dir {
             names.clear();
         }
         if !names.iter().any(|(p, n)| p.id == parent.id && n == name) {
-            names.push((Arc::clone(parent), name.to_owned()));
+            names.push((Arc::clone(parent), Arc::clone(name)));
         }
     }
 
     pub(crate) fn remove_name(&self, parent: NodeId, name: &OsStr) {
-        self.names.lock().retain(|(p, n)| p.id != parent || n != name);
+        self.names.lock().retain(|(p, n)| p.id != parent || **n != *name);
     }
 
     pub(crate) fn parents(&self) -> Vec<Arc<Self>> {
@@ -128,7 +138,7 @@ struct Known<B: Backing> {
 struct Tables<B: Backing> {
     by_id: HashMap<NodeId, Known<B>>,
     by_key: HashMap<Key, Weak<Node<B>>>,
-    children: HashMap<(NodeId, OsString), Weak<Node<B>>>,
+    children: HashMap<(NodeId, Name), Weak<Node<B>>>,
     next_synthetic: u64,
     last_serial: u64,
 }
@@ -193,7 +203,7 @@ impl<B: Backing> Names<B> {
     /// Called before a name goes: if no other is known, the object is held from here on.
     pub(crate) fn hold_last(&self, backing: &B, parent: NodeId, name: &OsStr) {
         let Some(node) = self.child(parent, name) else { return };
-        let another = node.names.lock().iter().any(|(p, n)| p.id != parent || n != name);
+        let another = node.names.lock().iter().any(|(p, n)| p.id != parent || **n != *name);
         // One that is gone from below already cannot be held; who uses it is told ESTALE.
         if !another && let Ok(object) = self.object(backing, &node) {
             *node.held.lock() = Some(object);
@@ -224,7 +234,7 @@ impl<B: Backing> Names<B> {
 
     /// The child, if the kernel or the engine knows it.
     pub(crate) fn child(&self, parent: NodeId, name: &OsStr) -> Option<Arc<Node<B>>> {
-        self.tables.lock().children.get(&(parent, name.to_owned()))?.upgrade()
+        self.tables.lock().children.get(&(parent, name.into()))?.upgrade()
     }
 
     /// The node of an object that was found as `name` in `parent`; `lookups` more references by the
@@ -260,8 +270,9 @@ impl<B: Backing> Names<B> {
         };
         if node.id != ROOT {
             self.objects.insert(node.serial, object);
-            node.add_name(parent, name);
-            tables.children.insert((parent.id, name.to_owned()), Arc::downgrade(&node));
+            let name = Name::from(name);
+            node.add_name(parent, &name);
+            tables.children.insert((parent.id, name), Arc::downgrade(&node));
         }
         if lookups > 0 {
             let known =
@@ -296,7 +307,7 @@ impl<B: Backing> Names<B> {
 
     /// A name is gone.
     pub(crate) fn unlinked(&self, parent: NodeId, name: &OsStr) {
-        let gone = self.tables.lock().children.remove(&(parent, name.to_owned()));
+        let gone = self.tables.lock().children.remove(&(parent, name.into()));
         if let Some(node) = gone.and_then(|weak| weak.upgrade()) {
             node.remove_name(parent, name);
         }
@@ -305,7 +316,7 @@ impl<B: Backing> Names<B> {
     /// A name moved over another, or the two changed places.
     fn renamed(&self, from: (&Arc<Node<B>>, &OsStr), to: (&Arc<Node<B>>, &OsStr), exchange: bool) {
         let mut tables = self.tables.lock();
-        let (from_key, to_key) = ((from.0.id, from.1.to_owned()), (to.0.id, to.1.to_owned()));
+        let (from_key, to_key) = ((from.0.id, Name::from(from.1)), (to.0.id, Name::from(to.1)));
         let moved = tables.children.remove(&from_key).and_then(|weak| weak.upgrade());
         let replaced = tables.children.remove(&to_key).and_then(|weak| weak.upgrade());
         if let Some(node) = &replaced {
@@ -313,12 +324,12 @@ impl<B: Backing> Names<B> {
         }
         if let Some(node) = &moved {
             node.remove_name(from.0.id, from.1);
-            node.add_name(to.0, to.1);
+            node.add_name(to.0, &to_key.1);
             node.name_unsynced.store(true, Ordering::Release);
             tables.children.insert(to_key, Arc::downgrade(node));
         }
         if exchange && let Some(node) = &replaced {
-            node.add_name(from.0, from.1);
+            node.add_name(from.0, &from_key.1);
             node.name_unsynced.store(true, Ordering::Release);
             tables.children.insert(from_key, Arc::downgrade(node));
         }
@@ -340,7 +351,7 @@ fn new_node<B: Backing>(
         btime: attr.btime,
         held: Mutex::new(None),
         objects: Arc::clone(objects),
-        names: Mutex::new(Vec::new()),
+        names: Mutex::new(SmallVec::new()),
         name_unsynced: AtomicBool::new(name_unsynced),
         data_unsynced: AtomicBool::new(false),
         durable: AtomicBool::new(false),
