@@ -9,6 +9,7 @@
 //! * The kernel may know more nodes than a process may hold descriptors: the objects of the nodes used
 //!   last are held ([`Objects`]), the others are looked up again by a name. What is about to lose its
 //!   last known name is held for good before.
+//! * The tables by key and by name know at most twice as many objects as there are, or 1024.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -34,6 +35,9 @@ type Link<B> = (Arc<Node<B>>, Name);
 
 /// First number for objects whose inode number cannot serve: above any inode number met in practice.
 const SYNTHETIC: u64 = 1 << 62;
+
+/// Fewer objects are not looked at for those that are gone.
+const SWEEP_AT_LEAST: usize = 1024;
 
 /// The objects of the nodes used last, by [`Node::serial`].
 type Objects<B> = Cache<u64, <B as Backing>::Node>;
@@ -139,8 +143,23 @@ struct Tables<B: Backing> {
     by_id: HashMap<NodeId, Known<B>>,
     by_key: HashMap<Key, Weak<Node<B>>>,
     children: HashMap<(NodeId, Name), Weak<Node<B>>>,
+    /// So many objects make it worth a look which of them are gone.
+    sweep_at: usize,
     next_synthetic: u64,
     last_serial: u64,
+}
+
+impl<B: Backing> Tables<B> {
+    /// Drops what is known of nodes that are gone: not all of them go by [`Names::forget`]. A file with data
+    /// outlives what the kernel knows, and others are only looked up by a path.
+    fn sweep(&mut self) {
+        if self.by_key.len() < self.sweep_at {
+            return;
+        }
+        self.by_key.retain(|_, node| node.strong_count() > 0);
+        self.children.retain(|_, node| node.strong_count() > 0);
+        self.sweep_at = SWEEP_AT_LEAST.max(2 * self.by_key.len());
+    }
 }
 
 /// All nodes.
@@ -165,8 +184,14 @@ impl<B: Backing> Names<B> {
         let mut by_id = HashMap::new();
         by_id.insert(ROOT, Known { node: Arc::clone(&root), lookups: 1 });
         let by_key = HashMap::from([(root.key, Arc::downgrade(&root))]);
-        let tables =
-            Tables { by_id, by_key, children: HashMap::new(), next_synthetic: SYNTHETIC, last_serial: 0 };
+        let tables = Tables {
+            by_id,
+            by_key,
+            children: HashMap::new(),
+            sweep_at: SWEEP_AT_LEAST,
+            next_synthetic: SYNTHETIC,
+            last_serial: 0,
+        };
         Self { root, tables: Mutex::new(tables), names_unsynced, objects, moving: RwLock::new(()) }
     }
 
@@ -264,6 +289,7 @@ impl<B: Backing> Names<B> {
                 tables.last_serial += 1;
                 let node = new_node(id, tables.last_serial, &self.objects, attr, self.names_unsynced);
                 let node = Arc::new(node);
+                tables.sweep();
                 tables.by_key.insert(key, Arc::downgrade(&node));
                 node
             }
@@ -357,5 +383,34 @@ fn new_node<B: Backing>(
         durable: AtomicBool::new(false),
         cached: Mutex::new(None),
         kernel_behind: AtomicBool::new(false),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_backing::SimBacking;
+
+    #[test]
+    fn nodes_that_nobody_has_are_not_kept() {
+        let backing = SimBacking::new();
+        let root = backing.root();
+        let attr = backing.attr(&root).expect("root");
+        let names = Names::<SimBacking>::new(root.clone(), &attr, false, 16);
+        let mut kept = Vec::new();
+        for n in 0..10 * SWEEP_AT_LEAST {
+            let name = n.to_string();
+            let attr = Attr { ino: attr.ino + 1 + n as u64, kind: Kind::File, ..attr };
+            let node = names.register(root.clone(), &attr, names.root(), name.as_ref(), 0);
+            if n % 100 == 0 {
+                kept.push((name, node));
+            }
+        }
+        let tables = names.tables.lock();
+        assert!(tables.by_key.len().max(tables.children.len()) <= SWEEP_AT_LEAST);
+        drop(tables);
+        for (name, node) in kept {
+            assert!(names.child(ROOT, name.as_ref()).is_some_and(|known| Arc::ptr_eq(&known, &node)));
+        }
     }
 }
