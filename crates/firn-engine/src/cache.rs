@@ -23,63 +23,77 @@ use crate::extents::{Extent, Extents};
 use crate::file::{File, FileState};
 use crate::sync::is_below;
 
-/// Of one file.
+/// Of one file. A file that is held has none of it: it takes a word then.
 #[derive(Default)]
 pub(crate) struct Cached {
-    extents: Extents,
-    bytes: u64,
+    parts: Option<Box<Parts>>,
     /// Not evicted to make room.
     pinned: bool,
+}
+
+#[derive(Default)]
+struct Parts {
+    extents: Extents,
+    bytes: u64,
     /// Size and time of the backing's file when it was last known to hold the same; `None`: it does.
     stamp: Option<(u64, Time)>,
 }
 
+static NO_EXTENTS: Extents = Extents::NONE;
+
 impl Cached {
     pub(crate) fn is_empty(&self) -> bool {
-        self.bytes == 0
+        self.bytes() == 0
     }
     pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
+        self.parts.as_ref().map_or(0, |parts| parts.bytes)
     }
     pub(crate) fn extents(&self) -> &Extents {
-        &self.extents
+        self.parts.as_ref().map_or(&NO_EXTENTS, |parts| &parts.extents)
+    }
+    fn stamp(&self) -> Option<(u64, Time)> {
+        self.parts.as_ref()?.stamp
     }
 
     /// Keeps an extent that is not pending any more. Its slab counts it as used until it is dropped.
     pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) {
         self.drop_range(arena, offset..offset + extent.len);
-        self.bytes += extent.len;
-        self.extents.insert(offset, extent, &mut |_, _| unreachable!("the range was just emptied"));
+        let parts = self.parts.get_or_insert_default();
+        parts.bytes += extent.len;
+        parts.extents.insert(offset, extent, &mut |_, _| unreachable!("the range was just emptied"));
     }
 
     /// Drops what is cached of `range`; returns the bytes.
     pub(crate) fn drop_range(&mut self, arena: &Arena, range: Range<u64>) -> u64 {
-        if self.is_empty() {
-            return 0;
-        }
+        let Some(parts) = &mut self.parts else { return 0 };
         let mut gone = 0;
-        self.extents.remove(range, &mut |_, e| {
+        parts.extents.remove(range, &mut |_, e| {
             gone += e.len;
             arena.release(e.piece.slab, e.len);
             true
         });
-        self.bytes -= gone;
+        parts.bytes -= gone;
         gone
     }
 
     pub(crate) fn drop_all(&mut self, arena: &Arena) -> u64 {
-        self.stamp = None;
-        self.drop_range(arena, 0..u64::MAX)
+        let bytes = self.drop_range(arena, 0..u64::MAX);
+        self.parts = None;
+        bytes
     }
 
     /// The backing's file is as `attr` says, and holds what is cached.
     pub(crate) fn confirm(&mut self, attr: &Attr) {
-        self.stamp = Some((attr.size, attr.mtime));
+        if let Some(parts) = &mut self.parts {
+            parts.stamp = Some((attr.size, attr.mtime));
+        }
     }
 
     /// What changes the file's times through the mount makes nothing stale.
     pub(crate) fn trust(&mut self) {
-        self.stamp = None;
+        if let Some(parts) = &mut self.parts {
+            parts.stamp = None;
+        }
     }
 }
 
@@ -149,7 +163,7 @@ impl<B: Backing> Engine<B> {
             stay += state.pending;
             state.cache.pinned = false;
             if state.holds > 0 {
-                stay += state.cache.bytes;
+                stay += state.cache.bytes();
                 continue;
             }
             freed += self.evict(&mut state);
@@ -167,7 +181,7 @@ impl<B: Backing> Engine<B> {
         let (mut files, mut bytes) = (0, 0);
         for file in self.cached_below(path) {
             let mut state = file.lock();
-            let held = state.pending + state.cache.bytes;
+            let held = state.pending + state.cache.bytes();
             if held == 0 {
                 continue;
             }
@@ -189,7 +203,7 @@ impl<B: Backing> Engine<B> {
         }
         let attr = self.backing.attr(&self.object(&file.node)?)?;
         let mut state = file.lock();
-        if state.cache.stamp.is_some_and(|stamp| stamp != (attr.size, attr.mtime)) {
+        if state.cache.stamp().is_some_and(|stamp| stamp != (attr.size, attr.mtime)) {
             state.changes += 1;
             self.evict(&mut state);
         }

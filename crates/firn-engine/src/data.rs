@@ -98,8 +98,8 @@ impl<B: Backing> Engine<B> {
         let Ok(attr) = self.object(node).and_then(|object| self.backing.attr(&object)) else { return false };
         let now = Stamp { size: attr.size, mtime: attr.mtime, ctime: attr.ctime };
         let settled = now.mtime.sec.max(now.ctime.sec) + SETTLED_S < Time::now().sec;
-        let before = std::mem::replace(&mut *node.cached.lock(), settled.then_some(now));
-        before.is_some_and(|before| before == now)
+        let before = std::mem::replace(&mut *node.cached.lock(), settled.then(|| Box::new(now)));
+        before.is_some_and(|before| *before == now)
     }
 
     /// Whether the handle may write.

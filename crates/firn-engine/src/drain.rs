@@ -16,6 +16,7 @@ use firn_arena::{PieceRef, Place};
 use firn_backing::{Access, Backing, Errno, SetTime};
 use firn_format::protocol::ErrorStatus;
 use firn_format::record::Record;
+use thin_vec::ThinVec;
 
 use crate::engine::{DrainPolicy, Engine, Trouble};
 use crate::extents::Extent;
@@ -398,7 +399,7 @@ impl<B: Backing> Engine<B> {
         for part in &parts {
             self.arena.unpin(part.extent.piece.slab);
         }
-        let mut told = Vec::new();
+        let mut told = ThinVec::new();
         match error {
             // A failure of another part stays until everything is drained: it must not go untold.
             None => self.enqueue(&file, &mut state),
@@ -462,7 +463,7 @@ impl<B: Backing> Engine<B> {
         }
         let mut partial = state.partial;
         for (piece, bytes) in &taken {
-            let used = state.pieces[piece];
+            let used = state.pieces.get(piece).expect("an extent's piece is known");
             let (before, after) = (used.live < used.len, used.live > *bytes);
             partial = partial + usize::from(after && !before) - usize::from(before && !after);
         }
@@ -511,7 +512,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// After a change of what is pending: who waited for it, and what ends with the last byte.
-    pub(crate) fn settle(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> Vec<Waiter> {
+    pub(crate) fn settle(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> ThinVec<Waiter> {
         if state.pending == 0 {
             state.oldest = None;
             state.fresh = 0;

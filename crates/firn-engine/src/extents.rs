@@ -5,10 +5,11 @@
 //! * Every extent lies within one piece.
 //! * Lookup is O(log n).
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use firn_arena::PieceRef;
+
+use super::small_map::SmallMap;
 
 /// A run of pending bytes of one piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,24 +27,26 @@ pub(crate) struct Extent {
 /// The map.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Extents {
-    by_offset: BTreeMap<u64, Extent>,
+    by_offset: SmallMap<u64, Extent>,
 }
 
 impl Extents {
+    pub(crate) const NONE: Self = Self { by_offset: SmallMap::Few(None) };
+
     pub(crate) fn is_empty(&self) -> bool {
         self.by_offset.is_empty()
     }
 
     /// First byte after the last extent, 0 if there is none.
     pub(crate) fn end(&self) -> u64 {
-        self.by_offset.last_key_value().map_or(0, |(offset, e)| offset + e.len)
+        self.by_offset.last().map_or(0, |(offset, e)| offset + e.len)
     }
 
     /// Extents from the one that holds or follows `offset` on.
     pub(crate) fn from(&self, offset: u64) -> impl Iterator<Item = (u64, Extent)> + '_ {
-        let first = self.by_offset.range(..=offset).next_back().filter(|(o, e)| *o + e.len > offset);
+        let first = self.by_offset.at_or_before(&offset).filter(|(o, e)| *o + e.len > offset);
         let start = first.map_or(offset, |(o, _)| *o);
-        self.by_offset.range(start..).map(|(o, e)| (*o, *e))
+        self.by_offset.from(start).map(|(o, e)| (*o, *e))
     }
 
     /// Extents that overlap `range`, cut to it.
@@ -64,7 +67,7 @@ impl Extents {
             cut(e.piece, e.len);
             true
         });
-        if let Some((before, e)) = self.by_offset.range_mut(..offset).next_back()
+        if let Some((before, e)) = self.by_offset.before_mut(&offset)
             && *before + e.len == offset
             && e.piece == extent.piece
             && u64::from(e.position) + e.len == u64::from(extent.position)

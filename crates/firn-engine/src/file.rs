@@ -9,7 +9,7 @@
 //!
 //! Lock order: file table, file state, drain queue or journal, arena pool.
 
-use std::collections::HashMap;
+use std::mem::take;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,9 +18,12 @@ use firn_arena::{Arena, PieceRef};
 use firn_backing::{Access, Backing, Errno, Time};
 use firn_format::record::Ending;
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use smallvec::SmallVec;
+use thin_vec::ThinVec;
 
 use crate::extents::{Extent, Extents};
 use crate::names::Node;
+use crate::small_map::SmallMap;
 use crate::{Done, HandleId};
 
 /// A descriptor of the backing file and what it may do.
@@ -30,7 +33,7 @@ pub(crate) struct BackingFile<B: Backing> {
 }
 
 /// How much of a piece is pending.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PieceUse {
     pub len: u64,
     pub live: u64,
@@ -55,7 +58,7 @@ pub(crate) struct Waiter {
 
 pub(crate) struct FileState<B: Backing> {
     pub extents: Extents,
-    pub pieces: HashMap<PieceRef, PieceUse>,
+    pub pieces: SmallMap<PieceRef, PieceUse>,
     pub partial: usize,
     pub pending: u64,
     /// Void ranges of this file that the journal knows, about.
@@ -64,7 +67,7 @@ pub(crate) struct FileState<B: Backing> {
     pub bound: Option<u64>,
     pub reader: Option<Arc<BackingFile<B>>>,
     pub writer: Option<Arc<BackingFile<B>>>,
-    pub inflight: Vec<Range<u64>>,
+    pub inflight: ThinVec<Range<u64>>,
     /// A truncation or the like has the backing file for itself.
     pub exclusive: bool,
     /// The piece that the last write made or extended: only it may be extended, and only until its
@@ -79,12 +82,12 @@ pub(crate) struct FileState<B: Backing> {
     /// Where the next pick looks first.
     pub cursor: u64,
     pub failure: Option<Failure>,
-    pub waiters: Vec<Waiter>,
+    pub waiters: ThinVec<Waiter>,
     /// Time of the last write or utimens while data is pending.
     pub mtime: Option<Time>,
     /// When the oldest pending byte was written, about.
     pub oldest: Option<Instant>,
-    pub handles: Vec<HandleId>,
+    pub handles: SmallVec<[HandleId; 1]>,
     pub engine_opens: u32,
     pub passthrough_opens: u32,
     pub cached_opens: u32,
@@ -93,7 +96,7 @@ pub(crate) struct FileState<B: Backing> {
     /// Handles that may write.
     pub writers: u32,
     /// A client process writes past the kernel.
-    pub door: Option<crate::lease::Door>,
+    pub door: Option<Box<crate::lease::Door>>,
     /// The word of the arena under which processes that read past the kernel were told where the bytes lie.
     pub listed: Option<u32>,
     /// Lists of chunks in use: what they name is not changed in place.
@@ -119,18 +122,21 @@ pub(crate) struct File<B: Backing> {
     quiet: Condvar,
 }
 
+/// There is one for each held file, and there may be 10^5 of them. What few files have is boxed.
+const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 384);
+
 impl<B: Backing> File<B> {
     pub(crate) fn new(node: Arc<Node<B>>) -> Self {
         let state = FileState {
             extents: Extents::default(),
-            pieces: HashMap::new(),
+            pieces: SmallMap::default(),
             partial: 0,
             voids: 0,
             pending: 0,
             bound: None,
             reader: None,
             writer: None,
-            inflight: Vec::new(),
+            inflight: ThinVec::new(),
             exclusive: false,
             tail: None,
             force_to: 0,
@@ -138,10 +144,10 @@ impl<B: Backing> File<B> {
             queued: false,
             cursor: 0,
             failure: None,
-            waiters: Vec::new(),
+            waiters: ThinVec::new(),
             mtime: None,
             oldest: None,
-            handles: Vec::new(),
+            handles: SmallVec::new(),
             engine_opens: 0,
             passthrough_opens: 0,
             cached_opens: 0,
@@ -206,9 +212,9 @@ impl<B: Backing> FileState<B> {
         self.cache.drop_range(arena, offset..offset + extent.len);
         let mut cut: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.insert(offset, extent, &mut |piece, bytes| cut.push((piece, bytes)));
-        let used = self.pieces.entry(extent.piece).or_insert(PieceUse { len: 0, live: 0 });
-        used.len += extent.len;
-        used.live += extent.len;
+        let used = self.pieces.get(&extent.piece).copied().unwrap_or_default();
+        let used = PieceUse { len: used.len + extent.len, live: used.live + extent.len };
+        self.pieces.insert(extent.piece, used);
         self.pending += extent.len;
         self.tail = Some(extent.piece);
         let mut cancelled = 0;
@@ -275,12 +281,14 @@ impl<B: Backing> FileState<B> {
     }
 
     /// The waiters whose data is in the backing.
-    pub(crate) fn satisfied(&mut self) -> Vec<Waiter> {
+    pub(crate) fn satisfied(&mut self) -> ThinVec<Waiter> {
         if self.waiters.is_empty() {
-            return Vec::new();
+            return ThinVec::new();
         }
         let oldest = self.extents.iter().map(|(_, e)| e.sequence).min().unwrap_or(u64::MAX);
-        self.waiters.extract_if(.., |w| oldest > w.until).collect()
+        let (satisfied, waiting) = take(&mut self.waiters).into_iter().partition(|w| oldest > w.until);
+        self.waiters = waiting;
+        satisfied
     }
 
     /// An error that no program was told yet; it counts as told now.

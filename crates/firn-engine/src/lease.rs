@@ -68,7 +68,7 @@ impl<B: Backing> Engine<B> {
         // Asked for again, or by a process that shares the descriptor: what there was ends.
         let shared = state.door.as_ref().is_some_and(|door| door.client != client);
         self.revoke(file, &mut state);
-        let alone = state.handles == [token] && state.engine_opens == 1 && !state.exclusive;
+        let alone = state.handles[..] == [token] && state.engine_opens == 1 && !state.exclusive;
         if shared || !alone || state.failure.is_some() || state.unlinked {
             return Err(DoorRefusal::Busy);
         }
@@ -76,7 +76,7 @@ impl<B: Backing> Engine<B> {
         let size = self.object(&file.node).and_then(|object| self.backing.attr(&object));
         let size = size.map_err(|_| DoorRefusal::Busy)?.size.max(end);
         let binding = self.bind(file, &mut state).ok_or(DoorRefusal::Busy)?;
-        state.door = Some(Door { handle: token, client, binding, leases: Vec::new(), bytes: 0 });
+        state.door = Some(Box::new(Door { handle: token, client, binding, leases: Vec::new(), bytes: 0 }));
         self.doors.fetch_add(1, Ordering::AcqRel);
         if self.options.drain == DrainPolicy::Eager {
             // What nobody asks about must be found when it is old.
@@ -253,7 +253,7 @@ impl<B: Backing> Engine<B> {
     ) {
         // Whoever fills the second lease is done with the first, whose last bytes come before.
         let next = |door: &Door| door.leases.get(1).is_some_and(|next| self.arena.client_has_begun(next));
-        while state.door.as_ref().is_some_and(next) {
+        while state.door.as_deref().is_some_and(next) {
             self.end_first(file, state);
         }
         let Some(mut door) = state.door.take() else { return };

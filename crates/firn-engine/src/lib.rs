@@ -24,6 +24,7 @@ mod lost;
 mod names;
 mod namespace;
 mod recovery;
+mod small_map;
 mod spill;
 mod status;
 mod sync;

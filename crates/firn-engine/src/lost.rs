@@ -50,7 +50,7 @@ pub(crate) struct Kept {
 impl<B: Backing> Engine<B> {
     /// Keeps the pieces of a file that was not found.
     pub(crate) fn keep_lost(&self, mut file: LostFile, layers: Layers, recovered: &mut Recovered) {
-        for (piece, used) in &layers.pieces {
+        for (piece, used) in layers.pieces.iter() {
             self.arena.keep(*piece, used.live as u32);
             file.bytes += used.live;
         }
@@ -106,7 +106,7 @@ impl<B: Backing> Engine<B> {
         let Some(at) = lost.iter().position(|kept| kept.file.file == file) else { return };
         let kept = lost.remove(at);
         // Marks first: a crash between leaves a binding without pieces, which recovery takes away.
-        for (piece, used) in &kept.layers.pieces {
+        for (piece, used) in kept.layers.pieces.iter() {
             self.arena.mark_dead(*piece);
             self.arena.release(piece.slab, used.live);
         }

@@ -9,9 +9,10 @@
 //! * The kernel may know more nodes than a process may hold descriptors: the objects of the nodes used
 //!   last are held ([`Objects`]), the others are looked up again by a name. What is about to lose its
 //!   last known name is held for good before.
+//! * The tables by key and by name know at most twice as many objects as there are, or 1024.
 
 use std::collections::HashMap;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -19,14 +20,24 @@ use std::sync::{Arc, Weak};
 use firn_backing::{Attr, Backing, Errno, Kind, Time};
 use parking_lot::{Mutex, RwLock};
 use quick_cache::sync::Cache;
+use smallvec::SmallVec;
 
 use crate::{NodeId, ROOT, Result};
 
 /// Identity of an object in the backing: device and inode.
 pub(crate) type Key = (u64, u64);
 
+/// A name in a directory, shared by the object and the table of children.
+pub(crate) type Name = Arc<OsStr>;
+
+/// A directory and a name in it.
+type Link<B> = (Arc<Node<B>>, Name);
+
 /// First number for objects whose inode number cannot serve: above any inode number met in practice.
 const SYNTHETIC: u64 = 1 << 62;
+
+/// Fewer objects are not looked at for those that are gone.
+const SWEEP_AT_LEAST: usize = 1024;
 
 /// The objects of the nodes used last, by [`Node::serial`].
 type Objects<B> = Cache<u64, <B as Backing>::Node>;
@@ -42,19 +53,22 @@ pub(crate) struct Node<B: Backing> {
     /// The object, where it must not be let go.
     held: Mutex<Option<B::Node>>,
     objects: Arc<Objects<B>>,
-    /// Known names: (directory, name).
-    names: Mutex<Vec<(Arc<Node<B>>, OsString)>>,
+    /// Known names.
+    names: Mutex<SmallVec<[Link<B>; 1]>>,
     /// A name was made or changed and not synced since.
     pub name_unsynced: AtomicBool,
     /// Data was drained and not synced since.
     pub data_unsynced: AtomicBool,
     /// Data was synced, and nothing has changed since.
     pub durable: AtomicBool,
-    /// How the backing's file was when the kernel last began to cache it.
-    pub cached: Mutex<Option<Stamp>>,
+    /// How the backing's file was when the kernel last began to cache it. Few files are read that way.
+    pub cached: Mutex<Option<Box<Stamp>>>,
     /// Bytes came past the kernel, which may take the file for shorter than it is.
     pub kernel_behind: AtomicBool,
 }
+
+/// There is one for each object that the kernel knows or that is held.
+const _: () = assert!(size_of::<Node<firn_backing::DirBacking>>() <= 144);
 
 /// Tells one state of a file's content from a later one.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -76,23 +90,23 @@ impl<B: Backing> Node<B> {
         self.held.lock().clone().or_else(|| self.objects.get(&self.serial))
     }
 
-    pub(crate) fn add_name(&self, parent: &Arc<Self>, name: &OsStr) {
+    fn add_name(&self, parent: &Arc<Self>, name: &Name) {
         let mut names = self.names.lock();
         if self.kind == Kind::Dir {
             names.clear();
         }
         if !names.iter().any(|(p, n)| p.id == parent.id && n == name) {
-            names.push((Arc::clone(parent), name.to_owned()));
+            names.push((Arc::clone(parent), Arc::clone(name)));
         }
     }
 
     pub(crate) fn remove_name(&self, parent: NodeId, name: &OsStr) {
-        self.names.lock().retain(|(p, n)| p.id != parent || n != name);
+        self.names.lock().retain(|(p, n)| p.id != parent || **n != *name);
     }
 
     /// Directories and names.
-    pub(crate) fn known_names(&self) -> Vec<(Arc<Self>, OsString)> {
-        self.names.lock().clone()
+    pub(crate) fn known_names(&self) -> Vec<(Arc<Self>, Name)> {
+        self.names.lock().to_vec()
     }
 
     pub(crate) fn parents(&self) -> Vec<Arc<Self>> {
@@ -133,9 +147,24 @@ struct Known<B: Backing> {
 struct Tables<B: Backing> {
     by_id: HashMap<NodeId, Known<B>>,
     by_key: HashMap<Key, Weak<Node<B>>>,
-    children: HashMap<(NodeId, OsString), Weak<Node<B>>>,
+    children: HashMap<(NodeId, Name), Weak<Node<B>>>,
+    /// So many objects make it worth a look which of them are gone.
+    sweep_at: usize,
     next_synthetic: u64,
     last_serial: u64,
+}
+
+impl<B: Backing> Tables<B> {
+    /// Drops what is known of nodes that are gone: not all of them go by [`Names::forget`]. A file with data
+    /// outlives what the kernel knows, and others are only looked up by a path.
+    fn sweep(&mut self) {
+        if self.by_key.len() < self.sweep_at {
+            return;
+        }
+        self.by_key.retain(|_, node| node.strong_count() > 0);
+        self.children.retain(|_, node| node.strong_count() > 0);
+        self.sweep_at = SWEEP_AT_LEAST.max(2 * self.by_key.len());
+    }
 }
 
 /// All nodes.
@@ -160,8 +189,14 @@ impl<B: Backing> Names<B> {
         let mut by_id = HashMap::new();
         by_id.insert(ROOT, Known { node: Arc::clone(&root), lookups: 1 });
         let by_key = HashMap::from([(root.key, Arc::downgrade(&root))]);
-        let tables =
-            Tables { by_id, by_key, children: HashMap::new(), next_synthetic: SYNTHETIC, last_serial: 0 };
+        let tables = Tables {
+            by_id,
+            by_key,
+            children: HashMap::new(),
+            sweep_at: SWEEP_AT_LEAST,
+            next_synthetic: SYNTHETIC,
+            last_serial: 0,
+        };
         Self { root, tables: Mutex::new(tables), names_unsynced, objects, moving: RwLock::new(()) }
     }
 
@@ -198,7 +233,7 @@ impl<B: Backing> Names<B> {
     /// Called before a name goes: if no other is known, the object is held from here on.
     pub(crate) fn hold_last(&self, backing: &B, parent: NodeId, name: &OsStr) {
         let Some(node) = self.child(parent, name) else { return };
-        let another = node.names.lock().iter().any(|(p, n)| p.id != parent || n != name);
+        let another = node.names.lock().iter().any(|(p, n)| p.id != parent || **n != *name);
         // One that is gone from below already cannot be held; who uses it is told ESTALE.
         if !another && let Ok(object) = self.object(backing, &node) {
             *node.held.lock() = Some(object);
@@ -234,7 +269,7 @@ impl<B: Backing> Names<B> {
 
     /// The child, if the kernel or the engine knows it.
     pub(crate) fn child(&self, parent: NodeId, name: &OsStr) -> Option<Arc<Node<B>>> {
-        self.tables.lock().children.get(&(parent, name.to_owned()))?.upgrade()
+        self.tables.lock().children.get(&(parent, name.into()))?.upgrade()
     }
 
     /// The node of an object that was found as `name` in `parent`; `lookups` more references by the
@@ -264,14 +299,16 @@ impl<B: Backing> Names<B> {
                 tables.last_serial += 1;
                 let node = new_node(id, tables.last_serial, &self.objects, attr, self.names_unsynced);
                 let node = Arc::new(node);
+                tables.sweep();
                 tables.by_key.insert(key, Arc::downgrade(&node));
                 node
             }
         };
         if node.id != ROOT {
             self.objects.insert(node.serial, object);
-            node.add_name(parent, name);
-            tables.children.insert((parent.id, name.to_owned()), Arc::downgrade(&node));
+            let name = Name::from(name);
+            node.add_name(parent, &name);
+            tables.children.insert((parent.id, name), Arc::downgrade(&node));
         }
         if lookups > 0 {
             let known =
@@ -306,7 +343,7 @@ impl<B: Backing> Names<B> {
 
     /// A name is gone.
     pub(crate) fn unlinked(&self, parent: NodeId, name: &OsStr) {
-        let gone = self.tables.lock().children.remove(&(parent, name.to_owned()));
+        let gone = self.tables.lock().children.remove(&(parent, name.into()));
         if let Some(node) = gone.and_then(|weak| weak.upgrade()) {
             node.remove_name(parent, name);
         }
@@ -315,7 +352,7 @@ impl<B: Backing> Names<B> {
     /// A name moved over another, or the two changed places.
     fn renamed(&self, from: (&Arc<Node<B>>, &OsStr), to: (&Arc<Node<B>>, &OsStr), exchange: bool) {
         let mut tables = self.tables.lock();
-        let (from_key, to_key) = ((from.0.id, from.1.to_owned()), (to.0.id, to.1.to_owned()));
+        let (from_key, to_key) = ((from.0.id, Name::from(from.1)), (to.0.id, Name::from(to.1)));
         let moved = tables.children.remove(&from_key).and_then(|weak| weak.upgrade());
         let replaced = tables.children.remove(&to_key).and_then(|weak| weak.upgrade());
         if let Some(node) = &replaced {
@@ -323,12 +360,12 @@ impl<B: Backing> Names<B> {
         }
         if let Some(node) = &moved {
             node.remove_name(from.0.id, from.1);
-            node.add_name(to.0, to.1);
+            node.add_name(to.0, &to_key.1);
             node.name_unsynced.store(true, Ordering::Release);
             tables.children.insert(to_key, Arc::downgrade(node));
         }
         if exchange && let Some(node) = &replaced {
-            node.add_name(from.0, from.1);
+            node.add_name(from.0, &from_key.1);
             node.name_unsynced.store(true, Ordering::Release);
             tables.children.insert(from_key, Arc::downgrade(node));
         }
@@ -350,11 +387,40 @@ fn new_node<B: Backing>(
         btime: attr.btime,
         held: Mutex::new(None),
         objects: Arc::clone(objects),
-        names: Mutex::new(Vec::new()),
+        names: Mutex::new(SmallVec::new()),
         name_unsynced: AtomicBool::new(name_unsynced),
         data_unsynced: AtomicBool::new(false),
         durable: AtomicBool::new(false),
         cached: Mutex::new(None),
         kernel_behind: AtomicBool::new(false),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_backing::SimBacking;
+
+    #[test]
+    fn nodes_that_nobody_has_are_not_kept() {
+        let backing = SimBacking::new();
+        let root = backing.root();
+        let attr = backing.attr(&root).expect("root");
+        let names = Names::<SimBacking>::new(root.clone(), &attr, false, 16);
+        let mut kept = Vec::new();
+        for n in 0..10 * SWEEP_AT_LEAST {
+            let name = n.to_string();
+            let attr = Attr { ino: attr.ino + 1 + n as u64, kind: Kind::File, ..attr };
+            let node = names.register(root.clone(), &attr, names.root(), name.as_ref(), 0);
+            if n % 100 == 0 {
+                kept.push((name, node));
+            }
+        }
+        let tables = names.tables.lock();
+        assert!(tables.by_key.len().max(tables.children.len()) <= SWEEP_AT_LEAST);
+        drop(tables);
+        for (name, node) in kept {
+            assert!(names.child(ROOT, name.as_ref()).is_some_and(|known| Arc::ptr_eq(&known, &node)));
+        }
     }
 }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Instant;
 
-use firn_arena::{Arena, JournalRegion, Stored};
+use firn_arena::{Arena, JournalRegion, PieceRef, Stored};
 use firn_backing::{Access, Backing, Errno, Time};
 use firn_format::record::{Ending, Record};
 use firn_journal::{Bound, Journal, PathState};
@@ -24,8 +24,10 @@ use parking_lot::{Condvar, Mutex, RwLock};
 use crate::drain::Queue;
 use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions};
 use crate::extents::{Extent, Extents};
+use crate::file::PieceUse;
 use crate::lost::LostFile;
 use crate::names::{Names, Node};
+use crate::small_map::SmallMap;
 use crate::sync::is_below;
 
 /// What attach found.
@@ -189,7 +191,7 @@ impl<B: Backing> Engine<B> {
         let layers = layers(&stored, &voids);
         for Stored { at, .. } in &stored {
             // Void or overwritten: without its mark it would outlive the binding.
-            if !layers.pieces.contains_key(at) {
+            if layers.pieces.get(at).is_none() {
                 self.arena.mark_dead(*at);
             }
         }
@@ -197,7 +199,7 @@ impl<B: Backing> Engine<B> {
         let node = match found {
             Search::Found(node) => node,
             Search::Removed => {
-                for piece in layers.pieces.keys() {
+                for (piece, _) in layers.pieces.iter() {
                     self.arena.mark_dead(*piece);
                 }
                 self.note(&Record::Unbind { file: binding });
@@ -218,11 +220,11 @@ impl<B: Backing> Engine<B> {
             return;
         }
         let file = self.file_with(&node, |state| {
-            for (piece, used) in &layers.pieces {
+            for (piece, used) in layers.pieces.iter() {
                 self.arena.keep(*piece, used.live as u32);
             }
-            state.partial = layers.pieces.values().filter(|used| used.live < used.len).count();
-            state.pending = layers.pieces.values().map(|used| used.live).sum();
+            state.partial = layers.pieces.iter().filter(|(_, used)| used.live < used.len).count();
+            state.pending = layers.pieces.iter().map(|(_, used)| used.live).sum();
             state.pieces = layers.pieces;
             state.extents = layers.extents;
             state.voids = bound.voids.len();
@@ -310,13 +312,13 @@ fn is_same<B: Backing>(bound: &Bound, node: &Node<B>) -> bool {
 
 /// A bound file that was not given back its data; its bytes are counted when it is kept.
 fn lost(binding: u64, bound: &Bound, gone: bool, reason: String) -> LostFile {
-    let path = bound.paths.first().map(|(path, _)| path.clone()).unwrap_or_default();
+    let path = bound.paths.first().map(|(path, _)| path.to_vec()).unwrap_or_default();
     LostFile { file: binding, path, bytes: 0, gone, reason }
 }
 
 pub(crate) struct Layers {
     pub extents: Extents,
-    pub pieces: HashMap<firn_arena::PieceRef, crate::file::PieceUse>,
+    pub pieces: SmallMap<PieceRef, PieceUse>,
 }
 
 /// Lays pieces over each other, oldest first, and takes out what is void.
@@ -337,9 +339,10 @@ fn layers(stored: &[Stored], voids: &[firn_journal::Void]) -> Layers {
         let range = void.offset..void.offset.saturating_add(void.len);
         extents.remove(range, &mut |_, e| e.sequence <= void.sequence);
     }
-    let mut pieces: HashMap<firn_arena::PieceRef, crate::file::PieceUse> = HashMap::new();
+    let mut pieces: SmallMap<PieceRef, PieceUse> = SmallMap::default();
     for (_, extent) in extents.iter() {
-        pieces.entry(extent.piece).or_insert(crate::file::PieceUse { len: 0, live: 0 }).live += extent.len;
+        let live = pieces.get(&extent.piece).map_or(0, |used| used.live) + extent.len;
+        pieces.insert(extent.piece, PieceUse { len: 0, live });
     }
     for stored in stored {
         if let Some(used) = pieces.get_mut(&stored.at) {

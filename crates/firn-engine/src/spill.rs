@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use firn_arena::Spilled;
 use firn_backing::{Backing, Errno};
 use firn_format::protocol::Rung;
+use thin_vec::ThinVec;
 
 use crate::drain::{RETRY_FIRST, RETRY_MAX};
 use crate::engine::{Engine, Waker};
@@ -145,14 +146,14 @@ impl<B: Backing> Engine<B> {
 
     /// A file of which nothing can be drained but what the spill file does not give: who waits for it is to be
     /// told, with no lock held.
-    pub(crate) fn fail_unreadable(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> Vec<Waiter> {
+    pub(crate) fn fail_unreadable(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> ThinVec<Waiter> {
         let wanted = |extent: &Extent| extent.sequence <= state.force_to;
         let gone = |extent: &Extent| !self.arena.is_readable(extent.piece.slab.chunk);
         if state.exclusive || !state.inflight.is_empty() {
-            return Vec::new();
+            return ThinVec::new();
         }
         if !state.extents.iter().any(|(_, extent)| wanted(&extent) && gone(&extent)) {
-            return Vec::new();
+            return ThinVec::new();
         }
         self.counters.drain_errors.fetch_add(1, Ordering::Relaxed);
         self.failed(file, state, Errno::IO, true);

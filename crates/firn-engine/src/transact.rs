@@ -4,7 +4,7 @@
 //! that holds them. The engine only has to see to it that no byte is taken for one of the other side of
 //! such a turn.
 
-use std::ffi::OsString;
+use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno};
@@ -81,7 +81,7 @@ impl<B: Backing> Engine<B> {
         changed
     }
 
-    fn leads_to(&self, parent: &Arc<Node<B>>, name: &OsString, node: &Node<B>) -> bool {
+    fn leads_to(&self, parent: &Arc<Node<B>>, name: &OsStr, node: &Node<B>) -> bool {
         let found = self.object(parent).and_then(|dir| self.backing.lookup(&dir, name));
         found.is_ok_and(|(_, attr)| node.is(&attr))
     }

@@ -6,7 +6,6 @@ use firn_format::journal::{
 };
 use firn_format::record::Record;
 
-use crate::ledger::bytes_of;
 use crate::{Ledger, Medium};
 
 /// The record does not fit, even after a snapshot: something must be drained first.
@@ -226,7 +225,8 @@ impl<M: Medium> Journal<M> {
 
     /// Bytes that a snapshot of the present state would leave free, 0 if none.
     pub fn free_bytes(&self) -> usize {
-        let used = bytes_of(&self.ledger.records());
+        let mut used = 0;
+        self.ledger.for_each_record(|record| used += frame_bytes(record.encode().len()));
         (self.medium.len() / 2 - HALF_HEADER_BYTES).saturating_sub(used)
     }
 
@@ -329,10 +329,10 @@ impl<M: Medium> Journal<M> {
         let (other, generation) = (1 - self.half, self.generation.checked_add(1).ok_or(Full)?);
         let mut bytes = Vec::new();
         let mut sequence = 0;
-        for record in self.ledger.records() {
+        self.ledger.for_each_record(|record| {
             encode_frame(generation, sequence, &record.encode(), &mut bytes);
             sequence += 1;
-        }
+        });
         let (half_bytes, used) = (self.half_bytes(), HALF_HEADER_BYTES + bytes.len());
         if used > half_bytes || !self.reserve(other, used) {
             return Err(Full);

@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 
 use firn_format::journal::frame_bytes;
 use firn_format::record::{Ending, Identity, Record, Timestamp};
+use smallvec::SmallVec;
+use thin_vec::ThinVec;
 
 /// How sure a name is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,22 +31,27 @@ pub struct Void {
     pub sequence: u64,
 }
 
-/// A file with pending data.
+/// A name of a file and how sure it is.
+pub type Path = (Box<[u8]>, PathState);
+
+/// A file with pending data. There may be very many: what few of them have takes a word in the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bound {
     /// What it is in the backing.
     pub identity: Identity,
     /// Where it may be found, best first.
-    pub paths: Vec<(Vec<u8>, PathState)>,
+    pub paths: SmallVec<[Path; 1]>,
     /// See [`Void`].
-    pub voids: Vec<Void>,
+    pub voids: ThinVec<Void>,
     /// A truncation that had begun: sequence and size.
-    pub truncating: Vec<(u64, u64)>,
+    pub truncating: ThinVec<(u64, u64)>,
     /// The modification time that a program asked for.
     pub modified_at: Option<Timestamp>,
     /// Whether its writers closed it.
     pub ending: Ending,
 }
+
+const _: () = assert!(size_of::<Bound>() <= 120);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Rename {
@@ -56,18 +63,19 @@ struct Rename {
 /// The state of the journal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ledger {
-    files: BTreeMap<u64, Bound>,
+    /// Boxed: half of the room in a tree's nodes is empty.
+    files: BTreeMap<u64, Box<Bound>>,
     renames: BTreeMap<u64, Rename>,
 }
 
 impl Ledger {
     /// All bindings.
     pub fn files(&self) -> impl Iterator<Item = (u64, &Bound)> {
-        self.files.iter().map(|(file, bound)| (*file, bound))
+        self.files.iter().map(|(file, bound)| (*file, &**bound))
     }
     /// One binding.
     pub fn file(&self, file: u64) -> Option<&Bound> {
-        self.files.get(&file)
+        self.files.get(&file).map(|bound| &**bound)
     }
     /// Number of bindings.
     pub fn len(&self) -> usize {
@@ -81,7 +89,7 @@ impl Ledger {
     pub fn path(&self, file: u64) -> Option<&[u8]> {
         let paths = &self.files.get(&file)?.paths;
         let sure = paths.iter().find(|(_, state)| *state == PathState::Sure);
-        sure.or(paths.first()).map(|(path, _)| path.as_slice())
+        sure.or(paths.first()).map(|(path, _)| &**path)
     }
 
     /// Takes one record in. Records about bindings that are not there are ignored: their file was
@@ -89,21 +97,21 @@ impl Ledger {
     pub fn apply(&mut self, record: &Record) {
         match record {
             Record::Bind { file, identity, paths, ending } => {
-                let paths = paths.iter().map(|p| (p.clone(), PathState::Sure)).collect();
+                let paths = paths.iter().map(|p| (p.as_slice().into(), PathState::Sure)).collect();
                 let bound = Bound {
                     identity: *identity,
                     paths,
-                    voids: Vec::new(),
-                    truncating: Vec::new(),
+                    voids: ThinVec::new(),
+                    truncating: ThinVec::new(),
                     modified_at: None,
                     ending: *ending,
                 };
-                self.files.insert(*file, bound);
+                self.files.insert(*file, Box::new(bound));
             }
             Record::NameAdded { file, path } => {
                 if let Some(bound) = self.files.get_mut(file) {
-                    bound.paths.retain(|(p, _)| p != path);
-                    bound.paths.push((path.clone(), PathState::Sure));
+                    bound.paths.retain(|(p, _)| **p != **path);
+                    bound.paths.push((path.as_slice().into(), PathState::Sure));
                 }
             }
             Record::NameRemoved { file, path } => {
@@ -163,15 +171,15 @@ impl Ledger {
 
     fn begin_rename(&mut self, rename: &Rename) {
         for bound in self.files.values_mut() {
-            let mut more = Vec::new();
+            let mut more: Vec<Path> = Vec::new();
             for (path, state) in &mut bound.paths {
                 if let Some(moved) = moved(path, &rename.from, &rename.to) {
-                    more.push((moved, PathState::Doubtful));
+                    more.push((moved.into(), PathState::Doubtful));
                 } else if rename.exchange
                     && let Some(moved) = moved(path, &rename.to, &rename.from)
                 {
-                    more.push((moved, PathState::Doubtful));
-                } else if path == &rename.to {
+                    more.push((moved.into(), PathState::Doubtful));
+                } else if **path == *rename.to {
                     *state = PathState::Doubtful;
                 }
             }
@@ -193,15 +201,15 @@ impl Ledger {
                 .filter_map(|(old, _)| {
                     let new = moved(old, &rename.from, &rename.to)
                         .or_else(|| moved(old, &rename.to, &rename.from).filter(|_| rename.exchange))?;
-                    Some(if done { (new, old.clone()) } else { (old.clone(), new) })
+                    Some(if done { (new, old.to_vec()) } else { (old.to_vec(), new) })
                 })
                 .collect();
             // All at once: in an exchange, the name that one move drops may be what another keeps.
             bound.paths.retain(|(p, _)| {
-                moves.iter().all(|(_, drop)| drop != p) || moves.iter().any(|(keep, _)| keep == p)
+                moves.iter().all(|(_, drop)| **drop != **p) || moves.iter().any(|(keep, _)| **keep == **p)
             });
             for (path, state) in &mut bound.paths {
-                if moves.iter().any(|(keep, _)| keep == path) {
+                if moves.iter().any(|(keep, _)| **keep == **path) {
                     *state = PathState::Sure;
                 }
             }
@@ -212,13 +220,14 @@ impl Ledger {
     pub(crate) fn bytes_ended_by(&self, record: &Record) -> usize {
         match record {
             Record::Unbind { file } => self.files.get(file).map_or(0, |bound| {
-                let mut records = Vec::new();
-                bound.add_records(*file, &mut records);
-                bytes_of(&records)
+                let mut bytes = 0;
+                bound.for_each_record(*file, &mut |record| bytes += frame_bytes(record.encode().len()));
+                bytes
             }),
             Record::VoidsPassed { file, sequence } => self.files.get(file).map_or(0, |bound| {
                 let passed = bound.voids.iter().filter(|void| void.sequence <= *sequence).count();
-                passed * bytes_of(&[Record::Void { file: *file, offset: 0, len: 0, sequence: 0 }])
+                let void = Record::Void { file: *file, offset: 0, len: 0, sequence: 0 };
+                passed * frame_bytes(void.encode().len())
             }),
             Record::RenameEnd { id, .. } => self.renames.get(id).map_or(0, |rename| {
                 let paths = self.files.values().flat_map(|bound| &bound.paths);
@@ -233,55 +242,51 @@ impl Ledger {
     /// The records that add up to this ledger.
     pub fn records(&self) -> Vec<Record> {
         let mut out = Vec::new();
+        self.for_each_record(|record| out.push(record));
+        out
+    }
+
+    /// Tells the records that add up to this ledger one by one: together they take more memory than the ledger.
+    pub fn for_each_record(&self, mut tell: impl FnMut(Record)) {
         // First: the names that they added stand in the bindings, and must not be added again.
         for (&id, rename) in &self.renames {
-            out.push(Record::RenameBegin {
-                id,
-                from: rename.from.clone(),
-                to: rename.to.clone(),
-                exchange: rename.exchange,
-            });
+            let (from, to) = (rename.from.clone(), rename.to.clone());
+            tell(Record::RenameBegin { id, from, to, exchange: rename.exchange });
         }
         for (&file, bound) in &self.files {
-            bound.add_records(file, &mut out);
+            bound.for_each_record(file, &mut tell);
         }
-        out
     }
 }
 
 impl Bound {
-    /// Adds the records that this binding takes.
-    fn add_records(&self, file: u64, out: &mut Vec<Record>) {
-        let paths = self.paths.iter().map(|(p, _)| p.clone()).collect();
-        out.push(Record::Bind { file, identity: self.identity, paths, ending: self.ending });
+    /// Tells the records that this binding takes.
+    fn for_each_record(&self, file: u64, tell: &mut impl FnMut(Record)) {
+        let paths = self.paths.iter().map(|(p, _)| p.to_vec()).collect();
+        tell(Record::Bind { file, identity: self.identity, paths, ending: self.ending });
         for (path, state) in &self.paths {
             if *state == PathState::Doubtful {
-                out.push(Record::NameRemoved { file, path: path.clone() });
+                tell(Record::NameRemoved { file, path: path.to_vec() });
             }
         }
         for void in &self.voids {
-            out.push(Record::Void { file, offset: void.offset, len: void.len, sequence: void.sequence });
+            tell(Record::Void { file, offset: void.offset, len: void.len, sequence: void.sequence });
         }
         for &(sequence, size) in &self.truncating {
-            out.push(Record::TruncateBegin { file, sequence, size });
+            tell(Record::TruncateBegin { file, sequence, size });
         }
         if let Some(time) = self.modified_at {
-            out.push(Record::ModifiedAt { file, time });
+            tell(Record::ModifiedAt { file, time });
         }
     }
 
     fn doubt(&mut self, path: &[u8]) {
         for (p, state) in &mut self.paths {
-            if p == path {
+            if **p == *path {
                 *state = PathState::Doubtful;
             }
         }
     }
-}
-
-/// What records take in a half of the journal.
-pub(crate) fn bytes_of(records: &[Record]) -> usize {
-    records.iter().map(|record| frame_bytes(record.encode().len())).sum()
 }
 
 /// Whether `path` is `top` or below it.

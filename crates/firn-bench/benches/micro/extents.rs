@@ -12,10 +12,13 @@ use rand::{Rng, SeedableRng};
 
 use super::room::in_rounds;
 
-// It is private to the engine: compiled in here once more.
+// They are private to the engine: compiled in here once more.
 #[allow(dead_code)]
 #[path = "../../../firn-engine/src/extents.rs"]
 mod map;
+#[allow(dead_code)]
+#[path = "../../../firn-engine/src/small_map.rs"]
+mod small_map;
 
 use map::{Extent, Extents};
 
