@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Access, Backing, Errno, RenameFlags, Result, Seek};
+use firn_backing::{Access, Backing, Errno, RenameFlags, Result, Seek, SetTime, Time};
 
 use crate::record::{Data, Identity, Item, Place, Record, Staged};
 use crate::staging::find;
@@ -276,8 +276,15 @@ impl<'a, B: Backing> Apply<'a, B> {
     }
 
     fn attributes(&mut self, item: &'a Item) -> Result<()> {
-        let Some(at) = &item.twin_at else { return Ok(()) };
+        if item.twin_at.is_none() && item.times.is_none() {
+            return Ok(());
+        }
         let Some(node) = self.locate(item.number, &mut Vec::new())? else { return Ok(()) };
+        if let Some(times) = item.times {
+            let [atime, mtime] = times.map(|(sec, nsec)| SetTime::At(Time { sec, nsec }));
+            self.base.set_times(&node, atime, mtime)?;
+        }
+        let Some(at) = &item.twin_at else { return Ok(()) };
         let twin = self.staged(at)?;
         crate::staging::copy_attributes(self.base, &twin, &node)
     }

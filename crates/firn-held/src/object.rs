@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
 use parking_lot::{Mutex, RwLock};
@@ -31,6 +31,8 @@ pub struct Object<B: Backing> {
     pub(crate) kind: Kind,
     pub(crate) seat: Mutex<Option<Seat<B>>>,
     pub(crate) inner: RwLock<Inner<B>>,
+    /// Of the top: there is a directory in it that is not shown.
+    pub(crate) hides: AtomicBool,
     /// Handles on it.
     opens: AtomicUsize,
     files: Mutex<Files<B>>,
@@ -110,6 +112,7 @@ impl<B: Backing> Object<B> {
             kind,
             seat: Mutex::new(seat),
             inner: RwLock::new(inner),
+            hides: AtomicBool::new(false),
             opens: AtomicUsize::new(0),
             files: Mutex::new(Files { reader: None, writer: None, twin: None }),
         }
@@ -137,7 +140,11 @@ impl<B: Backing> Object<B> {
 
     /// The attributes that programs see.
     pub(crate) fn attr(&self, base: &B) -> Result<Attr> {
-        self.inner.read().attr(base, self)
+        let mut attr = self.inner.read().attr(base, self)?;
+        if self.hides.load(Ordering::Acquire) && attr.nlink > 1 {
+            attr.nlink -= 1;
+        }
+        Ok(attr)
     }
 
     pub(crate) fn opened(&self) {

@@ -90,13 +90,15 @@ pub struct Item {
     pub stays: Option<Place>,
     /// What of the twin's data counts.
     pub data: Option<Data>,
+    /// Of a new directory, which gets its names only now: last access and change, in seconds and nanoseconds.
+    pub times: Option<[(i64, u32); 2]>,
 }
 
 impl Item {
     pub(crate) fn new(number: u64, identity: Identity, is_dir: bool) -> Self {
-        let (new_at, anchor_at, twin_at, stays, data) = (None, None, None, None, None);
+        let (new_at, anchor_at, twin_at, stays, data, times) = (None, None, None, None, None, None);
         let (leaves, comes) = (Vec::new(), Vec::new());
-        Self { number, identity, is_dir, new_at, anchor_at, twin_at, leaves, comes, stays, data }
+        Self { number, identity, is_dir, new_at, anchor_at, twin_at, leaves, comes, stays, data, times }
     }
 }
 
@@ -162,6 +164,7 @@ mod tests {
             comes: vec![(2, b"\xff\n".to_vec())],
             stays: None,
             data: Some(Data { cut: 10, size: 4096, written: vec![(0, 5), (100, 4096)] }),
+            times: Some([(1, 2), (-3, 4)]),
         };
         Record { id: 17, scope: b"work".to_vec(), items: vec![item] }
     }

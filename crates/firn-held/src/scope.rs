@@ -265,6 +265,7 @@ impl<B: Backing> Held<B> {
         let attr = base.attr(&root)?;
         let inner = Inner { base: Some(root.clone()), change: None };
         let top = Arc::new(Object::new((attr.dev, attr.ino), Kind::Dir, inner, None));
+        top.hides.store(staging::find(&base, &root, OsStr::new(staging::TOP))?.is_some(), Ordering::Release);
         let held = Self::assemble(base, Node::Tracked(Arc::clone(&top)));
         held.objects.lock().insert(top.key, Arc::downgrade(&top));
         let mut outcome = Outcome::default();
@@ -474,6 +475,9 @@ impl<B: Backing> Held<B> {
             }
         }
         let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        if let Node::Tracked(top) = &self.top {
+            top.hides.store(true, Ordering::Release);
+        }
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
         let dir = staging::dir(&self.base, &firn, &format!("tx-{serial}"))?;
         let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
@@ -707,6 +711,10 @@ impl<B: Backing> Held<B> {
             }
             if inner.base.is_none() {
                 item.new_at = at;
+                if let Some(twin) = change.twin.as_ref().filter(|_| item.is_dir && !change.removed) {
+                    let attr = self.base.attr(&twin.node)?;
+                    item.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
+                }
             } else if inner.attr_links(&self.base)? != 0 || is_root {
                 item.twin_at = at;
                 if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
