@@ -14,9 +14,15 @@ const PROBE_BYTES_MIN: usize = 64 << 10;
 const NO_SUCH_HOW: usize = 77;
 const SET_BYTES: usize = 8;
 
+/// Whether a buffer is not looked at.
+#[inline(always)]
+pub(crate) fn is_short(len: usize) -> bool {
+    len < PROBE_BYTES_MIN
+}
+
 /// Whether the ends of a buffer can be read.
 pub(crate) fn is_readable(data: *const c_void, len: usize) -> bool {
-    if len < PROBE_BYTES_MIN {
+    if is_short(len) {
         return true;
     }
     let last = (data as usize).wrapping_add(len).wrapping_sub(SET_BYTES);
@@ -32,7 +38,7 @@ pub(crate) fn is_readable(data: *const c_void, len: usize) -> bool {
 /// # Safety
 /// The buffer is about to be overwritten.
 pub(crate) unsafe fn is_writable(data: *mut c_void, len: usize) -> bool {
-    if len < PROBE_BYTES_MIN {
+    if is_short(len) {
         return true;
     }
     let last = (data as usize).wrapping_add(len).wrapping_sub(SET_BYTES);
