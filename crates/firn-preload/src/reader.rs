@@ -256,7 +256,7 @@ fn begin(held: &mut Held) -> bool {
 
 /// Fetches the whole list; how firnd answered.
 fn load(held: &mut Held) -> Option<Status> {
-    let token = token(held.fd)?;
+    let token = TABLE.devices.first_token(held.token).or_else(|| token(held.fd))?;
     held.link = TABLE.links.to(&token)?;
     held.token = token.token;
     load_known(held)

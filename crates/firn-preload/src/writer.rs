@@ -14,7 +14,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering;
 
 use firn_client::door::{Outcome, SlabWriter};
-use firn_format::door::{Op, Reply, Status};
+use firn_format::door::{Op, Reply, Status, Token};
 use firn_format::piece::PIECE_BYTES;
 use libc::iovec;
 
@@ -318,12 +318,20 @@ fn ask(held: &mut Held, total: u64) -> bool {
 }
 
 fn open_write(held: &mut Held, total: u64) -> Option<Reply> {
-    let known = if held.link == 0 { None } else { connect::ask_open(held.link, held.token, total) };
+    let known = if held.link != 0 {
+        connect::ask_open(held.link, held.token, total)
+    } else {
+        TABLE.devices.first_token(held.token).and_then(|token| open_with(held, &token, total))
+    };
     if known.is_some_and(|reply| Status::from_word(reply.status) != Status::BadToken) {
         return known;
     }
     let token = token(held.fd)?;
-    held.link = TABLE.links.to(&token)?;
+    open_with(held, &token, total)
+}
+
+fn open_with(held: &mut Held, token: &Token, total: u64) -> Option<Reply> {
+    held.link = TABLE.links.to_write(token, total)?;
     held.token = token.token;
     connect::ask_open(held.link, held.token, total)
 }

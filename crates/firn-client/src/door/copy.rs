@@ -9,6 +9,12 @@ use std::ptr;
 /// Shorter ones would win too, but what is short may be read again soon.
 const STREAM_BYTES_MIN: usize = 64 << 10;
 
+/// Asks what the processor can do, before the first copy needs the answer.
+pub(super) fn prepare() {
+    #[cfg(target_arch = "x86_64")]
+    std::hint::black_box(std::arch::is_x86_feature_detected!("avx512f"));
+}
+
 /// Copies `len` bytes. When it returns, a Release store publishes them, however they were stored.
 ///
 /// # Safety
