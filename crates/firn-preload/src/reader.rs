@@ -126,13 +126,15 @@ pub(crate) unsafe fn read(fd: c_int, parts: &[iovec], at: Option<u64>, call: Cal
         }
     };
     let total = total_of(parts).filter(|total| *total > 0 && at.unwrap_or(0) <= i64::MAX as u64);
-    // SAFETY: the caller's promise.
-    let writable = || parts.iter().all(|part| unsafe { probe::is_writable(part.iov_base, part.iov_len) });
     let ready = total.is_some_and(|total| held.private || ask(&mut held, total));
-    let Some(total) = total.filter(|_| ready && writable()) else {
+    let Some(total) = total.filter(|_| ready) else {
         return through_kernel(held, at, call);
     };
     let offset = at.unwrap_or_else(|| held.entry.offset.load(Ordering::Relaxed));
+    // SAFETY: the caller's promise.
+    if !unsafe { are_writable(&held, parts, offset, total) } {
+        return through_kernel(held, at, call);
+    }
     // SAFETY: the caller's promise.
     let taken = unsafe { take(&mut held, parts, offset, total) };
     match taken {
@@ -148,6 +150,20 @@ pub(crate) unsafe fn read(fd: c_int, parts: &[iovec], at: Option<u64>, call: Cal
             through_kernel(held, at, call)
         }
     }
+}
+
+/// Whether the parts can be written where bytes of the file go. What lies behind its end stays as it is.
+///
+/// # Safety
+/// As for [`read`]; the list is the file's.
+pub(crate) unsafe fn are_writable(held: &Held, parts: &[iovec], offset: u64, total: usize) -> bool {
+    let mut left = held.list.size.saturating_sub(offset).min(total as u64) as usize;
+    parts.iter().all(|part| {
+        let len = part.iov_len.min(left);
+        left -= len;
+        // SAFETY: the caller's promise; so many bytes are about to be read.
+        unsafe { probe::is_writable(part.iov_base, len) }
+    })
 }
 
 /// A way to copy.
