@@ -70,23 +70,31 @@ impl Links {
         Self { links: [const { Link::new() }; LINKS] }
     }
 
-    /// The number of the connection to the arena that a token names, for [`Links::get`].
-    pub(crate) fn to(&self, token: &Token) -> Option<u32> {
-        self.to_within(token, ATTEMPTS, None)
+    /// The number of the connection to the arena that a token names, for [`Links::get`]. For a writer, who asks
+    /// with [`ask_open`] next: of a new connection the answers are there then.
+    pub(crate) fn to_write(&self, token: &Token, lease_bytes: u64) -> Option<u32> {
+        self.to_within(token, ATTEMPTS, &mut First::Lease(lease_bytes))
     }
 
-    /// The same for a writer, who asks with [`ask_open`] next: of a new connection the answers are there then.
-    pub(crate) fn to_write(&self, token: &Token, lease_bytes: u64) -> Option<u32> {
-        self.to_within(token, ATTEMPTS, Some(lease_bytes))
+    /// The same for a reader: of a new connection the first extents come along, as from [`ask_extents`].
+    pub(crate) fn to_read(
+        &self,
+        token: &Token,
+        extents: &mut [MaybeUninit<Extent>],
+    ) -> Option<(u32, Option<Reply>)> {
+        let mut first = First::Extents(extents, None);
+        let link = self.to_within(token, ATTEMPTS, &mut first)?;
+        let reply = if let First::Extents(_, reply) = first { reply } else { None };
+        Some((link, reply))
     }
 
     /// The same for stubs, which have no other way: however often, and without the arena where this process
     /// cannot map it.
     pub(crate) fn to_at_any_rate(&self, token: &Token) -> Option<u32> {
-        self.to_within(token, u32::MAX / LINKS as u32 - 1, None)
+        self.to_within(token, u32::MAX / LINKS as u32 - 1, &mut First::Nothing)
     }
 
-    fn to_within(&self, token: &Token, attempts_max: u32, lease_bytes: Option<u64>) -> Option<u32> {
+    fn to_within(&self, token: &Token, attempts_max: u32, first: &mut First<'_>) -> Option<u32> {
         for (index, link) in self.links.iter().enumerate() {
             if !link.lock.take() {
                 continue;
@@ -99,7 +107,7 @@ impl Links {
             let found = inner.uuid == token.arena;
             if found && link.socket.load(Ordering::Relaxed) == 0 && inner.attempts < attempts_max {
                 inner.attempts += 1;
-                let socket = link.connect(inner, token, attempts_max > ATTEMPTS, lease_bytes);
+                let socket = link.connect(inner, token, attempts_max > ATTEMPTS, first);
                 let socket = socket.map_or(0, |fd| fd + 1);
                 link.socket.store(socket, Ordering::Release);
             }
@@ -179,7 +187,7 @@ impl Link {
         inner: &mut Inner,
         token: &Token,
         at_any_rate: bool,
-        lease_bytes: Option<u64>,
+        first: &mut First<'_>,
     ) -> Option<c_int> {
         // Where memory or descriptors are scarce on purpose, the program needs them more.
         let scarce = !sys::is_unlimited(libc::RLIMIT_AS);
@@ -189,7 +197,7 @@ impl Link {
         let fd = connect_to(&token.socket)?;
         let fd = move_away(fd).unwrap_or(fd);
         let wanted = if scarce { Want::Nothing } else { Want::Arena { or_nothing: at_any_rate } };
-        let greeted = greet(fd, inner, token, wanted, lease_bytes);
+        let greeted = greet(fd, inner, token, wanted, first);
         match greeted.and_then(|()| sys::identity(fd)) {
             Some((identity, _)) => {
                 inner.identity = identity;
@@ -204,19 +212,38 @@ impl Link {
     }
 }
 
-/// The first requests over a connection, all sent before the first answer is waited for: firnd looks for a lease
-/// while this process maps the arena.
-fn greet(fd: c_int, inner: &mut Inner, token: &Token, wanted: Want, lease_bytes: Option<u64>) -> Option<()> {
+/// What is asked together with a new connection.
+enum First<'a> {
+    Nothing,
+    /// The door and a lease of so many bytes.
+    Lease(u64),
+    /// The first extents, and the answer.
+    Extents(&'a mut [MaybeUninit<Extent>], Option<Reply>),
+}
+
+/// The first requests over a connection, all sent before the first answer is waited for: firnd works while this
+/// process maps the arena.
+fn greet(fd: c_int, inner: &mut Inner, token: &Token, wanted: Want, first: &mut First<'_>) -> Option<()> {
     send_hello(fd)?;
-    if let Some(bytes) = lease_bytes {
-        send_open(fd, token.token, bytes)?;
+    match first {
+        First::Nothing => {}
+        First::Lease(bytes) => {
+            send_open(fd, token.token, *bytes)?;
+            firn_client::door::prepare();
+        }
+        First::Extents(..) => {
+            send(fd, &Request { op: Op::Extents as u32, len: 0, token: token.token, arg: 0 })?;
+        }
     }
-    firn_client::door::prepare();
     inner.mapping = receive_hello(fd, &token.arena, wanted)?;
     (inner.opened, inner.ahead, inner.stash) = (None, None, [None; STASH]);
-    if lease_bytes.is_some() {
-        inner.opened = Some((token.token, receive(fd, &mut [])?));
-        inner.ahead = Some(token.token);
+    match first {
+        First::Nothing => {}
+        First::Lease(_) => {
+            inner.opened = Some((token.token, receive(fd, &mut [])?));
+            inner.ahead = Some(token.token);
+        }
+        First::Extents(room, reply) => *reply = Some(receive(fd, room)?),
     }
     Some(())
 }

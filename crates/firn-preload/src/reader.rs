@@ -70,13 +70,28 @@ impl List {
         *self = Self::new();
     }
 
-    fn map(&mut self) -> Option<()> {
+    /// Begins a new list; its room.
+    fn map(&mut self) -> Option<&mut [MaybeUninit<Extent>]> {
+        self.unmap();
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         let bytes = LIST_MAX * size_of::<Extent>();
         let flags = flags | libc::MAP_NORESERVE;
         // SAFETY: new memory.
         let at = unsafe { syscall!(libc::SYS_mmap, 0usize, bytes, prot, flags, -1isize, 0usize) };
-        (at > 0).then(|| self.extents = at as *mut Extent)
+        if at > 0 {
+            self.extents = at as *mut Extent;
+        }
+        self.room()
+    }
+
+    /// Room for the extents of one more answer.
+    fn room(&mut self) -> Option<&mut [MaybeUninit<Extent>]> {
+        if self.extents.is_null() || self.count + EXTENTS_MAX > LIST_MAX {
+            return None;
+        }
+        let room = self.extents.wrapping_add(self.count).cast::<MaybeUninit<Extent>>();
+        // SAFETY: the map has room for so many more, and nobody else has the list.
+        Some(unsafe { std::slice::from_raw_parts_mut(room, EXTENTS_MAX) })
     }
 
     pub(crate) fn extents(&self) -> &[Extent] {
@@ -273,23 +288,29 @@ fn begin(held: &mut Held) -> bool {
 /// Fetches the whole list; how firnd answered.
 fn load(held: &mut Held) -> Option<Status> {
     let token = TABLE.devices.first_token(held.token).or_else(|| token(held.fd))?;
-    held.link = TABLE.links.to(&token)?;
-    held.token = token.token;
-    load_known(held)
+    let room = held.list.map()?;
+    let (link, first) = TABLE.links.to_read(&token, room)?;
+    (held.link, held.token) = (link, token.token);
+    load_from(held, first)
 }
 
 /// The same where the token is known.
 pub(crate) fn load_known(held: &mut Held) -> Option<Status> {
-    held.list.unmap();
     held.list.map()?;
+    load_from(held, None)
+}
+
+/// Fetches the list, whose first part may be there already.
+fn load_from(held: &mut Held, mut first: Option<Reply>) -> Option<Status> {
     held.list.mapping = connect::mapping(held.link)?;
     let mut from = 0;
     loop {
-        let reply = load_some(held, from)?;
+        let reply = first.take().or_else(|| load_some(held, from))?;
         let status = Status::from_word(reply.status);
         if status != Status::Ok {
             return Some(status);
         }
+        held.list.count += reply.count as usize;
         let changed = from > 0 && reply.stamp != held.list.stamp;
         if changed || !held.list.mapping.has_word(reply.slot) {
             return Some(Status::Busy);
@@ -304,18 +325,10 @@ pub(crate) fn load_known(held: &mut Held) -> Option<Status> {
     }
 }
 
-/// Fetches the extents from an offset on.
+/// Fetches the extents from an offset on, behind those that are there.
 fn load_some(held: &mut Held, from: u64) -> Option<Reply> {
-    let count = held.list.count;
-    if count + EXTENTS_MAX > LIST_MAX {
-        return None;
-    }
-    let room = held.list.extents.wrapping_add(count).cast::<MaybeUninit<Extent>>();
-    // SAFETY: the map has room for so many more.
-    let room = unsafe { std::slice::from_raw_parts_mut(room, EXTENTS_MAX) };
-    let reply = connect::ask_extents(held.link, held.token, (Op::Extents, from), room)?;
-    held.list.count = count + reply.count as usize;
-    Some(reply)
+    let (link, token) = (held.link, held.token);
+    connect::ask_extents(link, token, (Op::Extents, from), held.list.room()?)
 }
 
 /// The list does not hold any more.
