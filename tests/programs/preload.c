@@ -723,6 +723,14 @@ static void bad_pointers(void) {
     SAY(read(reader, back, 100));
     SAY(write(reader, "x", 1));
     SAY(close(reader));
+    SAY(close(fd));
+    reader = open(at("bad"), O_RDONLY);
+    SAY(pread(reader, guard + (2 << 20), 1 << 20, 0));
+    // What lies behind the end of the file stays as it was.
+    memset(back, 'b', sizeof back);
+    SAY(pread(reader, back, sizeof back, lseek(reader, 0, SEEK_END) - 100));
+    SAY(back[100] == 'b' && back[sizeof back - 8] == 'b' && back[sizeof back - 1] == 'b');
+    SAY(close(reader));
 }
 
 static void both_ways(void) {

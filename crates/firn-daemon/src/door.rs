@@ -6,6 +6,9 @@
 //! * The end of a connection ends what it had; what was published stays.
 //! * A broken, slow or mad client costs one thread and no more; at most [`CONNECTIONS_MAX`] are served.
 //!
+//! Several threads wait for clients at once, and the one that a client wakes answers it: to start a thread for
+//! each would take as long as all else that a process's first write past the kernel waits for.
+//!
 //! Messages: `firn_format::door`.
 
 mod stub;
@@ -28,8 +31,8 @@ use rustix::fs::Mode;
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
-    listen, recvmsg, sendmsg, socket_with,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind,
+    listen, recvmsg, sendmsg, shutdown, socket_with,
 };
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -37,12 +40,17 @@ use zerocopy::{FromBytes, IntoBytes};
 const CONNECTIONS_MAX: u64 = 1024;
 /// A client that does not take its answer for so long is given up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
+/// With fewer threads that wait for clients another is started …
+const WAITING_MIN: u64 = 2;
+/// … and with more, one whose client went ends: the processes of a node begin together, and again and again.
+const WAITING_MAX: u64 = 16;
 /// A thread answers short questions.
 const STACK_BYTES: usize = 256 << 10;
 
 /// A socket that is listened on; removed when dropped.
 pub(crate) struct Door {
     path: PathBuf,
+    listener: Arc<OwnedFd>,
     stop: Arc<AtomicBool>,
 }
 
@@ -62,6 +70,12 @@ struct Shared<B: Backing> {
     appending: Mutex<()>,
     /// Connections now.
     count: Arc<AtomicU64>,
+    /// Connections so far.
+    clients: AtomicU64,
+    listener: Arc<OwnedFd>,
+    /// Threads that wait for clients, those about to included.
+    waiting: AtomicU64,
+    stop: Arc<AtomicBool>,
 }
 
 impl Door {
@@ -77,26 +91,33 @@ impl Door {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let listener = new_socket()?;
+        let listener = Arc::new(new_socket()?);
         // Before anybody can connect: the runtime directory is private, and so is the socket.
         rustix::fs::fchmod(&listener, Mode::RUSR | Mode::WUSR)?;
         bind(&listener, &SocketAddrUnix::new(path)?)?;
         listen(&listener, 128)?;
         let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let shared = Arc::new(Shared { engine, behind, appending: Mutex::new(()), count });
-        std::thread::Builder::new()
-            .name("firn-door".into())
-            .spawn(move || accept(&listener, &shared, &stopped))?;
-        Ok(Self { path: path.into(), stop })
+        let shared = Arc::new(Shared {
+            engine,
+            behind,
+            appending: Mutex::new(()),
+            count,
+            clients: AtomicU64::new(0),
+            listener: Arc::clone(&listener),
+            waiting: AtomicU64::new(0),
+            stop: Arc::clone(&stop),
+        });
+        Shared::add_thread(&shared)?;
+        Shared::top_up(&shared);
+        Ok(Self { path: path.into(), listener, stop })
     }
 }
 
 impl Drop for Door {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
-        // Wakes the thread in accept(2).
-        let _ = new_socket().and_then(|socket| Ok(connect(&socket, &SocketAddrUnix::new(&self.path)?)?));
+        // Wakes the threads in accept(2): they find EINVAL.
+        let _ = shutdown(&self.listener, Shutdown::Both);
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -105,49 +126,73 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-fn accept<B: Backing>(listener: &OwnedFd, shared: &Arc<Shared<B>>, stop: &AtomicBool) {
-    for client in 1.. {
-        let accepted = accept_with(listener, SocketFlags::CLOEXEC);
-        if stop.load(Ordering::Acquire) {
-            return;
-        }
-        let socket = match accepted {
-            Ok(socket) => socket,
-            Err(rustix::io::Errno::CONNABORTED | rustix::io::Errno::INTR) => continue,
-            Err(error) => {
-                tracing::warn!(%error, "door socket");
-                // Out of descriptors, most likely: without a pause this would spin.
-                std::thread::sleep(Duration::from_millis(100));
-                continue;
-            }
-        };
-        // Whoever is too many, or not let in, finds the connection closed and uses the kernel.
-        if shared.count.fetch_add(1, Ordering::AcqRel) >= CONNECTIONS_MAX {
-            shared.count.fetch_sub(1, Ordering::AcqRel);
-            continue;
-        }
-        let mine = Arc::clone(shared);
+impl<B: Backing> Shared<B> {
+    /// One more thread that waits for clients.
+    fn add_thread(this: &Arc<Self>) -> io::Result<()> {
+        this.waiting.fetch_add(1, Ordering::AcqRel);
+        let mine = Arc::clone(this);
         let thread = std::thread::Builder::new().name("firn-door".into()).stack_size(STACK_BYTES);
-        let served = thread.spawn(move || {
-            let client = ClientId(client);
-            if let Err(error) = serve(&socket, client, &mine) {
+        let started = thread.spawn(move || while Self::attend(&mine) {});
+        if started.is_err() {
+            this.waiting.fetch_sub(1, Ordering::AcqRel);
+        }
+        started.map(drop)
+    }
+
+    /// Waits for a client and serves it until it goes. Whether the thread is to wait for another one.
+    fn attend(this: &Arc<Self>) -> bool {
+        let Some(socket) = this.next_client() else { return false };
+        let left = this.waiting.fetch_sub(1, Ordering::AcqRel) - 1;
+        if left == 0
+            && let Err(error) = Self::add_thread(this)
+        {
+            tracing::warn!(%error, "cannot start a thread for door connections");
+            this.waiting.fetch_add(1, Ordering::AcqRel);
+            return true;
+        }
+        // Whoever is too many, or not let in, finds the connection closed and uses the kernel.
+        if this.count.fetch_add(1, Ordering::AcqRel) < CONNECTIONS_MAX {
+            let client = ClientId(this.clients.fetch_add(1, Ordering::AcqRel) + 1);
+            if let Err(error) = serve(&socket, client, this) {
                 tracing::debug!(%error, client = client.0, "a door connection ended");
             }
-            mine.engine.door_gone(client);
-            if let Behind::Tree(tree) = &mine.behind {
+            this.engine.door_gone(client);
+            if let Behind::Tree(tree) = &this.behind {
                 tree.client_gone(client);
             }
-            mine.count.fetch_sub(1, Ordering::AcqRel);
-        });
-        if let Err(error) = served {
-            tracing::warn!(%error, "cannot start a thread for a door connection");
-            shared.count.fetch_sub(1, Ordering::AcqRel);
         }
+        this.count.fetch_sub(1, Ordering::AcqRel);
+        let one_more = |waiting| (waiting < WAITING_MAX).then_some(waiting + 1);
+        this.waiting.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).is_ok()
+    }
+
+    /// `None`: the door ends.
+    fn next_client(&self) -> Option<OwnedFd> {
+        loop {
+            let accepted = accept_with(&self.listener, SocketFlags::CLOEXEC);
+            if self.stop.load(Ordering::Acquire) {
+                return None;
+            }
+            match accepted {
+                Ok(socket) => return Some(socket),
+                Err(rustix::io::Errno::CONNABORTED | rustix::io::Errno::INTR) => {}
+                Err(error) => {
+                    tracing::warn!(%error, "door socket");
+                    // Out of descriptors, most likely: without a pause this would spin.
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+            }
+        }
+    }
+
+    /// Some threads wait, so that the next client is answered at once.
+    fn top_up(this: &Arc<Self>) {
+        while this.waiting.load(Ordering::Acquire) < WAITING_MIN && Self::add_thread(this).is_ok() {}
     }
 }
 
 /// Until the client goes or talks nonsense.
-fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Shared<B>) -> io::Result<()> {
+fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Arc<Shared<B>>) -> io::Result<()> {
     let peer = socket_peercred(socket)?;
     if peer.uid != rustix::process::geteuid() {
         return Ok(());
@@ -158,7 +203,13 @@ fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Shared<B>) -> 
     // Clients of a mount send requests only.
     let room = if matches!(shared.behind, Behind::Tree(_)) { DATA_BYTES_MAX } else { 0 };
     let mut data = vec![0u8; room];
+    let mut topped_up = false;
     loop {
+        // What a new client sends first comes in one go and is answered before anything else.
+        if greeted && !topped_up && rustix::io::ioctl_fionread(socket)? == 0 {
+            topped_up = true;
+            Shared::top_up(shared);
+        }
         let Some(packet) = receive(socket, &mut data)? else { return Ok(()) };
         let Some((op, Packet { request, len, given })) =
             packet.and_then(|p| Op::from_word(p.request.op).map(|op| (op, p)))

@@ -45,6 +45,8 @@ struct Inner {
     attempts: u32,
     identity: Identity,
     mapping: Mapping,
+    /// The answer to the door that was asked for with the connection, and for which token.
+    opened: Option<(u64, Reply)>,
     /// Token of the request that was not answered yet, if any.
     ahead: Option<u64>,
     stash: [Option<(u64, Reply)>; STASH],
@@ -68,18 +70,31 @@ impl Links {
         Self { links: [const { Link::new() }; LINKS] }
     }
 
-    /// The number of the connection to the arena that a token names, for [`Links::get`].
-    pub(crate) fn to(&self, token: &Token) -> Option<u32> {
-        self.to_within(token, ATTEMPTS)
+    /// The number of the connection to the arena that a token names, for [`Links::get`]. For a writer, who asks
+    /// with [`ask_open`] next: of a new connection the answers are there then.
+    pub(crate) fn to_write(&self, token: &Token, lease_bytes: u64) -> Option<u32> {
+        self.to_within(token, ATTEMPTS, &mut First::Lease(lease_bytes))
+    }
+
+    /// The same for a reader: of a new connection the first extents come along, as from [`ask_extents`].
+    pub(crate) fn to_read(
+        &self,
+        token: &Token,
+        extents: &mut [MaybeUninit<Extent>],
+    ) -> Option<(u32, Option<Reply>)> {
+        let mut first = First::Extents(extents, None);
+        let link = self.to_within(token, ATTEMPTS, &mut first)?;
+        let reply = if let First::Extents(_, reply) = first { reply } else { None };
+        Some((link, reply))
     }
 
     /// The same for stubs, which have no other way: however often, and without the arena where this process
     /// cannot map it.
     pub(crate) fn to_at_any_rate(&self, token: &Token) -> Option<u32> {
-        self.to_within(token, u32::MAX / LINKS as u32 - 1)
+        self.to_within(token, u32::MAX / LINKS as u32 - 1, &mut First::Nothing)
     }
 
-    fn to_within(&self, token: &Token, attempts_max: u32) -> Option<u32> {
+    fn to_within(&self, token: &Token, attempts_max: u32, first: &mut First<'_>) -> Option<u32> {
         for (index, link) in self.links.iter().enumerate() {
             if !link.lock.take() {
                 continue;
@@ -92,7 +107,8 @@ impl Links {
             let found = inner.uuid == token.arena;
             if found && link.socket.load(Ordering::Relaxed) == 0 && inner.attempts < attempts_max {
                 inner.attempts += 1;
-                let socket = link.connect(inner, token, attempts_max > ATTEMPTS).map_or(0, |fd| fd + 1);
+                let socket = link.connect(inner, token, attempts_max > ATTEMPTS, first);
+                let socket = socket.map_or(0, |fd| fd + 1);
                 link.socket.store(socket, Ordering::Release);
             }
             let number = number(index, inner.attempts);
@@ -143,6 +159,7 @@ impl Link {
                 attempts: 0,
                 identity: Identity { device: 0, inode: 0 },
                 mapping: Mapping::NONE,
+                opened: None,
                 ahead: None,
                 stash: [const { None }; STASH],
                 stash_next: 0,
@@ -165,7 +182,13 @@ impl Link {
         (open.fd >= 0).then_some(open)
     }
 
-    fn connect(&self, inner: &mut Inner, token: &Token, at_any_rate: bool) -> Option<c_int> {
+    fn connect(
+        &self,
+        inner: &mut Inner,
+        token: &Token,
+        at_any_rate: bool,
+        first: &mut First<'_>,
+    ) -> Option<c_int> {
         // Where memory or descriptors are scarce on purpose, the program needs them more.
         let scarce = !sys::is_unlimited(libc::RLIMIT_AS);
         if scarce && !at_any_rate {
@@ -174,11 +197,10 @@ impl Link {
         let fd = connect_to(&token.socket)?;
         let fd = move_away(fd).unwrap_or(fd);
         let wanted = if scarce { Want::Nothing } else { Want::Arena { or_nothing: at_any_rate } };
-        match hello(fd, &token.arena, wanted) {
-            Some(mapping) => {
-                inner.mapping = mapping;
-                inner.identity = sys::identity(fd)?.0;
-                (inner.ahead, inner.stash) = (None, [None; STASH]);
+        let greeted = greet(fd, inner, token, wanted, first);
+        match greeted.and_then(|()| sys::identity(fd)) {
+            Some((identity, _)) => {
+                inner.identity = identity;
                 set_internal(fd, true);
                 Some(fd)
             }
@@ -188,6 +210,42 @@ impl Link {
             }
         }
     }
+}
+
+/// What is asked together with a new connection.
+enum First<'a> {
+    Nothing,
+    /// The door and a lease of so many bytes.
+    Lease(u64),
+    /// The first extents, and the answer.
+    Extents(&'a mut [MaybeUninit<Extent>], Option<Reply>),
+}
+
+/// The first requests over a connection, all sent before the first answer is waited for: firnd works while this
+/// process maps the arena.
+fn greet(fd: c_int, inner: &mut Inner, token: &Token, wanted: Want, first: &mut First<'_>) -> Option<()> {
+    send_hello(fd)?;
+    match first {
+        First::Nothing => {}
+        First::Lease(bytes) => {
+            send_open(fd, token.token, *bytes)?;
+            firn_client::door::prepare();
+        }
+        First::Extents(..) => {
+            send(fd, &Request { op: Op::Extents as u32, len: 0, token: token.token, arg: 0 })?;
+        }
+    }
+    inner.mapping = receive_hello(fd, &token.arena, wanted)?;
+    (inner.opened, inner.ahead, inner.stash) = (None, None, [None; STASH]);
+    match first {
+        First::Nothing => {}
+        First::Lease(_) => {
+            inner.opened = Some((token.token, receive(fd, &mut [])?));
+            inner.ahead = Some(token.token);
+        }
+        First::Extents(room, reply) => *reply = Some(receive(fd, room)?),
+    }
+    Some(())
 }
 
 impl Open<'_> {
@@ -212,6 +270,19 @@ impl Open<'_> {
         }
         inner.stash_next = inner.stash_next.wrapping_add(1);
         Some(())
+    }
+
+    /// Asks for the door and the first lease; the answer to the first question.
+    fn ask_open(&mut self, token: u64, lease_bytes: u64) -> Option<Reply> {
+        self.collect()?;
+        // Leases of an earlier door to this open file are over.
+        for slot in &mut self.inner_mut().stash {
+            *slot = slot.filter(|(of, _)| *of != token);
+        }
+        let reply = send_open(self.fd, token, lease_bytes).and_then(|()| receive(self.fd, &mut []));
+        let reply = self.or_give_up(reply)?;
+        self.inner_mut().ahead = Some(token);
+        Some(reply)
     }
 
     fn or_give_up<T>(&self, answer: Option<T>) -> Option<T> {
@@ -248,23 +319,22 @@ pub(crate) fn ask_extents(
 /// `None`: that connection has ended.
 pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply> {
     let mut open = TABLE.links.get(link)?;
-    open.collect()?;
-    // Leases of an earlier door to this open file are over.
-    for slot in &mut open.inner_mut().stash {
-        *slot = slot.filter(|(of, _)| *of != token);
-    }
-    let request = |op, len, arg| Request { op: op as u32, len, token, arg };
-    let sent = send(open.fd, &request(Op::OpenWrite, 0, 0))
-        .and_then(|()| send(open.fd, &request(Op::Lease, sys::cpu(), lease_bytes)))
-        .and_then(|()| receive(open.fd, &mut []));
-    let reply = open.or_give_up(sent)?;
-    open.inner_mut().ahead = Some(token);
+    let reply = match open.inner_mut().opened.take_if(|(of, _)| *of == token) {
+        Some((_, reply)) => reply,
+        None => open.ask_open(token, lease_bytes)?,
+    };
     drop(open);
     if !is_ok(&reply) {
         // No door, no lease: the second answer says so and is of no use later.
         take_ahead(link, token);
     }
     Some(reply)
+}
+
+fn send_open(fd: c_int, token: u64, lease_bytes: u64) -> Option<()> {
+    let request = |op, len, arg| Request { op: op as u32, len, token, arg };
+    send(fd, &request(Op::OpenWrite, 0, 0))?;
+    send(fd, &request(Op::Lease, sys::cpu(), lease_bytes))
 }
 
 /// Asks for a lease and does not wait for it: [`take_ahead`] does.
@@ -287,9 +357,18 @@ pub(crate) fn take_ahead(link: u32, token: u64) -> Option<Reply> {
     slot.take().map(|(_, reply)| reply)
 }
 
-/// Where the arena of a connection is mapped. It stays so as long as the process lives.
-pub(crate) fn mapping(link: u32) -> Option<Mapping> {
-    Some(TABLE.links.get(link)?.inner().mapping)
+/// Where the arena of a connection is mapped. It stays so as long as the process lives; the socket is not asked for.
+pub(crate) fn mapping(number: u32) -> Option<Mapping> {
+    let index = number as usize % LINKS;
+    let link = TABLE.links.links.get(index)?;
+    if !link.lock.take() {
+        return None;
+    }
+    // SAFETY: the lock is held.
+    let inner = unsafe { &*link.inner.get() };
+    let mapping = (self::number(index, inner.attempts) == number).then_some(inner.mapping);
+    link.lock.give();
+    mapping
 }
 
 /// The number of a connection: differs from that of the one before it over the same link.
@@ -350,10 +429,13 @@ enum Want {
     },
 }
 
-/// The first request: gives the arena.
-fn hello(fd: c_int, uuid: &[u8; 16], want: Want) -> Option<Mapping> {
-    let request = Request { op: Op::Hello as u32, len: 0, token: 0, arg: u64::from(DOOR_VERSION) };
-    send(fd, &request)?;
+/// The first request.
+fn send_hello(fd: c_int) -> Option<()> {
+    send(fd, &Request { op: Op::Hello as u32, len: 0, token: 0, arg: u64::from(DOOR_VERSION) })
+}
+
+/// Its answer gives the arena.
+fn receive_hello(fd: c_int, uuid: &[u8; 16], want: Want) -> Option<Mapping> {
     let mut reply = Reply::new_zeroed();
     let mut arena = Arena::new_zeroed();
     let mut parts = [part(reply.as_mut_bytes()), part(arena.as_mut_bytes())];
@@ -422,7 +504,8 @@ impl OneOff {
     pub(crate) fn to(token: &Token) -> Option<Self> {
         let fd = connect_to(&token.socket)?;
         let this = Self { fd };
-        hello(fd, &token.arena, Want::Nothing).map(|_| this)
+        send_hello(fd)?;
+        receive_hello(fd, &token.arena, Want::Nothing).map(|_| this)
     }
 
     /// As [`call`].

@@ -1,7 +1,9 @@
 //! Descriptors that were just opened: which of them are ours.
 //!
-//! Ours are regular files of a Firn mount. Nothing is asked of firnd yet, but once for each device.
+//! Ours are regular files of a Firn mount. Nothing is asked of firnd yet, but the token of the first file of each
+//! device. No fstatfs(2): on a mount that is a trip to firnd of its own.
 
+use std::cell::UnsafeCell;
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -9,6 +11,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use firn_format::door::{DOOR_VERSION, IOCTL_TOKEN, Token};
 
 use crate::hook::stream;
+use crate::lock::Lock;
 use crate::report::{self, Reason};
 use crate::stub;
 use crate::sys::{self, Identity, syscall};
@@ -16,7 +19,6 @@ use crate::table::{self, ACTIVE, Inner, TABLE, tag};
 
 /// Offsets that every write moves or blocks go to the disk: not what the arena is for.
 const UNUSUAL: c_int = libc::O_APPEND | libc::O_SYNC | libc::O_DSYNC | libc::O_DIRECT;
-const FUSE_SUPER_MAGIC: i64 = 0x6573_5546;
 /// Verdicts that are kept; a process rarely writes to more file systems.
 const DEVICES: usize = 16;
 
@@ -24,28 +26,56 @@ const DEVICES: usize = 16;
 pub(crate) struct Devices {
     known: [AtomicU64; DEVICES],
     next: AtomicU32,
+    lock: Lock,
+    /// The token that was asked for last to find out about a device.
+    first: UnsafeCell<Token>,
 }
 
 impl Devices {
     pub(crate) const fn new() -> Self {
-        Self { known: [const { AtomicU64::new(0) }; DEVICES], next: AtomicU32::new(0) }
+        let first = Token { token: 0, version: 0, pid: 0, arena: [0; 16], socket: [0; 112] };
+        Self {
+            known: [const { AtomicU64::new(0) }; DEVICES],
+            next: AtomicU32::new(0),
+            lock: Lock::new(),
+            first: UnsafeCell::new(first),
+        }
     }
 
-    /// Whether the descriptor's device is a Firn mount.
-    fn is_ours(&self, fd: c_int, device: u64) -> bool {
+    /// Whether the descriptor's device is a Firn mount; then its token, or 0 where it was not asked for.
+    fn is_ours(&self, fd: c_int, device: u64) -> Option<u64> {
         let key = device.wrapping_add(1) << 1;
         for known in &self.known {
             let word = known.load(Ordering::Relaxed);
             if word & !1 == key {
-                return word & 1 != 0;
+                return (word & 1 != 0).then_some(0);
             }
         }
-        let ours = is_fuse(fd) && token(fd).is_some();
+        // Mounts have no block device, and file systems without one answer ENOTTY at once.
+        let token = if device >> 32 == 0 { token(fd) } else { None };
+        let ours = token.is_some();
         let index = self.next.fetch_add(1, Ordering::Relaxed) as usize % DEVICES;
         if let Some(known) = self.known.get(index) {
             known.store(key | u64::from(ours), Ordering::Relaxed);
         }
-        ours
+        let token = token?;
+        if self.lock.take() {
+            // SAFETY: the lock is held.
+            unsafe { *self.first.get() = token };
+            self.lock.give();
+        }
+        Some(token.token)
+    }
+
+    /// The token of that number, if it was the last one that a device was asked for.
+    pub(crate) fn first_token(&self, number: u64) -> Option<Token> {
+        if number == 0 || !self.lock.take() {
+            return None;
+        }
+        // SAFETY: the lock is held.
+        let first = unsafe { *self.first.get() };
+        self.lock.give();
+        (first.token == number).then_some(first)
     }
 }
 
@@ -57,14 +87,6 @@ pub(crate) fn token(fd: c_int) -> Option<Token> {
     // SAFETY: zeros are a token.
     let token = unsafe { token.assume_init() };
     (result >= 0 && token.version == DOOR_VERSION).then_some(token)
-}
-
-fn is_fuse(fd: c_int) -> bool {
-    let mut stat = MaybeUninit::<libc::statfs64>::zeroed();
-    // SAFETY: the structure is ours, and of the kernel's layout on 64-bit machines.
-    let result = unsafe { syscall!(libc::SYS_fstatfs, fd, stat.as_mut_ptr()) };
-    // SAFETY: a structure of numbers.
-    result == 0 && unsafe { stat.assume_init() }.f_type == FUSE_SUPER_MAGIC
 }
 
 /// What a caller takes before it opens: whether somebody got copies of descriptors meanwhile.
@@ -145,9 +167,10 @@ pub(crate) fn note(fd: c_int, flags: c_int, before: &Before, by: By) -> Noted {
 }
 
 fn note_on_mount(fd: c_int, flags: c_int, (identity, mode): (Identity, u32), before: &Before, by: By) {
-    if mode & libc::S_IFMT != libc::S_IFREG || !TABLE.devices.is_ours(fd, identity.device) {
+    if mode & libc::S_IFMT != libc::S_IFREG {
         return;
     }
+    let Some(token) = TABLE.devices.is_ours(fd, identity.device) else { return };
     if flags & UNUSUAL != 0 {
         return report::left(Reason::Flags);
     }
@@ -158,6 +181,7 @@ fn note_on_mount(fd: c_int, flags: c_int, (identity, mode): (Identity, u32), bef
     let Some(mut held) = table::enter_new(fd) else { return };
     *held = Inner::new();
     held.identity = identity;
+    held.token = token;
     held.entry.in_kernel.store(0, Ordering::Relaxed);
     held.set_tag(if writes { tag::WRITER } else { tag::READER });
     if !before.still() {

@@ -70,13 +70,28 @@ impl List {
         *self = Self::new();
     }
 
-    fn map(&mut self) -> Option<()> {
+    /// Begins a new list; its room.
+    fn map(&mut self) -> Option<&mut [MaybeUninit<Extent>]> {
+        self.unmap();
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         let bytes = LIST_MAX * size_of::<Extent>();
         let flags = flags | libc::MAP_NORESERVE;
         // SAFETY: new memory.
         let at = unsafe { syscall!(libc::SYS_mmap, 0usize, bytes, prot, flags, -1isize, 0usize) };
-        (at > 0).then(|| self.extents = at as *mut Extent)
+        if at > 0 {
+            self.extents = at as *mut Extent;
+        }
+        self.room()
+    }
+
+    /// Room for the extents of one more answer.
+    fn room(&mut self) -> Option<&mut [MaybeUninit<Extent>]> {
+        if self.extents.is_null() || self.count + EXTENTS_MAX > LIST_MAX {
+            return None;
+        }
+        let room = self.extents.wrapping_add(self.count).cast::<MaybeUninit<Extent>>();
+        // SAFETY: the map has room for so many more, and nobody else has the list.
+        Some(unsafe { std::slice::from_raw_parts_mut(room, EXTENTS_MAX) })
     }
 
     pub(crate) fn extents(&self) -> &[Extent] {
@@ -126,13 +141,15 @@ pub(crate) unsafe fn read(fd: c_int, parts: &[iovec], at: Option<u64>, call: Cal
         }
     };
     let total = total_of(parts).filter(|total| *total > 0 && at.unwrap_or(0) <= i64::MAX as u64);
-    // SAFETY: the caller's promise.
-    let writable = || parts.iter().all(|part| unsafe { probe::is_writable(part.iov_base, part.iov_len) });
     let ready = total.is_some_and(|total| held.private || ask(&mut held, total));
-    let Some(total) = total.filter(|_| ready && writable()) else {
+    let Some(total) = total.filter(|_| ready) else {
         return through_kernel(held, at, call);
     };
     let offset = at.unwrap_or_else(|| held.entry.offset.load(Ordering::Relaxed));
+    // SAFETY: the caller's promise.
+    if !unsafe { are_writable(&held, parts, offset, total) } {
+        return through_kernel(held, at, call);
+    }
     // SAFETY: the caller's promise.
     let taken = unsafe { take(&mut held, parts, offset, total) };
     match taken {
@@ -148,6 +165,20 @@ pub(crate) unsafe fn read(fd: c_int, parts: &[iovec], at: Option<u64>, call: Cal
             through_kernel(held, at, call)
         }
     }
+}
+
+/// Whether the parts can be written where bytes of the file go. What lies behind its end stays as it is.
+///
+/// # Safety
+/// As for [`read`]; the list is the file's.
+pub(crate) unsafe fn are_writable(held: &Held, parts: &[iovec], offset: u64, total: usize) -> bool {
+    let mut left = held.list.size.saturating_sub(offset).min(total as u64) as usize;
+    parts.iter().all(|part| {
+        let len = part.iov_len.min(left);
+        left -= len;
+        // SAFETY: the caller's promise; so many bytes are about to be read.
+        unsafe { probe::is_writable(part.iov_base, len) }
+    })
 }
 
 /// A way to copy.
@@ -256,24 +287,30 @@ fn begin(held: &mut Held) -> bool {
 
 /// Fetches the whole list; how firnd answered.
 fn load(held: &mut Held) -> Option<Status> {
-    let token = token(held.fd)?;
-    held.link = TABLE.links.to(&token)?;
-    held.token = token.token;
-    load_known(held)
+    let token = TABLE.devices.first_token(held.token).or_else(|| token(held.fd))?;
+    let room = held.list.map()?;
+    let (link, first) = TABLE.links.to_read(&token, room)?;
+    (held.link, held.token) = (link, token.token);
+    load_from(held, first)
 }
 
 /// The same where the token is known.
 pub(crate) fn load_known(held: &mut Held) -> Option<Status> {
-    held.list.unmap();
     held.list.map()?;
+    load_from(held, None)
+}
+
+/// Fetches the list, whose first part may be there already.
+fn load_from(held: &mut Held, mut first: Option<Reply>) -> Option<Status> {
     held.list.mapping = connect::mapping(held.link)?;
     let mut from = 0;
     loop {
-        let reply = load_some(held, from)?;
+        let reply = first.take().or_else(|| load_some(held, from))?;
         let status = Status::from_word(reply.status);
         if status != Status::Ok {
             return Some(status);
         }
+        held.list.count += reply.count as usize;
         let changed = from > 0 && reply.stamp != held.list.stamp;
         if changed || !held.list.mapping.has_word(reply.slot) {
             return Some(Status::Busy);
@@ -288,18 +325,10 @@ pub(crate) fn load_known(held: &mut Held) -> Option<Status> {
     }
 }
 
-/// Fetches the extents from an offset on.
+/// Fetches the extents from an offset on, behind those that are there.
 fn load_some(held: &mut Held, from: u64) -> Option<Reply> {
-    let count = held.list.count;
-    if count + EXTENTS_MAX > LIST_MAX {
-        return None;
-    }
-    let room = held.list.extents.wrapping_add(count).cast::<MaybeUninit<Extent>>();
-    // SAFETY: the map has room for so many more.
-    let room = unsafe { std::slice::from_raw_parts_mut(room, EXTENTS_MAX) };
-    let reply = connect::ask_extents(held.link, held.token, (Op::Extents, from), room)?;
-    held.list.count = count + reply.count as usize;
-    Some(reply)
+    let (link, token) = (held.link, held.token);
+    connect::ask_extents(link, token, (Op::Extents, from), held.list.room()?)
 }
 
 /// The list does not hold any more.

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use crate::hook::stream;
 use crate::table::{self, ACTIVE, tag};
-use crate::{real, report, share, stub, trees};
+use crate::{lock, real, report, share, stub, trees};
 
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -17,6 +17,7 @@ static END: extern "C" fn() = end;
 
 extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *const c_char) {
     real::resolve();
+    lock::begin();
     // SAFETY: what the loader hands to constructors: arrays of C strings, ended by null.
     let (off, report, is_firnd) =
         unsafe { (value(envp, b"FIRN_PRELOAD"), value(envp, b"FIRN_PRELOAD_REPORT"), is_own_program(argv)) };

@@ -799,8 +799,7 @@ unsafe fn get(
     call: Call,
 ) -> Result<usize, c_int> {
     // SAFETY: the caller's promise.
-    let writable = || parts.iter().all(|part| unsafe { probe::is_writable(part.iov_base, part.iov_len) });
-    if has_list(held, total) && writable() {
+    if has_list(held, total) && unsafe { reader::are_writable(held, parts, offset, total) } {
         // SAFETY: the caller's promise.
         if let Some(taken) = unsafe { reader::take(held, parts, offset, total) } {
             report::fast(call, taken);

@@ -138,6 +138,10 @@ impl Table {
 /// Whether the library acts at all: 0 until [`start`](crate::start) found that it can.
 pub(crate) static ACTIVE: AtomicU32 = AtomicU32::new(0);
 
+/// Calls of vfork(2) under way in any thread: while there is none, nobody asks which thread it is. A look at a
+/// thread's own memory is a call in a library that is loaded at the start.
+static VFORKING: AtomicU32 = AtomicU32::new(0);
+
 thread_local! {
     /// How many children of vfork(2) run on this thread's stack.
     static VFORKS: Cell<u32> = const { Cell::new(0) };
@@ -338,17 +342,19 @@ pub(crate) fn is_owner() -> bool {
 /// Whether this code runs in a child of vfork(2), on its parent's memory.
 #[inline(always)]
 pub(crate) fn in_vfork_child() -> bool {
-    VFORKS.with(Cell::get) != 0
+    VFORKING.load(Ordering::Relaxed) != 0 && VFORKS.with(Cell::get) != 0
 }
 
 /// Before vfork(2): from now on this thread is the child.
 pub(crate) fn begin_vfork() {
+    VFORKING.fetch_add(1, Ordering::Relaxed);
     VFORKS.with(|count| count.set(count.get().wrapping_add(1)));
 }
 
 /// After vfork(2), in the parent.
 pub(crate) fn end_vfork() {
     VFORKS.with(|count| count.set(count.get().saturating_sub(1)));
+    VFORKING.fetch_sub(1, Ordering::Relaxed);
 }
 
 /// Descriptors with a tag, from `first` to `last`.

@@ -95,7 +95,8 @@ impl Trees {
     /// Whether an open file is a stub, of a device that may have a tree this process has not heard of.
     pub(crate) fn is_stub(&self, fd: c_int, device: u64) -> bool {
         if !self.has(device) {
-            if !is_tmpfs(fd) || !self.has_changed() {
+            // fstatfs(2) last: on a FUSE mount it is a trip to the server.
+            if !self.has_changed() || !is_tmpfs(fd) {
                 return false;
             }
             self.read();

@@ -14,7 +14,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering;
 
 use firn_client::door::{Outcome, SlabWriter};
-use firn_format::door::{Op, Reply, Status};
+use firn_format::door::{Op, Reply, Status, Token};
 use firn_format::piece::PIECE_BYTES;
 use libc::iovec;
 
@@ -76,6 +76,71 @@ pub(crate) fn total_of(parts: &[iovec]) -> Option<usize> {
     (total <= isize::MAX as usize).then_some(total.min(CALL_BYTES_MAX))
 }
 
+/// The usual write, at the descriptor's offset or at `at`: short, and into the lease that is there. `None`: it is
+/// another one, and nothing was done.
+///
+/// # Safety
+/// `data` is the program's.
+#[inline(always)]
+pub(crate) unsafe fn write_on(
+    fd: c_int,
+    data: *const c_void,
+    len: usize,
+    at: Option<u64>,
+    call: Call,
+) -> Option<Went> {
+    let Entered::Held(mut held) = table::enter(fd) else { return None };
+    if held.tag != tag::WRITER || !held.private || !held.has_writer || len == 0 || !probe::is_short(len) {
+        return None;
+    }
+    let has_asked = held.has_asked;
+    // SAFETY: `has_writer`.
+    let writer = unsafe { held.writer.assume_init_mut() };
+    if len > writer.free_bytes() as usize || (!has_asked && writer.is_half_full()) {
+        return None;
+    }
+    let offset = at.unwrap_or_else(|| sys::add(&held.entry.offset, len as u64));
+    // SAFETY: `has_writer`.
+    let writer = unsafe { held.writer.assume_init_mut() };
+    // SAFETY: the bytes are the program's to give; a bad pointer faults as docs of `probe` say.
+    let outcome = unsafe { writer.append(offset, data.cast(), len) };
+    if outcome != Outcome::Done(len) {
+        return Some(go_on(
+            held,
+            iovec { iov_base: data.cast_mut(), iov_len: len },
+            (at, offset),
+            outcome,
+            call,
+        ));
+    }
+    held.fast_bytes = held.fast_bytes.wrapping_add(len as u64);
+    report::fast(call, len);
+    Some(Went::Past(len as isize))
+}
+
+/// The rest of a write whose first try came to `outcome`.
+#[cold]
+fn go_on(
+    mut held: Held,
+    part: iovec,
+    (at, offset): (Option<u64>, u64),
+    outcome: Outcome,
+    call: Call,
+) -> Went {
+    let (len, done) = (part.iov_len, if let Outcome::Done(done) = outcome { done } else { 0 });
+    held.fast_bytes = held.fast_bytes.wrapping_add(done as u64);
+    let left = iovec { iov_base: part.iov_base.wrapping_byte_add(done), iov_len: len - done };
+    let (more, loss) = match outcome {
+        Outcome::Revoked => (0, Some(Loss::Revoked)),
+        _ => put(&mut held, &[left], offset.wrapping_add(done as u64), len - done),
+    };
+    if loss.is_some() {
+        return lose(held, &[part], (at, offset, len), (done + more, loss), call);
+    }
+    report::fast(call, len);
+    Went::Past(len as isize)
+}
+
 /// Writes at the descriptor's offset, or at `at`.
 pub(crate) fn write(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> Went {
     let mut held = match table::enter(fd) {
@@ -91,7 +156,7 @@ pub(crate) fn write(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> 
     if !held.private && !ask(&mut held, total as u64) {
         return kernel(held, at, call);
     }
-    let offset = at.unwrap_or_else(|| held.entry.offset.fetch_add(total as u64, Ordering::Relaxed));
+    let offset = at.unwrap_or_else(|| sys::add(&held.entry.offset, total as u64));
     let loss = if offset.checked_add(total as u64).is_some_and(|end| end <= i64::MAX as u64) {
         match put(&mut held, parts, offset, total) {
             (done, None) => {
@@ -253,12 +318,20 @@ fn ask(held: &mut Held, total: u64) -> bool {
 }
 
 fn open_write(held: &mut Held, total: u64) -> Option<Reply> {
-    let known = if held.link == 0 { None } else { connect::ask_open(held.link, held.token, total) };
+    let known = if held.link != 0 {
+        connect::ask_open(held.link, held.token, total)
+    } else {
+        TABLE.devices.first_token(held.token).and_then(|token| open_with(held, &token, total))
+    };
     if known.is_some_and(|reply| Status::from_word(reply.status) != Status::BadToken) {
         return known;
     }
     let token = token(held.fd)?;
-    held.link = TABLE.links.to(&token)?;
+    open_with(held, &token, total)
+}
+
+fn open_with(held: &mut Held, token: &Token, total: u64) -> Option<Reply> {
+    held.link = TABLE.links.to_write(token, total)?;
     held.token = token.token;
     connect::ask_open(held.link, held.token, total)
 }
@@ -430,7 +503,7 @@ fn again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Option<u64>) -> 
         return Went::Kernel(Ticket::of(entry));
     }
     let Some(total) = total_of(parts) else { return Went::Kernel(Ticket::NONE) };
-    let offset = entry.offset.fetch_add(total as u64, Ordering::Relaxed);
+    let offset = sys::add(&entry.offset, total as u64);
     report::kernel(Call::Write);
     Went::Past(pwrite_rest(fd, parts, offset, 0, total))
 }

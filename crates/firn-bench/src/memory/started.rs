@@ -14,6 +14,9 @@ use crate::worker::{self, Call, Task};
 const WITHOUT: &str = "without";
 const WITH: &str = "with the library";
 const CALLS: u64 = 2_000_000;
+/// Processes that make them, one after the other. What else the machine does adds time and takes none away, and
+/// where a process's code comes to lie makes 10 ns: the fastest counts.
+const CALLERS: u64 = 10;
 const STARTS: usize = 50;
 
 /// Adds a case for each kind of call and one for the start of a process.
@@ -44,9 +47,13 @@ pub fn measure(common: &Common, firn: &Firn, report: &mut Report) -> anyhow::Res
 }
 
 fn calls(call: Call, common: &Common, library: Option<&Path>) -> anyhow::Result<Sample> {
-    let count = common.choose(CALLS, CALLS / 10);
-    let outcomes = worker::run_with(library, &[Task::Calls { call, count }])?;
-    Ok(vec![("each", "ns", worker::elapsed_s(&outcomes) * 1e9 / count as f64)])
+    let count = common.choose(CALLS, CALLS / 10) / CALLERS;
+    let mut fastest = f64::MAX;
+    for _ in 0..CALLERS {
+        let outcomes = worker::run_with(library, &[Task::Calls { call, count }])?;
+        fastest = fastest.min(worker::elapsed_s(&outcomes) * 1e9 / count as f64);
+    }
+    Ok(vec![("each", "ns", fastest)])
 }
 
 fn starts(library: Option<&Path>) -> anyhow::Result<Sample> {

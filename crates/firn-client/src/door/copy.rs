@@ -5,16 +5,38 @@
 
 use std::ptr;
 
-/// From here on stores that leave the caches alone win.
-const STREAM_BYTES_MIN: usize = 256 << 10;
+/// From here on stores that leave the caches alone win: 30 GiB/s instead of 16 where the source is in a cache.
+/// Shorter ones would win too, but what is short may be read again soon.
+const STREAM_BYTES_MIN: usize = 64 << 10;
+
+/// Asks what the processor can do, before the first copy needs the answer.
+pub(super) fn prepare() {
+    #[cfg(target_arch = "x86_64")]
+    std::hint::black_box(std::arch::is_x86_feature_detected!("avx512f"));
+}
 
 /// Copies `len` bytes. When it returns, a Release store publishes them, however they were stored.
 ///
 /// # Safety
 /// As for [`ptr::copy_nonoverlapping`].
+#[inline(always)]
 pub unsafe fn copy(to: *mut u8, from: *const u8, len: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if len < STREAM_BYTES_MIN {
+            ptr::copy_nonoverlapping(from, to, len)
+        } else {
+            copy_many(to, from, len)
+        }
+    }
+}
+
+/// # Safety
+/// As for [`copy`].
+#[inline(never)]
+unsafe fn copy_many(to: *mut u8, from: *const u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    if len >= STREAM_BYTES_MIN {
+    {
         // The answers are kept in a static word after the first question; no allocation, no lock.
         if std::arch::is_x86_feature_detected!("avx512f") {
             // SAFETY: the caller's promise, and the processor has it.
@@ -54,54 +76,56 @@ unsafe fn stream(
     }
 }
 
-/// # Safety
-/// AVX-512F; `to` is aligned to 64, `len` is a multiple of 256.
+/// How far ahead of the loads the source is asked for. The processor's own prefetcher stops at the end of a page;
+/// with this a source that no cache holds is read at 21 instead of 18 GiB/s.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-unsafe fn avx512(to: *mut u8, from: *const u8, len: usize) {
-    use std::arch::x86_64::{_mm512_loadu_si512, _mm512_stream_si512};
-    let mut at = 0;
-    while at < len {
-        // SAFETY: four vectors within `len` bytes.
-        unsafe {
-            let from = from.add(at);
-            let a = _mm512_loadu_si512(from.cast());
-            let b = _mm512_loadu_si512(from.add(64).cast());
-            let c = _mm512_loadu_si512(from.add(128).cast());
-            let d = _mm512_loadu_si512(from.add(192).cast());
-            let to = to.add(at);
-            _mm512_stream_si512(to.cast(), a);
-            _mm512_stream_si512(to.add(64).cast(), b);
-            _mm512_stream_si512(to.add(128).cast(), c);
-            _mm512_stream_si512(to.add(192).cast(), d);
+const AHEAD_BYTES: usize = 2 << 10;
+
+/// A body of [`stream`]: four vectors at a time. A prefetch never faults, so it may reach beyond the source.
+#[cfg(target_arch = "x86_64")]
+macro_rules! body {
+    ($(#[$doc:meta])* $name:ident, $feature:literal, $bytes:literal, $load:ident, $store:ident) => {
+        $(#[$doc])*
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = $feature)]
+        unsafe fn $name(to: *mut u8, from: *const u8, len: usize) {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch, $load, $store};
+            let mut at = 0;
+            while at < len {
+                for line in (0..4 * $bytes).step_by(64) {
+                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at + AHEAD_BYTES + line).cast());
+                }
+                // SAFETY: four vectors within `len` bytes.
+                unsafe {
+                    let from = from.add(at);
+                    let a = $load(from.cast());
+                    let b = $load(from.add($bytes).cast());
+                    let c = $load(from.add(2 * $bytes).cast());
+                    let d = $load(from.add(3 * $bytes).cast());
+                    let to = to.add(at);
+                    $store(to.cast(), a);
+                    $store(to.add($bytes).cast(), b);
+                    $store(to.add(2 * $bytes).cast(), c);
+                    $store(to.add(3 * $bytes).cast(), d);
+                }
+                at += 4 * $bytes;
+            }
         }
-        at += 256;
-    }
+    };
 }
 
-/// # Safety
-/// AVX2; `to` is aligned to 32, `len` is a multiple of 128.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn avx2(to: *mut u8, from: *const u8, len: usize) {
-    use std::arch::x86_64::{_mm256_loadu_si256, _mm256_stream_si256};
-    let mut at = 0;
-    while at < len {
-        // SAFETY: four vectors within `len` bytes.
-        unsafe {
-            let from = from.add(at);
-            let a = _mm256_loadu_si256(from.cast());
-            let b = _mm256_loadu_si256(from.add(32).cast());
-            let c = _mm256_loadu_si256(from.add(64).cast());
-            let d = _mm256_loadu_si256(from.add(96).cast());
-            let to = to.add(at);
-            _mm256_stream_si256(to.cast(), a);
-            _mm256_stream_si256(to.add(32).cast(), b);
-            _mm256_stream_si256(to.add(64).cast(), c);
-            _mm256_stream_si256(to.add(96).cast(), d);
-        }
-        at += 128;
-    }
+body! {
+    /// # Safety
+    /// AVX-512F; `to` is aligned to 64, `len` is a multiple of 256.
+    avx512, "avx512f", 64, _mm512_loadu_si512, _mm512_stream_si512
+}
+
+#[cfg(target_arch = "x86_64")]
+body! {
+    /// # Safety
+    /// AVX2; `to` is aligned to 32, `len` is a multiple of 128.
+    avx2, "avx2", 32, _mm256_loadu_si256, _mm256_stream_si256
 }
 
 #[cfg(test)]

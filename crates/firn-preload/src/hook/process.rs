@@ -11,7 +11,7 @@ use crate::real::{
     CLONE, EXECL, EXECLE, EXECLP, EXECV, EXECVE, EXECVEAT, EXECVP, EXECVPE, FEXECVE, FORK_ONLY, POPEN,
     POSIX_SPAWN, POSIX_SPAWNP, SYSTEM,
 };
-use crate::share;
+use crate::{lock, share};
 
 type Strings = *const *const c_char;
 
@@ -60,6 +60,8 @@ unsafe fn do_fork_only() -> pid_t {
 }
 
 extern "C" fn share_all() {
+    // What clone(2) begins may be a thread, and the C library does not count it.
+    lock::never_single();
     share::all();
 }
 

@@ -45,9 +45,20 @@ unsafe fn to(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> Went {
 
 #[inline(never)]
 unsafe fn write_ours(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
+    // SAFETY: the caller's promise.
+    match unsafe { writer::write_on(fd, data, len, None, Call::Write) } {
+        Some(Went::Past(result)) if result >= 0 => result,
+        // SAFETY: the caller's promise.
+        went => unsafe { write_slowly(fd, data, len, went) },
+    }
+}
+
+/// A write that is not a usual one, or went as it did.
+#[inline(never)]
+unsafe fn write_slowly(fd: c_int, data: *const c_void, len: size_t, went: Option<Went>) -> ssize_t {
     let part = [iovec { iov_base: data.cast_mut(), iov_len: len }];
     // SAFETY: the caller's promise.
-    match unsafe { to(fd, &part, None, Call::Write) } {
+    match went.unwrap_or_else(|| unsafe { to(fd, &part, None, Call::Write) }) {
         Went::Past(result) => told(result),
         Went::Kernel(ticket) => {
             // SAFETY: the caller's promise.
@@ -92,14 +103,22 @@ unsafe fn writev_ours(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 #[inline(always)]
 unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) && offset >= 0 {
-        let part = [iovec { iov_base: data.cast_mut(), iov_len: len }];
         // SAFETY: the caller's promise.
-        if let Went::Past(result) = unsafe { to(fd, &part, Some(offset as u64), Call::Pwrite) } {
+        if let Went::Past(result) = unsafe { pwrite_ours(fd, data, len, offset as u64) } {
             return told(result);
         }
     }
     // SAFETY: the caller's promise.
     unsafe { PWRITE.get()(fd, data, len, offset) }
+}
+
+#[inline(never)]
+unsafe fn pwrite_ours(fd: c_int, data: *const c_void, len: size_t, offset: u64) -> Went {
+    // SAFETY: the caller's promise.
+    let went = unsafe { writer::write_on(fd, data, len, Some(offset), Call::Pwrite) };
+    let part = [iovec { iov_base: data.cast_mut(), iov_len: len }];
+    // SAFETY: the caller's promise.
+    went.unwrap_or_else(|| unsafe { to(fd, &part, Some(offset), Call::Pwrite) })
 }
 
 #[inline(always)]
