@@ -500,25 +500,40 @@ impl<B: Backing> Held<B> {
             }
             Stage::Ended => return Err(HeldError::None),
         }
-        let record = self.record(&scope, id)?;
-        // What is staged is durable before the record that tells of it.
-        self.base.sync_all()?;
-        staging::store(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
-        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
-        self.base.sync_dir(&firn)?;
-        self.base.sync_dir(&self.base.root())?;
+        self.write_record(&scope, id)?;
+        self.place_record(&scope, staging::RECORD)?;
+        if let Err(errno) = self.base.sync_dir(&scope.dir) {
+            // Nobody was told: it goes back, or it stays and can be decided.
+            if self.base.unlink(&scope.dir, OsStr::new(staging::RECORD)).is_err() {
+                scope.turn(Stage::Prepared(id));
+            }
+            return Err(errno.into());
+        }
         scope.turn(Stage::Prepared(id));
         Ok(())
     }
 
-    /// Decides for the transaction, durably, and carries it out; prepares it first if nobody did. Where this
+    /// Makes what is staged durable, and a record that tells of it, which is in force once it is in its place.
+    fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), Errno> {
+        let record = self.record(scope, id)?;
+        self.base.sync_all()?;
+        staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
+        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        self.base.sync_dir(&firn)?;
+        self.base.sync_dir(&self.base.root())
+    }
+
+    fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
+        let new = staging::new_name(staging::RECORD);
+        let flags = RenameFlags::empty();
+        self.base.rename(&scope.dir, OsStr::new(&new), &scope.dir, OsStr::new(name), flags)
+    }
+
+    /// Decides for the transaction, durably, and carries it out. Where this
     /// fails it can be called again: before the decision the transaction is as it was, after it
     /// ([`Stage::Decided`]) it is going to be carried out.
     pub fn commit(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
         let scope = self.scope_at(node)?;
-        if scope.is_open() {
-            self.prepare(node, id)?;
-        }
         let (_names, _data) = (self.tree.write(), self.data.write());
         let stage = *scope.stage.lock();
         match stage {
@@ -531,8 +546,15 @@ impl<B: Backing> Held<B> {
                 scope.turn(Stage::Decided(id));
                 self.base.sync_dir(&scope.dir)?;
             }
+            Stage::Open => {
+                // Decided at once: a crash before leaves nothing that waits for a decision.
+                self.write_record(&scope, id)?;
+                self.place_record(&scope, staging::COMMIT)?;
+                scope.turn(Stage::Decided(id));
+                self.base.sync_dir(&scope.dir)?;
+            }
             Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
-            Stage::Open | Stage::Ended => return Err(HeldError::None),
+            Stage::Ended => return Err(HeldError::None),
         }
         let path = format!("{}/tx-{}/{}", staging::TOP, scope.serial, staging::COMMIT);
         let stored = staging::load(&self.base, &scope.dir, staging::COMMIT)?;

@@ -53,9 +53,14 @@ pub(crate) fn find<B: Backing>(
     }
 }
 
-/// Puts a file with these bytes in the place of `name`, durably.
-pub(crate) fn store<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
-    let new = format!("{name}.new");
+/// The name that something has before it is whole.
+pub(crate) fn new_name(name: &str) -> String {
+    format!("{name}.new")
+}
+
+/// Makes a file with these bytes, durable but for its name, which is not yet `name` ([`new_name`]).
+pub(crate) fn write<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
+    let new = new_name(name);
     let new = OsStr::new(&new);
     if find(base, parent, new)?.is_some() {
         base.unlink(parent, new)?;
@@ -68,8 +73,14 @@ pub(crate) fn store<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &
             count => count,
         };
     }
-    base.sync(&file, false)?;
-    base.rename(parent, new, parent, OsStr::new(name), RenameFlags::empty())?;
+    base.sync(&file, false)
+}
+
+/// Puts a file with these bytes in the place of `name`, durably.
+pub(crate) fn store<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
+    write(base, parent, name, bytes)?;
+    let new = new_name(name);
+    base.rename(parent, OsStr::new(&new), parent, OsStr::new(name), RenameFlags::empty())?;
     base.sync_dir(parent)
 }
 
