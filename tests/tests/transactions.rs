@@ -96,7 +96,7 @@ fn an_abort_brings_everything_back_also_for_who_has_files_open() {
     assert_same_bytes("in the backing", &read(&backing.join("file")), &expected);
 }
 
-/// Proves S-tx-4: what firnd's end leaves of a transaction.
+/// Proves S-tx-3, S-tx-4, S-tx-7, S-tx-8: what firnd's end leaves of a transaction.
 #[test]
 fn what_was_prepared_outlives_firnd_and_what_was_not_is_undone() {
     let sandbox = Sandbox::new("txkill");
@@ -104,6 +104,7 @@ fn what_was_prepared_outlives_firnd_and_what_was_not_is_undone() {
         firn(&sandbox, "begin", mount.path()).ok();
         fs::write(mount.join("file"), content).expect("write");
         fs::write(mount.join("more"), content).expect("write");
+        fs::File::open(mount.join("more")).and_then(|file| file.sync_all()).expect("fsync");
     };
     let mount = FirnMount::new(&sandbox, COMMIT);
     fs::write(mount.join("file"), b"first").expect("write");
@@ -182,7 +183,7 @@ fn directories_have_transactions_of_their_own() {
     mount.umount();
 }
 
-/// Proves S-tx-7.
+/// Proves S-tx-7, S-tx-9.
 #[test]
 fn what_cannot_be_is_refused_with_what_to_do() {
     let sandbox = Sandbox::new("txbad");
