@@ -286,12 +286,13 @@ impl<B: Backing> Held<B> {
         let subdirectory = |object: &Arc<Object<B>>| i64::from(is_dir(object));
         if let Some(target) = target {
             if exchange {
-                let more = subdirectory(&source) - subdirectory(&target);
-                self.name(&scope, from, name, Some(&target), -more);
-                self.name(&scope, to, new_name, Some(&source), more);
+                // First: where they are now is where the backing has them.
                 for object in [&source, &target] {
                     self.renamed(&scope, object, 0);
                 }
+                let more = subdirectory(&source) - subdirectory(&target);
+                self.name(&scope, from, name, Some(&target), -more);
+                self.name(&scope, to, new_name, Some(&source), more);
                 if source.kind == Kind::File && target.kind == Kind::File {
                     scope.book.lock().exchange((from.key, name), (to.key, new_name));
                 }

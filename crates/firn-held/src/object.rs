@@ -31,7 +31,8 @@ pub struct Object<B: Backing> {
     pub(crate) kind: Kind,
     pub(crate) seat: Mutex<Option<Seat<B>>>,
     pub(crate) inner: RwLock<Inner<B>>,
-    /// Of the top: there is a directory in it that is not shown.
+    /// One of its links is Firn's and not shown: of the top, the directory of all that is staged; of others, a
+    /// name that they are found by after a crash.
     pub(crate) hides: AtomicBool,
     /// Handles on it.
     opens: AtomicUsize,
@@ -141,10 +142,14 @@ impl<B: Backing> Object<B> {
     /// The attributes that programs see.
     pub(crate) fn attr(&self, base: &B) -> Result<Attr> {
         let mut attr = self.inner.read().attr(base, self)?;
-        if self.hides.load(Ordering::Acquire) && attr.nlink > 1 {
-            attr.nlink -= 1;
+        if self.kind != Kind::Dir || attr.nlink > 1 {
+            attr.nlink = attr.nlink.saturating_sub(self.hidden_links());
         }
         Ok(attr)
+    }
+
+    pub(crate) fn hidden_links(&self) -> u32 {
+        u32::from(self.hides.load(Ordering::Acquire))
     }
 
     pub(crate) fn opened(&self) {

@@ -1,6 +1,6 @@
 //! Transactions: begun, prepared, committed or aborted; and what a crash left of them.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -216,6 +216,8 @@ pub struct Held<B: Backing> {
     pub(crate) base: B,
     top: Node<B>,
     objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
+    /// Objects that have a staged name more.
+    anchored: Mutex<HashSet<Key>>,
     scopes: RwLock<Vec<Arc<Scope<B>>>>,
     pub(crate) scope_count: AtomicUsize,
     last_serial: AtomicU64,
@@ -243,6 +245,7 @@ impl<B: Backing> Held<B> {
             base,
             top,
             objects: Mutex::default(),
+            anchored: Mutex::default(),
             scopes: RwLock::default(),
             scope_count: AtomicUsize::new(0),
             last_serial: AtomicU64::new(0),
@@ -310,6 +313,8 @@ impl<B: Backing> Held<B> {
 
     /// A transaction that an earlier firnd prepared: its scope is as it was before, and frozen.
     fn wait_for_decision(&self, serial: u64, dir: B::Node, record: Record) -> Result<(), HeldError> {
+        let anchored = record.items.iter().filter(|item| item.anchor_at.is_some());
+        self.anchored.lock().extend(anchored.map(|item| (item.identity.dev, item.identity.ino)));
         let mut root = match &self.top {
             Node::Tracked(top) => Arc::clone(top),
             Node::Plain(_) => return Ok(()),
@@ -381,6 +386,7 @@ impl<B: Backing> Held<B> {
         let inner = Inner { base: Some(node), change: None };
         let seat = Some((Arc::clone(parent), name.to_owned()));
         let object = Arc::new(Object::new(key, attr.kind, inner, seat));
+        object.hides.store(self.anchored.lock().contains(&key), Ordering::Release);
         self.note(&mut objects, &object);
         object
     }
@@ -635,6 +641,15 @@ impl<B: Backing> Held<B> {
     }
 
     fn end(&self, scope: &Arc<Scope<B>>) {
+        let is_left = |key: &Key| match self.objects.lock().get(key).and_then(Weak::upgrade) {
+            Some(object) if object.is_below(&scope.root) => {
+                object.hides.store(false, Ordering::Release);
+                false
+            }
+            Some(_) => true,
+            None => scope.recovered.is_none() && self.scopes.read().len() > 1,
+        };
+        self.anchored.lock().retain(is_left);
         self.scopes.write().retain(|other| !Arc::ptr_eq(other, scope));
         self.scope_count.fetch_sub(1, Ordering::Release);
         scope.turn(Stage::Ended);
@@ -737,7 +752,7 @@ impl<B: Backing> Held<B> {
                     let attr = self.base.attr(&twin.node)?;
                     item.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
                 }
-            } else if inner.attr_links(&self.base)? != 0 || is_root {
+            } else if inner.links(&self.base)? > i64::from(object.hidden_links()) || is_root {
                 item.twin_at = at;
                 if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
                     let size = self.base.attr(&twin.node)?.size;
@@ -811,7 +826,7 @@ impl<B: Backing> Held<B> {
         number
     }
 
-    /// Sees to it that an object of the backing that leaves no name is found by one that it keeps.
+    /// Sees to it that an object of the backing is found by a name that it keeps, or on its way to another.
     fn settle(
         &self,
         scope: &Scope<B>,
@@ -821,17 +836,18 @@ impl<B: Backing> Held<B> {
         items: &mut BTreeMap<u64, Item>,
     ) -> Result<(), Errno> {
         let Some(item) = items.get(&number) else { return Ok(()) };
-        let is_sought = item.is_dir || item.twin_at.is_some() || !item.comes.is_empty();
-        if number == 0 || !item.leaves.is_empty() || item.new_at.is_some() || !is_sought {
+        let (leaves, comes) = (!item.leaves.is_empty(), !item.comes.is_empty());
+        let is_sought = item.is_dir || item.twin_at.is_some() || comes;
+        // One that moves is found on its way.
+        if number == 0 || item.new_at.is_some() || !is_sought || (leaves && comes) {
             return Ok(());
         }
         let inner = object.inner.read();
         let Some(origin) = inner.change.as_ref().map(|change| change.origin.clone()) else { return Ok(()) };
-        if let Some((parent, name)) = origin {
+        if let Some((parent, name)) = origin.filter(|_| !leaves) {
             let below = parent.inner.read().base.clone();
-            let found = below.map(|dir| staging::find(&self.base, &dir, &name)).transpose();
-            let is_there = matches!(&found, Ok(Some(Some((_, attr)))) if (attr.dev, attr.ino) == object.key);
-            if is_there {
+            let found = below.map(|dir| staging::find(&self.base, &dir, &name)).transpose()?.flatten();
+            if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
                 let parent = self.number(scope, &parent, numbers, items);
                 let item = items.get_mut(&number).expect("seen above");
                 item.stays = Some((parent, name.as_bytes().to_vec()));
@@ -846,6 +862,8 @@ impl<B: Backing> Held<B> {
             Ok(_) | Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno),
         }
+        object.hides.store(true, Ordering::Release);
+        self.anchored.lock().insert(object.key);
         items.get_mut(&number).expect("seen above").anchor_at = Some((nest_name, text));
         Ok(())
     }
@@ -856,14 +874,14 @@ fn identity<B: Backing>(object: &Object<B>) -> Identity {
 }
 
 impl<B: Backing> Inner<B> {
-    /// Names that the object has; 1 for a directory that is there.
-    fn attr_links(&self, base: &B) -> Result<i64, Errno> {
-        let Some(change) = &self.change else { return Ok(1) };
+    /// Names that the object has, also one that is not shown; 2 for a directory that is there.
+    fn links(&self, base: &B) -> Result<i64, Errno> {
+        let Some(change) = &self.change else { return Ok(2) };
         if change.removed {
             return Ok(0);
         }
         let Some(node) = &self.base else { return Ok(change.links) };
         let attr = base.attr(node)?;
-        Ok(if attr.kind == Kind::Dir { 1 } else { i64::from(attr.nlink) + change.links })
+        Ok(if attr.kind == Kind::Dir { 2 } else { i64::from(attr.nlink) + change.links })
     }
 }
