@@ -18,10 +18,10 @@ impl<B: Backing> Held<B> {
         change: impl FnOnce(&B::Node) -> Result<()>,
     ) -> Result<()> {
         let (_data, scope) = self.writing(object)?;
-        let Some(scope) = scope else { return change(object.inner.read().node()?) };
+        let Some(scope) = scope else { return change(&object.inner.read().node(&self.base)?) };
         let mut inner = object.inner.write();
         self.twin(&scope, object, &mut inner)?;
-        change(inner.node()?)
+        change(&inner.node(&self.base)?)
     }
 
     pub(crate) fn set_times_of(&self, node: &Node<B>, atime: SetTime, mtime: SetTime) -> Result<()> {
@@ -93,6 +93,6 @@ impl<B: Backing> Held<B> {
             },
         };
         staging::copy_attributes(&self.base, node, &twin)?;
-        Ok((Twin { node: twin, at: (nest_name, text) }, attr.size))
+        Ok((Twin { nest, at: (nest_name, text), held: None }, attr.size))
     }
 }

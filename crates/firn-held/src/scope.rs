@@ -227,6 +227,17 @@ pub struct Held<B: Backing> {
     pub(crate) data: RwLock<()>,
 }
 
+impl<B: Backing> Drop for Held<B> {
+    fn drop(&mut self) {
+        // Names of a transaction that is still open lead to objects that lead to their directory.
+        for scope in self.scopes.get_mut().drain(..) {
+            for object in std::mem::take(&mut *scope.changed.lock()).into_values() {
+                object.inner.write().change = None;
+            }
+        }
+    }
+}
+
 /// Proof that names stay, or that they may be changed.
 pub(crate) enum Names<'a> {
     Shared(#[allow(dead_code)] RwLockReadGuard<'a, ()>),
@@ -321,7 +332,7 @@ impl<B: Backing> Held<B> {
         };
         for name in record.scope.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
             let name = OsStr::from_bytes(name);
-            let parent = root.inner.read().node()?.clone();
+            let parent = root.inner.read().node(&self.base)?;
             let (node, attr) = self.base.lookup(&parent, name)?;
             root = self.intern(node, &attr, &root, name);
         }
@@ -567,13 +578,13 @@ impl<B: Backing> Held<B> {
         let record = stored
             .map(|bytes| Record::decode(&bytes).map_err(|source| HeldError::Record { path, source }))
             .transpose()?;
+        self.hold_new(&scope)?;
         // Without it, an earlier attempt came to the end and could not say so.
         if let Some(record) = record {
             let mut apply = Apply::new(&self.base, &record, &scope.new, &scope.away);
             for (number, object) in scope.changed.lock().iter() {
                 let inner = object.inner.read();
-                let node = inner.base.clone().or_else(|| inner.twin().map(|twin| twin.node.clone()));
-                if let Some(node) = node {
+                if let Some(node) = inner.base.clone() {
                     apply.know(*number, node);
                 }
             }
@@ -586,12 +597,29 @@ impl<B: Backing> Held<B> {
             let mut inner = object.inner.write();
             let Some(change) = inner.change.take() else { continue };
             if inner.base.is_none() {
-                inner.base = change.twin.map(|twin| twin.node);
+                inner.base = change.twin.and_then(|twin| twin.held);
             }
             object.let_go();
         }
         self.end(&scope);
         self.clean_up(&scope);
+        Ok(())
+    }
+
+    /// Holds the new objects that anybody refers to, before their staged names go. The others are found by their
+    /// new names when they are looked up.
+    fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
+        for object in scope.changed.lock().values() {
+            let mut inner = object.inner.write();
+            let is_new = inner.base.is_none();
+            let Some(change) = inner.change.as_mut().filter(|_| is_new) else { continue };
+            // The scope's, and one for each name.
+            let ours = 1 + usize::try_from(change.links).unwrap_or(0);
+            let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
+            if let Some(twin) = change.twin.as_mut().filter(|twin| is_used && twin.held.is_none()) {
+                twin.held = Some(twin.node(&self.base)?);
+            }
+        }
         Ok(())
     }
 
@@ -743,19 +771,20 @@ impl<B: Backing> Held<B> {
             let mut item = Item::new(number, identity(object), object.kind == Kind::Dir);
             let at = change.twin.as_ref().map(|twin| twin.at.clone());
             if let (Some(twin), Some(touched)) = (&change.twin, change.touched) {
-                let mtime = self.base.attr(&twin.node)?.mtime.max(touched);
-                self.base.set_times(&twin.node, SetTime::Keep, SetTime::At(mtime))?;
+                let node = twin.node(&self.base)?;
+                let mtime = self.base.attr(&node)?.mtime.max(touched);
+                self.base.set_times(&node, SetTime::Keep, SetTime::At(mtime))?;
             }
             if inner.base.is_none() {
                 item.new_at = at;
                 if let Some(twin) = change.twin.as_ref().filter(|_| item.is_dir && !change.removed) {
-                    let attr = self.base.attr(&twin.node)?;
+                    let attr = self.base.attr(&twin.node(&self.base)?)?;
                     item.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
                 }
             } else if inner.links(&self.base)? > i64::from(object.hidden_links()) || is_root {
                 item.twin_at = at;
                 if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
-                    let size = self.base.attr(&twin.node)?.size;
+                    let size = self.base.attr(&twin.node(&self.base)?)?.size;
                     let written = change.written.iter().map(|r| (r.start, r.end)).collect();
                     item.data = Some(Data { cut: change.cut, size, written });
                 }
