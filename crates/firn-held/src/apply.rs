@@ -91,7 +91,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         let found = self.search(item, above);
         above.pop();
         let found = found?;
-        if let Some(node) = &found {
+        // Of directories only: there may be more files than a process may hold descriptors.
+        if let Some(node) = found.as_ref().filter(|_| item.is_dir) {
             self.known.insert(number, node.clone());
         }
         Ok(found)
