@@ -28,6 +28,7 @@ pub(crate) struct Apply<'a, B: Backing> {
     new: &'a B::Node,
     away: &'a B::Node,
     known: HashMap<u64, B::Node>,
+    twins: HashMap<u64, B::Node>,
     nests: HashMap<&'a str, B::Node>,
     placed: BTreeSet<u64>,
 }
@@ -36,7 +37,8 @@ impl<'a, B: Backing> Apply<'a, B> {
     pub(crate) fn new(base: &'a B, record: &'a Record, new: &'a B::Node, away: &'a B::Node) -> Self {
         let items = record.items.iter().map(|item| (item.number, item)).collect();
         let known = HashMap::from([(0, base.root())]);
-        Self { base, items, new, away, known, nests: HashMap::new(), placed: BTreeSet::new() }
+        let (twins, nests) = (HashMap::new(), HashMap::new());
+        Self { base, items, new, away, known, twins, nests, placed: BTreeSet::new() }
     }
 
     /// The object is at hand and need not be looked for.
@@ -44,6 +46,11 @@ impl<'a, B: Backing> Apply<'a, B> {
         if number != 0 {
             self.known.insert(number, node);
         }
+    }
+
+    /// The same for its twin.
+    pub(crate) fn know_twin(&mut self, number: u64, twin: B::Node) {
+        self.twins.insert(number, twin);
     }
 
     pub(crate) fn run(&mut self) -> Result<()> {
@@ -138,7 +145,10 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(node)
     }
 
-    fn staged(&mut self, at: &'a Staged) -> Result<B::Node> {
+    fn twin(&mut self, item: &Item, at: &'a Staged) -> Result<B::Node> {
+        if let Some(twin) = self.twins.get(&item.number) {
+            return Ok(twin.clone());
+        }
         let nest = self.nest(&at.0)?;
         Ok(self.base.lookup(&nest, OsStr::new(&at.1))?.0)
     }
@@ -152,18 +162,20 @@ impl<'a, B: Backing> Apply<'a, B> {
     fn write(&mut self, item: &'a Item, data: &Data, at: &'a Staged) -> Result<()> {
         let Some(node) = self.locate(item.number, &mut Vec::new())? else { return Ok(()) };
         let unchanged = data.written.is_empty() && data.cut >= data.size;
-        if unchanged && self.base.attr(&node)?.size == data.size {
+        let size = self.base.attr(&node)?.size;
+        if unchanged && size == data.size {
             return Ok(());
         }
-        let from = self.base.open(&self.staged(at)?, Access::Read)?;
+        let from = self.base.open(&self.twin(item, at)?, Access::Read)?;
         let to = self.base.open(&node, Access::ReadWrite)?;
-        let size = self.base.attr(&node)?.size;
         // Both, so that what lies between is a hole. On a second attempt bytes that were written before are
         // cut off too, and written again.
         if data.cut < size {
             self.base.set_len(&to, data.cut)?;
         }
-        self.base.set_len(&to, data.size)?;
+        if data.cut.min(size) != data.size {
+            self.base.set_len(&to, data.size)?;
+        }
         for &(start, end) in &data.written {
             self.copy(&from, &to, start, end.min(data.size))?;
         }
@@ -285,7 +297,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             self.base.set_times(&node, atime, mtime)?;
         }
         let Some(at) = &item.twin_at else { return Ok(()) };
-        let twin = self.staged(at)?;
+        let twin = self.twin(item, at)?;
         crate::staging::copy_attributes(self.base, &twin, &node)
     }
 }
