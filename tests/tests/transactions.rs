@@ -8,6 +8,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::time::Duration;
 
+use firn_tests::c::{Installed, Link};
 use firn_tests::command::{Outcome, wait_child};
 use firn_tests::differential::{self, Answer, Op, Rules, Side, draw};
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
@@ -205,6 +206,29 @@ fn what_cannot_be_is_refused_with_what_to_do() {
     sandbox.run([OsStr::new("umount"), OsStr::new("--force"), mount.path().as_os_str()]).ok();
     mount.wait_for_end();
     assert_eq!(fs::read(mount.backing().join("file")).expect("read"), b"x", "undone");
+}
+
+/// Proves S-tx-1, S-tx-2, S-tx-3, S-tx-4, S-tx-7.
+#[test]
+fn a_c_program_begins_prepares_commits_aborts_and_restores() {
+    let sandbox = Sandbox::new("txc");
+    let installed = Installed::new(&sandbox);
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    for link in [Link::Shared, Link::Static] {
+        let program = installed.compile("tests/c/transaction.c", link);
+        let dir = mount.join(format!("{link:?}"));
+        fs::create_dir(&dir).expect("mkdir");
+        run(installed.command(&program).arg("steps").arg(&dir)).ok();
+        assert_eq!(fs::read(dir.join("file")).expect("read"), b"fifth");
+        let behind = mount.backing().join(format!("{link:?}/file"));
+        assert_eq!(fs::read(behind).expect("read"), b"fifth", "the backing has what was committed");
+    }
+    let program = installed.compile("tests/c/transaction.c", Link::Shared);
+    run(installed.command(&program).arg("errors").arg(mount.path()).arg(sandbox.path())).ok();
+    mount.umount();
+    let plain = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M");
+    run(installed.command(&program).arg("refused").arg(plain.path())).ok();
+    plain.umount();
 }
 
 /// A transaction answers as most file systems do.

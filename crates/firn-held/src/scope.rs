@@ -125,6 +125,8 @@ pub(crate) struct Scope<B: Backing> {
     away: B::Node,
     /// Directories below `new`, by what objects made in them inherit.
     nests: Mutex<HashMap<Inherited, (String, B::Node)>>,
+    /// The one for objects that inherit nothing.
+    plain_nest: Mutex<Option<(String, B::Node)>>,
     last_number: AtomicU64,
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
     pub(crate) book: Mutex<Book>,
@@ -207,7 +209,11 @@ impl<B: Backing> Scope<B> {
 
     /// Where twins are staged, which inherit nothing.
     pub(crate) fn plain_nest(&self, base: &B) -> Result<(String, B::Node), Errno> {
-        self.nest(base, &self.dir)
+        let mut plain = self.plain_nest.lock();
+        if plain.is_none() {
+            *plain = Some(self.nest(base, &self.dir)?);
+        }
+        Ok(plain.clone().expect("just made"))
     }
 }
 
@@ -359,6 +365,7 @@ impl<B: Backing> Held<B> {
             away: staging::dir(&self.base, &dir, staging::AWAY)?,
             dir,
             nests: Mutex::default(),
+            plain_nest: Mutex::default(),
             last_number: AtomicU64::new(0),
             changed: Mutex::default(),
             book: Mutex::default(),
