@@ -11,7 +11,7 @@ use std::time::Duration;
 use firn_tests::c::{Installed, Link};
 use firn_tests::command::{Outcome, wait_child};
 use firn_tests::differential::{self, Answer, Op, Rules, Side, draw};
-use firn_tests::fsops::{assert_same_bytes, open_rw, read};
+use firn_tests::fsops::{Mapping, assert_same_bytes, open_rw, read};
 use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::sandbox::{kill, preload_library};
 use firn_tests::suite::{exclusions, new_failures, pjdfstest};
@@ -19,6 +19,7 @@ use firn_tests::tree::{Tree, assert_same, differences, snapshot};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, run, seed};
 use rand::Rng;
 use rustix::io::Errno;
+use rustix::mm::MapFlags;
 
 const COMMIT: &str = "arena-size=32M,chunk-size=1M,drain=commit";
 const MIB: usize = 1 << 20;
@@ -129,6 +130,54 @@ fn what_was_prepared_outlives_firnd_and_what_was_not_is_undone() {
     begin(&mount, b"after 17");
     firn_id(&sandbox, "restore", mount.path(), 17).ok();
     assert_eq!(fs::read(mount.join("more")).expect("read"), b"prepared", "what came after 17 is gone");
+    mount.umount();
+}
+
+/// Proves S-tx-7: with `history`, older commits come back, also what was written and removed since.
+#[test]
+fn older_commits_are_restored_as_far_as_they_are_kept() {
+    let sandbox = Sandbox::new("txhistory");
+    let options = format!("{COMMIT},history=2");
+    let mount = FirnMount::new(&sandbox, &options);
+    let mut trees = Vec::new();
+    for id in 1..=4u64 {
+        firn(&sandbox, "begin", mount.path()).ok();
+        fs::write(mount.join("state"), bytes(id, MIB + 10)).expect("write");
+        fs::write(mount.join(format!("step{id}")), bytes(id, 5000)).expect("write");
+        if id > 1 {
+            fs::remove_file(mount.join(format!("step{}", id - 1))).expect("remove");
+        }
+        firn_id(&sandbox, "commit", mount.path(), id).ok();
+        trees.push(snapshot(mount.path()));
+    }
+    firn_id(&sandbox, "restore", mount.path(), 1).code(1).says("those are: 4, 3, 2");
+    firn_id(&sandbox, "restore", mount.path(), 3).ok();
+    assert_same("checkpoint 3", &snapshot(mount.path()), &trees[2]);
+    mount.kill();
+    let mount = FirnMount::new(&sandbox, &options);
+    firn_id(&sandbox, "restore", mount.path(), 2).ok();
+    assert_same("checkpoint 2", &snapshot(mount.path()), &trees[1]);
+    let backing = mount.umount();
+    assert_same("in the backing", &behind(&backing), &trees[1]);
+}
+
+/// Proves S-tx-1, S-tx-3: what was stored to a shared mapping is part of it, or is undone.
+#[test]
+fn stores_to_shared_mappings_belong_to_the_transaction() {
+    let sandbox = Sandbox::new("txmap");
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    fs::write(mount.join("f"), vec![b'a'; 8192]).expect("write");
+    let file = open_rw(&mount.join("f"));
+    let map = Mapping::new(&file, 8192, MapFlags::SHARED).expect("map");
+    firn(&sandbox, "begin", mount.path()).ok();
+    map.write(10, b"undone");
+    firn(&sandbox, "abort", mount.path()).ok();
+    assert_eq!(map.read(8, 10), b"aaaaaaaaaa", "an abort is seen through the mapping");
+    firn(&sandbox, "begin", mount.path()).ok();
+    map.write(10, b"stays");
+    firn(&sandbox, "commit", mount.path()).ok();
+    assert_eq!(&fs::read(mount.backing().join("f")).expect("read")[8..16], b"aastaysa");
+    drop((map, file));
     mount.umount();
 }
 

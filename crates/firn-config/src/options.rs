@@ -119,6 +119,8 @@ pub struct Options {
     /// Each so-manieth checkpoint drains by itself; 0: none.
     #[serde(default)]
     pub drain_every: u32,
+    /// Commits of a scope that can be undone; 0: none.
+    pub history: u32,
     /// When close returns.
     pub close: Close,
     /// What fsync waits for.
@@ -187,6 +189,7 @@ impl Options {
             drain: Drain::Eager,
             keep: 0,
             drain_every: 0,
+            history: 0,
             close: Close::Auto,
             fsync: Fsync::Durable,
             drain_age_ms: 0,

@@ -46,7 +46,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 23] = [
+pub static TABLE: [Row; 24] = [
     Row {
         name: "arena-size",
         kind: Kind::Size { min: 1 << 20, max: 16 << 40, power_of_two: false },
@@ -140,6 +140,18 @@ pub static TABLE: [Row; 23] = [
         changes_promises: true,
         get: |o| if o.drain_every == 0 { "off".to_owned() } else { o.drain_every.to_string() },
         set: |o, v| o.drain_every = v.number() as u32,
+    },
+    Row {
+        name: "history",
+        kind: Kind::Count { min: 0, max: 1000, zero: Some("off") },
+        default: "off",
+        help: "With drain=commit: commits before the last one that `firn restore` can bring back",
+        long: "Each commit then copies first what it is going to overwrite, and keeps what it removes, in `.firn/` in the \
+               backing; where the backing shares blocks between files (btrfs, xfs) the copies take no room. What was \
+               changed outside of transactions is not brought back.",
+        changes_promises: true,
+        get: |o| if o.history == 0 { "off".to_owned() } else { o.history.to_string() },
+        set: |o, v| o.history = v.number() as u32,
     },
     Row {
         name: "close",
@@ -340,7 +352,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 8] = [
+pub static RULES: [Rule; 9] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -364,6 +376,12 @@ pub static RULES: [Rule; 8] = [
         text: "drain-every goes with drain=demand only",
         broken: |o| o.drain_every > 0 && o.drain != Drain::Demand,
         advice: "otherwise every checkpoint drains: leave drain-every out, or take drain=demand",
+    },
+    Rule {
+        names: ["history", "drain"],
+        text: "history goes with drain=commit only",
+        broken: |o| o.history > 0 && o.drain != Drain::Commit,
+        advice: "commits are kept where there are transactions: leave history out, or take drain=commit",
     },
     Rule {
         names: ["door", "allow-other"],

@@ -160,7 +160,7 @@ fn open_store(
     if !wanted && !Held::has_transactions(&directory).map_err(HeldError::from)? {
         return Ok((Held::plain(directory), firn_held::Outcome::default()));
     }
-    let (store, outcome) = Held::open(directory)?;
+    let (store, outcome) = Held::open_with_history(directory, options.history)?;
     for id in &outcome.finished {
         notice(format!("finished the commit {id} that an earlier firnd had decided"));
     }

@@ -13,17 +13,33 @@ use crate::attach::Store;
 pub(crate) fn answer(engine: &Engine<Store>, request: &Request, forget: &dyn Fn(NodeId)) -> Reply {
     let (path, result) = match request {
         Request::Begin { path } => (path, begin(engine, path.as_bytes()).map(|()| Reply::Done)),
-        Request::Prepare { path, id } => (path, prepare(engine, path.as_bytes(), *id).map(|()| Reply::Done)),
-        Request::Commit { path, id, begin } => {
-            (path, commit(engine, path.as_bytes(), *id, *begin).map(|id| Reply::Committed { id }))
+        Request::Prepare { path, id } => {
+            write_back(engine, path.as_bytes(), forget);
+            (path, prepare(engine, path.as_bytes(), *id).map(|()| Reply::Done))
         }
-        Request::Abort { path } => (path, abort(engine, path.as_bytes(), forget).map(|()| Reply::Done)),
+        Request::Commit { path, id, begin } => {
+            write_back(engine, path.as_bytes(), forget);
+            (path, commit(engine, path.as_bytes(), *id, *begin, forget).map(|id| Reply::Committed { id }))
+        }
+        Request::Abort { path } => {
+            write_back(engine, path.as_bytes(), forget);
+            (path, abort(engine, path.as_bytes(), forget).map(|()| Reply::Done))
+        }
         Request::Restore { path, id } => {
+            write_back(engine, path.as_bytes(), forget);
             (path, restore(engine, path.as_bytes(), *id, forget).map(|()| Reply::Done))
         }
         _ => unreachable!("only requests about transactions come here"),
     };
     result.unwrap_or_else(|error| refused(&error, path))
+}
+
+/// Makes the kernel hand over what programs stored to shared mappings, so that it is part of the transaction. Not
+/// while it is prepared: then it would wait for the outcome.
+fn write_back(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) {
+    if stage(engine, path) == Some(Stage::Open) {
+        engine.written_at(path).into_iter().for_each(forget);
+    }
 }
 
 fn begin(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
@@ -41,22 +57,20 @@ fn commit(engine: &Engine<Store>, path: &[u8], id: Option<u64>, begin: bool) -> 
     let stage = stage(engine, path);
     let id = match (id, stage) {
         (Some(id), _) | (None, Some(Stage::Prepared(id) | Stage::Decided(id))) => id,
-        _ => store.committed()?.map_or(1, |last| last.saturating_add(1)),
+        _ => store.committed(path)?.map_or(1, |last| last.saturating_add(1)),
     };
     // What was written since it was prepared comes after it.
     let pending = if stage == Some(Stage::Open) { Pending::Drain } else { Pending::Keep };
+    let is_recovered = store.transactions().iter().any(|one| one.scope == path && one.is_recovered);
     engine.turn(path, pending, |node| {
         store.commit(node, id)?;
         if begin { store.begin(node, path) } else { Ok(()) }
     })?;
-    if is_recovered(engine, path) {
-        engine.look_again(path);
+    if is_recovered {
+        // Programs saw the tree before it until now.
+        engine.look_again(path).into_iter().for_each(forget);
     }
     Ok(id)
-}
-
-fn is_recovered(engine: &Engine<Store>, path: &[u8]) -> bool {
-    engine.backing().transactions().iter().any(|one| one.scope == path && one.is_recovered)
 }
 
 fn abort(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) -> Result<(), HeldError> {
@@ -80,8 +94,21 @@ fn restore(engine: &Engine<Store>, path: &[u8], id: u64, forget: &dyn Fn(NodeId)
             engine.look_again(path).into_iter().for_each(forget);
             Ok(())
         }
-        Some(_) if store.committed()? == Some(id) => abort(engine, path, forget),
-        _ => store.restore(&engine.object_at(path)?, id),
+        Some(Stage::Decided(id)) => Err(HeldError::Decided { id }),
+        stage => {
+            // Refused before anything is thrown away.
+            store.can_restore(path, id)?;
+            let pending = match stage {
+                Some(_) => {
+                    store.refuse(&engine.object_at(path)?)?;
+                    Pending::Discard
+                }
+                None => Pending::Drain,
+            };
+            engine.turn(path, pending, |node| store.restore(node, id))?;
+            engine.look_again(path).into_iter().for_each(forget);
+            Ok(())
+        }
     }
 }
 

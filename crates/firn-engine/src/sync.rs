@@ -200,17 +200,20 @@ impl<B: Backing> Engine<B> {
         loop {
             let seen = *self.progress.0.lock();
             let mut left = (0, 0);
-            for (file, told) in &first {
+            first.retain(|(file, told)| {
                 match *told.lock() {
-                    Some(Ok(())) => {}
-                    // The others are waited for: one that fails does not keep them from their rung.
-                    Some(Err(errno)) => failed = Some(errno),
-                    None => {
-                        left.0 += file.lock().pending;
-                        left.1 += 1;
+                    Some(Ok(())) => return false,
+                    Some(Err(errno)) => {
+                        // The others are waited for: one that fails does not keep them from their rung.
+                        failed = Some(errno);
+                        return false;
                     }
+                    None => {}
                 }
-            }
+                left.0 += file.lock().pending;
+                left.1 += 1;
+                true
+            });
             if !progress(left.0, left.1) {
                 return Err(Errno::CANCELED);
             }

@@ -60,6 +60,16 @@ impl<B: Backing> Engine<B> {
         turn(&object)
     }
 
+    /// The files at or below `path` that are open for writing: a program may have stored to a mapping of them what
+    /// only the kernel has.
+    pub fn written_at(&self, path: &[u8]) -> Vec<NodeId> {
+        let handles: Vec<_> = self.handles.read().values().cloned().collect();
+        let is_at =
+            |node: &Node<B>| path.is_empty() || node.paths().iter().any(|known| is_below(known, path));
+        let written = handles.iter().filter(|handle| handle.writable && is_at(&handle.file.node));
+        written.map(|handle| handle.file.node.id).collect()
+    }
+
     /// After names at or below `path` changed in the backing without the engine: it drops those that are not
     /// so any more. Returns the nodes of which the kernel may know what is wrong.
     pub fn look_again(&self, path: &[u8]) -> Vec<NodeId> {

@@ -29,6 +29,8 @@ pub(crate) struct Apply<'a, B: Backing> {
     away: &'a B::Node,
     known: HashMap<u64, B::Node>,
     nests: HashMap<&'a str, B::Node>,
+    /// The directory for what is kept to be brought back.
+    kept: Option<B::Node>,
     placed: BTreeSet<u64>,
 }
 
@@ -36,7 +38,13 @@ impl<'a, B: Backing> Apply<'a, B> {
     pub(crate) fn new(base: &'a B, record: &'a Record, new: &'a B::Node, away: &'a B::Node) -> Self {
         let items = record.items.iter().map(|item| (item.number, item)).collect();
         let known = HashMap::from([(0, base.root())]);
-        Self { base, items, new, away, known, nests: HashMap::new(), placed: BTreeSet::new() }
+        Self { base, items, new, away, known, nests: HashMap::new(), kept: None, placed: BTreeSet::new() }
+    }
+
+    /// What would be removed goes there, if there is a place for it.
+    pub(crate) fn keeping(mut self, kept: Option<B::Node>) -> Self {
+        self.kept = kept;
+        self
     }
 
     /// The object is at hand and need not be looked for.
@@ -110,6 +118,11 @@ impl<'a, B: Backing> Apply<'a, B> {
         if let Some(node) = self.is_at(item, self.away, item.number.to_string().as_bytes())? {
             return Ok(Some(node));
         }
+        if let (Some(kept), Some((_, name))) = (self.kept.clone(), &item.kept_at)
+            && let Some(node) = self.is_at(item, &kept, name.as_bytes())?
+        {
+            return Ok(Some(node));
+        }
         for (nest, name) in item.new_at.iter().chain(&item.anchor_at) {
             let nest = self.nest(nest)?;
             if let Some(node) = self.is_at(item, &nest, name.as_bytes())? {
@@ -168,30 +181,30 @@ impl<'a, B: Backing> Apply<'a, B> {
             self.base.set_len(&to, data.size)?;
         }
         for &(start, end) in &data.written {
-            self.copy(&from, &to, start, end.min(data.size))?;
+            Self::copy(self.base, &from, &to, start, end.min(data.size))?;
         }
         Ok(())
     }
 
     /// Copies a range; what is a hole there becomes one here.
-    fn copy(&self, from: &B::File, to: &B::File, start: u64, end: u64) -> Result<()> {
+    pub(crate) fn copy(base: &B, from: &B::File, to: &B::File, start: u64, end: u64) -> Result<()> {
         let mut at = start;
         while at < end {
-            let data = match self.base.seek(from, at, Seek::Data) {
+            let data = match base.seek(from, at, Seek::Data) {
                 Ok(data) => data.clamp(at, end),
                 Err(Errno::NXIO) => end,
                 Err(_) => at,
             };
             if data > at {
-                self.clear(to, at, data - at)?;
+                Self::clear(base, to, at, data - at)?;
                 at = data;
                 continue;
             }
-            let until = self.base.seek(from, at, Seek::Hole).map_or(end, |hole| hole.clamp(at + 1, end));
-            match self.base.copy_range(from, at, to, at, until - at) {
+            let until = base.seek(from, at, Seek::Hole).map_or(end, |hole| hole.clamp(at + 1, end));
+            match base.copy_range(from, at, to, at, until - at) {
                 Ok(count) if count > 0 => at += count,
                 Ok(_) | Err(Errno::XDEV | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
-                    at += self.copy_block(from, to, at, until)?;
+                    at += Self::copy_block(base, from, to, at, until)?;
                 }
                 Err(errno) => return Err(errno),
             }
@@ -199,25 +212,25 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    fn copy_block(&self, from: &B::File, to: &B::File, at: u64, until: u64) -> Result<u64> {
+    fn copy_block(base: &B, from: &B::File, to: &B::File, at: u64, until: u64) -> Result<u64> {
         let mut block = vec![0; BLOCK.min((until - at) as usize)];
-        let count = self.base.read_at(from, &mut block, at)?;
+        let count = base.read_at(from, &mut block, at)?;
         // Behind its end a file reads as zeros here.
         let count = if count == 0 { block.len() } else { count };
-        write_all(self.base, to, &block[..count], at)?;
+        write_all(base, to, &block[..count], at)?;
         Ok(count as u64)
     }
 
-    fn clear(&self, to: &B::File, at: u64, len: u64) -> Result<()> {
+    fn clear(base: &B, to: &B::File, at: u64, len: u64) -> Result<()> {
         let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        match self.base.allocate(to, punch, at, len) {
+        match base.allocate(to, punch, at, len) {
             Ok(()) => Ok(()),
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
                 let zeros = vec![0; BLOCK.min(len as usize)];
                 let mut done = 0;
                 while done < len {
                     let count = (len - done).min(BLOCK as u64);
-                    write_all(self.base, to, &zeros[..count as usize], at + done)?;
+                    write_all(base, to, &zeros[..count as usize], at + done)?;
                     done += count;
                 }
                 Ok(())
@@ -235,6 +248,12 @@ impl<'a, B: Backing> Apply<'a, B> {
                 continue;
             }
             let name = OsStr::from_bytes(&place.1);
+            if let (Some(kept), Some((_, kept_name))) = (&self.kept, &item.kept_at)
+                && find(self.base, kept, OsStr::new(kept_name))?.is_none()
+            {
+                self.base.rename(&dir, name, kept, OsStr::new(kept_name), RenameFlags::empty())?;
+                continue;
+            }
             let goes_away =
                 item.is_dir || (!item.comes.is_empty() && find(self.base, self.away, away_name)?.is_none());
             if goes_away {

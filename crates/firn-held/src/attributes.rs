@@ -64,25 +64,37 @@ impl<B: Backing> Held<B> {
     fn make_twin(&self, scope: &Scope<B>, kind: Kind, node: &B::Node, number: u64) -> Result<(Twin<B>, u64)> {
         let (nest_name, nest) = scope.plain_nest(&self.base)?;
         let text = number.to_string();
-        let (name, me) = (OsStr::new(&text), staging::own());
+        let size = self.copy_object(kind, node, &nest, OsStr::new(&text))?;
+        Ok((Twin { nest, at: (nest_name, text), held: None }, size))
+    }
+
+    /// Makes an object with the attributes of another, and its size; not its data.
+    pub(crate) fn copy_object(
+        &self,
+        kind: Kind,
+        node: &B::Node,
+        nest: &B::Node,
+        name: &OsStr,
+    ) -> Result<u64> {
+        let me = staging::own();
         let attr = self.base.attr(node)?;
         let make = || {
             Ok(match kind {
-                Kind::Dir => self.base.mkdir(&me, &nest, name, 0o700)?.0,
+                Kind::Dir => self.base.mkdir(&me, nest, name, 0o700)?.0,
                 Kind::Symlink => {
                     let target = self.base.readlink(node)?;
                     let target = <OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&target);
-                    self.base.symlink(&me, &nest, name, target)?.0
+                    self.base.symlink(&me, nest, name, target)?.0
                 }
                 Kind::File => {
-                    let (twin, file, _) = self.base.create(&me, &nest, name, 0o600)?;
+                    let (twin, file, _) = self.base.create(&me, nest, name, 0o600)?;
                     self.base.set_len(&file, attr.size)?;
                     twin
                 }
-                _ => match self.base.mknod(&me, &nest, name, (attr.mode & libc::S_IFMT) | 0o600, attr.rdev) {
+                _ => match self.base.mknod(&me, nest, name, (attr.mode & libc::S_IFMT) | 0o600, attr.rdev) {
                     Ok((twin, _)) => twin,
                     // Not everybody may make a device; a file has its attributes as well.
-                    Err(Errno::PERM) => self.base.create(&me, &nest, name, 0o600)?.0,
+                    Err(Errno::PERM) => self.base.create(&me, nest, name, 0o600)?.0,
                     Err(errno) => return Err(errno),
                 },
             })
@@ -90,15 +102,15 @@ impl<B: Backing> Held<B> {
         let twin = match make() {
             // What an attempt before this one left.
             Err(Errno::EXIST) => {
-                match self.base.lookup(&nest, name)?.1.kind {
-                    Kind::Dir => self.base.rmdir(&nest, name)?,
-                    _ => self.base.unlink(&nest, name)?,
+                match self.base.lookup(nest, name)?.1.kind {
+                    Kind::Dir => self.base.rmdir(nest, name)?,
+                    _ => self.base.unlink(nest, name)?,
                 }
                 make()?
             }
             made => made?,
         };
         staging::copy_attributes(&self.base, node, &twin)?;
-        Ok((Twin { nest, at: (nest_name, text), held: None }, attr.size))
+        Ok(attr.size)
     }
 }

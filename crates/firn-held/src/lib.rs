@@ -23,6 +23,7 @@ mod backing;
 mod book;
 mod data;
 mod difference;
+mod history;
 mod listing;
 mod names;
 mod object;

@@ -86,6 +86,8 @@ pub struct Item {
     pub leaves: Vec<Place>,
     /// Names that it comes to.
     pub comes: Vec<Place>,
+    /// Where it goes, among what undoes this record, instead of being removed.
+    pub kept_at: Option<Staged>,
     /// One name that stays as it is, for who looks for it.
     pub stays: Option<Place>,
     /// What of the twin's data counts.
@@ -98,7 +100,21 @@ impl Item {
     pub(crate) fn new(number: u64, identity: Identity, is_dir: bool) -> Self {
         let (new_at, anchor_at, twin_at, stays, data, times) = (None, None, None, None, None, None);
         let (leaves, comes) = (Vec::new(), Vec::new());
-        Self { number, identity, is_dir, new_at, anchor_at, twin_at, leaves, comes, stays, data, times }
+        let kept_at = None;
+        Self {
+            number,
+            identity,
+            is_dir,
+            new_at,
+            anchor_at,
+            twin_at,
+            leaves,
+            comes,
+            kept_at,
+            stays,
+            data,
+            times,
+        }
     }
 }
 
@@ -161,6 +177,7 @@ mod tests {
             anchor_at: None,
             twin_at: Some(("plain".into(), "3".into())),
             leaves: vec![(0, b"a".to_vec())],
+            kept_at: None,
             comes: vec![(2, b"\xff\n".to_vec())],
             stays: None,
             data: Some(Data { cut: 10, size: 4096, written: vec![(0, 5), (100, 4096)] }),

@@ -17,6 +17,9 @@ use crate::record::{Record, RecordError};
 use crate::staging;
 use crate::state::State;
 
+/// Number of the state before the first commit: [`Held::committed`] has none.
+pub(crate) const NO_ID: u64 = u64::MAX;
+
 /// Why a transaction could not be begun, prepared, committed or aborted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeldError {
@@ -44,12 +47,12 @@ pub enum HeldError {
         wanted: u64,
     },
     /// The checkpoint is not kept.
-    #[error("the files of checkpoint {wanted} are not kept; {}", kept(*.committed))]
+    #[error("the files of checkpoint {wanted} are not kept; {}", told(kept))]
     NotKept {
         /// What was asked for.
         wanted: u64,
-        /// The last that was committed.
-        committed: Option<u64>,
+        /// Those that are, newest first.
+        kept: Vec<u64>,
     },
     /// The backing refused something.
     #[error("the backing failed: {0}")]
@@ -64,8 +67,11 @@ pub enum HeldError {
     },
 }
 
-fn kept(committed: Option<u64>) -> String {
-    committed.map_or_else(|| "none is".into(), |id| format!("the last commit was {id}"))
+fn told(kept: &[u64]) -> String {
+    match kept {
+        [] => "none are".into(),
+        kept => format!("those are: {}", kept.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")),
+    }
 }
 
 /// How far a transaction is.
@@ -222,11 +228,13 @@ pub struct Held<B: Backing> {
     pub(crate) base: B,
     top: Node<B>,
     pub(crate) objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
+    /// Commits of a scope that can be undone.
+    pub(crate) history: u32,
     /// Objects that have a staged name more.
     pub(crate) anchored: Mutex<HashSet<Key>>,
     scopes: RwLock<Vec<Arc<Scope<B>>>>,
     pub(crate) scope_count: AtomicUsize,
-    last_serial: AtomicU64,
+    pub(crate) last_serial: AtomicU64,
     /// Held for reading while names are looked up, for writing while a transaction changes them.
     pub(crate) tree: RwLock<()>,
     /// Held for reading while data is changed, for writing while a transaction begins, is prepared or ends.
@@ -243,6 +251,9 @@ impl<B: Backing> Drop for Held<B> {
         }
     }
 }
+
+/// That something may be changed, as long as the guard is held, and the transaction that it belongs to.
+pub(crate) type Allowed<G, B> = (G, Option<Arc<Scope<B>>>);
 
 /// Proof that names stay, or that they may be changed.
 pub(crate) enum Names<'a> {
@@ -262,6 +273,7 @@ impl<B: Backing> Held<B> {
             base,
             top,
             objects: Mutex::default(),
+            history: 0,
             anchored: Mutex::default(),
             scopes: RwLock::default(),
             scope_count: AtomicUsize::new(0),
@@ -281,12 +293,18 @@ impl<B: Backing> Held<B> {
 
     /// A backing that can have transactions, after what earlier ones left is finished or undone.
     pub fn open(base: B) -> Result<(Self, Outcome), HeldError> {
+        Self::open_with_history(base, 0)
+    }
+
+    /// The same, keeping what brings back as many commits of each scope.
+    pub fn open_with_history(base: B, history: u32) -> Result<(Self, Outcome), HeldError> {
         let root = base.root();
         let attr = base.attr(&root)?;
         let inner = Inner { base: Some(root.clone()), change: None };
         let top = Arc::new(Object::new((attr.dev, attr.ino), Kind::Dir, inner, None));
         top.hides.store(staging::find(&base, &root, OsStr::new(staging::TOP))?.is_some(), Ordering::Release);
-        let held = Self::assemble(base, Node::Tracked(Arc::clone(&top)));
+        let mut held = Self::assemble(base, Node::Tracked(Arc::clone(&top)));
+        held.history = history;
         held.objects.lock().insert(top.key, Arc::downgrade(&top));
         let mut outcome = Outcome::default();
         if let Some((firn, _)) = staging::find(&held.base, &root, OsStr::new(staging::TOP))? {
@@ -312,8 +330,9 @@ impl<B: Backing> Held<B> {
             if let Some(record) = record(staging::COMMIT)? {
                 let new = staging::dir(&self.base, &dir, staging::NEW)?;
                 let away = staging::dir(&self.base, &dir, staging::AWAY)?;
-                Apply::new(&self.base, &record, &new, &away).run()?;
-                self.finish(&dir, &record)?;
+                let kept = self.undo_nest(serial)?;
+                Apply::new(&self.base, &record, &new, &away).keeping(kept).run()?;
+                self.finish(&dir, &record, serial)?;
                 self.remove(firn, &dir, &text)?;
                 outcome.finished.push(record.id);
             } else if let Some(record) = record(staging::RECORD)? {
@@ -325,6 +344,7 @@ impl<B: Backing> Held<B> {
                 self.remove(firn, &dir, &text)?;
             }
         }
+        self.forget_unfinished_undos(firn)?;
         Ok(())
     }
 
@@ -444,10 +464,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// For a change of names in the directory `object`: waits until it is allowed.
-    pub(crate) fn changing(
-        &self,
-        object: &Arc<Object<B>>,
-    ) -> Result<(Names<'_>, Option<Arc<Scope<B>>>), Errno> {
+    pub(crate) fn changing(&self, object: &Arc<Object<B>>) -> Result<Allowed<Names<'_>, B>, Errno> {
         loop {
             let names = self.tree.read();
             if self.scope_of(object).is_none() {
@@ -470,7 +487,7 @@ impl<B: Backing> Held<B> {
     pub(crate) fn writing(
         &self,
         object: &Arc<Object<B>>,
-    ) -> Result<(RwLockReadGuard<'_, ()>, Option<Arc<Scope<B>>>), Errno> {
+    ) -> Result<Allowed<RwLockReadGuard<'_, ()>, B>, Errno> {
         loop {
             let data = self.data.read();
             match self.scope_of(object) {
@@ -539,7 +556,8 @@ impl<B: Backing> Held<B> {
 
     /// Makes what is staged durable, and a record that tells of it, which is in force once it is in its place.
     fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), Errno> {
-        let record = self.record(scope, id)?;
+        let mut record = self.record(scope, id)?;
+        self.write_undo(scope, &mut record)?;
         self.base.sync_all()?;
         staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
         let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
@@ -588,7 +606,8 @@ impl<B: Backing> Held<B> {
         self.hold_new(&scope)?;
         // Without it, an earlier attempt came to the end and could not say so.
         if let Some(record) = record {
-            let mut apply = Apply::new(&self.base, &record, &scope.new, &scope.away);
+            let mut apply = Apply::new(&self.base, &record, &scope.new, &scope.away)
+                .keeping(self.undo_nest(scope.serial)?);
             for (number, object) in scope.changed.lock().iter() {
                 let inner = object.inner.read();
                 if let Some(node) = inner.base.clone() {
@@ -596,7 +615,7 @@ impl<B: Backing> Held<B> {
                 }
             }
             apply.run()?;
-            self.finish(&scope.dir, &record)?;
+            self.finish(&scope.dir, &record, scope.serial)?;
         } else {
             self.forget(&scope.dir)?;
         }
@@ -690,26 +709,50 @@ impl<B: Backing> Held<B> {
         scope.turn(Stage::Ended);
     }
 
-    /// The last commit's number.
-    pub fn committed(&self) -> Result<Option<u64>, HeldError> {
+    /// The number of the last commit of a scope, or of what was restored since.
+    pub fn committed(&self, scope: &[u8]) -> Result<Option<u64>, HeldError> {
         let Some((firn, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
             return Ok(None);
         };
-        let text = staging::load(&self.base, &firn, staging::COMMITTED)?;
-        Ok(text.and_then(|text| String::from_utf8(text).ok()?.trim().parse().ok()))
+        Ok(staging::load_numbers(&self.base, &firn)?.remove(scope))
     }
 
     /// Makes the files those of checkpoint `id`: finishes the transaction that was prepared with it, or throws
-    /// away what came after it.
+    /// away what came after it, commits too, as far as they are kept.
     pub fn restore(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
-        let stage = self.scope_at(node).ok().map(|scope| *scope.stage.lock());
-        let committed = self.committed()?;
-        match stage {
-            Some(Stage::Prepared(found) | Stage::Decided(found)) if found == id => self.commit(node, id),
-            Some(_) if committed == Some(id) => self.abort(node),
-            None if committed == Some(id) => Ok(()),
-            _ => Err(HeldError::NotKept { wanted: id, committed }),
+        let scope = self.scope_at(node).ok();
+        if let Some(scope) = &scope
+            && let Stage::Prepared(found) | Stage::Decided(found) = *scope.stage.lock()
+            && found == id
+        {
+            return self.commit(node, id);
         }
+        let path = match &scope {
+            Some(scope) => scope.path.clone(),
+            None => self.path_of(node)?,
+        };
+        let steps = self.steps_back(&path, id)?;
+        if scope.is_some() {
+            self.abort(node)?;
+        }
+        let (_names, _data) = (self.tree.write(), self.data.write());
+        steps.into_iter().try_for_each(|serial| self.undo(serial))
+    }
+
+    /// The path of a directory, relative to the backing.
+    fn path_of(&self, node: &Node<B>) -> Result<Vec<u8>, HeldError> {
+        let Node::Tracked(object) = node else { return Err(HeldError::None) };
+        let mut path = Vec::new();
+        let mut at = object.seat.lock().clone();
+        while let Some((parent, name)) = at {
+            let below = std::mem::replace(&mut path, name.as_bytes().to_vec());
+            if !below.is_empty() {
+                path.push(b'/');
+                path.extend(below);
+            }
+            at = parent.seat.lock().clone();
+        }
+        Ok(path)
     }
 
     /// The transactions that are not over.
@@ -733,11 +776,17 @@ impl<B: Backing> Held<B> {
         self.scope_of(object).filter(|scope| Arc::ptr_eq(&scope.root, object)).ok_or(HeldError::None)
     }
 
-    /// After the last step of a commit: its number is noted, and its record goes.
-    fn finish(&self, dir: &B::Node, record: &Record) -> Result<(), Errno> {
+    /// After the last step of a commit: its number is noted, what undoes it is kept, and its record goes.
+    pub(crate) fn finish(&self, dir: &B::Node, record: &Record, serial: u64) -> Result<(), Errno> {
         self.base.sync_all()?;
         let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
-        staging::store(&self.base, &firn, staging::COMMITTED, record.id.to_string().as_bytes())?;
+        self.keep_undo(&firn, serial, &record.scope)?;
+        let mut numbers = staging::load_numbers(&self.base, &firn)?;
+        match record.id {
+            NO_ID => numbers.remove(&record.scope),
+            id => numbers.insert(record.scope.clone(), id),
+        };
+        staging::store_numbers(&self.base, &firn, &numbers)?;
         self.forget(dir)
     }
 
@@ -753,7 +802,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Removes a transaction's directory.
-    fn remove(&self, firn: &B::Node, dir: &B::Node, name: &str) -> Result<(), Errno> {
+    pub(crate) fn remove(&self, firn: &B::Node, dir: &B::Node, name: &str) -> Result<(), Errno> {
         self.forget(dir)?;
         staging::clear(&self.base, dir)?;
         self.base.rmdir(firn, OsStr::new(name))

@@ -1,7 +1,8 @@
 //! `.firn/` in the backing: where transactions keep what is not committed.
 //!
 //! ```text
-//! .firn/committed          number of the last commit, as text
+//! .firn/committed          number of the last commit of each scope: a line each, with the path in hex
+//! .firn/undo-N/            what undoes commit tx-N: `new`, `away` and `record` as below
 //! .firn/tx-N/new/DIR/M     staged objects; DIR says what objects made in it inherit
 //! .firn/tx-N/away/M        objects on their way from one name to another, while a commit is carried out
 //! .firn/tx-N/open          it is not over; the path of its scope
@@ -9,6 +10,7 @@
 //! .firn/tx-N/commit        the same, decided
 //! ```
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::os::unix::ffi::OsStrExt;
@@ -84,6 +86,31 @@ pub(crate) fn store<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &
     base.sync_dir(parent)
 }
 
+/// The number of the last commit of each scope.
+pub(crate) fn load_numbers<B: Backing>(base: &B, firn: &B::Node) -> Result<BTreeMap<Vec<u8>, u64>> {
+    let text = load(base, firn, COMMITTED)?.unwrap_or_default();
+    let line = |line: &[u8]| {
+        let (id, hex) = std::str::from_utf8(line).ok()?.split_once(' ')?;
+        let byte = |at: usize| u8::from_str_radix(hex.get(at..at + 2)?, 16).ok();
+        let path = (0..hex.len()).step_by(2).map(byte).collect::<Option<Vec<u8>>>()?;
+        Some((path, id.parse().ok()?))
+    };
+    Ok(text.split(|&byte| byte == b'\n').filter_map(line).collect())
+}
+
+pub(crate) fn store_numbers<B: Backing>(
+    base: &B,
+    firn: &B::Node,
+    numbers: &BTreeMap<Vec<u8>, u64>,
+) -> Result<()> {
+    let mut text = String::new();
+    for (path, id) in numbers {
+        let hex: String = path.iter().map(|byte| format!("{byte:02x}")).collect();
+        text += &format!("{id} {hex}\n");
+    }
+    store(base, firn, COMMITTED, text.as_bytes())
+}
+
 /// The bytes of a file; `None` where there is none.
 pub(crate) fn load<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result<Option<Vec<u8>>> {
     let Some((node, attr)) = find(base, parent, OsStr::new(name))? else { return Ok(None) };
@@ -93,8 +120,11 @@ pub(crate) fn load<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result
     Ok(Some(bytes))
 }
 
+/// A name, the inode number and the kind of what it leads to.
+pub(crate) type Entry = (Vec<u8>, u64, Option<Kind>);
+
 /// Names and kinds in a directory, but `.` and `..`.
-pub(crate) fn list<B: Backing>(base: &B, dir: &B::Node) -> Result<Vec<(Vec<u8>, u64, Option<Kind>)>> {
+pub(crate) fn list<B: Backing>(base: &B, dir: &B::Node) -> Result<Vec<Entry>> {
     let mut names = Vec::new();
     base.read_dir(&base.open_dir(dir)?, 0, &mut |entry| {
         if entry.name != "." && entry.name != ".." {

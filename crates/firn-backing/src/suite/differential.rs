@@ -47,6 +47,15 @@ pub fn run<A: Backing, B: Backing>(a: &A, b: &B, seed: u64, count: usize) {
     }
 }
 
+/// Runs `count` calls from `seed` on one.
+pub fn run_alone<B: Backing>(b: &B, seed: u64, count: usize) {
+    let mut rng = StdRng::seed_from_u64(seed);
+    for _ in 0..count {
+        // Most are refused, as on any tree.
+        let _ = apply(b, &random(&mut rng));
+    }
+}
+
 fn random(rng: &mut StdRng) -> Op {
     let place =
         |rng: &mut StdRng| (rng.random_bool(0.5).then(|| rng.random_range(0..4)), rng.random_range(0..4));
