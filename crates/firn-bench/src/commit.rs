@@ -68,6 +68,9 @@ enum Part {
     Records,
 }
 
+/// The samples of each candidate, in one case.
+type Named = Vec<(String, Vec<Sample>)>;
+
 impl CommitArgs {
     /// Runs it.
     pub fn run(&self) -> anyhow::Result<Report> {
@@ -135,10 +138,10 @@ impl CommitArgs {
         candidates: &[&Candidate],
         title: &str,
         mut one: impl FnMut(&Candidate) -> anyhow::Result<Vec<Sample>>,
-    ) -> anyhow::Result<Vec<Vec<(String, Vec<Sample>)>>> {
+    ) -> anyhow::Result<Vec<Named>> {
         let bar = progress(u64::from(self.common.repeats()) * candidates.len() as u64, "commit");
         // By case, then by candidate.
-        let mut cases: Vec<Vec<(String, Vec<Sample>)>> = Vec::new();
+        let mut cases: Vec<Named> = Vec::new();
         for _ in 0..self.common.repeats() {
             for (index, candidate) in candidates.iter().enumerate() {
                 bar.set_message(format!("{title}, {}", candidate.name));
@@ -234,11 +237,7 @@ impl CommitArgs {
 const FILES_GOAL: &str = "new files, time until durable";
 const SMALL_GOAL: &str = "small files, time until durable";
 
-fn add(
-    report: &mut Report,
-    names: impl IntoIterator<Item = String>,
-    samples: Vec<Vec<(String, Vec<Sample>)>>,
-) {
+fn add(report: &mut Report, names: impl IntoIterator<Item = String>, samples: Vec<Named>) {
     for (name, samples) in names.into_iter().zip(samples) {
         report.add(name, samples);
     }

@@ -52,7 +52,13 @@ fn prepare(engine: &Engine<Store>, path: &[u8], id: u64) -> Result<(), HeldError
     engine.turn(path, pending, |node| engine.backing().prepare(node, id))
 }
 
-fn commit(engine: &Engine<Store>, path: &[u8], id: Option<u64>, begin: bool) -> Result<u64, HeldError> {
+fn commit(
+    engine: &Engine<Store>,
+    path: &[u8],
+    id: Option<u64>,
+    begin: bool,
+    forget: &dyn Fn(NodeId),
+) -> Result<u64, HeldError> {
     let store = engine.backing();
     let stage = stage(engine, path);
     let id = match (id, stage) {

@@ -59,11 +59,14 @@ pub(super) fn run(
                     write: phase.write,
                 });
                 let sync = || durable::sync_files([path.as_path()].into_iter(), &candidate.dir);
-                let taken_s = match phase.write {
-                    true => candidate.write(&[task], sync)?.durable_s,
-                    false => candidate.read(task)?,
-                };
-                samples.push(vec![("rate", "MiB/s", bytes as f64 / f64::from(1 << 20) / taken_s)]);
+                let rate = |taken_s: f64| ("rate", "MiB/s", bytes as f64 / f64::from(1 << 20) / taken_s);
+                samples.push(match phase.write {
+                    true => {
+                        let taken = candidate.write(&[task], sync)?;
+                        [vec![rate(taken.durable_s)], taken.sample()].concat()
+                    }
+                    false => vec![rate(candidate.read(task)?)],
+                });
             }
             std::fs::remove_file(&path)?;
             Ok(samples)
