@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -318,6 +319,44 @@ fn a_checkpoint_that_is_cut_anywhere_leaves_files_for_the_newest_that_counts() {
         let mount = FirnMount::new(&sandbox, COMMIT);
         job.restore(if job.images(2).exists() { 2 } else { 1 });
         ends_as_if_undisturbed(&job, mount, &format!("cut when {cut:?}"));
+    }
+}
+
+/// A stand-in for firn that kills the job, firnd and CRIU beside the command `verb`.
+fn killing_firn(sandbox: &Sandbox, verb: &str, before: bool, job: u32, firnd: u32) -> PathBuf {
+    let path = sandbox.join("killing-firn");
+    let firn = firn_binary();
+    let script = format!(
+        "#!/bin/bash\nend() {{ read -r _ _ _ criu _ </proc/$PPID/stat; kill -9 {job} {firnd} $criu $PPID; exit 1; }}\n\
+         [[ $1 != {verb} ]] || ! {before} || end\n{} \"$@\" || exit\n[[ $1 != {verb} ]] || end\n",
+        firn.display()
+    );
+    fs::write(&path, script).expect("write");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("chmod");
+    path
+}
+
+#[test]
+fn criu_killed_with_everything_anywhere_leaves_files_for_the_newest_images_that_count() {
+    if !has_criu() {
+        return;
+    }
+    for (verb, before, counts) in [("prepare", false, 1), ("commit", true, 2), ("commit", false, 2)] {
+        let sandbox = Sandbox::new("rollback-criucut");
+        build(&sandbox);
+        let mount = begun(&sandbox);
+        let mut job = Job::start(&sandbox, By::Criu, mount.path(), true, &[]);
+        job.checkpoint_and_run_on(1);
+        fs::create_dir(job.images(2)).expect("mkdir");
+        let mut dump = job.criu("dump", 2);
+        dump.env("FIRN", killing_firn(&sandbox, verb, before, job.pid, mount.pid()));
+        run(dump.args(["--leave-running", "-t", &job.pid.to_string()])).code(137);
+        job.kill();
+        mount.kill();
+        let mount = FirnMount::new(&sandbox, COMMIT);
+        assert_eq!(job.images(2).join("firn.checkpoint").exists(), counts == 2);
+        job.restore(counts);
+        ends_as_if_undisturbed(&job, mount, &format!("killed at {verb}, before it: {before}"));
     }
 }
 
