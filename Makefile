@@ -16,7 +16,7 @@ help:
 	@echo 'make demo    set up, build, mount; a solver and firnd are killed, and it ends with the same result'
 	@echo 'make test    set up and run every test (as root: the tests mount file systems)'
 	@echo 'make check   formatting, lints, documentation'
-	@echo 'make bench   measure each door, checkpoints, memory and spilling beside their baselines'
+	@echo 'make bench   measure each door, checkpoints, memory, spilling and commits beside their baselines'
 	@echo 'make install build and install to PREFIX (/usr/local), below DESTDIR'
 	@echo 'make clean   remove what was built'
 
@@ -45,6 +45,7 @@ bench:
 	target/release/firn bench memory
 	target/release/firn bench restart
 	target/release/firn bench spill
+	target/release/firn bench commit
 
 install:
 	$(CARGO) build --release -p firn -p firn-preload -p firn-c

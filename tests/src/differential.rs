@@ -20,13 +20,31 @@ const COMPARE_EVERY: u64 = 500;
 /// Does `count` operations on both directories; panics where answers or trees differ.
 #[track_caller]
 pub fn run(seed: u64, count: u64, found: &Path, expected: &Path) {
+    run_by(seed, count, found, expected, &Rules { is_wanted: |_| true, canonical: |answer| answer });
+}
+
+/// What is left out of a comparison.
+pub struct Rules {
+    /// The operations that are done.
+    pub is_wanted: fn(&Op) -> bool,
+    /// Makes answers equal that mean the same.
+    pub canonical: fn(Answer) -> Answer,
+}
+
+/// The same by `rules`.
+#[track_caller]
+pub fn run_by(seed: u64, count: u64, found: &Path, expected: &Path, rules: &Rules) {
     let mut rng = generator(seed);
     let (mut under_test, mut plain) = (Side::new(found), Side::new(expected));
     let mut recent = Vec::new();
     for number in 0..count {
         let op = draw(&mut rng);
+        if !(rules.is_wanted)(&op) {
+            continue;
+        }
         recent.push(format!("{number}: {op:?}"));
         let (is, should) = (under_test.perform(&op), plain.perform(&op));
+        let (is, should) = ((rules.canonical)(is), (rules.canonical)(should));
         assert!(
             is == should,
             "seed {seed}: answers differ\n  found    {is:?}\n  expected {should:?}\nthe last operations:\n{}",

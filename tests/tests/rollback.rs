@@ -286,6 +286,7 @@ fn without_firn_a_program_that_is_rolled_back_finds_files_that_are_not() {
     files_stay_and_it_fails(By::Itself);
 }
 
+/// Proves S-tx-2, S-tx-3, S-tx-7.
 #[test]
 fn with_firn_the_files_of_a_program_are_rolled_back_with_it() {
     files_go_back_and_it_ends_as_if_undisturbed(By::Itself);
@@ -305,6 +306,7 @@ fn with_firn_and_its_action_script_criu_restores_a_program_with_its_files() {
     }
 }
 
+/// Proves S-tx-4, S-tx-7.
 #[test]
 fn a_checkpoint_that_is_cut_anywhere_leaves_files_for_the_newest_that_counts() {
     for cut in [Cut::Saved, Cut::Prepared, Cut::Marked, Cut::Committed] {

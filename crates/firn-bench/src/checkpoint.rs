@@ -1,10 +1,10 @@
 //! `firn bench checkpoint`: the writes of CRFS's table I, natively and through Firn.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use crate::backing::{self, Kind, Prepared, Slowness};
 use crate::cpu;
+use crate::durable;
 use crate::firn::{Counters, Firn, Mount};
 use crate::options::{Common, parse_size, progress, show_size};
 use crate::report::{Report, Sample};
@@ -152,7 +152,7 @@ impl CheckpointArgs {
             })
             .collect();
         // What earlier measurements left dirty must not be written in this one's time.
-        rustix::fs::syncfs(File::open(&candidate.behind)?)?;
+        durable::sync_all(&candidate.behind)?;
         let before = candidate.usage()?;
         let outcomes = worker::run_with(candidate.preload.as_deref(), &tasks)?;
         candidate.make_durable(&dir, &tasks)?;
@@ -262,16 +262,7 @@ impl<'a> Candidate<'a> {
             Door::Sink(_) => return Ok(()),
             Door::Native | Door::Large => {}
         }
-        let sync = |path: PathBuf| std::thread::spawn(move || File::open(path)?.sync_all());
-        let threads: Vec<_> = tasks.iter().map(|task| sync(path_of(task).to_owned())).collect();
-        for thread in threads {
-            thread.join().expect("fsync does not panic")?;
-        }
-        match File::open(dir)?.sync_all() {
-            // sshfs knows no fsync of directories.
-            Err(error) if error.raw_os_error() != Some(libc::ENOSYS) => Err(error.into()),
-            _ => Ok(()),
-        }
+        durable::sync_files(tasks.iter().map(path_of), dir)
     }
 }
 

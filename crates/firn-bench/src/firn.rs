@@ -123,6 +123,16 @@ impl Mount<'_> {
         self.firn.run(&args).map(drop)
     }
 
+    /// `firn begin` of the whole mount.
+    pub fn begin(&self) -> anyhow::Result<()> {
+        self.firn.run(&["begin".as_ref(), self.path.as_ref()]).map(drop)
+    }
+
+    /// `firn commit` of the whole mount.
+    pub fn commit(&self) -> anyhow::Result<()> {
+        self.firn.run(&["commit".as_ref(), self.path.as_ref()]).map(drop)
+    }
+
     /// Waits until the arena has its memory (populate=yes).
     pub fn wait_populated(&self) -> anyhow::Result<()> {
         let dir = format!("/proc/{}/task", self.pid);

@@ -14,8 +14,10 @@ use crate::report::Report;
 mod backing;
 mod checkpoint;
 mod cleanup;
+mod commit;
 mod cpu;
 mod discard;
+mod durable;
 mod firn;
 mod ingest;
 mod machine;
@@ -49,8 +51,9 @@ enum Benchmark {
     Memory(memory::MemoryArgs),
     Restart(restart::RestartArgs),
     Spill(spill::SpillArgs),
+    Commit(commit::CommitArgs),
     /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
-    /// memory, restart and spill, one after the other.
+    /// memory, restart, spill and commit, one after the other.
     ///
     /// --json and --svg write one file for each, with the benchmark's name before the extension.
     All(AllArgs),
@@ -82,6 +85,7 @@ pub fn main_from_cli(args: BenchArgs) -> anyhow::Result<()> {
         Benchmark::Memory(args) => args.common().publish(&args.run()?),
         Benchmark::Restart(args) => args.common().publish(&args.run()?),
         Benchmark::Spill(args) => args.common().publish(&args.run()?),
+        Benchmark::Commit(args) => args.common().publish(&args.run()?),
         Benchmark::All(args) => all(&args.common),
         Benchmark::Worker | Benchmark::Serve => unreachable!("handled above"),
     }
@@ -107,7 +111,8 @@ fn all(common: &Common) -> anyhow::Result<()> {
     publish(meta::MetaArgs::with(common.clone()).run()?)?;
     publish(memory::MemoryArgs::with(common.clone()).run()?)?;
     publish(restart::RestartArgs::with(common.clone()).run()?)?;
-    publish(spill::SpillArgs::with(common.clone()).run()?)
+    publish(spill::SpillArgs::with(common.clone()).run()?)?;
+    publish(commit::CommitArgs::with(common.clone()).run()?)
 }
 
 /// The plain passthrough holds a descriptor for each file that the kernel knows, as firnd does.

@@ -21,9 +21,11 @@ use crate::cpu;
 mod calls;
 mod copy;
 mod direct;
+mod records;
 
 pub use calls::Call;
 pub use copy::{Copy, Region, Way, make_region};
+pub use records::Records;
 
 /// What a worker does.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -69,6 +71,8 @@ pub enum Task {
         /// How often.
         passes: u64,
     },
+    /// Reads or writes the records of a file.
+    Records(Records),
     /// One operation on each of `count` names in `dir`.
     Names {
         /// The directory.
@@ -92,6 +96,8 @@ pub enum Operation {
     List,
     /// unlink(2).
     Unlink,
+    /// open, write 1 KiB in the middle of what is there, close.
+    Patch,
 }
 
 /// What a worker measured.
@@ -232,6 +238,8 @@ struct Job {
     private: Vec<u8>,
     /// The file of [`Task::Direct`].
     direct: Option<File>,
+    /// The order of [`Task::Records`].
+    offsets: Vec<u64>,
 }
 
 impl Job {
@@ -241,6 +249,7 @@ impl Job {
             Task::Read { bytes, .. } => *bytes,
             Task::Copy(copy) => copy.block_bytes,
             Task::Direct { bytes, .. } => direct::room(*bytes),
+            Task::Records(records) => records.record_bytes,
             Task::Names { .. } => 4096,
             Task::Calls { .. } => 1,
         };
@@ -254,7 +263,11 @@ impl Job {
             Task::Direct { path, count, bytes } => Some(direct::make(path, count * bytes)?),
             _ => None,
         };
-        Ok(Self { task, buffer, private, direct })
+        let offsets = match &task {
+            Task::Records(records) => records.offsets(),
+            _ => Vec::new(),
+        };
+        Ok(Self { task, buffer, private, direct, offsets })
     }
 
     fn run(&mut self) -> anyhow::Result<()> {
@@ -264,6 +277,7 @@ impl Job {
                 direct::write(self.direct.as_ref().expect("made before"), *count, *bytes, &self.buffer)
             }
             Task::Copy(copy) => copy.run(&mut self.buffer, &mut self.private),
+            Task::Records(records) => records.run(&self.offsets, &mut self.buffer),
             Task::Calls { call, count } => call.run(*count, &mut self.buffer),
             Task::Read { path, mmap: false, passes, .. } => {
                 let path = path.clone();
@@ -357,6 +371,10 @@ fn names(dir: &PathBuf, count: u64, operation: Operation, buffer: &[u8]) -> anyh
         let done = match operation {
             Operation::Create => File::create(&path).and_then(|mut file| {
                 file.write_all(buffer)?;
+                close(file)
+            }),
+            Operation::Patch => OpenOptions::new().write(true).open(&path).and_then(|file| {
+                file.write_all_at(&buffer[..1024], 1024)?;
                 close(file)
             }),
             Operation::Stat => std::fs::symlink_metadata(&path).map(drop),

@@ -1,7 +1,9 @@
 /*
  * firn.h - the C interface of Firn, a file system for checkpoints.
  *
- * What it is for: a program on the node reads files of a mount out of the mount's own memory, without a
+ * What it is for:
+ *
+ * Chunk lists: a program on the node reads files of a mount out of the mount's own memory, without a
  * copy and without the file system in between: an RDMA agent that registers the memory and tells another
  * node the addresses, a tool that moves a checkpoint elsewhere. docs/SEMANTICS.md, "Chunk lists", says what
  * is promised.
@@ -18,6 +20,17 @@
  *     firn_chunk_list_free(list);
  *     firn_close(mount);
  *
+ * Transactions: a job, or who checkpoints it, makes all changes since the last checkpoint count at once or
+ * not at all, together with the checkpoint of the job's memory. docs/SEMANTICS.md, "Transactions".
+ *
+ *     firn_begin(mount, "/ckpt");
+ *     ... the job writes, renames, removes ...
+ *     firn_prepare(mount, "/ckpt", 17);             durable, undecided
+ *     ... checkpoint 17 of the memory is taken ...
+ *     firn_commit(mount, "/ckpt", 17, FIRN_BEGIN_NEXT, NULL);
+ *
+ *     firn_restore(mount, "/ckpt", 17);             before a restart from checkpoint 17
+ *
  * Units: sizes, lengths and offsets are bytes. Strings end with a zero byte; paths are UTF-8.
  *
  * Errors: functions that can fail return 0 or a positive errno. firn_strerror() says what it means here and
@@ -32,14 +45,19 @@
  *     EAGAIN      too many connections to this firnd
  *     ESTALE      the list does not hold any more: make another one
  *     ENOENT, EISDIR, EXDEV, EILSEQ
- *                 no such file; a directory; on another mount than the handle; not UTF-8
- *     EINVAL      a null pointer, a range outside the piece, not a regular file
+ *                 no such file, or no transaction there; a directory; on another mount than the handle;
+ *                 not UTF-8
+ *     EOPNOTSUPP  the mount has no transactions: mount it with drain=commit
+ *     ENOTDIR, EBUSY
+ *                 a transaction covers a directory; another transaction is in the way
+ *     EINVAL      a null pointer, a range outside the piece, not a regular file, another number
  *     ENODATA     the bytes are in the backing only: read them through the mount
  *     EIO         a spill file or the backing fails
  *     EMFILE      the handle holds 1024 lists already
  *     ENOTRECOVERABLE  a fault in this library: please report it
  *
- * Threads: several threads may use a handle and its lists at once; their requests take turns. Only
+ * Threads: several threads may use a handle and its lists at once; their requests take turns, also behind
+ * a commit: whoever must not wait for one uses a handle of its own. Only
  * firn_close() needs the handle alone, and firn_chunk_list_free() its list. firn_error_message() is
  * the thread's own.
  *
@@ -166,6 +184,45 @@ void firn_chunk_list_free(firn_chunk_list *list);
  * spilled. EINVAL, ENODATA, EIO. */
 int firn_read_chunk(firn *handle, const struct firn_chunk_meta *piece, uint64_t from, void *buffer,
                     size_t bytes);
+
+/* ---- transactions --------------------------------------------------------------------------------- */
+
+/* A transaction covers a directory of the mount and all below it: `path` names that directory, the mount
+ * point or one below it. It belongs to the mount, not to the handle or the process: whoever may use the
+ * mount may commit it. Other errors than those named here are the backing's (EIO, ENOSPC, ...); then the
+ * transaction is kept, and the call can be tried again. All of them: EOPNOTSUPP, ENOENT, EINVAL, EXDEV,
+ * EILSEQ, ENODEV, ENOTCONN. Where the connection ends (ENOTCONN) in the middle of a commit, its outcome is
+ * not known: firn_restore() after the next mount tells. */
+
+/* For firn_commit(): the number the transaction was prepared with, or else the last commit's plus one. */
+#define FIRN_NEXT_ID UINT64_MAX
+
+/* For firn_commit(): the next transaction is open before anything can change. */
+#define FIRN_BEGIN_NEXT 1u
+
+/* Begins one: from now on the backing shows nothing of what changes at or below `path`, and programs on the
+ * mount see their changes at once. ENOENT: no such directory. ENOTDIR. EBUSY: one is open there, above or
+ * below. */
+int firn_begin(firn *handle, const char *path);
+
+/* Makes it durable under the number `id` and leaves its outcome open, also beyond the death of firnd and of
+ * the node. A commit cannot fail for lack of space any more. Changes at or below `path` wait, from whichever
+ * process, until it is decided: the caller must not make any. Again with the same number: nothing is done.
+ * ENOENT: none is open. EINVAL: prepared with another number. */
+int firn_prepare(firn *handle, const char *path, uint64_t id);
+
+/* Makes all of its changes count, durably; prepares it first where nobody did. `id`: its number, or
+ * FIRN_NEXT_ID. `flags`: 0 or FIRN_BEGIN_NEXT. Gives the number through `committed`, if that is not NULL.
+ * ENOENT: none is open. EINVAL: prepared with another number, or a flag that does not exist. */
+int firn_commit(firn *handle, const char *path, uint64_t id, unsigned flags, uint64_t *committed);
+
+/* Throws its changes away: all is as it was at firn_begin(), and open files that did not exist then give
+ * ESTALE. ENOENT: none is open. EBUSY: it is committed, and not all of it carried out. */
+int firn_abort(firn *handle, const char *path);
+
+/* Makes the files those of checkpoint `id`: finishes the transaction that was prepared with this number, or
+ * throws away what came after the commit with it. EINVAL: the files of that checkpoint are not kept. */
+int firn_restore(firn *handle, const char *path, uint64_t id);
 
 #ifdef __cplusplus
 }

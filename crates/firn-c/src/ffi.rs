@@ -11,6 +11,8 @@ use firn_format::protocol::{ChunkPiece, Place};
 use crate::error::{self, Error};
 use crate::mount::{List, Mount};
 
+mod transaction;
+
 /// `struct firn`.
 pub struct Handle(Arc<Mount>);
 

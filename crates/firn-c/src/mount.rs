@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use firn_client::{ClientError, Connection, Mount as Found};
-use firn_format::protocol::{ChunkList, DataRegion};
+use firn_format::protocol::{ChunkList, DataRegion, Request};
 
 use crate::error::Error;
 use crate::region::Mapping;
@@ -82,7 +82,8 @@ impl Mount {
         Ok(self.mapping.get_or_init(|| mapping))
     }
 
-    pub(crate) fn list(&self, path: &Path) -> Result<ChunkList, Error> {
+    /// The path below the mount of one that must be on it.
+    fn relative(&self, path: &Path) -> Result<String, Error> {
         let text = path.to_str().ok_or(Error::NotUtf8)?;
         let place = firn_client::find(path)?;
         if (&place.mount.backing, place.mount.user_id) != (&self.found.backing, self.found.user_id) {
@@ -92,7 +93,22 @@ impl Mount {
                 expected: self.found.mount_point.display().to_string(),
             });
         }
-        self.ask(|connection| connection.chunks(&place.relative))
+        Ok(place.relative)
+    }
+
+    pub(crate) fn list(&self, path: &Path) -> Result<ChunkList, Error> {
+        let relative = self.relative(path)?;
+        self.ask(|connection| connection.chunks(&relative))
+    }
+
+    /// A request about the transaction at a path: the number of a commit.
+    pub(crate) fn transaction(
+        &self,
+        path: &Path,
+        make: impl FnOnce(String) -> Request,
+    ) -> Result<Option<u64>, Error> {
+        let request = make(self.relative(path)?);
+        self.ask(|connection| connection.transaction(&request))
     }
 
     /// Whether the file of a list was changed; an error where the list may have ended.

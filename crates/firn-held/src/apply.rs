@@ -91,7 +91,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         let found = self.search(item, above);
         above.pop();
         let found = found?;
-        if let Some(node) = &found {
+        // Of directories only: there may be more files than a process may hold descriptors.
+        if let Some(node) = found.as_ref().filter(|_| item.is_dir) {
             self.known.insert(number, node.clone());
         }
         Ok(found)
@@ -152,18 +153,20 @@ impl<'a, B: Backing> Apply<'a, B> {
     fn write(&mut self, item: &'a Item, data: &Data, at: &'a Staged) -> Result<()> {
         let Some(node) = self.locate(item.number, &mut Vec::new())? else { return Ok(()) };
         let unchanged = data.written.is_empty() && data.cut >= data.size;
-        if unchanged && self.base.attr(&node)?.size == data.size {
+        let size = self.base.attr(&node)?.size;
+        if unchanged && size == data.size {
             return Ok(());
         }
         let from = self.base.open(&self.staged(at)?, Access::Read)?;
         let to = self.base.open(&node, Access::ReadWrite)?;
-        let size = self.base.attr(&node)?.size;
         // Both, so that what lies between is a hole. On a second attempt bytes that were written before are
         // cut off too, and written again.
         if data.cut < size {
             self.base.set_len(&to, data.cut)?;
         }
-        self.base.set_len(&to, data.size)?;
+        if data.cut.min(size) != data.size {
+            self.base.set_len(&to, data.size)?;
+        }
         for &(start, end) in &data.written {
             self.copy(&from, &to, start, end.min(data.size))?;
         }

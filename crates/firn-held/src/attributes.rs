@@ -18,10 +18,10 @@ impl<B: Backing> Held<B> {
         change: impl FnOnce(&B::Node) -> Result<()>,
     ) -> Result<()> {
         let (_data, scope) = self.writing(object)?;
-        let Some(scope) = scope else { return change(object.inner.read().node()?) };
+        let Some(scope) = scope else { return change(&object.inner.read().node(&self.base)?) };
         let mut inner = object.inner.write();
         self.twin(&scope, object, &mut inner)?;
-        change(inner.node()?)
+        change(&inner.node(&self.base)?)
     }
 
     pub(crate) fn set_times_of(&self, node: &Node<B>, atime: SetTime, mtime: SetTime) -> Result<()> {
@@ -65,34 +65,40 @@ impl<B: Backing> Held<B> {
         let (nest_name, nest) = scope.plain_nest(&self.base)?;
         let text = number.to_string();
         let (name, me) = (OsStr::new(&text), staging::own());
-        // What an attempt before this one left.
-        if let Some((_, attr)) = staging::find(&self.base, &nest, name)? {
-            match attr.kind {
-                Kind::Dir => self.base.rmdir(&nest, name)?,
-                _ => self.base.unlink(&nest, name)?,
-            }
-        }
         let attr = self.base.attr(node)?;
-        let twin = match kind {
-            Kind::Dir => self.base.mkdir(&me, &nest, name, 0o700)?.0,
-            Kind::Symlink => {
-                let target = self.base.readlink(node)?;
-                let target = <OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&target);
-                self.base.symlink(&me, &nest, name, target)?.0
+        let make = || {
+            Ok(match kind {
+                Kind::Dir => self.base.mkdir(&me, &nest, name, 0o700)?.0,
+                Kind::Symlink => {
+                    let target = self.base.readlink(node)?;
+                    let target = <OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&target);
+                    self.base.symlink(&me, &nest, name, target)?.0
+                }
+                Kind::File => {
+                    let (twin, file, _) = self.base.create(&me, &nest, name, 0o600)?;
+                    self.base.set_len(&file, attr.size)?;
+                    twin
+                }
+                _ => match self.base.mknod(&me, &nest, name, (attr.mode & libc::S_IFMT) | 0o600, attr.rdev) {
+                    Ok((twin, _)) => twin,
+                    // Not everybody may make a device; a file has its attributes as well.
+                    Err(Errno::PERM) => self.base.create(&me, &nest, name, 0o600)?.0,
+                    Err(errno) => return Err(errno),
+                },
+            })
+        };
+        let twin = match make() {
+            // What an attempt before this one left.
+            Err(Errno::EXIST) => {
+                match self.base.lookup(&nest, name)?.1.kind {
+                    Kind::Dir => self.base.rmdir(&nest, name)?,
+                    _ => self.base.unlink(&nest, name)?,
+                }
+                make()?
             }
-            Kind::File => {
-                let (twin, file, _) = self.base.create(&me, &nest, name, 0o600)?;
-                self.base.set_len(&file, attr.size)?;
-                twin
-            }
-            _ => match self.base.mknod(&me, &nest, name, (attr.mode & libc::S_IFMT) | 0o600, attr.rdev) {
-                Ok((twin, _)) => twin,
-                // Not everybody may make a device; a file has its attributes as well.
-                Err(Errno::PERM) => self.base.create(&me, &nest, name, 0o600)?.0,
-                Err(errno) => return Err(errno),
-            },
+            made => made?,
         };
         staging::copy_attributes(&self.base, node, &twin)?;
-        Ok((Twin { node: twin, at: (nest_name, text) }, attr.size))
+        Ok((Twin { nest, at: (nest_name, text), held: None }, attr.size))
     }
 }

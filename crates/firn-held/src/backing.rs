@@ -323,7 +323,7 @@ impl<B: Backing> Held<B> {
     fn ask<T>(&self, node: &Node<B>, question: impl FnOnce(&B::Node) -> Result<T>) -> Result<T> {
         match node {
             Node::Plain(node) => question(node),
-            Node::Tracked(object) => question(object.inner.read().node()?),
+            Node::Tracked(object) => question(&object.inner.read().node(&self.base)?),
         }
     }
 

@@ -78,10 +78,10 @@ impl<B: Backing> Held<B> {
         let inner = object.inner.read();
         // For its errors.
         let node = match inner.whole() {
-            Some(Below::Twin) => inner.node()?,
-            _ => inner.base.as_ref().ok_or(Errno::STALE)?,
+            Some(Below::Twin) => inner.node(&self.base)?,
+            _ => inner.base.clone().ok_or(Errno::STALE)?,
         };
-        drop(self.base.open(node, access)?);
+        drop(self.base.open(&node, access)?);
         drop(inner);
         Ok(TrackedFile::new(object, access))
     }

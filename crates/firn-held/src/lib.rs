@@ -22,6 +22,7 @@ mod attributes;
 mod backing;
 mod book;
 mod data;
+mod difference;
 mod listing;
 mod names;
 mod object;

@@ -36,8 +36,8 @@ impl<B: Backing> Held<B> {
             return Ok(None);
         }
         // A new directory's twin is empty, and says what is wrong with a name.
-        let node = inner.base.as_ref().map_or_else(|| inner.node(), Ok)?;
-        let found = staging::find(&self.base, node, name)?;
+        let node = inner.base.clone().map_or_else(|| inner.node(&self.base), Ok)?;
+        let found = staging::find(&self.base, &node, name)?;
         Ok(found.map(|(node, attr)| self.intern(node, &attr, parent, name)))
     }
 
@@ -59,14 +59,14 @@ impl<B: Backing> Held<B> {
         }
         let (_names, scope) = self.changing(parent)?;
         let Some(scope) = scope else {
-            let dir = parent.inner.read().node()?.clone();
+            let dir = parent.inner.read().node(&self.base)?;
             let (node, attr) = make(&dir, name)?;
             return Ok((self.intern(node, &attr, parent, name), attr));
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
-        let (exists, dir) = (self.find(parent, name)?, parent.inner.read().node()?.clone());
+        let (exists, dir) = (self.find(parent, name)?, parent.inner.read().node(&self.base)?);
         if exists.is_some() {
             return Err(Errno::EXIST);
         }
@@ -74,10 +74,10 @@ impl<B: Backing> Held<B> {
         let (nest_name, nest) = scope.nest(&self.base, &dir)?;
         let number = scope.next_number();
         let text = number.to_string();
-        let (node, attr) = make(&nest, OsStr::new(&text))?;
+        let attr = make(&nest, OsStr::new(&text))?.1;
         let is_dir = attr.kind == Kind::Dir;
         let change = Change {
-            twin: Some(Twin { node, at: (nest_name, text) }),
+            twin: Some(Twin { nest, at: (nest_name, text), held: None }),
             links: i64::from(!is_dir),
             ..Change::new(number, None)
         };
@@ -144,19 +144,17 @@ impl<B: Backing> Held<B> {
         if !is_new || !(change.removed || change.links == 0) {
             return;
         }
-        if let Some(twin) = &change.twin
-            && let Err(errno) = self.unstage(scope, object.kind, &twin.at)
+        if let Some(twin) = &mut change.twin
+            && let Err(errno) = self.unstage(object.kind, twin)
         {
             tracing::warn!(%errno, "a staged object that lost its last name stays until the transaction ends");
         }
     }
 
-    fn unstage(&self, scope: &Scope<B>, kind: Kind, at: &crate::record::Staged) -> Result<()> {
-        let nest = self.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
-        match kind {
-            Kind::Dir => self.base.rmdir(&nest, OsStr::new(&at.1)),
-            _ => self.base.unlink(&nest, OsStr::new(&at.1)),
-        }
+    fn unstage(&self, kind: Kind, twin: &mut Twin<B>) -> Result<()> {
+        twin.held = Some(twin.node(&self.base)?);
+        let name = OsStr::new(&twin.at.1);
+        if kind == Kind::Dir { self.base.rmdir(&twin.nest, name) } else { self.base.unlink(&twin.nest, name) }
     }
 
     /// EBUSY for a directory that a transaction's scope is, or is in.
@@ -176,7 +174,7 @@ impl<B: Backing> Held<B> {
             if self.is_hidden(parent, name) {
                 return Err(Errno::NOENT);
             }
-            let dir = parent.inner.read().node()?.clone();
+            let dir = parent.inner.read().node(&self.base)?;
             return if is_dir { self.base.rmdir(&dir, name) } else { self.base.unlink(&dir, name) };
         };
         if parent.kind != Kind::Dir {
@@ -211,7 +209,7 @@ impl<B: Backing> Held<B> {
             return Err(Errno::XDEV);
         }
         let Some(scope) = scope else {
-            let (node, dir) = (object.inner.read().node()?.clone(), parent.inner.read().node()?.clone());
+            let (node, dir) = (object.inner.read().node(&self.base)?, parent.inner.read().node(&self.base)?);
             return self.base.link(&node, &dir, name);
         };
         if parent.kind != Kind::Dir {
@@ -286,12 +284,13 @@ impl<B: Backing> Held<B> {
         let subdirectory = |object: &Arc<Object<B>>| i64::from(is_dir(object));
         if let Some(target) = target {
             if exchange {
-                let more = subdirectory(&source) - subdirectory(&target);
-                self.name(&scope, from, name, Some(&target), -more);
-                self.name(&scope, to, new_name, Some(&source), more);
+                // First: where they are now is where the backing has them.
                 for object in [&source, &target] {
                     self.renamed(&scope, object, 0);
                 }
+                let more = subdirectory(&source) - subdirectory(&target);
+                self.name(&scope, from, name, Some(&target), -more);
+                self.name(&scope, to, new_name, Some(&source), more);
                 if source.kind == Kind::File && target.kind == Kind::File {
                     scope.book.lock().exchange((from.key, name), (to.key, new_name));
                 }
@@ -333,7 +332,7 @@ impl<B: Backing> Held<B> {
             self.must_not_hold_a_scope(source.as_ref())?;
             self.must_not_hold_a_scope(target.as_ref())?;
         }
-        let (from_node, to_node) = (from.inner.read().node()?.clone(), to.inner.read().node()?.clone());
+        let (from_node, to_node) = (from.inner.read().node(&self.base)?, to.inner.read().node(&self.base)?);
         self.base.rename(&from_node, name, &to_node, new_name, flags)?;
         if let Some(source) = source {
             source.sit(to, new_name);

@@ -31,7 +31,8 @@ pub struct Object<B: Backing> {
     pub(crate) kind: Kind,
     pub(crate) seat: Mutex<Option<Seat<B>>>,
     pub(crate) inner: RwLock<Inner<B>>,
-    /// Of the top: there is a directory in it that is not shown.
+    /// One of its links is Firn's and not shown: of the top, the directory of all that is staged; of others, a
+    /// name that they are found by after a crash.
     pub(crate) hides: AtomicBool,
     /// Handles on it.
     opens: AtomicUsize,
@@ -81,10 +82,23 @@ impl<B: Backing> Change<B> {
     }
 }
 
-/// A staged object.
+/// A staged object. There may be more of them than a process may hold descriptors: it is looked up when it is
+/// used.
 pub(crate) struct Twin<B: Backing> {
-    pub(crate) node: B::Node,
+    /// The directory that it is staged in.
+    pub(crate) nest: B::Node,
     pub(crate) at: Staged,
+    /// The object, where its staged name is gone.
+    pub(crate) held: Option<B::Node>,
+}
+
+impl<B: Backing> Twin<B> {
+    pub(crate) fn node(&self, base: &B) -> Result<B::Node> {
+        match &self.held {
+            Some(node) => Ok(node.clone()),
+            None => Ok(base.lookup(&self.nest, OsStr::new(&self.at.1))?.0),
+        }
+    }
 }
 
 /// Files that are open below, shared by all handles.
@@ -141,10 +155,14 @@ impl<B: Backing> Object<B> {
     /// The attributes that programs see.
     pub(crate) fn attr(&self, base: &B) -> Result<Attr> {
         let mut attr = self.inner.read().attr(base, self)?;
-        if self.hides.load(Ordering::Acquire) && attr.nlink > 1 {
-            attr.nlink -= 1;
+        if self.kind != Kind::Dir || attr.nlink > 1 {
+            attr.nlink = attr.nlink.saturating_sub(self.hidden_links());
         }
         Ok(attr)
+    }
+
+    pub(crate) fn hidden_links(&self) -> u32 {
+        u32::from(self.hides.load(Ordering::Acquire))
     }
 
     pub(crate) fn opened(&self) {
@@ -166,15 +184,19 @@ impl<B: Backing> Object<B> {
     pub(crate) fn below(&self, base: &B, inner: &Inner<B>, which: Below) -> Result<Arc<B::File>> {
         let mut files = self.files.lock();
         let Files { reader, writer, twin } = &mut *files;
-        let (slot, node, access) = match which {
-            Below::Reader => (reader, inner.base.as_ref(), Access::Read),
-            Below::Writer => (writer, inner.base.as_ref(), Access::ReadWrite),
-            Below::Twin => (twin, inner.twin().map(|twin| &twin.node), Access::ReadWrite),
+        let (slot, access) = match which {
+            Below::Reader => (reader, Access::Read),
+            Below::Writer => (writer, Access::ReadWrite),
+            Below::Twin => (twin, Access::ReadWrite),
         };
         if let Some(file) = slot {
             return Ok(Arc::clone(file));
         }
-        let file = Arc::new(base.open(node.ok_or(Errno::STALE)?, access)?);
+        let node = match which {
+            Below::Reader | Below::Writer => inner.base.clone().ok_or(Errno::STALE)?,
+            Below::Twin => inner.twin().ok_or(Errno::STALE)?.node(base)?,
+        };
+        let file = Arc::new(base.open(&node, access)?);
         *slot = Some(Arc::clone(&file));
         Ok(file)
     }
@@ -186,15 +208,18 @@ impl<B: Backing> Inner<B> {
     }
 
     /// What to ask for attributes and their like: the twin where there is one.
-    pub(crate) fn node(&self) -> Result<&B::Node> {
-        self.twin().map(|twin| &twin.node).or(self.base.as_ref()).ok_or(Errno::STALE)
+    pub(crate) fn node(&self, base: &B) -> Result<B::Node> {
+        match self.twin() {
+            Some(twin) => twin.node(base),
+            None => self.base.clone().ok_or(Errno::STALE),
+        }
     }
 
     fn attr(&self, base: &B, object: &Object<B>) -> Result<Attr> {
         let Some(change) = &self.change else {
             return base.attr(self.base.as_ref().ok_or(Errno::STALE)?);
         };
-        let twin = change.twin.as_ref().map(|twin| base.attr(&twin.node)).transpose()?;
+        let twin = change.twin.as_ref().map(|twin| base.attr(&twin.node(base)?)).transpose()?;
         let mut attr = match (&self.base, twin) {
             (None, None) => return Err(Errno::STALE),
             (None, Some(twin)) if object.kind == Kind::Dir => twin,

@@ -1,19 +1,19 @@
 //! Transactions: begun, prepared, committed or aborted; and what a crash left of them.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use firn_backing::{Backing, Errno, Kind, RenameFlags, SetTime};
+use firn_backing::{Backing, Errno, Kind, RenameFlags};
 use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::apply::Apply;
 use crate::backing::Node;
 use crate::book::Book;
 use crate::object::{Change, Inner, Key, Object};
-use crate::record::{Data, Identity, Item, Record, RecordError};
+use crate::record::{Record, RecordError};
 use crate::staging;
 use crate::state::State;
 
@@ -117,14 +117,16 @@ impl Outcome {
 
 /// A directory and all below it, while a transaction is open there.
 pub(crate) struct Scope<B: Backing> {
-    serial: u64,
+    pub(crate) serial: u64,
     pub(crate) root: Arc<Object<B>>,
-    path: Vec<u8>,
-    dir: B::Node,
+    pub(crate) path: Vec<u8>,
+    pub(crate) dir: B::Node,
     pub(crate) new: B::Node,
     away: B::Node,
     /// Directories below `new`, by what objects made in them inherit.
     nests: Mutex<HashMap<Inherited, (String, B::Node)>>,
+    /// The one for objects that inherit nothing.
+    plain_nest: Mutex<Option<(String, B::Node)>>,
     last_number: AtomicU64,
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
     pub(crate) book: Mutex<Book>,
@@ -207,7 +209,11 @@ impl<B: Backing> Scope<B> {
 
     /// Where twins are staged, which inherit nothing.
     pub(crate) fn plain_nest(&self, base: &B) -> Result<(String, B::Node), Errno> {
-        self.nest(base, &self.dir)
+        let mut plain = self.plain_nest.lock();
+        if plain.is_none() {
+            *plain = Some(self.nest(base, &self.dir)?);
+        }
+        Ok(plain.clone().expect("just made"))
     }
 }
 
@@ -215,7 +221,9 @@ impl<B: Backing> Scope<B> {
 pub struct Held<B: Backing> {
     pub(crate) base: B,
     top: Node<B>,
-    objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
+    pub(crate) objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
+    /// Objects that have a staged name more.
+    pub(crate) anchored: Mutex<HashSet<Key>>,
     scopes: RwLock<Vec<Arc<Scope<B>>>>,
     pub(crate) scope_count: AtomicUsize,
     last_serial: AtomicU64,
@@ -223,6 +231,17 @@ pub struct Held<B: Backing> {
     pub(crate) tree: RwLock<()>,
     /// Held for reading while data is changed, for writing while a transaction begins, is prepared or ends.
     pub(crate) data: RwLock<()>,
+}
+
+impl<B: Backing> Drop for Held<B> {
+    fn drop(&mut self) {
+        // Names of a transaction that is still open lead to objects that lead to their directory.
+        for scope in self.scopes.get_mut().drain(..) {
+            for object in std::mem::take(&mut *scope.changed.lock()).into_values() {
+                object.inner.write().change = None;
+            }
+        }
+    }
 }
 
 /// Proof that names stay, or that they may be changed.
@@ -243,6 +262,7 @@ impl<B: Backing> Held<B> {
             base,
             top,
             objects: Mutex::default(),
+            anchored: Mutex::default(),
             scopes: RwLock::default(),
             scope_count: AtomicUsize::new(0),
             last_serial: AtomicU64::new(0),
@@ -310,13 +330,15 @@ impl<B: Backing> Held<B> {
 
     /// A transaction that an earlier firnd prepared: its scope is as it was before, and frozen.
     fn wait_for_decision(&self, serial: u64, dir: B::Node, record: Record) -> Result<(), HeldError> {
+        let anchored = record.items.iter().filter(|item| item.anchor_at.is_some());
+        self.anchored.lock().extend(anchored.map(|item| (item.identity.dev, item.identity.ino)));
         let mut root = match &self.top {
             Node::Tracked(top) => Arc::clone(top),
             Node::Plain(_) => return Ok(()),
         };
         for name in record.scope.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
             let name = OsStr::from_bytes(name);
-            let parent = root.inner.read().node()?.clone();
+            let parent = root.inner.read().node(&self.base)?;
             let (node, attr) = self.base.lookup(&parent, name)?;
             root = self.intern(node, &attr, &root, name);
         }
@@ -343,6 +365,7 @@ impl<B: Backing> Held<B> {
             away: staging::dir(&self.base, &dir, staging::AWAY)?,
             dir,
             nests: Mutex::default(),
+            plain_nest: Mutex::default(),
             last_number: AtomicU64::new(0),
             changed: Mutex::default(),
             book: Mutex::default(),
@@ -381,6 +404,7 @@ impl<B: Backing> Held<B> {
         let inner = Inner { base: Some(node), change: None };
         let seat = Some((Arc::clone(parent), name.to_owned()));
         let object = Arc::new(Object::new(key, attr.kind, inner, seat));
+        object.hides.store(self.anchored.lock().contains(&key), Ordering::Release);
         self.note(&mut objects, &object);
         object
     }
@@ -500,25 +524,40 @@ impl<B: Backing> Held<B> {
             }
             Stage::Ended => return Err(HeldError::None),
         }
-        let record = self.record(&scope, id)?;
-        // What is staged is durable before the record that tells of it.
-        self.base.sync_all()?;
-        staging::store(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
-        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
-        self.base.sync_dir(&firn)?;
-        self.base.sync_dir(&self.base.root())?;
+        self.write_record(&scope, id)?;
+        self.place_record(&scope, staging::RECORD)?;
+        if let Err(errno) = self.base.sync_dir(&scope.dir) {
+            // Nobody was told: it goes back, or it stays and can be decided.
+            if self.base.unlink(&scope.dir, OsStr::new(staging::RECORD)).is_err() {
+                scope.turn(Stage::Prepared(id));
+            }
+            return Err(errno.into());
+        }
         scope.turn(Stage::Prepared(id));
         Ok(())
     }
 
-    /// Decides for the transaction, durably, and carries it out; prepares it first if nobody did. Where this
+    /// Makes what is staged durable, and a record that tells of it, which is in force once it is in its place.
+    fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), Errno> {
+        let record = self.record(scope, id)?;
+        self.base.sync_all()?;
+        staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
+        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        self.base.sync_dir(&firn)?;
+        self.base.sync_dir(&self.base.root())
+    }
+
+    fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
+        let new = staging::new_name(staging::RECORD);
+        let flags = RenameFlags::empty();
+        self.base.rename(&scope.dir, OsStr::new(&new), &scope.dir, OsStr::new(name), flags)
+    }
+
+    /// Decides for the transaction, durably, and carries it out. Where this
     /// fails it can be called again: before the decision the transaction is as it was, after it
     /// ([`Stage::Decided`]) it is going to be carried out.
     pub fn commit(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
         let scope = self.scope_at(node)?;
-        if scope.is_open() {
-            self.prepare(node, id)?;
-        }
         let (_names, _data) = (self.tree.write(), self.data.write());
         let stage = *scope.stage.lock();
         match stage {
@@ -531,21 +570,28 @@ impl<B: Backing> Held<B> {
                 scope.turn(Stage::Decided(id));
                 self.base.sync_dir(&scope.dir)?;
             }
+            Stage::Open => {
+                // Decided at once: a crash before leaves nothing that waits for a decision.
+                self.write_record(&scope, id)?;
+                self.place_record(&scope, staging::COMMIT)?;
+                scope.turn(Stage::Decided(id));
+                self.base.sync_dir(&scope.dir)?;
+            }
             Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
-            Stage::Open | Stage::Ended => return Err(HeldError::None),
+            Stage::Ended => return Err(HeldError::None),
         }
         let path = format!("{}/tx-{}/{}", staging::TOP, scope.serial, staging::COMMIT);
         let stored = staging::load(&self.base, &scope.dir, staging::COMMIT)?;
         let record = stored
             .map(|bytes| Record::decode(&bytes).map_err(|source| HeldError::Record { path, source }))
             .transpose()?;
+        self.hold_new(&scope)?;
         // Without it, an earlier attempt came to the end and could not say so.
         if let Some(record) = record {
             let mut apply = Apply::new(&self.base, &record, &scope.new, &scope.away);
             for (number, object) in scope.changed.lock().iter() {
                 let inner = object.inner.read();
-                let node = inner.base.clone().or_else(|| inner.twin().map(|twin| twin.node.clone()));
-                if let Some(node) = node {
+                if let Some(node) = inner.base.clone() {
                     apply.know(*number, node);
                 }
             }
@@ -558,12 +604,29 @@ impl<B: Backing> Held<B> {
             let mut inner = object.inner.write();
             let Some(change) = inner.change.take() else { continue };
             if inner.base.is_none() {
-                inner.base = change.twin.map(|twin| twin.node);
+                inner.base = change.twin.and_then(|twin| twin.held);
             }
             object.let_go();
         }
         self.end(&scope);
         self.clean_up(&scope);
+        Ok(())
+    }
+
+    /// Holds the new objects that anybody refers to, before their staged names go. The others are found by their
+    /// new names when they are looked up.
+    fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
+        for object in scope.changed.lock().values() {
+            let mut inner = object.inner.write();
+            let is_new = inner.base.is_none();
+            let Some(change) = inner.change.as_mut().filter(|_| is_new) else { continue };
+            // The scope's, and one for each name.
+            let ours = 1 + usize::try_from(change.links).unwrap_or(0);
+            let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
+            if let Some(twin) = change.twin.as_mut().filter(|twin| is_used && twin.held.is_none()) {
+                twin.held = Some(twin.node(&self.base)?);
+            }
+        }
         Ok(())
     }
 
@@ -613,6 +676,15 @@ impl<B: Backing> Held<B> {
     }
 
     fn end(&self, scope: &Arc<Scope<B>>) {
+        let is_left = |key: &Key| match self.objects.lock().get(key).and_then(Weak::upgrade) {
+            Some(object) if object.is_below(&scope.root) => {
+                object.hides.store(false, Ordering::Release);
+                false
+            }
+            Some(_) => true,
+            None => scope.recovered.is_none() && self.scopes.read().len() > 1,
+        };
+        self.anchored.lock().retain(is_left);
         self.scopes.write().retain(|other| !Arc::ptr_eq(other, scope));
         self.scope_count.fetch_sub(1, Ordering::Release);
         scope.turn(Stage::Ended);
@@ -685,163 +757,5 @@ impl<B: Backing> Held<B> {
         self.forget(dir)?;
         staging::clear(&self.base, dir)?;
         self.base.rmdir(firn, OsStr::new(name))
-    }
-
-    // ---- the record --------------------------------------------------------------------------
-
-    /// The difference between the tree below and the one that programs see.
-    fn record(&self, scope: &Scope<B>, id: u64) -> Result<Record, Errno> {
-        let mut items: BTreeMap<u64, Item> = BTreeMap::new();
-        let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
-        // Directories from the scope up to the root of the backing, which do not change.
-        let mut numbers: HashMap<Key, u64> = HashMap::new();
-        if let Node::Tracked(top) = &self.top {
-            numbers.insert(top.key, 0);
-        }
-        for object in &changed {
-            let inner = object.inner.read();
-            let Some(change) = &inner.change else { continue };
-            let number = *numbers.entry(object.key).or_insert(change.number);
-            let is_root = number == 0;
-            let mut item = Item::new(number, identity(object), object.kind == Kind::Dir);
-            let at = change.twin.as_ref().map(|twin| twin.at.clone());
-            if let (Some(twin), Some(touched)) = (&change.twin, change.touched) {
-                let mtime = self.base.attr(&twin.node)?.mtime.max(touched);
-                self.base.set_times(&twin.node, SetTime::Keep, SetTime::At(mtime))?;
-            }
-            if inner.base.is_none() {
-                item.new_at = at;
-                if let Some(twin) = change.twin.as_ref().filter(|_| item.is_dir && !change.removed) {
-                    let attr = self.base.attr(&twin.node)?;
-                    item.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
-                }
-            } else if inner.attr_links(&self.base)? != 0 || is_root {
-                item.twin_at = at;
-                if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
-                    let size = self.base.attr(&twin.node)?.size;
-                    let written = change.written.iter().map(|r| (r.start, r.end)).collect();
-                    item.data = Some(Data { cut: change.cut, size, written });
-                }
-            }
-            items.insert(number, item);
-        }
-        for object in &changed {
-            let inner = object.inner.read();
-            let Some(change) = &inner.change else { continue };
-            if object.kind != Kind::Dir {
-                continue;
-            }
-            let dir = self.number(scope, object, &mut numbers, &mut items);
-            for (name, now) in &change.names {
-                let old = match &inner.base {
-                    Some(node) => staging::find(&self.base, node, name)?,
-                    None => None,
-                };
-                let old_key = old.map(|(_, attr)| (attr.dev, attr.ino));
-                let now_key = now.as_ref().map(|object| object.key);
-                if old_key == now_key {
-                    continue;
-                }
-                let place = (dir, name.as_bytes().to_vec());
-                if let Some(old) =
-                    old_key.and_then(|key| self.objects.lock().get(&key).and_then(Weak::upgrade))
-                {
-                    let number = self.number(scope, &old, &mut numbers, &mut items);
-                    items.get_mut(&number).expect("just added").leaves.push(place.clone());
-                }
-                if let Some(now) = now {
-                    let number = self.number(scope, now, &mut numbers, &mut items);
-                    items.get_mut(&number).expect("just added").comes.push(place);
-                }
-            }
-        }
-        for object in &changed {
-            let number = self.number(scope, object, &mut numbers, &mut items);
-            self.settle(scope, object, number, &mut numbers, &mut items)?;
-        }
-        let is_needed = |item: &Item| {
-            let moves = !item.leaves.is_empty() || !item.comes.is_empty();
-            moves || item.new_at.is_none()
-        };
-        items.retain(|_, item| is_needed(item));
-        Ok(Record { id, scope: scope.path.clone(), items: items.into_values().collect() })
-    }
-
-    /// The number of an object in a record, to which it and the directories above it are added.
-    fn number(
-        &self,
-        scope: &Scope<B>,
-        object: &Arc<Object<B>>,
-        numbers: &mut HashMap<Key, u64>,
-        items: &mut BTreeMap<u64, Item>,
-    ) -> u64 {
-        if let Some(&number) = numbers.get(&object.key) {
-            return number;
-        }
-        let number = scope.next_number();
-        numbers.insert(object.key, number);
-        items.insert(number, Item::new(number, identity(object), object.kind == Kind::Dir));
-        let seat = object.seat.lock().clone();
-        if let Some((parent, name)) = seat {
-            let parent = self.number(scope, &parent, numbers, items);
-            items.get_mut(&number).expect("just added").stays = Some((parent, name.as_bytes().to_vec()));
-        }
-        number
-    }
-
-    /// Sees to it that an object of the backing that leaves no name is found by one that it keeps.
-    fn settle(
-        &self,
-        scope: &Scope<B>,
-        object: &Arc<Object<B>>,
-        number: u64,
-        numbers: &mut HashMap<Key, u64>,
-        items: &mut BTreeMap<u64, Item>,
-    ) -> Result<(), Errno> {
-        let Some(item) = items.get(&number) else { return Ok(()) };
-        let is_sought = item.is_dir || item.twin_at.is_some() || !item.comes.is_empty();
-        if number == 0 || !item.leaves.is_empty() || item.new_at.is_some() || !is_sought {
-            return Ok(());
-        }
-        let inner = object.inner.read();
-        let Some(origin) = inner.change.as_ref().map(|change| change.origin.clone()) else { return Ok(()) };
-        if let Some((parent, name)) = origin {
-            let below = parent.inner.read().base.clone();
-            let found = below.map(|dir| staging::find(&self.base, &dir, &name)).transpose();
-            let is_there = matches!(&found, Ok(Some(Some((_, attr)))) if (attr.dev, attr.ino) == object.key);
-            if is_there {
-                let parent = self.number(scope, &parent, numbers, items);
-                let item = items.get_mut(&number).expect("seen above");
-                item.stays = Some((parent, name.as_bytes().to_vec()));
-                return Ok(());
-            }
-        }
-        // It was found by a name that it has lost, and may have others. It gets one more.
-        let Some(node) = inner.base.as_ref().filter(|_| object.kind != Kind::Dir) else { return Ok(()) };
-        let (nest_name, nest) = scope.plain_nest(&self.base)?;
-        let text = format!("l{number}");
-        match self.base.link(node, &nest, OsStr::new(&text)) {
-            Ok(_) | Err(Errno::EXIST) => {}
-            Err(errno) => return Err(errno),
-        }
-        items.get_mut(&number).expect("seen above").anchor_at = Some((nest_name, text));
-        Ok(())
-    }
-}
-
-fn identity<B: Backing>(object: &Object<B>) -> Identity {
-    Identity { dev: object.key.0, ino: object.key.1 }
-}
-
-impl<B: Backing> Inner<B> {
-    /// Names that the object has; 1 for a directory that is there.
-    fn attr_links(&self, base: &B) -> Result<i64, Errno> {
-        let Some(change) = &self.change else { return Ok(1) };
-        if change.removed {
-            return Ok(0);
-        }
-        let Some(node) = &self.base else { return Ok(change.links) };
-        let attr = base.attr(node)?;
-        Ok(if attr.kind == Kind::Dir { 1 } else { i64::from(attr.nlink) + change.links })
     }
 }

@@ -53,9 +53,14 @@ pub(crate) fn find<B: Backing>(
     }
 }
 
-/// Puts a file with these bytes in the place of `name`, durably.
-pub(crate) fn store<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
-    let new = format!("{name}.new");
+/// The name that something has before it is whole.
+pub(crate) fn new_name(name: &str) -> String {
+    format!("{name}.new")
+}
+
+/// Makes a file with these bytes, durable but for its name, which is not yet `name` ([`new_name`]).
+pub(crate) fn write<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
+    let new = new_name(name);
     let new = OsStr::new(&new);
     if find(base, parent, new)?.is_some() {
         base.unlink(parent, new)?;
@@ -68,8 +73,14 @@ pub(crate) fn store<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &
             count => count,
         };
     }
-    base.sync(&file, false)?;
-    base.rename(parent, new, parent, OsStr::new(name), RenameFlags::empty())?;
+    base.sync(&file, false)
+}
+
+/// Puts a file with these bytes in the place of `name`, durably.
+pub(crate) fn store<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
+    write(base, parent, name, bytes)?;
+    let new = new_name(name);
+    base.rename(parent, OsStr::new(&new), parent, OsStr::new(name), RenameFlags::empty())?;
     base.sync_dir(parent)
 }
 
@@ -115,18 +126,23 @@ pub(crate) fn clear<B: Backing>(base: &B, dir: &B::Node) -> Result<()> {
 /// Makes `to` have the attributes of `from`: owner, extended attributes, mode, times.
 pub(crate) fn copy_attributes<B: Backing>(base: &B, from: &B::Node, to: &B::Node) -> Result<()> {
     let (wanted, has) = (base.attr(from)?, base.attr(to)?);
+    let mut sets_mode = (wanted.mode ^ has.mode) & 0o7777 != 0;
     if (wanted.uid, wanted.gid) != (has.uid, has.gid) {
         base.set_owner(to, Some(wanted.uid), Some(wanted.gid))?;
+        sets_mode = true;
     }
     if has.kind != Kind::Symlink {
-        copy_xattrs(base, from, to)?;
-        base.set_mode(to, wanted.mode & 0o7777)?;
+        // An owner's change and an ACL's change the mode, too.
+        if copy_xattrs(base, from, to)? || sets_mode {
+            base.set_mode(to, wanted.mode & 0o7777)?;
+        }
     }
     let at = firn_backing::SetTime::At;
     base.set_times(to, at(wanted.atime), at(wanted.mtime))
 }
 
-fn copy_xattrs<B: Backing>(base: &B, from: &B::Node, to: &B::Node) -> Result<()> {
+/// Whether there was anything to copy or to remove.
+fn copy_xattrs<B: Backing>(base: &B, from: &B::Node, to: &B::Node) -> Result<bool> {
     let names = |node: &B::Node| match base.list_xattr(node) {
         Ok(names) => Ok(names),
         Err(Errno::OPNOTSUPP | Errno::PERM) => Ok(Vec::new()),
@@ -154,5 +170,5 @@ fn copy_xattrs<B: Backing>(base: &B, from: &B::Node, to: &B::Node) -> Result<()>
             }
         }
     }
-    Ok(())
+    Ok(!wanted.is_empty() || !has.is_empty())
 }

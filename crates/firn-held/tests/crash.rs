@@ -126,6 +126,9 @@ fn a_crash_at_any_call_leaves_the_old_tree_or_the_new_one() {
                 assert!(how != End::Abort || now == middle.old, "{told}");
                 let prepared = how == End::Prepare && result.is_ok();
                 assert!(!prepared || outcome.waiting == [(5, Vec::new())], "{told}: {outcome:?}");
+                // Who did not prepare is not asked to decide.
+                let may_wait = !matches!(how, End::Commit | End::Abort);
+                assert!(may_wait || outcome.waiting.is_empty(), "{told}: {outcome:?}");
                 settle(&held, &middle, &outcome, lives, &told);
             }
         }

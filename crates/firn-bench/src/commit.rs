@@ -1,0 +1,306 @@
+//! `firn bench commit`: what it costs that changes count all at once.
+
+use std::path::{Path, PathBuf};
+
+use crate::backing::{self, Kind, Prepared, Slowness};
+use crate::cpu;
+use crate::durable;
+use crate::firn::{Firn, Mount};
+use crate::options::{Common, parse_size, progress, show_size};
+use crate::report::{Limit, Report, Sample};
+use crate::worker::{self, Operation, Task};
+
+mod figure6;
+
+const NATIVE: &str = "native";
+const IN_PLACE: &str = "native, in place";
+const FIRN: &str = "firn";
+const PRELOAD: &str = "firn + preload";
+const FILES: u64 = 8;
+const WRITE_BYTES: u64 = 1 << 20;
+
+/// Writes in transactions, and natively with an fsync at the end.
+///
+/// Three parts. new: files of 1 MiB writes, natively with fsync of all files and their directory; goal:
+/// at most 1.15 times as long until durable. small: files of 4 KiB that exist, a quarter of each
+/// rewritten; natively all of each file is written, as cp would, and then syncfs; goal: at most 1.5
+/// times. records: figure 6 of the CprFS paper, one file in records of 4 and 8 KiB; goals: reads and
+/// random access at least 0.95 of native, on a network file system also the sequential write at least
+/// 1.3. Until durable means until `firn commit` returned; `firn begin` comes before the time is taken.
+#[derive(Clone, Debug, clap::Args)]
+pub struct CommitArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Parts to run (default: all on the file system of --dir, records on others).
+    #[arg(long, value_enum, value_name = "PART,…", value_delimiter = ',')]
+    parts: Vec<Part>,
+    /// What the changes end up in. Slow backings are made for the run and removed after it.
+    #[arg(long, value_enum, default_value = "local")]
+    backing: Kind,
+    /// Bytes of the new files together (default: 1G, quick 64M).
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    size: Option<u64>,
+    /// Small files (default: 10000, quick 1000).
+    #[arg(long, value_name = "COUNT")]
+    count: Option<u64>,
+    /// Bytes of the file of records (default: 256M, quick 16M).
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    file_size: Option<u64>,
+    /// More options of Firn's mounts, such as arena-size=1G,io-threads=8.
+    #[arg(long, value_name = "KEY=VALUE,…")]
+    mount_options: Option<String>,
+    /// Time added to each network round trip of sshfs, in microseconds.
+    #[arg(long, value_name = "US", default_value_t = 500)]
+    round_trip_us: u64,
+    /// Writes per second of the slow disk.
+    #[arg(long, value_name = "COUNT", default_value_t = 1000)]
+    writes_per_s: u64,
+}
+
+/// A part of the benchmark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// New large files.
+    New,
+    /// Small files that exist.
+    Small,
+    /// Records of one file.
+    Records,
+}
+
+impl CommitArgs {
+    /// Runs it.
+    pub fn run(&self) -> anyhow::Result<Report> {
+        let work = self.common.work_dir()?;
+        let slowness = Slowness { round_trip_us: self.round_trip_us, writes_per_s: self.writes_per_s };
+        let prepared = backing::prepare(self.backing, slowness, &work)?;
+        let firn = Firn::find(self.common.firn.as_deref())?;
+        let candidates = self.candidates(&prepared, work.path(), &firn)?;
+        let mut report = Report::new("commit");
+        report.note(prepared.note.clone());
+        report.note("closed: until the last close returned; durable: until fsync or `firn commit` returned");
+        report.note("CPU: writers and firnd; not counted: kernel writeback, sshfs, sshd");
+        for part in self.parts() {
+            match part {
+                Part::New => self.new_files(&candidates, &mut report)?,
+                Part::Small => self.small_files(&candidates, &mut report)?,
+                Part::Records => figure6::run(self, &candidates, &mut report)?,
+            }
+        }
+        Ok(report)
+    }
+
+    fn parts(&self) -> Vec<Part> {
+        match (self.parts.is_empty(), self.backing) {
+            (false, _) => self.parts.clone(),
+            (true, Kind::Local) => vec![Part::New, Part::Small, Part::Records],
+            (true, _) => vec![Part::Records],
+        }
+    }
+
+    fn candidates<'a>(
+        &self,
+        prepared: &Prepared,
+        work: &Path,
+        firn: &'a Firn,
+    ) -> anyhow::Result<Vec<Candidate<'a>>> {
+        let native = prepared.dir.join("native");
+        std::fs::create_dir_all(&native)?;
+        let plain = |name| Candidate {
+            name,
+            behind: native.clone(),
+            dir: native.clone(),
+            mount: None,
+            preload: None,
+        };
+        let mut all = vec![plain(NATIVE), plain(IN_PLACE)];
+        if self.common.baseline_only {
+            return Ok(all);
+        }
+        let more = self.mount_options.as_ref().map_or(String::new(), |more| format!(",{more}"));
+        for (name, own, preload) in [(FIRN, "mount", None), (PRELOAD, "preload", Some(firn.preload()?))] {
+            let behind = prepared.dir.join(own);
+            let mount =
+                firn.mount(&behind, &work.join(format!("at-{own}")), &format!("drain=commit{more}"))?;
+            mount.wait_populated()?;
+            let dir = mount.path().to_owned();
+            all.push(Candidate { name, behind, dir, mount: Some(mount), preload });
+        }
+        Ok(all)
+    }
+
+    /// Measures one case: the candidates in turns, as often as asked for.
+    fn measure(
+        &self,
+        candidates: &[&Candidate],
+        title: &str,
+        mut one: impl FnMut(&Candidate) -> anyhow::Result<Vec<Sample>>,
+    ) -> anyhow::Result<Vec<Vec<(String, Vec<Sample>)>>> {
+        let bar = progress(u64::from(self.common.repeats()) * candidates.len() as u64, "commit");
+        // By case, then by candidate.
+        let mut cases: Vec<Vec<(String, Vec<Sample>)>> = Vec::new();
+        for _ in 0..self.common.repeats() {
+            for (index, candidate) in candidates.iter().enumerate() {
+                bar.set_message(format!("{title}, {}", candidate.name));
+                for (case, sample) in one(candidate)?.into_iter().enumerate() {
+                    if cases.len() <= case {
+                        let names =
+                            candidates.iter().map(|candidate| (candidate.name.to_owned(), Vec::new()));
+                        cases.push(names.collect());
+                    }
+                    cases[case][index].1.push(sample);
+                }
+                bar.inc(1);
+            }
+        }
+        bar.finish_and_clear();
+        Ok(cases)
+    }
+
+    fn new_files(&self, candidates: &[Candidate], report: &mut Report) -> anyhow::Result<()> {
+        let size = self.size.unwrap_or(self.common.choose(1 << 30, 64 << 20));
+        let each = (size / FILES).next_multiple_of(WRITE_BYTES);
+        let name = format!("{FILES} new files, {} together", show_size(each * FILES));
+        let who: Vec<&Candidate> = candidates.iter().filter(|one| one.name != IN_PLACE).collect();
+        let samples = self.measure(&who, &name, |candidate| {
+            let dir = candidate.dir.join("step");
+            std::fs::create_dir(&dir)?;
+            let paths: Vec<PathBuf> = (0..FILES).map(|rank| dir.join(format!("rank{rank}"))).collect();
+            let runs = vec![(each / WRITE_BYTES, WRITE_BYTES)];
+            let task = |path: &PathBuf| Task::Write {
+                path: path.clone(),
+                runs: runs.clone(),
+                sync: false,
+                over: false,
+            };
+            let tasks: Vec<Task> = paths.iter().map(task).collect();
+            let taken =
+                candidate.write(&tasks, || durable::sync_files(paths.iter().map(PathBuf::as_path), &dir))?;
+            std::fs::remove_dir_all(&dir)?;
+            Ok(vec![taken.sample()])
+        })?;
+        add(report, [name], samples);
+        judge(report, FILES_GOAL, Limit::Most(1.15));
+        Ok(())
+    }
+
+    fn small_files(&self, candidates: &[Candidate], report: &mut Report) -> anyhow::Result<()> {
+        let count = self.count.unwrap_or(self.common.choose(10_000, 1_000));
+        let name = format!("{count} files of 4K that exist, a quarter of each rewritten");
+        let names = |dir: PathBuf, operation| Task::Names { dir, count, operation };
+        let mut prepared = Vec::new();
+        let who: Vec<&Candidate> = candidates.iter().collect();
+        let samples = self.measure(&who, &name, |candidate| {
+            let dir = candidate.dir.join("small");
+            if !prepared.contains(&dir) {
+                std::fs::create_dir(&dir)?;
+                worker::run_all(&[names(dir.clone(), Operation::Create)])?;
+                prepared.push(dir.clone());
+            }
+            // As cp has it, a file is written whole.
+            let operation = if candidate.name == NATIVE { Operation::Create } else { Operation::Patch };
+            let taken = candidate.write(&[names(dir.clone(), operation)], || durable::sync_all(&dir))?;
+            Ok(vec![taken.sample()])
+        })?;
+        for dir in prepared {
+            std::fs::remove_dir_all(dir)?;
+        }
+        add(report, [name], samples);
+        judge(report, SMALL_GOAL, Limit::Most(1.5));
+        Ok(())
+    }
+
+    /// Options that every benchmark has.
+    pub fn common(&self) -> &Common {
+        &self.common
+    }
+
+    /// As `firn bench all` runs it.
+    pub fn with(common: Common) -> Self {
+        Self {
+            common,
+            parts: Vec::new(),
+            backing: Kind::Local,
+            size: None,
+            count: None,
+            file_size: None,
+            mount_options: None,
+            round_trip_us: 500,
+            writes_per_s: 1000,
+        }
+    }
+}
+
+const FILES_GOAL: &str = "new files, time until durable";
+const SMALL_GOAL: &str = "small files, time until durable";
+
+fn add(
+    report: &mut Report,
+    names: impl IntoIterator<Item = String>,
+    samples: Vec<Vec<(String, Vec<Sample>)>>,
+) {
+    for (name, samples) in names.into_iter().zip(samples) {
+        report.add(name, samples);
+    }
+}
+
+/// Judges the last case, each of Firn's doors.
+fn judge(report: &mut Report, what: &str, limit: Limit) {
+    for who in [FIRN, PRELOAD] {
+        let ratio = report.cases.last().and_then(|case| case.ratio(who, NATIVE, "durable"));
+        report.judge(format!("{what}, {who} to {NATIVE}"), limit, ratio.as_slice());
+    }
+}
+
+struct Candidate<'a> {
+    name: &'static str,
+    /// Its directory in the backing.
+    behind: PathBuf,
+    /// Where programs write.
+    dir: PathBuf,
+    mount: Option<Mount<'a>>,
+    /// A library that the processes load.
+    preload: Option<PathBuf>,
+}
+
+/// What a change took.
+struct Taken {
+    closed_s: f64,
+    durable_s: f64,
+    cpu_s: f64,
+}
+
+impl Taken {
+    fn sample(&self) -> Sample {
+        vec![("closed", "s", self.closed_s), ("durable", "s", self.durable_s), ("CPU", "s", self.cpu_s)]
+    }
+}
+
+impl Candidate<'_> {
+    /// Runs `tasks`, in a transaction where there are any, until what they wrote is durable: natively by
+    /// `sync`.
+    fn write(&self, tasks: &[Task], sync: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<Taken> {
+        // What earlier measurements left dirty must not be written in this one's time.
+        durable::sync_all(&self.behind)?;
+        let server_cpu_s = || self.mount.as_ref().map_or(0.0, Mount::cpu_s);
+        let before = server_cpu_s();
+        self.mount.as_ref().map_or(Ok(()), Mount::begin)?;
+        let outcomes = worker::run_with(self.preload.as_deref(), tasks)?;
+        self.mount.as_ref().map_or_else(sync, Mount::commit)?;
+        let durable_ns = cpu::now_ns();
+        let begin_ns = outcomes.iter().map(|outcome| outcome.begin_ns).min().unwrap_or(0);
+        Ok(Taken {
+            closed_s: worker::elapsed_s(&outcomes),
+            durable_s: (durable_ns - begin_ns) as f64 * 1e-9,
+            cpu_s: outcomes.iter().map(|outcome| outcome.cpu_s).sum::<f64>() + server_cpu_s() - before,
+        })
+    }
+
+    /// Runs a task that changes nothing, in a transaction where there are any: seconds.
+    fn read(&self, task: Task) -> anyhow::Result<f64> {
+        self.mount.as_ref().map_or(Ok(()), Mount::begin)?;
+        let outcomes = worker::run_with(self.preload.as_deref(), &[task])?;
+        self.mount.as_ref().map_or(Ok(()), Mount::commit)?;
+        Ok(worker::elapsed_s(&outcomes))
+    }
+}

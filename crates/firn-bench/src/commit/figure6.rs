@@ -1,0 +1,92 @@
+//! Figure 6 of the CprFS paper: iozone on one file, with a checkpoint after each phase that writes.
+
+use super::{Candidate, CommitArgs, FIRN, IN_PLACE, NATIVE, PRELOAD, add};
+use crate::backing::Kind;
+use crate::durable;
+use crate::options::show_size;
+use crate::report::{Limit, Report};
+use crate::worker::{Records, Task};
+
+const RECORDS: [u64; 2] = [4 << 10, 8 << 10];
+const SEED: u64 = 6;
+
+struct Phase {
+    name: &'static str,
+    write: bool,
+    random: bool,
+    /// What CprFS gained over NFS, percent.
+    paper: f64,
+}
+
+const fn phase(name: &'static str, write: bool, random: bool, paper: f64) -> Phase {
+    Phase { name, write, random, paper }
+}
+
+/// In iozone's order.
+const PHASES: [Phase; 6] = [
+    phase("write", true, false, 11.62),
+    phase("re-write", true, false, -12.56),
+    phase("read", false, false, -7.30),
+    phase("re-read", false, false, 3.60),
+    phase("random read", false, true, -15.60),
+    phase("random write", true, true, -11.87),
+];
+
+pub(super) fn run(
+    args: &CommitArgs,
+    candidates: &[Candidate<'_>],
+    report: &mut Report,
+) -> anyhow::Result<()> {
+    let bytes = args.file_size.unwrap_or(args.common.choose(256 << 20, 16 << 20));
+    let paper: Vec<String> = PHASES.iter().map(|one| format!("{} {:+.2} %", one.name, one.paper)).collect();
+    report.note(format!(
+        "records: one file of {}, each phase in a transaction of its own; fsync or commit are part of those that write",
+        show_size(bytes)
+    ));
+    report.note(format!("CprFS against NFS, figure 6: {}", paper.join(", ")));
+    let who: Vec<&Candidate> = candidates.iter().filter(|one| one.name != IN_PLACE).collect();
+    for record_bytes in RECORDS {
+        let title = format!("records of {}", show_size(record_bytes));
+        let samples = args.measure(&who, &title, |candidate| {
+            let path = candidate.dir.join("records");
+            let mut samples = Vec::new();
+            for phase in &PHASES {
+                let task = Task::Records(Records {
+                    path: path.clone(),
+                    bytes,
+                    record_bytes,
+                    seed: phase.random.then_some(SEED),
+                    write: phase.write,
+                });
+                let sync = || durable::sync_files([path.as_path()].into_iter(), &candidate.dir);
+                let taken_s = match phase.write {
+                    true => candidate.write(&[task], sync)?.durable_s,
+                    false => candidate.read(task)?,
+                };
+                samples.push(vec![("rate", "MiB/s", bytes as f64 / f64::from(1 << 20) / taken_s)]);
+            }
+            std::fs::remove_file(&path)?;
+            Ok(samples)
+        })?;
+        add(report, PHASES.iter().map(|phase| format!("{}, {title}", phase.name)), samples);
+    }
+    judge(report, args.backing != Kind::Local);
+    Ok(())
+}
+
+fn judge(report: &mut Report, is_remote: bool) {
+    for phase in &PHASES {
+        let limit = match (phase.write, phase.random) {
+            (true, false) if phase.name == "write" && is_remote => Limit::Least(1.3),
+            // The paper's own is slower there, and no goal was set.
+            (true, false) => continue,
+            _ => Limit::Least(0.95),
+        };
+        for who in [FIRN, PRELOAD] {
+            let begins = format!("{}, records", phase.name);
+            let cases = report.cases.iter().filter(|case| case.name.starts_with(&begins));
+            let found: Vec<f64> = cases.filter_map(|case| case.ratio(who, NATIVE, "rate")).collect();
+            report.judge(format!("{}, {who} to {NATIVE}", phase.name), limit, &found);
+        }
+    }
+}

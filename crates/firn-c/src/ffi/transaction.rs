@@ -1,0 +1,111 @@
+//! Transactions, as C asks for them.
+
+use std::ffi::{c_char, c_int, c_uint};
+use std::path::Path;
+
+use firn_format::protocol::Request;
+
+use super::{Handle, NO_HANDLE, give, given, guarded, path_of};
+use crate::error::Error;
+
+/// `FIRN_NEXT_ID`.
+const NEXT_ID: u64 = u64::MAX;
+/// `FIRN_BEGIN_NEXT`.
+const BEGIN_NEXT: c_uint = 1;
+
+/// Sends the request that `make` makes of the path below the mount.
+///
+/// # Safety
+/// `handle` is null or open; `path` is null or a string.
+unsafe fn ask(
+    handle: *const Handle,
+    path: *const c_char,
+    make: impl FnOnce(String) -> Request,
+) -> Result<Option<u64>, Error> {
+    // SAFETY: the caller's promise.
+    let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
+    // SAFETY: the caller's promise.
+    let path: &Path = unsafe { path_of(path) }?;
+    mount.transaction(path, make)
+}
+
+/// Only a commit can take the next number: elsewhere it would be one that nobody chose.
+fn chosen(id: u64) -> Result<u64, Error> {
+    match id {
+        NEXT_ID => Err(Error::Argument("FIRN_NEXT_ID is for firn_commit() only: give a number")),
+        id => Ok(id),
+    }
+}
+
+/// `firn_begin`.
+///
+/// # Safety
+/// `handle` is null or open; `path` is null or a string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_begin(handle: *const Handle, path: *const c_char) -> c_int {
+    // SAFETY: the caller's promise.
+    guarded(|| unsafe { ask(handle, path, |path| Request::Begin { path }) }.map(drop))
+}
+
+/// `firn_prepare`.
+///
+/// # Safety
+/// As for `firn_begin`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_prepare(handle: *const Handle, path: *const c_char, id: u64) -> c_int {
+    guarded(|| {
+        let id = chosen(id)?;
+        // SAFETY: the caller's promise.
+        unsafe { ask(handle, path, |path| Request::Prepare { path, id }) }.map(drop)
+    })
+}
+
+/// `firn_commit`.
+///
+/// # Safety
+/// As for `firn_begin`; `committed` is null or a place for a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_commit(
+    handle: *const Handle,
+    path: *const c_char,
+    id: u64,
+    flags: c_uint,
+    committed: *mut u64,
+) -> c_int {
+    guarded(|| {
+        if flags & !BEGIN_NEXT != 0 {
+            return Err(Error::Argument("a flag that this library does not know"));
+        }
+        let (id, begin) = ((id != NEXT_ID).then_some(id), flags & BEGIN_NEXT != 0);
+        // SAFETY: the caller's promise.
+        let found = unsafe { ask(handle, path, |path| Request::Commit { path, id, begin }) }?;
+        if committed.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { give(committed, found.unwrap_or_default()) }
+    })
+}
+
+/// `firn_abort`.
+///
+/// # Safety
+/// As for `firn_begin`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_abort(handle: *const Handle, path: *const c_char) -> c_int {
+    // SAFETY: the caller's promise.
+    guarded(|| unsafe { ask(handle, path, |path| Request::Abort { path }) }.map(drop))
+}
+
+/// `firn_restore`.
+///
+/// # Safety
+/// As for `firn_begin`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_restore(handle: *const Handle, path: *const c_char, id: u64) -> c_int {
+    guarded(|| {
+        let id = chosen(id)?;
+        // SAFETY: the caller's promise.
+        unsafe { ask(handle, path, |path| Request::Restore { path, id }) }.map(drop)
+    })
+}

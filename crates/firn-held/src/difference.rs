@@ -1,0 +1,177 @@
+//! The difference between the tree below and the one that programs see: what a commit is to do.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+
+use firn_backing::{Backing, Errno, Kind, SetTime};
+
+use crate::backing::Node;
+use crate::object::{Inner, Key, Object};
+use crate::record::{Data, Identity, Item, Record};
+use crate::scope::{Held, Scope};
+use crate::staging;
+
+impl<B: Backing> Held<B> {
+    /// The difference between the tree below and the one that programs see.
+    pub(crate) fn record(&self, scope: &Scope<B>, id: u64) -> Result<Record, Errno> {
+        let mut items: BTreeMap<u64, Item> = BTreeMap::new();
+        let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
+        // Directories from the scope up to the root of the backing, which do not change.
+        let mut numbers: HashMap<Key, u64> = HashMap::new();
+        if let Node::Tracked(top) = self.top() {
+            numbers.insert(top.key, 0);
+        }
+        for object in &changed {
+            let inner = object.inner.read();
+            let Some(change) = &inner.change else { continue };
+            let number = *numbers.entry(object.key).or_insert(change.number);
+            let is_root = number == 0;
+            let mut item = Item::new(number, identity(object), object.kind == Kind::Dir);
+            let at = change.twin.as_ref().map(|twin| twin.at.clone());
+            if let (Some(twin), Some(touched)) = (&change.twin, change.touched) {
+                let node = twin.node(&self.base)?;
+                let mtime = self.base.attr(&node)?.mtime.max(touched);
+                self.base.set_times(&node, SetTime::Keep, SetTime::At(mtime))?;
+            }
+            if inner.base.is_none() {
+                item.new_at = at;
+                if let Some(twin) = change.twin.as_ref().filter(|_| item.is_dir && !change.removed) {
+                    let attr = self.base.attr(&twin.node(&self.base)?)?;
+                    item.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
+                }
+            } else if inner.links(&self.base)? > i64::from(object.hidden_links()) || is_root {
+                item.twin_at = at;
+                if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
+                    let size = self.base.attr(&twin.node(&self.base)?)?.size;
+                    let written = change.written.iter().map(|r| (r.start, r.end)).collect();
+                    item.data = Some(Data { cut: change.cut, size, written });
+                }
+            }
+            items.insert(number, item);
+        }
+        for object in &changed {
+            let inner = object.inner.read();
+            let Some(change) = &inner.change else { continue };
+            if object.kind != Kind::Dir {
+                continue;
+            }
+            let dir = self.number(scope, object, &mut numbers, &mut items);
+            for (name, now) in &change.names {
+                let old = match &inner.base {
+                    Some(node) => staging::find(&self.base, node, name)?,
+                    None => None,
+                };
+                let old_key = old.map(|(_, attr)| (attr.dev, attr.ino));
+                let now_key = now.as_ref().map(|object| object.key);
+                if old_key == now_key {
+                    continue;
+                }
+                let place = (dir, name.as_bytes().to_vec());
+                if let Some(old) =
+                    old_key.and_then(|key| self.objects.lock().get(&key).and_then(Weak::upgrade))
+                {
+                    let number = self.number(scope, &old, &mut numbers, &mut items);
+                    items.get_mut(&number).expect("just added").leaves.push(place.clone());
+                }
+                if let Some(now) = now {
+                    let number = self.number(scope, now, &mut numbers, &mut items);
+                    items.get_mut(&number).expect("just added").comes.push(place);
+                }
+            }
+        }
+        for object in &changed {
+            let number = self.number(scope, object, &mut numbers, &mut items);
+            self.settle(scope, object, number, &mut numbers, &mut items)?;
+        }
+        let is_needed = |item: &Item| {
+            let moves = !item.leaves.is_empty() || !item.comes.is_empty();
+            moves || item.new_at.is_none()
+        };
+        items.retain(|_, item| is_needed(item));
+        Ok(Record { id, scope: scope.path.clone(), items: items.into_values().collect() })
+    }
+
+    /// The number of an object in a record, to which it and the directories above it are added.
+    fn number(
+        &self,
+        scope: &Scope<B>,
+        object: &Arc<Object<B>>,
+        numbers: &mut HashMap<Key, u64>,
+        items: &mut BTreeMap<u64, Item>,
+    ) -> u64 {
+        if let Some(&number) = numbers.get(&object.key) {
+            return number;
+        }
+        let number = scope.next_number();
+        numbers.insert(object.key, number);
+        items.insert(number, Item::new(number, identity(object), object.kind == Kind::Dir));
+        let seat = object.seat.lock().clone();
+        if let Some((parent, name)) = seat {
+            let parent = self.number(scope, &parent, numbers, items);
+            items.get_mut(&number).expect("just added").stays = Some((parent, name.as_bytes().to_vec()));
+        }
+        number
+    }
+
+    /// Sees to it that an object of the backing is found by a name that it keeps, or on its way to another.
+    fn settle(
+        &self,
+        scope: &Scope<B>,
+        object: &Arc<Object<B>>,
+        number: u64,
+        numbers: &mut HashMap<Key, u64>,
+        items: &mut BTreeMap<u64, Item>,
+    ) -> Result<(), Errno> {
+        let Some(item) = items.get(&number) else { return Ok(()) };
+        let (leaves, comes) = (!item.leaves.is_empty(), !item.comes.is_empty());
+        let is_sought = item.is_dir || item.twin_at.is_some() || comes;
+        // One that moves is found on its way.
+        if number == 0 || item.new_at.is_some() || !is_sought || (leaves && comes) {
+            return Ok(());
+        }
+        let inner = object.inner.read();
+        let Some(origin) = inner.change.as_ref().map(|change| change.origin.clone()) else { return Ok(()) };
+        if let Some((parent, name)) = origin.filter(|_| !leaves) {
+            let below = parent.inner.read().base.clone();
+            let found = below.map(|dir| staging::find(&self.base, &dir, &name)).transpose()?.flatten();
+            if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
+                let parent = self.number(scope, &parent, numbers, items);
+                let item = items.get_mut(&number).expect("seen above");
+                item.stays = Some((parent, name.as_bytes().to_vec()));
+                return Ok(());
+            }
+        }
+        // It was found by a name that it has lost, and may have others. It gets one more.
+        let Some(node) = inner.base.as_ref().filter(|_| object.kind != Kind::Dir) else { return Ok(()) };
+        let (nest_name, nest) = scope.plain_nest(&self.base)?;
+        let text = format!("l{number}");
+        match self.base.link(node, &nest, OsStr::new(&text)) {
+            Ok(_) | Err(Errno::EXIST) => {}
+            Err(errno) => return Err(errno),
+        }
+        object.hides.store(true, Ordering::Release);
+        self.anchored.lock().insert(object.key);
+        items.get_mut(&number).expect("seen above").anchor_at = Some((nest_name, text));
+        Ok(())
+    }
+}
+
+fn identity<B: Backing>(object: &Object<B>) -> Identity {
+    Identity { dev: object.key.0, ino: object.key.1 }
+}
+
+impl<B: Backing> Inner<B> {
+    /// Names that the object has, also one that is not shown; 2 for a directory that is there.
+    fn links(&self, base: &B) -> Result<i64, Errno> {
+        let Some(change) = &self.change else { return Ok(2) };
+        if change.removed {
+            return Ok(0);
+        }
+        let Some(node) = &self.base else { return Ok(change.links) };
+        let attr = base.attr(node)?;
+        Ok(if attr.kind == Kind::Dir { 2 } else { i64::from(attr.nlink) + change.links })
+    }
+}
