@@ -43,6 +43,19 @@ pub fn has_torch() -> bool {
     found
 }
 
+/// Whether there is a CRIU that can dump and restore under this kernel; says so where there is none.
+pub fn has_criu() -> bool {
+    let check = Command::new(tool("criu")).arg("check").output();
+    match check {
+        Ok(output) if output.status.success() => return true,
+        Ok(_) => {
+            println!("skipped: criu does not work with this kernel (`criu check`; Linux 6.13 needs CRIU 4.1)")
+        }
+        Err(error) => println!("skipped: there is no criu (the package criu): {error}"),
+    }
+    false
+}
+
 /// Whether there are so many GiB of memory, and of them so many in /dev/shm; says so where there are not.
 pub fn has_memory_gib(all: u64, shm: u64) -> bool {
     let meminfo = std::fs::read_to_string("/proc/meminfo").expect("read /proc/meminfo");
