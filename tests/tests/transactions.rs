@@ -118,7 +118,10 @@ fn what_was_prepared_outlives_firnd_and_what_was_not_is_undone() {
     assert!(!mount.join("more").exists());
     begin(&mount, b"prepared");
     firn_id(&sandbox, "prepare", mount.path(), 17).ok();
+    firn(&sandbox, "umount", mount.path()).code(11).says("prepared with id 17");
     mount.kill();
+    let (backing, point) = (sandbox.join("backing"), sandbox.join("mnt"));
+    sandbox.run([OsStr::new("mount"), backing.as_os_str(), point.as_os_str()]).code(11).says("drain=commit");
 
     let mount = FirnMount::new(&sandbox, COMMIT);
     assert_eq!(fs::read(mount.join("file")).expect("read"), b"first", "undecided: as before");

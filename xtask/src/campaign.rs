@@ -18,7 +18,7 @@ use clap::Subcommand;
 pub enum Campaign {
     /// kill -9 of firnd and of writers under load: nothing acknowledged is lost
     Crash {
-        /// Kills each: through the mount, past the kernel, without FUSE
+        /// Kills each: through the mount, past the kernel, without FUSE, in transactions
         #[arg(long, default_value_t = 200)]
         rounds: u64,
         /// Repeats a campaign
@@ -78,11 +78,14 @@ impl Campaign {
             Self::Crash { rounds, seed } => {
                 let length = ("FIRN_CRASH_ROUNDS", rounds);
                 system("crash", "every_acknowledged_byte", length, seed)?;
-                system("stub", "kill_9_of_writer_or_firnd", length, seed)
+                system("stub", "kill_9_of_writer_or_firnd", length, seed)?;
+                system("transactions", "killed_at_any_moment", length, seed)
             }
             Self::Fsx { ops, seed } => system("suites", "fsx_finds_nothing", ("FIRN_FSX_OPS", ops), seed),
             Self::Differential { ops, seed } => {
-                system("differential", "same_as_plain", ("FIRN_DIFFERENTIAL_OPS", ops), seed)
+                let length = ("FIRN_DIFFERENTIAL_OPS", ops);
+                system("differential", "same_as_plain", length, seed)?;
+                system("transactions", "same_as_plain", length, seed)
             }
             Self::Stress { seconds } => system("suites", "stress_ng", ("FIRN_STRESS_SECONDS", seconds), None),
             Self::Fuzz { seconds, seed } => fuzz::run(seconds, seed),

@@ -93,7 +93,7 @@ impl Attached {
         let damaged = matches!(found, Found::Used { damaged: true, .. });
         let directory = DirBacking::open(backing)
             .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
-        let (store, outcome) = open_store(directory, options, notice)?;
+        let (store, outcome) = open_store(backing, directory, options, notice)?;
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
                 let policies = policies(&arena, options);
@@ -152,6 +152,7 @@ impl Attached {
 
 /// The backing, after transactions of an earlier firnd were finished or undone.
 fn open_store(
+    backing: &Path,
     directory: DirBacking,
     options: &Options,
     notice: &mut dyn FnMut(String),
@@ -169,6 +170,16 @@ fn open_store(
             "undid a transaction in {} that nobody had prepared",
             crate::transactions::shown_scope(scope)
         ));
+    }
+    if !wanted {
+        // Without the tables of a backing that has transactions, the kernel may read files by itself.
+        let Some((id, scope)) = outcome.waiting.first() else {
+            let directory = DirBacking::open(backing)
+                .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
+            return Ok((Held::plain(directory), outcome));
+        };
+        let scope = crate::transactions::shown_scope(scope);
+        return Err(DaemonError::TransactionWaits { id: *id, scope });
     }
     for (id, scope) in &outcome.waiting {
         notice(format!(

@@ -71,6 +71,10 @@ pub enum DaemonError {
     ArenaForeign { path: PathBuf, found: String },
     #[error(transparent)]
     Engine(#[from] EngineError),
+    #[error(
+        "a transaction in {scope} is prepared with id {id} and waits: mount with drain=commit, then firn commit, abort or restore it"
+    )]
+    TransactionWaits { id: u64, scope: String },
     #[error("transactions of an earlier firnd: {0}")]
     Transactions(#[from] HeldError),
     #[error(transparent)]
@@ -133,7 +137,10 @@ impl DaemonError {
             | Self::SpillInside { .. }
             | Self::Place(_)
             | Self::Geometry(_) => USAGE,
-            Self::MountPointBusy { .. } | Self::Held { .. } | Self::TreeWaits { .. } => BUSY,
+            Self::MountPointBusy { .. }
+            | Self::Held { .. }
+            | Self::TransactionWaits { .. }
+            | Self::TreeWaits { .. } => BUSY,
             Self::ArenaForeign { .. } => NOT_FIRN,
             Self::Arena(error) => arena_code(error),
             Self::Reported { code, .. } => *code,

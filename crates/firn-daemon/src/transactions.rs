@@ -139,9 +139,14 @@ fn drop_later(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
 
 /// What keeps a mount from being taken away.
 pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
-    let open = engine.backing().transactions().into_iter().find(|one| one.stage == Stage::Open)?;
-    let scope = shown_scope(&open.scope);
-    Some(format!("a transaction is open in {scope}: firn commit or firn abort it, or --force undoes it"))
+    let found = engine.backing().transactions().into_iter().find(|one| !one.is_recovered)?;
+    let scope = shown_scope(&found.scope);
+    Some(match found.stage {
+        Stage::Prepared(id) => format!(
+            "a transaction in {scope} is prepared with id {id}: firn commit or firn abort it, or --force leaves it to the next mount, without what was written since"
+        ),
+        _ => format!("a transaction is open in {scope}: firn commit or firn abort it, or --force undoes it"),
+    })
 }
 
 fn stage(engine: &Engine<Store>, path: &[u8]) -> Option<Stage> {
