@@ -721,8 +721,8 @@ impl<B: Backing> Held<B> {
     /// away what came after it, commits too, as far as they are kept.
     pub fn restore(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
         let scope = self.scope_at(node).ok();
-        if let Some(scope) = &scope
-            && let Stage::Prepared(found) | Stage::Decided(found) = *scope.stage.lock()
+        let stage = scope.as_ref().map(|scope| *scope.stage.lock());
+        if let Some(Stage::Prepared(found) | Stage::Decided(found)) = stage
             && found == id
         {
             return self.commit(node, id);
