@@ -33,13 +33,26 @@ pub(crate) fn own() -> Caller {
     Caller { uid, gid, pid: 0 }
 }
 
-/// The directory `name` in `parent`, made if it is not there.
+/// The directory `name` in `parent`, made if it is not there. It hands nothing of the group and the ACL of
+/// `parent` on to what is made in it.
 pub(crate) fn dir<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result<B::Node> {
-    match base.mkdir(&own(), parent, OsStr::new(name), 0o700) {
-        Ok((node, _)) => Ok(node),
-        Err(Errno::EXIST) => Ok(base.lookup(parent, OsStr::new(name))?.0),
-        Err(errno) => Err(errno),
+    let node = match base.mkdir(&own(), parent, OsStr::new(name), 0o700) {
+        Ok((node, _)) => node,
+        Err(Errno::EXIST) => return Ok(base.lookup(parent, OsStr::new(name))?.0),
+        Err(errno) => return Err(errno),
+    };
+    if base.has_default_acl(&node) {
+        for acl in ["system.posix_acl_default", "system.posix_acl_access"] {
+            match base.remove_xattr(&node, OsStr::new(acl)) {
+                Ok(()) | Err(Errno::NODATA) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
     }
+    if base.attr(&node)?.mode & 0o7777 != 0o700 {
+        base.set_mode(&node, 0o700)?;
+    }
+    Ok(node)
 }
 
 /// `Ok(None)` where there is nothing of that name.

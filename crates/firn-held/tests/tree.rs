@@ -128,3 +128,24 @@ fn commits_follow_each_other_in_a_real_directory() {
         }
     }
 }
+
+#[test]
+fn regression_what_the_top_hands_on_is_not_handed_on_by_staging() {
+    fn groups<B: Backing>(b: &B, begin: impl Fn(&B)) -> [u32; 2] {
+        let (me, file) = (suite::own_caller(), std::ffi::OsStr::new("file"));
+        b.set_owner(&b.root(), None, Some(7)).expect("chown");
+        b.set_mode(&b.root(), 0o2755).expect("chmod");
+        let (dir, _) = b.mkdir(&me, &b.root(), std::ffi::OsStr::new("dir"), 0o755).expect("mkdir");
+        b.set_mode(&dir, 0o755).expect("chmod");
+        begin(b);
+        [dir, b.root()].map(|dir| b.create(&me, &dir, file, 0o644).expect("create").2.gid)
+    }
+    let plain = groups(&SimBacking::new(), |_| {});
+    let begin = |held: &Held<SimBacking>| held.begin(&held.root(), b"").expect("begin");
+    assert_eq!(groups(&open(SimBacking::new()), begin), plain);
+    if rustix::process::geteuid().is_root() {
+        let (_dir, real) = fresh("/tmp");
+        let begin = |held: &Held<DirBacking>| held.begin(&held.root(), b"").expect("begin");
+        assert_eq!(groups(&open(real), begin), plain);
+    }
+}
