@@ -304,7 +304,7 @@ fn same_as_plain(kind: FsKind) {
     let image = LoopImage::new(&sandbox, kind, 400);
     let (backing, plain) = (image.mkdir("backing"), image.mkdir("plain"));
     let mount = FirnMount::over(&sandbox, &backing, &format!("{COMMIT},allow-other,dev,suid"));
-    let ops = env_count("FIRN_DIFFERENTIAL_OPS", 1500);
+    let ops = env_count("FIRN_DIFFERENTIAL_OPS", 1000);
     let seed = seed(&format!("differential in transactions on {}", kind.name()));
     let both = |seed| differential::run_by(seed, ops, mount.path(), &plain, &rules(kind));
     both(seed);
