@@ -156,8 +156,10 @@ impl<B: Backing> Tree<B> {
         let seen: HashSet<StubId> = walk.stubs.iter().map(|stub| stub.id).collect();
         let mut found: Vec<(Rel, StubId)> = Vec::new();
         for (id, item) in map.items() {
+            // Until it stands where it belongs, a private name may be the only one that leads to it.
+            let stands = item.paths.iter().any(|path| right.contains(&(&**path, id)));
             for path in &item.paths {
-                let waits = is_private(path) && seen.contains(&id);
+                let waits = is_private(path) && seen.contains(&id) && !stands;
                 if !waits && !right.contains(&(&**path, id)) {
                     found.push((path.clone(), id));
                 }

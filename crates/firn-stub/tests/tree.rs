@@ -333,6 +333,23 @@ fn regression_a_tree_that_was_empty_at_one_start_is_kept_by_the_next() {
     world.stop();
 }
 
+/// The directory was in the way of what took its name and went to a private one, with the link in it.
+#[test]
+fn regression_a_link_goes_with_its_directory_also_where_that_was_in_the_way() {
+    let mut world = World::new();
+    world.start();
+    let prefix = world.prefix();
+    fs::create_dir(prefix.join("dir")).unwrap();
+    fs::write(prefix.join("file"), b"").unwrap();
+    fs::hard_link(prefix.join("file"), prefix.join("dir/link")).unwrap();
+    world.life().tree.reconcile().unwrap();
+    fs::remove_dir_all(prefix.join("dir")).unwrap();
+    fs::write(prefix.join("dir"), b"").unwrap();
+    world.life().tree.reconcile().unwrap();
+    assert_eq!(world.disk.path().join("file").metadata().unwrap().nlink(), 1);
+    world.stop();
+}
+
 /// The same random operations on the tree and on a plain directory, with restarts of firnd: the backing ends as
 /// the plain directory.
 #[test]
