@@ -636,3 +636,21 @@ fn raise_open_files(count: u64) {
     };
     setrlimit(Resource::Nofile, wanted).expect("raise the limit of open files");
 }
+
+/// The drain of bytes that were written before put the older time back.
+#[test]
+fn regression_fallocate_gives_a_file_a_new_time_also_where_bytes_are_pending() {
+    let sandbox = Sandbox::new("falloctime");
+    let mount = FirnMount::new(&sandbox, &firn_tests::mount::patient("close=held"));
+    let path = mount.join("file");
+    let file = std::fs::File::create(&path).expect("create");
+    file.set_len(0).expect("truncate");
+    std::os::unix::fs::FileExt::write_all_at(&file, &[7; 5000], 0).expect("write");
+    let old = std::time::SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
+    file.set_modified(old).expect("utimes");
+    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, 20_000).expect("fallocate");
+    drop(file);
+    let backing = mount.umount();
+    let modified = backing.join("file").metadata().and_then(|meta| meta.modified()).expect("stat");
+    assert!(modified > old + std::time::Duration::from_secs(1_000_000), "the time of the utimes is back");
+}

@@ -11,8 +11,6 @@ use crate::engine::Engine;
 use crate::file::File;
 use crate::{HandleId, Pick, Result};
 
-const FALLOC_KEEP_SIZE: i32 = 0x01;
-
 impl<B: Backing> Engine<B> {
     /// Length with pending data counted in.
     pub(crate) fn size_of(&self, file: &Arc<File<B>>) -> Result<u64> {
@@ -86,7 +84,8 @@ impl<B: Backing> Engine<B> {
         result
     }
 
-    /// fallocate(2). Modes that change contents drain the file first.
+    /// fallocate(2); drains the file first, also where no contents change: whether its time does is the
+    /// backing's to say, and a drain after it would put back the time of the last write.
     pub fn allocate(&self, handle: HandleId, mode: i32, offset: u64, len: u64) -> Result<()> {
         let _writing = self.writing.read();
         let handle = self.handle(handle)?;
@@ -94,9 +93,7 @@ impl<B: Backing> Engine<B> {
             return Err(Errno::BADF);
         }
         self.end_door(&handle.file);
-        if mode & !FALLOC_KEEP_SIZE != 0 {
-            self.drain_now(&handle.file)?;
-        }
+        self.drain_now(&handle.file)?;
         self.alone(&handle.file, |target| self.backing.allocate(target, mode, offset, len))
     }
 
