@@ -20,6 +20,11 @@ pub fn patient(extra: &str) -> String {
     format!("arena-size=64M,chunk-size=4M,drain-age=10min{comma}{extra}")
 }
 
+/// Exit code of `firn umount` while programs use the mount.
+const IN_USE: i32 = 11;
+/// Longer than any child takes between fork(2) and exec(2).
+const IN_USE_LIMIT: Duration = Duration::from_secs(10);
+
 /// One `firn mount`.
 pub struct FirnMount<'a> {
     sandbox: &'a Sandbox,
@@ -106,7 +111,18 @@ impl<'a> FirnMount<'a> {
     /// Unmounts as a user does, which drains first, and waits for the end of firnd.
     #[track_caller]
     pub fn umount(self) -> PathBuf {
-        self.sandbox.run([OsString::from("umount"), self.mount_point.clone().into()]).ok();
+        // Another test of this process may fork at any time: until its child calls exec(2) it has copies of the
+        // descriptors of all tests.
+        let unmount = || self.sandbox.run([OsString::from("umount"), self.mount_point.clone().into()]);
+        let mut last = unmount();
+        wait_until("nothing uses the mount", IN_USE_LIMIT, || {
+            let in_use = last.code == IN_USE && last.stderr.contains("are in use");
+            if in_use {
+                last = unmount();
+            }
+            !in_use
+        });
+        last.ok();
         assert!(!is_mounted(&self.mount_point), "`firn umount` said 0 and it is still mounted");
         self.wait_for_end();
         self.backing.clone()
