@@ -17,7 +17,7 @@ use std::os::unix::ffi::OsStrExt;
 use firn_backing::{Access, Backing, Errno, RenameFlags, Result, Seek, SetTime, Time};
 
 use crate::record::{Data, Identity, Item, Place, Record, Staged};
-use crate::staging::find;
+use crate::staging::{find, write_all};
 
 /// Bytes that are copied at once where the backing does not copy by itself.
 const BLOCK: usize = 1 << 20;
@@ -310,15 +310,4 @@ impl<'a, B: Backing> Apply<'a, B> {
         let twin = self.staged(at)?;
         crate::staging::copy_attributes(self.base, &twin, &node)
     }
-}
-
-pub(crate) fn write_all<B: Backing>(base: &B, file: &B::File, bytes: &[u8], offset: u64) -> Result<()> {
-    let mut done = 0;
-    while done < bytes.len() {
-        done += match base.write_at(file, &[std::io::IoSlice::new(&bytes[done..])], offset + done as u64)? {
-            0 => return Err(Errno::IO),
-            count => count,
-        };
-    }
-    Ok(())
 }

@@ -283,7 +283,7 @@ impl<B: Backing> Held<B> {
             None => {
                 let mut block = vec![0; BLOCK.min(usize::try_from(len).unwrap_or(BLOCK))];
                 let count = self.read_merged(&from.object, &inner, &mut block, from_offset)?;
-                crate::apply::write_all(&self.base, &target, &block[..count], to_offset)?;
+                crate::staging::write_all(&self.base, &target, &block[..count], to_offset)?;
                 count as u64
             }
         };

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
 
 use firn_backing::{Backing, Errno, Kind, SetTime};
 
@@ -70,9 +70,7 @@ impl<B: Backing> Held<B> {
                     continue;
                 }
                 let place = (dir, name.as_bytes().to_vec());
-                if let Some(old) =
-                    old_key.and_then(|key| self.objects.lock().get(&key).and_then(Weak::upgrade))
-                {
+                if let Some(old) = old_key.and_then(|key| self.known(key)) {
                     let number = self.number(scope, &old, &mut numbers, &mut items);
                     items.get_mut(&number).expect("just added").leaves.push(place.clone());
                 }

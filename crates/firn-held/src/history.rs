@@ -51,10 +51,6 @@ impl<B: Backing> Held<B> {
         staging::store(&self.base, &dir, staging::RECORD, &undo.encode())
     }
 
-    fn known(&self, key: crate::object::Key) -> Option<Arc<Object<B>>> {
-        self.objects.lock().get(&key).and_then(std::sync::Weak::upgrade)
-    }
-
     fn reverse(
         &self,
         item: &mut Item,
@@ -188,12 +184,7 @@ impl<B: Backing> Held<B> {
             self.last_serial.fetch_max(serial, Ordering::Relaxed);
             let dir = self.base.lookup(&firn, OsStr::from_bytes(&undo))?.0;
             for file in [staging::RECORD, staging::COMMIT] {
-                let path = format!("{}/{text}/{file}", staging::TOP);
-                if let Some(bytes) = staging::load(&self.base, &dir, file)? {
-                    let record =
-                        Record::decode(&bytes).map_err(|source| HeldError::Record { path, source })?;
-                    found.push((serial, record));
-                }
+                found.extend(self.load_record(&dir, &text, file)?.map(|record| (serial, record)));
             }
         }
         found.retain(|(_, record)| record.scope == scope);
@@ -235,9 +226,7 @@ impl<B: Backing> Held<B> {
             self.base.rename(&dir, record, &dir, commit, flags)?;
             self.base.sync_dir(&dir)?;
         }
-        let path = format!("{}/{undo}/{}", staging::TOP, staging::COMMIT);
-        let bytes = staging::load(&self.base, &dir, staging::COMMIT)?.ok_or(Errno::NOENT)?;
-        let record = Record::decode(&bytes).map_err(|source| HeldError::Record { path, source })?;
+        let record = self.load_record(&dir, &undo, staging::COMMIT)?.ok_or(Errno::NOENT)?;
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
         let transaction = format!("tx-{serial}");
         self.base.rename(&firn, OsStr::new(&undo), &firn, OsStr::new(&transaction), flags)?;

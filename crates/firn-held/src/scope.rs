@@ -223,7 +223,7 @@ impl<B: Backing> Scope<B> {
     }
 }
 
-/// A backing whose directories can be in a transaction. Clones are the same.
+/// A backing whose directories can be in a transaction.
 pub struct Held<B: Backing> {
     pub(crate) base: B,
     top: Node<B>,
@@ -321,12 +321,7 @@ impl<B: Backing> Held<B> {
             let Some(serial) = text.strip_prefix("tx-").and_then(|n| n.parse::<u64>().ok()) else { continue };
             self.last_serial.fetch_max(serial, Ordering::Relaxed);
             let dir = self.base.lookup(firn, OsStr::from_bytes(&name))?.0;
-            let record = |file: &str| {
-                let path = format!("{}/{text}/{file}", staging::TOP);
-                staging::load(&self.base, &dir, file)?
-                    .map(|bytes| Record::decode(&bytes).map_err(|source| HeldError::Record { path, source }))
-                    .transpose()
-            };
+            let record = |file| self.load_record(&dir, &text, file);
             if let Some(record) = record(staging::COMMIT)? {
                 let new = staging::dir(&self.base, &dir, staging::NEW)?;
                 let away = staging::dir(&self.base, &dir, staging::AWAY)?;
@@ -363,8 +358,7 @@ impl<B: Backing> Held<B> {
             root = self.intern(node, &attr, &root, name);
         }
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
-        self.scopes.write().push(Arc::new(scope));
-        self.scope_count.fetch_add(1, Ordering::Release);
+        self.enter(scope);
         Ok(())
     }
 
@@ -523,8 +517,7 @@ impl<B: Backing> Held<B> {
         let dir = staging::dir(&self.base, &firn, &format!("tx-{serial}"))?;
         let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
         staging::store(&self.base, &dir, staging::OPEN, path)?;
-        self.scopes.write().push(Arc::new(scope));
-        self.scope_count.fetch_add(1, Ordering::Release);
+        self.enter(scope);
         Ok(())
     }
 
@@ -598,11 +591,7 @@ impl<B: Backing> Held<B> {
             Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
             Stage::Ended => return Err(HeldError::None),
         }
-        let path = format!("{}/tx-{}/{}", staging::TOP, scope.serial, staging::COMMIT);
-        let stored = staging::load(&self.base, &scope.dir, staging::COMMIT)?;
-        let record = stored
-            .map(|bytes| Record::decode(&bytes).map_err(|source| HeldError::Record { path, source }))
-            .transpose()?;
+        let record = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), staging::COMMIT)?;
         self.hold_new(&scope)?;
         // Without it, an earlier attempt came to the end and could not say so.
         if let Some(record) = record {
@@ -694,8 +683,32 @@ impl<B: Backing> Held<B> {
         }
     }
 
+    /// A record in the directory `name` of `.firn/`; `None` where there is none.
+    pub(crate) fn load_record(
+        &self,
+        dir: &B::Node,
+        name: &str,
+        file: &str,
+    ) -> Result<Option<Record>, HeldError> {
+        let path = format!("{}/{name}/{file}", staging::TOP);
+        staging::load(&self.base, dir, file)?
+            .map(|bytes| Record::decode(&bytes).map_err(|source| HeldError::Record { path, source }))
+            .transpose()
+    }
+
+    /// From here on what is in the scope is in its transaction.
+    fn enter(&self, scope: Scope<B>) {
+        self.scopes.write().push(Arc::new(scope));
+        self.scope_count.fetch_add(1, Ordering::Release);
+    }
+
+    /// The object of an inode, if anybody refers to it.
+    pub(crate) fn known(&self, key: Key) -> Option<Arc<Object<B>>> {
+        self.objects.lock().get(&key).and_then(Weak::upgrade)
+    }
+
     fn end(&self, scope: &Arc<Scope<B>>) {
-        let is_left = |key: &Key| match self.objects.lock().get(key).and_then(Weak::upgrade) {
+        let is_left = |key: &Key| match self.known(*key) {
             Some(object) if object.is_below(&scope.root) => {
                 object.hides.store(false, Ordering::Release);
                 false

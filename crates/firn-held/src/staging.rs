@@ -81,14 +81,20 @@ pub(crate) fn write<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &
         base.unlink(parent, new)?;
     }
     let (_, file, _) = base.create(&own(), parent, new, 0o600)?;
-    let mut at = 0;
-    while at < bytes.len() {
-        at += match base.write_at(&file, &[IoSlice::new(&bytes[at..])], at as u64)? {
+    write_all(base, &file, bytes, 0)?;
+    base.sync(&file, false)
+}
+
+/// pwrite(2), until all is written.
+pub(crate) fn write_all<B: Backing>(base: &B, file: &B::File, bytes: &[u8], offset: u64) -> Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        done += match base.write_at(file, &[IoSlice::new(&bytes[done..])], offset + done as u64)? {
             0 => return Err(Errno::IO),
             count => count,
         };
     }
-    base.sync(&file, false)
+    Ok(())
 }
 
 /// Puts a file with these bytes in the place of `name`, durably.
@@ -191,24 +197,24 @@ fn copy_xattrs<B: Backing>(base: &B, from: &B::Node, to: &B::Node) -> Result<boo
         Err(Errno::OPNOTSUPP | Errno::PERM) => Ok(Vec::new()),
         Err(errno) => Err(errno),
     };
-    let (wanted, has) = (names(from)?, names(to)?);
     let each = |names: &[u8]| -> Vec<Vec<u8>> {
         names.split(|&byte| byte == 0).filter(|name| !name.is_empty()).map(<[u8]>::to_vec).collect()
     };
+    let (wanted, has) = (each(&names(from)?), each(&names(to)?));
     // Those that only a privileged process sets are taken along where that is allowed.
     let must = |name: &[u8]| name.starts_with(b"user.") || name.starts_with(b"system.posix_acl_");
-    for name in each(&wanted) {
+    for name in &wanted {
         let result = base
-            .get_xattr(from, OsStr::from_bytes(&name))
-            .and_then(|value| base.set_xattr(to, OsStr::from_bytes(&name), &value, 0));
-        if must(&name) {
+            .get_xattr(from, OsStr::from_bytes(name))
+            .and_then(|value| base.set_xattr(to, OsStr::from_bytes(name), &value, 0));
+        if must(name) {
             result?;
         }
     }
-    for name in each(&has) {
-        if !each(&wanted).contains(&name) {
-            let result = base.remove_xattr(to, OsStr::from_bytes(&name));
-            if must(&name) {
+    for name in &has {
+        if !wanted.contains(name) {
+            let result = base.remove_xattr(to, OsStr::from_bytes(name));
+            if must(name) {
                 result?;
             }
         }
