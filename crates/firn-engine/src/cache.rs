@@ -206,6 +206,8 @@ impl<B: Backing> Engine<B> {
         if state.cache.stamp().is_some_and(|stamp| stamp != (attr.size, attr.mtime)) {
             state.changes += 1;
             self.evict(&mut state);
+            drop(state);
+            self.tell_space();
         }
         Ok(())
     }

@@ -207,8 +207,10 @@ impl<B: Backing> Job<B> {
 impl<B: Backing> Engine<B> {
     /// The next write, if there is one. `lane`: index of the I/O server, 0 as long as there is one.
     pub fn pick(&self, _lane: usize) -> Pick<B> {
-        self.tell_space();
         loop {
+            // Each time round: while a file was looked at that has nothing to drain, somebody may have begun to
+            // wait for room, and have left it to this thread.
+            self.tell_space();
             let Some(file) = self.next_file() else {
                 let wake = self.queue.lock().next_wake();
                 return Pick::Idle { retry: wake.map(|at| at.saturating_duration_since(Instant::now())) };
@@ -612,9 +614,7 @@ impl<B: Backing> Engine<B> {
         if let Some((_, file)) = best {
             let mut state = file.lock();
             self.force(&file, &mut state);
-        } else if !self.space_freed.load(Ordering::Acquire)
-            && !self.arena.has_room(firn_format::slab::Class::Small)
-        {
+        } else if !self.space_freed.load(Ordering::Acquire) && !self.note_room() {
             // Everything that is held waits for a backing that refuses it.
             self.refuse_space(errno.unwrap_or(Errno::NOSPC));
         }
@@ -643,8 +643,8 @@ impl<B: Backing> Engine<B> {
     /// who waits is told that the arena is full.
     fn relieve_on_demand(&self) {
         self.give_back_leases(None);
-        let room = self.evict_for(firn_format::slab::Class::Small);
-        if !room && !self.space_freed.load(Ordering::Acquire) {
+        self.evict_for(firn_format::slab::Class::Small);
+        if !self.space_freed.load(Ordering::Acquire) && !self.note_room() {
             self.refuse_space(Errno::NOSPC);
         }
     }

@@ -291,23 +291,39 @@ impl<B: Backing> Engine<B> {
         self.space_waiters.lock().push_back(f);
         self.relieve();
         // What was freed between the caller's failed write and now was not told to this waiter.
-        if self.arena.has_room(firn_format::slab::Class::Small) {
-            self.space_freed.store(true, Ordering::Release);
-        }
+        self.note_room();
         self.wake_drain();
     }
 
     /// Tells waiting writers of room that became free. Called with no lock held.
     pub(crate) fn tell_space(&self) {
-        if self.space_freed.swap(false, Ordering::AcqRel) {
-            let waiters = std::mem::take(&mut *self.space_waiters.lock());
-            self.counters.waiting_writers.fetch_sub(waiters.len() as u64, Ordering::Relaxed);
-            for waiter in waiters {
-                waiter(Ok(()));
+        loop {
+            if self.space_freed.swap(false, Ordering::AcqRel) {
+                let waiters = std::mem::take(&mut *self.space_waiters.lock());
+                self.counters.waiting_writers.fetch_sub(waiters.len() as u64, Ordering::Relaxed);
+                for waiter in waiters {
+                    waiter(Ok(()));
+                }
+                return;
             }
-        } else if !self.space_waiters.lock().is_empty() {
+            if self.space_waiters.lock().is_empty() {
+                return;
+            }
             self.relieve();
+            // It may have found room itself, in slabs that nobody uses.
+            if !self.space_freed.load(Ordering::Acquire) {
+                return;
+            }
         }
+    }
+
+    /// Whether a writer would find room; if so, the next [`Engine::tell_space`] tells those who wait.
+    pub(crate) fn note_room(&self) -> bool {
+        let room = self.arena.has_room(firn_format::slab::Class::Small);
+        if room {
+            self.space_freed.store(true, Ordering::Release);
+        }
+        room
     }
 
     /// Fails all waiting writers, unless a move to the spill file will make room.
@@ -316,8 +332,7 @@ impl<B: Backing> Engine<B> {
             return;
         }
         // In this order: the last move may have ended since the caller found no room.
-        if self.arena.has_room(firn_format::slab::Class::Small) {
-            self.space_freed.store(true, Ordering::Release);
+        if self.note_room() {
             return self.wake_drain();
         }
         let waiters = std::mem::take(&mut *self.space_waiters.lock());

@@ -125,8 +125,8 @@ impl<B: Backing> Engine<B> {
         // Without room the client writes through the kernel, which waits for some.
         self.revoke(file, &mut state);
         drop(state);
-        self.tell_space();
         self.relieve();
+        self.tell_space();
         Err(DoorRefusal::Full)
     }
 

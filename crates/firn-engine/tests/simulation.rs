@@ -311,8 +311,8 @@ impl Run {
             if self.world.stopped() {
                 return Err(Stopped);
             }
-            let told = *told.lock().unwrap();
-            if let Some(outcome) = told {
+            let outcome = *told.lock().unwrap();
+            if let Some(outcome) = outcome {
                 if outcome.is_err() {
                     // They may hold all there is.
                     self.lists.clear();
@@ -327,6 +327,9 @@ impl Run {
             }
             self.world.spill();
             if !self.world.drain_step() && !self.demand {
+                // An IO thread would sleep now, and only what failed is tried again.
+                let waits = told.lock().unwrap().is_none() && !self.world.stopped();
+                assert!(self.faults || !waits, "nobody is awake: {:?}", self.world.engine.status());
                 self.world.engine.drain_tree(b"");
             }
         }
