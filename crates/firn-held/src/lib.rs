@@ -27,7 +27,6 @@ mod history;
 mod listing;
 mod names;
 mod object;
-mod ranges;
 pub mod record;
 mod scope;
 mod staging;

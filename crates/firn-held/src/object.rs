@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
 use parking_lot::{Mutex, RwLock};
 
-use crate::ranges::Ranges;
+use firn_conflict::Ranges;
 use crate::record::Staged;
 
 /// Device and inode.

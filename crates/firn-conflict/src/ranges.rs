@@ -1,15 +1,15 @@
-//! Ranges of a file: those that a transaction has written.
+//! Ranges of a file: those that a transaction has written, or that a process has read.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Disjoint ranges that do not touch each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Ranges(BTreeMap<u64, u64>);
+pub struct Ranges(BTreeMap<u64, u64>);
 
 impl Ranges {
     /// Adds a range.
-    pub(crate) fn insert(&mut self, range: Range<u64>) {
+    pub fn insert(&mut self, range: Range<u64>) {
         if range.is_empty() {
             return;
         }
@@ -25,7 +25,7 @@ impl Ranges {
     }
 
     /// Takes out everything from `from` on.
-    pub(crate) fn cut(&mut self, from: u64) {
+    pub fn cut(&mut self, from: u64) {
         drop(self.0.split_off(&from));
         if let Some(mut last) = self.0.last_entry() {
             let end = (*last.get()).min(from);
@@ -35,7 +35,7 @@ impl Ranges {
 
     /// The range that `at` is in, or else what lies between two: (its end, whether it is in one). The end is
     /// `u64::MAX` behind the last one.
-    pub(crate) fn stretch(&self, at: u64) -> (u64, bool) {
+    pub fn stretch(&self, at: u64) -> (u64, bool) {
         if let Some((_, &end)) = self.0.range(..=at).next_back()
             && at < end
         {
@@ -44,8 +44,24 @@ impl Ranges {
         (self.0.range(at..).next().map_or(u64::MAX, |(&start, _)| start), false)
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = Range<u64>> {
+    /// The ranges in order.
+    pub fn iter(&self) -> impl Iterator<Item = Range<u64>> {
         self.0.iter().map(|(&start, &end)| start..end)
+    }
+
+    /// Adds all of another's.
+    pub fn extend(&mut self, other: &Self) {
+        other.iter().for_each(|range| self.insert(range));
+    }
+
+    /// Their number.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 }
 

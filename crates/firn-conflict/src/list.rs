@@ -1,0 +1,196 @@
+//! The list that a node publishes, and its bytes.
+//!
+//! ```text
+//! 0   8 bytes   magic "FIRNACCS"
+//! 8   u32       version
+//! 12  u32       CRC32C of the payload
+//! 16  u64       length of the payload
+//! 24            payload: the list, as postcard writes it
+//! ```
+//!
+//! A range is stored as its distance from the end of the one before and its length: few bytes each.
+
+use serde::{Deserialize, Serialize};
+
+use crate::ranges::Ranges;
+
+const MAGIC: &[u8; 8] = b"FIRNACCS";
+const VERSION: u32 = 1;
+const HEADER_BYTES: usize = 24;
+
+/// Why the bytes of a list are none.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ListError {
+    /// The first bytes are others.
+    #[error("not a list of accesses (the magic number is missing)")]
+    Magic,
+    /// Made by another version.
+    #[error("list of accesses version {found}, this firn reads version {VERSION}: the nodes run different versions")]
+    Version {
+        /// In the file.
+        found: u32,
+    },
+    /// Cut off or changed.
+    #[error("the list of accesses is damaged")]
+    Damaged,
+}
+
+/// A name in a directory, by the directory's inode.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Name {
+    /// Inode of the directory.
+    pub dir: u64,
+    /// The name in it.
+    pub name: Vec<u8>,
+}
+
+/// What one process did with one file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Process {
+    /// Its number; 0: nobody knows.
+    pub pid: u32,
+    read: Vec<(u64, u64)>,
+    written: Vec<(u64, u64)>,
+}
+
+impl Process {
+    /// From ranges.
+    pub fn new(pid: u32, read: &Ranges, written: &Ranges) -> Self {
+        Self { pid, read: pack(read), written: pack(written) }
+    }
+
+    /// Bytes that it read: from, to.
+    pub fn read(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        unpack(&self.read)
+    }
+
+    /// Bytes that it wrote: from, to.
+    pub fn written(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        unpack(&self.written)
+    }
+
+    /// Number of ranges.
+    pub fn len(&self) -> usize {
+        self.read.len() + self.written.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+fn pack(ranges: &Ranges) -> Vec<(u64, u64)> {
+    let mut end = 0;
+    let one = |range: std::ops::Range<u64>| {
+        let packed = (range.start - end, range.end - range.start);
+        end = range.end;
+        packed
+    };
+    ranges.iter().map(one).collect()
+}
+
+/// Whatever the numbers are, the ranges come in order and do not overlap.
+fn unpack(packed: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> + '_ {
+    packed.iter().scan(0u64, |end, &(gap, len)| {
+        let start = end.saturating_add(gap);
+        *end = start.saturating_add(len);
+        Some((start, *end))
+    })
+}
+
+/// A file of the backing that processes of a node read or wrote.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct File {
+    /// Its inode, which is the same on all nodes.
+    pub ino: u64,
+    /// A path of it relative to the backing, for people.
+    pub path: Vec<u8>,
+    /// By process.
+    pub processes: Vec<Process>,
+}
+
+/// All that the other nodes must know of a node's transaction.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Published {
+    /// The node.
+    pub node: String,
+    /// Files that it shares with others, perhaps.
+    pub files: Vec<File>,
+    /// Names that lead to what it used.
+    pub used: Vec<Name>,
+    /// Names that it made, changed or took away, with their paths.
+    pub changed: Vec<(Name, Vec<u8>)>,
+    /// Objects whose owner, mode or extended attributes it changed, with their paths.
+    pub attributes: Vec<(u64, Vec<u8>)>,
+}
+
+impl Published {
+    /// Number of ranges.
+    pub fn ranges(&self) -> usize {
+        self.files.iter().flat_map(|file| &file.processes).map(Process::len).sum()
+    }
+
+    /// The bytes that are stored.
+    pub fn encode(&self) -> Vec<u8> {
+        let payload = postcard::to_stdvec(self).expect("plain data");
+        let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
+        bytes.extend_from_slice(MAGIC);
+        bytes.extend_from_slice(&VERSION.to_le_bytes());
+        bytes.extend_from_slice(&crc32c::crc32c(&payload).to_le_bytes());
+        bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
+        bytes.extend_from_slice(&payload);
+        bytes
+    }
+
+    /// From the bytes that were stored.
+    pub fn decode(bytes: &[u8]) -> Result<Self, ListError> {
+        let (header, payload) = bytes.split_at_checked(HEADER_BYTES).ok_or(ListError::Damaged)?;
+        if &header[..8] != MAGIC {
+            return Err(ListError::Magic);
+        }
+        let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
+        if word(8) != VERSION {
+            return Err(ListError::Version { found: word(8) });
+        }
+        let len = u64::from_le_bytes(header[16..24].try_into().expect("eight bytes"));
+        if len != payload.len() as u64 || word(12) != crc32c::crc32c(payload) {
+            return Err(ListError::Damaged);
+        }
+        postcard::from_bytes(payload).map_err(|_| ListError::Damaged)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn list() -> Published {
+        let mut ranges = Ranges::default();
+        for at in [0, 4096, 1 << 40] {
+            ranges.insert(at..at + 100);
+        }
+        let processes = vec![Process::new(12, &ranges, &Ranges::default())];
+        Published {
+            node: "n1".into(),
+            files: vec![File { ino: 5, path: b"dir/\xff".to_vec(), processes }],
+            used: vec![Name { dir: 2, name: b"dir".to_vec() }],
+            changed: vec![(Name { dir: 2, name: b"x".to_vec() }, b"x".to_vec())],
+            attributes: vec![(9, b"y".to_vec())],
+        }
+    }
+
+    #[test]
+    fn a_list_comes_back_as_it_was_and_a_changed_one_does_not() {
+        let bytes = list().encode();
+        assert_eq!(Published::decode(&bytes), Ok(list()));
+        let read: Vec<_> = list().files[0].processes[0].read().collect();
+        assert_eq!(read, [(0, 100), (4096, 4196), (1 << 40, (1 << 40) + 100)]);
+        for at in 0..bytes.len() {
+            let mut wrong = bytes.clone();
+            wrong[at] ^= 0x40;
+            assert!(Published::decode(&wrong).is_err(), "byte {at}");
+            assert!(Published::decode(&bytes[..at]).is_err(), "cut at {at}");
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! Whether what several nodes did goes together.
+//!
+//! The ranges of a file that several nodes use are looked at in the order of their starts. A range
+//! conflicts with one before it if that one ends behind its start; the furthest ends so far, of the two nodes
+//! that have them, answer that for each range at once. Only where there is a conflict the processes are
+//! asked one by one.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::list::{File, Name, Published};
+use crate::log::Access;
+
+/// A process of a node.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Party {
+    /// The node.
+    pub node: String,
+    /// The process; 0: nobody knows which.
+    pub pid: u32,
+    /// Whether it wrote.
+    pub writes: bool,
+}
+
+impl fmt::Display for Party {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let did = if self.writes { "written" } else { "read" };
+        match self.pid {
+            0 => write!(f, "{did} on {}", self.node),
+            pid => write!(f, "{did} on {} by process {pid}", self.node),
+        }
+    }
+}
+
+/// What two nodes do not agree about.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum What {
+    /// A part of a file: from, to.
+    Bytes(u64, u64),
+    /// A name.
+    Name,
+    /// Owner, mode or extended attributes.
+    Attributes,
+}
+
+/// One conflict.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Conflict {
+    /// Path relative to the backing.
+    pub path: String,
+    /// What of it.
+    pub what: What,
+    /// Those who do not go together; of a name or of attributes without processes.
+    pub parties: [Party; 2],
+}
+
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { path, what, parties: [one, other] } = self;
+        match what {
+            What::Bytes(start, u64::MAX) => write!(f, "{path}, from byte {start} on: {one}, {other}"),
+            What::Bytes(start, end) => write!(f, "{path}, bytes {start} to {}: {one}, {other}", end - 1),
+            What::Name if other.writes => {
+                write!(f, "{path}: the name was changed on {} and on {}", one.node, other.node)
+            }
+            What::Name => write!(f, "{path}: the name was changed on {}, used on {}", one.node, other.node),
+            What::Attributes => {
+                write!(f, "{path}: owner, mode or attributes changed on {} and on {}", one.node, other.node)
+            }
+        }
+    }
+}
+
+/// The result of a test.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// The first conflicts, by path and place.
+    pub conflicts: Vec<Conflict>,
+    /// Their number, also of those that are not listed.
+    pub total: u64,
+}
+
+impl Report {
+    /// Conflicts that are listed at most.
+    pub const LISTED_MAX: usize = 1000;
+
+    fn add(&mut self, conflict: impl FnOnce() -> Conflict) {
+        self.total += 1;
+        if self.conflicts.len() < Self::LISTED_MAX {
+            self.conflicts.push(conflict());
+        }
+    }
+}
+
+/// Tests the lists of all nodes, which are different ones.
+pub fn test(lists: &[Published]) -> Report {
+    let mut report = Report::default();
+    let mut files: BTreeMap<u64, Vec<(usize, &File)>> = BTreeMap::new();
+    for (node, list) in lists.iter().enumerate() {
+        for file in &list.files {
+            files.entry(file.ino).or_default().push((node, file));
+        }
+    }
+    for users in files.values() {
+        if users.iter().any(|(node, _)| *node != users[0].0) {
+            test_file(lists, users, &mut report);
+        }
+    }
+    test_names(lists, &mut report);
+    test_attributes(lists, &mut report);
+    report.conflicts.sort();
+    report
+}
+
+struct Item {
+    start: u64,
+    end: u64,
+    /// Index of the process, and whether it writes.
+    process: u32,
+    access: Access,
+}
+
+/// The furthest end so far, and the furthest of another node.
+#[derive(Clone, Copy, Default)]
+struct Furthest {
+    first: (u64, usize),
+    second: (u64, usize),
+}
+
+impl Furthest {
+    fn add(&mut self, end: u64, node: usize) {
+        if node == self.first.1 {
+            self.first.0 = self.first.0.max(end);
+        } else if end > self.first.0 {
+            (self.first, self.second) = ((end, node), self.first);
+        } else if end > self.second.0 {
+            self.second = (end, node);
+        }
+    }
+
+    fn of_others(&self, node: usize) -> u64 {
+        if self.first.1 == node { self.second.0 } else { self.first.0 }
+    }
+}
+
+fn test_file(lists: &[Published], users: &[(usize, &File)], report: &mut Report) {
+    let processes: Vec<(usize, u32)> =
+        users.iter().flat_map(|(node, file)| file.processes.iter().map(|p| (*node, p.pid))).collect();
+    let mut items = Vec::new();
+    let all = users.iter().flat_map(|(_, file)| &file.processes);
+    for (index, process) in all.enumerate() {
+        let item = |access| move |(start, end)| Item { start, end, process: index as u32, access };
+        items.extend(process.read().map(item(Access::Read)));
+        items.extend(process.written().map(item(Access::Write)));
+    }
+    items.sort_unstable_by_key(|item| item.start);
+    let (mut any, mut writes) = (Furthest::default(), Furthest::default());
+    // Where the last read and the last write of each process end.
+    let mut ends = vec![(0u64, 0u64); processes.len()];
+    let path = || String::from_utf8_lossy(&users[0].1.path).into_owned();
+    let party = |index: usize, access| {
+        let (node, pid) = processes[index];
+        Party { node: lists[node].node.clone(), pid, writes: access == Access::Write }
+    };
+    for Item { start, end, process, access } in items {
+        let process = process as usize;
+        let node = processes[process].0;
+        let before = if access == Access::Write { &any } else { &writes };
+        if before.of_others(node) > start {
+            for (other, &(read, written)) in ends.iter().enumerate() {
+                if processes[other].0 == node {
+                    continue;
+                }
+                let until = if access == Access::Write { read.max(written) } else { written };
+                if until <= start {
+                    continue;
+                }
+                let how = if written > start { Access::Write } else { Access::Read };
+                report.add(|| Conflict {
+                    path: path(),
+                    what: What::Bytes(start, end.min(until)),
+                    parties: [party(other, how), party(process, access)],
+                });
+            }
+        }
+        any.add(end, node);
+        let (read, written) = &mut ends[process];
+        match access {
+            Access::Read => *read = end.max(*read),
+            Access::Write => {
+                writes.add(end, node);
+                *written = end.max(*written);
+            }
+        }
+    }
+}
+
+fn without_process(node: &str, writes: bool) -> Party {
+    Party { node: node.into(), pid: 0, writes }
+}
+
+fn test_names(lists: &[Published], report: &mut Report) {
+    let mut changed: HashMap<&Name, (usize, &[u8])> = HashMap::new();
+    for (node, list) in lists.iter().enumerate() {
+        for (name, path) in &list.changed {
+            let first = *changed.entry(name).or_insert((node, path));
+            if first.0 != node {
+                report.add(|| Conflict {
+                    path: String::from_utf8_lossy(path).into_owned(),
+                    what: What::Name,
+                    parties: [without_process(&lists[first.0].node, true), without_process(&list.node, true)],
+                });
+            }
+        }
+    }
+    for (node, list) in lists.iter().enumerate() {
+        for name in &list.used {
+            if let Some(&(by, path)) = changed.get(name).filter(|(by, _)| *by != node) {
+                report.add(|| Conflict {
+                    path: String::from_utf8_lossy(path).into_owned(),
+                    what: What::Name,
+                    parties: [without_process(&lists[by].node, true), without_process(&list.node, false)],
+                });
+            }
+        }
+    }
+}
+
+fn test_attributes(lists: &[Published], report: &mut Report) {
+    let mut changed: HashMap<u64, usize> = HashMap::new();
+    for (node, list) in lists.iter().enumerate() {
+        for (ino, path) in &list.attributes {
+            let first = *changed.entry(*ino).or_insert(node);
+            if first != node {
+                report.add(|| Conflict {
+                    path: String::from_utf8_lossy(path).into_owned(),
+                    what: What::Attributes,
+                    parties: [without_process(&lists[first].node, true), without_process(&list.node, true)],
+                });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::list::Process;
+    use crate::ranges::Ranges;
+    use proptest::prelude::*;
+
+    type Op = (u64, u64, bool);
+
+    fn ranges(ops: &[Op], writes: bool) -> Ranges {
+        let mut ranges = Ranges::default();
+        ops.iter().filter(|op| op.2 == writes).for_each(|(at, len, _)| ranges.insert(*at..at + len));
+        ranges
+    }
+
+    fn node(index: usize, processes: &[Vec<Op>]) -> Published {
+        let process =
+            |(pid, ops): (usize, &Vec<Op>)| Process::new(pid as u32 + 1, &ranges(ops, false), &ranges(ops, true));
+        let processes = processes.iter().enumerate().map(process).collect();
+        let files = vec![File { ino: 1, path: b"file".to_vec(), processes }];
+        Published { node: format!("n{index}"), files, ..Published::default() }
+    }
+
+    proptest! {
+        /// Every byte that two nodes use, one of them for writing, is in a conflict, and no other byte is.
+        #[test]
+        fn conflicts_are_those_of_bytes_one_by_one(
+            nodes in prop::collection::vec(
+                prop::collection::vec(prop::collection::vec((0u64..60, 0u64..12, any::<bool>()), 0..6), 1..3), 1..4)
+        ) {
+            let lists: Vec<_> = nodes.iter().enumerate().map(|(at, processes)| node(at, processes)).collect();
+            let report = test(&lists);
+            prop_assert_eq!(report.total, report.conflicts.len() as u64);
+            for byte in 0..80u64 {
+                let touches = |ops: &Vec<Op>, writes: bool| {
+                    ops.iter().any(|(at, len, w)| *w == writes && (*at..at + len).contains(&byte))
+                };
+                let mut expected = Vec::new();
+                for (a, one) in nodes.iter().enumerate() {
+                    for (b, other) in nodes.iter().enumerate().skip(a + 1) {
+                        for (p, ops) in one.iter().enumerate() {
+                            for (q, others) in other.iter().enumerate() {
+                                let (reads, writes) = (touches(ops, false), touches(ops, true));
+                                let (read, written) = (touches(others, false), touches(others, true));
+                                if writes && (read || written) || reads && written {
+                                    expected.push(((a, p), (b, q)));
+                                }
+                            }
+                        }
+                    }
+                }
+                let mut found: Vec<_> = report.conflicts.iter()
+                    .filter(|c| matches!(c.what, What::Bytes(start, end) if (start..end).contains(&byte)))
+                    .map(|c| {
+                        let place = |party: &Party| {
+                            (party.node[1..].parse::<usize>().unwrap(), party.pid as usize - 1)
+                        };
+                        let [one, other] = [place(&c.parties[0]), place(&c.parties[1])];
+                        (one.min(other), one.max(other))
+                    })
+                    .collect();
+                found.sort_unstable();
+                found.dedup();
+                expected.sort_unstable();
+                prop_assert_eq!(found, expected, "byte {}", byte);
+            }
+        }
+    }
+
+    #[test]
+    fn names_and_attributes_conflict_only_between_nodes() {
+        let name = |name: &str| Name { dir: 2, name: name.into() };
+        let changed = |names: &[&str]| names.iter().map(|n| (name(n), n.as_bytes().to_vec())).collect();
+        let mut lists = [
+            Published { node: "a".into(), changed: changed(&["x", "y", "y"]), ..Published::default() },
+            Published { node: "b".into(), changed: changed(&["z"]), ..Published::default() },
+        ];
+        lists[0].used = vec![name("x"), name("y")];
+        lists[0].attributes = vec![(7, b"f".to_vec()), (7, b"f".to_vec())];
+        assert_eq!(test(&lists), Report::default());
+        lists[1].used = vec![name("x")];
+        lists[1].changed = changed(&["z", "y"]);
+        lists[1].attributes = vec![(7, b"f".to_vec())];
+        let found: Vec<_> = test(&lists).conflicts.iter().map(ToString::to_string).collect();
+        let expected = [
+            "f: owner, mode or attributes changed on a and on b",
+            "x: the name was changed on a, used on b",
+            "y: the name was changed on a and on b",
+        ];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn more_conflicts_than_are_listed_are_counted() {
+        let every = |from: u64| (0..5000).map(|at| (at * 10 + from, 1, true)).collect::<Vec<_>>();
+        let report = test(&[node(0, &[every(0)]), node(1, &[every(0)])]);
+        assert_eq!((report.total, report.conflicts.len()), (5000, Report::LISTED_MAX));
+        assert_eq!(test(&[node(0, &[every(0)]), node(1, &[every(5)])]), Report::default());
+    }
+}
