@@ -25,7 +25,9 @@ pub enum ListError {
     #[error("not a list of accesses (the magic number is missing)")]
     Magic,
     /// Made by another version.
-    #[error("list of accesses version {found}, this firn reads version {VERSION}: the nodes run different versions")]
+    #[error(
+        "list of accesses version {found}, this firn reads version {VERSION}: the nodes run different versions"
+    )]
     Version {
         /// In the file.
         found: u32,

@@ -261,8 +261,9 @@ mod tests {
     }
 
     fn node(index: usize, processes: &[Vec<Op>]) -> Published {
-        let process =
-            |(pid, ops): (usize, &Vec<Op>)| Process::new(pid as u32 + 1, &ranges(ops, false), &ranges(ops, true));
+        let process = |(pid, ops): (usize, &Vec<Op>)| {
+            Process::new(pid as u32 + 1, &ranges(ops, false), &ranges(ops, true))
+        };
         let processes = processes.iter().enumerate().map(process).collect();
         let files = vec![File { ino: 1, path: b"file".to_vec(), processes }];
         Published { node: format!("n{index}"), files, ..Published::default() }

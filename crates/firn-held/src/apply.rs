@@ -32,13 +32,18 @@ pub(crate) struct Apply<'a, B: Backing> {
     /// The directory for what is kept to be brought back.
     kept: Option<B::Node>,
     placed: BTreeSet<u64>,
+    /// See [`Record::shared`].
+    shared: bool,
+    /// Then: when the objects were last changed before this began.
+    mtimes: HashMap<u64, Time>,
 }
 
 impl<'a, B: Backing> Apply<'a, B> {
     pub(crate) fn new(base: &'a B, record: &'a Record, new: &'a B::Node, away: &'a B::Node) -> Self {
         let items = record.items.iter().map(|item| (item.number, item)).collect();
         let known = HashMap::from([(0, base.root())]);
-        Self { base, items, new, away, known, nests: HashMap::new(), kept: None, placed: BTreeSet::new() }
+        let (nests, mtimes, placed) = (HashMap::new(), HashMap::new(), BTreeSet::new());
+        Self { base, items, new, away, known, nests, kept: None, placed, shared: record.shared, mtimes }
     }
 
     /// What would be removed goes there, if there is a place for it.
@@ -59,6 +64,13 @@ impl<'a, B: Backing> Apply<'a, B> {
         // All directories are found before any of them moves: an object stays the same wherever it goes.
         for item in items.iter().filter(|item| item.is_dir) {
             self.locate(item.number, &mut Vec::new())?;
+        }
+        if self.shared {
+            for item in items.iter().filter(|item| item.twin_at.is_some()) {
+                if let Some(node) = self.locate(item.number, &mut Vec::new())? {
+                    self.mtimes.insert(item.number, self.base.attr(&node)?.mtime);
+                }
+            }
         }
         for item in &items {
             if let (Some(data), Some(at)) = (&item.data, &item.twin_at) {
@@ -167,11 +179,21 @@ impl<'a, B: Backing> Apply<'a, B> {
         let Some(node) = self.locate(item.number, &mut Vec::new())? else { return Ok(()) };
         let unchanged = data.written.is_empty() && data.cut >= data.size;
         let size = self.base.attr(&node)?.size;
-        if unchanged && size == data.size {
+        if unchanged && (size == data.size || (self.shared && data.grows && size > data.size)) {
             return Ok(());
         }
         let from = self.base.open(&self.staged(at)?, Access::Read)?;
         let to = self.base.open(&node, Access::ReadWrite)?;
+        if self.shared && data.grows {
+            // Another node's part may be longer. Nobody else has what lies in these ranges.
+            if data.size > size {
+                self.base.set_len(&to, data.size)?;
+            }
+            for &(start, end) in &data.written {
+                Self::copy(self.base, &from, &to, start, end.min(data.size))?;
+            }
+            return Ok(());
+        }
         // Both, so that what lies between is a hole. On a second attempt bytes that were written before are
         // cut off too, and written again.
         if data.cut < size {
@@ -308,6 +330,14 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
         let Some(at) = &item.twin_at else { return Ok(()) };
         let twin = self.staged(at)?;
-        crate::staging::copy_attributes(self.base, &twin, &node)
+        if !self.shared || item.attributes {
+            return crate::staging::copy_attributes(self.base, &twin, &node);
+        }
+        // Unchanged by others, its times are those of this node, older ones too; else the latest.
+        let wanted = self.base.attr(&twin)?;
+        let now = self.mtimes.get(&item.number).copied().unwrap_or(wanted.mtime);
+        let is_ours = item.mtime_before.is_some_and(|(sec, nsec)| now == Time { sec, nsec });
+        let mtime = if is_ours { wanted.mtime } else { wanted.mtime.max(now) };
+        self.base.set_times(&node, SetTime::Keep, SetTime::At(mtime))
     }
 }

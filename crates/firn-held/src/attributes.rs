@@ -20,7 +20,7 @@ impl<B: Backing> Held<B> {
         let (_data, scope) = self.writing(object)?;
         let Some(scope) = scope else { return change(&object.inner.read().node(&self.base)?) };
         let mut inner = object.inner.write();
-        self.twin(&scope, object, &mut inner)?;
+        self.twin(&scope, object, &mut inner)?.attributes = true;
         change(&inner.node(&self.base)?)
     }
 
@@ -29,10 +29,16 @@ impl<B: Backing> Held<B> {
             let Node::Plain(node) = node else { unreachable!() };
             return self.base.set_times(node, atime, mtime);
         };
-        self.change_attributes(object, |node| self.base.set_times(node, atime, mtime))?;
+        let (_data, scope) = self.writing(object)?;
+        let Some(scope) = scope else {
+            return self.base.set_times(&object.inner.read().node(&self.base)?, atime, mtime);
+        };
+        let mut inner = object.inner.write();
+        self.twin(&scope, object, &mut inner)?;
+        self.base.set_times(&inner.node(&self.base)?, atime, mtime)?;
         // What was asked for counts, whatever changed in the directory before.
         if mtime != SetTime::Keep
-            && let Some(change) = &mut object.inner.write().change
+            && let Some(change) = &mut inner.change
         {
             change.touched = None;
         }
@@ -54,9 +60,10 @@ impl<B: Backing> Held<B> {
             && let Some(node) = base
         {
             let number = scope.change(object, inner).number;
+            let mtime = self.base.attr(&node)?.mtime;
             let (twin, size) = self.make_twin(scope, object.kind, &node, number)?;
             let change = scope.change(object, inner);
-            (change.twin, change.cut) = (Some(twin), size);
+            (change.twin, change.cut, change.before) = (Some(twin), size, Some((size, mtime)));
         }
         Ok(scope.change(object, inner))
     }

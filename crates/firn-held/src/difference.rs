@@ -44,10 +44,13 @@ impl<B: Backing> Held<B> {
                 }
             } else if inner.links(&self.base)? > i64::from(object.hidden_links()) || is_root {
                 item.twin_at = at;
+                item.attributes = change.attributes;
+                item.mtime_before = change.before.map(|(_, mtime)| (mtime.sec, mtime.nsec));
                 if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
                     let size = self.base.attr(&twin.node(&self.base)?)?.size;
                     let written = change.written.iter().map(|r| (r.start, r.end)).collect();
-                    item.data = Some(Data { cut: change.cut, size, written });
+                    let grows = change.before.is_some_and(|(before, _)| change.cut >= before);
+                    item.data = Some(Data { cut: change.cut, size, written, grows });
                 }
             }
             items.insert(number, item);
@@ -89,7 +92,8 @@ impl<B: Backing> Held<B> {
             moves || item.new_at.is_none()
         };
         items.retain(|_, item| is_needed(item));
-        Ok(Record { id, scope: scope.path.clone(), items: items.into_values().collect() })
+        let (scope, shared) = (scope.path.clone(), self.group.is_some());
+        Ok(Record { id, scope, shared, items: items.into_values().collect() })
     }
 
     /// The number of an object in a record, to which it and the directories above it are added.

@@ -33,7 +33,7 @@ impl<B: Backing> Held<B> {
         if self.history == 0 {
             return Ok(());
         }
-        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let firn = self.home()?;
         let before = staging::load_numbers(&self.base, &firn)?.remove(&scope.path).unwrap_or(NO_ID);
         let unfinished = staging::new_name(&name(scope.serial));
         let dir = staging::dir(&self.base, &firn, &unfinished)?;
@@ -47,7 +47,7 @@ impl<B: Backing> Held<B> {
             let object = self.known((item.identity.dev, item.identity.ino));
             items.push(self.reverse(item, object.as_ref(), &nest)?);
         }
-        let undo = Record { id: before, scope: scope.path.clone(), items };
+        let undo = Record { id: before, scope: scope.path.clone(), shared: false, items };
         staging::store(&self.base, &dir, staging::RECORD, &undo.encode())
     }
 
@@ -113,12 +113,12 @@ impl<B: Backing> Held<B> {
         for &(start, end) in &written {
             Apply::copy(&self.base, &from, &to, start, end)?;
         }
-        Ok(Data { cut, size, written })
+        Ok(Data { cut, size, written, grows: false })
     }
 
     /// Where the commit `tx-N` keeps what it would remove; `None` where nothing is kept of it.
     pub(crate) fn undo_nest(&self, serial: u64) -> Result<Option<B::Node>, Errno> {
-        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let firn = self.home()?;
         let name = name(serial);
         for name in [staging::new_name(&name), name] {
             if let Some((dir, _)) = staging::find(&self.base, &firn, OsStr::new(&name))?
@@ -172,7 +172,7 @@ impl<B: Backing> Held<B> {
 
     /// What undoes commits of a scope, newest first.
     fn undos(&self, scope: &[u8]) -> Result<Vec<(u64, Record)>, HeldError> {
-        let Some((firn, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
+        let Some(firn) = self.find_home()? else {
             return Ok(Vec::new());
         };
         let mut found = Vec::new();
@@ -217,7 +217,7 @@ impl<B: Backing> Held<B> {
 
     /// Undoes a commit, the newest of its scope.
     pub(crate) fn undo(&self, serial: u64) -> Result<(), HeldError> {
-        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let firn = self.home()?;
         let flags = RenameFlags::empty();
         let undo = name(serial);
         let dir = self.base.lookup(&firn, OsStr::new(&undo))?.0;

@@ -25,6 +25,7 @@ mod data;
 mod difference;
 mod history;
 mod listing;
+mod meeting;
 mod names;
 mod object;
 pub mod record;
@@ -33,5 +34,6 @@ mod staging;
 pub mod state;
 
 pub use backing::{Dir, File, Node};
+pub use meeting::{Group, Meeting, Participants, Used, Verdict};
 pub use object::Object;
 pub use scope::{Held, HeldError, Outcome, Stage, Transaction};

@@ -16,8 +16,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
 use parking_lot::{Mutex, RwLock};
 
-use firn_conflict::Ranges;
 use crate::record::Staged;
+use firn_conflict::Ranges;
 
 /// Device and inode.
 pub(crate) type Key = (u64, u64);
@@ -63,6 +63,10 @@ pub(crate) struct Change<B: Backing> {
     /// Bytes of the old content that still count where nothing was written.
     pub(crate) cut: u64,
     pub(crate) written: Ranges,
+    /// Size and last change of the backing's object when its twin was made.
+    pub(crate) before: Option<(u64, Time)>,
+    /// Owner, mode or extended attributes were changed.
+    pub(crate) attributes: bool,
 }
 
 impl<B: Backing> Change<B> {
@@ -78,6 +82,8 @@ impl<B: Backing> Change<B> {
             named: None,
             cut: u64::MAX,
             written: Ranges::default(),
+            before: None,
+            attributes: false,
         }
     }
 }

@@ -18,7 +18,7 @@ use firn_backing::Attr;
 
 /// First bytes of a record.
 const MAGIC: &[u8; 8] = b"FIRNREDO";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const HEADER_BYTES: usize = 24;
 
 /// Why the bytes of a record are none.
@@ -65,6 +65,8 @@ pub struct Data {
     pub size: u64,
     /// What was written: from, to. The bytes are in the staged twin.
     pub written: Vec<(u64, u64)>,
+    /// Nothing of the old content was cut off. Where several nodes commit, it may have grown by another's part.
+    pub grows: bool,
 }
 
 /// One object that takes part.
@@ -92,6 +94,10 @@ pub struct Item {
     pub stays: Option<Place>,
     /// What of the twin's data counts.
     pub data: Option<Data>,
+    /// Its owner, mode or extended attributes were changed, and not just its times.
+    pub attributes: bool,
+    /// Its last change when the transaction changed it first, in seconds and nanoseconds.
+    pub mtime_before: Option<(i64, u32)>,
     /// Of a new directory, which gets its names only now: last access and change, in seconds and nanoseconds.
     pub times: Option<[(i64, u32); 2]>,
 }
@@ -100,7 +106,7 @@ impl Item {
     pub(crate) fn new(number: u64, identity: Identity, is_dir: bool) -> Self {
         let (new_at, anchor_at, twin_at, stays, data, times) = (None, None, None, None, None, None);
         let (leaves, comes) = (Vec::new(), Vec::new());
-        let kept_at = None;
+        let (kept_at, mtime_before, attributes) = (None, None, false);
         Self {
             number,
             identity,
@@ -113,6 +119,8 @@ impl Item {
             kept_at,
             stays,
             data,
+            attributes,
+            mtime_before,
             times,
         }
     }
@@ -128,6 +136,8 @@ pub struct Record {
     pub id: u64,
     /// Path of its scope, relative to the backing, for people.
     pub scope: Vec<u8>,
+    /// Other nodes commit their parts at the same time: what they do to the same objects stays.
+    pub shared: bool,
     /// See [`Item`].
     pub items: Vec<Item>,
 }
@@ -180,10 +190,12 @@ mod tests {
             kept_at: None,
             comes: vec![(2, b"\xff\n".to_vec())],
             stays: None,
-            data: Some(Data { cut: 10, size: 4096, written: vec![(0, 5), (100, 4096)] }),
+            data: Some(Data { cut: 10, size: 4096, written: vec![(0, 5), (100, 4096)], grows: true }),
+            attributes: true,
+            mtime_before: Some((5, 6)),
             times: Some([(1, 2), (-3, 4)]),
         };
-        Record { id: 17, scope: b"work".to_vec(), items: vec![item] }
+        Record { id: 17, scope: b"work".to_vec(), shared: false, items: vec![item] }
     }
 
     #[test]

@@ -12,6 +12,7 @@ use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::apply::Apply;
 use crate::backing::Node;
 use crate::book::Book;
+use crate::meeting::Group;
 use crate::object::{Change, Inner, Key, Object};
 use crate::record::{Record, RecordError};
 use crate::staging;
@@ -53,6 +54,37 @@ pub enum HeldError {
         wanted: u64,
         /// Those that are, newest first.
         kept: Vec<u64>,
+    },
+    /// The nodes do not go together.
+    #[error("{} with other nodes", match .0.total { 1 => "1 conflict".to_owned(), n => format!("{n} conflicts") })]
+    Conflict(Box<firn_conflict::Report>),
+    /// There is no commit because of one of the nodes.
+    #[error("{by} gave the commit up: {why}")]
+    GivenUp {
+        /// Which.
+        by: String,
+        /// What it said.
+        why: String,
+    },
+    /// Several nodes commit together, and this one has not met the others.
+    #[error("the nodes have not met about {id}: firn prepare comes first, on each of them")]
+    NotMet {
+        /// The number.
+        id: u64,
+    },
+    /// The last meeting about the same number is not over.
+    #[error("other nodes have not ended the last transaction with id {id}")]
+    Leaving {
+        /// The number.
+        id: u64,
+    },
+    /// A node's list cannot be read.
+    #[error("{node}: {source}")]
+    List {
+        /// Whose.
+        node: String,
+        /// What is wrong.
+        source: firn_conflict::ListError,
     },
     /// The backing refused something.
     #[error("the backing failed: {0}")]
@@ -141,7 +173,7 @@ pub(crate) struct Scope<B: Backing> {
     /// It is going to be aborted: who changes something is told ECANCELED.
     refusing: AtomicBool,
     /// Prepared by an earlier firnd: its changes are in this record only.
-    recovered: Option<Record>,
+    pub(crate) recovered: Option<Record>,
 }
 
 /// What a new object takes from its directory: group and default ACL.
@@ -171,7 +203,11 @@ impl<B: Backing> Scope<B> {
         *self.stage.lock() == Stage::Open && !self.refusing.load(Ordering::Acquire)
     }
 
-    fn turn(&self, stage: Stage) {
+    pub(crate) fn stage(&self) -> Stage {
+        *self.stage.lock()
+    }
+
+    pub(crate) fn turn(&self, stage: Stage) {
         *self.stage.lock() = stage;
         self.turned.notify_all();
     }
@@ -230,6 +266,8 @@ pub struct Held<B: Backing> {
     pub(crate) objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
     /// Commits of a scope that can be undone.
     pub(crate) history: u32,
+    /// Where several nodes commit together.
+    pub(crate) group: Option<Group>,
     /// Objects that have a staged name more.
     pub(crate) anchored: Mutex<HashSet<Key>>,
     scopes: RwLock<Vec<Arc<Scope<B>>>>,
@@ -274,6 +312,7 @@ impl<B: Backing> Held<B> {
             top,
             objects: Mutex::default(),
             history: 0,
+            group: None,
             anchored: Mutex::default(),
             scopes: RwLock::default(),
             scope_count: AtomicUsize::new(0),
@@ -298,18 +337,28 @@ impl<B: Backing> Held<B> {
 
     /// The same, keeping what brings back as many commits of each scope.
     pub fn open_with_history(base: B, history: u32) -> Result<(Self, Outcome), HeldError> {
+        Self::open_as(base, history, None)
+    }
+
+    /// The same for one of several nodes that commit together.
+    pub fn open_of_group(base: B, group: Group) -> Result<(Self, Outcome), HeldError> {
+        Self::open_as(base, 0, Some(group))
+    }
+
+    fn open_as(base: B, history: u32, group: Option<Group>) -> Result<(Self, Outcome), HeldError> {
         let root = base.root();
         let attr = base.attr(&root)?;
         let inner = Inner { base: Some(root.clone()), change: None };
         let top = Arc::new(Object::new((attr.dev, attr.ino), Kind::Dir, inner, None));
         top.hides.store(staging::find(&base, &root, OsStr::new(staging::TOP))?.is_some(), Ordering::Release);
         let mut held = Self::assemble(base, Node::Tracked(Arc::clone(&top)));
-        held.history = history;
+        (held.history, held.group) = (history, group);
         held.objects.lock().insert(top.key, Arc::downgrade(&top));
         let mut outcome = Outcome::default();
-        if let Some((firn, _)) = staging::find(&held.base, &root, OsStr::new(staging::TOP))? {
+        if let Some(firn) = held.find_home()? {
             held.recover(&firn, &mut outcome)?;
         }
+        held.leave_old(&outcome.waiting)?;
         Ok((held, outcome))
     }
 
@@ -322,6 +371,26 @@ impl<B: Backing> Held<B> {
             self.last_serial.fetch_max(serial, Ordering::Relaxed);
             let dir = self.base.lookup(firn, OsStr::from_bytes(&name))?.0;
             let record = |file| self.load_record(&dir, &text, file);
+            let mut prepared = record(staging::RECORD)?;
+            // What the other nodes decided while this one was away.
+            match prepared
+                .as_ref()
+                .map(|record| self.decided(record.id, &record.scope))
+                .transpose()?
+                .flatten()
+            {
+                None => {}
+                Some(true) => {
+                    let (from, to) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
+                    self.base.rename(&dir, from, &dir, to, RenameFlags::empty())?;
+                    self.base.sync_dir(&dir)?;
+                }
+                Some(false) => {
+                    prepared = None;
+                    self.base.unlink(&dir, OsStr::new(staging::RECORD))?;
+                    self.base.sync_dir(&dir)?;
+                }
+            }
             if let Some(record) = record(staging::COMMIT)? {
                 let new = staging::dir(&self.base, &dir, staging::NEW)?;
                 let away = staging::dir(&self.base, &dir, staging::AWAY)?;
@@ -330,7 +399,7 @@ impl<B: Backing> Held<B> {
                 self.finish(&dir, &record, serial)?;
                 self.remove(firn, &dir, &text)?;
                 outcome.finished.push(record.id);
-            } else if let Some(record) = record(staging::RECORD)? {
+            } else if let Some(record) = prepared {
                 outcome.waiting.push((record.id, record.scope.clone()));
                 self.wait_for_decision(serial, dir, record)?;
             } else {
@@ -509,7 +578,7 @@ impl<B: Backing> Held<B> {
                 return Err(HeldError::Open { scope: String::from_utf8_lossy(&scope.path).into_owned() });
             }
         }
-        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let firn = self.home()?;
         if let Node::Tracked(top) = &self.top {
             top.hides.store(true, Ordering::Release);
         }
@@ -553,9 +622,7 @@ impl<B: Backing> Held<B> {
         self.write_undo(scope, &mut record)?;
         self.base.sync_all()?;
         staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
-        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
-        self.base.sync_dir(&firn)?;
-        self.base.sync_dir(&self.base.root())
+        self.sync_home()
     }
 
     fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
@@ -576,12 +643,14 @@ impl<B: Backing> Held<B> {
                 return Err(HeldError::OtherId { found, wanted: id });
             }
             Stage::Prepared(_) => {
+                self.agree(&scope, stage, id)?;
                 let (from, to) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
                 self.base.rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
                 scope.turn(Stage::Decided(id));
                 self.base.sync_dir(&scope.dir)?;
             }
             Stage::Open => {
+                self.agree(&scope, stage, id)?;
                 // Decided at once: a crash before leaves nothing that waits for a decision.
                 self.write_record(&scope, id)?;
                 self.place_record(&scope, staging::COMMIT)?;
@@ -618,6 +687,7 @@ impl<B: Backing> Held<B> {
         }
         self.end(&scope);
         self.clean_up(&scope);
+        self.leave(id, &scope.path)?;
         Ok(())
     }
 
@@ -656,8 +726,11 @@ impl<B: Backing> Held<B> {
         let (_names, _data) = (self.tree.write(), self.data.write());
         let stage = *scope.stage.lock();
         match stage {
-            Stage::Open => {}
-            Stage::Prepared(_) => self.forget(&scope.dir)?,
+            Stage::Open => self.withdraw(&scope.path)?,
+            Stage::Prepared(id) => {
+                self.decide(id, &scope.path, false)?;
+                self.forget(&scope.dir)?;
+            }
             Stage::Decided(id) => return Err(HeldError::Decided { id }),
             Stage::Ended => return Err(HeldError::None),
         }
@@ -671,13 +744,16 @@ impl<B: Backing> Held<B> {
         }
         self.end(&scope);
         self.clean_up(&scope);
+        if let Stage::Prepared(id) = stage {
+            self.leave(id, &scope.path)?;
+        }
         Ok(())
     }
 
     /// Removes what a transaction staged. Its outcome is certain, and the next open removes what is left.
     fn clean_up(&self, scope: &Scope<B>) {
-        let removed = staging::dir(&self.base, &self.base.root(), staging::TOP)
-            .and_then(|firn| self.remove(&firn, &scope.dir, &format!("tx-{}", scope.serial)));
+        let removed =
+            self.home().and_then(|firn| self.remove(&firn, &scope.dir, &format!("tx-{}", scope.serial)));
         if let Err(errno) = removed {
             tracing::warn!(%errno, serial = scope.serial, "cannot remove what a transaction staged");
         }
@@ -690,7 +766,7 @@ impl<B: Backing> Held<B> {
         name: &str,
         file: &str,
     ) -> Result<Option<Record>, HeldError> {
-        let path = format!("{}/{name}/{file}", staging::TOP);
+        let path = format!("{}/{name}/{file}", self.home_path());
         staging::load(&self.base, dir, file)?
             .map(|bytes| Record::decode(&bytes).map_err(|source| HeldError::Record { path, source }))
             .transpose()
@@ -724,9 +800,7 @@ impl<B: Backing> Held<B> {
 
     /// The number of the last commit of a scope, or of what was restored since.
     pub fn committed(&self, scope: &[u8]) -> Result<Option<u64>, HeldError> {
-        let Some((firn, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
-            return Ok(None);
-        };
+        let Some(firn) = self.find_home()? else { return Ok(None) };
         Ok(staging::load_numbers(&self.base, &firn)?.remove(scope))
     }
 
@@ -784,7 +858,7 @@ impl<B: Backing> Held<B> {
         scopes.iter().map(one).collect()
     }
 
-    fn scope_at(&self, node: &Node<B>) -> Result<Arc<Scope<B>>, HeldError> {
+    pub(crate) fn scope_at(&self, node: &Node<B>) -> Result<Arc<Scope<B>>, HeldError> {
         let Node::Tracked(object) = node else { return Err(HeldError::None) };
         self.scope_of(object).filter(|scope| Arc::ptr_eq(&scope.root, object)).ok_or(HeldError::None)
     }
@@ -792,7 +866,7 @@ impl<B: Backing> Held<B> {
     /// After the last step of a commit: its number is noted, what undoes it is kept, and its record goes.
     pub(crate) fn finish(&self, dir: &B::Node, record: &Record, serial: u64) -> Result<(), Errno> {
         self.base.sync_all()?;
-        let firn = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let firn = self.home()?;
         self.keep_undo(&firn, serial, &record.scope)?;
         let mut numbers = staging::load_numbers(&self.base, &firn)?;
         match record.id {

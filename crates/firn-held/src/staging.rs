@@ -8,6 +8,8 @@
 //! .firn/tx-N/open          it is not over; the path of its scope
 //! .firn/tx-N/record        prepared: the redo record
 //! .firn/tx-N/commit        the same, decided
+//! .firn/node-NAME/         all of this, of one of several nodes
+//! .firn/meet-ID.../        where those nodes decide about a commit: `meeting`
 //! ```
 
 use std::collections::BTreeMap;
@@ -19,6 +21,8 @@ use firn_backing::{Access, Backing, Caller, Errno, Kind, RenameFlags, Result};
 
 /// The directory at the top of the backing.
 pub(crate) const TOP: &str = ".firn";
+/// Before the name of a node, of several.
+pub(crate) const NODE: &str = "node-";
 pub(crate) const OPEN: &str = "open";
 pub(crate) const RECORD: &str = "record";
 pub(crate) const COMMIT: &str = "commit";

@@ -1,0 +1,622 @@
+//! Several nodes, one backing: they meet in the backing and decide together.
+//!
+//! Each node has its transactions in a directory of its own. To commit, every node prepares its part and
+//! publishes what it read and wrote; when all lists are there each node tests them, and whoever is first
+//! puts the verdict. With a verdict of no conflict any node may decide, once for all; each carries its part
+//! out then, also after a crash, and says that it is done.
+//!
+//! ```text
+//! .firn/meet-ID[-SCOPE]/     one meeting; SCOPE stands for the path of the scope
+//!   from-NODE                what a node read and wrote: `firn_conflict::Published`
+//!   verdict                  JSON: whether that goes together; put once
+//!   outcome                  JSON: commit or abort, and who said so; put once
+//!   done-NODE                the node has carried the outcome out
+//! ```
+//!
+//! Whatever is put once is linked into its place, which one node alone can do on any file system. The
+//! directory goes when all nodes that came have left.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ffi::OsStr;
+
+use firn_backing::{Backing, Errno};
+use firn_conflict::{Accesses, File, Name, Process, Published, Ranges, Report};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::backing::Node;
+use crate::record::{Item, Place, Record};
+use crate::scope::{Held, HeldError, Scope, Stage};
+use crate::staging;
+
+const MEET: &str = "meet-";
+const FROM: &str = "from-";
+const DONE: &str = "done-";
+const VERDICT: &str = "verdict";
+const OUTCOME: &str = "outcome";
+
+/// The nodes that commit together, as one of them sees them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// This node.
+    pub node: String,
+    /// All of them.
+    pub participants: Participants,
+}
+
+/// How the nodes of a group are told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Participants {
+    /// So many, whoever comes.
+    Count(usize),
+    /// These, by name.
+    Nodes(Vec<String>),
+}
+
+/// What the nodes found when all had come.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// Nobody stands in another's way.
+    Clear,
+    /// Somebody does.
+    Conflict(Report),
+    /// Not all came, or one left.
+    GivenUp {
+        /// By which node.
+        by: String,
+        /// What it said.
+        why: String,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Outcome {
+    commit: bool,
+    by: String,
+}
+
+/// How far a meeting is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Meeting {
+    /// Some nodes have not come.
+    Waiting {
+        /// Those that have.
+        here: Vec<String>,
+        /// How many it will be.
+        of: usize,
+        /// The names of the others, where they are known.
+        missing: Vec<String>,
+    },
+    /// All came, or somebody gave it up.
+    Met(Verdict),
+}
+
+/// A file that processes of this node used in a transaction.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Used {
+    /// Its inode.
+    pub ino: u64,
+    /// A path of it, relative to the backing.
+    pub path: Vec<u8>,
+    /// By process.
+    pub processes: BTreeMap<u32, Accesses>,
+}
+
+fn meeting_name(id: u64, scope: &[u8]) -> String {
+    match scope {
+        b"" => format!("{MEET}{id}"),
+        scope => format!("{MEET}{id}-{:08x}{:x}", crc32c::crc32c(scope), scope.len()),
+    }
+}
+
+/// The directory of a meeting.
+struct MeetingPlace<'a, B: Backing> {
+    base: &'a B,
+    top: B::Node,
+    name: String,
+    dir: B::Node,
+    group: &'a Group,
+}
+
+impl<B: Backing> MeetingPlace<'_, B> {
+    fn names(&self) -> Result<BTreeSet<String>, Errno> {
+        let names = staging::list(self.base, &self.dir)?.into_iter();
+        Ok(names.map(|(name, ..)| String::from_utf8_lossy(&name).into_owned()).collect())
+    }
+
+    fn get<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, Errno> {
+        let Some(bytes) = staging::load(self.base, &self.dir, name)? else { return Ok(None) };
+        serde_json::from_slice(&bytes).map(Some).map_err(|_| Errno::IO)
+    }
+
+    /// Puts a file where there is none, durably; whether it was this one.
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<bool, Errno> {
+        // Beside those of other nodes, and none of the names that count.
+        let mine = format!("put-{name}.{}", self.group.node);
+        staging::write(self.base, &self.dir, &mine, bytes)?;
+        let new = staging::new_name(&mine);
+        let node = self.base.lookup(&self.dir, OsStr::new(&new))?.0;
+        let linked = self.base.link(&node, &self.dir, OsStr::new(name));
+        self.base.unlink(&self.dir, OsStr::new(&new))?;
+        let first = match linked {
+            Ok(_) => true,
+            Err(Errno::EXIST) => false,
+            Err(errno) => return Err(errno),
+        };
+        self.base.sync_dir(&self.dir)?;
+        Ok(first)
+    }
+
+    fn put_json(&self, name: &str, value: &impl Serialize) -> Result<bool, Errno> {
+        let mut bytes = serde_json::to_vec_pretty(value).expect("plain data");
+        bytes.push(b'\n');
+        self.put(name, &bytes)
+    }
+
+    /// Whether there is nothing left to be found out or decided.
+    fn is_decided(&self) -> Result<bool, Errno> {
+        let failed = !matches!(self.get(VERDICT)?, None | Some(Verdict::Clear));
+        Ok(failed || self.get::<Outcome>(OUTCOME)?.is_some())
+    }
+
+    /// This node has done its part. The directory goes with the last one.
+    fn leave(&self) -> Result<(), Errno> {
+        self.put(&format!("{DONE}{}", self.group.node), b"")?;
+        self.remove_if_over()
+    }
+
+    fn remove_if_over(&self) -> Result<(), Errno> {
+        let names = self.names()?;
+        let gone = |name: &String| {
+            name.strip_prefix(FROM).is_none_or(|node| names.contains(&format!("{DONE}{node}")))
+        };
+        // Nobody is done before there is a decision, which may have gone in a removal that did not end.
+        let some_done = || names.is_empty() || names.iter().any(|name| name.starts_with(DONE));
+        let ended = || Ok(some_done() || self.is_decided()?);
+        if !names.iter().all(gone) || !ended()? {
+            return Ok(());
+        }
+        // The lists first: without them the rest means nothing, while a list alone would be one of a meeting that
+        // is not over.
+        let remove = || {
+            for name in names.iter().filter(|name| name.starts_with(FROM)) {
+                self.base.unlink(&self.dir, OsStr::new(name))?;
+            }
+            self.base.sync_dir(&self.dir)?;
+            staging::clear(self.base, &self.dir)?;
+            self.base.rmdir(&self.top, OsStr::new(&self.name))
+        };
+        match remove() {
+            // Another one does the same.
+            Ok(()) | Err(Errno::NOENT | Errno::NOTEMPTY | Errno::STALE) => Ok(()),
+            Err(errno) => Err(errno),
+        }
+    }
+}
+
+impl<B: Backing> Held<B> {
+    /// The nodes that commit together, if there are several.
+    pub fn group(&self) -> Option<&Group> {
+        self.group.as_ref()
+    }
+
+    /// The directory of what this node's transactions keep, made if it is not there.
+    pub(crate) fn home(&self) -> Result<B::Node, Errno> {
+        let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        match self.node_home() {
+            None => Ok(top),
+            Some(name) => staging::dir(&self.base, &top, &name),
+        }
+    }
+
+    /// The same, if it is there.
+    pub(crate) fn find_home(&self) -> Result<Option<B::Node>, Errno> {
+        let Some((top, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
+            return Ok(None);
+        };
+        match self.node_home() {
+            None => Ok(Some(top)),
+            Some(name) => Ok(staging::find(&self.base, &top, OsStr::new(&name))?.map(|(node, _)| node)),
+        }
+    }
+
+    /// Its path, for people.
+    pub(crate) fn home_path(&self) -> String {
+        self.node_home().map_or_else(|| staging::TOP.into(), |name| format!("{}/{name}", staging::TOP))
+    }
+
+    fn node_home(&self) -> Option<String> {
+        self.group.as_ref().map(|group| format!("{}{}", staging::NODE, group.node))
+    }
+
+    /// Makes durable where the directory of a transaction is found.
+    pub(crate) fn sync_home(&self) -> Result<(), Errno> {
+        self.base.sync_dir(&self.home()?)?;
+        if self.group.is_some() {
+            self.base.sync_dir(&staging::dir(&self.base, &self.base.root(), staging::TOP)?)?;
+        }
+        self.base.sync_dir(&self.base.root())
+    }
+
+    fn place(&self, id: u64, scope: &[u8], make: bool) -> Result<Option<MeetingPlace<'_, B>>, Errno> {
+        let Some(group) = &self.group else { return Ok(None) };
+        let name = meeting_name(id, scope);
+        let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let dir = match make {
+            true => {
+                let dir = staging::dir(&self.base, &top, &name)?;
+                self.base.sync_dir(&top)?;
+                dir
+            }
+            false => match staging::find(&self.base, &top, OsStr::new(&name))? {
+                Some((dir, _)) => dir,
+                None => return Ok(None),
+            },
+        };
+        Ok(Some(MeetingPlace { base: &self.base, top, name, dir, group }))
+    }
+
+    /// Tells the other nodes what this one read and wrote in the transaction that is prepared with `id`. Fails with
+    /// [`HeldError::Leaving`] while an earlier meeting about the same number is not over.
+    pub fn publish(&self, node: &Node<B>, id: u64, used: &[Used]) -> Result<(), HeldError> {
+        let scope = self.scope_at(node)?;
+        let Some(group) = &self.group else { return Ok(()) };
+        let place = self.place(id, &scope.path, true)?.expect("there is a group");
+        let names = place.names()?;
+        let (mine, left) = (format!("{FROM}{}", group.node), format!("{DONE}{}", group.node));
+        if names.contains(&left) {
+            place.remove_if_over()?;
+            return Err(HeldError::Leaving { id });
+        }
+        if names.contains(&mine) {
+            return Ok(());
+        }
+        if scope.recovered.is_some() {
+            let why = "its firnd was restarted before it had told what its programs read".to_owned();
+            self.give_up(id, &scope.path, why)?;
+            return Ok(());
+        }
+        let record = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), staging::RECORD)?;
+        let record = record.ok_or(HeldError::NotMet { id })?;
+        let list = self.published(group, &record, used)?;
+        match place.put(&mine, &list.encode()) {
+            // Somebody removed what was left of an earlier meeting.
+            Err(Errno::NOENT | Errno::STALE) => Err(HeldError::Leaving { id }),
+            put => Ok(put.map(drop)?),
+        }
+    }
+
+    /// What a record and the accesses of programs come to.
+    fn published(&self, group: &Group, record: &Record, used: &[Used]) -> Result<Published, Errno> {
+        let mut list = Published { node: group.node.clone(), ..Published::default() };
+        let items: BTreeMap<u64, &Item> = record.items.iter().map(|item| (item.number, item)).collect();
+        let Node::Tracked(top) = self.top() else { return Ok(list) };
+        let top_ino = top.key.1;
+        let ino = |number: u64| match number {
+            0 => Some(top_ino),
+            number => items.get(&number).filter(|item| item.new_at.is_none()).map(|item| item.identity.ino),
+        };
+        let name = |place: &Place| ino(place.0).map(|dir| Name { dir, name: place.1.clone() });
+        let mut names: BTreeSet<Name> = BTreeSet::new();
+        let mut files: BTreeMap<u64, (Vec<u8>, BTreeMap<u32, Accesses>)> = BTreeMap::new();
+        let is_new: BTreeSet<u64> =
+            items.values().filter(|item| item.new_at.is_some()).map(|item| item.identity.ino).collect();
+        let mut directories = Directories { base: &self.base, known: HashMap::new() };
+        for file in used.iter().filter(|file| !is_new.contains(&file.ino)) {
+            directories.names_of(&file.path, top_ino, &mut names)?;
+            let known = files.entry(file.ino).or_insert_with(|| (file.path.clone(), BTreeMap::new()));
+            for (pid, accesses) in &file.processes {
+                let entry = known.1.entry(*pid).or_default();
+                entry.read.extend(&accesses.read);
+                entry.written.extend(&accesses.written);
+            }
+        }
+        for item in &record.items {
+            let path = path_of(item.number, &items);
+            for place in item.leaves.iter().chain(&item.comes) {
+                list.changed
+                    .extend(name(place).map(|name| (name, join(&path_of(place.0, &items), &place.1))));
+            }
+            if item.new_at.is_some() {
+                continue;
+            }
+            names.extend(item.stays.iter().chain(&item.leaves).filter_map(name));
+            if item.attributes {
+                list.attributes.push((item.identity.ino, path.clone()));
+            }
+            if let Some(data) = &item.data {
+                let known = files.entry(item.identity.ino).or_insert_with(|| (path, BTreeMap::new()));
+                let mut seen = Ranges::default();
+                known.1.values().for_each(|accesses| seen.extend(&accesses.written));
+                // What nobody is known to have written counts all the same, and so does what was cut off.
+                let cut = (!data.grows).then_some((data.cut, u64::MAX));
+                for (start, end) in data.written.iter().copied().chain(cut) {
+                    let (until, inside) = seen.stretch(start);
+                    if !inside || until < end {
+                        known.1.entry(0).or_default().written.insert(start..end);
+                    }
+                }
+            }
+        }
+        list.used = names.into_iter().collect();
+        let process =
+            |(pid, accesses): (&u32, &Accesses)| Process::new(*pid, &accesses.read, &accesses.written);
+        let file = |(ino, (path, processes)): (u64, (Vec<u8>, BTreeMap<u32, Accesses>))| {
+            let processes = processes.iter().map(process).collect();
+            File { ino, path, processes }
+        };
+        list.files = files.into_iter().map(file).collect();
+        Ok(list)
+    }
+
+    /// Looks whether all nodes have come, and finds the verdict if they have.
+    pub fn meet(&self, id: u64, scope: &[u8]) -> Result<Meeting, HeldError> {
+        let Some(group) = &self.group else { return Ok(Meeting::Met(Verdict::Clear)) };
+        let Some(place) = self.place(id, scope, false)? else { return Err(HeldError::NotMet { id }) };
+        if let Some(Outcome { commit: false, by }) = place.get(OUTCOME)? {
+            let why = "it aborted its part".to_owned();
+            return Ok(Meeting::Met(Verdict::GivenUp { by, why }));
+        }
+        if let Some(verdict) = place.get(VERDICT)? {
+            return Ok(Meeting::Met(verdict));
+        }
+        let names = place.names()?;
+        let here: Vec<String> =
+            names.iter().filter_map(|name| name.strip_prefix(FROM)).map(Into::into).collect();
+        let (of, missing) = match &group.participants {
+            Participants::Count(count) => (*count, Vec::new()),
+            Participants::Nodes(nodes) => {
+                (nodes.len(), nodes.iter().filter(|node| !here.contains(node)).cloned().collect())
+            }
+        };
+        if here.len() < of || !missing.is_empty() {
+            return Ok(Meeting::Waiting { here, of, missing });
+        }
+        let verdict = if here.len() > of {
+            let why = format!("{} nodes came, {}, where {of} take part", here.len(), here.join(", "));
+            Verdict::GivenUp { by: group.node.clone(), why }
+        } else {
+            let mut lists = Vec::new();
+            for node in &here {
+                let bytes = staging::load(&self.base, &place.dir, &format!("{FROM}{node}"))?;
+                let list = Published::decode(&bytes.unwrap_or_default());
+                lists.push(list.map_err(|source| HeldError::List { node: node.clone(), source })?);
+            }
+            match firn_conflict::test(&lists) {
+                report if report.total == 0 => Verdict::Clear,
+                report => Verdict::Conflict(report),
+            }
+        };
+        place.put_json(VERDICT, &verdict)?;
+        // Whoever was first: that one counts.
+        place.get(VERDICT)?.map(Meeting::Met).ok_or_else(|| HeldError::NotMet { id })
+    }
+
+    /// Puts an end to a meeting that has no verdict yet.
+    pub fn give_up(&self, id: u64, scope: &[u8], why: String) -> Result<(), HeldError> {
+        let (Some(group), Some(place)) = (&self.group, self.place(id, scope, false)?) else { return Ok(()) };
+        place.put_json(VERDICT, &Verdict::GivenUp { by: group.node.clone(), why })?;
+        Ok(())
+    }
+
+    /// Decides for all nodes, if nobody has: whether the outcome is the one that is wanted. A commit needs a verdict
+    /// of no conflict.
+    pub(crate) fn decide(&self, id: u64, scope: &[u8], commit: bool) -> Result<(), HeldError> {
+        let Some(group) = &self.group else { return Ok(()) };
+        let Some(place) = self.place(id, scope, !commit)? else { return Err(HeldError::NotMet { id }) };
+        if commit {
+            match place.get(VERDICT)? {
+                None => return Err(HeldError::NotMet { id }),
+                Some(Verdict::Clear) => {}
+                Some(verdict) => return Err(refused(verdict)),
+            }
+        } else if matches!(place.get(VERDICT)?, Some(Verdict::Conflict(_) | Verdict::GivenUp { .. })) {
+            return Ok(());
+        }
+        place.put_json(OUTCOME, &Outcome { commit, by: group.node.clone() })?;
+        match place.get(OUTCOME)? {
+            Some(Outcome { commit: found, .. }) if found == commit => Ok(()),
+            Some(Outcome { commit: true, .. }) => Err(HeldError::Decided { id }),
+            Some(Outcome { by, .. }) => Err(HeldError::GivenUp { by, why: "it aborted its part".into() }),
+            None => Err(HeldError::NotMet { id }),
+        }
+    }
+
+    /// What was decided about a transaction that this node had prepared: `None` where nothing is.
+    pub(crate) fn decided(&self, id: u64, scope: &[u8]) -> Result<Option<bool>, Errno> {
+        let Some(place) = self.place(id, scope, false)? else { return Ok(None) };
+        Ok(place.get::<Outcome>(OUTCOME)?.map(|outcome| outcome.commit))
+    }
+
+    /// This node has carried out what was decided.
+    pub(crate) fn leave(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
+        self.place(id, scope, false)?.map_or(Ok(()), |place| place.leave())
+    }
+
+    /// Before an end of a transaction that was not prepared: others may wait for this node in vain.
+    pub(crate) fn withdraw(&self, scope: &[u8]) -> Result<(), HeldError> {
+        let Some(group) = &self.group else { return Ok(()) };
+        let mine = format!("{FROM}{}", group.node);
+        for id in self.meetings(scope)? {
+            let Some(place) = self.place(id, scope, false)? else { continue };
+            if !place.names()?.contains(&mine) && !place.is_decided()? {
+                self.decide(id, scope, false)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// After a crash: meetings in which this node has nothing to do any more are left. `waiting`: those about
+    /// transactions that it has.
+    pub(crate) fn leave_old(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), Errno> {
+        let Some(group) = &self.group else { return Ok(()) };
+        let Some((top, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
+            return Ok(());
+        };
+        let kept: Vec<String> = waiting.iter().map(|(id, scope)| meeting_name(*id, scope)).collect();
+        for (name, ..) in staging::list(&self.base, &top)? {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            if !name.starts_with(MEET) || kept.contains(&name) {
+                continue;
+            }
+            let Some((dir, _)) = staging::find(&self.base, &top, OsStr::new(&name))? else { continue };
+            let place = MeetingPlace { base: &self.base, top: top.clone(), name, dir, group };
+            let names = place.names()?;
+            let (mine, left) = (format!("{FROM}{}", group.node), format!("{DONE}{}", group.node));
+            if names.contains(&mine) && !names.contains(&left) && place.is_decided()? {
+                place.leave()?;
+            } else {
+                place.remove_if_over()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Nodes that have not carried out a commit yet.
+    pub fn behind(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
+        let Some(place) = self.place(id, scope, false)? else { return Ok(Vec::new()) };
+        let names = match place.names() {
+            Ok(names) => names,
+            // It went meanwhile.
+            Err(Errno::NOENT | Errno::STALE) => return Ok(Vec::new()),
+            Err(errno) => return Err(errno),
+        };
+        let nodes = names.iter().filter_map(|name| name.strip_prefix(FROM));
+        Ok(nodes.filter(|node| !names.contains(&format!("{DONE}{node}"))).map(Into::into).collect())
+    }
+
+    /// The numbers of the meetings about a scope.
+    fn meetings(&self, scope: &[u8]) -> Result<Vec<u64>, Errno> {
+        let Some((top, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
+            return Ok(Vec::new());
+        };
+        let id = |name: Vec<u8>| {
+            let text = String::from_utf8(name).ok()?;
+            let id = text.strip_prefix(MEET)?.split('-').next()?.parse().ok()?;
+            (meeting_name(id, scope) == text).then_some(id)
+        };
+        Ok(staging::list(&self.base, &top)?.into_iter().filter_map(|(name, ..)| id(name)).collect())
+    }
+
+    /// Back from prepared to open, with all that was changed: the other nodes do not agree, or did not come.
+    pub fn reopen(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
+        let scope = self.scope_at(node)?;
+        let (_names, _data) = (self.tree.write(), self.data.write());
+        match scope.stage() {
+            Stage::Prepared(found) if found == id => {}
+            Stage::Prepared(found) | Stage::Decided(found) => {
+                return Err(HeldError::OtherId { found, wanted: id });
+            }
+            Stage::Open => return Ok(()),
+            Stage::Ended => return Err(HeldError::None),
+        }
+        // Its changes are in the record only.
+        if scope.recovered.is_some() {
+            return Err(HeldError::GivenUp { by: self.node_name(), why: "its firnd was restarted".into() });
+        }
+        self.base.unlink(&scope.dir, OsStr::new(staging::RECORD))?;
+        self.base.sync_dir(&scope.dir)?;
+        scope.turn(Stage::Open);
+        self.leave(id, &scope.path)?;
+        Ok(())
+    }
+
+    fn node_name(&self) -> String {
+        self.group.as_ref().map_or_else(String::new, |group| group.node.clone())
+    }
+
+    /// For [`Held::commit`]: all nodes agree, which is durable then.
+    pub(crate) fn agree(&self, scope: &Scope<B>, stage: Stage, id: u64) -> Result<(), HeldError> {
+        match stage {
+            Stage::Open if self.group.is_some() => Err(HeldError::NotMet { id }),
+            Stage::Prepared(_) => self.decide(id, &scope.path, true),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Why there is no commit.
+pub(crate) fn refused(verdict: Verdict) -> HeldError {
+    match verdict {
+        Verdict::Conflict(report) => HeldError::Conflict(Box::new(report)),
+        Verdict::GivenUp { by, why } => HeldError::GivenUp { by, why },
+        Verdict::Clear => HeldError::None,
+    }
+}
+
+impl Verdict {
+    /// `Err` with the reason where it is none of agreement.
+    pub fn agreed(self) -> Result<(), HeldError> {
+        if self == Self::Clear { Ok(()) } else { Err(refused(self)) }
+    }
+}
+
+fn join(dir: &[u8], name: &[u8]) -> Vec<u8> {
+    if dir.is_empty() { name.to_vec() } else { [dir, b"/", name].concat() }
+}
+
+/// A path of an object of a record, relative to the backing.
+fn path_of(number: u64, items: &BTreeMap<u64, &Item>) -> Vec<u8> {
+    fn below(number: u64, items: &BTreeMap<u64, &Item>, depth: usize) -> Vec<u8> {
+        let item = items.get(&number).filter(|_| number != 0 && depth < 1000);
+        let place = item.and_then(|item| item.stays.iter().chain(&item.leaves).chain(&item.comes).next());
+        place.map_or_else(Vec::new, |(dir, name)| join(&below(*dir, items, depth + 1), name))
+    }
+    below(number, items, 0)
+}
+
+/// Directories of the backing on the way to files that were used.
+struct Directories<'a, B: Backing> {
+    base: &'a B,
+    /// The directory and its inode; `None`: it is not there, so this node has changed its name.
+    known: HashMap<Vec<u8>, Option<(B::Node, u64)>>,
+}
+
+impl<B: Backing> Directories<'_, B> {
+    fn find(
+        &mut self,
+        path: &[u8],
+        top: u64,
+        names: &mut BTreeSet<Name>,
+    ) -> Result<Option<(B::Node, u64)>, Errno> {
+        if let Some(found) = self.known.get(path) {
+            return Ok(found.clone());
+        }
+        let found = if path.is_empty() {
+            Some((self.base.root(), top))
+        } else {
+            let (above, name) = split(path);
+            match self.find(above, top, names)? {
+                None => None,
+                Some((dir, ino)) => {
+                    names.insert(Name { dir: ino, name: name.to_vec() });
+                    let name = <OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(name);
+                    match staging::find(self.base, &dir, name) {
+                        Ok(found) => found.map(|(node, attr)| (node, attr.ino)),
+                        Err(Errno::NOTDIR) => None,
+                        Err(errno) => return Err(errno),
+                    }
+                }
+            }
+        };
+        self.known.insert(path.to_vec(), found.clone());
+        Ok(found)
+    }
+
+    /// The names that lead to a file.
+    fn names_of(&mut self, path: &[u8], top: u64, names: &mut BTreeSet<Name>) -> Result<(), Errno> {
+        let (above, name) = split(path);
+        if let Some((_, dir)) = self.find(above, top, names)? {
+            names.insert(Name { dir, name: name.to_vec() });
+        }
+        Ok(())
+    }
+}
+
+fn split(path: &[u8]) -> (&[u8], &[u8]) {
+    match path.iter().rposition(|&byte| byte == b'/') {
+        Some(at) => (&path[..at], &path[at + 1..]),
+        None => (b"", path),
+    }
+}
