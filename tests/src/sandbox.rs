@@ -11,6 +11,7 @@ use crate::command::{Outcome, run, wait_until};
 pub struct Sandbox {
     dir: tempfile::TempDir,
     runtime: tempfile::TempDir,
+    host: Option<String>,
 }
 
 impl Sandbox {
@@ -28,7 +29,14 @@ impl Sandbox {
         for sub in ["backing", "mnt"] {
             fs::create_dir(dir.path().join(sub)).expect("mkdir in the sandbox");
         }
-        Self { dir, runtime }
+        Self { dir, runtime, host: None }
+    }
+
+    /// The same on a host of its own: what firn runs there has its own network and this host name.
+    pub fn on_host(name: &str, host: &str) -> Self {
+        let mut sandbox = Self::new(name);
+        sandbox.host = Some(host.to_owned());
+        sandbox
     }
 
     /// The directory of the sandbox.
@@ -74,7 +82,15 @@ impl Sandbox {
 
     /// A `firn` command in this sandbox's environment.
     pub fn firn<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
-        let mut command = Command::new(firn_binary());
+        let mut command = match &self.host {
+            None => Command::new(firn_binary()),
+            Some(host) => {
+                let mut command = Command::new("unshare");
+                let set = r#"hostname "$0" && exec "$@""#;
+                command.args(["--net", "--uts", "--", "sh", "-c", set, host]).arg(firn_binary());
+                command
+            }
+        };
         self.environment(&mut command);
         command.args(args);
         command

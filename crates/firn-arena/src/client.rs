@@ -46,6 +46,13 @@ pub struct ClientLease {
     over: bool,
 }
 
+impl ClientLease {
+    /// The process that has it.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+}
+
 /// Bytes that a client published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Taken {

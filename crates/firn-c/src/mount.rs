@@ -108,7 +108,7 @@ impl Mount {
         make: impl FnOnce(String) -> Request,
     ) -> Result<Option<u64>, Error> {
         let request = make(self.relative(path)?);
-        self.ask(|connection| connection.transaction(&request))
+        self.ask(|connection| Ok(connection.transaction(&request)?.map(|(id, _)| id)))
     }
 
     /// Whether the file of a list was changed; an error where the list may have ended.

@@ -151,11 +151,11 @@ impl Connection {
         }
     }
 
-    /// A request about a transaction: the number of a commit.
-    pub fn transaction(&mut self, request: &Request) -> Result<Option<u64>, ClientError> {
+    /// A request about a transaction: the number of a commit, and the nodes that have not carried it out yet.
+    pub fn transaction(&mut self, request: &Request) -> Result<Option<(u64, Vec<String>)>, ClientError> {
         match self.exchange(request, None, &mut |_| {})? {
             Reply::Done => Ok(None),
-            Reply::Committed { id } => Ok(Some(id)),
+            Reply::Committed { id, behind } => Ok(Some((id, behind))),
             other => Err(nonsense(&other)),
         }
     }

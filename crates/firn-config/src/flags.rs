@@ -32,7 +32,7 @@ pub fn arg(row: &'static Row) -> Arg {
             .hide_possible_values(true),
         Kind::Directory => arg.value_hint(clap::ValueHint::DirPath),
         Kind::Path => arg.value_hint(clap::ValueHint::AnyPath),
-        Kind::Size { .. } | Kind::Duration { .. } | Kind::Count { .. } => arg,
+        Kind::Size { .. } | Kind::Duration { .. } | Kind::Count { .. } | Kind::Node | Kind::Nodes => arg,
     }
 }
 

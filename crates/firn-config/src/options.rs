@@ -98,6 +98,19 @@ impl LogLevel {
     }
 }
 
+/// Nodes that commit together.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Participants {
+    /// This one alone.
+    #[default]
+    Off,
+    /// So many.
+    Count(u32),
+    /// These.
+    Nodes(Vec<String>),
+}
+
 /// The options of a mount.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Options {
@@ -121,6 +134,15 @@ pub struct Options {
     pub drain_every: u32,
     /// Commits of a scope that can be undone; 0: none.
     pub history: u32,
+    /// Nodes that commit together.
+    #[serde(default)]
+    pub participants: Participants,
+    /// The name of this one; `None`: the host's.
+    #[serde(default)]
+    pub node: Option<String>,
+    /// Milliseconds that a commit waits for the other nodes.
+    #[serde(default)]
+    pub participants_wait_ms: u64,
     /// When close returns.
     pub close: Close,
     /// What fsync waits for.
@@ -190,6 +212,9 @@ impl Options {
             keep: 0,
             drain_every: 0,
             history: 0,
+            participants: Participants::Off,
+            node: None,
+            participants_wait_ms: 0,
             close: Close::Auto,
             fsync: Fsync::Durable,
             drain_age_ms: 0,

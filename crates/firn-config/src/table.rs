@@ -4,7 +4,7 @@
 //! `name`, the variable is `FIRN_NAME` with underscores. [`RULES`] says which values contradict each
 //! other.
 
-use crate::options::{Close, Door, Drain, Fsync, LogLevel, Options, Passthrough};
+use crate::options::{Close, Door, Drain, Fsync, LogLevel, Options, Participants, Passthrough};
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
 
@@ -46,7 +46,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 24] = [
+pub static TABLE: [Row; 27] = [
     Row {
         name: "arena-size",
         kind: Kind::Size { min: 1 << 20, max: 16 << 40, power_of_two: false },
@@ -152,6 +152,50 @@ pub static TABLE: [Row; 24] = [
         changes_promises: true,
         get: |o| if o.history == 0 { "off".to_owned() } else { o.history.to_string() },
         set: |o, v| o.history = v.number() as u32,
+    },
+    Row {
+        name: "participants",
+        kind: Kind::Nodes,
+        default: "off",
+        help: "With drain=commit: nodes that mount the same backing and commit together, by number or by name",
+        long: "Each node mounts the backing with its own firnd. A commit waits for the other nodes; it is one for all \
+               of them, and is refused on all if processes of two nodes read or wrote the same part of a file, one of \
+               them writing. Every node must be given the same participants.",
+        changes_promises: true,
+        get: |o| match &o.participants {
+            Participants::Off => "off".to_owned(),
+            Participants::Count(count) => count.to_string(),
+            Participants::Nodes(names) => names.join(":"),
+        },
+        set: |o, v| {
+            o.participants = match v {
+                Value::Number(0) => Participants::Off,
+                Value::Number(count) => Participants::Count(count as u32),
+                other => Participants::Nodes(other.names()),
+            }
+        },
+    },
+    Row {
+        name: "participants-wait",
+        kind: Kind::Duration { min_ms: 1000, max_ms: 24 * 3600 * 1000 },
+        default: "5min",
+        help: "How long a prepare or commit waits for the other participants",
+        long: "After it the nodes that have come give the commit up, for all of them: their transactions stay open. After \
+               a decision it is how long a commit waits until the others have carried it out as well.",
+        changes_promises: false,
+        get: |o| duration_text(o.participants_wait_ms),
+        set: |o, v| o.participants_wait_ms = v.number(),
+    },
+    Row {
+        name: "node",
+        kind: Kind::Node,
+        default: "",
+        help: "Name of this node among the participants; without it the host's name",
+        long: "Two mounts of one backing must not have the same. A mount that is to end what a dead firnd left needs \
+               the name that that one had.",
+        changes_promises: false,
+        get: |o| o.node.clone().unwrap_or_default(),
+        set: |o, v| o.node = v.names().pop(),
     },
     Row {
         name: "close",
@@ -352,7 +396,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 9] = [
+pub static RULES: [Rule; 13] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -382,6 +426,30 @@ pub static RULES: [Rule; 9] = [
         text: "history goes with drain=commit only",
         broken: |o| o.history > 0 && o.drain != Drain::Commit,
         advice: "commits are kept where there are transactions: leave history out, or take drain=commit",
+    },
+    Rule {
+        names: ["participants", "drain"],
+        text: "participants goes with drain=commit only",
+        broken: |o| o.participants != Participants::Off && o.drain != Drain::Commit,
+        advice: "nodes agree about transactions: leave participants out, or take drain=commit",
+    },
+    Rule {
+        names: ["participants", "history"],
+        text: "participants does not go with history",
+        broken: |o| o.participants != Participants::Off && o.history > 0,
+        advice: "what several nodes committed is not undone one by one: leave history out",
+    },
+    Rule {
+        names: ["participants", "node"],
+        text: "node is none of the participants",
+        broken: |o| matches!((&o.participants, &o.node), (Participants::Nodes(names), Some(node)) if !names.contains(node)),
+        advice: "name this node among the participants, or give it one of their names",
+    },
+    Rule {
+        names: ["node", "participants"],
+        text: "node goes with participants only",
+        broken: |o| o.node.is_some() && o.participants == Participants::Off,
+        advice: "a node alone needs no name: leave node out, or tell the participants",
     },
     Rule {
         names: ["door", "allow-other"],
@@ -431,6 +499,12 @@ impl Value {
         match self {
             Value::Switch(on) => on,
             other => panic!("the table expects yes or no, got {other:?}"),
+        }
+    }
+    fn names(self) -> Vec<String> {
+        match self {
+            Value::Names(names) => names,
+            other => panic!("the table expects names, got {other:?}"),
         }
     }
     fn directory(self) -> Option<std::path::PathBuf> {

@@ -40,6 +40,10 @@ pub enum Kind {
     Directory,
     /// A file or directory, as an absolute path.
     Path,
+    /// The name of a node.
+    Node,
+    /// A number of nodes, or their names.
+    Nodes,
 }
 
 /// A value that its [`Kind`] allows.
@@ -53,6 +57,8 @@ pub enum Value {
     Switch(bool),
     /// A directory.
     Directory(PathBuf),
+    /// Names of nodes.
+    Names(Vec<String>),
 }
 
 impl Kind {
@@ -93,6 +99,12 @@ impl Kind {
             Kind::Directory | Kind::Path => {
                 Err(format!("`{text}` is not an absolute path: begin it with a slash"))
             }
+            Kind::Node => node_name(text).map(|name| Value::Names(vec![name])),
+            Kind::Nodes if text == "off" => Ok(Value::Number(0)),
+            Kind::Nodes => match text.parse() {
+                Ok(number) => within(number, 2, NODES_MAX, text, |n| n.to_string()).map(Value::Number),
+                Err(_) => nodes(text).map(Value::Names),
+            },
         }
     }
 
@@ -106,6 +118,8 @@ impl Kind {
             Kind::Switch => "yes|no",
             Kind::Directory => "DIR",
             Kind::Path => "PATH",
+            Kind::Node => "NAME",
+            Kind::Nodes => "COUNT|NAME:NAME",
         }
     }
 
@@ -128,8 +142,38 @@ impl Kind {
             }
             Kind::Switch => "`yes` or `no`".to_owned(),
             Kind::Directory | Kind::Path => "an absolute path".to_owned(),
+            Kind::Node => format!("up to {NAME_BYTES_MAX} letters, digits, `.`, `-` and `_`"),
+            Kind::Nodes => {
+                format!(
+                    "`off`, a number from 2 to {NODES_MAX}, or the names of nodes with colons between them"
+                )
+            }
         }
     }
+}
+
+/// Nodes that commit together.
+const NODES_MAX: u64 = 65536;
+/// Names of nodes are parts of names of files.
+const NAME_BYTES_MAX: usize = 64;
+
+fn node_name(text: &str) -> Result<String, String> {
+    let is_good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(is_good) {
+        return Err(format!("`{text}` is not the name of a node: it has {}", Kind::Node.allowed()));
+    }
+    Ok(text.to_owned())
+}
+
+fn nodes(text: &str) -> Result<Vec<String>, String> {
+    let names: Vec<String> = text.split(':').map(node_name).collect::<Result<_, _>>()?;
+    if let Some(twice) = names.iter().enumerate().find(|(at, name)| names[..*at].contains(name)) {
+        return Err(format!("`{text}` has {} twice", twice.1));
+    }
+    if names.len() < 2 {
+        return Err(format!("`{text}` is one node: several take part, or leave it off"));
+    }
+    Ok(names)
 }
 
 fn within(number: u64, min: u64, max: u64, text: &str, show: fn(u64) -> String) -> Result<u64, String> {

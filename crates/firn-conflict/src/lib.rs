@@ -16,6 +16,6 @@ mod ranges;
 mod test;
 
 pub use list::{File, ListError, Name, Process, Published};
-pub use log::{Access, Accesses, Log};
+pub use log::{Access, Accesses, Log, Used};
 pub use ranges::Ranges;
 pub use test::{Conflict, Party, Report, What, test};

@@ -38,14 +38,22 @@ impl Accesses {
     }
 }
 
-/// By process.
-type Processes = BTreeMap<u32, Accesses>;
+/// A file that processes used.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Used {
+    /// Its inode in the backing.
+    pub ino: u64,
+    /// A path that it had when it was used first, relative to the backing.
+    pub path: Vec<u8>,
+    /// By process; 0: nobody knows which.
+    pub processes: BTreeMap<u32, Accesses>,
+}
 
-/// Ranges by file and process. Files go by any number that stays theirs.
+/// Ranges by file and process. Files go by their inode.
 #[derive(Debug, Default)]
 pub struct Log {
     on: AtomicBool,
-    shards: [Mutex<HashMap<u64, Processes>>; SHARDS],
+    shards: [Mutex<HashMap<u64, Used>>; SHARDS],
 }
 
 impl Log {
@@ -64,29 +72,43 @@ impl Log {
         self.on.load(Ordering::Acquire)
     }
 
-    /// Takes an access of process `pid` down; 0: nobody knows which.
-    pub fn add(&self, file: u64, pid: u32, access: Access, range: Range<u64>) {
-        if self.is_on() && !range.is_empty() {
-            self.shard(file).lock().entry(file).or_default().entry(pid).or_default().add(access, range);
+    /// Takes an access of process `pid` to the file `ino` down; 0: nobody knows which process. `path` is asked
+    /// when the file is new here.
+    pub fn add(&self, ino: u64, path: impl FnOnce() -> Vec<u8>, pid: u32, access: Access, range: Range<u64>) {
+        if !self.is_on() || range.is_empty() {
+            return;
+        }
+        let mut shard = self.shard(ino).lock();
+        let new = || Used { ino, path: path(), processes: BTreeMap::new() };
+        let used = shard.entry(ino).or_insert_with(new);
+        used.processes.entry(pid).or_default().add(access, range);
+    }
+
+    /// Takes out what was taken down of the files whose path `is_meant`, in the order of their inodes.
+    pub fn take(&self, is_meant: impl Fn(&[u8]) -> bool) -> Vec<Used> {
+        let mut taken = Vec::new();
+        for shard in &self.shards {
+            taken.extend(shard.lock().extract_if(|_, used| is_meant(&used.path)).map(|(_, used)| used));
+        }
+        taken.sort_by_key(|used| used.ino);
+        taken
+    }
+
+    /// Puts back what was taken out, to what came since.
+    pub fn put_back(&self, taken: Vec<Used>) {
+        for used in taken {
+            let mut shard = self.shard(used.ino).lock();
+            let known =
+                shard.entry(used.ino).or_insert_with(|| Used { processes: BTreeMap::new(), ..used.clone() });
+            for (pid, accesses) in &used.processes {
+                let known = known.processes.entry(*pid).or_default();
+                known.read.extend(&accesses.read);
+                known.written.extend(&accesses.written);
+            }
         }
     }
 
-    /// What is known of a file.
-    pub fn of(&self, file: u64) -> BTreeMap<u32, Accesses> {
-        self.shard(file).lock().get(&file).cloned().unwrap_or_default()
-    }
-
-    /// Files of which something is known.
-    pub fn files(&self) -> Vec<u64> {
-        self.shards.iter().flat_map(|shard| shard.lock().keys().copied().collect::<Vec<_>>()).collect()
-    }
-
-    /// What was taken down of a file is over.
-    pub fn forget(&self, file: u64) {
-        self.shard(file).lock().remove(&file);
-    }
-
-    fn shard(&self, file: u64) -> &Mutex<HashMap<u64, Processes>> {
+    fn shard(&self, file: u64) -> &Mutex<HashMap<u64, Used>> {
         &self.shards[file as usize % SHARDS]
     }
 }
@@ -98,20 +120,26 @@ mod tests {
     #[test]
     fn neighbours_become_one_and_processes_stay_apart() {
         let log = Log::new();
-        log.add(1, 7, Access::Write, 0..10);
-        assert!(log.files().is_empty(), "it is off");
+        let add = |ino, pid, access, range| log.add(ino, || format!("dir/{ino}").into(), pid, access, range);
+        add(1, 7, Access::Write, 0..10);
+        assert_eq!(log.take(|_| true), [], "it is off");
         log.switch(true);
         for at in [20, 0, 10, 40] {
-            log.add(1, 7, Access::Write, at..at + 10);
+            add(1, 7, Access::Write, at..at + 10);
         }
-        log.add(1, 8, Access::Read, 5..6);
-        log.add(17, 8, Access::Read, 5..5);
-        let found = log.of(1);
-        assert_eq!(found[&7].written.iter().collect::<Vec<_>>(), [0..30, 40..50]);
-        assert!(found[&7].read.is_empty());
-        assert_eq!(found[&8].read.iter().collect::<Vec<_>>(), std::slice::from_ref(&(5..6)));
-        assert_eq!(log.files(), [1]);
-        log.forget(1);
-        assert!(log.of(1).is_empty());
+        add(1, 8, Access::Read, 5..6);
+        add(17, 8, Access::Read, 5..5);
+        add(18, 8, Access::Read, 5..6);
+        let taken = log.take(|path| path == b"dir/1");
+        let [used] = &taken[..] else { panic!("{taken:?}") };
+        assert_eq!((used.ino, used.path.as_slice()), (1, &b"dir/1"[..]));
+        assert_eq!(used.processes[&7].written.iter().collect::<Vec<_>>(), [0..30, 40..50]);
+        assert!(used.processes[&7].read.is_empty());
+        assert_eq!(used.processes[&8].read.len(), 1);
+        add(1, 7, Access::Write, 30..40);
+        log.put_back(taken);
+        let taken = log.take(|_| true);
+        assert_eq!(taken.iter().map(|used| used.ino).collect::<Vec<_>>(), [1, 18]);
+        assert_eq!(taken[0].processes[&7].written.iter().collect::<Vec<_>>(), [0..50; 1]);
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use firn_arena::{Arena, Damage, Identity, Stored, Topology};
 use firn_backing::DirBacking;
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
-use firn_config::{Close, Door, Drain, Fsync, Options, Passthrough};
+use firn_config::{Close, Door, Drain, Fsync, Options, Participants, Passthrough};
 use firn_drain::Pool;
 use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
 use firn_held::{Held, HeldError};
@@ -161,7 +161,10 @@ fn open_store(
     if !wanted && !Held::has_transactions(&directory).map_err(HeldError::from)? {
         return Ok((Held::plain(directory), firn_held::Outcome::default()));
     }
-    let (store, outcome) = Held::open_with_history(directory, options.history)?;
+    let (store, outcome) = match crate::participants::group(options)? {
+        None => Held::open_with_history(directory, options.history)?,
+        Some(group) => Held::open_of_group(directory, group)?,
+    };
     for id in &outcome.finished {
         notice(format!("finished the commit {id} that an earlier firnd had decided"));
     }
@@ -210,6 +213,7 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
         keep: options.keep,
         drain_every: options.drain_every,
         passthrough: passthrough(options),
+        tracking: options.participants != Participants::Off,
         objects_max: process::objects_max(),
         ..EngineOptions::new(arena.geometry().chunk_bytes)
     }

@@ -75,6 +75,18 @@ pub enum DaemonError {
         "a transaction in {scope} is prepared with id {id} and waits: mount with drain=commit, then firn commit, abort or restore it"
     )]
     TransactionWaits { id: u64, scope: String },
+    #[error("the host's name cannot be that of a node: {why}; give another one with node=NAME")]
+    NodeName { why: String },
+    #[error(
+        "this node is {node}, and the participants are {participants}: name it among them, or give it one of their names with node=NAME"
+    )]
+    NoParticipant { node: String, participants: String },
+    #[error(
+        "{backing} has no transactions of a node {node}: check the name, it is the host's or what node= said"
+    )]
+    NoSuchNode { node: String, backing: PathBuf },
+    #[error("node {node} has {backing} mounted already: give each node its own name with node=NAME")]
+    NodeHeld { node: String, backing: PathBuf },
     #[error("transactions of an earlier firnd: {0}")]
     Transactions(#[from] HeldError),
     #[error(transparent)]
@@ -136,9 +148,13 @@ impl DaemonError {
             | Self::SpillDirectory { .. }
             | Self::SpillInside { .. }
             | Self::Place(_)
+            | Self::NodeName { .. }
+            | Self::NoSuchNode { .. }
+            | Self::NoParticipant { .. }
             | Self::Geometry(_) => USAGE,
             Self::MountPointBusy { .. }
             | Self::Held { .. }
+            | Self::NodeHeld { .. }
             | Self::TransactionWaits { .. }
             | Self::TreeWaits { .. } => BUSY,
             Self::ArenaForeign { .. } => NOT_FIRN,

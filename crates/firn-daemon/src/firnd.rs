@@ -23,6 +23,7 @@ use crate::front::{Front, Stubs, waiting_tree};
 use crate::lock::Locks;
 use crate::metrics::SAMPLE_EVERY;
 use crate::mount::MountRequest;
+use crate::participants;
 use crate::preflight::{self, Checked};
 use crate::process;
 use crate::service::Mounted;
@@ -44,7 +45,8 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
         preflight::check(backing, mount_point, options.read_only, &mut |text| reporter.notice(text))?;
     spill::check(options, &checked, &mut |text| reporter.notice(text))?;
     let files = runtime_files(&checked.backing, options)?;
-    let locks = Locks::take(&checked.backing, &files)?;
+    let group = participants::group(options)?;
+    let locks = Locks::take(&checked.backing, &files, group.as_ref())?;
     if options.door == DoorOption::Mount
         && let Some(prefix) = waiting_tree(&files)
     {
@@ -125,6 +127,7 @@ impl Mount {
             mount_point: checked.mount_point.clone(),
             options: options.in_force(),
             io_threads: options.io_threads,
+            patience: Duration::from_millis(options.participants_wait_ms),
             waiting_writers,
             tree,
             expiring: AtomicBool::new(false),

@@ -3,15 +3,17 @@
 //! Promise: while [`Locks`] live, no other firnd or `firn recover` of this node works on the same
 //! backing or the same arena. The locks end with the process, however it ends.
 
-use std::fs::File;
+use std::fs::{DirBuilder, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use firn_client::paths::RuntimeFiles;
 use firn_format::protocol::{Reply, Request};
+use firn_held::Group;
 use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
 use rustix::io::Errno;
 
@@ -20,27 +22,58 @@ use crate::mountinfo;
 
 /// A killed firnd keeps its locks while the kernel takes down its memory; longer than this it does
 /// not take even for large arenas.
-const DYING: Duration = Duration::from_secs(5);
+pub(crate) const DYING: Duration = Duration::from_secs(5);
 const ASK: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(50);
+
+/// Whether others may have the same lock.
+#[derive(Clone, Copy)]
+enum How {
+    Alone,
+    Shared,
+}
 
 /// Held until dropped.
 #[derive(Debug)]
 pub(crate) struct Locks {
     _backing: OwnedFd,
+    /// Of one of several nodes: the directory of its transactions.
+    _node: Option<File>,
     arena: Option<File>,
 }
 
 impl Locks {
-    /// Locks the backing directory, or says who holds it.
-    pub(crate) fn take(backing: &Path, files: &RuntimeFiles) -> Result<Self, DaemonError> {
+    /// Locks the backing directory, or says who holds it. Nodes of a group share it, each under its own name.
+    pub(crate) fn take(
+        backing: &Path,
+        files: &RuntimeFiles,
+        group: Option<&Group>,
+    ) -> Result<Self, DaemonError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory = open(backing, flags, Mode::empty())
             .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e.into() })?;
-        if !try_lock(&directory) {
-            wait_for_the_dying(&directory, backing, files)?;
+        let how = if group.is_some() { How::Shared } else { How::Alone };
+        if !try_lock(&directory, how) {
+            wait_for_the_dying(&directory, how, backing, files)?;
         }
-        Ok(Self { _backing: directory, arena: None })
+        let node = group.map(|group| Self::of_node(backing, group, DYING)).transpose()?;
+        Ok(Self { _backing: directory, _node: node, arena: None })
+    }
+
+    /// Locks what a node of a group has in the backing; waits so long for one that ends.
+    pub(crate) fn of_node(backing: &Path, group: &Group, patience: Duration) -> Result<File, DaemonError> {
+        let path = backing.join(group.home());
+        let unusable = |source| DaemonError::BackingUnusable { path: path.clone(), source };
+        DirBuilder::new().mode(0o700).recursive(true).create(&path).map_err(unusable)?;
+        let dir = File::open(&path).map_err(unusable)?;
+        let deadline = Instant::now() + patience;
+        while !try_lock(&dir, How::Alone) {
+            if Instant::now() >= deadline {
+                return Err(DaemonError::NodeHeld { node: group.node.clone(), backing: backing.into() });
+            }
+            std::thread::sleep(PAUSE);
+        }
+        Ok(dir)
     }
 
     /// Locks the arena's file as well: a backing on NFS may not know flock(2), tmpfs does.
@@ -55,8 +88,8 @@ impl Locks {
             .write(true)
             .open(arena)
             .map_err(DaemonError::io("open the arena to lock it"))?;
-        if !try_lock(&file) {
-            wait_for_the_dying(&file, backing, files)?;
+        if !try_lock(&file, How::Alone) {
+            wait_for_the_dying(&file, How::Alone, backing, files)?;
         }
         self.arena = Some(file);
         Ok(())
@@ -64,8 +97,12 @@ impl Locks {
 }
 
 /// False: somebody has it. File systems without flock count as locked: the arena's lock is left.
-fn try_lock(fd: &impl std::os::fd::AsFd) -> bool {
-    match flock(fd, FlockOperation::NonBlockingLockExclusive) {
+fn try_lock(fd: &impl std::os::fd::AsFd, how: How) -> bool {
+    let operation = match how {
+        How::Alone => FlockOperation::NonBlockingLockExclusive,
+        How::Shared => FlockOperation::NonBlockingLockShared,
+    };
+    match flock(fd, operation) {
         Err(Errno::WOULDBLOCK) => false,
         Err(error) => {
             tracing::warn!(%error, "the backing's file system has no flock(2); only the arena is locked");
@@ -77,6 +114,7 @@ fn try_lock(fd: &impl std::os::fd::AsFd) -> bool {
 
 fn wait_for_the_dying(
     fd: &impl std::os::fd::AsFd,
+    how: How,
     backing: &Path,
     files: &RuntimeFiles,
 ) -> Result<(), DaemonError> {
@@ -88,7 +126,7 @@ fn wait_for_the_dying(
             return Err(DaemonError::Held { backing: backing.into(), by });
         }
         std::thread::sleep(PAUSE);
-        if try_lock(fd) {
+        if try_lock(fd, how) {
             return Ok(());
         }
     }

@@ -3,14 +3,15 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use firn_backing::Errno;
+use firn_backing::{DirBacking, Errno};
 use firn_config::Options;
 use firn_format::protocol::{ErrorStatus, Rung};
+use firn_held::{Group, Held, Participants};
 use serde::Serialize;
 
 use crate::attach::{Attached, runtime_files};
 use crate::end::drain_rest;
-use crate::error::RecoverError;
+use crate::error::{DaemonError, RecoverError};
 use crate::front::{Front, Stubs, waiting_tree};
 use crate::lock::Locks;
 use crate::lost::{self, LostPolicy, LostReport};
@@ -49,6 +50,36 @@ pub struct RecoverReport {
     pub errors: Vec<ErrorStatus>,
 }
 
+/// What became of the transactions of a node that is gone.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct NodeReport {
+    /// Numbers of commits that were carried out.
+    pub finished: Vec<u64>,
+    /// Transactions that were undone.
+    pub undone: u64,
+    /// Numbers of those that the other nodes have not decided.
+    pub waiting: Vec<u64>,
+}
+
+/// Ends the transactions of a node that does not come back, as the other nodes have decided. What was only in its
+/// memory is not needed for that: a transaction that is prepared is in the backing.
+pub fn recover_node(backing: &std::path::Path, node: String) -> Result<NodeReport, RecoverError> {
+    let backing = preflight::check_backing(backing, false)?;
+    let group = Group { node, participants: Participants::Count(0) };
+    if !backing.join(group.home()).is_dir() {
+        return Err(DaemonError::NoSuchNode { node: group.node, backing });
+    }
+    let _lock = Locks::of_node(&backing, &group, crate::lock::DYING)?;
+    let directory = DirBacking::open(&backing)
+        .map_err(|source| DaemonError::BackingUnusable { path: backing.clone(), source })?;
+    let (_, outcome) = Held::open_of_group(directory, group)?;
+    Ok(NodeReport {
+        finished: outcome.finished,
+        undone: outcome.undone.len() as u64,
+        waiting: outcome.waiting.into_iter().map(|(id, _)| id).collect(),
+    })
+}
+
 /// Drains the arena of a backing until all of it is durable, then removes it. `progress` gets bytes
 /// left, files left and a phase some ten times a second; false stops, and what is left stays in the
 /// arena. To be called before other threads are started.
@@ -62,7 +93,7 @@ pub fn recover(
     if !files.arena.exists() && prefix.is_none() {
         return Ok(RecoverReport::default());
     }
-    let locks = Locks::take(&backing, &files)?;
+    let locks = Locks::take(&backing, &files, None)?;
     process::prepare();
     let arena = files.arena.clone();
     let attached =

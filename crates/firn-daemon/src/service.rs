@@ -34,6 +34,8 @@ pub(crate) struct Mounted {
     /// `key=value` of the options that change what promises mean.
     pub(crate) options: Vec<String>,
     pub(crate) io_threads: u32,
+    /// How long other nodes are waited for.
+    pub(crate) patience: Duration,
     pub(crate) waiting_writers: Arc<AtomicU64>,
     /// Makes the kernel drop what it knows of a node; none where it knows nothing.
     pub(crate) kernel: Option<Forgetter>,
@@ -251,7 +253,8 @@ impl Service for Mounted {
             | Request::Commit { .. }
             | Request::Abort { .. }
             | Request::Restore { .. }) => {
-                crate::transactions::answer(&self.engine, &request, &|node| self.forget(node))
+                let forget = |node| self.forget(node);
+                crate::transactions::answer(&self.engine, &request, self.patience, &forget)
             }
             Request::Unmount { force, keep_held } => self.unmount(force, keep_held, say),
         }

@@ -2,24 +2,34 @@
 //!
 //! The engine keeps the scope quiet ([`Engine::turn`]), the store turns.
 
-use firn_backing::Errno;
+use std::time::Duration;
+
+use firn_backing::{DirBacking, Errno};
 use firn_engine::{Engine, NodeId, Pending};
 use firn_format::protocol::{Reply, Request, TransactionStatus};
 use firn_held::{HeldError, Stage};
 
 use crate::attach::Store;
+use crate::participants;
 
-/// The answer to a request about a transaction. `forget` makes the kernel drop what it knows of a node.
-pub(crate) fn answer(engine: &Engine<Store>, request: &Request, forget: &dyn Fn(NodeId)) -> Reply {
+/// The answer to a request about a transaction. `forget` makes the kernel drop what it knows of a node; other
+/// nodes are waited for as long as `patience`.
+pub(crate) fn answer(
+    engine: &Engine<Store>,
+    request: &Request,
+    patience: Duration,
+    forget: &dyn Fn(NodeId),
+) -> Reply {
     let (path, result) = match request {
         Request::Begin { path } => (path, begin(engine, path.as_bytes()).map(|()| Reply::Done)),
         Request::Prepare { path, id } => {
             write_back(engine, path.as_bytes(), forget);
-            (path, prepare(engine, path.as_bytes(), *id).map(|()| Reply::Done))
+            (path, prepare(engine, path.as_bytes(), *id, patience).map(|()| Reply::Done))
         }
         Request::Commit { path, id, begin } => {
             write_back(engine, path.as_bytes(), forget);
-            (path, commit(engine, path.as_bytes(), *id, *begin, forget).map(|id| Reply::Committed { id }))
+            let committed = commit(engine, path.as_bytes(), (*id, *begin), patience, forget);
+            (path, committed.map(|(id, behind)| Reply::Committed { id, behind }))
         }
         Request::Abort { path } => {
             write_back(engine, path.as_bytes(), forget);
@@ -43,40 +53,66 @@ fn write_back(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) {
 }
 
 fn begin(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
-    engine.turn(path, Pending::Drain, |node| engine.backing().begin(node, path))
+    engine.turn(path, Pending::Drain, |node| begin_at(engine, node, path))
 }
 
-fn prepare(engine: &Engine<Store>, path: &[u8], id: u64) -> Result<(), HeldError> {
+fn begin_at(
+    engine: &Engine<Store>,
+    node: &firn_held::Node<DirBacking>,
+    path: &[u8],
+) -> Result<(), HeldError> {
+    engine.backing().begin(node, path)?;
+    participants::begun(engine, path);
+    Ok(())
+}
+
+fn prepare(engine: &Engine<Store>, path: &[u8], id: u64, patience: Duration) -> Result<(), HeldError> {
     // Asked again, nothing more is to be part of it.
     let pending = if stage(engine, path) == Some(Stage::Open) { Pending::Drain } else { Pending::Keep };
-    engine.turn(path, pending, |node| engine.backing().prepare(node, id))
+    engine.turn(path, pending, |node| {
+        let was_open = stage(engine, path) == Some(Stage::Open);
+        engine.backing().prepare(node, id)?;
+        if was_open { participants::prepared(engine, node, path) } else { Ok(()) }
+    })?;
+    participants::meet(engine, path, id, patience)
 }
 
 fn commit(
     engine: &Engine<Store>,
     path: &[u8],
-    id: Option<u64>,
-    begin: bool,
+    (id, begin): (Option<u64>, bool),
+    patience: Duration,
     forget: &dyn Fn(NodeId),
-) -> Result<u64, HeldError> {
+) -> Result<(u64, Vec<String>), HeldError> {
     let store = engine.backing();
-    let stage = stage(engine, path);
+    let mut stage = stage(engine, path);
     let id = match (id, stage) {
         (Some(id), _) | (None, Some(Stage::Prepared(id) | Stage::Decided(id))) => id,
         _ => store.committed(path)?.map_or(1, |last| last.saturating_add(1)),
     };
+    let shared = store.group().is_some();
+    if shared && stage == Some(Stage::Open) {
+        prepare(engine, path, id, patience)?;
+        stage = Some(Stage::Prepared(id));
+    }
     // What was written since it was prepared comes after it.
     let pending = if stage == Some(Stage::Open) { Pending::Drain } else { Pending::Keep };
     let is_recovered = store.transactions().iter().any(|one| one.scope == path && one.is_recovered);
-    engine.turn(path, pending, |node| {
+    let behind = engine.turn(path, pending, |node| {
         store.commit(node, id)?;
-        if begin { store.begin(node, path) } else { Ok(()) }
+        participants::ended(engine, path);
+        // Nothing changes here before the others' parts are there as well.
+        let behind = participants::behind(engine, path, id, patience)?;
+        if begin {
+            begin_at(engine, node, path)?;
+        }
+        Ok::<_, HeldError>(behind)
     })?;
-    if is_recovered {
-        // Programs saw the tree before it until now.
+    if is_recovered || shared {
+        // Programs saw the tree before it until now, or without the parts of other nodes.
         engine.look_again(path).into_iter().for_each(forget);
     }
-    Ok(id)
+    Ok((id, behind))
 }
 
 fn abort(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) -> Result<(), HeldError> {
@@ -86,7 +122,11 @@ fn abort(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) -> Result
     }
     // Drains that wait for the outcome are told first, or the data could not be dropped.
     store.refuse(&engine.object_at(path)?)?;
-    engine.turn(path, Pending::Discard, |node| store.abort(node))?;
+    engine.turn(path, Pending::Discard, |node| {
+        store.abort(node)?;
+        participants::ended(engine, path);
+        Ok::<_, HeldError>(())
+    })?;
     engine.look_again(path).into_iter().for_each(forget);
     Ok(())
 }
@@ -96,7 +136,11 @@ fn restore(engine: &Engine<Store>, path: &[u8], id: u64, forget: &dyn Fn(NodeId)
     match stage(engine, path) {
         Some(Stage::Prepared(found) | Stage::Decided(found)) if found == id => {
             store.refuse(&engine.object_at(path)?)?;
-            engine.turn(path, Pending::Discard, |node| store.commit(node, id))?;
+            engine.turn(path, Pending::Discard, |node| {
+                store.commit(node, id)?;
+                participants::ended(engine, path);
+                Ok::<_, HeldError>(())
+            })?;
             engine.look_again(path).into_iter().for_each(forget);
             Ok(())
         }
@@ -111,7 +155,11 @@ fn restore(engine: &Engine<Store>, path: &[u8], id: u64, forget: &dyn Fn(NodeId)
                 }
                 None => Pending::Drain,
             };
-            engine.turn(path, pending, |node| store.restore(node, id))?;
+            engine.turn(path, pending, |node| {
+                store.restore(node, id)?;
+                participants::ended(engine, path);
+                Ok::<_, HeldError>(())
+            })?;
             engine.look_again(path).into_iter().for_each(forget);
             Ok(())
         }
@@ -167,6 +215,10 @@ pub(crate) fn status(engine: &Engine<Store>) -> Vec<TransactionStatus> {
         objects: found.objects,
         states: found.states.iter().map(|(state, count)| (state.to_string(), *count)).collect(),
         recovered: found.is_recovered,
+        here: match found.stage {
+            Stage::Prepared(id) => engine.backing().here(id, &found.scope).unwrap_or_default(),
+            _ => Vec::new(),
+        },
     };
     engine.backing().transactions().into_iter().map(one).collect()
 }
@@ -201,7 +253,15 @@ fn refused(error: &HeldError, path: &str) -> Reply {
             (libc::EBUSY, format!("a transaction is open in {open}: commit or abort it first"))
         }
         HeldError::Decided { .. } => (libc::EBUSY, error.to_string()),
-        HeldError::OtherId { .. } | HeldError::NotKept { .. } => (libc::EINVAL, error.to_string()),
+        HeldError::OtherId { .. } | HeldError::NotKept { .. } | HeldError::NotMet { .. } => {
+            (libc::EINVAL, error.to_string())
+        }
+        HeldError::Conflict(report) => (libc::ECANCELED, participants::told(report, &scope)),
+        HeldError::GivenUp { .. } => {
+            (libc::ECANCELED, format!("{scope}: {error}; the transaction is kept: firn abort drops it"))
+        }
+        HeldError::Leaving { .. } => (libc::EBUSY, format!("{scope}: {error}: firn abort it there")),
+        HeldError::List { .. } => (libc::EIO, error.to_string()),
         HeldError::Record { .. } => (libc::EIO, error.to_string()),
     };
     Reply::Error { errno, message }

@@ -74,7 +74,7 @@ impl<B: Backing> Engine<B> {
             self.drop_if_unused(&file);
             return Err(errno);
         }
-        let allowed = self.passthrough.load(Ordering::Relaxed);
+        let allowed = self.passthrough.load(Ordering::Relaxed) && !self.options.tracking;
         let unchanged = !wants_write && !allowed && self.is_as_cached(&node);
         Ok(self.add_handle(&node, flags, |state| {
             // The file may have been dropped and made anew meanwhile; its descriptors come again.
@@ -83,7 +83,7 @@ impl<B: Backing> Engine<B> {
             let quiet = in_backing && state.engine_opens == 0 && !wants_write;
             if state.passthrough_opens > 0 || (allowed && both && quiet) {
                 OpenMode::Passthrough
-            } else if !allowed && !wants_write && in_backing {
+            } else if !allowed && !wants_write && in_backing && !self.options.tracking {
                 OpenMode::Cached { keep: unchanged }
             } else {
                 OpenMode::Engine

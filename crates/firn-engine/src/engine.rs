@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use firn_arena::{Arena, JournalRegion, Lease};
 use firn_backing::{Backing, Errno};
+use firn_conflict::Log;
 use firn_format::protocol::ErrorStatus;
 use firn_journal::Journal;
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -69,6 +70,8 @@ pub struct EngineOptions {
     pub spill_lower_percent: u32,
     /// Let the kernel read files that have nothing pending.
     pub passthrough: bool,
+    /// What processes read and write can be taken down ([`Engine::accesses`]): all of it comes to the engine.
+    pub tracking: bool,
     /// Objects of the backing (descriptors) held beside those of files in use. The kernel may know more;
     /// they are looked up again when used.
     pub objects_max: usize,
@@ -90,6 +93,7 @@ impl EngineOptions {
             spill_upper_percent: 80,
             spill_lower_percent: 60,
             passthrough: false,
+            tracking: false,
             objects_max: 4096,
         }
     }
@@ -183,6 +187,7 @@ pub struct Engine<B: Backing> {
     pub(crate) passthrough: AtomicBool,
     /// Files that a client process writes past the kernel.
     pub(crate) doors: AtomicU64,
+    pub(crate) accesses: Log,
     /// Open handles whose pages the kernel caches.
     pub(crate) cached_opens: AtomicU64,
     pub(crate) recovered_bytes: u64,
@@ -199,6 +204,10 @@ impl<B: Backing> Engine<B> {
     /// The arena.
     pub fn arena(&self) -> &Arena {
         &self.arena
+    }
+    /// What processes read and write, where [`EngineOptions::tracking`] is on and the log is switched on.
+    pub fn accesses(&self) -> &Log {
+        &self.accesses
     }
     /// The policies in force.
     pub fn options(&self) -> &EngineOptions {

@@ -18,6 +18,7 @@ use std::time::Instant;
 
 use firn_arena::{ClientLease, Located, Taken};
 use firn_backing::{Backing, Errno};
+use firn_conflict::Access;
 use firn_format::door::{EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPILL, Slab};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL, WORDS_COUNT};
 use firn_format::slab::Class;
@@ -157,6 +158,9 @@ impl<B: Backing> Engine<B> {
     pub fn door_extents(&self, token: HandleId, from: u64) -> Answer<DoorList> {
         let handle = self.handle(token).ok().filter(|handle| handle.readable);
         let handle = handle.ok_or(DoorRefusal::BadToken)?;
+        if self.options.tracking {
+            return Err(DoorRefusal::Busy);
+        }
         let file = &handle.file;
         let mut state = file.lock();
         if state.writers > 0 || state.passthrough_opens > 0 || state.exclusive || state.door.is_some() {
@@ -259,8 +263,9 @@ impl<B: Backing> Engine<B> {
         let Some(mut door) = state.door.take() else { return };
         let mut taken = Vec::new();
         let lease = door.leases.first_mut();
+        let pid = lease.as_ref().map_or(0, |lease| lease.pid());
         let wrong = lease.and_then(|lease| take(&self.arena, lease, &mut |bytes| taken.push(bytes)).err());
-        door.bytes += self.enter(file, state, &taken);
+        door.bytes += self.enter(file, state, pid, &taken);
         state.door = Some(door);
         if let Some(wrong) = wrong {
             tracing::warn!(%wrong, "it writes through the kernel from now on");
@@ -269,9 +274,10 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    fn enter(&self, file: &Arc<File<B>>, state: &mut FileState<B>, taken: &[Taken]) -> u64 {
+    fn enter(&self, file: &Arc<File<B>>, state: &mut FileState<B>, pid: u32, taken: &[Taken]) -> u64 {
         let mut bytes = 0;
         for &Taken { piece, offset, position, len, sequence } in taken {
+            self.note_access(&file.node, pid, Access::Write, offset..offset + u64::from(len));
             self.take_in(file, state, offset, Extent { len: len.into(), piece, position, sequence });
             bytes += u64::from(len);
             self.counters.ingest_writes.fetch_add(1, Ordering::Relaxed);
@@ -307,7 +313,7 @@ impl<B: Backing> Engine<B> {
         let mut lease = door.leases.remove(0);
         let mut taken = Vec::new();
         let result = self.arena.revoke_client(&mut lease, &mut |bytes| taken.push(bytes));
-        let bytes = self.enter(file, state, &taken);
+        let bytes = self.enter(file, state, lease.pid(), &taken);
         if let Some(door) = &mut state.door {
             door.bytes += bytes;
         }

@@ -160,6 +160,7 @@ impl<B: Backing> Engine<B> {
             troubles: Mutex::new(Vec::new()),
             waker: RwLock::new(None),
             lists: AtomicBool::new(false),
+            accesses: firn_conflict::Log::new(),
             spill: Mutex::default(),
             spill_waker: RwLock::new(None),
             progress: (Mutex::new(0), Condvar::new()),

@@ -5,16 +5,18 @@
 //! such a turn.
 
 use std::ffi::OsStr;
+use std::ops::Range;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno};
+use firn_conflict::Access;
 use firn_format::protocol::Rung;
 
 use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Node;
 use crate::sync::is_below;
-use crate::{NodeId, Result};
+use crate::{HandleId, NodeId, Result};
 
 /// What becomes of the data that is pending below a directory before the turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,6 +96,20 @@ impl<B: Backing> Engine<B> {
     fn leads_to(&self, parent: &Arc<Node<B>>, name: &OsStr, node: &Node<B>) -> bool {
         let found = self.object(parent).and_then(|dir| self.backing.lookup(&dir, name));
         found.is_ok_and(|(_, attr)| node.is(&attr))
+    }
+
+    /// Takes down that process `pid` uses a range of an open file; 0: nobody knows which process.
+    pub fn accessed(&self, handle: HandleId, pid: u32, access: Access, range: Range<u64>) {
+        if self.accesses.is_on()
+            && let Ok(handle) = self.handle(handle)
+        {
+            self.note_access(&handle.file.node, pid, access, range);
+        }
+    }
+
+    pub(crate) fn note_access(&self, node: &Node<B>, pid: u32, access: Access, range: Range<u64>) {
+        let path = || node.paths().into_iter().next().unwrap_or_default();
+        self.accesses.add(node.key.1, path, pid, access, range);
     }
 
     fn files_at(&self, path: &[u8]) -> Vec<Arc<File<B>>> {

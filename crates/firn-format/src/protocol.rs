@@ -205,6 +205,9 @@ pub enum Reply {
     Committed {
         /// Its number.
         id: u64,
+        /// Nodes that commit together with this one and have not carried their part out yet.
+        #[serde(default)]
+        behind: Vec<String>,
     },
     /// Done.
     Done,
@@ -325,6 +328,9 @@ pub struct TransactionStatus {
     pub states: std::collections::BTreeMap<String, u64>,
     /// An earlier firnd prepared it.
     pub recovered: bool,
+    /// Where several nodes commit together: those that have come.
+    #[serde(default)]
+    pub here: Vec<String>,
 }
 
 /// The spill file of a mount.

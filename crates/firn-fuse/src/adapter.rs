@@ -11,6 +11,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime};
 
 use firn_backing::{Backing, Errno, RenameFlags, Seek};
+use firn_conflict::Access;
 use firn_engine::{Closing, Engine, Entry, FsyncPolicy, HandleId, NodeId, OpenMode, Opened, SetAttr};
 use firn_format::door::{IOCTL_TOKEN, Token};
 use firn_format::protocol::Rung;
@@ -288,7 +289,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn read(
         &self,
-        _: &Request,
+        request: &Request,
         _ino: INodeNo,
         fh: FileHandle,
         offset: u64,
@@ -297,6 +298,8 @@ impl<B: Backing> Filesystem for Adapter<B> {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        let range = offset..offset.saturating_add(size.into());
+        self.engine.accessed(HandleId(fh.0), request.pid(), Access::Read, range);
         READ_BUFFER.with_borrow_mut(|buffer| {
             if buffer.len() < size as usize {
                 buffer.resize(size as usize, 0);
@@ -311,7 +314,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn write(
         &self,
-        _: &Request,
+        request: &Request,
         node: INodeNo,
         fh: FileHandle,
         offset: u64,
@@ -324,6 +327,14 @@ impl<B: Backing> Filesystem for Adapter<B> {
         let clear_suid = flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         let from_cache = flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let target = Target { node, handle: HandleId(fh.0), offset, from_cache };
+        // The kernel writes pages of mappings for nobody in particular.
+        let pid = if from_cache { 0 } else { request.pid() };
+        self.engine.accessed(
+            target.handle,
+            pid,
+            Access::Write,
+            offset..offset.saturating_add(data.len() as u64),
+        );
         self.stalled.write(Write { target, clear_suid, reply }, data);
     }
 
@@ -501,7 +512,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn fallocate(
         &self,
-        _: &Request,
+        request: &Request,
         _ino: INodeNo,
         fh: FileHandle,
         offset: u64,
@@ -510,6 +521,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyEmpty,
     ) {
         let handle = HandleId(fh.0);
+        if mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0 {
+            let range = offset..offset.saturating_add(len);
+            self.engine.accessed(handle, request.pid(), Access::Write, range);
+        }
         self.run_drained(handle, move |engine| empty(engine.allocate(handle, mode, offset, len), reply));
     }
 
@@ -530,7 +545,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn copy_file_range(
         &self,
-        _: &Request,
+        request: &Request,
         _ino_in: INodeNo,
         fh_in: FileHandle,
         offset_in: u64,
@@ -543,6 +558,9 @@ impl<B: Backing> Filesystem for Adapter<B> {
     ) {
         let engine = Arc::clone(&self.engine);
         let (from, to, len) = (HandleId(fh_in.0), HandleId(fh_out.0), len.min(COPY_BYTES_MAX));
+        let range = |offset: u64| offset..offset.saturating_add(len);
+        self.engine.accessed(from, request.pid(), Access::Read, range(offset_in));
+        self.engine.accessed(to, request.pid(), Access::Write, range(offset_out));
         // Always aside: without reflinks the backing copies for as long as it takes.
         self.workers.run(move || match engine.copy_range(from, offset_in, to, offset_out, len) {
             Ok(copied) => reply.written(copied as u32),

@@ -34,6 +34,6 @@ mod staging;
 pub mod state;
 
 pub use backing::{Dir, File, Node};
-pub use meeting::{Group, Meeting, Participants, Used, Verdict};
+pub use meeting::{Group, Meeting, Participants, Verdict};
 pub use object::Object;
 pub use scope::{Held, HeldError, Outcome, Stage, Transaction};

@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
 
 use firn_backing::{Backing, Errno};
-use firn_conflict::{Accesses, File, Name, Process, Published, Ranges, Report};
+use firn_conflict::{Accesses, File, Name, Process, Published, Ranges, Report, Used};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -42,6 +42,13 @@ pub struct Group {
     pub node: String,
     /// All of them.
     pub participants: Participants,
+}
+
+impl Group {
+    /// Path of the directory of what this node's transactions keep, relative to the backing.
+    pub fn home(&self) -> String {
+        format!("{}/{}{}", staging::TOP, staging::NODE, self.node)
+    }
 }
 
 /// How the nodes of a group are told.
@@ -90,17 +97,6 @@ pub enum Meeting {
     },
     /// All came, or somebody gave it up.
     Met(Verdict),
-}
-
-/// A file that processes of this node used in a transaction.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Used {
-    /// Its inode.
-    pub ino: u64,
-    /// A path of it, relative to the backing.
-    pub path: Vec<u8>,
-    /// By process.
-    pub processes: BTreeMap<u32, Accesses>,
 }
 
 fn meeting_name(id: u64, scope: &[u8]) -> String {
@@ -223,7 +219,7 @@ impl<B: Backing> Held<B> {
 
     /// Its path, for people.
     pub(crate) fn home_path(&self) -> String {
-        self.node_home().map_or_else(|| staging::TOP.into(), |name| format!("{}/{name}", staging::TOP))
+        self.group.as_ref().map_or_else(|| staging::TOP.into(), Group::home)
     }
 
     fn node_home(&self) -> Option<String> {
@@ -257,9 +253,15 @@ impl<B: Backing> Held<B> {
         Ok(Some(MeetingPlace { base: &self.base, top, name, dir, group }))
     }
 
+    /// Which files processes of this node used up to the moment at which the transaction was prepared.
+    pub fn note_used(&self, node: &Node<B>, used: Vec<Used>) -> Result<(), HeldError> {
+        *self.scope_at(node)?.used.lock() = Some(used);
+        Ok(())
+    }
+
     /// Tells the other nodes what this one read and wrote in the transaction that is prepared with `id`. Fails with
     /// [`HeldError::Leaving`] while an earlier meeting about the same number is not over.
-    pub fn publish(&self, node: &Node<B>, id: u64, used: &[Used]) -> Result<(), HeldError> {
+    pub fn publish(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
         let scope = self.scope_at(node)?;
         let Some(group) = &self.group else { return Ok(()) };
         let place = self.place(id, &scope.path, true)?.expect("there is a group");
@@ -272,11 +274,12 @@ impl<B: Backing> Held<B> {
         if names.contains(&mine) {
             return Ok(());
         }
-        if scope.recovered.is_some() {
+        let used = scope.used.lock();
+        let Some(used) = &*used else {
             let why = "its firnd was restarted before it had told what its programs read".to_owned();
             self.give_up(id, &scope.path, why)?;
             return Ok(());
-        }
+        };
         let record = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), staging::RECORD)?;
         let record = record.ok_or(HeldError::NotMet { id })?;
         let list = self.published(group, &record, used)?;
@@ -390,7 +393,7 @@ impl<B: Backing> Held<B> {
         };
         place.put_json(VERDICT, &verdict)?;
         // Whoever was first: that one counts.
-        place.get(VERDICT)?.map(Meeting::Met).ok_or_else(|| HeldError::NotMet { id })
+        place.get(VERDICT)?.map(Meeting::Met).ok_or(HeldError::NotMet { id })
     }
 
     /// Puts an end to a meeting that has no verdict yet.
@@ -500,7 +503,8 @@ impl<B: Backing> Held<B> {
     }
 
     /// Back from prepared to open, with all that was changed: the other nodes do not agree, or did not come.
-    pub fn reopen(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
+    /// Returns what [`Held::note_used`] was told.
+    pub fn reopen(&self, node: &Node<B>, id: u64) -> Result<Vec<Used>, HeldError> {
         let scope = self.scope_at(node)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
         match scope.stage() {
@@ -508,7 +512,7 @@ impl<B: Backing> Held<B> {
             Stage::Prepared(found) | Stage::Decided(found) => {
                 return Err(HeldError::OtherId { found, wanted: id });
             }
-            Stage::Open => return Ok(()),
+            Stage::Open => return Ok(Vec::new()),
             Stage::Ended => return Err(HeldError::None),
         }
         // Its changes are in the record only.
@@ -519,7 +523,14 @@ impl<B: Backing> Held<B> {
         self.base.sync_dir(&scope.dir)?;
         scope.turn(Stage::Open);
         self.leave(id, &scope.path)?;
-        Ok(())
+        Ok(scope.used.lock().take().unwrap_or_default())
+    }
+
+    /// The nodes that have come to a meeting.
+    pub fn here(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
+        let Some(place) = self.place(id, scope, false)? else { return Ok(Vec::new()) };
+        let names = place.names()?;
+        Ok(names.iter().filter_map(|name| name.strip_prefix(FROM)).map(Into::into).collect())
     }
 
     fn node_name(&self) -> String {

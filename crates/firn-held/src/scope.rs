@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
+use firn_conflict::Used;
 use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::apply::Apply;
@@ -174,6 +175,8 @@ pub(crate) struct Scope<B: Backing> {
     refusing: AtomicBool,
     /// Prepared by an earlier firnd: its changes are in this record only.
     pub(crate) recovered: Option<Record>,
+    /// Prepared to commit with other nodes: what processes here used before.
+    pub(crate) used: Mutex<Option<Vec<Used>>>,
 }
 
 /// What a new object takes from its directory: group and default ACL.
@@ -456,6 +459,7 @@ impl<B: Backing> Held<B> {
             turned: Condvar::new(),
             refusing: AtomicBool::new(false),
             recovered,
+            used: Mutex::default(),
         })
     }
 

@@ -6,8 +6,8 @@ use std::io::IoSlice;
 
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, Caller, RenameFlags, SimBacking};
-use firn_conflict::{Accesses, Party, What};
-use firn_held::{Group, Held, HeldError, Meeting, Participants, Stage, Used, Verdict};
+use firn_conflict::{Accesses, Party, Used, What};
+use firn_held::{Group, Held, HeldError, Meeting, Participants, Stage, Verdict};
 
 const ME: Caller = Caller { uid: 0, gid: 0, pid: 1 };
 const ID: u64 = 7;
@@ -74,7 +74,7 @@ fn step(node: &Node, stage: &mut u32) -> Result<bool, HeldError> {
     let root = node.root();
     match *stage {
         0 => node.prepare(&root, ID)?,
-        1 => node.publish(&root, ID, &[])?,
+        1 => node.note_used(&root, Vec::new()).and_then(|()| node.publish(&root, ID))?,
         2 => match node.meet(ID, b"")? {
             Meeting::Waiting { .. } => return Ok(false),
             Meeting::Met(verdict) => verdict.agreed()?,
@@ -245,7 +245,8 @@ fn begin(disk: &SimBacking, names: &[&str]) -> Vec<Node> {
 fn meet(nodes: &[Node], used: &[Vec<Used>]) -> Vec<Verdict> {
     for (node, used) in nodes.iter().zip(used) {
         node.prepare(&node.root(), ID).expect("prepare");
-        node.publish(&node.root(), ID, used).expect("publish");
+        node.note_used(&node.root(), used.clone()).expect("note");
+        node.publish(&node.root(), ID).expect("publish");
     }
     let verdict = |node: &Node| match node.meet(ID, b"").expect("meet") {
         Meeting::Met(verdict) => verdict,
@@ -293,10 +294,13 @@ fn a_part_that_another_node_read_is_a_conflict_and_can_be_dropped() {
     assert_eq!(meetings(&disk), [""; 0]);
 }
 
+/// What it is, what each of two nodes does, and what is told of it.
+type Case = (&'static str, fn(&Node), fn(&Node), &'static str);
+
 /// Proves S-tx-32.
 #[test]
 fn names_cuts_and_modes_conflict() {
-    let cases: [(&str, fn(&Node), fn(&Node), &str); 6] = [
+    let cases: [Case; 6] = [
         (
             "one name made twice",
             |a| create(a, "x"),
@@ -398,7 +402,8 @@ fn one_abort_is_everybodys() {
         node.begin(&node.root(), b"").expect("begin");
     }
     nodes[0].prepare(&root, ID).expect("prepare");
-    nodes[0].publish(&root, ID, &[]).expect("publish");
+    nodes[0].note_used(&root, Vec::new()).expect("note");
+    nodes[0].publish(&root, ID).expect("publish");
     let waits = nodes[0].meet(ID, b"").expect("meet");
     assert_eq!(waits, Meeting::Waiting { here: vec!["a".into()], of: 2, missing: Vec::new() });
     nodes[1].abort(&nodes[1].root()).expect("abort");
@@ -421,7 +426,8 @@ fn a_number_is_used_again_only_when_all_have_left() {
     let root = nodes[0].root();
     nodes[0].begin(&root, b"").expect("begin");
     nodes[0].prepare(&root, ID).expect("prepare");
-    assert_eq!(nodes[0].publish(&root, ID, &[]), Err(HeldError::Leaving { id: ID }));
+    nodes[0].note_used(&root, Vec::new()).expect("note");
+    assert_eq!(nodes[0].publish(&root, ID), Err(HeldError::Leaving { id: ID }));
     nodes[1].abort(&nodes[1].root()).expect("abort");
-    nodes[0].publish(&root, ID, &[]).expect("now it can");
+    nodes[0].publish(&root, ID).expect("now it can");
 }

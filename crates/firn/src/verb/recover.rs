@@ -28,6 +28,7 @@ pub const VERB: Verb = Verb {
             "firn recover --save-lost /home/me/rescued /scratch/run42",
             "files were removed from the backing before their data reached it",
         ),
+        ("firn recover --node n7 /scratch/run42", "node n7 is gone: end what it had prepared"),
         ("firn recover --json /scratch/run42", "for scripts"),
     ],
     exits: &[
@@ -71,6 +72,15 @@ fn args(command: Command) -> Command {
                 .conflicts_with("save-lost")
                 .help("Give up held data whose file is gone from the backing: it cannot be had again"),
         )
+        .arg(
+            Arg::new("dead-node")
+                .long("node")
+                .value_name("NAME")
+                .conflicts_with_all(["save-lost", "discard-lost"])
+                .help(
+                    "Of several nodes that commit together: end the transactions of this one, which is gone",
+                ),
+        )
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print the outcome as JSON"))
         .arg(minus_o())
         .args(rows.map(firn_config::arg))
@@ -80,6 +90,9 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("backing").expect("clap demands it");
     let options = resolve(matches)?.options;
     let backing = backing_of(path);
+    if let Some(node) = matches.get_one::<String>("dead-node") {
+        return of_node(&backing, node, matches.get_flag("json"));
+    }
     tell_damage(&backing, &options);
     let lost = match matches.get_one::<PathBuf>("save-lost") {
         Some(dir) => LostPolicy::Save(outside(dir, &backing)?),
@@ -105,6 +118,33 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         output::print(&summary(&backing, &report))?;
     }
     outcome(&backing, &report, stop.load(Ordering::Relaxed))
+}
+
+/// Ends the transactions of a node that does not come back.
+fn of_node(backing: &Path, node: &str, json: bool) -> Result<u8, Failure> {
+    let report = firn_daemon::recover_node(backing, node.to_owned())?;
+    if json {
+        output::print_json(&report)?;
+    } else {
+        for id in &report.finished {
+            output::say(&format!("{node}: carried out commit {id}"));
+        }
+        if report.undone > 0 {
+            output::say(&format!("{node}: undid {}", count(report.undone, "transaction")));
+        }
+        if report.finished.is_empty() && report.undone == 0 && report.waiting.is_empty() {
+            output::say(&format!("{node}: nothing to end"));
+        }
+    }
+    match report.waiting.first() {
+        None => Ok(DONE),
+        Some(id) => Err(Failure::new(
+            PARTLY,
+            format!(
+                "{node}: {id} is prepared and undecided: firn commit or firn abort it on another node, then again"
+            ),
+        )),
+    }
 }
 
 /// A dead mount leads to its backing; anything else is taken as it is.

@@ -118,6 +118,9 @@ struct Outcome<'a> {
     scope: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
+    /// Nodes that have not carried the commit out yet.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    behind: Vec<String>,
 }
 
 /// Sends a request about the transaction at a path, and says what came of it.
@@ -128,12 +131,19 @@ fn ask(
     words: impl FnOnce(&str, Option<u64>) -> String,
 ) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
-    let id = connection.transaction(&request(place.relative.clone()))?;
+    let (id, behind) = connection.transaction(&request(place.relative.clone()))?.unzip();
+    let behind = behind.unwrap_or_default();
     let mount_point = place.mount.mount_point.to_string_lossy();
     if json {
-        output::print_json(&Outcome { mount_point: &mount_point, scope: &place.relative, id })?;
+        output::print_json(&Outcome { mount_point: &mount_point, scope: &place.relative, id, behind })?;
     } else {
         output::say(&words(&path.to_string_lossy(), id));
+        if !behind.is_empty() {
+            let which = behind.join(", ");
+            output::say(&format!(
+                "not yet carried out on {which}: it is when firnd runs there again, or by firn recover --node"
+            ));
+        }
     }
     Ok(DONE)
 }

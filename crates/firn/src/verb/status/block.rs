@@ -126,7 +126,9 @@ fn transaction(one: &TransactionStatus, paint: Paint) -> String {
     match one.stage.as_str() {
         "open" => format!("transaction in {scope}, {objects} changed"),
         "prepared" => {
-            paint.odd(&format!("transaction in {scope}, prepared{number}: firn commit or firn abort"))
+            let here =
+                if one.here.is_empty() { String::new() } else { format!(" on {}", one.here.join(", ")) };
+            paint.odd(&format!("transaction in {scope}, prepared{number}{here}: firn commit or firn abort"))
         }
         stage => paint.bad(&format!("transaction in {scope}, {stage}{number}: firn commit goes on with it")),
     }

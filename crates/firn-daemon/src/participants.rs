@@ -1,0 +1,203 @@
+//! Several nodes that commit together: what firnd does about the others.
+//!
+//! The nodes meet in the backing (`firn_held`); here they are waited for, and here what processes read and
+//! wrote goes from the engine's log to the transaction.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use firn_backing::DirBacking;
+use firn_config::{Kind, Options, Participants};
+use firn_conflict::{Report, Used};
+use firn_engine::{Engine, Pending};
+use firn_held::{Group, HeldError, Meeting, Node};
+
+use crate::attach::Store;
+use crate::error::DaemonError;
+
+/// The others are looked for as often at first, and ever less often down to the last.
+const LOOK_FIRST: Duration = Duration::from_millis(2);
+const LOOK_LAST: Duration = Duration::from_millis(200);
+/// Conflicts in an error message; all that were found are in the verdict.
+const TOLD_MAX: usize = 20;
+
+/// The nodes that commit together, as the options say; `None`: this one alone.
+pub(crate) fn group(options: &Options) -> Result<Option<Group>, DaemonError> {
+    let participants = match &options.participants {
+        Participants::Off => return Ok(None),
+        Participants::Count(count) => firn_held::Participants::Count(*count as usize),
+        Participants::Nodes(nodes) => firn_held::Participants::Nodes(nodes.clone()),
+    };
+    let node = match &options.node {
+        Some(node) => node.clone(),
+        None => {
+            let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+            Kind::Node.parse(&host).map_err(|why| DaemonError::NodeName { why })?;
+            host
+        }
+    };
+    if let firn_held::Participants::Nodes(nodes) = &participants
+        && !nodes.contains(&node)
+    {
+        return Err(DaemonError::NoParticipant { node, participants: nodes.join(", ") });
+    }
+    Ok(Some(Group { node, participants }))
+}
+
+/// A transaction was begun: from now on counts what processes use.
+pub(crate) fn begun(engine: &Engine<Store>, path: &[u8]) {
+    if engine.backing().group().is_some() {
+        engine.accesses().take(is_at(path));
+        engine.accesses().switch(true);
+    }
+}
+
+/// It was prepared: what processes used until now is part of it.
+pub(crate) fn prepared(
+    engine: &Engine<Store>,
+    node: &Node<DirBacking>,
+    path: &[u8],
+) -> Result<(), HeldError> {
+    match engine.backing().group() {
+        Some(_) => engine.backing().note_used(node, by_process(engine.accesses().take(is_at(path)))),
+        None => Ok(()),
+    }
+}
+
+/// The kernel tells which thread asks. Of threads that have ended their own numbers are left.
+fn by_process(mut used: Vec<Used>) -> Vec<Used> {
+    let mut processes = HashMap::new();
+    for file in &mut used {
+        for (thread, accesses) in std::mem::take(&mut file.processes) {
+            let process = *processes.entry(thread).or_insert_with(|| process_of(thread).unwrap_or(thread));
+            let known = file.processes.entry(process).or_default();
+            known.read.extend(&accesses.read);
+            known.written.extend(&accesses.written);
+        }
+    }
+    used
+}
+
+fn process_of(thread: u32) -> Option<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{thread}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("Tgid:"))?.trim().parse().ok()
+}
+
+/// It is over.
+pub(crate) fn ended(engine: &Engine<Store>, path: &[u8]) {
+    if engine.backing().group().is_some() {
+        engine.accesses().take(is_at(path));
+        engine.accesses().switch(!engine.backing().transactions().is_empty());
+    }
+}
+
+/// Tells the others, waits for them and for the verdict. Where they do not agree or do not come the transaction is
+/// open again.
+pub(crate) fn meet(
+    engine: &Engine<Store>,
+    path: &[u8],
+    id: u64,
+    patience: Duration,
+) -> Result<(), HeldError> {
+    if engine.backing().group().is_none() {
+        return Ok(());
+    }
+    let result = wait_for_verdict(engine, path, id, Instant::now() + patience);
+    if result.is_err() {
+        let reopened = engine.turn(path, Pending::Keep, |node| engine.backing().reopen(node, id));
+        match reopened {
+            Ok(used) => engine.accesses().put_back(used),
+            Err(error) => tracing::debug!(%error, id, "the transaction stays prepared"),
+        }
+    }
+    result
+}
+
+fn wait_for_verdict(
+    engine: &Engine<Store>,
+    path: &[u8],
+    id: u64,
+    deadline: Instant,
+) -> Result<(), HeldError> {
+    let store = engine.backing();
+    let mut pause = Pause::default();
+    loop {
+        match store.publish(&engine.object_at(path)?, id) {
+            Err(HeldError::Leaving { .. }) if Instant::now() < deadline => pause.rest(),
+            published => break published?,
+        }
+    }
+    let mut pause = Pause::default();
+    loop {
+        match store.meet(id, path)? {
+            Meeting::Met(verdict) => return verdict.agreed(),
+            Meeting::Waiting { here, of, missing } if Instant::now() >= deadline => {
+                let who = if missing.is_empty() {
+                    String::new()
+                } else {
+                    format!(", {} missing", missing.join(", "))
+                };
+                store.give_up(id, path, format!("only {} of {of} nodes came{who}", here.len()))?;
+            }
+            Meeting::Waiting { .. } => pause.rest(),
+        }
+    }
+}
+
+/// Waits until the other nodes have carried out a commit as well; those that have not after a while.
+pub(crate) fn behind(
+    engine: &Engine<Store>,
+    path: &[u8],
+    id: u64,
+    patience: Duration,
+) -> Result<Vec<String>, HeldError> {
+    let (store, deadline) = (engine.backing(), Instant::now() + patience);
+    let mut pause = Pause::default();
+    loop {
+        let behind = store.behind(id, path)?;
+        if behind.is_empty() || Instant::now() >= deadline {
+            return Ok(behind);
+        }
+        pause.rest();
+    }
+}
+
+/// Ever longer.
+struct Pause(Duration);
+
+impl Default for Pause {
+    fn default() -> Self {
+        Self(LOOK_FIRST)
+    }
+}
+
+impl Pause {
+    fn rest(&mut self) {
+        std::thread::sleep(self.0);
+        self.0 = (self.0 * 3 / 2).min(LOOK_LAST);
+    }
+}
+
+fn is_at(path: &[u8]) -> impl Fn(&[u8]) -> bool + '_ {
+    move |found| {
+        let rest = found.strip_prefix(path);
+        path.is_empty() || rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(b"/"))
+    }
+}
+
+/// Conflicts in words.
+pub(crate) fn told(report: &Report, scope: &str) -> String {
+    let mut text = match report.total {
+        1 => format!("{scope}: no commit, 1 conflict between nodes"),
+        total => format!("{scope}: no commit, {total} conflicts between nodes"),
+    };
+    for conflict in report.conflicts.iter().take(TOLD_MAX) {
+        text += &format!("\n  {conflict}");
+    }
+    let listed = report.conflicts.len().min(TOLD_MAX) as u64;
+    if report.total > listed {
+        text += &format!("\n  and {} more", report.total - listed);
+    }
+    text + "\nthe transaction is kept: firn abort drops it; programs of several nodes that share parts of files need \
+            mode=shadow"
+}
