@@ -18,7 +18,7 @@ fuzz_target!(|input: Input| {
         Input::Bytes(bytes) => bytes,
         Input::Sealed(payload) => {
             let mut bytes = b"FIRNREDO".to_vec();
-            bytes.extend_from_slice(&1u32.to_le_bytes());
+            bytes.extend_from_slice(&2u32.to_le_bytes());
             bytes.extend_from_slice(&crc32c::crc32c(&payload).to_le_bytes());
             bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
             bytes.extend_from_slice(&payload);

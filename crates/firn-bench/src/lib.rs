@@ -15,6 +15,7 @@ mod backing;
 mod checkpoint;
 mod cleanup;
 mod commit;
+mod conflict;
 mod cpu;
 mod discard;
 mod durable;
@@ -52,8 +53,9 @@ enum Benchmark {
     Restart(restart::RestartArgs),
     Spill(spill::SpillArgs),
     Commit(commit::CommitArgs),
+    Conflict(conflict::ConflictArgs),
     /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
-    /// memory, restart, spill and commit, one after the other.
+    /// memory, restart, spill, commit and conflict, one after the other.
     ///
     /// --json and --svg write one file for each, with the benchmark's name before the extension.
     All(AllArgs),
@@ -86,6 +88,7 @@ pub fn main_from_cli(args: BenchArgs) -> anyhow::Result<()> {
         Benchmark::Restart(args) => args.common().publish(&args.run()?),
         Benchmark::Spill(args) => args.common().publish(&args.run()?),
         Benchmark::Commit(args) => args.common().publish(&args.run()?),
+        Benchmark::Conflict(args) => args.common().publish(&args.run()?),
         Benchmark::All(args) => all(&args.common),
         Benchmark::Worker | Benchmark::Serve => unreachable!("handled above"),
     }
@@ -112,7 +115,8 @@ fn all(common: &Common) -> anyhow::Result<()> {
     publish(memory::MemoryArgs::with(common.clone()).run()?)?;
     publish(restart::RestartArgs::with(common.clone()).run()?)?;
     publish(spill::SpillArgs::with(common.clone()).run()?)?;
-    publish(commit::CommitArgs::with(common.clone()).run()?)
+    publish(commit::CommitArgs::with(common.clone()).run()?)?;
+    publish(conflict::ConflictArgs::with(common.clone()).run()?)
 }
 
 /// The plain passthrough holds a descriptor for each file that the kernel knows, as firnd does.
