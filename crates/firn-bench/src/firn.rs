@@ -123,6 +123,14 @@ impl Mount<'_> {
         self.firn.run(&args).map(drop)
     }
 
+    /// `firn VERB MOUNT ...` as a line for a shell; `words` begin with the verb.
+    pub fn shell(&self, words: &[&str]) -> String {
+        let (firn, point) = (self.firn, self.path.display());
+        let (verb, rest) = words.split_first().unwrap_or((&"status", &[]));
+        let (dir, program, rest) = (firn.runtime_dir.display(), firn.program.display(), rest.join(" "));
+        format!("FIRN_RUNTIME_DIR={dir} {program} {verb} {point} {rest}")
+    }
+
     /// `firn begin` of the whole mount.
     pub fn begin(&self) -> anyhow::Result<()> {
         self.firn.run(&["begin".as_ref(), self.path.as_ref()]).map(drop)

@@ -11,6 +11,7 @@ use clap::{Args, Subcommand};
 use crate::options::Common;
 use crate::report::Report;
 
+mod app;
 mod backing;
 mod checkpoint;
 mod cleanup;
@@ -54,6 +55,7 @@ enum Benchmark {
     Spill(spill::SpillArgs),
     Commit(commit::CommitArgs),
     Conflict(conflict::ConflictArgs),
+    App(app::AppArgs),
     /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
     /// memory, restart, spill, commit and conflict, one after the other.
     ///
@@ -89,6 +91,7 @@ pub fn main_from_cli(args: BenchArgs) -> anyhow::Result<()> {
         Benchmark::Spill(args) => args.common().publish(&args.run()?),
         Benchmark::Commit(args) => args.common().publish(&args.run()?),
         Benchmark::Conflict(args) => args.common().publish(&args.run()?),
+        Benchmark::App(args) => args.common().publish(&args.run()?),
         Benchmark::All(args) => all(&args.common),
         Benchmark::Worker | Benchmark::Serve => unreachable!("handled above"),
     }
