@@ -113,6 +113,20 @@ static int steps(const char *dir)
     HOLDS(has(dir, "file", "fifth"));
     MUST(firn_begin(mount, dir));
     MUST(firn_commit(mount, dir, 50, 0, NULL));
+
+    /* Carried out behind; the next one is aborted, or open, meanwhile or later. */
+    MUST(firn_begin(mount, dir));
+    put(dir, "file", "sixth");
+    MUST(firn_commit(mount, dir, 60, FIRN_COMMIT_ASYNC | FIRN_BEGIN_NEXT, &id));
+    HOLDS(id == 60 && has(dir, "file", "sixth"));
+    MUST(firn_abort(mount, dir));
+    MUST(firn_begin(mount, dir));
+    put(dir, "file", "fifth");
+    MUST(firn_commit(mount, dir, FIRN_NEXT_ID, FIRN_COMMIT_ASYNC, &id));
+    HOLDS(id == 61 && has(dir, "file", "fifth"));
+    MUST(firn_begin(mount, dir));
+    MUST(firn_commit(mount, dir, FIRN_NEXT_ID, 0, &id));
+    HOLDS(id == 62);
     firn_close(mount);
     return 0;
 }

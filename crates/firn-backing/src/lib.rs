@@ -175,4 +175,10 @@ pub trait Backing: Send + Sync + 'static {
     fn statfs(&self) -> Result<StatFs>;
     /// syncfs(2) of the file system below.
     fn sync_all(&self) -> Result<()>;
+
+    /// Whether changes of names or attributes may wait now for something that only a client decides or that takes
+    /// long: who must not wait leaves them to a thread that may.
+    fn changes_wait(&self) -> bool {
+        false
+    }
 }

@@ -141,6 +141,18 @@ impl Mount<'_> {
         self.firn.run(&["commit".as_ref(), self.path.as_ref()]).map(drop)
     }
 
+    /// `firn commit --async` of the whole mount.
+    pub fn commit_behind(&self) -> anyhow::Result<()> {
+        self.firn.run(&["commit".as_ref(), "--async".as_ref(), self.path.as_ref()]).map(drop)
+    }
+
+    /// Waits until the commit is carried out: names in it can be changed then.
+    pub fn wait_carried_out(&self) -> anyhow::Result<()> {
+        let name = self.path.join(".carried-out");
+        std::fs::create_dir(&name)?;
+        Ok(std::fs::remove_dir(name)?)
+    }
+
     /// Waits until the arena has its memory (populate=yes).
     pub fn wait_populated(&self) -> anyhow::Result<()> {
         let dir = format!("/proc/{}/task", self.pid);

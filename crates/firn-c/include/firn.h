@@ -200,6 +200,12 @@ int firn_read_chunk(firn *handle, const struct firn_chunk_meta *piece, uint64_t 
 /* For firn_commit(): the next transaction is open before anything can change. */
 #define FIRN_BEGIN_NEXT 1u
 
+/* For firn_commit(): return once the outcome is decided and durable. Programs see the tree after the commit from
+ * then on; firnd carries it out behind them. Until that is done, changes of names and attributes at or below
+ * `path` wait, and so do the next firn_prepare() and firn_commit(); reads, writes to files, and with
+ * FIRN_BEGIN_NEXT the beginning of the next transaction do not. */
+#define FIRN_COMMIT_ASYNC 2u
+
 /* Begins one: from now on the backing shows nothing of what changes at or below `path`, and programs on the
  * mount see their changes at once. ENOENT: no such directory. ENOTDIR. EBUSY: one is open there, above or
  * below. */
@@ -212,7 +218,7 @@ int firn_begin(firn *handle, const char *path);
 int firn_prepare(firn *handle, const char *path, uint64_t id);
 
 /* Makes all of its changes count, durably; prepares it first where nobody did. `id`: its number, or
- * FIRN_NEXT_ID. `flags`: 0 or FIRN_BEGIN_NEXT. Gives the number through `committed`, if that is not NULL.
+ * FIRN_NEXT_ID. `flags`: 0, or FIRN_BEGIN_NEXT and FIRN_COMMIT_ASYNC. Gives the number through `committed`, if that is not NULL.
  * ENOENT: none is open. EINVAL: prepared with another number, or a flag that does not exist. */
 int firn_commit(firn *handle, const char *path, uint64_t id, unsigned flags, uint64_t *committed);
 

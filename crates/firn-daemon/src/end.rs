@@ -51,6 +51,7 @@ pub(crate) enum Outcome {
 pub(crate) fn by_signal(attached: &Attached, front: &Front, events: &Receiver<Event>) -> Outcome {
     tracing::info!("asked to end: draining");
     transactions::leave(&attached.engine);
+    transactions::give_up(&attached.engine);
     if let Err(error) = front.carry_names() {
         tracing::warn!(%error, "not every name can be carried over now");
     }
@@ -74,6 +75,7 @@ pub(crate) fn by_request(
         return Err(Reply::Error { errno: libc::EBUSY, message });
     }
     transactions::leave(&attached.engine);
+    transactions::give_up(&attached.engine);
     if !keep_held {
         if let Err(error) = front.carry_names()
             && !force

@@ -15,6 +15,7 @@ use signal_hook::iterator::Signals;
 
 use crate::attach::Store;
 use crate::attach::{Attached, passthrough, runtime_files};
+use crate::carrier::Carrier;
 use crate::control::Control;
 use crate::door::{Behind, Door};
 use crate::end::{self, Event, Outcome};
@@ -134,6 +135,7 @@ impl Mount {
             carrying: AtomicBool::new(false),
             carry_next: parking_lot::Mutex::new(std::time::Instant::now()),
             window: Default::default(),
+            carrier: Carrier::new(Arc::clone(&attached.engine)),
             events: event.clone(),
             told: tell,
         });
@@ -164,6 +166,8 @@ impl Mount {
         let End { outcome, client, keep_held } = self.serve(&attached);
         self.populating.store(false, Ordering::Relaxed);
         transactions::leave(&attached.engine);
+        self.service.carrier.stop();
+        transactions::give_up(&attached.engine);
         // What was written between the last look and the end of the session.
         if !keep_held && let Err(error) = end::drain_rest(&attached.engine, Rung::Drained, &mut |_, _| true) {
             tracing::error!(%error, "what cannot be drained stays in the arena");

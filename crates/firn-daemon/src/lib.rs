@@ -5,6 +5,7 @@
 //! in the engine and options in firn-config: here is only what ties them to a process.
 
 mod attach;
+mod carrier;
 mod check;
 mod chunks;
 mod control;

@@ -14,11 +14,13 @@ use firn_stub::Tree;
 use parking_lot::Mutex;
 
 use crate::attach::Store;
+use crate::carrier::Carrier;
 use crate::chunks::{Lists, region};
 use crate::control::Service;
 use crate::end::Event;
 use crate::metrics::{Window, prometheus};
 use crate::mountinfo::shown;
+use crate::transactions::Means;
 
 /// Progress lines are sent this often.
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
@@ -48,6 +50,8 @@ pub(crate) struct Mounted {
     /// When they are next.
     pub(crate) carry_next: Mutex<Instant>,
     pub(crate) window: Mutex<Window>,
+    /// Carries out what was committed asynchronously.
+    pub(crate) carrier: Carrier,
     /// Checkpoints are being removed.
     pub(crate) expiring: AtomicBool,
     /// To the main loop, which alone unmounts.
@@ -254,7 +258,8 @@ impl Service for Mounted {
             | Request::Abort { .. }
             | Request::Restore { .. }) => {
                 let forget = |node| self.forget(node);
-                crate::transactions::answer(&self.engine, &request, self.patience, &forget)
+                let means = Means { carrier: &self.carrier, patience: self.patience, forget: &forget };
+                crate::transactions::answer(&self.engine, &request, &means)
             }
             Request::Unmount { force, keep_held } => self.unmount(force, keep_held, say),
         }

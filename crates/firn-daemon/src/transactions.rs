@@ -6,19 +6,27 @@ use std::time::Duration;
 
 use firn_backing::{DirBacking, Errno};
 use firn_engine::{Engine, NodeId, Pending};
-use firn_format::protocol::{Reply, Request, TransactionStatus};
+use firn_format::protocol::{Reply, Request, Rung, TransactionStatus};
 use firn_held::{HeldError, Stage};
 
 use crate::attach::Store;
+use crate::carrier::Carrier;
 use crate::participants;
 
-/// The answer to a request about a transaction. `forget` makes the kernel drop what it knows of a node; other
-/// nodes are waited for as long as `patience`.
+/// What an answer may use of the mount.
+pub(crate) struct Means<'a> {
+    pub(crate) carrier: &'a Carrier,
+    /// How long other nodes are waited for.
+    pub(crate) patience: Duration,
+    /// Makes the kernel drop what it knows of a node.
+    pub(crate) forget: &'a dyn Fn(NodeId),
+}
+
+/// The answer to a request about a transaction.
 pub(crate) fn answer(
     engine: &Engine<Store>,
     request: &Request,
-    patience: Duration,
-    forget: &dyn Fn(NodeId),
+    &Means { carrier, patience, forget }: &Means<'_>,
 ) -> Reply {
     let (path, result) = match request {
         Request::Begin { path } => (path, begin(engine, path.as_bytes()).map(|()| Reply::Done)),
@@ -26,9 +34,13 @@ pub(crate) fn answer(
             write_back(engine, path.as_bytes(), forget);
             (path, prepare(engine, path.as_bytes(), *id, patience).map(|()| Reply::Done))
         }
-        Request::Commit { path, id, begin } => {
+        Request::Commit { path, id, begin, behind } => {
             write_back(engine, path.as_bytes(), forget);
-            let committed = commit(engine, path.as_bytes(), (*id, *begin), patience, forget);
+            let how = How { id: *id, begin: *begin, behind: *behind };
+            let committed = match engine.backing().group() {
+                Some(_) => commit_together(engine, path.as_bytes(), how, patience, forget),
+                None => commit(engine, path.as_bytes(), how, carrier, forget).map(|id| (id, Vec::new())),
+            };
             (path, committed.map(|(id, behind)| Reply::Committed { id, behind }))
         }
         Request::Abort { path } => {
@@ -53,6 +65,10 @@ fn write_back(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) {
 }
 
 fn begin(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
+    // What was written after a commit that is still carried out is not of the new transaction, and has no way yet.
+    if is_decided(engine, path) && engine.wait_tree(path, Rung::Drained, &mut |_, _| false).is_err() {
+        engine.backing().carry_out(path)?;
+    }
     engine.turn(path, Pending::Drain, |node| begin_at(engine, node, path))
 }
 
@@ -67,6 +83,7 @@ fn begin_at(
 }
 
 fn prepare(engine: &Engine<Store>, path: &[u8], id: u64, patience: Duration) -> Result<(), HeldError> {
+    carry_out_before(engine, path)?;
     // Asked again, nothing more is to be part of it.
     let pending = if stage(engine, path) == Some(Stage::Open) { Pending::Drain } else { Pending::Keep };
     engine.turn(path, pending, |node| {
@@ -77,10 +94,74 @@ fn prepare(engine: &Engine<Store>, path: &[u8], id: u64, patience: Duration) -> 
     participants::meet(engine, path, id, patience)
 }
 
+/// A commit before this transaction is carried out first, outside of a turn: drains of the scope wait for that.
+fn carry_out_before(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
+    if stage(engine, path) == Some(Stage::Open) { engine.backing().carry_out(path) } else { Ok(()) }
+}
+
+/// How to commit.
+struct How {
+    id: Option<u64>,
+    /// The next transaction is open before anything can change.
+    begin: bool,
+    /// It is carried out behind the answer.
+    behind: bool,
+}
+
 fn commit(
     engine: &Engine<Store>,
     path: &[u8],
-    (id, begin): (Option<u64>, bool),
+    how: How,
+    carrier: &Carrier,
+    forget: &dyn Fn(NodeId),
+) -> Result<u64, HeldError> {
+    let store = engine.backing();
+    let is_decided = |id| decided(engine, path) == Some(id);
+    if how.id.is_none_or(|id| !is_decided(id)) {
+        carry_out_before(engine, path)?;
+    }
+    let stage = stage(engine, path);
+    let id = match (how.id, stage) {
+        (Some(id), _) | (None, Some(Stage::Prepared(id) | Stage::Decided(id))) => id,
+        _ => store.committed(path)?.map_or(1, |last| last.saturating_add(1)),
+    };
+    let is_recovered = store.transactions().iter().any(|one| one.scope == path && one.is_recovered);
+    let decide = |node: &_| {
+        store.conclude(node, id)?;
+        let is_followed = store.transactions().iter().filter(|one| one.scope == path).count() > 1;
+        if how.begin && !is_followed && !is_recovered { store.begin(node, path) } else { Ok(()) }
+    };
+    if stage == Some(Stage::Open) && !is_decided(id) {
+        engine.turn(path, Pending::Drain, decide)?;
+    } else {
+        // What was written since it was prepared comes after it. Who changes more waits already, and a turn would
+        // wait for that.
+        decide(&engine.object_at(path)?)?;
+    }
+    if is_recovered {
+        store.carry_out(path)?;
+        // Programs saw the tree before it until now.
+        engine.look_again(path).into_iter().for_each(forget);
+        if how.begin {
+            begin(engine, path)?;
+        }
+    } else if how.behind {
+        carrier.wake();
+    } else if let Err(error) = store.carry_out(path) {
+        // Asked again, it is the commit that is meant and not the one after it.
+        if how.begin {
+            store.unfollow(path);
+        }
+        return Err(error);
+    }
+    Ok(id)
+}
+
+/// Of several nodes: each carries out its part before it answers, because the others' parts must come as well.
+fn commit_together(
+    engine: &Engine<Store>,
+    path: &[u8],
+    How { id, begin, .. }: How,
     patience: Duration,
     forget: &dyn Fn(NodeId),
 ) -> Result<(u64, Vec<String>), HeldError> {
@@ -90,14 +171,12 @@ fn commit(
         (Some(id), _) | (None, Some(Stage::Prepared(id) | Stage::Decided(id))) => id,
         _ => store.committed(path)?.map_or(1, |last| last.saturating_add(1)),
     };
-    let shared = store.group().is_some();
-    if shared && stage == Some(Stage::Open) {
+    if stage == Some(Stage::Open) {
         prepare(engine, path, id, patience)?;
         stage = Some(Stage::Prepared(id));
     }
     // What was written since it was prepared comes after it.
     let pending = if stage == Some(Stage::Open) { Pending::Drain } else { Pending::Keep };
-    let is_recovered = store.transactions().iter().any(|one| one.scope == path && one.is_recovered);
     let behind = engine.turn(path, pending, |node| {
         store.commit(node, id)?;
         participants::ended(engine, path);
@@ -108,10 +187,8 @@ fn commit(
         }
         Ok::<_, HeldError>(behind)
     })?;
-    if is_recovered || shared {
-        // Programs saw the tree before it until now, or without the parts of other nodes.
-        engine.look_again(path).into_iter().for_each(forget);
-    }
+    // Programs saw the tree before it until now, or without the parts of other nodes.
+    engine.look_again(path).into_iter().for_each(forget);
     Ok((id, behind))
 }
 
@@ -133,11 +210,17 @@ fn abort(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) -> Result
 
 fn restore(engine: &Engine<Store>, path: &[u8], id: u64, forget: &dyn Fn(NodeId)) -> Result<(), HeldError> {
     let store = engine.backing();
+    // Of a commit before the transaction that is open. A commit that is not followed may be the one that is meant.
+    carry_out_before(engine, path)?;
     match stage(engine, path) {
         Some(Stage::Prepared(found) | Stage::Decided(found)) if found == id => {
             store.refuse(&engine.object_at(path)?)?;
             engine.turn(path, Pending::Discard, |node| {
-                store.commit(node, id)?;
+                match store.commit(node, id) {
+                    // It was carried out in the background meanwhile.
+                    Err(HeldError::None) if store.committed(path)? == Some(id) => {}
+                    done => done?,
+                }
                 participants::ended(engine, path);
                 Ok::<_, HeldError>(())
             })?;
@@ -172,7 +255,8 @@ pub(crate) fn leave(engine: &Engine<Store>) {
     for one in engine.backing().transactions() {
         let left = match one.stage {
             Stage::Open => abort(engine, &one.scope, &|_| {}),
-            Stage::Prepared(_) | Stage::Decided(_) | Stage::Ended => drop_later(engine, &one.scope),
+            Stage::Prepared(_) | Stage::Ended => drop_later(engine, &one.scope),
+            Stage::Decided(_) => engine.backing().carry_out(&one.scope),
         };
         if let Err(error) = left {
             tracing::warn!(%error, scope = %shown_scope(&one.scope), "a transaction is left to the next mount");
@@ -185,9 +269,36 @@ fn drop_later(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
     engine.turn(path, Pending::Discard, |_| Ok(()))
 }
 
-/// What keeps a mount from being taken away.
+/// Once nothing waits for what [`leave`] could not carry out: what was written after it stays in the arena for the
+/// next mount, which carries it out first.
+pub(crate) fn give_up(engine: &Engine<Store>) {
+    for one in engine.backing().transactions() {
+        if let Stage::Decided(_) = one.stage
+            && let Err(error) = engine
+                .object_at(&one.scope)
+                .map_err(HeldError::from)
+                .and_then(|at| engine.backing().refuse(&at))
+        {
+            tracing::warn!(%error, scope = %shown_scope(&one.scope), "changes may wait for a commit");
+        }
+    }
+}
+
+/// What keeps a mount from being taken away. What is decided is carried out first.
 pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
-    let found = engine.backing().transactions().into_iter().find(|one| !one.is_recovered)?;
+    let is_in_the_way =
+        |one: &firn_held::Transaction| !one.is_recovered && !matches!(one.stage, Stage::Decided(_));
+    let found = engine.backing().transactions().into_iter().find(is_in_the_way);
+    let Some(found) = found else {
+        let left = engine.backing().transactions().into_iter().filter(|one| !one.is_recovered);
+        return left.into_iter().find_map(|one| {
+            let error = engine.backing().carry_out(&one.scope).err()?;
+            let scope = shown_scope(&one.scope);
+            Some(format!(
+                "the commit of a transaction in {scope} cannot be carried out: {error}; mend the backing and try again, or --force leaves it to the next mount"
+            ))
+        });
+    };
     let scope = shown_scope(&found.scope);
     Some(match found.stage {
         Stage::Prepared(id) => format!(
@@ -197,8 +308,22 @@ pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
     })
 }
 
+/// How far the transaction is that programs change things in, or else the last one.
 fn stage(engine: &Engine<Store>, path: &[u8]) -> Option<Stage> {
-    engine.backing().transactions().into_iter().find(|one| one.scope == path).map(|one| one.stage)
+    engine.backing().transactions().into_iter().rfind(|one| one.scope == path).map(|one| one.stage)
+}
+
+/// The number of the commit that is to be carried out.
+fn decided(engine: &Engine<Store>, path: &[u8]) -> Option<u64> {
+    let transactions = engine.backing().transactions();
+    transactions.into_iter().filter(|one| one.scope == path).find_map(|one| match one.stage {
+        Stage::Decided(id) => Some(id),
+        _ => None,
+    })
+}
+
+fn is_decided(engine: &Engine<Store>, path: &[u8]) -> bool {
+    decided(engine, path).is_some()
 }
 
 /// For the status.
@@ -219,6 +344,7 @@ pub(crate) fn status(engine: &Engine<Store>) -> Vec<TransactionStatus> {
             Stage::Prepared(id) => engine.backing().here(id, &found.scope).unwrap_or_default(),
             _ => Vec::new(),
         },
+        error: found.trouble,
     };
     engine.backing().transactions().into_iter().map(one).collect()
 }

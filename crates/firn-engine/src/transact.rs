@@ -35,6 +35,11 @@ impl<B: Backing> Engine<B> {
         self.object(&*self.find(path)?)
     }
 
+    /// Whether changes of names or attributes may wait for a transaction.
+    pub fn changes_wait(&self) -> bool {
+        self.backing.changes_wait()
+    }
+
     /// Runs `turn` while nobody writes to files at or below `path`, all of whose pending data is treated as
     /// `pending` says before. Writers wait meanwhile. Where data cannot be drained, `turn` does not run.
     pub fn turn<T, E: From<Errno>>(

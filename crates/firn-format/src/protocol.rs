@@ -116,6 +116,9 @@ pub enum Request {
         /// Begin the next one before anybody can change anything.
         #[serde(default)]
         begin: bool,
+        /// Answer once it is decided, durably, and carry it out behind the answer.
+        #[serde(default, rename = "async")]
+        behind: bool,
     },
     /// Throw the transaction away.
     Abort {
@@ -331,6 +334,9 @@ pub struct TransactionStatus {
     /// Where several nodes commit together: those that have come.
     #[serde(default)]
     pub here: Vec<String>,
+    /// Why it could not be carried out when that was tried last; it is tried again.
+    #[serde(default)]
+    pub error: Option<String>,
 }
 
 /// The spill file of a mount.

@@ -92,21 +92,29 @@ impl<B: Backing> Adapter<B> {
         self.stalled.count()
     }
 
-    fn entry(&self, result: Result<Entry, Errno>, reply: ReplyEntry) {
-        match result {
-            Ok(entry) => {
-                let attr = convert::attr(entry.node, &entry.attr);
-                reply.entry(&self.ttl(entry.node), &attr, Generation(0));
-            }
-            Err(error) => reply.error(errno(error)),
+    fn ttl(&self, node: NodeId) -> Duration {
+        ttl(&self.engine, self.options, node)
+    }
+
+    /// Runs a change of names or attributes: here, or on a worker where it may wait for a transaction. Then the
+    /// threads that answer the kernel stay free for who only reads.
+    fn changing(&self, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+        if self.engine.changes_wait() {
+            let engine = Arc::clone(&self.engine);
+            self.workers.run(move || call(&engine));
+        } else {
+            call(&self.engine);
         }
     }
 
-    /// How long the kernel may keep attributes. Asked after they were taken: what came past the kernel
-    /// meanwhile shows.
-    fn ttl(&self, node: NodeId) -> Duration {
-        let changing = self.engine.is_written_past_the_kernel(node);
-        if changing { Duration::ZERO } else { self.options.attr_timeout }
+    /// The same for one that answers with what it made.
+    fn making(
+        &self,
+        reply: ReplyEntry,
+        call: impl FnOnce(&Engine<B>) -> Result<Entry, Errno> + Send + 'static,
+    ) {
+        let options = self.options;
+        self.changing(move |engine| entry(engine, options, call(engine), reply));
     }
 
     /// The flags and, for passthrough, the backing id with which a new handle is told to the kernel.
@@ -123,10 +131,7 @@ impl<B: Backing> Adapter<B> {
             }
             self.engine.no_passthrough(opened.handle);
         }
-        if let OpenMode::Cached { keep } = opened.mode {
-            return (if keep { FopenFlags::FOPEN_KEEP_CACHE } else { FopenFlags::empty() }, None);
-        }
-        (FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES, None)
+        (kernel_flags(opened), None)
     }
 
     /// Runs `call` here if the file has nothing pending (then it is as quick as the backing), else on
@@ -138,6 +143,55 @@ impl<B: Backing> Adapter<B> {
         } else {
             call(&self.engine);
         }
+    }
+}
+
+fn entry<B: Backing>(
+    engine: &Engine<B>,
+    options: AdapterOptions,
+    result: Result<Entry, Errno>,
+    reply: ReplyEntry,
+) {
+    match result {
+        Ok(entry) => {
+            let attr = convert::attr(entry.node, &entry.attr);
+            reply.entry(&ttl(engine, options, entry.node), &attr, Generation(0));
+        }
+        Err(error) => reply.error(errno(error)),
+    }
+}
+
+/// How long the kernel may keep attributes. Asked after they were taken: what came past the kernel meanwhile shows.
+fn ttl<B: Backing>(engine: &Engine<B>, options: AdapterOptions, node: NodeId) -> Duration {
+    if engine.is_written_past_the_kernel(node) { Duration::ZERO } else { options.attr_timeout }
+}
+
+/// A new file is open, and the kernel does not read it by itself.
+fn created<B: Backing>(
+    engine: &Engine<B>,
+    options: AdapterOptions,
+    made: Result<(Entry, Opened), Errno>,
+    reply: ReplyCreate,
+) {
+    let (mut entry, opened) = match made {
+        Ok(made) => made,
+        Err(error) => return reply.error(errno(error)),
+    };
+    if opened.mode == OpenMode::Passthrough {
+        engine.no_passthrough(opened.handle);
+    }
+    entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
+    let (attr, handle) = (convert::attr(entry.node, &entry.attr), FileHandle(opened.handle.0));
+    let ttl = ttl(engine, options, entry.node);
+    reply.created(&ttl, &attr, Generation(0), handle, kernel_flags(opened));
+}
+
+/// How the kernel treats a handle that it does not read by itself.
+fn kernel_flags(opened: Opened) -> FopenFlags {
+    match opened.mode {
+        OpenMode::Cached { keep: true } => FopenFlags::FOPEN_KEEP_CACHE,
+        OpenMode::Cached { keep: false } => FopenFlags::empty(),
+        _ => FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES,
     }
 }
 
@@ -164,7 +218,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
     }
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        self.entry(self.engine.lookup(NodeId(parent.0), name), reply);
+        entry(&self.engine, self.options, self.engine.lookup(NodeId(parent.0), name), reply);
     }
 
     fn forget(&self, _: &Request, ino: INodeNo, count: u64) {
@@ -199,10 +253,11 @@ impl<B: Backing> Filesystem for Adapter<B> {
         let (atime, mtime) = (convert::set_time(atime), convert::set_time(mtime));
         let mode = mode.map(|mode| mode & 0o7777);
         let set = SetAttr { mode, uid, gid, size, atime, mtime };
-        match self.engine.set_attr(NodeId(ino.0), fh.map(|fh| HandleId(fh.0)), set) {
-            Ok(attr) => reply.attr(&self.ttl(NodeId(ino.0)), &convert::attr(NodeId(ino.0), &attr)),
+        let (node, options) = (NodeId(ino.0), self.options);
+        self.changing(move |engine| match engine.set_attr(node, fh.map(|fh| HandleId(fh.0)), set) {
+            Ok(attr) => reply.attr(&ttl(engine, options, node), &convert::attr(node, &attr)),
             Err(error) => reply.error(errno(error)),
-        }
+        });
     }
 
     fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
@@ -224,7 +279,8 @@ impl<B: Backing> Filesystem for Adapter<B> {
     ) {
         let parent = NodeId(parent.0);
         let mode = if self.agreed.umask { masked(&self.engine, parent, mode, umask) } else { mode };
-        self.entry(self.engine.mknod(&caller(request), parent, name, mode, rdev.into()), reply);
+        let (caller, name) = (caller(request), name.to_owned());
+        self.making(reply, move |engine| engine.mknod(&caller, parent, &name, mode, rdev.into()));
     }
 
     fn mkdir(
@@ -238,20 +294,23 @@ impl<B: Backing> Filesystem for Adapter<B> {
     ) {
         let parent = NodeId(parent.0);
         let mode = if self.agreed.umask { masked(&self.engine, parent, mode, umask) } else { mode };
-        self.entry(self.engine.mkdir(&caller(request), parent, name, mode), reply);
+        let (caller, name) = (caller(request), name.to_owned());
+        self.making(reply, move |engine| engine.mkdir(&caller, parent, &name, mode));
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        empty(self.engine.unlink(NodeId(parent.0), name), reply);
+        let name = name.to_owned();
+        self.changing(move |engine| empty(engine.unlink(NodeId(parent.0), &name), reply));
     }
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        empty(self.engine.rmdir(NodeId(parent.0), name), reply);
+        let name = name.to_owned();
+        self.changing(move |engine| empty(engine.rmdir(NodeId(parent.0), &name), reply));
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
-        let target = target.as_os_str();
-        self.entry(self.engine.symlink(&caller(request), NodeId(parent.0), name, target), reply);
+        let (caller, name, target) = (caller(request), name.to_owned(), target.as_os_str().to_owned());
+        self.making(reply, move |engine| engine.symlink(&caller, NodeId(parent.0), &name, &target));
     }
 
     fn rename(
@@ -267,14 +326,31 @@ impl<B: Backing> Filesystem for Adapter<B> {
         let Some(flags) = RenameFlags::from_bits(flags.bits()) else {
             return reply.error(fuser::Errno::EINVAL);
         };
-        empty(self.engine.rename(NodeId(parent.0), name, NodeId(new_parent.0), new_name, flags), reply);
+        let (parent, new_parent) = (NodeId(parent.0), NodeId(new_parent.0));
+        let (name, new_name) = (name.to_owned(), new_name.to_owned());
+        self.changing(move |engine| empty(engine.rename(parent, &name, new_parent, &new_name, flags), reply));
     }
 
     fn link(&self, _: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        self.entry(self.engine.link(NodeId(ino.0), NodeId(parent.0), name), reply);
+        let name = name.to_owned();
+        self.making(reply, move |engine| engine.link(NodeId(ino.0), NodeId(parent.0), &name));
     }
 
     fn open(&self, _: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        if flags.0 & libc::O_TRUNC != 0 && self.engine.changes_wait() {
+            let coherence = Arc::clone(&self.coherence);
+            return self.changing(move |engine| match engine.open(NodeId(ino.0), flags.0) {
+                Ok(opened) => {
+                    if opened.mode == OpenMode::Passthrough {
+                        engine.no_passthrough(opened.handle);
+                    }
+                    let (flags, handle) = (kernel_flags(opened), FileHandle(opened.handle.0));
+                    let answer = move || reply.opened(handle, flags);
+                    coherence.tell_size(NodeId(ino.0), opened.handle, opened.size, answer);
+                }
+                Err(error) => reply.error(errno(error)),
+            });
+        }
         let opened = match self.engine.open(NodeId(ino.0), flags.0) {
             Ok(opened) => opened,
             Err(error) => return reply.error(errno(error)),
@@ -421,7 +497,8 @@ impl<B: Backing> Filesystem for Adapter<B> {
         if name == STATE_XATTR {
             return reply.error(fuser::Errno::EOPNOTSUPP);
         }
-        empty(self.engine.set_xattr(NodeId(ino.0), name, value, flags), reply);
+        let (name, value) = (name.to_owned(), value.to_owned());
+        self.changing(move |engine| empty(engine.set_xattr(NodeId(ino.0), &name, &value, flags), reply));
     }
 
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
@@ -440,7 +517,8 @@ impl<B: Backing> Filesystem for Adapter<B> {
         if name == STATE_XATTR {
             return reply.error(fuser::Errno::EOPNOTSUPP);
         }
-        empty(self.engine.remove_xattr(NodeId(ino.0), name), reply);
+        let name = name.to_owned();
+        self.changing(move |engine| empty(engine.remove_xattr(NodeId(ino.0), &name), reply));
     }
 
     /// Never asked under `default_permissions`.
@@ -460,6 +538,12 @@ impl<B: Backing> Filesystem for Adapter<B> {
     ) {
         let parent = NodeId(parent.0);
         let mode = if self.agreed.umask { masked(&self.engine, parent, mode, umask) } else { mode };
+        if self.engine.changes_wait() {
+            let (caller, name, options) = (caller(request), name.to_owned(), self.options);
+            return self.changing(move |engine| {
+                created(engine, options, engine.create(&caller, parent, &name, mode, flags), reply);
+            });
+        }
         let (mut entry, opened) = match self.engine.create(&caller(request), parent, name, mode, flags) {
             Ok(created) => created,
             Err(error) => return reply.error(errno(error)),

@@ -72,7 +72,7 @@ impl<B: Backing> Held<B> {
         let (nest_name, nest) = scope.plain_nest(&self.base)?;
         let text = number.to_string();
         let size = self.copy_object(kind, node, &nest, OsStr::new(&text))?;
-        Ok((Twin { nest, at: (nest_name, text), held: None }, size))
+        Ok((Twin { nest, at: (nest_name, text), held: None, goes_to: None }, size))
     }
 
     /// Makes an object with the attributes of another, and its size; not its data.

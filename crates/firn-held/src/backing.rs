@@ -302,6 +302,10 @@ impl<B: Backing> Backing for Held<B> {
     fn sync_all(&self) -> Result<()> {
         self.base.sync_all()
     }
+
+    fn changes_wait(&self) -> bool {
+        self.some_scope_waits()
+    }
 }
 
 impl<B: Backing> Held<B> {

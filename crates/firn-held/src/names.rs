@@ -77,7 +77,7 @@ impl<B: Backing> Held<B> {
         let attr = make(&nest, OsStr::new(&text))?.1;
         let is_dir = attr.kind == Kind::Dir;
         let change = Change {
-            twin: Some(Twin { nest, at: (nest_name, text), held: None }),
+            twin: Some(Twin { nest, at: (nest_name, text), held: None, goes_to: None }),
             links: i64::from(!is_dir),
             ..Change::new(number, None)
         };

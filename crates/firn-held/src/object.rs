@@ -67,6 +67,8 @@ pub(crate) struct Change<B: Backing> {
     pub(crate) before: Option<(u64, Time)>,
     /// Owner, mode or extended attributes were changed.
     pub(crate) attributes: bool,
+    /// The attributes that programs see while the commit is carried out behind them.
+    pub(crate) frozen: Option<Attr>,
 }
 
 impl<B: Backing> Change<B> {
@@ -84,6 +86,7 @@ impl<B: Backing> Change<B> {
             written: Ranges::default(),
             before: None,
             attributes: false,
+            frozen: None,
         }
     }
 }
@@ -96,13 +99,19 @@ pub(crate) struct Twin<B: Backing> {
     pub(crate) at: Staged,
     /// The object, where its staged name is gone.
     pub(crate) held: Option<B::Node>,
+    /// Where a commit that is being carried out moves it to.
+    pub(crate) goes_to: Option<(B::Node, OsString)>,
 }
 
 impl<B: Backing> Twin<B> {
     pub(crate) fn node(&self, base: &B) -> Result<B::Node> {
-        match &self.held {
-            Some(node) => Ok(node.clone()),
-            None => Ok(base.lookup(&self.nest, OsStr::new(&self.at.1))?.0),
+        if let Some(node) = &self.held {
+            return Ok(node.clone());
+        }
+        match (base.lookup(&self.nest, OsStr::new(&self.at.1)), &self.goes_to) {
+            // It went there meanwhile, with one rename.
+            (Err(Errno::NOENT), Some((dir, name))) => Ok(base.lookup(dir, name)?.0),
+            (found, _) => Ok(found?.0),
         }
     }
 }
@@ -160,7 +169,11 @@ impl<B: Backing> Object<B> {
 
     /// The attributes that programs see.
     pub(crate) fn attr(&self, base: &B) -> Result<Attr> {
-        let mut attr = self.inner.read().attr(base, self)?;
+        let inner = self.inner.read();
+        if let Some(attr) = inner.change.as_ref().and_then(|change| change.frozen) {
+            return Ok(attr);
+        }
+        let mut attr = inner.attr(base, self)?;
         if self.kind != Kind::Dir || attr.nlink > 1 {
             attr.nlink = attr.nlink.saturating_sub(self.hidden_links());
         }

@@ -19,6 +19,8 @@ use crate::record::{Record, RecordError};
 use crate::staging;
 use crate::state::State;
 
+mod carry;
+
 /// Number of the state before the first commit: [`Held::committed`] has none.
 pub(crate) const NO_ID: u64 = u64::MAX;
 
@@ -133,6 +135,8 @@ pub struct Transaction {
     pub states: BTreeMap<State, u64>,
     /// An earlier firnd prepared it.
     pub is_recovered: bool,
+    /// Why it could not be carried out when that was tried last.
+    pub trouble: Option<String>,
 }
 
 /// What [`Held::open`] did.
@@ -177,6 +181,8 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) recovered: Option<Record>,
     /// Prepared to commit with other nodes: what processes here used before.
     pub(crate) used: Mutex<Option<Vec<Used>>>,
+    /// How it is carried out.
+    carried: carry::Carried<B>,
 }
 
 /// What a new object takes from its directory: group and default ACL.
@@ -274,6 +280,8 @@ pub struct Held<B: Backing> {
     /// Objects that have a staged name more.
     pub(crate) anchored: Mutex<HashSet<Key>>,
     scopes: RwLock<Vec<Arc<Scope<B>>>>,
+    /// Held by who changes the list of committed numbers.
+    finishing: Mutex<()>,
     pub(crate) scope_count: AtomicUsize,
     pub(crate) last_serial: AtomicU64,
     /// Held for reading while names are looked up, for writing while a transaction changes them.
@@ -318,6 +326,7 @@ impl<B: Backing> Held<B> {
             group: None,
             anchored: Mutex::default(),
             scopes: RwLock::default(),
+            finishing: Mutex::new(()),
             scope_count: AtomicUsize::new(0),
             last_serial: AtomicU64::new(0),
             tree: RwLock::new(()),
@@ -460,6 +469,7 @@ impl<B: Backing> Held<B> {
             refusing: AtomicBool::new(false),
             recovered,
             used: Mutex::default(),
+            carried: carry::Carried::default(),
         })
     }
 
@@ -576,9 +586,13 @@ impl<B: Backing> Held<B> {
         if root.kind != Kind::Dir {
             return Err(Errno::NOTDIR.into());
         }
+        self.carry_out_around(root)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
+        let mut before = None;
         for scope in self.scopes.read().iter() {
-            if root.is_below(&scope.root) || scope.root.is_below(root) {
+            if scope.can_be_followed(root) {
+                before = Some(Arc::clone(scope));
+            } else if root.is_below(&scope.root) || scope.root.is_below(root) {
                 return Err(HeldError::Open { scope: String::from_utf8_lossy(&scope.path).into_owned() });
             }
         }
@@ -590,14 +604,17 @@ impl<B: Backing> Held<B> {
         let dir = staging::dir(&self.base, &firn, &format!("tx-{serial}"))?;
         let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
         staging::store(&self.base, &dir, staging::OPEN, path)?;
-        self.enter(scope);
+        match before {
+            Some(before) => before.follow(scope),
+            None => self.enter(scope),
+        }
         Ok(())
     }
 
     /// Makes the transaction durable and leaves its outcome open. Changes wait until it is decided. Where this
     /// fails the transaction is as it was.
     pub fn prepare(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
-        let scope = self.scope_at(node)?;
+        let scope = self.newest_at(node)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
         match *scope.stage.lock() {
             Stage::Open => {}
@@ -635,66 +652,6 @@ impl<B: Backing> Held<B> {
         self.base.rename(&scope.dir, OsStr::new(&new), &scope.dir, OsStr::new(name), flags)
     }
 
-    /// Decides for the transaction, durably, and carries it out. Where this
-    /// fails it can be called again: before the decision the transaction is as it was, after it
-    /// ([`Stage::Decided`]) it is going to be carried out.
-    pub fn commit(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
-        let scope = self.scope_at(node)?;
-        let (_names, _data) = (self.tree.write(), self.data.write());
-        let stage = *scope.stage.lock();
-        match stage {
-            Stage::Prepared(found) | Stage::Decided(found) if found != id => {
-                return Err(HeldError::OtherId { found, wanted: id });
-            }
-            Stage::Prepared(_) => {
-                self.agree(&scope, stage, id)?;
-                let (from, to) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
-                self.base.rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
-                scope.turn(Stage::Decided(id));
-                self.base.sync_dir(&scope.dir)?;
-            }
-            Stage::Open => {
-                self.agree(&scope, stage, id)?;
-                // Decided at once: a crash before leaves nothing that waits for a decision.
-                self.write_record(&scope, id)?;
-                self.place_record(&scope, staging::COMMIT)?;
-                scope.turn(Stage::Decided(id));
-                self.base.sync_dir(&scope.dir)?;
-            }
-            Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
-            Stage::Ended => return Err(HeldError::None),
-        }
-        let record = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), staging::COMMIT)?;
-        self.hold_new(&scope)?;
-        // Without it, an earlier attempt came to the end and could not say so.
-        if let Some(record) = record {
-            let mut apply = Apply::new(&self.base, &record, &scope.new, &scope.away)
-                .keeping(self.undo_nest(scope.serial)?);
-            for (number, object) in scope.changed.lock().iter() {
-                let inner = object.inner.read();
-                if let Some(node) = inner.base.clone() {
-                    apply.know(*number, node);
-                }
-            }
-            apply.run()?;
-            self.finish(&scope.dir, &record, scope.serial)?;
-        } else {
-            self.forget(&scope.dir)?;
-        }
-        for (_, object) in std::mem::take(&mut *scope.changed.lock()) {
-            let mut inner = object.inner.write();
-            let Some(change) = inner.change.take() else { continue };
-            if inner.base.is_none() {
-                inner.base = change.twin.and_then(|twin| twin.held);
-            }
-            object.let_go();
-        }
-        self.end(&scope);
-        self.clean_up(&scope);
-        self.leave(id, &scope.path)?;
-        Ok(())
-    }
-
     /// Holds the new objects that anybody refers to, before their staged names go. The others are found by their
     /// new names when they are looked up.
     fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
@@ -728,6 +685,9 @@ impl<B: Backing> Held<B> {
     pub fn abort(&self, node: &Node<B>) -> Result<(), HeldError> {
         let scope = self.scope_at(node)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
+        if self.drop_next(&scope) {
+            return Ok(());
+        }
         let stage = *scope.stage.lock();
         match stage {
             Stage::Open => self.withdraw(&scope.path)?,
@@ -797,8 +757,13 @@ impl<B: Backing> Held<B> {
             None => scope.recovered.is_none() && self.scopes.read().len() > 1,
         };
         self.anchored.lock().retain(is_left);
-        self.scopes.write().retain(|other| !Arc::ptr_eq(other, scope));
-        self.scope_count.fetch_sub(1, Ordering::Release);
+        let mut scopes = self.scopes.write();
+        scopes.retain(|other| !Arc::ptr_eq(other, scope));
+        match scope.carried.take_next() {
+            Some(next) => scopes.push(next),
+            None => drop(self.scope_count.fetch_sub(1, Ordering::Release)),
+        }
+        drop(scopes);
         scope.turn(Stage::Ended);
     }
 
@@ -811,7 +776,10 @@ impl<B: Backing> Held<B> {
     /// Makes the files those of checkpoint `id`: finishes the transaction that was prepared with it, or throws
     /// away what came after it, commits too, as far as they are kept.
     pub fn restore(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
-        let scope = self.scope_at(node).ok();
+        let scope = match self.newest_at(node) {
+            Err(HeldError::None) => None,
+            found => Some(found?),
+        };
         let stage = scope.as_ref().map(|scope| *scope.stage.lock());
         if let Some(Stage::Prepared(found) | Stage::Decided(found)) = stage
             && found == id
@@ -846,10 +814,11 @@ impl<B: Backing> Held<B> {
         Ok(path)
     }
 
-    /// The transactions that are not over.
+    /// The transactions that are not over; one that is to be carried out comes before the next one of its scope.
     pub fn transactions(&self) -> Vec<Transaction> {
         let scopes = self.scopes.read();
-        let one = |scope: &Arc<Scope<B>>| Transaction {
+        let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.carried.next()];
+        let one = |scope: Arc<Scope<B>>| Transaction {
             scope: scope.path.clone(),
             stage: *scope.stage.lock(),
             objects: match &scope.recovered {
@@ -858,8 +827,9 @@ impl<B: Backing> Held<B> {
             },
             states: scope.book.lock().count(),
             is_recovered: scope.recovered.is_some(),
+            trouble: scope.carried.trouble(),
         };
-        scopes.iter().map(one).collect()
+        scopes.iter().flat_map(with_next).flatten().map(one).collect()
     }
 
     pub(crate) fn scope_at(&self, node: &Node<B>) -> Result<Arc<Scope<B>>, HeldError> {
@@ -870,6 +840,7 @@ impl<B: Backing> Held<B> {
     /// After the last step of a commit: its number is noted, what undoes it is kept, and its record goes.
     pub(crate) fn finish(&self, dir: &B::Node, record: &Record, serial: u64) -> Result<(), Errno> {
         self.base.sync_all()?;
+        let _one = self.finishing.lock();
         let firn = self.home()?;
         self.keep_undo(&firn, serial, &record.scope)?;
         let mut numbers = staging::load_numbers(&self.base, &firn)?;

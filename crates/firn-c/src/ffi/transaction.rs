@@ -12,6 +12,8 @@ use crate::error::Error;
 const NEXT_ID: u64 = u64::MAX;
 /// `FIRN_BEGIN_NEXT`.
 const BEGIN_NEXT: c_uint = 1;
+/// `FIRN_COMMIT_ASYNC`.
+const ASYNC: c_uint = 2;
 
 /// Sends the request that `make` makes of the path below the mount.
 ///
@@ -73,12 +75,13 @@ pub unsafe extern "C" fn firn_commit(
     committed: *mut u64,
 ) -> c_int {
     guarded(|| {
-        if flags & !BEGIN_NEXT != 0 {
+        if flags & !(BEGIN_NEXT | ASYNC) != 0 {
             return Err(Error::Argument("a flag that this library does not know"));
         }
-        let (id, begin) = ((id != NEXT_ID).then_some(id), flags & BEGIN_NEXT != 0);
+        let id = (id != NEXT_ID).then_some(id);
+        let (begin, behind) = (flags & BEGIN_NEXT != 0, flags & ASYNC != 0);
         // SAFETY: the caller's promise.
-        let found = unsafe { ask(handle, path, |path| Request::Commit { path, id, begin }) }?;
+        let found = unsafe { ask(handle, path, |path| Request::Commit { path, id, begin, behind }) }?;
         if committed.is_null() {
             return Ok(());
         }

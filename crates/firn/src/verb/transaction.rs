@@ -48,10 +48,13 @@ pub const COMMIT: Verb = Verb {
     name: "commit",
     about: "Make the changes of a transaction count, all of them",
     long: "When this returns, all changes since `firn begin` are durable in the backing. After a crash in between \
-           the next mount has all of them or none.",
+           the next mount has all of them or none. With --async it returns once that is decided, durably: all of \
+           them count and programs see them. firnd carries them to their places behind the job, during which \
+           other changes of names and attributes below PATH wait; `firn status` shows what is left.",
     examples: &[
         ("firn commit /work", "with the number it was prepared with, or the next one"),
         ("firn commit /work --id 17 --begin", "and begin the next before anything can change"),
+        ("firn commit /work --async --begin", "and go on once it is decided, durably"),
     ],
     exits: EXITS,
     args: CommitArgs::augment_args,
@@ -109,6 +112,9 @@ struct CommitArgs {
     /// Begin the next transaction at once.
     #[arg(long)]
     begin: bool,
+    /// Return once it is decided, and carry it out behind programs that read and write on.
+    #[arg(long = "async")]
+    behind: bool,
 }
 
 #[derive(Serialize)]
@@ -160,12 +166,13 @@ fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
-    let CommitArgs { place, id, begin } = CommitArgs::from_arg_matches(matches)?;
+    let CommitArgs { place, id, begin, behind } = CommitArgs::from_arg_matches(matches)?;
     let words = |at: &str, id: Option<u64>| {
+        let how = if behind { "; it is carried out behind" } else { "" };
         let next = if begin { "; the next transaction is open" } else { "" };
-        format!("{at}: committed as {}{next}", id.unwrap_or_default())
+        format!("{at}: committed as {}{how}{next}", id.unwrap_or_default())
     };
-    ask(&place.path, place.json, |path| Request::Commit { path, id, begin }, words)
+    ask(&place.path, place.json, |path| Request::Commit { path, id, begin, behind }, words)
 }
 
 fn abort(matches: &ArgMatches) -> Result<u8, Failure> {

@@ -130,7 +130,12 @@ fn transaction(one: &TransactionStatus, paint: Paint) -> String {
                 if one.here.is_empty() { String::new() } else { format!(" on {}", one.here.join(", ")) };
             paint.odd(&format!("transaction in {scope}, prepared{number}{here}: firn commit or firn abort"))
         }
-        stage => paint.bad(&format!("transaction in {scope}, {stage}{number}: firn commit goes on with it")),
+        stage => match &one.error {
+            None => paint.odd(&format!("transaction in {scope}, {stage}{number}, {objects} are carried out")),
+            Some(error) => paint.bad(&format!(
+                "transaction in {scope}, {stage}{number}: {error}; it is tried again, and by firn commit at once"
+            )),
+        },
     }
 }
 

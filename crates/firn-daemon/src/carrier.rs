@@ -1,0 +1,114 @@
+//! Carries out what was committed asynchronously, behind the programs of the mount.
+//!
+//! A commit that the backing refuses is tried again after 0.1 s, doubling to 30 s, and at once when another one
+//! comes. One thread does all, one scope after the other; it is started by the first such commit.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use firn_engine::Engine;
+use firn_held::Stage;
+use parking_lot::{Condvar, Mutex};
+
+use crate::attach::Store;
+
+const RETRY_FIRST: Duration = Duration::from_millis(100);
+const RETRY_LAST: Duration = Duration::from_secs(30);
+
+pub(crate) struct Carrier {
+    engine: Arc<Engine<Store>>,
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    asked: bool,
+    stopping: bool,
+}
+
+impl Carrier {
+    pub(crate) fn new(engine: Arc<Engine<Store>>) -> Self {
+        Self { engine, shared: Arc::default(), thread: Mutex::default() }
+    }
+
+    /// There is something to carry out.
+    pub(crate) fn wake(&self) {
+        self.shared.state.lock().asked = true;
+        self.shared.changed.notify_all();
+        let mut thread = self.thread.lock();
+        if thread.is_some() {
+            return;
+        }
+        let (engine, shared) = (Arc::clone(&self.engine), Arc::clone(&self.shared));
+        match std::thread::Builder::new().name("firn-commit".into()).spawn(move || shared.serve(&engine)) {
+            Ok(started) => *thread = Some(started),
+            Err(error) => {
+                tracing::warn!(%error, "cannot start a thread: the commit is carried out now");
+                carry_out(&self.engine);
+            }
+        }
+    }
+
+    /// Ends it after the commit it is at.
+    pub(crate) fn stop(&self) {
+        self.shared.state.lock().stopping = true;
+        self.shared.changed.notify_all();
+        if let Some(thread) = self.thread.lock().take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread that carries commits out panicked");
+        }
+    }
+}
+
+impl Shared {
+    fn serve(&self, engine: &Engine<Store>) {
+        let mut pause = RETRY_FIRST;
+        loop {
+            let mut state = self.state.lock();
+            while !state.asked && !state.stopping {
+                self.changed.wait(&mut state);
+            }
+            if state.stopping {
+                return;
+            }
+            state.asked = false;
+            drop(state);
+            if carry_out(engine) {
+                pause = RETRY_FIRST;
+                continue;
+            }
+            let mut state = self.state.lock();
+            if !state.asked && !state.stopping {
+                self.changed.wait_for(&mut state, pause);
+            }
+            pause = if state.asked { RETRY_FIRST } else { RETRY_LAST.min(pause * 2) };
+            state.asked = true;
+        }
+    }
+}
+
+/// Whether nothing is left.
+fn carry_out(engine: &Engine<Store>) -> bool {
+    let mut all = true;
+    for one in engine.backing().transactions() {
+        let Stage::Decided(id) = one.stage else { continue };
+        if let Err(error) = engine.backing().carry_out(&one.scope) {
+            all = false;
+            // Each cause once.
+            if one.trouble.as_deref() != Some(&error.to_string()) {
+                let scope = crate::transactions::shown_scope(&one.scope);
+                tracing::warn!(%error, id, %scope, "a commit cannot be carried out; it is tried again");
+            }
+        }
+    }
+    all
+}
