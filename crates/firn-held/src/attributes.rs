@@ -8,6 +8,7 @@ use firn_backing::{Backing, Errno, Kind, Result, SetTime};
 use crate::backing::Node;
 use crate::object::{Change, Inner, Object, Twin};
 use crate::scope::{Held, Scope};
+use crate::shadow::NO_BYTES;
 use crate::staging;
 
 impl<B: Backing> Held<B> {
@@ -18,7 +19,9 @@ impl<B: Backing> Held<B> {
         change: impl FnOnce(&B::Node) -> Result<()>,
     ) -> Result<()> {
         let (_data, scope) = self.writing(object)?;
-        let Some(scope) = scope else { return change(&object.inner.read().node(&self.base)?) };
+        let Some(scope) = self.holding(scope, object, NO_BYTES)? else {
+            return change(&object.inner.read().node(&self.base)?);
+        };
         let mut inner = object.inner.write();
         self.twin(&scope, object, &mut inner)?.attributes = true;
         change(&inner.node(&self.base)?)
@@ -30,7 +33,7 @@ impl<B: Backing> Held<B> {
             return self.base.set_times(node, atime, mtime);
         };
         let (_data, scope) = self.writing(object)?;
-        let Some(scope) = scope else {
+        let Some(scope) = self.holding(scope, object, NO_BYTES)? else {
             return self.base.set_times(&object.inner.read().node(&self.base)?, atime, mtime);
         };
         let mut inner = object.inner.write();
@@ -52,6 +55,7 @@ impl<B: Backing> Held<B> {
         object: &Arc<Object<B>>,
         inner: &'a mut Inner<B>,
     ) -> Result<&'a mut Change<B>> {
+        assert!(scope.shadow.is_none(), "nothing is held in shadow mode");
         let base = inner.base.clone();
         if base.is_none() && inner.change.is_none() {
             return Err(Errno::STALE);

@@ -7,6 +7,7 @@ use firn_backing::{Access, Backing, Errno, Result, Seek};
 
 use crate::object::{Below, Inner, Object};
 use crate::scope::{Held, Scope};
+use crate::shadow::NO_BYTES;
 
 /// Bytes that are copied at once where the backing cannot copy by itself.
 const BLOCK: usize = 1 << 20;
@@ -134,7 +135,7 @@ impl<B: Backing> Held<B> {
         file.must_write(Errno::BADF)?;
         let object = &file.object;
         let (_data, scope) = self.writing(object)?;
-        let Some(scope) = scope else {
+        let Some(scope) = self.holding(scope, object, offset)? else {
             let inner = object.inner.read();
             return self.base.write_at(&*object.below(&self.base, &inner, Below::Writer)?, data, offset);
         };
@@ -167,7 +168,7 @@ impl<B: Backing> Held<B> {
         file.must_write(Errno::INVAL)?;
         let object = &file.object;
         let (_data, scope) = self.writing(object)?;
-        let Some(scope) = scope else {
+        let Some(scope) = self.holding(scope, object, len)? else {
             let inner = object.inner.read();
             return self.base.set_len(&*object.below(&self.base, &inner, Below::Writer)?, len);
         };
@@ -195,7 +196,9 @@ impl<B: Backing> Held<B> {
         file.must_write(Errno::BADF)?;
         let object = &file.object;
         let (_data, scope) = self.writing(object)?;
-        let Some(scope) = scope else {
+        let keeps_bytes = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
+        let from = if keeps_bytes { NO_BYTES } else { offset };
+        let Some(scope) = self.holding(scope, object, from)? else {
             let inner = object.inner.read();
             let below = object.below(&self.base, &inner, Below::Writer)?;
             return self.base.allocate(&below, mode, offset, len);
@@ -259,7 +262,7 @@ impl<B: Backing> Held<B> {
         to.must_write(Errno::BADF)?;
         let object = &to.object;
         let (_data, scope) = self.writing(object)?;
-        let into = match &scope {
+        let into = match &self.holding(scope, object, to_offset)? {
             Some(scope) => {
                 self.ready(scope, object)?;
                 Below::Twin

@@ -8,6 +8,8 @@
 //! [`Held::abort`] throws it away. [`Held::open`] ends, after a crash, what was decided and undoes what
 //! was not prepared.
 //!
+//! In shadow mode ([`shadow`]) nothing is held: changes go to the backing, and what undoes them is saved first.
+//!
 //! Promises
 //! * A crash at any instant ends, after `open`, in the tree before the transaction or in the one after it.
 //! * What is staged is moved into place, not copied; only changed ranges of files that were there are
@@ -30,6 +32,7 @@ mod names;
 mod object;
 pub mod record;
 mod scope;
+pub mod shadow;
 mod staging;
 pub mod state;
 
@@ -37,3 +40,4 @@ pub use backing::{Dir, File, Node};
 pub use meeting::{Group, Meeting, Participants, Verdict};
 pub use object::Object;
 pub use scope::{Held, HeldError, Outcome, Stage, Transaction};
+pub use shadow::Mode;

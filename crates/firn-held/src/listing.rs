@@ -83,10 +83,10 @@ impl<B: Backing> Held<B> {
         Ok(entries)
     }
 
-    /// fsync(2) of a directory. In a transaction its names are durable when that is prepared.
+    /// fsync(2) of a directory. Where its transaction holds them, its names are durable when that is prepared.
     pub(crate) fn sync_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<()> {
         let (_data, scope) = self.writing(object)?;
-        if scope.is_some() {
+        if scope.is_some_and(|scope| scope.shadow.is_none()) {
             return Ok(());
         }
         let node = object.inner.read().base.clone().ok_or(Errno::STALE)?;

@@ -9,11 +9,12 @@ use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
 use crate::backing::Node;
 use crate::object::{Change, Inner, Object, Twin};
 use crate::scope::{Held, Names, Scope};
+use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
 use crate::state::State;
 
 impl<B: Backing> Held<B> {
-    fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {
+    pub(crate) fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {
         parent.parent().is_none() && name == staging::TOP
     }
 
@@ -25,7 +26,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// The object of a name; the caller holds the names.
-    fn find(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Option<Arc<Object<B>>>> {
+    pub(crate) fn find(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Option<Arc<Object<B>>>> {
         let inner = parent.inner.read();
         if let Some(change) = &inner.change
             && let Some(found) = change.names.get(name)
@@ -58,9 +59,16 @@ impl<B: Backing> Held<B> {
             return Err(Errno::PERM);
         }
         let (_names, scope) = self.changing(parent)?;
-        let Some(scope) = scope else {
+        if parent.is_gone() {
+            return Err(Errno::NOENT);
+        }
+        let within = scope.clone();
+        let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
             let dir = parent.inner.read().node(&self.base)?;
             let (node, attr) = make(&dir, name)?;
+            if let Some(shadow) = shadow(&within) {
+                shadow.made(attr.ino);
+            }
             return Ok((self.intern(node, &attr, parent, name), attr));
         };
         if parent.kind != Kind::Dir {
@@ -99,6 +107,7 @@ impl<B: Backing> Held<B> {
         match &inner.change {
             Some(change) if change.removed => Err(Errno::NOENT),
             None if inner.base.is_none() => Err(Errno::STALE),
+            None if dir.is_gone() => Err(Errno::NOENT),
             _ => Ok(()),
         }
     }
@@ -187,6 +196,9 @@ impl<B: Backing> Held<B> {
             (true, true) if !self.entries(&object, false)?.is_empty() => return Err(Errno::NOTEMPTY),
             _ => {}
         }
+        if let Some(shadow) = &scope.shadow {
+            return self.remove_shadowed((&scope, shadow), (parent, name), &object);
+        }
         self.name(&scope, parent, name, None, -i64::from(is_dir));
         self.lost_name(&scope, &object);
         if object.kind == Kind::File {
@@ -208,9 +220,13 @@ impl<B: Backing> Held<B> {
         if !same(&self.scope_of(object), &scope) {
             return Err(Errno::XDEV);
         }
-        let Some(scope) = scope else {
+        if shadow(&scope).is_some() && (parent.is_gone() || object.attr(&self.base)?.nlink == 0) {
+            return Err(Errno::NOENT);
+        }
+        let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
             let (node, dir) = (object.inner.read().node(&self.base)?, parent.inner.read().node(&self.base)?);
-            return self.base.link(&node, &dir, name);
+            let attr = self.base.link(&node, &dir, name)?;
+            return Ok(Attr { nlink: attr.nlink.saturating_sub(object.hidden_links()), ..attr });
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -249,10 +265,56 @@ impl<B: Backing> Held<B> {
         if !same(&self.scope_of(to), &scope) {
             return Err(Errno::XDEV);
         }
-        let exchange = flags.contains(RenameFlags::EXCHANGE);
         let Some(scope) = scope else {
             return self.move_below(&_names, (from, name), (to, new_name), flags);
         };
+        let Some((source, target)) = self.may_move((from, name), (to, new_name), flags)? else {
+            return Ok(());
+        };
+        if let Some(shadow) = &scope.shadow {
+            let both = (&source, target.as_ref());
+            return self.move_shadowed(&_names, (&scope, shadow), both, (from, name), (to, new_name), flags);
+        }
+        let exchange = flags.contains(RenameFlags::EXCHANGE);
+        let is_dir = |object: &Arc<Object<B>>| object.kind == Kind::Dir;
+        let subdirectory = |object: &Arc<Object<B>>| i64::from(is_dir(object));
+        if let Some(target) = target {
+            if exchange {
+                // First: where they are now is where the backing has them.
+                for object in [&source, &target] {
+                    self.renamed(&scope, object, 0);
+                }
+                let more = subdirectory(&source) - subdirectory(&target);
+                self.name(&scope, from, name, Some(&target), -more);
+                self.name(&scope, to, new_name, Some(&source), more);
+                if source.kind == Kind::File && target.kind == Kind::File {
+                    scope.book.lock().exchange((from.key, name), (to.key, new_name));
+                }
+                return Ok(());
+            }
+            self.lost_name(&scope, &target);
+            self.name(&scope, to, new_name, None, -subdirectory(&target));
+            if target.kind == Kind::File && source.kind != Kind::File {
+                scope.book.lock().unlink(to.key, new_name);
+            }
+        }
+        self.renamed(&scope, &source, 0);
+        self.name(&scope, from, name, None, -subdirectory(&source));
+        self.name(&scope, to, new_name, Some(&source), subdirectory(&source));
+        if source.kind == Kind::File {
+            scope.book.lock().rename((from.key, name), (to.key, new_name));
+        }
+        Ok(())
+    }
+
+    /// What a rename in a transaction moves and what is at the new name; `None` where nothing is to be done.
+    fn may_move(
+        &self,
+        (from, name): (&Arc<Object<B>>, &OsStr),
+        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        flags: RenameFlags,
+    ) -> Result<Option<Moved<B>>> {
+        let exchange = flags.contains(RenameFlags::EXCHANGE);
         let known = RenameFlags::EXCHANGE | RenameFlags::NOREPLACE;
         if flags == known || !known.contains(flags) {
             return Err(Errno::INVAL);
@@ -276,49 +338,23 @@ impl<B: Backing> Held<B> {
                 return Err(if exchange { Errno::INVAL } else { Errno::NOTEMPTY });
             }
             if Arc::ptr_eq(&source, target) {
-                return Ok(());
+                return Ok(None);
             }
         }
         self.must_be_there(to)?;
-        let is_dir = |object: &Arc<Object<B>>| object.kind == Kind::Dir;
-        let subdirectory = |object: &Arc<Object<B>>| i64::from(is_dir(object));
-        if let Some(target) = target {
-            if exchange {
-                // First: where they are now is where the backing has them.
-                for object in [&source, &target] {
-                    self.renamed(&scope, object, 0);
-                }
-                let more = subdirectory(&source) - subdirectory(&target);
-                self.name(&scope, from, name, Some(&target), -more);
-                self.name(&scope, to, new_name, Some(&source), more);
-                if source.kind == Kind::File && target.kind == Kind::File {
-                    scope.book.lock().exchange((from.key, name), (to.key, new_name));
-                }
-                return Ok(());
-            }
-            match (is_dir(&source), is_dir(&target)) {
+        if let Some(target) = target.as_ref().filter(|_| !exchange) {
+            match (source.kind == Kind::Dir, target.kind == Kind::Dir) {
                 (true, false) => return Err(Errno::NOTDIR),
                 (false, true) => return Err(Errno::ISDIR),
-                (true, true) if !self.entries(&target, false)?.is_empty() => return Err(Errno::NOTEMPTY),
+                (true, true) if !self.entries(target, false)?.is_empty() => return Err(Errno::NOTEMPTY),
                 _ => {}
             }
-            self.lost_name(&scope, &target);
-            self.name(&scope, to, new_name, None, -subdirectory(&target));
-            if target.kind == Kind::File && source.kind != Kind::File {
-                scope.book.lock().unlink(to.key, new_name);
-            }
         }
-        self.renamed(&scope, &source, 0);
-        self.name(&scope, from, name, None, -subdirectory(&source));
-        self.name(&scope, to, new_name, Some(&source), subdirectory(&source));
-        if source.kind == Kind::File {
-            scope.book.lock().rename((from.key, name), (to.key, new_name));
-        }
-        Ok(())
+        Ok(Some((source, target)))
     }
 
-    /// Outside of transactions.
-    fn move_below(
+    /// In the backing.
+    pub(crate) fn move_below(
         &self,
         _names: &Names<'_>,
         (from, name): (&Arc<Object<B>>, &OsStr),
@@ -348,6 +384,14 @@ impl<B: Backing> Held<B> {
     fn has_scopes(&self) -> bool {
         self.scope_count.load(Ordering::Acquire) > 0
     }
+}
+
+/// What a rename moves, and what it replaces.
+type Moved<B> = (Arc<Object<B>>, Option<Arc<Object<B>>>);
+
+/// What the transaction has saved, if it is in shadow mode.
+fn shadow<B: Backing>(scope: &Option<Arc<Scope<B>>>) -> Option<&Shadow<B>> {
+    scope.as_ref().and_then(|scope| scope.shadow.as_ref())
 }
 
 fn same<T>(a: &Option<Arc<T>>, b: &Option<Arc<T>>) -> bool {

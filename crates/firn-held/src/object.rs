@@ -32,7 +32,7 @@ pub struct Object<B: Backing> {
     pub(crate) seat: Mutex<Option<Seat<B>>>,
     pub(crate) inner: RwLock<Inner<B>>,
     /// One of its links is Firn's and not shown: of the top, the directory of all that is staged; of others, a
-    /// name that they are found by after a crash.
+    /// name that they are found by after a crash, or, in shadow mode, to be brought back.
     pub(crate) hides: AtomicBool,
     /// Handles on it.
     opens: AtomicUsize,
@@ -174,7 +174,9 @@ impl<B: Backing> Object<B> {
             return Ok(attr);
         }
         let mut attr = inner.attr(base, self)?;
-        if self.kind != Kind::Dir || attr.nlink > 1 {
+        if self.is_gone() {
+            attr.nlink = 0;
+        } else if self.kind != Kind::Dir || attr.nlink > 1 {
             attr.nlink = attr.nlink.saturating_sub(self.hidden_links());
         }
         Ok(attr)

@@ -25,16 +25,18 @@ const HEADER_BYTES: usize = 24;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
     /// The first bytes are others.
-    #[error("not a redo record (the magic number is missing)")]
+    #[error("not a record of this kind (the magic number is missing)")]
     Magic,
     /// Made by another version.
-    #[error("redo record version {found}, this firn reads version {VERSION}")]
+    #[error("record version {found}, this firn reads version {wanted}")]
     Version {
         /// In the file.
         found: u32,
+        /// That this firn reads.
+        wanted: u32,
     },
     /// Cut off or changed.
-    #[error("the redo record is damaged")]
+    #[error("the record is damaged")]
     Damaged,
 }
 
@@ -145,32 +147,41 @@ pub struct Record {
 impl Record {
     /// The bytes that are stored.
     pub fn encode(&self) -> Vec<u8> {
-        let payload = postcard::to_stdvec(self).expect("plain data");
-        let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
-        bytes.extend_from_slice(MAGIC);
-        bytes.extend_from_slice(&VERSION.to_le_bytes());
-        bytes.extend_from_slice(&crc32c::crc32c(&payload).to_le_bytes());
-        bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
-        bytes.extend_from_slice(&payload);
-        bytes
+        seal(MAGIC, VERSION, &postcard::to_stdvec(self).expect("plain data"))
     }
 
     /// From the bytes that were stored.
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
-        let (header, payload) = bytes.split_at_checked(HEADER_BYTES).ok_or(RecordError::Damaged)?;
-        if &header[..8] != MAGIC {
-            return Err(RecordError::Magic);
-        }
-        let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
-        if word(8) != VERSION {
-            return Err(RecordError::Version { found: word(8) });
-        }
-        let len = u64::from_le_bytes(header[16..24].try_into().expect("eight bytes"));
-        if len != payload.len() as u64 || word(12) != crc32c::crc32c(payload) {
-            return Err(RecordError::Damaged);
-        }
-        postcard::from_bytes(payload).map_err(|_| RecordError::Damaged)
+        postcard::from_bytes(unseal(MAGIC, VERSION, bytes)?).map_err(|_| RecordError::Damaged)
     }
+}
+
+/// A payload behind the header that all records have.
+pub(crate) fn seal(magic: &[u8; 8], version: u32, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
+    bytes.extend_from_slice(magic);
+    bytes.extend_from_slice(&version.to_le_bytes());
+    bytes.extend_from_slice(&crc32c::crc32c(payload).to_le_bytes());
+    bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
+/// The payload, if the header is right.
+pub(crate) fn unseal<'a>(magic: &[u8; 8], wanted: u32, bytes: &'a [u8]) -> Result<&'a [u8], RecordError> {
+    let (header, payload) = bytes.split_at_checked(HEADER_BYTES).ok_or(RecordError::Damaged)?;
+    if &header[..8] != magic {
+        return Err(RecordError::Magic);
+    }
+    let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
+    if word(8) != wanted {
+        return Err(RecordError::Version { found: word(8), wanted });
+    }
+    let len = u64::from_le_bytes(header[16..24].try_into().expect("eight bytes"));
+    if len != payload.len() as u64 || word(12) != crc32c::crc32c(payload) {
+        return Err(RecordError::Damaged);
+    }
+    Ok(payload)
 }
 
 #[cfg(test)]

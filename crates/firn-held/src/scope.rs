@@ -16,6 +16,7 @@ use crate::book::Book;
 use crate::meeting::Group;
 use crate::object::{Change, Inner, Key, Object};
 use crate::record::{Record, RecordError};
+use crate::shadow::{Mode, Shadow};
 use crate::staging;
 use crate::state::State;
 
@@ -50,6 +51,17 @@ pub enum HeldError {
         /// What was asked for.
         wanted: u64,
     },
+    /// An abort came half way.
+    #[error("the transaction is being undone: firn abort goes on with it")]
+    Undoing,
+    /// What several nodes change is not saved in one place yet.
+    #[error("nodes that commit together hold their changes: mount with mode=hold")]
+    Together,
+    /// Shadow mode does not work on this file system.
+    #[error(
+        "directories of the backing name other inode numbers than stat(2) tells: only mode=hold works there"
+    )]
+    Inodes,
     /// The checkpoint is not kept.
     #[error("the files of checkpoint {wanted} are not kept; {}", told(kept))]
     NotKept {
@@ -183,6 +195,8 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) used: Mutex<Option<Vec<Used>>>,
     /// How it is carried out.
     carried: carry::Carried<B>,
+    /// Where it does not hold changes: what undoes them.
+    pub(crate) shadow: Option<Shadow<B>>,
 }
 
 /// What a new object takes from its directory: group and default ACL.
@@ -206,6 +220,13 @@ impl<B: Backing> Scope<B> {
             self.turned.wait(&mut stage);
         }
         if self.refusing.load(Ordering::Acquire) { Err(Errno::CANCELED) } else { Ok(()) }
+    }
+
+    fn must_be_whole(&self) -> Result<(), HeldError> {
+        match &self.shadow {
+            Some(shadow) if shadow.is_undoing() => Err(HeldError::Undoing),
+            _ => Ok(()),
+        }
     }
 
     fn is_open(&self) -> bool {
@@ -277,6 +298,8 @@ pub struct Held<B: Backing> {
     pub(crate) history: u32,
     /// Where several nodes commit together.
     pub(crate) group: Option<Group>,
+    /// Of transactions that begin.
+    pub(crate) mode: Mode,
     /// Objects that have a staged name more.
     pub(crate) anchored: Mutex<HashSet<Key>>,
     scopes: RwLock<Vec<Arc<Scope<B>>>>,
@@ -324,6 +347,7 @@ impl<B: Backing> Held<B> {
             objects: Mutex::default(),
             history: 0,
             group: None,
+            mode: Mode::Hold,
             anchored: Mutex::default(),
             scopes: RwLock::default(),
             finishing: Mutex::new(()),
@@ -374,6 +398,13 @@ impl<B: Backing> Held<B> {
         Ok((held, outcome))
     }
 
+    /// The same, with transactions that begin in this mode.
+    #[must_use]
+    pub fn in_mode(mut self, mode: Mode) -> Self {
+        self.mode = mode;
+        self
+    }
+
     fn recover(&self, firn: &B::Node, outcome: &mut Outcome) -> Result<(), HeldError> {
         let mut names = staging::list(&self.base, firn)?;
         names.sort_by(|a, b| a.0.cmp(&b.0));
@@ -416,7 +447,11 @@ impl<B: Backing> Held<B> {
                 self.wait_for_decision(serial, dir, record)?;
             } else {
                 // Without the mark it was over, and only its removal was not.
-                outcome.undone.extend(staging::load(&self.base, &dir, staging::OPEN)?);
+                let scope = staging::load(&self.base, &dir, staging::OPEN)?;
+                if let Some(scope) = &scope {
+                    self.undo_stored(&dir, &text, scope)?;
+                }
+                outcome.undone.extend(scope);
                 self.remove(firn, &dir, &text)?;
             }
         }
@@ -439,6 +474,9 @@ impl<B: Backing> Held<B> {
             root = self.intern(node, &attr, &root, name);
         }
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
+        if let Some(shadow) = &scope.shadow {
+            self.anchored.lock().extend(shadow.kept(&self.base)?);
+        }
         self.enter(scope);
         Ok(())
     }
@@ -457,6 +495,7 @@ impl<B: Backing> Held<B> {
             root,
             path,
             new: staging::dir(&self.base, &dir, staging::NEW)?,
+            shadow: Shadow::find(&self.base, &dir)?,
             away: staging::dir(&self.base, &dir, staging::AWAY)?,
             dir,
             nests: Mutex::default(),
@@ -588,6 +627,9 @@ impl<B: Backing> Held<B> {
         }
         self.carry_out_around(root)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
+        if self.mode == Mode::Shadow && self.group.is_some() {
+            return Err(HeldError::Together);
+        }
         let mut before = None;
         for scope in self.scopes.read().iter() {
             if scope.can_be_followed(root) {
@@ -601,7 +643,14 @@ impl<B: Backing> Held<B> {
             top.hides.store(true, Ordering::Release);
         }
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
-        let dir = staging::dir(&self.base, &firn, &format!("tx-{serial}"))?;
+        let name = format!("tx-{serial}");
+        let dir = staging::dir(&self.base, &firn, &name)?;
+        if self.mode == Mode::Shadow {
+            Shadow::must_tell_inodes(&self.base, &firn, &name).map_err(|_| HeldError::Inodes)?;
+            Shadow::make(&self.base, &dir)?;
+            // What is brought back must have been there.
+            self.base.sync_all()?;
+        }
         let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
         staging::store(&self.base, &dir, staging::OPEN, path)?;
         match before {
@@ -616,6 +665,7 @@ impl<B: Backing> Held<B> {
     pub fn prepare(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
         let scope = self.newest_at(node)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
+        scope.must_be_whole()?;
         match *scope.stage.lock() {
             Stage::Open => {}
             Stage::Prepared(found) if found == id => return Ok(()),
@@ -693,10 +743,19 @@ impl<B: Backing> Held<B> {
             Stage::Open => self.withdraw(&scope.path)?,
             Stage::Prepared(id) => {
                 self.decide(id, &scope.path, false)?;
-                self.forget(&scope.dir)?;
+                match scope.shadow {
+                    // From here on a crash ends in the tree before.
+                    Some(_) => self.forget_record(&scope.dir)?,
+                    None => self.forget(&scope.dir)?,
+                }
             }
             Stage::Decided(id) => return Err(HeldError::Decided { id }),
             Stage::Ended => return Err(HeldError::None),
+        }
+        if let Some(shadow) = &scope.shadow {
+            scope.refusing.store(true, Ordering::Release);
+            self.undo_shadow(&scope, shadow)?;
+            self.forget(&scope.dir)?;
         }
         for (_, object) in std::mem::take(&mut *scope.changed.lock()) {
             let mut inner = object.inner.write();
@@ -823,7 +882,7 @@ impl<B: Backing> Held<B> {
             stage: *scope.stage.lock(),
             objects: match &scope.recovered {
                 Some(record) => record.items.len() as u64,
-                None => scope.changed.lock().len() as u64,
+                None => scope.shadow.as_ref().map_or(scope.changed.lock().len() as u64, Shadow::count),
             },
             states: scope.book.lock().count(),
             is_recovered: scope.recovered.is_some(),
@@ -852,12 +911,25 @@ impl<B: Backing> Held<B> {
         self.forget(dir)
     }
 
+    /// Makes a transaction that was prepared an open one, durably.
+    fn forget_record(&self, dir: &B::Node) -> Result<(), Errno> {
+        if staging::find(&self.base, dir, OsStr::new(staging::RECORD))?.is_some() {
+            self.base.unlink(dir, OsStr::new(staging::RECORD))?;
+        }
+        self.base.sync_dir(dir)
+    }
+
     /// Removes a transaction's record, durably: without it the rest means nothing.
     fn forget(&self, dir: &B::Node) -> Result<(), Errno> {
+        let is_shadow = Shadow::is_at(&self.base, dir)?;
         // In this order: a record that is still to be carried out goes last.
         for record in [staging::OPEN, staging::RECORD, staging::COMMIT] {
             if staging::find(&self.base, dir, OsStr::new(record))?.is_some() {
                 self.base.unlink(dir, OsStr::new(record))?;
+                // One that seemed to be open would be undone.
+                if is_shadow {
+                    self.base.sync_dir(dir)?;
+                }
             }
         }
         self.base.sync_dir(dir)

@@ -5,6 +5,8 @@
 //! .firn/undo-N/            what undoes commit tx-N: `new`, `away` and `record` as below
 //! .firn/tx-N/new/DIR/M     staged objects; DIR says what objects made in it inherit
 //! .firn/tx-N/away/M        objects on their way from one name to another, while a commit is carried out
+//! .firn/tx-N/saved/        in shadow mode: what objects were before they changed (`shadow::saved`)
+//! .firn/tx-N/kept/INO      in shadow mode: objects that were removed
 //! .firn/tx-N/open          it is not over; the path of its scope
 //! .firn/tx-N/record        prepared: the redo record
 //! .firn/tx-N/commit        the same, decided
@@ -196,29 +198,53 @@ pub(crate) fn copy_attributes<B: Backing>(base: &B, from: &B::Node, to: &B::Node
 
 /// Whether there was anything to copy or to remove.
 fn copy_xattrs<B: Backing>(base: &B, from: &B::Node, to: &B::Node) -> Result<bool> {
-    let names = |node: &B::Node| match base.list_xattr(node) {
-        Ok(names) => Ok(names),
-        Err(Errno::OPNOTSUPP | Errno::PERM) => Ok(Vec::new()),
-        Err(errno) => Err(errno),
+    set_xattrs(base, to, &xattrs(base, from)?)
+}
+
+fn xattr_names<B: Backing>(base: &B, node: &B::Node) -> Result<Vec<Vec<u8>>> {
+    let names = match base.list_xattr(node) {
+        Ok(names) => names,
+        Err(Errno::OPNOTSUPP | Errno::PERM) => Vec::new(),
+        Err(errno) => return Err(errno),
     };
-    let each = |names: &[u8]| -> Vec<Vec<u8>> {
-        names.split(|&byte| byte == 0).filter(|name| !name.is_empty()).map(<[u8]>::to_vec).collect()
-    };
-    let (wanted, has) = (each(&names(from)?), each(&names(to)?));
-    // Those that only a privileged process sets are taken along where that is allowed.
-    let must = |name: &[u8]| name.starts_with(b"user.") || name.starts_with(b"system.posix_acl_");
-    for name in &wanted {
-        let result = base
-            .get_xattr(from, OsStr::from_bytes(name))
-            .and_then(|value| base.set_xattr(to, OsStr::from_bytes(name), &value, 0));
-        if must(name) {
+    Ok(names.split(|&byte| byte == 0).filter(|name| !name.is_empty()).map(<[u8]>::to_vec).collect())
+}
+
+/// Those that only a privileged process sets are taken along where that is allowed.
+fn is_everybodys(name: &[u8]) -> bool {
+    name.starts_with(b"user.") || name.starts_with(b"system.posix_acl_")
+}
+
+/// Names and values of the extended attributes of an object.
+pub(crate) fn xattrs<B: Backing>(base: &B, node: &B::Node) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
+    let mut found = Vec::new();
+    for name in xattr_names(base, node)? {
+        match base.get_xattr(node, OsStr::from_bytes(&name)) {
+            Ok(value) => found.push((name, value)),
+            Err(errno) if is_everybodys(&name) => return Err(errno),
+            Err(_) => {}
+        }
+    }
+    Ok(found)
+}
+
+/// Makes an object have these extended attributes and no others. Whether there were or are any.
+pub(crate) fn set_xattrs<B: Backing>(
+    base: &B,
+    node: &B::Node,
+    wanted: &[(Vec<u8>, Vec<u8>)],
+) -> Result<bool> {
+    let has = xattr_names(base, node)?;
+    for (name, value) in wanted {
+        let result = base.set_xattr(node, OsStr::from_bytes(name), value, 0);
+        if is_everybodys(name) {
             result?;
         }
     }
     for name in &has {
-        if !wanted.contains(name) {
-            let result = base.remove_xattr(to, OsStr::from_bytes(name));
-            if must(name) {
+        if !wanted.iter().any(|(kept, _)| kept == name) {
+            let result = base.remove_xattr(node, OsStr::from_bytes(name));
+            if is_everybodys(name) {
                 result?;
             }
         }

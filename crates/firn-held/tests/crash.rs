@@ -3,7 +3,7 @@
 
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking, suite};
-use firn_held::{Held, Outcome};
+use firn_held::{Held, Mode, Outcome};
 
 /// How a round ends its transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,19 +17,22 @@ enum End {
 
 const ENDS: [End; 5] = [End::Commit, End::PrepareThenCommit, End::Prepare, End::PrepareThenAbort, End::Abort];
 
+const MODES: [Mode; 2] = [Mode::Hold, Mode::Shadow];
+
 fn seen(held: &Held<SimBacking>) -> Tree {
     tree(held).expect("tree")
 }
 
 /// A backing in the middle of a transaction, made from `seed`; the trees before and after.
 struct Middle {
+    mode: Mode,
     held: Held<SimBacking>,
     old: Tree,
     new: Tree,
 }
 
-fn middle(seed: u64, calls: usize) -> Middle {
-    let (held, _) = Held::open(SimBacking::new()).expect("open");
+fn middle(seed: u64, calls: usize, mode: Mode) -> Middle {
+    let held = Held::open(SimBacking::new()).expect("open").0.in_mode(mode);
     let plain = SimBacking::new();
     suite::differential::run(&held, &plain, seed, 60);
     held.base().sync_all().expect("sync_all");
@@ -37,7 +40,7 @@ fn middle(seed: u64, calls: usize) -> Middle {
     held.begin(&held.root(), b"").expect("begin");
     suite::differential::run(&held, &plain, seed + 1_000_000, calls);
     let new = seen(&held);
-    Middle { held, old, new }
+    Middle { mode, held, old, new }
 }
 
 /// Runs the end of a transaction; whether it said that it was decided.
@@ -82,10 +85,12 @@ fn settle(held: &Held<SimBacking>, middle: &Middle, outcome: &Outcome, seed: u64
     );
     if outcome.waiting.is_empty() {
         assert_eq!(held.transactions(), [], "{told}");
+        assert_eq!(held.committed(b""), Ok(is_new.then_some(5)), "{told}: its number tells it");
         return;
     }
     // Prepared: it can still become either.
-    assert_eq!((outcome.waiting.as_slice(), is_old), (&[(5, Vec::new())][..], true), "{told}");
+    let is_shown = if middle.mode == Mode::Hold { is_old } else { is_new };
+    assert_eq!((outcome.waiting.as_slice(), is_shown), (&[(5, Vec::new())][..], true), "{told}");
     let root = held.root();
     if seed.is_multiple_of(2) {
         held.restore(&root, 5).expect("restore");
@@ -96,6 +101,10 @@ fn settle(held: &Held<SimBacking>, middle: &Middle, outcome: &Outcome, seed: u64
     }
 }
 
+fn each(count: u64) -> impl Iterator<Item = (u64, Mode)> {
+    seeds(count).flat_map(|seed| MODES.map(|mode| (seed, mode)))
+}
+
 fn seeds(count: u64) -> std::ops::Range<u64> {
     let first: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
     let more: u64 = std::env::var("FIRN_OPS").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
@@ -104,19 +113,19 @@ fn seeds(count: u64) -> std::ops::Range<u64> {
 
 #[test]
 fn a_crash_at_any_call_leaves_the_old_tree_or_the_new_one() {
-    for seed in seeds(12) {
+    for (seed, mode) in each(12) {
         for how in ENDS {
-            let whole = middle(seed, 60);
+            let whole = middle(seed, 60, mode);
             let begun = whole.held.base().steps();
             end(&whole.held, how).expect("without a crash it ends");
             let steps = whole.held.base().steps() - begun;
-            println!("seed {seed}, {how:?}: {steps} calls");
+            println!("seed {seed}, {mode:?}, {how:?}: {steps} calls");
             for at in 1..=steps + 1 {
-                let middle = middle(seed, 60);
+                let middle = middle(seed, 60, mode);
                 let disk = middle.held.base().clone();
                 disk.crash_at(begun + at);
                 let result = end(&middle.held, how);
-                let told = format!("seed {seed}, {how:?}, call {at} of {steps}, {result:?}");
+                let told = format!("seed {seed}, {mode:?}, {how:?}, call {at} of {steps}, {result:?}");
                 let lives = seed + at;
                 let (held, outcome) = recover(&disk, lives, (at % 3 == 0).then_some(1 + lives % 40));
                 let now = seen(&held);
@@ -137,21 +146,24 @@ fn a_crash_at_any_call_leaves_the_old_tree_or_the_new_one() {
 
 #[test]
 fn a_crash_while_a_transaction_is_open_leaves_the_old_tree() {
-    for seed in seeds(200) {
-        println!("seed {seed}");
-        let middle = middle(seed, 100);
+    for (seed, mode) in each(200) {
+        println!("seed {seed}, {mode:?}");
+        let middle = middle(seed, 100, mode);
         let disk = middle.held.base().clone();
         let (held, outcome) = recover(&disk, seed, None);
-        assert!(outcome.finished.is_empty() && outcome.waiting.is_empty(), "seed {seed}: {outcome:?}");
-        assert_eq!(seen(&held), middle.old, "seed {seed}");
+        assert!(
+            outcome.finished.is_empty() && outcome.waiting.is_empty(),
+            "seed {seed}, {mode:?}: {outcome:?}"
+        );
+        assert_eq!(seen(&held), middle.old, "seed {seed}, {mode:?}");
     }
 }
 
 #[test]
 fn a_crash_while_what_was_prepared_is_restored_leaves_the_old_tree_or_the_new_one() {
-    for seed in seeds(6) {
+    for (seed, mode) in each(6) {
         for at in 1.. {
-            let middle = middle(seed, 60);
+            let middle = middle(seed, 60, mode);
             end(&middle.held, End::Prepare).expect("prepare");
             let disk = middle.held.base().clone();
             let (held, outcome) = recover(&disk, seed + at, None);
@@ -159,10 +171,10 @@ fn a_crash_while_what_was_prepared_is_restored_leaves_the_old_tree_or_the_new_on
             disk.crash_at(disk.steps() + at);
             let result = held.restore(&held.root(), 5);
             let (held, outcome) = recover(&disk, seed + at, None);
-            assert!(result.is_err() || seen(&held) == middle.new, "seed {seed}, call {at}");
-            settle(&held, &middle, &outcome, seed + at, &format!("seed {seed}, call {at}"));
+            assert!(result.is_err() || seen(&held) == middle.new, "seed {seed}, {mode:?}, call {at}");
+            settle(&held, &middle, &outcome, seed + at, &format!("seed {seed}, {mode:?}, call {at}"));
             if result.is_ok() {
-                println!("seed {seed}: {at} calls");
+                println!("seed {seed}, {mode:?}: {at} calls");
                 break;
             }
         }
@@ -172,10 +184,10 @@ fn a_crash_while_what_was_prepared_is_restored_leaves_the_old_tree_or_the_new_on
 #[test]
 fn what_the_backing_refuses_can_be_done_again() {
     use firn_backing::{Errno, sim::Fault};
-    for seed in seeds(6) {
+    for (seed, mode) in each(6) {
         for how in [End::PrepareThenCommit, End::Commit] {
             for at in 1.. {
-                let middle = middle(seed, 60);
+                let middle = middle(seed, 60, mode);
                 let disk = middle.held.base().clone();
                 let (begun, mut left) = (disk.steps(), 1);
                 disk.set_plan(move |_, step| {
@@ -188,12 +200,12 @@ fn what_the_backing_refuses_can_be_done_again() {
                 let is_over = result.is_ok();
                 if !is_over {
                     middle.held.commit(&middle.held.root(), 5).unwrap_or_else(|error| {
-                        panic!("seed {seed}, {how:?}, call {at}: after {result:?}: {error}")
+                        panic!("seed {seed}, {mode:?}, {how:?}, call {at}: after {result:?}: {error}")
                     });
                 }
-                assert_eq!(seen(&middle.held), middle.new, "seed {seed}, {how:?}, call {at}");
+                assert_eq!(seen(&middle.held), middle.new, "seed {seed}, {mode:?}, {how:?}, call {at}");
                 let (held, _) = recover(&disk, seed, None);
-                assert_eq!(seen(&held), middle.new, "seed {seed}, {how:?}, call {at}");
+                assert_eq!(seen(&held), middle.new, "seed {seed}, {mode:?}, {how:?}, call {at}");
                 if is_over {
                     break;
                 }

@@ -4,9 +4,9 @@
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
-use firn_backing::sim::tree;
+use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
-use firn_held::Held;
+use firn_held::{Held, Mode};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Call {
@@ -70,6 +70,10 @@ fn fresh(names: &[usize]) -> SimBacking {
 
 /// Runs all sequences of `len` of `calls` from `start`.
 fn all(start: &[usize], calls: &[Call], len: u32) {
+    [Mode::Hold, Mode::Shadow].into_iter().for_each(|mode| all_in(mode, start, calls, len));
+}
+
+fn all_in(mode: Mode, start: &[usize], calls: &[Call], len: u32) {
     let disk = fresh(start);
     let before = disk.tree();
     let mut count = 0;
@@ -77,7 +81,7 @@ fn all(start: &[usize], calls: &[Call], len: u32) {
         let sequence: Vec<Call> =
             (0..len).map(|at| calls[number / calls.len().pow(at) % calls.len()]).collect();
         let plain = disk.fork();
-        let held = Held::open(disk.fork()).expect("open").0;
+        let held = Held::open(disk.fork()).expect("open").0.in_mode(mode);
         held.begin(&held.root(), b"").expect("begin");
         for (step, &call) in sequence.iter().enumerate() {
             let (here, there) = (run(&held, call, step as u8), run(&plain, call, step as u8));
@@ -91,9 +95,21 @@ fn all(start: &[usize], calls: &[Call], len: u32) {
         }
         let after = plain.tree();
         assert_eq!(tree(&held), Ok(after.clone()), "{sequence:?}: as it is seen");
-        // The backing shows nothing.
         let below = held.base().tree();
-        assert!(before.iter().all(|(path, entry)| path.is_empty() || below.get(path) == Some(entry)));
+        match mode {
+            // The backing shows nothing.
+            Mode::Hold => {
+                assert!(before.iter().all(|(path, entry)| path.is_empty() || below.get(path) == Some(entry)))
+            }
+            // It shows all.
+            Mode::Shadow => {
+                let content = |tree: &Tree| -> Vec<_> {
+                    let shown = tree.iter().filter(|(path, _)| !path.starts_with(b".firn"));
+                    shown.map(|(path, entry)| (path.clone(), entry.content.clone())).collect()
+                };
+                assert_eq!(content(&below), content(&after), "{sequence:?}: in the backing");
+            }
+        }
         if is_aborted {
             held.abort(&held.root()).expect("abort");
             assert_eq!(tree(&held), Ok(before.clone()), "{sequence:?}: aborted");
@@ -104,7 +120,10 @@ fn all(start: &[usize], calls: &[Call], len: u32) {
         held.base().fsck().expect("fsck");
         count += 1;
     }
-    println!("{count} transactions: all sequences of {len} of {} calls, committed and aborted", calls.len());
+    println!(
+        "{mode:?}: {count} transactions: all sequences of {len} of {} calls, committed and aborted",
+        calls.len()
+    );
 }
 
 #[test]

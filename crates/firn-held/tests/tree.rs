@@ -3,10 +3,11 @@
 
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, DirBacking, SimBacking, suite};
-use firn_held::Held;
+use firn_held::{Held, Mode};
 use tempfile::TempDir;
 
 /// Whatever holds `/tmp`, and tmpfs.
+const MODES: [Mode; 2] = [Mode::Hold, Mode::Shadow];
 const PLACES: [&str; 2] = ["/tmp", "/dev/shm"];
 
 fn fresh(place: &str) -> (TempDir, DirBacking) {
@@ -22,8 +23,8 @@ fn open<B: Backing>(base: B) -> Held<B> {
 }
 
 /// A backing whose whole tree is in a transaction.
-fn begun<B: Backing>(base: B) -> Held<B> {
-    let held = open(base);
+fn begun<B: Backing>(base: B, mode: Mode) -> Held<B> {
+    let held = open(base).in_mode(mode);
     held.begin(&held.root(), b"").expect("begin");
     held
 }
@@ -36,17 +37,19 @@ fn what_is_not_in_a_transaction_conforms() {
 
 #[test]
 fn a_transaction_conforms() {
-    suite::run(|| begun(SimBacking::new()));
+    for mode in MODES {
+        suite::run(|| begun(SimBacking::new(), mode));
+    }
 }
 
 #[test]
 fn a_transaction_in_a_real_directory_conforms() {
-    for place in PLACES {
+    for (place, mode) in PLACES.into_iter().flat_map(|place| MODES.map(|mode| (place, mode))) {
         let kept = std::cell::RefCell::new(Vec::new());
         suite::run(|| {
             let (dir, backing) = fresh(place);
             kept.borrow_mut().push(dir);
-            begun(backing)
+            begun(backing, mode)
         });
     }
 }
@@ -72,9 +75,9 @@ fn run<B: Backing>(held: &Held<B>, seed: u64) -> SimBacking {
 
 #[test]
 fn after_a_commit_the_backing_is_as_a_plain_one_after_the_same_calls() {
-    for seed in seeds(300) {
-        println!("seed {seed}");
-        let held = open(SimBacking::new());
+    for (seed, mode) in seeds(300).flat_map(|seed| MODES.map(|mode| (seed, mode))) {
+        println!("seed {seed}, {mode:?}");
+        let held = open(SimBacking::new()).in_mode(mode);
         let plain = run(&held, seed);
         held.commit(&held.root(), 7).expect("commit");
         assert_eq!(seen(&held), plain.tree(), "seed {seed}: as it is seen");
@@ -89,9 +92,9 @@ fn after_a_commit_the_backing_is_as_a_plain_one_after_the_same_calls() {
 
 #[test]
 fn after_an_abort_the_backing_is_as_it_was() {
-    for seed in seeds(200) {
-        println!("seed {seed}");
-        let held = open(SimBacking::new());
+    for (seed, mode) in seeds(200).flat_map(|seed| MODES.map(|mode| (seed, mode))) {
+        println!("seed {seed}, {mode:?}");
+        let held = open(SimBacking::new()).in_mode(mode);
         let plain = SimBacking::new();
         suite::differential::run(&held, &plain, seed, 100);
         let before = seen(&held);
@@ -114,10 +117,10 @@ fn commits_follow_each_other_in_a_real_directory() {
         return;
     }
     for seed in seeds(20) {
-        for place in PLACES {
-            println!("seed {seed} in {place}");
+        for (place, mode) in PLACES.into_iter().flat_map(|place| MODES.map(|mode| (place, mode))) {
+            println!("seed {seed} in {place}, {mode:?}");
             let (_dir, real) = fresh(place);
-            let held = open(real);
+            let held = open(real).in_mode(mode);
             let plain = run(&held, seed);
             for round in 0..3 {
                 held.commit(&held.root(), round).expect("commit");

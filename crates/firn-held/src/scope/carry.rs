@@ -66,11 +66,13 @@ impl<B: Backing> Scope<B> {
     }
 
     /// Whether a transaction of the same directory can begin while this one is carried out. One of an earlier
-    /// firnd has no tables, so programs see its tree only when that is over.
+    /// firnd has no tables, so programs see its tree only when that is over; in shadow mode there is nothing to do
+    /// that takes long.
     pub(super) fn can_be_followed(&self, root: &Arc<Object<B>>) -> bool {
         Arc::ptr_eq(&self.root, root)
             && self.decided().is_some()
             && self.recovered.is_none()
+            && self.shadow.is_none()
             && self.carried.next.lock().is_none()
     }
 
@@ -117,6 +119,7 @@ impl<B: Backing> Held<B> {
         }
         let scope = self.scope_at(node)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
+        scope.must_be_whole()?;
         let stage = *scope.stage.lock();
         match stage {
             Stage::Prepared(found) | Stage::Decided(found) if found != id => {

@@ -1,0 +1,161 @@
+//! Shadow mode: changes go to the backing at once, and what brings the old state back is saved before.
+//!
+//! For jobs on several nodes that share parts of files, where held changes conflict. What is saved tells the old
+//! state, not what was done since, and nothing in it has an order: of each object that changes its attributes
+//! and its size; of a directory the names in it; of a file the bytes from the lowest offset that changes to the
+//! old end. So a file that only grows costs its size, one that is cut its tail, and a directory in which a million
+//! files are made one list. What is new has nothing to be saved.
+//!
+//! Promises
+//! * What is saved of an object is durable before its first change ([`save`]).
+//! * An object that was there is never removed: with its last known name it goes to `kept/` ([`names`]).
+//! * Putting back ([`undo`]) makes each directory that was touched have its old names, and each object its old
+//!   attributes and bytes. It looks at what is there and at nothing else, so it can be done over and over.
+//!
+//! Relies on
+//! * What is saved of an object being saved once, for all nodes: a record is published under the inode's number
+//!   with a link or rename that replaces nothing, before the first change of whoever published it.
+//! * Directories naming the inode numbers that stat(2) tells.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use firn_backing::{Backing, Errno, RenameFlags, Result};
+use parking_lot::Mutex;
+
+use crate::object::Object;
+use crate::staging;
+
+mod names;
+mod save;
+pub mod saved;
+mod undo;
+
+pub(crate) use save::NO_BYTES;
+
+/// The records, and the old bytes of files.
+const SAVED: &str = "saved";
+/// Objects that were removed, under their inode numbers.
+const KEPT: &str = "kept";
+
+/// What becomes of changes before they are committed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// They are held.
+    #[default]
+    Hold,
+    /// They go to the backing at once, after what undoes them was saved.
+    Shadow,
+}
+
+/// How much is saved of an object.
+#[derive(Clone, Copy, Debug)]
+enum Known {
+    /// Nothing is needed: it was made in the transaction.
+    New,
+    /// A file: its bytes from `low` to the old end. `count` records tell it.
+    Saved { low: u64, count: u32 },
+}
+
+impl Known {
+    /// Whether bytes from `from` on may change.
+    fn covers(self, from: u64) -> bool {
+        match self {
+            Self::New => true,
+            Self::Saved { low, .. } => from >= low,
+        }
+    }
+}
+
+/// What a transaction in shadow mode has saved.
+pub(crate) struct Shadow<B: Backing> {
+    saved: B::Node,
+    kept: B::Node,
+    /// Device of all objects.
+    dev: u64,
+    known: Mutex<HashMap<u64, Known>>,
+    /// Directories of which the names are saved; an abort brings objects back to them.
+    dirs: Mutex<HashMap<u64, Arc<Object<B>>>>,
+    last_number: AtomicU64,
+    /// An abort has begun, and may have come half way.
+    undoing: AtomicBool,
+}
+
+impl<B: Backing> Shadow<B> {
+    /// Makes room for it in the directory of a transaction.
+    pub(crate) fn make(base: &B, dir: &B::Node) -> Result<()> {
+        staging::dir(base, dir, SAVED)?;
+        staging::dir(base, dir, KEPT)?;
+        Ok(())
+    }
+
+    /// What is saved in the directory of a transaction; `None` where that holds its changes.
+    pub(crate) fn find(base: &B, dir: &B::Node) -> Result<Option<Self>> {
+        let Some((saved, attr)) = staging::find(base, dir, OsStr::new(SAVED))? else { return Ok(None) };
+        let kept = staging::dir(base, dir, KEPT)?;
+        Ok(Some(Self {
+            saved,
+            kept,
+            dev: attr.dev,
+            known: Mutex::default(),
+            dirs: Mutex::default(),
+            last_number: AtomicU64::new(0),
+            undoing: AtomicBool::new(false),
+        }))
+    }
+
+    /// Whether a transaction's directory is that of one in shadow mode.
+    pub(crate) fn is_at(base: &B, dir: &B::Node) -> Result<bool> {
+        Ok(staging::find(base, dir, OsStr::new(SAVED))?.is_some())
+    }
+
+    /// EOPNOTSUPP where directories name other inode numbers than stat(2) tells.
+    pub(crate) fn must_tell_inodes(base: &B, parent: &B::Node, name: &str) -> Result<()> {
+        let (_, attr) = base.lookup(parent, OsStr::new(name))?;
+        let listed = staging::list(base, parent)?.into_iter().find(|(found, ..)| found == name.as_bytes());
+        if listed.is_some_and(|(_, ino, _)| ino == attr.ino) { Ok(()) } else { Err(Errno::OPNOTSUPP) }
+    }
+
+    /// Objects of which something is saved, or that are new.
+    pub(crate) fn count(&self) -> u64 {
+        self.known.lock().len() as u64
+    }
+
+    /// Numbers of the objects that would be gone.
+    pub(crate) fn kept(&self, base: &B) -> Result<Vec<(u64, u64)>> {
+        let names = staging::list(base, &self.kept)?;
+        Ok(names.into_iter().map(|(_, ino, _)| (self.dev, ino)).collect())
+    }
+
+    /// Nothing may change from now on but by an abort.
+    pub(crate) fn begin_undo(&self) {
+        self.undoing.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_undoing(&self) -> bool {
+        self.undoing.load(Ordering::Acquire)
+    }
+
+    fn is_new(&self, ino: u64) -> bool {
+        matches!(self.known.lock().get(&ino), Some(Known::New))
+    }
+
+    /// Takes a name from an object that was there before: to `kept/`, if it is not there yet.
+    fn keep(&self, base: &B, dir: &B::Node, name: &OsStr, ino: u64) -> Result<()> {
+        let text = ino.to_string();
+        let kept_name = OsStr::new(&text);
+        match base.rename(dir, name, &self.kept, kept_name, RenameFlags::NOREPLACE) {
+            Err(Errno::EXIST) => base.unlink(dir, name),
+            // Not every file system can do without replacing. Onto itself a rename does nothing.
+            Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
+                match staging::find(base, &self.kept, kept_name)? {
+                    Some(_) => base.unlink(dir, name),
+                    None => base.rename(dir, name, &self.kept, kept_name, RenameFlags::empty()),
+                }
+            }
+            other => other,
+        }
+    }
+}
