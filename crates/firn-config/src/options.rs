@@ -98,6 +98,17 @@ impl LogLevel {
     }
 }
 
+/// What becomes of changes in a transaction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// They are held until it is committed.
+    #[default]
+    Hold,
+    /// They go to the backing, and what undoes them is saved.
+    Shadow,
+}
+
 /// Nodes that commit together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -134,6 +145,9 @@ pub struct Options {
     pub drain_every: u32,
     /// Commits of a scope that can be undone; 0: none.
     pub history: u32,
+    /// What becomes of changes in a transaction.
+    #[serde(default)]
+    pub mode: Mode,
     /// Nodes that commit together.
     #[serde(default)]
     pub participants: Participants,
@@ -212,6 +226,7 @@ impl Options {
             keep: 0,
             drain_every: 0,
             history: 0,
+            mode: Mode::Hold,
             participants: Participants::Off,
             node: None,
             participants_wait_ms: 0,
@@ -238,7 +253,9 @@ impl Options {
     /// Puts what `auto` stands for in its place.
     pub(crate) fn settle(&mut self) {
         if self.close == Close::Auto {
-            self.close = if self.drain == Drain::Eager { Close::Drain } else { Close::Held };
+            // In shadow mode other nodes wait for what is closed.
+            let is_shown = self.drain == Drain::Eager || self.mode == Mode::Shadow;
+            self.close = if is_shown { Close::Drain } else { Close::Held };
         }
     }
 

@@ -4,7 +4,7 @@
 //! `name`, the variable is `FIRN_NAME` with underscores. [`RULES`] says which values contradict each
 //! other.
 
-use crate::options::{Close, Door, Drain, Fsync, LogLevel, Options, Participants, Passthrough};
+use crate::options::{Close, Door, Drain, Fsync, LogLevel, Mode, Options, Participants, Passthrough};
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
 
@@ -46,7 +46,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 27] = [
+pub static TABLE: [Row; 28] = [
     Row {
         name: "arena-size",
         kind: Kind::Size { min: 1 << 20, max: 16 << 40, power_of_two: false },
@@ -152,6 +152,23 @@ pub static TABLE: [Row; 27] = [
         changes_promises: true,
         get: |o| if o.history == 0 { "off".to_owned() } else { o.history.to_string() },
         set: |o, v| o.history = v.number() as u32,
+    },
+    Row {
+        name: "mode",
+        kind: Kind::Choice(&["hold", "shadow"]),
+        default: "hold",
+        help: "With drain=commit: changes are held until the commit (hold), or go to the backing and are undone (shadow)",
+        long: "With `hold` the backing shows nothing of a transaction before its commit. With `shadow` it shows each change \
+               once it is drained, as without a transaction; what undoes it is saved in `.firn/` before: of a file the \
+               bytes from the first that changes to its old end, of a directory its names. It is the mode for jobs \
+               whose parts on other nodes read what this one writes before the commit. Where the backing shares blocks \
+               between files (btrfs, xfs) the copies take no room.",
+        changes_promises: true,
+        get: |o| match o.mode {
+            Mode::Hold => "hold".to_owned(),
+            Mode::Shadow => "shadow".to_owned(),
+        },
+        set: |o, v| o.mode = [Mode::Hold, Mode::Shadow][v.choice()],
     },
     Row {
         name: "participants",
@@ -396,7 +413,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 13] = [
+pub static RULES: [Rule; 16] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -426,6 +443,24 @@ pub static RULES: [Rule; 13] = [
         text: "history goes with drain=commit only",
         broken: |o| o.history > 0 && o.drain != Drain::Commit,
         advice: "commits are kept where there are transactions: leave history out, or take drain=commit",
+    },
+    Rule {
+        names: ["mode", "drain"],
+        text: "mode=shadow goes with drain=commit only",
+        broken: |o| o.mode == Mode::Shadow && o.drain != Drain::Commit,
+        advice: "it is a mode of transactions: leave mode out, or take drain=commit",
+    },
+    Rule {
+        names: ["mode", "history"],
+        text: "mode=shadow does not go with history",
+        broken: |o| o.mode == Mode::Shadow && o.history > 0,
+        advice: "what undoes a commit is kept with mode=hold only: leave history out, or take mode=hold",
+    },
+    Rule {
+        names: ["mode", "participants"],
+        text: "mode=shadow does not go with participants",
+        broken: |o| o.mode == Mode::Shadow && o.participants != Participants::Off,
+        advice: "nodes that commit together hold their changes: leave one of them out",
     },
     Rule {
         names: ["participants", "drain"],

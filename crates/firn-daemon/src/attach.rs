@@ -12,7 +12,7 @@ use std::time::Duration;
 use firn_arena::{Arena, Damage, Identity, Stored, Topology};
 use firn_backing::DirBacking;
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
-use firn_config::{Close, Door, Drain, Fsync, Options, Participants, Passthrough};
+use firn_config::{Close, Door, Drain, Fsync, Mode, Options, Participants, Passthrough};
 use firn_drain::Pool;
 use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
 use firn_held::{Held, HeldError};
@@ -165,6 +165,10 @@ fn open_store(
         None => Held::open_with_history(directory, options.history)?,
         Some(group) => Held::open_of_group(directory, group)?,
     };
+    let store = store.in_mode(match options.mode {
+        Mode::Hold => firn_held::Mode::Hold,
+        Mode::Shadow => firn_held::Mode::Shadow,
+    });
     for id in &outcome.finished {
         notice(format!("finished the commit {id} that an earlier firnd had decided"));
     }

@@ -378,7 +378,8 @@ fn refused(error: &HeldError, path: &str) -> Reply {
             let open = shown_scope(scope.as_bytes());
             (libc::EBUSY, format!("a transaction is open in {open}: commit or abort it first"))
         }
-        HeldError::Decided { .. } => (libc::EBUSY, error.to_string()),
+        HeldError::Decided { .. } | HeldError::Undoing => (libc::EBUSY, error.to_string()),
+        HeldError::Inodes | HeldError::Together => (libc::EOPNOTSUPP, error.to_string()),
         HeldError::OtherId { .. } | HeldError::NotKept { .. } | HeldError::NotMet { .. } => {
             (libc::EINVAL, error.to_string())
         }
