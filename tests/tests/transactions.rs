@@ -22,6 +22,7 @@ use rustix::io::Errno;
 use rustix::mm::MapFlags;
 
 const COMMIT: &str = "arena-size=32M,chunk-size=1M,drain=commit";
+const SHADOW: &str = "arena-size=32M,chunk-size=1M,drain=commit,mode=shadow";
 const MIB: usize = 1 << 20;
 const EXCHANGE: u32 = libc::RENAME_EXCHANGE;
 
@@ -299,11 +300,12 @@ fn rules(kind: FsKind) -> Rules {
     }
 }
 
-fn same_as_plain(kind: FsKind) {
-    let sandbox = Sandbox::new(&format!("txdiff-{}", kind.name()));
+fn same_as_plain(kind: FsKind, options: &str) {
+    let is_shadow = options == SHADOW;
+    let sandbox = Sandbox::new(&format!("tx{}-{}", if is_shadow { "shadow" } else { "diff" }, kind.name()));
     let image = LoopImage::new(&sandbox, kind, 400);
     let (backing, plain) = (image.mkdir("backing"), image.mkdir("plain"));
-    let mount = FirnMount::over(&sandbox, &backing, &format!("{COMMIT},allow-other,dev,suid"));
+    let mount = FirnMount::over(&sandbox, &backing, &format!("{options},allow-other,dev,suid"));
     let ops = env_count("FIRN_DIFFERENTIAL_OPS", 1000);
     let seed = seed(&format!("differential in transactions on {}", kind.name()));
     let both = |seed| differential::run_by(seed, ops, mount.path(), &plain, &rules(kind));
@@ -312,7 +314,9 @@ fn same_as_plain(kind: FsKind) {
         firn(&sandbox, "begin", mount.path()).ok();
         let before = behind(&backing);
         both(seed + round);
-        assert_same("the backing in a transaction", &behind(&backing), &before);
+        if !is_shadow {
+            assert_same("the backing in a transaction", &behind(&backing), &before);
+        }
         firn(&sandbox, "commit", mount.path()).ok();
         assert_same("the backing after a commit", &behind(&backing), &snapshot(&plain));
     }
@@ -332,34 +336,68 @@ fn same_as_plain(kind: FsKind) {
 /// Proves S-tx-1, S-tx-2, S-tx-3.
 #[test]
 fn same_as_plain_on_ext4() {
-    same_as_plain(FsKind::Ext4);
+    same_as_plain(FsKind::Ext4, COMMIT);
 }
 
 /// Proves S-tx-1, S-tx-2, S-tx-3.
 #[test]
 fn same_as_plain_on_xfs() {
-    same_as_plain(FsKind::Xfs);
+    same_as_plain(FsKind::Xfs, COMMIT);
 }
 
 /// Proves S-tx-1, S-tx-2, S-tx-3.
 #[test]
 fn same_as_plain_on_btrfs() {
-    same_as_plain(FsKind::Btrfs);
+    same_as_plain(FsKind::Btrfs, COMMIT);
 }
 
 /// Proves S-tx-1, S-tx-2, S-tx-3.
 #[test]
 fn same_as_plain_on_tmpfs() {
-    same_as_plain(FsKind::Tmpfs);
+    same_as_plain(FsKind::Tmpfs, COMMIT);
+}
+
+/// Proves S-tx-20, S-tx-21, S-tx-22.
+#[test]
+fn same_as_plain_in_shadow_mode_on_ext4() {
+    same_as_plain(FsKind::Ext4, SHADOW);
+}
+
+/// Proves S-tx-20, S-tx-21, S-tx-22.
+#[test]
+fn same_as_plain_in_shadow_mode_on_xfs() {
+    same_as_plain(FsKind::Xfs, SHADOW);
+}
+
+/// Proves S-tx-20, S-tx-21, S-tx-22.
+#[test]
+fn same_as_plain_in_shadow_mode_on_btrfs() {
+    same_as_plain(FsKind::Btrfs, SHADOW);
+}
+
+/// Proves S-tx-20, S-tx-21, S-tx-22.
+#[test]
+fn same_as_plain_in_shadow_mode_on_tmpfs() {
+    same_as_plain(FsKind::Tmpfs, SHADOW);
 }
 
 /// Proves S-tx-1.
 #[test]
 fn pjdfstest_passes_in_a_transaction_as_it_does_natively() {
-    let sandbox = Sandbox::new("txpjd");
+    pjdfstest_passes("txpjd", COMMIT);
+}
+
+/// Proves S-tx-20.
+#[test]
+fn pjdfstest_passes_in_shadow_mode_as_it_does_natively() {
+    pjdfstest_passes("txpjdshadow", SHADOW);
+}
+
+fn pjdfstest_passes(name: &str, options: &str) {
+    let sandbox = Sandbox::new(name);
     let image = LoopImage::new(&sandbox, FsKind::Ext4, 400);
     let backing = image.mkdir("backing");
-    let mount = FirnMount::over(&sandbox, &backing, &format!("{COMMIT},allow-other,dev,suid"));
+    let mount = FirnMount::over(&sandbox, &backing, &format!("{options},allow-other,dev,suid"));
     let native = pjdfstest(&image.mkdir("native"), sandbox.path());
     let work = mount.join("work");
     fs::create_dir(&work).expect("mkdir");
@@ -388,14 +426,25 @@ enum End {
 /// Proves S-tx-2, S-tx-3, S-tx-4.
 #[test]
 fn killed_at_any_moment_the_tree_is_the_old_one_or_the_new_one() {
+    killed_at_any_moment("txcrash", COMMIT);
+}
+
+/// Proves S-tx-21, S-tx-22, S-tx-23.
+#[test]
+fn killed_at_any_moment_in_shadow_mode_the_tree_is_the_old_one_or_the_new_one() {
+    killed_at_any_moment("txcrashshadow", SHADOW);
+}
+
+fn killed_at_any_moment(name: &str, options: &str) {
+    let is_shadow = options == SHADOW;
     let rounds = env_count("FIRN_CRASH_ROUNDS", 10);
     let seed = seed("kill -9 in transactions");
     let mut rng = generator(seed);
-    let sandbox = Sandbox::new("txcrash");
+    let sandbox = Sandbox::new(name);
     let plain = sandbox.mkdir("plain");
     let mut counts = [0; 3];
     // As the plain directory is mounted.
-    let options = format!("{COMMIT},allow-other,dev,suid");
+    let options = format!("{options},allow-other,dev,suid");
     for round in 0..rounds {
         let told = format!("seed {seed}, round {round}");
         let door = round % 2 == 1;
@@ -446,7 +495,8 @@ fn killed_at_any_moment_the_tree_is_the_old_one_or_the_new_one() {
         let mount = FirnMount::new(&sandbox, &options);
         let restored = end == End::Prepared && rng.random();
         if end == End::Prepared {
-            assert_same(&format!("{told}: undecided"), &snapshot(mount.path()), &old);
+            let shown = if is_shadow { &new } else { &old };
+            assert_same(&format!("{told}: undecided"), &snapshot(mount.path()), shown);
             if restored {
                 firn_id(&sandbox, "restore", mount.path(), round).ok();
             } else {
