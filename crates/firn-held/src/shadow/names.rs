@@ -76,6 +76,11 @@ impl<B: Backing> Held<B> {
         for dir in [from, to] {
             self.save(scope, shadow, dir, NO_BYTES)?;
         }
+        // XFS gives a directory that an exchange moves a new time.
+        let exchanged = [Some(source), target].into_iter().flatten();
+        for object in exchanged.filter(|object| !flags.is_empty() && object.kind == Kind::Dir) {
+            self.save(scope, shadow, object, NO_BYTES)?;
+        }
         let go = || self.move_below(names, (from, name), (to, new_name), flags);
         let replaced = target.filter(|target| {
             let is_replaced = flags.is_empty() && !Arc::ptr_eq(source, target);
