@@ -198,6 +198,5 @@ pub(crate) fn told(report: &Report, scope: &str) -> String {
     if report.total > listed {
         text += &format!("\n  and {} more", report.total - listed);
     }
-    text + "\nthe transaction is kept: firn abort drops it; programs of several nodes that share parts of files need \
-            mode=shadow"
+    text + "\nthe transaction is kept: firn abort drops it"
 }
