@@ -272,6 +272,34 @@ fn a_host_that_is_killed_between_prepare_and_commit_leaves_no_half() {
 
 /// Proves S-tx-31.
 #[test]
+fn an_abort_after_another_host_has_committed_is_refused_and_harms_nothing() {
+    // With close=drain a child of this process would wait at its exec for the outcome that it is to bring about.
+    let cluster = Cluster::new("late", 2, &format!("{HASTY},close=held"));
+    fs::write(cluster.backing().join("shared"), "....................").expect("write");
+    let mounts = cluster.mounts();
+    begin_all(&cluster, &mounts);
+    both_write(&mounts);
+    cluster.all_ok(&mounts, &["prepare", "--id", "5"]);
+    // A program that cuts a file waits for the outcome meanwhile, and a write is taken.
+    let late = mounts[1].join("own1");
+    let cutter = std::thread::spawn(move || File::options().write(true).open(late).expect("open").set_len(1));
+    let mut behind = open(&mounts[1], "shared");
+    std::io::Write::write_all(&mut behind, b"late").expect("write");
+    let first = run(&mut on(&cluster.hosts[0], &mounts[0], &["commit", "--id", "5"])).ok();
+    assert!(format!("{first:?}").contains("not yet carried out on n1"), "{first:?}");
+    let refused = run(&mut on(&cluster.hosts[1], &mounts[1], &["abort"]));
+    assert!(refused.code == 11 && refused.stderr.contains("committed with id 5"), "{refused:?}");
+    run(&mut on(&cluster.hosts[1], &mounts[1], &["commit", "--id", "5"])).ok();
+    cutter.join().expect("a thread").expect("it is cut after the commit");
+    drop(behind);
+    assert_eq!(fs::read(cluster.backing().join("shared")).unwrap(), b"late0000001111111111");
+    assert_eq!(fs::read(cluster.backing().join("own1")).unwrap(), b"o");
+    assert_eq!(fs::read(mounts[0].join("own1")).unwrap(), b"o");
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
+/// Proves S-tx-31.
+#[test]
 fn a_host_that_dies_before_it_is_prepared_takes_the_commit_with_it() {
     let cluster = Cluster::new("early", 2, HASTY);
     fs::write(cluster.backing().join("shared"), "....................").expect("write");

@@ -155,6 +155,11 @@ fn seen(backing: &Path) -> String {
     }
 }
 
+/// Whether a firnd serves this node of a group. Where the backing has no flock(2) none seems to.
+pub(crate) fn is_living(backing: &Path, group: &Group) -> bool {
+    File::open(backing.join(group.home())).is_ok_and(|dir| !try_lock(&dir, How::Shared))
+}
+
 /// Whether a living firnd has `arena` open. Takes no lock that outlives the call.
 pub(crate) fn is_held(arena: &Path) -> bool {
     File::open(arena)

@@ -9,11 +9,13 @@ use std::time::{Duration, Instant};
 use firn_backing::DirBacking;
 use firn_config::{Kind, Options, Participants};
 use firn_conflict::{Report, Used};
-use firn_engine::{Engine, Pending};
-use firn_held::{Group, HeldError, Meeting, Node};
+use firn_engine::Engine;
+use firn_held::{Group, HeldError, Meeting, Node, Stage};
 
 use crate::attach::Store;
 use crate::error::DaemonError;
+use crate::lock;
+use crate::transactions::Means;
 
 /// The others are looked for as often at first, and ever less often down to the last.
 const LOOK_FIRST: Duration = Duration::from_millis(2);
@@ -87,7 +89,8 @@ fn process_of(thread: u32) -> Option<u32> {
 pub(crate) fn ended(engine: &Engine<Store>, path: &[u8]) {
     if engine.backing().group().is_some() {
         engine.accesses().take(is_at(path));
-        engine.accesses().switch(!engine.backing().transactions().is_empty());
+        let counts = |stage| matches!(stage, Stage::Open | Stage::Prepared(_));
+        engine.accesses().switch(engine.backing().transactions().iter().any(|one| counts(one.stage)));
     }
 }
 
@@ -104,8 +107,9 @@ pub(crate) fn meet(
     }
     let result = wait_for_verdict(engine, path, id, Instant::now() + patience);
     if result.is_err() {
-        let reopened = engine.turn(path, Pending::Keep, |node| engine.backing().reopen(node, id));
-        match reopened {
+        // Not in a turn: it would wait for programs whose changes wait for this.
+        let node = engine.object_at(path)?;
+        match engine.backing().reopen(&node, id) {
             Ok(used) => engine.accesses().put_back(used),
             Err(error) => tracing::debug!(%error, id, "the transaction stays prepared"),
         }
@@ -144,18 +148,22 @@ fn wait_for_verdict(
     }
 }
 
-/// Waits until the other nodes have carried out a commit as well; those that have not after a while.
+/// Waits until the other nodes have carried out a commit as well; those that have not after a while, or have no
+/// firnd that could.
 pub(crate) fn behind(
     engine: &Engine<Store>,
     path: &[u8],
     id: u64,
-    patience: Duration,
+    means: &Means<'_>,
 ) -> Result<Vec<String>, HeldError> {
-    let (store, deadline) = (engine.backing(), Instant::now() + patience);
+    let (store, deadline) = (engine.backing(), Instant::now() + means.patience);
+    let Some(group) = store.group() else { return Ok(Vec::new()) };
+    let lives =
+        |node: &String| lock::is_living(means.backing, &Group { node: node.clone(), ..group.clone() });
     let mut pause = Pause::default();
     loop {
         let behind = store.behind(id, path)?;
-        if behind.is_empty() || Instant::now() >= deadline {
+        if Instant::now() >= deadline || !behind.iter().any(lives) {
             return Ok(behind);
         }
         pause.rest();

@@ -258,7 +258,12 @@ impl Service for Mounted {
             | Request::Abort { .. }
             | Request::Restore { .. }) => {
                 let forget = |node| self.forget(node);
-                let means = Means { carrier: &self.carrier, patience: self.patience, forget: &forget };
+                let means = Means {
+                    carrier: &self.carrier,
+                    patience: self.patience,
+                    backing: &self.backing,
+                    forget: &forget,
+                };
                 crate::transactions::answer(&self.engine, &request, &means)
             }
             Request::Unmount { force, keep_held } => self.unmount(force, keep_held, say),

@@ -2,6 +2,7 @@
 //!
 //! The engine keeps the scope quiet ([`Engine::turn`]), the store turns.
 
+use std::path::Path;
 use std::time::Duration;
 
 use firn_backing::{DirBacking, Errno};
@@ -18,16 +19,15 @@ pub(crate) struct Means<'a> {
     pub(crate) carrier: &'a Carrier,
     /// How long other nodes are waited for.
     pub(crate) patience: Duration,
+    /// The backing directory.
+    pub(crate) backing: &'a Path,
     /// Makes the kernel drop what it knows of a node.
     pub(crate) forget: &'a dyn Fn(NodeId),
 }
 
 /// The answer to a request about a transaction.
-pub(crate) fn answer(
-    engine: &Engine<Store>,
-    request: &Request,
-    &Means { carrier, patience, forget }: &Means<'_>,
-) -> Reply {
+pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_>) -> Reply {
+    let &Means { patience, forget, .. } = means;
     let (path, result) = match request {
         Request::Begin { path } => (path, begin(engine, path.as_bytes()).map(|()| Reply::Done)),
         Request::Prepare { path, id } => {
@@ -37,10 +37,7 @@ pub(crate) fn answer(
         Request::Commit { path, id, begin, behind } => {
             write_back(engine, path.as_bytes(), forget);
             let how = How { id: *id, begin: *begin, behind: *behind };
-            let committed = match engine.backing().group() {
-                Some(_) => commit_together(engine, path.as_bytes(), how, patience, forget),
-                None => commit(engine, path.as_bytes(), how, carrier, forget).map(|id| (id, Vec::new())),
-            };
+            let committed = commit(engine, path.as_bytes(), &how, means);
             (path, committed.map(|(id, behind)| Reply::Committed { id, behind }))
         }
         Request::Abort { path } => {
@@ -111,24 +108,31 @@ struct How {
 fn commit(
     engine: &Engine<Store>,
     path: &[u8],
-    how: How,
-    carrier: &Carrier,
-    forget: &dyn Fn(NodeId),
-) -> Result<u64, HeldError> {
+    how: &How,
+    means: &Means<'_>,
+) -> Result<(u64, Vec<String>), HeldError> {
     let store = engine.backing();
     let is_decided = |id| decided(engine, path) == Some(id);
     if how.id.is_none_or(|id| !is_decided(id)) {
         carry_out_before(engine, path)?;
     }
-    let stage = stage(engine, path);
+    let mut stage = stage(engine, path);
     let id = match (how.id, stage) {
         (Some(id), _) | (None, Some(Stage::Prepared(id) | Stage::Decided(id))) => id,
         _ => store.committed(path)?.map_or(1, |last| last.saturating_add(1)),
     };
+    let shared = store.group().is_some();
+    if shared && stage == Some(Stage::Open) && !is_decided(id) {
+        prepare(engine, path, id, means.patience)?;
+        stage = Some(Stage::Prepared(id));
+    }
     let is_recovered = store.transactions().iter().any(|one| one.scope == path && one.is_recovered);
     let decide = |node: &_| {
         store.conclude(node, id)?;
         let is_followed = store.transactions().iter().filter(|one| one.scope == path).count() > 1;
+        if !how.begin {
+            participants::ended(engine, path);
+        }
         if how.begin && !is_followed && !is_recovered { store.begin(node, path) } else { Ok(()) }
     };
     if stage == Some(Stage::Open) && !is_decided(id) {
@@ -141,12 +145,13 @@ fn commit(
     if is_recovered {
         store.carry_out(path)?;
         // Programs saw the tree before it until now.
-        engine.look_again(path).into_iter().for_each(forget);
+        engine.look_again(path).into_iter().for_each(means.forget);
         if how.begin {
             begin(engine, path)?;
         }
     } else if how.behind {
-        carrier.wake();
+        means.carrier.wake();
+        return Ok((id, Vec::new()));
     } else if let Err(error) = store.carry_out(path) {
         // Asked again, it is the commit that is meant and not the one after it.
         if how.begin {
@@ -154,41 +159,11 @@ fn commit(
         }
         return Err(error);
     }
-    Ok(id)
-}
-
-/// Of several nodes: each carries out its part before it answers, because the others' parts must come as well.
-fn commit_together(
-    engine: &Engine<Store>,
-    path: &[u8],
-    How { id, begin, .. }: How,
-    patience: Duration,
-    forget: &dyn Fn(NodeId),
-) -> Result<(u64, Vec<String>), HeldError> {
-    let store = engine.backing();
-    let mut stage = stage(engine, path);
-    let id = match (id, stage) {
-        (Some(id), _) | (None, Some(Stage::Prepared(id) | Stage::Decided(id))) => id,
-        _ => store.committed(path)?.map_or(1, |last| last.saturating_add(1)),
-    };
-    if stage == Some(Stage::Open) {
-        prepare(engine, path, id, patience)?;
-        stage = Some(Stage::Prepared(id));
+    let behind = participants::behind(engine, path, id, means)?;
+    if shared {
+        // Programs did not see the parts of other nodes until now.
+        engine.look_again(path).into_iter().for_each(means.forget);
     }
-    // What was written since it was prepared comes after it.
-    let pending = if stage == Some(Stage::Open) { Pending::Drain } else { Pending::Keep };
-    let behind = engine.turn(path, pending, |node| {
-        store.commit(node, id)?;
-        participants::ended(engine, path);
-        // Nothing changes here before the others' parts are there as well.
-        let behind = participants::behind(engine, path, id, patience)?;
-        if begin {
-            begin_at(engine, node, path)?;
-        }
-        Ok::<_, HeldError>(behind)
-    })?;
-    // Programs saw the tree before it until now, or without the parts of other nodes.
-    engine.look_again(path).into_iter().for_each(forget);
     Ok((id, behind))
 }
 
@@ -196,6 +171,10 @@ fn abort(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) -> Result
     let store = engine.backing();
     if let Some(Stage::Decided(id)) = stage(engine, path) {
         return Err(HeldError::Decided { id });
+    }
+    if let Some(Stage::Prepared(id)) = stage(engine, path) {
+        // Other nodes may have committed it: asked before anything is thrown away.
+        store.call_off(id, path)?;
     }
     // Drains that wait for the outcome are told first, or the data could not be dropped.
     store.refuse(&engine.object_at(path)?)?;

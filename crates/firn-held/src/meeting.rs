@@ -34,6 +34,8 @@ const FROM: &str = "from-";
 const DONE: &str = "done-";
 const VERDICT: &str = "verdict";
 const OUTCOME: &str = "outcome";
+/// Before the name of what is not in its place yet.
+const PUT: &str = "put-";
 
 /// The nodes that commit together, as one of them sees them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,7 +131,7 @@ impl<B: Backing> MeetingPlace<'_, B> {
     /// Puts a file where there is none, durably; whether it was this one.
     fn put(&self, name: &str, bytes: &[u8]) -> Result<bool, Errno> {
         // Beside those of other nodes, and none of the names that count.
-        let mine = format!("put-{name}.{}", self.group.node);
+        let mine = format!("{PUT}{name}.{}", self.group.node);
         staging::write(self.base, &self.dir, &mine, bytes)?;
         let new = staging::new_name(&mine);
         let node = self.base.lookup(&self.dir, OsStr::new(&new))?.0;
@@ -167,9 +169,13 @@ impl<B: Backing> MeetingPlace<'_, B> {
         let gone = |name: &String| {
             name.strip_prefix(FROM).is_none_or(|node| names.contains(&format!("{DONE}{node}")))
         };
-        // Nobody is done before there is a decision, which may have gone in a removal that did not end.
-        let some_done = || names.is_empty() || names.iter().any(|name| name.starts_with(DONE));
-        let ended = || Ok(some_done() || self.is_decided()?);
+        // Without lists it is what a removal left that did not end, but for one that just begins. With them, nobody
+        // is done before there is a decision, which may have gone in such a removal.
+        let ended = || {
+            let some = |what: &str| names.iter().any(|name| name.starts_with(what));
+            let over = if some(FROM) { some(DONE) } else { !some(PUT) };
+            Ok(over || self.is_decided()?)
+        };
         if !names.iter().all(gone) || !ended()? {
             return Ok(());
         }
@@ -401,6 +407,11 @@ impl<B: Backing> Held<B> {
         let (Some(group), Some(place)) = (&self.group, self.place(id, scope, false)?) else { return Ok(()) };
         place.put_json(VERDICT, &Verdict::GivenUp { by: group.node.clone(), why })?;
         Ok(())
+    }
+
+    /// Decides for all nodes that there is no commit; fails with [`HeldError::Decided`] where there is one.
+    pub fn call_off(&self, id: u64, scope: &[u8]) -> Result<(), HeldError> {
+        self.decide(id, scope, false)
     }
 
     /// Decides for all nodes, if nobody has: whether the outcome is the one that is wanted. A commit needs a verdict
