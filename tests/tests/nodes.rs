@@ -273,29 +273,34 @@ fn a_host_that_is_killed_between_prepare_and_commit_leaves_no_half() {
 /// Proves S-tx-31.
 #[test]
 fn an_abort_after_another_host_has_committed_is_refused_and_harms_nothing() {
-    // With close=drain a child of this process would wait at its exec for the outcome that it is to bring about.
-    let cluster = Cluster::new("late", 2, &format!("{HASTY},close=held"));
+    let cluster = Cluster::new("late", 2, HASTY);
     fs::write(cluster.backing().join("shared"), "....................").expect("write");
     let mounts = cluster.mounts();
     begin_all(&cluster, &mounts);
     both_write(&mounts);
     cluster.all_ok(&mounts, &["prepare", "--id", "5"]);
-    // A program that cuts a file waits for the outcome meanwhile, and a write is taken.
-    let late = mounts[1].join("own1");
-    let cutter = std::thread::spawn(move || File::options().write(true).open(late).expect("open").set_len(1));
-    let mut behind = open(&mounts[1], "shared");
-    std::io::Write::write_all(&mut behind, b"late").expect("write");
+    // Programs that cut a file and write to another wait for the outcome meanwhile. Not this one: its children would
+    // close its descriptors, which waits too, before they could bring it about.
+    let shell = |script: &str, file: &str| {
+        let mut command = std::process::Command::new("sh");
+        command.args(["-c", script]).arg(mounts[1].join(file)).spawn().expect("spawn")
+    };
+    let mut late = [shell("truncate -s 1 \"$0\"", "own1"), shell("printf late 1<>\"$0\"", "shared")];
+    wait_until("the write is taken", Duration::from_secs(10), || mounts[1].status().held_bytes > 0);
     let first = run(&mut on(&cluster.hosts[0], &mounts[0], &["commit", "--id", "5"])).ok();
     assert!(format!("{first:?}").contains("not yet carried out on n1"), "{first:?}");
     let refused = run(&mut on(&cluster.hosts[1], &mounts[1], &["abort"]));
     assert!(refused.code == 11 && refused.stderr.contains("committed with id 5"), "{refused:?}");
     run(&mut on(&cluster.hosts[1], &mounts[1], &["commit", "--id", "5"])).ok();
-    cutter.join().expect("a thread").expect("it is cut after the commit");
-    drop(behind);
-    assert_eq!(fs::read(cluster.backing().join("shared")).unwrap(), b"late0000001111111111");
-    assert_eq!(fs::read(cluster.backing().join("own1")).unwrap(), b"o");
+    for child in &mut late {
+        let status = wait_child(child, Duration::from_secs(30)).expect("it goes on");
+        assert!(status.success());
+    }
+    assert_eq!(fs::read(mounts[1].join("shared")).unwrap(), b"late0000001111111111");
     assert_eq!(fs::read(mounts[0].join("own1")).unwrap(), b"o");
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
+    assert_eq!(fs::read(cluster.backing().join("shared")).unwrap(), b"late0000001111111111");
+    assert_eq!(fs::read(cluster.backing().join("own1")).unwrap(), b"o");
 }
 
 /// Proves S-tx-31.

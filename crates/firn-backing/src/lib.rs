@@ -176,6 +176,11 @@ pub trait Backing: Send + Sync + 'static {
     /// syncfs(2) of the file system below.
     fn sync_all(&self) -> Result<()>;
 
+    /// Waits until the contents of an object may be changed, where that is not always so: who holds locks that
+    /// others need asks before it takes them.
+    fn await_change(&self, _node: &Self::Node) -> Result<()> {
+        Ok(())
+    }
     /// Whether changes of names or attributes may wait now for something that only a client decides or that takes
     /// long: who must not wait leaves them to a thread that may.
     fn changes_wait(&self) -> bool {

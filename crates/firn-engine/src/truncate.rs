@@ -25,6 +25,7 @@ impl<B: Backing> Engine<B> {
     /// ftruncate(2). The journal knows of it before the backing does, so that a crash leaves the old
     /// file or the new one: pieces beyond the new end never come back.
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
+        self.await_change(file)?;
         let mut state = file.begin_exclusive();
         self.revoke(file, &mut state);
         state.changes += 1;
@@ -40,6 +41,16 @@ impl<B: Backing> Engine<B> {
         self.tell_space();
         self.step();
         result
+    }
+
+    /// Whoever asks about the file must not wait as well. While the caller holds `writing`, nothing that makes
+    /// changes wait can begin.
+    fn await_change(&self, file: &File<B>) -> Result<()> {
+        if self.backing.changes_wait() {
+            self.backing.await_change(&self.object(&file.node)?)
+        } else {
+            Ok(())
+        }
     }
 
     fn truncate_alone(
@@ -144,6 +155,7 @@ impl<B: Backing> Engine<B> {
         file: &Arc<File<B>>,
         work: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<T> {
+        self.await_change(file)?;
         let mut state = file.begin_exclusive();
         self.revoke(file, &mut state);
         state.changes += 1;

@@ -303,6 +303,13 @@ impl<B: Backing> Backing for Held<B> {
         self.base.sync_all()
     }
 
+    fn await_change(&self, node: &Node<B>) -> Result<()> {
+        match node {
+            Node::Plain(_) => Ok(()),
+            Node::Tracked(object) => self.writing(object).map(drop),
+        }
+    }
+
     fn changes_wait(&self) -> bool {
         self.some_scope_waits()
     }
