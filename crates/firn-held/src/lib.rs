@@ -22,6 +22,7 @@
 mod apply;
 mod attributes;
 mod backing;
+pub mod backup;
 mod book;
 mod data;
 mod difference;

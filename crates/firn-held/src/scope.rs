@@ -12,6 +12,7 @@ use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::apply::Apply;
 use crate::backing::Node;
+use crate::backup::{Mirror, Progress};
 use crate::book::Book;
 use crate::meeting::Group;
 use crate::object::{Change, Inner, Key, Object};
@@ -101,6 +102,49 @@ pub enum HeldError {
         /// What is wrong.
         source: firn_conflict::ListError,
     },
+    /// The backup refused something.
+    #[error("the backup failed: {source}")]
+    Backup {
+        /// What it said.
+        source: Errno,
+    },
+    /// An object has no name by which it could be found elsewhere.
+    #[error("object {number} of the transaction has no name in the backing, and cannot be in the backup")]
+    BackupPath {
+        /// Its number.
+        number: u64,
+    },
+    /// The backing does not know a transaction that is in the backup.
+    #[error("the backup has a transaction prepared with id {id} that the backing does not know ({name})")]
+    BackupWaits {
+        /// The number.
+        id: u64,
+        /// Its directory in the backup.
+        name: String,
+    },
+    /// The transaction of the backup was committed and carried out.
+    #[error("commit {id} was carried out before")]
+    BackupDone {
+        /// The number.
+        id: u64,
+    },
+    /// The tree is not the one before the transaction of a backup.
+    #[error(
+        "{}: {what}: the backup goes with the tree as it was before the transaction",
+        String::from_utf8_lossy(path)
+    )]
+    BackupTree {
+        /// Where, from the top of the backing.
+        path: Vec<u8>,
+        /// What is wrong.
+        what: String,
+    },
+    /// A piece of a backup is missing or changed.
+    #[error("{file} in the backup is missing or damaged")]
+    BackupDamaged {
+        /// Which.
+        file: String,
+    },
     /// The backing refused something.
     #[error("the backing failed: {0}")]
     Backing(#[from] Errno),
@@ -149,6 +193,8 @@ pub struct Transaction {
     pub is_recovered: bool,
     /// Why it could not be carried out when that was tried last.
     pub trouble: Option<String>,
+    /// Where there is a backup: how far it is.
+    pub backup: Option<Progress>,
 }
 
 /// What [`Held::open`] did.
@@ -229,7 +275,7 @@ impl<B: Backing> Scope<B> {
         }
     }
 
-    fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         *self.stage.lock() == Stage::Open && !self.refusing.load(Ordering::Acquire)
     }
 
@@ -302,7 +348,9 @@ pub struct Held<B: Backing> {
     pub(crate) mode: Mode,
     /// Objects that have a staged name more.
     pub(crate) anchored: Mutex<HashSet<Key>>,
-    scopes: RwLock<Vec<Arc<Scope<B>>>>,
+    pub(crate) scopes: RwLock<Vec<Arc<Scope<B>>>>,
+    /// The second place for what is prepared.
+    pub(crate) mirror: Option<Mirror<B>>,
     /// Held by who changes the list of committed numbers.
     finishing: Mutex<()>,
     pub(crate) scope_count: AtomicUsize,
@@ -350,6 +398,7 @@ impl<B: Backing> Held<B> {
             mode: Mode::Hold,
             anchored: Mutex::default(),
             scopes: RwLock::default(),
+            mirror: None,
             finishing: Mutex::new(()),
             scope_count: AtomicUsize::new(0),
             last_serial: AtomicU64::new(0),
@@ -460,7 +509,12 @@ impl<B: Backing> Held<B> {
     }
 
     /// A transaction that an earlier firnd prepared: its scope is as it was before, and frozen.
-    fn wait_for_decision(&self, serial: u64, dir: B::Node, record: Record) -> Result<(), HeldError> {
+    pub(crate) fn wait_for_decision(
+        &self,
+        serial: u64,
+        dir: B::Node,
+        record: Record,
+    ) -> Result<(), HeldError> {
         let anchored = record.items.iter().filter(|item| item.anchor_at.is_some());
         self.anchored.lock().extend(anchored.map(|item| (item.identity.dev, item.identity.ino)));
         let mut root = match &self.top {
@@ -675,11 +729,13 @@ impl<B: Backing> Held<B> {
             Stage::Ended => return Err(HeldError::None),
         }
         self.write_record(&scope, id)?;
-        self.place_record(&scope, staging::RECORD)?;
+        self.place_record(&scope, staging::RECORD).inspect_err(|_| self.withdraw_backup(&scope))?;
         if let Err(errno) = self.base.sync_dir(&scope.dir) {
             // Nobody was told: it goes back, or it stays and can be decided.
             if self.base.unlink(&scope.dir, OsStr::new(staging::RECORD)).is_err() {
                 scope.turn(Stage::Prepared(id));
+            } else {
+                self.withdraw_backup(&scope);
             }
             return Err(errno.into());
         }
@@ -688,12 +744,14 @@ impl<B: Backing> Held<B> {
     }
 
     /// Makes what is staged durable, and a record that tells of it, which is in force once it is in its place.
-    fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), Errno> {
+    fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), HeldError> {
         let mut record = self.record(scope, id)?;
         self.write_undo(scope, &mut record)?;
         self.base.sync_all()?;
         staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
-        self.sync_home()
+        self.sync_home()?;
+        // Last, so that little can fail after it.
+        self.back_up(scope, &record)
     }
 
     fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
@@ -740,9 +798,13 @@ impl<B: Backing> Held<B> {
         }
         let stage = *scope.stage.lock();
         match stage {
-            Stage::Open => self.withdraw(&scope.path)?,
+            Stage::Open => {
+                self.withdraw(&scope.path)?;
+                self.drop_backup(scope.serial);
+            }
             Stage::Prepared(id) => {
                 self.decide(id, &scope.path, false)?;
+                self.drop_backup(scope.serial);
                 match scope.shadow {
                     // From here on a crash ends in the tree before.
                     Some(_) => self.forget_record(&scope.dir)?,
@@ -887,6 +949,7 @@ impl<B: Backing> Held<B> {
             states: scope.book.lock().count(),
             is_recovered: scope.recovered.is_some(),
             trouble: scope.carried.trouble(),
+            backup: self.backup_progress(&scope),
         };
         scopes.iter().flat_map(with_next).flatten().map(one).collect()
     }
@@ -899,6 +962,8 @@ impl<B: Backing> Held<B> {
     /// After the last step of a commit: its number is noted, what undoes it is kept, and its record goes.
     pub(crate) fn finish(&self, dir: &B::Node, record: &Record, serial: u64) -> Result<(), Errno> {
         self.base.sync_all()?;
+        // Before the record goes: without one a manifest tells of what is only there.
+        self.drop_backup(serial);
         let _one = self.finishing.lock();
         let firn = self.home()?;
         self.keep_undo(&firn, serial, &record.scope)?;

@@ -126,6 +126,9 @@ impl<B: Backing> Held<B> {
                 return Err(HeldError::OtherId { found, wanted: id });
             }
             Stage::Prepared(_) => {
+                if let Some(record) = scope.recovered.as_ref().filter(|_| !self.is_backed_up(&scope)) {
+                    self.back_up(&scope, record)?;
+                }
                 self.agree(&scope, stage, id)?;
                 let (from, to) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
                 self.base.rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
@@ -136,7 +139,7 @@ impl<B: Backing> Held<B> {
                 self.agree(&scope, stage, id)?;
                 // Decided at once: a crash before leaves nothing that waits for a decision.
                 self.write_record(&scope, id)?;
-                self.place_record(&scope, staging::COMMIT)?;
+                self.place_record(&scope, staging::COMMIT).inspect_err(|_| self.withdraw_backup(&scope))?;
                 scope.turn(Stage::Decided(id));
                 self.base.sync_dir(&scope.dir)?;
             }
