@@ -157,6 +157,12 @@ pub struct Options {
     /// Milliseconds that a commit waits for the other nodes.
     #[serde(default)]
     pub participants_wait_ms: u64,
+    /// A second directory for what is prepared; `None`: none.
+    #[serde(default)]
+    pub backup: Option<PathBuf>,
+    /// Milliseconds between its rounds.
+    #[serde(default)]
+    pub backup_every_ms: u64,
     /// When close returns.
     pub close: Close,
     /// What fsync waits for.
@@ -230,6 +236,8 @@ impl Options {
             participants: Participants::Off,
             node: None,
             participants_wait_ms: 0,
+            backup: None,
+            backup_every_ms: 0,
             close: Close::Auto,
             fsync: Fsync::Durable,
             drain_age_ms: 0,

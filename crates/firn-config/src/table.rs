@@ -46,7 +46,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 28] = [
+pub static TABLE: [Row; 30] = [
     Row {
         name: "arena-size",
         kind: Kind::Size { min: 1 << 20, max: 16 << 40, power_of_two: false },
@@ -213,6 +213,30 @@ pub static TABLE: [Row; 28] = [
         changes_promises: false,
         get: |o| o.node.clone().unwrap_or_default(),
         set: |o, v| o.node = v.names().pop(),
+    },
+    Row {
+        name: "backup",
+        kind: Kind::Directory,
+        default: "",
+        help: "With drain=commit: a second directory for what is prepared, on another node or a parallel file system",
+        long: "When `firn prepare` or `firn commit` returns, all that the commit needs is in this directory too, durably: \
+               `firn recover --from-backup` finishes it if the node is lost with its backing, on a copy of the backing as \
+               it was before the transaction. It is removed when the transaction is over. It needs room for what a \
+               transaction writes; where it cannot be written, prepare and commit fail.",
+        changes_promises: true,
+        get: |o| o.backup.as_ref().map_or_else(String::new, |path| path.display().to_string()),
+        set: |o, v| o.backup = v.directory(),
+    },
+    Row {
+        name: "backup-every",
+        kind: Kind::Duration { min_ms: 1000, max_ms: 24 * 3600 * 1000 },
+        default: "10s",
+        help: "How often files of an open transaction are copied to the backup",
+        long: "A file is copied once it has not changed for so long, and again if it changes after that. What was copied \
+               before a prepare need not be copied while that keeps programs waiting; alone it is of no use.",
+        changes_promises: false,
+        get: |o| duration_text(o.backup_every_ms),
+        set: |o, v| o.backup_every_ms = v.number(),
     },
     Row {
         name: "close",
@@ -413,7 +437,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 16] = [
+pub static RULES: [Rule; 20] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -485,6 +509,30 @@ pub static RULES: [Rule; 16] = [
         text: "node goes with participants only",
         broken: |o| o.node.is_some() && o.participants == Participants::Off,
         advice: "a node alone needs no name: leave node out, or tell the participants",
+    },
+    Rule {
+        names: ["backup", "drain"],
+        text: "backup goes with drain=commit only",
+        broken: |o| o.backup.is_some() && o.drain != Drain::Commit,
+        advice: "it is of transactions: leave backup out, or take drain=commit",
+    },
+    Rule {
+        names: ["backup", "mode"],
+        text: "backup goes with mode=hold only",
+        broken: |o| o.backup.is_some() && o.mode == Mode::Shadow,
+        advice: "with mode=shadow the changes are in the backing alone: leave backup out, or take mode=hold",
+    },
+    Rule {
+        names: ["backup", "participants"],
+        text: "backup does not go with participants",
+        broken: |o| o.backup.is_some() && o.participants != Participants::Off,
+        advice: "the other nodes end what a node that is lost has prepared: leave one of them out",
+    },
+    Rule {
+        names: ["backup", "history"],
+        text: "backup does not go with history",
+        broken: |o| o.backup.is_some() && o.history > 0,
+        advice: "a commit that is finished from its backup cannot be undone: leave one of them out",
     },
     Rule {
         names: ["door", "allow-other"],

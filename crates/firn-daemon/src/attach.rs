@@ -161,6 +161,7 @@ fn open_store(
     if !wanted && !Held::has_transactions(&directory).map_err(HeldError::from)? {
         return Ok((Held::plain(directory), firn_held::Outcome::default()));
     }
+    let known = Held::known_backups(&directory).map_err(HeldError::from)?;
     let (store, outcome) = match crate::participants::group(options)? {
         None => Held::open_with_history(directory, options.history)?,
         Some(group) => Held::open_of_group(directory, group)?,
@@ -169,6 +170,7 @@ fn open_store(
         Mode::Hold => firn_held::Mode::Hold,
         Mode::Shadow => firn_held::Mode::Shadow,
     });
+    let store = crate::backup::attach(store, backing, options, &known)?;
     for id in &outcome.finished {
         notice(format!("finished the commit {id} that an earlier firnd had decided"));
     }

@@ -63,6 +63,26 @@ pub enum DaemonError {
         "arena {arena} has data in its spill file: {fault}: mount that device again, or keep what is in memory with `firn recover {backing}`"
     )]
     SpillGone { arena: PathBuf, fault: String, backing: PathBuf },
+    #[error(
+        "backup: cannot use directory {path}: {source}: create it on another node's file system, or leave the option out"
+    )]
+    BackupDirectory { path: PathBuf, source: io::Error },
+    #[error("backup {backup} is inside {dir}, whose loss it is for: give a directory elsewhere")]
+    BackupInside { backup: PathBuf, dir: PathBuf },
+    #[error(
+        "{dir} is the backup of a transaction prepared with id {id} that {backing} does not know: finish it with `firn recover --from-backup {dir} {backing}`, or remove that directory to give it up"
+    )]
+    BackupWaits { id: u64, dir: PathBuf, backing: PathBuf },
+    #[error(
+        "no whole backup of a transaction{wanted} is in {dir}{others}: give the directory of the option backup"
+    )]
+    BackupNone { dir: PathBuf, wanted: String, others: String },
+    #[error("there are several backups: {all}: say which with --id, or give its directory")]
+    BackupSeveral { all: String },
+    #[error("{backing} has a transaction of its own in {scope}: mount it, and firn commit or firn abort it")]
+    BackupOpen { scope: String, backing: PathBuf },
+    #[error("{arena} is the arena of an earlier mount of {backing}: run `firn recover {backing}` first")]
+    BackupArena { arena: PathBuf, backing: PathBuf },
     #[error(transparent)]
     Arena(#[from] ArenaError),
     #[error("{0}")]
@@ -141,12 +161,16 @@ impl DaemonError {
             | Self::Left { .. }
             | Self::SaveLost { .. }
             | Self::SpillGone { .. }
+            | Self::BackupNone { .. }
             | Self::Silent { .. } => FAILED,
             Self::MountPointInBacking { .. }
             | Self::BackingInMountPoint { .. }
             | Self::ArenaDirectory { .. }
             | Self::SpillDirectory { .. }
             | Self::SpillInside { .. }
+            | Self::BackupDirectory { .. }
+            | Self::BackupInside { .. }
+            | Self::BackupSeveral { .. }
             | Self::Place(_)
             | Self::NodeName { .. }
             | Self::NoSuchNode { .. }
@@ -156,6 +180,9 @@ impl DaemonError {
             | Self::Held { .. }
             | Self::NodeHeld { .. }
             | Self::TransactionWaits { .. }
+            | Self::BackupWaits { .. }
+            | Self::BackupOpen { .. }
+            | Self::BackupArena { .. }
             | Self::TreeWaits { .. } => BUSY,
             Self::ArenaForeign { .. } => NOT_FIRN,
             Self::Arena(error) => arena_code(error),

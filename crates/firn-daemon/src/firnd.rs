@@ -15,6 +15,7 @@ use signal_hook::iterator::Signals;
 
 use crate::attach::Store;
 use crate::attach::{Attached, passthrough, runtime_files};
+use crate::backup::{self, Rounds};
 use crate::carrier::Carrier;
 use crate::control::Control;
 use crate::door::{Behind, Door};
@@ -45,6 +46,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     let checked =
         preflight::check(backing, mount_point, options.read_only, &mut |text| reporter.notice(text))?;
     spill::check(options, &checked, &mut |text| reporter.notice(text))?;
+    backup::check(options, &checked)?;
     let files = runtime_files(&checked.backing, options)?;
     let group = participants::group(options)?;
     let locks = Locks::take(&checked.backing, &files, group.as_ref())?;
@@ -79,6 +81,7 @@ struct Mount {
     control: Control,
     door: Door,
     service: Arc<Mounted>,
+    rounds: Rounds,
     events: Receiver<Event>,
     told: Receiver<()>,
     populating: Arc<AtomicBool>,
@@ -155,16 +158,19 @@ impl Mount {
                 Front::Tree(stubs)
             }
         };
+        let rounds = Rounds::start(&attached.engine, Duration::from_millis(options.backup_every_ms))
+            .map_err(DaemonError::io("start a thread"))?;
         let populating = Arc::new(AtomicBool::new(options.populate));
         if options.populate {
             populate(&attached.engine, &populating);
         }
-        Ok(Self { front, control, door, service, events, told, populating })
+        Ok(Self { front, control, door, service, rounds, events, told, populating })
     }
 
-    fn serve_until_the_end(self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
+    fn serve_until_the_end(mut self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
         let End { outcome, client, keep_held } = self.serve(&attached);
         self.populating.store(false, Ordering::Relaxed);
+        self.rounds.stop();
         transactions::leave(&attached.engine);
         self.service.carrier.stop();
         transactions::give_up(&attached.engine);

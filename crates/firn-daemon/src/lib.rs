@@ -5,6 +5,7 @@
 //! in the engine and options in firn-config: here is only what ties them to a process.
 
 mod attach;
+mod backup;
 mod carrier;
 mod check;
 mod chunks;
@@ -28,6 +29,7 @@ mod spawn;
 mod spill;
 mod transactions;
 
+pub use backup::{BackupReport, FromBackup, recover_from_backup};
 pub use check::{CheckReport, Damage, check};
 pub use error::{CheckError, DaemonError, MountError, RecoverError};
 pub use front::discard_tree;

@@ -324,6 +324,7 @@ pub(crate) fn status(engine: &Engine<Store>) -> Vec<TransactionStatus> {
             _ => Vec::new(),
         },
         error: found.trouble,
+        backup: found.backup.map(crate::backup::status),
     };
     engine.backing().transactions().into_iter().map(one).collect()
 }
@@ -366,6 +367,17 @@ fn refused(error: &HeldError, path: &str) -> Reply {
         HeldError::GivenUp { .. } => {
             (libc::ECANCELED, format!("{scope}: {error}; the transaction is kept: firn abort drops it"))
         }
+        HeldError::Backup { source } => (
+            source.raw_os_error(),
+            format!(
+                "{scope}: the backup reports: {source}; the transaction is as it was: mend it and try again, or abort"
+            ),
+        ),
+        HeldError::BackupPath { .. }
+        | HeldError::BackupWaits { .. }
+        | HeldError::BackupDone { .. }
+        | HeldError::BackupTree { .. }
+        | HeldError::BackupDamaged { .. } => (libc::EIO, format!("{scope}: {error}")),
         HeldError::Leaving { .. } => (libc::EBUSY, format!("{scope}: {error}: firn abort it there")),
         HeldError::List { .. } => (libc::EIO, error.to_string()),
         HeldError::Record { .. } => (libc::EIO, error.to_string()),

@@ -337,6 +337,24 @@ pub struct TransactionStatus {
     /// Why it could not be carried out when that was tried last; it is tried again.
     #[serde(default)]
     pub error: Option<String>,
+    /// How far its backup is; none without the option `backup`.
+    #[serde(default)]
+    pub backup: Option<BackupStatus>,
+}
+
+/// The backup of a transaction.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct BackupStatus {
+    /// The transaction is prepared, and can be finished from there.
+    pub whole: bool,
+    /// Seconds since what did not change any more was copied last; none: not yet.
+    pub age_s: Option<f64>,
+    /// Bytes that are there.
+    pub copied_bytes: u64,
+    /// Bytes that a prepare has to copy.
+    pub left_bytes: u64,
+    /// Why it could not be written last.
+    pub error: Option<String>,
 }
 
 /// The spill file of a mount.

@@ -123,7 +123,7 @@ fn only<B: Backing>(store: &B) -> (B::Node, Manifest) {
 fn revived<B: Backing>(base: B, store: &B) -> Held<B> {
     let held = Held::open(base).expect("open").0;
     let (dir, manifest) = only(store);
-    held.revive((store, &dir), &manifest).expect("revive");
+    held.revive((store, &dir), OsStr::new("it"), &manifest).expect("revive");
     held
 }
 
@@ -276,7 +276,8 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
                 _ => drop(bad.write_at(&open(), &[IoSlice::new(b"?")], 0).expect("write")),
             }
             let target = Held::open(before.fork()).expect("open").0;
-            let refused = target.revive((&bad, &dir), &manifest).expect_err("must be refused");
+            let refused =
+                target.revive((&bad, &dir), OsStr::new("it"), &manifest).expect_err("must be refused");
             assert_eq!(refused, HeldError::BackupDamaged { file: piece.file.clone() });
             assert_eq!(tree(&target), Ok(old.clone()));
             assert_eq!(Held::open(target.base().fork()).expect("open").1, Default::default());
@@ -295,7 +296,10 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
         change(&other);
         let old = other.tree();
         let target = Held::open(other).expect("open").0;
-        let error = target.revive((store, &dir), &manifest).expect_err("must be refused").to_string();
+        let error = target
+            .revive((store, &dir), OsStr::new("it"), &manifest)
+            .expect_err("must be refused")
+            .to_string();
         assert!(error.contains(word), "{error}");
         assert_eq!(tree(&target), Ok(old));
     };
@@ -310,16 +314,16 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
 
     // Twice: the second finds the first.
     let target = revived(before.fork(), store);
-    let again = target.revive((store, &dir), &manifest);
+    let again = target.revive((store, &dir), OsStr::new("it"), &manifest);
     assert!(matches!(again, Err(HeldError::Open { .. })), "{again:?}");
     target.commit(&target.root(), 5).expect("commit");
     let after: Result<Tree, Errno> = tree(&target);
-    let late = target.revive((store, &dir), &manifest);
+    let late = target.revive((store, &dir), OsStr::new("it"), &manifest);
     assert_eq!(late, Err(HeldError::BackupDone { id: 5 }));
     assert_eq!(tree(&target), after);
     target.begin(&target.root(), b"").expect("begin");
     target.commit(&target.root(), 6).expect("commit");
-    let late = target.revive((store, &dir), &manifest).expect_err("refused").to_string();
+    let late = target.revive((store, &dir), OsStr::new("it"), &manifest).expect_err("refused").to_string();
     assert!(late.contains("its last commit is 6"), "{late}");
 }
 

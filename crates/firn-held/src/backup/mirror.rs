@@ -19,7 +19,7 @@ use crate::staging;
 /// Bytes that are copied at once.
 pub(super) const BLOCK: usize = 1 << 20;
 /// In the transaction's directory of the backing: the name of its directory here.
-const NAME: &str = "backup";
+pub(super) const NAME: &str = "backup";
 
 /// How far the backup of a transaction is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -155,7 +155,8 @@ impl<B: Backing> Held<B> {
     /// One round: copies ahead what changed and changes no more, and removes what is over.
     pub fn back_up_ahead(&self) {
         let Some(mirror) = &self.mirror else { return };
-        for scope in self.scopes.read().clone() {
+        let scopes = self.scopes.read().clone();
+        for scope in scopes {
             let mut state = mirror.state.lock();
             if !scope.is_open() {
                 continue;

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime, Time};
 
 use super::manifest::{Content, Known, Manifest, Stored};
-use super::mirror::{BLOCK, load, remove};
+use super::mirror::{BLOCK, NAME, load, remove};
 use crate::backing::Node;
 use crate::record::{Identity, Place, Record, RecordError};
 use crate::scope::{Held, HeldError};
@@ -33,9 +33,9 @@ impl<B: Backing> Held<B> {
         remove(home, &home.root(), name)
     }
 
-    /// Stages what a backup, a directory `from` of a store, has and makes it a transaction that is prepared. Where this fails the
+    /// Stages what a backup, a directory `from` of a store that is `called` so, has and makes it a transaction that is prepared. Where this fails the
     /// backing is as it was.
-    pub fn revive(&self, from: (&B, &B::Node), manifest: &Manifest) -> Result<(), HeldError> {
+    pub fn revive(&self, from: (&B, &B::Node), called: &OsStr, manifest: &Manifest) -> Result<(), HeldError> {
         let wanted = &manifest.record;
         self.must_be_before(manifest)?;
         let mut found = HashMap::from([(0, (self.base.root(), Vec::new()))]);
@@ -52,6 +52,8 @@ impl<B: Backing> Held<B> {
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.base, &firn, &name)?;
         let staged = self.stage(from, manifest, &found, &dir).and_then(|record| {
+            // A mount that has the same backup goes on with it.
+            staging::store(&self.base, &dir, NAME, called.as_bytes())?;
             staging::store(&self.base, &dir, staging::OPEN, &record.scope)?;
             self.base.sync_all()?;
             staging::write(&self.base, &dir, staging::RECORD, &record.encode())?;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::RuntimeFiles;
 use firn_config::Options;
-use firn_daemon::{LostPolicy, RecoverReport, RecoverRequest};
+use firn_daemon::{FromBackup, LostPolicy, RecoverReport, RecoverRequest};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::mount::{minus_o, resolve};
@@ -29,6 +29,10 @@ pub const VERB: Verb = Verb {
             "files were removed from the backing before their data reached it",
         ),
         ("firn recover --node n7 /scratch/run42", "node n7 is gone: end what it had prepared"),
+        (
+            "firn recover --from-backup /pfs/backup --id 17 /scratch/run42",
+            "the node is lost: commit 17 on a copy of the backing as it was before",
+        ),
         ("firn recover --json /scratch/run42", "for scripts"),
     ],
     exits: &[
@@ -81,6 +85,23 @@ fn args(command: Command) -> Command {
                     "Of several nodes that commit together: end the transactions of this one, which is gone",
                 ),
         )
+        .arg(
+            Arg::new("from-backup")
+                .long("from-backup")
+                .value_name("DIR")
+                .conflicts_with_all(["save-lost", "discard-lost", "dead-node"])
+                .help("Prepare, in BACKING as it was before, the transaction of a node that is lost (mounted with backup=DIR)")
+                .value_hint(ValueHint::DirPath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
+            Arg::new("id")
+                .long("id")
+                .value_name("N")
+                .requires("from-backup")
+                .help("Commit it; without this, a mount's firn commit or firn abort decides")
+                .value_parser(value_parser!(u64)),
+        )
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print the outcome as JSON"))
         .arg(minus_o())
         .args(rows.map(firn_config::arg))
@@ -92,6 +113,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let backing = backing_of(path);
     if let Some(node) = matches.get_one::<String>("dead-node") {
         return of_node(&backing, node, matches.get_flag("json"));
+    }
+    if let Some(dir) = matches.get_one::<PathBuf>("from-backup") {
+        let id = matches.get_one::<u64>("id").copied();
+        return of_backup(FromBackup { dir: dir.clone(), backing, id, options }, matches.get_flag("json"));
     }
     tell_damage(&backing, &options);
     let lost = match matches.get_one::<PathBuf>("save-lost") {
@@ -118,6 +143,24 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         output::print(&summary(&backing, &report))?;
     }
     outcome(&backing, &report, stop.load(Ordering::Relaxed))
+}
+
+/// Goes on with the transaction of a node that is lost.
+fn of_backup(request: FromBackup, json: bool) -> Result<u8, Failure> {
+    let report = firn_daemon::recover_from_backup(&request)?;
+    if json {
+        output::print_json(&report)?;
+        return Ok(DONE);
+    }
+    let (id, scope, objects) = (report.id, &report.scope, count(report.objects, "object"));
+    output::say(&match (report.before, report.committed) {
+        (true, _) => format!("{scope}: commit {id} was carried out before; nothing is left to do"),
+        (false, true) => format!("{scope}: carried out commit {id}, {objects}"),
+        (false, false) => format!(
+            "{scope}: prepared with id {id}, {objects}: mount with drain=commit, then firn commit or firn abort"
+        ),
+    });
+    Ok(DONE)
 }
 
 /// Ends the transactions of a node that does not come back.

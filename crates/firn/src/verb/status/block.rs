@@ -120,6 +120,25 @@ fn arena(s: &Status, paint: Paint) -> String {
 }
 
 fn transaction(one: &TransactionStatus, paint: Paint) -> String {
+    let text = stage(one, paint);
+    let Some(backup) = &one.backup else { return text };
+    let is_open = one.stage == "open";
+    let state = match (&backup.error, backup.whole, backup.age_s) {
+        (Some(error), ..) => paint.bad(&format!("not in the backup: {error}")),
+        (None, true, _) => format!("backup of {} is whole", bytes(backup.copied_bytes)),
+        (None, false, Some(age)) if is_open => format!(
+            "backup {} old, {} there, {} left to prepare",
+            seconds(age),
+            bytes(backup.copied_bytes),
+            bytes(backup.left_bytes)
+        ),
+        (None, false, _) if is_open => "backup not begun".into(),
+        (None, false, _) => "no backup any more".into(),
+    };
+    format!("{text}; {state}")
+}
+
+fn stage(one: &TransactionStatus, paint: Paint) -> String {
     let scope = if one.scope.is_empty() { "the whole mount".to_owned() } else { name(&one.scope) };
     let number = one.id.map_or_else(String::new, |id| format!(" as {id}"));
     let objects = count(one.objects, "object");

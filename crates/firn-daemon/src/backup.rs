@@ -1,0 +1,316 @@
+//! `backup=DIR`: a second directory for what is prepared, and `firn recover --from-backup`.
+//!
+//! Each mount has a directory of its own in it, named by node and backing; what is in that is `firn_held::backup`'s.
+
+use std::fs::DirBuilder;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use firn_backing::{Backing, DirBacking};
+use firn_client::paths::Key;
+use firn_config::Options;
+use firn_engine::Engine;
+use firn_format::protocol::BackupStatus;
+use firn_held::backup::Progress;
+use firn_held::backup::manifest::{MANIFEST, Manifest};
+use firn_held::{Held, HeldError};
+use parking_lot::{Condvar, Mutex};
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+use serde::Serialize;
+
+use crate::attach::{Store, runtime_files};
+use crate::error::{DaemonError, RecoverError};
+use crate::lock::Locks;
+use crate::preflight::{self, Checked};
+
+/// Refuses directories that cannot be a backup of this mount.
+pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), DaemonError> {
+    let Some(dir) = &options.backup else { return Ok(()) };
+    let unusable = |source: io::Error| DaemonError::BackupDirectory { path: dir.clone(), source };
+    let canonical = dir.canonicalize().map_err(unusable)?;
+    if !canonical.is_dir() {
+        return Err(unusable(io::Error::from_raw_os_error(libc::ENOTDIR)));
+    }
+    for taken in [&checked.mount_point, &checked.backing] {
+        if canonical.starts_with(taken) {
+            return Err(DaemonError::BackupInside { backup: dir.clone(), dir: taken.clone() });
+        }
+    }
+    let home = home(&canonical, &checked.backing);
+    match DirBuilder::new().mode(0o700).create(&home) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(unusable(error)),
+    }
+    let needed = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
+    accessat(CWD, &home, needed, AtFlags::EACCESS).map_err(|errno| unusable(errno.into()))
+}
+
+/// The directory of one mount: nodes may have backings of the same path.
+fn home(dir: &Path, backing: &Path) -> PathBuf {
+    let host = rustix::system::uname().nodename().to_string_lossy().replace('/', "-");
+    dir.join(format!("{host}-{}", Key::of(backing)))
+}
+
+/// Gives a store its backup, if the options say so. `known` was asked for before the store was opened.
+pub(crate) fn attach(
+    store: Store,
+    backing: &Path,
+    options: &Options,
+    known: &std::collections::BTreeSet<String>,
+) -> Result<Store, DaemonError> {
+    let Some(dir) = &options.backup else { return Ok(store) };
+    let unusable = |source: io::Error| DaemonError::BackupDirectory { path: dir.clone(), source };
+    let home = home(&dir.canonicalize().map_err(unusable)?, backing);
+    let directory = DirBacking::open(&home).map_err(unusable)?;
+    store.backed_up(directory, known).map_err(|error| match error {
+        HeldError::BackupWaits { id, name } => {
+            DaemonError::BackupWaits { id, dir: home.join(name), backing: backing.into() }
+        }
+        error => error.into(),
+    })
+}
+
+/// For the status.
+pub(crate) fn status(progress: Progress) -> BackupStatus {
+    BackupStatus {
+        whole: progress.is_whole,
+        age_s: progress.age.map(|age| age.as_secs_f64()),
+        copied_bytes: progress.copied_bytes,
+        left_bytes: progress.left_bytes,
+        error: progress.error,
+    }
+}
+
+/// The thread that copies ahead.
+pub(crate) struct Rounds {
+    stopping: Arc<(Mutex<bool>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Rounds {
+    /// Does nothing without a backup.
+    pub(crate) fn start(engine: &Arc<Engine<Store>>, every: Duration) -> io::Result<Self> {
+        let stopping = Arc::new((Mutex::new(false), Condvar::new()));
+        if engine.backing().backups().is_none() {
+            return Ok(Self { stopping, thread: None });
+        }
+        let (engine, shared) = (Arc::clone(engine), Arc::clone(&stopping));
+        let rounds = move || {
+            let (stopping, told) = &*shared;
+            loop {
+                let mut stop = stopping.lock();
+                if !*stop {
+                    told.wait_for(&mut stop, every);
+                }
+                if *stop {
+                    return;
+                }
+                drop(stop);
+                engine.backing().back_up_ahead();
+            }
+        };
+        let thread = std::thread::Builder::new().name("firn-backup".into()).spawn(rounds)?;
+        Ok(Self { stopping, thread: Some(thread) })
+    }
+
+    /// Ends it after the round it is at.
+    pub(crate) fn stop(&mut self) {
+        *self.stopping.0.lock() = true;
+        self.stopping.1.notify_all();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread that copies to the backup panicked");
+        }
+    }
+}
+
+impl Drop for Rounds {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// A backup to finish a commit from.
+#[derive(Clone, Debug)]
+pub struct FromBackup {
+    /// What `backup=` said, or a directory in it.
+    pub dir: PathBuf,
+    /// The tree as it was before the transaction.
+    pub backing: PathBuf,
+    /// To be committed; without it the transaction is left prepared.
+    pub id: Option<u64>,
+    /// Checked options: `arena-dir` counts.
+    pub options: Options,
+}
+
+/// What became of it.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct BackupReport {
+    /// Number of the transaction.
+    pub id: u64,
+    /// Its scope, from the top of the backing.
+    pub scope: String,
+    /// Objects that it changes.
+    pub objects: u64,
+    /// It is committed; else it is prepared.
+    pub committed: bool,
+    /// The backing had it already.
+    pub before: bool,
+}
+
+/// Prepares the transaction of a backup in a backing, and commits it if it is named by its number.
+pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, RecoverError> {
+    let backing = preflight::check_backing(&request.backing, false)?;
+    let (place, manifest) = choose(request)?;
+    let files = runtime_files(&backing, &request.options)?;
+    if files.arena.exists() {
+        return Err(DaemonError::BackupArena { arena: files.arena, backing });
+    }
+    let _lock = Locks::take(&backing, &files, None)?;
+    let open = |path: &Path| DirBacking::open(path);
+    let directory =
+        open(&backing).map_err(|source| DaemonError::BackingUnusable { path: backing.clone(), source })?;
+    let store =
+        open(&place).map_err(|source| DaemonError::BackupDirectory { path: place.clone(), source })?;
+    let (held, _) = Held::open(directory)?;
+    let record = &manifest.record;
+    let mut report = BackupReport {
+        id: record.id,
+        scope: crate::transactions::shown_scope(&record.scope),
+        objects: record.items.len() as u64,
+        ..BackupReport::default()
+    };
+    match held.revive((&store, &store.root()), place.file_name().unwrap_or_default(), &manifest) {
+        Ok(()) => {}
+        Err(HeldError::BackupDone { .. }) => (report.before, report.committed) = (true, true),
+        Err(HeldError::Open { scope }) => return Err(DaemonError::BackupOpen { scope, backing }),
+        Err(error) => return Err(error.into()),
+    }
+    if request.id.is_some() && !report.before {
+        let mut node = held.root();
+        for name in record.scope.split(|&byte| byte == b'/').filter(|name| !name.is_empty()) {
+            node = held.lookup(&node, std::ffi::OsStr::from_bytes(name)).map_err(HeldError::from)?.0;
+        }
+        held.commit(&node, record.id)?;
+        report.committed = true;
+    }
+    if report.committed {
+        forget(&place);
+    }
+    Ok(report)
+}
+
+/// It is carried out: what is left of the backup means nothing, and is found to mean nothing.
+fn forget(place: &Path) {
+    let (Some(home), Some(name)) = (place.parent(), place.file_name()) else { return };
+    let removed = DirBacking::open(home).and_then(|home| {
+        Held::remove_backup(&home, name).map_err(|errno| io::Error::from_raw_os_error(errno.raw_os_error()))
+    });
+    if let Err(error) = removed {
+        tracing::warn!(%error, place = %place.display(), "the backup of a commit that is over cannot be removed");
+    }
+}
+
+/// The only backup that is meant.
+fn choose(request: &FromBackup) -> Result<(PathBuf, Manifest), DaemonError> {
+    let dir = request.dir.clone();
+    let unusable = |source| DaemonError::BackupDirectory { path: dir.clone(), source };
+    let canonical = dir.canonicalize().map_err(unusable)?;
+    let mut places = vec![canonical];
+    let mut found = Vec::new();
+    let mut others = Vec::new();
+    // The directory of the option, of a mount, or of a transaction.
+    for depth in 0..3 {
+        let mut below = Vec::new();
+        for place in places {
+            if place.join(MANIFEST).is_file() {
+                let store = DirBacking::open(&place).map_err(unusable)?;
+                match Held::manifest(&store, &store.root())? {
+                    Some(Ok(manifest)) if request.id.is_none_or(|id| id == manifest.record.id) => {
+                        found.push((place, manifest));
+                    }
+                    Some(Ok(manifest)) => {
+                        others.push(format!("{} has one with id {}", place.display(), manifest.record.id));
+                    }
+                    Some(Err(error)) => others.push(format!("{}: {error}", place.join(MANIFEST).display())),
+                    None => {}
+                }
+            } else if depth < 2 {
+                let entries = std::fs::read_dir(&place).map_err(unusable)?;
+                let dirs =
+                    entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+                below.extend(dirs.map(|entry| entry.path()));
+            }
+        }
+        places = below;
+    }
+    match found.len() {
+        1 => Ok(found.remove(0)),
+        0 => {
+            let wanted = request.id.map_or_else(String::new, |id| format!(" with id {id}"));
+            let others = if others.is_empty() { String::new() } else { format!(" ({})", others.join("; ")) };
+            Err(DaemonError::BackupNone { dir, wanted, others })
+        }
+        _ => {
+            let one = |(place, manifest): &(PathBuf, Manifest)| {
+                format!("{} (id {})", place.display(), manifest.record.id)
+            };
+            let all = found.iter().map(one).collect::<Vec<_>>().join(", ");
+            Err(DaemonError::BackupSeveral { all })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checked(dir: &Path) -> Checked {
+        let [backing, mount_point] = ["backing", "mnt"].map(|name| dir.join(name));
+        for path in [&backing, &mount_point] {
+            std::fs::create_dir_all(path).unwrap();
+        }
+        Checked { backing, mount_point }
+    }
+
+    #[test]
+    fn a_backup_is_neither_missing_nor_a_file_nor_in_the_mount_or_the_backing() {
+        let dir = tempfile::tempdir().unwrap();
+        let checked = checked(dir.path());
+        let at = |path: &Path| {
+            let options = Options { backup: Some(path.into()), ..Options::default() };
+            check(&options, &checked)
+        };
+        let missing = at(&dir.path().join("none")).expect_err("missing");
+        assert!(matches!(missing, DaemonError::BackupDirectory { .. }));
+        std::fs::write(dir.path().join("file"), b"").unwrap();
+        assert!(matches!(at(&dir.path().join("file")), Err(DaemonError::BackupDirectory { .. })));
+        for taken in [&checked.backing, &checked.mount_point] {
+            std::fs::create_dir(taken.join("below")).unwrap();
+            assert!(matches!(at(taken), Err(DaemonError::BackupInside { .. })));
+            assert!(matches!(at(&taken.join("below")), Err(DaemonError::BackupInside { .. })));
+        }
+        std::fs::create_dir(dir.path().join("backup")).unwrap();
+        at(&dir.path().join("backup")).expect("a directory of its own");
+    }
+
+    #[test]
+    fn a_directory_without_a_whole_backup_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let tx = dir.path().join("node-1/tx-1-a");
+        std::fs::create_dir_all(&tx).unwrap();
+        let request =
+            |id| FromBackup { dir: dir.path().into(), backing: "/".into(), id, options: Options::default() };
+        let told = |id| choose(&request(id)).expect_err("refused").to_string();
+        assert!(told(Some(3)).contains("with id 3"), "{}", told(Some(3)));
+        std::fs::write(tx.join(MANIFEST), b"torn").unwrap();
+        assert!(told(None).contains("damaged"), "{}", told(None));
+    }
+}
