@@ -221,6 +221,8 @@ fn a_mount_goes_on_with_the_backup_of_a_killed_firnd_and_keeps_one_that_it_does_
     copy(&before, &backing);
     let args = firn_tests::mount::mount_args(&backing, &sandbox.join("mnt"), &options(&backup));
     sandbox.run(&args).code(11).says("--from-backup");
+    // That mount made an arena.
+    firn(&sandbox, "recover", &backing).ok();
     recover(&sandbox, &backup, &backing, None).ok();
     let mount = FirnMount::new(&sandbox, &options(&backup));
     firn_id(&sandbox, "commit", mount.path(), "17").ok();
