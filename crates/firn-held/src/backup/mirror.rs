@@ -1,5 +1,6 @@
 //! Copying what is staged to the backup, and removing it when its transaction is over.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::io::Read;
@@ -241,13 +242,13 @@ impl<B: Backing> Held<B> {
         state: &'a mut State<B>,
         scope: &Scope<B>,
     ) -> Result<&'a mut Copy<B>, HeldError> {
-        if !state.copies.contains_key(&scope.serial) {
+        if let Entry::Vacant(place) = state.copies.entry(scope.serial) {
             let name = format!("tx-{}-{}", scope.serial, token().map_err(backup)?);
             // In this order: what is there is known.
             staging::store(&self.base, &scope.dir, NAME, name.as_bytes())?;
             let dir = staging::dir(&mirror.store, &mirror.store.root(), &name).map_err(backup)?;
             let (seen, copied) = (HashMap::new(), HashMap::new());
-            state.copies.insert(scope.serial, Copy { name, dir, seen, copied, has_manifest: false });
+            place.insert(Copy { name, dir, seen, copied, has_manifest: false });
         }
         let copy = state.copies.get_mut(&scope.serial).expect("just made");
         if copy.has_manifest {
@@ -473,6 +474,9 @@ fn copy_out<B: Backing>(
     Ok(Content { file: name.to_owned(), size, ranges, crc })
 }
 
+/// Path from the top of the backing, and the object.
+type Found<B> = (Vec<u8>, <B as Backing>::Node);
+
 /// Finds the names that the objects of a record have in the backing, which is as it was before it.
 struct Paths<'a, B: Backing> {
     base: &'a B,
@@ -536,7 +540,7 @@ impl<'a, B: Backing> Paths<'a, B> {
         item: &Item,
         (dir, name): &'a Place,
         above: &mut Vec<u64>,
-    ) -> Result<Option<(Vec<u8>, B::Node)>, HeldError> {
+    ) -> Result<Option<Found<B>>, HeldError> {
         let Some((path, dir)) = self.dir(*dir, above)? else { return Ok(None) };
         let Some((node, attr)) = staging::find(self.base, &dir, OsStr::from_bytes(name))? else {
             return Ok(None);
@@ -546,7 +550,7 @@ impl<'a, B: Backing> Paths<'a, B> {
         Ok(is_it.then(|| ([&path, slash, name].concat(), node)))
     }
 
-    fn dir(&mut self, number: u64, above: &mut Vec<u64>) -> Result<Option<(Vec<u8>, B::Node)>, HeldError> {
+    fn dir(&mut self, number: u64, above: &mut Vec<u64>) -> Result<Option<Found<B>>, HeldError> {
         if let Some(found) = self.found.get(&number) {
             return Ok(Some(found.clone()));
         }
