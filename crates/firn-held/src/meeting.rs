@@ -80,9 +80,9 @@ pub enum Verdict {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Outcome {
-    commit: bool,
-    by: String,
+pub(crate) struct Outcome {
+    pub(crate) commit: bool,
+    pub(crate) by: String,
 }
 
 /// How far a meeting is.
@@ -102,34 +102,39 @@ pub enum Meeting {
 }
 
 fn meeting_name(id: u64, scope: &[u8]) -> String {
+    scoped_name(&format!("{MEET}{id}"), scope)
+}
+
+/// A name that stands for a scope.
+pub(crate) fn scoped_name(name: &str, scope: &[u8]) -> String {
     match scope {
-        b"" => format!("{MEET}{id}"),
-        scope => format!("{MEET}{id}-{:08x}{:x}", crc32c::crc32c(scope), scope.len()),
+        b"" => name.into(),
+        scope => format!("{name}-{:08x}{:x}", crc32c::crc32c(scope), scope.len()),
     }
 }
 
-/// The directory of a meeting.
-struct MeetingPlace<'a, B: Backing> {
-    base: &'a B,
-    top: B::Node,
-    name: String,
-    dir: B::Node,
-    group: &'a Group,
+/// The directory of a meeting, or of what the nodes of a shadow transaction share.
+pub(crate) struct MeetingPlace<'a, B: Backing> {
+    pub(crate) base: &'a B,
+    pub(crate) top: B::Node,
+    pub(crate) name: String,
+    pub(crate) dir: B::Node,
+    pub(crate) group: &'a Group,
 }
 
 impl<B: Backing> MeetingPlace<'_, B> {
-    fn names(&self) -> Result<BTreeSet<String>, Errno> {
+    pub(crate) fn names(&self) -> Result<BTreeSet<String>, Errno> {
         let names = staging::list(self.base, &self.dir)?.into_iter();
         Ok(names.map(|(name, ..)| String::from_utf8_lossy(&name).into_owned()).collect())
     }
 
-    fn get<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, Errno> {
+    pub(crate) fn get<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, Errno> {
         let Some(bytes) = staging::load(self.base, &self.dir, name)? else { return Ok(None) };
         serde_json::from_slice(&bytes).map(Some).map_err(|_| Errno::IO)
     }
 
     /// Puts a file where there is none, durably; whether it was this one.
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<bool, Errno> {
+    pub(crate) fn put(&self, name: &str, bytes: &[u8]) -> Result<bool, Errno> {
         // Beside those of other nodes, and none of the names that count.
         let mine = format!("{PUT}{name}.{}", self.group.node);
         staging::write(self.base, &self.dir, &mine, bytes)?;
@@ -146,7 +151,7 @@ impl<B: Backing> MeetingPlace<'_, B> {
         Ok(first)
     }
 
-    fn put_json(&self, name: &str, value: &impl Serialize) -> Result<bool, Errno> {
+    pub(crate) fn put_json(&self, name: &str, value: &impl Serialize) -> Result<bool, Errno> {
         let mut bytes = serde_json::to_vec_pretty(value).expect("plain data");
         bytes.push(b'\n');
         self.put(name, &bytes)
@@ -186,6 +191,11 @@ impl<B: Backing> MeetingPlace<'_, B> {
                 self.base.unlink(&self.dir, OsStr::new(name))?;
             }
             self.base.sync_dir(&self.dir)?;
+            // Then the verdict: alone it would be one for the next meeting.
+            if names.contains(VERDICT) {
+                self.base.unlink(&self.dir, OsStr::new(VERDICT))?;
+                self.base.sync_dir(&self.dir)?;
+            }
             staging::clear(self.base, &self.dir)?;
             self.base.rmdir(&self.top, OsStr::new(&self.name))
         };
@@ -281,7 +291,10 @@ impl<B: Backing> Held<B> {
             return Ok(());
         }
         let used = scope.used.lock();
-        let Some(used) = &*used else {
+        // Nothing is tested in shadow mode.
+        let nothing = Vec::new();
+        let shared = self.shared(&scope.path)?.map(|_| &nothing);
+        let Some(used) = used.as_ref().or(shared) else {
             let why = "its firnd was restarted before it had told what its programs read".to_owned();
             self.give_up(id, &scope.path, why)?;
             return Ok(());
@@ -367,6 +380,13 @@ impl<B: Backing> Held<B> {
             let why = "it aborted its part".to_owned();
             return Ok(Meeting::Met(Verdict::GivenUp { by, why }));
         }
+        let shared = self.shared(scope)?;
+        if let Some(Outcome { commit: false, by }) =
+            shared.as_ref().map(|shared| shared.outcome()).transpose()?.flatten()
+        {
+            let why = "it aborted the transaction".to_owned();
+            return Ok(Meeting::Met(Verdict::GivenUp { by, why }));
+        }
         if let Some(verdict) = place.get(VERDICT)? {
             return Ok(Meeting::Met(verdict));
         }
@@ -374,7 +394,11 @@ impl<B: Backing> Held<B> {
         let here: Vec<String> =
             names.iter().filter_map(|name| name.strip_prefix(FROM)).map(Into::into).collect();
         let (of, missing) = match &group.participants {
-            Participants::Count(count) => (*count, Vec::new()),
+            Participants::Count(count) => {
+                // All that changed something are to be prepared.
+                let members = shared.map_or(Ok(Vec::new()), |shared| shared.members())?;
+                (*count, members.into_iter().filter(|node| !here.contains(node)).collect::<Vec<_>>())
+            }
             Participants::Nodes(nodes) => {
                 (nodes.len(), nodes.iter().filter(|node| !here.contains(node)).cloned().collect())
             }
@@ -427,6 +451,16 @@ impl<B: Backing> Held<B> {
             }
         } else if matches!(place.get(VERDICT)?, Some(Verdict::Conflict(_) | Verdict::GivenUp { .. })) {
             return Ok(());
+        }
+        // What counts is said where it was saved: a node may abort that has not come to this meeting.
+        if let Some(shared) = self.shared(scope)? {
+            match shared.settle(commit)? {
+                Outcome { commit: found, .. } if found == commit => {}
+                Outcome { commit: true, .. } => return Err(HeldError::Decided { id }),
+                Outcome { by, .. } => {
+                    return Err(HeldError::GivenUp { by, why: "it aborted the transaction".into() });
+                }
+            }
         }
         place.put_json(OUTCOME, &Outcome { commit, by: group.node.clone() })?;
         match place.get(OUTCOME)? {
@@ -529,6 +563,19 @@ impl<B: Backing> Held<B> {
         // Its changes are in the record only.
         if scope.recovered.is_some() {
             return Err(HeldError::GivenUp { by: self.node_name(), why: "its firnd was restarted".into() });
+        }
+        // Where all is in the backing nothing may change once the others have agreed.
+        if self.shared(&scope.path)?.is_some()
+            && let Some(place) = self.place(id, &scope.path, false)?
+        {
+            place.put_json(
+                VERDICT,
+                &Verdict::GivenUp { by: self.node_name(), why: "it failed there".into() },
+            )?;
+            let is_aborted = place.get::<Outcome>(OUTCOME)?.is_some_and(|outcome| !outcome.commit);
+            if place.get(VERDICT)? == Some(Verdict::Clear) && !is_aborted {
+                return Err(HeldError::Decided { id });
+            }
         }
         self.base.unlink(&scope.dir, OsStr::new(staging::RECORD))?;
         self.base.sync_dir(&scope.dir)?;

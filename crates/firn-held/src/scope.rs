@@ -55,9 +55,22 @@ pub enum HeldError {
     /// An abort came half way.
     #[error("the transaction is being undone: firn abort goes on with it")]
     Undoing,
-    /// What several nodes change is not saved in one place yet.
-    #[error("nodes that commit together hold their changes: mount with mode=hold")]
-    Together,
+    /// Several nodes abort together, and these have not stopped changing things, or not undone them.
+    #[error(
+        "the transaction of all nodes is aborted, and undone when {} stopped: it goes on when that node's firnd runs, \
+         or firn recover --node ends its part",
+        match &nodes[..] { [one] => format!("{one} has"), nodes => format!("{} have", nodes.join(", ")) }
+    )]
+    Stopping {
+        /// Which.
+        nodes: Vec<String>,
+    },
+    /// The last transaction of several nodes is not over.
+    #[error("the last transaction of these nodes is not over{}", on(nodes))]
+    NotOver {
+        /// Where.
+        nodes: Vec<String>,
+    },
     /// Shadow mode does not work on this file system.
     #[error(
         "directories of the backing name other inode numbers than stat(2) tells: only mode=hold works there"
@@ -156,6 +169,10 @@ pub enum HeldError {
         /// What is wrong.
         source: RecordError,
     },
+}
+
+fn on(nodes: &[String]) -> String {
+    if nodes.is_empty() { String::new() } else { format!(" on {}", nodes.join(", ")) }
 }
 
 fn told(kept: &[u64]) -> String {
@@ -275,6 +292,11 @@ impl<B: Backing> Scope<B> {
         }
     }
 
+    /// Every change fails with ECANCELED from now on.
+    pub(crate) fn stop_for_good(&self) {
+        self.refusing.store(true, Ordering::Release);
+    }
+
     pub(crate) fn is_open(&self) -> bool {
         *self.stage.lock() == Stage::Open && !self.refusing.load(Ordering::Acquire)
     }
@@ -346,6 +368,8 @@ pub struct Held<B: Backing> {
     pub(crate) group: Option<Group>,
     /// Of transactions that begin.
     pub(crate) mode: Mode,
+    /// The node that aborted the last transaction of a scope, where that was another one.
+    pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
     /// Objects that have a staged name more.
     pub(crate) anchored: Mutex<HashSet<Key>>,
     pub(crate) scopes: RwLock<Vec<Arc<Scope<B>>>>,
@@ -396,6 +420,7 @@ impl<B: Backing> Held<B> {
             history: 0,
             group: None,
             mode: Mode::Hold,
+            stopped_by: Mutex::default(),
             anchored: Mutex::default(),
             scopes: RwLock::default(),
             mirror: None,
@@ -441,10 +466,17 @@ impl<B: Backing> Held<B> {
         held.objects.lock().insert(top.key, Arc::downgrade(&top));
         let mut outcome = Outcome::default();
         if let Some(firn) = held.find_home()? {
+            held.recover_shared(&firn)?;
             held.recover(&firn, &mut outcome)?;
         }
+        held.leave_shared_ones(&outcome.waiting)?;
         held.leave_old(&outcome.waiting)?;
         Ok((held, outcome))
+    }
+
+    /// What becomes of changes of transactions that begin.
+    pub fn mode(&self) -> Mode {
+        self.mode
     }
 
     /// The same, with transactions that begin in this mode.
@@ -544,12 +576,13 @@ impl<B: Backing> Held<B> {
         recovered: Option<Record>,
     ) -> Result<Scope<B>, Errno> {
         let stage = recovered.as_ref().map_or(Stage::Open, |record| Stage::Prepared(record.id));
+        let shadow = self.shadow_of(&dir, &path)?;
         Ok(Scope {
             serial,
             root,
             path,
             new: staging::dir(&self.base, &dir, staging::NEW)?,
-            shadow: Shadow::find(&self.base, &dir)?,
+            shadow,
             away: staging::dir(&self.base, &dir, staging::AWAY)?,
             dir,
             nests: Mutex::default(),
@@ -681,9 +714,6 @@ impl<B: Backing> Held<B> {
         }
         self.carry_out_around(root)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
-        if self.mode == Mode::Shadow && self.group.is_some() {
-            return Err(HeldError::Together);
-        }
         let mut before = None;
         for scope in self.scopes.read().iter() {
             if scope.can_be_followed(root) {
@@ -701,17 +731,35 @@ impl<B: Backing> Held<B> {
         let dir = staging::dir(&self.base, &firn, &name)?;
         if self.mode == Mode::Shadow {
             Shadow::must_tell_inodes(&self.base, &firn, &name).map_err(|_| HeldError::Inodes)?;
-            Shadow::make(&self.base, &dir)?;
-            // What is brought back must have been there.
-            self.base.sync_all()?;
+            match &self.group {
+                None => Shadow::make(&self.base, &dir)?,
+                Some(_) => self.join(&dir, path)?,
+            }
         }
-        let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
-        staging::store(&self.base, &dir, staging::OPEN, path)?;
+        let scope = self.start(serial, root, path, dir).inspect_err(|_| self.unjoin(path))?;
+        self.stopped_by.lock().remove(path);
         match before {
             Some(before) => before.follow(scope),
             None => self.enter(scope),
         }
         Ok(())
+    }
+
+    /// From the last step on a crash undoes what is changed.
+    fn start(
+        &self,
+        serial: u64,
+        root: &Arc<Object<B>>,
+        path: &[u8],
+        dir: B::Node,
+    ) -> Result<Scope<B>, HeldError> {
+        if self.mode == Mode::Shadow {
+            // What is brought back must have been there.
+            self.base.sync_all()?;
+        }
+        let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
+        staging::store(&self.base, &dir, staging::OPEN, path)?;
+        Ok(scope)
     }
 
     /// Makes the transaction durable and leaves its outcome open. Changes wait until it is decided. Where this
@@ -797,7 +845,9 @@ impl<B: Backing> Held<B> {
             return Ok(());
         }
         let stage = *scope.stage.lock();
+        let several = scope.shadow.as_ref().filter(|shadow| shadow.is_of_several());
         match stage {
+            _ if several.is_some() => {}
             Stage::Open => {
                 self.withdraw(&scope.path)?;
                 self.drop_backup(scope.serial);
@@ -814,8 +864,10 @@ impl<B: Backing> Held<B> {
             Stage::Decided(id) => return Err(HeldError::Decided { id }),
             Stage::Ended => return Err(HeldError::None),
         }
-        if let Some(shadow) = &scope.shadow {
-            scope.refusing.store(true, Ordering::Release);
+        if let Some(shadow) = several {
+            self.abort_shared(&scope, shadow, stage)?;
+        } else if let Some(shadow) = &scope.shadow {
+            scope.stop_for_good();
             self.undo_shadow(&scope, shadow)?;
             self.forget(&scope.dir)?;
         }
@@ -861,6 +913,11 @@ impl<B: Backing> Held<B> {
     fn enter(&self, scope: Scope<B>) {
         self.scopes.write().push(Arc::new(scope));
         self.scope_count.fetch_add(1, Ordering::Release);
+    }
+
+    /// Paths of scopes.
+    pub(crate) fn scopes_where(&self, which: impl Fn(&Scope<B>) -> bool) -> Vec<Vec<u8>> {
+        self.scopes.read().iter().filter(|scope| which(scope)).map(|scope| scope.path.clone()).collect()
     }
 
     /// The object of an inode, if anybody refers to it.
@@ -985,7 +1042,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Removes a transaction's record, durably: without it the rest means nothing.
-    fn forget(&self, dir: &B::Node) -> Result<(), Errno> {
+    pub(crate) fn forget(&self, dir: &B::Node) -> Result<(), Errno> {
         let is_shadow = Shadow::is_at(&self.base, dir)?;
         // In this order: a record that is still to be carried out goes last.
         for record in [staging::OPEN, staging::RECORD, staging::COMMIT] {

@@ -31,6 +31,7 @@ use crate::staging;
 mod names;
 mod save;
 pub mod saved;
+mod shared;
 mod undo;
 
 pub(crate) use save::NO_BYTES;
@@ -81,6 +82,8 @@ pub(crate) struct Shadow<B: Backing> {
     last_number: AtomicU64,
     /// An abort has begun, and may have come half way.
     undoing: AtomicBool,
+    /// Other nodes save in the same place.
+    several: bool,
 }
 
 impl<B: Backing> Shadow<B> {
@@ -103,12 +106,24 @@ impl<B: Backing> Shadow<B> {
             dirs: Mutex::default(),
             last_number: AtomicU64::new(0),
             undoing: AtomicBool::new(false),
+            several: false,
         }))
     }
 
     /// Whether a transaction's directory is that of one in shadow mode.
     pub(crate) fn is_at(base: &B, dir: &B::Node) -> Result<bool> {
-        Ok(staging::find(base, dir, OsStr::new(SAVED))?.is_some())
+        let marks = [SAVED, shared::SHARED];
+        Ok(staging::list(base, dir)?
+            .iter()
+            .any(|(name, ..)| marks.iter().any(|mark| name == mark.as_bytes())))
+    }
+
+    pub(crate) fn of_several(self) -> Self {
+        Self { several: true, ..self }
+    }
+
+    pub(crate) fn is_of_several(&self) -> bool {
+        self.several
     }
 
     /// EOPNOTSUPP where directories name other inode numbers than stat(2) tells.

@@ -196,7 +196,8 @@ impl<B: Backing> Held<B> {
             // There are no tables to answer from.
             Some(_) => self.carry_alone(scope),
         };
-        let result = carried.and_then(|()| Ok(self.leave(id, &scope.path)?));
+        let left = carried.and_then(|()| Ok(self.leave_commit(&scope.path)?));
+        let result = left.and_then(|()| Ok(self.leave(id, &scope.path)?));
         *scope.carried.trouble.lock() = result.as_ref().err().map(ToString::to_string);
         result
     }

@@ -423,15 +423,43 @@ impl<B: Backing> Held<B> {
                 object.sit(&dir, OsStr::from_bytes(&name));
             }
         }
-        // New ones without a name were found nowhere.
+        self.forget_new(shadow);
+        Ok(())
+    }
+
+    /// Another node has undone the transaction: what this one knows of it is as it was.
+    pub(crate) fn see_undone(
+        &self,
+        scope: &Scope<B>,
+        shadow: &Shadow<B>,
+    ) -> std::result::Result<(), HeldError> {
+        let mut saves = load(&self.base, shadow, &format!("tx-{}", scope.serial))?;
+        let there = there_before(&saves, scope.root.key.1);
+        saves.retain(|ino, _| there.contains(ino));
+        let object = |ino: u64| self.known((shadow.dev, ino));
+        for (dir, save) in saves {
+            let Some(dir) = object(dir) else { continue };
+            for (name, ino) in save.names {
+                if let Some(object) = object(ino) {
+                    object.sit(&dir, OsStr::from_bytes(&name));
+                }
+            }
+        }
+        shadow.dirs.lock().clear();
+        self.forget_new(shadow);
+        Ok(())
+    }
+
+    /// New objects without a name were found nowhere.
+    fn forget_new(&self, shadow: &Shadow<B>) {
         for (ino, known) in shadow.known.lock().drain() {
-            if let (super::Known::New, Some(object)) = (known, object(ino)) {
+            let object = self.known((shadow.dev, ino));
+            if let (super::Known::New, Some(object)) = (known, object) {
                 self.objects.lock().remove(&object.key);
                 object.inner.write().base = None;
                 object.let_go();
             }
         }
-        Ok(())
     }
 
     /// After a crash: the same for a transaction of which nobody knows anything but what is stored.
