@@ -162,7 +162,8 @@ pub static TABLE: [Row; 30] = [
                once it is drained, as without a transaction; what undoes it is saved in `.firn/` before: of a file the \
                bytes from the first that changes to its old end, of a directory its names. It is the mode for jobs \
                whose parts on other nodes read what this one writes before the commit. Where the backing shares blocks \
-               between files (btrfs, xfs) the copies take no room.",
+               between files (btrfs, xfs) the copies take no room. With `participants` every node must be given the \
+               same mode; with `shadow` nothing conflicts, and what one node aborts is undone on all.",
         changes_promises: true,
         get: |o| match o.mode {
             Mode::Hold => "hold".to_owned(),
@@ -437,7 +438,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 20] = [
+pub static RULES: [Rule; 19] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -479,12 +480,6 @@ pub static RULES: [Rule; 20] = [
         text: "mode=shadow does not go with history",
         broken: |o| o.mode == Mode::Shadow && o.history > 0,
         advice: "what undoes a commit is kept with mode=hold only: leave history out, or take mode=hold",
-    },
-    Rule {
-        names: ["mode", "participants"],
-        text: "mode=shadow does not go with participants",
-        broken: |o| o.mode == Mode::Shadow && o.participants != Participants::Off,
-        advice: "nodes that commit together hold their changes: leave one of them out",
     },
     Rule {
         names: ["participants", "drain"],

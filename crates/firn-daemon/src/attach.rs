@@ -7,7 +7,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_arena::{Arena, Damage, Identity, Stored, Topology};
 use firn_backing::DirBacking;
@@ -15,10 +15,11 @@ use firn_client::paths::{RuntimeFiles, create_runtime_dir};
 use firn_config::{Close, Door, Drain, Fsync, Mode, Options, Participants, Passthrough};
 use firn_drain::Pool;
 use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
-use firn_held::{Held, HeldError};
+use firn_held::{Group, Held, HeldError};
 
 use crate::error::DaemonError;
 use crate::lock::Locks;
+use crate::participants::Pause;
 use crate::process;
 use crate::spill;
 
@@ -164,7 +165,7 @@ fn open_store(
     let known = Held::known_backups(&directory).map_err(HeldError::from)?;
     let (store, outcome) = match crate::participants::group(options)? {
         None => Held::open_with_history(directory, options.history)?,
-        Some(group) => Held::open_of_group(directory, group)?,
+        Some(group) => open_of_group(backing, directory, group, options, notice)?,
     };
     let store = store.in_mode(match options.mode {
         Mode::Hold => firn_held::Mode::Hold,
@@ -197,6 +198,31 @@ fn open_store(
         ));
     }
     Ok((store, outcome))
+}
+
+/// What this node left open is undone when the other nodes have stopped, which they hear of by this.
+fn open_of_group(
+    backing: &Path,
+    mut directory: DirBacking,
+    group: Group,
+    options: &Options,
+    notice: &mut dyn FnMut(String),
+) -> Result<(Store, firn_held::Outcome), DaemonError> {
+    let deadline = Instant::now() + Duration::from_millis(options.participants_wait_ms);
+    let (mut pause, mut told) = (Pause::default(), false);
+    loop {
+        match Held::open_of_group(directory, group.clone()) {
+            Err(error @ HeldError::Stopping { .. }) if Instant::now() < deadline => {
+                if !std::mem::replace(&mut told, true) {
+                    notice(format!("waiting: {error}"));
+                }
+            }
+            opened => return Ok(opened?),
+        }
+        pause.rest();
+        directory = DirBacking::open(backing)
+            .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
+    }
 }
 
 fn policies(arena: &Arena, options: &Options) -> EngineOptions {

@@ -136,6 +136,7 @@ impl Mount {
             tree,
             expiring: AtomicBool::new(false),
             carrying: AtomicBool::new(false),
+            following: AtomicBool::new(false),
             carry_next: parking_lot::Mutex::new(std::time::Instant::now()),
             window: Default::default(),
             carrier: Carrier::new(Arc::clone(&attached.engine)),
@@ -213,6 +214,7 @@ impl Mount {
                     self.service.sample();
                     self.service.expire();
                     self.service.carry_names();
+                    self.service.follow_nodes();
                 }
                 // The service holds a sender: this cannot be. If it is, nobody will ask again.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {

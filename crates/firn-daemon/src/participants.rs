@@ -48,10 +48,15 @@ pub(crate) fn group(options: &Options) -> Result<Option<Group>, DaemonError> {
 
 /// A transaction was begun: from now on counts what processes use.
 pub(crate) fn begun(engine: &Engine<Store>, path: &[u8]) {
-    if engine.backing().group().is_some() {
+    if is_tested(engine) {
         engine.accesses().take(is_at(path));
         engine.accesses().switch(true);
     }
+}
+
+/// Whether accesses of processes may conflict with those of other nodes.
+fn is_tested(engine: &Engine<Store>) -> bool {
+    engine.backing().group().is_some() && engine.backing().mode() == firn_held::Mode::Hold
 }
 
 /// It was prepared: what processes used until now is part of it.
@@ -87,7 +92,7 @@ fn process_of(thread: u32) -> Option<u32> {
 
 /// It is over.
 pub(crate) fn ended(engine: &Engine<Store>, path: &[u8]) {
-    if engine.backing().group().is_some() {
+    if is_tested(engine) {
         engine.accesses().take(is_at(path));
         let counts = |stage| matches!(stage, Stage::Open | Stage::Prepared(_));
         engine.accesses().switch(engine.backing().transactions().iter().any(|one| counts(one.stage)));
@@ -171,7 +176,7 @@ pub(crate) fn behind(
 }
 
 /// Ever longer.
-struct Pause(Duration);
+pub(crate) struct Pause(Duration);
 
 impl Default for Pause {
     fn default() -> Self {
@@ -180,7 +185,7 @@ impl Default for Pause {
 }
 
 impl Pause {
-    fn rest(&mut self) {
+    pub(crate) fn rest(&mut self) {
         std::thread::sleep(self.0);
         self.0 = (self.0 * 3 / 2).min(LOOK_LAST);
     }

@@ -47,6 +47,7 @@ pub(crate) struct Mounted {
     pub(crate) tree: Option<Arc<Tree<Store>>>,
     /// Its names are being carried over.
     pub(crate) carrying: AtomicBool,
+    pub(crate) following: AtomicBool,
     /// When they are next.
     pub(crate) carry_next: Mutex<Instant>,
     pub(crate) window: Mutex<Window>,
@@ -115,6 +116,23 @@ impl Mounted {
         if let Err(error) = thread {
             tracing::warn!(%error, "cannot start a thread");
             self.expiring.store(false, Ordering::Release);
+        }
+    }
+
+    /// Looks whether other nodes have aborted what this one takes part in: on a thread of its own, for a backing that
+    /// takes its time.
+    pub(crate) fn follow_nodes(self: &Arc<Self>) {
+        if !self.engine.backing().shares() || self.following.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let this = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("firn-nodes".into()).spawn(move || {
+            crate::transactions::follow(&this.engine, &|node| this.forget(node));
+            this.following.store(false, Ordering::Release);
+        });
+        if let Err(error) = thread {
+            tracing::warn!(%error, "cannot start a thread");
+            self.following.store(false, Ordering::Release);
         }
     }
 

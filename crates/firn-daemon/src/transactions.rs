@@ -3,16 +3,19 @@
 //! The engine keeps the scope quiet ([`Engine::turn`]), the store turns.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_backing::{DirBacking, Errno};
 use firn_engine::{Engine, NodeId, Pending};
 use firn_format::protocol::{Reply, Request, Rung, TransactionStatus};
-use firn_held::{HeldError, Stage};
+use firn_held::{HeldError, Mode, Stage};
 
 use crate::attach::Store;
 use crate::carrier::Carrier;
-use crate::participants;
+use crate::participants::{self, Pause};
+
+/// How long other nodes are waited for at the end of a mount. The next one goes on.
+const LAST_PATIENCE: Duration = Duration::from_secs(5);
 
 /// What an answer may use of the mount.
 pub(crate) struct Means<'a> {
@@ -29,7 +32,7 @@ pub(crate) struct Means<'a> {
 pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_>) -> Reply {
     let &Means { patience, forget, .. } = means;
     let (path, result) = match request {
-        Request::Begin { path } => (path, begin(engine, path.as_bytes()).map(|()| Reply::Done)),
+        Request::Begin { path } => (path, begin(engine, path.as_bytes(), patience).map(|()| Reply::Done)),
         Request::Prepare { path, id } => {
             write_back(engine, path.as_bytes(), forget);
             (path, prepare(engine, path.as_bytes(), *id, patience).map(|()| Reply::Done))
@@ -42,15 +45,48 @@ pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_
         }
         Request::Abort { path } => {
             write_back(engine, path.as_bytes(), forget);
-            (path, abort(engine, path.as_bytes(), forget).map(|()| Reply::Done))
+            (path, abort(engine, path.as_bytes(), patience, forget).map(|()| Reply::Done))
         }
         Request::Restore { path, id } => {
             write_back(engine, path.as_bytes(), forget);
-            (path, restore(engine, path.as_bytes(), *id, forget).map(|()| Reply::Done))
+            (path, restore(engine, path.as_bytes(), *id, patience, forget).map(|()| Reply::Done))
         }
         _ => unreachable!("only requests about transactions come here"),
     };
+    let result = match result {
+        Err(error) => undone_by_another(engine, request, path, patience, forget).ok_or(error),
+        done => done,
+    };
     result.unwrap_or_else(|error| refused(&error, path))
+}
+
+/// Why nothing comes of a transaction in shadow mode that another node has aborted, for all nodes. It may not be over
+/// here yet.
+fn undone_by_another(
+    engine: &Engine<Store>,
+    request: &Request,
+    path: &str,
+    patience: Duration,
+    forget: &dyn Fn(NodeId),
+) -> Option<Reply> {
+    let store = engine.backing();
+    if store.to_be_stopped().iter().any(|scope| scope == path.as_bytes())
+        && !matches!(request, Request::Abort { .. })
+        && let Err(error) = abort(engine, path.as_bytes(), patience, forget)
+    {
+        return Some(refused(&error, path));
+    }
+    let by = store.stopped_by(path.as_bytes())?;
+    match request {
+        _ if stage(engine, path.as_bytes()).is_some() => None,
+        Request::Abort { .. } => Some(Reply::Done),
+        Request::Prepare { .. } | Request::Commit { .. } => {
+            let scope = shown_scope(path.as_bytes());
+            let message = format!("{scope}: {by} aborted the transaction; it is undone on all nodes");
+            Some(Reply::Error { errno: libc::ECANCELED, message })
+        }
+        _ => None,
+    }
 }
 
 /// Makes the kernel hand over what programs stored to shared mappings, so that it is part of the transaction. Not
@@ -61,12 +97,28 @@ fn write_back(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) {
     }
 }
 
-fn begin(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
+fn begin(engine: &Engine<Store>, path: &[u8], patience: Duration) -> Result<(), HeldError> {
     // What was written after a commit that is still carried out is not of the new transaction, and has no way yet.
     if is_decided(engine, path) && engine.wait_tree(path, Rung::Drained, &mut |_, _| false).is_err() {
         engine.backing().carry_out(path)?;
     }
-    engine.turn(path, Pending::Drain, |node| begin_at(engine, node, path))
+    patiently(patience, || engine.turn(path, Pending::Drain, |node| begin_at(engine, node, path)))
+}
+
+/// Tries again as long as other nodes have something to end.
+fn patiently<T>(
+    patience: Duration,
+    mut attempt: impl FnMut() -> Result<T, HeldError>,
+) -> Result<T, HeldError> {
+    let (deadline, mut pause) = (Instant::now() + patience, Pause::default());
+    loop {
+        match attempt() {
+            Err(HeldError::NotOver { .. } | HeldError::Stopping { .. }) if Instant::now() < deadline => {
+                pause.rest();
+            }
+            done => return done,
+        }
+    }
 }
 
 fn begin_at(
@@ -127,13 +179,16 @@ fn commit(
         stage = Some(Stage::Prepared(id));
     }
     let is_recovered = store.transactions().iter().any(|one| one.scope == path && one.is_recovered);
+    // What several nodes save in one place is to be gone before the next transaction begins.
+    let begins_late = how.begin && shared && store.mode() == Mode::Shadow;
     let decide = |node: &_| {
         store.conclude(node, id)?;
         let is_followed = store.transactions().iter().filter(|one| one.scope == path).count() > 1;
         if !how.begin {
             participants::ended(engine, path);
         }
-        if how.begin && !is_followed && !is_recovered { store.begin(node, path) } else { Ok(()) }
+        let begins = how.begin && !is_followed && !is_recovered && !begins_late;
+        if begins { store.begin(node, path) } else { Ok(()) }
     };
     if stage == Some(Stage::Open) && !is_decided(id) {
         engine.turn(path, Pending::Drain, decide)?;
@@ -147,9 +202,9 @@ fn commit(
         // Programs saw the tree before it until now.
         engine.look_again(path).into_iter().for_each(means.forget);
         if how.begin {
-            begin(engine, path)?;
+            begin(engine, path, means.patience)?;
         }
-    } else if how.behind {
+    } else if how.behind && !begins_late {
         means.carrier.wake();
         return Ok((id, Vec::new()));
     } else if let Err(error) = store.carry_out(path) {
@@ -164,10 +219,18 @@ fn commit(
         // Programs did not see the parts of other nodes until now.
         engine.look_again(path).into_iter().for_each(means.forget);
     }
+    if begins_late && !is_recovered {
+        begin(engine, path, means.patience)?;
+    }
     Ok((id, behind))
 }
 
-fn abort(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) -> Result<(), HeldError> {
+fn abort(
+    engine: &Engine<Store>,
+    path: &[u8],
+    patience: Duration,
+    forget: &dyn Fn(NodeId),
+) -> Result<(), HeldError> {
     let store = engine.backing();
     if let Some(Stage::Decided(id)) = stage(engine, path) {
         return Err(HeldError::Decided { id });
@@ -178,16 +241,50 @@ fn abort(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) -> Result
     }
     // Drains that wait for the outcome are told first, or the data could not be dropped.
     store.refuse(&engine.object_at(path)?)?;
-    engine.turn(path, Pending::Discard, |node| {
-        store.abort(node)?;
-        participants::ended(engine, path);
-        Ok::<_, HeldError>(())
-    })?;
+    let mut waited = false;
+    let attempt = || {
+        let ended = engine.turn(path, Pending::Discard, |node| {
+            store.abort(node)?;
+            participants::ended(engine, path);
+            Ok::<_, HeldError>(())
+        });
+        match ended {
+            // Whoever follows the other nodes was faster.
+            Err(HeldError::None) if waited => Ok(()),
+            ended => {
+                waited = true;
+                ended
+            }
+        }
+    };
+    patiently(patience, attempt)?;
     engine.look_again(path).into_iter().for_each(forget);
     Ok(())
 }
 
-fn restore(engine: &Engine<Store>, path: &[u8], id: u64, forget: &dyn Fn(NodeId)) -> Result<(), HeldError> {
+/// Ends transactions that other nodes have aborted, as far as that goes now.
+pub(crate) fn follow(engine: &Engine<Store>, forget: &dyn Fn(NodeId)) {
+    for scope in engine.backing().to_be_stopped() {
+        let shown = shown_scope(&scope);
+        match abort(engine, &scope, Duration::ZERO, forget) {
+            Ok(()) => {
+                tracing::info!(scope = %shown, "a transaction of several nodes was aborted and is undone")
+            }
+            Err(HeldError::Stopping { nodes }) => {
+                tracing::debug!(scope = %shown, ?nodes, "waiting for nodes to stop");
+            }
+            Err(error) => tracing::warn!(%error, scope = %shown, "a transaction cannot be undone"),
+        }
+    }
+}
+
+fn restore(
+    engine: &Engine<Store>,
+    path: &[u8],
+    id: u64,
+    patience: Duration,
+    forget: &dyn Fn(NodeId),
+) -> Result<(), HeldError> {
     let store = engine.backing();
     // Of a commit before the transaction that is open. A commit that is not followed may be the one that is meant.
     carry_out_before(engine, path)?;
@@ -210,6 +307,11 @@ fn restore(engine: &Engine<Store>, path: &[u8], id: u64, forget: &dyn Fn(NodeId)
         stage => {
             // Refused before anything is thrown away.
             store.can_restore(path, id)?;
+            let mut stage = stage;
+            if store.shares() && stage.is_some() {
+                abort(engine, path, patience, forget)?;
+                stage = None;
+            }
             let pending = match stage {
                 Some(_) => {
                     store.refuse(&engine.object_at(path)?)?;
@@ -233,7 +335,7 @@ fn restore(engine: &Engine<Store>, path: &[u8], id: u64, forget: &dyn Fn(NodeId)
 pub(crate) fn leave(engine: &Engine<Store>) {
     for one in engine.backing().transactions() {
         let left = match one.stage {
-            Stage::Open => abort(engine, &one.scope, &|_| {}),
+            Stage::Open => abort(engine, &one.scope, LAST_PATIENCE, &|_| {}),
             Stage::Prepared(_) | Stage::Ended => drop_later(engine, &one.scope),
             Stage::Decided(_) => engine.backing().carry_out(&one.scope),
         };
@@ -359,7 +461,9 @@ fn refused(error: &HeldError, path: &str) -> Reply {
             (libc::EBUSY, format!("a transaction is open in {open}: commit or abort it first"))
         }
         HeldError::Decided { .. } | HeldError::Undoing => (libc::EBUSY, error.to_string()),
-        HeldError::Inodes | HeldError::Together => (libc::EOPNOTSUPP, error.to_string()),
+        HeldError::Stopping { .. } => (libc::EBUSY, format!("{scope}: {error}")),
+        HeldError::NotOver { .. } => (libc::EBUSY, format!("{scope}: {error}")),
+        HeldError::Inodes => (libc::EOPNOTSUPP, error.to_string()),
         HeldError::OtherId { .. } | HeldError::NotKept { .. } | HeldError::NotMet { .. } => {
             (libc::EINVAL, error.to_string())
         }
