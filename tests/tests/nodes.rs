@@ -363,3 +363,141 @@ fn names_of_nodes_are_checked() {
     assert!(refused.code == 11, "{refused:?}");
     first.umount();
 }
+
+/// Two hosts in turns: the second reads what the first wrote, and writes some of the same bytes.
+fn share_bytes(mounts: &[FirnMount<'_>]) {
+    open(&mounts[0], "shared").write_all_at(&[b'0'; 30], 0).expect("write");
+    fs::write(mounts[0].join("own0"), "own").expect("write");
+    let seen = fs::read(mounts[1].join("shared")).expect("read");
+    let at_once = fs::read(mounts[1].join("own0")).is_ok_and(|own| own == b"own");
+    assert_eq!(seen.starts_with(b"000000"), at_once, "{}", String::from_utf8_lossy(&seen));
+    open(&mounts[1], "shared").write_all_at(&[b'1'; 20], 20).expect("write");
+    fs::remove_file(mounts[1].join("old")).expect("unlink");
+    fs::write(mounts[1].join("own1"), "own").expect("write");
+}
+
+const SHARED_OLD: &[u8] = b"........................................";
+const SHARED_NEW: &[u8] = b"0000000000000000000011111111111111111111";
+
+fn fill_shared(cluster: &Cluster) {
+    fs::write(cluster.backing().join("shared"), SHARED_OLD).expect("write");
+    fs::write(cluster.backing().join("old"), "old").expect("write");
+}
+
+/// The tree before or the one after, with no third.
+fn is_new(dir: &Path) -> Result<bool, String> {
+    let shared = fs::read(dir.join("shared")).expect("read");
+    let names = ["old", "own0", "own1"].map(|name| dir.join(name).exists());
+    match (shared.as_slice(), names) {
+        (SHARED_OLD, [true, false, false]) => Ok(false),
+        (SHARED_NEW, [false, true, true]) => Ok(true),
+        _ => Err(format!("{:?}, {names:?}", String::from_utf8_lossy(&shared))),
+    }
+}
+
+/// The kernel of a host that did not change a name may know it for a second more.
+fn seen_everywhere(cluster: &Cluster, mounts: &[FirnMount<'_>], new: bool) {
+    assert_eq!(is_new(&cluster.backing()), Ok(new));
+    for mount in mounts {
+        wait_until("the mount shows it", Duration::from_secs(10), || is_new(mount.path()) == Ok(new));
+    }
+}
+
+fn left_over(cluster: &Cluster) -> Vec<String> {
+    let names = fs::read_dir(cluster.backing().join(".firn")).expect("list .firn");
+    let names = names.map(|entry| entry.expect("entry").file_name().to_string_lossy().into_owned());
+    names.filter(|name| !name.starts_with("node-")).collect()
+}
+
+/// Proves S-tx-33.
+#[test]
+fn bytes_that_hosts_share_are_refused_in_hold_mode_and_committed_in_shadow_mode() {
+    let cluster = Cluster::new("holds", 2, HASTY);
+    fill_shared(&cluster);
+    let mounts = cluster.mounts();
+    begin_all(&cluster, &mounts);
+    share_bytes(&mounts);
+    for outcome in cluster.all(&mounts, &["commit", "--id", "5"]) {
+        assert!(outcome.code != 0 && outcome.stderr.contains("conflict"), "{outcome:?}");
+    }
+    cluster.all_ok(&mounts, &["abort"]);
+    assert_eq!(is_new(&cluster.backing()), Ok(false));
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+
+    let cluster = Cluster::new("shadows", 2, &format!("{OPTIONS},mode=shadow"));
+    fill_shared(&cluster);
+    let mounts = cluster.mounts();
+    begin_all(&cluster, &mounts);
+    share_bytes(&mounts);
+    assert_eq!(is_new(&cluster.backing()), Ok(true), "nothing is held");
+    cluster.all_ok(&mounts, &["commit", "--id", "5"]);
+    seen_everywhere(&cluster, &mounts, true);
+    assert_eq!(left_over(&cluster), [""; 0]);
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
+/// Proves S-tx-34.
+#[test]
+fn an_abort_in_shadow_mode_is_everybodys() {
+    let cluster = Cluster::new("aborts", 2, &format!("{OPTIONS},mode=shadow"));
+    fill_shared(&cluster);
+    let mounts = cluster.mounts();
+    for prepared in [false, true] {
+        begin_all(&cluster, &mounts);
+        share_bytes(&mounts);
+        if prepared {
+            cluster.all_ok(&mounts, &["prepare", "--id", "9"]);
+        }
+        // The other stops by itself.
+        run(&mut on(&cluster.hosts[1], &mounts[1], &["abort"])).ok();
+        seen_everywhere(&cluster, &mounts, false);
+        let refused = run(&mut on(&cluster.hosts[0], &mounts[0], &["commit", "--id", "9"]));
+        assert!(refused.code != 0 && refused.stderr.contains("n1 aborted"), "{refused:?}");
+        run(&mut on(&cluster.hosts[0], &mounts[0], &["abort"])).ok();
+        wait_until("both have left", Duration::from_secs(10), || left_over(&cluster).is_empty());
+    }
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
+/// Proves S-tx-35.
+#[test]
+fn a_host_that_is_killed_in_shadow_mode_is_undone_on_all() {
+    let options = format!("{HASTY},mode=shadow");
+    for outlived in [true, false] {
+        let cluster = Cluster::new("dies", 2, &options);
+        fill_shared(&cluster);
+        let mut mounts = cluster.mounts();
+        begin_all(&cluster, &mounts);
+        share_bytes(&mounts);
+        // Of this nothing is in the backing.
+        let held = open(&mounts[1], "shared");
+        held.write_all_at(b"held", 3).expect("write");
+        drop(held);
+        mounts.remove(1).kill();
+        if outlived {
+            let back = cluster.mount(1);
+            assert_eq!(is_new(&cluster.backing()), Ok(false));
+            assert_eq!(is_new(back.path()), Ok(false));
+            seen_everywhere(&cluster, &mounts, false);
+            let refused = run(&mut on(&cluster.hosts[0], &mounts[0], &["commit", "--id", "5"]));
+            assert!(refused.code != 0 && refused.stderr.contains("n1 aborted"), "{refused:?}");
+            mounts.push(back);
+        } else {
+            mounts.remove(0).kill();
+            // The first waits for the other, in vain.
+            let (host, backing) = (&cluster.hosts[1], cluster.backing());
+            let point = host.join("mnt");
+            let set = format!("{options},participants=2");
+            let args = ["mount", "-o", &set].map(Path::new);
+            let refused = host.run(args.into_iter().chain([backing.as_path(), point.as_path()]));
+            assert!(refused.code != 0 && refused.stderr.contains("n0 has stopped"), "{refused:?}");
+            let args = ["recover", "--node", "n0"].map(Path::new);
+            cluster.shared.run(args.into_iter().chain([backing.as_path()])).ok();
+            assert_eq!(is_new(&backing), Ok(false));
+            mounts.push(cluster.mount(1));
+            assert_eq!(is_new(mounts[0].path()), Ok(false));
+        }
+        mounts.into_iter().for_each(|mount| drop(mount.umount()));
+        assert_eq!(left_over(&cluster), [""; 0]);
+    }
+}
