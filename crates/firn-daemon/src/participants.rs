@@ -211,5 +211,6 @@ pub(crate) fn told(report: &Report, scope: &str) -> String {
     if report.total > listed {
         text += &format!("\n  and {} more", report.total - listed);
     }
-    text + "\nthe transaction is kept: firn abort drops it"
+    text + "\nthe transaction is kept: firn abort drops it; programs of several nodes that use the same bytes before a \
+            commit need mode=shadow"
 }
