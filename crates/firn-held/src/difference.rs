@@ -43,6 +43,14 @@ impl<B: Backing> Held<B> {
                     item.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
                 }
             } else if inner.links(&self.base)? > i64::from(object.hidden_links()) || is_root {
+                // Names that came and went leave nothing to do but this. Other nodes may have changed more there.
+                if let (Some(touched), None, None, Some(node)) =
+                    (change.touched.filter(|_| item.is_dir), &at, &self.group, &inner.base)
+                {
+                    let attr = self.base.attr(node)?;
+                    item.times =
+                        Some([attr.atime, attr.mtime.max(touched)].map(|time| (time.sec, time.nsec)));
+                }
                 item.twin_at = at;
                 item.attributes = change.attributes;
                 item.mtime_before = change.before.map(|(_, mtime)| (mtime.sec, mtime.nsec));

@@ -100,7 +100,8 @@ pub struct Item {
     pub attributes: bool,
     /// Its last change when the transaction changed it first, in seconds and nanoseconds.
     pub mtime_before: Option<(i64, u32)>,
-    /// Of a new directory, which gets its names only now: last access and change, in seconds and nanoseconds.
+    /// Of a directory that is new or whose names changed: last access and change, in seconds and nanoseconds, for
+    /// after its names have come.
     pub times: Option<[(i64, u32); 2]>,
 }
 

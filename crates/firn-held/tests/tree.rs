@@ -1,13 +1,16 @@
 //! A transaction is a tree like any other: it passes the suite of all backings, and a commit leaves in
 //! the backing what programs saw; an abort leaves what was there.
 
+use std::ffi::OsStr;
+
 use firn_backing::sim::{Tree, tree};
-use firn_backing::{Backing, DirBacking, SimBacking, suite};
+use firn_backing::{Backing, Caller, DirBacking, SetTime, SimBacking, Time, suite};
 use firn_held::{Held, Mode};
 use tempfile::TempDir;
 
-/// Whatever holds `/tmp`, and tmpfs.
+const ME: Caller = Caller { uid: 0, gid: 0, pid: 1 };
 const MODES: [Mode; 2] = [Mode::Hold, Mode::Shadow];
+/// Whatever holds `/tmp`, and tmpfs.
 const PLACES: [&str; 2] = ["/tmp", "/dev/shm"];
 
 fn fresh(place: &str) -> (TempDir, DirBacking) {
@@ -129,6 +132,26 @@ fn commits_follow_each_other_in_a_real_directory() {
                 suite::differential::run(&held, &plain, seed + 3_000_000 + round, 100);
             }
         }
+    }
+}
+
+/// A directory in which a name came and went was changed all the same.
+#[test]
+fn regression_a_directory_keeps_the_time_of_names_that_came_and_went() {
+    let old = SetTime::At(Time { sec: 1_000, nsec: 0 });
+    for mode in MODES {
+        let (_dir, backing) = fresh("/dev/shm");
+        let (dir, _) = backing.mkdir(&ME, &backing.root(), OsStr::new("dir"), 0o755).expect("mkdir");
+        backing.set_times(&dir, old, old).expect("set_times");
+        let held = begun(backing, mode);
+        let find = || held.lookup(&held.root(), OsStr::new("dir")).expect("lookup");
+        let (dir, _) = find();
+        held.create(&ME, &dir, OsStr::new("x"), 0o644).expect("create");
+        held.unlink(&dir, OsStr::new("x")).expect("unlink");
+        let seen = find().1.mtime;
+        assert!(seen.sec > 1_000, "{mode:?}");
+        held.commit(&held.root(), 1).expect("commit");
+        assert_eq!(find().1.mtime, seen, "{mode:?}");
     }
 }
 
