@@ -3,6 +3,7 @@
 
 use arbitrary::Arbitrary;
 use firn_conflict::{Published, test};
+use firn_format::sealed::seal;
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Arbitrary, Debug)]
@@ -12,18 +13,9 @@ struct Input {
     sealed: [Vec<u8>; 2],
 }
 
-fn seal(payload: &[u8]) -> Vec<u8> {
-    let mut bytes = b"FIRNACCS".to_vec();
-    bytes.extend_from_slice(&1u32.to_le_bytes());
-    bytes.extend_from_slice(&crc32c::crc32c(payload).to_le_bytes());
-    bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
-    bytes.extend_from_slice(payload);
-    bytes
-}
-
 fuzz_target!(|input: Input| {
     let _ = Published::decode(&input.bytes);
-    let lists: Vec<_> = input.sealed.iter().filter_map(|p| Published::decode(&seal(p)).ok()).collect();
+    let lists: Vec<_> = input.sealed.iter().filter_map(|p| Published::decode(&seal(b"FIRNACCS", 1, p)).ok()).collect();
     for list in &lists {
         assert_eq!(Published::decode(&list.encode()).as_ref(), Ok(list));
     }

@@ -187,3 +187,8 @@ pub trait Backing: Send + Sync + 'static {
         false
     }
 }
+
+/// Whether a path relative to the root is `top` or below it; of the root, whose path is empty, all are.
+pub fn is_below(path: &[u8], top: &[u8]) -> bool {
+    top.is_empty() || path.strip_prefix(top).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+}

@@ -112,7 +112,7 @@ impl Candidate<'_> {
             mount.begin()?;
         }
         let at_checkpoint = match &self.mount {
-            Some(mount) => mount.shell(&["commit", "--begin"]),
+            Some(mount) => mount.shell("commit", "--begin"),
             None if self.name == SYNCED => "sync trajectory log.melt restart.melt.*".into(),
             None => "true".into(),
         };

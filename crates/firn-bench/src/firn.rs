@@ -123,11 +123,10 @@ impl Mount<'_> {
         self.firn.run(&args).map(drop)
     }
 
-    /// `firn VERB MOUNT ...` as a line for a shell; `words` begin with the verb.
-    pub fn shell(&self, words: &[&str]) -> String {
+    /// `firn VERB MOUNT REST` as a line for a shell.
+    pub fn shell(&self, verb: &str, rest: &str) -> String {
         let (firn, point) = (self.firn, self.path.display());
-        let (verb, rest) = words.split_first().unwrap_or((&"status", &[]));
-        let (dir, program, rest) = (firn.runtime_dir.display(), firn.program.display(), rest.join(" "));
+        let (dir, program) = (firn.runtime_dir.display(), firn.program.display());
         format!("FIRN_RUNTIME_DIR={dir} {program} {verb} {point} {rest}")
     }
 

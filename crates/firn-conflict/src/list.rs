@@ -1,22 +1,16 @@
 //! The list that a node publishes, and its bytes.
 //!
-//! ```text
-//! 0   8 bytes   magic "FIRNACCS"
-//! 8   u32       version
-//! 12  u32       CRC32C of the payload
-//! 16  u64       length of the payload
-//! 24            payload: the list, as postcard writes it
-//! ```
+//! It is sealed ([`firn_format::sealed`]) with the magic "FIRNACCS", as postcard writes it.
 //!
 //! A range is stored as its distance from the end of the one before and its length: few bytes each.
 
+use firn_format::sealed::{SealError, seal, unseal};
 use serde::{Deserialize, Serialize};
 
 use crate::ranges::Ranges;
 
 const MAGIC: &[u8; 8] = b"FIRNACCS";
 const VERSION: u32 = 1;
-const HEADER_BYTES: usize = 24;
 
 /// Why the bytes of a list are none.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -135,31 +129,22 @@ impl Published {
 
     /// The bytes that are stored.
     pub fn encode(&self) -> Vec<u8> {
-        let payload = postcard::to_stdvec(self).expect("plain data");
-        let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
-        bytes.extend_from_slice(MAGIC);
-        bytes.extend_from_slice(&VERSION.to_le_bytes());
-        bytes.extend_from_slice(&crc32c::crc32c(&payload).to_le_bytes());
-        bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
-        bytes.extend_from_slice(&payload);
-        bytes
+        seal(MAGIC, VERSION, &postcard::to_stdvec(self).expect("plain data"))
     }
 
     /// From the bytes that were stored.
     pub fn decode(bytes: &[u8]) -> Result<Self, ListError> {
-        let (header, payload) = bytes.split_at_checked(HEADER_BYTES).ok_or(ListError::Damaged)?;
-        if &header[..8] != MAGIC {
-            return Err(ListError::Magic);
+        postcard::from_bytes(unseal(MAGIC, VERSION, bytes)?).map_err(|_| ListError::Damaged)
+    }
+}
+
+impl From<SealError> for ListError {
+    fn from(error: SealError) -> Self {
+        match error {
+            SealError::Magic => Self::Magic,
+            SealError::Version { found, .. } => Self::Version { found },
+            SealError::Damaged => Self::Damaged,
         }
-        let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
-        if word(8) != VERSION {
-            return Err(ListError::Version { found: word(8) });
-        }
-        let len = u64::from_le_bytes(header[16..24].try_into().expect("eight bytes"));
-        if len != payload.len() as u64 || word(12) != crc32c::crc32c(payload) {
-            return Err(ListError::Damaged);
-        }
-        postcard::from_bytes(payload).map_err(|_| ListError::Damaged)
     }
 }
 

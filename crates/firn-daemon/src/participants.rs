@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use firn_backing::DirBacking;
+use firn_backing::{DirBacking, is_below};
 use firn_config::{Kind, Options, Participants};
 use firn_conflict::{Report, Used};
 use firn_engine::Engine;
@@ -49,7 +49,7 @@ pub(crate) fn group(options: &Options) -> Result<Option<Group>, DaemonError> {
 /// A transaction was begun: from now on counts what processes use.
 pub(crate) fn begun(engine: &Engine<Store>, path: &[u8]) {
     if is_tested(engine) {
-        engine.accesses().take(is_at(path));
+        engine.accesses().take(|found| is_below(found, path));
         engine.accesses().switch(true);
     }
 }
@@ -66,7 +66,9 @@ pub(crate) fn prepared(
     path: &[u8],
 ) -> Result<(), HeldError> {
     match engine.backing().group() {
-        Some(_) => engine.backing().note_used(node, by_process(engine.accesses().take(is_at(path)))),
+        Some(_) => engine
+            .backing()
+            .note_used(node, by_process(engine.accesses().take(|found| is_below(found, path)))),
         None => Ok(()),
     }
 }
@@ -93,7 +95,7 @@ fn process_of(thread: u32) -> Option<u32> {
 /// It is over.
 pub(crate) fn ended(engine: &Engine<Store>, path: &[u8]) {
     if is_tested(engine) {
-        engine.accesses().take(is_at(path));
+        engine.accesses().take(|found| is_below(found, path));
         let counts = |stage| matches!(stage, Stage::Open | Stage::Prepared(_));
         engine.accesses().switch(engine.backing().transactions().iter().any(|one| counts(one.stage)));
     }
@@ -129,13 +131,7 @@ fn wait_for_verdict(
     deadline: Instant,
 ) -> Result<(), HeldError> {
     let store = engine.backing();
-    let mut pause = Pause::default();
-    loop {
-        match store.publish(&engine.object_at(path)?, id) {
-            Err(HeldError::Leaving { .. }) if Instant::now() < deadline => pause.rest(),
-            published => break published?,
-        }
-    }
+    patiently(deadline, || store.publish(&engine.object_at(path)?, id))?;
     let mut pause = Pause::default();
     loop {
         match store.meet(id, path)? {
@@ -175,6 +171,24 @@ pub(crate) fn behind(
     }
 }
 
+/// Tries again as long as other nodes have something to end.
+pub(crate) fn patiently<T>(
+    deadline: Instant,
+    mut attempt: impl FnMut() -> Result<T, HeldError>,
+) -> Result<T, HeldError> {
+    let mut pause = Pause::default();
+    loop {
+        match attempt() {
+            Err(HeldError::Leaving { .. } | HeldError::NotOver { .. } | HeldError::Stopping { .. })
+                if Instant::now() < deadline =>
+            {
+                pause.rest();
+            }
+            done => return done,
+        }
+    }
+}
+
 /// Ever longer.
 pub(crate) struct Pause(Duration);
 
@@ -188,13 +202,6 @@ impl Pause {
     pub(crate) fn rest(&mut self) {
         std::thread::sleep(self.0);
         self.0 = (self.0 * 3 / 2).min(LOOK_LAST);
-    }
-}
-
-fn is_at(path: &[u8]) -> impl Fn(&[u8]) -> bool + '_ {
-    move |found| {
-        let rest = found.strip_prefix(path);
-        path.is_empty() || rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(b"/"))
     }
 }
 

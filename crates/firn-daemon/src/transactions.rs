@@ -12,7 +12,7 @@ use firn_held::{HeldError, Mode, Stage};
 
 use crate::attach::Store;
 use crate::carrier::Carrier;
-use crate::participants::{self, Pause};
+use crate::participants::{self, patiently};
 
 /// How long other nodes are waited for at the end of a mount. The next one goes on.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
@@ -31,24 +31,27 @@ pub(crate) struct Means<'a> {
 /// The answer to a request about a transaction.
 pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_>) -> Reply {
     let &Means { patience, forget, .. } = means;
+    if let Request::Prepare { path, .. }
+    | Request::Commit { path, .. }
+    | Request::Abort { path }
+    | Request::Restore { path, .. } = request
+    {
+        write_back(engine, path.as_bytes(), forget);
+    }
     let (path, result) = match request {
         Request::Begin { path } => (path, begin(engine, path.as_bytes(), patience).map(|()| Reply::Done)),
         Request::Prepare { path, id } => {
-            write_back(engine, path.as_bytes(), forget);
             (path, prepare(engine, path.as_bytes(), *id, patience).map(|()| Reply::Done))
         }
         Request::Commit { path, id, begin, behind } => {
-            write_back(engine, path.as_bytes(), forget);
             let how = How { id: *id, begin: *begin, behind: *behind };
             let committed = commit(engine, path.as_bytes(), &how, means);
             (path, committed.map(|(id, behind)| Reply::Committed { id, behind }))
         }
         Request::Abort { path } => {
-            write_back(engine, path.as_bytes(), forget);
             (path, abort(engine, path.as_bytes(), patience, forget).map(|()| Reply::Done))
         }
         Request::Restore { path, id } => {
-            write_back(engine, path.as_bytes(), forget);
             (path, restore(engine, path.as_bytes(), *id, patience, forget).map(|()| Reply::Done))
         }
         _ => unreachable!("only requests about transactions come here"),
@@ -102,23 +105,8 @@ fn begin(engine: &Engine<Store>, path: &[u8], patience: Duration) -> Result<(), 
     if is_decided(engine, path) && engine.wait_tree(path, Rung::Drained, &mut |_, _| false).is_err() {
         engine.backing().carry_out(path)?;
     }
-    patiently(patience, || engine.turn(path, Pending::Drain, |node| begin_at(engine, node, path)))
-}
-
-/// Tries again as long as other nodes have something to end.
-fn patiently<T>(
-    patience: Duration,
-    mut attempt: impl FnMut() -> Result<T, HeldError>,
-) -> Result<T, HeldError> {
-    let (deadline, mut pause) = (Instant::now() + patience, Pause::default());
-    loop {
-        match attempt() {
-            Err(HeldError::NotOver { .. } | HeldError::Stopping { .. }) if Instant::now() < deadline => {
-                pause.rest();
-            }
-            done => return done,
-        }
-    }
+    let deadline = Instant::now() + patience;
+    patiently(deadline, || engine.turn(path, Pending::Drain, |node| begin_at(engine, node, path)))
 }
 
 fn begin_at(
@@ -257,7 +245,7 @@ fn abort(
             }
         }
     };
-    patiently(patience, attempt)?;
+    patiently(Instant::now() + patience, attempt)?;
     engine.look_again(path).into_iter().for_each(forget);
     Ok(())
 }

@@ -14,14 +14,13 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use firn_arena::Arena;
-use firn_backing::{Attr, Backing, Time};
+use firn_backing::{Attr, Backing, Time, is_below};
 use firn_format::slab::Class;
 
 use crate::Result;
 use crate::engine::Engine;
 use crate::extents::{Extent, Extents};
 use crate::file::{File, FileState};
-use crate::sync::is_below;
 
 /// Of one file. A file that is held has none of it: it takes a word then.
 #[derive(Default)]

@@ -8,12 +8,11 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno, Kind};
+use firn_backing::{Backing, Errno, Kind, is_below};
 
 use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Node;
-use crate::sync::is_below;
 use crate::{NodeId, ROOT, Result};
 
 /// Those of one mount, the oldest first.

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Instant;
 
 use firn_arena::{Arena, JournalRegion, PieceRef, Stored};
-use firn_backing::{Access, Backing, Errno, Time};
+use firn_backing::{Access, Backing, Errno, Time, is_below};
 use firn_format::record::{Ending, Record};
 use firn_journal::{Bound, Journal, PathState};
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -28,7 +28,6 @@ use crate::file::PieceUse;
 use crate::lost::LostFile;
 use crate::names::{Names, Node};
 use crate::small_map::SmallMap;
-use crate::sync::is_below;
 
 /// What attach found.
 #[derive(Clone, Debug, Default)]

@@ -3,11 +3,10 @@
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use firn_backing::Backing;
+use firn_backing::{Backing, is_below};
 use firn_format::protocol::{FileStatus, LaneStatus, NodeStatus, Rung, SpillStatus, Status};
 
 use crate::engine::{ClosePolicy, DrainPolicy, Engine, FsyncPolicy};
-use crate::sync::is_below;
 
 impl<B: Backing> Engine<B> {
     /// The engine's part of a mount's status; paths, rates and process are the daemon's.

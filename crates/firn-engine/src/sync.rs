@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, is_below};
 use firn_format::protocol::Rung;
 
 use crate::engine::{ClosePolicy, Engine, FsyncPolicy};
@@ -257,9 +257,4 @@ impl<B: Backing> Engine<B> {
         }
         Ok(node)
     }
-}
-
-/// Whether `path` is `top` or below it.
-pub(crate) fn is_below(path: &[u8], top: &[u8]) -> bool {
-    path.strip_prefix(top).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }

@@ -8,14 +8,13 @@ use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, is_below};
 use firn_conflict::Access;
 use firn_format::protocol::Rung;
 
 use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Node;
-use crate::sync::is_below;
 use crate::{HandleId, NodeId, Result};
 
 /// What becomes of the data that is pending below a directory before the turn.

@@ -10,6 +10,7 @@ pub mod journal;
 pub mod piece;
 pub mod protocol;
 pub mod record;
+pub mod sealed;
 pub mod slab;
 pub mod spill;
 pub mod superblock;

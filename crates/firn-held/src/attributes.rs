@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno, Kind, Result, SetTime};
+use firn_backing::{Attr, Backing, Errno, Kind, Result, SetTime};
 
 use crate::backing::Node;
 use crate::object::{Change, Inner, Object, Twin};
@@ -18,13 +18,25 @@ impl<B: Backing> Held<B> {
         object: &Arc<Object<B>>,
         change: impl FnOnce(&B::Node) -> Result<()>,
     ) -> Result<()> {
+        self.change_twin(object, change, |change| change.attributes = true)
+    }
+
+    /// The same; `note` takes down what kind of change of a held object it was.
+    fn change_twin(
+        &self,
+        object: &Arc<Object<B>>,
+        change: impl FnOnce(&B::Node) -> Result<()>,
+        note: impl FnOnce(&mut Change<B>),
+    ) -> Result<()> {
         let (_data, scope) = self.writing(object)?;
         let Some(scope) = self.holding(scope, object, NO_BYTES)? else {
             return change(&object.inner.read().node(&self.base)?);
         };
         let mut inner = object.inner.write();
-        self.twin(&scope, object, &mut inner)?.attributes = true;
-        change(&inner.node(&self.base)?)
+        self.twin(&scope, object, &mut inner)?;
+        change(&inner.node(&self.base)?)?;
+        inner.change.as_deref_mut().map(note);
+        Ok(())
     }
 
     pub(crate) fn set_times_of(&self, node: &Node<B>, atime: SetTime, mtime: SetTime) -> Result<()> {
@@ -32,20 +44,13 @@ impl<B: Backing> Held<B> {
             let Node::Plain(node) = node else { unreachable!() };
             return self.base.set_times(node, atime, mtime);
         };
-        let (_data, scope) = self.writing(object)?;
-        let Some(scope) = self.holding(scope, object, NO_BYTES)? else {
-            return self.base.set_times(&object.inner.read().node(&self.base)?, atime, mtime);
-        };
-        let mut inner = object.inner.write();
-        self.twin(&scope, object, &mut inner)?;
-        self.base.set_times(&inner.node(&self.base)?, atime, mtime)?;
-        // What was asked for counts, whatever changed in the directory before.
-        if mtime != SetTime::Keep
-            && let Some(change) = &mut inner.change
-        {
-            change.touched = None;
-        }
-        Ok(())
+        let set = |node: &B::Node| self.base.set_times(node, atime, mtime);
+        self.change_twin(object, set, |change| {
+            // What was asked for counts, whatever changed in the directory before.
+            if mtime != SetTime::Keep {
+                change.touched = None;
+            }
+        })
     }
 
     /// Makes sure that an object has a twin.
@@ -64,29 +69,34 @@ impl<B: Backing> Held<B> {
             && let Some(node) = base
         {
             let number = scope.change(object, inner).number;
-            let mtime = self.base.attr(&node)?.mtime;
-            let (twin, size) = self.make_twin(scope, object.kind, &node, number)?;
+            let (twin, attr) = self.make_twin(scope, object.kind, &node, number)?;
             let change = scope.change(object, inner);
-            (change.twin, change.cut, change.before) = (Some(twin), size, Some((size, mtime)));
+            (change.twin, change.cut, change.before) = (Some(twin), attr.size, Some((attr.size, attr.mtime)));
         }
         Ok(scope.change(object, inner))
     }
 
-    fn make_twin(&self, scope: &Scope<B>, kind: Kind, node: &B::Node, number: u64) -> Result<(Twin<B>, u64)> {
+    fn make_twin(
+        &self,
+        scope: &Scope<B>,
+        kind: Kind,
+        node: &B::Node,
+        number: u64,
+    ) -> Result<(Twin<B>, Attr)> {
         let (nest_name, nest) = scope.plain_nest(&self.base)?;
         let text = number.to_string();
-        let size = self.copy_object(kind, node, &nest, OsStr::new(&text))?;
-        Ok((Twin { nest, at: (nest_name, text), held: None, goes_to: None }, size))
+        let attr = self.copy_object(kind, node, &nest, OsStr::new(&text))?;
+        Ok((Twin { nest, at: (nest_name, text), held: None, goes_to: None }, attr))
     }
 
-    /// Makes an object with the attributes of another, and its size; not its data.
+    /// Makes an object with the attributes of another, which it returns, and its size; not its data.
     pub(crate) fn copy_object(
         &self,
         kind: Kind,
         node: &B::Node,
         nest: &B::Node,
         name: &OsStr,
-    ) -> Result<u64> {
+    ) -> Result<Attr> {
         let me = staging::own();
         let attr = self.base.attr(node)?;
         let make = || {
@@ -122,6 +132,6 @@ impl<B: Backing> Held<B> {
             made => made?,
         };
         staging::copy_attributes(&self.base, node, &twin)?;
-        Ok(attr.size)
+        Ok(attr)
     }
 }

@@ -78,7 +78,7 @@ impl<B: Backing> Held<B> {
             return Ok(back);
         };
         let text = item.number.to_string();
-        let size = self.copy_object(object.kind, node, nest, OsStr::new(&text))?;
+        let size = self.copy_object(object.kind, node, nest, OsStr::new(&text))?.size;
         back.twin_at = staged(text.clone());
         if let Some(data) = &item.data {
             back.data = Some(self.old_data(node, nest, &text, data, size)?);

@@ -128,6 +128,23 @@ impl<B: Backing> MeetingPlace<'_, B> {
         Ok(names.map(|(name, ..)| String::from_utf8_lossy(&name).into_owned()).collect())
     }
 
+    /// This node's name behind `what`.
+    pub(crate) fn mine(&self, what: &str) -> String {
+        format!("{what}{}", self.group.node)
+    }
+
+    /// The nodes that have come as far as `what`.
+    pub(crate) fn nodes(&self, what: &str) -> Result<Vec<String>, Errno> {
+        Ok(self.names()?.iter().filter_map(|name| name.strip_prefix(what)).map(Into::into).collect())
+    }
+
+    /// Those of them that have not come as far as `next`.
+    pub(crate) fn nodes_without(&self, what: &str, next: &str) -> Result<Vec<String>, Errno> {
+        let names = self.names()?;
+        let nodes = names.iter().filter_map(|name| name.strip_prefix(what));
+        Ok(nodes.filter(|node| !names.contains(&format!("{next}{node}"))).map(Into::into).collect())
+    }
+
     pub(crate) fn get<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, Errno> {
         let Some(bytes) = staging::load(self.base, &self.dir, name)? else { return Ok(None) };
         serde_json::from_slice(&bytes).map(Some).map_err(|_| Errno::IO)
@@ -165,7 +182,7 @@ impl<B: Backing> MeetingPlace<'_, B> {
 
     /// This node has done its part. The directory goes with the last one.
     fn leave(&self) -> Result<(), Errno> {
-        self.put(&format!("{DONE}{}", self.group.node), b"")?;
+        self.put(&self.mine(DONE), b"")?;
         self.remove_if_over()
     }
 
@@ -222,11 +239,15 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    /// The same, if it is there.
+    /// `.firn/`, if it is there.
+    pub(crate) fn find_top(&self) -> Result<Option<B::Node>, Errno> {
+        let found = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))?;
+        Ok(found.map(|(node, _)| node))
+    }
+
+    /// [`Held::home`], if it is there.
     pub(crate) fn find_home(&self) -> Result<Option<B::Node>, Errno> {
-        let Some((top, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
-            return Ok(None);
-        };
+        let Some(top) = self.find_top()? else { return Ok(None) };
         match self.node_home() {
             None => Ok(Some(top)),
             Some(name) => Ok(staging::find(&self.base, &top, OsStr::new(&name))?.map(|(node, _)| node)),
@@ -282,7 +303,7 @@ impl<B: Backing> Held<B> {
         let Some(group) = &self.group else { return Ok(()) };
         let place = self.place(id, &scope.path, true)?.expect("there is a group");
         let names = place.names()?;
-        let (mine, left) = (format!("{FROM}{}", group.node), format!("{DONE}{}", group.node));
+        let (mine, left) = (place.mine(FROM), place.mine(DONE));
         if names.contains(&left) {
             place.remove_if_over()?;
             return Err(HeldError::Leaving { id });
@@ -390,9 +411,7 @@ impl<B: Backing> Held<B> {
         if let Some(verdict) = place.get(VERDICT)? {
             return Ok(Meeting::Met(verdict));
         }
-        let names = place.names()?;
-        let here: Vec<String> =
-            names.iter().filter_map(|name| name.strip_prefix(FROM)).map(Into::into).collect();
+        let here = place.nodes(FROM)?;
         let (of, missing) = match &group.participants {
             Participants::Count(count) => {
                 // All that changed something are to be prepared.
@@ -484,11 +503,9 @@ impl<B: Backing> Held<B> {
 
     /// Before an end of a transaction that was not prepared: others may wait for this node in vain.
     pub(crate) fn withdraw(&self, scope: &[u8]) -> Result<(), HeldError> {
-        let Some(group) = &self.group else { return Ok(()) };
-        let mine = format!("{FROM}{}", group.node);
         for id in self.meetings(scope)? {
             let Some(place) = self.place(id, scope, false)? else { continue };
-            if !place.names()?.contains(&mine) && !place.is_decided()? {
+            if !place.names()?.contains(&place.mine(FROM)) && !place.is_decided()? {
                 self.decide(id, scope, false)?;
             }
         }
@@ -499,9 +516,7 @@ impl<B: Backing> Held<B> {
     /// transactions that it has.
     pub(crate) fn leave_old(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), Errno> {
         let Some(group) = &self.group else { return Ok(()) };
-        let Some((top, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
-            return Ok(());
-        };
+        let Some(top) = self.find_top()? else { return Ok(()) };
         let kept: Vec<String> = waiting.iter().map(|(id, scope)| meeting_name(*id, scope)).collect();
         for (name, ..) in staging::list(&self.base, &top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
@@ -511,7 +526,7 @@ impl<B: Backing> Held<B> {
             let Some((dir, _)) = staging::find(&self.base, &top, OsStr::new(&name))? else { continue };
             let place = MeetingPlace { base: &self.base, top: top.clone(), name, dir, group };
             let names = place.names()?;
-            let (mine, left) = (format!("{FROM}{}", group.node), format!("{DONE}{}", group.node));
+            let (mine, left) = (place.mine(FROM), place.mine(DONE));
             if names.contains(&mine) && !names.contains(&left) && place.is_decided()? {
                 place.leave()?;
             } else {
@@ -524,21 +539,19 @@ impl<B: Backing> Held<B> {
     /// Nodes that have not carried out a commit yet.
     pub fn behind(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
         let Some(place) = self.place(id, scope, false)? else { return Ok(Vec::new()) };
-        let names = match place.names() {
-            Ok(names) => names,
+        match place.nodes_without(FROM, DONE) {
             // It went meanwhile.
-            Err(Errno::NOENT | Errno::STALE) => return Ok(Vec::new()),
-            Err(errno) => return Err(errno),
-        };
-        let nodes = names.iter().filter_map(|name| name.strip_prefix(FROM));
-        Ok(nodes.filter(|node| !names.contains(&format!("{DONE}{node}"))).map(Into::into).collect())
+            Err(Errno::NOENT | Errno::STALE) => Ok(Vec::new()),
+            nodes => nodes,
+        }
     }
 
     /// The numbers of the meetings about a scope.
     fn meetings(&self, scope: &[u8]) -> Result<Vec<u64>, Errno> {
-        let Some((top, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
+        if self.group.is_none() {
             return Ok(Vec::new());
-        };
+        }
+        let Some(top) = self.find_top()? else { return Ok(Vec::new()) };
         let id = |name: Vec<u8>| {
             let text = String::from_utf8(name).ok()?;
             let id = text.strip_prefix(MEET)?.split('-').next()?.parse().ok()?;
@@ -586,9 +599,7 @@ impl<B: Backing> Held<B> {
 
     /// The nodes that have come to a meeting.
     pub fn here(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
-        let Some(place) = self.place(id, scope, false)? else { return Ok(Vec::new()) };
-        let names = place.names()?;
-        Ok(names.iter().filter_map(|name| name.strip_prefix(FROM)).map(Into::into).collect())
+        self.place(id, scope, false)?.map_or(Ok(Vec::new()), |place| place.nodes(FROM))
     }
 
     fn node_name(&self) -> String {

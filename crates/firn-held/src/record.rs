@@ -4,41 +4,18 @@
 //! that it comes to, its staged twin, and what of its data and attributes to take from there. Nothing in
 //! it depends on how far an earlier attempt came.
 //!
-//! ```text
-//! 0   8 bytes   magic "FIRNREDO"
-//! 8   u32       version
-//! 12  u32       CRC32C of the payload
-//! 16  u64       length of the payload
-//! 24            payload: the record, as postcard writes it
-//! ```
+//! It is sealed ([`firn_format::sealed`]) with the magic "FIRNREDO", as postcard writes it.
 
 use serde::{Deserialize, Serialize};
 
 use firn_backing::Attr;
+use firn_format::sealed::{seal, unseal};
+
+pub use firn_format::sealed::SealError as RecordError;
 
 /// First bytes of a record.
 const MAGIC: &[u8; 8] = b"FIRNREDO";
 const VERSION: u32 = 2;
-const HEADER_BYTES: usize = 24;
-
-/// Why the bytes of a record are none.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum RecordError {
-    /// The first bytes are others.
-    #[error("not a record of this kind (the magic number is missing)")]
-    Magic,
-    /// Made by another version.
-    #[error("record version {found}, this firn reads version {wanted}")]
-    Version {
-        /// In the file.
-        found: u32,
-        /// That this firn reads.
-        wanted: u32,
-    },
-    /// Cut off or changed.
-    #[error("the record is damaged")]
-    Damaged,
-}
 
 /// A name in a directory: the number of the directory's object, and the name's bytes.
 pub type Place = (u64, Vec<u8>);
@@ -155,34 +132,6 @@ impl Record {
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
         postcard::from_bytes(unseal(MAGIC, VERSION, bytes)?).map_err(|_| RecordError::Damaged)
     }
-}
-
-/// A payload behind the header that all records have.
-pub(crate) fn seal(magic: &[u8; 8], version: u32, payload: &[u8]) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
-    bytes.extend_from_slice(magic);
-    bytes.extend_from_slice(&version.to_le_bytes());
-    bytes.extend_from_slice(&crc32c::crc32c(payload).to_le_bytes());
-    bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
-    bytes.extend_from_slice(payload);
-    bytes
-}
-
-/// The payload, if the header is right.
-pub(crate) fn unseal<'a>(magic: &[u8; 8], wanted: u32, bytes: &'a [u8]) -> Result<&'a [u8], RecordError> {
-    let (header, payload) = bytes.split_at_checked(HEADER_BYTES).ok_or(RecordError::Damaged)?;
-    if &header[..8] != magic {
-        return Err(RecordError::Magic);
-    }
-    let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
-    if word(8) != wanted {
-        return Err(RecordError::Version { found: word(8), wanted });
-    }
-    let len = u64::from_le_bytes(header[16..24].try_into().expect("eight bytes"));
-    if len != payload.len() as u64 || word(12) != crc32c::crc32c(payload) {
-        return Err(RecordError::Damaged);
-    }
-    Ok(payload)
 }
 
 #[cfg(test)]

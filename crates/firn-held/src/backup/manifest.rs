@@ -6,7 +6,9 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::record::{Record, RecordError, Staged, seal, unseal};
+use firn_format::sealed::{seal, unseal};
+
+use crate::record::{Record, RecordError, Staged};
 
 const MAGIC: &[u8; 8] = b"FIRNBKUP";
 const VERSION: u32 = 1;

@@ -14,7 +14,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::record::{RecordError, seal, unseal};
+use firn_format::sealed::{seal, unseal};
+
+use crate::record::RecordError;
 
 /// First bytes of a record.
 const MAGIC: &[u8; 8] = b"FIRNSAVE";

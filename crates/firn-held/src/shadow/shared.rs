@@ -23,7 +23,7 @@ use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno, RenameFlags};
+use firn_backing::{Backing, Errno, RenameFlags, is_below};
 
 use super::{KEPT, SAVED, Shadow};
 use crate::meeting::{MeetingPlace, Outcome, Participants, scoped_name};
@@ -48,23 +48,17 @@ pub(super) const SHARED: &str = "shared";
 type Place<'a, B> = MeetingPlace<'a, B>;
 
 impl<B: Backing> Place<'_, B> {
-    fn mine(&self, what: &str) -> String {
-        format!("{what}{}", self.group.node)
-    }
-
     pub(crate) fn outcome(&self) -> Result<Option<Outcome>, Errno> {
         self.get(OUTCOME)
     }
 
     pub(crate) fn members(&self) -> Result<Vec<String>, Errno> {
-        Ok(self.names()?.iter().filter_map(|name| name.strip_prefix(IN)).map(Into::into).collect())
+        self.nodes(IN)
     }
 
     /// Nodes that are in and have not come as far as `what`.
     fn without(&self, what: &str) -> Result<Vec<String>, Errno> {
-        let names = self.names()?;
-        let nodes = names.iter().filter_map(|name| name.strip_prefix(IN));
-        Ok(nodes.filter(|node| !names.contains(&format!("{what}{node}"))).map(Into::into).collect())
+        self.nodes_without(IN, what)
     }
 
     /// Still the directory that its name leads to.
@@ -167,10 +161,7 @@ fn remove_dir<B: Backing>(base: &B, top: &B::Node, name: &str) -> Result<(), Err
 }
 
 fn overlap(one: &[u8], other: &[u8]) -> bool {
-    let below = |path: &[u8], dir: &[u8]| {
-        dir.is_empty() || path.strip_prefix(dir).is_some_and(|rest| rest.is_empty() || rest.starts_with(b"/"))
-    };
-    below(one, other) || below(other, one)
+    is_below(one, other) || is_below(other, one)
 }
 
 /// What a node's stored transaction has come to.
@@ -185,9 +176,7 @@ enum Fate {
 impl<B: Backing> Held<B> {
     fn shared_place(&self, name: &str) -> Result<Option<Place<'_, B>>, Errno> {
         let Some(group) = &self.group else { return Ok(None) };
-        let Some((top, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
-            return Ok(None);
-        };
+        let Some(top) = self.find_top()? else { return Ok(None) };
         let found = staging::find(&self.base, &top, OsStr::new(name))?;
         Ok(found.map(|(dir, _)| MeetingPlace { base: &self.base, top, name: name.into(), dir, group }))
     }
@@ -207,9 +196,7 @@ impl<B: Backing> Held<B> {
 
     /// All that are there.
     fn all_shared(&self) -> Result<Vec<Place<'_, B>>, Errno> {
-        let Some((top, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
-            return Ok(Vec::new());
-        };
+        let Some(top) = self.find_top()? else { return Ok(Vec::new()) };
         let mut places = Vec::new();
         for (name, ..) in staging::list(&self.base, &top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
@@ -477,9 +464,7 @@ impl<B: Backing> Held<B> {
             place.remove_shared()?;
         }
         let Some(group) = &self.group else { return Ok(()) };
-        let Some((top, _)) = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))? else {
-            return Ok(());
-        };
+        let Some(top) = self.find_top()? else { return Ok(()) };
         let names: BTreeSet<_> =
             staging::list(&self.base, &top)?.into_iter().map(|(name, ..)| name).collect();
         for name in names {
