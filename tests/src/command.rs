@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -84,6 +85,13 @@ pub fn run_within(command: &mut Command, limit: Duration) -> Outcome {
         panic!("`{line}` took longer than {limit:?}\n--- stdout\n{out}\n--- stderr\n{err}");
     };
     Outcome { code: exit_code(status), stdout: out, stderr: err, line }
+}
+
+/// Copies a program so that it can be started: by another process, as a child that another test starts
+/// meanwhile would hold our descriptor for writing, and execve(2) gave ETXTBSY.
+#[track_caller]
+pub fn copy_program(from: &Path, to: &Path) {
+    run(Command::new("cp").arg(from).arg(to)).ok();
 }
 
 /// Waits for a child; kills it and gives `None` when `limit` has passed.

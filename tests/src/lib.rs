@@ -25,6 +25,7 @@ pub mod random;
 pub mod sandbox;
 pub mod scripts;
 pub mod suite;
+pub mod transaction;
 pub mod tree;
 pub mod watchdog;
 

@@ -5,41 +5,23 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use firn_tests::command::{Outcome, wait_child};
+use firn_tests::command::{wait_child, wait_until};
 use firn_tests::differential;
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::sandbox::kill;
-use firn_tests::tree::{Tree, assert_same, differences, snapshot};
+use firn_tests::transaction::{behind, firn_with as firn};
+use firn_tests::tree::{assert_same, differences, snapshot};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, seed};
 use rand::Rng;
 
 const COMMIT: &str = "arena-size=64M,chunk-size=1M,drain=commit";
 const MIB: usize = 1 << 20;
 
-fn firn<'a>(sandbox: &Sandbox, verb: &'a str, path: &'a Path, more: &[&'a str]) -> Outcome {
-    let args = [OsStr::new(verb), path.as_os_str()];
-    sandbox.run(args.into_iter().chain(more.iter().map(OsStr::new)))
-}
-
-/// What is in the backing, but for what Firn keeps there.
-fn behind(backing: &Path) -> Tree {
-    snapshot(backing).into_iter().filter(|(path, _)| !path.starts_with(".firn")).collect()
-}
-
 fn stages(mount: &FirnMount<'_>) -> Vec<String> {
     mount.status().transactions.into_iter().map(|one| one.stage).collect()
-}
-
-fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < end, "{what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 /// A mount in a transaction whose commit cannot be carried out: it overwrites a sparse file, and the backing has no
@@ -95,7 +77,9 @@ fn reads_and_the_next_transaction_do_not_wait_for_a_commit_that_is_carried_out()
     let sandbox = Sandbox::new("txasync");
     let stuck = Stuck::new(&sandbox);
     let mount = stuck.commit(&["--async", "--id", "7", "--begin"]);
-    wait_for("the failure is shown", || mount.status().transactions[0].error.is_some());
+    wait_until("the failure is shown", Duration::from_secs(60), || {
+        mount.status().transactions[0].error.is_some()
+    });
     assert_eq!(stages(&mount), ["decided", "open"]);
     let shown = sandbox.run([OsStr::new("status"), mount.path().as_os_str()]).ok().stdout;
     assert!(shown.contains("No space left") && shown.contains("decided as 7"), "{shown}");
@@ -137,7 +121,9 @@ fn a_commit_that_cannot_be_carried_out_is_finished_by_the_next_mount() {
         let stuck = Stuck::new(&sandbox);
         let args: &[&str] = if begin { &["--async", "--begin"] } else { &["--async"] };
         let mount = stuck.commit(args);
-        wait_for("the failure is shown", || mount.status().transactions[0].error.is_some());
+        wait_until("the failure is shown", Duration::from_secs(60), || {
+            mount.status().transactions[0].error.is_some()
+        });
         let after = open_rw(&mount.join("stays"));
         after.write_all_at(b"after", 0).expect("write");
         drop(after);
@@ -157,7 +143,7 @@ fn a_commit_that_cannot_be_carried_out_is_finished_by_the_next_mount() {
                 firn(&sandbox, "umount", mount.path(), &[]).code(11).says("cannot be carried out");
                 stuck.room();
                 // By the background alone.
-                wait_for("it is tried again", || stages(&mount).is_empty());
+                wait_until("it is tried again", Duration::from_secs(60), || stages(&mount).is_empty());
                 mount.umount();
             }
         }

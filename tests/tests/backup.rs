@@ -10,6 +10,7 @@ use std::time::Duration;
 use firn_tests::command::{Outcome, wait_until};
 use firn_tests::fsops::open_rw;
 use firn_tests::random::bytes;
+use firn_tests::transaction::{behind, firn, firn_id};
 use firn_tests::tree::{Tree, assert_same, snapshot};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, run};
 
@@ -19,23 +20,11 @@ fn options(backup: &Path) -> String {
     format!("arena-size=32M,chunk-size=1M,drain=commit,backup={},backup-every=1s", backup.display())
 }
 
-fn firn(sandbox: &Sandbox, verb: &str, path: &Path) -> Outcome {
-    sandbox.run([OsStr::new(verb), path.as_os_str()])
-}
-
-fn firn_id(sandbox: &Sandbox, verb: &str, path: &Path, id: &str) -> Outcome {
-    sandbox.run([OsStr::new(verb), path.as_os_str(), OsStr::new("--id"), OsStr::new(id)])
-}
-
 fn recover(sandbox: &Sandbox, backup: &Path, backing: &Path, id: Option<&str>) -> Outcome {
     let mut args = vec![OsStr::new("recover"), OsStr::new("--from-backup"), backup.as_os_str()];
     args.extend(id.iter().flat_map(|id| ["--id", id]).map(OsStr::new));
     args.push(backing.as_os_str());
     sandbox.run(args)
-}
-
-fn behind(backing: &Path) -> Tree {
-    snapshot(backing).into_iter().filter(|(path, _)| !path.starts_with(".firn")).collect()
 }
 
 /// Directories of transactions in the backup.
@@ -84,7 +73,7 @@ fn prepared(sandbox: &Sandbox, mount: &FirnMount<'_>, before: &Path, backup: &Pa
     symlink("new", mount.join("link")).expect("symlink");
     run(Command::new("setfattr").args(["-n", "user.step", "-v", "17"]).arg(mount.join("kept"))).ok();
     let seen = snapshot(mount.path());
-    firn_id(sandbox, "prepare", mount.path(), "17").ok();
+    firn_id(sandbox, "prepare", mount.path(), 17).ok();
     let status = mount.status().transactions.remove(0).backup.expect("a backup");
     assert!(status.whole && status.error.is_none(), "{status:?}");
     assert!(firn(sandbox, "status", mount.path()).ok().stdout.contains("is whole"));
@@ -117,7 +106,7 @@ fn a_commit_is_finished_from_the_backup_after_the_node_is_lost() {
     recover(&sandbox, &backup, &other, None).code(11).says("mount it");
     let mount = FirnMount::over(&sandbox, &other, "arena-size=32M,chunk-size=1M,drain=commit");
     assert_same("undecided", &snapshot(mount.path()), &behind(&before));
-    firn_id(&sandbox, "commit", mount.path(), "17").ok();
+    firn_id(&sandbox, "commit", mount.path(), 17).ok();
     assert_same("after the commit of a mount", &snapshot(mount.path()), &seen);
     let backing = mount.umount();
     assert_same("in the backing", &behind(&backing), &seen);
@@ -178,7 +167,7 @@ fn a_backup_that_is_full_or_gone_fails_the_prepare_and_keeps_the_transaction() {
     let content = bytes(1, 12 * MIB);
     fs::write(mount.join("file"), &content).expect("write");
     for verb in ["prepare", "commit"] {
-        firn_id(&sandbox, verb, mount.path(), "3").code(1).says("the backup reports");
+        firn_id(&sandbox, verb, mount.path(), 3).code(1).says("the backup reports");
         let one = mount.status().transactions.remove(0);
         assert_eq!(one.stage, "open");
         let backup = one.backup.expect("a backup");
@@ -187,13 +176,13 @@ fn a_backup_that_is_full_or_gone_fails_the_prepare_and_keeps_the_transaction() {
     }
     assert!(!mount.backing().join("file").exists());
     small.remount("ro");
-    firn_id(&sandbox, "prepare", mount.path(), "3").code(1).says("Read-only");
+    firn_id(&sandbox, "prepare", mount.path(), 3).code(1).says("Read-only");
     fs::write(mount.join("more"), b"it goes on").expect("write");
     small.remount("rw,size=64m");
-    firn_id(&sandbox, "prepare", mount.path(), "3").ok();
+    firn_id(&sandbox, "prepare", mount.path(), 3).ok();
     // Decided now: the backup is not needed for that, and what is left there goes when it can.
     small.remount("ro");
-    firn_id(&sandbox, "commit", mount.path(), "3").ok();
+    firn_id(&sandbox, "commit", mount.path(), 3).ok();
     assert_eq!(fs::read(mount.backing().join("file")).expect("read"), content);
     small.remount("rw");
     wait_until("what is over is removed", Duration::from_secs(30), || backups(small.path()).is_empty());
@@ -225,7 +214,7 @@ fn a_mount_goes_on_with_the_backup_of_a_killed_firnd_and_keeps_one_that_it_does_
     firn(&sandbox, "recover", &backing).ok();
     recover(&sandbox, &backup, &backing, None).ok();
     let mount = FirnMount::new(&sandbox, &options(&backup));
-    firn_id(&sandbox, "commit", mount.path(), "17").ok();
+    firn_id(&sandbox, "commit", mount.path(), 17).ok();
     assert_same("after the commit", &snapshot(mount.path()), &seen);
     assert!(backups(&backup).is_empty(), "carried out");
     mount.umount();

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_format::door::{DOOR_VERSION, Op, Request, Status};
-use firn_tests::command::run;
+use firn_tests::command::{copy_program, run};
 use firn_tests::door::{Client, acknowledged, byte_at, knock, pester, say, token, two_requests};
 use firn_tests::mount::patient;
 use firn_tests::random::generator;
@@ -293,7 +293,7 @@ fn other_users_and_other_file_systems_have_no_door() {
         std::fs::set_permissions(dir, PermissionsExt::from_mode(mode)).unwrap();
     }
     let helper = sandbox.join("helper");
-    std::fs::copy(helper_binary(), &helper).unwrap();
+    copy_program(&helper_binary(), &helper);
     let version = |uid: Option<u32>, path: &std::path::Path| {
         let mut command = Command::new(&helper);
         command.arg("door-version").arg(path);

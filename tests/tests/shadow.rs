@@ -8,28 +8,14 @@ use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 
-use firn_tests::command::Outcome;
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::random::bytes;
-use firn_tests::tree::{Tree, assert_same, snapshot};
+use firn_tests::transaction::{behind, firn, firn_id};
+use firn_tests::tree::{assert_same, snapshot};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox};
 
 const SHADOW: &str = "arena-size=32M,chunk-size=1M,drain=commit,mode=shadow";
 const MIB: usize = 1 << 20;
-
-fn firn(sandbox: &Sandbox, verb: &str, path: &Path) -> Outcome {
-    sandbox.run([OsStr::new(verb), path.as_os_str()])
-}
-
-fn firn_id(sandbox: &Sandbox, verb: &str, path: &Path, id: u64) -> Outcome {
-    let id = id.to_string();
-    sandbox.run([OsStr::new(verb), path.as_os_str(), OsStr::new("--id"), OsStr::new(&id)])
-}
-
-/// What is in the backing, but for what Firn keeps there.
-fn behind(backing: &Path) -> Tree {
-    snapshot(backing).into_iter().filter(|(path, _)| !path.starts_with(".firn")).collect()
-}
 
 /// Files and directories to be changed.
 fn fill(dir: &Path) {

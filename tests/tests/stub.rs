@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use firn_tests::ack::verify;
-use firn_tests::command::wait_child;
+use firn_tests::command::{copy_program, wait_child};
 use firn_tests::door::{pester, token_of_tree};
 use firn_tests::fsops::read;
 use firn_tests::mount::{SMALL, mount_args, patient};
@@ -647,7 +647,7 @@ fn an_ordinary_user_has_a_tree_in_dev_shm() {
     }
     let bin = sandbox.mkdir("bin");
     for file in [firn_binary(), preload_library()] {
-        fs::copy(&file, bin.join(file.file_name().expect("a name"))).expect("copy");
+        copy_program(&file, &bin.join(file.file_name().expect("a name")));
     }
     let script = r#"mkdir -m 700 "$SHM/run" "$SHM/tree"; echo beside > "$SHM/beside"
         "$BIN/firn" mount -o arena-size=16M,door=preload "$BACKING" "$SHM/tree"

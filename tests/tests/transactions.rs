@@ -5,17 +5,17 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::Path;
 use std::time::Duration;
 
 use firn_tests::c::{Installed, Link};
-use firn_tests::command::{Outcome, wait_child};
+use firn_tests::command::wait_child;
 use firn_tests::differential::{self, Answer, Op, Rules, Side, draw};
 use firn_tests::fsops::{Mapping, assert_same_bytes, open_rw, read};
 use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::sandbox::{kill, preload_library};
 use firn_tests::suite::{exclusions, new_failures, pjdfstest};
-use firn_tests::tree::{Tree, assert_same, differences, snapshot};
+use firn_tests::transaction::{behind, firn, firn_id};
+use firn_tests::tree::{assert_same, differences, snapshot};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, run, seed};
 use rand::Rng;
 use rustix::io::Errno;
@@ -25,20 +25,6 @@ const COMMIT: &str = "arena-size=32M,chunk-size=1M,drain=commit";
 const SHADOW: &str = "arena-size=32M,chunk-size=1M,drain=commit,mode=shadow";
 const MIB: usize = 1 << 20;
 const EXCHANGE: u32 = libc::RENAME_EXCHANGE;
-
-fn firn(sandbox: &Sandbox, verb: &str, path: &Path) -> Outcome {
-    sandbox.run([OsStr::new(verb), path.as_os_str()])
-}
-
-fn firn_id(sandbox: &Sandbox, verb: &str, path: &Path, id: u64) -> Outcome {
-    let id = id.to_string();
-    sandbox.run([OsStr::new(verb), path.as_os_str(), OsStr::new("--id"), OsStr::new(&id)])
-}
-
-/// What is in the backing, but for what Firn keeps there.
-fn behind(backing: &Path) -> Tree {
-    snapshot(backing).into_iter().filter(|(path, _)| !path.starts_with(".firn")).collect()
-}
 
 /// Proves S-tx-1, S-tx-2.
 #[test]

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_tests::ack::verify;
-use firn_tests::command::wait_child;
+use firn_tests::command::{copy_program, wait_child};
 use firn_tests::fsops::{open_rw, read_at};
 use firn_tests::mount::status_of;
 use firn_tests::sandbox::{firn_binary, is_mounted};
@@ -135,7 +135,7 @@ fn open_to_all(sandbox: &Sandbox) {
 /// The binary where an ordinary user may run it, whoever owns the build directory.
 fn copy_for_all(sandbox: &Sandbox) -> PathBuf {
     let copy = sandbox.join("firn");
-    fs::copy(firn_binary(), &copy).expect("copy the binary");
+    copy_program(&firn_binary(), &copy);
     copy
 }
 
