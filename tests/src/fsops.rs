@@ -6,7 +6,7 @@ use std::path::Path;
 use std::ptr;
 
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, MsyncFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, MsyncFlags, ProtFlags};
 
 /// Opens for reading and writing, creating where needed.
 pub fn open_rw(path: &Path) -> File {
@@ -92,6 +92,12 @@ impl Mapping {
         assert!(offset + data.len() <= self.len);
         // SAFETY: as in `read`.
         unsafe { ptr::copy_nonoverlapping(data.as_ptr(), self.address.add(offset), data.len()) };
+    }
+
+    /// Makes every processor look up the pages of a private mapping again.
+    pub fn look_again(&self) -> Result<(), Errno> {
+        // SAFETY: address and length are those of the mapping; a private one that nobody stored to loses nothing.
+        unsafe { rustix::mm::madvise(self.address.cast(), self.len, Advice::LinuxDontNeed) }
     }
 
     /// msync(2), synchronous.
