@@ -2,12 +2,11 @@
 
 use std::fs::{self, File};
 use std::io::Write;
-use std::os::unix::fs::FileExt;
 use std::process::Command;
 use std::time::Duration;
 
 use firn_tests::faultfs::FaultFs;
-use firn_tests::fsops::{assert_same_bytes, close, open_rw, read};
+use firn_tests::fsops::{assert_same_bytes, close, read};
 use firn_tests::mount::{SMALL, patient};
 use firn_tests::random::bytes;
 use firn_tests::{FirnMount, Hand, Sandbox, run, wait_until};
@@ -56,11 +55,12 @@ fn close_held_tells_of_an_earlier_try_that_failed() {
 fn closing_a_file_without_a_name_drains_nothing() {
     let sandbox = Sandbox::new("namelessclose");
     let mount = FirnMount::new(&sandbox, &patient("close=drain"));
-    let file = open_rw(&mount.join("file"));
-    file.write_all_at(&bytes(3, 100_000), 0).expect("write");
+    // In a process of its own: a child that another test starts closes its copies of our descriptors.
+    let mut file = Hand::open(&mount.join("file"));
+    file.write(3, 0, 100_000).expect("write");
     fs::remove_file(mount.join("file")).expect("unlink");
-    file.write_all_at(&bytes(4, 100_000), 100_000).expect("write without a name");
-    assert_eq!(close(file), Ok(()));
+    file.write(4, 100_000, 100_000).expect("write without a name");
+    assert_eq!(file.close(), Ok(()));
     // RELEASE, which gives the bytes up, comes after close(2) has returned.
     wait_until("nothing is held", LIMIT, || mount.status().held_bytes == 0);
     assert_eq!(mount.status().drain_bytes, 0);
