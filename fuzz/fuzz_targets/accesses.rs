@@ -2,8 +2,7 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use firn_conflict::{Published, test};
-use firn_format::sealed::seal;
+use firn_conflict::{Published, SEAL, test};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Arbitrary, Debug)]
@@ -15,7 +14,7 @@ struct Input {
 
 fuzz_target!(|input: Input| {
     let _ = Published::decode(&input.bytes);
-    let lists: Vec<_> = input.sealed.iter().filter_map(|p| Published::decode(&seal(b"FIRNACCS", 1, p)).ok()).collect();
+    let lists: Vec<_> = input.sealed.iter().filter_map(|p| Published::decode(&SEAL.seal(p)).ok()).collect();
     for list in &lists {
         assert_eq!(Published::decode(&list.encode()).as_ref(), Ok(list));
     }

@@ -2,11 +2,11 @@
 #![no_main]
 
 use firn_fuzz::Input;
-use firn_held::backup::manifest::Manifest;
+use firn_held::backup::manifest::{Manifest, SEAL};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: Input| {
-    if let Ok(manifest) = Manifest::decode(&input.bytes(b"FIRNBKUP", 1)) {
+    if let Ok(manifest) = Manifest::decode(&input.bytes(&SEAL)) {
         assert_eq!(Manifest::decode(&manifest.encode()), Ok(manifest));
     }
 });

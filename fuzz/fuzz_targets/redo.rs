@@ -2,11 +2,11 @@
 #![no_main]
 
 use firn_fuzz::Input;
-use firn_held::record::Record;
+use firn_held::record::{Record, SEAL};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: Input| {
-    if let Ok(record) = Record::decode(&input.bytes(b"FIRNREDO", 2)) {
+    if let Ok(record) = Record::decode(&input.bytes(&SEAL)) {
         assert_eq!(Record::decode(&record.encode()), Ok(record));
     }
 });

@@ -1,7 +1,7 @@
 //! Inputs that several targets share.
 
 use arbitrary::Arbitrary;
-use firn_format::sealed::seal;
+use firn_format::sealed::Seal;
 
 /// Bytes for the parser of a sealed structure.
 #[derive(Arbitrary, Debug)]
@@ -14,10 +14,10 @@ pub enum Input {
 
 impl Input {
     /// The bytes to parse.
-    pub fn bytes(self, magic: &[u8; 8], version: u32) -> Vec<u8> {
+    pub fn bytes(self, seal: &Seal) -> Vec<u8> {
         match self {
             Self::Bytes(bytes) => bytes,
-            Self::Sealed(payload) => seal(magic, version, &payload),
+            Self::Sealed(payload) => seal.seal(&payload),
         }
     }
 }

@@ -15,7 +15,7 @@ mod log;
 mod ranges;
 mod test;
 
-pub use list::{File, ListError, Name, Process, Published};
+pub use list::{File, ListError, Name, Process, Published, SEAL};
 pub use log::{Access, Accesses, Log, Used};
 pub use ranges::Ranges;
 pub use test::{Conflict, Party, Report, What, test};

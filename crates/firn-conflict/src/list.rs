@@ -4,13 +4,13 @@
 //!
 //! A range is stored as its distance from the end of the one before and its length: few bytes each.
 
-use firn_format::sealed::{SealError, seal, unseal};
+use firn_format::sealed::{Seal, SealError};
 use serde::{Deserialize, Serialize};
 
 use crate::ranges::Ranges;
 
-const MAGIC: &[u8; 8] = b"FIRNACCS";
-const VERSION: u32 = 1;
+/// The header of its file.
+pub const SEAL: Seal = Seal { magic: *b"FIRNACCS", version: 1 };
 
 /// Why the bytes of a list are none.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -20,7 +20,8 @@ pub enum ListError {
     Magic,
     /// Made by another version.
     #[error(
-        "list of accesses version {found}, this firn reads version {VERSION}: the nodes run different versions"
+        "list of accesses version {found}, this firn reads version {}: the nodes run different versions",
+        SEAL.version
     )]
     Version {
         /// In the file.
@@ -129,12 +130,12 @@ impl Published {
 
     /// The bytes that are stored.
     pub fn encode(&self) -> Vec<u8> {
-        seal(MAGIC, VERSION, &postcard::to_stdvec(self).expect("plain data"))
+        SEAL.seal(&postcard::to_stdvec(self).expect("plain data"))
     }
 
     /// From the bytes that were stored.
     pub fn decode(bytes: &[u8]) -> Result<Self, ListError> {
-        postcard::from_bytes(unseal(MAGIC, VERSION, bytes)?).map_err(|_| ListError::Damaged)
+        postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| ListError::Damaged)
     }
 }
 

@@ -29,30 +29,41 @@ pub enum SealError {
     Damaged,
 }
 
-/// A payload behind its header.
-pub fn seal(magic: &[u8; 8], version: u32, payload: &[u8]) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
-    bytes.extend_from_slice(magic);
-    bytes.extend_from_slice(&version.to_le_bytes());
-    bytes.extend_from_slice(&crc32c::crc32c(payload).to_le_bytes());
-    bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
-    bytes.extend_from_slice(payload);
-    bytes
+/// What the header of one kind of file says.
+#[derive(Clone, Copy, Debug)]
+pub struct Seal {
+    /// First bytes.
+    pub magic: [u8; 8],
+    /// Raised when the payload changes.
+    pub version: u32,
 }
 
-/// The payload, if the header is right.
-pub fn unseal<'a>(magic: &[u8; 8], wanted: u32, bytes: &'a [u8]) -> Result<&'a [u8], SealError> {
-    let (header, payload) = bytes.split_at_checked(HEADER_BYTES).ok_or(SealError::Damaged)?;
-    if &header[..8] != magic {
-        return Err(SealError::Magic);
+impl Seal {
+    /// A payload behind its header.
+    pub fn seal(&self, payload: &[u8]) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
+        bytes.extend_from_slice(&self.magic);
+        bytes.extend_from_slice(&self.version.to_le_bytes());
+        bytes.extend_from_slice(&crc32c::crc32c(payload).to_le_bytes());
+        bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
+        bytes.extend_from_slice(payload);
+        bytes
     }
-    let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
-    if word(8) != wanted {
-        return Err(SealError::Version { found: word(8), wanted });
+
+    /// The payload, if the header is right.
+    pub fn unseal<'a>(&self, bytes: &'a [u8]) -> Result<&'a [u8], SealError> {
+        let (header, payload) = bytes.split_at_checked(HEADER_BYTES).ok_or(SealError::Damaged)?;
+        if header[..8] != self.magic {
+            return Err(SealError::Magic);
+        }
+        let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
+        if word(8) != self.version {
+            return Err(SealError::Version { found: word(8), wanted: self.version });
+        }
+        let len = u64::from_le_bytes(header[16..24].try_into().expect("eight bytes"));
+        if len != payload.len() as u64 || word(12) != crc32c::crc32c(payload) {
+            return Err(SealError::Damaged);
+        }
+        Ok(payload)
     }
-    let len = u64::from_le_bytes(header[16..24].try_into().expect("eight bytes"));
-    if len != payload.len() as u64 || word(12) != crc32c::crc32c(payload) {
-        return Err(SealError::Damaged);
-    }
-    Ok(payload)
 }

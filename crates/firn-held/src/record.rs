@@ -9,13 +9,12 @@
 use serde::{Deserialize, Serialize};
 
 use firn_backing::Attr;
-use firn_format::sealed::{seal, unseal};
+use firn_format::sealed::Seal;
 
 pub use firn_format::sealed::SealError as RecordError;
 
-/// First bytes of a record.
-const MAGIC: &[u8; 8] = b"FIRNREDO";
-const VERSION: u32 = 2;
+/// The header of its file.
+pub const SEAL: Seal = Seal { magic: *b"FIRNREDO", version: 3 };
 
 /// A name in a directory: the number of the directory's object, and the name's bytes.
 pub type Place = (u64, Vec<u8>);
@@ -42,7 +41,7 @@ pub struct Data {
     pub cut: u64,
     /// Its size.
     pub size: u64,
-    /// What was written: from, to. The bytes are in the staged twin.
+    /// What was written: from, to. The bytes are in the staged twin, or in [`Item::small`].
     pub written: Vec<(u64, u64)>,
     /// Nothing of the old content was cut off. Where several nodes commit, it may have grown by another's part.
     pub grows: bool,
@@ -73,6 +72,10 @@ pub struct Item {
     pub stays: Option<Place>,
     /// What of the twin's data counts.
     pub data: Option<Data>,
+    /// All that was written, where that is little: offsets and bytes. There is no twin then.
+    pub small: Vec<(u64, Vec<u8>)>,
+    /// Then: the time of the last change, in seconds and nanoseconds.
+    pub mtime: Option<(i64, u32)>,
     /// Its owner, mode or extended attributes were changed, and not just its times.
     pub attributes: bool,
     /// Its last change when the transaction changed it first, in seconds and nanoseconds.
@@ -87,6 +90,7 @@ impl Item {
         let (new_at, anchor_at, twin_at, stays, data, times) = (None, None, None, None, None, None);
         let (leaves, comes) = (Vec::new(), Vec::new());
         let (kept_at, mtime_before, attributes) = (None, None, false);
+        let (small, mtime) = (Vec::new(), None);
         Self {
             number,
             identity,
@@ -99,10 +103,17 @@ impl Item {
             kept_at,
             stays,
             data,
+            small,
+            mtime,
             attributes,
             mtime_before,
             times,
         }
+    }
+
+    /// Whether data or attributes of an object of the backing change.
+    pub(crate) fn changes_in_place(&self) -> bool {
+        self.twin_at.is_some() || !self.small.is_empty()
     }
 }
 
@@ -125,12 +136,12 @@ pub struct Record {
 impl Record {
     /// The bytes that are stored.
     pub fn encode(&self) -> Vec<u8> {
-        seal(MAGIC, VERSION, &postcard::to_stdvec(self).expect("plain data"))
+        SEAL.seal(&postcard::to_stdvec(self).expect("plain data"))
     }
 
     /// From the bytes that were stored.
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
-        postcard::from_bytes(unseal(MAGIC, VERSION, bytes)?).map_err(|_| RecordError::Damaged)
+        postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| RecordError::Damaged)
     }
 }
 
@@ -152,6 +163,8 @@ mod tests {
             comes: vec![(2, b"\xff\n".to_vec())],
             stays: None,
             data: Some(Data { cut: 10, size: 4096, written: vec![(0, 5), (100, 4096)], grows: true }),
+            small: vec![(5, b"bytes".to_vec())],
+            mtime: Some((7, 8)),
             attributes: true,
             mtime_before: Some((5, 6)),
             times: Some([(1, 2), (-3, 4)]),

@@ -6,12 +6,12 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use firn_format::sealed::{seal, unseal};
+use firn_format::sealed::Seal;
 
 use crate::record::{Record, RecordError, Staged};
 
-const MAGIC: &[u8; 8] = b"FIRNBKUP";
-const VERSION: u32 = 1;
+/// The header of its file.
+pub const SEAL: Seal = Seal { magic: *b"FIRNBKUP", version: 2 };
 /// Its name in the directory of the transaction.
 pub const MANIFEST: &str = "manifest";
 
@@ -80,12 +80,12 @@ pub struct Manifest {
 impl Manifest {
     /// The bytes that are stored.
     pub fn encode(&self) -> Vec<u8> {
-        seal(MAGIC, VERSION, &postcard::to_stdvec(self).expect("plain data"))
+        SEAL.seal(&postcard::to_stdvec(self).expect("plain data"))
     }
 
     /// From the bytes that were stored.
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
-        let payload = unseal(MAGIC, VERSION, bytes)?;
+        let payload = SEAL.unseal(bytes)?;
         let manifest: Self = postcard::from_bytes(payload).map_err(|_| RecordError::Damaged)?;
         if manifest.is_whole() { Ok(manifest) } else { Err(RecordError::Damaged) }
     }

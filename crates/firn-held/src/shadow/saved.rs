@@ -14,13 +14,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use firn_format::sealed::{seal, unseal};
+use firn_format::sealed::Seal;
 
 use crate::record::RecordError;
 
-/// First bytes of a record.
-const MAGIC: &[u8; 8] = b"FIRNSAVE";
-const VERSION: u32 = 1;
+/// The header of its file.
+pub const SEAL: Seal = Seal { magic: *b"FIRNSAVE", version: 1 };
 
 /// A name and the inode that it led to.
 pub type Entry = (Vec<u8>, u64);
@@ -71,12 +70,12 @@ pub struct Saved {
 impl Saved {
     /// The bytes that are stored.
     pub fn encode(&self) -> Vec<u8> {
-        seal(MAGIC, VERSION, &postcard::to_stdvec(self).expect("plain data"))
+        SEAL.seal(&postcard::to_stdvec(self).expect("plain data"))
     }
 
     /// From the bytes that were stored.
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
-        postcard::from_bytes(unseal(MAGIC, VERSION, bytes)?).map_err(|_| RecordError::Damaged)
+        postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| RecordError::Damaged)
     }
 }
 
