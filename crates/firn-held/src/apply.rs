@@ -1,6 +1,6 @@
 //! Carrying out a redo record, as often as it takes.
 //!
-//! 1. Data of files that were there: cut, then the ranges that were written, from the twin.
+//! 1. Data of files that were there: cut, then the ranges that were written, from the twin or the record.
 //! 2. Every name that its object leaves: the object goes away, to `away/` where it comes back under
 //!    another name.
 //! 3. Every name that an object comes to, directories before what is in them.
@@ -75,6 +75,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         for item in &items {
             if let (Some(data), Some(at)) = (&item.data, &item.twin_at) {
                 self.write(item, data, at)?;
+            } else if !item.small.is_empty() {
+                self.write_small(item)?;
             }
         }
         for item in &items {
@@ -206,6 +208,16 @@ impl<'a, B: Backing> Apply<'a, B> {
             Self::copy(self.base, &from, &to, start, end.min(data.size))?;
         }
         Ok(())
+    }
+
+    fn write_small(&mut self, item: &'a Item) -> Result<()> {
+        let Some(node) = self.locate(item.number, &mut Vec::new())? else { return Ok(()) };
+        let file = self.base.open(&node, Access::ReadWrite)?;
+        for (at, bytes) in &item.small {
+            write_all(self.base, &file, bytes, *at)?;
+        }
+        let Some((sec, nsec)) = item.mtime else { return Ok(()) };
+        self.base.set_times(&node, SetTime::Keep, SetTime::At(Time { sec, nsec }))
     }
 
     /// Copies a range; what is a hole there becomes one here.

@@ -44,6 +44,9 @@ impl<B: Backing> Held<B> {
             let Node::Plain(node) = node else { unreachable!() };
             return self.base.set_times(node, atime, mtime);
         };
+        if atime == SetTime::Keep && self.set_small_time(object, mtime)? {
+            return Ok(());
+        }
         let set = |node: &B::Node| self.base.set_times(node, atime, mtime);
         self.change_twin(object, set, |change| {
             // What was asked for counts, whatever changed in the directory before.
@@ -71,6 +74,14 @@ impl<B: Backing> Held<B> {
             let number = scope.change(object, inner).number;
             let (twin, attr) = self.make_twin(scope, object.kind, &node, number)?;
             let change = scope.change(object, inner);
+            if let Some(small) = &change.small {
+                self.write_out_small(small, &twin)?;
+                Self::forget_small(scope, small);
+                for (at, piece) in small.pieces() {
+                    change.written.insert(at..at + piece.len() as u64);
+                }
+                change.small = None;
+            }
             (change.twin, change.cut, change.before) = (Some(twin), attr.size, Some((attr.size, attr.mtime)));
         }
         Ok(scope.change(object, inner))

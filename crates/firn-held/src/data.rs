@@ -41,33 +41,48 @@ impl<B: Backing> Drop for TrackedFile<B> {
 }
 
 /// A range of a file and where its bytes are.
-struct Stretch {
+struct Stretch<'a> {
     end: u64,
-    below: Option<Below>,
+    from: Source<'a>,
+}
+
+enum Source<'a> {
+    Hole,
+    Below(Below),
+    /// Of a small change.
+    Memory(&'a [u8]),
 }
 
 impl<B: Backing> Inner<B> {
-    /// Where the bytes at `at` are, below `size`; `None` for a hole.
-    fn stretch(&self, at: u64, size: u64) -> Stretch {
+    /// Where the bytes at `at` are, below `size`.
+    fn stretch(&self, at: u64, size: u64) -> Stretch<'_> {
+        if let Some(small) = self.small() {
+            return match small.stretch(at) {
+                Ok(bytes) => Stretch { end: at + bytes.len() as u64, from: Source::Memory(bytes) },
+                Err(end) => Stretch { end: end.min(size), from: Source::Below(Below::Reader) },
+            };
+        }
         let Some(change) = self.change.as_ref().filter(|change| change.twin.is_some()) else {
-            return Stretch { end: size, below: Some(Below::Reader) };
+            return Stretch { end: size, from: Source::Below(Below::Reader) };
         };
         if self.base.is_none() {
-            return Stretch { end: size, below: Some(Below::Twin) };
+            return Stretch { end: size, from: Source::Below(Below::Twin) };
         }
         let (end, is_written) = change.written.stretch(at);
         let end = end.min(size);
         match is_written {
-            true => Stretch { end, below: Some(Below::Twin) },
-            false if at < change.cut => Stretch { end: end.min(change.cut), below: Some(Below::Reader) },
-            false => Stretch { end, below: None },
+            true => Stretch { end, from: Source::Below(Below::Twin) },
+            false if at < change.cut => {
+                Stretch { end: end.min(change.cut), from: Source::Below(Below::Reader) }
+            }
+            false => Stretch { end, from: Source::Hole },
         }
     }
 
     /// The one file below that has all bytes, if there is one.
     fn whole(&self) -> Option<Below> {
         match (&self.base, self.twin()) {
-            (Some(_), None) => Some(Below::Reader),
+            (Some(_), None) if self.small().is_none() => Some(Below::Reader),
             (None, Some(_)) => Some(Below::Twin),
             _ => None,
         }
@@ -115,9 +130,15 @@ impl<B: Backing> Held<B> {
             let stretch = inner.stretch(at, size);
             let until = stretch.end.min(end);
             let part = &mut buf[(at - offset) as usize..(until - offset) as usize];
-            let count = match stretch.below {
-                None => 0,
-                Some(below) => self.base.read_at(&*object.below(&self.base, inner, below)?, part, at)?,
+            let count = match stretch.from {
+                Source::Hole => 0,
+                Source::Below(below) => {
+                    self.base.read_at(&*object.below(&self.base, inner, below)?, part, at)?
+                }
+                Source::Memory(bytes) => {
+                    part.copy_from_slice(&bytes[..part.len()]);
+                    part.len()
+                }
             };
             // Behind its end a file below is a hole here.
             part[count..].fill(0);
@@ -139,6 +160,9 @@ impl<B: Backing> Held<B> {
             let inner = object.inner.read();
             return self.base.write_at(&*object.below(&self.base, &inner, Below::Writer)?, data, offset);
         };
+        if let Some(count) = self.write_small(&scope, object, data, offset)? {
+            return Ok(count);
+        }
         self.ready(&scope, object)?;
         let inner = object.inner.read();
         let count = self.base.write_at(&*object.below(&self.base, &inner, Below::Twin)?, data, offset)?;
@@ -232,10 +256,10 @@ impl<B: Backing> Held<B> {
         let mut at = offset;
         while at < size {
             let stretch = inner.stretch(at, size);
-            let found = match (stretch.below, what) {
-                (None, Seek::Hole) => return Ok(at),
-                (None, Seek::Data) => None,
-                (Some(below), _) => {
+            let found = match (stretch.from, what) {
+                (Source::Hole, Seek::Hole) | (Source::Memory(_), Seek::Data) => return Ok(at),
+                (Source::Hole, Seek::Data) | (Source::Memory(_), Seek::Hole) => None,
+                (Source::Below(below), _) => {
                     match self.base.seek(&*object.below(&self.base, &inner, below)?, at, what) {
                         Ok(found) => Some(found),
                         // The file below ends here: a hole.
@@ -300,6 +324,10 @@ impl<B: Backing> Held<B> {
     /// fsync(2). In a transaction the staged data is durable then; it counts when that is committed.
     pub(crate) fn sync_tracked(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
         let inner = file.object.inner.read();
+        // Nothing of it is staged: it is durable with the record that takes it.
+        if inner.small().is_some() {
+            return Ok(());
+        }
         let below = if inner.twin().is_some() { Below::Twin } else { Below::Writer };
         self.base.sync(&*file.object.below(&self.base, &inner, below)?, data_only)
     }

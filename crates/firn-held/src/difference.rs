@@ -52,6 +52,13 @@ impl<B: Backing> Held<B> {
                         Some([attr.atime, attr.mtime.max(touched)].map(|time| (time.sec, time.nsec)));
                 }
                 item.twin_at = at;
+                if let Some(small) = &change.small {
+                    item.small = small.pieces().map(|(at, piece)| (at, piece.to_vec())).collect();
+                    item.mtime = Some((small.mtime.sec, small.mtime.nsec));
+                    let written = small.pieces().map(|(at, piece)| (at, at + piece.len() as u64)).collect();
+                    let size = small.size();
+                    item.data = Some(Data { cut: size, size, written, grows: false });
+                }
                 item.attributes = change.attributes;
                 item.mtime_before = change.before.map(|(_, mtime)| (mtime.sec, mtime.nsec));
                 if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
@@ -137,7 +144,7 @@ impl<B: Backing> Held<B> {
     ) -> Result<(), Errno> {
         let Some(item) = items.get(&number) else { return Ok(()) };
         let (leaves, comes) = (!item.leaves.is_empty(), !item.comes.is_empty());
-        let is_sought = item.is_dir || item.twin_at.is_some() || comes;
+        let is_sought = item.is_dir || item.changes_in_place() || comes;
         // One that moves is found on its way.
         if number == 0 || item.new_at.is_some() || !is_sought || (leaves && comes) {
             return Ok(());

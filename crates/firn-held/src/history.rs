@@ -74,7 +74,7 @@ impl<B: Backing> Held<B> {
             let attr = self.base.attr(node)?;
             back.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
         }
-        let (Some(object), Some(node), true) = (object, &below, item.twin_at.is_some()) else {
+        let (Some(object), Some(node), true) = (object, &below, item.changes_in_place()) else {
             return Ok(back);
         };
         let text = item.number.to_string();

@@ -3,7 +3,7 @@
 //! [`Held`] is a backing over a backing. Outside of transactions every call goes through. Between
 //! [`Held::begin`] and the commit of a scope, which is a directory and all below it, programs see their
 //! changes and the backing shows none: new objects are staged in `.firn/` in the backing, changes of
-//! others are kept in tables and in staged twins. [`Held::prepare`] writes all that is to be done to a
+//! others are kept in tables, in memory and in staged twins. [`Held::prepare`] writes all that is to be done to a
 //! durable record and leaves the outcome open; [`Held::commit`] decides it, durably, and carries the record out;
 //! [`Held::abort`] throws it away. [`Held::open`] ends, after a crash, what was decided and undoes what
 //! was not prepared.
@@ -34,6 +34,7 @@ mod object;
 pub mod record;
 mod scope;
 pub mod shadow;
+mod small;
 mod staging;
 pub mod state;
 

@@ -6,7 +6,7 @@
 //!   only, and one without base and change was made in a transaction that was aborted.
 //! * The *twin* of a change is a staged object of its own inode. For an object without base it is the
 //!   object itself, which a commit moves into place; else it has the new attributes and, of a file, the size
-//!   and the bytes that were written.
+//!   and the bytes that were written. A change has a twin or is small ([`crate::small`]), never both.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -17,6 +17,7 @@ use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
 use parking_lot::{Mutex, RwLock};
 
 use crate::record::Staged;
+use crate::small::Small;
 use firn_conflict::Ranges;
 
 /// Device and inode.
@@ -50,6 +51,8 @@ pub(crate) struct Change<B: Backing> {
     /// Where the object was when it was changed first: a name of the backing's, if it has one.
     pub(crate) origin: Option<Seat<B>>,
     pub(crate) twin: Option<Twin<B>>,
+    /// Of a file of the backing that has no twin: what little was overwritten.
+    pub(crate) small: Option<Small>,
     /// Of a directory: names that differ from the backing's; `None`: there is none.
     pub(crate) names: BTreeMap<OsString, Option<Arc<Object<B>>>>,
     /// Names more than the backing's object has; of a directory: subdirectories.
@@ -77,6 +80,7 @@ impl<B: Backing> Change<B> {
             number,
             origin,
             twin: None,
+            small: None,
             names: BTreeMap::new(),
             links: 0,
             removed: false,
@@ -246,7 +250,13 @@ impl<B: Backing> Inner<B> {
             (None, Some(twin)) if object.kind == Kind::Dir => twin,
             // Its staged name is not one of its names.
             (None, Some(twin)) => Attr { nlink: 0, ..twin },
-            (Some(node), None) => base.attr(node)?,
+            (Some(node), None) => {
+                let below = base.attr(node)?;
+                match &change.small {
+                    Some(small) => Attr { mtime: small.mtime, ctime: small.ctime, ..below },
+                    None => below,
+                }
+            }
             (Some(node), Some(twin)) => {
                 let below = base.attr(node)?;
                 let is_file = object.kind == Kind::File;

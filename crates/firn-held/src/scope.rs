@@ -246,6 +246,8 @@ pub(crate) struct Scope<B: Backing> {
     /// The one for objects that inherit nothing.
     plain_nest: Mutex<Option<(String, B::Node)>>,
     last_number: AtomicU64,
+    /// Bytes of small changes.
+    pub(crate) small_bytes: AtomicU64,
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
     pub(crate) book: Mutex<Book>,
     stage: Mutex<Stage>,
@@ -588,6 +590,7 @@ impl<B: Backing> Held<B> {
             nests: Mutex::default(),
             plain_nest: Mutex::default(),
             last_number: AtomicU64::new(0),
+            small_bytes: AtomicU64::new(0),
             changed: Mutex::default(),
             book: Mutex::default(),
             stage: Mutex::new(stage),

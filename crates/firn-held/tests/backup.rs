@@ -213,10 +213,12 @@ fn the_same_in_a_real_directory() {
 fn prepared() -> (SimBacking, Held<SimBacking>) {
     let held = backed(SimBacking::new(), SimBacking::new());
     put(&held, "changed", b"before");
+    put(&held, "rewritten", &[1; 40_000]);
     put(&held, "moved", b"moved");
     let before = elsewhere(&held);
     held.begin(&held.root(), b"").expect("begin");
     put(&held, "changed", b"AFTER");
+    put(&held, "rewritten", &[2; 30_000]);
     put(&held, "new", b"new");
     let root = held.root();
     let flags = firn_backing::RenameFlags::empty();

@@ -514,7 +514,7 @@ impl<'a, B: Backing> Paths<'a, B> {
             paths.dedup();
             let Some(node) = found else {
                 // It came back to where it was.
-                let is_idle = !item.is_dir && item.comes.is_empty() && item.twin_at.is_none();
+                let is_idle = !item.is_dir && item.comes.is_empty() && !item.changes_in_place();
                 if !is_idle {
                     return Err(HeldError::BackupPath { number: item.number });
                 }

@@ -6,7 +6,7 @@
 //! rest no step changes anything that is read from the backing:
 //!
 //! * names that a step changes are in the tables;
-//! * bytes that a step writes are in the twin, and read from there;
+//! * bytes that a step writes are in the twin or in memory, and read from there;
 //! * an object is the same wherever it is moved.
 //!
 //! Changes of the scope wait. One transaction can follow at once: it is on record and takes over when the tables
