@@ -18,7 +18,7 @@ use clap::Subcommand;
 pub enum Campaign {
     /// kill -9 of firnd and of writers under load: nothing acknowledged is lost
     Crash {
-        /// Kills each: through the mount, past the kernel, without FUSE, in transactions
+        /// Kills each: through the mount, past the kernel, without FUSE, in transactions of one node and of two
         #[arg(long, default_value_t = 200)]
         rounds: u64,
         /// Repeats a campaign
@@ -79,7 +79,14 @@ impl Campaign {
                 let length = ("FIRN_CRASH_ROUNDS", rounds);
                 system("crash", "every_acknowledged_byte", length, seed)?;
                 system("stub", "kill_9_of_writer_or_firnd", length, seed)?;
-                system("transactions", "killed_at_any_moment", length, seed)
+                system("transactions", "killed_at_any_moment", length, seed)?;
+                system(
+                    "async_commit",
+                    "killed_while_it_is_carried_out_the_tree_is_the_one_after_it",
+                    length,
+                    seed,
+                )?;
+                system("nodes", "a_host_that_is_killed_between", length, seed)
             }
             Self::Fsx { ops, seed } => system("suites", "fsx_finds_nothing", ("FIRN_FSX_OPS", ops), seed),
             Self::Differential { ops, seed } => {
