@@ -42,7 +42,11 @@ impl<B: Backing> Held<B> {
                     let attr = self.base.attr(&twin.node(&self.base)?)?;
                     item.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
                 }
-            } else if inner.links(&self.base)? > i64::from(object.hidden_links()) || is_root {
+            } else if inner.links(&self.base)? > i64::from(object.hidden_links())
+                || is_root
+                // Who has a file open without a name goes on with what was written to it.
+                || object.is_open()
+            {
                 // Names that came and went leave nothing to do but this. Other nodes may have changed more there.
                 if let (Some(touched), None, None, Some(node)) =
                     (change.touched.filter(|_| item.is_dir), &at, &self.group, &inner.base)

