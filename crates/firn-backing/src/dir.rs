@@ -14,7 +14,7 @@
 
 use std::ffi::OsStr;
 use std::io::{self, IoSlice};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -301,6 +301,18 @@ impl Backing for DirBacking {
         let len = usize::try_from(len).unwrap_or(usize::MAX);
         let done = fs::copy_file_range(&from.fd, Some(&mut from_at), &to.fd, Some(&mut to_at), len)?;
         Ok(done as u64)
+    }
+
+    fn begin_sync(&self, file: &Self::File, offset: u64, len: u64) {
+        // SAFETY: the call reads and writes no memory of ours. Where it fails nothing has begun, which is all the same.
+        unsafe {
+            libc::sync_file_range(
+                file.fd.as_raw_fd(),
+                offset as i64,
+                len as i64,
+                libc::SYNC_FILE_RANGE_WRITE,
+            );
+        }
     }
 
     fn sync(&self, file: &Self::File, data_only: bool) -> Result<()> {

@@ -166,6 +166,8 @@ pub trait Backing: Send + Sync + 'static {
     ) -> Result<u64>;
     /// fsync(2), or fdatasync(2) where `data_only`.
     fn sync(&self, file: &Self::File, data_only: bool) -> Result<()>;
+    /// A range is going to be synced: it may begin to go to the device. Does not wait for that.
+    fn begin_sync(&self, _file: &Self::File, _offset: u64, _len: u64) {}
     /// The descriptor, for kernel passthrough; `None` where there is none.
     fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>>;
 

@@ -12,6 +12,10 @@ use crate::shadow::NO_BYTES;
 /// Bytes that are copied at once where the backing cannot copy by itself.
 const BLOCK: usize = 1 << 20;
 
+/// Staged data goes to the device as soon as a part of a file of this size is full: the commit has to wait for less.
+/// What overwrites it later costs the device once more.
+const EARLY_BYTES: u64 = 16 << 20;
+
 /// An open file of a tracked tree. What it reads and writes depends on whether its file is in a transaction at
 /// that time.
 pub struct TrackedFile<B: Backing> {
@@ -165,8 +169,14 @@ impl<B: Backing> Held<B> {
         }
         self.ready(&scope, object)?;
         let inner = object.inner.read();
-        let count = self.base.write_at(&*object.below(&self.base, &inner, Below::Twin)?, data, offset)?;
+        let below = object.below(&self.base, &inner, Below::Twin)?;
+        let count = self.base.write_at(&below, data, offset)?;
         drop(inner);
+        let window = offset / EARLY_BYTES..(offset + count as u64) / EARLY_BYTES;
+        if !window.is_empty() {
+            let len = (window.end - window.start) * EARLY_BYTES;
+            self.base.begin_sync(&below, window.start * EARLY_BYTES, len);
+        }
         self.wrote(object, offset, count as u64);
         Ok(count)
     }
