@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use firn_tests::random::env_count;
 use firn_tests::sandbox::preload_library;
-use firn_tests::suite::{exclusions, fio_verify, fsx, new_failures, pjdfstest, stress};
+use firn_tests::suite::{exclusions, fio_verify, fsx, pjdfstest, pjdfstest_beside, stress};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, seed};
 
 const OPTIONS: &str = "arena-size=64M,chunk-size=1M,allow-other,dev,suid";
@@ -29,16 +29,7 @@ fn pjdfstest_on(kind: FsKind) {
         let native = pjdfstest(&image.mkdir("native"), sandbox.path());
         let work = mount.join("work");
         std::fs::create_dir(&work).expect("mkdir");
-        let through = pjdfstest(&work, sandbox.path());
-        let mut failures = new_failures(&through, &native, &exclusions("pjdfstest"));
-        if !failures.is_empty() {
-            // The suite has races of its own, as where it runs a program that it has just written while another
-            // of its threads forks: what fails must fail again.
-            println!("once more, for {failures:?}");
-            let again = pjdfstest(&work, sandbox.path());
-            let still = new_failures(&again, &native, &exclusions("pjdfstest"));
-            failures.retain(|name| still.contains(name));
-        }
+        let (through, failures) = pjdfstest_beside(&native, &work, sandbox.path());
         let failed = |results: &std::collections::BTreeMap<_, bool>| results.values().filter(|f| **f).count();
         println!(
             "{}: {} ran natively, {} failed; {} through the mount, {} failed",
