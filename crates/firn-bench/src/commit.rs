@@ -25,9 +25,10 @@ const WRITE_BYTES: u64 = 1 << 20;
 /// Three parts. new: files of 1 MiB writes, natively with fsync of all files and their directory; goal:
 /// at most 1.15 times as long until durable. small: files of 4 KiB that exist, a quarter of each
 /// rewritten; natively all of each file is written, as cp would, and then syncfs; goal: at most 1.5
-/// times. records: figure 6 of the CprFS paper, one file in records of 4 and 8 KiB; goals: reads and
-/// random access at least 0.95 of native, on a network file system also the sequential write at least
-/// 1.3. Until durable means until `firn commit` returned; `firn begin` comes before the time is taken.
+/// times, told for all of it and for the commit alone. records: figure 6 of the CprFS paper, one file in
+/// records of 4 and 8 KiB; goals: reads and random access at least 0.95 of native, on a network file
+/// system also the sequential write at least 1.3. Until durable means until `firn commit` returned;
+/// `firn begin` comes before the time is taken.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CommitArgs {
     #[command(flatten)]
@@ -214,6 +215,7 @@ impl CommitArgs {
         }
         add(report, [name], samples);
         judge(report, SMALL_GOAL, Limit::Most(1.5));
+        judge_commit(report, Limit::Most(1.5));
         Ok(())
     }
 
@@ -252,6 +254,17 @@ fn judge(report: &mut Report, what: &str, limit: Limit) {
     for who in [FIRN, PRELOAD] {
         let ratio = report.cases.last().and_then(|case| case.ratio(who, NATIVE, "durable"));
         report.judge(format!("{what}, {who} to {NATIVE}"), limit, ratio.as_slice());
+    }
+}
+
+/// Judges the last case by what `firn commit` alone took.
+fn judge_commit(report: &mut Report, limit: Limit) {
+    for who in [FIRN, BEHIND, PRELOAD] {
+        let of_last = |who: &str, metric| report.cases.last().and_then(|case| case.median(who, metric));
+        let ratio =
+            of_last(who, "commit").zip(of_last(NATIVE, "durable")).map(|(ours, native)| ours / native);
+        let name = format!("small files, the commit of {who} alone to all of {NATIVE}");
+        report.judge(name, limit, ratio.as_slice());
     }
 }
 
