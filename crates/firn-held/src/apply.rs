@@ -213,8 +213,8 @@ impl<'a, B: Backing> Apply<'a, B> {
     fn write_small(&mut self, item: &'a Item) -> Result<()> {
         let Some(node) = self.locate(item.number, &mut Vec::new())? else { return Ok(()) };
         let file = self.base.open(&node, Access::ReadWrite)?;
-        for (at, bytes) in &item.small {
-            write_all(self.base, &file, bytes, *at)?;
+        for piece in &item.small {
+            write_all(self.base, &file, &piece.bytes, piece.at)?;
         }
         let Some((sec, nsec)) = item.mtime else { return Ok(()) };
         self.base.set_times(&node, SetTime::Keep, SetTime::At(Time { sec, nsec }))

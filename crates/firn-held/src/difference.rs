@@ -10,7 +10,7 @@ use firn_backing::{Backing, Errno, Kind, SetTime};
 
 use crate::backing::Node;
 use crate::object::{Inner, Key, Object};
-use crate::record::{Data, Identity, Item, Record};
+use crate::record::{Data, Identity, Item, Piece, Record};
 use crate::scope::{Held, Scope};
 use crate::staging;
 
@@ -57,7 +57,8 @@ impl<B: Backing> Held<B> {
                 }
                 item.twin_at = at;
                 if let Some(small) = &change.small {
-                    item.small = small.pieces().map(|(at, piece)| (at, piece.to_vec())).collect();
+                    item.small =
+                        small.pieces().map(|(at, piece)| Piece { at, bytes: piece.to_vec() }).collect();
                     item.mtime = Some((small.mtime.sec, small.mtime.nsec));
                     let written = small.pieces().map(|(at, piece)| (at, at + piece.len() as u64)).collect();
                     let size = small.size();

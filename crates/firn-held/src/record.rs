@@ -47,6 +47,16 @@ pub struct Data {
     pub grows: bool,
 }
 
+/// Bytes of a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Piece {
+    /// Where they go.
+    pub at: u64,
+    /// What they are.
+    #[serde(with = "serde_bytes")]
+    pub bytes: Vec<u8>,
+}
+
 /// One object that takes part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Item {
@@ -72,8 +82,8 @@ pub struct Item {
     pub stays: Option<Place>,
     /// What of the twin's data counts.
     pub data: Option<Data>,
-    /// All that was written, where that is little: offsets and bytes. There is no twin then.
-    pub small: Vec<(u64, Vec<u8>)>,
+    /// All that was written, where that is little. There is no twin then.
+    pub small: Vec<Piece>,
     /// Then: the time of the last change, in seconds and nanoseconds.
     pub mtime: Option<(i64, u32)>,
     /// Its owner, mode or extended attributes were changed, and not just its times.
@@ -163,7 +173,7 @@ mod tests {
             comes: vec![(2, b"\xff\n".to_vec())],
             stays: None,
             data: Some(Data { cut: 10, size: 4096, written: vec![(0, 5), (100, 4096)], grows: true }),
-            small: vec![(5, b"bytes".to_vec())],
+            small: vec![Piece { at: 5, bytes: b"bytes".to_vec() }],
             mtime: Some((7, 8)),
             attributes: true,
             mtime_before: Some((5, 6)),
