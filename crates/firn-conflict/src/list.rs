@@ -87,13 +87,14 @@ fn pack(ranges: &Ranges) -> Vec<(u64, u64)> {
     ranges.iter().map(one).collect()
 }
 
-/// Whatever the numbers are, the ranges come in order and do not overlap.
+/// Whatever the numbers are, the ranges come in order, do not overlap, and have bytes.
 fn unpack(packed: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> + '_ {
-    packed.iter().scan(0u64, |end, &(gap, len)| {
+    let ranges = packed.iter().scan(0u64, |end, &(gap, len)| {
         let start = end.saturating_add(gap);
         *end = start.saturating_add(len);
         Some((start, *end))
-    })
+    });
+    ranges.filter(|(start, end)| start < end)
 }
 
 /// A file of the backing that processes of a node read or wrote.
@@ -166,6 +167,19 @@ mod tests {
             changed: vec![(Name { dir: 2, name: b"x".to_vec() }, b"x".to_vec())],
             attributes: vec![(9, b"y".to_vec())],
         }
+    }
+
+    /// Found by fuzzing: a conflict about no bytes could not be told.
+    #[test]
+    fn regression_ranges_without_bytes_conflict_with_nobody() {
+        let strange = vec![(0, 0), (7, 0), (u64::MAX, 1), (1, u64::MAX)];
+        let process = Process { pid: 1, read: strange.clone(), written: strange };
+        let node = |name: &str| Published {
+            node: name.into(),
+            files: vec![File { ino: 5, path: b"file".to_vec(), processes: vec![process.clone()] }],
+            ..Published::default()
+        };
+        assert_eq!(crate::test(&[node("a"), node("b")]).conflicts, []);
     }
 
     #[test]
