@@ -44,7 +44,8 @@ impl<B: Backing> Held<B> {
             let Node::Plain(node) = node else { unreachable!() };
             return self.base.set_times(node, atime, mtime);
         };
-        if atime == SetTime::Keep && self.set_small_time(object, mtime)? {
+        let is_small = atime == SetTime::Keep && object.inner.read().small().is_some();
+        if is_small && self.set_small_time(object, mtime)? {
             return Ok(());
         }
         let set = |node: &B::Node| self.base.set_times(node, atime, mtime);
