@@ -1,10 +1,13 @@
 //! Two and three nodes over one backing: their parts go together or not at all, whoever dies when.
 
+mod common;
+
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
-use firn_backing::sim::{Tree, tree};
+use common::{in_firn, seen};
+use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, RenameFlags, SimBacking};
 use firn_conflict::{Accesses, Party, Used, What};
 use firn_held::{Group, Held, HeldError, Meeting, Participants, Stage, Verdict};
@@ -52,19 +55,8 @@ fn work(on: &impl Backing, index: u64) {
     put(on, &name, 0, b"own");
 }
 
-fn seen(on: &impl Backing) -> Tree {
-    tree(on).expect("tree")
-}
-
 fn meetings(disk: &SimBacking) -> Vec<String> {
-    let Ok((firn, _)) = disk.lookup(&disk.root(), OsStr::new(".firn")) else { return Vec::new() };
-    let mut names = Vec::new();
-    let dir = disk.open_dir(&firn).expect("open");
-    disk.read_dir(&dir, 0, &mut |entry| {
-        names.push(entry.name.to_string_lossy().into_owned());
-        true
-    })
-    .expect("list");
+    let mut names = in_firn(disk);
     names.retain(|name| name.starts_with("meet-"));
     names
 }

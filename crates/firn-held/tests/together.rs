@@ -1,10 +1,13 @@
 //! Several nodes in shadow mode: what they change together is kept or undone together, whoever dies when.
 
+mod common;
+
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
-use firn_backing::sim::{Tree, tree};
+use common::{in_firn, seen};
+use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, Errno, RenameFlags, SimBacking};
 use firn_held::{Group, Held, HeldError, Meeting, Mode, Participants, Stage};
 
@@ -55,20 +58,10 @@ fn work(on: &impl Backing, index: usize) -> Result<(), Errno> {
     on.mkdir(&ME, &dir, OsStr::new(&name), 0o755).map(drop)
 }
 
-fn seen(on: &impl Backing) -> Tree {
-    tree(on).expect("tree")
-}
-
 /// Names in `.firn/` that several nodes share.
 fn left_over(disk: &SimBacking) -> Vec<String> {
     let Ok((firn, _)) = disk.lookup(&disk.root(), OsStr::new(".firn")) else { return Vec::new() };
-    let mut names = Vec::new();
-    let dir = disk.open_dir(&firn).expect("open");
-    disk.read_dir(&dir, 0, &mut |entry| {
-        names.push(entry.name.to_string_lossy().into_owned());
-        true
-    })
-    .expect("list");
+    let mut names = in_firn(disk);
     names.retain(|name| !name.starts_with('.') && !name.starts_with("node-"));
     // One that nobody is in is as good as none.
     names.retain(|name| {
