@@ -1,0 +1,185 @@
+//! Whose a file or directory is, looked at before anything in it is believed.
+//!
+//! Anybody may create names in `/dev/shm`, in `/tmp`, in a group's project directory, and so in many backings.
+//! What Firn finds there under a name of its own may have been planted. Everything of Firn's own (runtime
+//! directory, arena, spill file, `.firn/`, backup, sockets) is therefore opened by the functions of this crate.
+//!
+//! Promises
+//! * No symbolic link is followed in the last component, and what was looked at is what was opened: the check is
+//!   made on the descriptor, never on a path.
+//! * Only what belongs to the effective user and is closed to group and others is opened. Nothing is mended: a
+//!   directory of another mode may already hold what others put there.
+//! * [`Facts::check`] and [`open_dir_raw`] allocate nothing and touch no `errno`, for the preload library.
+//!
+//! What is defended against whom: docs/SECURITY.md.
+
+mod component;
+mod open;
+mod peer;
+
+pub use component::{BadComponent, check_component, is_component};
+pub use open::{RawError, TrustError, check_shared_parent, create_private_dir, create_private_file};
+pub use open::{open_dir_raw, open_file_raw, open_private_dir, open_private_dir_of, open_private_file};
+pub use peer::{Peer, PeerError, check_peer, peer};
+use rustix::fs::{FileType, Stat};
+
+/// Permission bits that nobody but the owner may have in what is private.
+const OTHERS: u32 = 0o077;
+
+/// What an object must be to be Firn's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expected {
+    /// A directory.
+    Directory,
+    /// A regular file with one name.
+    File,
+}
+
+/// What fstat(2) tells of an object, as far as it decides whether the object is believed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Facts {
+    /// `st_mode`: type and permission bits.
+    pub mode: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Number of names.
+    pub nlink: u64,
+}
+
+/// Why an object is not believed. The text goes on a sentence that names the object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Distrust {
+    /// It is of another kind.
+    #[error("is {found} instead of {expected}")]
+    Kind {
+        /// What it is, such as "a symbolic link".
+        found: &'static str,
+        /// What it must be.
+        expected: &'static str,
+    },
+    /// Somebody else made it.
+    #[error("belongs to user {found} instead of user {expected}")]
+    Owner {
+        /// Whose it is.
+        found: u32,
+        /// Whose it must be.
+        expected: u32,
+    },
+    /// Others may change it or look into it.
+    #[error("has mode {found:04o}, which lets others in")]
+    Mode {
+        /// Its permission bits.
+        found: u32,
+    },
+    /// It may have another name in a place that others may reach.
+    #[error("has {found} names (hard links) instead of one")]
+    Links {
+        /// How many.
+        found: u64,
+    },
+    /// Others may rename and remove what is in it, and put something else in its place.
+    #[error("has mode {found:04o}: others may replace what is in it, because it has no sticky bit")]
+    Replaceable {
+        /// Its permission bits.
+        found: u32,
+    },
+}
+
+impl Facts {
+    /// Of a stat structure.
+    pub fn of(stat: &Stat) -> Self {
+        // The width of these fields differs between architectures.
+        #[allow(clippy::unnecessary_cast)]
+        Self { mode: stat.st_mode as u32, uid: stat.st_uid, nlink: stat.st_nlink as u64 }
+    }
+
+    /// Whether this is `expected`, of user `uid`, and closed to everybody else.
+    pub fn check(&self, expected: Expected, uid: u32) -> Result<(), Distrust> {
+        self.check_kind(expected)?;
+        if self.uid != uid {
+            return Err(Distrust::Owner { found: self.uid, expected: uid });
+        }
+        if self.mode & OTHERS != 0 {
+            return Err(Distrust::Mode { found: self.mode & 0o7777 });
+        }
+        match expected {
+            Expected::File if self.nlink != 1 => Err(Distrust::Links { found: self.nlink }),
+            Expected::File | Expected::Directory => Ok(()),
+        }
+    }
+
+    /// Whether names of Firn's own in this directory stay what they are: it belongs to `uid` or root, and others
+    /// may not write to it or only add names (the sticky bit).
+    pub fn check_parent(&self, uid: u32) -> Result<(), Distrust> {
+        const STICKY: u32 = 0o1000;
+        const WRITABLE: u32 = 0o022;
+        self.check_kind(Expected::Directory)?;
+        if self.uid != uid && self.uid != 0 {
+            return Err(Distrust::Owner { found: self.uid, expected: uid });
+        }
+        if self.mode & WRITABLE != 0 && self.mode & STICKY == 0 {
+            return Err(Distrust::Replaceable { found: self.mode & 0o7777 });
+        }
+        Ok(())
+    }
+
+    fn check_kind(&self, expected: Expected) -> Result<(), Distrust> {
+        let (wanted, words) = match expected {
+            Expected::Directory => (FileType::Directory, "a directory"),
+            Expected::File => (FileType::RegularFile, "a regular file"),
+        };
+        let found = FileType::from_raw_mode(self.mode);
+        if found != wanted {
+            return Err(Distrust::Kind { found: kind_words(found), expected: words });
+        }
+        Ok(())
+    }
+}
+
+fn kind_words(kind: FileType) -> &'static str {
+    match kind {
+        FileType::RegularFile => "a regular file",
+        FileType::Directory => "a directory",
+        FileType::Symlink => "a symbolic link",
+        FileType::Fifo => "a named pipe",
+        FileType::Socket => "a socket",
+        FileType::CharacterDevice => "a character device",
+        FileType::BlockDevice => "a block device",
+        FileType::Unknown => "an object of an unknown kind",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DIR: Facts = Facts { mode: libc::S_IFDIR | 0o700, uid: 7, nlink: 5 };
+    const FILE: Facts = Facts { mode: libc::S_IFREG | 0o600, uid: 7, nlink: 1 };
+
+    #[test]
+    fn only_what_is_ours_and_closed_to_others_is_believed() {
+        assert_eq!(DIR.check(Expected::Directory, 7), Ok(()));
+        assert_eq!(FILE.check(Expected::File, 7), Ok(()));
+        assert!(matches!(FILE.check(Expected::Directory, 7), Err(Distrust::Kind { .. })));
+        assert_eq!(DIR.check(Expected::Directory, 0), Err(Distrust::Owner { found: 7, expected: 0 }));
+        for mode in [0o701, 0o710, 0o720, 0o604] {
+            let open = Facts { mode: libc::S_IFDIR | mode, ..DIR };
+            assert_eq!(open.check(Expected::Directory, 7), Err(Distrust::Mode { found: mode }));
+        }
+        let linked = Facts { nlink: 2, ..FILE };
+        assert_eq!(linked.check(Expected::File, 7), Err(Distrust::Links { found: 2 }));
+    }
+
+    #[test]
+    fn a_parent_may_be_shared_only_with_the_sticky_bit() {
+        let of = |uid, mode| Facts { mode: libc::S_IFDIR | mode, uid, nlink: 2 };
+        for (uid, mode) in [(7, 0o755), (0, 0o1777), (7, 0o1777), (0, 0o755)] {
+            assert_eq!(of(uid, mode).check_parent(7), Ok(()), "{uid} {mode:o}");
+        }
+        for mode in [0o777, 0o775, 0o722] {
+            assert_eq!(of(7, mode).check_parent(7), Err(Distrust::Replaceable { found: mode }));
+        }
+        assert_eq!(of(8, 0o755).check_parent(7), Err(Distrust::Owner { found: 8, expected: 7 }));
+        assert!(matches!(FILE.check_parent(7), Err(Distrust::Kind { .. })));
+    }
+}

@@ -1,0 +1,231 @@
+//! Opening directories and files of Firn's own.
+
+use std::ffi::CStr;
+use std::fmt::Write;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags, fstat, mkdirat, openat};
+use rustix::io::Errno;
+
+use crate::{Distrust, Expected, Facts};
+
+/// An object of Firn's own that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TrustError {
+    /// The kernel refused.
+    #[error("{} cannot be opened: {error}", shown(path))]
+    Io {
+        /// What.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// It is not as what is Firn's own must be.
+    #[error(
+        "{} {why}; nothing in it is believed: look at what it is, then remove it or choose another place",
+        shown(path)
+    )]
+    Distrusted {
+        /// What.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: Distrust,
+    },
+}
+
+impl TrustError {
+    /// The errno that says it best: EPERM where something is not as it must be.
+    pub fn errno(&self) -> Errno {
+        match self {
+            Self::Io { error, .. } => Errno::from_io_error(error).unwrap_or(Errno::IO),
+            Self::Distrusted { .. } => Errno::PERM,
+        }
+    }
+
+    /// The same for who knows the whole path of what was opened by its name.
+    pub fn at(self, path: &Path) -> Self {
+        match self {
+            Self::Io { error, .. } => Self::Io { path: path.to_owned(), error },
+            Self::Distrusted { why, .. } => Self::Distrusted { path: path.to_owned(), why },
+        }
+    }
+
+    /// Whether there is nothing of that name.
+    pub fn is_missing(&self) -> bool {
+        matches!(self, Self::Io { error, .. } if error.kind() == io::ErrorKind::NotFound)
+    }
+}
+
+/// O_NONBLOCK: a named pipe in the place of a file must not make us wait for its other end. For regular files it
+/// means nothing.
+const FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
+const DIRECTORY: OFlags =
+    OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// Opens `path`, from `parent` where it is relative, as a private directory of the effective user.
+pub fn open_private_dir(parent: impl AsFd, path: &Path) -> Result<OwnedFd, TrustError> {
+    open_private_dir_of(parent, path, effective_user())
+}
+
+/// The same of user `uid`, for root, who may look at what is another user's.
+pub fn open_private_dir_of(parent: impl AsFd, path: &Path, uid: u32) -> Result<OwnedFd, TrustError> {
+    let failed = |errno: Errno| open_error(parent.as_fd(), path, errno, Expected::Directory, uid);
+    let dir = openat(parent.as_fd(), path, DIRECTORY, Mode::empty()).map_err(failed)?;
+    check(&dir, path, Expected::Directory, uid)?;
+    Ok(dir)
+}
+
+/// The same, and makes the directory, with mode 0700, where nothing has its name.
+pub fn create_private_dir(parent: impl AsFd, path: &Path) -> Result<OwnedFd, TrustError> {
+    match mkdirat(parent.as_fd(), path, Mode::RWXU) {
+        Ok(()) | Err(Errno::EXIST) => open_private_dir(parent, path),
+        Err(errno) => Err(TrustError::Io { path: path.to_owned(), error: errno.into() }),
+    }
+}
+
+/// Opens an existing regular file that is private to the effective user; `flags` say for what. Nothing is
+/// truncated before the file was looked at: O_TRUNC is an error of the caller.
+pub fn open_private_file(parent: impl AsFd, path: &Path, flags: OFlags) -> Result<OwnedFd, TrustError> {
+    assert!(
+        !flags.intersects(OFlags::TRUNC.union(OFlags::CREATE)),
+        "a file is looked at before it is changed"
+    );
+    let uid = effective_user();
+    let failed = |errno: Errno| open_error(parent.as_fd(), path, errno, Expected::File, uid);
+    let file = openat(parent.as_fd(), path, flags.union(FLAGS), Mode::empty()).map_err(failed)?;
+    check(&file, path, Expected::File, uid)?;
+    Ok(file)
+}
+
+/// Makes a regular file with mode 0600 that did not exist; EEXIST where something has its name.
+pub fn create_private_file(parent: impl AsFd, path: &Path, flags: OFlags) -> Result<OwnedFd, TrustError> {
+    let flags = flags.union(FLAGS).union(OFlags::CREATE).union(OFlags::EXCL);
+    openat(parent.as_fd(), path, flags, Mode::RUSR.union(Mode::WUSR))
+        .map_err(|errno| TrustError::Io { path: path.to_owned(), error: errno.into() })
+}
+
+/// Whether Firn may keep files of its own in this directory, which others may share (`arena-dir`, `backup=`).
+pub fn check_shared_parent(dir: impl AsFd, path: &Path) -> Result<(), TrustError> {
+    let stat = fstat(dir).map_err(|errno| TrustError::Io { path: path.to_owned(), error: errno.into() })?;
+    Facts::of(&stat)
+        .check_parent(effective_user())
+        .map_err(|why| TrustError::Distrusted { path: path.to_owned(), why })
+}
+
+/// Why [`open_dir_raw`] or [`open_file_raw`] gave nothing.
+#[derive(Debug)]
+pub enum RawError {
+    /// The kernel refused.
+    Io(Errno),
+    /// It is not believed. Closing the descriptor is left to the caller: the standard library does it by close(3),
+    /// which the preload library interposes.
+    Distrusted(Distrust, OwnedFd),
+}
+
+/// [`open_private_dir_of`] that allocates nothing, for the preload library.
+pub fn open_dir_raw(path: &CStr, uid: u32) -> Result<OwnedFd, RawError> {
+    let dir = openat(rustix::fs::CWD, path, DIRECTORY, Mode::empty()).map_err(RawError::Io)?;
+    believed(dir, Expected::Directory, uid)
+}
+
+/// [`open_private_file`] of user `uid`, for reading, that allocates nothing.
+pub fn open_file_raw(parent: impl AsFd, name: &CStr, uid: u32) -> Result<OwnedFd, RawError> {
+    let file = openat(parent, name, FLAGS.union(OFlags::RDONLY), Mode::empty()).map_err(RawError::Io)?;
+    believed(file, Expected::File, uid)
+}
+
+fn believed(fd: OwnedFd, expected: Expected, uid: u32) -> Result<OwnedFd, RawError> {
+    // fstat(2) of what was just opened cannot fail but for a damaged file system, of which nothing is believed.
+    let facts = fstat(&fd).map_or(Facts { mode: 0, uid, nlink: 0 }, |stat| Facts::of(&stat));
+    match facts.check(expected, uid) {
+        Ok(()) => Ok(fd),
+        Err(why) => Err(RawError::Distrusted(why, fd)),
+    }
+}
+
+fn check(fd: &OwnedFd, path: &Path, expected: Expected, uid: u32) -> Result<(), TrustError> {
+    let stat = fstat(fd).map_err(|errno| TrustError::Io { path: path.to_owned(), error: errno.into() })?;
+    let checked = Facts::of(&stat).check(expected, uid);
+    checked.map_err(|why| TrustError::Distrusted { path: path.to_owned(), why })
+}
+
+fn effective_user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// ELOOP and ENOTDIR say little; what has the name says more.
+fn open_error(parent: impl AsFd, path: &Path, errno: Errno, expected: Expected, uid: u32) -> TrustError {
+    if matches!(errno, Errno::LOOP | Errno::NOTDIR | Errno::NXIO | Errno::ISDIR)
+        && let Ok(stat) = rustix::fs::statat(parent, path, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
+        && let Err(why) = Facts::of(&stat).check(expected, uid)
+    {
+        return TrustError::Distrusted { path: path.to_owned(), why };
+    }
+    TrustError::Io { path: path.to_owned(), error: errno.into() }
+}
+
+/// A path in a message: whoever prints it sees to controls (`firn_format::quote`), bytes that are no UTF-8 would be
+/// lost before.
+fn shown(path: &Path) -> String {
+    let mut text = String::new();
+    for chunk in path.as_os_str().as_bytes().utf8_chunks() {
+        text.push_str(chunk.valid());
+        for byte in chunk.invalid() {
+            let _ = write!(text, "\\x{byte:02x}");
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use rustix::fs::CWD;
+
+    use super::*;
+
+    #[test]
+    fn a_directory_is_made_and_found_again() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("own");
+        create_private_dir(CWD, &path).unwrap();
+        create_private_dir(CWD, &path).unwrap();
+        open_private_dir(CWD, &path).unwrap();
+        assert!(open_private_dir(CWD, &parent.path().join("none")).unwrap_err().is_missing());
+    }
+
+    #[test]
+    fn links_other_kinds_and_open_modes_are_refused_and_named() {
+        let parent = tempfile::tempdir().unwrap();
+        let at = |name: &str| parent.path().join(name);
+        std::fs::create_dir(at("open")).unwrap();
+        std::fs::set_permissions(at("open"), PermissionsExt::from_mode(0o755)).unwrap();
+        std::fs::write(at("file"), b"x").unwrap();
+        create_private_dir(CWD, &at("own")).unwrap();
+        symlink(at("own"), at("link")).unwrap();
+        rustix::fs::mknodat(CWD, at("pipe"), rustix::fs::FileType::Fifo, Mode::RWXU, 0).unwrap();
+        let told = |name: &str| open_private_dir(CWD, &at(name)).unwrap_err().to_string();
+        assert!(told("open").contains("has mode 0755"), "{}", told("open"));
+        assert!(told("file").contains("is a regular file instead of a directory"), "{}", told("file"));
+        assert!(told("link").contains("is a symbolic link instead of a directory"), "{}", told("link"));
+        let file = |name: &str| open_private_file(CWD, &at(name), OFlags::RDONLY).unwrap_err().to_string();
+        assert!(file("pipe").contains("is a named pipe"), "{}", file("pipe"));
+        assert!(file("link").contains("is a symbolic link"), "{}", file("link"));
+        assert!(file("own").contains("is a directory"), "{}", file("own"));
+    }
+
+    #[test]
+    fn a_file_with_a_second_name_is_refused() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("own");
+        create_private_file(CWD, &path, OFlags::RDWR).unwrap();
+        open_private_file(CWD, &path, OFlags::RDWR).unwrap();
+        std::fs::hard_link(&path, parent.path().join("other")).unwrap();
+        let error = open_private_file(CWD, &path, OFlags::RDWR).unwrap_err();
+        assert!(matches!(error, TrustError::Distrusted { why: Distrust::Links { found: 2 }, .. }));
+    }
+}

@@ -1,0 +1,96 @@
+//! Who is at the other end of a Unix socket.
+
+use std::num::NonZeroU32;
+use std::os::fd::{AsFd, AsRawFd};
+
+use rustix::io::Errno;
+
+/// The process at the other end of a connected socket. Of a listening socket the kernel tells who called
+/// listen(2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Its process id; `None` where it is in a PID namespace that this process does not see.
+    pub pid: Option<NonZeroU32>,
+    /// Its effective user.
+    pub uid: u32,
+}
+
+/// Why the peer of a socket is not spoken to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PeerError {
+    /// The kernel does not tell who it is.
+    #[error("the kernel does not tell who is at the other end: {0}")]
+    Unknown(Errno),
+    /// It is somebody else.
+    #[error("user {found} is at the other end instead of user {expected}")]
+    Other {
+        /// Who it is.
+        found: u32,
+        /// Who it must be.
+        expected: u32,
+    },
+}
+
+/// Who is at the other end (`SO_PEERCRED`, unix(7)). Allocates nothing and leaves `errno` as it is.
+///
+/// `rustix::net::sockopt::socket_peercred` must not be used for it: its process id cannot be 0, which is what the
+/// kernel says of a process in a PID namespace that is not visible.
+pub fn peer(socket: impl AsFd) -> Result<Peer, Errno> {
+    let mut found = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    let socket = socket.as_fd().as_raw_fd();
+    let found_at = (&raw mut found).cast();
+    // SAFETY: the kernel writes at most `len` bytes into the structure, which is ours, and the length. The address
+    // of this thread's errno is always valid.
+    let failed = unsafe {
+        let errno = libc::__errno_location();
+        let before = *errno;
+        let result = libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, found_at, &raw mut len);
+        let failed = (result != 0).then(|| Errno::from_raw_os_error(*errno));
+        *errno = before;
+        failed
+    };
+    match failed {
+        Some(errno) => Err(errno),
+        None => Ok(Peer { pid: NonZeroU32::new(found.pid.unsigned_abs()), uid: found.uid }),
+    }
+}
+
+/// Makes sure that user `uid` is at the other end of a connected socket, before anything is sent. Allocates nothing
+/// and leaves `errno` as it is.
+pub fn check_peer(socket: impl AsFd, uid: u32) -> Result<(), PeerError> {
+    let found = peer(socket).map_err(PeerError::Unknown)?.uid;
+    if found != uid {
+        return Err(PeerError::Other { found, expected: uid });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_peer_of_another_user_is_told_apart() {
+        let (one, _two) = UnixStream::pair().unwrap();
+        let own = rustix::process::geteuid().as_raw();
+        assert_eq!(check_peer(&one, own), Ok(()));
+        assert_eq!(check_peer(&one, own + 1), Err(PeerError::Other { found: own, expected: own + 1 }));
+    }
+
+    #[test]
+    fn a_peer_has_its_process_id_and_what_is_no_socket_has_none_and_keeps_errno() {
+        let (one, _two) = UnixStream::pair().unwrap();
+        assert_eq!(peer(&one).unwrap().pid, NonZeroU32::new(std::process::id()));
+        let file = tempfile::tempfile().unwrap();
+        // SAFETY: the address of this thread's errno is always valid.
+        let errno = || unsafe { libc::__errno_location() };
+        // SAFETY: as above.
+        unsafe { *errno() = 77 };
+        assert_eq!(peer(&file), Err(Errno::NOTSOCK));
+        // SAFETY: as above.
+        assert_eq!(unsafe { *errno() }, 77);
+    }
+}
