@@ -9,9 +9,12 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use firn_format::FormatError;
 use firn_format::geometry::{DATA_ALIGN, Geometry, PAGE};
 use firn_format::home::Home;
-use firn_format::piece::{Checked, DEAD, LIVE, Piece, RawPiece, word};
+use firn_format::piece::{Checked, Piece, RawPiece, SEQUENCE_MAX, dead, word};
+use firn_format::quote::quoted_path;
 use firn_format::slab::{Class, SlabState, chunk_word, slab_word};
 use firn_format::superblock::{SUPERBLOCK_BYTES, Superblock, state_word};
+use firn_journal::Journal;
+use firn_trust::{Distrust, Expected, Facts};
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
@@ -88,6 +91,8 @@ pub struct Stored {
     pub at: PieceRef,
     /// What it says.
     pub piece: Piece,
+    /// Time of the last write to it, nanoseconds since 1970; 0: not known. Nothing protects it.
+    pub modified: u64,
 }
 
 /// Bytes that get their memory at once: whole huge pages, and no long pause before a mount can end.
@@ -164,23 +169,24 @@ impl Arena {
         spill: &Path,
         topology: &Topology,
     ) -> Result<Self, ArenaError> {
-        let io = |what| move |source| ArenaError::Io { path: path.display().to_string(), what, source };
-        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        // Under another name until it is whole: whoever finds an arena finds one that can be attached,
-        // also after a kill in here. What such a kill left is replaced.
+        let io = |what| move |source| ArenaError::Io { path: quoted_path(path), what, source };
+        // Without a name until it is whole: whoever finds an arena finds one that can be attached, and a kill in
+        // here leaves none. What an earlier firn left under the name that it used is in the way of nobody else.
         let unfinished = path.with_extension("unfinished");
         let _ = rustix::fs::unlink(&unfinished);
-        let file = rustix::fs::open(&unfinished, flags, Mode::RUSR | Mode::WUSR).map_err(io("create it"))?;
+        let unnamed = Unnamed::create(path, &unfinished).map_err(io("create it"))?;
+        probe();
+        let Unnamed { file, name } = unnamed;
         let made = Self::initialise(path, file, geometry, identity, spill, topology).and_then(|arena| {
-            let here = rustix::fs::CWD;
-            let named = rustix::fs::renameat_with(here, &unfinished, here, path, RenameFlags::NOREPLACE);
+            probe();
+            let named = give_name(arena.map.file(), name.then_some(&unfinished), path);
             if named.is_err() && arena.spill.is_some() {
                 let _ = rustix::fs::unlink(spill);
             }
             named.map_err(io("give it its name"))?;
             Ok(arena)
         });
-        if made.is_err() {
+        if made.is_err() && name {
             let _ = rustix::fs::unlink(&unfinished);
         }
         made
@@ -197,7 +203,7 @@ impl Arena {
         let need = geometry.allocated_bytes();
         let failed = |what| {
             move |why| {
-                let path = path.display().to_string();
+                let path = quoted_path(path);
                 match why {
                     Errno::NOSPC | Errno::FBIG | Errno::NOMEM => ArenaError::NoRoom { path, need, why },
                     source => ArenaError::Io { path, what, source },
@@ -215,9 +221,8 @@ impl Arena {
             rustix::fs::fallocate(map.file(), FallocateFlags::empty(), range.start, range.end - range.start)
                 .map_err(failed("allocate it"))?;
         }
-        let mut uuid = [0u8; 16];
-        let _ = rustix::fs::open("/dev/urandom", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
-            .and_then(|f| rustix::io::read(&f, &mut uuid));
+        probe();
+        let uuid = random_uuid(getrandom::fill).map_err(failed("get random numbers for it"))?;
         let superblock = Superblock {
             uuid,
             geometry,
@@ -231,8 +236,11 @@ impl Arena {
             0 => None,
             _ => Some(Arc::new(SpillFile::create(spill, &geometry, uuid, path)?)),
         };
-        map.write(0, &superblock.encode());
-        Ok(Self { spill, ..Self::assemble(path, map, superblock, topology) })
+        let arena = Self { spill, ..Self::assemble(path, map, superblock, topology) };
+        // Before the superblock: what is an arena has a journal.
+        drop(Journal::create(arena.journal_region()));
+        arena.map.write(0, &arena.superblock.encode());
+        Ok(arena)
     }
 
     fn assemble(path: &Path, map: Arc<Map>, superblock: Superblock, topology: &Topology) -> Self {
@@ -283,8 +291,11 @@ impl Arena {
             highest = highest.max(found.piece.sequence);
             stored.push(found);
         });
-        // The counter is one word that nothing protects: it may only be too low if it is damaged.
-        arena.map.u64(state_word::SEQUENCE).fetch_max(highest, Ordering::Relaxed);
+        // The counter is one word that nothing protects: it may only be too low, or too high, if it is damaged.
+        let counter = arena.map.u64(state_word::SEQUENCE);
+        if counter.fetch_max(highest, Ordering::Relaxed) > SEQUENCE_MAX / 2 {
+            counter.store(highest, Ordering::Relaxed);
+        }
         let homes = read_homes(&arena.map, &arena.geometry, &mut damage);
         if arena.geometry.spill_count > 0 {
             match SpillFile::open(&arena.superblock, true) {
@@ -310,7 +321,7 @@ impl Arena {
     fn adopt(&self, stored: &[Stored], stopping: &[Stopping], homes: &[Option<Home>]) {
         // Slabs in use and the newest write of each chunk.
         let mut used: BTreeMap<u32, (Vec<u32>, u64)> = BTreeMap::new();
-        for Stored { at, piece } in stored {
+        for Stored { at, piece, .. } in stored {
             let (slabs, newest) = used.entry(at.slab.chunk).or_default();
             slabs.push(at.slab.slab);
             *newest = piece.sequence.max(*newest);
@@ -557,26 +568,27 @@ impl Arena {
         }
     }
 
-    /// Publishes what was filled at `reserved` as a new piece. The slab counts the bytes as live.
+    /// Publishes what was filled at `reserved` as a new piece, `modified` at that time (nanoseconds since 1970). The
+    /// slab counts the bytes as live.
     pub fn publish(
         &self,
         lease: &mut Lease,
         reserved: Reserved,
-        file: u64,
-        offset: u64,
+        (file, offset): (u64, u64),
         sequence: u64,
+        modified: u64,
     ) -> PieceRef {
         let piece = Piece { file, offset, sequence, position: reserved.position, len: reserved.len };
         let at = PieceRef { slab: lease.slab, record: lease.record };
         self.uses(lease.slab).fetch_add(u64::from(piece.len), Ordering::AcqRel);
         let base = self.geometry.record_offset(at.slab.chunk, at.record);
-        self.map.u64(base + word::FILE).store(file, Ordering::Relaxed);
-        self.map.u64(base + word::OFFSET).store(offset, Ordering::Relaxed);
-        self.map.u64(base + word::SEQUENCE).store(sequence, Ordering::Relaxed);
-        self.map.u32(base + word::POSITION).store(piece.position, Ordering::Relaxed);
-        self.map.u32(base + word::STATE).store(LIVE, Ordering::Relaxed);
+        let raw = piece.raw(lease.generation);
+        self.map.u64(base + word::WHO).store(raw.who, Ordering::Relaxed);
+        self.map.u64(base + word::OFFSET).store(raw.offset, Ordering::Relaxed);
+        self.map.u64(base + word::PLACE).store(raw.place, Ordering::Relaxed);
+        self.map.u64(base + word::MODIFIED).store(modified, Ordering::Relaxed);
         probe();
-        self.map.u64(base + word::SEAL).store(piece.seal(lease.generation), Ordering::Release);
+        self.map.u64(base + word::SEAL).store(raw.seal, Ordering::Release);
         let header = self.geometry.slab_header_offset(at.slab.chunk, at.slab.slab);
         probe();
         self.map.u32(header + slab_word::PUBLISHED).fetch_add(1, Ordering::Release);
@@ -588,11 +600,12 @@ impl Arena {
 
     /// Publishes what was filled directly behind the last piece of the lease as more of it; returns
     /// the piece and its sequence.
-    pub fn extend(&self, lease: &mut Lease, len: u32) -> (PieceRef, u64) {
+    pub fn extend(&self, lease: &mut Lease, len: u32, modified: u64) -> (PieceRef, u64) {
         let (at, piece) = lease.last.as_mut().expect("extend follows publish");
         piece.len += len;
         self.uses(at.slab).fetch_add(u64::from(len), Ordering::AcqRel);
         let base = self.geometry.record_offset(at.slab.chunk, at.record);
+        self.map.u64(base + word::MODIFIED).store(modified, Ordering::Relaxed);
         probe();
         self.map.u64(base + word::SEAL).store(piece.seal(lease.generation), Ordering::Release);
         lease.next += len;
@@ -616,8 +629,25 @@ impl Arena {
     /// Nothing of a piece is pending.
     pub fn mark_dead(&self, at: PieceRef) {
         let base = self.geometry.record_offset(at.slab.chunk, at.record);
+        let header = self.geometry.slab_header_offset(at.slab.chunk, at.slab.slab);
+        let generation = self.map.u64(header + slab_word::GENERATION).load(Ordering::Relaxed);
         probe();
-        self.map.u32(base + word::STATE).store(DEAD, Ordering::Release);
+        self.map.u64(base + word::SEAL).store(dead(generation), Ordering::Release);
+    }
+
+    /// The time of the last write to a piece, nanoseconds since 1970, as its record has it.
+    pub fn modified(&self, at: PieceRef) -> u64 {
+        self.modified_word(at).load(Ordering::Relaxed)
+    }
+
+    /// Notes the time of a write to a piece, or of one to its file of which no other piece tells.
+    pub fn set_modified(&self, at: PieceRef, modified: u64) {
+        probe();
+        self.modified_word(at).store(modified, Ordering::Relaxed);
+    }
+
+    fn modified_word(&self, at: PieceRef) -> &AtomicU64 {
+        self.map.u64(self.geometry.record_offset(at.slab.chunk, at.record) + word::MODIFIED)
     }
 
     /// Keeps a slab, and its data where it is, while an I/O reads it.
@@ -685,6 +715,31 @@ impl Arena {
     }
     fn chunk_class(&self, chunk: u32) -> &std::sync::atomic::AtomicU32 {
         self.map.u32(self.geometry.table_offset(chunk) + chunk_word::CLASS)
+    }
+
+    /// Asserts that what is counted is what is there: of slabs and chunks, here and in the piece tables. To be called
+    /// while nobody else uses the arena.
+    pub fn assert_invariants(&self) {
+        let pool = self.pool.lock();
+        pool.assert_invariants();
+        for chunk in 0..self.geometry.chunks() {
+            let Some(class) = pool.class(chunk) else { continue };
+            let word = self.chunk_class(chunk).load(Ordering::Acquire);
+            assert_eq!(word, Class::to_word(Some(class)), "class of chunk {chunk}");
+            let slabs = (self.geometry.chunk_bytes / class.slab_bytes(self.geometry.chunk_bytes)) as u32;
+            let at = |slab| SlabRef { chunk, slab };
+            let used = (0..slabs).filter(|&slab| self.uses(at(slab)).load(Ordering::Acquire) > 0);
+            assert_eq!(used.count() as u32, pool.used_slabs(chunk), "slabs of chunk {chunk} in use");
+            for slab in 0..slabs {
+                let is_used = self.uses(at(slab)).load(Ordering::Acquire) > 0;
+                let state = SlabState::from_word(self.slab_state(at(slab)).load(Ordering::Acquire));
+                assert_eq!(
+                    state != Ok(SlabState::Free),
+                    is_used,
+                    "slab {slab} of chunk {chunk} is {state:?}"
+                );
+            }
+        }
     }
 
     /// Class of a chunk in use.
@@ -773,6 +828,57 @@ impl Lease {
     }
 }
 
+/// A new file of mode 0600 that nobody else has.
+struct Unnamed {
+    file: rustix::fd::OwnedFd,
+    /// It has the name of what is unfinished after all: the file system makes no files without one.
+    name: bool,
+}
+
+impl Unnamed {
+    fn create(path: &Path, unfinished: &Path) -> Result<Self, Errno> {
+        let mode = Mode::RUSR | Mode::WUSR;
+        let dir = match path.parent() {
+            Some(dir) if !dir.as_os_str().is_empty() => dir,
+            _ => Path::new("."),
+        };
+        match rustix::fs::open(dir, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode) {
+            Ok(file) => return Ok(Self { file, name: false }),
+            // A kernel or file system without O_TMPFILE (open(2), ERRORS).
+            Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {}
+            Err(errno) => return Err(errno),
+        }
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        Ok(Self { file: rustix::fs::open(unfinished, flags, mode)?, name: true })
+    }
+}
+
+/// Gives a file its name where nothing has that: EEXIST otherwise.
+fn give_name(file: impl rustix::fd::AsFd, unfinished: Option<&PathBuf>, path: &Path) -> Result<(), Errno> {
+    use rustix::fd::AsRawFd;
+    let here = rustix::fs::CWD;
+    match unfinished {
+        Some(unfinished) => rustix::fs::renameat_with(here, unfinished, here, path, RenameFlags::NOREPLACE),
+        // AT_EMPTY_PATH would need CAP_DAC_READ_SEARCH (open(2), O_TMPFILE).
+        None => {
+            let link = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+            rustix::fs::linkat(here, link, here, path, rustix::fs::AtFlags::SYMLINK_FOLLOW)
+        }
+    }
+}
+
+/// What tells an arena from any other. All zeros would be what two arenas have that had no random numbers, so a
+/// source that fails, or gives only zeros, is an error.
+fn random_uuid(fill: impl FnOnce(&mut [u8]) -> Result<(), getrandom::Error>) -> Result<[u8; 16], Errno> {
+    let mut uuid = [0; 16];
+    let errno = |error: getrandom::Error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error);
+    fill(&mut uuid).map_err(errno)?;
+    if uuid == [0; 16] {
+        return Err(Errno::IO);
+    }
+    Ok(uuid)
+}
+
 /// Records of slab `slab` in a chunk of `class`.
 pub(crate) fn records_of(geometry: &Geometry, class: Class, slab: u32) -> std::ops::Range<u32> {
     let slabs = (geometry.chunk_bytes / class.slab_bytes(geometry.chunk_bytes)) as u32;
@@ -780,18 +886,34 @@ pub(crate) fn records_of(geometry: &Geometry, class: Class, slab: u32) -> std::o
     slab * each..(slab + 1) * each
 }
 
-/// Opens and maps a file whose superblock is good.
+/// Opens and maps a file of this user whose superblock is good.
 pub(crate) fn open(path: &Path, writable: bool) -> Result<(Arc<Map>, Superblock), ArenaError> {
-    let name = || path.display().to_string();
-    let io = |what| move |source| ArenaError::Io { path: path.display().to_string(), what, source };
+    let name = || quoted_path(path);
+    let io = |what| move |source| ArenaError::Io { path: quoted_path(path), what, source };
     let access = if writable { OFlags::RDWR } else { OFlags::RDONLY };
-    let file = rustix::fs::open(path, access | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
-        .map_err(io("open it"))?;
-    let size = rustix::fs::fstat(&file).map_err(io("stat it"))?.st_size as u64;
+    // O_NONBLOCK: nobody may write to a named pipe that is in its place.
+    let flags = access | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
+        // What O_NOFOLLOW says of a link.
+        Errno::LOOP => {
+            let why = Distrust::Kind { found: "a symbolic link", expected: "a regular file" };
+            ArenaError::Distrusted { path: name(), why }
+        }
+        errno => io("open it")(errno),
+    })?;
+    let stat = rustix::fs::fstat(&file).map_err(io("stat it"))?;
+    let size = stat.st_size as u64;
+    let facts = Facts::of(&stat).check(Expected::File, rustix::process::geteuid().as_raw());
+    let distrusted = |why| ArenaError::Distrusted { path: name(), why };
+    if let Err(why @ Distrust::Kind { .. }) = facts {
+        return Err(distrusted(why));
+    }
     let mut page = vec![0u8; SUPERBLOCK_BYTES.min(size as usize)];
     rustix::io::pread(&file, &mut page[..], 0).map_err(io("read it"))?;
+    // Of a file that is no arena at all this says more than whose it is.
     let superblock =
         Superblock::decode(&page).map_err(|source| ArenaError::Format { path: name(), source })?;
+    facts.map_err(distrusted)?;
     let expected = superblock.geometry.file_bytes();
     if size < expected {
         let source = FormatError::Truncated { what: "arena", found: size, expected };
@@ -879,17 +1001,16 @@ fn scan_records(
         damage.push(Damage::Count { slab: at, published, max: records.len() as u32 });
     }
     for (index, record) in records.enumerate() {
-        let raw = load(map, geometry.record_offset(at.chunk, record));
+        let base = geometry.record_offset(at.chunk, record);
+        let raw = load(map, base);
         let piece_ref = PieceRef { slab: at, record };
         match raw.check(generation, start, end) {
             Ok(checked) => {
-                if raw.state != LIVE && raw.state != DEAD {
-                    damage.push(Damage::State { piece: piece_ref, word: raw.state });
-                }
                 // A whole record beyond the counter was being published when its writer died: its
                 // bytes are there, so it counts.
                 if let Checked::Live(piece) = checked {
-                    live(Stored { at: piece_ref, piece });
+                    let modified = map.u64(base + word::MODIFIED).load(Ordering::Relaxed);
+                    live(Stored { at: piece_ref, piece, modified });
                 }
             }
             Err(error) if (index as u32) < published => {
@@ -904,11 +1025,21 @@ fn scan_records(
 pub(crate) fn load(map: &Map, base: u64) -> RawPiece {
     let seal = map.u64(base + word::SEAL).load(Ordering::Acquire);
     RawPiece {
-        file: map.u64(base + word::FILE).load(Ordering::Relaxed),
+        who: map.u64(base + word::WHO).load(Ordering::Relaxed),
         offset: map.u64(base + word::OFFSET).load(Ordering::Relaxed),
-        sequence: map.u64(base + word::SEQUENCE).load(Ordering::Relaxed),
-        position: map.u32(base + word::POSITION).load(Ordering::Relaxed),
-        state: map.u32(base + word::STATE).load(Ordering::Relaxed),
+        place: map.u64(base + word::PLACE).load(Ordering::Relaxed),
         seal,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regression_without_random_numbers_there_is_no_arena() {
+        assert_eq!(random_uuid(|_| Err(getrandom::Error::UNSUPPORTED)), Err(Errno::IO));
+        assert_eq!(random_uuid(|_| Ok(())), Err(Errno::IO));
+        assert_ne!(random_uuid(getrandom::fill).unwrap(), random_uuid(getrandom::fill).unwrap());
     }
 }

@@ -65,14 +65,6 @@ pub enum Damage {
         /// Records that the slab has.
         max: u32,
     },
-    /// A record whose state is neither live nor dead.
-    #[error("piece record {} of chunk {}: state word {word:#010x} is none; taken as pending", piece.record, piece.slab.chunk)]
-    State {
-        /// Which.
-        piece: PieceRef,
-        /// Stored.
-        word: u32,
-    },
     /// A published record that fails its check: its bytes are lost.
     #[error("piece record {} of chunk {}: {error}; its data cannot be used", piece.record, piece.slab.chunk)]
     Piece {

@@ -66,6 +66,8 @@ pub struct Taken {
     pub len: u32,
     /// Of the piece.
     pub sequence: u64,
+    /// When the client wrote them, as it says: nanoseconds since 1970. To be bounded before it is believed.
+    pub modified: u64,
 }
 
 /// A client broke the rules of its lease; what it published before stays.
@@ -120,8 +122,8 @@ impl Arena {
         Some(ClientLease { lease, binding, pid, sequence, first, count, taken, open, end, stopped, over })
     }
 
-    /// What the client is told of its lease.
-    pub fn client_slab(&self, lease: &ClientLease) -> Slab {
+    /// What the client is told of its lease of a file whose last write was at `modified`.
+    pub fn client_slab(&self, lease: &ClientLease, modified: u64) -> Slab {
         let SlabRef { chunk, slab } = lease.slab();
         Slab {
             chunk: self.data_offset(chunk),
@@ -133,6 +135,7 @@ impl Arena {
             end: lease.lease.end(),
             record_count: lease.count,
             reserved: 0,
+            modified,
         }
     }
 
@@ -173,12 +176,15 @@ impl Arena {
     fn enter(&self, lease: &ClientLease, piece: Piece, from: u32, sink: &mut dyn FnMut(Taken)) {
         let len = piece.len - from;
         self.add_uses(lease.slab(), len.into());
+        let at = lease.at(lease.taken - 1);
         sink(Taken {
-            piece: lease.at(lease.taken - 1),
+            piece: at,
             offset: piece.offset + u64::from(from),
             position: piece.position + from,
             len,
             sequence: piece.sequence,
+            // Stored before the seal that was read, or for a write that is still under way.
+            modified: self.modified(at),
         });
     }
 
@@ -382,7 +388,10 @@ pub(crate) fn revoke_all(map: &Map, geometry: &Geometry, classes: &[(u32, Class)
             }
             let generation = map.u64(header + slab_word::GENERATION).load(Ordering::Acquire);
             probe();
+            // Before the slab is that of a client no more, or a crash here would leave the record to count.
+            void_beyond_max(map, geometry, at, class, generation);
             let stopped = take_writer(map, geometry, at, generation);
+            void_beyond_max(map, geometry, at, class, generation);
             let pid = map.u32(header + slab_word::HOLDER).load(Ordering::Acquire);
             if stopped || !is_alive(pid) {
                 writer.store(0, Ordering::Release);
@@ -393,6 +402,23 @@ pub(crate) fn revoke_all(map: &Map, geometry: &Geometry, classes: &[(u32, Class)
         }
     }
     stopping
+}
+
+/// What [`Arena::take_client`] would not take in: bytes so far out that few file systems can hold them. Pending,
+/// they could be neither drained nor given up.
+fn void_beyond_max(map: &Map, geometry: &Geometry, at: SlabRef, class: Class, generation: u64) {
+    let bytes = class.slab_bytes(geometry.chunk_bytes);
+    let start = u64::from(at.slab) * bytes;
+    for record in records_of(geometry, class, at.slab) {
+        let base = geometry.record_offset(at.chunk, record);
+        if let Ok(Checked::Live(piece)) = load(map, base).check(generation, start, start + bytes)
+            && piece.offset + u64::from(piece.len) > OFFSET_MAX
+        {
+            tracing::warn!(slab = ?at, record, "a client recorded bytes beyond the largest offset; they are dropped");
+            probe();
+            map.u64(base + word::SEAL).store(poison(generation), Ordering::SeqCst);
+        }
+    }
 }
 
 fn poison_slab(map: &Map, geometry: &Geometry, at: SlabRef, class: Class, generation: u64) {

@@ -59,6 +59,14 @@ pub enum ArenaError {
     /// The spill file cannot be made.
     #[error(transparent)]
     Spill(#[from] SpillFault),
+    /// It is not a file that only this user could have made.
+    #[error("arena {path} {why}; nothing in it is believed: remove it, or give another place with arena-dir")]
+    Distrusted {
+        /// The file.
+        path: String,
+        /// What is wrong with it.
+        why: firn_trust::Distrust,
+    },
     /// The bytes are not an arena that this version can use.
     #[error("{path}: {source}")]
     Format {
@@ -76,6 +84,7 @@ impl ArenaError {
             Self::Io { source, .. } => *source,
             Self::NoRoom { why, .. } => *why,
             Self::Spill(fault) => fault.errno(),
+            Self::Distrusted { .. } => rustix::io::Errno::PERM,
             Self::Format { .. } => rustix::io::Errno::INVAL,
         }
     }

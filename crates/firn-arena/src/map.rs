@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use firn_format::geometry::{DATA_ALIGN, PAGE};
+use firn_format::quote::quoted_path;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::Errno;
@@ -55,7 +56,7 @@ unsafe impl Sync for Map {}
 impl Map {
     pub(crate) fn new(path: &Path, file: OwnedFd, len: u64, writable: bool) -> Result<Self, ArenaError> {
         let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
-        let fail = |source| ArenaError::Io { path: path.display().to_string(), what: "map it", source };
+        let fail = |source| ArenaError::Io { path: quoted_path(path), what: "map it", source };
         // Huge pages need an address that is congruent to the file offset modulo their size, and the
         // kernel gives that by itself only where they are always on: reserve more, then choose.
         let room = len as usize + DATA_ALIGN as usize;

@@ -4,6 +4,10 @@
 //! of memory. There are as many chunks as slots, so a free chunk is never what is missing.
 //!
 //! Invariants
+//! * A chunk is free or has a class, but for those that an attach found damaged, and then not both. So it is with slots:
+//!   each is free or a chunk's, or its chunk has just moved.
+//! * Of a chunk in memory the slabs that are not used are free, beside its node; of one that moves they wait with the
+//!   move, and of one in the spill file nobody gets them.
 //! * A chunk has a class exactly while one of its slabs is in use, or it was emptied while it moved.
 //! * Chunks and slots are reused last in, first out: their pages are the warm ones.
 //! * Only slabs of chunks in memory that do not move are free for writers.
@@ -34,6 +38,10 @@ pub(crate) struct Pool {
     moving: Option<Moving>,
     /// A chunk has moved, and its slot of memory is not free yet.
     leaving: bool,
+    /// Chunks and slots of memory that an attach left to nobody.
+    lost: (usize, usize),
+    /// Changes since the invariants were asserted.
+    unchecked: u32,
 }
 
 /// What is free of one memory node.
@@ -126,7 +134,94 @@ impl Pool {
             clock: 0,
             moving: None,
             leaving: false,
+            lost: (0, 0),
+            unchecked: 0,
         }
+    }
+
+    /// Asserts the invariants after a change. With many chunks, which would take long, after some.
+    fn check(&mut self) {
+        const CHUNKS_EACH_TIME: u32 = 64;
+        if !cfg!(debug_assertions) {
+            return;
+        }
+        self.unchecked += 1;
+        if self.unchecked > self.geometry.chunks() / CHUNKS_EACH_TIME {
+            self.unchecked = 0;
+            self.assert_invariants();
+        }
+    }
+
+    pub(crate) fn assert_invariants(&self) {
+        let mut free = vec![false; self.chunks.len()];
+        for &chunk in &self.free_chunks {
+            assert!(!std::mem::replace(&mut free[chunk as usize], true), "chunk {chunk} is free twice");
+            assert!(self.chunks[chunk as usize].class.is_none(), "chunk {chunk} is free and in use");
+        }
+        let mut free_slabs = vec![Vec::new(); self.chunks.len()];
+        for (index, node) in self.nodes.iter().enumerate() {
+            for (class, slabs) in node.free_slabs.iter().enumerate() {
+                for &(chunk, slab) in slabs {
+                    let found = self.chunks[chunk as usize];
+                    let stands = (found.node, found.class.map(slot), found.away);
+                    assert_eq!(stands, (index, Some(class), false), "slab {slab} of chunk {chunk} is free");
+                    free_slabs[chunk as usize].push(slab);
+                }
+            }
+        }
+        let (mut in_memory, mut away, mut resting) = (0, 0, 0);
+        for (chunk, found) in self.chunks.iter().enumerate() {
+            let mut slabs = std::mem::take(&mut free_slabs[chunk]);
+            let Some(class) = found.class else {
+                assert!(slabs.is_empty() && found.rests_since.is_none(), "chunk {chunk} is not in use");
+                continue;
+            };
+            let moving = self.moving.as_ref().filter(|moving| moving.chunk as usize == chunk);
+            if let Some(moving) = moving {
+                assert!(slabs.is_empty() && !found.away, "chunk {chunk} moves and its slabs can be had");
+                slabs.clone_from(&moving.free);
+                assert_eq!(moving.emptied, found.used == 0, "chunk {chunk} moves");
+            }
+            let count = slabs.len();
+            slabs.sort_unstable();
+            slabs.dedup();
+            assert_eq!(slabs.len(), count, "a slab of chunk {chunk} is free twice");
+            assert!(slabs.last().is_none_or(|&slab| slab < self.slabs(class)), "chunk {chunk}: {slabs:?}");
+            assert!(found.used > 0 || moving.is_some(), "chunk {chunk} has a class and is empty");
+            assert!(
+                found.leased <= found.used,
+                "chunk {chunk}: {} leased, {} used",
+                found.leased,
+                found.used
+            );
+            if !found.away {
+                let all = self.slabs(class) as usize;
+                assert_eq!(count + found.used as usize, all, "slabs of chunk {chunk}");
+            }
+            let rests = self.geometry.spill_count > 0 && found.leased == 0 && !found.away && moving.is_none();
+            assert_eq!(found.rests_since.is_some(), rests, "chunk {chunk} may move");
+            if let Some(since) = found.rests_since {
+                assert!(self.resting.contains(&(since, chunk as u32)), "chunk {chunk} rests");
+                resting += 1;
+            }
+            if found.away { away += 1 } else { in_memory += 1 }
+        }
+        assert_eq!(self.resting.len(), resting, "chunks that rest");
+        let free_memory: usize = self.nodes.iter().map(|node| node.free_memory.len()).sum();
+        let used = in_memory + away;
+        let lost_chunks = self.chunks.len().checked_sub(self.free_chunks.len() + used);
+        let slots = self.geometry.chunk_count as usize;
+        let lost_slots = slots.checked_sub(free_memory + in_memory + usize::from(self.leaving));
+        let (lost_chunks, lost_slots) =
+            lost_chunks.zip(lost_slots).expect("no more chunks and slots than there are");
+        assert!(lost_chunks <= self.lost.0, "{lost_chunks} chunks are neither free nor in use");
+        assert!(lost_slots <= self.lost.1, "{lost_slots} slots are neither free nor in use");
+        let spilled = self.geometry.spill_count as usize - self.free_spill.len();
+        let moving = usize::from(self.moving.is_some());
+        assert!(
+            spilled <= away + moving + self.lost.0,
+            "{spilled} slots of the spill file for {away} chunks"
+        );
     }
 
     fn at(&mut self, chunk: u32) -> &mut Chunk {
@@ -173,13 +268,16 @@ impl Pool {
         let chunk = self.at(taken.chunk);
         chunk.used += 1;
         chunk.leased += 1;
+        self.check();
         Some(taken)
     }
 
     /// The writer of a slab is done; tells whether the chunk may move now.
     pub(crate) fn end_lease(&mut self, chunk: u32) -> bool {
         self.at(chunk).leased -= 1;
-        self.rest(chunk)
+        let rests = self.rest(chunk);
+        self.check();
+        rests
     }
 
     /// Puts a chunk of which no slab is leased behind those that may move.
@@ -221,8 +319,11 @@ impl Pool {
         }
         if empty {
             self.free_chunk(chunk);
-        } else if !away {
-            self.slabs_beside(chunk, class).push((chunk, slab));
+        } else {
+            if !away {
+                self.slabs_beside(chunk, class).push((chunk, slab));
+            }
+            self.check();
         }
         empty
     }
@@ -245,6 +346,7 @@ impl Pool {
             }
             Home::Spill(slot) => self.free_spill.push(slot),
         }
+        self.check();
     }
 
     // ---- moves -------------------------------------------------------------------------------
@@ -263,6 +365,7 @@ impl Pool {
         let free_slabs = self.slabs_beside(chunk, class);
         let free = free_slabs.extract_if(.., |(c, _)| *c == chunk).map(|(_, slab)| slab).collect();
         self.moving = Some(Moving { chunk, to, rested_since, free, emptied: false });
+        self.check();
         Some((chunk, to))
     }
 
@@ -277,6 +380,7 @@ impl Pool {
         let moving = self.moving.take().expect("a move is under way");
         self.at(moving.chunk).away = true;
         self.leaving = true;
+        self.check();
     }
 
     /// The slot of memory of the chunk that moved last can be used again.
@@ -302,6 +406,7 @@ impl Pool {
         let class = self.chunks[chunk as usize].class.expect("it is in use");
         self.slabs_beside(chunk, class).extend(free.into_iter().map(|slab| (chunk, slab)));
         self.rest_since(chunk, rested_since);
+        self.check();
         None
     }
 
@@ -314,6 +419,7 @@ impl Pool {
             _ => None,
         };
         let (away, used_count) = (node.is_none(), used.len() as u32);
+        self.lost = (self.lost.0.saturating_sub(1), self.lost.1.saturating_sub(usize::from(!away)));
         let node = node.unwrap_or(0);
         *self.at(chunk) = Chunk { class: Some(class), used: used_count, away, node, ..Chunk::default() };
         if !away {
@@ -331,11 +437,20 @@ impl Pool {
 
     /// These chunks and slots are in use, or nobody knows what is in them.
     pub(crate) fn reserve(&mut self, chunk: &dyn Fn(u32) -> bool, slot: &dyn Fn(Home) -> bool) {
+        let free_memory = |of: &Self| of.nodes.iter().map(|node| node.free_memory.len()).sum::<usize>();
+        let before = (self.free_chunks.len(), free_memory(self));
         self.free_chunks.retain(|&c| !chunk(c));
         for node in &mut self.nodes {
             node.free_memory.retain(|&s| !slot(Home::Memory(s)));
         }
+        // Until they are adopted.
+        self.lost = (before.0 - self.free_chunks.len(), before.1 - free_memory(self));
         self.free_spill.retain(|&s| !slot(Home::Spill(s)));
+    }
+
+    /// Slabs of a chunk in use.
+    pub(crate) fn used_slabs(&self, chunk: u32) -> u32 {
+        self.chunks[chunk as usize].used
     }
 
     // ---- figures -----------------------------------------------------------------------------

@@ -13,8 +13,10 @@ use std::time::{Duration, Instant};
 
 use firn_format::FormatError;
 use firn_format::geometry::Geometry;
+use firn_format::quote::quoted_path;
 use firn_format::spill::{SPILL_DATA_OFFSET, SPILL_HEADER_BYTES, SpillHeader};
 use firn_format::superblock::{SPILL_PATH_MAX, SUPERBLOCK_BYTES, Superblock};
+use firn_trust::{Distrust, Expected, Facts};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{Advice, FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
@@ -28,7 +30,7 @@ const LOCK_WAIT: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SpillFault {
     /// A system call on it failed.
-    #[error("spill file {}: cannot {what}: {source}", path.display())]
+    #[error("spill file {}: cannot {what}: {source}", quoted_path(path))]
     Io {
         /// The file.
         path: PathBuf,
@@ -38,7 +40,10 @@ pub enum SpillFault {
         source: Errno,
     },
     /// The device does not have so much room.
-    #[error("spill file {}: no room for {need} bytes ({why}): lower spill-size, or put it elsewhere with spill", path.display())]
+    #[error(
+        "spill file {}: no room for {need} bytes ({why}): lower spill-size, or put it elsewhere with spill",
+        quoted_path(path)
+    )]
     NoRoom {
         /// The file.
         path: PathBuf,
@@ -48,15 +53,33 @@ pub enum SpillFault {
         why: Errno,
     },
     /// Something is there that is no spill file.
-    #[error("{} is there and is no spill file of firn ({source}): name another with spill, or remove it", path.display())]
+    #[error(
+        "{} is there and is no spill file of firn ({source}): name another with spill, or remove it",
+        quoted_path(path)
+    )]
     NotSpill {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
         source: FormatError,
     },
+    /// It is not a file that only this user could have made.
+    #[error(
+        "spill file {} {why}; nothing in it is believed: remove it, or name another with spill",
+        quoted_path(path)
+    )]
+    Distrusted {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: Distrust,
+    },
     /// It belongs to an arena that is there.
-    #[error("spill file {} belongs to arena {}: name another with spill, or recover that arena first", path.display(), arena.display())]
+    #[error(
+        "spill file {} belongs to arena {}: name another with spill, or recover that arena first",
+        quoted_path(path),
+        quoted_path(arena)
+    )]
     Taken {
         /// The file.
         path: PathBuf,
@@ -64,7 +87,7 @@ pub enum SpillFault {
         arena: PathBuf,
     },
     /// Its bytes are not those of this arena.
-    #[error("spill file {}: {source}", path.display())]
+    #[error("spill file {}: {source}", quoted_path(path))]
     Foreign {
         /// The file.
         path: PathBuf,
@@ -72,7 +95,7 @@ pub enum SpillFault {
         source: FormatError,
     },
     /// It is shorter than it was made.
-    #[error("spill file {} is truncated: {found} bytes, {expected} needed", path.display())]
+    #[error("spill file {} is truncated: {found} bytes, {expected} needed", quoted_path(path))]
     Truncated {
         /// The file.
         path: PathBuf,
@@ -82,7 +105,10 @@ pub enum SpillFault {
         expected: u64,
     },
     /// Its path does not fit the superblock.
-    #[error("the path of spill file {} is longer than {SPILL_PATH_MAX} bytes: choose a shorter one", path.display())]
+    #[error(
+        "the path of spill file {} is longer than {SPILL_PATH_MAX} bytes: choose a shorter one",
+        quoted_path(path)
+    )]
     LongPath {
         /// The file.
         path: PathBuf,
@@ -96,6 +122,7 @@ impl SpillFault {
             Self::Io { source, .. } => *source,
             Self::NoRoom { why, .. } => *why,
             Self::NotSpill { .. } | Self::Taken { .. } => Errno::EXIST,
+            Self::Distrusted { .. } => Errno::PERM,
             Self::Foreign { .. } | Self::Truncated { .. } => Errno::IO,
             Self::LongPath { .. } => Errno::NAMETOOLONG,
         }
@@ -121,6 +148,14 @@ fn open(path: &Path, flags: OFlags) -> Result<OwnedFd, Errno> {
 fn io(path: &Path, what: &'static str) -> impl Fn(Errno) -> SpillFault {
     let path = path.to_owned();
     move |source| SpillFault::Io { path: path.clone(), what, source }
+}
+
+/// Whether only this user could have made it.
+fn check_trust(path: &Path, file: BorrowedFd<'_>) -> Result<(), SpillFault> {
+    let stat = rustix::fs::fstat(file).map_err(io(path, "stat it"))?;
+    Facts::of(&stat)
+        .check(Expected::File, rustix::process::geteuid().as_raw())
+        .map_err(|why| SpillFault::Distrusted { path: path.into(), why })
 }
 
 fn read_header(file: BorrowedFd<'_>) -> Result<SpillHeader, FormatError> {
@@ -208,6 +243,7 @@ impl SpillFile {
             other => (other, None),
         };
         let file = file.map_err(io(&path, "open it"))?;
+        check_trust(&path, file.as_fd())?;
         let header =
             read_header(file.as_fd()).map_err(|source| SpillFault::Foreign { path: path.clone(), source })?;
         let geometry = &superblock.geometry;
@@ -322,6 +358,7 @@ fn remove_stale(path: &Path) -> Result<(), SpillFault> {
     let file = open(path, OFlags::RDONLY).map_err(io(path, "open it"))?;
     let header =
         read_header(file.as_fd()).map_err(|source| SpillFault::NotSpill { path: path.into(), source })?;
+    check_trust(path, file.as_fd())?;
     let arena = PathBuf::from(std::ffi::OsString::from_vec(header.arena_path.clone()));
     let mut page = [0u8; SUPERBLOCK_BYTES];
     let found = open(&arena, OFlags::RDONLY).and_then(|file| rustix::io::pread(&file, &mut page[..], 0));
@@ -329,6 +366,6 @@ fn remove_stale(path: &Path) -> Result<(), SpillFault> {
         return Err(SpillFault::Taken { path: path.into(), arena });
     }
     lock(path, &file)?;
-    tracing::info!(spill = %path.display(), arena = %arena.display(), "replacing a spill file whose arena is gone");
+    tracing::info!(spill = %quoted_path(path), arena = %quoted_path(&arena), "replacing a spill file whose arena is gone");
     rustix::fs::unlink(path).map_err(io(path, "remove it"))
 }

@@ -26,10 +26,10 @@ fn append(arena: &Arena, lease: &mut Lease, file: u64, offset: u64, data: &[u8])
     assert_eq!(reserved.len as usize, data.len(), "the test stays within a slab");
     arena.fill(lease.slab(), reserved.position, data);
     if lease.continues(file, offset, reserved) {
-        return Some(arena.extend(lease, reserved.len).0);
+        return Some(arena.extend(lease, reserved.len, 0).0);
     }
     let sequence = arena.next_sequence();
-    Some(arena.publish(lease, reserved, file, offset, sequence))
+    Some(arena.publish(lease, reserved, (file, offset), sequence, 0))
 }
 
 /// Proves S-write-1.
@@ -126,10 +126,9 @@ fn flipped_bits_are_named_and_what_is_whole_is_kept() {
     let header = g.slab_header_offset(first.slab.chunk, 0);
     let class = g.table_offset(first.slab.chunk) + chunk_word::CLASS;
     type Test = fn(&Damage) -> bool;
-    let cases: [(u64, usize, Test); 6] = [
+    let cases: [(u64, usize, Test); 5] = [
         (record + word::OFFSET, 1, |d| matches!(d, Damage::Piece { .. })),
         (record + word::SEAL, 1, |d| matches!(d, Damage::Piece { .. })),
-        (record + word::STATE, 2, |d| matches!(d, Damage::State { .. })),
         (header + slab_word::STATE, 2, |d| matches!(d, Damage::Slab { .. })),
         (header + slab_word::PUBLISHED + 3, 2, |d| matches!(d, Damage::Count { .. })),
         (class, 0, |d| matches!(d, Damage::Chunk { .. })),
@@ -226,10 +225,10 @@ fn fill_lease(arena: &Arena, lease: &mut Lease, file: u64, offset: &mut u64, rng
         let data: Vec<u8> = (*offset..*offset + len).map(|o| byte_of(file, o)).collect();
         arena.fill(lease.slab(), reserved.position, &data);
         if lease.continues(file, *offset, reserved) {
-            arena.extend(lease, reserved.len);
+            arena.extend(lease, reserved.len, 0);
         } else {
             let sequence = arena.next_sequence();
-            arena.publish(lease, reserved, file, *offset, sequence);
+            arena.publish(lease, reserved, (file, *offset), sequence, 0);
         }
         *offset += len + u64::from(rng.random_bool(0.1)) * 100;
     }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_arena::{Arena, ClientLease, Identity, Taken};
 use firn_client::door::{Outcome, SlabWriter};
-use firn_format::door::Slab;
+use firn_format::door::{OFFSET_MAX, Slab};
 use firn_format::geometry::Geometry;
 use firn_format::piece::{PIECE_BYTES, Piece, word};
 use firn_format::slab::{Class, WRITER_BUSY, writer_idle};
@@ -36,6 +36,14 @@ impl Client {
     fn writer(&self, slab: Slab) -> SlabWriter {
         // SAFETY: the whole arena is mapped as long as this client lives.
         unsafe { SlabWriter::new(self.0, slab, FILE) }
+    }
+    /// Records a piece, whatever the rules say.
+    fn record(&self, slab: &Slab, index: u64, piece: Piece) {
+        let at = slab.records + index * PIECE_BYTES;
+        self.word(at + word::WHO).store(piece.who(), Ordering::Relaxed);
+        self.word(at + word::OFFSET).store(piece.offset, Ordering::Relaxed);
+        self.word(at + word::PLACE).store(piece.place(), Ordering::Relaxed);
+        self.word(at + word::SEAL).store(piece.seal(slab.generation), Ordering::Relaxed);
     }
     fn word(&self, at: u64) -> &AtomicU64 {
         // SAFETY: within the mapping, and aligned by the format.
@@ -71,7 +79,7 @@ fn what_a_client_published_is_taken_in_once_and_as_it_grows() {
     let arena = create(&dir.path().join("arena"), 4);
     let mut lease = lease(&arena, Class::Medium);
     let client = Client::of(&arena);
-    let mut writer = client.writer(arena.client_slab(&lease));
+    let mut writer = client.writer(arena.client_slab(&lease, 0));
     assert_eq!(take(&arena, &mut lease), []);
     append(&mut writer, 10, b"abc");
     assert_eq!(take(&arena, &mut lease), [(10, 3)]);
@@ -99,7 +107,7 @@ fn a_slab_whose_writer_is_busy_is_not_used_again_before_it_is_idle() {
     let dir = tempfile::tempdir().unwrap();
     let arena = create(&dir.path().join("arena"), 1);
     let mut lease = lease(&arena, Class::Whole);
-    let slab = arena.client_slab(&lease);
+    let slab = arena.client_slab(&lease, 0);
     let client = Client::of(&arena);
     let mut writer = client.writer(slab);
     client.word(slab.writer).store(writer_idle(slab.generation) | WRITER_BUSY, Ordering::SeqCst);
@@ -118,7 +126,7 @@ fn a_slab_of_a_dead_process_is_free_at_once() {
     let arena = create(&dir.path().join("arena"), 1);
     let mut child = Command::new("sleep").arg("1000").stdin(Stdio::null()).process_group(0).spawn().unwrap();
     let mut lease = arena.lease_client(Class::Whole, FILE, child.id(), None).unwrap();
-    let slab = arena.client_slab(&lease);
+    let slab = arena.client_slab(&lease, 0);
     let client = Client::of(&arena);
     client.word(slab.writer).fetch_or(WRITER_BUSY, Ordering::SeqCst);
     arena.revoke_client(&mut lease, &mut |_| {}).unwrap();
@@ -140,7 +148,7 @@ fn attach_finds_every_published_byte_and_stops_clients_that_live_on() {
     let arena = create(&path, 4);
     let (quiet, busy) = (lease(&arena, Class::Medium), lease(&arena, Class::Medium));
     let client = Client::of(&arena);
-    let slabs = [arena.client_slab(&quiet), arena.client_slab(&busy)];
+    let slabs = [arena.client_slab(&quiet, 0), arena.client_slab(&busy, 0)];
     let mut writers = slabs.map(|slab| client.writer(slab));
     for writer in &mut writers {
         assert_eq!(append(writer, 0, &[7; 5000]), Outcome::Done(5000));
@@ -171,6 +179,29 @@ fn attach_finds_every_published_byte_and_stops_clients_that_live_on() {
 }
 
 #[test]
+fn regression_a_record_beyond_the_largest_offset_does_not_count_after_the_death_of_firnd() {
+    for offset in [OFFSET_MAX - 3, 1 << 60, (1 << 63) - 5] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("arena");
+        let arena = create(&path, 4);
+        let slab = arena.client_slab(&lease(&arena, Class::Medium), 0);
+        let client = Client::of(&arena);
+        append(&mut client.writer(slab), 0, b"good");
+        let piece = Piece { file: FILE, offset, sequence: slab.sequence + 1, position: 4, len: 4 };
+        client.record(&slab, 1, piece);
+        drop(arena);
+        for _ in 0..2 {
+            let (arena, stored, damage) = Arena::attach(&path).unwrap();
+            assert!(damage.is_empty(), "{damage:?}");
+            let found: Vec<u64> = stored.iter().map(|stored| stored.piece.offset).collect();
+            assert_eq!(found, [0], "a piece at {offset}");
+            stored.iter().for_each(|stored| arena.keep(stored.at, stored.piece.len));
+            arena.settle(&stored);
+        }
+    }
+}
+
+#[test]
 fn a_record_that_breaks_the_rules_ends_the_lease_and_never_counts() {
     type Spoil = fn(&mut Piece, u32);
     let spoils: [Spoil; 5] = [
@@ -185,20 +216,14 @@ fn a_record_that_breaks_the_rules_ends_the_lease_and_never_counts() {
         let path = dir.path().join("arena");
         let arena = create(&path, 4);
         let mut lease = lease(&arena, Class::Medium);
-        let slab = arena.client_slab(&lease);
+        let slab = arena.client_slab(&lease, 0);
         let client = Client::of(&arena);
         let mut writer = client.writer(slab);
         append(&mut writer, 0, b"good");
         assert_eq!(take(&arena, &mut lease), [(0, 4)]);
         let mut piece = Piece { file: FILE, offset: 4, sequence: slab.sequence + 1, position: 4, len: 4 };
         spoil(&mut piece, 4);
-        let at = slab.records + PIECE_BYTES;
-        client.word(at + word::FILE).store(piece.file, Ordering::Relaxed);
-        client.word(at + word::OFFSET).store(piece.offset, Ordering::Relaxed);
-        client.word(at + word::SEQUENCE).store(piece.sequence, Ordering::Relaxed);
-        let position = u64::from(piece.position) | (0x4c1f_e5a9 << 32);
-        client.word(at + word::POSITION).store(position, Ordering::Relaxed);
-        client.word(at + word::SEAL).store(piece.seal(slab.generation), Ordering::Relaxed);
+        client.record(&slab, 1, piece);
         let looked = arena.take_client(&mut lease, &mut |taken| panic!("{taken:?}"));
         // A piece that leaves the slab does not even pass for one.
         assert_eq!(looked.is_err(), case != 3, "case {case}");

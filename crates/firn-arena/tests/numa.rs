@@ -117,7 +117,7 @@ fn an_arena_keeps_its_parts_over_an_attach() {
     let reserved = lease.reserve(1, 0, 100).expect("room");
     arena.fill(lease.slab(), reserved.position, &[7; 100]);
     let sequence = arena.next_sequence();
-    arena.publish(&mut lease, reserved, 1, 0, sequence);
+    arena.publish(&mut lease, reserved, (1, 0), sequence, 0);
     drop(arena);
     let (arena, stored, damage) = Arena::attach_on(&path, &topology).expect("attach");
     assert!(damage.is_empty());

@@ -65,7 +65,7 @@ fn append(arena: &Arena, lease: &mut Lease, file: u64, offset: u64, len: u64) ->
     let reserved = lease.reserve(file, offset, len).filter(|r| u64::from(r.len) == len)?;
     arena.fill(lease.slab(), reserved.position, &bytes_of(file, offset, len));
     let sequence = arena.next_sequence();
-    Some(arena.publish(lease, reserved, file, offset, sequence))
+    Some(arena.publish(lease, reserved, (file, offset), sequence, 0))
 }
 
 /// A sealed chunk full of one file.

@@ -20,11 +20,13 @@ use std::sync::Arc;
 
 use rustix::fs::{self, AtFlags, CWD, FallocateFlags, FileType, Gid, Mode, OFlags, SeekFrom, Uid};
 
+use crate::unsynced::{self, Key, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime, StatFs,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 
 mod attr;
+mod devices;
 mod make;
 mod owner;
 mod proc;
@@ -33,17 +35,41 @@ mod stream;
 mod times;
 mod xattr;
 
+use devices::Devices;
 use proc::FdPath;
 pub use stream::DirStream;
+
+/// Files that are synced at once where each is synced by itself: enough to hide the way to a server.
+const SYNC_THREADS: usize = 8;
 
 /// A directory of this machine, on whatever file system.
 #[derive(Debug)]
 pub struct DirBacking {
     path: PathBuf,
-    /// `O_PATH`, as every node.
-    root: Arc<OwnedFd>,
-    /// Opened for reading: syncfs(2) does not take `O_PATH`.
-    readable_root: OwnedFd,
+    root: Arc<DirNode>,
+    /// The file systems that were met, and how each of them is synced.
+    devices: Devices,
+    unsynced: Unsynced,
+}
+
+/// An object: an `O_PATH` descriptor, and what never changes of it.
+#[derive(Debug)]
+pub struct DirNode {
+    fd: OwnedFd,
+    key: Key,
+    kind: Kind,
+}
+
+impl DirNode {
+    fn new(fd: OwnedFd, attr: &Attr) -> Arc<Self> {
+        Arc::new(Self { fd, key: (attr.dev, attr.ino), kind: attr.kind })
+    }
+}
+
+impl AsFd for DirNode {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
 }
 
 /// An open regular file.
@@ -51,6 +77,7 @@ pub struct DirBacking {
 pub struct DirFile {
     fd: OwnedFd,
     access: Access,
+    key: Key,
 }
 
 impl DirFile {
@@ -66,8 +93,110 @@ impl DirBacking {
         let path = path.as_ref().canonicalize()?;
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = fs::open(&path, flags | OFlags::PATH, Mode::empty())?;
-        let readable_root = reopen::dir(&root)?;
-        Ok(Self { path, root: Arc::new(root), readable_root })
+        Self::of_root(root, path)
+    }
+
+    fn of_root(root: OwnedFd, path: PathBuf) -> io::Result<Self> {
+        let attr = attr::attr(&root)?;
+        let root = DirNode::new(root, &attr);
+        let devices = Devices::new(root.key.0, reopen::dir(&root)?)?;
+        Ok(Self { path, root, devices, unsynced: Unsynced::default() })
+    }
+
+    /// An object was changed.
+    fn changed(&self, key: Key, fd: BorrowedFd<'_>) {
+        if self.devices.is_synced_one_by_one(key.0, fd) {
+            self.unsynced.changed(key, || self.place(fd));
+        }
+    }
+
+    fn changed_node(&self, node: &DirNode) {
+        self.changed(node.key, node.as_fd());
+    }
+
+    /// An object was made in `parent`.
+    fn made(&self, parent: &DirNode, node: &DirNode) {
+        self.changed_node(node);
+        self.changed_node(parent);
+    }
+
+    /// A name was removed from `parent`, or not.
+    fn removed_if(&self, removed: Result<()>, parent: &DirNode, name: &OsStr) -> Result<()> {
+        removed?;
+        self.changed_node(parent);
+        if self.devices.is_synced_one_by_one(parent.key.0, parent.as_fd())
+            && let Some(path) = path_of_entry(self.place(parent.as_fd()), name)
+        {
+            self.unsynced.removed(&path);
+        }
+        Ok(())
+    }
+
+    /// Where the kernel says that an object is now.
+    fn place(&self, fd: BorrowedFd<'_>) -> Place {
+        let Ok(links) = attr::links(fd) else { return Place::Unknown };
+        if links == 0 {
+            return Place::Gone;
+        }
+        let (Ok(path), Ok(top)) = (absolute(fd), absolute(self.root.as_fd())) else { return Place::Unknown };
+        // One of several names was removed, and this descriptor was opened by that one.
+        if path.ends_with(b" (deleted)") {
+            return Place::Unknown;
+        }
+        let top = if top == b"/" { &[][..] } else { &top };
+        match path.strip_prefix(top) {
+            Some(b"") => Place::At(Vec::new(), links),
+            Some([b'/', path @ ..]) => Place::At(path.to_vec(), links),
+            _ => Place::Unknown,
+        }
+    }
+
+    /// Syncs the objects that were changed and need it one by one; all that are there if they are not known.
+    fn sync_tracked(&self) -> Result<()> {
+        unsynced::sync_entries(self)?;
+        let version = self.unsynced.begin_sync();
+        if !self.unsynced.has_lost_track() {
+            return Ok(());
+        }
+        self.sync_file_systems(&self.root, &mut |top| unsynced::sync_below(self, top))?;
+        self.unsynced.all_synced(version);
+        Ok(())
+    }
+
+    /// syncfs(2) of what it reaches below `top`; calls `each` for the tops of file systems that it does not reach.
+    fn sync_file_systems(
+        &self,
+        top: &Arc<DirNode>,
+        each: &mut dyn FnMut(&Arc<DirNode>) -> Result<()>,
+    ) -> Result<()> {
+        let mut seen = vec![top.key.0];
+        self.sync_file_system(top, each)?;
+        for path in devices::mounts_below(&absolute(top.as_fd())?, &absolute(self.root.as_fd())?) {
+            let Ok((node, _)) = self.find(&path) else { continue };
+            if node.kind == Kind::Dir && !seen.contains(&node.key.0) {
+                seen.push(node.key.0);
+                self.sync_file_system(&node, each)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn sync_file_system(
+        &self,
+        top: &Arc<DirNode>,
+        each: &mut dyn FnMut(&Arc<DirNode>) -> Result<()>,
+    ) -> Result<()> {
+        match self.devices.syncfs(top.key.0, top.as_fd()) {
+            Some(synced) => synced,
+            None => each(top),
+        }
+    }
+
+    /// The same for a directory that is open; `path` is for people and for keys.
+    pub fn of_dir(dir: OwnedFd, path: impl Into<PathBuf>) -> io::Result<Self> {
+        let flags = OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::PATH;
+        let root = fs::openat(&dir, c".", flags, Mode::empty())?;
+        Self::of_root(root, path.into())
     }
 
     /// The canonical path that was opened. For people and for keys; no call goes through it.
@@ -81,14 +210,39 @@ fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
+/// Where the kernel says that an open object is.
+fn absolute(fd: BorrowedFd<'_>) -> Result<Vec<u8>> {
+    Ok(fs::readlink(FdPath::of(fd).as_c_str(), Vec::new())?.into_bytes())
+}
+
 /// The object that `name` means, without following it.
-fn node_at(parent: &OwnedFd, name: &OsStr) -> Result<Arc<OwnedFd>> {
+fn node_at(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    Ok(Arc::new(fs::openat(parent, name, flags, Mode::empty())?))
+    fs::openat(parent, name, flags, Mode::empty())
+}
+
+impl Tracked for DirBacking {
+    fn unsynced(&self) -> &Unsynced {
+        &self.unsynced
+    }
+
+    fn threads(&self) -> usize {
+        SYNC_THREADS
+    }
+
+    fn find(&self, path: &[u8]) -> Result<(Self::Node, Attr)> {
+        let node = node_at(self.root.as_fd(), &unsynced::relative(path))?;
+        let attr = attr::attr(&node)?;
+        Ok((DirNode::new(node, &attr), attr))
+    }
+
+    fn open_dir_to_sync(&self, node: &Self::Node) -> Result<Self::Dir> {
+        Ok(DirStream::new(reopen::dir_to_sync(node)?))
+    }
 }
 
 impl Backing for DirBacking {
-    type Node = Arc<OwnedFd>;
+    type Node = Arc<DirNode>;
     type File = DirFile;
     type Dir = DirStream;
 
@@ -97,9 +251,9 @@ impl Backing for DirBacking {
     }
 
     fn lookup(&self, parent: &Self::Node, name: &OsStr) -> Result<(Self::Node, Attr)> {
-        let node = node_at(parent, name)?;
+        let node = node_at(parent.as_fd(), name)?;
         let attr = attr::attr(&node)?;
-        Ok((node, attr))
+        Ok((DirNode::new(node, &attr), attr))
     }
 
     fn create(
@@ -109,7 +263,10 @@ impl Backing for DirBacking {
         name: &OsStr,
         mode: u32,
     ) -> Result<(Self::Node, Self::File, Attr)> {
-        make::file(caller, parent, name, mode)
+        let (node, file, attr) = make::file(caller, parent.as_fd(), name, mode)?;
+        let node = DirNode::new(node, &attr);
+        self.made(parent, &node);
+        Ok((node, file, attr))
     }
 
     fn mkdir(
@@ -120,7 +277,10 @@ impl Backing for DirBacking {
         mode: u32,
     ) -> Result<(Self::Node, Attr)> {
         let make = |mode| fs::mkdirat(parent, name, Mode::from_raw_mode(mode));
-        make::object(caller, parent, name, Kind::Dir, mode, &make)
+        let (node, attr) = make::object(caller, parent.as_fd(), name, Kind::Dir, mode, &make)?;
+        let node = DirNode::new(node, &attr);
+        self.made(parent, &node);
+        Ok((node, attr))
     }
 
     fn mknod(
@@ -136,7 +296,10 @@ impl Backing for DirBacking {
         let kind = Kind::from_mode(typed).ok_or(Errno::INVAL)?;
         let file_type = FileType::from_raw_mode(typed);
         let make = |mode| fs::mknodat(parent, name, file_type, Mode::from_raw_mode(mode & 0o7777), rdev);
-        make::object(caller, parent, name, kind, mode, &make)
+        let (node, attr) = make::object(caller, parent.as_fd(), name, kind, mode, &make)?;
+        let node = DirNode::new(node, &attr);
+        self.made(parent, &node);
+        Ok((node, attr))
     }
 
     fn symlink(
@@ -147,22 +310,40 @@ impl Backing for DirBacking {
         target: &OsStr,
     ) -> Result<(Self::Node, Attr)> {
         let make = |_| fs::symlinkat(target, parent, name);
-        make::object(caller, parent, name, Kind::Symlink, 0, &make)
+        let (node, attr) = make::object(caller, parent.as_fd(), name, Kind::Symlink, 0, &make)?;
+        let node = DirNode::new(node, &attr);
+        self.made(parent, &node);
+        Ok((node, attr))
     }
 
     fn link(&self, node: &Self::Node, parent: &Self::Node, name: &OsStr) -> Result<Attr> {
-        // `AT_EMPTY_PATH` would need CAP_DAC_READ_SEARCH; following the link in /proc does not.
-        let path = FdPath::of(node);
-        fs::linkat(CWD, path.as_c_str(), parent, name, AtFlags::SYMLINK_FOLLOW)?;
-        attr::attr(node)
+        match fs::linkat(node, c"", parent, name, AtFlags::EMPTY_PATH) {
+            // Before Linux 6.10 that needs CAP_DAC_READ_SEARCH; following the link in /proc does not, but takes
+            // several times as long.
+            Err(Errno::NOENT) => {
+                let path = FdPath::of(node);
+                fs::linkat(CWD, path.as_c_str(), parent, name, AtFlags::SYMLINK_FOLLOW)?;
+            }
+            linked => linked?,
+        }
+        self.made(parent, node);
+        let attr = attr::attr(node)?;
+        if self.devices.is_synced_one_by_one(node.key.0, node.as_fd())
+            && let Some(path) = path_of_entry(self.place(parent.as_fd()), name)
+        {
+            self.unsynced.linked(node.key, path, u64::from(attr.nlink));
+        }
+        Ok(attr)
     }
 
     fn unlink(&self, parent: &Self::Node, name: &OsStr) -> Result<()> {
-        fs::unlinkat(parent, name, AtFlags::empty())
+        let done = fs::unlinkat(parent, name, AtFlags::empty());
+        self.removed_if(done, parent, name)
     }
 
     fn rmdir(&self, parent: &Self::Node, name: &OsStr) -> Result<()> {
-        fs::unlinkat(parent, name, AtFlags::REMOVEDIR)
+        let done = fs::unlinkat(parent, name, AtFlags::REMOVEDIR);
+        self.removed_if(done, parent, name)
     }
 
     fn rename(
@@ -173,8 +354,25 @@ impl Backing for DirBacking {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
+        let is_exchange = flags.contains(RenameFlags::EXCHANGE);
         let flags = fs::RenameFlags::from_bits_retain(flags.bits());
-        fs::renameat_with(parent, name, new_parent, new_name, flags)
+        let call = || fs::renameat_with(parent, name, new_parent, new_name, flags);
+        if !self.devices.is_synced_one_by_one(parent.key.0, parent.as_fd()) {
+            return call();
+        }
+        let ticket = self.unsynced.begin_rename();
+        let result = call();
+        let path = |dir: &DirNode, name| path_of_entry(self.place(dir.as_fd()), name);
+        match (result, path(parent, name), path(new_parent, new_name)) {
+            (Err(_), ..) => self.unsynced.end_rename(ticket, None, is_exchange),
+            (Ok(()), Some(from), Some(to)) => {
+                self.unsynced.end_rename(ticket, Some((&from, &to)), is_exchange);
+            }
+            (Ok(()), ..) => self.unsynced.end_unknown_rename(ticket),
+        }
+        self.changed_node(parent);
+        self.changed_node(new_parent);
+        result
     }
 
     fn readlink(&self, node: &Self::Node) -> Result<Vec<u8>> {
@@ -199,16 +397,22 @@ impl Backing for DirBacking {
         if attr::attr(node)?.kind == Kind::Symlink {
             return Err(Errno::OPNOTSUPP);
         }
-        fs::chmod(FdPath::of(node).as_c_str(), Mode::from_raw_mode(mode & 0o7777))
+        let done = fs::chmod(FdPath::of(node).as_c_str(), Mode::from_raw_mode(mode & 0o7777));
+        self.changed_node(node);
+        done
     }
 
     fn set_owner(&self, node: &Self::Node, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
         let (uid, gid) = (uid.map(Uid::from_raw), gid.map(Gid::from_raw));
-        fs::chownat(node, c"", uid, gid, AtFlags::EMPTY_PATH)
+        let done = fs::chownat(node, c"", uid, gid, AtFlags::EMPTY_PATH);
+        self.changed_node(node);
+        done
     }
 
     fn set_times(&self, node: &Self::Node, atime: SetTime, mtime: SetTime) -> Result<()> {
-        times::set(node, atime, mtime)
+        let done = times::set(node, atime, mtime);
+        self.changed_node(node);
+        done
     }
 
     fn get_xattr(&self, node: &Self::Node, name: &OsStr) -> Result<Vec<u8>> {
@@ -216,7 +420,9 @@ impl Backing for DirBacking {
     }
 
     fn set_xattr(&self, node: &Self::Node, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
-        xattr::set(node, name, value, flags)
+        let done = xattr::set(node, name, value, flags);
+        self.changed_node(node);
+        done
     }
 
     fn list_xattr(&self, node: &Self::Node) -> Result<Vec<u8>> {
@@ -224,7 +430,9 @@ impl Backing for DirBacking {
     }
 
     fn remove_xattr(&self, node: &Self::Node, name: &OsStr) -> Result<()> {
-        xattr::remove(node, name)
+        let done = xattr::remove(node, name);
+        self.changed_node(node);
+        done
     }
 
     fn open_dir(&self, node: &Self::Node) -> Result<Self::Dir> {
@@ -241,16 +449,22 @@ impl Backing for DirBacking {
     }
 
     fn sync_dir(&self, node: &Self::Node) -> Result<()> {
+        let version = self.unsynced.begin_sync();
         match reopen::dir(node) {
-            Ok(dir) => fs::fsync(dir),
+            Ok(dir) => fs::fsync(dir)?,
             // A directory that we may write to but not read: the larger promise holds the smaller.
-            Err(Errno::ACCESS) => self.sync_all(),
-            Err(e) => Err(e),
+            Err(Errno::ACCESS) => match self.devices.syncfs(node.key.0, node.as_fd()) {
+                Some(synced) => synced?,
+                None => fs::fsync(reopen::dir_to_sync(node)?)?,
+            },
+            Err(e) => return Err(e),
         }
+        self.unsynced.synced(node.key, version);
+        Ok(())
     }
 
     fn open(&self, node: &Self::Node, access: Access) -> Result<Self::File> {
-        Ok(DirFile { fd: reopen::file(node, access)?, access })
+        Ok(DirFile { fd: reopen::file(node, access)?, access, key: node.key })
     }
 
     fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize> {
@@ -268,16 +482,22 @@ impl Backing for DirBacking {
     }
 
     fn write_at(&self, file: &Self::File, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
-        rustix::io::pwritev(&file.fd, data, offset)
+        let done = rustix::io::pwritev(&file.fd, data, offset);
+        self.changed(file.key, file.fd.as_fd());
+        done
     }
 
     fn set_len(&self, file: &Self::File, len: u64) -> Result<()> {
-        fs::ftruncate(&file.fd, len)
+        let done = fs::ftruncate(&file.fd, len);
+        self.changed(file.key, file.fd.as_fd());
+        done
     }
 
     fn allocate(&self, file: &Self::File, mode: i32, offset: u64, len: u64) -> Result<()> {
         let mode = FallocateFlags::from_bits_retain(mode as u32);
-        fs::fallocate(&file.fd, mode, offset, len)
+        let done = fs::fallocate(&file.fd, mode, offset, len);
+        self.changed(file.key, file.fd.as_fd());
+        done
     }
 
     fn seek(&self, file: &Self::File, offset: u64, what: Seek) -> Result<u64> {
@@ -299,8 +519,9 @@ impl Backing for DirBacking {
     ) -> Result<u64> {
         let (mut from_at, mut to_at) = (from_offset, to_offset);
         let len = usize::try_from(len).unwrap_or(usize::MAX);
-        let done = fs::copy_file_range(&from.fd, Some(&mut from_at), &to.fd, Some(&mut to_at), len)?;
-        Ok(done as u64)
+        let done = fs::copy_file_range(&from.fd, Some(&mut from_at), &to.fd, Some(&mut to_at), len);
+        self.changed(to.key, to.fd.as_fd());
+        Ok(done? as u64)
     }
 
     fn begin_sync(&self, file: &Self::File, offset: u64, len: u64) {
@@ -316,11 +537,18 @@ impl Backing for DirBacking {
     }
 
     fn sync(&self, file: &Self::File, data_only: bool) -> Result<()> {
-        if data_only { fs::fdatasync(&file.fd) } else { fs::fsync(&file.fd) }
+        if data_only {
+            return fs::fdatasync(&file.fd);
+        }
+        let version = self.unsynced.begin_sync();
+        fs::fsync(&file.fd)?;
+        self.unsynced.synced(file.key, version);
+        Ok(())
     }
 
     fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>> {
-        Some(file.fd.as_fd())
+        // What the kernel writes without us we could not tell of when it is to be durable.
+        (!self.devices.is_synced_one_by_one(file.key.0, file.fd.as_fd())).then(|| file.fd.as_fd())
     }
 
     fn statfs(&self) -> Result<StatFs> {
@@ -337,6 +565,39 @@ impl Backing for DirBacking {
     }
 
     fn sync_all(&self) -> Result<()> {
-        fs::syncfs(&self.readable_root)
+        let version = self.unsynced.begin_sync();
+        let is_in_doubt = self.unsynced.inherits() || self.unsynced.has_lost_track();
+        self.sync_file_systems(&self.root, &mut |top| match is_in_doubt {
+            true => unsynced::sync_below(self, top),
+            false => Ok(()),
+        })?;
+        if is_in_doubt {
+            self.unsynced.all_synced(version);
+        }
+        self.sync_tracked()
+    }
+
+    fn sync_changes(&self) -> Result<()> {
+        self.sync_file_systems(&self.root, &mut |_| Ok(()))?;
+        self.sync_tracked()
+    }
+
+    fn sync_tree(&self, node: &Self::Node) -> Result<()> {
+        if node.key == self.root.key {
+            return self.sync_all();
+        }
+        let is_in_doubt = self.unsynced.inherits();
+        self.sync_file_systems(node, &mut |top| match is_in_doubt {
+            true => unsynced::sync_below(self, top),
+            false => Ok(()),
+        })?;
+        self.sync_tracked()
+    }
+
+    fn sync_way(&self) -> SyncWay {
+        match self.devices.is_root_synced_one_by_one() {
+            true => SyncWay::EachFile,
+            false => SyncWay::FileSystem,
+        }
     }
 }

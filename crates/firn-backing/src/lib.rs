@@ -8,7 +8,8 @@
 //! * A [`Backing::Node`] refers to the object, not to a name: it stays valid across renames and, while
 //!   it is held, after the last unlink.
 //! * Calls are plain: no retries, no caching, the kernel's errno as it is.
-//! * All calls may be made from any thread at once.
+//! * All calls may be made from any thread at once, and each may take for ever: nobody makes one with a lock
+//!   of [`lock`] held.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -17,9 +18,11 @@ use std::os::fd::BorrowedFd;
 pub use rustix::io::Errno;
 
 pub mod dir;
+pub mod lock;
 pub mod sim;
 pub mod suite;
 mod types;
+mod unsynced;
 pub use dir::DirBacking;
 pub use sim::SimBacking;
 pub use types::*;
@@ -137,7 +140,8 @@ pub trait Backing: Send + Sync + 'static {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()>;
-    /// fsync(2) of a directory: the names in it are durable.
+    /// fsync(2) of a directory: it and the names in it are durable, and the symbolic links and devices in it, which no
+    /// other call syncs.
     fn sync_dir(&self, node: &Self::Node) -> Result<()>;
 
     // ---- data --------------------------------------------------------------------------------
@@ -175,8 +179,16 @@ pub trait Backing: Send + Sync + 'static {
 
     /// fstatvfs(3).
     fn statfs(&self) -> Result<StatFs>;
-    /// syncfs(2) of the file system below.
+    /// Makes everything in the backing durable, data and names, whoever changed it. Once this was done, what others
+    /// change beside this backing may be left out. syncfs(2) where that reaches the file system; else each file and
+    /// directory by itself, which the first time takes a walk of the whole tree.
     fn sync_all(&self) -> Result<()>;
+    /// The same for what was changed through this backing since it was opened: no more is walked for it.
+    fn sync_changes(&self) -> Result<()>;
+    /// The same as [`Backing::sync_all`] for a directory and all below it; not for the names that lead to it.
+    fn sync_tree(&self, node: &Self::Node) -> Result<()>;
+    /// Which way that goes for the top directory.
+    fn sync_way(&self) -> SyncWay;
 
     /// Waits until the contents of an object may be changed, where that is not always so: who holds locks that
     /// others need asks before it takes them.

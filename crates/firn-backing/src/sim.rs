@@ -3,13 +3,15 @@
 //! * Every call of the trait is one *step*; a [`Plan`] sees its name and number and may make it fail.
 //! * [`SimBacking::fork`] makes another world that goes on from the same disk.
 //! * [`SimBacking::power_loss`] leaves one of the states that a real disk may be left in.
+//! * A call may hang ([`SimBacking::hang`]); one that is made with a lock held that must not be, panics.
 //! * No permissions are checked: the caller is taken to be root.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
+use crate::unsynced::Unsynced;
 use crate::{Errno, Result};
 
 mod calls;
@@ -45,6 +47,9 @@ pub struct SimBacking {
     state: Arc<Mutex<State>>,
     /// Files that are open.
     open: Arc<AtomicUsize>,
+    /// syncfs(2) reaches nobody.
+    is_synced_one_by_one: Arc<AtomicBool>,
+    unsynced: Arc<Unsynced>,
 }
 
 #[derive(Default)]
@@ -53,6 +58,66 @@ struct State {
     steps: u64,
     plan: Option<Plan>,
     dead: bool,
+    /// The next call like each of these does not begin before its [`Hang`] is released.
+    hangs: Vec<(Hangs, Arc<HangState>)>,
+}
+
+/// Which call hangs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Hangs {
+    Op(&'static str),
+    Step(u64),
+}
+
+/// A call that hangs: see [`SimBacking::hang`]. Dropped, it lets the call go on.
+pub struct Hang(Arc<HangState>);
+
+#[derive(Default)]
+struct HangState {
+    progress: Mutex<HangProgress>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct HangProgress {
+    reached: bool,
+    released: bool,
+}
+
+impl Hang {
+    /// Waits until a call hangs.
+    pub fn await_call(&self) {
+        let mut progress = self.0.progress.lock();
+        while !progress.reached {
+            self.0.changed.wait(&mut progress);
+        }
+    }
+
+    /// Whether a call hangs now.
+    pub fn is_reached(&self) -> bool {
+        self.0.progress.lock().reached
+    }
+
+    /// Lets it go on.
+    pub fn release(self) {}
+}
+
+impl Drop for Hang {
+    fn drop(&mut self) {
+        self.0.progress.lock().released = true;
+        self.0.changed.notify_all();
+    }
+}
+
+impl HangState {
+    fn wait(&self) {
+        let mut progress = self.progress.lock();
+        progress.reached = true;
+        self.changed.notify_all();
+        while !progress.released {
+            self.changed.wait(&mut progress);
+        }
+    }
 }
 
 impl SimBacking {
@@ -61,10 +126,17 @@ impl SimBacking {
         Self::default()
     }
 
+    /// The same; for every other `seed` on a file system that syncfs(2) does not reach.
+    pub fn of_seed(seed: u64) -> Self {
+        let sim = Self::new();
+        sim.sync_one_by_one(seed % 2 == 1);
+        sim
+    }
+
     /// A backing over a copy of a disk.
     pub fn from_disk(disk: Disk) -> Self {
         let state = State { disk, ..State::default() };
-        Self { state: Arc::new(Mutex::new(state)), open: Arc::default() }
+        Self { state: Arc::new(Mutex::new(state)), ..Self::default() }
     }
 
     /// A copy of the disk and its cache, as they are now.
@@ -74,7 +146,19 @@ impl SimBacking {
 
     /// Another world from here on: same disk, no plan, no steps, alive.
     pub fn fork(&self) -> Self {
-        Self::from_disk(self.snapshot())
+        let fork = Self::from_disk(self.snapshot());
+        fork.sync_one_by_one(self.is_synced_one_by_one.load(Ordering::Relaxed));
+        fork
+    }
+
+    /// Has syncfs(2) reach nobody, as over FUSE, or ends that.
+    pub fn sync_one_by_one(&self, is_so: bool) {
+        self.is_synced_one_by_one.store(is_so, Ordering::Relaxed);
+    }
+
+    /// The process ended, and another one goes on with the same disk: what was changed and not synced is not known.
+    pub fn begin_new_process(&self) {
+        self.unsynced.reset();
     }
 
     /// Calls so far.
@@ -102,6 +186,24 @@ impl SimBacking {
         self.set_plan(move |_, step| (step >= n).then_some(Fault::Crash));
     }
 
+    /// The next call with this name, and only that one, does not return before what this gives is dropped.
+    /// All others go on meanwhile.
+    pub fn hang(&self, op: &'static str) -> Hang {
+        self.hang_one(Hangs::Op(op))
+    }
+
+    /// The same for the call that would be this step (`n` calls from the start), whatever it is. It does nothing
+    /// before it goes on, and is not yet counted.
+    pub fn hang_at(&self, n: u64) -> Hang {
+        self.hang_one(Hangs::Step(n))
+    }
+
+    fn hang_one(&self, which: Hangs) -> Hang {
+        let hang = Arc::new(HangState::default());
+        self.state.lock().hangs.push((which, Arc::clone(&hang)));
+        Hang(hang)
+    }
+
     /// Whether a crash has happened.
     pub fn is_dead(&self) -> bool {
         self.state.lock().dead
@@ -110,6 +212,7 @@ impl SimBacking {
     /// Ends a crash, and the plan with it. What was written is still there; see also
     /// [`SimBacking::power_loss`].
     pub fn revive(&self) {
+        self.begin_new_process();
         let mut state = self.state.lock();
         (state.dead, state.plan) = (false, None);
     }
@@ -117,12 +220,19 @@ impl SimBacking {
     /// The power fails: some of what was not synced is lost, chosen by `seed`. Nodes and files from
     /// before are worth nothing (ESTALE where the object is gone).
     pub fn power_loss(&self, seed: u64) {
+        self.begin_new_process();
         self.state.lock().disk.power_loss(seed);
     }
 
     /// Bounds the bytes in files, counted in pages: ENOSPC above. `None` lifts the bound.
     pub fn set_capacity(&self, bytes: Option<u64>) {
         self.state.lock().disk.capacity_bytes = bytes;
+    }
+
+    /// The disk has another device number, as after it was mounted again: nobody has it open meanwhile.
+    pub fn set_device(&self, device: u64) {
+        self.begin_new_process();
+        self.state.lock().disk.device = device;
     }
 
     /// Makes every change fail with EROFS, or ends that.
@@ -142,6 +252,13 @@ impl SimBacking {
 }
 
 impl State {
+    /// The hang that this call runs into.
+    fn take_hang(&mut self, op: &'static str) -> Option<Arc<HangState>> {
+        let now = [Hangs::Op(op), Hangs::Step(self.steps + 1)];
+        let at = self.hangs.iter().position(|(hung, _)| now.contains(hung))?;
+        Some(self.hangs.swap_remove(at).1)
+    }
+
     /// Counts a step and asks the plan; the most bytes that a write may take.
     fn step(&mut self, op: &'static str) -> Result<usize> {
         self.steps += 1;

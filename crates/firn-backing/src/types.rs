@@ -66,6 +66,17 @@ impl Time {
         }
     }
 
+    /// Nanoseconds since 1970; 0 before, and the largest number after 2554.
+    pub fn to_ns(self) -> u64 {
+        let sec = u64::try_from(self.sec).ok();
+        sec.map_or(0, |sec| sec.saturating_mul(1_000_000_000).saturating_add(self.nsec.into()))
+    }
+
+    /// From nanoseconds since 1970.
+    pub fn from_ns(ns: u64) -> Self {
+        Self { sec: (ns / 1_000_000_000) as i64, nsec: (ns % 1_000_000_000) as u32 }
+    }
+
     /// `ns` below 10^9.
     fn plus_ns(self, ns: u32) -> Self {
         let nsec = self.nsec + ns;
@@ -74,7 +85,7 @@ impl Time {
 }
 
 /// A tick of the kernel with the lowest rate that it can be built for, 100 Hz.
-const TICK_NS_MAX: u32 = 10_000_000;
+pub const TICK_NS_MAX: u32 = 10_000_000;
 
 /// What to do with one of a file's times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,6 +162,15 @@ pub enum Seek {
     Data,
     /// `SEEK_HOLE`.
     Hole,
+}
+
+/// How many files are made durable at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SyncWay {
+    /// syncfs(2): one call for a whole file system.
+    FileSystem,
+    /// fsync(2) of each file and directory, because syncfs(2) does not reach the file system.
+    EachFile,
 }
 
 bitflags! {

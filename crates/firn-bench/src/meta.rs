@@ -8,7 +8,7 @@ use crate::report::{Report, Sample};
 use crate::serve::{Mounted, Server};
 use crate::worker::{self, Operation, Task};
 
-/// Creates, finds, lists and removes files.
+/// Creates, finds, lists, links and removes files.
 ///
 /// The baseline is a plain FUSE passthrough file system written with the same crate, with the same
 /// lifetimes of entries and attributes; the native directory stands beside it. Goal: at most 3 times
@@ -24,11 +24,12 @@ pub struct MetaArgs {
 
 /// What is timed, and whether its names are made behind the mount beforehand, so that the kernel
 /// cannot know them from their creation.
-const PHASES: [(&str, Operation, Names); 4] = [
+const PHASES: [(&str, Operation, Names); 5] = [
     ("create, write 4K, close", Operation::Create, Names::None),
     ("unlink", Operation::Unlink, Names::FromCreate),
     ("stat", Operation::Stat, Names::Behind),
     ("readdir", Operation::List, Names::Behind),
+    ("link", Operation::Link, Names::Behind),
 ];
 
 #[derive(Clone, Copy, PartialEq)]
@@ -48,7 +49,7 @@ impl MetaArgs {
         let mut report = Report::new("meta");
         let file_system = crate::machine::file_system_of(work.path());
         report.note(format!("one process, {count} files in one directory on {file_system}"));
-        report.note("stat and readdir: names made behind the mount, so that no cache knows them");
+        report.note("stat, readdir and link: names made behind the mount, so that no cache knows them");
         let mut samples = vec![vec![Vec::new(); candidates.len()]; PHASES.len()];
         let steps = self.common.repeats() as usize * candidates.len() * PHASES.len();
         let bar = progress(steps as u64, "meta");

@@ -96,6 +96,8 @@ pub enum Operation {
     List,
     /// unlink(2).
     Unlink,
+    /// link(2): a second name for each file.
+    Link,
     /// open, write 1 KiB in the middle of what is there, close.
     Patch,
 }
@@ -379,6 +381,7 @@ fn names(dir: &PathBuf, count: u64, operation: Operation, buffer: &[u8]) -> anyh
             }),
             Operation::Stat => std::fs::symlink_metadata(&path).map(drop),
             Operation::Unlink => std::fs::remove_file(&path),
+            Operation::Link => std::fs::hard_link(&path, path.with_extension("link")),
             Operation::List => unreachable!("handled above"),
         };
         done.with_context(|| format!("{operation:?} of {} failed", path.display()))?;

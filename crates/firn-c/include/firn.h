@@ -31,7 +31,7 @@
  *
  *     firn_restore(mount, "/ckpt", 17);             before a restart from checkpoint 17
  *
- * Units: sizes, lengths and offsets are bytes. Strings end with a zero byte; paths are UTF-8.
+ * Units: sizes, lengths and offsets are bytes. Strings end with a zero byte; paths are any bytes.
  *
  * Errors: functions that can fail return 0 or a positive errno. firn_strerror() says what it means here and
  * what to do, firn_error_message() more exactly what happened. What a function gives through a pointer is
@@ -42,12 +42,11 @@
  *     ETIMEDOUT   firnd does not answer (stopped, or its machine overloaded)
  *     EACCES      the mount belongs to another user
  *     EPROTO      firnd and this library are of different versions
- *     EAGAIN      too many connections to this firnd
+ *     EAGAIN      all connections to this firnd are in use by others, with requests or lists
  *     ESTALE      the list does not hold any more: make another one
- *     ENOENT, EISDIR, EXDEV, EILSEQ
- *                 no such file, or no transaction there; a directory; on another mount than the handle;
- *                 not UTF-8
- *     EOPNOTSUPP  the mount has no transactions: mount it with drain=commit
+ *     ENOENT, EISDIR, EXDEV
+ *                 no such file, or no transaction there; a directory; on another mount than the handle
+ *     EOPNOTSUPP  the mount has no transactions: mount it with drain=commit; or mode=shadow cannot work there
  *     ENOTDIR, EBUSY
  *                 a transaction covers a directory; another transaction is in the way
  *     EINVAL      a null pointer, a range outside the piece, not a regular file, another number
@@ -159,7 +158,7 @@ typedef struct firn_chunk_list firn_chunk_list;
 /* Lists the file at `path`. From now on until firn_chunk_list_free(), firn_close() or the end of this
  * process or of firnd, the pieces in memory and in the spill file stay where they are and keep their bytes,
  * whatever is done to the file: that memory is not free for others meanwhile, so do not keep lists longer
- * than needed. ENOENT, EISDIR, EINVAL, EXDEV, EILSEQ, EMFILE, EIO, ENOTCONN, ETIMEDOUT. */
+ * than needed. ENOENT, EISDIR, EINVAL, EXDEV, EMFILE, EIO, ENOTCONN, ETIMEDOUT. */
 int firn_get_chunk_meta_list(firn *handle, const char *path, firn_chunk_list **list);
 
 /* Bytes of the file when the list was made. */
@@ -190,8 +189,9 @@ int firn_read_chunk(firn *handle, const struct firn_chunk_meta *piece, uint64_t 
 /* A transaction covers a directory of the mount and all below it: `path` names that directory, the mount
  * point or one below it. It belongs to the mount, not to the handle or the process: whoever may use the
  * mount may commit it. Other errors than those named here are the backing's (EIO, ENOSPC, ...); then the
- * transaction is kept, and the call can be tried again. All of them: EOPNOTSUPP, ENOENT, EINVAL, EXDEV,
- * EILSEQ, ENODEV, ENOTCONN. Where the connection ends (ENOTCONN) in the middle of a commit, its outcome is
+ * transaction is kept, and the call can be tried again. A number that is named here is never the backing's:
+ * where that would be, EIO is given, and firn_error_message() has what the backing said. All of them:
+ * EOPNOTSUPP, ENOENT, EINVAL, EXDEV, ENODEV, ENOTCONN. Where the connection ends (ENOTCONN) in the middle of a commit, its outcome is
  * not known: firn_restore() after the next mount tells. */
 
 /* For firn_commit(): the number the transaction was prepared with, or else the last commit's plus one. */

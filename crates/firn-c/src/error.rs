@@ -2,8 +2,11 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
+use std::path::PathBuf;
 
 use firn_client::ClientError;
+use firn_format::path::BytePath;
+use firn_format::quote::quoted_path;
 use rustix::io::Errno;
 
 thread_local! {
@@ -26,18 +29,20 @@ pub(crate) enum Error {
     #[error("{0}")]
     Argument(&'static str),
     /// A path on another mount.
-    #[error("{path} is on the mount at {found}, the handle is of {expected}")]
+    #[error(
+        "{} is on the mount at {}, the handle is of {}",
+        quoted_path(path),
+        quoted_path(found),
+        quoted_path(expected)
+    )]
     OtherMount {
         /// As asked for.
-        path: String,
+        path: PathBuf,
         /// Its mount point.
-        found: String,
+        found: PathBuf,
         /// That of the handle.
-        expected: String,
+        expected: PathBuf,
     },
-    /// The protocol is JSON.
-    #[error("the path is not UTF-8")]
-    NotUtf8,
     /// Nothing to copy from.
     #[error("these bytes are in the backing only: read them through the mount")]
     InBacking,
@@ -45,7 +50,7 @@ pub(crate) enum Error {
     #[error("{path} is not the file of this mount: {why}")]
     Foreign {
         /// Which.
-        path: String,
+        path: BytePath,
         /// What is wrong.
         why: String,
     },
@@ -55,7 +60,7 @@ pub(crate) enum Error {
         /// What was tried.
         what: &'static str,
         /// On what.
-        path: String,
+        path: BytePath,
         /// Why not.
         errno: Errno,
     },
@@ -72,7 +77,6 @@ impl Error {
             Self::Stale(_) | Self::Foreign { .. } => Errno::STALE,
             Self::Argument(_) => Errno::INVAL,
             Self::OtherMount { .. } => Errno::XDEV,
-            Self::NotUtf8 => Errno::ILSEQ,
             Self::InBacking => Errno::NODATA,
             Self::System { errno, .. } => *errno,
             Self::Fault(_) => Errno::NOTRECOVERABLE,
@@ -108,7 +112,7 @@ pub(crate) fn meaning(error: c_int) -> &'static CStr {
         Errno::TIMEDOUT => c"firnd does not answer: it may be stopped or its machine overloaded, see its log",
         Errno::ACCESS | Errno::PERM => c"the mount belongs to another user: run this as that user",
         Errno::PROTO => c"firnd and this library are of different versions: use those of one",
-        Errno::AGAIN => c"too many connections to this firnd: close some, or try again",
+        Errno::AGAIN => c"all connections to this firnd are in use: end some requests or lists, or try again",
         Errno::STALE => c"the list or the mapping does not hold any more: make another one",
         Errno::NOENT => c"no such file or directory in this mount, or no transaction is open there",
         Errno::NOTDIR => c"not a directory: a transaction covers one and all below it",
@@ -117,7 +121,6 @@ pub(crate) fn meaning(error: c_int) -> &'static CStr {
         Errno::NOSPC | Errno::DQUOT => c"no room in the backing or the arena: make some, then try again",
         Errno::ISDIR => c"a directory: name a file in it",
         Errno::XDEV => c"the path is on another mount than the handle: open that one",
-        Errno::ILSEQ => c"the path is not UTF-8: reach the file by another name",
         Errno::INVAL => c"a null pointer, a range outside the piece, not a regular file, or another number",
         Errno::NODATA => c"the bytes are in the backing only: read them through the mount",
         Errno::IO => c"the spill file or the backing fails: `firn status` has the details",
@@ -151,8 +154,7 @@ mod tests {
             Error::Closed,
             Error::Stale(String::new()),
             Error::Argument(""),
-            Error::OtherMount { path: String::new(), found: String::new(), expected: String::new() },
-            Error::NotUtf8,
+            Error::OtherMount { path: PathBuf::new(), found: PathBuf::new(), expected: PathBuf::new() },
             Error::InBacking,
             Error::Client(ClientError::NoMount { path: "/x".into(), arena: None }),
             Error::Client(ClientError::Refused { errno: Errno::BUSY.raw_os_error(), message: String::new() }),

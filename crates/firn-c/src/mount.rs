@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use firn_client::{ClientError, Connection, Mount as Found};
+use firn_format::path::BytePath;
 use firn_format::protocol::{ChunkList, DataRegion, Request};
 
 use crate::error::Error;
@@ -29,7 +30,9 @@ impl Mount {
         let found = firn_client::find(path)?.mount;
         let mut connection = Connection::open(&found)?;
         let region = connection.region()?;
-        let text = |path: &str| CString::new(path).map_err(|_| Error::Argument("a path with a zero byte"));
+        let text = |path: &BytePath| {
+            CString::new(path.as_bytes()).map_err(|_| Error::Argument("a path with a zero byte"))
+        };
         Ok(Self {
             found,
             connection: Mutex::new(Some(connection)),
@@ -60,7 +63,7 @@ impl Mount {
         let mut connection = self.connection();
         let answer = question(connection.as_mut().ok_or(Error::Closed)?);
         if let Err(error) = &answer
-            && !matches!(error, ClientError::Refused { .. })
+            && !matches!(error, ClientError::Refused { .. } | ClientError::Busy { .. })
         {
             *connection = None;
         }
@@ -83,14 +86,13 @@ impl Mount {
     }
 
     /// The path below the mount of one that must be on it.
-    fn relative(&self, path: &Path) -> Result<String, Error> {
-        let text = path.to_str().ok_or(Error::NotUtf8)?;
+    fn relative(&self, path: &Path) -> Result<BytePath, Error> {
         let place = firn_client::find(path)?;
         if (&place.mount.backing, place.mount.user_id) != (&self.found.backing, self.found.user_id) {
             return Err(Error::OtherMount {
-                path: text.to_owned(),
-                found: place.mount.mount_point.display().to_string(),
-                expected: self.found.mount_point.display().to_string(),
+                path: path.to_owned(),
+                found: place.mount.mount_point,
+                expected: self.found.mount_point.clone(),
             });
         }
         Ok(place.relative)
@@ -105,7 +107,7 @@ impl Mount {
     pub(crate) fn transaction(
         &self,
         path: &Path,
-        make: impl FnOnce(String) -> Request,
+        make: impl FnOnce(BytePath) -> Request,
     ) -> Result<Option<u64>, Error> {
         let request = make(self.relative(path)?);
         self.ask(|connection| Ok(connection.transaction(&request)?.map(|(id, _)| id)))

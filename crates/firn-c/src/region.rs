@@ -6,10 +6,10 @@
 
 use std::fmt::Write;
 use std::mem::MaybeUninit;
-use std::path::Path;
 use std::ptr::NonNull;
 
 use firn_format::geometry::DATA_ALIGN;
+use firn_format::path::BytePath;
 use firn_format::protocol::{DataRegion, SpillRegion};
 use firn_format::spill::{SPILL_HEADER_BYTES, SpillHeader};
 use firn_format::superblock::{SUPERBLOCK_BYTES, Superblock};
@@ -30,7 +30,7 @@ pub(crate) struct Mapping {
 pub(crate) struct Spill {
     pub(crate) view: View,
     file: OwnedFd,
-    path: String,
+    path: BytePath,
 }
 
 impl Mapping {
@@ -80,10 +80,10 @@ impl Spill {
 }
 
 /// A file and its first bytes.
-fn open(path: &str, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), Error> {
-    let failed = |what| move |errno| Error::System { what, path: path.to_owned(), errno };
+fn open(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), Error> {
+    let failed = |what| move |errno| Error::System { what, path: path.clone(), errno };
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    let file = rustix::fs::open(Path::new(path), flags, Mode::empty()).map_err(failed("open"))?;
+    let file = rustix::fs::open(path.as_path(), flags, Mode::empty()).map_err(failed("open"))?;
     let mut head = vec![0; head_bytes];
     let n = rustix::io::pread(&file, &mut head[..], 0).map_err(failed("read"))?;
     head.truncate(n);
@@ -110,12 +110,12 @@ unsafe impl Send for View {}
 unsafe impl Sync for View {}
 
 impl View {
-    fn new(file: impl AsFd, path: &str, offset: u64, bytes: u64) -> Result<Self, Error> {
-        let failed = |errno| Error::System { what: "map", path: path.to_owned(), errno };
+    fn new(file: impl AsFd, path: &BytePath, offset: u64, bytes: u64) -> Result<Self, Error> {
+        let failed = |errno| Error::System { what: "map", path: path.clone(), errno };
         let size = rustix::fs::fstat(&file).map_err(failed)?.st_size as u64;
         if offset.checked_add(bytes).is_none_or(|end| end > size) || bytes == 0 {
             let why = format!("it has {size} bytes, {bytes} from {offset} on are needed");
-            return Err(Error::Foreign { path: path.to_owned(), why });
+            return Err(Error::Foreign { path: path.clone(), why });
         }
         // Huge pages need an address that agrees with the offset modulo their size: reserve more, then choose.
         let align = DATA_ALIGN as usize;
@@ -176,7 +176,7 @@ mod tests {
         let data: Vec<u8> = (0..3 << 20).map(|at: u32| (at % 251) as u8).collect();
         std::io::Write::write_all(&mut &file, &data).unwrap();
         for (offset, bytes) in [(0, 3 << 20), (4096, 5000), (2 << 20, 1 << 20)] {
-            let view = View::new(&file, "file", offset, bytes).unwrap();
+            let view = View::new(&file, &"file".into(), offset, bytes).unwrap();
             assert_eq!((view.start() as u64).wrapping_sub(offset) % DATA_ALIGN, 0);
             let at = view.address(bytes - 1, 1).unwrap();
             // SAFETY: within the view.
@@ -184,7 +184,7 @@ mod tests {
             assert_eq!(view.address(bytes, 1), None);
             assert_eq!(view.address(u64::MAX, 2), None);
         }
-        let short = View::new(&file, "file", 4096, 3 << 20).err().unwrap().to_string();
+        let short = View::new(&file, &"file".into(), 4096, 3 << 20).err().unwrap().to_string();
         assert!(short.contains("3149824") || short.contains("3145728"), "{short}");
     }
 
@@ -193,7 +193,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("arena");
         std::fs::write(&path, vec![0; 1 << 16]).unwrap();
-        let region = DataRegion { path: path.to_str().unwrap().into(), bytes: 4096, ..DataRegion::default() };
+        let region = DataRegion { path: path.clone().into(), bytes: 4096, ..DataRegion::default() };
         let error = Mapping::of(&region).err().unwrap();
         assert_eq!(error.errno(), Errno::STALE.raw_os_error(), "{error}");
         let missing = DataRegion { path: "/no/such/arena".into(), ..region };

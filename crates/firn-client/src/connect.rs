@@ -2,23 +2,37 @@
 //!
 //! Promises
 //! * A [`Connection`] exists only after firnd has said Hello in our protocol.
+//! * A firnd that closes a connection because nobody used it for long, and others came, is connected to again, once
+//!   for a request: it says that nothing was carried out. Another firnd than the first is never asked.
 //! * Hello and short questions fail after `ANSWER_S` seconds of silence; waits may take for ever.
 //! * A firnd that is gone is an error and no SIGPIPE: the program may be anybody's.
+//! * Nothing is sent before the runtime directory and the process at the other end were found to be of the user
+//!   who mounted.
 
 use std::io::{self, BufRead, BufReader, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use firn_format::protocol::{ChunkList, DataRegion, FileStatus, PROTOCOL_VERSION, Reply, Request, Status};
+use firn_format::path::BytePath;
+use firn_format::protocol::{
+    ChunkList, DataRegion, FileStatus, Holder, PROTOCOL_VERSION, Reply, Request, Status,
+};
+use firn_format::quote::quoted_path;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::SendFlags;
+use rustix::process::{Pid, PidfdFlags};
 
 use crate::error::ClientError;
 use crate::find::Mount;
+use crate::liveness::Liveness;
+use crate::paths::open_runtime_dir;
 
 /// Seconds that firnd may take to answer a short question. firnd answers from memory, so only a stopped
 /// or starved one needs longer than a moment.
 const ANSWER_S: u64 = 10;
+const ANSWER: Option<Duration> = Some(Duration::from_secs(ANSWER_S));
 /// Bytes of the longest answer that is taken: 10^6 pending files with long paths.
 const REPLY_BYTES_MAX: u64 = 1 << 30;
 
@@ -37,6 +51,10 @@ pub struct Progress {
 pub struct Connection {
     mount: Mount,
     stream: BufReader<UnixStream>,
+    /// There is none, because firnd closed it in favour of others: it is opened again for the next request.
+    is_closed: bool,
+    /// Of the firnd that it was opened to; empty: none has answered yet.
+    incarnation: String,
     /// Package version of firnd.
     pub version: String,
     /// Its process id.
@@ -46,23 +64,51 @@ pub struct Connection {
 impl Connection {
     /// Connects to the firnd of `mount`.
     pub fn open(mount: &Mount) -> Result<Self, ClientError> {
-        let stream = UnixStream::connect(mount.files().socket).map_err(|error| refused(mount, error))?;
-        Self::over(mount, stream)
+        Self::over(mount, connect(mount)?)
     }
 
     fn over(mount: &Mount, stream: UnixStream) -> Result<Self, ClientError> {
-        let stream = BufReader::new(stream);
-        let mut connection = Self { mount: mount.clone(), stream, version: String::new(), pid: 0 };
-        match connection.ask(&Request::Hello)? {
-            Reply::Hello { protocol, version, pid } if protocol == PROTOCOL_VERSION => {
-                connection.version = version;
-                connection.pid = pid;
-                Ok(connection)
-            }
-            Reply::Hello { protocol, version, .. } => {
+        let mut connection = Self {
+            mount: mount.clone(),
+            stream: BufReader::new(stream),
+            is_closed: true,
+            incarnation: String::new(),
+            version: String::new(),
+            pid: 0,
+        };
+        connection.greet().or_else(|error| match error {
+            // Closed as soon as it was open: many come at once.
+            ClientError::Busy { holders, .. } if holders.is_empty() => connection.reopen(),
+            error => Err(error),
+        })?;
+        Ok(connection)
+    }
+
+    /// Connects again, to the same firnd.
+    fn reopen(&mut self) -> Result<(), ClientError> {
+        self.stream = BufReader::new(connect(&self.mount)?);
+        self.greet()
+    }
+
+    fn greet(&mut self) -> Result<(), ClientError> {
+        self.is_closed = true;
+        match self.attempt(&Request::Hello, ANSWER, &mut |_| {})? {
+            Some(Reply::Hello { protocol, version, .. }) if protocol != PROTOCOL_VERSION => {
                 Err(ClientError::Protocol { found: protocol, expected: PROTOCOL_VERSION, version })
             }
-            other => Err(nonsense(&other)),
+            // The one that was asked before has ended, and another one serves the mount.
+            Some(Reply::Hello { incarnation, .. })
+                if !self.incarnation.is_empty() && incarnation != self.incarnation =>
+            {
+                Err(self.broken(io::ErrorKind::UnexpectedEof.into()))
+            }
+            Some(Reply::Hello { version, pid, incarnation, .. }) => {
+                (self.version, self.pid, self.incarnation) = (version, pid, incarnation);
+                self.is_closed = false;
+                Ok(())
+            }
+            Some(other) => Err(nonsense(&other)),
+            None => Err(self.busy(0, Vec::new())),
         }
     }
 
@@ -75,8 +121,8 @@ impl Connection {
     }
 
     /// Pending files at or below `path`.
-    pub fn files(&mut self, path: &str) -> Result<Vec<FileStatus>, ClientError> {
-        match self.ask(&Request::Files { path: path.to_owned() })? {
+    pub fn files(&mut self, path: &BytePath) -> Result<Vec<FileStatus>, ClientError> {
+        match self.ask(&Request::Files { path: path.clone() })? {
             Reply::Files { files } => Ok(files),
             other => Err(nonsense(&other)),
         }
@@ -91,8 +137,8 @@ impl Connection {
     }
 
     /// Where each byte of the file at `path` is. It holds until it is released or the connection ends.
-    pub fn chunks(&mut self, path: &str) -> Result<ChunkList, ClientError> {
-        match self.ask(&Request::Chunks { path: path.to_owned() })? {
+    pub fn chunks(&mut self, path: &BytePath) -> Result<ChunkList, ClientError> {
+        match self.ask(&Request::Chunks { path: path.clone() })? {
             Reply::Chunks(list) => Ok(list),
             other => Err(nonsense(&other)),
         }
@@ -128,22 +174,49 @@ impl Connection {
     }
 
     /// Frees the memory of drained data: bytes freed, bytes that stay because they are not drained.
-    pub fn evict(&mut self, path: &str) -> Result<(u64, u64), ClientError> {
-        match self.ask(&Request::Evict { path: path.to_owned() })? {
+    pub fn evict(&mut self, path: &BytePath) -> Result<(u64, u64), ClientError> {
+        match self.ask(&Request::Evict { path: path.clone() })? {
             Reply::Evicted { freed_bytes, held_bytes } => Ok((freed_bytes, held_bytes)),
             other => Err(nonsense(&other)),
         }
     }
 
     /// Keeps files in memory, or no longer: their number and bytes.
-    pub fn pin(&mut self, path: &str, pinned: bool) -> Result<(u64, u64), ClientError> {
-        match self.ask(&Request::Pin { path: path.to_owned(), pinned })? {
+    pub fn pin(&mut self, path: &BytePath, pinned: bool) -> Result<(u64, u64), ClientError> {
+        match self.ask(&Request::Pin { path: path.clone(), pinned })? {
             Reply::Pinned { files, bytes } => Ok((files, bytes)),
             other => Err(nonsense(&other)),
         }
     }
 
-    /// A request that may take for ever ([`Request::Wait`], [`Request::Unmount`]).
+    /// Asks for the end of firnd, and gives what waits for it beside the answer.
+    pub fn unmount(
+        &mut self,
+        force: bool,
+        keep_held: bool,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<(Process, Result<(), ClientError>), ClientError> {
+        if self.is_closed {
+            self.reopen()?;
+        }
+        // Before it is asked, and of a connection that stays: from the request on firnd does not close it.
+        let mut process = self.process();
+        let request = Request::Unmount { force, keep_held };
+        let mut answer = self.attempt(&request, None, progress);
+        if let Ok(None) = answer {
+            self.reopen()?;
+            process = self.process();
+            answer = self.attempt(&request, None, progress);
+        }
+        let answer = answer.and_then(|reply| match reply {
+            Some(Reply::Done) => Ok(()),
+            Some(other) => Err(nonsense(&other)),
+            None => Err(self.busy(0, Vec::new())),
+        });
+        Ok((process, answer))
+    }
+
+    /// A request that may take for ever ([`Request::Wait`]).
     pub fn wait(&mut self, request: &Request, progress: &mut dyn FnMut(Progress)) -> Result<(), ClientError> {
         match self.exchange(request, None, progress)? {
             Reply::Done => Ok(()),
@@ -160,16 +233,45 @@ impl Connection {
         }
     }
 
-    fn ask(&mut self, request: &Request) -> Result<Reply, ClientError> {
-        self.exchange(request, Some(Duration::from_secs(ANSWER_S)), &mut |_| {})
+    fn process(&self) -> Process {
+        let peer = firn_trust::peer(self.stream.get_ref()).ok();
+        let pid = peer.and_then(|peer| Pid::from_raw(peer.pid?.get().try_into().ok()?));
+        // It answered Hello, and as long as we are connected its number is nobody else's.
+        let pidfd = pid.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
+        let socket = self.stream.get_ref().try_clone().ok();
+        Process { pidfd, socket, id: self.pid }
     }
 
+    fn ask(&mut self, request: &Request) -> Result<Reply, ClientError> {
+        self.exchange(request, ANSWER, &mut |_| {})
+    }
+
+    /// An answer to a request, on another connection if firnd has closed this one.
     fn exchange(
         &mut self,
         request: &Request,
         timeout: Option<Duration>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Reply, ClientError> {
+        if !self.is_closed
+            && let Some(reply) = self.attempt(request, timeout, progress)?
+        {
+            return Ok(reply);
+        }
+        self.reopen()?;
+        match self.attempt(request, timeout, progress)? {
+            Some(reply) => Ok(reply),
+            None => Err(self.busy(0, Vec::new())),
+        }
+    }
+
+    /// An answer to a request; `None`: firnd has closed the connection before and carried nothing out.
+    fn attempt(
+        &mut self,
+        request: &Request,
+        timeout: Option<Duration>,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Option<Reply>, ClientError> {
         let mut line = serde_json::to_vec(request).expect("a request is plain JSON");
         line.push(b'\n');
         let stream = self.stream.get_mut();
@@ -177,43 +279,125 @@ impl Connection {
             .set_read_timeout(timeout)
             .and_then(|()| stream.set_write_timeout(timeout))
             .and_then(|()| send_all(stream, &line));
-        sent.map_err(|error| self.broken(error))?;
+        // A firnd that refuses or closes a connection says why first, often before the request is sent.
+        let closed = |error: &io::Error| {
+            matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+        };
+        let unsent = match sent {
+            Err(error) if !closed(&error) => return Err(self.broken(error)),
+            sent => sent.err(),
+        };
         loop {
-            match self.read_reply()? {
+            let reply = match (self.read_reply(), &unsent) {
+                (Err(ReadError::Io(error)), None) => return Err(self.broken(error)),
+                (Err(ReadError::Nonsense(what)), None) => return Err(ClientError::Nonsense { what }),
+                (Ok(reply), None) => reply,
+                (Ok(reply @ (Reply::Error { .. } | Reply::Busy { .. } | Reply::Closed)), Some(_)) => reply,
+                (_, Some(error)) => return Err(self.broken(error.kind().into())),
+            };
+            match reply {
                 Reply::Progress { bytes_left, files_left, phase } => {
                     progress(Progress { bytes_left, files_left, phase })
                 }
                 Reply::Error { errno, message } => return Err(ClientError::Refused { errno, message }),
-                other => return Ok(other),
+                Reply::Busy { connections, holders } => return Err(self.busy(connections, holders)),
+                Reply::Closed => {
+                    self.is_closed = true;
+                    return Ok(None);
+                }
+                other => return Ok(Some(other)),
             }
         }
     }
 
-    fn read_reply(&mut self) -> Result<Reply, ClientError> {
+    fn read_reply(&mut self) -> Result<Reply, ReadError> {
         let mut line = Vec::new();
-        let read = (&mut self.stream).take(REPLY_BYTES_MAX).read_until(b'\n', &mut line);
-        match read {
-            Ok(_) if line.last() == Some(&b'\n') => serde_json::from_slice(&line)
-                .map_err(|error| ClientError::Nonsense { what: error.to_string() }),
-            Ok(_) => Err(self.broken(io::ErrorKind::UnexpectedEof.into())),
-            Err(error) => Err(self.broken(error)),
+        (&mut self.stream).take(REPLY_BYTES_MAX).read_until(b'\n', &mut line).map_err(ReadError::Io)?;
+        if line.last() != Some(&b'\n') {
+            return Err(ReadError::Io(io::ErrorKind::UnexpectedEof.into()));
         }
+        serde_json::from_slice(&line).map_err(|error| ReadError::Nonsense(error.to_string()))
+    }
+
+    fn busy(&self, connections: u32, holders: Vec<Holder>) -> ClientError {
+        ClientError::Busy { mount_point: self.mount.mount_point.clone(), connections, holders }
     }
 
     fn broken(&self, error: io::Error) -> ClientError {
         let (mount_point, log): (PathBuf, PathBuf) = (self.mount.mount_point.clone(), self.mount.files().log);
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                let pid = rustix::net::sockopt::socket_peercred(self.stream.get_ref())
-                    .map_or_else(|_| "unknown".to_owned(), |peer| peer.pid.as_raw_nonzero().to_string());
+                let pid = firn_trust::peer(self.stream.get_ref()).ok().and_then(|peer| peer.pid);
+                let pid = pid.map_or_else(|| "unknown".to_owned(), |pid| pid.to_string());
                 ClientError::Silent { mount_point, seconds: ANSWER_S, pid, log }
             }
             io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
                 ClientError::Gone { mount_point, log }
             }
-            _ => ClientError::Io { what: format!("the control socket of {}", mount_point.display()), error },
+            _ => ClientError::Io {
+                what: format!("the control socket of {}", quoted_path(&mount_point)),
+                error,
+            },
         }
     }
+}
+
+/// A firnd that is about to end.
+pub struct Process {
+    /// Where it can be had: not across PID namespaces.
+    pidfd: Option<OwnedFd>,
+    /// firnd serves a connection as long as it lives, and the kernel closes it then.
+    socket: Option<UnixStream>,
+    /// Its process id, as it says itself.
+    pub id: u32,
+}
+
+impl Process {
+    /// Waits until it has ended and let go of every file; false where it has not within `limit`.
+    pub fn wait(&self, limit: Option<Duration>) -> bool {
+        let deadline = limit.map(|limit| Instant::now() + limit);
+        loop {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            let timeout = left.and_then(|left| Timespec::try_from(left).ok());
+            let polled = match (&self.pidfd, &self.socket) {
+                (Some(pidfd), _) => poll(&mut [PollFd::new(pidfd, PollFlags::IN)], timeout.as_ref()),
+                // Hung up, and not merely an answer that nobody read.
+                (None, Some(socket)) => poll(&mut [PollFd::new(socket, PollFlags::RDHUP)], timeout.as_ref()),
+                (None, None) => return false,
+            };
+            match polled {
+                Ok(0) => return false,
+                Ok(_) => return true,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return false,
+            }
+        }
+    }
+}
+
+/// Why there is no reply.
+enum ReadError {
+    Io(io::Error),
+    Nonsense(String),
+}
+
+/// The socket of the firnd of `mount`, with that firnd at its other end.
+fn connect(mount: &Mount) -> Result<UnixStream, ClientError> {
+    if mount.is_of_another_user() && !rustix::process::geteuid().is_root() {
+        return Err(not_yours(mount));
+    }
+    if open_runtime_dir(&mount.runtime_dir, mount.user_id)?.is_none() {
+        return Err(without_socket(mount));
+    }
+    let socket = mount.files().socket;
+    let stream = UnixStream::connect(&socket).map_err(|error| refused(mount, error))?;
+    let mount_point = || mount.mount_point.clone();
+    firn_trust::check_peer(&stream, mount.user_id).map_err(|why| ClientError::Stranger {
+        mount_point: mount_point(),
+        socket,
+        why,
+    })?;
+    Ok(stream)
 }
 
 fn send_all(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
@@ -234,13 +418,36 @@ fn nonsense(reply: &Reply) -> ClientError {
 }
 
 fn refused(mount: &Mount, error: io::Error) -> ClientError {
-    let (backing, mount_point) = (mount.backing.clone(), mount.mount_point.clone());
     match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
-            ClientError::Dead { backing, mount_point }
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => without_socket(mount),
+        io::ErrorKind::PermissionDenied => not_yours(mount),
+        _ => ClientError::Io { what: quoted_path(&mount.files().socket), error },
+    }
+}
+
+fn not_yours(mount: &Mount) -> ClientError {
+    ClientError::NotYours { mount_point: mount.mount_point.clone(), user_id: mount.user_id }
+}
+
+/// A socket may be removed, or looked for in another place than where it is: whether firnd lives is asked of the
+/// kernel.
+fn without_socket(mount: &Mount) -> ClientError {
+    let mount_point = mount.mount_point.clone();
+    match mount.liveness(Duration::from_secs(ANSWER_S)) {
+        Liveness::Dead => ClientError::Dead { backing: mount.backing.clone(), mount_point },
+        Liveness::Living => ClientError::NoSocket { mount_point, runtime_dir: mount.runtime_dir.clone() },
+        Liveness::Silent => {
+            let log = mount.files().log;
+            ClientError::Silent { mount_point, seconds: ANSWER_S, pid: "unknown".into(), log }
         }
-        io::ErrorKind::PermissionDenied => ClientError::NotYours { mount_point, user_id: mount.user_id },
-        _ => ClientError::Io { what: mount.files().socket.display().to_string(), error },
+        Liveness::Unknown(errno) => {
+            let what = format!(
+                "there is no socket of the firnd of {} in {}, and the kernel does not tell whether it lives",
+                quoted_path(&mount_point),
+                quoted_path(&mount.runtime_dir)
+            );
+            ClientError::Io { what, error: errno.into() }
+        }
     }
 }
 
@@ -254,8 +461,9 @@ mod tests {
         Mount {
             backing: "/no/such/backing".into(),
             mount_point: "/no/such/mount".into(),
-            user_id: 0,
+            user_id: rustix::process::geteuid().as_raw(),
             is_tree: false,
+            runtime_dir: "/no/such/runtime".into(),
         }
     }
 
@@ -273,26 +481,101 @@ mod tests {
         Connection::over(&mount(), ours)
     }
 
-    const HELLO: &str = "{\"reply\":\"hello\",\"protocol\":1,\"version\":\"0.1.0\",\"pid\":7}\n";
+    const HELLO: &str =
+        "{\"reply\":\"hello\",\"protocol\":3,\"version\":\"0.1.0\",\"pid\":7,\"incarnation\":\"a-1\"}\n";
+    const CLOSED: &str = "{\"reply\":\"closed\"}\n";
+
+    /// A firnd with a socket that serves connections one after the other: each has the lines that answer its
+    /// requests, and ends. The requests that it read.
+    fn serving(
+        dir: &std::path::Path,
+        replies: Vec<Vec<String>>,
+    ) -> (Mount, std::thread::JoinHandle<Vec<String>>) {
+        let mount = Mount { runtime_dir: dir.to_owned(), ..mount() };
+        let listener = std::os::unix::net::UnixListener::bind(mount.files().socket).unwrap();
+        let served = std::thread::spawn(move || {
+            let mut requests = Vec::new();
+            for replies in replies {
+                let mut stream = BufReader::new(listener.accept().unwrap().0);
+                for reply in replies {
+                    // What is said without being asked comes before the request.
+                    if reply != CLOSED {
+                        let mut request = String::new();
+                        stream.read_line(&mut request).unwrap();
+                        requests.push(request);
+                    }
+                    stream.get_mut().write_all(reply.as_bytes()).unwrap();
+                }
+            }
+            requests
+        });
+        (mount, served)
+    }
+
+    fn private_dir() -> tempfile::TempDir {
+        let mode: std::fs::Permissions = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        tempfile::Builder::new().permissions(mode).tempdir().unwrap()
+    }
+
+    fn lines(lines: &[&str]) -> Vec<String> {
+        lines.iter().map(|line| (*line).to_owned()).collect()
+    }
+
+    #[test]
+    fn regression_a_connection_that_firnd_closed_because_it_was_idle_is_opened_again_and_the_request_repeated()
+     {
+        let dir = private_dir();
+        let done = "{\"reply\":\"done\"}\n";
+        let replies = vec![lines(&[HELLO, done, CLOSED]), lines(&[HELLO, done])];
+        let (mount, served) = serving(dir.path(), replies);
+        let mut connection = Connection::open(&mount).unwrap();
+        connection.done(&Request::ClearErrors).unwrap();
+        connection.transaction(&Request::Begin { path: "x".into() }).unwrap();
+        drop(connection);
+        let requests = served.join().unwrap();
+        let begun = requests.iter().filter(|request| request.contains("begin")).count();
+        assert_eq!((requests.len(), begun), (4, 1), "{requests:?}");
+    }
+
+    #[test]
+    fn a_request_is_repeated_once_and_never_to_another_firnd() {
+        let dir = private_dir();
+        let (mount, _) = serving(dir.path(), vec![lines(&[HELLO, CLOSED]), lines(&[HELLO, CLOSED])]);
+        let mut connection = Connection::open(&mount).unwrap();
+        let error = connection.done(&Request::ClearErrors).err().unwrap();
+        assert_eq!((error.exit_code(), error.errno()), (12, 11), "{error}");
+        let dir = private_dir();
+        let other = HELLO.replace("a-1", "a-2");
+        let (mount, _) = serving(dir.path(), vec![lines(&[HELLO, CLOSED]), lines(&[&other])]);
+        let mut connection = Connection::open(&mount).unwrap();
+        assert!(matches!(connection.done(&Request::ClearErrors), Err(ClientError::Gone { .. })));
+    }
+
+    #[test]
+    fn who_holds_all_connections_is_named() {
+        let holders = "[{\"pid\":12,\"connections\":60},{\"pid\":0,\"connections\":1}]";
+        let busy = format!("{{\"reply\":\"busy\",\"connections\":64,\"holders\":{holders}}}\n");
+        let error = with_replies(vec![Box::leak(busy.into_boxed_str())]).err().unwrap();
+        let text = error.to_string();
+        assert!(text.contains("64 connections") && text.contains("process 12 has 60"), "{text}");
+        assert_eq!((error.exit_code(), error.errno()), (12, 11));
+    }
 
     #[test]
     fn progress_is_passed_on_until_the_answer() {
         let lines = "{\"reply\":\"progress\",\"bytes_left\":9,\"files_left\":1,\"phase\":\"draining\"}\n{\"reply\":\"done\"}\n";
         let mut connection = with_replies(vec![HELLO, lines]).unwrap();
         let mut seen = Vec::new();
-        connection
-            .wait(&Request::Unmount { force: false, keep_held: false }, &mut |progress| {
-                seen.push(progress.bytes_left)
-            })
-            .unwrap();
+        connection.unmount(false, false, &mut |progress| seen.push(progress.bytes_left)).unwrap().1.unwrap();
         assert_eq!((connection.pid, seen), (7, vec![9]));
     }
 
     #[test]
     fn another_protocol_is_refused_with_both_versions() {
-        let hello = "{\"reply\":\"hello\",\"protocol\":9,\"version\":\"3.0\",\"pid\":7}\n";
+        let hello =
+            "{\"reply\":\"hello\",\"protocol\":9,\"version\":\"3.0\",\"pid\":7,\"incarnation\":\"\"}\n";
         let error = with_replies(vec![hello]).err().unwrap().to_string();
-        assert!(error.starts_with("firnd 3.0 speaks protocol 9, this firn 1;"), "{error}");
+        assert!(error.starts_with("firnd 3.0 speaks protocol 9, this firn 3;"), "{error}");
     }
 
     #[test]
@@ -304,7 +587,31 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_without_its_socket_is_dead() {
-        assert!(matches!(Connection::open(&mount()), Err(ClientError::Dead { .. })));
+    fn regression_a_refusal_that_came_before_the_request_is_told() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        theirs.write_all(b"{\"reply\":\"error\",\"errno\":11,\"message\":\"too many\"}\n").unwrap();
+        drop(theirs);
+        let refused = Connection::over(&mount(), ours).err().unwrap();
+        assert!(matches!(refused, ClientError::Refused { errno: 11, .. }), "{refused}");
+    }
+
+    #[test]
+    fn regression_a_mount_without_its_socket_is_dead_only_if_the_kernel_says_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let alive = Mount { mount_point: dir.path().to_owned(), ..mount() };
+        assert!(matches!(Connection::open(&alive), Err(ClientError::NoSocket { .. })));
+        // The kernel knows nothing of it.
+        assert!(matches!(Connection::open(&mount()), Err(ClientError::Io { .. })));
+        let tree = Mount { is_tree: true, ..mount() };
+        assert!(matches!(Connection::open(&tree), Err(ClientError::Dead { .. })));
+    }
+
+    #[test]
+    fn regression_a_runtime_directory_that_others_may_enter_is_not_connected_to() {
+        let dir = tempfile::tempdir().unwrap();
+        let mount = Mount { runtime_dir: dir.path().to_owned(), ..mount() };
+        let _listener = std::os::unix::net::UnixListener::bind(mount.files().socket).unwrap();
+        std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        assert!(matches!(Connection::open(&mount), Err(ClientError::Paths(_))));
     }
 }

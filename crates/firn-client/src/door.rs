@@ -16,11 +16,11 @@
 //!
 //! Records: `firn_format::piece` and docs/FORMAT.md.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use firn_format::door::{OFFSET_MAX, Slab};
 use firn_format::geometry::PAGE;
-use firn_format::piece::{LIVE, PIECE_BYTES, Piece, Seals, poison, word};
+use firn_format::piece::{PIECE_BYTES, Piece, Seals, poison, word};
 use firn_format::slab::{WRITER_BUSY, writer_idle};
 
 mod copy;
@@ -31,6 +31,8 @@ pub use copy::copy;
 /// machine answers late: 40 µs, better spent while firnd works.
 pub fn prepare() {
     copy::prepare();
+    // Where the kernel keeps its clock is looked up at the first question.
+    let _ = now_ns();
     // The checksum's own question.
     std::hint::black_box(Seals::new(&Piece { file: 0, offset: 0, sequence: 0, position: 0, len: 0 }, 0));
 }
@@ -72,6 +74,8 @@ pub struct SlabWriter {
     /// Next free record, its index in the lease.
     record: u32,
     last: Option<Last>,
+    /// Time of the last write, nanoseconds since 1970.
+    modified: u64,
 }
 
 // SAFETY: it is a pointer to shared memory and numbers; the writer is used by one thread at a time
@@ -92,7 +96,7 @@ impl SlabWriter {
     /// As long as the writer is used, the records, the writer word and the data that `slab` names are mapped
     /// at their offsets from `base`, readable and writable, and no other `SlabWriter` has the same lease.
     pub unsafe fn new(base: *mut u8, slab: Slab, binding: u64) -> Self {
-        Self { base, slab, binding, next: slab.start, record: 0, last: None }
+        Self { base, slab, binding, next: slab.start, record: 0, last: None, modified: slab.modified }
     }
 
     /// The lease.
@@ -211,6 +215,8 @@ impl SlabWriter {
     fn extend(&mut self, last: Last, more: u32) -> Publish {
         let (end, len) = (last.end + u64::from(more), last.len + more);
         let seal = last.seals.at(len);
+        let modified = self.now();
+        self.u64(last.record, word::MODIFIED).store(modified, Ordering::Relaxed);
         let word = self.seal_of(last.record);
         if word.compare_exchange(last.seal, seal, Ordering::Release, Ordering::Relaxed).is_ok() {
             self.last = Some(Last { end, seal, len, ..last });
@@ -229,11 +235,11 @@ impl SlabWriter {
         }
         let sequence = self.slab.sequence + u64::from(record);
         let piece = Piece { file: self.binding, offset, sequence, position, len };
-        self.u64(record, word::FILE).store(piece.file, Ordering::Relaxed);
+        self.u64(record, word::WHO).store(piece.who(), Ordering::Relaxed);
         self.u64(record, word::OFFSET).store(piece.offset, Ordering::Relaxed);
-        self.u64(record, word::SEQUENCE).store(piece.sequence, Ordering::Relaxed);
-        self.u32(record, word::POSITION).store(piece.position, Ordering::Relaxed);
-        self.u32(record, word::STATE).store(LIVE, Ordering::Relaxed);
+        self.u64(record, word::PLACE).store(piece.place(), Ordering::Relaxed);
+        let modified = self.now();
+        self.u64(record, word::MODIFIED).store(modified, Ordering::Relaxed);
         let seals = Seals::new(&piece, self.slab.generation);
         let seal = seals.at(len);
         let stored = self.seal_of(record).compare_exchange(found, seal, Ordering::Release, Ordering::Relaxed);
@@ -244,6 +250,14 @@ impl SlabWriter {
         self.next = position + len;
         self.record += 1;
         Publish::Done
+    }
+
+    /// The time, as the kernel stamps files with it, but later than that of the write before: who compares sees each
+    /// write. No call of the system: the kernel keeps this clock in memory (vdso(7)).
+    #[inline(always)]
+    fn now(&mut self) -> u64 {
+        self.modified = now_ns().max(self.modified.saturating_add(1));
+        self.modified
     }
 
     /// Whether firnd ended the lease while this writer was busy.
@@ -277,15 +291,17 @@ impl SlabWriter {
         unsafe { AtomicU64::from_ptr(self.at(record, word).cast()) }
     }
 
-    fn u32(&self, record: u32, word: u64) -> &AtomicU32 {
-        // SAFETY: as above.
-        unsafe { AtomicU32::from_ptr(self.at(record, word).cast()) }
-    }
-
     fn at(&self, record: u32, word: u64) -> *mut u8 {
         let offset = self.slab.records + u64::from(record) * PIECE_BYTES + word;
         self.base.wrapping_add(offset as usize)
     }
+}
+
+/// `CLOCK_REALTIME_COARSE` in nanoseconds.
+#[inline(always)]
+fn now_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+    (now.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(now.tv_nsec as u64)
 }
 
 #[cfg(test)]

@@ -3,11 +3,17 @@
 use std::io;
 use std::path::PathBuf;
 
+use firn_format::protocol::Holder;
+use firn_format::quote::quoted_path;
+use firn_trust::PeerError;
+
+use crate::paths::PathsError;
+
 /// A failed call of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The path is on no mount of firn.
-    #[error("{} is not on a firn mount{}", path.display(), no_mount_hint(path, arena))]
+    #[error("{} is not on a firn mount{}", quoted_path(path), no_mount_hint(path, arena))]
     NoMount {
         /// As asked for.
         path: PathBuf,
@@ -15,15 +21,53 @@ pub enum ClientError {
         arena: Option<PathBuf>,
     },
     /// The mount is there, its firnd is not.
-    #[error("the mount at {} is dead: firnd was killed; run `firn mount {} {}` to recover", mount_point.display(), backing.display(), mount_point.display())]
+    #[error(
+        "the mount at {} is dead: firnd was killed; run `firn mount {} {}` to recover",
+        quoted_path(mount_point),
+        quoted_path(backing),
+        quoted_path(mount_point)
+    )]
     Dead {
         /// Its backing.
         backing: PathBuf,
         /// Where it is mounted.
         mount_point: PathBuf,
     },
+    /// The mount is alive, and there is no way to its firnd.
+    #[error(
+        "the firnd of the mount at {} lives, but its socket is not in {}: set FIRN_RUNTIME_DIR to the directory with which it was mounted; if its socket was removed, send that firnd SIGTERM, which drains and unmounts",
+        quoted_path(mount_point),
+        quoted_path(runtime_dir)
+    )]
+    NoSocket {
+        /// Where it is mounted.
+        mount_point: PathBuf,
+        /// Where its socket was looked for.
+        runtime_dir: PathBuf,
+    },
+    /// Somebody else listens where firnd should.
+    #[error(
+        "what answers at {} is not the firnd of {}: {why}; nothing was sent to it",
+        quoted_path(socket),
+        quoted_path(mount_point)
+    )]
+    Stranger {
+        /// Where it is mounted.
+        mount_point: PathBuf,
+        /// Where the stranger listens.
+        socket: PathBuf,
+        /// Who it is.
+        why: PeerError,
+    },
+    /// The runtime directory cannot be used.
+    #[error(transparent)]
+    Paths(#[from] PathsError),
     /// firnd is there, but does not speak.
-    #[error("firnd of {} does not answer within {seconds} s (process {pid}); it may be stopped or its machine overloaded: look at its log, {}", mount_point.display(), log.display())]
+    #[error(
+        "firnd of {} does not answer within {seconds} s (process {pid}); it may be stopped or its machine overloaded: look at its log, {}",
+        quoted_path(mount_point),
+        quoted_path(log)
+    )]
     Silent {
         /// Where it is mounted.
         mount_point: PathBuf,
@@ -35,15 +79,30 @@ pub enum ClientError {
         log: PathBuf,
     },
     /// The connection ended before the answer.
-    #[error("firnd of {} ended while it was asked; run `firn status {}` to see whether the mount still stands, and look at its log, {}", mount_point.display(), mount_point.display(), log.display())]
+    #[error(
+        "firnd of {} ended while it was asked; run `firn status {}` to see whether the mount still stands, and look at its log, {}",
+        quoted_path(mount_point),
+        quoted_path(mount_point),
+        quoted_path(log)
+    )]
     Gone {
         /// Where it is mounted.
         mount_point: PathBuf,
         /// Where it says more.
         log: PathBuf,
     },
+    /// firnd serves no more connections now.
+    #[error("the firnd of {} has no connection left for this: {}", quoted_path(mount_point), in_use(*connections, holders))]
+    Busy {
+        /// Where it is mounted.
+        mount_point: PathBuf,
+        /// How many there may be.
+        connections: u32,
+        /// The processes with the most of them; none: so many came at once that ours was closed in their favour.
+        holders: Vec<Holder>,
+    },
     /// firnd belongs to somebody else.
-    #[error("the mount at {} belongs to user {user_id}; run this as that user", mount_point.display())]
+    #[error("the mount at {} belongs to user {user_id}; run this as that user", quoted_path(mount_point))]
     NotYours {
         /// Where it is mounted.
         mount_point: PathBuf,
@@ -94,8 +153,11 @@ impl ClientError {
         use rustix::io::Errno;
         match self {
             Self::NoMount { .. } => Errno::NODEV.raw_os_error(),
-            Self::Dead { .. } | Self::Gone { .. } => Errno::NOTCONN.raw_os_error(),
+            Self::Dead { .. } | Self::NoSocket { .. } | Self::Gone { .. } => Errno::NOTCONN.raw_os_error(),
+            Self::Stranger { .. } => Errno::PERM.raw_os_error(),
+            Self::Paths(error) => error.errno().raw_os_error(),
             Self::Silent { .. } => Errno::TIMEDOUT.raw_os_error(),
+            Self::Busy { .. } => Errno::AGAIN.raw_os_error(),
             Self::NotYours { .. } => Errno::ACCESS.raw_os_error(),
             Self::Protocol { .. } | Self::Nonsense { .. } => Errno::PROTO.raw_os_error(),
             // Whatever a firnd may say, an error is not 0.
@@ -110,8 +172,12 @@ impl ClientError {
         match self {
             Self::NoMount { .. } => 10,
             Self::Refused { errno, .. } if *errno == rustix::io::Errno::BUSY.raw_os_error() => 11,
+            Self::Busy { .. } => 12,
             Self::Refused { .. }
             | Self::Dead { .. }
+            | Self::NoSocket { .. }
+            | Self::Stranger { .. }
+            | Self::Paths(_)
             | Self::Silent { .. }
             | Self::Gone { .. }
             | Self::NotYours { .. }
@@ -123,13 +189,28 @@ impl ClientError {
 }
 
 fn no_mount_hint(path: &std::path::Path, arena: &Option<PathBuf>) -> String {
-    let path = path.display();
+    let path = quoted_path(path);
     match arena {
         Some(arena) => {
-            format!(", but holds data of an earlier one in {}: run `firn recover {path}`", arena.display())
+            format!(", but holds data of an earlier one in {}: run `firn recover {path}`", quoted_path(arena))
         }
         None => "; `firn status` lists the mounts".to_owned(),
     }
+}
+
+fn in_use(connections: u32, holders: &[Holder]) -> String {
+    if holders.is_empty() {
+        return "too many connect at once; try again".to_owned();
+    }
+    let whose = holders.iter().map(|Holder { pid, connections }| match pid {
+        0 => format!("processes that it does not see have {connections}"),
+        pid => format!("process {pid} has {connections}"),
+    });
+    format!(
+        "all {connections} connections are in use, by requests that are under way and by chunk lists that are held \
+         ({}); try again, or end one of these",
+        whose.collect::<Vec<_>>().join(", ")
+    )
 }
 
 #[cfg(test)]

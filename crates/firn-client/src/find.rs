@@ -3,13 +3,21 @@
 //! A path may be a mount point, anything below one (whether or not it exists), a backing, or anything
 //! below a backing that is mounted. Nothing here asks a firn mount for anything: a dead or stopped
 //! firnd must not keep `firn status` from saying so.
+//!
+//! Whoever may mount FUSE chooses the type and the source of his mount, so it is believed only where the kernel
+//! says that this user mounted it. Root may ask about all mounts; of a backing that root and others mounted,
+//! root's is meant.
 
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+
+use firn_format::path::BytePath;
+use firn_format::quote::quoted_path;
 
 use crate::error::ClientError;
 use crate::mountinfo::{Entry, holding, parse};
-use crate::paths::{Key, RuntimeFiles, runtime_dir, runtime_dir_of};
+use crate::paths::{Key, RuntimeDirs, RuntimeFiles, open_runtime_dir};
 use crate::trees::trees_in;
 
 /// The type of our mounts in mountinfo.
@@ -26,12 +34,19 @@ pub struct Mount {
     pub user_id: u32,
     /// It is a stub tree, which the kernel does not know as a mount of ours.
     pub is_tree: bool,
+    /// The runtime directory of the user who mounted it.
+    pub runtime_dir: PathBuf,
 }
 
 impl Mount {
     /// Its files in the runtime directory of the user who mounted it.
     pub fn files(&self) -> RuntimeFiles {
-        RuntimeFiles::in_dir(&runtime_dir_of(self.user_id), &self.backing, None)
+        RuntimeFiles::in_dir(&self.runtime_dir, &self.backing, None)
+    }
+
+    /// Whether another user mounted it.
+    pub fn is_of_another_user(&self) -> bool {
+        self.user_id != rustix::process::geteuid().as_raw()
     }
 
     /// The key of its backing.
@@ -46,67 +61,141 @@ pub struct Place {
     /// The mount.
     pub mount: Mount,
     /// Path below the mount point, without a leading slash; empty: the mount itself.
-    pub relative: String,
+    pub relative: BytePath,
 }
 
-/// All mounts of firn that this process sees.
+/// All mounts of this user that this process sees; of root, those of all users.
 pub fn mounts() -> Result<Vec<Mount>, ClientError> {
-    let mounts = read_mountinfo()?;
-    Ok(mounts.iter().filter_map(mount_of).chain(trees_in(&runtime_dir())).collect())
+    let user = User::of_process();
+    let dirs = RuntimeDirs::of_process()?;
+    let entries = read_mountinfo()?;
+    let of_kernel =
+        entries.iter().filter_map(|entry| mount_of(entry, &dirs)).filter(|mount| user.may_ask(mount));
+    Ok(of_kernel.chain(trees_in(&dirs.of(user.uid))?).collect())
 }
 
 /// The place on a mount that `path` means.
 pub fn find(path: &Path) -> Result<Place, ClientError> {
     let absolute = canonical_as_far_as_possible(path)?;
-    let found = find_in(&read_mountinfo()?, &absolute);
-    found.or_else(|| find_tree(&trees_in(&runtime_dir()), &absolute)).ok_or_else(|| ClientError::NoMount {
-        path: path.to_owned(),
-        arena: Some(RuntimeFiles::of(&absolute, None).arena).filter(|arena| arena.exists()),
-    })
+    let user = User::of_process();
+    let dirs = RuntimeDirs::of_process()?;
+    let table = Table { entries: read_mountinfo()?, dirs: &dirs, user };
+    if let Some(place) = table.find_below_mount_point(&absolute)? {
+        return Ok(place);
+    }
+    if let Some(place) = table.find_in_backing(&absolute, |mount| user.owns(mount))? {
+        return Ok(place);
+    }
+    if let Some(place) = find_tree(&trees_in(&dirs.of(user.uid))?, &absolute)? {
+        return Ok(place);
+    }
+    match table.find_in_backing(&absolute, |_| true)? {
+        Some(place) if user.may_ask(&place.mount) => Ok(place),
+        Some(Place { mount, .. }) => Err(not_yours(mount)),
+        None => Err(ClientError::NoMount { path: path.to_owned(), arena: arena_of(&absolute, &dirs, user) }),
+    }
 }
 
-fn find_in(entries: &[Entry], absolute: &Path) -> Option<Place> {
-    if let Some(entry) = holding(entries, absolute)
-        && let Some(mount) = mount_of(entry)
-    {
-        let below = absolute.strip_prefix(&entry.mount_point).ok()?;
+/// What an earlier mount of the backing left, for the message.
+fn arena_of(backing: &Path, dirs: &RuntimeDirs, user: User) -> Option<PathBuf> {
+    let dir = dirs.of(user.uid);
+    open_runtime_dir(&dir, user.uid).ok().flatten()?;
+    Some(RuntimeFiles::in_dir(&dir, backing, None).arena).filter(|arena| arena.exists())
+}
+
+fn not_yours(mount: Mount) -> ClientError {
+    ClientError::NotYours { mount_point: mount.mount_point, user_id: mount.user_id }
+}
+
+/// Who asks.
+#[derive(Clone, Copy, Debug)]
+struct User {
+    uid: u32,
+}
+
+impl User {
+    fn of_process() -> Self {
+        Self { uid: rustix::process::geteuid().as_raw() }
+    }
+
+    fn owns(self, mount: &Mount) -> bool {
+        mount.user_id == self.uid
+    }
+
+    fn may_ask(self, mount: &Mount) -> bool {
+        self.uid == 0 || self.owns(mount)
+    }
+}
+
+/// The kernel's mounts, for one user.
+struct Table<'a> {
+    entries: Vec<Entry>,
+    dirs: &'a RuntimeDirs,
+    user: User,
+}
+
+impl Table<'_> {
+    fn find_below_mount_point(&self, absolute: &Path) -> Result<Option<Place>, ClientError> {
+        let Some(entry) = holding(&self.entries, absolute) else { return Ok(None) };
+        let Some(mount) = mount_of(entry, self.dirs) else { return Ok(None) };
+        if !self.user.may_ask(&mount) {
+            return Err(not_yours(mount));
+        }
+        let Ok(below) = absolute.strip_prefix(&entry.mount_point) else { return Ok(None) };
         // A bind mount of a directory of the mount: its own root comes first.
         let top = entry.root.strip_prefix("/").unwrap_or(&entry.root);
-        return Some(Place { mount, relative: text(&top.join(below)) });
+        Ok(Some(Place { mount, relative: below_top(&top.join(below)) }))
     }
-    let in_backing = |mount: &Mount| absolute.starts_with(&mount.backing);
-    let mount = entries
-        .iter()
-        .filter_map(mount_of)
-        .filter(in_backing)
-        .max_by_key(|mount| mount.backing.as_os_str().len())?;
-    let relative = text(absolute.strip_prefix(&mount.backing).ok()?);
-    Some(Place { mount, relative })
+
+    /// The mount with the longest backing that holds the path, the last one of several.
+    fn find_in_backing(
+        &self,
+        absolute: &Path,
+        wanted: impl Fn(&Mount) -> bool,
+    ) -> Result<Option<Place>, ClientError> {
+        let mounts = self.entries.iter().filter_map(|entry| mount_of(entry, self.dirs));
+        let holding = mounts.filter(|mount| wanted(mount) && absolute.starts_with(&mount.backing));
+        let mount = holding.max_by_key(|mount| mount.backing.as_os_str().len());
+        Ok(mount.map(|mount| place(mount, absolute, |mount| &mount.backing)))
+    }
+}
+
+/// The place of a path in a mount, below the directory of it that holds the path.
+fn place(mount: Mount, absolute: &Path, top: fn(&Mount) -> &Path) -> Place {
+    let below = absolute.strip_prefix(top(&mount)).expect("the path was found below it");
+    let relative = below_top(below);
+    Place { mount, relative }
 }
 
 /// The place in a stub tree, or in the backing of one.
-fn find_tree(trees: &[Mount], absolute: &Path) -> Option<Place> {
+fn find_tree(trees: &[Mount], absolute: &Path) -> Result<Option<Place>, ClientError> {
     let below = |top: fn(&Mount) -> &Path| {
         let holds = trees.iter().filter(|tree| absolute.starts_with(top(tree)));
-        let mount = holds.max_by_key(|tree| top(tree).as_os_str().len())?;
-        let relative = text(absolute.strip_prefix(top(mount)).ok()?);
-        Some(Place { mount: mount.clone(), relative })
+        let tree = holds.max_by_key(|tree| top(tree).as_os_str().len())?;
+        Some(place(tree.clone(), absolute, top))
     };
-    below(|tree| &tree.mount_point).or_else(|| below(|tree| &tree.backing))
+    Ok(below(|tree| &tree.mount_point).or_else(|| below(|tree| &tree.backing)))
 }
 
-fn mount_of(entry: &Entry) -> Option<Mount> {
-    (entry.fs_type == FS_TYPE).then(|| Mount {
+/// `None`: not a mount of firn, or the kernel does not say whose.
+fn mount_of(entry: &Entry, dirs: &RuntimeDirs) -> Option<Mount> {
+    let user_id = entry.user_id.filter(|_| entry.fs_type == FS_TYPE)?;
+    Some(Mount {
         backing: entry.source.clone(),
         mount_point: entry.mount_point.clone(),
-        user_id: entry.user_id.unwrap_or(0),
+        user_id,
         is_tree: false,
+        runtime_dir: dirs.of(user_id),
     })
 }
 
-/// The protocol is JSON, so a path that is not UTF-8 is sent as near as can be.
-fn text(path: &Path) -> String {
-    path.to_string_lossy().trim_end_matches('/').to_owned()
+/// Without slashes at its end.
+fn below_top(path: &Path) -> BytePath {
+    let mut bytes = path.as_os_str().as_bytes();
+    while let [rest @ .., b'/'] = bytes {
+        bytes = rest;
+    }
+    bytes.into()
 }
 
 fn read_mountinfo() -> Result<Vec<Entry>, ClientError> {
@@ -118,7 +207,7 @@ fn read_mountinfo() -> Result<Vec<Entry>, ClientError> {
 /// Resolves symlinks in the longest part of `path` that can be resolved, and appends the rest: the
 /// path may not exist yet, or lie on a mount whose firnd is dead.
 fn canonical_as_far_as_possible(path: &Path) -> Result<PathBuf, ClientError> {
-    let failed = |error: io::Error| ClientError::Io { what: path.display().to_string(), error };
+    let failed = |error: io::Error| ClientError::Io { what: quoted_path(path), error };
     let absolute = std::path::absolute(path).map_err(failed)?;
     for top in absolute.ancestors() {
         if let Ok(resolved) = top.canonicalize() {
@@ -133,13 +222,22 @@ fn canonical_as_far_as_possible(path: &Path) -> Result<PathBuf, ClientError> {
 mod tests {
     use super::*;
 
-    fn entries() -> Vec<Entry> {
-        parse(
-            b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n\
-              40 22 0:50 / /ckpt rw - fuse.firn /scratch/run rw,user_id=7,group_id=7\n\
-              41 22 0:50 /sub /bound rw - fuse.firn /scratch/run rw,user_id=7,group_id=7\n\
-              42 40 0:51 / /ckpt/inner rw - tmpfs tmpfs rw\n",
-        )
+    const TABLE: &[u8] = b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n\
+        40 22 0:50 / /ckpt rw - fuse.firn /scratch/run rw,user_id=7,group_id=7\n\
+        41 22 0:50 /sub /bound rw - fuse.firn /scratch/run rw,user_id=7,group_id=7\n\
+        42 40 0:51 / /ckpt/inner rw - tmpfs tmpfs rw\n\
+        43 22 0:52 / /home/8/fake rw - fuse.firn /scratch/run/in rw,user_id=8,group_id=8\n\
+        44 22 0:53 / /nobodys rw - fuse.firn /scratch/other rw\n";
+
+    fn find_as(uid: u32, path: &str) -> Result<Option<Place>, ClientError> {
+        let dirs = RuntimeDirs::of_process().unwrap();
+        let user = User { uid };
+        let table = Table { entries: parse(TABLE), dirs: &dirs, user };
+        let absolute = Path::new(path);
+        if let Some(place) = table.find_below_mount_point(absolute)? {
+            return Ok(Some(place));
+        }
+        table.find_in_backing(absolute, |mount| user.owns(mount))
     }
 
     #[test]
@@ -151,19 +249,28 @@ mod tests {
             ("/scratch/run/step_100", "step_100"),
             ("/bound/x", "sub/x"),
         ] {
-            let place = find_in(&entries(), Path::new(path)).expect(path);
+            let place = find_as(7, path).unwrap().expect(path);
             assert_eq!(
-                (place.mount.backing.as_path(), place.relative.as_str()),
-                (Path::new("/scratch/run"), relative)
+                (place.mount.backing.as_path(), place.relative.as_path()),
+                (Path::new("/scratch/run"), Path::new(relative))
             );
         }
     }
 
     #[test]
     fn another_mount_below_and_a_path_beside_are_not_ours() {
-        for path in ["/ckpt/inner/x", "/", "/scratch", "/scratch/runner"] {
-            assert_eq!(find_in(&entries(), Path::new(path)), None, "{path}");
+        for path in ["/ckpt/inner/x", "/", "/scratch", "/scratch/runner", "/nobodys/x", "/scratch/other"] {
+            assert_eq!(find_as(7, path).unwrap(), None, "{path}");
         }
+    }
+
+    #[test]
+    fn regression_a_mount_of_another_user_does_not_answer_for_a_backing() {
+        let place = find_as(7, "/scratch/run/in/x").unwrap().unwrap();
+        assert_eq!((place.mount.user_id, place.relative), (7, "in/x".into()));
+        assert_eq!(find_as(0, "/scratch/run/in/x").unwrap(), None);
+        assert!(matches!(find_as(7, "/home/8/fake/x"), Err(ClientError::NotYours { user_id: 8, .. })));
+        assert_eq!(find_as(0, "/home/8/fake/x").unwrap().unwrap().mount.user_id, 8);
     }
 
     #[test]
@@ -173,16 +280,17 @@ mod tests {
             mount_point: prefix.into(),
             user_id: 7,
             is_tree: true,
+            runtime_dir: "/dev/shm/firn-7".into(),
         };
         let trees = [tree("/scratch/run", "/dev/shm/ckpt"), tree("/scratch/run/in", "/dev/shm/in")];
         for (path, relative) in
             [("/dev/shm/ckpt/a/b", "a/b"), ("/scratch/run/a/b", "a/b"), ("/dev/shm/ckpt", "")]
         {
-            let place = find_tree(&trees, Path::new(path)).expect(path);
-            assert_eq!((place.mount, place.relative.as_str()), (trees[0].clone(), relative));
+            let place = find_tree(&trees, Path::new(path)).unwrap().expect(path);
+            assert_eq!((place.mount, place.relative), (trees[0].clone(), relative.into()));
         }
-        assert_eq!(find_tree(&trees, Path::new("/scratch/run/in/x")).unwrap().mount, trees[1]);
-        assert_eq!(find_tree(&trees, Path::new("/dev/shm/ckpt2")), None);
+        assert_eq!(find_tree(&trees, Path::new("/scratch/run/in/x")).unwrap().unwrap().mount, trees[1]);
+        assert_eq!(find_tree(&trees, Path::new("/dev/shm/ckpt2")).unwrap(), None);
     }
 
     #[test]

@@ -9,11 +9,13 @@ pub mod door;
 mod error;
 pub mod find;
 pub mod library;
+pub mod liveness;
 pub mod mountinfo;
 pub mod paths;
 pub mod trees;
 
-pub use connect::Connection;
+pub use connect::{Connection, Process, Progress};
 pub use error::ClientError;
 pub use find::{Mount, Place, find, mounts};
+pub use liveness::Liveness;
 pub use paths::{Key, PathsError, RuntimeFiles};

@@ -2,15 +2,19 @@
 //!
 //! The runtime directory (`/dev/shm/firn-UID`, or `FIRN_RUNTIME_DIR`) holds `KEY.arena`, `KEY.sock` and
 //! `KEY.log`. It is the user's own and mode 0700: anybody may create names in /dev/shm, so a directory
-//! that is not ours, or that others may enter, is refused and never mended silently.
+//! that is not ours, or that others may enter, is refused and never mended silently. Whoever reads in it opens it
+//! by [`open_runtime_dir`] first.
 
 use std::ffi::OsString;
 use std::fmt;
-use std::fs::DirBuilder;
-use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+
+use firn_format::quote::quoted_path;
+use firn_trust::{TrustError, create_private_dir, open_private_dir_of};
+use rustix::fs::CWD;
+use rustix::io::Errno;
 
 /// The variable that moves the runtime directory.
 pub const RUNTIME_DIR_ENV: &str = "FIRN_RUNTIME_DIR";
@@ -20,76 +24,90 @@ const RUNTIME_DIR_BYTES_MAX: usize = 107 - 22;
 /// Why the runtime directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum PathsError {
-    /// It cannot be made or looked at.
-    #[error("the runtime directory {} cannot be used: {error}; set FIRN_RUNTIME_DIR to a directory of yours on tmpfs", dir.display())]
-    Io {
-        /// Which.
+    /// It cannot be made or opened, or is not as it must be.
+    #[error(
+        "the runtime directory {0}; FIRN_RUNTIME_DIR names another one, which must be yours, with mode 0700"
+    )]
+    Refused(TrustError),
+    /// firnd and the programs of a job have other current directories.
+    #[error(
+        "FIRN_RUNTIME_DIR is {}, which is not an absolute path: set it to one that begins with /",
+        quoted_path(dir)
+    )]
+    Relative {
+        /// The value of the variable.
         dir: PathBuf,
-        /// Why.
-        error: io::Error,
-    },
-    /// It is there, but not as it must be.
-    #[error("the runtime directory {} {what}; remove it or set FIRN_RUNTIME_DIR to another one", dir.display())]
-    Unsafe {
-        /// Which.
-        dir: PathBuf,
-        /// What is wrong with it.
-        what: String,
     },
     /// Sockets in it could not be reached.
-    #[error("the path of the runtime directory {} is longer than {RUNTIME_DIR_BYTES_MAX} bytes, too long for a socket; set FIRN_RUNTIME_DIR to a shorter one", dir.display())]
+    #[error(
+        "the path of the runtime directory {} is longer than {RUNTIME_DIR_BYTES_MAX} bytes, too long for a socket; set FIRN_RUNTIME_DIR to a shorter one",
+        quoted_path(dir)
+    )]
     TooLong {
         /// Which.
         dir: PathBuf,
     },
 }
 
-/// The runtime directory of this user, whether or not it exists.
-pub fn runtime_dir() -> PathBuf {
-    runtime_dir_of(rustix::process::geteuid().as_raw())
-}
-
-/// The runtime directory of user `uid`, whether or not it exists.
-pub fn runtime_dir_of(uid: u32) -> PathBuf {
-    choose_runtime_dir(std::env::var_os(RUNTIME_DIR_ENV), uid)
-}
-
-fn choose_runtime_dir(variable: Option<OsString>, uid: u32) -> PathBuf {
-    match variable {
-        Some(dir) if !dir.is_empty() => PathBuf::from(dir),
-        _ => PathBuf::from(format!("/dev/shm/firn-{uid}")),
+impl PathsError {
+    /// The errno that says it best.
+    pub fn errno(&self) -> Errno {
+        match self {
+            Self::Refused(error) => error.errno(),
+            Self::Relative { .. } => Errno::INVAL,
+            Self::TooLong { .. } => Errno::NAMETOOLONG,
+        }
     }
+}
+
+/// Where runtime directories are, as the environment of this process says.
+#[derive(Clone, Debug)]
+pub struct RuntimeDirs {
+    /// The value of [`RUNTIME_DIR_ENV`].
+    chosen: Option<PathBuf>,
+}
+
+impl RuntimeDirs {
+    /// Reads the environment.
+    pub fn of_process() -> Result<Self, PathsError> {
+        Self::chosen_by(std::env::var_os(RUNTIME_DIR_ENV))
+    }
+
+    fn chosen_by(variable: Option<OsString>) -> Result<Self, PathsError> {
+        let chosen = variable.filter(|dir| !dir.is_empty()).map(PathBuf::from);
+        match chosen {
+            Some(dir) if !dir.is_absolute() => Err(PathsError::Relative { dir }),
+            Some(dir) if dir.as_os_str().len() > RUNTIME_DIR_BYTES_MAX => Err(PathsError::TooLong { dir }),
+            chosen => Ok(Self { chosen }),
+        }
+    }
+
+    /// The runtime directory of user `uid`, whether or not it exists.
+    pub fn of(&self, uid: u32) -> PathBuf {
+        self.chosen.clone().unwrap_or_else(|| PathBuf::from(format!("/dev/shm/firn-{uid}")))
+    }
+}
+
+/// The runtime directory of this user, whether or not it exists.
+pub fn runtime_dir() -> Result<PathBuf, PathsError> {
+    Ok(RuntimeDirs::of_process()?.of(rustix::process::geteuid().as_raw()))
 }
 
 /// Makes the runtime directory if need be, and makes sure that it is private to this user.
 pub fn create_runtime_dir() -> Result<PathBuf, PathsError> {
-    create_private(runtime_dir())
+    let dir = runtime_dir()?;
+    create_private_dir(CWD, &dir).map_err(PathsError::Refused)?;
+    Ok(dir)
 }
 
-fn create_private(dir: PathBuf) -> Result<PathBuf, PathsError> {
-    if dir.as_os_str().len() > RUNTIME_DIR_BYTES_MAX {
-        return Err(PathsError::TooLong { dir });
+/// Opens the runtime directory of user `uid`, if it is there. Refused where it is not that user's, or not private:
+/// then nothing in it may be believed.
+pub fn open_runtime_dir(dir: &Path, uid: u32) -> Result<Option<OwnedFd>, PathsError> {
+    match open_private_dir_of(CWD, dir, uid) {
+        Ok(opened) => Ok(Some(opened)),
+        Err(error) if error.is_missing() => Ok(None),
+        Err(error) => Err(PathsError::Refused(error)),
     }
-    match DirBuilder::new().mode(0o700).create(&dir) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(PathsError::Io { dir, error });
-        }
-        _ => {}
-    }
-    let found = match dir.symlink_metadata() {
-        Ok(found) => found,
-        Err(error) => return Err(PathsError::Io { dir, error }),
-    };
-    let what = if !found.is_dir() {
-        "is not a directory".to_owned()
-    } else if found.uid() != rustix::process::geteuid().as_raw() {
-        format!("belongs to user {}", found.uid())
-    } else if found.mode() & 0o077 != 0 {
-        format!("has mode {:04o} instead of 0700", found.mode() & 0o7777)
-    } else {
-        return Ok(dir);
-    };
-    Err(PathsError::Unsafe { dir, what })
 }
 
 /// Names a backing: FNV-1a, 64 bits, of its canonical path.
@@ -130,8 +148,8 @@ pub struct RuntimeFiles {
 
 impl RuntimeFiles {
     /// The files for a backing of this user; the path must be canonical.
-    pub fn of(canonical_backing: &Path, arena_dir: Option<&Path>) -> Self {
-        Self::in_dir(&runtime_dir(), canonical_backing, arena_dir)
+    pub fn of(canonical_backing: &Path, arena_dir: Option<&Path>) -> Result<Self, PathsError> {
+        Ok(Self::in_dir(&runtime_dir()?, canonical_backing, arena_dir))
     }
 
     /// The same in the runtime directory `dir`.
@@ -170,9 +188,20 @@ mod tests {
 
     #[test]
     fn the_variable_moves_the_runtime_directory() {
-        assert_eq!(choose_runtime_dir(None, 7), Path::new("/dev/shm/firn-7"));
-        assert_eq!(choose_runtime_dir(Some("".into()), 7), Path::new("/dev/shm/firn-7"));
-        assert_eq!(choose_runtime_dir(Some("/x".into()), 7), Path::new("/x"));
+        let of = |variable: Option<&str>| RuntimeDirs::chosen_by(variable.map(OsString::from)).unwrap().of(7);
+        assert_eq!(of(None), Path::new("/dev/shm/firn-7"));
+        assert_eq!(of(Some("")), Path::new("/dev/shm/firn-7"));
+        assert_eq!(of(Some("/x")), Path::new("/x"));
+    }
+
+    #[test]
+    fn a_runtime_directory_that_is_relative_or_too_long_for_a_socket_is_refused() {
+        let refused =
+            |variable: String| RuntimeDirs::chosen_by(Some(variable.into())).unwrap_err().to_string();
+        let relative = refused("run/firn".into());
+        assert!(relative.contains("run/firn, which is not an absolute path"), "{relative}");
+        let long = refused(format!("/tmp/{}", "x".repeat(90)));
+        assert!(long.contains("set FIRN_RUNTIME_DIR to a shorter one"), "{long}");
     }
 
     /// Proves S-priv-1.
@@ -180,18 +209,16 @@ mod tests {
     fn a_runtime_directory_that_others_may_enter_is_refused() {
         let parent = tempfile::tempdir().unwrap();
         let dir = parent.path().join("run");
-        assert_eq!(create_private(dir.clone()).unwrap(), dir);
+        let uid = rustix::process::geteuid().as_raw();
+        assert!(open_runtime_dir(&dir, uid).unwrap().is_none());
+        create_private_dir(CWD, &dir).unwrap();
+        assert!(open_runtime_dir(&dir, uid).unwrap().is_some());
+        let told = |dir: &Path, uid| open_runtime_dir(dir, uid).unwrap_err().to_string();
+        assert!(told(&dir, uid + 1).contains("belongs to user"), "{}", told(&dir, uid + 1));
         std::fs::set_permissions(&dir, PermissionsExt::from_mode(0o755)).unwrap();
-        let error = create_private(dir).unwrap_err().to_string();
-        assert!(error.contains("has mode 0755 instead of 0700"), "{error}");
+        assert!(told(&dir, uid).contains("has mode 0755"), "{}", told(&dir, uid));
         let link = parent.path().join("link");
         std::os::unix::fs::symlink("/tmp", &link).unwrap();
-        assert!(create_private(link).unwrap_err().to_string().contains("is not a directory"));
-    }
-
-    #[test]
-    fn a_runtime_directory_too_long_for_a_socket_is_refused() {
-        let error = create_private(PathBuf::from(format!("/tmp/{}", "x".repeat(90)))).unwrap_err();
-        assert!(error.to_string().contains("set FIRN_RUNTIME_DIR to a shorter one"), "{error}");
+        assert!(told(&link, uid).contains("is a symbolic link"), "{}", told(&link, uid));
     }
 }

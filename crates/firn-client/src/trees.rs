@@ -3,34 +3,57 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use firn_format::door::{PATH_BYTES, STUB_MAGIC, StubTree};
+use firn_trust::open_private_file;
+use rustix::fs::{Dir, OFlags};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::find::Mount;
+use crate::paths::{PathsError, open_runtime_dir};
 
-/// The trees that are written down in a runtime directory, those of dead firnds too.
-pub fn trees_in(runtime_dir: &Path) -> Vec<Mount> {
-    let entries = std::fs::read_dir(runtime_dir).into_iter().flatten().flatten();
-    let names = entries.map(|entry| entry.path());
-    let stubs = names.filter(|path| path.extension().is_some_and(|extension| extension == "stub"));
-    stubs.filter_map(|path| read(&path)).collect()
+/// The trees that are written down in the runtime directory of this user, those of dead firnds too. Refused where
+/// the directory may be somebody else's.
+pub fn trees_in(runtime_dir: &Path) -> Result<Vec<Mount>, PathsError> {
+    let Some(dir) = open_runtime_dir(runtime_dir, user())? else { return Ok(Vec::new()) };
+    let mut trees = Vec::new();
+    for entry in Dir::read_from(&dir).into_iter().flatten().flatten() {
+        let name = Path::new(std::ffi::OsStr::from_bytes(entry.file_name().to_bytes()));
+        if name.extension().is_some_and(|extension| extension == "stub") {
+            trees.extend(read_in(&dir, name, runtime_dir));
+        }
+    }
+    Ok(trees)
 }
 
-/// The tree that is written down in a file.
-pub fn read(path: &Path) -> Option<Mount> {
-    let bytes = std::fs::read(path).ok()?;
+/// The tree that is written down in a file of the runtime directory of this user.
+pub fn read(path: &Path) -> Result<Option<Mount>, PathsError> {
+    let (Some(runtime_dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(None) };
+    let dir: Option<OwnedFd> = open_runtime_dir(runtime_dir, user())?;
+    Ok(dir.and_then(|dir| read_in(dir, Path::new(name), runtime_dir)))
+}
+
+fn read_in(dir: impl AsFd, name: &Path, runtime_dir: &Path) -> Option<Mount> {
+    let mut file = File::from(open_private_file(dir, name, OFlags::RDONLY).ok()?);
+    let mut bytes = [0; size_of::<StubTree>()];
+    file.read_exact(&mut bytes).ok()?;
     let tree = StubTree::read_from_bytes(&bytes).ok().filter(|tree| tree.magic == STUB_MAGIC)?;
     Some(Mount {
         backing: path_of(&tree.backing),
         mount_point: path_of(&tree.prefix),
-        user_id: rustix::process::geteuid().as_raw(),
+        user_id: user(),
         is_tree: true,
+        runtime_dir: runtime_dir.to_owned(),
     })
+}
+
+fn user() -> u32 {
+    rustix::process::geteuid().as_raw()
 }
 
 /// Writes a tree down, in one step for whoever reads.
@@ -61,6 +84,7 @@ mod tests {
     #[test]
     fn a_tree_that_was_written_down_is_found() {
         let dir = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
         let tree = StubTree {
             magic: STUB_MAGIC,
             device_major: 0,
@@ -74,11 +98,23 @@ mod tests {
         };
         write(&dir.path().join("key.stub"), &tree).unwrap();
         std::fs::write(dir.path().join("torn.stub"), b"FIRN").unwrap();
-        let found = trees_in(dir.path());
+        std::os::unix::fs::symlink("key.stub", dir.path().join("link.stub")).unwrap();
+        let found = trees_in(dir.path()).unwrap();
         assert_eq!(found.len(), 1);
         assert_eq!(
             (&*found[0].mount_point, &*found[0].backing),
             (Path::new("/dev/shm/p"), Path::new("/back"))
         );
+        let read_again = read(&dir.path().join("key.stub")).unwrap();
+        assert_eq!(read_again.as_ref(), found.first());
+    }
+
+    #[test]
+    fn regression_a_tree_in_a_directory_that_others_may_enter_is_not_believed() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("key.stub"), b"").unwrap();
+        std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        assert!(trees_in(dir.path()).is_err());
+        assert!(read(&dir.path().join("key.stub")).is_err());
     }
 }

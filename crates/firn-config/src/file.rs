@@ -1,7 +1,12 @@
 //! `firn.toml`: the names of the table as keys of the top level, nothing else.
 
+use std::ffi::OsString;
 use std::io::ErrorKind;
+use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
+
+use firn_format::path::unescaped;
+use firn_format::quote::quoted_path;
 
 use crate::error::ConfigError;
 use crate::resolve::{Given, Origin};
@@ -34,10 +39,17 @@ fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigErr
         return Err(ConfigError::Unknown { origin, name: key.to_owned(), nearest: nearest(key) });
     };
     let text = match value {
-        toml::Value::String(text) => text.clone(),
-        toml::Value::Integer(number) => number.to_string(),
-        toml::Value::Boolean(true) => "yes".to_owned(),
-        toml::Value::Boolean(false) => "no".to_owned(),
+        toml::Value::String(text) => text.into(),
+        toml::Value::Integer(number) => number.to_string().into(),
+        toml::Value::Boolean(true) => "yes".into(),
+        toml::Value::Boolean(false) => "no".into(),
+        // As in JSON (`firn_format::path`): a path that is not UTF-8.
+        toml::Value::Table(table) if is_escaped(table) => {
+            let bytes = table["escaped"].as_str().and_then(unescaped);
+            let refused =
+                || file_error(path, format!("{key}: after a backslash comes another, or x and two digits"));
+            OsString::from_vec(bytes.ok_or_else(refused)?)
+        }
         other => {
             let message = format!(
                 "{key}: the type {} is not possible here, write {}",
@@ -50,8 +62,12 @@ fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigErr
     Ok(Given { row, text })
 }
 
+fn is_escaped(table: &toml::Table) -> bool {
+    table.len() == 1 && table.get("escaped").is_some_and(toml::Value::is_str)
+}
+
 fn file_error(path: &Path, message: String) -> ConfigError {
-    ConfigError::File { path: path.display().to_string(), message }
+    ConfigError::File { path: quoted_path(path), message }
 }
 
 #[cfg(test)]
@@ -65,9 +81,19 @@ mod tests {
     #[test]
     fn numbers_booleans_and_strings_are_values() {
         let given = parse_text("io-threads = 8\npopulate = false\narena-size = \"1G\"").unwrap();
-        let mut texts: Vec<_> = given.iter().map(|given| (given.row.name, given.text.as_str())).collect();
+        let mut texts: Vec<_> =
+            given.iter().map(|given| (given.row.name, given.text.to_str().unwrap())).collect();
         texts.sort_unstable();
         assert_eq!(texts, [("arena-size", "1G"), ("io-threads", "8"), ("populate", "no")]);
+    }
+
+    #[test]
+    fn a_path_that_is_not_utf_8_is_written_as_in_json() {
+        let given = parse_text(r#"spill = { escaped = "/disk/caf\\xe9" }"#).unwrap();
+        assert_eq!(given[0].text.as_encoded_bytes(), b"/disk/caf\xe9");
+        let error = parse_text(r#"spill = { escaped = "\\e9" }"#).unwrap_err();
+        assert!(error.contains("spill: after a backslash"), "{error}");
+        assert!(parse_text(r#"spill = { escape = "/" }"#).unwrap_err().contains("type table"));
     }
 
     #[test]

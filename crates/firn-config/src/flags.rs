@@ -1,7 +1,9 @@
 //! The table as flags of clap.
 
+use std::ffi::OsString;
+
 use clap::builder::PossibleValuesParser;
-use clap::{Arg, ArgMatches};
+use clap::{Arg, ArgMatches, value_parser};
 
 use crate::resolve::Given;
 use crate::table::{ALIASES, Row, TABLE};
@@ -30,8 +32,8 @@ pub fn arg(row: &'static Row) -> Arg {
             .default_missing_value("yes")
             .value_parser(PossibleValuesParser::new(["yes", "no"]))
             .hide_possible_values(true),
-        Kind::Directory => arg.value_hint(clap::ValueHint::DirPath),
-        Kind::Path => arg.value_hint(clap::ValueHint::AnyPath),
+        Kind::Directory => arg.value_hint(clap::ValueHint::DirPath).value_parser(value_parser!(OsString)),
+        Kind::Path => arg.value_hint(clap::ValueHint::AnyPath).value_parser(value_parser!(OsString)),
         Kind::Size { .. } | Kind::Duration { .. } | Kind::Count { .. } | Kind::Node | Kind::Nodes => arg,
     }
 }
@@ -41,8 +43,14 @@ pub fn given_flags(matches: &ArgMatches) -> Vec<Given> {
     TABLE
         .iter()
         .filter_map(|row| {
-            let text = matches.try_get_one::<String>(row.name).ok().flatten()?;
-            Some(Given { row, text: text.clone() })
+            // Paths are bytes, all else is text.
+            let text = match row.kind {
+                Kind::Directory | Kind::Path => {
+                    matches.try_get_one::<OsString>(row.name).ok().flatten()?.clone()
+                }
+                _ => matches.try_get_one::<String>(row.name).ok().flatten()?.into(),
+            };
+            Some(Given { row, text })
         })
         .collect()
 }
@@ -58,6 +66,6 @@ mod tests {
         let texts: Vec<_> =
             given_flags(&matches).into_iter().map(|given| (given.row.name, given.text)).collect();
         let expected = [("arena-size", "1G"), ("allow-other", "yes"), ("populate", "no")];
-        assert_eq!(texts, expected.map(|(name, text)| (name, text.to_owned())));
+        assert_eq!(texts, expected.map(|(name, text)| (name, OsString::from(text))));
     }
 }

@@ -3,6 +3,11 @@
 //! Keys are the names of the table, with hyphens or underscores; beside them stand `ro` and `rw`, flags
 //! of the kernel and words that mount(8) and systemd put there for themselves.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+
+use firn_format::quote::quoted;
+
 use crate::error::ConfigError;
 use crate::kernel::{KernelFlag, is_skipped};
 use crate::resolve::{Given, Origin};
@@ -31,18 +36,20 @@ pub enum Unknown {
 }
 
 /// Parses a list; empty words are skipped, as mount(8) does.
-pub fn parse_minus_o(text: &str, unknown: Unknown) -> Result<MinusO, ConfigError> {
+pub fn parse_minus_o(text: impl AsRef<OsStr>, unknown: Unknown) -> Result<MinusO, ConfigError> {
     let mut parsed = MinusO::default();
-    for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
-        if let Some(flag) = KernelFlag::parse(word) {
+    let words = text.as_ref().as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
+    for word in words.filter(|word| !word.is_empty()) {
+        let text = std::str::from_utf8(word).ok();
+        if let Some(flag) = text.and_then(KernelFlag::parse) {
             parsed.kernel_flags.push(flag);
-        } else if is_skipped(word) {
+        } else if text.is_some_and(is_skipped) {
             // Meant for others.
         } else {
             match given(word) {
                 Ok(given) => parsed.given.push(given),
                 Err(ConfigError::Unknown { .. }) if unknown == Unknown::Tolerate => {
-                    parsed.tolerated.push(word.to_owned())
+                    parsed.tolerated.push(quoted(word))
                 }
                 Err(error) => return Err(error),
             }
@@ -60,15 +67,17 @@ impl MinusO {
     }
 }
 
-fn given(word: &str) -> Result<Given, ConfigError> {
-    let (key, value) = match word.split_once('=') {
-        Some((key, value)) => (key, Some(value)),
+fn given(word: &[u8]) -> Result<Given, ConfigError> {
+    let (key, value) = match word.iter().position(|byte| *byte == b'=') {
+        Some(at) => (&word[..at], Some(OsStr::from_bytes(&word[at + 1..]))),
         None => (word, None),
     };
-    let (name, value) = match (key, value) {
-        ("ro", None) => ("read-only", Some("yes")),
-        ("rw", None) => ("read-only", Some("no")),
-        _ => (key, value),
+    // No option has a name that quoting would change.
+    let key = quoted(key);
+    let (name, value) = match (key.as_str(), value) {
+        ("ro", None) => ("read-only", Some(OsStr::new("yes"))),
+        ("rw", None) => ("read-only", Some(OsStr::new("no"))),
+        (key, value) => (key, value),
     };
     let Some(row) = row(name) else {
         return Err(ConfigError::Unknown {
@@ -79,7 +88,7 @@ fn given(word: &str) -> Result<Given, ConfigError> {
     };
     let text = match (value, row.kind) {
         (Some(value), _) => value.to_owned(),
-        (None, Kind::Switch) => "yes".to_owned(),
+        (None, Kind::Switch) => "yes".into(),
         (None, kind) => {
             let why = format!("lacks a value: write {}={}", row.name, kind.value_name());
             return Err(ConfigError::Value { origin: Origin::MinusO, name: row.name, why });
@@ -93,7 +102,7 @@ mod tests {
     use super::*;
 
     fn names(parsed: &MinusO) -> Vec<(&str, &str)> {
-        parsed.given.iter().map(|given| (given.row.name, given.text.as_str())).collect()
+        parsed.given.iter().map(|given| (given.row.name, given.text.to_str().unwrap())).collect()
     }
 
     #[test]
@@ -123,6 +132,19 @@ mod tests {
         let parsed = parse_minus_o("qwertyuiop,ro", Unknown::Tolerate).unwrap();
         assert_eq!(parsed.tolerated, ["qwertyuiop"]);
         assert_eq!(names(&parsed), [("read-only", "yes")]);
+    }
+
+    #[test]
+    fn a_path_is_taken_as_it_is_and_nothing_else_may_be_no_text() {
+        let list = OsStr::from_bytes(b"spill=/disk/caf\xe9=1,ro");
+        let parsed = parse_minus_o(list, Unknown::Refuse).unwrap();
+        assert_eq!(parsed.given[0].text.as_bytes(), b"/disk/caf\xe9=1");
+        let parse = |option: &str| row(option).unwrap().kind.parse(&parsed.given[0].text);
+        let expected = std::path::PathBuf::from(OsStr::from_bytes(b"/disk/caf\xe9=1"));
+        assert_eq!(parse("spill"), Ok(crate::value::Value::Directory(expected)));
+        assert!(parse("node").unwrap_err().contains(r"`/disk/caf\xe9=1` is not"), "{:?}", parse("node"));
+        let unknown = parse_minus_o(OsStr::from_bytes(b"\xff=1"), Unknown::Refuse).unwrap_err();
+        assert!(unknown.to_string().contains(r"unknown option `\xff`"), "{unknown}");
     }
 
     #[test]

@@ -137,12 +137,6 @@ pub struct Options {
     /// When data goes to the backing.
     #[serde(default)]
     pub drain: Drain,
-    /// Complete checkpoints that are kept; 0: all.
-    #[serde(default)]
-    pub keep: u32,
-    /// Each so-manieth checkpoint drains by itself; 0: none.
-    #[serde(default)]
-    pub drain_every: u32,
     /// Commits of a scope that can be undone; 0: none.
     pub history: u32,
     /// What becomes of changes in a transaction.
@@ -158,7 +152,7 @@ pub struct Options {
     #[serde(default)]
     pub participants_wait_ms: u64,
     /// A second directory for what is prepared; `None`: none.
-    #[serde(default)]
+    #[serde(default, with = "firn_format::path::exact_option")]
     pub backup: Option<PathBuf>,
     /// Milliseconds between its rounds.
     #[serde(default)]
@@ -176,12 +170,13 @@ pub struct Options {
     /// Kernel passthrough for reads.
     pub passthrough: Passthrough,
     /// Directory of the arena; `None`: the runtime directory.
+    #[serde(default, with = "firn_format::path::exact_option")]
     pub arena_dir: Option<PathBuf>,
     /// Where the memory nodes are described; `None`: all memory is as near.
-    #[serde(default)]
+    #[serde(default, with = "firn_format::path::exact_option")]
     pub numa_topology: Option<PathBuf>,
     /// The spill file, or a directory for it; `None`: nothing spills.
-    #[serde(default)]
+    #[serde(default, with = "firn_format::path::exact_option")]
     pub spill: Option<PathBuf>,
     /// Its bytes; 0: as many as `arena_bytes`.
     #[serde(default)]
@@ -229,8 +224,6 @@ impl Options {
             io_threads: 0,
             door: Door::Mount,
             drain: Drain::Eager,
-            keep: 0,
-            drain_every: 0,
             history: 0,
             mode: Mode::Hold,
             participants: Participants::Off,

@@ -25,6 +25,9 @@ give the same option different values are refused.
 * **Durations** carry a unit: `500ms`, `5s`, `2min`, `1h`; `0` alone is fine.
 * **Switches** are `yes` or `no`; alone (`--allow-other`, `-o allow-other`) they mean `yes`. `-o ro` and `-o rw` are
   `read-only=yes` and `read-only=no`.
+* **Paths** are absolute, and taken byte for byte: they need not be UTF-8. In a file such a one is written as in
+  JSON, `spill = { escaped = \"/disk/caf\\\\xe9\" }`. In `-o` and fstab a path has no comma and no blank at its ends (mount(8)
+  reads `\\040` as one in fstab): give it by flag or variable.
 * In `-o`, underscores count as hyphens. `nodev nosuid noexec noatime sync dirsync` and their opposites go to the kernel;
   `defaults auto noauto user users owner group nofail _netdev x-* comment=*` and the words about access times
   are for others and are skipped.

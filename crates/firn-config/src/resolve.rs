@@ -1,8 +1,12 @@
 //! From all sources to one set of options, and where each value came from.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fmt;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+
+use firn_format::quote::{quoted, quoted_path};
 
 use crate::error::ConfigError;
 use crate::file::read_file;
@@ -32,7 +36,7 @@ impl fmt::Display for Origin {
             Self::Flag => f.write_str("command line"),
             Self::MinusO => f.write_str("-o"),
             Self::Environment(name) => f.write_str(name),
-            Self::File(path) => write!(f, "{}", path.display()),
+            Self::File(path) => f.write_str(&quoted_path(path)),
             Self::Default => f.write_str("default"),
         }
     }
@@ -44,7 +48,7 @@ pub struct Given {
     /// The option.
     pub row: &'static Row,
     /// As written.
-    pub text: String,
+    pub text: OsString,
 }
 
 impl fmt::Debug for Row {
@@ -57,7 +61,7 @@ impl fmt::Debug for Row {
 #[derive(Clone, Debug, Default)]
 pub struct Surroundings {
     /// The environment.
-    pub env: BTreeMap<String, String>,
+    pub env: BTreeMap<String, OsString>,
     /// The user's file, whether or not it exists.
     pub user_file: Option<PathBuf>,
     /// The system's file, whether or not it exists.
@@ -67,10 +71,9 @@ pub struct Surroundings {
 impl Surroundings {
     /// Those of this process: `$XDG_CONFIG_HOME/firn/firn.toml` (or `~/.config/…`), `/etc/firn/firn.toml`.
     pub fn of_process() -> Self {
-        // A variable that is not UTF-8 is nobody's option: leave it out instead of failing on it.
-        let env: BTreeMap<String, String> = std::env::vars_os()
-            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-            .collect();
+        // A variable whose name is not UTF-8 is nobody's option: leave it out instead of failing on it.
+        let env: BTreeMap<String, OsString> =
+            std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value))).collect();
         let absolute =
             |name: &str| env.get(name).filter(|dir| Path::new(dir).is_absolute()).map(PathBuf::from);
         let home = absolute("XDG_CONFIG_HOME").or_else(|| absolute("HOME").map(|home| home.join(".config")));
@@ -132,8 +135,8 @@ impl Sources {
             if let Some(other) = same.filter(|other| other.text != flag.text) {
                 return Err(ConfigError::Twice {
                     name: flag.row.name,
-                    flag: flag.text.clone(),
-                    minus_o: other.text.clone(),
+                    flag: quoted(flag.text.as_bytes()),
+                    minus_o: quoted(other.text.as_bytes()),
                 });
             }
         }

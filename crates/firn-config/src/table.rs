@@ -4,6 +4,10 @@
 //! `name`, the variable is `FIRN_NAME` with underscores. [`RULES`] says which values contradict each
 //! other.
 
+use std::path::PathBuf;
+
+use firn_format::quote::quoted_path;
+
 use crate::options::{Close, Door, Drain, Fsync, LogLevel, Mode, Options, Participants, Passthrough};
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
@@ -22,7 +26,7 @@ pub struct Row {
     pub long: &'static str,
     /// Whether the status of a mount names it, because it changes what is promised.
     pub changes_promises: bool,
-    /// The value in `Options`, as a user would write it.
+    /// The value in `Options`, as a user would write it; paths as people are shown them (`firn_format::quote`).
     pub get: fn(&Options) -> String,
     /// Stores a value of `kind`.
     pub set: fn(&mut Options, Value),
@@ -46,7 +50,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 30] = [
+pub static TABLE: [Row; 28] = [
     Row {
         name: "arena-size",
         kind: Kind::Size { min: 1 << 20, max: 16 << 40, power_of_two: false },
@@ -115,31 +119,6 @@ pub static TABLE: [Row; 30] = [
             Drain::Commit => "commit".to_owned(),
         },
         set: |o, v| o.drain = [Drain::Eager, Drain::Demand, Drain::Commit][v.choice()],
-    },
-    Row {
-        name: "keep",
-        kind: Kind::Count { min: 0, max: 1_000_000, zero: Some("all") },
-        default: "all",
-        help: "Checkpoint directories that are kept; older ones are removed",
-        long: "A checkpoint is a directory made directly below the mount point while it is mounted. It counts as \
-               complete once a newer one was begun and all its files are closed, none of them by the death of its \
-               writer. Of the complete ones the newest so many stay, what is older is removed with all that is in \
-               it. Directories that were there before the mount are never removed.",
-        changes_promises: true,
-        get: |o| if o.keep == 0 { "all".to_owned() } else { o.keep.to_string() },
-        set: |o, v| o.keep = v.number() as u32,
-    },
-    Row {
-        name: "drain-every",
-        kind: Kind::Count { min: 0, max: 1_000_000, zero: Some("off") },
-        default: "off",
-        help: "With drain=demand: each so-manieth checkpoint drains by itself as its files are closed",
-        long: "The others stay in memory: cheap, frequent checkpoints against the death of processes, and a safe one now \
-               and then against the loss of the node. A checkpoint is a directory made directly below the mount point; \
-               the first of them drains, then each so-manieth.",
-        changes_promises: true,
-        get: |o| if o.drain_every == 0 { "off".to_owned() } else { o.drain_every.to_string() },
-        set: |o, v| o.drain_every = v.number() as u32,
     },
     Row {
         name: "history",
@@ -223,9 +202,11 @@ pub static TABLE: [Row; 30] = [
         long: "When `firn prepare` or `firn commit` returns, all that the commit needs is in this directory too, durably: \
                `firn recover --from-backup` finishes it if the node is lost with its backing, on a copy of the backing as \
                it was before the transaction. It is removed when the transaction is over. It needs room for what a \
-               transaction writes; where it cannot be written, prepare and commit fail.",
+               transaction writes; where it cannot be written, prepare and commit fail. It must belong to you or root, and if \
+               others may write there it needs the sticky bit; a directory of this mount in it that is not yours alone is \
+               refused.",
         changes_promises: true,
-        get: |o| o.backup.as_ref().map_or_else(String::new, |path| path.display().to_string()),
+        get: |o| path_text(o.backup.as_ref()),
         set: |o, v| o.backup = v.directory(),
     },
     Row {
@@ -284,7 +265,8 @@ pub static TABLE: [Row; 30] = [
         kind: Kind::Count { min: 0, max: 256, zero: Some("auto") },
         default: "auto",
         help: "Threads that answer the kernel",
-        long: "`auto` is one a core.",
+        long: "`auto` is one a core. What comes while all of them are in calls of the backing that do not return is \
+               left to other threads, which are started for it.",
         changes_promises: false,
         get: |o| if o.fuse_threads == 0 { "auto".to_owned() } else { o.fuse_threads.to_string() },
         set: |o, v| o.fuse_threads = v.number() as u32,
@@ -319,9 +301,10 @@ pub static TABLE: [Row; 30] = [
         default: "",
         help: "Directory for the arena, on tmpfs, hugetlbfs or a DAX file system",
         long: "Without it the arena lies in the runtime directory, /dev/shm/firn-UID. A mount that recovers an arena \
-               must be given the same directory.",
+               must be given the same directory. It must belong to you or root, and if others may write there it needs \
+               the sticky bit; an arena in it that is not yours alone is refused.",
         changes_promises: false,
-        get: |o| o.arena_dir.as_ref().map_or_else(String::new, |dir| dir.display().to_string()),
+        get: |o| path_text(o.arena_dir.as_ref()),
         set: |o, v| o.arena_dir = v.directory(),
     },
     Row {
@@ -335,7 +318,7 @@ pub static TABLE: [Row; 30] = [
                memory in another way. Node numbers that the kernel does not have only decide which part of the \
                arena a writer gets.",
         changes_promises: false,
-        get: |o| o.numa_topology.as_ref().map_or_else(String::new, |path| path.display().to_string()),
+        get: |o| path_text(o.numa_topology.as_ref()),
         set: |o, v| o.numa_topology = v.directory(),
     },
     Row {
@@ -346,9 +329,9 @@ pub static TABLE: [Row; 30] = [
         long: "Above `spill-upper` the oldest full chunks move there until no more than `spill-lower` of the arena is in \
                use; they are read and drained from there. In a directory the file is made and named by Firn. It is \
                removed with the arena, lasts as long as that and no longer, and must not be in the mount, in the \
-               backing or in memory.",
+               backing or in memory. A file there that is not yours alone is refused.",
         changes_promises: false,
-        get: |o| o.spill.as_ref().map_or_else(String::new, |path| path.display().to_string()),
+        get: |o| path_text(o.spill.as_ref()),
         set: |o, v| o.spill = v.directory(),
     },
     Row {
@@ -438,7 +421,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 19] = [
+pub static RULES: [Rule; 17] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -456,12 +439,6 @@ pub static RULES: [Rule; 19] = [
         text: "drain=commit goes with door=mount only",
         broken: |o| o.drain == Drain::Commit && o.door == Door::Preload,
         advice: "a stub tree has no transactions: leave door out, or take drain=demand",
-    },
-    Rule {
-        names: ["drain-every", "drain"],
-        text: "drain-every goes with drain=demand only",
-        broken: |o| o.drain_every > 0 && o.drain != Drain::Demand,
-        advice: "otherwise every checkpoint drains: leave drain-every out, or take drain=demand",
     },
     Rule {
         names: ["history", "drain"],
@@ -536,12 +513,6 @@ pub static RULES: [Rule; 19] = [
         advice: "the tree is served to the user who mounts, for reading and writing: leave them out, or take door=mount",
     },
     Rule {
-        names: ["door", "keep"],
-        text: "door=preload does not go with keep or drain-every",
-        broken: |o| o.door == Door::Preload && (o.keep > 0 || o.drain_every > 0),
-        advice: "names reach firnd only when they are drained: leave them out, or take door=mount",
-    },
-    Rule {
         names: ["spill-lower", "spill-upper"],
         text: "spill-lower may not exceed spill-upper",
         broken: |o| o.spill_lower_percent > o.spill_upper_percent,
@@ -557,6 +528,10 @@ pub static RULES: [Rule; 19] = [
 
 fn switch_text(on: bool) -> String {
     if on { "yes" } else { "no" }.to_owned()
+}
+
+fn path_text(path: Option<&PathBuf>) -> String {
+    path.map_or_else(String::new, |path| quoted_path(path))
 }
 
 /// Unpacking for `set`; a row's kind fixes the variant, so another one is a broken table.
@@ -585,7 +560,7 @@ impl Value {
             other => panic!("the table expects names, got {other:?}"),
         }
     }
-    fn directory(self) -> Option<std::path::PathBuf> {
+    fn directory(self) -> Option<PathBuf> {
         match self {
             Value::Directory(path) => Some(path),
             other => panic!("the table expects a directory, got {other:?}"),

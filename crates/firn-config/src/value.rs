@@ -1,6 +1,10 @@
 //! What an option may hold: kinds with their ranges, and checked values.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
+
+use firn_format::quote::quoted;
 
 use crate::quantity::{duration_text, parse_duration_ms, parse_size, size_text};
 
@@ -62,8 +66,20 @@ pub enum Value {
 }
 
 impl Kind {
-    /// Reads `text`; the error says what is allowed.
-    pub fn parse(&self, text: &str) -> Result<Value, String> {
+    /// Reads `text`, which only paths need not have as UTF-8; the error says what is allowed.
+    pub fn parse(&self, text: impl AsRef<OsStr>) -> Result<Value, String> {
+        let text = text.as_ref();
+        if let Kind::Directory | Kind::Path = self {
+            return match text.as_bytes() {
+                [b'/', ..] => Ok(Value::Directory(PathBuf::from(text))),
+                bytes => Err(format!("`{}` is not an absolute path: begin it with a slash", quoted(bytes))),
+            };
+        }
+        let not_text = || format!("`{}` is not {}", quoted(text.as_bytes()), self.allowed());
+        self.parse_text(text.to_str().ok_or_else(not_text)?)
+    }
+
+    fn parse_text(&self, text: &str) -> Result<Value, String> {
         match *self {
             Kind::Size { min, max, power_of_two } => {
                 let bytes = within(parse_size(text)?, min, max, text, size_text)?;
@@ -93,12 +109,7 @@ impl Kind {
                 "no" | "false" | "off" | "0" => Ok(Value::Switch(false)),
                 _ => Err(format!("`{text}` is not yes or no")),
             },
-            Kind::Directory | Kind::Path if text.starts_with('/') => {
-                Ok(Value::Directory(PathBuf::from(text)))
-            }
-            Kind::Directory | Kind::Path => {
-                Err(format!("`{text}` is not an absolute path: begin it with a slash"))
-            }
+            Kind::Directory | Kind::Path => unreachable!("paths are no text"),
             Kind::Node => node_name(text).map(|name| Value::Names(vec![name])),
             Kind::Nodes if text == "off" => Ok(Value::Number(0)),
             Kind::Nodes => match text.parse() {

@@ -5,6 +5,7 @@
 //! A range is stored as its distance from the end of the one before and its length: few bytes each.
 
 use firn_format::sealed::{Seal, SealError};
+use firn_trust::is_component;
 use serde::{Deserialize, Serialize};
 
 use crate::ranges::Ranges;
@@ -134,9 +135,16 @@ impl Published {
         SEAL.seal(&postcard::to_stdvec(self).expect("plain data"))
     }
 
-    /// From the bytes that were stored.
+    /// From the bytes that were stored. Every name in what comes back is a single component.
     pub fn decode(bytes: &[u8]) -> Result<Self, ListError> {
-        postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| ListError::Damaged)
+        let list: Self = postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| ListError::Damaged)?;
+        if list.components().all(is_component) { Ok(list) } else { Err(ListError::Damaged) }
+    }
+
+    /// Everything in it that names something in a directory.
+    fn components(&self) -> impl Iterator<Item = &[u8]> {
+        let names = self.used.iter().chain(self.changed.iter().map(|(name, _)| name));
+        names.map(|name| &name.name[..]).chain([self.node.as_bytes()])
     }
 }
 
@@ -180,6 +188,19 @@ mod tests {
             ..Published::default()
         };
         assert_eq!(crate::test(&[node("a"), node("b")]).conflicts, []);
+    }
+
+    #[test]
+    fn regression_a_list_whose_names_lead_elsewhere_is_none() {
+        for name in ["", ".", "..", "../../etc", "/etc", "a/b", "a\0"] {
+            let mut bad = [list(), list(), list()];
+            bad[0].node = name.into();
+            bad[1].used[0].name = name.into();
+            bad[2].changed[0].0.name = name.into();
+            for bad in bad {
+                assert_eq!(Published::decode(&bad.encode()), Err(ListError::Damaged), "{name:?}");
+            }
+        }
     }
 
     #[test]

@@ -8,6 +8,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
+use firn_format::path::BytePath;
+
 use serde::{Deserialize, Serialize};
 
 use crate::list::{File, Name, Published};
@@ -50,7 +52,7 @@ pub enum What {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Conflict {
     /// Path relative to the backing.
-    pub path: String,
+    pub path: BytePath,
     /// What of it.
     pub what: What,
     /// Those who do not go together; of a name or of attributes without processes.
@@ -160,7 +162,7 @@ fn test_file(lists: &[Published], users: &[(usize, &File)], report: &mut Report)
     let (mut any, mut writes) = (Furthest::default(), Furthest::default());
     // Where the last read and the last write of each process end.
     let mut ends = vec![(0u64, 0u64); processes.len()];
-    let path = || String::from_utf8_lossy(&users[0].1.path).into_owned();
+    let path = || users[0].1.path.as_slice().into();
     let party = |index: usize, access| {
         let (node, pid) = processes[index];
         Party { node: lists[node].node.clone(), pid, writes: access == Access::Write }
@@ -209,7 +211,7 @@ fn test_names(lists: &[Published], report: &mut Report) {
             let first = *changed.entry(name).or_insert((node, path));
             if first.0 != node {
                 report.add(|| Conflict {
-                    path: String::from_utf8_lossy(path).into_owned(),
+                    path: path.as_slice().into(),
                     what: What::Name,
                     parties: [without_process(&lists[first.0].node, true), without_process(&list.node, true)],
                 });
@@ -220,7 +222,7 @@ fn test_names(lists: &[Published], report: &mut Report) {
         for name in &list.used {
             if let Some(&(by, path)) = changed.get(name).filter(|(by, _)| *by != node) {
                 report.add(|| Conflict {
-                    path: String::from_utf8_lossy(path).into_owned(),
+                    path: path.into(),
                     what: What::Name,
                     parties: [without_process(&lists[by].node, true), without_process(&list.node, false)],
                 });
@@ -236,7 +238,7 @@ fn test_attributes(lists: &[Published], report: &mut Report) {
             let first = *changed.entry(*ino).or_insert(node);
             if first != node {
                 report.add(|| Conflict {
-                    path: String::from_utf8_lossy(path).into_owned(),
+                    path: path.as_slice().into(),
                     what: What::Attributes,
                     parties: [without_process(&lists[first].node, true), without_process(&list.node, true)],
                 });

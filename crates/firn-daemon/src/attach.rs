@@ -3,28 +3,34 @@
 //! An arena that holds data is always attached as it is, whatever the options say now; an empty one
 //! of another shape is made anew.
 
-use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_arena::{Arena, Damage, Identity, Stored, Topology};
-use firn_backing::DirBacking;
+use firn_backing::{DirBacking, Errno};
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
 use firn_config::{Close, Door, Drain, Fsync, Mode, Options, Participants, Passthrough};
 use firn_drain::Pool;
-use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered};
-use firn_held::{Group, Held, HeldError};
+use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered, StoredArena};
+use firn_format::quote::quoted_path;
+use firn_held::{ArenaId, Group, Held, HeldError, Opening};
+use firn_trust::check_shared_parent;
+use rustix::fs::OFlags;
 
 use crate::error::DaemonError;
+use crate::front::waiting_tree;
 use crate::lock::Locks;
-use crate::participants::Pause;
+use crate::participants::{self, Pause};
 use crate::process;
 use crate::spill;
 
 /// What the engine writes to: the backing, which may be in a transaction.
 pub(crate) type Store = Held<DirBacking>;
+
+/// How long an IO thread may take for the write that it is at when the mount ends.
+const STOP_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A backing that is being drained.
 pub(crate) struct Attached {
@@ -34,19 +40,19 @@ pub(crate) struct Attached {
     pool: Pool,
     /// Parts of the arena could not be read: it is put aside at the end, not removed.
     damaged: bool,
-    _locks: Locks,
+    locks: Locks,
 }
 
 /// Where the runtime files of `backing` are, in a directory that is there and ours.
 pub(crate) fn runtime_files(backing: &Path, options: &Options) -> Result<RuntimeFiles, DaemonError> {
-    create_runtime_dir().map_err(|error| DaemonError::Runtime { text: error.to_string() })?;
+    let runtime_dir = create_runtime_dir()?;
     if let Some(dir) = &options.arena_dir {
-        let unusable = |source| DaemonError::ArenaDirectory { path: dir.clone(), source };
-        if !dir.metadata().map_err(unusable)?.is_dir() {
-            return Err(unusable(io::Error::from_raw_os_error(libc::ENOTDIR)));
-        }
+        let unusable = |errno: Errno| DaemonError::ArenaDirectory { path: dir.clone(), source: errno.into() };
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let opened = rustix::fs::open(dir, flags, rustix::fs::Mode::empty()).map_err(unusable)?;
+        check_shared_parent(&opened, dir)?;
     }
-    Ok(RuntimeFiles::of(backing, options.arena_dir.as_deref()))
+    Ok(RuntimeFiles::in_dir(&runtime_dir, backing, options.arena_dir.as_deref()))
 }
 
 impl Attached {
@@ -84,26 +90,27 @@ impl Attached {
         let metadata = backing.metadata().map_err(DaemonError::io("look at the backing directory"))?;
         let identity = Identity { backing: backing.into(), dev: metadata.dev(), ino: metadata.ino() };
         // Before its first byte is touched: where the backing knows no flock(2), this is the only lock.
-        if files.arena.exists() {
+        if is_there(&files.arena) {
             locks.add_arena(&files.arena, backing, &files)?;
         }
-        let found = find(&files, &identity, options, salvage, notice)?;
+        let mut found = find(&files, &identity, options, salvage, notice)?;
         if matches!(found, Found::Fresh(_)) {
             locks.add_arena(&files.arena, backing, &files)?;
         }
+        let new = NewArena::of(&found);
         let damaged = matches!(found, Found::Used { damaged: true, .. });
         let directory = DirBacking::open(backing)
             .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
-        let (store, outcome) = open_store(backing, directory, options, notice)?;
+        let store = open_store(backing, directory, &files, options, &mut found, notice)
+            .map_err(DaemonError::in_backing(backing))?;
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
                 let policies = policies(&arena, options);
                 (Engine::begin(store, arena, policies)?, Recovered::default())
             }
-            Found::Used { arena, stored, .. } => {
-                let policies = policies(&arena, options);
-                let dropped: Vec<&[u8]> = outcome.dropped().collect();
-                Engine::attach_without(store, arena, &stored, policies, &dropped)?
+            Found::Used { stored, .. } => {
+                let policies = policies(stored.arena(), options);
+                Engine::attach_stored(store, *stored, policies)?
             }
         };
         tell(&recovered, options.drain, notice);
@@ -111,7 +118,8 @@ impl Attached {
         let pool =
             Pool::start(Arc::clone(&engine), threads).map_err(DaemonError::io("start the IO threads"))?;
         let damaged = damaged || !recovered.damage.is_empty();
-        Ok(Self { engine, recovered, files, pool, damaged, _locks: locks })
+        new.keep();
+        Ok(Self { engine, recovered, files, pool, damaged, locks })
     }
 
     /// Bytes that only the arena has.
@@ -120,10 +128,22 @@ impl Attached {
         status.held_bytes + status.lost_file_bytes
     }
 
+    /// Sees to it that drains go on where those of some files hang.
+    pub(crate) fn stand_in(&self) {
+        self.pool.stand_in();
+    }
+
     /// Stops the IO threads, removes the arena if nothing is left in it and `remove` allows, and
     /// gives the locks back. Returns the bytes that are left.
+    ///
+    /// Where a call of the backing may still be under way, the locks end with the process and not before: once it
+    /// is answered it may change what the next mount has made.
     pub(crate) fn finish(mut self, remove: bool) -> u64 {
-        self.pool.stop();
+        let stopped = self.pool.stop_within(STOP_PATIENCE);
+        if !stopped {
+            tracing::warn!("the backing does not answer: firnd ends when it does");
+        }
+        let remove = remove && stopped;
         let left = self.left_bytes();
         let spill = self.engine.arena().spill_file().map(|file| file.path().to_owned());
         if left == 0 && remove && self.damaged {
@@ -134,7 +154,7 @@ impl Attached {
                         // Its name without this would be taken for that of an arena that is gone.
                         let _ = std::fs::rename(spill, spill.with_extension("spill.damaged"));
                     }
-                    tracing::warn!(arena = %aside.display(), "kept: parts of it were damaged; remove it when you have looked at it with firn check")
+                    tracing::warn!(arena = %quoted_path(&aside), "kept: parts of it were damaged; remove it when you have looked at it with firn check")
                 }
                 Err(error) => tracing::warn!(%error, "cannot put the damaged arena aside"),
             }
@@ -142,30 +162,41 @@ impl Attached {
             // In this order: without the arena the spill file means nothing and is replaced.
             for file in std::iter::once(&self.files.arena).chain(&spill) {
                 if let Err(error) = std::fs::remove_file(file) {
-                    tracing::warn!(%error, file = %file.display(), "cannot remove the empty arena");
+                    tracing::warn!(%error, file = %quoted_path(file), "cannot remove the empty arena");
                     break;
                 }
             }
+        }
+        if !remove {
+            std::mem::forget(self.locks);
         }
         left
     }
 }
 
-/// The backing, after transactions of an earlier firnd were finished or undone.
+/// The backing, after transactions of an earlier firnd were finished or undone. What the arena has of them is dropped
+/// before anything else, so that a crash on the way finds again what tells of them.
 fn open_store(
     backing: &Path,
     directory: DirBacking,
+    files: &RuntimeFiles,
     options: &Options,
+    arena: &mut Found,
     notice: &mut dyn FnMut(String),
-) -> Result<(Store, firn_held::Outcome), DaemonError> {
+) -> Result<Store, DaemonError> {
     let wanted = options.drain == Drain::Commit;
+    let group = participants::group(options)?;
+    drop_of_other_homes(backing, &directory, group.as_ref(), arena)?;
     if !wanted && !Held::has_transactions(&directory).map_err(HeldError::from)? {
-        return Ok((Held::plain(directory), firn_held::Outcome::default()));
+        return without_transactions(directory, files, options);
     }
     let known = Held::known_backups(&directory).map_err(HeldError::from)?;
-    let (store, outcome) = match crate::participants::group(options)? {
-        None => Held::open_with_history(directory, options.history)?,
-        Some(group) => open_of_group(backing, directory, group, options, notice)?,
+    let (store, outcome) = match group {
+        None => {
+            let opening = Opening { history: options.history, arena: Some(arena.id()), ..Opening::default() };
+            Held::open_with(directory, opening, |scopes| arena.drop_below(scopes))?
+        }
+        Some(group) => open_of_group(backing, directory, group, options, arena, notice)?,
     };
     let store = store.in_mode(match options.mode {
         Mode::Hold => firn_held::Mode::Hold,
@@ -186,7 +217,7 @@ fn open_store(
         let Some((id, scope)) = outcome.waiting.first() else {
             let directory = DirBacking::open(backing)
                 .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
-            return Ok((Held::plain(directory), outcome));
+            return without_transactions(directory, files, options);
         };
         let scope = crate::transactions::shown_scope(scope);
         return Err(DaemonError::TransactionWaits { id: *id, scope });
@@ -197,7 +228,40 @@ fn open_store(
             crate::transactions::shown_scope(scope)
         ));
     }
-    Ok((store, outcome))
+    Ok(store)
+}
+
+/// A mount without `participants` ends no transaction that its node began with others, nor one with them any that was
+/// begun without, or as another node: that is for the next one like that, or `firn recover`. Data of it that this arena
+/// has is dropped either way.
+fn drop_of_other_homes(
+    backing: &Path,
+    directory: &DirBacking,
+    group: Option<&Group>,
+    arena: &mut Found,
+) -> Result<(), DaemonError> {
+    if matches!(arena, Found::Fresh(_)) {
+        return Ok(());
+    }
+    let id = arena.id();
+    for home in Held::other_homes(directory, group).map_err(HeldError::from)? {
+        let directory = DirBacking::open(backing)
+            .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
+        Held::drop_of(directory, home, id, |scopes| arena.drop_below(scopes))?;
+    }
+    Ok(())
+}
+
+/// A stub tree, also one that is recovered, keeps files without a name in `.firn`; a mount does not show that.
+fn without_transactions(
+    directory: DirBacking,
+    files: &RuntimeFiles,
+    options: &Options,
+) -> Result<Store, DaemonError> {
+    if options.door == Door::Preload || waiting_tree(files)?.is_some() {
+        return Ok(Held::plain_with_own(directory));
+    }
+    Ok(Held::plain(directory))
 }
 
 /// What this node left open is undone when the other nodes have stopped, which they hear of by this.
@@ -206,18 +270,22 @@ fn open_of_group(
     mut directory: DirBacking,
     group: Group,
     options: &Options,
+    arena: &mut Found,
     notice: &mut dyn FnMut(String),
 ) -> Result<(Store, firn_held::Outcome), DaemonError> {
     let deadline = Instant::now() + Duration::from_millis(options.participants_wait_ms);
     let (mut pause, mut told) = (Pause::default(), false);
     loop {
-        match Held::open_of_group(directory, group.clone()) {
-            Err(error @ HeldError::Stopping { .. }) if Instant::now() < deadline => {
+        let opening = Opening { group: Some(group.clone()), arena: Some(arena.id()), ..Opening::default() };
+        match Held::open_with(directory, opening, |scopes| arena.drop_below(scopes)) {
+            Err(DaemonError::Transactions(error @ HeldError::Stopping { .. }))
+                if Instant::now() < deadline =>
+            {
                 if !std::mem::replace(&mut told, true) {
                     notice(format!("waiting: {error}"));
                 }
             }
-            opened => return Ok(opened?),
+            opened => return opened,
         }
         pause.rest();
         directory = DirBacking::open(backing)
@@ -242,11 +310,11 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
         drain_age: Duration::from_millis(options.drain_age_ms),
         spill_upper_percent: options.spill_upper_percent,
         spill_lower_percent: options.spill_lower_percent,
-        keep: options.keep,
-        drain_every: options.drain_every,
         passthrough: passthrough(options),
         tracking: options.participants != Participants::Off,
         objects_max: process::objects_max(),
+        file_writes_max: (options.io_threads as usize).saturating_sub(1).max(1),
+        open_files_max: process::objects_max(),
         ..EngineOptions::new(arena.geometry().chunk_bytes)
     }
 }
@@ -259,9 +327,64 @@ pub(crate) fn passthrough(options: &Options) -> bool {
         && rustix::process::geteuid().is_root()
 }
 
+/// Whether anything has this name, a link that leads nowhere too.
+pub(crate) fn is_there(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}
+
 enum Found {
     Fresh(Arena),
-    Used { arena: Arena, stored: Vec<Stored>, damaged: bool },
+    Used { stored: Box<StoredArena>, damaged: bool },
+}
+
+impl Found {
+    fn used(arena: Arena, stored: Vec<Stored>, damaged: bool) -> Self {
+        Self::Used { stored: Box::new(StoredArena::open(arena, stored)), damaged }
+    }
+
+    /// What tells it from other arenas.
+    fn id(&self) -> ArenaId {
+        match self {
+            Self::Fresh(arena) => arena.superblock().uuid,
+            Self::Used { stored, .. } => stored.arena().superblock().uuid,
+        }
+    }
+
+    fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), DaemonError> {
+        match self {
+            Self::Fresh(_) => Ok(()),
+            Self::Used { stored, .. } => Ok(stored.drop_below(scopes)?),
+        }
+    }
+}
+
+/// The files of an arena that was made just now. They go where the mount comes to nothing: an arena that is there
+/// would be said to hold data.
+struct NewArena {
+    files: Vec<PathBuf>,
+}
+
+impl NewArena {
+    fn of(found: &Found) -> Self {
+        let Found::Fresh(arena) = found else { return Self { files: Vec::new() } };
+        let spill = arena.spill_file().map(|file| file.path().to_owned());
+        // In this order: without the arena the spill file means nothing.
+        Self { files: std::iter::once(arena.path().to_owned()).chain(spill).collect() }
+    }
+
+    fn keep(mut self) {
+        self.files.clear();
+    }
+}
+
+impl Drop for NewArena {
+    fn drop(&mut self) {
+        for file in &self.files {
+            if let Err(error) = std::fs::remove_file(file) {
+                tracing::warn!(%error, file = %quoted_path(file), "cannot remove the arena of a mount that failed");
+            }
+        }
+    }
 }
 
 fn find(
@@ -275,16 +398,16 @@ fn find(
     let (geometry, spill_path) = spill::wanted(files, options)?;
     let topology = options.numa_topology.as_deref().map_or_else(Topology::one, Topology::read);
     let create = || Arena::create_on(path, geometry, identity, &spill_path, &topology);
-    if !path.exists() {
+    if !is_there(path) {
         return Ok(Found::Fresh(create()?));
     }
     let (arena, stored, damage) = Arena::attach_on(path, &topology)?;
     let made_for = PathBuf::from(text(&arena.superblock().backing_path));
     if made_for != identity.backing {
-        return Err(DaemonError::ArenaForeign { path: path.clone(), found: made_for.display().to_string() });
+        return Err(DaemonError::ArenaForeign { path: path.clone(), found: quoted_path(&made_for) });
     }
     for damage in &damage {
-        notice(format!("arena {}: {damage}", path.display()));
+        notice(format!("arena {}: {damage}", quoted_path(path)));
     }
     let damaged = !damage.is_empty();
     let fault = arena.spill_fault().map(ToString::to_string);
@@ -297,7 +420,7 @@ fn find(
         notice(format!("{fault}: nothing moves to it"));
     }
     if *arena.geometry() == geometry && spill::is_at(&arena, &spill_path) && fault.is_none() {
-        return Ok(Found::Used { arena, stored, damaged });
+        return Ok(Found::used(arena, stored, damaged));
     }
     if stored.is_empty() && !damaged && !journal_has_work(&arena) {
         let old_spill = arena.spill_file().map(|file| file.path().to_owned());
@@ -315,7 +438,7 @@ fn find(
         has.chunk_bytes,
         has.spill_bytes()
     ));
-    Ok(Found::Used { arena, stored, damaged })
+    Ok(Found::used(arena, stored, damaged))
 }
 
 fn text(path: &[u8]) -> std::ffi::OsString {
@@ -352,7 +475,7 @@ fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
     for lost in &recovered.lost {
         notice(format!(
             "{}: {} bytes are kept in the arena, but their file is not in the backing ({})",
-            lost.display_path(),
+            lost.known_path(),
             lost.bytes,
             lost.reason
         ));

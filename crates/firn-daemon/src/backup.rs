@@ -2,10 +2,9 @@
 //!
 //! Each mount has a directory of its own in it, named by node and backing; what is in that is `firn_held::backup`'s.
 
-use std::fs::DirBuilder;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -15,18 +14,22 @@ use firn_backing::{Backing, DirBacking};
 use firn_client::paths::Key;
 use firn_config::Options;
 use firn_engine::Engine;
+use firn_format::path::BytePath;
 use firn_format::protocol::BackupStatus;
+use firn_format::quote::quoted_path;
 use firn_held::backup::Progress;
 use firn_held::backup::manifest::{MANIFEST, Manifest};
 use firn_held::{Held, HeldError};
+use firn_trust::{TrustError, check_shared_parent, create_private_dir, open_private_dir};
 use parking_lot::{Condvar, Mutex};
-use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
 use serde::Serialize;
 
-use crate::attach::{Store, runtime_files};
+use crate::attach::{Store, is_there, runtime_files};
 use crate::error::{DaemonError, RecoverError};
 use crate::lock::Locks;
 use crate::preflight::{self, Checked};
+use crate::process;
 
 /// Refuses directories that cannot be a backup of this mount.
 pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), DaemonError> {
@@ -42,13 +45,25 @@ pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), DaemonEr
         }
     }
     let home = home(&canonical, &checked.backing);
-    match DirBuilder::new().mode(0o700).create(&home) {
-        Ok(()) => {}
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(error) => return Err(unusable(error)),
-    }
+    drop(open_home(&canonical, &home, unusable)?);
     let needed = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
     accessat(CWD, &home, needed, AtFlags::EACCESS).map_err(|errno| unusable(errno.into()))
+}
+
+/// Opens the directory of one mount, made if it is not there. What is in it will be believed, and removed.
+fn open_home(
+    dir: &Path,
+    home: &Path,
+    unusable: impl Fn(io::Error) -> DaemonError,
+) -> Result<OwnedFd, DaemonError> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let parent = open(dir, flags, Mode::empty()).map_err(|errno| unusable(errno.into()))?;
+    check_shared_parent(&parent, dir)?;
+    let name = Path::new(home.file_name().expect("a directory below another"));
+    create_private_dir(&parent, name).map_err(|error| match error {
+        TrustError::Io { error, .. } => unusable(error),
+        error => error.at(home).into(),
+    })
 }
 
 /// The directory of one mount: nodes may have backings of the same path.
@@ -66,13 +81,15 @@ pub(crate) fn attach(
 ) -> Result<Store, DaemonError> {
     let Some(dir) = &options.backup else { return Ok(store) };
     let unusable = |source: io::Error| DaemonError::BackupDirectory { path: dir.clone(), source };
-    let home = home(&dir.canonicalize().map_err(unusable)?, backing);
-    let directory = DirBacking::open(&home).map_err(unusable)?;
+    let canonical = dir.canonicalize().map_err(unusable)?;
+    let home = home(&canonical, backing);
+    let opened = open_home(&canonical, &home, unusable)?;
+    let directory = DirBacking::of_dir(opened, &home).map_err(unusable)?;
     store.backed_up(directory, known).map_err(|error| match error {
         HeldError::BackupWaits { id, name } => {
             DaemonError::BackupWaits { id, dir: home.join(name), backing: backing.into() }
         }
-        error => error.into(),
+        error => DaemonError::held(backing)(error),
     })
 }
 
@@ -155,8 +172,8 @@ pub struct FromBackup {
 pub struct BackupReport {
     /// Number of the transaction.
     pub id: u64,
-    /// Its scope, from the top of the backing.
-    pub scope: String,
+    /// Its scope, from the top of the backing; empty: all of it.
+    pub scope: BytePath,
     /// Objects that it changes.
     pub objects: u64,
     /// It is committed; else it is prepared.
@@ -167,31 +184,33 @@ pub struct BackupReport {
 
 /// Prepares the transaction of a backup in a backing, and commits it if it is named by its number.
 pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, RecoverError> {
+    process::prepare();
     let backing = preflight::check_backing(&request.backing, false)?;
     let (place, manifest) = choose(request)?;
     let files = runtime_files(&backing, &request.options)?;
-    if files.arena.exists() {
+    if is_there(&files.arena) {
         return Err(DaemonError::BackupArena { arena: files.arena, backing });
     }
     let _lock = Locks::take(&backing, &files, None)?;
-    let open = |path: &Path| DirBacking::open(path);
-    let directory =
-        open(&backing).map_err(|source| DaemonError::BackingUnusable { path: backing.clone(), source })?;
-    let store =
-        open(&place).map_err(|source| DaemonError::BackupDirectory { path: place.clone(), source })?;
-    let (held, _) = Held::open(directory)?;
+    let directory = DirBacking::open(&backing)
+        .map_err(|source| DaemonError::BackingUnusable { path: backing.clone(), source })?;
+    let store = open_place(&place)?;
+    let (held, _) = Held::open(directory).map_err(DaemonError::held(&backing))?;
     let record = &manifest.record;
     let mut report = BackupReport {
         id: record.id,
-        scope: crate::transactions::shown_scope(&record.scope),
+        scope: record.scope.as_slice().into(),
         objects: record.items.len() as u64,
         ..BackupReport::default()
     };
     match held.revive((&store, &store.root()), place.file_name().unwrap_or_default(), &manifest) {
         Ok(()) => {}
         Err(HeldError::BackupDone { .. }) => (report.before, report.committed) = (true, true),
-        Err(HeldError::Open { scope }) => return Err(DaemonError::BackupOpen { scope, backing }),
-        Err(error) => return Err(error.into()),
+        Err(HeldError::Open { scope }) => {
+            let scope = crate::transactions::shown_scope(scope.as_bytes());
+            return Err(DaemonError::BackupOpen { scope, backing });
+        }
+        Err(error) => return Err(DaemonError::held(&backing)(error)),
     }
     if request.id.is_some() && !report.before {
         let mut node = held.root();
@@ -210,12 +229,21 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
 /// It is carried out: what is left of the backup means nothing, and is found to mean nothing.
 fn forget(place: &Path) {
     let (Some(home), Some(name)) = (place.parent(), place.file_name()) else { return };
-    let removed = DirBacking::open(home).and_then(|home| {
-        Held::remove_backup(&home, name).map_err(|errno| io::Error::from_raw_os_error(errno.raw_os_error()))
-    });
-    if let Err(error) = removed {
-        tracing::warn!(%error, place = %place.display(), "the backup of a commit that is over cannot be removed");
+    let removed = || {
+        let home = open_private_dir(CWD, home)?;
+        let home = DirBacking::of_dir(home, place).map_err(DaemonError::io("open the backup"))?;
+        Held::remove_backup(&home, &name.to_string_lossy()).map_err(DaemonError::from)
+    };
+    if let Err(error) = removed() {
+        tracing::warn!(%error, place = %quoted_path(place), "the backup of a commit that is over cannot be removed");
     }
+}
+
+/// Opens a directory of a backup, in which everything is believed.
+fn open_place(place: &Path) -> Result<DirBacking, DaemonError> {
+    let dir = open_private_dir(CWD, place)?;
+    let unusable = |source| DaemonError::BackupDirectory { path: place.to_owned(), source };
+    DirBacking::of_dir(dir, place).map_err(unusable)
 }
 
 /// The only backup that is meant.
@@ -231,19 +259,37 @@ fn choose(request: &FromBackup) -> Result<(PathBuf, Manifest), DaemonError> {
         let mut below = Vec::new();
         for place in places {
             if place.join(MANIFEST).is_file() {
-                let store = DirBacking::open(&place).map_err(unusable)?;
+                let store = match open_place(&place) {
+                    Ok(store) => store,
+                    Err(error @ DaemonError::Trust(_)) => {
+                        others.push(error.to_string());
+                        continue;
+                    }
+                    Err(error) => return Err(error),
+                };
                 match Held::manifest(&store, &store.root())? {
                     Some(Ok(manifest)) if request.id.is_none_or(|id| id == manifest.record.id) => {
                         found.push((place, manifest));
                     }
                     Some(Ok(manifest)) => {
-                        others.push(format!("{} has one with id {}", place.display(), manifest.record.id));
+                        others.push(format!(
+                            "{} has one with id {}",
+                            quoted_path(&place),
+                            manifest.record.id
+                        ));
                     }
-                    Some(Err(error)) => others.push(format!("{}: {error}", place.join(MANIFEST).display())),
+                    Some(Err(error)) => {
+                        others.push(format!("{}: {error}", quoted_path(&place.join(MANIFEST))))
+                    }
                     None => {}
                 }
             } else if depth < 2 {
-                let entries = std::fs::read_dir(&place).map_err(unusable)?;
+                let entries = match std::fs::read_dir(&place) {
+                    Ok(entries) => entries,
+                    // Somebody else's, in a directory that others share.
+                    Err(_) if depth > 0 => continue,
+                    Err(error) => return Err(unusable(error)),
+                };
                 let dirs =
                     entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
                 below.extend(dirs.map(|entry| entry.path()));
@@ -260,7 +306,7 @@ fn choose(request: &FromBackup) -> Result<(PathBuf, Manifest), DaemonError> {
         }
         _ => {
             let one = |(place, manifest): &(PathBuf, Manifest)| {
-                format!("{} (id {})", place.display(), manifest.record.id)
+                format!("{} (id {})", quoted_path(place), manifest.record.id)
             };
             let all = found.iter().map(one).collect::<Vec<_>>().join(", ");
             Err(DaemonError::BackupSeveral { all })
@@ -306,11 +352,19 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let tx = dir.path().join("node-1/tx-1-a");
         std::fs::create_dir_all(&tx).unwrap();
+        let private = |path: &Path, mode| {
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);
+            std::fs::set_permissions(path, mode).unwrap();
+        };
         let request =
             |id| FromBackup { dir: dir.path().into(), backing: "/".into(), id, options: Options::default() };
         let told = |id| choose(&request(id)).expect_err("refused").to_string();
         assert!(told(Some(3)).contains("with id 3"), "{}", told(Some(3)));
         std::fs::write(tx.join(MANIFEST), b"torn").unwrap();
+        private(&tx, 0o755);
+        assert!(told(None).contains("lets others in"), "{}", told(None));
+        private(&tx, 0o700);
+        private(&tx.join(MANIFEST), 0o600);
         assert!(told(None).contains("damaged"), "{}", told(None));
     }
 }

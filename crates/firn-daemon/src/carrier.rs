@@ -101,7 +101,7 @@ fn carry_out(engine: &Engine<Store>) -> bool {
     let mut all = true;
     for one in engine.backing().transactions() {
         let Stage::Decided(id) = one.stage else { continue };
-        if let Err(error) = engine.backing().carry_out(&one.scope) {
+        if let Err(error) = crate::transactions::carry_out(engine, &one.scope) {
             all = false;
             // Each cause once.
             if one.trouble.as_deref() != Some(&error.to_string()) {

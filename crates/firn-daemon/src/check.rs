@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use firn_format::path::BytePath;
 use serde::Serialize;
 
 use crate::error::CheckError;
@@ -11,11 +12,12 @@ use crate::lock;
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct CheckReport {
     /// The file.
+    #[serde(with = "firn_format::path::exact")]
     pub arena: PathBuf,
     /// A living firnd has it: counts may be moving and the journal's tail is not judged.
     pub in_use: bool,
     /// What it was made for, if it says so.
-    pub backing: Option<String>,
+    pub backing: Option<BytePath>,
     /// Lifetimes of firnd that it has seen.
     pub epoch: u64,
     /// Bytes of chunks.
@@ -23,6 +25,7 @@ pub struct CheckReport {
     /// Bytes of one chunk.
     pub chunk_bytes: u64,
     /// The spill file, if it has one.
+    #[serde(with = "firn_format::path::exact_option")]
     pub spill: Option<PathBuf>,
     /// Its bytes.
     pub spill_bytes: u64,
@@ -69,7 +72,7 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
         damage.push(Damage { part, place: String::new(), message });
     }
     let superblock = &found.superblock;
-    let backing = String::from_utf8_lossy(&superblock.backing_path).into_owned();
+    let backing = BytePath::from(superblock.backing_path.as_slice());
     Ok(CheckReport {
         arena: arena.into(),
         in_use,
@@ -104,7 +107,7 @@ fn table_damage(damage: &firn_arena::Damage) -> Damage {
         Found::Slab { slab, .. } | Found::Count { slab, .. } => {
             format!("chunk {}, slab {}", slab.chunk, slab.slab)
         }
-        Found::State { piece, .. } | Found::Piece { piece, .. } => {
+        Found::Piece { piece, .. } => {
             format!("chunk {}, record {}", piece.slab.chunk, piece.record)
         }
     };

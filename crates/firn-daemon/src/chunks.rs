@@ -10,11 +10,11 @@ use firn_arena::Arena;
 use firn_backing::Errno;
 use firn_engine::{Engine, HeldChunks};
 use firn_format::geometry::PAGE;
+use firn_format::path::BytePath;
 use firn_format::protocol::{ChunkList, DataRegion, Reply, SpillRegion};
 use firn_format::spill::SPILL_DATA_OFFSET;
 
 use crate::attach::Store;
-use crate::mountinfo::shown;
 
 /// Lists of one connection: a mover needs one for each file that it reads at once.
 const LISTS_MAX: usize = 1024;
@@ -27,7 +27,11 @@ pub(crate) struct Lists {
 }
 
 impl Lists {
-    pub(crate) fn make(&mut self, engine: &Arc<Engine<Store>>, path: &str) -> Reply {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    pub(crate) fn make(&mut self, engine: &Arc<Engine<Store>>, path: &BytePath) -> Reply {
         if self.held.len() >= LISTS_MAX {
             let message = format!("this connection holds {LISTS_MAX} chunk lists already: release some");
             return Reply::Error { errno: libc::EMFILE, message };
@@ -62,8 +66,8 @@ fn unknown(list: u64) -> Reply {
     Reply::Error { errno: libc::EBADF, message }
 }
 
-fn refusal(errno: Errno, path: &str) -> String {
-    let shown = if path.is_empty() { "the mount point" } else { path };
+fn refusal(errno: Errno, path: &BytePath) -> String {
+    let shown = if path.is_empty() { "the mount point".to_owned() } else { path.to_string() };
     match errno {
         Errno::NOENT | Errno::NOTDIR => format!("{shown}: no such file in this mount"),
         Errno::ISDIR => format!("{shown} is a directory: name a file in it"),
@@ -78,7 +82,7 @@ fn refusal(errno: Errno, path: &str) -> String {
 pub(crate) fn region(arena: &Arena) -> DataRegion {
     let geometry = arena.geometry();
     let spill = arena.spill_file().map(|file| SpillRegion {
-        path: shown(file.path()),
+        path: file.path().into(),
         offset: SPILL_DATA_OFFSET,
         bytes: geometry.spill_bytes(),
     });
@@ -87,7 +91,7 @@ pub(crate) fn region(arena: &Arena) -> DataRegion {
         text
     };
     DataRegion {
-        path: shown(arena.path()),
+        path: arena.path().into(),
         uuid: arena.superblock().uuid.iter().fold(String::new(), hexadecimal),
         offset: geometry.data_offset(),
         bytes: geometry.data_bytes(),

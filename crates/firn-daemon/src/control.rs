@@ -2,23 +2,30 @@
 //!
 //! Promises
 //! * Only the user whose firnd this is, and root, are answered (SO_PEERCRED).
-//! * A broken or slow client costs one thread and no more; at most [`CONNECTIONS_MAX`] are served.
-//! * What a client holds ([`Lists`]) ends with its connection.
+//! * A broken or slow client costs one thread and no more; how many are served, and who goes when one more comes,
+//!   is said in [`seats`].
+//! * What a client holds ([`Lists`]) ends with its connection. A connection that holds something, or whose request
+//!   is being answered, is never closed in favour of another; one that is reads [`Reply::Closed`] last.
+//! * The thread that accepts waits for nobody.
+
+mod seats;
 
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use firn_format::protocol::{Reply, Request};
+use firn_format::protocol::{Holder, Reply, Request};
 use parking_lot::Mutex;
 use rustix::fs::Mode;
+use rustix::net::SendFlags;
 
 use crate::chunks::Lists;
+use seats::{Leaving, Seats, Turn};
 
-const CONNECTIONS_MAX: usize = 64;
 /// Longest request: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
 /// A client that does not take its answer for so long is given up.
@@ -73,49 +80,81 @@ impl Drop for Control {
 }
 
 fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &AtomicBool) {
-    let connections = Arc::new(AtomicUsize::new(0));
+    let seats = Arc::new(Seats::default());
     for stream in listener.incoming() {
         if stop.load(Ordering::Acquire) {
             return;
         }
-        let stream = match stream {
-            Ok(stream) => stream,
+        match stream {
+            Ok(stream) => admit(Arc::new(stream), &seats, service),
             Err(error) => {
                 tracing::warn!(%error, "control socket");
                 // Out of descriptors, most likely: without a pause this would spin.
                 std::thread::sleep(Duration::from_millis(100));
-                continue;
             }
-        };
-        if connections.fetch_add(1, Ordering::AcqRel) >= CONNECTIONS_MAX {
-            refuse(&stream, "too many connections to this firnd: try again");
-            connections.fetch_sub(1, Ordering::AcqRel);
-            continue;
-        }
-        let (service, count) = (Arc::clone(service), Arc::clone(&connections));
-        let thread = std::thread::Builder::new().name("firn-client".into());
-        let served = thread.spawn(move || {
-            let _ = serve(stream, &*service);
-            count.fetch_sub(1, Ordering::AcqRel);
-        });
-        if served.is_err() {
-            connections.fetch_sub(1, Ordering::AcqRel);
         }
     }
 }
 
-fn refuse(mut stream: &UnixStream, message: &str) {
-    let _ = send(&mut stream, &Reply::Error { errno: libc::EAGAIN, message: message.into() });
+/// Gives a connection its thread, or says why it gets none.
+fn admit(stream: Arc<UnixStream>, seats: &Arc<Seats>, service: &Arc<dyn Service>) {
+    let pid = match firn_trust::peer(&stream) {
+        Ok(peer) if peer.uid == rustix::process::geteuid().as_raw() || peer.uid == 0 => {
+            peer.pid.map_or(0, std::num::NonZeroU32::get)
+        }
+        Ok(_) => return refuse(&stream, libc::EPERM, "this firnd belongs to another user".into()),
+        Err(error) => return refuse(&stream, libc::EPERM, format!("who connects is not known: {error}")),
+    };
+    let id = match seats.take(&stream, pid) {
+        Ok((id, leaving)) => {
+            close(leaving);
+            id
+        }
+        Err(holders) => {
+            tracing::warn!(pid, "a control connection is refused: all are in use");
+            return say_last(&stream, &busy(holders));
+        }
+    };
+    let thread = std::thread::Builder::new().name("firn-client".into());
+    let started = thread.spawn({
+        let (stream, seats, service) = (Arc::clone(&stream), Arc::clone(seats), Arc::clone(service));
+        move || {
+            let _ = serve(&stream, id, &seats, &*service);
+            seats.leave(id);
+        }
+    });
+    if let Err(error) = started {
+        seats.leave(id);
+        refuse(&stream, libc::EAGAIN, format!("firnd cannot start a thread for this connection: {error}"));
+    }
 }
 
-fn serve(stream: UnixStream, service: &dyn Service) -> io::Result<()> {
+fn busy(holders: Vec<Holder>) -> Reply {
+    Reply::Busy { connections: seats::ORDINARY as u32, holders }
+}
+
+fn refuse(stream: &UnixStream, errno: i32, message: String) {
+    say_last(stream, &Reply::Error { errno, message });
+}
+
+/// Ends an idle connection. Its client learns that what it may have sent was not carried out.
+fn close(leaving: Option<Leaving>) {
+    let Some(stream) = leaving else { return };
+    tracing::debug!("an idle control connection is closed in favour of another one");
+    say_last(&stream, &Reply::Closed);
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+/// The last words to a client, who may not listen: nobody waits for that.
+fn say_last(stream: &UnixStream, reply: &Reply) {
+    if let Ok(line) = line_of(reply) {
+        let _ = rustix::net::send(stream, &line, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+    }
+}
+
+fn serve(stream: &UnixStream, id: u64, seats: &Seats, service: &dyn Service) -> io::Result<()> {
     stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
-    let peer = rustix::net::sockopt::socket_peercred(&stream)?;
-    if peer.uid != rustix::process::geteuid() && !peer.uid.is_root() {
-        let message = "this firnd belongs to another user".into();
-        return send(&mut &stream, &Reply::Error { errno: libc::EPERM, message });
-    }
-    let mut reader = BufReader::new(&stream);
+    let mut reader = BufReader::new(stream);
     let mut lists = Lists::default();
     loop {
         let mut line = Vec::new();
@@ -127,21 +166,36 @@ fn serve(stream: UnixStream, service: &dyn Service) -> io::Result<()> {
             Ok(request) => request,
             Err(error) => {
                 let message = format!("not a request that this firnd understands: {error}");
-                return send(&mut &stream, &Reply::Error { errno: libc::EINVAL, message });
+                return send(&mut &*stream, &Reply::Error { errno: libc::EINVAL, message });
             }
         };
-        let say = &mut |reply| send(&mut &stream, &reply).is_ok();
+        match seats.begin(id, &request) {
+            Turn::Granted(leaving) => close(leaving),
+            Turn::Lost => return Ok(()),
+            Turn::Refused(holders) => {
+                send(&mut &*stream, &busy(holders))?;
+                continue;
+            }
+        }
+        let say = &mut |reply| send(&mut &*stream, &reply).is_ok();
         let last = service.answer(request.clone(), &mut lists, say);
-        let sent = send(&mut &stream, &last);
+        let sent = send(&mut &*stream, &last);
         service.answered(&request);
         sent?;
+        // Who asked for the end may wait for it: the end of the connection would be taken for that.
+        let waits = matches!(request, Request::Unmount { .. });
+        seats.end(id, waits || !lists.is_empty());
     }
 }
 
 fn send(stream: &mut &UnixStream, reply: &Reply) -> io::Result<()> {
+    stream.write_all(&line_of(reply)?)
+}
+
+fn line_of(reply: &Reply) -> io::Result<Vec<u8>> {
     let mut line = serde_json::to_vec(reply)?;
     line.push(b'\n');
-    stream.write_all(&line)
+    Ok(line)
 }
 
 #[cfg(test)]

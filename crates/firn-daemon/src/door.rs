@@ -28,7 +28,7 @@ use firn_fuse::Forgetter;
 use firn_stub::Tree;
 use parking_lot::Mutex;
 use rustix::fs::Mode;
-use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind,
@@ -193,11 +193,12 @@ impl<B: Backing> Shared<B> {
 
 /// Until the client goes or talks nonsense.
 fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Arc<Shared<B>>) -> io::Result<()> {
-    let peer = socket_peercred(socket)?;
-    if peer.uid != rustix::process::geteuid() {
+    let peer = firn_trust::peer(socket)?;
+    if peer.uid != rustix::process::geteuid().as_raw() {
         return Ok(());
     }
-    let pid = peer.pid.as_raw_nonzero().get().unsigned_abs();
+    // Of 0, a process of a PID namespace that we do not see, nobody can tell that it has ended.
+    let pid = peer.pid.map_or(0, std::num::NonZeroU32::get);
     set_socket_timeout(socket, Timeout::Send, Some(SEND_TIMEOUT))?;
     let mut greeted = false;
     // Clients of a mount send requests only.
@@ -335,7 +336,7 @@ fn answer<B: Backing>(
             Ok(grant) => {
                 // Before the client may write: what the kernel knew of the file ends to hold then.
                 if let Behind::Mount(kernel) = &shared.behind {
-                    kernel.forget(grant.node);
+                    kernel.forget_attributes(grant.node);
                 }
                 Reply { binding: grant.binding, size: grant.size, ..Reply::default() }.into()
             }

@@ -6,20 +6,26 @@
 //! * An unmount that is refused (open files, a backing that fails) leaves the mount as it was.
 
 use std::io;
-use std::sync::mpsc::{Receiver, Sender};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, Errno};
 use firn_engine::Engine;
 use firn_format::protocol::{Reply, Rung};
 
-use crate::attach::Attached;
+use crate::attach::{Attached, Store};
 use crate::front::Front;
+use crate::process;
 use crate::service::throttled;
 use crate::transactions;
 
 /// How long the kernel may take to let go of a mount that is taken away.
 const LET_GO: Duration = Duration::from_secs(10);
+
+/// How long a forced end waits for a backing that takes nothing: one that is slow goes on, one that never answers
+/// must not keep the mount.
+const FORCED_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What the main loop of firnd waits for.
 pub(crate) enum Event {
@@ -47,37 +53,168 @@ pub(crate) enum Outcome {
     Lingering,
 }
 
-/// Ends a mount because of a signal: drains, then takes it away from programs that still use it.
-pub(crate) fn by_signal(attached: &Attached, front: &Front, events: &Receiver<Event>) -> Outcome {
+/// How the session ended, and what with it.
+pub(crate) struct Ending {
+    pub(crate) outcome: Outcome,
+    /// The backing did not answer: nothing more is asked of it.
+    pub(crate) gave_up: bool,
+}
+
+/// What comes while a mount drains for its end.
+struct Interruptions<'a> {
+    events: &'a Receiver<Event>,
+    sender: &'a Sender<Event>,
+    /// Events for later: the main loop has them when this is dropped.
+    put_back: Vec<Event>,
+    /// Somebody asked for a forced end.
+    forced: bool,
+}
+
+impl<'a> Interruptions<'a> {
+    fn of(events: &'a Receiver<Event>, sender: &'a Sender<Event>) -> Self {
+        Self { events, sender, put_back: Vec::new(), forced: false }
+    }
+
+    /// Whether somebody has asked for a forced end by now.
+    fn look(&mut self) -> bool {
+        for event in self.events.try_iter() {
+            self.forced |= matches!(event, Event::Unmount { force: true, .. });
+            self.put_back.push(event);
+        }
+        self.forced
+    }
+}
+
+impl Drop for Interruptions<'_> {
+    fn drop(&mut self) {
+        for event in self.put_back.drain(..) {
+            let _ = self.sender.send(event);
+        }
+    }
+}
+
+/// Tells a drain that goes on from one that has stopped.
+struct Progress {
+    bytes_left: u64,
+    since: Instant,
+}
+
+impl Progress {
+    fn new() -> Self {
+        Self { bytes_left: u64::MAX, since: Instant::now() }
+    }
+
+    /// Whether bytes were drained within [`FORCED_PATIENCE`].
+    fn goes_on(&mut self, bytes_left: u64) -> bool {
+        if self.bytes_left != bytes_left {
+            *self = Self { bytes_left, since: Instant::now() };
+        }
+        self.since.elapsed() < FORCED_PATIENCE
+    }
+}
+
+/// Runs `work` on a thread of its own, for it may ask a backing that does not answer. `None` where `give_up`, which is
+/// asked some times a second, said so before it ended.
+fn unless<T: Send + 'static>(
+    mut give_up: impl FnMut() -> bool,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    const LOOK_AGAIN: Duration = Duration::from_millis(20);
+    let (tell, told) = std::sync::mpsc::channel();
+    let thread = std::thread::Builder::new().name("firn-end".into());
+    if let Err(error) = thread.spawn(move || drop(tell.send(work()))) {
+        tracing::warn!(%error, "cannot start a thread");
+        return None;
+    }
+    loop {
+        match told.recv_timeout(LOOK_AGAIN) {
+            Ok(done) => return Some(done),
+            Err(RecvTimeoutError::Timeout) if !give_up() => {}
+            Err(_) => return None,
+        }
+    }
+}
+
+/// Whether a forced end has waited long enough.
+fn patience_ends() -> impl FnMut() -> bool {
+    let deadline = Instant::now() + FORCED_PATIENCE;
+    move || Instant::now() >= deadline
+}
+
+/// Runs what may ask the backing; a forced end does not wait for ever. Whether it ended.
+pub(crate) fn with_patience(force: bool, work: impl FnOnce() + Send + 'static) -> bool {
+    if force {
+        return unless(patience_ends(), work).is_some();
+    }
+    work();
+    true
+}
+
+/// The transactions that programs change things in come to their end, and nobody waits for the others.
+fn leave_transactions(engine: &Arc<Engine<Store>>) -> impl FnOnce() + Send + 'static {
+    let engine = Arc::clone(engine);
+    move || {
+        transactions::leave(&engine);
+        transactions::give_up(&engine);
+    }
+}
+
+/// Ends a mount because of a signal: drains, then takes it away from programs that still use it. A forced unmount
+/// ends the drain.
+pub(crate) fn by_signal(
+    attached: &Attached,
+    front: &Front,
+    events: &Receiver<Event>,
+    sender: &Sender<Event>,
+) -> Ending {
     tracing::info!("asked to end: draining");
-    transactions::leave(&attached.engine);
-    transactions::give_up(&attached.engine);
-    if let Err(error) = front.carry_names() {
+    let mut interruptions = Interruptions::of(events, sender);
+    let names = front.names();
+    let carried = unless(|| interruptions.look(), leave_transactions(&attached.engine))
+        .and_then(|()| unless(|| interruptions.look(), names));
+    if let Some(Err(error)) = carried {
         tracing::warn!(%error, "not every name can be carried over now");
     }
-    if let Err(error) = attached.engine.wait_tree(b"", Rung::Drained, &mut |_, _| true) {
+    if let Err(error) = attached.engine.wait_tree(b"", Rung::Drained, &mut |_, _| {
+        attached.stand_in();
+        !interruptions.look()
+    }) {
         tracing::warn!(%error, "not everything can be drained now");
     }
+    let gave_up = interruptions.forced;
+    drop(interruptions);
     take_away(front);
-    let_go(events)
+    Ending { outcome: let_go(events), gave_up }
 }
 
 /// Ends a mount because a client asks; `Err` is what to answer where it stays.
 pub(crate) fn by_request(
     attached: &Attached,
     front: &Front,
-    events: &Receiver<Event>,
+    (events, sender): (&Receiver<Event>, &Sender<Event>),
     force: bool,
     keep_held: bool,
     say: &mut dyn FnMut(Reply) -> bool,
-) -> Result<Outcome, Reply> {
-    if let Some(message) = transactions::in_the_way(&attached.engine).filter(|_| !force) {
-        return Err(Reply::Error { errno: libc::EBUSY, message });
+) -> Result<Ending, Reply> {
+    let mut interruptions = Interruptions::of(events, sender);
+    let mut patience_ends = patience_ends();
+    let mut give_up = || if force { patience_ends() } else { interruptions.look() };
+    if !force {
+        let engine = Arc::clone(&attached.engine);
+        let in_the_way = unless(&mut give_up, move || transactions::in_the_way(&engine));
+        if let Some(message) = in_the_way.ok_or_else(overtaken)? {
+            return Err(Reply::Error { errno: libc::EBUSY, message });
+        }
     }
-    transactions::leave(&attached.engine);
-    transactions::give_up(&attached.engine);
-    if !keep_held {
-        if let Err(error) = front.carry_names()
+    let left = unless(&mut give_up, leave_transactions(&attached.engine));
+    let named =
+        left.and_then(|()| if keep_held { Some(Ok(())) } else { unless(&mut give_up, front.names()) });
+    if named.is_none() && !force {
+        return Err(overtaken());
+    }
+    let mut gave_up = named.is_none();
+    if !keep_held && !gave_up {
+        if let Some(Err(error)) = named
             && !force
         {
             let message = format!(
@@ -85,21 +222,35 @@ pub(crate) fn by_request(
             );
             return Err(Reply::Error { errno: error.raw_os_error(), message });
         }
-        let mut progress = throttled("draining", say);
+        let mut report = throttled("draining", say);
+        let mut progress = Progress::new();
         let drained = attached.engine.wait_tree(b"", Rung::Drained, &mut |bytes, files| {
             // A client that went away does not end what it asked for.
-            progress(bytes, files);
-            true
+            report(bytes, files);
+            attached.stand_in();
+            if force {
+                gave_up = !progress.goes_on(bytes);
+                return !gave_up;
+            }
+            !interruptions.look()
         });
+        if interruptions.forced && drained.is_err() {
+            return Err(overtaken());
+        }
         if let Err(error) = drained
             && !force
         {
-            let held = attached.engine.status().held_bytes;
+            let held = attached.engine.held_bytes();
             let message = format!(
-                "{held} bytes cannot be drained: {error}; mend the backing and try again, or use --force to unmount and keep them in the arena"
+                "{held} bytes cannot be drained: {}; mend the backing and try again, or use --force to unmount and keep them in the arena",
+                process::explain(error)
             );
             return Err(Reply::Error { errno: error.raw_os_error(), message });
         }
+    }
+    drop(interruptions);
+    if gave_up {
+        tracing::warn!("the backing does not answer: what is held stays in the arena");
     }
     say(Reply::Progress { bytes_left: 0, files_left: 0, phase: "unmounting".into() });
     match front.unmount(false) {
@@ -107,7 +258,13 @@ pub(crate) fn by_request(
         Err(_) if force => take_away(front),
         Err(error) => return Err(refused(&error)),
     }
-    Ok(let_go(events))
+    Ok(Ending { outcome: let_go(events), gave_up })
+}
+
+/// Somebody else does not want to wait.
+fn overtaken() -> Reply {
+    let message = "another `firn umount --force` ends the mount without waiting".into();
+    Reply::Error { errno: libc::ECANCELED, message }
 }
 
 fn refused(error: &io::Error) -> Reply {
@@ -152,6 +309,15 @@ fn let_go(events: &Receiver<Event>) -> Outcome {
     Outcome::Lingering
 }
 
+/// What is left to be drained at the end of a mount. A forced end does not wait for a backing that takes nothing.
+pub(crate) fn drain_last(engine: &Engine<Store>, force: bool) {
+    let mut progress = Progress::new();
+    let drained = drain_rest(engine, Rung::Drained, &mut |bytes, _| !force || progress.goes_on(bytes));
+    if let Err(error) = drained {
+        tracing::error!(%error, "what cannot be drained stays in the arena");
+    }
+}
+
 /// Drains until nothing is held or nothing more can be drained. A file that fails does not keep the
 /// others from being drained. `progress` ends it with false.
 pub(crate) fn drain_rest<B: Backing>(
@@ -160,9 +326,9 @@ pub(crate) fn drain_rest<B: Backing>(
     progress: &mut dyn FnMut(u64, u64) -> bool,
 ) -> Result<(), Errno> {
     loop {
-        let before = engine.status().held_bytes;
+        let before = engine.held_bytes();
         let result = engine.wait_tree(b"", until, progress);
-        let after = engine.status().held_bytes;
+        let after = engine.held_bytes();
         match result {
             Ok(()) if after == 0 || after >= before => return Ok(()),
             Err(Errno::CANCELED) => return Err(Errno::CANCELED),

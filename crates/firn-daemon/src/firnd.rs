@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use firn_config::{Door as DoorOption, KernelFlag, Options};
 use firn_engine::Engine;
-use firn_format::protocol::{Reply, Rung};
+use firn_format::protocol::Reply;
+use firn_format::quote::quoted_path;
 use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions, detach};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -19,10 +20,11 @@ use crate::backup::{self, Rounds};
 use crate::carrier::Carrier;
 use crate::control::Control;
 use crate::door::{Behind, Door};
-use crate::end::{self, Event, Outcome};
+use crate::end::{self, Ending, Event, Outcome};
 use crate::error::DaemonError;
 use crate::front::{Front, Stubs, waiting_tree};
 use crate::lock::Locks;
+use crate::log;
 use crate::metrics::SAMPLE_EVERY;
 use crate::mount::MountRequest;
 use crate::participants;
@@ -51,17 +53,21 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     let group = participants::group(options)?;
     let locks = Locks::take(&checked.backing, &files, group.as_ref())?;
     if options.door == DoorOption::Mount
-        && let Some(prefix) = waiting_tree(&files)
+        && let Some(prefix) = waiting_tree(&files)?
     {
         return Err(DaemonError::TreeWaits { backing: checked.backing, prefix });
     }
     if !request.foreground {
-        process::detach_stdio(&files.log)
-            .map_err(DaemonError::io("open the log in the runtime directory"))?;
-        process::start_log(options.log_level.as_str());
+        log::detach_stdio(&files.log).map_err(DaemonError::io("open the log in the runtime directory"))?;
+        log::start(options.log_level.as_str());
         let _ = std::env::set_current_dir("/");
     }
-    tracing::info!(backing = %checked.backing.display(), mount_point = %checked.mount_point.display(), "attaching");
+    if let Some(limit) = process::file_size_limit_bytes() {
+        reporter.notice(format!(
+            "files of more than {limit} bytes cannot be drained: that is the limit on file sizes (ulimit -f) here; unmount and mount with a higher one"
+        ));
+    }
+    tracing::info!(backing = %quoted_path(&checked.backing), mount_point = %quoted_path(&checked.mount_point), "attaching");
     let attached = Attached::new(&checked.backing, files, locks, options, &mut |text| reporter.notice(text))?;
     let mount = match Mount::new(request, &checked, &attached) {
         Ok(mount) => mount,
@@ -96,7 +102,7 @@ impl Mount {
         let place = attached.files.socket.with_extension("door");
         let door_clients = Arc::default();
         let uuid = attached.engine.arena().superblock().uuid;
-        let (made, behind, waiting_writers) = match options.door {
+        let (made, behind, waiting_writers, failures) = match options.door {
             DoorOption::Mount => {
                 let mut adapter = Adapter::new(
                     Arc::clone(&attached.engine),
@@ -107,14 +113,15 @@ impl Mount {
                 );
                 let kernel = adapter.open_door(uuid, &place);
                 let waiting = adapter.waiting_writers();
-                (Made::Adapter(adapter), Behind::Mount(kernel), waiting)
+                let failures = adapter.failures();
+                (Made::Adapter(adapter), Behind::Mount(kernel), waiting, failures)
             }
             DoorOption::Preload => {
                 let (engine, files) = (Arc::clone(&attached.engine), &attached.files);
                 let (backing, prefix) = (&checked.backing, &checked.mount_point);
                 let stubs = Stubs::begin(engine, backing, prefix, files, event.clone())?;
                 let tree = Arc::clone(&stubs.tree);
-                (Made::Stubs(stubs), Behind::Tree(tree), Arc::default())
+                (Made::Stubs(stubs), Behind::Tree(tree), Arc::default(), Arc::default())
             }
         };
         let (tree, kernel) = match &behind {
@@ -133,8 +140,8 @@ impl Mount {
             io_threads: options.io_threads,
             patience: Duration::from_millis(options.participants_wait_ms),
             waiting_writers,
+            failures,
             tree,
-            expiring: AtomicBool::new(false),
             carrying: AtomicBool::new(false),
             following: AtomicBool::new(false),
             carry_next: parking_lot::Mutex::new(std::time::Instant::now()),
@@ -168,23 +175,37 @@ impl Mount {
         Ok(Self { front, control, door, service, rounds, events, told, populating })
     }
 
-    fn serve_until_the_end(mut self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
-        let End { outcome, client, keep_held } = self.serve(&attached);
+    fn serve_until_the_end(self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
+        let End { outcome, mut gave_up, force, client, keep_held } = self.serve(&attached);
         self.populating.store(false, Ordering::Relaxed);
-        self.rounds.stop();
-        transactions::leave(&attached.engine);
-        self.service.carrier.stop();
-        transactions::give_up(&attached.engine);
+        let mut rounds = self.rounds;
+        if gave_up {
+            // Its thread may be in a call that never returns.
+            std::mem::forget(rounds);
+        } else {
+            let (engine, service) = (Arc::clone(&attached.engine), Arc::clone(&self.service));
+            let stopped = end::with_patience(force, move || {
+                rounds.stop();
+                transactions::leave(&engine);
+                service.carrier.stop();
+                transactions::give_up(&engine);
+            });
+            gave_up = !stopped;
+        }
         // What was written between the last look and the end of the session.
-        if !keep_held && let Err(error) = end::drain_rest(&attached.engine, Rung::Drained, &mut |_, _| true) {
-            tracing::error!(%error, "what cannot be drained stays in the arena");
+        if !keep_held && !gave_up {
+            end::drain_last(&attached.engine, force);
         }
         let arena = attached.files.arena.clone();
         drop((self.control, self.door));
-        self.front.end(keep_held && attached.left_bytes() > 0 || outcome != Outcome::Ended);
+        if !gave_up {
+            let keep = keep_held && attached.left_bytes() > 0 || outcome != Outcome::Ended;
+            let front = self.front;
+            gave_up = !end::with_patience(force, move || front.end(keep));
+        }
         // What came through the kernel was taken in only now.
-        if !keep_held && let Err(error) = end::drain_rest(&attached.engine, Rung::Drained, &mut |_, _| true) {
-            tracing::error!(%error, "what cannot be drained stays in the arena");
+        if !keep_held && !gave_up {
+            end::drain_last(&attached.engine, force);
         }
         // A session that lingers may still write: then the arena stays, whatever is in it now.
         let bytes = attached.finish(outcome == Outcome::Ended);
@@ -212,22 +233,26 @@ impl Mount {
             match self.events.recv_timeout(SAMPLE_EVERY) {
                 Err(RecvTimeoutError::Timeout) => {
                     self.service.sample();
-                    self.service.expire();
                     self.service.carry_names();
                     self.service.follow_nodes();
+                    attached.stand_in();
                 }
                 // The service holds a sender: this cannot be. If it is, nobody will ask again.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
                     tracing::info!("unmounted from outside");
-                    return End::unasked(Outcome::Ended);
+                    return End::unasked(Ending { outcome: Outcome::Ended, gave_up: false });
                 }
                 Ok(Event::Signal) => {
-                    return End::unasked(end::by_signal(attached, &self.front, &self.events));
+                    let ending = end::by_signal(attached, &self.front, &self.events, &self.service.events);
+                    return End::unasked(ending);
                 }
                 Ok(Event::Unmount { force, keep_held, reply }) => {
                     let say = &mut |progress| reply.send(progress).is_ok();
-                    match end::by_request(attached, &self.front, &self.events, force, keep_held, say) {
-                        Ok(outcome) => return End { outcome, client: Some(reply), keep_held },
+                    let events = (&self.events, &self.service.events);
+                    match end::by_request(attached, &self.front, events, force, keep_held, say) {
+                        Ok(Ending { outcome, gave_up }) => {
+                            return End { outcome, gave_up, force, client: Some(reply), keep_held };
+                        }
                         Err(refusal) => drop(reply.send(refusal)),
                     }
                     // Its answer to a refusal is not the last word that the end waits for.
@@ -257,6 +282,10 @@ fn session_options(options: &Options, checked: &Checked) -> SessionOptions {
 /// How a mount came to its end.
 struct End {
     outcome: Outcome,
+    /// The backing did not answer: nothing more is asked of it.
+    gave_up: bool,
+    /// It does not wait for a backing that does not answer.
+    force: bool,
     /// Who asked for it.
     client: Option<Sender<Reply>>,
     /// What is held is left to the next mount.
@@ -264,8 +293,8 @@ struct End {
 }
 
 impl End {
-    fn unasked(outcome: Outcome) -> Self {
-        Self { outcome, client: None, keep_held: false }
+    fn unasked(Ending { outcome, gave_up }: Ending) -> Self {
+        Self { outcome, gave_up, force: false, client: None, keep_held: false }
     }
 }
 

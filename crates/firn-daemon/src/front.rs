@@ -7,8 +7,8 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use firn_backing::Errno;
-use firn_client::RuntimeFiles;
 use firn_client::trees;
+use firn_client::{PathsError, RuntimeFiles};
 use firn_engine::Engine;
 use firn_format::door::{STUB_MAGIC, StubTree};
 use firn_fuse::Session;
@@ -115,12 +115,13 @@ fn is_ours(root: &Path) -> bool {
 }
 
 impl Front {
-    /// Brings the names of a stub tree into the backing.
-    pub(crate) fn carry_names(&self) -> Result<(), Errno> {
-        match self {
-            Self::Mount(_) => Ok(()),
-            Self::Tree(stubs) => stubs.tree.reconcile(),
-        }
+    /// What brings the names of a stub tree into the backing, for whoever may wait for that.
+    pub(crate) fn names(&self) -> impl FnOnce() -> Result<(), Errno> + Send + 'static {
+        let tree = match self {
+            Self::Mount(_) => None,
+            Self::Tree(stubs) => Some(Arc::clone(&stubs.tree)),
+        };
+        move || tree.map_or(Ok(()), |tree| tree.reconcile())
     }
 
     /// Takes it away; EBUSY where programs use it.
@@ -161,8 +162,9 @@ impl Front {
 
 /// Removes a stub tree whose firnd has ended, with all that is in it: for who gives its data up.
 pub fn discard_tree(backing: &Path, prefix: &Path) -> io::Result<()> {
-    let files = RuntimeFiles::of(backing, None);
-    let Some(tree) = trees::read(&files.stub).filter(|tree| tree.mount_point == prefix) else {
+    let files = RuntimeFiles::of(backing, None).map_err(io::Error::other)?;
+    let tree = trees::read(&files.stub).map_err(io::Error::other)?;
+    let Some(tree) = tree.filter(|tree| tree.mount_point == prefix) else {
         return Ok(());
     };
     if is_ours(&tree.mount_point) {
@@ -182,9 +184,9 @@ pub fn discard_tree(backing: &Path, prefix: &Path) -> io::Result<()> {
 }
 
 /// Where the names of a backing wait in a stub tree.
-pub(crate) fn waiting_tree(files: &RuntimeFiles) -> Option<PathBuf> {
+pub(crate) fn waiting_tree(files: &RuntimeFiles) -> Result<Option<PathBuf>, PathsError> {
     if !files.names.exists() {
-        return None;
+        return Ok(None);
     }
-    trees::read(&files.stub).map(|tree| tree.mount_point)
+    Ok(trees::read(&files.stub)?.map(|tree| tree.mount_point))
 }

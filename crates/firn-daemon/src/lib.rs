@@ -16,6 +16,7 @@ mod error;
 mod firnd;
 mod front;
 mod lock;
+mod log;
 mod lost;
 mod metrics;
 mod mount;

@@ -3,18 +3,17 @@
 //! Promise: while [`Locks`] live, no other firnd or `firn recover` of this node works on the same
 //! backing or the same arena. The locks end with the process, however it ends.
 
-use std::fs::{DirBuilder, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Component, Path};
 use std::time::{Duration, Instant};
 
 use firn_client::paths::RuntimeFiles;
 use firn_format::protocol::{Reply, Request};
 use firn_held::Group;
-use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
+use firn_trust::{TrustError, create_private_dir, open_private_dir, open_private_file};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, open};
 use rustix::io::Errno;
 
 use crate::error::DaemonError;
@@ -38,8 +37,8 @@ enum How {
 pub(crate) struct Locks {
     _backing: OwnedFd,
     /// Of one of several nodes: the directory of its transactions.
-    _node: Option<File>,
-    arena: Option<File>,
+    _node: Option<OwnedFd>,
+    arena: Option<OwnedFd>,
 }
 
 impl Locks {
@@ -61,11 +60,8 @@ impl Locks {
     }
 
     /// Locks what a node of a group has in the backing; waits so long for one that ends.
-    pub(crate) fn of_node(backing: &Path, group: &Group, patience: Duration) -> Result<File, DaemonError> {
-        let path = backing.join(group.home());
-        let unusable = |source| DaemonError::BackingUnusable { path: path.clone(), source };
-        DirBuilder::new().mode(0o700).recursive(true).create(&path).map_err(unusable)?;
-        let dir = File::open(&path).map_err(unusable)?;
+    pub(crate) fn of_node(backing: &Path, group: &Group, patience: Duration) -> Result<OwnedFd, DaemonError> {
+        let dir = node_dir(backing, group, |parent, name| create_private_dir(parent, name))?;
         let deadline = Instant::now() + patience;
         while !try_lock(&dir, How::Alone) {
             if Instant::now() >= deadline {
@@ -83,17 +79,30 @@ impl Locks {
         backing: &Path,
         files: &RuntimeFiles,
     ) -> Result<(), DaemonError> {
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .open(arena)
-            .map_err(DaemonError::io("open the arena to lock it"))?;
+        let file = open_private_file(CWD, arena, OFlags::RDWR)?;
         if !try_lock(&file, How::Alone) {
             wait_for_the_dying(&file, How::Alone, backing, files)?;
         }
         self.arena = Some(file);
         Ok(())
     }
+}
+
+/// Opens the directory of a node's transactions, and each one above it up to the backing, with `open`.
+pub(crate) fn node_dir(
+    backing: &Path,
+    group: &Group,
+    open_one: impl Fn(&OwnedFd, &Path) -> Result<OwnedFd, TrustError>,
+) -> Result<OwnedFd, TrustError> {
+    let mut path = backing.to_owned();
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let mut dir = open(backing, flags, Mode::empty())
+        .map_err(|errno| TrustError::Io { path: path.clone(), error: errno.into() })?;
+    for name in Path::new(&group.home()).components().filter(|part| matches!(part, Component::Normal(_))) {
+        path.push(name);
+        dir = open_one(&dir, Path::new(name.as_os_str())).map_err(|error| error.at(&path))?;
+    }
+    Ok(dir)
 }
 
 /// False: somebody has it. File systems without flock count as locked: the arena's lock is left.
@@ -135,6 +144,7 @@ fn wait_for_the_dying(
 /// Asks a firnd of this user who it is.
 fn ask(socket: &Path) -> Option<String> {
     let mut stream = UnixStream::connect(socket).ok()?;
+    firn_trust::check_peer(&stream, rustix::process::geteuid().as_raw()).ok()?;
     stream.set_read_timeout(Some(ASK)).ok()?;
     let mut line = serde_json::to_string(&Request::Status).ok()?;
     line.push('\n');
@@ -150,18 +160,19 @@ fn ask(socket: &Path) -> Option<String> {
 /// What the mount table tells of the firnd of another user, or of one that does not answer.
 fn seen(backing: &Path) -> String {
     match mountinfo::firn_mounts().into_iter().find(|mount| mount.backing == backing) {
-        Some(mount) => format!(" at {}", mountinfo::shown(&mount.mount_point)),
+        Some(mount) => format!(" at {}", firn_format::quote::quoted_path(&mount.mount_point)),
         None => " (by a firnd or firn recover that does not answer)".into(),
     }
 }
 
 /// Whether a firnd serves this node of a group. Where the backing has no flock(2) none seems to.
 pub(crate) fn is_living(backing: &Path, group: &Group) -> bool {
-    File::open(backing.join(group.home())).is_ok_and(|dir| !try_lock(&dir, How::Shared))
+    let dir = node_dir(backing, group, |parent, name| open_private_dir(parent, name));
+    dir.is_ok_and(|dir| !try_lock(&dir, How::Shared))
 }
 
 /// Whether a living firnd has `arena` open. Takes no lock that outlives the call.
 pub(crate) fn is_held(arena: &Path) -> bool {
-    File::open(arena)
+    open_private_file(CWD, arena, OFlags::RDONLY)
         .is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK))
 }

@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
 use firn_engine::{Engine, LostFile};
+use firn_format::path::BytePath;
 use serde::Serialize;
 
 use crate::attach::Store;
@@ -28,12 +29,13 @@ pub enum LostPolicy {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LostReport {
     /// Where it was in the backing.
-    pub path: String,
+    pub path: BytePath,
     /// Held bytes.
     pub bytes: u64,
     /// Why it has no file to go to.
     pub reason: String,
     /// The copy, if one was made.
+    #[serde(with = "firn_format::path::exact_option")]
     pub saved_to: Option<PathBuf>,
     /// The bytes were given up.
     pub discarded: bool,
@@ -45,7 +47,7 @@ pub(crate) fn settle(engine: &Engine<Store>, policy: &LostPolicy) -> Result<Vec<
     let mut reports = Vec::new();
     for lost in engine.lost_files() {
         let mut report = LostReport {
-            path: lost.display_path(),
+            path: lost.known_path(),
             bytes: lost.bytes,
             reason: lost.reason.clone(),
             saved_to: None,

@@ -1,6 +1,6 @@
 //! Rates over the last seconds, and all counters as Prometheus text.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
@@ -64,8 +64,9 @@ pub(crate) fn prometheus(status: &Status) -> String {
     let mut text = String::new();
     let labels = format!(
         "{{mount_point=\"{}\",backing=\"{}\"}}",
-        escaped(&status.mount_point),
-        escaped(&status.backing)
+        // Labels are text: a path is told as people are shown it, so that no two are told alike.
+        escaped(&status.mount_point.to_string()),
+        escaped(&status.backing.to_string())
     );
     let mut put = |name: &str, kind: &str, help: &str, value: f64| {
         let _ = writeln!(
@@ -109,8 +110,31 @@ pub(crate) fn prometheus(status: &Status) -> String {
     put("door_leases", "gauge", "Slabs leased to them.", s.door_leases as f64);
     put("chunk_lists", "gauge", "Lists of chunks that programs hold.", s.chunk_lists as f64);
     put("errors", "gauge", "Errors not yet dealt with.", s.errors.len() as f64);
+    put("log_lines_lost_total", "counter", "Log lines that could not be written.", s.log_lines_lost as f64);
+    if let Some(limit) = s.file_size_limit_bytes {
+        put(
+            "file_size_limit_bytes",
+            "gauge",
+            "Bytes of the largest file that firnd may write.",
+            limit as f64,
+        );
+    }
     put("epoch", "gauge", "Lifetimes of firnd that the arena has seen.", s.epoch as f64);
     put("uptime_seconds", "gauge", "Seconds since firnd attached.", s.uptime_s);
+    let mut put_each = |name: &str, label: &str, help: &str, counts: &BTreeMap<String, u64>| {
+        if counts.is_empty() {
+            return;
+        }
+        let _ = writeln!(text, "# HELP firn_{name} {help}\n# TYPE firn_{name} counter");
+        for (which, count) in counts {
+            let labels = labels.trim_end_matches('}');
+            let _ = writeln!(text, "firn_{name}{labels},{label}=\"{}\"}} {count}", escaped(which));
+        }
+    };
+    let failed = "Requests of the kernel that failed.";
+    put_each("failed_requests_total", "operation", failed, &s.failed_requests);
+    put_each("drain_decisions_total", "decision", "Decisions of the drain.", &s.drain_decisions);
+    put_each("transaction_steps_total", "step", "Steps of transactions on this host.", &s.transaction_steps);
     text
 }
 
@@ -146,9 +170,18 @@ mod tests {
 
     #[test]
     fn label_values_are_escaped_and_every_line_is_well_formed() {
-        let status = Status { mount_point: "/a\"b\\c\nd".into(), ..Status::default() };
+        let counts = BTreeMap::from([("lookup".to_owned(), 3)]);
+        let status = Status {
+            mount_point: "/a\"b\\c\nd".into(),
+            failed_requests: counts.clone(),
+            transaction_steps: counts,
+            ..Status::default()
+        };
         let text = prometheus(&status);
-        assert!(text.contains(r#"mount_point="/a\"b\\c\nd""#), "{text}");
+        assert!(text.contains(r#"mount_point="/a\"b\\\\c\\nd""#), "{text}");
+        let failed =
+            r#"firn_failed_requests_total{mount_point="/a\"b\\\\c\\nd",backing="",operation="lookup"} 3"#;
+        assert!(text.lines().any(|line| line == failed), "{text}");
         assert!(text.lines().all(|line| line.starts_with("# ") || line.starts_with("firn_")));
     }
 }

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{DaemonError, MountError};
 use crate::firnd;
+use crate::log;
 use crate::process;
 use crate::spawn::{Reporter, report_failure, spawn};
 
@@ -17,8 +18,10 @@ use crate::spawn::{Reporter, report_failure, spawn};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MountRequest {
     /// The backing directory, as the user gave it.
+    #[serde(with = "firn_format::path::exact")]
     pub backing: PathBuf,
     /// The mount point, as the user gave it.
+    #[serde(with = "firn_format::path::exact")]
     pub mount_point: PathBuf,
     /// Checked options.
     pub options: Options,
@@ -38,7 +41,7 @@ pub fn mount_with_notices(request: MountRequest, notice: &mut dyn FnMut(String))
         return spawn(&request, notice);
     }
     process::prepare();
-    process::start_log(request.options.log_level.as_str());
+    log::start(request.options.log_level.as_str());
     firnd::serve(&request, Reporter::Here(notice))
 }
 

@@ -1,6 +1,5 @@
 //! The Firn mounts among all that `/proc/self/mountinfo` lists.
 
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use firn_client::mountinfo;
@@ -30,11 +29,6 @@ pub(crate) fn at(mount_point: &Path) -> Option<FirnMount> {
 fn parse(text: &[u8]) -> Vec<FirnMount> {
     let firn = mountinfo::parse(text).into_iter().filter(|entry| entry.fs_type == FIRN);
     firn.map(|entry| FirnMount { mount_point: entry.mount_point, backing: entry.source }).collect()
-}
-
-/// For messages.
-pub(crate) fn shown(path: &Path) -> String {
-    String::from_utf8_lossy(path.as_os_str().as_bytes()).into_owned()
 }
 
 #[cfg(test)]

@@ -30,20 +30,23 @@ pub(crate) fn group(options: &Options) -> Result<Option<Group>, DaemonError> {
         Participants::Count(count) => firn_held::Participants::Count(*count as usize),
         Participants::Nodes(nodes) => firn_held::Participants::Nodes(nodes.clone()),
     };
-    let node = match &options.node {
-        Some(node) => node.clone(),
-        None => {
-            let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-            Kind::Node.parse(&host).map_err(|why| DaemonError::NodeName { why })?;
-            host
-        }
-    };
+    let node = node_name(options)?;
     if let firn_held::Participants::Nodes(nodes) = &participants
         && !nodes.contains(&node)
     {
         return Err(DaemonError::NoParticipant { node, participants: nodes.join(", ") });
     }
     Ok(Some(Group { node, participants }))
+}
+
+/// What this node is called among others: as the option says, or like the host.
+pub(crate) fn node_name(options: &Options) -> Result<String, DaemonError> {
+    if let Some(node) = &options.node {
+        return Ok(node.clone());
+    }
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    Kind::Node.parse(&host).map_err(|why| DaemonError::NodeName { why })?;
+    Ok(host)
 }
 
 /// A transaction was begun: from now on counts what processes use.
@@ -115,7 +118,7 @@ pub(crate) fn meet(
     let result = wait_for_verdict(engine, path, id, Instant::now() + patience);
     if result.is_err() {
         // Not in a turn: it would wait for programs whose changes wait for this.
-        let node = engine.object_at(path)?;
+        let node = crate::transactions::scope_at(engine, path)?;
         match engine.backing().reopen(&node, id) {
             Ok(used) => engine.accesses().put_back(used),
             Err(error) => tracing::debug!(%error, id, "the transaction stays prepared"),
@@ -131,7 +134,7 @@ fn wait_for_verdict(
     deadline: Instant,
 ) -> Result<(), HeldError> {
     let store = engine.backing();
-    patiently(deadline, || store.publish(&engine.object_at(path)?, id))?;
+    patiently(deadline, || store.publish(&crate::transactions::scope_at(engine, path)?, id))?;
     let mut pause = Pause::default();
     loop {
         match store.meet(id, path)? {

@@ -6,6 +6,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use firn_client::liveness::{self, Liveness};
+use firn_format::quote::quoted_path;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::Errno;
 
@@ -63,7 +65,7 @@ pub(crate) fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, Dae
 
 fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<PathBuf, DaemonError> {
     let path = &absolute(path);
-    while firn_fuse::is_dead(path) {
+    while liveness::of_mount_point(path) == Liveness::Dead {
         remove_dead(path, notice)?;
     }
     let canonical = match path.canonicalize() {
@@ -81,7 +83,7 @@ fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<Path
     }
     match mountinfo::at(&canonical) {
         Some(mount) => {
-            Err(DaemonError::MountPointBusy { path: canonical, backing: mountinfo::shown(&mount.backing) })
+            Err(DaemonError::MountPointBusy { path: canonical, backing: quoted_path(&mount.backing) })
         }
         None => Ok(canonical),
     }
@@ -102,8 +104,8 @@ fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), Daemon
     firn_fuse::detach(&canonical, true).map_err(unusable)?;
     notice(format!(
         "removed the dead mount of {} at {} (its firnd had ended)",
-        mountinfo::shown(&mount.backing),
-        mountinfo::shown(&canonical)
+        quoted_path(&mount.backing),
+        quoted_path(&canonical)
     ));
     Ok(())
 }

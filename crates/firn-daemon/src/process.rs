@@ -1,22 +1,53 @@
 //! What a process of Firn arranges for itself before it serves.
 
-use std::fs::{File, OpenOptions};
-use std::io;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
+use firn_backing::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
-
-/// A log that grew past this is begun anew at the next mount.
-const LOG_BYTES_MAX: u64 = 8 << 20;
 
 /// Limits, umask and capabilities. Before any thread is started: capabilities are per thread.
 pub(crate) fn prepare() {
     // Modes come complete from the kernel.
     rustix::process::umask(rustix::fs::Mode::empty());
     raise_file_limit();
+    survive_file_size_limit();
     respect_quotas();
+}
+
+/// The limit on file sizes is that of whoever started us. It must be an errno of the one write that is over it,
+/// and not the end of firnd with everything that it holds.
+fn survive_file_size_limit() {
+    // A handler and not SIG_IGN, which programs that we start (fusermount3) would inherit.
+    if let Err(error) = signal_hook::flag::register(libc::SIGXFSZ, Arc::new(AtomicBool::new(false))) {
+        tracing::warn!(%error, "cannot catch SIGXFSZ; a file over the limit on file sizes ends firnd");
+    }
+    let limit = getrlimit(Resource::Fsize);
+    if let Err(error) = setrlimit(Resource::Fsize, Rlimit { current: limit.maximum, ..limit }) {
+        tracing::warn!(%error, "cannot raise the limit on file sizes");
+    }
+}
+
+/// Bytes of the largest file that this process may write; `None`: no limit.
+pub(crate) fn file_size_limit_bytes() -> Option<u64> {
+    getrlimit(Resource::Fsize).current
+}
+
+/// An errno of the backing, with the limit of this process where that is the reason.
+pub(crate) fn explain(errno: Errno) -> String {
+    match limit_behind(errno) {
+        Some(limit) => format!("{errno}: {limit}"),
+        None => errno.to_string(),
+    }
+}
+
+/// The limit of this process that an errno of the backing comes from, and what to do.
+pub(crate) fn limit_behind(errno: Errno) -> Option<String> {
+    let limit = file_size_limit_bytes().filter(|_| errno == Errno::FBIG)?;
+    Some(format!(
+        "the limit on file sizes (ulimit -f) is {limit} bytes here; mount, or firn recover, with a higher one"
+    ))
 }
 
 fn raise_file_limit() {
@@ -32,11 +63,15 @@ fn raise_file_limit() {
     }
 }
 
-/// How many descriptors may go to files that are merely known: a quarter. The rest is for those in use,
-/// each with one or two.
+/// Descriptors that firnd needs however little it does: arena, sockets, `.firn/`, the threads' calls.
+const DESCRIPTORS_FOR_ITSELF: u64 = 48;
+
+/// How many descriptors may go to files that are merely known, and as many to files that programs have open and
+/// do not use right now: a quarter each. The rest is for those without a name, with one or two each, for open
+/// directories and for connections.
 pub(crate) fn objects_max() -> usize {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(1 << 20);
-    (limit / 4).clamp(64, 1 << 18) as usize
+    (limit.saturating_sub(DESCRIPTORS_FOR_ITSELF) / 4).clamp(8, 1 << 18) as usize
 }
 
 /// Root's CAP_SYS_RESOURCE would write beyond quotas and into reserved blocks: data would be taken
@@ -52,31 +87,6 @@ fn respect_quotas() {
     if let Err(error) = dropped {
         tracing::warn!(%error, "cannot drop CAP_SYS_RESOURCE; quotas may not hold for this mount");
     }
-}
-
-/// Sends stdout and stderr to the log and cuts stdin off.
-pub(crate) fn detach_stdio(log: &Path) -> io::Result<()> {
-    let null = File::open("/dev/null")?;
-    let long = log.metadata().is_ok_and(|m| m.len() > LOG_BYTES_MAX);
-    let flags = libc::O_NOFOLLOW | if long { libc::O_TRUNC } else { 0 };
-    let log = OpenOptions::new().create(true).append(true).mode(0o600).custom_flags(flags).open(log)?;
-    rustix::stdio::dup2_stdin(&null)?;
-    rustix::stdio::dup2_stdout(&log)?;
-    rustix::stdio::dup2_stderr(&log)?;
-    Ok(())
-}
-
-/// Sends events to stderr. The FUSE crate's own are of use only where everything is asked for.
-pub(crate) fn start_log(level: &str) {
-    let fuser = if matches!(level, "debug" | "trace") { level } else { "warn" };
-    let filter = tracing_subscriber::EnvFilter::new(format!("{level},fuser={fuser}"));
-    let terminal = rustix::termios::isatty(rustix::stdio::stderr());
-    // A second mount in one process (tests) keeps the first one's log.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(terminal)
-        .with_writer(io::stderr)
-        .try_init();
 }
 
 /// A broken invariant ends firnd at once: the arena survives it, half an answer might not be true.

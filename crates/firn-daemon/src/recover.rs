@@ -6,17 +6,19 @@ use std::time::{Duration, Instant};
 use firn_backing::{DirBacking, Errno};
 use firn_config::Options;
 use firn_format::protocol::{ErrorStatus, Rung};
-use firn_held::{Group, Held, Participants};
+use firn_held::{Group, Held, Opening, Participants};
+use firn_trust::open_private_dir;
 use serde::Serialize;
 
 use crate::attach::{Attached, runtime_files};
 use crate::end::drain_rest;
 use crate::error::{DaemonError, RecoverError};
 use crate::front::{Front, Stubs, waiting_tree};
-use crate::lock::Locks;
+use crate::lock::{Locks, node_dir};
 use crate::lost::{self, LostPolicy, LostReport};
 use crate::preflight;
 use crate::process;
+use crate::service;
 
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
@@ -35,6 +37,7 @@ pub struct RecoverRequest {
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct RecoverReport {
     /// The arena; `None`: there was none, nothing to recover.
+    #[serde(with = "firn_format::path::exact_option")]
     pub arena: Option<PathBuf>,
     /// Bytes that are now durable in the backing.
     pub recovered_bytes: u64,
@@ -62,17 +65,25 @@ pub struct NodeReport {
 }
 
 /// Ends the transactions of a node that does not come back, as the other nodes have decided. What was only in its
-/// memory is not needed for that: a transaction that is prepared is in the backing.
+/// memory is not needed for that: a transaction that is prepared is in the backing. Should that memory still be there,
+/// its next mount finds what it must drop.
 pub fn recover_node(backing: &std::path::Path, node: String) -> Result<NodeReport, RecoverError> {
+    process::prepare();
     let backing = preflight::check_backing(backing, false)?;
     let group = Group { node, participants: Participants::Count(0) };
-    if !backing.join(group.home()).is_dir() {
-        return Err(DaemonError::NoSuchNode { node: group.node, backing });
+    match node_dir(&backing, &group, |parent, name| open_private_dir(parent, name)) {
+        Ok(_) => {}
+        Err(error) if error.is_missing() => {
+            return Err(DaemonError::NoSuchNode { node: group.node, backing });
+        }
+        Err(error) => return Err(error.into()),
     }
     let _lock = Locks::of_node(&backing, &group, crate::lock::DYING)?;
     let directory = DirBacking::open(&backing)
         .map_err(|source| DaemonError::BackingUnusable { path: backing.clone(), source })?;
-    let (_, outcome) = Held::open_of_group(directory, group)?;
+    let opening = Opening { group: Some(group), ..Opening::default() };
+    let (_, outcome) = Held::open_with(directory, opening, |_| Ok::<_, DaemonError>(()))
+        .map_err(DaemonError::in_backing(&backing))?;
     Ok(NodeReport {
         finished: outcome.finished,
         undone: outcome.undone.len() as u64,
@@ -89,7 +100,7 @@ pub fn recover(
 ) -> Result<RecoverReport, RecoverError> {
     let backing = preflight::check_backing(&request.backing, false)?;
     let files = runtime_files(&backing, &request.options)?;
-    let prefix = waiting_tree(&files);
+    let prefix = waiting_tree(&files)?;
     if !files.arena.exists() && prefix.is_none() {
         return Ok(RecoverReport::default());
     }
@@ -133,13 +144,13 @@ pub fn recover(
         left_bytes: status.held_bytes,
         lost_file_bytes: status.lost_file_bytes,
         lost,
-        errors: status.errors,
+        errors: service::explained(status.errors),
     };
     if let Err(error) = drained
         && error != Errno::CANCELED
         && report.errors.is_empty()
     {
-        let message = "the backing did not take all of it".into();
+        let message = format!("the backing did not take all of it: {}", process::explain(error));
         report.errors.push(ErrorStatus {
             errno: error.raw_os_error(),
             message,

@@ -7,9 +7,10 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use firn_backing::Errno;
-use firn_engine::{DrainPolicy, Engine, NodeId};
-use firn_format::protocol::{PROTOCOL_VERSION, Reply, Request, Rung, Status};
-use firn_fuse::Forgetter;
+use firn_engine::{Cached, DrainPolicy, Engine};
+use firn_format::path::BytePath;
+use firn_format::protocol::{ErrorStatus, PROTOCOL_VERSION, Reply, Request, Rung, Status};
+use firn_fuse::{Failures, Forgetter};
 use firn_stub::Tree;
 use parking_lot::Mutex;
 
@@ -18,8 +19,9 @@ use crate::carrier::Carrier;
 use crate::chunks::{Lists, region};
 use crate::control::Service;
 use crate::end::Event;
+use crate::log;
 use crate::metrics::{Window, prometheus};
-use crate::mountinfo::shown;
+use crate::process;
 use crate::transactions::Means;
 
 /// Progress lines are sent this often.
@@ -39,7 +41,9 @@ pub(crate) struct Mounted {
     /// How long other nodes are waited for.
     pub(crate) patience: Duration,
     pub(crate) waiting_writers: Arc<AtomicU64>,
-    /// Makes the kernel drop what it knows of a node; none where it knows nothing.
+    /// Requests of the kernel that failed; none come to a stub tree.
+    pub(crate) failures: Arc<Failures>,
+    /// Makes the kernel drop what it has cached; none where it caches nothing.
     pub(crate) kernel: Option<Forgetter>,
     /// Processes connected to the door.
     pub(crate) door_clients: Arc<AtomicU64>,
@@ -53,8 +57,6 @@ pub(crate) struct Mounted {
     pub(crate) window: Mutex<Window>,
     /// Carries out what was committed asynchronously.
     pub(crate) carrier: Carrier,
-    /// Checkpoints are being removed.
-    pub(crate) expiring: AtomicBool,
     /// To the main loop, which alone unmounts.
     pub(crate) events: Sender<Event>,
     /// Told when the answer to an unmount has left.
@@ -77,14 +79,14 @@ impl Mounted {
         }
         let mut lanes = engine.lanes.clone();
         for lane in &mut lanes {
-            lane.path = shown(&self.backing);
+            lane.path = self.backing.as_path().into();
             lane.writers_max = self.io_threads;
         }
         Status {
             version: env!("CARGO_PKG_VERSION").into(),
             pid: std::process::id(),
-            backing: shown(&self.backing),
-            mount_point: shown(&self.mount_point),
+            backing: self.backing.as_path().into(),
+            mount_point: self.mount_point.as_path().into(),
             options: self.options.clone(),
             waiting_writers: self.waiting_writers.load(Ordering::Relaxed),
             door_clients: self.door_clients.load(Ordering::Relaxed),
@@ -93,29 +95,12 @@ impl Mounted {
             lanes,
             spill,
             transactions: crate::transactions::status(&self.engine),
+            failed_requests: self.failures.figures(),
+            transaction_steps: crate::transactions::steps(),
+            log_lines_lost: log::lines_lost(),
+            file_size_limit_bytes: process::file_size_limit_bytes(),
+            errors: explained(engine.errors),
             ..engine
-        }
-    }
-
-    /// Removes the checkpoints that are too old, on a thread of its own: it may take long.
-    pub(crate) fn expire(self: &Arc<Self>) {
-        let expired = self.engine.expired_checkpoints();
-        if expired.is_empty() || self.expiring.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let this = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("firn-expire".into()).spawn(move || {
-            for name in expired {
-                match this.engine.remove_checkpoint(&name) {
-                    Ok(()) => tracing::info!(?name, "removed a checkpoint that is too old"),
-                    Err(error) => tracing::warn!(?name, %error, "cannot remove a checkpoint that is too old"),
-                }
-            }
-            this.expiring.store(false, Ordering::Release);
-        });
-        if let Err(error) = thread {
-            tracing::warn!(%error, "cannot start a thread");
-            self.expiring.store(false, Ordering::Release);
         }
     }
 
@@ -127,7 +112,7 @@ impl Mounted {
         }
         let this = Arc::clone(self);
         let thread = std::thread::Builder::new().name("firn-nodes".into()).spawn(move || {
-            crate::transactions::follow(&this.engine, &|node| this.forget(node));
+            crate::transactions::follow(&this.engine, &|cached| this.forget(cached));
             this.following.store(false, Ordering::Release);
         });
         if let Err(error) = thread {
@@ -136,11 +121,12 @@ impl Mounted {
         }
     }
 
-    /// Where data drains as it comes, so do the names of a stub tree: on a thread of its own, for the walk
-    /// through a large one.
+    /// Where data drains as it comes, so do the names of a stub tree. Elsewhere the memory of what was removed there
+    /// is given back: nobody tells of it. On a thread of its own, for the walk through a large one.
     pub(crate) fn carry_names(self: &Arc<Self>) {
         let eager = self.engine.options().drain == DrainPolicy::Eager;
-        let Some(tree) = self.tree.as_ref().filter(|_| eager) else { return };
+        let has_bytes = || self.engine.arena().used_bytes() > 0;
+        let Some(tree) = self.tree.as_ref().filter(|_| eager || has_bytes()) else { return };
         if Instant::now() < *self.carry_next.lock() {
             return;
         }
@@ -150,7 +136,8 @@ impl Mounted {
         let (this, tree) = (Arc::clone(self), Arc::clone(tree));
         let thread = std::thread::Builder::new().name("firn-names".into()).spawn(move || {
             let began = Instant::now();
-            if let Err(error) = tree.reconcile_soon() {
+            let done = if eager { tree.reconcile_soon() } else { tree.sweep_soon() };
+            if let Err(error) = done {
                 tracing::warn!(%error, "not every name of the stub tree can be carried over now");
             }
             *this.carry_next.lock() = Instant::now() + began.elapsed() * CARRY_REST;
@@ -167,22 +154,21 @@ impl Mounted {
         self.tree.as_ref().map_or(Ok(()), |tree| tree.reconcile())
     }
 
-    fn forget(&self, node: NodeId) {
+    fn forget(&self, cached: Cached) {
         if let Some(kernel) = &self.kernel {
-            kernel.forget_all(node);
+            kernel.forget(&cached);
         }
     }
 
     /// Takes a sample for the rates.
     pub(crate) fn sample(&self) {
-        let status = self.engine.status();
-        let moved = status.spill.map_or(0, |spill| spill.moved_bytes);
-        self.window.lock().add(Instant::now(), status.ingest_bytes, status.drain_bytes, moved);
+        let sums = self.engine.transferred();
+        self.window.lock().add(Instant::now(), sums.ingest_bytes, sums.drain_bytes, sums.moved_bytes);
     }
 
     fn wait(
         &self,
-        path: &str,
+        path: &BytePath,
         until: Rung,
         timeout_ms: Option<u64>,
         say: &mut dyn FnMut(Reply) -> bool,
@@ -245,6 +231,7 @@ impl Service for Mounted {
                 protocol: PROTOCOL_VERSION,
                 version: env!("CARGO_PKG_VERSION").into(),
                 pid: std::process::id(),
+                incarnation: self.engine.incarnation(),
             },
             Request::Status => Reply::Status(Box::new(self.status())),
             Request::Wait { path, until, timeout_ms } => self.wait(&path, until, timeout_ms, say),
@@ -275,7 +262,7 @@ impl Service for Mounted {
             | Request::Commit { .. }
             | Request::Abort { .. }
             | Request::Restore { .. }) => {
-                let forget = |node| self.forget(node);
+                let forget = |cached| self.forget(cached);
                 let means = Means {
                     carrier: &self.carrier,
                     patience: self.patience,
@@ -311,12 +298,23 @@ pub(crate) fn throttled<'a>(
     }
 }
 
-fn failed(error: Errno, path: &str) -> Reply {
+/// Errors of the backing, with the limit of this process where that is the reason.
+pub(crate) fn explained(mut errors: Vec<ErrorStatus>) -> Vec<ErrorStatus> {
+    for error in &mut errors {
+        if let Some(limit) = process::limit_behind(Errno::from_raw_os_error(error.errno)) {
+            error.message = format!("{}: {limit}", error.message);
+        }
+    }
+    errors
+}
+
+fn failed(error: Errno, path: &BytePath) -> Reply {
     let message = match error {
         Errno::NOENT => format!("{path}: no such file or directory in this mount"),
         Errno::CANCELED => "the wait was given up".into(),
         error => format!(
-            "the backing reports: {error}; the data is kept and tried again (`firn status` has the details)"
+            "the backing reports: {}; the data is kept and tried again (`firn status` has the details)",
+            process::explain(error)
         ),
     };
     Reply::Error { errno: error.raw_os_error(), message }

@@ -9,6 +9,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
+use firn_format::quote::quoted_path;
 use serde::{Deserialize, Serialize};
 
 use crate::error::DaemonError;
@@ -64,7 +65,10 @@ pub(crate) fn spawn(request: &MountRequest, notice: &mut dyn FnMut(String)) -> R
 }
 
 fn silent() -> DaemonError {
-    DaemonError::Silent { log: firn_client::paths::runtime_dir().join("*.log").display().to_string() }
+    match firn_client::paths::runtime_dir() {
+        Ok(dir) => DaemonError::Silent { log: quoted_path(&dir.join("*.log")) },
+        Err(error) => error.into(),
+    }
 }
 
 /// The other end: who is told about notices and readiness.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use firn_client::paths::RuntimeFiles;
 use firn_config::Options;
 use firn_format::geometry::Geometry;
+use firn_format::quote::quoted_path;
 
 use crate::error::DaemonError;
 use crate::preflight::Checked;
@@ -54,7 +55,7 @@ pub(crate) fn check(
     if stat.f_type as u64 == TMPFS_MAGIC {
         notice(format!(
             "spill {} is on tmpfs, which is memory too: give a directory on a node-local disk",
-            spill.display()
+            quoted_path(spill)
         ));
     }
     Ok(())

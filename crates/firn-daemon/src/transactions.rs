@@ -3,12 +3,16 @@
 //! The engine keeps the scope quiet ([`Engine::turn`]), the store turns.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use firn_backing::{DirBacking, Errno};
-use firn_engine::{Engine, NodeId, Pending};
+use firn_engine::{Cached, Engine, Pending, TurnError};
+use firn_format::path::BytePath;
 use firn_format::protocol::{Reply, Request, Rung, TransactionStatus};
-use firn_held::{HeldError, Mode, Stage};
+use firn_format::tally::Tally;
+use firn_held::{HeldError, Mode, Node, Stage};
 
 use crate::attach::Store;
 use crate::carrier::Carrier;
@@ -17,6 +21,72 @@ use crate::participants::{self, patiently};
 /// How long other nodes are waited for at the end of a mount. The next one goes on.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
 
+/// What becomes of a transaction on this host, each counted and, with `log-level=debug`, logged.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Step {
+    /// It is open.
+    Begin,
+    /// No change may begin, and those under way are waited for.
+    Quiesce,
+    /// Nothing changes, and what was written is where it belongs: the backing, or nowhere.
+    Drained,
+    /// It is durable, its outcome open.
+    Prepared,
+    /// It is committed.
+    Decided,
+    /// The backing has it.
+    Applied,
+    /// It is over.
+    Ended,
+    /// It is thrown away.
+    Undone,
+}
+
+static STEPS: Tally<8> =
+    Tally::new(["begin", "quiesce", "drained", "prepared", "decided", "applied", "ended", "undone"]);
+
+/// Counts since firnd began, which serves one mount.
+pub(crate) fn steps() -> std::collections::BTreeMap<String, u64> {
+    STEPS.figures()
+}
+
+/// Notes a step of the transaction in `scope`.
+pub(crate) fn note(engine: &Engine<Store>, step: Step, scope: &[u8], id: Option<u64>) {
+    STEPS.count(step as usize);
+    let host = engine.backing().group().map(|group| group.node.clone()).unwrap_or_default();
+    tracing::debug!(step = STEPS.name(step as usize), scope = %shown_scope(scope), ?id, host, "transaction");
+}
+
+/// [`Engine::turn`], with its steps noted.
+fn turn<T>(
+    engine: &Engine<Store>,
+    path: &[u8],
+    pending: Pending,
+    work: impl FnOnce(&firn_held::Node<DirBacking>) -> Result<T, HeldError>,
+) -> Result<T, HeldError> {
+    note(engine, Step::Quiesce, path, None);
+    let turned = engine.turn(path, pending, |node| {
+        note(engine, Step::Drained, path, None);
+        work(node)
+    });
+    turned.map_err(|error| match error {
+        TurnError::Scope(errno) => not_a_scope(errno),
+        TurnError::Drain(errno) => HeldError::Backing(errno),
+        TurnError::Turn(error) => error,
+    })
+}
+
+/// Carries a decided commit out.
+pub(crate) fn carry_out(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
+    let id = decided(engine, path);
+    engine.backing().carry_out(path)?;
+    if id.is_some() {
+        note(engine, Step::Applied, path, id);
+        note(engine, Step::Ended, path, id);
+    }
+    Ok(())
+}
+
 /// What an answer may use of the mount.
 pub(crate) struct Means<'a> {
     pub(crate) carrier: &'a Carrier,
@@ -24,8 +94,8 @@ pub(crate) struct Means<'a> {
     pub(crate) patience: Duration,
     /// The backing directory.
     pub(crate) backing: &'a Path,
-    /// Makes the kernel drop what it knows of a node.
-    pub(crate) forget: &'a dyn Fn(NodeId),
+    /// Makes the kernel drop what it has cached.
+    pub(crate) forget: &'a dyn Fn(Cached),
 }
 
 /// The answer to a request about a transaction.
@@ -68,9 +138,9 @@ pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_
 fn undone_by_another(
     engine: &Engine<Store>,
     request: &Request,
-    path: &str,
+    path: &BytePath,
     patience: Duration,
-    forget: &dyn Fn(NodeId),
+    forget: &dyn Fn(Cached),
 ) -> Option<Reply> {
     let store = engine.backing();
     if store.to_be_stopped().iter().any(|scope| scope == path.as_bytes())
@@ -92,29 +162,39 @@ fn undone_by_another(
     }
 }
 
+/// The directory that a transaction covers.
+pub(crate) fn scope_at(engine: &Engine<Store>, path: &[u8]) -> Result<Node<DirBacking>, HeldError> {
+    engine.object_at(path).map_err(not_a_scope)
+}
+
+fn not_a_scope(errno: Errno) -> HeldError {
+    match errno {
+        Errno::NOENT => HeldError::ScopeMissing,
+        Errno::NOTDIR => HeldError::ScopeNotDirectory,
+        errno => HeldError::Backing(errno),
+    }
+}
+
 /// Makes the kernel hand over what programs stored to shared mappings, so that it is part of the transaction. Not
 /// while it is prepared: then it would wait for the outcome.
-fn write_back(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(NodeId)) {
+fn write_back(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(Cached)) {
     if stage(engine, path) == Some(Stage::Open) {
-        engine.written_at(path).into_iter().for_each(forget);
+        engine.written_at(path).into_iter().map(Cached::Inode).for_each(forget);
     }
 }
 
 fn begin(engine: &Engine<Store>, path: &[u8], patience: Duration) -> Result<(), HeldError> {
     // What was written after a commit that is still carried out is not of the new transaction, and has no way yet.
     if is_decided(engine, path) && engine.wait_tree(path, Rung::Drained, &mut |_, _| false).is_err() {
-        engine.backing().carry_out(path)?;
+        carry_out(engine, path)?;
     }
     let deadline = Instant::now() + patience;
-    patiently(deadline, || engine.turn(path, Pending::Drain, |node| begin_at(engine, node, path)))
+    patiently(deadline, || turn(engine, path, Pending::Drain, |node| begin_at(engine, node, path)))
 }
 
-fn begin_at(
-    engine: &Engine<Store>,
-    node: &firn_held::Node<DirBacking>,
-    path: &[u8],
-) -> Result<(), HeldError> {
+fn begin_at(engine: &Engine<Store>, node: &Node<DirBacking>, path: &[u8]) -> Result<(), HeldError> {
     engine.backing().begin(node, path)?;
+    note(engine, Step::Begin, path, None);
     participants::begun(engine, path);
     Ok(())
 }
@@ -123,9 +203,10 @@ fn prepare(engine: &Engine<Store>, path: &[u8], id: u64, patience: Duration) -> 
     carry_out_before(engine, path)?;
     // Asked again, nothing more is to be part of it.
     let pending = if stage(engine, path) == Some(Stage::Open) { Pending::Drain } else { Pending::Keep };
-    engine.turn(path, pending, |node| {
+    turn(engine, path, pending, |node| {
         let was_open = stage(engine, path) == Some(Stage::Open);
         engine.backing().prepare(node, id)?;
+        note(engine, Step::Prepared, path, Some(id));
         if was_open { participants::prepared(engine, node, path) } else { Ok(()) }
     })?;
     participants::meet(engine, path, id, patience)
@@ -133,7 +214,7 @@ fn prepare(engine: &Engine<Store>, path: &[u8], id: u64, patience: Duration) -> 
 
 /// A commit before this transaction is carried out first, outside of a turn: drains of the scope wait for that.
 fn carry_out_before(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
-    if stage(engine, path) == Some(Stage::Open) { engine.backing().carry_out(path) } else { Ok(()) }
+    if stage(engine, path) == Some(Stage::Open) { carry_out(engine, path) } else { Ok(()) }
 }
 
 /// How to commit.
@@ -171,22 +252,27 @@ fn commit(
     let begins_late = how.begin && shared && store.mode() == Mode::Shadow;
     let decide = |node: &_| {
         store.conclude(node, id)?;
+        note(engine, Step::Decided, path, Some(id));
         let is_followed = store.transactions().iter().filter(|one| one.scope == path).count() > 1;
         if !how.begin {
             participants::ended(engine, path);
         }
         let begins = how.begin && !is_followed && !is_recovered && !begins_late;
-        if begins { store.begin(node, path) } else { Ok(()) }
+        if begins {
+            store.begin(node, path)?;
+            note(engine, Step::Begin, path, None);
+        }
+        Ok(())
     };
     if stage == Some(Stage::Open) && !is_decided(id) {
-        engine.turn(path, Pending::Drain, decide)?;
+        turn(engine, path, Pending::Drain, decide)?;
     } else {
         // What was written since it was prepared comes after it. Who changes more waits already, and a turn would
         // wait for that.
-        decide(&engine.object_at(path)?)?;
+        decide(&scope_at(engine, path)?)?;
     }
     if is_recovered {
-        store.carry_out(path)?;
+        carry_out(engine, path)?;
         // Programs saw the tree before it until now.
         engine.look_again(path).into_iter().for_each(means.forget);
         if how.begin {
@@ -195,7 +281,7 @@ fn commit(
     } else if how.behind && !begins_late {
         means.carrier.wake();
         return Ok((id, Vec::new()));
-    } else if let Err(error) = store.carry_out(path) {
+    } else if let Err(error) = carry_out(engine, path) {
         // Asked again, it is the commit that is meant and not the one after it.
         if how.begin {
             store.unfollow(path);
@@ -217,7 +303,7 @@ fn abort(
     engine: &Engine<Store>,
     path: &[u8],
     patience: Duration,
-    forget: &dyn Fn(NodeId),
+    forget: &dyn Fn(Cached),
 ) -> Result<(), HeldError> {
     let store = engine.backing();
     if let Some(Stage::Decided(id)) = stage(engine, path) {
@@ -228,11 +314,13 @@ fn abort(
         store.call_off(id, path)?;
     }
     // Drains that wait for the outcome are told first, or the data could not be dropped.
-    store.refuse(&engine.object_at(path)?)?;
+    store.refuse(&scope_at(engine, path)?)?;
     let mut waited = false;
     let attempt = || {
-        let ended = engine.turn(path, Pending::Discard, |node| {
+        let ended = turn(engine, path, Pending::Discard, |node| {
             store.abort(node)?;
+            note(engine, Step::Undone, path, None);
+            note(engine, Step::Ended, path, None);
             participants::ended(engine, path);
             Ok::<_, HeldError>(())
         });
@@ -251,7 +339,7 @@ fn abort(
 }
 
 /// Ends transactions that other nodes have aborted, as far as that goes now.
-pub(crate) fn follow(engine: &Engine<Store>, forget: &dyn Fn(NodeId)) {
+pub(crate) fn follow(engine: &Engine<Store>, forget: &dyn Fn(Cached)) {
     for scope in engine.backing().to_be_stopped() {
         let shown = shown_scope(&scope);
         match abort(engine, &scope, Duration::ZERO, forget) {
@@ -271,20 +359,22 @@ fn restore(
     path: &[u8],
     id: u64,
     patience: Duration,
-    forget: &dyn Fn(NodeId),
+    forget: &dyn Fn(Cached),
 ) -> Result<(), HeldError> {
     let store = engine.backing();
     // Of a commit before the transaction that is open. A commit that is not followed may be the one that is meant.
     carry_out_before(engine, path)?;
     match stage(engine, path) {
         Some(Stage::Prepared(found) | Stage::Decided(found)) if found == id => {
-            store.refuse(&engine.object_at(path)?)?;
-            engine.turn(path, Pending::Discard, |node| {
+            store.refuse(&scope_at(engine, path)?)?;
+            turn(engine, path, Pending::Discard, |node| {
                 match store.commit(node, id) {
                     // It was carried out in the background meanwhile.
                     Err(HeldError::None) if store.committed(path)? == Some(id) => {}
                     done => done?,
                 }
+                note(engine, Step::Applied, path, Some(id));
+                note(engine, Step::Ended, path, Some(id));
                 participants::ended(engine, path);
                 Ok::<_, HeldError>(())
             })?;
@@ -302,13 +392,15 @@ fn restore(
             }
             let pending = match stage {
                 Some(_) => {
-                    store.refuse(&engine.object_at(path)?)?;
+                    store.refuse(&scope_at(engine, path)?)?;
                     Pending::Discard
                 }
                 None => Pending::Drain,
             };
-            engine.turn(path, pending, |node| {
+            turn(engine, path, pending, |node| {
                 store.restore(node, id)?;
+                note(engine, Step::Undone, path, Some(id));
+                note(engine, Step::Ended, path, Some(id));
                 participants::ended(engine, path);
                 Ok::<_, HeldError>(())
             })?;
@@ -325,7 +417,7 @@ pub(crate) fn leave(engine: &Engine<Store>) {
         let left = match one.stage {
             Stage::Open => abort(engine, &one.scope, LAST_PATIENCE, &|_| {}),
             Stage::Prepared(_) | Stage::Ended => drop_later(engine, &one.scope),
-            Stage::Decided(_) => engine.backing().carry_out(&one.scope),
+            Stage::Decided(_) => carry_out(engine, &one.scope),
         };
         if let Err(error) = left {
             tracing::warn!(%error, scope = %shown_scope(&one.scope), "a transaction is left to the next mount");
@@ -334,8 +426,8 @@ pub(crate) fn leave(engine: &Engine<Store>) {
 }
 
 fn drop_later(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
-    engine.backing().refuse(&engine.object_at(path)?)?;
-    engine.turn(path, Pending::Discard, |_| Ok(()))
+    engine.backing().refuse(&scope_at(engine, path)?)?;
+    turn(engine, path, Pending::Discard, |_| Ok(()))
 }
 
 /// Once nothing waits for what [`leave`] could not carry out: what was written after it stays in the arena for the
@@ -343,10 +435,7 @@ fn drop_later(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
 pub(crate) fn give_up(engine: &Engine<Store>) {
     for one in engine.backing().transactions() {
         if let Stage::Decided(_) = one.stage
-            && let Err(error) = engine
-                .object_at(&one.scope)
-                .map_err(HeldError::from)
-                .and_then(|at| engine.backing().refuse(&at))
+            && let Err(error) = scope_at(engine, &one.scope).and_then(|at| engine.backing().refuse(&at))
         {
             tracing::warn!(%error, scope = %shown_scope(&one.scope), "changes may wait for a commit");
         }
@@ -361,7 +450,7 @@ pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
     let Some(found) = found else {
         let left = engine.backing().transactions().into_iter().filter(|one| !one.is_recovered);
         return left.into_iter().find_map(|one| {
-            let error = engine.backing().carry_out(&one.scope).err()?;
+            let error = carry_out(engine, &one.scope).err()?;
             let scope = shown_scope(&one.scope);
             Some(format!(
                 "the commit of a transaction in {scope} cannot be carried out: {error}; mend the backing and try again, or --force leaves it to the next mount"
@@ -396,21 +485,21 @@ fn is_decided(engine: &Engine<Store>, path: &[u8]) -> bool {
 }
 
 /// For the status.
-pub(crate) fn status(engine: &Engine<Store>) -> Vec<TransactionStatus> {
+pub(crate) fn status(engine: &Arc<Engine<Store>>) -> Vec<TransactionStatus> {
     let word = |stage| match stage {
         Stage::Open | Stage::Ended => ("open", None),
         Stage::Prepared(id) => ("prepared", Some(id)),
         Stage::Decided(id) => ("decided", Some(id)),
     };
     let one = |found: firn_held::Transaction| TransactionStatus {
-        scope: String::from_utf8_lossy(&found.scope).into_owned(),
+        scope: found.scope.as_slice().into(),
         stage: word(found.stage).0.into(),
         id: word(found.stage).1,
         objects: found.objects,
         states: found.states.iter().map(|(state, count)| (state.to_string(), *count)).collect(),
         recovered: found.is_recovered,
         here: match found.stage {
-            Stage::Prepared(id) => engine.backing().here(id, &found.scope).unwrap_or_default(),
+            Stage::Prepared(id) => here(engine, id, &found.scope),
             _ => Vec::new(),
         },
         error: found.trouble,
@@ -419,28 +508,49 @@ pub(crate) fn status(engine: &Engine<Store>) -> Vec<TransactionStatus> {
     engine.backing().transactions().into_iter().map(one).collect()
 }
 
+/// The nodes that have come to the meeting about a transaction, as far as the backing says so at once: the status does
+/// not wait for one that hangs.
+fn here(engine: &Arc<Engine<Store>>, id: u64, scope: &[u8]) -> Vec<String> {
+    /// A look at a directory takes a millisecond where a server answers.
+    const PATIENCE: Duration = Duration::from_millis(50);
+    /// Of one that hangs no more threads ask.
+    static ASKING: AtomicUsize = AtomicUsize::new(0);
+    const ASKING_MAX: usize = 4;
+    if engine.backing().group().is_none() {
+        return Vec::new();
+    }
+    if ASKING.fetch_add(1, Ordering::AcqRel) >= ASKING_MAX {
+        ASKING.fetch_sub(1, Ordering::AcqRel);
+        return Vec::new();
+    }
+    let (tell, told) = mpsc::channel();
+    let (engine, scope) = (Arc::clone(engine), scope.to_owned());
+    let asked = std::thread::Builder::new().name("firn-nodes".into()).spawn(move || {
+        let _ = tell.send(engine.backing().here(id, &scope).unwrap_or_default());
+        ASKING.fetch_sub(1, Ordering::AcqRel);
+    });
+    if asked.is_err() {
+        ASKING.fetch_sub(1, Ordering::AcqRel);
+    }
+    told.recv_timeout(PATIENCE).unwrap_or_default()
+}
+
 /// A scope in words.
 pub(crate) fn shown_scope(path: &[u8]) -> String {
     match path {
         b"" => "the whole mount".into(),
-        path => String::from_utf8_lossy(path).into_owned(),
+        path => firn_format::quote::quoted(path),
     }
 }
 
-fn refused(error: &HeldError, path: &str) -> Reply {
+fn refused(error: &HeldError, path: &BytePath) -> Reply {
     let scope = shown_scope(path.as_bytes());
     let (errno, message) = match error {
-        HeldError::Backing(Errno::OPNOTSUPP) => {
-            (libc::EOPNOTSUPP, "this mount has no transactions: mount it with drain=commit".into())
-        }
-        HeldError::Backing(Errno::NOENT) => {
-            (libc::ENOENT, format!("{scope}: no such directory in this mount"))
-        }
-        HeldError::Backing(Errno::NOTDIR) => {
-            (libc::ENOTDIR, format!("{scope}: a transaction covers a directory, and this is none"))
-        }
+        HeldError::NotTransactional => (libc::EOPNOTSUPP, error.to_string()),
+        HeldError::ScopeMissing => (libc::ENOENT, format!("{scope}: {error}")),
+        HeldError::ScopeNotDirectory => (libc::ENOTDIR, format!("{scope}: {error}")),
         HeldError::Backing(errno) => (
-            errno.raw_os_error(),
+            errno_of_backing(*errno),
             format!("{scope}: the backing reports: {errno}; the transaction is kept: mend it and try again"),
         ),
         HeldError::None => (libc::ENOENT, format!("no transaction is open in {scope}: firn begin opens one")),
@@ -460,7 +570,7 @@ fn refused(error: &HeldError, path: &str) -> Reply {
             (libc::ECANCELED, format!("{scope}: {error}; the transaction is kept: firn abort drops it"))
         }
         HeldError::Backup { source } => (
-            source.raw_os_error(),
+            errno_of_backing(*source),
             format!(
                 "{scope}: the backup reports: {source}; the transaction is as it was: mend it and try again, or abort"
             ),
@@ -473,6 +583,71 @@ fn refused(error: &HeldError, path: &str) -> Reply {
         HeldError::Leaving { .. } => (libc::EBUSY, format!("{scope}: {error}: firn abort it there")),
         HeldError::List { .. } => (libc::EIO, error.to_string()),
         HeldError::Record { .. } => (libc::EIO, error.to_string()),
+        HeldError::Distrusted { .. } => (libc::EPERM, format!("{scope}: {error}")),
+        HeldError::TooLong { .. } => (libc::EFBIG, format!("{scope}: {error}")),
     };
     Reply::Error { errno, message }
+}
+
+/// What is told of a failure of the backing. Numbers that have a meaning in `firn.h` ("Errors") are never the backing's:
+/// a caller would take them for that.
+fn errno_of_backing(errno: Errno) -> i32 {
+    match errno {
+        Errno::OPNOTSUPP
+        | Errno::NOENT
+        | Errno::NOTDIR
+        | Errno::ISDIR
+        | Errno::XDEV
+        | Errno::BUSY
+        | Errno::INVAL
+        | Errno::CANCELED
+        | Errno::STALE
+        | Errno::NODEV
+        | Errno::NODATA
+        | Errno::NOTCONN
+        | Errno::AGAIN
+        | Errno::PROTO
+        | Errno::NOTRECOVERABLE => libc::EIO,
+        errno => errno.raw_os_error(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(error: &HeldError) -> (i32, String) {
+        match refused(error, &"job".into()) {
+            Reply::Error { errno, message } => (errno, message),
+            reply => panic!("not an error: {reply:?}"),
+        }
+    }
+
+    /// Proves S-tx-14.
+    #[test]
+    fn regression_what_the_backing_says_is_never_told_as_something_about_the_transaction() {
+        for errno in
+            [Errno::OPNOTSUPP, Errno::NOENT, Errno::NOTDIR, Errno::BUSY, Errno::INVAL, Errno::CANCELED]
+        {
+            for error in [HeldError::Backing(errno), HeldError::Backup { source: errno }] {
+                let (number, message) = told(&error);
+                assert_eq!(number, libc::EIO, "{message}");
+                assert!(message.contains("reports") && message.contains(&errno.to_string()), "{message}");
+                assert!(
+                    !message.contains("drain=commit") && !message.contains("no such directory"),
+                    "{message}"
+                );
+            }
+        }
+        assert_eq!(told(&HeldError::Backing(Errno::NOSPC)).0, libc::ENOSPC);
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_scope_has_its_own_number_and_advice() {
+        let (number, message) = told(&HeldError::NotTransactional);
+        assert_eq!((number, message.contains("drain=commit")), (libc::EOPNOTSUPP, true), "{message}");
+        let (number, message) = told(&HeldError::ScopeMissing);
+        assert_eq!((number, message.contains("no such directory")), (libc::ENOENT, true), "{message}");
+        assert_eq!(told(&HeldError::ScopeNotDirectory).0, libc::ENOTDIR);
+    }
 }

@@ -1,5 +1,7 @@
 //! What the engine takes and gives: plain types shared by every door.
 
+use std::ffi::OsString;
+
 use firn_backing::{Attr, Errno, SetTime};
 
 #[cfg(doc)]
@@ -22,6 +24,20 @@ pub struct Entry {
     pub node: NodeId,
     /// Attributes with pending data counted in.
     pub attr: Attr,
+}
+
+/// What the kernel may have cached of a tree that changed without a request of its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Cached {
+    /// A name that leads elsewhere now, or nowhere.
+    Name {
+        /// The directory.
+        parent: NodeId,
+        /// The name in it.
+        name: OsString,
+    },
+    /// Attributes and pages.
+    Inode(NodeId),
 }
 
 /// How the door shall serve an open file.
@@ -115,6 +131,17 @@ pub enum DoorRefusal {
     Busy,
     /// No room now.
     Full,
+}
+
+/// Counters since the attach, from which rates are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transferred {
+    /// Bytes taken from programs.
+    pub ingest_bytes: u64,
+    /// Bytes written to the backing.
+    pub drain_bytes: u64,
+    /// Bytes moved to the spill file.
+    pub moved_bytes: u64,
 }
 
 /// How a process came to close a descriptor.

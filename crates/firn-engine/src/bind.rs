@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use firn_backing::Backing;
+use firn_format::piece::FILE_MAX;
 use firn_format::record::{Ending, Identity, Record};
 
 use crate::engine::Engine;
@@ -12,8 +13,7 @@ impl<B: Backing> Engine<B> {
     /// Binds a file before its first piece; `None` where the journal is full. No rename can change
     /// its paths meanwhile.
     pub(crate) fn bind_with_paths(&self, file: &File<B>) -> Option<u64> {
-        let _paths_stay = self.rename_gate.read();
-        self.bind(file, &mut file.lock())
+        self.paths.while_staying(|| file.node.paths(), || self.bind(file, &mut file.lock()))
     }
 
     pub(crate) fn bind(&self, file: &File<B>, state: &mut FileState<B>) -> Option<u64> {
@@ -22,6 +22,9 @@ impl<B: Backing> Engine<B> {
         }
         let node = &file.node;
         let binding = self.last_binding.fetch_add(1, Ordering::Relaxed) + 1;
+        if binding > FILE_MAX {
+            return None;
+        }
         let identity =
             Identity { dev: node.key.0, ino: node.key.1, btime: node.btime.map(|t| (t.sec, t.nsec)) };
         let record = Record::Bind { file: binding, identity, paths: node.paths(), ending: Ending::Open };
@@ -39,6 +42,13 @@ impl<B: Backing> Engine<B> {
         {
             state.bound = None;
             state.voids = 0;
+        }
+    }
+
+    /// Keeps the time of a bound file that does not follow from its pieces.
+    pub(crate) fn note_time(&self, state: &FileState<B>) {
+        if let (Some(file), Some(mtime)) = (state.bound, state.mtime) {
+            self.note(&Record::ModifiedAt { file, time: (mtime.sec, mtime.nsec), written: state.written });
         }
     }
 

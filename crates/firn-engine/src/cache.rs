@@ -10,7 +10,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use firn_arena::Arena;
@@ -30,12 +30,19 @@ pub(crate) struct Cached {
     pinned: bool,
 }
 
-#[derive(Default)]
 struct Parts {
     extents: Extents,
     bytes: u64,
+    /// Sum of the bytes of all files.
+    total: Arc<AtomicU64>,
     /// Size and time of the backing's file when it was last known to hold the same; `None`: it does.
     stamp: Option<(u64, Time)>,
+}
+
+impl Parts {
+    fn new(total: &Arc<AtomicU64>) -> Self {
+        Self { extents: Extents::default(), bytes: 0, total: Arc::clone(total), stamp: None }
+    }
 }
 
 static NO_EXTENTS: Extents = Extents::NONE;
@@ -55,10 +62,11 @@ impl Cached {
     }
 
     /// Keeps an extent that is not pending any more. Its slab counts it as used until it is dropped.
-    pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) {
+    pub(crate) fn insert(&mut self, arena: &Arena, total: &Arc<AtomicU64>, offset: u64, extent: Extent) {
         self.drop_range(arena, offset..offset + extent.len);
-        let parts = self.parts.get_or_insert_default();
+        let parts = self.parts.get_or_insert_with(|| Box::new(Parts::new(total)));
         parts.bytes += extent.len;
+        total.fetch_add(extent.len, Ordering::Relaxed);
         parts.extents.insert(offset, extent, &mut |_, _| unreachable!("the range was just emptied"));
     }
 
@@ -72,6 +80,7 @@ impl Cached {
             true
         });
         parts.bytes -= gone;
+        parts.total.fetch_sub(gone, Ordering::Relaxed);
         gone
     }
 

@@ -54,18 +54,29 @@ impl<B: Backing> HeldChunks<B> {
         engine.check_cache(&file)?;
         let mut state = file.lock_settled();
         engine.look(&file, &mut state);
-        let pieces = held.take(&state)?;
+        let in_arena = held.take(&state)?;
         drop(state);
+        // All else was in the backing already when the lock was let go, and a change since then shows.
+        let in_backing = engine.backing.attr(&engine.object(&node)?)?.size;
+        held.bytes = held.bytes.max(in_backing);
+        let mut pieces = Vec::new();
+        let mut at = 0;
+        for listed in in_arena {
+            push_rest(&mut pieces, at, listed.offset, in_backing);
+            at = listed.offset + listed.len;
+            push(&mut pieces, engine.piece(&listed));
+        }
+        push_rest(&mut pieces, at, held.bytes, in_backing);
         Ok((held, pieces))
     }
 
-    fn take(&mut self, state: &FileState<B>) -> Result<Vec<ChunkPiece>> {
+    /// Holds and lists what the arena has.
+    fn take(&mut self, state: &FileState<B>) -> Result<Vec<Listed>> {
         let engine = &self.engine;
-        let in_backing = engine.backing.attr(&engine.object(&self.file.node)?)?.size;
-        self.bytes = in_backing.max(state.extents.end());
+        self.bytes = state.extents.end();
         self.changes = state.changes;
-        let (mut pieces, mut known) = (Vec::new(), HashSet::new());
-        let mut at = 0;
+        let mut in_arena = Vec::new();
+        let mut known = HashSet::new();
         for (offset, extent) in state.in_arena(0, usize::MAX) {
             let slab = extent.piece.slab;
             // Before its place is looked up, which then holds.
@@ -80,12 +91,9 @@ impl<B: Backing> HeldChunks<B> {
                 }
                 continue;
             };
-            push_rest(&mut pieces, at, offset, in_backing);
-            at = offset + extent.len;
-            push(&mut pieces, engine.piece(&listed));
+            in_arena.push(listed);
         }
-        push_rest(&mut pieces, at, self.bytes, in_backing);
-        Ok(pieces)
+        Ok(in_arena)
     }
 
     /// Bytes of the file.

@@ -6,8 +6,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Access, Backing, Caller, Errno, Time};
-use parking_lot::Mutex;
 
 use crate::engine::{Engine, Handle};
 use crate::extents::Extents;
@@ -32,13 +32,15 @@ impl<B: Backing> Engine<B> {
         flags: i32,
     ) -> Result<(Entry, Opened)> {
         let dir = self.node(parent)?;
-        match self.backing.create(caller, &self.object(&dir)?, name, mode) {
+        self.close_some();
+        let before = self.names_changed.load(Ordering::Acquire);
+        match self.with_descriptor(|| self.backing.create(caller, &self.object(&dir)?, name, mode)) {
             Ok((object, backing_file, attr)) => {
-                let node = self.names.register(object, &attr, &dir, name, 1);
-                node.name_unsynced.store(true, Ordering::Release);
+                self.open_files.note();
+                let node = self.made(before, &dir, name, object, &attr)?;
                 let opened = Arc::new(BackingFile { file: backing_file, access: Access::ReadWrite });
                 let opened = self.add_handle(&node, flags, |state| {
-                    state.writer.get_or_insert(opened);
+                    state.writer.get_or_insert_with(|| Arc::clone(&opened));
                     OpenMode::Engine
                 });
                 Ok((Entry { node: node.id, attr }, opened))
@@ -67,7 +69,9 @@ impl<B: Backing> Engine<B> {
         let node = self.node(node)?;
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);
         let file = self.file_with(&node, |_| {});
-        let ready = self.open_backing(&file, wants_write).and_then(|()| self.check_cache(&file));
+        self.close_some();
+        let opened = self.with_descriptor(|| self.open_backing(&file, wants_write));
+        let ready = opened.and_then(|()| self.check_cache(&file));
         let truncated =
             ready.and_then(|()| if flags & O_TRUNC != 0 { self.truncate_opened(&file) } else { Ok(()) });
         if let Err(errno) = truncated {
@@ -115,26 +119,25 @@ impl<B: Backing> Engine<B> {
 
     /// Opens what a handle needs of the backing, so that open(2) tells what is wrong.
     fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
-        let mut state = file.lock();
         if wants_write {
-            return self.writer(file, &mut state).map(|_| ());
+            return self.writer(file).map(drop);
         }
         // Passthrough needs one descriptor that can do everything, for writers that come later.
-        if self.passthrough.load(Ordering::Relaxed) && self.writer(file, &mut state).is_ok() {
+        if self.passthrough.load(Ordering::Relaxed) && self.writer(file).is_ok() {
             return Ok(());
         }
-        self.reader(file, &mut state).map(|_| ())
+        self.reader(file).map(drop)
     }
 
-    pub(crate) fn reader(&self, file: &File<B>, state: &mut FileState<B>) -> Result<Arc<BackingFile<B>>> {
-        let can_read = state.writer.as_ref().filter(|w| w.access == Access::ReadWrite);
-        if let Some(open) = can_read.or(state.reader.as_ref()) {
-            return Ok(Arc::clone(open));
+    /// The backing file for reading, opened if need be.
+    pub(crate) fn reader(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
+        if let Some(open) = file.lock().open_reader() {
+            return Ok(open);
         }
-        let opened = self.backing.open(&self.object(&file.node)?, Access::Read)?;
-        let opened = Arc::new(BackingFile { file: opened, access: Access::Read });
-        state.reader = Some(Arc::clone(&opened));
-        Ok(opened)
+        self.close_some();
+        let opened = self.with_descriptor(|| self.backing.open(&self.object(&file.node)?, Access::Read))?;
+        self.open_files.note();
+        Ok(file.keep_reader(BackingFile { file: opened, access: Access::Read }))
     }
 
     fn add_handle(
@@ -201,13 +204,17 @@ impl<B: Backing> Engine<B> {
     /// A duplicate of the backing's descriptor, for kernel passthrough.
     pub fn backing_fd(&self, handle: HandleId) -> Option<OwnedFd> {
         let handle = self.handle(handle).ok()?;
-        let mut state = handle.file.lock();
-        let writer = self.writer(&handle.file, &mut state).ok()?;
+        let writer = self.writer(&handle.file).ok()?;
         self.backing.fd(&writer.file)?.try_clone_to_owned().ok()
     }
 
     /// Reads pending bytes over backing bytes; less than asked only at the end of the file.
     pub fn read(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
+        self.close_some();
+        self.with_descriptor(|| self.read_with(handle, offset, buf))
+    }
+
+    fn read_with(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
         let handle = self.handle(handle)?;
         let file = &handle.file;
         let end = offset.saturating_add(buf.len() as u64).min(i64::MAX as u64);
@@ -230,9 +237,10 @@ impl<B: Backing> Engine<B> {
         if gaps.last().is_none_or(|gap| gap.end < end) {
             known_end = end;
         }
-        let source = if gaps.is_empty() { None } else { Some(self.reader(file, &mut state)?) };
+        let source = state.open_reader();
         drop(state);
-        if let Some(source) = source {
+        if !gaps.is_empty() {
+            let source = source.map_or_else(|| self.reader(file), Ok)?;
             for gap in gaps {
                 let out = &mut buf[(gap.start - offset) as usize..(gap.end - offset) as usize];
                 let n = self.backing.read_at(&source.file, out, gap.start)?;
@@ -298,12 +306,10 @@ impl<B: Backing> Engine<B> {
             }
         }
         let orphan = state.unlinked && state.handles.is_empty();
-        self.let_go(file, &mut state);
         drop(state);
+        self.let_go(file);
         if orphan {
             self.discard(file);
-        } else if handle.writable {
-            self.note_closed(file);
         }
         self.drop_if_unused(file);
         self.tell_space();
@@ -312,26 +318,62 @@ impl<B: Backing> Engine<B> {
     /// Closes the backing's file of one that nobody has open: more files may be in memory than a process may have
     /// descriptors. With pending data only where there are many, and only after a descriptor was had by the name
     /// once more: it may be that nobody would get one later (mode 0444).
-    pub(crate) fn let_go(&self, file: &File<B>, state: &mut FileState<B>) {
-        if !state.handles.is_empty() || !state.inflight.is_empty() || state.exclusive || state.unlinked {
-            return;
-        }
-        let many = || self.counters.held_files.load(Ordering::Relaxed) > self.options.objects_max as u64;
-        let opens = || {
-            let object = self.object(&file.node)?;
-            self.backing.open(&object, Access::ReadWrite)
+    pub(crate) fn let_go(&self, file: &File<B>) {
+        let pending = {
+            let state = file.lock();
+            if !state.may_close() {
+                return;
+            }
+            state.pending > 0
         };
-        if state.pending == 0 || (many() && opens().is_ok()) {
-            (state.writer, state.reader) = (None, None);
+        if pending {
+            let many = self.counters.held_files.load(Ordering::Relaxed) > self.options.objects_max as u64;
+            let opens = || {
+                let object = self.object(&file.node)?;
+                self.backing.open(&object, Access::ReadWrite)
+            };
+            if !many || opens().is_err() {
+                return;
+            }
+        }
+        let mut state = file.lock();
+        if state.may_close() && (pending || state.pending == 0) {
+            let closed = (state.writer.take(), state.reader.take());
+            drop(state);
+            drop(closed);
         }
     }
 
-    /// Before the mode of a file changes: a drain may not get its descriptor afterwards.
+    /// Before the mode of a file changes: a drain, or a program that has the file open, may not get its descriptor
+    /// afterwards.
     pub(crate) fn take_hold(&self, file: &File<B>) {
-        let mut state = file.lock();
-        if state.pending > 0 {
-            // If it is not to be had now, nothing is lost by the change.
-            let _ = self.writer(file, &mut state);
+        let writes = {
+            let state = file.lock();
+            if state.pending == 0 && state.handles.is_empty() {
+                return;
+            }
+            state.pending > 0 || state.writers > 0
+        };
+        // If it is not to be had now, nothing is lost by the change.
+        let _ = self.with_descriptor(|| match writes {
+            true => self.writer(file).map(drop),
+            false => self.reader(file).map(drop),
+        });
+    }
+
+    /// A file that programs have open lost its last name.
+    pub(crate) fn keep_open(&self, file: &File<B>) {
+        let writes = {
+            let state = file.lock();
+            state.writers > 0 || state.pending > 0
+        };
+        let kept = self.with_descriptor(|| match writes {
+            true => self.writer(file).map(drop),
+            false => self.reader(file).map(drop),
+        });
+        if let Err(errno) = kept {
+            // It is held as an object, and opened by that when it is used.
+            tracing::debug!(%errno, "a file without a name is not open below");
         }
     }
 

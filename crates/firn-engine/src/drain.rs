@@ -4,8 +4,16 @@
 //! long enough for a write, when someone waits for it, when its data is old, or when the arena is
 //! short of room. [`Engine::pick`] takes the next run of the next file; contiguous extents of several
 //! slabs become one vectored write.
+//!
+//! Invariants
+//! * A file stands in `ready` once while `queued` is set in its state, which is set with it, under the file's lock, and
+//!   cleared by whoever has taken it from there.
+//! * `active` counts the files that were taken from `ready` and are looked at, and the jobs that are not completed: so
+//!   the ranges in flight of all files, but for those that are being picked.
+//! * `oldest` has what the state of each file with pending bytes says, and nothing else.
+//! * A file that failed is in `retry` at its time.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io::IoSlice;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -13,12 +21,14 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use firn_arena::{PieceRef, Place};
+use firn_backing::lock::MutexGuard;
 use firn_backing::{Access, Backing, Errno, SetTime};
+use firn_format::path::BytePath;
 use firn_format::protocol::ErrorStatus;
 use firn_format::record::Record;
 use thin_vec::ThinVec;
 
-use crate::engine::{DrainPolicy, Engine, Trouble};
+use crate::engine::{Decision, DrainPolicy, Engine, Trouble};
 use crate::extents::Extent;
 use crate::file::{BackingFile, Failure, File, FileState, Waiter};
 
@@ -39,11 +49,36 @@ pub(crate) struct Queue<B: Backing> {
     retry: Vec<(Instant, Arc<File<B>>)>,
     aging: VecDeque<(Instant, Weak<File<B>>)>,
     pub(crate) active: usize,
+    /// When the oldest pending byte of each file was written, about, with the file's address.
+    oldest: BTreeSet<(Instant, usize)>,
 }
 
 impl<B: Backing> Queue<B> {
     pub(crate) fn new() -> Self {
-        Self { ready: VecDeque::new(), retry: Vec::new(), aging: VecDeque::new(), active: 0 }
+        Self {
+            ready: VecDeque::new(),
+            retry: Vec::new(),
+            aging: VecDeque::new(),
+            active: 0,
+            oldest: BTreeSet::new(),
+        }
+    }
+    /// Lets a file stand in line. It does not yet.
+    fn push(&mut self, file: Arc<File<B>>) {
+        const LOOKED_AT: usize = 32;
+        let stands = |known: &Arc<File<B>>| Arc::ptr_eq(known, &file);
+        debug_assert!(!self.ready.iter().rev().take(LOOKED_AT).any(stands), "a file stands in line twice");
+        self.ready.push_back(file);
+    }
+    /// The first one in line, to be looked at until [`Queue::done`].
+    fn pop(&mut self) -> Option<Arc<File<B>>> {
+        let file = self.ready.pop_front()?;
+        self.active += 1;
+        Some(file)
+    }
+    fn done(&mut self) {
+        assert!(self.active > 0, "more was completed than picked");
+        self.active -= 1;
     }
     /// Looks at a file again at `when`.
     pub(crate) fn note_age(&mut self, when: Instant, file: &Arc<File<B>>) {
@@ -52,6 +87,10 @@ impl<B: Backing> Queue<B> {
     pub(crate) fn retry_in(&self) -> Option<Duration> {
         let next = self.retry.iter().map(|(at, _)| *at).min()?;
         Some(next.saturating_duration_since(Instant::now()))
+    }
+    /// When the oldest pending byte of all was written.
+    pub(crate) fn oldest(&self) -> Option<Instant> {
+        self.oldest.first().map(|(at, _)| *at)
     }
     fn next_wake(&self) -> Option<Instant> {
         let retry = self.retry.iter().map(|(at, _)| *at).min();
@@ -79,7 +118,6 @@ struct Part {
 /// One write to the backing.
 pub struct Job<B: Backing> {
     file: Arc<File<B>>,
-    target: std::result::Result<Arc<BackingFile<B>>, Errno>,
     parts: Vec<Part>,
     /// Where the parts are, and their bytes; valid while the slabs are pinned, that is until the job is
     /// completed. The mapping outlives the job: the engine owns it.
@@ -122,19 +160,19 @@ impl<B: Backing> Job<B> {
         self.range.is_empty()
     }
 
-    /// Does the write: one vectored call, more where the backing takes less at once.
-    pub fn execute(&self, backing: &B) -> Outcome {
+    /// Does the write: one vectored call, more where the backing takes less at once. Opens the file if need be.
+    pub fn execute(&self, engine: &Engine<B>) -> Outcome {
         let mut outcome = Outcome { written: 0, writes: 0, error: None, unreadable: false };
-        let target = match &self.target {
+        let target = match engine.writer(&self.file) {
             Ok(target) => target,
             Err(errno) => {
-                return Outcome { error: Some(*errno), ..outcome };
+                return Outcome { error: Some(errno), ..outcome };
             }
         };
         let loaded = self.load();
         while outcome.written < loaded.bytes {
             let slices = self.slices(&loaded.spilled, outcome.written);
-            match backing.write_at(&target.file, &slices, self.range.start + outcome.written) {
+            match engine.backing.write_at(&target.file, &slices, self.range.start + outcome.written) {
                 Ok(0) => {
                     outcome.error = Some(Errno::IO);
                     break;
@@ -216,8 +254,13 @@ impl<B: Backing> Engine<B> {
                 return Pick::Idle { retry: wake.map(|at| at.saturating_duration_since(Instant::now())) };
             };
             let mut state = file.lock();
+            assert!(state.queued, "a file was in line and does not know");
             state.queued = false;
             if let Some(job) = self.choose(&file, &mut state) {
+                drop(state);
+                self.counters.drain_decisions.count(Decision::Picked);
+                let bytes = job.range.end - job.range.start;
+                tracing::debug!(path = %file.shown(), offset = job.range.start, bytes, "drain: picked");
                 return Pick::Job(job);
             }
             let told = self.fail_unreadable(&file, &mut state);
@@ -225,8 +268,31 @@ impl<B: Backing> Engine<B> {
             for waiter in told {
                 (waiter.done)(Err(Errno::IO));
             }
-            self.queue.lock().active -= 1;
+            self.queue.lock().done();
         }
+    }
+
+    /// Asserts the invariants of the queue. To be called while nobody else uses the engine.
+    pub(crate) fn assert_queue(&self, files: &[Arc<File<B>>]) {
+        let queue = self.queue.lock();
+        let (ready, oldest, active) = (queue.ready.clone(), queue.oldest.clone(), queue.active);
+        let retry: Vec<_> = queue.retry.iter().map(|(at, file)| (*at, Arc::as_ptr(file))).collect();
+        drop(queue);
+        let mut inflight = 0;
+        let mut aged = BTreeSet::new();
+        for file in files {
+            let stands = ready.iter().filter(|known| Arc::ptr_eq(known, file)).count();
+            let state = file.lock();
+            assert_eq!(stands, usize::from(state.queued), "times that a file stands in line");
+            inflight += state.inflight.len();
+            aged.extend(state.oldest.map(|at| (at, Arc::as_ptr(file) as usize)));
+            if let Some(failure) = state.failure {
+                let waits = retry.contains(&(failure.retry_at, Arc::as_ptr(file)));
+                assert!(waits || failure.retry_at <= Instant::now(), "nobody tries a file again");
+            }
+        }
+        assert_eq!(active, inflight, "jobs that are not completed");
+        assert_eq!(oldest, aged, "ages of files");
     }
 
     fn next_file(&self) -> Option<Arc<File<B>>> {
@@ -241,16 +307,15 @@ impl<B: Backing> Engine<B> {
         drop(queue);
         let due: Vec<(Instant, Arc<File<B>>)> = due;
         for (_, file) in due {
+            self.counters.drain_decisions.count(Decision::Retried);
+            tracing::debug!(path = %file.shown(), "drain: retried");
             let mut state = file.lock();
             self.enqueue(&file, &mut state);
         }
         for file in aged {
             self.age(&file, now);
         }
-        let mut queue = self.queue.lock();
-        let file = queue.ready.pop_front()?;
-        queue.active += 1;
-        Some(file)
+        self.queue.lock().pop()
     }
 
     fn age(&self, file: &Arc<File<B>>, now: Instant) {
@@ -269,7 +334,7 @@ impl<B: Backing> Engine<B> {
             return;
         }
         self.force(file, &mut state);
-        state.oldest = Some(now);
+        self.set_oldest(file, &mut state, Some(now));
         self.note_age(file, &mut state, now + self.options.drain_age);
     }
 
@@ -280,6 +345,22 @@ impl<B: Backing> Engine<B> {
         }
     }
 
+    /// Notes when the oldest pending byte of a file was written; `None`: it has none.
+    pub(crate) fn set_oldest(&self, file: &Arc<File<B>>, state: &mut FileState<B>, at: Option<Instant>) {
+        if state.oldest == at {
+            return;
+        }
+        let address = Arc::as_ptr(file) as usize;
+        let before = std::mem::replace(&mut state.oldest, at);
+        let mut queue = self.queue.lock();
+        if let Some(before) = before {
+            queue.oldest.remove(&(before, address));
+        }
+        if let Some(at) = at {
+            queue.oldest.insert((at, address));
+        }
+    }
+
     /// Puts a file into the queue, unless it waits for its retry.
     pub(crate) fn enqueue(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         let waits = state.failure.is_some_and(|f| f.retry_at > Instant::now());
@@ -287,7 +368,7 @@ impl<B: Backing> Engine<B> {
             return;
         }
         state.queued = true;
-        self.queue.lock().ready.push_back(Arc::clone(file));
+        self.queue.lock().push(Arc::clone(file));
         self.wake_drain();
     }
 
@@ -299,7 +380,7 @@ impl<B: Backing> Engine<B> {
 
     fn choose(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> Option<Job<B>> {
         self.freeze(file, state);
-        if state.exclusive || state.pending == 0 {
+        if state.exclusive || state.pending == 0 || state.inflight.len() >= self.options.file_writes_max {
             return None;
         }
         let parts = self.next_run(state)?;
@@ -317,8 +398,7 @@ impl<B: Backing> Engine<B> {
         // Its sequence is about to be used to cut: later bytes need a later one.
         state.tail = None;
         self.enqueue(file, state);
-        let target = self.writer(file, state);
-        Some(Job { file: Arc::clone(file), target, parts, places, range })
+        Some(Job { file: Arc::clone(file), parts, places, range })
     }
 
     /// The next run of contiguous extents that is worth a write, from the cursor on and round.
@@ -359,31 +439,36 @@ impl<B: Backing> Engine<B> {
     }
 
     /// The backing file for writing, opened if need be.
-    pub(crate) fn writer(
-        &self,
-        file: &File<B>,
-        state: &mut FileState<B>,
-    ) -> std::result::Result<Arc<BackingFile<B>>, Errno> {
-        if let Some(writer) = &state.writer {
-            return Ok(Arc::clone(writer));
+    pub(crate) fn writer(&self, file: &File<B>) -> std::result::Result<Arc<BackingFile<B>>, Errno> {
+        let open = file.lock().writer.clone();
+        if let Some(writer) = open {
+            return Ok(writer);
         }
-        let object = &self.object(&file.node)?;
-        let opened = match self.backing.open(object, Access::ReadWrite) {
-            Ok(file) => BackingFile { file, access: Access::ReadWrite },
-            Err(Errno::ACCESS | Errno::PERM) => {
-                BackingFile { file: self.backing.open(object, Access::Write)?, access: Access::Write }
+        self.close_some();
+        let opened = self.with_descriptor(|| {
+            let object = &self.object(&file.node)?;
+            match self.backing.open(object, Access::ReadWrite) {
+                Ok(file) => Ok(BackingFile { file, access: Access::ReadWrite }),
+                Err(Errno::ACCESS | Errno::PERM) => {
+                    let file = self.backing.open(object, Access::Write)?;
+                    Ok(BackingFile { file, access: Access::Write })
+                }
+                Err(errno) => Err(errno),
             }
-            Err(errno) => return Err(errno),
-        };
-        let opened = Arc::new(opened);
-        state.writer = Some(Arc::clone(&opened));
-        Ok(opened)
+        })?;
+        self.open_files.note();
+        Ok(file.keep_writer(opened))
     }
 
     /// Takes the outcome of a job in.
     pub fn complete(&self, job: Job<B>, outcome: Outcome) {
         let Job { file, parts, range, .. } = job;
         let counters = &self.counters;
+        if outcome.written > 0 {
+            counters.drain_decisions.count(Decision::Written);
+            let bytes = outcome.written;
+            tracing::debug!(path = %file.shown(), offset = range.start, bytes, "drain: written");
+        }
         counters.drain_bytes.fetch_add(outcome.written, Ordering::Relaxed);
         counters.drain_writes.fetch_add(outcome.writes, Ordering::Relaxed);
         let mut state = file.lock();
@@ -414,25 +499,25 @@ impl<B: Backing> Engine<B> {
                 }
             }
         }
-        let satisfied = self.settle(&file, &mut state);
         self.count_held(before, state.pending);
+        let satisfied = self.settle(&file, &mut state);
         if error.is_some() {
             // The next write tells the program, and only those through the kernel can.
             self.revoke(&file, &mut state);
         }
         file.io_ended();
         let (done, cached) = (state.pending == 0, !state.cache.is_empty());
-        if done {
-            self.let_go(&file, &mut state);
-        }
         drop(state);
+        if done {
+            self.let_go(&file);
+        }
         if cached {
             self.note_cached(&file);
             if done {
                 self.confirm_cache(&file);
             }
         }
-        self.queue.lock().active -= 1;
+        self.queue.lock().done();
         for waiter in satisfied {
             (waiter.done)(Ok(()));
         }
@@ -440,6 +525,7 @@ impl<B: Backing> Engine<B> {
             (waiter.done)(Err(error.unwrap_or(Errno::IO)));
         }
         self.drop_if_unused(&file);
+        self.close_some();
         self.tell_space();
         self.step();
     }
@@ -482,16 +568,21 @@ impl<B: Backing> Engine<B> {
         // Older pieces die first: after a crash between two of them the newer one is still there and
         // covers the older, which must not come back over what was drained.
         gone.sort_by_key(|(_, extent)| extent.sequence);
+        if gone.iter().map(|(_, extent)| extent.len).sum::<u64>() == state.pending {
+            // No piece will tell it any more, and the backing has the time of the drain until it is set there.
+            self.note_time(state);
+        }
         for (offset, extent) in gone {
             state.extents.remove(offset..offset + extent.len, &mut |_, e| e.piece == extent.piece);
             match self.options.drain {
                 DrainPolicy::Eager => state.retire(&self.arena, extent.piece, extent.len),
                 DrainPolicy::Demand => {
                     state.settle_piece(&self.arena, extent.piece, extent.len);
-                    state.cache.insert(&self.arena, offset, extent);
+                    state.cache.insert(&self.arena, &self.counters.cached_bytes, offset, extent);
                 }
             }
         }
+        state.check();
         self.forget_voids(state);
         true
     }
@@ -514,22 +605,36 @@ impl<B: Backing> Engine<B> {
     }
 
     /// After a change of what is pending: who waited for it, and what ends with the last byte.
-    pub(crate) fn settle(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> ThinVec<Waiter> {
-        if state.pending == 0 {
-            state.oldest = None;
+    ///
+    /// Lets go of the lock while the backing works. Whoever comes meanwhile leaves the rest, its own waiters
+    /// too, to the caller that was first.
+    pub(crate) fn settle(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut MutexGuard<'_, FileState<B>>,
+    ) -> ThinVec<Waiter> {
+        if state.settling {
+            return ThinVec::new();
+        }
+        while state.pending == 0 {
+            self.set_oldest(file, state, None);
             state.fresh = 0;
             state.force_to = 0;
             state.failure = None;
-            if let Some(mtime) = state.mtime.take()
-                && file.node.data_unsynced.load(Ordering::Acquire)
-            {
-                // The backing stamped the drain; programs saw the time of their write. A refusal (not
-                // the owner) leaves the backing's time.
-                let _ = self
-                    .object(&file.node)
-                    .and_then(|object| self.backing.set_times(&object, SetTime::Keep, SetTime::At(mtime)));
-            }
-            self.unbind(state);
+            let drained = file.node.data_unsynced.load(Ordering::Acquire);
+            let Some(mtime) = state.mtime.take().filter(|_| drained) else {
+                self.unbind(state);
+                break;
+            };
+            // The backing stamped the drain; programs saw the time of their write. A refusal (not the
+            // owner) leaves the backing's time.
+            state.settling = true;
+            let _ = state.unlocked(|| {
+                let object = self.object(&file.node)?;
+                self.backing.set_times(&object, SetTime::Keep, SetTime::At(mtime))
+            });
+            state.settling = false;
+            file.io_ended();
         }
         state.satisfied()
     }
@@ -556,14 +661,19 @@ impl<B: Backing> Engine<B> {
             state.failure = Some(Failure { errno, told: false, count, retry_at });
             self.queue.lock().retry.push((retry_at, Arc::clone(file)));
         }
-        let path =
-            String::from_utf8_lossy(&file.node.paths().into_iter().next().unwrap_or_default()).into_owned();
+        self.counters.drain_decisions.count(Decision::Waits);
+        let path = file.node.paths().into_iter().next().unwrap_or_default();
         let what = if unreadable { "read from the spill file" } else { "write to the backing" };
-        tracing::warn!(path, %errno, count, what, "drain failed; the data is kept and tried again");
-        self.remember(path, errno, format!("{what} failed; the data is kept and tried again"));
+        let wait_ms = wait.as_millis() as u64;
+        tracing::warn!(path = %file.shown(), %errno, count, wait_ms, what, "drain failed; the data is kept and tried again");
+        self.remember(
+            path.into(),
+            errno,
+            format!("{what} failed: {errno}; the data is kept and tried again"),
+        );
     }
 
-    pub(crate) fn remember(&self, path: String, errno: Errno, message: String) {
+    pub(crate) fn remember(&self, path: BytePath, errno: Errno, message: String) {
         let mut troubles = self.troubles.lock();
         let errno = errno.raw_os_error();
         if let Some(known) = troubles.iter_mut().find(|t| t.status.path == path && t.status.errno == errno) {

@@ -6,11 +6,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_arena::{Arena, JournalRegion, Lease};
+use firn_backing::lock::{Mutex, RwLock};
 use firn_backing::{Backing, Errno};
 use firn_conflict::Log;
 use firn_format::protocol::ErrorStatus;
+use firn_format::quote::quoted;
+use firn_format::tally::Tally;
 use firn_journal::Journal;
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::Condvar;
 
 use crate::drain::Queue;
 use crate::file::File;
@@ -60,10 +63,9 @@ pub struct EngineOptions {
     pub drain_write_bytes_min: u64,
     /// A write to the backing has at most so many bytes.
     pub drain_write_bytes_max: u64,
-    /// Complete checkpoints that are kept; 0: all.
-    pub keep: u32,
-    /// Each so-manieth checkpoint drains as its files are closed; 0: none.
-    pub drain_every: u32,
+    /// Writes of one file that are under way at most: fewer than there are threads for them, so that a file whose
+    /// writes hang leaves the others one.
+    pub file_writes_max: usize,
     /// Percent of memory in use above which sealed chunks move to the spill file, where there is one.
     pub spill_upper_percent: u32,
     /// Percent of memory in use down to which they move.
@@ -75,6 +77,9 @@ pub struct EngineOptions {
     /// Objects of the backing (descriptors) held beside those of files in use. The kernel may know more;
     /// they are looked up again when used.
     pub objects_max: usize,
+    /// Files of the backing that stay open (one or two descriptors each) for those that programs have open. More
+    /// are closed and opened again when used.
+    pub open_files_max: usize,
 }
 
 impl EngineOptions {
@@ -88,13 +93,13 @@ impl EngineOptions {
             drain_write_bytes_min: chunk_bytes,
             // Four chunks: larger ones gained nothing on any backing measured and hold the lane longer.
             drain_write_bytes_max: chunk_bytes.saturating_mul(4).clamp(1 << 20, 64 << 20),
-            keep: 0,
-            drain_every: 0,
+            file_writes_max: usize::MAX,
             spill_upper_percent: 80,
             spill_lower_percent: 60,
             passthrough: false,
             tracking: false,
             objects_max: 4096,
+            open_files_max: 4096,
         }
     }
 }
@@ -105,6 +110,9 @@ pub enum EngineError {
     /// The root of the backing cannot be read.
     #[error("cannot read the backing directory: {0}")]
     Backing(Errno),
+    /// It cannot be noted that a file's data was dropped.
+    #[error("the arena's journal is full: data of a transaction that is no more cannot be dropped")]
+    JournalFull,
 }
 
 /// An open file.
@@ -122,6 +130,38 @@ pub(crate) struct Handle<B: Backing> {
     pub killed: AtomicBool,
 }
 
+/// What the drain decides, each counted and, with `log-level=debug`, logged.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Decision {
+    /// A run of a file goes to the backing now.
+    Picked,
+    /// It is there.
+    Written,
+    /// It failed: the file waits for its next try.
+    Waits,
+    /// The wait is over.
+    Retried,
+    /// Whoever waits for room is told that there will be none.
+    GivenUp,
+    /// A chunk went to the spill file.
+    Spilled,
+}
+
+/// Counts of [`Decision`]s.
+pub(crate) struct Decisions(pub(crate) Tally<6>);
+
+impl Default for Decisions {
+    fn default() -> Self {
+        Self(Tally::new(["picked", "written", "waits", "retried", "given up", "spilled"]))
+    }
+}
+
+impl Decisions {
+    pub(crate) fn count(&self, decision: Decision) {
+        self.0.count(decision as usize);
+    }
+}
+
 /// Counters since attach.
 #[derive(Default)]
 pub(crate) struct Counters {
@@ -130,6 +170,7 @@ pub(crate) struct Counters {
     pub drain_bytes: AtomicU64,
     pub drain_writes: AtomicU64,
     pub drain_errors: AtomicU64,
+    pub drain_decisions: Decisions,
     pub cancelled_bytes: AtomicU64,
     pub evicted_bytes: AtomicU64,
     pub read_bytes: AtomicU64,
@@ -139,6 +180,10 @@ pub(crate) struct Counters {
     pub door_errors: AtomicU64,
     /// Lists of chunks in use.
     pub chunk_lists: AtomicU64,
+    /// Slabs leased to clients.
+    pub door_leases: AtomicU64,
+    /// Drained bytes that are still in the arena. Shared with the files that have some.
+    pub cached_bytes: Arc<AtomicU64>,
 }
 
 /// An error that waits to be dealt with.
@@ -159,11 +204,14 @@ pub struct Engine<B: Backing> {
     pub(crate) journal: Mutex<Journal<JournalRegion>>,
     pub(crate) last_binding: AtomicU64,
     pub(crate) last_rename: AtomicU64,
-    /// Held for reading while a path is told and bound, for writing while a rename changes paths.
-    pub(crate) rename_gate: RwLock<()>,
-    /// Held for reading by whoever changes data of files, for writing while a transaction turns.
-    pub(crate) writing: RwLock<()>,
+    /// Paths that are told to the journal stay while they are, and renames change them.
+    pub(crate) paths: crate::claims::PathClaims,
+    /// Held for reading by whoever changes data of files, for writing while a transaction turns. It is held
+    /// while the backing works: that is what it is for.
+    pub(crate) writing: parking_lot::RwLock<()>,
     pub(crate) names: Names<B>,
+    /// How often names changed in the backing without a request for it ([`Engine::look_again`]).
+    pub(crate) names_changed: AtomicU64,
     pub(crate) files: Mutex<HashMap<Key, Arc<File<B>>>>,
     pub(crate) handles: RwLock<HashMap<HandleId, Arc<Handle<B>>>>,
     pub(crate) dirs: RwLock<HashMap<HandleId, Arc<B::Dir>>>,
@@ -171,7 +219,7 @@ pub struct Engine<B: Backing> {
     /// Leases of closed handles, each with room for more small files.
     pub(crate) parked: Mutex<Vec<Lease>>,
     pub(crate) queue: Mutex<Queue<B>>,
-    pub(crate) checkpoints: Mutex<crate::checkpoints::Checkpoints<B>>,
+    pub(crate) open_files: crate::open_files::OpenFiles,
     pub(crate) evictable: Mutex<crate::cache::Evictable<B>>,
     pub(crate) space_waiters: Mutex<VecDeque<Done>>,
     pub(crate) space_freed: Arc<AtomicBool>,
@@ -185,8 +233,10 @@ pub struct Engine<B: Backing> {
     /// Signalled after every completed I/O, for those who wait for a tree.
     pub(crate) progress: (Mutex<u64>, Condvar),
     pub(crate) passthrough: AtomicBool,
-    /// Files that a client process writes past the kernel.
+    /// Number of files that a client process writes past the kernel.
     pub(crate) doors: AtomicU64,
+    /// These files, by their address.
+    pub(crate) door_files: Mutex<HashMap<usize, Arc<File<B>>>>,
     pub(crate) accesses: Log,
     /// Open handles whose pages the kernel caches.
     pub(crate) cached_opens: AtomicU64,
@@ -204,6 +254,11 @@ impl<B: Backing> Engine<B> {
     /// The arena.
     pub fn arena(&self) -> &Arena {
         &self.arena
+    }
+    /// Tells this engine from every other, also over the same arena.
+    pub fn incarnation(&self) -> String {
+        let uuid = self.arena.superblock().uuid.map(|byte| format!("{byte:02x}")).concat();
+        format!("{uuid}-{}", self.epoch)
     }
     /// What processes read and write, where [`EngineOptions::tracking`] is on and the log is switched on.
     pub fn accesses(&self) -> &Log {
@@ -223,6 +278,21 @@ impl<B: Backing> Engine<B> {
         if let Some(f) = &*self.waker.read() {
             f();
         }
+    }
+
+    /// The path of a node, or of a name in it, as a person may read it; of one that nobody knows its number.
+    pub fn shown_path(&self, node: NodeId, name: Option<&std::ffi::OsStr>) -> String {
+        let mut path = match self.names.get(node) {
+            Some(node) => node.paths().into_iter().next().unwrap_or_default(),
+            None => format!("(node {})", node.0).into_bytes(),
+        };
+        if let Some(name) = name {
+            if !path.is_empty() {
+                path.push(b'/');
+            }
+            path.extend_from_slice(name.as_encoded_bytes());
+        }
+        quoted(&path)
     }
 
     pub(crate) fn node(&self, id: NodeId) -> Result<Arc<Node<B>>> {
@@ -271,6 +341,7 @@ impl<B: Backing> Engine<B> {
             || state.pending > 0
             || !state.cache.is_empty()
             || state.exclusive
+            || state.settling
             || state.holds > 0
             || !state.inflight.is_empty();
         if !used && files.get(&file.node.key).is_some_and(|known| Arc::ptr_eq(known, file)) {
@@ -345,6 +416,10 @@ impl<B: Backing> Engine<B> {
             return self.wake_drain();
         }
         let waiters = std::mem::take(&mut *self.space_waiters.lock());
+        if !waiters.is_empty() {
+            self.counters.drain_decisions.count(Decision::GivenUp);
+            tracing::debug!(%errno, writers = waiters.len(), "drain: given up, there is no room for more writes");
+        }
         self.counters.waiting_writers.fetch_sub(waiters.len() as u64, Ordering::Relaxed);
         for waiter in waiters {
             waiter(Err(errno));

@@ -37,6 +37,16 @@ impl Extents {
         self.by_offset.is_empty()
     }
 
+    /// None is empty, none overlaps the one before.
+    pub(crate) fn assert_invariants(&self) {
+        let mut end = 0;
+        for (offset, extent) in self.iter() {
+            assert!(extent.len > 0, "an empty extent at {offset}");
+            assert!(offset >= end, "an extent at {offset} overlaps one that ends at {end}");
+            end = offset + extent.len;
+        }
+    }
+
     /// First byte after the last extent, 0 if there is none.
     pub(crate) fn end(&self) -> u64 {
         self.by_offset.last().map_or(0, |(offset, e)| offset + e.len)

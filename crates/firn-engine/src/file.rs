@@ -6,6 +6,10 @@
 //! * An extent that overlaps a range in `inflight` is not picked for another I/O: two writes to the
 //!   same bytes of the backing never race.
 //! * A file is bound in the journal while anything is pending.
+//! * While anything is pending, the record of some piece has the time of the last write ([`FileState::written`]): a
+//!   recovery finds it there. The journal has a time that a program set instead, and what `written` was then.
+//! * No call of the backing is made under the lock. While one is under way that the file has to itself,
+//!   `exclusive` is set; while the time of its last write is set, `settling`.
 //!
 //! Lock order: file table, file state, drain queue or journal, arena pool.
 
@@ -15,9 +19,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use firn_arena::{Arena, PieceRef};
-use firn_backing::{Access, Backing, Errno, Time};
+use firn_backing::lock::{Mutex, MutexGuard};
+use firn_backing::{Access, Backing, Errno, TICK_NS_MAX, Time};
 use firn_format::record::Ending;
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::Condvar;
 use smallvec::SmallVec;
 use thin_vec::ThinVec;
 
@@ -70,6 +75,8 @@ pub(crate) struct FileState<B: Backing> {
     pub inflight: ThinVec<Range<u64>>,
     /// A truncation or the like has the backing file for itself.
     pub exclusive: bool,
+    /// The time of the last write is being set in the backing.
+    pub settling: bool,
     /// The piece that the last write made or extended: only it may be extended, and only until its
     /// sequence is used to cut.
     pub tail: Option<PieceRef>,
@@ -85,6 +92,9 @@ pub(crate) struct FileState<B: Backing> {
     pub waiters: ThinVec<Waiter>,
     /// Time of the last write or utimens while data is pending.
     pub mtime: Option<Time>,
+    /// Time of the last write as piece records have it, nanoseconds since 1970; 0 where there was none. It only grows,
+    /// also where the clock is set back: so a recovery can tell a write from what came before it.
+    pub written: u64,
     /// When the oldest pending byte was written, about.
     pub oldest: Option<Instant>,
     pub handles: SmallVec<[HandleId; 1]>,
@@ -122,10 +132,24 @@ pub(crate) struct File<B: Backing> {
     quiet: Condvar,
 }
 
+/// Times so much in the future are of the present: the clock that stamps files runs in ticks, and writes within one of
+/// them get later ones.
+const FUTURE_NS_MAX: u64 = 2 * TICK_NS_MAX as u64;
+
+/// The latest time that a write can have had by now.
+pub(crate) fn latest_ns() -> u64 {
+    Time::now().to_ns().saturating_add(FUTURE_NS_MAX)
+}
+
 /// There is one for each held file, and there may be 10^5 of them. What few files have is boxed.
-const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 384);
+const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 392);
 
 impl<B: Backing> File<B> {
+    /// Its path as a person may read it.
+    pub(crate) fn shown(&self) -> String {
+        firn_format::quote::quoted(&self.node.paths().into_iter().next().unwrap_or_default())
+    }
+
     pub(crate) fn new(node: Arc<Node<B>>) -> Self {
         let state = FileState {
             extents: Extents::default(),
@@ -138,6 +162,7 @@ impl<B: Backing> File<B> {
             writer: None,
             inflight: ThinVec::new(),
             exclusive: false,
+            settling: false,
             tail: None,
             force_to: 0,
             fresh: 0,
@@ -146,6 +171,7 @@ impl<B: Backing> File<B> {
             failure: None,
             waiters: ThinVec::new(),
             mtime: None,
+            written: 0,
             oldest: None,
             handles: SmallVec::new(),
             engine_opens: 0,
@@ -169,12 +195,18 @@ impl<B: Backing> File<B> {
         self.state.lock()
     }
 
+    /// The lock, if nobody has it.
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, FileState<B>>> {
+        self.state.try_lock()
+    }
+
     /// Takes the backing file for the caller alone: no drain of it is under way until
-    /// [`File::end_exclusive`]. Waits for the I/O in flight, not for pending data.
+    /// [`File::end_exclusive`]. Waits for the I/O in flight, not for pending data. The lock is to be let go
+    /// while the backing works: until the end writes are appended, so that they count as later ones.
     pub(crate) fn begin_exclusive(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
-        while state.exclusive || !state.inflight.is_empty() {
-            self.quiet.wait(&mut state);
+        while state.exclusive || state.settling || !state.inflight.is_empty() {
+            state.wait(&self.quiet);
         }
         state.exclusive = true;
         state
@@ -189,9 +221,33 @@ impl<B: Backing> File<B> {
     pub(crate) fn lock_settled(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while state.exclusive {
-            self.quiet.wait(&mut state);
+            state.wait(&self.quiet);
         }
         state
+    }
+
+    /// The lock, once nobody sets a time in the backing that is older than the caller's.
+    pub(crate) fn lock_to_set_times(&self) -> MutexGuard<'_, FileState<B>> {
+        let mut state = self.state.lock();
+        while state.settling {
+            state.wait(&self.quiet);
+        }
+        state
+    }
+
+    /// Keeps a descriptor that was just opened, unless there is one already; returns the one that counts.
+    pub(crate) fn keep_writer(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
+        // Closed after the lock was let go, if nobody needs it.
+        let opened = Arc::new(opened);
+        let mut state = self.lock();
+        Arc::clone(state.writer.get_or_insert_with(|| Arc::clone(&opened)))
+    }
+
+    /// The same for one that can only read.
+    pub(crate) fn keep_reader(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
+        let opened = Arc::new(opened);
+        let mut state = self.lock();
+        Arc::clone(state.reader.get_or_insert_with(|| Arc::clone(&opened)))
     }
 
     pub(crate) fn io_ended(&self) {
@@ -200,9 +256,45 @@ impl<B: Backing> File<B> {
 }
 
 impl<B: Backing> FileState<B> {
-    /// Its bytes or its length change now.
+    /// What the backing file can be read by, if that is open.
+    pub(crate) fn open_reader(&self) -> Option<Arc<BackingFile<B>>> {
+        let can_read = self.writer.as_ref().filter(|writer| writer.access == Access::ReadWrite);
+        can_read.or(self.reader.as_ref()).cloned()
+    }
+
+    /// Whether nobody needs the descriptors of the backing file now.
+    pub(crate) fn may_close(&self) -> bool {
+        self.handles.is_empty() && self.inflight.is_empty() && !self.exclusive && !self.unlinked
+    }
+
+    /// Its bytes or its length change now. The time is in `written`: to be stored in the record of a piece.
     pub(crate) fn touch(&mut self) {
-        self.mtime = Some(Time::now_after(self.mtime));
+        let now = Time::now_after(self.mtime).to_ns();
+        self.written = now.max(self.written.saturating_add(1));
+        // The present, where the clock was set back.
+        let is_now = self.written - now <= FUTURE_NS_MAX;
+        self.mtime = Some(Time::from_ns(if is_now { self.written } else { now }));
+    }
+
+    /// Its bytes were changed by a client, which says that it was at `modified`. False where the record has to get
+    /// another time: a client that goes on in its next lease may be a few writes of the same tick behind; and what
+    /// cannot be is taken as now.
+    pub(crate) fn touch_at(&mut self, modified: u64) -> bool {
+        if modified == 0 || modified > latest_ns() || modified.saturating_add(FUTURE_NS_MAX) < self.written {
+            self.touch();
+            return false;
+        }
+        let is_behind = modified < self.written;
+        self.written = if is_behind { self.written.saturating_add(1) } else { modified };
+        self.mtime = Some(Time::from_ns(self.written));
+        !is_behind
+    }
+
+    /// Lets the record of some piece have the time of the last write, which no new piece tells.
+    pub(crate) fn keep_time(&self, arena: &Arena) {
+        if let Some((piece, _)) = self.pieces.iter().next() {
+            arena.set_modified(*piece, self.written);
+        }
     }
 
     /// Takes in a piece that was just published or extended by `extent.len`.
@@ -222,6 +314,7 @@ impl<B: Backing> FileState<B> {
             cancelled += bytes;
             self.retire(arena, piece, bytes);
         }
+        self.check();
         cancelled
     }
 
@@ -248,6 +341,10 @@ impl<B: Backing> FileState<B> {
             if self.tail == Some(piece) {
                 self.tail = None;
             }
+            // Before its record is dead: a crash in between must not lose it.
+            if arena.modified(piece) >= self.written {
+                self.keep_time(arena);
+            }
         }
         self.pending -= bytes;
         if dead {
@@ -273,7 +370,54 @@ impl<B: Backing> FileState<B> {
         for (piece, bytes) in gone {
             self.retire(arena, piece, bytes);
         }
+        self.check();
         bytes
+    }
+
+    /// Asserts the invariants of this file and of its maps. To be called after each change of what is pending. Of a
+    /// file with many pieces, which would take long, at some of them.
+    #[inline]
+    pub(crate) fn check(&self) {
+        const PIECES_EACH_TIME: usize = 32;
+        const CHANGES_BETWEEN: u64 = 64;
+        if cfg!(debug_assertions)
+            && (self.pieces.len() <= PIECES_EACH_TIME || self.changes.is_multiple_of(CHANGES_BETWEEN))
+        {
+            self.assert_invariants();
+        }
+    }
+
+    fn assert_invariants(&self) {
+        self.extents.assert_invariants();
+        self.cache.extents().assert_invariants();
+        let mut live: std::collections::BTreeMap<PieceRef, u64> = Default::default();
+        for (offset, extent) in self.extents.iter() {
+            *live.entry(extent.piece).or_default() += extent.len;
+            let cached = self.cache.extents().within(offset..offset + extent.len).next();
+            assert!(cached.is_none(), "bytes at {offset} are pending and drained: {cached:?}");
+        }
+        assert_eq!(self.pending, live.values().sum::<u64>(), "pending bytes are those of the extents");
+        assert_eq!(self.pieces.len(), live.len(), "pieces are those of the extents");
+        let mut partial = 0;
+        for (piece, used) in self.pieces.iter() {
+            let bytes = live.get(piece).copied();
+            assert_eq!(bytes, Some(used.live), "pending bytes of {piece:?}");
+            assert!(used.live <= used.len, "{piece:?} has {used:?}");
+            partial += usize::from(used.live < used.len);
+        }
+        assert_eq!(self.partial, partial, "pieces that are partly pending");
+        assert!(self.pending == 0 || self.bound.is_some(), "pending bytes of a file that is not bound");
+        assert!(!self.exclusive || self.inflight.is_empty(), "a drain while the file is used alone");
+    }
+
+    /// Asserts that a recovery would find the time of the last write. Of a file that no client writes: its records are
+    /// the client's to spoil.
+    pub(crate) fn assert_time(&self, arena: &Arena) {
+        let newest = self.pieces.iter().map(|(piece, _)| arena.modified(*piece)).max();
+        assert!(
+            newest.is_none_or(|newest| newest >= self.written),
+            "no piece has the time of the last write"
+        );
     }
 
     pub(crate) fn is_inflight(&self, range: &Range<u64>) -> bool {

@@ -64,27 +64,40 @@ impl<B: Backing> Engine<B> {
         if !plain || self.is_nameless(file).unwrap_or(true) || *handle.mode.lock() != OpenMode::Engine {
             return Err(DoorRefusal::Busy);
         }
-        let _paths_stay = self.rename_gate.read();
+        let grant = || self.grant(client, &handle);
+        let (binding, end) = self.paths.while_staying(|| file.node.paths(), grant)?;
+        // Nobody else changes the file from here on: what a drain moves to the backing before it is asked
+        // counts all the same.
+        let in_backing = self.object(&file.node).and_then(|object| self.backing.attr(&object));
+        let Ok(attr) = in_backing else {
+            self.door_end(client, token);
+            return Err(DoorRefusal::Busy);
+        };
+        Ok(DoorGrant { binding, size: attr.size.max(end), node: file.node.id })
+    }
+
+    /// Opens the door, where it may be. Returns the binding, and the end of what is pending.
+    fn grant(&self, client: ClientId, handle: &Handle<B>) -> Answer<(u64, u64)> {
+        let file = &handle.file;
         let mut state = file.lock();
         // Asked for again, or by a process that shares the descriptor: what there was ends.
         let shared = state.door.as_ref().is_some_and(|door| door.client != client);
         self.revoke(file, &mut state);
-        let alone = state.handles[..] == [token] && state.engine_opens == 1 && !state.exclusive;
+        let alone = state.handles[..] == [handle.id] && state.engine_opens == 1 && !state.exclusive;
         if shared || !alone || state.failure.is_some() || state.unlinked {
             return Err(DoorRefusal::Busy);
         }
-        let end = state.extents.end();
-        let size = self.object(&file.node).and_then(|object| self.backing.attr(&object));
-        let size = size.map_err(|_| DoorRefusal::Busy)?.size.max(end);
         let binding = self.bind(file, &mut state).ok_or(DoorRefusal::Busy)?;
-        state.door = Some(Box::new(Door { handle: token, client, binding, leases: Vec::new(), bytes: 0 }));
+        let door = Door { handle: handle.id, client, binding, leases: Vec::new(), bytes: 0 };
+        state.door = Some(Box::new(door));
+        self.door_files.lock().insert(Arc::as_ptr(file) as usize, Arc::clone(file));
         self.doors.fetch_add(1, Ordering::AcqRel);
         if self.options.drain == DrainPolicy::Eager {
             // What nobody asks about must be found when it is old.
             self.note_age(file, &mut state, Instant::now() + self.options.drain_age);
             self.wake_drain();
         }
-        Ok(DoorGrant { binding, size, node: file.node.id })
+        Ok((binding, state.extents.end()))
     }
 
     /// A slab for the client that has the door; the lease before the last one ends. `cpu`: where it runs.
@@ -111,14 +124,16 @@ impl<B: Backing> Engine<B> {
             self.evict_for(class);
             state = file.lock();
         }
+        let written = state.written;
         let Some(door) = state.door.as_mut().filter(|door| door.client == client && door.handle == token)
         else {
             return Err(DoorRefusal::BadToken);
         };
         let lease = self.arena.lease_client(class, door.binding, pid, cpu);
         if let Some(lease) = lease {
-            let slab = self.arena.client_slab(&lease);
+            let slab = self.arena.client_slab(&lease, written);
             door.leases.push(lease);
+            self.counters.door_leases.fetch_add(1, Ordering::Relaxed);
             drop(state);
             self.tell_space();
             return Ok(slab);
@@ -169,14 +184,16 @@ impl<B: Backing> Engine<B> {
         // Before any place is looked up: who moves one then looks for this file.
         self.lists.store(true, Ordering::Release);
         let end = state.extents.end();
-        let attr = self.object(&file.node).and_then(|object| self.backing.attr(&object));
-        let size = attr.map_err(|_| DoorRefusal::Busy)?.size.max(end);
         // Through the kernel, which tells the error, where a place is not known.
         let list = |(offset, extent)| self.list(offset, extent).ok_or(DoorRefusal::Busy);
         let extents = state.in_arena(from, EXTENTS_MAX).into_iter().map(list).collect::<Answer<_>>()?;
         let word = (file.node.id.0 % u64::from(WORDS_COUNT)) as u32;
         state.listed = Some(word);
         let (slot, stamp) = self.arena.file_word(word);
+        drop(state);
+        // What is drained before the backing is asked counts all the same; what is cut makes the list void.
+        let attr = self.object(&file.node).and_then(|object| self.backing.attr(&object));
+        let size = attr.map_err(|_| DoorRefusal::Busy)?.size.max(end);
         Ok(DoorList { size, slot, stamp, extents })
     }
 
@@ -214,18 +231,15 @@ impl<B: Backing> Engine<B> {
 
     /// Open files that a client writes, and slabs leased to clients.
     pub(crate) fn door_counts(&self) -> (u64, u64) {
-        let files = self.files_with_door();
-        let leases = |file: &Arc<File<B>>| file.lock().door.as_ref().map(|door| door.leases.len());
-        let leases: usize = files.iter().filter_map(leases).sum();
-        (files.len() as u64, leases as u64)
+        let leases = self.counters.door_leases.load(Ordering::Relaxed);
+        (self.doors.load(Ordering::Acquire), leases)
     }
 
     fn files_with_door(&self) -> Vec<Arc<File<B>>> {
         if self.doors.load(Ordering::Acquire) == 0 {
             return Vec::new();
         }
-        let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
-        files.into_iter().filter(|file| file.lock().door.is_some()).collect()
+        self.door_files.lock().values().cloned().collect()
     }
 
     /// Takes in what clients published, of all files.
@@ -276,8 +290,11 @@ impl<B: Backing> Engine<B> {
 
     fn enter(&self, file: &Arc<File<B>>, state: &mut FileState<B>, pid: u32, taken: &[Taken]) -> u64 {
         let mut bytes = 0;
-        for &Taken { piece, offset, position, len, sequence } in taken {
+        for &Taken { piece, offset, position, len, sequence, modified } in taken {
             self.note_access(&file.node, pid, Access::Write, offset..offset + u64::from(len));
+            if !state.touch_at(modified) {
+                self.arena.set_modified(piece, state.written);
+            }
             self.take_in(file, state, offset, Extent { len: len.into(), piece, position, sequence });
             bytes += u64::from(len);
             self.counters.ingest_writes.fetch_add(1, Ordering::Relaxed);
@@ -301,6 +318,7 @@ impl<B: Backing> Engine<B> {
             self.end_first(file, state);
         }
         state.door = None;
+        self.door_files.lock().remove(&(Arc::as_ptr(file) as usize));
         self.doors.fetch_sub(1, Ordering::AcqRel);
         if state.pending == 0 {
             self.unbind(state);
@@ -311,6 +329,7 @@ impl<B: Backing> Engine<B> {
     fn end_first(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         let Some(door) = state.door.as_mut().filter(|door| !door.leases.is_empty()) else { return };
         let mut lease = door.leases.remove(0);
+        self.counters.door_leases.fetch_sub(1, Ordering::Relaxed);
         let mut taken = Vec::new();
         let result = self.arena.revoke_client(&mut lease, &mut |bytes| taken.push(bytes));
         let bytes = self.enter(file, state, lease.pid(), &taken);

@@ -11,8 +11,8 @@
 mod api;
 mod bind;
 mod cache;
-mod checkpoints;
 mod chunks;
+mod claims;
 mod data;
 mod drain;
 mod ending;
@@ -23,6 +23,7 @@ mod lease;
 mod lost;
 mod names;
 mod namespace;
+mod open_files;
 mod recovery;
 mod small_map;
 mod spill;
@@ -37,9 +38,9 @@ pub use chunks::HeldChunks;
 pub use drain::{Job, Outcome, Pick};
 pub use engine::{ClosePolicy, DrainPolicy, Engine, EngineError, EngineOptions, FsyncPolicy};
 pub use lost::LostFile;
-pub use recovery::Recovered;
+pub use recovery::{Recovered, StoredArena};
 pub use spill::SpillStep;
-pub use transact::Pending;
+pub use transact::{Pending, TurnError};
 
 /// Result of an operation: the errno that the program gets.
 pub type Result<T> = std::result::Result<T, firn_backing::Errno>;

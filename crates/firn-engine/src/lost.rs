@@ -6,6 +6,7 @@
 use std::time::Instant;
 
 use firn_backing::{Backing, Errno};
+use firn_format::path::BytePath;
 use firn_format::protocol::ErrorStatus;
 use firn_format::record::Record;
 
@@ -31,12 +32,12 @@ pub struct LostFile {
 }
 
 impl LostFile {
-    /// Its path for people.
-    pub fn display_path(&self) -> String {
+    /// Its path, or what it is called where that is not known.
+    pub fn known_path(&self) -> BytePath {
         if self.path.is_empty() {
-            format!("(file {})", self.file)
+            format!("(file {})", self.file).into()
         } else {
-            String::from_utf8_lossy(&self.path).into_owned()
+            self.path.as_slice().into()
         }
     }
 }
@@ -54,8 +55,8 @@ impl<B: Backing> Engine<B> {
             self.arena.keep(*piece, used.live as u32);
             file.bytes += used.live;
         }
-        let (path, bytes, reason) = (file.display_path(), file.bytes, &file.reason);
-        tracing::error!(path, bytes, reason, "held data has no file to go to; it stays in the arena");
+        let (path, bytes, reason) = (file.known_path(), file.bytes, &file.reason);
+        tracing::error!(%path, bytes, reason, "held data has no file to go to; it stays in the arena");
         let status = ErrorStatus {
             path,
             errno: Errno::NOENT.raw_os_error(),
@@ -111,7 +112,7 @@ impl<B: Backing> Engine<B> {
             self.arena.release(piece.slab, used.live);
         }
         self.note(&Record::Unbind { file });
-        let path = kept.file.display_path();
+        let path = kept.file.known_path();
         self.troubles.lock().retain(|trouble| !(trouble.lost && trouble.status.path == path));
     }
 }

@@ -17,11 +17,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Kind, Time};
-use parking_lot::{Mutex, RwLock};
 use quick_cache::sync::Cache;
 use smallvec::SmallVec;
 
+use crate::claims::PathClaims;
 use crate::{NodeId, ROOT, Result};
 
 /// Identity of an object in the backing: device and inode.
@@ -113,23 +114,27 @@ impl<B: Backing> Node<B> {
         self.names.lock().iter().map(|(p, _)| Arc::clone(p)).collect()
     }
 
+    pub(crate) fn has_names(&self) -> bool {
+        !self.names.lock().is_empty()
+    }
+
     /// Every known path, relative to the root.
     pub(crate) fn paths(&self) -> Vec<Vec<u8>> {
         if self.id == ROOT {
             return vec![Vec::new()];
         }
         let names = self.names.lock().clone();
-        names
-            .iter()
-            .filter_map(|(parent, name)| {
-                let mut path = parent.paths().into_iter().next()?;
-                if !path.is_empty() {
-                    path.push(b'/');
-                }
-                path.extend_from_slice(name.as_bytes());
-                Some(path)
-            })
-            .collect()
+        names.iter().filter_map(|(parent, name)| parent.path_of(name)).collect()
+    }
+
+    /// The path of a name in this directory, if one of the directory is known.
+    pub(crate) fn path_of(&self, name: &OsStr) -> Option<Vec<u8>> {
+        let mut path = self.paths().into_iter().next()?;
+        if !path.is_empty() {
+            path.push(b'/');
+        }
+        path.extend_from_slice(name.as_bytes());
+        Some(path)
     }
 }
 
@@ -175,9 +180,9 @@ pub(crate) struct Names<B: Backing> {
     /// its names too.
     names_unsynced: bool,
     objects: Arc<Objects<B>>,
-    /// Held for writing while a rename is done below and noted here, for reading while an object is
-    /// looked up again by its name.
-    moving: RwLock<()>,
+    /// Paths that change while a rename is done below and noted here, and stay while an object is looked up
+    /// again by its name.
+    moving: PathClaims,
 }
 
 impl<B: Backing> Names<B> {
@@ -197,7 +202,7 @@ impl<B: Backing> Names<B> {
             next_synthetic: SYNTHETIC,
             last_serial: 0,
         };
-        Self { root, tables: Mutex::new(tables), names_unsynced, objects, moving: RwLock::new(()) }
+        Self { root, tables: Mutex::new(tables), names_unsynced, objects, moving: PathClaims::default() }
     }
 
     /// The object of a node, looked up again where it was let go; ESTALE where no known name leads to it
@@ -206,7 +211,7 @@ impl<B: Backing> Names<B> {
         if let Some(object) = node.object_at_hand() {
             return Ok(object);
         }
-        let _names_stay = self.moving.read();
+        let _names_stay = self.moving.stay(|| node.paths());
         self.look_up_again(backing, node)
     }
 
@@ -230,14 +235,39 @@ impl<B: Backing> Names<B> {
         Err(errno)
     }
 
-    /// Called before a name goes: if no other is known, the object is held from here on.
-    pub(crate) fn hold_last(&self, backing: &B, parent: NodeId, name: &OsStr) {
-        let Some(node) = self.child(parent, name) else { return };
-        let another = node.names.lock().iter().any(|(p, n)| p.id != parent || **n != *name);
-        // One that is gone from below already cannot be held; who uses it is told ESTALE.
-        if !another && let Ok(object) = self.object(backing, &node) {
-            *node.held.lock() = Some(object);
+    /// Called before a name goes: if no other is known, the object is held from here on. Fails where there is no
+    /// descriptor left for that.
+    pub(crate) fn hold_last(&self, backing: &B, parent: NodeId, name: &OsStr) -> Result<()> {
+        match self.child(parent, name) {
+            Some(node) => self.hold_if_last(backing, &node, parent, name),
+            None => Ok(()),
         }
+    }
+
+    /// The same for one of which the name is known to be, or to have been.
+    pub(crate) fn hold_if_last(
+        &self,
+        backing: &B,
+        node: &Node<B>,
+        parent: NodeId,
+        name: &OsStr,
+    ) -> Result<()> {
+        let another = node.names.lock().iter().any(|(p, n)| p.id != parent || **n != *name);
+        if another {
+            return Ok(());
+        }
+        match self.object(backing, node) {
+            Ok(object) => *node.held.lock() = Some(object),
+            Err(errno @ (Errno::MFILE | Errno::NFILE)) => return Err(errno),
+            // One that is gone from below already cannot be held; who uses it is told ESTALE.
+            Err(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Lets go of the objects that need not be held.
+    pub(crate) fn let_go_of_objects(&self) {
+        self.objects.clear();
     }
 
     /// Renames below and here, as one step for those who look an object up again.
@@ -248,7 +278,8 @@ impl<B: Backing> Names<B> {
         exchange: bool,
         below: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let _names_move = self.moving.write();
+        let paths = || [from, to].iter().filter_map(|(dir, name)| dir.path_of(name)).collect();
+        let _names_move = self.moving.change(paths);
         below()?;
         self.renamed(from, to, exchange);
         Ok(())
@@ -262,9 +293,15 @@ impl<B: Backing> Names<B> {
         self.tables.lock().by_id.get(&id).map(|known| Arc::clone(&known.node))
     }
 
-    /// All that is known.
+    /// All that is known, also objects whose inode number another one has by now.
     pub(crate) fn all(&self) -> Vec<Arc<Node<B>>> {
-        self.tables.lock().by_key.values().filter_map(Weak::upgrade).collect()
+        let tables = self.tables.lock();
+        let mut all: Vec<_> = tables.by_id.values().map(|known| Arc::clone(&known.node)).collect();
+        let unknown_to_kernel = |node: &Arc<Node<B>>| {
+            !tables.by_id.get(&node.id).is_some_and(|known| Arc::ptr_eq(&known.node, node))
+        };
+        all.extend(tables.by_key.values().filter_map(Weak::upgrade).filter(unknown_to_kernel));
+        all
     }
 
     /// The child, if the kernel or the engine knows it.
@@ -347,6 +384,17 @@ impl<B: Backing> Names<B> {
         if let Some(node) = gone.and_then(|weak| weak.upgrade()) {
             node.remove_name(parent, name);
         }
+    }
+
+    /// A name does not lead to `node`; it may lead to another one.
+    pub(crate) fn drop_name(&self, parent: NodeId, name: &OsStr, node: &Node<B>) {
+        let mut tables = self.tables.lock();
+        let key = (parent, Name::from(name));
+        if tables.children.get(&key).is_some_and(|known| std::ptr::eq(known.as_ptr(), node)) {
+            tables.children.remove(&key);
+        }
+        drop(tables);
+        node.remove_name(parent, name);
     }
 
     /// A name moved over another, or the two changed places.

@@ -19,9 +19,22 @@ impl<B: Backing> Engine<B> {
     /// Resolves a name; the node's lookup count goes up by one.
     pub fn lookup(&self, parent: NodeId, name: &OsStr) -> Result<Entry> {
         let dir = self.node(parent)?;
-        let (object, attr) = self.backing.lookup(&self.object(&dir)?, name)?;
-        let node = self.names.register(object, &attr, &dir, name, 1);
-        Ok(Entry { node: node.id, attr: self.overlay(&node, attr)? })
+        loop {
+            let before = self.names_changed.load(Ordering::Acquire);
+            let found = self.with_descriptor(|| self.backing.lookup(&self.object(&dir)?, name));
+            let (object, attr) = found?;
+            let node = self.names.register(object, &attr, &dir, name, 1);
+            if self.is_still(before, &dir, name, &node) {
+                return Ok(Entry { node: node.id, attr: self.overlay(&node, attr)? });
+            }
+            self.names.forget(node.id, 1);
+        }
+    }
+
+    /// Whether a name that was entered for `node` counts: either no names changed below the engine since `before`
+    /// was read, and the next such change will find this one, or the name leads to the node all the same.
+    fn is_still(&self, before: u64, dir: &Arc<Node<B>>, name: &OsStr, node: &Node<B>) -> bool {
+        self.names_changed.load(Ordering::Acquire) == before || !self.drop_wrong_name(dir, name, node)
     }
 
     /// The kernel drops `count` references to a node.
@@ -36,7 +49,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn attr_of(&self, node: &Arc<Node<B>>) -> Result<Attr> {
-        let attr = self.backing.attr(&self.object(node)?)?;
+        let attr = self.with_descriptor(|| self.backing.attr(&self.object(node)?))?;
         self.overlay(node, attr)
     }
 
@@ -98,23 +111,41 @@ impl<B: Backing> Engine<B> {
         let Some(file) = self.known_file(node) else {
             return self.backing.set_times(&self.object(node)?, atime, mtime);
         };
-        // Under the lock, so that a drain that ends meanwhile does not put an older time back.
-        let mut state = file.lock();
-        self.look(&file, &mut state);
-        self.backing.set_times(&self.object(node)?, atime, mtime)?;
-        state.cache.trust();
         let time = match mtime {
-            SetTime::Keep => return Ok(()),
-            SetTime::Now => Time::now(),
-            SetTime::At(time) => time,
+            SetTime::Keep => None,
+            SetTime::Now => Some(Time::now()),
+            SetTime::At(time) => Some(time),
         };
-        if state.pending > 0 {
-            state.mtime = Some(time);
-            if let Some(file) = state.bound {
-                self.note(&Record::ModifiedAt { file, time: (time.sec, time.nsec) });
+        let before = self.expect_mtime(&file, time);
+        let result = self.object(node).and_then(|object| self.backing.set_times(&object, atime, mtime));
+        let mut state = file.lock();
+        if result.is_ok() {
+            state.cache.trust();
+        }
+        // A write since then has a later time of its own.
+        if time.is_some() && state.pending > 0 && state.mtime == time {
+            match &result {
+                Ok(()) => self.note_time(&state),
+                Err(_) => state.mtime = before,
             }
         }
-        Ok(())
+        result
+    }
+
+    /// Before a time is set in the backing: a drain that ends meanwhile puts this one there too, and not an older
+    /// one. Returns what it replaces.
+    fn expect_mtime(&self, file: &Arc<File<B>>, time: Option<Time>) -> Option<Time> {
+        let mut state = file.lock_to_set_times();
+        self.look(file, &mut state);
+        if time.is_some() {
+            // What the client writes from here on has to be told from what it wrote before: by its next lease.
+            self.revoke(file, &mut state);
+        }
+        let before = state.mtime;
+        if time.is_some() && state.pending > 0 {
+            state.mtime = time;
+        }
+        before
     }
 
     /// Where a node stands on the ladder.
@@ -136,19 +167,33 @@ impl<B: Backing> Engine<B> {
 
     // ---- names -------------------------------------------------------------------------------
 
-    fn made(&self, dir: &Arc<Node<B>>, name: &OsStr, object: B::Node, attr: Attr) -> Entry {
-        let node = self.names.register(object, &attr, dir, name, 1);
+    /// Enters an object that was just made. ESTALE where it is gone with its transaction already: the kernel then
+    /// looks the path up anew.
+    pub(crate) fn made(
+        &self,
+        before: u64,
+        dir: &Arc<Node<B>>,
+        name: &OsStr,
+        object: B::Node,
+        attr: &Attr,
+    ) -> Result<Arc<Node<B>>> {
+        let node = self.names.register(object, attr, dir, name, 1);
+        if !self.is_still(before, dir, name, &node) {
+            self.names.forget(node.id, 1);
+            return Err(Errno::STALE);
+        }
         node.name_unsynced.store(true, Ordering::Release);
-        Entry { node: node.id, attr }
+        Ok(node)
     }
 
     /// mkdir(2).
     pub fn mkdir(&self, caller: &Caller, parent: NodeId, name: &OsStr, mode: u32) -> Result<Entry> {
         let dir = self.node(parent)?;
-        let (object, attr) = self.backing.mkdir(caller, &self.object(&dir)?, name, mode)?;
-        let entry = self.made(&dir, name, object, attr);
-        self.note_checkpoint(parent, entry.node);
-        Ok(entry)
+        let before = self.names_changed.load(Ordering::Acquire);
+        let (object, attr) =
+            self.with_descriptor(|| self.backing.mkdir(caller, &self.object(&dir)?, name, mode))?;
+        let node = self.made(before, &dir, name, object, &attr)?;
+        Ok(Entry { node: node.id, attr })
     }
 
     /// mknod(2).
@@ -161,30 +206,38 @@ impl<B: Backing> Engine<B> {
         rdev: u64,
     ) -> Result<Entry> {
         let dir = self.node(parent)?;
-        let (object, attr) = self.backing.mknod(caller, &self.object(&dir)?, name, mode, rdev)?;
-        Ok(self.made(&dir, name, object, attr))
+        let before = self.names_changed.load(Ordering::Acquire);
+        let (object, attr) =
+            self.with_descriptor(|| self.backing.mknod(caller, &self.object(&dir)?, name, mode, rdev))?;
+        let node = self.made(before, &dir, name, object, &attr)?;
+        Ok(Entry { node: node.id, attr })
     }
 
     /// symlink(2).
     pub fn symlink(&self, caller: &Caller, parent: NodeId, name: &OsStr, target: &OsStr) -> Result<Entry> {
         let dir = self.node(parent)?;
-        let (object, attr) = self.backing.symlink(caller, &self.object(&dir)?, name, target)?;
-        Ok(self.made(&dir, name, object, attr))
+        let before = self.names_changed.load(Ordering::Acquire);
+        let (object, attr) =
+            self.with_descriptor(|| self.backing.symlink(caller, &self.object(&dir)?, name, target))?;
+        let node = self.made(before, &dir, name, object, &attr)?;
+        Ok(Entry { node: node.id, attr })
     }
 
     /// link(2): one more name for a node; its pending data stays one.
     pub fn link(&self, node: NodeId, parent: NodeId, name: &OsStr) -> Result<Entry> {
-        let (node, dir) = (self.node(node)?, self.node(parent)?);
-        let _paths_stay = self.rename_gate.read();
-        self.backing.link(&self.object(&node)?, &self.object(&dir)?, name)?;
-        let (object, attr) = self.backing.lookup(&self.object(&dir)?, name)?;
+        let node = self.node(node)?;
+        let dir = self.node(parent)?;
+        let _path_stays = self.paths.stay(|| dir.path_of(name).into_iter().collect());
+        // The new name leads to this very object: it need not be looked up.
+        let object = self.object(&node)?;
+        let attr = self.backing.link(&object, &self.object(&dir)?, name)?;
         let linked = self.names.register(object, &attr, &dir, name, 1);
         linked.name_unsynced.store(true, Ordering::Release);
         if let Some(file) = self.known_file(&linked) {
             let mut state = file.lock();
             state.unlinked = false;
             if let Some(bound) = state.bound
-                && let Some(path) = self.path(&dir, name)
+                && let Some(path) = dir.path_of(name)
             {
                 // Kept or the name must not be relied on: a full journal fails the next removal instead.
                 self.note(&Record::NameAdded { file: bound, path });
@@ -193,23 +246,13 @@ impl<B: Backing> Engine<B> {
         Ok(Entry { node: linked.id, attr: self.overlay(&linked, attr)? })
     }
 
-    fn path(&self, dir: &Arc<Node<B>>, name: &OsStr) -> Option<Vec<u8>> {
-        use std::os::unix::ffi::OsStrExt;
-        let mut path = dir.paths().into_iter().next()?;
-        if !path.is_empty() {
-            path.push(b'/');
-        }
-        path.extend_from_slice(name.as_bytes());
-        Some(path)
-    }
-
     /// unlink(2).
     pub fn unlink(&self, parent: NodeId, name: &OsStr) -> Result<()> {
         let dir = self.node(parent)?;
-        let _paths_stay = self.rename_gate.read();
+        let _path_stays = self.paths.stay(|| dir.path_of(name).into_iter().collect());
         let file = self.losing(&dir, name)?;
         let parent = self.object(&dir)?;
-        self.names.hold_last(&self.backing, dir.id, name);
+        self.with_descriptor(|| self.names.hold_last(&self.backing, dir.id, name))?;
         self.backing.unlink(&parent, name)?;
         self.names.unlinked(dir.id, name);
         if let Some(file) = file {
@@ -222,7 +265,7 @@ impl<B: Backing> Engine<B> {
     fn losing(&self, dir: &Arc<Node<B>>, name: &OsStr) -> Result<Option<Arc<File<B>>>> {
         let Some(node) = self.names.child(dir.id, name) else { return Ok(None) };
         let Some(file) = self.known_file(&node) else { return Ok(None) };
-        if let Some(path) = self.path(dir, name) {
+        if let Some(path) = dir.path_of(name) {
             self.lose_name(&file, path)?;
         }
         Ok(Some(file))
@@ -265,6 +308,10 @@ impl<B: Backing> Engine<B> {
             state.unlinked = true;
             state.handles.is_empty()
         };
+        if !unused {
+            // It keeps what it has open from here on.
+            self.keep_open(file);
+        }
         if unused {
             self.discard(file);
             self.drop_if_unused(file);
@@ -276,7 +323,7 @@ impl<B: Backing> Engine<B> {
     pub fn rmdir(&self, parent: NodeId, name: &OsStr) -> Result<()> {
         let dir = self.node(parent)?;
         let parent = self.object(&dir)?;
-        self.names.hold_last(&self.backing, dir.id, name);
+        self.with_descriptor(|| self.names.hold_last(&self.backing, dir.id, name))?;
         self.backing.rmdir(&parent, name)?;
         self.names.unlinked(dir.id, name);
         Ok(())
@@ -294,7 +341,8 @@ impl<B: Backing> Engine<B> {
         let (dir, new_dir) = (self.node(parent)?, self.node(new_parent)?);
         let exchange = flags.contains(RenameFlags::EXCHANGE);
         let (from, to) = (self.object(&dir)?, self.object(&new_dir)?);
-        let _paths_change = self.rename_gate.write();
+        let both = || [dir.path_of(name), new_dir.path_of(new_name)].into_iter().flatten().collect();
+        let _paths_change = self.paths.change(both);
         let (moved, target) = (self.names.child(dir.id, name), self.names.child(new_dir.id, new_name));
         if moved.is_some_and(|a| target.is_some_and(|b| Arc::ptr_eq(&a, &b))) {
             // Two names of one file: nothing changes, whatever the backing says.
@@ -305,22 +353,22 @@ impl<B: Backing> Engine<B> {
             false => self.names.child(new_dir.id, new_name).and_then(|node| self.known_file(&node)),
         };
         if let Some(file) = &replaced
-            && let Some(path) = self.path(&new_dir, new_name)
+            && let Some(path) = new_dir.path_of(new_name)
         {
             self.lose_name(file, path)?;
+        }
+        if !exchange {
+            self.with_descriptor(|| self.names.hold_last(&self.backing, new_dir.id, new_name))?;
         }
         let id = self.last_rename.fetch_add(1, Ordering::Relaxed) + 1;
         let journaled = !self.journal.lock().ledger().is_empty();
         if journaled {
-            let paths = (self.path(&dir, name), self.path(&new_dir, new_name));
+            let paths = (dir.path_of(name), new_dir.path_of(new_name));
             let (Some(old), Some(new)) = paths else {
                 return Err(Errno::STALE);
             };
             let record = Record::RenameBegin { id, from: old, to: new, exchange };
             self.journal.lock().append(&record).map_err(|_| Errno::NOSPC)?;
-        }
-        if !exchange {
-            self.names.hold_last(&self.backing, new_dir.id, new_name);
         }
         let result = self.names.rename((&dir, name), (&new_dir, new_name), exchange, || {
             self.backing.rename(&from, name, &to, new_name, flags)
@@ -348,9 +396,10 @@ impl<B: Backing> Engine<B> {
     }
     /// setxattr(2).
     pub fn set_xattr(&self, node: NodeId, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
-        // It may be one that a write through the kernel takes away.
+        // It may be one that a write through the kernel takes away, or an ACL.
         if let Some(file) = self.known_file(&*self.node(node)?) {
             self.end_door(&file);
+            self.take_hold(&file);
         }
         self.backing.set_xattr(&self.object_of(node)?, name, value, flags)
     }
@@ -367,7 +416,7 @@ impl<B: Backing> Engine<B> {
 
     /// opendir(3).
     pub fn open_dir(&self, node: NodeId) -> Result<HandleId> {
-        let dir = self.backing.open_dir(&self.object_of(node)?)?;
+        let dir = self.with_descriptor(|| self.backing.open_dir(&self.object_of(node)?))?;
         let id = self.new_handle_id();
         self.dirs.write().insert(id, Arc::new(dir));
         Ok(id)
@@ -384,7 +433,8 @@ impl<B: Backing> Engine<B> {
     }
     /// closedir(3).
     pub fn release_dir(&self, handle: HandleId) {
-        self.dirs.write().remove(&handle);
+        let closed = self.dirs.write().remove(&handle);
+        drop(closed);
     }
 
     /// statvfs(3) of the backing.

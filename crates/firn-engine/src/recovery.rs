@@ -7,24 +7,29 @@
 //!    is taken out.
 //! 5. What is left is pending and drained without being asked.
 //!
+//! What belonged to a transaction that is no more is dropped before all of that ([`StoredArena::drop_below`]), and
+//! needs no backing: whoever ends such a transaction removes what tells of it only afterwards, so that a crash in
+//! between finds it again and drops what is left.
+//!
 //! A file that is not found although no removal had begun is *lost*: its pieces stay in the arena and
 //! the status says so.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Instant;
 
 use firn_arena::{Arena, JournalRegion, PieceRef, Stored};
-use firn_backing::{Access, Backing, Errno, Time, is_below};
+use firn_backing::lock::{Mutex, RwLock};
+use firn_backing::{Access, Backing, Errno, SetTime, Time, is_below};
 use firn_format::record::{Ending, Record};
-use firn_journal::{Bound, Journal, PathState};
-use parking_lot::{Condvar, Mutex, RwLock};
+use firn_journal::{Bound, Journal, PathState, Replay};
+use parking_lot::Condvar;
 
 use crate::drain::Queue;
 use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions};
 use crate::extents::{Extent, Extents};
-use crate::file::PieceUse;
+use crate::file::{PieceUse, latest_ns};
 use crate::lost::LostFile;
 use crate::names::{Names, Node};
 use crate::small_map::SmallMap;
@@ -44,6 +49,55 @@ pub struct Recovered {
     pub damage: Vec<String>,
 }
 
+/// An arena with what an earlier firnd stored in it, before any of it is pending again.
+pub struct StoredArena {
+    arena: Arena,
+    /// All pieces: their slabs are held until the attach.
+    stored: Vec<Stored>,
+    journal: Journal<JournalRegion>,
+    replay: Replay,
+    /// Bindings that were dropped.
+    dropped: BTreeSet<u64>,
+    dropped_bytes: u64,
+}
+
+impl StoredArena {
+    /// `stored`: the pieces that were found when the arena was attached.
+    pub fn open(arena: Arena, stored: Vec<Stored>) -> Self {
+        let (journal, replay) = Journal::open(arena.journal_region());
+        Self { arena, stored, journal, replay, dropped: BTreeSet::new(), dropped_bytes: 0 }
+    }
+
+    /// The arena itself.
+    pub fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    /// Drops what was written to files at or below one of `scopes`, for good: when this returns no later attach
+    /// finds it. May be repeated, also after it was cut short by a crash.
+    pub fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), EngineError> {
+        let is_below_one = |path: &[u8]| scopes.iter().any(|top| top.is_empty() || is_below(path, top));
+        let files: Vec<u64> = self
+            .journal
+            .ledger()
+            .files()
+            .filter(|(_, bound)| bound.paths.iter().any(|(path, _)| is_below_one(path)))
+            .map(|(file, _)| file)
+            .collect();
+        for file in files {
+            for Stored { at, piece, .. } in self.stored.iter().filter(|stored| stored.piece.file == file) {
+                self.arena.mark_dead(*at);
+                self.dropped_bytes += u64::from(piece.len);
+            }
+            // After its pieces: without it they would be those of an unknown file. It takes a truncation with it
+            // that had begun.
+            self.journal.append_end(&Record::Unbind { file }).map_err(|_| EngineError::JournalFull)?;
+            self.dropped.insert(file);
+        }
+        Ok(())
+    }
+}
+
 enum Search<N> {
     Found(N),
     /// A removal had begun and the file is gone.
@@ -58,7 +112,8 @@ enum Search<N> {
 impl<B: Backing> Engine<B> {
     /// Begins with a fresh arena.
     pub fn begin(backing: B, arena: Arena, options: EngineOptions) -> Result<Arc<Self>, EngineError> {
-        let journal = Journal::create(arena.journal_region());
+        // It was made with the arena: at no instant is there an arena without a journal.
+        let journal = Journal::open(arena.journal_region()).0;
         let engine = Self::assemble(backing, arena, journal, options)?;
         Ok(engine.start())
     }
@@ -70,39 +125,31 @@ impl<B: Backing> Engine<B> {
         stored: &[Stored],
         options: EngineOptions,
     ) -> Result<(Arc<Self>, Recovered), EngineError> {
-        Self::attach_without(backing, arena, stored, options, &[])
+        Self::attach_stored(backing, StoredArena::open(arena, stored.to_vec()), options)
     }
 
-    /// The same without what was written to files at or below one of `dropped`: it belonged to a transaction
-    /// that is no more.
-    pub fn attach_without(
+    /// The same for an arena of which some was dropped before.
+    pub fn attach_stored(
         backing: B,
-        arena: Arena,
-        stored: &[Stored],
+        from: StoredArena,
         options: EngineOptions,
-        dropped: &[&[u8]],
     ) -> Result<(Arc<Self>, Recovered), EngineError> {
-        let (journal, replay) = Journal::open(arena.journal_region());
-        let ledger = replay.ledger.clone();
+        let StoredArena { arena, stored, journal, replay, dropped, dropped_bytes } = from;
         let mut engine = Self::assemble(backing, arena, journal, options)?;
         let mut recovered = Recovered {
+            dropped_bytes,
             damage: replay.damage.iter().map(ToString::to_string).collect(),
             ..Recovered::default()
         };
         let mut pieces: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
-        for piece in stored {
+        for piece in stored.iter().filter(|stored| !dropped.contains(&stored.piece.file)) {
             pieces.entry(piece.piece.file).or_default().push(*piece);
         }
-        let highest = pieces.keys().copied().max().unwrap_or(0).max(replay.last_file);
-        engine.last_binding = AtomicU64::new(highest);
+        let highest = stored.iter().map(|stored| stored.piece.file).max().unwrap_or(0);
+        engine.last_binding = AtomicU64::new(highest.max(replay.last_file));
         let mut restored = Vec::new();
-        for (file, bound) in ledger.files() {
+        for (file, bound) in replay.ledger.files().filter(|(file, _)| !dropped.contains(file)) {
             let stored = pieces.remove(&file).unwrap_or_default();
-            let is_dropped = |path: &[u8]| dropped.iter().any(|top| top.is_empty() || is_below(path, top));
-            if bound.paths.iter().any(|(path, _)| is_dropped(path)) {
-                recovered.dropped_bytes += engine.drop_pieces(file, &stored);
-                continue;
-            }
             engine.recover_file(file, bound, stored, &mut restored, &mut recovered);
         }
         for (file, stored) in pieces {
@@ -110,7 +157,7 @@ impl<B: Backing> Engine<B> {
             let lost = LostFile { file, path: Vec::new(), bytes: 0, gone: true, reason };
             engine.keep_lost(lost, layers(&stored, &[]), &mut recovered);
         }
-        engine.arena.settle(stored);
+        engine.arena.settle(&stored);
         engine.recovered_bytes = recovered.bytes;
         let engine = engine.start();
         for (file, bytes) in restored {
@@ -136,22 +183,24 @@ impl<B: Backing> Engine<B> {
             names: Names::new(root, &attr, epoch > 1, options.objects_max),
             passthrough: AtomicBool::new(options.passthrough),
             doors: AtomicU64::new(0),
+            door_files: Mutex::default(),
             cached_opens: AtomicU64::new(0),
             backing,
             arena,
             options,
             journal: Mutex::new(journal),
             last_binding: AtomicU64::new(0),
+            names_changed: AtomicU64::new(0),
             last_rename: AtomicU64::new(epoch << 32),
-            rename_gate: RwLock::new(()),
-            writing: RwLock::new(()),
+            paths: Default::default(),
+            writing: Default::default(),
             files: Mutex::new(HashMap::new()),
             handles: RwLock::new(HashMap::new()),
             dirs: RwLock::new(HashMap::new()),
             next_handle: AtomicU64::new(0),
             parked: Mutex::new(Vec::new()),
             queue: Mutex::new(Queue::new()),
-            checkpoints: Mutex::default(),
+            open_files: Default::default(),
             evictable: Mutex::default(),
             space_waiters: Mutex::new(std::collections::VecDeque::new()),
             space_freed: Arc::new(AtomicBool::new(false)),
@@ -189,6 +238,7 @@ impl<B: Backing> Engine<B> {
             voids.push(firn_journal::Void { offset: size, len: u64::MAX - size, sequence });
         }
         let layers = layers(&stored, &voids);
+        let (mtime, written) = self.last_write(bound, &stored, &layers);
         for Stored { at, .. } in &stored {
             // Void or overwritten: without its mark it would outlive the binding.
             if layers.pieces.get(at).is_none() {
@@ -219,6 +269,14 @@ impl<B: Backing> Engine<B> {
             self.keep_lost(lost(binding, bound, false, reason), layers, recovered);
             return;
         }
+        if layers.extents.is_empty()
+            && bound.truncating.is_empty()
+            && let Some(mtime) = mtime
+        {
+            // All of it had been drained, and its time may not have been set yet. A refusal leaves the backing's.
+            let set = |object| self.backing.set_times(&object, SetTime::Keep, SetTime::At(mtime));
+            let _ = self.object(&node).and_then(set);
+        }
         let file = self.file_with(&node, |state| {
             for (piece, used) in layers.pieces.iter() {
                 self.arena.keep(*piece, used.live as u32);
@@ -232,13 +290,15 @@ impl<B: Backing> Engine<B> {
             // Whoever had it open is cut off from it.
             state.ending = if bound.ending == Ending::Open { Ending::Cut } else { bound.ending };
             state.cut = state.ending == Ending::Cut;
-            state.oldest = (state.pending > 0).then(Instant::now);
-            state.mtime = bound.modified_at.map(|(sec, nsec)| Time { sec, nsec });
+            (state.mtime, state.written) = (mtime, written);
         });
         let bytes = {
             let mut state = file.lock();
             if state.pending == 0 {
+                state.mtime = None;
                 self.unbind(&mut state);
+            } else {
+                self.set_oldest(&file, &mut state, Some(Instant::now()));
             }
             state.pending
         };
@@ -251,13 +311,28 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Drops the pieces of a binding, and it; returns their bytes.
-    fn drop_pieces(&self, binding: u64, stored: &[Stored]) -> u64 {
-        for Stored { at, .. } in stored {
-            self.arena.mark_dead(*at);
+    /// The modification time that programs saw last, as far as it is kept, and that of the last write as the records have
+    /// it. Times that no write can have had, of a damaged record or of a clock that was set back since, are taken as
+    /// now.
+    fn last_write(&self, bound: &Bound, stored: &[Stored], layers: &Layers) -> (Option<Time>, u64) {
+        let (now, latest) = (Time::now().to_ns(), latest_ns());
+        let bounded = |modified: u64| if modified > latest { now } else { modified };
+        let last = stored.iter().map(|stored| bounded(stored.modified)).max().unwrap_or(0);
+        for Stored { at, modified, .. } in stored {
+            if *modified > latest {
+                self.arena.set_modified(*at, now);
+            }
         }
-        self.note(&Record::Unbind { file: binding });
-        stored.iter().map(|stored| u64::from(stored.piece.len)).sum()
+        // Before any of them is marked dead, which may be the one that tells it.
+        if let Some((piece, _)) = layers.pieces.iter().next() {
+            self.arena.set_modified(*piece, last);
+        }
+        match bound.modified_at.as_deref() {
+            Some(kept) if last <= kept.written => {
+                (Some(Time { sec: kept.time.0, nsec: kept.time.1 }), kept.written)
+            }
+            _ => ((last > 0).then(|| Time::from_ns(last)), last),
+        }
     }
 
     fn finish_truncations(&self, binding: u64, bound: &Bound, node: &Arc<Node<B>>) -> crate::Result<()> {
@@ -326,7 +401,7 @@ fn layers(stored: &[Stored], voids: &[firn_journal::Void]) -> Layers {
     let mut ordered: Vec<&Stored> = stored.iter().collect();
     ordered.sort_by_key(|s| s.piece.sequence);
     let mut extents = Extents::default();
-    for Stored { at, piece } in ordered {
+    for Stored { at, piece, .. } in ordered {
         let extent = Extent {
             len: u64::from(piece.len),
             piece: *at,

@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 
 use firn_arena::Spilled;
 use firn_backing::{Backing, Errno};
+use firn_format::path::BytePath;
 use firn_format::protocol::Rung;
 use thin_vec::ThinVec;
 
 use crate::drain::{RETRY_FIRST, RETRY_MAX};
-use crate::engine::{Engine, Waker};
+use crate::engine::{Decision, Engine, Waker};
 use crate::extents::Extent;
 use crate::file::{File, FileState, Waiter};
 
@@ -88,7 +89,11 @@ impl<B: Backing> Engine<B> {
             return SpillStep::More;
         }
         match self.arena.spill_oldest(&|chunk| self.unlist_chunk(chunk)) {
-            Ok(Spilled::Chunk(_) | Spilled::Again) => {
+            Ok(spilled @ (Spilled::Chunk(_) | Spilled::Again)) => {
+                if let Spilled::Chunk(chunk) = spilled {
+                    self.counters.drain_decisions.count(Decision::Spilled);
+                    tracing::debug!(chunk, "drain: spilled");
+                }
                 self.spill.lock().failure = None;
                 self.tell_space();
                 self.step();
@@ -133,8 +138,12 @@ impl<B: Backing> Engine<B> {
         let wait = RETRY_FIRST.saturating_mul(1 << (count - 1).min(16)).min(RETRY_MAX);
         spill.failure = Some(SpillFailure { count, retry_at: Instant::now() + wait });
         drop(spill);
-        tracing::warn!(path, %errno, count, "spilling failed; the data stays in memory");
-        self.remember(path, errno, "write to the spill file failed; the data is kept in memory".into());
+        tracing::warn!(%path, %errno, count, "spilling failed; the data stays in memory");
+        self.remember(
+            path,
+            errno,
+            format!("write to the spill file failed: {errno}; the data is kept in memory"),
+        );
         wait
     }
 
@@ -165,8 +174,8 @@ impl<B: Backing> Engine<B> {
         told
     }
 
-    pub(crate) fn spill_path(&self) -> String {
-        String::from_utf8_lossy(&self.arena.superblock().spill_path).into_owned()
+    pub(crate) fn spill_path(&self) -> BytePath {
+        self.arena.superblock().spill_path.as_slice().into()
     }
 
     /// Whether the last try to spill failed.

@@ -4,24 +4,72 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use firn_backing::{Backing, is_below};
+use firn_format::path::BytePath;
 use firn_format::protocol::{FileStatus, LaneStatus, NodeStatus, Rung, SpillStatus, Status};
 
+use crate::Transferred;
 use crate::engine::{ClosePolicy, DrainPolicy, Engine, FsyncPolicy};
 
 impl<B: Backing> Engine<B> {
-    /// The engine's part of a mount's status; paths, rates and process are the daemon's.
+    /// Bytes that came in and that were drained since the attach, and that moved to the spill file.
+    pub fn transferred(&self) -> Transferred {
+        self.look_at_all();
+        Transferred {
+            ingest_bytes: self.counters.ingest_bytes.load(Ordering::Relaxed),
+            drain_bytes: self.counters.drain_bytes.load(Ordering::Relaxed),
+            moved_bytes: self.arena.spill_figures().map_or(0, |spill| spill.moved_bytes),
+        }
+    }
+
+    /// Asserts that the counters are the sums that they stand for. To be called while nobody else uses the engine.
+    pub fn assert_counters(&self) {
+        let files: Vec<_> = self.files.lock().values().cloned().collect();
+        let mut held_bytes = 0;
+        let mut held_files = 0;
+        let mut cached_bytes = 0;
+        let mut doors = 0;
+        let mut oldest = None;
+        for file in &files {
+            let state = file.lock();
+            if state.door.is_none() {
+                state.assert_time(&self.arena);
+            }
+            held_bytes += state.pending;
+            held_files += u64::from(state.pending > 0);
+            cached_bytes += state.cache.bytes();
+            doors += u64::from(state.door.is_some());
+            assert_eq!(state.oldest.is_some(), state.pending > 0, "age of a file of {} bytes", state.pending);
+            oldest = oldest.into_iter().chain(state.oldest).min();
+        }
+        let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        assert_eq!(get(&self.counters.held_bytes), held_bytes, "held bytes");
+        assert_eq!(get(&self.counters.held_files), held_files, "held files");
+        assert_eq!(get(&self.counters.cached_bytes), cached_bytes, "cached bytes");
+        assert_eq!(self.doors.load(Ordering::Relaxed), doors, "files with a door");
+        assert_eq!(self.door_files.lock().len() as u64, doors, "files with a door");
+        assert_eq!(self.queue.lock().oldest(), oldest, "the oldest pending byte");
+        self.assert_queue(&files);
+        self.arena.assert_invariants();
+    }
+
+    /// Bytes that are pending.
+    pub fn held_bytes(&self) -> u64 {
+        self.look_at_all();
+        self.counters.held_bytes.load(Ordering::Relaxed)
+    }
+
+    /// The engine's part of a mount's status; paths, rates and process are the daemon's. No figure asks for a lock
+    /// of each file: they are counters.
     pub fn status(&self) -> Status {
         self.look_at_all();
         let c = &self.counters;
         let (door_files, door_leases) = self.door_counts();
         let now = Instant::now();
         let geometry = self.arena.geometry();
-        let oldest = self.files.lock().values().filter_map(|f| f.lock().oldest).min();
-        let (active, retry_in) = {
+        let (active, retry_in, oldest) = {
             let queue = self.queue.lock();
-            (queue.active as u32, queue.retry_in())
+            (queue.active as u32, queue.retry_in(), queue.oldest())
         };
-        let cached_bytes = self.files.lock().values().map(|file| file.lock().cache.bytes()).sum();
         let spill = self.arena.spill_figures().map(|figures| SpillStatus {
             path: self.spill_path(),
             bytes: figures.bytes,
@@ -38,7 +86,7 @@ impl<B: Backing> Engine<B> {
         });
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         Status {
-            arena: self.arena.path().display().to_string(),
+            arena: self.arena.path().into(),
             uptime_s: now.duration_since(self.attached).as_secs_f64(),
             epoch: self.epoch,
             options: vec![
@@ -72,8 +120,9 @@ impl<B: Backing> Engine<B> {
             drain_bytes: get(&c.drain_bytes),
             drain_writes: get(&c.drain_writes),
             drain_errors: get(&c.drain_errors),
+            drain_decisions: c.drain_decisions.0.figures(),
             cancelled_bytes: get(&c.cancelled_bytes),
-            cached_bytes,
+            cached_bytes: get(&c.cached_bytes),
             evicted_bytes: get(&c.evicted_bytes),
             read_bytes: get(&c.read_bytes),
             door_files,
@@ -93,13 +142,16 @@ impl<B: Backing> Engine<B> {
     }
 
     fn errors(&self, now: Instant) -> Vec<firn_format::protocol::ErrorStatus> {
-        let failing: Vec<String> = self
+        if self.troubles.lock().is_empty() {
+            return Vec::new();
+        }
+        let failing: Vec<BytePath> = self
             .files
             .lock()
             .values()
             .filter(|file| file.lock().pending > 0)
             .flat_map(|file| file.node.paths())
-            .map(|path| String::from_utf8_lossy(&path).into_owned())
+            .map(BytePath::from)
             .collect();
         let spill = self.spill_fails().then(|| self.spill_path());
         self.troubles
@@ -128,10 +180,10 @@ impl<B: Backing> Engine<B> {
         let mut out = Vec::new();
         self.look_at_all();
         for file in files {
-            let (held_bytes, open, spilled, ending) = {
+            let (held_bytes, held_end, open, spilled, ending) = {
                 let state = file.lock();
                 let spilled = state.extents.iter().all(|(_, e)| self.arena.is_spilled(e.piece.slab.chunk));
-                (state.pending, !state.handles.is_empty(), spilled, state.ending)
+                (state.pending, state.extents.end(), !state.handles.is_empty(), spilled, state.ending)
             };
             let paths = file.node.paths();
             let Some(known) = paths.iter().find(|p| path.is_empty() || is_below(p, path)) else {
@@ -144,13 +196,8 @@ impl<B: Backing> Engine<B> {
             } else {
                 Rung::Drained
             };
-            out.push(FileStatus {
-                path: String::from_utf8_lossy(known).into_owned(),
-                state,
-                held_bytes,
-                open,
-                ending,
-            });
+            let path = known.as_slice().into();
+            out.push(FileStatus { path, state, held_bytes, held_end, open, ending });
         }
         out.sort_by(|a, b| a.path.cmp(&b.path));
         out

@@ -79,28 +79,22 @@ impl<B: Backing> Engine<B> {
             return Ok(());
         }
         let handle = self.handle(handle)?;
-        self.sync_data(&handle.file, data_only)
+        self.close_some();
+        self.with_descriptor(|| self.sync_data(&handle.file, data_only))
     }
 
     fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
-        let (source, clean) = {
-            let mut state = file.lock();
-            let source = match &state.writer {
-                Some(writer) => Arc::clone(writer),
-                None => self.reader(file, &mut state)?,
-            };
-            (source, state.pending == 0)
+        let (writer, clean) = {
+            let state = file.lock();
+            (state.writer.clone(), state.pending == 0)
         };
+        let source = writer.map_or_else(|| self.reader(file), Ok)?;
         // Cleared before the sync: what is drained during it is not known to be covered.
         file.node.data_unsynced.store(false, Ordering::Release);
         if let Err(errno) = self.backing.sync(&source.file, data_only) {
             file.node.data_unsynced.store(true, Ordering::Release);
             let path = file.node.paths().into_iter().next().unwrap_or_default();
-            self.remember(
-                String::from_utf8_lossy(&path).into_owned(),
-                errno,
-                "fsync of the backing failed".into(),
-            );
+            self.remember(path.into(), errno, "fsync of the backing failed".into());
             return Err(errno);
         }
         self.sync_names(&file.node)?;
@@ -222,7 +216,7 @@ impl<B: Backing> Engine<B> {
             }
             let mut count = self.progress.0.lock();
             if *count == seen {
-                self.progress.1.wait_for(&mut count, REPORT_EVERY);
+                count.wait_for(&self.progress.1, REPORT_EVERY);
             }
         }
         if let Some(errno) = failed {
@@ -231,16 +225,30 @@ impl<B: Backing> Engine<B> {
         if until == Rung::Durable { self.make_durable(path) } else { Ok(()) }
     }
 
-    /// One file: fsync of it and its names. A tree or all: syncfs, one call for any number of files.
+    /// What is at the path, and the names that lead to it. An earlier firnd may have made them and not synced them.
     fn make_durable(&self, path: &[u8]) -> Result<()> {
         let node = self.find(path)?;
         if node.kind == firn_backing::Kind::File {
             let file = self.file_with(&node, |_| {});
             let result = self.sync_data(&file, false);
             self.drop_if_unused(&file);
-            return result;
+            result?;
+        } else if node.kind == firn_backing::Kind::Dir {
+            self.backing.sync_tree(&self.object(&node)?)?;
         }
-        self.backing.sync_all()
+        let above = path.iter().rposition(|byte| *byte == b'/').map_or(&[][..], |end| &path[..end]);
+        self.sync_dirs(above)
+    }
+
+    /// Syncs the directories on a path, and the top.
+    fn sync_dirs(&self, path: &[u8]) -> Result<()> {
+        let mut node = Arc::clone(self.names.root());
+        self.backing.sync_dir(&self.object(&node)?)?;
+        for name in path.split(|byte| *byte == b'/').filter(|name| !name.is_empty()) {
+            node = self.find_in(&node, name)?;
+            self.backing.sync_dir(&self.object(&node)?)?;
+        }
+        Ok(())
     }
 
     /// The node of a path below the mount.
@@ -251,10 +259,14 @@ impl<B: Backing> Engine<B> {
             if matches!(name, b"." | b"..") {
                 return Err(Errno::NOENT);
             }
-            let name = std::ffi::OsStr::from_bytes(name);
-            let (object, attr) = self.backing.lookup(&self.object(&node)?, name)?;
-            node = self.names.register(object, &attr, &node, name, 0);
+            node = self.find_in(&node, name)?;
         }
         Ok(node)
+    }
+
+    fn find_in(&self, dir: &Arc<Node<B>>, name: &[u8]) -> Result<Arc<Node<B>>> {
+        let name = std::ffi::OsStr::from_bytes(name);
+        let (object, attr) = self.backing.lookup(&self.object(dir)?, name)?;
+        Ok(self.names.register(object, &attr, dir, name, 0))
     }
 }

@@ -7,6 +7,7 @@
 use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use firn_backing::{Backing, Errno, is_below};
 use firn_conflict::Access;
@@ -15,7 +16,7 @@ use firn_format::protocol::Rung;
 use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Node;
-use crate::{HandleId, NodeId, Result};
+use crate::{Cached, HandleId, NodeId, Result};
 
 /// What becomes of the data that is pending below a directory before the turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +27,17 @@ pub enum Pending {
     Discard,
     /// It stays, and counts as written after the turn.
     Keep,
+}
+
+/// Why nothing, or not all, came of a turn.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TurnError<E> {
+    /// The path does not lead to anything.
+    Scope(Errno),
+    /// What is pending cannot be drained.
+    Drain(Errno),
+    /// What was to be done failed.
+    Turn(E),
 }
 
 impl<B: Backing> Engine<B> {
@@ -41,29 +53,37 @@ impl<B: Backing> Engine<B> {
 
     /// Runs `turn` while nobody writes to files at or below `path`, all of whose pending data is treated as
     /// `pending` says before. Writers wait meanwhile. Where data cannot be drained, `turn` does not run.
-    pub fn turn<T, E: From<Errno>>(
+    pub fn turn<T, E>(
         &self,
         path: &[u8],
         pending: Pending,
         turn: impl FnOnce(&B::Node) -> std::result::Result<T, E>,
-    ) -> std::result::Result<T, E> {
-        let object = self.object_at(path)?;
+    ) -> std::result::Result<T, TurnError<E>> {
+        let object = self.object_at(path).map_err(TurnError::Scope)?;
         let _quiet = self.writing.write();
+        // Whatever programs have open: the turn gets the descriptors that are kept only to be faster.
+        self.let_go_of_all();
         for file in self.files_at(path) {
             self.end_door(&file);
         }
         match pending {
-            Pending::Drain => self.wait_tree(path, Rung::Drained, &mut |_, _| true)?,
+            Pending::Drain => {
+                self.wait_tree(path, Rung::Drained, &mut |_, _| true).map_err(TurnError::Drain)?;
+            }
             Pending::Discard => {
                 for file in self.files_at(path) {
-                    self.discard(&file);
+                    // The turn may have nothing to do with a file that has no name any more, and its bytes.
+                    let is_nameless = file.lock().unlinked;
+                    if !is_nameless || self.drain_now(&file).is_err() {
+                        self.discard(&file);
+                    }
                     self.drop_if_unused(&file);
                 }
                 self.tell_space();
             }
             Pending::Keep => {}
         }
-        turn(&object)
+        turn(&object).map_err(TurnError::Turn)
     }
 
     /// The files at or below `path` that are open for writing: a program may have stored to a mapping of them what
@@ -77,24 +97,45 @@ impl<B: Backing> Engine<B> {
     }
 
     /// After names at or below `path` changed in the backing without the engine: it drops those that are not
-    /// so any more. Returns the nodes of which the kernel may know what is wrong.
-    pub fn look_again(&self, path: &[u8]) -> Vec<NodeId> {
-        let _names_stay = self.rename_gate.write();
-        let mut changed = Vec::new();
+    /// so any more. Returns what the kernel may have cached of the tree before; names come first, so that nobody
+    /// finds new attributes under an old name.
+    pub fn look_again(&self, path: &[u8]) -> Vec<Cached> {
+        let _names_stay = self.paths.change(|| vec![path.to_vec()]);
+        // Before the nodes are listed: whoever found a name earlier and enters it only now sees this and looks again.
+        self.names_changed.fetch_add(1, Ordering::AcqRel);
+        let mut names = Vec::new();
+        let mut inodes = Vec::new();
         for node in self.names.all() {
-            if !node.paths().iter().any(|known| path.is_empty() || is_below(known, path)) {
+            let paths = node.paths();
+            // Without a name it may have been anywhere, and may have a name again.
+            let is_at =
+                path.is_empty() || paths.is_empty() || paths.iter().any(|known| is_below(known, path));
+            if !is_at {
                 continue;
             }
-            changed.push(node.id);
+            inodes.push(Cached::Inode(node.id));
             for (parent, name) in node.known_names() {
-                if !self.leads_to(&parent, &name, &node) {
-                    // A file that is open, or has data, is still meant.
-                    self.names.hold_last(&self.backing, parent.id, &name);
-                    self.names.unlinked(parent.id, &name);
+                if self.drop_wrong_name(&parent, &name, &node) {
+                    names.push(Cached::Name { parent: parent.id, name: name.to_os_string() });
                 }
             }
         }
-        changed
+        names.extend(inodes);
+        names
+    }
+
+    /// Drops a name that does not lead to `node` any more; whether it was one.
+    pub(crate) fn drop_wrong_name(&self, parent: &Arc<Node<B>>, name: &OsStr, node: &Node<B>) -> bool {
+        if self.leads_to(parent, name, node) {
+            return false;
+        }
+        // A file that is open, or has data, is still meant.
+        let held = self.with_descriptor(|| self.names.hold_if_last(&self.backing, node, parent.id, name));
+        if let Err(errno) = held {
+            tracing::warn!(%errno, "an object whose name is gone cannot be held");
+        }
+        self.names.drop_name(parent.id, name, node);
+        true
     }
 
     fn leads_to(&self, parent: &Arc<Node<B>>, name: &OsStr, node: &Node<B>) -> bool {

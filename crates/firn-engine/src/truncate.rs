@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use firn_backing::lock::MutexGuard;
 use firn_backing::{Backing, Errno, Seek};
 use firn_format::record::Record;
 
 use crate::engine::Engine;
-use crate::file::File;
+use crate::file::{BackingFile, File, FileState};
 use crate::{HandleId, Pick, Result};
 
 impl<B: Backing> Engine<B> {
@@ -26,11 +27,12 @@ impl<B: Backing> Engine<B> {
     /// file or the new one: pieces beyond the new end never come back.
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
         self.await_change(file)?;
+        let target = self.writer(file)?;
         let mut state = file.begin_exclusive();
         self.revoke(file, &mut state);
         state.changes += 1;
         state.unlist(&self.arena);
-        let result = self.truncate_alone(file, &mut state, size);
+        let result = self.truncate_alone(file, &mut state, &target, size);
         file.end_exclusive(&mut state);
         let waiters = self.settle(file, &mut state);
         self.enqueue(file, &mut state);
@@ -56,18 +58,21 @@ impl<B: Backing> Engine<B> {
     fn truncate_alone(
         &self,
         file: &Arc<File<B>>,
-        state: &mut crate::file::FileState<B>,
+        state: &mut MutexGuard<'_, FileState<B>>,
+        target: &BackingFile<B>,
         size: u64,
     ) -> Result<()> {
-        let target = self.writer(file, state)?;
         file.node.durable.store(false, Ordering::Relaxed);
+        // Bytes that are written meanwhile are later ones: they make pieces of their own.
+        state.tail = None;
         let cuts = state.extents.end() > size;
         let Some(bound) = state.bound.filter(|_| cuts) else {
-            self.backing.set_len(&target.file, size)?;
+            state.unlocked(|| self.backing.set_len(&target.file, size))?;
             state.cache.drop_range(&self.arena, size..u64::MAX);
             state.cache.trust();
             if state.pending > 0 {
                 state.touch();
+                state.keep_time(&self.arena);
             }
             file.node.data_unsynced.store(true, Ordering::Release);
             return Ok(());
@@ -75,7 +80,7 @@ impl<B: Backing> Engine<B> {
         let sequence = self.arena.next_sequence();
         let begin = Record::TruncateBegin { file: bound, sequence, size };
         self.journal.lock().append(&begin).map_err(|_| Errno::NOSPC)?;
-        let result = self.backing.set_len(&target.file, size);
+        let result = state.unlocked(|| self.backing.set_len(&target.file, size));
         if result.is_ok() {
             // The end goes first: once a dead piece's slab is reused, a replay must not need it. Without
             // it a recovery would truncate again, over what was drained since: then the pieces stay
@@ -88,6 +93,7 @@ impl<B: Backing> Engine<B> {
             self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);
             self.count_held(before, state.pending);
             state.touch();
+            state.keep_time(&self.arena);
             file.node.data_unsynced.store(true, Ordering::Release);
         } else {
             self.insist(&Record::TruncateEnd { file: bound, sequence, size, done: false });
@@ -112,7 +118,7 @@ impl<B: Backing> Engine<B> {
     pub fn seek(&self, handle: HandleId, offset: u64, what: Seek) -> Result<u64> {
         let handle = self.handle(handle)?;
         self.drain_now(&handle.file)?;
-        let source = self.reader(&handle.file, &mut handle.file.lock())?;
+        let source = self.reader(&handle.file)?;
         self.backing.seek(&source.file, offset, what)
     }
 
@@ -134,7 +140,7 @@ impl<B: Backing> Engine<B> {
         self.end_door(&to.file);
         self.drain_now(&from.file)?;
         self.drain_now(&to.file)?;
-        let source = self.reader(&from.file, &mut from.file.lock())?;
+        let source = self.reader(&from.file)?;
         self.alone(&to.file, |target| {
             self.backing.copy_range(&source.file, from_offset, target, to_offset, len)
         })
@@ -156,12 +162,14 @@ impl<B: Backing> Engine<B> {
         work: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<T> {
         self.await_change(file)?;
+        let target = self.writer(file)?;
         let mut state = file.begin_exclusive();
         self.revoke(file, &mut state);
         state.changes += 1;
         state.unlist(&self.arena);
         state.cache.drop_all(&self.arena);
-        let result = self.writer(file, &mut state).and_then(|target| work(&target.file));
+        state.tail = None;
+        let result = state.unlocked(|| work(&target.file));
         file.node.durable.store(false, Ordering::Relaxed);
         file.node.data_unsynced.store(true, Ordering::Release);
         file.end_exclusive(&mut state);
@@ -186,7 +194,7 @@ impl<B: Backing> Engine<B> {
             }
             let idle = self.queue.lock().active == 0;
             if idle && let Pick::Job(job) = self.pick(0) {
-                let outcome = job.execute(&self.backing);
+                let outcome = job.execute(self);
                 self.complete(job, outcome);
                 continue;
             }

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use firn_arena::Lease;
+use firn_backing::lock::MutexGuard;
 use firn_backing::{Backing, Errno};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL};
 use firn_format::slab::Class;
@@ -18,6 +19,9 @@ use crate::{HandleId, Result, Written};
 /// comes from write(2) and not from a drain that can never succeed. Below it every file system that
 /// Firn is used with agrees.
 const SIZE_ASKED_ABOVE: u64 = 1 << 40;
+
+/// The lease of a handle.
+type Slot<'a> = MutexGuard<'a, Option<Lease>>;
 
 const SET_ID_BITS: u32 = 0o6000;
 
@@ -73,6 +77,20 @@ impl<B: Backing> Engine<B> {
         Ok(Written::Bytes(done))
     }
 
+    /// Whether a write up to `end` has to ask the backing or wait for somebody before its bytes are taken. What
+    /// [`Engine::write`] waits for otherwise is short.
+    pub fn write_may_wait(&self, handle: HandleId, end: u64, clear_suid: bool) -> bool {
+        if clear_suid || end > SIZE_ASKED_ABOVE || self.writing.is_locked_exclusive() {
+            return true;
+        }
+        let Ok(handle) = self.handle(handle) else { return false };
+        let is_bound = {
+            let state = handle.file.lock();
+            state.bound.is_some() || state.unlinked
+        };
+        !is_bound && (self.paths.has_changes() || !handle.file.node.has_names())
+    }
+
     /// Whether recovery could not find the file again: it has names, and none that is known here.
     pub(crate) fn is_nameless(&self, file: &File<B>) -> Result<bool> {
         let unbound = {
@@ -106,25 +124,30 @@ impl<B: Backing> Engine<B> {
         state.unlist(&self.arena);
         let changed = self.arena.overwrite(extent.piece.slab, extent.position, data);
         if changed {
-            self.touched(file, &mut state);
+            state.touch();
+            self.arena.set_modified(extent.piece, state.written);
+            file.node.durable.store(false, Ordering::Relaxed);
         }
         changed
     }
 
     /// Appends a first part of `data` to the handle's slab; returns its length, 0 where there is no room.
-    fn append(&self, handle: &Handle<B>, slot: &mut Option<Lease>, offset: u64, data: &[u8]) -> usize {
+    fn append(&self, handle: &Handle<B>, slot: &mut Slot<'_>, offset: u64, data: &[u8]) -> usize {
         let file = &handle.file;
         loop {
-            let Some(lease) = slot else {
-                match self.lease_for(handle, data.len() as u64) {
-                    Some(lease) => *slot = Some(lease),
-                    None => return 0,
+            let Some(lease) = slot.as_mut() else {
+                match self.lease_for(handle, slot, data.len() as u64) {
+                    Some(lease) if slot.is_none() => **slot = Some(lease),
+                    // Another write through the handle got one while the slot was not locked.
+                    Some(lease) => self.arena.seal(lease),
+                    None if slot.is_none() => return 0,
+                    None => {}
                 }
                 continue;
             };
             let known = file.lock().bound;
             let Some(bound) = known.or_else(|| self.bind_with_paths(file)) else {
-                self.relieve();
+                slot.unlocked(|| self.relieve());
                 return 0;
             };
             let Some(reserved) = lease.reserve(bound, offset, data.len() as u64) else {
@@ -142,12 +165,13 @@ impl<B: Backing> Engine<B> {
             let extends = lease.continues(bound, offset, reserved)
                 && lease.last().is_some()
                 && lease.last() == state.tail;
+            state.touch();
             // An extended piece keeps its sequence: no write came between, or it would not be the tail.
             let (piece, sequence) = if extends {
-                self.arena.extend(lease, reserved.len)
+                self.arena.extend(lease, reserved.len, state.written)
             } else {
                 let sequence = self.arena.next_sequence();
-                (self.arena.publish(lease, reserved, bound, offset, sequence), sequence)
+                (self.arena.publish(lease, reserved, (bound, offset), sequence, state.written), sequence)
             };
             self.take_in(
                 file,
@@ -160,16 +184,16 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Enters bytes that were just published.
+    /// Enters bytes that were just published; the file was touched.
     pub(crate) fn take_in(&self, file: &Arc<File<B>>, state: &mut FileState<B>, offset: u64, extent: Extent) {
         let before = state.pending;
         let cancelled = state.insert(&self.arena, offset, extent);
         self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);
         self.count_held(before, state.pending);
-        self.touched(file, state);
+        file.node.durable.store(false, Ordering::Relaxed);
         if before == 0 {
             let now = Instant::now();
-            state.oldest = Some(now);
+            self.set_oldest(file, state, Some(now));
             if self.options.drain == DrainPolicy::Eager {
                 self.note_age(file, state, now + self.options.drain_age);
                 // A drain thread that sleeps without a limit must learn of this one.
@@ -183,14 +207,12 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    fn touched(&self, file: &File<B>, state: &mut FileState<B>) {
-        state.touch();
-        file.node.durable.store(false, Ordering::Relaxed);
-    }
-
     /// A slab for the next bytes of a handle: small ones first, so that many small files fit, whole
     /// chunks for those that prove large.
-    fn lease_for(&self, handle: &Handle<B>, len: u64) -> Option<Lease> {
+    ///
+    /// The slot is not locked while files are dropped to make room: with the last of what is known of one, its
+    /// descriptor is closed, for which a server may be asked.
+    fn lease_for(&self, handle: &Handle<B>, slot: &mut Slot<'_>, len: u64) -> Option<Lease> {
         let expected = handle.written.load(Ordering::Relaxed) + len;
         let class = if expected >= 2 * SLAB_MEDIUM {
             Class::Whole
@@ -206,11 +228,11 @@ impl<B: Backing> Engine<B> {
             }
         }
         let lease = self.arena.lease(class).or_else(|| {
-            self.evict_for(class);
+            slot.unlocked(|| self.evict_for(class));
             self.arena.lease(class)
         });
         if lease.is_none() {
-            self.relieve();
+            slot.unlocked(|| self.relieve());
         }
         lease
     }

@@ -11,6 +11,8 @@ use firn_engine::{HandleId, NodeId, ROOT, SetAttr, Written};
 
 const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
 const FILES: usize = 20;
+/// Files that are open at once: each has room in the arena of its own.
+const OPEN: usize = 8;
 
 fn create(world: &World, index: usize) -> (NodeId, HandleId) {
     let name = format!("rank{index}");
@@ -69,4 +71,68 @@ fn a_file_that_cannot_be_opened_again_stays_open() {
     world.engine.release(handle);
     world.backing.clear_plan();
     assert_eq!(world.backing.open_files(), before + 1);
+}
+
+#[test]
+fn regression_files_that_programs_have_open_need_no_descriptor_each() {
+    let world = World::with_few_open_files();
+    let open: Vec<_> = (0..OPEN).map(|index| create(&world, index)).collect();
+    assert!(world.backing.open_files() <= 5, "{} are open", world.backing.open_files());
+    for round in 0..3_u8 {
+        for (_, handle) in &open {
+            assert!(matches!(world.engine.write(*handle, 1, &[round; 6], false), Ok(Written::Bytes(6))));
+        }
+        world.drain_all();
+        for (node, _) in &open {
+            let (uid, gid, keep) = (None, None, SetTime::Keep);
+            let set = SetAttr { mode: None, uid, gid, size: Some(7), atime: keep, mtime: keep };
+            world.engine.set_attr(*node, None, set).expect("truncate");
+            assert!(world.backing.open_files() <= 5, "{} are open", world.backing.open_files());
+        }
+        for (_, handle) in &open {
+            world.engine.sync_file(*handle, false).expect("fsync");
+            let mut bytes = [0; 8];
+            assert_eq!(world.engine.read(*handle, 0, &mut bytes), Ok(7));
+            assert_eq!(bytes, [b's', round, round, round, round, round, round, 0]);
+        }
+        assert!(world.backing.open_files() <= 5, "{} are open", world.backing.open_files());
+    }
+}
+
+#[test]
+fn regression_a_file_without_a_name_stays_open_however_many_others_are() {
+    let world = World::with_few_open_files();
+    let (_, first) = create(&world, 0);
+    world.drain_all();
+    world.engine.unlink(ROOT, OsStr::new("rank0")).expect("unlink");
+    let others: Vec<_> = (1..OPEN).map(|index| create(&world, index).1).collect();
+    let mut bytes = [0; 4];
+    for handle in others {
+        assert_eq!(world.engine.read(handle, 0, &mut bytes), Ok(4));
+    }
+    assert!(matches!(world.engine.write(first, 2, b"ul", false), Ok(Written::Bytes(2))));
+    assert_eq!(world.engine.read(first, 0, &mut bytes), Ok(4));
+    assert_eq!(&bytes, b"soul");
+}
+
+#[test]
+fn a_call_without_a_descriptor_left_is_enfile_and_not_emfile() {
+    let world = World::with_few_open_files();
+    let open: Vec<_> = (0..4).map(|index| create(&world, index)).collect();
+    let mut failures = 1;
+    world.backing.set_plan(move |call, _| {
+        let fails = call == "create" && failures > 0;
+        failures -= usize::from(fails);
+        fails.then_some(Fault::Error(Errno::MFILE))
+    });
+    create(&world, 5);
+    assert!(world.backing.open_files() <= 1, "what is not in use was closed for it");
+    world.backing.set_plan(|call, _| (call == "create").then_some(Fault::Error(Errno::MFILE)));
+    let made = world.engine.create(&CALLER, ROOT, OsStr::new("no"), 0o644, 2);
+    assert_eq!(made.err(), Some(Errno::NFILE));
+    world.backing.clear_plan();
+    for (_, handle) in open {
+        let mut bytes = [0; 4];
+        assert_eq!(world.engine.read(handle, 0, &mut bytes), Ok(4));
+    }
 }

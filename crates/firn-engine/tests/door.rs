@@ -112,9 +112,9 @@ impl Door {
     }
 }
 
-fn drain_step(engine: &Engine<SimBacking>, backing: &SimBacking) -> bool {
+fn drain_step(engine: &Engine<SimBacking>) -> bool {
     let firn_engine::Pick::Job(job) = engine.pick(0) else { return false };
-    let outcome = job.execute(backing);
+    let outcome = job.execute(engine);
     engine.complete(job, outcome);
     true
 }
@@ -479,7 +479,6 @@ fn interleave(seed: u64) {
     const SPAN: u64 = 3 * CHUNK;
     let world = World::new();
     let engine = &*world.engine;
-    let backing = &world.backing;
     let (node, token) = create(engine, "file");
     let model = Mutex::new(Vec::<u8>::new());
     let end = AtomicBool::new(false);
@@ -501,7 +500,7 @@ fn interleave(seed: u64) {
                 // Exact comparison needs that nothing is half done.
                 let mut model = model.lock();
                 door.write(engine, at, &data, &mut || {
-                    while drain_step(engine, backing) {}
+                    while drain_step(engine) {}
                     std::thread::yield_now();
                 });
                 let end = at as usize + len;
@@ -544,13 +543,13 @@ fn interleave(seed: u64) {
                     6 => engine.drain_tree(b""),
                     7 | 8 => drop(size(engine, node)),
                     9 => std::thread::sleep(std::time::Duration::from_micros(rng.random_range(0..300))),
-                    _ => drop(drain_step(engine, backing)),
+                    _ => drop(drain_step(engine)),
                 }
             }
         });
         let drainer = scope.spawn(|| {
             while !end.load(Ordering::Acquire) {
-                if !drain_step(engine, backing) {
+                if !drain_step(engine) {
                     std::thread::yield_now();
                 }
             }
@@ -582,7 +581,7 @@ fn a_failing_drain_ends_the_door() {
     world.engine.drain_tree(b"");
     let firn_engine::Pick::Job(job) = world.engine.pick(0) else { panic!("nothing to drain") };
     assert_eq!(door.append(&world.engine, 4, b"unseen"), 6);
-    let outcome = job.execute(&world.backing);
+    let outcome = job.execute(&world.engine);
     world.engine.complete(job, outcome);
     assert_eq!(world.engine.status().held_bytes, 10);
     assert_eq!(door.append(&world.engine, 10, b"more"), 0);

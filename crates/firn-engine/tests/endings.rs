@@ -1,4 +1,4 @@
-//! How files end, and which checkpoints go because of it.
+//! How files end.
 
 mod common;
 
@@ -11,10 +11,6 @@ use firn_format::record::Ending;
 
 const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
 const O_RDWR: i32 = 2;
-
-fn checkpoint(world: &World, name: &str) -> NodeId {
-    world.engine.mkdir(&CALLER, ROOT, OsStr::new(name), 0o755).expect("mkdir").node
-}
 
 /// An open file with some bytes.
 fn open(world: &World, dir: NodeId, name: &str) -> HandleId {
@@ -36,29 +32,10 @@ fn ending(world: &World, path: &str) -> Ending {
     world.engine.files_below(path.as_bytes())[0].ending
 }
 
-/// Proves S-demand-6.
-#[test]
-fn a_checkpoint_that_was_cut_off_makes_no_other_go() {
-    let world = World::keeping(1);
-    for (name, by) in [("a", Closing::Called), ("b", Closing::Called), ("c", Closing::Killed)] {
-        let dir = checkpoint(&world, name);
-        end(&world, open(&world, dir, "rank0"), by);
-        end(&world, open(&world, dir, "rank1"), Closing::Called);
-    }
-    let last = checkpoint(&world, "d");
-    // Complete are a and b.
-    assert_eq!(world.engine.expired_checkpoints(), ["a"]);
-    let handle = open(&world, last, "rank0");
-    checkpoint(&world, "e");
-    assert_eq!(world.engine.expired_checkpoints(), ["a"], "d is open");
-    end(&world, handle, Closing::Called);
-    assert_eq!(world.engine.expired_checkpoints(), ["a", "b", "c"]);
-}
-
 /// Proves S-demand-7.
 #[test]
 fn a_descriptor_is_as_the_last_process_left_it() {
-    let world = World::keeping(0);
+    let world = World::on_demand();
     let handle = open(&world, ROOT, "file");
     flush(&world, handle, Closing::Killed);
     assert_eq!(ending(&world, "file"), Ending::Open);
@@ -69,7 +46,7 @@ fn a_descriptor_is_as_the_last_process_left_it() {
 /// Proves S-demand-7.
 #[test]
 fn one_killed_writer_of_several_cuts_a_file_until_it_is_made_anew() {
-    let world = World::keeping(0);
+    let world = World::on_demand();
     let (one, other) = (open(&world, ROOT, "file"), open(&world, ROOT, "file"));
     end(&world, one, Closing::Killed);
     assert_eq!(ending(&world, "file"), Ending::Open);

@@ -40,7 +40,7 @@ fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
     assert_eq!(world.engine.write(large, 0, &LARGE, false), Ok(Written::Bytes(LARGE.len())));
     let Pick::Job(job) = world.engine.pick(0) else { panic!("a large write is drained") };
     fill(&world, "before");
-    let outcome = job.execute(&world.backing);
+    let outcome = job.execute(&world.engine);
     world.engine.complete(job, outcome);
     fill(&world, "after");
     let told = Arc::new(Mutex::new(None));

@@ -8,7 +8,7 @@ mod common;
 use common::model::{Model, Object, Unacknowledged, partly};
 use common::world::World;
 use firn_backing::SimBacking;
-use firn_backing::{Backing, Caller, Errno, RenameFlags, SetTime};
+use firn_backing::{Backing, Caller, Errno, RenameFlags, SetTime, Time};
 use firn_engine::{Closing, DrainPolicy, HandleId, HeldChunks, ROOT, SetAttr, Written};
 use firn_format::protocol::{ChunkPiece, Place};
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -44,6 +44,8 @@ struct Run {
     model: Model,
     open: Vec<Open>,
     lists: Vec<Listed>,
+    /// Times of modification that programs saw, of the objects that no operation under way changes.
+    times: BTreeMap<Object, Time>,
     /// Model before the operation under way, and what part of it may have happened.
     before: Model,
     partial: Option<Unacknowledged>,
@@ -80,6 +82,7 @@ impl Run {
             model,
             open: Vec::new(),
             lists: Vec::new(),
+            times: BTreeMap::new(),
             partial: None,
             faults,
             demand,
@@ -157,6 +160,27 @@ impl Run {
             _ => self.read(),
         }?;
         self.check_lists();
+        Ok(())
+    }
+
+    /// What a program sees of the time of an object, if that has a name.
+    fn time_of(&self, object: Object) -> Result<Option<Time>, Stopped> {
+        let Some((path, _)) = self.model.names.iter().find(|(_, named)| **named == object) else {
+            return Ok(None);
+        };
+        let attr = self.world.find(path).and_then(|node| self.world.engine.attr(node, None));
+        if self.world.stopped() {
+            return Err(Stopped);
+        }
+        Ok(Some(attr.expect("attributes").mtime))
+    }
+
+    /// An operation that changed an object is over: its time is to stay from here on.
+    fn changed(&mut self, object: Object) -> Result<(), Stopped> {
+        self.times.remove(&object);
+        if let Some(time) = self.time_of(object)? {
+            self.times.insert(object, time);
+        }
         Ok(())
     }
 
@@ -238,6 +262,7 @@ impl Run {
             .and_then(|(dir, name)| self.world.engine.create(&CALLER, dir, name, 0o644, O_RDWR | 0o200));
         if let Some((_, opened)) = self.outcome(result, expected)? {
             let object = object.expect("it was to be made");
+            self.changed(object)?;
             self.open.push(Open { handle: opened.handle, object });
         } else {
             self.model = self.before.clone();
@@ -253,9 +278,15 @@ impl Run {
             self.model.truncate(object, 0);
         }
         let flags = O_RDWR | if truncates { 0o1000 } else { 0 };
+        if truncates {
+            self.times.remove(&object);
+        }
         let result = self.world.find(&path).and_then(|node| self.world.engine.open(node, flags));
         match self.outcome(result, Ok(()))? {
-            Some(opened) => self.open.push(Open { handle: opened.handle, object }),
+            Some(opened) => {
+                self.open.push(Open { handle: opened.handle, object });
+                self.changed(object)?;
+            }
             None => self.model = self.before.clone(),
         }
         Ok(())
@@ -286,6 +317,7 @@ impl Run {
         let tag: u8 = self.rng.random_range(1..=255);
         let data: Vec<u8> = (0..n).map(|i| tag ^ (i as u8).wrapping_mul(17)).collect();
         self.partial = Some(Unacknowledged { object, offset, data: data.clone() });
+        self.times.remove(&object);
         let mut done = 0;
         while done < data.len() {
             match self.world.engine.write(handle, offset + done as u64, &data[done..], false) {
@@ -300,7 +332,7 @@ impl Run {
                 Err(errno) => panic!("write: {errno}"),
             }
         }
-        Ok(())
+        self.changed(object)
     }
 
     fn make_room(&mut self) -> Result<(), Stopped> {
@@ -345,10 +377,14 @@ impl Run {
             _ => self.rng.random_range(0..FILE_MAX),
         };
         self.model.truncate(object, size);
+        self.times.remove(&object);
         let set = SetAttr { size: Some(size), ..NOTHING };
         let result = self.world.find(&path).and_then(|node| self.world.engine.set_attr(node, None, set));
         match self.outcome(result, Ok(()))? {
-            Some(attr) => assert_eq!(attr.size, size),
+            Some(attr) => {
+                assert_eq!(attr.size, size);
+                self.times.insert(object, attr.mtime);
+            }
             None => self.model = self.before.clone(),
         }
         Ok(())
@@ -504,11 +540,14 @@ impl Run {
 
     fn set_time(&mut self) -> Result<(), Stopped> {
         let Some(path) = self.existing() else { return Ok(()) };
-        let time = firn_backing::Time { sec: self.rng.random_range(0..1 << 30), nsec: 5 };
+        let object = self.model.names[&path];
+        self.times.remove(&object);
+        let time = Time { sec: self.rng.random_range(0..1 << 30), nsec: 5 };
         let set = SetAttr { mtime: SetTime::At(time), ..NOTHING };
         let result = self.world.find(&path).and_then(|node| self.world.engine.set_attr(node, None, set));
         if let Some(attr) = self.outcome(result, Ok(()))? {
             assert_eq!(attr.mtime, time);
+            self.times.insert(object, time);
         }
         Ok(())
     }
@@ -539,6 +578,9 @@ impl Run {
 
     fn read(&mut self) -> Result<(), Stopped> {
         let Some((handle, object)) = self.any_open() else { return Ok(()) };
+        if let (Some(found), Some(time)) = (self.time_of(object)?, self.times.get(&object)) {
+            assert_eq!(found, *time, "operation {}: nobody changed the file", self.ops);
+        }
         let contents = &self.model.contents[&object];
         let offset = self.rng.random_range(0..=contents.len() as u64 + 10);
         let mut buf = vec![0xEE; self.rng.random_range(1..60_000)];
@@ -583,6 +625,7 @@ impl Run {
                 difference(&found, &self.model.tree())
             );
         }
+        self.verify_times();
         // The next life begins from what is there.
         let mut model = if matches(&self.before) { self.before.clone() } else { self.model.clone() };
         for (path, contents) in found {
@@ -599,6 +642,21 @@ impl Run {
         self.model = model.clone();
         self.before = model;
         self.partial = None;
+    }
+}
+
+impl Run {
+    /// S-attr-2: what was drained, also by a recovery, has the time that programs saw.
+    fn verify_times(&self) {
+        for (path, object) in &self.model.names {
+            let Some(expected) = self.times.get(object) else { continue };
+            // A name that is under way may lead elsewhere.
+            if self.before.names.get(path) == Some(object) {
+                let node = self.world.find(path).expect("it is there");
+                let found = self.world.engine.attr(node, None).expect("attributes").mtime;
+                assert_eq!(found, *expected, "operation {}: time of {path}", self.ops);
+            }
+        }
     }
 }
 

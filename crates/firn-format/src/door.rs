@@ -12,7 +12,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Version of these messages; firnd refuses others with [`Status::Version`].
-pub const DOOR_VERSION: u32 = 2;
+pub const DOOR_VERSION: u32 = 3;
 
 /// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: who serves it and under which name.
 /// ENOTTY from any other file system.
@@ -190,6 +190,8 @@ pub struct Slab {
     pub record_count: u32,
     /// Zero.
     pub reserved: u32,
+    /// Time of the file's last write, nanoseconds since 1970: what the writer notes is later.
+    pub modified: u64,
 }
 
 /// What the preload library reads to know a stub tree: the file `KEY.stub` of the runtime directory.

@@ -7,13 +7,16 @@ pub mod door;
 pub mod geometry;
 pub mod home;
 pub mod journal;
+pub mod path;
 pub mod piece;
 pub mod protocol;
+pub mod quote;
 pub mod record;
 pub mod sealed;
 pub mod slab;
 pub mod spill;
 pub mod superblock;
+pub mod tally;
 
 /// Why bytes were not what they claim to be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

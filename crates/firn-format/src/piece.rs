@@ -1,45 +1,45 @@
 //! Piece records: one recorded append each.
 //!
 //! ```text
-//! 0   u64 file         binding of the file, from the journal
+//! 0   u64 who          binding of the file, from the journal (low 40 bits); bits 32 to 55 of the sequence
 //! 8   u64 offset       bytes from the start of the file
-//! 16  u64 sequence     order among all writes of the arena
-//! 24  u32 position     bytes from the start of the chunk
-//! 28  u32 state        LIVE, or DEAD once nothing of it is pending
+//! 16  u64 modified     time of the last write to it, nanoseconds since 1970; 0: not known
+//! 24  u64 place        low 32 bits of the sequence, its order among all writes of the arena (low half);
+//!                      position, bytes from the start of the chunk (high half)
 //! 32  u64 seal         length (low half) and CRC32C (high half), stored as one word; the highest bit of
-//!                      the length is FROZEN
+//!                      the length is FROZEN. Of a piece of which nothing is pending any more: dead
 //! ```
 //!
 //! Length and checksum are one word, so that an append that extends the last piece publishes both
 //! with one store: a writer killed between two instructions leaves the old piece or the new one. The
 //! checksum covers the slab's generation, so a record left over from an earlier lease never verifies.
-//! The data itself has none: memory of a living node is not torn by the death of a process.
+//! The data itself has none: memory of a living node is not torn by the death of a process. Neither does the
+//! time, which changes alone: what it says is bounded by whoever reads it.
 
 use crate::FormatError;
 
 /// Bytes of a record.
 pub const PIECE_BYTES: u64 = 40;
 
-/// Offsets of the words in a record.
+/// Offsets of the words in a record, each a `u64`.
 pub mod word {
-    /// `u64`.
-    pub const FILE: u64 = 0;
-    /// `u64`.
+    /// See the top of this file.
+    pub const WHO: u64 = 0;
+    /// See the top of this file.
     pub const OFFSET: u64 = 8;
-    /// `u64`.
-    pub const SEQUENCE: u64 = 16;
-    /// `u32`.
-    pub const POSITION: u64 = 24;
-    /// `u32`.
-    pub const STATE: u64 = 28;
-    /// `u64`.
+    /// See the top of this file.
+    pub const MODIFIED: u64 = 16;
+    /// See the top of this file.
+    pub const PLACE: u64 = 24;
+    /// See the top of this file.
     pub const SEAL: u64 = 32;
 }
 
-/// State of a piece that is pending.
-pub const LIVE: u32 = 0x4c1f_e5a9;
-/// State of a piece of which nothing is pending any more.
-pub const DEAD: u32 = 0xd3ad_b01e;
+const FILE_BITS: u32 = 40;
+/// Largest binding. Files that are bound ten thousand times a second reach it after three years.
+pub const FILE_MAX: u64 = (1 << FILE_BITS) - 1;
+/// Largest sequence. Ten million a second reach it after two centuries.
+pub const SEQUENCE_MAX: u64 = (1 << 56) - 1;
 
 /// Bit of a seal: the piece is not extended any more. Lengths are below it (`CHUNK_MAX`), and the
 /// checksum does not cover it.
@@ -50,6 +50,12 @@ const _: () = assert!(crate::geometry::CHUNK_MAX < FROZEN);
 /// for a piece, and no store that expects what stood there before succeeds.
 pub fn poison(generation: u64) -> u64 {
     (generation << 32) | FROZEN
+}
+
+/// The seal of a piece of which nothing is pending any more. It has no length, and differs from those of pieces
+/// and from [`poison`] in many bits: a flipped one brings nothing back.
+pub fn dead(generation: u64) -> u64 {
+    (!generation << 32) | FROZEN
 }
 
 /// A piece.
@@ -70,21 +76,34 @@ pub struct Piece {
 /// A record as it lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawPiece {
-    /// The five plain fields.
-    pub file: u64,
+    /// Binding and part of the sequence.
+    pub who: u64,
     /// See [`Piece`].
     pub offset: u64,
-    /// See [`Piece`].
-    pub sequence: u64,
-    /// See [`Piece`].
-    pub position: u32,
-    /// [`LIVE`], [`DEAD`] or damage.
-    pub state: u32,
-    /// Length and checksum.
+    /// The rest of the sequence, and the position.
+    pub place: u64,
+    /// Length and checksum, or [`dead`].
     pub seal: u64,
 }
 
 impl Piece {
+    /// As it is stored in a slab of `generation`.
+    pub fn raw(&self, generation: u64) -> RawPiece {
+        debug_assert!(self.file <= FILE_MAX && self.sequence <= SEQUENCE_MAX, "{self:?}");
+        let seal = self.seal(generation);
+        RawPiece { who: self.who(), offset: self.offset, place: self.place(), seal }
+    }
+
+    /// The word [`word::WHO`].
+    pub fn who(&self) -> u64 {
+        self.file | self.sequence >> 32 << FILE_BITS
+    }
+
+    /// The word [`word::PLACE`].
+    pub fn place(&self) -> u64 {
+        self.sequence & u64::from(u32::MAX) | u64::from(self.position) << 32
+    }
+
     /// The word that publishes this piece in a slab of `generation`.
     pub fn seal(&self, generation: u64) -> u64 {
         u64::from(self.len) | (u64::from(self.checksum(generation)) << 32)
@@ -166,14 +185,16 @@ pub enum Checked {
 }
 
 impl RawPiece {
-    /// Checks against a slab of `generation` that covers `slab_start..slab_end` of its chunk. A state
-    /// that is neither live nor dead counts as live: better drained twice than lost.
+    /// Checks against a slab of `generation` that covers `slab_start..slab_end` of its chunk.
     pub fn check(&self, generation: u64, slab_start: u64, slab_end: u64) -> Result<Checked, FormatError> {
+        if self.seal == dead(generation) {
+            return Ok(Checked::Dead);
+        }
         let piece = Piece {
-            file: self.file,
+            file: self.who & FILE_MAX,
             offset: self.offset,
-            sequence: self.sequence,
-            position: self.position,
+            sequence: self.who >> FILE_BITS << 32 | self.place & u64::from(u32::MAX),
+            position: (self.place >> 32) as u32,
             len: (self.seal & !FROZEN) as u32,
         };
         let (found, expected) = ((self.seal >> 32) as u32, piece.checksum(generation));
@@ -190,7 +211,7 @@ impl RawPiece {
         if piece.offset.checked_add(u64::from(piece.len)).is_none_or(|end| end > i64::MAX as u64) {
             return Err(FormatError::Field { what: "piece record", why: "beyond the largest file".into() });
         }
-        Ok(if self.state == DEAD { Checked::Dead } else { Checked::Live(piece) })
+        Ok(Checked::Live(piece))
     }
 }
 
@@ -198,37 +219,29 @@ impl RawPiece {
 mod tests {
     use super::*;
 
-    fn raw(piece: Piece, generation: u64) -> RawPiece {
-        RawPiece {
-            file: piece.file,
-            offset: piece.offset,
-            sequence: piece.sequence,
-            position: piece.position,
-            state: LIVE,
-            seal: piece.seal(generation),
-        }
-    }
-
     #[test]
     fn a_record_of_an_earlier_lease_does_not_verify() {
         let piece = Piece { file: 1, offset: 2, sequence: 3, position: 4, len: 5 };
-        assert_eq!(raw(piece, 7).check(7, 0, 100), Ok(Checked::Live(piece)));
-        assert!(raw(piece, 7).check(8, 0, 100).is_err());
+        assert_eq!(piece.raw(7).check(7, 0, 100), Ok(Checked::Live(piece)));
+        assert!(piece.raw(7).check(8, 0, 100).is_err());
+        let past = RawPiece { seal: dead(7), ..piece.raw(8) };
+        assert_eq!(past.check(7, 0, 100), Ok(Checked::Dead));
+        assert!(past.check(8, 0, 100).is_err());
     }
 
     #[test]
-    fn any_flipped_bit_but_the_state_is_found() {
-        let piece = Piece { file: 9, offset: 1 << 30, sequence: 77, position: 4096, len: 4096 };
-        let good = raw(piece, 1);
+    fn any_flipped_bit_is_found() {
+        let piece = Piece { file: FILE_MAX, offset: 1 << 30, sequence: 77, position: 4096, len: 4096 };
+        let good = piece.raw(1);
         for bit in 0..64 {
             for field in 0..5 {
                 let mut bad = good;
                 match field {
-                    0 => bad.file ^= 1 << bit,
+                    0 => bad.who ^= 1 << bit,
                     1 => bad.offset ^= 1 << bit,
-                    2 => bad.sequence ^= 1 << bit,
-                    3 => bad.position ^= 1u32.rotate_left(bit),
-                    _ => bad.seal ^= 1 << bit,
+                    2 => bad.place ^= 1 << bit,
+                    3 => bad.seal ^= 1 << bit,
+                    _ => bad.seal = dead(1) ^ (1 << bit),
                 }
                 if bad.seal == good.seal ^ FROZEN {
                     continue;
@@ -239,9 +252,18 @@ mod tests {
     }
 
     #[test]
+    fn the_largest_numbers_come_back() {
+        let piece =
+            Piece { file: FILE_MAX, offset: 3, sequence: SEQUENCE_MAX, position: u32::MAX - 9, len: 9 };
+        assert_eq!(piece.raw(7).check(7, 0, 1 << 32), Ok(Checked::Live(piece)));
+        let other = Piece { file: FILE_MAX - 1, sequence: SEQUENCE_MAX - (1 << 32), ..piece };
+        assert_eq!(other.raw(7).check(7, 0, 1 << 32), Ok(Checked::Live(other)));
+    }
+
+    #[test]
     fn a_frozen_piece_is_the_same_piece_and_poison_is_none() {
         let piece = Piece { file: 1, offset: 2, sequence: 3, position: 4, len: 5 };
-        let mut record = raw(piece, 7);
+        let mut record = piece.raw(7);
         record.seal |= FROZEN;
         assert_eq!(record.check(7, 0, 100), Ok(Checked::Live(piece)));
         record.seal = poison(7);
@@ -262,7 +284,7 @@ mod tests {
     #[test]
     fn a_piece_that_leaves_its_slab_is_refused() {
         let piece = Piece { file: 1, offset: 0, sequence: 1, position: 60, len: 50 };
-        assert!(raw(piece, 1).check(1, 0, 100).is_err());
-        assert!(raw(piece, 1).check(1, 64, 200).is_err());
+        assert!(piece.raw(1).check(1, 0, 100).is_err());
+        assert!(piece.raw(1).check(1, 64, 200).is_err());
     }
 }

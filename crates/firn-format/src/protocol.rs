@@ -1,15 +1,20 @@
 //! Messages on the control socket: one JSON object per line, request then replies.
 //!
 //! The client sends one [`Request`] per line. firnd answers with any number of
-//! [`Reply::Progress`] lines and exactly one final line (any other variant). Every field is plain
-//! JSON, so `firn … --json` prints what it got and other tools can speak to the socket.
+//! [`Reply::Progress`] lines and exactly one final line (any other variant). A connection on which nobody has asked
+//! anything for long, and that holds nothing, may be closed in favour of another one: [`Reply::Closed`] is its last
+//! line then, and whatever was sent on it since the last answer was not carried out. Every field is plain
+//! JSON, and every path a [`BytePath`], so `firn … --json` prints what it got and other tools can speak to the socket.
+
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::path::BytePath;
 use crate::record::Ending;
 
 /// Version of this protocol; a client refuses a firnd that speaks another one.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 3;
 
 /// A rung of the ladder of durability (docs/ARCHITECTURE.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -49,7 +54,7 @@ pub enum Request {
     /// stand on `until` ([`Rung::Drained`] or [`Rung::Durable`]).
     Wait {
         /// Path below the mount point, without a leading slash.
-        path: String,
+        path: BytePath,
         /// The rung to reach.
         until: Rung,
         /// Give up after so many milliseconds.
@@ -58,24 +63,24 @@ pub enum Request {
     /// Begin to drain the files at or below `path`, without waiting.
     Drain {
         /// Path below the mount point, without a leading slash.
-        path: String,
+        path: BytePath,
     },
     /// Free the memory of drained data at or below `path`.
     Evict {
         /// Path below the mount point, without a leading slash.
-        path: String,
+        path: BytePath,
     },
     /// Keep the files at or below `path` in memory once they are drained, or no longer.
     Pin {
         /// Path below the mount point, without a leading slash.
-        path: String,
+        path: BytePath,
         /// Whether to keep them.
         pinned: bool,
     },
     /// Pending files at or below `path`, with their rung.
     Files {
         /// Path below the mount point, without a leading slash.
-        path: String,
+        path: BytePath,
     },
     /// Where the arena and the spill file can be mapped: a [`DataRegion`].
     Region,
@@ -83,7 +88,7 @@ pub enum Request {
     /// [`Request::ReleaseChunks`] or the end of the connection.
     Chunks {
         /// Path below the mount point, without a leading slash.
-        path: String,
+        path: BytePath,
     },
     /// Whether a file was changed since its list was made.
     CheckChunks {
@@ -98,19 +103,19 @@ pub enum Request {
     /// Begin a transaction in a directory and all below it.
     Begin {
         /// Path below the mount point, without a leading slash.
-        path: String,
+        path: BytePath,
     },
     /// Make the transaction durable and leave its outcome open. Changes wait until it is decided.
     Prepare {
         /// Path of its scope.
-        path: String,
+        path: BytePath,
         /// Number that the caller gives it.
         id: u64,
     },
     /// Decide for the transaction and carry it out; prepare it first, if nobody did.
     Commit {
         /// Path of its scope.
-        path: String,
+        path: BytePath,
         /// Its number; without one that with which it was prepared, or else the one after the last commit.
         id: Option<u64>,
         /// Begin the next one before anybody can change anything.
@@ -123,12 +128,12 @@ pub enum Request {
     /// Throw the transaction away.
     Abort {
         /// Path of its scope.
-        path: String,
+        path: BytePath,
     },
     /// Make the files those of checkpoint `id`.
     Restore {
         /// Path of the scope.
-        path: String,
+        path: BytePath,
         /// Number of a commit, or of a transaction that is prepared.
         id: u64,
     },
@@ -159,6 +164,8 @@ pub enum Reply {
         version: String,
         /// Its process id.
         pid: u32,
+        /// Tells this firnd from any other: who connects again must not take a later mount for this one.
+        incarnation: String,
     },
     /// Answer to [`Request::Status`].
     Status(Box<Status>),
@@ -214,6 +221,17 @@ pub enum Reply {
     },
     /// Done.
     Done,
+    /// Not an answer, and the end of the connection: it was idle and is closed in favour of another one. What was sent
+    /// since the last answer was not carried out: connect again, and repeat it.
+    Closed,
+    /// Too many connections are in use, each with a request or with something that it holds; nothing was done. A few
+    /// more are answered [`Request::Hello`], [`Request::Status`], [`Request::Metrics`] and [`Request::Unmount`].
+    Busy {
+        /// How many there may be.
+        connections: u32,
+        /// The processes with the most of them.
+        holders: Vec<Holder>,
+    },
     /// Failed.
     Error {
         /// The errno that says it best.
@@ -221,6 +239,15 @@ pub enum Reply {
         /// What happened and what to do.
         message: String,
     },
+}
+
+/// A process that is connected.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// Its process id; 0: firnd does not see it.
+    pub pid: u32,
+    /// Its connections.
+    pub connections: u32,
 }
 
 /// The state of one mount.
@@ -231,16 +258,17 @@ pub struct Status {
     /// firnd's process id.
     pub pid: u32,
     /// Absolute path of the backing directory.
-    pub backing: String,
+    pub backing: BytePath,
     /// Absolute path of the mount point.
-    pub mount_point: String,
+    pub mount_point: BytePath,
     /// Path of the arena file.
-    pub arena: String,
+    pub arena: BytePath,
     /// Seconds since firnd attached.
     pub uptime_s: f64,
     /// Lifetimes of firnd that this arena has seen, this one included.
     pub epoch: u64,
-    /// Options in force that change what promises mean, as `key=value`.
+    /// Options in force that change what promises mean, as `key=value`; paths as people are shown them
+    /// ([`crate::quote`]).
     pub options: Vec<String>,
     /// Bytes of chunks.
     pub arena_bytes: u64,
@@ -312,6 +340,23 @@ pub struct Status {
     pub drain_bytes_per_s: f64,
     /// Lanes and what they do.
     pub lanes: Vec<LaneStatus>,
+    /// Lines that firnd could not write to its log since it began: full, or over a limit.
+    #[serde(default)]
+    pub log_lines_lost: u64,
+    /// Bytes of the largest file that firnd may write to the backing, the limit of whoever started it; none: no limit.
+    #[serde(default)]
+    pub file_size_limit_bytes: Option<u64>,
+    /// Since attach: requests of the kernel that failed, by operation. A lookup of a name that is not there is one.
+    #[serde(default)]
+    pub failed_requests: BTreeMap<String, u64>,
+    /// Since attach: decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up`
+    /// (whoever waited was told the error) and `spilled`.
+    #[serde(default)]
+    pub drain_decisions: BTreeMap<String, u64>,
+    /// Since attach: steps of transactions on this host: `begin`, `quiesce`, `drained`, `prepared`, `decided`,
+    /// `applied`, `ended`, `undone`.
+    #[serde(default)]
+    pub transaction_steps: BTreeMap<String, u64>,
     /// Errors not yet dealt with, newest last, at most 64.
     pub errors: Vec<ErrorStatus>,
 }
@@ -320,7 +365,7 @@ pub struct Status {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TransactionStatus {
     /// Path of its scope below the mount point; empty: all of it.
-    pub scope: String,
+    pub scope: BytePath,
     /// `open`, `prepared`, or `decided`: committed and not yet carried out.
     pub stage: String,
     /// Its number, once it has one.
@@ -328,7 +373,7 @@ pub struct TransactionStatus {
     /// Files, directories and others that it changes.
     pub objects: u64,
     /// How many names of files are in each state of CprFS.
-    pub states: std::collections::BTreeMap<String, u64>,
+    pub states: BTreeMap<String, u64>,
     /// An earlier firnd prepared it.
     pub recovered: bool,
     /// Where several nodes commit together: those that have come.
@@ -361,7 +406,7 @@ pub struct BackupStatus {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SpillStatus {
     /// Path of the file.
-    pub path: String,
+    pub path: BytePath,
     /// Bytes that it may hold.
     pub bytes: u64,
     /// Bytes of its slots in use: whole chunks.
@@ -391,7 +436,7 @@ pub struct NodeStatus {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LaneStatus {
     /// Its backing directory.
-    pub path: String,
+    pub path: BytePath,
     /// IO threads that may write to it at once.
     pub writers_max: u32,
     /// IO threads that do.
@@ -404,7 +449,7 @@ pub struct LaneStatus {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ErrorStatus {
     /// Path below the mount point, as far as it is known.
-    pub path: String,
+    pub path: BytePath,
     /// The errno.
     pub errno: i32,
     /// What was tried and what it means.
@@ -421,11 +466,14 @@ pub struct ErrorStatus {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FileStatus {
     /// Path below the mount point.
-    pub path: String,
+    pub path: BytePath,
     /// Where it stands.
     pub state: Rung,
     /// Its bytes that are not in the backing.
     pub held_bytes: u64,
+    /// Offset behind the last of them, 0 where there are none: the file is at least so long.
+    #[serde(default)]
+    pub held_end: u64,
     /// Whether a program has it open.
     pub open: bool,
     /// Whether its writers closed it. A file that firnd has nothing to do with any more counts as closed.
@@ -438,7 +486,7 @@ pub struct FileStatus {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataRegion {
     /// Path of the arena file.
-    pub path: String,
+    pub path: BytePath,
     /// Tells this arena from any other: what its superblock and that of its spill file say, in hexadecimal
     /// digits.
     pub uuid: String,
@@ -458,7 +506,7 @@ pub struct DataRegion {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpillRegion {
     /// Path of the file.
-    pub path: String,
+    pub path: BytePath,
     /// Bytes from the start of the file to the first chunk.
     pub offset: u64,
     /// Bytes of chunks from there on.

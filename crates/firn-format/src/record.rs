@@ -105,12 +105,14 @@ pub enum Record {
         /// Last sequence of which nothing is pending.
         sequence: u64,
     },
-    /// A program set this modification time while data was pending: it goes back there after the drain.
+    /// The modification time is this one, unless a piece was modified after `written`.
     ModifiedAt {
         /// Binding.
         file: u64,
-        /// The time.
+        /// The time, which a program may have set.
         time: Timestamp,
+        /// Time of the last write until then, as piece records have it.
+        written: u64,
     },
     /// The file's writers opened it, closed it, or were killed.
     Ended {
@@ -211,8 +213,8 @@ impl Record {
             Self::VoidsPassed { file, sequence } => {
                 w.tag(VOIDS_PASSED).u64(*file).u64(*sequence);
             }
-            Self::ModifiedAt { file, time } => {
-                w.tag(MODIFIED_AT).u64(*file).u64(time.0 as u64).u32(time.1);
+            Self::ModifiedAt { file, time, written } => {
+                w.tag(MODIFIED_AT).u64(*file).u64(time.0 as u64).u32(time.1).u64(*written);
             }
             Self::Ended { file, ending } => {
                 w.tag(ENDED).u64(*file).u8(*ending as u8);
@@ -252,7 +254,9 @@ impl Record {
             }
             VOID => Self::Void { file: r.u64()?, offset: r.u64()?, len: r.u64()?, sequence: r.u64()? },
             VOIDS_PASSED => Self::VoidsPassed { file: r.u64()?, sequence: r.u64()? },
-            MODIFIED_AT => Self::ModifiedAt { file: r.u64()?, time: (r.u64()? as i64, r.u32()?) },
+            MODIFIED_AT => {
+                Self::ModifiedAt { file: r.u64()?, time: (r.u64()? as i64, r.u32()?), written: r.u64()? }
+            }
             ENDED => {
                 let file = r.u64()?;
                 Self::Ended { file, ending: r.ending()? }
@@ -354,7 +358,7 @@ mod tests {
             Record::TruncateEnd { file: 1, sequence: 2, size: 3, done: true },
             Record::Void { file: 1, offset: 2, len: 3, sequence: 4 },
             Record::VoidsPassed { file: 1, sequence: 4 },
-            Record::ModifiedAt { file: 1, time: (5, 6) },
+            Record::ModifiedAt { file: 1, time: (5, 6), written: 7 },
             Record::Ended { file: 1, ending: Ending::Cut },
             Record::Unbind { file: 1 },
         ]

@@ -1,10 +1,12 @@
 //! The FUSE operations, each as an engine call.
 //!
-//! One method an operation, in the order of the kernel's table. A method that may have to wait hands
-//! its reply to a callback or a worker; all others answer before they return.
+//! One method an operation, in the order of the kernel's table. A method that may ask the backing, or wait, says of
+//! what, and does so where [`Serving`] lets it: here or on another thread. One that waits for a drain hands its
+//! reply to a callback. All others (forgetting, counting, closing) answer before they return and wait for nobody.
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -25,14 +27,16 @@ use fuser::{
 use zerocopy::IntoBytes;
 
 use crate::caller::{caller, closing, masked};
-use crate::coherence::{Coherence, Target};
-use crate::convert::{self, errno};
-use crate::door::{self, DoorPlace, Forgetter};
+use crate::coherence::{Coherence, Forgetter, Target};
+use crate::convert;
+use crate::door::{self, DoorPlace};
+use crate::failures::{Answer, Failures, Operation};
 use crate::listing;
 use crate::negotiate::{Agreed, negotiate};
 use crate::passthrough::Passthrough;
+use crate::serving::Serving;
 use crate::stall::{Stalled, Write};
-use crate::workers::Workers;
+use crate::workers::{Topic, Workers};
 
 /// The attribute that tells on which rung of durability a file stands.
 const STATE_XATTR: &str = "user.firn.state";
@@ -55,10 +59,12 @@ pub struct Adapter<B: Backing> {
     options: AdapterOptions,
     agreed: Agreed,
     workers: Workers,
+    serving: Serving,
     stalled: Arc<Stalled<B>>,
     coherence: Arc<Coherence<B>>,
-    passthrough: Passthrough,
+    passthrough: Arc<Passthrough>,
     door: Option<DoorPlace>,
+    failures: Arc<Failures>,
 }
 
 thread_local! {
@@ -72,8 +78,20 @@ impl<B: Backing> Adapter<B> {
         let workers = Workers::default();
         let coherence = Coherence::new(Arc::clone(&engine), workers.clone());
         let stalled = Stalled::new(Arc::clone(&engine), workers.clone(), Arc::clone(&coherence));
-        let (agreed, passthrough) = (Agreed::default(), Passthrough::default());
-        Self { engine, options, agreed, workers, stalled, coherence, passthrough, door: None }
+        let (agreed, passthrough) = (Agreed::default(), Arc::default());
+        let serving = Serving::new(workers.clone());
+        Self {
+            engine,
+            options,
+            agreed,
+            workers,
+            serving,
+            stalled,
+            coherence,
+            passthrough,
+            door: None,
+            failures: Arc::default(),
+        }
     }
 
     /// Tells processes that they may write and read the files of `arena` past the kernel, and where to
@@ -87,62 +105,153 @@ impl<B: Backing> Adapter<B> {
         Arc::clone(&self.coherence)
     }
 
+    pub(crate) fn serving(&self) -> &Serving {
+        &self.serving
+    }
+
+    pub(crate) fn workers(&self) -> Workers {
+        self.workers.clone()
+    }
+
     /// Number of writes that wait for room in the arena, kept current.
     pub fn waiting_writers(&self) -> Arc<AtomicU64> {
         self.stalled.count()
     }
 
-    fn ttl(&self, node: NodeId) -> Duration {
-        ttl(&self.engine, self.options, node)
+    /// The requests that failed.
+    pub fn failures(&self) -> Arc<Failures> {
+        Arc::clone(&self.failures)
     }
 
-    /// Runs a change of names or attributes: here, or on a worker where it may wait for a transaction. Then the
-    /// threads that answer the kernel stay free for who only reads.
-    fn changing(&self, call: impl FnOnce(&Engine<B>) + Send + 'static) {
-        if self.engine.changes_wait() {
-            let engine = Arc::clone(&self.engine);
-            self.workers.run(move || call(&engine));
-        } else {
-            call(&self.engine);
+    /// A reply that counts and logs the failure of what it answers.
+    fn answer<R>(&self, operation: Operation, node: INodeNo, name: Option<&OsStr>, reply: R) -> Answer<B, R> {
+        Answer::new(&self.engine, &self.failures, operation, (NodeId(node.0), name), reply)
+    }
+
+    /// Runs what asks the backing for something that `topic` means.
+    fn asking(&self, topic: Topic, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+        match self.serving.here() {
+            Some(_here) => call(&self.engine),
+            None => {
+                let engine = Arc::clone(&self.engine);
+                self.serving.elsewhere(topic, Box::new(move || call(&engine)));
+            }
         }
     }
 
-    /// The same for one that answers with what it made.
+    /// Runs what is known to take long.
+    fn aside(&self, topic: Topic, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+        let engine = Arc::clone(&self.engine);
+        self.workers.run_about(topic, move || call(&engine));
+    }
+
+    /// Runs a change of names or attributes: of the object, or of the names in the directory. Where it may wait for a
+    /// transaction it does so aside: the threads that answer the kernel stay free for who only reads.
+    fn changing(&self, node: NodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+        if self.engine.changes_wait() {
+            self.aside(Topic::Node(node), call);
+        } else {
+            self.asking(Topic::Node(node), call);
+        }
+    }
+
+    /// The same for one that answers with what it made in a directory.
     fn making(
         &self,
-        reply: ReplyEntry,
+        parent: NodeId,
+        reply: Answer<B, ReplyEntry>,
         call: impl FnOnce(&Engine<B>) -> Result<Entry, Errno> + Send + 'static,
     ) {
         let options = self.options;
-        self.changing(move |engine| entry(engine, options, call(engine), reply));
+        self.changing(parent, move |engine| entry(engine, options, call(engine), reply));
     }
 
+    /// What is needed to tell the kernel of a new handle.
+    fn opener(&self) -> Opener {
+        let passthrough = self.agreed.passthrough.then(|| Arc::clone(&self.passthrough));
+        Opener { passthrough, options: self.options }
+    }
+
+    /// Runs `call` at once if the file has nothing pending (then it is as quick as the backing), else on
+    /// a worker, where it may wait for the drain.
+    fn run_drained(&self, node: NodeId, handle: HandleId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+        if self.engine.needs_drain(handle) {
+            self.aside(Topic::Node(node), call);
+        } else {
+            self.asking(Topic::Node(node), call);
+        }
+    }
+}
+
+/// Tells the kernel of new handles.
+struct Opener {
+    /// Where kernel and adapter agreed on that.
+    passthrough: Option<Arc<Passthrough>>,
+    options: AdapterOptions,
+}
+
+impl Opener {
     /// The flags and, for passthrough, the backing id with which a new handle is told to the kernel.
-    fn opening(
+    fn flags<B: Backing>(
         &self,
+        engine: &Engine<B>,
         node: NodeId,
         opened: Opened,
-        register: impl FnOnce(std::os::fd::OwnedFd) -> std::io::Result<BackingId>,
+        register: impl FnOnce(OwnedFd) -> std::io::Result<BackingId>,
     ) -> (FopenFlags, Option<Arc<BackingId>>) {
         if opened.mode == OpenMode::Passthrough {
-            let fd = || if self.agreed.passthrough { self.engine.backing_fd(opened.handle) } else { None };
-            if let Some(id) = self.passthrough.acquire(node, opened.handle, fd, register) {
+            let acquired = self.passthrough.as_ref().and_then(|passthrough| {
+                passthrough.acquire(node, opened.handle, || engine.backing_fd(opened.handle), register)
+            });
+            if let Some(id) = acquired {
                 return (FopenFlags::empty(), Some(id));
             }
-            self.engine.no_passthrough(opened.handle);
+            engine.no_passthrough(opened.handle);
         }
         (kernel_flags(opened), None)
     }
 
-    /// Runs `call` here if the file has nothing pending (then it is as quick as the backing), else on
-    /// a worker, where it may wait for the drain.
-    fn run_drained(&self, handle: HandleId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
-        if self.engine.needs_drain(handle) {
-            let engine = Arc::clone(&self.engine);
-            self.workers.run(move || call(&engine));
-        } else {
-            call(&self.engine);
+    /// Answers create(2).
+    fn created<B: Backing>(
+        &self,
+        engine: &Engine<B>,
+        made: Result<(Entry, Opened), Errno>,
+        reply: Answer<B, ReplyCreate>,
+    ) {
+        let (mut entry, opened) = match made {
+            Ok(made) => made,
+            Err(error) => return reply.error(error),
+        };
+        let (flags, id) = self.flags(engine, entry.node, opened, |fd| reply.open_backing(fd));
+        // The kernel takes the attributes of this answer for the newest in any case.
+        entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
+        let (attr, handle) = (convert::attr(entry.node, &entry.attr), FileHandle(opened.handle.0));
+        let ttl = &ttl(engine, self.options, entry.node);
+        match id {
+            Some(id) => reply.success().created_passthrough(ttl, &attr, Generation(0), handle, flags, &id),
+            None => reply.success().created(ttl, &attr, Generation(0), handle, flags),
         }
+    }
+
+    /// Answers open(2).
+    fn opened<B: Backing>(
+        &self,
+        engine: &Engine<B>,
+        coherence: &Coherence<B>,
+        node: NodeId,
+        opened: Result<Opened, Errno>,
+        reply: Answer<B, ReplyOpen>,
+    ) {
+        let opened = match opened {
+            Ok(opened) => opened,
+            Err(error) => return reply.error(error),
+        };
+        let (flags, id) = self.flags(engine, node, opened, |fd| reply.open_backing(fd));
+        let handle = FileHandle(opened.handle.0);
+        coherence.tell_size(node, opened.handle, opened.size, move || match id {
+            Some(id) => reply.success().opened_passthrough(handle, flags, &id),
+            None => reply.success().opened(handle, flags),
+        });
     }
 }
 
@@ -150,40 +259,20 @@ fn entry<B: Backing>(
     engine: &Engine<B>,
     options: AdapterOptions,
     result: Result<Entry, Errno>,
-    reply: ReplyEntry,
+    reply: Answer<B, ReplyEntry>,
 ) {
     match result {
         Ok(entry) => {
             let attr = convert::attr(entry.node, &entry.attr);
-            reply.entry(&ttl(engine, options, entry.node), &attr, Generation(0));
+            reply.success().entry(&ttl(engine, options, entry.node), &attr, Generation(0));
         }
-        Err(error) => reply.error(errno(error)),
+        Err(error) => reply.error(error),
     }
 }
 
 /// How long the kernel may keep attributes. Asked after they were taken: what came past the kernel meanwhile shows.
 fn ttl<B: Backing>(engine: &Engine<B>, options: AdapterOptions, node: NodeId) -> Duration {
     if engine.is_written_past_the_kernel(node) { Duration::ZERO } else { options.attr_timeout }
-}
-
-/// A new file is open, and the kernel does not read it by itself.
-fn created<B: Backing>(
-    engine: &Engine<B>,
-    options: AdapterOptions,
-    made: Result<(Entry, Opened), Errno>,
-    reply: ReplyCreate,
-) {
-    let (mut entry, opened) = match made {
-        Ok(made) => made,
-        Err(error) => return reply.error(errno(error)),
-    };
-    if opened.mode == OpenMode::Passthrough {
-        engine.no_passthrough(opened.handle);
-    }
-    entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
-    let (attr, handle) = (convert::attr(entry.node, &entry.attr), FileHandle(opened.handle.0));
-    let ttl = ttl(engine, options, entry.node);
-    reply.created(&ttl, &attr, Generation(0), handle, kernel_flags(opened));
 }
 
 /// How the kernel treats a handle that it does not read by itself.
@@ -195,19 +284,19 @@ fn kernel_flags(opened: Opened) -> FopenFlags {
     }
 }
 
-fn empty(result: Result<(), Errno>, reply: ReplyEmpty) {
+fn empty<B: Backing>(result: Result<(), Errno>, reply: Answer<B, ReplyEmpty>) {
     match result {
-        Ok(()) => reply.ok(),
-        Err(error) => reply.error(errno(error)),
+        Ok(()) => reply.success().ok(),
+        Err(error) => reply.error(error),
     }
 }
 
-fn xattr(result: Result<Vec<u8>, Errno>, size: u32, reply: ReplyXattr) {
+fn xattr<B: Backing>(result: Result<Vec<u8>, Errno>, size: u32, reply: Answer<B, ReplyXattr>) {
     match result {
-        Ok(value) if size == 0 => reply.size(value.len() as u32),
-        Ok(value) if value.len() > size as usize => reply.error(fuser::Errno::ERANGE),
-        Ok(value) => reply.data(&value),
-        Err(error) => reply.error(errno(error)),
+        Ok(value) if size == 0 => reply.success().size(value.len() as u32),
+        Ok(value) if value.len() > size as usize => reply.error(Errno::RANGE),
+        Ok(value) => reply.success().data(&value),
+        Err(error) => reply.error(error),
     }
 }
 
@@ -218,7 +307,11 @@ impl<B: Backing> Filesystem for Adapter<B> {
     }
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        entry(&self.engine, self.options, self.engine.lookup(NodeId(parent.0), name), reply);
+        let reply = self.answer(Operation::Lookup, parent, Some(name), reply);
+        let (parent, name, options) = (NodeId(parent.0), name.to_owned(), self.options);
+        self.asking(Topic::name(parent, &name), move |engine| {
+            entry(engine, options, engine.lookup(parent, &name), reply);
+        });
     }
 
     fn forget(&self, _: &Request, ino: INodeNo, count: u64) {
@@ -226,10 +319,12 @@ impl<B: Backing> Filesystem for Adapter<B> {
     }
 
     fn getattr(&self, _: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
-        match self.engine.attr(NodeId(ino.0), fh.map(|fh| HandleId(fh.0))) {
-            Ok(attr) => reply.attr(&self.ttl(NodeId(ino.0)), &convert::attr(NodeId(ino.0), &attr)),
-            Err(error) => reply.error(errno(error)),
-        }
+        let reply = self.answer(Operation::Getattr, ino, None, reply);
+        let (node, handle, options) = (NodeId(ino.0), fh.map(|fh| HandleId(fh.0)), self.options);
+        self.asking(Topic::Node(node), move |engine| match engine.attr(node, handle) {
+            Ok(attr) => reply.success().attr(&ttl(engine, options, node), &convert::attr(node, &attr)),
+            Err(error) => reply.error(error),
+        });
     }
 
     fn setattr(
@@ -250,21 +345,24 @@ impl<B: Backing> Filesystem for Adapter<B> {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
+        let reply = self.answer(Operation::Setattr, ino, None, reply);
         let (atime, mtime) = (convert::set_time(atime), convert::set_time(mtime));
         let mode = mode.map(|mode| mode & 0o7777);
         let set = SetAttr { mode, uid, gid, size, atime, mtime };
         let (node, options) = (NodeId(ino.0), self.options);
-        self.changing(move |engine| match engine.set_attr(node, fh.map(|fh| HandleId(fh.0)), set) {
-            Ok(attr) => reply.attr(&ttl(engine, options, node), &convert::attr(node, &attr)),
-            Err(error) => reply.error(errno(error)),
+        self.changing(node, move |engine| match engine.set_attr(node, fh.map(|fh| HandleId(fh.0)), set) {
+            Ok(attr) => reply.success().attr(&ttl(engine, options, node), &convert::attr(node, &attr)),
+            Err(error) => reply.error(error),
         });
     }
 
     fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
-        match self.engine.readlink(NodeId(ino.0)) {
-            Ok(target) => reply.data(&target),
-            Err(error) => reply.error(errno(error)),
-        }
+        let reply = self.answer(Operation::Readlink, ino, None, reply);
+        let node = NodeId(ino.0);
+        self.asking(Topic::Node(node), move |engine| match engine.readlink(node) {
+            Ok(target) => reply.success().data(&target),
+            Err(error) => reply.error(error),
+        });
     }
 
     fn mknod(
@@ -277,10 +375,13 @@ impl<B: Backing> Filesystem for Adapter<B> {
         rdev: u32,
         reply: ReplyEntry,
     ) {
-        let parent = NodeId(parent.0);
-        let mode = if self.agreed.umask { masked(&self.engine, parent, mode, umask) } else { mode };
+        let reply = self.answer(Operation::Mknod, parent, Some(name), reply);
+        let (parent, umask) = (NodeId(parent.0), self.agreed.umask.then_some(umask));
         let (caller, name) = (caller(request), name.to_owned());
-        self.making(reply, move |engine| engine.mknod(&caller, parent, &name, mode, rdev.into()));
+        self.making(parent, reply, move |engine| {
+            let mode = masked(engine, parent, mode, umask);
+            engine.mknod(&caller, parent, &name, mode, rdev.into())
+        });
     }
 
     fn mkdir(
@@ -292,25 +393,32 @@ impl<B: Backing> Filesystem for Adapter<B> {
         umask: u32,
         reply: ReplyEntry,
     ) {
-        let parent = NodeId(parent.0);
-        let mode = if self.agreed.umask { masked(&self.engine, parent, mode, umask) } else { mode };
+        let reply = self.answer(Operation::Mkdir, parent, Some(name), reply);
+        let (parent, umask) = (NodeId(parent.0), self.agreed.umask.then_some(umask));
         let (caller, name) = (caller(request), name.to_owned());
-        self.making(reply, move |engine| engine.mkdir(&caller, parent, &name, mode));
+        self.making(parent, reply, move |engine| {
+            let mode = masked(engine, parent, mode, umask);
+            engine.mkdir(&caller, parent, &name, mode)
+        });
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let name = name.to_owned();
-        self.changing(move |engine| empty(engine.unlink(NodeId(parent.0), &name), reply));
+        let reply = self.answer(Operation::Unlink, parent, Some(name), reply);
+        let (parent, name) = (NodeId(parent.0), name.to_owned());
+        self.changing(parent, move |engine| empty(engine.unlink(parent, &name), reply));
     }
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let name = name.to_owned();
-        self.changing(move |engine| empty(engine.rmdir(NodeId(parent.0), &name), reply));
+        let reply = self.answer(Operation::Rmdir, parent, Some(name), reply);
+        let (parent, name) = (NodeId(parent.0), name.to_owned());
+        self.changing(parent, move |engine| empty(engine.rmdir(parent, &name), reply));
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
-        let (caller, name, target) = (caller(request), name.to_owned(), target.as_os_str().to_owned());
-        self.making(reply, move |engine| engine.symlink(&caller, NodeId(parent.0), &name, &target));
+        let reply = self.answer(Operation::Symlink, parent, Some(name), reply);
+        let (caller, parent) = (caller(request), NodeId(parent.0));
+        let (name, target) = (name.to_owned(), target.as_os_str().to_owned());
+        self.making(parent, reply, move |engine| engine.symlink(&caller, parent, &name, &target));
     }
 
     fn rename(
@@ -323,50 +431,41 @@ impl<B: Backing> Filesystem for Adapter<B> {
         flags: fuser::RenameFlags,
         reply: ReplyEmpty,
     ) {
+        let reply = self.answer(Operation::Rename, parent, Some(name), reply);
         let Some(flags) = RenameFlags::from_bits(flags.bits()) else {
-            return reply.error(fuser::Errno::EINVAL);
+            return reply.error(Errno::INVAL);
         };
         let (parent, new_parent) = (NodeId(parent.0), NodeId(new_parent.0));
         let (name, new_name) = (name.to_owned(), new_name.to_owned());
-        self.changing(move |engine| empty(engine.rename(parent, &name, new_parent, &new_name, flags), reply));
+        self.changing(parent, move |engine| {
+            empty(engine.rename(parent, &name, new_parent, &new_name, flags), reply);
+        });
     }
 
     fn link(&self, _: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let name = name.to_owned();
-        self.making(reply, move |engine| engine.link(NodeId(ino.0), NodeId(parent.0), &name));
+        let reply = self.answer(Operation::Link, parent, Some(name), reply);
+        let (node, parent, name) = (NodeId(ino.0), NodeId(parent.0), name.to_owned());
+        self.making(parent, reply, move |engine| engine.link(node, parent, &name));
     }
 
     fn open(&self, _: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
-        if flags.0 & libc::O_TRUNC != 0 && self.engine.changes_wait() {
-            let coherence = Arc::clone(&self.coherence);
-            return self.changing(move |engine| match engine.open(NodeId(ino.0), flags.0) {
-                Ok(opened) => {
-                    if opened.mode == OpenMode::Passthrough {
-                        engine.no_passthrough(opened.handle);
-                    }
-                    let (flags, handle) = (kernel_flags(opened), FileHandle(opened.handle.0));
-                    let answer = move || reply.opened(handle, flags);
-                    coherence.tell_size(NodeId(ino.0), opened.handle, opened.size, answer);
-                }
-                Err(error) => reply.error(errno(error)),
-            });
-        }
-        let opened = match self.engine.open(NodeId(ino.0), flags.0) {
-            Ok(opened) => opened,
-            Err(error) => return reply.error(errno(error)),
+        let reply = self.answer(Operation::Open, ino, None, reply);
+        let (node, flags, opener) = (NodeId(ino.0), flags.0, self.opener());
+        let coherence = Arc::clone(&self.coherence);
+        let call = move |engine: &Engine<B>| {
+            opener.opened(engine, &coherence, node, engine.open(node, flags), reply);
         };
-        let (flags, id) = self.opening(NodeId(ino.0), opened, |fd| reply.open_backing(fd));
-        let handle = FileHandle(opened.handle.0);
-        self.coherence.tell_size(NodeId(ino.0), opened.handle, opened.size, move || match id {
-            Some(id) => reply.opened_passthrough(handle, flags, &id),
-            None => reply.opened(handle, flags),
-        });
+        if flags & libc::O_TRUNC != 0 {
+            self.changing(node, call);
+        } else {
+            self.asking(Topic::Node(node), call);
+        }
     }
 
     fn read(
         &self,
         request: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         size: u32,
@@ -374,18 +473,27 @@ impl<B: Backing> Filesystem for Adapter<B> {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        let reply = self.answer(Operation::Read, ino, None, reply);
         let range = offset..offset.saturating_add(size.into());
         self.engine.accessed(HandleId(fh.0), request.pid(), Access::Read, range);
-        READ_BUFFER.with_borrow_mut(|buffer| {
-            if buffer.len() < size as usize {
-                buffer.resize(size as usize, 0);
+        let (handle, size) = (HandleId(fh.0), size as usize);
+        let call = move |engine: &Engine<B>, buffer: &mut [u8]| match engine.read(handle, offset, buffer) {
+            Ok(len) => reply.success().data(&buffer[..len]),
+            Err(error) => reply.error(error),
+        };
+        match self.serving.here() {
+            Some(_here) => READ_BUFFER.with_borrow_mut(|buffer| {
+                if buffer.len() < size {
+                    buffer.resize(size, 0);
+                }
+                call(&self.engine, &mut buffer[..size]);
+            }),
+            None => {
+                let engine = Arc::clone(&self.engine);
+                let call = Box::new(move || call(&engine, &mut vec![0; size]));
+                self.serving.elsewhere(Topic::Node(NodeId(ino.0)), call);
             }
-            let buffer = &mut buffer[..size as usize];
-            match self.engine.read(HandleId(fh.0), offset, buffer) {
-                Ok(len) => reply.data(&buffer[..len]),
-                Err(error) => reply.error(errno(error)),
-            }
-        });
+        }
     }
 
     fn write(
@@ -400,21 +508,31 @@ impl<B: Backing> Filesystem for Adapter<B> {
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
+        let reply = self.answer(Operation::Write, node, None, reply);
         let clear_suid = flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         let from_cache = flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let target = Target { node, handle: HandleId(fh.0), offset, from_cache };
         // The kernel writes pages of mappings for nobody in particular.
         let pid = if from_cache { 0 } else { request.pid() };
-        self.engine.accessed(
-            target.handle,
-            pid,
-            Access::Write,
-            offset..offset.saturating_add(data.len() as u64),
-        );
-        self.stalled.write(Write { target, clear_suid, reply }, data);
+        let end = offset.saturating_add(data.len() as u64);
+        self.engine.accessed(target.handle, pid, Access::Write, offset..end);
+        let write = Write { target, clear_suid, reply };
+        match self.serving.here() {
+            Some(_here) => self.stalled.write(write, data),
+            // What only memory is needed for goes on without a copy, whatever hangs.
+            None if !self.engine.write_may_wait(target.handle, end, clear_suid) => {
+                self.stalled.write(write, data);
+            }
+            None => {
+                let (stalled, data) = (Arc::clone(&self.stalled), data.to_vec());
+                let call = Box::new(move || stalled.write(write, &data));
+                self.serving.elsewhere(Topic::Node(NodeId(node.0)), call);
+            }
+        }
     }
 
-    fn flush(&self, request: &Request, _ino: INodeNo, fh: FileHandle, _owner: LockOwner, reply: ReplyEmpty) {
+    fn flush(&self, request: &Request, ino: INodeNo, fh: FileHandle, _owner: LockOwner, reply: ReplyEmpty) {
+        let reply = self.answer(Operation::Flush, ino, None, reply);
         let handle = HandleId(fh.0);
         let by = if self.engine.is_writer(handle) { closing(request) } else { Closing::Called };
         self.engine.flush(handle, by, Box::new(move |result| empty(result, reply)));
@@ -423,7 +541,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
     fn release(
         &self,
         _: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         _flags: OpenFlags,
         _lock_owner: Option<LockOwner>,
@@ -431,36 +549,59 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyEmpty,
     ) {
         // The id first: once the engine counts no passthrough handle it may choose the other mode.
-        self.passthrough.release(HandleId(fh.0));
-        self.engine.release(HandleId(fh.0));
-        reply.ok();
+        let handle = HandleId(fh.0);
+        self.passthrough.release(handle);
+        match self.serving.here() {
+            Some(_here) => {
+                self.engine.release(handle);
+                reply.ok();
+            }
+            None => {
+                // Nobody waits for the answer, and the kernel holds back what it reads ahead, of any file, while
+                // many such answers are missing.
+                reply.ok();
+                let engine = Arc::clone(&self.engine);
+                let call = Box::new(move || engine.release(handle));
+                self.serving.elsewhere(Topic::Node(NodeId(ino.0)), call);
+            }
+        }
     }
 
-    fn fsync(&self, _: &Request, _ino: INodeNo, fh: FileHandle, data_only: bool, reply: ReplyEmpty) {
-        let handle = HandleId(fh.0);
+    fn fsync(&self, _: &Request, ino: INodeNo, fh: FileHandle, data_only: bool, reply: ReplyEmpty) {
+        let reply = self.answer(Operation::Fsync, ino, None, reply);
+        let (handle, topic) = (HandleId(fh.0), Topic::Node(NodeId(ino.0)));
         let (engine, workers) = (Arc::clone(&self.engine), self.workers.clone());
         let durable = engine.options().fsync == FsyncPolicy::Durable;
         let drained = Box::new(move |result: Result<(), Errno>| match result {
-            Ok(()) if durable => workers.run(move || empty(engine.sync_file(handle, data_only), reply)),
+            Ok(()) if durable => {
+                workers.run_about(topic, move || empty(engine.sync_file(handle, data_only), reply));
+            }
             result => empty(result, reply),
         });
         self.engine.fsync(handle, drained);
     }
 
     fn opendir(&self, _: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        match self.engine.open_dir(NodeId(ino.0)) {
-            Ok(handle) => reply.opened(FileHandle(handle.0), FopenFlags::empty()),
-            Err(error) => reply.error(errno(error)),
-        }
+        let reply = self.answer(Operation::Opendir, ino, None, reply);
+        let node = NodeId(ino.0);
+        self.asking(Topic::Node(node), move |engine| match engine.open_dir(node) {
+            Ok(handle) => reply.success().opened(FileHandle(handle.0), FopenFlags::empty()),
+            Err(error) => reply.error(error),
+        });
     }
 
-    fn readdir(&self, _: &Request, _ino: INodeNo, fh: FileHandle, offset: u64, reply: ReplyDirectory) {
-        listing::readdir(&self.engine, HandleId(fh.0), offset, reply);
+    fn readdir(&self, _: &Request, ino: INodeNo, fh: FileHandle, offset: u64, reply: ReplyDirectory) {
+        let reply = self.answer(Operation::Readdir, ino, None, reply);
+        let call = move |engine: &Engine<B>| listing::readdir(engine, HandleId(fh.0), offset, reply);
+        self.asking(Topic::Node(NodeId(ino.0)), call);
     }
 
     fn readdirplus(&self, _: &Request, ino: INodeNo, fh: FileHandle, offset: u64, reply: ReplyDirectoryPlus) {
-        let (node, dir) = (NodeId(ino.0), HandleId(fh.0));
-        listing::readdirplus(&self.engine, node, dir, offset, &self.options.attr_timeout, reply);
+        let reply = self.answer(Operation::Readdir, ino, None, reply);
+        let (node, dir, ttl) = (NodeId(ino.0), HandleId(fh.0), self.options.attr_timeout);
+        self.asking(Topic::Node(node), move |engine| {
+            listing::readdirplus(engine, node, dir, offset, &ttl, reply);
+        });
     }
 
     fn releasedir(&self, _: &Request, _ino: INodeNo, fh: FileHandle, _flags: OpenFlags, reply: ReplyEmpty) {
@@ -469,19 +610,23 @@ impl<B: Backing> Filesystem for Adapter<B> {
     }
 
     fn fsyncdir(&self, _: &Request, ino: INodeNo, _fh: FileHandle, _data_only: bool, reply: ReplyEmpty) {
-        let engine = Arc::clone(&self.engine);
-        self.workers.run(move || empty(engine.sync_dir(NodeId(ino.0)), reply));
+        let reply = self.answer(Operation::Fsyncdir, ino, None, reply);
+        let node = NodeId(ino.0);
+        self.aside(Topic::Node(node), move |engine| empty(engine.sync_dir(node), reply));
     }
 
-    fn statfs(&self, _: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        match self.engine.statfs() {
+    fn statfs(&self, _: &Request, ino: INodeNo, reply: ReplyStatfs) {
+        let reply = self.answer(Operation::Statfs, ino, None, reply);
+        self.asking(Topic::Backing, move |engine| match engine.statfs() {
             Ok(s) => {
-                let block = s.block_size as u32;
-                let (free, available) = (s.blocks_free, s.blocks_available);
-                reply.statfs(s.blocks, free, available, s.files, s.files_free, block, s.name_max, block);
+                let (block, free, available) = (s.block_size as u32, s.blocks_free, s.blocks_available);
+                let (files, files_free) = (s.files, s.files_free);
+                reply
+                    .success()
+                    .statfs(s.blocks, free, available, files, files_free, block, s.name_max, block);
             }
-            Err(error) => reply.error(errno(error)),
-        }
+            Err(error) => reply.error(error),
+        });
     }
 
     fn setxattr(
@@ -494,31 +639,37 @@ impl<B: Backing> Filesystem for Adapter<B> {
         _position: u32,
         reply: ReplyEmpty,
     ) {
+        let reply = self.answer(Operation::Setxattr, ino, None, reply);
         if name == STATE_XATTR {
-            return reply.error(fuser::Errno::EOPNOTSUPP);
+            return reply.error(Errno::OPNOTSUPP);
         }
-        let (name, value) = (name.to_owned(), value.to_owned());
-        self.changing(move |engine| empty(engine.set_xattr(NodeId(ino.0), &name, &value, flags), reply));
+        let (node, name, value) = (NodeId(ino.0), name.to_owned(), value.to_owned());
+        self.changing(node, move |engine| empty(engine.set_xattr(node, &name, &value, flags), reply));
     }
 
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        let reply = self.answer(Operation::Getxattr, ino, None, reply);
         let node = NodeId(ino.0);
         if name == STATE_XATTR {
             return xattr(self.engine.state_of(node).map(|rung| Rung::as_str(rung).into()), size, reply);
         }
-        xattr(self.engine.get_xattr(node, name), size, reply);
+        let name = name.to_owned();
+        self.asking(Topic::Node(node), move |engine| xattr(engine.get_xattr(node, &name), size, reply));
     }
 
     fn listxattr(&self, _: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        xattr(self.engine.list_xattr(NodeId(ino.0)), size, reply);
+        let reply = self.answer(Operation::Listxattr, ino, None, reply);
+        let node = NodeId(ino.0);
+        self.asking(Topic::Node(node), move |engine| xattr(engine.list_xattr(node), size, reply));
     }
 
     fn removexattr(&self, _: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let reply = self.answer(Operation::Removexattr, ino, None, reply);
         if name == STATE_XATTR {
-            return reply.error(fuser::Errno::EOPNOTSUPP);
+            return reply.error(Errno::OPNOTSUPP);
         }
-        let name = name.to_owned();
-        self.changing(move |engine| empty(engine.remove_xattr(NodeId(ino.0), &name), reply));
+        let (node, name) = (NodeId(ino.0), name.to_owned());
+        self.changing(node, move |engine| empty(engine.remove_xattr(node, &name), reply));
     }
 
     /// Never asked under `default_permissions`.
@@ -536,27 +687,13 @@ impl<B: Backing> Filesystem for Adapter<B> {
         flags: i32,
         reply: ReplyCreate,
     ) {
-        let parent = NodeId(parent.0);
-        let mode = if self.agreed.umask { masked(&self.engine, parent, mode, umask) } else { mode };
-        if self.engine.changes_wait() {
-            let (caller, name, options) = (caller(request), name.to_owned(), self.options);
-            return self.changing(move |engine| {
-                created(engine, options, engine.create(&caller, parent, &name, mode, flags), reply);
-            });
-        }
-        let (mut entry, opened) = match self.engine.create(&caller(request), parent, name, mode, flags) {
-            Ok(created) => created,
-            Err(error) => return reply.error(errno(error)),
-        };
-        let (flags, id) = self.opening(entry.node, opened, |fd| reply.open_backing(fd));
-        // The kernel takes the attributes of this answer for the newest in any case.
-        entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
-        let (attr, handle) = (convert::attr(entry.node, &entry.attr), FileHandle(opened.handle.0));
-        let ttl = &self.ttl(entry.node);
-        match id {
-            Some(id) => reply.created_passthrough(ttl, &attr, Generation(0), handle, flags, &id),
-            None => reply.created(ttl, &attr, Generation(0), handle, flags),
-        }
+        let reply = self.answer(Operation::Create, parent, Some(name), reply);
+        let (parent, umask) = (NodeId(parent.0), self.agreed.umask.then_some(umask));
+        let (caller, name, opener) = (caller(request), name.to_owned(), self.opener());
+        self.changing(parent, move |engine| {
+            let mode = masked(engine, parent, mode, umask);
+            opener.created(engine, engine.create(&caller, parent, &name, mode, flags), reply);
+        });
     }
 
     fn bmap(&self, _: &Request, _ino: INodeNo, _blocksize: u32, _idx: u64, reply: ReplyBmap) {
@@ -597,33 +734,37 @@ impl<B: Backing> Filesystem for Adapter<B> {
     fn fallocate(
         &self,
         request: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         len: u64,
         mode: i32,
         reply: ReplyEmpty,
     ) {
+        let reply = self.answer(Operation::Fallocate, ino, None, reply);
         let handle = HandleId(fh.0);
         if mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0 {
             let range = offset..offset.saturating_add(len);
             self.engine.accessed(handle, request.pid(), Access::Write, range);
         }
-        self.run_drained(handle, move |engine| empty(engine.allocate(handle, mode, offset, len), reply));
+        self.run_drained(NodeId(ino.0), handle, move |engine| {
+            empty(engine.allocate(handle, mode, offset, len), reply);
+        });
     }
 
-    fn lseek(&self, _: &Request, _ino: INodeNo, fh: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
+    fn lseek(&self, _: &Request, ino: INodeNo, fh: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
+        let reply = self.answer(Operation::Lseek, ino, None, reply);
         let what = match whence {
             libc::SEEK_DATA => Seek::Data,
             libc::SEEK_HOLE => Seek::Hole,
             // The kernel does the others itself.
-            _ => return reply.error(fuser::Errno::EINVAL),
+            _ => return reply.error(Errno::INVAL),
         };
-        let Ok(offset) = u64::try_from(offset) else { return reply.error(fuser::Errno::ENXIO) };
+        let Ok(offset) = u64::try_from(offset) else { return reply.error(Errno::NXIO) };
         let handle = HandleId(fh.0);
-        self.run_drained(handle, move |engine| match engine.seek(handle, offset, what) {
-            Ok(found) => reply.offset(found as i64),
-            Err(error) => reply.error(errno(error)),
+        self.run_drained(NodeId(ino.0), handle, move |engine| match engine.seek(handle, offset, what) {
+            Ok(found) => reply.success().offset(found as i64),
+            Err(error) => reply.error(error),
         });
     }
 
@@ -633,22 +774,24 @@ impl<B: Backing> Filesystem for Adapter<B> {
         _ino_in: INodeNo,
         fh_in: FileHandle,
         offset_in: u64,
-        _ino_out: INodeNo,
+        ino_out: INodeNo,
         fh_out: FileHandle,
         offset_out: u64,
         len: u64,
         _flags: CopyFileRangeFlags,
         reply: ReplyWrite,
     ) {
-        let engine = Arc::clone(&self.engine);
+        let reply = self.answer(Operation::Copy, ino_out, None, reply);
         let (from, to, len) = (HandleId(fh_in.0), HandleId(fh_out.0), len.min(COPY_BYTES_MAX));
         let range = |offset: u64| offset..offset.saturating_add(len);
         self.engine.accessed(from, request.pid(), Access::Read, range(offset_in));
         self.engine.accessed(to, request.pid(), Access::Write, range(offset_out));
         // Always aside: without reflinks the backing copies for as long as it takes.
-        self.workers.run(move || match engine.copy_range(from, offset_in, to, offset_out, len) {
-            Ok(copied) => reply.written(copied as u32),
-            Err(error) => reply.error(errno(error)),
+        self.aside(Topic::Node(NodeId(ino_out.0)), move |engine| {
+            match engine.copy_range(from, offset_in, to, offset_out, len) {
+                Ok(copied) => reply.success().written(copied as u32),
+                Err(error) => reply.error(error),
+            }
         });
     }
 }

@@ -45,8 +45,9 @@ fn exit_code(stat: &str) -> Option<u32> {
 }
 
 /// The mode of a new object: the umask counts unless the parent has a default ACL (acl(5)), which
-/// the backing applies by itself.
-pub(crate) fn masked<B: Backing>(engine: &Engine<B>, parent: NodeId, mode: u32, umask: u32) -> u32 {
+/// the backing applies by itself. Without a umask the kernel saw to it.
+pub(crate) fn masked<B: Backing>(engine: &Engine<B>, parent: NodeId, mode: u32, umask: Option<u32>) -> u32 {
+    let Some(umask) = umask else { return mode };
     if mode & umask == 0 || has_default_acl(engine, parent) { mode } else { mode & !umask }
 }
 

@@ -15,9 +15,12 @@ const ERRNO_MAX: i32 = 511;
 ///
 /// `ENOSYS` would make the kernel drop the whole operation for the life of the mount, although only
 /// this object's file system lacks it: programs get `EOPNOTSUPP`, from which they fall back too.
+///
+/// `EMFILE` is about firnd's table of descriptors, and a program would take it for its own.
 pub(crate) fn errno(error: Errno) -> fuser::Errno {
     match error.raw_os_error() {
         libc::ENOSYS => fuser::Errno::from_i32(libc::EOPNOTSUPP),
+        libc::EMFILE => fuser::Errno::from_i32(libc::ENFILE),
         raw @ 1..=ERRNO_MAX => fuser::Errno::from_i32(raw),
         _ => fuser::Errno::EIO,
     }

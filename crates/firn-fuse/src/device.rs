@@ -175,12 +175,29 @@ fn detach_by_helper(mount_point: &Path, lazy: bool) -> io::Result<()> {
 
 /// The number of the connection behind `mount_point`: the minor number of its device.
 pub(crate) fn connection(mount_point: &Path) -> Option<u32> {
-    let table = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
-    let wanted = mount_point.to_str()?;
-    table.lines().rev().map(|line| line.split(' ').collect::<Vec<_>>()).find_map(|fields| {
+    connection_in(&std::fs::read("/proc/self/mountinfo").ok()?, mount_point)
+}
+
+fn connection_in(table: &[u8], mount_point: &Path) -> Option<u32> {
+    let wanted = as_in_table(mount_point.as_os_str().as_bytes());
+    let lines = table.split(|byte| *byte == b'\n').rev();
+    lines.map(|line| line.split(|byte| *byte == b' ').collect::<Vec<_>>()).find_map(|fields| {
         let (major_minor, path) = (fields.get(2)?, fields.get(4)?);
-        (*path == wanted).then(|| major_minor.split_once(':')?.1.parse().ok())?
+        let number = std::str::from_utf8(major_minor).ok().filter(|_| *path == wanted)?;
+        number.split_once(':')?.1.parse().ok()
     })
+}
+
+/// The kernel writes blank, tab, newline and backslash of a path as a backslash and three octal digits.
+fn as_in_table(path: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(path.len());
+    for &byte in path {
+        match byte {
+            b' ' | b'\t' | b'\n' | b'\\' => out.extend_from_slice(format!("\\{byte:03o}").as_bytes()),
+            byte => out.push(byte),
+        }
+    }
+    out
 }
 
 /// Aborts a connection: through fusectl, which its owner may do, or by force, which root may.
@@ -196,17 +213,19 @@ pub(crate) fn abort(mount_point: &Path, connection: Option<u32>) -> io::Result<(
     }
 }
 
-/// Whether a FUSE mount whose server died is at `path`.
-pub fn is_dead(path: &Path) -> bool {
-    match std::fs::symlink_metadata(path) {
-        Err(error) => matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED)),
-        Ok(_) => false,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn regression_the_connection_of_a_mount_point_that_the_kernel_escapes_is_found() {
+        let table = b"40 22 0:50 / /ckpt rw - fuse.firn /a rw\n\
+            41 22 0:51 / /\xff\\012x\\040\\134 rw - fuse.firn /caf\xe9 rw\n";
+        let find = |path: &[u8]| connection_in(table, Path::new(std::ffi::OsStr::from_bytes(path)));
+        assert_eq!(find(b"/ckpt"), Some(50));
+        assert_eq!(find(b"/\xff\nx \\"), Some(51));
+        assert_eq!(find(b"/\xfe\nx \\"), None);
+    }
 
     #[test]
     fn commas_and_backslashes_survive_the_helpers_option_syntax() {

@@ -19,6 +19,7 @@ use fuser::{INodeNo, Request};
 use zerocopy::FromZeros;
 
 use crate::coherence::Coherence;
+use crate::workers::Topic;
 
 /// Where processes ask to write and read past the kernel.
 #[derive(Clone)]
@@ -53,49 +54,7 @@ pub(crate) fn token(place: Option<&DoorPlace>, request: &Request, handle: u64) -
     }
 }
 
-/// Makes the kernel ask for the attributes of a node again.
-#[derive(Clone)]
-pub struct Forgetter(Forget, Forget);
-
-type Forget = Arc<dyn Fn(NodeId) + Send + Sync>;
-
-impl Forgetter {
-    pub(crate) fn new<B: Backing>(coherence: Arc<Coherence<B>>) -> Self {
-        let all = Arc::clone(&coherence);
-        Self(
-            Arc::new(move |node| coherence.drop_attributes(node)),
-            Arc::new(move |node| all.drop_pages(node)),
-        )
-    }
-
-    /// Returns when neither attributes nor pages from before this call are left.
-    pub fn forget_all(&self, node: NodeId) {
-        (self.1)(node);
-    }
-
-    /// Returns when no attribute from before this call is left.
-    pub fn forget(&self, node: NodeId) {
-        (self.0)(node);
-    }
-}
-
 impl<B: Backing> Coherence<B> {
-    fn drop_attributes(&self, node: NodeId) {
-        let Some(notifier) = self.notifier() else { return };
-        if let Err(error) = notifier.inval_inode(INodeNo(node.0), -1, 0) {
-            tracing::warn!(%error, node = node.0, "cannot drop attributes");
-        }
-    }
-
-    fn drop_pages(&self, node: NodeId) {
-        let Some(notifier) = self.notifier() else { return };
-        if let Err(error) = notifier.inval_inode(INodeNo(node.0), 0, 0)
-            && error.kind() != std::io::ErrorKind::NotFound
-        {
-            tracing::warn!(%error, node = node.0, "cannot drop cached pages");
-        }
-    }
-
     /// Calls `answer` once the kernel knows that the file is at least `size` bytes long.
     pub(crate) fn tell_size(
         &self,
@@ -107,7 +66,7 @@ impl<B: Backing> Coherence<B> {
         let (Some(size), Some(notifier)) = (size, self.notifier().cloned()) else { return answer() };
         let engine = Arc::clone(self.engine());
         // Not on this thread: a store waits for a page that a FUSE thread may have to fill.
-        self.workers().run(move || {
+        self.workers().run_about(Topic::Pages(node), move || {
             if let Some(last) = size.checked_sub(1) {
                 let inode = INodeNo(node.0);
                 // A mapping may have changed the byte in the kernel's cache: that page is written first.

@@ -11,20 +11,26 @@ use firn_engine::{Engine, HandleId, NodeId};
 use fuser::{FileType, Generation, INodeNo, ReplyDirectory, ReplyDirectoryPlus};
 
 use crate::convert;
+use crate::failures::Answer;
 
 /// Entries looked up at a time; what does not fit the kernel's buffer was taken in vain.
 const BATCH: usize = 32;
 
 /// Answers readdir. Inode numbers are the backing's here: an entry that was never looked up has no
 /// node id yet.
-pub(crate) fn readdir<B: Backing>(engine: &Engine<B>, dir: HandleId, from: u64, mut reply: ReplyDirectory) {
+pub(crate) fn readdir<B: Backing>(
+    engine: &Engine<B>,
+    dir: HandleId,
+    from: u64,
+    mut reply: Answer<B, ReplyDirectory>,
+) {
     let listed = engine.read_dir(dir, from as i64, &mut |entry| {
         let kind = entry.kind.map_or(FileType::RegularFile, convert::file_type);
         !reply.add(INodeNo(entry.ino), entry.cookie as u64, kind, entry.name)
     });
     match listed {
-        Ok(()) => reply.ok(),
-        Err(error) => reply.error(convert::errno(error)),
+        Ok(()) => reply.success().ok(),
+        Err(error) => reply.error(error),
     }
 }
 
@@ -42,25 +48,25 @@ pub(crate) fn readdirplus<B: Backing>(
     dir: HandleId,
     from: u64,
     ttl: &Duration,
-    mut reply: ReplyDirectoryPlus,
+    mut reply: Answer<B, ReplyDirectoryPlus>,
 ) {
     let mut cookie = from as i64;
     loop {
         let batch = match batch(engine, dir, cookie) {
             Ok(batch) => batch,
             // What is already in the reply must reach the kernel: its lookups are counted.
-            Err(_) if cookie != from as i64 => return reply.ok(),
-            Err(error) => return reply.error(convert::errno(error)),
+            Err(_) if cookie != from as i64 => return reply.success().ok(),
+            Err(error) => return reply.error(error),
         };
         let more = batch.len() == BATCH;
         for found in batch {
             cookie = found.cookie;
             if add(engine, node, &found, ttl, &mut reply) {
-                return reply.ok();
+                return reply.success().ok();
             }
         }
         if !more {
-            return reply.ok();
+            return reply.success().ok();
         }
     }
 }

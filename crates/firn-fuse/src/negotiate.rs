@@ -10,9 +10,10 @@ use fuser::{InitFlags, KernelConfig};
 /// Larger requests gained nothing on two cores and are clamped unless `fs.fuse.max_pages_limit` is
 /// raised.
 const MAX_WRITE_BYTES: u32 = 1 << 20;
-/// Requests that may wait in firnd on behalf of asynchronous callers; the kernel's default of 12 is
-/// fewer than the writers of one node.
-const MAX_BACKGROUND: u16 = 64;
+/// Requests that may wait in firnd on behalf of asynchronous callers (what is read ahead, closed, or asked for by
+/// io_uring). The kernel's default of 12 is fewer than the writers of one node, and while so many hang it keeps all
+/// others back, also those for other files.
+const MAX_BACKGROUND: u16 = 512;
 /// A backing that is itself stacked cannot be passed through, and that is the depth that says so.
 const STACK_DEPTH: u32 = 1;
 

@@ -32,23 +32,28 @@ impl Passthrough {
         &self,
         node: NodeId,
         handle: HandleId,
-        fd: impl FnOnce() -> Option<OwnedFd>,
+        fd: impl Fn() -> Option<OwnedFd>,
         register: impl FnOnce(OwnedFd) -> std::io::Result<BackingId>,
     ) -> Option<Arc<BackingId>> {
-        let mut table = self.table.lock();
-        let id = match table.nodes.get_mut(&node) {
-            Some((id, handles)) => {
+        let (mut table, id) = loop {
+            // Without the lock, and in vain where another first open is quicker: it may ask the backing.
+            let is_first = !self.table.lock().nodes.contains_key(&node);
+            let file = if is_first { Some(fd()?) } else { None };
+            let mut table = self.table.lock();
+            if let Some((id, handles)) = table.nodes.get_mut(&node) {
                 *handles += 1;
-                Arc::clone(id)
+                let id = Arc::clone(id);
+                break (table, id);
             }
-            None => {
-                // Under the lock: two first opens must not register the file twice.
-                let id = register(fd()?)
+            // Under the lock: two first opens must not register the file twice. Without a file the last handle was
+            // released since the look above.
+            if let Some(file) = file {
+                let id = register(file)
                     .inspect_err(|error| tracing::debug!(%error, "passthrough refused"))
                     .map(Arc::new)
                     .ok()?;
                 table.nodes.insert(node, (Arc::clone(&id), 1));
-                id
+                break (table, id);
             }
         };
         table.handles.insert(handle, node);

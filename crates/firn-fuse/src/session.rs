@@ -14,13 +14,14 @@ use parking_lot::Mutex;
 
 use crate::adapter::Adapter;
 use crate::device;
+use crate::workers::Workers;
 
 /// How to mount.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
     /// What `/proc/self/mountinfo` shows as the source: the canonical backing path.
     pub source: PathBuf,
-    /// Threads that serve requests; 0: one a core.
+    /// Threads that carry out requests; 0: one a core. One more reads them.
     pub threads: usize,
     /// Let other users in; the kernel checks permissions in any case.
     pub allow_other: bool,
@@ -49,7 +50,7 @@ pub enum SessionError {
         text: String,
     },
     /// mount(2) failed.
-    #[error("cannot mount on {mount_point}: {source}")]
+    #[error("cannot mount on {mount_point}: {source}", mount_point = firn_format::quote::quoted_path(mount_point))]
     Mount {
         /// Where.
         mount_point: PathBuf,
@@ -66,6 +67,7 @@ pub struct Session {
     mount_point: PathBuf,
     /// The kernel's number of this connection, under which it can be aborted.
     connection: Option<u32>,
+    workers: Workers,
     background: Mutex<Option<fuser::BackgroundSession>>,
 }
 
@@ -78,10 +80,11 @@ impl Session {
     ) -> Result<Self, SessionError> {
         let mount_point = mount_point.to_owned();
         let device = device::mount(&mount_point, options)?;
+        let workers = adapter.workers();
         match start(adapter, device, options) {
             Ok(background) => {
                 let connection = device::connection(&mount_point);
-                Ok(Self { mount_point, connection, background: Mutex::new(Some(background)) })
+                Ok(Self { mount_point, connection, workers, background: Mutex::new(Some(background)) })
             }
             Err(error) => {
                 let _ = device::detach(&mount_point, true);
@@ -105,7 +108,10 @@ impl Session {
     /// is over at once.
     pub fn wait(&self) -> io::Result<()> {
         let Some(background) = self.background.lock().take() else { return Ok(()) };
-        background.join()
+        let ended = background.join();
+        // What was read before the end may still be carried out.
+        self.workers.wait_until_quiet();
+        ended
     }
 }
 
@@ -117,7 +123,9 @@ fn start<B: Backing>(
     let mut config = Config::default();
     config.acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
     let cores = || std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    config.n_threads = Some(if options.threads == 0 { cores() } else { options.threads });
+    let threads = if options.threads == 0 { cores() } else { options.threads };
+    adapter.serving().set_threads(threads);
+    config.n_threads = Some(threads + 1);
     config.clone_fd = true;
     let coherence = adapter.coherence();
     let session = fuser::Session::from_fd(adapter, device, config.acl, config)?;

@@ -11,33 +11,32 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, Written};
+use firn_engine::{Engine, NodeId, Written};
 use fuser::ReplyWrite;
 use parking_lot::Mutex;
 
 use crate::coherence::{Coherence, Target};
-use crate::convert;
-use crate::workers::Workers;
+use crate::failures::Answer;
+use crate::workers::{Topic, Workers};
 
 /// One write request.
-pub(crate) struct Write {
+pub(crate) struct Write<B: Backing> {
     /// Where it goes.
     pub(crate) target: Target,
     /// Whether set-id bits must go.
     pub(crate) clear_suid: bool,
     /// The answer.
-    pub(crate) reply: ReplyWrite,
+    pub(crate) reply: Answer<B, ReplyWrite>,
 }
 
-struct Waiting {
-    write: Write,
+struct Waiting<B: Backing> {
+    write: Write<B>,
     data: Vec<u8>,
     taken: usize,
 }
 
-#[derive(Default)]
-struct Queue {
-    waiting: VecDeque<Waiting>,
+struct Queue<B: Backing> {
+    waiting: VecDeque<Waiting<B>>,
     /// Whether somebody will look at the queue again: a callback is registered or a worker runs.
     watched: bool,
 }
@@ -47,21 +46,22 @@ pub(crate) struct Stalled<B: Backing> {
     engine: Arc<Engine<B>>,
     workers: Workers,
     coherence: Arc<Coherence<B>>,
-    queue: Mutex<Queue>,
+    queue: Mutex<Queue<B>>,
     /// Length of the queue, for status and for the fast path of [`Stalled::write`].
     count: Arc<AtomicU64>,
 }
 
 impl<B: Backing> Stalled<B> {
     pub(crate) fn new(engine: Arc<Engine<B>>, workers: Workers, coherence: Arc<Coherence<B>>) -> Arc<Self> {
-        Arc::new(Self { engine, workers, coherence, queue: Mutex::default(), count: Arc::default() })
+        let queue = Queue { waiting: VecDeque::new(), watched: false };
+        Arc::new(Self { engine, workers, coherence, queue: Mutex::new(queue), count: Arc::default() })
     }
 
-    fn finish(&self, write: Write, taken: usize, error: Option<Errno>) {
+    fn finish(&self, write: Write<B>, taken: usize, error: Option<Errno>) {
         let Write { target, reply, .. } = write;
         match error {
-            Some(error) if taken == 0 => reply.error(convert::errno(error)),
-            _ => self.coherence.after_write(target, taken, move || reply.written(taken as u32)),
+            Some(error) if taken == 0 => reply.error(error),
+            _ => self.coherence.after_write(target, taken, move || reply.success().written(taken as u32)),
         }
     }
 
@@ -71,7 +71,7 @@ impl<B: Backing> Stalled<B> {
     }
 
     /// Carries out a write now, or later if there is no room.
-    pub(crate) fn write(self: &Arc<Self>, write: Write, data: &[u8]) {
+    pub(crate) fn write(self: &Arc<Self>, write: Write<B>, data: &[u8]) {
         if self.count.load(Ordering::Acquire) > 0 {
             return self.wait(write, data, 0);
         }
@@ -84,7 +84,7 @@ impl<B: Backing> Stalled<B> {
         }
     }
 
-    fn wait(self: &Arc<Self>, write: Write, data: &[u8], taken: usize) {
+    fn wait(self: &Arc<Self>, write: Write<B>, data: &[u8], taken: usize) {
         // Only what is left is kept.
         let kept = Waiting { write, data: data[taken..].to_vec(), taken };
         let mut queue = self.queue.lock();
@@ -111,32 +111,58 @@ impl<B: Backing> Stalled<B> {
     /// Serves the queue from its head until there is no room or nobody waits. Only one worker at a
     /// time is here (`watched`).
     fn go_on(self: &Arc<Self>) {
-        loop {
-            let Some(mut head) = self.pop() else { return };
-            let target = head.write.target;
-            let offset = target.offset + head.taken as u64;
-            match self.engine.write(target.handle, offset, &head.data, head.write.clear_suid) {
-                Ok(Written::Bytes(bytes)) if bytes >= head.data.len() => {
-                    let taken = head.taken + head.data.len();
-                    self.finish(head.write, taken, None);
-                }
-                Ok(Written::Bytes(bytes)) => {
-                    head.data.drain(..bytes);
-                    head.taken += bytes;
-                    self.push_front(head);
-                    return self.watch();
-                }
-                Ok(Written::Full) => {
-                    self.push_front(head);
-                    return self.watch();
-                }
-                Err(error) => self.finish(head.write, head.taken, Some(error)),
+        while let Some(head) = self.pop() {
+            if self.asks_backing(&head) {
+                // Those behind it do not wait for that.
+                let (this, topic) = (Arc::clone(self), Topic::Node(NodeId(head.write.target.node.0)));
+                self.workers.run_about(topic, move || this.go_on_alone(head));
+            } else if let Some(left) = self.try_again(head) {
+                self.push_front(left);
+                return self.watch();
             }
         }
     }
 
+    fn asks_backing(&self, head: &Waiting<B>) -> bool {
+        let Write { target, clear_suid, .. } = &head.write;
+        let end = target.offset.saturating_add((head.taken + head.data.len()) as u64);
+        self.engine.write_may_wait(target.handle, end, *clear_suid)
+    }
+
+    /// Carries out one that was taken out of the queue; where there is no room it is the next one again.
+    fn go_on_alone(self: &Arc<Self>, head: Waiting<B>) {
+        if let Some(left) = self.try_again(head)
+            && self.push_front(left)
+        {
+            self.watch();
+        }
+    }
+
+    /// Gives back what finds no room.
+    fn try_again(&self, mut head: Waiting<B>) -> Option<Waiting<B>> {
+        let Write { target, clear_suid, .. } = &head.write;
+        let offset = target.offset + head.taken as u64;
+        match self.engine.write(target.handle, offset, &head.data, *clear_suid) {
+            Ok(Written::Bytes(bytes)) if bytes >= head.data.len() => {
+                let taken = head.taken + head.data.len();
+                self.finish(head.write, taken, None);
+                return None;
+            }
+            Ok(Written::Bytes(bytes)) => {
+                head.data.drain(..bytes);
+                head.taken += bytes;
+            }
+            Ok(Written::Full) => {}
+            Err(error) => {
+                self.finish(head.write, head.taken, Some(error));
+                return None;
+            }
+        }
+        Some(head)
+    }
+
     /// Takes the head, leaving it counted: new writes must queue behind it while it is served.
-    fn pop(&self) -> Option<Waiting> {
+    fn pop(&self) -> Option<Waiting<B>> {
         let mut queue = self.queue.lock();
         let head = queue.waiting.pop_front();
         let left = queue.waiting.len() as u64 + u64::from(head.is_some());
@@ -145,10 +171,12 @@ impl<B: Backing> Stalled<B> {
         head
     }
 
-    fn push_front(&self, head: Waiting) {
+    /// Whether the caller is to see to it that somebody looks at the queue again.
+    fn push_front(&self, head: Waiting<B>) -> bool {
         let mut queue = self.queue.lock();
         queue.waiting.push_front(head);
         self.count.store(queue.waiting.len() as u64, Ordering::Release);
+        !std::mem::replace(&mut queue.watched, true)
     }
 
     /// Nothing can drain: everyone who waits now is told why.

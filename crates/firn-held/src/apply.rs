@@ -17,13 +17,16 @@ use std::os::unix::ffi::OsStrExt;
 use firn_backing::{Access, Backing, Errno, RenameFlags, Result, Seek, SetTime, Time};
 
 use crate::record::{Data, Identity, Item, Place, Record, Staged};
-use crate::staging::{find, write_all};
+use crate::scope::Held;
+use crate::staging::{self, find, write_all};
 
 /// Bytes that are copied at once where the backing does not copy by itself.
 const BLOCK: usize = 1 << 20;
 
 pub(crate) struct Apply<'a, B: Backing> {
     base: &'a B,
+    /// Of the top.
+    device: u64,
     items: BTreeMap<u64, &'a Item>,
     new: &'a B::Node,
     away: &'a B::Node,
@@ -39,11 +42,24 @@ pub(crate) struct Apply<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Apply<'a, B> {
-    pub(crate) fn new(base: &'a B, record: &'a Record, new: &'a B::Node, away: &'a B::Node) -> Self {
+    pub(crate) fn new(held: &'a Held<B>, record: &'a Record, new: &'a B::Node, away: &'a B::Node) -> Self {
+        let (base, device) = (&held.base, held.device());
         let items = record.items.iter().map(|item| (item.number, item)).collect();
         let known = HashMap::from([(0, base.root())]);
         let (nests, mtimes, placed) = (HashMap::new(), HashMap::new(), BTreeSet::new());
-        Self { base, items, new, away, known, nests, kept: None, placed, shared: record.shared, mtimes }
+        Self {
+            base,
+            device,
+            items,
+            new,
+            away,
+            known,
+            nests,
+            kept: None,
+            placed,
+            shared: record.shared,
+            mtimes,
+        }
     }
 
     /// What would be removed goes there, if there is a place for it.
@@ -149,9 +165,9 @@ impl<'a, B: Backing> Apply<'a, B> {
     /// The object, if the name leads to it.
     fn is_at(&self, item: &Item, dir: &B::Node, name: &[u8]) -> Result<Option<B::Node>> {
         match find(self.base, dir, OsStr::from_bytes(name)) {
-            Ok(found) => {
-                Ok(found.filter(|(_, attr)| Identity::of(attr) == item.identity).map(|(node, _)| node))
-            }
+            Ok(found) => Ok(found
+                .filter(|(_, attr)| Identity::of(attr, self.device) == item.identity)
+                .map(|(node, _)| node)),
             Err(Errno::NOTDIR) => Ok(None),
             Err(errno) => Err(errno),
         }
@@ -161,7 +177,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         if let Some(node) = self.nests.get(name) {
             return Ok(node.clone());
         }
-        let node = self.base.lookup(self.new, OsStr::new(name))?.0;
+        let node = staging::must_find_dir(self.base, self.new, name)?;
         self.nests.insert(name, node.clone());
         Ok(node)
     }
@@ -343,7 +359,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         let Some(at) = &item.twin_at else { return Ok(()) };
         let twin = self.staged(at)?;
         if !self.shared || item.attributes {
-            return crate::staging::copy_attributes(self.base, &twin, &node);
+            return staging::copy_attributes(self.base, &twin, &node);
         }
         // Unchanged by others, its times are those of this node, older ones too; else the latest.
         let wanted = self.base.attr(&twin)?;

@@ -33,16 +33,20 @@ impl<B: Backing> Held<B> {
             return change(&object.inner.read().node(&self.base)?);
         };
         let mut inner = object.inner.write();
-        self.twin(&scope, object, &mut inner)?;
+        if !object.is_nameless() {
+            self.twin(&scope, object, &mut inner)?;
+        }
         change(&inner.node(&self.base)?)?;
         inner.change.as_deref_mut().map(note);
+        drop(inner);
+        self.check_changed(&scope, object);
         Ok(())
     }
 
     pub(crate) fn set_times_of(&self, node: &Node<B>, atime: SetTime, mtime: SetTime) -> Result<()> {
-        let Node::Tracked(object) = node else {
-            let Node::Plain(node) = node else { unreachable!() };
-            return self.base.set_times(node, atime, mtime);
+        let object = match node {
+            Node::Plain(node) | Node::Top(node) => return self.base.set_times(node, atime, mtime),
+            Node::Tracked(object) => object,
         };
         let is_small = atime == SetTime::Keep && object.inner.read().small().is_some();
         if is_small && self.set_small_time(object, mtime)? {

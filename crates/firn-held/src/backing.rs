@@ -6,18 +6,21 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, RenameFlags, Result, Seek, SetTime, StatFs,
+    Access, Attr, Backing, Caller, DirEntry, Errno, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 
 use crate::data::TrackedFile;
 use crate::listing::TrackedDir;
 use crate::object::Object;
 use crate::scope::Held;
+use crate::staging;
 
 /// An object of [`Held`].
 pub enum Node<B: Backing> {
     /// Of a backing that has no transactions.
     Plain(B::Node),
+    /// The top of one, where `.firn` is not shown.
+    Top(B::Node),
     /// Of one that may have them.
     Tracked(Arc<Object<B>>),
 }
@@ -26,6 +29,7 @@ impl<B: Backing> Clone for Node<B> {
     fn clone(&self) -> Self {
         match self {
             Self::Plain(node) => Self::Plain(node.clone()),
+            Self::Top(node) => Self::Top(node.clone()),
             Self::Tracked(object) => Self::Tracked(Arc::clone(object)),
         }
     }
@@ -43,6 +47,8 @@ pub enum File<B: Backing> {
 pub enum Dir<B: Backing> {
     /// As [`Node::Plain`].
     Plain(B::Dir),
+    /// As [`Node::Top`].
+    Top(B::Dir),
     /// As [`Node::Tracked`].
     Tracked(TrackedDir<B>),
 }
@@ -58,7 +64,8 @@ impl<B: Backing> Backing for Held<B> {
 
     fn lookup(&self, parent: &Node<B>, name: &OsStr) -> Result<(Node<B>, Attr)> {
         match parent {
-            Node::Plain(parent) => {
+            Node::Top(_) if is_own(name) => Err(Errno::NOENT),
+            Node::Plain(parent) | Node::Top(parent) => {
                 self.base.lookup(parent, name).map(|(node, attr)| (Node::Plain(node), attr))
             }
             Node::Tracked(parent) => self.look(parent, name).map(|(o, attr)| (Node::Tracked(o), attr)),
@@ -73,7 +80,8 @@ impl<B: Backing> Backing for Held<B> {
         mode: u32,
     ) -> Result<(Node<B>, File<B>, Attr)> {
         match parent {
-            Node::Plain(parent) => {
+            Node::Top(_) if is_own(name) => Err(Errno::PERM),
+            Node::Plain(parent) | Node::Top(parent) => {
                 let (node, file, attr) = self.base.create(caller, parent, name, mode)?;
                 Ok((Node::Plain(node), File::Plain(file), attr))
             }
@@ -114,7 +122,10 @@ impl<B: Backing> Backing for Held<B> {
 
     fn link(&self, node: &Node<B>, parent: &Node<B>, name: &OsStr) -> Result<Attr> {
         match (node, parent) {
-            (Node::Plain(node), Node::Plain(parent)) => self.base.link(node, parent, name),
+            (_, Node::Top(_)) if is_own(name) => Err(Errno::PERM),
+            (Node::Plain(node), Node::Plain(parent) | Node::Top(parent)) => {
+                self.base.link(node, parent, name)
+            }
             (Node::Tracked(node), Node::Tracked(parent)) => self.add_link(node, parent, name),
             _ => Err(Errno::XDEV),
         }
@@ -122,14 +133,16 @@ impl<B: Backing> Backing for Held<B> {
 
     fn unlink(&self, parent: &Node<B>, name: &OsStr) -> Result<()> {
         match parent {
-            Node::Plain(parent) => self.base.unlink(parent, name),
+            Node::Top(_) if is_own(name) => Err(Errno::NOENT),
+            Node::Plain(parent) | Node::Top(parent) => self.base.unlink(parent, name),
             Node::Tracked(parent) => self.remove_name(parent, name, false),
         }
     }
 
     fn rmdir(&self, parent: &Node<B>, name: &OsStr) -> Result<()> {
         match parent {
-            Node::Plain(parent) => self.base.rmdir(parent, name),
+            Node::Top(_) if is_own(name) => Err(Errno::NOENT),
+            Node::Plain(parent) | Node::Top(parent) => self.base.rmdir(parent, name),
             Node::Tracked(parent) => self.remove_name(parent, name, true),
         }
     }
@@ -143,7 +156,11 @@ impl<B: Backing> Backing for Held<B> {
         flags: RenameFlags,
     ) -> Result<()> {
         match (parent, new_parent) {
-            (Node::Plain(from), Node::Plain(to)) => self.base.rename(from, name, to, new_name, flags),
+            (Node::Top(_), _) if is_own(name) => Err(Errno::NOENT),
+            (_, Node::Top(_)) if is_own(new_name) => Err(Errno::PERM),
+            (Node::Plain(from) | Node::Top(from), Node::Plain(to) | Node::Top(to)) => {
+                self.base.rename(from, name, to, new_name, flags)
+            }
             (Node::Tracked(from), Node::Tracked(to)) => self.move_name((from, name), (to, new_name), flags),
             _ => Err(Errno::XDEV),
         }
@@ -156,14 +173,15 @@ impl<B: Backing> Backing for Held<B> {
     fn attr(&self, node: &Node<B>) -> Result<Attr> {
         match node {
             Node::Plain(node) => self.base.attr(node),
-            Node::Tracked(object) => object.attr(&self.base),
+            Node::Top(node) => self.attr_of_top(node),
+            Node::Tracked(object) => object.attr(self),
         }
     }
 
     fn attr_of_file(&self, file: &File<B>) -> Result<Attr> {
         match file {
             File::Plain(file) => self.base.attr_of_file(file),
-            File::Tracked(file) => file.object.attr(&self.base),
+            File::Tracked(file) => file.object.attr(self),
         }
     }
 
@@ -201,6 +219,7 @@ impl<B: Backing> Backing for Held<B> {
     fn open_dir(&self, node: &Node<B>) -> Result<Dir<B>> {
         match node {
             Node::Plain(node) => self.base.open_dir(node).map(Dir::Plain),
+            Node::Top(node) => self.base.open_dir(node).map(Dir::Top),
             Node::Tracked(object) => self.open_tracked_dir(object).map(Dir::Tracked),
         }
     }
@@ -208,20 +227,21 @@ impl<B: Backing> Backing for Held<B> {
     fn read_dir(&self, dir: &Dir<B>, cookie: i64, sink: &mut dyn FnMut(DirEntry<'_>) -> bool) -> Result<()> {
         match dir {
             Dir::Plain(dir) => self.base.read_dir(dir, cookie, sink),
+            Dir::Top(dir) => self.base.read_dir(dir, cookie, &mut |entry| is_own(entry.name) || sink(entry)),
             Dir::Tracked(dir) => self.read_tracked_dir(dir, cookie, sink),
         }
     }
 
     fn sync_dir(&self, node: &Node<B>) -> Result<()> {
         match node {
-            Node::Plain(node) => self.base.sync_dir(node),
+            Node::Plain(node) | Node::Top(node) => self.base.sync_dir(node),
             Node::Tracked(object) => self.sync_tracked_dir(object),
         }
     }
 
     fn open(&self, node: &Node<B>, access: Access) -> Result<File<B>> {
         match node {
-            Node::Plain(node) => self.base.open(node, access).map(File::Plain),
+            Node::Plain(node) | Node::Top(node) => self.base.open(node, access).map(File::Plain),
             Node::Tracked(object) => self.open_tracked(object, access).map(File::Tracked),
         }
     }
@@ -303,9 +323,29 @@ impl<B: Backing> Backing for Held<B> {
         self.base.sync_all()
     }
 
+    fn sync_changes(&self) -> Result<()> {
+        self.base.sync_changes()
+    }
+
+    fn sync_tree(&self, node: &Node<B>) -> Result<()> {
+        match node {
+            Node::Plain(node) | Node::Top(node) => self.base.sync_tree(node),
+            Node::Tracked(object) => {
+                // What is staged lies elsewhere, and was made by this process.
+                self.base.sync_changes()?;
+                let base = object.inner.read().base.clone();
+                base.map_or(Ok(()), |node| self.base.sync_tree(&node))
+            }
+        }
+    }
+
+    fn sync_way(&self) -> SyncWay {
+        self.base.sync_way()
+    }
+
     fn await_change(&self, node: &Node<B>) -> Result<()> {
         match node {
-            Node::Plain(_) => Ok(()),
+            Node::Plain(_) | Node::Top(_) => Ok(()),
             Node::Tracked(object) => self.writing(object).map(drop),
         }
     }
@@ -315,7 +355,19 @@ impl<B: Backing> Backing for Held<B> {
     }
 }
 
+/// Whether a name at the top is Firn's own.
+fn is_own(name: &OsStr) -> bool {
+    name == staging::TOP
+}
+
 impl<B: Backing> Held<B> {
+    /// Without what `.firn` adds, where that is a directory and the file system counts those.
+    fn attr_of_top(&self, node: &B::Node) -> Result<Attr> {
+        let attr = self.base.attr(node)?;
+        let hidden = u32::from(attr.nlink > 1 && self.hides_own());
+        Ok(Attr { nlink: attr.nlink - hidden, ..attr })
+    }
+
     fn make_node(
         &self,
         parent: &Node<B>,
@@ -323,7 +375,10 @@ impl<B: Backing> Held<B> {
         make: impl FnOnce(&B::Node, &OsStr) -> Result<(B::Node, Attr)>,
     ) -> Result<(Node<B>, Attr)> {
         match parent {
-            Node::Plain(parent) => make(parent, name).map(|(node, attr)| (Node::Plain(node), attr)),
+            Node::Top(_) if is_own(name) => Err(Errno::PERM),
+            Node::Plain(parent) | Node::Top(parent) => {
+                make(parent, name).map(|(node, attr)| (Node::Plain(node), attr))
+            }
             Node::Tracked(parent) => {
                 self.make(parent, name, make).map(|(object, attr)| (Node::Tracked(object), attr))
             }
@@ -333,7 +388,7 @@ impl<B: Backing> Held<B> {
     /// A question about attributes.
     fn ask<T>(&self, node: &Node<B>, question: impl FnOnce(&B::Node) -> Result<T>) -> Result<T> {
         match node {
-            Node::Plain(node) => question(node),
+            Node::Plain(node) | Node::Top(node) => question(node),
             Node::Tracked(object) => question(&object.inner.read().node(&self.base)?),
         }
     }
@@ -341,7 +396,7 @@ impl<B: Backing> Held<B> {
     /// A change of attributes.
     fn tell(&self, node: &Node<B>, change: impl FnOnce(&B::Node) -> Result<()>) -> Result<()> {
         match node {
-            Node::Plain(node) => change(node),
+            Node::Plain(node) | Node::Top(node) => change(node),
             Node::Tracked(object) => self.change_attributes(object, change),
         }
     }

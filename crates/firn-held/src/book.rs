@@ -1,4 +1,8 @@
 //! What became of each name of a file in a transaction, in the words of CprFS ([`crate::state`]).
+//!
+//! Invariants
+//! * A name that came from another by a rename has a state that says so.
+//! * Of a name that is gone and that the backing does not have nothing is noted.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -51,8 +55,9 @@ impl Book {
         if renaming.former_source_is_freed
             && let Some(former) = self.sources.remove(&to)
         {
-            let freed = self.state(&former).freed();
-            self.states.insert(former, freed);
+            if let Some(state) = self.states.get_mut(&former) {
+                *state = state.freed();
+            }
         }
         // A file that was renamed before is still that of the name it came from first.
         let origin = self.sources.remove(&from).unwrap_or_else(|| from.clone());
@@ -63,6 +68,13 @@ impl Book {
         self.states.insert(to, renaming.target);
     }
 
+    /// A name that the backing does not have is gone: nothing has become of it.
+    pub(crate) fn forget(&mut self, dir: Key, name: &OsStr) {
+        let name = name_of(dir, name);
+        self.sources.remove(&name);
+        self.states.remove(&name);
+    }
+
     /// Two names of files changed places: three renames by a name that nobody else has.
     pub(crate) fn exchange(&mut self, a: (Key, &OsStr), b: (Key, &OsStr)) {
         let between = (a.0, OsStr::new("/"));
@@ -71,6 +83,17 @@ impl Book {
         self.rename(b, a);
         self.rename(between, b);
         self.states.remove(&name_of(between.0, between.1));
+    }
+
+    /// Asserts what stands at the top of this file.
+    pub(crate) fn check(&self) {
+        for name in self.sources.keys() {
+            assert!(
+                self.state(name).is_renamed(),
+                "{name:?} came from another name and is {}",
+                self.state(name)
+            );
+        }
     }
 
     /// How many names are in each state.

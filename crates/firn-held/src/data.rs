@@ -169,7 +169,7 @@ impl<B: Backing> Held<B> {
         }
         self.ready(&scope, object)?;
         let inner = object.inner.read();
-        let below = object.below(&self.base, &inner, Below::Twin)?;
+        let below = object.below(&self.base, &inner, inner.target())?;
         let count = self.base.write_at(&below, data, offset)?;
         drop(inner);
         let window = offset / EARLY_BYTES..(offset + count as u64) / EARLY_BYTES;
@@ -178,14 +178,17 @@ impl<B: Backing> Held<B> {
             self.base.begin_sync(&below, window.start * EARLY_BYTES, len);
         }
         self.wrote(object, offset, count as u64);
+        self.check_changed(&scope, object);
         Ok(count)
     }
 
-    /// Makes sure that the twin takes data.
+    /// Makes sure that [`Inner::target`] takes data.
     fn ready(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
-        if object.inner.read().twin().is_some() {
+        let inner = object.inner.read();
+        if inner.twin().is_some() || object.is_nameless() {
             return Ok(());
         }
+        drop(inner);
         self.twin(scope, object, &mut object.inner.write()).map(drop)
     }
 
@@ -208,13 +211,15 @@ impl<B: Backing> Held<B> {
         };
         self.ready(&scope, object)?;
         let mut inner = object.inner.write();
-        self.base.set_len(&*object.below(&self.base, &inner, Below::Twin)?, len)?;
+        self.base.set_len(&*object.below(&self.base, &inner, inner.target())?, len)?;
         if let Some(change) = &mut inner.change {
             change.cut = change.cut.min(len);
             change.written.cut(len);
         }
+        drop(inner);
+        self.check_changed(&scope, object);
         let seat = object.seat.lock().clone();
-        if let Some((dir, name)) = seat {
+        if let Some((dir, name)) = seat.filter(|_| !object.is_nameless()) {
             scope.book.lock().truncate(dir.key, &name);
         }
         Ok(())
@@ -243,7 +248,7 @@ impl<B: Backing> Held<B> {
         }
         self.ready(&scope, object)?;
         let mut inner = object.inner.write();
-        let below = object.below(&self.base, &inner, Below::Twin)?;
+        let below = object.below(&self.base, &inner, inner.target())?;
         self.base.allocate(&below, mode, offset, len)?;
         let cleared = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
         let size = self.base.attr_of_file(&below)?.size;
@@ -253,6 +258,8 @@ impl<B: Backing> Held<B> {
         {
             change.written.insert(offset..offset.saturating_add(len).min(size));
         }
+        drop(inner);
+        self.check_changed(&scope, object);
         Ok(())
     }
 
@@ -296,14 +303,14 @@ impl<B: Backing> Held<B> {
         to.must_write(Errno::BADF)?;
         let object = &to.object;
         let (_data, scope) = self.writing(object)?;
-        let into = match &self.holding(scope, object, to_offset)? {
-            Some(scope) => {
-                self.ready(scope, object)?;
-                Below::Twin
-            }
-            None => Below::Writer,
+        let is_held = match &self.holding(scope, object, to_offset)? {
+            Some(scope) => self.ready(scope, object).map(|()| true)?,
+            None => false,
         };
-        let target = object.below(&self.base, &object.inner.read(), into)?;
+        let target = {
+            let inner = object.inner.read();
+            object.below(&self.base, &inner, if is_held { inner.target() } else { Below::Writer })?
+        };
         let inner = from.object.inner.read();
         // As the kernel has it: what lies behind the end counts for nothing, also for overlapping.
         let len = len.min(self.size(&from.object, &inner)?.saturating_sub(from_offset));
@@ -325,7 +332,7 @@ impl<B: Backing> Held<B> {
             }
         };
         drop(inner);
-        if into == Below::Twin {
+        if is_held {
             self.wrote(object, to_offset, count);
         }
         Ok(count)

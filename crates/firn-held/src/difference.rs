@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use firn_backing::{Backing, Errno, Kind, SetTime};
 
@@ -29,7 +28,7 @@ impl<B: Backing> Held<B> {
             let Some(change) = &inner.change else { continue };
             let number = *numbers.entry(object.key).or_insert(change.number);
             let is_root = number == 0;
-            let mut item = Item::new(number, identity(object), object.kind == Kind::Dir);
+            let mut item = Item::new(number, self.identity(object), object.kind == Kind::Dir);
             let at = change.twin.as_ref().map(|twin| twin.at.clone());
             if let (Some(twin), Some(touched)) = (&change.twin, change.touched) {
                 let node = twin.node(&self.base)?;
@@ -42,7 +41,7 @@ impl<B: Backing> Held<B> {
                     let attr = self.base.attr(&twin.node(&self.base)?)?;
                     item.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
                 }
-            } else if inner.links(&self.base)? > i64::from(object.hidden_links())
+            } else if self.links_of(object, &inner)? > 0
                 || is_root
                 // Who has a file open without a name goes on with what was written to it.
                 || object.is_open()
@@ -82,7 +81,8 @@ impl<B: Backing> Held<B> {
                 continue;
             }
             let dir = self.number(scope, object, &mut numbers, &mut items);
-            for (name, now) in &change.names {
+            for (name, named) in &change.names {
+                let now = &named.object;
                 let old = match &inner.base {
                     Some(node) => staging::find(&self.base, node, name)?,
                     None => None,
@@ -116,6 +116,22 @@ impl<B: Backing> Held<B> {
         Ok(Record { id, scope, shared, items: items.into_values().collect() })
     }
 
+    /// Names that an object has; 2 for a directory that is there.
+    fn links_of(&self, object: &Object<B>, inner: &Inner<B>) -> Result<i64, Errno> {
+        let Some(change) = &inner.change else { return Ok(2) };
+        if change.removed {
+            return Ok(0);
+        }
+        let Some(node) = &inner.base else { return Ok(change.links) };
+        let attr = self.attr_below(object, node)?;
+        Ok(if attr.kind == Kind::Dir { 2 } else { i64::from(attr.nlink) + change.links })
+    }
+
+    fn identity(&self, object: &Object<B>) -> Identity {
+        let (device, ino) = object.key;
+        Identity { ino, elsewhere: device != self.device() }
+    }
+
     /// The number of an object in a record, to which it and the directories above it are added.
     fn number(
         &self,
@@ -129,7 +145,7 @@ impl<B: Backing> Held<B> {
         }
         let number = scope.next_number();
         numbers.insert(object.key, number);
-        items.insert(number, Item::new(number, identity(object), object.kind == Kind::Dir));
+        items.insert(number, Item::new(number, self.identity(object), object.kind == Kind::Dir));
         let seat = object.seat.lock().clone();
         if let Some((parent, name)) = seat {
             let parent = self.number(scope, &parent, numbers, items);
@@ -170,30 +186,13 @@ impl<B: Backing> Held<B> {
         let Some(node) = inner.base.as_ref().filter(|_| object.kind != Kind::Dir) else { return Ok(()) };
         let (nest_name, nest) = scope.plain_nest(&self.base)?;
         let text = format!("l{number}");
+        self.hide_link(scope, object, &nest, &text);
         match self.base.link(node, &nest, OsStr::new(&text)) {
             Ok(_) | Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno),
         }
-        object.hides.store(true, Ordering::Release);
-        self.anchored.lock().insert(object.key);
+        self.link_is_hidden(scope, object, &nest, &text);
         items.get_mut(&number).expect("seen above").anchor_at = Some((nest_name, text));
         Ok(())
-    }
-}
-
-fn identity<B: Backing>(object: &Object<B>) -> Identity {
-    Identity { dev: object.key.0, ino: object.key.1 }
-}
-
-impl<B: Backing> Inner<B> {
-    /// Names that the object has, also one that is not shown; 2 for a directory that is there.
-    fn links(&self, base: &B) -> Result<i64, Errno> {
-        let Some(change) = &self.change else { return Ok(2) };
-        if change.removed {
-            return Ok(0);
-        }
-        let Some(node) = &self.base else { return Ok(change.links) };
-        let attr = base.attr(node)?;
-        Ok(if attr.kind == Kind::Dir { 2 } else { i64::from(attr.nlink) + change.links })
     }
 }

@@ -8,11 +8,10 @@
 //! Undoing renames it to a transaction that is decided, so a crash in it is one in a commit.
 
 use std::ffi::OsStr;
-use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_backing::{Access, Backing, Errno, RenameFlags};
+use firn_backing::{Access, Backing, Errno, RenameFlags, SetTime};
 
 use crate::apply::Apply;
 use crate::object::Object;
@@ -43,8 +42,11 @@ impl<B: Backing> Held<B> {
         let nest = staging::dir(&self.base, &new, NEST)?;
         staging::dir(&self.base, &dir, staging::AWAY)?;
         let mut items = Vec::new();
+        let changed = scope.changed.lock().clone();
         for item in &mut record.items {
-            let object = self.known((item.identity.dev, item.identity.ino));
+            let is_here = !item.identity.elsewhere;
+            let known = || self.known((self.device(), item.identity.ino)).filter(|_| is_here);
+            let object = changed.get(&item.number).cloned().or_else(known);
             items.push(self.reverse(item, object.as_ref(), &nest)?);
         }
         let undo = Record { id: before, scope: scope.path.clone(), shared: false, items };
@@ -78,10 +80,13 @@ impl<B: Backing> Held<B> {
             return Ok(back);
         };
         let text = item.number.to_string();
-        let size = self.copy_object(object.kind, node, nest, OsStr::new(&text))?.size;
+        let old = self.copy_object(object.kind, node, nest, OsStr::new(&text))?;
         back.twin_at = staged(text.clone());
         if let Some(data) = &item.data {
-            back.data = Some(self.old_data(node, nest, &text, data, size)?);
+            back.data = Some(self.old_data(node, nest, &text, data, old.size)?);
+            // The copy has changed them, and the restored file gets those of its copy.
+            let copy = self.base.lookup(nest, OsStr::new(&text))?.0;
+            self.base.set_times(&copy, SetTime::At(old.atime), SetTime::At(old.mtime))?;
         }
         if item.anchor_at.is_some() && item.comes.is_empty() {
             let link = format!("l{}", item.number);
@@ -121,24 +126,24 @@ impl<B: Backing> Held<B> {
         let firn = self.home()?;
         let name = name(serial);
         for name in [staging::new_name(&name), name] {
-            if let Some((dir, _)) = staging::find(&self.base, &firn, OsStr::new(&name))?
-                && let Some((new, _)) = staging::find(&self.base, &dir, OsStr::new(staging::NEW))?
+            if let Some((dir, _)) = staging::find_dir(&self.base, &firn, &name)?
+                && let Some((new, _)) = staging::find_dir(&self.base, &dir, staging::NEW)?
             {
-                return Ok(staging::find(&self.base, &new, OsStr::new(NEST))?.map(|(nest, _)| nest));
+                return Ok(staging::find_dir(&self.base, &new, NEST)?.map(|(nest, _)| nest));
             }
         }
         Ok(None)
     }
 
     /// The commit `tx-N` was carried out: what undoes it counts, and what is too old goes.
-    pub(crate) fn keep_undo(&self, firn: &B::Node, serial: u64, scope: &[u8]) -> Result<(), Errno> {
+    pub(crate) fn keep_undo(&self, firn: &B::Node, serial: u64, scope: &[u8]) -> Result<(), HeldError> {
         let (undo, unfinished) = (name(serial), staging::new_name(&name(serial)));
         if staging::find(&self.base, firn, OsStr::new(&unfinished))?.is_some() {
             let flags = RenameFlags::empty();
             self.base.rename(firn, OsStr::new(&unfinished), firn, OsStr::new(&undo), flags)?;
             self.base.sync_dir(firn)?;
         }
-        let kept = self.undos(scope).map_err(|_| Errno::IO)?;
+        let kept = self.undos(scope)?;
         for (serial, _) in kept.into_iter().skip(self.history as usize) {
             self.remove_undo(firn, &name(serial))?;
         }
@@ -146,7 +151,7 @@ impl<B: Backing> Held<B> {
     }
 
     fn remove_undo(&self, firn: &B::Node, undo: &str) -> Result<(), Errno> {
-        let dir = self.base.lookup(firn, OsStr::new(undo))?.0;
+        let dir = staging::must_find_dir(&self.base, firn, undo)?;
         if staging::find(&self.base, &dir, OsStr::new(staging::RECORD))?.is_some() {
             self.base.unlink(&dir, OsStr::new(staging::RECORD))?;
         }
@@ -160,6 +165,11 @@ impl<B: Backing> Held<B> {
             staging::list(&self.base, firn)?.into_iter().map(|(name, ..)| name).collect();
         for undo in &names {
             let text = String::from_utf8_lossy(undo);
+            // The next transaction must not take a number whose undo is kept.
+            let number = text.strip_prefix("undo-").map(|rest| rest.trim_end_matches(".new"));
+            if let Some(number) = number.and_then(|number| number.parse().ok()) {
+                self.last_serial.fetch_max(number, Ordering::Relaxed);
+            }
             let Some(serial) = text.strip_prefix("undo-").and_then(|rest| rest.strip_suffix(".new")) else {
                 continue;
             };
@@ -182,7 +192,8 @@ impl<B: Backing> Held<B> {
                 continue;
             };
             self.last_serial.fetch_max(serial, Ordering::Relaxed);
-            let dir = self.base.lookup(&firn, OsStr::from_bytes(&undo))?.0;
+            let dir = staging::must_find_dir(&self.base, &firn, &text)
+                .map_err(|error| error.below(&self.home_path()))?;
             for file in [staging::RECORD, staging::COMMIT] {
                 found.extend(self.load_record(&dir, &text, file)?.map(|record| (serial, record)));
             }
@@ -220,7 +231,7 @@ impl<B: Backing> Held<B> {
         let firn = self.home()?;
         let flags = RenameFlags::empty();
         let undo = name(serial);
-        let dir = self.base.lookup(&firn, OsStr::new(&undo))?.0;
+        let dir = staging::must_find_dir(&self.base, &firn, &undo)?;
         let (record, commit) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
         if staging::find(&self.base, &dir, record)?.is_some() {
             self.base.rename(&dir, record, &dir, commit, flags)?;
@@ -233,7 +244,7 @@ impl<B: Backing> Held<B> {
         self.base.sync_dir(&firn)?;
         let new = staging::dir(&self.base, &dir, staging::NEW)?;
         let away = staging::dir(&self.base, &dir, staging::AWAY)?;
-        Apply::new(&self.base, &record, &new, &away).run()?;
+        Apply::new(self, &record, &new, &away).run()?;
         self.finish(&dir, &record, serial)?;
         if let Err(errno) = self.remove(&firn, &dir, &transaction) {
             tracing::warn!(%errno, serial, "cannot remove what undid a commit");

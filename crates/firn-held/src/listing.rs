@@ -77,7 +77,7 @@ impl<B: Backing> Held<B> {
             return Err(Errno::STALE);
         }
         if let Some(change) = change {
-            let made = change.names.iter().filter_map(|(name, object)| Some((name, object.as_ref()?)));
+            let made = change.names.iter().filter_map(|(name, named)| Some((name, named.object.as_ref()?)));
             entries.extend(made.map(|(name, object)| (name.clone(), object.key.1, Some(object.kind))));
         }
         Ok(entries)

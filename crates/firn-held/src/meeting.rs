@@ -25,6 +25,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::backing::Node;
+use crate::own::OwnError;
 use crate::record::{Item, Place, Record};
 use crate::scope::{Held, HeldError, Scope, Stage};
 use crate::staging;
@@ -196,7 +197,7 @@ impl<B: Backing> MeetingPlace<'_, B> {
         let ended = || {
             let some = |what: &str| names.iter().any(|name| name.starts_with(what));
             let over = if some(FROM) { some(DONE) } else { !some(PUT) };
-            Ok(over || self.is_decided()?)
+            Ok::<_, Errno>(over || self.is_decided()?)
         };
         if !names.iter().all(gone) || !ended()? {
             return Ok(());
@@ -231,26 +232,29 @@ impl<B: Backing> Held<B> {
     }
 
     /// The directory of what this node's transactions keep, made if it is not there.
-    pub(crate) fn home(&self) -> Result<B::Node, Errno> {
+    pub(crate) fn home(&self) -> Result<B::Node, OwnError> {
         let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
         match self.node_home() {
             None => Ok(top),
-            Some(name) => staging::dir(&self.base, &top, &name),
+            Some(name) => staging::dir(&self.base, &top, &name).map_err(|error| error.below(staging::TOP)),
         }
     }
 
     /// `.firn/`, if it is there.
-    pub(crate) fn find_top(&self) -> Result<Option<B::Node>, Errno> {
-        let found = staging::find(&self.base, &self.base.root(), OsStr::new(staging::TOP))?;
+    pub(crate) fn find_top(&self) -> Result<Option<B::Node>, OwnError> {
+        let found = staging::find_dir(&self.base, &self.base.root(), staging::TOP)?;
         Ok(found.map(|(node, _)| node))
     }
 
     /// [`Held::home`], if it is there.
-    pub(crate) fn find_home(&self) -> Result<Option<B::Node>, Errno> {
+    pub(crate) fn find_home(&self) -> Result<Option<B::Node>, OwnError> {
         let Some(top) = self.find_top()? else { return Ok(None) };
         match self.node_home() {
             None => Ok(Some(top)),
-            Some(name) => Ok(staging::find(&self.base, &top, OsStr::new(&name))?.map(|(node, _)| node)),
+            Some(name) => {
+                let found = staging::find_dir(&self.base, &top, &name);
+                Ok(found.map_err(|error| error.below(staging::TOP))?.map(|(node, _)| node))
+            }
         }
     }
 
@@ -282,7 +286,7 @@ impl<B: Backing> Held<B> {
                 self.base.sync_dir(&top)?;
                 dir
             }
-            false => match staging::find(&self.base, &top, OsStr::new(&name))? {
+            false => match staging::find_dir(&self.base, &top, &name)? {
                 Some((dir, _)) => dir,
                 None => return Ok(None),
             },
@@ -523,7 +527,7 @@ impl<B: Backing> Held<B> {
             if !name.starts_with(MEET) || kept.contains(&name) {
                 continue;
             }
-            let Some((dir, _)) = staging::find(&self.base, &top, OsStr::new(&name))? else { continue };
+            let Some((dir, _)) = staging::find_dir(&self.base, &top, &name)? else { continue };
             let place = MeetingPlace { base: &self.base, top: top.clone(), name, dir, group };
             let names = place.names()?;
             let (mine, left) = (place.mine(FROM), place.mine(DONE));

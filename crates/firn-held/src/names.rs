@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
 
 use crate::backing::Node;
-use crate::object::{Change, Inner, Object, Twin};
+use crate::object::{Change, Inner, Named, Object, Twin};
 use crate::scope::{Held, Names, Scope};
 use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
@@ -21,7 +21,7 @@ impl<B: Backing> Held<B> {
     pub(crate) fn look(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<(Arc<Object<B>>, Attr)> {
         let _names = self.tree.read();
         let object = self.find(parent, name)?.ok_or(Errno::NOENT)?;
-        let attr = object.attr(&self.base)?;
+        let attr = object.attr(self)?;
         Ok((object, attr))
     }
 
@@ -31,7 +31,7 @@ impl<B: Backing> Held<B> {
         if let Some(change) = &inner.change
             && let Some(found) = change.names.get(name)
         {
-            return Ok(found.clone());
+            return Ok(found.object.clone());
         }
         if self.is_hidden(parent, name) {
             return Ok(None);
@@ -94,12 +94,14 @@ impl<B: Backing> Held<B> {
         let object = Arc::new(Object::new((attr.dev, attr.ino), attr.kind, inner, seat));
         scope.changed.lock().insert(number, Arc::clone(&object));
         self.adopt(&object);
-        self.name(&scope, parent, name, Some(&object), i64::from(is_dir));
+        self.name(&scope, parent, (name, false), Some(&object), i64::from(is_dir));
         if attr.kind == Kind::File {
             scope.book.lock().create(parent.key, name);
         }
-        let attr = object.attr(&self.base)?;
-        Ok((object, attr))
+        self.check_names(&scope, &[parent, &object]);
+        // Told without another call of the backing, which could fail now that the object has its name.
+        let nlink = if is_dir { attr.nlink } else { 1 };
+        Ok((object, Attr { nlink, ..attr }))
     }
 
     fn must_be_there(&self, dir: &Arc<Object<B>>) -> Result<()> {
@@ -112,23 +114,33 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    /// Notes what a name leads to, and how many more subdirectories there are.
+    /// Notes what a name leads to, which was there or not, and how many more subdirectories there are. Whether the
+    /// directory is with this name as if it never had it.
     fn name(
         &self,
         scope: &Scope<B>,
         dir: &Arc<Object<B>>,
-        name: &OsStr,
+        (name, was_there): (&OsStr, bool),
         object: Option<&Arc<Object<B>>>,
         subdirectories: i64,
-    ) {
+    ) -> bool {
         let mut inner = dir.inner.write();
+        let is_old = inner.base.is_some();
         let change = scope.change(dir, &mut inner);
-        change.names.insert(name.to_owned(), object.cloned());
+        // A name that is not noted leads where it does in the backing.
+        let hides_old = change.names.get(name).map_or(is_old && was_there, |named| named.hides_old);
+        let is_forgotten = object.is_none() && !hides_old;
+        if is_forgotten {
+            change.names.remove(name);
+        } else {
+            change.names.insert(name.to_owned(), Named { object: object.cloned(), hides_old });
+        }
         change.links += subdirectories;
         change.touched = Some(Time::now());
         if let Some(object) = object {
             object.sit(dir, name);
         }
+        is_forgotten
     }
 
     /// An object got `more` names, or another one.
@@ -139,7 +151,8 @@ impl<B: Backing> Held<B> {
         change.named = Some(Time::now());
     }
 
-    /// An object lost a name in `scope`. A staged one without any goes at once: it takes room.
+    /// An object lost a name in `scope`. A new one without any goes at once: it takes room, and the transaction has
+    /// nothing to do with it.
     fn lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
         let mut inner = object.inner.write();
         let is_new = inner.base.is_none();
@@ -153,17 +166,29 @@ impl<B: Backing> Held<B> {
         if !is_new || !(change.removed || change.links == 0) {
             return;
         }
-        if let Some(twin) = &mut change.twin
-            && let Err(errno) = self.unstage(object.kind, twin)
-        {
-            tracing::warn!(%errno, "a staged object that lost its last name stays until the transaction ends");
+        let number = change.number;
+        let Some(twin) = &change.twin else { return };
+        match self.unstage(object.kind, twin) {
+            Ok(node) => {
+                scope.changed.lock().remove(&number);
+                object.become_nameless(&mut inner, node);
+            }
+            Err(errno) => {
+                tracing::warn!(%errno, "a staged object that lost its last name stays until the transaction ends");
+            }
         }
     }
 
-    fn unstage(&self, kind: Kind, twin: &mut Twin<B>) -> Result<()> {
-        twin.held = Some(twin.node(&self.base)?);
+    /// Takes the name of a staged object. Returns what is left: it is gone when nobody holds that.
+    fn unstage(&self, kind: Kind, twin: &Twin<B>) -> Result<B::Node> {
+        let node = twin.node(&self.base)?;
         let name = OsStr::new(&twin.at.1);
-        if kind == Kind::Dir { self.base.rmdir(&twin.nest, name) } else { self.base.unlink(&twin.nest, name) }
+        if kind == Kind::Dir {
+            self.base.rmdir(&twin.nest, name)?;
+        } else {
+            self.base.unlink(&twin.nest, name)?;
+        }
+        Ok(node)
     }
 
     /// EBUSY for a directory that a transaction's scope is, or is in.
@@ -199,11 +224,15 @@ impl<B: Backing> Held<B> {
         if let Some(shadow) = &scope.shadow {
             return self.remove_shadowed((&scope, shadow), (parent, name), &object);
         }
-        self.name(&scope, parent, name, None, -i64::from(is_dir));
+        let is_forgotten = self.name(&scope, parent, (name, true), None, -i64::from(is_dir));
         self.lost_name(&scope, &object);
         if object.kind == Kind::File {
             scope.book.lock().unlink(parent.key, name);
         }
+        if is_forgotten {
+            scope.book.lock().forget(parent.key, name);
+        }
+        self.check_names(&scope, &[parent, &object]);
         Ok(())
     }
 
@@ -220,13 +249,13 @@ impl<B: Backing> Held<B> {
         if !same(&self.scope_of(object), &scope) {
             return Err(Errno::XDEV);
         }
-        if shadow(&scope).is_some() && (parent.is_gone() || object.attr(&self.base)?.nlink == 0) {
+        if shadow(&scope).is_some() && (parent.is_gone() || object.attr(self)?.nlink == 0) {
             return Err(Errno::NOENT);
         }
         let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
             let (node, dir) = (object.inner.read().node(&self.base)?, parent.inner.read().node(&self.base)?);
             let attr = self.base.link(&node, &dir, name)?;
-            return Ok(Attr { nlink: attr.nlink.saturating_sub(object.hidden_links()), ..attr });
+            return if object.may_hide_links() { object.attr(self) } else { Ok(attr) };
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -238,15 +267,16 @@ impl<B: Backing> Held<B> {
         if object.kind == Kind::Dir {
             return Err(Errno::PERM);
         }
-        if object.attr(&self.base)?.nlink == 0 {
+        if object.attr(self)?.nlink == 0 {
             return Err(Errno::NOENT);
         }
         self.renamed(&scope, object, 1);
-        self.name(&scope, parent, name, Some(object), 0);
+        self.name(&scope, parent, (name, false), Some(object), 0);
         if object.kind == Kind::File {
             scope.book.lock().create(parent.key, name);
         }
-        object.attr(&self.base)
+        self.check_names(&scope, &[parent, object]);
+        object.attr(self)
     }
 
     pub(crate) fn move_name(
@@ -261,6 +291,13 @@ impl<B: Backing> Held<B> {
         if self.is_hidden(to, new_name) {
             return Err(Errno::PERM);
         }
+        // Before any wait for an outcome: the kernel holds the locks of both directories, and who ends the other
+        // transaction has to make it forget names in its own.
+        let names = self.tree.read();
+        if !same(&self.scope_of(to), &self.scope_of(from)) {
+            return Err(Errno::XDEV);
+        }
+        drop(names);
         let (_names, scope) = self.changing(from)?;
         if !same(&self.scope_of(to), &scope) {
             return Err(Errno::XDEV);
@@ -278,6 +315,8 @@ impl<B: Backing> Held<B> {
         let exchange = flags.contains(RenameFlags::EXCHANGE);
         let is_dir = |object: &Arc<Object<B>>| object.kind == Kind::Dir;
         let subdirectory = |object: &Arc<Object<B>>| i64::from(is_dir(object));
+        let is_replaced = target.is_some();
+        let mut more = subdirectory(&source);
         if let Some(target) = target {
             if exchange {
                 // First: where they are now is where the backing has them.
@@ -285,25 +324,30 @@ impl<B: Backing> Held<B> {
                     self.renamed(&scope, object, 0);
                 }
                 let more = subdirectory(&source) - subdirectory(&target);
-                self.name(&scope, from, name, Some(&target), -more);
-                self.name(&scope, to, new_name, Some(&source), more);
+                self.name(&scope, from, (name, true), Some(&target), -more);
+                self.name(&scope, to, (new_name, true), Some(&source), more);
                 if source.kind == Kind::File && target.kind == Kind::File {
                     scope.book.lock().exchange((from.key, name), (to.key, new_name));
                 }
+                self.check_names(&scope, &[from, to, &source, &target]);
                 return Ok(());
             }
             self.lost_name(&scope, &target);
-            self.name(&scope, to, new_name, None, -subdirectory(&target));
+            more -= subdirectory(&target);
             if target.kind == Kind::File && source.kind != Kind::File {
                 scope.book.lock().unlink(to.key, new_name);
             }
         }
         self.renamed(&scope, &source, 0);
-        self.name(&scope, from, name, None, -subdirectory(&source));
-        self.name(&scope, to, new_name, Some(&source), subdirectory(&source));
+        let is_forgotten = self.name(&scope, from, (name, true), None, -subdirectory(&source));
+        self.name(&scope, to, (new_name, is_replaced), Some(&source), more);
         if source.kind == Kind::File {
             scope.book.lock().rename((from.key, name), (to.key, new_name));
         }
+        if is_forgotten {
+            scope.book.lock().forget(from.key, name);
+        }
+        self.check_names(&scope, &[from, to, &source]);
         Ok(())
     }
 

@@ -4,6 +4,8 @@
 //! * One [`Object`] for each inode, whatever its number of names, while anybody refers to it.
 //! * `base` is the object in the backing, outside of staging; an object without it exists in a transaction
 //!   only, and one without base and change was made in a transaction that was aborted.
+//! * An object that was made in a transaction and has lost its last name is *nameless*: it belongs to no
+//!   transaction any more, has a base and no change, and lives as long as somebody refers to it.
 //! * The *twin* of a change is a staged object of its own inode. For an object without base it is the
 //!   object itself, which a commit moves into place; else it has the new attributes and, of a file, the size
 //!   and the bytes that were written. A change has a twin or is small ([`crate::small`]), never both.
@@ -11,12 +13,13 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
 use parking_lot::{Mutex, RwLock};
 
 use crate::record::Staged;
+use crate::scope::Held;
 use crate::small::Small;
 use firn_conflict::Ranges;
 
@@ -32,9 +35,10 @@ pub struct Object<B: Backing> {
     pub(crate) kind: Kind,
     pub(crate) seat: Mutex<Option<Seat<B>>>,
     pub(crate) inner: RwLock<Inner<B>>,
-    /// One of its links is Firn's and not shown: of the top, the directory of all that is staged; of others, a
-    /// name that they are found by after a crash, or, in shadow mode, to be brought back.
-    pub(crate) hides: AtomicBool,
+    /// Whether links of it are Firn's and not shown, and how often that changed: see [`crate::hidden`].
+    pub(crate) hides: AtomicU64,
+    /// It was made in a transaction and lost its last name. Set under the lock of `inner`, and never unset.
+    nameless: AtomicBool,
     /// Handles on it.
     opens: AtomicUsize,
     files: Mutex<Files<B>>,
@@ -53,8 +57,8 @@ pub(crate) struct Change<B: Backing> {
     pub(crate) twin: Option<Twin<B>>,
     /// Of a file of the backing that has no twin: what little was overwritten.
     pub(crate) small: Option<Small>,
-    /// Of a directory: names that differ from the backing's; `None`: there is none.
-    pub(crate) names: BTreeMap<OsString, Option<Arc<Object<B>>>>,
+    /// Of a directory: names that differ from the backing's.
+    pub(crate) names: BTreeMap<OsString, Named<B>>,
     /// Names more than the backing's object has; of a directory: subdirectories.
     pub(crate) links: i64,
     /// The directory is gone.
@@ -72,6 +76,14 @@ pub(crate) struct Change<B: Backing> {
     pub(crate) attributes: bool,
     /// The attributes that programs see while the commit is carried out behind them.
     pub(crate) frozen: Option<Attr>,
+}
+
+/// What a name of a directory leads to in a transaction.
+pub(crate) struct Named<B: Backing> {
+    /// `None`: there is no such name any more, which is noted only where it hides one of the backing's.
+    pub(crate) object: Option<Arc<Object<B>>>,
+    /// The directory has this name in the backing, too.
+    pub(crate) hides_old: bool,
 }
 
 impl<B: Backing> Change<B> {
@@ -145,7 +157,8 @@ impl<B: Backing> Object<B> {
             kind,
             seat: Mutex::new(seat),
             inner: RwLock::new(inner),
-            hides: AtomicBool::new(false),
+            hides: AtomicU64::new(0),
+            nameless: AtomicBool::new(false),
             opens: AtomicUsize::new(0),
             files: Mutex::new(Files { reader: None, writer: None, twin: None }),
         }
@@ -172,22 +185,32 @@ impl<B: Backing> Object<B> {
     }
 
     /// The attributes that programs see.
-    pub(crate) fn attr(&self, base: &B) -> Result<Attr> {
+    pub(crate) fn attr(&self, held: &Held<B>) -> Result<Attr> {
         let inner = self.inner.read();
         if let Some(attr) = inner.change.as_ref().and_then(|change| change.frozen) {
             return Ok(attr);
         }
-        let mut attr = inner.attr(base, self)?;
+        let mut attr = inner.attr(held, self)?;
         if self.is_gone() {
             attr.nlink = 0;
-        } else if self.kind != Kind::Dir || attr.nlink > 1 {
-            attr.nlink = attr.nlink.saturating_sub(self.hidden_links());
         }
         Ok(attr)
     }
 
-    pub(crate) fn hidden_links(&self) -> u32 {
-        u32::from(self.hides.load(Ordering::Acquire))
+    pub(crate) fn is_nameless(&self) -> bool {
+        self.nameless.load(Ordering::Acquire)
+    }
+
+    /// The object, which a transaction made, has lost its last name, and `node` is what is left of it.
+    pub(crate) fn become_nameless(&self, inner: &mut Inner<B>, node: B::Node) {
+        inner.change = None;
+        inner.base = Some(node);
+        self.nameless.store(true, Ordering::Release);
+        // Handles go on with the file that they have open.
+        let mut files = self.files.lock();
+        if let Some(twin) = files.twin.take() {
+            (files.reader, files.writer) = (Some(Arc::clone(&twin)), Some(twin));
+        }
     }
 
     pub(crate) fn opened(&self) {
@@ -236,6 +259,12 @@ impl<B: Backing> Inner<B> {
         self.change.as_ref()?.twin.as_ref()
     }
 
+    /// The file below that takes what is written in a transaction. One that became nameless meanwhile is as good
+    /// as outside.
+    pub(crate) fn target(&self) -> Below {
+        if self.twin().is_some() { Below::Twin } else { Below::Writer }
+    }
+
     /// What to ask for attributes and their like: the twin where there is one.
     pub(crate) fn node(&self, base: &B) -> Result<B::Node> {
         match self.twin() {
@@ -244,9 +273,10 @@ impl<B: Backing> Inner<B> {
         }
     }
 
-    fn attr(&self, base: &B, object: &Object<B>) -> Result<Attr> {
+    fn attr(&self, held: &Held<B>, object: &Object<B>) -> Result<Attr> {
+        let base = &held.base;
         let Some(change) = &self.change else {
-            return base.attr(self.base.as_ref().ok_or(Errno::STALE)?);
+            return held.attr_below(object, self.base.as_ref().ok_or(Errno::STALE)?);
         };
         let twin = change.twin.as_ref().map(|twin| base.attr(&twin.node(base)?)).transpose()?;
         let mut attr = match (&self.base, twin) {
@@ -255,14 +285,14 @@ impl<B: Backing> Inner<B> {
             // Its staged name is not one of its names.
             (None, Some(twin)) => Attr { nlink: 0, ..twin },
             (Some(node), None) => {
-                let below = base.attr(node)?;
+                let below = held.attr_below(object, node)?;
                 match &change.small {
                     Some(small) => Attr { mtime: small.mtime, ctime: small.ctime, ..below },
                     None => below,
                 }
             }
             (Some(node), Some(twin)) => {
-                let below = base.attr(node)?;
+                let below = held.attr_below(object, node)?;
                 let is_file = object.kind == Kind::File;
                 Attr {
                     mode: (below.mode & libc::S_IFMT) | (twin.mode & !libc::S_IFMT),

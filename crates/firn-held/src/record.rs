@@ -11,26 +11,36 @@ use serde::{Deserialize, Serialize};
 use firn_backing::Attr;
 use firn_format::sealed::Seal;
 
+use crate::own::is_path;
+
 pub use firn_format::sealed::SealError as RecordError;
 
 /// The header of its file.
-pub const SEAL: Seal = Seal { magic: *b"FIRNREDO", version: 3 };
+pub const SEAL: Seal = Seal { magic: *b"FIRNREDO", version: 4 };
 
 /// A name in a directory: the number of the directory's object, and the name's bytes.
 pub type Place = (u64, Vec<u8>);
 
 /// What an object is in the backing.
+///
+/// A record outlives a mount of the file system and is read on other hosts. Device numbers do neither: a server, a
+/// pool or a disk that comes back may have another one. Nor is the time of birth compared: overlayfs makes a file
+/// anew when it is first written to, also by an attempt to carry a record out, and only its inode number stays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Identity {
-    /// Device.
-    pub dev: u64,
     /// Inode.
     pub ino: u64,
+    /// It is on another file system than the top of the backing.
+    pub elsewhere: bool,
 }
 
 impl Identity {
-    pub(crate) fn of(attr: &Attr) -> Self {
-        Self { dev: attr.dev, ino: attr.ino }
+    /// Of nothing yet.
+    pub(crate) const NONE: Self = Self { ino: 0, elsewhere: false };
+
+    /// `device` is that of the top.
+    pub(crate) fn of(attr: &Attr, device: u64) -> Self {
+        Self { ino: attr.ino, elsewhere: attr.dev != device }
     }
 }
 
@@ -149,10 +159,36 @@ impl Record {
         SEAL.seal(&postcard::to_stdvec(self).expect("plain data"))
     }
 
-    /// From the bytes that were stored.
+    /// From the bytes that were stored. Every name in what comes back is a single component, and the scope is a
+    /// path of such.
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
-        postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| RecordError::Damaged)
+        let record: Self = postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| RecordError::Damaged)?;
+        record.check_names()?;
+        Ok(record)
     }
+
+    /// Whoever opens a name of this record stays in the directory that the record means.
+    pub(crate) fn check_names(&self) -> Result<(), RecordError> {
+        if !is_path(&self.scope) {
+            return Err(RecordError::Damaged);
+        }
+        for item in &self.items {
+            for (_, name) in item.leaves.iter().chain(&item.comes).chain(&item.stays) {
+                check_name(name)?;
+            }
+            let staged = [&item.new_at, &item.anchor_at, &item.twin_at, &item.kept_at];
+            for (nest, name) in staged.into_iter().flatten() {
+                check_name(nest.as_bytes())?;
+                check_name(name.as_bytes())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses what is not a single path component.
+pub(crate) fn check_name(name: &[u8]) -> Result<(), RecordError> {
+    firn_trust::check_component(name).map(drop).map_err(|_| RecordError::Damaged)
 }
 
 #[cfg(test)]
@@ -160,7 +196,7 @@ mod tests {
     use super::*;
 
     fn record() -> Record {
-        let identity = Identity { dev: 1, ino: 77 };
+        let identity = Identity { ino: 77, elsewhere: false };
         let item = Item {
             number: 3,
             identity,
@@ -185,6 +221,32 @@ mod tests {
     #[test]
     fn a_record_comes_back() {
         assert_eq!(Record::decode(&record().encode()), Ok(record()));
+    }
+
+    #[test]
+    fn regression_a_record_whose_names_lead_elsewhere_is_none() {
+        let refused = |change: &dyn Fn(&mut Record, &str)| {
+            for name in ["", ".", "..", "../../etc", "/etc", "a/b", "a\0"] {
+                let mut bad = record();
+                change(&mut bad, name);
+                assert_eq!(Record::decode(&bad.encode()), Err(RecordError::Damaged), "{name:?}");
+            }
+        };
+        let staged = |nest: &str, name: &str| Some((nest.to_owned(), name.to_owned()));
+        refused(&|bad, name| bad.items[0].leaves[0].1 = name.into());
+        refused(&|bad, name| bad.items[0].comes[0].1 = name.into());
+        refused(&|bad, name| bad.items[0].stays = Some((0, name.into())));
+        refused(&|bad, name| bad.items[0].new_at = staged("d0", name));
+        refused(&|bad, name| bad.items[0].new_at = staged(name, "1"));
+        refused(&|bad, name| bad.items[0].anchor_at = staged("d0", name));
+        refused(&|bad, name| bad.items[0].twin_at = staged("d0", name));
+        refused(&|bad, name| bad.items[0].kept_at = staged("u", name));
+        for scope in ["..", "a/../b", "/a", "a//b", "a/", "a\0"] {
+            let bad = Record { scope: scope.into(), ..record() };
+            assert_eq!(Record::decode(&bad.encode()), Err(RecordError::Damaged), "{scope:?}");
+        }
+        let whole = Record { scope: b"a/b c/..d".to_vec(), ..record() };
+        assert_eq!(Record::decode(&whole.encode()), Ok(whole));
     }
 
     #[test]

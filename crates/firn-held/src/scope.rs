@@ -1,6 +1,6 @@
 //! Transactions: begun, prepared, committed or aborted; and what a crash left of them.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -8,20 +8,28 @@ use std::sync::{Arc, Weak};
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
 use firn_conflict::Used;
+use firn_format::path::BytePath;
+use firn_format::quote::quoted;
+use firn_trust::Distrust;
 use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::apply::Apply;
 use crate::backing::Node;
 use crate::backup::{Mirror, Progress};
 use crate::book::Book;
+use crate::hidden::HiddenLinks;
 use crate::meeting::Group;
 use crate::object::{Change, Inner, Key, Object};
+use crate::own::{FILE_BYTES_MAX, OwnError};
 use crate::record::{Record, RecordError};
 use crate::shadow::{Mode, Shadow};
 use crate::staging;
 use crate::state::State;
 
+mod arenas;
 mod carry;
+
+pub use arenas::ArenaId;
 
 /// Number of the state before the first commit: [`Held::committed`] has none.
 pub(crate) const NO_ID: u64 = u64::MAX;
@@ -29,6 +37,15 @@ pub(crate) const NO_ID: u64 = u64::MAX;
 /// Why a transaction could not be begun, prepared, committed or aborted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeldError {
+    /// The backing is one without transactions.
+    #[error("this mount has no transactions: mount it with drain=commit")]
+    NotTransactional,
+    /// There is nothing where a transaction was to begin or end.
+    #[error("no such directory in this mount")]
+    ScopeMissing,
+    /// There is something else.
+    #[error("a transaction covers a directory, and this is none")]
+    ScopeNotDirectory,
     /// There is no transaction where one is needed.
     #[error("no transaction is open there: begin one first")]
     None,
@@ -36,7 +53,7 @@ pub enum HeldError {
     #[error("a transaction is open in {scope:?}: commit or abort it first")]
     Open {
         /// Its scope.
-        scope: String,
+        scope: BytePath,
     },
     /// Its outcome is decided.
     #[error("the transaction is committed with id {id} and not yet carried out: firn commit goes on with it")]
@@ -142,10 +159,7 @@ pub enum HeldError {
         id: u64,
     },
     /// The tree is not the one before the transaction of a backup.
-    #[error(
-        "{}: {what}: the backup goes with the tree as it was before the transaction",
-        String::from_utf8_lossy(path)
-    )]
+    #[error("{}: {what}: the backup goes with the tree as it was before the transaction", quoted(path))]
     BackupTree {
         /// Where, from the top of the backing.
         path: Vec<u8>,
@@ -158,7 +172,27 @@ pub enum HeldError {
         /// Which.
         file: String,
     },
-    /// The backing refused something.
+    /// Something in the place of what is Firn's own is not as that must be.
+    #[error(
+        "{name} {why}; nothing in it is believed: mount as the user whose it is, or look at what it is and move it away"
+    )]
+    Distrusted {
+        /// Its name, with the directories above it as far as they are known.
+        name: String,
+        /// What is wrong with it.
+        why: Distrust,
+    },
+    /// A file in the place of one of Firn's own is longer than those are.
+    #[error(
+        "{name} has {bytes} bytes, and Firn writes no more than {FILE_BYTES_MAX}: look at what it is and move it away"
+    )]
+    TooLong {
+        /// Its name, as above.
+        name: String,
+        /// Its size.
+        bytes: u64,
+    },
+    /// The backing refused something. Whatever it said, it is nothing that is known of the transaction.
     #[error("the backing failed: {0}")]
     Backing(#[from] Errno),
     /// A record cannot be read.
@@ -169,6 +203,16 @@ pub enum HeldError {
         /// What is wrong.
         source: RecordError,
     },
+}
+
+impl From<OwnError> for HeldError {
+    fn from(error: OwnError) -> Self {
+        match error {
+            OwnError::Distrusted { name, why } => Self::Distrusted { name, why },
+            OwnError::TooLong { name, bytes } => Self::TooLong { name, bytes },
+            OwnError::Backing(errno) => Self::Backing(errno),
+        }
+    }
 }
 
 fn on(nodes: &[String]) -> String {
@@ -225,12 +269,15 @@ pub struct Outcome {
     pub waiting: Vec<(u64, Vec<u8>)>,
 }
 
-impl Outcome {
-    /// Scopes of which nothing counts that an arena still holds: it was written in a transaction that is no
-    /// more, or after the state that was prepared.
-    pub fn dropped(&self) -> impl Iterator<Item = &[u8]> {
-        self.undone.iter().chain(self.waiting.iter().map(|(_, scope)| scope)).map(Vec::as_slice)
-    }
+/// How [`Held::open_with`] opens a backing.
+#[derive(Clone, Debug, Default)]
+pub struct Opening {
+    /// Commits of each scope that can be undone.
+    pub history: u32,
+    /// Of one of several nodes that commit together.
+    pub group: Option<Group>,
+    /// The arena that is at hand. Others may come back, and are then to be told what they must drop.
+    pub arena: Option<ArenaId>,
 }
 
 /// A directory and all below it, while a transaction is open there.
@@ -288,10 +335,10 @@ impl<B: Backing> Scope<B> {
     }
 
     fn must_be_whole(&self) -> Result<(), HeldError> {
-        match &self.shadow {
-            Some(shadow) if shadow.is_undoing() => Err(HeldError::Undoing),
-            _ => Ok(()),
-        }
+        let is_undoing = self.shadow.as_ref().is_some_and(Shadow::is_undoing);
+        // An abort that failed had dropped what was pending: what is left is not what programs wrote.
+        let is_given_up = self.stage() == Stage::Open && self.refusing.load(Ordering::Acquire);
+        if is_undoing || is_given_up { Err(HeldError::Undoing) } else { Ok(()) }
     }
 
     /// Every change fails with ECANCELED from now on.
@@ -359,6 +406,13 @@ impl<B: Backing> Scope<B> {
     }
 }
 
+/// A transaction as it is found in the backing.
+pub(super) struct StoredTransaction<B: Backing> {
+    serial: u64,
+    name: String,
+    pub(super) dir: B::Node,
+}
+
 /// A backing whose directories can be in a transaction.
 pub struct Held<B: Backing> {
     pub(crate) base: B,
@@ -368,15 +422,19 @@ pub struct Held<B: Backing> {
     pub(crate) history: u32,
     /// Where several nodes commit together.
     pub(crate) group: Option<Group>,
+    /// [`Opening::arena`].
+    pub(crate) arena: Option<ArenaId>,
     /// Of transactions that begin.
     pub(crate) mode: Mode,
     /// The node that aborted the last transaction of a scope, where that was another one.
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
-    /// Objects that have a staged name more.
-    pub(crate) anchored: Mutex<HashSet<Key>>,
+    /// Names of objects that are not shown.
+    pub(crate) hidden: HiddenLinks<B>,
     pub(crate) scopes: RwLock<Vec<Arc<Scope<B>>>>,
     /// The second place for what is prepared.
     pub(crate) mirror: Option<Mirror<B>>,
+    /// Without transactions: there is a directory `.firn`.
+    hides_own: bool,
     /// Held by who changes the list of committed numbers.
     finishing: Mutex<()>,
     pub(crate) scope_count: AtomicUsize,
@@ -408,10 +466,25 @@ pub(crate) enum Names<'a> {
 }
 
 impl<B: Backing> Held<B> {
-    /// A backing without transactions: every call goes through.
+    /// A backing without transactions: every call goes through, but `.firn` at the top is Firn's there, too, and
+    /// neither shown nor made.
     pub fn plain(base: B) -> Self {
+        let has_own = base.lookup(&base.root(), OsStr::new(staging::TOP));
+        let top = Node::Top(base.root());
+        let mut held = Self::assemble(base, top);
+        held.hides_own = has_own.is_ok_and(|(_, attr)| attr.kind == Kind::Dir);
+        held
+    }
+
+    /// The same for a caller of Firn's own who keeps things in `.firn`: every call goes through. (A stub tree.)
+    pub fn plain_with_own(base: B) -> Self {
         let top = Node::Plain(base.root());
         Self::assemble(base, top)
+    }
+
+    /// Whether the top of a backing without transactions has one directory more than it shows.
+    pub(crate) fn hides_own(&self) -> bool {
+        self.hides_own
     }
 
     fn assemble(base: B, top: Node<B>) -> Self {
@@ -421,11 +494,13 @@ impl<B: Backing> Held<B> {
             objects: Mutex::default(),
             history: 0,
             group: None,
+            arena: None,
             mode: Mode::Hold,
             stopped_by: Mutex::default(),
-            anchored: Mutex::default(),
+            hidden: HiddenLinks::default(),
             scopes: RwLock::default(),
             mirror: None,
+            hides_own: false,
             finishing: Mutex::new(()),
             scope_count: AtomicUsize::new(0),
             last_serial: AtomicU64::new(0),
@@ -435,45 +510,112 @@ impl<B: Backing> Held<B> {
     }
 
     /// Whether there is something in the backing that [`Held::open`] must see to first.
-    pub fn has_transactions(base: &B) -> Result<bool, Errno> {
-        let Some((firn, _)) = staging::find(base, &base.root(), OsStr::new(staging::TOP))? else {
+    pub fn has_transactions(base: &B) -> Result<bool, HeldError> {
+        let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(false);
         };
         Ok(staging::list(base, &firn)?.iter().any(|(name, ..)| name.starts_with(b"tx-")))
     }
 
-    /// A backing that can have transactions, after what earlier ones left is finished or undone.
+    /// A backing that can have transactions, after what earlier ones left is finished or undone. For who has no
+    /// arena with data of theirs.
     pub fn open(base: B) -> Result<(Self, Outcome), HeldError> {
         Self::open_with_history(base, 0)
     }
 
     /// The same, keeping what brings back as many commits of each scope.
     pub fn open_with_history(base: B, history: u32) -> Result<(Self, Outcome), HeldError> {
-        Self::open_as(base, history, None)
+        Self::open_with(base, Opening { history, ..Opening::default() }, |_| Ok(()))
     }
 
     /// The same for one of several nodes that commit together.
     pub fn open_of_group(base: B, group: Group) -> Result<(Self, Outcome), HeldError> {
-        Self::open_as(base, 0, Some(group))
+        Self::open_with(base, Opening { group: Some(group), ..Opening::default() }, |_| Ok(()))
     }
 
-    fn open_as(base: B, history: u32, group: Option<Group>) -> Result<(Self, Outcome), HeldError> {
+    /// The same where an arena has data that was not drained. Before anything is changed `drop_pending` gets the
+    /// scopes of which nothing that is pending in it counts: it was written in a transaction that is no more, or after
+    /// the state that was prepared. Of transactions that were begun with another arena it is taken down what that one
+    /// has to drop. What tells of the transactions is removed after that, so a crash at any instant leaves either the
+    /// data dropped or a next time.
+    pub fn open_with<E: From<HeldError>>(
+        base: B,
+        opening: Opening,
+        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
+    ) -> Result<(Self, Outcome), E> {
+        let mut held = Self::tracking(base)?;
+        (held.history, held.group) = (opening.history, opening.group);
+        held.arena = opening.arena;
+        let scopes = held.scopes_to_drop()?;
+        if !scopes.is_empty() {
+            drop_pending(&scopes)?;
+        }
+        held.tell_arenas()?;
+        let outcome = held.finish_or_undo()?;
+        Ok((held, outcome))
+    }
+
+    /// A backing that can have transactions, of which nothing is known yet.
+    pub(super) fn tracking(base: B) -> Result<Self, HeldError> {
         let root = base.root();
         let attr = base.attr(&root)?;
         let inner = Inner { base: Some(root.clone()), change: None };
         let top = Arc::new(Object::new((attr.dev, attr.ino), Kind::Dir, inner, None));
-        top.hides.store(staging::find(&base, &root, OsStr::new(staging::TOP))?.is_some(), Ordering::Release);
-        let mut held = Self::assemble(base, Node::Tracked(Arc::clone(&top)));
-        (held.history, held.group) = (history, group);
+        let has_own = staging::find_dir(&base, &root, staging::TOP)?.is_some();
+        let held = Self::assemble(base, Node::Tracked(Arc::clone(&top)));
         held.objects.lock().insert(top.key, Arc::downgrade(&top));
-        let mut outcome = Outcome::default();
-        if let Some(firn) = held.find_home()? {
-            held.recover_shared(&firn)?;
-            held.recover(&firn, &mut outcome)?;
+        if has_own {
+            held.hide_own_top();
         }
-        held.leave_shared_ones(&outcome.waiting)?;
-        held.leave_old(&outcome.waiting)?;
-        Ok((held, outcome))
+        Ok(held)
+    }
+
+    /// The directories of transactions that are there, by their numbers.
+    pub(super) fn stored_transactions(&self, home: &B::Node) -> Result<Vec<StoredTransaction<B>>, OwnError> {
+        let mut names = staging::list(&self.base, home)?;
+        names.sort_by(|a, b| a.0.cmp(&b.0));
+        let mut found = Vec::new();
+        for (name, ..) in names {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            let Some(serial) = name.strip_prefix("tx-").and_then(|n| n.parse::<u64>().ok()) else { continue };
+            let dir = staging::must_find_dir(&self.base, home, &name)
+                .map_err(|error| error.below(&self.home_path()))?;
+            found.push(StoredTransaction { serial, name, dir });
+        }
+        Ok(found)
+    }
+
+    /// The scope of a transaction that is not decided for.
+    pub(super) fn scope_to_drop(&self, stored: &StoredTransaction<B>) -> Result<Option<Vec<u8>>, HeldError> {
+        let StoredTransaction { dir, name, .. } = stored;
+        if staging::find(&self.base, dir, OsStr::new(staging::COMMIT))?.is_some() {
+            // What came after the decision counts.
+            return Ok(None);
+        }
+        let record = self.load_record(dir, name, staging::RECORD)?;
+        let scope = match &record {
+            Some(record) => Some(record.scope.clone()),
+            None => staging::load_scope(&self.base, dir, staging::OPEN)?,
+        };
+        let Some(scope) = scope else { return Ok(None) };
+        let is_committed = self.is_shared_commit(dir, &scope)?
+            || match &record {
+                Some(record) => self.decided(record.id, &scope)? == Some(true),
+                None => false,
+            };
+        Ok((!is_committed).then_some(scope))
+    }
+
+    /// Finishes or undoes what earlier transactions left.
+    fn finish_or_undo(&self) -> Result<Outcome, HeldError> {
+        let mut outcome = Outcome::default();
+        if let Some(home) = self.find_home()? {
+            self.recover_shared(&home)?;
+            self.recover(&home, &mut outcome)?;
+        }
+        self.leave_shared_ones(&outcome.waiting)?;
+        self.leave_old(&outcome.waiting)?;
+        Ok(outcome)
     }
 
     /// What becomes of changes of transactions that begin.
@@ -489,14 +631,9 @@ impl<B: Backing> Held<B> {
     }
 
     fn recover(&self, firn: &B::Node, outcome: &mut Outcome) -> Result<(), HeldError> {
-        let mut names = staging::list(&self.base, firn)?;
-        names.sort_by(|a, b| a.0.cmp(&b.0));
-        for (name, ..) in names {
-            let text = String::from_utf8_lossy(&name).into_owned();
-            let Some(serial) = text.strip_prefix("tx-").and_then(|n| n.parse::<u64>().ok()) else { continue };
+        for StoredTransaction { serial, name, dir } in self.stored_transactions(firn)? {
             self.last_serial.fetch_max(serial, Ordering::Relaxed);
-            let dir = self.base.lookup(firn, OsStr::from_bytes(&name))?.0;
-            let record = |file| self.load_record(&dir, &text, file);
+            let record = |file| self.load_record(&dir, &name, file);
             let mut prepared = record(staging::RECORD)?;
             // What the other nodes decided while this one was away.
             match prepared
@@ -521,21 +658,22 @@ impl<B: Backing> Held<B> {
                 let new = staging::dir(&self.base, &dir, staging::NEW)?;
                 let away = staging::dir(&self.base, &dir, staging::AWAY)?;
                 let kept = self.undo_nest(serial)?;
-                Apply::new(&self.base, &record, &new, &away).keeping(kept).run()?;
+                Apply::new(self, &record, &new, &away).keeping(kept).run()?;
+                self.sync_what_was_carried_out(firn, &record.scope)?;
                 self.finish(&dir, &record, serial)?;
-                self.remove(firn, &dir, &text)?;
+                self.remove(firn, &dir, &name)?;
                 outcome.finished.push(record.id);
             } else if let Some(record) = prepared {
                 outcome.waiting.push((record.id, record.scope.clone()));
                 self.wait_for_decision(serial, dir, record)?;
             } else {
                 // Without the mark it was over, and only its removal was not.
-                let scope = staging::load(&self.base, &dir, staging::OPEN)?;
+                let scope = staging::load_scope(&self.base, &dir, staging::OPEN)?;
                 if let Some(scope) = &scope {
-                    self.undo_stored(&dir, &text, scope)?;
+                    self.undo_stored(&dir, &name, scope)?;
                 }
                 outcome.undone.extend(scope);
-                self.remove(firn, &dir, &text)?;
+                self.remove(firn, &dir, &name)?;
             }
         }
         self.forget_unfinished_undos(firn)?;
@@ -549,11 +687,9 @@ impl<B: Backing> Held<B> {
         dir: B::Node,
         record: Record,
     ) -> Result<(), HeldError> {
-        let anchored = record.items.iter().filter(|item| item.anchor_at.is_some());
-        self.anchored.lock().extend(anchored.map(|item| (item.identity.dev, item.identity.ino)));
         let mut root = match &self.top {
             Node::Tracked(top) => Arc::clone(top),
-            Node::Plain(_) => return Ok(()),
+            Node::Plain(_) | Node::Top(_) => return Ok(()),
         };
         for name in record.scope.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
             let name = OsStr::from_bytes(name);
@@ -561,9 +697,18 @@ impl<B: Backing> Held<B> {
             let (node, attr) = self.base.lookup(&parent, name)?;
             root = self.intern(node, &attr, &root, name);
         }
+        let anchored: Vec<_> =
+            record.items.iter().filter_map(|item| Some((item.identity, item.anchor_at.clone()?))).collect();
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
+        for (identity, (nest, name)) in anchored {
+            if let Some((nest, _)) = staging::find_dir(&self.base, &scope.new, &nest)? {
+                self.found_hidden(serial, (self.device(), identity.ino), &nest, name, false);
+            }
+        }
         if let Some(shadow) = &scope.shadow {
-            self.anchored.lock().extend(shadow.kept(&self.base)?);
+            for (key, name, is_dir) in shadow.kept(&self.base)? {
+                self.found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
+            }
         }
         self.enter(scope);
         Ok(())
@@ -611,6 +756,14 @@ impl<B: Backing> Held<B> {
         &self.top
     }
 
+    /// The device that the top is on.
+    pub(crate) fn device(&self) -> u64 {
+        match &self.top {
+            Node::Tracked(top) => top.key.0,
+            Node::Plain(_) | Node::Top(_) => 0,
+        }
+    }
+
     /// The object of an inode that was found as `name` in `parent`.
     pub(crate) fn intern(
         &self,
@@ -630,7 +783,7 @@ impl<B: Backing> Held<B> {
         let inner = Inner { base: Some(node), change: None };
         let seat = Some((Arc::clone(parent), name.to_owned()));
         let object = Arc::new(Object::new(key, attr.kind, inner, seat));
-        object.hides.store(self.anchored.lock().contains(&key), Ordering::Release);
+        self.look_for_hidden(&object);
         self.note(&mut objects, &object);
         object
     }
@@ -696,6 +849,10 @@ impl<B: Backing> Held<B> {
     ) -> Result<Allowed<RwLockReadGuard<'_, ()>, B>, Errno> {
         loop {
             let data = self.data.read();
+            // No commit makes anything of it, so it waits for none.
+            if object.is_nameless() {
+                return Ok((data, None));
+            }
             match self.scope_of(object) {
                 None => return Ok((data, None)),
                 Some(scope) if scope.is_open() => return Ok((data, Some(scope))),
@@ -711,9 +868,9 @@ impl<B: Backing> Held<B> {
 
     /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
     pub fn begin(&self, node: &Node<B>, path: &[u8]) -> Result<(), HeldError> {
-        let Node::Tracked(root) = node else { return Err(Errno::OPNOTSUPP.into()) };
+        let Node::Tracked(root) = node else { return Err(HeldError::NotTransactional) };
         if root.kind != Kind::Dir {
-            return Err(Errno::NOTDIR.into());
+            return Err(HeldError::ScopeNotDirectory);
         }
         self.carry_out_around(root)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
@@ -722,18 +879,17 @@ impl<B: Backing> Held<B> {
             if scope.can_be_followed(root) {
                 before = Some(Arc::clone(scope));
             } else if root.is_below(&scope.root) || scope.root.is_below(root) {
-                return Err(HeldError::Open { scope: String::from_utf8_lossy(&scope.path).into_owned() });
+                return Err(HeldError::Open { scope: scope.path.as_slice().into() });
             }
         }
-        let firn = self.home()?;
-        if let Node::Tracked(top) = &self.top {
-            top.hides.store(true, Ordering::Release);
-        }
+        let firn = self.hidden_home()?;
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.base, &firn, &name)?;
         if self.mode == Mode::Shadow {
-            Shadow::must_tell_inodes(&self.base, &firn, &name).map_err(|_| HeldError::Inodes)?;
+            if !Shadow::tells_inodes(&self.base, &firn, &name)? {
+                return Err(HeldError::Inodes);
+            }
             match &self.group {
                 None => Shadow::make(&self.base, &dir)?,
                 Some(_) => self.join(&dir, path)?,
@@ -758,9 +914,13 @@ impl<B: Backing> Held<B> {
     ) -> Result<Scope<B>, HeldError> {
         if self.mode == Mode::Shadow {
             // What is brought back must have been there.
-            self.base.sync_all()?;
+            match path {
+                b"" => self.base.sync_all()?,
+                _ => self.base.sync_tree(&root.inner.read().node(&self.base)?)?,
+            }
         }
         let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
+        self.note_arena(&dir)?;
         staging::store(&self.base, &dir, staging::OPEN, path)?;
         Ok(scope)
     }
@@ -770,6 +930,7 @@ impl<B: Backing> Held<B> {
     pub fn prepare(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
         let scope = self.newest_at(node)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
+        self.check_all(&scope);
         scope.must_be_whole()?;
         match *scope.stage.lock() {
             Stage::Open => {}
@@ -798,7 +959,7 @@ impl<B: Backing> Held<B> {
     fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), HeldError> {
         let mut record = self.record(scope, id)?;
         self.write_undo(scope, &mut record)?;
-        self.base.sync_all()?;
+        self.base.sync_changes()?;
         staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
         self.sync_home()?;
         // Last, so that little can fail after it.
@@ -814,12 +975,14 @@ impl<B: Backing> Held<B> {
     /// Holds the new objects that anybody refers to, before their staged names go. The others are found by their
     /// new names when they are looked up.
     fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
-        for object in scope.changed.lock().values() {
+        // The status asks for the list, and a look-up may hang.
+        let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
+        for object in &changed {
             let mut inner = object.inner.write();
             let is_new = inner.base.is_none();
             let Some(change) = inner.change.as_mut().filter(|_| is_new) else { continue };
-            // The scope's, and one for each name.
-            let ours = 1 + usize::try_from(change.links).unwrap_or(0);
+            // The scope's, that of this list, and one for each name.
+            let ours = 2 + usize::try_from(change.links).unwrap_or(0);
             let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
             if let Some(twin) = change.twin.as_mut().filter(|twin| is_used && twin.held.is_none()) {
                 twin.held = Some(twin.node(&self.base)?);
@@ -847,6 +1010,8 @@ impl<B: Backing> Held<B> {
         if self.drop_next(&scope) {
             return Ok(());
         }
+        self.check_all(&scope);
+        self.unhide(&scope);
         let stage = *scope.stage.lock();
         let several = scope.shadow.as_ref().filter(|shadow| shadow.is_of_several());
         match stage {
@@ -874,7 +1039,8 @@ impl<B: Backing> Held<B> {
             self.undo_shadow(&scope, shadow)?;
             self.forget(&scope.dir)?;
         }
-        for (_, object) in std::mem::take(&mut *scope.changed.lock()) {
+        let changed = std::mem::take(&mut *scope.changed.lock());
+        for (_, object) in changed {
             let mut inner = object.inner.write();
             inner.change = None;
             if inner.base.is_none() {
@@ -882,6 +1048,7 @@ impl<B: Backing> Held<B> {
             }
             object.let_go();
         }
+        self.dirs_are_back(&scope);
         self.end(&scope);
         self.clean_up(&scope);
         if let Stage::Prepared(id) = stage {
@@ -892,10 +1059,17 @@ impl<B: Backing> Held<B> {
 
     /// Removes what a transaction staged. Its outcome is certain, and the next open removes what is left.
     fn clean_up(&self, scope: &Scope<B>) {
-        let removed =
-            self.home().and_then(|firn| self.remove(&firn, &scope.dir, &format!("tx-{}", scope.serial)));
-        if let Err(errno) = removed {
-            tracing::warn!(%errno, serial = scope.serial, "cannot remove what a transaction staged");
+        let removed = self
+            .home()
+            .map_err(Errno::from)
+            .and_then(|firn| self.remove(&firn, &scope.dir, &format!("tx-{}", scope.serial)));
+        match removed {
+            // What several nodes share goes with the last of them.
+            Ok(()) if scope.shadow.as_ref().is_some_and(Shadow::is_of_several) => {}
+            Ok(()) => self.links_are_gone(scope),
+            Err(errno) => {
+                tracing::warn!(%errno, serial = scope.serial, "cannot remove what a transaction staged");
+            }
         }
     }
 
@@ -907,7 +1081,8 @@ impl<B: Backing> Held<B> {
         file: &str,
     ) -> Result<Option<Record>, HeldError> {
         let path = format!("{}/{name}/{file}", self.home_path());
-        staging::load(&self.base, dir, file)?
+        staging::load(&self.base, dir, file)
+            .map_err(|error| error.below(&format!("{}/{name}", self.home_path())))?
             .map(|bytes| Record::decode(&bytes).map_err(|source| HeldError::Record { path, source }))
             .transpose()
     }
@@ -929,15 +1104,7 @@ impl<B: Backing> Held<B> {
     }
 
     fn end(&self, scope: &Arc<Scope<B>>) {
-        let is_left = |key: &Key| match self.known(*key) {
-            Some(object) if object.is_below(&scope.root) => {
-                object.hides.store(false, Ordering::Release);
-                false
-            }
-            Some(_) => true,
-            None => scope.recovered.is_none() && self.scopes.read().len() > 1,
-        };
-        self.anchored.lock().retain(is_left);
+        self.unhide(scope);
         let mut scopes = self.scopes.write();
         scopes.retain(|other| !Arc::ptr_eq(other, scope));
         match scope.carried.take_next() {
@@ -1020,8 +1187,8 @@ impl<B: Backing> Held<B> {
     }
 
     /// After the last step of a commit: its number is noted, what undoes it is kept, and its record goes.
-    pub(crate) fn finish(&self, dir: &B::Node, record: &Record, serial: u64) -> Result<(), Errno> {
-        self.base.sync_all()?;
+    pub(crate) fn finish(&self, dir: &B::Node, record: &Record, serial: u64) -> Result<(), HeldError> {
+        self.base.sync_changes()?;
         // Before the record goes: without one a manifest tells of what is only there.
         self.drop_backup(serial);
         let _one = self.finishing.lock();
@@ -1033,7 +1200,17 @@ impl<B: Backing> Held<B> {
             id => numbers.insert(record.scope.clone(), id),
         };
         staging::store_numbers(&self.base, &firn, &numbers)?;
-        self.forget(dir)
+        Ok(self.forget(dir)?)
+    }
+
+    /// An earlier process may have carried a part out, and did not live to sync it.
+    fn sync_what_was_carried_out(&self, firn: &B::Node, scope: &[u8]) -> Result<(), Errno> {
+        self.base.sync_tree(firn)?;
+        let mut root = self.base.root();
+        for name in scope.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
+            root = self.base.lookup(&root, OsStr::from_bytes(name))?.0;
+        }
+        self.base.sync_tree(&root)
     }
 
     /// Makes a transaction that was prepared an open one, durably.

@@ -19,13 +19,14 @@
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use firn_backing::{Backing, Errno, RenameFlags, Result};
+use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 use parking_lot::Mutex;
 
-use crate::object::Object;
+use crate::object::{Key, Object};
 use crate::staging;
 
 mod names;
@@ -50,6 +51,9 @@ pub enum Mode {
     /// They go to the backing at once, after what undoes them was saved.
     Shadow,
 }
+
+/// An object in `kept/`: see [`Shadow::kept`].
+type KeptObject = (Key, String, bool);
 
 /// How much is saved of an object.
 #[derive(Clone, Copy, Debug)]
@@ -96,7 +100,7 @@ impl<B: Backing> Shadow<B> {
 
     /// What is saved in the directory of a transaction; `None` where that holds its changes.
     pub(crate) fn find(base: &B, dir: &B::Node) -> Result<Option<Self>> {
-        let Some((saved, attr)) = staging::find(base, dir, OsStr::new(SAVED))? else { return Ok(None) };
+        let Some((saved, attr)) = staging::find_dir(base, dir, SAVED)? else { return Ok(None) };
         let kept = staging::dir(base, dir, KEPT)?;
         Ok(Some(Self {
             saved,
@@ -126,11 +130,25 @@ impl<B: Backing> Shadow<B> {
         self.several
     }
 
-    /// EOPNOTSUPP where directories name other inode numbers than stat(2) tells.
-    pub(crate) fn must_tell_inodes(base: &B, parent: &B::Node, name: &str) -> Result<()> {
+    /// Whether directories name the inode numbers that stat(2) tells.
+    pub(crate) fn tells_inodes(base: &B, parent: &B::Node, name: &str) -> Result<bool> {
         let (_, attr) = base.lookup(parent, OsStr::new(name))?;
         let listed = staging::list(base, parent)?.into_iter().find(|(found, ..)| found == name.as_bytes());
-        if listed.is_some_and(|(_, ino, _)| ino == attr.ino) { Ok(()) } else { Err(Errno::OPNOTSUPP) }
+        Ok(listed.is_some_and(|(_, ino, _)| ino == attr.ino))
+    }
+
+    /// Asserts what is known of what is saved.
+    pub(crate) fn check(&self) {
+        let known = self.known.lock();
+        for (ino, dir) in self.dirs.lock().iter() {
+            assert_eq!(dir.key, (self.dev, *ino), "a directory is listed by its inode");
+            assert!(matches!(known.get(ino), Some(Known::Saved { .. })), "the names of {ino} are saved");
+        }
+        let counts = known.values().filter_map(|known| match known {
+            Known::New => None,
+            Known::Saved { count, .. } => Some(*count),
+        });
+        assert!(counts.into_iter().all(|count| count > 0), "what is saved is in a record");
     }
 
     /// Objects of which something is saved, or that are new.
@@ -138,10 +156,24 @@ impl<B: Backing> Shadow<B> {
         self.known.lock().len() as u64
     }
 
-    /// Numbers of the objects that would be gone.
-    pub(crate) fn kept(&self, base: &B) -> Result<Vec<(u64, u64)>> {
-        let names = staging::list(base, &self.kept)?;
-        Ok(names.into_iter().map(|(_, ino, _)| (self.dev, ino)).collect())
+    /// The objects that would be gone: device and inode, their name in [`Shadow::kept_dir`], and whether it is a
+    /// directory.
+    pub(crate) fn kept(&self, base: &B) -> Result<Vec<KeptObject>> {
+        let mut found = Vec::new();
+        for (name, ino, kind) in staging::list(base, &self.kept)? {
+            let kind = match kind {
+                Some(kind) => kind,
+                None => base.lookup(&self.kept, OsStr::from_bytes(&name))?.1.kind,
+            };
+            let name = String::from_utf8_lossy(&name).into_owned();
+            found.push(((self.dev, ino), name, kind == Kind::Dir));
+        }
+        Ok(found)
+    }
+
+    /// Where they are.
+    pub(crate) fn kept_dir(&self) -> &B::Node {
+        &self.kept
     }
 
     /// Nothing may change from now on but by an abort.

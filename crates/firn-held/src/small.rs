@@ -104,8 +104,8 @@ impl<B: Backing> Held<B> {
             return Ok(None);
         }
         let mut inner = object.inner.write();
-        let Some(base) = inner.base.clone().filter(|_| object.kind == Kind::File && inner.twin().is_none())
-        else {
+        let may_be_small = object.kind == Kind::File && inner.twin().is_none() && !object.is_nameless();
+        let Some(base) = inner.base.clone().filter(|_| may_be_small) else {
             return Ok(None);
         };
         let (size, before) = match inner.small() {
@@ -119,6 +119,8 @@ impl<B: Backing> Held<B> {
         let small = scope.change(object, &mut inner).small.get_or_insert_with(|| Small::new(size));
         small.write(offset, data);
         scope.small_bytes.fetch_add(small.len() - before, Ordering::AcqRel);
+        drop(inner);
+        self.check_changed(scope, object);
         Ok(Some(len))
     }
 

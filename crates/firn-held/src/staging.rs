@@ -2,12 +2,14 @@
 //!
 //! ```text
 //! .firn/committed          number of the last commit of each scope: a line each, with the path in hex
+//! .firn/dropped            what arenas that are not at hand have to drop (`scope::arenas`)
 //! .firn/undo-N/            what undoes commit tx-N: `new`, `away` and `record` as below
 //! .firn/tx-N/new/DIR/M     staged objects; DIR says what objects made in it inherit
 //! .firn/tx-N/away/M        objects on their way from one name to another, while a commit is carried out
 //! .firn/tx-N/saved/        in shadow mode: what objects were before they changed (`shadow::saved`)
 //! .firn/tx-N/kept/INO      in shadow mode: objects that were removed
 //! .firn/tx-N/open          it is not over; the path of its scope
+//! .firn/tx-N/arena         the arena of the mount that began it
 //! .firn/tx-N/record        prepared: the redo record
 //! .firn/tx-N/commit        the same, decided
 //! .firn/node-NAME/         all of this, of one of several nodes
@@ -19,13 +21,20 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Access, Backing, Caller, Errno, Kind, RenameFlags, Result};
+use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags, Result};
+
+use crate::own::{FILE_BYTES_MAX, is_path};
+pub(crate) use crate::own::{dir, find_dir, load, must_find_dir};
+use crate::record::RecordError;
+use crate::scope::HeldError;
 
 /// The directory at the top of the backing.
 pub(crate) const TOP: &str = ".firn";
 /// Before the name of a node, of several.
 pub(crate) const NODE: &str = "node-";
 pub(crate) const OPEN: &str = "open";
+pub(crate) const ARENA: &str = "arena";
+pub(crate) const DROPPED: &str = "dropped";
 pub(crate) const RECORD: &str = "record";
 pub(crate) const COMMIT: &str = "commit";
 pub(crate) const COMMITTED: &str = "committed";
@@ -37,28 +46,6 @@ pub(crate) fn own() -> Caller {
     // SAFETY: these calls cannot fail and touch no memory.
     let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
     Caller { uid, gid, pid: 0 }
-}
-
-/// The directory `name` in `parent`, made if it is not there. It hands nothing of the group and the ACL of
-/// `parent` on to what is made in it.
-pub(crate) fn dir<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result<B::Node> {
-    let node = match base.mkdir(&own(), parent, OsStr::new(name), 0o700) {
-        Ok((node, _)) => node,
-        Err(Errno::EXIST) => return Ok(base.lookup(parent, OsStr::new(name))?.0),
-        Err(errno) => return Err(errno),
-    };
-    if base.has_default_acl(&node) {
-        for acl in ["system.posix_acl_default", "system.posix_acl_access"] {
-            match base.remove_xattr(&node, OsStr::new(acl)) {
-                Ok(()) | Err(Errno::NODATA) => {}
-                Err(errno) => return Err(errno),
-            }
-        }
-    }
-    if base.attr(&node)?.mode & 0o7777 != 0o700 {
-        base.set_mode(&node, 0o700)?;
-    }
-    Ok(node)
 }
 
 /// `Ok(None)` where there is nothing of that name.
@@ -81,6 +68,10 @@ pub(crate) fn new_name(name: &str) -> String {
 
 /// Makes a file with these bytes, durable but for its name, which is not yet `name` ([`new_name`]).
 pub(crate) fn write<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
+    // It would not be read again.
+    if bytes.len() as u64 > FILE_BYTES_MAX {
+        return Err(Errno::FBIG);
+    }
     let new = new_name(name);
     let new = OsStr::new(&new);
     if find(base, parent, new)?.is_some() {
@@ -105,10 +96,24 @@ pub(crate) fn write_all<B: Backing>(base: &B, file: &B::File, bytes: &[u8], offs
 
 /// Puts a file with these bytes in the place of `name`, durably.
 pub(crate) fn store<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
+    put(base, parent, name, bytes)?;
+    base.sync_dir(parent)
+}
+
+/// The same; its name is durable with the next sync of the directory.
+pub(crate) fn put<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
     write(base, parent, name, bytes)?;
     let new = new_name(name);
-    base.rename(parent, OsStr::new(&new), parent, OsStr::new(name), RenameFlags::empty())?;
-    base.sync_dir(parent)
+    base.rename(parent, OsStr::new(&new), parent, OsStr::new(name), RenameFlags::empty())
+}
+
+pub(crate) fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+pub(crate) fn from_hex(hex: &str) -> Option<Vec<u8>> {
+    let byte = |at: usize| u8::from_str_radix(hex.get(at..at + 2)?, 16).ok();
+    (0..hex.len()).step_by(2).map(byte).collect()
 }
 
 /// The number of the last commit of each scope.
@@ -116,9 +121,7 @@ pub(crate) fn load_numbers<B: Backing>(base: &B, firn: &B::Node) -> Result<BTree
     let text = load(base, firn, COMMITTED)?.unwrap_or_default();
     let line = |line: &[u8]| {
         let (id, hex) = std::str::from_utf8(line).ok()?.split_once(' ')?;
-        let byte = |at: usize| u8::from_str_radix(hex.get(at..at + 2)?, 16).ok();
-        let path = (0..hex.len()).step_by(2).map(byte).collect::<Option<Vec<u8>>>()?;
-        Some((path, id.parse().ok()?))
+        Some((from_hex(hex)?, id.parse().ok()?))
     };
     Ok(text.split(|&byte| byte == b'\n').filter_map(line).collect())
 }
@@ -130,19 +133,22 @@ pub(crate) fn store_numbers<B: Backing>(
 ) -> Result<()> {
     let mut text = String::new();
     for (path, id) in numbers {
-        let hex: String = path.iter().map(|byte| format!("{byte:02x}")).collect();
-        text += &format!("{id} {hex}\n");
+        text += &format!("{id} {}\n", to_hex(path));
     }
     store(base, firn, COMMITTED, text.as_bytes())
 }
 
-/// The bytes of a file; `None` where there is none.
-pub(crate) fn load<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result<Option<Vec<u8>>> {
-    let Some((node, attr)) = find(base, parent, OsStr::new(name))? else { return Ok(None) };
-    let mut bytes = vec![0; attr.size as usize];
-    let count = base.read_at(&base.open(&node, Access::Read)?, &mut bytes, 0)?;
-    bytes.truncate(count);
-    Ok(Some(bytes))
+/// The scope of a transaction, as a file of it tells; `None` where there is no such file.
+pub(crate) fn load_scope<B: Backing>(
+    base: &B,
+    parent: &B::Node,
+    name: &str,
+) -> std::result::Result<Option<Vec<u8>>, HeldError> {
+    let Some(scope) = load(base, parent, name)? else { return Ok(None) };
+    if is_path(&scope) {
+        return Ok(Some(scope));
+    }
+    Err(HeldError::Record { path: name.into(), source: RecordError::Damaged })
 }
 
 /// A name, the inode number and the kind of what it leads to.
@@ -162,7 +168,12 @@ pub(crate) fn list<B: Backing>(base: &B, dir: &B::Node) -> Result<Vec<Entry>> {
 
 /// Removes all that is below a directory.
 pub(crate) fn clear<B: Backing>(base: &B, dir: &B::Node) -> Result<()> {
-    for (name, _, kind) in list(base, dir)? {
+    clear_but(base, dir, &|_| false)
+}
+
+/// The same, but for names in the directory itself that `stays` says.
+pub(crate) fn clear_but<B: Backing>(base: &B, dir: &B::Node, stays: &dyn Fn(&[u8]) -> bool) -> Result<()> {
+    for (name, _, kind) in list(base, dir)?.into_iter().filter(|(name, ..)| !stays(name)) {
         let name = OsStr::from_bytes(&name);
         let kind = match kind {
             Some(kind) => kind,

@@ -28,7 +28,7 @@ struct Middle {
 }
 
 fn middle(seed: u64, history: u32) -> Middle {
-    let (held, _) = Held::open_with_history(SimBacking::new(), history).expect("open");
+    let (held, _) = Held::open_with_history(SimBacking::of_seed(seed), history).expect("open");
     let plain = SimBacking::new();
     suite::differential::run(&held, &plain, seed, 60);
     held.base().sync_all().expect("sync_all");

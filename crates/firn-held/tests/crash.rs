@@ -32,7 +32,7 @@ struct Middle {
 }
 
 fn middle(seed: u64, calls: usize, mode: Mode) -> Middle {
-    let held = Held::open(SimBacking::new()).expect("open").0.in_mode(mode);
+    let held = Held::open(SimBacking::of_seed(seed)).expect("open").0.in_mode(mode);
     let plain = SimBacking::new();
     suite::differential::run(&held, &plain, seed, 60);
     held.base().sync_all().expect("sync_all");
@@ -61,6 +61,8 @@ fn recover(disk: &SimBacking, seed: u64, again: Option<u64>) -> (Held<SimBacking
         disk.revive();
         disk.power_loss(seed.wrapping_mul(31).wrapping_add(life));
         disk.fsck().expect("fsck");
+        // It comes back with another number.
+        disk.set_device(2 + life + seed % 3);
     };
     power_fails(0);
     if let Some(again) = again {
@@ -211,5 +213,20 @@ fn what_the_backing_refuses_can_be_done_again() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn regression_a_transaction_whose_abort_failed_half_way_cannot_be_committed() {
+    use firn_held::HeldError;
+    for mode in MODES {
+        let middle = middle(1, 60, mode);
+        let (held, root) = (&middle.held, middle.held.root());
+        // What an abort begins with. Data that was pending is dropped next, and then it may fail.
+        held.refuse(&root).expect("refuse");
+        assert_eq!(held.prepare(&root, 5), Err(HeldError::Undoing), "{mode:?}");
+        assert_eq!(held.commit(&root, 5), Err(HeldError::Undoing), "{mode:?}");
+        held.abort(&root).expect("abort");
+        assert_eq!(seen(held), middle.old, "{mode:?}");
     }
 }

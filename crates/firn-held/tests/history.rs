@@ -28,7 +28,7 @@ fn without_links(mut tree: Tree) -> Tree {
 
 /// `commits` transactions with numbers from 1; the trees after each, the one before the first at 0.
 fn committed(seed: u64, commits: u64) -> (Held<SimBacking>, Vec<Tree>) {
-    let held = open(SimBacking::new());
+    let held = open(SimBacking::of_seed(seed));
     random(&held, seed, 60);
     let mut trees = vec![seen(&held)];
     for id in 1..=commits {

@@ -259,7 +259,7 @@ fn a_part_that_another_node_read_is_a_conflict_and_can_be_dropped() {
     for verdict in &verdicts {
         let Verdict::Conflict(report) = verdict else { panic!("{verdict:?}") };
         let [conflict] = &report.conflicts[..] else { panic!("{report:?}") };
-        assert_eq!((conflict.path.as_str(), &conflict.what), ("shared", &What::Bytes(31, 32)));
+        assert_eq!((&conflict.path, &conflict.what), (&"shared".into(), &What::Bytes(31, 32)));
         let parties = [("a", 0, true), ("c", 99, false)];
         assert_eq!(
             conflict.parties,

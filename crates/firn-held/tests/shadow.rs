@@ -47,7 +47,7 @@ fn seeds(count: u64) -> std::ops::Range<u64> {
 
 /// A tree made from `seed`, of which not all is durable.
 fn before(seed: u64) -> (Held<SimBacking>, Tree) {
-    let held = open(SimBacking::new());
+    let held = open(SimBacking::of_seed(seed));
     suite::differential::run_alone(&held, seed, 60);
     let old = seen(&held);
     (held, old)

@@ -1,4 +1,8 @@
 //! The journal itself: append, snapshot, replay.
+//!
+//! Invariants
+//! * `snapshot_end <= end <= reserved[half] <= half_bytes`: what is in use has memory.
+//! * A replay of the bytes gives the ledger, and where the next record goes.
 
 use firn_format::journal::{
     FRAME_HEADER_BYTES, HALF_HEADER_BYTES, decode_half_header, encode_frame, encode_half_header, frame_bytes,
@@ -85,6 +89,8 @@ pub struct Journal<M: Medium> {
     sequence: u64,
     /// Bytes from the start of each half that may be written.
     reserved: [usize; 2],
+    /// Bytes appended since the invariants were asserted.
+    unchecked: usize,
 }
 
 /// Reads a journal without changing it.
@@ -175,6 +181,7 @@ impl<M: Medium> Journal<M> {
             ended_bytes: 0,
             sequence: 0,
             reserved: [STEP.min(half_bytes); 2],
+            unchecked: 0,
         }
     }
 
@@ -193,6 +200,7 @@ impl<M: Medium> Journal<M> {
             ended_bytes: 0,
             sequence: found.sequence,
             reserved: [STEP.min(half_bytes); 2],
+            unchecked: 0,
         };
         journal.reserved[journal.half] = found.end.max(STEP.min(half_bytes));
         // A damaged header is mended before the other half, which may have the only good one, goes.
@@ -251,7 +259,34 @@ impl<M: Medium> Journal<M> {
         self.sequence += 1;
         self.ended_bytes += self.ledger.bytes_ended_by(record);
         self.ledger.apply(record);
+        self.check(frame.len());
         Ok(())
+    }
+
+    /// Asserts the invariants after `appended` bytes. A replay reads all there is, so it is made when as much was
+    /// appended as there is.
+    fn check(&mut self, appended: usize) {
+        if !cfg!(debug_assertions) {
+            return;
+        }
+        let used = self.reserved[self.half];
+        assert!(self.snapshot_end <= self.end && self.end <= used && used <= self.half_bytes());
+        self.unchecked += appended;
+        if self.unchecked >= self.end {
+            self.unchecked = 0;
+            self.assert_replay();
+        }
+    }
+
+    fn assert_replay(&self) {
+        let found = replay(&self.medium);
+        assert_eq!(found.damage, [], "a journal that nobody damaged");
+        let (is, will_be) = (
+            (self.half, self.generation, self.end, self.sequence),
+            (found.half, found.generation, found.end, found.sequence),
+        );
+        assert_eq!(is, will_be, "half, generation, end and sequence are those of a replay");
+        assert!(found.ledger == self.ledger, "the ledger is that of a replay");
     }
 
     /// Makes room for `frame` more bytes in the half in use: by a snapshot or by more memory.

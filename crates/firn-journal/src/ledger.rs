@@ -45,13 +45,23 @@ pub struct Bound {
     pub voids: ThinVec<Void>,
     /// A truncation that had begun: sequence and size.
     pub truncating: ThinVec<(u64, u64)>,
-    /// The modification time that a program asked for.
-    pub modified_at: Option<Timestamp>,
+    /// The modification time that counts until a piece has one later than [`ModifiedAt::written`].
+    pub modified_at: Option<Box<ModifiedAt>>,
     /// Whether its writers closed it.
     pub ending: Ending,
 }
 
-const _: () = assert!(size_of::<Bound>() <= 120);
+const _: () = assert!(size_of::<Bound>() <= 104);
+
+/// A modification time that does not follow from the pieces: a program set it, or those that had it are gone. Boxed:
+/// few files have one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModifiedAt {
+    /// The time.
+    pub time: Timestamp,
+    /// Time of the last write until then, nanoseconds since 1970.
+    pub written: u64,
+}
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Rename {
@@ -153,9 +163,9 @@ impl Ledger {
                     bound.voids.retain(|void| void.sequence > *sequence);
                 }
             }
-            Record::ModifiedAt { file, time } => {
+            Record::ModifiedAt { file, time, written } => {
                 if let Some(bound) = self.files.get_mut(file) {
-                    bound.modified_at = Some(*time);
+                    bound.modified_at = Some(Box::new(ModifiedAt { time: *time, written: *written }));
                 }
             }
             Record::Ended { file, ending } => {
@@ -275,8 +285,8 @@ impl Bound {
         for &(sequence, size) in &self.truncating {
             tell(Record::TruncateBegin { file, sequence, size });
         }
-        if let Some(time) = self.modified_at {
-            tell(Record::ModifiedAt { file, time });
+        if let Some(ModifiedAt { time, written }) = self.modified_at.as_deref().copied() {
+            tell(Record::ModifiedAt { file, time, written });
         }
     }
 

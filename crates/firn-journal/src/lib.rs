@@ -17,5 +17,5 @@ mod ledger;
 mod medium;
 
 pub use journal::{Damage, Full, Journal, Replay, replay};
-pub use ledger::{Bound, Ledger, Path, PathState, Void};
+pub use ledger::{Bound, Ledger, ModifiedAt, Path, PathState, Void};
 pub use medium::{Medium, Memory};

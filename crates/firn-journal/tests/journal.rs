@@ -42,7 +42,11 @@ fn any_record() -> impl Strategy<Value = Record> {
             len,
             sequence
         }),
-        (1u64..6, any::<i64>()).prop_map(|(file, sec)| Record::ModifiedAt { file, time: (sec, 0) }),
+        (1u64..6, any::<i64>(), any::<u64>()).prop_map(|(file, sec, written)| Record::ModifiedAt {
+            file,
+            time: (sec, 0),
+            written
+        }),
         (1u64..6, prop_oneof![Just(Ending::Open), Just(Ending::Closed), Just(Ending::Cut)])
             .prop_map(|(file, ending)| Record::Ended { file, ending }),
         (1u64..6).prop_map(|file| Record::Unbind { file }),

@@ -3,10 +3,13 @@
 //! Requests are answered in order, and so are read: whoever asks first takes what is still to come from
 //! an earlier [`Link::ask_ahead`]. A connection that ended is made anew at the next use, a few times: firnd
 //! may have been mounted again. Its number is another then, because its tokens are.
+//!
+//! Nothing is sent before the kernel said that a process of this user listens at the other end.
 
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use firn_format::door::{Arena, DOOR_VERSION, Extent, Op, Reply, Request, Status, Token};
@@ -14,6 +17,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use crate::lock::Lock;
 use crate::mapping::Mapping;
+use crate::report::{self, Distrust};
 use crate::sys::{self, Identity, syscall};
 use crate::table::{TABLE, tag};
 
@@ -402,7 +406,7 @@ fn connect_to(path: &[u8; 112]) -> Option<c_int> {
         *to = *from as libc::c_char;
     }
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
-    // SAFETY: the address is ours.
+    // SAFETY: the address is ours, and nobody else closes the new descriptor meanwhile.
     unsafe {
         let fd = syscall!(libc::SYS_socket, libc::AF_UNIX, kind, 0usize);
         if fd < 0 {
@@ -410,6 +414,14 @@ fn connect_to(path: &[u8; 112]) -> Option<c_int> {
         }
         let connected = syscall!(libc::SYS_connect, fd, &raw const address, size_of::<libc::sockaddr_un>());
         if connected < 0 {
+            sys::close(fd as c_int);
+            return None;
+        }
+        let socket = BorrowedFd::borrow_raw(fd as c_int);
+        // Whoever gave the path may be anybody who mounts something: descriptors and data go to this user's own
+        // firnd only.
+        if firn_trust::check_peer(socket, sys::euid()).is_err() {
+            report::distrusted(Distrust::Peer);
             sys::close(fd as c_int);
             return None;
         }

@@ -29,12 +29,15 @@ macro_rules! export {
 }
 use export;
 
-/// Vectors as a slice, where the kernel would take them.
+/// Vectors as a slice, where the kernel would take them: neither their number nor their place is bad.
 ///
 /// # Safety
 /// `parts` points to `count` vectors if that is a number the kernel takes.
 unsafe fn parts_of<'a>(parts: *const libc::iovec, count: libc::c_int) -> Option<&'a [libc::iovec]> {
     if parts.is_null() || !(1..=crate::writer::PARTS_MAX).contains(&count) {
+        return None;
+    }
+    if !crate::probe::is_readable(parts.cast(), count as usize * size_of::<libc::iovec>()) {
         return None;
     }
     // SAFETY: the caller's promise.

@@ -42,6 +42,12 @@ impl Devices {
         }
     }
 
+    /// Whether a device is known as that of a Firn mount.
+    pub(crate) fn has(&self, device: u64) -> bool {
+        let ours = device.wrapping_add(1) << 1 | 1;
+        self.known.iter().any(|known| known.load(Ordering::Relaxed) == ours)
+    }
+
     /// Whether the descriptor's device is a Firn mount; then its token, or 0 where it was not asked for.
     fn is_ours(&self, fd: c_int, device: u64) -> Option<u64> {
         let key = device.wrapping_add(1) << 1;

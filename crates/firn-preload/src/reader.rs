@@ -146,8 +146,7 @@ pub(crate) unsafe fn read(fd: c_int, parts: &[iovec], at: Option<u64>, call: Cal
         return through_kernel(held, at, call);
     };
     let offset = at.unwrap_or_else(|| held.entry.offset.load(Ordering::Relaxed));
-    // SAFETY: the caller's promise.
-    if !unsafe { are_writable(&held, parts, offset, total) } {
+    if !are_writable(&held, parts, offset, total) {
         return through_kernel(held, at, call);
     }
     // SAFETY: the caller's promise.
@@ -167,17 +166,13 @@ pub(crate) unsafe fn read(fd: c_int, parts: &[iovec], at: Option<u64>, call: Cal
     }
 }
 
-/// Whether the parts can be written where bytes of the file go. What lies behind its end stays as it is.
-///
-/// # Safety
-/// As for [`read`]; the list is the file's.
-pub(crate) unsafe fn are_writable(held: &Held, parts: &[iovec], offset: u64, total: usize) -> bool {
+/// Whether the parts can be written where bytes of the file go.
+pub(crate) fn are_writable(held: &Held, parts: &[iovec], offset: u64, total: usize) -> bool {
     let mut left = held.list.size.saturating_sub(offset).min(total as u64) as usize;
     parts.iter().all(|part| {
         let len = part.iov_len.min(left);
         left -= len;
-        // SAFETY: the caller's promise; so many bytes are about to be read.
-        unsafe { probe::is_writable(part.iov_base, len) }
+        probe::is_writable(part.iov_base, len)
     })
 }
 

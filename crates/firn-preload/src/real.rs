@@ -134,6 +134,13 @@ reals! {
     MMAP = c"mmap64"
         (at: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_int, offset: off64_t) -> *mut c_void,
         told(syscall!(libc::SYS_mmap, at, len, prot, flags, fd, offset)) as *mut c_void;
+    MUNMAP = c"munmap" (at: *mut c_void, len: size_t) -> c_int,
+        told(syscall!(libc::SYS_munmap, at, len)) as c_int;
+    MPROTECT = c"mprotect" (at: *mut c_void, len: size_t, prot: c_int) -> c_int,
+        told(syscall!(libc::SYS_mprotect, at, len, prot)) as c_int;
+    MREMAP = c"mremap"
+        (at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> *mut c_void,
+        told(syscall!(libc::SYS_mremap, at, len, to_len, flags, to)) as *mut c_void;
 
     CLOSE = c"close" (fd: c_int) -> c_int, told(syscall!(libc::SYS_close, fd)) as c_int;
     DUP = c"dup" (fd: c_int) -> c_int, told(syscall!(libc::SYS_dup, fd)) as c_int;

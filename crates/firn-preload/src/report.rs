@@ -43,12 +43,22 @@ named! {
     Changed = "changed while it was read",
 }
 
+named! {
+    /// What was found under a name of Firn's and is another user's, or open to others.
+    Distrust, DISTRUSTS, DISTRUST_NAMES:
+    Directory = "the runtime directory is not a directory that only you may enter",
+    File = "a file in the runtime directory is not one that only you may change",
+    Peer = "another user's process listens where firnd should",
+    Relative = "FIRN_RUNTIME_DIR is not an absolute path of at most 85 bytes",
+}
+
 /// Counters of the process.
 pub(crate) struct Counters {
     fast: [AtomicU64; CALLS],
     bytes: [AtomicU64; CALLS],
     kernel: [AtomicU64; CALLS],
     left: [AtomicU64; REASONS],
+    distrusted: [AtomicU64; DISTRUSTS],
 }
 
 impl Counters {
@@ -58,6 +68,7 @@ impl Counters {
             bytes: [const { AtomicU64::new(0) }; CALLS],
             kernel: [const { AtomicU64::new(0) }; CALLS],
             left: [const { AtomicU64::new(0) }; REASONS],
+            distrusted: [const { AtomicU64::new(0) }; DISTRUSTS],
         }
     }
 }
@@ -88,6 +99,13 @@ pub(crate) fn kernel(call: Call) {
 pub(crate) fn left(reason: Reason) {
     if WANTED.load(Ordering::Relaxed) {
         add(&TABLE.counters.left, reason as usize, 1);
+    }
+}
+
+/// Something was not believed.
+pub(crate) fn distrusted(what: Distrust) {
+    if WANTED.load(Ordering::Relaxed) {
+        add(&TABLE.counters.distrusted, what as usize, 1);
     }
 }
 
@@ -154,6 +172,12 @@ pub(crate) fn print() {
         let count = value(&counters.left, index);
         if count > 0 {
             say(format_args!("left to the kernel {count} times: {name}"));
+        }
+    }
+    for (index, name) in DISTRUST_NAMES.iter().enumerate() {
+        let count = value(&counters.distrusted, index);
+        if count > 0 {
+            say(format_args!("not believed {count} times: {name}"));
         }
     }
 }

@@ -799,7 +799,7 @@ unsafe fn get(
     call: Call,
 ) -> Result<usize, c_int> {
     // SAFETY: the caller's promise.
-    if has_list(held, total) && unsafe { reader::are_writable(held, parts, offset, total) } {
+    if has_list(held, total) && reader::are_writable(held, parts, offset, total) {
         // SAFETY: the caller's promise.
         if let Some(taken) = unsafe { reader::take(held, parts, offset, total) } {
             report::fast(call, taken);

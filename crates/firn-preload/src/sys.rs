@@ -106,6 +106,12 @@ pub(crate) fn pid() -> u32 {
     unsafe { syscall!(libc::SYS_getpid) as u32 }
 }
 
+/// geteuid(2).
+pub(crate) fn euid() -> u32 {
+    // SAFETY: touches no memory.
+    unsafe { syscall!(libc::SYS_geteuid) as u32 }
+}
+
 /// close(2).
 pub(crate) fn close(fd: c_int) {
     // SAFETY: touches no memory.

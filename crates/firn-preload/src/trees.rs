@@ -1,23 +1,31 @@
 //! Which stub trees there are: what firnds wrote down in the runtime directory.
 //!
 //! A process reads it at its start, and again when it meets a tmpfs that it does not know and the directory
-//! has changed since. Children of fork(2) read it anew.
+//! has changed since. Children of fork(2) read it anew. Anybody may make a directory of that name in /dev/shm: only
+//! one that is this user's own is read.
 
 use std::cell::UnsafeCell;
-use std::ffi::c_int;
+use std::ffi::{CStr, c_int};
 use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use firn_format::door::{DOOR_VERSION, STUB_MAGIC, StubTree, Token};
+use firn_trust::{RawError, open_dir_raw, open_file_raw};
+use rustix::io::Errno;
 use zerocopy::{FromZeros, IntoBytes};
 
 use crate::lock::Lock;
+use crate::report::{self, Distrust};
 use crate::sys::{self, syscall};
 use crate::table::{self, TABLE};
 
 /// Trees that one process knows.
 const TREES: usize = 4;
-const DIR_BYTES: usize = 128;
+/// With the zero byte at the end.
+const DIR_BYTES: usize = DIR_BYTES_MAX + 1;
+/// As long as `firn` takes it: 107 bytes of a socket's path (unix(7)) without `/` and `KEY.sock`.
+const DIR_BYTES_MAX: usize = 107 - 22;
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// The runtime directory, ended by a zero byte: set once, at the start.
@@ -165,18 +173,35 @@ impl Trees {
             return;
         }
         self.seen.store(changed_at().unwrap_or(0), Ordering::Release);
-        let mut path = [0u8; DIR_BYTES];
-        for (to, from) in path.iter_mut().zip(&DIR) {
-            *to = from.load(Ordering::Relaxed);
-        }
-        let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
-        // SAFETY: the path is ours.
-        let dir = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags, 0usize) };
-        if dir >= 0 {
-            self.read_from(dir as c_int);
-            sys::close(dir as c_int);
+        match runtime_dir(&mut [0; DIR_BYTES]).map(|path| open_dir_raw(path, sys::euid())) {
+            Some(Ok(dir)) => {
+                let dir = dir.into_raw_fd();
+                self.read_from(dir);
+                sys::close(dir);
+            }
+            Some(Err(RawError::Distrusted(_, dir))) => {
+                sys::close(dir.into_raw_fd());
+                self.refuse(Distrust::Directory);
+            }
+            // What O_NOFOLLOW and O_DIRECTORY say of a link and of a file.
+            Some(Err(RawError::Io(Errno::NOTDIR | Errno::LOOP))) => self.refuse(Distrust::Directory),
+            Some(Err(RawError::Io(_))) | None => {}
         }
         self.lock.give();
+    }
+
+    /// The directory is not this user's own: there are no trees, whatever it says.
+    fn refuse(&self, why: Distrust) {
+        report::distrusted(why);
+        self.forget_from(0);
+    }
+
+    /// With the lock held.
+    fn forget_from(&self, found: usize) {
+        KNOWN.store(found > 0, Ordering::Relaxed);
+        for gone in self.devices.iter().skip(found) {
+            gone.store(0, Ordering::Release);
+        }
     }
 
     /// Reads the files of a directory, with the lock held.
@@ -204,10 +229,7 @@ impl Trees {
                 at += size.max(1);
             }
         }
-        KNOWN.store(found > 0, Ordering::Relaxed);
-        for gone in self.devices.iter().skip(found) {
-            gone.store(0, Ordering::Release);
-        }
+        self.forget_from(found);
     }
 
     fn read_one(&self, dir: c_int, name: &std::ffi::CStr, index: usize) -> bool {
@@ -216,19 +238,27 @@ impl Trees {
         let (Some(slot), Some(device)) = (slots.get_mut(index), self.devices.get(index)) else {
             return false;
         };
-        let flags = libc::O_RDONLY | libc::O_CLOEXEC;
         let tree = slot.as_mut_bytes();
         let whole = tree.len() as isize;
-        // SAFETY: the kernel writes into the slot.
-        let got = unsafe {
-            let fd = syscall!(libc::SYS_openat, dir, name.as_ptr(), flags, 0usize);
-            if fd < 0 {
+        // SAFETY: the directory is open as long as it is read.
+        let dir = unsafe { BorrowedFd::borrow_raw(dir) };
+        let file = match open_file_raw(dir, name, sys::euid()) {
+            Ok(file) => file.into_raw_fd(),
+            Err(RawError::Distrusted(_, file)) => {
+                sys::close(file.into_raw_fd());
+                report::distrusted(Distrust::File);
                 return false;
             }
-            let got = syscall!(libc::SYS_read, fd, (&raw mut *tree).cast::<u8>(), tree.len());
-            sys::close(fd as c_int);
-            got
+            Err(RawError::Io(errno)) => {
+                if errno == Errno::LOOP {
+                    report::distrusted(Distrust::File);
+                }
+                return false;
+            }
         };
+        // SAFETY: the kernel writes into the slot.
+        let got = unsafe { syscall!(libc::SYS_read, file, (&raw mut *tree).cast::<u8>(), tree.len()) };
+        sys::close(file);
         if got != whole || slot.magic != STUB_MAGIC {
             slot.zero();
             return false;
@@ -245,14 +275,25 @@ impl Trees {
 /// At the start of the process: where firnds write down their trees. `variable` is the environment's word.
 pub(crate) fn begin(variable: Option<&[u8]>) {
     let mut default = [0u8; 32];
-    // SAFETY: touches no memory.
-    let user = unsafe { syscall!(libc::SYS_geteuid) } as u32;
-    let default = write_number(&mut default, b"/dev/shm/firn-", user);
-    let dir = variable.filter(|dir| !dir.is_empty() && dir.len() < DIR_BYTES).unwrap_or(default);
+    let default = write_number(&mut default, b"/dev/shm/firn-", sys::euid());
+    let dir = match variable.filter(|dir| !dir.is_empty()) {
+        None => default,
+        Some(dir) if dir.starts_with(b"/") && dir.len() <= DIR_BYTES_MAX => dir,
+        // As firn and firnd do, who refuse it.
+        Some(_) => return report::distrusted(Distrust::Relative),
+    };
     for (to, from) in DIR.iter().zip(dir) {
         to.store(*from, Ordering::Relaxed);
     }
     TABLE.trees.read();
+}
+
+/// The path of the runtime directory; `None` where there is none.
+fn runtime_dir(room: &mut [u8; DIR_BYTES]) -> Option<&CStr> {
+    for (to, from) in room.iter_mut().zip(&DIR) {
+        *to = from.load(Ordering::Relaxed);
+    }
+    CStr::from_bytes_until_nul(room).ok().filter(|path| !path.is_empty())
 }
 
 /// Writes a prefix and a number, ended by a zero byte; gives both without it.
@@ -273,15 +314,14 @@ fn until_zero(bytes: &[u8]) -> &[u8] {
 
 /// When the runtime directory last changed, in nanoseconds.
 fn changed_at() -> Option<u64> {
-    let mut path = [0u8; DIR_BYTES];
-    for (to, from) in path.iter_mut().zip(&DIR) {
-        *to = from.load(Ordering::Relaxed);
-    }
+    let mut room = [0; DIR_BYTES];
+    let path = runtime_dir(&mut room)?;
     let mut stat = MaybeUninit::<libc::statx>::zeroed();
     let mask = libc::STATX_CTIME;
+    let flags = libc::AT_SYMLINK_NOFOLLOW;
     // SAFETY: path and structure are ours.
     let result =
-        unsafe { syscall!(libc::SYS_statx, libc::AT_FDCWD, path.as_ptr(), 0usize, mask, stat.as_mut_ptr()) };
+        unsafe { syscall!(libc::SYS_statx, libc::AT_FDCWD, path.as_ptr(), flags, mask, stat.as_mut_ptr()) };
     // SAFETY: a structure of numbers.
     let stat = unsafe { stat.assume_init() };
     let time = (stat.stx_ctime.tv_sec as u64).wrapping_mul(1_000_000_000);

@@ -99,10 +99,13 @@ pub(crate) unsafe fn write_on(
     if len > writer.free_bytes() as usize || (!has_asked && writer.is_half_full()) {
         return None;
     }
+    if !probe::is_readable(data, len) {
+        return None;
+    }
     let offset = at.unwrap_or_else(|| sys::add(&held.entry.offset, len as u64));
     // SAFETY: `has_writer`.
     let writer = unsafe { held.writer.assume_init_mut() };
-    // SAFETY: the bytes are the program's to give; a bad pointer faults as docs of `probe` say.
+    // SAFETY: the bytes are the program's to give; `probe` says which bad pointers fault.
     let outcome = unsafe { writer.append(offset, data.cast(), len) };
     if outcome != Outcome::Done(len) {
         return Some(go_on(
@@ -219,7 +222,7 @@ fn put_some(held: &mut Held, from: *const u8, len: usize, offset: u64, left: usi
         }
         // SAFETY: `has_writer`.
         let writer = unsafe { held.writer.assume_init_mut() };
-        // SAFETY: the bytes are the program's to give; a bad pointer faults as docs of `probe` say.
+        // SAFETY: the bytes are the program's to give; `probe` says which bad pointers fault.
         match unsafe { writer.append(offset, from, len) } {
             Outcome::Done(more) if more > 0 => {
                 held.fast_bytes = held.fast_bytes.wrapping_add(more as u64);

@@ -13,8 +13,9 @@ use std::time::Duration;
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags, SetTime, Time};
 use firn_engine::{Result, SetAttr, Written};
+use firn_format::quote::quoted;
 use rustix::fs::{
-    AtFlags, Dir, Mode, OFlags, SeekFrom, Timespec, Timestamps, fstat, openat, readlinkat, utimensat,
+    AtFlags, Dir, Mode, OFlags, SeekFrom, Timespec, Timestamps, fstat, openat, readlinkat, statat, utimensat,
 };
 
 use crate::StubId;
@@ -34,7 +35,12 @@ pub(crate) struct Walk {
     pub stubs: Vec<Stub>,
     /// Nothing was renamed meanwhile: who is not in it stands nowhere.
     pub quiet: bool,
+    /// The directories.
+    pub dirs: Vec<Seen>,
 }
+
+/// A directory of a walk: where, which one, and when something was last put into it or taken from it.
+pub(crate) type Seen = (Rel, StubId, Time);
 
 impl<B: Backing> Tree<B> {
     /// Makes the backing's names and attributes those of the tree. Goes on after an error, and gives the
@@ -55,7 +61,7 @@ impl<B: Backing> Tree<B> {
         let mut failed = None;
         for stub in &walk.stubs {
             if let Err(error) = self.bring(&mut map, stub) {
-                tracing::warn!(path = %String::from_utf8_lossy(&stub.path), %error, "a name of the stub tree was not carried over");
+                tracing::warn!(path = %quoted(&stub.path), %error, "a name of the stub tree was not carried over");
                 failed.get_or_insert(error);
             }
         }
@@ -89,7 +95,19 @@ impl<B: Backing> Tree<B> {
     pub fn sweep(&self) -> Result<()> {
         let mut map = self.map.lock();
         let walk = self.walk().map_err(|error| errno(&error))?;
-        self.remove_gone(&mut map, &walk)
+        let swept = self.remove_gone(&mut map, &walk);
+        let is_whole = walk.quiet && swept.is_ok() && !self.has_candidates(&map, &walk);
+        *self.swept.lock() = is_whole.then_some(walk.dirs);
+        swept
+    }
+
+    /// The same for whoever comes again: where nothing was removed or moved since the last time, only directories are
+    /// looked at.
+    pub fn sweep_soon(&self) -> Result<()> {
+        let is_same =
+            |(path, id, ctime): &Seen| self.stub(path).is_ok_and(|now| now.id == *id && now.ctime == *ctime);
+        let is_swept = self.swept.lock().as_ref().is_some_and(|dirs| dirs.iter().all(is_same));
+        if is_swept { Ok(()) } else { self.sweep() }
     }
 
     /// Carries one stub and the directories above it over, where it stands at `path`.
@@ -109,9 +127,8 @@ impl<B: Backing> Tree<B> {
 
     fn walk(&self) -> std::io::Result<Walk> {
         let began = Time::now();
-        let mut walk = Walk { stubs: Vec::new(), quiet: true };
+        let mut walk = Walk { stubs: Vec::new(), quiet: true, dirs: Vec::new() };
         let mut dirs = vec![self.stub(b"")?];
-        let mut seen = Vec::new();
         while let Some(dir) = dirs.pop() {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
             let path: &[u8] = if dir.path.is_empty() { b"." } else { &dir.path };
@@ -135,13 +152,13 @@ impl<B: Backing> Tree<B> {
                     Err(_) => walk.quiet = false,
                 }
             }
-            seen.push(dir);
+            walk.dirs.push((dir.path, dir.id, dir.ctime));
         }
         // A rename changes the directory that it takes from and the one that it puts into.
         walk.quiet = walk.quiet
-            && seen.iter().all(|dir| {
-                let same = self.stub(&dir.path).is_ok_and(|now| now.id == dir.id && now.ctime == dir.ctime);
-                same && is_older(dir.ctime, began, QUIET)
+            && walk.dirs.iter().all(|(path, id, ctime)| {
+                let same = self.stub(path).is_ok_and(|now| now.id == *id && now.ctime == *ctime);
+                same && is_older(*ctime, began, QUIET)
             });
         Ok(walk)
     }
@@ -190,7 +207,7 @@ impl<B: Backing> Tree<B> {
                 None => self.unlink(map, &path),
             };
             if let Err(error) = result {
-                tracing::warn!(path = %String::from_utf8_lossy(&path), %error, "a removal in the stub tree was not carried over");
+                tracing::warn!(path = %quoted(&path), %error, "a removal in the stub tree was not carried over");
                 failed.get_or_insert(error);
             }
         }
@@ -223,7 +240,7 @@ impl<B: Backing> Tree<B> {
     fn bring(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         // `.firn` of the root is ours in the backing.
         if stub.path == b".firn" {
-            return Err(Errno::EXIST);
+            return Err(Errno::PERM);
         }
         if map.at(&stub.path) != Some(stub.id) {
             if let Some(other) = map.at(&stub.path) {
@@ -323,6 +340,10 @@ impl<B: Backing> Tree<B> {
         match made {
             Ok(entry) => {
                 drop(self.reference(entry.node));
+                // Nobody wrote to it: the stub's own time counts.
+                if let Some(item) = map.item_mut(stub.id) {
+                    item.told_mtime = Some(entry.attr.mtime);
+                }
                 Ok(())
             }
             // Made before a crash, or beside the mount: nothing is lost by taking it as it is.
@@ -380,26 +401,41 @@ impl<B: Backing> Tree<B> {
         let node = self.node_of(map, id)?;
         let mtime = self.engine.attr(node, None)?.mtime;
         let Some(item) = map.item_mut(id) else { return Ok(false) };
-        if item.told_mtime.replace(mtime) == Some(mtime) {
+        if item.told_mtime == Some(mtime) {
             return Ok(false);
         }
         let open = self.opens.lock().values().find(|open| open.id == id).map(|open| open.fd.try_clone());
+        let open = match open {
+            Some(fd) => Some(fd.map_err(|error| errno(&error))?),
+            // Root finds it also where no name of it is known yet.
+            None if !item.paths.iter().any(|path| self.stands(path, id)) => id.open(self.root_fd()).ok(),
+            None => None,
+        };
+        let (dir, path, flags) = match &open {
+            Some(fd) => {
+                let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(fd));
+                (rustix::fs::CWD, path.into_bytes(), AtFlags::empty())
+            }
+            None => match item.paths.iter().find(|path| self.stands(path, id)) {
+                Some(path) => (self.root_fd(), path.clone(), AtFlags::SYMLINK_NOFOLLOW),
+                // Told when its name is carried over.
+                None => return Ok(false),
+            },
+        };
+        // By an earlier firnd: who set the stub's time after the last write, that firnd or a program, set the right one.
+        if item.told_mtime.is_none() {
+            let stat = statat(dir, &*path, flags)?;
+            if (Time { sec: stat.st_ctime, nsec: stat.st_ctime_nsec as u32 }) > mtime {
+                item.told_mtime = Some(mtime);
+                return Ok(false);
+            }
+        }
         let times = Timestamps {
             last_access: Timespec { tv_sec: 0, tv_nsec: libc::UTIME_OMIT as _ },
             last_modification: Timespec { tv_sec: mtime.sec, tv_nsec: i64::from(mtime.nsec) as _ },
         };
-        match open {
-            Some(fd) => {
-                let fd = fd.map_err(|error| errno(&error))?;
-                let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
-                utimensat(rustix::fs::CWD, path.as_str(), &times, AtFlags::empty())?;
-            }
-            None => {
-                let path = item.paths.iter().find(|path| self.stands(path, id));
-                let Some(path) = path else { return Ok(false) };
-                utimensat(&self.root, &**path, &times, AtFlags::SYMLINK_NOFOLLOW)?;
-            }
-        }
+        utimensat(dir, &*path, &times, flags)?;
+        item.told_mtime = Some(mtime);
         if let Some((_, time)) = &mut item.absorbed {
             *time = mtime;
         }
@@ -417,7 +453,7 @@ impl<B: Backing> Tree<B> {
         if StubId::of(source.as_fd()).map_err(|error| errno(&error))? != stub.id {
             return Err(Errno::AGAIN);
         }
-        tracing::info!(path = %String::from_utf8_lossy(&stub.path), bytes = stub.size, "a program without the preload library wrote to a stub: its bytes are taken in");
+        tracing::info!(path = %quoted(&stub.path), bytes = stub.size, "a program without the preload library wrote to a stub: its bytes are taken in");
         let node = self.node_of(map, stub.id)?;
         let opened = self.engine.open(node, libc::O_WRONLY)?;
         let size = self.engine.attr(node, None)?.size;

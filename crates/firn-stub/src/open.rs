@@ -84,11 +84,13 @@ impl<B: Backing> Tree<B> {
         let size = self.engine.attr(node, Some(opened.handle)).map_or(0, |attr| attr.size);
         if let Some(item) = map.item_mut(id) {
             item.opens += 1;
-            if item.told_mtime.is_none() {
-                item.told_mtime = self.engine.attr(node, None).ok().map(|attr| attr.mtime);
-            }
         }
         self.opens.lock().insert(opened.handle, Open { id, client, node, fd });
+        if map.item(id).is_some_and(|item| item.told_mtime.is_none())
+            && let Err(error) = self.tell_time(&mut map, id)
+        {
+            tracing::debug!(%error, "a stub does not show when it was written");
+        }
         Ok(Adopted { handle: opened.handle, size })
     }
 

@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
+use firn_format::quote::quoted_path;
 use rustix::fs::{Mode, OFlags, fstatfs, open};
 use rustix::mount::{MountFlags, mount};
 
@@ -17,7 +18,8 @@ pub enum PlaceError {
     /// Only root can mount a tmpfs.
     #[error(
         "{} is not on a tmpfs, and only root can mount one there: take a directory in /dev/shm, or make {} a symlink to one",
-        prefix.display(), prefix.display()
+        quoted_path(prefix),
+        quoted_path(prefix)
     )]
     NotTmpfs {
         /// The prefix.
@@ -26,14 +28,14 @@ pub enum PlaceError {
     /// There is something in it.
     #[error(
         "{} is not empty, and not the tree of an earlier mount of this backing: give an empty directory",
-        prefix.display()
+        quoted_path(prefix)
     )]
     NotEmpty {
         /// The prefix.
         prefix: PathBuf,
     },
     /// Any system call.
-    #[error("cannot use {} for a stub tree: {source}", prefix.display())]
+    #[error("cannot use {} for a stub tree: {source}", quoted_path(prefix))]
     Io {
         /// The prefix.
         prefix: PathBuf,

@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_backing::{Attr, Backing, Caller, Errno, Kind, Time};
 use firn_engine::{Engine, HandleId, NodeId, ROOT, Result};
+use firn_format::quote::quoted_path;
+use firn_trust::{Expected, Facts};
 use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Mode, OFlags, fstat, open, statat};
 
@@ -26,7 +28,7 @@ pub(crate) const PRIVATE: &[u8] = b".firn/stub";
 #[derive(Debug, thiserror::Error)]
 pub enum TreeError {
     /// The directory or its log.
-    #[error("cannot use the stub tree at {}: {source}", root.display())]
+    #[error("cannot use the stub tree at {}: {source}", quoted_path(root))]
     Io {
         /// The prefix.
         root: PathBuf,
@@ -36,7 +38,7 @@ pub enum TreeError {
     /// There is something in it, and no log tells what.
     #[error(
         "{} is not empty, and not the tree of an earlier mount of this backing: give an empty directory",
-        root.display()
+        quoted_path(root)
     )]
     NotEmpty {
         /// The prefix.
@@ -45,7 +47,8 @@ pub enum TreeError {
     /// The log tells of another tree that may hold names.
     #[error(
         "the names of this backing are in the stub tree at another place than {}: mount it there again, or remove {} to give up what was not drained",
-        root.display(), log.display()
+        quoted_path(root),
+        quoted_path(log)
     )]
     Elsewhere {
         /// The prefix that was asked for.
@@ -80,6 +83,8 @@ pub struct Tree<B: Backing> {
     /// Descriptors that clients told of. Taken after `map`.
     pub(crate) opens: Mutex<HashMap<HandleId, Open>>,
     pub(crate) has_private: AtomicBool,
+    /// The directories, where all that was gone by then was dropped.
+    pub(crate) swept: Mutex<Option<Vec<crate::bring::Seen>>>,
     closed: AtomicBool,
 }
 
@@ -161,6 +166,7 @@ impl<B: Backing> Tree<B> {
             map: Mutex::new(map),
             opens: Mutex::default(),
             has_private: AtomicBool::new(false),
+            swept: Mutex::default(),
             closed: AtomicBool::new(false),
         };
         if fresh {
@@ -267,6 +273,13 @@ impl<B: Backing> Tree<B> {
                 Err(Errno::EXIST) => self.engine.lookup(dir.node, name)?,
                 made => made?,
             };
+            // Somebody else may have made it beside the mount.
+            let facts =
+                Facts { mode: entry.attr.mode, uid: entry.attr.uid, nlink: u64::from(entry.attr.nlink) };
+            if let Err(why) = facts.check(Expected::Directory, self.caller().uid) {
+                tracing::error!("{name:?} in the backing {why}; nothing in it is believed: move it away");
+                return Err(Errno::PERM);
+            }
             dir = self.reference(entry.node);
         }
         self.has_private.store(true, Ordering::Release);

@@ -17,6 +17,7 @@ enum Role {
     Firn,
     Firnd,
     MountFirn,
+    UmountFirn,
 }
 
 /// Does what `args` say; the first of them is the name that we are called by.
@@ -24,6 +25,7 @@ pub fn main(args: Vec<OsString>) -> ExitCode {
     match role(&args) {
         Role::Firnd => firn_daemon::firnd_main(),
         Role::MountFirn => verb::mount_firn::main(args.get(1..).unwrap_or_default()).into(),
+        Role::UmountFirn => verb::umount_firn::main(args.get(1..).unwrap_or_default()).into(),
         Role::Firn => ended(firn(args)).into(),
     }
 }
@@ -33,6 +35,8 @@ fn role(args: &[OsString]) -> Role {
     match name {
         Some("firnd") => Role::Firnd,
         Some("mount.firn") => Role::MountFirn,
+        // umount(8) goes by the kernel's type of the mount.
+        Some("umount.fuse.firn" | "umount.firn") => Role::UmountFirn,
         // The hidden verb is for places where argv[0] cannot be chosen (debuggers, wrappers).
         _ if args.get(1).is_some_and(|verb| verb == "firnd") => Role::Firnd,
         _ => Role::Firn,
@@ -80,7 +84,12 @@ pub fn ended(result: Result<u8, Failure>) -> u8 {
         Ok(code) => code,
         Err(Failure::Unread) => DONE,
         Err(Failure::Told { text, code }) => {
-            output::say(&text);
+            // The parser's own has several lines, and what it quotes was typed by who reads it.
+            if code == USAGE {
+                output::say_lines(&text)
+            } else {
+                output::say(&text)
+            }
             code
         }
     }
@@ -97,6 +106,7 @@ mod tests {
     #[test]
     fn the_name_it_is_called_by_decides_what_it_is() {
         assert_eq!(role(&args(&["/usr/sbin/mount.firn", "a", "b"])), Role::MountFirn);
+        assert_eq!(role(&args(&["/sbin/umount.fuse.firn", "/m", "-f"])), Role::UmountFirn);
         assert_eq!(role(&args(&["firnd"])), Role::Firnd);
         assert_eq!(role(&args(&["/usr/bin/firn", "firnd"])), Role::Firnd);
         assert_eq!(role(&args(&["/usr/bin/firn", "status"])), Role::Firn);

@@ -7,6 +7,7 @@ mod failure;
 mod output;
 mod overview;
 mod progress;
+mod prune;
 mod text;
 mod verb;
 

@@ -4,6 +4,7 @@
 
 use std::io::{self, IsTerminal, Write};
 
+use firn_format::quote::printable;
 use serde::Serialize;
 
 use crate::failure::{FAILED, Failure};
@@ -31,8 +32,13 @@ fn encoded(result: serde_json::Result<String>) -> Result<String, Failure> {
     result.map_err(|error| Failure::new(FAILED, format!("cannot write that as JSON: {error}")))
 }
 
-/// Says something to the user.
+/// Says something to the user, in one line whatever names are in it.
 pub fn say(text: &str) {
+    say_lines(&printable(text));
+}
+
+/// Says what may have lines and colours of its own.
+pub fn say_lines(text: &str) {
     // Without stderr there is nobody to tell.
     let _ = writeln!(io::stderr().lock(), "firn: {text}");
 }

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use firn_format::quote::quoted;
+
 const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
 
 /// `0 B`, `1023 B`, `1.5 KiB`, `12.0 MiB`.
@@ -44,14 +46,14 @@ pub fn count(number: u64, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }
 
-/// A name that cannot break a line or steer a terminal.
+/// A name that cannot break a line or steer a terminal, and is shown like no other.
 pub fn name(path: &str) -> String {
-    path.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+    quoted(path.as_bytes())
 }
 
 /// The same for a path.
 pub fn path(path: &Path) -> String {
-    name(&path.to_string_lossy())
+    quoted(path.as_os_str().as_encoded_bytes())
 }
 
 #[cfg(test)]
@@ -72,6 +74,6 @@ mod tests {
 
     #[test]
     fn a_name_cannot_break_its_line() {
-        assert_eq!(name("a\nb\x1b[31m"), "a?b?[31m");
+        assert_eq!(name("a\nb\x1b[31m"), r"a\nb\x1b[31m");
     }
 }

@@ -9,6 +9,7 @@ use firn_client::{Connection, Place};
 use crate::failure::Failure;
 
 pub mod mount_firn;
+pub mod umount_firn;
 
 mod bench;
 mod check;
@@ -21,6 +22,7 @@ mod ls;
 mod man;
 mod mount;
 mod pin;
+mod prune;
 mod recover;
 mod run;
 mod status;
@@ -59,6 +61,7 @@ pub static VERBS: &[&Verb] = &[
     &drain::VERB,
     &evict::VERB,
     &pin::VERB,
+    &prune::VERB,
     &transaction::BEGIN,
     &transaction::PREPARE,
     &transaction::COMMIT,
@@ -111,9 +114,19 @@ pub fn command() -> Command {
         .subcommands(VERBS.iter().map(|verb| verb.command()))
 }
 
-/// The mount that `path` lies on, and its firnd.
+/// The mount that `path` lies on, and its firnd. Root hears whose mount it is, if it is another user's.
 fn connect(path: &Path) -> Result<(Place, Connection), Failure> {
-    let place = firn_client::find(path)?;
+    let place = find(path)?;
     let connection = Connection::open(&place.mount)?;
     Ok((place, connection))
+}
+
+/// The mount that `path` lies on.
+fn find(path: &Path) -> Result<Place, Failure> {
+    let place = firn_client::find(path)?;
+    if place.mount.is_of_another_user() {
+        let mount_point = crate::text::path(&place.mount.mount_point);
+        crate::output::say(&format!("the mount at {mount_point} belongs to user {}", place.mount.user_id));
+    }
+    Ok(place)
 }

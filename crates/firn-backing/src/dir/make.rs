@@ -1,8 +1,7 @@
 //! New objects: the steps that [`owner`](super::owner) puts in order.
 
 use std::ffi::OsStr;
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{self, AtFlags, Gid, Mode, OFlags, Uid};
 
@@ -15,15 +14,15 @@ use crate::{Access, Attr, Caller, Kind, Result};
 /// Creates and opens a regular file.
 pub(super) fn file(
     caller: &Caller,
-    parent: &Arc<OwnedFd>,
+    parent: BorrowedFd<'_>,
     name: &OsStr,
     mode: u32,
-) -> Result<(Arc<OwnedFd>, DirFile, Attr)> {
+) -> Result<(OwnedFd, DirFile, Attr)> {
     let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
     let steps = Steps {
         make: &|mode| {
             let fd = fs::openat(parent, name, flags, Mode::from_raw_mode(mode & 0o7777))?;
-            let attr = attr(&fd)?;
+            let attr = attr(&fd).inspect_err(|_| undo(parent, name, AtFlags::empty()))?;
             Ok((fd, attr))
         },
         give: &|fd: &OwnedFd, uid, gid, mode| give(fd, uid, gid, mode),
@@ -33,28 +32,31 @@ pub(super) fn file(
     // From the open file, not from the name, which may lead elsewhere by now. `O_NOFOLLOW` would stop
     // at the link in /proc itself.
     let path = FdPath::of(&fd);
-    let node = fs::open(path.as_c_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-    Ok((Arc::new(node), DirFile { fd, access: Access::ReadWrite }, attr))
+    let node = fs::open(path.as_c_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
+        .inspect_err(|_| undo(parent, name, AtFlags::empty()))?;
+    let file = DirFile { fd, access: Access::ReadWrite, key: (attr.dev, attr.ino) };
+    Ok((node, file, attr))
 }
 
 /// Makes anything else with the system call `call`, which takes the mode.
 pub(super) fn object(
     caller: &Caller,
-    parent: &Arc<OwnedFd>,
+    parent: BorrowedFd<'_>,
     name: &OsStr,
     kind: Kind,
     mode: u32,
     call: &dyn Fn(u32) -> Result<()>,
-) -> Result<(Arc<OwnedFd>, Attr)> {
+) -> Result<(OwnedFd, Attr)> {
     let flags = if kind == Kind::Dir { AtFlags::REMOVEDIR } else { AtFlags::empty() };
     let steps = Steps {
         make: &|mode| {
             call(mode)?;
-            let node = node_at(parent, name)?;
-            let attr = attr(&node)?;
+            // Without a descriptor for it nobody gets to know of it, so it must not be there.
+            let node = node_at(parent, name).inspect_err(|_| undo(parent, name, flags))?;
+            let attr = attr(&node).inspect_err(|_| undo(parent, name, flags))?;
             Ok((node, attr))
         },
-        give: &|node: &Arc<OwnedFd>, uid, gid, mode| give(node, uid, gid, mode),
+        give: &|node: &OwnedFd, uid, gid, mode| give(node, uid, gid, mode),
         undo: &|| undo(parent, name, flags),
     };
     // mkdir(2) takes no set-id bits, a symlink has no mode: nothing to restore after a chown.
@@ -67,7 +69,7 @@ pub(super) fn object(
     make_for(caller, mode, || is_setgid(parent), is_device, &steps)
 }
 
-fn is_setgid(parent: &OwnedFd) -> Result<bool> {
+fn is_setgid(parent: BorrowedFd<'_>) -> Result<bool> {
     Ok(attr(parent)?.mode & libc::S_ISGID != 0)
 }
 
@@ -83,6 +85,6 @@ fn give(fd: impl AsFd, uid: u32, gid: Option<u32>, mode: Option<u32>) -> Result<
 }
 
 /// Removes what was made; its own errors are dropped, the caller tells the one that led here.
-fn undo(parent: &OwnedFd, name: &OsStr, flags: AtFlags) {
+fn undo(parent: BorrowedFd<'_>, name: &OsStr, flags: AtFlags) {
     let _ = fs::unlinkat(parent, name, flags);
 }

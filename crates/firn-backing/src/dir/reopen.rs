@@ -45,6 +45,15 @@ pub(super) fn dir(node: impl AsFd) -> Result<OwnedFd> {
     open(FdPath::of(node).as_c_str(), flags, Mode::empty())
 }
 
+/// The same where its mode denies that to its owner: what is to be synced must be opened.
+pub(super) fn dir_to_sync(node: impl AsFd) -> Result<OwnedFd> {
+    let node = node.as_fd();
+    match dir(node) {
+        Err(Errno::ACCESS) => denied(&FdPath::of(node), &attr(node)?, Access::Read, &|| dir(node)),
+        opened => opened,
+    }
+}
+
 fn access_flags(access: Access) -> OFlags {
     match access {
         Access::Read => OFlags::RDONLY,

@@ -13,8 +13,9 @@ use super::data::PAGE_BYTES;
 use super::disk::{ATIME, CTIME, Disk, Inode, MTIME, ROOT};
 use super::rename::rename;
 use super::{SimBacking, State};
+use crate::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime, StatFs,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 
 /// A reference to a simulated object.
@@ -36,6 +37,8 @@ pub struct SimFile {
 
 impl Drop for SimFile {
     fn drop(&mut self) {
+        // close(2) of a file on a server may wait for the server.
+        crate::lock::assert_none_held("close");
         self.open.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -64,16 +67,114 @@ impl SimBacking {
     }
 
     fn enter(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
+        self.enter_to_write(op).map(|(state, _)| state)
+    }
+
+    /// The same with the most bytes that a write may take.
+    fn enter_to_write(&self, op: &'static str) -> Result<(MutexGuard<'_, State>, usize)> {
+        crate::lock::assert_none_held(op);
         let mut state = self.state.lock();
-        state.step(op)?;
-        Ok(state)
+        if let Some(hung) = state.take_hang(op) {
+            parking_lot::MutexGuard::unlocked(&mut state, || hung.wait());
+        }
+        let most = state.step(op)?;
+        Ok((state, most))
+    }
+
+    fn is_synced_one_by_one(&self) -> bool {
+        self.is_synced_one_by_one.load(Ordering::Relaxed)
+    }
+
+    /// An object was changed.
+    fn changed(&self, disk: &Disk, ino: u64) {
+        if self.is_synced_one_by_one() {
+            self.unsynced.changed((disk.device, ino), || disk.place(ino));
+        }
+    }
+
+    /// An object was made in `parent`.
+    fn made(&self, disk: &Disk, parent: u64, ino: u64) {
+        self.changed(disk, ino);
+        self.changed(disk, parent);
+    }
+
+    fn removed(&self, disk: &Disk, parent: u64, name: &OsStr) {
+        self.changed(disk, parent);
+        if self.is_synced_one_by_one()
+            && let Some(path) = path_of_entry(disk.place(parent), name)
+        {
+            self.unsynced.removed(&path);
+        }
+    }
+
+    fn sync_each(&self, walks: bool) -> Result<()> {
+        let version = self.unsynced.begin_sync();
+        if walks {
+            unsynced::sync_below(self, &self.root())?;
+            self.unsynced.all_synced(version);
+        }
+        unsynced::sync_entries(self)?;
+        match self.unsynced.has_lost_track() && !walks {
+            true => self.sync_each(true),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Tracked for SimBacking {
+    fn unsynced(&self) -> &Unsynced {
+        &self.unsynced
+    }
+
+    fn threads(&self) -> usize {
+        // The steps come in one order.
+        1
+    }
+
+    fn find(&self, path: &[u8]) -> Result<(SimNode, Attr)> {
+        let disk = &self.enter("find")?.disk;
+        let mut ino = ROOT;
+        for name in unsynced::components(path) {
+            ino = disk.find(ino, name)?.ok_or(Errno::NOENT)?;
+        }
+        disk.node(ino)
+    }
+
+    fn open_dir_to_sync(&self, node: &SimNode) -> Result<SimDir> {
+        self.open_dir(node)
     }
 }
 
 impl Disk {
+    /// Where an object is: one of its names.
+    fn place(&self, ino: u64) -> Place {
+        let Ok(inode) = self.inode(ino) else { return Place::Gone };
+        if inode.nlink == 0 {
+            return Place::Gone;
+        }
+        let links = if inode.is_dir() { 1 } else { u64::from(inode.nlink) };
+        let mut path = Vec::new();
+        let mut at = ino;
+        while at != ROOT {
+            let mut dirs = self.inodes.iter();
+            let found = dirs.find_map(|(dir, inode)| {
+                let name = inode.entries.iter().find(|(_, (child, _))| *child == at)?.0;
+                Some((*dir, name))
+            });
+            let Some((dir, name)) = found else { return Place::Gone };
+            let below = std::mem::replace(&mut path, name.as_bytes().to_vec());
+            if !below.is_empty() {
+                path.push(b'/');
+                path.extend(below);
+            }
+            at = dir;
+        }
+        Place::At(path, links)
+    }
+
     fn node(&self, ino: u64) -> Result<(SimNode, Attr)> {
         let inode = self.inode(ino)?;
-        Ok((SimNode { ino, _held: inode.hold() }, inode.attr(ino)))
+        Ok((SimNode { ino, _held: inode.hold() }, inode.attr(ino, self.device)))
     }
 
     /// Applies a change of attributes.
@@ -135,6 +236,7 @@ impl Backing for SimBacking {
     ) -> Result<(SimNode, SimFile, Attr)> {
         let disk = &mut self.enter("create")?.disk;
         let ino = disk.add(caller, parent.ino, name, libc::S_IFREG | mode & 0o7777, |_| ())?;
+        self.made(disk, parent.ino, ino);
         let (node, attr) = disk.node(ino)?;
         Ok((node.clone(), self.file(node, Access::ReadWrite), attr))
     }
@@ -142,6 +244,7 @@ impl Backing for SimBacking {
     fn mkdir(&self, caller: &Caller, parent: &SimNode, name: &OsStr, mode: u32) -> Result<(SimNode, Attr)> {
         let disk = &mut self.enter("mkdir")?.disk;
         let ino = disk.add(caller, parent.ino, name, libc::S_IFDIR | mode & 0o1777, |_| ())?;
+        self.made(disk, parent.ino, ino);
         disk.node(ino)
     }
 
@@ -163,6 +266,7 @@ impl Backing for SimBacking {
         };
         let mode = typed & (libc::S_IFMT | 0o7777);
         let ino = disk.add(caller, parent.ino, name, mode, |inode| inode.rdev = rdev)?;
+        self.made(disk, parent.ino, ino);
         disk.node(ino)
     }
 
@@ -182,6 +286,7 @@ impl Backing for SimBacking {
         }
         let fill = |inode: &mut Inode| inode.target = target.as_bytes().to_vec();
         let ino = disk.add(caller, parent.ino, name, libc::S_IFLNK | 0o777, fill)?;
+        self.made(disk, parent.ino, ino);
         disk.node(ino)
     }
 
@@ -196,7 +301,13 @@ impl Backing for SimBacking {
             return Err(Errno::NOENT);
         }
         disk.change(&[(parent.ino, name, Some(node.ino))]);
-        Ok(disk.inode(node.ino)?.attr(node.ino))
+        self.made(disk, parent.ino, node.ino);
+        if self.is_synced_one_by_one()
+            && let Some(path) = path_of_entry(disk.place(parent.ino), name)
+        {
+            self.unsynced.linked((disk.device, node.ino), path, u64::from(disk.inode(node.ino)?.nlink));
+        }
+        Ok(disk.inode(node.ino)?.attr(node.ino, disk.device))
     }
 
     fn unlink(&self, parent: &SimNode, name: &OsStr) -> Result<()> {
@@ -207,6 +318,7 @@ impl Backing for SimBacking {
             return Err(Errno::ISDIR);
         }
         disk.change(&[(parent.ino, name, None)]);
+        self.removed(disk, parent.ino, name);
         Ok(())
     }
 
@@ -226,6 +338,7 @@ impl Backing for SimBacking {
             return Err(Errno::NOTEMPTY);
         }
         disk.change(&[(parent.ino, name, None)]);
+        self.removed(disk, parent.ino, name);
         Ok(())
     }
 
@@ -238,7 +351,19 @@ impl Backing for SimBacking {
         flags: RenameFlags,
     ) -> Result<()> {
         let disk = &mut self.enter("rename")?.disk;
-        rename(disk, (parent.ino, name), (new_parent.ino, new_name), flags)
+        rename(disk, (parent.ino, name), (new_parent.ino, new_name), flags)?;
+        if self.is_synced_one_by_one() {
+            let ticket = self.unsynced.begin_rename();
+            let path = |dir: &SimNode, name| path_of_entry(disk.place(dir.ino), name);
+            let is_exchange = flags.contains(RenameFlags::EXCHANGE);
+            match (path(parent, name), path(new_parent, new_name)) {
+                (Some(from), Some(to)) => self.unsynced.end_rename(ticket, Some((&from, &to)), is_exchange),
+                _ => self.unsynced.end_unknown_rename(ticket),
+            }
+        }
+        self.changed(disk, parent.ino);
+        self.changed(disk, new_parent.ino);
+        Ok(())
     }
 
     fn readlink(&self, node: &SimNode) -> Result<Vec<u8>> {
@@ -248,11 +373,13 @@ impl Backing for SimBacking {
     }
 
     fn attr(&self, node: &SimNode) -> Result<Attr> {
-        Ok(self.enter("attr")?.disk.inode(node.ino)?.attr(node.ino))
+        let disk = &self.enter("attr")?.disk;
+        Ok(disk.inode(node.ino)?.attr(node.ino, disk.device))
     }
 
     fn attr_of_file(&self, file: &SimFile) -> Result<Attr> {
-        Ok(self.enter("attr_of_file")?.disk.inode(file.node.ino)?.attr(file.node.ino))
+        let disk = &self.enter("attr_of_file")?.disk;
+        Ok(disk.inode(file.node.ino)?.attr(file.node.ino, disk.device))
     }
 
     fn set_mode(&self, node: &SimNode, mode: u32) -> Result<()> {
@@ -260,11 +387,14 @@ impl Backing for SimBacking {
         if disk.inode(node.ino)?.kind() == Kind::Symlink {
             return Err(Errno::OPNOTSUPP);
         }
-        disk.touch(node.ino, |i| i.mode = i.mode & libc::S_IFMT | mode & 0o7777)
+        disk.touch(node.ino, |i| i.mode = i.mode & libc::S_IFMT | mode & 0o7777)?;
+        self.changed(disk, node.ino);
+        Ok(())
     }
 
     fn set_owner(&self, node: &SimNode, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
-        self.enter("set_owner")?.disk.touch(node.ino, |i| {
+        let disk = &mut self.enter("set_owner")?.disk;
+        disk.touch(node.ino, |i| {
             i.uid = uid.unwrap_or(i.uid);
             i.gid = gid.unwrap_or(i.gid);
             if !i.is_dir() {
@@ -273,7 +403,9 @@ impl Backing for SimBacking {
                     i.mode &= !libc::S_ISGID;
                 }
             }
-        })
+        })?;
+        self.changed(disk, node.ino);
+        Ok(())
     }
 
     fn set_times(&self, node: &SimNode, atime: SetTime, mtime: SetTime) -> Result<()> {
@@ -287,7 +419,9 @@ impl Backing for SimBacking {
                     SetTime::At(time) => i.times[which] = time,
                 }
             }
-        })
+        })?;
+        self.changed(disk, node.ino);
+        Ok(())
     }
 
     fn get_xattr(&self, node: &SimNode, name: &OsStr) -> Result<Vec<u8>> {
@@ -306,7 +440,9 @@ impl Backing for SimBacking {
             (libc::XATTR_CREATE, true) => Err(Errno::EXIST),
             (libc::XATTR_REPLACE, false) => Err(Errno::NODATA),
             (0 | libc::XATTR_CREATE | libc::XATTR_REPLACE, _) => {
-                disk.touch(node.ino, |i| drop(i.xattrs.insert(name.to_owned(), value.to_vec())))
+                disk.touch(node.ino, |i| drop(i.xattrs.insert(name.to_owned(), value.to_vec())))?;
+                self.changed(disk, node.ino);
+                Ok(())
             }
             _ => Err(Errno::INVAL),
         }
@@ -325,7 +461,9 @@ impl Backing for SimBacking {
         if !inode.xattrs.contains_key(name) {
             return Err(Errno::NODATA);
         }
-        disk.touch(node.ino, |i| drop(i.xattrs.remove(name)))
+        disk.touch(node.ino, |i| drop(i.xattrs.remove(name)))?;
+        self.changed(disk, node.ino);
+        Ok(())
     }
 
     fn open_dir(&self, node: &SimNode) -> Result<SimDir> {
@@ -361,6 +499,8 @@ impl Backing for SimBacking {
         let disk = &mut self.enter("sync_dir")?.disk;
         disk.dir(node.ino)?;
         disk.sync_names(node.ino);
+        disk.sync_attributes(node.ino);
+        self.unsynced.synced((disk.device, node.ino), self.unsynced.begin_sync());
         Ok(())
     }
 
@@ -388,8 +528,7 @@ impl Backing for SimBacking {
     }
 
     fn write_at(&self, file: &SimFile, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
-        let mut state = self.state.lock();
-        let most = state.step("write_at")?;
+        let (mut state, most) = self.enter_to_write("write_at")?;
         file.writes()?;
         let mut bytes: Vec<u8> = data.iter().flat_map(|slice| slice.iter().copied()).collect();
         bytes.truncate(most);
@@ -404,6 +543,7 @@ impl Backing for SimBacking {
         bytes.truncate(room as usize);
         if !bytes.is_empty() {
             state.disk.modify(ino, |i| i.data.write(&bytes, offset))?;
+            self.changed(&state.disk, ino);
         }
         Ok(bytes.len())
     }
@@ -414,7 +554,9 @@ impl Backing for SimBacking {
         if file.writes().is_err() || len > SIZE_MAX {
             return Err(Errno::INVAL);
         }
-        disk.modify(file.node.ino, |i| i.data.set_len(len))
+        disk.modify(file.node.ino, |i| i.data.set_len(len))?;
+        self.changed(disk, file.node.ino);
+        Ok(())
     }
 
     fn allocate(&self, file: &SimFile, mode: i32, offset: u64, len: u64) -> Result<()> {
@@ -448,7 +590,9 @@ impl Backing for SimBacking {
             if mode & keep == 0 {
                 i.data.size = i.data.size.max(end);
             }
-        })
+        })?;
+        self.changed(disk, ino);
+        Ok(())
     }
 
     fn seek(&self, file: &SimFile, offset: u64, what: Seek) -> Result<u64> {
@@ -482,12 +626,17 @@ impl Backing for SimBacking {
         bytes.truncate(room as usize);
         if !bytes.is_empty() {
             disk.modify(to.node.ino, |i| i.data.write(&bytes, to_offset))?;
+            self.changed(disk, to.node.ino);
         }
         Ok(bytes.len() as u64)
     }
 
-    fn sync(&self, file: &SimFile, _data_only: bool) -> Result<()> {
-        self.enter("sync")?.disk.sync_file(file.node.ino);
+    fn sync(&self, file: &SimFile, data_only: bool) -> Result<()> {
+        let disk = &mut self.enter("sync")?.disk;
+        disk.sync_file(file.node.ino);
+        if !data_only {
+            self.unsynced.synced((disk.device, file.node.ino), self.unsynced.begin_sync());
+        }
         Ok(())
     }
 
@@ -511,8 +660,38 @@ impl Backing for SimBacking {
     }
 
     fn sync_all(&self) -> Result<()> {
+        if self.is_synced_one_by_one() {
+            return self.sync_each(self.unsynced.inherits());
+        }
         self.enter("sync_all")?.disk.sync_all();
         Ok(())
+    }
+
+    fn sync_changes(&self) -> Result<()> {
+        match self.is_synced_one_by_one() {
+            true => self.sync_each(false),
+            false => self.sync_all(),
+        }
+    }
+
+    fn sync_tree(&self, node: &SimNode) -> Result<()> {
+        if !self.is_synced_one_by_one() {
+            return self.sync_all();
+        }
+        if node.ino == ROOT {
+            return self.sync_all();
+        }
+        if self.unsynced.inherits() {
+            unsynced::sync_below(self, node)?;
+        }
+        self.sync_each(false)
+    }
+
+    fn sync_way(&self) -> SyncWay {
+        match self.is_synced_one_by_one() {
+            true => SyncWay::EachFile,
+            false => SyncWay::FileSystem,
+        }
     }
 }
 

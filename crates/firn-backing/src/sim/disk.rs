@@ -78,9 +78,9 @@ impl Inode {
         self.held.0.clone()
     }
 
-    pub(super) fn attr(&self, ino: u64) -> Attr {
+    pub(super) fn attr(&self, ino: u64, device: u64) -> Attr {
         Attr {
-            dev: 1,
+            dev: device,
             ino,
             kind: self.kind(),
             mode: self.mode,
@@ -114,6 +114,7 @@ pub struct Disk {
     next_cookie: i64,
     clock: i64,
     pub(super) capacity_bytes: Option<u64>,
+    pub(super) device: u64,
     pub(super) read_only: bool,
 }
 
@@ -131,6 +132,7 @@ impl Default for Disk {
             next_cookie: 3,
             clock: 0,
             capacity_bytes: None,
+            device: 1,
             read_only: false,
         }
     }

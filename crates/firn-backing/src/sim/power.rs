@@ -10,6 +10,7 @@ use std::ffi::{OsStr, OsString};
 use rand::{Rng, SeedableRng};
 
 use super::disk::{Disk, Inode, Inodes, ROOT};
+use crate::Kind;
 
 /// What a change touches or needs.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -107,6 +108,22 @@ impl Disk {
         self.log = kept;
         for change in durable.iter().rev() {
             change.apply(&mut self.stable);
+        }
+    }
+
+    /// Makes the attributes of a directory durable, and those of what it holds that cannot be synced by itself.
+    pub(super) fn sync_attributes(&mut self, dir: u64) {
+        let Some(live) = self.inodes.get(&dir) else { return };
+        let others = live.entries.values().map(|entry| entry.0).filter(|ino| {
+            let kind = self.inodes.get(ino).map(Inode::kind);
+            kind.is_some_and(|kind| !matches!(kind, Kind::File | Kind::Dir))
+        });
+        for ino in others.chain([dir]).collect::<Vec<_>>() {
+            if let (Some(live), Some(stable)) = (self.inodes.get(&ino), self.stable.get_mut(&ino)) {
+                let entries = std::mem::take(&mut stable.entries);
+                *stable = live.clone();
+                stable.entries = entries;
+            }
         }
     }
 

@@ -24,7 +24,7 @@ impl Slab<'_> {
         let offset = 2 * (index * data.len()) as u64;
         let reserved = lease.reserve(1, offset, data.len() as u64).expect("room in the chunk");
         self.arena.fill(lease.slab(), reserved.position, data);
-        self.pieces.push(self.arena.publish(lease, reserved, 1, offset, index as u64));
+        self.pieces.push(self.arena.publish(lease, reserved, (1, offset), index as u64, 0));
     }
 
     fn empty(&mut self) {

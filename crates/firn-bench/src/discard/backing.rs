@@ -5,7 +5,7 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirBacking, DirEntry, RenameFlags, Result, Seek, SetTime, StatFs,
+    Access, Attr, Backing, Caller, DirBacking, DirEntry, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 
 /// See the module.
@@ -140,5 +140,17 @@ impl Backing for DiscardBacking {
     }
     fn sync_all(&self) -> Result<()> {
         self.0.sync_all()
+    }
+
+    fn sync_changes(&self) -> Result<()> {
+        self.0.sync_changes()
+    }
+
+    fn sync_tree(&self, node: &Node) -> Result<()> {
+        self.0.sync_tree(node)
+    }
+
+    fn sync_way(&self) -> SyncWay {
+        self.0.sync_way()
     }
 }

@@ -315,6 +315,21 @@ impl Filesystem for Plain {
         }
     }
 
+    /// As libfuse's passthrough_hp does: by the link in /proc, then a lookup.
+    fn link(&self, _: &Request, inode: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let linked = self.node(inode).and_then(|node| {
+            let parent = self.node(parent)?;
+            let path = format!("/proc/self/fd/{}", node.as_raw_fd());
+            rustix::fs::linkat(rustix::fs::CWD, path, &*parent, name, AtFlags::SYMLINK_FOLLOW)
+                .map_err(errno)?;
+            self.find(&parent, name)
+        });
+        match linked {
+            Ok(attr) => reply.entry(&TTL, &attr, Generation(0)),
+            Err(error) => reply.error(error),
+        }
+    }
+
     fn opendir(&self, _: &Request, inode: INodeNo, _: OpenFlags, reply: ReplyOpen) {
         let opened = self.open_node(inode, OFlags::RDONLY | OFlags::DIRECTORY);
         match opened.and_then(|fd| Dir::new(fd).map_err(errno)) {

@@ -3,6 +3,7 @@
 use std::ffi::{c_char, c_int, c_uint};
 use std::path::Path;
 
+use firn_format::path::BytePath;
 use firn_format::protocol::Request;
 
 use super::{Handle, NO_HANDLE, give, given, guarded, path_of};
@@ -22,7 +23,7 @@ const ASYNC: c_uint = 2;
 unsafe fn ask(
     handle: *const Handle,
     path: *const c_char,
-    make: impl FnOnce(String) -> Request,
+    make: impl FnOnce(BytePath) -> Request,
 ) -> Result<Option<u64>, Error> {
     // SAFETY: the caller's promise.
     let mount = &unsafe { given(handle, NO_HANDLE) }?.0;

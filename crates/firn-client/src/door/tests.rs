@@ -32,6 +32,7 @@ impl Fake {
             end: SLAB_BYTES,
             record_count,
             reserved: 0,
+            modified: 0,
         };
         let fake = Self { memory: vec![0; ((DATA + u64::from(SLAB_BYTES)) / 8) as usize], slab };
         fake.word(WRITER).store(writer_idle(GENERATION), Ordering::Relaxed);
@@ -59,13 +60,10 @@ impl Fake {
     fn raw(&self, record: u32) -> RawPiece {
         let at = RECORDS + u64::from(record) * PIECE_BYTES;
         let seal = self.seal(record).load(Ordering::Acquire);
-        let both = self.word(at + word::POSITION).load(Ordering::Relaxed);
         RawPiece {
-            file: self.word(at + word::FILE).load(Ordering::Relaxed),
+            who: self.word(at + word::WHO).load(Ordering::Relaxed),
             offset: self.word(at + word::OFFSET).load(Ordering::Relaxed),
-            sequence: self.word(at + word::SEQUENCE).load(Ordering::Relaxed),
-            position: both as u32,
-            state: (both >> 32) as u32,
+            place: self.word(at + word::PLACE).load(Ordering::Relaxed),
             seal,
         }
     }

@@ -92,16 +92,15 @@ impl World {
         Self::with(EngineOptions { drain, ..options() }, true)
     }
 
-    /// One with memory files that keeps so many complete checkpoints.
-    #[allow(dead_code, reason = "not every test needs it")]
-    pub fn keeping(keep: u32) -> Self {
-        Self::with(EngineOptions { drain: DrainPolicy::Demand, keep, ..options() }, false)
-    }
-
     /// A world that drains what is so old.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn draining_after(drain_age: std::time::Duration) -> Self {
         Self::with(EngineOptions { drain_age, ..options() }, false)
+    }
+
+    /// A world that keeps few files of the backing open.
+    pub fn with_few_open_files() -> Self {
+        Self::with(EngineOptions { open_files_max: 4, ..options() }, false)
     }
 
     fn with(options: EngineOptions, spilling: bool) -> Self {
@@ -218,7 +217,7 @@ impl World {
     pub fn drain_step(&self) -> bool {
         match self.engine.pick(0) {
             Pick::Job(job) => {
-                let outcome = job.execute(&self.backing);
+                let outcome = job.execute(&self.engine);
                 self.engine.complete(job, outcome);
                 true
             }
@@ -299,6 +298,9 @@ impl World {
 
 impl Drop for World {
     fn drop(&mut self) {
+        if !std::thread::panicking() && !self.stopped() {
+            self.engine.assert_counters();
+        }
         firn_arena::set_probe(None);
     }
 }

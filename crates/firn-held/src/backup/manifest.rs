@@ -7,11 +7,13 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use firn_format::sealed::Seal;
+use firn_trust::is_component;
 
+use crate::own::is_path;
 use crate::record::{Record, RecordError, Staged};
 
 /// The header of its file.
-pub const SEAL: Seal = Seal { magic: *b"FIRNBKUP", version: 2 };
+pub const SEAL: Seal = Seal { magic: *b"FIRNBKUP", version: 3 };
 /// Its name in the directory of the transaction.
 pub const MANIFEST: &str = "manifest";
 
@@ -102,12 +104,14 @@ impl Manifest {
                 && item.kept_at.is_none()
                 && item.new_at.iter().chain(&item.twin_at).all(|at| stored.contains(at))
                 && item.anchor_at.iter().all(|at| is_word(&at.0) && is_word(&at.1))
-                && places.into_iter().all(|(dir, name)| is_name(name) && (*dir == 0 || numbers.contains(dir)))
+                && places
+                    .into_iter()
+                    .all(|(dir, name)| is_component(name) && (*dir == 0 || numbers.contains(dir)))
         });
         let known = self.known.iter().all(|one| {
             numbers.contains(&one.number)
                 && !one.paths.is_empty()
-                && one.paths.iter().all(|path| is_path(path))
+                && one.paths.iter().all(|path| !path.is_empty() && is_path(path))
         });
         let stored = self.stored.iter().all(|one| {
             let content = one.content.as_ref();
@@ -124,20 +128,8 @@ impl Manifest {
                 })
         });
         let scope = &self.record.scope;
-        numbers.len() == self.record.items.len()
-            && (scope.is_empty() || is_path(scope))
-            && items
-            && known
-            && stored
+        numbers.len() == self.record.items.len() && is_path(scope) && items && known && stored
     }
-}
-
-fn is_name(name: &[u8]) -> bool {
-    !matches!(name, b"" | b"." | b"..") && !name.iter().any(|byte| matches!(byte, b'/' | 0))
-}
-
-fn is_path(path: &[u8]) -> bool {
-    path.split(|&byte| byte == b'/').all(is_name)
 }
 
 /// A name that Firn makes.
@@ -153,7 +145,7 @@ mod tests {
     use crate::record::{Data, Identity, Item};
 
     fn manifest(id: u64, name: Vec<u8>, size: u64, value: Vec<u8>, crc: u32) -> Manifest {
-        let identity = Identity { dev: 0, ino: 0 };
+        let identity = Identity::NONE;
         let mut changed = Item::new(3, identity, false);
         changed.twin_at = Some(("d0".into(), "3".into()));
         changed.leaves = vec![(0, name.clone())];
@@ -189,7 +181,7 @@ mod tests {
             value: Vec<u8>,
             crc: u32,
         ) {
-            prop_assume!(is_path(&name));
+            prop_assume!(!name.is_empty() && is_path(&name));
             let manifest = manifest(id, name, size, value, crc);
             prop_assert_eq!(Manifest::decode(&manifest.encode()), Ok(manifest));
         }

@@ -13,6 +13,7 @@ use firn_backing::{Access, Attr, Backing, Errno, Kind, Seek, Time};
 use parking_lot::Mutex;
 
 use super::manifest::{Content, Known, MANIFEST, Manifest, Stored};
+use crate::own::OwnError;
 use crate::record::{Identity, Item, Place, Record, Staged};
 use crate::scope::{Held, HeldError, Scope};
 use crate::staging;
@@ -70,8 +71,8 @@ struct Copy<B: Backing> {
     has_manifest: bool,
 }
 
-fn backup(source: Errno) -> HeldError {
-    HeldError::Backup { source }
+fn backup(error: impl Into<OwnError>) -> HeldError {
+    error.into().of_backup()
 }
 
 /// Of the file that has the bytes of a staged one.
@@ -81,14 +82,16 @@ fn file_name(at: &Staged) -> String {
 
 impl<B: Backing> Held<B> {
     /// Names of the backups that the backing knows of: to be asked before [`Held::open`], which ends transactions.
-    pub fn known_backups(base: &B) -> Result<BTreeSet<String>, Errno> {
+    pub fn known_backups(base: &B) -> Result<BTreeSet<String>, HeldError> {
         let mut known = BTreeSet::new();
-        let Some((firn, _)) = staging::find(base, &base.root(), OsStr::new(staging::TOP))? else {
+        let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(known);
         };
         for (name, ..) in staging::list(base, &firn)? {
             if name.starts_with(b"tx-") {
-                let (dir, _) = base.lookup(&firn, OsStr::from_bytes(&name))?;
+                let name = String::from_utf8_lossy(&name);
+                let found = staging::must_find_dir(base, &firn, &name);
+                let dir = found.map_err(|error| error.below(staging::TOP))?;
                 known.extend(load_name(base, &dir)?);
             }
         }
@@ -103,8 +106,8 @@ impl<B: Backing> Held<B> {
         let scopes = self.scopes.read().clone();
         let root = store.root();
         for (name, ..) in staging::list(&store, &root).map_err(backup)? {
-            let dir = store.lookup(&root, OsStr::from_bytes(&name)).map_err(backup)?.0;
-            let name = String::from_utf8_lossy(&name).into_owned();
+            let Some(name) = String::from_utf8(name).ok().filter(|name| is_name(name)) else { continue };
+            let dir = staging::must_find_dir(&store, &root, &name).map_err(backup)?;
             let mut owner = None;
             for scope in &scopes {
                 if load_name(&self.base, &scope.dir)?.as_ref() == Some(&name) {
@@ -286,14 +289,14 @@ impl<B: Backing> Held<B> {
     ) -> Result<u64, HeldError> {
         let before = self.committed(&scope.path)?;
         let copy = self.copy_of(mirror, state, scope)?;
-        let (record, known) = Paths::new(&self.base, record).run()?;
+        let (record, known) = Paths::new(self, record).run()?;
         let mut stored = Vec::new();
         for at in record.items.iter().flat_map(|item| item.new_at.iter().chain(&item.twin_at)) {
             stored.push(self.store(mirror, copy, scope, at)?);
         }
         let bytes = stored.iter().filter_map(|one| one.content.as_ref()).map(|content| content.size).sum();
         let manifest = Manifest { record, before, known, stored };
-        mirror.store.sync_all().map_err(backup)?;
+        mirror.store.sync_changes().map_err(backup)?;
         staging::store(&mirror.store, &copy.dir, MANIFEST, &manifest.encode()).map_err(backup)?;
         copy.has_manifest = true;
         mirror.store.sync_dir(&mirror.store.root()).map_err(backup)?;
@@ -386,20 +389,49 @@ impl<B: Backing> Mirror<B> {
         }
     }
 
-    fn remove(&self, name: &str) -> Result<(), Errno> {
-        remove(&self.store, &self.store.root(), OsStr::new(name))
+    fn remove(&self, name: &str) -> Result<(), OwnError> {
+        remove(&self.store, &self.store.root(), name)
     }
 }
 
-/// Removes a backup, the manifest first, without which the rest means nothing.
-pub(super) fn remove<B: Backing>(store: &B, home: &B::Node, name: &OsStr) -> Result<(), Errno> {
-    let Some((dir, _)) = staging::find(store, home, name)? else { return Ok(()) };
+/// Removes a backup, the manifest first, without which the rest means nothing. What Firn did not put there stays, and
+/// then the directory, too: ENOTEMPTY.
+pub(super) fn remove<B: Backing>(store: &B, home: &B::Node, name: &str) -> Result<(), OwnError> {
+    let Some((dir, _)) = staging::find_dir(store, home, name)? else { return Ok(()) };
     if staging::find(store, &dir, OsStr::new(MANIFEST))?.is_some() {
         store.unlink(&dir, OsStr::new(MANIFEST))?;
         store.sync_dir(&dir)?;
     }
-    staging::clear(store, &dir)?;
-    store.rmdir(home, name)
+    for (file, ..) in staging::list(store, &dir)? {
+        let is_ours = std::str::from_utf8(&file).is_ok_and(|file| is_file(file) || is_unfinished(file));
+        if is_ours {
+            store.unlink(&dir, OsStr::from_bytes(&file))?;
+        }
+    }
+    Ok(store.rmdir(home, OsStr::new(name))?)
+}
+
+/// Whether a directory is that of a transaction: `tx-N-TOKEN`.
+pub(super) fn is_name(name: &str) -> bool {
+    let is_token =
+        |token: &str| token.len() == TOKEN_DIGITS && token.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let parts = name.strip_prefix("tx-").and_then(|rest| rest.split_once('-'));
+    parts.is_some_and(|(serial, token)| is_number(serial) && is_token(token))
+}
+
+/// Whether a file has the bytes of a staged one: `NEST-M` ([`file_name`]).
+fn is_file(name: &str) -> bool {
+    let parts = name.split_once('-');
+    parts.is_some_and(|(nest, name)| nest.strip_prefix('d').is_some_and(is_number) && is_number(name))
+}
+
+/// What is not in its place yet ([`staging::new_name`]).
+fn is_unfinished(name: &str) -> bool {
+    name.strip_suffix(".new") == Some(MANIFEST)
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 /// The manifest in a directory, if there is one.
@@ -408,24 +440,22 @@ pub(super) fn load<B: Backing>(
     store: &B,
     dir: &B::Node,
 ) -> Result<Option<Result<Manifest, crate::record::RecordError>>, HeldError> {
-    let bytes = match staging::load(store, dir, MANIFEST) {
-        // What is there is no directory.
-        Err(Errno::NOTDIR) => None,
-        bytes => bytes.map_err(backup)?,
-    };
+    let bytes = staging::load(store, dir, MANIFEST).map_err(backup)?;
     Ok(bytes.map(|bytes| Manifest::decode(&bytes)))
 }
 
-fn load_name<B: Backing>(base: &B, dir: &B::Node) -> Result<Option<String>, Errno> {
+fn load_name<B: Backing>(base: &B, dir: &B::Node) -> Result<Option<String>, OwnError> {
     Ok(staging::load(base, dir, NAME)?.and_then(|bytes| String::from_utf8(bytes).ok()))
 }
 
-/// What no other transaction has.
+/// Hexadecimal digits of what no other transaction has.
+const TOKEN_DIGITS: usize = 16;
+
 fn token() -> Result<String, Errno> {
     let mut bytes = [0; 8];
     let mut random = std::fs::File::open("/dev/urandom").map_err(|_| Errno::NOENT)?;
     random.read_exact(&mut bytes).map_err(|_| Errno::IO)?;
-    Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
+    Ok(format!("{:0TOKEN_DIGITS$x}", u64::from_le_bytes(bytes)))
 }
 
 /// Copies a staged file. EAGAIN of the backing: it changed, or `go_on` said no.
@@ -480,15 +510,18 @@ type Found<B> = (Vec<u8>, <B as Backing>::Node);
 /// Finds the names that the objects of a record have in the backing, which is as it was before it.
 struct Paths<'a, B: Backing> {
     base: &'a B,
+    /// Of the top.
+    device: u64,
     record: &'a Record,
     items: HashMap<u64, &'a Item>,
     found: HashMap<u64, (Vec<u8>, B::Node)>,
 }
 
 impl<'a, B: Backing> Paths<'a, B> {
-    fn new(base: &'a B, record: &'a Record) -> Self {
+    fn new(held: &'a Held<B>, record: &'a Record) -> Self {
+        let (base, device) = (&held.base, held.device());
         let items = record.items.iter().map(|item| (item.number, item)).collect();
-        Self { base, record, items, found: HashMap::from([(0, (Vec::new(), base.root()))]) }
+        Self { base, device, record, items, found: HashMap::from([(0, (Vec::new(), base.root()))]) }
     }
 
     /// The record without what means nothing elsewhere, and the objects in it that are there.
@@ -527,7 +560,7 @@ impl<'a, B: Backing> Paths<'a, B> {
         }
         record.items.retain(|item| !idle.contains(&item.number));
         for item in &mut record.items {
-            (item.identity, item.kept_at) = (Identity { dev: 0, ino: 0 }, None);
+            (item.identity, item.kept_at) = (Identity::NONE, None);
             if strays.contains(&item.number) || item.new_at.is_some() {
                 item.stays = None;
             }
@@ -546,7 +579,7 @@ impl<'a, B: Backing> Paths<'a, B> {
             return Ok(None);
         };
         let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
-        let is_it = Identity { dev: attr.dev, ino: attr.ino } == item.identity;
+        let is_it = Identity::of(&attr, self.device) == item.identity;
         Ok(is_it.then(|| ([&path, slash, name].concat(), node)))
     }
 

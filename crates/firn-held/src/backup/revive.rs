@@ -9,13 +9,13 @@ use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime, Time};
 
 use super::manifest::{Content, Known, Manifest, Stored};
 use super::mirror::{BLOCK, NAME, load, remove};
-use crate::backing::Node;
+use crate::own::OwnError;
 use crate::record::{Identity, Place, Record, RecordError};
 use crate::scope::{Held, HeldError};
 use crate::staging;
 
-fn backup(source: Errno) -> HeldError {
-    HeldError::Backup { source }
+fn backup(error: impl Into<OwnError>) -> HeldError {
+    error.into().of_backup()
 }
 
 fn tree(path: &[u8], what: &str) -> HeldError {
@@ -29,8 +29,8 @@ impl<B: Backing> Held<B> {
     }
 
     /// Removes the backup `name` in `home`: its transaction is over.
-    pub fn remove_backup(home: &B, name: &OsStr) -> Result<(), Errno> {
-        remove(home, &home.root(), name)
+    pub fn remove_backup(home: &B, name: &str) -> Result<(), HeldError> {
+        remove(home, &home.root(), name).map_err(backup)
     }
 
     /// Stages what a backup, a directory `from` of a store that is `called` so, has and makes it a transaction that is prepared. Where this fails the
@@ -44,10 +44,7 @@ impl<B: Backing> Held<B> {
             found.insert(known.number, (node, known.paths[0].clone()));
         }
         self.must_have_room(wanted, &found)?;
-        let firn = self.home()?;
-        if let Node::Tracked(top) = self.top() {
-            top.hides.store(true, Ordering::Release);
-        }
+        let firn = self.hidden_home()?;
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.base, &firn, &name)?;
@@ -55,7 +52,7 @@ impl<B: Backing> Held<B> {
             // A mount that has the same backup goes on with it.
             staging::store(&self.base, &dir, NAME, called.as_bytes())?;
             staging::store(&self.base, &dir, staging::OPEN, &record.scope)?;
-            self.base.sync_all()?;
+            self.base.sync_changes()?;
             staging::write(&self.base, &dir, staging::RECORD, &record.encode())?;
             self.sync_home()?;
             Ok(record)
@@ -84,7 +81,7 @@ impl<B: Backing> Held<B> {
         };
         for one in self.transactions() {
             if is_in(&one.scope, &wanted.scope) || is_in(&wanted.scope, &one.scope) {
-                return Err(HeldError::Open { scope: String::from_utf8_lossy(&one.scope).into_owned() });
+                return Err(HeldError::Open { scope: one.scope.as_slice().into() });
             }
         }
         match self.committed(&wanted.scope)? {
@@ -120,10 +117,10 @@ impl<B: Backing> Held<B> {
             if known.size.is_some_and(|size| size != attr.size) {
                 return Err(tree(path, "it has another size"));
             }
-            let identity = Identity::of(&attr);
+            let identity = Identity::of(&attr, self.device());
             if same.as_ref().is_some_and(|(_, other)| *other != identity) {
                 let text =
-                    format!("it is not the same object as {}", String::from_utf8_lossy(&known.paths[0]));
+                    format!("it is not the same object as {}", firn_format::quote::quoted(&known.paths[0]));
                 return Err(tree(path, &text));
             }
             same = Some((node, identity));
@@ -180,13 +177,13 @@ impl<B: Backing> Held<B> {
         for stored in &manifest.stored {
             let nest = staging::dir(&self.base, &new, &stored.at.0)?;
             let node = self.rebuild(from, stored, &nest)?;
-            made.insert(&stored.at, Identity::of(&self.base.attr(&node)?));
+            made.insert(&stored.at, Identity::of(&self.base.attr(&node)?, self.device()));
         }
         let mut record = manifest.record.clone();
         for item in &mut record.items {
             item.identity = match &item.new_at {
                 Some(at) => made[at],
-                None => Identity::of(&self.base.attr(&found[&item.number].0)?),
+                None => Identity::of(&self.base.attr(&found[&item.number].0)?, self.device()),
             };
             if let Some((nest, name)) = &item.anchor_at {
                 let nest = staging::dir(&self.base, &new, nest)?;

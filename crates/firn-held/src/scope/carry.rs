@@ -119,6 +119,7 @@ impl<B: Backing> Held<B> {
         }
         let scope = self.scope_at(node)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
+        self.check_all(&scope);
         scope.must_be_whole()?;
         let stage = *scope.stage.lock();
         match stage {
@@ -205,6 +206,8 @@ impl<B: Backing> Held<B> {
     /// Programs wait.
     fn carry_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
         let (_names, _data) = (self.tree.write(), self.data.write());
+        // Programs that know an object ask for its attributes all the same.
+        self.unhide(scope);
         self.apply(scope)?;
         self.end(scope);
         self.clean_up(scope);
@@ -230,20 +233,23 @@ impl<B: Backing> Held<B> {
             return Ok(self.forget(&scope.dir)?);
         };
         let mut apply =
-            Apply::new(&self.base, &record, &scope.new, &scope.away).keeping(self.undo_nest(scope.serial)?);
-        for (number, object) in scope.changed.lock().iter() {
+            Apply::new(self, &record, &scope.new, &scope.away).keeping(self.undo_nest(scope.serial)?);
+        let changed = scope.changed.lock().clone();
+        for (number, object) in &changed {
             let inner = object.inner.read();
             if let Some(node) = inner.base.clone() {
                 apply.know(*number, node);
             }
         }
+        drop(changed);
         apply.run()?;
-        Ok(self.finish(&scope.dir, &record, scope.serial)?)
+        self.finish(&scope.dir, &record, scope.serial)
     }
 
     /// From here on programs see the backing again; the caller holds names and data.
     fn let_go_of(&self, scope: &Arc<Scope<B>>) {
-        for (_, object) in std::mem::take(&mut *scope.changed.lock()) {
+        let changed = std::mem::take(&mut *scope.changed.lock());
+        for (_, object) in changed {
             let mut inner = object.inner.write();
             let Some(change) = inner.change.take() else { continue };
             if inner.base.is_none() {
@@ -263,7 +269,7 @@ impl<B: Backing> Held<B> {
             if is_done {
                 continue;
             }
-            let attr = match object.attr(&self.base) {
+            let attr = match object.attr(self) {
                 Ok(attr) => Some(attr),
                 Err(Errno::STALE) => None,
                 Err(errno) => return Err(errno),
@@ -305,7 +311,7 @@ impl<B: Backing> Held<B> {
     fn only_place(&self, object: &Arc<Object<B>>) -> Option<B::Node> {
         let (dir, name) = object.seat.lock().clone()?;
         let dir = dir.inner.read();
-        let named = dir.change.as_ref()?.names.get(&name)?.as_ref()?;
+        let named = dir.change.as_ref()?.names.get(&name)?.object.as_ref()?;
         if !Arc::ptr_eq(named, object) {
             return None;
         }

@@ -2,7 +2,6 @@
 
 use std::ffi::OsStr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 
@@ -19,12 +18,6 @@ impl<B: Backing> Shadow<B> {
 }
 
 impl<B: Backing> Held<B> {
-    /// An object that is kept seems to be gone.
-    fn hide(&self, object: &Arc<Object<B>>) {
-        self.anchored.lock().insert(object.key);
-        object.hides.store(true, Ordering::Release);
-    }
-
     pub(crate) fn remove_shadowed(
         &self,
         (scope, shadow): (&Scope<B>, &Shadow<B>),
@@ -34,17 +27,31 @@ impl<B: Backing> Held<B> {
         self.save(scope, shadow, parent, NO_BYTES)?;
         let dir = parent.inner.read().node(&self.base)?;
         if shadow.is_new(object.key.1) {
-            return match object.kind {
-                Kind::Dir => self.base.rmdir(&dir, name),
-                _ => self.base.unlink(&dir, name),
-            };
+            match object.kind {
+                Kind::Dir => self.base.rmdir(&dir, name)?,
+                _ => self.base.unlink(&dir, name)?,
+            }
+            self.new_one_lost_name(shadow, object);
+            self.check_names(scope, &[]);
+            return Ok(());
         }
         self.keep(scope, shadow, object, (&dir, name))?;
-        self.hide(object);
+        self.check_names(scope, &[]);
         Ok(())
     }
 
-    /// Moves an object that was there to `kept/`.
+    /// What was made in the transaction and has no name any more is nothing to an abort.
+    fn new_one_lost_name(&self, shadow: &Shadow<B>, object: &Object<B>) {
+        let mut inner = object.inner.write();
+        let Ok(node) = inner.node(&self.base) else { return };
+        let is_gone = object.kind == Kind::Dir || self.base.attr(&node).is_ok_and(|attr| attr.nlink == 0);
+        if is_gone {
+            object.become_nameless(&mut inner, node);
+            shadow.known.lock().remove(&object.key.1);
+        }
+    }
+
+    /// Moves an object that was there to `kept/`: it seems to be gone.
     fn keep(
         &self,
         scope: &Scope<B>,
@@ -52,6 +59,11 @@ impl<B: Backing> Held<B> {
         object: &Arc<Object<B>>,
         (dir, name): (&B::Node, &OsStr),
     ) -> Result<()> {
+        let kept = object.key.1.to_string();
+        // A directory is gone when it is there.
+        if object.kind != Kind::Dir {
+            self.hide_link(scope, object, &shadow.kept, &kept);
+        }
         match shadow.keep(&self.base, dir, name, object.key.1) {
             // Whoever moves a directory must be allowed to write in it; who removes it need not.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
@@ -61,7 +73,9 @@ impl<B: Backing> Held<B> {
                 shadow.keep(&self.base, dir, name, object.key.1)
             }
             other => other,
-        }
+        }?;
+        self.link_is_hidden(scope, object, &shadow.kept, &kept);
+        Ok(())
     }
 
     pub(crate) fn move_shadowed(
@@ -86,7 +100,14 @@ impl<B: Backing> Held<B> {
             let is_replaced = flags.is_empty() && !Arc::ptr_eq(source, target);
             is_replaced && !shadow.is_new(target.key.1)
         });
-        let Some(target) = replaced else { return go() };
+        let Some(target) = replaced else {
+            go()?;
+            let new_one = target.filter(|target| flags.is_empty() && shadow.is_new(target.key.1));
+            if let Some(target) = new_one.filter(|target| !Arc::ptr_eq(source, target)) {
+                self.new_one_lost_name(shadow, target);
+            }
+            return Ok(());
+        };
         let dir = to.inner.read().node(&self.base)?;
         let text = target.key.1.to_string();
         let kept = OsStr::new(&text);
@@ -95,6 +116,7 @@ impl<B: Backing> Held<B> {
         let linked = if target.kind == Kind::Dir {
             Err(Errno::PERM)
         } else {
+            self.hide_link(scope, target, &shadow.kept, &text);
             self.base.link(&node, &shadow.kept, kept).map(drop)
         };
         match linked {
@@ -108,12 +130,14 @@ impl<B: Backing> Held<B> {
             Err(_) => {
                 self.keep(scope, shadow, target, (&dir, new_name))?;
                 if let Err(errno) = go() {
+                    self.link_may_go(scope, target);
                     let _ = self.base.rename(&shadow.kept, kept, &dir, new_name, RenameFlags::NOREPLACE);
                     return Err(errno);
                 }
             }
         }
-        self.hide(target);
+        self.link_is_hidden(scope, target, &shadow.kept, &text);
+        self.check_names(scope, &[]);
         Ok(())
     }
 }

@@ -55,6 +55,9 @@ impl<B: Backing> Held<B> {
         }
         // One at a time, and nobody has the object's data in flight below the offset that is saved.
         let inner = object.inner.write();
+        if object.is_nameless() {
+            return Ok(());
+        }
         let mut known = shadow.known.lock().get(&ino).copied();
         while !known.is_some_and(|known| known.covers(from)) {
             // What another node saved counts. It may have been published and not be durable yet.

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use firn_format::sealed::Seal;
 
-use crate::record::RecordError;
+use crate::record::{RecordError, check_name};
 
 /// The header of its file.
 pub const SEAL: Seal = Seal { magic: *b"FIRNSAVE", version: 1 };
@@ -73,9 +73,17 @@ impl Saved {
         SEAL.seal(&postcard::to_stdvec(self).expect("plain data"))
     }
 
-    /// From the bytes that were stored.
+    /// From the bytes that were stored. Every name in what comes back is a single component.
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
-        postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| RecordError::Damaged)
+        let saved: Self = postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| RecordError::Damaged)?;
+        let names = saved.original.iter().flat_map(|original| &original.names);
+        for (name, _) in saved.path.iter().chain(names) {
+            check_name(name)?;
+        }
+        if let Some(segment) = &saved.segment {
+            check_name(segment.at.as_bytes())?;
+        }
+        Ok(saved)
     }
 }
 
@@ -101,6 +109,19 @@ mod tests {
     #[test]
     fn a_record_comes_back() {
         assert_eq!(Saved::decode(&saved().encode()), Ok(saved()));
+    }
+
+    #[test]
+    fn regression_a_record_whose_names_lead_elsewhere_is_none() {
+        for name in ["", ".", "..", "../../etc", "/etc", "a/b", "a\0"] {
+            let mut bad = [saved(), saved(), saved()];
+            bad[0].path[0].0 = name.into();
+            bad[1].original.as_mut().expect("it has one").names[0].0 = name.into();
+            bad[2].segment.as_mut().expect("it has one").at = name.into();
+            for bad in bad {
+                assert_eq!(Saved::decode(&bad.encode()), Err(RecordError::Damaged), "{name:?}");
+            }
+        }
     }
 
     #[test]

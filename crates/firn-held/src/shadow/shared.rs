@@ -100,7 +100,7 @@ impl<B: Backing> Place<'_, B> {
         }
         undo()?;
         // Objects that are back have one link too many there. Should all of this be done again, nothing is missing.
-        if let Some((kept, _)) = staging::find(self.base, &self.dir, OsStr::new(KEPT))? {
+        if let Some((kept, _)) = staging::find_dir(self.base, &self.dir, KEPT)? {
             staging::clear(self.base, &kept)?;
             self.base.sync_dir(&kept)?;
         }
@@ -155,7 +155,7 @@ impl<B: Backing> Place<'_, B> {
 }
 
 fn remove_dir<B: Backing>(base: &B, top: &B::Node, name: &str) -> Result<(), Errno> {
-    let Some((dir, _)) = staging::find(base, top, OsStr::new(name))? else { return Ok(()) };
+    let Some((dir, _)) = staging::find_dir(base, top, name)? else { return Ok(()) };
     staging::clear(base, &dir)?;
     base.rmdir(top, OsStr::new(name))
 }
@@ -177,7 +177,7 @@ impl<B: Backing> Held<B> {
     fn shared_place(&self, name: &str) -> Result<Option<Place<'_, B>>, Errno> {
         let Some(group) = &self.group else { return Ok(None) };
         let Some(top) = self.find_top()? else { return Ok(None) };
-        let found = staging::find(&self.base, &top, OsStr::new(name))?;
+        let found = staging::find_dir(&self.base, &top, name)?;
         Ok(found.map(|(dir, _)| MeetingPlace { base: &self.base, top, name: name.into(), dir, group }))
     }
 
@@ -261,14 +261,18 @@ impl<B: Backing> Held<B> {
             return Err(HeldError::GivenUp { by: place.group.node.clone(), why });
         }
         for other in self.all_shared()?.iter().filter(|other| other.name != place.name) {
-            let path = match (staging::load(&self.base, &other.dir, SCOPE), other.members()) {
-                (Ok(Some(path)), Ok(members)) if !members.is_empty() => path,
-                (Err(Errno::NOENT | Errno::STALE), _) | (_, Err(Errno::NOENT | Errno::STALE)) => continue,
-                (Err(errno), _) | (_, Err(errno)) => return Err(errno.into()),
-                _ => continue,
+            let path = match staging::load_scope(&self.base, &other.dir, SCOPE) {
+                Ok(Some(path)) => path,
+                Ok(None) | Err(HeldError::Backing(Errno::NOENT | Errno::STALE)) => continue,
+                Err(error) => return Err(error),
             };
+            match other.members() {
+                Ok(members) if !members.is_empty() => {}
+                Ok(_) | Err(Errno::NOENT | Errno::STALE) => continue,
+                Err(errno) => return Err(errno.into()),
+            }
             if overlap(&path, scope) {
-                return Err(HeldError::Open { scope: String::from_utf8_lossy(&path).into_owned() });
+                return Err(HeldError::Open { scope: path.as_slice().into() });
             }
         }
         Ok(())
@@ -375,6 +379,15 @@ impl<B: Backing> Held<B> {
 
     // ---- after a crash -----------------------------------------------------------------------
 
+    /// Whether the transaction that `dir` is a part of was committed for all nodes.
+    pub(crate) fn is_shared_commit(&self, dir: &B::Node, scope: &[u8]) -> Result<bool, Errno> {
+        if staging::find(&self.base, dir, OsStr::new(SHARED))?.is_none() {
+            return Ok(false);
+        }
+        let Some(place) = self.shared(scope)? else { return Ok(false) };
+        Ok(place.outcome()?.is_some_and(|outcome| outcome.commit))
+    }
+
     /// Before anything else is recovered: shared transactions of this node that are not prepared are aborted, for
     /// all nodes, and what was decided about the others is noted. Nothing is done to what is not shared.
     pub(crate) fn recover_shared(&self, home: &B::Node) -> Result<(), HeldError> {
@@ -383,13 +396,14 @@ impl<B: Backing> Held<B> {
             if !text.starts_with("tx-") {
                 continue;
             }
-            let dir = self.base.lookup(home, OsStr::new(&text))?.0;
+            let found = staging::must_find_dir(&self.base, home, &text);
+            let dir = found.map_err(|error| error.below(&self.home_path()))?;
             let has = |file| Ok::<_, Errno>(staging::find(&self.base, &dir, OsStr::new(file))?.is_some());
             if !has(SHARED)? || has(staging::COMMIT)? {
                 continue;
             }
             let record = self.load_record(&dir, &text, staging::RECORD)?;
-            let open = staging::load(&self.base, &dir, staging::OPEN)?;
+            let open = staging::load_scope(&self.base, &dir, staging::OPEN)?;
             if let Some(scope) = record.as_ref().map(|record| record.scope.clone()).or(open) {
                 self.recover_part(&dir, record, &scope)?;
             }

@@ -12,7 +12,6 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
-use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Attr, Backing, Errno, Kind, RenameFlags, Result, SetTime, Time};
 
@@ -93,7 +92,8 @@ impl<'a, B: Backing> Undo<'a, B> {
         let missing = self.vacate()?;
         self.place(missing)?;
         self.give_back()?;
-        self.base.sync_all()?;
+        // An earlier process may have undone a part, and did not live to sync it.
+        self.base.sync_tree(&self.root)?;
         Ok(self.undone)
     }
 
@@ -480,8 +480,8 @@ impl<B: Backing> Held<B> {
 }
 
 impl<B: Backing> Object<B> {
-    /// A directory that was removed, and is kept.
+    /// An object without a name, or a directory that was removed and is kept.
     pub(crate) fn is_gone(&self) -> bool {
-        self.kind == Kind::Dir && self.hides.load(Ordering::Acquire) && self.parent().is_some()
+        self.is_nameless() || self.kind == Kind::Dir && self.may_hide_links() && self.parent().is_some()
     }
 }

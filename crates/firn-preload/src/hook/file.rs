@@ -1,4 +1,4 @@
-//! open(2) and its kin, and mmap(2).
+//! open(2) and its kin, mmap(2), and what takes memory away again.
 //!
 //! `open` is variadic in C. On x86-64 and AArch64 Linux three fixed arguments are passed the same way; the
 //! third is handed on whatever it holds, and the kernel looks at it only where the flags say so.
@@ -9,7 +9,8 @@ use libc::{mode_t, off64_t, size_t};
 
 use super::export;
 use crate::opened::{Before, noted};
-use crate::real::{CREAT, MKOSTEMPS, MMAP, OPEN, OPEN_2, OPENAT, OPENAT_2};
+use crate::probe;
+use crate::real::{CREAT, MKOSTEMPS, MMAP, MPROTECT, MREMAP, MUNMAP, OPEN, OPEN_2, OPENAT, OPENAT_2};
 use crate::share;
 use crate::stub;
 use crate::sys::told;
@@ -29,6 +30,10 @@ export! { mkostemps mkostemps64 =
 do_mkostemps(template: *mut c_char, suffix: c_int, flags: c_int) -> c_int }
 export! { mmap mmap64 = do_mmap(
 at: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_int, offset: off64_t) -> *mut c_void }
+export! { munmap = do_munmap(at: *mut c_void, len: size_t) -> c_int }
+export! { mprotect = do_mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c_int }
+export! { mremap = do_mremap(
+at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> *mut c_void }
 
 unsafe fn do_open(path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
     let before = Before::now();
@@ -107,5 +112,37 @@ unsafe fn do_mmap(
         }
     }
     // SAFETY: the caller's promise.
-    unsafe { MMAP.get()(at, len, prot, flags, fd, offset) }
+    let mapped = unsafe { MMAP.get()(at, len, prot, flags, fd, offset) };
+    if flags & libc::MAP_FIXED != 0 {
+        probe::forget_pages();
+    }
+    mapped
+}
+
+unsafe fn do_munmap(at: *mut c_void, len: size_t) -> c_int {
+    // SAFETY: the caller's promise.
+    let result = unsafe { MUNMAP.get()(at, len) };
+    probe::forget_pages();
+    result
+}
+
+unsafe fn do_mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    let result = unsafe { MPROTECT.get()(at, len, prot) };
+    probe::forget_pages();
+    result
+}
+
+/// Variadic in C, like `open`: the new address is handed on whatever it is.
+unsafe fn do_mremap(
+    at: *mut c_void,
+    len: size_t,
+    to_len: size_t,
+    flags: c_int,
+    to: *mut c_void,
+) -> *mut c_void {
+    // SAFETY: the caller's promise.
+    let result = unsafe { MREMAP.get()(at, len, to_len, flags, to) };
+    probe::forget_pages();
+    result
 }

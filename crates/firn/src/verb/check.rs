@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::{Connection, RuntimeFiles};
 use firn_daemon::{CheckReport, Damage};
+use firn_format::path::BytePath;
 
 use super::mount::{minus_o, resolve};
 use crate::failure::{DONE, FAILED, Failure, NOT_FIRN};
 use crate::output::{self, Paint};
-use crate::text::{bytes, count, name};
+use crate::text::{bytes, count, name, path as path_text};
 use crate::verb::Verb;
 
 pub const VERB: Verb = Verb {
@@ -58,9 +59,9 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return Ok(DONE);
     }
     let places = count(report.damage.len() as u64, "damaged place");
-    let backing = report.backing.as_deref().unwrap_or("BACKING");
-    let advice = format!("`firn recover {}` keeps what is whole", name(backing));
-    Err(Failure::new(FAILED, format!("{}: {places}; {advice}", report.arena.display())))
+    let backing = report.backing.as_ref().map_or("BACKING".to_owned(), BytePath::to_string);
+    let advice = format!("`firn recover {}` keeps what is whole", backing);
+    Err(Failure::new(FAILED, format!("{}: {places}; {advice}", path_text(&report.arena))))
 }
 
 fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
@@ -77,17 +78,17 @@ fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
             let failed = |error| {
                 Failure::new(
                     NOT_FIRN,
-                    format!("{}: {error}; give an arena, a backing or a mount point", path.display()),
+                    format!("{}: {error}; give an arena, a backing or a mount point", path_text(path)),
                 )
             };
             let backing = path.canonicalize().map_err(failed)?;
-            RuntimeFiles::of(&backing, resolve(matches)?.options.arena_dir.as_deref()).arena
+            RuntimeFiles::of(&backing, resolve(matches)?.options.arena_dir.as_deref())?.arena
         }
     };
     if arena.exists() {
         return Ok(arena);
     }
-    let (path, arena) = (path.display(), arena.display());
+    let (path, arena) = (path_text(path), path_text(&arena));
     Err(Failure::new(
         NOT_FIRN,
         format!(
@@ -104,12 +105,12 @@ pub fn damage_line(damage: &Damage) -> String {
 
 fn text(report: &CheckReport, paint: Paint) -> String {
     let verdict = if report.damage.is_empty() { paint.good("sound") } else { paint.bad("damaged") };
-    let mut text = format!("{}: {verdict}\n", report.arena.display());
+    let mut text = format!("{}: {verdict}\n", path_text(&report.arena));
     let mut line = |label: &str, what: String| {
         let _ = writeln!(text, "  {label:<8} {what}");
     };
     if let Some(backing) = &report.backing {
-        line("backing", name(backing));
+        line("backing", backing.to_string());
     }
     let size = format!("{} in chunks of {}", bytes(report.arena_bytes), bytes(report.chunk_bytes));
     line("arena", format!("{size}, epoch {}", report.epoch));

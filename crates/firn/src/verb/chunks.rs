@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_format::path::BytePath;
 use firn_format::protocol::{ChunkPiece, DataRegion, Place};
 use serde::Serialize;
 
@@ -45,7 +46,7 @@ struct ChunksArgs {
 #[derive(Serialize)]
 struct Listed {
     /// Below the mount point.
-    path: String,
+    path: BytePath,
     /// Bytes of the file.
     bytes: u64,
     /// What memory and spill file are.

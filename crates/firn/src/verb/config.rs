@@ -65,7 +65,7 @@ fn lines(resolved: &Resolved) -> Vec<Line> {
             Origin::Flag => ("flag", None),
             Origin::MinusO => ("-o", None),
             Origin::Environment(variable) => ("environment", Some(variable.clone())),
-            Origin::File(path) => ("file", Some(path.display().to_string())),
+            Origin::File(path) => ("file", Some(crate::text::path(path))),
             Origin::Default => ("default", None),
         };
         Line {

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_format::path::BytePath;
 use firn_format::protocol::{Request, Rung};
 use serde::Serialize;
 
@@ -39,9 +40,9 @@ struct DrainArgs {
 
 #[derive(Serialize)]
 struct Begun {
-    mount_point: String,
+    mount_point: BytePath,
     /// Below the mount point; empty: all of it.
-    path: String,
+    path: BytePath,
     /// Files that had undrained bytes when it began.
     held_files: usize,
     /// Those bytes.
@@ -58,7 +59,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     connection.done(&Request::Drain { path: place.relative.clone() })?;
     if args.json {
         output::print_json(&Begun {
-            mount_point: place.mount.mount_point.to_string_lossy().into_owned(),
+            mount_point: place.mount.mount_point.into(),
             path: place.relative,
             held_files: files.len(),
             held_bytes: files.iter().map(|file| file.held_bytes).sum(),

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_format::path::BytePath;
 use firn_format::protocol::{FileStatus, Rung};
 use firn_format::record::Ending;
 use serde::Serialize;
@@ -16,8 +17,8 @@ pub const VERB: Verb = Verb {
     name: "ls",
     about: "List files with where their data is, and whether they were closed",
     long: "One line a file: its rung (held in memory, spilled, drained, durable), whether its writers closed it \
-           (closed), still have it open (open), or were killed (cut: one of them by a signal, or firnd), its size, the bytes that \
-           are not in the backing, and its path. A file that is cut is an unfinished checkpoint.",
+           (closed), still have it open (open), or were killed (cut: one of them by a signal, or firnd), its size, its bytes that \
+           are held and not in the backing, and its path. Without FUSE, too, where ls(1) shows empty stubs. A file that is cut is an unfinished checkpoint.",
     examples: &[
         ("firn ls /ckpt", "all files of the mount"),
         ("firn ls --state cut /ckpt", "the files that a restart must not use"),
@@ -43,7 +44,7 @@ struct LsArgs {
 #[derive(Serialize)]
 struct Listed {
     /// Below the mount point.
-    path: String,
+    path: BytePath,
     /// Bytes of the file.
     size: u64,
     #[serde(flatten)]
@@ -69,7 +70,7 @@ impl Shown {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LsArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;
-    let known: BTreeMap<String, FileStatus> =
+    let known: BTreeMap<BytePath, FileStatus> =
         connection.files(&place.relative)?.into_iter().map(|file| (file.path.clone(), file)).collect();
     let mut paths = Vec::new();
     walk(&place.mount.mount_point.join(&place.relative), &mut paths)?;
@@ -77,11 +78,16 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let mut listed = Vec::new();
     for (path, size) in paths {
         let relative = path.strip_prefix(&place.mount.mount_point).unwrap_or(&path);
-        let relative = relative.to_string_lossy().into_owned();
+        let in_backing = place.mount.is_tree.then(|| place.mount.backing.join(relative));
+        let relative = BytePath::from(relative);
         let status = known.get(&relative).map_or(
             Shown { rung: Rung::Drained, ending: Ending::Closed, held_bytes: 0 },
             |file| Shown { rung: file.state, ending: file.ending, held_bytes: file.held_bytes },
         );
+        // A stub is empty: what it stands for is in the backing, as far as it is not held.
+        let drained = in_backing.and_then(|path| path.symlink_metadata().ok()).map_or(0, |found| found.len());
+        let held = known.get(&relative).map_or(0, |file| file.held_end);
+        let size = size.max(drained).max(held);
         if args.state.as_ref().is_none_or(|state| status.is(state)) {
             listed.push(Listed { path: relative, size, status });
         }
@@ -100,7 +106,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 
 /// The regular files at or below `path`, with their sizes. What vanishes meanwhile is left out.
 fn walk(path: &Path, found: &mut Vec<(PathBuf, u64)>) -> Result<(), Failure> {
-    let failed = |error: std::io::Error| Failure::new(FAILED, format!("{}: {error}", path.display()));
+    let failed = |error: std::io::Error| Failure::new(FAILED, format!("{}: {error}", text::path(path)));
     let metadata = match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         metadata => metadata.map_err(failed)?,

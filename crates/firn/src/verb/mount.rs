@@ -1,5 +1,6 @@
 //! `firn mount`.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
@@ -64,13 +65,14 @@ pub fn minus_o() -> Arg {
         .short('o')
         .value_name("OPTION[=VALUE],…")
         .action(ArgAction::Append)
+        .value_parser(value_parser!(OsString))
         .help("Options as in fstab: those below without `--`, and ro, nodev, nosuid, noexec, noatime, …")
 }
 
 /// The options that flags, `-o` and the surroundings give.
 pub fn resolve(matches: &ArgMatches) -> Result<Resolved, Failure> {
     let mut minus_o = MinusO::default();
-    for list in matches.get_many::<String>("minus-o").into_iter().flatten() {
+    for list in matches.get_many::<OsString>("minus-o").into_iter().flatten() {
         minus_o.extend(parse_minus_o(list, Unknown::Refuse)?);
     }
     let sources = Sources { flags: given_flags(matches), minus_o, surroundings: Surroundings::of_process() };

@@ -1,16 +1,18 @@
 //! `mount.firn SPEC DIR [-sfnv] [-o OPTIONS]`: what mount(8) calls for a line of fstab.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 use clap::{Arg, ArgAction, Command};
 use firn_config::{MinusO, Sources, Surroundings, Unknown, parse_minus_o};
 use firn_daemon::MountRequest;
+use firn_format::quote::quoted;
 
 use super::mount::minus_o;
 use crate::cli::ended;
 use crate::failure::{DONE, Failure, INTERRUPTED, USAGE};
-use crate::output;
+use crate::{output, text};
 
 /// For usage errors and its man page.
 pub const SYNOPSIS: &str = "mount.firn BACKING DIR [-sfnv] [-o OPTION[=VALUE],…]";
@@ -53,7 +55,7 @@ pub fn page_command() -> Command {
 #[derive(Debug, Default)]
 struct Call {
     places: Vec<PathBuf>,
-    lists: Vec<String>,
+    lists: Vec<OsString>,
     sloppy: bool,
     fake: bool,
     verbose: bool,
@@ -78,9 +80,9 @@ fn parse(args: &[OsString]) -> Result<Call, Failure> {
     let mut call = Call::default();
     let mut args = args.iter();
     while let Some(arg) = args.next() {
-        match arg.to_str().and_then(|text| text.strip_prefix('-')).filter(|flags| !flags.is_empty()) {
-            Some(flags) => call.take_flags(flags, &mut args)?,
-            None => call.places.push(arg.into()),
+        match arg.as_bytes() {
+            [b'-', flags @ ..] if !flags.is_empty() => call.take_flags(flags, &mut args)?,
+            _ => call.places.push(arg.into()),
         }
     }
     Ok(call)
@@ -89,35 +91,33 @@ fn parse(args: &[OsString]) -> Result<Call, Failure> {
 impl Call {
     fn take_flags<'a>(
         &mut self,
-        flags: &str,
+        flags: &[u8],
         rest: &mut impl Iterator<Item = &'a OsString>,
     ) -> Result<(), Failure> {
-        for (at, flag) in flags.char_indices() {
+        for (at, flag) in flags.iter().enumerate() {
             match flag {
-                's' => self.sloppy = true,
-                'f' => self.fake = true,
-                'v' => self.verbose = true,
+                b's' => self.sloppy = true,
+                b'f' => self.fake = true,
+                b'v' => self.verbose = true,
                 // /etc/mtab is the kernel's own these days.
-                'n' => {}
-                'r' => self.lists.push("ro".into()),
-                'w' => self.lists.push("rw".into()),
-                'o' | 't' | 'N' => {
-                    let attached = &flags[at + 1..];
-                    let value = match attached {
-                        "" => rest
+                b'n' => {}
+                b'r' => self.lists.push("ro".into()),
+                b'w' => self.lists.push("rw".into()),
+                b'o' | b't' | b'N' => {
+                    let value = match &flags[at + 1..] {
+                        [] => rest
                             .next()
-                            .ok_or_else(|| usage(&format!("-{flag} needs a value")))?
-                            .to_string_lossy()
-                            .into_owned(),
-                        attached => attached.to_owned(),
+                            .ok_or_else(|| usage(&format!("-{} needs a value", quoted(&[*flag]))))?
+                            .clone(),
+                        attached => OsStr::from_bytes(attached).to_owned(),
                     };
                     // The type is ours, and mount(8) has entered the namespace already.
-                    if flag == 'o' {
+                    if *flag == b'o' {
                         self.lists.push(value);
                     }
                     return Ok(());
                 }
-                _ => return Err(usage(&format!("unknown flag -{flag}"))),
+                _ => return Err(usage(&format!("unknown flag -{}", quoted(&flags[at..])))),
             }
         }
         Ok(())
@@ -155,7 +155,7 @@ fn mount(call: Call) -> Result<u8, Failure> {
     };
     firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
     if call.verbose {
-        output::say(&format!("{} mounted on {}", backing.display(), mount_point.display()));
+        output::say(&format!("{} mounted on {}", text::path(backing), text::path(mount_point)));
     }
     Ok(DONE)
 }

@@ -8,13 +8,14 @@ use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::RuntimeFiles;
 use firn_config::Options;
 use firn_daemon::{FromBackup, LostPolicy, RecoverReport, RecoverRequest};
+use firn_format::quote::printable;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::mount::{minus_o, resolve};
 use crate::failure::{DONE, FAILED, Failure, INTERRUPTED, PARTLY, USAGE};
 use crate::output;
 use crate::progress::Meter;
-use crate::text::{bytes, count, name};
+use crate::text::{self, bytes, count};
 use crate::verb::Verb;
 
 pub const VERB: Verb = Verb {
@@ -152,7 +153,8 @@ fn of_backup(request: FromBackup, json: bool) -> Result<u8, Failure> {
         output::print_json(&report)?;
         return Ok(DONE);
     }
-    let (id, scope, objects) = (report.id, &report.scope, count(report.objects, "object"));
+    let (id, objects) = (report.id, count(report.objects, "object"));
+    let scope = if report.scope.is_empty() { "the whole mount".to_owned() } else { report.scope.to_string() };
     output::say(&match (report.before, report.committed) {
         (true, _) => format!("{scope}: commit {id} was carried out before; nothing is left to do"),
         (false, true) => format!("{scope}: carried out commit {id}, {objects}"),
@@ -190,21 +192,22 @@ fn of_node(backing: &Path, node: &str, json: bool) -> Result<u8, Failure> {
     }
 }
 
-/// A dead mount leads to its backing; anything else is taken as it is.
+/// A dead mount of ours leads to its backing; anything else is taken as it is. Others may write any path into the
+/// mount table.
 fn backing_of(path: &Path) -> PathBuf {
     match firn_client::find(path) {
-        Ok(place) if place.relative.is_empty() => place.mount.backing,
+        Ok(place) if place.relative.is_empty() && !place.mount.is_of_another_user() => place.mount.backing,
         _ => path.to_owned(),
     }
 }
 
 /// Copies must not land among the files of the backing, whose names they have.
 fn outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
-    let cannot = |error| Failure::new(FAILED, format!("cannot use {}: {error}", dir.display()));
+    let cannot = |error| Failure::new(FAILED, format!("cannot use {}: {error}", text::path(dir)));
     std::fs::create_dir_all(dir).map_err(cannot)?;
     let dir = dir.canonicalize().map_err(cannot)?;
     if backing.canonicalize().is_ok_and(|backing| dir.starts_with(backing)) {
-        let text = format!("{} is inside the backing directory: give one outside of it", dir.display());
+        let text = format!("{} is inside the backing directory: give one outside of it", text::path(&dir));
         return Err(Failure::new(USAGE, text));
     }
     Ok(dir)
@@ -213,8 +216,8 @@ fn outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
 /// Damage is never interpreted, so it would be passed over in silence.
 fn tell_damage(backing: &Path, options: &Options) {
     let Ok(canonical) = backing.canonicalize() else { return };
-    let arena = RuntimeFiles::of(&canonical, options.arena_dir.as_deref()).arena;
-    let Ok(report) = firn_daemon::check(&arena) else { return };
+    let Ok(files) = RuntimeFiles::of(&canonical, options.arena_dir.as_deref()) else { return };
+    let Ok(report) = firn_daemon::check(&files.arena) else { return };
     for damage in report.damage.iter().filter(|_| !report.in_use) {
         output::say(&format!("damaged, and skipped: {}", super::check::damage_line(damage)));
     }
@@ -222,42 +225,42 @@ fn tell_damage(backing: &Path, options: &Options) {
 
 fn summary(backing: &Path, report: &RecoverReport) -> String {
     if report.arena.is_none() {
-        return format!("nothing to recover for {}\n", backing.display());
+        return format!("nothing to recover for {}\n", text::path(backing));
     }
     let (recovered, files) = (bytes(report.recovered_bytes), count(report.recovered_files, "file"));
     let mut text = format!("recovered {recovered} in {files}; {} left\n", bytes(report.left_bytes));
     for lost in &report.lost {
         let fate = match &lost.saved_to {
-            Some(to) => format!("saved to {}", to.display()),
+            Some(to) => format!("saved to {}", text::path(to)),
             None if lost.discarded => "given up".into(),
             None => "kept in the arena".into(),
         };
-        text += &format!("{}: {}, {fate} ({})\n", name(&lost.path), bytes(lost.bytes), lost.reason);
+        text += &format!("{}: {}, {fate} ({})\n", lost.path, bytes(lost.bytes), lost.reason);
     }
     text
 }
 
 fn outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, Failure> {
     for error in &report.errors {
-        let path = if error.path.is_empty() { "(file unknown)" } else { error.path.as_str() };
-        output::say(&format!("{}: {}", name(path), name(&error.message)));
+        let path = if error.path.is_empty() { "(file unknown)".to_owned() } else { error.path.to_string() };
+        output::say(&format!("{path}: {}", printable(&error.message)));
     }
     let (left, lost) = (report.left_bytes, report.lost_file_bytes);
     let (Some(arena), true) = (&report.arena, left > 0 || lost > 0) else { return Ok(DONE) };
-    let arena = arena.display();
+    let arena = text::path(arena);
     let code = match report.recovered_bytes {
         _ if stopped => INTERRUPTED,
         0 => FAILED,
         _ => PARTLY,
     };
     let text = if left > 0 {
-        let backing = backing.display();
+        let backing = text::path(backing);
         format!(
             "{} are left in {arena}: mend the backing and run `firn recover {backing}` again",
             bytes(left)
         )
     } else {
-        let backing = backing.display();
+        let backing = text::path(backing);
         format!(
             "{} have no file to go to and are kept in {arena}: put the files back under their names, or take the \
              data elsewhere with `firn recover --save-lost DIR {backing}`, or give it up with \

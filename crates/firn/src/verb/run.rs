@@ -5,12 +5,13 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command as Process, ExitStatus};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
-use firn_client::Connection;
+use firn_client::{Connection, Progress};
 use firn_config::{Close, Door, Drain, Fsync, Options, Origin, Resolved};
 use firn_daemon::MountRequest;
-use firn_format::protocol::Request;
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
@@ -18,6 +19,7 @@ use signal_hook::iterator::Signals;
 use super::mount::{minus_o, resolve};
 use crate::failure::{FAILED, Failure, USAGE};
 use crate::progress::Meter;
+use crate::prune::{Directory, Verdict};
 use crate::verb::Verb;
 use crate::{output, text};
 
@@ -33,6 +35,10 @@ pub const VERB: Verb = Verb {
            passed on, and the exit status is the command's.",
     examples: &[
         ("firn run --memory 8G -- mpirun -n 8 ./app", "the application writes below $FIRN_PREFIX"),
+        (
+            "firn run --memory 8G --keep 2 -- mpirun -n 8 ./app",
+            "old checkpoints below $FIRN_PREFIX go while it runs, as with `firn prune --keep 2`",
+        ),
         (
             "firn run --memory 8G --backing /scratch/run42 --prefix /tmp/ckpt -- ./app /tmp/ckpt",
             "the mount point and the place for what is drained are given",
@@ -61,7 +67,7 @@ fn args(command: Command) -> Command {
         .arg(directory(
             "prefix",
             "DIR",
-            "Where the job sees its files; made if missing [default: one in /tmp]",
+            "Where the job sees its files; made if missing [default: `run` in the runtime directory]",
         ))
         .arg(directory("backing", "DIR", "Where drained files end up; made if missing [default: none]"))
         .arg(
@@ -69,6 +75,13 @@ fn args(command: Command) -> Command {
                 .long("no-preload")
                 .action(ArgAction::SetTrue)
                 .help("Do not load the preload library: all calls go through the mount"),
+        )
+        .arg(
+            Arg::new("keep")
+                .long("keep")
+                .value_name("N")
+                .help("Remove old checkpoints while the command runs: `firn prune --keep N` of the prefix")
+                .value_parser(value_parser!(u32).range(1..)),
         )
         .arg(minus_o())
         .args(firn_config::args())
@@ -103,11 +116,55 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         foreground: false,
     };
     firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
-    let status = carry_out(&command, &place, preload.as_deref());
+    let keep = matches.get_one::<u32>("keep").map(|keep| *keep as usize);
+    let status = std::thread::scope(|scope| {
+        let (ended, on_end) = channel::<()>();
+        if let Some(keep) = keep {
+            let prefix = &place.prefix;
+            scope.spawn(move || prune_until(on_end, prefix, keep));
+        }
+        let status = carry_out(&command, &place, preload.as_deref());
+        drop(ended);
+        status
+    });
     let ended = place.take_down(status.as_ref().is_ok_and(ExitStatus::success));
     let status = status?;
     ended?;
     Ok(exit_code(status))
+}
+
+/// How often a directory is looked at for old checkpoints: seldom beside the time that a checkpoint takes, often enough
+/// that one more of them finds room.
+const PRUNE_EVERY: Duration = Duration::from_secs(1);
+
+/// Removes old checkpoints again and again until nobody can send to `on_end` any more. Failures are told once: the job
+/// goes on without.
+fn prune_until(on_end: Receiver<()>, prefix: &Path, keep: usize) {
+    let mut is_told = false;
+    while on_end.recv_timeout(PRUNE_EVERY) == Err(RecvTimeoutError::Timeout) {
+        if let Err(Failure::Told { text, .. }) = prune(prefix, keep)
+            && !is_told
+        {
+            output::say(&format!("old checkpoints stay: {text}"));
+            is_told = true;
+        }
+    }
+}
+
+fn prune(prefix: &Path, keep: usize) -> Result<(), Failure> {
+    let directory = Directory::new(firn_client::find(prefix)?);
+    // Fewer directories than that: nothing can be too old, and nobody needs to be asked.
+    let entries = std::fs::read_dir(prefix).map_or(0, Iterator::count);
+    if entries <= keep + 1 {
+        return Ok(());
+    }
+    directory.finish_removals()?;
+    for checkpoint in directory.judge(keep)? {
+        if checkpoint.verdict == Verdict::Remove {
+            directory.remove(&checkpoint.name)?;
+        }
+    }
+    Ok(())
 }
 
 /// Memory first: what the user did not choose is chosen for a job whose files live in memory.
@@ -167,14 +224,13 @@ struct Place {
 
 impl Place {
     fn new(prefix: Option<PathBuf>, backing: Option<PathBuf>, is_tree: bool) -> Result<Self, Failure> {
-        let uid = rustix::process::getuid().as_raw();
-        // Only root can have a tmpfs anywhere.
-        let above = match is_tree && !rustix::process::geteuid().is_root() {
-            true => PathBuf::from("/dev/shm"),
-            false => std::env::temp_dir(),
+        let prefix = match prefix {
+            Some(prefix) => {
+                make_private(&prefix)?;
+                prefix
+            }
+            None => default_prefix()?,
         };
-        let prefix = prefix.unwrap_or_else(|| above.join(format!("firn-run-{uid}")));
-        make_private(&prefix)?;
         let memory_only = backing.is_none();
         let backing = match backing {
             Some(backing) => backing,
@@ -198,8 +254,8 @@ impl Place {
         let (held, arena) = (status.held_bytes, PathBuf::from(status.arena));
         let mut meter = Meter::new();
         // What the job left behind and still uses files does not keep the mount.
-        let request = Request::Unmount { force: true, keep_held };
-        let ended = connection.wait(&request, &mut |p| meter.show(p.bytes_left, p.files_left, &p.phase));
+        let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
+        let ended = connection.unmount(true, keep_held, show)?.1;
         drop(meter);
         ended?;
         match (success, self.memory_only) {
@@ -210,11 +266,11 @@ impl Place {
                 }
                 let _ = std::fs::remove_file(&arena);
                 std::fs::remove_dir_all(&self.backing).map_err(|error| {
-                    Failure::new(FAILED, format!("cannot remove {}: {error}", self.backing.display()))
+                    Failure::new(FAILED, format!("cannot remove {}: {error}", text::path(&self.backing)))
                 })?;
             }
             (false, _) if held > 0 => {
-                let (held, arena) = (text::bytes(held), arena.display());
+                let (held, arena) = (text::bytes(held), text::path(&arena));
                 output::say(&format!("the command failed; {held} stay in memory, in {arena}"));
                 output::say("the same `firn run` again has them; or reach them with:");
                 let (backing, prefix) = (text::path(&self.backing), text::path(&self.prefix));
@@ -236,22 +292,29 @@ impl Place {
     fn discard_tree(&self) -> Result<(), Failure> {
         let prefix = absolute(&self.prefix)?;
         firn_daemon::discard_tree(&self.backing, &prefix).map_err(|error| {
-            Failure::new(FAILED, format!("cannot remove the stub tree at {}: {error}", prefix.display()))
+            Failure::new(FAILED, format!("cannot remove the stub tree at {}: {error}", text::path(&prefix)))
         })
     }
 }
 
+/// In the runtime directory, where nobody else can put a symbolic link in its place.
+fn default_prefix() -> Result<PathBuf, Failure> {
+    let prefix = firn_client::paths::create_runtime_dir()?.join("run");
+    match firn_trust::create_private_dir(rustix::fs::CWD, &prefix) {
+        Ok(_) => Ok(prefix),
+        Err(error) => Err(Failure::new(FAILED, format!("the default of --prefix, {error}"))),
+    }
+}
+
 fn make_private(dir: &Path) -> Result<(), Failure> {
-    std::fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(dir)
-        .map_err(|error| Failure::new(USAGE, format!("cannot make the directory {}: {error}", dir.display())))
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(|error| {
+        Failure::new(USAGE, format!("cannot make the directory {}: {error}", text::path(dir)))
+    })
 }
 
 fn absolute(path: &Path) -> Result<PathBuf, Failure> {
     path.canonicalize()
-        .map_err(|error| Failure::new(USAGE, format!("cannot find {}: {error}", path.display())))
+        .map_err(|error| Failure::new(USAGE, format!("cannot find {}: {error}", text::path(path))))
 }
 
 /// The preload library that belongs to this program.
@@ -282,7 +345,10 @@ fn carry_out(command: &[OsString], place: &Place, preload: Option<&Path>) -> Res
         .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
     let child = process.spawn().map_err(|error| {
         let code = if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 };
-        Failure::new(code, format!("cannot run {}: {error}", program.to_string_lossy()))
+        Failure::new(
+            code,
+            format!("cannot run {}: {error}", firn_format::quote::quoted(program.as_encoded_bytes())),
+        )
     })?;
     wait(child, signals)
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use firn_client::{ClientError, Connection, Mount};
+use firn_format::path::BytePath;
 use firn_format::protocol::{FileStatus, Request, Status};
 use serde::Serialize;
 
@@ -75,8 +76,8 @@ enum Seen {
         files: Option<Vec<FileStatus>>,
     },
     Silent {
-        mount_point: String,
-        backing: String,
+        mount_point: BytePath,
+        backing: BytePath,
         error: String,
     },
 }
@@ -138,8 +139,8 @@ fn human(args: &StatusArgs, text: &str) -> Result<(), Failure> {
 fn look_at(path: &Path) -> Result<Seen, Failure> {
     let (place, mut connection) = connect(path)?;
     let status = Box::new(connection.status()?);
-    let files = match place.relative.as_str() {
-        "" => None,
+    let files = match &place.relative {
+        top if top.is_empty() => None,
         relative => Some(connection.files(relative)?),
     };
     Ok(Seen::Alive { status, files })
@@ -150,8 +151,8 @@ fn look(mount: &Mount) -> Seen {
     match asked {
         Ok(status) => Seen::Alive { status: Box::new(status), files: None },
         Err(error) => Seen::Silent {
-            mount_point: mount.mount_point.to_string_lossy().into_owned(),
-            backing: mount.backing.to_string_lossy().into_owned(),
+            mount_point: mount.mount_point.as_path().into(),
+            backing: mount.backing.as_path().into(),
             error: error.to_string(),
         },
     }

@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_format::path::BytePath;
 use firn_format::protocol::Request;
+use firn_format::quote::quoted_path;
 use serde::Serialize;
 
 use crate::failure::{DONE, Failure};
@@ -119,9 +121,9 @@ struct CommitArgs {
 
 #[derive(Serialize)]
 struct Outcome<'a> {
-    mount_point: &'a str,
+    mount_point: BytePath,
     /// Below the mount point; empty: all of it.
-    scope: &'a str,
+    scope: &'a BytePath,
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
     /// Nodes that have not carried the commit out yet.
@@ -133,17 +135,17 @@ struct Outcome<'a> {
 fn ask(
     path: &Path,
     json: bool,
-    request: impl FnOnce(String) -> Request,
+    request: impl FnOnce(BytePath) -> Request,
     words: impl FnOnce(&str, Option<u64>) -> String,
 ) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
     let (id, behind) = connection.transaction(&request(place.relative.clone()))?.unzip();
     let behind = behind.unwrap_or_default();
-    let mount_point = place.mount.mount_point.to_string_lossy();
+    let mount_point = place.mount.mount_point.into();
     if json {
-        output::print_json(&Outcome { mount_point: &mount_point, scope: &place.relative, id, behind })?;
+        output::print_json(&Outcome { mount_point, scope: &place.relative, id, behind })?;
     } else {
-        output::say(&words(&path.to_string_lossy(), id));
+        output::say(&words(&quoted_path(path), id));
         if !behind.is_empty() {
             let which = behind.join(", ");
             output::say(&format!(

@@ -1,24 +1,28 @@
 //! `firn umount`.
 
 use std::path::{Path, PathBuf};
-use std::process::Command as Process;
+use std::process::Command;
+use std::time::Duration;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
-use firn_client::{ClientError, Connection, Mount, Place};
-use firn_format::protocol::Request;
+use firn_client::{ClientError, Connection, Mount, Place, Process, Progress};
 use rustix::mount::UnmountFlags;
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::output;
 use crate::progress::Meter;
 use crate::text;
-use crate::verb::Verb;
+use crate::verb::{Verb, find};
+
+/// How long a forced unmount waits for the end of firnd.
+const FORCED_END: Duration = Duration::from_secs(10);
 
 pub const VERB: Verb = Verb {
     name: "umount",
     about: "Drain a mount and unmount it",
-    long: "Fails, and leaves the mount as it is, while files are open below it or the backing does not take the \
-           data. A mount whose firnd was killed is taken away; its data stays in the arena.",
+    long: "Returns when firnd has ended and let go of the backing. Fails, and leaves the mount as it is, while files \
+           are open below it or the backing does not take the data. A mount whose firnd was killed, as the \
+           kernel says, is taken away; its data stays in the arena.",
     examples: &[
         ("firn umount /ckpt", "when all of it is in the backing"),
         ("firn umount --force /ckpt", "now: what cannot be drained stays in the arena for `firn recover`"),
@@ -34,31 +38,36 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// What to unmount and how.
 #[derive(Debug, Args)]
-struct UmountArgs {
+pub struct UmountArgs {
     /// The mount point (or the backing).
     #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
-    path: PathBuf,
+    pub path: PathBuf,
     /// Unmount even if files are open or data cannot be drained; it stays in the arena.
     #[arg(short, long)]
-    force: bool,
+    pub force: bool,
     /// Do not drain: what is held stays in the arena, and the next mount of the same backing has it.
     #[arg(long)]
-    keep_held: bool,
+    pub keep_held: bool,
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let args = UmountArgs::from_arg_matches(matches)?;
-    let Place { mount, relative } = firn_client::find(&args.path)?;
+    umount(&UmountArgs::from_arg_matches(matches)?)
+}
+
+/// Unmounts as `args` say; the exit status.
+pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
+    let Place { mount, relative } = find(&args.path)?;
     if !relative.is_empty() {
-        let (path, top) = (text::path(&args.path), mount.mount_point.display());
+        let (path, top) = (text::path(&args.path), text::path(&mount.mount_point));
         return Err(Failure::new(
             USAGE,
             format!("{path} is inside the mount at {top}: say `firn umount {top}`"),
         ));
     }
     match Connection::open(&mount) {
-        Ok(mut connection) => end(&mount, &mut connection, &args),
+        Ok(mut connection) => end(&mount, &mut connection, args),
         Err(ClientError::Dead { .. }) => detach(&mount),
         Err(error) => Err(error.into()),
     }
@@ -67,9 +76,12 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<u8, Failure> {
     let arena = PathBuf::from(connection.status()?.arena);
     let mut meter = Meter::new();
-    let request = Request::Unmount { force: args.force, keep_held: args.keep_held };
-    let result = connection.wait(&request, &mut |p| meter.show(p.bytes_left, p.files_left, &p.phase));
+    let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
+    let (process, result) = connection.unmount(args.force, args.keep_held, show)?;
     drop(meter);
+    if result.is_ok() || !stands(mount) {
+        wait_for_end(&process, args.force);
+    }
     match result {
         Ok(()) => Ok(DONE),
         // firnd has the last word; whether the mount still stands tells a refusal from an end with data left.
@@ -80,6 +92,16 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
     }
 }
 
+/// Until firnd has let go of the backing, which somebody may want to unmount next.
+fn wait_for_end(process: &Process, force: bool) {
+    // What is forced must not hang with the server that is the reason for it.
+    let limit = force.then_some(FORCED_END);
+    if !process.wait(limit) {
+        let id = process.id;
+        output::say(&format!("firnd (process {id}) has not ended yet: it may still use the backing"));
+    }
+}
+
 fn stands(mount: &Mount) -> bool {
     firn_client::mounts().map_or(true, |mounts| mounts.contains(mount))
 }
@@ -87,7 +109,7 @@ fn stands(mount: &Mount) -> bool {
 /// Takes a dead mount out of the tree.
 fn detach(mount: &Mount) -> Result<u8, Failure> {
     if mount.is_tree {
-        let (prefix, backing) = (mount.mount_point.display(), mount.backing.display());
+        let (prefix, backing) = (text::path(&mount.mount_point), text::path(&mount.backing));
         let why = format!(
             "the firnd of the stub tree at {prefix} was killed, and the tree holds names that are not in the backing: mount it again (`firn mount --door=preload {backing} {prefix}`), or carry them over with `firn recover {backing}`"
         );
@@ -98,8 +120,20 @@ fn detach(mount: &Mount) -> Result<u8, Failure> {
         fusermount(point)?;
     }
     let arena = mount.files().arena;
-    output::say(&format!("the mount at {} was dead (firnd was killed) and is taken away", point.display()));
+    output::say(&format!("the mount at {} was dead (firnd was killed) and is taken away", text::path(point)));
+    if !arena.exists() {
+        return Err(Failure::new(PARTLY, without_arena(mount)));
+    }
     left_in(&arena, mount)
+}
+
+/// A firnd that was killed leaves its arena, so it must be somewhere.
+fn without_arena(mount: &Mount) -> String {
+    let (dir, backing) = (text::path(&mount.runtime_dir), text::path(&mount.backing));
+    format!(
+        "its arena is not in {dir}: what it held is in the FIRN_RUNTIME_DIR or arena-dir with which it was mounted; \
+         run `firn recover {backing}` with the same"
+    )
 }
 
 /// How it ended, by what is left.
@@ -109,15 +143,15 @@ fn left_in(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
     }
     let held =
         firn_daemon::check(arena).map_or_else(|_| "data".to_owned(), |report| text::bytes(report.held_bytes));
-    let backing = mount.backing.display();
+    let backing = text::path(&mount.backing);
     let hint = format!("run `firn recover {backing}`, or mount it again, to drain it");
-    Err(Failure::new(PARTLY, format!("{held} is left in {}: {hint}", arena.display())))
+    Err(Failure::new(PARTLY, format!("{held} is left in {}: {hint}", text::path(arena))))
 }
 
 /// Users other than root unmount through fuse3's helper.
 fn fusermount(point: &Path) -> Result<(), Failure> {
-    let failed = |why: String| Failure::new(FAILED, format!("cannot take {} away: {why}", point.display()));
-    let output = Process::new("fusermount3").arg("-uz").arg(point).output();
+    let failed = |why: String| Failure::new(FAILED, format!("cannot take {} away: {why}", text::path(point)));
+    let output = Command::new("fusermount3").arg("-uz").arg(point).output();
     let output =
         output.map_err(|error| failed(format!("fusermount3: {error} (install the package fuse3)")))?;
     if output.status.success() {

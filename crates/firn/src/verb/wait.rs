@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum, ValueHint};
 use firn_client::ClientError;
+use firn_format::path::BytePath;
 use firn_format::protocol::{Request, Rung};
 use rustix::io::Errno;
 use serde::Serialize;
@@ -70,9 +71,9 @@ impl Until {
 /// What became of a wait.
 #[derive(Debug, Serialize)]
 struct Outcome<'a> {
-    mount_point: &'a str,
+    mount_point: BytePath,
     /// Below the mount point; empty: all of it.
-    path: &'a str,
+    path: &'a BytePath,
     until: Rung,
     reached: bool,
     elapsed_s: f64,
@@ -101,7 +102,7 @@ pub fn wait(path: &std::path::Path, until: Rung, timeout_ms: Option<u64>, json: 
     drop(meter);
     if json {
         output::print_json(&Outcome {
-            mount_point: &place.mount.mount_point.to_string_lossy(),
+            mount_point: place.mount.mount_point.into(),
             path: &place.relative,
             until,
             reached: result.is_ok(),

@@ -3,11 +3,12 @@
 use std::fmt::Write;
 
 use firn_format::protocol::{ErrorStatus, FileStatus, SpillStatus, Status, TransactionStatus};
+use firn_format::quote::printable;
 
 use super::Seen;
 use super::list::fill;
 use crate::output::Paint;
-use crate::text::{bytes, count, name, rate, seconds};
+use crate::text::{bytes, count, rate, seconds};
 
 /// Characters of the bar that shows the arena.
 const BAR_WIDTH: usize = 30;
@@ -24,12 +25,14 @@ pub fn text(seen: &Seen, paint: Paint) -> String {
             }
             text
         }
-        Seen::Silent { mount_point, error, .. } => format!("{}\n  {error}\n", paint.bad(&name(mount_point))),
+        Seen::Silent { mount_point, error, .. } => {
+            format!("{}\n  {error}\n", paint.bad(&mount_point.to_string()))
+        }
     }
 }
 
 fn mount(s: &Status, paint: Paint) -> String {
-    let mut text = format!("{}  on  {}\n", paint.head(&name(&s.mount_point)), name(&s.backing));
+    let mut text = format!("{}  on  {}\n", paint.head(&s.mount_point.to_string()), s.backing);
     let mut line = |label: &str, what: String| {
         let _ = writeln!(text, "  {label:<9} {what}");
     };
@@ -78,12 +81,28 @@ fn mount(s: &Status, paint: Paint) -> String {
         line("recovered", format!("{} that an earlier firnd held", bytes(s.recovered_bytes)));
     }
     if s.lost_file_bytes > 0 {
-        let what = format!(
-            "{} whose file is gone from the backing; kept in {}",
-            bytes(s.lost_file_bytes),
-            name(&s.arena)
-        );
+        let what =
+            format!("{} whose file is gone from the backing; kept in {}", bytes(s.lost_file_bytes), s.arena);
         line("homeless", paint.bad(&what));
+    }
+    if s.log_lines_lost > 0 {
+        let lines = count(s.log_lines_lost, "line");
+        let what = format!("{lines} could not be written: is the file system of the runtime directory full?");
+        line("log", paint.odd(&what));
+    }
+    if let Some(limit) = s.file_size_limit_bytes {
+        let what = format!("files of more than {} cannot be drained (ulimit -f at the mount)", bytes(limit));
+        line("limit", paint.odd(&what));
+    }
+    for (label, counts) in
+        [("failed", &s.failed_requests), ("decided", &s.drain_decisions), ("steps", &s.transaction_steps)]
+    {
+        if !counts.is_empty() {
+            line(
+                label,
+                counts.iter().map(|(what, count)| format!("{what} {count}")).collect::<Vec<_>>().join(", "),
+            );
+        }
     }
     let up = seconds(s.uptime_s);
     let open = count(s.open_files, "open file");
@@ -93,7 +112,7 @@ fn mount(s: &Status, paint: Paint) -> String {
         if let Some(ms) = lane.retry_in_ms {
             line(
                 "retry",
-                paint.odd(&format!("{} is tried again in {}", name(&lane.path), seconds(ms as f64 / 1e3))),
+                paint.odd(&format!("{} is tried again in {}", lane.path, seconds(ms as f64 / 1e3))),
             );
         }
     }
@@ -139,7 +158,7 @@ fn transaction(one: &TransactionStatus, paint: Paint) -> String {
 }
 
 fn stage(one: &TransactionStatus, paint: Paint) -> String {
-    let scope = if one.scope.is_empty() { "the whole mount".to_owned() } else { name(&one.scope) };
+    let scope = if one.scope.is_empty() { "the whole mount".to_owned() } else { one.scope.to_string() };
     let number = one.id.map_or_else(String::new, |id| format!(" as {id}"));
     let objects = count(one.objects, "object");
     match one.stage.as_str() {
@@ -162,7 +181,7 @@ fn spilled(spill: &SpillStatus, paint: Paint) -> String {
     let (used, all, moved) = (bytes(spill.used_bytes), bytes(spill.bytes), bytes(spill.moved_bytes));
     let state = if spill.failing { paint.bad(", failing") } else { String::new() };
     let rate = rate(spill.moved_bytes_per_s);
-    format!("{rate:<14} {used} of {all} in {}, {moved} moved{state}", name(&spill.path))
+    format!("{rate:<14} {used} of {all} in {}, {moved} moved{state}", spill.path)
 }
 
 fn drained(s: &Status) -> String {
@@ -177,9 +196,9 @@ fn drained(s: &Status) -> String {
 
 fn error_line(error: &ErrorStatus) -> String {
     let pending = if error.pending { "; its data is kept and tried again" } else { "" };
-    let path = if error.path.is_empty() { "(file unknown)".to_owned() } else { name(&error.path) };
+    let path = if error.path.is_empty() { "(file unknown)".to_owned() } else { error.path.to_string() };
     let times = count(error.count, "time");
-    format!("{path}: {} ({times}, {} ago){pending}", name(&error.message), seconds(error.age_s))
+    format!("{path}: {} ({times}, {} ago){pending}", printable(&error.message), seconds(error.age_s))
 }
 
 fn pending(files: &[FileStatus]) -> String {
@@ -195,7 +214,7 @@ fn pending(files: &[FileStatus]) -> String {
             "  {:>10}  {}{open}  {}",
             bytes(file.held_bytes),
             state.trim_matches('"'),
-            name(&file.path)
+            file.path
         );
     }
     text

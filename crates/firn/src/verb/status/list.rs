@@ -4,7 +4,7 @@ use firn_format::protocol::Status;
 
 use super::Seen;
 use crate::output::Paint;
-use crate::text::{bytes, name, rate, seconds};
+use crate::text::{bytes, rate, seconds};
 
 const HEAD: [&str; 8] = ["MOUNT", "BACKING", "HELD", "OLDEST", "ARENA", "INGEST", "DRAIN", "ERRORS"];
 
@@ -43,7 +43,16 @@ fn row(seen: &Seen) -> [String; 8] {
         Seen::Alive { status, .. } => alive(status),
         Seen::Silent { mount_point, backing, .. } => {
             let dash = || "-".to_owned();
-            [name(mount_point), name(backing), dash(), dash(), dash(), dash(), dash(), "no answer".to_owned()]
+            [
+                mount_point.to_string(),
+                backing.to_string(),
+                dash(),
+                dash(),
+                dash(),
+                dash(),
+                dash(),
+                "no answer".to_owned(),
+            ]
         }
     }
 }
@@ -51,8 +60,8 @@ fn row(seen: &Seen) -> [String; 8] {
 fn alive(status: &Status) -> [String; 8] {
     let oldest = status.oldest_held_ms.map_or_else(|| "-".to_owned(), |ms| seconds(ms as f64 / 1e3));
     [
-        name(&status.mount_point),
-        name(&status.backing),
+        status.mount_point.to_string(),
+        status.backing.to_string(),
         bytes(status.held_bytes),
         oldest,
         format!("{:.0}% of {}", fill(status) * 100.0, bytes(status.arena_bytes)),

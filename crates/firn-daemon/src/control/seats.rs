@@ -1,0 +1,242 @@
+//! Who is connected to the control socket, and who goes when one more comes.
+//!
+//! Promises
+//! * At most [`ORDINARY`] connections are served, and [`RESERVE`] more that ask for nothing but what [`is_short`]
+//!   names.
+//! * A connection goes only while it is idle: no request of it is being answered, it holds nothing, and whatever it
+//!   has sent since its last answer is not carried out.
+//!
+//! Nothing here touches a socket: who has to go is handed to the caller, who says so without the lock.
+
+use std::collections::BTreeMap;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use firn_format::protocol::{Holder, Request};
+use parking_lot::Mutex;
+
+/// Connections for everything.
+pub(super) const ORDINARY: usize = 64;
+/// Further ones for [`is_short`] requests, so that whoever fills the others keeps nobody from seeing it, and from
+/// unmounting.
+pub(super) const RESERVE: usize = 8;
+/// Processes that a refusal names: those with the most connections.
+const HOLDERS_MAX: usize = 8;
+
+/// What the reserve is for.
+fn is_short(request: &Request) -> bool {
+    matches!(request, Request::Hello | Request::Status | Request::Metrics | Request::Unmount { .. })
+}
+
+/// A connection that has lost its seat, and is to be told and closed.
+pub(super) type Leaving = Arc<UnixStream>;
+
+/// The connections of one socket.
+#[derive(Default)]
+pub(super) struct Seats(Mutex<Table>);
+
+#[derive(Default)]
+struct Table {
+    seats: BTreeMap<u64, Seat>,
+    /// Seats given so far.
+    given: u64,
+    /// Connections that became idle so far: their order.
+    idled: u64,
+}
+
+struct Seat {
+    stream: Arc<UnixStream>,
+    /// 0: in a PID namespace that firnd does not see.
+    pid: u32,
+    of_reserve: bool,
+    state: State,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Since this turn.
+    Idle(u64),
+    /// A request is being answered.
+    Busy,
+    /// It waits for nothing, but what it holds would end with it.
+    Holding,
+}
+
+/// Whether a request may be answered.
+pub(super) enum Turn {
+    /// Yes; somebody may have to go for it.
+    Granted(Option<Leaving>),
+    /// The connection has lost its seat: whatever was read from it counts as not sent.
+    Lost,
+    /// There is no ordinary seat for it.
+    Refused(Vec<Holder>),
+}
+
+impl Seats {
+    /// A seat for a connection, and who has to go for it; else who holds them all.
+    pub(super) fn take(
+        &self,
+        stream: &Arc<UnixStream>,
+        pid: u32,
+    ) -> Result<(u64, Option<Leaving>), Vec<Holder>> {
+        let mut table = self.0.lock();
+        let (of_reserve, leaving) = match table.room(false) {
+            Some(leaving) => (false, leaving),
+            None => (true, table.room(true).ok_or_else(|| table.holders())?),
+        };
+        table.given += 1;
+        let (id, state) = (table.given, table.idle_now());
+        table.seats.insert(id, Seat { stream: Arc::clone(stream), pid, of_reserve, state });
+        Ok((id, leaving))
+    }
+
+    /// A request of this connection was read.
+    pub(super) fn begin(&self, id: u64, request: &Request) -> Turn {
+        let mut table = self.0.lock();
+        let Some(seat) = table.seats.get_mut(&id) else { return Turn::Lost };
+        let mut leaving = None;
+        if seat.of_reserve && !is_short(request) {
+            match table.room(false) {
+                Some(found) => leaving = found,
+                None => {
+                    let (holders, state) = (table.holders(), table.idle_now());
+                    table.seats.entry(id).and_modify(|seat| seat.state = state);
+                    return Turn::Refused(holders);
+                }
+            }
+        }
+        let seat =
+            table.seats.get_mut(&id).expect("nobody but a reserved seat's own connection takes it away");
+        seat.of_reserve &= is_short(request);
+        seat.state = State::Busy;
+        Turn::Granted(leaving)
+    }
+
+    /// Its answer has left.
+    pub(super) fn end(&self, id: u64, holds: bool) {
+        let mut table = self.0.lock();
+        let state = if holds { State::Holding } else { table.idle_now() };
+        if let Some(seat) = table.seats.get_mut(&id) {
+            seat.state = state;
+        }
+    }
+
+    /// The connection ended.
+    pub(super) fn leave(&self, id: u64) {
+        self.0.lock().seats.remove(&id);
+    }
+}
+
+impl Table {
+    fn idle_now(&mut self) -> State {
+        self.idled += 1;
+        State::Idle(self.idled)
+    }
+
+    /// Room for one more: `None` if there is none, else who has to go for it, the longest idle.
+    fn room(&mut self, of_reserve: bool) -> Option<Option<Leaving>> {
+        let limit = if of_reserve { RESERVE } else { ORDINARY };
+        let of_kind = || self.seats.iter().filter(|(_, seat)| seat.of_reserve == of_reserve);
+        if of_kind().count() < limit {
+            return Some(None);
+        }
+        let since = |seat: &Seat| match seat.state {
+            State::Idle(turn) => Some(turn),
+            State::Busy | State::Holding => None,
+        };
+        let (_, id) = of_kind().filter_map(|(id, seat)| Some((since(seat)?, *id))).min()?;
+        Some(self.seats.remove(&id).map(|seat| seat.stream))
+    }
+
+    fn holders(&self) -> Vec<Holder> {
+        let mut counts = BTreeMap::<u32, u32>::new();
+        for seat in self.seats.values() {
+            *counts.entry(seat.pid).or_default() += 1;
+        }
+        let holder = |(pid, connections)| Holder { pid, connections };
+        let mut holders: Vec<_> = counts.into_iter().map(holder).collect();
+        holders.sort_by_key(|holder| std::cmp::Reverse(holder.connections));
+        holders.truncate(HOLDERS_MAX);
+        holders
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stream() -> Arc<UnixStream> {
+        Arc::new(UnixStream::pair().unwrap().0)
+    }
+
+    fn wait() -> Request {
+        Request::Files { path: "".into() }
+    }
+
+    /// Takes a seat and makes it busy, or lets it hold something.
+    fn occupied(seats: &Seats, pid: u32, holds: bool) -> u64 {
+        let (id, leaving) = seats.take(&stream(), pid).ok().unwrap();
+        assert!(leaving.is_none());
+        assert!(matches!(seats.begin(id, &wait()), Turn::Granted(None)));
+        if holds {
+            seats.end(id, true);
+        }
+        id
+    }
+
+    #[test]
+    fn the_longest_idle_goes_and_what_it_sent_counts_as_not_sent() {
+        let seats = Seats::default();
+        let streams: Vec<_> = (0..ORDINARY).map(|_| stream()).collect();
+        let ids: Vec<_> = streams.iter().map(|stream| seats.take(stream, 1).ok().unwrap().0).collect();
+        // The first one was answered last.
+        assert!(matches!(seats.begin(ids[0], &wait()), Turn::Granted(None)));
+        seats.end(ids[0], false);
+        for expected in streams[1..].iter().chain(&streams[..1]) {
+            let (_, leaving) = seats.take(&stream(), 2).ok().unwrap();
+            assert!(Arc::ptr_eq(&leaving.unwrap(), expected));
+        }
+        assert!(ids.iter().all(|id| matches!(seats.begin(*id, &Request::Hello), Turn::Lost)));
+    }
+
+    #[test]
+    fn what_is_busy_or_holds_something_stays_and_the_reserve_answers_what_is_short() {
+        let seats = Seats::default();
+        let ids: Vec<_> = (0..ORDINARY).map(|n| occupied(&seats, 1 + n as u32 % 2, n % 3 == 0)).collect();
+        let reserved = stream();
+        let (id, leaving) = seats.take(&reserved, 7).ok().unwrap();
+        assert!(leaving.is_none());
+        for short in [Request::Hello, Request::Status, Request::Unmount { force: true, keep_held: false }] {
+            assert!(matches!(seats.begin(id, &short), Turn::Granted(None)));
+            seats.end(id, false);
+        }
+        let Turn::Refused(holders) = seats.begin(id, &wait()) else { panic!("no ordinary seat is free") };
+        let holder = |pid, connections| Holder { pid, connections };
+        assert_eq!(holders, [holder(1, 32), holder(2, 32), holder(7, 1)]);
+        // The reserve is not filled by those that say nothing either.
+        for _ in 1..RESERVE {
+            assert!(seats.take(&stream(), 8).ok().unwrap().1.is_none());
+        }
+        assert!(matches!(seats.begin(id, &wait()), Turn::Refused(_)));
+        let (_, leaving) = seats.take(&stream(), 9).ok().unwrap();
+        assert!(!Arc::ptr_eq(&leaving.unwrap(), &reserved), "it was answered last");
+        // One ordinary seat becomes idle: it goes for who asks for more than the reserve gives.
+        seats.end(ids[5], false);
+        let Turn::Granted(Some(_)) = seats.begin(id, &wait()) else { panic!("the idle one goes") };
+        assert!(matches!(seats.begin(ids[5], &wait()), Turn::Lost));
+    }
+
+    #[test]
+    fn one_too_many_is_refused_and_a_seat_that_is_left_is_free() {
+        let seats = Seats::default();
+        let ids: Vec<_> = (0..ORDINARY).map(|_| occupied(&seats, 1, true)).collect();
+        for _ in 0..RESERVE {
+            let (id, _) = seats.take(&stream(), 2).ok().unwrap();
+            assert!(matches!(seats.begin(id, &Request::Status), Turn::Granted(None)));
+        }
+        let holders = seats.take(&stream(), 3).unwrap_err();
+        assert_eq!(holders.iter().map(|holder| holder.connections).sum::<u32>(), 72);
+        seats.leave(ids[0]);
+        assert!(seats.take(&stream(), 3).ok().unwrap().1.is_none());
+    }
+}

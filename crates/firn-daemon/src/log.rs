@@ -1,0 +1,175 @@
+//! The log: events as lines on standard error, which is the log file of a firnd in the background.
+//!
+//! Promises
+//! * A line that cannot be written (a full file system, a limit on file sizes, a reader that is gone) costs that
+//!   line and nothing else: it is counted, and the next line that can be written tells how many are missing.
+//! * An event is one write of one whole line.
+
+use std::borrow::Cow;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_format::quote::{is_printable, printable};
+use tracing_subscriber::fmt::MakeWriter;
+
+/// A log that grew past this is begun anew at the next mount.
+const LOG_BYTES_MAX: u64 = 8 << 20;
+
+/// The lines of this process, whose standard error there is one of.
+static LINES: Lines = Lines::new();
+
+/// Lines that could not be written since this process began.
+pub(crate) fn lines_lost() -> u64 {
+    LINES.lost.load(Ordering::Relaxed)
+}
+
+/// Sends stdout and stderr to the log and cuts stdin off.
+pub(crate) fn detach_stdio(log: &Path) -> io::Result<()> {
+    let null = File::open("/dev/null")?;
+    let long = log.metadata().is_ok_and(|m| m.len() > LOG_BYTES_MAX);
+    let flags = libc::O_NOFOLLOW | if long { libc::O_TRUNC } else { 0 };
+    let log = OpenOptions::new().create(true).append(true).mode(0o600).custom_flags(flags).open(log)?;
+    rustix::stdio::dup2_stdin(&null)?;
+    rustix::stdio::dup2_stdout(&log)?;
+    rustix::stdio::dup2_stderr(&log)?;
+    Ok(())
+}
+
+/// Sends events to stderr. The FUSE crate's own are each request, which `trace` promises.
+pub(crate) fn start(level: &str) {
+    let fuser = if level == "trace" { "debug" } else { "warn" };
+    let filter = tracing_subscriber::EnvFilter::new(format!("{level},fuser={fuser}"));
+    let terminal = rustix::termios::isatty(rustix::stdio::stderr());
+    // A second mount in one process (tests) keeps the first one's log.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(terminal)
+        // It would tell them with `eprintln!`, which panics when stderr cannot be written either.
+        .log_internal_errors(false)
+        .with_writer(StderrLines { terminal })
+        .try_init();
+}
+
+/// How many lines are missing.
+struct Lines {
+    /// In all.
+    lost: AtomicU64,
+    /// Since the last one that was written.
+    lost_in_a_row: AtomicU64,
+}
+
+impl Lines {
+    const fn new() -> Self {
+        Self { lost: AtomicU64::new(0), lost_in_a_row: AtomicU64::new(0) }
+    }
+
+    /// Writes `line` whole or counts it as lost.
+    fn write(&self, to: &mut impl Write, line: &[u8]) {
+        let missing = self.lost_in_a_row.swap(0, Ordering::Relaxed);
+        let written = if missing == 0 {
+            to.write_all(line)
+        } else {
+            // A part of the last lost line may be there.
+            let note = format!("\n({missing} lines before this one could not be written)\n");
+            to.write_all(&[note.as_bytes(), line].concat())
+        };
+        if written.is_err() {
+            self.lost.fetch_add(1, Ordering::Relaxed);
+            self.lost_in_a_row.fetch_add(missing + 1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Standard error, one event a write.
+#[derive(Clone, Copy)]
+struct StderrLines {
+    /// Colours are wanted.
+    terminal: bool,
+}
+
+impl<'a> MakeWriter<'a> for StderrLines {
+    type Writer = Self;
+
+    fn make_writer(&'a self) -> Self {
+        *self
+    }
+}
+
+/// A line in which no name breaks it or steers the terminal of whoever reads it.
+fn tame(line: &[u8]) -> Cow<'_, [u8]> {
+    let text = String::from_utf8_lossy(line.strip_suffix(b"\n").unwrap_or(line));
+    if is_printable(&text) {
+        return Cow::Borrowed(line);
+    }
+    Cow::Owned((printable(&text) + "\n").into_bytes())
+}
+
+impl Write for StderrLines {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        // The colours are controls themselves, and tracing-subscriber escapes those of the fields then.
+        let tamed = if self.terminal { Cow::Borrowed(line) } else { tame(line) };
+        LINES.write(&mut io::stderr().lock(), &tamed);
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Takes `room` bytes, then fails as a full file system does.
+    struct Full {
+        taken: Vec<u8>,
+        room: usize,
+    }
+
+    impl Write for Full {
+        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+            if self.room == 0 {
+                return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+            }
+            let len = data.len().min(self.room);
+            self.room -= len;
+            self.taken.extend_from_slice(&data[..len]);
+            Ok(len)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_line_of_the_log_is_one_line_of_printable_characters() {
+        assert_eq!(*tame(b"INFO path=a\n"), *b"INFO path=a\n");
+        let tamed = tame(b"INFO path=a\nINFO forged\x1b[2J\n");
+        assert_eq!(
+            *tamed,
+            *br"INFO path=a\nINFO forged\x1b[2J".iter().chain(b"\n").copied().collect::<Vec<u8>>()
+        );
+    }
+
+    #[test]
+    fn regression_a_line_that_cannot_be_written_is_counted_and_the_next_one_tells() {
+        let lines = Lines::new();
+        let mut file = Full { taken: Vec::new(), room: 10 };
+        lines.write(&mut file, b"first\n");
+        assert_eq!(lines.lost.load(Ordering::Relaxed), 0);
+        lines.write(&mut file, b"second\n");
+        lines.write(&mut file, b"third\n");
+        assert_eq!(lines.lost.load(Ordering::Relaxed), 2);
+        file.room = 1000;
+        lines.write(&mut file, b"fourth\n");
+        lines.write(&mut file, b"fifth\n");
+        let text = String::from_utf8(file.taken).unwrap();
+        assert_eq!(text, "first\nseco\n(2 lines before this one could not be written)\nfourth\nfifth\n");
+        assert_eq!(lines.lost.load(Ordering::Relaxed), 2);
+    }
+}

@@ -1,0 +1,153 @@
+//! Paths that must not change for a while, and paths that are about to.
+//!
+//! A claim is no lock: it may last as long as a call of the backing, and concerns the paths that it names
+//! and nobody else. A rename that hangs holds up who needs a path at or below its two names, and an unlink
+//! that hangs holds up who renames a directory above it.
+//!
+//! Invariants
+//! * A claim to change a path stands beside no other claim at or below that path, and beside none to change
+//!   a path above it.
+//! * Whoever claims that a path stays, told it while it held: no rename came between.
+//!
+//! New claims to stay do not queue behind a change that waits: with a call that hangs the change would wait
+//! for ever, and they with it.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use firn_backing::is_below;
+use firn_backing::lock::{Mutex, MutexGuard};
+use parking_lot::Condvar;
+
+type Path = Vec<u8>;
+
+#[derive(Default)]
+pub(crate) struct PathClaims {
+    standing: Mutex<Standing>,
+    released: Condvar,
+    /// Claims to change paths that stand.
+    changes: AtomicUsize,
+}
+
+#[derive(Default)]
+struct Standing {
+    claims: Vec<Claim>,
+    last_id: u64,
+}
+
+struct Claim {
+    id: u64,
+    paths: Vec<Path>,
+    changes: bool,
+}
+
+/// Ends its claim when it is dropped.
+pub(crate) struct ClaimGuard<'a> {
+    of: &'a PathClaims,
+    id: u64,
+}
+
+impl PathClaims {
+    /// Claims that what `paths` tells stays so. Waits for changes of them under way, and asks again then.
+    pub(crate) fn stay(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
+        self.claim(paths, false)
+    }
+
+    /// Claims to change what `paths` tells, and with it all paths below. Waits for claims that are in the way.
+    pub(crate) fn change(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
+        self.claim(paths, true)
+    }
+
+    fn claim(&self, paths: impl Fn() -> Vec<Path>, changes: bool) -> ClaimGuard<'_> {
+        let (mut standing, paths) = self.wait_for(paths, changes);
+        standing.last_id += 1;
+        let id = standing.last_id;
+        self.changes.fetch_add(usize::from(changes), Ordering::AcqRel);
+        standing.claims.push(Claim { id, paths, changes });
+        ClaimGuard { of: self, id }
+    }
+
+    /// Whether some path is being changed.
+    pub(crate) fn has_changes(&self) -> bool {
+        self.changes.load(Ordering::Acquire) > 0
+    }
+
+    /// Runs `work`, which is short, while what `paths` tells stays so.
+    pub(crate) fn while_staying<T>(&self, paths: impl Fn() -> Vec<Path>, work: impl FnOnce() -> T) -> T {
+        let _standing = self.wait_for(paths, false);
+        work()
+    }
+
+    fn wait_for(
+        &self,
+        paths: impl Fn() -> Vec<Path>,
+        changes: bool,
+    ) -> (MutexGuard<'_, Standing>, Vec<Path>) {
+        let mut standing = self.standing.lock();
+        loop {
+            let paths = paths();
+            if !standing.claims.iter().any(|claim| claim.is_in_the_way(&paths, changes)) {
+                return (standing, paths);
+            }
+            standing.wait(&self.released);
+        }
+    }
+}
+
+impl Claim {
+    fn is_in_the_way(&self, paths: &[Path], changes: bool) -> bool {
+        let below = |paths: &[Path], tops: &[Path]| {
+            paths.iter().any(|path| tops.iter().any(|top| is_below(path, top)))
+        };
+        (self.changes && below(paths, &self.paths)) || (changes && below(&self.paths, paths))
+    }
+}
+
+impl Drop for ClaimGuard<'_> {
+    fn drop(&mut self) {
+        let mut standing = self.of.standing.lock();
+        let at = standing.claims.iter().position(|claim| claim.id == self.id);
+        let ended = standing.claims.swap_remove(at.expect("a claim stands until its guard is dropped"));
+        self.of.changes.fetch_sub(usize::from(ended.changes), Ordering::AcqRel);
+        drop(standing);
+        self.of.released.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn paths(list: &[&str]) -> Vec<Path> {
+        list.iter().map(|path| path.as_bytes().to_vec()).collect()
+    }
+
+    fn in_the_way(standing: (&[&str], bool), asked: (&[&str], bool)) -> bool {
+        let claim = Claim { id: 1, paths: paths(standing.0), changes: standing.1 };
+        claim.is_in_the_way(&paths(asked.0), asked.1)
+    }
+
+    #[test]
+    fn a_change_is_in_the_way_of_what_is_below_it_and_of_nothing_else() {
+        let rename = (&["a/b", "c"][..], true);
+        for below in ["a/b", "a/b/x", "c", "c/y/z"] {
+            assert!(in_the_way(rename, (&[below], false)), "{below}");
+            assert!(in_the_way((&[below], false), rename), "{below}");
+        }
+        for beside in ["a", "a/bb", "d", ""] {
+            assert!(!in_the_way(rename, (&[beside], false)), "{beside}");
+            assert!(!in_the_way((&[beside], false), rename), "{beside}");
+        }
+    }
+
+    #[test]
+    fn two_changes_are_in_the_way_of_each_other_where_one_is_below_the_other() {
+        assert!(in_the_way((&["a/b", "c"], true), (&["a", "d"], true)));
+        assert!(in_the_way((&["a", "d"], true), (&["a/b", "c"], true)));
+        assert!(!in_the_way((&["a/b", "c"], true), (&["a/x", "d"], true)));
+    }
+
+    #[test]
+    fn paths_that_stay_are_in_nobodys_way_but_a_changes() {
+        assert!(!in_the_way((&["a"], false), (&["a"], false)));
+    }
+}

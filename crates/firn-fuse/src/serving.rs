@@ -1,0 +1,261 @@
+//! Which thread does what the kernel asks for.
+//!
+//! A call of the backing may take for ever, and so may the thread that makes it. Ordinarily the FUSE thread that read
+//! a request also carries it out: nothing is faster. But there is one thread more than may be in such calls
+//! (`fuse-threads`), and whatever it reads while all others are in calls it does not carry out: it offers it to the
+//! first of the others that comes back, and if none does within [`PATIENCE`], leaves it to the workers.
+//!
+//! Promises
+//! * A thread that reads requests is free, or will be within [`PATIENCE`], however many calls hang.
+//! * As long as calls return, none of them changes threads but the few that are offered.
+//!
+//! What keeps it so: whoever handles a request says what it is about and hands over all that may ask the backing or
+//! wait for somebody: where [`Serving::here`] lets it, on this thread, else by [`Serving::elsewhere`]. The rest
+//! (forgetting, flushing, waiting with a callback) is done by the thread that read the request, whichever that is.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use crate::workers::{Task, Topic, Workers};
+
+/// How long a request is offered to threads that come back from their calls. Longer than what most calls take where a
+/// server answers, and not felt where it does not.
+const PATIENCE: Duration = Duration::from_millis(2);
+
+/// One call under way, in [`Serving::calls`].
+const CALL: u64 = 1;
+/// One call that ended, there.
+const ENDED: u64 = 1 << 16;
+
+/// The FUSE threads of a mount, and what they are in.
+pub(crate) struct Serving {
+    workers: Workers,
+    /// The threads that may be in calls: all but one. Set before the first request.
+    max: AtomicU64,
+    /// Calls under way in the low 16 bits, calls that ended in the others.
+    calls: AtomicU64,
+    /// What the thread that is in no call has in hand.
+    offer: Mutex<Option<Task>>,
+    is_offered: AtomicBool,
+    /// What `calls` was when an offer was of no use: as long as no call ended since, none will be.
+    in_vain: AtomicU64,
+}
+
+/// A call on this thread; counts until it is dropped.
+pub(crate) struct Here<'a>(&'a Serving);
+
+impl Serving {
+    pub(crate) fn new(workers: Workers) -> Self {
+        Self {
+            workers,
+            max: AtomicU64::new(1),
+            calls: AtomicU64::new(0),
+            offer: Mutex::new(None),
+            is_offered: AtomicBool::new(false),
+            in_vain: AtomicU64::new(u64::MAX),
+        }
+    }
+
+    /// So many threads may be in calls; one more reads requests.
+    pub(crate) fn set_threads(&self, max: usize) {
+        self.max.store(max as u64, Ordering::SeqCst);
+    }
+
+    /// Leave to make a call that may hang, on this thread; `None` where it is the last one that reads requests.
+    pub(crate) fn here(&self) -> Option<Here<'_>> {
+        if under_way(self.calls.fetch_add(CALL, Ordering::SeqCst)) < self.max.load(Ordering::Relaxed) {
+            return Some(Here(self));
+        }
+        self.calls.fetch_sub(CALL, Ordering::SeqCst);
+        None
+    }
+
+    /// For what [`Serving::here`] refused.
+    pub(crate) fn elsewhere(&self, topic: Topic, call: Task) {
+        let call = if self.hangs() { Some(call) } else { self.offer(call) };
+        if let Some(call) = call {
+            self.workers.add(Some(topic), call);
+        }
+    }
+
+    /// Whether no call ended since an offer was of no use.
+    fn hangs(&self) -> bool {
+        ended(self.calls.load(Ordering::SeqCst)) == self.in_vain.load(Ordering::Relaxed)
+    }
+
+    /// Offers a call to the other threads; gives it back if none of them came.
+    fn offer(&self, call: Task) -> Option<Task> {
+        let before = ended(self.calls.load(Ordering::SeqCst));
+        {
+            let mut offer = self.offer.lock();
+            if offer.is_some() {
+                // Threads came and went, and another one offers already.
+                return Some(call);
+            }
+            *offer = Some(call);
+            self.is_offered.store(true, Ordering::SeqCst);
+        }
+        // Whoever came back before it could see the offer left room for this thread.
+        self.help();
+        if self.is_offered.load(Ordering::SeqCst) {
+            std::thread::sleep(PATIENCE);
+        }
+        let call = self.take_offer()?;
+        self.in_vain.store(before, Ordering::Relaxed);
+        Some(call)
+    }
+
+    fn take_offer(&self) -> Option<Task> {
+        let mut offer = self.offer.lock();
+        self.is_offered.store(false, Ordering::SeqCst);
+        offer.take()
+    }
+
+    /// Runs what is offered, if there is room.
+    fn help(&self) {
+        while self.is_offered.load(Ordering::SeqCst) {
+            let Some(here) = self.here() else { return };
+            match self.take_offer() {
+                Some(call) => call(),
+                None => return here.end(),
+            }
+            here.end();
+        }
+    }
+
+    fn count_end(&self) {
+        self.calls.fetch_add(ENDED - CALL, Ordering::SeqCst);
+    }
+}
+
+impl Here<'_> {
+    /// Without a look at what is offered.
+    fn end(self) {
+        self.0.count_end();
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Here<'_> {
+    fn drop(&mut self) {
+        self.0.count_end();
+        self.0.help();
+    }
+}
+
+fn under_way(calls: u64) -> u64 {
+    calls % ENDED
+}
+
+fn ended(calls: u64) -> u64 {
+    calls / ENDED
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, mpsc};
+
+    use firn_engine::NodeId;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn serving(threads: usize) -> Arc<Serving> {
+        let serving = Serving::new(Workers::default());
+        serving.set_threads(threads);
+        Arc::new(serving)
+    }
+
+    /// A request, as the adapter carries it out.
+    fn run(serving: &Serving, topic: Topic, call: impl FnOnce() + Send + 'static) {
+        match serving.here() {
+            Some(_here) => call(),
+            None => serving.elsewhere(topic, Box::new(call)),
+        }
+    }
+
+    /// Makes a call of it hang, on a thread that stands for one of FUSE's; it hangs until the sender is dropped.
+    fn hang(serving: &Arc<Serving>) -> (mpsc::Sender<()>, std::thread::JoinHandle<()>) {
+        let (release, hung) = mpsc::channel::<()>();
+        let (tell, told) = mpsc::channel();
+        let serving = Arc::clone(serving);
+        let thread = std::thread::spawn(move || {
+            run(&serving, Topic::Node(NodeId(1)), move || {
+                let _ = tell.send(());
+                let _ = hung.recv();
+            });
+        });
+        told.recv_timeout(LIMIT).expect("the call begins");
+        (release, thread)
+    }
+
+    /// Which thread a call that is made now is on.
+    fn thread_of_a_call(serving: &Serving) -> std::thread::ThreadId {
+        let (tell, told) = mpsc::channel();
+        run(serving, Topic::Node(NodeId(2)), move || {
+            let _ = tell.send(std::thread::current().id());
+        });
+        told.recv_timeout(LIMIT).expect("the call ends")
+    }
+
+    #[test]
+    fn calls_are_made_where_they_were_read_while_a_thread_is_left() {
+        let serving = serving(2);
+        let here = std::thread::current().id();
+        assert_eq!(thread_of_a_call(&serving), here);
+        let (release, hung) = hang(&serving);
+        assert_eq!(thread_of_a_call(&serving), here);
+        drop(release);
+        hung.join().expect("a thread");
+        assert_eq!(under_way(serving.calls.load(Ordering::SeqCst)), 0);
+    }
+
+    #[test]
+    fn regression_the_last_thread_that_reads_makes_no_call() {
+        let serving = serving(2);
+        let here = std::thread::current().id();
+        let hung = [hang(&serving), hang(&serving)];
+        // Not the second time either, when nothing is offered any more.
+        for _ in 0..100 {
+            assert_ne!(thread_of_a_call(&serving), here);
+        }
+        assert!(serving.hangs());
+        for (release, thread) in hung {
+            drop(release);
+            thread.join().expect("a thread");
+        }
+        assert_eq!(thread_of_a_call(&serving), here);
+    }
+
+    #[test]
+    fn what_is_offered_is_done_once_by_whoever_comes_back() {
+        const CALLS: u64 = 20_000;
+        let serving = serving(3);
+        let done = Arc::new(AtomicU64::new(0));
+        let readers: Vec<_> = (0..4)
+            .map(|_| {
+                let (serving, done) = (Arc::clone(&serving), Arc::clone(&done));
+                std::thread::spawn(move || {
+                    for call in 0..CALLS {
+                        let done = Arc::clone(&done);
+                        run(&serving, Topic::Node(NodeId(call)), move || {
+                            done.fetch_add(1, Ordering::SeqCst);
+                        });
+                    }
+                })
+            })
+            .collect();
+        readers.into_iter().for_each(|reader| reader.join().expect("a reader"));
+        let deadline = std::time::Instant::now() + LIMIT;
+        while done.load(Ordering::SeqCst) < 4 * CALLS {
+            assert!(std::time::Instant::now() < deadline, "a call was lost");
+            std::thread::yield_now();
+        }
+        assert_eq!(done.load(Ordering::SeqCst), 4 * CALLS);
+        assert_eq!(under_way(serving.calls.load(Ordering::SeqCst)), 0);
+        assert!(serving.offer.lock().is_none());
+    }
+}

@@ -1,0 +1,91 @@
+//! `firn prune`.
+
+use std::path::{Path, PathBuf};
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
+use firn_format::path::BytePath;
+use serde::Serialize;
+
+use crate::failure::{DONE, Failure};
+use crate::prune::{Checkpoint, Directory, Verdict};
+use crate::verb::{Verb, find};
+use crate::{output, text};
+
+pub const VERB: Verb = Verb {
+    name: "prune",
+    about: "Remove old checkpoints",
+    long: "Each directory directly below DIR is a checkpoint. The newest one stays, because its job may still write to \
+           it. Of the older ones, the newest N that are complete stay, and what is older goes. A checkpoint is \
+           complete if no file in it is open, and none is cut (its writer was killed before it closed the file). One \
+           that a program has open always stays, as does one that a symbolic link in DIR leads to. Age is the newest \
+           time of modification of anything in a checkpoint. Names that begin with a dot are left alone. DIR must be \
+           on a firn mount: only its firnd knows which files are open or cut.",
+    examples: &[
+        ("firn prune --keep 2 --dry-run /ckpt", "what would go"),
+        ("firn prune --keep 2 /ckpt", "from cron, or between the steps of a job"),
+    ],
+    exits: &[(0, "done, also where there was nothing to remove"), (1, "failed"), (10, "not on a firn mount")],
+    args: PruneArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct PruneArgs {
+    /// The directory that holds the checkpoints.
+    #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
+    dir: PathBuf,
+    /// Complete checkpoints that stay, beside the newest one.
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..))]
+    keep: u32,
+    /// Show what would be removed, and remove nothing.
+    #[arg(long)]
+    dry_run: bool,
+    /// Print the outcome as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Pruned {
+    /// Names of checkpoints that were removed, or would be.
+    removed: Vec<BytePath>,
+    /// Names of those that stay, the newest first, and why.
+    kept: Vec<Kept>,
+}
+
+#[derive(Serialize)]
+struct Kept {
+    name: BytePath,
+    why: &'static str,
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = PruneArgs::from_arg_matches(matches)?;
+    let directory = Directory::new(find(&args.dir)?);
+    if !args.dry_run {
+        directory.finish_removals()?;
+    }
+    let (mut removed, mut kept) = (Vec::new(), Vec::new());
+    for Checkpoint { name, verdict } in directory.judge(args.keep as usize)? {
+        let shown = BytePath::from(Path::new(&name));
+        let verdict = match verdict {
+            Verdict::Remove if !args.dry_run && !directory.remove(&name)? => Verdict::Open,
+            verdict => verdict,
+        };
+        match verdict {
+            Verdict::Remove => removed.push(shown),
+            stays => kept.push(Kept { name: shown, why: stays.as_str() }),
+        }
+    }
+    if args.json {
+        output::print_json(&Pruned { removed, kept })?;
+        return Ok(DONE);
+    }
+    let done = if args.dry_run { "would be removed" } else { "removed" };
+    for name in &removed {
+        output::print(&format!("{done}: {name}\n"))?;
+    }
+    let (gone, kept) = (text::count(removed.len() as u64, "checkpoint"), kept.len());
+    output::say(&format!("{gone} {done}, {kept} kept"));
+    Ok(DONE)
+}

@@ -1,0 +1,97 @@
+//! `umount.fuse.firn DIR [-flnrv]`: what umount(8) calls for a mount of ours.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use firn_client::Connection;
+use rustix::mount::UnmountFlags;
+
+use super::umount::{UmountArgs, umount};
+use crate::cli::ended;
+use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
+
+/// Unmounts; gives an exit status of umount(8): 1 incorrect invocation, 32 failure.
+pub fn main(args: &[OsString]) -> u8 {
+    match ended(parse(args).and_then(run)) {
+        // What is left in the arena was told; the mount is gone.
+        DONE | PARTLY => 0,
+        USAGE => 1,
+        _ => 32,
+    }
+}
+
+/// What umount(8) asks for.
+#[derive(Debug, Default, PartialEq)]
+struct Call {
+    dir: PathBuf,
+    force: bool,
+    lazy: bool,
+}
+
+fn parse(args: &[OsString]) -> Result<Call, Failure> {
+    let usage = |what: &str| Failure::new(USAGE, format!("{what}; usage: umount.fuse.firn DIR [-flnrv]"));
+    let mut call = Call::default();
+    let mut args = args.iter();
+    while let Some(arg) = args.next() {
+        let Some(flags) = arg.to_str().and_then(|text| text.strip_prefix('-')) else {
+            call.dir = arg.into();
+            continue;
+        };
+        for (at, flag) in flags.char_indices() {
+            match flag {
+                'f' => call.force = true,
+                'l' => call.lazy = true,
+                'n' | 'r' | 'v' | 's' => {}
+                // The type is ours, and umount(8) has entered the namespace already.
+                't' | 'N' => {
+                    if at + 1 == flags.len() {
+                        args.next();
+                    }
+                    break;
+                }
+                _ => return Err(usage(&format!("unknown flag -{flag}"))),
+            }
+        }
+    }
+    if call.dir.as_os_str().is_empty() { Err(usage("expected DIR")) } else { Ok(call) }
+}
+
+fn run(call: Call) -> Result<u8, Failure> {
+    if call.lazy {
+        // Out of the tree at once; firnd drains and ends when the last file is closed.
+        return by_kernel(&call.dir, UnmountFlags::DETACH);
+    }
+    // Whoever may unmount may do so also where no firnd answers him: then the kernel does it, as without us.
+    let place = firn_client::find(&call.dir).ok().filter(|place| place.relative.is_empty());
+    if place.is_none_or(|place| Connection::open(&place.mount).is_err()) {
+        let flags = if call.force { UnmountFlags::FORCE } else { UnmountFlags::empty() };
+        return by_kernel(&call.dir, flags);
+    }
+    umount(&UmountArgs { path: call.dir, force: call.force, keep_held: false })
+}
+
+fn by_kernel(dir: &Path, flags: UnmountFlags) -> Result<u8, Failure> {
+    rustix::mount::unmount(dir, flags).map_err(|errno| {
+        Failure::new(FAILED, format!("cannot unmount {}: {errno}", crate::text::path(dir)))
+    })?;
+    Ok(DONE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(words: &[&str]) -> Option<Call> {
+        parse(&words.iter().map(OsString::from).collect::<Vec<_>>()).ok()
+    }
+
+    #[test]
+    fn the_words_of_umount_8_are_understood() {
+        let dir = PathBuf::from("/m");
+        assert_eq!(call(&["/m"]), Some(Call { dir: dir.clone(), ..Call::default() }));
+        let all = Call { dir, force: true, lazy: true };
+        assert_eq!(call(&["/m", "-fln", "-t", "fuse.firn", "-N", "1"]), Some(all));
+        assert_eq!(call(&["/m", "-x"]), None);
+        assert_eq!(call(&["-f"]), None);
+    }
+}
