@@ -1,8 +1,10 @@
-//! Access list of a node: any bytes are refused or read, and what is read can be tested beside another.
+//! Access list of a node: any bytes are refused or read, and what is read can be tested beside another
+//! and has no name that leads out of its directory.
 #![no_main]
 
 use arbitrary::Arbitrary;
 use firn_conflict::{Published, SEAL, test};
+use firn_trust::is_component;
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Arbitrary, Debug)]
@@ -16,6 +18,10 @@ fuzz_target!(|input: Input| {
     let _ = Published::decode(&input.bytes);
     let lists: Vec<_> = input.sealed.iter().filter_map(|p| Published::decode(&SEAL.seal(p)).ok()).collect();
     for list in &lists {
+        let names = list.used.iter().chain(list.changed.iter().map(|(name, _)| name));
+        for name in names.map(|name| &name.name[..]).chain([list.node.as_bytes()]) {
+            assert!(is_component(name), "{name:?}");
+        }
         assert_eq!(Published::decode(&list.encode()).as_ref(), Ok(list));
     }
     let report = test(&lists);

@@ -56,7 +56,7 @@ fn sample() -> Sample {
         let reserved = lease.reserve(n, n * 10_000, 3000).expect("room");
         arena.fill(lease.slab(), reserved.position, &[n as u8; 3000]);
         let sequence = arena.next_sequence();
-        let piece = arena.publish(&mut lease, reserved, n, n * 10_000, sequence);
+        let piece = arena.publish(&mut lease, reserved, (n, n * 10_000), sequence, 0);
         if n == 2 {
             arena.retire(piece, 3000, true);
         }

@@ -2,14 +2,13 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use firn_format::piece::{Checked, DEAD, FROZEN, LIVE, Piece, RawPiece};
+use firn_format::piece::{Checked, FILE_MAX, FROZEN, Piece, RawPiece, SEQUENCE_MAX, dead};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Arbitrary, Debug)]
 struct Input {
     words: (u64, u64, u64),
     position: u32,
-    state: State,
     /// `None`: the right seal for `len`.
     seal: Option<u64>,
     len: u32,
@@ -17,23 +16,12 @@ struct Input {
     slab: (u32, u32),
 }
 
-#[derive(Arbitrary, Debug)]
-enum State {
-    Live,
-    Dead,
-    Other(u32),
-}
-
 fuzz_target!(|input: Input| {
-    let (file, offset, sequence) = input.words;
+    let (file, offset, sequence) = (input.words.0 & FILE_MAX, input.words.1, input.words.2 & SEQUENCE_MAX);
     let piece = Piece { file, offset, sequence, position: input.position, len: input.len };
     let seal = input.seal.unwrap_or_else(|| piece.seal(input.generation));
-    let state = match input.state {
-        State::Live => LIVE,
-        State::Dead => DEAD,
-        State::Other(word) => word,
-    };
-    let raw = RawPiece { file, offset, sequence, position: input.position, state, seal };
+    let raw = RawPiece { seal, ..piece.raw(input.generation) };
+    let is_dead = seal == dead(input.generation);
     let (start, end) = (u64::from(input.slab.0), u64::from(input.slab.1));
     let fits = piece.len > 0
         && u64::from(piece.len) < FROZEN
@@ -42,14 +30,14 @@ fuzz_target!(|input: Input| {
         && piece.offset <= i64::MAX as u64 - u64::from(piece.len);
     match raw.check(input.generation, start, end) {
         Ok(Checked::Live(found)) => {
-            assert_ne!(state, DEAD);
+            assert!(!is_dead);
             assert_eq!(found.seal(input.generation), seal & !FROZEN);
             assert!(u64::from(found.position) >= start);
             assert!(u64::from(found.position) + u64::from(found.len) <= end);
             assert!(found.offset + u64::from(found.len) <= i64::MAX as u64);
             assert!(input.seal.is_some() || (fits && found == piece));
         }
-        Ok(Checked::Dead) => assert_eq!(state, DEAD),
+        Ok(Checked::Dead) => assert!(is_dead),
         Err(_) => assert!(input.seal.is_some() || !fits, "a sealed piece that fits its slab is refused"),
     }
 });

@@ -1,9 +1,11 @@
-//! Protocol: any line is refused or read; what is read is written as one line that reads the same.
+//! Protocol: any line is refused or read; what is read is written as one line that reads the same, and so is every
+//! path, whatever its bytes.
 #![no_main]
 
 use arbitrary::{Arbitrary, Unstructured};
+use firn_format::path::BytePath;
 use firn_format::protocol::{
-    ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, LaneStatus, Place, Reply, Request, Rung,
+    ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, Holder, LaneStatus, Place, Reply, Request, Rung,
     SpillRegion, Status,
 };
 use firn_format::record::Ending;
@@ -16,6 +18,9 @@ fuzz_target!(|bytes: &[u8]| {
     if let Ok(reply) = serde_json::from_slice::<Reply>(bytes) {
         returns_reply(&reply);
     }
+    let path = BytePath::from(bytes);
+    let written = serde_json::to_vec(&path).expect("a path can be written");
+    assert_eq!(serde_json::from_slice::<BytePath>(&written).expect("it can be read"), path);
     let mut u = Unstructured::new(bytes);
     if let Ok(request) = request(&mut u) {
         returns_request(&request);
@@ -43,27 +48,27 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
         1 => Request::Status,
         2 => {
             let until = rung(u)?;
-            Request::Wait { until, timeout_ms: Arbitrary::arbitrary(u)?, path: Arbitrary::arbitrary(u)? }
+            Request::Wait { until, timeout_ms: Arbitrary::arbitrary(u)?, path: path(u)? }
         }
-        3 => Request::Drain { path: Arbitrary::arbitrary(u)? },
-        4 => Request::Files { path: Arbitrary::arbitrary(u)? },
+        3 => Request::Drain { path: path(u)? },
+        4 => Request::Files { path: path(u)? },
         5 => Request::Metrics,
         6 => Request::ClearErrors,
         7 => Request::Region,
-        8 => Request::Chunks { path: Arbitrary::arbitrary(u)? },
+        8 => Request::Chunks { path: path(u)? },
         9 => Request::CheckChunks { list: Arbitrary::arbitrary(u)? },
         10 => Request::ReleaseChunks { list: Arbitrary::arbitrary(u)? },
-        11 => Request::Evict { path: Arbitrary::arbitrary(u)? },
-        12 => Request::Pin { path: Arbitrary::arbitrary(u)?, pinned: Arbitrary::arbitrary(u)? },
+        11 => Request::Evict { path: path(u)? },
+        12 => Request::Pin { path: path(u)?, pinned: Arbitrary::arbitrary(u)? },
         _ => Request::Unmount { force: Arbitrary::arbitrary(u)?, keep_held: Arbitrary::arbitrary(u)? },
     })
 }
 
 fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
-    Ok(match u.int_in_range(0..=11)? {
+    Ok(match u.int_in_range(0..=13)? {
         0 => {
-            let (protocol, version, pid) = Arbitrary::arbitrary(u)?;
-            Reply::Hello { protocol, version, pid }
+            let (protocol, version, pid, incarnation) = Arbitrary::arbitrary(u)?;
+            Reply::Hello { protocol, version, pid, incarnation }
         }
         1 => Reply::Status(Box::new(status(u)?)),
         2 => Reply::Files { files: (0..u.int_in_range(0..=3)?).map(|_| file(u)).collect::<Result<_, _>>()? },
@@ -88,6 +93,12 @@ fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
             let (files, bytes) = Arbitrary::arbitrary(u)?;
             Reply::Pinned { files, bytes }
         }
+        11 => Reply::Closed,
+        12 => {
+            let (connections, holders): (_, Vec<(u32, u32)>) = Arbitrary::arbitrary(u)?;
+            let holder = |(pid, connections)| Holder { pid, connections };
+            Reply::Busy { connections, holders: holders.into_iter().map(holder).collect() }
+        }
         _ => {
             let (errno, message) = Arbitrary::arbitrary(u)?;
             Reply::Error { errno, message }
@@ -97,11 +108,12 @@ fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
 
 /// One field of each type; the others are the same to serde.
 fn status(u: &mut Unstructured) -> arbitrary::Result<Status> {
-    let (path, writers, retry_in_ms) = Arbitrary::arbitrary(u)?;
-    let lane = LaneStatus { path, writers, retry_in_ms, ..LaneStatus::default() };
+    let (writers, retry_in_ms) = Arbitrary::arbitrary(u)?;
+    let lane = LaneStatus { path: path(u)?, writers, retry_in_ms, ..LaneStatus::default() };
     let (errno, message, pending) = Arbitrary::arbitrary(u)?;
     let error = ErrorStatus { errno, message, pending, age_s: seconds(u)?, ..ErrorStatus::default() };
-    let (backing, pid, epoch, oldest_held_ms, options) = Arbitrary::arbitrary(u)?;
+    let (pid, epoch, oldest_held_ms, options) = Arbitrary::arbitrary(u)?;
+    let backing = path(u)?;
     let (lanes, errors) = (vec![lane], vec![error]);
     let uptime_s = seconds(u)?;
     Ok(Status { backing, pid, epoch, oldest_held_ms, options, uptime_s, lanes, errors, ..Status::default() })
@@ -114,16 +126,23 @@ fn seconds(u: &mut Unstructured) -> arbitrary::Result<f64> {
 
 fn file(u: &mut Unstructured) -> arbitrary::Result<FileStatus> {
     let state = rung(u)?;
-    let (held_bytes, open, path) = Arbitrary::arbitrary(u)?;
+    let (held_bytes, held_end, open) = Arbitrary::arbitrary(u)?;
+    let path = path(u)?;
     let ending = *u.choose(&[Ending::Open, Ending::Closed, Ending::Cut])?;
-    Ok(FileStatus { path, state, held_bytes, open, ending })
+    Ok(FileStatus { path, state, held_bytes, held_end, open, ending })
 }
 
 fn region(u: &mut Unstructured) -> arbitrary::Result<DataRegion> {
-    let (path, uuid, offset, bytes, page_bytes, chunk_bytes) = Arbitrary::arbitrary(u)?;
-    let spill: Option<(String, u64, u64)> = Arbitrary::arbitrary(u)?;
-    let spill = spill.map(|(path, offset, bytes)| SpillRegion { path, offset, bytes });
+    let (uuid, offset, bytes, page_bytes, chunk_bytes) = Arbitrary::arbitrary(u)?;
+    let spill: Option<(Vec<u8>, u64, u64)> = Arbitrary::arbitrary(u)?;
+    let spill = spill.map(|(path, offset, bytes)| SpillRegion { path: path.into(), offset, bytes });
+    let path = path(u)?;
     Ok(DataRegion { path, uuid, offset, bytes, page_bytes, chunk_bytes, spill })
+}
+
+/// Any bytes.
+fn path(u: &mut Unstructured) -> arbitrary::Result<BytePath> {
+    Ok(Vec::<u8>::arbitrary(u)?.into())
 }
 
 fn piece(u: &mut Unstructured) -> arbitrary::Result<ChunkPiece> {

@@ -6,6 +6,8 @@
  *                                       sum    FNV-1a, 64 bits, of the file as the list has it
  *                                       check  "0 CHANGED", or the errno
  *                                       again  a new handle and a new list of the same file
+ *                                       free   gives the list up and keeps the handle
+ *                                       list   a new list of the same file, by the same handle
  *     list threads FILE COUNT       COUNT threads list, read and free the file at once, by one handle
  *
  * Exit: 0 as expected; 1 not.
@@ -143,7 +145,7 @@ static int errors(const char *file, const char *dir, const char *other)
     FAILS(EINVAL, firn_get_chunk_meta_list(NULL, file, &none));
     FAILS(EINVAL, firn_get_chunk_meta_list(mount, file, NULL));
     snprintf(missing, sizeof missing, "%s/\xff\xfe", dir);
-    FAILS(EILSEQ, firn_get_chunk_meta_list(mount, missing, &none));
+    FAILS(ENOENT, firn_get_chunk_meta_list(mount, missing, &none));
     HOLDS(none == NULL);
 
     /* Errors of one call leave the others alone. */
@@ -194,6 +196,13 @@ static int hold(const char *path)
             firn_close(mount);
             MUST(firn_open(path, &mount));
             MUST(firn_map_region(mount, &region));
+            MUST(firn_get_chunk_meta_list(mount, path, &list));
+            puts("held");
+        } else if (strcmp(line, "free\n") == 0) {
+            firn_chunk_list_free(list);
+            list = NULL;
+            puts("free");
+        } else if (strcmp(line, "list\n") == 0) {
             MUST(firn_get_chunk_meta_list(mount, path, &list));
             puts("held");
         } else {

@@ -733,6 +733,80 @@ static void bad_pointers(void) {
     SAY(close(reader));
 }
 
+/* Buffers of all lengths that are bad at their begin, at their end, or were good before. */
+static void bad_buffers(void) {
+    int fd = make_rw("bad-buffers");
+    long page = sysconf(_SC_PAGESIZE);
+    char *memory = mmap(NULL, 16 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    memset(memory, 'm', 16 * page);
+    char *bad = memory + 8 * page;
+    MUST(mprotect(bad, page, PROT_NONE) == 0);
+    put(fd, "text");
+    SAY(write(fd, bad, 1));
+    SAY(write(fd, bad, page));
+    SAY(write(fd, NULL, 10));
+    SAY(write(fd, NULL, 0));
+    SAY(pwrite(fd, bad, 100, 2));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    struct iovec only[1] = {{bad, 10}}, first[2] = {{bad, 10}, {memory, 10}};
+    SAY(writev(fd, only, 1));
+    SAY(pwritev(fd, only, 1, 0));
+    SAY(writev(fd, first, 2));
+    SAY(writev(fd, (struct iovec *)bad, 2));
+    SAY(pwritev(fd, (struct iovec *)bad, 2, 0));
+    SAY(readv(fd, (struct iovec *)bad, 2));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    /* The kernel takes what comes before the bad page, or nothing: so does what stands before it. */
+    struct iovec second[2] = {{memory, 10}, {bad, 10}};
+    ssize_t some = pwritev(fd, second, 2, 100);
+    SAY(some == 10 || (some < 0 && errno == EFAULT));
+    some = pwrite(fd, bad - 100, 200, 200);
+    SAY(some == 100 || (some < 0 && errno == EFAULT));
+    SAY(ftruncate(fd, 4));
+    /* Good at first, and known to be so. */
+    SAY(write(fd, memory, page));
+    SAY(write(fd, memory + page, 100));
+    MUST(mprotect(memory, page, PROT_NONE) == 0);
+    MUST(munmap(memory + page, page) == 0);
+    SAY(write(fd, memory, page));
+    SAY(write(fd, memory + page, 100));
+    MUST(mprotect(memory, page, PROT_READ | PROT_WRITE) == 0);
+    SAY(write(fd, memory, page));
+    /* Read back from a file that is long enough to be read past the kernel. */
+    fill(big, sizeof big, 5);
+    MUST(write(fd, big, sizeof big) == sizeof big);
+    SAY(close(fd));
+    int reader = open(at("bad-buffers"), O_RDONLY);
+    MUST(mprotect(memory + 2 * page, page, PROT_READ) == 0);
+    for (int i = 0; i < 3; i++) {
+        SAY(read(reader, back, 8192));
+        SAY(read(reader, bad, 10));
+        SAY(read(reader, NULL, 8192));
+        SAY(pread(reader, bad, page, 0));
+        SAY(read(reader, memory + 2 * page, 100));
+        SAY(lseek(reader, 0, SEEK_CUR));
+    }
+    SAY(readv(reader, only, 1));
+    SAY(preadv(reader, (struct iovec *)bad, 2, 0));
+    SAY(close(reader));
+    MUST(munmap(memory, 16 * page) == 0);
+}
+
+/* Who does not ask for the size gets the right one or none. */
+static void statx_of_nothing(void) {
+    int fd = make_rw("statx");
+    struct statx st;
+    fill(big, sizeof big, 6);
+    for (int i = 1; i <= 4; i++) {
+        MUST(write(fd, big, 100000) == 100000);
+        MUST(statx(fd, "", AT_EMPTY_PATH, 0, &st) == 0);
+        SAY((st.stx_mask & STATX_SIZE) == 0 || st.stx_size == i * 100000ul);
+        MUST(statx(AT_FDCWD, at("statx"), 0, STATX_MODE, &st) == 0);
+        SAY((st.stx_mask & STATX_SIZE) == 0 || st.stx_size == i * 100000ul);
+    }
+    SAY(close(fd));
+}
+
 static void both_ways(void) {
     int fd = make_rw("both");
     fill(big, sizeof big, 4);
@@ -1015,6 +1089,7 @@ static const struct {
     {"vforks", vforks}, {"spawns", spawns}, {"dups", dups},
     {"closes", closes}, {"raw-closes", raw_closes}, {"rights", rights}, {"relative", relative},
     {"handlers", handlers}, {"threads", threads}, {"bad-pointers", bad_pointers}, {"both-ways", both_ways},
+    {"bad-buffers", bad_buffers}, {"statx-of-nothing", statx_of_nothing},
     {"stdio", stdio}, {"transfers", transfers}, {"asynchronous", asynchronous}, {"fortified", fortified},
     {"limits", limits}, {"readers", readers}, {"lists", lists}, {"huge-offsets", huge_offsets},
 };

@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use firn_format::path::BytePath;
 use firn_format::protocol::{ChunkList, DataRegion, Place, Reply, Request};
 
 use crate::fsops::read_at;
@@ -29,6 +30,11 @@ impl Control {
         let mut line = serde_json::to_vec(request).expect("plain JSON");
         line.push(b'\n');
         self.stream.get_mut().write_all(&line).ok()?;
+        self.next_reply()
+    }
+
+    /// The next line that firnd says; `None`: it is gone.
+    pub fn next_reply(&mut self) -> Option<Reply> {
         let mut answer = String::new();
         self.stream.read_line(&mut answer).ok().filter(|n| *n > 0)?;
         Some(serde_json::from_str(&answer).unwrap_or_else(|e| panic!("{e}: {answer}")))
@@ -81,7 +87,7 @@ impl Files {
     /// Opens them for reading.
     #[track_caller]
     pub fn of(region: &DataRegion) -> Self {
-        let open = |path: &str| File::open(path).unwrap_or_else(|e| panic!("{path}: {e}"));
+        let open = |path: &BytePath| File::open(path).unwrap_or_else(|e| panic!("{path}: {e}"));
         let spill = region.spill.as_ref().map(|spill| open(&spill.path));
         Self { arena: open(&region.path), offset: region.offset, bytes: region.bytes, spill }
     }

@@ -13,7 +13,7 @@ use firn_client::door::{Outcome, SlabWriter};
 use firn_format::door::{
     AT_END, Arena, DATA_BYTES_MAX, DOOR_VERSION, IOCTL_TOKEN, Op, Reply, Request, Status, StubTree, Token,
 };
-use firn_format::piece::{LIVE, PIECE_BYTES, Piece, word};
+use firn_format::piece::{PIECE_BYTES, Piece, word};
 use rand::Rng;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -258,10 +258,9 @@ impl DoorFile<'_> {
                     unsafe { AtomicU64::from_ptr(self.client.base.add((record + at) as usize).cast()) };
                 word.store(value, Ordering::Release);
             };
-            store(word::FILE, piece.file);
+            store(word::WHO, piece.who());
             store(word::OFFSET, piece.offset);
-            store(word::SEQUENCE, piece.sequence);
-            store(word::POSITION, u64::from(piece.position) | u64::from(LIVE) << 32);
+            store(word::PLACE, piece.place());
             store(word::SEAL, piece.seal(slab.generation));
         }
     }

@@ -4,11 +4,14 @@
 //! program makes the backing vanish (ENOTCONN) as a lost network mount does.
 //!
 //! The control file holds one word: empty for health, else the errno that every write shall give
-//! (`EIO`, `ENOSPC`, `EDQUOT`, `ESTALE`).
+//! (`EIO`, `ENOSPC`, `EDQUOT`, `ESTALE`). Beside it, in a file with the extension `hang`, an operation and the
+//! beginning of a path: that operation does not return for any such path before the file says something else. Each
+//! call that came to hang adds a byte to the file with the extension `hung`.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fs::{self, File, Metadata, OpenOptions};
+use std::io::Write as _;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -17,13 +20,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use fuser::{
-    BsdFileFlags, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
-    LockOwner, MountOption, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
-    ReplyEmpty, ReplyEntry, ReplyOpen, ReplyStatfs, ReplyWrite, Request, SessionACL, TimeOrNow, WriteFlags,
+    BsdFileFlags, Config, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags,
+    Generation, INodeNo, InitFlags, KernelConfig, LockOwner, MountOption, OpenFlags, RenameFlags, ReplyAttr,
+    ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs,
+    ReplyWrite, ReplyXattr, Request, SessionACL, TimeOrNow, WriteFlags,
 };
+use rustix::fs::{FallocateFlags, SeekFrom};
 
 use crate::command::wait_until;
 use crate::sandbox::{Sandbox, helper_binary, is_mounted, kill, unmount_lazily};
+use crate::watchdog::Watchdog;
+
+/// Calls that may hang at a time, and one more.
+const THREADS: usize = 160;
+/// How often a call that hangs looks whether it still shall.
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// Nothing is cached, so that a change of the control file acts at once.
 const TTL: Duration = Duration::ZERO;
@@ -76,6 +87,32 @@ impl FaultFs {
         self.signal(libc::SIGCONT);
     }
 
+    /// From now on this operation of the server (`lookup`, `open`, …) hangs for all paths that begin with `path`,
+    /// relative to the source, until [`FaultFs::let_go`].
+    pub fn hang(&self, operation: &str, path: &str) {
+        fs::write(hung(&self.control), "").expect("begin to count what hangs");
+        let next = self.control.with_extension("next");
+        fs::write(&next, format!("{operation} {path}")).expect("write what hangs");
+        fs::rename(next, hang(&self.control)).expect("let it hang");
+    }
+
+    /// Ends a [`FaultFs::hang`].
+    pub fn let_go(&self) {
+        fs::remove_file(hang(&self.control)).expect("let it go");
+    }
+
+    /// Calls that came to hang since [`FaultFs::hang`].
+    pub fn hung_count(&self) -> u64 {
+        fs::metadata(hung(&self.control)).map_or(0, |meta| meta.len())
+    }
+
+    /// Kills the server, and with it all that hangs in it, after `limit`: for tests of what hangs, in which nothing
+    /// else may end.
+    pub fn watchdog(&self, limit: Duration) -> Watchdog {
+        let pid = self.child.as_ref().expect("it runs").id();
+        Watchdog::arm(limit, move || kill(pid, libc::SIGKILL))
+    }
+
     fn signal(&self, signal: i32) {
         kill(self.child.as_ref().expect("it runs").id(), signal);
     }
@@ -111,6 +148,8 @@ pub fn serve(source: &Path, mount_point: &Path, control: &Path) {
     let mut config = Config::default();
     config.mount_options = vec![MountOption::FSName("firn-faultfs".into()), MountOption::DefaultPermissions];
     config.acl = SessionACL::All;
+    config.n_threads = Some(THREADS);
+    config.clone_fd = true;
     let fs = FaultServer {
         control: control.to_owned(),
         paths: Mutex::new(HashMap::from([(1, source.to_owned())])),
@@ -118,6 +157,16 @@ pub fn serve(source: &Path, mount_point: &Path, control: &Path) {
         next: AtomicU64::new(1),
     };
     fuser::mount(fs, mount_point, &config).expect("mount the failing file system");
+}
+
+/// What hangs.
+fn hang(control: &Path) -> PathBuf {
+    control.with_extension("hang")
+}
+
+/// What came to hang.
+fn hung(control: &Path) -> PathBuf {
+    control.with_extension("hung")
 }
 
 struct FaultServer {
@@ -158,6 +207,30 @@ impl FaultServer {
         open.get(&handle.0).ok_or(Errno::EBADF)?.try_clone().map_err(Errno::from)
     }
 
+    /// Returns when this operation may go on.
+    fn gate(&self, operation: &str, inode: INodeNo, name: Option<&OsStr>) {
+        let hang = hang(&self.control);
+        let Ok(mut what) = fs::read_to_string(&hang) else { return };
+        let root = self.paths.lock().expect("lock").get(&1).cloned().unwrap_or_default();
+        let Ok(mut path) = self.path(inode) else { return };
+        path.extend(name);
+        let path = path.strip_prefix(&root).unwrap_or(&path).display().to_string();
+        let hangs = |what: &str| {
+            let (hanging, beginning) = what.split_once(' ').unwrap_or_default();
+            hanging == operation && path.starts_with(beginning)
+        };
+        if !hangs(&what) {
+            return;
+        }
+        let mut count =
+            OpenOptions::new().append(true).create(true).open(hung(&self.control)).expect("count");
+        count.write_all(b".").expect("count");
+        while hangs(&what) {
+            std::thread::sleep(LOOK_AGAIN);
+            what = fs::read_to_string(&hang).unwrap_or_default();
+        }
+    }
+
     /// The errno that writes shall give now.
     fn fault(&self) -> Result<(), Errno> {
         match fs::read_to_string(&self.control).unwrap_or_default().trim() {
@@ -176,6 +249,10 @@ impl FaultServer {
         };
         file.set_len(size).map_err(Errno::from)
     }
+}
+
+fn io_errno(errno: rustix::io::Errno) -> Errno {
+    Errno::from(std::io::Error::from(errno))
 }
 
 fn attr_of(inode: u64, meta: &Metadata) -> FileAttr {
@@ -216,12 +293,20 @@ macro_rules! answer {
 }
 
 impl Filesystem for FaultServer {
+    /// Look-ups of different names in a directory come side by side, as from other file systems.
+    fn init(&mut self, _: &Request, config: &mut KernelConfig) -> std::io::Result<()> {
+        let _ = config.add_capabilities(InitFlags::FUSE_PARALLEL_DIROPS);
+        Ok(())
+    }
+
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        self.gate("lookup", parent, Some(name));
         let found = self.child(parent, name).and_then(|path| self.attr(&path));
         answer!(reply, found, attr => reply.entry(&TTL, &attr, Generation(0)));
     }
 
     fn getattr(&self, _: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
+        self.gate("getattr", ino, None);
         let found = match fh {
             Some(handle) => {
                 self.file(handle).and_then(|f| Ok(attr_of(ino.0, &f.metadata().map_err(Errno::from)?)))
@@ -249,6 +334,7 @@ impl Filesystem for FaultServer {
         _: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
+        self.gate("setattr", ino, None);
         let set = || {
             if let Some(size) = size {
                 self.truncate(ino, fh, size)?;
@@ -266,6 +352,7 @@ impl Filesystem for FaultServer {
     }
 
     fn mkdir(&self, _: &Request, parent: INodeNo, name: &OsStr, _: u32, _: u32, reply: ReplyEntry) {
+        self.gate("mkdir", parent, Some(name));
         let made = self.child(parent, name).and_then(|path| {
             fs::create_dir(&path).map_err(Errno::from)?;
             self.attr(&path)
@@ -274,11 +361,13 @@ impl Filesystem for FaultServer {
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        self.gate("unlink", parent, Some(name));
         let done = self.child(parent, name).and_then(|path| fs::remove_file(path).map_err(Errno::from));
         answer!(reply, done, () => reply.ok());
     }
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        self.gate("rmdir", parent, Some(name));
         let done = self.child(parent, name).and_then(|path| fs::remove_dir(path).map_err(Errno::from));
         answer!(reply, done, () => reply.ok());
     }
@@ -293,6 +382,7 @@ impl Filesystem for FaultServer {
         _: RenameFlags,
         reply: ReplyEmpty,
     ) {
+        self.gate("rename", parent, Some(name));
         let done = self.child(parent, name).and_then(|from| {
             let to = self.child(newparent, newname)?;
             fs::rename(from, &to).map_err(Errno::from)?;
@@ -302,6 +392,7 @@ impl Filesystem for FaultServer {
     }
 
     fn open(&self, _: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        self.gate("open", ino, None);
         let opened = self.path(ino).and_then(|path| {
             let write = flags.0 & libc::O_ACCMODE != libc::O_RDONLY;
             OpenOptions::new().read(true).write(write).open(path).map_err(Errno::from)
@@ -319,6 +410,7 @@ impl Filesystem for FaultServer {
         _: i32,
         reply: ReplyCreate,
     ) {
+        self.gate("create", parent, Some(name));
         let made = self.child(parent, name).and_then(|path| {
             let mut options = OpenOptions::new();
             let file = options.read(true).write(true).create_new(true).open(&path).map_err(Errno::from)?;
@@ -333,7 +425,7 @@ impl Filesystem for FaultServer {
     fn read(
         &self,
         _: &Request,
-        _: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         size: u32,
@@ -341,6 +433,7 @@ impl Filesystem for FaultServer {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        self.gate("read", ino, None);
         let mut buf = vec![0; size as usize];
         let got = self.file(fh).and_then(|file| file.read_at(&mut buf, offset).map_err(Errno::from));
         answer!(reply, got, count => reply.data(&buf[..count]));
@@ -349,7 +442,7 @@ impl Filesystem for FaultServer {
     fn write(
         &self,
         _: &Request,
-        _: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         data: &[u8],
@@ -358,15 +451,18 @@ impl Filesystem for FaultServer {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
+        self.gate("write", ino, None);
         let write = || self.file(fh)?.write_all_at(data, offset).map_err(Errno::from);
         answer!(reply, self.fault().and_then(|()| write()), () => reply.written(data.len() as u32));
     }
 
-    fn flush(&self, _: &Request, _: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+    fn flush(&self, _: &Request, ino: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+        self.gate("flush", ino, None);
         reply.ok();
     }
 
-    fn fsync(&self, _: &Request, _: INodeNo, fh: FileHandle, _: bool, reply: ReplyEmpty) {
+    fn fsync(&self, _: &Request, ino: INodeNo, fh: FileHandle, _: bool, reply: ReplyEmpty) {
+        self.gate("fsync", ino, None);
         let synced = self.fault().and_then(|()| self.file(fh)?.sync_all().map_err(Errno::from));
         answer!(reply, synced, () => reply.ok());
     }
@@ -374,18 +470,20 @@ impl Filesystem for FaultServer {
     fn release(
         &self,
         _: &Request,
-        _: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         _: OpenFlags,
         _: Option<LockOwner>,
         _: bool,
         reply: ReplyEmpty,
     ) {
+        self.gate("release", ino, None);
         self.open.lock().expect("lock").remove(&fh.0);
         reply.ok();
     }
 
     fn readdir(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+        self.gate("readdir", ino, None);
         let Ok(entries) = self.path(ino).and_then(|path| fs::read_dir(path).map_err(Errno::from)) else {
             return reply.error(Errno::EIO);
         };
@@ -403,11 +501,104 @@ impl Filesystem for FaultServer {
         reply.ok();
     }
 
-    fn statfs(&self, _: &Request, _: INodeNo, reply: ReplyStatfs) {
+    fn statfs(&self, _: &Request, ino: INodeNo, reply: ReplyStatfs) {
+        self.gate("statfs", ino, None);
         reply.statfs(1 << 20, 1 << 19, 1 << 19, 1 << 16, 1 << 15, 4096, 255, 4096);
     }
 
-    fn fsyncdir(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+    fn fsyncdir(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        self.gate("fsyncdir", ino, None);
         reply.ok();
+    }
+
+    fn symlink(&self, _: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
+        self.gate("symlink", parent, Some(name));
+        let made = self.child(parent, name).and_then(|path| {
+            std::os::unix::fs::symlink(target, &path).map_err(Errno::from)?;
+            self.attr(&path)
+        });
+        answer!(reply, made, attr => reply.entry(&TTL, &attr, Generation(0)));
+    }
+
+    fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
+        self.gate("readlink", ino, None);
+        let read = self.path(ino).and_then(|path| fs::read_link(path).map_err(Errno::from));
+        answer!(reply, read, target => reply.data(target.as_os_str().as_encoded_bytes()));
+    }
+
+    fn link(&self, _: &Request, ino: INodeNo, newparent: INodeNo, newname: &OsStr, reply: ReplyEntry) {
+        self.gate("link", newparent, Some(newname));
+        let made = self.child(newparent, newname).and_then(|path| {
+            fs::hard_link(self.path(ino)?, &path).map_err(Errno::from)?;
+            self.attr(&path)
+        });
+        answer!(reply, made, attr => reply.entry(&TTL, &attr, Generation(0)));
+    }
+
+    fn fallocate(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        length: u64,
+        mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        self.gate("fallocate", ino, None);
+        let flags = FallocateFlags::from_bits_retain(mode as u32);
+        let done = self
+            .file(fh)
+            .and_then(|file| rustix::fs::fallocate(file, flags, offset, length).map_err(io_errno));
+        answer!(reply, done, () => reply.ok());
+    }
+
+    fn lseek(&self, _: &Request, ino: INodeNo, fh: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
+        self.gate("lseek", ino, None);
+        let to = if whence == libc::SEEK_DATA {
+            SeekFrom::Data(offset as u64)
+        } else {
+            SeekFrom::Hole(offset as u64)
+        };
+        let found = self.file(fh).and_then(|file| rustix::fs::seek(file, to).map_err(io_errno));
+        answer!(reply, found, at => reply.offset(at as i64));
+    }
+
+    fn copy_file_range(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        fh_in: FileHandle,
+        offset_in: u64,
+        ino_out: INodeNo,
+        fh_out: FileHandle,
+        offset_out: u64,
+        len: u64,
+        _: CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        self.gate("copy_file_range", ino_out, None);
+        let copy = || {
+            let (from, to) = (self.file(fh_in)?, self.file(fh_out)?);
+            let (mut at, mut into) = (offset_in, offset_out);
+            rustix::fs::copy_file_range(from, Some(&mut at), to, Some(&mut into), len as usize)
+                .map_err(io_errno)
+        };
+        answer!(reply, copy(), count => reply.written(count as u32));
+    }
+
+    fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        self.gate("getxattr", ino, None);
+        let mut value = vec![0; 1 << 16];
+        let read = self.path(ino).and_then(|path| {
+            let len = rustix::fs::lgetxattr(path, name, &mut value[..]).map_err(io_errno)?;
+            value.truncate(len);
+            Ok(value)
+        });
+        answer!(reply, read, value => match size {
+            0 => reply.size(value.len() as u32),
+            size if value.len() > size as usize => reply.error(Errno::ERANGE),
+            _ => reply.data(&value),
+        });
     }
 }

@@ -3,12 +3,13 @@
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use firn_format::protocol::Status;
 
-use crate::command::{Outcome, wait_until};
-use crate::sandbox::{Sandbox, is_mounted, kill, kill_processes_of, tail, unmount_lazily};
+use crate::command::{Outcome, run, wait_until};
+use crate::sandbox::{Sandbox, firn_binary, is_mounted, kill, kill_processes_of, tail, unmount_lazily};
 use crate::watchdog::{Watchdog, test_limit};
 
 /// A small arena: filled and wrapped within a test, and cheap to create a few hundred times.
@@ -51,8 +52,26 @@ impl<'a> FirnMount<'a> {
     /// Mounts `backing` at `mount_point` and asks the daemon for its process id.
     #[track_caller]
     pub fn at(sandbox: &'a Sandbox, backing: &Path, mount_point: &Path, options: &str) -> Self {
+        let mut firn = sandbox.firn(mount_args(backing, mount_point, options));
+        Self::started_by(sandbox, backing, mount_point, &mut firn)
+    }
+
+    /// Mounts `backing` at the sandbox's `mnt`, with a firnd that may have so many descriptors.
+    #[track_caller]
+    pub fn with_descriptors(sandbox: &'a Sandbox, backing: &Path, options: &str, count: u64) -> Self {
+        let mount_point = sandbox.join("mnt");
+        // Root's firnd would raise its limit.
+        let mut firn = Command::new("setpriv");
+        sandbox.environment(&mut firn);
+        firn.args(["--bounding-set=-sys_resource", "prlimit"]).arg(format!("--nofile={count}:{count}"));
+        firn.arg(firn_binary()).args(mount_args(backing, &mount_point, options));
+        Self::started_by(sandbox, backing, &mount_point, &mut firn)
+    }
+
+    #[track_caller]
+    fn started_by(sandbox: &'a Sandbox, backing: &Path, mount_point: &Path, firn: &mut Command) -> Self {
         let watchdog = Self::watchdog(sandbox, mount_point);
-        sandbox.run(mount_args(backing, mount_point, options)).ok();
+        run(firn).ok();
         assert!(is_mounted(mount_point), "`firn mount` said 0 and nothing is mounted");
         let mut mount = Self {
             sandbox,
@@ -88,6 +107,18 @@ impl<'a> FirnMount<'a> {
     /// The backing directory.
     pub fn backing(&self) -> &Path {
         &self.backing
+    }
+
+    /// Descriptors that firnd has now.
+    pub fn descriptors(&self) -> usize {
+        fs::read_dir(format!("/proc/{}/fd", self.pid)).expect("firnd's descriptors").count()
+    }
+
+    /// KiB of memory that are firnd's own: not those of the arena.
+    pub fn own_memory_kib(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).expect("firnd's status");
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("RssAnon");
+        line.trim().trim_end_matches(" kB").parse().expect("a number of KiB")
     }
 
     /// firnd's process id.

@@ -156,8 +156,8 @@ pub fn kill(pid: u32, signal: i32) {
 
 /// Mount points at or below `dir`, deepest first.
 pub fn mounts_below(dir: &Path) -> Vec<PathBuf> {
-    let table = fs::read_to_string("/proc/self/mountinfo").expect("/proc/self/mountinfo");
-    let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+    let table = fs::read("/proc/self/mountinfo").expect("/proc/self/mountinfo");
+    let points = firn_client::mountinfo::parse(&table).into_iter().map(|entry| entry.mount_point);
     let mut below: Vec<_> = points.filter(|point| point.starts_with(dir)).collect();
     below.reverse();
     below

@@ -3,6 +3,7 @@
 mod bad_input {
     mod arena;
     mod backing;
+    mod limits;
     mod machine;
     mod mounting;
     mod options;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use firn_tests::command::wait_child;
 use firn_tests::mount::{SMALL, status_of};
 use firn_tests::sandbox::{firn_binary, is_mounted};
-use firn_tests::{FirnMount, Sandbox, run};
+use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, run};
 
 /// `/sbin/mount.firn` for as long as the value lives, as an installation makes it.
 struct Helper {
@@ -71,6 +71,30 @@ fn mount_a_mounts_an_fstab_line() {
     assert_eq!(fs::read(backing.join("file")).expect("read"), b"text");
 }
 
+/// Proves S-error-8.
+#[test]
+fn regression_firnd_has_let_go_of_the_backing_when_firn_umount_returns() {
+    let sandbox = Sandbox::new("letgo");
+    let by_helper = sandbox.join("umount.fuse.firn");
+    symlink(fs::canonicalize(firn_binary()).expect("the binary"), &by_helper).expect("symlink");
+    for round in 0..12 {
+        let image = LoopImage::new(&sandbox, FsKind::Tmpfs, 64);
+        let mount = FirnMount::over(&sandbox, image.path(), &format!("{SMALL},close=held"));
+        fs::write(mount.join("file"), vec![1; 3 << 20]).expect("write");
+        let point = mount.path().as_os_str();
+        match round % 3 {
+            0 => sandbox.run(["umount".as_ref(), point]).ok(),
+            1 => sandbox.run(["umount".as_ref(), "--force".as_ref(), point]).ok(),
+            _ => run(in_sandbox(&sandbox, by_helper.to_str().expect("UTF-8"), &["-n"]).arg(point)).ok(),
+        };
+        assert!(firn_tests::sandbox::is_zombie(mount.pid()), "round {round}: firnd still runs");
+        assert_eq!(fs::metadata(image.path().join("file")).expect("stat").len(), 3 << 20);
+        // Not lazily: whoever still has a file there keeps it from being unmounted.
+        let unmounted = rustix::mount::unmount(image.path(), rustix::mount::UnmountFlags::empty());
+        assert_eq!(unmounted, Ok(()), "round {round}");
+    }
+}
+
 #[test]
 fn mount_firn_has_the_exit_codes_of_mount_8() {
     let sandbox = Sandbox::new("mountfirn");
@@ -96,8 +120,8 @@ fn status_wait_and_drain_answer_in_json() {
     let status = mount.status();
     assert_eq!(status.held_bytes, 12_345);
     assert_eq!(status.held_files, 1);
-    assert_eq!(Path::new(&status.mount_point), mount.path());
-    assert_eq!(status.backing, mount.backing().to_string_lossy());
+    assert_eq!(status.mount_point.as_path(), mount.path());
+    assert_eq!(status.backing.as_path(), mount.backing());
     assert_eq!(status.arena_bytes, 32 << 20);
     let step = mount.join("step").to_string_lossy().into_owned();
     sandbox.run(["wait", "--until", "durable", "--json", &step]).ok().json();

@@ -139,43 +139,57 @@ fn a_later_mount_has_what_was_in_memory() {
     assert_same_bytes("in the backing", &read(&backing.join("f")), &data);
 }
 
-/// Proves S-demand-6. Multilevel checkpointing: each second checkpoint drains by itself, the oldest ones go.
+/// Proves S-prune-1, S-prune-2.
 #[test]
-fn checkpoints_drain_in_turn_and_old_ones_go() {
-    let sandbox = Sandbox::new("demandkeep");
-    fs::create_dir_all(sandbox.join("backing/before")).expect("mkdir");
-    let mount = FirnMount::new(&sandbox, &format!("{DEMAND},keep=2,drain-every=2"));
-    let data = bytes(8, MIB);
+fn old_checkpoints_go_and_what_may_be_needed_stays() {
+    let sandbox = Sandbox::new("prune");
+    let mount = FirnMount::new(&sandbox, DEMAND);
     let names = || {
-        let mut names: Vec<_> = fs::read_dir(mount.backing())
-            .expect("list")
-            .map(|entry| entry.expect("entry").file_name().into_string().expect("utf-8"))
-            .collect();
+        let entries = fs::read_dir(mount.path()).expect("list");
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.expect("entry").file_name().into_string().expect("UTF-8")).collect();
         names.sort();
         names
     };
-    for step in 0..5 {
-        // Under another name until it is whole, as careful programs do.
-        let (unfinished, dir) = (mount.join(format!("step{step}.tmp")), mount.join(format!("step{step}")));
-        fs::create_dir(&unfinished).expect("mkdir");
+    let prune = |more: &[&str]| {
+        let words = ["prune", "--keep", "1"].iter().chain(more).map(OsStr::new);
+        sandbox.run(words.chain([mount.path().as_os_str()])).ok()
+    };
+    let data = bytes(8, 100_000);
+    for step in ["step1", "step2", "step3", "step4", "step5"] {
+        fs::create_dir(mount.join(step)).expect("mkdir");
         for rank in 0..2 {
-            fs::write(unfinished.join(format!("rank{rank}")), &data).expect("write");
-        }
-        fs::rename(&unfinished, &dir).expect("rename");
-        let behind = mount.backing().join(format!("step{step}/rank1"));
-        if step % 2 == 0 {
-            wait_until("the checkpoint drains", Duration::from_secs(30), || {
-                fs::metadata(&behind).is_ok_and(|found| found.len() == data.len() as u64)
-            });
+            fs::write(mount.join(&format!("{step}/rank{rank}")), &data).expect("write");
         }
     }
-    assert_eq!(mount.status().held_bytes % (2 * MIB as u64), 0);
-    wait_until("the old ones are removed", Duration::from_secs(30), || names().len() <= 4);
-    assert_eq!(names(), ["before", "step2", "step3", "step4"]);
-    assert_eq!(fs::metadata(mount.backing().join("step3/rank0")).expect("stat").len(), 0, "not its turn");
-    for step in 2..5 {
-        assert_same_bytes("kept", &read(&mount.join(format!("step{step}/rank0"))), &data);
-    }
+    fs::create_dir(mount.join(".hidden")).expect("mkdir");
+    fs::write(mount.join("log"), b"a file is no checkpoint").expect("write");
+    std::os::unix::fs::symlink("step1", mount.join("good")).expect("symlink");
+    let reader = fs::File::open(mount.join("step2/rank0")).expect("open");
+    let before = names();
+
+    let plan: serde_json::Value = prune(&["--dry-run", "--json"]).json();
+    assert_eq!(plan["removed"], serde_json::json!(["step3"]), "{plan}");
+    assert_eq!(names(), before, "a dry run removes nothing");
+
+    prune(&[]).says("1 checkpoint removed, 4 kept");
+    assert_eq!(names(), [".hidden", "good", "log", "step1", "step2", "step4", "step5"]);
+    assert_same_bytes("linked", &read(&mount.join("good/rank1")), &data);
+    drop(reader);
+    // What an interrupted removal left.
+    fs::rename(mount.join("step2"), mount.join(".step2.pruned")).expect("rename");
+    fs::remove_file(mount.join("good")).expect("unlink");
+    wait_until("the reader's close has come to firnd", Duration::from_secs(30), || {
+        prune(&[]);
+        names() == [".hidden", "log", "step4", "step5"]
+    });
+    assert_same_bytes("kept", &read(&mount.join("step4/rank0")), &data);
+
+    let elsewhere = sandbox.mkdir("plain");
+    sandbox.run([OsStr::new("prune"), OsStr::new("--keep"), OsStr::new("1"), elsewhere.as_os_str()]).code(10);
+    sandbox
+        .run([OsStr::new("prune"), OsStr::new("--keep"), OsStr::new("0"), mount.path().as_os_str()])
+        .code(2);
 }
 
 /// Proves S-demand-7: what was open when firnd died is told from what was closed.

@@ -501,3 +501,26 @@ fn a_host_that_is_killed_in_shadow_mode_is_undone_on_all() {
         assert_eq!(left_over(&cluster), [""; 0]);
     }
 }
+
+/// Proves S-tx-35.
+#[test]
+fn regression_a_mount_without_the_others_drops_its_part_and_keeps_what_is_written_after() {
+    let cluster = Cluster::new("alone", 2, &format!("{HASTY},close=held,drain-age=10min"));
+    fs::write(cluster.backing().join("shared"), "....................").expect("write");
+    let mounts = cluster.mounts();
+    begin_all(&cluster, &mounts);
+    open(&mounts[1], "shared").write_all_at(b"1111111111", 10).expect("write");
+    assert!(mounts[1].status().held_bytes >= 10, "it is in the arena only");
+    // The job is over, and this host goes on without transactions.
+    mounts.into_iter().for_each(|mount| drop(mount.kill()));
+    let alone = "arena-size=64M,chunk-size=4M,close=held,drain-age=10min";
+    let over = || FirnMount::over(&cluster.hosts[1], &cluster.backing(), alone);
+    let mount = over();
+    assert_eq!(fs::read(mount.join("shared")).expect("read"), b"....................");
+    open(&mount, "shared").write_all_at(b"after", 10).expect("write");
+    mount.kill();
+    let mount = over();
+    assert_eq!(fs::read(mount.join("shared")).expect("read"), b"..........after.....");
+    let backing = mount.umount();
+    assert_eq!(fs::read(backing.join("shared")).expect("read"), b"..........after.....");
+}

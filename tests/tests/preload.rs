@@ -90,16 +90,32 @@ macro_rules! same {
     ($($test:ident: $case:literal,)*) => {$(
         #[test]
         fn $test() {
-            // What is read back is drained in the first round, and in the arena in the second.
-            for options in [patient(""), patient("close=held,drain=demand")] {
-                same_everywhere($case, &options, |dir| {
-                    let mut command = Command::new(cases());
-                    command.arg(dir).arg($case);
-                    command
-                });
-            }
+            same_case($case);
         }
     )*};
+}
+
+/// What is read back is drained in the first round, and in the arena in the second.
+fn same_case(case: &str) {
+    for options in [patient(""), patient("close=held,drain=demand")] {
+        same_everywhere(case, &options, |dir| {
+            let mut command = Command::new(cases());
+            command.arg(dir).arg(case);
+            command
+        });
+    }
+}
+
+/// Proves S-door-5.
+#[test]
+fn regression_buffers_bad_at_either_end_give_what_the_kernel_gives() {
+    same_case("bad-buffers");
+}
+
+/// Proves S-door-6.
+#[test]
+fn regression_a_size_that_was_not_asked_for_is_right_or_not_told() {
+    same_case("statx-of-nothing");
 }
 
 same! {

@@ -44,6 +44,24 @@ fn without_a_backing_nothing_outlives_success() {
     assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
 }
 
+/// Proves S-prune-1.
+#[test]
+fn old_checkpoints_of_a_job_go_while_it_runs() {
+    for door in [&[][..], &["-o", "door=preload"]] {
+        let sandbox = Sandbox::new("runkeep");
+        let script = "for step in 1 2 3 4 5; do
+                mkdir $FIRN_PREFIX/step$step && echo data > $FIRN_PREFIX/step$step/rank0
+            done
+            while test -e $FIRN_PREFIX/step2; do sleep 0.1; done
+            cat $FIRN_PREFIX/step3/rank0
+            ls $FIRN_PREFIX";
+        let options = [&["--keep", "2"][..], door].concat();
+        let outcome = run(&mut firn_run(&sandbox, &options, script)).ok();
+        assert_eq!(outcome.stdout, "data\nstep3\nstep4\nstep5\n");
+        assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
+    }
+}
+
 #[test]
 fn a_job_that_is_killed_finds_its_files_again() {
     let sandbox = Sandbox::new("runagain");

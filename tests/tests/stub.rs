@@ -138,6 +138,8 @@ same! {
     a_signal_handler_writes_to_the_descriptor_it_interrupts: "handlers",
     threads_that_share_a_descriptor_lose_nothing: "threads",
     bad_pointers_give_efault: "bad-pointers",
+    regression_buffers_bad_at_either_end_give_what_the_kernel_gives: "bad-buffers",
+    regression_a_size_that_was_not_asked_for_is_right_or_not_told: "statx-of-nothing",
     stdio_mixes_with_descriptors: "stdio",
     asynchronous_writes_and_plain_ones_agree: "asynchronous",
     fortified_calls_read_and_check: "fortified",
@@ -484,6 +486,70 @@ fn removed_files_give_their_memory_back() {
     mount.umount();
 }
 
+/// Proves S-stub-3: nobody asks for names, and no writer for room.
+#[test]
+fn regression_memory_of_removed_files_is_free_soon() {
+    let sandbox = Sandbox::new("stub-removed");
+    let mount = tree(&sandbox, &patient("drain=demand"));
+    let script =
+        "mkdir d; for i in 1 2 3; do head -c 1000000 /dev/zero > d/$i; done; head -c 500000 /dev/zero > kept";
+    run(preload(&sandbox, &mut shell(script, mount.path()))).ok();
+    let status = mount.status();
+    assert_eq!((status.held_bytes, status.held_files), (3_500_000, 4));
+    // By the kernel alone, and one of them in the instant after others.
+    fs::remove_file(mount.join("d/1")).expect("remove");
+    fs::rename(mount.join("d/2"), mount.join("d/3")).expect("rename over");
+    wait_until("the memory is free", Duration::from_secs(20), || mount.status().held_bytes == 1_500_000);
+    let script = "import os, sys, time; f = os.open(sys.argv[1] + '/d/3', os.O_RDONLY); os.unlink(sys.argv[1] + '/d/3')
+sys.stdin.readline(); assert len(os.pread(f, 2000000, 0)) == 1000000; os.close(f); sys.stdin.readline()";
+    let mut reader =
+        preload(&sandbox, &mut python(script, mount.path())).stdin(Stdio::piped()).spawn().expect("python");
+    wait_until("it is removed", Duration::from_secs(20), || !mount.join("d/3").exists());
+    let mut input = reader.stdin.take().expect("piped");
+    let before = mount.status();
+    fs::remove_file(mount.join("kept")).expect("remove");
+    wait_until("the other's memory is free", Duration::from_secs(20), || {
+        mount.status().held_bytes == 1_000_000
+    });
+    assert_eq!(before.held_bytes, 1_500_000, "a file that is open");
+    std::io::Write::write_all(&mut input, b"read\n").expect("write");
+    wait_until("the last close", Duration::from_secs(20), || mount.status().held_bytes == 0);
+    wait_until("nothing of it is in use", Duration::from_secs(20), || mount.status().arena_used_bytes == 0);
+    drop(input);
+    assert_eq!(wait_child(&mut reader, Duration::from_secs(20)).and_then(|status| status.code()), Some(0));
+    mount.umount();
+}
+
+/// `firn ls` of a tree and of a mount: sizes, and the bytes that are held.
+#[test]
+fn regression_ls_tells_sizes_and_held_bytes_of_a_tree_as_of_a_mount() {
+    for door in ["door=preload", "door=mount"] {
+        let sandbox = Sandbox::new("stub-ls");
+        fs::write(sandbox.join("backing/old"), b"0123456789").expect("write");
+        let mount = FirnMount::new(&sandbox, &patient(&format!("drain=demand,{door}")));
+        let script = "printf abc > new; mkdir d; head -c 5000 /dev/zero > d/half; \"$0\" drain --wait d; printf abcde >> d/half; printf xyz >> old";
+        let mut command = Command::new("bash");
+        command.args(["-euc", script]).arg(firn_binary()).current_dir(mount.path());
+        run(preload(&sandbox, &mut command)).ok();
+        let run = |json: &[&str]| {
+            let args = json.iter().map(std::ffi::OsStr::new).chain([mount.path().as_os_str()]);
+            sandbox.run(["ls".as_ref()].into_iter().chain(args)).ok()
+        };
+        let listed = run(&["--json"]).json();
+        let row = |file: &serde_json::Value| {
+            let number = |key: &str| file[key].as_u64().expect("a number");
+            (file["path"].as_str().expect("a path").to_owned(), number("size"), number("held_bytes"))
+        };
+        let rows: Vec<_> = listed.as_array().expect("a list").iter().map(row).collect();
+        let expected = [("d/half", 5005, 5), ("new", 3, 3), ("old", 13, 3)];
+        assert_eq!(rows, expected.map(|(path, size, held)| (path.to_owned(), size, held)), "{door}");
+        let text = run(&[]).stdout;
+        let columns: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(columns[1][2..], ["3", "B", "3", "B", "new"], "{door}: {text}");
+        mount.umount();
+    }
+}
+
 // ---- faults --------------------------------------------------------------------------------------
 
 /// kill -9 of firnd; the tree stays.
@@ -720,7 +786,7 @@ fn prefixes_and_options_that_cannot_be_are_refused_with_the_reason() {
     let sandbox = Sandbox::new("stub-bad");
     let (backing, mount_point) = (sandbox.join("backing"), sandbox.join("mnt"));
     let mount = |options: &str| sandbox.run(mount_args(&backing, &mount_point, options));
-    for options in ["door=preload,allow-other", "door=preload,keep=2", "door=preload,ro"] {
+    for options in ["door=preload,allow-other", "door=preload,ro"] {
         mount(options).code(2).says("door=preload");
     }
     mount("door=window").code(2).says("preload");

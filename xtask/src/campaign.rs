@@ -25,6 +25,15 @@ pub enum Campaign {
         #[arg(long)]
         seed: Option<u64>,
     },
+    /// Engine and transactions over the simulated backing, stopped at every kind of step, with faults
+    Simulation {
+        /// Operations in all
+        #[arg(long, default_value_t = 1_000_000)]
+        ops: u64,
+        /// Repeats a campaign: the seed that a failure printed
+        #[arg(long)]
+        seed: Option<u64>,
+    },
     /// fsx with mmap on, on a mount over each kind of file system
     Fsx {
         /// Operations on each
@@ -88,6 +97,12 @@ impl Campaign {
                 )?;
                 system("nodes", "a_host_that_is_killed_between", length, seed)
             }
+            Self::Simulation { ops, seed } => {
+                for (package, test) in SIMULATED {
+                    simulation(package, test, ops, seed)?;
+                }
+                Ok(())
+            }
             Self::Fsx { ops, seed } => system("suites", "fsx_finds_nothing", ("FIRN_FSX_OPS", ops), seed),
             Self::Differential { ops, seed } => {
                 let length = ("FIRN_DIFFERENTIAL_OPS", ops);
@@ -106,6 +121,26 @@ fn system(test: &str, filter: &str, length: (&str, u64), seed: Option<u64>) -> a
     let mut command = cargo_command(&["test", "--release", "-p", "firn-tests", "--test", test]);
     command.args(["--", "--nocapture", "--test-threads=1", filter]);
     command.env(length.0, length.1.to_string()).env("FIRN_TEST_LIMIT_S", TEST_LIMIT_S.to_string());
+    if let Some(seed) = seed {
+        command.env("FIRN_SEED", seed.to_string());
+    }
+    cargo(&mut command)
+}
+
+/// Tests that run over the simulated backing and take their length from `FIRN_OPS`.
+const SIMULATED: [(&str, &str); 6] = [
+    ("firn-engine", "simulation"),
+    ("firn-held", "crash"),
+    ("firn-held", "tree"),
+    ("firn-held", "history"),
+    ("firn-held", "shadow"),
+    ("firn-held", "backup"),
+];
+
+/// In the test build, where invariants are asserted.
+fn simulation(package: &str, test: &str, ops: u64, seed: Option<u64>) -> anyhow::Result<()> {
+    let mut command = cargo_command(&["test", "-p", package, "--test", test, "--", "--nocapture"]);
+    command.env("FIRN_OPS", ops.to_string());
     if let Some(seed) = seed {
         command.env("FIRN_SEED", seed.to_string());
     }

@@ -2,6 +2,7 @@
 
 mod campaign;
 mod pages;
+mod security;
 mod semantics;
 
 use std::process::ExitCode;

@@ -19,6 +19,7 @@ fn main() -> ExitCode {
         ["faultfs", source, mount_point, control] => {
             firn_tests::faultfs::serve(Path::new(source), Path::new(mount_point), Path::new(control));
         }
+        ["powerfs", mount_point] => firn_tests::powerfs::serve(Path::new(mount_point)),
         ["door-writer", file, log] => firn_tests::door::write_until_killed(Path::new(file), Path::new(log)),
         ["door-spoiler", file, how, seed] => {
             firn_tests::door::spoil_on_command(Path::new(file), how, number(seed))
@@ -28,7 +29,7 @@ fn main() -> ExitCode {
         _ => {
             eprintln!(
                 "usage: firn-test-helper writer DIR LOG SEED | verify DIR LOG | append FILE ID COUNT \
-                 | faultfs SOURCE DIR CONTROL | hand FILE \
+                 | faultfs SOURCE DIR CONTROL | powerfs DIR | hand FILE \
                  | door-writer FILE LOG | door-spoiler FILE HOW SEED | door-version FILE"
             );
             return ExitCode::from(2);

@@ -1,0 +1,352 @@
+//! A backing whose calls do not return: what goes on, and how such a mount ends.
+//!
+//! The kernel keeps some calls of one directory apart by itself, here and in the file system of the test: so what
+//! hangs has directories of its own, and what goes on another one.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use firn_tests::faultfs::FaultFs;
+use firn_tests::sandbox::is_mounted;
+use firn_tests::watchdog::test_limit;
+use firn_tests::{FirnMount, Sandbox, wait_until};
+use rustix::fs::{FallocateFlags, SeekFrom};
+
+/// What a call needs to come to where it hangs.
+const REACH_LIMIT: Duration = Duration::from_secs(60);
+/// Programs that call for one file, and programs with a file of their own each.
+const PROGRAMS: usize = 20;
+/// What was looked up before is not looked up again: only what hangs is.
+const OPTIONS: &str = "arena-size=64M,chunk-size=1M,fuse-threads=2,attr-timeout=10min";
+
+/// What programs do, and the operation of the server that hangs then.
+struct Call {
+    operation: &'static str,
+    /// Before it hangs, in a directory with `file` in it.
+    prepare: fn(&Path) -> io::Result<Option<File>>,
+    act: fn(&Path, Option<File>) -> io::Result<()>,
+    /// Calls of the server that hang at the same time, at least.
+    reached: u64,
+}
+
+const FILE: &str = "file";
+
+fn nothing(_: &Path) -> io::Result<Option<File>> {
+    Ok(None)
+}
+
+fn opened(dir: &Path) -> io::Result<Option<File>> {
+    OpenOptions::new().read(true).write(true).open(dir.join(FILE)).map(Some)
+}
+
+/// One copy after the other at first: Linux 6.18 asks for a newer kind, which the server does not know, and takes two
+/// refusals at once for one of the older kind too.
+fn copied(dir: &Path) -> io::Result<Option<File>> {
+    let file = of(opened(dir)?);
+    copy(&file)?;
+    Ok(Some(file))
+}
+
+fn copy(file: &File) -> io::Result<()> {
+    let (mut from, mut to) = (0, 1000);
+    Ok(rustix::fs::copy_file_range(file, Some(&mut from), file, Some(&mut to), 10).map(drop)?)
+}
+
+fn of(file: Option<File>) -> File {
+    file.expect("it was opened before")
+}
+
+/// A name of this thread's own.
+fn own_name(dir: &Path) -> PathBuf {
+    dir.join(format!("{:?}", std::thread::current().id()))
+}
+
+fn calls() -> Vec<Call> {
+    let each = PROGRAMS as u64;
+    let call = |operation, prepare, act, reached| Call { operation, prepare, act, reached };
+    vec![
+        call("lookup", nothing, |dir, _| fs::symlink_metadata(dir.join(FILE)).map(drop), each),
+        call("getattr", nothing, |dir, _| fs::symlink_metadata(dir.join(FILE)).map(drop), each),
+        call("open", nothing, |dir, _| File::open(dir.join(FILE)).map(drop), each),
+        call("create", nothing, |dir, _| File::create_new(own_name(dir)).map(drop), each),
+        call("read", opened, |_, file| of(file).read_at(&mut [0; 10], 0).map(drop), each),
+        // A close waits for its drain, and one file has fewer drains under way than there are threads for them.
+        call("write", opened, |_, file| of(file).write_at(b"new", 0).map(drop), 1),
+        call("fsync", opened, |_, file| of(file).sync_all(), each),
+        call(
+            "setattr",
+            nothing,
+            |dir, _| fs::set_permissions(dir.join(FILE), fs::Permissions::from_mode(0o600)),
+            each,
+        ),
+        call("setattr", opened, |_, file| of(file).set_len(10), each),
+        call("unlink", nothing, |dir, _| fs::remove_file(dir.join(FILE)), each),
+        call("rename", nothing, |dir, _| fs::rename(dir.join(FILE), dir.join("moved")), each),
+        call("mkdir", nothing, |dir, _| fs::create_dir(own_name(dir)), each),
+        call("symlink", nothing, |dir, _| symlink("target", own_name(dir)), each),
+        call("link", nothing, |dir, _| fs::hard_link(dir.join(FILE), own_name(dir)), each),
+        call("readdir", nothing, |dir, _| fs::read_dir(dir)?.try_for_each(|entry| entry.map(drop)), each),
+        call("statfs", nothing, |dir, _| Ok(rustix::fs::statfs(dir).map(drop)?), each / 2),
+        call("copy_file_range", copied, |_, file| copy(&of(file)), each),
+        call(
+            "fallocate",
+            opened,
+            |_, file| Ok(rustix::fs::fallocate(of(file), FallocateFlags::empty(), 0, 1 << 20)?),
+            each,
+        ),
+        call("lseek", opened, |_, file| Ok(rustix::fs::seek(of(file), SeekFrom::Data(0)).map(drop)?), each),
+        call(
+            "getxattr",
+            nothing,
+            |dir, _| match rustix::fs::getxattr(dir.join(FILE), "user.x", &mut [0; 8][..]) {
+                Err(rustix::io::Errno::NODATA) => Ok(()),
+                other => Ok(other.map(drop)?),
+            },
+            each,
+        ),
+        // Nobody waits for it but firnd.
+        call("flush", opened, |_, file| Ok(drop(file)), 1),
+    ]
+}
+
+/// A program: a thread, and whether its call must succeed.
+type Program = (bool, JoinHandle<io::Result<()>>);
+
+/// Makes directories whose names begin with `name`, in which the programs of [`start`] work.
+fn directories(source: &Path, name: &str) -> Vec<PathBuf> {
+    let own = (0..PROGRAMS).map(|program| PathBuf::from(format!("{name}-{program}")));
+    let all: Vec<_> = own.chain([PathBuf::from(name)]).collect();
+    for dir in &all {
+        fs::create_dir(source.join(dir)).expect("mkdir in the source");
+        fs::write(source.join(dir).join(FILE), [b'x'; 5000]).expect("a file in the source");
+    }
+    all
+}
+
+/// Starts the programs, of which half call for one file; what they need before is done when it returns.
+fn start(mount: &FirnMount, dirs: &[PathBuf], call: &Call, hang: impl FnOnce()) -> Vec<Program> {
+    let (shared, own) = dirs.split_last().expect("directories");
+    let shared = std::iter::repeat_n((false, shared), PROGRAMS);
+    let places = own.iter().map(|dir| (true, dir)).chain(shared);
+    let prepared: Vec<_> = places
+        .map(|(alone, dir)| {
+            let dir = mount.join(dir);
+            fs::metadata(&dir).expect("stat of a directory");
+            let file = (call.prepare)(&dir).unwrap_or_else(|error| panic!("{}: {error}", call.operation));
+            (alone, dir, file)
+        })
+        .collect();
+    hang();
+    let (act, operation) = (call.act, call.operation);
+    let begin = |(alone, dir, file): (bool, PathBuf, Option<File>)| {
+        let program = move || {
+            let tell = |error: &io::Error| println!("{operation} in {}: {error}", dir.display());
+            act(&dir, file).inspect_err(tell)
+        };
+        (alone, std::thread::spawn(program))
+    };
+    prepared.into_iter().map(begin).collect()
+}
+
+/// What programs do with other files.
+fn everything_else(dir: &Path) {
+    let (path, moved) = (dir.join("new"), dir.join("moved"));
+    let mut file = File::create_new(&path).expect("create");
+    file.write_all(&[7; 100_000]).expect("write");
+    file.sync_all().expect("fsync");
+    drop(file);
+    assert_eq!(fs::metadata(&path).expect("stat").len(), 100_000);
+    assert_eq!(fs::read(&path).expect("open and read"), [7; 100_000]);
+    let old = OpenOptions::new().read(true).write(true).open(dir.join(FILE)).expect("open");
+    old.write_all_at(b"begins", 0).expect("write");
+    let mut bytes = [0; 10];
+    old.read_exact_at(&mut bytes, 0).expect("read");
+    assert_eq!(&bytes, b"beginsxxxx");
+    old.set_len(4000).expect("truncate");
+    drop(old);
+    fs::rename(&path, &moved).expect("rename");
+    fs::set_permissions(&moved, fs::Permissions::from_mode(0o640)).expect("chmod");
+    fs::remove_file(&moved).expect("unlink");
+    fs::create_dir(&path).expect("mkdir");
+    assert_eq!(fs::read_dir(dir).expect("readdir").count(), 2);
+    fs::remove_dir(&path).expect("rmdir");
+    fs::write(dir.join(FILE), [b'x'; 5000]).expect("truncate, write, close");
+}
+
+/// Proves S-error-11.
+#[test]
+fn regression_programs_that_hang_stop_nobody_else() {
+    let sandbox = Sandbox::new("hangs");
+    let fault = FaultFs::new(&sandbox);
+    let _watchdog = fault.watchdog(test_limit() * 3 / 4);
+    let mount = FirnMount::over(&sandbox, fault.path(), OPTIONS);
+    fs::create_dir(fault.source().join("other")).expect("mkdir in the source");
+    fs::write(fault.source().join("other").join(FILE), [b'x'; 5000]).expect("a file in the source");
+    for (number, call) in calls().iter().enumerate() {
+        let operation = call.operation;
+        let name = format!("hung-{number}-{operation}");
+        let mut dirs = directories(fault.source(), &name);
+        if operation == "write" {
+            dirs = vec![dirs.pop().expect("the directory of all")];
+        }
+        let path = if operation == "statfs" { "" } else { &name };
+        let programs = start(&mount, &dirs, call, || fault.hang(operation, path));
+        wait_until(&format!("{operation} hangs"), REACH_LIMIT, || fault.hung_count() >= call.reached);
+        everything_else(&mount.join("other"));
+        let asked = Instant::now();
+        let status = mount.status();
+        let told = asked.elapsed();
+        let hung = fault.hung_count();
+        println!(
+            "{operation}: {hung} calls hang, {} bytes are held, status after {told:?}",
+            status.held_bytes
+        );
+        fault.let_go();
+        for (alone, program) in programs {
+            let result = program.join().expect("a program");
+            assert!(!alone || result.is_ok(), "{operation}: {result:?}");
+        }
+    }
+    mount.umount();
+    assert_eq!(fs::read(fault.source().join("other").join(FILE)).expect("read"), [b'x'; 5000]);
+}
+
+/// Proves S-error-11.
+#[test]
+fn regression_a_server_that_answers_nothing_stops_no_write_to_memory() {
+    /// More than there may be calls of the backing at a time.
+    const MANY: usize = 700;
+    let sandbox = Sandbox::new("hangsall");
+    let fault = FaultFs::new(&sandbox);
+    let _watchdog = fault.watchdog(test_limit() * 3 / 4);
+    for program in 0..MANY {
+        fs::write(fault.source().join(program.to_string()), "").expect("a file in the source");
+    }
+    let options = format!("{OPTIONS},close=held,drain-age=10min");
+    let mount = FirnMount::over(&sandbox, fault.path(), &options);
+    let path = mount.join("held");
+    let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).expect("create");
+    file.write_all_at(b"before", 0).expect("write");
+    fault.hang("lookup", "");
+    let top = mount.path().to_owned();
+    let programs: Vec<_> = (0..MANY)
+        .map(|program| {
+            let path = top.join(program.to_string());
+            std::thread::spawn(move || fs::symlink_metadata(path).map(drop))
+        })
+        .collect();
+    // As many as the server has threads.
+    wait_until("look-ups hang", REACH_LIMIT, || fault.hung_count() >= 100);
+    fault.stall();
+    for chunk in 0..100 {
+        file.write_all_at(&[9; 100_000], 6 + chunk * 100_000).expect("write");
+    }
+    let asked = Instant::now();
+    let status = mount.status();
+    println!("{} bytes are held, status after {:?}", status.held_bytes, asked.elapsed());
+    assert_eq!(status.held_bytes, 10_000_006);
+    fault.go_on();
+    fault.let_go();
+    for program in programs {
+        program.join().expect("a program").expect("stat");
+    }
+    let mut bytes = vec![0; 10_000_006];
+    file.read_exact_at(&mut bytes, 0).expect("read");
+    assert!(bytes.starts_with(b"before") && bytes[6..].iter().all(|byte| *byte == 9));
+    drop(file);
+    mount.umount();
+    assert_eq!(fs::read(fault.source().join("held")).expect("read"), bytes);
+}
+
+/// Ends a mount by force while programs hang in a call, and looks for what was held then.
+fn end_by_force(number: usize, call: &Call) {
+    let operation = call.operation;
+    let sandbox = Sandbox::new("hangsforce");
+    let fault = FaultFs::new(&sandbox);
+    let _watchdog = fault.watchdog(test_limit() * 3 / 4);
+    let name = format!("hung-{number}-{operation}");
+    let mut dirs = directories(fault.source(), &name);
+    if operation == "write" {
+        dirs = vec![dirs.pop().expect("the directory of all")];
+    }
+    let options = format!("{OPTIONS},close=held,drain-age=10min");
+    let mount = FirnMount::over(&sandbox, fault.path(), &options);
+    fs::create_dir(mount.join("other")).expect("mkdir");
+    fs::write(mount.join("other/held"), [5; 100_000]).expect("write");
+    let file = if operation == "write" { "" } else { &name };
+    let programs = start(&mount, &dirs, call, || fault.hang(operation, file));
+    let umount = ["umount".as_ref(), "--force".as_ref(), mount.path().as_os_str()];
+    if operation != "write" {
+        wait_until(&format!("{operation} hangs"), REACH_LIMIT, || fault.hung_count() >= call.reached);
+    }
+    let asked = Instant::now();
+    let outcome = sandbox.run(umount);
+    println!(
+        "{operation}: ended with {} after {:?}: {}",
+        outcome.code,
+        asked.elapsed(),
+        outcome.stderr.trim()
+    );
+    assert!([0, 3].contains(&outcome.code), "{operation}: {outcome}");
+    assert!(!is_mounted(mount.path()), "{operation}: it is still mounted");
+    assert!(operation != "write" || sandbox.arenas().len() == 1, "the arena is kept");
+    fault.let_go();
+    mount.wait_for_end();
+    for (_, program) in programs {
+        let _ = program.join().expect("a program");
+    }
+    if !sandbox.arenas().is_empty() {
+        sandbox.run(["recover".as_ref(), mount.backing().as_os_str()]).ok();
+    }
+    assert_eq!(fs::read(fault.source().join("other/held")).expect("read"), [5; 100_000], "{operation}");
+}
+
+/// Proves S-error-5, S-error-12.
+#[test]
+fn regression_a_forced_end_does_not_wait_for_a_backing_that_hangs() {
+    let wanted = ["lookup", "create", "write", "unlink", "flush"];
+    let calls = calls();
+    let wanted = calls.iter().enumerate().filter(|(_, call)| wanted.contains(&call.operation));
+    std::thread::scope(|scope| {
+        let runs: Vec<_> =
+            wanted.map(|(number, call)| scope.spawn(move || end_by_force(number, call))).collect();
+        for run in runs {
+            run.join().expect("a forced end");
+        }
+    });
+}
+
+/// Proves S-error-12.
+#[test]
+fn regression_a_stub_tree_whose_names_hang_is_ended_by_force() {
+    let sandbox = Sandbox::new("hangsstub");
+    let fault = FaultFs::new(&sandbox);
+    let _watchdog = fault.watchdog(test_limit() * 3 / 4);
+    let options = "arena-size=64M,chunk-size=1M,door=preload";
+    let mount = FirnMount::over(&sandbox, fault.path(), options);
+    fault.hang("mkdir", "dir");
+    // Names are carried over each second, without the preload library too.
+    fs::create_dir(mount.join("dir")).expect("mkdir in the tree");
+    wait_until("mkdir hangs", REACH_LIMIT, || fault.hung_count() >= 1);
+    let asked = Instant::now();
+    mount.status();
+    println!("status after {:?}", asked.elapsed());
+    // An ordinary one waits for the names; the other one does not.
+    let mut patient =
+        sandbox.firn(["umount".as_ref(), mount.path().as_os_str()]).spawn().expect("firn umount");
+    let outcome = sandbox.run(["umount".as_ref(), "--force".as_ref(), mount.path().as_os_str()]);
+    println!("ended with {} after {:?}: {}", outcome.code, asked.elapsed(), outcome.stderr.trim());
+    assert!([0, 3].contains(&outcome.code), "{outcome}");
+    fault.let_go();
+    mount.wait_for_end();
+    // It was told of the forced one, or waited for the end of firnd.
+    patient.wait().expect("the other one");
+    let mount = FirnMount::over(&sandbox, fault.path(), options);
+    assert!(mount.join("dir").is_dir(), "the tree is kept");
+    mount.umount();
+    assert!(fault.source().join("dir").is_dir(), "its names are in the backing");
+}
