@@ -5,8 +5,8 @@
 use arbitrary::{Arbitrary, Unstructured};
 use firn_format::path::BytePath;
 use firn_format::protocol::{
-    ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, Holder, LaneStatus, Place, Reply, Request, Rung,
-    SpillRegion, Status,
+    ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, Holder, LaneStatus, Place, Reply, Request,
+    Rung, SpillRegion, Status,
 };
 use firn_format::record::Ending;
 use libfuzzer_sys::fuzz_target;

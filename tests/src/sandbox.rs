@@ -136,15 +136,28 @@ impl Drop for Sandbox {
     }
 }
 
-/// Kills the processes whose environment names this runtime directory.
+/// Kills the processes whose environment names this runtime directory, and waits until they have ended.
 pub fn kill_processes_of(runtime: &Path) {
-    let find = || processes_with_environment("FIRN_RUNTIME_DIR", runtime);
-    wait_until("the sandbox's processes are gone", std::time::Duration::from_secs(20), || {
-        let pids = find();
-        for pid in &pids {
-            kill(*pid, libc::SIGKILL);
+    // More than once: one of them may just be starting another.
+    loop {
+        let pids = processes_with_environment("FIRN_RUNTIME_DIR", runtime);
+        if pids.is_empty() {
+            return;
         }
-        pids.is_empty()
+        kill_and_wait(&pids);
+    }
+}
+
+/// Kills processes that a test started, and waits until they have let go of all they had open.
+///
+/// A process has no environment any more, and still sockets that take connections, while it ends. All are killed
+/// before one is waited for: it may hang in a file system that another one serves.
+pub fn kill_and_wait(pids: &[u32]) {
+    for pid in pids {
+        kill(*pid, libc::SIGKILL);
+    }
+    wait_until("killed processes end", std::time::Duration::from_secs(20), || {
+        pids.iter().copied().all(is_zombie)
     });
 }
 

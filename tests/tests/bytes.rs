@@ -12,7 +12,7 @@ use firn_format::path::BytePath;
 use firn_tests::c::{Installed, Link};
 use firn_tests::mount::{SMALL, patient};
 use firn_tests::random::bytes;
-use firn_tests::sandbox::{is_mounted, kill, preload_library};
+use firn_tests::sandbox::{is_mounted, kill, kill_and_wait, preload_library};
 use firn_tests::{FirnMount, Outcome, Sandbox, run};
 use serde_json::{Value, json};
 
@@ -263,10 +263,7 @@ fn regression_backing_mount_point_arena_and_spill_file_may_have_such_names() {
 
     // firnd dies; the same pair again, which finds the spill file by what the arena says of it.
     let pid = status["pid"].as_u64().expect("a number") as u32;
-    kill(pid, libc::SIGKILL);
-    firn_tests::wait_until("firnd is gone", std::time::Duration::from_secs(20), || {
-        !sandbox.processes().contains(&pid)
-    });
+    kill_and_wait(&[pid]);
     firn(&sandbox, &["status"], &point).code(1).says("is dead");
     mount(options);
     assert_eq!(fs::read(point.join(name())).expect("read"), data);
@@ -322,7 +319,7 @@ fn a_backup_may_be_in_a_directory_with_such_a_name() {
     firn(&sandbox, &["prepare", "--id", "7"], &scope).ok();
     let status = firn(&sandbox, &["status", "--json"], &point).ok().json();
     assert_eq!(status["transactions"][0]["backup"]["whole"], json!(true), "{status}");
-    kill(status["pid"].as_u64().expect("a number") as u32, libc::SIGKILL);
+    kill_and_wait(&[status["pid"].as_u64().expect("a number") as u32]);
     firn_tests::sandbox::unmount_lazily(&point);
     // The node is lost with its backing; this is a copy of it as it was.
     let copy = made(&sandbox, "copy");
@@ -400,10 +397,7 @@ fn regression_a_stub_tree_and_its_files_may_have_such_names() {
     assert_eq!(point.as_path(), prefix);
     // firnd dies; the next one at the same prefix has all of it.
     let pid = status["pid"].as_u64().expect("a number") as u32;
-    kill(pid, libc::SIGKILL);
-    firn_tests::wait_until("firnd is gone", std::time::Duration::from_secs(20), || {
-        !sandbox.processes().contains(&pid)
-    });
+    kill_and_wait(&[pid]);
     firn(&sandbox, &["status"], &prefix).code(1).says(SHOWN);
     mount();
     assert_eq!(shell(r#"cat "$1/$2/$2" "$1/$2/moved""#), "textother");
