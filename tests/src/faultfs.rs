@@ -28,7 +28,7 @@ use fuser::{
 use rustix::fs::{FallocateFlags, SeekFrom};
 
 use crate::command::wait_until;
-use crate::sandbox::{Sandbox, helper_binary, is_mounted, kill, unmount_lazily};
+use crate::sandbox::{Sandbox, helper_binary, is_mounted, is_stopped, kill, unmount_lazily};
 use crate::watchdog::Watchdog;
 
 /// Calls that may hang at a time, and one more.
@@ -80,6 +80,12 @@ impl FaultFs {
     /// From now on every access waits, until [`FaultFs::go_on`].
     pub fn stall(&self) {
         self.signal(libc::SIGSTOP);
+        // A thread that is in the middle of an answer stops only when it is scheduled.
+        let tasks = format!("/proc/{}/task", self.child.as_ref().expect("it runs").id());
+        wait_until("every thread of the failing file system stops", Duration::from_secs(20), || {
+            let mut threads = fs::read_dir(&tasks).expect("its threads");
+            threads.all(|thread| is_stopped(&thread.expect("a thread").path()))
+        });
     }
 
     /// Ends a [`FaultFs::stall`].

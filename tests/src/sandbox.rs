@@ -252,6 +252,12 @@ pub fn is_zombie(pid: u32) -> bool {
     }
 }
 
+/// Whether a thread, a directory of /proc/PID/task, was stopped by a signal.
+pub fn is_stopped(thread: &Path) -> bool {
+    let stat = fs::read_to_string(thread.join("stat")).expect("the state of a thread");
+    stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" T"))
+}
+
 /// The last `count` lines.
 pub fn tail(text: &str, count: usize) -> String {
     let lines: Vec<_> = text.lines().collect();

@@ -46,6 +46,10 @@ pub fn kill_at_call(command: &mut Command, calls: &[libc::c_long], kill_at: usiz
             _ => Ok(()),
         });
     }
+    #[expect(
+        clippy::zombie_processes,
+        reason = "waitpid below takes what becomes of all its threads, it too"
+    )]
     let child = command.spawn().expect("the program starts, traced");
     let program = child.id() as libc::pid_t;
     let mut count = 0;

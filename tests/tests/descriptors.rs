@@ -169,7 +169,8 @@ fn regression_temporary_files_of_a_transaction_take_neither_room_nor_descriptors
             "{mode}, 3 x {count} files: descriptors and KiB after a tenth {first:?}, at the end {last:?}"
         );
         assert!(last.0 < first.0 + 32, "descriptors: {first:?}, {last:?}");
-        assert!(last.1 < first.1 + 8192, "KiB of memory: {first:?}, {last:?}");
+        // What its threads keep for their next requests comes with time, to some 10 MiB, however many files there are.
+        assert!(last.1 < first.1 + 16_384, "KiB of memory: {first:?}, {last:?}");
         fs::remove_file(mount.join("old")).expect("unlink");
         firn(&sandbox, "commit", mount.path()).ok();
         let backing = mount.umount();

@@ -109,7 +109,15 @@ fn calls() -> Vec<Call> {
             each,
         ),
         // Nobody waits for it but firnd.
-        call("flush", opened, |_, file| Ok(drop(file)), 1),
+        call(
+            "flush",
+            opened,
+            |_, file| {
+                drop(file);
+                Ok(())
+            },
+            1,
+        ),
     ]
 }
 

@@ -321,9 +321,9 @@ fn regression_no_name_of_an_undone_commit_is_left_in_the_kernel() {
     assert!(NEW.iter().all(|name| committed[name].is_some()));
     firn_id(&sandbox, "restore", top, 1).ok();
     // What was changed and is changed back may be another inode, which programs can tell.
-    let comparable = |state: State| -> BTreeMap<&str, Option<(u32, u64, Vec<u8>)>> {
+    let comparable = |state: State| {
         let found = |found: Found| (found.mode, found.size, found.content);
-        state.into_iter().map(|(name, one)| (name, one.map(found))).collect()
+        state.into_iter().map(|(name, one)| (name, one.map(found))).collect::<BTreeMap<_, _>>()
     };
     assert_eq!(comparable(state(top)), comparable(before));
     mount.umount();

@@ -159,7 +159,7 @@ fn old_checkpoints_go_and_what_may_be_needed_stays() {
     for step in ["step1", "step2", "step3", "step4", "step5"] {
         fs::create_dir(mount.join(step)).expect("mkdir");
         for rank in 0..2 {
-            fs::write(mount.join(&format!("{step}/rank{rank}")), &data).expect("write");
+            fs::write(mount.join(format!("{step}/rank{rank}")), &data).expect("write");
         }
     }
     fs::create_dir(mount.join(".hidden")).expect("mkdir");

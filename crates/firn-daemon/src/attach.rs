@@ -106,7 +106,7 @@ impl Attached {
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
                 let policies = policies(&arena, options);
-                (Engine::begin(store, arena, policies)?, Recovered::default())
+                (Engine::begin(store, *arena, policies)?, Recovered::default())
             }
             Found::Used { stored, .. } => {
                 let policies = policies(stored.arena(), options);
@@ -187,10 +187,10 @@ fn open_store(
     let wanted = options.drain == Drain::Commit;
     let group = participants::group(options)?;
     drop_of_other_homes(backing, &directory, group.as_ref(), arena)?;
-    if !wanted && !Held::has_transactions(&directory).map_err(HeldError::from)? {
+    if !wanted && !Held::has_transactions(&directory)? {
         return without_transactions(directory, files, options);
     }
-    let known = Held::known_backups(&directory).map_err(HeldError::from)?;
+    let known = Held::known_backups(&directory)?;
     let (store, outcome) = match group {
         None => {
             let opening = Opening { history: options.history, arena: Some(arena.id()), ..Opening::default() };
@@ -244,7 +244,7 @@ fn drop_of_other_homes(
         return Ok(());
     }
     let id = arena.id();
-    for home in Held::other_homes(directory, group).map_err(HeldError::from)? {
+    for home in Held::other_homes(directory, group)? {
         let directory = DirBacking::open(backing)
             .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
         Held::drop_of(directory, home, id, |scopes| arena.drop_below(scopes))?;
@@ -333,7 +333,7 @@ pub(crate) fn is_there(path: &Path) -> bool {
 }
 
 enum Found {
-    Fresh(Arena),
+    Fresh(Box<Arena>),
     Used { stored: Box<StoredArena>, damaged: bool },
 }
 
@@ -399,7 +399,7 @@ fn find(
     let topology = options.numa_topology.as_deref().map_or_else(Topology::one, Topology::read);
     let create = || Arena::create_on(path, geometry, identity, &spill_path, &topology);
     if !is_there(path) {
-        return Ok(Found::Fresh(create()?));
+        return Ok(Found::Fresh(Box::new(create()?)));
     }
     let (arena, stored, damage) = Arena::attach_on(path, &topology)?;
     let made_for = PathBuf::from(text(&arena.superblock().backing_path));
@@ -429,7 +429,7 @@ fn find(
         if let Some(old) = old_spill {
             std::fs::remove_file(old).map_err(DaemonError::io("remove the empty spill file"))?;
         }
-        return Ok(Found::Fresh(create()?));
+        return Ok(Found::Fresh(Box::new(create()?)));
     }
     let has = arena.geometry();
     notice(format!(

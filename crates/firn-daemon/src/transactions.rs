@@ -311,7 +311,11 @@ fn abort(
     }
     if let Some(Stage::Prepared(id)) = stage(engine, path) {
         // Other nodes may have committed it: asked before anything is thrown away.
-        store.call_off(id, path)?;
+        match store.call_off(id, path) {
+            // Whoever follows the other nodes was faster, and has ended it meanwhile.
+            Err(_) if stage(engine, path).is_none() => return Ok(()),
+            called_off => called_off?,
+        }
     }
     // Drains that wait for the outcome are told first, or the data could not be dropped.
     store.refuse(&scope_at(engine, path)?)?;

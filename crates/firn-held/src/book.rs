@@ -54,10 +54,9 @@ impl Book {
         let Some(renaming) = State::rename(self.state(&from), self.state(&to)) else { return };
         if renaming.former_source_is_freed
             && let Some(former) = self.sources.remove(&to)
+            && let Some(state) = self.states.get_mut(&former)
         {
-            if let Some(state) = self.states.get_mut(&former) {
-                *state = state.freed();
-            }
+            *state = state.freed();
         }
         // A file that was renamed before is still that of the name it came from first.
         let origin = self.sources.remove(&from).unwrap_or_else(|| from.clone());

@@ -18,6 +18,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Backing, Errno};
 use firn_conflict::{Accesses, File, Name, Process, Published, Ranges, Report, Used};
@@ -153,8 +154,11 @@ impl<B: Backing> MeetingPlace<'_, B> {
 
     /// Puts a file where there is none, durably; whether it was this one.
     pub(crate) fn put(&self, name: &str, bytes: &[u8]) -> Result<bool, Errno> {
-        // Beside those of other nodes, and none of the names that count.
-        let mine = format!("{PUT}{name}.{}", self.group.node);
+        // Beside those of other nodes and of other threads of this one, and none of the names that count. `firn
+        // abort` and the thread that follows other nodes' aborts may put the same at once.
+        static PUTS: AtomicU64 = AtomicU64::new(0);
+        let number = PUTS.fetch_add(1, Ordering::Relaxed);
+        let mine = format!("{PUT}{name}.{}.{number}", self.group.node);
         staging::write(self.base, &self.dir, &mine, bytes)?;
         let new = staging::new_name(&mine);
         let node = self.base.lookup(&self.dir, OsStr::new(&new))?.0;

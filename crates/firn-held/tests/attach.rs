@@ -120,7 +120,7 @@ fn node(engine: &Engine<Store>, path: &str) -> NodeId {
 fn write(engine: &Engine<Store>, path: &str, offset: u64, bytes: &[u8]) {
     let opened = engine.open(node(engine, path), O_RDWR).expect("open");
     let done = engine.write(opened.handle, offset, bytes, false).expect("write");
-    assert!(matches!(done, firn_engine::Written::Bytes(count) if count as usize == bytes.len()));
+    assert!(matches!(done, firn_engine::Written::Bytes(count) if count == bytes.len()));
     engine.release(opened.handle);
 }
 

@@ -423,3 +423,25 @@ fn a_number_is_used_again_only_when_all_have_left() {
     nodes[1].abort(&nodes[1].root()).expect("abort");
     nodes[0].publish(&root, ID).expect("now it can");
 }
+
+/// `firn abort` and the thread that follows what other nodes decided, at once.
+#[test]
+fn regression_two_threads_of_a_node_that_put_the_same_file_do_not_disturb_each_other() {
+    let disk = disk();
+    let (node, _) = open(&disk, "n0", 2);
+    for id in 1..300 {
+        let barrier = std::sync::Barrier::new(2);
+        let call_off = || {
+            barrier.wait();
+            node.call_off(id, b"")
+        };
+        std::thread::scope(|scope| {
+            let other = scope.spawn(call_off);
+            call_off().expect("called off");
+            other.join().expect("no panic").expect("called off");
+        });
+        // The files are whole: the outcome is read, and a commit is refused for it.
+        let met = node.meet(id, b"").expect("meet");
+        assert!(matches!(met, Meeting::Met(Verdict::GivenUp { .. })), "{met:?}");
+    }
+}

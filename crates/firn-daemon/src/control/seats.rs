@@ -40,8 +40,8 @@ struct Table {
     seats: BTreeMap<u64, Seat>,
     /// Seats given so far.
     given: u64,
-    /// Connections that became idle so far: their order.
-    idled: u64,
+    /// Connections that came and requests that were read so far: the order in which connections were heard.
+    heard: u64,
 }
 
 struct Seat {
@@ -50,12 +50,15 @@ struct Seat {
     pid: u32,
     of_reserve: bool,
     state: State,
+    /// When it came or was last asked something. Not when it was last answered: the threads that answer come back in
+    /// any order.
+    heard: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Since this turn.
-    Idle(u64),
+    /// Nothing of it is under way.
+    Idle,
     /// A request is being answered.
     Busy,
     /// It waits for nothing, but what it holds would end with it.
@@ -85,24 +88,24 @@ impl Seats {
             None => (true, table.room(true).ok_or_else(|| table.holders())?),
         };
         table.given += 1;
-        let (id, state) = (table.given, table.idle_now());
-        table.seats.insert(id, Seat { stream: Arc::clone(stream), pid, of_reserve, state });
+        let (id, heard) = (table.given, table.hear());
+        table
+            .seats
+            .insert(id, Seat { stream: Arc::clone(stream), pid, of_reserve, state: State::Idle, heard });
         Ok((id, leaving))
     }
 
     /// A request of this connection was read.
     pub(super) fn begin(&self, id: u64, request: &Request) -> Turn {
         let mut table = self.0.lock();
+        let heard = table.hear();
         let Some(seat) = table.seats.get_mut(&id) else { return Turn::Lost };
+        seat.heard = heard;
         let mut leaving = None;
         if seat.of_reserve && !is_short(request) {
             match table.room(false) {
                 Some(found) => leaving = found,
-                None => {
-                    let (holders, state) = (table.holders(), table.idle_now());
-                    table.seats.entry(id).and_modify(|seat| seat.state = state);
-                    return Turn::Refused(holders);
-                }
+                None => return Turn::Refused(table.holders()),
             }
         }
         let seat =
@@ -115,7 +118,7 @@ impl Seats {
     /// Its answer has left.
     pub(super) fn end(&self, id: u64, holds: bool) {
         let mut table = self.0.lock();
-        let state = if holds { State::Holding } else { table.idle_now() };
+        let state = if holds { State::Holding } else { State::Idle };
         if let Some(seat) = table.seats.get_mut(&id) {
             seat.state = state;
         }
@@ -128,9 +131,9 @@ impl Seats {
 }
 
 impl Table {
-    fn idle_now(&mut self) -> State {
-        self.idled += 1;
-        State::Idle(self.idled)
+    fn hear(&mut self) -> u64 {
+        self.heard += 1;
+        self.heard
     }
 
     /// Room for one more: `None` if there is none, else who has to go for it, the longest idle.
@@ -140,11 +143,8 @@ impl Table {
         if of_kind().count() < limit {
             return Some(None);
         }
-        let since = |seat: &Seat| match seat.state {
-            State::Idle(turn) => Some(turn),
-            State::Busy | State::Holding => None,
-        };
-        let (_, id) = of_kind().filter_map(|(id, seat)| Some((since(seat)?, *id))).min()?;
+        let idle = of_kind().filter(|(_, seat)| seat.state == State::Idle);
+        let id = *idle.min_by_key(|(_, seat)| seat.heard)?.0;
         Some(self.seats.remove(&id).map(|seat| seat.stream))
     }
 
