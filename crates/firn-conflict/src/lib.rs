@@ -2,7 +2,7 @@
 //! goes together (CprFS, section 5).
 //!
 //! A node's firnd keeps a [`Log`] of ranges for each file and process. Before a commit each node publishes
-//! its [`Published`] list, and each tests all lists with [`test`]: a *conflict* is a part of a file that
+//! its [`Published`] list, and each tests all lists with [`test()`]: a *conflict* is a part of a file that
 //! processes of two nodes access, one of them for writing; or a name that one node changed and another
 //! changed or used. All nodes have the same lists and come to the same result.
 //!

@@ -7,9 +7,9 @@
 //! files are made one list. What is new has nothing to be saved.
 //!
 //! Promises
-//! * What is saved of an object is durable before its first change ([`save`]).
-//! * An object that was there is never removed: with its last known name it goes to `kept/` ([`names`]).
-//! * Putting back ([`undo`]) makes each directory that was touched have its old names, and each object its old
+//! * What is saved of an object is durable before its first change (`save.rs`).
+//! * An object that was there is never removed: with its last known name it goes to `kept/` (`names.rs`).
+//! * Putting back (`undo.rs`) makes each directory that was touched have its old names, and each object its old
 //!   attributes and bytes. It looks at what is there and at nothing else, so it can be done over and over.
 //!
 //! Relies on
