@@ -245,11 +245,16 @@ fn processes_with_environment(name: &str, value: &Path) -> Vec<u32> {
 }
 
 /// Whether a process has ended and only waits to be reaped.
+///
+/// Not before its last thread: the first one may be a zombie while others still have files and sockets open.
 pub fn is_zombie(pid: u32) -> bool {
-    match fs::read_to_string(format!("/proc/{pid}/stat")) {
-        Ok(stat) => stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" Z")),
-        Err(_) => true,
-    }
+    let process = Path::new("/proc").join(pid.to_string());
+    let (Ok(stat), Ok(threads)) =
+        (fs::read_to_string(process.join("stat")), fs::read_dir(process.join("task")))
+    else {
+        return true;
+    };
+    stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" Z")) && threads.count() <= 1
 }
 
 /// Whether a thread, a directory of /proc/PID/task, was stopped by a signal.

@@ -454,7 +454,13 @@ fn an_abort_in_shadow_mode_is_everybodys() {
         let refused = run(&mut on(&cluster.hosts[0], &mounts[0], &["commit", "--id", "9"]));
         assert!(refused.code != 0 && refused.stderr.contains("n1 aborted"), "{refused:?}");
         run(&mut on(&cluster.hosts[0], &mounts[0], &["abort"])).ok();
-        wait_until("both have left", Duration::from_secs(10), || left_over(&cluster).is_empty());
+        wait_until("both have left", Duration::from_secs(10), || {
+            let left = left_over(&cluster);
+            left.is_empty() || {
+                println!("there is still {left:?}");
+                false
+            }
+        });
     }
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }

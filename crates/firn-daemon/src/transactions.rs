@@ -306,19 +306,19 @@ fn abort(
     forget: &dyn Fn(Cached),
 ) -> Result<(), HeldError> {
     let store = engine.backing();
-    if let Some(Stage::Decided(id)) = stage(engine, path) {
-        return Err(HeldError::Decided { id });
-    }
-    if let Some(Stage::Prepared(id)) = stage(engine, path) {
+    let begun = stage(engine, path);
+    match begun {
+        Some(Stage::Decided(id)) => return Err(HeldError::Decided { id }),
         // Other nodes may have committed it: asked before anything is thrown away.
-        match store.call_off(id, path) {
-            // Whoever follows the other nodes was faster, and has ended it meanwhile.
-            Err(_) if stage(engine, path).is_none() => return Ok(()),
-            called_off => called_off?,
-        }
+        Some(Stage::Prepared(id)) => store.call_off(id, path)?,
+        _ => {}
     }
     // Drains that wait for the outcome are told first, or the data could not be dropped.
-    store.refuse(&scope_at(engine, path)?)?;
+    match store.refuse(&scope_at(engine, path)?) {
+        // Whoever follows the other nodes was faster.
+        Err(HeldError::None) if begun.is_some() => return Ok(()),
+        refused => refused?,
+    }
     let mut waited = false;
     let attempt = || {
         let ended = turn(engine, path, Pending::Discard, |node| {

@@ -460,9 +460,15 @@ impl<B: Backing> Held<B> {
         Ok(())
     }
 
-    /// Decides for all nodes that there is no commit; fails with [`HeldError::Decided`] where there is one.
+    /// Decides for all nodes that there is no commit; fails with [`HeldError::Decided`] where there is one. Does
+    /// nothing if this node's part is not prepared any more: somebody else has ended it.
     pub fn call_off(&self, id: u64, scope: &[u8]) -> Result<(), HeldError> {
-        self.decide(id, scope, false)
+        let _stays = self.leaving.lock();
+        let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
+        match self.scopes_where(is_prepared).is_empty() {
+            true => Ok(()),
+            false => self.decide(id, scope, false),
+        }
     }
 
     /// Decides for all nodes, if nobody has: whether the outcome is the one that is wanted. A commit needs a verdict
@@ -506,6 +512,7 @@ impl<B: Backing> Held<B> {
 
     /// This node has carried out what was decided.
     pub(crate) fn leave(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
+        let _leaving = self.leaving.lock();
         self.place(id, scope, false)?.map_or(Ok(()), |place| place.leave())
     }
 

@@ -428,6 +428,9 @@ pub struct Held<B: Backing> {
     pub(crate) mode: Mode,
     /// The node that aborted the last transaction of a scope, where that was another one.
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
+    /// Held by whoever leaves a meeting, and by whoever says something in one without the lock of the names: made
+    /// anew for that after the last node has left, it would stay for ever. Nothing else is locked meanwhile.
+    pub(crate) leaving: Mutex<()>,
     /// Names of objects that are not shown.
     pub(crate) hidden: HiddenLinks<B>,
     pub(crate) scopes: RwLock<Vec<Arc<Scope<B>>>>,
@@ -497,6 +500,7 @@ impl<B: Backing> Held<B> {
             arena: None,
             mode: Mode::Hold,
             stopped_by: Mutex::default(),
+            leaving: Mutex::default(),
             hidden: HiddenLinks::default(),
             scopes: RwLock::default(),
             mirror: None,

@@ -424,24 +424,52 @@ fn a_number_is_used_again_only_when_all_have_left() {
     nodes[0].publish(&root, ID).expect("now it can");
 }
 
-/// `firn abort` and the thread that follows what other nodes decided, at once.
 #[test]
 fn regression_two_threads_of_a_node_that_put_the_same_file_do_not_disturb_each_other() {
     let disk = disk();
-    let (node, _) = open(&disk, "n0", 2);
+    let (node, _) = open(&disk, "a", 1);
     for id in 1..300 {
+        node.begin(&node.root(), b"").expect("begin");
+        put(&node, "shared", 0, b"more");
+        node.prepare(&node.root(), id).expect("prepare");
+        node.note_used(&node.root(), Vec::new())
+            .and_then(|()| node.publish(&node.root(), id))
+            .expect("publish");
         let barrier = std::sync::Barrier::new(2);
-        let call_off = || {
+        let meet = || {
             barrier.wait();
-            node.call_off(id, b"")
+            node.meet(id, b"").expect("meet")
         };
         std::thread::scope(|scope| {
-            let other = scope.spawn(call_off);
-            call_off().expect("called off");
-            other.join().expect("no panic").expect("called off");
+            let other = scope.spawn(meet);
+            let (one, other) = (meet(), other.join().expect("no panic"));
+            assert_eq!(
+                (one, other),
+                (Meeting::Met(Verdict::Clear), Meeting::Met(Verdict::Clear)),
+                "meeting {id}"
+            );
         });
-        // The files are whole: the outcome is read, and a commit is refused for it.
-        let met = node.meet(id, b"").expect("meet");
-        assert!(matches!(met, Meeting::Met(Verdict::GivenUp { .. })), "{met:?}");
+        node.commit(&node.root(), id).expect("commit");
+        assert_eq!(meetings(&disk), [""; 0]);
     }
+}
+
+/// `firn abort` that comes just after the thread that follows other nodes has ended the transaction.
+#[test]
+fn regression_calling_off_what_is_ended_makes_no_meeting() {
+    let disk = disk();
+    let nodes = begun(&disk);
+    for node in nodes.iter().flatten() {
+        node.prepare(&node.root(), ID).expect("prepare");
+        node.note_used(&node.root(), Vec::new())
+            .and_then(|()| node.publish(&node.root(), ID))
+            .expect("publish");
+    }
+    for node in nodes.iter().flatten() {
+        node.call_off(ID, b"").expect("called off");
+        node.abort(&node.root()).expect("abort");
+    }
+    assert_eq!(meetings(&disk), [""; 0]);
+    nodes[0].as_ref().unwrap().call_off(ID, b"").expect("nothing is to be called off");
+    assert_eq!(meetings(&disk), [""; 0]);
 }
