@@ -14,6 +14,8 @@ use crate::{Errno, Result};
 
 /// Most values and lists fit, so that most calls need no second one for the size.
 const FIRST_GUESS_BYTES: usize = 256;
+/// Linux gives no longer value or list (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
+const BYTES_MAX: usize = 1 << 16;
 
 pub(super) fn get(fd: impl AsFd, name: &OsStr) -> Result<Vec<u8>> {
     let path = FdPath::of(fd);
@@ -44,11 +46,28 @@ fn sized(call: impl Fn(&mut [u8]) -> Result<usize>) -> Result<Vec<u8>> {
                 return Ok(buf);
             }
             // An empty buffer asks for the size. Never shrink: zero would ask again, and for ever.
-            Err(Errno::RANGE) => {
+            // A file system that says so of any buffer is not believed.
+            Err(Errno::RANGE) if buf.len() < BYTES_MAX => {
                 let len = call(&mut [])?;
-                buf.resize(len.max(buf.len() + 1), 0);
+                buf.resize(len.max(2 * buf.len()).min(BYTES_MAX), 0);
             }
             Err(e) => return Err(e),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regression_a_list_that_fits_no_buffer_is_asked_for_a_few_times_only() {
+        let calls = std::cell::Cell::new(0);
+        let answer = sized(|buf| {
+            calls.set(calls.get() + 1);
+            if buf.is_empty() { Ok(usize::MAX / 2) } else { Err(Errno::RANGE) }
+        });
+        assert_eq!(answer, Err(Errno::RANGE));
+        assert!(calls.get() < 20, "{} calls", calls.get());
     }
 }
