@@ -190,7 +190,8 @@ fn open_store(
     if !wanted && !Held::has_transactions(&directory)? {
         return without_transactions(directory, files, options);
     }
-    let known = Held::known_backups(&directory)?;
+    let backups = crate::backup::open_backups(backing, options)?;
+    let known = Held::known_backups(&directory, backups.as_ref().map(|(home, _)| home))?;
     let (store, outcome) = match group {
         None => {
             let opening = Opening { history: options.history, arena: Some(arena.id()), ..Opening::default() };
@@ -202,7 +203,7 @@ fn open_store(
         Mode::Hold => firn_held::Mode::Hold,
         Mode::Shadow => firn_held::Mode::Shadow,
     });
-    let store = crate::backup::attach(store, backing, options, &known)?;
+    let store = crate::backup::attach(store, backing, backups, &known)?;
     for id in &outcome.finished {
         notice(format!("finished the commit {id} that an earlier firnd had decided"));
     }

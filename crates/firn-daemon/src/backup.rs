@@ -72,19 +72,27 @@ fn home(dir: &Path, backing: &Path) -> PathBuf {
     dir.join(format!("{host}-{}", Key::of(backing)))
 }
 
-/// Gives a store its backup, if the options say so. `known` was asked for before the store was opened.
-pub(crate) fn attach(
-    store: Store,
-    backing: &Path,
-    options: &Options,
-    known: &std::collections::BTreeSet<String>,
-) -> Result<Store, DaemonError> {
-    let Some(dir) = &options.backup else { return Ok(store) };
+/// The directory of a mount's backups, and where it is.
+pub(crate) type Home = (DirBacking, PathBuf);
+
+/// Opens that directory, if the options have one.
+pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<Home>, DaemonError> {
+    let Some(dir) = &options.backup else { return Ok(None) };
     let unusable = |source: io::Error| DaemonError::BackupDirectory { path: dir.clone(), source };
     let canonical = dir.canonicalize().map_err(unusable)?;
     let home = home(&canonical, backing);
     let opened = open_home(&canonical, &home, unusable)?;
-    let directory = DirBacking::of_dir(opened, &home).map_err(unusable)?;
+    Ok(Some((DirBacking::of_dir(opened, &home).map_err(unusable)?, home)))
+}
+
+/// Gives a store its backup, if there is one. `known` was asked for before the store was opened.
+pub(crate) fn attach(
+    store: Store,
+    backing: &Path,
+    home: Option<Home>,
+    known: &std::collections::BTreeSet<String>,
+) -> Result<Store, DaemonError> {
+    let Some((directory, home)) = home else { return Ok(store) };
     store.backed_up(directory, known).map_err(|error| match error {
         HeldError::BackupWaits { id, name } => {
             DaemonError::BackupWaits { id, dir: home.join(name), backing: backing.into() }

@@ -101,6 +101,10 @@ fn carry_out(engine: &Engine<Store>) -> bool {
     let mut all = true;
     for one in engine.backing().transactions() {
         let Stage::Decided(id) = one.stage else { continue };
+        // What the kernel knows of the tree has to go with it: whoever asks for the restore again does both.
+        if one.is_undo {
+            continue;
+        }
         if let Err(error) = crate::transactions::carry_out(engine, &one.scope) {
             all = false;
             // Each cause once.

@@ -109,7 +109,11 @@ pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_
         write_back(engine, path.as_bytes(), forget);
     }
     let (path, result) = match request {
-        Request::Begin { path } => (path, begin(engine, path.as_bytes(), patience).map(|()| Reply::Done)),
+        Request::Begin { path } => {
+            let begun = finish_restore(engine, path.as_bytes(), forget)
+                .and_then(|()| begin(engine, path.as_bytes(), patience));
+            (path, begun.map(|()| Reply::Done))
+        }
         Request::Prepare { path, id } => {
             (path, prepare(engine, path.as_bytes(), *id, patience).map(|()| Reply::Done))
         }
@@ -358,6 +362,15 @@ pub(crate) fn follow(engine: &Engine<Store>, forget: &dyn Fn(Cached)) {
     }
 }
 
+/// What a restore that failed had begun: an older commit that the backing has in part.
+fn finish_restore(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(Cached)) -> Result<(), HeldError> {
+    if engine.backing().transactions().iter().any(|one| one.is_undo && one.scope == path) {
+        carry_out(engine, path)?;
+        engine.look_again(path).into_iter().for_each(forget);
+    }
+    Ok(())
+}
+
 fn restore(
     engine: &Engine<Store>,
     path: &[u8],
@@ -366,6 +379,7 @@ fn restore(
     forget: &dyn Fn(Cached),
 ) -> Result<(), HeldError> {
     let store = engine.backing();
+    finish_restore(engine, path, forget)?;
     // Of a commit before the transaction that is open. A commit that is not followed may be the one that is meant.
     carry_out_before(engine, path)?;
     match stage(engine, path) {
@@ -579,6 +593,10 @@ fn refused(error: &HeldError, path: &BytePath) -> Reply {
                 "{scope}: the backup reports: {source}; the transaction is as it was: mend it and try again, or abort"
             ),
         ),
+        HeldError::BackupStays { source } => (
+            errno_of_backing(*source),
+            format!("{scope}: {error}; until it can the transaction stays as it is: mend it and try again"),
+        ),
         HeldError::BackupPath { .. }
         | HeldError::BackupWaits { .. }
         | HeldError::BackupDone { .. }
@@ -633,10 +651,15 @@ mod tests {
         for errno in
             [Errno::OPNOTSUPP, Errno::NOENT, Errno::NOTDIR, Errno::BUSY, Errno::INVAL, Errno::CANCELED]
         {
-            for error in [HeldError::Backing(errno), HeldError::Backup { source: errno }] {
+            let errors = [
+                HeldError::Backing(errno),
+                HeldError::Backup { source: errno },
+                HeldError::BackupStays { source: errno },
+            ];
+            for error in errors {
                 let (number, message) = told(&error);
                 assert_eq!(number, libc::EIO, "{message}");
-                assert!(message.contains("reports") && message.contains(&errno.to_string()), "{message}");
+                assert!(message.contains(&errno.to_string()), "{message}");
                 assert!(
                     !message.contains("drain=commit") && !message.contains("no such directory"),
                     "{message}"

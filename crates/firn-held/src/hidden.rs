@@ -194,6 +194,18 @@ impl<B: Backing> Held<B> {
         self.note_links_of(key);
     }
 
+    /// A link that is there, or was, and goes with its transaction.
+    pub(crate) fn link_goes(&self, serial: u64, key: Key, dir: &B::Node, name: String) {
+        let mut table = self.hidden.0.lock();
+        let links = table.entry(key).or_default();
+        if !links.iter().any(|link| link.serial == serial && link.name == name) {
+            let presence = Presence::Goes;
+            links.push(Link { serial, dir: dir.clone(), name, presence, is_dir: false });
+        }
+        drop(table);
+        self.note_links_of(key);
+    }
+
     /// Called for an object that gets known.
     pub(crate) fn look_for_hidden(&self, object: &Object<B>) {
         let table = self.hidden.0.lock();

@@ -15,7 +15,7 @@ use firn_backing::{Access, Backing, Errno, RenameFlags, SetTime};
 
 use crate::apply::Apply;
 use crate::object::Object;
-use crate::record::{Data, Item, Record};
+use crate::record::{Data, Item, Record, RecordError};
 use crate::scope::{Held, HeldError, NO_ID, Scope};
 use crate::staging;
 
@@ -226,29 +226,29 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    /// Undoes a commit, the newest of its scope.
-    pub(crate) fn undo(&self, serial: u64) -> Result<(), HeldError> {
+    /// Undoes a commit, the newest of the scope at `root`. From the rename on it is a transaction that is decided: where
+    /// this fails later it is carried out by [`Held::commit`] with its number, the next [`Held::restore`], or the next
+    /// mount. The caller holds names and data.
+    pub(crate) fn undo(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), HeldError> {
         let firn = self.home()?;
         let flags = RenameFlags::empty();
         let undo = name(serial);
         let dir = staging::must_find_dir(&self.base, &firn, &undo)?;
-        let (record, commit) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
-        if staging::find(&self.base, &dir, record)?.is_some() {
-            self.base.rename(&dir, record, &dir, commit, flags)?;
+        let (from, to) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
+        if staging::find(&self.base, &dir, from)?.is_some() {
+            self.base.rename(&dir, from, &dir, to, flags)?;
             self.base.sync_dir(&dir)?;
         }
-        let record = self.load_record(&dir, &undo, staging::COMMIT)?.ok_or(Errno::NOENT)?;
+        let gone = || HeldError::Record {
+            path: format!("{}/{undo}/{}", self.home_path(), staging::COMMIT),
+            source: RecordError::Damaged,
+        };
+        let record = self.load_record(&dir, &undo, staging::COMMIT)?.ok_or_else(gone)?;
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
+        let scope = self.undoing_scope(serial, root, dir, record)?;
         let transaction = format!("tx-{serial}");
         self.base.rename(&firn, OsStr::new(&undo), &firn, OsStr::new(&transaction), flags)?;
-        self.base.sync_dir(&firn)?;
-        let new = staging::dir(&self.base, &dir, staging::NEW)?;
-        let away = staging::dir(&self.base, &dir, staging::AWAY)?;
-        Apply::new(self, &record, &new, &away).run()?;
-        self.finish(&dir, &record, serial)?;
-        if let Err(errno) = self.remove(&firn, &dir, &transaction) {
-            tracing::warn!(%errno, serial, "cannot remove what undid a commit");
-        }
-        Ok(())
+        self.enter(scope);
+        self.carry_out_undo(serial)
     }
 }

@@ -138,6 +138,12 @@ pub enum HeldError {
         /// What it said.
         source: Errno,
     },
+    /// What is over could not be taken back from the backup. Until it can, nothing new is decided.
+    #[error("what is over cannot be removed from the backup: {source}")]
+    BackupStays {
+        /// What it said.
+        source: Errno,
+    },
     /// An object has no name by which it could be found elsewhere.
     #[error("object {number} of the transaction has no name in the backing, and cannot be in the backup")]
     BackupPath {
@@ -252,6 +258,8 @@ pub struct Transaction {
     pub states: BTreeMap<State, u64>,
     /// An earlier firnd prepared it.
     pub is_recovered: bool,
+    /// A restore is bringing an older commit back.
+    pub is_undo: bool,
     /// Why it could not be carried out when that was tried last.
     pub trouble: Option<String>,
     /// Where there is a backup: how far it is.
@@ -303,6 +311,8 @@ pub(crate) struct Scope<B: Backing> {
     refusing: AtomicBool,
     /// Prepared by an earlier firnd: its changes are in this record only.
     pub(crate) recovered: Option<Record>,
+    /// It is a commit of before that is being undone.
+    pub(crate) is_undo: bool,
     /// Prepared to commit with other nodes: what processes here used before.
     pub(crate) used: Mutex<Option<Vec<Used>>>,
     /// How it is carried out.
@@ -438,6 +448,8 @@ pub struct Held<B: Backing> {
     pub(crate) mirror: Option<Mirror<B>>,
     /// Without transactions: there is a directory `.firn`.
     hides_own: bool,
+    /// Directories of transactions that are over and could not be removed: they mean nothing.
+    leftovers: Mutex<Vec<(u64, B::Node)>>,
     /// Held by who changes the list of committed numbers.
     finishing: Mutex<()>,
     pub(crate) scope_count: AtomicUsize,
@@ -505,6 +517,7 @@ impl<B: Backing> Held<B> {
             scopes: RwLock::default(),
             mirror: None,
             hides_own: false,
+            leftovers: Mutex::default(),
             finishing: Mutex::new(()),
             scope_count: AtomicUsize::new(0),
             last_serial: AtomicU64::new(0),
@@ -746,9 +759,24 @@ impl<B: Backing> Held<B> {
             turned: Condvar::new(),
             refusing: AtomicBool::new(false),
             recovered,
+            is_undo: false,
             used: Mutex::default(),
             carried: carry::Carried::default(),
         })
+    }
+
+    /// What undoes a commit, as the transaction that it is going to be.
+    pub(crate) fn undoing_scope(
+        &self,
+        serial: u64,
+        root: &Arc<Object<B>>,
+        dir: B::Node,
+        record: Record,
+    ) -> Result<Scope<B>, Errno> {
+        let (path, id) = (record.scope.clone(), record.id);
+        let scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
+        scope.turn(Stage::Decided(id));
+        Ok(Scope { is_undo: true, ..scope })
     }
 
     /// The backing below.
@@ -887,34 +915,52 @@ impl<B: Backing> Held<B> {
             }
         }
         let firn = self.hidden_home()?;
+        self.remove_leftovers(&firn);
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.base, &firn, &name)?;
-        if self.mode == Mode::Shadow {
-            if !Shadow::tells_inodes(&self.base, &firn, &name)? {
-                return Err(HeldError::Inodes);
+        let started = self.start(serial, root, path, &firn, &dir).and_then(|scope| self.mark_open(scope));
+        let (scope, result) = match started {
+            Ok(started) => started,
+            Err(error) => {
+                self.remove_or_leave(&firn, serial, &dir);
+                return Err(error);
             }
-            match &self.group {
-                None => Shadow::make(&self.base, &dir)?,
-                Some(_) => self.join(&dir, path)?,
-            }
-        }
-        let scope = self.start(serial, root, path, dir).inspect_err(|_| self.unjoin(path))?;
+        };
         self.stopped_by.lock().remove(path);
         match before {
             Some(before) => before.follow(scope),
             None => self.enter(scope),
         }
-        Ok(())
+        result
     }
 
-    /// From the last step on a crash undoes what is changed.
     fn start(
         &self,
         serial: u64,
         root: &Arc<Object<B>>,
         path: &[u8],
-        dir: B::Node,
+        firn: &B::Node,
+        dir: &B::Node,
+    ) -> Result<Scope<B>, HeldError> {
+        if self.mode == Mode::Shadow {
+            if !Shadow::tells_inodes(&self.base, firn, &format!("tx-{serial}"))? {
+                return Err(HeldError::Inodes);
+            }
+            match &self.group {
+                None => Shadow::make(&self.base, dir)?,
+                Some(_) => self.join(dir, path)?,
+            }
+        }
+        self.make_scope(serial, root, path, dir).inspect_err(|_| self.unjoin(path))
+    }
+
+    fn make_scope(
+        &self,
+        serial: u64,
+        root: &Arc<Object<B>>,
+        path: &[u8],
+        dir: &B::Node,
     ) -> Result<Scope<B>, HeldError> {
         if self.mode == Mode::Shadow {
             // What is brought back must have been there.
@@ -924,9 +970,22 @@ impl<B: Backing> Held<B> {
             }
         }
         let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
-        self.note_arena(&dir)?;
-        staging::store(&self.base, &dir, staging::OPEN, path)?;
+        self.note_arena(dir)?;
+        staging::put(&self.base, dir, staging::OPEN, path)?;
         Ok(scope)
+    }
+
+    /// From here on a crash undoes what is changed, so where this fails the mark has to go: programs go on as outside of
+    /// a transaction. If that fails, too, the transaction is open all the same, and can be aborted.
+    fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), HeldError>), HeldError> {
+        let Err(errno) = self.base.sync_dir(&scope.dir) else { return Ok((scope, Ok(()))) };
+        match self.forget(&scope.dir) {
+            Ok(()) => {
+                self.unjoin(&scope.path);
+                Err(errno.into())
+            }
+            Err(_) => Ok((scope, Err(errno.into()))),
+        }
     }
 
     /// Makes the transaction durable and leaves its outcome open. Changes wait until it is decided. Where this
@@ -1011,7 +1070,7 @@ impl<B: Backing> Held<B> {
     pub fn abort(&self, node: &Node<B>) -> Result<(), HeldError> {
         let scope = self.scope_at(node)?;
         let (_names, _data) = (self.tree.write(), self.data.write());
-        if self.drop_next(&scope) {
+        if self.drop_next(&scope)? {
             return Ok(());
         }
         self.check_all(&scope);
@@ -1022,11 +1081,15 @@ impl<B: Backing> Held<B> {
             _ if several.is_some() => {}
             Stage::Open => {
                 self.withdraw(&scope.path)?;
-                self.drop_backup(scope.serial);
+                self.withdraw_for_good(scope.serial)?;
+                // With the mark the next mount would drop what is written from now on.
+                if scope.shadow.is_none() {
+                    self.forget(&scope.dir)?;
+                }
             }
             Stage::Prepared(id) => {
                 self.decide(id, &scope.path, false)?;
-                self.drop_backup(scope.serial);
+                self.withdraw_for_good(scope.serial)?;
                 match scope.shadow {
                     // From here on a crash ends in the tree before.
                     Some(_) => self.forget_record(&scope.dir)?,
@@ -1063,17 +1126,35 @@ impl<B: Backing> Held<B> {
 
     /// Removes what a transaction staged. Its outcome is certain, and the next open removes what is left.
     fn clean_up(&self, scope: &Scope<B>) {
-        let removed = self
-            .home()
-            .map_err(Errno::from)
-            .and_then(|firn| self.remove(&firn, &scope.dir, &format!("tx-{}", scope.serial)));
-        match removed {
-            // What several nodes share goes with the last of them.
-            Ok(()) if scope.shadow.as_ref().is_some_and(Shadow::is_of_several) => {}
-            Ok(()) => self.links_are_gone(scope),
-            Err(errno) => {
-                tracing::warn!(%errno, serial = scope.serial, "cannot remove what a transaction staged");
+        let is_removed = match self.home() {
+            Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
+            Err(error) => {
+                tracing::warn!(%error, serial = scope.serial, "cannot remove what a transaction staged");
+                self.leftovers.lock().push((scope.serial, scope.dir.clone()));
+                false
             }
+        };
+        // What several nodes share goes with the last of them.
+        if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_of_several) {
+            self.links_are_gone(scope);
+        }
+    }
+
+    /// Removes the directory of a transaction that is over; whether that is done. What is left goes when the next one
+    /// begins, or with the next mount.
+    fn remove_or_leave(&self, firn: &B::Node, serial: u64, dir: &B::Node) -> bool {
+        let removed = self.remove(firn, dir, &format!("tx-{serial}"));
+        if let Err(errno) = removed {
+            tracing::warn!(%errno, serial, "cannot remove what a transaction staged; it is tried again");
+            self.leftovers.lock().push((serial, dir.clone()));
+        }
+        removed.is_ok()
+    }
+
+    fn remove_leftovers(&self, firn: &B::Node) {
+        let leftovers = std::mem::take(&mut *self.leftovers.lock());
+        for (serial, dir) in leftovers {
+            self.remove_or_leave(firn, serial, &dir);
         }
     }
 
@@ -1092,7 +1173,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// From here on what is in the scope is in its transaction.
-    fn enter(&self, scope: Scope<B>) {
+    pub(crate) fn enter(&self, scope: Scope<B>) {
         self.scopes.write().push(Arc::new(scope));
         self.scope_count.fetch_add(1, Ordering::Release);
     }
@@ -1128,6 +1209,12 @@ impl<B: Backing> Held<B> {
     /// Makes the files those of checkpoint `id`: finishes the transaction that was prepared with it, or throws
     /// away what came after it, commits too, as far as they are kept.
     pub fn restore(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
+        if let Ok(scope) = self.scope_at(node)
+            && scope.is_undo
+        {
+            // What an attempt before this one began.
+            self.carry_out(&scope.path)?;
+        }
         let scope = match self.newest_at(node) {
             Err(HeldError::None) => None,
             found => Some(found?),
@@ -1146,8 +1233,10 @@ impl<B: Backing> Held<B> {
         if scope.is_some() {
             self.abort(node)?;
         }
+        let Node::Tracked(root) = node else { return Err(HeldError::None) };
+        self.withdraw_what_is_over()?;
         let (_names, _data) = (self.tree.write(), self.data.write());
-        steps.into_iter().try_for_each(|serial| self.undo(serial))
+        steps.into_iter().try_for_each(|serial| self.undo(root, serial))
     }
 
     /// The path of a directory, relative to the backing.
@@ -1179,6 +1268,7 @@ impl<B: Backing> Held<B> {
             },
             states: scope.book.lock().count(),
             is_recovered: scope.recovered.is_some(),
+            is_undo: scope.is_undo,
             trouble: scope.carried.trouble(),
             backup: self.backup_progress(&scope),
         };

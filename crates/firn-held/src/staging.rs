@@ -215,10 +215,18 @@ fn copy_xattrs<B: Backing>(base: &B, from: &B::Node, to: &B::Node) -> Result<boo
 fn xattr_names<B: Backing>(base: &B, node: &B::Node) -> Result<Vec<Vec<u8>>> {
     let names = match base.list_xattr(node) {
         Ok(names) => names,
-        Err(Errno::OPNOTSUPP | Errno::PERM) => Vec::new(),
+        Err(Errno::OPNOTSUPP) if !must_have_xattrs(base, node)? => Vec::new(),
+        Err(Errno::PERM) => Vec::new(),
         Err(errno) => return Err(errno),
     };
     Ok(names.split(|&byte| byte == 0).filter(|name| !name.is_empty()).map(<[u8]>::to_vec).collect())
+}
+
+/// Whether it is a failure that there is no list: taken for an empty one, a commit would remove what is there.
+fn must_have_xattrs<B: Backing>(base: &B, node: &B::Node) -> Result<bool> {
+    let (attr, top) = (base.attr(node)?, base.root());
+    let is_plain = matches!(attr.kind, Kind::File | Kind::Dir) && attr.dev == base.attr(&top)?.dev;
+    Ok(is_plain && base.list_xattr(&top).is_ok())
 }
 
 /// Those that only a privileged process sets are taken along where that is allowed.

@@ -336,7 +336,7 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
     let store = held.backups().expect("a backup").fork();
     let base = held.base().fork();
     drop(held);
-    let known = Held::known_backups(&base).expect("known");
+    let known = Held::known_backups(&base, None).expect("known");
     assert_eq!(known.len(), 1);
     let lost = Held::open(before.fork()).expect("open").0.backed_up(store.fork(), &BTreeSet::new());
     assert!(matches!(lost.err(), Some(HeldError::BackupWaits { id: 5, .. })));

@@ -119,7 +119,7 @@ fn regression_what_is_no_directory_is_named_in_every_mode() {
             kind => drop(disk.mknod(&ours(), &root, name(".firn"), kind | 0o600, 0)),
         }
         let answers = [Held::has_transactions(&disk).err(), Held::open(disk.fork()).err()];
-        for error in answers.into_iter().chain([Held::known_backups(&disk).err()]) {
+        for error in answers.into_iter().chain([Held::known_backups(&disk, None).err()]) {
             let told = error.expect("refused").to_string();
             assert!(told.contains(&format!(".firn is {words} instead of a directory")), "{told}");
         }

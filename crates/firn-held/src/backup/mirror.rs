@@ -68,7 +68,10 @@ struct Copy<B: Backing> {
     /// At the last round.
     seen: HashMap<String, Stamp>,
     copied: HashMap<String, (Stamp, Content)>,
+    /// There may be one.
     has_manifest: bool,
+    /// There is one, durably, and all that it tells of.
+    is_whole: bool,
 }
 
 fn backup(error: impl Into<OwnError>) -> HeldError {
@@ -81,8 +84,10 @@ fn file_name(at: &Staged) -> String {
 }
 
 impl<B: Backing> Held<B> {
-    /// Names of the backups that the backing knows of: to be asked before [`Held::open`], which ends transactions.
-    pub fn known_backups(base: &B) -> Result<BTreeSet<String>, HeldError> {
+    /// Names of the backups that the backing knows of: to be asked before [`Held::open`], which ends transactions. What
+    /// is in the backup, `store`, of those that it is going to undo counts no more from here on: once nothing in the
+    /// backing tells of them it would seem to be all that is left.
+    pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, HeldError> {
         let mut known = BTreeSet::new();
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(known);
@@ -92,7 +97,16 @@ impl<B: Backing> Held<B> {
                 let name = String::from_utf8_lossy(&name);
                 let found = staging::must_find_dir(base, &firn, &name);
                 let dir = found.map_err(|error| error.below(staging::TOP))?;
-                known.extend(load_name(base, &dir)?);
+                let Some(backup) = load_name(base, &dir)? else { continue };
+                let is_undecided =
+                    |file| Ok::<_, Errno>(staging::find(base, &dir, OsStr::new(file))?.is_none());
+                if let Some(store) = store
+                    && is_undecided(staging::RECORD)?
+                    && is_undecided(staging::COMMIT)?
+                {
+                    remove_manifest_of(store, &backup)?;
+                }
+                known.insert(backup);
             }
         }
         Ok(known)
@@ -118,7 +132,9 @@ impl<B: Backing> Held<B> {
             if let Some(serial) = owner {
                 let has_manifest = manifest.is_some();
                 let (seen, copied) = (HashMap::new(), HashMap::new());
-                state.copies.insert(serial, Copy { name, dir, seen, copied, has_manifest });
+                state
+                    .copies
+                    .insert(serial, Copy { name, dir, seen, copied, has_manifest, is_whole: has_manifest });
                 continue;
             }
             if let Some(Ok(manifest)) = manifest
@@ -251,20 +267,17 @@ impl<B: Backing> Held<B> {
             staging::store(&self.base, &scope.dir, NAME, name.as_bytes())?;
             let dir = staging::dir(&mirror.store, &mirror.store.root(), &name).map_err(backup)?;
             let (seen, copied) = (HashMap::new(), HashMap::new());
-            place.insert(Copy { name, dir, seen, copied, has_manifest: false });
+            place.insert(Copy { name, dir, seen, copied, has_manifest: false, is_whole: false });
         }
         let copy = state.copies.get_mut(&scope.serial).expect("just made");
-        if copy.has_manifest {
-            mirror.withdraw(&copy.dir).map_err(backup)?;
-            copy.has_manifest = false;
-        }
+        mirror.withdraw(copy).map_err(backup)?;
         Ok(copy)
     }
 
     /// Whether all of a transaction that is prepared is there.
     pub(crate) fn is_backed_up(&self, scope: &Scope<B>) -> bool {
         let Some(mirror) = &self.mirror else { return true };
-        mirror.state.lock().copies.get(&scope.serial).is_some_and(|copy| copy.has_manifest)
+        mirror.state.lock().copies.get(&scope.serial).is_some_and(|copy| copy.is_whole)
     }
 
     /// Makes the backup whole, durably. Nobody changes what is staged meanwhile.
@@ -273,7 +286,14 @@ impl<B: Backing> Held<B> {
         let mut state = mirror.lock();
         let result = self.back_up_now(mirror, &mut state, scope, record);
         mirror.tell(scope, &state, &result, 0);
-        let bytes = result?;
+        let bytes = match result {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                drop(state);
+                self.withdraw_backup(scope);
+                return Err(error);
+            }
+        };
         if let Some((progress, _)) = mirror.told.lock().get_mut(&scope.serial) {
             progress.copied_bytes = bytes;
         }
@@ -288,6 +308,9 @@ impl<B: Backing> Held<B> {
         record: &Record,
     ) -> Result<u64, HeldError> {
         let before = self.committed(&scope.path)?;
+        for name in &state.over {
+            remove_manifest_of(&mirror.store, name)?;
+        }
         let copy = self.copy_of(mirror, state, scope)?;
         let (record, known) = Paths::new(self, record).run()?;
         let mut stored = Vec::new();
@@ -297,9 +320,11 @@ impl<B: Backing> Held<B> {
         let bytes = stored.iter().filter_map(|one| one.content.as_ref()).map(|content| content.size).sum();
         let manifest = Manifest { record, before, known, stored };
         mirror.store.sync_changes().map_err(backup)?;
-        staging::store(&mirror.store, &copy.dir, MANIFEST, &manifest.encode()).map_err(backup)?;
+        // Where this fails, too.
         copy.has_manifest = true;
+        staging::store(&mirror.store, &copy.dir, MANIFEST, &manifest.encode()).map_err(backup)?;
         mirror.store.sync_dir(&mirror.store.root()).map_err(backup)?;
+        copy.is_whole = true;
         Ok(bytes)
     }
 
@@ -339,24 +364,45 @@ impl<B: Backing> Held<B> {
     pub(crate) fn withdraw_backup(&self, scope: &Scope<B>) {
         let Some(mirror) = &self.mirror else { return };
         let mut state = mirror.lock();
-        if let Some(copy) = state.copies.get_mut(&scope.serial).filter(|copy| copy.has_manifest) {
-            match mirror.withdraw(&copy.dir) {
-                Ok(()) => copy.has_manifest = false,
-                Err(errno) => tracing::warn!(%errno, "a backup tells of a prepare that failed"),
-            }
+        if let Some(copy) = state.copies.get_mut(&scope.serial)
+            && let Err(errno) = mirror.withdraw(copy)
+        {
+            tracing::warn!(%errno, "a backup tells of a prepare that failed");
         }
     }
 
-    /// The transaction is over, or will be whatever happens.
+    /// The transaction is going to be aborted. What is in its backup must not count any more before nothing in the backing
+    /// tells of it: else it would seem to be all that is left of it. Its bytes may go later.
+    pub(crate) fn withdraw_for_good(&self, serial: u64) -> Result<(), HeldError> {
+        let Some(mirror) = &self.mirror else { return Ok(()) };
+        let mut state = mirror.lock();
+        if let Some(copy) = state.copies.get_mut(&serial) {
+            mirror.withdraw(copy).map_err(|source| HeldError::BackupStays { source })?;
+        }
+        self.drop_copy(mirror, &mut state, serial);
+        Ok(())
+    }
+
+    /// The transaction is carried out, which the number of the last commit tells until the next one.
     pub(crate) fn drop_backup(&self, serial: u64) {
         let Some(mirror) = &self.mirror else { return };
-        let mut state = mirror.lock();
+        self.drop_copy(mirror, &mut mirror.lock(), serial);
+    }
+
+    fn drop_copy(&self, mirror: &Mirror<B>, state: &mut State<B>, serial: u64) {
         mirror.told.lock().remove(&serial);
         let Some(copy) = state.copies.remove(&serial) else { return };
         if let Err(errno) = mirror.remove(&copy.name) {
             tracing::warn!(%errno, name = copy.name, "cannot remove a backup that is over; it is tried again");
             state.over.insert(copy.name);
         }
+    }
+
+    /// Before the number of the last commit changes: what was carried out and is still in the backup counts no more.
+    pub(crate) fn withdraw_what_is_over(&self) -> Result<(), HeldError> {
+        let Some(mirror) = &self.mirror else { return Ok(()) };
+        let over = mirror.lock().over.clone();
+        over.iter().try_for_each(|name| remove_manifest_of(&mirror.store, name))
     }
 }
 
@@ -375,18 +421,22 @@ impl<B: Backing> Mirror<B> {
         let mut told = self.told.lock();
         let (progress, at) = told.entry(scope.serial).or_default();
         progress.error = result.as_ref().err().map(ToString::to_string);
-        progress.is_whole = copy.is_some_and(|copy| copy.has_manifest);
+        progress.is_whole = copy.is_some_and(|copy| copy.is_whole);
         (progress.copied_bytes, progress.left_bytes) = (copied, left_bytes);
         if result.is_ok() {
             *at = Some(Instant::now());
         }
     }
 
-    fn withdraw(&self, dir: &B::Node) -> Result<(), Errno> {
-        match self.store.unlink(dir, OsStr::new(MANIFEST)) {
-            Ok(()) | Err(Errno::NOENT) => self.store.sync_dir(dir),
-            Err(errno) => Err(errno),
+    /// Nothing in a copy counts from now on.
+    fn withdraw(&self, copy: &mut Copy<B>) -> Result<(), Errno> {
+        if !copy.has_manifest {
+            return Ok(());
         }
+        copy.is_whole = false;
+        remove_manifest(&self.store, &copy.dir)?;
+        copy.has_manifest = false;
+        Ok(())
     }
 
     fn remove(&self, name: &str) -> Result<(), OwnError> {
@@ -394,14 +444,31 @@ impl<B: Backing> Mirror<B> {
     }
 }
 
+/// Nothing in the directory of a backup counts from now on, durably.
+fn remove_manifest<B: Backing>(store: &B, dir: &B::Node) -> Result<(), Errno> {
+    if staging::find(store, dir, OsStr::new(MANIFEST))?.is_some() {
+        store.unlink(dir, OsStr::new(MANIFEST))?;
+    }
+    // Also where an attempt before this one has removed it.
+    store.sync_dir(dir)
+}
+
+fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<(), HeldError> {
+    let stays = |error: OwnError| match error {
+        OwnError::Backing(source) => HeldError::BackupStays { source },
+        error => error.of_backup(),
+    };
+    match staging::find_dir(store, &store.root(), name).map_err(stays)? {
+        Some((dir, _)) => remove_manifest(store, &dir).map_err(|errno| stays(errno.into())),
+        None => Ok(()),
+    }
+}
+
 /// Removes a backup, the manifest first, without which the rest means nothing. What Firn did not put there stays, and
 /// then the directory, too: ENOTEMPTY.
 pub(super) fn remove<B: Backing>(store: &B, home: &B::Node, name: &str) -> Result<(), OwnError> {
     let Some((dir, _)) = staging::find_dir(store, home, name)? else { return Ok(()) };
-    if staging::find(store, &dir, OsStr::new(MANIFEST))?.is_some() {
-        store.unlink(&dir, OsStr::new(MANIFEST))?;
-        store.sync_dir(&dir)?;
-    }
+    remove_manifest(store, &dir)?;
     for (file, ..) in staging::list(store, &dir)? {
         let is_ours = std::str::from_utf8(&file).is_ok_and(|file| is_file(file) || is_unfinished(file));
         if is_ours {

@@ -174,19 +174,23 @@ impl<B: Backing> Held<B> {
     pub fn unfollow(&self, scope: &[u8]) {
         let found = self.scopes.read().iter().find(|one| one.path == scope).cloned();
         let (_names, _data) = (self.tree.write(), self.data.write());
-        found.map(|scope| self.drop_next(&scope));
+        if let Some(Err(error)) = found.map(|scope| self.drop_next(&scope)) {
+            tracing::warn!(%error, "the transaction that follows a commit stays open");
+        }
     }
 
     /// Gives up the transaction that was to follow; whether there was one.
-    pub(super) fn drop_next(&self, scope: &Scope<B>) -> bool {
-        let Some(next) = scope.carried.take_next() else { return false };
+    pub(super) fn drop_next(&self, scope: &Scope<B>) -> Result<bool, Errno> {
+        let Some(next) = scope.carried.next() else { return Ok(false) };
+        self.forget(&next.dir)?;
+        scope.carried.take_next();
         next.turn(Stage::Ended);
         // Nothing of it is anywhere: its changes waited. Those that come now are made after this commit.
         let stage = scope.stage.lock();
         scope.refusing.store(false, Ordering::Release);
         drop(stage);
         self.clean_up(&next);
-        true
+        Ok(true)
     }
 
     fn carry(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
@@ -203,9 +207,25 @@ impl<B: Backing> Held<B> {
         result
     }
 
+    /// Of a commit that is being undone; the caller holds names and data.
+    pub(crate) fn carry_out_undo(&self, serial: u64) -> Result<(), HeldError> {
+        let found = self.scopes.read().iter().find(|one| one.serial == serial).cloned();
+        let scope = found.expect("it was just entered");
+        let carried = self.sync_home().map_err(HeldError::from).and_then(|()| self.carry_here(&scope));
+        *scope.carried.trouble.lock() = carried.as_ref().err().map(ToString::to_string);
+        carried
+    }
+
     /// Programs wait.
     fn carry_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
         let (_names, _data) = (self.tree.write(), self.data.write());
+        if scope.is_undo {
+            self.sync_home()?;
+        }
+        self.carry_here(scope)
+    }
+
+    fn carry_here(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
         // Programs that know an object ask for its attributes all the same.
         self.unhide(scope);
         self.apply(scope)?;

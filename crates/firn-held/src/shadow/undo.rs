@@ -35,6 +35,8 @@ struct Save {
 pub(crate) struct Undone {
     /// Inodes that are no more.
     removed: Vec<u64>,
+    /// Inodes that have a name in `kept/`, perhaps beside others, until that goes with the transaction.
+    kept: Vec<u64>,
     /// Inodes that came back to a directory, and to which name.
     placed: Vec<(u64, u64, Vec<u8>)>,
 }
@@ -215,6 +217,7 @@ impl<'a, B: Backing> Undo<'a, B> {
     fn take_out(&mut self, dir: &B::Node, name: &[u8], ino: u64) -> Result<()> {
         let os_name = OsStr::from_bytes(name);
         if self.old.contains(&ino) {
+            self.undone.kept.push(ino);
             return self.shadow.keep(self.base, dir, os_name, ino);
         }
         let Some((node, attr)) = staging::find(self.base, dir, os_name)? else { return Ok(()) };
@@ -410,6 +413,9 @@ impl<B: Backing> Held<B> {
         let undone = Undo::new(&self.base, shadow, root, &format!("tx-{}", scope.serial))?.run()?;
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
         let object = |ino: u64| self.known((shadow.dev, ino));
+        for ino in undone.kept {
+            self.link_goes(scope.serial, (shadow.dev, ino), &shadow.kept, ino.to_string());
+        }
         for ino in undone.removed {
             if let Some(object) = object(ino) {
                 self.objects.lock().remove(&object.key);
