@@ -110,16 +110,14 @@ pub fn open_runtime_dir(dir: &Path, uid: u32) -> Result<Option<OwnedFd>, PathsEr
     }
 }
 
-/// Names a backing: FNV-1a, 64 bits, of its canonical path.
+/// Names a backing: XXH3, 64 bits, of its canonical path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key(pub u64);
 
 impl Key {
     /// The key of a backing; the path must be canonical.
     pub fn of(canonical_backing: &Path) -> Self {
-        let bytes = canonical_backing.as_os_str().as_bytes();
-        let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        Self(bytes.iter().fold(0xcbf2_9ce4_8422_2325, step))
+        Self(xxhash_rust::xxh3::xxh3_64(canonical_backing.as_os_str().as_bytes()))
     }
 }
 
@@ -173,17 +171,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_key_is_fnv_1a_of_the_path() {
-        assert_eq!(Key::of(Path::new("")).to_string(), "cbf29ce484222325");
-        assert_eq!(Key::of(Path::new("a")).to_string(), "af63dc4c8601ec8c");
+    fn the_key_is_xxh3_of_the_path() {
+        assert_eq!(Key::of(Path::new("")).to_string(), "2d06800538d394c2");
+        assert_eq!(Key::of(Path::new("a")).to_string(), "e6c632b61e964e1f");
     }
 
     #[test]
     fn only_the_arena_moves_with_arena_dir() {
         let files = RuntimeFiles::in_dir(Path::new("/run/x"), Path::new("a"), Some(Path::new("/huge")));
-        assert_eq!(files.arena, Path::new("/huge/af63dc4c8601ec8c.arena"));
-        assert_eq!(files.socket, Path::new("/run/x/af63dc4c8601ec8c.sock"));
-        assert_eq!(files.log, Path::new("/run/x/af63dc4c8601ec8c.log"));
+        assert_eq!(files.arena, Path::new("/huge/e6c632b61e964e1f.arena"));
+        assert_eq!(files.socket, Path::new("/run/x/e6c632b61e964e1f.sock"));
+        assert_eq!(files.log, Path::new("/run/x/e6c632b61e964e1f.log"));
     }
 
     #[test]

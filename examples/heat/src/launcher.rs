@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::checkpoint::{self, Saved};
 use crate::control::Message;
-use crate::field::Fnv;
+use crate::field::hash_of_planes;
 use crate::options::Options;
 use crate::report::Report;
 
@@ -224,7 +224,5 @@ fn collect(options: &Options, workers: &mut Workers, report: &mut Report) -> Res
             }
         }
     }
-    let mut hash = Fnv::default();
-    planes.values().for_each(|&plane| hash.word(plane));
-    Ok(hash.0)
+    Ok(hash_of_planes(planes.into_values()))
 }
