@@ -20,7 +20,7 @@ const RDWR: i32 = 2;
 
 fn written(engine: &Engine<SimBacking>, name: &str) -> (HandleId, mpsc::Receiver<bool>) {
     let (_, opened) = engine.create(&CALLER, ROOT, OsStr::new(name), 0o644, RDWR).expect("create");
-    engine.write(opened.handle, 0, name.as_bytes(), false).expect("write");
+    engine.write(opened.handle, 0, name.as_bytes(), None).expect("write");
     let (tell, told) = mpsc::channel();
     let done = Box::new(move |result: Result<(), _>| {
         let _ = tell.send(result.is_ok());

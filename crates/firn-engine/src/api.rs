@@ -94,6 +94,17 @@ pub struct SetAttr {
     pub mtime: SetTime,
 }
 
+impl SetAttr {
+    /// Whether nothing is to be set.
+    pub fn is_empty(&self) -> bool {
+        let ids = self.uid.is_none() && self.gid.is_none();
+        ids && self.mode.is_none()
+            && self.size.is_none()
+            && self.atime == SetTime::Keep
+            && self.mtime == SetTime::Keep
+    }
+}
+
 /// A connection of a client process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClientId(pub u64);

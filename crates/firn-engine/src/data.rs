@@ -13,6 +13,7 @@ use crate::engine::{Engine, Handle};
 use crate::extents::Extents;
 use crate::file::{BackingFile, File, FileState};
 use crate::names::{Node, Stamp};
+use crate::privileges::{Anybody, has_set_id_bits};
 use crate::{Entry, HandleId, NodeId, OpenMode, Opened, Result};
 
 const O_ACCMODE: i32 = 0o3;
@@ -34,6 +35,7 @@ impl<B: Backing> Engine<B> {
         let dir = self.node(parent)?;
         self.close_some();
         let before = self.names_changed.load(Ordering::Acquire);
+        let privileges = self.privileges_epoch();
         match self.with_descriptor(|| self.backing.create(caller, &self.object(&dir)?, name, mode)) {
             Ok((object, backing_file, attr)) => {
                 self.open_files.note();
@@ -41,13 +43,18 @@ impl<B: Backing> Engine<B> {
                 let opened = Arc::new(BackingFile { file: backing_file, access: Access::ReadWrite });
                 let opened = self.add_handle(&node, flags, |state| {
                     state.writer.get_or_insert_with(|| Arc::clone(&opened));
+                    if !has_set_id_bits(&attr) {
+                        state.plain_in = privileges;
+                    }
                     OpenMode::Engine
                 });
                 Ok((Entry { node: node.id, attr }, opened))
             }
             Err(Errno::EXIST) if flags & O_EXCL == 0 => {
                 let entry = self.lookup(parent, name)?;
-                match self.open(entry.node, flags) {
+                let truncates = flags & O_TRUNC != 0;
+                let ready = if truncates { self.drop_privileges(entry.node, &Anybody) } else { Ok(()) };
+                match ready.and_then(|()| self.open(entry.node, flags)) {
                     Ok(opened) => Ok((entry, opened)),
                     Err(errno) => {
                         self.forget(entry.node, 1);
@@ -64,7 +71,7 @@ impl<B: Backing> Engine<B> {
         self.truncate_file(file, 0)
     }
 
-    /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here.
+    /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here, after [`Engine::drop_privileges`].
     pub fn open(&self, node: NodeId, flags: i32) -> Result<Opened> {
         let node = self.node(node)?;
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);

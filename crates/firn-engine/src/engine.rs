@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_arena::{Arena, JournalRegion, Lease};
@@ -212,6 +212,9 @@ pub struct Engine<B: Backing> {
     pub(crate) names: Names<B>,
     /// How often names changed in the backing without a request for it ([`Engine::look_again`]).
     pub(crate) names_changed: AtomicU64,
+    /// How often some file may have got set-id bits or capabilities; never 0, which no file knows of.
+    pub(crate) privileges_epoch: AtomicU32,
+    pub(crate) attributes_changed: RwLock<Option<crate::privileges::AttributesChanged>>,
     pub(crate) files: Mutex<HashMap<Key, Arc<File<B>>>>,
     pub(crate) handles: RwLock<HashMap<HandleId, Arc<Handle<B>>>>,
     pub(crate) dirs: RwLock<HashMap<HandleId, Arc<B::Dir>>>,

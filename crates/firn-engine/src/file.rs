@@ -122,6 +122,8 @@ pub(crate) struct FileState<B: Backing> {
     pub cache: crate::cache::Cached,
     /// No name leads to it any more.
     pub unlinked: bool,
+    /// The [`Engine::privileges_epoch`](crate::Engine) in which it was seen to have no privileges; 0: never.
+    pub plain_in: u32,
 }
 
 /// A file that firnd has something to do with.
@@ -187,6 +189,7 @@ impl<B: Backing> File<B> {
             cut: false,
             cache: Default::default(),
             unlinked: false,
+            plain_in: 0,
         };
         Self { node, state: Mutex::new(state), quiet: Condvar::new() }
     }

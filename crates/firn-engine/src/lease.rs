@@ -11,7 +11,6 @@
 //! Sequences: a lease takes as many as it has records. They keep the order of writes because nothing else
 //! writes the file while there is a door, and a file's leases are filled one after the other.
 
-use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -26,11 +25,9 @@ use firn_format::slab::Class;
 use crate::engine::{DrainPolicy, Engine, Handle};
 use crate::extents::Extent;
 use crate::file::{File, FileState};
+use crate::privileges::has_set_id_bits;
 use crate::{ClientId, DoorGrant, DoorList, DoorRefusal, HandleId, OpenMode};
 
-const SET_ID_BITS: u32 = 0o6000;
-/// Like set-id bits, the kernel takes them away at a write.
-const CAPABILITIES: &str = "security.capability";
 /// A file has the lease that is filled and the one that is next.
 const LEASES_MAX: usize = 2;
 
@@ -56,10 +53,10 @@ impl<B: Backing> Engine<B> {
         let _writing = self.writing.read();
         let handle = self.writable(token)?;
         let file = &handle.file;
+        let privileges = self.privileges_epoch();
         let plain = self.object(&file.node).is_ok_and(|object| {
             let attr = self.backing.attr(&object);
-            let capable = self.backing.get_xattr(&object, OsStr::new(CAPABILITIES)).is_ok();
-            attr.is_ok_and(|attr| attr.mode & SET_ID_BITS == 0) && !capable
+            attr.is_ok_and(|attr| !has_set_id_bits(&attr)) && !self.has_capabilities(&object)
         });
         if !plain || self.is_nameless(file).unwrap_or(true) || *handle.mode.lock() != OpenMode::Engine {
             return Err(DoorRefusal::Busy);
@@ -73,6 +70,11 @@ impl<B: Backing> Engine<B> {
             self.door_end(client, token);
             return Err(DoorRefusal::Busy);
         };
+        // Who gave it privileges meanwhile found no door to end.
+        if self.privileges_epoch() != privileges {
+            self.door_end(client, token);
+            return Err(DoorRefusal::Busy);
+        }
         Ok(DoorGrant { binding, size: attr.size.max(end), node: file.node.id })
     }
 

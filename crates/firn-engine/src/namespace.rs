@@ -11,7 +11,7 @@ use firn_format::record::Record;
 use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Node;
-use crate::{Entry, HandleId, NodeId, Result, SetAttr};
+use crate::{Entry, HandleId, NodeId, Principal, Result, SetAttr};
 
 impl<B: Backing> Engine<B> {
     // ---- attributes --------------------------------------------------------------------------
@@ -65,6 +65,7 @@ impl<B: Backing> Engine<B> {
             (state.pending, state.extents.end(), state.mtime)
         };
         let mut attr = self.backing.attr(&self.object(node)?)?;
+        self.see_privileges(&file, &attr);
         if pending == 0 {
             return Ok(attr);
         }
@@ -78,13 +79,18 @@ impl<B: Backing> Engine<B> {
         Ok(attr)
     }
 
-    /// Sets attributes and returns all of them.
-    pub fn set_attr(&self, node: NodeId, _handle: Option<HandleId>, set: SetAttr) -> Result<Attr> {
+    /// Sets attributes and returns all of them. `by`: whose call it is, which takes privileges of the object away.
+    pub fn set_attr(&self, node: NodeId, set: SetAttr, by: Option<&dyn Principal>) -> Result<Attr> {
         let node = self.node(node)?;
+        if let Some(by) = by.filter(|_| set.is_empty()) {
+            // Before the kernel changes contents by itself (passthrough), and for set-group-id without group execute.
+            self.drop_privileges(node.id, by)?;
+        }
         if let Some(size) = set.size {
             let _writing = self.writing.read();
             let file = self.file_with(&node, |_| {});
-            let result = self.truncate_file(&file, size);
+            let dropped = by.map_or(Ok(()), |by| self.drop_privileges_of(&file, by));
+            let result = dropped.and_then(|()| self.truncate_file(&file, size));
             self.drop_if_unused(&file);
             result?;
         }
@@ -95,11 +101,16 @@ impl<B: Backing> Engine<B> {
             self.end_door(&file);
             self.take_hold(&file);
         }
-        if set.uid.is_some() || set.gid.is_some() {
-            self.backing.set_owner(&self.object(&node)?, set.uid, set.gid)?;
+        let changes_owner = set.uid.is_some() || set.gid.is_some();
+        if changes_owner {
+            self.set_owner(&node, (set.uid, set.gid), by)?;
         }
-        if let Some(mode) = set.mode {
-            self.backing.set_mode(&self.object(&node)?, mode)?;
+        match set.mode {
+            Some(mode) if by.is_some() && (changes_owner || set.size.is_some()) => {
+                self.set_mode_besides(&node, mode)?;
+            }
+            Some(mode) => self.set_mode(&node, mode, by)?,
+            None => {}
         }
         if set.atime != SetTime::Keep || set.mtime != SetTime::Keep {
             self.set_times(&node, set.atime, set.mtime)?;
@@ -395,13 +406,21 @@ impl<B: Backing> Engine<B> {
         self.backing.get_xattr(&self.object_of(node)?, name)
     }
     /// setxattr(2).
-    pub fn set_xattr(&self, node: NodeId, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
+    pub fn set_xattr(
+        &self,
+        node: NodeId,
+        name: &OsStr,
+        value: &[u8],
+        flags: i32,
+        by: Option<&dyn Principal>,
+    ) -> Result<()> {
+        let node = self.node(node)?;
         // It may be one that a write through the kernel takes away, or an ACL.
-        if let Some(file) = self.known_file(&*self.node(node)?) {
+        if let Some(file) = self.known_file(&node) {
             self.end_door(&file);
             self.take_hold(&file);
         }
-        self.backing.set_xattr(&self.object_of(node)?, name, value, flags)
+        self.set_xattr_of(&node, (name, value, flags), by)
     }
     /// listxattr(2).
     pub fn list_xattr(&self, node: NodeId) -> Result<Vec<u8>> {

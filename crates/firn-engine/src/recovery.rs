@@ -16,7 +16,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::time::Instant;
 
 use firn_arena::{Arena, JournalRegion, PieceRef, Stored};
@@ -191,6 +191,8 @@ impl<B: Backing> Engine<B> {
             journal: Mutex::new(journal),
             last_binding: AtomicU64::new(0),
             names_changed: AtomicU64::new(0),
+            privileges_epoch: AtomicU32::new(1),
+            attributes_changed: RwLock::new(None),
             last_rename: AtomicU64::new(epoch << 32),
             paths: Default::default(),
             writing: Default::default(),

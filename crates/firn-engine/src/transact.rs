@@ -83,7 +83,10 @@ impl<B: Backing> Engine<B> {
             }
             Pending::Keep => {}
         }
-        turn(&object).map_err(TurnError::Turn)
+        let turned = turn(&object).map_err(TurnError::Turn);
+        // It may have brought privileges back.
+        self.privileges_given();
+        turned
     }
 
     /// The files at or below `path` that are open for writing: a program may have stored to a mapping of them what

@@ -13,7 +13,7 @@ use firn_format::slab::Class;
 use crate::engine::{DrainPolicy, Engine, Handle};
 use crate::extents::Extent;
 use crate::file::{File, FileState};
-use crate::{HandleId, Result, Written};
+use crate::{HandleId, Principal, Result, Written};
 
 /// Ends of files beyond this ask the backing at once whether it can hold such a file, so that EFBIG
 /// comes from write(2) and not from a drain that can never succeed. Below it every file system that
@@ -23,12 +23,16 @@ const SIZE_ASKED_ABOVE: u64 = 1 << 40;
 /// The lease of a handle.
 type Slot<'a> = MutexGuard<'a, Option<Lease>>;
 
-const SET_ID_BITS: u32 = 0o6000;
-
 impl<B: Backing> Engine<B> {
     /// Takes bytes from a program. When this returns, they survive the death of every process.
-    /// `clear_suid`: the writer's write(2) takes away set-id bits.
-    pub fn write(&self, handle: HandleId, offset: u64, data: &[u8], clear_suid: bool) -> Result<Written> {
+    /// `by`: whose write(2) it is, which takes privileges of the file away; none: a store to a mapping, which does not.
+    pub fn write(
+        &self,
+        handle: HandleId,
+        offset: u64,
+        data: &[u8],
+        by: Option<&dyn Principal>,
+    ) -> Result<Written> {
         let _writing = self.writing.read();
         let handle = self.handle(handle)?;
         let file = &handle.file;
@@ -41,11 +45,15 @@ impl<B: Backing> Engine<B> {
             return Ok(Written::Bytes(0));
         }
         self.end_door(file);
-        if let Some(errno) = file.lock().tell_failure() {
-            return Err(errno);
-        }
-        if clear_suid {
-            self.clear_suid(file)?;
+        let is_plain = {
+            let mut state = file.lock();
+            if let Some(errno) = state.tell_failure() {
+                return Err(errno);
+            }
+            state.plain_in == self.privileges_epoch()
+        };
+        if let Some(by) = by.filter(|_| !is_plain) {
+            self.drop_privileges_of(file, by)?;
         }
         if end > SIZE_ASKED_ABOVE {
             self.ask_size(file, end)?;
@@ -79,15 +87,18 @@ impl<B: Backing> Engine<B> {
 
     /// Whether a write up to `end` has to ask the backing or wait for somebody before its bytes are taken. What
     /// [`Engine::write`] waits for otherwise is short.
-    pub fn write_may_wait(&self, handle: HandleId, end: u64, clear_suid: bool) -> bool {
-        if clear_suid || end > SIZE_ASKED_ABOVE || self.writing.is_locked_exclusive() {
+    pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
+        if end > SIZE_ASKED_ABOVE || self.writing.is_locked_exclusive() {
             return true;
         }
         let Ok(handle) = self.handle(handle) else { return false };
-        let is_bound = {
+        let (is_bound, is_plain) = {
             let state = handle.file.lock();
-            state.bound.is_some() || state.unlinked
+            (state.bound.is_some() || state.unlinked, state.plain_in == self.privileges_epoch())
         };
+        if by.is_some() && !is_plain {
+            return true;
+        }
         !is_bound && (self.paths.has_changes() || !handle.file.node.has_names())
     }
 
@@ -240,19 +251,5 @@ impl<B: Backing> Engine<B> {
     fn ask_size(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
         let known = self.size_of(file)?;
         if end > known { self.truncate_file(file, end) } else { Ok(()) }
-    }
-
-    fn clear_suid(&self, file: &File<B>) -> Result<()> {
-        let attr = self.backing.attr(&self.object(&file.node)?)?;
-        let mut kept = attr.mode & 0o7777 & !SET_ID_BITS;
-        // A set-gid bit without group execute is mandatory locking, not privilege: it stays.
-        if attr.mode & 0o2010 == 0o2000 {
-            kept |= 0o2000;
-        }
-        if kept != attr.mode & 0o7777 {
-            self.backing.set_mode(&self.object(&file.node)?, kept)
-        } else {
-            Ok(())
-        }
     }
 }

@@ -17,7 +17,7 @@ const OPEN: usize = 8;
 fn create(world: &World, index: usize) -> (NodeId, HandleId) {
     let name = format!("rank{index}");
     let (entry, opened) = world.engine.create(&CALLER, ROOT, OsStr::new(&name), 0o644, 2).expect("create");
-    assert!(matches!(world.engine.write(opened.handle, 0, b"some", false), Ok(Written::Bytes(4))));
+    assert!(matches!(world.engine.write(opened.handle, 0, b"some", None), Ok(Written::Bytes(4))));
     (entry.node, opened.handle)
 }
 
@@ -57,7 +57,7 @@ fn a_file_whose_mode_changes_while_it_is_held_is_opened_before() {
     let last = *nodes.last().expect("there are some");
     let (uid, gid, size, keep) = (None, None, None, SetTime::Keep);
     let read_only = SetAttr { mode: Some(0o444), uid, gid, size, atime: keep, mtime: keep };
-    world.engine.set_attr(last, None, read_only).expect("chmod");
+    world.engine.set_attr(last, read_only, None).expect("chmod");
     assert_eq!(world.backing.open_files(), before + 1);
 }
 
@@ -80,13 +80,13 @@ fn regression_files_that_programs_have_open_need_no_descriptor_each() {
     assert!(world.backing.open_files() <= 5, "{} are open", world.backing.open_files());
     for round in 0..3_u8 {
         for (_, handle) in &open {
-            assert!(matches!(world.engine.write(*handle, 1, &[round; 6], false), Ok(Written::Bytes(6))));
+            assert!(matches!(world.engine.write(*handle, 1, &[round; 6], None), Ok(Written::Bytes(6))));
         }
         world.drain_all();
         for (node, _) in &open {
             let (uid, gid, keep) = (None, None, SetTime::Keep);
             let set = SetAttr { mode: None, uid, gid, size: Some(7), atime: keep, mtime: keep };
-            world.engine.set_attr(*node, None, set).expect("truncate");
+            world.engine.set_attr(*node, set, None).expect("truncate");
             assert!(world.backing.open_files() <= 5, "{} are open", world.backing.open_files());
         }
         for (_, handle) in &open {
@@ -110,7 +110,7 @@ fn regression_a_file_without_a_name_stays_open_however_many_others_are() {
     for handle in others {
         assert_eq!(world.engine.read(handle, 0, &mut bytes), Ok(4));
     }
-    assert!(matches!(world.engine.write(first, 2, b"ul", false), Ok(Written::Bytes(2))));
+    assert!(matches!(world.engine.write(first, 2, b"ul", None), Ok(Written::Bytes(2))));
     assert_eq!(world.engine.read(first, 0, &mut bytes), Ok(4));
     assert_eq!(&bytes, b"soul");
 }

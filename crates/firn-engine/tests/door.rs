@@ -103,7 +103,7 @@ impl Door {
     fn write(&mut self, engine: &Engine<SimBacking>, offset: u64, data: &[u8], room: &mut dyn FnMut()) {
         let mut done = self.append(engine, offset, data);
         while done < data.len() {
-            match engine.write(self.token, offset + done as u64, &data[done..], false) {
+            match engine.write(self.token, offset + done as u64, &data[done..], None) {
                 Ok(Written::Bytes(n)) => done += n,
                 Ok(Written::Full) => room(),
                 Err(errno) => panic!("write: {errno}"),
@@ -171,17 +171,17 @@ fn files_that_only_the_kernels_way_can_write_get_no_door() {
     let world = World::new();
     let (node, token) = create(&world.engine, "file");
     let set = |mode| SetAttr { mode: Some(mode), size: None, ..truncate(0) };
-    world.engine.set_attr(node, None, set(0o4755)).unwrap();
+    world.engine.set_attr(node, set(0o4755), None).unwrap();
     assert_eq!(Door::of(token).open(&world.engine), Err(DoorRefusal::Busy));
-    world.engine.set_attr(node, None, set(0o755)).unwrap();
+    world.engine.set_attr(node, set(0o755), None).unwrap();
     let mut door = Door::of(token);
     let capability = OsStr::new("security.capability");
-    world.engine.set_xattr(node, capability, b"cap", 0).unwrap();
+    world.engine.set_xattr(node, capability, b"cap", 0, None).unwrap();
     assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
     world.engine.remove_xattr(node, capability).unwrap();
     assert!(door.open(&world.engine).is_ok());
     assert_eq!(door.append(&world.engine, 0, b"x"), 1);
-    world.engine.set_attr(node, None, set(0o4755)).unwrap();
+    world.engine.set_attr(node, set(0o4755), None).unwrap();
     assert_eq!(door.append(&world.engine, 1, b"x"), 0);
     world.engine.release(token);
     let readonly = world.engine.open(node, 0).unwrap().handle;
@@ -228,7 +228,7 @@ fn a_truncation_cuts_what_was_appended_and_ends_the_door() {
     let mut door = Door::of(token);
     door.open(&world.engine).unwrap();
     door.append(&world.engine, 0, &pattern(0, 10_000, 0));
-    world.engine.set_attr(node, None, truncate(4_000)).unwrap();
+    world.engine.set_attr(node, truncate(4_000), None).unwrap();
     assert_eq!(door.append(&world.engine, 10_000, b"x"), 0);
     assert_eq!(size(&world.engine, node), 4_000);
     assert_eq!(door.open(&world.engine), Ok(4_000));
@@ -244,13 +244,13 @@ fn kernel_writes_before_between_and_after_keep_their_order() {
     let mut world = World::new();
     let (_, token) = create(&world.engine, "file");
     let mut door = Door::of(token);
-    world.engine.write(token, 0, &[1; 100], false).unwrap();
+    world.engine.write(token, 0, &[1; 100], None).unwrap();
     door.open(&world.engine).unwrap();
     assert_eq!(door.append(&world.engine, 50, &[2; 100]), 100);
-    world.engine.write(token, 100, &[3; 100], false).unwrap();
+    world.engine.write(token, 100, &[3; 100], None).unwrap();
     door.open(&world.engine).unwrap();
     assert_eq!(door.append(&world.engine, 150, &[4; 100]), 100);
-    world.engine.write(token, 240, &[5; 10], false).unwrap();
+    world.engine.write(token, 240, &[5; 10], None).unwrap();
     let expected: Vec<u8> = [[1; 50], [2; 50], [3; 50], [4; 50], [4; 50]].concat();
     let expected = [&expected[..240], &[5; 10][..]].concat();
     world.stop_now();
@@ -385,7 +385,7 @@ fn garbage_in_records_and_slab_harms_nobody() {
         let world = World::new();
         let mut rng = StdRng::seed_from_u64(seed);
         let (_, other) = create(&world.engine, "other");
-        world.engine.write(other, 0, &pattern(0, 50_000, 9), false).unwrap();
+        world.engine.write(other, 0, &pattern(0, 50_000, 9), None).unwrap();
         let (node, token) = create(&world.engine, "file");
         let mut door = Door::of(token);
         door.open(&world.engine).unwrap();
@@ -424,8 +424,8 @@ fn garbage_in_records_and_slab_harms_nobody() {
 fn readers_are_told_where_the_bytes_lie_until_they_change() {
     let world = World::new();
     let (node, token) = create(&world.engine, "file");
-    world.engine.write(token, 0, &pattern(0, 5_000, 0), false).unwrap();
-    world.engine.write(token, 9_000, &pattern(9_000, 100, 0), false).unwrap();
+    world.engine.write(token, 0, &pattern(0, 5_000, 0), None).unwrap();
+    world.engine.write(token, 9_000, &pattern(9_000, 100, 0), None).unwrap();
     assert_eq!(world.engine.door_extents(token, 0), Err(DoorRefusal::Busy), "it may be written");
     world.engine.release(token);
     let reader = world.engine.open(node, 0).unwrap().handle;
@@ -448,14 +448,14 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
     assert_ne!(stamp(), list.stamp, "what was drained may be anybody's");
     for change in 0..3 {
         let writer = world.engine.open(node, O_RDWR).unwrap().handle;
-        world.engine.write(writer, 0, &[change; 100], false).unwrap();
+        world.engine.write(writer, 0, &[change; 100], None).unwrap();
         world.engine.release(writer);
         let before = world.engine.door_extents(reader, 0).unwrap().stamp;
         assert_eq!(stamp(), before);
         match change {
             0 => world.engine.release(world.engine.open(node, O_RDWR).unwrap().handle),
             1 => {
-                world.engine.set_attr(node, None, truncate(50)).unwrap();
+                world.engine.set_attr(node, truncate(50), None).unwrap();
             }
             _ => world.drain_all(),
         }
@@ -529,7 +529,7 @@ fn interleave(seed: u64) {
                     2 => {
                         let mut model = model.lock();
                         let cut = rng.random_range(0..=model.len());
-                        engine.set_attr(node, None, truncate(cut as u64)).unwrap();
+                        engine.set_attr(node, truncate(cut as u64), None).unwrap();
                         model.truncate(cut);
                     }
                     3 => {
@@ -586,7 +586,7 @@ fn a_failing_drain_ends_the_door() {
     assert_eq!(world.engine.status().held_bytes, 10);
     assert_eq!(door.append(&world.engine, 10, b"more"), 0);
     assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
-    assert_eq!(world.engine.write(token, 10, b"more", false), Err(Errno::IO));
+    assert_eq!(world.engine.write(token, 10, b"more", None), Err(Errno::IO));
 }
 
 #[test]

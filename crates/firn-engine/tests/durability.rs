@@ -60,7 +60,7 @@ fn a_file_that_is_never_wholly_drained_does_not_fill_the_journal() {
     for round in 0..ROUNDS {
         let offset = round % 3 * (64 << 10);
         for (offset, len) in [(offset, 32 << 10), (offset + (28 << 10), 8 << 10)] {
-            let written = world.engine.write(opened.handle, offset, &vec![round as u8; len], false);
+            let written = world.engine.write(opened.handle, offset, &vec![round as u8; len], None);
             assert_eq!(written, Ok(Written::Bytes(len)), "round {round}");
         }
         while world.engine.status().held_bytes > 64 << 10 && world.drain_step() {}

@@ -15,7 +15,7 @@ const O_RDWR: i32 = 2;
 /// An open file with some bytes.
 fn open(world: &World, dir: NodeId, name: &str) -> HandleId {
     let (_, opened) = world.engine.create(&CALLER, dir, OsStr::new(name), 0o644, O_RDWR).expect("create");
-    assert!(matches!(world.engine.write(opened.handle, 0, b"some", false), Ok(Written::Bytes(4))));
+    assert!(matches!(world.engine.write(opened.handle, 0, b"some", None), Ok(Written::Bytes(4))));
     opened.handle
 }
 
@@ -56,7 +56,7 @@ fn one_killed_writer_of_several_cuts_a_file_until_it_is_made_anew() {
     assert_eq!(ending(&world, "file"), Ending::Cut, "appended to");
     let node = world.engine.lookup(ROOT, OsStr::new("file")).expect("lookup").node;
     let anew = world.engine.open(node, O_RDWR | 0o1000).expect("open").handle;
-    assert!(matches!(world.engine.write(anew, 0, b"anew", false), Ok(Written::Bytes(4))));
+    assert!(matches!(world.engine.write(anew, 0, b"anew", None), Ok(Written::Bytes(4))));
     end(&world, anew, Closing::Called);
     assert_eq!(ending(&world, "file"), Ending::Closed);
 }

@@ -28,7 +28,7 @@ fn place(engine: &Engine<SimBacking>, dir: &str) -> Place {
     let dir = engine.mkdir(&CALLER, ROOT, OsStr::new(dir), 0o755).expect("mkdir").node;
     let (entry, opened) = engine.create(&CALLER, dir, OsStr::new("file"), 0o644, RDWR).expect("create");
     let handle = opened.handle;
-    assert_eq!(engine.write(handle, 0, b"pending", false), Ok(Written::Bytes(7)));
+    assert_eq!(engine.write(handle, 0, b"pending", None), Ok(Written::Bytes(7)));
     Place { dir, node: entry.node, handle }
 }
 
@@ -67,17 +67,17 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
             ignore(engine.rename(place.dir, OsStr::new("file"), place.dir, OsStr::new("moved"), none));
         }),
         ("ftruncate", "set_len", |engine, place| {
-            ignore(engine.set_attr(place.node, None, SetAttr { size: Some(3), ..attributes() }));
+            ignore(engine.set_attr(place.node, SetAttr { size: Some(3), ..attributes() }, None));
         }),
         ("ftruncate to more", "set_len", |engine, place| {
-            ignore(engine.set_attr(place.node, None, SetAttr { size: Some(1 << 20), ..attributes() }));
+            ignore(engine.set_attr(place.node, SetAttr { size: Some(1 << 20), ..attributes() }, None));
         }),
         ("open with O_TRUNC", "set_len", |engine, place| ignore(engine.open(place.node, 0o1002))),
         ("utimens", "set_times", |engine, place| {
-            ignore(engine.set_attr(place.node, None, SetAttr { mtime: SetTime::Now, ..attributes() }));
+            ignore(engine.set_attr(place.node, SetAttr { mtime: SetTime::Now, ..attributes() }, None));
         }),
         ("chmod", "set_mode", |engine, place| {
-            ignore(engine.set_attr(place.node, None, SetAttr { mode: Some(0o600), ..attributes() }));
+            ignore(engine.set_attr(place.node, SetAttr { mode: Some(0o600), ..attributes() }, None));
         }),
         ("fallocate", "write_at", |engine, place| ignore(engine.allocate(place.handle, 0, 0, 1 << 16))),
         ("fallocate", "allocate", |engine, place| ignore(engine.allocate(place.handle, 0, 0, 1 << 16))),
@@ -107,7 +107,7 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
 /// All that a program may do with a file, and `firn status`.
 fn everything_else(engine: &Engine<SimBacking>, other: Place) {
     let name = OsStr::new("file");
-    assert_eq!(engine.write(other.handle, 7, b" more", false), Ok(Written::Bytes(5)));
+    assert_eq!(engine.write(other.handle, 7, b" more", None), Ok(Written::Bytes(5)));
     let mut bytes = [0; 12];
     assert_eq!(engine.read(other.handle, 0, &mut bytes), Ok(12));
     assert_eq!(&bytes, b"pending more");
@@ -118,12 +118,12 @@ fn everything_else(engine: &Engine<SimBacking>, other: Place) {
     engine.release(opened.handle);
     // A first write binds its file.
     let (_, made) = engine.create(&CALLER, other.dir, OsStr::new("made"), 0o644, RDWR).expect("create");
-    assert_eq!(engine.write(made.handle, 0, b"new", false), Ok(Written::Bytes(3)));
+    assert_eq!(engine.write(made.handle, 0, b"new", None), Ok(Written::Bytes(3)));
     let none = RenameFlags::empty();
     engine.rename(other.dir, OsStr::new("made"), other.dir, OsStr::new("moved"), none).expect("rename");
     engine.unlink(other.dir, OsStr::new("moved")).expect("unlink");
     engine.release(made.handle);
-    engine.set_attr(other.node, None, SetAttr { size: Some(5), ..attributes() }).expect("truncate");
+    engine.set_attr(other.node, SetAttr { size: Some(5), ..attributes() }, None).expect("truncate");
     let dir = engine.open_dir(other.dir).expect("opendir");
     engine.read_dir(dir, 0, &mut |_| true).expect("readdir");
     engine.release_dir(dir);
@@ -146,7 +146,7 @@ fn regression_a_call_that_hangs_stops_nothing_but_its_file() {
         let other = place(engine, "other");
         if matches!(request, "read" | "seek" | "copy" | "end of a drain") {
             // Some of it is in the backing.
-            engine.write(hung.handle, 1 << 15, b"far", false).expect("write");
+            engine.write(hung.handle, 1 << 15, b"far", None).expect("write");
         }
         println!("{request} hangs in {call}");
         let hang = world.backing.hang(call);
@@ -188,12 +188,12 @@ fn a_file_that_waits_for_a_truncation_is_written_and_read() {
     let hang = world.backing.hang("set_len");
     let theirs = Arc::clone(engine);
     let cut = std::thread::spawn(move || {
-        theirs.set_attr(file.node, None, SetAttr { size: Some(3), ..attributes() }).expect("truncate")
+        theirs.set_attr(file.node, SetAttr { size: Some(3), ..attributes() }, None).expect("truncate")
     });
     await_call(&hang, "ftruncate");
     // Later than the truncation, though the backing has not heard of that yet.
-    assert_eq!(engine.write(file.handle, 7, b"late", false), Ok(Written::Bytes(4)));
-    assert_eq!(engine.write(file.handle, 0, b"P", false), Ok(Written::Bytes(1)));
+    assert_eq!(engine.write(file.handle, 7, b"late", None), Ok(Written::Bytes(4)));
+    assert_eq!(engine.write(file.handle, 0, b"P", None), Ok(Written::Bytes(1)));
     hang.release();
     assert_eq!(cut.join().expect("truncate").size, 11);
     let mut bytes = [9; 11];

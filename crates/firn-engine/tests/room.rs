@@ -26,7 +26,7 @@ fn create(world: &World, name: &str) -> HandleId {
 fn fill(world: &World, prefix: &str) {
     for number in 0.. {
         let handle = create(world, &format!("{prefix}{number}"));
-        if world.engine.write(handle, 0, &SMALL, false).expect("write") == Written::Full {
+        if world.engine.write(handle, 0, &SMALL, None).expect("write") == Written::Full {
             return;
         }
     }
@@ -37,7 +37,7 @@ fn fill(world: &World, prefix: &str) {
 fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
     let world = World::draining_after(Duration::from_secs(3600));
     let large = create(&world, "large");
-    assert_eq!(world.engine.write(large, 0, &LARGE, false), Ok(Written::Bytes(LARGE.len())));
+    assert_eq!(world.engine.write(large, 0, &LARGE, None), Ok(Written::Bytes(LARGE.len())));
     let Pick::Job(job) = world.engine.pick(0) else { panic!("a large write is drained") };
     fill(&world, "before");
     let outcome = job.execute(&world.engine);

@@ -320,7 +320,7 @@ impl Run {
         self.times.remove(&object);
         let mut done = 0;
         while done < data.len() {
-            match self.world.engine.write(handle, offset + done as u64, &data[done..], false) {
+            match self.world.engine.write(handle, offset + done as u64, &data[done..], None) {
                 _ if self.world.stopped() => return Err(Stopped),
                 Ok(Written::Bytes(n)) => {
                     self.model.write(object, offset + done as u64, &data[done..done + n]);
@@ -379,7 +379,7 @@ impl Run {
         self.model.truncate(object, size);
         self.times.remove(&object);
         let set = SetAttr { size: Some(size), ..NOTHING };
-        let result = self.world.find(&path).and_then(|node| self.world.engine.set_attr(node, None, set));
+        let result = self.world.find(&path).and_then(|node| self.world.engine.set_attr(node, set, None));
         match self.outcome(result, Ok(()))? {
             Some(attr) => {
                 assert_eq!(attr.size, size);
@@ -544,7 +544,7 @@ impl Run {
         self.times.remove(&object);
         let time = Time { sec: self.rng.random_range(0..1 << 30), nsec: 5 };
         let set = SetAttr { mtime: SetTime::At(time), ..NOTHING };
-        let result = self.world.find(&path).and_then(|node| self.world.engine.set_attr(node, None, set));
+        let result = self.world.find(&path).and_then(|node| self.world.engine.set_attr(node, set, None));
         if let Some(attr) = self.outcome(result, Ok(()))? {
             assert_eq!(attr.mtime, time);
             self.times.insert(object, time);

@@ -26,7 +26,7 @@ use fuser::{
 };
 use zerocopy::IntoBytes;
 
-use crate::caller::{caller, closing, masked};
+use crate::caller::{Process, caller, closing, masked};
 use crate::coherence::{Coherence, Forgetter, Target};
 use crate::convert;
 use crate::door::{self, DoorPlace};
@@ -77,6 +77,12 @@ impl<B: Backing> Adapter<B> {
     pub fn new(engine: Arc<Engine<B>>, options: AdapterOptions) -> Self {
         let workers = Workers::default();
         let coherence = Coherence::new(Arc::clone(&engine), workers.clone());
+        let told = Arc::downgrade(&coherence);
+        engine.on_attributes_changed(Arc::new(move |node| {
+            if let Some(coherence) = told.upgrade() {
+                coherence.forget_attributes(node);
+            }
+        }));
         let stalled = Stalled::new(Arc::clone(&engine), workers.clone(), Arc::clone(&coherence));
         let (agreed, passthrough) = (Agreed::default(), Arc::default());
         let serving = Serving::new(workers.clone());
@@ -329,7 +335,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn setattr(
         &self,
-        _: &Request,
+        request: &Request,
         ino: INodeNo,
         mode: Option<u32>,
         uid: Option<u32>,
@@ -338,7 +344,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
         atime: Option<TimeOrNow>,
         mtime: Option<TimeOrNow>,
         _ctime: Option<SystemTime>,
-        fh: Option<FileHandle>,
+        _fh: Option<FileHandle>,
         _crtime: Option<SystemTime>,
         _chgtime: Option<SystemTime>,
         _bkuptime: Option<SystemTime>,
@@ -349,8 +355,8 @@ impl<B: Backing> Filesystem for Adapter<B> {
         let (atime, mtime) = (convert::set_time(atime), convert::set_time(mtime));
         let mode = mode.map(|mode| mode & 0o7777);
         let set = SetAttr { mode, uid, gid, size, atime, mtime };
-        let (node, options) = (NodeId(ino.0), self.options);
-        self.changing(node, move |engine| match engine.set_attr(node, fh.map(|fh| HandleId(fh.0)), set) {
+        let (node, options, by) = (NodeId(ino.0), self.options, Process::of(request));
+        self.changing(node, move |engine| match engine.set_attr(node, set, Some(&by)) {
             Ok(attr) => reply.success().attr(&ttl(engine, options, node), &convert::attr(node, &attr)),
             Err(error) => reply.error(error),
         });
@@ -448,17 +454,20 @@ impl<B: Backing> Filesystem for Adapter<B> {
         self.making(parent, reply, move |engine| engine.link(node, parent, &name));
     }
 
-    fn open(&self, _: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+    fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let reply = self.answer(Operation::Open, ino, None, reply);
         let (node, flags, opener) = (NodeId(ino.0), flags.0, self.opener());
         let coherence = Arc::clone(&self.coherence);
-        let call = move |engine: &Engine<B>| {
-            opener.opened(engine, &coherence, node, engine.open(node, flags), reply);
-        };
         if flags & libc::O_TRUNC != 0 {
-            self.changing(node, call);
+            let by = Process::of(request);
+            self.changing(node, move |engine| {
+                let opened = engine.drop_privileges(node, &by).and_then(|()| engine.open(node, flags));
+                opener.opened(engine, &coherence, node, opened, reply);
+            });
         } else {
-            self.asking(Topic::Node(node), call);
+            self.asking(Topic::Node(node), move |engine| {
+                opener.opened(engine, &coherence, node, engine.open(node, flags), reply);
+            });
         }
     }
 
@@ -509,18 +518,19 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyWrite,
     ) {
         let reply = self.answer(Operation::Write, node, None, reply);
-        let clear_suid = flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         let from_cache = flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let target = Target { node, handle: HandleId(fh.0), offset, from_cache };
         // The kernel writes pages of mappings for nobody in particular.
         let pid = if from_cache { 0 } else { request.pid() };
         let end = offset.saturating_add(data.len() as u64);
         self.engine.accessed(target.handle, pid, Access::Write, offset..end);
-        let write = Write { target, clear_suid, reply };
+        let may_keep = !flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
+        let by = (!from_cache).then(|| Process::of(request).known_to_have_cap_fsetid(may_keep));
+        let write = Write { target, by, reply };
         match self.serving.here() {
             Some(_here) => self.stalled.write(write, data),
             // What only memory is needed for goes on without a copy, whatever hangs.
-            None if !self.engine.write_may_wait(target.handle, end, clear_suid) => {
+            None if !self.engine.write_may_wait(target.handle, end, write.by()) => {
                 self.stalled.write(write, data);
             }
             None => {
@@ -631,7 +641,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn setxattr(
         &self,
-        _: &Request,
+        request: &Request,
         ino: INodeNo,
         name: &OsStr,
         value: &[u8],
@@ -644,7 +654,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
             return reply.error(Errno::OPNOTSUPP);
         }
         let (node, name, value) = (NodeId(ino.0), name.to_owned(), value.to_owned());
-        self.changing(node, move |engine| empty(engine.set_xattr(node, &name, &value, flags), reply));
+        let by = Process::of(request);
+        self.changing(node, move |engine| {
+            empty(engine.set_xattr(node, &name, &value, flags, Some(&by)), reply);
+        });
     }
 
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
@@ -747,8 +760,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
             let range = offset..offset.saturating_add(len);
             self.engine.accessed(handle, request.pid(), Access::Write, range);
         }
-        self.run_drained(NodeId(ino.0), handle, move |engine| {
-            empty(engine.allocate(handle, mode, offset, len), reply);
+        let (node, by) = (NodeId(ino.0), Process::of(request));
+        self.run_drained(node, handle, move |engine| {
+            let ready = engine.drop_privileges(node, &by);
+            empty(ready.and_then(|()| engine.allocate(handle, mode, offset, len)), reply);
         });
     }
 
@@ -787,8 +802,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
         self.engine.accessed(from, request.pid(), Access::Read, range(offset_in));
         self.engine.accessed(to, request.pid(), Access::Write, range(offset_out));
         // Always aside: without reflinks the backing copies for as long as it takes.
-        self.aside(Topic::Node(NodeId(ino_out.0)), move |engine| {
-            match engine.copy_range(from, offset_in, to, offset_out, len) {
+        let (node, by) = (NodeId(ino_out.0), Process::of(request));
+        self.aside(Topic::Node(node), move |engine| {
+            let ready = engine.drop_privileges(node, &by);
+            match ready.and_then(|()| engine.copy_range(from, offset_in, to, offset_out, len)) {
                 Ok(copied) => reply.success().written(copied as u32),
                 Err(error) => reply.error(error),
             }

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 
 use firn_backing::{Backing, Caller, Errno};
-use firn_engine::{Closing, Engine, NodeId};
+use firn_engine::{Closing, Engine, NodeId, Principal};
 use fuser::Request;
 
 const DEFAULT_ACL: &str = "system.posix_acl_default";
@@ -11,6 +11,61 @@ const DEFAULT_ACL: &str = "system.posix_acl_default";
 /// The calling process as the engine knows it.
 pub(crate) fn caller(request: &Request) -> Caller {
     Caller { uid: request.uid(), gid: request.gid(), pid: request.pid() }
+}
+
+/// The process that waits for an answer, and with it may tell more of itself in /proc: until the answer its thread
+/// stays in the kernel. That is read only where something depends on it, which is a file with set-id bits.
+///
+/// What cannot be read (of a process in a PID namespace that firnd does not see) counts as no right: what a process
+/// without it may not keep goes.
+#[derive(Clone, Copy)]
+pub(crate) struct Process {
+    caller: Caller,
+    has_cap_fsetid: Option<bool>,
+}
+
+impl Process {
+    pub(crate) fn of(request: &Request) -> Self {
+        Self { caller: caller(request), has_cap_fsetid: None }
+    }
+
+    /// The kernel told with the request.
+    pub(crate) fn known_to_have_cap_fsetid(self, has: bool) -> Self {
+        Self { has_cap_fsetid: Some(has), ..self }
+    }
+
+    /// The value of a line of /proc/PID/status (proc(5)).
+    fn status(&self, field: &str) -> Option<String> {
+        let pid = self.caller.pid;
+        let status = (pid != 0).then(|| std::fs::read_to_string(format!("/proc/{pid}/status")))?.ok()?;
+        let value =
+            |line: &str| line.strip_prefix(field)?.strip_prefix(':').map(|value| value.trim().to_owned());
+        status.lines().find_map(value)
+    }
+
+    /// Capabilities count in the user namespace that they are of.
+    fn is_in_our_user_namespace(&self) -> bool {
+        let of = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/user")).ok();
+        of("self").is_some_and(|ours| of(&self.caller.pid.to_string()) == Some(ours))
+    }
+}
+
+/// Its bit in a set of capabilities (capabilities(7)).
+const CAP_FSETID: u64 = 1 << 4;
+
+impl Principal for Process {
+    fn has_cap_fsetid(&self) -> bool {
+        self.has_cap_fsetid.unwrap_or_else(|| {
+            let effective = self.status("CapEff").and_then(|set| u64::from_str_radix(&set, 16).ok());
+            effective.is_some_and(|set| set & CAP_FSETID != 0) && self.is_in_our_user_namespace()
+        })
+    }
+
+    fn is_in_group(&self, gid: u32) -> bool {
+        let is_one_of =
+            |groups: String| groups.split_ascii_whitespace().any(|group| group.parse() == Ok(gid));
+        self.caller.gid == gid || self.status("Groups").is_some_and(is_one_of)
+    }
 }
 
 /// How the process came to close a descriptor. To be asked before its FLUSH is answered: until then the

@@ -75,10 +75,7 @@ impl<B: Backing> Forget for Coherence<B> {
     }
 
     fn forget_attributes(&self, node: NodeId) {
-        let Some(notifier) = self.notifier() else { return };
-        if let Err(error) = notifier.inval_inode(INodeNo(node.0), -1, 0) {
-            tracing::warn!(%error, node = node.0, "the kernel did not drop attributes");
-        }
+        Coherence::forget_attributes(self, node);
     }
 }
 
@@ -107,6 +104,14 @@ impl<B: Backing> Coherence<B> {
     }
     pub(crate) fn workers(&self) -> &Workers {
         &self.workers
+    }
+
+    /// Returns when no attribute of the node from before this call is left.
+    pub(crate) fn forget_attributes(&self, node: NodeId) {
+        let Some(notifier) = self.notifier() else { return };
+        if let Err(error) = notifier.inval_inode(INodeNo(node.0), -1, 0) {
+            tracing::warn!(%error, node = node.0, "the kernel did not drop attributes");
+        }
     }
 
     /// Calls `answer` once no reader can see what was there before the write of `len` bytes.

@@ -11,10 +11,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, NodeId, Written};
+use firn_engine::{Engine, NodeId, Principal, Written};
 use fuser::ReplyWrite;
 use parking_lot::Mutex;
 
+use crate::caller::Process;
 use crate::coherence::{Coherence, Target};
 use crate::failures::Answer;
 use crate::workers::{Topic, Workers};
@@ -23,10 +24,16 @@ use crate::workers::{Topic, Workers};
 pub(crate) struct Write<B: Backing> {
     /// Where it goes.
     pub(crate) target: Target,
-    /// Whether set-id bits must go.
-    pub(crate) clear_suid: bool,
+    /// Whose write(2) it is; none: a store to a mapping.
+    pub(crate) by: Option<Process>,
     /// The answer.
     pub(crate) reply: Answer<B, ReplyWrite>,
+}
+
+impl<B: Backing> Write<B> {
+    pub(crate) fn by(&self) -> Option<&dyn Principal> {
+        self.by.as_ref().map(|by| by as &dyn Principal)
+    }
 }
 
 struct Waiting<B: Backing> {
@@ -76,7 +83,7 @@ impl<B: Backing> Stalled<B> {
             return self.wait(write, data, 0);
         }
         let target = write.target;
-        match self.engine.write(target.handle, target.offset, data, write.clear_suid) {
+        match self.engine.write(target.handle, target.offset, data, write.by()) {
             Ok(Written::Bytes(taken)) if taken >= data.len() => self.finish(write, data.len(), None),
             Ok(Written::Bytes(taken)) => self.wait(write, data, taken),
             Ok(Written::Full) => self.wait(write, data, 0),
@@ -124,9 +131,9 @@ impl<B: Backing> Stalled<B> {
     }
 
     fn asks_backing(&self, head: &Waiting<B>) -> bool {
-        let Write { target, clear_suid, .. } = &head.write;
+        let target = &head.write.target;
         let end = target.offset.saturating_add((head.taken + head.data.len()) as u64);
-        self.engine.write_may_wait(target.handle, end, *clear_suid)
+        self.engine.write_may_wait(target.handle, end, head.write.by())
     }
 
     /// Carries out one that was taken out of the queue; where there is no room it is the next one again.
@@ -140,9 +147,9 @@ impl<B: Backing> Stalled<B> {
 
     /// Gives back what finds no room.
     fn try_again(&self, mut head: Waiting<B>) -> Option<Waiting<B>> {
-        let Write { target, clear_suid, .. } = &head.write;
+        let target = &head.write.target;
         let offset = target.offset + head.taken as u64;
-        match self.engine.write(target.handle, offset, &head.data, *clear_suid) {
+        match self.engine.write(target.handle, offset, &head.data, head.write.by()) {
             Ok(Written::Bytes(bytes)) if bytes >= head.data.len() => {
                 let taken = head.taken + head.data.len();
                 self.finish(head.write, taken, None);

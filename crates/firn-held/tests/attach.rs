@@ -119,7 +119,7 @@ fn node(engine: &Engine<Store>, path: &str) -> NodeId {
 
 fn write(engine: &Engine<Store>, path: &str, offset: u64, bytes: &[u8]) {
     let opened = engine.open(node(engine, path), O_RDWR).expect("open");
-    let done = engine.write(opened.handle, offset, bytes, false).expect("write");
+    let done = engine.write(opened.handle, offset, bytes, None).expect("write");
     assert!(matches!(done, firn_engine::Written::Bytes(count) if count == bytes.len()));
     engine.release(opened.handle);
 }
@@ -141,7 +141,7 @@ fn cut(engine: &Engine<Store>, path: &str, size: u64) {
         atime: SetTime::Keep,
         mtime: SetTime::Keep,
     };
-    engine.set_attr(node(engine, path), None, set).expect("truncate");
+    engine.set_attr(node(engine, path), set, None).expect("truncate");
 }
 
 /// Drains `below`, until nothing is left or the process is dead.

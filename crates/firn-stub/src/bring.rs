@@ -377,14 +377,14 @@ impl<B: Backing> Tree<B> {
                 SetAttr { mode: None, uid, gid, size: None, atime: SetTime::Keep, mtime: SetTime::Keep };
             if uid.is_some() || gid.is_some() {
                 // Who may not give files away keeps them; so it is on a FUSE mount without root, too.
-                let _ = self.engine.set_attr(found.node, None, owner);
+                let _ = self.engine.set_attr(found.node, owner, None);
             }
             // After the owner, whose change takes set-id bits away.
-            self.engine.set_attr(found.node, None, SetAttr { mode, uid: None, gid: None, ..owner })?;
+            self.engine.set_attr(found.node, SetAttr { mode, uid: None, gid: None, ..owner }, None)?;
         }
         if mtime != SetTime::Keep {
             let times = SetAttr { mode: None, uid: None, gid: None, size: None, atime: SetTime::Keep, mtime };
-            self.engine.set_attr(found.node, None, times)?;
+            self.engine.set_attr(found.node, times, None)?;
         }
         let told = (now.kind == Kind::File).then(|| self.engine.attr(found.node, None)).transpose()?;
         if let Some(item) = map.item_mut(now.id) {
@@ -490,7 +490,7 @@ impl<B: Backing> Tree<B> {
     fn write_all(&self, handle: firn_engine::HandleId, at: u64, bytes: &[u8]) -> Result<usize> {
         let mut done = 0;
         while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
-            match self.engine.write(handle, at + done as u64, rest, false)? {
+            match self.engine.write(handle, at + done as u64, rest, None)? {
                 Written::Bytes(n) => done += n,
                 Written::Full => self.wait_for_room()?,
             }

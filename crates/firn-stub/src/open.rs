@@ -167,7 +167,7 @@ impl<B: Backing> Tree<B> {
         let node = self.node(handle)?;
         let (atime, mtime) = (SetTime::Keep, SetTime::Keep);
         let set = SetAttr { mode: None, uid: None, gid: None, size: Some(size), atime, mtime };
-        self.engine.set_attr(node, Some(handle), set).map(drop)
+        self.engine.set_attr(node, set, None).map(drop)
     }
 
     /// Carries the name of an open stub over, and those of the directories above it.

@@ -103,7 +103,7 @@ impl World {
     }
 
     fn put(&self, opened: Adopted, at: u64, bytes: &[u8]) {
-        let written = self.life().engine.write(opened.handle, at, bytes, false).unwrap();
+        let written = self.life().engine.write(opened.handle, at, bytes, None).unwrap();
         assert_eq!(written, Written::Bytes(bytes.len()));
     }
 

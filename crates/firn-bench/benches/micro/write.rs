@@ -34,7 +34,7 @@ impl Target {
     }
 
     fn write(&self, offset: usize, data: &[u8]) {
-        let written = self.engine.write(self.handle, offset as u64, data, false);
+        let written = self.engine.write(self.handle, offset as u64, data, None);
         assert_eq!(written, Ok(Written::Bytes(data.len())));
     }
 
@@ -42,7 +42,7 @@ impl Target {
     fn empty(&self) {
         let keep = SetTime::Keep;
         let set = SetAttr { mode: None, uid: None, gid: None, size: Some(0), atime: keep, mtime: keep };
-        self.engine.set_attr(self.node, None, set).expect("truncate");
+        self.engine.set_attr(self.node, set, None).expect("truncate");
     }
 }
 

@@ -104,7 +104,7 @@ impl<B: Backing> Call<'_, B> {
         let at = if alone.is_some() { self.tree.attr_of(handle)?.size } else { at };
         let mut swept = false;
         loop {
-            match self.engine.write(handle, at, data, false)? {
+            match self.engine.write(handle, at, data, None)? {
                 Written::Bytes(n) => {
                     return Ok(Reply { count: n as u32, slot: at, ..Reply::default() }.into());
                 }

@@ -105,7 +105,7 @@ impl<B: Backing> Mount<B> {
     ) -> bool {
         let (mut done, end) = (0, Instant::now() + PATIENCE);
         while done < data.len() {
-            match self.engine.write(handle, offset + done as u64, &data[done..], false) {
+            match self.engine.write(handle, offset + done as u64, &data[done..], None) {
                 Ok(Written::Bytes(count)) => {
                     taken(offset as usize + done, &data[done..done + count]);
                     done += count;

@@ -163,7 +163,7 @@ impl<B: Backing> Writer<'_, B> {
         let engine = &self.mount.engine;
         let node = engine.lookup(self.dir, OsStr::new(name)).expect("it is there").node;
         let attr =
-            engine.set_attr(node, None, SetAttr { size: Some(size as u64), ..NOTHING }).expect("truncate");
+            engine.set_attr(node, SetAttr { size: Some(size as u64), ..NOTHING }, None).expect("truncate");
         assert_eq!(attr.size, size as u64);
         engine.forget(node, 1);
         self.model.contents[object].resize(size, 0);
