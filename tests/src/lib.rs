@@ -12,6 +12,7 @@
 
 pub mod ack;
 pub mod c;
+pub mod change;
 pub mod chunks;
 pub mod command;
 pub mod differential;

@@ -26,10 +26,15 @@ fn main() -> ExitCode {
         }
         ["door-version", file] => firn_tests::door::print_version(Path::new(file)),
         ["hand", file] => firn_tests::hand::serve(Path::new(file)),
+        ["change", uid, gid, group, may_set_id, call, path] => {
+            let id = |text: &str| text.parse().expect("an id");
+            firn_tests::change::serve(id(uid), id(gid), id(group), may_set_id == "1", call, Path::new(path));
+        }
         _ => {
             eprintln!(
                 "usage: firn-test-helper writer DIR LOG SEED | verify DIR LOG | append FILE ID COUNT \
                  | faultfs SOURCE DIR CONTROL | powerfs DIR | hand FILE \
+                 | change UID GID GROUP 0|1 CALL FILE \
                  | door-writer FILE LOG | door-spoiler FILE HOW SEED | door-version FILE"
             );
             return ExitCode::from(2);
