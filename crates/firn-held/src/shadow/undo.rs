@@ -280,30 +280,45 @@ impl<'a, B: Backing> Undo<'a, B> {
         for (dir, save) in &self.saves {
             places.extend(save.names.iter().map(|(name, ino)| (*ino, (*dir, name.as_slice()))));
         }
-        for (ino, save) in &self.saves {
-            if Kind::from_mode(save.original.mode) == Some(Kind::Dir) {
-                continue;
+        let is_dir = |save: &Save| Kind::from_mode(save.original.mode) == Some(Kind::Dir);
+        let files = || self.saves.iter().filter(|(_, save)| !is_dir(save));
+        // What was cut off elsewhere may need the room.
+        for (ino, save) in files().filter(|(_, save)| Kind::from_mode(save.original.mode) == Some(Kind::File))
+        {
+            if let Some((node, attr)) = self.file(*ino, save, &places)?
+                && attr.size > save.original.size
+            {
+                self.base.set_len(&self.base.open(&node, Access::ReadWrite)?, save.original.size)?;
             }
-            let place = match (places.get(ino), save.path.as_slice()) {
-                (Some((dir, name)), _) => self.dirs.get(dir).map(|dir| (dir, *name)),
-                (None, [.., (_, dir), (name, _)]) => self.dirs.get(dir).map(|dir| (dir, name.as_slice())),
-                (None, [(name, _)]) => Some((&self.root, name.as_slice())),
-                (None, []) => None,
-            };
-            let found = place.map(|(dir, name)| self.is_at(dir, name, *ino)).transpose()?.flatten();
-            match found {
+        }
+        for (ino, save) in files() {
+            match self.file(*ino, save, &places)? {
                 Some((node, attr)) => self.give_back_to(&node, &attr, save)?,
                 None => tracing::error!(ino, path = %shown(&save.path), "a file is not found and not undone"),
             }
         }
-        for (ino, save) in &self.saves {
-            if Kind::from_mode(save.original.mode) == Some(Kind::Dir)
-                && let Some(node) = self.dirs.get(ino)
-            {
+        for (ino, save) in self.saves.iter().filter(|(_, save)| is_dir(save)) {
+            if let Some(node) = self.dirs.get(ino) {
                 self.attributes(node, &self.base.attr(node)?, &save.original)?;
             }
         }
         Ok(())
+    }
+
+    /// A file that is saved, under one of its names.
+    fn file(
+        &self,
+        ino: u64,
+        save: &Save,
+        places: &HashMap<u64, (u64, &[u8])>,
+    ) -> Result<Option<(B::Node, Attr)>> {
+        let place = match (places.get(&ino), save.path.as_slice()) {
+            (Some((dir, name)), _) => self.dirs.get(dir).map(|dir| (dir, *name)),
+            (None, [.., (_, dir), (name, _)]) => self.dirs.get(dir).map(|dir| (dir, name.as_slice())),
+            (None, [(name, _)]) => Some((&self.root, name.as_slice())),
+            (None, []) => None,
+        };
+        Ok(place.map(|(dir, name)| self.is_at(dir, name, ino)).transpose()?.flatten())
     }
 
     fn give_back_to(&self, node: &B::Node, attr: &Attr, save: &Save) -> Result<()> {

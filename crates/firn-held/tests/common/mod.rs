@@ -1,5 +1,7 @@
 //! What tests of several nodes look at.
 
+#![allow(dead_code)] // Not every test uses all of it.
+
 use std::ffi::OsStr;
 
 use firn_backing::sim::{Tree, tree};
