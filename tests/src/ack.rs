@@ -10,7 +10,7 @@ use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use rand::Rng;
+use rand::RngExt;
 
 use crate::random::{bytes, generator};
 
@@ -115,7 +115,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Mostly appends of checkpoint-like sizes, some overwrites, now and then the rest.
-    fn choose(&mut self, rng: &mut impl Rng) -> Op {
+    fn choose(&mut self, rng: &mut impl RngExt) -> Op {
         let file = rng.random_range(0..FILES);
         let size = *self.sizes.get(&file).unwrap_or(&0);
         let choice = rng.random_range(0..100);

@@ -14,7 +14,7 @@ use firn_format::door::{
     AT_END, Arena, DATA_BYTES_MAX, DOOR_VERSION, IOCTL_TOKEN, Op, Reply, Request, Status, StubTree, Token,
 };
 use firn_format::piece::{PIECE_BYTES, Piece, word};
-use rand::Rng;
+use rand::RngExt;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, send,
@@ -57,7 +57,7 @@ pub fn say(socket: &OwnedFd, packet: &[u8]) -> Option<Status> {
 /// Sends `count` packets that are requests but for a part of them, over connections that end in between: all
 /// operations, tokens of `files` and others, their descriptors and none, lengths that are wrong, offsets at the
 /// edges.
-pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl Rng) {
+pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
     const EDGES: [u64; 10] =
         [0, 1, 4095, 4096, 1 << 32, i64::MAX as u64, 1 << 63, u64::MAX - 7, AT_END, DOOR_VERSION as u64];
     let hello = Request { op: Op::Hello as u32, arg: DOOR_VERSION.into(), ..Request::default() };
@@ -229,7 +229,7 @@ impl DoorFile<'_> {
     }
 
     /// Garbage over the records of the lease and the bytes of its slab, as of a program that has lost its way.
-    fn scribble(&mut self, rng: &mut impl Rng) {
+    fn scribble(&mut self, rng: &mut impl RngExt) {
         let slab = *self.writer.as_ref().expect("a lease").slab();
         let words = |from: u64, bytes: u64| (from..from + bytes / 8 * 8).step_by(8);
         let records = words(slab.records, u64::from(slab.record_count) * PIECE_BYTES);

@@ -1,7 +1,7 @@
 //! Seeds and reproducible bytes.
 
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 /// The seed of this run: `FIRN_SEED` if set, else a new one. It is printed so that a failure can be
 /// repeated with `FIRN_SEED=<seed>`.

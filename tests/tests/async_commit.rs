@@ -15,7 +15,7 @@ use firn_tests::sandbox::kill;
 use firn_tests::transaction::{behind, firn_with as firn};
 use firn_tests::tree::{assert_same, differences, snapshot};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, seed};
-use rand::Rng;
+use rand::RngExt;
 
 const COMMIT: &str = "arena-size=64M,chunk-size=1M,drain=commit";
 const MIB: usize = 1 << 20;

@@ -12,7 +12,7 @@ use firn_tests::command::wait_child;
 use firn_tests::random::{env_count, generator};
 use firn_tests::sandbox::{is_mounted, preload_library, unmount_lazily};
 use firn_tests::{FirnMount, Sandbox, helper_binary, run, seed, wait_until};
-use rand::Rng;
+use rand::RngExt;
 
 const WRITERS: u64 = 8;
 const ROUNDS_DEFAULT: u64 = 10;
@@ -73,7 +73,7 @@ impl Job {
     }
 
     /// kill -9 of the writers, one after the other, with pauses up to `pause_us`.
-    fn kill(&mut self, rng: &mut impl Rng, pause_us: u64) {
+    fn kill(&mut self, rng: &mut impl RngExt, pause_us: u64) {
         for (child, ..) in &mut self.writers {
             child.kill().expect("kill a writer");
             std::thread::sleep(Duration::from_micros(rng.random_range(0..=pause_us)));

@@ -12,7 +12,7 @@ use std::time::Duration;
 use firn_tests::command::{Outcome, run, wait_child, wait_until};
 use firn_tests::random::{env_count, generator};
 use firn_tests::{FirnMount, Sandbox, seed};
-use rand::Rng;
+use rand::RngExt;
 
 const OPTIONS: &str = "arena-size=128M,chunk-size=4M,drain=commit,participants-wait=20s";
 /// What fails without others fails soon.

@@ -16,7 +16,7 @@ use firn_tests::scripts::{PYTHON, SHELL, SQLITE, TAR};
 use firn_tests::suite::{has_memory_gib, has_torch, python_packages};
 use firn_tests::tree::{assert_same, snapshot};
 use firn_tests::{FirnMount, Outcome, Sandbox, helper_binary, run, seed, wait_until};
-use rand::Rng;
+use rand::RngExt;
 
 /// Source of a program of these tests.
 fn source(name: &str) -> PathBuf {

@@ -20,7 +20,7 @@ use firn_tests::scripts::{PYTHON, SHELL, SQLITE, TAR};
 use firn_tests::suite::{has_memory_gib, has_torch, python_packages};
 use firn_tests::tree::{assert_same, snapshot};
 use firn_tests::{FirnMount, Outcome, Sandbox, helper_binary, run, seed, wait_until};
-use rand::Rng;
+use rand::RngExt;
 
 fn source(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name)

@@ -17,7 +17,7 @@ use firn_tests::suite::{pjdfstest, pjdfstest_beside};
 use firn_tests::transaction::{behind, firn, firn_id};
 use firn_tests::tree::{assert_same, differences, snapshot};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, run, seed};
-use rand::Rng;
+use rand::RngExt;
 use rustix::io::Errno;
 use rustix::mm::MapFlags;
 

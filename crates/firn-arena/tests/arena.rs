@@ -7,7 +7,7 @@ use firn_arena::{Arena, ArenaError, Damage, Identity, Lease, PieceRef, check};
 use firn_format::geometry::Geometry;
 use firn_format::piece::word;
 use firn_format::slab::{Class, chunk_word, slab_word};
-use rand::{Rng, SeedableRng, rngs::StdRng};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 fn identity() -> Identity {
     Identity { backing: PathBuf::from("/backing"), dev: 1, ino: 2 }

@@ -11,7 +11,7 @@ use firn_format::home::Home;
 use firn_format::piece::Piece;
 use firn_format::slab::{Class, chunk_word};
 use firn_format::spill::SPILL_DATA_OFFSET;
-use rand::{Rng, SeedableRng, rngs::StdRng};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
 use rustix::io::Errno;
 
 const CHUNK: u64 = 128 << 10;

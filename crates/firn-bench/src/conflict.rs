@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use firn_conflict::{File, Process, Published, Ranges, test};
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 use crate::options::{Common, progress};
 use crate::report::{Limit, Point, Report, Sample};

@@ -6,7 +6,7 @@
 
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 /// Share of writes in percent, share of bytes in percent, smallest and largest size in bytes.
 const TABLE: [(f64, f64, u64, u64); 10] = [

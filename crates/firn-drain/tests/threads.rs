@@ -21,7 +21,7 @@ use firn_backing::sim::Fault;
 use firn_backing::{Backing, DirBacking, Errno, RenameFlags, SimBacking};
 use firn_engine::{NodeId, ROOT};
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 use threads::mount::{Disturbance, Mount};
 use threads::{lister, reader, shared, writer};
 

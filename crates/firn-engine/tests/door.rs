@@ -15,7 +15,7 @@ use firn_format::door::Slab;
 use firn_format::geometry::SLAB_SMALL;
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
 const CLIENT: ClientId = ClientId(7);

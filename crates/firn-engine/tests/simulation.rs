@@ -11,7 +11,7 @@ use firn_backing::SimBacking;
 use firn_backing::{Backing, Caller, Errno, RenameFlags, SetTime, Time};
 use firn_engine::{Closing, DrainPolicy, HandleId, HeldChunks, ROOT, SetAttr, Written};
 use firn_format::protocol::{ChunkPiece, Place};
-use rand::{Rng, SeedableRng, rngs::StdRng};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::sync::{Arc, Mutex};

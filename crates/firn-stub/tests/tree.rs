@@ -17,7 +17,7 @@ use firn_format::geometry::Geometry;
 use firn_format::protocol::Rung;
 use firn_stub::{Adopted, Tree, TreeOptions};
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 const CHUNK_BYTES: u64 = 128 << 10;
 const ME: ClientId = ClientId(7);

@@ -1,6 +1,6 @@
 //! What an operation is and how it is drawn.
 
-use rand::Rng;
+use rand::RngExt;
 
 /// Handles that are open at once.
 const HANDLES: usize = 6;
@@ -70,7 +70,7 @@ pub enum Op {
 }
 
 /// Draws one operation.
-pub fn draw(rng: &mut impl Rng) -> Op {
+pub fn draw(rng: &mut impl RngExt) -> Op {
     let slot = rng.random_range(0..HANDLES);
     let offset = rng.random_range(0..FILE_SIZE_MAX);
     match rng.random_range(0..100) {
@@ -135,12 +135,12 @@ pub fn draw(rng: &mut impl Rng) -> Op {
 /// FUSE file system, before it looks at the arguments.
 const ALLOCATE_MODES: [u32; 5] = [0, 1, 3, 0x10, 0x11];
 
-fn pick<'a, T>(rng: &mut impl Rng, choices: &'a [T]) -> &'a T {
+fn pick<'a, T>(rng: &mut impl RngExt, choices: &'a [T]) -> &'a T {
     &choices[rng.random_range(0..choices.len())]
 }
 
 /// Up to three levels; mostly names that exist often, now and then one that cannot be.
-fn path(rng: &mut impl Rng) -> String {
+fn path(rng: &mut impl RngExt) -> String {
     let leaf = match rng.random_range(0..60) {
         0 => "x".repeat(256),
         1 => "y".repeat(255),
@@ -155,11 +155,11 @@ fn path(rng: &mut impl Rng) -> String {
     }
 }
 
-fn name(rng: &mut impl Rng) -> String {
+fn name(rng: &mut impl RngExt) -> String {
     format!("user.n{}", rng.random_range(0..3))
 }
 
-fn length(rng: &mut impl Rng) -> usize {
+fn length(rng: &mut impl RngExt) -> usize {
     match rng.random_range(0..10) {
         0 => 0,
         1..5 => rng.random_range(1..600),
@@ -169,11 +169,11 @@ fn length(rng: &mut impl Rng) -> usize {
 }
 
 /// Some of the ranges begin and end at block borders, as collapse and insert want it.
-fn round(rng: &mut impl Rng, value: u64) -> u64 {
+fn round(rng: &mut impl RngExt, value: u64) -> u64 {
     if rng.random() { value & !4095 } else { value }
 }
 
-fn flags(rng: &mut impl Rng) -> i32 {
+fn flags(rng: &mut impl RngExt) -> i32 {
     let access = *pick(rng, &[libc::O_RDWR, libc::O_RDWR, libc::O_RDONLY, libc::O_WRONLY]);
     let mut flags = access | libc::O_CLOEXEC;
     for (flag, one_in) in [

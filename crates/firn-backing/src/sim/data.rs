@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use rand::Rng;
+use rand::RngExt;
 
 /// Granularity of allocation, and so of holes: what the usual file systems have.
 pub const PAGE_BYTES: u64 = 4096;
@@ -117,7 +117,7 @@ impl Data {
 
     /// What a disk may hold that was going from `old` to `self` when the power failed: each sector and
     /// the size as they were or as they were to be.
-    pub(super) fn torn(&self, old: &Data, rng: &mut impl Rng) -> Data {
+    pub(super) fn torn(&self, old: &Data, rng: &mut impl RngExt) -> Data {
         let mut torn = old.clone();
         let pages: std::collections::BTreeSet<u64> =
             self.pages.keys().chain(old.pages.keys()).copied().collect();

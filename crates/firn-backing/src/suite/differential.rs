@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::io::IoSlice;
 
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 use super::own_caller;
 use crate::sim::tree;

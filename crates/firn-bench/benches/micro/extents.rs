@@ -8,7 +8,7 @@ use criterion::Criterion;
 use firn_arena::{PieceRef, SlabRef};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 use super::room::in_rounds;
 

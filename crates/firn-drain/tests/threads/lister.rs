@@ -4,7 +4,7 @@ use firn_backing::{Backing, Errno};
 use firn_engine::HeldChunks;
 use firn_format::protocol::{ChunkPiece, Place};
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 use super::mount::Mount;
 use super::{shared, writer};

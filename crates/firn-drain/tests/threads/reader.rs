@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use firn_backing::{Backing, Errno};
 use firn_engine::{NodeId, ROOT};
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 use super::mount::Mount;
 use super::{shared, writer};

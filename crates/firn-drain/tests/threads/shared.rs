@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use rand::Rng;
+use rand::RngExt;
 
 use crate::WRITERS;
 
@@ -36,7 +36,7 @@ pub struct Stripes(BTreeMap<usize, Vec<u8>>);
 
 impl Stripes {
     /// A part of one stripe of `writer`: its offset in the file and its length.
-    pub fn choose(writer: usize, rng: &mut impl Rng) -> (usize, usize) {
+    pub fn choose(writer: usize, rng: &mut impl RngExt) -> (usize, usize) {
         let stripe = rng.random_range(0..STRIPES / WRITERS) * WRITERS + writer;
         let start = rng.random_range(0..STRIPE_BYTES);
         let len = if rng.random_bool(0.5) {

@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use firn_backing::{Backing, Errno, RenameFlags, SetTime};
 use firn_engine::{HandleId, NodeId, ROOT, SetAttr};
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 use super::mount::{CALLER, Mount, O_RDWR};
 use super::shared::{self, Stripes};

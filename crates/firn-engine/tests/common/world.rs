@@ -151,7 +151,7 @@ impl World {
 
     /// The backing fails now and then; `seed` decides.
     pub fn arm_with_faults(&self, seed: u64) {
-        use rand::{Rng, SeedableRng};
+        use rand::{RngExt, SeedableRng};
         let fuse = self.fuse.clone();
         let mut rng = rand::rngs::StdRng::seed_from_u64(seed);
         self.backing.set_plan(move |call, _| {
