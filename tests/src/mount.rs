@@ -121,6 +121,13 @@ impl<'a> FirnMount<'a> {
         line.trim().trim_end_matches(" kB").parse().expect("a number of KiB")
     }
 
+    /// The names of firnd's threads.
+    pub fn threads(&self) -> Vec<String> {
+        let threads = fs::read_dir(format!("/proc/{}/task", self.pid)).expect("firnd's threads");
+        let name = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("comm")).ok();
+        threads.flatten().filter_map(name).map(|name| name.trim_end().to_owned()).collect()
+    }
+
     /// firnd's process id.
     pub fn pid(&self) -> u32 {
         self.pid

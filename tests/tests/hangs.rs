@@ -343,9 +343,13 @@ fn regression_a_stub_tree_whose_names_hang_is_ended_by_force() {
     let asked = Instant::now();
     mount.status();
     println!("status after {:?}", asked.elapsed());
-    // An ordinary one waits for the names; the other one does not.
+    // An ordinary one waits for the names; the other one does not, and is answered, though the ordinary one is told
+    // of it at the same time.
     let mut patient =
         sandbox.firn(["umount".as_ref(), mount.path().as_os_str()]).spawn().expect("firn umount");
+    wait_until("the ordinary one waits", REACH_LIMIT, || {
+        mount.threads().iter().any(|name| name == "firn-end")
+    });
     let outcome = sandbox.run(["umount".as_ref(), "--force".as_ref(), mount.path().as_os_str()]);
     println!("ended with {} after {:?}: {}", outcome.code, asked.elapsed(), outcome.stderr.trim());
     assert!([0, 3].contains(&outcome.code), "{outcome}");

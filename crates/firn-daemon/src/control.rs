@@ -16,6 +16,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use firn_format::protocol::{Holder, Reply, Request};
@@ -35,9 +36,20 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 pub(crate) trait Service: Send + Sync + 'static {
     /// The final reply; `say` sends progress before it and is false once the client is gone. `lists` are
     /// those of this connection.
-    fn answer(&self, request: Request, lists: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Reply;
-    /// A final reply to `request` has left.
-    fn answered(&self, request: &Request);
+    fn answer(&self, request: Request, lists: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Answer;
+}
+
+/// A final reply.
+pub(crate) struct Answer {
+    pub(crate) reply: Reply,
+    /// Who waits until it was sent, or cannot be.
+    pub(crate) sent: Option<Sender<()>>,
+}
+
+impl From<Reply> for Answer {
+    fn from(reply: Reply) -> Self {
+        Self { reply, sent: None }
+    }
 }
 
 /// A socket that is listened on; removed when dropped.
@@ -178,12 +190,14 @@ fn serve(stream: &UnixStream, id: u64, seats: &Seats, service: &dyn Service) -> 
             }
         }
         let say = &mut |reply| send(&mut &*stream, &reply).is_ok();
-        let last = service.answer(request.clone(), &mut lists, say);
-        let sent = send(&mut &*stream, &last);
-        service.answered(&request);
-        sent?;
         // Who asked for the end may wait for it: the end of the connection would be taken for that.
         let waits = matches!(request, Request::Unmount { .. });
+        let answer = service.answer(request, &mut lists, say);
+        let result = send(&mut &*stream, &answer.reply);
+        if let Some(sent) = answer.sent {
+            let _ = sent.send(());
+        }
+        result?;
         seats.end(id, waits || !lists.is_empty());
     }
 }
@@ -205,13 +219,12 @@ mod tests {
     struct Echo;
 
     impl Service for Echo {
-        fn answer(&self, request: Request, _: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+        fn answer(&self, request: Request, _: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
             if matches!(request, Request::Metrics) {
                 assert!(say(Reply::Progress { bytes_left: 1, files_left: 1, phase: "draining".into() }));
             }
-            Reply::Done
+            Reply::Done.into()
         }
-        fn answered(&self, _: &Request) {}
     }
 
     fn exchange(stream: &mut UnixStream, line: &str, replies: usize) -> Vec<Reply> {

@@ -37,11 +37,19 @@ pub(crate) enum Event {
         force: bool,
         /// Without draining.
         keep_held: bool,
-        /// To the client.
-        reply: Sender<Reply>,
+        /// Who asks.
+        client: Client,
     },
     /// The kernel let go of the mount.
     Ended,
+}
+
+/// A client that asked for the end.
+pub(crate) struct Client {
+    /// To it.
+    pub(crate) reply: Sender<Reply>,
+    /// Signals that the last reply was sent, or that nobody sends it.
+    pub(crate) reply_sent: Receiver<()>,
 }
 
 /// Whether the session is over.
@@ -298,9 +306,9 @@ fn let_go(events: &Receiver<Event>) -> Outcome {
     while let Some(left) = deadline.checked_duration_since(Instant::now()) {
         match events.recv_timeout(left) {
             Ok(Event::Ended) => return Outcome::Ended,
-            Ok(Event::Unmount { reply, .. }) => {
+            Ok(Event::Unmount { client, .. }) => {
                 let message = "firnd is ending already".into();
-                let _ = reply.send(Reply::Error { errno: libc::ESHUTDOWN, message });
+                let _ = client.reply.send(Reply::Error { errno: libc::ESHUTDOWN, message });
             }
             Ok(Event::Signal) => {}
             Err(_) => break,

@@ -20,7 +20,7 @@ use crate::backup::{self, Rounds};
 use crate::carrier::Carrier;
 use crate::control::Control;
 use crate::door::{Behind, Door};
-use crate::end::{self, Ending, Event, Outcome};
+use crate::end::{self, Client, Ending, Event, Outcome};
 use crate::error::DaemonError;
 use crate::front::{Front, Stubs, waiting_tree};
 use crate::lock::Locks;
@@ -89,7 +89,6 @@ struct Mount {
     service: Arc<Mounted>,
     rounds: Rounds,
     events: Receiver<Event>,
-    told: Receiver<()>,
     populating: Arc<AtomicBool>,
 }
 
@@ -97,7 +96,6 @@ impl Mount {
     fn new(request: &MountRequest, checked: &Checked, attached: &Attached) -> Result<Self, DaemonError> {
         let options = &request.options;
         let (event, events) = mpsc::channel();
-        let (tell, told) = mpsc::channel();
         watch_signals(event.clone(), &checked.mount_point)?;
         let place = attached.files.socket.with_extension("door");
         let door_clients = Arc::default();
@@ -148,7 +146,6 @@ impl Mount {
             window: Default::default(),
             carrier: Carrier::new(Arc::clone(&attached.engine)),
             events: event.clone(),
-            told: tell,
         });
         // Before the mount: `firn status` must find it from the moment the mount is seen.
         let control = Control::start(&attached.files.socket, Arc::clone(&service) as _)
@@ -172,7 +169,7 @@ impl Mount {
         if options.populate {
             populate(&attached.engine, &populating);
         }
-        Ok(Self { front, control, door, service, rounds, events, told, populating })
+        Ok(Self { front, control, door, service, rounds, events, populating })
     }
 
     fn serve_until_the_end(self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
@@ -219,8 +216,8 @@ impl Mount {
                 Ok(()) => Reply::Done,
                 Err(error) => Reply::Error { errno: libc::EIO, message: error.to_string() },
             };
-            if client.send(last).is_ok() {
-                let _ = self.told.recv_timeout(LAST_WORD);
+            if client.reply.send(last).is_ok() {
+                let _ = client.reply_sent.recv_timeout(LAST_WORD);
             }
         }
         tracing::info!("ended");
@@ -246,17 +243,15 @@ impl Mount {
                     let ending = end::by_signal(attached, &self.front, &self.events, &self.service.events);
                     return End::unasked(ending);
                 }
-                Ok(Event::Unmount { force, keep_held, reply }) => {
-                    let say = &mut |progress| reply.send(progress).is_ok();
+                Ok(Event::Unmount { force, keep_held, client }) => {
+                    let say = &mut |progress| client.reply.send(progress).is_ok();
                     let events = (&self.events, &self.service.events);
                     match end::by_request(attached, &self.front, events, force, keep_held, say) {
                         Ok(Ending { outcome, gave_up }) => {
-                            return End { outcome, gave_up, force, client: Some(reply), keep_held };
+                            return End { outcome, gave_up, force, client: Some(client), keep_held };
                         }
-                        Err(refusal) => drop(reply.send(refusal)),
+                        Err(refusal) => drop(client.reply.send(refusal)),
                     }
-                    // Its answer to a refusal is not the last word that the end waits for.
-                    while self.told.try_recv().is_ok() {}
                 }
             }
         }
@@ -287,7 +282,7 @@ struct End {
     /// It does not wait for a backing that does not answer.
     force: bool,
     /// Who asked for it.
-    client: Option<Sender<Reply>>,
+    client: Option<Client>,
     /// What is held is left to the next mount.
     keep_held: bool,
 }

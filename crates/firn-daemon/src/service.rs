@@ -17,8 +17,8 @@ use parking_lot::Mutex;
 use crate::attach::Store;
 use crate::carrier::Carrier;
 use crate::chunks::{Lists, region};
-use crate::control::Service;
-use crate::end::Event;
+use crate::control::{Answer, Service};
+use crate::end::{Client, Event};
 use crate::log;
 use crate::metrics::{Window, prometheus};
 use crate::process;
@@ -59,8 +59,6 @@ pub(crate) struct Mounted {
     pub(crate) carrier: Carrier,
     /// To the main loop, which alone unmounts.
     pub(crate) events: Sender<Event>,
-    /// Told when the answer to an unmount has left.
-    pub(crate) told: Sender<()>,
 }
 
 impl Mounted {
@@ -193,26 +191,28 @@ impl Mounted {
         }
     }
 
-    fn unmount(&self, force: bool, keep_held: bool, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+    fn unmount(&self, force: bool, keep_held: bool, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
         let (reply, replies): (_, Receiver<Reply>) = mpsc::channel();
+        let (sent, reply_sent) = mpsc::channel();
         let gone = || Reply::Error { errno: libc::ESHUTDOWN, message: "firnd is ending already".into() };
-        if self.events.send(Event::Unmount { force, keep_held, reply }).is_err() {
-            return gone();
+        let client = Client { reply, reply_sent };
+        if self.events.send(Event::Unmount { force, keep_held, client }).is_err() {
+            return gone().into();
         }
         loop {
             match replies.recv() {
                 Ok(progress @ Reply::Progress { .. }) => {
                     say(progress);
                 }
-                Ok(last) => return last,
-                Err(_) => return gone(),
+                Ok(last) => return Answer { reply: last, sent: Some(sent) },
+                Err(_) => return gone().into(),
             }
         }
     }
 }
 
 impl Service for Mounted {
-    fn answer(&self, request: Request, lists: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+    fn answer(&self, request: Request, lists: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
         let about_names = match &request {
             Request::Wait { path, .. } | Request::Drain { path } | Request::Files { path } => Some(path),
             Request::Begin { path } | Request::Prepare { path, .. } | Request::Commit { path, .. } => {
@@ -224,9 +224,9 @@ impl Service for Mounted {
         if let Some(path) = about_names
             && let Err(error) = self.bring_names()
         {
-            return failed(error, path);
+            return failed(error, path).into();
         }
-        match request {
+        let reply = match request {
             Request::Hello => Reply::Hello {
                 protocol: PROTOCOL_VERSION,
                 version: env!("CARGO_PKG_VERSION").into(),
@@ -271,14 +271,9 @@ impl Service for Mounted {
                 };
                 crate::transactions::answer(&self.engine, &request, &means)
             }
-            Request::Unmount { force, keep_held } => self.unmount(force, keep_held, say),
-        }
-    }
-
-    fn answered(&self, request: &Request) {
-        if matches!(request, Request::Unmount { .. }) {
-            let _ = self.told.send(());
-        }
+            Request::Unmount { force, keep_held } => return self.unmount(force, keep_held, say),
+        };
+        reply.into()
     }
 }
 
