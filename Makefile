@@ -15,7 +15,7 @@ DESTDIR ?=
 help:
 	@echo 'make demo    set up, build, mount; a solver and firnd are killed, and it ends with the same result'
 	@echo 'make test    set up and run every test (as root: the tests mount file systems)'
-	@echo 'make check   formatting, lints, documentation'
+	@echo 'make check   formatting, lints, documentation, and what the dependencies are'
 	@echo 'make bench   measure each door, checkpoints, memory, spilling and commits beside their baselines'
 	@echo 'make install build and install to PREFIX (/usr/local), below DESTDIR'
 	@echo 'make clean   remove what was built'
@@ -35,6 +35,8 @@ check:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps
+	@$(CARGO) deny --version >/dev/null 2>&1 || { echo 'cargo-deny is missing: cargo install --locked cargo-deny'; exit 1; }
+	$(CARGO) deny check bans licenses sources
 
 bench:
 	$(CARGO) build --release -p firn -p firn-preload
