@@ -1,16 +1,19 @@
-//! More files than firnd may have descriptors, and more temporary files in a transaction than the backing has room.
+//! More files than firnd may have descriptors, more temporary files in a transaction than the backing has room, and
+//! ends of transactions where it has none left.
 //!
 //! `FIRN_TEMPORARY` sets the number of temporary files of each kind.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::Duration;
 
 use firn_tests::fsops::{errno, open_rw, read};
 use firn_tests::mount::SMALL;
 use firn_tests::random::{bytes, env_count};
 use firn_tests::transaction::firn;
-use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox};
+use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, wait_until};
+use rustix::fs::statvfs;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -179,5 +182,70 @@ fn regression_temporary_files_of_a_transaction_take_neither_room_nor_descriptors
         names.retain(|name| name != ".firn");
         assert_eq!(names, ["state"]);
         assert_eq!(read(&backing.join("state")), [7; 64 << 10]);
+    }
+}
+
+/// Fills the backing through a new file until a write is refused.
+fn fill(path: &Path) {
+    let file = File::create(path).expect("create");
+    for round in 0.. {
+        let offset = round << 20;
+        match file.write_all_at(&bytes(round, 1 << 20), offset).and_then(|()| file.sync_all()) {
+            Ok(()) => assert!(offset < 1 << 30, "the backing does not become full"),
+            Err(error) => {
+                assert_eq!(errno(&error), Errno::NOSPC);
+                return;
+            }
+        }
+    }
+}
+
+/// Proves S-tx-16.
+#[test]
+fn a_transaction_on_a_full_backing_is_aborted_and_committed() {
+    for (kind, mode) in
+        [FsKind::Tmpfs, FsKind::Ext4].into_iter().flat_map(|kind| [(kind, "hold"), (kind, "shadow")])
+    {
+        let sandbox = Sandbox::new("full");
+        let image = LoopImage::new(&sandbox, kind, 64);
+        let backing = image.mkdir("backing");
+        let (old, new) = (bytes(7000, 4 << 20), bytes(7001, 1 << 20));
+        fs::write(backing.join("old"), &old).expect("write in the backing");
+        let mount = FirnMount::over(&sandbox, &backing, &format!("{SMALL},drain=commit,mode={mode}"));
+        let change = || {
+            open_rw(&mount.join("old")).write_all_at(&new, 1 << 20).expect("overwrite");
+            fs::write(mount.join("made"), "made").expect("write");
+            fill(&mount.join("filler"));
+        };
+
+        firn(&sandbox, "begin", mount.path()).ok();
+        change();
+        firn(&sandbox, "abort", mount.path()).ok();
+        assert!(read(&mount.join("old")) == old, "{kind:?}, {mode}: the old content");
+        assert!(!mount.join("made").exists() && !mount.join("filler").exists());
+
+        firn(&sandbox, "begin", mount.path()).ok();
+        change();
+        let full = firn(&sandbox, "commit", mount.path());
+        println!(
+            "{kind:?}, {mode}: a commit on a full backing ended with {}: {}",
+            full.code,
+            full.stderr.trim()
+        );
+        if full.code != 0 {
+            assert!(full.stderr.contains("No space left"), "{full}");
+            fs::remove_file(mount.join("filler")).expect("unlink");
+            // The kernel tells of the last close after close(2) has returned.
+            wait_until("the room of the file is free", Duration::from_secs(20), || {
+                let free = statvfs(image.path()).expect("statvfs");
+                free.f_bavail * free.f_frsize > 8 << 20
+            });
+            firn(&sandbox, "commit", mount.path()).ok();
+        }
+        let backing = mount.umount();
+        let mut expected = old;
+        expected[1 << 20..2 << 20].copy_from_slice(&new);
+        assert!(read(&backing.join("old")) == expected, "{kind:?}, {mode}: the new content");
+        assert_eq!(read(&backing.join("made")), b"made");
     }
 }

@@ -128,13 +128,15 @@ fn system(test: &str, filter: &str, length: (&str, u64), seed: Option<u64>) -> a
 }
 
 /// Tests that run over the simulated backing and take their length from `FIRN_OPS`.
-const SIMULATED: [(&str, &str); 6] = [
+const SIMULATED: [(&str, &str); 8] = [
     ("firn-engine", "simulation"),
     ("firn-held", "crash"),
     ("firn-held", "tree"),
     ("firn-held", "history"),
     ("firn-held", "shadow"),
     ("firn-held", "backup"),
+    ("firn-held", "behind"),
+    ("firn-held", "faults"),
 ];
 
 /// In the test build, where invariants are asserted.
