@@ -320,6 +320,23 @@ fn regression_an_arena_dir_in_which_others_may_replace_files_is_refused() {
 
 /// Proves S-priv-9.
 #[test]
+fn regression_a_spill_directory_in_which_others_may_replace_files_is_refused() {
+    let sandbox = shared_sandbox("plantspilldir");
+    let dir = sandbox.mkdir("disk");
+    for place in [dir.clone(), dir.join("file")] {
+        let options = format!("{HELD},spill={}", place.display());
+        for mode in [0o777, 0o775] {
+            set_mode(&dir, mode);
+            mount(&sandbox, &options).code(NOT_FIRN).says("sticky");
+            assert_eq!(fs::read_dir(&dir).expect("list").count(), 0);
+        }
+        set_mode(&dir, 0o1777);
+        mount(&sandbox, &options).ok();
+    }
+}
+
+/// Proves S-priv-9.
+#[test]
 fn regression_a_spill_file_of_another_owner_is_neither_read_nor_replaced() {
     let sandbox = shared_sandbox("plantspill");
     let spill = sandbox.join("spill");

@@ -329,7 +329,8 @@ pub static TABLE: [Row; 28] = [
         long: "Above `spill-upper` the oldest full chunks move there until no more than `spill-lower` of the arena is in \
                use; they are read and drained from there. In a directory the file is made and named by Firn. It is \
                removed with the arena, lasts as long as that and no longer, and must not be in the mount, in the \
-               backing or in memory. A file there that is not yours alone is refused.",
+               backing or in memory. The directory must belong to you or root, and if others may write there it \
+               needs the sticky bit; a file there that is not yours alone is refused.",
         changes_promises: false,
         get: |o| path_text(o.spill.as_ref()),
         set: |o, v| o.spill = v.directory(),

@@ -7,6 +7,9 @@ use firn_client::paths::RuntimeFiles;
 use firn_config::Options;
 use firn_format::geometry::Geometry;
 use firn_format::quote::quoted_path;
+use firn_trust::check_shared_parent;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 
 use crate::error::DaemonError;
 use crate::preflight::Checked;
@@ -50,8 +53,11 @@ pub(crate) fn check(
             return Err(DaemonError::SpillInside { spill: spill.clone(), dir: taken.clone() });
         }
     }
-    let stat = rustix::fs::statfs(&dir)
-        .map_err(|error| DaemonError::SpillDirectory { path: dir.clone(), source: error.into() })?;
+    let unusable = |error: Errno| DaemonError::SpillDirectory { path: dir.clone(), source: error.into() };
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let opened = rustix::fs::open(&dir, flags, Mode::empty()).map_err(unusable)?;
+    check_shared_parent(&opened, &dir)?;
+    let stat = rustix::fs::fstatfs(&opened).map_err(unusable)?;
     if stat.f_type as u64 == TMPFS_MAGIC {
         notice(format!(
             "spill {} is on tmpfs, which is memory too: give a directory on a node-local disk",
