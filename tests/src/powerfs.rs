@@ -143,7 +143,7 @@ impl Server {
 
     fn know(&self, (node, attr): (SimNode, Attr)) -> FileAttr {
         self.nodes.lock().expect("lock").entry(attr.ino).or_insert(node);
-        told(&attr)
+        file_attr(&attr)
     }
 
     fn keep(&self, file: firn_backing::sim::SimFile) -> FileHandle {
@@ -173,7 +173,7 @@ fn file_type(kind: Kind) -> FileType {
     }
 }
 
-fn told(attr: &Attr) -> FileAttr {
+fn file_attr(attr: &Attr) -> FileAttr {
     let time = |time: Time| UNIX_EPOCH + Duration::new(time.sec.max(0) as u64, time.nsec);
     FileAttr {
         ino: INodeNo(attr.ino),
@@ -236,7 +236,7 @@ impl Filesystem for Server {
 
     fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
         match self.node(ino).and_then(|node| self.disk.attr(&node).map_err(errno)) {
-            Ok(attr) => reply.attr(&TTL, &told(&attr)),
+            Ok(attr) => reply.attr(&TTL, &file_attr(&attr)),
             Err(errno) => reply.error(errno),
         }
     }
@@ -276,7 +276,7 @@ impl Filesystem for Server {
             self.disk.attr(&node)
         };
         match self.node(ino).and_then(|node| set(node).map_err(errno)) {
-            Ok(attr) => reply.attr(&TTL, &told(&attr)),
+            Ok(attr) => reply.attr(&TTL, &file_attr(&attr)),
             Err(errno) => reply.error(errno),
         }
     }
@@ -342,7 +342,7 @@ impl Filesystem for Server {
     fn link(&self, _: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let link = || {
             let (node, dir) = (self.node(ino)?, self.node(parent)?);
-            self.disk.link(&node, &dir, name).map(|attr| told(&attr)).map_err(errno)
+            self.disk.link(&node, &dir, name).map(|attr| file_attr(&attr)).map_err(errno)
         };
         entry(reply, link());
     }

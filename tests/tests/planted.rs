@@ -59,27 +59,6 @@ fn identity(path: &Path) -> Identity {
     Identity { ino: meta.ino(), elsewhere: false }
 }
 
-fn item(identity: Identity) -> Item {
-    Item {
-        number: 1,
-        identity,
-        is_dir: false,
-        new_at: None,
-        anchor_at: None,
-        twin_at: None,
-        leaves: Vec::new(),
-        comes: Vec::new(),
-        kept_at: None,
-        stays: None,
-        data: None,
-        small: Vec::new(),
-        mtime: None,
-        attributes: false,
-        mtime_before: None,
-        times: None,
-    }
-}
-
 /// The attacker makes `.firn/tx-1/` with a record that is decided.
 fn plant(sandbox: &Sandbox, item: Item) {
     let record = Record { id: 1, scope: Vec::new(), shared: false, items: vec![item] };
@@ -100,7 +79,7 @@ fn forged_bytes(victim: &Path) -> Item {
         stays: Some((0, format!("../{name}").into_bytes())),
         data: Some(Data { cut: 6, size: 6, written: vec![(0, 6)], grows: false }),
         small: vec![Piece { at: 0, bytes: b"FORGED".to_vec() }],
-        ..item(identity(victim))
+        ..Item::new(1, identity(victim), false)
     }
 }
 
@@ -153,7 +132,7 @@ fn regression_a_planted_record_makes_no_set_user_id_program() {
         stays: Some((0, b"own".to_vec())),
         twin_at: Some(("../../../..".into(), "tool-of-root".into())),
         attributes: true,
-        ..item(identity(&own))
+        ..Item::new(1, identity(&own), false)
     };
     plant(&sandbox, item);
     mount(&sandbox, OPTIONS).code(NOT_FIRN);

@@ -42,7 +42,7 @@ pub(crate) trait Service: Send + Sync + 'static {
 /// A final reply.
 pub(crate) struct Answer {
     pub(crate) reply: Reply,
-    /// Who waits until it was sent, or cannot be.
+    /// Signalled once the reply was sent, or could not be; none where nobody waits for that.
     pub(crate) sent: Option<Sender<()>>,
 }
 

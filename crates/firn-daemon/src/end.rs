@@ -37,7 +37,7 @@ pub(crate) enum Event {
         force: bool,
         /// Without draining.
         keep_held: bool,
-        /// Who asks.
+        /// The client that asks.
         client: Client,
     },
     /// The kernel let go of the mount.
@@ -46,7 +46,7 @@ pub(crate) enum Event {
 
 /// A client that asked for the end.
 pub(crate) struct Client {
-    /// To it.
+    /// Takes replies to it.
     pub(crate) reply: Sender<Reply>,
     /// Signals that the last reply was sent, or that nobody sends it.
     pub(crate) reply_sent: Receiver<()>,

@@ -319,7 +319,7 @@ fn abort(
     }
     // Drains that wait for the outcome are told first, or the data could not be dropped.
     match store.refuse(&scope_at(engine, path)?) {
-        // Whoever follows the other nodes was faster.
+        // The thread that follows the other nodes has ended the transaction first.
         Err(HeldError::None) if begun.is_some() => return Ok(()),
         refused => refused?,
     }

@@ -175,7 +175,7 @@ impl<B: Backing> Held<B> {
         let mut table = self.hidden.0.lock();
         let links = table.entry(object.key).or_default();
         match links.iter_mut().find(|link| link.serial == serial && link.name == name) {
-            // Another try of who is not sure that the last one did nothing.
+            // A caller tries again that does not know whether its last call did anything.
             Some(link) if presence == Presence::There => link.presence = presence,
             Some(_) => {}
             None => {

@@ -106,28 +106,25 @@ pub struct Item {
 }
 
 impl Item {
-    pub(crate) fn new(number: u64, identity: Identity, is_dir: bool) -> Self {
-        let (new_at, anchor_at, twin_at, stays, data, times) = (None, None, None, None, None, None);
-        let (leaves, comes) = (Vec::new(), Vec::new());
-        let (kept_at, mtime_before, attributes) = (None, None, false);
-        let (small, mtime) = (Vec::new(), None);
+    /// An object of the backing that nothing was done to.
+    pub fn new(number: u64, identity: Identity, is_dir: bool) -> Self {
         Self {
             number,
             identity,
             is_dir,
-            new_at,
-            anchor_at,
-            twin_at,
-            leaves,
-            comes,
-            kept_at,
-            stays,
-            data,
-            small,
-            mtime,
-            attributes,
-            mtime_before,
-            times,
+            new_at: None,
+            anchor_at: None,
+            twin_at: None,
+            leaves: Vec::new(),
+            comes: Vec::new(),
+            kept_at: None,
+            stays: None,
+            data: None,
+            small: Vec::new(),
+            mtime: None,
+            attributes: false,
+            mtime_before: None,
+            times: None,
         }
     }
 

@@ -29,22 +29,10 @@ fn plant(disk: &SimBacking, caller: Caller, modes: [u32; 3]) {
     disk.write_at(&file, &[std::io::IoSlice::new(b"before")], 0).expect("write");
     let piece = Piece { at: 0, bytes: b"FORGED".to_vec() };
     let item = Item {
-        number: 1,
-        identity: Identity { ino: attr.ino, elsewhere: false },
-        is_dir: false,
-        new_at: None,
-        anchor_at: None,
-        twin_at: None,
-        leaves: Vec::new(),
-        comes: Vec::new(),
-        kept_at: None,
         stays: Some((0, b"victim".to_vec())),
         data: Some(Data { cut: 6, size: 6, written: vec![(0, 6)], grows: false }),
         small: vec![piece],
-        mtime: None,
-        attributes: false,
-        mtime_before: None,
-        times: None,
+        ..Item::new(1, Identity { ino: attr.ino, elsewhere: false }, false)
     };
     let record = Record { id: 1, scope: Vec::new(), shared: false, items: vec![item] };
     let firn = disk.mkdir(&caller, &root, name(".firn"), modes[0]).expect("mkdir").0;

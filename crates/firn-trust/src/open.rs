@@ -107,7 +107,8 @@ pub fn create_private_file(parent: impl AsFd, path: &Path, flags: OFlags) -> Res
         .map_err(|errno| TrustError::Io { path: path.to_owned(), error: errno.into() })
 }
 
-/// Whether Firn may keep files of its own in this directory, which others may share (`arena-dir`, `spill=`, `backup=`).
+/// Whether Firn may keep files of its own in this directory, which others may share (`arena-dir`, `spill=`,
+/// `backup=`).
 pub fn check_shared_parent(dir: impl AsFd, path: &Path) -> Result<(), TrustError> {
     let stat = fstat(dir).map_err(|errno| TrustError::Io { path: path.to_owned(), error: errno.into() })?;
     Facts::of(&stat)
