@@ -16,10 +16,20 @@ struct Input {
 
 fuzz_target!(|input: Input| {
     let _ = Published::decode(&input.bytes);
-    let lists: Vec<_> = input.sealed.iter().filter_map(|p| Published::decode(&SEAL.seal(p)).ok()).collect();
+    let lists: Vec<_> = input
+        .sealed
+        .iter()
+        .filter_map(|p| Published::decode(&SEAL.seal(p)).ok())
+        .collect();
     for list in &lists {
-        let names = list.used.iter().chain(list.changed.iter().map(|(name, _)| name));
-        for name in names.map(|name| &name.name[..]).chain([list.node.as_bytes()]) {
+        let names = list
+            .used
+            .iter()
+            .chain(list.changed.iter().map(|(name, _)| name));
+        for name in names
+            .map(|name| &name.name[..])
+            .chain([list.node.as_bytes()])
+        {
             assert!(is_component(name), "{name:?}");
         }
         assert_eq!(Published::decode(&list.encode()).as_ref(), Ok(list));

@@ -49,7 +49,11 @@ fn sample() -> Sample {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("arena");
     let geometry = Geometry::new(CHUNK_BYTES, CHUNK_BYTES).expect("a valid geometry");
-    let identity = Identity { backing: PathBuf::from("/backing"), dev: 1, ino: 2 };
+    let identity = Identity {
+        backing: PathBuf::from("/backing"),
+        dev: 1,
+        ino: 2,
+    };
     let arena = Arena::create(&path, geometry, &identity).expect("created");
     let mut lease = arena.lease(Class::Small).expect("a slab");
     for n in 0..4 {
@@ -66,10 +70,21 @@ fn sample() -> Sample {
     let (pieces, damage) = arena.stored();
     assert_eq!((pieces.len(), damage.len()), (3, 0));
     drop(arena);
-    let file = std::fs::File::options().read(true).write(true).open(&path).expect("open the arena");
+    let file = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(&path)
+        .expect("open the arena");
     let mut head = vec![0; geometry.table_offset(geometry.chunk_count) as usize];
     file.read_exact_at(&mut head, 0).expect("read the arena");
-    Sample { _dir: dir, path, file, head, geometry, pieces }
+    Sample {
+        _dir: dir,
+        path,
+        file,
+        head,
+        geometry,
+        pieces,
+    }
 }
 
 fuzz_target!(|input: Input| SAMPLE.with_borrow(|sample| attempt(sample, &input)));
@@ -79,15 +94,27 @@ fn attempt(sample: &Sample, input: &Input) {
     for &(area, at, bits) in &input.damage {
         let at = position(&sample.geometry, area, at);
         let mut byte = [0];
-        sample.file.read_exact_at(&mut byte, at).expect("read the arena");
-        sample.file.write_all_at(&[byte[0] ^ bits], at).expect("write the arena");
+        sample
+            .file
+            .read_exact_at(&mut byte, at)
+            .expect("read the arena");
+        sample
+            .file
+            .write_all_at(&[byte[0] ^ bits], at)
+            .expect("write the arena");
         changed.push(at & !4095);
     }
     if input.reseal {
         let mut page = [0; SUPERBLOCK_BYTES];
-        sample.file.read_exact_at(&mut page, 0).expect("read the arena");
+        sample
+            .file
+            .read_exact_at(&mut page, 0)
+            .expect("read the arena");
         let crc = crc32c::crc32c(&page[..SUPERBLOCK_BYTES - 4]);
-        sample.file.write_all_at(&crc.to_le_bytes(), SUPERBLOCK_BYTES as u64 - 4).expect("write the arena");
+        sample
+            .file
+            .write_all_at(&crc.to_le_bytes(), SUPERBLOCK_BYTES as u64 - 4)
+            .expect("write the arena");
         changed.push(0);
     }
     compare(sample, input);
@@ -116,7 +143,9 @@ fn compare(sample: &Sample, input: &Input) {
     let report = match check(&sample.path) {
         Ok(report) => report,
         Err(error) => {
-            let attached = Arena::attach(&sample.path).err().expect("attach refuses what check refuses");
+            let attached = Arena::attach(&sample.path)
+                .err()
+                .expect("attach refuses what check refuses");
             assert_eq!(attached.to_string(), error.to_string());
             return;
         }
@@ -125,19 +154,25 @@ fn compare(sample: &Sample, input: &Input) {
     // damage to its state may bring back a dead one. The time of a write is not in the sum (FORMAT, "Damage").
     for found in &report.pieces {
         let is_same = |written: &Stored| (written.at, written.piece) == (found.at, found.piece);
-        assert!(found.piece.file == 2 || sample.pieces.iter().any(is_same), "{found:?}");
+        assert!(
+            found.piece.file == 2 || sample.pieces.iter().any(is_same),
+            "{found:?}"
+        );
     }
     if report.pieces.len() < sample.pieces.len() {
         assert!(!input.damage.is_empty());
     }
     replay(&report.journal);
 
-    let (arena, stored, damage) = Arena::attach(&sample.path).expect("attach takes what check takes");
+    let (arena, stored, damage) =
+        Arena::attach(&sample.path).expect("attach takes what check takes");
     assert_eq!((&stored, &damage), (&report.pieces, &report.damage));
     arena.settle(&stored);
     assert_eq!(arena.used_bytes(), 0, "nothing was kept");
     // The one chunk is free, or nobody knows what was in it.
-    let unknown = damage.iter().any(|found| matches!(found, Damage::Chunk { .. }));
+    let unknown = damage
+        .iter()
+        .any(|found| matches!(found, Damage::Chunk { .. }));
     let lease = arena.lease(Class::Whole);
     assert_eq!(lease.is_none(), unknown);
     if let Some(lease) = lease {

@@ -17,13 +17,23 @@ struct Input {
 }
 
 fuzz_target!(|input: Input| {
-    let Input { generation, sequence, payload, before, after, bytes } = input;
+    let Input {
+        generation,
+        sequence,
+        payload,
+        before,
+        after,
+        bytes,
+    } = input;
     if let Some((found, payload)) = peek_frame(generation, &bytes) {
         let mut again = Vec::new();
         encode_frame(generation, found, payload, &mut again);
         assert_eq!(decode_frame(generation, found, &again), Some(payload));
         let same = again.len().min(bytes.len());
-        assert_eq!(again[..16 + payload.len()], bytes[..same.min(16 + payload.len())]);
+        assert_eq!(
+            again[..16 + payload.len()],
+            bytes[..same.min(16 + payload.len())]
+        );
     }
 
     let mut out = before.clone();
@@ -35,6 +45,12 @@ fuzz_target!(|input: Input| {
     // A frame without a payload would look like the zeros of a fresh region, so it counts as none.
     let expected = (!payload.is_empty()).then_some(payload.as_slice());
     assert_eq!(decode_frame(generation, sequence, frame), expected);
-    assert_eq!(decode_frame(generation, sequence.wrapping_add(1), frame), None);
-    assert_eq!(decode_frame(generation.wrapping_add(1), sequence, frame), None);
+    assert_eq!(
+        decode_frame(generation, sequence.wrapping_add(1), frame),
+        None
+    );
+    assert_eq!(
+        decode_frame(generation.wrapping_add(1), sequence, frame),
+        None
+    );
 });

@@ -8,13 +8,18 @@ use libfuzzer_sys::fuzz_target;
 fuzz_target!(|input: (u64, Result<u8, u64>)| {
     let (arena_bytes, chunk) = input;
     let chunk_bytes = chunk.map_or_else(|bytes| bytes, |shift| 1 << (shift % 64));
-    let Ok(g) = Geometry::new(arena_bytes, chunk_bytes) else { return };
+    let Ok(g) = Geometry::new(arena_bytes, chunk_bytes) else {
+        return;
+    };
     assert!(g.chunk_count > 0 && g.data_bytes() <= arena_bytes);
     assert!(arena_bytes - g.data_bytes() < chunk_bytes);
     // As a superblock is checked: the sizes kept lead to the same layout.
     assert_eq!(Geometry::new(g.data_bytes(), chunk_bytes), Ok(g));
 
-    assert_eq!(g.journal_offset(1) - g.journal_offset(0), g.journal_half_bytes);
+    assert_eq!(
+        g.journal_offset(1) - g.journal_offset(0),
+        g.journal_half_bytes
+    );
     assert_eq!(g.journal_offset(0) % PAGE, 0);
     assert!(g.journal_offset(2) <= g.table_offset(0));
     let last = g.chunk_count - 1;

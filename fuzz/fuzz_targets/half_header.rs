@@ -15,6 +15,9 @@ fuzz_target!(|input: (u64, Vec<u8>, Option<(u8, u8)>)| {
     assert_eq!(decode_half_header(&header), Some(generation));
     if let Some((at, bits)) = damage {
         header[usize::from(at) % HALF_HEADER_BYTES] ^= bits;
-        assert_eq!(decode_half_header(&header), (bits == 0).then_some(generation));
+        assert_eq!(
+            decode_half_header(&header),
+            (bits == 0).then_some(generation)
+        );
     }
 });

@@ -11,7 +11,10 @@ fuzz_target!(|input: Input| {
     if let Ok(manifest) = Manifest::decode(&input.bytes(&SEAL)) {
         must_stay_inside(&manifest.record);
         for path in manifest.known.iter().flat_map(|known| &known.paths) {
-            assert!(path.split(|&byte| byte == b'/').all(is_component), "{path:?}");
+            assert!(
+                path.split(|&byte| byte == b'/').all(is_component),
+                "{path:?}"
+            );
         }
         for stored in &manifest.stored {
             let file = stored.content.iter().map(|content| &content.file);

@@ -17,12 +17,24 @@ struct Input {
 }
 
 fuzz_target!(|input: Input| {
-    let (file, offset, sequence) = (input.words.0 & FILE_MAX, input.words.1, input.words.2 & SEQUENCE_MAX);
-    let piece = Piece { file, offset, sequence, position: input.position, len: input.len };
+    let file = input.words.0 & FILE_MAX;
+    let offset = input.words.1;
+    let sequence = input.words.2 & SEQUENCE_MAX;
+    let piece = Piece {
+        file,
+        offset,
+        sequence,
+        position: input.position,
+        len: input.len,
+    };
     let seal = input.seal.unwrap_or_else(|| piece.seal(input.generation));
-    let raw = RawPiece { seal, ..piece.raw(input.generation) };
+    let raw = RawPiece {
+        seal,
+        ..piece.raw(input.generation)
+    };
     let is_dead = seal == dead(input.generation);
-    let (start, end) = (u64::from(input.slab.0), u64::from(input.slab.1));
+    let start = u64::from(input.slab.0);
+    let end = u64::from(input.slab.1);
     let fits = piece.len > 0
         && u64::from(piece.len) < FROZEN
         && u64::from(piece.position) >= start
@@ -38,6 +50,9 @@ fuzz_target!(|input: Input| {
             assert!(input.seal.is_some() || (fits && found == piece));
         }
         Ok(Checked::Dead) => assert!(is_dead),
-        Err(_) => assert!(input.seal.is_some() || !fits, "a sealed piece that fits its slab is refused"),
+        Err(_) => assert!(
+            input.seal.is_some() || !fits,
+            "a sealed piece that fits its slab is refused"
+        ),
     }
 });

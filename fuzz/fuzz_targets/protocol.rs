@@ -5,8 +5,8 @@
 use arbitrary::{Arbitrary, Unstructured};
 use firn_format::path::BytePath;
 use firn_format::protocol::{
-    ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, Holder, LaneStatus, Place, Reply, Request,
-    Rung, SpillRegion, Status,
+    ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, Holder, LaneStatus, Place, Reply,
+    Request, Rung, SpillRegion, Status,
 };
 use firn_format::record::Ending;
 use libfuzzer_sys::fuzz_target;
@@ -20,7 +20,10 @@ fuzz_target!(|bytes: &[u8]| {
     }
     let path = BytePath::from(bytes);
     let written = serde_json::to_vec(&path).expect("a path can be written");
-    assert_eq!(serde_json::from_slice::<BytePath>(&written).expect("it can be read"), path);
+    assert_eq!(
+        serde_json::from_slice::<BytePath>(&written).expect("it can be read"),
+        path
+    );
     let mut u = Unstructured::new(bytes);
     if let Ok(request) = request(&mut u) {
         returns_request(&request);
@@ -33,13 +36,19 @@ fuzz_target!(|bytes: &[u8]| {
 fn returns_request(request: &Request) {
     let line = serde_json::to_string(request).expect("a request can be written");
     assert!(!line.contains('\n'), "one line: {line}");
-    assert_eq!(&serde_json::from_str::<Request>(&line).expect("it can be read"), request);
+    assert_eq!(
+        &serde_json::from_str::<Request>(&line).expect("it can be read"),
+        request
+    );
 }
 
 fn returns_reply(reply: &Reply) {
     let line = serde_json::to_string(reply).expect("a reply can be written");
     assert!(!line.contains('\n'), "one line: {line}");
-    assert_eq!(&serde_json::from_str::<Reply>(&line).expect("it can be read"), reply);
+    assert_eq!(
+        &serde_json::from_str::<Reply>(&line).expect("it can be read"),
+        reply
+    );
 }
 
 fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
@@ -48,7 +57,11 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
         1 => Request::Status,
         2 => {
             let until = rung(u)?;
-            Request::Wait { until, timeout_ms: Arbitrary::arbitrary(u)?, path: path(u)? }
+            Request::Wait {
+                until,
+                timeout_ms: Arbitrary::arbitrary(u)?,
+                path: path(u)?,
+            }
         }
         3 => Request::Drain { path: path(u)? },
         4 => Request::Files { path: path(u)? },
@@ -56,11 +69,21 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
         6 => Request::ClearErrors,
         7 => Request::Region,
         8 => Request::Chunks { path: path(u)? },
-        9 => Request::CheckChunks { list: Arbitrary::arbitrary(u)? },
-        10 => Request::ReleaseChunks { list: Arbitrary::arbitrary(u)? },
+        9 => Request::CheckChunks {
+            list: Arbitrary::arbitrary(u)?,
+        },
+        10 => Request::ReleaseChunks {
+            list: Arbitrary::arbitrary(u)?,
+        },
         11 => Request::Evict { path: path(u)? },
-        12 => Request::Pin { path: path(u)?, pinned: Arbitrary::arbitrary(u)? },
-        _ => Request::Unmount { force: Arbitrary::arbitrary(u)?, keep_held: Arbitrary::arbitrary(u)? },
+        12 => Request::Pin {
+            path: path(u)?,
+            pinned: Arbitrary::arbitrary(u)?,
+        },
+        _ => Request::Unmount {
+            force: Arbitrary::arbitrary(u)?,
+            keep_held: Arbitrary::arbitrary(u)?,
+        },
     })
 }
 
@@ -68,26 +91,52 @@ fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
     Ok(match u.int_in_range(0..=13)? {
         0 => {
             let (protocol, version, pid, incarnation) = Arbitrary::arbitrary(u)?;
-            Reply::Hello { protocol, version, pid, incarnation }
+            Reply::Hello {
+                protocol,
+                version,
+                pid,
+                incarnation,
+            }
         }
         1 => Reply::Status(Box::new(status(u)?)),
-        2 => Reply::Files { files: (0..u.int_in_range(0..=3)?).map(|_| file(u)).collect::<Result<_, _>>()? },
-        3 => Reply::Metrics { text: Arbitrary::arbitrary(u)? },
+        2 => Reply::Files {
+            files: (0..u.int_in_range(0..=3)?)
+                .map(|_| file(u))
+                .collect::<Result<_, _>>()?,
+        },
+        3 => Reply::Metrics {
+            text: Arbitrary::arbitrary(u)?,
+        },
         4 => {
             let (bytes_left, files_left, phase) = Arbitrary::arbitrary(u)?;
-            Reply::Progress { bytes_left, files_left, phase }
+            Reply::Progress {
+                bytes_left,
+                files_left,
+                phase,
+            }
         }
         5 => Reply::Done,
         6 => Reply::Region(region(u)?),
         7 => {
             let (list, bytes) = Arbitrary::arbitrary(u)?;
-            let pieces = (0..u.int_in_range(0..=3)?).map(|_| piece(u)).collect::<Result<_, _>>()?;
-            Reply::Chunks(ChunkList { list, bytes, pieces })
+            let pieces = (0..u.int_in_range(0..=3)?)
+                .map(|_| piece(u))
+                .collect::<Result<_, _>>()?;
+            Reply::Chunks(ChunkList {
+                list,
+                bytes,
+                pieces,
+            })
         }
-        8 => Reply::ChunksChecked { changed: Arbitrary::arbitrary(u)? },
+        8 => Reply::ChunksChecked {
+            changed: Arbitrary::arbitrary(u)?,
+        },
         9 => {
             let (freed_bytes, held_bytes) = Arbitrary::arbitrary(u)?;
-            Reply::Evicted { freed_bytes, held_bytes }
+            Reply::Evicted {
+                freed_bytes,
+                held_bytes,
+            }
         }
         10 => {
             let (files, bytes) = Arbitrary::arbitrary(u)?;
@@ -97,7 +146,10 @@ fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
         12 => {
             let (connections, holders): (_, Vec<(u32, u32)>) = Arbitrary::arbitrary(u)?;
             let holder = |(pid, connections)| Holder { pid, connections };
-            Reply::Busy { connections, holders: holders.into_iter().map(holder).collect() }
+            Reply::Busy {
+                connections,
+                holders: holders.into_iter().map(holder).collect(),
+            }
         }
         _ => {
             let (errno, message) = Arbitrary::arbitrary(u)?;
@@ -109,19 +161,43 @@ fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
 /// One field of each type; the others are the same to serde.
 fn status(u: &mut Unstructured) -> arbitrary::Result<Status> {
     let (writers, retry_in_ms) = Arbitrary::arbitrary(u)?;
-    let lane = LaneStatus { path: path(u)?, writers, retry_in_ms, ..LaneStatus::default() };
+    let lane = LaneStatus {
+        path: path(u)?,
+        writers,
+        retry_in_ms,
+        ..LaneStatus::default()
+    };
     let (errno, message, pending) = Arbitrary::arbitrary(u)?;
-    let error = ErrorStatus { errno, message, pending, age_s: seconds(u)?, ..ErrorStatus::default() };
+    let error = ErrorStatus {
+        errno,
+        message,
+        pending,
+        age_s: seconds(u)?,
+        ..ErrorStatus::default()
+    };
     let (pid, epoch, oldest_held_ms, options) = Arbitrary::arbitrary(u)?;
     let backing = path(u)?;
-    let (lanes, errors) = (vec![lane], vec![error]);
+    let lanes = vec![lane];
+    let errors = vec![error];
     let uptime_s = seconds(u)?;
-    Ok(Status { backing, pid, epoch, oldest_held_ms, options, uptime_s, lanes, errors, ..Status::default() })
+    Ok(Status {
+        backing,
+        pid,
+        epoch,
+        oldest_held_ms,
+        options,
+        uptime_s,
+        lanes,
+        errors,
+        ..Status::default()
+    })
 }
 
 /// JSON has no infinity and no NaN, and firnd makes none.
 fn seconds(u: &mut Unstructured) -> arbitrary::Result<f64> {
-    Ok(Some(f64::arbitrary(u)?).filter(|s| s.is_finite()).unwrap_or(0.0))
+    Ok(Some(f64::arbitrary(u)?)
+        .filter(|s| s.is_finite())
+        .unwrap_or(0.0))
 }
 
 fn file(u: &mut Unstructured) -> arbitrary::Result<FileStatus> {
@@ -129,15 +205,34 @@ fn file(u: &mut Unstructured) -> arbitrary::Result<FileStatus> {
     let (held_bytes, held_end, open) = Arbitrary::arbitrary(u)?;
     let path = path(u)?;
     let ending = *u.choose(&[Ending::Open, Ending::Closed, Ending::Cut])?;
-    Ok(FileStatus { path, state, held_bytes, held_end, open, ending })
+    Ok(FileStatus {
+        path,
+        state,
+        held_bytes,
+        held_end,
+        open,
+        ending,
+    })
 }
 
 fn region(u: &mut Unstructured) -> arbitrary::Result<DataRegion> {
     let (uuid, offset, bytes, page_bytes, chunk_bytes) = Arbitrary::arbitrary(u)?;
     let spill: Option<(Vec<u8>, u64, u64)> = Arbitrary::arbitrary(u)?;
-    let spill = spill.map(|(path, offset, bytes)| SpillRegion { path: path.into(), offset, bytes });
+    let spill = spill.map(|(path, offset, bytes)| SpillRegion {
+        path: path.into(),
+        offset,
+        bytes,
+    });
     let path = path(u)?;
-    Ok(DataRegion { path, uuid, offset, bytes, page_bytes, chunk_bytes, spill })
+    Ok(DataRegion {
+        path,
+        uuid,
+        offset,
+        bytes,
+        page_bytes,
+        chunk_bytes,
+        spill,
+    })
 }
 
 /// Any bytes.
@@ -148,7 +243,13 @@ fn path(u: &mut Unstructured) -> arbitrary::Result<BytePath> {
 fn piece(u: &mut Unstructured) -> arbitrary::Result<ChunkPiece> {
     let place = *u.choose(&[Place::Memory, Place::Spill, Place::Backing, Place::Hole])?;
     let (offset, bytes, at, chunk) = Arbitrary::arbitrary(u)?;
-    Ok(ChunkPiece { offset, bytes, place, at, chunk })
+    Ok(ChunkPiece {
+        offset,
+        bytes,
+        place,
+        at,
+        chunk,
+    })
 }
 
 fn rung(u: &mut Unstructured) -> arbitrary::Result<Rung> {

@@ -11,29 +11,50 @@ use libfuzzer_sys::fuzz_target;
 #[derive(Arbitrary, Debug)]
 enum Input {
     /// A region; with a generation, its first half has a good header.
-    Bytes { generation: Option<u64>, bytes: Vec<u8> },
+    Bytes {
+        generation: Option<u64>,
+        bytes: Vec<u8>,
+    },
     /// A journal to which these records, as far as they are some, were appended, with damage.
-    Records { half_words: u8, records: Vec<Vec<u8>>, damage: Vec<(u16, u8)> },
+    Records {
+        half_words: u8,
+        records: Vec<Vec<u8>>,
+        damage: Vec<(u16, u8)>,
+    },
 }
 
 /// The smallest region tried: two headers and nothing else.
 const BYTES_MIN: usize = 2 * HALF_HEADER_BYTES;
 
 fuzz_target!(|input: Input| match input {
-    Input::Bytes { generation, mut bytes } => {
+    Input::Bytes {
+        generation,
+        mut bytes,
+    } => {
         bytes.resize(bytes.len().next_multiple_of(16).max(BYTES_MIN), 0);
         if let Some(generation) = generation {
             bytes[..HALF_HEADER_BYTES].copy_from_slice(&encode_half_header(generation));
         }
         heals(Memory(bytes));
     }
-    Input::Records { half_words, records, damage } => {
+    Input::Records {
+        half_words,
+        records,
+        damage,
+    } => {
         let medium = Memory(vec![0; BYTES_MIN + 16 * usize::from(half_words)]);
         let mut journal = Journal::create(medium);
-        for record in records.iter().filter_map(|bytes| Record::decode(bytes).ok()) {
+        for record in records
+            .iter()
+            .filter_map(|bytes| Record::decode(bytes).ok())
+        {
             let before = journal.ledger().clone();
             if journal.append(&record).is_err() {
-                assert_eq!(journal.ledger(), &before, "a refused record changes nothing");
+                assert_eq!(
+                    journal.ledger(),
+                    &before,
+                    "a refused record changes nothing"
+                );
             }
         }
         let ledger = journal.ledger().clone();

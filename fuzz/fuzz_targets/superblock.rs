@@ -27,14 +27,31 @@ enum Input {
 fuzz_target!(|input: Input| match input {
     Input::Bytes(bytes) => survives(&bytes),
     Input::Sealed(bytes) => survives(&sealed(&bytes)),
-    Input::Value { uuid, arena_bytes, chunk_shift, backing, created_s, path, path_repeat } => {
-        let Ok(geometry) = Geometry::new(arena_bytes, 1 << (chunk_shift % 64)) else { return };
+    Input::Value {
+        uuid,
+        arena_bytes,
+        chunk_shift,
+        backing,
+        created_s,
+        path,
+        path_repeat,
+    } => {
+        let Ok(geometry) = Geometry::new(arena_bytes, 1 << (chunk_shift % 64)) else {
+            return;
+        };
         let mut backing_path = path.repeat(usize::from(path_repeat % 512));
         backing_path.truncate(2 * PATH_MAX);
         let (backing_dev, backing_ino) = backing;
         let spill_path = Vec::new();
-        let mut value =
-            Superblock { uuid, geometry, backing_dev, backing_ino, created_s, backing_path, spill_path };
+        let mut value = Superblock {
+            uuid,
+            geometry,
+            backing_dev,
+            backing_ino,
+            created_s,
+            backing_path,
+            spill_path,
+        };
         let page = value.encode();
         value.backing_path.truncate(PATH_MAX);
         assert_eq!(Superblock::decode(&page), Ok(value));

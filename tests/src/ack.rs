@@ -57,7 +57,12 @@ pub enum Op {
 impl Op {
     fn encode(self, returned: bool) -> [u8; RECORD_LEN] {
         let fields = match self {
-            Op::Write { file, offset, len, key } => [0, file, offset, len, key],
+            Op::Write {
+                file,
+                offset,
+                len,
+                key,
+            } => [0, file, offset, len, key],
             Op::Truncate { file, len } => [1, file, len, 0, 0],
             Op::Rename { file } => [2, file, 0, 0, 0],
             Op::Reopen { file } => [3, file, 0, 0, 0],
@@ -78,7 +83,12 @@ impl Op {
         let returned = record[7] == 1;
         let [kind, file, a, b, c] = fields;
         let op = match kind & 0xff {
-            0 => Op::Write { file, offset: a, len: b, key: c },
+            0 => Op::Write {
+                file,
+                offset: a,
+                len: b,
+                key: c,
+            },
             1 => Op::Truncate { file, len: a },
             2 => Op::Rename { file },
             3 => Op::Reopen { file },
@@ -91,7 +101,11 @@ impl Op {
 /// Writes at random into `dir` until the first error (firnd was killed), logging to `log`.
 pub fn write_until_error(dir: &Path, log: &Path, seed: u64) {
     let mut rng = generator(seed);
-    let mut log = OpenOptions::new().create(true).append(true).open(log).expect("open the log");
+    let mut log = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(log)
+        .expect("open the log");
     let mut writer = Writer::new(dir);
     loop {
         let op = writer.choose(&mut rng);
@@ -111,7 +125,11 @@ struct Writer<'a> {
 
 impl<'a> Writer<'a> {
     fn new(dir: &'a Path) -> Self {
-        Self { dir, files: BTreeMap::new(), sizes: BTreeMap::new() }
+        Self {
+            dir,
+            files: BTreeMap::new(),
+            sizes: BTreeMap::new(),
+        }
     }
 
     /// Mostly appends of checkpoint-like sizes, some overwrites, now and then the rest.
@@ -120,10 +138,18 @@ impl<'a> Writer<'a> {
         let size = *self.sizes.get(&file).unwrap_or(&0);
         let choice = rng.random_range(0..100);
         if !self.sizes.contains_key(&file) {
-            return Op::Write { file, offset: 0, len: 1, key: rng.random() };
+            return Op::Write {
+                file,
+                offset: 0,
+                len: 1,
+                key: rng.random(),
+            };
         }
         if size >= FILE_SIZE_MAX {
-            return Op::Truncate { file, len: rng.random_range(0..size) };
+            return Op::Truncate {
+                file,
+                len: rng.random_range(0..size),
+            };
         }
         let len = match rng.random_range(0..10) {
             0..5 => rng.random_range(1..5000),
@@ -131,9 +157,22 @@ impl<'a> Writer<'a> {
             _ => rng.random_range(70_000..1_200_000),
         };
         match choice {
-            0..70 => Op::Write { file, offset: size, len, key: rng.random() },
-            70..90 => Op::Write { file, offset: rng.random_range(0..=size + 20_000), len, key: rng.random() },
-            90..94 => Op::Truncate { file, len: rng.random_range(0..=size + 20_000) },
+            0..70 => Op::Write {
+                file,
+                offset: size,
+                len,
+                key: rng.random(),
+            },
+            70..90 => Op::Write {
+                file,
+                offset: rng.random_range(0..=size + 20_000),
+                len,
+                key: rng.random(),
+            },
+            90..94 => Op::Truncate {
+                file,
+                len: rng.random_range(0..=size + 20_000),
+            },
             94..97 => Op::Rename { file },
             _ => Op::Reopen { file },
         }
@@ -141,7 +180,12 @@ impl<'a> Writer<'a> {
 
     fn perform(&mut self, op: Op) -> std::io::Result<()> {
         match op {
-            Op::Write { file, offset, len, key } => {
+            Op::Write {
+                file,
+                offset,
+                len,
+                key,
+            } => {
                 let data = bytes(key, len as usize);
                 self.open(file)?.write_all_at(&data, offset)?;
                 let size = self.sizes.entry(file).or_default();
@@ -154,7 +198,10 @@ impl<'a> Writer<'a> {
             Op::Rename { file } => {
                 self.open(file)?;
                 let second = self.files[&file].1;
-                std::fs::rename(self.dir.join(name(file, second)), self.dir.join(name(file, !second)))?;
+                std::fs::rename(
+                    self.dir.join(name(file, second)),
+                    self.dir.join(name(file, !second)),
+                )?;
                 self.files.get_mut(&file).expect("opened above").1 = !second;
             }
             Op::Reopen { file } => {
@@ -172,7 +219,12 @@ impl<'a> Writer<'a> {
     fn open(&mut self, file: u64) -> std::io::Result<&File> {
         if !self.files.contains_key(&file) {
             let path = self.dir.join(name(file, false));
-            let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
+            let open = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(path)?;
             self.files.insert(file, (open, false));
         }
         Ok(&self.files[&file].0)
@@ -192,7 +244,12 @@ struct Model {
 impl Model {
     fn apply(&mut self, op: Op) {
         match op {
-            Op::Write { file, offset, len, key } => {
+            Op::Write {
+                file,
+                offset,
+                len,
+                key,
+            } => {
                 let content = &mut self.files.entry(file).or_default().0;
                 let end = (offset + len) as usize;
                 if content.len() < end {
@@ -200,7 +257,12 @@ impl Model {
                 }
                 content[offset as usize..end].copy_from_slice(&bytes(key, len as usize));
             }
-            Op::Truncate { file, len } => self.files.entry(file).or_default().0.resize(len as usize, 0),
+            Op::Truncate { file, len } => self
+                .files
+                .entry(file)
+                .or_default()
+                .0
+                .resize(len as usize, 0),
             Op::Rename { file } => {
                 let entry = self.files.entry(file).or_default();
                 entry.1 = !entry.1;
@@ -232,7 +294,8 @@ fn verify_result(dir: &Path, log: &Path) -> Result<Verified, String> {
         .and_then(|mut file| file.read_to_end(&mut records))
         .map_err(|e| format!("{log:?}: {e}"))?;
     let mut model = Model::default();
-    let (mut begun, mut verified) = (None, Verified::default());
+    let mut begun = None;
+    let mut verified = Verified::default();
     for record in records.chunks_exact(RECORD_LEN) {
         let (op, returned) = Op::decode(record);
         if returned {
@@ -243,7 +306,9 @@ fn verify_result(dir: &Path, log: &Path) -> Result<Verified, String> {
             begun = Some(op);
         }
     }
-    let mut after = Model { files: model.files.clone() };
+    let mut after = Model {
+        files: model.files.clone(),
+    };
     if let Some(op) = begun {
         after.apply(op);
     }
@@ -251,8 +316,10 @@ fn verify_result(dir: &Path, log: &Path) -> Result<Verified, String> {
         let before = model.files.get(&file);
         let may_be_missing = before.is_none();
         let seconds = [before.map(|b| b.1), Some(*second_after)];
-        let found =
-            seconds.iter().flatten().find_map(|second| std::fs::read(dir.join(name(file, *second))).ok());
+        let found = seconds
+            .iter()
+            .flatten()
+            .find_map(|second| std::fs::read(dir.join(name(file, *second))).ok());
         let Some(found) = found else {
             if may_be_missing {
                 continue;
@@ -270,16 +337,22 @@ fn verify_result(dir: &Path, log: &Path) -> Result<Verified, String> {
 
 /// Every byte must be the one before or after the last operation, where they differ.
 fn compare(found: &[u8], before: &[u8], after: &[u8]) -> Result<(), String> {
-    let (low, high) = (before.len().min(after.len()), before.len().max(after.len()));
+    let low = before.len().min(after.len());
+    let high = before.len().max(after.len());
     if !(low..=high).contains(&found.len()) {
-        return Err(format!("its size is {}, acknowledged were {low} to {high}", found.len()));
+        return Err(format!(
+            "its size is {}, acknowledged were {low} to {high}",
+            found.len()
+        ));
     }
     for (at, &byte) in found.iter().enumerate() {
         let allowed = [before.get(at), after.get(at)];
         // Beyond the older end a growing write may have left a gap of zeros before its bytes.
         let zero_gap = at >= low && byte == 0;
         if !allowed.contains(&Some(&byte)) && !zero_gap {
-            return Err(format!("byte {at} is {byte:#x}, acknowledged was {allowed:x?}"));
+            return Err(format!(
+                "byte {at} is {byte:#x}, acknowledged was {allowed:x?}"
+            ));
         }
     }
     Ok(())
@@ -287,11 +360,19 @@ fn compare(found: &[u8], before: &[u8], after: &[u8]) -> Result<(), String> {
 
 /// Appends `count` records of 64 bytes with O_APPEND, each holding its writer and number.
 pub fn append_records(file: &Path, id: u64, count: u64) {
-    let mut file = OpenOptions::new().append(true).create(true).open(file).expect("open for append");
+    let mut file = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .open(file)
+        .expect("open for append");
     for number in 0..count {
         let record = format!("{id:>15} {number:>15} {:>31}\n", id * 1_000_003 + number);
         assert_eq!(record.len(), 64);
-        assert_eq!(file.write(record.as_bytes()).expect("append"), 64, "a short append");
+        assert_eq!(
+            file.write(record.as_bytes()).expect("append"),
+            64,
+            "a short append"
+        );
     }
 }
 
@@ -331,7 +412,12 @@ mod tests {
     fn one_lost_byte_is_found() {
         let (dir, log) = written(200, 7);
         let files = dir.path().join("files");
-        let victim = std::fs::read_dir(&files).expect("files").next().expect("one").expect("entry").path();
+        let victim = std::fs::read_dir(&files)
+            .expect("files")
+            .next()
+            .expect("one")
+            .expect("entry")
+            .path();
         let mut content = std::fs::read(&victim).expect("read");
         let middle = content.len() / 2;
         content[middle] ^= 0x10;
@@ -343,9 +429,19 @@ mod tests {
     fn a_missing_or_short_file_is_found() {
         let (dir, log) = written(200, 8);
         let files = dir.path().join("files");
-        let victim = std::fs::read_dir(&files).expect("files").next().expect("one").expect("entry").path();
+        let victim = std::fs::read_dir(&files)
+            .expect("files")
+            .next()
+            .expect("one")
+            .expect("entry")
+            .path();
         let len = std::fs::metadata(&victim).expect("stat").len();
-        OpenOptions::new().write(true).open(&victim).expect("open").set_len(len - 1).expect("truncate");
+        OpenOptions::new()
+            .write(true)
+            .open(&victim)
+            .expect("open")
+            .set_len(len - 1)
+            .expect("truncate");
         assert!(verify_result(&files, &log).is_err());
         std::fs::remove_file(&victim).expect("unlink");
         assert!(verify_result(&files, &log).is_err());

@@ -28,7 +28,10 @@ impl<'a> Installed<'a> {
         let prefix = sandbox.join("prefix");
         let from = firn_binary().parent().expect("a directory").to_owned();
         let library = from.join("libfirn.so");
-        assert!(library.exists(), "{library:?} is missing: run `cargo build -p firn-c`");
+        assert!(
+            library.exists(),
+            "{library:?} is missing: run `cargo build -p firn-c`"
+        );
         let mut install = Command::new(repository().join("scripts/install"));
         run(install.arg("--prefix").arg(&prefix).arg("--from").arg(from)).ok();
         Self { sandbox, prefix }
@@ -43,19 +46,42 @@ impl<'a> Installed<'a> {
     #[track_caller]
     pub fn pkg_config(&self, args: &[&str]) -> Vec<String> {
         let mut command = Command::new("pkg-config");
-        command.env("PKG_CONFIG_PATH", self.join("lib/pkgconfig")).args(args).arg("firn");
-        run(&mut command).ok().stdout.split_whitespace().map(str::to_owned).collect()
+        command
+            .env("PKG_CONFIG_PATH", self.join("lib/pkgconfig"))
+            .args(args)
+            .arg("firn");
+        run(&mut command)
+            .ok()
+            .stdout
+            .split_whitespace()
+            .map(str::to_owned)
+            .collect()
     }
 
     /// Compiles a C program of the repository.
     #[track_caller]
     pub fn compile(&self, source: &str, link: Link) -> PathBuf {
         let source = repository().join(source);
-        let name = format!("{}-{link:?}", source.file_stem().expect("a name").to_string_lossy());
+        let name = format!(
+            "{}-{link:?}",
+            source.file_stem().expect("a name").to_string_lossy()
+        );
         let program = self.sandbox.join(name);
         let mut cc = Command::new("cc");
-        cc.args(["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-pthread"]);
-        cc.arg("-o").arg(&program).arg(source).args(self.pkg_config(&["--cflags"]));
+        cc.args([
+            "-std=gnu11",
+            "-O1",
+            "-g",
+            "-Wall",
+            "-Wextra",
+            "-Wpedantic",
+            "-Werror",
+            "-pthread",
+        ]);
+        cc.arg("-o")
+            .arg(&program)
+            .arg(source)
+            .args(self.pkg_config(&["--cflags"]));
         match link {
             Link::Shared => cc.args(self.pkg_config(&["--libs"])),
             Link::Static => {
@@ -79,5 +105,7 @@ impl<'a> Installed<'a> {
 
 /// The top of the repository.
 fn repository() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ is in the repository")
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("tests/ is in the repository")
 }

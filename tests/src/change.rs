@@ -78,8 +78,15 @@ pub fn change(
     prepare(&mut command);
     let output = command.output().expect("start the helper");
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{} {call} {path:?}: {errors}", who.name);
-    String::from_utf8(output.stdout).expect("text").trim().to_owned()
+    assert!(
+        output.status.success(),
+        "{} {call} {path:?}: {errors}",
+        who.name
+    );
+    String::from_utf8(output.stdout)
+        .expect("text")
+        .trim()
+        .to_owned()
 }
 
 /// Mode and capability as the kernel shows them. Only the mode is asked for: what the kernel has cached of it may be
@@ -116,7 +123,8 @@ fn become_user(uid: u32, gid: u32, group: u32, may_set_id: bool) {
         rustix::thread::set_capabilities(None, sets).expect("capset");
     }
     rustix::thread::set_thread_groups(&[Gid::from_raw(group)]).expect("setgroups");
-    let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+    let uid = Uid::from_raw(uid);
+    let gid = Gid::from_raw(gid);
     rustix::thread::set_thread_res_gid(gid, gid, gid).expect("setresgid");
     rustix::thread::set_thread_res_uid(uid, uid, uid).expect("setresuid");
 }
@@ -136,7 +144,11 @@ fn flags(call: &str) -> Option<i32> {
 fn perform(call: &str, path: &Path, group: u32, open: &mut Option<File>) -> Result<(), Errno> {
     let io = |done: std::io::Result<()>| done.map_err(|error| errno(&error));
     if let Some(flags) = flags(call) {
-        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(flags)
+            .open(path);
         *open = Some(file.map_err(|error| errno(&error))?);
     }
     let file = || open.as_ref().expect("open for this call");
@@ -175,7 +187,12 @@ fn perform(call: &str, path: &Path, group: u32, open: &mut Option<File>) -> Resu
         "chgrp-fd" => rustix::fs::fchown(file(), None, Some(group)),
         "chmod" => rustix::fs::chmod(path, 0o6777.into()),
         "chmod-no-execute" => rustix::fs::chmod(path, 0o6767.into()),
-        "setfacl" => rustix::fs::setxattr(path, "system.posix_acl_access", &open_acl(), XattrFlags::empty()),
+        "setfacl" => rustix::fs::setxattr(
+            path,
+            "system.posix_acl_access",
+            &open_acl(),
+            XattrFlags::empty(),
+        ),
         "write-chmod" => {
             io(file().write_all_at(b"changed", 100))?;
             rustix::fs::fchmod(file(), 0o6777.into())

@@ -21,8 +21,11 @@ impl Control {
     #[track_caller]
     pub fn new(sandbox: &Sandbox) -> Self {
         let socket = sandbox.arena().with_extension("sock");
-        let stream = UnixStream::connect(&socket).unwrap_or_else(|e| panic!("connect {socket:?}: {e}"));
-        Self { stream: BufReader::new(stream) }
+        let stream =
+            UnixStream::connect(&socket).unwrap_or_else(|e| panic!("connect {socket:?}: {e}"));
+        Self {
+            stream: BufReader::new(stream),
+        }
     }
 
     /// The answer; `None`: firnd is gone.
@@ -62,7 +65,10 @@ impl Control {
     /// Lets a list go.
     #[track_caller]
     pub fn release(&mut self, list: &ChunkList) {
-        assert_eq!(self.ask(&Request::ReleaseChunks { list: list.list }), Some(Reply::Done));
+        assert_eq!(
+            self.ask(&Request::ReleaseChunks { list: list.list }),
+            Some(Reply::Done)
+        );
     }
 
     /// Where the data is.
@@ -89,7 +95,12 @@ impl Files {
     pub fn of(region: &DataRegion) -> Self {
         let open = |path: &BytePath| File::open(path).unwrap_or_else(|e| panic!("{path}: {e}"));
         let spill = region.spill.as_ref().map(|spill| open(&spill.path));
-        Self { arena: open(&region.path), offset: region.offset, bytes: region.bytes, spill }
+        Self {
+            arena: open(&region.path),
+            offset: region.offset,
+            bytes: region.bytes,
+            spill,
+        }
     }
 
     /// The file that a list describes, read through the list alone; `behind` is its file in the backing. Fails
@@ -98,11 +109,19 @@ impl Files {
     pub fn read(&self, list: &ChunkList, behind: &Path) -> Vec<u8> {
         let mut contents = Vec::new();
         for piece in &list.pieces {
-            assert_eq!(piece.offset, contents.len() as u64, "a gap or an overlap: {:?}", list.pieces);
+            assert_eq!(
+                piece.offset,
+                contents.len() as u64,
+                "a gap or an overlap: {:?}",
+                list.pieces
+            );
             let len = piece.bytes as usize;
             let found = match piece.place {
                 Place::Memory => {
-                    assert!(piece.at + piece.bytes <= self.bytes, "{piece:?} is outside of the region");
+                    assert!(
+                        piece.at + piece.bytes <= self.bytes,
+                        "{piece:?} is outside of the region"
+                    );
                     read_at(&self.arena, self.offset + piece.at, len)
                 }
                 Place::Spill => read_at(self.spill.as_ref().expect("a spill file"), piece.at, len),
@@ -119,5 +138,9 @@ impl Files {
 
 /// Bytes of a list that are in one place.
 pub fn bytes_in(list: &ChunkList, place: Place) -> u64 {
-    list.pieces.iter().filter(|piece| piece.place == place).map(|piece| piece.bytes).sum()
+    list.pieces
+        .iter()
+        .filter(|piece| piece.place == place)
+        .map(|piece| piece.bytes)
+        .sum()
 }

@@ -34,7 +34,10 @@ impl Outcome {
     /// Panics with everything known unless the exit code is `expected`.
     #[track_caller]
     pub fn code(self, expected: i32) -> Self {
-        assert!(self.code == expected, "expected exit code {expected}: {self}");
+        assert!(
+            self.code == expected,
+            "expected exit code {expected}: {self}"
+        );
         self
     }
 
@@ -55,8 +58,16 @@ impl Outcome {
 
 impl std::fmt::Display for Outcome {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { code, stdout, stderr, line } = self;
-        write!(f, "`{line}` ended with {code}\n--- stdout\n{stdout}\n--- stderr\n{stderr}\n---")
+        let Self {
+            code,
+            stdout,
+            stderr,
+            line,
+        } = self;
+        write!(
+            f,
+            "`{line}` ended with {code}\n--- stdout\n{stdout}\n--- stderr\n{stderr}\n---"
+        )
     }
 }
 
@@ -80,11 +91,17 @@ pub fn run_within(command: &mut Command, limit: Duration) -> Outcome {
         .spawn()
         .unwrap_or_else(|e| panic!("cannot start `{line}`: {e} (scripts/setup installs it)"));
     let status = wait_child(&mut child, limit);
-    let (out, err) = (text(&mut stdout), text(&mut stderr));
+    let out = text(&mut stdout);
+    let err = text(&mut stderr);
     let Some(status) = status else {
         panic!("`{line}` took longer than {limit:?}\n--- stdout\n{out}\n--- stderr\n{err}");
     };
-    Outcome { code: exit_code(status), stdout: out, stderr: err, line }
+    Outcome {
+        code: exit_code(status),
+        stdout: out,
+        stderr: err,
+        line,
+    }
 }
 
 /// Copies a program so that it can be started: by another process, as a child that another test starts
@@ -113,7 +130,9 @@ pub fn wait_child(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
 /// Exit code as a shell says it.
 pub fn exit_code(status: ExitStatus) -> i32 {
     use std::os::unix::process::ExitStatusExt;
-    status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
+    status
+        .code()
+        .unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
 }
 
 /// Waits until `condition` holds; panics with `what` when `limit` has passed.

@@ -20,7 +20,16 @@ const COMPARE_EVERY: u64 = 500;
 /// Does `count` operations on both directories; panics where answers or trees differ.
 #[track_caller]
 pub fn run(seed: u64, count: u64, found: &Path, expected: &Path) {
-    run_by(seed, count, found, expected, &Rules { is_wanted: |_| true, canonical: |answer| answer });
+    run_by(
+        seed,
+        count,
+        found,
+        expected,
+        &Rules {
+            is_wanted: |_| true,
+            canonical: |answer| answer,
+        },
+    );
 }
 
 /// What is left out of a comparison.
@@ -35,7 +44,8 @@ pub struct Rules {
 #[track_caller]
 pub fn run_by(seed: u64, count: u64, found: &Path, expected: &Path, rules: &Rules) {
     let mut rng = generator(seed);
-    let (mut under_test, mut plain) = (Side::new(found), Side::new(expected));
+    let mut under_test = Side::new(found);
+    let mut plain = Side::new(expected);
     let mut recent = Vec::new();
     for number in 0..count {
         let op = draw(&mut rng);
@@ -43,8 +53,10 @@ pub fn run_by(seed: u64, count: u64, found: &Path, expected: &Path, rules: &Rule
             continue;
         }
         recent.push(format!("{number}: {op:?}"));
-        let (is, should) = (under_test.perform(&op), plain.perform(&op));
-        let (is, should) = ((rules.canonical)(is), (rules.canonical)(should));
+        let is = under_test.perform(&op);
+        let should = plain.perform(&op);
+        let is = (rules.canonical)(is);
+        let should = (rules.canonical)(should);
         assert!(
             is == should,
             "seed {seed}: answers differ\n  found    {is:?}\n  expected {should:?}\nthe last operations:\n{}",
@@ -59,7 +71,11 @@ pub fn run_by(seed: u64, count: u64, found: &Path, expected: &Path, rules: &Rule
         }
     }
     drop((under_test, plain));
-    assert_same(&format!("seed {seed}: trees differ at the end"), &snapshot(found), &snapshot(expected));
+    assert_same(
+        &format!("seed {seed}: trees differ at the end"),
+        &snapshot(found),
+        &snapshot(expected),
+    );
 }
 
 #[cfg(test)]
@@ -70,7 +86,8 @@ mod tests {
     fn two_plain_directories_never_differ() {
         let dir = tempfile::tempdir().expect("a temporary directory");
         for seed in 0..3 {
-            let (a, b) = (dir.path().join(format!("a{seed}")), dir.path().join(format!("b{seed}")));
+            let a = dir.path().join(format!("a{seed}"));
+            let b = dir.path().join(format!("b{seed}"));
             std::fs::create_dir(&a).expect("mkdir");
             std::fs::create_dir(&b).expect("mkdir");
             run(seed, 2000, &a, &b);
@@ -80,7 +97,8 @@ mod tests {
     #[test]
     fn a_difference_is_found() {
         let dir = tempfile::tempdir().expect("a temporary directory");
-        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+        let a = dir.path().join("a");
+        let b = dir.path().join("b");
         std::fs::create_dir_all(a.join("d0")).expect("mkdir");
         std::fs::create_dir(&b).expect("mkdir");
         assert!(std::panic::catch_unwind(|| run(1, 2000, &a, &b)).is_err());

@@ -11,14 +11,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::random::generator;
 use firn_client::door::{Outcome, SlabWriter};
 use firn_format::door::{
-    AT_END, Arena, DATA_BYTES_MAX, DOOR_VERSION, IOCTL_TOKEN, Op, Reply, Request, Status, StubTree, Token,
+    AT_END, Arena, DATA_BYTES_MAX, DOOR_VERSION, IOCTL_TOKEN, Op, Reply, Request, Status, StubTree,
+    Token,
 };
 use firn_format::piece::{PIECE_BYTES, Piece, word};
 use rand::RngExt;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, send,
-    sendmsg, socket_with,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg,
+    send, sendmsg, socket_with,
 };
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
@@ -26,23 +27,48 @@ use zerocopy::{FromBytes, FromZeros, IntoBytes};
 pub fn token(file: &File) -> Option<Token> {
     let mut token = Token::new_zeroed();
     // SAFETY: the request fills a `Token`.
-    let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::Ioctl::from(IOCTL_TOKEN), &raw mut token) };
+    let result = unsafe {
+        libc::ioctl(
+            file.as_raw_fd(),
+            libc::Ioctl::from(IOCTL_TOKEN),
+            &raw mut token,
+        )
+    };
     (result == 0).then_some(token)
 }
 
 /// What a token would say of the tree whose firnd has this runtime directory, but for the file.
 pub fn token_of_tree(runtime: &Path) -> Token {
-    let entries = std::fs::read_dir(runtime).expect("list the runtime directory").flatten();
-    let path = entries.map(|entry| entry.path()).find(|path| path.extension().is_some_and(|e| e == "stub"));
+    let entries = std::fs::read_dir(runtime)
+        .expect("list the runtime directory")
+        .flatten();
+    let path = entries
+        .map(|entry| entry.path())
+        .find(|path| path.extension().is_some_and(|e| e == "stub"));
     let bytes = std::fs::read(path.expect("a tree")).expect("read what is known of the tree");
     let tree = StubTree::read_from_bytes(&bytes).expect("a whole file");
-    Token { token: 0, version: DOOR_VERSION, pid: tree.pid, arena: tree.arena, socket: tree.socket }
+    Token {
+        token: 0,
+        version: DOOR_VERSION,
+        pid: tree.pid,
+        arena: tree.arena,
+        socket: tree.socket,
+    }
 }
 
 /// A connection to the socket that a token names.
 pub fn knock(token: &Token) -> std::io::Result<OwnedFd> {
-    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    let len = token.socket.iter().position(|byte| *byte == 0).expect("an end");
+    let socket = socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    let len = token
+        .socket
+        .iter()
+        .position(|byte| *byte == 0)
+        .expect("an end");
     connect(&socket, &SocketAddrUnix::new(&token.socket[..len])?)?;
     Ok(socket)
 }
@@ -58,10 +84,27 @@ pub fn say(socket: &OwnedFd, packet: &[u8]) -> Option<Status> {
 /// operations, tokens of `files` and others, their descriptors and none, lengths that are wrong, offsets at the
 /// edges.
 pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
-    const EDGES: [u64; 10] =
-        [0, 1, 4095, 4096, 1 << 32, i64::MAX as u64, 1 << 63, u64::MAX - 7, AT_END, DOOR_VERSION as u64];
-    let hello = Request { op: Op::Hello as u32, arg: DOOR_VERSION.into(), ..Request::default() };
-    let mut tokens: Vec<u64> = files.iter().filter_map(|file| Some(token(file)?.token)).collect();
+    const EDGES: [u64; 10] = [
+        0,
+        1,
+        4095,
+        4096,
+        1 << 32,
+        i64::MAX as u64,
+        1 << 63,
+        u64::MAX - 7,
+        AT_END,
+        DOOR_VERSION as u64,
+    ];
+    let hello = Request {
+        op: Op::Hello as u32,
+        arg: DOOR_VERSION.into(),
+        ..Request::default()
+    };
+    let mut tokens: Vec<u64> = files
+        .iter()
+        .filter_map(|file| Some(token(file)?.token))
+        .collect();
     let mut socket = None;
     for _ in 0..count {
         let open = socket.take().unwrap_or_else(|| {
@@ -93,15 +136,26 @@ pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
             },
         };
         let words = follows / 8;
-        let mut data: Vec<u8> =
-            (0..words).flat_map(|_| EDGES[rng.random_range(0..EDGES.len())].to_ne_bytes()).collect();
+        let mut data: Vec<u8> = (0..words)
+            .flat_map(|_| EDGES[rng.random_range(0..EDGES.len())].to_ne_bytes())
+            .collect();
         data.resize(follows, 7);
         let head = request.as_bytes();
-        let head = if rng.random_bool(0.03) { &head[..rng.random_range(1..head.len())] } else { head };
+        let head = if rng.random_bool(0.03) {
+            &head[..rng.random_range(1..head.len())]
+        } else {
+            head
+        };
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        let given = files.get(rng.random_range(0..=files.len())).map(|file| [file.as_fd()]);
-        let wanted = if request.op == Op::Adopt as u32 { 0.9 } else { 0.05 };
+        let given = files
+            .get(rng.random_range(0..=files.len()))
+            .map(|file| [file.as_fd()]);
+        let wanted = if request.op == Op::Adopt as u32 {
+            0.9
+        } else {
+            0.05
+        };
         if let Some(given) = given.as_ref().filter(|_| rng.random_bool(wanted)) {
             control.push(SendAncillaryMessage::ScmRights(given));
         }
@@ -109,12 +163,14 @@ pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
         if sendmsg(&open, &parts, &mut control, SendFlags::NOSIGNAL).is_err() {
             continue;
         }
-        let Some((reply, _)) = receive(&open) else { continue };
+        let Some((reply, _)) = receive(&open) else {
+            continue;
+        };
         if request.op == Op::Adopt as u32 && Status::from_word(reply.status) == Status::Ok {
             tokens.push(reply.binding);
         }
-        socket =
-            (Status::from_word(reply.status) != Status::Malformed && rng.random_bool(0.98)).then_some(open);
+        socket = (Status::from_word(reply.status) != Status::Malformed && rng.random_bool(0.98))
+            .then_some(open);
     }
 }
 
@@ -148,12 +204,20 @@ impl Client {
     /// Connects with the token of any open file of the mount.
     pub fn new(token: &Token) -> Self {
         let socket = knock(token).expect("the door socket");
-        let hello = Request { op: Op::Hello as u32, arg: DOOR_VERSION.into(), ..Request::default() };
+        let hello = Request {
+            op: Op::Hello as u32,
+            arg: DOOR_VERSION.into(),
+            ..Request::default()
+        };
         send(&socket, hello.as_bytes(), SendFlags::NOSIGNAL).expect("hello");
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let (mut reply, mut arena) = (Reply::new_zeroed(), Arena::new_zeroed());
-        let parts = &mut [IoSliceMut::new(reply.as_mut_bytes()), IoSliceMut::new(arena.as_mut_bytes())];
+        let mut reply = Reply::new_zeroed();
+        let mut arena = Arena::new_zeroed();
+        let parts = &mut [
+            IoSliceMut::new(reply.as_mut_bytes()),
+            IoSliceMut::new(arena.as_mut_bytes()),
+        ];
         recvmsg(&socket, parts, &mut control, RecvFlags::CMSG_CLOEXEC).expect("an answer");
         assert_eq!(Status::from_word(reply.status), Status::Ok);
         assert_eq!(arena.uuid, token.arena);
@@ -169,13 +233,31 @@ impl Client {
         // SAFETY: a new mapping, kept for the life of the process.
         let shared = unsafe {
             let shared = rustix::mm::MapFlags::SHARED;
-            rustix::mm::mmap(std::ptr::null_mut(), len, prot, shared, &fd, arena.shared_offset).expect("mmap")
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                len,
+                prot,
+                shared,
+                &fd,
+                arena.shared_offset,
+            )
+            .expect("mmap")
         };
-        Self { socket, base: shared.cast::<u8>().wrapping_sub(arena.shared_offset as usize) }
+        Self {
+            socket,
+            base: shared
+                .cast::<u8>()
+                .wrapping_sub(arena.shared_offset as usize),
+        }
     }
 
     fn ask(&self, op: Op, token: u64, arg: u64) -> Option<Reply> {
-        let request = Request { op: op as u32, len: 0, token, arg };
+        let request = Request {
+            op: op as u32,
+            len: 0,
+            token,
+            arg,
+        };
         send(&self.socket, request.as_bytes(), SendFlags::NOSIGNAL).ok()?;
         receive(&self.socket).map(|(reply, _)| reply)
     }
@@ -183,7 +265,14 @@ impl Client {
     /// Asks for the door to an open file.
     pub fn open(&self, file: File) -> DoorFile<'_> {
         let token = token(&file).expect("a file of the mount").token;
-        let mut open = DoorFile { client: self, file, token, binding: 0, writer: None, granted: false };
+        let mut open = DoorFile {
+            client: self,
+            file,
+            token,
+            binding: 0,
+            writer: None,
+            granted: false,
+        };
         open.ask();
         open
     }
@@ -205,7 +294,11 @@ impl DoorFile<'_> {
             let outcome = match &mut self.writer {
                 // SAFETY: the bytes are a slice's.
                 Some(writer) => unsafe {
-                    writer.append(offset + done as u64, data[done..].as_ptr(), data.len() - done)
+                    writer.append(
+                        offset + done as u64,
+                        data[done..].as_ptr(),
+                        data.len() - done,
+                    )
                 },
                 None => Outcome::Full,
             };
@@ -233,13 +326,20 @@ impl DoorFile<'_> {
         let slab = *self.writer.as_ref().expect("a lease").slab();
         let words = |from: u64, bytes: u64| (from..from + bytes / 8 * 8).step_by(8);
         let records = words(slab.records, u64::from(slab.record_count) * PIECE_BYTES);
-        let data = words(slab.chunk + u64::from(slab.start), u64::from(slab.end - slab.start));
+        let data = words(
+            slab.chunk + u64::from(slab.start),
+            u64::from(slab.end - slab.start),
+        );
         let share = [0.001, 0.1, 1.0][rng.random_range(0..3)];
         for at in records.chain(data).chain([slab.writer]) {
             if rng.random_bool(share) {
                 // SAFETY: a word of the lease, aligned, in the client's mapping.
                 let word = unsafe { AtomicU64::from_ptr(self.client.base.add(at as usize).cast()) };
-                let bits = if rng.random() { rng.random() } else { 1 << rng.random_range(0..64) };
+                let bits = if rng.random() {
+                    rng.random()
+                } else {
+                    1 << rng.random_range(0..64)
+                };
                 word.fetch_xor(bits, Ordering::AcqRel);
             }
         }
@@ -250,12 +350,19 @@ impl DoorFile<'_> {
         let slab = *self.writer.as_ref().expect("a lease").slab();
         for index in 0..u64::from(slab.record_count) {
             let sequence = slab.sequence + index;
-            let piece = Piece { file: binding, offset: 0, sequence, position: slab.start, len: 64 };
+            let piece = Piece {
+                file: binding,
+                offset: 0,
+                sequence,
+                position: slab.start,
+                len: 64,
+            };
             let record = slab.records + index * PIECE_BYTES;
             let store = |at: u64, value: u64| {
                 // SAFETY: a word of the lease, aligned, in the client's mapping.
-                let word =
-                    unsafe { AtomicU64::from_ptr(self.client.base.add((record + at) as usize).cast()) };
+                let word = unsafe {
+                    AtomicU64::from_ptr(self.client.base.add((record + at) as usize).cast())
+                };
                 word.store(value, Ordering::Release);
             };
             store(word::WHO, piece.who());
@@ -266,10 +373,13 @@ impl DoorFile<'_> {
     }
 
     fn lease(&mut self, want: u64) -> bool {
-        let Some(reply) = self.client.ask(Op::Lease, self.token, want) else { return false };
+        let Some(reply) = self.client.ask(Op::Lease, self.token, want) else {
+            return false;
+        };
         let ok = Status::from_word(reply.status) == Status::Ok;
         // SAFETY: the client's mapping lives as long as the process.
-        self.writer = ok.then(|| unsafe { SlabWriter::new(self.client.base, reply.lease, self.binding) });
+        self.writer =
+            ok.then(|| unsafe { SlabWriter::new(self.client.base, reply.lease, self.binding) });
         ok
     }
 
@@ -300,7 +410,12 @@ pub fn write_until_killed(path: &Path, log: &Path) {
             door.ask();
         }
         let done = door.append(at, &data);
-        if done < data.len() && door.file.write_all_at(&data[done..], at + done as u64).is_err() {
+        if done < data.len()
+            && door
+                .file
+                .write_all_at(&data[done..], at + done as u64)
+                .is_err()
+        {
             // firnd is gone: what it took past the kernel still counts.
             at += done as u64;
             say_acknowledged(&mut log, at);
@@ -312,7 +427,9 @@ pub fn write_until_killed(path: &Path, log: &Path) {
 }
 
 fn say_acknowledged(log: &mut File, at: u64) {
-    log.seek(SeekFrom::Start(0)).and_then(|_| log.write_all(&at.to_ne_bytes())).expect("tell");
+    log.seek(SeekFrom::Start(0))
+        .and_then(|_| log.write_all(&at.to_ne_bytes()))
+        .expect("tell");
 }
 
 /// Appends past the kernel, spoils its records and slab, says so, and goes on for each line that it reads.
@@ -337,7 +454,11 @@ pub fn spoil_on_command(path: &Path, how: &str, seed: u64) {
         "garbage" => door.scribble(&mut rng),
         _ => {
             let binding = door.binding;
-            door.forge(if rng.random() { binding - 1 } else { binding + 1 });
+            door.forge(if rng.random() {
+                binding - 1
+            } else {
+                binding + 1
+            });
         }
     }
     println!("spoiled");
@@ -359,11 +480,18 @@ pub fn acknowledged(log: &Path) -> u64 {
 /// Prints the version of the door that `path` has for this process.
 pub fn print_version(path: &Path) {
     let token = File::open(path).ok().and_then(|file| token(&file));
-    println!("{}", token.map_or("none".into(), |token| token.version.to_string()));
+    println!(
+        "{}",
+        token.map_or("none".into(), |token| token.version.to_string())
+    );
 }
 
 /// Two requests in one packet, for those who send nonsense.
 pub fn two_requests() -> Vec<u8> {
-    let one = Request { op: Op::Hello as u32, arg: DOOR_VERSION.into(), ..Request::default() };
+    let one = Request {
+        op: Op::Hello as u32,
+        arg: DOOR_VERSION.into(),
+        ..Request::default()
+    };
     [one.as_bytes(), one.as_bytes()].concat()
 }

@@ -20,10 +20,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use fuser::{
-    BsdFileFlags, Config, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags,
-    Generation, INodeNo, InitFlags, KernelConfig, LockOwner, MountOption, OpenFlags, RenameFlags, ReplyAttr,
-    ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs,
-    ReplyWrite, ReplyXattr, Request, SessionACL, TimeOrNow, WriteFlags,
+    BsdFileFlags, Config, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem,
+    FopenFlags, Generation, INodeNo, InitFlags, KernelConfig, LockOwner, MountOption, OpenFlags,
+    RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry,
+    ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, SessionACL, TimeOrNow,
+    WriteFlags,
 };
 use rustix::fs::{FallocateFlags, SeekFrom};
 
@@ -57,7 +58,12 @@ impl FaultFs {
     pub fn of(sandbox: &Sandbox, source: PathBuf) -> Self {
         let control = sandbox.join("control");
         fs::write(&control, "").expect("write the control file");
-        let mut fault = Self { source, mount_point: sandbox.mkdir("faulty"), control, child: None };
+        let mut fault = Self {
+            source,
+            mount_point: sandbox.mkdir("faulty"),
+            control,
+            child: None,
+        };
         fault.start();
         fault
     }
@@ -82,10 +88,14 @@ impl FaultFs {
         self.signal(libc::SIGSTOP);
         // A thread that is in the middle of an answer stops only when it is scheduled.
         let tasks = format!("/proc/{}/task", self.child.as_ref().expect("it runs").id());
-        wait_until("every thread of the failing file system stops", Duration::from_secs(20), || {
-            let mut threads = fs::read_dir(&tasks).expect("its threads");
-            threads.all(|thread| is_stopped(&thread.expect("a thread").path()))
-        });
+        wait_until(
+            "every thread of the failing file system stops",
+            Duration::from_secs(20),
+            || {
+                let mut threads = fs::read_dir(&tasks).expect("its threads");
+                threads.all(|thread| is_stopped(&thread.expect("a thread").path()))
+            },
+        );
     }
 
     /// Ends a [`FaultFs::stall`].
@@ -135,10 +145,16 @@ impl FaultFs {
     pub fn start(&mut self) {
         unmount_lazily(&self.mount_point);
         let mut command = Command::new(helper_binary());
-        command.arg("faultfs").args([&self.source, &self.mount_point, &self.control]);
+        command
+            .arg("faultfs")
+            .args([&self.source, &self.mount_point, &self.control]);
         self.child = Some(command.spawn().expect("start the failing file system"));
         let ready = || is_mounted(&self.mount_point) && fs::metadata(&self.mount_point).is_ok();
-        wait_until("the failing file system is mounted", Duration::from_secs(10), ready);
+        wait_until(
+            "the failing file system is mounted",
+            Duration::from_secs(10),
+            ready,
+        );
     }
 }
 
@@ -152,7 +168,10 @@ impl Drop for FaultFs {
 /// Serves until it is killed.
 pub fn serve(source: &Path, mount_point: &Path, control: &Path) {
     let mut config = Config::default();
-    config.mount_options = vec![MountOption::FSName("firn-faultfs".into()), MountOption::DefaultPermissions];
+    config.mount_options = vec![
+        MountOption::FSName("firn-faultfs".into()),
+        MountOption::DefaultPermissions,
+    ];
     config.acl = SessionACL::All;
     config.n_threads = Some(THREADS);
     config.clone_fd = true;
@@ -185,7 +204,12 @@ struct FaultServer {
 
 impl FaultServer {
     fn path(&self, inode: INodeNo) -> Result<PathBuf, Errno> {
-        self.paths.lock().expect("lock").get(&inode.0).cloned().ok_or(Errno::ESTALE)
+        self.paths
+            .lock()
+            .expect("lock")
+            .get(&inode.0)
+            .cloned()
+            .ok_or(Errno::ESTALE)
     }
 
     fn child(&self, parent: INodeNo, name: &OsStr) -> Result<PathBuf, Errno> {
@@ -210,17 +234,34 @@ impl FaultServer {
 
     fn file(&self, handle: FileHandle) -> Result<File, Errno> {
         let open = self.open.lock().expect("lock");
-        open.get(&handle.0).ok_or(Errno::EBADF)?.try_clone().map_err(Errno::from)
+        open.get(&handle.0)
+            .ok_or(Errno::EBADF)?
+            .try_clone()
+            .map_err(Errno::from)
     }
 
     /// Returns when this operation may go on.
     fn gate(&self, operation: &str, inode: INodeNo, name: Option<&OsStr>) {
         let hang = hang(&self.control);
-        let Ok(mut what) = fs::read_to_string(&hang) else { return };
-        let root = self.paths.lock().expect("lock").get(&1).cloned().unwrap_or_default();
-        let Ok(mut path) = self.path(inode) else { return };
+        let Ok(mut what) = fs::read_to_string(&hang) else {
+            return;
+        };
+        let root = self
+            .paths
+            .lock()
+            .expect("lock")
+            .get(&1)
+            .cloned()
+            .unwrap_or_default();
+        let Ok(mut path) = self.path(inode) else {
+            return;
+        };
         path.extend(name);
-        let path = path.strip_prefix(&root).unwrap_or(&path).display().to_string();
+        let path = path
+            .strip_prefix(&root)
+            .unwrap_or(&path)
+            .display()
+            .to_string();
         let hangs = |what: &str| {
             let (hanging, beginning) = what.split_once(' ').unwrap_or_default();
             hanging == operation && path.starts_with(beginning)
@@ -228,8 +269,11 @@ impl FaultServer {
         if !hangs(&what) {
             return;
         }
-        let mut count =
-            OpenOptions::new().append(true).create(true).open(hung(&self.control)).expect("count");
+        let mut count = OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(hung(&self.control))
+            .expect("count");
         count.write_all(b".").expect("count");
         while hangs(&what) {
             std::thread::sleep(LOOK_AGAIN);
@@ -251,7 +295,10 @@ impl FaultServer {
     fn truncate(&self, inode: INodeNo, handle: Option<FileHandle>, size: u64) -> Result<(), Errno> {
         let file = match handle {
             Some(handle) => self.file(handle)?,
-            None => OpenOptions::new().write(true).open(self.path(inode)?).map_err(Errno::from)?,
+            None => OpenOptions::new()
+                .write(true)
+                .open(self.path(inode)?)
+                .map_err(Errno::from)?,
         };
         file.set_len(size).map_err(Errno::from)
     }
@@ -314,9 +361,9 @@ impl Filesystem for FaultServer {
     fn getattr(&self, _: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
         self.gate("getattr", ino, None);
         let found = match fh {
-            Some(handle) => {
-                self.file(handle).and_then(|f| Ok(attr_of(ino.0, &f.metadata().map_err(Errno::from)?)))
-            }
+            Some(handle) => self
+                .file(handle)
+                .and_then(|f| Ok(attr_of(ino.0, &f.metadata().map_err(Errno::from)?))),
             None => self.path(ino).and_then(|path| self.attr(&path)),
         };
         answer!(reply, found, attr => reply.attr(&TTL, &attr));
@@ -347,10 +394,14 @@ impl Filesystem for FaultServer {
             }
             let path = self.path(ino)?;
             if let Some(mode) = mode {
-                fs::set_permissions(&path, fs::Permissions::from_mode(mode)).map_err(Errno::from)?;
+                fs::set_permissions(&path, fs::Permissions::from_mode(mode))
+                    .map_err(Errno::from)?;
             }
             match fh {
-                Some(handle) => Ok(attr_of(ino.0, &self.file(handle)?.metadata().map_err(Errno::from)?)),
+                Some(handle) => Ok(attr_of(
+                    ino.0,
+                    &self.file(handle)?.metadata().map_err(Errno::from)?,
+                )),
                 None => self.attr(&path),
             }
         };
@@ -368,13 +419,17 @@ impl Filesystem for FaultServer {
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         self.gate("unlink", parent, Some(name));
-        let done = self.child(parent, name).and_then(|path| fs::remove_file(path).map_err(Errno::from));
+        let done = self
+            .child(parent, name)
+            .and_then(|path| fs::remove_file(path).map_err(Errno::from));
         answer!(reply, done, () => reply.ok());
     }
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         self.gate("rmdir", parent, Some(name));
-        let done = self.child(parent, name).and_then(|path| fs::remove_dir(path).map_err(Errno::from));
+        let done = self
+            .child(parent, name)
+            .and_then(|path| fs::remove_dir(path).map_err(Errno::from));
         answer!(reply, done, () => reply.ok());
     }
 
@@ -401,7 +456,11 @@ impl Filesystem for FaultServer {
         self.gate("open", ino, None);
         let opened = self.path(ino).and_then(|path| {
             let write = flags.0 & libc::O_ACCMODE != libc::O_RDONLY;
-            OpenOptions::new().read(true).write(write).open(path).map_err(Errno::from)
+            OpenOptions::new()
+                .read(true)
+                .write(write)
+                .open(path)
+                .map_err(Errno::from)
         });
         answer!(reply, opened, file => reply.opened(self.keep(file), FopenFlags::FOPEN_DIRECT_IO));
     }
@@ -419,8 +478,14 @@ impl Filesystem for FaultServer {
         self.gate("create", parent, Some(name));
         let made = self.child(parent, name).and_then(|path| {
             let mut options = OpenOptions::new();
-            let file = options.read(true).write(true).create_new(true).open(&path).map_err(Errno::from)?;
-            fs::set_permissions(&path, fs::Permissions::from_mode(mode & 0o7777)).map_err(Errno::from)?;
+            let file = options
+                .read(true)
+                .write(true)
+                .create_new(true)
+                .open(&path)
+                .map_err(Errno::from)?;
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode & 0o7777))
+                .map_err(Errno::from)?;
             Ok((self.attr(&path)?, file))
         });
         answer!(reply, made, (attr, file) => {
@@ -441,7 +506,9 @@ impl Filesystem for FaultServer {
     ) {
         self.gate("read", ino, None);
         let mut buf = vec![0; size as usize];
-        let got = self.file(fh).and_then(|file| file.read_at(&mut buf, offset).map_err(Errno::from));
+        let got = self
+            .file(fh)
+            .and_then(|file| file.read_at(&mut buf, offset).map_err(Errno::from));
         answer!(reply, got, count => reply.data(&buf[..count]));
     }
 
@@ -458,7 +525,11 @@ impl Filesystem for FaultServer {
         reply: ReplyWrite,
     ) {
         self.gate("write", ino, None);
-        let write = || self.file(fh)?.write_all_at(data, offset).map_err(Errno::from);
+        let write = || {
+            self.file(fh)?
+                .write_all_at(data, offset)
+                .map_err(Errno::from)
+        };
         answer!(reply, self.fault().and_then(|()| write()), () => reply.written(data.len() as u32));
     }
 
@@ -469,7 +540,9 @@ impl Filesystem for FaultServer {
 
     fn fsync(&self, _: &Request, ino: INodeNo, fh: FileHandle, _: bool, reply: ReplyEmpty) {
         self.gate("fsync", ino, None);
-        let synced = self.fault().and_then(|()| self.file(fh)?.sync_all().map_err(Errno::from));
+        let synced = self
+            .fault()
+            .and_then(|()| self.file(fh)?.sync_all().map_err(Errno::from));
         answer!(reply, synced, () => reply.ok());
     }
 
@@ -488,9 +561,19 @@ impl Filesystem for FaultServer {
         reply.ok();
     }
 
-    fn readdir(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+    fn readdir(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
         self.gate("readdir", ino, None);
-        let Ok(entries) = self.path(ino).and_then(|path| fs::read_dir(path).map_err(Errno::from)) else {
+        let Ok(entries) = self
+            .path(ino)
+            .and_then(|path| fs::read_dir(path).map_err(Errno::from))
+        else {
             return reply.error(Errno::EIO);
         };
         let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
@@ -499,7 +582,9 @@ impl Filesystem for FaultServer {
         for (index, name) in names.iter().enumerate().skip(offset as usize) {
             let path = self.child(ino, name).unwrap_or_default();
             let (inode, kind) = fs::symlink_metadata(path)
-                .map_or((1, FileType::RegularFile), |meta| (meta.ino(), attr_of(1, &meta).kind));
+                .map_or((1, FileType::RegularFile), |meta| {
+                    (meta.ino(), attr_of(1, &meta).kind)
+                });
             if reply.add(INodeNo(inode), index as u64 + 1, kind, name) {
                 break;
             }
@@ -517,7 +602,14 @@ impl Filesystem for FaultServer {
         reply.ok();
     }
 
-    fn symlink(&self, _: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
+    fn symlink(
+        &self,
+        _: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        target: &Path,
+        reply: ReplyEntry,
+    ) {
         self.gate("symlink", parent, Some(name));
         let made = self.child(parent, name).and_then(|path| {
             std::os::unix::fs::symlink(target, &path).map_err(Errno::from)?;
@@ -528,11 +620,20 @@ impl Filesystem for FaultServer {
 
     fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
         self.gate("readlink", ino, None);
-        let read = self.path(ino).and_then(|path| fs::read_link(path).map_err(Errno::from));
+        let read = self
+            .path(ino)
+            .and_then(|path| fs::read_link(path).map_err(Errno::from));
         answer!(reply, read, target => reply.data(target.as_os_str().as_encoded_bytes()));
     }
 
-    fn link(&self, _: &Request, ino: INodeNo, newparent: INodeNo, newname: &OsStr, reply: ReplyEntry) {
+    fn link(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        newparent: INodeNo,
+        newname: &OsStr,
+        reply: ReplyEntry,
+    ) {
         self.gate("link", newparent, Some(newname));
         let made = self.child(newparent, newname).and_then(|path| {
             fs::hard_link(self.path(ino)?, &path).map_err(Errno::from)?;
@@ -559,14 +660,24 @@ impl Filesystem for FaultServer {
         answer!(reply, done, () => reply.ok());
     }
 
-    fn lseek(&self, _: &Request, ino: INodeNo, fh: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
+    fn lseek(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        offset: i64,
+        whence: i32,
+        reply: ReplyLseek,
+    ) {
         self.gate("lseek", ino, None);
         let to = if whence == libc::SEEK_DATA {
             SeekFrom::Data(offset as u64)
         } else {
             SeekFrom::Hole(offset as u64)
         };
-        let found = self.file(fh).and_then(|file| rustix::fs::seek(file, to).map_err(io_errno));
+        let found = self
+            .file(fh)
+            .and_then(|file| rustix::fs::seek(file, to).map_err(io_errno));
         answer!(reply, found, at => reply.offset(at as i64));
     }
 
@@ -585,8 +696,10 @@ impl Filesystem for FaultServer {
     ) {
         self.gate("copy_file_range", ino_out, None);
         let copy = || {
-            let (from, to) = (self.file(fh_in)?, self.file(fh_out)?);
-            let (mut at, mut into) = (offset_in, offset_out);
+            let from = self.file(fh_in)?;
+            let to = self.file(fh_out)?;
+            let mut at = offset_in;
+            let mut into = offset_out;
             rustix::fs::copy_file_range(from, Some(&mut at), to, Some(&mut into), len as usize)
                 .map_err(io_errno)
         };

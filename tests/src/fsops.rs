@@ -12,7 +12,9 @@ use rustix::mm::{Advice, MapFlags, MsyncFlags, ProtFlags};
 pub fn open_rw(path: &Path) -> File {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(false);
-    options.open(path).unwrap_or_else(|e| panic!("open {path:?}: {e}"))
+    options
+        .open(path)
+        .unwrap_or_else(|e| panic!("open {path:?}: {e}"))
 }
 
 /// All of a file.
@@ -27,7 +29,10 @@ pub fn read_at(file: &File, offset: u64, len: usize) -> Vec<u8> {
     let mut buf = vec![0; len];
     let mut done = 0;
     while done < len {
-        match file.read_at(&mut buf[done..], offset + done as u64).expect("pread") {
+        match file
+            .read_at(&mut buf[done..], offset + done as u64)
+            .expect("pread")
+        {
             0 => break,
             count => done += count,
         }
@@ -58,7 +63,8 @@ pub fn assert_same_bytes(what: &str, found: &[u8], expected: &[u8]) {
     assert_eq!(found.len(), expected.len(), "{what}: length");
     if let Some(at) = found.iter().zip(expected).position(|(a, b)| a != b) {
         let end = (at + 16).min(found.len());
-        let (found, expected) = (&found[at..end], &expected[at..end]);
+        let found = &found[at..end];
+        let expected = &expected[at..end];
         panic!("{what}: differs from byte {at} on: found {found:x?}, expected {expected:x?}");
     }
 }
@@ -75,7 +81,10 @@ impl Mapping {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address the kernel chooses aliases nothing of ours.
         let address = unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, flags, file, 0)? };
-        Ok(Self { address: address.cast(), len })
+        Ok(Self {
+            address: address.cast(),
+            len,
+        })
     }
 
     /// The bytes as they are now; copied, since others may change them.

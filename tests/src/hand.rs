@@ -27,10 +27,19 @@ impl Hand {
     /// Opens `path` for reading and writing, creating where needed.
     pub fn open(path: &Path) -> Self {
         let mut command = Command::new(helper_binary());
-        command.arg("hand").arg(path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .arg("hand")
+            .arg(path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut child = command.spawn().expect("start the helper");
-        let (orders, answers) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
-        let mut hand = Self { child, orders, answers: BufReader::new(answers) };
+        let orders = child.stdin.take().expect("piped");
+        let answers = child.stdout.take().expect("piped");
+        let mut hand = Self {
+            child,
+            orders,
+            answers: BufReader::new(answers),
+        };
         hand.answer().expect("open");
         hand
     }
@@ -52,7 +61,9 @@ impl Hand {
 
     fn answer(&mut self) -> Result<(), Errno> {
         let mut line = String::new();
-        self.answers.read_line(&mut line).expect("the helper answers");
+        self.answers
+            .read_line(&mut line)
+            .expect("the helper answers");
         match line.trim().parse().expect("an errno") {
             0 => Ok(()),
             errno => Err(Errno::from_raw_os_error(errno)),
@@ -82,7 +93,10 @@ fn perform(file: &mut Option<File>, line: &str) -> Result<(), Errno> {
     match line.split(' ').collect::<Vec<_>>()[..] {
         ["write", key, offset, len] => {
             let data = bytes(number(key), number(len) as usize);
-            file.as_ref().expect("open").write_all_at(&data, number(offset)).map_err(|e| errno(&e))
+            file.as_ref()
+                .expect("open")
+                .write_all_at(&data, number(offset))
+                .map_err(|e| errno(&e))
         }
         ["close"] => close(file.take().expect("open")),
         _ => panic!("not an order: {line}"),

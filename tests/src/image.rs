@@ -48,14 +48,23 @@ impl LoopImage {
         let mut mount = Command::new("mount");
         let image = match kind {
             FsKind::Tmpfs => {
-                mount.args(["-t", "tmpfs", "-o", &format!("size={size_mib}m"), "firn-test"]);
+                mount.args([
+                    "-t",
+                    "tmpfs",
+                    "-o",
+                    &format!("size={size_mib}m"),
+                    "firn-test",
+                ]);
                 None
             }
             _ => {
                 let image = sandbox.join(format!("{}.img", kind.name()));
                 let file = File::create(&image).expect("create the image");
                 file.set_len(size_mib << 20).expect("size the image");
-                run(Command::new(format!("mkfs.{}", kind.name())).arg("-q").arg(&image)).ok();
+                run(Command::new(format!("mkfs.{}", kind.name()))
+                    .arg("-q")
+                    .arg(&image))
+                .ok();
                 mount.args(["-o", "loop"]).arg(&image);
                 Some(image)
             }
@@ -79,7 +88,10 @@ impl LoopImage {
     /// mount(8) with `-o remount,<options>`.
     pub fn remount(&self, options: &str) {
         let options = format!("remount,{options}");
-        run(Command::new("mount").args(["-o", &options]).arg(&self.mount_point)).ok();
+        run(Command::new("mount")
+            .args(["-o", &options])
+            .arg(&self.mount_point))
+        .ok();
     }
 
     /// The image file; none for a tmpfs.

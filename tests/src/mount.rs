@@ -9,7 +9,9 @@ use std::time::Duration;
 use firn_format::protocol::Status;
 
 use crate::command::{Outcome, run, wait_until};
-use crate::sandbox::{Sandbox, firn_binary, is_mounted, kill, kill_processes_of, tail, unmount_lazily};
+use crate::sandbox::{
+    Sandbox, firn_binary, is_mounted, kill, kill_processes_of, tail, unmount_lazily,
+};
 use crate::watchdog::{Watchdog, test_limit};
 
 /// A small arena: filled and wrapped within a test, and cheap to create a few hundred times.
@@ -58,21 +60,36 @@ impl<'a> FirnMount<'a> {
 
     /// Mounts `backing` at the sandbox's `mnt`, with a firnd that may have so many descriptors.
     #[track_caller]
-    pub fn with_descriptors(sandbox: &'a Sandbox, backing: &Path, options: &str, count: u64) -> Self {
+    pub fn with_descriptors(
+        sandbox: &'a Sandbox,
+        backing: &Path,
+        options: &str,
+        count: u64,
+    ) -> Self {
         let mount_point = sandbox.join("mnt");
         // Root's firnd would raise its limit.
         let mut firn = Command::new("setpriv");
         sandbox.environment(&mut firn);
-        firn.args(["--bounding-set=-sys_resource", "prlimit"]).arg(format!("--nofile={count}:{count}"));
-        firn.arg(firn_binary()).args(mount_args(backing, &mount_point, options));
+        firn.args(["--bounding-set=-sys_resource", "prlimit"])
+            .arg(format!("--nofile={count}:{count}"));
+        firn.arg(firn_binary())
+            .args(mount_args(backing, &mount_point, options));
         Self::started_by(sandbox, backing, &mount_point, &mut firn)
     }
 
     #[track_caller]
-    fn started_by(sandbox: &'a Sandbox, backing: &Path, mount_point: &Path, firn: &mut Command) -> Self {
+    fn started_by(
+        sandbox: &'a Sandbox,
+        backing: &Path,
+        mount_point: &Path,
+        firn: &mut Command,
+    ) -> Self {
         let watchdog = Self::watchdog(sandbox, mount_point);
         run(firn).ok();
-        assert!(is_mounted(mount_point), "`firn mount` said 0 and nothing is mounted");
+        assert!(
+            is_mounted(mount_point),
+            "`firn mount` said 0 and nothing is mounted"
+        );
         let mut mount = Self {
             sandbox,
             backing: backing.to_owned(),
@@ -86,7 +103,8 @@ impl<'a> FirnMount<'a> {
     }
 
     fn watchdog(sandbox: &Sandbox, mount_point: &Path) -> Watchdog {
-        let (runtime, mount_point) = (sandbox.runtime().to_owned(), mount_point.to_owned());
+        let runtime = sandbox.runtime().to_owned();
+        let mount_point = mount_point.to_owned();
         Watchdog::arm(test_limit(), move || {
             dump(&runtime);
             kill_processes_of(&runtime);
@@ -111,21 +129,34 @@ impl<'a> FirnMount<'a> {
 
     /// Descriptors that firnd has now.
     pub fn descriptors(&self) -> usize {
-        fs::read_dir(format!("/proc/{}/fd", self.pid)).expect("firnd's descriptors").count()
+        fs::read_dir(format!("/proc/{}/fd", self.pid))
+            .expect("firnd's descriptors")
+            .count()
     }
 
     /// KiB of memory that are firnd's own: not those of the arena.
     pub fn own_memory_kib(&self) -> u64 {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).expect("firnd's status");
-        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("RssAnon");
-        line.trim().trim_end_matches(" kB").parse().expect("a number of KiB")
+        let status =
+            fs::read_to_string(format!("/proc/{}/status", self.pid)).expect("firnd's status");
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("RssAnon:"))
+            .expect("RssAnon");
+        line.trim()
+            .trim_end_matches(" kB")
+            .parse()
+            .expect("a number of KiB")
     }
 
     /// The names of firnd's threads.
     pub fn threads(&self) -> Vec<String> {
         let threads = fs::read_dir(format!("/proc/{}/task", self.pid)).expect("firnd's threads");
         let name = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("comm")).ok();
-        threads.flatten().filter_map(name).map(|name| name.trim_end().to_owned()).collect()
+        threads
+            .flatten()
+            .filter_map(name)
+            .map(|name| name.trim_end().to_owned())
+            .collect()
     }
 
     /// firnd's process id.
@@ -151,7 +182,10 @@ impl<'a> FirnMount<'a> {
     pub fn umount(self) -> PathBuf {
         // Another test of this process may fork at any time: until its child calls exec(2) it has copies of the
         // descriptors of all tests.
-        let unmount = || self.sandbox.run([OsString::from("umount"), self.mount_point.clone().into()]);
+        let unmount = || {
+            self.sandbox
+                .run([OsString::from("umount"), self.mount_point.clone().into()])
+        };
         let mut last = unmount();
         wait_until("nothing uses the mount", IN_USE_LIMIT, || {
             let in_use = last.code == IN_USE && last.stderr.contains("are in use");
@@ -161,7 +195,10 @@ impl<'a> FirnMount<'a> {
             !in_use
         });
         last.ok();
-        assert!(!is_mounted(&self.mount_point), "`firn umount` said 0 and it is still mounted");
+        assert!(
+            !is_mounted(&self.mount_point),
+            "`firn umount` said 0 and it is still mounted"
+        );
         self.wait_for_end();
         self.backing.clone()
     }
@@ -182,7 +219,9 @@ impl<'a> FirnMount<'a> {
     /// Waits until firnd has ended.
     pub fn wait_for_end(&self) {
         let pid = self.pid;
-        wait_until("firnd ends", Duration::from_secs(60), || crate::sandbox::is_zombie(pid));
+        wait_until("firnd ends", Duration::from_secs(60), || {
+            crate::sandbox::is_zombie(pid)
+        });
     }
 }
 
@@ -208,7 +247,9 @@ pub fn status_of(sandbox: &Sandbox, mount_point: &Path) -> Status {
     let mut value = outcome.json();
     // One mount is asked for: a list of one is as good as the object.
     if let Some(list) = value.as_array_mut() {
-        value = list.pop().unwrap_or_else(|| panic!("an empty list of mounts: {outcome}"));
+        value = list
+            .pop()
+            .unwrap_or_else(|| panic!("an empty list of mounts: {outcome}"));
     }
     serde_json::from_value(value).unwrap_or_else(|e| panic!("not a status ({e}): {outcome}"))
 }
@@ -230,14 +271,23 @@ fn dump(runtime: &Path) {
             continue;
         }
         eprintln!("--- threads of process {:?}", entry.file_name());
-        for thread in fs::read_dir(entry.path().join("task")).into_iter().flatten().flatten() {
-            let read = |name: &str| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+        for thread in fs::read_dir(entry.path().join("task"))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            let read =
+                |name: &str| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
             let place = read("stack").lines().next().unwrap_or_default().to_owned();
             eprintln!("{} {} {place}", read("comm").trim(), read("wchan"));
         }
     }
     for entry in fs::read_dir(runtime).into_iter().flatten().flatten() {
-        if entry.path().extension().is_some_and(|extension| extension == "log") {
+        if entry
+            .path()
+            .extension()
+            .is_some_and(|extension| extension == "log")
+        {
             let log = fs::read_to_string(entry.path()).unwrap_or_default();
             eprintln!("--- {:?}\n{}", entry.path(), tail(&log, 60));
         }

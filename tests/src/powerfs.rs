@@ -19,10 +19,10 @@ use firn_backing::{
     Access, Attr, Backing, Caller, Kind, RenameFlags as Flags, Seek, SetTime, SimBacking, Time,
 };
 use fuser::{
-    BsdFileFlags, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
-    LockOwner, MountOption, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
-    ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow,
-    WriteFlags,
+    BsdFileFlags, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags,
+    Generation, INodeNo, LockOwner, MountOption, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate,
+    ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs,
+    ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 
 use crate::sandbox::{Sandbox, helper_binary, unmount_lazily};
@@ -43,11 +43,20 @@ impl PowerFs {
     pub fn new(sandbox: &Sandbox, name: &str) -> Self {
         let mount_point = sandbox.mkdir(name);
         let mut command = Command::new(helper_binary());
-        command.arg("powerfs").arg(&mount_point).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .arg("powerfs")
+            .arg(&mount_point)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut child = command.spawn().expect("start the server");
         let commands = child.stdin.take().expect("a pipe");
         let answers = BufReader::new(child.stdout.take().expect("a pipe"));
-        let mut server = Self { mount_point, child, commands, answers };
+        let mut server = Self {
+            mount_point,
+            child,
+            commands,
+            answers,
+        };
         server.wait_for_answer();
         server
     }
@@ -71,7 +80,9 @@ impl PowerFs {
 
     fn wait_for_answer(&mut self) -> String {
         let mut line = String::new();
-        self.answers.read_line(&mut line).expect("the server answers");
+        self.answers
+            .read_line(&mut line)
+            .expect("the server answers");
         assert!(!line.is_empty(), "the server ended");
         line
     }
@@ -92,8 +103,10 @@ pub fn serve(mount_point: &Path) {
     let disk = SimBacking::new();
     let mount = || {
         let mut config = Config::default();
-        config.mount_options =
-            vec![MountOption::FSName("firn-powerfs".into()), MountOption::DefaultPermissions];
+        config.mount_options = vec![
+            MountOption::FSName("firn-powerfs".into()),
+            MountOption::DefaultPermissions,
+        ];
         config.acl = fuser::SessionACL::All;
         let root = disk.root();
         let server = Server {
@@ -138,27 +151,48 @@ fn errno(errno: firn_backing::Errno) -> Errno {
 
 impl Server {
     fn node(&self, ino: INodeNo) -> Result<SimNode> {
-        self.nodes.lock().expect("lock").get(&ino.0).cloned().ok_or(Errno::ESTALE)
+        self.nodes
+            .lock()
+            .expect("lock")
+            .get(&ino.0)
+            .cloned()
+            .ok_or(Errno::ESTALE)
     }
 
     fn know(&self, (node, attr): (SimNode, Attr)) -> FileAttr {
-        self.nodes.lock().expect("lock").entry(attr.ino).or_insert(node);
+        self.nodes
+            .lock()
+            .expect("lock")
+            .entry(attr.ino)
+            .or_insert(node);
         file_attr(&attr)
     }
 
     fn keep(&self, file: firn_backing::sim::SimFile) -> FileHandle {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        self.open.lock().expect("lock").insert(number, std::sync::Arc::new(file));
+        self.open
+            .lock()
+            .expect("lock")
+            .insert(number, std::sync::Arc::new(file));
         FileHandle(number)
     }
 
     fn file(&self, handle: FileHandle) -> Result<std::sync::Arc<firn_backing::sim::SimFile>> {
-        self.open.lock().expect("lock").get(&handle.0).cloned().ok_or(Errno::EBADF)
+        self.open
+            .lock()
+            .expect("lock")
+            .get(&handle.0)
+            .cloned()
+            .ok_or(Errno::EBADF)
     }
 }
 
 fn caller(request: &Request) -> Caller {
-    Caller { uid: request.uid(), gid: request.gid(), pid: request.pid() }
+    Caller {
+        uid: request.uid(),
+        gid: request.gid(),
+        pid: request.pid(),
+    }
 }
 
 fn file_type(kind: Kind) -> FileType {
@@ -200,7 +234,10 @@ fn set_time(time: Option<TimeOrNow>) -> SetTime {
         Some(TimeOrNow::Now) => SetTime::Now,
         Some(TimeOrNow::SpecificTime(time)) => {
             let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-            SetTime::At(Time { sec: since.as_secs() as i64, nsec: since.subsec_nanos() })
+            SetTime::At(Time {
+                sec: since.as_secs() as i64,
+                nsec: since.subsec_nanos(),
+            })
         }
     }
 }
@@ -230,12 +267,17 @@ fn value(reply: ReplyXattr, size: u32, found: Result<Vec<u8>>) {
 
 impl Filesystem for Server {
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let found = self.node(parent).and_then(|dir| self.disk.lookup(&dir, name).map_err(errno));
+        let found = self
+            .node(parent)
+            .and_then(|dir| self.disk.lookup(&dir, name).map_err(errno));
         entry(reply, found.map(|found| self.know(found)));
     }
 
     fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
-        match self.node(ino).and_then(|node| self.disk.attr(&node).map_err(errno)) {
+        match self
+            .node(ino)
+            .and_then(|node| self.disk.attr(&node).map_err(errno))
+        {
             Ok(attr) => reply.attr(&TTL, &file_attr(&attr)),
             Err(errno) => reply.error(errno),
         }
@@ -271,7 +313,8 @@ impl Filesystem for Server {
                 self.disk.set_mode(&node, mode)?;
             }
             if atime.is_some() || mtime.is_some() {
-                self.disk.set_times(&node, set_time(atime), set_time(mtime))?;
+                self.disk
+                    .set_times(&node, set_time(atime), set_time(mtime))?;
             }
             self.disk.attr(&node)
         };
@@ -282,7 +325,10 @@ impl Filesystem for Server {
     }
 
     fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
-        match self.node(ino).and_then(|node| self.disk.readlink(&node).map_err(errno)) {
+        match self
+            .node(ino)
+            .and_then(|node| self.disk.readlink(&node).map_err(errno))
+        {
             Ok(target) => reply.data(&target),
             Err(errno) => reply.error(errno),
         }
@@ -298,27 +344,71 @@ impl Filesystem for Server {
         rdev: u32,
         reply: ReplyEntry,
     ) {
-        let make = |dir| self.disk.mknod(&caller(request), &dir, name, mode, u64::from(rdev)).map_err(errno);
-        entry(reply, self.node(parent).and_then(make).map(|made| self.know(made)));
+        let make = |dir| {
+            self.disk
+                .mknod(&caller(request), &dir, name, mode, u64::from(rdev))
+                .map_err(errno)
+        };
+        entry(
+            reply,
+            self.node(parent).and_then(make).map(|made| self.know(made)),
+        );
     }
 
-    fn mkdir(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, _: u32, reply: ReplyEntry) {
-        let make = |dir| self.disk.mkdir(&caller(request), &dir, name, mode).map_err(errno);
-        entry(reply, self.node(parent).and_then(make).map(|made| self.know(made)));
+    fn mkdir(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _: u32,
+        reply: ReplyEntry,
+    ) {
+        let make = |dir| {
+            self.disk
+                .mkdir(&caller(request), &dir, name, mode)
+                .map_err(errno)
+        };
+        entry(
+            reply,
+            self.node(parent).and_then(make).map(|made| self.know(made)),
+        );
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        empty(reply, self.node(parent).and_then(|dir| self.disk.unlink(&dir, name).map_err(errno)));
+        empty(
+            reply,
+            self.node(parent)
+                .and_then(|dir| self.disk.unlink(&dir, name).map_err(errno)),
+        );
     }
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        empty(reply, self.node(parent).and_then(|dir| self.disk.rmdir(&dir, name).map_err(errno)));
+        empty(
+            reply,
+            self.node(parent)
+                .and_then(|dir| self.disk.rmdir(&dir, name).map_err(errno)),
+        );
     }
 
-    fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
+    fn symlink(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        target: &Path,
+        reply: ReplyEntry,
+    ) {
         let target = OsStr::from_bytes(target.as_os_str().as_bytes());
-        let make = |dir| self.disk.symlink(&caller(request), &dir, name, target).map_err(errno);
-        entry(reply, self.node(parent).and_then(make).map(|made| self.know(made)));
+        let make = |dir| {
+            self.disk
+                .symlink(&caller(request), &dir, name, target)
+                .map_err(errno)
+        };
+        entry(
+            reply,
+            self.node(parent).and_then(make).map(|made| self.know(made)),
+        );
     }
 
     fn rename(
@@ -332,17 +422,24 @@ impl Filesystem for Server {
         reply: ReplyEmpty,
     ) {
         let rename = || {
-            let (from, to) = (self.node(parent)?, self.node(new_parent)?);
+            let from = self.node(parent)?;
+            let to = self.node(new_parent)?;
             let flags = Flags::from_bits_retain(flags.bits());
-            self.disk.rename(&from, name, &to, new_name, flags).map_err(errno)
+            self.disk
+                .rename(&from, name, &to, new_name, flags)
+                .map_err(errno)
         };
         empty(reply, rename());
     }
 
     fn link(&self, _: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let link = || {
-            let (node, dir) = (self.node(ino)?, self.node(parent)?);
-            self.disk.link(&node, &dir, name).map(|attr| file_attr(&attr)).map_err(errno)
+            let node = self.node(ino)?;
+            let dir = self.node(parent)?;
+            self.disk
+                .link(&node, &dir, name)
+                .map(|attr| file_attr(&attr))
+                .map_err(errno)
         };
         entry(reply, link());
     }
@@ -353,7 +450,10 @@ impl Filesystem for Server {
             libc::O_WRONLY => Access::Write,
             _ => Access::ReadWrite,
         };
-        match self.node(ino).and_then(|node| self.disk.open(&node, access).map_err(errno)) {
+        match self
+            .node(ino)
+            .and_then(|node| self.disk.open(&node, access).map_err(errno))
+        {
             Ok(file) => reply.opened(self.keep(file), FopenFlags::FOPEN_DIRECT_IO),
             Err(errno) => reply.error(errno),
         }
@@ -369,11 +469,21 @@ impl Filesystem for Server {
         _: i32,
         reply: ReplyCreate,
     ) {
-        let make = |dir| self.disk.create(&caller(request), &dir, name, mode).map_err(errno);
+        let make = |dir| {
+            self.disk
+                .create(&caller(request), &dir, name, mode)
+                .map_err(errno)
+        };
         match self.node(parent).and_then(make) {
             Ok((node, file, attr)) => {
                 let attr = self.know((node, attr));
-                reply.created(&TTL, &attr, Generation(0), self.keep(file), FopenFlags::FOPEN_DIRECT_IO);
+                reply.created(
+                    &TTL,
+                    &attr,
+                    Generation(0),
+                    self.keep(file),
+                    FopenFlags::FOPEN_DIRECT_IO,
+                );
             }
             Err(errno) => reply.error(errno),
         }
@@ -391,7 +501,10 @@ impl Filesystem for Server {
         reply: ReplyData,
     ) {
         let mut buf = vec![0; size as usize];
-        match self.file(fh).and_then(|file| self.disk.read_at(&file, &mut buf, offset).map_err(errno)) {
+        match self
+            .file(fh)
+            .and_then(|file| self.disk.read_at(&file, &mut buf, offset).map_err(errno))
+        {
             Ok(count) => reply.data(&buf[..count]),
             Err(errno) => reply.error(errno),
         }
@@ -410,7 +523,10 @@ impl Filesystem for Server {
         reply: ReplyWrite,
     ) {
         let data = [IoSlice::new(data)];
-        match self.file(fh).and_then(|file| self.disk.write_at(&file, &data, offset).map_err(errno)) {
+        match self
+            .file(fh)
+            .and_then(|file| self.disk.write_at(&file, &data, offset).map_err(errno))
+        {
             Ok(count) => reply.written(count as u32),
             Err(errno) => reply.error(errno),
         }
@@ -422,12 +538,20 @@ impl Filesystem for Server {
 
     fn fsync(&self, _: &Request, _: INodeNo, fh: FileHandle, data_only: bool, reply: ReplyEmpty) {
         SYNCS.fetch_add(1, Ordering::Relaxed);
-        empty(reply, self.file(fh).and_then(|file| self.disk.sync(&file, data_only).map_err(errno)));
+        empty(
+            reply,
+            self.file(fh)
+                .and_then(|file| self.disk.sync(&file, data_only).map_err(errno)),
+        );
     }
 
     fn fsyncdir(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
         SYNCS.fetch_add(1, Ordering::Relaxed);
-        empty(reply, self.node(ino).and_then(|node| self.disk.sync_dir(&node).map_err(errno)));
+        empty(
+            reply,
+            self.node(ino)
+                .and_then(|node| self.disk.sync_dir(&node).map_err(errno)),
+        );
     }
 
     fn release(
@@ -444,7 +568,14 @@ impl Filesystem for Server {
         reply.ok();
     }
 
-    fn readdir(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+    fn readdir(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
         let mut list = |node: SimNode| {
             let dir = self.disk.open_dir(&node)?;
             self.disk.read_dir(&dir, offset as i64, &mut |entry| {
@@ -473,20 +604,38 @@ impl Filesystem for Server {
         _: u32,
         reply: ReplyEmpty,
     ) {
-        let set = |node| self.disk.set_xattr(&node, name, value, flags).map_err(errno);
+        let set = |node| {
+            self.disk
+                .set_xattr(&node, name, value, flags)
+                .map_err(errno)
+        };
         empty(reply, self.node(ino).and_then(set));
     }
 
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
-        value(reply, size, self.node(ino).and_then(|node| self.disk.get_xattr(&node, name).map_err(errno)));
+        value(
+            reply,
+            size,
+            self.node(ino)
+                .and_then(|node| self.disk.get_xattr(&node, name).map_err(errno)),
+        );
     }
 
     fn listxattr(&self, _: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        value(reply, size, self.node(ino).and_then(|node| self.disk.list_xattr(&node).map_err(errno)));
+        value(
+            reply,
+            size,
+            self.node(ino)
+                .and_then(|node| self.disk.list_xattr(&node).map_err(errno)),
+        );
     }
 
     fn removexattr(&self, _: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        empty(reply, self.node(ino).and_then(|node| self.disk.remove_xattr(&node, name).map_err(errno)));
+        empty(
+            reply,
+            self.node(ino)
+                .and_then(|node| self.disk.remove_xattr(&node, name).map_err(errno)),
+        );
     }
 
     fn fallocate(
@@ -499,13 +648,30 @@ impl Filesystem for Server {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        let done = self.file(fh).and_then(|file| self.disk.allocate(&file, mode, offset, len).map_err(errno));
+        let done = self
+            .file(fh)
+            .and_then(|file| self.disk.allocate(&file, mode, offset, len).map_err(errno));
         empty(reply, done);
     }
 
-    fn lseek(&self, _: &Request, _: INodeNo, fh: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
-        let what = if whence == libc::SEEK_DATA { Seek::Data } else { Seek::Hole };
-        match self.file(fh).and_then(|file| self.disk.seek(&file, offset as u64, what).map_err(errno)) {
+    fn lseek(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        fh: FileHandle,
+        offset: i64,
+        whence: i32,
+        reply: ReplyLseek,
+    ) {
+        let what = if whence == libc::SEEK_DATA {
+            Seek::Data
+        } else {
+            Seek::Hole
+        };
+        match self
+            .file(fh)
+            .and_then(|file| self.disk.seek(&file, offset as u64, what).map_err(errno))
+        {
             Ok(found) => reply.offset(found as i64),
             Err(errno) => reply.error(errno),
         }

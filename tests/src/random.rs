@@ -22,7 +22,9 @@ pub fn generator(seed: u64) -> StdRng {
 /// A whole number from the environment, for the lengths of campaigns.
 pub fn env_count(name: &str, default: u64) -> u64 {
     match std::env::var(name) {
-        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name} must be a whole number")),
+        Ok(text) => text
+            .parse()
+            .unwrap_or_else(|_| panic!("{name} must be a whole number")),
         Err(_) => default,
     }
 }

@@ -20,7 +20,10 @@ impl Sandbox {
     pub fn new(name: &str) -> Self {
         requires_root_and_fuse();
         let prefix = format!("firn-test-{name}-");
-        let dir = tempfile::Builder::new().prefix(&prefix).tempdir().expect("a temporary directory");
+        let dir = tempfile::Builder::new()
+            .prefix(&prefix)
+            .tempdir()
+            .expect("a temporary directory");
         let runtime = tempfile::Builder::new()
             .prefix(&prefix)
             .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700))
@@ -29,7 +32,11 @@ impl Sandbox {
         for sub in ["backing", "mnt"] {
             fs::create_dir(dir.path().join(sub)).expect("mkdir in the sandbox");
         }
-        Self { dir, runtime, host: None }
+        Self {
+            dir,
+            runtime,
+            host: None,
+        }
     }
 
     /// The same on a host of its own: what firn runs there has its own network and this host name.
@@ -65,7 +72,12 @@ impl Sandbox {
     #[track_caller]
     pub fn arena(&self) -> PathBuf {
         let arenas = self.arenas();
-        assert_eq!(arenas.len(), 1, "expected one arena in {:?}: {arenas:?}", self.runtime());
+        assert_eq!(
+            arenas.len(),
+            1,
+            "expected one arena in {:?}: {arenas:?}",
+            self.runtime()
+        );
         arenas[0].clone()
     }
 
@@ -77,7 +89,10 @@ impl Sandbox {
     /// What firnd logged.
     pub fn logs(&self) -> String {
         let files = with_extension(self.runtime(), "log");
-        files.iter().filter_map(|file| fs::read_to_string(file).ok()).collect()
+        files
+            .iter()
+            .filter_map(|file| fs::read_to_string(file).ok())
+            .collect()
     }
 
     /// A `firn` command in this sandbox's environment.
@@ -87,7 +102,9 @@ impl Sandbox {
             Some(host) => {
                 let mut command = Command::new("unshare");
                 let set = r#"hostname "$0" && exec "$@""#;
-                command.args(["--net", "--uts", "--", "sh", "-c", set, host]).arg(firn_binary());
+                command
+                    .args(["--net", "--uts", "--", "sh", "-c", set, host])
+                    .arg(firn_binary());
                 command
             }
         };
@@ -103,7 +120,10 @@ impl Sandbox {
                 command.env_remove(name);
             }
         }
-        command.env("FIRN_RUNTIME_DIR", self.runtime()).env("HOME", self.path()).env("NO_COLOR", "1");
+        command
+            .env("FIRN_RUNTIME_DIR", self.runtime())
+            .env("HOME", self.path())
+            .env("NO_COLOR", "1");
         command.env("XDG_CONFIG_HOME", self.join("no-config"));
     }
 
@@ -156,9 +176,11 @@ pub fn kill_and_wait(pids: &[u32]) {
     for pid in pids {
         kill(*pid, libc::SIGKILL);
     }
-    wait_until("killed processes end", std::time::Duration::from_secs(20), || {
-        pids.iter().copied().all(is_zombie)
-    });
+    wait_until(
+        "killed processes end",
+        std::time::Duration::from_secs(20),
+        || pids.iter().copied().all(is_zombie),
+    );
 }
 
 /// Sends a signal to a process that a test started.
@@ -170,7 +192,9 @@ pub fn kill(pid: u32, signal: i32) {
 /// Mount points at or below `dir`, deepest first.
 pub fn mounts_below(dir: &Path) -> Vec<PathBuf> {
     let table = fs::read("/proc/self/mountinfo").expect("/proc/self/mountinfo");
-    let points = firn_client::mountinfo::parse(&table).into_iter().map(|entry| entry.mount_point);
+    let points = firn_client::mountinfo::parse(&table)
+        .into_iter()
+        .map(|entry| entry.mount_point);
     let mut below: Vec<_> = points.filter(|point| point.starts_with(dir)).collect();
     below.reverse();
     below
@@ -190,9 +214,15 @@ pub fn unmount_lazily(mount_point: &Path) {
 #[track_caller]
 pub fn requires_root_and_fuse() {
     let root = rustix::process::geteuid().is_root();
-    assert!(root, "system tests mount loop images: run them as root (`sudo make test`)");
+    assert!(
+        root,
+        "system tests mount loop images: run them as root (`sudo make test`)"
+    );
     let fuse = Path::new("/dev/fuse").exists();
-    assert!(fuse, "/dev/fuse is missing: load the fuse module or give the container the device");
+    assert!(
+        fuse,
+        "/dev/fuse is missing: load the fuse module or give the container the device"
+    );
 }
 
 /// The binary under test: `FIRN_BIN`, else the one that cargo built beside this test.
@@ -201,14 +231,20 @@ pub fn firn_binary() -> PathBuf {
         return PathBuf::from(path);
     }
     let binary = profile_dir().join("firn");
-    assert!(binary.exists(), "{binary:?} is missing: run `cargo build -p firn` or set FIRN_BIN");
+    assert!(
+        binary.exists(),
+        "{binary:?} is missing: run `cargo build -p firn` or set FIRN_BIN"
+    );
     binary
 }
 
 /// The preload library under test, beside the binary.
 pub fn preload_library() -> PathBuf {
     let library = firn_binary().with_file_name("libfirn_preload.so");
-    assert!(library.exists(), "{library:?} is missing: run `cargo build -p firn-preload`");
+    assert!(
+        library.exists(),
+        "{library:?} is missing: run `cargo build -p firn-preload`"
+    );
     library
 }
 
@@ -220,13 +256,21 @@ pub fn helper_binary() -> PathBuf {
 fn profile_dir() -> PathBuf {
     let test = std::env::current_exe().expect("the path of the test");
     let dir = test.parent().expect("a directory");
-    if dir.ends_with("deps") { dir.parent().expect("a directory").to_owned() } else { dir.to_owned() }
+    if dir.ends_with("deps") {
+        dir.parent().expect("a directory").to_owned()
+    } else {
+        dir.to_owned()
+    }
 }
 
 fn with_extension(dir: &Path, extension: &str) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
+    let Ok(entries) = fs::read_dir(dir) else {
+        return Vec::new();
+    };
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-    let mut found: Vec<_> = paths.filter(|p| p.extension() == Some(OsStr::new(extension))).collect();
+    let mut found: Vec<_> = paths
+        .filter(|p| p.extension() == Some(OsStr::new(extension)))
+        .collect();
     found.sort();
     found
 }
@@ -235,9 +279,21 @@ fn processes_with_environment(name: &str, value: &Path) -> Vec<u32> {
     let wanted = format!("{name}={}", value.display()).into_bytes();
     let mut pids = Vec::new();
     for entry in fs::read_dir("/proc").expect("/proc").flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        let Ok(environment) = fs::read(entry.path().join("environ")) else { continue };
-        if environment.split(|byte| *byte == 0).any(|entry| entry == wanted) && !is_zombie(pid) {
+        let Some(pid) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok())
+        else {
+            continue;
+        };
+        let Ok(environment) = fs::read(entry.path().join("environ")) else {
+            continue;
+        };
+        if environment
+            .split(|byte| *byte == 0)
+            .any(|entry| entry == wanted)
+            && !is_zombie(pid)
+        {
             pids.push(pid);
         }
     }
@@ -249,18 +305,24 @@ fn processes_with_environment(name: &str, value: &Path) -> Vec<u32> {
 /// Not before its last thread: the first one may be a zombie while others still have files and sockets open.
 pub fn is_zombie(pid: u32) -> bool {
     let process = Path::new("/proc").join(pid.to_string());
-    let (Ok(stat), Ok(threads)) =
-        (fs::read_to_string(process.join("stat")), fs::read_dir(process.join("task")))
-    else {
+    let (Ok(stat), Ok(threads)) = (
+        fs::read_to_string(process.join("stat")),
+        fs::read_dir(process.join("task")),
+    ) else {
         return true;
     };
-    stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" Z")) && threads.count() <= 1
+    stat.rsplit(')')
+        .next()
+        .is_some_and(|rest| rest.starts_with(" Z"))
+        && threads.count() <= 1
 }
 
 /// Whether a thread, a directory of /proc/PID/task, was stopped by a signal.
 pub fn is_stopped(thread: &Path) -> bool {
     let stat = fs::read_to_string(thread.join("stat")).expect("the state of a thread");
-    stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" T"))
+    stat.rsplit(')')
+        .next()
+        .is_some_and(|rest| rest.starts_with(" T"))
 }
 
 /// The last `count` lines.
@@ -280,7 +342,9 @@ mod tests {
         sandbox.environment(&mut mine);
         let mut mine = mine.arg("60").spawn().expect("sleep");
         let mut other = Command::new("sleep").arg("60").spawn().expect("sleep");
-        wait_until("found", std::time::Duration::from_secs(5), || sandbox.processes() == [mine.id()]);
+        wait_until("found", std::time::Duration::from_secs(5), || {
+            sandbox.processes() == [mine.id()]
+        });
         sandbox.kill_processes();
         assert!(!mine.wait().expect("wait").success());
         assert!(other.try_wait().expect("wait").is_none());

@@ -49,7 +49,9 @@ pub fn has_criu() -> bool {
     match check {
         Ok(output) if output.status.success() => return true,
         Ok(_) => {
-            println!("skipped: criu does not work with this kernel (`criu check`; Linux 6.13 needs CRIU 4.1)")
+            println!(
+                "skipped: criu does not work with this kernel (`criu check`; Linux 6.13 needs CRIU 4.1)"
+            )
         }
         Err(error) => println!("skipped: there is no criu (the package criu): {error}"),
     }
@@ -59,8 +61,12 @@ pub fn has_criu() -> bool {
 /// Whether there are so many GiB of memory, and of them so many in /dev/shm; says so where there are not.
 pub fn has_memory_gib(all: u64, shm: u64) -> bool {
     let meminfo = std::fs::read_to_string("/proc/meminfo").expect("read /proc/meminfo");
-    let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.strip_suffix("kB"));
-    let available_kib: u64 = available.and_then(|kib| kib.trim().parse().ok()).expect("MemAvailable in kB");
+    let available = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:")?.strip_suffix("kB"));
+    let available_kib: u64 = available
+        .and_then(|kib| kib.trim().parse().ok())
+        .expect("MemAvailable in kB");
     let stat = rustix::fs::statvfs("/dev/shm").expect("statvfs of /dev/shm");
     let enough = available_kib >= all << 20 && stat.f_bavail * stat.f_frsize >= shm << 30;
     if !enough {
@@ -71,9 +77,15 @@ pub fn has_memory_gib(all: u64, shm: u64) -> bool {
 
 /// A tool that `scripts/setup` installs, from `target/tools/bin` or else from PATH.
 pub fn tool(name: &str) -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("the workspace");
     let installed = root.join("target/tools/bin").join(name);
-    if installed.exists() { installed } else { PathBuf::from(name) }
+    if installed.exists() {
+        installed
+    } else {
+        PathBuf::from(name)
+    }
 }
 
 /// Runs pjdfstest in `dir`: test name to whether it failed.
@@ -84,7 +96,11 @@ pub fn pjdfstest(dir: &Path, scratch: &Path) -> BTreeMap<String, bool> {
     command.arg("-c").arg(&config).arg("-p").arg(dir);
     let outcome = run_within(&mut command, test_limit());
     let results = parse_pjdfstest(&outcome.stdout);
-    assert!(results.len() > 300, "pjdfstest ran only {} tests: {outcome}", results.len());
+    assert!(
+        results.len() > 300,
+        "pjdfstest ran only {} tests: {outcome}",
+        results.len()
+    );
     results
 }
 
@@ -93,7 +109,9 @@ fn parse_pjdfstest(output: &str) -> BTreeMap<String, bool> {
     let mut results = BTreeMap::new();
     for line in output.lines() {
         let mut words = line.split_whitespace();
-        let (Some(name), Some(verdict), None) = (words.next(), words.next(), words.next()) else { continue };
+        let (Some(name), Some(verdict), None) = (words.next(), words.next(), words.next()) else {
+            continue;
+        };
         match verdict {
             "ok" => results.insert(name.to_owned(), false),
             "FAILED" => results.insert(name.to_owned(), true),
@@ -132,7 +150,9 @@ fn new_failures(
     through_mount
         .keys()
         .filter(|name| {
-            failed(through_mount, name) && !failed(on_backing, name) && !excluded.contains_key(*name)
+            failed(through_mount, name)
+                && !failed(on_backing, name)
+                && !excluded.contains_key(*name)
         })
         .cloned()
         .collect()
@@ -140,12 +160,19 @@ fn new_failures(
 
 /// `exclusions/<suite>.txt`: lines `name # reason`; a line without a reason is an error.
 pub fn exclusions(suite: &str) -> BTreeMap<String, String> {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("exclusions").join(format!("{suite}.txt"));
+    let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("exclusions")
+        .join(format!("{suite}.txt"));
     let text = std::fs::read_to_string(&file).unwrap_or_else(|e| panic!("{file:?}: {e}"));
-    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+    let lines = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty() && !line.starts_with('#'));
     lines
         .map(|line| match line.split_once('#') {
-            Some((name, reason)) if !reason.trim().is_empty() => (name.trim().into(), reason.trim().into()),
+            Some((name, reason)) if !reason.trim().is_empty() => {
+                (name.trim().into(), reason.trim().into())
+            }
             _ => panic!("{file:?}: `{line}` gives no reason"),
         })
         .collect()
@@ -157,10 +184,16 @@ pub fn fsx(file: &Path, scratch: &Path, seed: u64, ops: u64, sync_mapped_writes:
     let weights = "read = 10\nwrite = 10\nmapread = 10\nmapwrite = 10\ntruncate = 5\nclose_open = 3\n\
         invalidate = 1\nfsync = 0.2\nfdatasync = 0.2\npunch_hole = 3\nsendfile = 3\nposix_fallocate = 2\n\
         posix_fadvise = 1\ncopy_file_range = 5";
-    let text = format!("nomsyncafterwrite = {}\n[weights]\n{weights}\n", !sync_mapped_writes);
+    let text = format!(
+        "nomsyncafterwrite = {}\n[weights]\n{weights}\n",
+        !sync_mapped_writes
+    );
     std::fs::write(&config, text).expect("write the configuration");
     let mut command = Command::new(tool("fsx"));
-    command.arg("-f").arg(&config).args(["-S", &seed.to_string(), "-N", &ops.to_string()]);
+    command
+        .arg("-f")
+        .arg(&config)
+        .args(["-S", &seed.to_string(), "-N", &ops.to_string()]);
     command.arg("-P").arg(scratch).arg(file);
     run_within(&mut command, test_limit())
 }
@@ -169,10 +202,27 @@ pub fn fsx(file: &Path, scratch: &Path, seed: u64, ops: u64, sync_mapped_writes:
 pub fn fio_verify(dir: &Path, scratch: &Path, engine: &str, direct: bool, seed: u64) -> Outcome {
     let mut command = Command::new("fio");
     command.current_dir(scratch);
-    command.args(["--name=verify", "--rw=randwrite", "--bsrange=4k-256k", "--size=12m", "--numjobs=2"]);
-    command.args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--group_reporting"]);
-    command.args(["--verify_state_save=0", "--unlink=1", &format!("--ioengine={engine}")]);
-    command.arg(format!("--randseed={}", seed >> 1)).arg(format!("--direct={}", u8::from(direct)));
+    command.args([
+        "--name=verify",
+        "--rw=randwrite",
+        "--bsrange=4k-256k",
+        "--size=12m",
+        "--numjobs=2",
+    ]);
+    command.args([
+        "--verify=crc32c",
+        "--verify_fatal=1",
+        "--do_verify=1",
+        "--group_reporting",
+    ]);
+    command.args([
+        "--verify_state_save=0",
+        "--unlink=1",
+        &format!("--ioengine={engine}"),
+    ]);
+    command
+        .arg(format!("--randseed={}", seed >> 1))
+        .arg(format!("--direct={}", u8::from(direct)));
     command.arg(format!("--directory={}", dir.display()));
     run_within(&mut command, test_limit())
 }
@@ -182,9 +232,24 @@ pub fn fio_verify(dir: &Path, scratch: &Path, engine: &str, direct: bool, seed: 
 pub fn stress(stressor: &str, dir: &Path, seconds: u64, preload: Option<&Path>) -> Outcome {
     let mut command = Command::new("stress-ng");
     // Absolute sizes: its defaults are shares of the file system's free space.
-    command.args(["--hdd-bytes=16m", "--iomix-bytes=16m", "--fallocate-bytes=16m", "--seek-size=8m"]);
-    command.args(["--revio-bytes=16m", "--readahead-bytes=16m", "--mmap-bytes=16m", "--sync-file-bytes=8m"]);
-    command.args(["--verify", "--quiet", &format!("--timeout={seconds}"), &format!("--{stressor}=2")]);
+    command.args([
+        "--hdd-bytes=16m",
+        "--iomix-bytes=16m",
+        "--fallocate-bytes=16m",
+        "--seek-size=8m",
+    ]);
+    command.args([
+        "--revio-bytes=16m",
+        "--readahead-bytes=16m",
+        "--mmap-bytes=16m",
+        "--sync-file-bytes=8m",
+    ]);
+    command.args([
+        "--verify",
+        "--quiet",
+        &format!("--timeout={seconds}"),
+        &format!("--{stressor}=2"),
+    ]);
     command.arg("--temp-path").arg(dir).current_dir(dir);
     if let Some(library) = preload {
         command.env("LD_PRELOAD", library);
@@ -198,19 +263,25 @@ mod tests {
 
     #[test]
     fn verdicts_are_read_and_skipped_tests_left_out() {
-        let output =
-            "a::b      ok\n\twhy it was skipped today\nc::d     skipped\ne::f   FAILED\nBacktrace:\n";
+        let output = "a::b      ok\n\twhy it was skipped today\nc::d     skipped\ne::f   FAILED\nBacktrace:\n";
         let results = parse_pjdfstest(output);
-        assert_eq!(results, BTreeMap::from([("a::b".into(), false), ("e::f".into(), true)]));
+        assert_eq!(
+            results,
+            BTreeMap::from([("a::b".into(), false), ("e::f".into(), true)])
+        );
     }
 
     #[test]
     fn only_failures_that_the_backing_has_not_are_new() {
-        let results = |list: [(&str, bool); 3]| list.map(|(name, failed)| (name.to_owned(), failed)).into();
+        let results =
+            |list: [(&str, bool); 3]| list.map(|(name, failed)| (name.to_owned(), failed)).into();
         let through_mount = results([("a", true), ("b", true), ("c", true)]);
         let on_backing = results([("a", false), ("b", true), ("c", false)]);
         let excluded = BTreeMap::from([("c".into(), "a reason".into())]);
-        assert_eq!(new_failures(&through_mount, &on_backing, &excluded), BTreeSet::from(["a".into()]));
+        assert_eq!(
+            new_failures(&through_mount, &on_backing, &excluded),
+            BTreeSet::from(["a".into()])
+        );
     }
 
     #[test]

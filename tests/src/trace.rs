@@ -37,7 +37,10 @@ pub enum Ended {
 /// Runs `command` and kills it, with all of its threads, when it is about to make its call number `kill_at` (from 0) of
 /// those in `calls`. What it prints is thrown away. This thread may have no other children meanwhile.
 pub fn kill_at_call(command: &mut Command, calls: &[libc::c_long], kill_at: usize) -> Ended {
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
     // SAFETY: ptrace(2) is a plain system call, which may be made between fork(2) and exec(2); PTRACE_TRACEME uses none
     // of its other arguments.
     unsafe {
@@ -100,7 +103,12 @@ fn set_up(program: libc::pid_t) {
     let options = libc::PTRACE_O_TRACESYSGOOD | libc::PTRACE_O_TRACECLONE | libc::PTRACE_O_EXITKILL;
     // SAFETY: the options are passed by value.
     let set = unsafe { libc::ptrace(libc::PTRACE_SETOPTIONS, program, 0, options) };
-    assert_eq!(set, 0, "PTRACE_SETOPTIONS: {}", std::io::Error::last_os_error());
+    assert_eq!(
+        set,
+        0,
+        "PTRACE_SETOPTIONS: {}",
+        std::io::Error::last_os_error()
+    );
 }
 
 /// The system call that a stopped thread is about to make.

@@ -28,5 +28,8 @@ pub fn firn_id(sandbox: &Sandbox, verb: &str, path: &Path, id: u64) -> Outcome {
 
 /// What is in a backing, but for what Firn keeps there.
 pub fn behind(backing: &Path) -> Tree {
-    snapshot(backing).into_iter().filter(|(path, _)| !path.starts_with(".firn")).collect()
+    snapshot(backing)
+        .into_iter()
+        .filter(|(path, _)| !path.starts_with(".firn"))
+        .collect()
 }

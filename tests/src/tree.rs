@@ -48,16 +48,27 @@ pub fn snapshot(root: &Path) -> Tree {
 #[track_caller]
 pub fn assert_same(what: &str, found: &Tree, expected: &Tree) {
     let differences = differences(found, expected);
-    assert!(differences.is_empty(), "{what}:\n{}", differences.join("\n"));
+    assert!(
+        differences.is_empty(),
+        "{what}:\n{}",
+        differences.join("\n")
+    );
 }
 
 /// What differs, at most a handful of lines.
 pub fn differences(found: &Tree, expected: &Tree) -> Vec<String> {
     let mut lines = Vec::new();
-    for path in found.keys().chain(expected.keys().filter(|path| !found.contains_key(*path))) {
-        let (is, should) = (found.get(path), expected.get(path));
+    for path in found
+        .keys()
+        .chain(expected.keys().filter(|path| !found.contains_key(*path)))
+    {
+        let is = found.get(path);
+        let should = expected.get(path);
         if is != should {
-            lines.push(format!("{}:\n  found    {is:?}\n  expected {should:?}", path.display()));
+            lines.push(format!(
+                "{}:\n  found    {is:?}\n  expected {should:?}",
+                path.display()
+            ));
         }
     }
     lines.truncate(8);
@@ -68,7 +79,11 @@ fn walk(root: &Path, below: &Path, tree: &mut Tree) {
     let path = root.join(below);
     let mut entries: Vec<_> = fs::read_dir(&path)
         .unwrap_or_else(|e| panic!("read directory {path:?}: {e}"))
-        .map(|entry| entry.unwrap_or_else(|e| panic!("an entry of {path:?}: {e}")).file_name())
+        .map(|entry| {
+            entry
+                .unwrap_or_else(|e| panic!("an entry of {path:?}: {e}"))
+                .file_name()
+        })
         .collect();
     entries.sort();
     for name in entries {
@@ -88,7 +103,11 @@ fn object(path: &Path) -> Object {
     let content = if kind.is_file() {
         digest(&crate::fsops::read(path))
     } else if kind.is_symlink() {
-        fs::read_link(path).expect("readlink").as_os_str().as_bytes().to_vec()
+        fs::read_link(path)
+            .expect("readlink")
+            .as_os_str()
+            .as_bytes()
+            .to_vec()
     } else {
         Vec::new()
     };
@@ -100,7 +119,11 @@ fn object(path: &Path) -> Object {
         size: if kind.is_dir() { 0 } else { meta.size() },
         mtime: (meta.mtime() < CLOCK_EPOCH).then(|| (meta.mtime(), meta.mtime_nsec())),
         content,
-        xattrs: if kind.is_symlink() { BTreeMap::new() } else { xattrs(path) },
+        xattrs: if kind.is_symlink() {
+            BTreeMap::new()
+        } else {
+            xattrs(path)
+        },
         device: if special { meta.rdev() } else { 0 },
     }
 }
@@ -114,10 +137,14 @@ pub fn xattrs(path: &Path) -> BTreeMap<Vec<u8>, Vec<u8>> {
         Err(e) => panic!("listxattr {path:?}: {e}"),
     };
     let mut found = BTreeMap::new();
-    for name in names[..len].split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
+    for name in names[..len]
+        .split(|byte| *byte == 0)
+        .filter(|name| !name.is_empty())
+    {
         let mut value = vec![0u8; 64 << 10];
-        let len = rustix::fs::lgetxattr(path, name, &mut value[..])
-            .unwrap_or_else(|e| panic!("getxattr {path:?} {:?}: {e}", String::from_utf8_lossy(name)));
+        let len = rustix::fs::lgetxattr(path, name, &mut value[..]).unwrap_or_else(|e| {
+            panic!("getxattr {path:?} {:?}: {e}", String::from_utf8_lossy(name))
+        });
         value.truncate(len);
         found.insert(name.to_vec(), value);
     }
@@ -127,9 +154,14 @@ pub fn xattrs(path: &Path) -> BTreeMap<Vec<u8>, Vec<u8>> {
 /// FNV-1a over 64 bits, twice with different starts: enough to tell test files apart.
 fn digest(data: &[u8]) -> Vec<u8> {
     let hash = |start: u64| {
-        data.iter().fold(start, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+        data.iter().fold(start, |hash, byte| {
+            (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
+        })
     };
-    [hash(0xcbf2_9ce4_8422_2325), hash(0x8422_2325_cbf2_9ce4)].iter().flat_map(|h| h.to_le_bytes()).collect()
+    [hash(0xcbf2_9ce4_8422_2325), hash(0x8422_2325_cbf2_9ce4)]
+        .iter()
+        .flat_map(|h| h.to_le_bytes())
+        .collect()
 }
 
 #[cfg(test)]
@@ -139,7 +171,8 @@ mod tests {
 
     fn two_trees() -> (tempfile::TempDir, PathBuf, PathBuf) {
         let dir = tempfile::tempdir().expect("a temporary directory");
-        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+        let a = dir.path().join("a");
+        let b = dir.path().join("b");
         for root in [&a, &b] {
             fs::create_dir_all(root.join("sub")).expect("mkdir");
             fs::write(root.join("sub/file"), "text").expect("write");
@@ -161,16 +194,23 @@ mod tests {
             |root| fs::write(root.join("more"), "").expect("write"),
             |root| fs::remove_file(root.join("sub/link")).expect("unlink"),
             |root| fs::hard_link(root.join("sub/file"), root.join("hard")).expect("link"),
-            |root| fs::set_permissions(root.join("sub"), fs::Permissions::from_mode(0o700)).expect("chmod"),
+            |root| {
+                fs::set_permissions(root.join("sub"), fs::Permissions::from_mode(0o700))
+                    .expect("chmod")
+            },
             |root| {
                 let flags = rustix::fs::XattrFlags::empty();
-                rustix::fs::setxattr(root.join("sub/file"), "user.x", b"1", flags).expect("setxattr");
+                rustix::fs::setxattr(root.join("sub/file"), "user.x", b"1", flags)
+                    .expect("setxattr");
             },
         ];
         for (index, change) in changes.iter().enumerate() {
             let (_dir, a, b) = two_trees();
             change(&b);
-            assert!(!differences(&snapshot(&a), &snapshot(&b)).is_empty(), "change {index} was not seen");
+            assert!(
+                !differences(&snapshot(&a), &snapshot(&b)).is_empty(),
+                "change {index} was not seen"
+            );
         }
     }
 }

@@ -60,13 +60,19 @@ mod tests {
     fn the_rescue_is_called_only_after_the_limit() {
         let called = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&called);
-        let dog = Watchdog::arm(Duration::from_millis(50), move || flag.store(true, Ordering::SeqCst));
-        crate::wait_until("rescued", Duration::from_secs(5), || called.load(Ordering::SeqCst));
+        let dog = Watchdog::arm(Duration::from_millis(50), move || {
+            flag.store(true, Ordering::SeqCst)
+        });
+        crate::wait_until("rescued", Duration::from_secs(5), || {
+            called.load(Ordering::SeqCst)
+        });
         drop(dog);
 
         let called = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&called);
-        drop(Watchdog::arm(Duration::from_millis(50), move || flag.store(true, Ordering::SeqCst)));
+        drop(Watchdog::arm(Duration::from_millis(50), move || {
+            flag.store(true, Ordering::SeqCst)
+        }));
         std::thread::sleep(Duration::from_millis(100));
         assert!(!called.load(Ordering::SeqCst));
     }

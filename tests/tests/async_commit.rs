@@ -21,7 +21,12 @@ const COMMIT: &str = "arena-size=64M,chunk-size=1M,drain=commit";
 const MIB: usize = 1 << 20;
 
 fn stages(mount: &FirnMount<'_>) -> Vec<String> {
-    mount.status().transactions.into_iter().map(|one| one.stage).collect()
+    mount
+        .status()
+        .transactions
+        .into_iter()
+        .map(|one| one.stage)
+        .collect()
 }
 
 /// A mount in a transaction whose commit cannot be carried out: it overwrites a sparse file, and the backing has no
@@ -34,15 +39,23 @@ struct Stuck<'a> {
 
 impl<'a> Stuck<'a> {
     fn new(sandbox: &'a Sandbox) -> Self {
-        Self { image: LoopImage::new(sandbox, FsKind::Ext4, 100), sandbox, content: bytes(3, 24 * MIB) }
+        Self {
+            image: LoopImage::new(sandbox, FsKind::Ext4, 100),
+            sandbox,
+            content: bytes(3, 24 * MIB),
+        }
     }
 
     fn commit(&self, more: &[&str]) -> FirnMount<'a> {
         let mount = FirnMount::over(self.sandbox, &self.image.mkdir("backing"), COMMIT);
-        fs::File::create(mount.join("file")).and_then(|f| f.set_len(24 * MIB as u64)).expect("a sparse file");
+        fs::File::create(mount.join("file"))
+            .and_then(|f| f.set_len(24 * MIB as u64))
+            .expect("a sparse file");
         fs::write(mount.join("stays"), b"stays").expect("write");
         firn(self.sandbox, "begin", mount.path(), &[]).ok();
-        open_rw(&mount.join("file")).write_all_at(&self.content, 0).expect("write");
+        open_rw(&mount.join("file"))
+            .write_all_at(&self.content, 0)
+            .expect("write");
         fs::write(mount.join("new"), b"new").expect("write");
         firn(self.sandbox, "wait", mount.path(), &[]).ok();
         let filler = fs::File::create(self.filler()).expect("create");
@@ -81,8 +94,14 @@ fn reads_and_the_next_transaction_do_not_wait_for_a_commit_that_is_carried_out()
         mount.status().transactions[0].error.is_some()
     });
     assert_eq!(stages(&mount), ["decided", "open"]);
-    let shown = sandbox.run([OsStr::new("status"), mount.path().as_os_str()]).ok().stdout;
-    assert!(shown.contains("No space left") && shown.contains("decided as 7"), "{shown}");
+    let shown = sandbox
+        .run([OsStr::new("status"), mount.path().as_os_str()])
+        .ok()
+        .stdout;
+    assert!(
+        shown.contains("No space left") && shown.contains("decided as 7"),
+        "{shown}"
+    );
 
     // Reads and writes of data go on, with more programs than threads that answer the kernel.
     let waiting: Vec<_> = (0..20)
@@ -94,20 +113,34 @@ fn reads_and_the_next_transaction_do_not_wait_for_a_commit_that_is_carried_out()
     assert_same_bytes("the file", &read(&mount.join("file")), &stuck.content);
     assert_eq!(fs::read(mount.join("new")).expect("read"), b"new");
     let file = open_rw(&mount.join("file"));
-    file.write_all_at(b"next", 0).expect("a write goes to the arena");
+    file.write_all_at(b"next", 0)
+        .expect("a write goes to the arena");
     assert_eq!(&read(&mount.join("file"))[..4], b"next");
-    assert!(waiting.iter().all(|one| !one.is_finished()), "new names wait");
-    firn(&sandbox, "commit", mount.path(), &["--id", "7"]).code(1).says("No space left");
-    firn(&sandbox, "umount", mount.path(), &[]).code(11).says("transaction is open");
+    assert!(
+        waiting.iter().all(|one| !one.is_finished()),
+        "new names wait"
+    );
+    firn(&sandbox, "commit", mount.path(), &["--id", "7"])
+        .code(1)
+        .says("No space left");
+    firn(&sandbox, "umount", mount.path(), &[])
+        .code(11)
+        .says("transaction is open");
 
     stuck.room();
     firn(&sandbox, "commit", mount.path(), &["--id", "7"]).ok();
-    waiting.into_iter().for_each(|one| one.join().expect("join").expect("it goes on"));
+    waiting
+        .into_iter()
+        .for_each(|one| one.join().expect("join").expect("it goes on"));
     assert_eq!(stages(&mount), ["open"]);
     assert_eq!(fs::read(mount.backing().join("new")).expect("read"), b"new");
     drop(file);
     firn(&sandbox, "abort", mount.path(), &[]).ok();
-    assert_same_bytes("what was written after it is undone", &read(&mount.join("file")), &stuck.content);
+    assert_same_bytes(
+        "what was written after it is undone",
+        &read(&mount.join("file")),
+        &stuck.content,
+    );
     assert!(!mount.join("later0").exists());
     mount.umount();
 }
@@ -115,11 +148,20 @@ fn reads_and_the_next_transaction_do_not_wait_for_a_commit_that_is_carried_out()
 /// Proves S-tx-10: nothing is lost if the mount ends, by force or by a crash, before it is carried out.
 #[test]
 fn a_commit_that_cannot_be_carried_out_is_finished_by_the_next_mount() {
-    for (how, begin) in [("kill", true), ("kill", false), ("force", true), ("force", false), ("mend", false)]
-    {
+    for (how, begin) in [
+        ("kill", true),
+        ("kill", false),
+        ("force", true),
+        ("force", false),
+        ("mend", false),
+    ] {
         let sandbox = Sandbox::new("txasyncend");
         let stuck = Stuck::new(&sandbox);
-        let args: &[&str] = if begin { &["--async", "--begin"] } else { &["--async"] };
+        let args: &[&str] = if begin {
+            &["--async", "--begin"]
+        } else {
+            &["--async"]
+        };
         let mount = stuck.commit(args);
         wait_until("the failure is shown", Duration::from_secs(60), || {
             mount.status().transactions[0].error.is_some()
@@ -134,16 +176,24 @@ fn a_commit_that_cannot_be_carried_out_is_finished_by_the_next_mount() {
                 stuck.room();
             }
             "force" => {
-                sandbox.run([OsStr::new("umount"), OsStr::new("--force"), mount.path().as_os_str()]);
+                sandbox.run([
+                    OsStr::new("umount"),
+                    OsStr::new("--force"),
+                    mount.path().as_os_str(),
+                ]);
                 mount.wait_for_end();
                 drop(mount);
                 stuck.room();
             }
             _ => {
-                firn(&sandbox, "umount", mount.path(), &[]).code(11).says("cannot be carried out");
+                firn(&sandbox, "umount", mount.path(), &[])
+                    .code(11)
+                    .says("cannot be carried out");
                 stuck.room();
                 // By the background alone.
-                wait_until("it is tried again", Duration::from_secs(60), || stages(&mount).is_empty());
+                wait_until("it is tried again", Duration::from_secs(60), || {
+                    stages(&mount).is_empty()
+                });
                 mount.umount();
             }
         }
@@ -151,7 +201,11 @@ fn a_commit_that_cannot_be_carried_out_is_finished_by_the_next_mount() {
         assert_same_bytes("the file", &read(&mount.join("file")), &stuck.content);
         assert_eq!(fs::read(mount.join("new")).expect("read"), b"new", "{how}");
         let expected = if begin { b"stays" } else { b"after" };
-        assert_eq!(fs::read(mount.join("stays")).expect("read"), expected, "{how}, begin {begin}");
+        assert_eq!(
+            fs::read(mount.join("stays")).expect("read"),
+            expected,
+            "{how}, begin {begin}"
+        );
         assert!(stages(&mount).is_empty());
         mount.umount();
     }
@@ -169,15 +223,29 @@ fn regression_a_truncation_that_waits_does_not_hold_up_the_commit_that_it_waits_
         firn(&sandbox, "prepare", mount.path(), &["--id", "3"]).ok();
         // Of another process: a child that this one starts would close its copy of the file first.
         let mut cutter = std::process::Command::new("truncate");
-        let mut cutter = cutter.args(["-s", "5"]).arg(mount.join("file")).spawn().expect("truncate");
+        let mut cutter = cutter
+            .args(["-s", "5"])
+            .arg(mount.join("file"))
+            .spawn()
+            .expect("truncate");
         std::thread::sleep(Duration::from_millis(300));
-        assert!(cutter.try_wait().expect("wait").is_none(), "it waits for the outcome");
+        assert!(
+            cutter.try_wait().expect("wait").is_none(),
+            "it waits for the outcome"
+        );
         firn(&sandbox, "commit", mount.path(), more).ok();
-        assert!(wait_child(&mut cutter, Duration::from_secs(60)).expect("it goes on").success());
+        assert!(
+            wait_child(&mut cutter, Duration::from_secs(60))
+                .expect("it goes on")
+                .success()
+        );
         assert_eq!(fs::read(mount.join("file")).expect("read"), b"in it");
     }
     firn(&sandbox, "abort", mount.path(), &[]).ok();
-    assert_eq!(fs::read(mount.join("file")).expect("read"), b"in it, and long");
+    assert_eq!(
+        fs::read(mount.join("file")).expect("read"),
+        b"in it, and long"
+    );
     mount.umount();
 }
 
@@ -194,18 +262,30 @@ fn killed_while_it_is_carried_out_the_tree_is_the_one_after_it() {
     for round in 0..rounds {
         let told = format!("seed {seed}, round {round}");
         let mount = FirnMount::new(&sandbox, &options);
-        assert_same(&format!("{told}: at the begin"), &snapshot(mount.path()), &snapshot(&plain));
+        assert_same(
+            &format!("{told}: at the begin"),
+            &snapshot(mount.path()),
+            &snapshot(&plain),
+        );
         firn(&sandbox, "begin", mount.path(), &[]).ok();
         differential::run(seed + round, 300, mount.path(), &plain);
         let new = snapshot(&plain);
         let begin = round % 2 == 0;
-        let args: &[&str] = if begin { &["--async", "--begin"] } else { &["--async"] };
+        let args: &[&str] = if begin {
+            &["--async", "--begin"]
+        } else {
+            &["--async"]
+        };
         let before = Instant::now();
         firn(&sandbox, "commit", mount.path(), args).ok();
         let took = before.elapsed();
         let now = snapshot(mount.path());
         let close = differences(&now, &new);
-        assert!(now == new, "{told}: what programs see: {}", close.join("\n"));
+        assert!(
+            now == new,
+            "{told}: what programs see: {}",
+            close.join("\n")
+        );
         decided += u64::from(stages(&mount).contains(&"decided".to_owned()));
         if rng.random() {
             std::thread::sleep(took.mul_f64(rng.random()));

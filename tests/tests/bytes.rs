@@ -41,7 +41,10 @@ fn held(mount: &FirnMount<'_>, sandbox: &Sandbox) -> Vec<(Vec<u8>, u64)> {
     let listed = firn(sandbox, &["ls", "--json"], mount.path()).ok().json();
     let one = |file: &Value| {
         let path: BytePath = serde_json::from_value(file["path"].clone()).expect("a path");
-        (path.as_bytes().to_vec(), file["held_bytes"].as_u64().expect("a number"))
+        (
+            path.as_bytes().to_vec(),
+            file["held_bytes"].as_u64().expect("a number"),
+        )
     };
     listed.as_array().expect("a list").iter().map(one).collect()
 }
@@ -51,7 +54,8 @@ fn held(mount: &FirnMount<'_>, sandbox: &Sandbox) -> Vec<(Vec<u8>, u64)> {
 fn regression_every_verb_means_exactly_the_file_that_is_named() {
     let sandbox = Sandbox::new("bytes");
     let mount = FirnMount::new(&sandbox, &patient("drain=demand,passthrough=off"));
-    let (path, decoy) = (mount.join(name()), mount.join(DECOY));
+    let path = mount.join(name());
+    let decoy = mount.join(DECOY);
     fs::write(&decoy, bytes(1, 9_000)).expect("write");
     let write = |len| fs::write(&path, bytes(2, len)).expect("write");
     write(5_000);
@@ -61,42 +65,91 @@ fn regression_every_verb_means_exactly_the_file_that_is_named() {
     assert!(shown.lines().any(|line| line.ends_with(SHOWN)), "{shown}");
 
     // One verb after the other, each on new bytes.
-    let told = firn(&sandbox, &["wait", "--until", "durable", "--json"], &path).ok().json();
-    assert_eq!((&told["path"], &told["reached"]), (&in_json(""), &json!(true)));
+    let told = firn(&sandbox, &["wait", "--until", "durable", "--json"], &path)
+        .ok()
+        .json();
+    assert_eq!(
+        (&told["path"], &told["reached"]),
+        (&in_json(""), &json!(true))
+    );
     assert_eq!(held(&mount, &sandbox), both(0));
-    assert_eq!(fs::read(mount.backing().join(name())).expect("drained"), bytes(2, 5_000));
+    assert_eq!(
+        fs::read(mount.backing().join(name())).expect("drained"),
+        bytes(2, 5_000)
+    );
     write(6_000);
     let begun = firn(&sandbox, &["drain", "--json"], &path).ok().json();
-    assert_eq!((&begun["path"], &begun["held_files"]), (&in_json(""), &json!(1)), "{begun}");
+    assert_eq!(
+        (&begun["path"], &begun["held_files"]),
+        (&in_json(""), &json!(1)),
+        "{begun}"
+    );
     firn(&sandbox, &["drain", "--wait"], &path).ok();
     assert_eq!(held(&mount, &sandbox), both(0));
     let evicted = firn(&sandbox, &["evict", "--json"], &path).ok().json();
-    assert_eq!((&evicted["freed_bytes"], &evicted["held_bytes"]), (&json!(6_000), &json!(0)));
+    assert_eq!(
+        (&evicted["freed_bytes"], &evicted["held_bytes"]),
+        (&json!(6_000), &json!(0))
+    );
     write(7_000);
     let pinned = firn(&sandbox, &["pin", "--json"], &path).ok().json();
-    assert_eq!((&pinned["files"], &pinned["bytes"]), (&json!(1), &json!(7_000)), "{pinned}");
+    assert_eq!(
+        (&pinned["files"], &pinned["bytes"]),
+        (&json!(1), &json!(7_000)),
+        "{pinned}"
+    );
     let status = firn(&sandbox, &["status", "--json"], &path).ok().json();
     let files = status["files"].as_array().expect("a list");
-    assert_eq!((files.len(), &files[0]["path"]), (1, &in_json("")), "{status}");
+    assert_eq!(
+        (files.len(), &files[0]["path"]),
+        (1, &in_json("")),
+        "{status}"
+    );
     firn(&sandbox, &["status"], &path).ok().says("");
     let chunks = firn(&sandbox, &["chunks", "--json"], &path).ok().json();
-    assert_eq!((&chunks["path"], &chunks["bytes"]), (&in_json(""), &json!(7_000)));
-    firn(&sandbox, &["chunks"], &mount.join(OsStr::from_bytes(b"\xfe"))).code(1).says(r"\xfe: no such file");
-    firn(&sandbox, &["wait"], &mount.join(OsStr::from_bytes(b"\xfe"))).code(1).says(r"\xfe: no such file");
+    assert_eq!(
+        (&chunks["path"], &chunks["bytes"]),
+        (&in_json(""), &json!(7_000))
+    );
+    firn(
+        &sandbox,
+        &["chunks"],
+        &mount.join(OsStr::from_bytes(b"\xfe")),
+    )
+    .code(1)
+    .says(r"\xfe: no such file");
+    firn(&sandbox, &["wait"], &mount.join(OsStr::from_bytes(b"\xfe")))
+        .code(1)
+        .says(r"\xfe: no such file");
 
     // By the path in the backing, and below a directory.
     fs::create_dir(mount.join("dir")).expect("mkdir");
     fs::create_dir(mount.join("dir").join(name())).expect("mkdir");
     fs::write(mount.join("dir").join(name()).join(name()), "deep").expect("write");
     let deep = Path::new("dir").join(name()).join(name());
-    let told = firn(&sandbox, &["wait", "--json"], &mount.backing().join(&deep)).ok().json();
+    let told = firn(&sandbox, &["wait", "--json"], &mount.backing().join(&deep))
+        .ok()
+        .json();
     let written: BytePath = serde_json::from_value(told["path"].clone()).expect("a path");
     assert_eq!(written.as_path(), deep);
-    assert_eq!(fs::read(mount.backing().join(&deep)).expect("drained"), b"deep");
-    assert_eq!(held(&mount, &sandbox)[1], (DECOY.as_bytes().to_vec(), 9_000), "the decoy waits still");
+    assert_eq!(
+        fs::read(mount.backing().join(&deep)).expect("drained"),
+        b"deep"
+    );
+    assert_eq!(
+        held(&mount, &sandbox)[1],
+        (DECOY.as_bytes().to_vec(), 9_000),
+        "the decoy waits still"
+    );
     let backing = mount.umount();
-    assert_eq!(fs::read(backing.join(DECOY)).expect("drained"), bytes(1, 9_000));
-    assert_eq!(fs::read(backing.join(name())).expect("drained"), bytes(2, 7_000));
+    assert_eq!(
+        fs::read(backing.join(DECOY)).expect("drained"),
+        bytes(1, 9_000)
+    );
+    assert_eq!(
+        fs::read(backing.join(name())).expect("drained"),
+        bytes(2, 7_000)
+    );
 }
 
 /// Each name is a checkpoint of its own. Proves S-prune-1.
@@ -105,25 +158,40 @@ fn checkpoints_with_such_names_are_pruned_by_their_own_files() {
     let sandbox = Sandbox::new("bytes-prune");
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
     let time = |age: u64| std::time::SystemTime::now() - std::time::Duration::from_secs(age);
-    for (dir, age) in
-        [(OsStr::new("old"), 4000), (name(), 3000), (OsStr::new(DECOY), 2000), (OsStr::new("new"), 1000)]
-    {
+    for (dir, age) in [
+        (OsStr::new("old"), 4000),
+        (name(), 3000),
+        (OsStr::new(DECOY), 2000),
+        (OsStr::new("new"), 1000),
+    ] {
         fs::create_dir(mount.join(dir)).expect("mkdir");
         let file = fs::File::create(mount.join(dir).join(name())).expect("create");
         file.set_modified(time(age)).expect("utimensat");
         drop(file);
-        fs::File::open(mount.join(dir)).and_then(|dir| dir.set_modified(time(age))).expect("utimensat");
+        fs::File::open(mount.join(dir))
+            .and_then(|dir| dir.set_modified(time(age)))
+            .expect("utimensat");
     }
     // One that is open stays, and only that one.
-    let open = fs::File::options().append(true).open(mount.join(name()).join(name())).expect("open");
-    let told = firn(&sandbox, &["prune", "--keep", "1", "--json"], mount.path()).ok().json();
+    let open = fs::File::options()
+        .append(true)
+        .open(mount.join(name()).join(name()))
+        .expect("open");
+    let told = firn(&sandbox, &["prune", "--keep", "1", "--json"], mount.path())
+        .ok()
+        .json();
     assert_eq!(told["removed"], json!(["old"]), "{told}");
     assert!(
-        told["kept"].as_array().expect("a list").contains(&json!({ "name": in_json(""), "why": "open" })),
+        told["kept"]
+            .as_array()
+            .expect("a list")
+            .contains(&json!({ "name": in_json(""), "why": "open" })),
         "{told}"
     );
     drop(open);
-    let told = firn(&sandbox, &["prune", "--keep", "1", "--json"], mount.path()).ok().json();
+    let told = firn(&sandbox, &["prune", "--keep", "1", "--json"], mount.path())
+        .ok()
+        .json();
     assert_eq!(told["removed"], json!([in_json("")]), "{told}");
     assert!(mount.join(DECOY).exists() && !mount.join(name()).exists());
     mount.umount();
@@ -140,7 +208,11 @@ fn errors_and_lost_files_have_their_exact_names() {
     fs::remove_file(backing.join(name())).expect("remove beside the mount");
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
     let status = mount.status();
-    assert_eq!((status.lost_file_bytes, status.errors.len()), (5_000, 1), "{status:?}");
+    assert_eq!(
+        (status.lost_file_bytes, status.errors.len()),
+        (5_000, 1),
+        "{status:?}"
+    );
     assert_eq!(status.errors[0].path.as_bytes(), NAME);
     firn(&sandbox, &["status"], mount.path()).ok().says("");
     let shown = firn(&sandbox, &["status"], mount.path()).ok().stdout;
@@ -148,12 +220,25 @@ fn errors_and_lost_files_have_their_exact_names() {
     let backing = mount.kill();
     let copies = sandbox.mkdir("copies");
     let args = ["recover", "--json", "--save-lost"].map(OsStr::new);
-    let report = sandbox.run(args.into_iter().chain([copies.as_os_str(), backing.as_os_str()])).ok().json();
+    let report = sandbox
+        .run(
+            args.into_iter()
+                .chain([copies.as_os_str(), backing.as_os_str()]),
+        )
+        .ok()
+        .json();
     assert_eq!(report["lost"][0]["path"], in_json(""), "{report}");
-    let saved: BytePath = serde_json::from_value(report["lost"][0]["saved_to"].clone()).expect("a path");
+    let saved: BytePath =
+        serde_json::from_value(report["lost"][0]["saved_to"].clone()).expect("a path");
     assert_eq!(fs::read(saved.as_path()).expect("saved"), bytes(1, 5_000));
-    assert_eq!(fs::read(copies.join(name())).expect("saved"), bytes(1, 5_000));
-    assert_eq!(fs::read(backing.join(DECOY)).expect("drained"), bytes(2, 6_000));
+    assert_eq!(
+        fs::read(copies.join(name())).expect("saved"),
+        bytes(1, 5_000)
+    );
+    assert_eq!(
+        fs::read(backing.join(DECOY)).expect("drained"),
+        bytes(2, 6_000)
+    );
 }
 
 /// Proves S-tx-1, S-tx-2, S-tx-3, S-tx-4, S-tx-7, S-tx-18.
@@ -163,7 +248,8 @@ fn regression_a_transaction_covers_exactly_the_directory_that_is_named() {
         let sandbox = Sandbox::new("bytes-tx");
         let options = patient(&format!("drain=commit,mode={mode}"));
         let mut mount = FirnMount::new(&sandbox, &options);
-        let (top, decoy) = (mount.join(name()), mount.join(DECOY));
+        let top = mount.join(name());
+        let decoy = mount.join(DECOY);
         let behind = mount.backing().join(name());
         for dir in [&top, &decoy] {
             fs::create_dir(dir).expect("mkdir");
@@ -183,8 +269,12 @@ fn regression_a_transaction_covers_exactly_the_directory_that_is_named() {
         assert_eq!(status.transactions.len(), 1);
         assert_eq!(status.transactions[0].scope.as_bytes(), NAME);
         firn(&sandbox, &["begin"], &top.join("below")).code(1);
-        firn(&sandbox, &["begin"], mount.path()).code(11).says(SHOWN);
-        firn(&sandbox, &["abort"], &decoy).code(1).says("no transaction is open");
+        firn(&sandbox, &["begin"], mount.path())
+            .code(11)
+            .says(SHOWN);
+        firn(&sandbox, &["abort"], &decoy)
+            .code(1)
+            .says("no transaction is open");
         firn(&sandbox, &["abort"], &top).ok().says(SHOWN);
         assert_eq!(
             (read(&top), read(&decoy), top.join("new").exists()),
@@ -194,7 +284,10 @@ fn regression_a_transaction_covers_exactly_the_directory_that_is_named() {
         firn(&sandbox, &["begin"], &top).ok();
         put("two");
         firn(&sandbox, &["commit", "--id", "1"], &top).ok();
-        assert_eq!((read(&behind), behind.join("new").exists()), ("two".into(), true));
+        assert_eq!(
+            (read(&behind), behind.join("new").exists()),
+            ("two".into(), true)
+        );
         firn(&sandbox, &["begin"], &top).ok();
         put("three");
         firn(&sandbox, &["prepare", "--id", "2"], &top).ok();
@@ -203,25 +296,45 @@ fn regression_a_transaction_covers_exactly_the_directory_that_is_named() {
         mount.abandon();
         mount = FirnMount::new(&sandbox, &options);
         let status = mount.status();
-        assert_eq!((status.transactions[0].scope.as_bytes(), status.transactions[0].id), (NAME, Some(2)));
+        assert_eq!(
+            (
+                status.transactions[0].scope.as_bytes(),
+                status.transactions[0].id
+            ),
+            (NAME, Some(2))
+        );
         firn(&sandbox, &["restore", "--id", "2"], &top).ok();
-        assert_eq!((read(&top), read(&behind)), ("three".into(), "three".into()));
+        assert_eq!(
+            (read(&top), read(&behind)),
+            ("three".into(), "three".into())
+        );
         // What is open when firnd dies is undone, by a recovery too.
         firn(&sandbox, &["begin"], &top).ok();
         put("four");
         let backing = mount.kill();
         firn(&sandbox, &["recover", "--json"], &backing).ok();
         mount = FirnMount::new(&sandbox, &options);
-        assert_eq!((read(&top), read(&behind)), ("three".into(), "three".into()), "{mode}");
+        assert_eq!(
+            (read(&top), read(&behind)),
+            ("three".into(), "three".into()),
+            "{mode}"
+        );
         mount.umount();
         assert_eq!(read(&behind), "three");
-        assert_eq!(fs::read_to_string(behind.join("new")).expect("read"), "three");
+        assert_eq!(
+            fs::read_to_string(behind.join("new")).expect("read"),
+            "three"
+        );
     }
 }
 
 /// A directory beside the sandbox's own, with a name of bytes.
 fn made(sandbox: &Sandbox, what: &str) -> PathBuf {
-    let dir = sandbox.join(OsString::from_iter([OsStr::new(what), name(), OsStr::new(",")]));
+    let dir = sandbox.join(OsString::from_iter([
+        OsStr::new(what),
+        name(),
+        OsStr::new(","),
+    ]));
     fs::create_dir(&dir).expect("mkdir");
     dir
 }
@@ -230,13 +343,19 @@ fn made(sandbox: &Sandbox, what: &str) -> PathBuf {
 #[test]
 fn regression_backing_mount_point_arena_and_spill_file_may_have_such_names() {
     let sandbox = Sandbox::new("bytes-mount");
-    let (backing, point) = (made(&sandbox, "backing"), made(&sandbox, "point"));
-    let (disk, arena_dir) = (made(&sandbox, "disk"), sandbox.runtime().join(name()));
+    let backing = made(&sandbox, "backing");
+    let point = made(&sandbox, "point");
+    let disk = made(&sandbox, "disk");
+    let arena_dir = sandbox.runtime().join(name());
     fs::create_dir(&arena_dir).expect("mkdir");
     let mount = |options: &str| {
         let mut firn = sandbox.firn(["mount", "-o", options]);
         // In a list of options the path could have no comma.
-        firn.env("FIRN_SPILL", &disk).arg("--arena-dir").arg(&arena_dir).arg(&backing).arg(&point);
+        firn.env("FIRN_SPILL", &disk)
+            .arg("--arena-dir")
+            .arg(&arena_dir)
+            .arg(&backing)
+            .arg(&point);
         run(&mut firn).ok();
         assert!(is_mounted(&point));
     };
@@ -245,21 +364,41 @@ fn regression_backing_mount_point_arena_and_spill_file_may_have_such_names() {
     let data = bytes(1, 24 << 20);
     fs::write(point.join(name()), &data).expect("write");
     let status = firn(&sandbox, &["status", "--json"], &point).ok().json();
-    let path =
-        |value: &Value| PathBuf::from(serde_json::from_value::<BytePath>(value.clone()).expect("a path"));
-    assert_eq!((path(&status["backing"]), path(&status["mount_point"])), (backing.clone(), point.clone()));
+    let path = |value: &Value| {
+        PathBuf::from(serde_json::from_value::<BytePath>(value.clone()).expect("a path"))
+    };
+    assert_eq!(
+        (path(&status["backing"]), path(&status["mount_point"])),
+        (backing.clone(), point.clone())
+    );
     assert!(
-        path(&status["arena"]).starts_with(&arena_dir) && path(&status["spill"]["path"]).starts_with(&disk)
+        path(&status["arena"]).starts_with(&arena_dir)
+            && path(&status["spill"]["path"]).starts_with(&disk)
     );
     // Mounts of other tests are in the list too, and their firnd cannot be asked from here.
     let all = sandbox.run(["status"]).stdout;
-    assert!(all.lines().any(|line| line.matches(SHOWN).count() == 2), "{all}");
-    let metrics = firn(&sandbox, &["status", "--prometheus"], &point).ok().stdout;
-    assert!(metrics.lines().all(|line| line.starts_with("# ") || line.starts_with("firn_")), "{metrics}");
+    assert!(
+        all.lines().any(|line| line.matches(SHOWN).count() == 2),
+        "{all}"
+    );
+    let metrics = firn(&sandbox, &["status", "--prometheus"], &point)
+        .ok()
+        .stdout;
+    assert!(
+        metrics
+            .lines()
+            .all(|line| line.starts_with("# ") || line.starts_with("firn_")),
+        "{metrics}"
+    );
     let told = firn(&sandbox, &["check", "--json"], &point).json();
     assert_eq!(path(&told["backing"]), backing);
-    let chunks = firn(&sandbox, &["chunks", "--json"], &point.join(name())).ok().json();
-    assert_eq!(path(&chunks["region"]["spill"]["path"]), path(&status["spill"]["path"]));
+    let chunks = firn(&sandbox, &["chunks", "--json"], &point.join(name()))
+        .ok()
+        .json();
+    assert_eq!(
+        path(&chunks["region"]["spill"]["path"]),
+        path(&status["spill"]["path"])
+    );
 
     // firnd dies; the same pair again, which finds the spill file by what the arena says of it.
     let pid = status["pid"].as_u64().expect("a number") as u32;
@@ -267,14 +406,22 @@ fn regression_backing_mount_point_arena_and_spill_file_may_have_such_names() {
     firn(&sandbox, &["status"], &point).code(1).says("is dead");
     mount(options);
     assert_eq!(fs::read(point.join(name())).expect("read"), data);
-    firn(&sandbox, &["wait", "--until", "durable"], &backing.join(name())).ok();
+    firn(
+        &sandbox,
+        &["wait", "--until", "durable"],
+        &backing.join(name()),
+    )
+    .ok();
     assert_eq!(fs::read(backing.join(name())).expect("drained"), data);
     fs::write(point.join("more"), "more").expect("write");
     firn(&sandbox, &["umount", "--keep-held"], &point).ok();
     assert!(!is_mounted(&point));
     let mut recover = sandbox.firn(["recover", "--json", "--arena-dir"]);
     let report = run(recover.arg(&arena_dir).arg(&backing)).ok().json();
-    assert_eq!((&report["recovered_bytes"], path(&report["arena"]).parent()), (&json!(4), Some(&*arena_dir)));
+    assert_eq!(
+        (&report["recovered_bytes"], path(&report["arena"]).parent()),
+        (&json!(4), Some(&*arena_dir))
+    );
     assert_eq!(fs::read(backing.join("more")).expect("drained"), b"more");
     fs::remove_dir_all(&arena_dir).expect("remove");
 }
@@ -283,7 +430,9 @@ fn regression_backing_mount_point_arena_and_spill_file_may_have_such_names() {
 #[test]
 fn the_helper_of_mount_takes_paths_as_bytes() {
     let sandbox = Sandbox::new("bytes-fstab");
-    let (backing, point, disk) = (sandbox.join(name()), sandbox.join("mnt"), sandbox.mkdir("disk"));
+    let backing = sandbox.join(name());
+    let point = sandbox.join("mnt");
+    let disk = sandbox.mkdir("disk");
     let disk = disk.join(OsStr::from_bytes(b"\xff"));
     fs::create_dir(&backing).expect("mkdir");
     fs::create_dir(&disk).expect("mkdir");
@@ -291,8 +440,17 @@ fn the_helper_of_mount_takes_paths_as_bytes() {
     std::os::unix::fs::symlink(firn_tests::sandbox::firn_binary(), &helper).expect("symlink");
     let mut mount = Command::new(&helper);
     sandbox.environment(&mut mount);
-    let list = [b"arena-size=16M,chunk-size=1M,spill=", disk.as_os_str().as_bytes(), b",rw"].concat();
-    mount.arg(&backing).arg(&point).arg("-o").arg(OsStr::from_bytes(&list));
+    let list = [
+        b"arena-size=16M,chunk-size=1M,spill=",
+        disk.as_os_str().as_bytes(),
+        b",rw",
+    ]
+    .concat();
+    mount
+        .arg(&backing)
+        .arg(&point)
+        .arg("-o")
+        .arg(OsStr::from_bytes(&list));
     run(&mut mount).ok();
     let status = firn(&sandbox, &["status", "--json"], &point).ok().json();
     let spill: BytePath = serde_json::from_value(status["spill"]["path"].clone()).expect("a path");
@@ -301,7 +459,11 @@ fn the_helper_of_mount_takes_paths_as_bytes() {
     // Anything else that is no text is refused.
     let mut wrong = Command::new(&helper);
     sandbox.environment(&mut wrong);
-    wrong.arg(&backing).arg(&point).arg("-o").arg(OsStr::from_bytes(b"close=\xff"));
+    wrong
+        .arg(&backing)
+        .arg(&point)
+        .arg("-o")
+        .arg(OsStr::from_bytes(b"close=\xff"));
     run(&mut wrong).code(1).says(r"`\xff` is not");
 }
 
@@ -309,7 +471,9 @@ fn the_helper_of_mount_takes_paths_as_bytes() {
 #[test]
 fn a_backup_may_be_in_a_directory_with_such_a_name() {
     let sandbox = Sandbox::new("bytes-backup");
-    let (backing, point, backup) = (sandbox.join("backing"), sandbox.join("mnt"), made(&sandbox, "backup"));
+    let backing = sandbox.join("backing");
+    let point = sandbox.join("mnt");
+    let backup = made(&sandbox, "backup");
     fs::create_dir(backing.join(name())).expect("mkdir");
     let mut mount = sandbox.firn(["mount", "-o", SMALL, "--drain=commit", "--backup"]);
     run(mount.arg(&backup).arg(&backing).arg(&point)).ok();
@@ -318,7 +482,11 @@ fn a_backup_may_be_in_a_directory_with_such_a_name() {
     fs::write(scope.join(name()), "one").expect("write");
     firn(&sandbox, &["prepare", "--id", "7"], &scope).ok();
     let status = firn(&sandbox, &["status", "--json"], &point).ok().json();
-    assert_eq!(status["transactions"][0]["backup"]["whole"], json!(true), "{status}");
+    assert_eq!(
+        status["transactions"][0]["backup"]["whole"],
+        json!(true),
+        "{status}"
+    );
     kill_and_wait(&[status["pid"].as_u64().expect("a number") as u32]);
     firn_tests::sandbox::unmount_lazily(&point);
     // The node is lost with its backing; this is a copy of it as it was.
@@ -326,8 +494,15 @@ fn a_backup_may_be_in_a_directory_with_such_a_name() {
     fs::create_dir(copy.join(name())).expect("mkdir");
     let mut recover = sandbox.firn(["recover", "--json", "--id", "7", "--from-backup"]);
     let report = run(recover.arg(&backup).arg(&copy)).ok().json();
-    assert_eq!((&report["scope"], &report["committed"]), (&in_json(""), &json!(true)), "{report}");
-    assert_eq!(fs::read(copy.join(name()).join(name())).expect("there"), b"one");
+    assert_eq!(
+        (&report["scope"], &report["committed"]),
+        (&in_json(""), &json!(true)),
+        "{report}"
+    );
+    assert_eq!(
+        fs::read(copy.join(name()).join(name())).expect("there"),
+        b"one"
+    );
 }
 
 /// Proves S-fsync-5.
@@ -342,11 +517,23 @@ fn regression_the_c_library_takes_paths_as_bytes() {
     let path = dir.join(name());
     fs::write(&path, bytes(1, 70_000)).expect("write");
     fs::write(dir.join(DECOY), bytes(2, 50_000)).expect("write");
-    run(installed.command(&program).arg("errors").args([&path, &dir]).arg(sandbox.path())).ok();
+    run(installed
+        .command(&program)
+        .arg("errors")
+        .args([&path, &dir])
+        .arg(sandbox.path()))
+    .ok();
     let mut command = installed.command(&program);
-    let mut child =
-        command.arg("hold").arg(&path).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it");
-    let mut answers = BufReader::new(child.stdout.take().expect("piped")).lines().map_while(Result::ok);
+    let mut child = command
+        .arg("hold")
+        .arg(&path)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("it");
+    let mut answers = BufReader::new(child.stdout.take().expect("piped"))
+        .lines()
+        .map_while(Result::ok);
     assert_eq!(answers.next().as_deref(), Some("held"));
     fs::write(dir.join(DECOY), "changed").expect("write");
     let mut order = |word: &str| {
@@ -362,7 +549,11 @@ fn regression_the_c_library_takes_paths_as_bytes() {
     let mount = FirnMount::new(&sandbox, &patient("drain=commit"));
     let program = installed.compile("tests/c/transaction.c", Link::Static);
     fs::create_dir(mount.join(DECOY)).expect("mkdir");
-    run(installed.command(&program).arg("steps").arg(mount.join(name()))).ok();
+    run(installed
+        .command(&program)
+        .arg("steps")
+        .arg(mount.join(name())))
+    .ok();
     mount.umount();
 }
 
@@ -370,15 +561,24 @@ fn regression_the_c_library_takes_paths_as_bytes() {
 #[test]
 fn regression_a_stub_tree_and_its_files_may_have_such_names() {
     let sandbox = Sandbox::new("bytes-stub");
-    let (backing, prefix) = (made(&sandbox, "backing"), made(&sandbox, "prefix"));
+    let backing = made(&sandbox, "backing");
+    let prefix = made(&sandbox, "prefix");
     let mount = || {
-        let mut firn = sandbox.firn(["mount", "-o", "arena-size=64M,close=held,drain=demand,door=preload"]);
+        let mut firn = sandbox.firn([
+            "mount",
+            "-o",
+            "arena-size=64M,close=held,drain=demand,door=preload",
+        ]);
         run(firn.arg(&backing).arg(&prefix)).ok();
     };
     let shell = |script: &str| {
         let mut command = Command::new("bash");
         sandbox.environment(&mut command);
-        command.env("LD_PRELOAD", preload_library()).args(["-euc", script, "bash"]).arg(&prefix).arg(name());
+        command
+            .env("LD_PRELOAD", preload_library())
+            .args(["-euc", script, "bash"])
+            .arg(&prefix)
+            .arg(name());
         run(&mut command).ok().stdout
     };
     mount();
@@ -389,8 +589,15 @@ fn regression_a_stub_tree_and_its_files_may_have_such_names() {
     let told = firn(&sandbox, &["wait", "--json"], &path).ok().json();
     let found: BytePath = serde_json::from_value(told["path"].clone()).expect("a path");
     assert_eq!(found.as_path(), Path::new(name()).join(name()));
-    assert_eq!(fs::read(backing.join(name()).join(name())).expect("drained"), b"text");
-    assert_eq!(fs::read(backing.join(name()).join("moved")).expect("a name"), b"", "held");
+    assert_eq!(
+        fs::read(backing.join(name()).join(name())).expect("drained"),
+        b"text"
+    );
+    assert_eq!(
+        fs::read(backing.join(name()).join("moved")).expect("a name"),
+        b"",
+        "held"
+    );
     assert_eq!(shell(r#"cat "$1/$2/$2" "$1/$2/moved""#), "textother");
     let status = firn(&sandbox, &["status", "--json"], &backing).ok().json();
     let point: BytePath = serde_json::from_value(status["mount_point"].clone()).expect("a path");
@@ -402,14 +609,18 @@ fn regression_a_stub_tree_and_its_files_may_have_such_names() {
     mount();
     assert_eq!(shell(r#"cat "$1/$2/$2" "$1/$2/moved""#), "textother");
     firn(&sandbox, &["umount"], &prefix).ok();
-    assert_eq!(fs::read(backing.join(name()).join("moved")).expect("drained"), b"other");
+    assert_eq!(
+        fs::read(backing.join(name()).join("moved")).expect("drained"),
+        b"other"
+    );
 }
 
 /// The preload library past the kernel, on a mount, and the prefix of a job.
 #[test]
 fn regression_a_job_may_have_such_a_prefix() {
     let sandbox = Sandbox::new("bytes-run");
-    let (backing, prefix) = (made(&sandbox, "backing"), made(&sandbox, "prefix"));
+    let backing = made(&sandbox, "backing");
+    let prefix = made(&sandbox, "prefix");
     let script = r#"head -c 100000 /dev/zero > "$FIRN_PREFIX/$0"; cp "$FIRN_PREFIX/$0" "$FIRN_PREFIX/copy"; printf %s "$FIRN_PREFIX" > "$1""#;
     let told = sandbox.join("told");
     for door in ["mount", "preload"] {
@@ -421,9 +632,17 @@ fn regression_a_job_may_have_such_a_prefix() {
             .arg(name())
             .arg(&told);
         run(&mut firn).ok();
-        assert_eq!(fs::read(&told).expect("read"), prefix.as_os_str().as_bytes(), "{door}");
+        assert_eq!(
+            fs::read(&told).expect("read"),
+            prefix.as_os_str().as_bytes(),
+            "{door}"
+        );
         for file in [name(), OsStr::new("copy")] {
-            assert_eq!(fs::read(backing.join(file)).expect("drained"), vec![0; 100_000], "{door} {file:?}");
+            assert_eq!(
+                fs::read(backing.join(file)).expect("drained"),
+                vec![0; 100_000],
+                "{door} {file:?}"
+            );
             fs::remove_file(backing.join(file)).expect("remove");
         }
     }

@@ -26,26 +26,42 @@ const DEMAND: &str = "memory=32M,chunk-size=1M,drain=demand,passthrough=off";
 /// Nothing drains unasked: memory for 16 MiB, and more in the spill file.
 fn spilling(sandbox: &Sandbox) -> String {
     let dir = sandbox.mkdir("local");
-    format!("arena-size=16M,chunk-size=1M,drain=demand,spill={},spill-size=64M", dir.display())
+    format!(
+        "arena-size=16M,chunk-size=1M,drain=demand,spill={},spill-size=64M",
+        dir.display()
+    )
 }
 
 /// Four files of 6 MiB and more: some of them spill.
 fn write_ranks(mount: &FirnMount<'_>) -> Vec<(PathBuf, Vec<u8>)> {
-    let files: Vec<_> =
-        (0..4).map(|n| (mount.join(format!("rank{n}")), bytes(n + 1, 6 * MIB + 1000 * n as usize))).collect();
+    let files: Vec<_> = (0..4)
+        .map(|n| {
+            (
+                mount.join(format!("rank{n}")),
+                bytes(n + 1, 6 * MIB + 1000 * n as usize),
+            )
+        })
+        .collect();
     for (path, data) in &files {
         fs::write(path, data).expect("write");
     }
-    wait_until("memory is below the lower threshold", LIMIT, || mount.status().arena_used_bytes <= 13 << 20);
+    wait_until("memory is below the lower threshold", LIMIT, || {
+        mount.status().arena_used_bytes <= 13 << 20
+    });
     files
 }
 
 fn drain(sandbox: &Sandbox, path: &Path) {
-    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), path.as_os_str()]).ok();
+    sandbox
+        .run([OsStr::new("drain"), OsStr::new("--wait"), path.as_os_str()])
+        .ok();
 }
 
 fn evict(sandbox: &Sandbox, path: &Path) -> (u64, u64) {
-    let told = sandbox.run([OsStr::new("evict"), OsStr::new("--json"), path.as_os_str()]).ok().json();
+    let told = sandbox
+        .run([OsStr::new("evict"), OsStr::new("--json"), path.as_os_str()])
+        .ok()
+        .json();
     let bytes = |key: &str| told[key].as_u64().expect("a number");
     (bytes("freed_bytes"), bytes("held_bytes"))
 }
@@ -66,7 +82,9 @@ fn churn(mount: &Path, number: u64, stop: &AtomicBool) -> u64 {
     while !stop.load(Ordering::Relaxed) {
         let path = mount.join(format!("other{number}"));
         fs::write(&path, bytes(rounds, 2 * MIB + 77)).expect("write another file");
-        open_rw(&path).write_all_at(&bytes(rounds + 1, 5000), 1000).expect("overwrite it");
+        open_rw(&path)
+            .write_all_at(&bytes(rounds + 1, 5000), 1000)
+            .expect("overwrite it");
         assert_eq!(read(&path).len(), 2 * MIB + 77);
         fs::remove_file(&path).expect("remove it");
         rounds += 1;
@@ -82,18 +100,23 @@ fn lists_give_the_bytes_of_the_mount_while_other_files_are_written() {
     let files = write_ranks(&mount);
     let mut control = Control::new(&sandbox);
     let region = control.region();
-    assert_eq!((region.bytes, region.chunk_bytes, region.page_bytes), (16 << 20, 1 << 20, 4096));
+    assert_eq!(
+        (region.bytes, region.chunk_bytes, region.page_bytes),
+        (16 << 20, 1 << 20, 4096)
+    );
     assert_eq!(region.path, sandbox.arena().to_str().expect("utf-8"));
     let places = Files::of(&region);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let writers = [0, 1].map(|n| {
             scope.spawn({
-                let (mount, stop) = (mount.path().to_owned(), &stop);
+                let mount = mount.path().to_owned();
+                let stop = &stop;
                 move || churn(&mount, n, stop)
             })
         });
-        let (mut memory, mut spill) = (0, 0);
+        let mut memory = 0;
+        let mut spill = 0;
         for _ in 0..10 {
             for (path, data) in &files {
                 let name = path.file_name().and_then(OsStr::to_str).expect("utf-8");
@@ -107,10 +130,16 @@ fn lists_give_the_bytes_of_the_mount_while_other_files_are_written() {
                 assert_same_bytes("by the mount", &read(path), data);
             }
         }
-        assert!(memory > 0 && spill > 0, "{memory} bytes in memory, {spill} spilled");
+        assert!(
+            memory > 0 && spill > 0,
+            "{memory} bytes in memory, {spill} spilled"
+        );
         stop.store(true, Ordering::Relaxed);
         for writer in writers {
-            assert!(writer.join().expect("a writer") > 0, "nothing was written meanwhile");
+            assert!(
+                writer.join().expect("a writer") > 0,
+                "nothing was written meanwhile"
+            );
         }
     });
     assert_eq!(mount.status().chunk_lists, 0);
@@ -121,7 +150,8 @@ fn lists_give_the_bytes_of_the_mount_while_other_files_are_written() {
 fn what_a_list_names_outlives_the_file() {
     let sandbox = Sandbox::new("chunkslive");
     let mount = FirnMount::new(&sandbox, DEMAND);
-    let (path, behind) = (mount.join("f"), mount.backing().join("f"));
+    let path = mount.join("f");
+    let behind = mount.backing().join("f");
     let before = bytes(1, 5 * MIB + 77);
     fs::write(&path, &before).expect("write");
     let mut control = Control::new(&sandbox);
@@ -135,15 +165,18 @@ fn what_a_list_names_outlives_the_file() {
     drain(&sandbox, &path);
     assert!(!control.changed(&list), "a drain changes no byte");
     let file = open_rw(&path);
-    file.write_all_at(&bytes(2, 3 * MIB), 100_000).expect("overwrite");
+    file.write_all_at(&bytes(2, 3 * MIB), 100_000)
+        .expect("overwrite");
     same("after an overwrite");
     assert!(control.changed(&list));
     let second = control.list("f").expect("a second list");
     assert!(!control.changed(&second), "its own changes only");
     let after = read(&path);
-    file.write_all_at(&bytes(3, 1000), 0).expect("overwrite where it is pending");
+    file.write_all_at(&bytes(3, 1000), 0)
+        .expect("overwrite where it is pending");
     assert_same_bytes("the second list", &places.read(&second, &behind), &after);
-    file.write_all_at(&bytes(3, 1000), before.len() as u64).expect("append");
+    file.write_all_at(&bytes(3, 1000), before.len() as u64)
+        .expect("append");
     file.set_len(1000).expect("truncate");
     file.set_len(9 << 20).expect("extend");
     same("after truncations");
@@ -154,8 +187,13 @@ fn what_a_list_names_outlives_the_file() {
     same("after the removal");
     // All other memory is written to, so that room which was given away wrongly would show.
     let filler = open_rw(&mount.join("filler"));
-    let full = (0..64).map(|n| filler.write_all_at(&bytes(n, MIB), n << 20)).find_map(Result::err);
-    assert_eq!(full.and_then(|error| error.raw_os_error()), Some(libc::ENOSPC));
+    let full = (0..64)
+        .map(|n| filler.write_all_at(&bytes(n, MIB), n << 20))
+        .find_map(Result::err);
+    assert_eq!(
+        full.and_then(|error| error.raw_os_error()),
+        Some(libc::ENOSPC)
+    );
     same("when all other memory was used");
     assert_same_bytes("the second list", &places.read(&second, &behind), &after);
     assert!(control.changed(&list));
@@ -166,7 +204,8 @@ fn what_a_list_names_outlives_the_file() {
 fn nothing_moves_or_leaves_while_a_list_is_held() {
     let sandbox = Sandbox::new("chunksmove");
     let mount = FirnMount::new(&sandbox, &spilling(&sandbox));
-    let (path, data) = (mount.join("first"), bytes(1, 5 * MIB));
+    let path = mount.join("first");
+    let data = bytes(1, 5 * MIB);
     fs::write(&path, &data).expect("write");
     drain(&sandbox, &path);
     let mut control = Control::new(&sandbox);
@@ -184,7 +223,10 @@ fn nothing_moves_or_leaves_while_a_list_is_held() {
     control.release(&list);
     assert_eq!(evict(&sandbox, &path), (data.len() as u64, 0));
     let list = control.list("first").expect("a list");
-    assert_eq!((held(&list), bytes_in(&list, Place::Backing)), (0, data.len() as u64));
+    assert_eq!(
+        (held(&list), bytes_in(&list, Place::Backing)),
+        (0, data.len() as u64)
+    );
 
     // The same for what is not drained: it moves once it is let go.
     let in_memory = |control: &mut Control| {
@@ -211,7 +253,11 @@ fn nothing_moves_or_leaves_while_a_list_is_held() {
 #[test]
 fn a_memory_full_of_lists_is_enospc_and_no_hang() {
     let sandbox = Sandbox::new("chunksfull");
-    for options in [DEMAND.to_owned(), spilling(&sandbox), "arena-size=16M,chunk-size=1M,close=held".into()] {
+    for options in [
+        DEMAND.to_owned(),
+        spilling(&sandbox),
+        "arena-size=16M,chunk-size=1M,close=held".into(),
+    ] {
         let mount = FirnMount::new(&sandbox, &options);
         let mut control = Control::new(&sandbox);
         let taken = bytes(1, MIB);
@@ -253,22 +299,38 @@ fn memory_backing_and_holes_are_told_apart() {
         let list = control.list(name).expect("a list");
         let behind = mount.backing().join(name);
         assert_same_bytes(name, &places.read(&list, &behind), &read(&mount.join(name)));
-        list.pieces.iter().map(|piece| (piece.place, piece.bytes)).collect::<Vec<_>>()
+        list.pieces
+            .iter()
+            .map(|piece| (piece.place, piece.bytes))
+            .collect::<Vec<_>>()
     };
     assert_eq!(shape("old"), [(Place::Backing, 300_000)]);
     let file = open_rw(&mount.join("old"));
     file.write_all_at(&bytes(2, 1000), 100_000).expect("write");
-    let both = [(Place::Backing, 100_000), (Place::Memory, 1000), (Place::Backing, 199_000)];
+    let both = [
+        (Place::Backing, 100_000),
+        (Place::Memory, 1000),
+        (Place::Backing, 199_000),
+    ];
     assert_eq!(shape("old"), both);
     file.write_all_at(&bytes(2, 1000), 400_000).expect("write");
-    assert_eq!(shape("old")[3..], [(Place::Hole, 100_000), (Place::Memory, 1000)]);
+    assert_eq!(
+        shape("old")[3..],
+        [(Place::Hole, 100_000), (Place::Memory, 1000)]
+    );
     let file = open_rw(&mount.join("new"));
     assert_eq!(shape("new"), []);
     file.write_all_at(&bytes(3, 1000), 1 << 20).expect("write");
-    assert_eq!(shape("new"), [(Place::Hole, 1 << 20), (Place::Memory, 1000)]);
+    assert_eq!(
+        shape("new"),
+        [(Place::Hole, 1 << 20), (Place::Memory, 1000)]
+    );
     file.set_len(2 << 20).expect("extend");
     let end = (Place::Backing, MIB as u64 - 1000);
-    assert_eq!(shape("new"), [(Place::Backing, 1 << 20), (Place::Memory, 1000), end]);
+    assert_eq!(
+        shape("new"),
+        [(Place::Backing, 1 << 20), (Place::Memory, 1000), end]
+    );
     fs::create_dir(mount.join("dir")).expect("mkdir");
     std::os::unix::fs::symlink("old", mount.join("link")).expect("symlink");
     let expected = [
@@ -309,18 +371,28 @@ fn bad_requests_and_too_many_lists_are_refused() {
     let sandbox = Sandbox::new("chunksbad");
     let mount = FirnMount::new(&sandbox, DEMAND);
     fs::write(mount.join("f"), bytes(1, MIB)).expect("write");
-    let (mut control, mut other) = (Control::new(&sandbox), Control::new(&sandbox));
+    let mut control = Control::new(&sandbox);
+    let mut other = Control::new(&sandbox);
     let errno = |reply: Option<Reply>| match reply {
         Some(Reply::Error { errno, .. }) => errno,
         other => panic!("{other:?}"),
     };
     let list = control.list("f").expect("a list");
     for number in [0, list.list + 1, u64::MAX] {
-        assert_eq!(errno(control.ask(&Request::CheckChunks { list: number })), libc::EBADF);
-        assert_eq!(errno(control.ask(&Request::ReleaseChunks { list: number })), libc::EBADF);
+        assert_eq!(
+            errno(control.ask(&Request::CheckChunks { list: number })),
+            libc::EBADF
+        );
+        assert_eq!(
+            errno(control.ask(&Request::ReleaseChunks { list: number })),
+            libc::EBADF
+        );
     }
     // Lists are a connection's own.
-    assert_eq!(errno(other.ask(&Request::ReleaseChunks { list: list.list })), libc::EBADF);
+    assert_eq!(
+        errno(other.ask(&Request::ReleaseChunks { list: list.list })),
+        libc::EBADF
+    );
     for _ in 1..1024 {
         control.list("f").expect("a list");
     }
@@ -329,7 +401,9 @@ fn bad_requests_and_too_many_lists_are_refused() {
     control.release(&list);
     control.list("f").expect("there is room again");
     drop(control);
-    wait_until("the lists end with their connection", LIMIT, || mount.status().chunk_lists == 0);
+    wait_until("the lists end with their connection", LIMIT, || {
+        mount.status().chunk_lists == 0
+    });
     fs::remove_file(mount.join("f")).expect("unlink");
     assert_eq!(mount.status().arena_used_bytes, 0);
 }
@@ -341,28 +415,56 @@ fn firn_chunks_tells_people_and_scripts_where_a_file_is() {
     let files = write_ranks(&mount);
     let told = |path: &Path| sandbox.run([OsStr::new("chunks"), path.as_os_str()]);
     let table = told(&files[0].0).ok().stdout;
-    let lines: Vec<Vec<&str>> = table.lines().map(|line| line.split_whitespace().collect()).collect();
+    let lines: Vec<Vec<&str>> = table
+        .lines()
+        .map(|line| line.split_whitespace().collect())
+        .collect();
     assert_eq!(lines[0], ["OFFSET", "BYTES", "WHERE", "CHUNK", "AT"]);
-    let total: u64 = lines[1..].iter().map(|words| words[1].parse::<u64>().expect("a number")).sum();
+    let total: u64 = lines[1..]
+        .iter()
+        .map(|words| words[1].parse::<u64>().expect("a number"))
+        .sum();
     assert_eq!(total, files[0].1.len() as u64);
-    assert!(lines[1..].iter().all(|words| words.len() == 5 && words[2] == "spill"), "{table}");
+    assert!(
+        lines[1..]
+            .iter()
+            .all(|words| words.len() == 5 && words[2] == "spill"),
+        "{table}"
+    );
 
-    let json = |path: &Path| sandbox.run([OsStr::new("chunks"), OsStr::new("--json"), path.as_os_str()]);
+    let json =
+        |path: &Path| sandbox.run([OsStr::new("chunks"), OsStr::new("--json"), path.as_os_str()]);
     let list = json(&files[3].0).ok().json();
-    assert_eq!((&list["path"], &list["bytes"]), (&"rank3".into(), &files[3].1.len().into()));
-    assert_eq!(list["region"]["path"], sandbox.arena().to_str().expect("utf-8"));
+    assert_eq!(
+        (&list["path"], &list["bytes"]),
+        (&"rank3".into(), &files[3].1.len().into())
+    );
+    assert_eq!(
+        list["region"]["path"],
+        sandbox.arena().to_str().expect("utf-8")
+    );
     assert_eq!(list["region"]["spill"]["bytes"], 64 << 20);
     assert_eq!(list["pieces"][0]["offset"], 0);
 
-    told(&sandbox.join("backing/..")).code(10).says("not on a firn mount");
+    told(&sandbox.join("backing/.."))
+        .code(10)
+        .says("not on a firn mount");
     fs::create_dir(mount.join("dir")).expect("mkdir");
-    told(&mount.join("dir")).code(1).says("is a directory: name a file");
-    told(mount.path()).code(1).says("is a directory: name a file");
+    told(&mount.join("dir"))
+        .code(1)
+        .says("is a directory: name a file");
+    told(mount.path())
+        .code(1)
+        .says("is a directory: name a file");
     told(&mount.join("missing")).code(1).says("no such file");
     drain(&sandbox, &files[0].0);
     assert_eq!(evict(&sandbox, &files[0].0), (files[0].1.len() as u64, 0));
-    told(&files[0].0).code(1).says("all of it is in the backing");
-    let outcome = json(&files[0].0).code(1).says("all of it is in the backing");
+    told(&files[0].0)
+        .code(1)
+        .says("all of it is in the backing");
+    let outcome = json(&files[0].0)
+        .code(1)
+        .says("all of it is in the backing");
     assert_eq!(outcome.json()["pieces"][0]["place"], "backing");
     assert_eq!(mount.status().chunk_lists, 0);
 }
@@ -378,10 +480,19 @@ struct Holder {
 
 impl Holder {
     fn new(mut command: Command, path: &Path) -> Self {
-        command.arg("hold").arg(path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .arg("hold")
+            .arg(path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut child = command.spawn().expect("start the program");
-        let (orders, answers) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
-        let mut holder = Self { child, orders, answers: BufReader::new(answers) };
+        let orders = child.stdin.take().expect("piped");
+        let answers = child.stdout.take().expect("piped");
+        let mut holder = Self {
+            child,
+            orders,
+            answers: BufReader::new(answers),
+        };
         assert_eq!(holder.answer(), "held");
         holder
     }
@@ -418,8 +529,12 @@ fn a_c_program_copies_a_checkpoint_past_the_mount() {
     mixed.write_all_at(&bytes(20, MIB), 0).expect("write");
     drain(&sandbox, &mount.join("mixed"));
     evict(&sandbox, &mount.join("mixed"));
-    mixed.write_all_at(&bytes(21, 5000), 300_000).expect("write");
-    mixed.write_all_at(&bytes(22, 5000), 2 << 20).expect("write");
+    mixed
+        .write_all_at(&bytes(21, 5000), 300_000)
+        .expect("write");
+    mixed
+        .write_all_at(&bytes(22, 5000), 2 << 20)
+        .expect("write");
     drop(mixed);
     files.push((mount.join("mixed"), read(&mount.join("mixed"))));
     fs::write(mount.join("empty"), b"").expect("write");
@@ -430,7 +545,8 @@ fn a_c_program_copies_a_checkpoint_past_the_mount() {
         if link == Link::Static {
             command.env_remove("LD_LIBRARY_PATH");
         }
-        let target = |path: &Path| sandbox.join(format!("copy-{}", path.file_name().unwrap().display()));
+        let target =
+            |path: &Path| sandbox.join(format!("copy-{}", path.file_name().unwrap().display()));
         for (path, _) in &files {
             command.arg(path).arg(target(path));
         }
@@ -443,8 +559,13 @@ fn a_c_program_copies_a_checkpoint_past_the_mount() {
             outcome
         });
         let sum = |what: &str| -> usize {
-            let words = outcome.stdout.split_whitespace().filter_map(|word| word.strip_prefix(what));
-            words.map(|number| number.parse::<usize>().expect("a number")).sum()
+            let words = outcome
+                .stdout
+                .split_whitespace()
+                .filter_map(|word| word.strip_prefix(what));
+            words
+                .map(|number| number.parse::<usize>().expect("a number"))
+                .sum()
         };
         assert_eq!(sum("backing="), MIB - 5000, "{outcome}");
         assert!(sum("memory=") > 0 && sum("spill=") > 0, "{outcome}");
@@ -470,11 +591,21 @@ fn lists_of_a_c_program_end_with_it_and_with_firnd() {
     let files = write_ranks(&mount);
     let (path, data) = &files[3];
     let mut holder = Holder::new(installed.command(&program), path);
-    assert_eq!((holder.order("sum"), holder.order("check")), (sum(data), "0 0".into()));
+    assert_eq!(
+        (holder.order("sum"), holder.order("check")),
+        (sum(data), "0 0".into())
+    );
     let used = mount.status().arena_used_bytes;
     fs::remove_file(path).expect("unlink");
-    assert_eq!(mount.status().arena_used_bytes, used, "the room is not free yet");
-    assert_eq!((holder.order("sum"), holder.order("check")), (sum(data), "0 1".into()));
+    assert_eq!(
+        mount.status().arena_used_bytes,
+        used,
+        "the room is not free yet"
+    );
+    assert_eq!(
+        (holder.order("sum"), holder.order("check")),
+        (sum(data), "0 1".into())
+    );
     // A kill, at which nothing is told to firnd but the end of the connection.
     holder.child.kill().expect("kill");
     wait_until("its room is free", LIMIT, || {
@@ -487,11 +618,22 @@ fn lists_of_a_c_program_end_with_it_and_with_firnd() {
     assert_eq!(holder.order("sum"), sum(data));
     mount.kill();
     let stale = format!("{} 0", libc::ESTALE);
-    assert_eq!(holder.order("check"), stale, "no SIGPIPE, and no list without firnd");
+    assert_eq!(
+        holder.order("check"),
+        stale,
+        "no SIGPIPE, and no list without firnd"
+    );
     let mount = FirnMount::new(&sandbox, &options);
-    assert_eq!(holder.order("check"), stale, "a later firnd knows nothing of it");
+    assert_eq!(
+        holder.order("check"),
+        stale,
+        "a later firnd knows nothing of it"
+    );
     assert_eq!(holder.order("again"), "held");
-    assert_eq!((holder.order("sum"), holder.order("check")), (sum(data), "0 0".into()));
+    assert_eq!(
+        (holder.order("sum"), holder.order("check")),
+        (sum(data), "0 0".into())
+    );
     // A list is no reason to refuse the unmount: what it names is in the backing then.
     let backing = mount.umount();
     assert_eq!(holder.order("check"), stale);
@@ -508,10 +650,25 @@ fn the_c_library_tells_every_error_and_takes_several_threads() {
     let (dir, file) = (mount.join("dir"), mount.join("dir/file"));
     fs::create_dir(&dir).expect("mkdir");
     fs::write(&file, bytes(1, 70_000)).expect("write");
-    run(installed.command(&program).arg("errors").args([&file, &dir]).arg(sandbox.path())).ok();
+    run(installed
+        .command(&program)
+        .arg("errors")
+        .args([&file, &dir])
+        .arg(sandbox.path()))
+    .ok();
     assert_eq!(mount.status().chunk_lists, 0);
-    run(installed.command(&program).arg("threads").arg(&file).arg("8")).ok();
-    run(installed.command(&program).arg("threads").arg(&files[0].0).arg("2")).ok();
+    run(installed
+        .command(&program)
+        .arg("threads")
+        .arg(&file)
+        .arg("8"))
+    .ok();
+    run(installed
+        .command(&program)
+        .arg("threads")
+        .arg(&files[0].0)
+        .arg("2"))
+    .ok();
 }
 
 #[test]
@@ -520,11 +677,17 @@ fn what_is_installed_is_where_pkg_config_and_the_linker_look() {
     let installed = Installed::new(&sandbox);
     let version = installed.pkg_config(&["--modversion"]);
     assert_eq!(version, [env!("CARGO_PKG_VERSION")]);
-    let library =
-        fs::canonicalize(installed.join("lib/libfirn.so.0")).expect("the name that programs ask for");
-    assert!(library.ends_with(format!("libfirn.so.{}", env!("CARGO_PKG_VERSION"))), "{library:?}");
+    let library = fs::canonicalize(installed.join("lib/libfirn.so.0"))
+        .expect("the name that programs ask for");
+    assert!(
+        library.ends_with(format!("libfirn.so.{}", env!("CARGO_PKG_VERSION"))),
+        "{library:?}"
+    );
     let link = fs::canonicalize(installed.join("sbin/mount.firn")).expect("the helper of mount(8)");
-    assert_eq!(link, fs::canonicalize(installed.join("bin/firn")).expect("the program"));
+    assert_eq!(
+        link,
+        fs::canonicalize(installed.join("bin/firn")).expect("the program")
+    );
     assert!(installed.join("share/man/man1/firn-chunks.1").exists());
     let completions = read(&installed.join("share/bash-completion/completions/firn"));
     assert!(
@@ -539,22 +702,53 @@ fn what_is_installed_is_where_pkg_config_and_the_linker_look() {
     )
     .expect("write");
     let flags = installed.pkg_config(&["--cflags"]);
-    let words = ["-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only"];
+    let words = [
+        "-std=c++17",
+        "-Wall",
+        "-Wextra",
+        "-Wpedantic",
+        "-Werror",
+        "-fsyntax-only",
+    ];
     run(Command::new("c++").args(words).args(flags).arg(&header)).ok();
 
     // For a package: the same paths in the files, all of it below another directory.
     let package = sandbox.join("package");
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/install");
     let install = |args: &[&OsStr]| run(Command::new(&script).args(args));
-    let from = firn_tests::sandbox::firn_binary().parent().expect("a directory").to_owned();
-    let args = ["--from".as_ref(), from.as_os_str(), "--destdir".as_ref(), package.as_os_str()];
+    let from = firn_tests::sandbox::firn_binary()
+        .parent()
+        .expect("a directory")
+        .to_owned();
+    let args = [
+        "--from".as_ref(),
+        from.as_os_str(),
+        "--destdir".as_ref(),
+        package.as_os_str(),
+    ];
     install(
-        &[&args[..], &["--prefix".as_ref(), "/usr".as_ref(), "--libdir".as_ref(), "/usr/lib64".as_ref()]]
-            .concat(),
+        &[
+            &args[..],
+            &[
+                "--prefix".as_ref(),
+                "/usr".as_ref(),
+                "--libdir".as_ref(),
+                "/usr/lib64".as_ref(),
+            ],
+        ]
+        .concat(),
     )
     .ok();
-    let config = String::from_utf8(read(&package.join("usr/lib64/pkgconfig/firn.pc"))).expect("utf-8");
-    assert!(config.contains("libdir=/usr/lib64\n") && !config.contains("package"), "{config}");
-    install(&["--prefix".as_ref(), "relative".as_ref()]).code(2).says("absolute");
-    install(&["--from".as_ref(), sandbox.path().as_os_str()]).code(1).says("cargo build");
+    let config =
+        String::from_utf8(read(&package.join("usr/lib64/pkgconfig/firn.pc"))).expect("utf-8");
+    assert!(
+        config.contains("libdir=/usr/lib64\n") && !config.contains("package"),
+        "{config}"
+    );
+    install(&["--prefix".as_ref(), "relative".as_ref()])
+        .code(2)
+        .says("absolute");
+    install(&["--from".as_ref(), sandbox.path().as_os_str()])
+        .code(1)
+        .says("cargo build");
 }

@@ -23,14 +23,19 @@ static HELPER_LOCK: Mutex<()> = Mutex::new(());
 
 impl Helper {
     fn install() -> Self {
-        let only_one = HELPER_LOCK.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let only_one = HELPER_LOCK
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         let made = !Path::new(HELPER).exists();
         if made {
             fs::remove_file(HELPER).ok();
             symlink(fs::canonicalize(firn_binary()).expect("the binary"), HELPER)
                 .expect("symlink mount.firn");
         }
-        Self { made, _only_one: only_one }
+        Self {
+            made,
+            _only_one: only_one,
+        }
     }
 }
 
@@ -53,21 +58,42 @@ fn in_sandbox(sandbox: &Sandbox, program: &str, args: &[&str]) -> Command {
 fn mount_a_mounts_an_fstab_line() {
     let sandbox = Sandbox::new("fstab");
     let _helper = Helper::install();
-    let (backing, point) = (sandbox.join("backing"), sandbox.join("mnt"));
+    let backing = sandbox.join("backing");
+    let point = sandbox.join("mnt");
     let fstab = sandbox.join("fstab");
     let options = format!("{SMALL},close=held,_netdev,nofail,noauto,user,x-systemd.automount");
-    let line = |options: &str| format!("{} {} firn {options} 0 0\n", backing.display(), point.display());
+    let line = |options: &str| {
+        format!(
+            "{} {} firn {options} 0 0\n",
+            backing.display(),
+            point.display()
+        )
+    };
     fs::write(&fstab, line(&options.replace("noauto,", ""))).expect("write the fstab");
-    run(&mut in_sandbox(&sandbox, "mount", &["-a", "-T", fstab.to_str().expect("UTF-8")])).ok();
-    assert!(is_mounted(&point), "mount -a returned before the mount was usable");
+    run(&mut in_sandbox(
+        &sandbox,
+        "mount",
+        &["-a", "-T", fstab.to_str().expect("UTF-8")],
+    ))
+    .ok();
+    assert!(
+        is_mounted(&point),
+        "mount -a returned before the mount was usable"
+    );
     let status = status_of(&sandbox, &point);
-    assert!(status.options.iter().any(|option| option == "close=held"), "{:?}", status.options);
+    assert!(
+        status.options.iter().any(|option| option == "close=held"),
+        "{:?}",
+        status.options
+    );
     fs::write(point.join("file"), "text").expect("write");
     // umount(8) is what an administrator types; firnd drains and ends by itself then.
     run(Command::new("umount").arg(&point)).ok();
-    firn_tests::wait_until("firnd ends after umount(8)", Duration::from_secs(30), || {
-        firn_tests::sandbox::is_zombie(status.pid)
-    });
+    firn_tests::wait_until(
+        "firnd ends after umount(8)",
+        Duration::from_secs(30),
+        || firn_tests::sandbox::is_zombie(status.pid),
+    );
     assert_eq!(fs::read(backing.join("file")).expect("read"), b"text");
 }
 
@@ -76,7 +102,11 @@ fn mount_a_mounts_an_fstab_line() {
 fn regression_firnd_has_let_go_of_the_backing_when_firn_umount_returns() {
     let sandbox = Sandbox::new("letgo");
     let by_helper = sandbox.join("umount.fuse.firn");
-    symlink(fs::canonicalize(firn_binary()).expect("the binary"), &by_helper).expect("symlink");
+    symlink(
+        fs::canonicalize(firn_binary()).expect("the binary"),
+        &by_helper,
+    )
+    .expect("symlink");
     for round in 0..12 {
         let image = LoopImage::new(&sandbox, FsKind::Tmpfs, 64);
         let mount = FirnMount::over(&sandbox, image.path(), &format!("{SMALL},close=held"));
@@ -84,11 +114,20 @@ fn regression_firnd_has_let_go_of_the_backing_when_firn_umount_returns() {
         let point = mount.path().as_os_str();
         match round % 3 {
             0 => sandbox.run(["umount".as_ref(), point]).ok(),
-            1 => sandbox.run(["umount".as_ref(), "--force".as_ref(), point]).ok(),
-            _ => run(in_sandbox(&sandbox, by_helper.to_str().expect("UTF-8"), &["-n"]).arg(point)).ok(),
+            1 => sandbox
+                .run(["umount".as_ref(), "--force".as_ref(), point])
+                .ok(),
+            _ => run(in_sandbox(&sandbox, by_helper.to_str().expect("UTF-8"), &["-n"]).arg(point))
+                .ok(),
         };
-        assert!(firn_tests::sandbox::is_zombie(mount.pid()), "round {round}: firnd still runs");
-        assert_eq!(fs::metadata(image.path().join("file")).expect("stat").len(), 3 << 20);
+        assert!(
+            firn_tests::sandbox::is_zombie(mount.pid()),
+            "round {round}: firnd still runs"
+        );
+        assert_eq!(
+            fs::metadata(image.path().join("file")).expect("stat").len(),
+            3 << 20
+        );
         // Not lazily: whoever still has a file there keeps it from being unmounted.
         let unmounted = rustix::mount::unmount(image.path(), rustix::mount::UnmountFlags::empty());
         assert_eq!(unmounted, Ok(()), "round {round}");
@@ -99,13 +138,35 @@ fn regression_firnd_has_let_go_of_the_backing_when_firn_umount_returns() {
 fn mount_firn_has_the_exit_codes_of_mount_8() {
     let sandbox = Sandbox::new("mountfirn");
     let _helper = Helper::install();
-    let (backing, point) = (sandbox.join("backing"), sandbox.join("mnt"));
-    let (backing, point) = (backing.to_str().expect("UTF-8"), point.to_str().expect("UTF-8"));
-    run(&mut in_sandbox(&sandbox, HELPER, &[backing, point, "-o", "no-such-option"])).code(1);
-    run(&mut in_sandbox(&sandbox, HELPER, &["/no/such/backing", point])).code(32);
-    run(&mut in_sandbox(&sandbox, HELPER, &[backing, point, "-f", "-v", "-o", "rw"])).ok();
+    let backing = sandbox.join("backing");
+    let point = sandbox.join("mnt");
+    let backing = backing.to_str().expect("UTF-8");
+    let point = point.to_str().expect("UTF-8");
+    run(&mut in_sandbox(
+        &sandbox,
+        HELPER,
+        &[backing, point, "-o", "no-such-option"],
+    ))
+    .code(1);
+    run(&mut in_sandbox(
+        &sandbox,
+        HELPER,
+        &["/no/such/backing", point],
+    ))
+    .code(32);
+    run(&mut in_sandbox(
+        &sandbox,
+        HELPER,
+        &[backing, point, "-f", "-v", "-o", "rw"],
+    ))
+    .ok();
     assert!(!is_mounted(Path::new(point)), "-f mounted");
-    run(&mut in_sandbox(&sandbox, HELPER, &[backing, point, "-s", "-n", "-o", "rw,no-such-option"])).ok();
+    run(&mut in_sandbox(
+        &sandbox,
+        HELPER,
+        &[backing, point, "-s", "-n", "-o", "rw,no-such-option"],
+    ))
+    .ok();
     assert!(is_mounted(Path::new(point)), "-s tolerates unknown options");
     sandbox.run(["umount", point]).ok();
 }
@@ -124,10 +185,15 @@ fn status_wait_and_drain_answer_in_json() {
     assert_eq!(status.backing.as_path(), mount.backing());
     assert_eq!(status.arena_bytes, 32 << 20);
     let step = mount.join("step").to_string_lossy().into_owned();
-    sandbox.run(["wait", "--until", "durable", "--json", &step]).ok().json();
+    sandbox
+        .run(["wait", "--until", "durable", "--json", &step])
+        .ok()
+        .json();
     sandbox.run(["drain", "--json", &step]).ok().json();
     assert_eq!(mount.status().held_bytes, 0);
-    let file = sandbox.run(["status", "--json", &format!("{step}/file")]).ok();
+    let file = sandbox
+        .run(["status", "--json", &format!("{step}/file")])
+        .ok();
     file.json();
     mount.umount();
 }
@@ -147,13 +213,30 @@ fn metrics_are_prometheus_text() {
     let sandbox = Sandbox::new("metrics");
     let mount = FirnMount::new(&sandbox, SMALL);
     fs::write(mount.join("file"), vec![1; 5000]).expect("write");
-    let text = sandbox.run(["status".as_ref(), "--metrics".as_ref(), mount.path().as_os_str()]).ok().stdout;
-    for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
-        let (name, value) = line.rsplit_once(' ').unwrap_or_else(|| panic!("no value: {line}"));
+    let text = sandbox
+        .run([
+            "status".as_ref(),
+            "--metrics".as_ref(),
+            mount.path().as_os_str(),
+        ])
+        .ok()
+        .stdout;
+    for line in text
+        .lines()
+        .filter(|line| !line.starts_with('#') && !line.is_empty())
+    {
+        let (name, value) = line
+            .rsplit_once(' ')
+            .unwrap_or_else(|| panic!("no value: {line}"));
         assert!(name.starts_with("firn_"), "{line}");
-        value.parse::<f64>().unwrap_or_else(|_| panic!("not a number: {line}"));
+        value
+            .parse::<f64>()
+            .unwrap_or_else(|_| panic!("not a number: {line}"));
     }
-    assert!(text.contains("# TYPE firn_") && text.contains("ingest"), "{text}");
+    assert!(
+        text.contains("# TYPE firn_") && text.contains("ingest"),
+        "{text}"
+    );
     mount.umount();
 }
 
@@ -162,19 +245,37 @@ fn config_shows_each_value_and_where_it_came_from() {
     let sandbox = Sandbox::new("config");
     let mut command = sandbox.firn(["config"]);
     let outcome = run(command.env("FIRN_IO_THREADS", "7")).ok();
-    let line = outcome.stdout.lines().find(|line| line.contains("io-threads"));
+    let line = outcome
+        .stdout
+        .lines()
+        .find(|line| line.contains("io-threads"));
     let line = line.unwrap_or_else(|| panic!("no io-threads: {outcome}"));
-    assert!(line.contains('7') && line.to_lowercase().contains("env"), "{line}");
+    assert!(
+        line.contains('7') && line.to_lowercase().contains("env"),
+        "{line}"
+    );
 }
 
 #[test]
 fn help_version_man_pages_and_completions_are_printed() {
     let sandbox = Sandbox::new("help");
-    for args in [&["--help"][..], &["mount", "--help"], &["--version"], &["version"], &["man"]] {
+    for args in [
+        &["--help"][..],
+        &["mount", "--help"],
+        &["--version"],
+        &["version"],
+        &["man"],
+    ] {
         assert!(!sandbox.run(args).ok().stdout.is_empty(), "{args:?}");
     }
     for shell in ["bash", "zsh", "fish"] {
-        assert!(sandbox.run(["completions", shell]).ok().stdout.contains("firn"));
+        assert!(
+            sandbox
+                .run(["completions", shell])
+                .ok()
+                .stdout
+                .contains("firn")
+        );
     }
 }
 
@@ -182,15 +283,24 @@ fn help_version_man_pages_and_completions_are_printed() {
 fn a_pipe_from_firn_mount_ends_when_the_command_does() {
     let sandbox = Sandbox::new("pipe");
     let mut command = sandbox.firn(["mount"]);
-    command.arg(sandbox.join("backing")).arg(sandbox.join("mnt")).args(["-o", SMALL]);
+    command
+        .arg(sandbox.join("backing"))
+        .arg(sandbox.join("mnt"))
+        .args(["-o", SMALL]);
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("firn mount");
     let mut pipe = child.stdout.take().expect("piped");
     let reader = std::thread::spawn(move || std::io::Read::read_to_end(&mut pipe, &mut Vec::new()));
     assert!(wait_child(&mut child, Duration::from_secs(30)).is_some_and(|status| status.success()));
     let closed = || reader.is_finished();
-    firn_tests::wait_until("firnd let go of its standard output", Duration::from_secs(5), closed);
-    sandbox.run(["umount".as_ref(), sandbox.join("mnt").as_os_str()]).ok();
+    firn_tests::wait_until(
+        "firnd let go of its standard output",
+        Duration::from_secs(5),
+        closed,
+    );
+    sandbox
+        .run(["umount".as_ref(), sandbox.join("mnt").as_os_str()])
+        .ok();
 }
 
 /// Proves S-priv-1.
@@ -199,16 +309,30 @@ fn runtime_files_belong_to_their_owner_alone() {
     use std::os::unix::fs::MetadataExt;
     let sandbox = Sandbox::new("privacy");
     let mount = FirnMount::new(&sandbox, SMALL);
-    let files: Vec<PathBuf> =
-        fs::read_dir(sandbox.runtime()).expect("readdir").map(|e| e.expect("entry").path()).collect();
-    let ends = |extension: &str| files.iter().any(|file| file.extension().is_some_and(|e| e == extension));
+    let files: Vec<PathBuf> = fs::read_dir(sandbox.runtime())
+        .expect("readdir")
+        .map(|e| e.expect("entry").path())
+        .collect();
+    let ends = |extension: &str| {
+        files
+            .iter()
+            .any(|file| file.extension().is_some_and(|e| e == extension))
+    };
     assert!(ends("arena") && ends("sock"), "{files:?}");
     for file in &files {
         let found = fs::metadata(file).expect("stat");
-        assert_eq!(found.mode() & 0o7777, 0o600, "{file:?} has mode {:o}", found.mode());
+        assert_eq!(
+            found.mode() & 0o7777,
+            0o600,
+            "{file:?} has mode {:o}",
+            found.mode()
+        );
         assert_eq!(found.uid(), rustix::process::geteuid().as_raw(), "{file:?}");
     }
-    assert_eq!(fs::metadata(sandbox.runtime()).expect("stat").mode() & 0o7777, 0o700);
+    assert_eq!(
+        fs::metadata(sandbox.runtime()).expect("stat").mode() & 0o7777,
+        0o700
+    );
     mount.umount();
 }
 
@@ -220,8 +344,14 @@ fn wait_gives_up_after_its_timeout() {
     fault.fail_writes("EIO");
     fs::write(mount.join("file"), "text").expect("held");
     let path = mount.path().as_os_str();
-    let args =
-        ["wait".as_ref(), "--timeout".as_ref(), "1".as_ref(), "--until".as_ref(), "drained".as_ref(), path];
+    let args = [
+        "wait".as_ref(),
+        "--timeout".as_ref(),
+        "1".as_ref(),
+        "--until".as_ref(),
+        "drained".as_ref(),
+        path,
+    ];
     let outcome = sandbox.run(args);
     assert!([1, 3].contains(&outcome.code), "{outcome}");
     fault.fail_writes("");

@@ -27,14 +27,24 @@ const BUSY: i32 = 12;
 
 fn many_descriptors() {
     let limit = getrlimit(Resource::Nofile);
-    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).expect("raise the limit");
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: limit.maximum,
+            ..limit
+        },
+    )
+    .expect("raise the limit");
 }
 
 /// Connections that were answered once and say nothing more.
 fn idle(sandbox: &Sandbox, count: usize) -> Vec<Control> {
     let greet = |_| {
         let mut control = Control::new(sandbox);
-        assert!(matches!(control.ask(&Request::Hello), Some(Reply::Hello { .. })));
+        assert!(matches!(
+            control.ask(&Request::Hello),
+            Some(Reply::Hello { .. })
+        ));
         control
     };
     (0..count).map(greet).collect()
@@ -66,11 +76,19 @@ fn regression_connections_that_say_nothing_keep_nobody_out() {
         firn(&sandbox, &["ls"], mount.path()).ok();
         // Those that were answered last are still there, the others were told.
         let last = connections.last_mut().expect("some");
-        assert!(matches!(last.ask(&Request::Hello), Some(Reply::Hello { .. })));
+        assert!(matches!(
+            last.ask(&Request::Hello),
+            Some(Reply::Hello { .. })
+        ));
         let first = connections[0].ask(&Request::Hello);
         assert!(matches!(first, Some(Reply::Closed) | None), "{first:?}");
-        let (point, backing) = (mount.path().to_owned(), mount.backing().to_owned());
-        let args = if force { &["umount", "--force"][..] } else { &["umount"] };
+        let point = mount.path().to_owned();
+        let backing = mount.backing().to_owned();
+        let args = if force {
+            &["umount", "--force"][..]
+        } else {
+            &["umount"]
+        };
         firn(&sandbox, args, &point).ok();
         assert!(!is_mounted(&point));
         mount.wait_for_end();
@@ -93,10 +111,19 @@ fn regression_connections_that_hold_lists_stay_and_leave_the_reserve() {
         let _idle = idle(&sandbox, 3 * RESERVE);
         assert_eq!(mount.status().chunk_lists, ORDINARY as u64, "round {round}");
         let refused = firn(&sandbox, &["wait", "--until", "drained"], mount.path()).code(BUSY);
-        let who = format!("process {} has {}", std::process::id(), ORDINARY + RESERVE - 1);
-        assert!(refused.stderr.contains("all 64 connections are in use"), "{refused}");
+        let who = format!(
+            "process {} has {}",
+            std::process::id(),
+            ORDINARY + RESERVE - 1
+        );
+        assert!(
+            refused.stderr.contains("all 64 connections are in use"),
+            "{refused}"
+        );
         assert!(refused.stderr.contains(&who), "{who} is not in {refused}");
-        firn(&sandbox, &["status", "--prometheus"], mount.path()).ok().says("");
+        firn(&sandbox, &["status", "--prometheus"], mount.path())
+            .ok()
+            .says("");
     }
     for (control, list) in &mut holders {
         assert!(!control.changed(list), "every list still holds");
@@ -106,12 +133,16 @@ fn regression_connections_that_hold_lists_stay_and_leave_the_reserve() {
     control.release(&list);
     firn(&sandbox, &["ls"], mount.path()).ok();
     assert_eq!(mount.status().chunk_lists, ORDINARY as u64 - 1);
-    let (point, backing) = (mount.path().to_owned(), mount.backing().to_owned());
+    let point = mount.path().to_owned();
+    let backing = mount.backing().to_owned();
     firn(&sandbox, &["umount"], &point).ok();
     assert!(!is_mounted(&point));
     mount.wait_for_end();
     mount.abandon();
-    assert_eq!(fs::read(backing.join("f")).expect("drained"), vec![7; 100_000]);
+    assert_eq!(
+        fs::read(backing.join("f")).expect("drained"),
+        vec![7; 100_000]
+    );
 }
 
 /// A request that is being answered is not cut off, and whoever asks for the status is answered beside 64 of them.
@@ -125,7 +156,11 @@ fn regression_requests_under_way_are_not_cut_off_and_leave_the_reserve() {
     file.write_all(b"text").expect("write");
     let begin = |_| {
         let mut control = Control::new(&sandbox);
-        let wait = Request::Wait { path: BytePath::default(), until: Rung::Drained, timeout_ms: None };
+        let wait = Request::Wait {
+            path: BytePath::default(),
+            until: Rung::Drained,
+            timeout_ms: None,
+        };
         let said = control.ask(&wait);
         assert!(matches!(said, Some(Reply::Progress { .. })), "{said:?}");
         control
@@ -133,7 +168,9 @@ fn regression_requests_under_way_are_not_cut_off_and_leave_the_reserve() {
     let mut waiting: Vec<_> = (0..ORDINARY).map(begin).collect();
     let _idle = idle(&sandbox, 3 * RESERVE);
     assert_eq!(mount.status().held_bytes, 4);
-    firn(&sandbox, &["drain"], mount.path()).code(BUSY).says("are in use");
+    firn(&sandbox, &["drain"], mount.path())
+        .code(BUSY)
+        .says("are in use");
     faulty.go_on();
     for control in &mut waiting {
         let last = std::iter::repeat_with(|| control.next_reply().expect("an answer"))
@@ -215,14 +252,26 @@ fn regression_a_c_program_whose_idle_connection_was_closed_goes_on() {
     let mut command = installed.command(&installed.compile("tests/c/list.c", Link::Shared));
     let mount = FirnMount::new(&sandbox, &patient("drain=demand,passthrough=off"));
     fs::write(mount.join("f"), vec![7; 100_000]).expect("write");
-    command.arg("hold").arg(mount.join("f")).stdin(Stdio::piped()).stdout(Stdio::piped());
+    command
+        .arg("hold")
+        .arg(mount.join("f"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
     let mut child = command.spawn().expect("start the program");
-    let (orders, answers) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
-    let mut program = Program { child, orders, answers: BufReader::new(answers) };
+    let orders = child.stdin.take().expect("piped");
+    let answers = child.stdout.take().expect("piped");
+    let mut program = Program {
+        child,
+        orders,
+        answers: BufReader::new(answers),
+    };
     assert_eq!(program.answer(), "held");
     // While it holds a list it stays.
     let crowd = idle(&sandbox, 2 * ORDINARY);
-    assert_eq!((program.order("check"), mount.status().chunk_lists), ("0 0".into(), 1));
+    assert_eq!(
+        (program.order("check"), mount.status().chunk_lists),
+        ("0 0".into(), 1)
+    );
     let sum = program.order("sum");
     assert_eq!(program.order("free"), "free");
     drop(crowd);
@@ -230,7 +279,10 @@ fn regression_a_c_program_whose_idle_connection_was_closed_goes_on() {
     for _ in 0..3 {
         drop(idle(&sandbox, 2 * ORDINARY));
         assert_eq!(program.order("list"), "held");
-        assert_eq!((program.order("check"), program.order("sum")), ("0 0".into(), sum.clone()));
+        assert_eq!(
+            (program.order("check"), program.order("sum")),
+            ("0 0".into(), sum.clone())
+        );
         assert_eq!(mount.status().chunk_lists, 1);
         assert_eq!(program.order("free"), "free");
     }
@@ -239,7 +291,9 @@ fn regression_a_c_program_whose_idle_connection_was_closed_goes_on() {
     mount.umount();
     let mount = FirnMount::new(&sandbox, &patient("drain=demand,passthrough=off"));
     writeln!(program.orders, "list").expect("it takes orders");
-    wait_until("it ends with an error", LIMIT, || program.child.try_wait().expect("wait").is_some());
+    wait_until("it ends with an error", LIMIT, || {
+        program.child.try_wait().expect("wait").is_some()
+    });
     assert_eq!(mount.status().chunk_lists, 0);
     mount.umount();
 }

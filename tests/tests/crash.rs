@@ -53,10 +53,15 @@ impl Job {
     ) -> Self {
         let mut writers = Vec::new();
         for index in 0..WRITERS {
-            let (name, log) = (format!("w{index}"), sandbox.join(format!("log{index}")));
+            let name = format!("w{index}");
+            let log = sandbox.join(format!("log{index}"));
             std::fs::create_dir(mount.join(&name)).expect("mkdir");
             let mut command = Command::new(helper_binary());
-            command.arg("writer").arg(mount.join(&name)).arg(&log).arg((seed ^ index).to_string());
+            command
+                .arg("writer")
+                .arg(mount.join(&name))
+                .arg(&log)
+                .arg((seed ^ index).to_string());
             if preload(index) {
                 command.env("LD_PRELOAD", preload_library());
             }
@@ -68,7 +73,8 @@ impl Job {
     /// Waits for the writers, which end at the first error.
     fn end(&mut self) {
         for (child, ..) in &mut self.writers {
-            wait_child(child, Duration::from_secs(60)).expect("a writer hangs after firnd was killed");
+            wait_child(child, Duration::from_secs(60))
+                .expect("a writer hangs after firnd was killed");
         }
     }
 
@@ -84,7 +90,11 @@ impl Job {
     fn verify_preloaded(&self, dir: &Path) {
         for (_, log, name) in &self.writers {
             let mut command = Command::new(helper_binary());
-            command.arg("verify").arg(dir.join(name)).arg(log).env("LD_PRELOAD", preload_library());
+            command
+                .arg("verify")
+                .arg(dir.join(name))
+                .arg(log)
+                .env("LD_PRELOAD", preload_library());
             run(&mut command).ok();
         }
     }
@@ -134,7 +144,9 @@ fn round(seed: u64, number: u64) -> Verified {
         _ => {
             // Without being asked: the new firnd drains what it found, whatever the drain's age.
             let mount = FirnMount::new(&sandbox, options);
-            wait_until("drained by itself", Duration::from_secs(60), || mount.status().held_bytes == 0);
+            wait_until("drained by itself", Duration::from_secs(60), || {
+                mount.status().held_bytes == 0
+            });
             let verified = job.verify(mount.backing());
             assert!(verified.ops > 0);
             mount.umount();
@@ -170,19 +182,28 @@ enum Killed {
 
 /// The same with writers of which some, or all, write past the kernel.
 fn door_round(seed: u64, number: u64) -> Verified {
-    const KILLED: [Killed; 4] =
-        [Killed::Writers, Killed::Firnd, Killed::WritersThenFirnd, Killed::FirndThenWriters];
+    const KILLED: [Killed; 4] = [
+        Killed::Writers,
+        Killed::Firnd,
+        Killed::WritersThenFirnd,
+        Killed::FirndThenWriters,
+    ];
     let mut rng = generator(seed.wrapping_add(number));
     let sandbox = Sandbox::new("crashdoor");
     let spill = sandbox.mkdir("spill");
     let options = match rng.random_range(0..DOOR_OPTIONS.len() + 1) {
         at if at < DOOR_OPTIONS.len() => DOOR_OPTIONS[at].to_owned(),
-        _ => format!("memory=32M,chunk-size=1M,drain=demand,spill={},spill-size=256M", spill.display()),
+        _ => format!(
+            "memory=32M,chunk-size=1M,drain=demand,spill={},spill-size=256M",
+            spill.display()
+        ),
     };
     let mixed: u64 = rng.random();
-    let (every, killed) = (rng.random(), KILLED[rng.random_range(0..KILLED.len())]);
+    let every = rng.random();
+    let killed = KILLED[rng.random_range(0..KILLED.len())];
     let moment = Duration::from_millis(rng.random_range(20..1500));
-    let (late, pause_us) = (rng.random(), [0, 100, 20_000][rng.random_range(0..3)]);
+    let late = rng.random();
+    let pause_us = [0, 100, 20_000][rng.random_range(0..3)];
     let what = format!("killed {killed:?} after {moment:?}, pauses {pause_us} us, with {options}");
 
     let mount = FirnMount::new(&sandbox, &options);
@@ -261,15 +282,27 @@ fn killed_again_and_again_while_recovering() {
 #[test]
 fn a_dead_mount_answers_with_an_error_and_mounting_again_replaces_it() {
     let sandbox = Sandbox::new("dead");
-    let mount = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M,close=held,drain-age=10min");
+    let mount = FirnMount::new(
+        &sandbox,
+        "arena-size=32M,chunk-size=1M,close=held,drain-age=10min",
+    );
     std::fs::write(mount.join("file"), "kept").expect("write");
     let point = mount.path().to_owned();
     firn_tests::sandbox::kill(mount.pid(), libc::SIGKILL);
     mount.wait_for_end();
     let error = std::fs::read(point.join("file")).expect_err("nobody answers");
     // Which of the two depends on whether the kernel had the answer to a name in its cache.
-    assert!(matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED)), "{error}");
-    assert!(is_mounted(&point), "the dead mount stays until someone mounts again");
+    assert!(
+        matches!(
+            error.raw_os_error(),
+            Some(libc::ENOTCONN | libc::ECONNABORTED)
+        ),
+        "{error}"
+    );
+    assert!(
+        is_mounted(&point),
+        "the dead mount stays until someone mounts again"
+    );
     mount.abandon();
     let again = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M");
     assert_eq!(std::fs::read(again.join("file")).expect("read"), b"kept");

@@ -22,9 +22,15 @@ const FILES: usize = 2000;
 /// Lets this process have more files open than firnd.
 fn raise_own_limit() {
     let limit = getrlimit(Resource::Nofile);
-    let wanted = Rlimit { current: limit.maximum, ..limit };
+    let wanted = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
     setrlimit(Resource::Nofile, wanted).expect("raise the limit of open files");
-    assert!(wanted.current.is_none_or(|count| count > 2 * FILES as u64), "the hard limit is too low");
+    assert!(
+        wanted.current.is_none_or(|count| count > 2 * FILES as u64),
+        "the hard limit is too low"
+    );
 }
 
 fn name(index: usize) -> String {
@@ -67,7 +73,11 @@ fn regression_a_program_has_more_files_open_than_firnd_may_have_descriptors() {
             let mut found = vec![0; 3000];
             for (index, file) in files.iter().enumerate() {
                 file.read_exact_at(&mut found, 0).expect("read");
-                assert!(found == content(index, round), "{} in round {round}", name(index));
+                assert!(
+                    found == content(index, round),
+                    "{} in round {round}",
+                    name(index)
+                );
             }
         }
         // A file without a name lives on, however many others are used.
@@ -76,12 +86,18 @@ fn regression_a_program_has_more_files_open_than_firnd_may_have_descriptors() {
             file.set_len(2000).expect("truncate");
         }
         let mut found = vec![0; 3000];
-        files[0].read_exact_at(&mut found, 0).expect("read a file without a name");
+        files[0]
+            .read_exact_at(&mut found, 0)
+            .expect("read a file without a name");
         assert!(found == content(0, 2));
         drop(files);
         let backing = mount.umount();
         for index in 1..FILES {
-            assert!(read(&backing.join(name(index))) == content(index, 2)[..2000], "{}", name(index));
+            assert!(
+                read(&backing.join(name(index))) == content(index, 2)[..2000],
+                "{}",
+                name(index)
+            );
         }
         assert!(!backing.join(name(0)).exists());
     }
@@ -116,7 +132,11 @@ fn regression_an_open_that_fails_leaves_no_file_behind() {
             Ok(_) => made += 1,
             Err(error) => {
                 assert_eq!(errno(&error), Errno::NFILE);
-                assert!(!mount.backing().join(name(index)).exists(), "{} is left behind", name(index));
+                assert!(
+                    !mount.backing().join(name(index)).exists(),
+                    "{} is left behind",
+                    name(index)
+                );
             }
         }
         let dir = format!("dir{index}");
@@ -125,12 +145,19 @@ fn regression_an_open_that_fails_leaves_no_file_behind() {
             assert!(!mount.backing().join(&dir).exists(), "{dir} is left behind");
         }
     }
-    println!("{} directories open; {made} of 100 more files were made", dirs.len());
+    println!(
+        "{} directories open; {made} of 100 more files were made",
+        dirs.len()
+    );
     drop((dirs, files));
     fs::write(mount.join("last"), "text").expect("there are descriptors again");
     let backing = mount.umount();
     for index in 0..500 {
-        assert!(read(&backing.join(name(index))) == content(index, 1), "{}", name(index));
+        assert!(
+            read(&backing.join(name(index))) == content(index, 1),
+            "{}",
+            name(index)
+        );
     }
 }
 
@@ -173,12 +200,17 @@ fn regression_temporary_files_of_a_transaction_take_neither_room_nor_descriptors
         );
         assert!(last.0 < first.0 + 32, "descriptors: {first:?}, {last:?}");
         // What its threads keep for their next requests comes with time, to some 10 MiB, however many files there are.
-        assert!(last.1 < first.1 + 16_384, "KiB of memory: {first:?}, {last:?}");
+        assert!(
+            last.1 < first.1 + 16_384,
+            "KiB of memory: {first:?}, {last:?}"
+        );
         fs::remove_file(mount.join("old")).expect("unlink");
         firn(&sandbox, "commit", mount.path()).ok();
         let backing = mount.umount();
-        let mut names: Vec<_> =
-            fs::read_dir(&backing).expect("list").map(|entry| entry.expect("list").file_name()).collect();
+        let mut names: Vec<_> = fs::read_dir(&backing)
+            .expect("list")
+            .map(|entry| entry.expect("list").file_name())
+            .collect();
         names.retain(|name| name != ".firn");
         assert_eq!(names, ["state"]);
         assert_eq!(read(&backing.join("state")), [7; 64 << 10]);
@@ -190,7 +222,10 @@ fn fill(path: &Path) {
     let file = File::create(path).expect("create");
     for round in 0.. {
         let offset = round << 20;
-        match file.write_all_at(&bytes(round, 1 << 20), offset).and_then(|()| file.sync_all()) {
+        match file
+            .write_all_at(&bytes(round, 1 << 20), offset)
+            .and_then(|()| file.sync_all())
+        {
             Ok(()) => assert!(offset < 1 << 30, "the backing does not become full"),
             Err(error) => {
                 assert_eq!(errno(&error), Errno::NOSPC);
@@ -203,17 +238,25 @@ fn fill(path: &Path) {
 /// Proves S-tx-16.
 #[test]
 fn a_transaction_on_a_full_backing_is_aborted_and_committed() {
-    for (kind, mode) in
-        [FsKind::Tmpfs, FsKind::Ext4].into_iter().flat_map(|kind| [(kind, "hold"), (kind, "shadow")])
+    for (kind, mode) in [FsKind::Tmpfs, FsKind::Ext4]
+        .into_iter()
+        .flat_map(|kind| [(kind, "hold"), (kind, "shadow")])
     {
         let sandbox = Sandbox::new("full");
         let image = LoopImage::new(&sandbox, kind, 64);
         let backing = image.mkdir("backing");
-        let (old, new) = (bytes(7000, 4 << 20), bytes(7001, 1 << 20));
+        let old = bytes(7000, 4 << 20);
+        let new = bytes(7001, 1 << 20);
         fs::write(backing.join("old"), &old).expect("write in the backing");
-        let mount = FirnMount::over(&sandbox, &backing, &format!("{SMALL},drain=commit,mode={mode}"));
+        let mount = FirnMount::over(
+            &sandbox,
+            &backing,
+            &format!("{SMALL},drain=commit,mode={mode}"),
+        );
         let change = || {
-            open_rw(&mount.join("old")).write_all_at(&new, 1 << 20).expect("overwrite");
+            open_rw(&mount.join("old"))
+                .write_all_at(&new, 1 << 20)
+                .expect("overwrite");
             fs::write(mount.join("made"), "made").expect("write");
             fill(&mount.join("filler"));
         };
@@ -221,7 +264,10 @@ fn a_transaction_on_a_full_backing_is_aborted_and_committed() {
         firn(&sandbox, "begin", mount.path()).ok();
         change();
         firn(&sandbox, "abort", mount.path()).ok();
-        assert!(read(&mount.join("old")) == old, "{kind:?}, {mode}: the old content");
+        assert!(
+            read(&mount.join("old")) == old,
+            "{kind:?}, {mode}: the old content"
+        );
         assert!(!mount.join("made").exists() && !mount.join("filler").exists());
 
         firn(&sandbox, "begin", mount.path()).ok();
@@ -236,16 +282,23 @@ fn a_transaction_on_a_full_backing_is_aborted_and_committed() {
             assert!(full.stderr.contains("No space left"), "{full}");
             fs::remove_file(mount.join("filler")).expect("unlink");
             // The kernel tells of the last close after close(2) has returned.
-            wait_until("the room of the file is free", Duration::from_secs(20), || {
-                let free = statvfs(image.path()).expect("statvfs");
-                free.f_bavail * free.f_frsize > 8 << 20
-            });
+            wait_until(
+                "the room of the file is free",
+                Duration::from_secs(20),
+                || {
+                    let free = statvfs(image.path()).expect("statvfs");
+                    free.f_bavail * free.f_frsize > 8 << 20
+                },
+            );
             firn(&sandbox, "commit", mount.path()).ok();
         }
         let backing = mount.umount();
         let mut expected = old;
         expected[1 << 20..2 << 20].copy_from_slice(&new);
-        assert!(read(&backing.join("old")) == expected, "{kind:?}, {mode}: the new content");
+        assert!(
+            read(&backing.join("old")) == expected,
+            "{kind:?}, {mode}: the new content"
+        );
         assert_eq!(read(&backing.join("made")), b"made");
     }
 }

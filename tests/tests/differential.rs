@@ -12,14 +12,24 @@ const OPS_DEFAULT: u64 = 6000;
 fn same_as_plain(kind: FsKind, options: &str) {
     let sandbox = Sandbox::new(&format!("diff-{}", kind.name()));
     let image = LoopImage::new(&sandbox, kind, 400);
-    let (backing, plain) = (image.mkdir("backing"), image.mkdir("plain"));
+    let backing = image.mkdir("backing");
+    let plain = image.mkdir("plain");
     // As the plain file system is mounted: device files open and set-id bits count.
     let options = format!("{SMALL},allow-other,dev,suid,{options}");
     let mount = FirnMount::over(&sandbox, &backing, &options);
     let ops = env_count("FIRN_DIFFERENTIAL_OPS", OPS_DEFAULT);
-    differential::run(seed(&format!("differential on {}", kind.name())), ops, mount.path(), &plain);
+    differential::run(
+        seed(&format!("differential on {}", kind.name())),
+        ops,
+        mount.path(),
+        &plain,
+    );
     mount.umount();
-    assert_same("the backing after umount", &snapshot(&backing), &snapshot(&plain));
+    assert_same(
+        "the backing after umount",
+        &snapshot(&backing),
+        &snapshot(&plain),
+    );
 }
 
 /// Proves S-write-5, S-op-1.

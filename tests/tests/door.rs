@@ -48,9 +48,14 @@ fn what_was_written_past_the_kernel_is_seen_by_everyone_at_once() {
     door.write(at as u64, b"yes").unwrap();
     assert_eq!(path.metadata().unwrap().len(), at as u64 + 3);
     drop(door);
-    wait_until("the end of the lease", Duration::from_secs(10), || mount.status().door_leases == 0);
+    wait_until("the end of the lease", Duration::from_secs(10), || {
+        mount.status().door_leases == 0
+    });
     let backing = mount.umount();
-    assert_eq!(std::fs::read(backing.join("file")).unwrap(), [&data[..], b"yes"].concat());
+    assert_eq!(
+        std::fs::read(backing.join("file")).unwrap(),
+        [&data[..], b"yes"].concat()
+    );
 }
 
 /// Proves S-door-3.
@@ -58,9 +63,13 @@ fn what_was_written_past_the_kernel_is_seen_by_everyone_at_once() {
 fn an_appender_that_comes_later_appends_at_the_end() {
     let sandbox = Sandbox::new("door-append");
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
-    for (name, len, closed) in
-        [("a", 1, false), ("b", 4096, false), ("c", 4097, true), ("d", 1_000_000, false), ("e", 77, true)]
-    {
+    for (name, len, closed) in [
+        ("a", 1, false),
+        ("b", 4096, false),
+        ("c", 4097, true),
+        ("d", 1_000_000, false),
+        ("e", 77, true),
+    ] {
         let path = mount.join(name);
         let file = File::create(&path).unwrap();
         file.metadata().unwrap();
@@ -90,7 +99,12 @@ fn an_appender_that_comes_later_appends_at_the_end() {
 fn the_kernels_calls_on_the_same_descriptor_see_and_cut_what_was_written() {
     let sandbox = Sandbox::new("door-same");
     let mount = FirnMount::new(&sandbox, &patient(""));
-    let file = OpenOptions::new().read(true).write(true).create_new(true).open(mount.join("file")).unwrap();
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(mount.join("file"))
+        .unwrap();
     let client = Client::new(&token(&file).unwrap());
     let mut door = client.open(file);
     door.append_again(0, &pattern(0, 10_000));
@@ -105,7 +119,10 @@ fn the_kernels_calls_on_the_same_descriptor_see_and_cut_what_was_written() {
     assert_eq!(door.ask(), Some(Status::Ok));
     door.append_again(9_000, &pattern(9_000, 500));
     door.file.sync_all().unwrap();
-    assert_eq!(std::fs::read(mount.backing().join("file")).unwrap(), pattern(0, 9_500));
+    assert_eq!(
+        std::fs::read(mount.backing().join("file")).unwrap(),
+        pattern(0, 9_500)
+    );
 }
 
 /// Proves S-door-1.
@@ -114,24 +131,36 @@ fn a_killed_client_loses_nothing_that_was_acknowledged() {
     let sandbox = Sandbox::new("door-client");
     let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
     for round in 0..5 {
-        let (path, log) = (mount.join(format!("f{round}")), sandbox.join(format!("log{round}")));
+        let path = mount.join(format!("f{round}"));
+        let log = sandbox.join(format!("log{round}"));
         let mut writer = Command::new(helper_binary())
             .args(["door-writer".as_ref(), path.as_os_str(), log.as_os_str()])
             .spawn()
             .unwrap();
-        wait_until("some writes", Duration::from_secs(30), || acknowledged(&log) > 3_000_000 * (round + 1));
+        wait_until("some writes", Duration::from_secs(30), || {
+            acknowledged(&log) > 3_000_000 * (round + 1)
+        });
         writer.kill().unwrap();
         writer.wait().unwrap();
         check(&std::fs::read(&path).unwrap(), acknowledged(&log));
     }
-    wait_until("the end of the clients", Duration::from_secs(10), || mount.status().door_clients == 0);
+    wait_until("the end of the clients", Duration::from_secs(10), || {
+        mount.status().door_clients == 0
+    });
     assert_eq!(mount.status().door_errors, 0);
     mount.umount();
 }
 
 fn check(found: &[u8], acknowledged: u64) {
-    assert!(found.len() as u64 >= acknowledged, "{} bytes of {acknowledged}", found.len());
-    let wrong = found.iter().zip(0..).find(|(byte, at)| **byte != byte_at(*at));
+    assert!(
+        found.len() as u64 >= acknowledged,
+        "{} bytes of {acknowledged}",
+        found.len()
+    );
+    let wrong = found
+        .iter()
+        .zip(0..)
+        .find(|(byte, at)| **byte != byte_at(*at));
     assert_eq!(wrong, None);
 }
 
@@ -141,7 +170,8 @@ fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
     let sandbox = Sandbox::new("door-firnd");
     for round in 0..5u64 {
         let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
-        let (path, log) = (mount.join(format!("f{round}")), sandbox.join(format!("log{round}")));
+        let path = mount.join(format!("f{round}"));
+        let log = sandbox.join(format!("log{round}"));
         let writers = Command::new(helper_binary())
             .args(["door-writer".as_ref(), path.as_os_str(), log.as_os_str()])
             .spawn();
@@ -151,7 +181,9 @@ fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
         let client = Client::new(&token(&file).unwrap());
         let mut quiet = client.open(file);
         quiet.append_again(0, &pattern(0, 30_000));
-        wait_until("some writes", Duration::from_secs(30), || acknowledged(&log) > 1_000_000 * (round + 1));
+        wait_until("some writes", Duration::from_secs(30), || {
+            acknowledged(&log) > 1_000_000 * (round + 1)
+        });
         let backing = mount.kill();
         // In the arena, whether anybody is there or not; nothing where a process that was started closed
         // the door before.
@@ -161,8 +193,14 @@ fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
         writer.wait().unwrap();
         let acknowledged = acknowledged(&log);
         mount.umount();
-        check(&std::fs::read(backing.join(format!("f{round}"))).unwrap(), acknowledged);
-        assert_eq!(std::fs::read(backing.join(format!("quiet{round}"))).unwrap(), pattern(0, 30_000 + more));
+        check(
+            &std::fs::read(backing.join(format!("f{round}"))).unwrap(),
+            acknowledged,
+        );
+        assert_eq!(
+            std::fs::read(backing.join(format!("quiet{round}"))).unwrap(),
+            pattern(0, 30_000 + more)
+        );
     }
 }
 
@@ -174,9 +212,14 @@ fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
     let token = token(&file).unwrap();
     let client = Client::new(&token);
     let mut door = client.open(file);
-    let request = |op, arg| Request { op, arg, ..Request::default() };
+    let request = |op, arg| Request {
+        op,
+        arg,
+        ..Request::default()
+    };
     let hello = request(Op::Hello as u32, DOOR_VERSION.into());
-    let (version, early) = (request(Op::Hello as u32, 99), request(Op::Lease as u32, 1));
+    let version = request(Op::Hello as u32, 99);
+    let early = request(Op::Lease as u32, 1);
     let packets: [(&[u8], Status); 6] = [
         (b"x", Status::Malformed),
         (&[0xff; 24], Status::Malformed),
@@ -192,9 +235,16 @@ fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
     }
     let socket = knock(&token).unwrap();
     assert_eq!(say(&socket, hello.as_bytes()), Some(Status::Ok));
-    let wrong = Request { op: Op::OpenWrite as u32, token: u64::MAX, ..Request::default() };
+    let wrong = Request {
+        op: Op::OpenWrite as u32,
+        token: u64::MAX,
+        ..Request::default()
+    };
     assert_eq!(say(&socket, wrong.as_bytes()), Some(Status::BadToken));
-    assert_eq!(say(&socket, request(77, 0).as_bytes()), Some(Status::Malformed));
+    assert_eq!(
+        say(&socket, request(77, 0).as_bytes()),
+        Some(Status::Malformed)
+    );
     // Connections that are opened and left.
     let idle: Vec<_> = (0..50).map(|_| knock(&token).unwrap()).collect();
     door.append_again(0, b"still here");
@@ -210,17 +260,39 @@ fn packets_of_chance_harm_nobody() {
     let pid = mount.pid();
     std::fs::write(mount.join("other"), pattern(0, 100_000)).unwrap();
     let open = |name: &str| {
-        OpenOptions::new().read(true).write(true).create(true).truncate(false).open(mount.join(name)).unwrap()
+        OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(mount.join(name))
+            .unwrap()
     };
-    let files = [open("mine"), File::open(mount.join("other")).unwrap(), File::open("/dev/null").unwrap()];
+    let files = [
+        open("mine"),
+        File::open(mount.join("other")).unwrap(),
+        File::open("/dev/null").unwrap(),
+    ];
     pester(&token(&files[0]).unwrap(), &files, 3_000, &mut rng);
     drop(files);
     assert_eq!(mount.pid(), pid);
-    assert_eq!(std::fs::read(mount.join("other")).unwrap(), pattern(0, 100_000));
-    assert_eq!(std::fs::read(mount.join("mine")).unwrap(), b"", "nobody published anything");
-    wait_until("the end of the clients", Duration::from_secs(30), || mount.status().door_clients == 0);
+    assert_eq!(
+        std::fs::read(mount.join("other")).unwrap(),
+        pattern(0, 100_000)
+    );
+    assert_eq!(
+        std::fs::read(mount.join("mine")).unwrap(),
+        b"",
+        "nobody published anything"
+    );
+    wait_until("the end of the clients", Duration::from_secs(30), || {
+        mount.status().door_clients == 0
+    });
     let backing = mount.umount();
-    assert_eq!(std::fs::read(backing.join("other")).unwrap(), pattern(0, 100_000));
+    assert_eq!(
+        std::fs::read(backing.join("other")).unwrap(),
+        pattern(0, 100_000)
+    );
 }
 
 /// While firnd lives, and for the one that attaches after it was killed.
@@ -231,15 +303,22 @@ fn a_client_that_spoils_its_slab_and_records_harms_its_own_file_only() {
     let mut errors = 0;
     for round in 0..24 {
         // Forged records are told from true ones as long as firnd knows whose lease it is.
-        let (killed, forged) = (round % 3 == 0, round % 3 == 1);
+        let killed = round % 3 == 0;
+        let forged = round % 3 == 1;
         let sandbox = Sandbox::new("door-spoiler");
         let mount = FirnMount::new(&sandbox, OPTIONS);
         let create = |name: &str| File::create(mount.join(name)).unwrap();
         let before = create("before");
         before.write_all_at(&pattern(0, 50_000), 0).unwrap();
         let mut command = Command::new(helper_binary());
-        command.arg("door-spoiler").arg(mount.join("mine")).arg(if forged { "forged" } else { "garbage" });
-        command.arg((seed ^ round).to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .arg("door-spoiler")
+            .arg(mount.join("mine"))
+            .arg(if forged { "forged" } else { "garbage" });
+        command
+            .arg((seed ^ round).to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut spoiler = command.spawn().unwrap();
         let mut said = BufReader::new(spoiler.stdout.take().unwrap()).lines();
         let mut next = || said.next().unwrap().unwrap();
@@ -263,8 +342,14 @@ fn a_client_that_spoils_its_slab_and_records_harms_its_own_file_only() {
             mount
         };
         let check = |dir: &std::path::Path| {
-            assert!(std::fs::read(dir.join("before")).unwrap() == pattern(0, 50_000), "round {round}");
-            assert!(std::fs::read(dir.join("after")).unwrap() == pattern(7, 60_000), "round {round}");
+            assert!(
+                std::fs::read(dir.join("before")).unwrap() == pattern(0, 50_000),
+                "round {round}"
+            );
+            assert!(
+                std::fs::read(dir.join("after")).unwrap() == pattern(7, 60_000),
+                "round {round}"
+            );
         };
         check(mount.path());
         drop((say, before, after));
@@ -276,7 +361,10 @@ fn a_client_that_spoils_its_slab_and_records_harms_its_own_file_only() {
         check(mount.path());
         let backing = mount.umount();
         check(&backing);
-        assert!(std::fs::read(backing.join("more")).unwrap() == more, "round {round}");
+        assert!(
+            std::fs::read(backing.join("more")).unwrap() == more,
+            "round {round}"
+        );
     }
     assert!(errors >= 8, "{errors} of 8 forgers were found out");
 }
@@ -310,10 +398,21 @@ fn other_users_and_other_file_systems_have_no_door() {
     let len = token.socket.iter().position(|byte| *byte == 0).unwrap();
     let socket = std::path::PathBuf::from(String::from_utf8(token.socket[..len].to_vec()).unwrap());
     let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
-    assert_eq!((mode(&socket), mode(&sandbox.arena()), mode(sandbox.runtime())), (0o600, 0o600, 0o700));
+    assert_eq!(
+        (
+            mode(&socket),
+            mode(&sandbox.arena()),
+            mode(sandbox.runtime())
+        ),
+        (0o600, 0o600, 0o700)
+    );
     // Nor does it where somebody opened all of that to everybody.
     let control = socket.with_extension("sock");
-    for (path, mode) in [(sandbox.runtime(), 0o755), (&socket, 0o666), (&control, 0o666)] {
+    for (path, mode) in [
+        (sandbox.runtime(), 0o755),
+        (&socket, 0o666),
+        (&control, 0o666),
+    ] {
         std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
     }
     let script = "import os, socket, sys
@@ -323,15 +422,31 @@ for path, kind, hello in (sys.argv[1], socket.SOCK_SEQPACKET, bytes.fromhex(sys.
         if hello: end.send(hello)
         print(len(end.recv(10000)) if hello else end.recv(10000).decode())
     except (BrokenPipeError, ConnectionResetError): print(0)";
-    let hello = Request { op: Op::Hello as u32, arg: DOOR_VERSION.into(), ..Request::default() };
-    let hello: String = hello.as_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+    let hello = Request {
+        op: Op::Hello as u32,
+        arg: DOOR_VERSION.into(),
+        ..Request::default()
+    };
+    let hello: String = hello
+        .as_bytes()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
     let knock = |uid: u32| {
         let mut python = Command::new("/usr/bin/python3");
-        python.args(["-c", script]).args([&socket, &control]).arg(&hello).uid(uid).gid(uid);
+        python
+            .args(["-c", script])
+            .args([&socket, &control])
+            .arg(&hello)
+            .uid(uid)
+            .gid(uid);
         run(&mut python).ok().stdout
     };
     let refused = knock(NOBODY);
-    assert!(refused.starts_with("0\n") && refused.contains("belongs to another user"), "{refused}");
+    assert!(
+        refused.starts_with("0\n") && refused.contains("belongs to another user"),
+        "{refused}"
+    );
     // Where others may enter, firn itself would refuse it.
     std::fs::set_permissions(sandbox.runtime(), PermissionsExt::from_mode(0o700)).unwrap();
     mount.umount();

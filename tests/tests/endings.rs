@@ -18,24 +18,56 @@ const BODIES: &[(&str, &str, &str)] = &[
     ("segfault", "os.kill(os.getpid(), signal.SIGSEGV)", "cut"),
     ("terminated", "os.kill(os.getpid(), signal.SIGTERM)", "cut"),
     ("aborted", "os.abort()", "cut"),
-    ("amid-writes", "say()\nwhile True: os.pwrite(f, bytes(100_000), 0)", "cut"),
-    ("threads", "threading.Thread(target=sleep).start(); say(); sleep()", "cut"),
+    (
+        "amid-writes",
+        "say()\nwhile True: os.pwrite(f, bytes(100_000), 0)",
+        "cut",
+    ),
+    (
+        "threads",
+        "threading.Thread(target=sleep).start(); say(); sleep()",
+        "cut",
+    ),
     (
         "child-of-fork",
         "parent = os.getpid()\nif os.fork(): os._exit(0)\nwhile os.getppid() == parent: time.sleep(0.01)\nos.abort()",
         "cut",
     ),
     // Every process that has the descriptor dies with it, the last one too.
-    ("parent-and-child", "os.fork() or os.abort(); os.wait(); os.abort()", "cut"),
+    (
+        "parent-and-child",
+        "os.fork() or os.abort(); os.wait(); os.abort()",
+        "cut",
+    ),
     ("exit", "os._exit(0)", "closed"),
     ("exit-in-error", "os._exit(3)", "closed"),
     ("close", "os.close(f)", "closed"),
-    ("killed-after-close", "os.close(f); say(); sleep()", "closed"),
-    ("killed-at-once-after-close", "os.close(f); os.kill(os.getpid(), 9)", "closed"),
+    (
+        "killed-after-close",
+        "os.close(f); say(); sleep()",
+        "closed",
+    ),
+    (
+        "killed-at-once-after-close",
+        "os.close(f); os.kill(os.getpid(), 9)",
+        "closed",
+    ),
     ("exec", "os.execv('/bin/true', ['true'])", "closed"),
-    ("killed-after-exec", "os.execv('/bin/sh', ['sh', '-c', 'kill -9 $$'])", "closed"),
-    ("parent-closes", "os.fork() or os.abort(); os.wait(); os.close(f)", "closed"),
-    ("dup", "g = os.dup(f); os.close(f); os.kill(os.getpid(), 9)", "cut"),
+    (
+        "killed-after-exec",
+        "os.execv('/bin/sh', ['sh', '-c', 'kill -9 $$'])",
+        "closed",
+    ),
+    (
+        "parent-closes",
+        "os.fork() or os.abort(); os.wait(); os.close(f)",
+        "closed",
+    ),
+    (
+        "dup",
+        "g = os.dup(f); os.close(f); os.kill(os.getpid(), 9)",
+        "cut",
+    ),
     (
         "inherited-by-exec",
         "os.set_inheritable(f, True); os.execv('/bin/sh', ['sh', '-c', 'kill -9 $$'])",
@@ -54,7 +86,11 @@ def sleep():
 
 fn writer(path: &Path, body: &str, preload: bool) -> Child {
     let mut command = Command::new("python3");
-    command.arg("-c").arg(format!("{HEAD}{body}\n")).arg(path).stdout(Stdio::piped());
+    command
+        .arg("-c")
+        .arg(format!("{HEAD}{body}\n"))
+        .arg(path)
+        .stdout(Stdio::piped());
     command.stderr(Stdio::null());
     if preload {
         command.env("LD_PRELOAD", preload_library());
@@ -63,9 +99,20 @@ fn writer(path: &Path, body: &str, preload: bool) -> Child {
 }
 
 fn endings(sandbox: &Sandbox, mount: &FirnMount) -> BTreeMap<String, String> {
-    let list = sandbox.run([OsStr::new("ls"), OsStr::new("--json"), mount.path().as_os_str()]).ok().json();
+    let list = sandbox
+        .run([
+            OsStr::new("ls"),
+            OsStr::new("--json"),
+            mount.path().as_os_str(),
+        ])
+        .ok()
+        .json();
     let word = |file: &serde_json::Value, key: &str| file[key].as_str().expect("a word").to_owned();
-    list.as_array().expect("a list").iter().map(|file| (word(file, "path"), word(file, "ending"))).collect()
+    list.as_array()
+        .expect("a list")
+        .iter()
+        .map(|file| (word(file, "path"), word(file, "ending")))
+        .collect()
 }
 
 /// Runs every writer; the files are what their last processes left.
@@ -76,19 +123,31 @@ fn run(name: &str, options: &str, preload: bool) {
         let mut child = writer(&mount.join(name), body, preload);
         if body.contains("say()") {
             let mut line = String::new();
-            BufReader::new(child.stdout.as_mut().expect("piped")).read_line(&mut line).expect("read");
+            BufReader::new(child.stdout.as_mut().expect("piped"))
+                .read_line(&mut line)
+                .expect("read");
             assert_eq!(line, "here\n", "{name}");
             child.kill().expect("kill");
             // Not waited for yet: what a zombie left is known too.
-            wait_until("its end", Duration::from_secs(30), || endings(&sandbox, &mount)[*name] != "open");
+            wait_until("its end", Duration::from_secs(30), || {
+                endings(&sandbox, &mount)[*name] != "open"
+            });
         }
         child.wait().expect("wait");
     }
-    let expected: BTreeMap<_, _> =
-        BODIES.iter().map(|(n, _, e)| ((*n).to_owned(), (*e).to_owned())).collect();
-    wait_until("the kernel releases all of them", Duration::from_secs(30), || {
-        endings(&sandbox, &mount).values().all(|ending| ending != "open")
-    });
+    let expected: BTreeMap<_, _> = BODIES
+        .iter()
+        .map(|(n, _, e)| ((*n).to_owned(), (*e).to_owned()))
+        .collect();
+    wait_until(
+        "the kernel releases all of them",
+        Duration::from_secs(30),
+        || {
+            endings(&sandbox, &mount)
+                .values()
+                .all(|ending| ending != "open")
+        },
+    );
     assert_eq!(endings(&sandbox, &mount), expected);
 
     // It is kept when firnd dies, and as long as the file is not made anew.

@@ -11,7 +11,10 @@ fn a_healthy_backing_keeps_files_and_a_sick_one_says_eio() {
     let mut fault = FaultFs::new(&sandbox);
     let path = fault.path().join("file");
     fs::write(&path, "text").expect("write while healthy");
-    assert_eq!(fs::read(fault.source().join("file")).expect("read"), b"text");
+    assert_eq!(
+        fs::read(fault.source().join("file")).expect("read"),
+        b"text"
+    );
     fault.fail_writes("EIO");
     let error = fs::write(&path, "more").expect_err("a sick backing");
     assert_eq!(error.raw_os_error(), Some(libc::EIO));

@@ -40,7 +40,11 @@ fn nothing(_: &Path) -> io::Result<Option<File>> {
 }
 
 fn opened(dir: &Path) -> io::Result<Option<File>> {
-    OpenOptions::new().read(true).write(true).open(dir.join(FILE)).map(Some)
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(dir.join(FILE))
+        .map(Some)
 }
 
 /// One copy after the other at first: Linux 6.18 asks for a newer kind, which the server does not know, and takes two
@@ -52,7 +56,8 @@ fn copied(dir: &Path) -> io::Result<Option<File>> {
 }
 
 fn copy(file: &File) -> io::Result<()> {
-    let (mut from, mut to) = (0, 1000);
+    let mut from = 0;
+    let mut to = 1000;
     Ok(rustix::fs::copy_file_range(file, Some(&mut from), file, Some(&mut to), 10).map(drop)?)
 }
 
@@ -67,15 +72,50 @@ fn own_name(dir: &Path) -> PathBuf {
 
 fn calls() -> Vec<Call> {
     let each = PROGRAMS as u64;
-    let call = |operation, prepare, act, reached| Call { operation, prepare, act, reached };
+    let call = |operation, prepare, act, reached| Call {
+        operation,
+        prepare,
+        act,
+        reached,
+    };
     vec![
-        call("lookup", nothing, |dir, _| fs::symlink_metadata(dir.join(FILE)).map(drop), each),
-        call("getattr", nothing, |dir, _| fs::symlink_metadata(dir.join(FILE)).map(drop), each),
-        call("open", nothing, |dir, _| File::open(dir.join(FILE)).map(drop), each),
-        call("create", nothing, |dir, _| File::create_new(own_name(dir)).map(drop), each),
-        call("read", opened, |_, file| of(file).read_at(&mut [0; 10], 0).map(drop), each),
+        call(
+            "lookup",
+            nothing,
+            |dir, _| fs::symlink_metadata(dir.join(FILE)).map(drop),
+            each,
+        ),
+        call(
+            "getattr",
+            nothing,
+            |dir, _| fs::symlink_metadata(dir.join(FILE)).map(drop),
+            each,
+        ),
+        call(
+            "open",
+            nothing,
+            |dir, _| File::open(dir.join(FILE)).map(drop),
+            each,
+        ),
+        call(
+            "create",
+            nothing,
+            |dir, _| File::create_new(own_name(dir)).map(drop),
+            each,
+        ),
+        call(
+            "read",
+            opened,
+            |_, file| of(file).read_at(&mut [0; 10], 0).map(drop),
+            each,
+        ),
         // A close waits for its drain, and one file has fewer drains under way than there are threads for them.
-        call("write", opened, |_, file| of(file).write_at(b"new", 0).map(drop), 1),
+        call(
+            "write",
+            opened,
+            |_, file| of(file).write_at(b"new", 0).map(drop),
+            1,
+        ),
         call("fsync", opened, |_, file| of(file).sync_all(), each),
         call(
             "setattr",
@@ -84,21 +124,68 @@ fn calls() -> Vec<Call> {
             each,
         ),
         call("setattr", opened, |_, file| of(file).set_len(10), each),
-        call("unlink", nothing, |dir, _| fs::remove_file(dir.join(FILE)), each),
-        call("rename", nothing, |dir, _| fs::rename(dir.join(FILE), dir.join("moved")), each),
-        call("mkdir", nothing, |dir, _| fs::create_dir(own_name(dir)), each),
-        call("symlink", nothing, |dir, _| symlink("target", own_name(dir)), each),
-        call("link", nothing, |dir, _| fs::hard_link(dir.join(FILE), own_name(dir)), each),
-        call("readdir", nothing, |dir, _| fs::read_dir(dir)?.try_for_each(|entry| entry.map(drop)), each),
-        call("statfs", nothing, |dir, _| Ok(rustix::fs::statfs(dir).map(drop)?), each / 2),
+        call(
+            "unlink",
+            nothing,
+            |dir, _| fs::remove_file(dir.join(FILE)),
+            each,
+        ),
+        call(
+            "rename",
+            nothing,
+            |dir, _| fs::rename(dir.join(FILE), dir.join("moved")),
+            each,
+        ),
+        call(
+            "mkdir",
+            nothing,
+            |dir, _| fs::create_dir(own_name(dir)),
+            each,
+        ),
+        call(
+            "symlink",
+            nothing,
+            |dir, _| symlink("target", own_name(dir)),
+            each,
+        ),
+        call(
+            "link",
+            nothing,
+            |dir, _| fs::hard_link(dir.join(FILE), own_name(dir)),
+            each,
+        ),
+        call(
+            "readdir",
+            nothing,
+            |dir, _| fs::read_dir(dir)?.try_for_each(|entry| entry.map(drop)),
+            each,
+        ),
+        call(
+            "statfs",
+            nothing,
+            |dir, _| Ok(rustix::fs::statfs(dir).map(drop)?),
+            each / 2,
+        ),
         call("copy_file_range", copied, |_, file| copy(&of(file)), each),
         call(
             "fallocate",
             opened,
-            |_, file| Ok(rustix::fs::fallocate(of(file), FallocateFlags::empty(), 0, 1 << 20)?),
+            |_, file| {
+                Ok(rustix::fs::fallocate(
+                    of(file),
+                    FallocateFlags::empty(),
+                    0,
+                    1 << 20,
+                )?)
+            },
             each,
         ),
-        call("lseek", opened, |_, file| Ok(rustix::fs::seek(of(file), SeekFrom::Data(0)).map(drop)?), each),
+        call(
+            "lseek",
+            opened,
+            |_, file| Ok(rustix::fs::seek(of(file), SeekFrom::Data(0)).map(drop)?),
+            each,
+        ),
         call(
             "getxattr",
             nothing,
@@ -144,12 +231,14 @@ fn start(mount: &FirnMount, dirs: &[PathBuf], call: &Call, hang: impl FnOnce()) 
         .map(|(alone, dir)| {
             let dir = mount.join(dir);
             fs::metadata(&dir).expect("stat of a directory");
-            let file = (call.prepare)(&dir).unwrap_or_else(|error| panic!("{}: {error}", call.operation));
+            let file =
+                (call.prepare)(&dir).unwrap_or_else(|error| panic!("{}: {error}", call.operation));
             (alone, dir, file)
         })
         .collect();
     hang();
-    let (act, operation) = (call.act, call.operation);
+    let act = call.act;
+    let operation = call.operation;
     let begin = |(alone, dir, file): (bool, PathBuf, Option<File>)| {
         let program = move || {
             let tell = |error: &io::Error| println!("{operation} in {}: {error}", dir.display());
@@ -162,14 +251,19 @@ fn start(mount: &FirnMount, dirs: &[PathBuf], call: &Call, hang: impl FnOnce()) 
 
 /// What programs do with other files.
 fn everything_else(dir: &Path) {
-    let (path, moved) = (dir.join("new"), dir.join("moved"));
+    let path = dir.join("new");
+    let moved = dir.join("moved");
     let mut file = File::create_new(&path).expect("create");
     file.write_all(&[7; 100_000]).expect("write");
     file.sync_all().expect("fsync");
     drop(file);
     assert_eq!(fs::metadata(&path).expect("stat").len(), 100_000);
     assert_eq!(fs::read(&path).expect("open and read"), [7; 100_000]);
-    let old = OpenOptions::new().read(true).write(true).open(dir.join(FILE)).expect("open");
+    let old = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(dir.join(FILE))
+        .expect("open");
     old.write_all_at(b"begins", 0).expect("write");
     let mut bytes = [0; 10];
     old.read_exact_at(&mut bytes, 0).expect("read");
@@ -203,7 +297,9 @@ fn regression_programs_that_hang_stop_nobody_else() {
         }
         let path = if operation == "statfs" { "" } else { &name };
         let programs = start(&mount, &dirs, call, || fault.hang(operation, path));
-        wait_until(&format!("{operation} hangs"), REACH_LIMIT, || fault.hung_count() >= call.reached);
+        wait_until(&format!("{operation} hangs"), REACH_LIMIT, || {
+            fault.hung_count() >= call.reached
+        });
         everything_else(&mount.join("other"));
         let asked = Instant::now();
         let status = mount.status();
@@ -220,7 +316,10 @@ fn regression_programs_that_hang_stop_nobody_else() {
         }
     }
     mount.umount();
-    assert_eq!(fs::read(fault.source().join("other").join(FILE)).expect("read"), [b'x'; 5000]);
+    assert_eq!(
+        fs::read(fault.source().join("other").join(FILE)).expect("read"),
+        [b'x'; 5000]
+    );
 }
 
 /// Proves S-error-11.
@@ -237,7 +336,12 @@ fn regression_a_server_that_answers_nothing_stops_no_write_to_memory() {
     let options = format!("{OPTIONS},close=held,drain-age=10min");
     let mount = FirnMount::over(&sandbox, fault.path(), &options);
     let path = mount.join("held");
-    let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).expect("create");
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(&path)
+        .expect("create");
     file.write_all_at(b"before", 0).expect("write");
     fault.hang("lookup", "");
     let top = mount.path().to_owned();
@@ -251,11 +355,16 @@ fn regression_a_server_that_answers_nothing_stops_no_write_to_memory() {
     wait_until("look-ups hang", REACH_LIMIT, || fault.hung_count() >= 100);
     fault.stall();
     for chunk in 0..100 {
-        file.write_all_at(&[9; 100_000], 6 + chunk * 100_000).expect("write");
+        file.write_all_at(&[9; 100_000], 6 + chunk * 100_000)
+            .expect("write");
     }
     let asked = Instant::now();
     let status = mount.status();
-    println!("{} bytes are held, status after {:?}", status.held_bytes, asked.elapsed());
+    println!(
+        "{} bytes are held, status after {:?}",
+        status.held_bytes,
+        asked.elapsed()
+    );
     assert_eq!(status.held_bytes, 10_000_006);
     fault.go_on();
     fault.let_go();
@@ -287,9 +396,15 @@ fn end_by_force(number: usize, call: &Call) {
     fs::write(mount.join("other/held"), [5; 100_000]).expect("write");
     let file = if operation == "write" { "" } else { &name };
     let programs = start(&mount, &dirs, call, || fault.hang(operation, file));
-    let umount = ["umount".as_ref(), "--force".as_ref(), mount.path().as_os_str()];
+    let umount = [
+        "umount".as_ref(),
+        "--force".as_ref(),
+        mount.path().as_os_str(),
+    ];
     if operation != "write" {
-        wait_until(&format!("{operation} hangs"), REACH_LIMIT, || fault.hung_count() >= call.reached);
+        wait_until(&format!("{operation} hangs"), REACH_LIMIT, || {
+            fault.hung_count() >= call.reached
+        });
     }
     let asked = Instant::now();
     let outcome = sandbox.run(umount);
@@ -300,17 +415,29 @@ fn end_by_force(number: usize, call: &Call) {
         outcome.stderr.trim()
     );
     assert!([0, 3].contains(&outcome.code), "{operation}: {outcome}");
-    assert!(!is_mounted(mount.path()), "{operation}: it is still mounted");
-    assert!(operation != "write" || sandbox.arenas().len() == 1, "the arena is kept");
+    assert!(
+        !is_mounted(mount.path()),
+        "{operation}: it is still mounted"
+    );
+    assert!(
+        operation != "write" || sandbox.arenas().len() == 1,
+        "the arena is kept"
+    );
     fault.let_go();
     mount.wait_for_end();
     for (_, program) in programs {
         let _ = program.join().expect("a program");
     }
     if !sandbox.arenas().is_empty() {
-        sandbox.run(["recover".as_ref(), mount.backing().as_os_str()]).ok();
+        sandbox
+            .run(["recover".as_ref(), mount.backing().as_os_str()])
+            .ok();
     }
-    assert_eq!(fs::read(fault.source().join("other/held")).expect("read"), [5; 100_000], "{operation}");
+    assert_eq!(
+        fs::read(fault.source().join("other/held")).expect("read"),
+        [5; 100_000],
+        "{operation}"
+    );
 }
 
 /// Proves S-error-5, S-error-12.
@@ -318,10 +445,14 @@ fn end_by_force(number: usize, call: &Call) {
 fn regression_a_forced_end_does_not_wait_for_a_backing_that_hangs() {
     let wanted = ["lookup", "create", "write", "unlink", "flush"];
     let calls = calls();
-    let wanted = calls.iter().enumerate().filter(|(_, call)| wanted.contains(&call.operation));
+    let wanted = calls
+        .iter()
+        .enumerate()
+        .filter(|(_, call)| wanted.contains(&call.operation));
     std::thread::scope(|scope| {
-        let runs: Vec<_> =
-            wanted.map(|(number, call)| scope.spawn(move || end_by_force(number, call))).collect();
+        let runs: Vec<_> = wanted
+            .map(|(number, call)| scope.spawn(move || end_by_force(number, call)))
+            .collect();
         for run in runs {
             run.join().expect("a forced end");
         }
@@ -345,13 +476,24 @@ fn regression_a_stub_tree_whose_names_hang_is_ended_by_force() {
     println!("status after {:?}", asked.elapsed());
     // An ordinary one waits for the names; the other one does not, and is answered, though the ordinary one is told
     // of it at the same time.
-    let mut patient =
-        sandbox.firn(["umount".as_ref(), mount.path().as_os_str()]).spawn().expect("firn umount");
+    let mut patient = sandbox
+        .firn(["umount".as_ref(), mount.path().as_os_str()])
+        .spawn()
+        .expect("firn umount");
     wait_until("the ordinary one waits", REACH_LIMIT, || {
         mount.threads().iter().any(|name| name == "firn-end")
     });
-    let outcome = sandbox.run(["umount".as_ref(), "--force".as_ref(), mount.path().as_os_str()]);
-    println!("ended with {} after {:?}: {}", outcome.code, asked.elapsed(), outcome.stderr.trim());
+    let outcome = sandbox.run([
+        "umount".as_ref(),
+        "--force".as_ref(),
+        mount.path().as_os_str(),
+    ]);
+    println!(
+        "ended with {} after {:?}: {}",
+        outcome.code,
+        asked.elapsed(),
+        outcome.stderr.trim()
+    );
     assert!([0, 3].contains(&outcome.code), "{outcome}");
     fault.let_go();
     mount.wait_for_end();
@@ -360,5 +502,8 @@ fn regression_a_stub_tree_whose_names_hang_is_ended_by_force() {
     let mount = FirnMount::over(&sandbox, fault.path(), options);
     assert!(mount.join("dir").is_dir(), "the tree is kept");
     mount.umount();
-    assert!(fault.source().join("dir").is_dir(), "its names are in the backing");
+    assert!(
+        fault.source().join("dir").is_dir(),
+        "its names are in the backing"
+    );
 }

@@ -89,7 +89,9 @@ fn change(top: &Path) {
     fs::write(at("made-then"), b"of the transaction").expect("write");
     rename("made-then", "made-then-renamed");
     fs::remove_dir(at("emptied")).expect("rmdir");
-    open_rw(&at("overwritten")).write_all_at(&[7; 5000], 100).expect("write");
+    open_rw(&at("overwritten"))
+        .write_all_at(&[7; 5000], 100)
+        .expect("write");
     open_rw(&at("cut")).set_len(10).expect("truncate");
     fs::set_permissions(at("mode"), fs::Permissions::from_mode(0o600)).expect("chmod");
 }
@@ -110,7 +112,8 @@ fn look_up(dir: impl AsFd, name: &str) -> Option<Found> {
     let stat = match rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(stat) => stat,
         Err(rustix::io::Errno::NOENT) => {
-            let opened = rustix::fs::openat(&dir, name, OFlags::RDONLY | OFlags::NOFOLLOW, Mode::empty());
+            let opened =
+                rustix::fs::openat(&dir, name, OFlags::RDONLY | OFlags::NOFOLLOW, Mode::empty());
             assert_eq!(
                 opened.err(),
                 Some(rustix::io::Errno::NOENT),
@@ -131,7 +134,9 @@ fn look_up(dir: impl AsFd, name: &str) -> Option<Found> {
             );
             firn_tests::fsops::read_at(&file, 0, 2 * FILE_BYTES)
         }
-        libc::S_IFLNK => rustix::fs::readlinkat(&dir, name, Vec::new()).expect("readlink").into_bytes(),
+        libc::S_IFLNK => rustix::fs::readlinkat(&dir, name, Vec::new())
+            .expect("readlink")
+            .into_bytes(),
         _ => Vec::new(),
     };
     let is_file = stat.st_mode & libc::S_IFMT == libc::S_IFREG;
@@ -148,7 +153,10 @@ type State = BTreeMap<&'static str, Option<Found>>;
 
 /// All names that the transaction uses.
 fn names() -> impl DoubleEndedIterator<Item = &'static str> {
-    DIRS.into_iter().chain(FILES).chain(["pointer", "made-then"]).chain(NEW)
+    DIRS.into_iter()
+        .chain(FILES)
+        .chain(["pointer", "made-then"])
+        .chain(NEW)
 }
 
 /// What is wrong, by whichever way a program looks.
@@ -163,9 +171,15 @@ fn wrong_names(top: &Path, expected: &State, new_first: bool) -> Vec<String> {
         let found = look_up(&dir, name);
         if found != expected[name] {
             let short = |found: &Option<Found>| {
-                found.as_ref().map(|found| (found.inode, found.mode, found.links, found.size))
+                found
+                    .as_ref()
+                    .map(|found| (found.inode, found.mode, found.links, found.size))
             };
-            wrong.push(format!("{name}: found {:?}, expected {:?}", short(&found), short(&expected[name])));
+            wrong.push(format!(
+                "{name}: found {:?}, expected {:?}",
+                short(&found),
+                short(&expected[name])
+            ));
         }
     }
     wrong
@@ -220,18 +234,41 @@ impl Holder {
         let dir = open_dir(&top.join("dir"));
         let moved = open_dir(&top.join("moved"));
         let removed = File::open(top.join("removed")).expect("open");
-        Self { top: open_dir(top), dir, moved, removed, overwritten, mapping }
+        Self {
+            top: open_dir(top),
+            dir,
+            moved,
+            removed,
+            overwritten,
+            mapping,
+        }
     }
 
     fn check(&self, expected: &State) {
-        let content = |name: &str| expected[name].as_ref().expect("it was there").content.clone();
+        let content = |name: &str| {
+            expected[name]
+                .as_ref()
+                .expect("it was there")
+                .content
+                .clone()
+        };
         let found = look_up(&self.top, "renamed");
-        assert_eq!(found, expected["renamed"], "through a descriptor of the directory");
-        assert_eq!(look_up(&self.top, "new-name"), None, "through a descriptor of the directory");
+        assert_eq!(
+            found, expected["renamed"],
+            "through a descriptor of the directory"
+        );
+        assert_eq!(
+            look_up(&self.top, "new-name"),
+            None,
+            "through a descriptor of the directory"
+        );
         assert_eq!(look_up(&self.dir, "inner"), expected["dir/inner"]);
         assert_eq!(look_up(&self.dir, "below/inner"), None);
         assert_eq!(look_up(&self.moved, "child"), expected["moved/child"]);
-        assert_eq!(look_up(&self.moved, "../moved/child"), expected["moved/child"]);
+        assert_eq!(
+            look_up(&self.moved, "../moved/child"),
+            expected["moved/child"]
+        );
         assert_eq!(
             self.removed.metadata().expect("fstat").nlink(),
             1,
@@ -241,7 +278,11 @@ impl Holder {
         let read = firn_tests::fsops::read_at(&self.overwritten, 0, FILE_BYTES);
         firn_tests::fsops::assert_same_bytes("by read(2)", &read, &old);
         self.mapping.look_again().expect("madvise");
-        firn_tests::fsops::assert_same_bytes("by a mapping", &self.mapping.read(0, FILE_BYTES), &old);
+        firn_tests::fsops::assert_same_bytes(
+            "by a mapping",
+            &self.mapping.read(0, FILE_BYTES),
+            &old,
+        );
     }
 }
 
@@ -323,7 +364,10 @@ fn regression_no_name_of_an_undone_commit_is_left_in_the_kernel() {
     // What was changed and is changed back may be another inode, which programs can tell.
     let comparable = |state: State| {
         let found = |found: Found| (found.mode, found.size, found.content);
-        state.into_iter().map(|(name, one)| (name, one.map(found))).collect::<BTreeMap<_, _>>()
+        state
+            .into_iter()
+            .map(|(name, one)| (name, one.map(found)))
+            .collect::<BTreeMap<_, _>>()
     };
     assert_eq!(comparable(state(top)), comparable(before));
     mount.umount();
@@ -343,8 +387,11 @@ fn an_abort_waits_for_no_rename_from_another_scope_that_is_prepared() {
     fs::rename(mount.join("a/file"), mount.join("a/other")).expect("rename");
     firn_id(&sandbox, "prepare", &mount.join("b"), 3).ok();
     let (from, to) = (mount.join("b/file"), mount.join("a/from-b"));
-    let renamed =
-        std::thread::spawn(move || fs::rename(from, to).err().and_then(|error| error.raw_os_error()));
+    let renamed = std::thread::spawn(move || {
+        fs::rename(from, to)
+            .err()
+            .and_then(|error| error.raw_os_error())
+    });
     firn(&sandbox, "abort", &mount.join("a")).ok();
     assert_eq!(renamed.join().expect("the thread"), Some(libc::EXDEV));
     assert!(mount.join("a/file").exists() && !mount.join("a/other").exists());
@@ -360,8 +407,13 @@ struct Hosts {
 
 impl Hosts {
     fn new(name: &str) -> Self {
-        let hosts = (0..2).map(|at| Sandbox::on_host(&format!("{name}{at}"), &format!("k{at}"))).collect();
-        Self { shared: Sandbox::new(name), hosts }
+        let hosts = (0..2)
+            .map(|at| Sandbox::on_host(&format!("{name}{at}"), &format!("k{at}")))
+            .collect();
+        Self {
+            shared: Sandbox::new(name),
+            hosts,
+        }
     }
 
     fn mounts(&self, options: &str) -> Vec<FirnMount<'_>> {
@@ -379,7 +431,10 @@ impl Hosts {
         std::thread::scope(|scope| {
             let pairs = self.hosts.iter().zip(mounts);
             let threads: Vec<_> = pairs.map(|pair| scope.spawn(move || one(pair))).collect();
-            threads.into_iter().map(|thread| thread.join().expect("a host")).collect()
+            threads
+                .into_iter()
+                .map(|thread| thread.join().expect("a host"))
+                .collect()
         })
     }
 }
@@ -394,13 +449,24 @@ fn regression_after_a_refused_commit_and_an_abort_no_name_is_left_in_the_kernel(
     assert_eq!(hosts.all(&mounts, &["begin"]), [0, 0]);
     change(mounts[0].path());
     // The same byte on the other host.
-    open_rw(&mounts[1].join("overwritten")).write_all_at(b"x", 200).expect("write");
+    open_rw(&mounts[1].join("overwritten"))
+        .write_all_at(b"x", 200)
+        .expect("write");
     fs::rename(mounts[1].join("mode"), mounts[1].join("new-name")).expect("rename");
     let during: Vec<State> = mounts.iter().map(|mount| state(mount.path())).collect();
-    assert!(hosts.all(&mounts, &["commit", "--id", "5"]).iter().all(|code| *code != 0));
+    assert!(
+        hosts
+            .all(&mounts, &["commit", "--id", "5"])
+            .iter()
+            .all(|code| *code != 0)
+    );
     for (mount, during) in mounts.iter().zip(&during) {
         let wrong = wrong_names(mount.path(), during, true);
-        assert!(wrong.is_empty(), "the transaction is as it was:\n{}", wrong.join("\n"));
+        assert!(
+            wrong.is_empty(),
+            "the transaction is as it was:\n{}",
+            wrong.join("\n")
+        );
     }
     assert_eq!(hosts.all(&mounts, &["abort"]), [0, 0]);
     for (mount, before) in mounts.iter().zip(&before) {
@@ -428,7 +494,11 @@ fn regression_after_an_abort_by_another_host_no_name_is_left_in_the_kernel() {
         }
         firn(&hosts.hosts[1], "abort", mounts[1].path()).ok();
         let status = || mounts[0].status().transactions;
-        wait_until("the host has ended its part", Duration::from_secs(20), || status().is_empty());
+        wait_until(
+            "the host has ended its part",
+            Duration::from_secs(20),
+            || status().is_empty(),
+        );
         // The list of transactions is shorter an instant before the kernel is told.
         let mut wrong = Vec::new();
         wait_until("the kernel was told", Duration::from_secs(20), || {
@@ -478,7 +548,9 @@ fn an_abort_takes_no_working_directory_away() {
         .expect("sh");
     let cwd = PathBuf::from(format!("/proc/{}/cwd", child.id()));
     let expected = mount.join("dir/below");
-    wait_until("it is there", Duration::from_secs(10), || fs::read_link(&cwd).is_ok_and(|at| at == expected));
+    wait_until("it is there", Duration::from_secs(10), || {
+        fs::read_link(&cwd).is_ok_and(|at| at == expected)
+    });
     change(mount.path());
     firn(&sandbox, "abort", mount.path()).ok();
     assert_eq!(fs::read_link(&cwd).expect("readlink"), expected);

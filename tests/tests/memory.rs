@@ -13,7 +13,10 @@ const MIB: usize = 1 << 20;
 const DEMAND: &str = "memory=32M,chunk-size=1M,drain=demand";
 
 fn firn(sandbox: &Sandbox, verb: &str, path: &std::path::Path) -> serde_json::Value {
-    sandbox.run([OsStr::new(verb), OsStr::new("--json"), path.as_os_str()]).ok().json()
+    sandbox
+        .run([OsStr::new(verb), OsStr::new("--json"), path.as_os_str()])
+        .ok()
+        .json()
 }
 
 /// Proves S-demand-1.
@@ -21,18 +24,32 @@ fn firn(sandbox: &Sandbox, verb: &str, path: &std::path::Path) -> serde_json::Va
 fn files_stay_in_memory_until_somebody_asks_for_them() {
     let sandbox = Sandbox::new("demand");
     let mount = FirnMount::new(&sandbox, DEMAND);
-    let (path, behind) = (mount.join("step/rank0"), mount.backing().join("step/rank0"));
+    let path = mount.join("step/rank0");
+    let behind = mount.backing().join("step/rank0");
     fs::create_dir(mount.join("step")).expect("mkdir");
     let data = bytes(1, 5 * MIB + 77);
     fs::write(&path, &data).expect("write");
-    assert_eq!(fs::metadata(&behind).expect("its name is there").len(), 0, "drained unasked");
+    assert_eq!(
+        fs::metadata(&behind).expect("its name is there").len(),
+        0,
+        "drained unasked"
+    );
     assert_eq!(fs::metadata(&path).expect("stat").len(), data.len() as u64);
     assert_same_bytes("from memory", &read(&path), &data);
 
-    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.join("step").as_os_str()]).ok();
+    sandbox
+        .run([
+            OsStr::new("drain"),
+            OsStr::new("--wait"),
+            mount.join("step").as_os_str(),
+        ])
+        .ok();
     assert_same_bytes("in the backing", &read(&behind), &data);
     let status = mount.status();
-    assert_eq!((status.held_bytes, status.cached_bytes), (0, data.len() as u64));
+    assert_eq!(
+        (status.held_bytes, status.cached_bytes),
+        (0, data.len() as u64)
+    );
     assert_same_bytes("still from memory", &read(&path), &data);
 
     let freed = firn(&sandbox, "evict", &mount.join("step"));
@@ -46,10 +63,17 @@ fn files_stay_in_memory_until_somebody_asks_for_them() {
 fn what_is_kept_in_memory_follows_every_change() {
     let sandbox = Sandbox::new("demandchange");
     let mount = FirnMount::new(&sandbox, DEMAND);
-    let (path, behind) = (mount.join("f"), mount.backing().join("f"));
+    let path = mount.join("f");
+    let behind = mount.backing().join("f");
     let mut expected = bytes(1, 3 * MIB);
     fs::write(&path, &expected).expect("write");
-    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]).ok();
+    sandbox
+        .run([
+            OsStr::new("drain"),
+            OsStr::new("--wait"),
+            mount.path().as_os_str(),
+        ])
+        .ok();
 
     let file = open_rw(&path);
     file.write_all_at(&bytes(2, 5000), 100_000).expect("write");
@@ -62,10 +86,20 @@ fn what_is_kept_in_memory_follows_every_change() {
     assert_same_bytes("after two truncations", &read(&path), &expected);
     drop(file);
 
-    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]).ok();
+    sandbox
+        .run([
+            OsStr::new("drain"),
+            OsStr::new("--wait"),
+            mount.path().as_os_str(),
+        ])
+        .ok();
     assert_same_bytes("in the backing", &read(&behind), &expected);
     fs::write(&behind, b"by somebody else").expect("write beside the mount");
-    assert_same_bytes("changed beside the mount", &read(&path), b"by somebody else");
+    assert_same_bytes(
+        "changed beside the mount",
+        &read(&path),
+        b"by somebody else",
+    );
 }
 
 /// Proves S-demand-3.
@@ -75,7 +109,11 @@ fn a_full_memory_is_enospc_and_harms_no_file() {
     let mount = FirnMount::new(&sandbox, DEMAND);
     let data = bytes(3, 20 * MIB);
     fs::write(mount.join("first"), &data).expect("it fits");
-    let second = OpenOptions::new().write(true).create(true).truncate(true).open(mount.join("second"));
+    let second = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .open(mount.join("second"));
     let second = second.expect("create");
     let mut taken = 0;
     let error = loop {
@@ -90,8 +128,16 @@ fn a_full_memory_is_enospc_and_harms_no_file() {
     assert_same_bytes("second", &read(&mount.join("second")), &data[..taken]);
 
     // Once drained, the room is taken from what is only kept to be read again.
-    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]).ok();
-    second.write_all_at(&data[taken..], taken as u64).expect("there is room again");
+    sandbox
+        .run([
+            OsStr::new("drain"),
+            OsStr::new("--wait"),
+            mount.path().as_os_str(),
+        ])
+        .ok();
+    second
+        .write_all_at(&data[taken..], taken as u64)
+        .expect("there is room again");
     assert_same_bytes("second", &read(&mount.join("second")), &data);
     assert_same_bytes("first", &read(&mount.join("first")), &data);
     assert!(mount.status().evicted_bytes > 0);
@@ -107,12 +153,33 @@ fn pinned_files_are_not_evicted_to_make_room() {
         fs::write(mount.join(name), &data).expect("write");
     }
     assert_eq!(firn(&sandbox, "pin", &mount.join("a"))["files"], 1);
-    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]).ok();
+    sandbox
+        .run([
+            OsStr::new("drain"),
+            OsStr::new("--wait"),
+            mount.path().as_os_str(),
+        ])
+        .ok();
     fs::write(mount.join("c"), bytes(5, 18 * MIB)).expect("b makes room");
     let status = mount.status();
-    assert_eq!((status.cached_bytes, status.evicted_bytes), (10 * MIB as u64, 10 * MIB as u64));
-    sandbox.run([OsStr::new("pin"), OsStr::new("--off"), mount.join("a").as_os_str()]).ok();
-    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]).ok();
+    assert_eq!(
+        (status.cached_bytes, status.evicted_bytes),
+        (10 * MIB as u64, 10 * MIB as u64)
+    );
+    sandbox
+        .run([
+            OsStr::new("pin"),
+            OsStr::new("--off"),
+            mount.join("a").as_os_str(),
+        ])
+        .ok();
+    sandbox
+        .run([
+            OsStr::new("drain"),
+            OsStr::new("--wait"),
+            mount.path().as_os_str(),
+        ])
+        .ok();
     fs::write(mount.join("d"), bytes(6, 10 * MIB)).expect("a makes room");
 }
 
@@ -126,12 +193,26 @@ fn a_later_mount_has_what_was_in_memory() {
     let backing = mount.kill();
 
     let mount = FirnMount::over(&sandbox, &backing, DEMAND);
-    assert_eq!(mount.status().held_bytes, data.len() as u64, "drained unasked");
+    assert_eq!(
+        mount.status().held_bytes,
+        data.len() as u64,
+        "drained unasked"
+    );
     assert_same_bytes("after a kill", &read(&mount.join("f")), &data);
     let point = mount.path().to_owned();
-    sandbox.run([OsStr::new("umount"), OsStr::new("--keep-held"), point.as_os_str()]).ok();
+    sandbox
+        .run([
+            OsStr::new("umount"),
+            OsStr::new("--keep-held"),
+            point.as_os_str(),
+        ])
+        .ok();
     mount.abandon();
-    assert_eq!(fs::metadata(backing.join("f")).expect("stat").len(), 0, "drained unasked");
+    assert_eq!(
+        fs::metadata(backing.join("f")).expect("stat").len(),
+        0,
+        "drained unasked"
+    );
 
     let mount = FirnMount::over(&sandbox, &backing, DEMAND);
     assert_same_bytes("after umount --keep-held", &read(&mount.join("f")), &data);
@@ -146,8 +227,15 @@ fn old_checkpoints_go_and_what_may_be_needed_stays() {
     let mount = FirnMount::new(&sandbox, DEMAND);
     let names = || {
         let entries = fs::read_dir(mount.path()).expect("list");
-        let mut names: Vec<_> =
-            entries.map(|entry| entry.expect("entry").file_name().into_string().expect("UTF-8")).collect();
+        let mut names: Vec<_> = entries
+            .map(|entry| {
+                entry
+                    .expect("entry")
+                    .file_name()
+                    .into_string()
+                    .expect("UTF-8")
+            })
+            .collect();
         names.sort();
         names
     };
@@ -173,22 +261,41 @@ fn old_checkpoints_go_and_what_may_be_needed_stays() {
     assert_eq!(names(), before, "a dry run removes nothing");
 
     prune(&[]).says("1 checkpoint removed, 4 kept");
-    assert_eq!(names(), [".hidden", "good", "log", "step1", "step2", "step4", "step5"]);
+    assert_eq!(
+        names(),
+        [".hidden", "good", "log", "step1", "step2", "step4", "step5"]
+    );
     assert_same_bytes("linked", &read(&mount.join("good/rank1")), &data);
     drop(reader);
     // What an interrupted removal left.
     fs::rename(mount.join("step2"), mount.join(".step2.pruned")).expect("rename");
     fs::remove_file(mount.join("good")).expect("unlink");
-    wait_until("the reader's close has come to firnd", Duration::from_secs(30), || {
-        prune(&[]);
-        names() == [".hidden", "log", "step4", "step5"]
-    });
+    wait_until(
+        "the reader's close has come to firnd",
+        Duration::from_secs(30),
+        || {
+            prune(&[]);
+            names() == [".hidden", "log", "step4", "step5"]
+        },
+    );
     assert_same_bytes("kept", &read(&mount.join("step4/rank0")), &data);
 
     let elsewhere = sandbox.mkdir("plain");
-    sandbox.run([OsStr::new("prune"), OsStr::new("--keep"), OsStr::new("1"), elsewhere.as_os_str()]).code(10);
     sandbox
-        .run([OsStr::new("prune"), OsStr::new("--keep"), OsStr::new("0"), mount.path().as_os_str()])
+        .run([
+            OsStr::new("prune"),
+            OsStr::new("--keep"),
+            OsStr::new("1"),
+            elsewhere.as_os_str(),
+        ])
+        .code(10);
+    sandbox
+        .run([
+            OsStr::new("prune"),
+            OsStr::new("--keep"),
+            OsStr::new("0"),
+            mount.path().as_os_str(),
+        ])
         .code(2);
 }
 
@@ -203,16 +310,27 @@ fn files_that_were_cut_off_are_told_apart() {
     let endings = |sandbox: &Sandbox, mount: &FirnMount| {
         let list = firn(sandbox, "ls", mount.path());
         let list = list.as_array().expect("a list").clone();
-        let word = |file: &serde_json::Value, key: &str| file[key].as_str().expect("a word").to_owned();
-        list.iter().map(|file| format!("{} {}", word(file, "path"), word(file, "ending"))).collect::<Vec<_>>()
+        let word =
+            |file: &serde_json::Value, key: &str| file[key].as_str().expect("a word").to_owned();
+        list.iter()
+            .map(|file| format!("{} {}", word(file, "path"), word(file, "ending")))
+            .collect::<Vec<_>>()
     };
-    wait_until("the kernel releases what was closed", Duration::from_secs(30), || {
-        endings(&sandbox, &mount) == ["open open", "whole closed"]
-    });
+    wait_until(
+        "the kernel releases what was closed",
+        Duration::from_secs(30),
+        || endings(&sandbox, &mount) == ["open open", "whole closed"],
+    );
     let backing = mount.kill();
     drop(open);
     let mount = FirnMount::over(&sandbox, &backing, DEMAND);
     assert_eq!(endings(&sandbox, &mount), ["open cut", "whole closed"]);
-    let cut = sandbox.run([OsStr::new("ls"), OsStr::new("--state=cut"), mount.path().as_os_str()]).ok();
+    let cut = sandbox
+        .run([
+            OsStr::new("ls"),
+            OsStr::new("--state=cut"),
+            mount.path().as_os_str(),
+        ])
+        .ok();
     assert_eq!(cut.stdout.lines().count(), 1);
 }

@@ -30,9 +30,14 @@ struct Cluster {
 impl Cluster {
     fn new(name: &str, hosts: usize, options: &str) -> Self {
         let shared = Sandbox::new(name);
-        let hosts =
-            (0..hosts).map(|at| Sandbox::on_host(&format!("{name}{at}"), &format!("n{at}"))).collect();
-        Self { shared, hosts, options: options.to_owned() }
+        let hosts = (0..hosts)
+            .map(|at| Sandbox::on_host(&format!("{name}{at}"), &format!("n{at}")))
+            .collect();
+        Self {
+            shared,
+            hosts,
+            options: options.to_owned(),
+        }
     }
 
     fn backing(&self) -> PathBuf {
@@ -52,9 +57,16 @@ impl Cluster {
     fn all(&self, mounts: &[FirnMount<'_>], args: &[&str]) -> Vec<Outcome> {
         std::thread::scope(|scope| {
             let one = |(host, mount): (&Sandbox, &FirnMount<'_>)| run(&mut on(host, mount, args));
-            let threads: Vec<_> =
-                self.hosts.iter().zip(mounts).map(|pair| scope.spawn(move || one(pair))).collect();
-            threads.into_iter().map(|thread| thread.join().expect("a host")).collect()
+            let threads: Vec<_> = self
+                .hosts
+                .iter()
+                .zip(mounts)
+                .map(|pair| scope.spawn(move || one(pair)))
+                .collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().expect("a host"))
+                .collect()
         })
     }
 
@@ -67,7 +79,13 @@ impl Cluster {
     /// Names in `.firn/` that are about a meeting.
     fn meetings(&self) -> Vec<String> {
         let names = fs::read_dir(self.backing().join(".firn")).expect("list .firn");
-        let names = names.map(|entry| entry.expect("entry").file_name().to_string_lossy().into_owned());
+        let names = names.map(|entry| {
+            entry
+                .expect("entry")
+                .file_name()
+                .to_string_lossy()
+                .into_owned()
+        });
         names.filter(|name| name.starts_with("meet-")).collect()
     }
 }
@@ -83,7 +101,11 @@ fn begin_all(cluster: &Cluster, mounts: &[FirnMount<'_>]) {
 }
 
 fn open(mount: &FirnMount<'_>, name: &str) -> File {
-    File::options().read(true).write(true).open(mount.join(name)).expect("open")
+    File::options()
+        .read(true)
+        .write(true)
+        .open(mount.join(name))
+        .expect("open")
 }
 
 /// The byte that worker `at` writes into range `range`.
@@ -117,7 +139,9 @@ fn work(mounts: &[FirnMount<'_>], ranges: u64) {
 
 fn expected(hosts: usize, ranges: u64) -> Vec<u8> {
     (0..ranges * hosts as u64)
-        .flat_map(|stripe| [byte((stripe % hosts as u64) as usize, stripe / hosts as u64); RANGE as usize])
+        .flat_map(|stripe| {
+            [byte((stripe % hosts as u64) as usize, stripe / hosts as u64); RANGE as usize]
+        })
         .collect()
 }
 
@@ -127,25 +151,41 @@ fn parts_apart(name: &str, hosts: usize, ranges: u64) {
     let mounts = cluster.mounts();
     begin_all(&cluster, &mounts);
     work(&mounts, ranges);
-    assert_eq!(fs::metadata(cluster.backing().join("shared")).expect("stat").len(), 0);
+    assert_eq!(
+        fs::metadata(cluster.backing().join("shared"))
+            .expect("stat")
+            .len(),
+        0
+    );
     cluster.all_ok(&mounts, &["commit", "--id", "7"]);
     let expected = expected(hosts, ranges);
     assert!(fs::read(cluster.backing().join("shared")).expect("read") == expected);
     for (at, mount) in mounts.iter().enumerate() {
-        assert!(fs::read(mount.join("shared")).expect("read") == expected, "host {at} sees all parts");
+        assert!(
+            fs::read(mount.join("shared")).expect("read") == expected,
+            "host {at} sees all parts"
+        );
         for other in 0..hosts {
-            assert_eq!(fs::read_to_string(mount.join(format!("own{other}"))).unwrap(), format!("of {other}"));
+            assert_eq!(
+                fs::read_to_string(mount.join(format!("own{other}"))).unwrap(),
+                format!("of {other}")
+            );
         }
     }
     assert_eq!(cluster.meetings(), [""; 0]);
     // And again, with the next number by itself.
     begin_all(&cluster, &mounts);
     for (at, mount) in mounts.iter().enumerate() {
-        open(mount, "shared").write_all_at(b"again", at as u64 * 100).expect("write");
+        open(mount, "shared")
+            .write_all_at(b"again", at as u64 * 100)
+            .expect("write");
     }
     for outcome in cluster.all(&mounts, &["commit"]) {
         let outcome = outcome.ok();
-        assert!(format!("{outcome:?}").contains("committed as 8"), "{outcome:?}");
+        assert!(
+            format!("{outcome:?}").contains("committed as 8"),
+            "{outcome:?}"
+        );
     }
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
@@ -197,11 +237,22 @@ fn every_planted_conflict_is_found_and_told_on_every_host() {
             let found = outcome.stderr.lines().any(|line| {
                 line.contains(&format!("shared, bytes {at} to {at}: "))
                     && line.contains(&format!("written on n{owner} by process "))
-                    && line.contains(&format!("{did} on n{other} by process {}", std::process::id()))
+                    && line.contains(&format!(
+                        "{did} on n{other} by process {}",
+                        std::process::id()
+                    ))
             });
-            assert!(found, "planted at {at}: {did} on n{other}, owner n{owner}\n{}", outcome.stderr);
+            assert!(
+                found,
+                "planted at {at}: {did} on n{other}, owner n{owner}\n{}",
+                outcome.stderr
+            );
         }
-        assert!(outcome.stderr.contains(&format!("{PLANTED} conflicts")), "{}", outcome.stderr);
+        assert!(
+            outcome.stderr.contains(&format!("{PLANTED} conflicts")),
+            "{}",
+            outcome.stderr
+        );
     }
     for outcome in cluster.all(&mounts, &["commit", "--id", "3"]) {
         assert_ne!(outcome.code, 0, "no way round");
@@ -215,7 +266,9 @@ fn every_planted_conflict_is_found_and_told_on_every_host() {
 
 fn both_write(mounts: &[FirnMount<'_>]) {
     for (at, mount) in mounts.iter().enumerate() {
-        open(mount, "shared").write_all_at(&[b'0' + at as u8; 10], at as u64 * 10).expect("write");
+        open(mount, "shared")
+            .write_all_at(&[b'0' + at as u8; 10], at as u64 * 10)
+            .expect("write");
         fs::write(mount.join(format!("own{at}")), "own").expect("write");
     }
 }
@@ -226,7 +279,10 @@ fn whole(dir: &Path) -> Result<bool, String> {
     match (&shared[..], own) {
         (b"....................", [false, false]) => Ok(false),
         (b"00000000001111111111", [true, true]) => Ok(true),
-        _ => Err(format!("half of it: {:?}, {own:?}", String::from_utf8_lossy(&shared))),
+        _ => Err(format!(
+            "half of it: {:?}, {own:?}",
+            String::from_utf8_lossy(&shared)
+        )),
     }
 }
 
@@ -243,11 +299,17 @@ fn a_host_that_is_killed_between_prepare_and_commit_leaves_no_half() {
         cluster.all_ok(&mounts, &["prepare", "--id", "5"]);
         let other = mounts.remove(1);
         let commits = rng.random_range(0..3) > 0;
-        let decide = if commits { vec!["commit", "--id", "5"] } else { vec!["abort"] };
+        let decide = if commits {
+            vec!["commit", "--id", "5"]
+        } else {
+            vec!["abort"]
+        };
         let told = format!("round {round}, {decide:?}");
         // At any moment of the other host's decision.
-        let mut child: Child =
-            on(&cluster.hosts[0], &mounts[0], &decide).stderr(Stdio::null()).spawn().expect("spawn");
+        let mut child: Child = on(&cluster.hosts[0], &mounts[0], &decide)
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("spawn");
         std::thread::sleep(Duration::from_micros(rng.random_range(0..30_000)));
         other.kill();
         let status = wait_child(&mut child, Duration::from_secs(60)).expect("it hangs");
@@ -255,7 +317,14 @@ fn a_host_that_is_killed_between_prepare_and_commit_leaves_no_half() {
         // The dead one's part: by whoever is left, or by its own firnd.
         if rng.random() {
             let args = ["recover", "--node", "n1"];
-            cluster.shared.run(args.iter().map(Path::new).chain([cluster.backing().as_path()])).ok();
+            cluster
+                .shared
+                .run(
+                    args.iter()
+                        .map(Path::new)
+                        .chain([cluster.backing().as_path()]),
+                )
+                .ok();
             assert_eq!(whole(&cluster.backing()), Ok(commits), "{told}");
         }
         let back = cluster.mount(1);
@@ -283,23 +352,54 @@ fn an_abort_after_another_host_has_committed_is_refused_and_harms_nothing() {
     // close its descriptors, which waits too, before they could bring it about.
     let shell = |script: &str, file: &str| {
         let mut command = std::process::Command::new("sh");
-        command.args(["-c", script]).arg(mounts[1].join(file)).spawn().expect("spawn")
+        command
+            .args(["-c", script])
+            .arg(mounts[1].join(file))
+            .spawn()
+            .expect("spawn")
     };
-    let mut late = [shell("truncate -s 1 \"$0\"", "own1"), shell("printf late 1<>\"$0\"", "shared")];
-    wait_until("the write is taken", Duration::from_secs(10), || mounts[1].status().held_bytes > 0);
-    let first = run(&mut on(&cluster.hosts[0], &mounts[0], &["commit", "--id", "5"])).ok();
-    assert!(format!("{first:?}").contains("not yet carried out on n1"), "{first:?}");
+    let mut late = [
+        shell("truncate -s 1 \"$0\"", "own1"),
+        shell("printf late 1<>\"$0\"", "shared"),
+    ];
+    wait_until("the write is taken", Duration::from_secs(10), || {
+        mounts[1].status().held_bytes > 0
+    });
+    let first = run(&mut on(
+        &cluster.hosts[0],
+        &mounts[0],
+        &["commit", "--id", "5"],
+    ))
+    .ok();
+    assert!(
+        format!("{first:?}").contains("not yet carried out on n1"),
+        "{first:?}"
+    );
     let refused = run(&mut on(&cluster.hosts[1], &mounts[1], &["abort"]));
-    assert!(refused.code == 11 && refused.stderr.contains("committed with id 5"), "{refused:?}");
-    run(&mut on(&cluster.hosts[1], &mounts[1], &["commit", "--id", "5"])).ok();
+    assert!(
+        refused.code == 11 && refused.stderr.contains("committed with id 5"),
+        "{refused:?}"
+    );
+    run(&mut on(
+        &cluster.hosts[1],
+        &mounts[1],
+        &["commit", "--id", "5"],
+    ))
+    .ok();
     for child in &mut late {
         let status = wait_child(child, Duration::from_secs(30)).expect("it goes on");
         assert!(status.success());
     }
-    assert_eq!(fs::read(mounts[1].join("shared")).unwrap(), b"late0000001111111111");
+    assert_eq!(
+        fs::read(mounts[1].join("shared")).unwrap(),
+        b"late0000001111111111"
+    );
     assert_eq!(fs::read(mounts[0].join("own1")).unwrap(), b"o");
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
-    assert_eq!(fs::read(cluster.backing().join("shared")).unwrap(), b"late0000001111111111");
+    assert_eq!(
+        fs::read(cluster.backing().join("shared")).unwrap(),
+        b"late0000001111111111"
+    );
     assert_eq!(fs::read(cluster.backing().join("own1")).unwrap(), b"o");
 }
 
@@ -312,17 +412,29 @@ fn a_host_that_dies_before_it_is_prepared_takes_the_commit_with_it() {
     begin_all(&cluster, &mounts);
     both_write(&mounts);
     mounts.remove(1).kill();
-    let refused = run(&mut on(&cluster.hosts[0], &mounts[0], &["commit", "--id", "5"]));
+    let refused = run(&mut on(
+        &cluster.hosts[0],
+        &mounts[0],
+        &["commit", "--id", "5"],
+    ));
     assert_ne!(refused.code, 0);
-    assert!(refused.stderr.contains("only 1 of 2 nodes came"), "{}", refused.stderr);
+    assert!(
+        refused.stderr.contains("only 1 of 2 nodes came"),
+        "{}",
+        refused.stderr
+    );
     let back = cluster.mount(1);
     assert_eq!(whole(back.path()), Ok(false));
     // Its changes are still there, and a second try works once the other takes part.
     let mut own = [0; 10];
-    open(&mounts[0], "shared").read_exact_at(&mut own, 0).expect("read");
+    open(&mounts[0], "shared")
+        .read_exact_at(&mut own, 0)
+        .expect("read");
     assert_eq!(&own, b"0000000000");
     run(&mut on(&cluster.hosts[1], &back, &["begin"])).ok();
-    open(&back, "shared").write_all_at(b"1111111111", 10).expect("write");
+    open(&back, "shared")
+        .write_all_at(b"1111111111", 10)
+        .expect("write");
     fs::write(back.join("own1"), "own").expect("write");
     mounts.push(back);
     cluster.all_ok(&mounts, &["commit", "--id", "5"]);
@@ -338,40 +450,79 @@ fn names_of_nodes_are_checked() {
         let host = &cluster.hosts[1];
         let point = host.join("mnt");
         let args = ["mount", "-o", options].map(Path::new);
-        host.run(args.into_iter().chain([cluster.backing().as_path(), point.as_path()]))
+        host.run(
+            args.into_iter()
+                .chain([cluster.backing().as_path(), point.as_path()]),
+        )
     };
     let refused = second("drain=commit,participants=2,node=n0");
-    assert!(refused.code == 11 && refused.stderr.contains("node n0 has"), "{refused:?}");
+    assert!(
+        refused.code == 11 && refused.stderr.contains("node n0 has"),
+        "{refused:?}"
+    );
     let refused = second("drain=commit,participants=n0:n7");
-    assert!(refused.code == 2 && refused.stderr.contains("this node is n1"), "{refused:?}");
+    assert!(
+        refused.code == 2 && refused.stderr.contains("this node is n1"),
+        "{refused:?}"
+    );
     let refused = second("drain=commit,participants=n0:n0");
-    assert!(refused.code == 2 && refused.stderr.contains("has n0 twice"), "{refused:?}");
+    assert!(
+        refused.code == 2 && refused.stderr.contains("has n0 twice"),
+        "{refused:?}"
+    );
     let refused = second("drain=commit,participants=2,node=a/b");
-    assert!(refused.code == 2 && refused.stderr.contains("not the name of a node"), "{refused:?}");
+    assert!(
+        refused.code == 2 && refused.stderr.contains("not the name of a node"),
+        "{refused:?}"
+    );
     let refused = second("participants=2");
-    assert!(refused.code == 2 && refused.stderr.contains("contradict each other"), "{refused:?}");
+    assert!(
+        refused.code == 2 && refused.stderr.contains("contradict each other"),
+        "{refused:?}"
+    );
     // Alone, it would not know of the others.
     let refused = second("drain=commit");
-    assert!(refused.code == 11 && refused.stderr.contains("already mounted"), "{refused:?}");
-    let refused = cluster
-        .shared
-        .run(["recover", "--node", "nobody"].map(Path::new).into_iter().chain([cluster.backing().as_path()]));
-    assert!(refused.code == 2 && refused.stderr.contains("no transactions of a node nobody"), "{refused:?}");
-    let refused = cluster
-        .shared
-        .run(["recover", "--node", "n0"].map(Path::new).into_iter().chain([cluster.backing().as_path()]));
+    assert!(
+        refused.code == 11 && refused.stderr.contains("already mounted"),
+        "{refused:?}"
+    );
+    let refused = cluster.shared.run(
+        ["recover", "--node", "nobody"]
+            .map(Path::new)
+            .into_iter()
+            .chain([cluster.backing().as_path()]),
+    );
+    assert!(
+        refused.code == 2 && refused.stderr.contains("no transactions of a node nobody"),
+        "{refused:?}"
+    );
+    let refused = cluster.shared.run(
+        ["recover", "--node", "n0"]
+            .map(Path::new)
+            .into_iter()
+            .chain([cluster.backing().as_path()]),
+    );
     assert!(refused.code == 11, "{refused:?}");
     first.umount();
 }
 
 /// Two hosts in turns: the second reads what the first wrote, and writes some of the same bytes.
 fn share_bytes(mounts: &[FirnMount<'_>]) {
-    open(&mounts[0], "shared").write_all_at(&[b'0'; 30], 0).expect("write");
+    open(&mounts[0], "shared")
+        .write_all_at(&[b'0'; 30], 0)
+        .expect("write");
     fs::write(mounts[0].join("own0"), "own").expect("write");
     let seen = fs::read(mounts[1].join("shared")).expect("read");
     let at_once = fs::read(mounts[1].join("own0")).is_ok_and(|own| own == b"own");
-    assert_eq!(seen.starts_with(b"000000"), at_once, "{}", String::from_utf8_lossy(&seen));
-    open(&mounts[1], "shared").write_all_at(&[b'1'; 20], 20).expect("write");
+    assert_eq!(
+        seen.starts_with(b"000000"),
+        at_once,
+        "{}",
+        String::from_utf8_lossy(&seen)
+    );
+    open(&mounts[1], "shared")
+        .write_all_at(&[b'1'; 20], 20)
+        .expect("write");
     fs::remove_file(mounts[1].join("old")).expect("unlink");
     fs::write(mounts[1].join("own1"), "own").expect("write");
 }
@@ -399,13 +550,21 @@ fn is_new(dir: &Path) -> Result<bool, String> {
 fn seen_everywhere(cluster: &Cluster, mounts: &[FirnMount<'_>], new: bool) {
     assert_eq!(is_new(&cluster.backing()), Ok(new));
     for mount in mounts {
-        wait_until("the mount shows it", Duration::from_secs(10), || is_new(mount.path()) == Ok(new));
+        wait_until("the mount shows it", Duration::from_secs(10), || {
+            is_new(mount.path()) == Ok(new)
+        });
     }
 }
 
 fn left_over(cluster: &Cluster) -> Vec<String> {
     let names = fs::read_dir(cluster.backing().join(".firn")).expect("list .firn");
-    let names = names.map(|entry| entry.expect("entry").file_name().to_string_lossy().into_owned());
+    let names = names.map(|entry| {
+        entry
+            .expect("entry")
+            .file_name()
+            .to_string_lossy()
+            .into_owned()
+    });
     names.filter(|name| !name.starts_with("node-")).collect()
 }
 
@@ -418,7 +577,10 @@ fn bytes_that_hosts_share_are_refused_in_hold_mode_and_committed_in_shadow_mode(
     begin_all(&cluster, &mounts);
     share_bytes(&mounts);
     for outcome in cluster.all(&mounts, &["commit", "--id", "5"]) {
-        assert!(outcome.code != 0 && outcome.stderr.contains("conflict"), "{outcome:?}");
+        assert!(
+            outcome.code != 0 && outcome.stderr.contains("conflict"),
+            "{outcome:?}"
+        );
     }
     cluster.all_ok(&mounts, &["abort"]);
     assert_eq!(is_new(&cluster.backing()), Ok(false));
@@ -451,8 +613,15 @@ fn an_abort_in_shadow_mode_is_everybodys() {
         // The other stops by itself.
         run(&mut on(&cluster.hosts[1], &mounts[1], &["abort"])).ok();
         seen_everywhere(&cluster, &mounts, false);
-        let refused = run(&mut on(&cluster.hosts[0], &mounts[0], &["commit", "--id", "9"]));
-        assert!(refused.code != 0 && refused.stderr.contains("n1 aborted"), "{refused:?}");
+        let refused = run(&mut on(
+            &cluster.hosts[0],
+            &mounts[0],
+            &["commit", "--id", "9"],
+        ));
+        assert!(
+            refused.code != 0 && refused.stderr.contains("n1 aborted"),
+            "{refused:?}"
+        );
         run(&mut on(&cluster.hosts[0], &mounts[0], &["abort"])).ok();
         wait_until("both have left", Duration::from_secs(10), || {
             let left = left_over(&cluster);
@@ -485,20 +654,34 @@ fn a_host_that_is_killed_in_shadow_mode_is_undone_on_all() {
             assert_eq!(is_new(&cluster.backing()), Ok(false));
             assert_eq!(is_new(back.path()), Ok(false));
             seen_everywhere(&cluster, &mounts, false);
-            let refused = run(&mut on(&cluster.hosts[0], &mounts[0], &["commit", "--id", "5"]));
-            assert!(refused.code != 0 && refused.stderr.contains("n1 aborted"), "{refused:?}");
+            let refused = run(&mut on(
+                &cluster.hosts[0],
+                &mounts[0],
+                &["commit", "--id", "5"],
+            ));
+            assert!(
+                refused.code != 0 && refused.stderr.contains("n1 aborted"),
+                "{refused:?}"
+            );
             mounts.push(back);
         } else {
             mounts.remove(0).kill();
             // The first waits for the other, in vain.
-            let (host, backing) = (&cluster.hosts[1], cluster.backing());
+            let host = &cluster.hosts[1];
+            let backing = cluster.backing();
             let point = host.join("mnt");
             let set = format!("{options},participants=2");
             let args = ["mount", "-o", &set].map(Path::new);
             let refused = host.run(args.into_iter().chain([backing.as_path(), point.as_path()]));
-            assert!(refused.code != 0 && refused.stderr.contains("n0 has stopped"), "{refused:?}");
+            assert!(
+                refused.code != 0 && refused.stderr.contains("n0 has stopped"),
+                "{refused:?}"
+            );
             let args = ["recover", "--node", "n0"].map(Path::new);
-            cluster.shared.run(args.into_iter().chain([backing.as_path()])).ok();
+            cluster
+                .shared
+                .run(args.into_iter().chain([backing.as_path()]))
+                .ok();
             assert_eq!(is_new(&backing), Ok(false));
             mounts.push(cluster.mount(1));
             assert_eq!(is_new(mounts[0].path()), Ok(false));
@@ -515,18 +698,34 @@ fn regression_a_mount_without_the_others_drops_its_part_and_keeps_what_is_writte
     fs::write(cluster.backing().join("shared"), "....................").expect("write");
     let mounts = cluster.mounts();
     begin_all(&cluster, &mounts);
-    open(&mounts[1], "shared").write_all_at(b"1111111111", 10).expect("write");
-    assert!(mounts[1].status().held_bytes >= 10, "it is in the arena only");
+    open(&mounts[1], "shared")
+        .write_all_at(b"1111111111", 10)
+        .expect("write");
+    assert!(
+        mounts[1].status().held_bytes >= 10,
+        "it is in the arena only"
+    );
     // The job is over, and this host goes on without transactions.
     mounts.into_iter().for_each(|mount| drop(mount.kill()));
     let alone = "arena-size=64M,chunk-size=4M,close=held,drain-age=10min";
     let over = || FirnMount::over(&cluster.hosts[1], &cluster.backing(), alone);
     let mount = over();
-    assert_eq!(fs::read(mount.join("shared")).expect("read"), b"....................");
-    open(&mount, "shared").write_all_at(b"after", 10).expect("write");
+    assert_eq!(
+        fs::read(mount.join("shared")).expect("read"),
+        b"...................."
+    );
+    open(&mount, "shared")
+        .write_all_at(b"after", 10)
+        .expect("write");
     mount.kill();
     let mount = over();
-    assert_eq!(fs::read(mount.join("shared")).expect("read"), b"..........after.....");
+    assert_eq!(
+        fs::read(mount.join("shared")).expect("read"),
+        b"..........after....."
+    );
     let backing = mount.umount();
-    assert_eq!(fs::read(backing.join("shared")).expect("read"), b"..........after.....");
+    assert_eq!(
+        fs::read(backing.join("shared")).expect("read"),
+        b"..........after....."
+    );
 }

@@ -16,7 +16,10 @@ fn two_nodes(sandbox: &Sandbox, near: usize) -> PathBuf {
     write("online".into(), "0-1\n");
     for node in 0..2 {
         std::fs::create_dir(root.join(format!("node{node}"))).expect("mkdir");
-        write(format!("node{node}/cpulist"), if node == near { CPUS } else { "\n" });
+        write(
+            format!("node{node}/cpulist"),
+            if node == near { CPUS } else { "\n" },
+        );
         write(format!("node{node}/distance"), ["10 21\n", "21 10\n"][node]);
     }
     root
@@ -27,9 +30,14 @@ fn write_zeros(to: &Path, mebibytes: u64, preload: bool) {
     let script = "import os, sys; f = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
 for _ in range(int(sys.argv[2])): assert os.write(f, bytes(1 << 20)) == 1 << 20";
     let mut command = Command::new("/usr/bin/python3");
-    command.args(["-c", script]).arg(to).arg(mebibytes.to_string());
+    command
+        .args(["-c", script])
+        .arg(to)
+        .arg(mebibytes.to_string());
     if preload {
-        command.env("LD_PRELOAD", preload_library()).env("FIRN_PRELOAD_REPORT", "1");
+        command
+            .env("LD_PRELOAD", preload_library())
+            .env("FIRN_PRELOAD_REPORT", "1");
     }
     let outcome = run(&mut command).ok();
     let all = format!("past the kernel ({} bytes)", mebibytes * MIB);
@@ -43,7 +51,10 @@ fn writers_get_the_memory_of_their_node_first_and_that_of_others_then() {
         for near in [0, 1] {
             let sandbox = Sandbox::new("numa");
             let root = two_nodes(&sandbox, near);
-            let options = format!("memory=16M,chunk-size=1M,drain=demand,numa-topology={}", root.display());
+            let options = format!(
+                "memory=16M,chunk-size=1M,drain=demand,numa-topology={}",
+                root.display()
+            );
             let mount = FirnMount::new(&sandbox, &options);
             write_zeros(&mount.join("a"), 5, preload);
             let nodes = mount.status().nodes;
@@ -52,20 +63,33 @@ fn writers_get_the_memory_of_their_node_first_and_that_of_others_then() {
                 [(0, 8 * MIB), (1, 8 * MIB)]
             );
             assert!(nodes[near].used_bytes >= 5 * MIB, "{nodes:?}");
-            assert_eq!((nodes[1 - near].used_bytes, nodes[1 - near].foreign_slabs), (0, 0));
+            assert_eq!(
+                (nodes[1 - near].used_bytes, nodes[1 - near].foreign_slabs),
+                (0, 0)
+            );
             write_zeros(&mount.join("b"), 7, preload);
             let nodes = mount.status().nodes;
-            assert!(nodes[1 - near].foreign_slabs > 0 && nodes[near].foreign_slabs == 0, "{nodes:?}");
+            assert!(
+                nodes[1 - near].foreign_slabs > 0 && nodes[near].foreign_slabs == 0,
+                "{nodes:?}"
+            );
             assert!(nodes[1 - near].used_bytes >= 4 * MIB, "{nodes:?}");
-            let text = sandbox.run(["status".as_ref(), mount.path().as_os_str()]).ok().stdout;
+            let text = sandbox
+                .run(["status".as_ref(), mount.path().as_os_str()])
+                .ok()
+                .stdout;
             assert_eq!(
-                text.lines().filter(|line| line.contains("given to other nodes")).count(),
+                text.lines()
+                    .filter(|line| line.contains("given to other nodes"))
+                    .count(),
                 2,
                 "{text}"
             );
             for (name, mebibytes) in [("a", 5), ("b", 7)] {
                 let bytes = std::fs::read(mount.join(name)).expect("read");
-                assert!(bytes.len() as u64 == mebibytes * MIB && bytes.iter().all(|byte| *byte == 0));
+                assert!(
+                    bytes.len() as u64 == mebibytes * MIB && bytes.iter().all(|byte| *byte == 0)
+                );
             }
         }
     }
@@ -76,8 +100,13 @@ fn writers_get_the_memory_of_their_node_first_and_that_of_others_then() {
 fn a_machine_without_nodes_has_one() {
     let sandbox = Sandbox::new("numaone");
     let none = sandbox.mkdir("none");
-    let mount =
-        FirnMount::new(&sandbox, &format!("memory=16M,chunk-size=1M,numa-topology={}", none.display()));
+    let mount = FirnMount::new(
+        &sandbox,
+        &format!("memory=16M,chunk-size=1M,numa-topology={}", none.display()),
+    );
     let nodes = mount.status().nodes;
-    assert_eq!(nodes.iter().map(|node| node.bytes).collect::<Vec<_>>(), [16 * MIB]);
+    assert_eq!(
+        nodes.iter().map(|node| node.bytes).collect::<Vec<_>>(),
+        [16 * MIB]
+    );
 }

@@ -41,34 +41,52 @@ fn as_attacker(program: &str) -> Command {
 }
 
 fn mount(sandbox: &Sandbox, options: &str) -> Outcome {
-    let outcome = sandbox.run(mount_args(&sandbox.join("backing"), &sandbox.join("mnt"), options));
+    let outcome = sandbox.run(mount_args(
+        &sandbox.join("backing"),
+        &sandbox.join("mnt"),
+        options,
+    ));
     if is_mounted(&sandbox.join("mnt")) {
-        sandbox.run(["umount".as_ref(), sandbox.join("mnt").as_os_str()]).ok();
+        sandbox
+            .run(["umount".as_ref(), sandbox.join("mnt").as_os_str()])
+            .ok();
     }
     outcome
 }
 
 /// The directory of the only mount in a backup.
 fn home_of(backup: &Path) -> PathBuf {
-    let mut found = fs::read_dir(backup).expect("list").flatten().map(|entry| entry.path());
+    let mut found = fs::read_dir(backup)
+        .expect("list")
+        .flatten()
+        .map(|entry| entry.path());
     found.next().expect("the directory of a mount")
 }
 
 fn identity(path: &Path) -> Identity {
     let meta = path.symlink_metadata().expect("stat");
-    Identity { ino: meta.ino(), elsewhere: false }
+    Identity {
+        ino: meta.ino(),
+        elsewhere: false,
+    }
 }
 
 /// The attacker makes `.firn/tx-1/` with a record that is decided.
 fn plant(sandbox: &Sandbox, item: Item) {
-    let record = Record { id: 1, scope: Vec::new(), shared: false, items: vec![item] };
+    let record = Record {
+        id: 1,
+        scope: Vec::new(),
+        shared: false,
+        items: vec![item],
+    };
     let seed = sandbox.mkdir("seed");
     fs::write(seed.join("commit"), record.encode()).expect("write");
     set_mode(&seed.join("commit"), 0o644);
-    let script =
-        r#"umask 077; mkdir -p "$1/.firn/tx-1/new" "$1/.firn/tx-1/away" && cp "$2" "$1/.firn/tx-1/commit""#;
+    let script = r#"umask 077; mkdir -p "$1/.firn/tx-1/new" "$1/.firn/tx-1/away" && cp "$2" "$1/.firn/tx-1/commit""#;
     let mut sh = as_attacker("sh");
-    sh.args(["-c", script, "sh"]).arg(sandbox.join("backing")).arg(seed.join("commit"));
+    sh.args(["-c", script, "sh"])
+        .arg(sandbox.join("backing"))
+        .arg(seed.join("commit"));
     run(&mut sh).ok();
 }
 
@@ -77,8 +95,16 @@ fn forged_bytes(victim: &Path) -> Item {
     let name = victim.file_name().expect("a name").to_string_lossy();
     Item {
         stays: Some((0, format!("../{name}").into_bytes())),
-        data: Some(Data { cut: 6, size: 6, written: vec![(0, 6)], grows: false }),
-        small: vec![Piece { at: 0, bytes: b"FORGED".to_vec() }],
+        data: Some(Data {
+            cut: 6,
+            size: 6,
+            written: vec![(0, 6)],
+            grows: false,
+        }),
+        small: vec![Piece {
+            at: 0,
+            bytes: b"FORGED".to_vec(),
+        }],
         ..Item::new(1, identity(victim), false)
     }
 }
@@ -94,8 +120,15 @@ fn regression_a_planted_record_of_another_user_is_not_carried_out_by_a_mount() {
     for options in [OPTIONS.to_owned(), format!("{OPTIONS},drain=commit")] {
         let outcome = mount(&sandbox, &options);
         assert_eq!(fs::read(&victim).expect("read"), b"secret", "{options}");
-        let told = outcome.code(NOT_FIRN).says(".firn").says("belongs to user 65534").stderr;
-        assert!(told.contains(&*sandbox.join("backing").to_string_lossy()), "{told}");
+        let told = outcome
+            .code(NOT_FIRN)
+            .says(".firn")
+            .says("belongs to user 65534")
+            .stderr;
+        assert!(
+            told.contains(&*sandbox.join("backing").to_string_lossy()),
+            "{told}"
+        );
         assert!(sandbox.arenas().is_empty(), "an arena is left behind");
     }
 }
@@ -116,7 +149,10 @@ fn regression_a_planted_record_is_not_carried_out_by_recover_and_held_data_stays
     outcome.code(NOT_FIRN).says("belongs to user 65534");
     fs::remove_dir_all(backing.join(".firn")).expect("take the plant away");
     recover().ok();
-    assert_eq!(fs::read(backing.join("file")).expect("read"), b"acknowledged");
+    assert_eq!(
+        fs::read(backing.join("file")).expect("read"),
+        b"acknowledged"
+    );
 }
 
 /// Proves S-priv-7.
@@ -147,8 +183,12 @@ fn regression_what_is_no_directory_of_transactions_makes_a_clear_error() {
     let backing = sandbox.join("backing");
     let firn = backing.join(".firn");
     let make: [(&str, &dyn Fn()); 4] = [
-        ("is a regular file instead of a directory", &|| fs::write(&firn, "x").expect("write")),
-        ("is a symbolic link instead of a directory", &|| symlink("/etc", &firn).expect("symlink")),
+        ("is a regular file instead of a directory", &|| {
+            fs::write(&firn, "x").expect("write")
+        }),
+        ("is a symbolic link instead of a directory", &|| {
+            symlink("/etc", &firn).expect("symlink")
+        }),
         ("is a named pipe instead of a directory", &|| {
             run(Command::new("mkfifo").arg(&firn)).ok();
         }),
@@ -162,7 +202,10 @@ fn regression_what_is_no_directory_of_transactions_makes_a_clear_error() {
         for drain in ["eager", "commit"] {
             let outcome = mount(&sandbox, &format!("{OPTIONS},drain={drain}"));
             outcome.code(NOT_FIRN).says(words).says("move it away");
-            assert!(sandbox.arenas().is_empty(), "{words}: an arena is left behind");
+            assert!(
+                sandbox.arenas().is_empty(),
+                "{words}: an arena is left behind"
+            );
         }
         if firn.symlink_metadata().expect("stat").is_dir() {
             fs::remove_dir(&firn).expect("rmdir");
@@ -185,7 +228,9 @@ fn regression_a_huge_sparse_file_among_transactions_does_not_abort_firnd() {
     let open = File::create(dir.join("open")).expect("create");
     open.set_len(15 << 40).expect("a sparse file of 15 TiB");
     set_mode(&dir.join("open"), 0o600);
-    mount(&sandbox, &format!("{OPTIONS},drain=commit")).code(NOT_FIRN).says("16492674416640 bytes");
+    mount(&sandbox, &format!("{OPTIONS},drain=commit"))
+        .code(NOT_FIRN)
+        .says("16492674416640 bytes");
     assert!(sandbox.arenas().is_empty(), "an arena is left behind");
 }
 
@@ -200,12 +245,19 @@ fn regression_nobody_makes_the_directory_of_transactions_through_a_mount() {
         ("mkdir", vec![at.as_os_str()]),
         ("touch", vec![at.as_os_str()]),
         ("mkfifo", vec![at.as_os_str()]),
-        ("ln", vec![OsStr::new("-s"), OsStr::new("/etc"), at.as_os_str()]),
+        (
+            "ln",
+            vec![OsStr::new("-s"), OsStr::new("/etc"), at.as_os_str()],
+        ),
     ];
     for (program, args) in attempts {
         for mut command in [as_attacker(program), Command::new(program)] {
             let outcome = run(command.args(&args));
-            assert!(outcome.stderr.contains("not permitted"), "{program}: {}", outcome.stderr);
+            assert!(
+                outcome.stderr.contains("not permitted"),
+                "{program}: {}",
+                outcome.stderr
+            );
         }
     }
     fs::create_dir(mount.join("dir")).expect("mkdir");
@@ -217,7 +269,10 @@ fn regression_nobody_makes_the_directory_of_transactions_through_a_mount() {
     fs::create_dir(backing.join(".firn")).expect("mkdir");
     let missing = fs::metadata(&at).expect_err("hidden");
     assert_eq!(missing.raw_os_error(), Some(libc::ENOENT));
-    let names = fs::read_dir(mount.path()).expect("list").flatten().map(|entry| entry.file_name());
+    let names = fs::read_dir(mount.path())
+        .expect("list")
+        .flatten()
+        .map(|entry| entry.file_name());
     assert!(names.collect::<Vec<_>>() == ["dir"]);
     fs::remove_dir(backing.join(".firn")).expect("rmdir");
     mount.umount();
@@ -233,7 +288,11 @@ fn arena_dir(sandbox: &Sandbox, mode: u32) -> (PathBuf, String) {
 }
 
 fn only_file(dir: &Path) -> PathBuf {
-    let files: Vec<_> = fs::read_dir(dir).expect("list").flatten().map(|entry| entry.path()).collect();
+    let files: Vec<_> = fs::read_dir(dir)
+        .expect("list")
+        .flatten()
+        .map(|entry| entry.path())
+        .collect();
     assert_eq!(files.len(), 1, "{files:?}");
     files[0].clone()
 }
@@ -262,7 +321,10 @@ fn regression_an_arena_of_another_owner_is_not_attached() {
             b"",
             "{words}: its bytes were drained"
         );
-        assert!(fs::read(&arena).expect("read") == bytes, "{words}: it was written to");
+        assert!(
+            fs::read(&arena).expect("read") == bytes,
+            "{words}: it was written to"
+        );
     };
     chown(&arena, Some(ATTACKER), None).expect("chown");
     must_refuse("belongs to user 65534");
@@ -278,7 +340,10 @@ fn regression_an_arena_of_another_owner_is_not_attached() {
     must_refuse("symbolic link");
     fs::rename(sandbox.runtime().join("moved"), &arena).expect("rename");
     recover().ok();
-    assert_eq!(fs::read(backing.join("file")).expect("read"), b"of the attacker");
+    assert_eq!(
+        fs::read(backing.join("file")).expect("read"),
+        b"of the attacker"
+    );
 }
 
 /// Proves S-priv-9.
@@ -292,7 +357,9 @@ fn regression_an_arena_dir_in_which_others_may_replace_files_is_refused() {
     }
     let (dir, options) = arena_dir(&sandbox, 0o755);
     chown(&dir, Some(ATTACKER), None).expect("chown");
-    mount(&sandbox, &options).code(NOT_FIRN).says("belongs to user 65534");
+    mount(&sandbox, &options)
+        .code(NOT_FIRN)
+        .says("belongs to user 65534");
     chown(&dir, Some(0), None).expect("chown");
     mount(&sandbox, &options).ok();
 }
@@ -324,7 +391,10 @@ fn regression_a_spill_file_of_another_owner_is_neither_read_nor_replaced() {
     chown(&spill, Some(ATTACKER), None).expect("chown");
     let bytes = fs::read(&spill).expect("read");
     for _ in 0..2 {
-        mount(&sandbox, &options).code(NOT_FIRN).says("spill").says("belongs to user 65534");
+        mount(&sandbox, &options)
+            .code(NOT_FIRN)
+            .says("spill")
+            .says("belongs to user 65534");
         assert!(fs::read(&spill).expect("read") == bytes);
     }
     fs::remove_file(&spill).expect("remove");
@@ -338,14 +408,19 @@ fn regression_a_planted_backup_directory_is_refused_and_nothing_in_it_removed() 
     let sandbox = shared_sandbox("plantbackup");
     let backup = sandbox.mkdir("backup");
     set_mode(&backup, 0o1777);
-    let options = format!("{OPTIONS},drain=commit,backup={},backup-every=1s", backup.display());
+    let options = format!(
+        "{OPTIONS},drain=commit,backup={},backup-every=1s",
+        backup.display()
+    );
     mount(&sandbox, &options).ok();
     let home = home_of(&backup);
     fs::remove_dir(&home).expect("empty");
     let victim = sandbox.mkdir("victim");
     fs::write(victim.join("thesis"), "ten years").expect("write");
     let plants: [(&str, &dyn Fn()); 2] = [
-        ("symbolic link", &|| symlink(&victim, &home).expect("symlink")),
+        ("symbolic link", &|| {
+            symlink(&victim, &home).expect("symlink")
+        }),
         ("belongs to user 65534", &|| {
             run(as_attacker("mkdir").arg("-m").arg("700").arg(&home)).ok();
         }),
@@ -369,7 +444,10 @@ fn regression_a_planted_backup_directory_is_refused_and_nothing_in_it_removed() 
 fn regression_a_backup_loses_only_what_firn_put_there() {
     let sandbox = shared_sandbox("backupnames");
     let backup = sandbox.mkdir("backup");
-    let options = format!("{OPTIONS},drain=commit,backup={},backup-every=1s", backup.display());
+    let options = format!(
+        "{OPTIONS},drain=commit,backup={},backup-every=1s",
+        backup.display()
+    );
     mount(&sandbox, &options).ok();
     let home = home_of(&backup);
     let over = home.join("tx-1-0123456789abcdef");
@@ -381,15 +459,27 @@ fn regression_a_backup_loses_only_what_firn_put_there() {
     fs::write(over.join("d0-7"), "a piece").expect("write");
     fs::write(home.join("letter"), "x").expect("write");
     let mount = FirnMount::new(&sandbox, &options);
-    wait_until("a round removes what is over", Duration::from_secs(30), || !over.join("d0-7").exists());
-    for kept in ["notes/file", "tx-1-mine/file", "letter", "tx-1-0123456789abcdef/file"] {
+    wait_until(
+        "a round removes what is over",
+        Duration::from_secs(30),
+        || !over.join("d0-7").exists(),
+    );
+    for kept in [
+        "notes/file",
+        "tx-1-mine/file",
+        "letter",
+        "tx-1-0123456789abcdef/file",
+    ] {
         assert_eq!(fs::read(home.join(kept)).expect(kept), b"x");
     }
     firn(&sandbox, "begin", mount.path()).ok();
     fs::write(mount.join("file"), "in a transaction").expect("write");
     firn(&sandbox, "commit", mount.path()).ok();
     let backing = mount.umount();
-    assert_eq!(fs::read(backing.join("file")).expect("read"), b"in a transaction");
+    assert_eq!(
+        fs::read(backing.join("file")).expect("read"),
+        b"in a transaction"
+    );
     let left = fs::read_dir(&home).expect("list").count();
     assert_eq!(left, 4, "the commit left something in its backup");
 }

@@ -35,7 +35,12 @@ impl Machine {
         let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let sandbox = Sandbox::new(name);
         let server = PowerFs::new(&sandbox, "server");
-        Self { _alone: alone, sandbox, server, seed: seed(name) }
+        Self {
+            _alone: alone,
+            sandbox,
+            server,
+            seed: seed(name),
+        }
     }
 
     fn mount(&self, options: &str) -> FirnMount<'_> {
@@ -55,12 +60,20 @@ impl Machine {
 /// Files, new directories, a rename, a link and a removal.
 fn change(dir: &Path, round: u64) {
     for at in 0..20 {
-        fs::write(dir.join(format!("file{at}")), bytes(round * 100 + at, 5000 + at as usize)).expect("write");
+        fs::write(
+            dir.join(format!("file{at}")),
+            bytes(round * 100 + at, 5000 + at as usize),
+        )
+        .expect("write");
     }
     let sub = dir.join(format!("dir{round}"));
     fs::create_dir(&sub).expect("mkdir");
     for at in 0..10 {
-        fs::write(sub.join(format!("inner{at}")), bytes(round * 1000 + at, 3000)).expect("write");
+        fs::write(
+            sub.join(format!("inner{at}")),
+            bytes(round * 1000 + at, 3000),
+        )
+        .expect("write");
     }
     fs::rename(sub.join("inner0"), dir.join(format!("moved{round}"))).expect("rename");
     fs::hard_link(sub.join("inner1"), sub.join("linked")).expect("link");
@@ -88,8 +101,10 @@ fn must_lose(machine: &mut Machine) {
 fn regression_what_is_durable_survives_the_power_of_a_fuse_server() {
     must_lose(&mut Machine::new("powercontrol"));
     for options in ["", "close=held", "drain=demand", "drain=commit"] {
-        let options =
-            &format!("arena-size=32M,chunk-size=1M{}{options}", if options.is_empty() { "" } else { "," });
+        let options = &format!(
+            "arena-size=32M,chunk-size=1M{}{options}",
+            if options.is_empty() { "" } else { "," }
+        );
         for what in ["mount", "directory", "file", "fsync", "fdatasync"] {
             println!("{options}: {what}");
             let mut machine = Machine::new("powerwait");
@@ -112,7 +127,11 @@ fn regression_what_is_durable_survives_the_power_of_a_fuse_server() {
                 _ => {
                     let file = open_rw(&mount.join("dir1/inner4"));
                     file.write_all_at(b"more", 3000).expect("write");
-                    let synced = if what == "fsync" { file.sync_all() } else { file.sync_data() };
+                    let synced = if what == "fsync" {
+                        file.sync_all()
+                    } else {
+                        file.sync_data()
+                    };
                     synced.expect("fsync");
                     "dir1/inner4"
                 }
@@ -120,7 +139,11 @@ fn regression_what_is_durable_survives_the_power_of_a_fuse_server() {
             let before = contents(&mount.join(kept));
             mount.kill();
             machine.cut();
-            assert_eq!(contents(&machine.server.path().join(kept)), before, "{options}: {what}");
+            assert_eq!(
+                contents(&machine.server.path().join(kept)),
+                before,
+                "{options}: {what}"
+            );
         }
     }
 }
@@ -133,7 +156,9 @@ fn contents(path: &Path) -> Vec<(std::path::PathBuf, Vec<u8>)> {
         let name = at.strip_prefix(path).expect("below").to_owned();
         if at.is_dir() {
             found.push((name, Vec::new()));
-            let entries = fs::read_dir(&at).expect("list").map(|entry| entry.expect("entry").path());
+            let entries = fs::read_dir(&at)
+                .expect("list")
+                .map(|entry| entry.expect("entry").path());
             todo.extend(entries.filter(|path| !path.ends_with(".firn")));
         } else {
             found.push((name, fs::read(&at).expect("read")));
@@ -169,9 +194,11 @@ fn regression_a_commit_survives_the_power_of_a_fuse_server() {
             }
             let options = &format!("{options}{}", if history { ",history=2" } else { "" });
             let mut machine = Machine::new("powercommit");
-            for (round, more) in
-                [(1, &["--id", "1"][..]), (2, &["--id", "2"]), (3, &["--id", "3", "--async"])]
-            {
+            for (round, more) in [
+                (1, &["--id", "1"][..]),
+                (2, &["--id", "2"]),
+                (3, &["--id", "3", "--async"]),
+            ] {
                 println!("{options}: {more:?}");
                 let mount = machine.mount(options);
                 firn(&machine.sandbox, "begin", mount.path(), &[]).ok();
@@ -183,7 +210,11 @@ fn regression_a_commit_survives_the_power_of_a_fuse_server() {
                 let mount = machine.mount(options);
                 assert_eq!(contents(mount.path()), before, "{options}: {more:?}");
                 mount.umount();
-                assert_eq!(contents(machine.server.path()), before, "{options}: {more:?}");
+                assert_eq!(
+                    contents(machine.server.path()),
+                    before,
+                    "{options}: {more:?}"
+                );
             }
         }
     }
@@ -216,8 +247,16 @@ fn regression_a_prepare_survives_the_power_of_a_fuse_server() {
             mount.kill();
             machine.cut();
             let mount = machine.mount(options);
-            assert_eq!(contents(mount.path()) == new, end == "commit", "{options}: {end}");
-            assert_eq!(contents(mount.path()) == old, end != "commit", "{options}: {end}");
+            assert_eq!(
+                contents(mount.path()) == new,
+                end == "commit",
+                "{options}: {end}"
+            );
+            assert_eq!(
+                contents(mount.path()) == old,
+                end != "commit",
+                "{options}: {end}"
+            );
         }
     }
 }
@@ -238,7 +277,10 @@ fn regression_a_backup_survives_the_power_of_a_fuse_server() {
     let other = machine.sandbox.mkdir("other");
     let home = machine.server.path().to_str().expect("a path");
     let other_text = other.to_str().expect("a path");
-    machine.sandbox.run(["recover", "--from-backup", home, other_text, "--id", "7"]).ok();
+    machine
+        .sandbox
+        .run(["recover", "--from-backup", home, other_text, "--id", "7"])
+        .ok();
     assert_eq!(contents(&other), seen);
 }
 
@@ -269,7 +311,10 @@ fn ten_thousand_files_become_durable_in_a_time_that_can_be_waited_for() {
         mount.wait("drained", mount.path()).ok();
     }
     println!("{FILES} files: first, then one of them changed each: {took:?}; requests {syncs:?}");
-    assert!(syncs[0] >= FILES && syncs[1] < 20 && syncs[2] < 20, "{syncs:?}");
+    assert!(
+        syncs[0] >= FILES && syncs[1] < 20 && syncs[2] < 20,
+        "{syncs:?}"
+    );
     let before = contents(&mount.join("dir3"));
     mount.kill();
     machine.cut();

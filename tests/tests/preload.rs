@@ -20,14 +20,19 @@ use rand::RngExt;
 
 /// Source of a program of these tests.
 fn source(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("programs")
+        .join(name)
 }
 
 /// Compiles a program once.
 fn compiled(compiler: &str, name: &str) -> PathBuf {
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name.replace('.', "-"));
     let mut command = Command::new(compiler);
-    command.args(["-O2", "-D_FORTIFY_SOURCE=2", "-w", "-pthread", "-o"]).arg(&program).arg(source(name));
+    command
+        .args(["-O2", "-D_FORTIFY_SOURCE=2", "-w", "-pthread", "-o"])
+        .arg(&program)
+        .arg(source(name));
     run(&mut command).ok();
     program
 }
@@ -40,20 +45,35 @@ fn cases() -> &'static Path {
 
 /// Puts the library before a program and lets it report.
 fn preload(command: &mut Command) -> &mut Command {
-    command.env("LD_PRELOAD", preload_library()).env("FIRN_PRELOAD_REPORT", "1")
+    command
+        .env("LD_PRELOAD", preload_library())
+        .env("FIRN_PRELOAD_REPORT", "1")
 }
 
 fn shell(script: &str, dir: &Path) -> Command {
     let mut command = Command::new("bash");
-    command.args(["-euc", script, "bash"]).arg(dir).current_dir(dir);
+    command
+        .args(["-euc", script, "bash"])
+        .arg(dir)
+        .current_dir(dir);
     command
 }
 
 /// Bytes that calls of one kind put past the kernel, from the reports of all processes.
 fn past_the_kernel(outcome: &Outcome, call: &str) -> u64 {
     let head = format!(": {call}: ");
-    let lines = outcome.stderr.lines().filter_map(|line| line.split_once(&head));
-    let bytes = lines.filter_map(|(_, rest)| rest.split_once('(')?.1.split(' ').next()?.parse::<u64>().ok());
+    let lines = outcome
+        .stderr
+        .lines()
+        .filter_map(|line| line.split_once(&head));
+    let bytes = lines.filter_map(|(_, rest)| {
+        rest.split_once('(')?
+            .1
+            .split(' ')
+            .next()?
+            .parse::<u64>()
+            .ok()
+    });
     bytes.sum()
 }
 
@@ -67,14 +87,26 @@ fn same_everywhere(name: &str, options: &str, program: impl Fn(&Path) -> Command
     let other = sandbox.mkdir("other");
     let without_mount = run(preload(&mut program(&other)));
     compare(&without_mount, &expected);
-    assert_same("files of a plain directory", &snapshot(&other), &snapshot(&plain));
+    assert_same(
+        "files of a plain directory",
+        &snapshot(&other),
+        &snapshot(&plain),
+    );
 
     let mount = FirnMount::new(&sandbox, options);
     let found = run(preload(&mut program(mount.path())));
     compare(&found, &expected);
-    assert_same("files on the mount", &snapshot(mount.path()), &snapshot(&plain));
+    assert_same(
+        "files on the mount",
+        &snapshot(mount.path()),
+        &snapshot(&plain),
+    );
     let backing = mount.umount();
-    assert_same("files in the backing", &snapshot(&backing), &snapshot(&plain));
+    assert_same(
+        "files in the backing",
+        &snapshot(&backing),
+        &snapshot(&plain),
+    );
     found
 }
 
@@ -159,14 +191,27 @@ fn calls_of_more_than_two_gigabytes_are_cut_as_by_the_kernel() {
         return;
     }
     let sandbox = Sandbox::new("preload-longs");
-    let mount = FirnMount::new(&sandbox, "memory=2304M,chunk-size=4M,drain=demand,populate=no");
+    let mount = FirnMount::new(
+        &sandbox,
+        "memory=2304M,chunk-size=4M,drain=demand,populate=no",
+    );
     let mut command = Command::new(cases());
     let outcome = run(preload(command.arg(mount.path()).arg("longs"))).ok();
-    let numbers: Vec<&str> =
-        outcome.stdout.lines().filter_map(|line| line.rsplit_once(": ").map(|(_, number)| number)).collect();
+    let numbers: Vec<&str> = outcome
+        .stdout
+        .lines()
+        .filter_map(|line| line.rsplit_once(": ").map(|(_, number)| number))
+        .collect();
     let most = "2147479552";
-    assert_eq!(numbers, [most, most, "0", "0", most, "1", most, most, "120", "0", "0"], "{outcome}");
-    assert!(past_the_kernel(&outcome, "write") > 2_000_000_000, "{outcome}");
+    assert_eq!(
+        numbers,
+        [most, most, "0", "0", most, "1", most, most, "120", "0", "0"],
+        "{outcome}"
+    );
+    assert!(
+        past_the_kernel(&outcome, "write") > 2_000_000_000,
+        "{outcome}"
+    );
     fs::remove_file(mount.join("longs")).expect("unlink");
     mount.umount();
 }
@@ -177,11 +222,16 @@ fn replacements_of_malloc_stand_before_and_behind_the_library() {
     for malloc in ["libjemalloc.so.2", "libtcmalloc_minimal.so.4"] {
         let library = preload_library();
         let library = library.display();
-        for (at, both) in [format!("{malloc}:{library}"), format!("{library}:{malloc}")].iter().enumerate() {
+        for (at, both) in [format!("{malloc}:{library}"), format!("{library}:{malloc}")]
+            .iter()
+            .enumerate()
+        {
             let sandbox = Sandbox::new("preload-malloc");
             let plain = sandbox.mkdir("plain");
             let mount = FirnMount::new(&sandbox, &patient("close=held,drain=demand"));
-            for case in ["sizes", "forks", "vforks", "spawns", "threads", "handlers", "stdio"] {
+            for case in [
+                "sizes", "forks", "vforks", "spawns", "threads", "handlers", "stdio",
+            ] {
                 let program = |dir: &Path| {
                     let mut command = Command::new(cases());
                     command.arg(dir).arg(case);
@@ -191,9 +241,16 @@ fn replacements_of_malloc_stand_before_and_behind_the_library() {
                 let found = run(preload(&mut program(mount.path())).env("LD_PRELOAD", both));
                 compare(&found, &expected);
                 assert!(!found.stderr.contains("cannot be preloaded"), "{found}");
-                assert!(found.stderr.contains("firn"), "round {at} did without the library: {found}");
+                assert!(
+                    found.stderr.contains("firn"),
+                    "round {at} did without the library: {found}"
+                );
             }
-            assert_same("files on the mount", &snapshot(mount.path()), &snapshot(&plain));
+            assert_same(
+                "files on the mount",
+                &snapshot(mount.path()),
+                &snapshot(&plain),
+            );
             mount.umount();
         }
     }
@@ -202,7 +259,11 @@ fn replacements_of_malloc_stand_before_and_behind_the_library() {
 #[test]
 fn fortran_writes_records_of_every_kind() {
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("records-f90");
-    run(Command::new("gfortran").args(["-O1", "-o"]).arg(&program).arg(source("records.f90"))).ok();
+    run(Command::new("gfortran")
+        .args(["-O1", "-o"])
+        .arg(&program)
+        .arg(source("records.f90")))
+    .ok();
     let outcome = same_everywhere("fortran", &patient("close=held,drain=demand"), |dir| {
         let mut command = Command::new(&program);
         command.arg(dir);
@@ -217,9 +278,18 @@ fn a_static_go_program_is_slow_and_correct() {
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("static-go");
     let cache = Sandbox::new("gocache");
     let mut build = Command::new("go");
-    build.args(["build", "-o"]).arg(&program).arg(source("static.go"));
-    build.env("CGO_ENABLED", "0").env("GO111MODULE", "off").env("GOTOOLCHAIN", "local").env("GOFLAGS", "");
-    build.env("GOCACHE", cache.join("cache")).env("GOPATH", cache.join("path"));
+    build
+        .args(["build", "-o"])
+        .arg(&program)
+        .arg(source("static.go"));
+    build
+        .env("CGO_ENABLED", "0")
+        .env("GO111MODULE", "off")
+        .env("GOTOOLCHAIN", "local")
+        .env("GOFLAGS", "");
+    build
+        .env("GOCACHE", cache.join("cache"))
+        .env("GOPATH", cache.join("path"));
     run(&mut build).ok();
     same_everywhere("go", &patient(""), |dir| {
         let mut command = Command::new(&program);
@@ -238,7 +308,11 @@ fn tensors_of_pytorch_and_safetensors_are_whole() {
     let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M,close=held");
     let python = |verb: &str, dir: &Path| {
         let mut command = Command::new("/usr/bin/python3");
-        command.arg(source("tensors.py")).arg(verb).arg(dir).env("PYTHONPATH", python_packages());
+        command
+            .arg(source("tensors.py"))
+            .arg(verb)
+            .arg(dir)
+            .env("PYTHONPATH", python_packages());
         run(preload(&mut command)).ok()
     };
     let outcome = python("write", mount.path());
@@ -296,7 +370,10 @@ fn arrays_of_numpy_and_h5py_are_whole() {
     let mount = FirnMount::new(&sandbox, SMALL);
     let python = |verb: &str, file: PathBuf| {
         let mut command = Command::new("/usr/bin/python3");
-        run(preload(command.arg(source("datasets.py")).arg(verb).arg(file))).ok()
+        run(preload(
+            command.arg(source("datasets.py")).arg(verb).arg(file),
+        ))
+        .ok()
     };
     python("write", mount.join("model.h5"));
     python("check", mount.join("model.h5"));
@@ -305,10 +382,18 @@ np.save(d+'/a.npy', a); a.tofile(d+'/raw'); np.savez(d+'/b.npz', a=a, b=a.T)
 assert (np.load(d+'/a.npy')==a).all() and (np.fromfile(d+'/raw')==a.ravel()).all()
 m=np.load(d+'/a.npy', mmap_mode='r+'); assert (m==a).all(); m[7]=1; m.flush(); a[7]=1
 assert (np.load(d+'/a.npy')==a).all(); assert (np.load(d+'/b.npz')['b'][0]==np.arange(6000)*500.0).all()";
-    run(preload(Command::new("/usr/bin/python3").args(["-c", script]).arg(mount.path()))).ok();
+    run(preload(
+        Command::new("/usr/bin/python3")
+            .args(["-c", script])
+            .arg(mount.path()),
+    ))
+    .ok();
     let backing = mount.umount();
     python("check", backing.join("model.h5"));
-    assert_eq!(read(&backing.join("a.npy")).len(), read(&backing.join("raw")).len() + 128);
+    assert_eq!(
+        read(&backing.join("a.npy")).len(),
+        read(&backing.join("raw")).len() + 128
+    );
 }
 
 #[test]
@@ -317,7 +402,11 @@ fn an_mpi_program_writes_one_file_a_rank_and_one_for_all() {
     let mount = FirnMount::new(&sandbox, SMALL);
     for name in ["ranks.c", "shared.c"] {
         let program = sandbox.join(name.replace(".c", ""));
-        run(Command::new("mpicc").args(["-O1", "-o"]).arg(&program).arg(source(name))).ok();
+        run(Command::new("mpicc")
+            .args(["-O1", "-o"])
+            .arg(&program)
+            .arg(source(name)))
+        .ok();
         let mut mpirun = Command::new("mpirun");
         mpirun.args(["--allow-run-as-root", "--oversubscribe", "-n", "4", "-x"]);
         mpirun.arg(format!("LD_PRELOAD={}", preload_library().display()));
@@ -326,10 +415,17 @@ fn an_mpi_program_writes_one_file_a_rank_and_one_for_all() {
     }
     let backing = mount.umount();
     for rank in 0..4 {
-        let len = fs::metadata(backing.join(format!("rank.{rank}"))).expect("a rank's file").len();
+        let len = fs::metadata(backing.join(format!("rank.{rank}")))
+            .expect("a rank's file")
+            .len();
         assert_eq!(len, 6 << 20);
     }
-    assert_eq!(fs::metadata(backing.join("shared")).expect("the shared file").len(), 24 << 20);
+    assert_eq!(
+        fs::metadata(backing.join("shared"))
+            .expect("the shared file")
+            .len(),
+        24 << 20
+    );
 }
 
 #[test]
@@ -347,7 +443,11 @@ for i in range(20): os.write(f, block)
 os.close(f); f = os.open('small', os.O_CREAT | os.O_WRONLY)
 for i in range(100000): os.write(f, b'%064d' % i)",
     );
-    assert_eq!(past_the_kernel(&wrote, "write"), (20 << 20) + 6_400_000, "{wrote}");
+    assert_eq!(
+        past_the_kernel(&wrote, "write"),
+        (20 << 20) + 6_400_000,
+        "{wrote}"
+    );
     let text = String::from_utf8(read(&mount.join("small"))).expect("digits");
     assert!((0..100_000).all(|i| text[i * 64..(i + 1) * 64].parse() == Ok(i)));
     let got = python(
@@ -358,7 +458,10 @@ assert os.read(f, 1 << 20) == b''
 assert os.pread(f, 5000, 3 << 20) == block[:5000]; print(len(open('small', 'rb').read()))",
     );
     assert_eq!(got.stdout, "6400000\n");
-    assert!(past_the_kernel(&got, "read") >= (20 << 20) + 6_400_000, "{got}");
+    assert!(
+        past_the_kernel(&got, "read") >= (20 << 20) + 6_400_000,
+        "{got}"
+    );
     assert_eq!(past_the_kernel(&got, "pread"), 5000, "{got}");
     let mut off = shell("cat small > copy", mount.path());
     let off = run(preload(&mut off).env("FIRN_PRELOAD", "off")).ok();
@@ -377,12 +480,19 @@ for block in 640, 4000, 1000000:
     with open(sys.argv[2] + '/by%d' % block, 'wb', buffering=0) as f:
         for at in range(0, len(data), block): assert f.write(data[at:at + block]) == len(data[at:at + block])";
     let mut python = Command::new("/usr/bin/python3");
-    python.args(["-c", script]).arg(sandbox.join("data")).arg(mount.path());
+    python
+        .args(["-c", script])
+        .arg(sandbox.join("data"))
+        .arg(mount.path());
     let wrote = run(preload(&mut python)).ok();
     assert!(past_the_kernel(&wrote, "write") > 1_000_000, "{wrote}");
     let backing = mount.umount();
     for block in [640, 4000, 1_000_000] {
-        assert_same_bytes("what was written", &read(&backing.join(format!("by{block}"))), &data);
+        assert_same_bytes(
+            "what was written",
+            &read(&backing.join(format!("by{block}"))),
+            &data,
+        );
     }
 }
 
@@ -417,12 +527,24 @@ os.unlink('first'); assert fill('third', fits - 2) == fits - 2 << 20
 check('second', cut); check('third', fits - 2 << 20)
 os.unlink('second')";
         let mut python = Command::new("/usr/bin/python3");
-        python.args(["-c", script]).arg(mount.path()).arg(fits.to_string());
+        python
+            .args(["-c", script])
+            .arg(mount.path())
+            .arg(fits.to_string());
         let outcome = run(preload(&mut python)).ok();
         assert!(past_the_kernel(&outcome, "write") > 20_000_000, "{outcome}");
-        assert_eq!(mount.status().spill.is_some_and(|spill| spill.used_bytes > 0), spill);
+        assert_eq!(
+            mount
+                .status()
+                .spill
+                .is_some_and(|spill| spill.used_bytes > 0),
+            spill
+        );
         let backing = mount.umount();
-        assert_eq!(fs::metadata(backing.join("third")).expect("third").len(), (fits - 2) << 20);
+        assert_eq!(
+            fs::metadata(backing.join("third")).expect("third").len(),
+            (fits - 2) << 20
+        );
     }
 }
 
@@ -443,7 +565,11 @@ for i in range(24): assert f.read(1 << 20) == bytes([i]) * (1 << 20), i
 assert f.read(1) == b''";
     python(write, mount.path());
     mount.kill();
-    for other in ["memory=64M,chunk-size=4M,drain=demand", "memory=8M,chunk-size=256K,drain=demand", held] {
+    for other in [
+        "memory=64M,chunk-size=4M,drain=demand",
+        "memory=8M,chunk-size=256K,drain=demand",
+        held,
+    ] {
         let mount = FirnMount::new(&sandbox, other);
         let got = python(check, mount.path());
         assert_eq!(past_the_kernel(&got, "read"), 24 << 20, "{got}");
@@ -468,8 +594,15 @@ fn kill_9_of_writer_or_firnd_at_any_moment_loses_nothing_acknowledged() {
         let mount = FirnMount::new(&sandbox, SMALL);
         let log = sandbox.join("log");
         let mut writer = Command::new(helper_binary());
-        writer.arg("writer").arg(mount.path()).arg(&log).arg((seed + round).to_string());
-        let mut writer = preload(&mut writer).stderr(Stdio::null()).spawn().expect("start the writer");
+        writer
+            .arg("writer")
+            .arg(mount.path())
+            .arg(&log)
+            .arg((seed + round).to_string());
+        let mut writer = preload(&mut writer)
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("start the writer");
         wait_until("something is written", Duration::from_secs(20), || {
             fs::metadata(&log).is_ok_and(|meta| meta.len() > 4000)
         });
@@ -499,10 +632,16 @@ fn programs_run_as_ever_where_no_firnd_is() {
     let sandbox = Sandbox::new("preload-alone");
     let early = sandbox.join("early");
     let mut command = Command::new(cases());
-    command.arg(sandbox.path()).arg("sizes").env("PRELOAD_EARLY", &early);
+    command
+        .arg(sandbox.path())
+        .arg("sizes")
+        .env("PRELOAD_EARLY", &early);
     let outcome = run(preload(&mut command)).ok();
     assert_eq!(outcome.stderr, "", "nothing on a mount, so no report");
-    assert_eq!(fs::read_to_string(&early).expect("what constructor and destructor wrote"), "early\nlate\n");
+    assert_eq!(
+        fs::read_to_string(&early).expect("what constructor and destructor wrote"),
+        "early\nlate\n"
+    );
     for program in ["true", "ls", "date", "id"] {
         run(preload(&mut Command::new(program))).ok();
     }
@@ -514,11 +653,17 @@ fn calls_before_the_library_has_started_work() {
     let sandbox = Sandbox::new("preload-early");
     let other = sandbox.join("other.so");
     let mut compiler = Command::new("cc");
-    compiler.args(["-O1", "-w", "-shared", "-fPIC", "-o"]).arg(&other).arg(source("preload.c"));
+    compiler
+        .args(["-O1", "-w", "-shared", "-fPIC", "-o"])
+        .arg(&other)
+        .arg(source("preload.c"));
     run(&mut compiler).ok();
     let mount = FirnMount::new(&sandbox, SMALL);
     let mut program = Command::new("true");
-    program.env("LD_PRELOAD", format!("{}:{}", preload_library().display(), other.display()));
+    program.env(
+        "LD_PRELOAD",
+        format!("{}:{}", preload_library().display(), other.display()),
+    );
     run(program.env("PRELOAD_EARLY", mount.join("early"))).ok();
     assert_eq!(read(&mount.join("early")), b"early\nlate\n");
     mount.umount();

@@ -24,12 +24,20 @@ const OLD_SEC: i64 = 1_000_000_000;
 
 fn set_times(path: &Path, sec: i64) {
     let name = CString::new(path.as_os_str().as_bytes()).expect("no zero byte");
-    let time = |sec| libc::timespec { tv_sec: sec, tv_nsec: 5 };
+    let time = |sec| libc::timespec {
+        tv_sec: sec,
+        tv_nsec: 5,
+    };
     let times = [time(sec - 1), time(sec)];
     let flags = libc::AT_SYMLINK_NOFOLLOW;
     // SAFETY: the name ends with a zero byte, the two times outlive the call.
     let set = unsafe { libc::utimensat(libc::AT_FDCWD, name.as_ptr(), times.as_ptr(), flags) };
-    assert_eq!(set, 0, "utimensat {path:?}: {}", std::io::Error::last_os_error());
+    assert_eq!(
+        set,
+        0,
+        "utimensat {path:?}: {}",
+        std::io::Error::last_os_error()
+    );
 }
 
 /// Gives all that is below `top`, and it, the same old times.
@@ -84,13 +92,20 @@ fn regression_a_recovery_that_is_killed_at_any_call_brings_back_nothing_of_the_t
     for mode in ["hold", "shadow"] {
         let options = format!("{OPTIONS},mode={mode}");
         let recover = |sandbox: &Sandbox, kill_at: usize| {
-            let mut command = sandbox.firn([OsString::from("recover"), sandbox.join("backing").into()]);
+            let mut command =
+                sandbox.firn([OsString::from("recover"), sandbox.join("backing").into()]);
             kill_at_call(&mut command, &CHANGING, kill_at)
         };
         let sandbox = Sandbox::new("killedrecovery");
         let wanted = died_in_a_transaction(&sandbox, &options);
-        let Ended::Exited(0, calls) = recover(&sandbox, usize::MAX) else { panic!("it ends by itself") };
-        assert_same("after a recovery", &behind(&sandbox.join("backing")), &wanted);
+        let Ended::Exited(0, calls) = recover(&sandbox, usize::MAX) else {
+            panic!("it ends by itself")
+        };
+        assert_same(
+            "after a recovery",
+            &behind(&sandbox.join("backing")),
+            &wanted,
+        );
         assert!(calls > 0, "it changes something");
         let stride = calls.div_ceil(tried).max(1);
         println!("{mode}: {calls} calls, each {stride}th");
@@ -100,9 +115,14 @@ fn regression_a_recovery_that_is_killed_at_any_call_brings_back_nothing_of_the_t
             let wanted = died_in_a_transaction(&sandbox, &options);
             // What the threads of the drain do is not at the same place each time.
             let ended = recover(&sandbox, kill_at);
-            assert!(matches!(ended, Ended::Killed | Ended::Exited(0, _)), "{told}: {ended:?}");
+            assert!(
+                matches!(ended, Ended::Killed | Ended::Exited(0, _)),
+                "{told}: {ended:?}"
+            );
             if kill_at % 2 == 0 {
-                sandbox.run([OsString::from("recover"), sandbox.join("backing").into()]).ok();
+                sandbox
+                    .run([OsString::from("recover"), sandbox.join("backing").into()])
+                    .ok();
             } else {
                 let mount = FirnMount::new(&sandbox, &options);
                 assert_same(&told, &snapshot(mount.path()), &wanted);
@@ -137,9 +157,20 @@ fn set_xattr(path: &Path, value: &[u8]) {
     let name = CString::new(path.as_os_str().as_bytes()).expect("no zero byte");
     // SAFETY: both names end with a zero byte, the value is as long as is said.
     let set = unsafe {
-        libc::setxattr(name.as_ptr(), c"user.kind".as_ptr(), value.as_ptr().cast(), value.len(), 0)
+        libc::setxattr(
+            name.as_ptr(),
+            c"user.kind".as_ptr(),
+            value.as_ptr().cast(),
+            value.len(),
+            0,
+        )
     };
-    assert_eq!(set, 0, "setxattr {path:?}: {}", std::io::Error::last_os_error());
+    assert_eq!(
+        set,
+        0,
+        "setxattr {path:?}: {}",
+        std::io::Error::last_os_error()
+    );
 }
 
 /// Makes a file for each of [`KINDS`], in directories, all of them old.
@@ -161,7 +192,9 @@ fn change_all(top: &Path) {
     for dir in [top.to_owned(), top.join("dir/below")] {
         let at = |kind: &str| dir.join(kind);
         let write = |kind: &str, offset: u64, len: usize| {
-            open_rw(&at(kind)).write_all_at(&bytes(2, len), offset).expect("write");
+            open_rw(&at(kind))
+                .write_all_at(&bytes(2, len), offset)
+                .expect("write");
         };
         write("overwritten", 10_000, 200_000);
         write("overwritten-a-little", 77, 5);
@@ -169,7 +202,9 @@ fn change_all(top: &Path) {
         open_rw(&at("cut-to-nothing")).set_len(0).expect("truncate");
         write("appended-to", 300_000, 20_000);
         open_rw(&at("grown")).set_len(900_000).expect("truncate");
-        open_rw(&at("cut-and-written")).set_len(50_000).expect("truncate");
+        open_rw(&at("cut-and-written"))
+            .set_len(50_000)
+            .expect("truncate");
         write("cut-and-written", 40_000, 30_000);
         fs::set_permissions(at("chmod"), fs::Permissions::from_mode(0o4701)).expect("chmod");
         chown(at("chown"), Some(1), Some(2)).expect("chown");
@@ -193,9 +228,14 @@ fn change_all(top: &Path) {
 #[test]
 fn regression_whatever_a_transaction_did_its_end_brings_back_times_contents_and_modes() {
     let options = "arena-size=32M,chunk-size=1M,drain=commit";
-    for end in
-        ["abort", "restore", "restore after a mount", "kill", "abort in shadow mode", "kill in shadow mode"]
-    {
+    for end in [
+        "abort",
+        "restore",
+        "restore after a mount",
+        "kill",
+        "abort in shadow mode",
+        "kill in shadow mode",
+    ] {
         let sandbox = Sandbox::new("goback");
         let options = match end {
             "abort in shadow mode" | "kill in shadow mode" => format!("{options},mode=shadow"),
@@ -213,7 +253,10 @@ fn regression_whatever_a_transaction_did_its_end_brings_back_times_contents_and_
         }
         mount.wait("durable", mount.path()).ok();
         let before = snapshot(&top);
-        assert!(before.values().all(|object| object.mtime.is_some()), "all of them are old");
+        assert!(
+            before.values().all(|object| object.mtime.is_some()),
+            "all of them are old"
+        );
 
         firn(&sandbox, "begin", &top).ok();
         change_all(&top);
@@ -238,7 +281,11 @@ fn regression_whatever_a_transaction_did_its_end_brings_back_times_contents_and_
             tree
         };
         let before = without_links(before);
-        assert_same(&format!("{end}: through the mount"), &without_links(snapshot(&top)), &before);
+        assert_same(
+            &format!("{end}: through the mount"),
+            &without_links(snapshot(&top)),
+            &before,
+        );
         let backing = mount.umount();
         assert_same(
             &format!("{end}: in the backing"),
@@ -255,8 +302,8 @@ fn regression_an_arena_that_comes_back_after_its_transaction_ended_elsewhere_bri
         let sandbox = Sandbox::new("awayarena");
         let backing = sandbox.mkdir("files");
         fs::write(backing.join("file"), [b'.'; 9000]).expect("write");
-        let arenas =
-            ["first", "second"].map(|_| tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs"));
+        let arenas = ["first", "second"]
+            .map(|_| tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs"));
         let over = |at: usize, more: &str| {
             let options = format!("{OPTIONS},arena-dir={}{more}", arenas[at].path().display());
             FirnMount::over(&sandbox, &backing, &options)
@@ -264,7 +311,9 @@ fn regression_an_arena_that_comes_back_after_its_transaction_ended_elsewhere_bri
         let of_transaction = format!(",mode={mode}");
         let mount = over(0, &of_transaction);
         firn(&sandbox, "begin", mount.path()).ok();
-        open_rw(&mount.join("file")).write_all_at(&[b'1'; 5000], 0).expect("write");
+        open_rw(&mount.join("file"))
+            .write_all_at(&[b'1'; 5000], 0)
+            .expect("write");
         if prepares {
             firn_id(&sandbox, "prepare", mount.path(), 5).ok();
         } else {
@@ -275,9 +324,15 @@ fn regression_an_arena_that_comes_back_after_its_transaction_ended_elsewhere_bri
         if prepares {
             firn_id(&sandbox, "commit", mount.path(), 5).ok();
         }
-        let wanted =
-            if prepares { [[b'1'; 5000].as_slice(), &[b'.'; 4000]].concat() } else { vec![b'.'; 9000] };
-        assert!(fs::read(mount.join("file")).expect("read") == wanted, "{mode}, prepared {prepares}");
+        let wanted = if prepares {
+            [[b'1'; 5000].as_slice(), &[b'.'; 4000]].concat()
+        } else {
+            vec![b'.'; 9000]
+        };
+        assert!(
+            fs::read(mount.join("file")).expect("read") == wanted,
+            "{mode}, prepared {prepares}"
+        );
         mount.umount();
         for more in [&*of_transaction, ""] {
             let mount = over(0, more);

@@ -27,10 +27,19 @@ const LIMIT: Duration = Duration::from_secs(60);
 const FAILURES: [(&str, &str); 6] = [
     ("counter", "it was written after the checkpoint"),
     ("mapping", "it was written after the checkpoint"),
-    ("log", "what was appended after the checkpoint is there twice"),
-    ("journal", "what was appended after the checkpoint is there twice"),
+    (
+        "log",
+        "what was appended after the checkpoint is there twice",
+    ),
+    (
+        "journal",
+        "what was appended after the checkpoint is there twice",
+    ),
     ("state", "it was replaced after the checkpoint"),
-    ("queue", "is missing: it was removed or renamed after the checkpoint"),
+    (
+        "queue",
+        "is missing: it was removed or renamed after the checkpoint",
+    ),
 ];
 
 /// Who takes the checkpoint.
@@ -56,7 +65,9 @@ enum Cut {
 }
 
 fn repository() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ is in the repository")
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("tests/ is in the repository")
 }
 
 /// The program and its checkpoints. The sandbox ends it, restored or not: its environment says whose it is.
@@ -72,9 +83,22 @@ struct Job<'a> {
 
 impl<'a> Job<'a> {
     /// Starts the program in `dir` and waits until it is at work.
-    fn start(sandbox: &'a Sandbox, by: By, dir: &Path, in_firn: bool, parts: &[&'static str]) -> Self {
+    fn start(
+        sandbox: &'a Sandbox,
+        by: By,
+        dir: &Path,
+        in_firn: bool,
+        parts: &[&'static str],
+    ) -> Self {
         sandbox.mkdir("images");
-        let mut job = Self { sandbox, by, dir: dir.to_owned(), parts: parts.to_vec(), in_firn, pid: 0 };
+        let mut job = Self {
+            sandbox,
+            by,
+            dir: dir.to_owned(),
+            parts: parts.to_vec(),
+            in_firn,
+            pid: 0,
+        };
         job.spawn(&[]);
         job.wait_for_step(20);
         job
@@ -82,10 +106,20 @@ impl<'a> Job<'a> {
 
     fn spawn(&mut self, more: &[&OsStr]) {
         let mut command = self.program("10");
-        command.arg("--tell").arg(self.step_file()).arg("--save").arg(self.sandbox.join("images/memory"));
+        command
+            .arg("--tell")
+            .arg(self.step_file())
+            .arg("--save")
+            .arg(self.sandbox.join("images/memory"));
         command.args(more).arg(&self.dir).args(&self.parts);
-        let errors = File::options().create(true).append(true).open(self.sandbox.join("errors"));
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors.expect("open the log"));
+        let errors = File::options()
+            .create(true)
+            .append(true)
+            .open(self.sandbox.join("errors"));
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(errors.expect("open the log"));
         fs::remove_file(self.step_file()).ok();
         // SAFETY: setsid touches no memory. CRIU dumps whole sessions.
         unsafe { command.pre_exec(|| rustix::process::setsid().map(|_| ()).map_err(Into::into)) };
@@ -105,12 +139,19 @@ impl<'a> Job<'a> {
 
     fn step(&self) -> u64 {
         let line = fs::read_to_string(self.step_file()).unwrap_or_default();
-        line.trim().strip_prefix("step ").and_then(|number| number.parse().ok()).unwrap_or(0)
+        line.trim()
+            .strip_prefix("step ")
+            .and_then(|number| number.parse().ok())
+            .unwrap_or(0)
     }
 
     fn wait_for_step(&self, step: u64) {
         wait_until("the program is so far", LIMIT, || {
-            assert!(state(self.pid) != 'Z', "the program ended: {}", self.errors());
+            assert!(
+                state(self.pid) != 'Z',
+                "the program ended: {}",
+                self.errors()
+            );
             self.step() >= step
         });
     }
@@ -134,10 +175,18 @@ impl<'a> Job<'a> {
     fn criu(&self, verb: &str, id: u64) -> Command {
         let mut command = Command::new(tool("criu"));
         self.sandbox.environment(&mut command);
-        command.arg(verb).arg("-D").arg(self.images(id)).args(["-o", &format!("{verb}.log")]);
+        command
+            .arg(verb)
+            .arg("-D")
+            .arg(self.images(id))
+            .args(["-o", &format!("{verb}.log")]);
         if self.in_firn {
-            command.arg("--action-script").arg(repository().join("scripts/criu-action"));
-            command.env("FIRN_DIR", &self.dir).env("FIRN", firn_binary());
+            command
+                .arg("--action-script")
+                .arg(repository().join("scripts/criu-action"));
+            command
+                .env("FIRN_DIR", &self.dir)
+                .env("FIRN", firn_binary());
         }
         command
     }
@@ -167,7 +216,11 @@ impl<'a> Job<'a> {
         }
         if cut >= Cut::Marked {
             fs::create_dir(self.images(id)).expect("mkdir");
-            fs::rename(self.sandbox.join("images/memory"), self.images(id).join("memory")).expect("mark");
+            fs::rename(
+                self.sandbox.join("images/memory"),
+                self.images(id).join("memory"),
+            )
+            .expect("mark");
         }
         if self.in_firn && cut >= Cut::Committed {
             self.firn("commit", Some(id), &["--begin"]);
@@ -199,7 +252,12 @@ impl<'a> Job<'a> {
 
     fn kill(&self) {
         kill(self.pid, libc::SIGKILL);
-        assert_eq!(self.wait(), None, "it ended before it was killed: {}", self.errors());
+        assert_eq!(
+            self.wait(),
+            None,
+            "it ended before it was killed: {}",
+            self.errors()
+        );
     }
 
     /// Its exit code; none after a signal.
@@ -218,13 +276,17 @@ impl<'a> Job<'a> {
 /// The letter of proc(5); `Z` also for what is no more.
 fn state(pid: u32) -> char {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit(") ").next().and_then(|rest| rest.chars().next()).unwrap_or('Z')
+    stat.rsplit(") ")
+        .next()
+        .and_then(|rest| rest.chars().next())
+        .unwrap_or('Z')
 }
 
 fn build(sandbox: &Sandbox) {
     let source = repository().join("examples/rollback/rollback.c");
     let mut cc = Command::new("cc");
-    cc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"]).arg(sandbox.join("rollback"));
+    cc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"])
+        .arg(sandbox.join("rollback"));
     run(cc.arg(source)).ok();
 }
 
@@ -251,9 +313,13 @@ fn files_stay_and_it_fails(by: By) {
 
 /// Files and what is in them.
 fn contents(dir: &Path) -> BTreeMap<OsString, Vec<u8>> {
-    let entries = fs::read_dir(dir).expect("readdir").map(|entry| entry.expect("entry"));
+    let entries = fs::read_dir(dir)
+        .expect("readdir")
+        .map(|entry| entry.expect("entry"));
     let files = entries.filter(|entry| entry.file_name() != ".firn");
-    files.map(|entry| (entry.file_name(), read(&entry.path()))).collect()
+    files
+        .map(|entry| (entry.file_name(), read(&entry.path())))
+        .collect()
 }
 
 /// Waits for the end of the job, commits, unmounts; the backing is that of a run that nobody disturbed.
@@ -264,12 +330,18 @@ fn ends_as_if_undisturbed(job: &Job<'_>, mount: FirnMount<'_>, what: &str) {
     assert_eq!(job.errors(), "", "{what}");
     let undisturbed = job.sandbox.mkdir("undisturbed");
     run(job.program("0").arg(&undisturbed)).ok();
-    assert!(contents(&backing) == contents(&undisturbed), "{what}: {:?}", contents(&backing).keys());
+    assert!(
+        contents(&backing) == contents(&undisturbed),
+        "{what}: {:?}",
+        contents(&backing).keys()
+    );
 }
 
 fn begun(sandbox: &Sandbox) -> FirnMount<'_> {
     let mount = FirnMount::new(sandbox, COMMIT);
-    sandbox.run([OsStr::new("begin"), mount.path().as_os_str()]).ok();
+    sandbox
+        .run([OsStr::new("begin"), mount.path().as_os_str()])
+        .ok();
     mount
 }
 
@@ -353,7 +425,11 @@ fn criu_killed_with_everything_anywhere_leaves_files_for_the_newest_images_that_
     if !has_criu() {
         return;
     }
-    for (verb, before, counts) in [("prepare", false, 1), ("commit", true, 2), ("commit", false, 2)] {
+    for (verb, before, counts) in [
+        ("prepare", false, 1),
+        ("commit", true, 2),
+        ("commit", false, 2),
+    ] {
         let sandbox = Sandbox::new("rollback-criucut");
         build(&sandbox);
         let mount = begun(&sandbox);
@@ -361,14 +437,21 @@ fn criu_killed_with_everything_anywhere_leaves_files_for_the_newest_images_that_
         job.checkpoint_and_run_on(1);
         fs::create_dir(job.images(2)).expect("mkdir");
         let mut dump = job.criu("dump", 2);
-        dump.env("FIRN", killing_firn(&sandbox, verb, before, job.pid, mount.pid()));
+        dump.env(
+            "FIRN",
+            killing_firn(&sandbox, verb, before, job.pid, mount.pid()),
+        );
         run(dump.args(["--leave-running", "-t", &job.pid.to_string()])).code(137);
         job.kill();
         mount.kill();
         let mount = FirnMount::new(&sandbox, COMMIT);
         assert_eq!(job.images(2).join("firn.checkpoint").exists(), counts == 2);
         job.restore(counts);
-        ends_as_if_undisturbed(&job, mount, &format!("killed at {verb}, before it: {before}"));
+        ends_as_if_undisturbed(
+            &job,
+            mount,
+            &format!("killed at {verb}, before it: {before}"),
+        );
     }
 }
 
@@ -391,17 +474,24 @@ fn a_dump_that_fails_leaves_the_program_running_and_the_checkpoint_before() {
     let mut job = Job::start(&sandbox, By::Criu, mount.path(), true, &[]);
     job.checkpoint_and_run_on(1);
     let elsewhere = sandbox.path().as_os_str();
-    let failures =
-        [("FIRN_CHECKPOINT", OsStr::new("none"), "is no number"), ("FIRN_DIR", elsewhere, "the job runs on")];
+    let failures = [
+        ("FIRN_CHECKPOINT", OsStr::new("none"), "is no number"),
+        ("FIRN_DIR", elsewhere, "the job runs on"),
+    ];
     for (id, (variable, value, message)) in (2..).zip(failures) {
         fs::create_dir(job.images(id)).expect("mkdir");
         let mut dump = job.criu("dump", id);
-        dump.args(["--leave-running", "-t", &job.pid.to_string()]).env(variable, value);
+        dump.args(["--leave-running", "-t", &job.pid.to_string()])
+            .env(variable, value);
         fails(&mut dump, &job.images(id).join("dump.log"), message);
         assert!(!job.images(id).join("firn.checkpoint").exists());
         job.wait_for_step(job.step() + 5);
         let log = job.images(id).join("restore.log");
-        fails(&mut job.criu("restore", id), &log, "not a complete checkpoint");
+        fails(
+            &mut job.criu("restore", id),
+            &log,
+            "not a complete checkpoint",
+        );
     }
     job.kill();
     job.restore(1);
@@ -413,11 +503,13 @@ fn the_demo_shows_the_failures_and_the_cure() {
     let sandbox = Sandbox::new("rollback-demo");
     let mut demo = Command::new(repository().join("scripts/rollback-demo"));
     sandbox.environment(&mut demo);
-    demo.env("FIRN", firn_binary()).env("FIRN_DEMO_DIR", sandbox.path());
+    demo.env("FIRN", firn_binary())
+        .env("FIRN_DEMO_DIR", sandbox.path());
     let outcome = run(&mut demo).ok();
     for (part, failure) in FAILURES {
         // Where a file was open when the program was dumped, CRIU misses it before the program does.
-        let is_failure = |line: &str| line.contains(failure) || line.contains("on restore: No such file");
+        let is_failure =
+            |line: &str| line.contains(failure) || line.contains("on restore: No such file");
         let shown = |line: &str| line.trim().starts_with(part) && is_failure(line);
         assert!(outcome.stdout.lines().any(shown), "{part}: {outcome}");
     }

@@ -12,7 +12,10 @@ use firn_tests::{Sandbox, run, wait_until};
 /// `firn run` on the sandbox's mount point, in its environment.
 fn firn_run(sandbox: &Sandbox, options: &[&str], script: &str) -> Command {
     let mut command = sandbox.firn(["run", "--memory", "64M", "--prefix"]);
-    command.arg(sandbox.join("mnt")).args(options).args(["--", "sh", "-c", script]);
+    command
+        .arg(sandbox.join("mnt"))
+        .args(options)
+        .args(["--", "sh", "-c", script]);
     command
 }
 
@@ -31,7 +34,10 @@ fn a_job_that_succeeds_leaves_its_files_in_the_backing_and_nothing_in_memory() {
     let script = "echo data > $FIRN_PREFIX/f && test ! -s \"$0\"/f && cat $FIRN_PREFIX/f";
     let mut command = firn_run(&sandbox, &options, script);
     assert_eq!(run(command.arg(&backing)).ok().stdout, "data\n");
-    assert_eq!(fs::read_to_string(backing.join("f")).expect("drained"), "data\n");
+    assert_eq!(
+        fs::read_to_string(backing.join("f")).expect("drained"),
+        "data\n"
+    );
     assert!(!is_mounted(&sandbox.join("mnt")));
     assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
 }
@@ -66,11 +72,19 @@ fn old_checkpoints_of_a_job_go_while_it_runs() {
 fn a_job_that_is_killed_finds_its_files_again() {
     let sandbox = Sandbox::new("runagain");
     let script = "echo data > $FIRN_PREFIX/f; kill -9 $$";
-    run(&mut firn_run(&sandbox, &[], script)).code(137).says("stay in memory").says("firn mount");
+    run(&mut firn_run(&sandbox, &[], script))
+        .code(137)
+        .says("stay in memory")
+        .says("firn mount");
     assert!(!is_mounted(&sandbox.join("mnt")));
     let again = run(&mut firn_run(&sandbox, &[], "cat $FIRN_PREFIX/f; exit 7")).code(7);
     assert_eq!(again.stdout, "data\n");
-    assert_eq!(run(&mut firn_run(&sandbox, &[], "cat $FIRN_PREFIX/f")).ok().stdout, "data\n");
+    assert_eq!(
+        run(&mut firn_run(&sandbox, &[], "cat $FIRN_PREFIX/f"))
+            .ok()
+            .stdout,
+        "data\n"
+    );
     assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
 }
 
@@ -83,8 +97,13 @@ fn a_dev_shm_that_is_too_small_is_told_and_the_job_not_started() {
             let mut command = Command::new("unshare");
             sandbox.environment(&mut command);
             let little = "mount -t tmpfs -o size=16m,mode=700 firn-test \"$FIRN_RUNTIME_DIR\" && exec \"$@\"";
-            command.args(["-m", "sh", "-c", little, "sh"]).arg(firn_binary());
-            command.args(["run", "--memory", memory, "--prefix"]).arg(sandbox.join("mnt")).args(door);
+            command
+                .args(["-m", "sh", "-c", little, "sh"])
+                .arg(firn_binary());
+            command
+                .args(["run", "--memory", memory, "--prefix"])
+                .arg(sandbox.join("mnt"))
+                .args(door);
             command.args([
                 "--",
                 "sh",
@@ -93,7 +112,9 @@ fn a_dev_shm_that_is_too_small_is_told_and_the_job_not_started() {
             ]);
             run(&mut command)
         };
-        let outcome = run_in_little("64M").says("no room").says("lower arena-size");
+        let outcome = run_in_little("64M")
+            .says("no room")
+            .says("lower arena-size");
         assert!(outcome.code != 0 && outcome.stdout.is_empty(), "{outcome}");
         assert!(sandbox.processes().is_empty(), "a firnd is left");
         assert!(!is_mounted(&sandbox.join("mnt")));
@@ -106,7 +127,10 @@ fn signals_reach_the_job_and_its_exit_status_comes_back() {
     let sandbox = Sandbox::new("runsignal");
     let ready = sandbox.join("mnt/ready");
     let script = "trap 'exit 42' TERM; echo > $FIRN_PREFIX/ready; while :; do sleep 0.05; done";
-    let mut child = firn_run(&sandbox, &[], script).stderr(Stdio::null()).spawn().expect("firn run");
+    let mut child = firn_run(&sandbox, &[], script)
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("firn run");
     wait_until("the job runs", Duration::from_secs(30), || ready.exists());
     kill(child.id(), libc::SIGTERM);
     let status = wait_child(&mut child, Duration::from_secs(30)).expect("it ends");
@@ -117,7 +141,9 @@ fn signals_reach_the_job_and_its_exit_status_comes_back() {
 fn a_command_that_is_not_there_is_127_and_leaves_nothing() {
     let sandbox = Sandbox::new("runmissing");
     let mut command = sandbox.firn(["run", "--memory", "64M", "--prefix"]);
-    command.arg(sandbox.join("mnt")).args(["--", "no-such-command"]);
+    command
+        .arg(sandbox.join("mnt"))
+        .args(["--", "no-such-command"]);
     run(&mut command).code(127).says("no-such-command");
     assert!(!is_mounted(&sandbox.join("mnt")));
     assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
@@ -128,5 +154,8 @@ fn every_rank_of_an_mpi_job_has_the_prefix() {
     let sandbox = Sandbox::new("runmpi");
     let script = "mpirun --allow-run-as-root --oversubscribe -n 4 \
         sh -c 'echo $OMPI_COMM_WORLD_RANK > $FIRN_PREFIX/rank$OMPI_COMM_WORLD_RANK' && cat $FIRN_PREFIX/rank* | xargs";
-    assert_eq!(run(&mut firn_run(&sandbox, &[], script)).ok().stdout, "0 1 2 3\n");
+    assert_eq!(
+        run(&mut firn_run(&sandbox, &[], script)).ok().stdout,
+        "0 1 2 3\n"
+    );
 }

@@ -19,7 +19,9 @@ const SHOWN: &str = r"a\x1b[2J\nfirn: forged \u{202e}txt\\";
 /// Lines of the log that hold all of `words`.
 fn lines(sandbox: &Sandbox, words: &[&str]) -> usize {
     let logs = sandbox.logs();
-    logs.lines().filter(|line| words.iter().all(|word| line.contains(word))).count()
+    logs.lines()
+        .filter(|line| words.iter().all(|word| line.contains(word)))
+        .count()
 }
 
 /// Takes a directory away that is not empty, which the kernel leaves to the file system.
@@ -40,20 +42,57 @@ fn regression_each_failed_request_and_each_decision_of_the_drain_is_logged_once_
     fail_to_remove(&mount, 3);
     mount.wait("drained", mount.path()).ok();
     let status = mount.status();
-    assert_eq!(status.failed_requests.get("rmdir"), Some(&3), "{:?}", status.failed_requests);
-    let failed = ["DEBUG", "a request failed", "operation=\"rmdir\"", "path=full ", "Directory not empty"];
+    assert_eq!(
+        status.failed_requests.get("rmdir"),
+        Some(&3),
+        "{:?}",
+        status.failed_requests
+    );
+    let failed = [
+        "DEBUG",
+        "a request failed",
+        "operation=\"rmdir\"",
+        "path=full ",
+        "Directory not empty",
+    ];
     assert_eq!(lines(&sandbox, &failed), 3, "{}", sandbox.logs());
-    let [picked, written] = ["picked", "written"].map(|what| status.drain_decisions.get(what).copied());
-    assert_eq!((picked, written), (Some(1), Some(1)), "{:?}", status.drain_decisions);
-    assert_eq!(lines(&sandbox, &["drain: picked", "path=full/file", "bytes=4"]), 1, "{}", sandbox.logs());
-    assert_eq!(lines(&sandbox, &["drain: written", "path=full/file", "bytes=4"]), 1);
-    let metrics =
-        sandbox.run(["status".as_ref(), "--metrics".as_ref(), mount.path().as_os_str()]).ok().stdout;
+    let [picked, written] =
+        ["picked", "written"].map(|what| status.drain_decisions.get(what).copied());
+    assert_eq!(
+        (picked, written),
+        (Some(1), Some(1)),
+        "{:?}",
+        status.drain_decisions
+    );
+    assert_eq!(
+        lines(&sandbox, &["drain: picked", "path=full/file", "bytes=4"]),
+        1,
+        "{}",
+        sandbox.logs()
+    );
+    assert_eq!(
+        lines(&sandbox, &["drain: written", "path=full/file", "bytes=4"]),
+        1
+    );
+    let metrics = sandbox
+        .run([
+            "status".as_ref(),
+            "--metrics".as_ref(),
+            mount.path().as_os_str(),
+        ])
+        .ok()
+        .stdout;
     for sample in ["operation=\"rmdir\"} 3", "decision=\"picked\"} 1"] {
         assert!(metrics.contains(sample), "{sample} is not in\n{metrics}");
     }
-    let shown = sandbox.run(["status".as_ref(), mount.path().as_os_str()]).ok().stdout;
-    assert!(shown.contains("rmdir 3") && shown.contains("picked 1"), "{shown}");
+    let shown = sandbox
+        .run(["status".as_ref(), mount.path().as_os_str()])
+        .ok()
+        .stdout;
+    assert!(
+        shown.contains("rmdir 3") && shown.contains("picked 1"),
+        "{shown}"
+    );
     mount.umount();
 }
 
@@ -64,13 +103,17 @@ fn at_the_usual_level_failures_are_counted_and_only_trouble_of_the_backing_is_lo
     let mount = FirnMount::over(&sandbox, &image.mkdir("data"), SMALL);
     fail_to_remove(&mount, 2);
     mount.wait("durable", mount.path()).ok();
-    wait_until("firnd lets go of what it wrote", Duration::from_secs(20), || {
-        std::process::Command::new("mount")
-            .args(["-o", "remount,ro"])
-            .arg(image.path())
-            .output()
-            .is_ok_and(|output| output.status.success())
-    });
+    wait_until(
+        "firnd lets go of what it wrote",
+        Duration::from_secs(20),
+        || {
+            std::process::Command::new("mount")
+                .args(["-o", "remount,ro"])
+                .arg(image.path())
+                .output()
+                .is_ok_and(|output| output.status.success())
+        },
+    );
     for name in ["one", "two"] {
         let error = fs::create_dir(mount.join(name)).expect_err("the backing is read-only");
         assert_eq!(Errno::from_io_error(&error), Some(Errno::ROFS));
@@ -79,7 +122,10 @@ fn at_the_usual_level_failures_are_counted_and_only_trouble_of_the_backing_is_lo
     let counts = ["rmdir", "mkdir"].map(|operation| status.failed_requests.get(operation).copied());
     assert_eq!(counts, [Some(2), Some(2)], "{:?}", status.failed_requests);
     assert_eq!(
-        lines(&sandbox, &["WARN", "operation=\"mkdir\"", "Read-only file system"]),
+        lines(
+            &sandbox,
+            &["WARN", "operation=\"mkdir\"", "Read-only file system"]
+        ),
         1,
         "{}",
         sandbox.logs()
@@ -96,7 +142,10 @@ fn regression_each_step_of_a_transaction_is_logged_once_and_counted() {
     let sandbox = Sandbox::new("steps");
     let mount = FirnMount::new(&sandbox, &patient("drain=commit,log-level=debug"));
     let firn = |args: &[&str]| {
-        let args = args.iter().map(OsStr::new).chain([mount.path().as_os_str()]);
+        let args = args
+            .iter()
+            .map(OsStr::new)
+            .chain([mount.path().as_os_str()]);
         sandbox.run(args).ok();
     };
     firn(&["begin"]);
@@ -107,8 +156,14 @@ fn regression_each_step_of_a_transaction_is_logged_once_and_counted() {
     fs::write(mount.join("dropped"), "text").expect("write");
     firn(&["abort"]);
     let steps = mount.status().transaction_steps;
-    let expected =
-        [("begin", 2), ("prepared", 1), ("decided", 1), ("applied", 1), ("ended", 2), ("undone", 1)];
+    let expected = [
+        ("begin", 2),
+        ("prepared", 1),
+        ("decided", 1),
+        ("applied", 1),
+        ("ended", 2),
+        ("undone", 1),
+    ];
     for (step, count) in expected {
         assert_eq!(steps.get(step), Some(&count), "{step}: {steps:?}");
         assert_eq!(
@@ -119,10 +174,21 @@ fn regression_each_step_of_a_transaction_is_logged_once_and_counted() {
         );
     }
     // Begin twice, prepare, abort; the commit has nothing more to wait for.
-    let turns: BTreeMap<_, _> =
-        steps.iter().filter(|(step, _)| ["quiesce", "drained"].contains(&step.as_str())).collect();
-    assert!(turns.len() == 2 && turns.values().all(|count| **count == 4), "{steps:?}");
-    assert_eq!(lines(&sandbox, &["step=\"decided\"", "scope=the whole mount", "id=Some(7)"]), 1);
+    let turns: BTreeMap<_, _> = steps
+        .iter()
+        .filter(|(step, _)| ["quiesce", "drained"].contains(&step.as_str()))
+        .collect();
+    assert!(
+        turns.len() == 2 && turns.values().all(|count| **count == 4),
+        "{steps:?}"
+    );
+    assert_eq!(
+        lines(
+            &sandbox,
+            &["step=\"decided\"", "scope=the whole mount", "id=Some(7)"]
+        ),
+        1
+    );
     mount.umount();
 }
 
@@ -142,8 +208,14 @@ fn regression_no_name_steers_the_terminal_of_who_reads_it() {
         (said, outcome)
     };
     let check = |text: &str| {
-        assert!(!text.contains('\x1b') && !text.contains('\u{202e}'), "{text:?}");
-        assert!(!text.lines().any(|line| line.starts_with("firn: forged")), "{text:?}");
+        assert!(
+            !text.contains('\x1b') && !text.contains('\u{202e}'),
+            "{text:?}"
+        );
+        assert!(
+            !text.lines().any(|line| line.starts_with("firn: forged")),
+            "{text:?}"
+        );
     };
     let (said, _) = run(&["ls"], mount.path());
     check(&said);
@@ -162,8 +234,12 @@ fn regression_no_name_steers_the_terminal_of_who_reads_it() {
     }
     let (_, listed) = run(&["ls", "--json"], mount.path());
     let listed = listed.json();
-    let paths: Vec<_> =
-        listed.as_array().expect("a list").iter().filter_map(|file| file["path"].as_str()).collect();
+    let paths: Vec<_> = listed
+        .as_array()
+        .expect("a list")
+        .iter()
+        .filter_map(|file| file["path"].as_str())
+        .collect();
     assert_eq!(paths, [HOSTILE], "JSON has the exact name");
     mount.wait("drained", mount.path()).ok();
     let log = sandbox.logs();

@@ -25,7 +25,13 @@ const GROUP: u32 = 2_000_003;
 const NO_GROUP: u32 = 2_000_004;
 
 const fn who(name: &'static str, uid: u32, gid: u32, group: u32) -> Who {
-    Who { name, uid, gid, group, may_set_id: true }
+    Who {
+        name,
+        uid,
+        gid,
+        group,
+        may_set_id: true,
+    }
 }
 
 const CALLERS: [Who; 7] = [
@@ -35,7 +41,10 @@ const CALLERS: [Who; 7] = [
     who("other in the group", OTHER, NO_GROUP, GROUP),
     who("other of the group", OTHER, GROUP, NO_GROUP),
     who("root", 0, 0, NO_GROUP),
-    Who { may_set_id: false, ..who("root without CAP_FSETID", 0, 0, NO_GROUP) },
+    Who {
+        may_set_id: false,
+        ..who("root without CAP_FSETID", 0, 0, NO_GROUP)
+    },
 ];
 
 /// Mode, and whether the file has a capability. All can be written by everybody.
@@ -61,8 +70,17 @@ struct Case {
 
 impl Case {
     fn all() -> impl Iterator<Item = Self> {
-        let calls = CALLERS.iter().flat_map(|who| CALLS.iter().map(move |call| (who, *call)));
-        calls.flat_map(|(who, call)| KINDS.map(|(mode, capable)| Self { who, call, mode, capable }))
+        let calls = CALLERS
+            .iter()
+            .flat_map(|who| CALLS.iter().map(move |call| (who, *call)));
+        calls.flat_map(|(who, call)| {
+            KINDS.map(|(mode, capable)| Self {
+                who,
+                call,
+                mode,
+                capable,
+            })
+        })
     }
 
     fn name(&self) -> String {
@@ -77,20 +95,29 @@ impl Case {
         chown(&path, Some(OWNER), Some(GROUP)).expect("chown");
         fs::set_permissions(&path, Permissions::from_mode(self.mode)).expect("chmod");
         if self.capable {
-            rustix::fs::setxattr(&path, CAPABILITY, &CAP_DAC_OVERRIDE, XattrFlags::empty()).expect("setcap");
+            rustix::fs::setxattr(&path, CAPABILITY, &CAP_DAC_OVERRIDE, XattrFlags::empty())
+                .expect("setcap");
         }
         assert_eq!(left(&path), self.untouched());
     }
 
     fn untouched(&self) -> String {
-        format!("{:04o} {}", self.mode, if self.capable { "capable" } else { "plain" })
+        format!(
+            "{:04o} {}",
+            self.mode,
+            if self.capable { "capable" } else { "plain" }
+        )
     }
 
     fn run(&self, helper: &Path, dir: &Path, preload: impl FnOnce(&mut Command)) -> String {
         let path = dir.join(self.name());
         let answer = change(helper, self.who, self.call, &path, preload);
         let after = left(&path);
-        assert!(answer.ends_with(&after), "{}: {answer}, and after its end {after}", self.name());
+        assert!(
+            answer.ends_with(&after),
+            "{}: {answer}, and after its end {after}",
+            self.name()
+        );
         answer
     }
 }
@@ -110,7 +137,11 @@ impl Place {
         // Other users may not get at the one that was built.
         let helper = sandbox.join("helper");
         copy_program(&helper_binary(), &helper);
-        Self { sandbox, image, helper }
+        Self {
+            sandbox,
+            image,
+            helper,
+        }
     }
 
     /// A directory in which everything is prepared for `cases`.
@@ -133,10 +164,16 @@ fn is_stricter(case: &Case, expected: &str, found: &str) -> bool {
 }
 
 /// Carries out `cases` on both sides; panics with all that differ. Returns what they left.
-fn compare(place: &Place, cases: &[Case], mount: &Path, run: impl Fn(&Case, &Path) -> String) -> Vec<String> {
+fn compare(
+    place: &Place,
+    cases: &[Case],
+    mount: &Path,
+    run: impl Fn(&Case, &Path) -> String,
+) -> Vec<String> {
     let plain = place.image.mkdir("plain");
     Place::prepare(&plain, cases);
-    let (mut wrong, mut all) = (Vec::new(), Vec::new());
+    let mut wrong = Vec::new();
+    let mut all = Vec::new();
     for case in cases {
         let expected = case.run(&place.helper, &plain, |_| {});
         let found = run(case, mount);
@@ -152,7 +189,13 @@ fn compare(place: &Place, cases: &[Case], mount: &Path, run: impl Fn(&Case, &Pat
                 .to_owned(),
         );
     }
-    assert!(wrong.is_empty(), "{} of {} differ:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
+    assert!(
+        wrong.is_empty(),
+        "{} of {} differ:\n{}",
+        wrong.len(),
+        cases.len(),
+        wrong.join("\n")
+    );
     all
 }
 
@@ -164,7 +207,9 @@ fn every_call_leaves_what_ext4_leaves() {
     let mount = FirnMount::over(&place.sandbox, &place.image.mkdir("backing"), &options);
     let cases: Vec<_> = Case::all().collect();
     Place::prepare(mount.path(), &cases);
-    compare(&place, &cases, mount.path(), |case, dir| case.run(&place.helper, dir, |_| {}));
+    compare(&place, &cases, mount.path(), |case, dir| {
+        case.run(&place.helper, dir, |_| {})
+    });
 }
 
 /// The same where the kernel writes to the backing by itself. Proves S-write-9.
@@ -179,14 +224,22 @@ fn the_kernel_s_own_writes_leave_what_ext4_leaves() {
         let _passes_through = File::open(dir.join(case.name())).expect("open");
         case.run(&place.helper, dir, |_| {})
     });
-    assert_eq!(mount.status().ingest_bytes, ingested, "no write came to firnd");
+    assert_eq!(
+        mount.status().ingest_bytes,
+        ingested,
+        "no write came to firnd"
+    );
 }
 
 /// In a transaction, which brings everything back where it is aborted.
 fn transactions_leave_what_ext4_leaves(mode: &str) {
     let place = Place::new("set-id-tx");
     let backing = place.image.mkdir("backing");
-    let mount = FirnMount::over(&place.sandbox, &backing, &format!("{OPTIONS},drain=commit,mode={mode}"));
+    let mount = FirnMount::over(
+        &place.sandbox,
+        &backing,
+        &format!("{OPTIONS},drain=commit,mode={mode}"),
+    );
     let cases: Vec<_> = Case::all().collect();
     Place::prepare(mount.path(), &cases);
     let run = |case: &Case, dir: &Path| case.run(&place.helper, dir, |_| {});
@@ -195,7 +248,12 @@ fn transactions_leave_what_ext4_leaves(mode: &str) {
     firn(&place.sandbox, "abort", mount.path()).ok();
     for case in &cases {
         let found = [mount.path(), &backing].map(|dir| left(&dir.join(case.name())));
-        assert_eq!(found, [case.untouched(), case.untouched()], "{} after the abort", case.name());
+        assert_eq!(
+            found,
+            [case.untouched(), case.untouched()],
+            "{} after the abort",
+            case.name()
+        );
     }
     firn(&place.sandbox, "begin", mount.path()).ok();
     let expected = compare(&place, &cases, mount.path(), run);
@@ -203,8 +261,17 @@ fn transactions_leave_what_ext4_leaves(mode: &str) {
     for (case, expected) in cases.iter().zip(expected) {
         let found = [mount.path(), &backing].map(|dir| left(&dir.join(case.name())));
         // What was stored to a mapping is written to the backing by the commit.
-        let expected = if case.call == "mmap" { expected.replace("capable", "plain") } else { expected };
-        assert_eq!(found, [expected.clone(), expected], "{} after the commit", case.name());
+        let expected = if case.call == "mmap" {
+            expected.replace("capable", "plain")
+        } else {
+            expected
+        };
+        assert_eq!(
+            found,
+            [expected.clone(), expected],
+            "{} after the commit",
+            case.name()
+        );
     }
 }
 
@@ -242,7 +309,8 @@ fn program(mount: &FirnMount, from: &str, mode: u32, capable: bool) -> PathBuf {
     chown(&path, Some(OWNER), Some(GROUP)).expect("chown");
     fs::set_permissions(&path, Permissions::from_mode(mode)).expect("chmod");
     if capable {
-        rustix::fs::setxattr(&path, CAPABILITY, &CAP_DAC_OVERRIDE, XattrFlags::empty()).expect("setcap");
+        rustix::fs::setxattr(&path, CAPABILITY, &CAP_DAC_OVERRIDE, XattrFlags::empty())
+            .expect("setcap");
     }
     path
 }
@@ -250,32 +318,59 @@ fn program(mount: &FirnMount, from: &str, mode: u32, capable: bool) -> PathBuf {
 /// Runs it as a user with no rights.
 fn run_by_other(program: &Path, arg: &str) -> String {
     let mut command = Command::new(program);
-    run(command.arg(arg).uid(OTHER).gid(NO_GROUP).env_clear()).ok().stdout
+    run(command.arg(arg).uid(OTHER).gid(NO_GROUP).env_clear())
+        .ok()
+        .stdout
 }
 
 /// A part of the program, with which nothing changes but that it was written: `dd conv=notrunc` by the other user.
 fn overwrite_by_other(program: &Path, from: &str) {
-    let (input, output) = (format!("if={from}"), format!("of={}", program.display()));
+    let input = format!("if={from}");
+    let output = format!("of={}", program.display());
     let mut dd = Command::new("dd");
-    run(dd.args([input, output, "conv=notrunc".to_owned()]).uid(OTHER).gid(NO_GROUP)).ok();
+    run(dd
+        .args([input, output, "conv=notrunc".to_owned()])
+        .uid(OTHER)
+        .gid(NO_GROUP))
+    .ok();
 }
 
 /// Proves S-write-9.
 #[test]
 fn regression_code_that_another_user_wrote_never_runs_with_the_rights_of_the_file() {
-    for options in ["passthrough=off", "passthrough=auto", "close=held,passthrough=off", "drain=demand"] {
+    for options in [
+        "passthrough=off",
+        "passthrough=auto",
+        "close=held,passthrough=off",
+        "drain=demand",
+    ] {
         let place = Place::new("set-id-exec");
         let options = format!("{OPTIONS},{options}");
         let mount = FirnMount::over(&place.sandbox, &place.image.mkdir("backing"), &options);
         let id = program(&mount, "/usr/bin/id", 0o4777, false);
-        assert_eq!(run_by_other(&id, "-u").trim(), OWNER.to_string(), "set-user-id works here");
+        assert_eq!(
+            run_by_other(&id, "-u").trim(),
+            OWNER.to_string(),
+            "set-user-id works here"
+        );
         overwrite_by_other(&id, "/usr/bin/id");
-        assert_eq!(run_by_other(&id, "-u").trim(), OTHER.to_string(), "{options}");
+        assert_eq!(
+            run_by_other(&id, "-u").trim(),
+            OTHER.to_string(),
+            "{options}"
+        );
         let cat = program(&mount, "/usr/bin/cat", 0o777, true);
-        let effective =
-            |status: String| status.lines().find(|line| line.starts_with("CapEff")).map(str::to_owned);
+        let effective = |status: String| {
+            status
+                .lines()
+                .find(|line| line.starts_with("CapEff"))
+                .map(str::to_owned)
+        };
         let before = effective(run_by_other(&cat, "/proc/self/status")).expect("CapEff");
-        assert!(before.ends_with("0002"), "the capability works here: {before}");
+        assert!(
+            before.ends_with("0002"),
+            "the capability works here: {before}"
+        );
         overwrite_by_other(&cat, "/usr/bin/cat");
         let after = effective(run_by_other(&cat, "/proc/self/status")).expect("CapEff");
         assert!(after.ends_with("0000"), "{options}: {after}");

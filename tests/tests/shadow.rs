@@ -29,8 +29,13 @@ fn fill(dir: &Path) {
 
 /// One change of each kind.
 fn change(dir: &Path) {
-    open_rw(&dir.join("big")).write_all_at(&bytes(3, MIB), 700_000).expect("write");
-    let mut log = fs::OpenOptions::new().append(true).open(dir.join("log")).expect("open");
+    open_rw(&dir.join("big"))
+        .write_all_at(&bytes(3, MIB), 700_000)
+        .expect("write");
+    let mut log = fs::OpenOptions::new()
+        .append(true)
+        .open(dir.join("log"))
+        .expect("open");
     log.write_all(b"a line more").expect("append");
     drop(log);
     fs::set_permissions(dir.join("log"), PermissionsExt::from_mode(0o600)).expect("chmod");
@@ -56,18 +61,35 @@ fn the_backing_shows_each_change_and_an_abort_takes_it_back() {
     // What is closed is there for other nodes.
     let big = read(&mount.backing().join("big"));
     assert_same_bytes("in the backing", &big, &read(&mount.join("big")));
-    assert_eq!(fs::read(mount.backing().join("made/moved")).expect("read"), b"in");
+    assert_eq!(
+        fs::read(mount.backing().join("made/moved")).expect("read"),
+        b"in"
+    );
     assert!(!mount.backing().join("empty").exists());
-    assert_eq!(reader.metadata().expect("stat").nlink(), 0, "for programs it has no name");
-    let error =
-        fs::read_dir(mount.path()).expect("list").find(|e| e.as_ref().expect("entry").file_name() == ".firn");
+    assert_eq!(
+        reader.metadata().expect("stat").nlink(),
+        0,
+        "for programs it has no name"
+    );
+    let error = fs::read_dir(mount.path())
+        .expect("list")
+        .find(|e| e.as_ref().expect("entry").file_name() == ".firn");
     assert!(error.is_none(), "what is saved is not shown");
-    assert!(firn(&sandbox, "status", mount.path()).ok().stdout.contains("mode=shadow"));
+    assert!(
+        firn(&sandbox, "status", mount.path())
+            .ok()
+            .stdout
+            .contains("mode=shadow")
+    );
 
     firn(&sandbox, "abort", mount.path()).ok();
     assert_same("through the mount", &snapshot(mount.path()), &before);
     assert_same("in the backing", &behind(mount.backing()), &before);
-    assert_same_bytes("an open file", &firn_tests::fsops::read_at(&reader, 0, 20_000), &bytes(2, 10_000));
+    assert_same_bytes(
+        "an open file",
+        &firn_tests::fsops::read_at(&reader, 0, 20_000),
+        &bytes(2, 10_000),
+    );
     drop(reader);
 
     firn(&sandbox, "begin", mount.path()).ok();
@@ -75,7 +97,10 @@ fn the_backing_shows_each_change_and_an_abort_takes_it_back() {
     let seen = snapshot(mount.path());
     firn_id(&sandbox, "commit", mount.path(), 3).ok();
     assert_same("committed", &behind(mount.backing()), &seen);
-    let left: Vec<_> = fs::read_dir(mount.backing().join(".firn")).expect("list").flatten().collect();
+    let left: Vec<_> = fs::read_dir(mount.backing().join(".firn"))
+        .expect("list")
+        .flatten()
+        .collect();
     assert_eq!(left.len(), 1, "only the number: {left:?}");
     firn(&sandbox, "begin", mount.path()).ok();
     fs::remove_dir_all(mount.join("made")).expect("remove");
@@ -106,8 +131,14 @@ fn what_firnd_leaves_open_is_undone_and_what_is_prepared_waits() {
         mount.kill();
         let mount = FirnMount::new(&sandbox, SHADOW);
         assert_same("prepared", &snapshot(mount.path()), &seen);
-        let refused = fs::File::create(mount.join("else")).err().and_then(|error| error.raw_os_error());
-        assert_eq!(refused, Some(libc::EBUSY), "until it is decided nothing changes");
+        let refused = fs::File::create(mount.join("else"))
+            .err()
+            .and_then(|error| error.raw_os_error());
+        assert_eq!(
+            refused,
+            Some(libc::EBUSY),
+            "until it is decided nothing changes"
+        );
         firn(&sandbox, outcome, mount.path()).ok();
         let expected = if outcome == "abort" { &before } else { &seen };
         assert_same(outcome, &snapshot(mount.path()), expected);
@@ -127,10 +158,15 @@ fn a_change_that_cannot_be_saved_fails_and_harms_nothing() {
     firn(&sandbox, "begin", mount.path()).ok();
     let before = snapshot(mount.path());
     let file = open_rw(&mount.join("file"));
-    file.write_all_at(b"no room to save what this changes", 0).expect("it is taken");
+    file.write_all_at(b"no room to save what this changes", 0)
+        .expect("it is taken");
     let error = file.sync_all().err().and_then(|error| error.raw_os_error());
     assert_eq!(error, Some(libc::ENOSPC));
-    assert_same_bytes("in the backing", &read(&backing.join("file")), &bytes(1, 14 * MIB));
+    assert_same_bytes(
+        "in the backing",
+        &read(&backing.join("file")),
+        &bytes(1, 14 * MIB),
+    );
     drop(file);
     firn(&sandbox, "abort", mount.path()).ok();
     assert_same("aborted", &snapshot(mount.path()), &before);
@@ -141,7 +177,8 @@ fn a_change_that_cannot_be_saved_fails_and_harms_nothing() {
 #[test]
 fn history_is_refused_with_what_to_do() {
     let sandbox = Sandbox::new("shadowhistory");
-    let (backing, point) = (sandbox.mkdir("backing"), sandbox.mkdir("mnt"));
+    let backing = sandbox.mkdir("backing");
+    let point = sandbox.mkdir("mnt");
     let mount = |options: &str| {
         sandbox.run([
             OsStr::new("mount"),
@@ -151,6 +188,8 @@ fn history_is_refused_with_what_to_do() {
             OsStr::new(options),
         ])
     };
-    mount("drain=commit,mode=shadow,history=2").code(2).says("mode=hold");
+    mount("drain=commit,mode=shadow,history=2")
+        .code(2)
+        .says("mode=hold");
     mount("mode=shadow").code(2).says("drain=commit");
 }

@@ -21,11 +21,21 @@ const FILES: u64 = 6;
 
 /// Nothing drains unasked: memory for 16 MiB, and `size` in the spill file.
 fn options(spill: &Path, size: &str) -> String {
-    format!("arena-size=16M,chunk-size=1M,drain=demand,spill={},spill-size={size}", spill.display())
+    format!(
+        "arena-size=16M,chunk-size=1M,drain=demand,spill={},spill-size={size}",
+        spill.display()
+    )
 }
 
 fn files(mount: &Path) -> Vec<(PathBuf, Vec<u8>)> {
-    (0..FILES).map(|n| (mount.join(format!("rank{n}")), bytes(n + 1, 6 * MIB + 1000 * n as usize))).collect()
+    (0..FILES)
+        .map(|n| {
+            (
+                mount.join(format!("rank{n}")),
+                bytes(n + 1, 6 * MIB + 1000 * n as usize),
+            )
+        })
+        .collect()
 }
 
 /// 36 MiB.
@@ -46,11 +56,16 @@ fn spill_of(mount: &FirnMount<'_>) -> SpillStatus {
 }
 
 fn spill_files(dir: &Path) -> Vec<PathBuf> {
-    fs::read_dir(dir).expect("list").map(|entry| entry.expect("entry").path()).collect()
+    fs::read_dir(dir)
+        .expect("list")
+        .map(|entry| entry.expect("entry").path())
+        .collect()
 }
 
 fn drain(sandbox: &Sandbox, path: &Path) {
-    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), path.as_os_str()]).ok();
+    sandbox
+        .run([OsStr::new("drain"), OsStr::new("--wait"), path.as_os_str()])
+        .ok();
 }
 
 /// Proves S-spill-1, S-spill-2.
@@ -67,17 +82,32 @@ fn more_data_than_memory_is_held_read_and_drained() {
     verify("held and spilled", mount.path());
     let behind = fs::metadata(mount.backing().join("rank0")).expect("its name is there");
     assert_eq!(behind.len(), 0, "drained unasked");
-    wait_until("memory is below the lower threshold", LIMIT, || mount.status().arena_used_bytes <= 13 << 20);
+    wait_until("memory is below the lower threshold", LIMIT, || {
+        mount.status().arena_used_bytes <= 13 << 20
+    });
     let rung = |name: &str| {
-        let args = [OsStr::new("-n"), OsStr::new("user.firn.state"), OsStr::new("--only-values")];
-        run(Command::new("getfattr").args(args).arg(mount.join(name))).ok().stdout
+        let args = [
+            OsStr::new("-n"),
+            OsStr::new("user.firn.state"),
+            OsStr::new("--only-values"),
+        ];
+        run(Command::new("getfattr").args(args).arg(mount.join(name)))
+            .ok()
+            .stdout
     };
-    assert_eq!((rung("rank0").as_str(), rung("rank5").as_str()), ("spilled", "held"));
+    assert_eq!(
+        (rung("rank0").as_str(), rung("rank5").as_str()),
+        ("spilled", "held")
+    );
     drain(&sandbox, mount.path());
     verify("in the backing", mount.backing());
     let backing = mount.umount();
     verify("after the unmount", &backing);
-    assert_eq!(spill_files(&dir), Vec::<PathBuf>::new(), "removed with the arena");
+    assert_eq!(
+        spill_files(&dir),
+        Vec::<PathBuf>::new(),
+        "removed with the arena"
+    );
 }
 
 /// Proves S-spill-1.
@@ -102,7 +132,10 @@ fn regression_a_writer_that_fills_memory_waits_for_each_move() {
     let sandbox = Sandbox::new("spillfew");
     let dir = sandbox.mkdir("local");
     let few = "arena-size=4M,chunk-size=1M,drain=demand,spill-upper=0,spill-lower=0";
-    let mount = FirnMount::new(&sandbox, &format!("{few},spill={},spill-size=256M", dir.display()));
+    let mount = FirnMount::new(
+        &sandbox,
+        &format!("{few},spill={},spill-size=256M", dir.display()),
+    );
     let data = bytes(7, 64 * MIB);
     for n in 0..3 {
         fs::write(mount.join(format!("rank{n}")), &data).expect("there is room on the device");
@@ -159,21 +192,43 @@ fn a_missing_spill_file_refuses_the_mount_and_recover_keeps_the_rest() {
     let options = options(&dir, "64M");
     let mount = FirnMount::new(&sandbox, &options);
     write_all(mount.path());
-    wait_until("chunks moved", LIMIT, || mount.status().arena_used_bytes <= 13 << 20);
-    let (backing, mount_point) = (mount.backing().to_owned(), mount.path().to_owned());
+    wait_until("chunks moved", LIMIT, || {
+        mount.status().arena_used_bytes <= 13 << 20
+    });
+    let backing = mount.backing().to_owned();
+    let mount_point = mount.path().to_owned();
     mount.kill();
-    let [file] = &spill_files(&dir)[..] else { panic!("one spill file") };
+    let [file] = &spill_files(&dir)[..] else {
+        panic!("one spill file")
+    };
     let aside = sandbox.join("aside");
     fs::rename(file, &aside).expect("take the device away");
 
-    let refused = sandbox.run(mount_args(&backing, &mount_point, &options)).code(1);
+    let refused = sandbox
+        .run(mount_args(&backing, &mount_point, &options))
+        .code(1);
     refused.says("spill file").says("firn recover");
-    let checked = sandbox.run([OsStr::new("check"), backing.as_os_str()]).code(1).stdout;
+    let checked = sandbox
+        .run([OsStr::new("check"), backing.as_os_str()])
+        .code(1)
+        .stdout;
     assert!(checked.contains("spill file, chunk"), "{checked}");
-    let kept = sandbox.run([OsStr::new("recover"), OsStr::new("--json"), backing.as_os_str()]);
+    let kept = sandbox.run([
+        OsStr::new("recover"),
+        OsStr::new("--json"),
+        backing.as_os_str(),
+    ]);
     let kept = kept.code(3).json();
-    assert!(kept["left_bytes"].as_u64().is_some_and(|left| left > 0), "{kept}");
-    assert!(kept["recovered_bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{kept}");
+    assert!(
+        kept["left_bytes"].as_u64().is_some_and(|left| left > 0),
+        "{kept}"
+    );
+    assert!(
+        kept["recovered_bytes"]
+            .as_u64()
+            .is_some_and(|bytes| bytes > 0),
+        "{kept}"
+    );
 
     fs::rename(&aside, file).expect("the device is back");
     let mount = FirnMount::new(&sandbox, &options);
@@ -192,15 +247,37 @@ fn a_device_that_fails_loses_nothing_and_is_told() {
     let mount = FirnMount::new(&sandbox, &options(&dir, "64M"));
     // The disk has no blocks any more where its file system believes them.
     let disk = image.image().expect("an image");
-    fs::File::options().write(true).open(disk).expect("open").set_len(4 << 20).expect("shrink it");
-    let device = run(Command::new("losetup").arg("-nO").arg("NAME").arg("-j").arg(disk)).ok().stdout;
+    fs::File::options()
+        .write(true)
+        .open(disk)
+        .expect("open")
+        .set_len(4 << 20)
+        .expect("shrink it");
+    let device = run(Command::new("losetup")
+        .arg("-nO")
+        .arg("NAME")
+        .arg("-j")
+        .arg(disk))
+    .ok()
+    .stdout;
     run(Command::new("losetup").arg("-c").arg(device.trim())).ok();
-    let error = files(mount.path()).into_iter().find_map(|(path, data)| fs::write(path, data).err());
-    assert_eq!(error.and_then(|error| error.raw_os_error()), Some(libc::ENOSPC));
+    let error = files(mount.path())
+        .into_iter()
+        .find_map(|(path, data)| fs::write(path, data).err());
+    assert_eq!(
+        error.and_then(|error| error.raw_os_error()),
+        Some(libc::ENOSPC)
+    );
     let spill = spill_of(&mount);
     assert!(spill.failing, "{spill:?}");
     let status = mount.status();
-    assert!(status.errors.iter().any(|error| error.path == spill.path && error.pending), "{status:?}");
+    assert!(
+        status
+            .errors
+            .iter()
+            .any(|error| error.path == spill.path && error.pending),
+        "{status:?}"
+    );
     let (path, data) = &files(mount.path())[0];
     assert_same_bytes("what was acknowledged", &read(path), data);
     drain(&sandbox, path);
@@ -222,7 +299,13 @@ fn a_device_that_becomes_read_only_loses_nothing_and_gives_what_it_has() {
     fs::write(mount.join("before"), &data).expect("write");
     wait_until("chunks moved", LIMIT, || spill_of(&mount).used_bytes > 0);
     let disk = image.image().expect("an image");
-    let device = run(Command::new("losetup").arg("-nO").arg("NAME").arg("-j").arg(disk)).ok().stdout;
+    let device = run(Command::new("losetup")
+        .arg("-nO")
+        .arg("NAME")
+        .arg("-j")
+        .arg(disk))
+    .ok()
+    .stdout;
     let name = device.trim().trim_start_matches("/dev/");
     fs::write(format!("/sys/fs/ext4/{name}/trigger_fs_error"), "by a test").expect("make it fail");
     let refused = fs::write(image.path().join("probe"), "x").expect_err("it is read-only");
@@ -233,13 +316,27 @@ fn a_device_that_becomes_read_only_loses_nothing_and_gives_what_it_has() {
     let spill = spill_of(&mount);
     assert!(spill.failing && spill.used_bytes > 0, "{spill:?}");
     let status = mount.status();
-    assert!(status.errors.iter().any(|error| error.path == spill.path && error.pending), "{status:?}");
-    assert_same_bytes("from memory and from the device", &read(&mount.join("before")), &data);
+    assert!(
+        status
+            .errors
+            .iter()
+            .any(|error| error.path == spill.path && error.pending),
+        "{status:?}"
+    );
+    assert_same_bytes(
+        "from memory and from the device",
+        &read(&mount.join("before")),
+        &data,
+    );
     fs::remove_file(mount.join("behind")).expect("unlink");
     fs::write(mount.join("small"), bytes(11, MIB)).expect("as without a spill file");
     drain(&sandbox, mount.path());
     assert_same_bytes("drained", &read(&mount.backing().join("before")), &data);
-    assert_same_bytes("drained", &read(&mount.backing().join("small")), &bytes(11, MIB));
+    assert_same_bytes(
+        "drained",
+        &read(&mount.backing().join("small")),
+        &bytes(11, MIB),
+    );
     mount.umount();
 }
 
@@ -254,12 +351,15 @@ fn a_device_that_is_gone_gives_errors_and_never_other_bytes() {
     let options = options(&dir, "64M");
     let mount = FirnMount::new(&sandbox, &options);
     write_all(mount.path());
-    wait_until("chunks moved", LIMIT, || mount.status().arena_used_bytes <= 13 << 20);
+    wait_until("chunks moved", LIMIT, || {
+        mount.status().arena_used_bytes <= 13 << 20
+    });
     let mount_point = image.path().as_os_str();
     run(Command::new("sync").arg("-f").arg(mount_point)).ok();
     shut_down(image.path());
 
-    let (mut whole, mut failed) = (0, 0);
+    let mut whole = 0;
+    let mut failed = 0;
     for (path, data) in files(mount.path()) {
         match fs::read(&path) {
             Ok(found) => {
@@ -273,12 +373,19 @@ fn a_device_that_is_gone_gives_errors_and_never_other_bytes() {
         }
     }
     assert!(failed > 0 && whole > 0, "{whole} whole, {failed} failed");
-    let drained = sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]);
+    let drained = sandbox.run([
+        OsStr::new("drain"),
+        OsStr::new("--wait"),
+        mount.path().as_os_str(),
+    ]);
     assert_ne!(drained.code, 0, "{drained}");
     for (path, data) in files(mount.backing()) {
         // Whole, or a part and not counted as drained.
         let found = read(&path);
-        let bad = found.iter().zip(&data).position(|(found, data)| found != data && *found != 0);
+        let bad = found
+            .iter()
+            .zip(&data)
+            .position(|(found, data)| found != data && *found != 0);
         assert_eq!(bad, None, "{path:?} has bytes that nobody wrote");
     }
     mount.kill();
@@ -287,8 +394,11 @@ fn a_device_that_is_gone_gives_errors_and_never_other_bytes() {
     wait_until("nobody uses the device", Duration::from_secs(10), || {
         run(Command::new("umount").arg(mount_point)).code == 0
     });
-    run(Command::new("mount").args(["-o", "loop"]).arg(image.image().expect("an image")).arg(mount_point))
-        .ok();
+    run(Command::new("mount")
+        .args(["-o", "loop"])
+        .arg(image.image().expect("an image"))
+        .arg(mount_point))
+    .ok();
     let mount = FirnMount::new(&sandbox, &options);
     verify("all of it", mount.path());
     drain(&sandbox, mount.path());
@@ -302,23 +412,29 @@ fn shut_down(mount_point: &Path) {
     let no_log_flush = 2u32;
     let dir = fs::File::open(mount_point).expect("open");
     // SAFETY: the kernel reads one word.
-    let result = unsafe { libc::ioctl(dir.as_raw_fd(), EXT4_IOC_SHUTDOWN, &raw const no_log_flush) };
+    let result =
+        unsafe { libc::ioctl(dir.as_raw_fd(), EXT4_IOC_SHUTDOWN, &raw const no_log_flush) };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
 #[test]
 fn a_place_that_cannot_hold_it_is_refused_with_the_reason() {
     let sandbox = Sandbox::new("spillplace");
-    let (backing, mount_point) = (sandbox.join("backing"), sandbox.join("mnt"));
+    let backing = sandbox.join("backing");
+    let mount_point = sandbox.join("mnt");
     let refused = |spill: &Path, size: &str, code: i32| {
-        sandbox.run(mount_args(&backing, &mount_point, &options(spill, size))).code(code)
+        sandbox
+            .run(mount_args(&backing, &mount_point, &options(spill, size)))
+            .code(code)
     };
     refused(&backing, "64M", 2).says("is inside");
     refused(&mount_point, "64M", 2).says("is inside");
     refused(&sandbox.join("no/such/place"), "64M", 2).says("spill");
     refused(&sandbox.mkdir("local"), "64K", 2).says("spill-size");
     let image = LoopImage::new(&sandbox, FsKind::Ext4, 32);
-    refused(&image.mkdir("small"), "64M", 2).says("no room").says("spill-size");
+    refused(&image.mkdir("small"), "64M", 2)
+        .says("no room")
+        .says("spill-size");
     let taken = sandbox.join("file");
     fs::write(&taken, "somebody's").expect("write");
     refused(&taken, "64M", 2).says("no spill file");

@@ -71,7 +71,12 @@ while True:
             "{{\"reply\":\"hello\",\"protocol\":{PROTOCOL_VERSION},\"version\":\"0.1.0\",\"pid\":1,\"incarnation\":\"x\"}}\n"
         );
         let mut python = Command::new("/usr/bin/python3");
-        python.args(["-c", Self::SCRIPT]).arg(path).arg(kind.to_string()).arg(&log).arg(hello);
+        python
+            .args(["-c", Self::SCRIPT])
+            .arg(path)
+            .arg(kind.to_string())
+            .arg(&log)
+            .arg(hello);
         python.stdout(Stdio::piped()).uid(uid).gid(uid);
         let mut child = python.spawn().expect("python3");
         let mut ready = [0; 5];
@@ -121,8 +126,13 @@ fn read_preloaded(sandbox: &Sandbox, runtime: &Path) -> Outcome {
     chmod(&secret, 0o600);
     let mut head = Command::new("head");
     sandbox.environment(&mut head);
-    head.env("LD_PRELOAD", preload_library()).env("FIRN_PRELOAD_REPORT", "1").env("FIRN_PRELOAD_WAIT", "1");
-    run(head.env("FIRN_RUNTIME_DIR", runtime).args(["-c", "30"]).arg(&secret))
+    head.env("LD_PRELOAD", preload_library())
+        .env("FIRN_PRELOAD_REPORT", "1")
+        .env("FIRN_PRELOAD_WAIT", "1");
+    run(head
+        .env("FIRN_RUNTIME_DIR", runtime)
+        .args(["-c", "30"])
+        .arg(&secret))
 }
 
 /// Proves S-priv-5.
@@ -139,20 +149,37 @@ fn regression_the_preload_library_does_not_believe_a_runtime_directory_of_anothe
     for mode in [0o700, 0o755, 0o777] {
         chmod(&squatted, mode);
         let outcome = read_preloaded(&sandbox, &squatted);
-        assert_eq!((outcome.code, outcome.stdout.as_str()), (0, "the secret"), "{outcome}");
-        let told = outcome.stderr.matches("the runtime directory is not").count();
+        assert_eq!(
+            (outcome.code, outcome.stdout.as_str()),
+            (0, "the secret"),
+            "{outcome}"
+        );
+        let told = outcome
+            .stderr
+            .matches("the runtime directory is not")
+            .count();
         assert_eq!(told, 1, "{outcome}");
     }
     assert_eq!(listener.heard(), "", "nothing may be sent to another user");
     // The same through a symbolic link, and open to others although it is ours.
     let link = sandbox.join("link");
     std::os::unix::fs::symlink(&squatted, &link).expect("symlink");
-    read_preloaded(&sandbox, &link).ok().says("the runtime directory is not");
+    read_preloaded(&sandbox, &link)
+        .ok()
+        .says("the runtime directory is not");
     let open = sandbox.mkdir("open");
     chmod(&open, 0o777);
-    forge_tree(&open.join("x.stub"), &squatted.join("x.door"), &sandbox.join("backing"));
-    read_preloaded(&sandbox, &open).ok().says("the runtime directory is not");
-    read_preloaded(&sandbox, Path::new("squatted")).ok().says("is not an absolute path");
+    forge_tree(
+        &open.join("x.stub"),
+        &squatted.join("x.door"),
+        &sandbox.join("backing"),
+    );
+    read_preloaded(&sandbox, &open)
+        .ok()
+        .says("the runtime directory is not");
+    read_preloaded(&sandbox, Path::new("squatted"))
+        .ok()
+        .says("is not an absolute path");
     assert_eq!(listener.heard(), "");
 }
 
@@ -168,12 +195,16 @@ fn regression_the_preload_library_says_nothing_to_a_socket_of_another_user() {
     let stub = sandbox.runtime().join("x.stub");
     forge_tree(&stub, &place.join("x.door"), &sandbox.join("backing"));
     let outcome = read_preloaded(&sandbox, sandbox.runtime());
-    assert!(outcome.stderr.contains("another user's process listens"), "{outcome}");
+    assert!(
+        outcome.stderr.contains("another user's process listens"),
+        "{outcome}"
+    );
     assert_eq!(listener.heard(), "", "nothing may be sent to another user");
     // Files in the directory are looked at, too.
     give(&stub, stranger());
-    let outcome =
-        read_preloaded(&sandbox, sandbox.runtime()).ok().says("is not one that only you may change");
+    let outcome = read_preloaded(&sandbox, sandbox.runtime())
+        .ok()
+        .says("is not one that only you may change");
     assert_eq!(outcome.stdout, "the secret");
 }
 
@@ -194,11 +225,21 @@ fn regression_firn_does_not_believe_a_runtime_directory_of_another_user() {
         let mut command = sandbox.firn(args);
         run(command.env("FIRN_RUNTIME_DIR", &squatted))
     };
-    let (status, wait, umount) = (OsStr::new("status"), OsStr::new("wait"), OsStr::new("umount"));
-    for args in [&[status][..], &[status, backing.as_os_str()], &[wait, backing.as_os_str()]] {
-        ask(args).code(1).says(&format!("belongs to user {} instead of user 0", stranger()));
+    let status = OsStr::new("status");
+    let wait = OsStr::new("wait");
+    let umount = OsStr::new("umount");
+    for args in [
+        &[status][..],
+        &[status, backing.as_os_str()],
+        &[wait, backing.as_os_str()],
+    ] {
+        ask(args)
+            .code(1)
+            .says(&format!("belongs to user {} instead of user 0", stranger()));
     }
-    ask(&[umount, backing.as_os_str()]).code(1).says("belongs to user");
+    ask(&[umount, backing.as_os_str()])
+        .code(1)
+        .says("belongs to user");
     let recover = [OsStr::new("recover"), backing.as_os_str()];
     ask(&recover).code(1).says("belongs to user");
     let mnt = sandbox.join("mnt");
@@ -210,7 +251,8 @@ fn regression_firn_does_not_believe_a_runtime_directory_of_another_user() {
 #[test]
 fn regression_a_relative_runtime_directory_is_refused_by_all_verbs() {
     let sandbox = Sandbox::new("relative");
-    let (backing, mnt) = (sandbox.join("backing"), sandbox.join("mnt"));
+    let backing = sandbox.join("backing");
+    let mnt = sandbox.join("mnt");
     let all: [&[&OsStr]; 4] = [
         &[OsStr::new("mount"), backing.as_os_str(), mnt.as_os_str()],
         &[OsStr::new("status")],
@@ -219,9 +261,14 @@ fn regression_a_relative_runtime_directory_is_refused_by_all_verbs() {
     ];
     for args in all {
         let mut command = sandbox.firn(args);
-        command.env("FIRN_RUNTIME_DIR", "run").current_dir(sandbox.path());
+        command
+            .env("FIRN_RUNTIME_DIR", "run")
+            .current_dir(sandbox.path());
         run(&mut command).code(1).says("not an absolute path");
-        assert!(!sandbox.join("run").exists() && !is_mounted(&mnt), "{args:?}");
+        assert!(
+            !sandbox.join("run").exists() && !is_mounted(&mnt),
+            "{args:?}"
+        );
     }
 }
 
@@ -233,12 +280,26 @@ struct FakeMount {
 
 impl FakeMount {
     fn new(point: &Path, source: &Path, uid: u32) -> Self {
-        let device = File::options().read(true).write(true).open("/dev/fuse").expect("/dev/fuse");
+        let device = File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/fuse")
+            .expect("/dev/fuse");
         let fd = std::os::fd::AsRawFd::as_raw_fd(&device);
         let data = format!("fd={fd},rootmode=40000,user_id={uid},group_id={uid}\0");
         let data = std::ffi::CStr::from_bytes_with_nul(data.as_bytes()).expect("one zero byte");
-        mount(source, point, "fuse.firn", MountFlags::NOSUID | MountFlags::NODEV, data).expect("mount");
-        Self { point: point.to_owned(), _device: device }
+        mount(
+            source,
+            point,
+            "fuse.firn",
+            MountFlags::NOSUID | MountFlags::NODEV,
+            data,
+        )
+        .expect("mount");
+        Self {
+            point: point.to_owned(),
+            _device: device,
+        }
     }
 }
 
@@ -312,7 +373,9 @@ fn regression_a_fuse_mount_of_another_user_does_not_answer_for_a_backing() {
     chmod(&runtime.0, 0o777);
     let other = Listener::start(&socket, libc::SOCK_STREAM, victim);
     chmod(&runtime.0, 0o700);
-    ask(0, "wait", &file).code(1).says(&format!("user {victim} is at the other end"));
+    ask(0, "wait", &file)
+        .code(1)
+        .says(&format!("user {victim} is at the other end"));
     assert_eq!(other.heard(), "");
 }
 
@@ -329,24 +392,37 @@ fn regression_umount_leaves_a_living_mount_alone_whose_socket_it_does_not_find()
         args.extend(force);
         args.push(mount.path().as_os_str());
         let mut command = sandbox.firn(args);
-        run(command.env("FIRN_RUNTIME_DIR", &other)).code(1).says("lives, but its socket is not in");
+        run(command.env("FIRN_RUNTIME_DIR", &other))
+            .code(1)
+            .says("lives, but its socket is not in");
         assert!(is_mounted(mount.path()));
     }
     let mut status = sandbox.firn([OsStr::new("status"), mount.path().as_os_str()]);
-    run(status.env("FIRN_RUNTIME_DIR", &other)).code(1).says("lives, but its socket is not in");
+    run(status.env("FIRN_RUNTIME_DIR", &other))
+        .code(1)
+        .says("lives, but its socket is not in");
     assert_eq!(mount.status().held_bytes, 5000);
     // A cleaner took it.
-    let socket =
-        RuntimeFiles::in_dir(sandbox.runtime(), &mount.backing().canonicalize().expect("canonical"), None);
+    let socket = RuntimeFiles::in_dir(
+        sandbox.runtime(),
+        &mount.backing().canonicalize().expect("canonical"),
+        None,
+    );
     fs::remove_file(socket.socket).expect("remove the socket");
-    sandbox.run([OsStr::new("umount"), mount.path().as_os_str()]).code(1).says("SIGTERM");
+    sandbox
+        .run([OsStr::new("umount"), mount.path().as_os_str()])
+        .code(1)
+        .says("SIGTERM");
     assert!(is_mounted(mount.path()));
     assert_eq!(fs::read(mount.join("held")).expect("read").len(), 5000);
     // What the message says helps.
     kill(mount.pid(), libc::SIGTERM);
     mount.wait_for_end();
     wait_until("it is unmounted", LIMIT, || !is_mounted(mount.path()));
-    assert_eq!(fs::read(mount.backing().join("held")).expect("drained"), vec![7; 5000]);
+    assert_eq!(
+        fs::read(mount.backing().join("held")).expect("drained"),
+        vec![7; 5000]
+    );
 }
 
 /// Proves S-error-9.
@@ -360,10 +436,17 @@ fn regression_umount_of_a_dead_mount_does_not_say_that_all_is_drained_where_it_f
     kill(mount.pid(), libc::SIGKILL);
     mount.wait_for_end();
     let mut command = sandbox.firn([OsStr::new("umount"), mount.path().as_os_str()]);
-    run(command.env("FIRN_RUNTIME_DIR", &other)).code(3).says("its arena is not in");
+    run(command.env("FIRN_RUNTIME_DIR", &other))
+        .code(3)
+        .says("its arena is not in");
     assert!(!is_mounted(mount.path()));
-    sandbox.run([OsStr::new("recover"), mount.backing().as_os_str()]).ok();
-    assert_eq!(fs::read(mount.backing().join("held")).expect("drained"), vec![7; 5000]);
+    sandbox
+        .run([OsStr::new("recover"), mount.backing().as_os_str()])
+        .ok();
+    assert_eq!(
+        fs::read(mount.backing().join("held")).expect("drained"),
+        vec![7; 5000]
+    );
     mount.abandon();
 }
 
@@ -376,9 +459,15 @@ fn regression_a_path_that_is_not_utf_8_is_never_taken_for_another() {
     fs::write(mount.join(name), "held").expect("write");
     fs::write(mount.join("\u{fffd}\u{fffd}"), "decoy").expect("write");
     mount.wait("durable", &mount.join(name)).ok();
-    assert_eq!(fs::read(mount.backing().join(name)).expect("drained"), b"held");
+    assert_eq!(
+        fs::read(mount.backing().join(name)).expect("drained"),
+        b"held"
+    );
     assert_eq!(mount.status().held_bytes, 5, "the other one is not drained");
-    assert_eq!(fs::read(mount.backing().join("\u{fffd}\u{fffd}")).expect("a name"), b"");
+    assert_eq!(
+        fs::read(mount.backing().join("\u{fffd}\u{fffd}")).expect("a name"),
+        b""
+    );
     mount.umount();
 }
 
@@ -386,11 +475,20 @@ fn regression_a_path_that_is_not_utf_8_is_never_taken_for_another() {
 #[test]
 fn regression_firn_run_does_not_take_a_link_of_another_user_for_its_prefix() {
     let sandbox = Sandbox::new("run-link");
-    let (shared, target) = (sandbox.mkdir("shared"), sandbox.mkdir("target"));
+    let shared = sandbox.mkdir("shared");
+    let target = sandbox.mkdir("target");
     let link = shared.join("firn-run-0");
     std::os::unix::fs::symlink(&target, &link).expect("symlink");
     std::os::unix::fs::lchown(&link, Some(stranger()), Some(stranger())).expect("lchown");
-    let mut command = sandbox.firn(["run", "--memory", "16M", "--", "sh", "-c", "echo $FIRN_PREFIX"]);
+    let mut command = sandbox.firn([
+        "run",
+        "--memory",
+        "16M",
+        "--",
+        "sh",
+        "-c",
+        "echo $FIRN_PREFIX",
+    ]);
     let outcome = run(command.env("TMPDIR", &shared)).ok();
     let expected = sandbox.runtime().join("run");
     assert_eq!(outcome.stdout.trim(), expected.to_str().expect("UTF-8"));

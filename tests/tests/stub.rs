@@ -23,14 +23,19 @@ use firn_tests::{FirnMount, Outcome, Sandbox, helper_binary, run, seed, wait_unt
 use rand::RngExt;
 
 fn source(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("programs")
+        .join(name)
 }
 
 /// Compiles a program once.
 fn compiled(compiler: &str, name: &str, flags: &[&str]) -> PathBuf {
-    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("stub-{}", name.replace('.', "-")));
+    let program =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("stub-{}", name.replace('.', "-")));
     let mut command = Command::new(compiler);
-    command.args(["-O2", "-D_FORTIFY_SOURCE=2", "-w", "-pthread"]).args(flags);
+    command
+        .args(["-O2", "-D_FORTIFY_SOURCE=2", "-w", "-pthread"])
+        .args(flags);
     run(command.arg("-o").arg(&program).arg(source(name))).ok();
     program
 }
@@ -48,12 +53,17 @@ fn tree<'a>(sandbox: &'a Sandbox, options: &str) -> FirnMount<'a> {
 /// Puts the library before a program that finds the sandbox's tree.
 fn preload<'c>(sandbox: &Sandbox, command: &'c mut Command) -> &'c mut Command {
     sandbox.environment(command);
-    command.env("LD_PRELOAD", preload_library()).env("FIRN_PRELOAD_REPORT", "1")
+    command
+        .env("LD_PRELOAD", preload_library())
+        .env("FIRN_PRELOAD_REPORT", "1")
 }
 
 fn shell(script: &str, dir: &Path) -> Command {
     let mut command = Command::new("bash");
-    command.args(["-euc", script, "bash"]).arg(dir).current_dir(dir);
+    command
+        .args(["-euc", script, "bash"])
+        .arg(dir)
+        .current_dir(dir);
     command
 }
 
@@ -89,15 +99,29 @@ fn same_as_plain(name: &str, options: &str, program: impl Fn(&Path) -> Command) 
     assert_eq!(found.code, expected.code, "{found}\ninstead of\n{expected}");
     assert_eq!(found.stdout, expected.stdout, "{found}");
     let backing = mount.umount();
-    assert_same("files in the backing", &snapshot(&backing), &snapshot(&plain));
+    assert_same(
+        "files in the backing",
+        &snapshot(&backing),
+        &snapshot(&plain),
+    );
     found
 }
 
 /// Bytes that went past the kernel, from the reports of all processes.
 fn past_the_kernel(outcome: &Outcome, call: &str) -> u64 {
     let head = format!(": {call}: ");
-    let lines = outcome.stderr.lines().filter_map(|line| line.split_once(&head));
-    let bytes = lines.filter_map(|(_, rest)| rest.split_once('(')?.1.split(' ').next()?.parse::<u64>().ok());
+    let lines = outcome
+        .stderr
+        .lines()
+        .filter_map(|line| line.split_once(&head));
+    let bytes = lines.filter_map(|(_, rest)| {
+        rest.split_once('(')?
+            .1
+            .split(' ')
+            .next()?
+            .parse::<u64>()
+            .ok()
+    });
     bytes.sum()
 }
 
@@ -205,7 +229,11 @@ fn arrays_of_numpy_and_h5py_are_whole_and_mappings_are_copies() {
     let mount = tree(&sandbox, SMALL);
     let datasets = |verb: &str, file: PathBuf| {
         let mut command = Command::new("/usr/bin/python3");
-        run(preload(&sandbox, command.arg(source("datasets.py")).arg(verb).arg(file))).ok()
+        run(preload(
+            &sandbox,
+            command.arg(source("datasets.py")).arg(verb).arg(file),
+        ))
+        .ok()
     };
     datasets("write", mount.join("model.h5"));
     datasets("check", mount.join("model.h5"));
@@ -224,8 +252,15 @@ except OSError as e: assert e.errno == errno.ENODEV, e";
     assert_eq!(stubs_with_bytes(mount.path()), [] as [PathBuf; 0]);
     let backing = mount.umount();
     let mut command = Command::new("/usr/bin/python3");
-    run(command.arg(source("datasets.py")).arg("check").arg(backing.join("model.h5"))).ok();
-    assert_eq!(read(&backing.join("a.npy")).len(), read(&backing.join("raw")).len() + 128);
+    run(command
+        .arg(source("datasets.py"))
+        .arg("check")
+        .arg(backing.join("model.h5")))
+    .ok();
+    assert_eq!(
+        read(&backing.join("a.npy")).len(),
+        read(&backing.join("raw")).len() + 128
+    );
 }
 
 /// Proves S-stub-1.
@@ -250,8 +285,16 @@ fn tensors_of_pytorch_and_safetensors_are_whole() {
     let mount = tree(&sandbox, SMALL);
     let tensors = |verb: &str, dir: &Path| {
         let mut command = Command::new("/usr/bin/python3");
-        command.arg(source("tensors.py")).args([verb.as_ref(), dir.as_os_str(), "unshared".as_ref()]);
-        run(preload(&sandbox, command.env("PYTHONPATH", python_packages()))).ok()
+        command.arg(source("tensors.py")).args([
+            verb.as_ref(),
+            dir.as_os_str(),
+            "unshared".as_ref(),
+        ]);
+        run(preload(
+            &sandbox,
+            command.env("PYTHONPATH", python_packages()),
+        ))
+        .ok()
     };
     tensors("write", mount.path());
     tensors("check", mount.path());
@@ -274,18 +317,25 @@ fn a_database_keeps_its_locks_and_its_rows() {
 fn replacements_of_malloc_stand_before_and_behind_the_library() {
     let library = preload_library();
     for malloc in ["libjemalloc.so.2", "libtcmalloc_minimal.so.4"] {
-        for both in [format!("{malloc}:{}", library.display()), format!("{}:{malloc}", library.display())] {
+        for both in [
+            format!("{malloc}:{}", library.display()),
+            format!("{}:{malloc}", library.display()),
+        ] {
             let sandbox = Sandbox::new("stub-malloc");
             let plain = sandbox.mkdir("plain");
             let mount = tree(&sandbox, &patient("drain=demand"));
-            for case in ["sizes", "forks", "vforks", "spawns", "threads", "handlers", "stdio"] {
+            for case in [
+                "sizes", "forks", "vforks", "spawns", "threads", "handlers", "stdio",
+            ] {
                 let program = |dir: &Path| {
                     let mut command = Command::new(cases());
                     command.arg(dir).arg(case);
                     command
                 };
                 let expected = run(&mut program(&plain)).ok();
-                let found = run(preload(&sandbox, &mut program(mount.path())).env("LD_PRELOAD", &both)).ok();
+                let found =
+                    run(preload(&sandbox, &mut program(mount.path())).env("LD_PRELOAD", &both))
+                        .ok();
                 assert_eq!(found.stdout, expected.stdout, "{both}, {case}: {found}");
                 assert!(!found.stderr.contains("cannot be preloaded"), "{found}");
             }
@@ -302,13 +352,23 @@ fn calls_of_more_than_two_gigabytes_are_cut_as_by_the_kernel() {
         return;
     }
     let sandbox = Sandbox::new("stub-longs");
-    let mount = tree(&sandbox, "memory=2304M,chunk-size=4M,drain=demand,populate=no");
+    let mount = tree(
+        &sandbox,
+        "memory=2304M,chunk-size=4M,drain=demand,populate=no",
+    );
     let mut command = Command::new(cases());
     let outcome = run(preload(&sandbox, command.arg(mount.path()).arg("longs"))).ok();
-    let numbers: Vec<&str> =
-        outcome.stdout.lines().filter_map(|line| line.rsplit_once(": ").map(|(_, number)| number)).collect();
+    let numbers: Vec<&str> = outcome
+        .stdout
+        .lines()
+        .filter_map(|line| line.rsplit_once(": ").map(|(_, number)| number))
+        .collect();
     let most = "2147479552";
-    assert_eq!(numbers, [most, most, "0", "0", most, "1", most, most, "120", "0", "0"], "{outcome}");
+    assert_eq!(
+        numbers,
+        [most, most, "0", "0", most, "1", most, most, "120", "0", "0"],
+        "{outcome}"
+    );
     fs::remove_file(mount.join("longs")).expect("unlink");
     mount.umount();
 }
@@ -320,10 +380,22 @@ fn an_mpi_program_writes_one_file_a_rank_and_one_for_all() {
     let mount = tree(&sandbox, SMALL);
     for name in ["ranks.c", "shared.c"] {
         let program = sandbox.join(name.replace(".c", ""));
-        run(Command::new("mpicc").args(["-O1", "-o"]).arg(&program).arg(source(name))).ok();
+        run(Command::new("mpicc")
+            .args(["-O1", "-o"])
+            .arg(&program)
+            .arg(source(name)))
+        .ok();
         let mut mpirun = Command::new("mpirun");
         sandbox.environment(&mut mpirun);
-        mpirun.args(["--allow-run-as-root", "--oversubscribe", "-n", "4", "-x", "FIRN_RUNTIME_DIR", "-x"]);
+        mpirun.args([
+            "--allow-run-as-root",
+            "--oversubscribe",
+            "-n",
+            "4",
+            "-x",
+            "FIRN_RUNTIME_DIR",
+            "-x",
+        ]);
         mpirun.arg(format!("LD_PRELOAD={}", preload_library().display()));
         let answer = run(mpirun.arg(&program).arg(mount.path()).arg("6")).ok();
         assert!(answer.stdout.contains("4 ranks agree"), "{answer}");
@@ -331,10 +403,17 @@ fn an_mpi_program_writes_one_file_a_rank_and_one_for_all() {
     assert_eq!(stubs_with_bytes(mount.path()), [] as [PathBuf; 0]);
     let backing = mount.umount();
     for rank in 0..4 {
-        let len = fs::metadata(backing.join(format!("rank.{rank}"))).expect("a rank's file").len();
+        let len = fs::metadata(backing.join(format!("rank.{rank}")))
+            .expect("a rank's file")
+            .len();
         assert_eq!(len, 6 << 20);
     }
-    assert_eq!(fs::metadata(backing.join("shared")).expect("the shared file").len(), 24 << 20);
+    assert_eq!(
+        fs::metadata(backing.join("shared"))
+            .expect("the shared file")
+            .len(),
+        24 << 20
+    );
 }
 
 /// Proves S-stub-8.
@@ -362,20 +441,28 @@ for name in 'copied', 'cp', 'cat', 'dd': assert open(name, 'rb').read() == open(
 fn large_and_small_writes_and_reads_go_past_the_kernel() {
     let sandbox = Sandbox::new("stub-past");
     let mount = tree(&sandbox, &patient("close=held,drain=demand"));
-    let wrote = "import os, sys; os.chdir(sys.argv[1]); f = os.open('large', os.O_CREAT | os.O_WRONLY)
+    let wrote =
+        "import os, sys; os.chdir(sys.argv[1]); f = os.open('large', os.O_CREAT | os.O_WRONLY)
 block = bytes(range(256)) * 4096
 for i in range(20): os.write(f, block)
 os.close(f); f = os.open('small', os.O_CREAT | os.O_WRONLY)
 for i in range(100000): os.write(f, b'%064d' % i)";
     let wrote = run(preload(&sandbox, &mut python(wrote, mount.path()))).ok();
-    assert_eq!(past_the_kernel(&wrote, "write"), (20 << 20) + 6_400_000, "{wrote}");
+    assert_eq!(
+        past_the_kernel(&wrote, "write"),
+        (20 << 20) + 6_400_000,
+        "{wrote}"
+    );
     let got = "import os, sys; os.chdir(sys.argv[1]); f = os.open('large', os.O_RDONLY)
 block = bytes(range(256)) * 4096
 for i in range(20): assert os.read(f, 1 << 20) == block
 assert os.read(f, 1 << 20) == b''
 text = open('small', 'rb').read(); assert all(int(text[i * 64:i * 64 + 64]) == i for i in range(100000))";
     let got = run(preload(&sandbox, &mut python(got, mount.path()))).ok();
-    assert!(past_the_kernel(&got, "read") >= (20 << 20) + 6_400_000, "{got}");
+    assert!(
+        past_the_kernel(&got, "read") >= (20 << 20) + 6_400_000,
+        "{got}"
+    );
     mount.umount();
 }
 
@@ -388,7 +475,10 @@ fn random_operations_answer_as_in_a_plain_directory_and_end_in_the_backing() {
     let mount = tree(&sandbox, &patient("drain=demand"));
     for round in 0..4u64 {
         let mut command = Command::new("/usr/bin/python3");
-        command.arg(source("differential.py")).arg((seed % 1_000_000 + round).to_string()).arg("1500");
+        command
+            .arg(source("differential.py"))
+            .arg((seed % 1_000_000 + round).to_string())
+            .arg("1500");
         let done = run(preload(&sandbox, command.arg(mount.path()).arg(&plain))).ok();
         assert!(done.stdout.starts_with("same"), "{done}");
     }
@@ -409,14 +499,22 @@ fn names_follow_the_tree_when_somebody_asks() {
     let backing = mount.backing().to_owned();
     assert!(!backing.join("step.tmp").exists(), "carried over unasked");
     fs::rename(mount.join("step.tmp"), mount.join("step")).expect("rename");
-    let drain = |path: PathBuf| sandbox.run([OsString::from("drain"), "--wait".into(), path.into()]);
+    let drain =
+        |path: PathBuf| sandbox.run([OsString::from("drain"), "--wait".into(), path.into()]);
     drain(mount.join("step")).ok();
     assert_eq!(read(&backing.join("step/rank0")), b"data\n");
     assert!(!backing.join("step.tmp").exists());
     write("mv step/rank1 moved; rm step/rank0; chmod 600 moved; touch -d 2001-02-03 moved");
     drain(mount.path().to_owned()).ok();
     let meta = backing.join("moved").metadata().expect("moved");
-    assert_eq!((meta.len(), meta.mode() & 0o777, meta.mtime() < 1_000_000_000), (5, 0o600, true));
+    assert_eq!(
+        (
+            meta.len(),
+            meta.mode() & 0o777,
+            meta.mtime() < 1_000_000_000
+        ),
+        (5, 0o600, true)
+    );
     assert_eq!(fs::read_dir(backing.join("step")).expect("step").count(), 0);
     drain(mount.join("missing")).code(1).says("no such file");
     mount.umount();
@@ -427,14 +525,21 @@ fn names_follow_the_tree_when_somebody_asks() {
 fn a_close_and_an_fsync_bring_the_name_along() {
     let sandbox = Sandbox::new("stub-close");
     let mount = tree(&sandbox, "arena-size=16M,close=drain");
-    let mut command = shell("mkdir -p a/b; echo data > a/b/file; cat \"$BACKING\"/a/b/file", mount.path());
+    let mut command = shell(
+        "mkdir -p a/b; echo data > a/b/file; cat \"$BACKING\"/a/b/file",
+        mount.path(),
+    );
     let closed = run(preload(&sandbox, &mut command).env("BACKING", mount.backing())).ok();
     assert_eq!(closed.stdout, "data\n");
     mount.umount();
     let mount = tree(&sandbox, &patient("drain=demand"));
     let script = "import os, sys; os.chdir(sys.argv[1]); os.mkdir('c'); f = os.open('c/file', os.O_CREAT | os.O_WRONLY)
 os.write(f, b'synced'); os.fsync(f); assert open(sys.argv[2] + '/c/file', 'rb').read() == b'synced'";
-    run(preload(&sandbox, python(script, mount.path()).arg(mount.backing()))).ok();
+    run(preload(
+        &sandbox,
+        python(script, mount.path()).arg(mount.backing()),
+    ))
+    .ok();
     mount.umount();
 }
 
@@ -451,9 +556,19 @@ for i in range(300):
     os.utime(str(i), (1000000000, 1000000000)); os.write(f, b'2' * 5000); os.close(f)";
     run(preload(&sandbox, &mut python(script, mount.path()))).ok();
     let backing = mount.umount();
-    let old =
-        (0..300).filter(|i| backing.join(i.to_string()).metadata().expect("a file").mtime() == 1_000_000_000);
-    assert_eq!(old.collect::<Vec<_>>(), [] as [i32; 0], "they were written to after that time was set");
+    let old = (0..300).filter(|i| {
+        backing
+            .join(i.to_string())
+            .metadata()
+            .expect("a file")
+            .mtime()
+            == 1_000_000_000
+    });
+    assert_eq!(
+        old.collect::<Vec<_>>(),
+        [] as [i32; 0],
+        "they were written to after that time was set"
+    );
 }
 
 /// Proves S-stub-3.
@@ -467,7 +582,11 @@ open('x', 'w').write('another'); subprocess.run([sys.argv[2], 'drain', '--wait',
 os.write(f, b'b' * 10); assert os.fstat(f).st_size == 100010 and os.fstat(f).st_nlink == 0
 assert os.pread(g, 20, 99990) == b'a' * 10 + b'b' * 10; os.close(f)
 assert os.read(g, 5) == b'aaaaa' and open('x').read() == 'another'";
-    run(preload(&sandbox, python(script, mount.path()).arg(firn_binary()))).ok();
+    run(preload(
+        &sandbox,
+        python(script, mount.path()).arg(firn_binary()),
+    ))
+    .ok();
     let backing = mount.umount();
     assert_eq!(read(&backing.join("x")), b"another");
     assert_eq!(fs::read_dir(&backing).expect("the backing").count(), 1);
@@ -478,11 +597,12 @@ assert os.read(g, 5) == b'aaaaa' and open('x').read() == 'another'";
 fn removed_files_give_their_memory_back() {
     let sandbox = Sandbox::new("stub-rotate");
     let mount = tree(&sandbox, "arena-size=16M,chunk-size=1M,drain=demand");
-    let script =
-        "for i in $(seq 8); do head -c 6000000 /dev/zero > step.$i; [ $i -lt 2 ] || rm step.$((i-1)); done";
+    let script = "for i in $(seq 8); do head -c 6000000 /dev/zero > step.$i; [ $i -lt 2 ] || rm step.$((i-1)); done";
     run(preload(&sandbox, &mut shell(script, mount.path()))).ok();
     let script = "head -c 30000000 /dev/zero > toomuch";
-    run(preload(&sandbox, &mut shell(script, mount.path()))).code(1).says("No space left");
+    run(preload(&sandbox, &mut shell(script, mount.path())))
+        .code(1)
+        .says("No space left");
     mount.umount();
 }
 
@@ -491,32 +611,46 @@ fn removed_files_give_their_memory_back() {
 fn regression_memory_of_removed_files_is_free_soon() {
     let sandbox = Sandbox::new("stub-removed");
     let mount = tree(&sandbox, &patient("drain=demand"));
-    let script =
-        "mkdir d; for i in 1 2 3; do head -c 1000000 /dev/zero > d/$i; done; head -c 500000 /dev/zero > kept";
+    let script = "mkdir d; for i in 1 2 3; do head -c 1000000 /dev/zero > d/$i; done; head -c 500000 /dev/zero > kept";
     run(preload(&sandbox, &mut shell(script, mount.path()))).ok();
     let status = mount.status();
     assert_eq!((status.held_bytes, status.held_files), (3_500_000, 4));
     // By the kernel alone, and one of them in the instant after others.
     fs::remove_file(mount.join("d/1")).expect("remove");
     fs::rename(mount.join("d/2"), mount.join("d/3")).expect("rename over");
-    wait_until("the memory is free", Duration::from_secs(20), || mount.status().held_bytes == 1_500_000);
+    wait_until("the memory is free", Duration::from_secs(20), || {
+        mount.status().held_bytes == 1_500_000
+    });
     let script = "import os, sys, time; f = os.open(sys.argv[1] + '/d/3', os.O_RDONLY); os.unlink(sys.argv[1] + '/d/3')
 sys.stdin.readline(); assert len(os.pread(f, 2000000, 0)) == 1000000; os.close(f); sys.stdin.readline()";
-    let mut reader =
-        preload(&sandbox, &mut python(script, mount.path())).stdin(Stdio::piped()).spawn().expect("python");
-    wait_until("it is removed", Duration::from_secs(20), || !mount.join("d/3").exists());
+    let mut reader = preload(&sandbox, &mut python(script, mount.path()))
+        .stdin(Stdio::piped())
+        .spawn()
+        .expect("python");
+    wait_until("it is removed", Duration::from_secs(20), || {
+        !mount.join("d/3").exists()
+    });
     let mut input = reader.stdin.take().expect("piped");
     let before = mount.status();
     fs::remove_file(mount.join("kept")).expect("remove");
-    wait_until("the other's memory is free", Duration::from_secs(20), || {
-        mount.status().held_bytes == 1_000_000
-    });
+    wait_until(
+        "the other's memory is free",
+        Duration::from_secs(20),
+        || mount.status().held_bytes == 1_000_000,
+    );
     assert_eq!(before.held_bytes, 1_500_000, "a file that is open");
     std::io::Write::write_all(&mut input, b"read\n").expect("write");
-    wait_until("the last close", Duration::from_secs(20), || mount.status().held_bytes == 0);
-    wait_until("nothing of it is in use", Duration::from_secs(20), || mount.status().arena_used_bytes == 0);
+    wait_until("the last close", Duration::from_secs(20), || {
+        mount.status().held_bytes == 0
+    });
+    wait_until("nothing of it is in use", Duration::from_secs(20), || {
+        mount.status().arena_used_bytes == 0
+    });
     drop(input);
-    assert_eq!(wait_child(&mut reader, Duration::from_secs(20)).and_then(|status| status.code()), Some(0));
+    assert_eq!(
+        wait_child(&mut reader, Duration::from_secs(20)).and_then(|status| status.code()),
+        Some(0)
+    );
     mount.umount();
 }
 
@@ -529,23 +663,44 @@ fn regression_ls_tells_sizes_and_held_bytes_of_a_tree_as_of_a_mount() {
         let mount = FirnMount::new(&sandbox, &patient(&format!("drain=demand,{door}")));
         let script = "printf abc > new; mkdir d; head -c 5000 /dev/zero > d/half; \"$0\" drain --wait d; printf abcde >> d/half; printf xyz >> old";
         let mut command = Command::new("bash");
-        command.args(["-euc", script]).arg(firn_binary()).current_dir(mount.path());
+        command
+            .args(["-euc", script])
+            .arg(firn_binary())
+            .current_dir(mount.path());
         run(preload(&sandbox, &mut command)).ok();
         let run = |json: &[&str]| {
-            let args = json.iter().map(std::ffi::OsStr::new).chain([mount.path().as_os_str()]);
+            let args = json
+                .iter()
+                .map(std::ffi::OsStr::new)
+                .chain([mount.path().as_os_str()]);
             sandbox.run(["ls".as_ref()].into_iter().chain(args)).ok()
         };
         let listed = run(&["--json"]).json();
         let row = |file: &serde_json::Value| {
             let number = |key: &str| file[key].as_u64().expect("a number");
-            (file["path"].as_str().expect("a path").to_owned(), number("size"), number("held_bytes"))
+            (
+                file["path"].as_str().expect("a path").to_owned(),
+                number("size"),
+                number("held_bytes"),
+            )
         };
         let rows: Vec<_> = listed.as_array().expect("a list").iter().map(row).collect();
         let expected = [("d/half", 5005, 5), ("new", 3, 3), ("old", 13, 3)];
-        assert_eq!(rows, expected.map(|(path, size, held)| (path.to_owned(), size, held)), "{door}");
+        assert_eq!(
+            rows,
+            expected.map(|(path, size, held)| (path.to_owned(), size, held)),
+            "{door}"
+        );
         let text = run(&[]).stdout;
-        let columns: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(columns[1][2..], ["3", "B", "3", "B", "new"], "{door}: {text}");
+        let columns: Vec<Vec<&str>> = text
+            .lines()
+            .map(|line| line.split_whitespace().collect())
+            .collect();
+        assert_eq!(
+            columns[1][2..],
+            ["3", "B", "3", "B", "new"],
+            "{door}: {text}"
+        );
         mount.umount();
     }
 }
@@ -570,11 +725,19 @@ fn kill_9_of_writer_or_firnd_at_any_moment_loses_nothing_acknowledged() {
         let mount = tree(&sandbox, SMALL);
         let log = sandbox.join("log");
         let mut writer = Command::new(helper_binary());
-        writer.arg("writer").arg(mount.path()).arg(&log).arg((seed % 1_000_000 + round).to_string());
-        let mut writer =
-            preload(&sandbox, &mut writer).stderr(Stdio::null()).spawn().expect("start the writer");
+        writer
+            .arg("writer")
+            .arg(mount.path())
+            .arg(&log)
+            .arg((seed % 1_000_000 + round).to_string());
+        let mut writer = preload(&sandbox, &mut writer)
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("start the writer");
         let length = || fs::metadata(&log).map_or(0, |meta| meta.len());
-        wait_until("something is written", Duration::from_secs(20), || length() > 4000);
+        wait_until("something is written", Duration::from_secs(20), || {
+            length() > 4000
+        });
         // Any moment will do: this is no wait for a condition.
         std::thread::sleep(Duration::from_millis(rng.random_range(0..300)));
         let alive = match round % 3 {
@@ -583,7 +746,9 @@ fn kill_9_of_writer_or_firnd_at_any_moment_loses_nothing_acknowledged() {
                 kill_firnd(mount);
                 let again = tree(&sandbox, SMALL);
                 let before = length();
-                wait_until("the writer goes on", Duration::from_secs(20), || length() > before + 2000);
+                wait_until("the writer goes on", Duration::from_secs(20), || {
+                    length() > before + 2000
+                });
                 again
             }
             _ => {
@@ -609,7 +774,8 @@ fn end(writer: &mut Child) {
 fn calls_fail_with_eio_while_firnd_is_gone_and_never_write_into_the_stub() {
     let sandbox = Sandbox::new("stub-gone");
     let mount = tree(&sandbox, &patient("drain=demand"));
-    let (path, go) = (mount.path().to_owned(), sandbox.join("go"));
+    let path = mount.path().to_owned();
+    let go = sandbox.join("go");
     let script = "import errno, os, sys, time
 os.chdir(sys.argv[1]); f = os.open('x', os.O_CREAT | os.O_RDWR); os.write(f, b'before' * 1000)
 open(sys.argv[2] + '.ready', 'w').close()
@@ -623,16 +789,27 @@ for call in [lambda: os.read(f, 1), lambda: os.fstat(f), lambda: open('y', 'w'),
     try: call(); sys.exit('answered')
     except OSError as e: assert e.errno == errno.EIO, e";
     let mut program = python(script, &path);
-    let program = preload(&sandbox, &mut program).env("FIRN_PRELOAD_WAIT", "1").arg(&go);
-    let mut program = program.stderr(Stdio::inherit()).spawn().expect("start python");
-    wait_until("it is ready", Duration::from_secs(20), || sandbox.join("go.ready").exists());
+    let program = preload(&sandbox, &mut program)
+        .env("FIRN_PRELOAD_WAIT", "1")
+        .arg(&go);
+    let mut program = program
+        .stderr(Stdio::inherit())
+        .spawn()
+        .expect("start python");
+    wait_until("it is ready", Duration::from_secs(20), || {
+        sandbox.join("go.ready").exists()
+    });
     kill_firnd(mount);
     fs::write(&go, b"").expect("go");
     let ended = wait_child(&mut program, Duration::from_secs(60)).expect("python ends");
     assert!(ended.success(), "{ended}");
     assert_eq!(stubs_with_bytes(&path), [] as [PathBuf; 0]);
     let mount = tree(&sandbox, &patient("drain=demand"));
-    run(preload(&sandbox, &mut shell("head -c 6000 x | md5sum; test ! -s y", mount.path()))).ok();
+    run(preload(
+        &sandbox,
+        &mut shell("head -c 6000 x | md5sum; test ! -s y", mount.path()),
+    ))
+    .ok();
     let backing = mount.umount();
     assert_eq!(&read(&backing.join("x"))[..6000], b"before".repeat(1000));
 }
@@ -642,10 +819,20 @@ for call in [lambda: os.read(f, 1), lambda: os.fstat(f), lambda: open('y', 'w'),
 fn a_tree_whose_firnd_was_killed_is_recovered_or_mounted_again_and_nothing_else() {
     let sandbox = Sandbox::new("stub-recover");
     let mount = tree(&sandbox, &patient("drain=demand"));
-    let (path, backing) = (mount.path().to_owned(), mount.backing().to_owned());
-    run(preload(&sandbox, &mut shell("mkdir d; echo one > d/x; mv d e; echo two > y", mount.path()))).ok();
+    let path = mount.path().to_owned();
+    let backing = mount.backing().to_owned();
+    run(preload(
+        &sandbox,
+        &mut shell(
+            "mkdir d; echo one > d/x; mv d e; echo two > y",
+            mount.path(),
+        ),
+    ))
+    .ok();
     kill_firnd(mount);
-    run(&mut sandbox.firn(mount_args(&backing, &path, ""))).code(11).says("firn recover");
+    run(&mut sandbox.firn(mount_args(&backing, &path, "")))
+        .code(11)
+        .says("firn recover");
     run(&mut sandbox.firn(["umount".into(), path.clone().into_os_string()])).says("mount it again");
     run(&mut sandbox.firn(["recover".into(), backing.clone().into_os_string()])).ok();
     assert_eq!(
@@ -664,8 +851,11 @@ fn a_program_without_the_library_sees_empty_files_and_what_it_writes_is_taken_in
     let mount = tree(&sandbox, &patient("drain=demand"));
     assert_eq!(read(&mount.join("old")), b"");
     fs::write(mount.join("new"), b"by a static program").expect("write");
-    let cat =
-        run(preload(&sandbox, &mut shell("cat new old; wc -c < new; echo x >> new", mount.path()))).ok();
+    let cat = run(preload(
+        &sandbox,
+        &mut shell("cat new old; wc -c < new; echo x >> new", mount.path()),
+    ))
+    .ok();
     assert_eq!(cat.stdout, "by a static program012345678919\n");
     let backing = mount.umount();
     assert_eq!(read(&backing.join("new")), b"by a static programx\n");
@@ -678,7 +868,9 @@ fn a_program_without_the_library_sees_empty_files_and_what_it_writes_is_taken_in
 fn without_fuse(sandbox: &Sandbox, script: &str) -> Command {
     let mut command = Command::new("unshare");
     sandbox.environment(&mut command);
-    command.env("FIRN", firn_binary()).current_dir(sandbox.path());
+    command
+        .env("FIRN", firn_binary())
+        .current_dir(sandbox.path());
     let script = format!("mount --bind /dev/null /dev/fuse && {script}");
     command.args(["-m", "bash", "-euc", &script]);
     command
@@ -689,7 +881,9 @@ fn firn_run_serves_the_files_without_fuse_and_says_so() {
     let sandbox = Sandbox::new("stub-run");
     let script = r#""$FIRN" run --memory 16M --backing out --prefix ckpt -- bash -euc '
         mkdir $FIRN_PREFIX/step; echo data > $FIRN_PREFIX/step/rank0; cat $FIRN_PREFIX/step/rank0; stat -c %s $FIRN_PREFIX/step/rank0'"#;
-    let outcome = run(&mut without_fuse(&sandbox, script)).ok().says("door=preload");
+    let outcome = run(&mut without_fuse(&sandbox, script))
+        .ok()
+        .says("door=preload");
     assert_eq!(outcome.stdout, "data\n5\n");
     assert_eq!(read(&sandbox.join("out/step/rank0")), b"data\n");
     assert!(!sandbox.join("out/.firn").exists());
@@ -698,8 +892,11 @@ fn firn_run_serves_the_files_without_fuse_and_says_so() {
         "$FIRN" run --memory 16M --prefix ckpt -- bash -euc 'cat $FIRN_PREFIX/x'; ls ckpt "$FIRN_RUNTIME_DIR""#;
     let outcome = run(without_fuse(&sandbox, script).stdin(Stdio::null())).says("stay in memory");
     assert!(outcome.stdout.starts_with("held\n"), "{outcome}");
-    let left: Vec<&str> =
-        outcome.stdout.lines().filter(|line| line.ends_with(".stub") || *line == "x").collect();
+    let left: Vec<&str> = outcome
+        .stdout
+        .lines()
+        .filter(|line| line.ends_with(".stub") || *line == "x")
+        .collect();
     assert!(left.is_empty(), "{outcome}");
 }
 
@@ -707,7 +904,10 @@ fn firn_run_serves_the_files_without_fuse_and_says_so() {
 #[test]
 fn an_ordinary_user_has_a_tree_in_dev_shm() {
     let sandbox = Sandbox::new("stub-user");
-    let shm = tempfile::Builder::new().prefix("firn-test-stub-").tempdir_in("/dev/shm").expect("a directory");
+    let shm = tempfile::Builder::new()
+        .prefix("firn-test-stub-")
+        .tempdir_in("/dev/shm")
+        .expect("a directory");
     for dir in [sandbox.path(), shm.path(), &sandbox.join("backing")] {
         fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).expect("chmod");
     }
@@ -725,9 +925,23 @@ fn an_ordinary_user_has_a_tree_in_dev_shm() {
         "$BIN/firn" mount -o door=preload "$BACKING" "$PLAIN/p" && exit 9; echo $?"#;
     let mut command = Command::new("setpriv");
     sandbox.environment(&mut command);
-    command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups", "bash", "-euc", script]);
-    command.env("BIN", &bin).env("SHM", shm.path()).env("BACKING", sandbox.join("backing"));
-    command.env("PLAIN", sandbox.path()).env("FIRN_RUNTIME_DIR", shm.path().join("run"));
+    command.args([
+        "--reuid",
+        "65534",
+        "--regid",
+        "65534",
+        "--clear-groups",
+        "bash",
+        "-euc",
+        script,
+    ]);
+    command
+        .env("BIN", &bin)
+        .env("SHM", shm.path())
+        .env("BACKING", sandbox.join("backing"));
+    command
+        .env("PLAIN", sandbox.path())
+        .env("FIRN_RUNTIME_DIR", shm.path().join("run"));
     let outcome = run(&mut command).ok().says("take a directory in /dev/shm");
     assert_eq!(outcome.stdout, "data\nbeside\n12\ndata\nbeside\nmore\n2\n");
 }
@@ -740,13 +954,30 @@ fn another_user_does_not_get_into_the_tree() {
         fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).expect("chmod");
     }
     let mount = tree(&sandbox, &patient(""));
-    run(preload(&sandbox, &mut shell("umask 0; echo mine > x", mount.path()))).ok();
+    run(preload(
+        &sandbox,
+        &mut shell("umask 0; echo mine > x", mount.path()),
+    ))
+    .ok();
     let script = format!("cat {0}/x; echo y > {0}/x; ls {0}", mount.path().display());
     let mut other = Command::new("setpriv");
-    other.args(["--reuid", "65534", "--regid", "65534", "--clear-groups", "bash", "-c", &script]);
+    other.args([
+        "--reuid",
+        "65534",
+        "--regid",
+        "65534",
+        "--clear-groups",
+        "bash",
+        "-c",
+        &script,
+    ]);
     let outcome = run(&mut other);
     assert_eq!(outcome.stdout, "", "{outcome}");
-    assert_eq!(outcome.stderr.matches("Permission denied").count(), 3, "{outcome}");
+    assert_eq!(
+        outcome.stderr.matches("Permission denied").count(),
+        3,
+        "{outcome}"
+    );
     let backing = mount.umount();
     assert_eq!(read(&backing.join("x")), b"mine\n");
 }
@@ -759,9 +990,21 @@ fn packets_of_chance_harm_nobody() {
     let pid = mount.pid();
     let data = bytes(1, 300_000);
     fs::write(sandbox.join("data"), &data).expect("write");
-    run(preload(&sandbox, &mut shell("cp ../data other; echo > mine; echo > removed", mount.path()))).ok();
-    let open =
-        |name: &str| fs::OpenOptions::new().read(true).write(true).open(mount.join(name)).expect("open");
+    run(preload(
+        &sandbox,
+        &mut shell(
+            "cp ../data other; echo > mine; echo > removed",
+            mount.path(),
+        ),
+    ))
+    .ok();
+    let open = |name: &str| {
+        fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(mount.join(name))
+            .expect("open")
+    };
     let files = [
         open("mine"),
         open("removed"),
@@ -773,18 +1016,30 @@ fn packets_of_chance_harm_nobody() {
     pester(&token_of_tree(sandbox.runtime()), &files, 4_000, &mut rng);
     drop(files);
     assert_eq!(mount.pid(), pid);
-    run(preload(&sandbox, &mut shell("cmp ../data other; rm mine; echo new > mine; cat mine", mount.path())))
-        .ok();
-    wait_until("the end of the clients", Duration::from_secs(30), || mount.status().door_clients == 0);
+    run(preload(
+        &sandbox,
+        &mut shell(
+            "cmp ../data other; rm mine; echo new > mine; cat mine",
+            mount.path(),
+        ),
+    ))
+    .ok();
+    wait_until("the end of the clients", Duration::from_secs(30), || {
+        mount.status().door_clients == 0
+    });
     let backing = mount.umount();
-    assert_eq!((read(&backing.join("other")), read(&backing.join("mine"))), (data, b"new\n".to_vec()));
+    assert_eq!(
+        (read(&backing.join("other")), read(&backing.join("mine"))),
+        (data, b"new\n".to_vec())
+    );
     assert_eq!(fs::read_dir(&backing).expect("the backing").count(), 2);
 }
 
 #[test]
 fn prefixes_and_options_that_cannot_be_are_refused_with_the_reason() {
     let sandbox = Sandbox::new("stub-bad");
-    let (backing, mount_point) = (sandbox.join("backing"), sandbox.join("mnt"));
+    let backing = sandbox.join("backing");
+    let mount_point = sandbox.join("mnt");
     let mount = |options: &str| sandbox.run(mount_args(&backing, &mount_point, options));
     for options in ["door=preload,allow-other", "door=preload,ro"] {
         mount(options).code(2).says("door=preload");
@@ -795,7 +1050,10 @@ fn prefixes_and_options_that_cannot_be_are_refused_with_the_reason() {
     fs::remove_file(mount_point.join("something")).expect("remove");
     let first = tree(&sandbox, "");
     let second = sandbox.mkdir("second");
-    sandbox.run(mount_args(&backing, &second, "door=preload")).code(11).says("already mounted");
+    sandbox
+        .run(mount_args(&backing, &second, "door=preload"))
+        .code(11)
+        .says("already mounted");
     first.umount();
     assert!(!is_mounted(&second));
     unmount_lazily(&second);

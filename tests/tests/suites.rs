@@ -14,7 +14,11 @@ const OPTIONS: &str = "arena-size=64M,chunk-size=1M,allow-other,dev,suid";
 /// Two seeds on four file systems: 48,000 operations in CI.
 const FSX_OPS_DEFAULT: u64 = 6000;
 
-fn with_mount(kind: FsKind, options: &str, test: impl FnOnce(&Sandbox, &LoopImage, &FirnMount<'_>)) {
+fn with_mount(
+    kind: FsKind,
+    options: &str,
+    test: impl FnOnce(&Sandbox, &LoopImage, &FirnMount<'_>),
+) {
     let sandbox = Sandbox::new(&format!("suite-{}", kind.name()));
     let image = LoopImage::new(&sandbox, kind, 400);
     let backing = image.mkdir("backing");
@@ -30,7 +34,9 @@ fn pjdfstest_on(kind: FsKind) {
         let work = mount.join("work");
         std::fs::create_dir(&work).expect("mkdir");
         let (through, failures) = pjdfstest_beside(&native, &work, sandbox.path());
-        let failed = |results: &std::collections::BTreeMap<_, bool>| results.values().filter(|f| **f).count();
+        let failed = |results: &std::collections::BTreeMap<_, bool>| {
+            results.values().filter(|f| **f).count()
+        };
         println!(
             "{}: {} ran natively, {} failed; {} through the mount, {} failed",
             kind.name(),
@@ -39,13 +45,21 @@ fn pjdfstest_on(kind: FsKind) {
             through.len(),
             failed(&through)
         );
-        assert!(failures.is_empty(), "fail through the mount and not on {}: {failures:#?}", kind.name());
+        assert!(
+            failures.is_empty(),
+            "fail through the mount and not on {}: {failures:#?}",
+            kind.name()
+        );
         let allowed = exclusions("pjdfstest");
         let skipped: Vec<&String> = native
             .keys()
             .filter(|name| !through.contains_key(*name) && !allowed.contains_key(*name))
             .collect();
-        assert!(skipped.is_empty(), "run on {} and skip through the mount: {skipped:#?}", kind.name());
+        assert!(
+            skipped.is_empty(),
+            "run on {} and skip through the mount: {skipped:#?}",
+            kind.name()
+        );
     });
 }
 
@@ -53,18 +67,29 @@ fn pjdfstest_on(kind: FsKind) {
 const FSX_OPS_MAX: u64 = 100_000;
 
 fn fsx_on(kind: FsKind) {
-    with_mount(kind, "arena-size=16M,chunk-size=256K,allow-other", |sandbox, _, mount| {
-        let seed = seed(&format!("fsx on {}", kind.name()));
-        let ops = env_count("FIRN_FSX_OPS", FSX_OPS_DEFAULT);
-        // fsx leaks a mapping now and then, on any file system, and ends when it has no more.
-        let rounds = 2.max(ops.div_ceil(FSX_OPS_MAX));
-        for round in 0..rounds {
-            // msync after each mapped write reaches the disk; one of the runs has it.
-            let sync = round == 0 && kind == FsKind::Tmpfs;
-            let ops = ops.min(FSX_OPS_MAX);
-            fsx(&mount.join(format!("fsx{round}")), sandbox.path(), seed + round, ops, sync).ok();
-        }
-    });
+    with_mount(
+        kind,
+        "arena-size=16M,chunk-size=256K,allow-other",
+        |sandbox, _, mount| {
+            let seed = seed(&format!("fsx on {}", kind.name()));
+            let ops = env_count("FIRN_FSX_OPS", FSX_OPS_DEFAULT);
+            // fsx leaks a mapping now and then, on any file system, and ends when it has no more.
+            let rounds = 2.max(ops.div_ceil(FSX_OPS_MAX));
+            for round in 0..rounds {
+                // msync after each mapped write reaches the disk; one of the runs has it.
+                let sync = round == 0 && kind == FsKind::Tmpfs;
+                let ops = ops.min(FSX_OPS_MAX);
+                fsx(
+                    &mount.join(format!("fsx{round}")),
+                    sandbox.path(),
+                    seed + round,
+                    ops,
+                    sync,
+                )
+                .ok();
+            }
+        },
+    );
 }
 
 fn fio_on(kind: FsKind) {
@@ -117,7 +142,11 @@ fn stress_with(preload: Option<PathBuf>) {
             failed.push(through.to_string());
         }
     }
-    assert!(failed.is_empty(), "fail here and not on the directory below:\n{}", failed.join("\n"));
+    assert!(
+        failed.is_empty(),
+        "fail here and not on the directory below:\n{}",
+        failed.join("\n")
+    );
     mount.umount();
 }
 

@@ -23,9 +23,15 @@ type Times = BTreeMap<String, (i64, i64)>;
 fn times(top: &Path) -> Times {
     let time = |entry: fs::DirEntry| {
         let meta = entry.metadata().expect("stat");
-        (entry.file_name().into_string().expect("a name"), (meta.mtime(), meta.mtime_nsec()))
+        (
+            entry.file_name().into_string().expect("a name"),
+            (meta.mtime(), meta.mtime_nsec()),
+        )
     };
-    fs::read_dir(top).expect("a directory").map(|entry| time(entry.expect("an entry"))).collect()
+    fs::read_dir(top)
+        .expect("a directory")
+        .map(|entry| time(entry.expect("an entry")))
+        .collect()
 }
 
 /// Long enough for another time, and for what a recovery or a drain does to have one that is clearly later.
@@ -50,9 +56,15 @@ fn change(top: &Path) {
         later();
         file
     };
-    file("overwritten").write_all_at(b"in place", 5000).expect("write");
-    file("appended").write_all_at(b"more", 100_000).expect("write");
-    file("scattered").write_all_at(b"elsewhere", 300_000).expect("write");
+    file("overwritten")
+        .write_all_at(b"in place", 5000)
+        .expect("write");
+    file("appended")
+        .write_all_at(b"more", 100_000)
+        .expect("write");
+    file("scattered")
+        .write_all_at(b"elsewhere", 300_000)
+        .expect("write");
     file("cut").set_len(50_000).expect("truncate");
     file("grown").set_len(500_000).expect("truncate");
     file("set").set_times(long_ago()).expect("utimens");
@@ -82,12 +94,22 @@ fn regression_held_files_keep_their_times_through_kills_and_umount_keep_held() {
     assert_eq!(expected["set"], (1_000_000_000, 123));
     later();
     let backing = mount.kill();
-    assert_ne!(times(&backing)["appended"], expected["appended"], "the test shows nothing");
+    assert_ne!(
+        times(&backing)["appended"],
+        expected["appended"],
+        "the test shows nothing"
+    );
 
     let mount = FirnMount::over(&sandbox, &backing, DEMAND);
     assert_eq!(times(mount.path()), expected, "after a kill");
     let point = mount.path().to_owned();
-    sandbox.run([OsStr::new("umount"), OsStr::new("--keep-held"), point.as_os_str()]).ok();
+    sandbox
+        .run([
+            OsStr::new("umount"),
+            OsStr::new("--keep-held"),
+            point.as_os_str(),
+        ])
+        .ok();
     mount.abandon();
 
     let mount = FirnMount::over(&sandbox, &backing, DEMAND);
@@ -107,10 +129,14 @@ fn regression_a_recovery_drains_with_the_times_of_the_writes() {
         later();
         let backing = mount.kill();
         if recovers {
-            sandbox.run([OsStr::new("recover"), backing.as_os_str()]).ok();
+            sandbox
+                .run([OsStr::new("recover"), backing.as_os_str()])
+                .ok();
         } else {
             let mount = FirnMount::over(&sandbox, &backing, "memory=32M,chunk-size=1M,close=held");
-            wait_until("all is drained", Duration::from_secs(30), || mount.status().held_bytes == 0);
+            wait_until("all is drained", Duration::from_secs(30), || {
+                mount.status().held_bytes == 0
+            });
             mount.umount();
         }
         assert_eq!(times(&backing), expected, "with `firn recover`: {recovers}");
@@ -122,7 +148,10 @@ fn regression_a_recovery_drains_with_the_times_of_the_writes() {
 fn regression_spilled_files_keep_their_times() {
     let sandbox = Sandbox::new("timesspilled");
     let spill = sandbox.join("spill");
-    let options = format!("memory=8M,chunk-size=1M,drain=demand,spill={},spill-size=64M", spill.display());
+    let options = format!(
+        "memory=8M,chunk-size=1M,drain=demand,spill={},spill-size=64M",
+        spill.display()
+    );
     let mount = FirnMount::new(&sandbox, &options);
     for n in 0..20 {
         fs::write(mount.join(format!("f{n}")), bytes(n, 1 << 20)).expect("write");
@@ -132,7 +161,9 @@ fn regression_spilled_files_keep_their_times() {
     });
     later();
     for n in [0, 19] {
-        open_rw(&mount.join(format!("f{n}"))).write_all_at(b"later", 77).expect("write");
+        open_rw(&mount.join(format!("f{n}")))
+            .write_all_at(b"later", 77)
+            .expect("write");
     }
     let expected = times(mount.path());
     later();
@@ -162,7 +193,9 @@ print('ready %d' % time.time_ns(), flush=True); time.sleep(1000)";
     let mut command = Command::new("/usr/bin/python3");
     command.args(["-c", script]).arg(top);
     sandbox.environment(&mut command);
-    command.env("LD_PRELOAD", preload_library()).stdout(std::process::Stdio::piped());
+    command
+        .env("LD_PRELOAD", preload_library())
+        .stdout(std::process::Stdio::piped());
     command.spawn().expect("python")
 }
 
@@ -177,7 +210,11 @@ fn told(child: &mut std::process::Child) -> (Times, i64) {
         (name.to_owned(), (ns / 1_000_000_000, ns % 1_000_000_000))
     };
     let seen = line().split(' ').map(time).collect();
-    let ready = line().strip_prefix("ready ").expect("ready").parse().expect("a number");
+    let ready = line()
+        .strip_prefix("ready ")
+        .expect("ready")
+        .parse()
+        .expect("a number");
     (seen, ready)
 }
 
@@ -188,8 +225,12 @@ fn assert_kept(found: &Times, (seen, ready): &(Times, i64), when: &str) {
         assert_eq!(found[name], *time, "{name} {when}");
     }
     let ns = |(s, ns): (i64, i64)| s * 1_000_000_000 + ns;
-    let (last, before) = (ns(found["appended"]), ns(seen["appended"]));
-    assert!(before + 40_000_000 < last && last <= *ready, "{when}: {before}, then {last}, ready at {ready}");
+    let last = ns(found["appended"]);
+    let before = ns(seen["appended"]);
+    assert!(
+        before + 40_000_000 < last && last <= *ready,
+        "{when}: {before}, then {last}, ready at {ready}"
+    );
 }
 
 /// Proves S-attr-2, S-door-1.
@@ -230,7 +271,13 @@ print(' '.join('%s=%d' % (n, os.stat(n).st_mtime_ns) for n in sorted(os.listdir(
     command.args(["-c", script]).arg(mount.path());
     sandbox.environment(&mut command);
     run(command.env("LD_PRELOAD", preload_library())).ok();
-    sandbox.run([OsStr::new("drain"), OsStr::new("--wait"), mount.path().as_os_str()]).ok();
+    sandbox
+        .run([
+            OsStr::new("drain"),
+            OsStr::new("--wait"),
+            mount.path().as_os_str(),
+        ])
+        .ok();
     assert_kept(&times(&backing), &told, "in the backing");
     assert_kept(&times(mount.path()), &told, "on the stubs");
     mount.umount();
@@ -244,19 +291,35 @@ fn a_time_in_the_future_becomes_the_present() {
     fs::write(mount.join("f"), bytes(1, 1000)).expect("write");
     let backing = mount.kill();
     let arena: PathBuf = sandbox.arena();
-    let geometry = Superblock::decode(&read(&arena)[..4096]).expect("a superblock").geometry;
-    let file = OpenOptions::new().read(true).write(true).open(&arena).expect("open");
+    let geometry = Superblock::decode(&read(&arena)[..4096])
+        .expect("a superblock")
+        .geometry;
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(&arena)
+        .expect("open");
     let record = |chunk, record| geometry.record_offset(chunk, record) + word::MODIFIED;
     for at in (0..geometry.records_per_chunk()).map(|index| record(0, index)) {
-        file.write_all_at(&u64::MAX.to_le_bytes(), at).expect("damage");
+        file.write_all_at(&u64::MAX.to_le_bytes(), at)
+            .expect("damage");
     }
     let before = SystemTime::now() - Duration::from_millis(50);
     let mount = FirnMount::over(&sandbox, &backing, DEMAND);
-    let found = fs::metadata(mount.join("f")).expect("stat").modified().expect("a time");
+    let found = fs::metadata(mount.join("f"))
+        .expect("stat")
+        .modified()
+        .expect("a time");
     assert!(before <= found && found <= SystemTime::now(), "{found:?}");
     later();
     fs::write(mount.join("f"), b"again").expect("write");
-    let again = fs::metadata(mount.join("f")).expect("stat").modified().expect("a time");
-    assert!(found < again && again <= SystemTime::now(), "{found:?}, then {again:?}");
+    let again = fs::metadata(mount.join("f"))
+        .expect("stat")
+        .modified()
+        .expect("a time");
+    assert!(
+        found < again && again <= SystemTime::now(),
+        "{found:?}, then {again:?}"
+    );
     mount.umount();
 }

@@ -41,7 +41,9 @@ fn the_backing_shows_nothing_before_the_commit_and_everything_after() {
     let new = bytes(2, 5 * MIB + 17);
     fs::write(mount.join("new"), &new).expect("write");
     fs::rename(mount.join("dir"), mount.join("other")).expect("rename");
-    open_rw(&mount.join("other/moved")).set_len(1000).expect("truncate");
+    open_rw(&mount.join("other/moved"))
+        .set_len(1000)
+        .expect("truncate");
     symlink("new", mount.join("link")).expect("symlink");
     fs::hard_link(mount.join("kept"), mount.join("also")).expect("link");
     assert_same_bytes("what programs see", &read(&mount.join("link")), &new);
@@ -74,10 +76,19 @@ fn an_abort_brings_everything_back_also_for_who_has_files_open() {
     firn(&sandbox, "abort", mount.path()).ok();
 
     assert_same("after the abort", &snapshot(mount.path()), &before);
-    assert_same_bytes("of an open file", &firn_tests::fsops::read_at(&reader, 0, old.len()), &old);
+    assert_same_bytes(
+        "of an open file",
+        &firn_tests::fsops::read_at(&reader, 0, old.len()),
+        &old,
+    );
     let error = std::os::unix::fs::FileExt::write_all_at(&made, b"x", 0).err();
-    assert_eq!(error.and_then(|error| error.raw_os_error()), Some(libc::ESTALE), "it never was");
-    std::os::unix::fs::FileExt::write_all_at(&file, b"later", 0).expect("the file is still that file");
+    assert_eq!(
+        error.and_then(|error| error.raw_os_error()),
+        Some(libc::ESTALE),
+        "it never was"
+    );
+    std::os::unix::fs::FileExt::write_all_at(&file, b"later", 0)
+        .expect("the file is still that file");
     drop((file, reader, made));
     let backing = mount.umount();
     let mut expected = old;
@@ -93,7 +104,9 @@ fn what_was_prepared_outlives_firnd_and_what_was_not_is_undone() {
         firn(&sandbox, "begin", mount.path()).ok();
         fs::write(mount.join("file"), content).expect("write");
         fs::write(mount.join("more"), content).expect("write");
-        fs::File::open(mount.join("more")).and_then(|file| file.sync_all()).expect("fsync");
+        fs::File::open(mount.join("more"))
+            .and_then(|file| file.sync_all())
+            .expect("fsync");
     };
     let mount = FirnMount::new(&sandbox, COMMIT);
     fs::write(mount.join("file"), b"first").expect("write");
@@ -105,21 +118,43 @@ fn what_was_prepared_outlives_firnd_and_what_was_not_is_undone() {
     assert!(!mount.join("more").exists());
     begin(&mount, b"prepared");
     firn_id(&sandbox, "prepare", mount.path(), 17).ok();
-    firn(&sandbox, "umount", mount.path()).code(11).says("prepared with id 17");
+    firn(&sandbox, "umount", mount.path())
+        .code(11)
+        .says("prepared with id 17");
     mount.kill();
-    let (backing, point) = (sandbox.join("backing"), sandbox.join("mnt"));
-    sandbox.run([OsStr::new("mount"), backing.as_os_str(), point.as_os_str()]).code(11).says("drain=commit");
+    let backing = sandbox.join("backing");
+    let point = sandbox.join("mnt");
+    sandbox
+        .run([OsStr::new("mount"), backing.as_os_str(), point.as_os_str()])
+        .code(11)
+        .says("drain=commit");
 
     let mount = FirnMount::new(&sandbox, COMMIT);
-    assert_eq!(fs::read(mount.join("file")).expect("read"), b"first", "undecided: as before");
-    let refused = fs::File::create(mount.join("else")).err().and_then(|error| error.raw_os_error());
-    assert_eq!(refused, Some(libc::EBUSY), "until it is decided nothing changes");
-    firn_id(&sandbox, "restore", mount.path(), 16).code(1).says("not kept");
+    assert_eq!(
+        fs::read(mount.join("file")).expect("read"),
+        b"first",
+        "undecided: as before"
+    );
+    let refused = fs::File::create(mount.join("else"))
+        .err()
+        .and_then(|error| error.raw_os_error());
+    assert_eq!(
+        refused,
+        Some(libc::EBUSY),
+        "until it is decided nothing changes"
+    );
+    firn_id(&sandbox, "restore", mount.path(), 16)
+        .code(1)
+        .says("not kept");
     firn_id(&sandbox, "restore", mount.path(), 17).ok();
     assert_eq!(fs::read(mount.join("file")).expect("read"), b"prepared");
     begin(&mount, b"after 17");
     firn_id(&sandbox, "restore", mount.path(), 17).ok();
-    assert_eq!(fs::read(mount.join("more")).expect("read"), b"prepared", "what came after 17 is gone");
+    assert_eq!(
+        fs::read(mount.join("more")).expect("read"),
+        b"prepared",
+        "what came after 17 is gone"
+    );
     mount.umount();
 }
 
@@ -140,7 +175,9 @@ fn older_commits_are_restored_as_far_as_they_are_kept() {
         firn_id(&sandbox, "commit", mount.path(), id).ok();
         trees.push(snapshot(mount.path()));
     }
-    firn_id(&sandbox, "restore", mount.path(), 1).code(1).says("those are: 4, 3, 2");
+    firn_id(&sandbox, "restore", mount.path(), 1)
+        .code(1)
+        .says("those are: 4, 3, 2");
     firn_id(&sandbox, "restore", mount.path(), 3).ok();
     assert_same("checkpoint 3", &snapshot(mount.path()), &trees[2]);
     mount.kill();
@@ -162,11 +199,18 @@ fn stores_to_shared_mappings_belong_to_the_transaction() {
     firn(&sandbox, "begin", mount.path()).ok();
     map.write(10, b"undone");
     firn(&sandbox, "abort", mount.path()).ok();
-    assert_eq!(map.read(8, 10), b"aaaaaaaaaa", "an abort is seen through the mapping");
+    assert_eq!(
+        map.read(8, 10),
+        b"aaaaaaaaaa",
+        "an abort is seen through the mapping"
+    );
     firn(&sandbox, "begin", mount.path()).ok();
     map.write(10, b"stays");
     firn(&sandbox, "commit", mount.path()).ok();
-    assert_eq!(&fs::read(mount.backing().join("f")).expect("read")[8..16], b"aastaysa");
+    assert_eq!(
+        &fs::read(mount.backing().join("f")).expect("read")[8..16],
+        b"aastaysa"
+    );
     drop((map, file));
     mount.umount();
 }
@@ -179,7 +223,9 @@ fn changes_wait_while_the_outcome_is_open() {
     firn(&sandbox, "begin", mount.path()).ok();
     fs::write(mount.join("a"), b"in it").expect("write");
     firn_id(&sandbox, "prepare", mount.path(), 3).ok();
-    firn_id(&sandbox, "prepare", mount.path(), 4).code(1).says("with id 3");
+    firn_id(&sandbox, "prepare", mount.path(), 4)
+        .code(1)
+        .says("with id 3");
     let path = mount.join("b");
     let waiting = std::thread::spawn(move || fs::write(path, b"after it"));
     std::thread::sleep(Duration::from_millis(300));
@@ -201,7 +247,9 @@ fn directories_have_transactions_of_their_own() {
     }
     firn(&sandbox, "begin", &mount.join("one")).ok();
     firn(&sandbox, "begin", &mount.join("two")).ok();
-    firn(&sandbox, "begin", mount.path()).code(11).says("open in");
+    firn(&sandbox, "begin", mount.path())
+        .code(11)
+        .says("open in");
     for name in ["one", "two", "free"] {
         fs::write(mount.join(name).join("f"), b"new").expect("write");
     }
@@ -213,13 +261,18 @@ fn directories_have_transactions_of_their_own() {
     across("one/f", "free/g");
     across("free/f", "one/g");
     assert_eq!(
-        fs::rename(mount.join("one"), mount.join("1")).err().and_then(|e| e.raw_os_error()),
+        fs::rename(mount.join("one"), mount.join("1"))
+            .err()
+            .and_then(|e| e.raw_os_error()),
         Some(libc::EBUSY)
     );
     firn(&sandbox, "abort", &mount.join("one")).ok();
     firn(&sandbox, "commit", &mount.join("two")).ok();
     let content = |name: &str| fs::read(mount.join(name).join("f")).expect("read");
-    assert_eq!([content("one"), content("two"), content("free")], [&b"old"[..], b"new", b"new"]);
+    assert_eq!(
+        [content("one"), content("two"), content("free")],
+        [&b"old"[..], b"new", b"new"]
+    );
     mount.umount();
 }
 
@@ -228,23 +281,54 @@ fn directories_have_transactions_of_their_own() {
 fn what_cannot_be_is_refused_with_what_to_do() {
     let sandbox = Sandbox::new("txbad");
     let plain = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M");
-    firn(&sandbox, "begin", plain.path()).code(1).says("drain=commit");
+    firn(&sandbox, "begin", plain.path())
+        .code(1)
+        .says("drain=commit");
     plain.umount();
     let mount = FirnMount::new(&sandbox, COMMIT);
-    firn(&sandbox, "commit", mount.path()).code(1).says("firn begin");
-    firn(&sandbox, "abort", mount.path()).code(1).says("firn begin");
-    firn(&sandbox, "begin", &mount.join("missing")).code(1).says("no such directory");
+    firn(&sandbox, "commit", mount.path())
+        .code(1)
+        .says("firn begin");
+    firn(&sandbox, "abort", mount.path())
+        .code(1)
+        .says("firn begin");
+    firn(&sandbox, "begin", &mount.join("missing"))
+        .code(1)
+        .says("no such directory");
     fs::write(mount.join("file"), b"x").expect("write");
-    firn(&sandbox, "begin", &mount.join("file")).code(1).says("directory");
+    firn(&sandbox, "begin", &mount.join("file"))
+        .code(1)
+        .says("directory");
     firn(&sandbox, "begin", mount.path()).ok();
-    firn(&sandbox, "begin", mount.path()).code(11).says("the whole mount");
-    assert!(fs::create_dir(mount.join(".firn")).is_err(), "that name is Firn's");
-    assert!(fs::read_dir(mount.path()).expect("list").all(|e| e.expect("entry").file_name() != ".firn"));
-    firn(&sandbox, "umount", mount.path()).code(11).says("transaction is open");
+    firn(&sandbox, "begin", mount.path())
+        .code(11)
+        .says("the whole mount");
+    assert!(
+        fs::create_dir(mount.join(".firn")).is_err(),
+        "that name is Firn's"
+    );
+    assert!(
+        fs::read_dir(mount.path())
+            .expect("list")
+            .all(|e| e.expect("entry").file_name() != ".firn")
+    );
+    firn(&sandbox, "umount", mount.path())
+        .code(11)
+        .says("transaction is open");
     fs::write(mount.join("file"), b"y").expect("the mount stays");
-    sandbox.run([OsStr::new("umount"), OsStr::new("--force"), mount.path().as_os_str()]).ok();
+    sandbox
+        .run([
+            OsStr::new("umount"),
+            OsStr::new("--force"),
+            mount.path().as_os_str(),
+        ])
+        .ok();
     mount.wait_for_end();
-    assert_eq!(fs::read(mount.backing().join("file")).expect("read"), b"x", "undone");
+    assert_eq!(
+        fs::read(mount.backing().join("file")).expect("read"),
+        b"x",
+        "undone"
+    );
 }
 
 /// Proves S-tx-1, S-tx-2, S-tx-3, S-tx-4, S-tx-7.
@@ -260,10 +344,19 @@ fn a_c_program_begins_prepares_commits_aborts_and_restores() {
         run(installed.command(&program).arg("steps").arg(&dir)).ok();
         assert_eq!(fs::read(dir.join("file")).expect("read"), b"fifth");
         let behind = mount.backing().join(format!("{link:?}/file"));
-        assert_eq!(fs::read(behind).expect("read"), b"fifth", "the backing has what was committed");
+        assert_eq!(
+            fs::read(behind).expect("read"),
+            b"fifth",
+            "the backing has what was committed"
+        );
     }
     let program = installed.compile("tests/c/transaction.c", Link::Shared);
-    run(installed.command(&program).arg("errors").arg(mount.path()).arg(sandbox.path())).ok();
+    run(installed
+        .command(&program)
+        .arg("errors")
+        .arg(mount.path())
+        .arg(sandbox.path()))
+    .ok();
     mount.umount();
     let plain = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M");
     run(installed.command(&program).arg("refused").arg(plain.path())).ok();
@@ -275,23 +368,43 @@ fn rules(kind: FsKind) -> Rules {
     match kind {
         FsKind::Xfs => Rules {
             // A directory that an exchange moves to another parent gets a new time there.
-            is_wanted: |op| !matches!(op, Op::Rename { flags: EXCHANGE, .. }),
+            is_wanted: |op| {
+                !matches!(
+                    op,
+                    Op::Rename {
+                        flags: EXCHANGE,
+                        ..
+                    }
+                )
+            },
             // Of a rename over a directory that is not empty, POSIX allows both.
             canonical: |answer| match answer {
                 Answer::Failed(Errno::NOTEMPTY) => Answer::Failed(Errno::EXIST),
                 other => other,
             },
         },
-        _ => Rules { is_wanted: |_| true, canonical: |answer| answer },
+        _ => Rules {
+            is_wanted: |_| true,
+            canonical: |answer| answer,
+        },
     }
 }
 
 fn same_as_plain(kind: FsKind, options: &str) {
     let is_shadow = options == SHADOW;
-    let sandbox = Sandbox::new(&format!("tx{}-{}", if is_shadow { "shadow" } else { "diff" }, kind.name()));
+    let sandbox = Sandbox::new(&format!(
+        "tx{}-{}",
+        if is_shadow { "shadow" } else { "diff" },
+        kind.name()
+    ));
     let image = LoopImage::new(&sandbox, kind, 400);
-    let (backing, plain) = (image.mkdir("backing"), image.mkdir("plain"));
-    let mount = FirnMount::over(&sandbox, &backing, &format!("{options},allow-other,dev,suid"));
+    let backing = image.mkdir("backing");
+    let plain = image.mkdir("plain");
+    let mount = FirnMount::over(
+        &sandbox,
+        &backing,
+        &format!("{options},allow-other,dev,suid"),
+    );
     let ops = env_count("FIRN_DIFFERENTIAL_OPS", 1000);
     let seed = seed(&format!("differential in transactions on {}", kind.name()));
     let both = |seed| differential::run_by(seed, ops, mount.path(), &plain, &rules(kind));
@@ -304,11 +417,19 @@ fn same_as_plain(kind: FsKind, options: &str) {
             assert_same("the backing in a transaction", &behind(&backing), &before);
         }
         firn(&sandbox, "commit", mount.path()).ok();
-        assert_same("the backing after a commit", &behind(&backing), &snapshot(&plain));
+        assert_same(
+            "the backing after a commit",
+            &behind(&backing),
+            &snapshot(&plain),
+        );
     }
     firn(&sandbox, "begin", mount.path()).ok();
     let scratch = image.mkdir("scratch");
-    run(std::process::Command::new("cp").arg("-a").arg(plain.join(".")).arg(&scratch)).ok();
+    run(std::process::Command::new("cp")
+        .arg("-a")
+        .arg(plain.join("."))
+        .arg(&scratch))
+    .ok();
     let mut rng = generator(seed + 9);
     let mut side = Side::new(mount.path());
     (0..ops).for_each(|_| drop(side.perform(&draw(&mut rng))));
@@ -316,7 +437,11 @@ fn same_as_plain(kind: FsKind, options: &str) {
     firn(&sandbox, "abort", mount.path()).ok();
     assert_same("after an abort", &snapshot(mount.path()), &snapshot(&plain));
     mount.umount();
-    assert_same("the backing in the end", &behind(&backing), &snapshot(&plain));
+    assert_same(
+        "the backing in the end",
+        &behind(&backing),
+        &snapshot(&plain),
+    );
 }
 
 /// Proves S-tx-1, S-tx-2, S-tx-3.
@@ -383,14 +508,25 @@ fn pjdfstest_passes(name: &str, options: &str) {
     let sandbox = Sandbox::new(name);
     let image = LoopImage::new(&sandbox, FsKind::Ext4, 400);
     let backing = image.mkdir("backing");
-    let mount = FirnMount::over(&sandbox, &backing, &format!("{options},allow-other,dev,suid"));
+    let mount = FirnMount::over(
+        &sandbox,
+        &backing,
+        &format!("{options},allow-other,dev,suid"),
+    );
     let native = pjdfstest(&image.mkdir("native"), sandbox.path());
     let work = mount.join("work");
     fs::create_dir(&work).expect("mkdir");
     firn(&sandbox, "begin", mount.path()).ok();
     let (through, failures) = pjdfstest_beside(&native, &work, sandbox.path());
-    println!("{} ran natively, {} in a transaction", native.len(), through.len());
-    assert!(failures.is_empty(), "fail in a transaction and not on ext4: {failures:#?}");
+    println!(
+        "{} ran natively, {} in a transaction",
+        native.len(),
+        through.len()
+    );
+    assert!(
+        failures.is_empty(),
+        "fail in a transaction and not on ext4: {failures:#?}"
+    );
     let seen = snapshot(mount.path());
     firn(&sandbox, "commit", mount.path()).ok();
     assert_same("after the commit", &behind(&backing), &seen);
@@ -435,7 +571,11 @@ fn killed_at_any_moment(name: &str, options: &str) {
         let door = round % 2 == 1;
         let mount = FirnMount::new(&sandbox, &options);
         let old = snapshot(&plain);
-        assert_same(&format!("{told}: at the begin"), &snapshot(mount.path()), &old);
+        assert_same(
+            &format!("{told}: at the begin"),
+            &snapshot(mount.path()),
+            &old,
+        );
         firn(&sandbox, "begin", mount.path()).ok();
         differential::run(seed + round, 300, mount.path(), &plain);
         if door {
@@ -444,7 +584,9 @@ fn killed_at_any_moment(name: &str, options: &str) {
             fs::write(&data, bytes(round, MIB + 4097)).expect("write");
             for to in [mount.path(), plain.as_path()] {
                 let mut copy = std::process::Command::new("cp");
-                copy.arg(&data).arg(to.join("big")).env("LD_PRELOAD", preload_library());
+                copy.arg(&data)
+                    .arg(to.join("big"))
+                    .env("LD_PRELOAD", preload_library());
                 run(&mut copy).ok();
             }
         }
@@ -468,8 +610,12 @@ fn killed_at_any_moment(name: &str, options: &str) {
             End::Committing => {
                 let mut commit = sandbox.firn([OsStr::new("commit"), mount.path().as_os_str()]);
                 let mut commit = commit.spawn().expect("firn commit");
-                kill_later(mount.pid(), rng.random_range(0..60_000)).join().expect("join");
-                committed = wait_child(&mut commit, Duration::from_secs(60)).expect("it ends").success();
+                kill_later(mount.pid(), rng.random_range(0..60_000))
+                    .join()
+                    .expect("join");
+                committed = wait_child(&mut commit, Duration::from_secs(60))
+                    .expect("it ends")
+                    .success();
             }
             End::Prepared => {
                 firn_id(&sandbox, "prepare", mount.path(), round).ok();
@@ -481,7 +627,11 @@ fn killed_at_any_moment(name: &str, options: &str) {
         let restored = end == End::Prepared && rng.random();
         if end == End::Prepared {
             let shown = if is_shadow { &new } else { &old };
-            assert_same(&format!("{told}: undecided"), &snapshot(mount.path()), shown);
+            assert_same(
+                &format!("{told}: undecided"),
+                &snapshot(mount.path()),
+                shown,
+            );
             if restored {
                 firn_id(&sandbox, "restore", mount.path(), round).ok();
             } else {
@@ -493,9 +643,20 @@ fn killed_at_any_moment(name: &str, options: &str) {
         let is_old = now == old;
         let what = format!("{told}: {end:?}, committed {committed}, restored {restored}");
         let close = differences(&now, if committed || restored { &new } else { &old });
-        assert!(is_new || is_old, "{what}: neither old nor new: {}", close.join("\n"));
-        assert!(is_new || !(committed || restored), "{what}: the commit is lost: {}", close.join("\n"));
-        assert!(is_old || end == End::Committing || restored, "{what}: it was never committed");
+        assert!(
+            is_new || is_old,
+            "{what}: neither old nor new: {}",
+            close.join("\n")
+        );
+        assert!(
+            is_new || !(committed || restored),
+            "{what}: the commit is lost: {}",
+            close.join("\n")
+        );
+        assert!(
+            is_old || end == End::Committing || restored,
+            "{what}: it was never committed"
+        );
         let backing = mount.umount();
         assert_same(&format!("{what}: in the backing"), &behind(&backing), &now);
         if !is_new {
@@ -503,7 +664,11 @@ fn killed_at_any_moment(name: &str, options: &str) {
             fs::remove_dir_all(&plain).expect("remove");
             fs::create_dir(&plain).expect("mkdir");
             let from = backing.join(".");
-            run(std::process::Command::new("cp").arg("-a").arg(from).arg(&plain)).ok();
+            run(std::process::Command::new("cp")
+                .arg("-a")
+                .arg(from)
+                .arg(&plain))
+            .ok();
             fs::remove_dir_all(plain.join(".firn")).expect("remove");
         }
     }

@@ -103,13 +103,20 @@ impl Campaign {
                 }
                 Ok(())
             }
-            Self::Fsx { ops, seed } => system("suites", "fsx_finds_nothing", ("FIRN_FSX_OPS", ops), seed),
+            Self::Fsx { ops, seed } => {
+                system("suites", "fsx_finds_nothing", ("FIRN_FSX_OPS", ops), seed)
+            }
             Self::Differential { ops, seed } => {
                 let length = ("FIRN_DIFFERENTIAL_OPS", ops);
                 system("differential", "same_as_plain", length, seed)?;
                 system("transactions", "same_as_plain", length, seed)
             }
-            Self::Stress { seconds } => system("suites", "stress_ng", ("FIRN_STRESS_SECONDS", seconds), None),
+            Self::Stress { seconds } => system(
+                "suites",
+                "stress_ng",
+                ("FIRN_STRESS_SECONDS", seconds),
+                None,
+            ),
             Self::Fuzz { seconds, seed } => fuzz::run(seconds, seed),
             Self::Tsan { rounds } => tsan::run(rounds),
         }
@@ -117,10 +124,19 @@ impl Campaign {
 }
 
 fn system(test: &str, filter: &str, length: (&str, u64), seed: Option<u64>) -> anyhow::Result<()> {
-    cargo(&mut cargo_command(&["build", "--release", "-p", "firn", "-p", "firn-preload"]))?;
+    cargo(&mut cargo_command(&[
+        "build",
+        "--release",
+        "-p",
+        "firn",
+        "-p",
+        "firn-preload",
+    ]))?;
     let mut command = cargo_command(&["test", "--release", "-p", "firn-tests", "--test", test]);
     command.args(["--", "--nocapture", "--test-threads=1", filter]);
-    command.env(length.0, length.1.to_string()).env("FIRN_TEST_LIMIT_S", TEST_LIMIT_S.to_string());
+    command
+        .env(length.0, length.1.to_string())
+        .env("FIRN_TEST_LIMIT_S", TEST_LIMIT_S.to_string());
     if let Some(seed) = seed {
         command.env("FIRN_SEED", seed.to_string());
     }
@@ -163,11 +179,14 @@ fn cargo(command: &mut Command) -> anyhow::Result<()> {
 
 /// The repository.
 fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the repository")
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("xtask lies in the repository")
 }
 
 /// Where cargo builds.
 fn target_dir() -> PathBuf {
-    let dir = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
+    let dir =
+        std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
     std::path::absolute(&dir).unwrap_or(dir)
 }

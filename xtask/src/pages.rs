@@ -16,11 +16,23 @@ pub fn run() -> Result<()> {
 
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = std::process::Command::new(cargo)
-        .args(["run", "-q", "-p", "firn", "--", "man", "--dir", "target/man"])
+        .args([
+            "run",
+            "-q",
+            "-p",
+            "firn",
+            "--",
+            "man",
+            "--dir",
+            "target/man",
+        ])
         .current_dir(root)
         .status()
         .context("run `firn man`")?;
-    anyhow::ensure!(status.success(), "`firn man --dir target/man` failed: {status}");
+    anyhow::ensure!(
+        status.success(),
+        "`firn man --dir target/man` failed: {status}"
+    );
     eprintln!("xtask: wrote the man pages to target/man");
     Ok(())
 }

@@ -19,7 +19,10 @@ mod tests {
                 count += 1;
                 let source = std::fs::read_to_string(root.join(file)).unwrap_or_default();
                 if !holds_test(&source, test) {
-                    faults.push(format!("{PAGE}:{}: there is no test {test} in {file}", index + 1));
+                    faults.push(format!(
+                        "{PAGE}:{}: there is no test {test} in {file}",
+                        index + 1
+                    ));
                 }
             }
         }
@@ -29,14 +32,18 @@ mod tests {
     /// What stands in a line as `` `crates/x/src/y.rs::a_test` ``.
     fn named_tests(line: &str) -> impl Iterator<Item = (&str, &str)> {
         let code = line.split('`').skip(1).step_by(2);
-        code.filter_map(|code| code.split_once("::")).filter(|(file, _)| file.ends_with(".rs"))
+        code.filter_map(|code| code.split_once("::"))
+            .filter(|(file, _)| file.ends_with(".rs"))
     }
 
     /// A function of that name, or an entry of a macro that makes tests.
     fn holds_test(source: &str, test: &str) -> bool {
         let function = format!("fn {test}(");
         let entry = format!("{test}: ");
-        source.contains(&function) || source.lines().any(|line| line.trim_start().starts_with(&entry))
+        source.contains(&function)
+            || source
+                .lines()
+                .any(|line| line.trim_start().starts_with(&entry))
     }
 
     #[test]
@@ -44,18 +51,28 @@ mod tests {
         let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
         let page = std::fs::read_to_string(root.join(PAGE)).expect("the page is readable");
         let (faults, count) = check(root, &page);
-        assert!(count > 20, "the page is not understood: it seems to name {count} tests");
+        assert!(
+            count > 20,
+            "the page is not understood: it seems to name {count} tests"
+        );
         assert!(faults.is_empty(), "{}", faults.join("\n"));
     }
 
     #[test]
     fn a_test_that_is_gone_is_named() {
         let dir = tempfile::tempdir().expect("a temporary directory");
-        std::fs::write(dir.path().join("a.rs"), "#[test]\nfn one() {}\ntwo: case(1);\n").expect("write");
+        std::fs::write(
+            dir.path().join("a.rs"),
+            "#[test]\nfn one() {}\ntwo: case(1);\n",
+        )
+        .expect("write");
         let page = "`a.rs::one` and `a.rs::two`, not `std::mem`\n`a.rs::three` `b.rs::one`\n";
         let (faults, count) = check(dir.path(), page);
         assert_eq!(count, 4);
-        let expected = ["there is no test three in a.rs", "there is no test one in b.rs"];
+        let expected = [
+            "there is no test three in a.rs",
+            "there is no test one in b.rs",
+        ];
         assert_eq!(faults, expected.map(|fault| format!("{PAGE}:2: {fault}")));
     }
 }

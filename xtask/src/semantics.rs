@@ -20,7 +20,15 @@ const PROMISES: &str = "docs/SEMANTICS.md";
 const REASONS: &str = "docs/TESTING.md";
 
 /// Where tests and quotations are looked for.
-const PLACES: [&str; 7] = ["crates", "tests", "xtask", "examples", "fuzz", "docs", "CONTRIBUTING.md"];
+const PLACES: [&str; 7] = [
+    "crates",
+    "tests",
+    "xtask",
+    "examples",
+    "fuzz",
+    "docs",
+    "CONTRIBUTING.md",
+];
 
 /// Prints each promise with its tests, then those without; fails where the check does.
 pub fn run() -> Result<()> {
@@ -49,16 +57,24 @@ struct Report {
 
 impl Report {
     fn of(root: &Path) -> Result<Self> {
-        let page =
-            |name: &str| std::fs::read_to_string(root.join(name)).with_context(|| format!("read {name}"));
-        let mut report =
-            Self { promises: stated(&page(PROMISES)?), reasons: reasons(&page(REASONS)?), ..Self::default() };
+        let page = |name: &str| {
+            std::fs::read_to_string(root.join(name)).with_context(|| format!("read {name}"))
+        };
+        let mut report = Self {
+            promises: stated(&page(PROMISES)?),
+            reasons: reasons(&page(REASONS)?),
+            ..Self::default()
+        };
         report.look_for_twins();
         for place in PLACES {
             for file in files_below(&root.join(place))? {
-                let text =
-                    std::fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))?;
-                let name = file.strip_prefix(root).unwrap_or(&file).display().to_string();
+                let text = std::fs::read_to_string(&file)
+                    .with_context(|| format!("read {}", file.display()))?;
+                let name = file
+                    .strip_prefix(root)
+                    .unwrap_or(&file)
+                    .display()
+                    .to_string();
                 report.take_in(&name, &text);
             }
         }
@@ -74,7 +90,8 @@ impl Report {
         let mut seen = BTreeSet::new();
         for (number, _) in &self.promises {
             if !seen.insert(number) {
-                self.faults.push(format!("{PROMISES}: {number} is stated twice"));
+                self.faults
+                    .push(format!("{PROMISES}: {number} is stated twice"));
             }
         }
     }
@@ -83,8 +100,14 @@ impl Report {
         let is_page = name.ends_with(".md");
         for (index, line) in text.lines().enumerate() {
             if is_page || line.trim_start().starts_with("//") {
-                for number in numbers(line).filter(|number| !self.is_stated(number)).collect::<Vec<_>>() {
-                    self.faults.push(format!("{name}:{}: {number} is not in {PROMISES}", index + 1));
+                for number in numbers(line)
+                    .filter(|number| !self.is_stated(number))
+                    .collect::<Vec<_>>()
+                {
+                    self.faults.push(format!(
+                        "{name}:{}: {number} is not in {PROMISES}",
+                        index + 1
+                    ));
                 }
             }
         }
@@ -95,11 +118,15 @@ impl Report {
             match proof {
                 Proof::Test { numbers, test } => {
                     for number in numbers {
-                        self.tests.entry(number).or_default().insert(format!("{name}: {test}"));
+                        self.tests
+                            .entry(number)
+                            .or_default()
+                            .insert(format!("{name}: {test}"));
                     }
                 }
                 Proof::NoTest { line } => {
-                    self.faults.push(format!("{name}:{line}: `Proves` stands on what is no test"));
+                    self.faults
+                        .push(format!("{name}:{line}: `Proves` stands on what is no test"));
                 }
             }
         }
@@ -107,7 +134,10 @@ impl Report {
 
     fn compare(&mut self) {
         for (number, _) in &self.promises {
-            let fault = match (self.tests.contains_key(number), self.reasons.contains_key(number)) {
+            let fault = match (
+                self.tests.contains_key(number),
+                self.reasons.contains_key(number),
+            ) {
                 (false, false) => format!("{number} has neither a test nor a reason in {REASONS}"),
                 (true, true) => format!("{number} has a test: its reason in {REASONS} can go"),
                 _ => continue,
@@ -121,13 +151,26 @@ impl Report {
         for (number, sentence) in &self.promises {
             if let Some(tests) = self.tests.get(number) {
                 text += &format!("{number}  {sentence}\n");
-                tests.iter().for_each(|test| text += &format!("    {test}\n"));
+                tests
+                    .iter()
+                    .for_each(|test| text += &format!("    {test}\n"));
             }
         }
-        let untested: Vec<_> = self.promises.iter().filter(|(n, _)| !self.tests.contains_key(n)).collect();
-        text += &format!("\n{} of {} promises are quoted by no test:\n", untested.len(), self.promises.len());
+        let untested: Vec<_> = self
+            .promises
+            .iter()
+            .filter(|(n, _)| !self.tests.contains_key(n))
+            .collect();
+        text += &format!(
+            "\n{} of {} promises are quoted by no test:\n",
+            untested.len(),
+            self.promises.len()
+        );
         for (number, _) in untested {
-            let reason = self.reasons.get(number).map_or("no reason given", String::as_str);
+            let reason = self
+                .reasons
+                .get(number)
+                .map_or("no reason given", String::as_str);
             text += &format!("    {number}  {reason}\n");
         }
         text
@@ -136,8 +179,13 @@ impl Report {
 
 /// The numbered sentences: `* **S-write-1** When …`.
 fn stated(page: &str) -> Vec<(String, String)> {
-    let items = page.lines().filter_map(|line| line.strip_prefix("* **")?.split_once("** "));
-    items.filter(|(n, _)| n.starts_with("S-")).map(|(n, s)| (n.to_owned(), s.to_owned())).collect()
+    let items = page
+        .lines()
+        .filter_map(|line| line.strip_prefix("* **")?.split_once("** "));
+    items
+        .filter(|(n, _)| n.starts_with("S-"))
+        .map(|(n, s)| (n.to_owned(), s.to_owned()))
+        .collect()
 }
 
 /// The rows of the table of reasons: `| S-attr-6 | … |`.
@@ -145,7 +193,9 @@ fn reasons(page: &str) -> BTreeMap<String, String> {
     let mut reasons = BTreeMap::new();
     for row in page.lines().filter(|line| line.starts_with("| S-")) {
         let mut cells = row.trim_matches('|').splitn(2, '|').map(str::trim);
-        let (Some(first), Some(reason)) = (cells.next(), cells.next()) else { continue };
+        let (Some(first), Some(reason)) = (cells.next(), cells.next()) else {
+            continue;
+        };
         reasons.extend(numbers(first).map(|number| (number, reason.to_owned())));
     }
     reasons
@@ -162,8 +212,14 @@ fn files_below(place: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for path in paths {
         if path.is_dir() {
-            let skipped = path.file_name().is_some_and(|name| name == "target" || name == "corpus");
-            files.extend(if skipped { Vec::new() } else { files_below(&path)? });
+            let skipped = path
+                .file_name()
+                .is_some_and(|name| name == "target" || name == "corpus");
+            files.extend(if skipped {
+                Vec::new()
+            } else {
+                files_below(&path)?
+            });
         } else if path.extension().is_some_and(|e| e == "rs" || e == "md") {
             files.push(path);
         }
@@ -178,13 +234,20 @@ mod tests {
     #[test]
     fn every_promise_has_a_test_or_a_reason() {
         let report = Report::of(&repository()).expect("the repository is readable");
-        assert!(report.promises.len() > 50, "the page is not understood: {:?}", report.promises);
+        assert!(
+            report.promises.len() > 50,
+            "the page is not understood: {:?}",
+            report.promises
+        );
         assert!(report.faults.is_empty(), "{}", report.faults.join("\n"));
     }
 
     fn report(promises: &str, reasons_page: &str, source: &str) -> Report {
-        let mut report =
-            Report { promises: stated(promises), reasons: reasons(reasons_page), ..Report::default() };
+        let mut report = Report {
+            promises: stated(promises),
+            reasons: reasons(reasons_page),
+            ..Report::default()
+        };
         report.look_for_twins();
         report.take_in("a.rs", source);
         report.compare();
@@ -202,10 +265,18 @@ mod tests {
             ["S-a-2 has neither a test nor a reason in docs/TESTING.md"]
         );
         let both = report(page, "| S-a-1, S-a-2 | no |\n", test).faults;
-        assert_eq!(both, ["S-a-1 has a test: its reason in docs/TESTING.md can go"]);
+        assert_eq!(
+            both,
+            ["S-a-1 has a test: its reason in docs/TESTING.md can go"]
+        );
         let unknown = report(page, because, &test.replace("S-a-1", "S-a-1, S-a-9")).faults;
         assert_eq!(unknown, ["a.rs:1: S-a-9 is not in docs/SEMANTICS.md"]);
-        let helper = report(page, because, &format!("{test}/// Proves S-a-1.\nfn two() {{}}\n")).faults;
+        let helper = report(
+            page,
+            because,
+            &format!("{test}/// Proves S-a-1.\nfn two() {{}}\n"),
+        )
+        .faults;
         assert_eq!(helper, ["a.rs:5: `Proves` stands on what is no test"]);
         let twice = report(&format!("{page}* **S-a-1** Again.\n"), because, test).faults;
         assert_eq!(twice, ["docs/SEMANTICS.md: S-a-1 is stated twice"]);

@@ -135,7 +135,11 @@ fn place(map: &Map, geometry: &Geometry, topology: &Topology) {
     while slot < geometry.chunk_count {
         let node = node_of(geometry, topology, slot);
         let same = |next: &u32| node_of(geometry, topology, *next) == node;
-        let end = (slot..geometry.chunk_count).take_while(same).last().expect("the slot itself") + 1;
+        let end = (slot..geometry.chunk_count)
+            .take_while(same)
+            .last()
+            .expect("the slot itself")
+            + 1;
         let bytes = u64::from(end - slot) * geometry.chunk_bytes;
         if let Err(error) = map.prefer_node(geometry.slot_offset(slot), bytes, topology.id(node)) {
             tracing::warn!(%error, node = topology.id(node), "cannot place memory on this node");
@@ -146,7 +150,11 @@ fn place(map: &Map, geometry: &Geometry, topology: &Topology) {
 
 impl Arena {
     /// Makes the file, with all its room allocated, and attaches. Fails if it exists.
-    pub fn create(path: &Path, geometry: Geometry, identity: &Identity) -> Result<Self, ArenaError> {
+    pub fn create(
+        path: &Path,
+        geometry: Geometry,
+        identity: &Identity,
+    ) -> Result<Self, ArenaError> {
         Self::create_with_spill(path, geometry, identity, Path::new(""))
     }
 
@@ -169,7 +177,13 @@ impl Arena {
         spill: &Path,
         topology: &Topology,
     ) -> Result<Self, ArenaError> {
-        let io = |what| move |source| ArenaError::Io { path: quoted_path(path), what, source };
+        let io = |what| {
+            move |source| ArenaError::Io {
+                path: quoted_path(path),
+                what,
+                source,
+            }
+        };
         // Without a name until it is whole: whoever finds an arena finds one that can be attached, and a kill in
         // here leaves none. What an earlier firn left under the name that it used is in the way of nobody else.
         let unfinished = path.with_extension("unfinished");
@@ -177,15 +191,16 @@ impl Arena {
         let unnamed = Unnamed::create(path, &unfinished).map_err(io("create it"))?;
         probe();
         let Unnamed { file, name } = unnamed;
-        let made = Self::initialise(path, file, geometry, identity, spill, topology).and_then(|arena| {
-            probe();
-            let named = give_name(arena.map.file(), name.then_some(&unfinished), path);
-            if named.is_err() && arena.spill.is_some() {
-                let _ = rustix::fs::unlink(spill);
-            }
-            named.map_err(io("give it its name"))?;
-            Ok(arena)
-        });
+        let made =
+            Self::initialise(path, file, geometry, identity, spill, topology).and_then(|arena| {
+                probe();
+                let named = give_name(arena.map.file(), name.then_some(&unfinished), path);
+                if named.is_err() && arena.spill.is_some() {
+                    let _ = rustix::fs::unlink(spill);
+                }
+                named.map_err(io("give it its name"))?;
+                Ok(arena)
+            });
         if made.is_err() && name {
             let _ = rustix::fs::unlink(&unfinished);
         }
@@ -205,7 +220,9 @@ impl Arena {
             move |why| {
                 let path = quoted_path(path);
                 match why {
-                    Errno::NOSPC | Errno::FBIG | Errno::NOMEM => ArenaError::NoRoom { path, need, why },
+                    Errno::NOSPC | Errno::FBIG | Errno::NOMEM => {
+                        ArenaError::NoRoom { path, need, why }
+                    }
                     source => ArenaError::Io { path, what, source },
                 }
             }
@@ -218,8 +235,13 @@ impl Arena {
         place(&map, &geometry, topology);
         // Allocated, not only sized: a full tmpfs must say so here, not with SIGBUS at the first touch.
         for range in geometry.allocated_ranges() {
-            rustix::fs::fallocate(map.file(), FallocateFlags::empty(), range.start, range.end - range.start)
-                .map_err(failed("allocate it"))?;
+            rustix::fs::fallocate(
+                map.file(),
+                FallocateFlags::empty(),
+                range.start,
+                range.end - range.start,
+            )
+            .map_err(failed("allocate it"))?;
         }
         probe();
         let uuid = random_uuid(getrandom::fill).map_err(failed("get random numbers for it"))?;
@@ -236,7 +258,10 @@ impl Arena {
             0 => None,
             _ => Some(Arc::new(SpillFile::create(spill, &geometry, uuid, path)?)),
         };
-        let arena = Self { spill, ..Self::assemble(path, map, superblock, topology) };
+        let arena = Self {
+            spill,
+            ..Self::assemble(path, map, superblock, topology)
+        };
         // Before the superblock: what is an arena has a journal.
         drop(Journal::create(arena.journal_region()));
         arena.map.write(0, &arena.superblock.encode());
@@ -305,7 +330,13 @@ impl Arena {
                 }
                 Err(fault) => arena.spill_fault = Some(fault),
             }
-            missing(&homes, &stored, arena.spill.as_deref(), arena.spill_fault.as_ref(), &mut damage);
+            missing(
+                &homes,
+                &stored,
+                arena.spill.as_deref(),
+                arena.spill_fault.as_ref(),
+                &mut damage,
+            );
         }
         arena.adopt(&stored, &stopping, &homes);
         *arena.stopping.lock() = stopping;
@@ -314,8 +345,14 @@ impl Arena {
 
     /// The chunks that are cut, as far as their class can be read.
     fn classes(&self) -> Vec<(u32, Class)> {
-        let class = |chunk| Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire)).ok().flatten();
-        (0..self.geometry.chunks()).filter_map(|chunk| Some((chunk, class(chunk)?))).collect()
+        let class = |chunk| {
+            Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire))
+                .ok()
+                .flatten()
+        };
+        (0..self.geometry.chunks())
+            .filter_map(|chunk| Some((chunk, class(chunk)?)))
+            .collect()
     }
 
     fn adopt(&self, stored: &[Stored], stopping: &[Stopping], homes: &[Option<Home>]) {
@@ -345,10 +382,15 @@ impl Arena {
             }
         }
         let mut pool = self.pool.lock();
-        let chunks: std::collections::HashSet<u32> = kept.iter().map(|(_, chunk, _)| *chunk).collect();
-        let slots: std::collections::HashSet<Home> =
-            chunks.iter().filter_map(|chunk| homes[*chunk as usize]).collect();
-        pool.reserve(&|chunk| chunks.contains(&chunk), &|home| slots.contains(&home));
+        let chunks: std::collections::HashSet<u32> =
+            kept.iter().map(|(_, chunk, _)| *chunk).collect();
+        let slots: std::collections::HashSet<Home> = chunks
+            .iter()
+            .filter_map(|chunk| homes[*chunk as usize])
+            .collect();
+        pool.reserve(&|chunk| chunks.contains(&chunk), &|home| {
+            slots.contains(&home)
+        });
         // The oldest first: in this order they move to the spill file.
         kept.sort_unstable_by_key(|(newest, chunk, _)| (*newest, *chunk));
         for (_, chunk, used) in kept {
@@ -371,26 +413,31 @@ impl Arena {
         for slab in 0..self.geometry.small_slabs() {
             let at = SlabRef { chunk, slab };
             if used.binary_search(&slab).is_ok() {
-                self.slab_state(at).store(SlabState::Sealed.to_word(), Ordering::Release);
+                self.slab_state(at)
+                    .store(SlabState::Sealed.to_word(), Ordering::Release);
                 // Held until `settle`, so that no slab is freed while pieces are kept.
                 self.uses(at).store(PIN, Ordering::Relaxed);
             } else {
-                self.slab_state(at).store(SlabState::Free.to_word(), Ordering::Release);
+                self.slab_state(at)
+                    .store(SlabState::Free.to_word(), Ordering::Release);
             }
         }
     }
 
     fn clear_chunk(&self, chunk: u32) {
         for slab in 0..self.geometry.small_slabs() {
-            self.slab_state(SlabRef { chunk, slab }).store(SlabState::Free.to_word(), Ordering::Release);
+            self.slab_state(SlabRef { chunk, slab })
+                .store(SlabState::Free.to_word(), Ordering::Release);
         }
-        self.chunk_class(chunk).store(Class::to_word(None), Ordering::Release);
+        self.chunk_class(chunk)
+            .store(Class::to_word(None), Ordering::Release);
         self.homes.set(chunk, None);
     }
 
     /// After attach: `bytes` of this piece are pending.
     pub fn keep(&self, at: PieceRef, bytes: u32) {
-        self.uses(at.slab).fetch_add(u64::from(bytes), Ordering::AcqRel);
+        self.uses(at.slab)
+            .fetch_add(u64::from(bytes), Ordering::AcqRel);
     }
 
     /// After attach, once: slabs of which nothing was kept are free.
@@ -429,19 +476,29 @@ impl Arena {
     }
     /// The next sequence number.
     pub fn next_sequence(&self) -> u64 {
-        self.map.u64(state_word::SEQUENCE).fetch_add(1, Ordering::AcqRel) + 1
+        self.map
+            .u64(state_word::SEQUENCE)
+            .fetch_add(1, Ordering::AcqRel)
+            + 1
     }
     /// Counts a lifetime of firnd; returns which it is, from 1.
     pub fn begin_epoch(&self) -> u64 {
-        self.map.u64(state_word::EPOCH).fetch_add(1, Ordering::AcqRel) + 1
+        self.map
+            .u64(state_word::EPOCH)
+            .fetch_add(1, Ordering::AcqRel)
+            + 1
     }
     /// Says who has it attached, for messages of others.
     pub fn set_holder(&self, pid: u32, mount_point: &Path) {
         let bytes = mount_point.as_os_str().as_bytes();
         let bytes = &bytes[..bytes.len().min(state_word::HOLDER_PATH_MAX)];
-        self.map.u32(state_word::HOLDER_PATH).store(bytes.len() as u32, Ordering::Relaxed);
+        self.map
+            .u32(state_word::HOLDER_PATH)
+            .store(bytes.len() as u32, Ordering::Relaxed);
         self.map.write(state_word::HOLDER_PATH + 4, bytes);
-        self.map.u32(state_word::HOLDER_PID).store(pid, Ordering::Release);
+        self.map
+            .u32(state_word::HOLDER_PID)
+            .store(pid, Ordering::Release);
     }
     /// Bytes of slabs in use in memory.
     pub fn used_bytes(&self) -> u64 {
@@ -455,8 +512,8 @@ impl Arena {
 
     /// Gives memory to all slots, from the first on, until all are done or `go_on` is false.
     pub fn populate(&self, go_on: &dyn Fn() -> bool) -> Result<(), Errno> {
-        let (start, end) =
-            (self.geometry.slot_offset(0), self.geometry.slot_offset(0) + self.geometry.data_bytes());
+        let start = self.geometry.slot_offset(0);
+        let end = self.geometry.slot_offset(0) + self.geometry.data_bytes();
         let mut at = start;
         // Not slot by slot: chunks may be smaller than a huge page.
         while at < end && go_on() {
@@ -469,8 +526,11 @@ impl Arena {
 
     /// What the tables hold now: live pieces and damage.
     pub fn stored(&self) -> (Vec<Stored>, Vec<Damage>) {
-        let (mut stored, mut damage) = (Vec::new(), Vec::new());
-        scan(&self.map, &self.geometry, &mut damage, &mut |found| stored.push(found));
+        let mut stored = Vec::new();
+        let mut damage = Vec::new();
+        scan(&self.map, &self.geometry, &mut damage, &mut |found| {
+            stored.push(found)
+        });
         (stored, damage)
     }
 
@@ -497,19 +557,29 @@ impl Arena {
             return None;
         };
         let at = SlabRef { chunk, slab };
-        let generation = self.map.u64(state_word::GENERATION).fetch_add(1, Ordering::AcqRel) + 1;
+        let generation = self
+            .map
+            .u64(state_word::GENERATION)
+            .fetch_add(1, Ordering::AcqRel)
+            + 1;
         let header = self.geometry.slab_header_offset(chunk, slab);
         probe();
-        self.map.u32(header + slab_word::PUBLISHED).store(0, Ordering::Release);
-        self.map.u64(header + slab_word::GENERATION).store(generation, Ordering::Release);
+        self.map
+            .u32(header + slab_word::PUBLISHED)
+            .store(0, Ordering::Release);
+        self.map
+            .u64(header + slab_word::GENERATION)
+            .store(generation, Ordering::Release);
         if let Some(slot) = cut {
             probe();
             self.store_home(chunk, Home::Memory(slot));
             probe();
-            self.chunk_class(chunk).store(Class::to_word(Some(class)), Ordering::Release);
+            self.chunk_class(chunk)
+                .store(Class::to_word(Some(class)), Ordering::Release);
         }
         probe();
-        self.slab_state(at).store(SlabState::Leased.to_word(), Ordering::Release);
+        self.slab_state(at)
+            .store(SlabState::Leased.to_word(), Ordering::Release);
         self.uses(at).store(PIN, Ordering::Release);
         let memory_used = pool.memory_used();
         drop(pool);
@@ -532,7 +602,9 @@ impl Arena {
 
     /// Whether the slab of a lease is in the memory nearest to the CPU of this thread.
     pub fn is_near(&self, lease: &Lease) -> bool {
-        let Some(Home::Memory(slot)) = self.homes.get(lease.slab.chunk) else { return false };
+        let Some(Home::Memory(slot)) = self.homes.get(lease.slab.chunk) else {
+            return false;
+        };
         let pool = self.pool.lock();
         node_of(&self.geometry, pool.topology(), slot) == pool.topology().here()
     }
@@ -546,21 +618,25 @@ impl Arena {
     pub fn has_room(&self, class: Class) -> bool {
         self.await_clients();
         let pool = self.pool.lock();
-        [Class::Small, Class::Medium, Class::Whole].into_iter().any(|c| c <= class && pool.has(c))
+        [Class::Small, Class::Medium, Class::Whole]
+            .into_iter()
+            .any(|c| c <= class && pool.has(c))
     }
 
     /// Ends a lease. The slab is freed when nothing of it is pending.
     pub fn seal(&self, lease: Lease) {
         let slab = lease.slab;
         probe();
-        self.slab_state(slab).store(SlabState::Sealed.to_word(), Ordering::Release);
+        self.slab_state(slab)
+            .store(SlabState::Sealed.to_word(), Ordering::Release);
         self.end_lease(slab);
     }
 
     /// The writer of a slab is known not to touch it any more.
     pub(crate) fn end_lease(&self, slab: SlabRef) {
         let mut pool = self.pool.lock();
-        let (may_move, memory_used) = (pool.end_lease(slab.chunk), pool.memory_used());
+        let may_move = pool.end_lease(slab.chunk);
+        let memory_used = pool.memory_used();
         drop(pool);
         self.release_uses(slab, PIN);
         if may_move {
@@ -578,20 +654,44 @@ impl Arena {
         sequence: u64,
         modified: u64,
     ) -> PieceRef {
-        let piece = Piece { file, offset, sequence, position: reserved.position, len: reserved.len };
-        let at = PieceRef { slab: lease.slab, record: lease.record };
-        self.uses(lease.slab).fetch_add(u64::from(piece.len), Ordering::AcqRel);
+        let piece = Piece {
+            file,
+            offset,
+            sequence,
+            position: reserved.position,
+            len: reserved.len,
+        };
+        let at = PieceRef {
+            slab: lease.slab,
+            record: lease.record,
+        };
+        self.uses(lease.slab)
+            .fetch_add(u64::from(piece.len), Ordering::AcqRel);
         let base = self.geometry.record_offset(at.slab.chunk, at.record);
         let raw = piece.raw(lease.generation);
-        self.map.u64(base + word::WHO).store(raw.who, Ordering::Relaxed);
-        self.map.u64(base + word::OFFSET).store(raw.offset, Ordering::Relaxed);
-        self.map.u64(base + word::PLACE).store(raw.place, Ordering::Relaxed);
-        self.map.u64(base + word::MODIFIED).store(modified, Ordering::Relaxed);
+        self.map
+            .u64(base + word::WHO)
+            .store(raw.who, Ordering::Relaxed);
+        self.map
+            .u64(base + word::OFFSET)
+            .store(raw.offset, Ordering::Relaxed);
+        self.map
+            .u64(base + word::PLACE)
+            .store(raw.place, Ordering::Relaxed);
+        self.map
+            .u64(base + word::MODIFIED)
+            .store(modified, Ordering::Relaxed);
         probe();
-        self.map.u64(base + word::SEAL).store(raw.seal, Ordering::Release);
-        let header = self.geometry.slab_header_offset(at.slab.chunk, at.slab.slab);
+        self.map
+            .u64(base + word::SEAL)
+            .store(raw.seal, Ordering::Release);
+        let header = self
+            .geometry
+            .slab_header_offset(at.slab.chunk, at.slab.slab);
         probe();
-        self.map.u32(header + slab_word::PUBLISHED).fetch_add(1, Ordering::Release);
+        self.map
+            .u32(header + slab_word::PUBLISHED)
+            .fetch_add(1, Ordering::Release);
         lease.record += 1;
         lease.next = reserved.position + reserved.len;
         lease.last = Some((at, piece));
@@ -603,11 +703,16 @@ impl Arena {
     pub fn extend(&self, lease: &mut Lease, len: u32, modified: u64) -> (PieceRef, u64) {
         let (at, piece) = lease.last.as_mut().expect("extend follows publish");
         piece.len += len;
-        self.uses(at.slab).fetch_add(u64::from(len), Ordering::AcqRel);
+        self.uses(at.slab)
+            .fetch_add(u64::from(len), Ordering::AcqRel);
         let base = self.geometry.record_offset(at.slab.chunk, at.record);
-        self.map.u64(base + word::MODIFIED).store(modified, Ordering::Relaxed);
+        self.map
+            .u64(base + word::MODIFIED)
+            .store(modified, Ordering::Relaxed);
         probe();
-        self.map.u64(base + word::SEAL).store(piece.seal(lease.generation), Ordering::Release);
+        self.map
+            .u64(base + word::SEAL)
+            .store(piece.seal(lease.generation), Ordering::Release);
         lease.next += len;
         (*at, piece.sequence)
     }
@@ -629,10 +734,17 @@ impl Arena {
     /// Nothing of a piece is pending.
     pub fn mark_dead(&self, at: PieceRef) {
         let base = self.geometry.record_offset(at.slab.chunk, at.record);
-        let header = self.geometry.slab_header_offset(at.slab.chunk, at.slab.slab);
-        let generation = self.map.u64(header + slab_word::GENERATION).load(Ordering::Relaxed);
+        let header = self
+            .geometry
+            .slab_header_offset(at.slab.chunk, at.slab.slab);
+        let generation = self
+            .map
+            .u64(header + slab_word::GENERATION)
+            .load(Ordering::Relaxed);
         probe();
-        self.map.u64(base + word::SEAL).store(dead(generation), Ordering::Release);
+        self.map
+            .u64(base + word::SEAL)
+            .store(dead(generation), Ordering::Release);
     }
 
     /// The time of the last write to a piece, nanoseconds since 1970, as its record has it.
@@ -647,7 +759,8 @@ impl Arena {
     }
 
     fn modified_word(&self, at: PieceRef) -> &AtomicU64 {
-        self.map.u64(self.geometry.record_offset(at.slab.chunk, at.record) + word::MODIFIED)
+        self.map
+            .u64(self.geometry.record_offset(at.slab.chunk, at.record) + word::MODIFIED)
     }
 
     /// Keeps a slab, and its data where it is, while an I/O reads it.
@@ -677,12 +790,16 @@ impl Arena {
 
     fn release_uses(&self, slab: SlabRef, amount: u64) {
         let before = self.uses(slab).fetch_sub(amount, Ordering::AcqRel);
-        assert!(before >= amount, "slab {slab:?} released more often than it was used");
+        assert!(
+            before >= amount,
+            "slab {slab:?} released more often than it was used"
+        );
         if before != amount {
             return;
         }
         probe();
-        self.slab_state(slab).store(SlabState::Free.to_word(), Ordering::Release);
+        self.slab_state(slab)
+            .store(SlabState::Free.to_word(), Ordering::Release);
         let mut pool = self.pool.lock();
         if pool.give(slab.chunk, slab.slab) {
             self.forget_chunk(slab.chunk, &mut pool);
@@ -694,7 +811,8 @@ impl Arena {
     /// A chunk became free: so does its slot.
     pub(crate) fn forget_chunk(&self, chunk: u32, pool: &mut Pool) {
         probe();
-        self.chunk_class(chunk).store(Class::to_word(None), Ordering::Release);
+        self.chunk_class(chunk)
+            .store(Class::to_word(None), Ordering::Release);
         if let Some(home) = self.homes.get(chunk) {
             self.homes.set(chunk, None);
             pool.free_slot(home);
@@ -711,10 +829,12 @@ impl Arena {
         &self.uses[slab.chunk as usize * self.geometry.small_slabs() as usize + slab.slab as usize]
     }
     fn slab_state(&self, slab: SlabRef) -> &std::sync::atomic::AtomicU32 {
-        self.map.u32(self.geometry.slab_header_offset(slab.chunk, slab.slab) + slab_word::STATE)
+        self.map
+            .u32(self.geometry.slab_header_offset(slab.chunk, slab.slab) + slab_word::STATE)
     }
     fn chunk_class(&self, chunk: u32) -> &std::sync::atomic::AtomicU32 {
-        self.map.u32(self.geometry.table_offset(chunk) + chunk_word::CLASS)
+        self.map
+            .u32(self.geometry.table_offset(chunk) + chunk_word::CLASS)
     }
 
     /// Asserts that what is counted is what is there: of slabs and chunks, here and in the piece tables. To be called
@@ -723,13 +843,20 @@ impl Arena {
         let pool = self.pool.lock();
         pool.assert_invariants();
         for chunk in 0..self.geometry.chunks() {
-            let Some(class) = pool.class(chunk) else { continue };
+            let Some(class) = pool.class(chunk) else {
+                continue;
+            };
             let word = self.chunk_class(chunk).load(Ordering::Acquire);
             assert_eq!(word, Class::to_word(Some(class)), "class of chunk {chunk}");
-            let slabs = (self.geometry.chunk_bytes / class.slab_bytes(self.geometry.chunk_bytes)) as u32;
+            let slabs =
+                (self.geometry.chunk_bytes / class.slab_bytes(self.geometry.chunk_bytes)) as u32;
             let at = |slab| SlabRef { chunk, slab };
             let used = (0..slabs).filter(|&slab| self.uses(at(slab)).load(Ordering::Acquire) > 0);
-            assert_eq!(used.count() as u32, pool.used_slabs(chunk), "slabs of chunk {chunk} in use");
+            assert_eq!(
+                used.count() as u32,
+                pool.used_slabs(chunk),
+                "slabs of chunk {chunk} in use"
+            );
             for slab in 0..slabs {
                 let is_used = self.uses(at(slab)).load(Ordering::Acquire) > 0;
                 let state = SlabState::from_word(self.slab_state(at(slab)).load(Ordering::Acquire));
@@ -760,7 +887,8 @@ impl Arena {
         self.uses(slab).fetch_add(bytes, Ordering::AcqRel);
     }
     pub(crate) fn set_state(&self, slab: SlabRef, state: SlabState) {
-        self.slab_state(slab).store(state.to_word(), Ordering::Release);
+        self.slab_state(slab)
+            .store(state.to_word(), Ordering::Release);
     }
     /// The file, for clients that map it themselves.
     pub fn file(&self) -> rustix::fd::BorrowedFd<'_> {
@@ -799,7 +927,9 @@ impl Lease {
     /// Whether bytes of `file` at `offset`, filled at `reserved`, continue the last piece.
     pub fn continues(&self, file: u64, offset: u64, reserved: Reserved) -> bool {
         self.last.is_some_and(|(_, p)| {
-            p.file == file && p.offset + u64::from(p.len) == offset && p.position + p.len == reserved.position
+            p.file == file
+                && p.offset + u64::from(p.len) == offset
+                && p.position + p.len == reserved.position
         })
     }
 
@@ -808,8 +938,9 @@ impl Lease {
     /// to the file offset modulo the page size, so that whole pages can be written or mapped as they
     /// are. `None`: the slab is full.
     pub fn reserve(&self, file: u64, offset: u64, len: u64) -> Option<Reserved> {
-        let continues =
-            self.last.is_some_and(|(_, p)| p.file == file && p.offset + u64::from(p.len) == offset);
+        let continues = self
+            .last
+            .is_some_and(|(_, p)| p.file == file && p.offset + u64::from(p.len) == offset);
         let mut position = u64::from(self.next);
         if !continues {
             if self.record == self.record_end {
@@ -824,7 +955,10 @@ impl Lease {
         if room == 0 || (continues && self.record == self.record_end) {
             return None;
         }
-        Some(Reserved { position: position as u32, len: len.min(room) as u32 })
+        Some(Reserved {
+            position: position as u32,
+            len: len.min(room) as u32,
+        })
     }
 }
 
@@ -848,17 +982,27 @@ impl Unnamed {
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {}
             Err(errno) => return Err(errno),
         }
-        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        Ok(Self { file: rustix::fs::open(unfinished, flags, mode)?, name: true })
+        let flags =
+            OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        Ok(Self {
+            file: rustix::fs::open(unfinished, flags, mode)?,
+            name: true,
+        })
     }
 }
 
 /// Gives a file its name where nothing has that: EEXIST otherwise.
-fn give_name(file: impl rustix::fd::AsFd, unfinished: Option<&PathBuf>, path: &Path) -> Result<(), Errno> {
+fn give_name(
+    file: impl rustix::fd::AsFd,
+    unfinished: Option<&PathBuf>,
+    path: &Path,
+) -> Result<(), Errno> {
     use rustix::fd::AsRawFd;
     let here = rustix::fs::CWD;
     match unfinished {
-        Some(unfinished) => rustix::fs::renameat_with(here, unfinished, here, path, RenameFlags::NOREPLACE),
+        Some(unfinished) => {
+            rustix::fs::renameat_with(here, unfinished, here, path, RenameFlags::NOREPLACE)
+        }
         // AT_EMPTY_PATH would need CAP_DAC_READ_SEARCH (open(2), O_TMPFILE).
         None => {
             let link = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
@@ -869,9 +1013,15 @@ fn give_name(file: impl rustix::fd::AsFd, unfinished: Option<&PathBuf>, path: &P
 
 /// What tells an arena from any other. All zeros would be what two arenas have that had no random numbers, so a
 /// source that fails, or gives only zeros, is an error.
-fn random_uuid(fill: impl FnOnce(&mut [u8]) -> Result<(), getrandom::Error>) -> Result<[u8; 16], Errno> {
+fn random_uuid(
+    fill: impl FnOnce(&mut [u8]) -> Result<(), getrandom::Error>,
+) -> Result<[u8; 16], Errno> {
     let mut uuid = [0; 16];
-    let errno = |error: getrandom::Error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error);
+    let errno = |error: getrandom::Error| {
+        error
+            .raw_os_error()
+            .map_or(Errno::IO, Errno::from_raw_os_error)
+    };
     fill(&mut uuid).map_err(errno)?;
     if uuid == [0; 16] {
         return Err(Errno::IO);
@@ -889,14 +1039,27 @@ pub(crate) fn records_of(geometry: &Geometry, class: Class, slab: u32) -> std::o
 /// Opens and maps a file of this user whose superblock is good.
 pub(crate) fn open(path: &Path, writable: bool) -> Result<(Arc<Map>, Superblock), ArenaError> {
     let name = || quoted_path(path);
-    let io = |what| move |source| ArenaError::Io { path: quoted_path(path), what, source };
-    let access = if writable { OFlags::RDWR } else { OFlags::RDONLY };
+    let io = |what| {
+        move |source| ArenaError::Io {
+            path: quoted_path(path),
+            what,
+            source,
+        }
+    };
+    let access = if writable {
+        OFlags::RDWR
+    } else {
+        OFlags::RDONLY
+    };
     // O_NONBLOCK: nobody may write to a named pipe that is in its place.
     let flags = access | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
         // What O_NOFOLLOW says of a link.
         Errno::LOOP => {
-            let why = Distrust::Kind { found: "a symbolic link", expected: "a regular file" };
+            let why = Distrust::Kind {
+                found: "a symbolic link",
+                expected: "a regular file",
+            };
             ArenaError::Distrusted { path: name(), why }
         }
         errno => io("open it")(errno),
@@ -911,22 +1074,40 @@ pub(crate) fn open(path: &Path, writable: bool) -> Result<(Arc<Map>, Superblock)
     let mut page = vec![0u8; SUPERBLOCK_BYTES.min(size as usize)];
     rustix::io::pread(&file, &mut page[..], 0).map_err(io("read it"))?;
     // Of a file that is no arena at all this says more than whose it is.
-    let superblock =
-        Superblock::decode(&page).map_err(|source| ArenaError::Format { path: name(), source })?;
+    let superblock = Superblock::decode(&page).map_err(|source| ArenaError::Format {
+        path: name(),
+        source,
+    })?;
     facts.map_err(distrusted)?;
     let expected = superblock.geometry.file_bytes();
     if size < expected {
-        let source = FormatError::Truncated { what: "arena", found: size, expected };
-        return Err(ArenaError::Format { path: name(), source });
+        let source = FormatError::Truncated {
+            what: "arena",
+            found: size,
+            expected,
+        };
+        return Err(ArenaError::Format {
+            path: name(),
+            source,
+        });
     }
-    Ok((Arc::new(Map::new(path, file, expected, writable)?), superblock))
+    Ok((
+        Arc::new(Map::new(path, file, expected, writable)?),
+        superblock,
+    ))
 }
 
 /// Reads every piece record that counts; what fails its check goes to `damage`.
-pub(crate) fn scan(map: &Map, geometry: &Geometry, damage: &mut Vec<Damage>, live: &mut dyn FnMut(Stored)) {
+pub(crate) fn scan(
+    map: &Map,
+    geometry: &Geometry,
+    damage: &mut Vec<Damage>,
+    live: &mut dyn FnMut(Stored),
+) {
     for chunk in 0..geometry.chunks() {
         let class = match Class::from_word(
-            map.u32(geometry.table_offset(chunk) + chunk_word::CLASS).load(Ordering::Acquire),
+            map.u32(geometry.table_offset(chunk) + chunk_word::CLASS)
+                .load(Ordering::Acquire),
         ) {
             Ok(None) => continue,
             Ok(Some(class)) => class,
@@ -965,17 +1146,31 @@ fn scan_slab(
     let state_now = map.u32(header + slab_word::STATE);
     const TRIES: usize = 3;
     for _ in 0..TRIES {
-        let generation = map.u64(header + slab_word::GENERATION).load(Ordering::Acquire);
+        let generation = map
+            .u64(header + slab_word::GENERATION)
+            .load(Ordering::Acquire);
         let mut found = Vec::new();
         let mut wrong = Vec::new();
-        scan_records(map, geometry, at, class, generation, &mut wrong, &mut |stored| found.push(stored));
+        scan_records(
+            map,
+            geometry,
+            at,
+            class,
+            generation,
+            &mut wrong,
+            &mut |stored| found.push(stored),
+        );
         fence(Ordering::Acquire);
         if class_now.load(Ordering::Acquire) != Class::to_word(Some(class))
             || state_now.load(Ordering::Acquire) == SlabState::Free.to_word()
         {
             return;
         }
-        if map.u64(header + slab_word::GENERATION).load(Ordering::Acquire) == generation {
+        if map
+            .u64(header + slab_word::GENERATION)
+            .load(Ordering::Acquire)
+            == generation
+        {
             damage.extend(wrong);
             found.into_iter().for_each(live);
             return;
@@ -993,12 +1188,19 @@ fn scan_records(
     live: &mut dyn FnMut(Stored),
 ) {
     let header = geometry.slab_header_offset(at.chunk, at.slab);
-    let published = map.u32(header + slab_word::PUBLISHED).load(Ordering::Acquire);
+    let published = map
+        .u32(header + slab_word::PUBLISHED)
+        .load(Ordering::Acquire);
     let bytes = class.slab_bytes(geometry.chunk_bytes);
-    let (start, end) = (u64::from(at.slab) * bytes, (u64::from(at.slab) + 1) * bytes);
+    let start = u64::from(at.slab) * bytes;
+    let end = (u64::from(at.slab) + 1) * bytes;
     let records = records_of(geometry, class, at.slab);
     if published > records.len() as u32 {
-        damage.push(Damage::Count { slab: at, published, max: records.len() as u32 });
+        damage.push(Damage::Count {
+            slab: at,
+            published,
+            max: records.len() as u32,
+        });
     }
     for (index, record) in records.enumerate() {
         let base = geometry.record_offset(at.chunk, record);
@@ -1010,11 +1212,18 @@ fn scan_records(
                 // bytes are there, so it counts.
                 if let Checked::Live(piece) = checked {
                     let modified = map.u64(base + word::MODIFIED).load(Ordering::Relaxed);
-                    live(Stored { at: piece_ref, piece, modified });
+                    live(Stored {
+                        at: piece_ref,
+                        piece,
+                        modified,
+                    });
                 }
             }
             Err(error) if (index as u32) < published => {
-                damage.push(Damage::Piece { piece: piece_ref, error });
+                damage.push(Damage::Piece {
+                    piece: piece_ref,
+                    error,
+                });
             }
             // Not published: whatever lies here is left over from before.
             Err(_) => {}
@@ -1038,8 +1247,14 @@ mod tests {
 
     #[test]
     fn regression_without_random_numbers_there_is_no_arena() {
-        assert_eq!(random_uuid(|_| Err(getrandom::Error::UNSUPPORTED)), Err(Errno::IO));
+        assert_eq!(
+            random_uuid(|_| Err(getrandom::Error::UNSUPPORTED)),
+            Err(Errno::IO)
+        );
         assert_eq!(random_uuid(|_| Ok(())), Err(Errno::IO));
-        assert_ne!(random_uuid(getrandom::fill).unwrap(), random_uuid(getrandom::fill).unwrap());
+        assert_ne!(
+            random_uuid(getrandom::fill).unwrap(),
+            random_uuid(getrandom::fill).unwrap()
+        );
     }
 }

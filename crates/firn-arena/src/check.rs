@@ -100,7 +100,9 @@ pub fn check(path: &Path) -> Result<Report, ArenaError> {
     let (map, superblock) = open(path, false)?;
     let mut damage = Vec::new();
     let mut pieces = Vec::new();
-    scan(&map, &superblock.geometry, &mut damage, &mut |stored| pieces.push(stored));
+    scan(&map, &superblock.geometry, &mut damage, &mut |stored| {
+        pieces.push(stored)
+    });
     let homes = read_homes(&map, &superblock.geometry, &mut damage);
     let mut spill_fault = None;
     if superblock.geometry.spill_count > 0 {
@@ -114,15 +116,23 @@ pub fn check(path: &Path) -> Result<Report, ArenaError> {
                 None
             }
         };
-        missing(&homes, &pieces, file.as_ref(), spill_fault.as_ref(), &mut damage);
+        missing(
+            &homes,
+            &pieces,
+            file.as_ref(),
+            spill_fault.as_ref(),
+            &mut damage,
+        );
     }
     let word = std::sync::atomic::Ordering::Acquire;
     let epoch = map.u64(state_word::EPOCH).load(word);
     let holder_pid = map.u32(state_word::HOLDER_PID).load(word);
-    let len = (map.u32(state_word::HOLDER_PATH).load(word) as usize).min(state_word::HOLDER_PATH_MAX);
+    let len =
+        (map.u32(state_word::HOLDER_PATH).load(word) as usize).min(state_word::HOLDER_PATH_MAX);
     let mut holder_path = vec![0u8; len];
     map.read(state_word::HOLDER_PATH + 4, &mut holder_path);
-    let (offset, len) = (superblock.geometry.journal_offset(0), 2 * superblock.geometry.journal_half_bytes);
+    let offset = superblock.geometry.journal_offset(0);
+    let len = 2 * superblock.geometry.journal_half_bytes;
     Ok(Report {
         superblock,
         epoch,

@@ -93,7 +93,10 @@ impl ClientLease {
         self.over
     }
     fn at(&self, index: u32) -> PieceRef {
-        PieceRef { slab: self.lease.slab(), record: self.first + index }
+        PieceRef {
+            slab: self.lease.slab(),
+            record: self.first + index,
+        }
     }
 }
 
@@ -110,16 +113,41 @@ impl Arena {
         let lease = self.lease_near(class, cpu)?;
         let records = records_of(self.geometry(), lease.class(), lease.slab().slab);
         let count = records.len() as u32;
-        let sequence = self.map().u64(state_word::SEQUENCE).fetch_add(count.into(), Ordering::AcqRel) + 1;
-        let header = self.geometry().slab_header_offset(lease.slab().chunk, lease.slab().slab);
+        let sequence = self
+            .map()
+            .u64(state_word::SEQUENCE)
+            .fetch_add(count.into(), Ordering::AcqRel)
+            + 1;
+        let header = self
+            .geometry()
+            .slab_header_offset(lease.slab().chunk, lease.slab().slab);
         probe();
-        self.map().u32(header + slab_word::HOLDER).store(pid, Ordering::Relaxed);
+        self.map()
+            .u32(header + slab_word::HOLDER)
+            .store(pid, Ordering::Relaxed);
         let idle = writer_idle(lease.generation());
-        self.map().u64(header + slab_word::WRITER).store(idle, Ordering::Release);
+        self.map()
+            .u64(header + slab_word::WRITER)
+            .store(idle, Ordering::Release);
         let end = lease.start();
         let first = records.start;
-        let (taken, open, stopped, over) = (0, None, false, false);
-        Some(ClientLease { lease, binding, pid, sequence, first, count, taken, open, end, stopped, over })
+        let taken = 0;
+        let open = None;
+        let stopped = false;
+        let over = false;
+        Some(ClientLease {
+            lease,
+            binding,
+            pid,
+            sequence,
+            first,
+            count,
+            taken,
+            open,
+            end,
+            stopped,
+            over,
+        })
     }
 
     /// What the client is told of its lease of a file whose last write was at `modified`.
@@ -140,7 +168,11 @@ impl Arena {
     }
 
     /// Tells `sink` of what the client published since the last look; the slab counts the bytes as live.
-    pub fn take_client(&self, lease: &mut ClientLease, sink: &mut dyn FnMut(Taken)) -> Result<(), Wrong> {
+    pub fn take_client(
+        &self,
+        lease: &mut ClientLease,
+        sink: &mut dyn FnMut(Taken),
+    ) -> Result<(), Wrong> {
         while !lease.over {
             // The next record first: once it is there, the one before it has its final length.
             let next = self.client_piece(lease, lease.taken)?;
@@ -158,11 +190,22 @@ impl Arena {
         Ok(())
     }
 
-    fn take_growth(&self, lease: &mut ClientLease, sink: &mut dyn FnMut(Taken)) -> Result<(), Wrong> {
-        let Some(before) = lease.open else { return Ok(()) };
+    fn take_growth(
+        &self,
+        lease: &mut ClientLease,
+        sink: &mut dyn FnMut(Taken),
+    ) -> Result<(), Wrong> {
+        let Some(before) = lease.open else {
+            return Ok(());
+        };
         let wrong = Wrong(lease.at(lease.taken - 1));
         let now = self.client_piece(lease, lease.taken - 1)?.ok_or(wrong)?;
-        if (Piece { len: before.len, ..now }) != before || now.len < before.len {
+        if (Piece {
+            len: before.len,
+            ..now
+        }) != before
+            || now.len < before.len
+        {
             return Err(wrong);
         }
         if now.len > before.len {
@@ -194,9 +237,16 @@ impl Arena {
             return Ok(None);
         }
         let at = lease.at(index);
-        let raw = load(self.map(), self.geometry().record_offset(at.slab.chunk, at.record));
+        let raw = load(
+            self.map(),
+            self.geometry().record_offset(at.slab.chunk, at.record),
+        );
         let generation = lease.lease.generation();
-        match raw.check(generation, lease.lease.start().into(), lease.lease.end().into()) {
+        match raw.check(
+            generation,
+            lease.lease.start().into(),
+            lease.lease.end().into(),
+        ) {
             Ok(Checked::Live(piece))
                 if piece.file == lease.binding
                     && piece.sequence == lease.sequence + u64::from(index)
@@ -216,7 +266,11 @@ impl Arena {
     }
 
     /// Lets the last piece not grow any more: what comes next begins a new one.
-    pub fn freeze_client(&self, lease: &mut ClientLease, sink: &mut dyn FnMut(Taken)) -> Result<(), Wrong> {
+    pub fn freeze_client(
+        &self,
+        lease: &mut ClientLease,
+        sink: &mut dyn FnMut(Taken),
+    ) -> Result<(), Wrong> {
         self.take_client(lease, sink)?;
         while lease.open.is_some() {
             let frozen = lease.taken;
@@ -233,7 +287,11 @@ impl Arena {
 
     /// Ends the lease: nothing is published any more when this returns, and all that was is taken in. After
     /// [`Wrong`] too, where what breaks the rules is made void.
-    pub fn revoke_client(&self, lease: &mut ClientLease, sink: &mut dyn FnMut(Taken)) -> Result<(), Wrong> {
+    pub fn revoke_client(
+        &self,
+        lease: &mut ClientLease,
+        sink: &mut dyn FnMut(Taken),
+    ) -> Result<(), Wrong> {
         if lease.over {
             return Ok(());
         }
@@ -242,10 +300,12 @@ impl Arena {
         if result.is_err() {
             // Nothing from the first bad record on may count after a crash either.
             for index in lease.taken..lease.count {
-                self.client_seal(lease, index).store(poison(lease.lease.generation()), Ordering::Release);
+                self.client_seal(lease, index)
+                    .store(poison(lease.lease.generation()), Ordering::Release);
             }
             if lease.taken > 0 {
-                self.client_seal(lease, lease.taken - 1).fetch_or(FROZEN, Ordering::SeqCst);
+                self.client_seal(lease, lease.taken - 1)
+                    .fetch_or(FROZEN, Ordering::SeqCst);
             }
         }
         lease.open = None;
@@ -253,11 +313,17 @@ impl Arena {
         let at = lease.slab();
         let header = self.geometry().slab_header_offset(at.chunk, at.slab);
         probe();
-        self.map().u32(header + slab_word::PUBLISHED).store(lease.taken, Ordering::Release);
+        self.map()
+            .u32(header + slab_word::PUBLISHED)
+            .store(lease.taken, Ordering::Release);
         result
     }
 
-    fn poison_client(&self, lease: &mut ClientLease, sink: &mut dyn FnMut(Taken)) -> Result<(), Wrong> {
+    fn poison_client(
+        &self,
+        lease: &mut ClientLease,
+        sink: &mut dyn FnMut(Taken),
+    ) -> Result<(), Wrong> {
         let generation = lease.lease.generation();
         // A client that keeps to the rules can be too early only once for each record.
         for _ in 0..=lease.count {
@@ -271,8 +337,12 @@ impl Arena {
                 continue;
             }
             probe();
-            let (success, failure) = (Ordering::SeqCst, Ordering::Relaxed);
-            if seal.compare_exchange(found, poison(generation), success, failure).is_ok() {
+            let success = Ordering::SeqCst;
+            let failure = Ordering::Relaxed;
+            if seal
+                .compare_exchange(found, poison(generation), success, failure)
+                .is_ok()
+            {
                 return Ok(());
             }
         }
@@ -299,7 +369,11 @@ impl Arena {
         let slab = lease.slab();
         probe();
         self.set_state(slab, SlabState::Sealed);
-        let stopping = Stopping { slab, generation: lease.lease.generation(), pid: lease.pid };
+        let stopping = Stopping {
+            slab,
+            generation: lease.lease.generation(),
+            pid: lease.pid,
+        };
         self.stopping().lock().push(stopping);
     }
 
@@ -324,7 +398,8 @@ impl Arena {
 
     fn client_seal(&self, lease: &ClientLease, index: u32) -> &std::sync::atomic::AtomicU64 {
         let at = lease.at(index);
-        self.map().u64(self.geometry().record_offset(at.slab.chunk, at.record) + word::SEAL)
+        self.map()
+            .u64(self.geometry().record_offset(at.slab.chunk, at.record) + word::SEAL)
     }
 
     // ---- words of files ----------------------------------------------------------------------
@@ -338,20 +413,31 @@ impl Arena {
     /// What was told of the files with this word does not hold any more. To be called before the bytes
     /// change or their room is used again.
     pub fn raise_file_word(&self, index: u32) {
-        self.map().u32(self.geometry().word_offset(index)).fetch_add(1, Ordering::SeqCst);
+        self.map()
+            .u32(self.geometry().word_offset(index))
+            .fetch_add(1, Ordering::SeqCst);
         // Stores of new bytes must not be seen before the word.
         std::sync::atomic::fence(Ordering::SeqCst);
     }
 }
 
-fn writer_word<'a>(map: &'a Map, geometry: &Geometry, at: SlabRef) -> &'a std::sync::atomic::AtomicU64 {
+fn writer_word<'a>(
+    map: &'a Map,
+    geometry: &Geometry,
+    at: SlabRef,
+) -> &'a std::sync::atomic::AtomicU64 {
     map.u64(geometry.slab_header_offset(at.chunk, at.slab) + slab_word::WRITER)
 }
 
 /// Takes the right to store bytes from the client of a lease; false while it is storing some.
 fn take_writer(map: &Map, geometry: &Geometry, at: SlabRef, generation: u64) -> bool {
     let idle = writer_idle(generation);
-    match writer_word(map, geometry, at).compare_exchange(idle, 0, Ordering::SeqCst, Ordering::Acquire) {
+    match writer_word(map, geometry, at).compare_exchange(
+        idle,
+        0,
+        Ordering::SeqCst,
+        Ordering::Acquire,
+    ) {
         Ok(_) => true,
         Err(found) => found != idle | WRITER_BUSY,
     }
@@ -359,22 +445,35 @@ fn take_writer(map: &Map, geometry: &Geometry, at: SlabRef, generation: u64) -> 
 
 /// Whether the process is there. One that cannot be seen from here counts as there.
 fn is_alive(pid: u32) -> bool {
-    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return true };
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
+        return true;
+    };
     match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
         Err(errno) => errno != rustix::io::Errno::SRCH,
         Ok(process) => {
             // Readable once it ended, also while nobody has waited for it.
             let mut poll = [PollFd::new(&process, PollFlags::IN)];
-            rustix::event::poll(&mut poll, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 })) == Ok(0)
+            rustix::event::poll(
+                &mut poll,
+                Some(&rustix::event::Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 0,
+                }),
+            ) == Ok(0)
         }
     }
 }
 
 /// At attach, before any record is read: ends the leases of clients that may still live, and every list
 /// that readers have. Returns the slabs into which one of them may be storing bytes.
-pub(crate) fn revoke_all(map: &Map, geometry: &Geometry, classes: &[(u32, Class)]) -> Vec<Stopping> {
+pub(crate) fn revoke_all(
+    map: &Map,
+    geometry: &Geometry,
+    classes: &[(u32, Class)],
+) -> Vec<Stopping> {
     for index in 0..WORDS_COUNT {
-        map.u32(geometry.word_offset(index)).fetch_add(1, Ordering::SeqCst);
+        map.u32(geometry.word_offset(index))
+            .fetch_add(1, Ordering::SeqCst);
     }
     let mut stopping = Vec::new();
     for &(chunk, class) in classes {
@@ -386,7 +485,9 @@ pub(crate) fn revoke_all(map: &Map, geometry: &Geometry, classes: &[(u32, Class)
             if writer.load(Ordering::Acquire) == 0 {
                 continue;
             }
-            let generation = map.u64(header + slab_word::GENERATION).load(Ordering::Acquire);
+            let generation = map
+                .u64(header + slab_word::GENERATION)
+                .load(Ordering::Acquire);
             probe();
             // Before the slab is that of a client no more, or a crash here would leave the record to count.
             void_beyond_max(map, geometry, at, class, generation);
@@ -398,7 +499,11 @@ pub(crate) fn revoke_all(map: &Map, geometry: &Geometry, classes: &[(u32, Class)
                 continue;
             }
             poison_slab(map, geometry, at, class, generation);
-            stopping.push(Stopping { slab: at, generation, pid });
+            stopping.push(Stopping {
+                slab: at,
+                generation,
+                pid,
+            });
         }
     }
     stopping
@@ -416,14 +521,16 @@ fn void_beyond_max(map: &Map, geometry: &Geometry, at: SlabRef, class: Class, ge
         {
             tracing::warn!(slab = ?at, record, "a client recorded bytes beyond the largest offset; they are dropped");
             probe();
-            map.u64(base + word::SEAL).store(poison(generation), Ordering::SeqCst);
+            map.u64(base + word::SEAL)
+                .store(poison(generation), Ordering::SeqCst);
         }
     }
 }
 
 fn poison_slab(map: &Map, geometry: &Geometry, at: SlabRef, class: Class, generation: u64) {
     let bytes = class.slab_bytes(geometry.chunk_bytes);
-    let (start, end) = (u64::from(at.slab) * bytes, (u64::from(at.slab) + 1) * bytes);
+    let start = u64::from(at.slab) * bytes;
+    let end = (u64::from(at.slab) + 1) * bytes;
     let records = records_of(geometry, class, at.slab);
     let mut record = records.start;
     while record < records.end {
@@ -437,8 +544,12 @@ fn poison_slab(map: &Map, geometry: &Geometry, at: SlabRef, class: Class, genera
             continue;
         }
         probe();
-        let (success, failure) = (Ordering::SeqCst, Ordering::Relaxed);
-        if seal.compare_exchange(found, poison(generation), success, failure).is_ok() {
+        let success = Ordering::SeqCst;
+        let failure = Ordering::Relaxed;
+        if seal
+            .compare_exchange(found, poison(generation), success, failure)
+            .is_ok()
+        {
             return;
         }
     }

@@ -36,9 +36,14 @@ pub(crate) struct Homes {
 
 impl Homes {
     pub(crate) fn new(chunks: u32) -> Self {
-        let place =
-            |_| Place { home: AtomicU32::new(NOWHERE), guard: AtomicU32::new(0), held: AtomicU32::new(0) };
-        Self { places: (0..chunks).map(place).collect() }
+        let place = |_| Place {
+            home: AtomicU32::new(NOWHERE),
+            guard: AtomicU32::new(0),
+            held: AtomicU32::new(0),
+        };
+        Self {
+            places: (0..chunks).map(place).collect(),
+        }
     }
 
     /// Where a chunk is; `None`: free, or nobody knows.
@@ -56,7 +61,9 @@ impl Homes {
             Some(Home::Memory(slot)) => slot,
             Some(Home::Spill(slot)) => slot | IN_SPILL,
         };
-        self.places[chunk as usize].home.store(word, Ordering::Release);
+        self.places[chunk as usize]
+            .home
+            .store(word, Ordering::Release);
     }
 
     fn guard(&self, chunk: u32) -> &AtomicU32 {
@@ -88,13 +95,17 @@ impl Homes {
 
     /// As [`Homes::enter`], for who may stay for any time: nobody should wait for the chunk to move.
     pub(crate) fn hold(&self, chunk: u32) {
-        self.places[chunk as usize].held.fetch_add(1, Ordering::AcqRel);
+        self.places[chunk as usize]
+            .held
+            .fetch_add(1, Ordering::AcqRel);
         self.enter(chunk);
     }
 
     pub(crate) fn let_go(&self, chunk: u32) {
         self.leave(chunk);
-        self.places[chunk as usize].held.fetch_sub(1, Ordering::AcqRel);
+        self.places[chunk as usize]
+            .held
+            .fetch_sub(1, Ordering::AcqRel);
     }
 
     pub(crate) fn is_held(&self, chunk: u32) -> bool {
@@ -103,7 +114,9 @@ impl Homes {
 
     /// The bytes of a chunk are about to be copied; false while somebody is inside.
     pub(crate) fn begin_copy(&self, chunk: u32) -> bool {
-        self.guard(chunk).compare_exchange(0, COPYING, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        self.guard(chunk)
+            .compare_exchange(0, COPYING, Ordering::AcqRel, Ordering::Acquire)
+            .is_ok()
     }
 
     /// The copy is made: closes the door and waits until nobody is inside. False: they stay too long.
@@ -121,7 +134,8 @@ impl Homes {
 
     /// The move ended, one way or the other.
     pub(crate) fn open(&self, chunk: u32) {
-        self.guard(chunk).fetch_and(!(CLOSED | COPYING), Ordering::AcqRel);
+        self.guard(chunk)
+            .fetch_and(!(CLOSED | COPYING), Ordering::AcqRel);
     }
 }
 
@@ -132,7 +146,12 @@ mod tests {
     #[test]
     fn what_is_set_is_what_is_found() {
         let homes = Homes::new(2);
-        for home in [None, Some(Home::Memory(0)), Some(Home::Memory(9)), Some(Home::Spill(0))] {
+        for home in [
+            None,
+            Some(Home::Memory(0)),
+            Some(Home::Memory(9)),
+            Some(Home::Spill(0)),
+        ] {
             homes.set(1, home);
             assert_eq!((homes.get(0), homes.get(1)), (None, home));
         }

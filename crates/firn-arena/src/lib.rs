@@ -60,7 +60,9 @@ pub enum ArenaError {
     #[error(transparent)]
     Spill(#[from] SpillFault),
     /// It is not a file that only this user could have made.
-    #[error("arena {path} {why}; nothing in it is believed: remove it, or give another place with arena-dir")]
+    #[error(
+        "arena {path} {why}; nothing in it is believed: remove it, or give another place with arena-dir"
+    )]
     Distrusted {
         /// The file.
         path: String,

@@ -54,36 +54,58 @@ unsafe impl Send for Map {}
 unsafe impl Sync for Map {}
 
 impl Map {
-    pub(crate) fn new(path: &Path, file: OwnedFd, len: u64, writable: bool) -> Result<Self, ArenaError> {
-        let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
-        let fail = |source| ArenaError::Io { path: quoted_path(path), what: "map it", source };
+    pub(crate) fn new(
+        path: &Path,
+        file: OwnedFd,
+        len: u64,
+        writable: bool,
+    ) -> Result<Self, ArenaError> {
+        let prot = if writable {
+            ProtFlags::READ | ProtFlags::WRITE
+        } else {
+            ProtFlags::READ
+        };
+        let fail = |source| ArenaError::Io {
+            path: quoted_path(path),
+            what: "map it",
+            source,
+        };
         // Huge pages need an address that is congruent to the file offset modulo their size, and the
         // kernel gives that by itself only where they are always on: reserve more, then choose.
         let room = len as usize + DATA_ALIGN as usize;
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a fresh mapping at an address of the kernel's choice.
-        let reserved =
-            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, ProtFlags::empty(), reserve) }
-                .map_err(fail)?;
+        let reserved = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, ProtFlags::empty(), reserve)
+        }
+        .map_err(fail)?;
         let skip = reserved.cast::<u8>().align_offset(DATA_ALIGN as usize);
         // SAFETY: `skip` is below DATA_ALIGN, so this stays within what was just reserved.
         let aligned = unsafe { reserved.cast::<u8>().add(skip) };
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: it replaces pages of the reservation, which nothing refers to.
         let base = unsafe { rustix::mm::mmap(aligned.cast(), len as usize, prot, flags, &file, 0) };
-        let used =
-            if base.is_ok() { skip..skip + (len as usize).next_multiple_of(PAGE as usize) } else { 0..0 };
+        let used = if base.is_ok() {
+            skip..skip + (len as usize).next_multiple_of(PAGE as usize)
+        } else {
+            0..0
+        };
         // What is left on both sides goes back: a process that attaches often runs out of mappings.
         for rest in [0..used.start, used.end..room] {
             if !rest.is_empty() {
                 // SAFETY: a part of the reservation that nothing refers to and no file was mapped over.
-                let _ =
-                    unsafe { rustix::mm::munmap(reserved.cast::<u8>().add(rest.start).cast(), rest.len()) };
+                let _ = unsafe {
+                    rustix::mm::munmap(reserved.cast::<u8>().add(rest.start).cast(), rest.len())
+                };
             }
         }
         let base = base.map_err(fail)?;
         let base = NonNull::new(base.cast()).expect("mmap never returns null");
-        Ok(Self { base, len: len as usize, file })
+        Ok(Self {
+            base,
+            len: len as usize,
+            file,
+        })
     }
 
     pub(crate) fn file(&self) -> BorrowedFd<'_> {
@@ -93,7 +115,11 @@ impl Map {
     /// A pointer to `len` bytes at `at`.
     pub(crate) fn at(&self, at: u64, len: u64) -> *mut u8 {
         let end = at.checked_add(len).expect("no overflow");
-        assert!(end <= self.len as u64, "access {at}+{len} leaves the arena of {}", self.len);
+        assert!(
+            end <= self.len as u64,
+            "access {at}+{len} leaves the arena of {}",
+            self.len
+        );
         // SAFETY: within the mapping, just checked.
         unsafe { self.base.as_ptr().add(at as usize) }
     }
@@ -132,7 +158,9 @@ impl Map {
         // SAFETY: in range; populating changes no contents.
         if unsafe { libc::madvise(base, len as usize, MADV_POPULATE_WRITE) } != 0 {
             return Err(rustix::io::Errno::from_raw_os_error(
-                std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
+                std::io::Error::last_os_error()
+                    .raw_os_error()
+                    .unwrap_or(libc::EIO),
             ));
         }
         // SAFETY: in range; collapsing changes no contents.
@@ -153,13 +181,24 @@ impl Map {
         // The kernel reads one bit less than it is told.
         let bits = mask.len() as u64 * u64::from(BITS) + 1;
         // SAFETY: in range; a policy changes no contents; the mask has the bits that are told.
-        let result =
-            unsafe { libc::syscall(libc::SYS_mbind, base, len, MPOL_PREFERRED, mask.as_ptr(), bits, 0) };
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_mbind,
+                base,
+                len,
+                MPOL_PREFERRED,
+                mask.as_ptr(),
+                bits,
+                0,
+            )
+        };
         if result == 0 {
             return Ok(());
         }
         let errno = std::io::Error::last_os_error().raw_os_error();
-        Err(rustix::io::Errno::from_raw_os_error(errno.unwrap_or(libc::EIO)))
+        Err(rustix::io::Errno::from_raw_os_error(
+            errno.unwrap_or(libc::EIO),
+        ))
     }
 }
 
@@ -188,7 +227,9 @@ impl Medium for JournalRegion {
             Ok(word) if at.is_multiple_of(8) => {
                 let word = u64::from_ne_bytes(word);
                 probe();
-                self.map.u64(self.offset + at as u64).store(word, std::sync::atomic::Ordering::Release);
+                self.map
+                    .u64(self.offset + at as u64)
+                    .store(word, std::sync::atomic::Ordering::Release);
             }
             _ => self.map.write(self.offset + at as u64, bytes),
         }
@@ -229,7 +270,9 @@ impl Medium for JournalRegion {
         }
         probe();
         let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        if rustix::fs::fallocate(self.map.file(), hole, self.offset + at as u64, len as u64).is_err() {
+        if rustix::fs::fallocate(self.map.file(), hole, self.offset + at as u64, len as u64)
+            .is_err()
+        {
             // Its file system makes no holes. What was never written is zeros already.
             let used = self.used(at, len);
             self.map.write(self.offset + at as u64, &vec![0; used]);
@@ -238,8 +281,10 @@ impl Medium for JournalRegion {
     }
 
     fn used(&self, at: usize, len: usize) -> usize {
-        let (start, end) = (self.offset + at as u64, self.offset + (at + len) as u64);
-        let (mut from, mut used) = (start, start);
+        let start = self.offset + at as u64;
+        let end = self.offset + (at + len) as u64;
+        let mut from = start;
+        let mut used = start;
         while from < end {
             let data = match rustix::fs::seek(self.map.file(), SeekFrom::Data(from)) {
                 Ok(data) if data < end => data,

@@ -89,7 +89,11 @@ impl Arena {
     /// Whether a move could make room in memory.
     pub fn can_spill(&self) -> bool {
         // What an I/O uses moves soon after; what is held may be held for ever.
-        self.can_move_to_spill() && self.pool.lock().can_move(&|chunk| !self.homes.is_held(chunk))
+        self.can_move_to_spill()
+            && self
+                .pool
+                .lock()
+                .can_move(&|chunk| !self.homes.is_held(chunk))
     }
     fn can_move_to_spill(&self) -> bool {
         self.spill.is_some() && self.spill_fault.is_none()
@@ -130,7 +134,9 @@ impl Arena {
 
     fn in_memory(&self, slab: SlabRef, position: u32) -> Option<u64> {
         match self.homes.get(slab.chunk) {
-            Some(Home::Memory(slot)) => Some(self.geometry().slot_offset(slot) + u64::from(position)),
+            Some(Home::Memory(slot)) => {
+                Some(self.geometry().slot_offset(slot) + u64::from(position))
+            }
             _ => None,
         }
     }
@@ -142,16 +148,17 @@ impl Arena {
 
     /// Where the data of a leased chunk begins, in bytes from the start of the file.
     pub fn data_offset(&self, chunk: u32) -> u64 {
-        self.in_memory(SlabRef { chunk, slab: 0 }, 0).expect("a leased chunk is in memory")
+        self.in_memory(SlabRef { chunk, slab: 0 }, 0)
+            .expect("a leased chunk is in memory")
     }
 
     /// Where pending bytes are, for those who map or open the files themselves; holds while the slab is pinned.
     /// `None`: the spill file is gone, or damage hides where they are.
     pub fn locate(&self, slab: SlabRef, position: u32) -> Option<Located> {
         match (self.homes.get(slab.chunk)?, &self.spill) {
-            (Home::Memory(slot), _) => {
-                Some(Located::Arena(self.geometry().slot_offset(slot) + u64::from(position)))
-            }
+            (Home::Memory(slot), _) => Some(Located::Arena(
+                self.geometry().slot_offset(slot) + u64::from(position),
+            )),
             (Home::Spill(slot), Some(file)) => Some(Located::Spill(file.offset(slot, position))),
             (Home::Spill(_), None) => None,
         }
@@ -159,7 +166,9 @@ impl Arena {
 
     /// Copies bytes to reserved room of a leased slab. Nobody sees them before they are published.
     pub fn fill(&self, slab: SlabRef, position: u32, data: &[u8]) {
-        let at = self.in_memory(slab, position).expect("a leased slab is in memory");
+        let at = self
+            .in_memory(slab, position)
+            .expect("a leased slab is in memory");
         self.map.write(at, data);
     }
 
@@ -182,7 +191,9 @@ impl Arena {
         let result = match self.place(slab, position, out.len() as u32) {
             // Again by offset, which is checked, and not through the pointer.
             Place::Memory(_) => {
-                let at = self.in_memory(slab, position).expect("it stays while we are inside");
+                let at = self
+                    .in_memory(slab, position)
+                    .expect("it stays while we are inside");
                 self.map.read(at, out);
                 Ok(())
             }
@@ -196,9 +207,10 @@ impl Arena {
     /// Where pending bytes are, for vectored writes and readers of the file. Holds while the slab is pinned.
     pub fn place(&self, slab: SlabRef, position: u32, len: u32) -> Place {
         match (self.homes.get(slab.chunk), &self.spill) {
-            (Some(Home::Memory(slot)), _) => Place::Memory(
-                self.map.at(self.geometry().slot_offset(slot) + u64::from(position), u64::from(len)),
-            ),
+            (Some(Home::Memory(slot)), _) => Place::Memory(self.map.at(
+                self.geometry().slot_offset(slot) + u64::from(position),
+                u64::from(len),
+            )),
             (Some(Home::Spill(slot)), Some(file)) => {
                 Place::Spill(Arc::clone(file), file.offset(slot, position))
             }
@@ -215,8 +227,13 @@ impl Arena {
             return Ok(Spilled::Nothing);
         };
         let _one_at_a_time = self.mover.lock();
-        let begun = self.pool.lock().begin_move(&mut |chunk| self.homes.begin_copy(chunk));
-        let Some((chunk, to)) = begun else { return Ok(Spilled::Nothing) };
+        let begun = self
+            .pool
+            .lock()
+            .begin_move(&mut |chunk| self.homes.begin_copy(chunk));
+        let Some((chunk, to)) = begun else {
+            return Ok(Spilled::Nothing);
+        };
         let Some(Home::Memory(from)) = self.homes.get(chunk) else {
             unreachable!("a resting chunk is in memory");
         };
@@ -224,7 +241,9 @@ impl Arena {
         let data = self.map.at(self.geometry().slot_offset(from), bytes);
         // SAFETY: in the mapping; all its pieces are sealed and `begin_copy` keeps changes out. If the chunk
         // is freed meanwhile its slot is not reused before `abandon_move`.
-        let written = file.write(to, unsafe { std::slice::from_raw_parts(data, bytes as usize) });
+        let written = file.write(to, unsafe {
+            std::slice::from_raw_parts(data, bytes as usize)
+        });
         let moved = written.is_ok() && self.homes.close(chunk);
         let mut pool = self.pool.lock();
         let stays = !moved || pool.is_emptied();
@@ -254,7 +273,9 @@ impl Arena {
 
     pub(crate) fn store_home(&self, chunk: u32, home: Home) {
         let word = self.geometry().table_offset(chunk) + chunk_word::HOME;
-        self.map.u64(word).store(home.to_word(chunk), Ordering::Release);
+        self.map
+            .u64(word)
+            .store(home.to_word(chunk), Ordering::Release);
         self.homes.set(chunk, Some(home));
     }
 
@@ -265,10 +286,19 @@ impl Arena {
 }
 
 /// Where each chunk in use is; two that claim one slot are both damaged, for nobody knows whose it is.
-pub(crate) fn read_homes(map: &Map, geometry: &Geometry, damage: &mut Vec<Damage>) -> Vec<Option<Home>> {
-    let word = |chunk: u32| map.u64(geometry.table_offset(chunk) + chunk_word::HOME).load(Ordering::Acquire);
+pub(crate) fn read_homes(
+    map: &Map,
+    geometry: &Geometry,
+    damage: &mut Vec<Damage>,
+) -> Vec<Option<Home>> {
+    let word = |chunk: u32| {
+        map.u64(geometry.table_offset(chunk) + chunk_word::HOME)
+            .load(Ordering::Acquire)
+    };
     let in_use = |chunk: u32| {
-        let class = map.u32(geometry.table_offset(chunk) + chunk_word::CLASS).load(Ordering::Acquire);
+        let class = map
+            .u32(geometry.table_offset(chunk) + chunk_word::CLASS)
+            .load(Ordering::Acquire);
         !matches!(Class::from_word(class), Ok(None))
     };
     let mut homes = vec![None; geometry.chunks() as usize];
@@ -293,7 +323,10 @@ pub(crate) fn read_homes(map: &Map, geometry: &Geometry, damage: &mut Vec<Damage
         {
             homes[chunk as usize] = None;
             homes[other as usize] = None;
-            damage.extend([chunk, other].map(|chunk| Damage::Home { chunk, word: word(chunk) }));
+            damage.extend([chunk, other].map(|chunk| Damage::Home {
+                chunk,
+                word: word(chunk),
+            }));
         }
     }
     homes
@@ -320,6 +353,12 @@ pub(crate) fn missing(
     }
     for ((chunk, slot), (pieces, bytes)) in of_chunk {
         let why = fault.map_or_else(|| "it is not there".into(), ToString::to_string);
-        damage.push(Damage::Spill { chunk, slot, pieces, bytes, why });
+        damage.push(Damage::Spill {
+            chunk,
+            slot,
+            pieces,
+            bytes,
+            why,
+        });
     }
 }

@@ -117,7 +117,9 @@ pub(crate) fn node_of(geometry: &Geometry, topology: &Topology, memory: u32) -> 
 
 impl Pool {
     pub(crate) fn new(geometry: Geometry, topology: Topology) -> Self {
-        let mut nodes: Vec<Node> = std::iter::repeat_with(Node::default).take(topology.count()).collect();
+        let mut nodes: Vec<Node> = std::iter::repeat_with(Node::default)
+            .take(topology.count())
+            .collect();
         for memory in (0..geometry.chunk_count).rev() {
             let node = &mut nodes[node_of(&geometry, &topology, memory)];
             node.free_memory.push(memory);
@@ -155,8 +157,14 @@ impl Pool {
     pub(crate) fn assert_invariants(&self) {
         let mut free = vec![false; self.chunks.len()];
         for &chunk in &self.free_chunks {
-            assert!(!std::mem::replace(&mut free[chunk as usize], true), "chunk {chunk} is free twice");
-            assert!(self.chunks[chunk as usize].class.is_none(), "chunk {chunk} is free and in use");
+            assert!(
+                !std::mem::replace(&mut free[chunk as usize], true),
+                "chunk {chunk} is free twice"
+            );
+            assert!(
+                self.chunks[chunk as usize].class.is_none(),
+                "chunk {chunk} is free and in use"
+            );
         }
         let mut free_slabs = vec![Vec::new(); self.chunks.len()];
         for (index, node) in self.nodes.iter().enumerate() {
@@ -164,21 +172,36 @@ impl Pool {
                 for &(chunk, slab) in slabs {
                     let found = self.chunks[chunk as usize];
                     let stands = (found.node, found.class.map(slot), found.away);
-                    assert_eq!(stands, (index, Some(class), false), "slab {slab} of chunk {chunk} is free");
+                    assert_eq!(
+                        stands,
+                        (index, Some(class), false),
+                        "slab {slab} of chunk {chunk} is free"
+                    );
                     free_slabs[chunk as usize].push(slab);
                 }
             }
         }
-        let (mut in_memory, mut away, mut resting) = (0, 0, 0);
+        let mut in_memory = 0;
+        let mut away = 0;
+        let mut resting = 0;
         for (chunk, found) in self.chunks.iter().enumerate() {
             let mut slabs = std::mem::take(&mut free_slabs[chunk]);
             let Some(class) = found.class else {
-                assert!(slabs.is_empty() && found.rests_since.is_none(), "chunk {chunk} is not in use");
+                assert!(
+                    slabs.is_empty() && found.rests_since.is_none(),
+                    "chunk {chunk} is not in use"
+                );
                 continue;
             };
-            let moving = self.moving.as_ref().filter(|moving| moving.chunk as usize == chunk);
+            let moving = self
+                .moving
+                .as_ref()
+                .filter(|moving| moving.chunk as usize == chunk);
             if let Some(moving) = moving {
-                assert!(slabs.is_empty() && !found.away, "chunk {chunk} moves and its slabs can be had");
+                assert!(
+                    slabs.is_empty() && !found.away,
+                    "chunk {chunk} moves and its slabs can be had"
+                );
                 slabs.clone_from(&moving.free);
                 assert_eq!(moving.emptied, found.used == 0, "chunk {chunk} moves");
             }
@@ -186,8 +209,14 @@ impl Pool {
             slabs.sort_unstable();
             slabs.dedup();
             assert_eq!(slabs.len(), count, "a slab of chunk {chunk} is free twice");
-            assert!(slabs.last().is_none_or(|&slab| slab < self.slabs(class)), "chunk {chunk}: {slabs:?}");
-            assert!(found.used > 0 || moving.is_some(), "chunk {chunk} has a class and is empty");
+            assert!(
+                slabs.last().is_none_or(|&slab| slab < self.slabs(class)),
+                "chunk {chunk}: {slabs:?}"
+            );
+            assert!(
+                found.used > 0 || moving.is_some(),
+                "chunk {chunk} has a class and is empty"
+            );
             assert!(
                 found.leased <= found.used,
                 "chunk {chunk}: {} leased, {} used",
@@ -198,13 +227,23 @@ impl Pool {
                 let all = self.slabs(class) as usize;
                 assert_eq!(count + found.used as usize, all, "slabs of chunk {chunk}");
             }
-            let rests = self.geometry.spill_count > 0 && found.leased == 0 && !found.away && moving.is_none();
+            let rests = self.geometry.spill_count > 0
+                && found.leased == 0
+                && !found.away
+                && moving.is_none();
             assert_eq!(found.rests_since.is_some(), rests, "chunk {chunk} may move");
             if let Some(since) = found.rests_since {
-                assert!(self.resting.contains(&(since, chunk as u32)), "chunk {chunk} rests");
+                assert!(
+                    self.resting.contains(&(since, chunk as u32)),
+                    "chunk {chunk} rests"
+                );
                 resting += 1;
             }
-            if found.away { away += 1 } else { in_memory += 1 }
+            if found.away {
+                away += 1
+            } else {
+                in_memory += 1
+            }
         }
         assert_eq!(self.resting.len(), resting, "chunks that rest");
         let free_memory: usize = self.nodes.iter().map(|node| node.free_memory.len()).sum();
@@ -212,10 +251,17 @@ impl Pool {
         let lost_chunks = self.chunks.len().checked_sub(self.free_chunks.len() + used);
         let slots = self.geometry.chunk_count as usize;
         let lost_slots = slots.checked_sub(free_memory + in_memory + usize::from(self.leaving));
-        let (lost_chunks, lost_slots) =
-            lost_chunks.zip(lost_slots).expect("no more chunks and slots than there are");
-        assert!(lost_chunks <= self.lost.0, "{lost_chunks} chunks are neither free nor in use");
-        assert!(lost_slots <= self.lost.1, "{lost_slots} slots are neither free nor in use");
+        let (lost_chunks, lost_slots) = lost_chunks
+            .zip(lost_slots)
+            .expect("no more chunks and slots than there are");
+        assert!(
+            lost_chunks <= self.lost.0,
+            "{lost_chunks} chunks are neither free nor in use"
+        );
+        assert!(
+            lost_slots <= self.lost.1,
+            "{lost_slots} slots are neither free nor in use"
+        );
         let spilled = self.geometry.spill_count as usize - self.free_spill.len();
         let moving = usize::from(self.moving.is_some());
         assert!(
@@ -252,16 +298,33 @@ impl Pool {
     pub(crate) fn take(&mut self, class: Class, near: usize) -> Option<Taken> {
         let whole = !self.free_chunks.is_empty();
         let has = |node: &Node| node.has(class, whole);
-        let node = self.topology.order(near).iter().map(|&n| n as usize).find(|&n| has(&self.nodes[n]))?;
+        let node = self
+            .topology
+            .order(near)
+            .iter()
+            .map(|&n| n as usize)
+            .find(|&n| has(&self.nodes[n]))?;
         let taken = if let Some((chunk, slab)) = self.nodes[node].free_slabs[slot(class)].pop() {
-            Taken { chunk, slab, cut: None }
+            Taken {
+                chunk,
+                slab,
+                cut: None,
+            }
         } else {
             let memory = self.nodes[node].free_memory.pop().expect("just looked");
             let chunk = self.free_chunks.pop().expect("just looked");
-            *self.at(chunk) = Chunk { class: Some(class), node, ..Chunk::default() };
+            *self.at(chunk) = Chunk {
+                class: Some(class),
+                node,
+                ..Chunk::default()
+            };
             let others = (1..self.slabs(class)).rev().map(|slab| (chunk, slab));
             self.nodes[node].free_slabs[slot(class)].extend(others);
-            Taken { chunk, slab: 0, cut: Some(memory) }
+            Taken {
+                chunk,
+                slab: 0,
+                cut: Some(memory),
+            }
         };
         self.nodes[node].foreign += u64::from(node != near);
         self.disturb(taken.chunk);
@@ -283,8 +346,10 @@ impl Pool {
     /// Puts a chunk of which no slab is leased behind those that may move.
     fn rest(&mut self, chunk: u32) -> bool {
         let found = self.chunks[chunk as usize];
-        let rests =
-            self.geometry.spill_count > 0 && found.leased == 0 && !found.away && found.class.is_some();
+        let rests = self.geometry.spill_count > 0
+            && found.leased == 0
+            && !found.away
+            && found.class.is_some();
         if rests && found.rests_since.is_none() {
             self.clock += 1;
             self.rest_since(chunk, self.clock);
@@ -306,7 +371,8 @@ impl Pool {
     /// Gives a slab back; tells whether its chunk is free again, whose slot the caller then gives back.
     pub(crate) fn give(&mut self, chunk: u32, slab: u32) -> bool {
         let found = self.at(chunk);
-        let (class, away) = (found.class.expect("a slab in use has a class"), found.away);
+        let class = found.class.expect("a slab in use has a class");
+        let away = found.away;
         found.used -= 1;
         let empty = found.used == 0;
         match &mut self.moving {
@@ -358,13 +424,28 @@ impl Pool {
         if self.free_spill.is_empty() {
             return None;
         }
-        let (rested_since, chunk) = self.resting.iter().copied().find(|&(_, chunk)| may(chunk))?;
+        let (rested_since, chunk) = self
+            .resting
+            .iter()
+            .copied()
+            .find(|&(_, chunk)| may(chunk))?;
         let to = self.free_spill.pop().expect("just looked");
         self.disturb(chunk);
-        let class = self.chunks[chunk as usize].class.expect("a resting chunk is in use");
+        let class = self.chunks[chunk as usize]
+            .class
+            .expect("a resting chunk is in use");
         let free_slabs = self.slabs_beside(chunk, class);
-        let free = free_slabs.extract_if(.., |(c, _)| *c == chunk).map(|(_, slab)| slab).collect();
-        self.moving = Some(Moving { chunk, to, rested_since, free, emptied: false });
+        let free = free_slabs
+            .extract_if(.., |(c, _)| *c == chunk)
+            .map(|(_, slab)| slab)
+            .collect();
+        self.moving = Some(Moving {
+            chunk,
+            to,
+            rested_since,
+            free,
+            emptied: false,
+        });
         self.check();
         Some((chunk, to))
     }
@@ -392,8 +473,13 @@ impl Pool {
     /// The chunk stays where it is. `again_last`: its slot of the spill file is tried after the others.
     /// Returns the chunk if it was emptied and so is free.
     pub(crate) fn abandon_move(&mut self, again_last: bool) -> Option<u32> {
-        let Moving { chunk, to, rested_since, free, emptied } =
-            self.moving.take().expect("a move is under way");
+        let Moving {
+            chunk,
+            to,
+            rested_since,
+            free,
+            emptied,
+        } = self.moving.take().expect("a move is under way");
         if again_last {
             self.free_spill.insert(0, to);
         } else {
@@ -404,7 +490,8 @@ impl Pool {
             return Some(chunk);
         }
         let class = self.chunks[chunk as usize].class.expect("it is in use");
-        self.slabs_beside(chunk, class).extend(free.into_iter().map(|slab| (chunk, slab)));
+        self.slabs_beside(chunk, class)
+            .extend(free.into_iter().map(|slab| (chunk, slab)));
         self.rest_since(chunk, rested_since);
         self.check();
         None
@@ -418,13 +505,24 @@ impl Pool {
             Some(Home::Memory(memory)) => Some(node_of(&self.geometry, &self.topology, memory)),
             _ => None,
         };
-        let (away, used_count) = (node.is_none(), used.len() as u32);
-        self.lost = (self.lost.0.saturating_sub(1), self.lost.1.saturating_sub(usize::from(!away)));
+        let away = node.is_none();
+        let used_count = used.len() as u32;
+        self.lost = (
+            self.lost.0.saturating_sub(1),
+            self.lost.1.saturating_sub(usize::from(!away)),
+        );
         let node = node.unwrap_or(0);
-        *self.at(chunk) = Chunk { class: Some(class), used: used_count, away, node, ..Chunk::default() };
+        *self.at(chunk) = Chunk {
+            class: Some(class),
+            used: used_count,
+            away,
+            node,
+            ..Chunk::default()
+        };
         if !away {
             let free = (0..self.slabs(class)).filter(|slab| !used.contains(slab));
-            self.slabs_beside(chunk, class).extend(free.map(|slab| (chunk, slab)));
+            self.slabs_beside(chunk, class)
+                .extend(free.map(|slab| (chunk, slab)));
         }
         self.rest(chunk);
     }
@@ -437,14 +535,22 @@ impl Pool {
 
     /// These chunks and slots are in use, or nobody knows what is in them.
     pub(crate) fn reserve(&mut self, chunk: &dyn Fn(u32) -> bool, slot: &dyn Fn(Home) -> bool) {
-        let free_memory = |of: &Self| of.nodes.iter().map(|node| node.free_memory.len()).sum::<usize>();
+        let free_memory = |of: &Self| {
+            of.nodes
+                .iter()
+                .map(|node| node.free_memory.len())
+                .sum::<usize>()
+        };
         let before = (self.free_chunks.len(), free_memory(self));
         self.free_chunks.retain(|&c| !chunk(c));
         for node in &mut self.nodes {
             node.free_memory.retain(|&s| !slot(Home::Memory(s)));
         }
         // Until they are adopted.
-        self.lost = (before.0 - self.free_chunks.len(), before.1 - free_memory(self));
+        self.lost = (
+            before.0 - self.free_chunks.len(),
+            before.1 - free_memory(self),
+        );
         self.free_spill.retain(|&s| !slot(Home::Spill(s)));
     }
 
@@ -458,10 +564,16 @@ impl Pool {
     /// Bytes of slabs in use in memory, and elsewhere.
     pub(crate) fn used_bytes(&self) -> (u64, u64) {
         let bytes = |chunk: &Chunk| {
-            chunk.class.map_or(0, |c| u64::from(chunk.used) * c.slab_bytes(self.geometry.chunk_bytes))
+            chunk.class.map_or(0, |c| {
+                u64::from(chunk.used) * c.slab_bytes(self.geometry.chunk_bytes)
+            })
         };
         self.chunks.iter().fold((0, 0), |(memory, away), chunk| {
-            if chunk.away { (memory, away + bytes(chunk)) } else { (memory + bytes(chunk), away) }
+            if chunk.away {
+                (memory, away + bytes(chunk))
+            } else {
+                (memory + bytes(chunk), away)
+            }
         })
     }
 

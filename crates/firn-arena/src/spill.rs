@@ -95,7 +95,10 @@ pub enum SpillFault {
         source: FormatError,
     },
     /// It is shorter than it was made.
-    #[error("spill file {} is truncated: {found} bytes, {expected} needed", quoted_path(path))]
+    #[error(
+        "spill file {} is truncated: {found} bytes, {expected} needed",
+        quoted_path(path)
+    )]
     Truncated {
         /// The file.
         path: PathBuf,
@@ -147,7 +150,11 @@ fn open(path: &Path, flags: OFlags) -> Result<OwnedFd, Errno> {
 
 fn io(path: &Path, what: &'static str) -> impl Fn(Errno) -> SpillFault {
     let path = path.to_owned();
-    move |source| SpillFault::Io { path: path.clone(), what, source }
+    move |source| SpillFault::Io {
+        path: path.clone(),
+        what,
+        source,
+    }
 }
 
 /// Whether only this user could have made it.
@@ -155,7 +162,10 @@ fn check_trust(path: &Path, file: BorrowedFd<'_>) -> Result<(), SpillFault> {
     let stat = rustix::fs::fstat(file).map_err(io(path, "stat it"))?;
     Facts::of(&stat)
         .check(Expected::File, rustix::process::geteuid().as_raw())
-        .map_err(|why| SpillFault::Distrusted { path: path.into(), why })
+        .map_err(|why| SpillFault::Distrusted {
+            path: path.into(),
+            why,
+        })
 }
 
 fn read_header(file: BorrowedFd<'_>) -> Result<SpillHeader, FormatError> {
@@ -207,9 +217,15 @@ impl SpillFile {
         match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, need) {
             Ok(()) => {}
             // The file system cannot promise room: a full device is told when a chunk moves.
-            Err(Errno::OPNOTSUPP) => rustix::fs::ftruncate(&file, need).map_err(io(path, "size it"))?,
+            Err(Errno::OPNOTSUPP) => {
+                rustix::fs::ftruncate(&file, need).map_err(io(path, "size it"))?
+            }
             Err(why @ (Errno::NOSPC | Errno::FBIG | Errno::DQUOT)) => {
-                return Err(SpillFault::NoRoom { path: path.into(), need, why });
+                return Err(SpillFault::NoRoom {
+                    path: path.into(),
+                    need,
+                    why,
+                });
             }
             Err(source) => return Err(io(path, "allocate it")(source)),
         }
@@ -226,7 +242,12 @@ impl SpillFile {
 
     fn assemble(path: &Path, cached: OwnedFd, geometry: &Geometry) -> Self {
         let direct = open(path, OFlags::WRONLY | OFlags::DIRECT).ok();
-        Self { path: path.into(), cached, direct, slot_bytes: geometry.chunk_bytes }
+        Self {
+            path: path.into(),
+            cached,
+            direct,
+            slot_bytes: geometry.chunk_bytes,
+        }
     }
 
     /// Opens the file of an arena. The second value says what is wrong with it although the slots that it
@@ -236,30 +257,49 @@ impl SpillFile {
         writable: bool,
     ) -> Result<(Self, Option<SpillFault>), SpillFault> {
         let path = PathBuf::from(std::ffi::OsString::from_vec(superblock.spill_path.clone()));
-        let (file, refused) = match open(&path, if writable { OFlags::RDWR } else { OFlags::RDONLY }) {
-            Err(source @ (Errno::ROFS | Errno::ACCESS)) if writable => {
-                (open(&path, OFlags::RDONLY), Some(io(&path, "open it for writing")(source)))
-            }
+        let (file, refused) = match open(
+            &path,
+            if writable {
+                OFlags::RDWR
+            } else {
+                OFlags::RDONLY
+            },
+        ) {
+            Err(source @ (Errno::ROFS | Errno::ACCESS)) if writable => (
+                open(&path, OFlags::RDONLY),
+                Some(io(&path, "open it for writing")(source)),
+            ),
             other => (other, None),
         };
         let file = file.map_err(io(&path, "open it"))?;
         check_trust(&path, file.as_fd())?;
-        let header =
-            read_header(file.as_fd()).map_err(|source| SpillFault::Foreign { path: path.clone(), source })?;
+        let header = read_header(file.as_fd()).map_err(|source| SpillFault::Foreign {
+            path: path.clone(),
+            source,
+        })?;
         let geometry = &superblock.geometry;
         let expected = (superblock.uuid, geometry.chunk_bytes, geometry.spill_count);
         if (header.uuid, header.slot_bytes, header.slot_count) != expected {
             let why = "it was made for another arena".into();
-            let source = FormatError::Field { what: "spill header", why };
+            let source = FormatError::Field {
+                what: "spill header",
+                why,
+            };
             return Err(SpillFault::Foreign { path, source });
         }
         if writable {
             lock(&path, &file)?;
         }
-        let found = rustix::fs::fstat(&file).map_err(io(&path, "stat it"))?.st_size as u64;
+        let found = rustix::fs::fstat(&file)
+            .map_err(io(&path, "stat it"))?
+            .st_size as u64;
         let expected = file_bytes(geometry);
         let short = found < expected;
-        let truncated = short.then(|| SpillFault::Truncated { path: path.clone(), found, expected });
+        let truncated = short.then(|| SpillFault::Truncated {
+            path: path.clone(),
+            found,
+            expected,
+        });
         Ok((Self::assemble(&path, file, geometry), truncated.or(refused)))
     }
 
@@ -344,9 +384,14 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
     let until = Instant::now() + LOCK_WAIT;
     loop {
         match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
+            Err(Errno::WOULDBLOCK) if Instant::now() < until => {
+                std::thread::sleep(Duration::from_millis(10))
+            }
             Err(Errno::WOULDBLOCK) => {
-                return Err(SpillFault::Taken { path: path.into(), arena: "of a running firnd".into() });
+                return Err(SpillFault::Taken {
+                    path: path.into(),
+                    arena: "of a running firnd".into(),
+                });
             }
             _ => return Ok(()),
         }
@@ -356,14 +401,22 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
 /// Removes what a node that lost its memory left: a spill file whose arena is gone.
 fn remove_stale(path: &Path) -> Result<(), SpillFault> {
     let file = open(path, OFlags::RDONLY).map_err(io(path, "open it"))?;
-    let header =
-        read_header(file.as_fd()).map_err(|source| SpillFault::NotSpill { path: path.into(), source })?;
+    let header = read_header(file.as_fd()).map_err(|source| SpillFault::NotSpill {
+        path: path.into(),
+        source,
+    })?;
     check_trust(path, file.as_fd())?;
     let arena = PathBuf::from(std::ffi::OsString::from_vec(header.arena_path.clone()));
     let mut page = [0u8; SUPERBLOCK_BYTES];
-    let found = open(&arena, OFlags::RDONLY).and_then(|file| rustix::io::pread(&file, &mut page[..], 0));
-    if found.is_ok() && Superblock::decode(&page).is_ok_and(|superblock| superblock.uuid == header.uuid) {
-        return Err(SpillFault::Taken { path: path.into(), arena });
+    let found =
+        open(&arena, OFlags::RDONLY).and_then(|file| rustix::io::pread(&file, &mut page[..], 0));
+    if found.is_ok()
+        && Superblock::decode(&page).is_ok_and(|superblock| superblock.uuid == header.uuid)
+    {
+        return Err(SpillFault::Taken {
+            path: path.into(),
+            arena,
+        });
     }
     lock(path, &file)?;
     tracing::info!(spill = %quoted_path(path), arena = %quoted_path(&arena), "replacing a spill file whose arena is gone");

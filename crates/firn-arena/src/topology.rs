@@ -30,7 +30,11 @@ impl Default for Topology {
 impl Topology {
     /// All memory is as near.
     pub fn one() -> Self {
-        Self { ids: vec![0], of_cpu: Vec::new(), orders: vec![vec![0]] }
+        Self {
+            ids: vec![0],
+            of_cpu: Vec::new(),
+            orders: vec![vec![0]],
+        }
     }
 
     /// The nodes that files below `root` describe.
@@ -48,7 +52,9 @@ impl Topology {
                 .split_ascii_whitespace()
                 .map(|distance| distance.parse().ok())
                 .collect::<Option<_>>()?;
-            ids.iter().map(|id| row.get(online.iter().position(|o| o == id)?).copied()).collect()
+            ids.iter()
+                .map(|id| row.get(online.iter().position(|o| o == id)?).copied())
+                .collect()
         };
         let order = |node: u32| -> Option<Vec<u32>> {
             let row = row(node)?;
@@ -67,7 +73,11 @@ impl Topology {
                 of_cpu[cpu] = nearest;
             }
         }
-        (!ids.is_empty()).then_some(Self { ids, of_cpu, orders })
+        (!ids.is_empty()).then_some(Self {
+            ids,
+            of_cpu,
+            orders,
+        })
     }
 
     /// How many nodes there are.
@@ -82,7 +92,9 @@ impl Topology {
 
     /// The node nearest to a CPU; the first one for CPUs that nothing is known of.
     pub fn of_cpu(&self, cpu: u32) -> usize {
-        self.of_cpu.get(cpu as usize).map_or(0, |&node| node as usize)
+        self.of_cpu
+            .get(cpu as usize)
+            .map_or(0, |&node| node as usize)
     }
 
     /// The node nearest to the CPU on which this thread runs now.
@@ -143,20 +155,37 @@ mod tests {
             ("node5/distance", "21 12 20 10\n"),
         ]);
         let topology = Topology::read(root.path());
-        assert_eq!((0..topology.count()).map(|n| topology.id(n)).collect::<Vec<_>>(), [0, 1, 5]);
+        assert_eq!(
+            (0..topology.count())
+                .map(|n| topology.id(n))
+                .collect::<Vec<_>>(),
+            [0, 1, 5]
+        );
         assert_eq!(topology.order(0), [0, 2, 1]);
         assert_eq!(topology.order(1), [1, 2, 0]);
         assert_eq!(topology.order(2), [2, 1, 0]);
-        assert_eq!([0, 8, 2, 4, 99].map(|cpu| topology.of_cpu(cpu)), [0, 0, 1, 2, 0]);
+        assert_eq!(
+            [0, 8, 2, 4, 99].map(|cpu| topology.of_cpu(cpu)),
+            [0, 0, 1, 2, 0]
+        );
     }
 
     #[test]
     fn what_cannot_be_read_is_one_node() {
-        let whole = [("online", "0-1"), ("node0/cpulist", "0"), ("node1/cpulist", "1")];
+        let whole = [
+            ("online", "0-1"),
+            ("node0/cpulist", "0"),
+            ("node1/cpulist", "1"),
+        ];
         let rows = [("node0/distance", "10 20"), ("node1/distance", "20 10")];
         let all: Vec<_> = whole.into_iter().chain(rows).collect();
         assert_eq!(Topology::read(files(&all).path()).count(), 2);
-        for damaged in [("online", "1-0"), ("online", "x"), ("node1/distance", "20"), ("has_memory", "0-9")] {
+        for damaged in [
+            ("online", "1-0"),
+            ("online", "x"),
+            ("node1/distance", "20"),
+            ("has_memory", "0-9"),
+        ] {
             let root = files(&all);
             std::fs::write(root.path().join(damaged.0), damaged.1).expect("write");
             assert_eq!(Topology::read(root.path()), Topology::one(), "{damaged:?}");

@@ -10,7 +10,11 @@ use firn_format::slab::{Class, chunk_word, slab_word};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 fn identity() -> Identity {
-    Identity { backing: PathBuf::from("/backing"), dev: 1, ino: 2 }
+    Identity {
+        backing: PathBuf::from("/backing"),
+        dev: 1,
+        ino: 2,
+    }
 }
 
 fn fresh(chunks: u64, chunk_bytes: u64) -> (tempfile::TempDir, PathBuf, Arena) {
@@ -21,9 +25,19 @@ fn fresh(chunks: u64, chunk_bytes: u64) -> (tempfile::TempDir, PathBuf, Arena) {
     (dir, path, arena)
 }
 
-fn append(arena: &Arena, lease: &mut Lease, file: u64, offset: u64, data: &[u8]) -> Option<PieceRef> {
+fn append(
+    arena: &Arena,
+    lease: &mut Lease,
+    file: u64,
+    offset: u64,
+    data: &[u8],
+) -> Option<PieceRef> {
     let reserved = lease.reserve(file, offset, data.len() as u64)?;
-    assert_eq!(reserved.len as usize, data.len(), "the test stays within a slab");
+    assert_eq!(
+        reserved.len as usize,
+        data.len(),
+        "the test stays within a slab"
+    );
     arena.fill(lease.slab(), reserved.position, data);
     if lease.continues(file, offset, reserved) {
         return Some(arena.extend(lease, reserved.len, 0).0);
@@ -45,10 +59,15 @@ fn published_pieces_outlive_the_process_that_wrote_them() {
     drop(arena);
     let (arena, stored, damage) = Arena::attach(&path).unwrap();
     assert_eq!(damage, []);
-    let pieces: Vec<_> = stored.iter().map(|s| (s.piece.file, s.piece.offset, s.piece.len)).collect();
+    let pieces: Vec<_> = stored
+        .iter()
+        .map(|s| (s.piece.file, s.piece.offset, s.piece.len))
+        .collect();
     assert_eq!(pieces, [(7, 100, 11), (8, 5000, 9000)]);
     let mut text = [0; 11];
-    arena.copy_out(stored[0].at.slab, stored[0].piece.position, &mut text).unwrap();
+    arena
+        .copy_out(stored[0].at.slab, stored[0].piece.position, &mut text)
+        .unwrap();
     assert_eq!(&text, b"hello world");
     assert_eq!(u64::from(stored[1].piece.position) % 4096, 5000 % 4096);
     assert!(arena.next_sequence() > stored[1].piece.sequence);
@@ -62,7 +81,10 @@ fn room_comes_back_when_the_last_byte_is_retired_and_the_lease_sealed() {
     let piece = append(&arena, &mut lease, 1, 0, &[1; 100]).unwrap();
     arena.retire(piece, 40, false);
     arena.retire(piece, 60, true);
-    assert!(arena.lease(Class::Small).is_none(), "the lease still holds the slab");
+    assert!(
+        arena.lease(Class::Small).is_none(),
+        "the lease still holds the slab"
+    );
     arena.seal(lease);
     assert_eq!(arena.used_bytes(), 0);
     let again = arena.lease(Class::Small).unwrap();
@@ -104,9 +126,14 @@ fn records_of_an_earlier_lease_do_not_come_back() {
 
 fn poke(path: &Path, at: u64, bit: u32) {
     use std::os::unix::fs::FileExt;
-    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let file = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(path)
+        .unwrap();
     let mut byte = [0];
-    file.read_exact_at(&mut byte, at + u64::from(bit / 8)).unwrap();
+    file.read_exact_at(&mut byte, at + u64::from(bit / 8))
+        .unwrap();
     byte[0] ^= 1 << (bit % 8);
     file.write_all_at(&byte, at + u64::from(bit / 8)).unwrap();
 }
@@ -127,17 +154,29 @@ fn flipped_bits_are_named_and_what_is_whole_is_kept() {
     let class = g.table_offset(first.slab.chunk) + chunk_word::CLASS;
     type Test = fn(&Damage) -> bool;
     let cases: [(u64, usize, Test); 5] = [
-        (record + word::OFFSET, 1, |d| matches!(d, Damage::Piece { .. })),
-        (record + word::SEAL, 1, |d| matches!(d, Damage::Piece { .. })),
-        (header + slab_word::STATE, 2, |d| matches!(d, Damage::Slab { .. })),
-        (header + slab_word::PUBLISHED + 3, 2, |d| matches!(d, Damage::Count { .. })),
+        (record + word::OFFSET, 1, |d| {
+            matches!(d, Damage::Piece { .. })
+        }),
+        (record + word::SEAL, 1, |d| {
+            matches!(d, Damage::Piece { .. })
+        }),
+        (header + slab_word::STATE, 2, |d| {
+            matches!(d, Damage::Slab { .. })
+        }),
+        (header + slab_word::PUBLISHED + 3, 2, |d| {
+            matches!(d, Damage::Count { .. })
+        }),
         (class, 0, |d| matches!(d, Damage::Chunk { .. })),
     ];
     for (at, kept, expected) in cases {
         poke(&path, at, 4);
         let report = check(&path).unwrap();
         assert_eq!(report.pieces.len(), kept, "byte {at}");
-        assert!(report.damage.iter().any(expected), "byte {at}: {:?}", report.damage);
+        assert!(
+            report.damage.iter().any(expected),
+            "byte {at}: {:?}",
+            report.damage
+        );
         poke(&path, at, 4);
     }
     assert_eq!(check(&path).unwrap().damage, []);
@@ -153,10 +192,19 @@ fn a_truncated_or_foreign_file_is_refused() {
     let len = file.metadata().unwrap().len();
     for size in [len - 1, 5000, 4095, 100, 0] {
         file.set_len(size).unwrap();
-        assert!(matches!(Arena::attach(&path), Err(ArenaError::Format { .. })), "{size} bytes");
+        assert!(
+            matches!(Arena::attach(&path), Err(ArenaError::Format { .. })),
+            "{size} bytes"
+        );
     }
     std::fs::write(&path, vec![b'x'; 8192]).unwrap();
-    assert!(Arena::attach(&path).err().unwrap().to_string().contains("not a firn arena"));
+    assert!(
+        Arena::attach(&path)
+            .err()
+            .unwrap()
+            .to_string()
+            .contains("not a firn arena")
+    );
 }
 
 #[test]
@@ -182,11 +230,13 @@ fn a_reader_never_sees_a_piece_before_its_bytes() {
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
         for file in 1..=3u64 {
-            let (arena, writing) = (&arena, &writing);
+            let arena = &arena;
+            let writing = &writing;
             let mut rng = StdRng::seed_from_u64(seed ^ file);
             threads.push(scope.spawn(move || {
                 let mut offset = 0u64;
-                while let Some(mut lease) = arena.lease([Class::Small, Class::Medium][rng.random_range(0..2)])
+                while let Some(mut lease) =
+                    arena.lease([Class::Small, Class::Medium][rng.random_range(0..2)])
                 {
                     fill_lease(arena, &mut lease, file, &mut offset, &mut rng);
                     arena.seal(lease);
@@ -194,7 +244,8 @@ fn a_reader_never_sees_a_piece_before_its_bytes() {
                 writing.fetch_sub(1, Ordering::AcqRel);
             }));
         }
-        let (arena, writing) = (&arena, &writing);
+        let arena = &arena;
+        let writing = &writing;
         threads.push(scope.spawn(move || {
             while writing.load(Ordering::Acquire) > 0 {
                 verify_all(arena);
@@ -219,7 +270,10 @@ fn byte_of(file: u64, offset: u64) -> u8 {
 fn fill_lease(arena: &Arena, lease: &mut Lease, file: u64, offset: &mut u64, rng: &mut StdRng) {
     loop {
         let len = rng.random_range(1..3000u64);
-        let Some(reserved) = lease.reserve(file, *offset, len).filter(|r| u64::from(r.len) == len) else {
+        let Some(reserved) = lease
+            .reserve(file, *offset, len)
+            .filter(|r| u64::from(r.len) == len)
+        else {
             return;
         };
         let data: Vec<u8> = (*offset..*offset + len).map(|o| byte_of(file, o)).collect();
@@ -239,9 +293,15 @@ fn verify_all(arena: &Arena) -> usize {
     assert_eq!(damage, []);
     for found in &stored {
         let mut bytes = vec![0; found.piece.len as usize];
-        arena.copy_out(found.at.slab, found.piece.position, &mut bytes).unwrap();
+        arena
+            .copy_out(found.at.slab, found.piece.position, &mut bytes)
+            .unwrap();
         for (i, byte) in bytes.into_iter().enumerate() {
-            assert_eq!(byte, byte_of(found.piece.file, found.piece.offset + i as u64), "{found:?} byte {i}");
+            assert_eq!(
+                byte,
+                byte_of(found.piece.file, found.piece.offset + i as u64),
+                "{found:?} byte {i}"
+            );
         }
     }
     stored.len()
@@ -256,20 +316,26 @@ fn reuse_under_a_reader_is_never_mistaken_for_damage() {
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
         for file in 1..=2u64 {
-            let (arena, writing) = (&arena, &writing);
+            let arena = &arena;
+            let writing = &writing;
             threads.push(scope.spawn(move || {
                 for round in 0..3000u64 {
-                    let Some(mut lease) = arena.lease(Class::Small) else { continue };
+                    let Some(mut lease) = arena.lease(Class::Small) else {
+                        continue;
+                    };
                     let pieces: Vec<PieceRef> = (0..5)
                         .filter_map(|n| append(arena, &mut lease, file, round + n * 5000, &[1; 9]))
                         .collect();
-                    pieces.into_iter().for_each(|piece| arena.retire(piece, 9, true));
+                    pieces
+                        .into_iter()
+                        .for_each(|piece| arena.retire(piece, 9, true));
                     arena.seal(lease);
                 }
                 writing.fetch_sub(1, Ordering::AcqRel);
             }));
         }
-        let (arena, writing) = (&arena, &writing);
+        let arena = &arena;
+        let writing = &writing;
         threads.push(scope.spawn(move || {
             while writing.load(Ordering::Acquire) > 0 {
                 let (stored, damage) = arena.stored();
@@ -289,7 +355,8 @@ fn regression_a_chunk_cut_anew_under_a_reader_is_never_mistaken_for_damage() {
     let (_dir, _path, arena) = fresh(1, 1 << 20);
     let writing = AtomicU32::new(1);
     std::thread::scope(|scope| {
-        let (arena, writing) = (&arena, &writing);
+        let arena = &arena;
+        let writing = &writing;
         let writer = scope.spawn(move || {
             for round in 0..6000u64 {
                 let class = [Class::Small, Class::Medium, Class::Whole][round as usize % 3];
@@ -298,7 +365,9 @@ fn regression_a_chunk_cut_anew_under_a_reader_is_never_mistaken_for_damage() {
                     let pieces: Vec<PieceRef> = (0..9)
                         .filter_map(|n| append(arena, lease, file as u64 + 1, n * 100, &[1; 9]))
                         .collect();
-                    pieces.into_iter().for_each(|piece| arena.retire(piece, 9, true));
+                    pieces
+                        .into_iter()
+                        .for_each(|piece| arena.retire(piece, 9, true));
                 }
                 leases.into_iter().for_each(|lease| arena.seal(lease));
             }

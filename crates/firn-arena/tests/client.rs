@@ -16,8 +16,17 @@ use rustix::mm::{MapFlags, ProtFlags};
 const FILE: u64 = 3;
 
 fn create(path: &Path, chunks: u64) -> Arena {
-    let identity = Identity { backing: "/backing".into(), dev: 1, ino: 2 };
-    Arena::create(path, Geometry::new(chunks * (1 << 20), 1 << 20).unwrap(), &identity).unwrap()
+    let identity = Identity {
+        backing: "/backing".into(),
+        dev: 1,
+        ino: 2,
+    };
+    Arena::create(
+        path,
+        Geometry::new(chunks * (1 << 20), 1 << 20).unwrap(),
+        &identity,
+    )
+    .unwrap()
 }
 
 /// A client's mapping of the whole file.
@@ -29,7 +38,15 @@ impl Client {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping.
         let base = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, arena.file(), 0).unwrap()
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                len,
+                prot,
+                MapFlags::SHARED,
+                arena.file(),
+                0,
+            )
+            .unwrap()
         };
         Self(base.cast(), len)
     }
@@ -40,10 +57,14 @@ impl Client {
     /// Records a piece, whatever the rules say.
     fn record(&self, slab: &Slab, index: u64, piece: Piece) {
         let at = slab.records + index * PIECE_BYTES;
-        self.word(at + word::WHO).store(piece.who(), Ordering::Relaxed);
-        self.word(at + word::OFFSET).store(piece.offset, Ordering::Relaxed);
-        self.word(at + word::PLACE).store(piece.place(), Ordering::Relaxed);
-        self.word(at + word::SEAL).store(piece.seal(slab.generation), Ordering::Relaxed);
+        self.word(at + word::WHO)
+            .store(piece.who(), Ordering::Relaxed);
+        self.word(at + word::OFFSET)
+            .store(piece.offset, Ordering::Relaxed);
+        self.word(at + word::PLACE)
+            .store(piece.place(), Ordering::Relaxed);
+        self.word(at + word::SEAL)
+            .store(piece.seal(slab.generation), Ordering::Relaxed);
     }
     fn word(&self, at: u64) -> &AtomicU64 {
         // SAFETY: within the mapping, and aligned by the format.
@@ -64,12 +85,16 @@ fn append(writer: &mut SlabWriter, offset: u64, data: &[u8]) -> Outcome {
 }
 
 fn lease(arena: &Arena, class: Class) -> ClientLease {
-    arena.lease_client(class, FILE, std::process::id(), None).expect("room")
+    arena
+        .lease_client(class, FILE, std::process::id(), None)
+        .expect("room")
 }
 
 fn take(arena: &Arena, lease: &mut ClientLease) -> Vec<(u64, u32)> {
     let mut seen = Vec::new();
-    arena.take_client(lease, &mut |taken| seen.push((taken.offset, taken.len))).unwrap();
+    arena
+        .take_client(lease, &mut |taken| seen.push((taken.offset, taken.len)))
+        .unwrap();
     seen
 }
 
@@ -90,13 +115,19 @@ fn what_a_client_published_is_taken_in_once_and_as_it_grows() {
     assert_eq!(take(&arena, &mut lease), []);
     let mut bytes: Vec<Taken> = Vec::new();
     append(&mut writer, 102, b"hi");
-    arena.freeze_client(&mut lease, &mut |taken| bytes.push(taken)).unwrap();
+    arena
+        .freeze_client(&mut lease, &mut |taken| bytes.push(taken))
+        .unwrap();
     let mut out = [0; 2];
-    arena.copy_out(bytes[0].piece.slab, bytes[0].position, &mut out).unwrap();
+    arena
+        .copy_out(bytes[0].piece.slab, bytes[0].position, &mut out)
+        .unwrap();
     assert_eq!(&out, b"hi");
     append(&mut writer, 104, b"j");
     bytes.clear();
-    arena.revoke_client(&mut lease, &mut |taken| bytes.push(taken)).unwrap();
+    arena
+        .revoke_client(&mut lease, &mut |taken| bytes.push(taken))
+        .unwrap();
     assert_eq!((bytes[0].offset, bytes.len()), (104, 1));
     assert_eq!(append(&mut writer, 105, b"k"), Outcome::Revoked);
     arena.end_client(lease);
@@ -110,7 +141,9 @@ fn a_slab_whose_writer_is_busy_is_not_used_again_before_it_is_idle() {
     let slab = arena.client_slab(&lease, 0);
     let client = Client::of(&arena);
     let mut writer = client.writer(slab);
-    client.word(slab.writer).store(writer_idle(slab.generation) | WRITER_BUSY, Ordering::SeqCst);
+    client
+        .word(slab.writer)
+        .store(writer_idle(slab.generation) | WRITER_BUSY, Ordering::SeqCst);
     arena.revoke_client(&mut lease, &mut |_| {}).unwrap();
     arena.end_client(lease);
     assert!(!arena.has_room(Class::Small));
@@ -124,11 +157,20 @@ fn a_slab_whose_writer_is_busy_is_not_used_again_before_it_is_idle() {
 fn a_slab_of_a_dead_process_is_free_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let arena = create(&dir.path().join("arena"), 1);
-    let mut child = Command::new("sleep").arg("1000").stdin(Stdio::null()).process_group(0).spawn().unwrap();
-    let mut lease = arena.lease_client(Class::Whole, FILE, child.id(), None).unwrap();
+    let mut child = Command::new("sleep")
+        .arg("1000")
+        .stdin(Stdio::null())
+        .process_group(0)
+        .spawn()
+        .unwrap();
+    let mut lease = arena
+        .lease_client(Class::Whole, FILE, child.id(), None)
+        .unwrap();
     let slab = arena.client_slab(&lease, 0);
     let client = Client::of(&arena);
-    client.word(slab.writer).fetch_or(WRITER_BUSY, Ordering::SeqCst);
+    client
+        .word(slab.writer)
+        .fetch_or(WRITER_BUSY, Ordering::SeqCst);
     arena.revoke_client(&mut lease, &mut |_| {}).unwrap();
     arena.end_client(lease);
     assert_eq!(arena.await_clients(), 1);
@@ -146,7 +188,8 @@ fn attach_finds_every_published_byte_and_stops_clients_that_live_on() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("arena");
     let arena = create(&path, 4);
-    let (quiet, busy) = (lease(&arena, Class::Medium), lease(&arena, Class::Medium));
+    let quiet = lease(&arena, Class::Medium);
+    let busy = lease(&arena, Class::Medium);
     let client = Client::of(&arena);
     let slabs = [arena.client_slab(&quiet, 0), arena.client_slab(&busy, 0)];
     let mut writers = slabs.map(|slab| client.writer(slab));
@@ -162,7 +205,10 @@ fn attach_finds_every_published_byte_and_stops_clients_that_live_on() {
     let (arena, stored, damage) = Arena::attach(&path).unwrap();
     assert!(damage.is_empty(), "{damage:?}");
     assert_ne!(arena.file_word(5), word);
-    let mut found: Vec<(u64, u32)> = stored.iter().map(|s| (s.piece.offset, s.piece.len)).collect();
+    let mut found: Vec<(u64, u32)> = stored
+        .iter()
+        .map(|s| (s.piece.offset, s.piece.len))
+        .collect();
     found.sort_unstable();
     assert_eq!(found, [(0, 5000), (0, 5000), (9000, 10), (9000, 10)]);
     let settled = stored.clone();
@@ -187,7 +233,13 @@ fn regression_a_record_beyond_the_largest_offset_does_not_count_after_the_death_
         let slab = arena.client_slab(&lease(&arena, Class::Medium), 0);
         let client = Client::of(&arena);
         append(&mut client.writer(slab), 0, b"good");
-        let piece = Piece { file: FILE, offset, sequence: slab.sequence + 1, position: 4, len: 4 };
+        let piece = Piece {
+            file: FILE,
+            offset,
+            sequence: slab.sequence + 1,
+            position: 4,
+            len: 4,
+        };
         client.record(&slab, 1, piece);
         drop(arena);
         for _ in 0..2 {
@@ -195,7 +247,9 @@ fn regression_a_record_beyond_the_largest_offset_does_not_count_after_the_death_
             assert!(damage.is_empty(), "{damage:?}");
             let found: Vec<u64> = stored.iter().map(|stored| stored.piece.offset).collect();
             assert_eq!(found, [0], "a piece at {offset}");
-            stored.iter().for_each(|stored| arena.keep(stored.at, stored.piece.len));
+            stored
+                .iter()
+                .for_each(|stored| arena.keep(stored.at, stored.piece.len));
             arena.settle(&stored);
         }
     }
@@ -221,7 +275,13 @@ fn a_record_that_breaks_the_rules_ends_the_lease_and_never_counts() {
         let mut writer = client.writer(slab);
         append(&mut writer, 0, b"good");
         assert_eq!(take(&arena, &mut lease), [(0, 4)]);
-        let mut piece = Piece { file: FILE, offset: 4, sequence: slab.sequence + 1, position: 4, len: 4 };
+        let mut piece = Piece {
+            file: FILE,
+            offset: 4,
+            sequence: slab.sequence + 1,
+            position: 4,
+            len: 4,
+        };
         spoil(&mut piece, 4);
         client.record(&slab, 1, piece);
         let looked = arena.take_client(&mut lease, &mut |taken| panic!("{taken:?}"));

@@ -14,13 +14,25 @@ const STEP: &str = "FIRN_TEST_STEP";
 
 fn create(dir: &Path) -> Arena {
     let geometry = Geometry::with_spill(4 << 20, 1 << 20, 2 << 20).unwrap();
-    let identity = Identity { backing: "/backing".into(), dev: 1, ino: 2 };
-    Arena::create_with_spill(&dir.join("a.arena"), geometry, &identity, &dir.join("spill")).unwrap()
+    let identity = Identity {
+        backing: "/backing".into(),
+        dev: 1,
+        ino: 2,
+    };
+    Arena::create_with_spill(
+        &dir.join("a.arena"),
+        geometry,
+        &identity,
+        &dir.join("spill"),
+    )
+    .unwrap()
 }
 
 fn names(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).unwrap().flatten();
-    let mut names: Vec<_> = entries.map(|entry| entry.file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
@@ -28,11 +40,14 @@ fn names(dir: &Path) -> Vec<String> {
 /// What the parent runs as a process of its own.
 #[test]
 fn a_child_makes_an_arena_and_dies() {
-    let (Some(dir), Ok(step)) = (std::env::var_os(CREATE), std::env::var(STEP)) else { return };
+    let (Some(dir), Ok(step)) = (std::env::var_os(CREATE), std::env::var(STEP)) else {
+        return;
+    };
     let mut left: u32 = step.parse().unwrap();
     set_probe(Some(Box::new(move || {
         if left == 0 {
-            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
+            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+                .unwrap();
         }
         left -= 1;
     })));
@@ -46,7 +61,11 @@ fn regression_a_kill_at_any_step_of_creation_leaves_no_damaged_arena_and_no_leak
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", "a_child_makes_an_arena_and_dies"]);
-        let output = child.env(CREATE, dir.path()).env(STEP, step.to_string()).output().unwrap();
+        let output = child
+            .env(CREATE, dir.path())
+            .env(STEP, step.to_string())
+            .output()
+            .unwrap();
         let path = dir.path().join("a.arena");
         if output.status.signal() != Some(9) {
             assert!(output.status.success(), "{output:?}");
@@ -61,7 +80,10 @@ fn regression_a_kill_at_any_step_of_creation_leaves_no_damaged_arena_and_no_leak
             assert!(replay.damage.is_empty(), "step {step}: {:?}", replay.damage);
         } else {
             // A spill file without an arena is replaced.
-            assert!(names(dir.path()).iter().all(|name| name == "spill"), "step {step}");
+            assert!(
+                names(dir.path()).iter().all(|name| name == "spill"),
+                "step {step}"
+            );
             drop(create(dir.path()));
         }
         assert_eq!(names(dir.path()), ["a.arena", "spill"], "step {step}");

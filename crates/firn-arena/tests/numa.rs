@@ -11,7 +11,8 @@ const CHUNK: u64 = 1 << 20;
 /// Writes the files of nodes with one CPU each.
 fn topology(distances: &[&[u32]]) -> Topology {
     let root = tempfile::tempdir().expect("a directory");
-    let write = |name: &str, text: String| std::fs::write(root.path().join(name), text).expect("write");
+    let write =
+        |name: &str, text: String| std::fs::write(root.path().join(name), text).expect("write");
     write("online", format!("0-{}\n", distances.len() - 1));
     for (node, row) in distances.iter().enumerate() {
         std::fs::create_dir(root.path().join(format!("node{node}"))).expect("mkdir");
@@ -23,7 +24,11 @@ fn topology(distances: &[&[u32]]) -> Topology {
 }
 
 fn identity() -> Identity {
-    Identity { backing: "/nowhere".into(), dev: 1, ino: 1 }
+    Identity {
+        backing: "/nowhere".into(),
+        dev: 1,
+        ino: 1,
+    }
 }
 
 fn create(path: &Path, chunks: u64, topology: &Topology) -> Arena {
@@ -41,8 +46,15 @@ fn node(arena: &Arena, lease: &Lease, nodes: u32) -> u32 {
 
 /// The nodes from which a writer on `cpu` gets whole chunks until there are none.
 fn all_from(arena: &Arena, cpu: u32, nodes: u32) -> (Vec<u32>, Vec<Lease>) {
-    let leases: Vec<Lease> = std::iter::from_fn(|| arena.lease_near(Class::Whole, Some(cpu))).collect();
-    (leases.iter().map(|lease| node(arena, lease, nodes)).collect(), leases)
+    let leases: Vec<Lease> =
+        std::iter::from_fn(|| arena.lease_near(Class::Whole, Some(cpu))).collect();
+    (
+        leases
+            .iter()
+            .map(|lease| node(arena, lease, nodes))
+            .collect(),
+        leases,
+    )
 }
 
 #[test]
@@ -73,12 +85,23 @@ fn a_writer_of_two_nodes_fills_its_own_first() {
 #[test]
 fn four_nodes_are_used_by_distance_and_not_by_number() {
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
-    let topology = topology(&[&[10, 32, 12, 21], &[32, 10, 21, 12], &[12, 40, 10, 32], &[30, 20, 11, 10]]);
+    let topology = topology(&[
+        &[10, 32, 12, 21],
+        &[32, 10, 21, 12],
+        &[12, 40, 10, 32],
+        &[30, 20, 11, 10],
+    ]);
     let orders = [[0, 2, 3, 1], [1, 3, 2, 0], [2, 0, 3, 1], [3, 2, 1, 0]];
     for (cpu, order) in orders.into_iter().enumerate() {
         let arena = create(&dir.path().join(format!("arena{cpu}")), 8, &topology);
         let (nodes, leases) = all_from(&arena, cpu as u32, 4);
-        assert_eq!(nodes, order.iter().flat_map(|&node| [node, node]).collect::<Vec<_>>());
+        assert_eq!(
+            nodes,
+            order
+                .iter()
+                .flat_map(|&node| [node, node])
+                .collect::<Vec<_>>()
+        );
         leases.into_iter().for_each(|lease| arena.seal(lease));
     }
 }
@@ -86,7 +109,11 @@ fn four_nodes_are_used_by_distance_and_not_by_number() {
 #[test]
 fn a_far_slab_of_a_cut_chunk_waits_until_there_is_nothing_nearer() {
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
-    let arena = create(&dir.path().join("arena"), 4, &topology(&[&[10, 21], &[21, 10]]));
+    let arena = create(
+        &dir.path().join("arena"),
+        4,
+        &topology(&[&[10, 21], &[21, 10]]),
+    );
     let first = arena.lease_near(Class::Small, Some(1)).expect("room");
     let second = arena.lease_near(Class::Small, Some(0)).expect("room");
     assert_eq!((node(&arena, &first, 2), node(&arena, &second, 2)), (1, 0));
@@ -101,7 +128,10 @@ fn a_far_slab_of_a_cut_chunk_waits_until_there_is_nothing_nearer() {
         leases.push(lease);
     }
     let far = arena.lease_near(Class::Small, Some(0)).expect("room");
-    assert_eq!((node(&arena, &far, 2), far.slab().chunk), (1, leases[0].slab().chunk));
+    assert_eq!(
+        (node(&arena, &far, 2), far.slab().chunk),
+        (1, leases[0].slab().chunk)
+    );
     leases.push(far);
     assert_eq!(arena.node_figures()[1].foreign_slabs, 1);
     leases.into_iter().for_each(|lease| arena.seal(lease));

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use firn_arena::{Arena, ArenaError, Damage, Identity, Lease, PieceRef, Place, SpillFault, Spilled, check};
+use firn_arena::{
+    Arena, ArenaError, Damage, Identity, Lease, PieceRef, Place, SpillFault, Spilled, check,
+};
 use firn_format::geometry::Geometry;
 use firn_format::home::Home;
 use firn_format::piece::Piece;
@@ -24,11 +26,20 @@ struct Fixture {
 impl Fixture {
     fn new(memory: u64, spill: u64) -> Self {
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
-        let geometry = Geometry::with_spill(memory * CHUNK, CHUNK, spill * CHUNK).expect("a valid geometry");
-        let identity = Identity { backing: PathBuf::from("/backing"), dev: 1, ino: 2 };
-        let (path, spill) = (dir.path().join("arena"), dir.path().join("spill"));
+        let geometry =
+            Geometry::with_spill(memory * CHUNK, CHUNK, spill * CHUNK).expect("a valid geometry");
+        let identity = Identity {
+            backing: PathBuf::from("/backing"),
+            dev: 1,
+            ino: 2,
+        };
+        let path = dir.path().join("arena");
+        let spill = dir.path().join("spill");
         let arena = Arena::create_with_spill(&path, geometry, &identity, &spill).expect("created");
-        Self { dir, arena: Some(arena) }
+        Self {
+            dir,
+            arena: Some(arena),
+        }
     }
     fn path(&self) -> PathBuf {
         self.dir.path().join("arena")
@@ -62,8 +73,14 @@ fn bytes_of(file: u64, offset: u64, len: u64) -> Vec<u8> {
 }
 
 fn append(arena: &Arena, lease: &mut Lease, file: u64, offset: u64, len: u64) -> Option<PieceRef> {
-    let reserved = lease.reserve(file, offset, len).filter(|r| u64::from(r.len) == len)?;
-    arena.fill(lease.slab(), reserved.position, &bytes_of(file, offset, len));
+    let reserved = lease
+        .reserve(file, offset, len)
+        .filter(|r| u64::from(r.len) == len)?;
+    arena.fill(
+        lease.slab(),
+        reserved.position,
+        &bytes_of(file, offset, len),
+    );
     let sequence = arena.next_sequence();
     Some(arena.publish(lease, reserved, (file, offset), sequence, 0))
 }
@@ -83,8 +100,12 @@ fn verify(arena: &Arena) -> usize {
     assert_eq!(damage, []);
     for found in &stored {
         let mut bytes = vec![0; found.piece.len as usize];
-        arena.copy_out(found.at.slab, found.piece.position, &mut bytes).expect("readable");
-        let Piece { file, offset, len, .. } = found.piece;
+        arena
+            .copy_out(found.at.slab, found.piece.position, &mut bytes)
+            .expect("readable");
+        let Piece {
+            file, offset, len, ..
+        } = found.piece;
         assert!(bytes == bytes_of(file, offset, u64::from(len)), "{found:?}");
     }
     stored.len()
@@ -97,9 +118,14 @@ fn a_spilled_chunk_reads_the_same_and_gives_its_memory_back() {
     let first = chunk_of(arena, 1);
     let second = chunk_of(arena, 2);
     assert!(arena.lease(Class::Small).is_none(), "memory is full");
-    assert_eq!(arena.spill_oldest(&|_| ()), Ok(Spilled::Chunk(first.slab.chunk)));
+    assert_eq!(
+        arena.spill_oldest(&|_| ()),
+        Ok(Spilled::Chunk(first.slab.chunk))
+    );
     assert!(arena.is_spilled(first.slab.chunk) && !arena.is_spilled(second.slab.chunk));
-    assert!(matches!(arena.place(first.slab, 0, 1), Place::Spill(_, at) if at == SPILL_DATA_OFFSET));
+    assert!(
+        matches!(arena.place(first.slab, 0, 1), Place::Spill(_, at) if at == SPILL_DATA_OFFSET)
+    );
     assert!(matches!(arena.place(second.slab, 0, 1), Place::Memory(_)));
     assert_eq!(arena.used_bytes(), CHUNK);
     chunk_of(arena, 3);
@@ -121,18 +147,32 @@ fn slots_of_the_spill_file_are_bounded_and_used_again() {
         assert!(matches!(arena.spill_oldest(&|_| ()), Ok(Spilled::Chunk(_))));
     }
     let held = chunk_of(arena, 3);
-    assert_eq!(arena.spill_oldest(&|_| ()), Ok(Spilled::Nothing), "both slots are in use");
+    assert_eq!(
+        arena.spill_oldest(&|_| ()),
+        Ok(Spilled::Nothing),
+        "both slots are in use"
+    );
     assert!(!arena.can_spill());
     for round in 4..40 {
-        let Some(Home::Spill(slot)) = arena.home(spilled[0].slab.chunk) else { panic!("spilled") };
+        let Some(Home::Spill(slot)) = arena.home(spilled[0].slab.chunk) else {
+            panic!("spilled")
+        };
         arena.retire(spilled.remove(0), CHUNK as u32, true);
-        let Ok(Spilled::Chunk(chunk)) = arena.spill_oldest(&|_| ()) else { panic!("a slot is free") };
+        let Ok(Spilled::Chunk(chunk)) = arena.spill_oldest(&|_| ()) else {
+            panic!("a slot is free")
+        };
         assert_eq!(arena.home(chunk), Some(Home::Spill(slot)));
-        spilled.push(PieceRef { slab: firn_arena::SlabRef { chunk, slab: 0 }, record: held.record });
+        spilled.push(PieceRef {
+            slab: firn_arena::SlabRef { chunk, slab: 0 },
+            record: held.record,
+        });
         chunk_of(arena, round);
         assert_eq!(verify(arena), 3);
     }
-    assert_eq!(std::fs::metadata(f.spill()).unwrap().len(), SPILL_DATA_OFFSET + 2 * CHUNK);
+    assert_eq!(
+        std::fs::metadata(f.spill()).unwrap().len(),
+        SPILL_DATA_OFFSET + 2 * CHUNK
+    );
 }
 
 #[test]
@@ -142,19 +182,34 @@ fn the_oldest_sealed_chunk_moves_first_and_a_leased_or_pinned_one_stays() {
     let lease = arena.lease(Class::Whole).unwrap();
     let pieces = [chunk_of(arena, 1), chunk_of(arena, 2), chunk_of(arena, 3)];
     arena.pin(pieces[0].slab);
-    assert_eq!(arena.spill_oldest(&|_| ()), Ok(Spilled::Chunk(pieces[1].slab.chunk)));
-    assert_eq!(arena.spill_oldest(&|_| ()), Ok(Spilled::Chunk(pieces[2].slab.chunk)));
+    assert_eq!(
+        arena.spill_oldest(&|_| ()),
+        Ok(Spilled::Chunk(pieces[1].slab.chunk))
+    );
+    assert_eq!(
+        arena.spill_oldest(&|_| ()),
+        Ok(Spilled::Chunk(pieces[2].slab.chunk))
+    );
     assert_eq!(arena.spill_oldest(&|_| ()), Ok(Spilled::Nothing));
     arena.unpin(pieces[0].slab);
-    assert_eq!(arena.spill_oldest(&|_| ()), Ok(Spilled::Chunk(pieces[0].slab.chunk)));
-    assert_eq!(arena.spill_oldest(&|_| ()), Ok(Spilled::Nothing), "the rest is leased");
+    assert_eq!(
+        arena.spill_oldest(&|_| ()),
+        Ok(Spilled::Chunk(pieces[0].slab.chunk))
+    );
+    assert_eq!(
+        arena.spill_oldest(&|_| ()),
+        Ok(Spilled::Nothing),
+        "the rest is leased"
+    );
     arena.seal(lease);
 }
 
 #[test]
 fn after_attach_the_chunk_that_was_written_longest_ago_moves_first() {
     let mut f = Fixture::new(3, 3);
-    let order: Vec<u32> = (1..=3).map(|file| chunk_of(f.arena(), file).slab.chunk).collect();
+    let order: Vec<u32> = (1..=3)
+        .map(|file| chunk_of(f.arena(), file).slab.chunk)
+        .collect();
     f.again(|_| {});
     for chunk in order {
         assert_eq!(f.arena().spill_oldest(&|_| ()), Ok(Spilled::Chunk(chunk)));
@@ -203,7 +258,8 @@ fn pressure_is_told_above_the_threshold_only() {
     let f = Fixture::new(4, 4);
     let told = Arc::new(AtomicBool::new(false));
     let tell = Arc::clone(&told);
-    f.arena().on_pressure(2, move || tell.store(true, Ordering::Relaxed));
+    f.arena()
+        .on_pressure(2, move || tell.store(true, Ordering::Relaxed));
     chunk_of(f.arena(), 1);
     chunk_of(f.arena(), 2);
     assert!(!told.load(Ordering::Relaxed));
@@ -214,8 +270,8 @@ fn pressure_is_told_above_the_threshold_only() {
 /// Random leases, appends, retirements, moves and attaches, against the set of what is live.
 #[test]
 fn random_operations_agree_with_a_model() {
-    let seed: u64 =
-        std::env::var("FIRN_SEED").map_or_else(|_| rand::random(), |s| s.parse().expect("a number"));
+    let seed: u64 = std::env::var("FIRN_SEED")
+        .map_or_else(|_| rand::random(), |s| s.parse().expect("a number"));
     println!("FIRN_SEED={seed}");
     for round in 0..30 {
         let mut rng = StdRng::seed_from_u64(seed ^ round);
@@ -231,19 +287,26 @@ fn random_run(rng: &mut StdRng) {
     for _ in 0..400 {
         let arena = f.arena();
         match rng.random_range(0..20) {
-            0..4 => leases
-                .extend(arena.lease([Class::Small, Class::Medium, Class::Whole][rng.random_range(0..3)])),
+            0..4 => leases.extend(
+                arena.lease([Class::Small, Class::Medium, Class::Whole][rng.random_range(0..3)]),
+            ),
             4..12 if !leases.is_empty() => {
                 let at = rng.random_range(0..leases.len());
-                let (offset, len) = (rng.random_range(0..1 << 30), rng.random_range(1..20_000));
+                let offset = rng.random_range(0..1 << 30);
+                let len = rng.random_range(1..20_000);
                 file += 1;
                 if let Some(piece) = append(arena, &mut leases[at], file, offset, len) {
                     live.insert(piece, (file, len));
                 }
             }
-            12..14 if !leases.is_empty() => arena.seal(leases.swap_remove(rng.random_range(0..leases.len()))),
+            12..14 if !leases.is_empty() => {
+                arena.seal(leases.swap_remove(rng.random_range(0..leases.len())))
+            }
             14..16 if !live.is_empty() => {
-                let piece = *live.keys().nth(rng.random_range(0..live.len())).expect("in range");
+                let piece = *live
+                    .keys()
+                    .nth(rng.random_range(0..live.len()))
+                    .expect("in range");
                 let (_, len) = live.remove(&piece).expect("just seen");
                 arena.retire(piece, len as u32, true);
             }
@@ -267,7 +330,12 @@ fn random_run(rng: &mut StdRng) {
         f.arena().retire(piece, len as u32, true);
     }
     assert_eq!((f.arena().used_bytes(), f.arena().memory_used()), (0, 0));
-    assert_eq!(f.arena().spill_figures().map_or(0, |figures| figures.used_bytes), 0);
+    assert_eq!(
+        f.arena()
+            .spill_figures()
+            .map_or(0, |figures| figures.used_bytes),
+        0
+    );
     let count = f.arena().geometry().chunk_count;
     let all: Vec<Lease> = std::iter::from_fn(|| f.arena().lease(Class::Whole)).collect();
     assert_eq!(all.len(), count as usize, "all memory can be leased again");
@@ -288,10 +356,18 @@ fn readers_see_the_same_bytes_while_chunks_move_and_memory_is_used_again() {
                 while !done.load(Ordering::Acquire) {
                     let (stored, _) = arena.stored();
                     for found in stored.iter().filter(|_| rng.random_bool(0.5)) {
-                        let Piece { file, offset, len, position, .. } = found.piece;
+                        let Piece {
+                            file,
+                            offset,
+                            len,
+                            position,
+                            ..
+                        } = found.piece;
                         arena.pin(found.at.slab);
                         let mut bytes = vec![0; len as usize];
-                        arena.copy_out(found.at.slab, position, &mut bytes).expect("readable");
+                        arena
+                            .copy_out(found.at.slab, position, &mut bytes)
+                            .expect("readable");
                         assert!(bytes == bytes_of(file, offset, u64::from(len)), "{found:?}");
                         arena.unpin(found.at.slab);
                     }
@@ -328,7 +404,9 @@ fn a_crash_at_any_store_of_a_move_leaves_the_chunk_in_one_place() {
         let piece = chunk_of(f.arena(), 1);
         chunk_of(f.arena(), 2);
         let steps = Rc::new(Cell::new(0));
-        let (count, path, spill) = (Rc::clone(&steps), f.path(), f.spill());
+        let count = Rc::clone(&steps);
+        let path = f.path();
+        let spill = f.spill();
         firn_arena::set_probe(Some(Box::new(move || {
             if count.get() == stop {
                 std::fs::copy(&path, path.with_extension("crashed")).expect("copied");
@@ -351,12 +429,20 @@ fn a_crash_at_any_store_of_a_move_leaves_the_chunk_in_one_place() {
             }
         });
         assert_eq!(damage, [], "step {stop}");
-        let files: Vec<u64> = pieces.iter().map(|p| p.file).filter(|file| *file == 2).collect();
+        let files: Vec<u64> = pieces
+            .iter()
+            .map(|p| p.file)
+            .filter(|file| *file == 2)
+            .collect();
         assert_eq!(files, [2], "step {stop}");
         verify(f.arena());
         let held = f.arena().stored().0.len() as u32;
         let spilled = f.arena().spill_figures().unwrap().used_bytes / CHUNK;
-        assert_eq!(f.arena().memory_used() + spilled as u32, held, "step {stop}: one slot a chunk");
+        assert_eq!(
+            f.arena().memory_used() + spilled as u32,
+            held,
+            "step {stop}: one slot a chunk"
+        );
     }
 }
 
@@ -376,7 +462,10 @@ fn readable(arena: &Arena) -> Vec<u64> {
     let mut files = Vec::new();
     for found in arena.stored().0 {
         let mut bytes = vec![0; found.piece.len as usize];
-        if arena.copy_out(found.at.slab, found.piece.position, &mut bytes).is_ok() {
+        if arena
+            .copy_out(found.at.slab, found.piece.position, &mut bytes)
+            .is_ok()
+        {
             assert!(bytes == bytes_of(found.piece.file, found.piece.offset, bytes.len() as u64));
             files.push(found.piece.file);
         }
@@ -395,7 +484,13 @@ fn a_missing_spill_file_is_named_and_the_rest_is_kept() {
         matches!(&damage[..], [Damage::Spill { pieces: 1, bytes: CHUNK, why, .. }] if why.contains("cannot open it")),
         "{damage:?}"
     );
-    assert!(matches!(f.arena().spill_fault(), Some(SpillFault::Io { source: Errno::NOENT, .. })));
+    assert!(matches!(
+        f.arena().spill_fault(),
+        Some(SpillFault::Io {
+            source: Errno::NOENT,
+            ..
+        })
+    ));
     assert_eq!(readable(f.arena()), [2]);
     assert!(!f.arena().can_spill());
     assert_eq!(f.arena().spill_oldest(&|_| ()), Ok(Spilled::Nothing));
@@ -412,10 +507,16 @@ fn a_truncated_spill_file_gives_what_it_still_has() {
         f.arena().spill_oldest(&|_| ()).unwrap();
     }
     let (_, damage) = f.again(|f| {
-        let file = std::fs::File::options().write(true).open(f.spill()).unwrap();
+        let file = std::fs::File::options()
+            .write(true)
+            .open(f.spill())
+            .unwrap();
         file.set_len(SPILL_DATA_OFFSET + CHUNK + 100).unwrap();
     });
-    assert!(matches!(&damage[..], [Damage::Spill { slot: 1, .. }]), "{damage:?}");
+    assert!(
+        matches!(&damage[..], [Damage::Spill { slot: 1, .. }]),
+        "{damage:?}"
+    );
     assert_eq!(readable(f.arena()), [1]);
 }
 
@@ -437,7 +538,10 @@ fn a_foreign_spill_file_is_neither_read_nor_written() {
     f.arena().spill_oldest(&|_| ()).unwrap();
     assert!(std::fs::read(f.spill()).unwrap() == before);
     let report = check(&f.path()).unwrap();
-    assert!(matches!(report.spill_fault, Some(SpillFault::Foreign { .. })));
+    assert!(matches!(
+        report.spill_fault,
+        Some(SpillFault::Foreign { .. })
+    ));
 }
 
 #[test]
@@ -447,14 +551,23 @@ fn every_flipped_bit_of_a_home_is_found() {
     for bit in 0..64 {
         let flip = |f: &Fixture| {
             use std::os::unix::fs::FileExt;
-            let file = std::fs::File::options().read(true).write(true).open(f.path()).unwrap();
-            let (at, mut byte) = (table + chunk_word::HOME + bit / 8, [0]);
+            let file = std::fs::File::options()
+                .read(true)
+                .write(true)
+                .open(f.path())
+                .unwrap();
+            let at = table + chunk_word::HOME + bit / 8;
+            let mut byte = [0];
             file.read_exact_at(&mut byte, at).unwrap();
             file.write_all_at(&[byte[0] ^ 1 << (bit % 8)], at).unwrap();
         };
         flip(&f);
         let report = check(&f.path()).unwrap();
-        assert!(matches!(report.damage[..], [Damage::Home { chunk: 0, .. }]), "{:?}", report.damage);
+        assert!(
+            matches!(report.damage[..], [Damage::Home { chunk: 0, .. }]),
+            "{:?}",
+            report.damage
+        );
         let (pieces, damage) = f.again(|_| {});
         assert_eq!((pieces.len(), damage.len()), (2, 1));
         assert_eq!(readable(f.arena()).len(), 1);
@@ -473,10 +586,14 @@ fn two_chunks_never_share_a_slot() {
         let file = std::fs::File::options().write(true).open(f.path()).unwrap();
         for chunk in 0..2 {
             let word = Home::Memory(0).to_word(chunk).to_le_bytes();
-            file.write_all_at(&word, g.table_offset(chunk) + chunk_word::HOME).unwrap();
+            file.write_all_at(&word, g.table_offset(chunk) + chunk_word::HOME)
+                .unwrap();
         }
     });
-    assert!(matches!(damage[..], [Damage::Home { .. }, Damage::Home { .. }]), "{damage:?}");
+    assert!(
+        matches!(damage[..], [Damage::Home { .. }, Damage::Home { .. }]),
+        "{damage:?}"
+    );
     assert_eq!(readable(f.arena()), Vec::<u64>::new());
 }
 
@@ -487,13 +604,21 @@ fn only_a_spill_file_whose_arena_is_gone_is_replaced() {
     let mut f = half_spilled();
     let geometry = *f.arena().geometry();
     let other = tempfile::tempdir_in("/dev/shm").unwrap();
-    let identity = Identity { backing: PathBuf::from("/backing"), dev: 1, ino: 2 };
+    let identity = Identity {
+        backing: PathBuf::from("/backing"),
+        dev: 1,
+        ino: 2,
+    };
     let make = |f: &Fixture| {
-        Arena::create_with_spill(&other.path().join("arena"), geometry, &identity, &f.spill()).map(drop)
+        Arena::create_with_spill(&other.path().join("arena"), geometry, &identity, &f.spill())
+            .map(drop)
     };
     f.arena = None;
     let taken = make(&f).unwrap_err();
-    assert!(matches!(taken, ArenaError::Spill(SpillFault::Taken { .. })), "{taken}");
+    assert!(
+        matches!(taken, ArenaError::Spill(SpillFault::Taken { .. })),
+        "{taken}"
+    );
     assert!(!other.path().join("arena").exists());
     f.again(|_| {});
     assert_eq!(verify(f.arena()), 2, "it was not touched");
@@ -503,6 +628,9 @@ fn only_a_spill_file_whose_arena_is_gone_is_replaced() {
     std::fs::remove_file(other.path().join("arena")).unwrap();
     std::fs::write(f.spill(), "somebody's file").unwrap();
     let error = make(&f).unwrap_err();
-    assert!(matches!(error, ArenaError::Spill(SpillFault::NotSpill { .. })), "{error}");
+    assert!(
+        matches!(error, ArenaError::Spill(SpillFault::NotSpill { .. })),
+        "{error}"
+    );
     assert_eq!(std::fs::read(f.spill()).unwrap(), b"somebody's file");
 }

@@ -22,7 +22,8 @@ use rustix::fs::{self, AtFlags, CWD, FallocateFlags, FileType, Gid, Mode, OFlags
 
 use crate::unsynced::{self, Key, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime,
+    StatFs, SyncWay,
 };
 
 mod attr;
@@ -62,7 +63,11 @@ pub struct DirNode {
 
 impl DirNode {
     fn new(fd: OwnedFd, attr: &Attr) -> Arc<Self> {
-        Arc::new(Self { fd, key: (attr.dev, attr.ino), kind: attr.kind })
+        Arc::new(Self {
+            fd,
+            key: (attr.dev, attr.ino),
+            kind: attr.kind,
+        })
     }
 }
 
@@ -100,7 +105,12 @@ impl DirBacking {
         let attr = attr::attr(&root)?;
         let root = DirNode::new(root, &attr);
         let devices = Devices::new(root.key.0, reopen::dir(&root)?)?;
-        Ok(Self { path, root, devices, unsynced: Unsynced::default() })
+        Ok(Self {
+            path,
+            root,
+            devices,
+            unsynced: Unsynced::default(),
+        })
     }
 
     /// An object was changed.
@@ -124,7 +134,9 @@ impl DirBacking {
     fn removed_if(&self, removed: Result<()>, parent: &DirNode, name: &OsStr) -> Result<()> {
         removed?;
         self.changed_node(parent);
-        if self.devices.is_synced_one_by_one(parent.key.0, parent.as_fd())
+        if self
+            .devices
+            .is_synced_one_by_one(parent.key.0, parent.as_fd())
             && let Some(path) = path_of_entry(self.place(parent.as_fd()), name)
         {
             self.unsynced.removed(&path);
@@ -134,11 +146,15 @@ impl DirBacking {
 
     /// Where the kernel says that an object is now.
     fn place(&self, fd: BorrowedFd<'_>) -> Place {
-        let Ok(links) = attr::links(fd) else { return Place::Unknown };
+        let Ok(links) = attr::links(fd) else {
+            return Place::Unknown;
+        };
         if links == 0 {
             return Place::Gone;
         }
-        let (Ok(path), Ok(top)) = (absolute(fd), absolute(self.root.as_fd())) else { return Place::Unknown };
+        let (Ok(path), Ok(top)) = (absolute(fd), absolute(self.root.as_fd())) else {
+            return Place::Unknown;
+        };
         // One of several names was removed, and this descriptor was opened by that one.
         if path.ends_with(b" (deleted)") {
             return Place::Unknown;
@@ -172,7 +188,9 @@ impl DirBacking {
         let mut seen = vec![top.key.0];
         self.sync_file_system(top, each)?;
         for path in devices::mounts_below(&absolute(top.as_fd())?, &absolute(self.root.as_fd())?) {
-            let Ok((node, _)) = self.find(&path) else { continue };
+            let Ok((node, _)) = self.find(&path) else {
+                continue;
+            };
             if node.kind == Kind::Dir && !seen.contains(&node.key.0) {
                 seen.push(node.key.0);
                 self.sync_file_system(&node, each)?;
@@ -292,10 +310,22 @@ impl Backing for DirBacking {
         rdev: u64,
     ) -> Result<(Self::Node, Attr)> {
         // No type bits mean a regular file (mknod(2)).
-        let typed = if mode & libc::S_IFMT == 0 { mode | libc::S_IFREG } else { mode };
+        let typed = if mode & libc::S_IFMT == 0 {
+            mode | libc::S_IFREG
+        } else {
+            mode
+        };
         let kind = Kind::from_mode(typed).ok_or(Errno::INVAL)?;
         let file_type = FileType::from_raw_mode(typed);
-        let make = |mode| fs::mknodat(parent, name, file_type, Mode::from_raw_mode(mode & 0o7777), rdev);
+        let make = |mode| {
+            fs::mknodat(
+                parent,
+                name,
+                file_type,
+                Mode::from_raw_mode(mode & 0o7777),
+                rdev,
+            )
+        };
         let (node, attr) = make::object(caller, parent.as_fd(), name, kind, mode, &make)?;
         let node = DirNode::new(node, &attr);
         self.made(parent, &node);
@@ -357,7 +387,10 @@ impl Backing for DirBacking {
         let is_exchange = flags.contains(RenameFlags::EXCHANGE);
         let flags = fs::RenameFlags::from_bits_retain(flags.bits());
         let call = || fs::renameat_with(parent, name, new_parent, new_name, flags);
-        if !self.devices.is_synced_one_by_one(parent.key.0, parent.as_fd()) {
+        if !self
+            .devices
+            .is_synced_one_by_one(parent.key.0, parent.as_fd())
+        {
             return call();
         }
         let ticket = self.unsynced.begin_rename();
@@ -366,7 +399,8 @@ impl Backing for DirBacking {
         match (result, path(parent, name), path(new_parent, new_name)) {
             (Err(_), ..) => self.unsynced.end_rename(ticket, None, is_exchange),
             (Ok(()), Some(from), Some(to)) => {
-                self.unsynced.end_rename(ticket, Some((&from, &to)), is_exchange);
+                self.unsynced
+                    .end_rename(ticket, Some((&from, &to)), is_exchange);
             }
             (Ok(()), ..) => self.unsynced.end_unknown_rename(ticket),
         }
@@ -397,13 +431,17 @@ impl Backing for DirBacking {
         if attr::attr(node)?.kind == Kind::Symlink {
             return Err(Errno::OPNOTSUPP);
         }
-        let done = fs::chmod(FdPath::of(node).as_c_str(), Mode::from_raw_mode(mode & 0o7777));
+        let done = fs::chmod(
+            FdPath::of(node).as_c_str(),
+            Mode::from_raw_mode(mode & 0o7777),
+        );
         self.changed_node(node);
         done
     }
 
     fn set_owner(&self, node: &Self::Node, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
-        let (uid, gid) = (uid.map(Uid::from_raw), gid.map(Gid::from_raw));
+        let uid = uid.map(Uid::from_raw);
+        let gid = gid.map(Gid::from_raw);
         let done = fs::chownat(node, c"", uid, gid, AtFlags::EMPTY_PATH);
         self.changed_node(node);
         done
@@ -464,7 +502,11 @@ impl Backing for DirBacking {
     }
 
     fn open(&self, node: &Self::Node, access: Access) -> Result<Self::File> {
-        Ok(DirFile { fd: reopen::file(node, access)?, access, key: node.key })
+        Ok(DirFile {
+            fd: reopen::file(node, access)?,
+            access,
+            key: node.key,
+        })
     }
 
     fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize> {
@@ -517,7 +559,8 @@ impl Backing for DirBacking {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
-        let (mut from_at, mut to_at) = (from_offset, to_offset);
+        let mut from_at = from_offset;
+        let mut to_at = to_offset;
         let len = usize::try_from(len).unwrap_or(usize::MAX);
         let done = fs::copy_file_range(&from.fd, Some(&mut from_at), &to.fd, Some(&mut to_at), len);
         self.changed(to.key, to.fd.as_fd());
@@ -548,7 +591,10 @@ impl Backing for DirBacking {
 
     fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>> {
         // What the kernel writes without us we could not tell of when it is to be durable.
-        (!self.devices.is_synced_one_by_one(file.key.0, file.fd.as_fd())).then(|| file.fd.as_fd())
+        (!self
+            .devices
+            .is_synced_one_by_one(file.key.0, file.fd.as_fd()))
+        .then(|| file.fd.as_fd())
     }
 
     fn statfs(&self) -> Result<StatFs> {

@@ -125,7 +125,8 @@ pub trait Backing: Send + Sync + 'static {
     /// Whether new objects in directory `node` take their mode from a POSIX default ACL: then the
     /// umask of their maker does not count (acl(5)).
     fn has_default_acl(&self, node: &Self::Node) -> bool {
-        self.get_xattr(node, OsStr::new("system.posix_acl_default")).is_ok()
+        self.get_xattr(node, OsStr::new("system.posix_acl_default"))
+            .is_ok()
     }
 
     // ---- directories -------------------------------------------------------------------------
@@ -204,5 +205,8 @@ pub trait Backing: Send + Sync + 'static {
 
 /// Whether a path relative to the root is `top` or below it; of the root, whose path is empty, all are.
 pub fn is_below(path: &[u8], top: &[u8]) -> bool {
-    top.is_empty() || path.strip_prefix(top).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+    top.is_empty()
+        || path
+            .strip_prefix(top)
+            .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }

@@ -39,7 +39,10 @@ pub fn assert_none_held(call: &str) {
     #[cfg(debug_assertions)]
     if !std::thread::panicking() {
         let held = HELD.with(std::cell::Cell::get);
-        assert!(held == 0, "{held} locks are held across `{call}` of the backing");
+        assert!(
+            held == 0,
+            "{held} locks are held across `{call}` of the backing"
+        );
     }
     let _ = call;
 }
@@ -56,12 +59,18 @@ impl<T> Mutex<T> {
     /// Waits for the lock.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         let guard = self.0.lock();
-        MutexGuard { guard, _held: Held::count() }
+        MutexGuard {
+            guard,
+            _held: Held::count(),
+        }
     }
     /// The lock, if nobody has it.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let guard = self.0.try_lock()?;
-        Some(MutexGuard { guard, _held: Held::count() })
+        Some(MutexGuard {
+            guard,
+            _held: Held::count(),
+        })
     }
 }
 
@@ -124,12 +133,18 @@ impl<T> RwLock<T> {
     /// Waits for the lock that many may have.
     pub fn read(&self) -> impl Deref<Target = T> + '_ {
         let guard = self.0.read();
-        RwLockGuard { guard, _held: Held::count() }
+        RwLockGuard {
+            guard,
+            _held: Held::count(),
+        }
     }
     /// Waits for the lock that one may have.
     pub fn write(&self) -> impl DerefMut<Target = T> + '_ {
         let guard = self.0.write();
-        RwLockGuard { guard, _held: Held::count() }
+        RwLockGuard {
+            guard,
+            _held: Held::count(),
+        }
     }
 }
 

@@ -135,8 +135,14 @@ impl SimBacking {
 
     /// A backing over a copy of a disk.
     pub fn from_disk(disk: Disk) -> Self {
-        let state = State { disk, ..State::default() };
-        Self { state: Arc::new(Mutex::new(state)), ..Self::default() }
+        let state = State {
+            disk,
+            ..State::default()
+        };
+        Self {
+            state: Arc::new(Mutex::new(state)),
+            ..Self::default()
+        }
     }
 
     /// A copy of the disk and its cache, as they are now.

@@ -14,7 +14,11 @@ pub mod differential;
 /// The caller that owns everything here: this process.
 pub fn own_caller() -> Caller {
     let uid = rustix::process::geteuid().as_raw();
-    Caller { uid, gid: rustix::process::getegid().as_raw(), pid: 0 }
+    Caller {
+        uid,
+        gid: rustix::process::getegid().as_raw(),
+        pid: 0,
+    }
 }
 
 /// Name and body of one case.
@@ -46,17 +50,24 @@ fn os(name: &str) -> &OsStr {
 }
 
 fn file<B: Backing>(b: &B, name: &str, content: &[u8]) -> (B::Node, B::File) {
-    let (node, file, _) = b.create(&own_caller(), &b.root(), os(name), 0o644).expect("create");
+    let (node, file, _) = b
+        .create(&own_caller(), &b.root(), os(name), 0o644)
+        .expect("create");
     write(b, &file, content, 0);
     (node, file)
 }
 
 fn dir<B: Backing>(b: &B, name: &str) -> B::Node {
-    b.mkdir(&own_caller(), &b.root(), os(name), 0o755).expect("mkdir").0
+    b.mkdir(&own_caller(), &b.root(), os(name), 0o755)
+        .expect("mkdir")
+        .0
 }
 
 fn write<B: Backing>(b: &B, file: &B::File, content: &[u8], offset: u64) {
-    assert_eq!(b.write_at(file, &[IoSlice::new(content)], offset), Ok(content.len()));
+    assert_eq!(
+        b.write_at(file, &[IoSlice::new(content)], offset),
+        Ok(content.len())
+    );
 }
 
 fn read<B: Backing>(b: &B, file: &B::File, offset: u64, len: usize) -> Vec<u8> {
@@ -71,13 +82,23 @@ fn look<B: Backing>(b: &B, name: &str) -> Result<Attr, Errno> {
 }
 
 fn names<B: Backing>(b: &B) {
-    let (root, me) = (b.root(), own_caller());
+    let root = b.root();
+    let me = own_caller();
     assert_eq!(look(b, "a").err(), Some(Errno::NOENT));
     let (node, _, attr) = b.create(&me, &root, os("a"), 0o6751).expect("create");
-    assert_eq!((attr.kind, attr.mode & 0o7777, attr.size, attr.nlink), (Kind::File, 0o6751, 0, 1));
+    assert_eq!(
+        (attr.kind, attr.mode & 0o7777, attr.size, attr.nlink),
+        (Kind::File, 0o6751, 0, 1)
+    );
     assert_eq!(look(b, "a").map(|a| a.ino), Ok(attr.ino));
-    assert_eq!(b.create(&me, &root, os("a"), 0o644).err(), Some(Errno::EXIST));
-    assert_eq!(b.mkdir(&me, &root, os("a"), 0o755).err(), Some(Errno::EXIST));
+    assert_eq!(
+        b.create(&me, &root, os("a"), 0o644).err(),
+        Some(Errno::EXIST)
+    );
+    assert_eq!(
+        b.mkdir(&me, &root, os("a"), 0o755).err(),
+        Some(Errno::EXIST)
+    );
     assert_eq!(b.lookup(&node, os("x")).err(), Some(Errno::NOTDIR));
     let long = "n".repeat(256);
     assert_eq!(look(b, &long).err(), Some(Errno::NAMETOOLONG));
@@ -90,12 +111,15 @@ fn names<B: Backing>(b: &B) {
 fn nodes_outlive_names<B: Backing>(b: &B) {
     let root = b.root();
     let (node, open) = file(b, "a", b"kept");
-    b.rename(&root, os("a"), &root, os("b"), RenameFlags::empty()).expect("rename");
+    b.rename(&root, os("a"), &root, os("b"), RenameFlags::empty())
+        .expect("rename");
     assert_eq!(b.attr(&node).map(|a| a.size), Ok(4));
     b.unlink(&root, os("b")).expect("unlink");
     drop(open);
     assert_eq!(b.attr(&node).map(|a| a.nlink), Ok(0));
-    let again = b.open(&node, Access::ReadWrite).expect("open without a name");
+    let again = b
+        .open(&node, Access::ReadWrite)
+        .expect("open without a name");
     assert_eq!(read(b, &again, 0, 9), b"kept");
     assert_eq!(b.link(&node, &root, os("c")).err(), Some(Errno::NOENT));
 }
@@ -108,22 +132,32 @@ fn hard_links<B: Backing>(b: &B) {
     write(b, &open, b"two", 0);
     let (other, attr) = b.lookup(&root, os("b")).expect("lookup");
     assert_eq!(attr.ino, b.attr(&node).expect("attr").ino);
-    assert_eq!(read(b, &b.open(&other, Access::Read).expect("open"), 0, 9), b"two");
+    assert_eq!(
+        read(b, &b.open(&other, Access::Read).expect("open"), 0, 9),
+        b"two"
+    );
     // Two names of one file: rename does nothing.
-    assert_eq!(b.rename(&root, os("a"), &root, os("b"), RenameFlags::empty()), Ok(()));
+    assert_eq!(
+        b.rename(&root, os("a"), &root, os("b"), RenameFlags::empty()),
+        Ok(())
+    );
     assert_eq!(look(b, "a").map(|a| a.nlink), Ok(2));
     let d = dir(b, "d");
     assert_eq!(b.link(&d, &root, os("e")).err(), Some(Errno::PERM));
 }
 
 fn directories<B: Backing>(b: &B) {
-    let (root, me) = (b.root(), own_caller());
+    let root = b.root();
+    let me = own_caller();
     let d = dir(b, "d");
     b.mkdir(&me, &d, os("e"), 0o700).expect("mkdir");
     assert_eq!(b.rmdir(&root, os("d")).err(), Some(Errno::NOTEMPTY));
     assert_eq!(b.unlink(&root, os("d")).err(), Some(Errno::ISDIR));
     assert_eq!(b.open(&d, Access::Read).err(), Some(Errno::ISDIR));
-    assert_eq!((b.rmdir(&d, os("e")), b.rmdir(&root, os("d"))), (Ok(()), Ok(())));
+    assert_eq!(
+        (b.rmdir(&d, os("e")), b.rmdir(&root, os("d"))),
+        (Ok(()), Ok(()))
+    );
     assert_eq!(b.create(&me, &d, os("x"), 0o644).err(), Some(Errno::NOENT));
     let (f, _) = file(b, "f", b"");
     assert_eq!(b.open_dir(&f).err(), Some(Errno::NOTDIR));
@@ -138,32 +172,56 @@ fn renames<B: Backing>(b: &B) {
     let go = |from: &str, to: &str, flags| b.rename(&root, os(from), &root, os(to), flags);
     let none = RenameFlags::empty();
     assert_eq!(go("x", "y", none).err(), Some(Errno::NOENT));
-    assert_eq!(go("a", "b", RenameFlags::NOREPLACE).err(), Some(Errno::EXIST));
-    assert_eq!(go("a", "x", RenameFlags::EXCHANGE).err(), Some(Errno::NOENT));
+    assert_eq!(
+        go("a", "b", RenameFlags::NOREPLACE).err(),
+        Some(Errno::EXIST)
+    );
+    assert_eq!(
+        go("a", "x", RenameFlags::EXCHANGE).err(),
+        Some(Errno::NOENT)
+    );
     assert_eq!(go("a", "d", none).err(), Some(Errno::ISDIR));
     assert_eq!(go("d", "a", none).err(), Some(Errno::NOTDIR));
-    assert_eq!(b.rename(&root, os("d"), &d, os("in"), none).err(), Some(Errno::INVAL));
+    assert_eq!(
+        b.rename(&root, os("d"), &d, os("in"), none).err(),
+        Some(Errno::INVAL)
+    );
     assert_eq!(go("a", "d", RenameFlags::EXCHANGE), Ok(()));
     assert_eq!(look(b, "a").map(|a| a.kind), Ok(Kind::Dir));
     assert_eq!(go("d", "b", none), Ok(()));
     let (node, _) = b.lookup(&root, os("b")).expect("lookup");
-    assert_eq!(read(b, &b.open(&node, Access::Read).expect("open"), 0, 9), b"a");
+    assert_eq!(
+        read(b, &b.open(&node, Access::Read).expect("open"), 0, 9),
+        b"a"
+    );
     dir(b, "e");
-    b.rename(&root, os("b"), &d, os("b"), none).expect("move into the directory");
+    b.rename(&root, os("b"), &d, os("b"), none)
+        .expect("move into the directory");
     assert_eq!(go("e", "a", none).err(), Some(Errno::NOTEMPTY));
 }
 
 fn symlinks_and_special_files<B: Backing>(b: &B) {
-    let (root, me) = (b.root(), own_caller());
-    let (link, attr) = b.symlink(&me, &root, os("l"), os("no/where")).expect("symlink");
+    let root = b.root();
+    let me = own_caller();
+    let (link, attr) = b
+        .symlink(&me, &root, os("l"), os("no/where"))
+        .expect("symlink");
     assert_eq!((attr.kind, attr.size), (Kind::Symlink, 8));
     assert_eq!(b.readlink(&link).as_deref(), Ok(b"no/where".as_slice()));
     assert_eq!(b.set_mode(&link, 0o600).err(), Some(Errno::OPNOTSUPP));
     assert_eq!(b.open(&link, Access::Read).err(), Some(Errno::LOOP));
     assert_eq!(b.get_xattr(&link, os("user.x")).err(), Some(Errno::NODATA));
-    assert_eq!(b.set_xattr(&link, os("user.x"), b"", 0).err(), Some(Errno::PERM));
-    assert_eq!(b.link(&link, &root, os("l2")).map(|a| (a.kind, a.nlink)), Ok((Kind::Symlink, 2)));
-    let (fifo, attr) = b.mknod(&me, &root, os("p"), libc::S_IFIFO | 0o640, 0).expect("mknod");
+    assert_eq!(
+        b.set_xattr(&link, os("user.x"), b"", 0).err(),
+        Some(Errno::PERM)
+    );
+    assert_eq!(
+        b.link(&link, &root, os("l2")).map(|a| (a.kind, a.nlink)),
+        Ok((Kind::Symlink, 2))
+    );
+    let (fifo, attr) = b
+        .mknod(&me, &root, os("p"), libc::S_IFIFO | 0o640, 0)
+        .expect("mknod");
     assert_eq!((attr.kind, attr.mode & 0o7777), (Kind::Fifo, 0o640));
     assert_eq!(b.open(&fifo, Access::Read).err(), Some(Errno::NXIO));
     assert_eq!(b.set_mode(&fifo, 0o600), Ok(()));
@@ -174,27 +232,49 @@ fn symlinks_and_special_files<B: Backing>(b: &B) {
 fn attributes<B: Backing>(b: &B) {
     let (node, _) = file(b, "a", b"");
     b.set_mode(&node, 0o600).expect("set_mode");
-    let (old, time) = (Time { sec: -5, nsec: 7 }, Time { sec: 1_000_000, nsec: 123_456_789 });
-    b.set_times(&node, SetTime::At(time), SetTime::At(old)).expect("set_times");
-    b.set_times(&node, SetTime::Keep, SetTime::Keep).expect("set_times");
+    let old = Time { sec: -5, nsec: 7 };
+    let time = Time {
+        sec: 1_000_000,
+        nsec: 123_456_789,
+    };
+    b.set_times(&node, SetTime::At(time), SetTime::At(old))
+        .expect("set_times");
+    b.set_times(&node, SetTime::Keep, SetTime::Keep)
+        .expect("set_times");
     let attr = b.attr(&node).expect("attr");
-    assert_eq!((attr.mode & 0o7777, attr.atime, attr.mtime), (0o600, time, old));
-    b.set_times(&node, SetTime::Keep, SetTime::Now).expect("set_times");
+    assert_eq!(
+        (attr.mode & 0o7777, attr.atime, attr.mtime),
+        (0o600, time, old)
+    );
+    b.set_times(&node, SetTime::Keep, SetTime::Now)
+        .expect("set_times");
     let attr = b.attr(&node).expect("attr");
     assert!(attr.atime == time && attr.mtime > old);
 }
 
 fn xattrs<B: Backing>(b: &B) {
     let (node, _) = file(b, "a", b"");
-    let (x, big) = (os("user.x"), vec![7; 1500]);
+    let x = os("user.x");
+    let big = vec![7; 1500];
     assert_eq!(b.get_xattr(&node, x).err(), Some(Errno::NODATA));
-    assert_eq!(b.set_xattr(&node, x, b"v", libc::XATTR_REPLACE).err(), Some(Errno::NODATA));
+    assert_eq!(
+        b.set_xattr(&node, x, b"v", libc::XATTR_REPLACE).err(),
+        Some(Errno::NODATA)
+    );
     assert_eq!(b.set_xattr(&node, x, b"", libc::XATTR_CREATE), Ok(()));
     assert_eq!(b.get_xattr(&node, x), Ok(Vec::new()));
-    assert_eq!(b.set_xattr(&node, x, &big, libc::XATTR_CREATE).err(), Some(Errno::EXIST));
+    assert_eq!(
+        b.set_xattr(&node, x, &big, libc::XATTR_CREATE).err(),
+        Some(Errno::EXIST)
+    );
     assert_eq!(b.set_xattr(&node, x, &big, 0), Ok(()));
     assert_eq!(b.get_xattr(&node, x), Ok(big));
-    assert!(b.list_xattr(&node).expect("list").windows(7).any(|name| name == b"user.x\0"));
+    assert!(
+        b.list_xattr(&node)
+            .expect("list")
+            .windows(7)
+            .any(|name| name == b"user.x\0")
+    );
     assert_eq!(b.remove_xattr(&node, x), Ok(()));
     assert_eq!(b.remove_xattr(&node, x).err(), Some(Errno::NODATA));
     assert!(!b.has_default_acl(&b.root()));
@@ -209,9 +289,15 @@ fn data<B: Backing>(b: &B) {
     b.set_len(&open, 3).expect("set_len");
     b.set_len(&open, 6).expect("set_len");
     assert_eq!(read(b, &open, 0, 99), b"012\0\0\0");
-    assert_eq!((b.sync(&open, true), b.sync(&open, false)), (Ok(()), Ok(())));
+    assert_eq!(
+        (b.sync(&open, true), b.sync(&open, false)),
+        (Ok(()), Ok(()))
+    );
     let reader = b.open(&node, Access::Read).expect("open");
-    assert_eq!(b.write_at(&reader, &[IoSlice::new(b"x")], 0).err(), Some(Errno::BADF));
+    assert_eq!(
+        b.write_at(&reader, &[IoSlice::new(b"x")], 0).err(),
+        Some(Errno::BADF)
+    );
     assert_eq!(b.set_len(&reader, 0).err(), Some(Errno::INVAL));
     let writer = b.open(&node, Access::Write).expect("open");
     assert_eq!(b.read_at(&writer, &mut [0], 0).err(), Some(Errno::BADF));
@@ -243,7 +329,8 @@ fn streams<B: Backing>(b: &B) {
         file(b, &format!("name-{i:06}"), b"");
     }
     let stream = b.open_dir(&b.root()).expect("open_dir");
-    let (mut cookie, mut seen) = (0, Vec::new());
+    let mut cookie = 0;
+    let mut seen = Vec::new();
     loop {
         // Seven at a time; the eighth is refused and must come again.
         let mut got = Vec::new();

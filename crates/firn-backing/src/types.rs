@@ -53,7 +53,10 @@ impl Time {
     /// Firn and by the backing do not run backwards against each other.
     pub fn now() -> Self {
         let t = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
-        Self { sec: t.tv_sec, nsec: t.tv_nsec as u32 }
+        Self {
+            sec: t.tv_sec,
+            nsec: t.tv_nsec as u32,
+        }
     }
 
     /// The present, but later than `last` where that was given within the same tick of the clock: who compares
@@ -69,18 +72,27 @@ impl Time {
     /// Nanoseconds since 1970; 0 before, and the largest number after 2554.
     pub fn to_ns(self) -> u64 {
         let sec = u64::try_from(self.sec).ok();
-        sec.map_or(0, |sec| sec.saturating_mul(1_000_000_000).saturating_add(self.nsec.into()))
+        sec.map_or(0, |sec| {
+            sec.saturating_mul(1_000_000_000)
+                .saturating_add(self.nsec.into())
+        })
     }
 
     /// From nanoseconds since 1970.
     pub fn from_ns(ns: u64) -> Self {
-        Self { sec: (ns / 1_000_000_000) as i64, nsec: (ns % 1_000_000_000) as u32 }
+        Self {
+            sec: (ns / 1_000_000_000) as i64,
+            nsec: (ns % 1_000_000_000) as u32,
+        }
     }
 
     /// `ns` below 10^9.
     fn plus_ns(self, ns: u32) -> Self {
         let nsec = self.nsec + ns;
-        Self { sec: self.sec + i64::from(nsec / 1_000_000_000), nsec: nsec % 1_000_000_000 }
+        Self {
+            sec: self.sec + i64::from(nsec / 1_000_000_000),
+            nsec: nsec % 1_000_000_000,
+        }
     }
 }
 

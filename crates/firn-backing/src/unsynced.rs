@@ -129,7 +129,11 @@ impl State {
             self.lose_track();
             return;
         }
-        let entry = Entry { version: self.version, paths: Vec::new(), has_more_names: links > 1 };
+        let entry = Entry {
+            version: self.version,
+            paths: Vec::new(),
+            has_more_names: links > 1,
+        };
         self.objects.insert(key, entry);
         self.add_name(key, path);
     }
@@ -144,8 +148,12 @@ impl State {
 
     /// The path does not lead to what it led to any more.
     fn drop_name(&mut self, path: &[u8]) {
-        let Some(key) = self.names.remove(path) else { return };
-        let Some(entry) = self.objects.get_mut(&key) else { return };
+        let Some(key) = self.names.remove(path) else {
+            return;
+        };
+        let Some(entry) = self.objects.get_mut(&key) else {
+            return;
+        };
         entry.paths.retain(|known| known != path);
         if entry.paths.is_empty() {
             let is_elsewhere = entry.has_more_names;
@@ -171,8 +179,11 @@ impl State {
         let mut end = top.to_vec();
         // The byte after the slash.
         end.push(b'/' + 1);
-        let mut taken: Vec<(Vec<u8>, Key)> =
-            self.names.range(below..end).map(|(path, key)| (path[top.len()..].to_vec(), *key)).collect();
+        let mut taken: Vec<(Vec<u8>, Key)> = self
+            .names
+            .range(below..end)
+            .map(|(path, key)| (path[top.len()..].to_vec(), *key))
+            .collect();
         taken.extend(self.names.get(top).map(|key| (Vec::new(), *key)));
         for (rest, key) in &taken {
             let path = [top, rest].concat();
@@ -239,7 +250,11 @@ impl Unsynced {
         let mut state = self.state.lock();
         // Two names of one object stay as they are.
         let is_same = |(from, to): &(&[u8], &[u8])| {
-            from == to || state.names.get(*from).is_some_and(|key| state.names.get(*to) == Some(key))
+            from == to
+                || state
+                    .names
+                    .get(*from)
+                    .is_some_and(|key| state.names.get(*to) == Some(key))
         };
         if let Some((from, to)) = moved.filter(|paths| !is_same(paths)) {
             let taken = state.take_below(from);
@@ -279,7 +294,11 @@ impl Unsynced {
     /// The object was synced. Changes that were made meanwhile may not be covered.
     pub(crate) fn synced(&self, key: Key, version: u64) {
         let mut state = self.state.lock();
-        if state.objects.get(&key).is_some_and(|entry| entry.version <= version) {
+        if state
+            .objects
+            .get(&key)
+            .is_some_and(|entry| entry.version <= version)
+        {
             state.forget(key);
         }
     }
@@ -317,13 +336,25 @@ impl Unsynced {
     }
 
     fn paths_of(&self, key: Key) -> Vec<Vec<u8>> {
-        self.state.lock().objects.get(&key).map(|entry| entry.paths.clone()).unwrap_or_default()
+        self.state
+            .lock()
+            .objects
+            .get(&key)
+            .map(|entry| entry.paths.clone())
+            .unwrap_or_default()
     }
 }
 
 /// Syncs every object that has an entry. What is not found is left to a walk: `lost_track` is set.
 pub(crate) fn sync_entries<B: Tracked>(base: &B) -> Result<()> {
-    let keys: Vec<Key> = base.unsynced().state.lock().objects.keys().copied().collect();
+    let keys: Vec<Key> = base
+        .unsynced()
+        .state
+        .lock()
+        .objects
+        .keys()
+        .copied()
+        .collect();
     let next = AtomicUsize::new(0);
     let failed = Mutex::new(None);
     in_threads(base.threads().min(keys.len().div_ceil(4)), || {
@@ -430,7 +461,13 @@ pub(crate) fn sync_below<B: Tracked>(base: &B, top: &B::Node) -> Result<()> {
     };
     let mut result = walk(base, top);
     loop {
-        let missed = unsynced.state.lock().walks.get_mut(&ticket).map(std::mem::take).unwrap_or_default();
+        let missed = unsynced
+            .state
+            .lock()
+            .walks
+            .get_mut(&ticket)
+            .map(std::mem::take)
+            .unwrap_or_default();
         if missed.is_empty() || result.is_err() {
             break;
         }
@@ -453,9 +490,18 @@ fn may_be_gone(result: Result<()>) -> Result<()> {
 }
 
 fn walk<B: Tracked>(base: &B, top: &B::Node) -> Result<()> {
-    let tasks = Tasks { waiting: Vec::new(), running: 0, failed: None };
+    let tasks = Tasks {
+        waiting: Vec::new(),
+        running: 0,
+        failed: None,
+    };
     let dev = base.attr(top)?.dev;
-    let walk = Walk { base, dev, tasks: Mutex::new(tasks), more: Condvar::new() };
+    let walk = Walk {
+        base,
+        dev,
+        tasks: Mutex::new(tasks),
+        more: Condvar::new(),
+    };
     walk.dir(top)?;
     in_threads(base.threads(), || walk.work());
     walk.tasks.into_inner().failed.map_or(Ok(()), Err)
@@ -509,7 +555,9 @@ impl<B: Tracked> Walk<'_, B> {
         let mut all = Vec::new();
         self.base.read_dir(&stream, 0, &mut |entry| {
             let is_below = entry.name != "." && entry.name != "..";
-            if is_below && !matches!(entry.kind, Some(kind) if kind != Kind::File && kind != Kind::Dir) {
+            if is_below
+                && !matches!(entry.kind, Some(kind) if kind != Kind::File && kind != Kind::Dir)
+            {
                 all.push(entry.name.to_owned());
             }
             true
@@ -517,7 +565,10 @@ impl<B: Tracked> Walk<'_, B> {
         drop(stream);
         let mut tasks = self.tasks.lock();
         for names in all.chunks(WALK_NAMES) {
-            tasks.waiting.push(Task { dir: dir.clone(), names: names.to_vec() });
+            tasks.waiting.push(Task {
+                dir: dir.clone(),
+                names: names.to_vec(),
+            });
         }
         drop(tasks);
         self.more.notify_all();
@@ -530,7 +581,9 @@ fn in_threads(count: usize, work: impl Fn() + Sync) {
     std::thread::scope(|scope| {
         for _ in 1..count {
             // Where the system gives no more threads, fewer do it.
-            let _ = std::thread::Builder::new().name("sync".into()).spawn_scoped(scope, &work);
+            let _ = std::thread::Builder::new()
+                .name("sync".into())
+                .spawn_scoped(scope, &work);
         }
         work();
     });
@@ -546,10 +599,16 @@ pub(crate) fn path_of_entry(dir: Place, name: &OsStr) -> Option<Vec<u8>> {
 
 /// The names on a path.
 pub(crate) fn components(path: &[u8]) -> impl Iterator<Item = &OsStr> {
-    path.split(|byte| *byte == b'/').filter(|name| !name.is_empty()).map(OsStr::from_bytes)
+    path.split(|byte| *byte == b'/')
+        .filter(|name| !name.is_empty())
+        .map(OsStr::from_bytes)
 }
 
 /// A path as the kernel takes it; the top is `.`.
 pub(crate) fn relative(path: &[u8]) -> OsString {
-    if path.is_empty() { OsString::from(".") } else { OsString::from_vec(path.to_vec()) }
+    if path.is_empty() {
+        OsString::from(".")
+    } else {
+        OsString::from_vec(path.to_vec())
+    }
 }

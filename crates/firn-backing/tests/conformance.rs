@@ -8,7 +8,10 @@ const PLACES: [&str; 2] = ["/tmp", "/dev/shm"];
 
 fn fresh(place: &str) -> (TempDir, DirBacking) {
     rustix::process::umask(rustix::fs::Mode::empty());
-    let dir = tempfile::Builder::new().prefix("firn-backing-").tempdir_in(place).expect("tempdir");
+    let dir = tempfile::Builder::new()
+        .prefix("firn-backing-")
+        .tempdir_in(place)
+        .expect("tempdir");
     let backing = DirBacking::open(dir.path()).expect("open");
     // As the simulated root has it; the umask of 0 gave the directory more.
     backing.set_mode(&backing.root(), 0o755).expect("set_mode");
@@ -38,7 +41,10 @@ fn the_simulated_backing_does_what_a_real_one_does() {
         eprintln!("skipped: the simulated caller is root");
         return;
     }
-    let first: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
+    let first: u64 = std::env::var("FIRN_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(1);
     for seed in first..first + 60 {
         for place in PLACES {
             let (_dir, real) = fresh(place);
@@ -73,7 +79,9 @@ fn an_owner_opens_a_file_whose_mode_denies_it() {
     for place in PLACES {
         let (_dir, b) = fresh(place);
         let name = std::ffi::OsStr::new("a");
-        let made = b.create(&suite::own_caller(), &b.root(), name, 0o040).expect("create");
+        let made = b
+            .create(&suite::own_caller(), &b.root(), name, 0o040)
+            .expect("create");
         for access in [Access::Read, Access::Write, Access::ReadWrite] {
             assert_eq!(b.open(&made.0, access).map(|f| f.access()), Ok(access));
         }

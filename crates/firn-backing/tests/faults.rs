@@ -10,8 +10,12 @@ use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking};
 /// A file `a` that holds `content`.
 fn with_file(content: &[u8]) -> (SimBacking, <SimBacking as Backing>::File) {
     let sim = SimBacking::new();
-    let file = sim.create(&own_caller(), &sim.root(), OsStr::new("a"), 0o644).expect("create").1;
-    sim.write_at(&file, &[IoSlice::new(content)], 0).expect("write_at");
+    let file = sim
+        .create(&own_caller(), &sim.root(), OsStr::new("a"), 0o644)
+        .expect("create")
+        .1;
+    sim.write_at(&file, &[IoSlice::new(content)], 0)
+        .expect("write_at");
     (sim, file)
 }
 
@@ -29,7 +33,10 @@ fn faults_come_at_the_step_and_the_call_that_the_plan_names() {
     assert_eq!(write(b"new").err(), Some(Errno::DQUOT));
     assert_eq!(write(b"new"), Ok(1));
     assert_eq!(write(b"NEW").err(), Some(Errno::IO));
-    assert_eq!((sim.attr_of_file(&file).err(), sim.is_dead()), (Some(Errno::IO), true));
+    assert_eq!(
+        (sim.attr_of_file(&file).err(), sim.is_dead()),
+        (Some(Errno::IO), true)
+    );
     sim.revive();
     assert_eq!(sim.tree()[b"a".as_slice()].content, b"nld");
 }
@@ -40,7 +47,10 @@ fn a_full_disk_takes_what_fits_and_then_nothing() {
     sim.set_capacity(Some(8192));
     let bytes = [1; 10_000];
     assert_eq!(sim.write_at(&file, &[IoSlice::new(&bytes)], 100), Ok(8092));
-    assert_eq!(sim.write_at(&file, &[IoSlice::new(&bytes)], 8192).err(), Some(Errno::NOSPC));
+    assert_eq!(
+        sim.write_at(&file, &[IoSlice::new(&bytes)], 8192).err(),
+        Some(Errno::NOSPC)
+    );
     assert_eq!(sim.statfs().map(|s| s.blocks_free), Ok(0));
     sim.set_read_only(true);
     assert_eq!(sim.set_len(&file, 0).err(), Some(Errno::ROFS));
@@ -54,19 +64,32 @@ fn synced_data_and_names_survive_and_a_rename_is_whole() {
         let root = sim.root();
         sim.sync(&file, false).expect("sync");
         sim.sync_dir(&root).expect("sync_dir");
-        let (a, b) = (OsStr::new("a"), OsStr::new("b"));
-        sim.rename(&root, a, &root, b, RenameFlags::empty()).expect("rename");
-        sim.write_at(&file, &[IoSlice::new(&[2; 1024])], 0).expect("write_at");
+        let a = OsStr::new("a");
+        let b = OsStr::new("b");
+        sim.rename(&root, a, &root, b, RenameFlags::empty())
+            .expect("rename");
+        sim.write_at(&file, &[IoSlice::new(&[2; 1024])], 0)
+            .expect("write_at");
         sim.power_loss(seed);
         sim.fsck().unwrap_or_else(|e| panic!("seed {seed}: {e}"));
-        let names: Vec<_> = sim.tree().into_keys().filter(|name| !name.is_empty()).collect();
+        let names: Vec<_> = sim
+            .tree()
+            .into_keys()
+            .filter(|name| !name.is_empty())
+            .collect();
         assert_eq!(names.len(), 1, "seed {seed}: {names:?}");
-        let (node, _) = sim.lookup(&sim.root(), a).or(sim.lookup(&sim.root(), b)).expect("a or b");
+        let (node, _) = sim
+            .lookup(&sim.root(), a)
+            .or(sim.lookup(&sim.root(), b))
+            .expect("a or b");
         let mut bytes = [0; 1024];
         let open = sim.open(&node, Access::Read).expect("open");
         assert_eq!(sim.read_at(&open, &mut bytes, 0), Ok(1024));
         for sector in bytes.chunks(512) {
-            assert!(sector == [1; 512] || sector == [2; 512], "seed {seed}: a torn sector");
+            assert!(
+                sector == [1; 512] || sector == [2; 512],
+                "seed {seed}: a torn sector"
+            );
         }
         outcomes.insert((names, bytes[0], bytes[512]));
     }

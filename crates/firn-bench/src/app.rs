@@ -49,31 +49,51 @@ impl AppArgs {
 
     /// Runs it.
     pub fn run(&self) -> anyhow::Result<Report> {
-        let version = Command::new(PROGRAM).arg("-help").stdin(Stdio::null()).output();
-        let version =
-            version.with_context(|| format!("cannot run {PROGRAM}: install LAMMPS (apt install lammps)"))?;
+        let version = Command::new(PROGRAM)
+            .arg("-help")
+            .stdin(Stdio::null())
+            .output();
+        let version = version.with_context(|| {
+            format!("cannot run {PROGRAM}: install LAMMPS (apt install lammps)")
+        })?;
         let version = String::from_utf8_lossy(&version.stdout).into_owned();
-        let version = version.lines().find(|line| line.contains("Massively Parallel")).unwrap_or("LAMMPS");
+        let version = version
+            .lines()
+            .find(|line| line.contains("Massively Parallel"))
+            .unwrap_or("LAMMPS");
         let work = self.common.work_dir()?;
         let firn = Firn::find(self.common.firn.as_deref())?;
         let mut candidates = Vec::new();
         for name in [NATIVE, SYNCED] {
-            candidates.push(Candidate { name, dir: work.subdir(&name.replace(", ", "-"))?, mount: None });
+            candidates.push(Candidate {
+                name,
+                dir: work.subdir(&name.replace(", ", "-"))?,
+                mount: None,
+            });
         }
         if !self.common.baseline_only {
-            let (backing, point) = (work.subdir("backing")?, work.subdir("firn")?);
+            let backing = work.subdir("backing")?;
+            let point = work.subdir("firn")?;
             let mount = firn.mount(&backing, &point, "drain=commit,arena-size=256M")?;
             mount.begin()?;
-            candidates.push(Candidate { name: FIRN, dir: point, mount: Some(mount) });
+            candidates.push(Candidate {
+                name: FIRN,
+                dir: point,
+                mount: Some(mount),
+            });
         }
-        let (steps, cells) = (self.steps(), self.cells());
+        let steps = self.steps();
+        let cells = self.cells();
         let mut report = Report::new("app");
         report.note(version.trim_end_matches([':', ' ']).to_owned());
         report.note(format!(
             "{} atoms, {steps} steps, a frame each {FRAME_STEPS}, a checkpoint each {CHECKPOINT_STEPS}; one process",
             4 * cells * cells * cells
         ));
-        let bar = progress(u64::from(self.common.repeats()) * candidates.len() as u64, "app");
+        let bar = progress(
+            u64::from(self.common.repeats()) * candidates.len() as u64,
+            "app",
+        );
         let mut samples = vec![Vec::new(); candidates.len()];
         for _ in 0..self.common.repeats() {
             for (candidate, samples) in candidates.iter().zip(&mut samples) {
@@ -127,13 +147,19 @@ impl Candidate<'_> {
             .output()?;
         let time_s = begun.elapsed().as_secs_f64();
         if !output.status.success() {
-            bail!("{PROGRAM} failed: {}", String::from_utf8_lossy(&output.stderr).trim_end());
+            bail!(
+                "{PROGRAM} failed: {}",
+                String::from_utf8_lossy(&output.stderr).trim_end()
+            );
         }
         let bytes = written(&self.dir)?;
         if bytes < 1 << 10 {
             bail!("{PROGRAM} wrote nothing to {}", self.dir.display());
         }
-        Ok(vec![("time", "s", time_s), ("written", "MiB", bytes as f64 / f64::from(1 << 20))])
+        Ok(vec![
+            ("time", "s", time_s),
+            ("written", "MiB", bytes as f64 / f64::from(1 << 20)),
+        ])
     }
 }
 

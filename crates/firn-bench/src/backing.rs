@@ -71,9 +71,15 @@ fn run(program: &str, args: &[&str]) -> anyhow::Result<String> {
         .with_context(|| format!("cannot run {program}; is it installed?"))?;
     if !output.status.success() {
         let message = String::from_utf8_lossy(&output.stderr);
-        bail!("`{program} {}` failed: {}", args.join(" "), message.trim_end());
+        bail!(
+            "`{program} {}` failed: {}",
+            args.join(" "),
+            message.trim_end()
+        );
     }
-    Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
+    Ok(String::from_utf8_lossy(&output.stdout)
+        .trim_end()
+        .to_owned())
 }
 
 /// The same where nobody waits for success: on the way out.

@@ -58,14 +58,20 @@ impl CheckpointArgs {
     /// Runs it.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
-        let slowness = Slowness { round_trip_us: self.round_trip_us, writes_per_s: self.writes_per_s };
+        let slowness = Slowness {
+            round_trip_us: self.round_trip_us,
+            writes_per_s: self.writes_per_s,
+        };
         let prepared = backing::prepare(self.backing, slowness, &work)?;
         let firn = Firn::find(self.common.firn.as_deref())?;
         let candidates = self.candidates(&prepared, work.path(), &firn)?;
         let mut report = Report::new("checkpoint");
         report.note(prepared.note.clone());
-        let (processes, seed) = (self.processes, self.seed);
-        report.note(format!("{processes} processes, write sizes of CRFS table I, seed {seed}"));
+        let processes = self.processes;
+        let seed = self.seed;
+        report.note(format!(
+            "{processes} processes, write sizes of CRFS table I, seed {seed}"
+        ));
         report.note("closed: until the last close returned; durable: until everything is synced");
         report.note("CPU: writers and firnd; not counted: kernel writeback, sshfs, sshd");
         let images = self.image_sizes();
@@ -90,7 +96,9 @@ impl CheckpointArgs {
 
     fn image_sizes(&self) -> Vec<u64> {
         match self.image_size.is_empty() {
-            true => self.common.choose(vec![7 << 20, 15 << 20, 107 << 20], vec![7 << 20]),
+            true => self
+                .common
+                .choose(vec![7 << 20, 15 << 20, 107 << 20], vec![7 << 20]),
             false => self.image_size.clone(),
         }
     }
@@ -103,11 +111,19 @@ impl CheckpointArgs {
     ) -> anyhow::Result<Vec<Candidate<'a>>> {
         let native = prepared.dir.join("native");
         std::fs::create_dir_all(&native)?;
-        let mut all = vec![Candidate::plain("native", native.clone(), native, Door::Native)];
+        let mut all = vec![Candidate::plain(
+            "native",
+            native.clone(),
+            native,
+            Door::Native,
+        )];
         if self.common.baseline_only {
             return Ok(all);
         }
-        let more = self.mount_options.as_ref().map_or(String::new(), |more| format!(",{more}"));
+        let more = self
+            .mount_options
+            .as_ref()
+            .map_or(String::new(), |more| format!(",{more}"));
         let library = firn.preload()?;
         for (name, close, preload) in [
             ("firn close=drain", "drain", None),
@@ -120,17 +136,35 @@ impl CheckpointArgs {
             let point = work.join(format!("mount-{own}"));
             let mount = firn.mount(&behind, &point, &format!("close={close}{more}"))?;
             let candidate = Candidate::plain(name, behind, point, Door::Firn(mount));
-            all.push(Candidate { preload: preload.cloned(), ..candidate });
+            all.push(Candidate {
+                preload: preload.cloned(),
+                ..candidate
+            });
         }
         if self.backing != Kind::Local {
             let behind = prepared.dir.join("large");
             std::fs::create_dir_all(&behind)?;
-            all.push(Candidate::plain("large writes", behind.clone(), behind, Door::Large));
+            all.push(Candidate::plain(
+                "large writes",
+                behind.clone(),
+                behind,
+                Door::Large,
+            ));
         } else {
             let dir = work.join("mount-sink");
             std::fs::create_dir_all(&dir)?;
-            let sink = Mounted::start(&Server::Sink { pool_bytes: SINK_POOL_BYTES }, &dir)?;
-            all.push(Candidate::plain("FUSE sink", work.to_owned(), dir, Door::Sink(sink)));
+            let sink = Mounted::start(
+                &Server::Sink {
+                    pool_bytes: SINK_POOL_BYTES,
+                },
+                &dir,
+            )?;
+            all.push(Candidate::plain(
+                "FUSE sink",
+                work.to_owned(),
+                dir,
+                Door::Sink(sink),
+            ));
         }
         Ok(all)
     }
@@ -141,7 +175,9 @@ impl CheckpointArgs {
             .map(|rank| Task::Write {
                 path: dir.join(format!("rank{rank}")),
                 runs: match candidate.door {
-                    Door::Large => vec![(image / LARGE_BYTES, LARGE_BYTES), (1, image % LARGE_BYTES)],
+                    Door::Large => {
+                        vec![(image / LARGE_BYTES, LARGE_BYTES), (1, image % LARGE_BYTES)]
+                    }
                     _ => sizes::of_image(image, self.seed + u64::from(rank))
                         .into_iter()
                         .map(|bytes| (1, bytes))
@@ -165,12 +201,14 @@ impl CheckpointArgs {
         let spread_ns = ends().max().unwrap_or(0) - ends().min().unwrap_or(0);
         let closed = ("closed", "s", worker::elapsed_s(&outcomes));
         let (writes, bytes) = match candidate.door {
-            Door::Native | Door::Large => {
-                (tasks.iter().map(writes_of).sum(), image * u64::from(self.processes))
-            }
-            Door::Firn(_) => {
-                (after.0.drain_writes - before.0.drain_writes, after.0.drain_bytes - before.0.drain_bytes)
-            }
+            Door::Native | Door::Large => (
+                tasks.iter().map(writes_of).sum(),
+                image * u64::from(self.processes),
+            ),
+            Door::Firn(_) => (
+                after.0.drain_writes - before.0.drain_writes,
+                after.0.drain_bytes - before.0.drain_bytes,
+            ),
             Door::Sink(_) => return Ok(vec![closed]),
         };
         let writers_cpu_s: f64 = outcomes.iter().map(|o| o.cpu_s).sum();
@@ -179,7 +217,11 @@ impl CheckpointArgs {
             ("durable", "s", (durable_ns - begin_ns) as f64 * 1e-9),
             ("spread", "s", spread_ns as f64 * 1e-9),
             ("writes", "count", writes as f64),
-            ("mean write", "KiB", bytes as f64 / 1024.0 / writes.max(1) as f64),
+            (
+                "mean write",
+                "KiB",
+                bytes as f64 / 1024.0 / writes.max(1) as f64,
+            ),
             ("CPU", "s", writers_cpu_s + after.1 - before.1),
         ])
     }
@@ -225,7 +267,13 @@ enum Door<'a> {
 
 impl<'a> Candidate<'a> {
     fn plain(name: &'static str, behind: PathBuf, dir: PathBuf, door: Door<'a>) -> Self {
-        Self { name, behind, dir, door, preload: None }
+        Self {
+            name,
+            behind,
+            dir,
+            door,
+            preload: None,
+        }
     }
 
     fn usage(&self) -> anyhow::Result<(Counters, f64)> {

@@ -54,17 +54,19 @@ impl Drop for Guard {
 /// From now on a signal that ends the program undoes everything first and exits with 128 + signal.
 pub fn on_signals() -> std::io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
-        if let Some(signal) = signals.forever().next() {
-            eprintln!("firn: interrupted, removing what the benchmark set up");
-            // The lock is never given back: the main thread can then neither set up anything more
-            // nor undo something twice.
-            let mut registry = registry().lock();
-            while let Some((_, action)) = registry.actions.pop() {
-                action();
+    std::thread::Builder::new()
+        .name("signals".into())
+        .spawn(move || {
+            if let Some(signal) = signals.forever().next() {
+                eprintln!("firn: interrupted, removing what the benchmark set up");
+                // The lock is never given back: the main thread can then neither set up anything more
+                // nor undo something twice.
+                let mut registry = registry().lock();
+                while let Some((_, action)) = registry.actions.pop() {
+                    action();
+                }
+                std::process::exit(128 + signal);
             }
-            std::process::exit(128 + signal);
-        }
-    })?;
+        })?;
     Ok(())
 }

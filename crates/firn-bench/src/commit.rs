@@ -77,13 +77,18 @@ impl CommitArgs {
     /// Runs it.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
-        let slowness = Slowness { round_trip_us: self.round_trip_us, writes_per_s: self.writes_per_s };
+        let slowness = Slowness {
+            round_trip_us: self.round_trip_us,
+            writes_per_s: self.writes_per_s,
+        };
         let prepared = backing::prepare(self.backing, slowness, &work)?;
         let firn = Firn::find(self.common.firn.as_deref())?;
         let candidates = self.candidates(&prepared, work.path(), &firn)?;
         let mut report = Report::new("commit");
         report.note(prepared.note.clone());
-        report.note("closed: until the last close returned; durable: until fsync or `firn commit` returned");
+        report.note(
+            "closed: until the last close returned; durable: until fsync or `firn commit` returned",
+        );
         report.note("commit: of that, `firn commit` alone; async: `firn commit --async`, which returns once it is decided");
         report.note("CPU: writers and firnd; not counted: kernel writeback, sshfs, sshd");
         for part in self.parts() {
@@ -123,16 +128,31 @@ impl CommitArgs {
         if self.common.baseline_only {
             return Ok(all);
         }
-        let more = self.mount_options.as_ref().map_or(String::new(), |more| format!(",{more}"));
-        let doors =
-            [(FIRN, "mount", None), (BEHIND, "async", None), (PRELOAD, "preload", Some(firn.preload()?))];
+        let more = self
+            .mount_options
+            .as_ref()
+            .map_or(String::new(), |more| format!(",{more}"));
+        let doors = [
+            (FIRN, "mount", None),
+            (BEHIND, "async", None),
+            (PRELOAD, "preload", Some(firn.preload()?)),
+        ];
         for (name, own, preload) in doors {
             let behind = prepared.dir.join(own);
-            let mount =
-                firn.mount(&behind, &work.join(format!("at-{own}")), &format!("drain=commit{more}"))?;
+            let mount = firn.mount(
+                &behind,
+                &work.join(format!("at-{own}")),
+                &format!("drain=commit{more}"),
+            )?;
             mount.wait_populated()?;
             let dir = mount.path().to_owned();
-            all.push(Candidate { name, behind, dir, mount: Some(mount), preload });
+            all.push(Candidate {
+                name,
+                behind,
+                dir,
+                mount: Some(mount),
+                preload,
+            });
         }
         Ok(all)
     }
@@ -144,7 +164,10 @@ impl CommitArgs {
         title: &str,
         mut one: impl FnMut(&Candidate) -> anyhow::Result<Vec<Sample>>,
     ) -> anyhow::Result<Vec<Named>> {
-        let bar = progress(u64::from(self.common.repeats()) * candidates.len() as u64, "commit");
+        let bar = progress(
+            u64::from(self.common.repeats()) * candidates.len() as u64,
+            "commit",
+        );
         // By case, then by candidate.
         let mut cases: Vec<Named> = Vec::new();
         for _ in 0..self.common.repeats() {
@@ -152,8 +175,9 @@ impl CommitArgs {
                 bar.set_message(format!("{title}, {}", candidate.name));
                 for (case, sample) in one(candidate)?.into_iter().enumerate() {
                     if cases.len() <= case {
-                        let names =
-                            candidates.iter().map(|candidate| (candidate.name.to_owned(), Vec::new()));
+                        let names = candidates
+                            .iter()
+                            .map(|candidate| (candidate.name.to_owned(), Vec::new()));
                         cases.push(names.collect());
                     }
                     cases[case][index].1.push(sample);
@@ -169,11 +193,16 @@ impl CommitArgs {
         let size = self.size.unwrap_or(self.common.choose(1 << 30, 64 << 20));
         let each = (size / FILES).next_multiple_of(WRITE_BYTES);
         let name = format!("{FILES} new files, {} together", show_size(each * FILES));
-        let who: Vec<&Candidate> = candidates.iter().filter(|one| one.name != IN_PLACE).collect();
+        let who: Vec<&Candidate> = candidates
+            .iter()
+            .filter(|one| one.name != IN_PLACE)
+            .collect();
         let samples = self.measure(&who, &name, |candidate| {
             let dir = candidate.dir.join("step");
             std::fs::create_dir(&dir)?;
-            let paths: Vec<PathBuf> = (0..FILES).map(|rank| dir.join(format!("rank{rank}"))).collect();
+            let paths: Vec<PathBuf> = (0..FILES)
+                .map(|rank| dir.join(format!("rank{rank}")))
+                .collect();
             let runs = vec![(each / WRITE_BYTES, WRITE_BYTES)];
             let task = |path: &PathBuf| Task::Write {
                 path: path.clone(),
@@ -182,8 +211,9 @@ impl CommitArgs {
                 over: false,
             };
             let tasks: Vec<Task> = paths.iter().map(task).collect();
-            let taken =
-                candidate.write(&tasks, || durable::sync_files(paths.iter().map(PathBuf::as_path), &dir))?;
+            let taken = candidate.write(&tasks, || {
+                durable::sync_files(paths.iter().map(PathBuf::as_path), &dir)
+            })?;
             std::fs::remove_dir_all(&dir)?;
             Ok(vec![taken.sample()])
         })?;
@@ -195,7 +225,11 @@ impl CommitArgs {
     fn small_files(&self, candidates: &[Candidate], report: &mut Report) -> anyhow::Result<()> {
         let count = self.count.unwrap_or(self.common.choose(10_000, 1_000));
         let name = format!("{count} files of 4K that exist, a quarter of each rewritten");
-        let names = |dir: PathBuf, operation| Task::Names { dir, count, operation };
+        let names = |dir: PathBuf, operation| Task::Names {
+            dir,
+            count,
+            operation,
+        };
         let mut prepared = Vec::new();
         let who: Vec<&Candidate> = candidates.iter().collect();
         let samples = self.measure(&who, &name, |candidate| {
@@ -206,8 +240,13 @@ impl CommitArgs {
                 prepared.push(dir.clone());
             }
             // As cp has it, a file is written whole.
-            let operation = if candidate.name == NATIVE { Operation::Create } else { Operation::Patch };
-            let taken = candidate.write(&[names(dir.clone(), operation)], || durable::sync_all(&dir))?;
+            let operation = if candidate.name == NATIVE {
+                Operation::Create
+            } else {
+                Operation::Patch
+            };
+            let taken =
+                candidate.write(&[names(dir.clone(), operation)], || durable::sync_all(&dir))?;
             Ok(vec![taken.sample()])
         })?;
         for dir in prepared {
@@ -252,17 +291,30 @@ fn add(report: &mut Report, names: impl IntoIterator<Item = String>, samples: Ve
 /// Judges the last case, each of Firn's doors.
 fn judge(report: &mut Report, what: &str, limit: Limit) {
     for who in [FIRN, PRELOAD] {
-        let ratio = report.cases.last().and_then(|case| case.ratio(who, NATIVE, "durable"));
-        report.judge(format!("{what}, {who} to {NATIVE}"), limit, ratio.as_slice());
+        let ratio = report
+            .cases
+            .last()
+            .and_then(|case| case.ratio(who, NATIVE, "durable"));
+        report.judge(
+            format!("{what}, {who} to {NATIVE}"),
+            limit,
+            ratio.as_slice(),
+        );
     }
 }
 
 /// Judges the last case by what `firn commit` alone took.
 fn judge_commit(report: &mut Report, limit: Limit) {
     for who in [FIRN, BEHIND, PRELOAD] {
-        let of_last = |who: &str, metric| report.cases.last().and_then(|case| case.median(who, metric));
-        let ratio =
-            of_last(who, "commit").zip(of_last(NATIVE, "durable")).map(|(ours, native)| ours / native);
+        let of_last = |who: &str, metric| {
+            report
+                .cases
+                .last()
+                .and_then(|case| case.median(who, metric))
+        };
+        let ratio = of_last(who, "commit")
+            .zip(of_last(NATIVE, "durable"))
+            .map(|(ours, native)| ours / native);
         let name = format!("small files, the commit of {who} alone to all of {NATIVE}");
         report.judge(name, limit, ratio.as_slice());
     }
@@ -302,26 +354,41 @@ impl Taken {
 impl Candidate<'_> {
     /// Runs `tasks`, in a transaction where there are any, until what they wrote is durable: natively by
     /// `sync`.
-    fn write(&self, tasks: &[Task], sync: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<Taken> {
+    fn write(
+        &self,
+        tasks: &[Task],
+        sync: impl FnOnce() -> anyhow::Result<()>,
+    ) -> anyhow::Result<Taken> {
         // What earlier measurements left dirty must not be written in this one's time.
         durable::sync_all(&self.behind)?;
         let server_cpu_s = || self.mount.as_ref().map_or(0.0, Mount::cpu_s);
         let before = server_cpu_s();
         self.mount.as_ref().map_or(Ok(()), Mount::begin)?;
         let outcomes = worker::run_with(self.preload.as_deref(), tasks)?;
-        let commit = if self.name == BEHIND { Mount::commit_behind } else { Mount::commit };
+        let commit = if self.name == BEHIND {
+            Mount::commit_behind
+        } else {
+            Mount::commit
+        };
         let closed_ns = cpu::now_ns();
         self.mount.as_ref().map_or_else(sync, commit)?;
         let durable_ns = cpu::now_ns();
         if self.name == BEHIND {
-            self.mount.as_ref().map_or(Ok(()), Mount::wait_carried_out)?;
+            self.mount
+                .as_ref()
+                .map_or(Ok(()), Mount::wait_carried_out)?;
         }
-        let begin_ns = outcomes.iter().map(|outcome| outcome.begin_ns).min().unwrap_or(0);
+        let begin_ns = outcomes
+            .iter()
+            .map(|outcome| outcome.begin_ns)
+            .min()
+            .unwrap_or(0);
         Ok(Taken {
             closed_s: worker::elapsed_s(&outcomes),
             durable_s: (durable_ns - begin_ns) as f64 * 1e-9,
             commit_s: (durable_ns - closed_ns) as f64 * 1e-9,
-            cpu_s: outcomes.iter().map(|outcome| outcome.cpu_s).sum::<f64>() + server_cpu_s() - before,
+            cpu_s: outcomes.iter().map(|outcome| outcome.cpu_s).sum::<f64>() + server_cpu_s()
+                - before,
         })
     }
 

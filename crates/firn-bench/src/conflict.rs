@@ -38,7 +38,11 @@ pub struct ConflictArgs {
 
 impl ConflictArgs {
     pub fn with(common: Common) -> Self {
-        Self { common, processes: vec![2, 4, 8, 16, 32], access_size: 4 << 10 }
+        Self {
+            common,
+            processes: vec![2, 4, 8, 16, 32],
+            access_size: 4 << 10,
+        }
     }
 
     pub fn common(&self) -> &Common {
@@ -53,15 +57,24 @@ impl ConflictArgs {
             self.access_size
         ));
         report.note("one thread; lists in the page cache");
-        let processes: Vec<u32> =
-            self.processes.iter().copied().filter(|count| !self.common.quick || *count <= 4).collect();
+        let processes: Vec<u32> = self
+            .processes
+            .iter()
+            .copied()
+            .filter(|count| !self.common.quick || *count <= 4)
+            .collect();
         let bar = progress((processes.len() * OVERLAPS.len()) as u64, "conflict");
         for overlap in OVERLAPS {
             for &count in &processes {
                 let lists = self.random(count.into(), overlap);
                 let name = format!("{count} processes, overlap {overlap} %");
                 let plot = format!("overlap {overlap} %");
-                let point = Point { plot, axis: "processes", x: count.to_string(), order: count.into() };
+                let point = Point {
+                    plot,
+                    axis: "processes",
+                    x: count.to_string(),
+                    order: count.into(),
+                };
                 self.measure(&mut report, name, vec![point], &lists);
                 bar.inc(1);
             }
@@ -69,13 +82,29 @@ impl ConflictArgs {
         bar.finish_and_clear();
         let most = self.common.choose(1_000_000, 100_000);
         for ranges in [most / 10, most] {
-            self.measure(&mut report, format!("{ranges} ranges of 8 nodes"), Vec::new(), &stripes(8, ranges));
+            self.measure(
+                &mut report,
+                format!("{ranges} ranges of 8 nodes"),
+                Vec::new(),
+                &stripes(8, ranges),
+            );
         }
         let time = |back: usize| {
-            report.cases.iter().rev().nth(back).and_then(|case| case.median(FIRN, "test")).unwrap_or(0.0)
+            report
+                .cases
+                .iter()
+                .rev()
+                .nth(back)
+                .and_then(|case| case.median(FIRN, "test"))
+                .unwrap_or(0.0)
         };
-        let (fewer, all) = (time(1), time(0));
-        report.judge(format!("{most} ranges of 8 nodes [ms]"), Limit::Most(1000.0), &[all]);
+        let fewer = time(1);
+        let all = time(0);
+        report.judge(
+            format!("{most} ranges of 8 nodes [ms]"),
+            Limit::Most(1000.0),
+            &[all],
+        );
         report.judge(
             "ten times the ranges take, times as long".to_owned(),
             Limit::Most(12.0),
@@ -96,18 +125,25 @@ impl ConflictArgs {
                 ("lists", "MiB", bytes / f64::from(1 << 20)),
             ]
         };
-        let (mut pairs, mut firn) = (Vec::new(), Vec::new());
+        let mut pairs = Vec::new();
+        let mut firn = Vec::new();
         for _ in 0..self.common.repeats() {
             let begun = Instant::now();
             let found = each_pair(lists);
             pairs.push(sample(begun.elapsed().as_secs_f64() * 1e3, found, bytes));
             let begun = Instant::now();
-            let read: Vec<_> =
-                stored.iter().map(|bytes| Published::decode(bytes).expect("just made")).collect();
+            let read: Vec<_> = stored
+                .iter()
+                .map(|bytes| Published::decode(bytes).expect("just made"))
+                .collect();
             let found = test(&read).total;
             firn.push(sample(begun.elapsed().as_secs_f64() * 1e3, found, bytes));
         }
-        report.add_points(name, points, vec![(PAIRS.into(), pairs), (FIRN.into(), firn)]);
+        report.add_points(
+            name,
+            points,
+            vec![(PAIRS.into(), pairs), (FIRN.into(), firn)],
+        );
     }
 
     fn random(&self, count: u64, overlap_percent: u64) -> Vec<Published> {
@@ -115,13 +151,18 @@ impl ConflictArgs {
         let over = part * overlap_percent / 100;
         let one = |index: u64| {
             let mut rng = StdRng::seed_from_u64(index);
-            let (mut read, mut written) = (Ranges::default(), Ranges::default());
+            let mut read = Ranges::default();
+            let mut written = Ranges::default();
             let start = (index * part).saturating_sub(over);
             let end = ((index + 1) * part + over).min(FILE_BYTES) - self.access_size;
             for _ in 0..ACCESSES {
                 let at = rng.random_range(start..=end) / self.access_size * self.access_size;
                 let range = at.max(start)..at.max(start) + self.access_size;
-                if rng.random() { read.insert(range) } else { written.insert(range) }
+                if rng.random() {
+                    read.insert(range)
+                } else {
+                    written.insert(range)
+                }
             }
             list(index, &read, &written)
         };
@@ -131,8 +172,16 @@ impl ConflictArgs {
 
 fn list(node: u64, read: &Ranges, written: &Ranges) -> Published {
     let processes = vec![Process::new(node as u32 + 1, read, written)];
-    let files = vec![File { ino: 1, path: b"file".to_vec(), processes }];
-    Published { node: format!("n{node}"), files, ..Published::default() }
+    let files = vec![File {
+        ino: 1,
+        path: b"file".to_vec(),
+        processes,
+    }];
+    Published {
+        node: format!("n{node}"),
+        files,
+        ..Published::default()
+    }
 }
 
 /// Ranges with gaps, in turns of all nodes.
@@ -153,8 +202,11 @@ fn each_pair(lists: &[Published]) -> u64 {
     let process = |list: &Published| {
         let process = &list.files[0].processes[0];
         let with = |writes: bool| move |(start, end)| (start, end, writes);
-        let mut items: Vec<(u64, u64, bool)> =
-            process.read().map(with(false)).chain(process.written().map(with(true))).collect();
+        let mut items: Vec<(u64, u64, bool)> = process
+            .read()
+            .map(with(false))
+            .chain(process.written().map(with(true)))
+            .collect();
         items.sort_unstable();
         items
     };
@@ -169,7 +221,9 @@ fn each_pair(lists: &[Published]) -> u64 {
                     from += 1;
                 }
                 let near = other[from..].iter().take_while(|item| item.0 < end);
-                found += near.filter(|item| item.1 > start && (writes || item.2)).count() as u64;
+                found += near
+                    .filter(|item| item.1 > start && (writes || item.2))
+                    .count() as u64;
             }
         }
     }
@@ -186,9 +240,11 @@ mod tests {
         assert_eq!(each_pair(&stripes(4, 1000)), 0);
         let dir = std::env::temp_dir();
         let args = <crate::BenchArgs as clap::Args>::augment_args(clap::Command::new("bench"));
-        let matches = args.get_matches_from(["bench", "conflict", "--dir", dir.to_str().expect("text")]);
+        let matches =
+            args.get_matches_from(["bench", "conflict", "--dir", dir.to_str().expect("text")]);
         let (_, matches) = matches.subcommand().expect("conflict");
-        let args = <ConflictArgs as clap::FromArgMatches>::from_arg_matches(matches).expect("arguments");
+        let args =
+            <ConflictArgs as clap::FromArgMatches>::from_arg_matches(matches).expect("arguments");
         assert_eq!(test(&args.random(3, 0)).total, 0);
         assert!(test(&args.random(3, 10)).total > 100);
         assert!(each_pair(&args.random(3, 10)) > 100);

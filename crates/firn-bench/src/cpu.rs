@@ -17,7 +17,10 @@ pub fn seconds_of_self() -> f64 {
 }
 
 fn clock_seconds(clock: libc::clockid_t) -> f64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     // SAFETY: `time` is a valid place for the result. An unknown clock leaves it at zero.
     unsafe { libc::clock_gettime(clock, &mut time) };
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9

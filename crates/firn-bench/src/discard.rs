@@ -47,7 +47,11 @@ pub struct Discarding {
 pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Result<Discarding> {
     let backing = geometry.backing.canonicalize()?;
     let owner = std::fs::metadata(&backing)?;
-    let identity = Identity { backing: backing.clone(), dev: owner.dev(), ino: owner.ino() };
+    let identity = Identity {
+        backing: backing.clone(),
+        dev: owner.dev(),
+        ino: owner.ino(),
+    };
     let cut = firn_format::geometry::Geometry::new(geometry.arena_bytes, geometry.chunk_bytes)?;
     let arena = Arena::create(&geometry.arena, cut, &identity)?;
     let below = backing::DiscardBacking(DirBacking::open(&backing)?);
@@ -56,7 +60,13 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
     // As firnd does after mounting, and as the baseline does with its buffer: both begin warm.
     engine.arena().populate(&|| true)?;
     let pool = Pool::start(Arc::clone(&engine), geometry.io_threads)?;
-    let adapter = Adapter::new(engine, AdapterOptions { attr_timeout: ATTR_TIMEOUT, passthrough: false });
+    let adapter = Adapter::new(
+        engine,
+        AdapterOptions {
+            attr_timeout: ATTR_TIMEOUT,
+            passthrough: false,
+        },
+    );
     let options = SessionOptions {
         source: backing,
         threads: 0,
@@ -65,7 +75,11 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
         kernel_flags: vec![],
     };
     let session = Session::mount(adapter, mount_point, &options)?;
-    Ok(Discarding { session, pool, arena: geometry.arena.clone() })
+    Ok(Discarding {
+        session,
+        pool,
+        arena: geometry.arena.clone(),
+    })
 }
 
 impl Drop for Discarding {

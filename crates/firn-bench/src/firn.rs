@@ -40,14 +40,19 @@ impl Firn {
         let runtime_dir = PathBuf::from(format!("/dev/shm/firn-bench-{}", std::process::id()));
         let dir = runtime_dir.clone();
         let _remove = cleanup::defer(move || drop(std::fs::remove_dir_all(dir)));
-        Ok(Self { program, runtime_dir, _remove })
+        Ok(Self {
+            program,
+            runtime_dir,
+            _remove,
+        })
     }
 
     /// The library that processes load to write and read past the kernel.
     pub fn preload(&self) -> anyhow::Result<PathBuf> {
         let found = firn_client::library::beside(&self.program);
         found.with_context(|| {
-            let (name, program) = (firn_client::library::NAME, self.program.display());
+            let name = firn_client::library::NAME;
+            let program = self.program.display();
             format!(
                 "{name} is not installed beside {program}: build it (`cargo build --release -p firn-preload`)"
             )
@@ -58,22 +63,43 @@ impl Firn {
     pub fn memory_dir(&self) -> anyhow::Result<PathBuf> {
         use std::os::unix::fs::DirBuilderExt;
         // As private as firn itself wants its directory.
-        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.runtime_dir)?;
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&self.runtime_dir)?;
         let dir = self.runtime_dir.join("bench");
         std::fs::create_dir_all(&dir)?;
         Ok(dir)
     }
 
     /// `firn mount` of `backing` at `mount_point` with `-o options`; returns when it is usable.
-    pub fn mount(&self, backing: &Path, mount_point: &Path, options: &str) -> anyhow::Result<Mount<'_>> {
+    pub fn mount(
+        &self,
+        backing: &Path,
+        mount_point: &Path,
+        options: &str,
+    ) -> anyhow::Result<Mount<'_>> {
         std::fs::create_dir_all(backing)?;
         std::fs::create_dir_all(mount_point)?;
-        let (program, dir, point) = (self.program.clone(), self.runtime_dir.clone(), mount_point.to_owned());
+        let program = self.program.clone();
+        let dir = self.runtime_dir.clone();
+        let point = mount_point.to_owned();
         let _unmount = cleanup::defer(move || unmount(&program, &dir, &point));
         let backing = backing.as_os_str();
-        let args = ["mount".as_ref(), "-o".as_ref(), options.as_ref(), backing, mount_point.as_ref()];
+        let args = [
+            "mount".as_ref(),
+            "-o".as_ref(),
+            options.as_ref(),
+            backing,
+            mount_point.as_ref(),
+        ];
         self.run(&args)?;
-        let mut mount = Mount { firn: self, path: mount_point.to_owned(), pid: 0, _unmount };
+        let mut mount = Mount {
+            firn: self,
+            path: mount_point.to_owned(),
+            pid: 0,
+            _unmount,
+        };
         mount.pid = number(&mount.status()?, "pid").context("`firn status` told no pid")? as u32;
         Ok(mount)
     }
@@ -85,7 +111,11 @@ impl Firn {
             .with_context(|| format!("cannot run {}", self.program.display()))?;
         if !output.status.success() {
             let message = String::from_utf8_lossy(&output.stderr);
-            bail!("`firn {}` failed: {}", args[0].to_string_lossy(), message.trim_end());
+            bail!(
+                "`firn {}` failed: {}",
+                args[0].to_string_lossy(),
+                message.trim_end()
+            );
         }
         Ok(output.stdout)
     }
@@ -113,36 +143,53 @@ impl Mount<'_> {
     /// What reached the backing so far.
     pub fn counters(&self) -> anyhow::Result<Counters> {
         let status = self.status()?;
-        let get = |name| number(&status, name).with_context(|| format!("`firn status` told no {name}"));
-        Ok(Counters { drain_writes: get("drain_writes")?, drain_bytes: get("drain_bytes")? })
+        let get =
+            |name| number(&status, name).with_context(|| format!("`firn status` told no {name}"));
+        Ok(Counters {
+            drain_writes: get("drain_writes")?,
+            drain_bytes: get("drain_bytes")?,
+        })
     }
 
     /// `firn wait --until durable` of `path`.
     pub fn wait_durable(&self, path: &Path) -> anyhow::Result<()> {
-        let args = ["wait".as_ref(), "--until".as_ref(), "durable".as_ref(), path.as_ref()];
+        let args = [
+            "wait".as_ref(),
+            "--until".as_ref(),
+            "durable".as_ref(),
+            path.as_ref(),
+        ];
         self.firn.run(&args).map(drop)
     }
 
     /// `firn VERB MOUNT REST` as a line for a shell.
     pub fn shell(&self, verb: &str, rest: &str) -> String {
-        let (firn, point) = (self.firn, self.path.display());
-        let (dir, program) = (firn.runtime_dir.display(), firn.program.display());
+        let firn = self.firn;
+        let point = self.path.display();
+        let dir = firn.runtime_dir.display();
+        let program = firn.program.display();
         format!("FIRN_RUNTIME_DIR={dir} {program} {verb} {point} {rest}")
     }
 
     /// `firn begin` of the whole mount.
     pub fn begin(&self) -> anyhow::Result<()> {
-        self.firn.run(&["begin".as_ref(), self.path.as_ref()]).map(drop)
+        self.firn
+            .run(&["begin".as_ref(), self.path.as_ref()])
+            .map(drop)
     }
 
     /// `firn commit` of the whole mount.
     pub fn commit(&self) -> anyhow::Result<()> {
-        self.firn.run(&["commit".as_ref(), self.path.as_ref()]).map(drop)
+        self.firn
+            .run(&["commit".as_ref(), self.path.as_ref()])
+            .map(drop)
     }
 
     /// `firn commit --async` of the whole mount.
     pub fn commit_behind(&self) -> anyhow::Result<()> {
-        self.firn.run(&["commit".as_ref(), "--async".as_ref(), self.path.as_ref()]).map(drop)
+        self.firn
+            .run(&["commit".as_ref(), "--async".as_ref(), self.path.as_ref()])
+            .map(drop)
     }
 
     /// Waits until the commit is carried out: names in it can be changed then.
@@ -181,19 +228,25 @@ impl Mount<'_> {
     /// The arena's file.
     pub fn arena(&self) -> anyhow::Result<PathBuf> {
         let status = self.status()?;
-        text(&status, "arena").map(PathBuf::from).context("`firn status` told no arena")
+        text(&status, "arena")
+            .map(PathBuf::from)
+            .context("`firn status` told no arena")
     }
 
     /// firnd's own memory: not what it maps of the arena.
     pub fn private_bytes(&self) -> anyhow::Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid))?;
-        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("RssAnon:"));
         let kib = line.and_then(|rest| rest.trim().split(' ').next()?.parse::<u64>().ok());
         Ok(kib.context("/proc tells no RssAnon")? << 10)
     }
 
     fn status(&self) -> anyhow::Result<Value> {
-        let text = self.firn.run(&["status".as_ref(), "--json".as_ref(), self.path.as_ref()])?;
+        let text = self
+            .firn
+            .run(&["status".as_ref(), "--json".as_ref(), self.path.as_ref()])?;
         serde_json::from_slice(&text).context("`firn status --json` printed no JSON")
     }
 }
@@ -202,14 +255,20 @@ fn command(program: &Path, runtime_dir: &Path) -> Command {
     use std::os::unix::process::CommandExt;
     let mut command = Command::new(program);
     // firnd must not get the terminal's Ctrl-C: the benchmark unmounts it.
-    command.env("FIRN_RUNTIME_DIR", runtime_dir).stdin(Stdio::null()).process_group(0);
+    command
+        .env("FIRN_RUNTIME_DIR", runtime_dir)
+        .stdin(Stdio::null())
+        .process_group(0);
     command
 }
 
 fn unmount(program: &Path, runtime_dir: &Path, mount_point: &Path) {
     let table = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let point = mount_point.to_string_lossy();
-    if !table.lines().any(|line| line.split(' ').nth(1) == Some(&point)) {
+    if !table
+        .lines()
+        .any(|line| line.split(' ').nth(1) == Some(&point))
+    {
         return;
     }
     let done = command(program, runtime_dir)
@@ -238,9 +297,10 @@ fn wait_until(what: &str, holds: impl Fn() -> anyhow::Result<bool>) -> anyhow::R
 /// The text called `name`, at the top of `value` or below.
 fn text<'a>(value: &'a Value, name: &str) -> Option<&'a str> {
     match value {
-        Value::Object(map) => {
-            map.get(name).and_then(Value::as_str).or_else(|| map.values().find_map(|inner| text(inner, name)))
-        }
+        Value::Object(map) => map
+            .get(name)
+            .and_then(Value::as_str)
+            .or_else(|| map.values().find_map(|inner| text(inner, name))),
         Value::Array(list) => list.iter().find_map(|inner| text(inner, name)),
         _ => None,
     }

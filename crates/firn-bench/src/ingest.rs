@@ -50,9 +50,17 @@ struct Setting {
 
 impl Setting {
     fn name(&self) -> String {
-        let Self { write_bytes, chunk_bytes, arena_bytes } = self;
-        let (write, chunk) = (show_size(*write_bytes), show_size(*chunk_bytes));
-        format!("{write} writes, chunk {chunk}, arena {}", show_size(*arena_bytes))
+        let Self {
+            write_bytes,
+            chunk_bytes,
+            arena_bytes,
+        } = self;
+        let write = show_size(*write_bytes);
+        let chunk = show_size(*chunk_bytes);
+        format!(
+            "{write} writes, chunk {chunk}, arena {}",
+            show_size(*arena_bytes)
+        )
     }
 }
 
@@ -67,14 +75,25 @@ impl IngestArgs {
         if self.common.quick {
             return vec![first];
         }
-        let writes = self.write_size.iter().map(|&write_bytes| Setting { write_bytes, ..first });
-        let chunks = self.chunk_size.iter().map(|&chunk_bytes| Setting { chunk_bytes, ..first });
-        let arenas = self.arena_size.iter().map(|&arena_bytes| Setting { arena_bytes, ..first });
+        let writes = self.write_size.iter().map(|&write_bytes| Setting {
+            write_bytes,
+            ..first
+        });
+        let chunks = self.chunk_size.iter().map(|&chunk_bytes| Setting {
+            chunk_bytes,
+            ..first
+        });
+        let arenas = self.arena_size.iter().map(|&arena_bytes| Setting {
+            arena_bytes,
+            ..first
+        });
         let mut settings: Vec<Setting> = Vec::new();
         for setting in writes.chain(chunks).chain(arenas) {
             // The sink knows no chunk or arena size: alone, it need not be measured for each.
             let new = match self.common.baseline_only {
-                true => !settings.iter().any(|s| s.write_bytes == setting.write_bytes),
+                true => !settings
+                    .iter()
+                    .any(|s| s.write_bytes == setting.write_bytes),
                 false => !settings.contains(&setting),
             };
             if new {
@@ -93,8 +112,11 @@ impl IngestArgs {
         let work = self.common.work_dir()?;
         let with_firn = !self.common.baseline_only;
         let mut report = Report::new("ingest");
-        let (writers, total) = (self.writers, show_size(self.total_bytes()));
-        report.note(format!("{writers} writers, {total} in all; drained data is dropped"));
+        let writers = self.writers;
+        let total = show_size(self.total_bytes());
+        report.note(format!(
+            "{writers} writers, {total} in all; drained data is dropped"
+        ));
         report.note("sink: bare fuser server, direct_io, parallel direct writes, 1 MiB requests");
         if !with_firn {
             report.note("Firn was not measured: baseline only");
@@ -104,13 +126,16 @@ impl IngestArgs {
         let bar = progress(steps * (1 + u64::from(with_firn)), "ingest");
         for setting in settings {
             bar.set_message(setting.name());
-            let server = Server::Sink { pool_bytes: setting.arena_bytes };
+            let server = Server::Sink {
+                pool_bytes: setting.arena_bytes,
+            };
             let sink = Mounted::start(&server, &work.subdir("sink")?)?;
             let firn = match with_firn {
                 true => Some(self.mount_firn(&setting, work.path())?),
                 false => None,
             };
-            let (mut sink_samples, mut firn_samples) = (Vec::new(), Vec::new());
+            let mut sink_samples = Vec::new();
+            let mut firn_samples = Vec::new();
             for _ in 0..self.common.repeats() {
                 sink_samples.push(self.measure(&sink, &setting)?);
                 bar.inc(1);
@@ -130,7 +155,8 @@ impl IngestArgs {
     }
 
     fn mount_firn(&self, setting: &Setting, work: &Path) -> anyhow::Result<(Mounted, Guard)> {
-        let (backing, mount_point) = (work.join("backing"), work.join("firn"));
+        let backing = work.join("backing");
+        let mount_point = work.join("firn");
         std::fs::create_dir_all(&backing)?;
         std::fs::create_dir_all(&mount_point)?;
         let arena = PathBuf::from(format!("/dev/shm/firn-bench-{}.arena", std::process::id()));
@@ -143,7 +169,10 @@ impl IngestArgs {
             chunk_bytes: setting.chunk_bytes,
             io_threads: self.io_threads,
         };
-        Ok((Mounted::start(&Server::Discarding(geometry), &mount_point)?, remove))
+        Ok((
+            Mounted::start(&Server::Discarding(geometry), &mount_point)?,
+            remove,
+        ))
     }
 
     fn measure(&self, server: &Mounted, setting: &Setting) -> anyhow::Result<Sample> {

@@ -37,8 +37,10 @@ mod worker;
 
 /// Measure Firn beside its baselines.
 #[derive(Clone, Debug, Args)]
-#[command(after_help = "Figures depend on the machine, the file system of --dir and whatever else \
-    runs. Compare ratios, and quote them with the two lines at the head of the report.")]
+#[command(
+    after_help = "Figures depend on the machine, the file system of --dir and whatever else \
+    runs. Compare ratios, and quote them with the two lines at the head of the report."
+)]
 pub struct BenchArgs {
     #[command(subcommand)]
     benchmark: Benchmark,
@@ -101,7 +103,11 @@ fn all(common: &Common) -> anyhow::Result<()> {
     let publish = |report: Report| {
         let name = report.benchmark.clone();
         let insert = |path: &std::path::PathBuf| {
-            let extension = path.extension().unwrap_or_default().to_string_lossy().into_owned();
+            let extension = path
+                .extension()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
             path.with_extension(format!("{name}.{extension}"))
         };
         let mut common = common.clone();
@@ -125,10 +131,27 @@ fn all(common: &Common) -> anyhow::Result<()> {
 /// The plain passthrough holds a descriptor for each file that the kernel knows, as firnd does.
 fn raise_file_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let most = std::fs::read_to_string("/proc/sys/fs/nr_open").ok().and_then(|text| text.trim().parse().ok());
-    if most.is_some() && setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most }).is_ok() {
+    let most = std::fs::read_to_string("/proc/sys/fs/nr_open")
+        .ok()
+        .and_then(|text| text.trim().parse().ok());
+    if most.is_some()
+        && setrlimit(
+            Resource::Nofile,
+            Rlimit {
+                current: most,
+                maximum: most,
+            },
+        )
+        .is_ok()
+    {
         return;
     }
     let maximum = getrlimit(Resource::Nofile).maximum;
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+    let _ = setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: maximum,
+            maximum,
+        },
+    );
 }

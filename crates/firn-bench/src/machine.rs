@@ -26,7 +26,10 @@ impl Machine {
             processor: field("/proc/cpuinfo", "model name").unwrap_or_else(|| "unknown".into()),
             cores: cores(),
             memory_gib: memory_kib().div_ceil(1 << 20),
-            kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+            kernel: rustix::system::uname()
+                .release()
+                .to_string_lossy()
+                .into_owned(),
             optimised: !cfg!(debug_assertions),
         }
     }
@@ -34,10 +37,22 @@ impl Machine {
 
 impl std::fmt::Display for Machine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { processor, cores, memory_gib, kernel, optimised } = self;
-        write!(f, "{processor}, {cores} cores, {memory_gib} GiB, Linux {kernel}")?;
+        let Self {
+            processor,
+            cores,
+            memory_gib,
+            kernel,
+            optimised,
+        } = self;
+        write!(
+            f,
+            "{processor}, {cores} cores, {memory_gib} GiB, Linux {kernel}"
+        )?;
         if !optimised {
-            write!(f, " (debug build: figures are for testing the benchmark only)")?;
+            write!(
+                f,
+                " (debug build: figures are for testing the benchmark only)"
+            )?;
         }
         Ok(())
     }
@@ -55,7 +70,9 @@ pub fn file_system_of(path: &Path) -> String {
     let mut best = (0, "unknown");
     for line in table.lines() {
         let mut fields = line.split(' ').skip(1);
-        let (Some(point), Some(kind)) = (fields.next(), fields.next()) else { continue };
+        let (Some(point), Some(kind)) = (fields.next(), fields.next()) else {
+            continue;
+        };
         // A later mount over the same point hides the earlier one, hence `>=`.
         if path.starts_with(point) && point.len() >= best.0 {
             best = (point.len(), kind);
@@ -65,7 +82,9 @@ pub fn file_system_of(path: &Path) -> String {
 }
 
 fn memory_kib() -> u64 {
-    field("/proc/meminfo", "MemTotal").and_then(|value| value.split(' ').next()?.parse().ok()).unwrap_or(0)
+    field("/proc/meminfo", "MemTotal")
+        .and_then(|value| value.split(' ').next()?.parse().ok())
+        .unwrap_or(0)
 }
 
 fn field(file: &str, name: &str) -> Option<String> {

@@ -51,9 +51,14 @@ struct Setting {
 
 impl Setting {
     fn name(&self) -> String {
-        let (count, block, chunk) =
-            (self.processes, show_size(self.block_bytes), show_size(self.chunk_bytes));
-        let processes = if count == 1 { "1 process".into() } else { format!("{count} processes") };
+        let count = self.processes;
+        let block = show_size(self.block_bytes);
+        let chunk = show_size(self.chunk_bytes);
+        let processes = if count == 1 {
+            "1 process".into()
+        } else {
+            format!("{count} processes")
+        };
         format!("{processes}, blocks of {block}, chunk {chunk}")
     }
 }
@@ -71,10 +76,22 @@ const LIBC_STREAM_BYTES: u64 = 24 << 20;
 
 impl MemoryArgs {
     fn setting(&self, processes: u32, block_bytes: u64, chunk_bytes: u64) -> Setting {
-        let size = self.size.min(self.common.choose(u64::MAX, 16 << 20)).max(block_bytes);
+        let size = self
+            .size
+            .min(self.common.choose(u64::MAX, 16 << 20))
+            .max(block_bytes);
         let count = size / block_bytes;
-        let count = if block_bytes < SMALL_BLOCK_BYTES { count.min(SMALL_BLOCKS_MAX) } else { count };
-        Setting { processes, block_bytes, chunk_bytes, bytes: count * block_bytes }
+        let count = if block_bytes < SMALL_BLOCK_BYTES {
+            count.min(SMALL_BLOCKS_MAX)
+        } else {
+            count
+        };
+        Setting {
+            processes,
+            block_bytes,
+            chunk_bytes,
+            bytes: count * block_bytes,
+        }
     }
 
     /// Chunk sizes, each with the settings that are measured in it.
@@ -82,12 +99,26 @@ impl MemoryArgs {
         let quick = self.common.quick;
         let first = self.chunk_size[0];
         let most = *self.processes.iter().max().expect("clap demands one");
-        let in_first =
-            |count: u32| self.block_size.iter().map(move |&block| self.setting(count, block, first));
-        let wanted = |s: &Setting| !quick || (s.processes <= 2 && [64, 1 << 20].contains(&s.block_bytes));
-        let mut all =
-            vec![(first, self.processes.iter().flat_map(|&n| in_first(n)).filter(wanted).collect())];
-        let others = self.chunk_size.iter().skip(1).filter(|_| !quick && !self.common.baseline_only);
+        let in_first = |count: u32| {
+            self.block_size
+                .iter()
+                .map(move |&block| self.setting(count, block, first))
+        };
+        let wanted =
+            |s: &Setting| !quick || (s.processes <= 2 && [64, 1 << 20].contains(&s.block_bytes));
+        let mut all = vec![(
+            first,
+            self.processes
+                .iter()
+                .flat_map(|&n| in_first(n))
+                .filter(wanted)
+                .collect(),
+        )];
+        let others = self
+            .chunk_size
+            .iter()
+            .skip(1)
+            .filter(|_| !quick && !self.common.baseline_only);
         for &chunk in others {
             all.push((chunk, vec![self.setting(most, CHUNK_BLOCK_BYTES, chunk)]));
         }
@@ -96,22 +127,36 @@ impl MemoryArgs {
 
     /// In which pictures a setting is a point: by processes, by block size, by chunk size.
     fn points(&self, setting: &Setting) -> Vec<Point> {
-        let (count, block, chunk) = (setting.processes, setting.block_bytes, setting.chunk_bytes);
+        let count = setting.processes;
+        let block = setting.block_bytes;
+        let chunk = setting.chunk_bytes;
         let ends = |list: &[u32]| [list.iter().min().copied(), list.iter().max().copied()];
         let largest = self.block_size.iter().max().copied().unwrap_or(0);
-        let point = |plot: String, axis, x: String, order: f64| Point { plot, axis, x, order };
+        let point = |plot: String, axis, x: String, order: f64| Point {
+            plot,
+            axis,
+            x,
+            order,
+        };
         let mut points = Vec::new();
         if chunk == self.chunk_size[0] {
             if block == LARGE_BLOCK_BYTES || block == largest {
                 let plot = format!("blocks of {}", show_size(block));
-                points.push(point(plot, "processes", count.to_string(), f64::from(count)));
+                points.push(point(
+                    plot,
+                    "processes",
+                    count.to_string(),
+                    f64::from(count),
+                ));
             }
             if ends(&self.processes).contains(&Some(count)) {
                 let plot = format!("{count} process{}", if count == 1 { "" } else { "es" });
                 points.push(point(plot, "block size", show_size(block), block as f64));
             }
         }
-        if ends(&self.processes)[1] == Some(count) && block == CHUNK_BLOCK_BYTES && self.chunk_size.len() > 1
+        if ends(&self.processes)[1] == Some(count)
+            && block == CHUNK_BLOCK_BYTES
+            && self.chunk_size.len() > 1
         {
             let plot = format!("{count} processes, blocks of {}", show_size(block));
             points.push(point(plot, "chunk size", show_size(chunk), chunk as f64));
@@ -132,19 +177,38 @@ impl MemoryArgs {
         report.note(format!(
             "{SHARED}: a file on /dev/shm that has its memory (2 MiB pages), mapped anew by each process"
         ));
-        let largest = self.settings().iter().flat_map(|(_, s)| s).map(|s| s.processes as u64 * s.bytes).max();
-        let doors = Doors::new(&self.common, &firn, &work, largest.unwrap_or(0), &mut report)?;
+        let largest = self
+            .settings()
+            .iter()
+            .flat_map(|(_, s)| s)
+            .map(|s| s.processes as u64 * s.bytes)
+            .max();
+        let doors = Doors::new(
+            &self.common,
+            &firn,
+            &work,
+            largest.unwrap_or(0),
+            &mut report,
+        )?;
         self.measure(&doors, &firn, &work, &mut report)?;
         self.judge(&mut report);
         if !self.common.baseline_only {
             started::measure(&self.common, &firn, &mut report)?;
-            let files = self.small_files.unwrap_or(self.common.choose(100_000, 5000));
+            let files = self
+                .small_files
+                .unwrap_or(self.common.choose(100_000, 5000));
             small::measure(files, &firn, &work, &mut report)?;
         }
         Ok(report)
     }
 
-    fn measure(&self, doors: &Doors, firn: &Firn, work: &WorkDir, report: &mut Report) -> anyhow::Result<()> {
+    fn measure(
+        &self,
+        doors: &Doors,
+        firn: &Firn,
+        work: &WorkDir,
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
         let all = self.settings();
         let steps: usize = all.iter().map(|(_, settings)| settings.len()).sum();
         let bar = progress(steps as u64 * u64::from(self.common.repeats()), "memory");
@@ -164,7 +228,11 @@ impl MemoryArgs {
                     bar.inc(1);
                 }
                 let names = candidates.iter().map(|candidate| candidate.name.to_owned());
-                report.add_points(setting.name(), self.points(&setting), names.zip(samples).collect());
+                report.add_points(
+                    setting.name(),
+                    self.points(&setting),
+                    names.zip(samples).collect(),
+                );
             }
         }
         bar.finish_and_clear();
@@ -180,12 +248,15 @@ impl MemoryArgs {
         settings: &[Setting],
     ) -> anyhow::Result<Mount<'a>> {
         // Beside its bytes a file has two leases, and small slabs at first.
-        let room =
-            |s: &Setting| u64::from(s.processes) * (s.bytes.next_multiple_of(chunk_bytes) + 3 * chunk_bytes);
+        let room = |s: &Setting| {
+            u64::from(s.processes) * (s.bytes.next_multiple_of(chunk_bytes) + 3 * chunk_bytes)
+        };
         let arena_bytes = settings.iter().map(room).max().unwrap_or(chunk_bytes);
-        let options =
-            format!("drain=demand,close=held,fsync=held,chunk-size={chunk_bytes},arena-size={arena_bytes}");
-        let (backing, point) = (work.subdir("backing")?, work.subdir("firn")?);
+        let options = format!(
+            "drain=demand,close=held,fsync=held,chunk-size={chunk_bytes},arena-size={arena_bytes}"
+        );
+        let backing = work.subdir("backing")?;
+        let point = work.subdir("firn")?;
         let mount = firn.mount(&backing, &point, &options)?;
         mount.wait_populated()?;
         Ok(mount)
@@ -196,24 +267,39 @@ impl MemoryArgs {
         let of_setting = |case: &Case| settings.iter().find(|s| s.name() == case.name);
         let ratios = |to: &str, most: u64| -> Vec<f64> {
             let blocks = LARGE_BLOCK_BYTES..most;
-            let is_large = |case: &&Case| of_setting(case).is_some_and(|s| blocks.contains(&s.block_bytes));
+            let is_large =
+                |case: &&Case| of_setting(case).is_some_and(|s| blocks.contains(&s.block_bytes));
             let cases = report.cases.iter().filter(is_large);
-            cases.filter_map(|case| case.ratio(PRELOAD, to, "throughput")).collect()
+            cases
+                .filter_map(|case| case.ratio(PRELOAD, to, "throughput"))
+                .collect()
         };
-        let (shared, plain) = (ratios(SHARED, u64::MAX), ratios(SHARED, LIBC_STREAM_BYTES));
+        let shared = ratios(SHARED, u64::MAX);
+        let plain = ratios(SHARED, LIBC_STREAM_BYTES);
         let fresh = ratios(TMPFS, u64::MAX);
-        let is_each =
-            |case: &&Case| of_setting(case).is_some_and(|s| s.processes == 1 && s.block_bytes == 64);
-        let each = report.cases.iter().filter(is_each).filter_map(|case| case.median(PRELOAD, "each"));
+        let is_each = |case: &&Case| {
+            of_setting(case).is_some_and(|s| s.processes == 1 && s.block_bytes == 64)
+        };
+        let each = report
+            .cases
+            .iter()
+            .filter(is_each)
+            .filter_map(|case| case.median(PRELOAD, "each"));
         let each: Vec<f64> = each.collect();
         let to = |what: &str| format!("{PRELOAD} to {what}, blocks of 1M and more");
         report.judge(to(SHARED), Limit::Least(0.95), &shared);
         if cfg!(target_arch = "x86_64") {
-            let name = format!("{PRELOAD} to {SHARED}, blocks of 1M to 16M: non-temporal stores to others");
+            let name = format!(
+                "{PRELOAD} to {SHARED}, blocks of 1M to 16M: non-temporal stores to others"
+            );
             report.judge(name, Limit::Least(1.15), &plain);
         }
         report.judge(to(TMPFS), Limit::Least(1.5), &fresh);
-        report.judge("one write of 64 bytes, 1 process [ns]", Limit::Most(60.0), &each);
+        report.judge(
+            "one write of 64 bytes, 1 process [ns]",
+            Limit::Most(60.0),
+            &each,
+        );
     }
 
     /// Options that every benchmark has.

@@ -48,8 +48,12 @@ impl MetaArgs {
         let count = self.count.unwrap_or(self.common.choose(10_000, 1_000));
         let mut report = Report::new("meta");
         let file_system = crate::machine::file_system_of(work.path());
-        report.note(format!("one process, {count} files in one directory on {file_system}"));
-        report.note("stat, readdir and link: names made behind the mount, so that no cache knows them");
+        report.note(format!(
+            "one process, {count} files in one directory on {file_system}"
+        ));
+        report.note(
+            "stat, readdir and link: names made behind the mount, so that no cache knows them",
+        );
         let mut samples = vec![vec![Vec::new(); candidates.len()]; PHASES.len()];
         let steps = self.common.repeats() as usize * candidates.len() * PHASES.len();
         let bar = progress(steps as u64, "meta");
@@ -78,7 +82,12 @@ impl MetaArgs {
                 through: work.subdir("plain")?,
                 door: Door::Plain,
             },
-            Candidate { name: "native", backing: native.clone(), through: native, door: Door::Native },
+            Candidate {
+                name: "native",
+                backing: native.clone(),
+                through: native,
+                door: Door::Native,
+            },
         ];
         if !self.common.baseline_only {
             all.push(Candidate {
@@ -98,7 +107,10 @@ impl MetaArgs {
 
     /// As `firn bench all` runs it.
     pub fn with(common: Common) -> Self {
-        Self { common, count: None }
+        Self {
+            common,
+            count: None,
+        }
     }
 }
 
@@ -129,10 +141,16 @@ impl<'a> Candidate<'a> {
         Ok(match self.door {
             Door::Native => None,
             Door::Plain => {
-                let server = Server::Plain { source: self.backing.clone() };
+                let server = Server::Plain {
+                    source: self.backing.clone(),
+                };
                 Some(Held::Plain(Mounted::start(&server, &self.through)?))
             }
-            Door::Firn(firn) => Some(Held::Firn(firn.mount(&self.backing, &self.through, "close=drain")?)),
+            Door::Firn(firn) => Some(Held::Firn(firn.mount(
+                &self.backing,
+                &self.through,
+                "close=drain",
+            )?)),
         })
     }
 
@@ -148,7 +166,8 @@ impl<'a> Candidate<'a> {
             Names::None | Names::FromCreate => format!("Create-{round}"),
         };
         let _mount = self.mount()?;
-        let (behind, through) = (self.backing.join(&name), self.through.join(&name));
+        let behind = self.backing.join(&name);
+        let through = self.through.join(&name);
         match names {
             Names::None => std::fs::create_dir(&through)?,
             Names::FromCreate => {}
@@ -159,10 +178,18 @@ impl<'a> Candidate<'a> {
                 }
             }
         }
-        let outcomes = worker::run_all(&[Task::Names { dir: through, count, operation }])?;
+        let outcomes = worker::run_all(&[Task::Names {
+            dir: through,
+            count,
+            operation,
+        }])?;
         if names != Names::None {
             std::fs::remove_dir_all(&behind)?;
         }
-        Ok(vec![("time a file", "µs", worker::elapsed_s(&outcomes) * 1e6 / count as f64)])
+        Ok(vec![(
+            "time a file",
+            "µs",
+            worker::elapsed_s(&outcomes) * 1e6 / count as f64,
+        )])
     }
 }

@@ -39,7 +39,11 @@ pub struct Common {
 impl Common {
     /// Repeats in force.
     pub fn repeats(&self) -> u32 {
-        if self.quick { self.repeats.min(2) } else { self.repeats }
+        if self.quick {
+            self.repeats.min(2)
+        } else {
+            self.repeats
+        }
     }
 
     /// `full`, or `quick` in a quick run.
@@ -77,8 +81,12 @@ impl WorkDir {
         let parent = parent
             .canonicalize()
             .with_context(|| format!("cannot work in {}; name another --dir", parent.display()))?;
-        let made = tempfile::Builder::new().prefix("firn-bench-").tempdir_in(&parent);
-        let path = made.with_context(|| format!("cannot make a directory in {}", parent.display()))?.keep();
+        let made = tempfile::Builder::new()
+            .prefix("firn-bench-")
+            .tempdir_in(&parent);
+        let path = made
+            .with_context(|| format!("cannot make a directory in {}", parent.display()))?
+            .keep();
         let again = path.clone();
         let _remove = crate::cleanup::defer(move || drop(std::fs::remove_dir_all(again)));
         Ok(Self { path, _remove })
@@ -92,7 +100,8 @@ impl WorkDir {
     /// A new directory below it.
     pub fn subdir(&self, name: &str) -> anyhow::Result<PathBuf> {
         let path = self.path.join(name);
-        std::fs::create_dir_all(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        std::fs::create_dir_all(&path)
+            .with_context(|| format!("cannot make {}", path.display()))?;
         Ok(path)
     }
 }
@@ -102,7 +111,9 @@ pub fn progress(steps: u64, title: &str) -> ProgressBar {
     let style = ProgressStyle::with_template("{prefix} [{bar:30}] {pos}/{len} {msg} ({elapsed})")
         .expect("the template is fixed")
         .progress_chars("=> ");
-    let bar = ProgressBar::new(steps).with_style(style).with_prefix(title.to_owned());
+    let bar = ProgressBar::new(steps)
+        .with_style(style)
+        .with_prefix(title.to_owned());
     bar.enable_steady_tick(Duration::from_millis(200));
     bar
 }
@@ -115,9 +126,17 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
         Some('G') => 30,
         _ => 0,
     };
-    let digits = if unit == 0 { text } else { &text[..text.len() - 1] };
-    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is no size: write 64K or 1M"))?;
-    let bytes = number.checked_shl(unit).filter(|bytes| bytes >> unit == number && number > 0);
+    let digits = if unit == 0 {
+        text
+    } else {
+        &text[..text.len() - 1]
+    };
+    let number: u64 = digits
+        .parse()
+        .map_err(|_| format!("{text:?} is no size: write 64K or 1M"))?;
+    let bytes = number
+        .checked_shl(unit)
+        .filter(|bytes| bytes >> unit == number && number > 0);
     bytes.ok_or_else(|| format!("{text:?} is out of range"))
 }
 

@@ -62,15 +62,27 @@ impl ReadArgs {
     }
 
     fn candidates<'a>(&self, work: &WorkDir, firn: &'a Firn) -> anyhow::Result<Vec<Candidate<'a>>> {
-        let mut all = vec![Candidate { name: "native", dir: work.subdir("native")?, mount: None }];
+        let mut all = vec![Candidate {
+            name: "native",
+            dir: work.subdir("native")?,
+            mount: None,
+        }];
         if self.common.baseline_only {
             return Ok(all);
         }
-        let ways = [("firn", "passthrough=auto"), ("firn, no passthrough", "passthrough=off")];
+        let ways = [
+            ("firn", "passthrough=auto"),
+            ("firn, no passthrough", "passthrough=off"),
+        ];
         for (name, options) in ways {
-            let (backing, point) = (work.subdir(&format!("{options}.b"))?, work.subdir(options)?);
+            let backing = work.subdir(&format!("{options}.b"))?;
+            let point = work.subdir(options)?;
             let mount = firn.mount(&backing, &point, options)?;
-            all.push(Candidate { name, dir: point, mount: Some(mount) });
+            all.push(Candidate {
+                name,
+                dir: point,
+                mount: Some(mount),
+            });
         }
         Ok(all)
     }
@@ -99,7 +111,12 @@ impl Candidate<'_> {
 
     fn prepare(&self, size: u64) -> anyhow::Result<()> {
         let runs = vec![(size >> 20, 1 << 20)];
-        worker::run_all(&[Task::Write { path: self.file(), runs, sync: false, over: false }])?;
+        worker::run_all(&[Task::Write {
+            path: self.file(),
+            runs,
+            sync: false,
+            over: false,
+        }])?;
         if let Some(mount) = &self.mount {
             mount.wait_durable(&self.file())?;
         }
@@ -109,7 +126,12 @@ impl Candidate<'_> {
     fn measure(&self, size: u64, bytes: u64, mmap: bool) -> anyhow::Result<Sample> {
         let passes = ((1 << 30) / size).clamp(1, 4);
         let cpu_before = self.mount.as_ref().map_or(0.0, Mount::cpu_s);
-        let task = Task::Read { path: self.file(), bytes, mmap, passes };
+        let task = Task::Read {
+            path: self.file(),
+            bytes,
+            mmap,
+            passes,
+        };
         let outcomes = worker::run_all(&[task])?;
         let server_cpu_s = self.mount.as_ref().map_or(0.0, Mount::cpu_s) - cpu_before;
         let gib = (size >> 20 << 20) as f64 * passes as f64 / GIB;
@@ -122,5 +144,11 @@ impl Candidate<'_> {
 
 fn warm(file: &Path) -> anyhow::Result<()> {
     let path = file.to_owned();
-    worker::run_all(&[Task::Read { path, bytes: 1 << 20, mmap: false, passes: 1 }]).map(drop)
+    worker::run_all(&[Task::Read {
+        path,
+        bytes: 1 << 20,
+        mmap: false,
+        passes: 1,
+    }])
+    .map(drop)
 }

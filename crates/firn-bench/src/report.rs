@@ -103,7 +103,11 @@ impl Case {
     /// The median of a candidate's figure.
     pub fn median(&self, candidate: &str, metric: &str) -> Option<f64> {
         let candidate = self.candidates.iter().find(|c| c.name == candidate)?;
-        candidate.metrics.iter().find(|m| m.name == metric).map(|m| m.median)
+        candidate
+            .metrics
+            .iter()
+            .find(|m| m.name == metric)
+            .map(|m| m.median)
     }
 
     /// The figure of one candidate over that of another.
@@ -169,7 +173,11 @@ impl Report {
         points: Vec<Point>,
         candidates: Vec<(String, Vec<Sample>)>,
     ) {
-        let mut case = Case { name: name.into(), candidates: Vec::new(), points };
+        let mut case = Case {
+            name: name.into(),
+            candidates: Vec::new(),
+            points,
+        };
         for (name, samples) in candidates {
             let baseline = case.candidates.first();
             let metrics = metrics(&samples, baseline);
@@ -181,7 +189,12 @@ impl Report {
     /// Judges the worst of `found`; nothing where nothing was found.
     pub fn judge(&mut self, name: impl Into<String>, limit: Limit, found: &[f64]) {
         if let Some(found) = limit.worst(found) {
-            self.goals.push(Goal { name: name.into(), limit, found, reached: limit.is_kept(found) });
+            self.goals.push(Goal {
+                name: name.into(),
+                limit,
+                found,
+                reached: limit.is_kept(found),
+            });
         }
     }
 
@@ -198,7 +211,13 @@ impl Report {
         if !self.goals.is_empty() {
             println!("\ngoals");
         }
-        for Goal { name, limit, found, reached } in &self.goals {
+        for Goal {
+            name,
+            limit,
+            found,
+            reached,
+        } in &self.goals
+        {
             let verdict = if *reached { "reached" } else { "missed" };
             println!("  {name}: {}, {limit}: {verdict}", figure(*found));
         }
@@ -229,14 +248,23 @@ fn metrics(samples: &[Sample], baseline: Option<&Candidate>) -> Vec<Metric> {
         let median = median(&values);
         let of = baseline.and_then(|b| b.metrics.iter().find(|m| m.name == name));
         let ratio = of.filter(|m| m.median > 0.0).map(|m| median / m.median);
-        Metric { name, unit, median, ratio, samples: values }
+        Metric {
+            name,
+            unit,
+            median,
+            ratio,
+            samples: values,
+        }
     };
     columns.iter().enumerate().map(metric).collect()
 }
 
 fn table(case: &Case) -> String {
     let titles = |c: &Candidate| -> Vec<String> {
-        c.metrics.iter().map(|m| format!("{} [{}]", m.name, m.unit)).collect()
+        c.metrics
+            .iter()
+            .map(|m| format!("{} [{}]", m.name, m.unit))
+            .collect()
     };
     let mut rows = vec![vec!["".to_owned()]];
     rows[0].extend(case.candidates.first().map(titles).unwrap_or_default());
@@ -246,7 +274,11 @@ fn table(case: &Case) -> String {
         rows.push(row);
     }
     let width = |column: usize| {
-        rows.iter().filter_map(|r| r.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
+        rows.iter()
+            .filter_map(|r| r.get(column))
+            .map(|cell| cell.chars().count())
+            .max()
+            .unwrap_or(0)
     };
     let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
     let mut text = String::new();
@@ -298,7 +330,10 @@ mod tests {
     fn every_candidate_after_the_first_has_a_ratio_to_it() {
         let mut report = Report::new("test");
         let sample = |v| vec![vec![("time", "s", v)]];
-        report.add("case", vec![("native".into(), sample(2.0)), ("firn".into(), sample(1.0))]);
+        report.add(
+            "case",
+            vec![("native".into(), sample(2.0)), ("firn".into(), sample(1.0))],
+        );
         let candidates = &report.cases[0].candidates;
         assert_eq!(candidates[0].metrics[0].ratio, None);
         assert_eq!(candidates[1].metrics[0].ratio, Some(0.5));
@@ -312,7 +347,11 @@ mod tests {
         report.judge("rate", Limit::Least(0.9), &[1.2, 0.8, 1.0]);
         report.judge("time", Limit::Most(60.0), &[50.0, 60.0]);
         report.judge("not measured", Limit::Most(1.0), &[]);
-        let found: Vec<_> = report.goals.iter().map(|goal| (goal.found, goal.reached)).collect();
+        let found: Vec<_> = report
+            .goals
+            .iter()
+            .map(|goal| (goal.found, goal.reached))
+            .collect();
         assert_eq!(found, [(0.8, false), (60.0, true)]);
     }
 }

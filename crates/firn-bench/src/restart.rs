@@ -44,7 +44,10 @@ enum Door<'a> {
     Shared(PathBuf),
     Files(PathBuf),
     Plain(Mounted),
-    Firn { mount: &'a Mount<'a>, preload: Option<PathBuf> },
+    Firn {
+        mount: &'a Mount<'a>,
+        preload: Option<PathBuf>,
+    },
 }
 
 impl RestartArgs {
@@ -57,7 +60,11 @@ impl RestartArgs {
     }
 
     fn processes(&self) -> Vec<u32> {
-        self.processes.iter().copied().filter(|count| !self.common.quick || *count <= 2).collect()
+        self.processes
+            .iter()
+            .copied()
+            .filter(|count| !self.common.quick || *count <= 2)
+            .collect()
     }
 
     /// Runs it.
@@ -69,7 +76,9 @@ impl RestartArgs {
             "files of {}, each read once, in order, by a process of its own; opening and mapping are part of the time",
             show_size(self.size())
         ));
-        report.note(format!("{PLAIN}: a bare fuser server that passes on to tmpfs, page cache as it comes"));
+        report.note(format!(
+            "{PLAIN}: a bare fuser server that passes on to tmpfs, page cache as it comes"
+        ));
         let mount = match self.common.baseline_only {
             true => None,
             false => Some(self.mount(&firn, &work)?),
@@ -83,7 +92,10 @@ impl RestartArgs {
             .iter()
             .flat_map(|&block| self.processes().into_iter().map(move |n| (n, block)))
             .collect();
-        let bar = progress((settings.len() * self.common.repeats() as usize) as u64, "restart");
+        let bar = progress(
+            (settings.len() * self.common.repeats() as usize) as u64,
+            "restart",
+        );
         for (count, block) in settings {
             let mut samples = vec![Vec::new(); candidates.len()];
             for _ in 0..self.common.repeats() {
@@ -93,7 +105,12 @@ impl RestartArgs {
                 bar.inc(1);
             }
             let plot = format!("blocks of {}", show_size(block));
-            let point = Point { plot, axis: "processes", x: count.to_string(), order: f64::from(count) };
+            let point = Point {
+                plot,
+                axis: "processes",
+                x: count.to_string(),
+                order: f64::from(count),
+            };
             let name = format!(
                 "{count} process{}, blocks of {}",
                 if count == 1 { "" } else { "es" },
@@ -127,19 +144,45 @@ impl RestartArgs {
         mount: Option<&'a Mount<'a>>,
     ) -> anyhow::Result<Vec<Candidate<'a>>> {
         let memory = firn.memory_dir()?;
-        let (region, tmpfs, behind) = (memory.join("region"), memory.join("tmpfs"), memory.join("plain"));
-        make_region(&region, u64::from(self.most()) * self.size().next_multiple_of(2 << 20))?;
+        let region = memory.join("region");
+        let tmpfs = memory.join("tmpfs");
+        let behind = memory.join("plain");
+        make_region(
+            &region,
+            u64::from(self.most()) * self.size().next_multiple_of(2 << 20),
+        )?;
         std::fs::create_dir(&tmpfs)?;
         std::fs::create_dir(&behind)?;
         let plain = Mounted::start(&Server::Plain { source: behind }, &work.subdir("plain")?)?;
         let mut all = vec![
-            Candidate { name: SHARED, door: Door::Shared(region) },
-            Candidate { name: "tmpfs", door: Door::Files(tmpfs) },
-            Candidate { name: PLAIN, door: Door::Plain(plain) },
+            Candidate {
+                name: SHARED,
+                door: Door::Shared(region),
+            },
+            Candidate {
+                name: "tmpfs",
+                door: Door::Files(tmpfs),
+            },
+            Candidate {
+                name: PLAIN,
+                door: Door::Plain(plain),
+            },
         ];
         if let Some(mount) = mount {
-            all.push(Candidate { name: PRELOAD, door: Door::Firn { mount, preload: Some(firn.preload()?) } });
-            all.push(Candidate { name: MOUNT, door: Door::Firn { mount, preload: None } });
+            all.push(Candidate {
+                name: PRELOAD,
+                door: Door::Firn {
+                    mount,
+                    preload: Some(firn.preload()?),
+                },
+            });
+            all.push(Candidate {
+                name: MOUNT,
+                door: Door::Firn {
+                    mount,
+                    preload: None,
+                },
+            });
         }
         Ok(all)
     }
@@ -162,10 +205,19 @@ impl RestartArgs {
 
 fn judge(report: &mut Report) {
     let ratios = |of: &str, to: &str| -> Vec<f64> {
-        report.cases.iter().filter_map(|case| case.ratio(of, to, "throughput")).collect()
+        report
+            .cases
+            .iter()
+            .filter_map(|case| case.ratio(of, to, "throughput"))
+            .collect()
     };
-    let (preload, mount) = (ratios(PRELOAD, SHARED), ratios(MOUNT, PLAIN));
-    report.judge(format!("{PRELOAD} to {SHARED}"), Limit::Least(0.9), &preload);
+    let preload = ratios(PRELOAD, SHARED);
+    let mount = ratios(MOUNT, PLAIN);
+    report.judge(
+        format!("{PRELOAD} to {SHARED}"),
+        Limit::Least(0.9),
+        &preload,
+    );
     report.judge(format!("{MOUNT} to {PLAIN}"), Limit::Least(1.0), &mount);
 }
 
@@ -191,9 +243,17 @@ impl Candidate<'_> {
     fn prepare(&self, count: u32, size: u64) -> anyhow::Result<()> {
         let files: Vec<PathBuf> = (0..count).filter_map(|rank| self.file(rank)).collect();
         let runs = vec![(size >> 20, 1 << 20)];
-        let task =
-            |path: &PathBuf| Task::Write { path: path.clone(), runs: runs.clone(), sync: false, over: false };
-        let missing: Vec<Task> = files.iter().filter(|path| !path.exists()).map(task).collect();
+        let task = |path: &PathBuf| Task::Write {
+            path: path.clone(),
+            runs: runs.clone(),
+            sync: false,
+            over: false,
+        };
+        let missing: Vec<Task> = files
+            .iter()
+            .filter(|path| !path.exists())
+            .map(task)
+            .collect();
         worker::run_with(self.preload(), &missing).map(drop)
     }
 
@@ -201,12 +261,25 @@ impl Candidate<'_> {
         let task = |rank| match (&self.door, self.file(rank)) {
             (Door::Shared(path), _) => {
                 let offset = u64::from(rank) * size.next_multiple_of(2 << 20);
-                let region = Region::Shared { path: path.clone(), offset };
-                Task::Copy(Copy { region, way: Way::Out, bytes: size, block_bytes: block })
+                let region = Region::Shared {
+                    path: path.clone(),
+                    offset,
+                };
+                Task::Copy(Copy {
+                    region,
+                    way: Way::Out,
+                    bytes: size,
+                    block_bytes: block,
+                })
             }
             (_, path) => {
                 let path = path.expect("everything else is a file");
-                Task::Read { path, bytes: block, mmap: false, passes: 1 }
+                Task::Read {
+                    path,
+                    bytes: block,
+                    mmap: false,
+                    passes: 1,
+                }
             }
         };
         let tasks: Vec<Task> = (0..count).map(task).collect();
@@ -219,14 +292,19 @@ impl Candidate<'_> {
         let outcomes = worker::run_with(self.preload(), &tasks)?;
         let cpu_s = server_cpu_s() - before + outcomes.iter().map(|o| o.cpu_s).sum::<f64>();
         let gib = f64::from(count) * size as f64 / GIB;
-        Ok(vec![("throughput", "GiB/s", gib / worker::elapsed_s(&outcomes)), ("CPU", "s/GiB", cpu_s / gib)])
+        Ok(vec![
+            ("throughput", "GiB/s", gib / worker::elapsed_s(&outcomes)),
+            ("CPU", "s/GiB", cpu_s / gib),
+        ])
     }
 
     /// Or the mount would drain them at its end.
     fn remove(&self, count: u32) -> anyhow::Result<()> {
         for path in (0..count).filter_map(|rank| self.file(rank)) {
             match std::fs::remove_file(&path) {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(error.into());
+                }
                 _ => {}
             }
         }

@@ -61,7 +61,11 @@ impl Mounted {
         writeln!(child.stdin.as_mut().expect("stdin is piped"), "{request}")?;
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("stdout is piped")).read_line(&mut line)?;
-        let mounted = Self { child, mount_point: mount_point.to_owned(), _unmount };
+        let mounted = Self {
+            child,
+            mount_point: mount_point.to_owned(),
+            _unmount,
+        };
         match line.trim_end() {
             "ready" => Ok(mounted),
             _ => bail!("a server process could not mount (its message is above)"),

@@ -54,7 +54,9 @@ struct Native {
 
 impl SpillArgs {
     fn size(&self) -> u64 {
-        self.size.unwrap_or(self.common.choose(512 << 20, 64 << 20)).next_multiple_of(CHUNK_BYTES)
+        self.size
+            .unwrap_or(self.common.choose(512 << 20, 64 << 20))
+            .next_multiple_of(CHUNK_BYTES)
     }
 
     /// Runs it.
@@ -67,24 +69,36 @@ impl SpillArgs {
             show_size(self.size()),
             machine::file_system_of(work.path())
         ));
-        report.note("until close returned and the part to be spilled was on the device (direct writes)");
-        report.note("CRUISE: what the paper expected and measured, on another machine and an SSD of 2013");
+        report.note(
+            "until close returned and the part to be spilled was on the device (direct writes)",
+        );
+        report.note(
+            "CRUISE: what the paper expected and measured, on another machine and an SSD of 2013",
+        );
         if self.common.baseline_only {
-            let device =
-                (0..self.common.repeats()).map(|_| self.device_sample(&work)).collect::<Result<_, _>>()?;
+            let device = (0..self.common.repeats())
+                .map(|_| self.device_sample(&work))
+                .collect::<Result<_, _>>()?;
             report.add("direct writes of 4M", vec![("device".into(), device)]);
             return Ok(report);
         }
-        let shares: Vec<_> = TABLE.iter().filter(|row| !self.common.quick || row.0 % 50.0 == 0.0).collect();
+        let shares: Vec<_> = TABLE
+            .iter()
+            .filter(|row| !self.common.quick || row.0 % 50.0 == 0.0)
+            .collect();
         let memory = self.mount(&firn, &work, 0.0)?;
-        let bar = progress((shares.len() * self.common.repeats() as usize) as u64, "spill");
+        let bar = progress(
+            (shares.len() * self.common.repeats() as usize) as u64,
+            "spill",
+        );
         let mut devices = Vec::new();
         for &&(percent, expected, measured) in &shares {
             let mount = match percent {
                 0.0 => None,
                 _ => Some(self.mount(&firn, &work, percent)?),
             };
-            let (mut formula, mut samples) = (Vec::new(), Vec::new());
+            let mut formula = Vec::new();
+            let mut samples = Vec::new();
             for _ in 0..self.common.repeats() {
                 let native = self.native(&firn, &work, &memory)?;
                 devices.push(native.device / MB);
@@ -110,23 +124,38 @@ impl SpillArgs {
             report.add_points(format!("{percent} % spilled"), vec![point], candidates);
         }
         bar.finish_and_clear();
-        report.note(format!("direct writes to the device: {:.0} MB/s", median(&devices)));
+        report.note(format!(
+            "direct writes to the device: {:.0} MB/s",
+            median(&devices)
+        ));
         // Without spilling there is nothing to expect: two runs of one thing.
         let spilling = report.cases.iter().skip(1);
-        let ratios: Vec<f64> =
-            spilling.filter_map(|case| case.ratio(PRELOAD, FORMULA, "throughput")).collect();
-        report.judge(format!("{PRELOAD} to {FORMULA}"), Limit::Least(1.0), &ratios);
+        let ratios: Vec<f64> = spilling
+            .filter_map(|case| case.ratio(PRELOAD, FORMULA, "throughput"))
+            .collect();
+        report.judge(
+            format!("{PRELOAD} to {FORMULA}"),
+            Limit::Least(1.0),
+            &ratios,
+        );
         Ok(report)
     }
 
     fn native(&self, firn: &Firn, work: &WorkDir, memory: &Mount<'_>) -> anyhow::Result<Native> {
-        Ok(Native { device: self.device(work)?, memory: self.measure(firn, memory, 0.0)? })
+        Ok(Native {
+            device: self.device(work)?,
+            memory: self.measure(firn, memory, 0.0)?,
+        })
     }
 
     /// Bytes a second of direct writes beside the spill file.
     fn device(&self, work: &WorkDir) -> anyhow::Result<f64> {
         let path = work.path().join("direct");
-        let task = Task::Direct { path: path.clone(), count: self.size() / CHUNK_BYTES, bytes: CHUNK_BYTES };
+        let task = Task::Direct {
+            path: path.clone(),
+            count: self.size() / CHUNK_BYTES,
+            bytes: CHUNK_BYTES,
+        };
         let outcomes = worker::run_all(&[task]);
         std::fs::remove_file(path)?;
         Ok(self.size() as f64 / worker::elapsed_s(&outcomes?))
@@ -139,18 +168,23 @@ impl SpillArgs {
     /// A mount whose memory holds all but `percent` of the file.
     fn mount<'a>(&self, firn: &'a Firn, work: &WorkDir, percent: f64) -> anyhow::Result<Mount<'a>> {
         let name = |what: &str| format!("{what}-{percent}");
-        let (backing, point) = (work.subdir(&name("backing"))?, work.subdir(&name("firn"))?);
+        let backing = work.subdir(&name("backing"))?;
+        let point = work.subdir(&name("firn"))?;
         let chunks = self.size() / CHUNK_BYTES;
         let held = (chunks as f64 * (100.0 - percent) / 100.0).round() as u64;
         let options = "drain=demand,close=held,fsync=held,chunk-size=4M";
         let spill = work.subdir(&name("spill"))?;
         // Chunks move whole, also those of which little is used: the first slabs of a file are small.
-        let spill_bytes = (self.size() + self.size() / 8).next_multiple_of(CHUNK_BYTES) + 4 * CHUNK_BYTES;
+        let spill_bytes =
+            (self.size() + self.size() / 8).next_multiple_of(CHUNK_BYTES) + 4 * CHUNK_BYTES;
         let room = format!("spill={},spill-size={spill_bytes}", spill.display());
         let options = match percent {
             0.0 => format!("{options},arena-size={}", (chunks + 4) * CHUNK_BYTES),
             100.0 => {
-                format!("{options},{room},arena-size={},spill-upper=0,spill-lower=0", SLOTS_MIN * CHUNK_BYTES)
+                format!(
+                    "{options},{room},arena-size={},spill-upper=0,spill-lower=0",
+                    SLOTS_MIN * CHUNK_BYTES
+                )
             }
             // Of so many slots 98 percent are those that the file is to keep.
             _ => format!(
@@ -205,7 +239,11 @@ impl Native {
 
 /// Bytes that the mount moved to its spill file so far.
 fn moved(mount: &Mount<'_>, percent: f64) -> anyhow::Result<u64> {
-    if percent == 0.0 { Ok(0) } else { mount.number("moved_bytes") }
+    if percent == 0.0 {
+        Ok(0)
+    } else {
+        mount.number("moved_bytes")
+    }
 }
 
 fn wait_moved(mount: &Mount<'_>, percent: f64, wanted: u64) -> anyhow::Result<()> {
@@ -229,10 +267,16 @@ mod tests {
 
     #[test]
     fn the_formula_gives_the_figures_of_the_paper() {
-        let native = Native { device: TABLE[6].1, memory: TABLE[0].1 };
+        let native = Native {
+            device: TABLE[6].1,
+            memory: TABLE[0].1,
+        };
         for (percent, expected, _) in TABLE {
             let found = native.expect(percent);
-            assert!((found / expected - 1.0).abs() < 0.01, "{percent}: {found}, {expected}");
+            assert!(
+                (found / expected - 1.0).abs() < 0.01,
+                "{percent}: {found}, {expected}"
+            );
         }
     }
 }

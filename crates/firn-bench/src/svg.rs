@@ -26,8 +26,9 @@ const LEGEND_LINE: f64 = 18.0;
 /// Mean width of a letter of the 11 px font.
 const LETTER: f64 = 6.1;
 /// Distinct for colour-blind readers too (Okabe and Ito's palette).
-const COLOURS: [&str; 8] =
-    ["#888888", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000"];
+const COLOURS: [&str; 8] = [
+    "#888888", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000",
+];
 
 /// Writes the picture of `report` to `path`.
 pub fn write(report: &Report, path: &Path) -> anyhow::Result<()> {
@@ -36,7 +37,11 @@ pub fn write(report: &Report, path: &Path) -> anyhow::Result<()> {
 
 /// The picture as text.
 pub fn draw(report: &Report) -> String {
-    let mut page = Page { report, body: String::new(), y: HEAD };
+    let mut page = Page {
+        report,
+        body: String::new(),
+        y: HEAD,
+    };
     legend(&mut page);
     lines::draw(&mut page);
     bars::draw(&mut page);
@@ -46,8 +51,22 @@ pub fn draw(report: &Report) -> String {
          height=\"{height:.0}\" font-family=\"sans-serif\" font-size=\"11\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
     );
-    text(&mut out, MARGIN, 19.0, "start", 15, &format!("firn bench {}", report.benchmark));
-    text(&mut out, MARGIN, 36.0, "start", 11, &report.machine.to_string());
+    text(
+        &mut out,
+        MARGIN,
+        19.0,
+        "start",
+        15,
+        &format!("firn bench {}", report.benchmark),
+    );
+    text(
+        &mut out,
+        MARGIN,
+        36.0,
+        "start",
+        11,
+        &report.machine.to_string(),
+    );
     out + &page.body + "</svg>\n"
 }
 
@@ -60,7 +79,9 @@ struct Page<'a> {
 
 impl Page<'_> {
     fn colour(&self, candidate: &str) -> &'static str {
-        let index = candidate_names(self.report).iter().position(|name| *name == candidate);
+        let index = candidate_names(self.report)
+            .iter()
+            .position(|name| *name == candidate);
         COLOURS[index.unwrap_or(0) % COLOURS.len()]
     }
 }
@@ -124,7 +145,10 @@ fn text(out: &mut String, x: f64, y: f64, anchor: &str, size: u32, content: &str
 }
 
 fn escape(content: &str) -> String {
-    content.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+    content
+        .replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
 }
 
 #[cfg(test)]
@@ -136,12 +160,23 @@ mod tests {
         let mut report = Report::new("test");
         let sample = |v| vec![vec![("throughput", "GiB/s", v)]];
         for (x, rate) in [(2.0, 4.0), (1.0, 0.0), (4.0, 8.0)] {
-            let point = Point { plot: "a <plot>".into(), axis: "processes", x: x.to_string(), order: x };
-            let candidates = vec![("one".into(), sample(rate)), ("other".into(), sample(rate / 2.0))];
+            let point = Point {
+                plot: "a <plot>".into(),
+                axis: "processes",
+                x: x.to_string(),
+                order: x,
+            };
+            let candidates = vec![
+                ("one".into(), sample(rate)),
+                ("other".into(), sample(rate / 2.0)),
+            ];
             report.add_points(format!("{x} processes"), vec![point], candidates);
         }
         for case in 0..30 {
-            report.add(format!("a case with a long name, {case}"), vec![("one".into(), sample(1.0))]);
+            report.add(
+                format!("a case with a long name, {case}"),
+                vec![("one".into(), sample(1.0))],
+            );
         }
         report
     }
@@ -149,7 +184,15 @@ mod tests {
     #[test]
     fn a_picture_has_every_name_and_no_number_that_is_none() {
         let drawn = draw(&report());
-        for wanted in ["a &lt;plot&gt;", "processes", "one", "other", "throughput", "name,", "polyline"] {
+        for wanted in [
+            "a &lt;plot&gt;",
+            "processes",
+            "one",
+            "other",
+            "throughput",
+            "name,",
+            "polyline",
+        ] {
             assert!(drawn.contains(wanted), "{wanted}");
         }
         assert!(!drawn.contains("NaN") && !drawn.contains("inf"), "{drawn}");
@@ -159,14 +202,23 @@ mod tests {
     fn nothing_is_drawn_outside_of_the_picture() {
         let drawn = draw(&report());
         let number = |tag: &str, key: &str| -> Option<f64> {
-            tag.split_once(&format!(" {key}=\""))?.1.split_once('"')?.0.parse().ok()
+            tag.split_once(&format!(" {key}=\""))?
+                .1
+                .split_once('"')?
+                .0
+                .parse()
+                .ok()
         };
         let head = drawn.lines().next().unwrap();
-        let (width, height) = (number(head, "width").unwrap(), number(head, "height").unwrap());
+        let width = number(head, "width").unwrap();
+        let height = number(head, "height").unwrap();
         for tag in drawn.lines().skip(2) {
             let x = number(tag, "x").unwrap_or(0.0) + number(tag, "width").unwrap_or(0.0);
             let y = number(tag, "y").unwrap_or(0.0) + number(tag, "height").unwrap_or(0.0);
-            assert!((0.0..=width).contains(&x) && (0.0..=height).contains(&y), "{tag}");
+            assert!(
+                (0.0..=width).contains(&x) && (0.0..=height).contains(&y),
+                "{tag}"
+            );
         }
     }
 }

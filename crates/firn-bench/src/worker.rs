@@ -162,7 +162,11 @@ impl Worker {
         let pid = child.id();
         let _kill = cleanup::defer(move || kill(pid));
         let answers = BufReader::new(child.stdout.take().expect("stdout is piped"));
-        let mut worker = Self { child, answers, _kill };
+        let mut worker = Self {
+            child,
+            answers,
+            _kill,
+        };
         let line = serde_json::to_string(task)?;
         worker.tell(&line)?;
         Ok(worker)
@@ -221,15 +225,29 @@ pub fn main() -> anyhow::Result<()> {
     // A worker must not outlive a benchmark that is killed.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     let mut lines = std::io::stdin().lines();
-    let mut next = || lines.next().context("the benchmark went away")?.map_err(anyhow::Error::from);
+    let mut next = || {
+        lines
+            .next()
+            .context("the benchmark went away")?
+            .map_err(anyhow::Error::from)
+    };
     let task: Task = serde_json::from_str(&next()?)?;
     let mut job = Job::prepare(task)?;
     println!("ready");
     next()?;
-    let (begin_ns, cpu_before) = (cpu::now_ns(), cpu::seconds_of_self());
+    let begin_ns = cpu::now_ns();
+    let cpu_before = cpu::seconds_of_self();
     job.run()?;
-    let (end_ns, cpu_s) = (cpu::now_ns(), cpu::seconds_of_self() - cpu_before);
-    println!("{}", serde_json::to_string(&Outcome { begin_ns, end_ns, cpu_s })?);
+    let end_ns = cpu::now_ns();
+    let cpu_s = cpu::seconds_of_self() - cpu_before;
+    println!(
+        "{}",
+        serde_json::to_string(&Outcome {
+            begin_ns,
+            end_ns,
+            cpu_s
+        })?
+    );
     Ok(())
 }
 
@@ -256,7 +274,9 @@ impl Job {
             Task::Calls { .. } => 1,
         };
         // Not zeros: nothing on the way may find the data cheap. It also touches every page.
-        let buffer = (0..bytes).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 7) as u8 | 1).collect();
+        let buffer = (0..bytes)
+            .map(|i| (i.wrapping_mul(0x9e37_79b9) >> 7) as u8 | 1)
+            .collect();
         let private = match &task {
             Task::Copy(copy) => copy.private(),
             _ => Vec::new(),
@@ -269,32 +289,66 @@ impl Job {
             Task::Records(records) => records.offsets(),
             _ => Vec::new(),
         };
-        Ok(Self { task, buffer, private, direct, offsets })
+        Ok(Self {
+            task,
+            buffer,
+            private,
+            direct,
+            offsets,
+        })
     }
 
     fn run(&mut self) -> anyhow::Result<()> {
         match &self.task {
-            Task::Write { path, runs, sync, over } => write(path, runs, *sync, *over, &self.buffer),
-            Task::Direct { count, bytes, .. } => {
-                direct::write(self.direct.as_ref().expect("made before"), *count, *bytes, &self.buffer)
-            }
+            Task::Write {
+                path,
+                runs,
+                sync,
+                over,
+            } => write(path, runs, *sync, *over, &self.buffer),
+            Task::Direct { count, bytes, .. } => direct::write(
+                self.direct.as_ref().expect("made before"),
+                *count,
+                *bytes,
+                &self.buffer,
+            ),
             Task::Copy(copy) => copy.run(&mut self.buffer, &mut self.private),
             Task::Records(records) => records.run(&self.offsets, &mut self.buffer),
             Task::Calls { call, count } => call.run(*count, &mut self.buffer),
-            Task::Read { path, mmap: false, passes, .. } => {
+            Task::Read {
+                path,
+                mmap: false,
+                passes,
+                ..
+            } => {
                 let path = path.clone();
                 read(&path, *passes, &mut self.buffer)
             }
-            Task::Read { path, mmap: true, passes, .. } => {
+            Task::Read {
+                path,
+                mmap: true,
+                passes,
+                ..
+            } => {
                 let path = path.clone();
                 read_mapped(&path, *passes, &mut self.buffer)
             }
-            Task::Names { dir, count, operation } => names(dir, *count, *operation, &self.buffer),
+            Task::Names {
+                dir,
+                count,
+                operation,
+            } => names(dir, *count, *operation, &self.buffer),
         }
     }
 }
 
-fn write(path: &Path, runs: &[(u64, u64)], sync: bool, over: bool, buffer: &[u8]) -> anyhow::Result<()> {
+fn write(
+    path: &Path,
+    runs: &[(u64, u64)],
+    sync: bool,
+    over: bool,
+    buffer: &[u8],
+) -> anyhow::Result<()> {
     let flags = if sync { libc::O_SYNC } else { 0 };
     let mut file = OpenOptions::new()
         .write(true)
@@ -343,8 +397,16 @@ fn read_mapped(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result
     for _ in 0..passes {
         // SAFETY: a new mapping at an address the kernel chooses; the file is not cut while it is
         // read, as only the benchmark knows it.
-        let start =
-            unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, file.as_fd(), 0) }?;
+        let start = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ,
+                MapFlags::SHARED,
+                file.as_fd(),
+                0,
+            )
+        }?;
         // SAFETY: the mapping has `len` bytes and lives until munmap below.
         let mapped = unsafe { std::slice::from_raw_parts(start.cast::<u8>(), len) };
         for part in mapped.chunks(buffer.len()) {
@@ -365,7 +427,11 @@ pub fn name_of(index: u64) -> String {
 fn names(dir: &PathBuf, count: u64, operation: Operation, buffer: &[u8]) -> anyhow::Result<()> {
     if operation == Operation::List {
         let found = std::fs::read_dir(dir)?.count() as u64;
-        anyhow::ensure!(found == count, "{} has {found} names, not {count}", dir.display());
+        anyhow::ensure!(
+            found == count,
+            "{} has {found} names, not {count}",
+            dir.display()
+        );
         return Ok(());
     }
     for index in 0..count {

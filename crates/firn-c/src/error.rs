@@ -94,7 +94,9 @@ pub(crate) fn tell(error: &Error) {
 
 /// The words for the last error of this thread.
 pub(crate) fn last() -> *const c_char {
-    MESSAGE.try_with(|message| message.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+    MESSAGE
+        .try_with(|message| message.borrow().as_ptr())
+        .unwrap_or(c"".as_ptr())
 }
 
 /// What an errno of this library means.
@@ -109,19 +111,27 @@ pub(crate) fn meaning(error: c_int) -> &'static CStr {
     match Errno::from_raw_os_error(error) {
         Errno::NODEV => c"the path is on no Firn mount: `firn status` lists the mounts",
         Errno::NOTCONN => c"the mount is dead, firnd was killed: mount again, then open again",
-        Errno::TIMEDOUT => c"firnd does not answer: it may be stopped or its machine overloaded, see its log",
+        Errno::TIMEDOUT => {
+            c"firnd does not answer: it may be stopped or its machine overloaded, see its log"
+        }
         Errno::ACCESS | Errno::PERM => c"the mount belongs to another user: run this as that user",
         Errno::PROTO => c"firnd and this library are of different versions: use those of one",
-        Errno::AGAIN => c"all connections to this firnd are in use: end some requests or lists, or try again",
+        Errno::AGAIN => {
+            c"all connections to this firnd are in use: end some requests or lists, or try again"
+        }
         Errno::STALE => c"the list or the mapping does not hold any more: make another one",
         Errno::NOENT => c"no such file or directory in this mount, or no transaction is open there",
         Errno::NOTDIR => c"not a directory: a transaction covers one and all below it",
         Errno::BUSY => c"another transaction is in the way: commit or abort it first",
         Errno::OPNOTSUPP => c"the mount has no transactions: mount it with drain=commit",
-        Errno::NOSPC | Errno::DQUOT => c"no room in the backing or the arena: make some, then try again",
+        Errno::NOSPC | Errno::DQUOT => {
+            c"no room in the backing or the arena: make some, then try again"
+        }
         Errno::ISDIR => c"a directory: name a file in it",
         Errno::XDEV => c"the path is on another mount than the handle: open that one",
-        Errno::INVAL => c"a null pointer, a range outside the piece, not a regular file, or another number",
+        Errno::INVAL => {
+            c"a null pointer, a range outside the piece, not a regular file, or another number"
+        }
         Errno::NODATA => c"the bytes are in the backing only: read them through the mount",
         Errno::IO => c"the spill file or the backing fails: `firn status` has the details",
         Errno::MFILE => c"too many lists or open files: free some",
@@ -139,7 +149,9 @@ mod tests {
     #[test]
     fn the_words_for_the_last_error_are_the_threads_own() {
         tell(&Error::Argument("one"));
-        std::thread::spawn(|| tell(&Error::Argument("two"))).join().unwrap();
+        std::thread::spawn(|| tell(&Error::Argument("two")))
+            .join()
+            .unwrap();
         // SAFETY: a string of this thread.
         assert_eq!(unsafe { CStr::from_ptr(last()) }, c"one");
     }
@@ -154,10 +166,20 @@ mod tests {
             Error::Closed,
             Error::Stale(String::new()),
             Error::Argument(""),
-            Error::OtherMount { path: PathBuf::new(), found: PathBuf::new(), expected: PathBuf::new() },
+            Error::OtherMount {
+                path: PathBuf::new(),
+                found: PathBuf::new(),
+                expected: PathBuf::new(),
+            },
             Error::InBacking,
-            Error::Client(ClientError::NoMount { path: "/x".into(), arena: None }),
-            Error::Client(ClientError::Refused { errno: Errno::BUSY.raw_os_error(), message: String::new() }),
+            Error::Client(ClientError::NoMount {
+                path: "/x".into(),
+                arena: None,
+            }),
+            Error::Client(ClientError::Refused {
+                errno: Errno::BUSY.raw_os_error(),
+                message: String::new(),
+            }),
             Error::Fault(String::new()),
         ];
         for error in errors {

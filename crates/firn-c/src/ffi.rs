@@ -94,14 +94,18 @@ unsafe fn path_of<'a>(path: *const c_char) -> Result<&'a Path, Error> {
         return Err(Error::Argument("the path is a null pointer"));
     }
     // SAFETY: the caller's promise.
-    Ok(Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes())))
+    Ok(Path::new(OsStr::from_bytes(
+        unsafe { CStr::from_ptr(path) }.to_bytes(),
+    )))
 }
 
 /// # Safety
 /// `to` is null or may be written to.
 unsafe fn give<T>(to: *mut T, value: T) -> Result<(), Error> {
     if to.is_null() {
-        return Err(Error::Argument("the place for the answer is a null pointer"));
+        return Err(Error::Argument(
+            "the place for the answer is a null pointer",
+        ));
     }
     // SAFETY: the caller's promise.
     unsafe { to.write(value) };
@@ -141,7 +145,9 @@ pub extern "C" fn firn_error_message() -> *const c_char {
 pub unsafe extern "C" fn firn_open(path: *const c_char, handle: *mut *mut Handle) -> c_int {
     guarded(|| {
         if handle.is_null() {
-            return Err(Error::Argument("the place for the handle is a null pointer"));
+            return Err(Error::Argument(
+                "the place for the handle is a null pointer",
+            ));
         }
         // SAFETY: the caller's promise.
         let mount = Mount::open(unsafe { path_of(path) }?)?;
@@ -180,8 +186,14 @@ fn region(mount: &Mount) -> Region {
         path: mount.path.as_ptr(),
         offset: region.offset,
         spill_address: spill.map_or(std::ptr::null(), |spill| spill.view.start().cast()),
-        spill_bytes: region.spill.as_ref().map_or(0, |spill| spill.offset + spill.bytes),
-        spill_path: mount.spill_path.as_ref().map_or(std::ptr::null(), |path| path.as_ptr()),
+        spill_bytes: region
+            .spill
+            .as_ref()
+            .map_or(0, |spill| spill.offset + spill.bytes),
+        spill_path: mount
+            .spill_path
+            .as_ref()
+            .map_or(std::ptr::null(), |path| path.as_ptr()),
         reserved: [0; 7],
     }
 }
@@ -218,11 +230,18 @@ pub unsafe extern "C" fn firn_map_region(handle: *const Handle, to: *mut Region)
 // ---- chunk lists ---------------------------------------------------------------------------------
 
 fn meta(mount: &Mount, piece: &ChunkPiece) -> Result<ChunkMeta, Error> {
-    let &ChunkPiece { offset, bytes, place, at, chunk } = piece;
+    let &ChunkPiece {
+        offset,
+        bytes,
+        place,
+        at,
+        chunk,
+    } = piece;
     let view = |mapped: Option<&crate::region::View>| match mapped {
         None => Ok(std::ptr::null()),
         Some(view) => view.address(at, bytes).ok_or_else(|| {
-            let (path, why) = (mount.region.path.clone(), format!("{piece:?} is outside of it"));
+            let path = mount.region.path.clone();
+            let why = format!("{piece:?} is outside of it");
             Error::Foreign { path, why }
         }),
     };
@@ -234,8 +253,17 @@ fn meta(mount: &Mount, piece: &ChunkPiece) -> Result<ChunkMeta, Error> {
         Place::Backing => (IN_BACKING, std::ptr::null()),
         Place::Hole => (IN_HOLE, std::ptr::null()),
     };
-    let (address, chunk) = (address.cast(), chunk.unwrap_or(NO_CHUNK));
-    Ok(ChunkMeta { offset, bytes, at, address, place, chunk, reserved: [0; 2] })
+    let address = address.cast();
+    let chunk = chunk.unwrap_or(NO_CHUNK);
+    Ok(ChunkMeta {
+        offset,
+        bytes,
+        at,
+        address,
+        place,
+        chunk,
+        reserved: [0; 2],
+    })
 }
 
 /// `firn_get_chunk_meta_list`.
@@ -257,10 +285,23 @@ pub unsafe extern "C" fn firn_get_chunk_meta_list(
         // SAFETY: the caller's promise.
         let made = mount.list(unsafe { path_of(path) }?)?;
         // From here on its drop lets go.
-        let list = List { mount: Arc::clone(mount), number: made.list, bytes: made.bytes };
-        let pieces = made.pieces.iter().map(|piece| meta(mount, piece)).collect::<Result<_, _>>()?;
+        let list = List {
+            mount: Arc::clone(mount),
+            number: made.list,
+            bytes: made.bytes,
+        };
+        let pieces = made
+            .pieces
+            .iter()
+            .map(|piece| meta(mount, piece))
+            .collect::<Result<_, _>>()?;
         // SAFETY: the caller's promise.
-        unsafe { give(to, Box::into_raw(Box::new(ChunkListHandle { list, pieces }))) }
+        unsafe {
+            give(
+                to,
+                Box::into_raw(Box::new(ChunkListHandle { list, pieces })),
+            )
+        }
     })
 }
 
@@ -299,7 +340,10 @@ pub unsafe extern "C" fn firn_chunk_list_pieces(list: *const ChunkListHandle) ->
 /// # Safety
 /// `list` is null or was not freed; `changed` is null or a place for an int.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_chunk_list_check(list: *const ChunkListHandle, changed: *mut c_int) -> c_int {
+pub unsafe extern "C" fn firn_chunk_list_check(
+    list: *const ChunkListHandle,
+    changed: *mut c_int,
+) -> c_int {
     guarded(|| {
         // SAFETY: the caller's promise.
         let list = &unsafe { given(list, NO_LIST) }?.list;
@@ -345,7 +389,10 @@ pub unsafe extern "C" fn firn_read_chunk(
         let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
         // SAFETY: the caller's promise.
         let piece = unsafe { given(piece, "the piece is a null pointer") }?;
-        if from.checked_add(bytes as u64).is_none_or(|end| end > piece.bytes) {
+        if from
+            .checked_add(bytes as u64)
+            .is_none_or(|end| end > piece.bytes)
+        {
             return Err(Error::Argument("the range is not within the piece"));
         }
         if bytes == 0 {
@@ -354,9 +401,16 @@ pub unsafe extern "C" fn firn_read_chunk(
         if buffer.is_null() {
             return Err(Error::Argument("the buffer is a null pointer"));
         }
-        let (to, outside) = (buffer.cast::<u8>(), Error::Argument("the piece is none of this mount"));
+        let (to, outside) = (
+            buffer.cast::<u8>(),
+            Error::Argument("the piece is none of this mount"),
+        );
         let at = piece.at.saturating_add(from);
-        let mapping = || mount.mapping().ok_or(Error::Argument("firn_map_region() comes first"));
+        let mapping = || {
+            mount
+                .mapping()
+                .ok_or(Error::Argument("firn_map_region() comes first"))
+        };
         match piece.place {
             IN_MEMORY => {
                 let address = mapping()?.region.address(at, bytes as u64).ok_or(outside)?;

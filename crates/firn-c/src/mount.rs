@@ -37,7 +37,11 @@ impl Mount {
             found,
             connection: Mutex::new(Some(connection)),
             path: text(&region.path)?,
-            spill_path: region.spill.as_ref().map(|spill| text(&spill.path)).transpose()?,
+            spill_path: region
+                .spill
+                .as_ref()
+                .map(|spill| text(&spill.path))
+                .transpose()?,
             region,
             mapping: OnceLock::new(),
             maps: Mutex::new(()),
@@ -59,11 +63,17 @@ impl Mount {
     }
 
     /// Asks; whatever is no answer to the question ends the connection, and so what it holds.
-    fn ask<T>(&self, question: impl FnOnce(&mut Connection) -> Result<T, ClientError>) -> Result<T, Error> {
+    fn ask<T>(
+        &self,
+        question: impl FnOnce(&mut Connection) -> Result<T, ClientError>,
+    ) -> Result<T, Error> {
         let mut connection = self.connection();
         let answer = question(connection.as_mut().ok_or(Error::Closed)?);
         if let Err(error) = &answer
-            && !matches!(error, ClientError::Refused { .. } | ClientError::Busy { .. })
+            && !matches!(
+                error,
+                ClientError::Refused { .. } | ClientError::Busy { .. }
+            )
         {
             *connection = None;
         }
@@ -88,7 +98,8 @@ impl Mount {
     /// The path below the mount of one that must be on it.
     fn relative(&self, path: &Path) -> Result<BytePath, Error> {
         let place = firn_client::find(path)?;
-        if (&place.mount.backing, place.mount.user_id) != (&self.found.backing, self.found.user_id) {
+        if (&place.mount.backing, place.mount.user_id) != (&self.found.backing, self.found.user_id)
+        {
             return Err(Error::OtherMount {
                 path: path.to_owned(),
                 found: place.mount.mount_point,
@@ -115,7 +126,8 @@ impl Mount {
 
     /// Whether the file of a list was changed; an error where the list may have ended.
     pub(crate) fn check(&self, list: u64) -> Result<bool, Error> {
-        self.ask(|connection| connection.check_chunks(list)).map_err(|error| Error::Stale(error.to_string()))
+        self.ask(|connection| connection.check_chunks(list))
+            .map_err(|error| Error::Stale(error.to_string()))
     }
 
     /// Best effort: without a connection nothing is held.

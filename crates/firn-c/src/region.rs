@@ -36,11 +36,21 @@ pub(crate) struct Spill {
 impl Mapping {
     pub(crate) fn of(region: &DataRegion) -> Result<Self, Error> {
         let (file, head) = open(&region.path, SUPERBLOCK_BYTES)?;
-        let foreign = |why: String| Error::Foreign { path: region.path.clone(), why };
+        let foreign = |why: String| Error::Foreign {
+            path: region.path.clone(),
+            why,
+        };
         let superblock = Superblock::decode(&head).map_err(|error| foreign(error.to_string()))?;
         same(&superblock.uuid, region).map_err(foreign)?;
-        let spill = region.spill.as_ref().map(|spill| Spill::of(spill, region)).transpose()?;
-        Ok(Self { region: View::new(&file, &region.path, region.offset, region.bytes)?, spill })
+        let spill = region
+            .spill
+            .as_ref()
+            .map(|spill| Spill::of(spill, region))
+            .transpose()?;
+        Ok(Self {
+            region: View::new(&file, &region.path, region.offset, region.bytes)?,
+            spill,
+        })
     }
 }
 
@@ -48,7 +58,10 @@ impl Spill {
     fn of(spill: &SpillRegion, region: &DataRegion) -> Result<Self, Error> {
         let path = spill.path.clone();
         let (file, head) = open(&path, SPILL_HEADER_BYTES)?;
-        let foreign = |why: String| Error::Foreign { path: path.clone(), why };
+        let foreign = |why: String| Error::Foreign {
+            path: path.clone(),
+            why,
+        };
         let header = SpillHeader::decode(&head).map_err(|error| foreign(error.to_string()))?;
         same(&header.uuid, region).map_err(foreign)?;
         let view = View::new(&file, &path, 0, spill.offset.saturating_add(spill.bytes))?;
@@ -60,7 +73,11 @@ impl Spill {
     /// # Safety
     /// `to` is writable for `len` bytes.
     pub(crate) unsafe fn read(&self, mut at: u64, to: *mut u8, len: usize) -> Result<(), Error> {
-        let failed = |errno| Error::System { what: "read", path: self.path.clone(), errno };
+        let failed = |errno| Error::System {
+            what: "read",
+            path: self.path.clone(),
+            errno,
+        };
         // SAFETY: the caller's promise; C need not have written to it yet.
         let mut out = unsafe { std::slice::from_raw_parts_mut(to.cast::<MaybeUninit<u8>>(), len) };
         while !out.is_empty() {
@@ -81,7 +98,13 @@ impl Spill {
 
 /// A file and its first bytes.
 fn open(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), Error> {
-    let failed = |what| move |errno| Error::System { what, path: path.clone(), errno };
+    let failed = |what| {
+        move |errno| Error::System {
+            what,
+            path: path.clone(),
+            errno,
+        }
+    };
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = rustix::fs::open(path.as_path(), flags, Mode::empty()).map_err(failed("open"))?;
     let mut head = vec![0; head_bytes];
@@ -95,7 +118,11 @@ fn same(uuid: &[u8; 16], region: &DataRegion) -> Result<(), String> {
         let _ = write!(text, "{byte:02x}");
         text
     });
-    if digits == region.uuid { Ok(()) } else { Err("it belongs to another arena".into()) }
+    if digits == region.uuid {
+        Ok(())
+    } else {
+        Err("it belongs to another arena".into())
+    }
 }
 
 /// A part of a file, mapped for reading.
@@ -111,11 +138,18 @@ unsafe impl Sync for View {}
 
 impl View {
     fn new(file: impl AsFd, path: &BytePath, offset: u64, bytes: u64) -> Result<Self, Error> {
-        let failed = |errno| Error::System { what: "map", path: path.clone(), errno };
+        let failed = |errno| Error::System {
+            what: "map",
+            path: path.clone(),
+            errno,
+        };
         let size = rustix::fs::fstat(&file).map_err(failed)?.st_size as u64;
         if offset.checked_add(bytes).is_none_or(|end| end > size) || bytes == 0 {
             let why = format!("it has {size} bytes, {bytes} from {offset} on are needed");
-            return Err(Error::Foreign { path: path.clone(), why });
+            return Err(Error::Foreign {
+                path: path.clone(),
+                why,
+            });
         }
         // Huge pages need an address that agrees with the offset modulo their size: reserve more, then choose.
         let align = DATA_ALIGN as usize;
@@ -123,18 +157,27 @@ impl View {
         let room = len.checked_add(align).ok_or_else(|| failed(Errno::NOMEM))?;
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a fresh mapping at an address of the kernel's choice.
-        let reserved =
-            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, ProtFlags::empty(), reserve) }
-                .map_err(failed)?;
+        let reserved = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, ProtFlags::empty(), reserve)
+        }
+        .map_err(failed)?;
         let start = reserved as usize;
         let skip = (offset as usize).wrapping_sub(start) % align;
         let at = start + skip;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: it replaces pages of the reservation, which nothing refers to.
-        let mapped = unsafe { rustix::mm::mmap(at as *mut _, len, ProtFlags::READ, flags, file, offset) };
+        let mapped =
+            unsafe { rustix::mm::mmap(at as *mut _, len, ProtFlags::READ, flags, file, offset) };
         const PAGE: usize = firn_format::geometry::PAGE as usize;
-        let used = if mapped.is_ok() { at..at + len.next_multiple_of(PAGE) } else { start..start };
-        for (from, to) in [(start, used.start), (used.end, start + room.next_multiple_of(PAGE))] {
+        let used = if mapped.is_ok() {
+            at..at + len.next_multiple_of(PAGE)
+        } else {
+            start..start
+        };
+        for (from, to) in [
+            (start, used.start),
+            (used.end, start + room.next_multiple_of(PAGE)),
+        ] {
             if from < to {
                 // SAFETY: a part of the reservation that nothing refers to.
                 let _ = unsafe { rustix::mm::munmap(from as *mut _, to - from) };
@@ -149,7 +192,9 @@ impl View {
 
     /// Where byte `at` of the view is, if so many follow.
     pub(crate) fn address(&self, at: u64, bytes: u64) -> Option<*const u8> {
-        let inside = at.checked_add(bytes).is_some_and(|end| end <= self.len as u64);
+        let inside = at
+            .checked_add(bytes)
+            .is_some_and(|end| end <= self.len as u64);
         // SAFETY: within the mapping.
         inside.then(|| unsafe { self.base.as_ptr().add(at as usize).cast_const() })
     }
@@ -184,8 +229,14 @@ mod tests {
             assert_eq!(view.address(bytes, 1), None);
             assert_eq!(view.address(u64::MAX, 2), None);
         }
-        let short = View::new(&file, &"file".into(), 4096, 3 << 20).err().unwrap().to_string();
-        assert!(short.contains("3149824") || short.contains("3145728"), "{short}");
+        let short = View::new(&file, &"file".into(), 4096, 3 << 20)
+            .err()
+            .unwrap()
+            .to_string();
+        assert!(
+            short.contains("3149824") || short.contains("3145728"),
+            "{short}"
+        );
     }
 
     #[test]
@@ -193,10 +244,20 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("arena");
         std::fs::write(&path, vec![0; 1 << 16]).unwrap();
-        let region = DataRegion { path: path.clone().into(), bytes: 4096, ..DataRegion::default() };
+        let region = DataRegion {
+            path: path.clone().into(),
+            bytes: 4096,
+            ..DataRegion::default()
+        };
         let error = Mapping::of(&region).err().unwrap();
         assert_eq!(error.errno(), Errno::STALE.raw_os_error(), "{error}");
-        let missing = DataRegion { path: "/no/such/arena".into(), ..region };
-        assert_eq!(Mapping::of(&missing).err().unwrap().errno(), Errno::NOENT.raw_os_error());
+        let missing = DataRegion {
+            path: "/no/such/arena".into(),
+            ..region
+        };
+        assert_eq!(
+            Mapping::of(&missing).err().unwrap().errno(),
+            Errno::NOENT.raw_os_error()
+        );
     }
 }

@@ -93,16 +93,25 @@ impl Connection {
     fn greet(&mut self) -> Result<(), ClientError> {
         self.is_closed = true;
         match self.attempt(&Request::Hello, ANSWER, &mut |_| {})? {
-            Some(Reply::Hello { protocol, version, .. }) if protocol != PROTOCOL_VERSION => {
-                Err(ClientError::Protocol { found: protocol, expected: PROTOCOL_VERSION, version })
-            }
+            Some(Reply::Hello {
+                protocol, version, ..
+            }) if protocol != PROTOCOL_VERSION => Err(ClientError::Protocol {
+                found: protocol,
+                expected: PROTOCOL_VERSION,
+                version,
+            }),
             // The one that was asked before has ended, and another one serves the mount.
             Some(Reply::Hello { incarnation, .. })
                 if !self.incarnation.is_empty() && incarnation != self.incarnation =>
             {
                 Err(self.broken(io::ErrorKind::UnexpectedEof.into()))
             }
-            Some(Reply::Hello { version, pid, incarnation, .. }) => {
+            Some(Reply::Hello {
+                version,
+                pid,
+                incarnation,
+                ..
+            }) => {
                 (self.version, self.pid, self.incarnation) = (version, pid, incarnation);
                 self.is_closed = false;
                 Ok(())
@@ -176,14 +185,20 @@ impl Connection {
     /// Frees the memory of drained data: bytes freed, bytes that stay because they are not drained.
     pub fn evict(&mut self, path: &BytePath) -> Result<(u64, u64), ClientError> {
         match self.ask(&Request::Evict { path: path.clone() })? {
-            Reply::Evicted { freed_bytes, held_bytes } => Ok((freed_bytes, held_bytes)),
+            Reply::Evicted {
+                freed_bytes,
+                held_bytes,
+            } => Ok((freed_bytes, held_bytes)),
             other => Err(nonsense(&other)),
         }
     }
 
     /// Keeps files in memory, or no longer: their number and bytes.
     pub fn pin(&mut self, path: &BytePath, pinned: bool) -> Result<(u64, u64), ClientError> {
-        match self.ask(&Request::Pin { path: path.clone(), pinned })? {
+        match self.ask(&Request::Pin {
+            path: path.clone(),
+            pinned,
+        })? {
             Reply::Pinned { files, bytes } => Ok((files, bytes)),
             other => Err(nonsense(&other)),
         }
@@ -217,7 +232,11 @@ impl Connection {
     }
 
     /// A request that may take for ever ([`Request::Wait`]).
-    pub fn wait(&mut self, request: &Request, progress: &mut dyn FnMut(Progress)) -> Result<(), ClientError> {
+    pub fn wait(
+        &mut self,
+        request: &Request,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<(), ClientError> {
         match self.exchange(request, None, progress)? {
             Reply::Done => Ok(()),
             other => Err(nonsense(&other)),
@@ -225,7 +244,10 @@ impl Connection {
     }
 
     /// A request about a transaction: the number of a commit, and the nodes that have not carried it out yet.
-    pub fn transaction(&mut self, request: &Request) -> Result<Option<(u64, Vec<String>)>, ClientError> {
+    pub fn transaction(
+        &mut self,
+        request: &Request,
+    ) -> Result<Option<(u64, Vec<String>)>, ClientError> {
         match self.exchange(request, None, &mut |_| {})? {
             Reply::Done => Ok(None),
             Reply::Committed { id, behind } => Ok(Some((id, behind))),
@@ -239,7 +261,11 @@ impl Connection {
         // It answered Hello, and as long as we are connected its number is nobody else's.
         let pidfd = pid.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
         let socket = self.stream.get_ref().try_clone().ok();
-        Process { pidfd, socket, id: self.pid }
+        Process {
+            pidfd,
+            socket,
+            id: self.pid,
+        }
     }
 
     fn ask(&mut self, request: &Request) -> Result<Reply, ClientError> {
@@ -281,7 +307,10 @@ impl Connection {
             .and_then(|()| send_all(stream, &line));
         // A firnd that refuses or closes a connection says why first, often before the request is sent.
         let closed = |error: &io::Error| {
-            matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+            matches!(
+                error.kind(),
+                io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+            )
         };
         let unsent = match sent {
             Err(error) if !closed(&error) => return Err(self.broken(error)),
@@ -290,17 +319,33 @@ impl Connection {
         loop {
             let reply = match (self.read_reply(), &unsent) {
                 (Err(ReadError::Io(error)), None) => return Err(self.broken(error)),
-                (Err(ReadError::Nonsense(what)), None) => return Err(ClientError::Nonsense { what }),
+                (Err(ReadError::Nonsense(what)), None) => {
+                    return Err(ClientError::Nonsense { what });
+                }
                 (Ok(reply), None) => reply,
-                (Ok(reply @ (Reply::Error { .. } | Reply::Busy { .. } | Reply::Closed)), Some(_)) => reply,
+                (
+                    Ok(reply @ (Reply::Error { .. } | Reply::Busy { .. } | Reply::Closed)),
+                    Some(_),
+                ) => reply,
                 (_, Some(error)) => return Err(self.broken(error.kind().into())),
             };
             match reply {
-                Reply::Progress { bytes_left, files_left, phase } => {
-                    progress(Progress { bytes_left, files_left, phase })
+                Reply::Progress {
+                    bytes_left,
+                    files_left,
+                    phase,
+                } => progress(Progress {
+                    bytes_left,
+                    files_left,
+                    phase,
+                }),
+                Reply::Error { errno, message } => {
+                    return Err(ClientError::Refused { errno, message });
                 }
-                Reply::Error { errno, message } => return Err(ClientError::Refused { errno, message }),
-                Reply::Busy { connections, holders } => return Err(self.busy(connections, holders)),
+                Reply::Busy {
+                    connections,
+                    holders,
+                } => return Err(self.busy(connections, holders)),
                 Reply::Closed => {
                     self.is_closed = true;
                     return Ok(None);
@@ -312,7 +357,10 @@ impl Connection {
 
     fn read_reply(&mut self) -> Result<Reply, ReadError> {
         let mut line = Vec::new();
-        (&mut self.stream).take(REPLY_BYTES_MAX).read_until(b'\n', &mut line).map_err(ReadError::Io)?;
+        (&mut self.stream)
+            .take(REPLY_BYTES_MAX)
+            .read_until(b'\n', &mut line)
+            .map_err(ReadError::Io)?;
         if line.last() != Some(&b'\n') {
             return Err(ReadError::Io(io::ErrorKind::UnexpectedEof.into()));
         }
@@ -320,20 +368,32 @@ impl Connection {
     }
 
     fn busy(&self, connections: u32, holders: Vec<Holder>) -> ClientError {
-        ClientError::Busy { mount_point: self.mount.mount_point.clone(), connections, holders }
+        ClientError::Busy {
+            mount_point: self.mount.mount_point.clone(),
+            connections,
+            holders,
+        }
     }
 
     fn broken(&self, error: io::Error) -> ClientError {
-        let (mount_point, log): (PathBuf, PathBuf) = (self.mount.mount_point.clone(), self.mount.files().log);
+        let (mount_point, log): (PathBuf, PathBuf) =
+            (self.mount.mount_point.clone(), self.mount.files().log);
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                let pid = firn_trust::peer(self.stream.get_ref()).ok().and_then(|peer| peer.pid);
+                let pid = firn_trust::peer(self.stream.get_ref())
+                    .ok()
+                    .and_then(|peer| peer.pid);
                 let pid = pid.map_or_else(|| "unknown".to_owned(), |pid| pid.to_string());
-                ClientError::Silent { mount_point, seconds: ANSWER_S, pid, log }
+                ClientError::Silent {
+                    mount_point,
+                    seconds: ANSWER_S,
+                    pid,
+                    log,
+                }
             }
-            io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
-                ClientError::Gone { mount_point, log }
-            }
+            io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::ConnectionReset => ClientError::Gone { mount_point, log },
             _ => ClientError::Io {
                 what: format!("the control socket of {}", quoted_path(&mount_point)),
                 error,
@@ -360,9 +420,14 @@ impl Process {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             let timeout = left.and_then(|left| Timespec::try_from(left).ok());
             let polled = match (&self.pidfd, &self.socket) {
-                (Some(pidfd), _) => poll(&mut [PollFd::new(pidfd, PollFlags::IN)], timeout.as_ref()),
+                (Some(pidfd), _) => {
+                    poll(&mut [PollFd::new(pidfd, PollFlags::IN)], timeout.as_ref())
+                }
                 // Hung up, and not merely an answer that nobody read.
-                (None, Some(socket)) => poll(&mut [PollFd::new(socket, PollFlags::RDHUP)], timeout.as_ref()),
+                (None, Some(socket)) => poll(
+                    &mut [PollFd::new(socket, PollFlags::RDHUP)],
+                    timeout.as_ref(),
+                ),
                 (None, None) => return false,
             };
             match polled {
@@ -421,12 +486,18 @@ fn refused(mount: &Mount, error: io::Error) -> ClientError {
     match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => without_socket(mount),
         io::ErrorKind::PermissionDenied => not_yours(mount),
-        _ => ClientError::Io { what: quoted_path(&mount.files().socket), error },
+        _ => ClientError::Io {
+            what: quoted_path(&mount.files().socket),
+            error,
+        },
     }
 }
 
 fn not_yours(mount: &Mount) -> ClientError {
-    ClientError::NotYours { mount_point: mount.mount_point.clone(), user_id: mount.user_id }
+    ClientError::NotYours {
+        mount_point: mount.mount_point.clone(),
+        user_id: mount.user_id,
+    }
 }
 
 /// A socket may be removed, or looked for in another place than where it is: whether firnd lives is asked of the
@@ -434,11 +505,22 @@ fn not_yours(mount: &Mount) -> ClientError {
 fn without_socket(mount: &Mount) -> ClientError {
     let mount_point = mount.mount_point.clone();
     match mount.liveness(Duration::from_secs(ANSWER_S)) {
-        Liveness::Dead => ClientError::Dead { backing: mount.backing.clone(), mount_point },
-        Liveness::Living => ClientError::NoSocket { mount_point, runtime_dir: mount.runtime_dir.clone() },
+        Liveness::Dead => ClientError::Dead {
+            backing: mount.backing.clone(),
+            mount_point,
+        },
+        Liveness::Living => ClientError::NoSocket {
+            mount_point,
+            runtime_dir: mount.runtime_dir.clone(),
+        },
         Liveness::Silent => {
             let log = mount.files().log;
-            ClientError::Silent { mount_point, seconds: ANSWER_S, pid: "unknown".into(), log }
+            ClientError::Silent {
+                mount_point,
+                seconds: ANSWER_S,
+                pid: "unknown".into(),
+                log,
+            }
         }
         Liveness::Unknown(errno) => {
             let what = format!(
@@ -446,7 +528,10 @@ fn without_socket(mount: &Mount) -> ClientError {
                 quoted_path(&mount_point),
                 quoted_path(&mount.runtime_dir)
             );
-            ClientError::Io { what, error: errno.into() }
+            ClientError::Io {
+                what,
+                error: errno.into(),
+            }
         }
     }
 }
@@ -481,8 +566,7 @@ mod tests {
         Connection::over(&mount(), ours)
     }
 
-    const HELLO: &str =
-        "{\"reply\":\"hello\",\"protocol\":3,\"version\":\"0.1.0\",\"pid\":7,\"incarnation\":\"a-1\"}\n";
+    const HELLO: &str = "{\"reply\":\"hello\",\"protocol\":3,\"version\":\"0.1.0\",\"pid\":7,\"incarnation\":\"a-1\"}\n";
     const CLOSED: &str = "{\"reply\":\"closed\"}\n";
 
     /// A firnd with a socket that serves connections one after the other: each has the lines that answer its
@@ -491,7 +575,10 @@ mod tests {
         dir: &std::path::Path,
         replies: Vec<Vec<String>>,
     ) -> (Mount, std::thread::JoinHandle<Vec<String>>) {
-        let mount = Mount { runtime_dir: dir.to_owned(), ..mount() };
+        let mount = Mount {
+            runtime_dir: dir.to_owned(),
+            ..mount()
+        };
         let listener = std::os::unix::net::UnixListener::bind(mount.files().socket).unwrap();
         let served = std::thread::spawn(move || {
             let mut requests = Vec::new();
@@ -514,7 +601,10 @@ mod tests {
 
     fn private_dir() -> tempfile::TempDir {
         let mode: std::fs::Permissions = std::os::unix::fs::PermissionsExt::from_mode(0o700);
-        tempfile::Builder::new().permissions(mode).tempdir().unwrap()
+        tempfile::Builder::new()
+            .permissions(mode)
+            .tempdir()
+            .unwrap()
     }
 
     fn lines(lines: &[&str]) -> Vec<String> {
@@ -530,17 +620,25 @@ mod tests {
         let (mount, served) = serving(dir.path(), replies);
         let mut connection = Connection::open(&mount).unwrap();
         connection.done(&Request::ClearErrors).unwrap();
-        connection.transaction(&Request::Begin { path: "x".into() }).unwrap();
+        connection
+            .transaction(&Request::Begin { path: "x".into() })
+            .unwrap();
         drop(connection);
         let requests = served.join().unwrap();
-        let begun = requests.iter().filter(|request| request.contains("begin")).count();
+        let begun = requests
+            .iter()
+            .filter(|request| request.contains("begin"))
+            .count();
         assert_eq!((requests.len(), begun), (4, 1), "{requests:?}");
     }
 
     #[test]
     fn a_request_is_repeated_once_and_never_to_another_firnd() {
         let dir = private_dir();
-        let (mount, _) = serving(dir.path(), vec![lines(&[HELLO, CLOSED]), lines(&[HELLO, CLOSED])]);
+        let (mount, _) = serving(
+            dir.path(),
+            vec![lines(&[HELLO, CLOSED]), lines(&[HELLO, CLOSED])],
+        );
         let mut connection = Connection::open(&mount).unwrap();
         let error = connection.done(&Request::ClearErrors).err().unwrap();
         assert_eq!((error.exit_code(), error.errno()), (12, 11), "{error}");
@@ -548,16 +646,24 @@ mod tests {
         let other = HELLO.replace("a-1", "a-2");
         let (mount, _) = serving(dir.path(), vec![lines(&[HELLO, CLOSED]), lines(&[&other])]);
         let mut connection = Connection::open(&mount).unwrap();
-        assert!(matches!(connection.done(&Request::ClearErrors), Err(ClientError::Gone { .. })));
+        assert!(matches!(
+            connection.done(&Request::ClearErrors),
+            Err(ClientError::Gone { .. })
+        ));
     }
 
     #[test]
     fn who_holds_all_connections_is_named() {
         let holders = "[{\"pid\":12,\"connections\":60},{\"pid\":0,\"connections\":1}]";
         let busy = format!("{{\"reply\":\"busy\",\"connections\":64,\"holders\":{holders}}}\n");
-        let error = with_replies(vec![Box::leak(busy.into_boxed_str())]).err().unwrap();
+        let error = with_replies(vec![Box::leak(busy.into_boxed_str())])
+            .err()
+            .unwrap();
         let text = error.to_string();
-        assert!(text.contains("64 connections") && text.contains("process 12 has 60"), "{text}");
+        assert!(
+            text.contains("64 connections") && text.contains("process 12 has 60"),
+            "{text}"
+        );
         assert_eq!((error.exit_code(), error.errno()), (12, 11));
     }
 
@@ -566,52 +672,97 @@ mod tests {
         let lines = "{\"reply\":\"progress\",\"bytes_left\":9,\"files_left\":1,\"phase\":\"draining\"}\n{\"reply\":\"done\"}\n";
         let mut connection = with_replies(vec![HELLO, lines]).unwrap();
         let mut seen = Vec::new();
-        connection.unmount(false, false, &mut |progress| seen.push(progress.bytes_left)).unwrap().1.unwrap();
+        connection
+            .unmount(false, false, &mut |progress| seen.push(progress.bytes_left))
+            .unwrap()
+            .1
+            .unwrap();
         assert_eq!((connection.pid, seen), (7, vec![9]));
     }
 
     #[test]
     fn another_protocol_is_refused_with_both_versions() {
-        let hello =
-            "{\"reply\":\"hello\",\"protocol\":9,\"version\":\"3.0\",\"pid\":7,\"incarnation\":\"\"}\n";
+        let hello = "{\"reply\":\"hello\",\"protocol\":9,\"version\":\"3.0\",\"pid\":7,\"incarnation\":\"\"}\n";
         let error = with_replies(vec![hello]).err().unwrap().to_string();
-        assert!(error.starts_with("firnd 3.0 speaks protocol 9, this firn 3;"), "{error}");
+        assert!(
+            error.starts_with("firnd 3.0 speaks protocol 9, this firn 3;"),
+            "{error}"
+        );
     }
 
     #[test]
     fn a_firnd_that_ends_before_its_answer_is_told_from_one_that_refuses() {
-        assert!(matches!(with_replies(vec!["{\"reply\":"]), Err(ClientError::Gone { .. })));
+        assert!(matches!(
+            with_replies(vec!["{\"reply\":"]),
+            Err(ClientError::Gone { .. })
+        ));
         let refusal = "{\"reply\":\"error\",\"errno\":16,\"message\":\"busy\"}\n";
-        assert!(matches!(with_replies(vec![refusal]), Err(ClientError::Refused { errno: 16, .. })));
-        assert!(matches!(with_replies(vec!["what?\n"]), Err(ClientError::Nonsense { .. })));
+        assert!(matches!(
+            with_replies(vec![refusal]),
+            Err(ClientError::Refused { errno: 16, .. })
+        ));
+        assert!(matches!(
+            with_replies(vec!["what?\n"]),
+            Err(ClientError::Nonsense { .. })
+        ));
     }
 
     #[test]
     fn regression_a_refusal_that_came_before_the_request_is_told() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        theirs.write_all(b"{\"reply\":\"error\",\"errno\":11,\"message\":\"too many\"}\n").unwrap();
+        theirs
+            .write_all(b"{\"reply\":\"error\",\"errno\":11,\"message\":\"too many\"}\n")
+            .unwrap();
         drop(theirs);
         let refused = Connection::over(&mount(), ours).err().unwrap();
-        assert!(matches!(refused, ClientError::Refused { errno: 11, .. }), "{refused}");
+        assert!(
+            matches!(refused, ClientError::Refused { errno: 11, .. }),
+            "{refused}"
+        );
     }
 
     #[test]
     fn regression_a_mount_without_its_socket_is_dead_only_if_the_kernel_says_so() {
         let dir = tempfile::tempdir().unwrap();
-        let alive = Mount { mount_point: dir.path().to_owned(), ..mount() };
-        assert!(matches!(Connection::open(&alive), Err(ClientError::NoSocket { .. })));
+        let alive = Mount {
+            mount_point: dir.path().to_owned(),
+            ..mount()
+        };
+        assert!(matches!(
+            Connection::open(&alive),
+            Err(ClientError::NoSocket { .. })
+        ));
         // The kernel knows nothing of it.
-        assert!(matches!(Connection::open(&mount()), Err(ClientError::Io { .. })));
-        let tree = Mount { is_tree: true, ..mount() };
-        assert!(matches!(Connection::open(&tree), Err(ClientError::Dead { .. })));
+        assert!(matches!(
+            Connection::open(&mount()),
+            Err(ClientError::Io { .. })
+        ));
+        let tree = Mount {
+            is_tree: true,
+            ..mount()
+        };
+        assert!(matches!(
+            Connection::open(&tree),
+            Err(ClientError::Dead { .. })
+        ));
     }
 
     #[test]
     fn regression_a_runtime_directory_that_others_may_enter_is_not_connected_to() {
         let dir = tempfile::tempdir().unwrap();
-        let mount = Mount { runtime_dir: dir.path().to_owned(), ..mount() };
+        let mount = Mount {
+            runtime_dir: dir.path().to_owned(),
+            ..mount()
+        };
         let _listener = std::os::unix::net::UnixListener::bind(mount.files().socket).unwrap();
-        std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        assert!(matches!(Connection::open(&mount), Err(ClientError::Paths(_))));
+        std::fs::set_permissions(
+            dir.path(),
+            std::os::unix::fs::PermissionsExt::from_mode(0o755),
+        )
+        .unwrap();
+        assert!(matches!(
+            Connection::open(&mount),
+            Err(ClientError::Paths(_))
+        ));
     }
 }

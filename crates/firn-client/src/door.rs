@@ -34,7 +34,16 @@ pub fn prepare() {
     // Where the kernel keeps its clock is looked up at the first question.
     let _ = now_ns();
     // The checksum's own question.
-    std::hint::black_box(Seals::new(&Piece { file: 0, offset: 0, sequence: 0, position: 0, len: 0 }, 0));
+    std::hint::black_box(Seals::new(
+        &Piece {
+            file: 0,
+            offset: 0,
+            sequence: 0,
+            position: 0,
+            len: 0,
+        },
+        0,
+    ));
 }
 
 /// What became of [`SlabWriter::append`].
@@ -96,7 +105,15 @@ impl SlabWriter {
     /// As long as the writer is used, the records, the writer word and the data that `slab` names are mapped
     /// at their offsets from `base`, readable and writable, and no other `SlabWriter` has the same lease.
     pub unsafe fn new(base: *mut u8, slab: Slab, binding: u64) -> Self {
-        Self { base, slab, binding, next: slab.start, record: 0, last: None, modified: slab.modified }
+        Self {
+            base,
+            slab,
+            binding,
+            next: slab.start,
+            record: 0,
+            last: None,
+            modified: slab.modified,
+        }
     }
 
     /// The lease.
@@ -112,7 +129,8 @@ impl SlabWriter {
     /// Whether half of the bytes or of the records are used: time to ask for the next lease. Of a chunk of
     /// 4 MiB what is left is copied in 130 µs, and an answer of firnd may take as long.
     pub fn is_half_full(&self) -> bool {
-        let (size, count) = (self.slab.end.saturating_sub(self.slab.start), self.slab.record_count);
+        let size = self.slab.end.saturating_sub(self.slab.start);
+        let count = self.slab.record_count;
         self.free_bytes() <= size / 2 || self.record >= count - count / 2
     }
 
@@ -126,12 +144,19 @@ impl SlabWriter {
         if len == 0 {
             return Outcome::Done(0);
         }
-        if offset.checked_add(len as u64).is_none_or(|end| end > OFFSET_MAX) {
+        if offset
+            .checked_add(len as u64)
+            .is_none_or(|end| end > OFFSET_MAX)
+        {
             return Outcome::Full;
         }
         let idle = writer_idle(self.slab.generation);
         let busy = idle | WRITER_BUSY;
-        if self.writer().compare_exchange(idle, busy, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+        if self
+            .writer()
+            .compare_exchange(idle, busy, Ordering::SeqCst, Ordering::Relaxed)
+            .is_err()
+        {
             return Outcome::Revoked;
         }
         // SAFETY: as promised by the caller; the slab is ours until the word is idle.
@@ -144,7 +169,9 @@ impl SlabWriter {
     pub fn abandon(&mut self) {
         let idle = writer_idle(self.slab.generation);
         let busy = idle | WRITER_BUSY;
-        let _ = self.writer().compare_exchange(busy, idle, Ordering::Release, Ordering::Relaxed);
+        let _ = self
+            .writer()
+            .compare_exchange(busy, idle, Ordering::Release, Ordering::Relaxed);
     }
 
     /// # Safety
@@ -213,18 +240,32 @@ impl SlabWriter {
 
     #[inline(always)]
     fn extend(&mut self, last: Last, more: u32) -> Publish {
-        let (end, len) = (last.end + u64::from(more), last.len + more);
+        let end = last.end + u64::from(more);
+        let len = last.len + more;
         let seal = last.seals.at(len);
         let modified = self.now();
-        self.u64(last.record, word::MODIFIED).store(modified, Ordering::Relaxed);
+        self.u64(last.record, word::MODIFIED)
+            .store(modified, Ordering::Relaxed);
         let word = self.seal_of(last.record);
-        if word.compare_exchange(last.seal, seal, Ordering::Release, Ordering::Relaxed).is_ok() {
-            self.last = Some(Last { end, seal, len, ..last });
+        if word
+            .compare_exchange(last.seal, seal, Ordering::Release, Ordering::Relaxed)
+            .is_ok()
+        {
+            self.last = Some(Last {
+                end,
+                seal,
+                len,
+                ..last
+            });
             self.next += more;
             return Publish::Done;
         }
         // It is frozen, or overwritten by somebody mad; both end the piece.
-        if self.is_poisoned() { Publish::Revoked } else { Publish::Frozen }
+        if self.is_poisoned() {
+            Publish::Revoked
+        } else {
+            Publish::Frozen
+        }
     }
 
     fn publish(&mut self, offset: u64, position: u32, len: u32) -> Publish {
@@ -234,19 +275,40 @@ impl SlabWriter {
             return Publish::Revoked;
         }
         let sequence = self.slab.sequence + u64::from(record);
-        let piece = Piece { file: self.binding, offset, sequence, position, len };
-        self.u64(record, word::WHO).store(piece.who(), Ordering::Relaxed);
-        self.u64(record, word::OFFSET).store(piece.offset, Ordering::Relaxed);
-        self.u64(record, word::PLACE).store(piece.place(), Ordering::Relaxed);
+        let piece = Piece {
+            file: self.binding,
+            offset,
+            sequence,
+            position,
+            len,
+        };
+        self.u64(record, word::WHO)
+            .store(piece.who(), Ordering::Relaxed);
+        self.u64(record, word::OFFSET)
+            .store(piece.offset, Ordering::Relaxed);
+        self.u64(record, word::PLACE)
+            .store(piece.place(), Ordering::Relaxed);
         let modified = self.now();
-        self.u64(record, word::MODIFIED).store(modified, Ordering::Relaxed);
+        self.u64(record, word::MODIFIED)
+            .store(modified, Ordering::Relaxed);
         let seals = Seals::new(&piece, self.slab.generation);
         let seal = seals.at(len);
-        let stored = self.seal_of(record).compare_exchange(found, seal, Ordering::Release, Ordering::Relaxed);
+        let stored = self.seal_of(record).compare_exchange(
+            found,
+            seal,
+            Ordering::Release,
+            Ordering::Relaxed,
+        );
         if stored.is_err() {
             return Publish::Revoked;
         }
-        self.last = Some(Last { end: offset + u64::from(len), seal, seals, len, record });
+        self.last = Some(Last {
+            end: offset + u64::from(len),
+            seal,
+            seals,
+            len,
+            record,
+        });
         self.next = position + len;
         self.record += 1;
         Publish::Done
@@ -272,7 +334,9 @@ impl SlabWriter {
     /// `position..position + len` lies in the slab, and `data` is readable for `len` bytes.
     #[inline(always)]
     unsafe fn fill(&self, position: u32, data: *const u8, len: usize) {
-        let to = self.base.wrapping_add((self.slab.chunk + u64::from(position)) as usize);
+        let to = self
+            .base
+            .wrapping_add((self.slab.chunk + u64::from(position)) as usize);
         // SAFETY: the caller's promise and that of `new`.
         unsafe { copy(to, data, len) }
     }
@@ -301,7 +365,9 @@ impl SlabWriter {
 #[inline(always)]
 fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
-    (now.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(now.tv_nsec as u64)
+    (now.tv_sec as u64)
+        .wrapping_mul(1_000_000_000)
+        .wrapping_add(now.tv_nsec as u64)
 }
 
 #[cfg(test)]

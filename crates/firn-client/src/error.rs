@@ -13,7 +13,11 @@ use crate::paths::PathsError;
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The path is on no mount of firn.
-    #[error("{} is not on a firn mount{}", quoted_path(path), no_mount_hint(path, arena))]
+    #[error(
+        "{} is not on a firn mount{}",
+        quoted_path(path),
+        no_mount_hint(path, arena)
+    )]
     NoMount {
         /// As asked for.
         path: PathBuf,
@@ -102,7 +106,10 @@ pub enum ClientError {
         holders: Vec<Holder>,
     },
     /// firnd belongs to somebody else.
-    #[error("the mount at {} belongs to user {user_id}; run this as that user", quoted_path(mount_point))]
+    #[error(
+        "the mount at {} belongs to user {user_id}; run this as that user",
+        quoted_path(mount_point)
+    )]
     NotYours {
         /// Where it is mounted.
         mount_point: PathBuf,
@@ -153,7 +160,9 @@ impl ClientError {
         use rustix::io::Errno;
         match self {
             Self::NoMount { .. } => Errno::NODEV.raw_os_error(),
-            Self::Dead { .. } | Self::NoSocket { .. } | Self::Gone { .. } => Errno::NOTCONN.raw_os_error(),
+            Self::Dead { .. } | Self::NoSocket { .. } | Self::Gone { .. } => {
+                Errno::NOTCONN.raw_os_error()
+            }
             Self::Stranger { .. } => Errno::PERM.raw_os_error(),
             Self::Paths(error) => error.errno().raw_os_error(),
             Self::Silent { .. } => Errno::TIMEDOUT.raw_os_error(),
@@ -192,7 +201,10 @@ fn no_mount_hint(path: &std::path::Path, arena: &Option<PathBuf>) -> String {
     let path = quoted_path(path);
     match arena {
         Some(arena) => {
-            format!(", but holds data of an earlier one in {}: run `firn recover {path}`", quoted_path(arena))
+            format!(
+                ", but holds data of an earlier one in {}: run `firn recover {path}`",
+                quoted_path(arena)
+            )
         }
         None => "; `firn status` lists the mounts".to_owned(),
     }
@@ -219,7 +231,10 @@ mod tests {
 
     #[test]
     fn a_dead_mount_says_how_to_recover() {
-        let error = ClientError::Dead { backing: "/scratch/run".into(), mount_point: "/ckpt".into() };
+        let error = ClientError::Dead {
+            backing: "/scratch/run".into(),
+            mount_point: "/ckpt".into(),
+        };
         assert_eq!(
             error.to_string(),
             "the mount at /ckpt is dead: firnd was killed; run `firn mount /scratch/run /ckpt` to recover"
@@ -228,15 +243,34 @@ mod tests {
 
     #[test]
     fn no_mount_is_exit_code_ten_and_busy_eleven() {
-        let no_mount = ClientError::NoMount { path: "/x".into(), arena: None };
-        assert_eq!(no_mount.to_string(), "/x is not on a firn mount; `firn status` lists the mounts");
+        let no_mount = ClientError::NoMount {
+            path: "/x".into(),
+            arena: None,
+        };
+        assert_eq!(
+            no_mount.to_string(),
+            "/x is not on a firn mount; `firn status` lists the mounts"
+        );
         assert_eq!(no_mount.exit_code(), 10);
-        assert_eq!(ClientError::Refused { errno: 16, message: String::new() }.exit_code(), 11);
+        assert_eq!(
+            ClientError::Refused {
+                errno: 16,
+                message: String::new()
+            }
+            .exit_code(),
+            11
+        );
     }
 
     #[test]
     fn a_refusal_has_its_errno_and_is_never_a_success() {
-        let errno = |errno| ClientError::Refused { errno, message: String::new() }.errno();
+        let errno = |errno| {
+            ClientError::Refused {
+                errno,
+                message: String::new(),
+            }
+            .errno()
+        };
         assert_eq!((errno(16), errno(0), errno(-1)), (16, 71, 71));
     }
 }

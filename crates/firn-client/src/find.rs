@@ -69,8 +69,10 @@ pub fn mounts() -> Result<Vec<Mount>, ClientError> {
     let user = User::of_process();
     let dirs = RuntimeDirs::of_process()?;
     let entries = read_mountinfo()?;
-    let of_kernel =
-        entries.iter().filter_map(|entry| mount_of(entry, &dirs)).filter(|mount| user.may_ask(mount));
+    let of_kernel = entries
+        .iter()
+        .filter_map(|entry| mount_of(entry, &dirs))
+        .filter(|mount| user.may_ask(mount));
     Ok(of_kernel.chain(trees_in(&dirs.of(user.uid))?).collect())
 }
 
@@ -79,7 +81,11 @@ pub fn find(path: &Path) -> Result<Place, ClientError> {
     let absolute = canonical_as_far_as_possible(path)?;
     let user = User::of_process();
     let dirs = RuntimeDirs::of_process()?;
-    let table = Table { entries: read_mountinfo()?, dirs: &dirs, user };
+    let table = Table {
+        entries: read_mountinfo()?,
+        dirs: &dirs,
+        user,
+    };
     if let Some(place) = table.find_below_mount_point(&absolute)? {
         return Ok(place);
     }
@@ -92,7 +98,10 @@ pub fn find(path: &Path) -> Result<Place, ClientError> {
     match table.find_in_backing(&absolute, |_| true)? {
         Some(place) if user.may_ask(&place.mount) => Ok(place),
         Some(Place { mount, .. }) => Err(not_yours(mount)),
-        None => Err(ClientError::NoMount { path: path.to_owned(), arena: arena_of(&absolute, &dirs, user) }),
+        None => Err(ClientError::NoMount {
+            path: path.to_owned(),
+            arena: arena_of(&absolute, &dirs, user),
+        }),
     }
 }
 
@@ -104,7 +113,10 @@ fn arena_of(backing: &Path, dirs: &RuntimeDirs, user: User) -> Option<PathBuf> {
 }
 
 fn not_yours(mount: Mount) -> ClientError {
-    ClientError::NotYours { mount_point: mount.mount_point, user_id: mount.user_id }
+    ClientError::NotYours {
+        mount_point: mount.mount_point,
+        user_id: mount.user_id,
+    }
 }
 
 /// Who asks.
@@ -115,7 +127,9 @@ struct User {
 
 impl User {
     fn of_process() -> Self {
-        Self { uid: rustix::process::geteuid().as_raw() }
+        Self {
+            uid: rustix::process::geteuid().as_raw(),
+        }
     }
 
     fn owns(self, mount: &Mount) -> bool {
@@ -136,15 +150,24 @@ struct Table<'a> {
 
 impl Table<'_> {
     fn find_below_mount_point(&self, absolute: &Path) -> Result<Option<Place>, ClientError> {
-        let Some(entry) = holding(&self.entries, absolute) else { return Ok(None) };
-        let Some(mount) = mount_of(entry, self.dirs) else { return Ok(None) };
+        let Some(entry) = holding(&self.entries, absolute) else {
+            return Ok(None);
+        };
+        let Some(mount) = mount_of(entry, self.dirs) else {
+            return Ok(None);
+        };
         if !self.user.may_ask(&mount) {
             return Err(not_yours(mount));
         }
-        let Ok(below) = absolute.strip_prefix(&entry.mount_point) else { return Ok(None) };
+        let Ok(below) = absolute.strip_prefix(&entry.mount_point) else {
+            return Ok(None);
+        };
         // A bind mount of a directory of the mount: its own root comes first.
         let top = entry.root.strip_prefix("/").unwrap_or(&entry.root);
-        Ok(Some(Place { mount, relative: below_top(&top.join(below)) }))
+        Ok(Some(Place {
+            mount,
+            relative: below_top(&top.join(below)),
+        }))
     }
 
     /// The mount with the longest backing that holds the path, the last one of several.
@@ -153,7 +176,10 @@ impl Table<'_> {
         absolute: &Path,
         wanted: impl Fn(&Mount) -> bool,
     ) -> Result<Option<Place>, ClientError> {
-        let mounts = self.entries.iter().filter_map(|entry| mount_of(entry, self.dirs));
+        let mounts = self
+            .entries
+            .iter()
+            .filter_map(|entry| mount_of(entry, self.dirs));
         let holding = mounts.filter(|mount| wanted(mount) && absolute.starts_with(&mount.backing));
         let mount = holding.max_by_key(|mount| mount.backing.as_os_str().len());
         Ok(mount.map(|mount| place(mount, absolute, |mount| &mount.backing)))
@@ -162,7 +188,9 @@ impl Table<'_> {
 
 /// The place of a path in a mount, below the directory of it that holds the path.
 fn place(mount: Mount, absolute: &Path, top: fn(&Mount) -> &Path) -> Place {
-    let below = absolute.strip_prefix(top(&mount)).expect("the path was found below it");
+    let below = absolute
+        .strip_prefix(top(&mount))
+        .expect("the path was found below it");
     let relative = below_top(below);
     Place { mount, relative }
 }
@@ -200,19 +228,29 @@ fn below_top(path: &Path) -> BytePath {
 
 fn read_mountinfo() -> Result<Vec<Entry>, ClientError> {
     const PATH: &str = "/proc/self/mountinfo";
-    let bytes = std::fs::read(PATH).map_err(|error| ClientError::Io { what: PATH.to_owned(), error })?;
+    let bytes = std::fs::read(PATH).map_err(|error| ClientError::Io {
+        what: PATH.to_owned(),
+        error,
+    })?;
     Ok(parse(&bytes))
 }
 
 /// Resolves symlinks in the longest part of `path` that can be resolved, and appends the rest: the
 /// path may not exist yet, or lie on a mount whose firnd is dead.
 fn canonical_as_far_as_possible(path: &Path) -> Result<PathBuf, ClientError> {
-    let failed = |error: io::Error| ClientError::Io { what: quoted_path(path), error };
+    let failed = |error: io::Error| ClientError::Io {
+        what: quoted_path(path),
+        error,
+    };
     let absolute = std::path::absolute(path).map_err(failed)?;
     for top in absolute.ancestors() {
         if let Ok(resolved) = top.canonicalize() {
             let rest = absolute.strip_prefix(top).expect("an ancestor is a prefix");
-            return Ok(if rest.as_os_str().is_empty() { resolved } else { resolved.join(rest) });
+            return Ok(if rest.as_os_str().is_empty() {
+                resolved
+            } else {
+                resolved.join(rest)
+            });
         }
     }
     Ok(absolute)
@@ -232,7 +270,11 @@ mod tests {
     fn find_as(uid: u32, path: &str) -> Result<Option<Place>, ClientError> {
         let dirs = RuntimeDirs::of_process().unwrap();
         let user = User { uid };
-        let table = Table { entries: parse(TABLE), dirs: &dirs, user };
+        let table = Table {
+            entries: parse(TABLE),
+            dirs: &dirs,
+            user,
+        };
         let absolute = Path::new(path);
         if let Some(place) = table.find_below_mount_point(absolute)? {
             return Ok(Some(place));
@@ -259,7 +301,14 @@ mod tests {
 
     #[test]
     fn another_mount_below_and_a_path_beside_are_not_ours() {
-        for path in ["/ckpt/inner/x", "/", "/scratch", "/scratch/runner", "/nobodys/x", "/scratch/other"] {
+        for path in [
+            "/ckpt/inner/x",
+            "/",
+            "/scratch",
+            "/scratch/runner",
+            "/nobodys/x",
+            "/scratch/other",
+        ] {
             assert_eq!(find_as(7, path).unwrap(), None, "{path}");
         }
     }
@@ -269,8 +318,14 @@ mod tests {
         let place = find_as(7, "/scratch/run/in/x").unwrap().unwrap();
         assert_eq!((place.mount.user_id, place.relative), (7, "in/x".into()));
         assert_eq!(find_as(0, "/scratch/run/in/x").unwrap(), None);
-        assert!(matches!(find_as(7, "/home/8/fake/x"), Err(ClientError::NotYours { user_id: 8, .. })));
-        assert_eq!(find_as(0, "/home/8/fake/x").unwrap().unwrap().mount.user_id, 8);
+        assert!(matches!(
+            find_as(7, "/home/8/fake/x"),
+            Err(ClientError::NotYours { user_id: 8, .. })
+        ));
+        assert_eq!(
+            find_as(0, "/home/8/fake/x").unwrap().unwrap().mount.user_id,
+            8
+        );
     }
 
     #[test]
@@ -282,15 +337,32 @@ mod tests {
             is_tree: true,
             runtime_dir: "/dev/shm/firn-7".into(),
         };
-        let trees = [tree("/scratch/run", "/dev/shm/ckpt"), tree("/scratch/run/in", "/dev/shm/in")];
-        for (path, relative) in
-            [("/dev/shm/ckpt/a/b", "a/b"), ("/scratch/run/a/b", "a/b"), ("/dev/shm/ckpt", "")]
-        {
+        let trees = [
+            tree("/scratch/run", "/dev/shm/ckpt"),
+            tree("/scratch/run/in", "/dev/shm/in"),
+        ];
+        for (path, relative) in [
+            ("/dev/shm/ckpt/a/b", "a/b"),
+            ("/scratch/run/a/b", "a/b"),
+            ("/dev/shm/ckpt", ""),
+        ] {
             let place = find_tree(&trees, Path::new(path)).unwrap().expect(path);
-            assert_eq!((place.mount, place.relative), (trees[0].clone(), relative.into()));
+            assert_eq!(
+                (place.mount, place.relative),
+                (trees[0].clone(), relative.into())
+            );
         }
-        assert_eq!(find_tree(&trees, Path::new("/scratch/run/in/x")).unwrap().unwrap().mount, trees[1]);
-        assert_eq!(find_tree(&trees, Path::new("/dev/shm/ckpt2")).unwrap(), None);
+        assert_eq!(
+            find_tree(&trees, Path::new("/scratch/run/in/x"))
+                .unwrap()
+                .unwrap()
+                .mount,
+            trees[1]
+        );
+        assert_eq!(
+            find_tree(&trees, Path::new("/dev/shm/ckpt2")).unwrap(),
+            None
+        );
     }
 
     #[test]
@@ -298,6 +370,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let real = dir.path().canonicalize().unwrap();
         std::os::unix::fs::symlink(&real, real.join("link")).unwrap();
-        assert_eq!(canonical_as_far_as_possible(&real.join("link/no/such")).unwrap(), real.join("no/such"));
+        assert_eq!(
+            canonical_as_far_as_possible(&real.join("link/no/such")).unwrap(),
+            real.join("no/such")
+        );
     }
 }

@@ -30,7 +30,11 @@ impl Mount {
     /// Asks the kernel, for so long at most. A stub tree is no mount: whether its arena is locked tells.
     pub fn liveness(&self, patience: Duration) -> Liveness {
         if self.is_tree {
-            return if is_locked(self) { Liveness::Living } else { Liveness::Dead };
+            return if is_locked(self) {
+                Liveness::Living
+            } else {
+                Liveness::Dead
+            };
         }
         let (tell, told) = mpsc::channel();
         let mount_point = self.mount_point.clone();
@@ -53,10 +57,16 @@ pub fn of_mount_point(path: &Path) -> Liveness {
 }
 
 fn is_locked(tree: &Mount) -> bool {
-    let Ok(Some(dir)) = open_runtime_dir(&tree.runtime_dir, tree.user_id) else { return false };
+    let Ok(Some(dir)) = open_runtime_dir(&tree.runtime_dir, tree.user_id) else {
+        return false;
+    };
     let name = tree.files().arena;
-    let Some(name) = name.file_name() else { return false };
-    let Ok(arena) = open_private_file(dir.as_fd(), Path::new(name), OFlags::RDONLY) else { return false };
+    let Some(name) = name.file_name() else {
+        return false;
+    };
+    let Ok(arena) = open_private_file(dir.as_fd(), Path::new(name), OFlags::RDONLY) else {
+        return false;
+    };
     flock(&arena, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)
 }
 
@@ -68,6 +78,9 @@ mod tests {
     fn a_directory_that_answers_is_not_a_dead_mount() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(of_mount_point(dir.path()), Liveness::Living);
-        assert_eq!(of_mount_point(&dir.path().join("none")), Liveness::Unknown(Errno::NOENT));
+        assert_eq!(
+            of_mount_point(&dir.path().join("none")),
+            Liveness::Unknown(Errno::NOENT)
+        );
     }
 }

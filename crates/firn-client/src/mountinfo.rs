@@ -21,14 +21,18 @@ pub struct Entry {
 
 /// All mounts that this process sees; lines of a form that is not known are left out.
 pub fn parse(text: &[u8]) -> Vec<Entry> {
-    text.split(|byte| *byte == b'\n').filter_map(parse_line).collect()
+    text.split(|byte| *byte == b'\n')
+        .filter_map(parse_line)
+        .collect()
 }
 
 fn parse_line(line: &[u8]) -> Option<Entry> {
     let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
     // Optional fields end at a lone hyphen, which cannot come before the seventh field.
     let hyphen = fields.iter().skip(6).position(|field| *field == b"-")? + 6;
-    let [fs_type, source, options] = fields.get(hyphen + 1..hyphen + 4)? else { return None };
+    let [fs_type, source, options] = fields.get(hyphen + 1..hyphen + 4)? else {
+        return None;
+    };
     let user_id = String::from_utf8_lossy(options)
         .split(',')
         .find_map(|option| option.strip_prefix("user_id=")?.parse().ok());
@@ -46,8 +50,10 @@ fn unescape(field: &[u8]) -> PathBuf {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;
     while let [first, tail @ ..] = rest {
-        let octal =
-            tail.get(..3).filter(|_| *first == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
+        let octal = tail
+            .get(..3)
+            .filter(|_| *first == b'\\')
+            .and_then(|digits| std::str::from_utf8(digits).ok());
         match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
             Some(byte) => (bytes.push(byte), rest = &tail[3..]),
             None => (bytes.push(*first), rest = tail),
@@ -60,7 +66,10 @@ fn unescape(field: &[u8]) -> PathBuf {
 pub fn holding<'a>(entries: &'a [Entry], path: &Path) -> Option<&'a Entry> {
     let deepest = |entry: &&Entry| entry.mount_point.as_os_str().as_bytes().len();
     // Of equals max_by_key takes the last: the mount on top.
-    entries.iter().filter(|entry| path.starts_with(&entry.mount_point)).max_by_key(deepest)
+    entries
+        .iter()
+        .filter(|entry| path.starts_with(&entry.mount_point))
+        .max_by_key(deepest)
 }
 
 #[cfg(test)]
@@ -79,7 +88,10 @@ mod tests {
         assert_eq!(entries.len(), 4);
         assert_eq!(entries[1].mount_point, Path::new("/ckpt x"));
         assert_eq!(entries[1].source, Path::new("/scratch/a\\b"));
-        assert_eq!((entries[1].fs_type.as_str(), entries[1].user_id), ("fuse.firn", Some(7)));
+        assert_eq!(
+            (entries[1].fs_type.as_str(), entries[1].user_id),
+            ("fuse.firn", Some(7))
+        );
         assert_eq!(entries[2].root, Path::new("/sub"));
         assert_eq!(entries[3].user_id, None);
     }

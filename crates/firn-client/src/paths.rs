@@ -77,14 +77,18 @@ impl RuntimeDirs {
         let chosen = variable.filter(|dir| !dir.is_empty()).map(PathBuf::from);
         match chosen {
             Some(dir) if !dir.is_absolute() => Err(PathsError::Relative { dir }),
-            Some(dir) if dir.as_os_str().len() > RUNTIME_DIR_BYTES_MAX => Err(PathsError::TooLong { dir }),
+            Some(dir) if dir.as_os_str().len() > RUNTIME_DIR_BYTES_MAX => {
+                Err(PathsError::TooLong { dir })
+            }
             chosen => Ok(Self { chosen }),
         }
     }
 
     /// The runtime directory of user `uid`, whether or not it exists.
     pub fn of(&self, uid: u32) -> PathBuf {
-        self.chosen.clone().unwrap_or_else(|| PathBuf::from(format!("/dev/shm/firn-{uid}")))
+        self.chosen
+            .clone()
+            .unwrap_or_else(|| PathBuf::from(format!("/dev/shm/firn-{uid}")))
     }
 }
 
@@ -117,7 +121,9 @@ pub struct Key(pub u64);
 impl Key {
     /// The key of a backing; the path must be canonical.
     pub fn of(canonical_backing: &Path) -> Self {
-        Self(xxhash_rust::xxh3::xxh3_64(canonical_backing.as_os_str().as_bytes()))
+        Self(xxhash_rust::xxh3::xxh3_64(
+            canonical_backing.as_os_str().as_bytes(),
+        ))
     }
 }
 
@@ -178,7 +184,11 @@ mod tests {
 
     #[test]
     fn only_the_arena_moves_with_arena_dir() {
-        let files = RuntimeFiles::in_dir(Path::new("/run/x"), Path::new("a"), Some(Path::new("/huge")));
+        let files = RuntimeFiles::in_dir(
+            Path::new("/run/x"),
+            Path::new("a"),
+            Some(Path::new("/huge")),
+        );
         assert_eq!(files.arena, Path::new("/huge/e6c632b61e964e1f.arena"));
         assert_eq!(files.socket, Path::new("/run/x/e6c632b61e964e1f.sock"));
         assert_eq!(files.log, Path::new("/run/x/e6c632b61e964e1f.log"));
@@ -186,7 +196,11 @@ mod tests {
 
     #[test]
     fn the_variable_moves_the_runtime_directory() {
-        let of = |variable: Option<&str>| RuntimeDirs::chosen_by(variable.map(OsString::from)).unwrap().of(7);
+        let of = |variable: Option<&str>| {
+            RuntimeDirs::chosen_by(variable.map(OsString::from))
+                .unwrap()
+                .of(7)
+        };
         assert_eq!(of(None), Path::new("/dev/shm/firn-7"));
         assert_eq!(of(Some("")), Path::new("/dev/shm/firn-7"));
         assert_eq!(of(Some("/x")), Path::new("/x"));
@@ -194,12 +208,21 @@ mod tests {
 
     #[test]
     fn a_runtime_directory_that_is_relative_or_too_long_for_a_socket_is_refused() {
-        let refused =
-            |variable: String| RuntimeDirs::chosen_by(Some(variable.into())).unwrap_err().to_string();
+        let refused = |variable: String| {
+            RuntimeDirs::chosen_by(Some(variable.into()))
+                .unwrap_err()
+                .to_string()
+        };
         let relative = refused("run/firn".into());
-        assert!(relative.contains("run/firn, which is not an absolute path"), "{relative}");
+        assert!(
+            relative.contains("run/firn, which is not an absolute path"),
+            "{relative}"
+        );
         let long = refused(format!("/tmp/{}", "x".repeat(90)));
-        assert!(long.contains("set FIRN_RUNTIME_DIR to a shorter one"), "{long}");
+        assert!(
+            long.contains("set FIRN_RUNTIME_DIR to a shorter one"),
+            "{long}"
+        );
     }
 
     /// Proves S-priv-1.
@@ -212,11 +235,23 @@ mod tests {
         create_private_dir(CWD, &dir).unwrap();
         assert!(open_runtime_dir(&dir, uid).unwrap().is_some());
         let told = |dir: &Path, uid| open_runtime_dir(dir, uid).unwrap_err().to_string();
-        assert!(told(&dir, uid + 1).contains("belongs to user"), "{}", told(&dir, uid + 1));
+        assert!(
+            told(&dir, uid + 1).contains("belongs to user"),
+            "{}",
+            told(&dir, uid + 1)
+        );
         std::fs::set_permissions(&dir, PermissionsExt::from_mode(0o755)).unwrap();
-        assert!(told(&dir, uid).contains("has mode 0755"), "{}", told(&dir, uid));
+        assert!(
+            told(&dir, uid).contains("has mode 0755"),
+            "{}",
+            told(&dir, uid)
+        );
         let link = parent.path().join("link");
         std::os::unix::fs::symlink("/tmp", &link).unwrap();
-        assert!(told(&link, uid).contains("is a symbolic link"), "{}", told(&link, uid));
+        assert!(
+            told(&link, uid).contains("is a symbolic link"),
+            "{}",
+            told(&link, uid)
+        );
     }
 }

@@ -20,11 +20,16 @@ use crate::paths::{PathsError, open_runtime_dir};
 /// The trees that are written down in the runtime directory of this user, those of dead firnds too. Refused where
 /// the directory may be somebody else's.
 pub fn trees_in(runtime_dir: &Path) -> Result<Vec<Mount>, PathsError> {
-    let Some(dir) = open_runtime_dir(runtime_dir, user())? else { return Ok(Vec::new()) };
+    let Some(dir) = open_runtime_dir(runtime_dir, user())? else {
+        return Ok(Vec::new());
+    };
     let mut trees = Vec::new();
     for entry in Dir::read_from(&dir).into_iter().flatten().flatten() {
         let name = Path::new(std::ffi::OsStr::from_bytes(entry.file_name().to_bytes()));
-        if name.extension().is_some_and(|extension| extension == "stub") {
+        if name
+            .extension()
+            .is_some_and(|extension| extension == "stub")
+        {
             trees.extend(read_in(&dir, name, runtime_dir));
         }
     }
@@ -33,7 +38,9 @@ pub fn trees_in(runtime_dir: &Path) -> Result<Vec<Mount>, PathsError> {
 
 /// The tree that is written down in a file of the runtime directory of this user.
 pub fn read(path: &Path) -> Result<Option<Mount>, PathsError> {
-    let (Some(runtime_dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(None) };
+    let (Some(runtime_dir), Some(name)) = (path.parent(), path.file_name()) else {
+        return Ok(None);
+    };
     let dir: Option<OwnedFd> = open_runtime_dir(runtime_dir, user())?;
     Ok(dir.and_then(|dir| read_in(dir, Path::new(name), runtime_dir)))
 }
@@ -42,7 +49,9 @@ fn read_in(dir: impl AsFd, name: &Path, runtime_dir: &Path) -> Option<Mount> {
     let mut file = File::from(open_private_file(dir, name, OFlags::RDONLY).ok()?);
     let mut bytes = [0; size_of::<StubTree>()];
     file.read_exact(&mut bytes).ok()?;
-    let tree = StubTree::read_from_bytes(&bytes).ok().filter(|tree| tree.magic == STUB_MAGIC)?;
+    let tree = StubTree::read_from_bytes(&bytes)
+        .ok()
+        .filter(|tree| tree.magic == STUB_MAGIC)?;
     Some(Mount {
         backing: path_of(&tree.backing),
         mount_point: path_of(&tree.prefix),
@@ -59,7 +68,12 @@ fn user() -> u32 {
 /// Writes a tree down, in one step for whoever reads.
 pub fn write(path: &Path, tree: &StubTree) -> io::Result<()> {
     let new = path.with_extension("stub.new");
-    let mut file = File::options().create(true).truncate(true).write(true).mode(0o600).open(&new)?;
+    let mut file = File::options()
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .mode(0o600)
+        .open(&new)?;
     file.write_all(tree.as_bytes())?;
     std::fs::rename(&new, path)
 }
@@ -68,13 +82,21 @@ pub fn write(path: &Path, tree: &StubTree) -> io::Result<()> {
 pub fn path_bytes(path: &Path) -> Option<[u8; PATH_BYTES]> {
     let mut bytes = [0; PATH_BYTES];
     let path = path.as_os_str().as_bytes();
-    bytes.get_mut(..path.len()).filter(|_| path.len() < PATH_BYTES)?.copy_from_slice(path);
+    bytes
+        .get_mut(..path.len())
+        .filter(|_| path.len() < PATH_BYTES)?
+        .copy_from_slice(path);
     Some(bytes)
 }
 
 fn path_of(bytes: &[u8]) -> PathBuf {
-    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
-    PathBuf::from(OsString::from_vec(bytes.get(..end).unwrap_or_default().to_vec()))
+    let end = bytes
+        .iter()
+        .position(|byte| *byte == 0)
+        .unwrap_or(bytes.len());
+    PathBuf::from(OsString::from_vec(
+        bytes.get(..end).unwrap_or_default().to_vec(),
+    ))
 }
 
 #[cfg(test)]
@@ -84,7 +106,11 @@ mod tests {
     #[test]
     fn a_tree_that_was_written_down_is_found() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+        std::fs::set_permissions(
+            dir.path(),
+            std::os::unix::fs::PermissionsExt::from_mode(0o700),
+        )
+        .unwrap();
         let tree = StubTree {
             magic: STUB_MAGIC,
             device_major: 0,
@@ -113,7 +139,11 @@ mod tests {
     fn regression_a_tree_in_a_directory_that_others_may_enter_is_not_believed() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("key.stub"), b"").unwrap();
-        std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        std::fs::set_permissions(
+            dir.path(),
+            std::os::unix::fs::PermissionsExt::from_mode(0o755),
+        )
+        .unwrap();
         assert!(trees_in(dir.path()).is_err());
         assert!(read(&dir.path().join("key.stub")).is_err());
     }

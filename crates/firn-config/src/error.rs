@@ -26,7 +26,9 @@ pub enum ConfigError {
         why: String,
     },
     /// Flag and `-o` disagree.
-    #[error("{name} is given twice, as `--{name} {flag}` and as `-o {name}={minus_o}`: give it once")]
+    #[error(
+        "{name} is given twice, as `--{name} {flag}` and as `-o {name}={minus_o}`: give it once"
+    )]
     Twice {
         /// The option.
         name: &'static str,

@@ -26,17 +26,26 @@ pub fn read_file(path: &Path) -> Result<Vec<Given>, ConfigError> {
 
 fn parse(path: &Path, text: &str) -> Result<Vec<Given>, ConfigError> {
     let table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
-        let line = error.span().map_or(1, |span| 1 + text[..span.start].matches('\n').count());
+        let line = error
+            .span()
+            .map_or(1, |span| 1 + text[..span.start].matches('\n').count());
         file_error(path, format!("line {line}: {}", error.message()))
     })?;
-    table.iter().map(|(key, value)| given(path, key, value)).collect()
+    table
+        .iter()
+        .map(|(key, value)| given(path, key, value))
+        .collect()
 }
 
 fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigError> {
     // Underscores would be a second way to write each key of a file that programs may edit: refuse them here.
     let Some(row) = row(key).filter(|row| row.name == key) else {
         let origin = Origin::File(path.to_owned());
-        return Err(ConfigError::Unknown { origin, name: key.to_owned(), nearest: nearest(key) });
+        return Err(ConfigError::Unknown {
+            origin,
+            name: key.to_owned(),
+            nearest: nearest(key),
+        });
     };
     let text = match value {
         toml::Value::String(text) => text.into(),
@@ -46,8 +55,12 @@ fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigErr
         // As in JSON (`firn_format::path`): a path that is not UTF-8.
         toml::Value::Table(table) if is_escaped(table) => {
             let bytes = table["escaped"].as_str().and_then(unescaped);
-            let refused =
-                || file_error(path, format!("{key}: after a backslash comes another, or x and two digits"));
+            let refused = || {
+                file_error(
+                    path,
+                    format!("{key}: after a backslash comes another, or x and two digits"),
+                )
+            };
             OsString::from_vec(bytes.ok_or_else(refused)?)
         }
         other => {
@@ -67,7 +80,10 @@ fn is_escaped(table: &toml::Table) -> bool {
 }
 
 fn file_error(path: &Path, message: String) -> ConfigError {
-    ConfigError::File { path: quoted_path(path), message }
+    ConfigError::File {
+        path: quoted_path(path),
+        message,
+    }
 }
 
 #[cfg(test)]
@@ -81,10 +97,19 @@ mod tests {
     #[test]
     fn numbers_booleans_and_strings_are_values() {
         let given = parse_text("io-threads = 8\npopulate = false\narena-size = \"1G\"").unwrap();
-        let mut texts: Vec<_> =
-            given.iter().map(|given| (given.row.name, given.text.to_str().unwrap())).collect();
+        let mut texts: Vec<_> = given
+            .iter()
+            .map(|given| (given.row.name, given.text.to_str().unwrap()))
+            .collect();
         texts.sort_unstable();
-        assert_eq!(texts, [("arena-size", "1G"), ("io-threads", "8"), ("populate", "no")]);
+        assert_eq!(
+            texts,
+            [
+                ("arena-size", "1G"),
+                ("io-threads", "8"),
+                ("populate", "no")
+            ]
+        );
     }
 
     #[test]
@@ -93,13 +118,20 @@ mod tests {
         assert_eq!(given[0].text.as_encoded_bytes(), b"/disk/caf\xe9");
         let error = parse_text(r#"spill = { escaped = "\\e9" }"#).unwrap_err();
         assert!(error.contains("spill: after a backslash"), "{error}");
-        assert!(parse_text(r#"spill = { escape = "/" }"#).unwrap_err().contains("type table"));
+        assert!(
+            parse_text(r#"spill = { escape = "/" }"#)
+                .unwrap_err()
+                .contains("type table")
+        );
     }
 
     #[test]
     fn errors_name_the_file_and_the_line_or_key() {
         let error = parse_text("io-threads = 8\nclose = ").unwrap_err();
-        assert!(error.starts_with("/etc/firn/firn.toml: line 2: "), "{error}");
+        assert!(
+            error.starts_with("/etc/firn/firn.toml: line 2: "),
+            "{error}"
+        );
         assert_eq!(
             parse_text("clse = \"held\"").unwrap_err(),
             "/etc/firn/firn.toml: unknown option `clse`, did you mean `close`?"

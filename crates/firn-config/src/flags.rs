@@ -16,25 +16,49 @@ pub fn args() -> impl Iterator<Item = Arg> {
 
 /// The flag of one option.
 pub fn arg(row: &'static Row) -> Arg {
-    let default = if row.default.is_empty() { String::new() } else { format!(" [default: {}]", row.default) };
+    let default = if row.default.is_empty() {
+        String::new()
+    } else {
+        format!(" [default: {}]", row.default)
+    };
     let arg = Arg::new(row.name)
         .long(row.name)
         .value_name(row.kind.value_name())
         .help(format!("{}{default}", row.help))
-        .long_help(format!("{}{default}\n\n{}\n\nValue: {}.", row.help, row.long, row.kind.allowed()))
+        .long_help(format!(
+            "{}{default}\n\n{}\n\nValue: {}.",
+            row.help,
+            row.long,
+            row.kind.allowed()
+        ))
         .help_heading("Mount options")
-        .visible_aliases(ALIASES.iter().filter(|(_, name)| *name == row.name).map(|(alias, _)| *alias));
+        .visible_aliases(
+            ALIASES
+                .iter()
+                .filter(|(_, name)| *name == row.name)
+                .map(|(alias, _)| *alias),
+        );
     match row.kind {
-        Kind::Choice(words) => arg.value_parser(PossibleValuesParser::new(words)).hide_possible_values(true),
+        Kind::Choice(words) => arg
+            .value_parser(PossibleValuesParser::new(words))
+            .hide_possible_values(true),
         Kind::Switch => arg
             .num_args(0..=1)
             .require_equals(true)
             .default_missing_value("yes")
             .value_parser(PossibleValuesParser::new(["yes", "no"]))
             .hide_possible_values(true),
-        Kind::Directory => arg.value_hint(clap::ValueHint::DirPath).value_parser(value_parser!(OsString)),
-        Kind::Path => arg.value_hint(clap::ValueHint::AnyPath).value_parser(value_parser!(OsString)),
-        Kind::Size { .. } | Kind::Duration { .. } | Kind::Count { .. } | Kind::Node | Kind::Nodes => arg,
+        Kind::Directory => arg
+            .value_hint(clap::ValueHint::DirPath)
+            .value_parser(value_parser!(OsString)),
+        Kind::Path => arg
+            .value_hint(clap::ValueHint::AnyPath)
+            .value_parser(value_parser!(OsString)),
+        Kind::Size { .. }
+        | Kind::Duration { .. }
+        | Kind::Count { .. }
+        | Kind::Node
+        | Kind::Nodes => arg,
     }
 }
 
@@ -45,10 +69,16 @@ pub fn given_flags(matches: &ArgMatches) -> Vec<Given> {
         .filter_map(|row| {
             // Paths are bytes, all else is text.
             let text = match row.kind {
-                Kind::Directory | Kind::Path => {
-                    matches.try_get_one::<OsString>(row.name).ok().flatten()?.clone()
-                }
-                _ => matches.try_get_one::<String>(row.name).ok().flatten()?.into(),
+                Kind::Directory | Kind::Path => matches
+                    .try_get_one::<OsString>(row.name)
+                    .ok()
+                    .flatten()?
+                    .clone(),
+                _ => matches
+                    .try_get_one::<String>(row.name)
+                    .ok()
+                    .flatten()?
+                    .into(),
             };
             Some(Given { row, text })
         })
@@ -62,10 +92,20 @@ mod tests {
     #[test]
     fn a_switch_may_stand_alone_or_with_its_value() {
         let command = clap::Command::new("t").args(args());
-        let matches = command.get_matches_from(["t", "--allow-other", "--populate=no", "--arena-size", "1G"]);
-        let texts: Vec<_> =
-            given_flags(&matches).into_iter().map(|given| (given.row.name, given.text)).collect();
-        let expected = [("arena-size", "1G"), ("allow-other", "yes"), ("populate", "no")];
-        assert_eq!(texts, expected.map(|(name, text)| (name, OsString::from(text))));
+        let matches =
+            command.get_matches_from(["t", "--allow-other", "--populate=no", "--arena-size", "1G"]);
+        let texts: Vec<_> = given_flags(&matches)
+            .into_iter()
+            .map(|given| (given.row.name, given.text))
+            .collect();
+        let expected = [
+            ("arena-size", "1G"),
+            ("allow-other", "yes"),
+            ("populate", "no"),
+        ];
+        assert_eq!(
+            texts,
+            expected.map(|(name, text)| (name, OsString::from(text)))
+        );
     }
 }

@@ -38,7 +38,11 @@ pub enum Unknown {
 /// Parses a list; empty words are skipped, as mount(8) does.
 pub fn parse_minus_o(text: impl AsRef<OsStr>, unknown: Unknown) -> Result<MinusO, ConfigError> {
     let mut parsed = MinusO::default();
-    let words = text.as_ref().as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
+    let words = text
+        .as_ref()
+        .as_bytes()
+        .split(|byte| *byte == b',')
+        .map(<[u8]>::trim_ascii);
     for word in words.filter(|word| !word.is_empty()) {
         let text = std::str::from_utf8(word).ok();
         if let Some(flag) = text.and_then(KernelFlag::parse) {
@@ -91,7 +95,11 @@ fn given(word: &[u8]) -> Result<Given, ConfigError> {
         (None, Kind::Switch) => "yes".into(),
         (None, kind) => {
             let why = format!("lacks a value: write {}={}", row.name, kind.value_name());
-            return Err(ConfigError::Value { origin: Origin::MinusO, name: row.name, why });
+            return Err(ConfigError::Value {
+                origin: Origin::MinusO,
+                name: row.name,
+                why,
+            });
         }
     };
     Ok(Given { row, text })
@@ -102,13 +110,25 @@ mod tests {
     use super::*;
 
     fn names(parsed: &MinusO) -> Vec<(&str, &str)> {
-        parsed.given.iter().map(|given| (given.row.name, given.text.to_str().unwrap())).collect()
+        parsed
+            .given
+            .iter()
+            .map(|given| (given.row.name, given.text.to_str().unwrap()))
+            .collect()
     }
 
     #[test]
     fn a_list_keeps_its_order_and_takes_underscores() {
-        let parsed = parse_minus_o("arena_size=1G, close=held,,allow_other", Unknown::Refuse).unwrap();
-        assert_eq!(names(&parsed), [("arena-size", "1G"), ("close", "held"), ("allow-other", "yes")]);
+        let parsed =
+            parse_minus_o("arena_size=1G, close=held,,allow_other", Unknown::Refuse).unwrap();
+        assert_eq!(
+            names(&parsed),
+            [
+                ("arena-size", "1G"),
+                ("close", "held"),
+                ("allow-other", "yes")
+            ]
+        );
     }
 
     #[test]
@@ -119,16 +139,27 @@ mod tests {
         assert_eq!(names(&parsed), [("read-only", "no")]);
         assert_eq!(
             parsed.kernel_flags,
-            [KernelFlag::NoDev, KernelFlag::NoSuid, KernelFlag::NoExec, KernelFlag::NoAtime]
+            [
+                KernelFlag::NoDev,
+                KernelFlag::NoSuid,
+                KernelFlag::NoExec,
+                KernelFlag::NoAtime
+            ]
         );
     }
 
     #[test]
     fn an_unknown_word_is_refused_with_the_nearest_name_or_tolerated() {
         let error = parse_minus_o("chunksize=4M", Unknown::Refuse).unwrap_err();
-        assert_eq!(error.to_string(), "-o: unknown option `chunksize`, did you mean `chunk-size`?");
+        assert_eq!(
+            error.to_string(),
+            "-o: unknown option `chunksize`, did you mean `chunk-size`?"
+        );
         let error = parse_minus_o("qwertyuiop", Unknown::Refuse).unwrap_err();
-        assert_eq!(error.to_string(), "-o: unknown option `qwertyuiop` (`firn config` lists the options)");
+        assert_eq!(
+            error.to_string(),
+            "-o: unknown option `qwertyuiop` (`firn config` lists the options)"
+        );
         let parsed = parse_minus_o("qwertyuiop,ro", Unknown::Tolerate).unwrap();
         assert_eq!(parsed.tolerated, ["qwertyuiop"]);
         assert_eq!(names(&parsed), [("read-only", "yes")]);
@@ -142,14 +173,26 @@ mod tests {
         let parse = |option: &str| row(option).unwrap().kind.parse(&parsed.given[0].text);
         let expected = std::path::PathBuf::from(OsStr::from_bytes(b"/disk/caf\xe9=1"));
         assert_eq!(parse("spill"), Ok(crate::value::Value::Directory(expected)));
-        assert!(parse("node").unwrap_err().contains(r"`/disk/caf\xe9=1` is not"), "{:?}", parse("node"));
+        assert!(
+            parse("node")
+                .unwrap_err()
+                .contains(r"`/disk/caf\xe9=1` is not"),
+            "{:?}",
+            parse("node")
+        );
         let unknown = parse_minus_o(OsStr::from_bytes(b"\xff=1"), Unknown::Refuse).unwrap_err();
-        assert!(unknown.to_string().contains(r"unknown option `\xff`"), "{unknown}");
+        assert!(
+            unknown.to_string().contains(r"unknown option `\xff`"),
+            "{unknown}"
+        );
     }
 
     #[test]
     fn a_key_without_its_value_says_how_to_write_it() {
         let error = parse_minus_o("arena-size", Unknown::Refuse).unwrap_err();
-        assert_eq!(error.to_string(), "-o: arena-size: lacks a value: write arena-size=SIZE");
+        assert_eq!(
+            error.to_string(),
+            "-o: arena-size: lacks a value: write arena-size=SIZE"
+        );
     }
 }

@@ -84,7 +84,13 @@ pub enum LogLevel {
 
 impl LogLevel {
     /// All levels, in the order of the words in the table.
-    pub const ALL: [Self; 5] = [Self::Error, Self::Warn, Self::Info, Self::Debug, Self::Trace];
+    pub const ALL: [Self; 5] = [
+        Self::Error,
+        Self::Warn,
+        Self::Info,
+        Self::Debug,
+        Self::Trace,
+    ];
 
     /// The word.
     pub fn as_str(self) -> &'static str {
@@ -208,7 +214,10 @@ impl Default for Options {
             let value = row.kind.parse(row.default);
             // An empty default means that the field stays as `blank` made it.
             if !row.default.is_empty() {
-                (row.set)(&mut options, value.expect("the table's defaults are in range (a test proves it)"));
+                (row.set)(
+                    &mut options,
+                    value.expect("the table's defaults are in range (a test proves it)"),
+                );
             }
         }
         options

@@ -59,15 +59,30 @@ io-threads = 8
 pub fn configuration_page() -> String {
     let mut page = HEAD.to_owned();
     for row in &TABLE {
-        let default = if row.default.is_empty() { "none".to_owned() } else { format!("`{}`", row.default) };
+        let default = if row.default.is_empty() {
+            "none".to_owned()
+        } else {
+            format!("`{}`", row.default)
+        };
         let name = row.name;
-        writeln!(page, "| [`{name}`](#{name}) | {default} | {} | {} |", row.kind.allowed(), row.help)
-            .expect("a String");
+        writeln!(
+            page,
+            "| [`{name}`](#{name}) | {default} | {} | {} |",
+            row.kind.allowed(),
+            row.help
+        )
+        .expect("a String");
     }
     for row in &TABLE {
         write!(page, "\n## {}\n\n{}. {}\n\n", row.name, row.help, row.long).expect("a String");
-        writeln!(page, "Flag `--{0}`, `-o {0}={1}`, `{2}`.", row.name, row.kind.value_name(), row.env())
-            .expect("a String");
+        writeln!(
+            page,
+            "Flag `--{0}`, `-o {0}={1}`, `{2}`.",
+            row.name,
+            row.kind.value_name(),
+            row.env()
+        )
+        .expect("a String");
     }
     page.push_str("\n## Contradictions\n\n");
     for rule in &RULES {

@@ -7,13 +7,22 @@
 /// The letters of sizes, each 1024 times the one before.
 const SIZE_UNITS: [(&str, u32); 4] = [("K", 10), ("M", 20), ("G", 30), ("T", 40)];
 /// Units of durations in milliseconds, largest first, so that [`duration_text`] takes the first that divides.
-const DURATION_UNITS: [(&str, u64); 4] = [("h", 3_600_000), ("min", 60_000), ("s", 1000), ("ms", 1)];
+const DURATION_UNITS: [(&str, u64); 4] =
+    [("h", 3_600_000), ("min", 60_000), ("s", 1000), ("ms", 1)];
 
 /// Bytes of a size such as `65536`, `64K`, `4MiB`, `1.5G`.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let (digits, unit) = split_unit(text);
-    let bare = unit.strip_suffix("iB").or_else(|| unit.strip_suffix("ib")).unwrap_or(unit);
-    let shift = match (unit, SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(bare))) {
+    let bare = unit
+        .strip_suffix("iB")
+        .or_else(|| unit.strip_suffix("ib"))
+        .unwrap_or(unit);
+    let shift = match (
+        unit,
+        SIZE_UNITS
+            .iter()
+            .find(|(name, _)| name.eq_ignore_ascii_case(bare)),
+    ) {
         ("" | "B", _) => 0,
         (_, Some((_, shift))) => *shift,
         _ => {
@@ -29,7 +38,10 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 
 /// The shortest exact way to write `bytes` that [`parse_size`] reads back.
 pub fn size_text(bytes: u64) -> String {
-    let unit = SIZE_UNITS.iter().rev().find(|(_, shift)| bytes != 0 && bytes.trailing_zeros() >= *shift);
+    let unit = SIZE_UNITS
+        .iter()
+        .rev()
+        .find(|(_, shift)| bytes != 0 && bytes.trailing_zeros() >= *shift);
     match unit {
         Some((name, shift)) => format!("{}{name}", bytes >> shift),
         None => bytes.to_string(),
@@ -46,9 +58,12 @@ pub fn parse_duration_ms(text: &str) -> Result<u64, String> {
         return Err(format!("`{text}` lacks a unit: write {text}ms or {text}s"));
     }
     let unit = if unit == "m" { "min" } else { unit };
-    let (_, factor) = DURATION_UNITS.iter().find(|(name, _)| *name == unit).ok_or_else(|| {
-        format!("`{text}` is not a duration: write a number and ms, s, min or h, such as 5s")
-    })?;
+    let (_, factor) = DURATION_UNITS
+        .iter()
+        .find(|(name, _)| *name == unit)
+        .ok_or_else(|| {
+            format!("`{text}` is not a duration: write a number and ms, s, min or h, such as 5s")
+        })?;
     scale(digits, *factor).ok_or_else(|| {
         format!("`{text}` is not a duration: write a whole number of milliseconds, such as 500ms")
     })
@@ -56,7 +71,9 @@ pub fn parse_duration_ms(text: &str) -> Result<u64, String> {
 
 /// The shortest exact way to write `ms` that [`parse_duration_ms`] reads back.
 pub fn duration_text(ms: u64) -> String {
-    let unit = DURATION_UNITS.iter().find(|(_, factor)| ms != 0 && ms.is_multiple_of(*factor));
+    let unit = DURATION_UNITS
+        .iter()
+        .find(|(_, factor)| ms != 0 && ms.is_multiple_of(*factor));
     match unit {
         Some((name, factor)) => format!("{}{name}", ms / factor),
         None => "0".to_owned(),
@@ -64,7 +81,9 @@ pub fn duration_text(ms: u64) -> String {
 }
 
 fn split_unit(text: &str) -> (&str, &str) {
-    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let end = text
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(text.len());
     let (digits, unit) = text.split_at(end);
     (digits, unit.trim_start())
 }
@@ -127,7 +146,10 @@ mod tests {
     #[test]
     fn decimal_units_and_bare_durations_are_refused_with_advice() {
         assert!(parse_size("256MB").unwrap_err().contains("such as 256M"));
-        assert_eq!(parse_duration_ms("5").unwrap_err(), "`5` lacks a unit: write 5ms or 5s");
+        assert_eq!(
+            parse_duration_ms("5").unwrap_err(),
+            "`5` lacks a unit: write 5ms or 5s"
+        );
     }
 
     #[test]

@@ -72,11 +72,16 @@ impl Surroundings {
     /// Those of this process: `$XDG_CONFIG_HOME/firn/firn.toml` (or `~/.config/…`), `/etc/firn/firn.toml`.
     pub fn of_process() -> Self {
         // A variable whose name is not UTF-8 is nobody's option: leave it out instead of failing on it.
-        let env: BTreeMap<String, OsString> =
-            std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value))).collect();
-        let absolute =
-            |name: &str| env.get(name).filter(|dir| Path::new(dir).is_absolute()).map(PathBuf::from);
-        let home = absolute("XDG_CONFIG_HOME").or_else(|| absolute("HOME").map(|home| home.join(".config")));
+        let env: BTreeMap<String, OsString> = std::env::vars_os()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
+            .collect();
+        let absolute = |name: &str| {
+            env.get(name)
+                .filter(|dir| Path::new(dir).is_absolute())
+                .map(PathBuf::from)
+        };
+        let home = absolute("XDG_CONFIG_HOME")
+            .or_else(|| absolute("HOME").map(|home| home.join(".config")));
         Self {
             user_file: home.map(|dir| dir.join("firn/firn.toml")),
             system_file: Some(PathBuf::from("/etc/firn/firn.toml")),
@@ -113,12 +118,21 @@ impl Sources {
             options: Options::default(),
             origins: TABLE.iter().map(|row| (row, Origin::Default)).collect(),
         };
-        for file in [&self.surroundings.system_file, &self.surroundings.user_file].into_iter().flatten() {
+        for file in [&self.surroundings.system_file, &self.surroundings.user_file]
+            .into_iter()
+            .flatten()
+        {
             resolved.take(&read_file(file)?, &Origin::File(file.clone()))?;
         }
         for row in &TABLE {
             if let Some(text) = self.surroundings.env.get(&row.env()) {
-                resolved.take(&[Given { row, text: text.clone() }], &Origin::Environment(row.env()))?;
+                resolved.take(
+                    &[Given {
+                        row,
+                        text: text.clone(),
+                    }],
+                    &Origin::Environment(row.env()),
+                )?;
             }
         }
         resolved.take(&self.minus_o.given, &Origin::MinusO)?;
@@ -131,7 +145,12 @@ impl Sources {
 
     fn refuse_disagreement(&self) -> Result<(), ConfigError> {
         for flag in &self.flags {
-            let same = self.minus_o.given.iter().rev().find(|given| given.row.name == flag.row.name);
+            let same = self
+                .minus_o
+                .given
+                .iter()
+                .rev()
+                .find(|given| given.row.name == flag.row.name);
             if let Some(other) = same.filter(|other| other.text != flag.text) {
                 return Err(ConfigError::Twice {
                     name: flag.row.name,
@@ -167,7 +186,11 @@ impl Resolved {
         for rule in &RULES {
             if (rule.broken)(&self.options) {
                 let [first, second] = rule.names.map(|name| self.describe(name));
-                return Err(ConfigError::Contradiction { first, second, advice: rule.advice });
+                return Err(ConfigError::Contradiction {
+                    first,
+                    second,
+                    advice: rule.advice,
+                });
             }
         }
         Ok(())
@@ -175,9 +198,12 @@ impl Resolved {
 
     /// `name=value (origin)`.
     fn describe(&self, name: &str) -> String {
-        self.origins.iter().find(|(row, _)| row.name == name).map_or_else(String::new, |(row, origin)| {
-            format!("{name}={} ({origin})", (row.get)(&self.options))
-        })
+        self.origins
+            .iter()
+            .find(|(row, _)| row.name == name)
+            .map_or_else(String::new, |(row, origin)| {
+                format!("{name}={} ({origin})", (row.get)(&self.options))
+            })
     }
 }
 

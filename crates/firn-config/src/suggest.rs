@@ -5,8 +5,10 @@ use crate::table::TABLE;
 /// The option whose name is nearest to `name`, if one is near.
 pub fn nearest(name: &str) -> Option<&'static str> {
     let name = name.replace('_', "-").to_lowercase();
-    let (row, distance) =
-        TABLE.iter().map(|row| (row, strsim::levenshtein(&name, row.name))).min_by_key(|(_, d)| *d)?;
+    let (row, distance) = TABLE
+        .iter()
+        .map(|row| (row, strsim::levenshtein(&name, row.name)))
+        .min_by_key(|(_, d)| *d)?;
     (distance <= 1 + row.name.len() / 4).then_some(row.name)
 }
 

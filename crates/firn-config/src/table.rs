@@ -8,7 +8,9 @@ use std::path::PathBuf;
 
 use firn_format::quote::quoted_path;
 
-use crate::options::{Close, Door, Drain, Fsync, LogLevel, Mode, Options, Participants, Passthrough};
+use crate::options::{
+    Close, Door, Drain, Fsync, LogLevel, Mode, Options, Participants, Passthrough,
+};
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
 
@@ -45,7 +47,10 @@ pub const ALIASES: [(&str, &str); 1] = [("memory", "arena-size")];
 /// The row of that name or alias; underscores count as hyphens.
 pub fn row(name: &str) -> Option<&'static Row> {
     let name = name.replace('_', "-");
-    let name = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name.as_str(), |(_, name)| name);
+    let name = ALIASES
+        .iter()
+        .find(|(alias, _)| *alias == name)
+        .map_or(name.as_str(), |(_, name)| name);
     TABLE.iter().find(|row| row.name == name)
 }
 
@@ -53,7 +58,11 @@ pub fn row(name: &str) -> Option<&'static Row> {
 pub static TABLE: [Row; 28] = [
     Row {
         name: "arena-size",
-        kind: Kind::Size { min: 1 << 20, max: 16 << 40, power_of_two: false },
+        kind: Kind::Size {
+            min: 1 << 20,
+            max: 16 << 40,
+            power_of_two: false,
+        },
         default: "256M",
         help: "Memory that may hold data not yet in the backing",
         long: "The arena is a file in memory that takes what programs write. When it is full, writers wait for the \
@@ -65,7 +74,11 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "chunk-size",
-        kind: Kind::Size { min: 64 << 10, max: 1 << 30, power_of_two: true },
+        kind: Kind::Size {
+            min: 64 << 10,
+            max: 1 << 30,
+            power_of_two: true,
+        },
         default: "4M",
         help: "Unit in which data is collected and written to the backing",
         long: "A full chunk goes to the backing in large writes. Larger chunks suit a backing where each write is \
@@ -76,7 +89,11 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "io-threads",
-        kind: Kind::Count { min: 1, max: 256, zero: None },
+        kind: Kind::Count {
+            min: 1,
+            max: 256,
+            zero: None,
+        },
         default: "4",
         help: "IO threads that write to the backing at once",
         long: "More help a backing that answers slowly and serves many requests together; a disk is better off with few.",
@@ -99,7 +116,13 @@ pub static TABLE: [Row; 28] = [
             Door::Mount => "mount".into(),
             Door::Preload => "preload".into(),
         },
-        set: |o, v| o.door = if v.choice() == 0 { Door::Mount } else { Door::Preload },
+        set: |o, v| {
+            o.door = if v.choice() == 0 {
+                Door::Mount
+            } else {
+                Door::Preload
+            }
+        },
     },
     Row {
         name: "drain",
@@ -122,14 +145,24 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "history",
-        kind: Kind::Count { min: 0, max: 1000, zero: Some("off") },
+        kind: Kind::Count {
+            min: 0,
+            max: 1000,
+            zero: Some("off"),
+        },
         default: "off",
         help: "With drain=commit: commits before the last one that `firn restore` can bring back",
         long: "Each commit then copies first what it is going to overwrite, and keeps what it removes, in `.firn/` in the \
                backing; where the backing shares blocks between files (btrfs, xfs) the copies take no room. What was \
                changed outside of transactions is not brought back.",
         changes_promises: true,
-        get: |o| if o.history == 0 { "off".to_owned() } else { o.history.to_string() },
+        get: |o| {
+            if o.history == 0 {
+                "off".to_owned()
+            } else {
+                o.history.to_string()
+            }
+        },
         set: |o, v| o.history = v.number() as u32,
     },
     Row {
@@ -174,7 +207,10 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "participants-wait",
-        kind: Kind::Duration { min_ms: 1000, max_ms: 24 * 3600 * 1000 },
+        kind: Kind::Duration {
+            min_ms: 1000,
+            max_ms: 24 * 3600 * 1000,
+        },
         default: "5min",
         help: "How long a prepare or commit waits for the other participants",
         long: "After it the nodes that have come give the commit up, for all of them: their transactions stay open. After \
@@ -211,7 +247,10 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "backup-every",
-        kind: Kind::Duration { min_ms: 1000, max_ms: 24 * 3600 * 1000 },
+        kind: Kind::Duration {
+            min_ms: 1000,
+            max_ms: 24 * 3600 * 1000,
+        },
         default: "10s",
         help: "How often files of an open transaction are copied to the backup",
         long: "A file is copied once it has not changed for so long, and again if it changes after that. What was copied \
@@ -252,7 +291,10 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "drain-age",
-        kind: Kind::Duration { min_ms: 0, max_ms: 86_400_000 },
+        kind: Kind::Duration {
+            min_ms: 0,
+            max_ms: 86_400_000,
+        },
         default: "5s",
         help: "Longest time that written data waits for its chunk to fill before it drains",
         long: "Bounds what the loss of the node can take. Shorter means smaller writes to the backing.",
@@ -262,13 +304,23 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "fuse-threads",
-        kind: Kind::Count { min: 0, max: 256, zero: Some("auto") },
+        kind: Kind::Count {
+            min: 0,
+            max: 256,
+            zero: Some("auto"),
+        },
         default: "auto",
         help: "Threads that answer the kernel",
         long: "`auto` is one a core. What comes while all of them are in calls of the backing that do not return is \
                left to other threads, which are started for it.",
         changes_promises: false,
-        get: |o| if o.fuse_threads == 0 { "auto".to_owned() } else { o.fuse_threads.to_string() },
+        get: |o| {
+            if o.fuse_threads == 0 {
+                "auto".to_owned()
+            } else {
+                o.fuse_threads.to_string()
+            }
+        },
         set: |o, v| o.fuse_threads = v.number() as u32,
     },
     Row {
@@ -337,7 +389,11 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "spill-size",
-        kind: Kind::Size { min: 0, max: 64 << 40, power_of_two: false },
+        kind: Kind::Size {
+            min: 0,
+            max: 64 << 40,
+            power_of_two: false,
+        },
         default: "0",
         help: "Room of the spill file; 0: as much as arena-size",
         long: "All of it is allocated at mount. When memory and spill file are full, writers wait for the drain, or \
@@ -348,7 +404,11 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "spill-upper",
-        kind: Kind::Count { min: 0, max: 100, zero: None },
+        kind: Kind::Count {
+            min: 0,
+            max: 100,
+            zero: None,
+        },
         default: "80",
         help: "Percent of the arena in use above which chunks move to the spill file",
         long: "Lower it where bursts are large: what is free above it takes them at memory speed.",
@@ -358,7 +418,11 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "spill-lower",
-        kind: Kind::Count { min: 0, max: 100, zero: None },
+        kind: Kind::Count {
+            min: 0,
+            max: 100,
+            zero: None,
+        },
         default: "60",
         help: "Percent of the arena in use down to which chunks move",
         long: "The distance to `spill-upper` is the length of the runs that the disk gets.",
@@ -368,7 +432,10 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "attr-timeout",
-        kind: Kind::Duration { min_ms: 0, max_ms: 3_600_000 },
+        kind: Kind::Duration {
+            min_ms: 0,
+            max_ms: 3_600_000,
+        },
         default: "1s",
         help: "How long the kernel may keep names and attributes",
         long: "A change made in the backing behind Firn's back, such as by another node, is seen after this time at \
@@ -578,7 +645,9 @@ mod tests {
         let options = Options::default();
         for row in &TABLE {
             if !row.default.is_empty() {
-                row.kind.parse(row.default).unwrap_or_else(|why| panic!("{}: {why}", row.name));
+                row.kind
+                    .parse(row.default)
+                    .unwrap_or_else(|why| panic!("{}: {why}", row.name));
             }
             assert_eq!((row.get)(&options), row.default, "{}", row.name);
         }
@@ -588,7 +657,9 @@ mod tests {
     #[test]
     fn every_word_of_a_choice_reads_back_as_itself() {
         for row in &TABLE {
-            let Kind::Choice(words) = row.kind else { continue };
+            let Kind::Choice(words) = row.kind else {
+                continue;
+            };
             for word in words {
                 let mut options = Options::default();
                 (row.set)(&mut options, row.kind.parse(word).unwrap());

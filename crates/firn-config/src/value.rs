@@ -72,7 +72,10 @@ impl Kind {
         if let Kind::Directory | Kind::Path = self {
             return match text.as_bytes() {
                 [b'/', ..] => Ok(Value::Directory(PathBuf::from(text))),
-                bytes => Err(format!("`{}` is not an absolute path: begin it with a slash", quoted(bytes))),
+                bytes => Err(format!(
+                    "`{}` is not an absolute path: begin it with a slash",
+                    quoted(bytes)
+                )),
             };
         }
         let not_text = || format!("`{}` is not {}", quoted(text.as_bytes()), self.allowed());
@@ -81,7 +84,11 @@ impl Kind {
 
     fn parse_text(&self, text: &str) -> Result<Value, String> {
         match *self {
-            Kind::Size { min, max, power_of_two } => {
+            Kind::Size {
+                min,
+                max,
+                power_of_two,
+            } => {
                 let bytes = within(parse_size(text)?, min, max, text, size_text)?;
                 if power_of_two && !bytes.is_power_of_two() {
                     return Err(format!(
@@ -91,12 +98,21 @@ impl Kind {
                 }
                 Ok(Value::Number(bytes))
             }
-            Kind::Duration { min_ms, max_ms } => {
-                within(parse_duration_ms(text)?, min_ms, max_ms, text, duration_text).map(Value::Number)
-            }
-            Kind::Count { zero: Some(word), .. } if word == text => Ok(Value::Number(0)),
+            Kind::Duration { min_ms, max_ms } => within(
+                parse_duration_ms(text)?,
+                min_ms,
+                max_ms,
+                text,
+                duration_text,
+            )
+            .map(Value::Number),
+            Kind::Count {
+                zero: Some(word), ..
+            } if word == text => Ok(Value::Number(0)),
             Kind::Count { min, max, .. } => {
-                let number = text.parse().map_err(|_| format!("`{text}` is not {}", self.allowed()))?;
+                let number = text
+                    .parse()
+                    .map_err(|_| format!("`{text}` is not {}", self.allowed()))?;
                 within(number, min, max, text, |n| n.to_string()).map(Value::Number)
             }
             Kind::Choice(words) => words
@@ -113,7 +129,9 @@ impl Kind {
             Kind::Node => node_name(text).map(|name| Value::Names(vec![name])),
             Kind::Nodes if text == "off" => Ok(Value::Number(0)),
             Kind::Nodes => match text.parse() {
-                Ok(number) => within(number, 2, NODES_MAX, text, |n| n.to_string()).map(Value::Number),
+                Ok(number) => {
+                    within(number, 2, NODES_MAX, text, |n| n.to_string()).map(Value::Number)
+                }
                 Err(_) => nodes(text).map(Value::Names),
             },
         }
@@ -137,20 +155,42 @@ impl Kind {
     /// What is allowed, for help and errors.
     pub fn allowed(&self) -> String {
         match *self {
-            Kind::Size { min, max, power_of_two } => {
-                let shape = if power_of_two { "a power of two" } else { "a size" };
+            Kind::Size {
+                min,
+                max,
+                power_of_two,
+            } => {
+                let shape = if power_of_two {
+                    "a power of two"
+                } else {
+                    "a size"
+                };
                 format!("{shape} from {} to {}", size_text(min), size_text(max))
             }
             Kind::Duration { min_ms, max_ms } => {
-                format!("a duration from {} to {}", duration_text(min_ms), duration_text(max_ms))
+                format!(
+                    "a duration from {} to {}",
+                    duration_text(min_ms),
+                    duration_text(max_ms)
+                )
             }
-            Kind::Count { min, max, zero: Some(word) } => {
+            Kind::Count {
+                min,
+                max,
+                zero: Some(word),
+            } => {
                 format!("`{word}` or a number from {} to {max}", min.max(1))
             }
-            Kind::Count { min, max, zero: None } => format!("a number from {min} to {max}"),
-            Kind::Choice(words) => {
-                words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(" or ")
-            }
+            Kind::Count {
+                min,
+                max,
+                zero: None,
+            } => format!("a number from {min} to {max}"),
+            Kind::Choice(words) => words
+                .iter()
+                .map(|word| format!("`{word}`"))
+                .collect::<Vec<_>>()
+                .join(" or "),
             Kind::Switch => "`yes` or `no`".to_owned(),
             Kind::Directory | Kind::Path => "an absolute path".to_owned(),
             Kind::Node => format!("up to {NAME_BYTES_MAX} letters, digits, `.`, `-` and `_`"),
@@ -171,25 +211,44 @@ const NAME_BYTES_MAX: usize = 64;
 fn node_name(text: &str) -> Result<String, String> {
     let is_good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(is_good) {
-        return Err(format!("`{text}` is not the name of a node: it has {}", Kind::Node.allowed()));
+        return Err(format!(
+            "`{text}` is not the name of a node: it has {}",
+            Kind::Node.allowed()
+        ));
     }
     Ok(text.to_owned())
 }
 
 fn nodes(text: &str) -> Result<Vec<String>, String> {
     let names: Vec<String> = text.split(':').map(node_name).collect::<Result<_, _>>()?;
-    if let Some(twice) = names.iter().enumerate().find(|(at, name)| names[..*at].contains(name)) {
+    if let Some(twice) = names
+        .iter()
+        .enumerate()
+        .find(|(at, name)| names[..*at].contains(name))
+    {
         return Err(format!("`{text}` has {} twice", twice.1));
     }
     if names.len() < 2 {
-        return Err(format!("`{text}` is one node: several take part, or leave it off"));
+        return Err(format!(
+            "`{text}` is one node: several take part, or leave it off"
+        ));
     }
     Ok(names)
 }
 
-fn within(number: u64, min: u64, max: u64, text: &str, show: fn(u64) -> String) -> Result<u64, String> {
+fn within(
+    number: u64,
+    min: u64,
+    max: u64,
+    text: &str,
+    show: fn(u64) -> String,
+) -> Result<u64, String> {
     if (min..=max).contains(&number) {
         return Ok(number);
     }
-    Err(format!("{text} is out of range: it may be {} to {}", show(min), show(max)))
+    Err(format!(
+        "{text} is out of range: it may be {} to {}",
+        show(min),
+        show(max)
+    ))
 }

@@ -11,7 +11,10 @@ use serde::{Deserialize, Serialize};
 use crate::ranges::Ranges;
 
 /// The header of its file.
-pub const SEAL: Seal = Seal { magic: *b"FIRNACCS", version: 1 };
+pub const SEAL: Seal = Seal {
+    magic: *b"FIRNACCS",
+    version: 1,
+};
 
 /// Why the bytes of a list are none.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -54,7 +57,11 @@ pub struct Process {
 impl Process {
     /// From ranges.
     pub fn new(pid: u32, read: &Ranges, written: &Ranges) -> Self {
-        Self { pid, read: pack(read), written: pack(written) }
+        Self {
+            pid,
+            read: pack(read),
+            written: pack(written),
+        }
     }
 
     /// Bytes that it read: from, to.
@@ -127,7 +134,11 @@ pub struct Published {
 impl Published {
     /// Number of ranges.
     pub fn ranges(&self) -> usize {
-        self.files.iter().flat_map(|file| &file.processes).map(Process::len).sum()
+        self.files
+            .iter()
+            .flat_map(|file| &file.processes)
+            .map(Process::len)
+            .sum()
     }
 
     /// The bytes that are stored.
@@ -137,14 +148,24 @@ impl Published {
 
     /// From the bytes that were stored. Every name in what comes back is a single component.
     pub fn decode(bytes: &[u8]) -> Result<Self, ListError> {
-        let list: Self = postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| ListError::Damaged)?;
-        if list.components().all(is_component) { Ok(list) } else { Err(ListError::Damaged) }
+        let list: Self =
+            postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| ListError::Damaged)?;
+        if list.components().all(is_component) {
+            Ok(list)
+        } else {
+            Err(ListError::Damaged)
+        }
     }
 
     /// Everything in it that names something in a directory.
     fn components(&self) -> impl Iterator<Item = &[u8]> {
-        let names = self.used.iter().chain(self.changed.iter().map(|(name, _)| name));
-        names.map(|name| &name.name[..]).chain([self.node.as_bytes()])
+        let names = self
+            .used
+            .iter()
+            .chain(self.changed.iter().map(|(name, _)| name));
+        names
+            .map(|name| &name.name[..])
+            .chain([self.node.as_bytes()])
     }
 }
 
@@ -170,9 +191,22 @@ mod tests {
         let processes = vec![Process::new(12, &ranges, &Ranges::default())];
         Published {
             node: "n1".into(),
-            files: vec![File { ino: 5, path: b"dir/\xff".to_vec(), processes }],
-            used: vec![Name { dir: 2, name: b"dir".to_vec() }],
-            changed: vec![(Name { dir: 2, name: b"x".to_vec() }, b"x".to_vec())],
+            files: vec![File {
+                ino: 5,
+                path: b"dir/\xff".to_vec(),
+                processes,
+            }],
+            used: vec![Name {
+                dir: 2,
+                name: b"dir".to_vec(),
+            }],
+            changed: vec![(
+                Name {
+                    dir: 2,
+                    name: b"x".to_vec(),
+                },
+                b"x".to_vec(),
+            )],
             attributes: vec![(9, b"y".to_vec())],
         }
     }
@@ -181,10 +215,18 @@ mod tests {
     #[test]
     fn regression_ranges_without_bytes_conflict_with_nobody() {
         let strange = vec![(0, 0), (7, 0), (u64::MAX, 1), (1, u64::MAX)];
-        let process = Process { pid: 1, read: strange.clone(), written: strange };
+        let process = Process {
+            pid: 1,
+            read: strange.clone(),
+            written: strange,
+        };
         let node = |name: &str| Published {
             node: name.into(),
-            files: vec![File { ino: 5, path: b"file".to_vec(), processes: vec![process.clone()] }],
+            files: vec![File {
+                ino: 5,
+                path: b"file".to_vec(),
+                processes: vec![process.clone()],
+            }],
             ..Published::default()
         };
         assert_eq!(crate::test(&[node("a"), node("b")]).conflicts, []);
@@ -198,7 +240,11 @@ mod tests {
             bad[1].used[0].name = name.into();
             bad[2].changed[0].0.name = name.into();
             for bad in bad {
-                assert_eq!(Published::decode(&bad.encode()), Err(ListError::Damaged), "{name:?}");
+                assert_eq!(
+                    Published::decode(&bad.encode()),
+                    Err(ListError::Damaged),
+                    "{name:?}"
+                );
             }
         }
     }

@@ -74,12 +74,23 @@ impl Log {
 
     /// Takes an access of process `pid` to the file `ino` down; 0: nobody knows which process. `path` is asked
     /// when the file is new here.
-    pub fn add(&self, ino: u64, path: impl FnOnce() -> Vec<u8>, pid: u32, access: Access, range: Range<u64>) {
+    pub fn add(
+        &self,
+        ino: u64,
+        path: impl FnOnce() -> Vec<u8>,
+        pid: u32,
+        access: Access,
+        range: Range<u64>,
+    ) {
         if !self.is_on() || range.is_empty() {
             return;
         }
         let mut shard = self.shard(ino).lock();
-        let new = || Used { ino, path: path(), processes: BTreeMap::new() };
+        let new = || Used {
+            ino,
+            path: path(),
+            processes: BTreeMap::new(),
+        };
         let used = shard.entry(ino).or_insert_with(new);
         used.processes.entry(pid).or_default().add(access, range);
     }
@@ -88,7 +99,12 @@ impl Log {
     pub fn take(&self, is_meant: impl Fn(&[u8]) -> bool) -> Vec<Used> {
         let mut taken = Vec::new();
         for shard in &self.shards {
-            taken.extend(shard.lock().extract_if(|_, used| is_meant(&used.path)).map(|(_, used)| used));
+            taken.extend(
+                shard
+                    .lock()
+                    .extract_if(|_, used| is_meant(&used.path))
+                    .map(|(_, used)| used),
+            );
         }
         taken.sort_by_key(|used| used.ino);
         taken
@@ -98,8 +114,10 @@ impl Log {
     pub fn put_back(&self, taken: Vec<Used>) {
         for used in taken {
             let mut shard = self.shard(used.ino).lock();
-            let known =
-                shard.entry(used.ino).or_insert_with(|| Used { processes: BTreeMap::new(), ..used.clone() });
+            let known = shard.entry(used.ino).or_insert_with(|| Used {
+                processes: BTreeMap::new(),
+                ..used.clone()
+            });
             for (pid, accesses) in &used.processes {
                 let known = known.processes.entry(*pid).or_default();
                 known.read.extend(&accesses.read);
@@ -120,7 +138,9 @@ mod tests {
     #[test]
     fn neighbours_become_one_and_processes_stay_apart() {
         let log = Log::new();
-        let add = |ino, pid, access, range| log.add(ino, || format!("dir/{ino}").into(), pid, access, range);
+        let add = |ino, pid, access, range| {
+            log.add(ino, || format!("dir/{ino}").into(), pid, access, range)
+        };
         add(1, 7, Access::Write, 0..10);
         assert_eq!(log.take(|_| true), [], "it is off");
         log.switch(true);
@@ -131,15 +151,26 @@ mod tests {
         add(17, 8, Access::Read, 5..5);
         add(18, 8, Access::Read, 5..6);
         let taken = log.take(|path| path == b"dir/1");
-        let [used] = &taken[..] else { panic!("{taken:?}") };
+        let [used] = &taken[..] else {
+            panic!("{taken:?}")
+        };
         assert_eq!((used.ino, used.path.as_slice()), (1, &b"dir/1"[..]));
-        assert_eq!(used.processes[&7].written.iter().collect::<Vec<_>>(), [0..30, 40..50]);
+        assert_eq!(
+            used.processes[&7].written.iter().collect::<Vec<_>>(),
+            [0..30, 40..50]
+        );
         assert!(used.processes[&7].read.is_empty());
         assert_eq!(used.processes[&8].read.len(), 1);
         add(1, 7, Access::Write, 30..40);
         log.put_back(taken);
         let taken = log.take(|_| true);
-        assert_eq!(taken.iter().map(|used| used.ino).collect::<Vec<_>>(), [1, 18]);
-        assert_eq!(taken[0].processes[&7].written.iter().collect::<Vec<_>>(), [0..50; 1]);
+        assert_eq!(
+            taken.iter().map(|used| used.ino).collect::<Vec<_>>(),
+            [1, 18]
+        );
+        assert_eq!(
+            taken[0].processes[&7].written.iter().collect::<Vec<_>>(),
+            [0..50; 1]
+        );
     }
 }

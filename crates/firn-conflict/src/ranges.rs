@@ -41,7 +41,13 @@ impl Ranges {
         {
             return (end, true);
         }
-        (self.0.range(at..).next().map_or(u64::MAX, |(&start, _)| start), false)
+        (
+            self.0
+                .range(at..)
+                .next()
+                .map_or(u64::MAX, |(&start, _)| start),
+            false,
+        )
     }
 
     /// The ranges in order.
@@ -73,7 +79,8 @@ mod tests {
     proptest! {
         #[test]
         fn ranges_are_a_set_of_bytes(ops in prop::collection::vec((0u64..60, 0u64..20, any::<bool>()), 1..40)) {
-            let (mut ranges, mut model) = (Ranges::default(), [false; 100]);
+            let mut ranges = Ranges::default();
+            let mut model = [false; 100];
             for (at, len, add) in ops {
                 if add {
                     ranges.insert(at..at + len);

@@ -61,16 +61,36 @@ pub struct Conflict {
 
 impl fmt::Display for Conflict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { path, what, parties: [one, other] } = self;
+        let Self {
+            path,
+            what,
+            parties: [one, other],
+        } = self;
         match what {
-            What::Bytes(start, u64::MAX) => write!(f, "{path}, from byte {start} on: {one}, {other}"),
-            What::Bytes(start, end) => write!(f, "{path}, bytes {start} to {}: {one}, {other}", end - 1),
-            What::Name if other.writes => {
-                write!(f, "{path}: the name was changed on {} and on {}", one.node, other.node)
+            What::Bytes(start, u64::MAX) => {
+                write!(f, "{path}, from byte {start} on: {one}, {other}")
             }
-            What::Name => write!(f, "{path}: the name was changed on {}, used on {}", one.node, other.node),
+            What::Bytes(start, end) => {
+                write!(f, "{path}, bytes {start} to {}: {one}, {other}", end - 1)
+            }
+            What::Name if other.writes => {
+                write!(
+                    f,
+                    "{path}: the name was changed on {} and on {}",
+                    one.node, other.node
+                )
+            }
+            What::Name => write!(
+                f,
+                "{path}: the name was changed on {}, used on {}",
+                one.node, other.node
+            ),
             What::Attributes => {
-                write!(f, "{path}: owner, mode or attributes changed on {} and on {}", one.node, other.node)
+                write!(
+                    f,
+                    "{path}: owner, mode or attributes changed on {} and on {}",
+                    one.node, other.node
+                )
             }
         }
     }
@@ -144,43 +164,79 @@ impl Furthest {
     }
 
     fn of_others(&self, node: usize) -> u64 {
-        if self.first.1 == node { self.second.0 } else { self.first.0 }
+        if self.first.1 == node {
+            self.second.0
+        } else {
+            self.first.0
+        }
     }
 }
 
 fn test_file(lists: &[Published], users: &[(usize, &File)], report: &mut Report) {
-    let processes: Vec<(usize, u32)> =
-        users.iter().flat_map(|(node, file)| file.processes.iter().map(|p| (*node, p.pid))).collect();
+    let processes: Vec<(usize, u32)> = users
+        .iter()
+        .flat_map(|(node, file)| file.processes.iter().map(|p| (*node, p.pid)))
+        .collect();
     let mut items = Vec::new();
     let all = users.iter().flat_map(|(_, file)| &file.processes);
     for (index, process) in all.enumerate() {
-        let item = |access| move |(start, end)| Item { start, end, process: index as u32, access };
+        let item = |access| {
+            move |(start, end)| Item {
+                start,
+                end,
+                process: index as u32,
+                access,
+            }
+        };
         items.extend(process.read().map(item(Access::Read)));
         items.extend(process.written().map(item(Access::Write)));
     }
     items.sort_unstable_by_key(|item| item.start);
-    let (mut any, mut writes) = (Furthest::default(), Furthest::default());
+    let mut any = Furthest::default();
+    let mut writes = Furthest::default();
     // Where the last read and the last write of each process end.
     let mut ends = vec![(0u64, 0u64); processes.len()];
     let path = || users[0].1.path.as_slice().into();
     let party = |index: usize, access| {
         let (node, pid) = processes[index];
-        Party { node: lists[node].node.clone(), pid, writes: access == Access::Write }
+        Party {
+            node: lists[node].node.clone(),
+            pid,
+            writes: access == Access::Write,
+        }
     };
-    for Item { start, end, process, access } in items {
+    for Item {
+        start,
+        end,
+        process,
+        access,
+    } in items
+    {
         let process = process as usize;
         let node = processes[process].0;
-        let before = if access == Access::Write { &any } else { &writes };
+        let before = if access == Access::Write {
+            &any
+        } else {
+            &writes
+        };
         if before.of_others(node) > start {
             for (other, &(read, written)) in ends.iter().enumerate() {
                 if processes[other].0 == node {
                     continue;
                 }
-                let until = if access == Access::Write { read.max(written) } else { written };
+                let until = if access == Access::Write {
+                    read.max(written)
+                } else {
+                    written
+                };
                 if until <= start {
                     continue;
                 }
-                let how = if written > start { Access::Write } else { Access::Read };
+                let how = if written > start {
+                    Access::Write
+                } else {
+                    Access::Read
+                };
                 report.add(|| Conflict {
                     path: path(),
                     what: What::Bytes(start, end.min(until)),
@@ -201,7 +257,11 @@ fn test_file(lists: &[Published], users: &[(usize, &File)], report: &mut Report)
 }
 
 fn without_process(node: &str, writes: bool) -> Party {
-    Party { node: node.into(), pid: 0, writes }
+    Party {
+        node: node.into(),
+        pid: 0,
+        writes,
+    }
 }
 
 fn test_names(lists: &[Published], report: &mut Report) {
@@ -213,7 +273,10 @@ fn test_names(lists: &[Published], report: &mut Report) {
                 report.add(|| Conflict {
                     path: path.as_slice().into(),
                     what: What::Name,
-                    parties: [without_process(&lists[first.0].node, true), without_process(&list.node, true)],
+                    parties: [
+                        without_process(&lists[first.0].node, true),
+                        without_process(&list.node, true),
+                    ],
                 });
             }
         }
@@ -224,7 +287,10 @@ fn test_names(lists: &[Published], report: &mut Report) {
                 report.add(|| Conflict {
                     path: path.into(),
                     what: What::Name,
-                    parties: [without_process(&lists[by].node, true), without_process(&list.node, false)],
+                    parties: [
+                        without_process(&lists[by].node, true),
+                        without_process(&list.node, false),
+                    ],
                 });
             }
         }
@@ -240,7 +306,10 @@ fn test_attributes(lists: &[Published], report: &mut Report) {
                 report.add(|| Conflict {
                     path: path.as_slice().into(),
                     what: What::Attributes,
-                    parties: [without_process(&lists[first].node, true), without_process(&list.node, true)],
+                    parties: [
+                        without_process(&lists[first].node, true),
+                        without_process(&list.node, true),
+                    ],
                 });
             }
         }
@@ -258,7 +327,9 @@ mod tests {
 
     fn ranges(ops: &[Op], writes: bool) -> Ranges {
         let mut ranges = Ranges::default();
-        ops.iter().filter(|op| op.2 == writes).for_each(|(at, len, _)| ranges.insert(*at..at + len));
+        ops.iter()
+            .filter(|op| op.2 == writes)
+            .for_each(|(at, len, _)| ranges.insert(*at..at + len));
         ranges
     }
 
@@ -267,8 +338,16 @@ mod tests {
             Process::new(pid as u32 + 1, &ranges(ops, false), &ranges(ops, true))
         };
         let processes = processes.iter().enumerate().map(process).collect();
-        let files = vec![File { ino: 1, path: b"file".to_vec(), processes }];
-        Published { node: format!("n{index}"), files, ..Published::default() }
+        let files = vec![File {
+            ino: 1,
+            path: b"file".to_vec(),
+            processes,
+        }];
+        Published {
+            node: format!("n{index}"),
+            files,
+            ..Published::default()
+        }
     }
 
     proptest! {
@@ -290,8 +369,10 @@ mod tests {
                     for (b, other) in nodes.iter().enumerate().skip(a + 1) {
                         for (p, ops) in one.iter().enumerate() {
                             for (q, others) in other.iter().enumerate() {
-                                let (reads, writes) = (touches(ops, false), touches(ops, true));
-                                let (read, written) = (touches(others, false), touches(others, true));
+                                let reads = touches(ops, false);
+                                let writes = touches(ops, true);
+                                let read = touches(others, false);
+                                let written = touches(others, true);
                                 if writes && (read || written) || reads && written {
                                     expected.push(((a, p), (b, q)));
                                 }
@@ -319,11 +400,27 @@ mod tests {
 
     #[test]
     fn names_and_attributes_conflict_only_between_nodes() {
-        let name = |name: &str| Name { dir: 2, name: name.into() };
-        let changed = |names: &[&str]| names.iter().map(|n| (name(n), n.as_bytes().to_vec())).collect();
+        let name = |name: &str| Name {
+            dir: 2,
+            name: name.into(),
+        };
+        let changed = |names: &[&str]| {
+            names
+                .iter()
+                .map(|n| (name(n), n.as_bytes().to_vec()))
+                .collect()
+        };
         let mut lists = [
-            Published { node: "a".into(), changed: changed(&["x", "y", "y"]), ..Published::default() },
-            Published { node: "b".into(), changed: changed(&["z"]), ..Published::default() },
+            Published {
+                node: "a".into(),
+                changed: changed(&["x", "y", "y"]),
+                ..Published::default()
+            },
+            Published {
+                node: "b".into(),
+                changed: changed(&["z"]),
+                ..Published::default()
+            },
         ];
         lists[0].used = vec![name("x"), name("y")];
         lists[0].attributes = vec![(7, b"f".to_vec()), (7, b"f".to_vec())];
@@ -331,7 +428,11 @@ mod tests {
         lists[1].used = vec![name("x")];
         lists[1].changed = changed(&["z", "y"]);
         lists[1].attributes = vec![(7, b"f".to_vec())];
-        let found: Vec<_> = test(&lists).conflicts.iter().map(ToString::to_string).collect();
+        let found: Vec<_> = test(&lists)
+            .conflicts
+            .iter()
+            .map(ToString::to_string)
+            .collect();
         let expected = [
             "f: owner, mode or attributes changed on a and on b",
             "x: the name was changed on a, used on b",
@@ -342,9 +443,19 @@ mod tests {
 
     #[test]
     fn more_conflicts_than_are_listed_are_counted() {
-        let every = |from: u64| (0..5000).map(|at| (at * 10 + from, 1, true)).collect::<Vec<_>>();
+        let every = |from: u64| {
+            (0..5000)
+                .map(|at| (at * 10 + from, 1, true))
+                .collect::<Vec<_>>()
+        };
         let report = test(&[node(0, &[every(0)]), node(1, &[every(0)])]);
-        assert_eq!((report.total, report.conflicts.len()), (5000, Report::LISTED_MAX));
-        assert_eq!(test(&[node(0, &[every(0)]), node(1, &[every(5)])]), Report::default());
+        assert_eq!(
+            (report.total, report.conflicts.len()),
+            (5000, Report::LISTED_MAX)
+        );
+        assert_eq!(
+            test(&[node(0, &[every(0)]), node(1, &[every(5)])]),
+            Report::default()
+        );
     }
 }

@@ -13,7 +13,9 @@ use firn_backing::{DirBacking, Errno};
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
 use firn_config::{Close, Door, Drain, Fsync, Mode, Options, Participants, Passthrough};
 use firn_drain::Pool;
-use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered, StoredArena};
+use firn_engine::{
+    ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered, StoredArena,
+};
 use firn_format::quote::quoted_path;
 use firn_held::{ArenaId, Group, Held, HeldError, Opening};
 use firn_trust::check_shared_parent;
@@ -44,15 +46,25 @@ pub(crate) struct Attached {
 }
 
 /// Where the runtime files of `backing` are, in a directory that is there and ours.
-pub(crate) fn runtime_files(backing: &Path, options: &Options) -> Result<RuntimeFiles, DaemonError> {
+pub(crate) fn runtime_files(
+    backing: &Path,
+    options: &Options,
+) -> Result<RuntimeFiles, DaemonError> {
     let runtime_dir = create_runtime_dir()?;
     if let Some(dir) = &options.arena_dir {
-        let unusable = |errno: Errno| DaemonError::ArenaDirectory { path: dir.clone(), source: errno.into() };
+        let unusable = |errno: Errno| DaemonError::ArenaDirectory {
+            path: dir.clone(),
+            source: errno.into(),
+        };
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let opened = rustix::fs::open(dir, flags, rustix::fs::Mode::empty()).map_err(unusable)?;
         check_shared_parent(&opened, dir)?;
     }
-    Ok(RuntimeFiles::in_dir(&runtime_dir, backing, options.arena_dir.as_deref()))
+    Ok(RuntimeFiles::in_dir(
+        &runtime_dir,
+        backing,
+        options.arena_dir.as_deref(),
+    ))
 }
 
 impl Attached {
@@ -87,8 +99,14 @@ impl Attached {
         salvage: bool,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, DaemonError> {
-        let metadata = backing.metadata().map_err(DaemonError::io("look at the backing directory"))?;
-        let identity = Identity { backing: backing.into(), dev: metadata.dev(), ino: metadata.ino() };
+        let metadata = backing
+            .metadata()
+            .map_err(DaemonError::io("look at the backing directory"))?;
+        let identity = Identity {
+            backing: backing.into(),
+            dev: metadata.dev(),
+            ino: metadata.ino(),
+        };
         // Before its first byte is touched: where the backing knows no flock(2), this is the only lock.
         if is_there(&files.arena) {
             locks.add_arena(&files.arena, backing, &files)?;
@@ -99,14 +117,19 @@ impl Attached {
         }
         let new = NewArena::of(&found);
         let damaged = matches!(found, Found::Used { damaged: true, .. });
-        let directory = DirBacking::open(backing)
-            .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
+        let directory = DirBacking::open(backing).map_err(|e| DaemonError::BackingUnusable {
+            path: backing.into(),
+            source: e,
+        })?;
         let store = open_store(backing, directory, &files, options, &mut found, notice)
             .map_err(DaemonError::in_backing(backing))?;
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
                 let policies = policies(&arena, options);
-                (Engine::begin(store, *arena, policies)?, Recovered::default())
+                (
+                    Engine::begin(store, *arena, policies)?,
+                    Recovered::default(),
+                )
             }
             Found::Used { stored, .. } => {
                 let policies = policies(stored.arena(), options);
@@ -115,11 +138,18 @@ impl Attached {
         };
         tell(&recovered, options.drain, notice);
         let threads = options.io_threads as usize;
-        let pool =
-            Pool::start(Arc::clone(&engine), threads).map_err(DaemonError::io("start the IO threads"))?;
+        let pool = Pool::start(Arc::clone(&engine), threads)
+            .map_err(DaemonError::io("start the IO threads"))?;
         let damaged = damaged || !recovered.damage.is_empty();
         new.keep();
-        Ok(Self { engine, recovered, files, pool, damaged, locks })
+        Ok(Self {
+            engine,
+            recovered,
+            files,
+            pool,
+            damaged,
+            locks,
+        })
     }
 
     /// Bytes that only the arena has.
@@ -145,7 +175,11 @@ impl Attached {
         }
         let remove = remove && stopped;
         let left = self.left_bytes();
-        let spill = self.engine.arena().spill_file().map(|file| file.path().to_owned());
+        let spill = self
+            .engine
+            .arena()
+            .spill_file()
+            .map(|file| file.path().to_owned());
         if left == 0 && remove && self.damaged {
             let aside = self.files.arena.with_extension("damaged");
             match std::fs::rename(&self.files.arena, &aside) {
@@ -194,7 +228,11 @@ fn open_store(
     let known = Held::known_backups(&directory, backups.as_ref().map(|(home, _)| home))?;
     let (store, outcome) = match group {
         None => {
-            let opening = Opening { history: options.history, arena: Some(arena.id()), ..Opening::default() };
+            let opening = Opening {
+                history: options.history,
+                arena: Some(arena.id()),
+                ..Opening::default()
+            };
             Held::open_with(directory, opening, |scopes| arena.drop_below(scopes))?
         }
         Some(group) => open_of_group(backing, directory, group, options, arena, notice)?,
@@ -205,7 +243,9 @@ fn open_store(
     });
     let store = crate::backup::attach(store, backing, backups, &known)?;
     for id in &outcome.finished {
-        notice(format!("finished the commit {id} that an earlier firnd had decided"));
+        notice(format!(
+            "finished the commit {id} that an earlier firnd had decided"
+        ));
     }
     for scope in &outcome.undone {
         notice(format!(
@@ -216,8 +256,11 @@ fn open_store(
     if !wanted {
         // Without the tables of a backing that has transactions, the kernel may read files by itself.
         let Some((id, scope)) = outcome.waiting.first() else {
-            let directory = DirBacking::open(backing)
-                .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
+            let directory =
+                DirBacking::open(backing).map_err(|e| DaemonError::BackingUnusable {
+                    path: backing.into(),
+                    source: e,
+                })?;
             return without_transactions(directory, files, options);
         };
         let scope = crate::transactions::shown_scope(scope);
@@ -246,8 +289,10 @@ fn drop_of_other_homes(
     }
     let id = arena.id();
     for home in Held::other_homes(directory, group)? {
-        let directory = DirBacking::open(backing)
-            .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
+        let directory = DirBacking::open(backing).map_err(|e| DaemonError::BackingUnusable {
+            path: backing.into(),
+            source: e,
+        })?;
         Held::drop_of(directory, home, id, |scopes| arena.drop_below(scopes))?;
     }
     Ok(())
@@ -275,9 +320,14 @@ fn open_of_group(
     notice: &mut dyn FnMut(String),
 ) -> Result<(Store, firn_held::Outcome), DaemonError> {
     let deadline = Instant::now() + Duration::from_millis(options.participants_wait_ms);
-    let (mut pause, mut told) = (Pause::default(), false);
+    let mut pause = Pause::default();
+    let mut told = false;
     loop {
-        let opening = Opening { group: Some(group.clone()), arena: Some(arena.id()), ..Opening::default() };
+        let opening = Opening {
+            group: Some(group.clone()),
+            arena: Some(arena.id()),
+            ..Opening::default()
+        };
         match Held::open_with(directory, opening, |scopes| arena.drop_below(scopes)) {
             Err(DaemonError::Transactions(error @ HeldError::Stopping { .. }))
                 if Instant::now() < deadline =>
@@ -289,8 +339,10 @@ fn open_of_group(
             opened => return opened,
         }
         pause.rest();
-        directory = DirBacking::open(backing)
-            .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e })?;
+        directory = DirBacking::open(backing).map_err(|e| DaemonError::BackingUnusable {
+            path: backing.into(),
+            source: e,
+        })?;
     }
 }
 
@@ -335,12 +387,18 @@ pub(crate) fn is_there(path: &Path) -> bool {
 
 enum Found {
     Fresh(Box<Arena>),
-    Used { stored: Box<StoredArena>, damaged: bool },
+    Used {
+        stored: Box<StoredArena>,
+        damaged: bool,
+    },
 }
 
 impl Found {
     fn used(arena: Arena, stored: Vec<Stored>, damaged: bool) -> Self {
-        Self::Used { stored: Box::new(StoredArena::open(arena, stored)), damaged }
+        Self::Used {
+            stored: Box::new(StoredArena::open(arena, stored)),
+            damaged,
+        }
     }
 
     /// What tells it from other arenas.
@@ -367,10 +425,16 @@ struct NewArena {
 
 impl NewArena {
     fn of(found: &Found) -> Self {
-        let Found::Fresh(arena) = found else { return Self { files: Vec::new() } };
+        let Found::Fresh(arena) = found else {
+            return Self { files: Vec::new() };
+        };
         let spill = arena.spill_file().map(|file| file.path().to_owned());
         // In this order: without the arena the spill file means nothing.
-        Self { files: std::iter::once(arena.path().to_owned()).chain(spill).collect() }
+        Self {
+            files: std::iter::once(arena.path().to_owned())
+                .chain(spill)
+                .collect(),
+        }
     }
 
     fn keep(mut self) {
@@ -397,7 +461,10 @@ fn find(
 ) -> Result<Found, DaemonError> {
     let path = &files.arena;
     let (geometry, spill_path) = spill::wanted(files, options)?;
-    let topology = options.numa_topology.as_deref().map_or_else(Topology::one, Topology::read);
+    let topology = options
+        .numa_topology
+        .as_deref()
+        .map_or_else(Topology::one, Topology::read);
     let create = || Arena::create_on(path, geometry, identity, &spill_path, &topology);
     if !is_there(path) {
         return Ok(Found::Fresh(Box::new(create()?)));
@@ -405,7 +472,10 @@ fn find(
     let (arena, stored, damage) = Arena::attach_on(path, &topology)?;
     let made_for = PathBuf::from(text(&arena.superblock().backing_path));
     if made_for != identity.backing {
-        return Err(DaemonError::ArenaForeign { path: path.clone(), found: quoted_path(&made_for) });
+        return Err(DaemonError::ArenaForeign {
+            path: path.clone(),
+            found: quoted_path(&made_for),
+        });
     }
     for damage in &damage {
         notice(format!("arena {}: {damage}", quoted_path(path)));
@@ -413,10 +483,17 @@ fn find(
     let damaged = !damage.is_empty();
     let fault = arena.spill_fault().map(ToString::to_string);
     if let Some(fault) = &fault {
-        let lost = damage.iter().any(|damage| matches!(damage, Damage::Spill { .. }));
+        let lost = damage
+            .iter()
+            .any(|damage| matches!(damage, Damage::Spill { .. }));
         if lost && !salvage {
-            let (arena, backing) = (path.clone(), identity.backing.clone());
-            return Err(DaemonError::SpillGone { arena, fault: fault.clone(), backing });
+            let arena = path.clone();
+            let backing = identity.backing.clone();
+            return Err(DaemonError::SpillGone {
+                arena,
+                fault: fault.clone(),
+                backing,
+            });
         }
         notice(format!("{fault}: nothing moves to it"));
     }
@@ -426,7 +503,8 @@ fn find(
     if stored.is_empty() && !damaged && !journal_has_work(&arena) {
         let old_spill = arena.spill_file().map(|file| file.path().to_owned());
         drop(arena);
-        std::fs::remove_file(path).map_err(DaemonError::io("remove the empty arena of another size"))?;
+        std::fs::remove_file(path)
+            .map_err(DaemonError::io("remove the empty arena of another size"))?;
         if let Some(old) = old_spill {
             std::fs::remove_file(old).map_err(DaemonError::io("remove the empty spill file"))?;
         }
@@ -449,7 +527,11 @@ fn text(path: &[u8]) -> std::ffi::OsString {
 /// A truncation that was journaled and perhaps not done, with no piece left that tells of it.
 fn journal_has_work(arena: &Arena) -> bool {
     let replay = firn_journal::replay(&arena.journal_region());
-    !replay.damage.is_empty() || replay.ledger.files().any(|(_, bound)| !bound.truncating.is_empty())
+    !replay.damage.is_empty()
+        || replay
+            .ledger
+            .files()
+            .any(|(_, bound)| !bound.truncating.is_empty())
 }
 
 fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {

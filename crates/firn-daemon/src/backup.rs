@@ -33,15 +33,23 @@ use crate::process;
 
 /// Refuses directories that cannot be a backup of this mount.
 pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), DaemonError> {
-    let Some(dir) = &options.backup else { return Ok(()) };
-    let unusable = |source: io::Error| DaemonError::BackupDirectory { path: dir.clone(), source };
+    let Some(dir) = &options.backup else {
+        return Ok(());
+    };
+    let unusable = |source: io::Error| DaemonError::BackupDirectory {
+        path: dir.clone(),
+        source,
+    };
     let canonical = dir.canonicalize().map_err(unusable)?;
     if !canonical.is_dir() {
         return Err(unusable(io::Error::from_raw_os_error(libc::ENOTDIR)));
     }
     for taken in [&checked.mount_point, &checked.backing] {
         if canonical.starts_with(taken) {
-            return Err(DaemonError::BackupInside { backup: dir.clone(), dir: taken.clone() });
+            return Err(DaemonError::BackupInside {
+                backup: dir.clone(),
+                dir: taken.clone(),
+            });
         }
     }
     let home = home(&canonical, &checked.backing);
@@ -68,7 +76,10 @@ fn open_home(
 
 /// The directory of one mount: nodes may have backings of the same path.
 fn home(dir: &Path, backing: &Path) -> PathBuf {
-    let host = rustix::system::uname().nodename().to_string_lossy().replace('/', "-");
+    let host = rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .replace('/', "-");
     dir.join(format!("{host}-{}", Key::of(backing)))
 }
 
@@ -77,12 +88,20 @@ pub(crate) type Home = (DirBacking, PathBuf);
 
 /// Opens that directory, if the options have one.
 pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<Home>, DaemonError> {
-    let Some(dir) = &options.backup else { return Ok(None) };
-    let unusable = |source: io::Error| DaemonError::BackupDirectory { path: dir.clone(), source };
+    let Some(dir) = &options.backup else {
+        return Ok(None);
+    };
+    let unusable = |source: io::Error| DaemonError::BackupDirectory {
+        path: dir.clone(),
+        source,
+    };
     let canonical = dir.canonicalize().map_err(unusable)?;
     let home = home(&canonical, backing);
     let opened = open_home(&canonical, &home, unusable)?;
-    Ok(Some((DirBacking::of_dir(opened, &home).map_err(unusable)?, home)))
+    Ok(Some((
+        DirBacking::of_dir(opened, &home).map_err(unusable)?,
+        home,
+    )))
 }
 
 /// Gives a store its backup, if there is one. `known` was asked for before the store was opened.
@@ -92,13 +111,19 @@ pub(crate) fn attach(
     home: Option<Home>,
     known: &std::collections::BTreeSet<String>,
 ) -> Result<Store, DaemonError> {
-    let Some((directory, home)) = home else { return Ok(store) };
-    store.backed_up(directory, known).map_err(|error| match error {
-        HeldError::BackupWaits { id, name } => {
-            DaemonError::BackupWaits { id, dir: home.join(name), backing: backing.into() }
-        }
-        error => DaemonError::held(backing)(error),
-    })
+    let Some((directory, home)) = home else {
+        return Ok(store);
+    };
+    store
+        .backed_up(directory, known)
+        .map_err(|error| match error {
+            HeldError::BackupWaits { id, name } => DaemonError::BackupWaits {
+                id,
+                dir: home.join(name),
+                backing: backing.into(),
+            },
+            error => DaemonError::held(backing)(error),
+        })
 }
 
 /// For the status.
@@ -123,9 +148,13 @@ impl Rounds {
     pub(crate) fn start(engine: &Arc<Engine<Store>>, every: Duration) -> io::Result<Self> {
         let stopping = Arc::new((Mutex::new(false), Condvar::new()));
         if engine.backing().backups().is_none() {
-            return Ok(Self { stopping, thread: None });
+            return Ok(Self {
+                stopping,
+                thread: None,
+            });
         }
-        let (engine, shared) = (Arc::clone(engine), Arc::clone(&stopping));
+        let engine = Arc::clone(engine);
+        let shared = Arc::clone(&stopping);
         let rounds = move || {
             let (stopping, told) = &*shared;
             loop {
@@ -140,8 +169,13 @@ impl Rounds {
                 engine.backing().back_up_ahead();
             }
         };
-        let thread = std::thread::Builder::new().name("firn-backup".into()).spawn(rounds)?;
-        Ok(Self { stopping, thread: Some(thread) })
+        let thread = std::thread::Builder::new()
+            .name("firn-backup".into())
+            .spawn(rounds)?;
+        Ok(Self {
+            stopping,
+            thread: Some(thread),
+        })
     }
 
     /// Ends it after the round it is at.
@@ -197,11 +231,16 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     let (place, manifest) = choose(request)?;
     let files = runtime_files(&backing, &request.options)?;
     if is_there(&files.arena) {
-        return Err(DaemonError::BackupArena { arena: files.arena, backing });
+        return Err(DaemonError::BackupArena {
+            arena: files.arena,
+            backing,
+        });
     }
     let _lock = Locks::take(&backing, &files, None)?;
-    let directory = DirBacking::open(&backing)
-        .map_err(|source| DaemonError::BackingUnusable { path: backing.clone(), source })?;
+    let directory = DirBacking::open(&backing).map_err(|source| DaemonError::BackingUnusable {
+        path: backing.clone(),
+        source,
+    })?;
     let store = open_place(&place)?;
     let (held, _) = Held::open(directory).map_err(DaemonError::held(&backing))?;
     let record = &manifest.record;
@@ -211,7 +250,11 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         objects: record.items.len() as u64,
         ..BackupReport::default()
     };
-    match held.revive((&store, &store.root()), place.file_name().unwrap_or_default(), &manifest) {
+    match held.revive(
+        (&store, &store.root()),
+        place.file_name().unwrap_or_default(),
+        &manifest,
+    ) {
         Ok(()) => {}
         Err(HeldError::BackupDone { .. }) => (report.before, report.committed) = (true, true),
         Err(HeldError::Open { scope }) => {
@@ -222,8 +265,15 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     }
     if request.id.is_some() && !report.before {
         let mut node = held.root();
-        for name in record.scope.split(|&byte| byte == b'/').filter(|name| !name.is_empty()) {
-            node = held.lookup(&node, std::ffi::OsStr::from_bytes(name)).map_err(HeldError::from)?.0;
+        for name in record
+            .scope
+            .split(|&byte| byte == b'/')
+            .filter(|name| !name.is_empty())
+        {
+            node = held
+                .lookup(&node, std::ffi::OsStr::from_bytes(name))
+                .map_err(HeldError::from)?
+                .0;
         }
         held.commit(&node, record.id)?;
         report.committed = true;
@@ -236,7 +286,9 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
 
 /// It is carried out: what is left of the backup means nothing, and is found to mean nothing.
 fn forget(place: &Path) {
-    let (Some(home), Some(name)) = (place.parent(), place.file_name()) else { return };
+    let (Some(home), Some(name)) = (place.parent(), place.file_name()) else {
+        return;
+    };
     let removed = || {
         let home = open_private_dir(CWD, home)?;
         let home = DirBacking::of_dir(home, place).map_err(DaemonError::io("open the backup"))?;
@@ -250,14 +302,20 @@ fn forget(place: &Path) {
 /// Opens a directory of a backup, in which everything is believed.
 fn open_place(place: &Path) -> Result<DirBacking, DaemonError> {
     let dir = open_private_dir(CWD, place)?;
-    let unusable = |source| DaemonError::BackupDirectory { path: place.to_owned(), source };
+    let unusable = |source| DaemonError::BackupDirectory {
+        path: place.to_owned(),
+        source,
+    };
     DirBacking::of_dir(dir, place).map_err(unusable)
 }
 
 /// The only backup that is meant.
 fn choose(request: &FromBackup) -> Result<(PathBuf, Manifest), DaemonError> {
     let dir = request.dir.clone();
-    let unusable = |source| DaemonError::BackupDirectory { path: dir.clone(), source };
+    let unusable = |source| DaemonError::BackupDirectory {
+        path: dir.clone(),
+        source,
+    };
     let canonical = dir.canonicalize().map_err(unusable)?;
     let mut places = vec![canonical];
     let mut found = Vec::new();
@@ -298,8 +356,9 @@ fn choose(request: &FromBackup) -> Result<(PathBuf, Manifest), DaemonError> {
                     Err(_) if depth > 0 => continue,
                     Err(error) => return Err(unusable(error)),
                 };
-                let dirs =
-                    entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+                let dirs = entries
+                    .flatten()
+                    .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
                 below.extend(dirs.map(|entry| entry.path()));
             }
         }
@@ -308,9 +367,19 @@ fn choose(request: &FromBackup) -> Result<(PathBuf, Manifest), DaemonError> {
     match found.len() {
         1 => Ok(found.remove(0)),
         0 => {
-            let wanted = request.id.map_or_else(String::new, |id| format!(" with id {id}"));
-            let others = if others.is_empty() { String::new() } else { format!(" ({})", others.join("; ")) };
-            Err(DaemonError::BackupNone { dir, wanted, others })
+            let wanted = request
+                .id
+                .map_or_else(String::new, |id| format!(" with id {id}"));
+            let others = if others.is_empty() {
+                String::new()
+            } else {
+                format!(" ({})", others.join("; "))
+            };
+            Err(DaemonError::BackupNone {
+                dir,
+                wanted,
+                others,
+            })
         }
         _ => {
             let one = |(place, manifest): &(PathBuf, Manifest)| {
@@ -331,7 +400,10 @@ mod tests {
         for path in [&backing, &mount_point] {
             std::fs::create_dir_all(path).unwrap();
         }
-        Checked { backing, mount_point }
+        Checked {
+            backing,
+            mount_point,
+        }
     }
 
     #[test]
@@ -339,17 +411,26 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let checked = checked(dir.path());
         let at = |path: &Path| {
-            let options = Options { backup: Some(path.into()), ..Options::default() };
+            let options = Options {
+                backup: Some(path.into()),
+                ..Options::default()
+            };
             check(&options, &checked)
         };
         let missing = at(&dir.path().join("none")).expect_err("missing");
         assert!(matches!(missing, DaemonError::BackupDirectory { .. }));
         std::fs::write(dir.path().join("file"), b"").unwrap();
-        assert!(matches!(at(&dir.path().join("file")), Err(DaemonError::BackupDirectory { .. })));
+        assert!(matches!(
+            at(&dir.path().join("file")),
+            Err(DaemonError::BackupDirectory { .. })
+        ));
         for taken in [&checked.backing, &checked.mount_point] {
             std::fs::create_dir(taken.join("below")).unwrap();
             assert!(matches!(at(taken), Err(DaemonError::BackupInside { .. })));
-            assert!(matches!(at(&taken.join("below")), Err(DaemonError::BackupInside { .. })));
+            assert!(matches!(
+                at(&taken.join("below")),
+                Err(DaemonError::BackupInside { .. })
+            ));
         }
         std::fs::create_dir(dir.path().join("backup")).unwrap();
         at(&dir.path().join("backup")).expect("a directory of its own");
@@ -364,8 +445,12 @@ mod tests {
             let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);
             std::fs::set_permissions(path, mode).unwrap();
         };
-        let request =
-            |id| FromBackup { dir: dir.path().into(), backing: "/".into(), id, options: Options::default() };
+        let request = |id| FromBackup {
+            dir: dir.path().into(),
+            backing: "/".into(),
+            id,
+            options: Options::default(),
+        };
         let told = |id| choose(&request(id)).expect_err("refused").to_string();
         assert!(told(Some(3)).contains("with id 3"), "{}", told(Some(3)));
         std::fs::write(tx.join(MANIFEST), b"torn").unwrap();

@@ -36,7 +36,11 @@ struct State {
 
 impl Carrier {
     pub(crate) fn new(engine: Arc<Engine<Store>>) -> Self {
-        Self { engine, shared: Arc::default(), thread: Mutex::default() }
+        Self {
+            engine,
+            shared: Arc::default(),
+            thread: Mutex::default(),
+        }
     }
 
     /// There is something to carry out.
@@ -47,8 +51,12 @@ impl Carrier {
         if thread.is_some() {
             return;
         }
-        let (engine, shared) = (Arc::clone(&self.engine), Arc::clone(&self.shared));
-        match std::thread::Builder::new().name("firn-commit".into()).spawn(move || shared.serve(&engine)) {
+        let engine = Arc::clone(&self.engine);
+        let shared = Arc::clone(&self.shared);
+        match std::thread::Builder::new()
+            .name("firn-commit".into())
+            .spawn(move || shared.serve(&engine))
+        {
             Ok(started) => *thread = Some(started),
             Err(error) => {
                 tracing::warn!(%error, "cannot start a thread: the commit is carried out now");
@@ -90,7 +98,11 @@ impl Shared {
             if !state.asked && !state.stopping {
                 self.changed.wait_for(&mut state, pause);
             }
-            pause = if state.asked { RETRY_FIRST } else { RETRY_LAST.min(pause * 2) };
+            pause = if state.asked {
+                RETRY_FIRST
+            } else {
+                RETRY_LAST.min(pause * 2)
+            };
             state.asked = true;
         }
     }
@@ -100,7 +112,9 @@ impl Shared {
 fn carry_out(engine: &Engine<Store>) -> bool {
     let mut all = true;
     for one in engine.backing().transactions() {
-        let Stage::Decided(id) = one.stage else { continue };
+        let Stage::Decided(id) = one.stage else {
+            continue;
+        };
         // What the kernel knows of the tree has to go with it: whoever asks for the restore again does both.
         if one.is_undo {
             continue;

@@ -66,10 +66,18 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
         }));
     }
     // Where no piece is in it, its state is still worth knowing.
-    let named = found.damage.iter().any(|damage| matches!(damage, firn_arena::Damage::Spill { .. }));
+    let named = found
+        .damage
+        .iter()
+        .any(|damage| matches!(damage, firn_arena::Damage::Spill { .. }));
     if let Some(fault) = found.spill_fault.as_ref().filter(|_| !named) {
-        let (part, message) = ("spill file".into(), fault.to_string());
-        damage.push(Damage { part, place: String::new(), message });
+        let part = "spill file".into();
+        let message = fault.to_string();
+        damage.push(Damage {
+            part,
+            place: String::new(),
+            message,
+        });
     }
     let superblock = &found.superblock;
     let backing = BytePath::from(superblock.backing_path.as_slice());
@@ -85,7 +93,11 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
         journal_records: replay.records,
         files: replay.ledger.len() as u64,
         pieces: found.pieces.len() as u64,
-        held_bytes: found.pieces.iter().map(|stored| u64::from(stored.piece.len)).sum(),
+        held_bytes: found
+            .pieces
+            .iter()
+            .map(|stored| u64::from(stored.piece.len))
+            .sum(),
         damage,
     })
 }
@@ -101,8 +113,13 @@ fn table_damage(damage: &firn_arena::Damage) -> Damage {
     let place = match damage {
         Found::Chunk { chunk, .. } | Found::Home { chunk, .. } => format!("chunk {chunk}"),
         Found::Spill { chunk, slot, .. } => {
-            let (place, message) = (format!("chunk {chunk}, slot {slot}"), damage.to_string());
-            return Damage { part: "spill file".into(), place, message };
+            let place = format!("chunk {chunk}, slot {slot}");
+            let message = damage.to_string();
+            return Damage {
+                part: "spill file".into(),
+                place,
+                message,
+            };
         }
         Found::Slab { slab, .. } | Found::Count { slab, .. } => {
             format!("chunk {}, slab {}", slab.chunk, slab.slab)
@@ -111,5 +128,9 @@ fn table_damage(damage: &firn_arena::Damage) -> Damage {
             format!("chunk {}, record {}", piece.slab.chunk, piece.record)
         }
     };
-    Damage { part: "piece table".into(), place, message: damage.to_string() }
+    Damage {
+        part: "piece table".into(),
+        place,
+        message: damage.to_string(),
+    }
 }

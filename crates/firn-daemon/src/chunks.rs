@@ -33,22 +33,37 @@ impl Lists {
 
     pub(crate) fn make(&mut self, engine: &Arc<Engine<Store>>, path: &BytePath) -> Reply {
         if self.held.len() >= LISTS_MAX {
-            let message = format!("this connection holds {LISTS_MAX} chunk lists already: release some");
-            return Reply::Error { errno: libc::EMFILE, message };
+            let message =
+                format!("this connection holds {LISTS_MAX} chunk lists already: release some");
+            return Reply::Error {
+                errno: libc::EMFILE,
+                message,
+            };
         }
         let (held, pieces) = match HeldChunks::of(engine, path.as_bytes()) {
             Ok(made) => made,
-            Err(errno) => return Reply::Error { errno: errno.raw_os_error(), message: refusal(errno, path) },
+            Err(errno) => {
+                return Reply::Error {
+                    errno: errno.raw_os_error(),
+                    message: refusal(errno, path),
+                };
+            }
         };
         self.last += 1;
-        let reply = ChunkList { list: self.last, bytes: held.bytes(), pieces };
+        let reply = ChunkList {
+            list: self.last,
+            bytes: held.bytes(),
+            pieces,
+        };
         self.held.insert(self.last, held);
         Reply::Chunks(reply)
     }
 
     pub(crate) fn check(&self, list: u64) -> Reply {
         match self.held.get(&list) {
-            Some(held) => Reply::ChunksChecked { changed: held.changed() },
+            Some(held) => Reply::ChunksChecked {
+                changed: held.changed(),
+            },
             None => unknown(list),
         }
     }
@@ -63,11 +78,18 @@ impl Lists {
 
 fn unknown(list: u64) -> Reply {
     let message = format!("this connection holds no chunk list {list}");
-    Reply::Error { errno: libc::EBADF, message }
+    Reply::Error {
+        errno: libc::EBADF,
+        message,
+    }
 }
 
 fn refusal(errno: Errno, path: &BytePath) -> String {
-    let shown = if path.is_empty() { "the mount point".to_owned() } else { path.to_string() };
+    let shown = if path.is_empty() {
+        "the mount point".to_owned()
+    } else {
+        path.to_string()
+    };
     match errno {
         Errno::NOENT | Errno::NOTDIR => format!("{shown}: no such file in this mount"),
         Errno::ISDIR => format!("{shown} is a directory: name a file in it"),
@@ -92,7 +114,11 @@ pub(crate) fn region(arena: &Arena) -> DataRegion {
     };
     DataRegion {
         path: arena.path().into(),
-        uuid: arena.superblock().uuid.iter().fold(String::new(), hexadecimal),
+        uuid: arena
+            .superblock()
+            .uuid
+            .iter()
+            .fold(String::new(), hexadecimal),
         offset: geometry.data_offset(),
         bytes: geometry.data_bytes(),
         page_bytes: PAGE,

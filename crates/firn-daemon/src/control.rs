@@ -36,7 +36,12 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 pub(crate) trait Service: Send + Sync + 'static {
     /// The final reply; `say` sends progress before it and is false once the client is gone. `lists` are
     /// those of this connection.
-    fn answer(&self, request: Request, lists: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Answer;
+    fn answer(
+        &self,
+        request: Request,
+        lists: &mut Lists,
+        say: &mut dyn FnMut(Reply) -> bool,
+    ) -> Answer;
 }
 
 /// A final reply.
@@ -78,7 +83,10 @@ impl Control {
         std::thread::Builder::new()
             .name("firn-control".into())
             .spawn(move || accept(&listener, &service, &stopped))?;
-        Ok(Self { path: path.into(), stop })
+        Ok(Self {
+            path: path.into(),
+            stop,
+        })
     }
 }
 
@@ -114,8 +122,20 @@ fn admit(stream: Arc<UnixStream>, seats: &Arc<Seats>, service: &Arc<dyn Service>
         Ok(peer) if peer.uid == rustix::process::geteuid().as_raw() || peer.uid == 0 => {
             peer.pid.map_or(0, std::num::NonZeroU32::get)
         }
-        Ok(_) => return refuse(&stream, libc::EPERM, "this firnd belongs to another user".into()),
-        Err(error) => return refuse(&stream, libc::EPERM, format!("who connects is not known: {error}")),
+        Ok(_) => {
+            return refuse(
+                &stream,
+                libc::EPERM,
+                "this firnd belongs to another user".into(),
+            );
+        }
+        Err(error) => {
+            return refuse(
+                &stream,
+                libc::EPERM,
+                format!("who connects is not known: {error}"),
+            );
+        }
     };
     let id = match seats.take(&stream, pid) {
         Ok((id, leaving)) => {
@@ -129,7 +149,9 @@ fn admit(stream: Arc<UnixStream>, seats: &Arc<Seats>, service: &Arc<dyn Service>
     };
     let thread = std::thread::Builder::new().name("firn-client".into());
     let started = thread.spawn({
-        let (stream, seats, service) = (Arc::clone(&stream), Arc::clone(seats), Arc::clone(service));
+        let stream = Arc::clone(&stream);
+        let seats = Arc::clone(seats);
+        let service = Arc::clone(service);
         move || {
             let _ = serve(&stream, id, &seats, &*service);
             seats.leave(id);
@@ -137,12 +159,19 @@ fn admit(stream: Arc<UnixStream>, seats: &Arc<Seats>, service: &Arc<dyn Service>
     });
     if let Err(error) = started {
         seats.leave(id);
-        refuse(&stream, libc::EAGAIN, format!("firnd cannot start a thread for this connection: {error}"));
+        refuse(
+            &stream,
+            libc::EAGAIN,
+            format!("firnd cannot start a thread for this connection: {error}"),
+        );
     }
 }
 
 fn busy(holders: Vec<Holder>) -> Reply {
-    Reply::Busy { connections: seats::ORDINARY as u32, holders }
+    Reply::Busy {
+        connections: seats::ORDINARY as u32,
+        holders,
+    }
 }
 
 fn refuse(stream: &UnixStream, errno: i32, message: String) {
@@ -170,7 +199,9 @@ fn serve(stream: &UnixStream, id: u64, seats: &Seats, service: &dyn Service) -> 
     let mut lists = Lists::default();
     loop {
         let mut line = Vec::new();
-        (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line)?;
+        (&mut reader)
+            .take(LINE_BYTES_MAX)
+            .read_until(b'\n', &mut line)?;
         if line.is_empty() {
             return Ok(());
         }
@@ -178,7 +209,13 @@ fn serve(stream: &UnixStream, id: u64, seats: &Seats, service: &dyn Service) -> 
             Ok(request) => request,
             Err(error) => {
                 let message = format!("not a request that this firnd understands: {error}");
-                return send(&mut &*stream, &Reply::Error { errno: libc::EINVAL, message });
+                return send(
+                    &mut &*stream,
+                    &Reply::Error {
+                        errno: libc::EINVAL,
+                        message,
+                    },
+                );
             }
         };
         match seats.begin(id, &request) {
@@ -219,9 +256,18 @@ mod tests {
     struct Echo;
 
     impl Service for Echo {
-        fn answer(&self, request: Request, _: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
+        fn answer(
+            &self,
+            request: Request,
+            _: &mut Lists,
+            say: &mut dyn FnMut(Reply) -> bool,
+        ) -> Answer {
             if matches!(request, Request::Metrics) {
-                assert!(say(Reply::Progress { bytes_left: 1, files_left: 1, phase: "draining".into() }));
+                assert!(say(Reply::Progress {
+                    bytes_left: 1,
+                    files_left: 1,
+                    phase: "draining".into()
+                }));
             }
             Reply::Done.into()
         }
@@ -230,7 +276,11 @@ mod tests {
     fn exchange(stream: &mut UnixStream, line: &str, replies: usize) -> Vec<Reply> {
         stream.write_all(line.as_bytes()).unwrap();
         let reader = BufReader::new(stream.try_clone().unwrap());
-        reader.lines().take(replies).map(|l| serde_json::from_str(&l.unwrap()).unwrap()).collect()
+        reader
+            .lines()
+            .take(replies)
+            .map(|l| serde_json::from_str(&l.unwrap()).unwrap())
+            .collect()
     }
 
     #[test]
@@ -239,11 +289,23 @@ mod tests {
         let path = dir.path().join("sock");
         let control = Control::start(&path, Arc::new(Echo)).unwrap();
         let mut stream = UnixStream::connect(&path).unwrap();
-        assert_eq!(exchange(&mut stream, "{\"request\":\"hello\"}\n", 1), [Reply::Done]);
+        assert_eq!(
+            exchange(&mut stream, "{\"request\":\"hello\"}\n", 1),
+            [Reply::Done]
+        );
         let replies = exchange(&mut stream, "{\"request\":\"metrics\"}\n", 2);
         assert!(matches!(replies[..], [Reply::Progress { .. }, Reply::Done]));
         let replies = exchange(&mut stream, "nonsense\n", 9);
-        assert!(matches!(replies[..], [Reply::Error { errno: libc::EINVAL, .. }]), "{replies:?}");
+        assert!(
+            matches!(
+                replies[..],
+                [Reply::Error {
+                    errno: libc::EINVAL,
+                    ..
+                }]
+            ),
+            "{replies:?}"
+        );
         drop(control);
         assert!(!path.exists());
     }

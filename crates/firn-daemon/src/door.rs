@@ -30,9 +30,9 @@ use parking_lot::Mutex;
 use rustix::fs::Mode;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind,
-    listen, recvmsg, sendmsg, shutdown, socket_with,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags,
+    SocketType, accept_with, bind, listen, recvmsg, sendmsg, shutdown, socket_with,
 };
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -109,7 +109,11 @@ impl Door {
         });
         Shared::add_thread(&shared)?;
         Shared::top_up(&shared);
-        Ok(Self { path: path.into(), listener, stop })
+        Ok(Self {
+            path: path.into(),
+            listener,
+            stop,
+        })
     }
 }
 
@@ -123,7 +127,12 @@ impl Drop for Door {
 }
 
 fn new_socket() -> io::Result<OwnedFd> {
-    Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+    Ok(socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )?)
 }
 
 impl<B: Backing> Shared<B> {
@@ -131,7 +140,9 @@ impl<B: Backing> Shared<B> {
     fn add_thread(this: &Arc<Self>) -> io::Result<()> {
         this.waiting.fetch_add(1, Ordering::AcqRel);
         let mine = Arc::clone(this);
-        let thread = std::thread::Builder::new().name("firn-door".into()).stack_size(STACK_BYTES);
+        let thread = std::thread::Builder::new()
+            .name("firn-door".into())
+            .stack_size(STACK_BYTES);
         let started = thread.spawn(move || while Self::attend(&mine) {});
         if started.is_err() {
             this.waiting.fetch_sub(1, Ordering::AcqRel);
@@ -141,7 +152,9 @@ impl<B: Backing> Shared<B> {
 
     /// Waits for a client and serves it until it goes. Whether the thread is to wait for another one.
     fn attend(this: &Arc<Self>) -> bool {
-        let Some(socket) = this.next_client() else { return false };
+        let Some(socket) = this.next_client() else {
+            return false;
+        };
         let left = this.waiting.fetch_sub(1, Ordering::AcqRel) - 1;
         if left == 0
             && let Err(error) = Self::add_thread(this)
@@ -163,7 +176,9 @@ impl<B: Backing> Shared<B> {
         }
         this.count.fetch_sub(1, Ordering::AcqRel);
         let one_more = |waiting| (waiting < WAITING_MAX).then_some(waiting + 1);
-        this.waiting.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).is_ok()
+        this.waiting
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more)
+            .is_ok()
     }
 
     /// `None`: the door ends.
@@ -187,12 +202,17 @@ impl<B: Backing> Shared<B> {
 
     /// Some threads wait, so that the next client is answered at once.
     fn top_up(this: &Arc<Self>) {
-        while this.waiting.load(Ordering::Acquire) < WAITING_MIN && Self::add_thread(this).is_ok() {}
+        while this.waiting.load(Ordering::Acquire) < WAITING_MIN && Self::add_thread(this).is_ok() {
+        }
     }
 }
 
 /// Until the client goes or talks nonsense.
-fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Arc<Shared<B>>) -> io::Result<()> {
+fn serve<B: Backing>(
+    socket: &OwnedFd,
+    client: ClientId,
+    shared: &Arc<Shared<B>>,
+) -> io::Result<()> {
     let peer = firn_trust::peer(socket)?;
     if peer.uid != rustix::process::geteuid().as_raw() {
         return Ok(());
@@ -202,7 +222,11 @@ fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Arc<Shared<B>>
     set_socket_timeout(socket, Timeout::Send, Some(SEND_TIMEOUT))?;
     let mut greeted = false;
     // Clients of a mount send requests only.
-    let room = if matches!(shared.behind, Behind::Tree(_)) { DATA_BYTES_MAX } else { 0 };
+    let room = if matches!(shared.behind, Behind::Tree(_)) {
+        DATA_BYTES_MAX
+    } else {
+        0
+    };
     let mut data = vec![0u8; room];
     let mut topped_up = false;
     loop {
@@ -211,9 +235,17 @@ fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Arc<Shared<B>>
             topped_up = true;
             Shared::top_up(shared);
         }
-        let Some(packet) = receive(socket, &mut data)? else { return Ok(()) };
-        let Some((op, Packet { request, len, given })) =
-            packet.and_then(|p| Op::from_word(p.request.op).map(|op| (op, p)))
+        let Some(packet) = receive(socket, &mut data)? else {
+            return Ok(());
+        };
+        let Some((
+            op,
+            Packet {
+                request,
+                len,
+                given,
+            },
+        )) = packet.and_then(|p| Op::from_word(p.request.op).map(|op| (op, p)))
         else {
             return refuse(socket, Status::Malformed);
         };
@@ -227,14 +259,23 @@ fn serve<B: Backing>(socket: &OwnedFd, client: ClientId, shared: &Arc<Shared<B>>
             (Op::Hello, _) => return refuse(socket, Status::Malformed),
             _ if !greeted => return refuse(socket, Status::Malformed),
             (op, behind) if stub::is_op(op) => {
-                let Behind::Tree(tree) = behind else { return refuse(socket, Status::Malformed) };
-                let call = stub::Call { tree, engine: &shared.engine, appending: &shared.appending, client };
+                let Behind::Tree(tree) = behind else {
+                    return refuse(socket, Status::Malformed);
+                };
+                let call = stub::Call {
+                    tree,
+                    engine: &shared.engine,
+                    appending: &shared.appending,
+                    client,
+                };
                 match call.answer(op, &request, data.get(..len).unwrap_or_default(), given) {
                     Some(answer) => answer,
                     None => return refuse(socket, Status::Malformed),
                 }
             }
-            (op, _) if op != Op::Lease && request.len != 0 => return refuse(socket, Status::Malformed),
+            (op, _) if op != Op::Lease && request.len != 0 => {
+                return refuse(socket, Status::Malformed);
+            }
             _ if len != 0 || given.is_some() => return refuse(socket, Status::Malformed),
             (op, _) => answer(shared, client, pid, op, &request),
         };
@@ -270,16 +311,27 @@ fn receive(socket: &OwnedFd, data: &mut [u8]) -> io::Result<Option<Option<Packet
     if received.bytes == 0 {
         return Ok(None);
     }
-    let whole = !received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC);
-    let request = Request::read_from_bytes(&head).ok().filter(|_| whole && received.bytes >= head.len());
+    let whole = !received
+        .flags
+        .intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC);
+    let request = Request::read_from_bytes(&head)
+        .ok()
+        .filter(|_| whole && received.bytes >= head.len());
     let len = received.bytes.saturating_sub(head.len());
-    Ok(Some(request.map(|request| Packet { request, len, given })))
+    Ok(Some(request.map(|request| Packet {
+        request,
+        len,
+        given,
+    })))
 }
 
 fn hello<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
     let arena = engine.arena();
     let geometry = arena.geometry();
-    let reply = Reply { status: Status::Ok as u32, ..Reply::default() };
+    let reply = Reply {
+        status: Status::Ok as u32,
+        ..Reply::default()
+    };
     let about = Arena {
         uuid: arena.superblock().uuid,
         file_bytes: geometry.file_bytes(),
@@ -293,7 +345,10 @@ fn hello<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     control.push(SendAncillaryMessage::ScmRights(&file));
-    let parts = [IoSlice::new(reply.as_bytes()), IoSlice::new(about.as_bytes())];
+    let parts = [
+        IoSlice::new(reply.as_bytes()),
+        IoSlice::new(about.as_bytes()),
+    ];
     sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL)?;
     Ok(())
 }
@@ -303,7 +358,13 @@ struct Answer(Reply, Vec<u8>);
 
 impl Answer {
     fn status(status: Status) -> Self {
-        Self(Reply { status: status as u32, ..Reply::default() }, Vec::new())
+        Self(
+            Reply {
+                status: status as u32,
+                ..Reply::default()
+            },
+            Vec::new(),
+        )
     }
 }
 
@@ -328,9 +389,12 @@ fn answer<B: Backing>(
     client: ClientId,
     pid: u32,
     op: Op,
-    &Request { token, arg, len, .. }: &Request,
+    &Request {
+        token, arg, len, ..
+    }: &Request,
 ) -> Answer {
-    let (engine, token) = (&shared.engine, HandleId(token));
+    let engine = &shared.engine;
+    let token = HandleId(token);
     match op {
         Op::OpenWrite => match engine.door_open(client, token) {
             Ok(grant) => {
@@ -338,12 +402,21 @@ fn answer<B: Backing>(
                 if let Behind::Mount(kernel) = &shared.behind {
                     kernel.forget_attributes(grant.node);
                 }
-                Reply { binding: grant.binding, size: grant.size, ..Reply::default() }.into()
+                Reply {
+                    binding: grant.binding,
+                    size: grant.size,
+                    ..Reply::default()
+                }
+                .into()
             }
             Err(refusal) => refusal.into(),
         },
         Op::Lease => match engine.door_lease(client, token, (pid, len.checked_sub(1)), arg) {
-            Ok(lease) => Reply { lease, ..Reply::default() }.into(),
+            Ok(lease) => Reply {
+                lease,
+                ..Reply::default()
+            }
+            .into(),
             Err(refusal) => refusal.into(),
         },
         Op::EndWrite => {
@@ -353,9 +426,17 @@ fn answer<B: Backing>(
         Op::Extents => match engine.door_extents(token, arg) {
             Ok(list) => {
                 let count = list.extents.len() as u32;
-                let (size, slot, stamp) = (list.size, list.slot, list.stamp);
+                let size = list.size;
+                let slot = list.slot;
+                let stamp = list.stamp;
                 Answer(
-                    Reply { count, size, slot, stamp, ..Reply::default() },
+                    Reply {
+                        count,
+                        size,
+                        slot,
+                        stamp,
+                        ..Reply::default()
+                    },
                     list.extents.as_bytes().to_vec(),
                 )
             }
@@ -373,6 +454,11 @@ fn refuse(socket: &OwnedFd, status: Status) -> io::Result<()> {
 
 fn send(socket: &OwnedFd, Answer(reply, follows): &Answer) -> io::Result<()> {
     let parts = [IoSlice::new(reply.as_bytes()), IoSlice::new(follows)];
-    sendmsg(socket, &parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?;
+    sendmsg(
+        socket,
+        &parts,
+        &mut SendAncillaryBuffer::default(),
+        SendFlags::NOSIGNAL,
+    )?;
     Ok(())
 }

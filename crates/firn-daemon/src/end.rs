@@ -80,7 +80,12 @@ struct Interruptions<'a> {
 
 impl<'a> Interruptions<'a> {
     fn of(events: &'a Receiver<Event>, sender: &'a Sender<Event>) -> Self {
-        Self { events, sender, put_back: Vec::new(), forced: false }
+        Self {
+            events,
+            sender,
+            put_back: Vec::new(),
+            forced: false,
+        }
     }
 
     /// Whether somebody has asked for a forced end by now.
@@ -109,13 +114,19 @@ struct Progress {
 
 impl Progress {
     fn new() -> Self {
-        Self { bytes_left: u64::MAX, since: Instant::now() }
+        Self {
+            bytes_left: u64::MAX,
+            since: Instant::now(),
+        }
     }
 
     /// Whether bytes were drained within [`FORCED_PATIENCE`].
     fn goes_on(&mut self, bytes_left: u64) -> bool {
         if self.bytes_left != bytes_left {
-            *self = Self { bytes_left, since: Instant::now() };
+            *self = Self {
+                bytes_left,
+                since: Instant::now(),
+            };
         }
         self.since.elapsed() < FORCED_PATIENCE
     }
@@ -178,8 +189,11 @@ pub(crate) fn by_signal(
     tracing::info!("asked to end: draining");
     let mut interruptions = Interruptions::of(events, sender);
     let names = front.names();
-    let carried = unless(|| interruptions.look(), leave_transactions(&attached.engine))
-        .and_then(|()| unless(|| interruptions.look(), names));
+    let carried = unless(
+        || interruptions.look(),
+        leave_transactions(&attached.engine),
+    )
+    .and_then(|()| unless(|| interruptions.look(), names));
     if let Some(Err(error)) = carried {
         tracing::warn!(%error, "not every name can be carried over now");
     }
@@ -192,7 +206,10 @@ pub(crate) fn by_signal(
     let gave_up = interruptions.forced;
     drop(interruptions);
     take_away(front);
-    Ending { outcome: let_go(events), gave_up }
+    Ending {
+        outcome: let_go(events),
+        gave_up,
+    }
 }
 
 /// Ends a mount because a client asks; `Err` is what to answer where it stays.
@@ -206,17 +223,31 @@ pub(crate) fn by_request(
 ) -> Result<Ending, Reply> {
     let mut interruptions = Interruptions::of(events, sender);
     let mut patience_ends = patience_ends();
-    let mut give_up = || if force { patience_ends() } else { interruptions.look() };
+    let mut give_up = || {
+        if force {
+            patience_ends()
+        } else {
+            interruptions.look()
+        }
+    };
     if !force {
         let engine = Arc::clone(&attached.engine);
         let in_the_way = unless(&mut give_up, move || transactions::in_the_way(&engine));
         if let Some(message) = in_the_way.ok_or_else(overtaken)? {
-            return Err(Reply::Error { errno: libc::EBUSY, message });
+            return Err(Reply::Error {
+                errno: libc::EBUSY,
+                message,
+            });
         }
     }
     let left = unless(&mut give_up, leave_transactions(&attached.engine));
-    let named =
-        left.and_then(|()| if keep_held { Some(Ok(())) } else { unless(&mut give_up, front.names()) });
+    let named = left.and_then(|()| {
+        if keep_held {
+            Some(Ok(()))
+        } else {
+            unless(&mut give_up, front.names())
+        }
+    });
     if named.is_none() && !force {
         return Err(overtaken());
     }
@@ -228,20 +259,25 @@ pub(crate) fn by_request(
             let message = format!(
                 "names of the stub tree cannot be carried over to the backing: {error}; mend the backing and try again, or use --force to unmount and keep them for the next mount"
             );
-            return Err(Reply::Error { errno: error.raw_os_error(), message });
+            return Err(Reply::Error {
+                errno: error.raw_os_error(),
+                message,
+            });
         }
         let mut report = throttled("draining", say);
         let mut progress = Progress::new();
-        let drained = attached.engine.wait_tree(b"", Rung::Drained, &mut |bytes, files| {
-            // A client that went away does not end what it asked for.
-            report(bytes, files);
-            attached.stand_in();
-            if force {
-                gave_up = !progress.goes_on(bytes);
-                return !gave_up;
-            }
-            !interruptions.look()
-        });
+        let drained = attached
+            .engine
+            .wait_tree(b"", Rung::Drained, &mut |bytes, files| {
+                // A client that went away does not end what it asked for.
+                report(bytes, files);
+                attached.stand_in();
+                if force {
+                    gave_up = !progress.goes_on(bytes);
+                    return !gave_up;
+                }
+                !interruptions.look()
+            });
         if interruptions.forced && drained.is_err() {
             return Err(overtaken());
         }
@@ -253,26 +289,39 @@ pub(crate) fn by_request(
                 "{held} bytes cannot be drained: {}; mend the backing and try again, or use --force to unmount and keep them in the arena",
                 process::explain(error)
             );
-            return Err(Reply::Error { errno: error.raw_os_error(), message });
+            return Err(Reply::Error {
+                errno: error.raw_os_error(),
+                message,
+            });
         }
     }
     drop(interruptions);
     if gave_up {
         tracing::warn!("the backing does not answer: what is held stays in the arena");
     }
-    say(Reply::Progress { bytes_left: 0, files_left: 0, phase: "unmounting".into() });
+    say(Reply::Progress {
+        bytes_left: 0,
+        files_left: 0,
+        phase: "unmounting".into(),
+    });
     match front.unmount(false) {
         Ok(()) => {}
         Err(_) if force => take_away(front),
         Err(error) => return Err(refused(&error)),
     }
-    Ok(Ending { outcome: let_go(events), gave_up })
+    Ok(Ending {
+        outcome: let_go(events),
+        gave_up,
+    })
 }
 
 /// Somebody else does not want to wait.
 fn overtaken() -> Reply {
     let message = "another `firn umount --force` ends the mount without waiting".into();
-    Reply::Error { errno: libc::ECANCELED, message }
+    Reply::Error {
+        errno: libc::ECANCELED,
+        message,
+    }
 }
 
 fn refused(error: &io::Error) -> Reply {
@@ -308,7 +357,10 @@ fn let_go(events: &Receiver<Event>) -> Outcome {
             Ok(Event::Ended) => return Outcome::Ended,
             Ok(Event::Unmount { client, .. }) => {
                 let message = "firnd is ending already".into();
-                let _ = client.reply.send(Reply::Error { errno: libc::ESHUTDOWN, message });
+                let _ = client.reply.send(Reply::Error {
+                    errno: libc::ESHUTDOWN,
+                    message,
+                });
             }
             Ok(Event::Signal) => {}
             Err(_) => break,
@@ -320,7 +372,9 @@ fn let_go(events: &Receiver<Event>) -> Outcome {
 /// What is left to be drained at the end of a mount. A forced end does not wait for a backing that takes nothing.
 pub(crate) fn drain_last(engine: &Engine<Store>, force: bool) {
     let mut progress = Progress::new();
-    let drained = drain_rest(engine, Rung::Drained, &mut |bytes, _| !force || progress.goes_on(bytes));
+    let drained = drain_rest(engine, Rung::Drained, &mut |bytes, _| {
+        !force || progress.goes_on(bytes)
+    });
     if let Err(error) = drained {
         tracing::error!(%error, "what cannot be drained stays in the arena");
     }

@@ -46,10 +46,16 @@ pub enum DaemonError {
         "mount point {path} already has a firn mount (of {backing}): unmount it with `firn umount {path}`, or take another", path = quoted_path(path))]
     MountPointBusy { path: PathBuf, backing: String },
     #[error("mount point {mount_point} is inside the backing directory {backing}: choose one outside of it", mount_point = quoted_path(mount_point), backing = quoted_path(backing))]
-    MountPointInBacking { mount_point: PathBuf, backing: PathBuf },
+    MountPointInBacking {
+        mount_point: PathBuf,
+        backing: PathBuf,
+    },
     #[error(
         "backing directory {backing} is inside the mount point {mount_point}, which would hide it: choose another mount point", mount_point = quoted_path(mount_point), backing = quoted_path(backing))]
-    BackingInMountPoint { mount_point: PathBuf, backing: PathBuf },
+    BackingInMountPoint {
+        mount_point: PathBuf,
+        backing: PathBuf,
+    },
     #[error("{backing} is already mounted on this node{by}: use that mount, or unmount it first", backing = quoted_path(backing))]
     Held { backing: PathBuf, by: String },
     #[error(transparent)]
@@ -63,7 +69,11 @@ pub enum DaemonError {
     SpillInside { spill: PathBuf, dir: PathBuf },
     #[error(
         "arena {arena} has data in its spill file: {fault}: mount that device again, or keep what is in memory with `firn recover {backing}`", arena = quoted_path(arena), backing = quoted_path(backing))]
-    SpillGone { arena: PathBuf, fault: String, backing: PathBuf },
+    SpillGone {
+        arena: PathBuf,
+        fault: String,
+        backing: PathBuf,
+    },
     #[error(
         "backup: cannot use directory {path}: {source}: create it on another node's file system, or leave the option out", path = quoted_path(path))]
     BackupDirectory { path: PathBuf, source: io::Error },
@@ -71,10 +81,18 @@ pub enum DaemonError {
     BackupInside { backup: PathBuf, dir: PathBuf },
     #[error(
         "{dir} is the backup of a transaction prepared with id {id} that {backing} does not know: finish it with `firn recover --from-backup {dir} {backing}`, or remove that directory to give it up", dir = quoted_path(dir), backing = quoted_path(backing))]
-    BackupWaits { id: u64, dir: PathBuf, backing: PathBuf },
+    BackupWaits {
+        id: u64,
+        dir: PathBuf,
+        backing: PathBuf,
+    },
     #[error(
         "no whole backup of a transaction{wanted} is in {dir}{others}: give the directory of the option backup", dir = quoted_path(dir))]
-    BackupNone { dir: PathBuf, wanted: String, others: String },
+    BackupNone {
+        dir: PathBuf,
+        wanted: String,
+        others: String,
+    },
     #[error("there are several backups: {all}: say which with --id, or give its directory")]
     BackupSeveral { all: String },
     #[error("{backing} has a transaction of its own in {scope}: mount it, and firn commit or firn abort it", backing = quoted_path(backing))]
@@ -123,10 +141,17 @@ pub enum DaemonError {
         "names of {backing} wait in the stub tree at {prefix}: mount it there with --door=preload, or carry them over with `firn recover {backing}`", backing = quoted_path(backing), prefix = quoted_path(prefix))]
     TreeWaits { backing: PathBuf, prefix: PathBuf },
     #[error("cannot {what}: {source}")]
-    Io { what: &'static str, source: io::Error },
+    Io {
+        what: &'static str,
+        source: io::Error,
+    },
     #[error(
         "{bytes} bytes could not be drained and are kept in {arena}: mend the backing, then run `firn recover {backing}` or mount it again", arena = quoted_path(arena), backing = quoted_path(backing))]
-    Left { bytes: u64, arena: PathBuf, backing: PathBuf },
+    Left {
+        bytes: u64,
+        arena: PathBuf,
+        backing: PathBuf,
+    },
     #[error("cannot copy held data to {to}: {source}: it is still in the arena; give another directory", to = quoted_path(to))]
     SaveLost { to: PathBuf, source: io::Error },
     #[error("firnd ended before the mount was usable and without a message: its log is {log}")]
@@ -186,9 +211,9 @@ impl DaemonError {
             | Self::BackupOpen { .. }
             | Self::BackupArena { .. }
             | Self::TreeWaits { .. } => BUSY,
-            Self::ArenaForeign { .. } | Self::Planted { .. } | Self::Trust(TrustError::Distrusted { .. }) => {
-                NOT_FIRN
-            }
+            Self::ArenaForeign { .. }
+            | Self::Planted { .. }
+            | Self::Trust(TrustError::Distrusted { .. }) => NOT_FIRN,
             Self::Trust(TrustError::Io { .. }) => FAILED,
             Self::Arena(error) | Self::ArenaOverLimit { source: error, .. } => arena_code(error),
             Self::Reported { code, .. } => *code,
@@ -199,9 +224,12 @@ impl DaemonError {
     pub(crate) fn in_backing(backing: &Path) -> impl Fn(Self) -> Self {
         let backing = backing.to_owned();
         move |error| match error {
-            Self::Transactions(source @ (HeldError::Distrusted { .. } | HeldError::TooLong { .. })) => {
-                Self::Planted { backing: backing.clone(), source }
-            }
+            Self::Transactions(
+                source @ (HeldError::Distrusted { .. } | HeldError::TooLong { .. }),
+            ) => Self::Planted {
+                backing: backing.clone(),
+                source,
+            },
             error => error,
         }
     }

@@ -44,9 +44,11 @@ const LAST_WORD: Duration = Duration::from_secs(2);
 /// stays behind in the arena.
 pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Result<(), DaemonError> {
     let options = &request.options;
-    let (backing, mount_point) = (&request.backing, &request.mount_point);
-    let checked =
-        preflight::check(backing, mount_point, options.read_only, &mut |text| reporter.notice(text))?;
+    let backing = &request.backing;
+    let mount_point = &request.mount_point;
+    let checked = preflight::check(backing, mount_point, options.read_only, &mut |text| {
+        reporter.notice(text)
+    })?;
     spill::check(options, &checked, &mut |text| reporter.notice(text))?;
     backup::check(options, &checked)?;
     let files = runtime_files(&checked.backing, options)?;
@@ -55,10 +57,14 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     if options.door == DoorOption::Mount
         && let Some(prefix) = waiting_tree(&files)?
     {
-        return Err(DaemonError::TreeWaits { backing: checked.backing, prefix });
+        return Err(DaemonError::TreeWaits {
+            backing: checked.backing,
+            prefix,
+        });
     }
     if !request.foreground {
-        log::detach_stdio(&files.log).map_err(DaemonError::io("open the log in the runtime directory"))?;
+        log::detach_stdio(&files.log)
+            .map_err(DaemonError::io("open the log in the runtime directory"))?;
         log::start(options.log_level.as_str());
         let _ = std::env::set_current_dir("/");
     }
@@ -68,7 +74,9 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
         ));
     }
     tracing::info!(backing = %quoted_path(&checked.backing), mount_point = %quoted_path(&checked.mount_point), "attaching");
-    let attached = Attached::new(&checked.backing, files, locks, options, &mut |text| reporter.notice(text))?;
+    let attached = Attached::new(&checked.backing, files, locks, options, &mut |text| {
+        reporter.notice(text)
+    })?;
     let mount = match Mount::new(request, &checked, &attached) {
         Ok(mount) => mount,
         Err(error) => {
@@ -93,7 +101,11 @@ struct Mount {
 }
 
 impl Mount {
-    fn new(request: &MountRequest, checked: &Checked, attached: &Attached) -> Result<Self, DaemonError> {
+    fn new(
+        request: &MountRequest,
+        checked: &Checked,
+        attached: &Attached,
+    ) -> Result<Self, DaemonError> {
         let options = &request.options;
         let (event, events) = mpsc::channel();
         watch_signals(event.clone(), &checked.mount_point)?;
@@ -112,22 +124,39 @@ impl Mount {
                 let kernel = adapter.open_door(uuid, &place);
                 let waiting = adapter.waiting_writers();
                 let failures = adapter.failures();
-                (Made::Adapter(adapter), Behind::Mount(kernel), waiting, failures)
+                (
+                    Made::Adapter(adapter),
+                    Behind::Mount(kernel),
+                    waiting,
+                    failures,
+                )
             }
             DoorOption::Preload => {
-                let (engine, files) = (Arc::clone(&attached.engine), &attached.files);
-                let (backing, prefix) = (&checked.backing, &checked.mount_point);
+                let engine = Arc::clone(&attached.engine);
+                let files = &attached.files;
+                let backing = &checked.backing;
+                let prefix = &checked.mount_point;
                 let stubs = Stubs::begin(engine, backing, prefix, files, event.clone())?;
                 let tree = Arc::clone(&stubs.tree);
-                (Made::Stubs(stubs), Behind::Tree(tree), Arc::default(), Arc::default())
+                (
+                    Made::Stubs(stubs),
+                    Behind::Tree(tree),
+                    Arc::default(),
+                    Arc::default(),
+                )
             }
         };
         let (tree, kernel) = match &behind {
             Behind::Tree(tree) => (Some(Arc::clone(tree)), None),
             Behind::Mount(kernel) => (None, Some(kernel.clone())),
         };
-        let door = Door::start(&place, Arc::clone(&attached.engine), behind, Arc::clone(&door_clients))
-            .map_err(DaemonError::io("listen on the door socket"))?;
+        let door = Door::start(
+            &place,
+            Arc::clone(&attached.engine),
+            behind,
+            Arc::clone(&door_clients),
+        )
+        .map_err(DaemonError::io("listen on the door socket"))?;
         let service = Arc::new(Mounted {
             kernel,
             door_clients,
@@ -150,7 +179,10 @@ impl Mount {
         // Before the mount: `firn status` must find it from the moment the mount is seen.
         let control = Control::start(&attached.files.socket, Arc::clone(&service) as _)
             .map_err(DaemonError::io("listen on the control socket"))?;
-        attached.engine.arena().set_holder(std::process::id(), &checked.mount_point);
+        attached
+            .engine
+            .arena()
+            .set_holder(std::process::id(), &checked.mount_point);
         let front = match made {
             Made::Adapter(adapter) => {
                 let session = session_options(options, checked);
@@ -163,24 +195,42 @@ impl Mount {
                 Front::Tree(stubs)
             }
         };
-        let rounds = Rounds::start(&attached.engine, Duration::from_millis(options.backup_every_ms))
-            .map_err(DaemonError::io("start a thread"))?;
+        let rounds = Rounds::start(
+            &attached.engine,
+            Duration::from_millis(options.backup_every_ms),
+        )
+        .map_err(DaemonError::io("start a thread"))?;
         let populating = Arc::new(AtomicBool::new(options.populate));
         if options.populate {
             populate(&attached.engine, &populating);
         }
-        Ok(Self { front, control, door, service, rounds, events, populating })
+        Ok(Self {
+            front,
+            control,
+            door,
+            service,
+            rounds,
+            events,
+            populating,
+        })
     }
 
     fn serve_until_the_end(self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
-        let End { outcome, mut gave_up, force, client, keep_held } = self.serve(&attached);
+        let End {
+            outcome,
+            mut gave_up,
+            force,
+            client,
+            keep_held,
+        } = self.serve(&attached);
         self.populating.store(false, Ordering::Relaxed);
         let mut rounds = self.rounds;
         if gave_up {
             // Its thread may be in a call that never returns.
             std::mem::forget(rounds);
         } else {
-            let (engine, service) = (Arc::clone(&attached.engine), Arc::clone(&self.service));
+            let engine = Arc::clone(&attached.engine);
+            let service = Arc::clone(&self.service);
             let stopped = end::with_patience(force, move || {
                 rounds.stop();
                 transactions::leave(&engine);
@@ -209,12 +259,19 @@ impl Mount {
         let result = match bytes {
             0 => Ok(()),
             _ if keep_held => Ok(()),
-            bytes => Err(DaemonError::Left { bytes, arena, backing: checked.backing.clone() }),
+            bytes => Err(DaemonError::Left {
+                bytes,
+                arena,
+                backing: checked.backing.clone(),
+            }),
         };
         if let Some(client) = client {
             let last = match &result {
                 Ok(()) => Reply::Done,
-                Err(error) => Reply::Error { errno: libc::EIO, message: error.to_string() },
+                Err(error) => Reply::Error {
+                    errno: libc::EIO,
+                    message: error.to_string(),
+                },
             };
             if client.reply.send(last).is_ok() {
                 let _ = client.reply_sent.recv_timeout(LAST_WORD);
@@ -237,18 +294,32 @@ impl Mount {
                 // The service holds a sender: this cannot be. If it is, nobody will ask again.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
                     tracing::info!("unmounted from outside");
-                    return End::unasked(Ending { outcome: Outcome::Ended, gave_up: false });
+                    return End::unasked(Ending {
+                        outcome: Outcome::Ended,
+                        gave_up: false,
+                    });
                 }
                 Ok(Event::Signal) => {
-                    let ending = end::by_signal(attached, &self.front, &self.events, &self.service.events);
+                    let ending =
+                        end::by_signal(attached, &self.front, &self.events, &self.service.events);
                     return End::unasked(ending);
                 }
-                Ok(Event::Unmount { force, keep_held, client }) => {
+                Ok(Event::Unmount {
+                    force,
+                    keep_held,
+                    client,
+                }) => {
                     let say = &mut |progress| client.reply.send(progress).is_ok();
                     let events = (&self.events, &self.service.events);
                     match end::by_request(attached, &self.front, events, force, keep_held, say) {
                         Ok(Ending { outcome, gave_up }) => {
-                            return End { outcome, gave_up, force, client: Some(client), keep_held };
+                            return End {
+                                outcome,
+                                gave_up,
+                                force,
+                                client: Some(client),
+                                keep_held,
+                            };
                         }
                         Err(refusal) => drop(client.reply.send(refusal)),
                     }
@@ -289,7 +360,13 @@ struct End {
 
 impl End {
     fn unasked(Ending { outcome, gave_up }: Ending) -> Self {
-        Self { outcome, gave_up, force: false, client: None, keep_held: false }
+        Self {
+            outcome,
+            gave_up,
+            force: false,
+            client: None,
+            keep_held: false,
+        }
     }
 }
 
@@ -319,7 +396,10 @@ fn watch_signals(events: Sender<Event>, mount_point: &Path) -> Result<(), Daemon
         let mut asked = false;
         for signal in signals.forever().filter(|signal| *signal != SIGHUP) {
             if asked {
-                tracing::warn!(signal, "asked again: ending at once; what is not drained stays in the arena");
+                tracing::warn!(
+                    signal,
+                    "asked again: ending at once; what is not drained stays in the arena"
+                );
                 let _ = detach(&mount_point, true);
                 std::process::exit(INTERRUPTED);
             }
@@ -351,10 +431,13 @@ fn watch_session(session: &Arc<Session>, events: Sender<Event>) -> Result<(), Da
 
 /// Touches the arena's memory in the background, so that writers do not pay for it. Best effort.
 fn populate(engine: &Arc<Engine<Store>>, go_on: &Arc<AtomicBool>) {
-    let (engine, go_on) = (Arc::clone(engine), Arc::clone(go_on));
-    let _ = std::thread::Builder::new().name("firn-populate".into()).spawn(move || {
-        if let Err(error) = engine.arena().populate(&|| go_on.load(Ordering::Relaxed)) {
-            tracing::info!(%error, "the arena's memory comes with the first writes");
-        }
-    });
+    let engine = Arc::clone(engine);
+    let go_on = Arc::clone(go_on);
+    let _ = std::thread::Builder::new()
+        .name("firn-populate".into())
+        .spawn(move || {
+            if let Err(error) = engine.arena().populate(&|| go_on.load(Ordering::Relaxed)) {
+                tracing::info!(%error, "the arena's memory comes with the first writes");
+            }
+        });
 }

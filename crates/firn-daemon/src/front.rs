@@ -48,10 +48,17 @@ impl Stubs {
         events: Sender<Event>,
     ) -> Result<Self, DaemonError> {
         let mounted = check_place(prefix, &files.names)?;
-        let options =
-            TreeOptions { root: prefix.to_owned(), log: files.names.clone(), backing: backing.to_owned() };
+        let options = TreeOptions {
+            root: prefix.to_owned(),
+            log: files.names.clone(),
+            backing: backing.to_owned(),
+        };
         match Tree::begin(engine, options) {
-            Ok(tree) => Ok(Self { tree: Arc::new(tree), files: files.clone(), events }),
+            Ok(tree) => Ok(Self {
+                tree: Arc::new(tree),
+                files: files.clone(),
+                events,
+            }),
             Err(error) => {
                 if mounted {
                     let _ = unmount(prefix, UnmountFlags::DETACH);
@@ -62,7 +69,12 @@ impl Stubs {
     }
 
     /// Tells the preload library and `firn` of the tree.
-    pub(crate) fn publish(&self, arena: [u8; 16], socket: &Path, backing: &Path) -> Result<(), DaemonError> {
+    pub(crate) fn publish(
+        &self,
+        arena: [u8; 16],
+        socket: &Path,
+        backing: &Path,
+    ) -> Result<(), DaemonError> {
         let (device, _) = self.tree.identity();
         let long = || {
             DaemonError::io("write down where the stub tree is")(io::Error::from_raw_os_error(
@@ -71,7 +83,11 @@ impl Stubs {
         };
         let mut place = [0; 112];
         let bytes = std::os::unix::ffi::OsStrExt::as_bytes(socket.as_os_str());
-        place.get_mut(..bytes.len()).filter(|_| bytes.len() < 108).ok_or_else(long)?.copy_from_slice(bytes);
+        place
+            .get_mut(..bytes.len())
+            .filter(|_| bytes.len() < 108)
+            .ok_or_else(long)?
+            .copy_from_slice(bytes);
         let tree = StubTree {
             magic: STUB_MAGIC,
             device_major: major(device),
@@ -83,7 +99,8 @@ impl Stubs {
             prefix: trees::path_bytes(self.tree.root()).ok_or_else(long)?,
             backing: trees::path_bytes(backing).ok_or_else(long)?,
         };
-        trees::write(&self.files.stub, &tree).map_err(DaemonError::io("write down where the stub tree is"))
+        trees::write(&self.files.stub, &tree)
+            .map_err(DaemonError::io("write down where the stub tree is"))
     }
 
     /// Removes the tree, if all that it tells of is in the backing.
@@ -109,8 +126,10 @@ impl Stubs {
 /// Whether the mount at a path was made by firnd.
 fn is_ours(root: &Path) -> bool {
     let text = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
-    let on_top =
-        firn_client::mountinfo::parse(&text).into_iter().rev().find(|entry| entry.mount_point == root);
+    let on_top = firn_client::mountinfo::parse(&text)
+        .into_iter()
+        .rev()
+        .find(|entry| entry.mount_point == root);
     on_top.is_some_and(|entry| entry.fs_type == "tmpfs" && entry.source == Path::new("firn"))
 }
 

@@ -49,23 +49,45 @@ impl Locks {
         group: Option<&Group>,
     ) -> Result<Self, DaemonError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = open(backing, flags, Mode::empty())
-            .map_err(|e| DaemonError::BackingUnusable { path: backing.into(), source: e.into() })?;
-        let how = if group.is_some() { How::Shared } else { How::Alone };
+        let directory =
+            open(backing, flags, Mode::empty()).map_err(|e| DaemonError::BackingUnusable {
+                path: backing.into(),
+                source: e.into(),
+            })?;
+        let how = if group.is_some() {
+            How::Shared
+        } else {
+            How::Alone
+        };
         if !try_lock(&directory, how) {
             wait_for_the_dying(&directory, how, backing, files)?;
         }
-        let node = group.map(|group| Self::of_node(backing, group, DYING)).transpose()?;
-        Ok(Self { _backing: directory, _node: node, arena: None })
+        let node = group
+            .map(|group| Self::of_node(backing, group, DYING))
+            .transpose()?;
+        Ok(Self {
+            _backing: directory,
+            _node: node,
+            arena: None,
+        })
     }
 
     /// Locks what a node of a group has in the backing; waits so long for one that ends.
-    pub(crate) fn of_node(backing: &Path, group: &Group, patience: Duration) -> Result<OwnedFd, DaemonError> {
-        let dir = node_dir(backing, group, |parent, name| create_private_dir(parent, name))?;
+    pub(crate) fn of_node(
+        backing: &Path,
+        group: &Group,
+        patience: Duration,
+    ) -> Result<OwnedFd, DaemonError> {
+        let dir = node_dir(backing, group, |parent, name| {
+            create_private_dir(parent, name)
+        })?;
         let deadline = Instant::now() + patience;
         while !try_lock(&dir, How::Alone) {
             if Instant::now() >= deadline {
-                return Err(DaemonError::NodeHeld { node: group.node.clone(), backing: backing.into() });
+                return Err(DaemonError::NodeHeld {
+                    node: group.node.clone(),
+                    backing: backing.into(),
+                });
             }
             std::thread::sleep(PAUSE);
         }
@@ -96,9 +118,14 @@ pub(crate) fn node_dir(
 ) -> Result<OwnedFd, TrustError> {
     let mut path = backing.to_owned();
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let mut dir = open(backing, flags, Mode::empty())
-        .map_err(|errno| TrustError::Io { path: path.clone(), error: errno.into() })?;
-    for name in Path::new(&group.home()).components().filter(|part| matches!(part, Component::Normal(_))) {
+    let mut dir = open(backing, flags, Mode::empty()).map_err(|errno| TrustError::Io {
+        path: path.clone(),
+        error: errno.into(),
+    })?;
+    for name in Path::new(&group.home())
+        .components()
+        .filter(|part| matches!(part, Component::Normal(_)))
+    {
         path.push(name);
         dir = open_one(&dir, Path::new(name.as_os_str())).map_err(|error| error.at(&path))?;
     }
@@ -132,7 +159,10 @@ fn wait_for_the_dying(
         let living = ask(&files.socket);
         if living.is_some() || Instant::now() >= deadline {
             let by = living.unwrap_or_else(|| seen(backing));
-            return Err(DaemonError::Held { backing: backing.into(), by });
+            return Err(DaemonError::Held {
+                backing: backing.into(),
+                by,
+            });
         }
         std::thread::sleep(PAUSE);
         if try_lock(fd, how) {
@@ -152,27 +182,39 @@ fn ask(socket: &Path) -> Option<String> {
     let mut answer = String::new();
     BufReader::new(stream).read_line(&mut answer).ok()?;
     match serde_json::from_str(&answer).ok()? {
-        Reply::Status(status) => Some(format!(" at {} by firnd with pid {}", status.mount_point, status.pid)),
+        Reply::Status(status) => Some(format!(
+            " at {} by firnd with pid {}",
+            status.mount_point, status.pid
+        )),
         _ => None,
     }
 }
 
 /// What the mount table tells of the firnd of another user, or of one that does not answer.
 fn seen(backing: &Path) -> String {
-    match mountinfo::firn_mounts().into_iter().find(|mount| mount.backing == backing) {
-        Some(mount) => format!(" at {}", firn_format::quote::quoted_path(&mount.mount_point)),
+    match mountinfo::firn_mounts()
+        .into_iter()
+        .find(|mount| mount.backing == backing)
+    {
+        Some(mount) => format!(
+            " at {}",
+            firn_format::quote::quoted_path(&mount.mount_point)
+        ),
         None => " (by a firnd or firn recover that does not answer)".into(),
     }
 }
 
 /// Whether a firnd serves this node of a group. Where the backing has no flock(2) none seems to.
 pub(crate) fn is_living(backing: &Path, group: &Group) -> bool {
-    let dir = node_dir(backing, group, |parent, name| open_private_dir(parent, name));
+    let dir = node_dir(backing, group, |parent, name| {
+        open_private_dir(parent, name)
+    });
     dir.is_ok_and(|dir| !try_lock(&dir, How::Shared))
 }
 
 /// Whether a living firnd has `arena` open. Takes no lock that outlives the call.
 pub(crate) fn is_held(arena: &Path) -> bool {
-    open_private_file(CWD, arena, OFlags::RDONLY)
-        .is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK))
+    open_private_file(CWD, arena, OFlags::RDONLY).is_ok_and(|file| {
+        flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)
+    })
 }

@@ -31,7 +31,12 @@ pub(crate) fn detach_stdio(log: &Path) -> io::Result<()> {
     let null = File::open("/dev/null")?;
     let long = log.metadata().is_ok_and(|m| m.len() > LOG_BYTES_MAX);
     let flags = libc::O_NOFOLLOW | if long { libc::O_TRUNC } else { 0 };
-    let log = OpenOptions::new().create(true).append(true).mode(0o600).custom_flags(flags).open(log)?;
+    let log = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .mode(0o600)
+        .custom_flags(flags)
+        .open(log)?;
     rustix::stdio::dup2_stdin(&null)?;
     rustix::stdio::dup2_stdout(&log)?;
     rustix::stdio::dup2_stderr(&log)?;
@@ -63,7 +68,10 @@ struct Lines {
 
 impl Lines {
     const fn new() -> Self {
-        Self { lost: AtomicU64::new(0), lost_in_a_row: AtomicU64::new(0) }
+        Self {
+            lost: AtomicU64::new(0),
+            lost_in_a_row: AtomicU64::new(0),
+        }
     }
 
     /// Writes `line` whole or counts it as lost.
@@ -110,7 +118,11 @@ fn tame(line: &[u8]) -> Cow<'_, [u8]> {
 impl Write for StderrLines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         // The colours are controls themselves, and tracing-subscriber escapes those of the fields then.
-        let tamed = if self.terminal { Cow::Borrowed(line) } else { tame(line) };
+        let tamed = if self.terminal {
+            Cow::Borrowed(line)
+        } else {
+            tame(line)
+        };
         LINES.write(&mut io::stderr().lock(), &tamed);
         Ok(line.len())
     }
@@ -152,14 +164,21 @@ mod tests {
         let tamed = tame(b"INFO path=a\nINFO forged\x1b[2J\n");
         assert_eq!(
             *tamed,
-            *br"INFO path=a\nINFO forged\x1b[2J".iter().chain(b"\n").copied().collect::<Vec<u8>>()
+            *br"INFO path=a\nINFO forged\x1b[2J"
+                .iter()
+                .chain(b"\n")
+                .copied()
+                .collect::<Vec<u8>>()
         );
     }
 
     #[test]
     fn regression_a_line_that_cannot_be_written_is_counted_and_the_next_one_tells() {
         let lines = Lines::new();
-        let mut file = Full { taken: Vec::new(), room: 10 };
+        let mut file = Full {
+            taken: Vec::new(),
+            room: 10,
+        };
         lines.write(&mut file, b"first\n");
         assert_eq!(lines.lost.load(Ordering::Relaxed), 0);
         lines.write(&mut file, b"second\n");
@@ -169,7 +188,10 @@ mod tests {
         lines.write(&mut file, b"fourth\n");
         lines.write(&mut file, b"fifth\n");
         let text = String::from_utf8(file.taken).unwrap();
-        assert_eq!(text, "first\nseco\n(2 lines before this one could not be written)\nfourth\nfifth\n");
+        assert_eq!(
+            text,
+            "first\nseco\n(2 lines before this one could not be written)\nfourth\nfifth\n"
+        );
         assert_eq!(lines.lost.load(Ordering::Relaxed), 2);
     }
 }

@@ -43,7 +43,10 @@ pub struct LostReport {
 
 /// Deals with every lost file. Those that another try may find (the backing gave an error) stay in the
 /// arena under each policy.
-pub(crate) fn settle(engine: &Engine<Store>, policy: &LostPolicy) -> Result<Vec<LostReport>, DaemonError> {
+pub(crate) fn settle(
+    engine: &Engine<Store>,
+    policy: &LostPolicy,
+) -> Result<Vec<LostReport>, DaemonError> {
     let mut reports = Vec::new();
     for lost in engine.lost_files() {
         let mut report = LostReport {
@@ -58,8 +61,10 @@ pub(crate) fn settle(engine: &Engine<Store>, policy: &LostPolicy) -> Result<Vec<
                 LostPolicy::Keep => {}
                 LostPolicy::Save(dir) => {
                     let to = dir.join(relative(&lost));
-                    save(engine, &lost, dir, &to)
-                        .map_err(|source| DaemonError::SaveLost { to: to.clone(), source })?;
+                    save(engine, &lost, dir, &to).map_err(|source| DaemonError::SaveLost {
+                        to: to.clone(),
+                        source,
+                    })?;
                     engine.discard_lost(lost.file);
                     report.saved_to = Some(to);
                 }
@@ -77,14 +82,24 @@ pub(crate) fn settle(engine: &Engine<Store>, policy: &LostPolicy) -> Result<Vec<
 /// Its path below the directory of copies. The journal's bytes are not trusted to stay below it.
 fn relative(lost: &LostFile) -> PathBuf {
     let path = Path::new(std::ffi::OsStr::from_bytes(&lost.path));
-    let inside = path.components().all(|part| matches!(part, Component::Normal(_)));
-    if inside && !lost.path.is_empty() { path.to_owned() } else { format!("file-{}", lost.file).into() }
+    let inside = path
+        .components()
+        .all(|part| matches!(part, Component::Normal(_)));
+    if inside && !lost.path.is_empty() {
+        path.to_owned()
+    } else {
+        format!("file-{}", lost.file).into()
+    }
 }
 
 /// The copy is durable, with its name, before this returns. An existing file is left alone.
 fn save(engine: &Engine<Store>, lost: &LostFile, dir: &Path, to: &Path) -> io::Result<()> {
     fs::create_dir_all(to.parent().unwrap_or(dir))?;
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to)?;
+    let file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(to)?;
     let copied = engine
         .read_lost(lost.file, |offset, bytes| file.write_all_at(bytes, offset))
         .and_then(|()| file.sync_all())

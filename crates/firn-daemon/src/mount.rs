@@ -36,7 +36,10 @@ pub fn mount(request: MountRequest) -> Result<(), MountError> {
 }
 
 /// The same, with notices (recovered data, a dead mount that was removed, …) told to `notice`.
-pub fn mount_with_notices(request: MountRequest, notice: &mut dyn FnMut(String)) -> Result<(), MountError> {
+pub fn mount_with_notices(
+    request: MountRequest,
+    notice: &mut dyn FnMut(String),
+) -> Result<(), MountError> {
     if !request.foreground {
         return spawn(&request, notice);
     }
@@ -51,14 +54,18 @@ pub fn firnd_main() -> ExitCode {
     // no terminal to lose.
     let _ = rustix::process::setsid();
     process::prepare();
-    let Ok(mut pipe) = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3).map(File::from) else {
+    let Ok(mut pipe) = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3).map(File::from)
+    else {
         return ExitCode::FAILURE;
     };
-    let result = pipe.try_clone().map_err(DaemonError::io("keep the pipe")).and_then(|reporter| {
-        let request = read_request()?;
-        process::abort_on_panic();
-        firnd::serve(&request, Reporter::Pipe(reporter))
-    });
+    let result = pipe
+        .try_clone()
+        .map_err(DaemonError::io("keep the pipe"))
+        .and_then(|reporter| {
+            let request = read_request()?;
+            process::abort_on_panic();
+            firnd::serve(&request, Reporter::Pipe(reporter))
+        });
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -71,7 +78,9 @@ pub fn firnd_main() -> ExitCode {
 
 fn read_request() -> Result<MountRequest, DaemonError> {
     let mut json = Vec::new();
-    std::io::stdin().read_to_end(&mut json).map_err(DaemonError::io("read the request"))?;
+    std::io::stdin()
+        .read_to_end(&mut json)
+        .map_err(DaemonError::io("read the request"))?;
     serde_json::from_slice(&json).map_err(|error| DaemonError::Reported {
         text: format!("firnd is started by `firn mount` and by nothing else: {error}"),
         code: 2,

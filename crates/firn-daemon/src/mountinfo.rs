@@ -23,12 +23,21 @@ pub(crate) fn firn_mounts() -> Vec<FirnMount> {
 
 /// The one at `mount_point`, if that is what is on top there.
 pub(crate) fn at(mount_point: &Path) -> Option<FirnMount> {
-    firn_mounts().into_iter().rev().find(|mount| mount.mount_point == mount_point)
+    firn_mounts()
+        .into_iter()
+        .rev()
+        .find(|mount| mount.mount_point == mount_point)
 }
 
 fn parse(text: &[u8]) -> Vec<FirnMount> {
-    let firn = mountinfo::parse(text).into_iter().filter(|entry| entry.fs_type == FIRN);
-    firn.map(|entry| FirnMount { mount_point: entry.mount_point, backing: entry.source }).collect()
+    let firn = mountinfo::parse(text)
+        .into_iter()
+        .filter(|entry| entry.fs_type == FIRN);
+    firn.map(|entry| FirnMount {
+        mount_point: entry.mount_point,
+        backing: entry.source,
+    })
+    .collect()
 }
 
 #[cfg(test)]
@@ -39,7 +48,10 @@ mod tests {
     fn only_firn_mounts_are_found_and_their_paths_are_unescaped() {
         let text = b"25 30 0:23 / /proc rw - proc proc rw\n\
             98 30 0:51 / /mnt/a\\040b rw,nosuid shared:1 - fuse.firn /scratch/r\\134x rw,user_id=0\n";
-        let expected = FirnMount { mount_point: "/mnt/a b".into(), backing: "/scratch/r\\x".into() };
+        let expected = FirnMount {
+            mount_point: "/mnt/a b".into(),
+            backing: "/scratch/r\\x".into(),
+        };
         assert_eq!(parse(text), [expected]);
     }
 

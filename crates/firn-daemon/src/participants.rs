@@ -34,7 +34,10 @@ pub(crate) fn group(options: &Options) -> Result<Option<Group>, DaemonError> {
     if let firn_held::Participants::Nodes(nodes) = &participants
         && !nodes.contains(&node)
     {
-        return Err(DaemonError::NoParticipant { node, participants: nodes.join(", ") });
+        return Err(DaemonError::NoParticipant {
+            node,
+            participants: nodes.join(", "),
+        });
     }
     Ok(Some(Group { node, participants }))
 }
@@ -44,8 +47,13 @@ pub(crate) fn node_name(options: &Options) -> Result<String, DaemonError> {
     if let Some(node) = &options.node {
         return Ok(node.clone());
     }
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    Kind::Node.parse(&host).map_err(|why| DaemonError::NodeName { why })?;
+    let host = rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned();
+    Kind::Node
+        .parse(&host)
+        .map_err(|why| DaemonError::NodeName { why })?;
     Ok(host)
 }
 
@@ -69,9 +77,10 @@ pub(crate) fn prepared(
     path: &[u8],
 ) -> Result<(), HeldError> {
     match engine.backing().group() {
-        Some(_) => engine
-            .backing()
-            .note_used(node, by_process(engine.accesses().take(|found| is_below(found, path)))),
+        Some(_) => engine.backing().note_used(
+            node,
+            by_process(engine.accesses().take(|found| is_below(found, path))),
+        ),
         None => Ok(()),
     }
 }
@@ -81,7 +90,9 @@ fn by_process(mut used: Vec<Used>) -> Vec<Used> {
     let mut processes = HashMap::new();
     for file in &mut used {
         for (thread, accesses) in std::mem::take(&mut file.processes) {
-            let process = *processes.entry(thread).or_insert_with(|| process_of(thread).unwrap_or(thread));
+            let process = *processes
+                .entry(thread)
+                .or_insert_with(|| process_of(thread).unwrap_or(thread));
             let known = file.processes.entry(process).or_default();
             known.read.extend(&accesses.read);
             known.written.extend(&accesses.written);
@@ -92,7 +103,12 @@ fn by_process(mut used: Vec<Used>) -> Vec<Used> {
 
 fn process_of(thread: u32) -> Option<u32> {
     let status = std::fs::read_to_string(format!("/proc/{thread}/status")).ok()?;
-    status.lines().find_map(|line| line.strip_prefix("Tgid:"))?.trim().parse().ok()
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("Tgid:"))?
+        .trim()
+        .parse()
+        .ok()
 }
 
 /// It is over.
@@ -100,7 +116,13 @@ pub(crate) fn ended(engine: &Engine<Store>, path: &[u8]) {
     if is_tested(engine) {
         engine.accesses().take(|found| is_below(found, path));
         let counts = |stage| matches!(stage, Stage::Open | Stage::Prepared(_));
-        engine.accesses().switch(engine.backing().transactions().iter().any(|one| counts(one.stage)));
+        engine.accesses().switch(
+            engine
+                .backing()
+                .transactions()
+                .iter()
+                .any(|one| counts(one.stage)),
+        );
     }
 }
 
@@ -134,7 +156,9 @@ fn wait_for_verdict(
     deadline: Instant,
 ) -> Result<(), HeldError> {
     let store = engine.backing();
-    patiently(deadline, || store.publish(&crate::transactions::scope_at(engine, path)?, id))?;
+    patiently(deadline, || {
+        store.publish(&crate::transactions::scope_at(engine, path)?, id)
+    })?;
     let mut pause = Pause::default();
     loop {
         match store.meet(id, path)? {
@@ -145,7 +169,11 @@ fn wait_for_verdict(
                 } else {
                     format!(", {} missing", missing.join(", "))
                 };
-                store.give_up(id, path, format!("only {} of {of} nodes came{who}", here.len()))?;
+                store.give_up(
+                    id,
+                    path,
+                    format!("only {} of {of} nodes came{who}", here.len()),
+                )?;
             }
             Meeting::Waiting { .. } => pause.rest(),
         }
@@ -160,10 +188,20 @@ pub(crate) fn behind(
     id: u64,
     means: &Means<'_>,
 ) -> Result<Vec<String>, HeldError> {
-    let (store, deadline) = (engine.backing(), Instant::now() + means.patience);
-    let Some(group) = store.group() else { return Ok(Vec::new()) };
-    let lives =
-        |node: &String| lock::is_living(means.backing, &Group { node: node.clone(), ..group.clone() });
+    let store = engine.backing();
+    let deadline = Instant::now() + means.patience;
+    let Some(group) = store.group() else {
+        return Ok(Vec::new());
+    };
+    let lives = |node: &String| {
+        lock::is_living(
+            means.backing,
+            &Group {
+                node: node.clone(),
+                ..group.clone()
+            },
+        )
+    };
     let mut pause = Pause::default();
     loop {
         let behind = store.behind(id, path)?;
@@ -182,9 +220,9 @@ pub(crate) fn patiently<T>(
     let mut pause = Pause::default();
     loop {
         match attempt() {
-            Err(HeldError::Leaving { .. } | HeldError::NotOver { .. } | HeldError::Stopping { .. })
-                if Instant::now() < deadline =>
-            {
+            Err(
+                HeldError::Leaving { .. } | HeldError::NotOver { .. } | HeldError::Stopping { .. },
+            ) if Instant::now() < deadline => {
                 pause.rest();
             }
             done => return done,

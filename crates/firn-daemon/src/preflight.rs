@@ -33,13 +33,19 @@ pub(crate) fn check(
     let backing = check_backing(backing, read_only)?;
     let mount_point = check_mount_point(mount_point, notice)?;
     check_apart(&backing, &mount_point)?;
-    Ok(Checked { backing, mount_point })
+    Ok(Checked {
+        backing,
+        mount_point,
+    })
 }
 
 /// The backing alone, as `firn recover` needs it. Returns its canonical path.
 pub(crate) fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, DaemonError> {
     let path = &absolute(path);
-    let unusable = |source: io::Error| DaemonError::BackingUnusable { path: path.clone(), source };
+    let unusable = |source: io::Error| DaemonError::BackingUnusable {
+        path: path.clone(),
+        source,
+    };
     let canonical = match path.canonicalize() {
         Ok(canonical) => canonical,
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
@@ -53,8 +59,13 @@ pub(crate) fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, Dae
     if !canonical.metadata().map_err(unusable)?.is_dir() {
         return Err(DaemonError::BackingNotDirectory { path: canonical });
     }
-    accessat(CWD, &canonical, Access::READ_OK | Access::EXEC_OK, AtFlags::EACCESS)
-        .map_err(|e| unusable(e.into()))?;
+    accessat(
+        CWD,
+        &canonical,
+        Access::READ_OK | Access::EXEC_OK,
+        AtFlags::EACCESS,
+    )
+    .map_err(|e| unusable(e.into()))?;
     // Only EROFS: a directory below may be writable although this one is not.
     let writable = accessat(CWD, &canonical, Access::WRITE_OK, AtFlags::EACCESS);
     if writable == Err(Errno::ROFS) && !read_only {
@@ -76,22 +87,31 @@ fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<Path
         Err(e) if e.kind() == io::ErrorKind::NotADirectory => {
             return Err(DaemonError::MountPointNotDirectory { path: path.clone() });
         }
-        Err(source) => return Err(DaemonError::MountPointUnusable { path: path.clone(), source }),
+        Err(source) => {
+            return Err(DaemonError::MountPointUnusable {
+                path: path.clone(),
+                source,
+            });
+        }
     };
     if !canonical.is_dir() {
         return Err(DaemonError::MountPointNotDirectory { path: canonical });
     }
     match mountinfo::at(&canonical) {
-        Some(mount) => {
-            Err(DaemonError::MountPointBusy { path: canonical, backing: quoted_path(&mount.backing) })
-        }
+        Some(mount) => Err(DaemonError::MountPointBusy {
+            path: canonical,
+            backing: quoted_path(&mount.backing),
+        }),
         None => Ok(canonical),
     }
 }
 
 /// firnd was killed: its mount is still in the tree and answers ENOTCONN.
 fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), DaemonError> {
-    let unusable = |source| DaemonError::MountPointUnusable { path: path.to_owned(), source };
+    let unusable = |source| DaemonError::MountPointUnusable {
+        path: path.to_owned(),
+        source,
+    };
     // The path cannot be resolved to its end, but everything above the mount can.
     let canonical = match (path.parent().map(Path::canonicalize), path.file_name()) {
         (Some(Ok(parent)), Some(name)) => parent.join(name),
@@ -111,7 +131,8 @@ fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), Daemon
 }
 
 fn check_apart(backing: &Path, mount_point: &Path) -> Result<(), DaemonError> {
-    let (backing_path, mount_point_path) = (backing.to_owned(), mount_point.to_owned());
+    let backing_path = backing.to_owned();
+    let mount_point_path = mount_point.to_owned();
     if mount_point.starts_with(backing) {
         return Err(DaemonError::MountPointInBacking {
             mount_point: mount_point_path,
@@ -144,9 +165,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let inner = dir.path().join("inner");
         std::fs::create_dir(&inner).unwrap();
-        assert!(matches!(refusal(dir.path(), &inner), DaemonError::MountPointInBacking { .. }));
-        assert!(matches!(refusal(&inner, dir.path()), DaemonError::BackingInMountPoint { .. }));
-        assert!(matches!(refusal(&inner, &inner), DaemonError::MountPointInBacking { .. }));
+        assert!(matches!(
+            refusal(dir.path(), &inner),
+            DaemonError::MountPointInBacking { .. }
+        ));
+        assert!(matches!(
+            refusal(&inner, dir.path()),
+            DaemonError::BackingInMountPoint { .. }
+        ));
+        assert!(matches!(
+            refusal(&inner, &inner),
+            DaemonError::MountPointInBacking { .. }
+        ));
     }
 
     #[test]
@@ -156,7 +186,10 @@ mod tests {
         std::fs::create_dir_all(backing.join("below")).unwrap();
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(backing.join("below"), &link).unwrap();
-        assert!(matches!(refusal(&backing, &link), DaemonError::MountPointInBacking { .. }));
+        assert!(matches!(
+            refusal(&backing, &link),
+            DaemonError::MountPointInBacking { .. }
+        ));
     }
 
     #[test]
@@ -165,19 +198,41 @@ mod tests {
         for name in ["run", "run2"] {
             std::fs::create_dir(dir.path().join(name)).unwrap();
         }
-        check(&dir.path().join("run"), &dir.path().join("run2"), false, &mut |_| {}).unwrap();
+        check(
+            &dir.path().join("run"),
+            &dir.path().join("run2"),
+            false,
+            &mut |_| {},
+        )
+        .unwrap();
     }
 
     #[test]
     fn missing_and_wrong_kinds_are_named() {
         let dir = tempfile::tempdir().unwrap();
-        let (file, missing) = (dir.path().join("file"), dir.path().join("missing"));
+        let file = dir.path().join("file");
+        let missing = dir.path().join("missing");
         std::fs::write(&file, b"").unwrap();
         let other = tempfile::tempdir().unwrap();
-        assert!(matches!(refusal(&missing, other.path()), DaemonError::BackingMissing { .. }));
-        assert!(matches!(refusal(&file, other.path()), DaemonError::BackingNotDirectory { .. }));
-        assert!(matches!(refusal(other.path(), &missing), DaemonError::MountPointMissing { .. }));
-        assert!(matches!(refusal(other.path(), &file), DaemonError::MountPointNotDirectory { .. }));
-        assert!(matches!(refusal(&file.join("x"), other.path()), DaemonError::BackingNotDirectory { .. }));
+        assert!(matches!(
+            refusal(&missing, other.path()),
+            DaemonError::BackingMissing { .. }
+        ));
+        assert!(matches!(
+            refusal(&file, other.path()),
+            DaemonError::BackingNotDirectory { .. }
+        ));
+        assert!(matches!(
+            refusal(other.path(), &missing),
+            DaemonError::MountPointMissing { .. }
+        ));
+        assert!(matches!(
+            refusal(other.path(), &file),
+            DaemonError::MountPointNotDirectory { .. }
+        ));
+        assert!(matches!(
+            refusal(&file.join("x"), other.path()),
+            DaemonError::BackingNotDirectory { .. }
+        ));
     }
 }

@@ -20,11 +20,18 @@ pub(crate) fn prepare() {
 /// and not the end of firnd with everything that it holds.
 fn survive_file_size_limit() {
     // A handler and not SIG_IGN, which programs that we start (fusermount3) would inherit.
-    if let Err(error) = signal_hook::flag::register(libc::SIGXFSZ, Arc::new(AtomicBool::new(false))) {
+    if let Err(error) = signal_hook::flag::register(libc::SIGXFSZ, Arc::new(AtomicBool::new(false)))
+    {
         tracing::warn!(%error, "cannot catch SIGXFSZ; a file over the limit on file sizes ends firnd");
     }
     let limit = getrlimit(Resource::Fsize);
-    if let Err(error) = setrlimit(Resource::Fsize, Rlimit { current: limit.maximum, ..limit }) {
+    if let Err(error) = setrlimit(
+        Resource::Fsize,
+        Rlimit {
+            current: limit.maximum,
+            ..limit
+        },
+    ) {
         tracing::warn!(%error, "cannot raise the limit on file sizes");
     }
 }
@@ -53,12 +60,29 @@ pub(crate) fn limit_behind(errno: Errno) -> Option<String> {
 fn raise_file_limit() {
     // Each file in use takes a descriptor; root may have as many as the kernel allows, others what
     // their hard limit says.
-    let most = std::fs::read_to_string("/proc/sys/fs/nr_open").ok().and_then(|text| text.trim().parse().ok());
-    if most.is_some() && setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most }).is_ok() {
+    let most = std::fs::read_to_string("/proc/sys/fs/nr_open")
+        .ok()
+        .and_then(|text| text.trim().parse().ok());
+    if most.is_some()
+        && setrlimit(
+            Resource::Nofile,
+            Rlimit {
+                current: most,
+                maximum: most,
+            },
+        )
+        .is_ok()
+    {
         return;
     }
     let limit = getrlimit(Resource::Nofile);
-    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
+    if let Err(error) = setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: limit.maximum,
+            ..limit
+        },
+    ) {
         tracing::warn!(%error, "cannot raise the number of open files");
     }
 }

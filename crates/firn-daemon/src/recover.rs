@@ -70,18 +70,31 @@ pub struct NodeReport {
 pub fn recover_node(backing: &std::path::Path, node: String) -> Result<NodeReport, RecoverError> {
     process::prepare();
     let backing = preflight::check_backing(backing, false)?;
-    let group = Group { node, participants: Participants::Count(0) };
-    match node_dir(&backing, &group, |parent, name| open_private_dir(parent, name)) {
+    let group = Group {
+        node,
+        participants: Participants::Count(0),
+    };
+    match node_dir(&backing, &group, |parent, name| {
+        open_private_dir(parent, name)
+    }) {
         Ok(_) => {}
         Err(error) if error.is_missing() => {
-            return Err(DaemonError::NoSuchNode { node: group.node, backing });
+            return Err(DaemonError::NoSuchNode {
+                node: group.node,
+                backing,
+            });
         }
         Err(error) => return Err(error.into()),
     }
     let _lock = Locks::of_node(&backing, &group, crate::lock::DYING)?;
-    let directory = DirBacking::open(&backing)
-        .map_err(|source| DaemonError::BackingUnusable { path: backing.clone(), source })?;
-    let opening = Opening { group: Some(group), ..Opening::default() };
+    let directory = DirBacking::open(&backing).map_err(|source| DaemonError::BackingUnusable {
+        path: backing.clone(),
+        source,
+    })?;
+    let opening = Opening {
+        group: Some(group),
+        ..Opening::default()
+    };
     let (_, outcome) = Held::open_with(directory, opening, |_| Ok::<_, DaemonError>(()))
         .map_err(DaemonError::in_backing(&backing))?;
     Ok(NodeReport {
@@ -107,11 +120,18 @@ pub fn recover(
     let locks = Locks::take(&backing, &files, None)?;
     process::prepare();
     let arena = files.arena.clone();
-    let attached =
-        Attached::salvage(&backing, files, locks, &request.options, &mut |text| tracing::warn!("{text}"))?;
+    let attached = Attached::salvage(&backing, files, locks, &request.options, &mut |text| {
+        tracing::warn!("{text}")
+    })?;
     let (events, _) = std::sync::mpsc::channel();
     let stubs = prefix.map(|prefix| {
-        Stubs::begin(std::sync::Arc::clone(&attached.engine), &backing, &prefix, &attached.files, events)
+        Stubs::begin(
+            std::sync::Arc::clone(&attached.engine),
+            &backing,
+            &prefix,
+            &attached.files,
+            events,
+        )
     });
     let stubs = stubs.transpose()?;
     if let Some(stubs) = &stubs
@@ -150,7 +170,10 @@ pub fn recover(
         && error != Errno::CANCELED
         && report.errors.is_empty()
     {
-        let message = format!("the backing did not take all of it: {}", process::explain(error));
+        let message = format!(
+            "the backing did not take all of it: {}",
+            process::explain(error)
+        );
         report.errors.push(ErrorStatus {
             errno: error.raw_os_error(),
             message,

@@ -109,10 +109,12 @@ impl Mounted {
             return;
         }
         let this = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("firn-nodes".into()).spawn(move || {
-            crate::transactions::follow(&this.engine, &|cached| this.forget(cached));
-            this.following.store(false, Ordering::Release);
-        });
+        let thread = std::thread::Builder::new()
+            .name("firn-nodes".into())
+            .spawn(move || {
+                crate::transactions::follow(&this.engine, &|cached| this.forget(cached));
+                this.following.store(false, Ordering::Release);
+            });
         if let Err(error) = thread {
             tracing::warn!(%error, "cannot start a thread");
             self.following.store(false, Ordering::Release);
@@ -124,14 +126,17 @@ impl Mounted {
     pub(crate) fn carry_names(self: &Arc<Self>) {
         let eager = self.engine.options().drain == DrainPolicy::Eager;
         let has_bytes = || self.engine.arena().used_bytes() > 0;
-        let Some(tree) = self.tree.as_ref().filter(|_| eager || has_bytes()) else { return };
+        let Some(tree) = self.tree.as_ref().filter(|_| eager || has_bytes()) else {
+            return;
+        };
         if Instant::now() < *self.carry_next.lock() {
             return;
         }
         if self.carrying.swap(true, Ordering::AcqRel) {
             return;
         }
-        let (this, tree) = (Arc::clone(self), Arc::clone(tree));
+        let this = Arc::clone(self);
+        let tree = Arc::clone(tree);
         let thread = std::thread::Builder::new().name("firn-names".into()).spawn(move || {
             let began = Instant::now();
             let done = if eager { tree.reconcile_soon() } else { tree.sweep_soon() };
@@ -161,7 +166,12 @@ impl Mounted {
     /// Takes a sample for the rates.
     pub(crate) fn sample(&self) {
         let sums = self.engine.transferred();
-        self.window.lock().add(Instant::now(), sums.ingest_bytes, sums.drain_bytes, sums.moved_bytes);
+        self.window.lock().add(
+            Instant::now(),
+            sums.ingest_bytes,
+            sums.drain_bytes,
+            sums.moved_bytes,
+        );
     }
 
     fn wait(
@@ -172,15 +182,21 @@ impl Mounted {
         say: &mut dyn FnMut(Reply) -> bool,
     ) -> Reply {
         let deadline = timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms));
-        let phase = if until == Rung::Durable { "syncing" } else { "draining" };
+        let phase = if until == Rung::Durable {
+            "syncing"
+        } else {
+            "draining"
+        };
         let mut left = 0;
         let mut timed_out = false;
         let mut progress = throttled(phase, say);
-        let result = self.engine.wait_tree(path.as_bytes(), until, &mut |bytes, files| {
-            left = bytes;
-            timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
-            !timed_out && progress(bytes, files)
-        });
+        let result = self
+            .engine
+            .wait_tree(path.as_bytes(), until, &mut |bytes, files| {
+                left = bytes;
+                timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+                !timed_out && progress(bytes, files)
+            });
         match result {
             Ok(()) => Reply::Done,
             Err(_) if timed_out => Reply::Error {
@@ -194,9 +210,20 @@ impl Mounted {
     fn unmount(&self, force: bool, keep_held: bool, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
         let (reply, replies): (_, Receiver<Reply>) = mpsc::channel();
         let (sent, reply_sent) = mpsc::channel();
-        let gone = || Reply::Error { errno: libc::ESHUTDOWN, message: "firnd is ending already".into() };
+        let gone = || Reply::Error {
+            errno: libc::ESHUTDOWN,
+            message: "firnd is ending already".into(),
+        };
         let client = Client { reply, reply_sent };
-        if self.events.send(Event::Unmount { force, keep_held, client }).is_err() {
+        if self
+            .events
+            .send(Event::Unmount {
+                force,
+                keep_held,
+                client,
+            })
+            .is_err()
+        {
             return gone().into();
         }
         loop {
@@ -204,7 +231,12 @@ impl Mounted {
                 Ok(progress @ Reply::Progress { .. }) => {
                     say(progress);
                 }
-                Ok(last) => return Answer { reply: last, sent: Some(sent) },
+                Ok(last) => {
+                    return Answer {
+                        reply: last,
+                        sent: Some(sent),
+                    };
+                }
                 Err(_) => return gone().into(),
             }
         }
@@ -212,13 +244,22 @@ impl Mounted {
 }
 
 impl Service for Mounted {
-    fn answer(&self, request: Request, lists: &mut Lists, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
+    fn answer(
+        &self,
+        request: Request,
+        lists: &mut Lists,
+        say: &mut dyn FnMut(Reply) -> bool,
+    ) -> Answer {
         let about_names = match &request {
-            Request::Wait { path, .. } | Request::Drain { path } | Request::Files { path } => Some(path),
-            Request::Begin { path } | Request::Prepare { path, .. } | Request::Commit { path, .. } => {
+            Request::Wait { path, .. } | Request::Drain { path } | Request::Files { path } => {
                 Some(path)
             }
-            Request::Evict { path } | Request::Pin { path, .. } | Request::Chunks { path, .. } => Some(path),
+            Request::Begin { path }
+            | Request::Prepare { path, .. }
+            | Request::Commit { path, .. } => Some(path),
+            Request::Evict { path } | Request::Pin { path, .. } | Request::Chunks { path, .. } => {
+                Some(path)
+            }
             _ => None,
         };
         if let Some(path) = about_names
@@ -234,23 +275,34 @@ impl Service for Mounted {
                 incarnation: self.engine.incarnation(),
             },
             Request::Status => Reply::Status(Box::new(self.status())),
-            Request::Wait { path, until, timeout_ms } => self.wait(&path, until, timeout_ms, say),
+            Request::Wait {
+                path,
+                until,
+                timeout_ms,
+            } => self.wait(&path, until, timeout_ms, say),
             Request::Drain { path } => {
                 self.engine.drain_tree(path.as_bytes());
                 Reply::Done
             }
-            Request::Files { path } => Reply::Files { files: self.engine.files_below(path.as_bytes()) },
+            Request::Files { path } => Reply::Files {
+                files: self.engine.files_below(path.as_bytes()),
+            },
             Request::Region => Reply::Region(region(self.engine.arena())),
             Request::Chunks { path } => lists.make(&self.engine, &path),
             Request::CheckChunks { list } => lists.check(list),
             Request::ReleaseChunks { list } => lists.release(list),
-            Request::Metrics => Reply::Metrics { text: prometheus(&self.status()) },
+            Request::Metrics => Reply::Metrics {
+                text: prometheus(&self.status()),
+            },
             Request::ClearErrors => {
                 self.engine.clear_errors();
                 Reply::Done
             }
             Request::Evict { path } => match self.engine.evict_tree(path.as_bytes()) {
-                Ok((freed_bytes, held_bytes)) => Reply::Evicted { freed_bytes, held_bytes },
+                Ok((freed_bytes, held_bytes)) => Reply::Evicted {
+                    freed_bytes,
+                    held_bytes,
+                },
                 Err(error) => failed(error, &path),
             },
             Request::Pin { path, pinned } => match self.engine.pin_tree(path.as_bytes(), pinned) {
@@ -289,7 +341,11 @@ pub(crate) fn throttled<'a>(
             return true;
         }
         next = now + PROGRESS_EVERY;
-        say(Reply::Progress { bytes_left, files_left, phase: phase.into() })
+        say(Reply::Progress {
+            bytes_left,
+            files_left,
+            phase: phase.into(),
+        })
     }
 }
 
@@ -312,5 +368,8 @@ fn failed(error: Errno, path: &BytePath) -> Reply {
             process::explain(error)
         ),
     };
-    Reply::Error { errno: error.raw_os_error(), message }
+    Reply::Error {
+        errno: error.raw_os_error(),
+        message,
+    }
 }

@@ -36,19 +36,25 @@ enum Word {
 }
 
 /// Starts firnd for `request` and waits until its mount is usable or it failed.
-pub(crate) fn spawn(request: &MountRequest, notice: &mut dyn FnMut(String)) -> Result<(), DaemonError> {
+pub(crate) fn spawn(
+    request: &MountRequest,
+    notice: &mut dyn FnMut(String),
+) -> Result<(), DaemonError> {
     let mut child = Command::new("/proc/self/exe")
         .arg0(NAME)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
         .map_err(DaemonError::io("start firnd"))?;
-    let json = serde_json::to_vec(request).map_err(|e| DaemonError::io("encode the request")(e.into()))?;
+    let json =
+        serde_json::to_vec(request).map_err(|e| DaemonError::io("encode the request")(e.into()))?;
     if let Some(mut stdin) = child.stdin.take() {
         // If firnd died already, its silence below says so.
         let _ = stdin.write_all(&json);
     }
-    let Some(stdout) = child.stdout.take() else { return Err(silent()) };
+    let Some(stdout) = child.stdout.take() else {
+        return Err(silent());
+    };
     for line in BufReader::new(stdout).lines().map_while(Result::ok) {
         match serde_json::from_str(&line) {
             Ok(Word::Notice(text)) => notice(text),
@@ -66,7 +72,9 @@ pub(crate) fn spawn(request: &MountRequest, notice: &mut dyn FnMut(String)) -> R
 
 fn silent() -> DaemonError {
     match firn_client::paths::runtime_dir() {
-        Ok(dir) => DaemonError::Silent { log: quoted_path(&dir.join("*.log")) },
+        Ok(dir) => DaemonError::Silent {
+            log: quoted_path(&dir.join("*.log")),
+        },
         Err(error) => error.into(),
     }
 }
@@ -99,11 +107,19 @@ impl Reporter<'_> {
 
 /// Tells `firn mount` that there is no mount.
 pub(crate) fn report_failure(pipe: &mut File, error: &DaemonError) {
-    say(pipe, &Word::Failed { text: error.to_string(), code: error.exit_code() });
+    say(
+        pipe,
+        &Word::Failed {
+            text: error.to_string(),
+            code: error.exit_code(),
+        },
+    );
 }
 
 fn say(pipe: &mut File, word: &Word) {
-    let Ok(mut line) = serde_json::to_vec(word) else { return };
+    let Ok(mut line) = serde_json::to_vec(word) else {
+        return;
+    };
     line.push(b'\n');
     // If firn mount was killed meanwhile, the mount goes on without it.
     let _ = pipe.write_all(&line);

@@ -18,7 +18,10 @@ use crate::preflight::Checked;
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 /// The layout that the options ask for, and the path of the spill file; empty without one.
-pub(crate) fn wanted(files: &RuntimeFiles, options: &Options) -> Result<(Geometry, PathBuf), DaemonError> {
+pub(crate) fn wanted(
+    files: &RuntimeFiles,
+    options: &Options,
+) -> Result<(Geometry, PathBuf), DaemonError> {
     let (path, bytes) = match &options.spill {
         None => (PathBuf::new(), 0),
         Some(_) if options.spill_bytes == 0 => (path(files, options), options.arena_bytes),
@@ -30,7 +33,9 @@ pub(crate) fn wanted(files: &RuntimeFiles, options: &Options) -> Result<(Geometr
 
 /// A directory gets a file of the arena's name.
 fn path(files: &RuntimeFiles, options: &Options) -> PathBuf {
-    let Some(spill) = &options.spill else { return PathBuf::new() };
+    let Some(spill) = &options.spill else {
+        return PathBuf::new();
+    };
     if !spill.is_dir() {
         return spill.clone();
     }
@@ -44,16 +49,32 @@ pub(crate) fn check(
     checked: &Checked,
     notice: &mut dyn FnMut(String),
 ) -> Result<(), DaemonError> {
-    let Some(spill) = &options.spill else { return Ok(()) };
-    let dir = if spill.is_dir() { spill.as_path() } else { spill.parent().unwrap_or(Path::new("/")) };
-    let dir =
-        dir.canonicalize().map_err(|source| DaemonError::SpillDirectory { path: dir.into(), source })?;
+    let Some(spill) = &options.spill else {
+        return Ok(());
+    };
+    let dir = if spill.is_dir() {
+        spill.as_path()
+    } else {
+        spill.parent().unwrap_or(Path::new("/"))
+    };
+    let dir = dir
+        .canonicalize()
+        .map_err(|source| DaemonError::SpillDirectory {
+            path: dir.into(),
+            source,
+        })?;
     for taken in [&checked.mount_point, &checked.backing] {
         if dir.starts_with(taken) {
-            return Err(DaemonError::SpillInside { spill: spill.clone(), dir: taken.clone() });
+            return Err(DaemonError::SpillInside {
+                spill: spill.clone(),
+                dir: taken.clone(),
+            });
         }
     }
-    let unusable = |error: Errno| DaemonError::SpillDirectory { path: dir.clone(), source: error.into() };
+    let unusable = |error: Errno| DaemonError::SpillDirectory {
+        path: dir.clone(),
+        source: error.into(),
+    };
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(&dir, flags, Mode::empty()).map_err(unusable)?;
     check_shared_parent(&opened, &dir)?;

@@ -42,8 +42,9 @@ pub(crate) enum Step {
     Undone,
 }
 
-static STEPS: Tally<8> =
-    Tally::new(["begin", "quiesce", "drained", "prepared", "decided", "applied", "ended", "undone"]);
+static STEPS: Tally<8> = Tally::new([
+    "begin", "quiesce", "drained", "prepared", "decided", "applied", "ended", "undone",
+]);
 
 /// Counts since firnd began, which serves one mount.
 pub(crate) fn steps() -> std::collections::BTreeMap<String, u64> {
@@ -53,7 +54,11 @@ pub(crate) fn steps() -> std::collections::BTreeMap<String, u64> {
 /// Notes a step of the transaction in `scope`.
 pub(crate) fn note(engine: &Engine<Store>, step: Step, scope: &[u8], id: Option<u64>) {
     STEPS.count(step as usize);
-    let host = engine.backing().group().map(|group| group.node.clone()).unwrap_or_default();
+    let host = engine
+        .backing()
+        .group()
+        .map(|group| group.node.clone())
+        .unwrap_or_default();
     tracing::debug!(step = STEPS.name(step as usize), scope = %shown_scope(scope), ?id, host, "transaction");
 }
 
@@ -100,7 +105,9 @@ pub(crate) struct Means<'a> {
 
 /// The answer to a request about a transaction.
 pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_>) -> Reply {
-    let &Means { patience, forget, .. } = means;
+    let &Means {
+        patience, forget, ..
+    } = means;
     if let Request::Prepare { path, .. }
     | Request::Commit { path, .. }
     | Request::Abort { path }
@@ -114,20 +121,35 @@ pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_
                 .and_then(|()| begin(engine, path.as_bytes(), patience));
             (path, begun.map(|()| Reply::Done))
         }
-        Request::Prepare { path, id } => {
-            (path, prepare(engine, path.as_bytes(), *id, patience).map(|()| Reply::Done))
-        }
-        Request::Commit { path, id, begin, behind } => {
-            let how = How { id: *id, begin: *begin, behind: *behind };
+        Request::Prepare { path, id } => (
+            path,
+            prepare(engine, path.as_bytes(), *id, patience).map(|()| Reply::Done),
+        ),
+        Request::Commit {
+            path,
+            id,
+            begin,
+            behind,
+        } => {
+            let how = How {
+                id: *id,
+                begin: *begin,
+                behind: *behind,
+            };
             let committed = commit(engine, path.as_bytes(), &how, means);
-            (path, committed.map(|(id, behind)| Reply::Committed { id, behind }))
+            (
+                path,
+                committed.map(|(id, behind)| Reply::Committed { id, behind }),
+            )
         }
-        Request::Abort { path } => {
-            (path, abort(engine, path.as_bytes(), patience, forget).map(|()| Reply::Done))
-        }
-        Request::Restore { path, id } => {
-            (path, restore(engine, path.as_bytes(), *id, patience, forget).map(|()| Reply::Done))
-        }
+        Request::Abort { path } => (
+            path,
+            abort(engine, path.as_bytes(), patience, forget).map(|()| Reply::Done),
+        ),
+        Request::Restore { path, id } => (
+            path,
+            restore(engine, path.as_bytes(), *id, patience, forget).map(|()| Reply::Done),
+        ),
         _ => unreachable!("only requests about transactions come here"),
     };
     let result = match result {
@@ -147,7 +169,10 @@ fn undone_by_another(
     forget: &dyn Fn(Cached),
 ) -> Option<Reply> {
     let store = engine.backing();
-    if store.to_be_stopped().iter().any(|scope| scope == path.as_bytes())
+    if store
+        .to_be_stopped()
+        .iter()
+        .any(|scope| scope == path.as_bytes())
         && !matches!(request, Request::Abort { .. })
         && let Err(error) = abort(engine, path.as_bytes(), patience, forget)
     {
@@ -159,8 +184,12 @@ fn undone_by_another(
         Request::Abort { .. } => Some(Reply::Done),
         Request::Prepare { .. } | Request::Commit { .. } => {
             let scope = shown_scope(path.as_bytes());
-            let message = format!("{scope}: {by} aborted the transaction; it is undone on all nodes");
-            Some(Reply::Error { errno: libc::ECANCELED, message })
+            let message =
+                format!("{scope}: {by} aborted the transaction; it is undone on all nodes");
+            Some(Reply::Error {
+                errno: libc::ECANCELED,
+                message,
+            })
         }
         _ => None,
     }
@@ -183,17 +212,29 @@ fn not_a_scope(errno: Errno) -> HeldError {
 /// while it is prepared: then it would wait for the outcome.
 fn write_back(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(Cached)) {
     if stage(engine, path) == Some(Stage::Open) {
-        engine.written_at(path).into_iter().map(Cached::Inode).for_each(forget);
+        engine
+            .written_at(path)
+            .into_iter()
+            .map(Cached::Inode)
+            .for_each(forget);
     }
 }
 
 fn begin(engine: &Engine<Store>, path: &[u8], patience: Duration) -> Result<(), HeldError> {
     // What was written after a commit that is still carried out is not of the new transaction, and has no way yet.
-    if is_decided(engine, path) && engine.wait_tree(path, Rung::Drained, &mut |_, _| false).is_err() {
+    if is_decided(engine, path)
+        && engine
+            .wait_tree(path, Rung::Drained, &mut |_, _| false)
+            .is_err()
+    {
         carry_out(engine, path)?;
     }
     let deadline = Instant::now() + patience;
-    patiently(deadline, || turn(engine, path, Pending::Drain, |node| begin_at(engine, node, path)))
+    patiently(deadline, || {
+        turn(engine, path, Pending::Drain, |node| {
+            begin_at(engine, node, path)
+        })
+    })
 }
 
 fn begin_at(engine: &Engine<Store>, node: &Node<DirBacking>, path: &[u8]) -> Result<(), HeldError> {
@@ -203,22 +244,39 @@ fn begin_at(engine: &Engine<Store>, node: &Node<DirBacking>, path: &[u8]) -> Res
     Ok(())
 }
 
-fn prepare(engine: &Engine<Store>, path: &[u8], id: u64, patience: Duration) -> Result<(), HeldError> {
+fn prepare(
+    engine: &Engine<Store>,
+    path: &[u8],
+    id: u64,
+    patience: Duration,
+) -> Result<(), HeldError> {
     carry_out_before(engine, path)?;
     // Asked again, nothing more is to be part of it.
-    let pending = if stage(engine, path) == Some(Stage::Open) { Pending::Drain } else { Pending::Keep };
+    let pending = if stage(engine, path) == Some(Stage::Open) {
+        Pending::Drain
+    } else {
+        Pending::Keep
+    };
     turn(engine, path, pending, |node| {
         let was_open = stage(engine, path) == Some(Stage::Open);
         engine.backing().prepare(node, id)?;
         note(engine, Step::Prepared, path, Some(id));
-        if was_open { participants::prepared(engine, node, path) } else { Ok(()) }
+        if was_open {
+            participants::prepared(engine, node, path)
+        } else {
+            Ok(())
+        }
     })?;
     participants::meet(engine, path, id, patience)
 }
 
 /// A commit before this transaction is carried out first, outside of a turn: drains of the scope wait for that.
 fn carry_out_before(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
-    if stage(engine, path) == Some(Stage::Open) { carry_out(engine, path) } else { Ok(()) }
+    if stage(engine, path) == Some(Stage::Open) {
+        carry_out(engine, path)
+    } else {
+        Ok(())
+    }
 }
 
 /// How to commit.
@@ -244,20 +302,30 @@ fn commit(
     let mut stage = stage(engine, path);
     let id = match (how.id, stage) {
         (Some(id), _) | (None, Some(Stage::Prepared(id) | Stage::Decided(id))) => id,
-        _ => store.committed(path)?.map_or(1, |last| last.saturating_add(1)),
+        _ => store
+            .committed(path)?
+            .map_or(1, |last| last.saturating_add(1)),
     };
     let shared = store.group().is_some();
     if shared && stage == Some(Stage::Open) && !is_decided(id) {
         prepare(engine, path, id, means.patience)?;
         stage = Some(Stage::Prepared(id));
     }
-    let is_recovered = store.transactions().iter().any(|one| one.scope == path && one.is_recovered);
+    let is_recovered = store
+        .transactions()
+        .iter()
+        .any(|one| one.scope == path && one.is_recovered);
     // What several nodes save in one place is to be gone before the next transaction begins.
     let begins_late = how.begin && shared && store.mode() == Mode::Shadow;
     let decide = |node: &_| {
         store.conclude(node, id)?;
         note(engine, Step::Decided, path, Some(id));
-        let is_followed = store.transactions().iter().filter(|one| one.scope == path).count() > 1;
+        let is_followed = store
+            .transactions()
+            .iter()
+            .filter(|one| one.scope == path)
+            .count()
+            > 1;
         if !how.begin {
             participants::ended(engine, path);
         }
@@ -363,8 +431,17 @@ pub(crate) fn follow(engine: &Engine<Store>, forget: &dyn Fn(Cached)) {
 }
 
 /// What a restore that failed had begun: an older commit that the backing has in part.
-fn finish_restore(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(Cached)) -> Result<(), HeldError> {
-    if engine.backing().transactions().iter().any(|one| one.is_undo && one.scope == path) {
+fn finish_restore(
+    engine: &Engine<Store>,
+    path: &[u8],
+    forget: &dyn Fn(Cached),
+) -> Result<(), HeldError> {
+    if engine
+        .backing()
+        .transactions()
+        .iter()
+        .any(|one| one.is_undo && one.scope == path)
+    {
         carry_out(engine, path)?;
         engine.look_again(path).into_iter().for_each(forget);
     }
@@ -453,7 +530,8 @@ fn drop_later(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
 pub(crate) fn give_up(engine: &Engine<Store>) {
     for one in engine.backing().transactions() {
         if let Stage::Decided(_) = one.stage
-            && let Err(error) = scope_at(engine, &one.scope).and_then(|at| engine.backing().refuse(&at))
+            && let Err(error) =
+                scope_at(engine, &one.scope).and_then(|at| engine.backing().refuse(&at))
         {
             tracing::warn!(%error, scope = %shown_scope(&one.scope), "changes may wait for a commit");
         }
@@ -464,9 +542,17 @@ pub(crate) fn give_up(engine: &Engine<Store>) {
 pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
     let is_in_the_way =
         |one: &firn_held::Transaction| !one.is_recovered && !matches!(one.stage, Stage::Decided(_));
-    let found = engine.backing().transactions().into_iter().find(is_in_the_way);
+    let found = engine
+        .backing()
+        .transactions()
+        .into_iter()
+        .find(is_in_the_way);
     let Some(found) = found else {
-        let left = engine.backing().transactions().into_iter().filter(|one| !one.is_recovered);
+        let left = engine
+            .backing()
+            .transactions()
+            .into_iter()
+            .filter(|one| !one.is_recovered);
         return left.into_iter().find_map(|one| {
             let error = carry_out(engine, &one.scope).err()?;
             let scope = shown_scope(&one.scope);
@@ -480,22 +566,32 @@ pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
         Stage::Prepared(id) => format!(
             "a transaction in {scope} is prepared with id {id}: firn commit or firn abort it, or --force leaves it to the next mount, without what was written since"
         ),
-        _ => format!("a transaction is open in {scope}: firn commit or firn abort it, or --force undoes it"),
+        _ => format!(
+            "a transaction is open in {scope}: firn commit or firn abort it, or --force undoes it"
+        ),
     })
 }
 
 /// How far the transaction is that programs change things in, or else the last one.
 fn stage(engine: &Engine<Store>, path: &[u8]) -> Option<Stage> {
-    engine.backing().transactions().into_iter().rfind(|one| one.scope == path).map(|one| one.stage)
+    engine
+        .backing()
+        .transactions()
+        .into_iter()
+        .rfind(|one| one.scope == path)
+        .map(|one| one.stage)
 }
 
 /// The number of the commit that is to be carried out.
 fn decided(engine: &Engine<Store>, path: &[u8]) -> Option<u64> {
     let transactions = engine.backing().transactions();
-    transactions.into_iter().filter(|one| one.scope == path).find_map(|one| match one.stage {
-        Stage::Decided(id) => Some(id),
-        _ => None,
-    })
+    transactions
+        .into_iter()
+        .filter(|one| one.scope == path)
+        .find_map(|one| match one.stage {
+            Stage::Decided(id) => Some(id),
+            _ => None,
+        })
 }
 
 fn is_decided(engine: &Engine<Store>, path: &[u8]) -> bool {
@@ -514,7 +610,11 @@ pub(crate) fn status(engine: &Arc<Engine<Store>>) -> Vec<TransactionStatus> {
         stage: word(found.stage).0.into(),
         id: word(found.stage).1,
         objects: found.objects,
-        states: found.states.iter().map(|(state, count)| (state.to_string(), *count)).collect(),
+        states: found
+            .states
+            .iter()
+            .map(|(state, count)| (state.to_string(), *count))
+            .collect(),
         recovered: found.is_recovered,
         here: match found.stage {
             Stage::Prepared(id) => here(engine, id, &found.scope),
@@ -523,7 +623,12 @@ pub(crate) fn status(engine: &Arc<Engine<Store>>) -> Vec<TransactionStatus> {
         error: found.trouble,
         backup: found.backup.map(crate::backup::status),
     };
-    engine.backing().transactions().into_iter().map(one).collect()
+    engine
+        .backing()
+        .transactions()
+        .into_iter()
+        .map(one)
+        .collect()
 }
 
 /// The nodes that have come to the meeting about a transaction, as far as the backing says so at once: the status does
@@ -542,11 +647,14 @@ fn here(engine: &Arc<Engine<Store>>, id: u64, scope: &[u8]) -> Vec<String> {
         return Vec::new();
     }
     let (tell, told) = mpsc::channel();
-    let (engine, scope) = (Arc::clone(engine), scope.to_owned());
-    let asked = std::thread::Builder::new().name("firn-nodes".into()).spawn(move || {
-        let _ = tell.send(engine.backing().here(id, &scope).unwrap_or_default());
-        ASKING.fetch_sub(1, Ordering::AcqRel);
-    });
+    let engine = Arc::clone(engine);
+    let scope = scope.to_owned();
+    let asked = std::thread::Builder::new()
+        .name("firn-nodes".into())
+        .spawn(move || {
+            let _ = tell.send(engine.backing().here(id, &scope).unwrap_or_default());
+            ASKING.fetch_sub(1, Ordering::AcqRel);
+        });
     if asked.is_err() {
         ASKING.fetch_sub(1, Ordering::AcqRel);
     }
@@ -569,12 +677,20 @@ fn refused(error: &HeldError, path: &BytePath) -> Reply {
         HeldError::ScopeNotDirectory => (libc::ENOTDIR, format!("{scope}: {error}")),
         HeldError::Backing(errno) => (
             errno_of_backing(*errno),
-            format!("{scope}: the backing reports: {errno}; the transaction is kept: mend it and try again"),
+            format!(
+                "{scope}: the backing reports: {errno}; the transaction is kept: mend it and try again"
+            ),
         ),
-        HeldError::None => (libc::ENOENT, format!("no transaction is open in {scope}: firn begin opens one")),
+        HeldError::None => (
+            libc::ENOENT,
+            format!("no transaction is open in {scope}: firn begin opens one"),
+        ),
         HeldError::Open { scope } => {
             let open = shown_scope(scope.as_bytes());
-            (libc::EBUSY, format!("a transaction is open in {open}: commit or abort it first"))
+            (
+                libc::EBUSY,
+                format!("a transaction is open in {open}: commit or abort it first"),
+            )
         }
         HeldError::Decided { .. } | HeldError::Undoing => (libc::EBUSY, error.to_string()),
         HeldError::Stopping { .. } => (libc::EBUSY, format!("{scope}: {error}")),
@@ -584,9 +700,10 @@ fn refused(error: &HeldError, path: &BytePath) -> Reply {
             (libc::EINVAL, error.to_string())
         }
         HeldError::Conflict(report) => (libc::ECANCELED, participants::told(report, &scope)),
-        HeldError::GivenUp { .. } => {
-            (libc::ECANCELED, format!("{scope}: {error}; the transaction is kept: firn abort drops it"))
-        }
+        HeldError::GivenUp { .. } => (
+            libc::ECANCELED,
+            format!("{scope}: {error}; the transaction is kept: firn abort drops it"),
+        ),
         HeldError::Backup { source } => (
             errno_of_backing(*source),
             format!(
@@ -595,14 +712,19 @@ fn refused(error: &HeldError, path: &BytePath) -> Reply {
         ),
         HeldError::BackupStays { source } => (
             errno_of_backing(*source),
-            format!("{scope}: {error}; until it can the transaction stays as it is: mend it and try again"),
+            format!(
+                "{scope}: {error}; until it can the transaction stays as it is: mend it and try again"
+            ),
         ),
         HeldError::BackupPath { .. }
         | HeldError::BackupWaits { .. }
         | HeldError::BackupDone { .. }
         | HeldError::BackupTree { .. }
         | HeldError::BackupDamaged { .. } => (libc::EIO, format!("{scope}: {error}")),
-        HeldError::Leaving { .. } => (libc::EBUSY, format!("{scope}: {error}: firn abort it there")),
+        HeldError::Leaving { .. } => (
+            libc::EBUSY,
+            format!("{scope}: {error}: firn abort it there"),
+        ),
         HeldError::List { .. } => (libc::EIO, error.to_string()),
         HeldError::Record { .. } => (libc::EIO, error.to_string()),
         HeldError::Distrusted { .. } => (libc::EPERM, format!("{scope}: {error}")),
@@ -648,9 +770,14 @@ mod tests {
     /// Proves S-tx-14.
     #[test]
     fn regression_what_the_backing_says_is_never_told_as_something_about_the_transaction() {
-        for errno in
-            [Errno::OPNOTSUPP, Errno::NOENT, Errno::NOTDIR, Errno::BUSY, Errno::INVAL, Errno::CANCELED]
-        {
+        for errno in [
+            Errno::OPNOTSUPP,
+            Errno::NOENT,
+            Errno::NOTDIR,
+            Errno::BUSY,
+            Errno::INVAL,
+            Errno::CANCELED,
+        ] {
             let errors = [
                 HeldError::Backing(errno),
                 HeldError::Backup { source: errno },
@@ -672,9 +799,17 @@ mod tests {
     #[test]
     fn what_is_wrong_with_the_scope_has_its_own_number_and_advice() {
         let (number, message) = told(&HeldError::NotTransactional);
-        assert_eq!((number, message.contains("drain=commit")), (libc::EOPNOTSUPP, true), "{message}");
+        assert_eq!(
+            (number, message.contains("drain=commit")),
+            (libc::EOPNOTSUPP, true),
+            "{message}"
+        );
         let (number, message) = told(&HeldError::ScopeMissing);
-        assert_eq!((number, message.contains("no such directory")), (libc::ENOENT, true), "{message}");
+        assert_eq!(
+            (number, message.contains("no such directory")),
+            (libc::ENOENT, true),
+            "{message}"
+        );
         assert_eq!(told(&HeldError::ScopeNotDirectory).0, libc::ENOTDIR);
     }
 }

@@ -87,7 +87,9 @@ impl Pool {
         let spill = Arc::new(Lane::default());
         let spiller = match engine.arena().spill_figures() {
             Some(_) => {
-                let (waker, engine, spill) = (Arc::clone(&spill), Arc::clone(&engine), Arc::clone(&spill));
+                let waker = Arc::clone(&spill);
+                let engine = Arc::clone(&engine);
+                let spill = Arc::clone(&spill);
                 engine.set_spill_waker(Arc::new(move || waker.wake()));
                 let thread = std::thread::Builder::new().name("firn-spill".into());
                 Some(thread.spawn(move || spill_over(&engine, &spill))?)
@@ -96,15 +98,31 @@ impl Pool {
         };
         let of_lane = Arc::clone(&lane);
         let start = move |index, role| {
-            let (engine, lane) = (Arc::clone(&engine), Arc::clone(&of_lane));
-            let clock = Arc::new(Clock { zero: Instant::now(), since: AtomicU64::new(0) });
+            let engine = Arc::clone(&engine);
+            let lane = Arc::clone(&of_lane);
+            let clock = Arc::new(Clock {
+                zero: Instant::now(),
+                since: AtomicU64::new(0),
+            });
             let ours = Arc::clone(&clock);
             let thread = std::thread::Builder::new().name(format!("firn-io-{index}"));
-            Ok(IoThread { handle: thread.spawn(move || serve(&engine, &lane, &ours, role))?, clock })
+            Ok(IoThread {
+                handle: thread.spawn(move || serve(&engine, &lane, &ours, role))?,
+                clock,
+            })
         };
-        let (threads, started) = (Mutex::default(), AtomicU64::new(0));
+        let threads = Mutex::default();
+        let started = AtomicU64::new(0);
         let io_threads = io_threads.max(1);
-        let pool = Self { lane, spill, threads, spiller, io_threads, start: Box::new(start), started };
+        let pool = Self {
+            lane,
+            spill,
+            threads,
+            spiller,
+            io_threads,
+            start: Box::new(start),
+            started,
+        };
         for _ in 0..io_threads {
             // A pool that could not start whole is dropped here, which stops what did start.
             pool.add(Role::Regular)?;
@@ -147,7 +165,11 @@ impl Pool {
         self.lane.stop();
         self.spill.stop();
         let threads = std::mem::take(&mut *self.threads.lock());
-        for thread in threads.into_iter().map(|thread| thread.handle).chain(self.spiller.take()) {
+        for thread in threads
+            .into_iter()
+            .map(|thread| thread.handle)
+            .chain(self.spiller.take())
+        {
             if thread.join().is_err() {
                 tracing::error!("an IO thread panicked");
             }
@@ -164,8 +186,16 @@ impl Pool {
         self.spill.stop();
         let deadline = Instant::now() + patience;
         let runs = |pool: &Self| {
-            let spills = pool.spiller.as_ref().is_some_and(|thread| !thread.is_finished());
-            spills || pool.threads.lock().iter().any(|thread| !thread.handle.is_finished())
+            let spills = pool
+                .spiller
+                .as_ref()
+                .is_some_and(|thread| !thread.is_finished());
+            spills
+                || pool
+                    .threads
+                    .lock()
+                    .iter()
+                    .any(|thread| !thread.handle.is_finished())
         };
         while runs(self) {
             if Instant::now() >= deadline {
@@ -217,6 +247,11 @@ fn spill_over<B: Backing>(engine: &Engine<B>, lane: &Lane) {
 fn execute<B: Backing>(job: &Job<B>, engine: &Engine<B>) -> Outcome {
     catch_unwind(AssertUnwindSafe(|| job.execute(engine))).unwrap_or_else(|_| {
         tracing::error!("writing to the backing panicked; the data is kept and tried again");
-        Outcome { written: 0, writes: 0, error: Some(Errno::IO), unreadable: false }
+        Outcome {
+            written: 0,
+            writes: 0,
+            error: Some(Errno::IO),
+            unreadable: false,
+        }
     })
 }

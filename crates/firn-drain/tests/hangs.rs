@@ -12,15 +12,23 @@ use firn_drain::Pool;
 use firn_engine::{Engine, EngineOptions, HandleId, ROOT};
 use firn_format::geometry::Geometry;
 
-const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const CALLER: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 /// Only what hangs takes so long.
 const LIMIT: Duration = Duration::from_secs(60);
 const CHUNK_BYTES: u64 = 1 << 20;
 const RDWR: i32 = 2;
 
 fn written(engine: &Engine<SimBacking>, name: &str) -> (HandleId, mpsc::Receiver<bool>) {
-    let (_, opened) = engine.create(&CALLER, ROOT, OsStr::new(name), 0o644, RDWR).expect("create");
-    engine.write(opened.handle, 0, name.as_bytes(), None).expect("write");
+    let (_, opened) = engine
+        .create(&CALLER, ROOT, OsStr::new(name), 0o644, RDWR)
+        .expect("create");
+    engine
+        .write(opened.handle, 0, name.as_bytes(), None)
+        .expect("write");
     let (tell, told) = mpsc::channel();
     let done = Box::new(move |result: Result<(), _>| {
         let _ = tell.send(result.is_ok());
@@ -33,10 +41,17 @@ fn written(engine: &Engine<SimBacking>, name: &str) -> (HandleId, mpsc::Receiver
 #[test]
 fn regression_where_all_io_threads_hang_others_drain_the_rest() {
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
-    let identity = Identity { backing: PathBuf::from("/backing"), dev: 1, ino: 1 };
+    let identity = Identity {
+        backing: PathBuf::from("/backing"),
+        dev: 1,
+        ino: 1,
+    };
     let geometry = Geometry::new(8 * CHUNK_BYTES, CHUNK_BYTES).expect("a valid geometry");
     let arena = Arena::create(&dir.path().join("arena"), geometry, &identity).expect("an arena");
-    let options = EngineOptions { file_writes_max: 1, ..EngineOptions::new(CHUNK_BYTES) };
+    let options = EngineOptions {
+        file_writes_max: 1,
+        ..EngineOptions::new(CHUNK_BYTES)
+    };
     let backing = SimBacking::new();
     let engine = Engine::begin(backing.clone(), arena, options).expect("an engine");
     let mut pool = Pool::start(Arc::clone(&engine), 2).expect("IO threads");

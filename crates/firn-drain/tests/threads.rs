@@ -33,7 +33,10 @@ const OPS_DEFAULT: u64 = 400;
 
 fn setting(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{name} must be a whole number")))
+    Some(
+        text.parse()
+            .unwrap_or_else(|_| panic!("{name} must be a whole number")),
+    )
 }
 
 fn seed(test: &str) -> u64 {
@@ -51,7 +54,8 @@ fn threads_over_the_simulated_backing_agree_with_their_models() {
 /// Proves S-error-1, S-error-4.
 #[test]
 fn threads_over_a_failing_backing_agree_with_their_models() {
-    let (backing, seed) = (SimBacking::new(), seed("failing"));
+    let backing = SimBacking::new();
+    let seed = seed("failing");
     let mut rng = StdRng::seed_from_u64(seed);
     backing.set_plan(move |call, _| match (call, rng.random_range(0..40)) {
         ("write_at", 0) => Some(Fault::Error(Errno::IO)),
@@ -65,7 +69,11 @@ fn threads_over_a_failing_backing_agree_with_their_models() {
 #[test]
 fn threads_over_a_directory_agree_with_their_models() {
     let dir = tempfile::tempdir().expect("a directory");
-    run(DirBacking::open(dir.path()).expect("it opens"), seed("directory"), Disturbance::None);
+    run(
+        DirBacking::open(dir.path()).expect("it opens"),
+        seed("directory"),
+        Disturbance::None,
+    );
 }
 
 /// Proves S-chunks-1.
@@ -77,11 +85,15 @@ fn what_chunk_lists_name_stays_as_it_is_under_all_threads() {
 fn run<B: Backing>(backing: B, seed: u64, disturbance: Disturbance) {
     let ops = setting("FIRN_OPS").unwrap_or(OPS_DEFAULT);
     let mount = Mount::new(backing, disturbance);
-    let dirs: Vec<NodeId> = (0..WRITERS).map(|writer| mount.mkdir(&dir_name(writer))).collect();
+    let dirs: Vec<NodeId> = (0..WRITERS)
+        .map(|writer| mount.mkdir(&dir_name(writer)))
+        .collect();
     mount.create(ROOT, shared::NAME);
     let writing = AtomicUsize::new(WRITERS);
     let models = std::thread::scope(|scope| {
-        let (mount, dirs, writing) = (&mount, &dirs, &writing);
+        let mount = &mount;
+        let dirs = &dirs;
+        let writing = &writing;
         let writers: Vec<_> = (0..WRITERS)
             .map(|index| {
                 scope.spawn(move || {
@@ -99,8 +111,13 @@ fn run<B: Backing>(backing: B, seed: u64, disturbance: Disturbance) {
         let lister = (disturbance == Disturbance::Lists)
             .then(|| scope.spawn(move || lister::run(mount, seed ^ 300, go_on)));
         // The scope would wait as well, but ThreadSanitizer does not see how.
-        let models: Vec<_> = writers.into_iter().map(|thread| thread.join().expect("a writer")).collect();
-        others.into_iter().for_each(|thread| thread.join().expect("another thread"));
+        let models: Vec<_> = writers
+            .into_iter()
+            .map(|thread| thread.join().expect("a writer"))
+            .collect();
+        others
+            .into_iter()
+            .for_each(|thread| thread.join().expect("another thread"));
         if let Some(lister) = lister {
             assert!(lister.join().expect("a lister") > 0, "it read nothing");
         }
@@ -117,12 +134,19 @@ fn run<B: Backing>(backing: B, seed: u64, disturbance: Disturbance) {
 type Contents = BTreeMap<String, Vec<u8>>;
 
 fn compare(found: &Contents, expected: &Contents) {
-    assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
+    assert_eq!(
+        found.keys().collect::<Vec<_>>(),
+        expected.keys().collect::<Vec<_>>()
+    );
     for (path, contents) in expected {
         let found = &found[path];
         let first = found.iter().zip(contents).position(|(a, b)| a != b);
-        let (len, wanted) = (found.len(), contents.len());
-        assert!(found == contents, "{path}: {len} bytes, not {wanted}; differs from {first:?} on");
+        let len = found.len();
+        let wanted = contents.len();
+        assert!(
+            found == contents,
+            "{path}: {len} bytes, not {wanted}; differs from {first:?} on"
+        );
     }
 }
 
@@ -145,8 +169,13 @@ fn rename_directories<B: Backing>(mount: &Mount<B>, seed: u64, go_on: impl Fn() 
     while go_on() {
         let home = dir_name(rng.random_range(0..WRITERS));
         for (from, to) in [(home.as_str(), "away"), ("away", home.as_str())] {
-            let (from, to) = (OsStr::new(from), OsStr::new(to));
-            mount.insist(|| mount.engine.rename(ROOT, from, ROOT, to, RenameFlags::empty()));
+            let from = OsStr::new(from);
+            let to = OsStr::new(to);
+            mount.insist(|| {
+                mount
+                    .engine
+                    .rename(ROOT, from, ROOT, to, RenameFlags::empty())
+            });
         }
     }
 }

@@ -13,7 +13,8 @@ impl<B: Backing> Engine<B> {
     /// Binds a file before its first piece; `None` where the journal is full. No rename can change
     /// its paths meanwhile.
     pub(crate) fn bind_with_paths(&self, file: &File<B>) -> Option<u64> {
-        self.paths.while_staying(|| file.node.paths(), || self.bind(file, &mut file.lock()))
+        self.paths
+            .while_staying(|| file.node.paths(), || self.bind(file, &mut file.lock()))
     }
 
     pub(crate) fn bind(&self, file: &File<B>, state: &mut FileState<B>) -> Option<u64> {
@@ -25,9 +26,17 @@ impl<B: Backing> Engine<B> {
         if binding > FILE_MAX {
             return None;
         }
-        let identity =
-            Identity { dev: node.key.0, ino: node.key.1, btime: node.btime.map(|t| (t.sec, t.nsec)) };
-        let record = Record::Bind { file: binding, identity, paths: node.paths(), ending: Ending::Open };
+        let identity = Identity {
+            dev: node.key.0,
+            ino: node.key.1,
+            btime: node.btime.map(|t| (t.sec, t.nsec)),
+        };
+        let record = Record::Bind {
+            file: binding,
+            identity,
+            paths: node.paths(),
+            ending: Ending::Open,
+        };
         self.journal.lock().append(&record).ok()?;
         state.bound = Some(binding);
         Some(binding)
@@ -38,7 +47,11 @@ impl<B: Backing> Engine<B> {
         if let Some(file) = state.bound
             && state.pending == 0
             && state.door.is_none()
-            && self.journal.lock().append_end(&Record::Unbind { file }).is_ok()
+            && self
+                .journal
+                .lock()
+                .append_end(&Record::Unbind { file })
+                .is_ok()
         {
             state.bound = None;
             state.voids = 0;
@@ -48,7 +61,11 @@ impl<B: Backing> Engine<B> {
     /// Keeps the time of a bound file that does not follow from its pieces.
     pub(crate) fn note_time(&self, state: &FileState<B>) {
         if let (Some(file), Some(mtime)) = (state.bound, state.mtime) {
-            self.note(&Record::ModifiedAt { file, time: (mtime.sec, mtime.nsec), written: state.written });
+            self.note(&Record::ModifiedAt {
+                file,
+                time: (mtime.sec, mtime.nsec),
+                written: state.written,
+            });
         }
     }
 

@@ -41,7 +41,12 @@ struct Parts {
 
 impl Parts {
     fn new(total: &Arc<AtomicU64>) -> Self {
-        Self { extents: Extents::default(), bytes: 0, total: Arc::clone(total), stamp: None }
+        Self {
+            extents: Extents::default(),
+            bytes: 0,
+            total: Arc::clone(total),
+            stamp: None,
+        }
     }
 }
 
@@ -55,24 +60,38 @@ impl Cached {
         self.parts.as_ref().map_or(0, |parts| parts.bytes)
     }
     pub(crate) fn extents(&self) -> &Extents {
-        self.parts.as_ref().map_or(&NO_EXTENTS, |parts| &parts.extents)
+        self.parts
+            .as_ref()
+            .map_or(&NO_EXTENTS, |parts| &parts.extents)
     }
     fn stamp(&self) -> Option<(u64, Time)> {
         self.parts.as_ref()?.stamp
     }
 
     /// Keeps an extent that is not pending any more. Its slab counts it as used until it is dropped.
-    pub(crate) fn insert(&mut self, arena: &Arena, total: &Arc<AtomicU64>, offset: u64, extent: Extent) {
+    pub(crate) fn insert(
+        &mut self,
+        arena: &Arena,
+        total: &Arc<AtomicU64>,
+        offset: u64,
+        extent: Extent,
+    ) {
         self.drop_range(arena, offset..offset + extent.len);
-        let parts = self.parts.get_or_insert_with(|| Box::new(Parts::new(total)));
+        let parts = self
+            .parts
+            .get_or_insert_with(|| Box::new(Parts::new(total)));
         parts.bytes += extent.len;
         total.fetch_add(extent.len, Ordering::Relaxed);
-        parts.extents.insert(offset, extent, &mut |_, _| unreachable!("the range was just emptied"));
+        parts.extents.insert(offset, extent, &mut |_, _| {
+            unreachable!("the range was just emptied")
+        });
     }
 
     /// Drops what is cached of `range`; returns the bytes.
     pub(crate) fn drop_range(&mut self, arena: &Arena, range: Range<u64>) -> u64 {
-        let Some(parts) = &mut self.parts else { return 0 };
+        let Some(parts) = &mut self.parts else {
+            return 0;
+        };
         let mut gone = 0;
         parts.extents.remove(range, &mut |_, e| {
             gone += e.len;
@@ -112,7 +131,10 @@ impl<B: Backing> Engine<B> {
     /// After a drain that left cached bytes.
     pub(crate) fn note_cached(&self, file: &Arc<File<B>>) {
         let mut evictable = self.evictable.lock();
-        if !evictable.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(file))) {
+        if !evictable
+            .iter()
+            .any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(file)))
+        {
             evictable.push_back(Arc::downgrade(file));
         }
     }
@@ -130,7 +152,9 @@ impl<B: Backing> Engine<B> {
             if enough() {
                 return true;
             }
-            let Some(weak) = self.evictable.lock().pop_front() else { break };
+            let Some(weak) = self.evictable.lock().pop_front() else {
+                break;
+            };
             let Some(file) = weak.upgrade() else { continue };
             let mut state = file.lock();
             // Where a list of chunks is held, it would make no room.
@@ -149,7 +173,9 @@ impl<B: Backing> Engine<B> {
     fn evict(&self, state: &mut FileState<B>) -> u64 {
         state.unlist(&self.arena);
         let bytes = state.cache.drop_all(&self.arena);
-        self.counters.evicted_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.counters
+            .evicted_bytes
+            .fetch_add(bytes, Ordering::Relaxed);
         bytes
     }
 
@@ -165,7 +191,8 @@ impl<B: Backing> Engine<B> {
     /// stay because they are not drained, or because a list of chunks names them.
     pub fn evict_tree(&self, path: &[u8]) -> Result<(u64, u64)> {
         self.must_exist(path)?;
-        let (mut freed, mut stay) = (0, 0);
+        let mut freed = 0;
+        let mut stay = 0;
         for file in self.cached_below(path) {
             let mut state = file.lock();
             stay += state.pending;
@@ -186,7 +213,8 @@ impl<B: Backing> Engine<B> {
     /// does); returns their number and bytes in memory.
     pub fn pin_tree(&self, path: &[u8], pinned: bool) -> Result<(u64, u64)> {
         self.must_exist(path)?;
-        let (mut files, mut bytes) = (0, 0);
+        let mut files = 0;
+        let mut bytes = 0;
         for file in self.cached_below(path) {
             let mut state = file.lock();
             let held = state.pending + state.cache.bytes();
@@ -201,7 +229,11 @@ impl<B: Backing> Engine<B> {
     }
 
     fn must_exist(&self, path: &[u8]) -> Result<()> {
-        if path.is_empty() { Ok(()) } else { self.find(path).map(drop) }
+        if path.is_empty() {
+            Ok(())
+        } else {
+            self.find(path).map(drop)
+        }
     }
 
     /// At open: what is cached goes if the backing's file was changed beside the mount.
@@ -211,7 +243,11 @@ impl<B: Backing> Engine<B> {
         }
         let attr = self.backing.attr(&self.object(&file.node)?)?;
         let mut state = file.lock();
-        if state.cache.stamp().is_some_and(|stamp| stamp != (attr.size, attr.mtime)) {
+        if state
+            .cache
+            .stamp()
+            .is_some_and(|stamp| stamp != (attr.size, attr.mtime))
+        {
             state.changes += 1;
             self.evict(&mut state);
             drop(state);
@@ -222,7 +258,9 @@ impl<B: Backing> Engine<B> {
 
     /// After the last pending byte was drained: how the backing's file is now.
     pub(crate) fn confirm_cache(&self, file: &File<B>) {
-        let attr = self.object(&file.node).and_then(|object| self.backing.attr(&object));
+        let attr = self
+            .object(&file.node)
+            .and_then(|object| self.backing.attr(&object));
         let mut state = file.lock();
         if let Ok(attr) = attr
             && state.pending == 0

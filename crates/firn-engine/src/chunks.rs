@@ -48,8 +48,13 @@ impl<B: Backing> HeldChunks<B> {
         let file = engine.file_with(&node, |state| state.holds += 1);
         engine.counters.chunk_lists.fetch_add(1, Ordering::Relaxed);
         let slabs = Vec::new();
-        let mut held =
-            Self { engine: Arc::clone(engine), file: Arc::clone(&file), slabs, changes: 0, bytes: 0 };
+        let mut held = Self {
+            engine: Arc::clone(engine),
+            file: Arc::clone(&file),
+            slabs,
+            changes: 0,
+            bytes: 0,
+        };
         // From here on its drop undoes what was done.
         engine.check_cache(&file)?;
         let mut state = file.lock_settled();
@@ -86,7 +91,11 @@ impl<B: Backing> HeldChunks<B> {
             }
             let Some(listed) = engine.readable(offset, extent) else {
                 // What is not pending is in the backing too.
-                if state.extents.covering(offset..offset + extent.len).is_some() {
+                if state
+                    .extents
+                    .covering(offset..offset + extent.len)
+                    .is_some()
+                {
                     return Err(Errno::IO);
                 }
                 continue;
@@ -115,7 +124,10 @@ impl<B: Backing> Drop for HeldChunks<B> {
         for slab in self.slabs.drain(..) {
             self.engine.arena.let_go(slab);
         }
-        self.engine.counters.chunk_lists.fetch_sub(1, Ordering::Relaxed);
+        self.engine
+            .counters
+            .chunk_lists
+            .fetch_sub(1, Ordering::Relaxed);
         self.engine.drop_if_unused(&self.file);
         self.engine.tell_space();
     }
@@ -123,16 +135,38 @@ impl<B: Backing> Drop for HeldChunks<B> {
 
 impl<B: Backing> Engine<B> {
     fn readable(&self, offset: u64, extent: Extent) -> Option<Listed> {
-        self.list(offset, extent).filter(|_| self.arena.is_readable(extent.piece.slab.chunk))
+        self.list(offset, extent)
+            .filter(|_| self.arena.is_readable(extent.piece.slab.chunk))
     }
 
-    fn piece(&self, &Listed { offset, len, at, chunk, place }: &Listed) -> ChunkPiece {
+    fn piece(
+        &self,
+        &Listed {
+            offset,
+            len,
+            at,
+            chunk,
+            place,
+        }: &Listed,
+    ) -> ChunkPiece {
         let chunk = Some(chunk);
         if place == IN_MEMORY {
             let at = at - self.arena.geometry().data_offset();
-            return ChunkPiece { offset, bytes: len, place: Place::Memory, at, chunk };
+            return ChunkPiece {
+                offset,
+                bytes: len,
+                place: Place::Memory,
+                at,
+                chunk,
+            };
         }
-        ChunkPiece { offset, bytes: len, place: Place::Spill, at, chunk }
+        ChunkPiece {
+            offset,
+            bytes: len,
+            place: Place::Spill,
+            at,
+            chunk,
+        }
     }
 }
 
@@ -154,11 +188,29 @@ fn push_rest(pieces: &mut Vec<ChunkPiece>, from: u64, to: u64, in_backing: u64) 
     let border = in_backing.clamp(from, to);
     if from < border {
         let place = Place::Backing;
-        push(pieces, ChunkPiece { offset: from, bytes: border - from, place, at: from, chunk: None });
+        push(
+            pieces,
+            ChunkPiece {
+                offset: from,
+                bytes: border - from,
+                place,
+                at: from,
+                chunk: None,
+            },
+        );
     }
     if border < to {
         let place = Place::Hole;
-        push(pieces, ChunkPiece { offset: border, bytes: to - border, place, at: 0, chunk: None });
+        push(
+            pieces,
+            ChunkPiece {
+                offset: border,
+                bytes: to - border,
+                place,
+                at: 0,
+                chunk: None,
+            },
+        );
     }
 }
 
@@ -167,15 +219,33 @@ mod tests {
     use super::*;
 
     fn backing(offset: u64, bytes: u64) -> ChunkPiece {
-        ChunkPiece { offset, bytes, place: Place::Backing, at: offset, chunk: None }
+        ChunkPiece {
+            offset,
+            bytes,
+            place: Place::Backing,
+            at: offset,
+            chunk: None,
+        }
     }
 
     fn hole(offset: u64, bytes: u64) -> ChunkPiece {
-        ChunkPiece { offset, bytes, place: Place::Hole, at: 0, chunk: None }
+        ChunkPiece {
+            offset,
+            bytes,
+            place: Place::Hole,
+            at: 0,
+            chunk: None,
+        }
     }
 
     fn memory(offset: u64, bytes: u64, at: u64, chunk: u32) -> ChunkPiece {
-        ChunkPiece { offset, bytes, place: Place::Memory, at, chunk: Some(chunk) }
+        ChunkPiece {
+            offset,
+            bytes,
+            place: Place::Memory,
+            at,
+            chunk: Some(chunk),
+        }
     }
 
     #[test]
@@ -195,11 +265,21 @@ mod tests {
     #[test]
     fn runs_are_joined_within_a_chunk_only() {
         let mut pieces = Vec::new();
-        for piece in
-            [memory(0, 5, 100, 1), memory(5, 5, 105, 1), memory(10, 5, 110, 2), memory(15, 5, 120, 2)]
-        {
+        for piece in [
+            memory(0, 5, 100, 1),
+            memory(5, 5, 105, 1),
+            memory(10, 5, 110, 2),
+            memory(15, 5, 120, 2),
+        ] {
             push(&mut pieces, piece);
         }
-        assert_eq!(pieces, [memory(0, 10, 100, 1), memory(10, 5, 110, 2), memory(15, 5, 120, 2)]);
+        assert_eq!(
+            pieces,
+            [
+                memory(0, 10, 100, 1),
+                memory(10, 5, 110, 2),
+                memory(15, 5, 120, 2)
+            ]
+        );
     }
 }

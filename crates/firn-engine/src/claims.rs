@@ -61,7 +61,8 @@ impl PathClaims {
         let (mut standing, paths) = self.wait_for(paths, changes);
         standing.last_id += 1;
         let id = standing.last_id;
-        self.changes.fetch_add(usize::from(changes), Ordering::AcqRel);
+        self.changes
+            .fetch_add(usize::from(changes), Ordering::AcqRel);
         standing.claims.push(Claim { id, paths, changes });
         ClaimGuard { of: self, id }
     }
@@ -72,7 +73,11 @@ impl PathClaims {
     }
 
     /// Runs `work`, which is short, while what `paths` tells stays so.
-    pub(crate) fn while_staying<T>(&self, paths: impl Fn() -> Vec<Path>, work: impl FnOnce() -> T) -> T {
+    pub(crate) fn while_staying<T>(
+        &self,
+        paths: impl Fn() -> Vec<Path>,
+        work: impl FnOnce() -> T,
+    ) -> T {
         let _standing = self.wait_for(paths, false);
         work()
     }
@@ -85,7 +90,11 @@ impl PathClaims {
         let mut standing = self.standing.lock();
         loop {
             let paths = paths();
-            if !standing.claims.iter().any(|claim| claim.is_in_the_way(&paths, changes)) {
+            if !standing
+                .claims
+                .iter()
+                .any(|claim| claim.is_in_the_way(&paths, changes))
+            {
                 return (standing, paths);
             }
             standing.wait(&self.released);
@@ -96,7 +105,9 @@ impl PathClaims {
 impl Claim {
     fn is_in_the_way(&self, paths: &[Path], changes: bool) -> bool {
         let below = |paths: &[Path], tops: &[Path]| {
-            paths.iter().any(|path| tops.iter().any(|top| is_below(path, top)))
+            paths
+                .iter()
+                .any(|path| tops.iter().any(|top| is_below(path, top)))
         };
         (self.changes && below(paths, &self.paths)) || (changes && below(&self.paths, paths))
     }
@@ -106,8 +117,12 @@ impl Drop for ClaimGuard<'_> {
     fn drop(&mut self) {
         let mut standing = self.of.standing.lock();
         let at = standing.claims.iter().position(|claim| claim.id == self.id);
-        let ended = standing.claims.swap_remove(at.expect("a claim stands until its guard is dropped"));
-        self.of.changes.fetch_sub(usize::from(ended.changes), Ordering::AcqRel);
+        let ended = standing
+            .claims
+            .swap_remove(at.expect("a claim stands until its guard is dropped"));
+        self.of
+            .changes
+            .fetch_sub(usize::from(ended.changes), Ordering::AcqRel);
         drop(standing);
         self.of.released.notify_all();
     }
@@ -122,7 +137,11 @@ mod tests {
     }
 
     fn in_the_way(standing: (&[&str], bool), asked: (&[&str], bool)) -> bool {
-        let claim = Claim { id: 1, paths: paths(standing.0), changes: standing.1 };
+        let claim = Claim {
+            id: 1,
+            paths: paths(standing.0),
+            changes: standing.1,
+        };
         claim.is_in_the_way(&paths(asked.0), asked.1)
     }
 

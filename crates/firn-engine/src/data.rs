@@ -36,11 +36,15 @@ impl<B: Backing> Engine<B> {
         self.close_some();
         let before = self.names_changed.load(Ordering::Acquire);
         let privileges = self.privileges_epoch();
-        match self.with_descriptor(|| self.backing.create(caller, &self.object(&dir)?, name, mode)) {
+        match self.with_descriptor(|| self.backing.create(caller, &self.object(&dir)?, name, mode))
+        {
             Ok((object, backing_file, attr)) => {
                 self.open_files.note();
                 let node = self.made(before, &dir, name, object, &attr)?;
-                let opened = Arc::new(BackingFile { file: backing_file, access: Access::ReadWrite });
+                let opened = Arc::new(BackingFile {
+                    file: backing_file,
+                    access: Access::ReadWrite,
+                });
                 let opened = self.add_handle(&node, flags, |state| {
                     state.writer.get_or_insert_with(|| Arc::clone(&opened));
                     if !has_set_id_bits(&attr) {
@@ -48,12 +52,22 @@ impl<B: Backing> Engine<B> {
                     }
                     OpenMode::Engine
                 });
-                Ok((Entry { node: node.id, attr }, opened))
+                Ok((
+                    Entry {
+                        node: node.id,
+                        attr,
+                    },
+                    opened,
+                ))
             }
             Err(Errno::EXIST) if flags & O_EXCL == 0 => {
                 let entry = self.lookup(parent, name)?;
                 let truncates = flags & O_TRUNC != 0;
-                let ready = if truncates { self.drop_privileges(entry.node, &Anybody) } else { Ok(()) };
+                let ready = if truncates {
+                    self.drop_privileges(entry.node, &Anybody)
+                } else {
+                    Ok(())
+                };
                 match ready.and_then(|()| self.open(entry.node, flags)) {
                     Ok(opened) => Ok((entry, opened)),
                     Err(errno) => {
@@ -79,8 +93,13 @@ impl<B: Backing> Engine<B> {
         self.close_some();
         let opened = self.with_descriptor(|| self.open_backing(&file, wants_write));
         let ready = opened.and_then(|()| self.check_cache(&file));
-        let truncated =
-            ready.and_then(|()| if flags & O_TRUNC != 0 { self.truncate_opened(&file) } else { Ok(()) });
+        let truncated = ready.and_then(|()| {
+            if flags & O_TRUNC != 0 {
+                self.truncate_opened(&file)
+            } else {
+                Ok(())
+            }
+        });
         if let Err(errno) = truncated {
             self.drop_if_unused(&file);
             return Err(errno);
@@ -89,7 +108,10 @@ impl<B: Backing> Engine<B> {
         let unchanged = !wants_write && !allowed && self.is_as_cached(&node);
         Ok(self.add_handle(&node, flags, |state| {
             // The file may have been dropped and made anew meanwhile; its descriptors come again.
-            let both = state.writer.as_ref().is_some_and(|w| w.access == Access::ReadWrite);
+            let both = state
+                .writer
+                .as_ref()
+                .is_some_and(|w| w.access == Access::ReadWrite);
             let in_backing = state.pending == 0 && state.cache.is_empty() && state.door.is_none();
             let quiet = in_backing && state.engine_opens == 0 && !wants_write;
             if state.passthrough_opens > 0 || (allowed && both && quiet) {
@@ -106,8 +128,17 @@ impl<B: Backing> Engine<B> {
     /// tells: a change within one tick of the backing's clock leaves the times as they are.
     fn is_as_cached(&self, node: &Node<B>) -> bool {
         const SETTLED_S: i64 = 2;
-        let Ok(attr) = self.object(node).and_then(|object| self.backing.attr(&object)) else { return false };
-        let now = Stamp { size: attr.size, mtime: attr.mtime, ctime: attr.ctime };
+        let Ok(attr) = self
+            .object(node)
+            .and_then(|object| self.backing.attr(&object))
+        else {
+            return false;
+        };
+        let now = Stamp {
+            size: attr.size,
+            mtime: attr.mtime,
+            ctime: attr.ctime,
+        };
         let settled = now.mtime.sec.max(now.ctime.sec) + SETTLED_S < Time::now().sec;
         let before = std::mem::replace(&mut *node.cached.lock(), settled.then(|| Box::new(now)));
         before.is_some_and(|before| *before == now)
@@ -121,7 +152,9 @@ impl<B: Backing> Engine<B> {
     /// Whether the kernel caches pages of this handle's file.
     pub fn has_cached_readers(&self, handle: HandleId) -> bool {
         self.cached_opens.load(Ordering::Acquire) > 0
-            && self.handle(handle).is_ok_and(|handle| handle.file.lock().cached_opens > 0)
+            && self
+                .handle(handle)
+                .is_ok_and(|handle| handle.file.lock().cached_opens > 0)
     }
 
     /// Opens what a handle needs of the backing, so that open(2) tells what is wrong.
@@ -142,9 +175,13 @@ impl<B: Backing> Engine<B> {
             return Ok(open);
         }
         self.close_some();
-        let opened = self.with_descriptor(|| self.backing.open(&self.object(&file.node)?, Access::Read))?;
+        let opened =
+            self.with_descriptor(|| self.backing.open(&self.object(&file.node)?, Access::Read))?;
         self.open_files.note();
-        Ok(file.keep_reader(BackingFile { file: opened, access: Access::Read }))
+        Ok(file.keep_reader(BackingFile {
+            file: opened,
+            access: Access::Read,
+        }))
     }
 
     fn add_handle(
@@ -190,7 +227,11 @@ impl<B: Backing> Engine<B> {
             mode: Mutex::new(chosen),
         };
         self.handles.write().insert(id, Arc::new(handle));
-        Opened { handle: id, mode: chosen, size }
+        Opened {
+            handle: id,
+            mode: chosen,
+            size,
+        }
     }
 
     /// The kernel cannot pass this handle through: it and all later ones come to the engine.
@@ -232,7 +273,10 @@ impl<B: Backing> Engine<B> {
         self.revoke(file, &mut state);
         // Up to here the file exists, whatever the backing's size says.
         let mut known_end = state.extents.end().min(end);
-        #[allow(clippy::single_range_in_vec_init, reason = "a list of gaps that is one gap at first")]
+        #[allow(
+            clippy::single_range_in_vec_init,
+            reason = "a list of gaps that is one gap at first"
+        )]
         let mut gaps = vec![offset..end];
         gaps = self.read_extents(&state.extents, gaps, offset, buf)?;
         // What is cached is in the backing too, should the spill file not give it.
@@ -277,7 +321,8 @@ impl<B: Backing> Engine<B> {
                     left.push(at..start);
                 }
                 let out = &mut buf[(start - offset) as usize..][..extent.len as usize];
-                self.arena.copy_out(extent.piece.slab, extent.position, out)?;
+                self.arena
+                    .copy_out(extent.piece.slab, extent.position, out)?;
                 at = start + extent.len;
             }
             if at < gap.end {
@@ -334,7 +379,8 @@ impl<B: Backing> Engine<B> {
             state.pending > 0
         };
         if pending {
-            let many = self.counters.held_files.load(Ordering::Relaxed) > self.options.objects_max as u64;
+            let many =
+                self.counters.held_files.load(Ordering::Relaxed) > self.options.objects_max as u64;
             let opens = || {
                 let object = self.object(&file.node)?;
                 self.backing.open(&object, Access::ReadWrite)
@@ -402,7 +448,9 @@ impl<B: Backing> Engine<B> {
         let mut state = file.begin_exclusive();
         let before = state.pending;
         let cancelled = state.cut(&self.arena, 0..u64::MAX, u64::MAX);
-        self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);
+        self.counters
+            .cancelled_bytes
+            .fetch_add(cancelled, Ordering::Relaxed);
         state.mtime = None;
         self.count_held(before, state.pending);
         let waiters = self.settle(file, &mut state);

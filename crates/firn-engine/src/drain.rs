@@ -67,7 +67,10 @@ impl<B: Backing> Queue<B> {
     fn push(&mut self, file: Arc<File<B>>) {
         const LOOKED_AT: usize = 32;
         let stands = |known: &Arc<File<B>>| Arc::ptr_eq(known, &file);
-        debug_assert!(!self.ready.iter().rev().take(LOOKED_AT).any(stands), "a file stands in line twice");
+        debug_assert!(
+            !self.ready.iter().rev().take(LOOKED_AT).any(stands),
+            "a file stands in line twice"
+        );
         self.ready.push_back(file);
     }
     /// The first one in line, to be looked at until [`Queue::done`].
@@ -162,17 +165,28 @@ impl<B: Backing> Job<B> {
 
     /// Does the write: one vectored call, more where the backing takes less at once. Opens the file if need be.
     pub fn execute(&self, engine: &Engine<B>) -> Outcome {
-        let mut outcome = Outcome { written: 0, writes: 0, error: None, unreadable: false };
+        let mut outcome = Outcome {
+            written: 0,
+            writes: 0,
+            error: None,
+            unreadable: false,
+        };
         let target = match engine.writer(&self.file) {
             Ok(target) => target,
             Err(errno) => {
-                return Outcome { error: Some(errno), ..outcome };
+                return Outcome {
+                    error: Some(errno),
+                    ..outcome
+                };
             }
         };
         let loaded = self.load();
         while outcome.written < loaded.bytes {
             let slices = self.slices(&loaded.spilled, outcome.written);
-            match engine.backing.write_at(&target.file, &slices, self.range.start + outcome.written) {
+            match engine
+                .backing
+                .write_at(&target.file, &slices, self.range.start + outcome.written)
+            {
                 Ok(0) => {
                     outcome.error = Some(Errno::IO);
                     break;
@@ -197,7 +211,11 @@ impl<B: Backing> Job<B> {
 
     /// Reads what is spilled, up to the first part that cannot be read.
     fn load(&self) -> Loaded {
-        let mut loaded = Loaded { spilled: Vec::new(), bytes: 0, error: None };
+        let mut loaded = Loaded {
+            spilled: Vec::new(),
+            bytes: 0,
+            error: None,
+        };
         for (place, len) in &self.places {
             let part = match place {
                 Place::Memory(_) => Ok(Vec::new()),
@@ -251,7 +269,9 @@ impl<B: Backing> Engine<B> {
             self.tell_space();
             let Some(file) = self.next_file() else {
                 let wake = self.queue.lock().next_wake();
-                return Pick::Idle { retry: wake.map(|at| at.saturating_duration_since(Instant::now())) };
+                return Pick::Idle {
+                    retry: wake.map(|at| at.saturating_duration_since(Instant::now())),
+                };
             };
             let mut state = file.lock();
             assert!(state.queued, "a file was in line and does not know");
@@ -275,20 +295,36 @@ impl<B: Backing> Engine<B> {
     /// Asserts the invariants of the queue. To be called while nobody else uses the engine.
     pub(crate) fn assert_queue(&self, files: &[Arc<File<B>>]) {
         let queue = self.queue.lock();
-        let (ready, oldest, active) = (queue.ready.clone(), queue.oldest.clone(), queue.active);
-        let retry: Vec<_> = queue.retry.iter().map(|(at, file)| (*at, Arc::as_ptr(file))).collect();
+        let ready = queue.ready.clone();
+        let oldest = queue.oldest.clone();
+        let active = queue.active;
+        let retry: Vec<_> = queue
+            .retry
+            .iter()
+            .map(|(at, file)| (*at, Arc::as_ptr(file)))
+            .collect();
         drop(queue);
         let mut inflight = 0;
         let mut aged = BTreeSet::new();
         for file in files {
-            let stands = ready.iter().filter(|known| Arc::ptr_eq(known, file)).count();
+            let stands = ready
+                .iter()
+                .filter(|known| Arc::ptr_eq(known, file))
+                .count();
             let state = file.lock();
-            assert_eq!(stands, usize::from(state.queued), "times that a file stands in line");
+            assert_eq!(
+                stands,
+                usize::from(state.queued),
+                "times that a file stands in line"
+            );
             inflight += state.inflight.len();
             aged.extend(state.oldest.map(|at| (at, Arc::as_ptr(file) as usize)));
             if let Some(failure) = state.failure {
                 let waits = retry.contains(&(failure.retry_at, Arc::as_ptr(file)));
-                assert!(waits || failure.retry_at <= Instant::now(), "nobody tries a file again");
+                assert!(
+                    waits || failure.retry_at <= Instant::now(),
+                    "nobody tries a file again"
+                );
             }
         }
         assert_eq!(active, inflight, "jobs that are not completed");
@@ -299,7 +335,9 @@ impl<B: Backing> Engine<B> {
         let now = Instant::now();
         let mut aged = Vec::new();
         let mut queue = self.queue.lock();
-        let (due, later) = std::mem::take(&mut queue.retry).into_iter().partition(|(at, _)| *at <= now);
+        let (due, later) = std::mem::take(&mut queue.retry)
+            .into_iter()
+            .partition(|(at, _)| *at <= now);
         queue.retry = later;
         while queue.aging.front().is_some_and(|(at, _)| *at <= now) {
             aged.extend(queue.aging.pop_front().and_then(|(_, weak)| weak.upgrade()));
@@ -346,7 +384,12 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Notes when the oldest pending byte of a file was written; `None`: it has none.
-    pub(crate) fn set_oldest(&self, file: &Arc<File<B>>, state: &mut FileState<B>, at: Option<Instant>) {
+    pub(crate) fn set_oldest(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut FileState<B>,
+        at: Option<Instant>,
+    ) {
         if state.oldest == at {
             return;
         }
@@ -374,13 +417,22 @@ impl<B: Backing> Engine<B> {
 
     /// Drains all that a file has pending now, however little.
     pub(crate) fn force(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        state.force_to = state.extents.iter().map(|(_, e)| e.sequence).max().unwrap_or(0).max(state.force_to);
+        state.force_to = state
+            .extents
+            .iter()
+            .map(|(_, e)| e.sequence)
+            .max()
+            .unwrap_or(0)
+            .max(state.force_to);
         self.enqueue(file, state);
     }
 
     fn choose(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> Option<Job<B>> {
         self.freeze(file, state);
-        if state.exclusive || state.pending == 0 || state.inflight.len() >= self.options.file_writes_max {
+        if state.exclusive
+            || state.pending == 0
+            || state.inflight.len() >= self.options.file_writes_max
+        {
             return None;
         }
         let parts = self.next_run(state)?;
@@ -390,7 +442,11 @@ impl<B: Backing> Engine<B> {
             .map(|p| {
                 self.arena.pin(p.extent.piece.slab);
                 let len = p.extent.len as usize;
-                (self.arena.place(p.extent.piece.slab, p.extent.position, len as u32), len)
+                (
+                    self.arena
+                        .place(p.extent.piece.slab, p.extent.position, len as u32),
+                    len,
+                )
             })
             .collect();
         state.inflight.push(range.clone());
@@ -398,12 +454,18 @@ impl<B: Backing> Engine<B> {
         // Its sequence is about to be used to cut: later bytes need a later one.
         state.tail = None;
         self.enqueue(file, state);
-        Some(Job { file: Arc::clone(file), parts, places, range })
+        Some(Job {
+            file: Arc::clone(file),
+            parts,
+            places,
+            range,
+        })
     }
 
     /// The next run of contiguous extents that is worth a write, from the cursor on and round.
     fn next_run(&self, state: &FileState<B>) -> Option<Vec<Part>> {
-        self.run_from(state, state.cursor).or_else(|| self.run_from(state, 0))
+        self.run_from(state, state.cursor)
+            .or_else(|| self.run_from(state, 0))
     }
 
     fn run_from(&self, state: &FileState<B>, start: u64) -> Option<Vec<Part>> {
@@ -415,7 +477,8 @@ impl<B: Backing> Engine<B> {
             let range = offset..offset + extent.len;
             let joins = run.last().is_none_or(|p| p.offset + p.extent.len == offset);
             let fits = run.len() < PARTS_MAX && bytes + extent.len <= max;
-            let busy = state.is_inflight(&range) || !self.arena.is_readable(extent.piece.slab.chunk);
+            let busy =
+                state.is_inflight(&range) || !self.arena.is_readable(extent.piece.slab.chunk);
             if !run.is_empty() && (!joins || !fits || busy) {
                 if forced || self.is_worth_a_write(bytes) {
                     return Some(run);
@@ -448,10 +511,16 @@ impl<B: Backing> Engine<B> {
         let opened = self.with_descriptor(|| {
             let object = &self.object(&file.node)?;
             match self.backing.open(object, Access::ReadWrite) {
-                Ok(file) => Ok(BackingFile { file, access: Access::ReadWrite }),
+                Ok(file) => Ok(BackingFile {
+                    file,
+                    access: Access::ReadWrite,
+                }),
                 Err(Errno::ACCESS | Errno::PERM) => {
                     let file = self.backing.open(object, Access::Write)?;
-                    Ok(BackingFile { file, access: Access::Write })
+                    Ok(BackingFile {
+                        file,
+                        access: Access::Write,
+                    })
                 }
                 Err(errno) => Err(errno),
             }
@@ -462,15 +531,21 @@ impl<B: Backing> Engine<B> {
 
     /// Takes the outcome of a job in.
     pub fn complete(&self, job: Job<B>, outcome: Outcome) {
-        let Job { file, parts, range, .. } = job;
+        let Job {
+            file, parts, range, ..
+        } = job;
         let counters = &self.counters;
         if outcome.written > 0 {
             counters.drain_decisions.count(Decision::Written);
             let bytes = outcome.written;
             tracing::debug!(path = %file.shown(), offset = range.start, bytes, "drain: written");
         }
-        counters.drain_bytes.fetch_add(outcome.written, Ordering::Relaxed);
-        counters.drain_writes.fetch_add(outcome.writes, Ordering::Relaxed);
+        counters
+            .drain_bytes
+            .fetch_add(outcome.written, Ordering::Relaxed);
+        counters
+            .drain_writes
+            .fetch_add(outcome.writes, Ordering::Relaxed);
         let mut state = file.lock();
         let before = state.pending;
         state.inflight.retain(|r| *r != range);
@@ -506,7 +581,8 @@ impl<B: Backing> Engine<B> {
             self.revoke(&file, &mut state);
         }
         file.io_ended();
-        let (done, cached) = (state.pending == 0, !state.cache.is_empty());
+        let done = state.pending == 0;
+        let cached = !state.cache.is_empty();
         drop(state);
         if done {
             self.let_go(&file);
@@ -552,14 +628,19 @@ impl<B: Backing> Engine<B> {
         let mut partial = state.partial;
         for (piece, bytes) in &taken {
             let used = state.pieces.get(piece).expect("an extent's piece is known");
-            let (before, after) = (used.live < used.len, used.live > *bytes);
+            let before = used.live < used.len;
+            let after = used.live > *bytes;
             partial = partial + usize::from(after && !before) - usize::from(before && !after);
         }
         let partial = partial > 0;
         if partial && let Some(file) = state.bound {
             let sequence = parts.iter().map(|p| p.extent.sequence).max().unwrap_or(0);
-            let record =
-                Record::Void { file, offset: written.start, len: written.end - written.start, sequence };
+            let record = Record::Void {
+                file,
+                offset: written.start,
+                len: written.end - written.start,
+                sequence,
+            };
             if self.journal.lock().append(&record).is_err() {
                 return false;
             }
@@ -573,12 +654,18 @@ impl<B: Backing> Engine<B> {
             self.note_time(state);
         }
         for (offset, extent) in gone {
-            state.extents.remove(offset..offset + extent.len, &mut |_, e| e.piece == extent.piece);
+            state
+                .extents
+                .remove(offset..offset + extent.len, &mut |_, e| {
+                    e.piece == extent.piece
+                });
             match self.options.drain {
                 DrainPolicy::Eager => state.retire(&self.arena, extent.piece, extent.len),
                 DrainPolicy::Demand => {
                     state.settle_piece(&self.arena, extent.piece, extent.len);
-                    state.cache.insert(&self.arena, &self.counters.cached_bytes, offset, extent);
+                    state
+                        .cache
+                        .insert(&self.arena, &self.counters.cached_bytes, offset, extent);
                 }
             }
         }
@@ -594,11 +681,16 @@ impl<B: Backing> Engine<B> {
         if state.voids < VOIDS_KEPT.max(state.pieces.len() / 16) || state.door.is_some() {
             return;
         }
-        let (Some(file), Some(oldest)) = (state.bound, state.extents.iter().map(|(_, e)| e.sequence).min())
-        else {
+        let (Some(file), Some(oldest)) = (
+            state.bound,
+            state.extents.iter().map(|(_, e)| e.sequence).min(),
+        ) else {
             return;
         };
-        let record = Record::VoidsPassed { file, sequence: oldest.saturating_sub(1) };
+        let record = Record::VoidsPassed {
+            file,
+            sequence: oldest.saturating_sub(1),
+        };
         if self.journal.lock().append_end(&record).is_ok() {
             state.voids = 0;
         }
@@ -631,7 +723,8 @@ impl<B: Backing> Engine<B> {
             state.settling = true;
             let _ = state.unlocked(|| {
                 let object = self.object(&file.node)?;
-                self.backing.set_times(&object, SetTime::Keep, SetTime::At(mtime))
+                self.backing
+                    .set_times(&object, SetTime::Keep, SetTime::At(mtime))
             });
             state.settling = false;
             file.io_ended();
@@ -655,15 +748,26 @@ impl<B: Backing> Engine<B> {
             (failure.errno, failure.told) = (errno, false);
         }
         let count = state.failure.map_or(0, |f| f.count) + u32::from(earlier.is_none());
-        let wait = RETRY_FIRST.saturating_mul(1 << (count - 1).min(16)).min(RETRY_MAX);
+        let wait = RETRY_FIRST
+            .saturating_mul(1 << (count - 1).min(16))
+            .min(RETRY_MAX);
         if earlier.is_none() {
             let retry_at = now + wait;
-            state.failure = Some(Failure { errno, told: false, count, retry_at });
+            state.failure = Some(Failure {
+                errno,
+                told: false,
+                count,
+                retry_at,
+            });
             self.queue.lock().retry.push((retry_at, Arc::clone(file)));
         }
         self.counters.drain_decisions.count(Decision::Waits);
         let path = file.node.paths().into_iter().next().unwrap_or_default();
-        let what = if unreadable { "read from the spill file" } else { "write to the backing" };
+        let what = if unreadable {
+            "read from the spill file"
+        } else {
+            "write to the backing"
+        };
         let wait_ms = wait.as_millis() as u64;
         tracing::warn!(path = %file.shown(), %errno, count, wait_ms, what, "drain failed; the data is kept and tried again");
         self.remember(
@@ -676,7 +780,10 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn remember(&self, path: BytePath, errno: Errno, message: String) {
         let mut troubles = self.troubles.lock();
         let errno = errno.raw_os_error();
-        if let Some(known) = troubles.iter_mut().find(|t| t.status.path == path && t.status.errno == errno) {
+        if let Some(known) = troubles
+            .iter_mut()
+            .find(|t| t.status.path == path && t.status.errno == errno)
+        {
             known.status.count += 1;
             known.last = Instant::now();
             return;
@@ -684,8 +791,19 @@ impl<B: Backing> Engine<B> {
         if troubles.len() == TROUBLES_MAX {
             troubles.remove(0);
         }
-        let status = ErrorStatus { path, errno, message, count: 1, age_s: 0.0, pending: true };
-        troubles.push(Trouble { status, last: Instant::now(), lost: false });
+        let status = ErrorStatus {
+            path,
+            errno,
+            message,
+            count: 1,
+            age_s: 0.0,
+            pending: true,
+        };
+        troubles.push(Trouble {
+            status,
+            last: Instant::now(),
+            lost: false,
+        });
     }
 
     /// Makes room: gives back slabs that hold nothing; if no drain is under way, drains the file that
@@ -741,7 +859,8 @@ impl<B: Backing> Engine<B> {
                 continue;
             };
             let give_back = slot.as_ref().is_some_and(|lease| {
-                self.arena.is_idle(lease) || file.is_some_and(|file| Arc::ptr_eq(file, &handle.file))
+                self.arena.is_idle(lease)
+                    || file.is_some_and(|file| Arc::ptr_eq(file, &handle.file))
             });
             if give_back && let Some(lease) = slot.take() {
                 self.arena.seal(lease);

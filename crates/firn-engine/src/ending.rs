@@ -27,7 +27,11 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn writer_closed(&self, handle: &Handle<B>, state: &mut FileState<B>) {
         state.cut |= handle.writable && handle.killed.load(Ordering::Acquire);
         if handle.writable && state.writers == 0 {
-            let ending = if state.cut { Ending::Cut } else { Ending::Closed };
+            let ending = if state.cut {
+                Ending::Cut
+            } else {
+                Ending::Closed
+            };
             self.set_ending(state, ending);
         }
     }

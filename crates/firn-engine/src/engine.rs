@@ -152,7 +152,9 @@ pub(crate) struct Decisions(pub(crate) Tally<6>);
 
 impl Default for Decisions {
     fn default() -> Self {
-        Self(Tally::new(["picked", "written", "waits", "retried", "given up", "spilled"]))
+        Self(Tally::new([
+            "picked", "written", "waits", "retried", "given up", "spilled",
+        ]))
     }
 }
 
@@ -260,7 +262,12 @@ impl<B: Backing> Engine<B> {
     }
     /// Tells this engine from every other, also over the same arena.
     pub fn incarnation(&self) -> String {
-        let uuid = self.arena.superblock().uuid.map(|byte| format!("{byte:02x}")).concat();
+        let uuid = self
+            .arena
+            .superblock()
+            .uuid
+            .map(|byte| format!("{byte:02x}"))
+            .concat();
         format!("{uuid}-{}", self.epoch)
     }
     /// What processes read and write, where [`EngineOptions::tracking`] is on and the log is switched on.
@@ -331,7 +338,9 @@ impl<B: Backing> Engine<B> {
         change: impl FnOnce(&mut crate::file::FileState<B>),
     ) -> Arc<File<B>> {
         let mut files = self.files.lock();
-        let file = files.entry(node.key).or_insert_with(|| Arc::new(File::new(Arc::clone(node))));
+        let file = files
+            .entry(node.key)
+            .or_insert_with(|| Arc::new(File::new(Arc::clone(node))));
         change(&mut file.lock());
         Arc::clone(file)
     }
@@ -347,7 +356,11 @@ impl<B: Backing> Engine<B> {
             || state.settling
             || state.holds > 0
             || !state.inflight.is_empty();
-        if !used && files.get(&file.node.key).is_some_and(|known| Arc::ptr_eq(known, file)) {
+        if !used
+            && files
+                .get(&file.node.key)
+                .is_some_and(|known| Arc::ptr_eq(known, file))
+        {
             files.remove(&file.node.key);
         }
     }
@@ -355,9 +368,13 @@ impl<B: Backing> Engine<B> {
     /// Counts a change of what is held by one file.
     pub(crate) fn count_held(&self, before: u64, after: u64) {
         if after >= before {
-            self.counters.held_bytes.fetch_add(after - before, Ordering::Relaxed);
+            self.counters
+                .held_bytes
+                .fetch_add(after - before, Ordering::Relaxed);
         } else {
-            self.counters.held_bytes.fetch_sub(before - after, Ordering::Relaxed);
+            self.counters
+                .held_bytes
+                .fetch_sub(before - after, Ordering::Relaxed);
         }
         match (before == 0, after == 0) {
             (true, false) => self.counters.held_files.fetch_add(1, Ordering::Relaxed),
@@ -370,7 +387,9 @@ impl<B: Backing> Engine<B> {
     /// fail the write with it). The next
     /// [`Engine::pick`] calls back, not this call.
     pub fn on_space(&self, f: Done) {
-        self.counters.waiting_writers.fetch_add(1, Ordering::Relaxed);
+        self.counters
+            .waiting_writers
+            .fetch_add(1, Ordering::Relaxed);
         self.space_waiters.lock().push_back(f);
         self.relieve();
         // What was freed between the caller's failed write and now was not told to this waiter.
@@ -383,7 +402,9 @@ impl<B: Backing> Engine<B> {
         loop {
             if self.space_freed.swap(false, Ordering::AcqRel) {
                 let waiters = std::mem::take(&mut *self.space_waiters.lock());
-                self.counters.waiting_writers.fetch_sub(waiters.len() as u64, Ordering::Relaxed);
+                self.counters
+                    .waiting_writers
+                    .fetch_sub(waiters.len() as u64, Ordering::Relaxed);
                 for waiter in waiters {
                     waiter(Ok(()));
                 }
@@ -423,7 +444,9 @@ impl<B: Backing> Engine<B> {
             self.counters.drain_decisions.count(Decision::GivenUp);
             tracing::debug!(%errno, writers = waiters.len(), "drain: given up, there is no room for more writes");
         }
-        self.counters.waiting_writers.fetch_sub(waiters.len() as u64, Ordering::Relaxed);
+        self.counters
+            .waiting_writers
+            .fetch_sub(waiters.len() as u64, Ordering::Relaxed);
         for waiter in waiters {
             waiter(Err(errno));
         }

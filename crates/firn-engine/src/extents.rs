@@ -31,7 +31,9 @@ pub(crate) struct Extents {
 }
 
 impl Extents {
-    pub(crate) const NONE: Self = Self { by_offset: SmallMap::Few(None) };
+    pub(crate) const NONE: Self = Self {
+        by_offset: SmallMap::Few(None),
+    };
 
     pub(crate) fn is_empty(&self) -> bool {
         self.by_offset.is_empty()
@@ -42,19 +44,27 @@ impl Extents {
         let mut end = 0;
         for (offset, extent) in self.iter() {
             assert!(extent.len > 0, "an empty extent at {offset}");
-            assert!(offset >= end, "an extent at {offset} overlaps one that ends at {end}");
+            assert!(
+                offset >= end,
+                "an extent at {offset} overlaps one that ends at {end}"
+            );
             end = offset + extent.len;
         }
     }
 
     /// First byte after the last extent, 0 if there is none.
     pub(crate) fn end(&self) -> u64 {
-        self.by_offset.last().map_or(0, |(offset, e)| offset + e.len)
+        self.by_offset
+            .last()
+            .map_or(0, |(offset, e)| offset + e.len)
     }
 
     /// Extents from the one that holds or follows `offset` on.
     pub(crate) fn from(&self, offset: u64) -> impl Iterator<Item = (u64, Extent)> + '_ {
-        let first = self.by_offset.at_or_before(&offset).filter(|(o, e)| *o + e.len > offset);
+        let first = self
+            .by_offset
+            .at_or_before(&offset)
+            .filter(|(o, e)| *o + e.len > offset);
         let start = first.map_or(offset, |(o, _)| *o);
         self.by_offset.from(start).map(|(o, e)| (*o, *e))
     }
@@ -62,7 +72,9 @@ impl Extents {
     /// Extents that overlap `range`, cut to it.
     pub(crate) fn within(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Extent)> + '_ {
         let Range { start, end } = range;
-        self.from(start).take_while(move |(o, _)| *o < end).map(move |(o, e)| clip(o, e, start, end))
+        self.from(start)
+            .take_while(move |(o, _)| *o < end)
+            .map(move |(o, e)| clip(o, e, start, end))
     }
 
     /// The extent that holds all of `range`, cut to it.
@@ -72,7 +84,12 @@ impl Extents {
     }
 
     /// Puts an extent over what is there; `cut` is told what it replaces.
-    pub(crate) fn insert(&mut self, offset: u64, extent: Extent, cut: &mut dyn FnMut(PieceRef, u64)) {
+    pub(crate) fn insert(
+        &mut self,
+        offset: u64,
+        extent: Extent,
+        cut: &mut dyn FnMut(PieceRef, u64),
+    ) {
         self.remove(offset..offset + extent.len, &mut |_, e| {
             cut(e.piece, e.len);
             true
@@ -90,8 +107,10 @@ impl Extents {
 
     /// Takes out what `take` agrees to, cut to `range`.
     pub(crate) fn remove(&mut self, range: Range<u64>, take: &mut dyn FnMut(u64, &Extent) -> bool) {
-        let touched: Vec<(u64, Extent)> =
-            self.from(range.start).take_while(|(o, _)| *o < range.end).collect();
+        let touched: Vec<(u64, Extent)> = self
+            .from(range.start)
+            .take_while(|(o, _)| *o < range.end)
+            .collect();
         for (offset, extent) in touched {
             let (cut_offset, cut) = clip(offset, extent, range.start, range.end);
             if !take(cut_offset, &cut) {
@@ -99,13 +118,21 @@ impl Extents {
             }
             self.by_offset.remove(&offset);
             if offset < cut_offset {
-                let head = Extent { len: cut_offset - offset, ..extent };
+                let head = Extent {
+                    len: cut_offset - offset,
+                    ..extent
+                };
                 self.by_offset.insert(offset, head);
             }
-            let (end, cut_end) = (offset + extent.len, cut_offset + cut.len);
+            let end = offset + extent.len;
+            let cut_end = cut_offset + cut.len;
             if cut_end < end {
                 let position = extent.position + (cut_end - offset) as u32;
-                let tail = Extent { len: end - cut_end, position, ..extent };
+                let tail = Extent {
+                    len: end - cut_end,
+                    position,
+                    ..extent
+                };
                 self.by_offset.insert(cut_end, tail);
             }
         }
@@ -121,7 +148,14 @@ fn clip(offset: u64, extent: Extent, start: u64, end: u64) -> (u64, Extent) {
     let from = offset.max(start);
     let to = (offset + extent.len).min(end);
     let position = extent.position + (from - offset) as u32;
-    (from, Extent { len: to - from, position, ..extent })
+    (
+        from,
+        Extent {
+            len: to - from,
+            position,
+            ..extent
+        },
+    )
 }
 
 #[cfg(test)]
@@ -131,7 +165,10 @@ mod tests {
     use proptest::prelude::*;
 
     fn piece(n: u32) -> PieceRef {
-        PieceRef { slab: SlabRef { chunk: 0, slab: 0 }, record: n }
+        PieceRef {
+            slab: SlabRef { chunk: 0, slab: 0 },
+            record: n,
+        }
     }
 
     proptest! {

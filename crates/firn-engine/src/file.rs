@@ -191,7 +191,11 @@ impl<B: Backing> File<B> {
             unlinked: false,
             plain_in: 0,
         };
-        Self { node, state: Mutex::new(state), quiet: Condvar::new() }
+        Self {
+            node,
+            state: Mutex::new(state),
+            quiet: Condvar::new(),
+        }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, FileState<B>> {
@@ -261,7 +265,10 @@ impl<B: Backing> File<B> {
 impl<B: Backing> FileState<B> {
     /// What the backing file can be read by, if that is open.
     pub(crate) fn open_reader(&self) -> Option<Arc<BackingFile<B>>> {
-        let can_read = self.writer.as_ref().filter(|writer| writer.access == Access::ReadWrite);
+        let can_read = self
+            .writer
+            .as_ref()
+            .filter(|writer| writer.access == Access::ReadWrite);
         can_read.or(self.reader.as_ref()).cloned()
     }
 
@@ -283,12 +290,19 @@ impl<B: Backing> FileState<B> {
     /// another time: a client that goes on in its next lease may be a few writes of the same tick behind; and what
     /// cannot be is taken as now.
     pub(crate) fn touch_at(&mut self, modified: u64) -> bool {
-        if modified == 0 || modified > latest_ns() || modified.saturating_add(FUTURE_NS_MAX) < self.written {
+        if modified == 0
+            || modified > latest_ns()
+            || modified.saturating_add(FUTURE_NS_MAX) < self.written
+        {
             self.touch();
             return false;
         }
         let is_behind = modified < self.written;
-        self.written = if is_behind { self.written.saturating_add(1) } else { modified };
+        self.written = if is_behind {
+            self.written.saturating_add(1)
+        } else {
+            modified
+        };
         self.mtime = Some(Time::from_ns(self.written));
         !is_behind
     }
@@ -306,9 +320,13 @@ impl<B: Backing> FileState<B> {
         self.unlist(arena);
         self.cache.drop_range(arena, offset..offset + extent.len);
         let mut cut: Vec<(PieceRef, u64)> = Vec::new();
-        self.extents.insert(offset, extent, &mut |piece, bytes| cut.push((piece, bytes)));
+        self.extents
+            .insert(offset, extent, &mut |piece, bytes| cut.push((piece, bytes)));
         let used = self.pieces.get(&extent.piece).copied().unwrap_or_default();
-        let used = PieceUse { len: used.len + extent.len, live: used.live + extent.len };
+        let used = PieceUse {
+            len: used.len + extent.len,
+            live: used.live + extent.len,
+        };
         self.pieces.insert(extent.piece, used);
         self.pending += extent.len;
         self.tail = Some(extent.piece);
@@ -330,7 +348,10 @@ impl<B: Backing> FileState<B> {
 
     /// `bytes` of a piece are not pending any more; they keep their room.
     pub(crate) fn settle_piece(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
-        let used = self.pieces.get_mut(&piece).expect("an extent's piece is known");
+        let used = self
+            .pieces
+            .get_mut(&piece)
+            .expect("an extent's piece is known");
         let was_partial = used.live < used.len;
         used.live -= bytes;
         let dead = used.live == 0;
@@ -384,7 +405,8 @@ impl<B: Backing> FileState<B> {
         const PIECES_EACH_TIME: usize = 32;
         const CHANGES_BETWEEN: u64 = 64;
         if cfg!(debug_assertions)
-            && (self.pieces.len() <= PIECES_EACH_TIME || self.changes.is_multiple_of(CHANGES_BETWEEN))
+            && (self.pieces.len() <= PIECES_EACH_TIME
+                || self.changes.is_multiple_of(CHANGES_BETWEEN))
         {
             self.assert_invariants();
         }
@@ -396,11 +418,26 @@ impl<B: Backing> FileState<B> {
         let mut live: std::collections::BTreeMap<PieceRef, u64> = Default::default();
         for (offset, extent) in self.extents.iter() {
             *live.entry(extent.piece).or_default() += extent.len;
-            let cached = self.cache.extents().within(offset..offset + extent.len).next();
-            assert!(cached.is_none(), "bytes at {offset} are pending and drained: {cached:?}");
+            let cached = self
+                .cache
+                .extents()
+                .within(offset..offset + extent.len)
+                .next();
+            assert!(
+                cached.is_none(),
+                "bytes at {offset} are pending and drained: {cached:?}"
+            );
         }
-        assert_eq!(self.pending, live.values().sum::<u64>(), "pending bytes are those of the extents");
-        assert_eq!(self.pieces.len(), live.len(), "pieces are those of the extents");
+        assert_eq!(
+            self.pending,
+            live.values().sum::<u64>(),
+            "pending bytes are those of the extents"
+        );
+        assert_eq!(
+            self.pieces.len(),
+            live.len(),
+            "pieces are those of the extents"
+        );
         let mut partial = 0;
         for (piece, used) in self.pieces.iter() {
             let bytes = live.get(piece).copied();
@@ -409,14 +446,24 @@ impl<B: Backing> FileState<B> {
             partial += usize::from(used.live < used.len);
         }
         assert_eq!(self.partial, partial, "pieces that are partly pending");
-        assert!(self.pending == 0 || self.bound.is_some(), "pending bytes of a file that is not bound");
-        assert!(!self.exclusive || self.inflight.is_empty(), "a drain while the file is used alone");
+        assert!(
+            self.pending == 0 || self.bound.is_some(),
+            "pending bytes of a file that is not bound"
+        );
+        assert!(
+            !self.exclusive || self.inflight.is_empty(),
+            "a drain while the file is used alone"
+        );
     }
 
     /// Asserts that a recovery would find the time of the last write. Of a file that no client writes: its records are
     /// the client's to spoil.
     pub(crate) fn assert_time(&self, arena: &Arena) {
-        let newest = self.pieces.iter().map(|(piece, _)| arena.modified(*piece)).max();
+        let newest = self
+            .pieces
+            .iter()
+            .map(|(piece, _)| arena.modified(*piece))
+            .max();
         assert!(
             newest.is_none_or(|newest| newest >= self.written),
             "no piece has the time of the last write"
@@ -424,7 +471,9 @@ impl<B: Backing> FileState<B> {
     }
 
     pub(crate) fn is_inflight(&self, range: &Range<u64>) -> bool {
-        self.inflight.iter().any(|r| r.start < range.end && range.start < r.end)
+        self.inflight
+            .iter()
+            .any(|r| r.start < range.end && range.start < r.end)
     }
 
     /// The waiters whose data is in the backing.
@@ -432,8 +481,15 @@ impl<B: Backing> FileState<B> {
         if self.waiters.is_empty() {
             return ThinVec::new();
         }
-        let oldest = self.extents.iter().map(|(_, e)| e.sequence).min().unwrap_or(u64::MAX);
-        let (satisfied, waiting) = take(&mut self.waiters).into_iter().partition(|w| oldest > w.until);
+        let oldest = self
+            .extents
+            .iter()
+            .map(|(_, e)| e.sequence)
+            .min()
+            .unwrap_or(u64::MAX);
+        let (satisfied, waiting) = take(&mut self.waiters)
+            .into_iter()
+            .partition(|w| oldest > w.until);
         self.waiters = waiting;
         satisfied
     }

@@ -58,14 +58,19 @@ impl<B: Backing> Engine<B> {
             let attr = self.backing.attr(&object);
             attr.is_ok_and(|attr| !has_set_id_bits(&attr)) && !self.has_capabilities(&object)
         });
-        if !plain || self.is_nameless(file).unwrap_or(true) || *handle.mode.lock() != OpenMode::Engine {
+        if !plain
+            || self.is_nameless(file).unwrap_or(true)
+            || *handle.mode.lock() != OpenMode::Engine
+        {
             return Err(DoorRefusal::Busy);
         }
         let grant = || self.grant(client, &handle);
         let (binding, end) = self.paths.while_staying(|| file.node.paths(), grant)?;
         // Nobody else changes the file from here on: what a drain moves to the backing before it is asked
         // counts all the same.
-        let in_backing = self.object(&file.node).and_then(|object| self.backing.attr(&object));
+        let in_backing = self
+            .object(&file.node)
+            .and_then(|object| self.backing.attr(&object));
         let Ok(attr) = in_backing else {
             self.door_end(client, token);
             return Err(DoorRefusal::Busy);
@@ -75,7 +80,11 @@ impl<B: Backing> Engine<B> {
             self.door_end(client, token);
             return Err(DoorRefusal::Busy);
         }
-        Ok(DoorGrant { binding, size: attr.size.max(end), node: file.node.id })
+        Ok(DoorGrant {
+            binding,
+            size: attr.size.max(end),
+            node: file.node.id,
+        })
     }
 
     /// Opens the door, where it may be. Returns the binding, and the end of what is pending.
@@ -83,16 +92,27 @@ impl<B: Backing> Engine<B> {
         let file = &handle.file;
         let mut state = file.lock();
         // Asked for again, or by a process that shares the descriptor: what there was ends.
-        let shared = state.door.as_ref().is_some_and(|door| door.client != client);
+        let shared = state
+            .door
+            .as_ref()
+            .is_some_and(|door| door.client != client);
         self.revoke(file, &mut state);
         let alone = state.handles[..] == [handle.id] && state.engine_opens == 1 && !state.exclusive;
         if shared || !alone || state.failure.is_some() || state.unlinked {
             return Err(DoorRefusal::Busy);
         }
         let binding = self.bind(file, &mut state).ok_or(DoorRefusal::Busy)?;
-        let door = Door { handle: handle.id, client, binding, leases: Vec::new(), bytes: 0 };
+        let door = Door {
+            handle: handle.id,
+            client,
+            binding,
+            leases: Vec::new(),
+            bytes: 0,
+        };
         state.door = Some(Box::new(door));
-        self.door_files.lock().insert(Arc::as_ptr(file) as usize, Arc::clone(file));
+        self.door_files
+            .lock()
+            .insert(Arc::as_ptr(file) as usize, Arc::clone(file));
         self.doors.fetch_add(1, Ordering::AcqRel);
         if self.options.drain == DrainPolicy::Eager {
             // What nobody asks about must be found when it is old.
@@ -115,7 +135,11 @@ impl<B: Backing> Engine<B> {
         let file = &handle.file;
         let mut state = file.lock();
         self.look(file, &mut state);
-        while state.door.as_ref().is_some_and(|door| door.leases.len() >= LEASES_MAX) {
+        while state
+            .door
+            .as_ref()
+            .is_some_and(|door| door.leases.len() >= LEASES_MAX)
+        {
             self.end_first(file, &mut state);
         }
         let bytes = state.door.as_ref().map_or(0, |door| door.bytes);
@@ -127,7 +151,10 @@ impl<B: Backing> Engine<B> {
             state = file.lock();
         }
         let written = state.written;
-        let Some(door) = state.door.as_mut().filter(|door| door.client == client && door.handle == token)
+        let Some(door) = state
+            .door
+            .as_mut()
+            .filter(|door| door.client == client && door.handle == token)
         else {
             return Err(DoorRefusal::BadToken);
         };
@@ -150,9 +177,15 @@ impl<B: Backing> Engine<B> {
 
     /// The client is done with the file.
     pub fn door_end(&self, client: ClientId, token: HandleId) {
-        let Ok(handle) = self.handle(token) else { return };
+        let Ok(handle) = self.handle(token) else {
+            return;
+        };
         let mut state = handle.file.lock();
-        if state.door.as_ref().is_some_and(|door| door.client == client) {
+        if state
+            .door
+            .as_ref()
+            .is_some_and(|door| door.client == client)
+        {
             self.revoke(&handle.file, &mut state);
         }
         drop(state);
@@ -163,7 +196,11 @@ impl<B: Backing> Engine<B> {
     pub fn door_gone(&self, client: ClientId) {
         for file in self.files_with_door() {
             let mut state = file.lock();
-            if state.door.as_ref().is_some_and(|door| door.client == client) {
+            if state
+                .door
+                .as_ref()
+                .is_some_and(|door| door.client == client)
+            {
                 self.revoke(&file, &mut state);
             }
         }
@@ -180,7 +217,11 @@ impl<B: Backing> Engine<B> {
         }
         let file = &handle.file;
         let mut state = file.lock();
-        if state.writers > 0 || state.passthrough_opens > 0 || state.exclusive || state.door.is_some() {
+        if state.writers > 0
+            || state.passthrough_opens > 0
+            || state.exclusive
+            || state.door.is_some()
+        {
             return Err(DoorRefusal::Busy);
         }
         // Before any place is looked up: who moves one then looks for this file.
@@ -188,15 +229,26 @@ impl<B: Backing> Engine<B> {
         let end = state.extents.end();
         // Through the kernel, which tells the error, where a place is not known.
         let list = |(offset, extent)| self.list(offset, extent).ok_or(DoorRefusal::Busy);
-        let extents = state.in_arena(from, EXTENTS_MAX).into_iter().map(list).collect::<Answer<_>>()?;
+        let extents = state
+            .in_arena(from, EXTENTS_MAX)
+            .into_iter()
+            .map(list)
+            .collect::<Answer<_>>()?;
         let word = (file.node.id.0 % u64::from(WORDS_COUNT)) as u32;
         state.listed = Some(word);
         let (slot, stamp) = self.arena.file_word(word);
         drop(state);
         // What is drained before the backing is asked counts all the same; what is cut makes the list void.
-        let attr = self.object(&file.node).and_then(|object| self.backing.attr(&object));
+        let attr = self
+            .object(&file.node)
+            .and_then(|object| self.backing.attr(&object));
         let size = attr.map_err(|_| DoorRefusal::Busy)?.size.max(end);
-        Ok(DoorList { size, slot, stamp, extents })
+        Ok(DoorList {
+            size,
+            slot,
+            stamp,
+            extents,
+        })
     }
 
     /// Where an extent is now; `None`: nobody knows.
@@ -205,11 +257,20 @@ impl<B: Backing> Engine<B> {
             Located::Arena(at) => (at, IN_MEMORY),
             Located::Spill(at) => (at, IN_SPILL),
         };
-        Some(Listed { offset, len: extent.len, at, chunk: extent.piece.slab.chunk, place })
+        Some(Listed {
+            offset,
+            len: extent.len,
+            at,
+            chunk: extent.piece.slab.chunk,
+            place,
+        })
     }
 
     fn writable(&self, token: HandleId) -> Answer<Arc<Handle<B>>> {
-        self.handle(token).ok().filter(|handle| handle.writable).ok_or(DoorRefusal::BadToken)
+        self.handle(token)
+            .ok()
+            .filter(|handle| handle.writable)
+            .ok_or(DoorRefusal::BadToken)
     }
 
     // ---- what the engine does ----------------------------------------------------------------
@@ -217,9 +278,14 @@ impl<B: Backing> Engine<B> {
     /// Whether a client may be writing the file of a node now, or has and the kernel was not told of it: its
     /// attributes change unseen.
     pub fn is_written_past_the_kernel(&self, node: crate::NodeId) -> bool {
-        let Some(node) = self.names.get(node) else { return false };
+        let Some(node) = self.names.get(node) else {
+            return false;
+        };
         let doors = self.doors.load(Ordering::Acquire) > 0;
-        let door = doors && self.known_file(&node).is_some_and(|file| file.lock().door.is_some());
+        let door = doors
+            && self
+                .known_file(&node)
+                .is_some_and(|file| file.lock().door.is_some());
         // Last: a door that just ended left it so.
         door || node.kernel_behind.load(Ordering::Acquire)
     }
@@ -253,12 +319,16 @@ impl<B: Backing> Engine<B> {
 
     /// Takes in what a client published of this file.
     pub(crate) fn look(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        self.take_from_client(file, state, |arena, lease, sink| arena.take_client(lease, sink));
+        self.take_from_client(file, state, |arena, lease, sink| {
+            arena.take_client(lease, sink)
+        });
     }
 
     /// Takes in what a client published, and lets none of it grow: the drain may have it.
     pub(crate) fn freeze(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        self.take_from_client(file, state, |arena, lease, sink| arena.freeze_client(lease, sink));
+        self.take_from_client(file, state, |arena, lease, sink| {
+            arena.freeze_client(lease, sink)
+        });
     }
 
     fn take_from_client(
@@ -272,15 +342,22 @@ impl<B: Backing> Engine<B> {
         ) -> std::result::Result<(), firn_arena::Wrong>,
     ) {
         // Whoever fills the second lease is done with the first, whose last bytes come before.
-        let next = |door: &Door| door.leases.get(1).is_some_and(|next| self.arena.client_has_begun(next));
+        let next = |door: &Door| {
+            door.leases
+                .get(1)
+                .is_some_and(|next| self.arena.client_has_begun(next))
+        };
         while state.door.as_deref().is_some_and(next) {
             self.end_first(file, state);
         }
-        let Some(mut door) = state.door.take() else { return };
+        let Some(mut door) = state.door.take() else {
+            return;
+        };
         let mut taken = Vec::new();
         let lease = door.leases.first_mut();
         let pid = lease.as_ref().map_or(0, |lease| lease.pid());
-        let wrong = lease.and_then(|lease| take(&self.arena, lease, &mut |bytes| taken.push(bytes)).err());
+        let wrong =
+            lease.and_then(|lease| take(&self.arena, lease, &mut |bytes| taken.push(bytes)).err());
         door.bytes += self.enter(file, state, pid, &taken);
         state.door = Some(door);
         if let Some(wrong) = wrong {
@@ -290,19 +367,50 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    fn enter(&self, file: &Arc<File<B>>, state: &mut FileState<B>, pid: u32, taken: &[Taken]) -> u64 {
+    fn enter(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut FileState<B>,
+        pid: u32,
+        taken: &[Taken],
+    ) -> u64 {
         let mut bytes = 0;
-        for &Taken { piece, offset, position, len, sequence, modified } in taken {
-            self.note_access(&file.node, pid, Access::Write, offset..offset + u64::from(len));
+        for &Taken {
+            piece,
+            offset,
+            position,
+            len,
+            sequence,
+            modified,
+        } in taken
+        {
+            self.note_access(
+                &file.node,
+                pid,
+                Access::Write,
+                offset..offset + u64::from(len),
+            );
             if !state.touch_at(modified) {
                 self.arena.set_modified(piece, state.written);
             }
-            self.take_in(file, state, offset, Extent { len: len.into(), piece, position, sequence });
+            self.take_in(
+                file,
+                state,
+                offset,
+                Extent {
+                    len: len.into(),
+                    piece,
+                    position,
+                    sequence,
+                },
+            );
             bytes += u64::from(len);
             self.counters.ingest_writes.fetch_add(1, Ordering::Relaxed);
         }
         if bytes > 0 {
-            self.counters.ingest_bytes.fetch_add(bytes, Ordering::Relaxed);
+            self.counters
+                .ingest_bytes
+                .fetch_add(bytes, Ordering::Relaxed);
             file.node.kernel_behind.store(true, Ordering::Release);
             // Only what the engine itself published may be extended by it.
             state.tail = None;
@@ -316,7 +424,11 @@ impl<B: Backing> Engine<B> {
         if state.door.is_none() {
             return;
         }
-        while state.door.as_ref().is_some_and(|door| !door.leases.is_empty()) {
+        while state
+            .door
+            .as_ref()
+            .is_some_and(|door| !door.leases.is_empty())
+        {
             self.end_first(file, state);
         }
         state.door = None;
@@ -329,11 +441,15 @@ impl<B: Backing> Engine<B> {
 
     /// Ends the older lease of a door.
     fn end_first(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        let Some(door) = state.door.as_mut().filter(|door| !door.leases.is_empty()) else { return };
+        let Some(door) = state.door.as_mut().filter(|door| !door.leases.is_empty()) else {
+            return;
+        };
         let mut lease = door.leases.remove(0);
         self.counters.door_leases.fetch_sub(1, Ordering::Relaxed);
         let mut taken = Vec::new();
-        let result = self.arena.revoke_client(&mut lease, &mut |bytes| taken.push(bytes));
+        let result = self
+            .arena
+            .revoke_client(&mut lease, &mut |bytes| taken.push(bytes));
         let bytes = self.enter(file, state, lease.pid(), &taken);
         if let Some(door) = &mut state.door {
             door.bytes += bytes;
@@ -365,7 +481,9 @@ impl<B: Backing> Engine<B> {
             return None;
         }
         let end = file.lock().extents.end();
-        let attr = self.object(&file.node).and_then(|object| self.backing.attr(&object));
+        let attr = self
+            .object(&file.node)
+            .and_then(|object| self.backing.attr(&object));
         Some(attr.map_or(end, |attr| attr.size.max(end)))
     }
 

@@ -55,24 +55,36 @@ impl<B: Backing> Engine<B> {
             self.arena.keep(*piece, used.live as u32);
             file.bytes += used.live;
         }
-        let (path, bytes, reason) = (file.known_path(), file.bytes, &file.reason);
+        let path = file.known_path();
+        let bytes = file.bytes;
+        let reason = &file.reason;
         tracing::error!(%path, bytes, reason, "held data has no file to go to; it stays in the arena");
         let status = ErrorStatus {
             path,
             errno: Errno::NOENT.raw_os_error(),
-            message: format!("{bytes} held bytes have no file to go to ({reason}); they stay in the arena"),
+            message: format!(
+                "{bytes} held bytes have no file to go to ({reason}); they stay in the arena"
+            ),
             count: 1,
             age_s: 0.0,
             pending: true,
         };
-        self.troubles.lock().push(Trouble { status, last: Instant::now(), lost: true });
+        self.troubles.lock().push(Trouble {
+            status,
+            last: Instant::now(),
+            lost: true,
+        });
         recovered.lost.push(file.clone());
         self.lost.lock().push(Kept { file, layers });
     }
 
     /// Files whose data has nowhere to go.
     pub fn lost_files(&self) -> Vec<LostFile> {
-        self.lost.lock().iter().map(|kept| kept.file.clone()).collect()
+        self.lost
+            .lock()
+            .iter()
+            .map(|kept| kept.file.clone())
+            .collect()
     }
 
     pub(crate) fn lost_bytes(&self) -> u64 {
@@ -87,13 +99,16 @@ impl<B: Backing> Engine<B> {
         mut sink: impl FnMut(u64, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let lost = self.lost.lock();
-        let Some(kept) = lost.iter().find(|kept| kept.file.file == file) else { return Ok(()) };
+        let Some(kept) = lost.iter().find(|kept| kept.file.file == file) else {
+            return Ok(());
+        };
         let mut buf = Vec::new();
         for (offset, extent) in kept.layers.extents.iter() {
             let mut done = 0;
             while done < extent.len {
                 buf.resize((extent.len - done).min(STEP_BYTES) as usize, 0);
-                self.arena.copy_out(extent.piece.slab, extent.position + done as u32, &mut buf)?;
+                self.arena
+                    .copy_out(extent.piece.slab, extent.position + done as u32, &mut buf)?;
                 sink(offset + done, &buf)?;
                 done += buf.len() as u64;
             }
@@ -104,7 +119,9 @@ impl<B: Backing> Engine<B> {
     /// Gives up the held bytes of a lost file. They cannot be had again.
     pub fn discard_lost(&self, file: u64) {
         let mut lost = self.lost.lock();
-        let Some(at) = lost.iter().position(|kept| kept.file.file == file) else { return };
+        let Some(at) = lost.iter().position(|kept| kept.file.file == file) else {
+            return;
+        };
         let kept = lost.remove(at);
         // Marks first: a crash between leaves a binding without pieces, which recovery takes away.
         for (piece, used) in kept.layers.pieces.iter() {
@@ -113,6 +130,8 @@ impl<B: Backing> Engine<B> {
         }
         self.note(&Record::Unbind { file });
         let path = kept.file.known_path();
-        self.troubles.lock().retain(|trouble| !(trouble.lost && trouble.status.path == path));
+        self.troubles
+            .lock()
+            .retain(|trouble| !(trouble.lost && trouble.status.path == path));
     }
 }

@@ -83,12 +83,18 @@ impl<B: Backing> Node<B> {
     /// Whether this is what `attr` tells of. An inode number alone is not enough: it is used again once
     /// the object is gone.
     pub(crate) fn is(&self, attr: &Attr) -> bool {
-        let same_birth = self.btime.zip(attr.btime).is_none_or(|(ours, theirs)| ours == theirs);
+        let same_birth = self
+            .btime
+            .zip(attr.btime)
+            .is_none_or(|(ours, theirs)| ours == theirs);
         self.key == (attr.dev, attr.ino) && self.kind == attr.kind && same_birth
     }
 
     fn object_at_hand(&self) -> Option<B::Node> {
-        self.held.lock().clone().or_else(|| self.objects.get(&self.serial))
+        self.held
+            .lock()
+            .clone()
+            .or_else(|| self.objects.get(&self.serial))
     }
 
     fn add_name(&self, parent: &Arc<Self>, name: &Name) {
@@ -102,7 +108,9 @@ impl<B: Backing> Node<B> {
     }
 
     pub(crate) fn remove_name(&self, parent: NodeId, name: &OsStr) {
-        self.names.lock().retain(|(p, n)| p.id != parent || **n != *name);
+        self.names
+            .lock()
+            .retain(|(p, n)| p.id != parent || **n != *name);
     }
 
     /// Directories and names.
@@ -111,7 +119,11 @@ impl<B: Backing> Node<B> {
     }
 
     pub(crate) fn parents(&self) -> Vec<Arc<Self>> {
-        self.names.lock().iter().map(|(p, _)| Arc::clone(p)).collect()
+        self.names
+            .lock()
+            .iter()
+            .map(|(p, _)| Arc::clone(p))
+            .collect()
     }
 
     pub(crate) fn has_names(&self) -> bool {
@@ -124,7 +136,10 @@ impl<B: Backing> Node<B> {
             return vec![Vec::new()];
         }
         let names = self.names.lock().clone();
-        names.iter().filter_map(|(parent, name)| parent.path_of(name)).collect()
+        names
+            .iter()
+            .filter_map(|(parent, name)| parent.path_of(name))
+            .collect()
     }
 
     /// The path of a name in this directory, if one of the directory is known.
@@ -187,12 +202,23 @@ pub(crate) struct Names<B: Backing> {
 
 impl<B: Backing> Names<B> {
     /// Holds the objects of `objects_max` nodes beside those that it must.
-    pub(crate) fn new(object: B::Node, attr: &Attr, names_unsynced: bool, objects_max: usize) -> Self {
+    pub(crate) fn new(
+        object: B::Node,
+        attr: &Attr,
+        names_unsynced: bool,
+        objects_max: usize,
+    ) -> Self {
         let objects = Arc::new(Cache::new(objects_max));
         let root = Arc::new(new_node(ROOT, 0, &objects, attr, false));
         *root.held.lock() = Some(object);
         let mut by_id = HashMap::new();
-        by_id.insert(ROOT, Known { node: Arc::clone(&root), lookups: 1 });
+        by_id.insert(
+            ROOT,
+            Known {
+                node: Arc::clone(&root),
+                lookups: 1,
+            },
+        );
         let by_key = HashMap::from([(root.key, Arc::downgrade(&root))]);
         let tables = Tables {
             by_id,
@@ -202,7 +228,13 @@ impl<B: Backing> Names<B> {
             next_synthetic: SYNTHETIC,
             last_serial: 0,
         };
-        Self { root, tables: Mutex::new(tables), names_unsynced, objects, moving: PathClaims::default() }
+        Self {
+            root,
+            tables: Mutex::new(tables),
+            names_unsynced,
+            objects,
+            moving: PathClaims::default(),
+        }
     }
 
     /// The object of a node, looked up again where it was let go; ESTALE where no known name leads to it
@@ -222,7 +254,9 @@ impl<B: Backing> Names<B> {
         let names = node.names.lock().clone();
         let mut errno = Errno::STALE;
         for (parent, name) in &names {
-            let found = self.look_up_again(backing, parent).and_then(|parent| backing.lookup(&parent, name));
+            let found = self
+                .look_up_again(backing, parent)
+                .and_then(|parent| backing.lookup(&parent, name));
             match found {
                 Ok((object, attr)) if node.is(&attr) => {
                     self.objects.insert(node.serial, object.clone());
@@ -252,7 +286,11 @@ impl<B: Backing> Names<B> {
         parent: NodeId,
         name: &OsStr,
     ) -> Result<()> {
-        let another = node.names.lock().iter().any(|(p, n)| p.id != parent || **n != *name);
+        let another = node
+            .names
+            .lock()
+            .iter()
+            .any(|(p, n)| p.id != parent || **n != *name);
         if another {
             return Ok(());
         }
@@ -278,7 +316,12 @@ impl<B: Backing> Names<B> {
         exchange: bool,
         below: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let paths = || [from, to].iter().filter_map(|(dir, name)| dir.path_of(name)).collect();
+        let paths = || {
+            [from, to]
+                .iter()
+                .filter_map(|(dir, name)| dir.path_of(name))
+                .collect()
+        };
         let _names_move = self.moving.change(paths);
         below()?;
         self.renamed(from, to, exchange);
@@ -290,23 +333,44 @@ impl<B: Backing> Names<B> {
     }
 
     pub(crate) fn get(&self, id: NodeId) -> Option<Arc<Node<B>>> {
-        self.tables.lock().by_id.get(&id).map(|known| Arc::clone(&known.node))
+        self.tables
+            .lock()
+            .by_id
+            .get(&id)
+            .map(|known| Arc::clone(&known.node))
     }
 
     /// All that is known, also objects whose inode number another one has by now.
     pub(crate) fn all(&self) -> Vec<Arc<Node<B>>> {
         let tables = self.tables.lock();
-        let mut all: Vec<_> = tables.by_id.values().map(|known| Arc::clone(&known.node)).collect();
+        let mut all: Vec<_> = tables
+            .by_id
+            .values()
+            .map(|known| Arc::clone(&known.node))
+            .collect();
         let unknown_to_kernel = |node: &Arc<Node<B>>| {
-            !tables.by_id.get(&node.id).is_some_and(|known| Arc::ptr_eq(&known.node, node))
+            !tables
+                .by_id
+                .get(&node.id)
+                .is_some_and(|known| Arc::ptr_eq(&known.node, node))
         };
-        all.extend(tables.by_key.values().filter_map(Weak::upgrade).filter(unknown_to_kernel));
+        all.extend(
+            tables
+                .by_key
+                .values()
+                .filter_map(Weak::upgrade)
+                .filter(unknown_to_kernel),
+        );
         all
     }
 
     /// The child, if the kernel or the engine knows it.
     pub(crate) fn child(&self, parent: NodeId, name: &OsStr) -> Option<Arc<Node<B>>> {
-        self.tables.lock().children.get(&(parent, name.into()))?.upgrade()
+        self.tables
+            .lock()
+            .children
+            .get(&(parent, name.into()))?
+            .upgrade()
     }
 
     /// The node of an object that was found as `name` in `parent`; `lookups` more references by the
@@ -334,7 +398,13 @@ impl<B: Backing> Names<B> {
                     NodeId(tables.next_synthetic)
                 };
                 tables.last_serial += 1;
-                let node = new_node(id, tables.last_serial, &self.objects, attr, self.names_unsynced);
+                let node = new_node(
+                    id,
+                    tables.last_serial,
+                    &self.objects,
+                    attr,
+                    self.names_unsynced,
+                );
                 let node = Arc::new(node);
                 tables.sweep();
                 tables.by_key.insert(key, Arc::downgrade(&node));
@@ -345,11 +415,15 @@ impl<B: Backing> Names<B> {
             self.objects.insert(node.serial, object);
             let name = Name::from(name);
             node.add_name(parent, &name);
-            tables.children.insert((parent.id, name), Arc::downgrade(&node));
+            tables
+                .children
+                .insert((parent.id, name), Arc::downgrade(&node));
         }
         if lookups > 0 {
-            let known =
-                tables.by_id.entry(node.id).or_insert_with(|| Known { node: Arc::clone(&node), lookups: 0 });
+            let known = tables.by_id.entry(node.id).or_insert_with(|| Known {
+                node: Arc::clone(&node),
+                lookups: 0,
+            });
             known.lookups += lookups;
         }
         node
@@ -368,7 +442,11 @@ impl<B: Backing> Names<B> {
         let node = tables.by_id.remove(&id).expect("just seen").node;
         // Files with pending data hold the node; else this is the last reference.
         if Arc::strong_count(&node) == 1 {
-            if tables.by_key.get(&node.key).is_some_and(|known| known.as_ptr() == Arc::as_ptr(&node)) {
+            if tables
+                .by_key
+                .get(&node.key)
+                .is_some_and(|known| known.as_ptr() == Arc::as_ptr(&node))
+            {
                 tables.by_key.remove(&node.key);
             }
             for (parent, name) in node.names.lock().iter() {
@@ -390,7 +468,11 @@ impl<B: Backing> Names<B> {
     pub(crate) fn drop_name(&self, parent: NodeId, name: &OsStr, node: &Node<B>) {
         let mut tables = self.tables.lock();
         let key = (parent, Name::from(name));
-        if tables.children.get(&key).is_some_and(|known| std::ptr::eq(known.as_ptr(), node)) {
+        if tables
+            .children
+            .get(&key)
+            .is_some_and(|known| std::ptr::eq(known.as_ptr(), node))
+        {
             tables.children.remove(&key);
         }
         drop(tables);
@@ -400,9 +482,16 @@ impl<B: Backing> Names<B> {
     /// A name moved over another, or the two changed places.
     fn renamed(&self, from: (&Arc<Node<B>>, &OsStr), to: (&Arc<Node<B>>, &OsStr), exchange: bool) {
         let mut tables = self.tables.lock();
-        let (from_key, to_key) = ((from.0.id, Name::from(from.1)), (to.0.id, Name::from(to.1)));
-        let moved = tables.children.remove(&from_key).and_then(|weak| weak.upgrade());
-        let replaced = tables.children.remove(&to_key).and_then(|weak| weak.upgrade());
+        let from_key = (from.0.id, Name::from(from.1));
+        let to_key = (to.0.id, Name::from(to.1));
+        let moved = tables
+            .children
+            .remove(&from_key)
+            .and_then(|weak| weak.upgrade());
+        let replaced = tables
+            .children
+            .remove(&to_key)
+            .and_then(|weak| weak.upgrade());
         if let Some(node) = &replaced {
             node.remove_name(to.0.id, to.1);
         }
@@ -458,7 +547,11 @@ mod tests {
         let mut kept = Vec::new();
         for n in 0..10 * SWEEP_AT_LEAST {
             let name = n.to_string();
-            let attr = Attr { ino: attr.ino + 1 + n as u64, kind: Kind::File, ..attr };
+            let attr = Attr {
+                ino: attr.ino + 1 + n as u64,
+                kind: Kind::File,
+                ..attr
+            };
             let node = names.register(root.clone(), &attr, names.root(), name.as_ref(), 0);
             if n % 100 == 0 {
                 kept.push((name, node));
@@ -468,7 +561,11 @@ mod tests {
         assert!(tables.by_key.len().max(tables.children.len()) <= SWEEP_AT_LEAST);
         drop(tables);
         for (name, node) in kept {
-            assert!(names.child(ROOT, name.as_ref()).is_some_and(|known| Arc::ptr_eq(&known, &node)));
+            assert!(
+                names
+                    .child(ROOT, name.as_ref())
+                    .is_some_and(|known| Arc::ptr_eq(&known, &node))
+            );
         }
     }
 }

@@ -4,7 +4,9 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_backing::{Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, SetTime, StatFs, Time};
+use firn_backing::{
+    Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, SetTime, StatFs, Time,
+};
 use firn_format::protocol::Rung;
 use firn_format::record::Record;
 
@@ -25,7 +27,10 @@ impl<B: Backing> Engine<B> {
             let (object, attr) = found?;
             let node = self.names.register(object, &attr, &dir, name, 1);
             if self.is_still(before, &dir, name, &node) {
-                return Ok(Entry { node: node.id, attr: self.overlay(&node, attr)? });
+                return Ok(Entry {
+                    node: node.id,
+                    attr: self.overlay(&node, attr)?,
+                });
             }
             self.names.forget(node.id, 1);
         }
@@ -34,7 +39,8 @@ impl<B: Backing> Engine<B> {
     /// Whether a name that was entered for `node` counts: either no names changed below the engine since `before`
     /// was read, and the next such change will find this one, or the name leads to the node all the same.
     fn is_still(&self, before: u64, dir: &Arc<Node<B>>, name: &OsStr, node: &Node<B>) -> bool {
-        self.names_changed.load(Ordering::Acquire) == before || !self.drop_wrong_name(dir, name, node)
+        self.names_changed.load(Ordering::Acquire) == before
+            || !self.drop_wrong_name(dir, name, node)
     }
 
     /// The kernel drops `count` references to a node.
@@ -56,7 +62,10 @@ impl<B: Backing> Engine<B> {
     /// Counts pending data in. What is pending is looked at first and the backing afterwards, again
     /// if need be: a drain between the two must not make the file look short.
     fn overlay(&self, node: &Arc<Node<B>>, attr: Attr) -> Result<Attr> {
-        let Some(file) = (node.kind == Kind::File).then(|| self.known_file(node)).flatten() else {
+        let Some(file) = (node.kind == Kind::File)
+            .then(|| self.known_file(node))
+            .flatten()
+        else {
             return Ok(attr);
         };
         let (pending, end, mtime) = {
@@ -128,7 +137,9 @@ impl<B: Backing> Engine<B> {
             SetTime::At(time) => Some(time),
         };
         let before = self.expect_mtime(&file, time);
-        let result = self.object(node).and_then(|object| self.backing.set_times(&object, atime, mtime));
+        let result = self
+            .object(node)
+            .and_then(|object| self.backing.set_times(&object, atime, mtime));
         let mut state = file.lock();
         if result.is_ok() {
             state.cache.trust();
@@ -204,7 +215,10 @@ impl<B: Backing> Engine<B> {
         let (object, attr) =
             self.with_descriptor(|| self.backing.mkdir(caller, &self.object(&dir)?, name, mode))?;
         let node = self.made(before, &dir, name, object, &attr)?;
-        Ok(Entry { node: node.id, attr })
+        Ok(Entry {
+            node: node.id,
+            attr,
+        })
     }
 
     /// mknod(2).
@@ -218,20 +232,36 @@ impl<B: Backing> Engine<B> {
     ) -> Result<Entry> {
         let dir = self.node(parent)?;
         let before = self.names_changed.load(Ordering::Acquire);
-        let (object, attr) =
-            self.with_descriptor(|| self.backing.mknod(caller, &self.object(&dir)?, name, mode, rdev))?;
+        let (object, attr) = self.with_descriptor(|| {
+            self.backing
+                .mknod(caller, &self.object(&dir)?, name, mode, rdev)
+        })?;
         let node = self.made(before, &dir, name, object, &attr)?;
-        Ok(Entry { node: node.id, attr })
+        Ok(Entry {
+            node: node.id,
+            attr,
+        })
     }
 
     /// symlink(2).
-    pub fn symlink(&self, caller: &Caller, parent: NodeId, name: &OsStr, target: &OsStr) -> Result<Entry> {
+    pub fn symlink(
+        &self,
+        caller: &Caller,
+        parent: NodeId,
+        name: &OsStr,
+        target: &OsStr,
+    ) -> Result<Entry> {
         let dir = self.node(parent)?;
         let before = self.names_changed.load(Ordering::Acquire);
-        let (object, attr) =
-            self.with_descriptor(|| self.backing.symlink(caller, &self.object(&dir)?, name, target))?;
+        let (object, attr) = self.with_descriptor(|| {
+            self.backing
+                .symlink(caller, &self.object(&dir)?, name, target)
+        })?;
         let node = self.made(before, &dir, name, object, &attr)?;
-        Ok(Entry { node: node.id, attr })
+        Ok(Entry {
+            node: node.id,
+            attr,
+        })
     }
 
     /// link(2): one more name for a node; its pending data stays one.
@@ -254,7 +284,10 @@ impl<B: Backing> Engine<B> {
                 self.note(&Record::NameAdded { file: bound, path });
             }
         }
-        Ok(Entry { node: linked.id, attr: self.overlay(&linked, attr)? })
+        Ok(Entry {
+            node: linked.id,
+            attr: self.overlay(&linked, attr)?,
+        })
     }
 
     /// unlink(2).
@@ -274,8 +307,12 @@ impl<B: Backing> Engine<B> {
 
     /// The file that is about to lose a name, prepared for that.
     fn losing(&self, dir: &Arc<Node<B>>, name: &OsStr) -> Result<Option<Arc<File<B>>>> {
-        let Some(node) = self.names.child(dir.id, name) else { return Ok(None) };
-        let Some(file) = self.known_file(&node) else { return Ok(None) };
+        let Some(node) = self.names.child(dir.id, name) else {
+            return Ok(None);
+        };
+        let Some(file) = self.known_file(&node) else {
+            return Ok(None);
+        };
         if let Some(path) = dir.path_of(name) {
             self.lose_name(&file, path)?;
         }
@@ -289,24 +326,38 @@ impl<B: Backing> Engine<B> {
         let bound = {
             let mut state = file.lock();
             self.look(file, &mut state);
-            state.bound.filter(|_| state.pending > 0 || state.door.is_some())
+            state
+                .bound
+                .filter(|_| state.pending > 0 || state.door.is_some())
         };
         let Some(bound) = bound else { return Ok(()) };
-        let others: Vec<Vec<u8>> = file.node.paths().into_iter().filter(|known| *known != path).collect();
+        let others: Vec<Vec<u8>> = file
+            .node
+            .paths()
+            .into_iter()
+            .filter(|known| *known != path)
+            .collect();
         if others.is_empty() && self.backing.attr(&self.object(&file.node)?)?.nlink > 1 {
             self.end_door(file);
             return self.drain_now(file);
         }
         let mut journal = self.journal.lock();
         for path in others {
-            journal.append(&Record::NameAdded { file: bound, path }).map_err(|_| Errno::NOSPC)?;
+            journal
+                .append(&Record::NameAdded { file: bound, path })
+                .map_err(|_| Errno::NOSPC)?;
         }
-        journal.append(&Record::NameRemoved { file: bound, path }).map_err(|_| Errno::NOSPC)
+        journal
+            .append(&Record::NameRemoved { file: bound, path })
+            .map_err(|_| Errno::NOSPC)
     }
 
     /// A name of this file is gone. Without name and handle its pending data is of no use to anyone.
     fn lost_name(&self, file: &Arc<File<B>>) {
-        let gone = match self.object(&file.node).and_then(|object| self.backing.attr(&object)) {
+        let gone = match self
+            .object(&file.node)
+            .and_then(|object| self.backing.attr(&object))
+        {
             Ok(attr) => attr.nlink == 0,
             // Where the backing cannot say, its data is kept.
             Err(errno) => matches!(errno, Errno::STALE | Errno::NOENT),
@@ -349,19 +400,30 @@ impl<B: Backing> Engine<B> {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
-        let (dir, new_dir) = (self.node(parent)?, self.node(new_parent)?);
+        let dir = self.node(parent)?;
+        let new_dir = self.node(new_parent)?;
         let exchange = flags.contains(RenameFlags::EXCHANGE);
-        let (from, to) = (self.object(&dir)?, self.object(&new_dir)?);
-        let both = || [dir.path_of(name), new_dir.path_of(new_name)].into_iter().flatten().collect();
+        let from = self.object(&dir)?;
+        let to = self.object(&new_dir)?;
+        let both = || {
+            [dir.path_of(name), new_dir.path_of(new_name)]
+                .into_iter()
+                .flatten()
+                .collect()
+        };
         let _paths_change = self.paths.change(both);
-        let (moved, target) = (self.names.child(dir.id, name), self.names.child(new_dir.id, new_name));
+        let moved = self.names.child(dir.id, name);
+        let target = self.names.child(new_dir.id, new_name);
         if moved.is_some_and(|a| target.is_some_and(|b| Arc::ptr_eq(&a, &b))) {
             // Two names of one file: nothing changes, whatever the backing says.
             return self.backing.rename(&from, name, &to, new_name, flags);
         }
         let replaced = match exchange {
             true => None,
-            false => self.names.child(new_dir.id, new_name).and_then(|node| self.known_file(&node)),
+            false => self
+                .names
+                .child(new_dir.id, new_name)
+                .and_then(|node| self.known_file(&node)),
         };
         if let Some(file) = &replaced
             && let Some(path) = new_dir.path_of(new_name)
@@ -378,14 +440,27 @@ impl<B: Backing> Engine<B> {
             let (Some(old), Some(new)) = paths else {
                 return Err(Errno::STALE);
             };
-            let record = Record::RenameBegin { id, from: old, to: new, exchange };
-            self.journal.lock().append(&record).map_err(|_| Errno::NOSPC)?;
+            let record = Record::RenameBegin {
+                id,
+                from: old,
+                to: new,
+                exchange,
+            };
+            self.journal
+                .lock()
+                .append(&record)
+                .map_err(|_| Errno::NOSPC)?;
         }
-        let result = self.names.rename((&dir, name), (&new_dir, new_name), exchange, || {
-            self.backing.rename(&from, name, &to, new_name, flags)
-        });
+        let result = self
+            .names
+            .rename((&dir, name), (&new_dir, new_name), exchange, || {
+                self.backing.rename(&from, name, &to, new_name, flags)
+            });
         if journaled {
-            self.insist(&Record::RenameEnd { id, done: result.is_ok() });
+            self.insist(&Record::RenameEnd {
+                id,
+                done: result.is_ok(),
+            });
         }
         result?;
         if let Some(file) = replaced {

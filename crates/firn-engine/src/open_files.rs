@@ -63,11 +63,14 @@ impl<B: Backing> Engine<B> {
         let open: Vec<Arc<File<B>>> = {
             let files = self.files.lock();
             // One that somebody is busy with is left alone.
-            let idle = |file: &&Arc<File<B>>| file.try_lock().is_some_and(|state| state.may_be_reopened());
+            let idle =
+                |file: &&Arc<File<B>>| file.try_lock().is_some_and(|state| state.may_be_reopened());
             files.values().filter(idle).cloned().collect()
         };
         let too_many = open.len().saturating_sub(max);
-        open.iter().take(too_many).for_each(|file| self.close_idle(file));
+        open.iter()
+            .take(too_many)
+            .for_each(|file| self.close_idle(file));
     }
 
     /// Gives back all descriptors that can be had again.
@@ -77,16 +80,23 @@ impl<B: Backing> Engine<B> {
     }
 
     fn close_idle(&self, file: &File<B>) {
-        let access = match file.try_lock().and_then(|state| state.writer.as_ref().map(|open| open.access)) {
+        let access = match file
+            .try_lock()
+            .and_then(|state| state.writer.as_ref().map(|open| open.access))
+        {
             Some(access) => access,
             None => Access::Read,
         };
-        let opens = self.object(&file.node).and_then(|object| self.backing.open(&object, access));
+        let opens = self
+            .object(&file.node)
+            .and_then(|object| self.backing.open(&object, access));
         if opens.is_err() {
             return;
         }
         let closed = match file.try_lock() {
-            Some(mut state) if state.may_be_reopened() => (state.writer.take(), state.reader.take()),
+            Some(mut state) if state.may_be_reopened() => {
+                (state.writer.take(), state.reader.take())
+            }
             _ => return,
         };
         // Without the lock: a close may write to a server.
@@ -100,7 +110,13 @@ impl<B: Backing> Engine<B> {
         match call() {
             Err(errno) if none_left(&errno) => {
                 self.let_go_of_all();
-                call().map_err(|errno| if none_left(&errno) { Errno::NFILE } else { errno })
+                call().map_err(|errno| {
+                    if none_left(&errno) {
+                        Errno::NFILE
+                    } else {
+                        errno
+                    }
+                })
             }
             result => result,
         }

@@ -66,8 +66,13 @@ fn after_contents(attr: &Attr, by: &dyn Principal) -> u32 {
     if mode & SET_ID_BITS == 0 || by.has_cap_fsetid() {
         return mode;
     }
-    let keeps_group = mode & GROUP_EXECUTE == 0 && mode & SET_GROUP_ID != 0 && by.is_in_group(attr.gid);
-    if keeps_group { mode & !SET_USER_ID } else { mode & !SET_ID_BITS }
+    let keeps_group =
+        mode & GROUP_EXECUTE == 0 && mode & SET_GROUP_ID != 0 && by.is_in_group(attr.gid);
+    if keeps_group {
+        mode & !SET_USER_ID
+    } else {
+        mode & !SET_ID_BITS
+    }
 }
 
 /// Whether `by` may leave set-group-id on an object of this group, where nothing else takes it away.
@@ -95,9 +100,15 @@ impl<B: Backing> Engine<B> {
 
     /// Before privileges are given to a file: what was written before must not take them away when it is drained.
     fn drain_before_giving(&self, node: &Node<B>) -> Result<()> {
-        let Some(file) = self.known_file(node) else { return Ok(()) };
+        let Some(file) = self.known_file(node) else {
+            return Ok(());
+        };
         let is_pending = file.lock().pending > 0;
-        if is_pending { self.drain_now(&file) } else { Ok(()) }
+        if is_pending {
+            self.drain_now(&file)
+        } else {
+            Ok(())
+        }
     }
 
     /// Whoever knows that a file has no privileges has to look again. To be called once they are given, before the
@@ -155,13 +166,15 @@ impl<B: Backing> Engine<B> {
     fn strip(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<bool> {
         let node = &*file.node;
         let attr = self.with_descriptor(|| self.backing.attr(&self.object(node)?))?;
-        let (mode, kept) = (attr.mode & 0o7777, after_contents(&attr, by));
+        let mode = attr.mode & 0o7777;
+        let kept = after_contents(&attr, by);
         let object = self.object(node)?;
         let is_capable = self.has_capabilities(&object);
         if kept == mode && !is_capable {
             return Ok(mode & SET_ID_BITS == 0);
         }
-        let stripped = match self.strip_object(&object, is_capable, (kept != mode).then_some(kept)) {
+        let stripped = match self.strip_object(&object, is_capable, (kept != mode).then_some(kept))
+        {
             // A firnd without rights may not. For it the kernel takes away all of them when it changes the contents,
             // also where nothing becomes different.
             Err(Errno::PERM) => self.alone(file, |target| {
@@ -175,19 +188,22 @@ impl<B: Backing> Engine<B> {
     }
 
     fn strip_object(&self, object: &B::Node, is_capable: bool, mode: Option<u32>) -> Result<()> {
-        let of_capabilities =
-            || match is_capable.then(|| self.backing.remove_xattr(object, OsStr::new(CAPABILITIES))) {
-                // Another change was quicker.
-                None | Some(Err(Errno::NODATA)) => Ok(()),
-                Some(removed) => removed,
-            };
+        let of_capabilities = || match is_capable
+            .then(|| self.backing.remove_xattr(object, OsStr::new(CAPABILITIES)))
+        {
+            // Another change was quicker.
+            None | Some(Err(Errno::NODATA)) => Ok(()),
+            Some(removed) => removed,
+        };
         let of_mode = || mode.map_or(Ok(()), |mode| self.backing.set_mode(object, mode));
         of_capabilities().and_then(|()| of_mode())
     }
 
     /// As the kernel asks it: whatever else the backing says means that there are none.
     pub(crate) fn has_capabilities(&self, object: &B::Node) -> bool {
-        self.backing.get_xattr(object, OsStr::new(CAPABILITIES)).is_ok_and(|value| !value.is_empty())
+        self.backing
+            .get_xattr(object, OsStr::new(CAPABILITIES))
+            .is_ok_and(|value| !value.is_empty())
     }
 
     /// Changes owner and group, and with them the mode, as chown(2) of `by` does.
@@ -210,7 +226,11 @@ impl<B: Backing> Engine<B> {
         let lost = if stays { SET_USER_ID } else { SET_ID_BITS };
         // The kernel of the backing knows firnd only, and may have left more.
         let mode = self.backing.attr(&object)?.mode & 0o7777;
-        if mode & lost != 0 { self.backing.set_mode(&object, mode & !lost) } else { Ok(()) }
+        if mode & lost != 0 {
+            self.backing.set_mode(&object, mode & !lost)
+        } else {
+            Ok(())
+        }
     }
 
     /// Changes the mode along with what takes privileges away: it gives none back. Only the kernel does so, which
@@ -219,14 +239,24 @@ impl<B: Backing> Engine<B> {
         let object = self.object(node)?;
         let now = self.backing.attr(&object)?.mode & 0o7777;
         let mode = mode & (now | !SET_ID_BITS);
-        if mode != now { self.backing.set_mode(&object, mode) } else { Ok(()) }
+        if mode != now {
+            self.backing.set_mode(&object, mode)
+        } else {
+            Ok(())
+        }
     }
 
     /// Changes the mode. The kernel asks for it in the name of a process that does something else, too, and then
     /// leaves set-group-id where group execute is missing, whatever group the process is in.
-    pub(crate) fn set_mode(&self, node: &Node<B>, mode: u32, by: Option<&dyn Principal>) -> Result<()> {
+    pub(crate) fn set_mode(
+        &self,
+        node: &Node<B>,
+        mode: u32,
+        by: Option<&dyn Principal>,
+    ) -> Result<()> {
         let object = self.object(node)?;
-        let is_unusual = node.kind == Kind::File && mode & (SET_GROUP_ID | GROUP_EXECUTE) == SET_GROUP_ID;
+        let is_unusual =
+            node.kind == Kind::File && mode & (SET_GROUP_ID | GROUP_EXECUTE) == SET_GROUP_ID;
         let lost = match by.filter(|_| is_unusual) {
             Some(by) if !keeps_group(self.backing.attr(&object)?.gid, by) => SET_GROUP_ID,
             _ => 0,
@@ -259,10 +289,13 @@ impl<B: Backing> Engine<B> {
             self.privileges_given_to(node);
         }
         done?;
-        let Some(by) = by.filter(|_| name == ACCESS_ACL) else { return Ok(()) };
+        let Some(by) = by.filter(|_| name == ACCESS_ACL) else {
+            return Ok(());
+        };
         let attr = self.backing.attr(&object)?;
         if attr.mode & SET_GROUP_ID != 0 && !keeps_group(attr.gid, by) {
-            self.backing.set_mode(&object, attr.mode & 0o7777 & !SET_GROUP_ID)?;
+            self.backing
+                .set_mode(&object, attr.mode & 0o7777 & !SET_GROUP_ID)?;
             self.attributes_changed(node);
         }
         Ok(())

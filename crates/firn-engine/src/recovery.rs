@@ -65,7 +65,14 @@ impl StoredArena {
     /// `stored`: the pieces that were found when the arena was attached.
     pub fn open(arena: Arena, stored: Vec<Stored>) -> Self {
         let (journal, replay) = Journal::open(arena.journal_region());
-        Self { arena, stored, journal, replay, dropped: BTreeSet::new(), dropped_bytes: 0 }
+        Self {
+            arena,
+            stored,
+            journal,
+            replay,
+            dropped: BTreeSet::new(),
+            dropped_bytes: 0,
+        }
     }
 
     /// The arena itself.
@@ -76,7 +83,11 @@ impl StoredArena {
     /// Drops what was written to files at or below one of `scopes`, for good: when this returns no later attach
     /// finds it. May be repeated, also after it was cut short by a crash.
     pub fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), EngineError> {
-        let is_below_one = |path: &[u8]| scopes.iter().any(|top| top.is_empty() || is_below(path, top));
+        let is_below_one = |path: &[u8]| {
+            scopes
+                .iter()
+                .any(|top| top.is_empty() || is_below(path, top))
+        };
         let files: Vec<u64> = self
             .journal
             .ledger()
@@ -85,13 +96,19 @@ impl StoredArena {
             .map(|(file, _)| file)
             .collect();
         for file in files {
-            for Stored { at, piece, .. } in self.stored.iter().filter(|stored| stored.piece.file == file) {
+            for Stored { at, piece, .. } in self
+                .stored
+                .iter()
+                .filter(|stored| stored.piece.file == file)
+            {
                 self.arena.mark_dead(*at);
                 self.dropped_bytes += u64::from(piece.len);
             }
             // After its pieces: without it they would be those of an unknown file. It takes a truncation with it
             // that had begun.
-            self.journal.append_end(&Record::Unbind { file }).map_err(|_| EngineError::JournalFull)?;
+            self.journal
+                .append_end(&Record::Unbind { file })
+                .map_err(|_| EngineError::JournalFull)?;
             self.dropped.insert(file);
         }
         Ok(())
@@ -111,7 +128,11 @@ enum Search<N> {
 
 impl<B: Backing> Engine<B> {
     /// Begins with a fresh arena.
-    pub fn begin(backing: B, arena: Arena, options: EngineOptions) -> Result<Arc<Self>, EngineError> {
+    pub fn begin(
+        backing: B,
+        arena: Arena,
+        options: EngineOptions,
+    ) -> Result<Arc<Self>, EngineError> {
         // It was made with the arena: at no instant is there an arena without a journal.
         let journal = Journal::open(arena.journal_region()).0;
         let engine = Self::assemble(backing, arena, journal, options)?;
@@ -134,7 +155,14 @@ impl<B: Backing> Engine<B> {
         from: StoredArena,
         options: EngineOptions,
     ) -> Result<(Arc<Self>, Recovered), EngineError> {
-        let StoredArena { arena, stored, journal, replay, dropped, dropped_bytes } = from;
+        let StoredArena {
+            arena,
+            stored,
+            journal,
+            replay,
+            dropped,
+            dropped_bytes,
+        } = from;
         let mut engine = Self::assemble(backing, arena, journal, options)?;
         let mut recovered = Recovered {
             dropped_bytes,
@@ -142,19 +170,36 @@ impl<B: Backing> Engine<B> {
             ..Recovered::default()
         };
         let mut pieces: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
-        for piece in stored.iter().filter(|stored| !dropped.contains(&stored.piece.file)) {
+        for piece in stored
+            .iter()
+            .filter(|stored| !dropped.contains(&stored.piece.file))
+        {
             pieces.entry(piece.piece.file).or_default().push(*piece);
         }
-        let highest = stored.iter().map(|stored| stored.piece.file).max().unwrap_or(0);
+        let highest = stored
+            .iter()
+            .map(|stored| stored.piece.file)
+            .max()
+            .unwrap_or(0);
         engine.last_binding = AtomicU64::new(highest.max(replay.last_file));
         let mut restored = Vec::new();
-        for (file, bound) in replay.ledger.files().filter(|(file, _)| !dropped.contains(file)) {
+        for (file, bound) in replay
+            .ledger
+            .files()
+            .filter(|(file, _)| !dropped.contains(file))
+        {
             let stored = pieces.remove(&file).unwrap_or_default();
             engine.recover_file(file, bound, stored, &mut restored, &mut recovered);
         }
         for (file, stored) in pieces {
             let reason = "the journal does not know the file".into();
-            let lost = LostFile { file, path: Vec::new(), bytes: 0, gone: true, reason };
+            let lost = LostFile {
+                file,
+                path: Vec::new(),
+                bytes: 0,
+                gone: true,
+                reason,
+            };
             engine.keep_lost(lost, layers(&stored, &[]), &mut recovered);
         }
         engine.arena.settle(&stored);
@@ -223,7 +268,8 @@ impl<B: Backing> Engine<B> {
 
     fn start(self) -> Arc<Self> {
         let freed = Arc::clone(&self.space_freed);
-        self.arena.on_free(move || freed.store(true, std::sync::atomic::Ordering::Release));
+        self.arena
+            .on_free(move || freed.store(true, std::sync::atomic::Ordering::Release));
         Arc::new(self)
     }
 
@@ -237,7 +283,11 @@ impl<B: Backing> Engine<B> {
     ) {
         let mut voids = bound.voids.clone();
         for &(sequence, size) in &bound.truncating {
-            voids.push(firn_journal::Void { offset: size, len: u64::MAX - size, sequence });
+            voids.push(firn_journal::Void {
+                offset: size,
+                len: u64::MAX - size,
+                sequence,
+            });
         }
         let layers = layers(&stored, &voids);
         let (mtime, written) = self.last_write(bound, &stored, &layers);
@@ -276,21 +326,32 @@ impl<B: Backing> Engine<B> {
             && let Some(mtime) = mtime
         {
             // All of it had been drained, and its time may not have been set yet. A refusal leaves the backing's.
-            let set = |object| self.backing.set_times(&object, SetTime::Keep, SetTime::At(mtime));
+            let set = |object| {
+                self.backing
+                    .set_times(&object, SetTime::Keep, SetTime::At(mtime))
+            };
             let _ = self.object(&node).and_then(set);
         }
         let file = self.file_with(&node, |state| {
             for (piece, used) in layers.pieces.iter() {
                 self.arena.keep(*piece, used.live as u32);
             }
-            state.partial = layers.pieces.iter().filter(|(_, used)| used.live < used.len).count();
+            state.partial = layers
+                .pieces
+                .iter()
+                .filter(|(_, used)| used.live < used.len)
+                .count();
             state.pending = layers.pieces.iter().map(|(_, used)| used.live).sum();
             state.pieces = layers.pieces;
             state.extents = layers.extents;
             state.voids = bound.voids.len();
             state.bound = Some(binding);
             // Whoever had it open is cut off from it.
-            state.ending = if bound.ending == Ending::Open { Ending::Cut } else { bound.ending };
+            state.ending = if bound.ending == Ending::Open {
+                Ending::Cut
+            } else {
+                bound.ending
+            };
             state.cut = state.ending == Ending::Cut;
             (state.mtime, state.written) = (mtime, written);
         });
@@ -317,9 +378,14 @@ impl<B: Backing> Engine<B> {
     /// it. Times that no write can have had, of a damaged record or of a clock that was set back since, are taken as
     /// now.
     fn last_write(&self, bound: &Bound, stored: &[Stored], layers: &Layers) -> (Option<Time>, u64) {
-        let (now, latest) = (Time::now().to_ns(), latest_ns());
+        let now = Time::now().to_ns();
+        let latest = latest_ns();
         let bounded = |modified: u64| if modified > latest { now } else { modified };
-        let last = stored.iter().map(|stored| bounded(stored.modified)).max().unwrap_or(0);
+        let last = stored
+            .iter()
+            .map(|stored| bounded(stored.modified))
+            .max()
+            .unwrap_or(0);
         for Stored { at, modified, .. } in stored {
             if *modified > latest {
                 self.arena.set_modified(*at, now);
@@ -330,18 +396,32 @@ impl<B: Backing> Engine<B> {
             self.arena.set_modified(*piece, last);
         }
         match bound.modified_at.as_deref() {
-            Some(kept) if last <= kept.written => {
-                (Some(Time { sec: kept.time.0, nsec: kept.time.1 }), kept.written)
-            }
+            Some(kept) if last <= kept.written => (
+                Some(Time {
+                    sec: kept.time.0,
+                    nsec: kept.time.1,
+                }),
+                kept.written,
+            ),
             _ => ((last > 0).then(|| Time::from_ns(last)), last),
         }
     }
 
-    fn finish_truncations(&self, binding: u64, bound: &Bound, node: &Arc<Node<B>>) -> crate::Result<()> {
+    fn finish_truncations(
+        &self,
+        binding: u64,
+        bound: &Bound,
+        node: &Arc<Node<B>>,
+    ) -> crate::Result<()> {
         for &(sequence, size) in &bound.truncating {
             let file = self.backing.open(&self.object(node)?, Access::Write)?;
             self.backing.set_len(&file, size)?;
-            self.note(&Record::TruncateEnd { file: binding, sequence, size, done: true });
+            self.note(&Record::TruncateEnd {
+                file: binding,
+                sequence,
+                size,
+                done: true,
+            });
         }
         Ok(())
     }
@@ -350,7 +430,8 @@ impl<B: Backing> Engine<B> {
     fn search(&self, bound: &Bound) -> Search<Arc<Node<B>>> {
         let mut found = None;
         let mut reason = String::from("it has no name");
-        let (mut replaced, mut gone) = (false, true);
+        let mut replaced = false;
+        let mut gone = true;
         for (path, _) in &bound.paths {
             match self.find(path) {
                 // All of its names, so that the loss of one is not taken for the loss of the last.
@@ -373,7 +454,11 @@ impl<B: Backing> Engine<B> {
         if let Some(node) = found {
             return Search::Found(node);
         }
-        if bound.paths.iter().all(|(_, state)| *state == PathState::Doubtful) {
+        if bound
+            .paths
+            .iter()
+            .all(|(_, state)| *state == PathState::Doubtful)
+        {
             Search::Removed
         } else {
             Search::Lost { gone, reason }
@@ -389,8 +474,18 @@ fn is_same<B: Backing>(bound: &Bound, node: &Node<B>) -> bool {
 
 /// A bound file that was not given back its data; its bytes are counted when it is kept.
 fn lost(binding: u64, bound: &Bound, gone: bool, reason: String) -> LostFile {
-    let path = bound.paths.first().map(|(path, _)| path.to_vec()).unwrap_or_default();
-    LostFile { file: binding, path, bytes: 0, gone, reason }
+    let path = bound
+        .paths
+        .first()
+        .map(|(path, _)| path.to_vec())
+        .unwrap_or_default();
+    LostFile {
+        file: binding,
+        path,
+        bytes: 0,
+        gone,
+        reason,
+    }
 }
 
 pub(crate) struct Layers {

@@ -76,7 +76,10 @@ impl<K: Ord, V> SmallMap<K, V> {
     /// The entry with the largest key up to `key`.
     pub(crate) fn at_or_before(&self, key: &K) -> Option<(&K, &V)> {
         match self {
-            Self::Few(entry) => entry.as_ref().filter(|(k, _)| k <= key).map(|(k, v)| (k, v)),
+            Self::Few(entry) => entry
+                .as_ref()
+                .filter(|(k, _)| k <= key)
+                .map(|(k, v)| (k, v)),
             Self::Many(map) => map.range(..=key).next_back(),
         }
     }
@@ -84,7 +87,10 @@ impl<K: Ord, V> SmallMap<K, V> {
     /// The entry with the largest key below `key`.
     pub(crate) fn before_mut(&mut self, key: &K) -> Option<(&K, &mut V)> {
         match self {
-            Self::Few(entry) => entry.as_mut().filter(|(k, _)| k < key).map(|(k, v)| (&*k, v)),
+            Self::Few(entry) => entry
+                .as_mut()
+                .filter(|(k, _)| k < key)
+                .map(|(k, v)| (&*k, v)),
             Self::Many(map) => map.range_mut(..key).next_back(),
         }
     }
@@ -102,7 +108,9 @@ impl<K: Ord, V> SmallMap<K, V> {
             Self::Few(entry) => (entry.as_ref().filter(|(k, _)| *k >= key), None),
             Self::Many(map) => (None, Some(map.range(key..))),
         };
-        one.map(|(k, v)| (k, v)).into_iter().chain(many.into_iter().flatten())
+        one.map(|(k, v)| (k, v))
+            .into_iter()
+            .chain(many.into_iter().flatten())
     }
 
     /// All entries, in order.
@@ -111,7 +119,9 @@ impl<K: Ord, V> SmallMap<K, V> {
             Self::Few(entry) => (entry.as_ref(), None),
             Self::Many(map) => (None, Some(map.iter())),
         };
-        one.map(|(k, v)| (k, v)).into_iter().chain(many.into_iter().flatten())
+        one.map(|(k, v)| (k, v))
+            .into_iter()
+            .chain(many.into_iter().flatten())
     }
 }
 
@@ -139,7 +149,8 @@ mod tests {
         fn the_map_agrees_with_an_ordered_map(
             ops in proptest::collection::vec((0u64..6, any::<u8>(), any::<bool>()), 1..40)
         ) {
-            let (mut map, mut model) = (SmallMap::default(), BTreeMap::new());
+            let mut map = SmallMap::default();
+            let mut model = BTreeMap::new();
             for (key, value, remove) in ops {
                 if remove {
                     map.remove(&key);

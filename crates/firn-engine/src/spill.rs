@@ -49,7 +49,10 @@ impl<B: Backing> Engine<B> {
     /// Calls `f` when [`Engine::spill_step`] may have something to do.
     pub fn set_spill_waker(&self, f: Waker) {
         let wake = f.clone();
-        self.arena.on_pressure(self.slots_at(self.options.spill_upper_percent), move || wake());
+        self.arena
+            .on_pressure(self.slots_at(self.options.spill_upper_percent), move || {
+                wake()
+            });
         *self.spill_waker.write() = Some(f);
     }
 
@@ -124,7 +127,8 @@ impl<B: Backing> Engine<B> {
         for file in files {
             let mut state = file.lock();
             let mut extents = state.extents.iter().chain(state.cache.extents().iter());
-            if state.listed.is_some() && extents.any(|(_, extent)| extent.piece.slab.chunk == chunk) {
+            if state.listed.is_some() && extents.any(|(_, extent)| extent.piece.slab.chunk == chunk)
+            {
                 drop(extents);
                 state.unlist(&self.arena);
             }
@@ -135,8 +139,13 @@ impl<B: Backing> Engine<B> {
         let path = self.spill_path();
         let mut spill = self.spill.lock();
         let count = spill.failure.as_ref().map_or(0, |failure| failure.count) + 1;
-        let wait = RETRY_FIRST.saturating_mul(1 << (count - 1).min(16)).min(RETRY_MAX);
-        spill.failure = Some(SpillFailure { count, retry_at: Instant::now() + wait });
+        let wait = RETRY_FIRST
+            .saturating_mul(1 << (count - 1).min(16))
+            .min(RETRY_MAX);
+        spill.failure = Some(SpillFailure {
+            count,
+            retry_at: Instant::now() + wait,
+        });
         drop(spill);
         tracing::warn!(%path, %errno, count, "spilling failed; the data stays in memory");
         self.remember(
@@ -150,18 +159,30 @@ impl<B: Backing> Engine<B> {
     /// Where a file with pending bytes stands.
     pub(crate) fn rung_of_pending(&self, state: &FileState<B>) -> Rung {
         let spilled = |extent: &Extent| self.arena.is_spilled(extent.piece.slab.chunk);
-        if state.extents.iter().all(|(_, extent)| spilled(&extent)) { Rung::Spilled } else { Rung::Held }
+        if state.extents.iter().all(|(_, extent)| spilled(&extent)) {
+            Rung::Spilled
+        } else {
+            Rung::Held
+        }
     }
 
     /// A file of which nothing can be drained but what the spill file does not give: who waits for it is to be
     /// told, with no lock held.
-    pub(crate) fn fail_unreadable(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> ThinVec<Waiter> {
+    pub(crate) fn fail_unreadable(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut FileState<B>,
+    ) -> ThinVec<Waiter> {
         let wanted = |extent: &Extent| extent.sequence <= state.force_to;
         let gone = |extent: &Extent| !self.arena.is_readable(extent.piece.slab.chunk);
         if state.exclusive || !state.inflight.is_empty() {
             return ThinVec::new();
         }
-        if !state.extents.iter().any(|(_, extent)| wanted(&extent) && gone(&extent)) {
+        if !state
+            .extents
+            .iter()
+            .any(|(_, extent)| wanted(&extent) && gone(&extent))
+        {
             return ThinVec::new();
         }
         self.counters.drain_errors.fetch_add(1, Ordering::Relaxed);
@@ -194,7 +215,11 @@ impl<B: Backing> Engine<B> {
 
     /// Seals slabs in use by nobody at this instant, so that their chunks can move; whether some can.
     fn seal_for_spill(&self) -> bool {
-        if self.arena.spill_figures().is_none_or(|figures| figures.used_bytes == figures.bytes) {
+        if self
+            .arena
+            .spill_figures()
+            .is_none_or(|figures| figures.used_bytes == figures.bytes)
+        {
             return false;
         }
         for lease in std::mem::take(&mut *self.parked.lock()) {

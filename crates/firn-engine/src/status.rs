@@ -17,7 +17,10 @@ impl<B: Backing> Engine<B> {
         Transferred {
             ingest_bytes: self.counters.ingest_bytes.load(Ordering::Relaxed),
             drain_bytes: self.counters.drain_bytes.load(Ordering::Relaxed),
-            moved_bytes: self.arena.spill_figures().map_or(0, |spill| spill.moved_bytes),
+            moved_bytes: self
+                .arena
+                .spill_figures()
+                .map_or(0, |spill| spill.moved_bytes),
         }
     }
 
@@ -38,16 +41,37 @@ impl<B: Backing> Engine<B> {
             held_files += u64::from(state.pending > 0);
             cached_bytes += state.cache.bytes();
             doors += u64::from(state.door.is_some());
-            assert_eq!(state.oldest.is_some(), state.pending > 0, "age of a file of {} bytes", state.pending);
+            assert_eq!(
+                state.oldest.is_some(),
+                state.pending > 0,
+                "age of a file of {} bytes",
+                state.pending
+            );
             oldest = oldest.into_iter().chain(state.oldest).min();
         }
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         assert_eq!(get(&self.counters.held_bytes), held_bytes, "held bytes");
         assert_eq!(get(&self.counters.held_files), held_files, "held files");
-        assert_eq!(get(&self.counters.cached_bytes), cached_bytes, "cached bytes");
-        assert_eq!(self.doors.load(Ordering::Relaxed), doors, "files with a door");
-        assert_eq!(self.door_files.lock().len() as u64, doors, "files with a door");
-        assert_eq!(self.queue.lock().oldest(), oldest, "the oldest pending byte");
+        assert_eq!(
+            get(&self.counters.cached_bytes),
+            cached_bytes,
+            "cached bytes"
+        );
+        assert_eq!(
+            self.doors.load(Ordering::Relaxed),
+            doors,
+            "files with a door"
+        );
+        assert_eq!(
+            self.door_files.lock().len() as u64,
+            doors,
+            "files with a door"
+        );
+        assert_eq!(
+            self.queue.lock().oldest(),
+            oldest,
+            "the oldest pending byte"
+        );
         self.assert_queue(&files);
         self.arena.assert_invariants();
     }
@@ -78,12 +102,16 @@ impl<B: Backing> Engine<B> {
             moved_bytes_per_s: 0.0,
             failing: self.spill_fails() || self.arena.spill_fault().is_some(),
         });
-        let nodes = self.arena.node_figures().into_iter().map(|node| NodeStatus {
-            node: node.id,
-            bytes: node.bytes,
-            used_bytes: node.used_bytes,
-            foreign_slabs: node.foreign_slabs,
-        });
+        let nodes = self
+            .arena
+            .node_figures()
+            .into_iter()
+            .map(|node| NodeStatus {
+                node: node.id,
+                bytes: node.bytes,
+                used_bytes: node.used_bytes,
+                foreign_slabs: node.foreign_slabs,
+            });
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         Status {
             arena: self.arena.path().into(),
@@ -92,17 +120,36 @@ impl<B: Backing> Engine<B> {
             options: vec![
                 format!(
                     "drain={}",
-                    if self.options.drain == DrainPolicy::Eager { "eager" } else { "demand" }
+                    if self.options.drain == DrainPolicy::Eager {
+                        "eager"
+                    } else {
+                        "demand"
+                    }
                 ),
-                format!("close={}", if self.options.close == ClosePolicy::Drain { "drain" } else { "held" }),
+                format!(
+                    "close={}",
+                    if self.options.close == ClosePolicy::Drain {
+                        "drain"
+                    } else {
+                        "held"
+                    }
+                ),
                 format!(
                     "fsync={}",
-                    if self.options.fsync == FsyncPolicy::Durable { "durable" } else { "held" }
+                    if self.options.fsync == FsyncPolicy::Durable {
+                        "durable"
+                    } else {
+                        "held"
+                    }
                 ),
                 format!("drain-age={}", self.options.drain_age.as_millis()),
                 format!(
                     "passthrough={}",
-                    if self.passthrough.load(Ordering::Relaxed) { "on" } else { "off" }
+                    if self.passthrough.load(Ordering::Relaxed) {
+                        "on"
+                    } else {
+                        "off"
+                    }
                 ),
             ],
             arena_bytes: geometry.data_bytes(),
@@ -182,8 +229,17 @@ impl<B: Backing> Engine<B> {
         for file in files {
             let (held_bytes, held_end, open, spilled, ending) = {
                 let state = file.lock();
-                let spilled = state.extents.iter().all(|(_, e)| self.arena.is_spilled(e.piece.slab.chunk));
-                (state.pending, state.extents.end(), !state.handles.is_empty(), spilled, state.ending)
+                let spilled = state
+                    .extents
+                    .iter()
+                    .all(|(_, e)| self.arena.is_spilled(e.piece.slab.chunk));
+                (
+                    state.pending,
+                    state.extents.end(),
+                    !state.handles.is_empty(),
+                    spilled,
+                    state.ending,
+                )
             };
             let paths = file.node.paths();
             let Some(known) = paths.iter().find(|p| path.is_empty() || is_below(p, path)) else {
@@ -197,7 +253,14 @@ impl<B: Backing> Engine<B> {
                 Rung::Drained
             };
             let path = known.as_slice().into();
-            out.push(FileStatus { path, state, held_bytes, held_end, open, ending });
+            out.push(FileStatus {
+                path,
+                state,
+                held_bytes,
+                held_end,
+                open,
+                ending,
+            });
         }
         out.sort_by(|a, b| a.path.cmp(&b.path));
         out

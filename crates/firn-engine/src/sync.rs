@@ -24,14 +24,17 @@ impl<B: Backing> Engine<B> {
             Err(errno) => done(Err(errno)),
             Ok(handle) => {
                 // The last one counts: whoever closes after others were killed has seen to the file.
-                handle.killed.store(by == Closing::Killed, Ordering::Release);
+                handle
+                    .killed
+                    .store(by == Closing::Killed, Ordering::Release);
                 let skip = {
                     let mut state = handle.file.lock();
                     // Not at the release, which the kernel sends some time after close(2) returned: the
                     // number may be another descriptor by then, and the client has not seen the close.
                     self.revoke(&handle.file, &mut state);
-                    let skip =
-                        self.options.close == ClosePolicy::Held || state.unlinked || state.pending == 0;
+                    let skip = self.options.close == ClosePolicy::Held
+                        || state.unlinked
+                        || state.pending == 0;
                     // Every close is told as long as it is so: this one may be that of a child which only
                     // inherited the descriptor, and whom nobody asks.
                     skip.then(|| state.failure.map(|failure| failure.errno))
@@ -108,7 +111,9 @@ impl<B: Backing> Engine<B> {
     fn sync_names(&self, node: &Arc<Node<B>>) -> Result<()> {
         if node.name_unsynced.swap(false, Ordering::AcqRel) {
             for parent in node.parents() {
-                let synced = self.object(&parent).and_then(|dir| self.backing.sync_dir(&dir));
+                let synced = self
+                    .object(&parent)
+                    .and_then(|dir| self.backing.sync_dir(&dir));
                 if let Err(errno) = synced {
                     node.name_unsynced.store(true, Ordering::Release);
                     return Err(errno);
@@ -139,7 +144,12 @@ impl<B: Backing> Engine<B> {
             done(Ok(()));
             return;
         }
-        let until = state.extents.iter().map(|(_, e)| e.sequence).max().unwrap_or(0);
+        let until = state
+            .extents
+            .iter()
+            .map(|(_, e)| e.sequence)
+            .max()
+            .unwrap_or(0);
         state.waiters.push(Waiter { until, done });
         // Someone waits: the next try is now, not after the back-off.
         if let Some(failure) = &mut state.failure {
@@ -222,7 +232,11 @@ impl<B: Backing> Engine<B> {
         if let Some(errno) = failed {
             return Err(errno);
         }
-        if until == Rung::Durable { self.make_durable(path) } else { Ok(()) }
+        if until == Rung::Durable {
+            self.make_durable(path)
+        } else {
+            Ok(())
+        }
     }
 
     /// What is at the path, and the names that lead to it. An earlier firnd may have made them and not synced them.
@@ -236,7 +250,10 @@ impl<B: Backing> Engine<B> {
         } else if node.kind == firn_backing::Kind::Dir {
             self.backing.sync_tree(&self.object(&node)?)?;
         }
-        let above = path.iter().rposition(|byte| *byte == b'/').map_or(&[][..], |end| &path[..end]);
+        let above = path
+            .iter()
+            .rposition(|byte| *byte == b'/')
+            .map_or(&[][..], |end| &path[..end]);
         self.sync_dirs(above)
     }
 
@@ -244,7 +261,10 @@ impl<B: Backing> Engine<B> {
     fn sync_dirs(&self, path: &[u8]) -> Result<()> {
         let mut node = Arc::clone(self.names.root());
         self.backing.sync_dir(&self.object(&node)?)?;
-        for name in path.split(|byte| *byte == b'/').filter(|name| !name.is_empty()) {
+        for name in path
+            .split(|byte| *byte == b'/')
+            .filter(|name| !name.is_empty())
+        {
             node = self.find_in(&node, name)?;
             self.backing.sync_dir(&self.object(&node)?)?;
         }

@@ -68,7 +68,8 @@ impl<B: Backing> Engine<B> {
         }
         match pending {
             Pending::Drain => {
-                self.wait_tree(path, Rung::Drained, &mut |_, _| true).map_err(TurnError::Drain)?;
+                self.wait_tree(path, Rung::Drained, &mut |_, _| true)
+                    .map_err(TurnError::Drain)?;
             }
             Pending::Discard => {
                 for file in self.files_at(path) {
@@ -93,9 +94,12 @@ impl<B: Backing> Engine<B> {
     /// only the kernel has.
     pub fn written_at(&self, path: &[u8]) -> Vec<NodeId> {
         let handles: Vec<_> = self.handles.read().values().cloned().collect();
-        let is_at =
-            |node: &Node<B>| path.is_empty() || node.paths().iter().any(|known| is_below(known, path));
-        let written = handles.iter().filter(|handle| handle.writable && is_at(&handle.file.node));
+        let is_at = |node: &Node<B>| {
+            path.is_empty() || node.paths().iter().any(|known| is_below(known, path))
+        };
+        let written = handles
+            .iter()
+            .filter(|handle| handle.writable && is_at(&handle.file.node));
         written.map(|handle| handle.file.node.id).collect()
     }
 
@@ -111,15 +115,19 @@ impl<B: Backing> Engine<B> {
         for node in self.names.all() {
             let paths = node.paths();
             // Without a name it may have been anywhere, and may have a name again.
-            let is_at =
-                path.is_empty() || paths.is_empty() || paths.iter().any(|known| is_below(known, path));
+            let is_at = path.is_empty()
+                || paths.is_empty()
+                || paths.iter().any(|known| is_below(known, path));
             if !is_at {
                 continue;
             }
             inodes.push(Cached::Inode(node.id));
             for (parent, name) in node.known_names() {
                 if self.drop_wrong_name(&parent, &name, &node) {
-                    names.push(Cached::Name { parent: parent.id, name: name.to_os_string() });
+                    names.push(Cached::Name {
+                        parent: parent.id,
+                        name: name.to_os_string(),
+                    });
                 }
             }
         }
@@ -128,12 +136,20 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Drops a name that does not lead to `node` any more; whether it was one.
-    pub(crate) fn drop_wrong_name(&self, parent: &Arc<Node<B>>, name: &OsStr, node: &Node<B>) -> bool {
+    pub(crate) fn drop_wrong_name(
+        &self,
+        parent: &Arc<Node<B>>,
+        name: &OsStr,
+        node: &Node<B>,
+    ) -> bool {
         if self.leads_to(parent, name, node) {
             return false;
         }
         // A file that is open, or has data, is still meant.
-        let held = self.with_descriptor(|| self.names.hold_if_last(&self.backing, node, parent.id, name));
+        let held = self.with_descriptor(|| {
+            self.names
+                .hold_if_last(&self.backing, node, parent.id, name)
+        });
         if let Err(errno) = held {
             tracing::warn!(%errno, "an object whose name is gone cannot be held");
         }
@@ -142,7 +158,9 @@ impl<B: Backing> Engine<B> {
     }
 
     fn leads_to(&self, parent: &Arc<Node<B>>, name: &OsStr, node: &Node<B>) -> bool {
-        let found = self.object(parent).and_then(|dir| self.backing.lookup(&dir, name));
+        let found = self
+            .object(parent)
+            .and_then(|dir| self.backing.lookup(&dir, name));
         found.is_ok_and(|(_, attr)| node.is(&attr))
     }
 

@@ -20,7 +20,11 @@ impl<B: Backing> Engine<B> {
             self.look(file, &mut state);
             state.extents.end()
         };
-        Ok(self.backing.attr(&self.object(&file.node)?)?.size.max(pending))
+        Ok(self
+            .backing
+            .attr(&self.object(&file.node)?)?
+            .size
+            .max(pending))
     }
 
     /// ftruncate(2). The journal knows of it before the backing does, so that a crash leaves the old
@@ -78,25 +82,44 @@ impl<B: Backing> Engine<B> {
             return Ok(());
         };
         let sequence = self.arena.next_sequence();
-        let begin = Record::TruncateBegin { file: bound, sequence, size };
-        self.journal.lock().append(&begin).map_err(|_| Errno::NOSPC)?;
+        let begin = Record::TruncateBegin {
+            file: bound,
+            sequence,
+            size,
+        };
+        self.journal
+            .lock()
+            .append(&begin)
+            .map_err(|_| Errno::NOSPC)?;
         let result = state.unlocked(|| self.backing.set_len(&target.file, size));
         if result.is_ok() {
             // The end goes first: once a dead piece's slab is reused, a replay must not need it. Without
             // it a recovery would truncate again, over what was drained since: then the pieces stay
             // pending until the journal takes it.
-            let end = Record::TruncateEnd { file: bound, sequence, size, done: true };
+            let end = Record::TruncateEnd {
+                file: bound,
+                sequence,
+                size,
+                done: true,
+            };
             self.insist(&end);
             state.voids += 1;
             let before = state.pending;
             let cancelled = state.cut(&self.arena, size..u64::MAX, sequence);
-            self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);
+            self.counters
+                .cancelled_bytes
+                .fetch_add(cancelled, Ordering::Relaxed);
             self.count_held(before, state.pending);
             state.touch();
             state.keep_time(&self.arena);
             file.node.data_unsynced.store(true, Ordering::Release);
         } else {
-            self.insist(&Record::TruncateEnd { file: bound, sequence, size, done: false });
+            self.insist(&Record::TruncateEnd {
+                file: bound,
+                sequence,
+                size,
+                done: false,
+            });
         }
         result
     }
@@ -111,7 +134,9 @@ impl<B: Backing> Engine<B> {
         }
         self.end_door(&handle.file);
         self.drain_now(&handle.file)?;
-        self.alone(&handle.file, |target| self.backing.allocate(target, mode, offset, len))
+        self.alone(&handle.file, |target| {
+            self.backing.allocate(target, mode, offset, len)
+        })
     }
 
     /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`; drains the file first.
@@ -132,7 +157,8 @@ impl<B: Backing> Engine<B> {
         len: u64,
     ) -> Result<u64> {
         let _writing = self.writing.read();
-        let (from, to) = (self.handle(from)?, self.handle(to)?);
+        let from = self.handle(from)?;
+        let to = self.handle(to)?;
         if !from.readable || !to.writable {
             return Err(Errno::BADF);
         }
@@ -142,7 +168,8 @@ impl<B: Backing> Engine<B> {
         self.drain_now(&to.file)?;
         let source = self.reader(&from.file)?;
         self.alone(&to.file, |target| {
-            self.backing.copy_range(&source.file, from_offset, target, to_offset, len)
+            self.backing
+                .copy_range(&source.file, from_offset, target, to_offset, len)
         })
     }
 

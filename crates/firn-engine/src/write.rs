@@ -39,7 +39,9 @@ impl<B: Backing> Engine<B> {
         if !handle.writable {
             return Err(Errno::BADF);
         }
-        let end = offset.checked_add(data.len() as u64).filter(|&end| end <= i64::MAX as u64);
+        let end = offset
+            .checked_add(data.len() as u64)
+            .filter(|&end| end <= i64::MAX as u64);
         let end = end.ok_or(Errno::FBIG)?;
         if data.is_empty() {
             return Ok(Written::Bytes(0));
@@ -91,10 +93,15 @@ impl<B: Backing> Engine<B> {
         if end > SIZE_ASKED_ABOVE || self.writing.is_locked_exclusive() {
             return true;
         }
-        let Ok(handle) = self.handle(handle) else { return false };
+        let Ok(handle) = self.handle(handle) else {
+            return false;
+        };
         let (is_bound, is_plain) = {
             let state = handle.file.lock();
-            (state.bound.is_some() || state.unlinked, state.plain_in == self.privileges_epoch())
+            (
+                state.bound.is_some() || state.unlinked,
+                state.plain_in == self.privileges_epoch(),
+            )
         };
         if by.is_some() && !is_plain {
             return true;
@@ -108,16 +115,23 @@ impl<B: Backing> Engine<B> {
             let state = file.lock();
             state.bound.is_none() && !state.unlinked
         };
-        Ok(unbound && file.node.paths().is_empty() && self.backing.attr(&self.object(&file.node)?)?.nlink > 0)
+        Ok(unbound
+            && file.node.paths().is_empty()
+            && self.backing.attr(&self.object(&file.node)?)?.nlink > 0)
     }
 
     fn write_through(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
         self.drain_now(file)?;
-        self.alone(file, |target| self.backing.write_at(target, &[std::io::IoSlice::new(data)], offset))
+        self.alone(file, |target| {
+            self.backing
+                .write_at(target, &[std::io::IoSlice::new(data)], offset)
+        })
     }
 
     fn count_ingest(&self, bytes: usize) {
-        self.counters.ingest_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.counters
+            .ingest_bytes
+            .fetch_add(bytes as u64, Ordering::Relaxed);
         self.counters.ingest_writes.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -133,7 +147,9 @@ impl<B: Backing> Engine<B> {
             return false;
         };
         state.unlist(&self.arena);
-        let changed = self.arena.overwrite(extent.piece.slab, extent.position, data);
+        let changed = self
+            .arena
+            .overwrite(extent.piece.slab, extent.position, data);
         if changed {
             state.touch();
             self.arena.set_modified(extent.piece, state.written);
@@ -166,7 +182,11 @@ impl<B: Backing> Engine<B> {
                 self.arena.seal(full);
                 continue;
             };
-            self.arena.fill(lease.slab(), reserved.position, &data[..reserved.len as usize]);
+            self.arena.fill(
+                lease.slab(),
+                reserved.position,
+                &data[..reserved.len as usize],
+            );
             let mut state = file.lock();
             self.revoke(file, &mut state);
             if state.bound != Some(bound) {
@@ -182,24 +202,43 @@ impl<B: Backing> Engine<B> {
                 self.arena.extend(lease, reserved.len, state.written)
             } else {
                 let sequence = self.arena.next_sequence();
-                (self.arena.publish(lease, reserved, (bound, offset), sequence, state.written), sequence)
+                (
+                    self.arena
+                        .publish(lease, reserved, (bound, offset), sequence, state.written),
+                    sequence,
+                )
             };
             self.take_in(
                 file,
                 &mut state,
                 offset,
-                Extent { len: u64::from(reserved.len), piece, position: reserved.position, sequence },
+                Extent {
+                    len: u64::from(reserved.len),
+                    piece,
+                    position: reserved.position,
+                    sequence,
+                },
             );
-            handle.written.fetch_add(u64::from(reserved.len), Ordering::Relaxed);
+            handle
+                .written
+                .fetch_add(u64::from(reserved.len), Ordering::Relaxed);
             return reserved.len as usize;
         }
     }
 
     /// Enters bytes that were just published; the file was touched.
-    pub(crate) fn take_in(&self, file: &Arc<File<B>>, state: &mut FileState<B>, offset: u64, extent: Extent) {
+    pub(crate) fn take_in(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut FileState<B>,
+        offset: u64,
+        extent: Extent,
+    ) {
         let before = state.pending;
         let cancelled = state.insert(&self.arena, offset, extent);
-        self.counters.cancelled_bytes.fetch_add(cancelled, Ordering::Relaxed);
+        self.counters
+            .cancelled_bytes
+            .fetch_add(cancelled, Ordering::Relaxed);
         self.count_held(before, state.pending);
         file.node.durable.store(false, Ordering::Relaxed);
         if before == 0 {
@@ -212,7 +251,9 @@ impl<B: Backing> Engine<B> {
             }
         }
         state.fresh += extent.len;
-        if self.options.drain == DrainPolicy::Eager && state.fresh >= self.options.drain_write_bytes_min {
+        if self.options.drain == DrainPolicy::Eager
+            && state.fresh >= self.options.drain_write_bytes_min
+        {
             state.fresh = 0;
             self.enqueue(file, state);
         }
@@ -250,6 +291,10 @@ impl<B: Backing> Engine<B> {
 
     fn ask_size(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
         let known = self.size_of(file)?;
-        if end > known { self.truncate_file(file, end) } else { Ok(()) }
+        if end > known {
+            self.truncate_file(file, end)
+        } else {
+            Ok(())
+        }
     }
 }

@@ -10,14 +10,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use common::world::{CHUNK, World};
 use firn_backing::{Caller, Errno, SetTime, SimBacking};
 use firn_client::door::{Outcome, SlabWriter};
-use firn_engine::{ClientId, DoorRefusal, Engine, HandleId, HeldChunks, NodeId, ROOT, SetAttr, Written};
+use firn_engine::{
+    ClientId, DoorRefusal, Engine, HandleId, HeldChunks, NodeId, ROOT, SetAttr, Written,
+};
 use firn_format::door::Slab;
 use firn_format::geometry::SLAB_SMALL;
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const CALLER: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 const CLIENT: ClientId = ClientId(7);
 const O_RDWR: i32 = 2;
 /// The engine keeps a small slab of each handle that wrote through the kernel for the next file.
@@ -29,7 +35,9 @@ fn base(engine: &Engine<SimBacking>) -> *mut u8 {
 }
 
 fn create(engine: &Engine<SimBacking>, name: &str) -> (NodeId, HandleId) {
-    let (entry, opened) = engine.create(&CALLER, ROOT, OsStr::new(name), 0o644, O_RDWR).expect("create");
+    let (entry, opened) = engine
+        .create(&CALLER, ROOT, OsStr::new(name), 0o644, O_RDWR)
+        .expect("create");
     (entry.node, opened.handle)
 }
 
@@ -45,12 +53,23 @@ fn size(engine: &Engine<SimBacking>, node: NodeId) -> u64 {
 }
 
 fn truncate(size: u64) -> SetAttr {
-    let (mode, uid, gid) = (None, None, None);
-    SetAttr { mode, uid, gid, size: Some(size), atime: SetTime::Keep, mtime: SetTime::Keep }
+    let mode = None;
+    let uid = None;
+    let gid = None;
+    SetAttr {
+        mode,
+        uid,
+        gid,
+        size: Some(size),
+        atime: SetTime::Keep,
+        mtime: SetTime::Keep,
+    }
 }
 
 fn pattern(offset: u64, len: usize, salt: u8) -> Vec<u8> {
-    (offset..offset + len as u64).map(|at| (at % 251) as u8 ^ salt).collect()
+    (offset..offset + len as u64)
+        .map(|at| (at % 251) as u8 ^ salt)
+        .collect()
 }
 
 /// One open file of a client.
@@ -63,7 +82,12 @@ struct Door {
 
 impl Door {
     fn of(token: HandleId) -> Self {
-        Self { token, binding: 0, writer: None, granted: false }
+        Self {
+            token,
+            binding: 0,
+            writer: None,
+            granted: false,
+        }
     }
 
     fn open(&mut self, engine: &Engine<SimBacking>) -> Result<u64, DoorRefusal> {
@@ -86,13 +110,19 @@ impl Door {
             let outcome = match &mut self.writer {
                 // SAFETY: the bytes are a slice's.
                 Some(writer) => unsafe {
-                    writer.append(offset + done as u64, data[done..].as_ptr(), data.len() - done)
+                    writer.append(
+                        offset + done as u64,
+                        data[done..].as_ptr(),
+                        data.len() - done,
+                    )
                 },
                 None => Outcome::Full,
             };
             match outcome {
                 Outcome::Done(n) => done += n,
-                Outcome::Full => self.granted = self.lease(engine, (data.len() - done) as u64).is_ok(),
+                Outcome::Full => {
+                    self.granted = self.lease(engine, (data.len() - done) as u64).is_ok()
+                }
                 Outcome::Revoked => self.granted = false,
             }
         }
@@ -100,7 +130,13 @@ impl Door {
     }
 
     /// As the preload library: past the kernel as long as that goes, then through it.
-    fn write(&mut self, engine: &Engine<SimBacking>, offset: u64, data: &[u8], room: &mut dyn FnMut()) {
+    fn write(
+        &mut self,
+        engine: &Engine<SimBacking>,
+        offset: u64,
+        data: &[u8],
+        room: &mut dyn FnMut(),
+    ) {
         let mut done = self.append(engine, offset, data);
         while done < data.len() {
             match engine.write(self.token, offset + done as u64, &data[done..], None) {
@@ -113,7 +149,9 @@ impl Door {
 }
 
 fn drain_step(engine: &Engine<SimBacking>) -> bool {
-    let firn_engine::Pick::Job(job) = engine.pick(0) else { return false };
+    let firn_engine::Pick::Job(job) = engine.pick(0) else {
+        return false;
+    };
     let outcome = job.execute(engine);
     engine.complete(job, outcome);
     true
@@ -130,7 +168,10 @@ fn appended_bytes_are_seen_at_once() {
     assert_eq!(door.append(&world.engine, 6, b"world"), 5);
     assert_eq!(size(&world.engine, node), 11);
     let status = world.engine.status();
-    assert_eq!((status.held_bytes, status.door_files, status.door_leases), (11, 1, 1));
+    assert_eq!(
+        (status.held_bytes, status.door_files, status.door_leases),
+        (11, 1, 1)
+    );
     assert!(world.engine.is_written_past_the_kernel(node));
     assert_eq!(read(&world.engine, token), b"hello world");
     // The read ended it, and the next write knows.
@@ -160,7 +201,10 @@ fn only_the_sole_writer_gets_the_door_and_another_open_ends_it() {
     assert_eq!(door.append(&world.engine, 300_000, b"lost?"), 0);
     assert_eq!(read(&world.engine, other.handle), data);
     assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
-    assert_eq!(world.engine.door_open(CLIENT, HandleId(99)), Err(DoorRefusal::BadToken));
+    assert_eq!(
+        world.engine.door_open(CLIENT, HandleId(99)),
+        Err(DoorRefusal::BadToken)
+    );
     world.engine.kernel_knows(node);
     world.engine.release(other.handle);
     assert_eq!(world.engine.open(node, 0).unwrap().size, None);
@@ -170,13 +214,20 @@ fn only_the_sole_writer_gets_the_door_and_another_open_ends_it() {
 fn files_that_only_the_kernels_way_can_write_get_no_door() {
     let world = World::new();
     let (node, token) = create(&world.engine, "file");
-    let set = |mode| SetAttr { mode: Some(mode), size: None, ..truncate(0) };
+    let set = |mode| SetAttr {
+        mode: Some(mode),
+        size: None,
+        ..truncate(0)
+    };
     world.engine.set_attr(node, set(0o4755), None).unwrap();
     assert_eq!(Door::of(token).open(&world.engine), Err(DoorRefusal::Busy));
     world.engine.set_attr(node, set(0o755), None).unwrap();
     let mut door = Door::of(token);
     let capability = OsStr::new("security.capability");
-    world.engine.set_xattr(node, capability, b"cap", 0, None).unwrap();
+    world
+        .engine
+        .set_xattr(node, capability, b"cap", 0, None)
+        .unwrap();
     assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
     world.engine.remove_xattr(node, capability).unwrap();
     assert!(door.open(&world.engine).is_ok());
@@ -185,7 +236,10 @@ fn files_that_only_the_kernels_way_can_write_get_no_door() {
     assert_eq!(door.append(&world.engine, 1, b"x"), 0);
     world.engine.release(token);
     let readonly = world.engine.open(node, 0).unwrap().handle;
-    assert_eq!(Door::of(readonly).open(&world.engine), Err(DoorRefusal::BadToken));
+    assert_eq!(
+        Door::of(readonly).open(&world.engine),
+        Err(DoorRefusal::BadToken)
+    );
 }
 
 /// Proves S-chunks-1, S-chunks-2: the writer keeps its door, and the list its bytes.
@@ -208,7 +262,11 @@ fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
         pieces.iter().flat_map(bytes).collect()
     };
     assert!(found() == data && held.bytes() == 50_000 && !held.changed());
-    assert_eq!(door.append(&world.engine, 50_000, b"more"), 4, "the door is still open");
+    assert_eq!(
+        door.append(&world.engine, 50_000, b"more"),
+        4,
+        "the door is still open"
+    );
     assert!(found() == data && held.changed());
     assert_eq!(door.append(&world.engine, 0, &pattern(0, 100, 9)), 100);
     world.engine.release(token);
@@ -272,7 +330,11 @@ fn every_published_byte_is_there_after_a_crash() {
         for step in 0..=crash {
             let at = rng.random_range(0..=model.len());
             let data = pattern(at as u64, rng.random_range(1..9_000), step as u8);
-            assert_eq!(door.append(&world.engine, at as u64, &data), data.len(), "crash {crash} step {step}");
+            assert_eq!(
+                door.append(&world.engine, at as u64, &data),
+                data.len(),
+                "crash {crash} step {step}"
+            );
             model.resize(model.len().max(at + data.len()), 0);
             model[at..at + data.len()].copy_from_slice(&data);
             if rng.random_range(0..8) == 0 {
@@ -329,7 +391,10 @@ fn what_may_still_grow_is_not_drained_and_what_was_drained_does_not_grow() {
     let data = pattern(0, 120_000, 0);
     let mut at = 0;
     for len in [1_000, 30_000, 5, 40_000, 48_995] {
-        assert_eq!(door.append(&world.engine, at, &data[at as usize..][..len]), len);
+        assert_eq!(
+            door.append(&world.engine, at, &data[at as usize..][..len]),
+            len
+        );
         at += len as u64;
         world.drain_all();
         assert_eq!(world.backing_tree()["file"], data[..at as usize]);
@@ -385,7 +450,10 @@ fn garbage_in_records_and_slab_harms_nobody() {
         let world = World::new();
         let mut rng = StdRng::seed_from_u64(seed);
         let (_, other) = create(&world.engine, "other");
-        world.engine.write(other, 0, &pattern(0, 50_000, 9), None).unwrap();
+        world
+            .engine
+            .write(other, 0, &pattern(0, 50_000, 9), None)
+            .unwrap();
         let (node, token) = create(&world.engine, "file");
         let mut door = Door::of(token);
         door.open(&world.engine).unwrap();
@@ -402,8 +470,10 @@ fn garbage_in_records_and_slab_harms_nobody() {
             match rng.random_range(0..3) {
                 0 => word.store(rng.random(), Ordering::Release),
                 1 => word.store(0, Ordering::Release),
-                _ => word
-                    .store(word.load(Ordering::Acquire) ^ (1 << rng.random_range(0..64)), Ordering::Release),
+                _ => word.store(
+                    word.load(Ordering::Acquire) ^ (1 << rng.random_range(0..64)),
+                    Ordering::Release,
+                ),
             }
         }
         world.engine.status();
@@ -415,7 +485,11 @@ fn garbage_in_records_and_slab_harms_nobody() {
         world.engine.release(token);
         world.engine.release(other);
         world.drain_all();
-        assert_eq!(world.backing_tree()["other"], pattern(0, 50_000, 9), "seed {seed}");
+        assert_eq!(
+            world.backing_tree()["other"],
+            pattern(0, 50_000, 9),
+            "seed {seed}"
+        );
         assert!(world.engine.arena().used_bytes() <= PARKED, "seed {seed}");
     }
 }
@@ -424,16 +498,28 @@ fn garbage_in_records_and_slab_harms_nobody() {
 fn readers_are_told_where_the_bytes_lie_until_they_change() {
     let world = World::new();
     let (node, token) = create(&world.engine, "file");
-    world.engine.write(token, 0, &pattern(0, 5_000, 0), None).unwrap();
-    world.engine.write(token, 9_000, &pattern(9_000, 100, 0), None).unwrap();
-    assert_eq!(world.engine.door_extents(token, 0), Err(DoorRefusal::Busy), "it may be written");
+    world
+        .engine
+        .write(token, 0, &pattern(0, 5_000, 0), None)
+        .unwrap();
+    world
+        .engine
+        .write(token, 9_000, &pattern(9_000, 100, 0), None)
+        .unwrap();
+    assert_eq!(
+        world.engine.door_extents(token, 0),
+        Err(DoorRefusal::Busy),
+        "it may be written"
+    );
     world.engine.release(token);
     let reader = world.engine.open(node, 0).unwrap().handle;
     let list = world.engine.door_extents(reader, 0).unwrap();
     let stamp = || {
         // SAFETY: a word of the arena.
         let word = unsafe {
-            std::sync::atomic::AtomicU32::from_ptr(base(&world.engine).add(list.slot as usize).cast())
+            std::sync::atomic::AtomicU32::from_ptr(
+                base(&world.engine).add(list.slot as usize).cast(),
+            )
         };
         word.load(Ordering::Acquire)
     };
@@ -442,7 +528,11 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
     assert_eq!(ranges, [(0, 5_000), (9_000, 100)]);
     let mut bytes = vec![0u8; 5_000];
     // SAFETY: the extent lies in the arena.
-    unsafe { base(&world.engine).add(list.extents[0].at as usize).copy_to(bytes.as_mut_ptr(), 5_000) };
+    unsafe {
+        base(&world.engine)
+            .add(list.extents[0].at as usize)
+            .copy_to(bytes.as_mut_ptr(), 5_000)
+    };
     assert_eq!(bytes, pattern(0, 5_000, 0));
     world.drain_all();
     assert_ne!(stamp(), list.stamp, "what was drained may be anybody's");
@@ -453,7 +543,9 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
         let before = world.engine.door_extents(reader, 0).unwrap().stamp;
         assert_eq!(stamp(), before);
         match change {
-            0 => world.engine.release(world.engine.open(node, O_RDWR).unwrap().handle),
+            0 => world
+                .engine
+                .release(world.engine.open(node, O_RDWR).unwrap().handle),
             1 => {
                 world.engine.set_attr(node, truncate(50), None).unwrap();
             }
@@ -467,7 +559,10 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
 /// Proves S-door-1, S-door-3.
 #[test]
 fn a_client_and_an_engine_under_threads_agree_with_a_model() {
-    let seed: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(rand::random);
+    let seed: u64 = std::env::var("FIRN_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or_else(rand::random);
     println!("repeat with FIRN_SEED={seed}");
     for round in 0..6 {
         interleave(seed ^ round);
@@ -491,8 +586,11 @@ fn interleave(seed: u64) {
                 if !door.granted && rng.random_range(0..3) == 0 {
                     let _ = door.open(engine);
                 }
-                let len =
-                    if rng.random_bool(0.1) { rng.random_range(1..70_000) } else { rng.random_range(1..900) };
+                let len = if rng.random_bool(0.1) {
+                    rng.random_range(1..70_000)
+                } else {
+                    rng.random_range(1..900)
+                };
                 if at + len as u64 > SPAN || rng.random_bool(0.1) {
                     at = rng.random_range(0..SPAN / 2);
                 }
@@ -542,7 +640,9 @@ fn interleave(seed: u64) {
                     5 => drop(engine.status()),
                     6 => engine.drain_tree(b""),
                     7 | 8 => drop(size(engine, node)),
-                    9 => std::thread::sleep(std::time::Duration::from_micros(rng.random_range(0..300))),
+                    9 => std::thread::sleep(std::time::Duration::from_micros(
+                        rng.random_range(0..300),
+                    )),
                     _ => drop(drain_step(engine)),
                 }
             }
@@ -575,11 +675,13 @@ fn a_failing_drain_ends_the_door() {
     let mut door = Door::of(token);
     door.open(&world.engine).unwrap();
     door.append(&world.engine, 0, b"data");
-    world
-        .backing
-        .set_plan(|call, _| (call == "write_at").then_some(firn_backing::sim::Fault::Error(Errno::IO)));
+    world.backing.set_plan(|call, _| {
+        (call == "write_at").then_some(firn_backing::sim::Fault::Error(Errno::IO))
+    });
     world.engine.drain_tree(b"");
-    let firn_engine::Pick::Job(job) = world.engine.pick(0) else { panic!("nothing to drain") };
+    let firn_engine::Pick::Job(job) = world.engine.pick(0) else {
+        panic!("nothing to drain")
+    };
     assert_eq!(door.append(&world.engine, 4, b"unseen"), 6);
     let outcome = job.execute(&world.engine);
     world.engine.complete(job, outcome);

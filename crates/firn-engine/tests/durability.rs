@@ -9,7 +9,11 @@ use firn_backing::{Backing, Caller, RenameFlags, SimBacking};
 use firn_engine::{ROOT, Written};
 use firn_journal::replay;
 
-const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const CALLER: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 /// Each loss keeps another subset of what was not synced.
 const LOSSES: u64 = 64;
 
@@ -34,14 +38,28 @@ fn finds(backing: &SimBacking, path: &str) -> bool {
 #[test]
 fn names_survive_once_their_directory_was_synced() {
     let world = World::new();
-    let dir = world.engine.mkdir(&CALLER, ROOT, OsStr::new("dir"), 0o755).expect("mkdir").node;
+    let dir = world
+        .engine
+        .mkdir(&CALLER, ROOT, OsStr::new("dir"), 0o755)
+        .expect("mkdir")
+        .node;
     for name in ["first", "second"] {
-        let made = world.engine.create(&CALLER, dir, OsStr::new(name), 0o644, 2).expect("create");
+        let made = world
+            .engine
+            .create(&CALLER, dir, OsStr::new(name), 0o644, 2)
+            .expect("create");
         world.engine.release(made.1.handle);
     }
-    let (from, to) = (OsStr::new("second"), OsStr::new("renamed"));
-    world.engine.rename(dir, from, dir, to, RenameFlags::empty()).expect("rename");
-    assert!(survives(&world, "dir/first").contains(&false), "the test loses nothing");
+    let from = OsStr::new("second");
+    let to = OsStr::new("renamed");
+    world
+        .engine
+        .rename(dir, from, dir, to, RenameFlags::empty())
+        .expect("rename");
+    assert!(
+        survives(&world, "dir/first").contains(&false),
+        "the test loses nothing"
+    );
 
     world.engine.sync_dir(dir).expect("fsync of the directory");
     for path in ["dir/first", "dir/renamed"] {
@@ -55,18 +73,31 @@ fn names_survive_once_their_directory_was_synced() {
 fn a_file_that_is_never_wholly_drained_does_not_fill_the_journal() {
     const ROUNDS: u64 = 5000;
     let world = World::new();
-    let opened = world.engine.create(&CALLER, ROOT, OsStr::new("log"), 0o644, 2).expect("create").1;
+    let opened = world
+        .engine
+        .create(&CALLER, ROOT, OsStr::new("log"), 0o644, 2)
+        .expect("create")
+        .1;
     let mut most = 0;
     for round in 0..ROUNDS {
         let offset = round % 3 * (64 << 10);
         for (offset, len) in [(offset, 32 << 10), (offset + (28 << 10), 8 << 10)] {
-            let written = world.engine.write(opened.handle, offset, &vec![round as u8; len], None);
+            let written = world
+                .engine
+                .write(opened.handle, offset, &vec![round as u8; len], None);
             assert_eq!(written, Ok(Written::Bytes(len)), "round {round}");
         }
         while world.engine.status().held_bytes > 64 << 10 && world.drain_step() {}
         assert_ne!(world.engine.status().held_bytes, 0, "the binding ended");
         let found = replay(&world.engine.arena().journal_region());
-        most = most.max(found.ledger.files().map(|(_, bound)| bound.voids.len()).max().unwrap_or(0));
+        most = most.max(
+            found
+                .ledger
+                .files()
+                .map(|(_, bound)| bound.voids.len())
+                .max()
+                .unwrap_or(0),
+        );
     }
     assert!((2..100).contains(&most), "{most} voids");
 }

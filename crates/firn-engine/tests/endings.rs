@@ -9,13 +9,23 @@ use firn_backing::Caller;
 use firn_engine::{Closing, HandleId, NodeId, ROOT, Written};
 use firn_format::record::Ending;
 
-const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const CALLER: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 const O_RDWR: i32 = 2;
 
 /// An open file with some bytes.
 fn open(world: &World, dir: NodeId, name: &str) -> HandleId {
-    let (_, opened) = world.engine.create(&CALLER, dir, OsStr::new(name), 0o644, O_RDWR).expect("create");
-    assert!(matches!(world.engine.write(opened.handle, 0, b"some", None), Ok(Written::Bytes(4))));
+    let (_, opened) = world
+        .engine
+        .create(&CALLER, dir, OsStr::new(name), 0o644, O_RDWR)
+        .expect("create");
+    assert!(matches!(
+        world.engine.write(opened.handle, 0, b"some", None),
+        Ok(Written::Bytes(4))
+    ));
     opened.handle
 }
 
@@ -47,16 +57,28 @@ fn a_descriptor_is_as_the_last_process_left_it() {
 #[test]
 fn one_killed_writer_of_several_cuts_a_file_until_it_is_made_anew() {
     let world = World::on_demand();
-    let (one, other) = (open(&world, ROOT, "file"), open(&world, ROOT, "file"));
+    let one = open(&world, ROOT, "file");
+    let other = open(&world, ROOT, "file");
     end(&world, one, Closing::Killed);
     assert_eq!(ending(&world, "file"), Ending::Open);
     end(&world, other, Closing::Called);
     assert_eq!(ending(&world, "file"), Ending::Cut);
     end(&world, open(&world, ROOT, "file"), Closing::Called);
     assert_eq!(ending(&world, "file"), Ending::Cut, "appended to");
-    let node = world.engine.lookup(ROOT, OsStr::new("file")).expect("lookup").node;
-    let anew = world.engine.open(node, O_RDWR | 0o1000).expect("open").handle;
-    assert!(matches!(world.engine.write(anew, 0, b"anew", None), Ok(Written::Bytes(4))));
+    let node = world
+        .engine
+        .lookup(ROOT, OsStr::new("file"))
+        .expect("lookup")
+        .node;
+    let anew = world
+        .engine
+        .open(node, O_RDWR | 0o1000)
+        .expect("open")
+        .handle;
+    assert!(matches!(
+        world.engine.write(anew, 0, b"anew", None),
+        Ok(Written::Bytes(4))
+    ));
     end(&world, anew, Closing::Called);
     assert_eq!(ending(&world, "file"), Ending::Closed);
 }

@@ -11,7 +11,11 @@ use common::world::World;
 use firn_backing::{Caller, Errno, RenameFlags, SetTime, SimBacking};
 use firn_engine::{Closing, Engine, HandleId, NodeId, Pick, ROOT, SetAttr, Written};
 
-const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const CALLER: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 /// Only a call that hangs takes so long.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 const RDWR: i32 = 2;
@@ -25,15 +29,34 @@ struct Place {
 }
 
 fn place(engine: &Engine<SimBacking>, dir: &str) -> Place {
-    let dir = engine.mkdir(&CALLER, ROOT, OsStr::new(dir), 0o755).expect("mkdir").node;
-    let (entry, opened) = engine.create(&CALLER, dir, OsStr::new("file"), 0o644, RDWR).expect("create");
+    let dir = engine
+        .mkdir(&CALLER, ROOT, OsStr::new(dir), 0o755)
+        .expect("mkdir")
+        .node;
+    let (entry, opened) = engine
+        .create(&CALLER, dir, OsStr::new("file"), 0o644, RDWR)
+        .expect("create");
     let handle = opened.handle;
-    assert_eq!(engine.write(handle, 0, b"pending", None), Ok(Written::Bytes(7)));
-    Place { dir, node: entry.node, handle }
+    assert_eq!(
+        engine.write(handle, 0, b"pending", None),
+        Ok(Written::Bytes(7))
+    );
+    Place {
+        dir,
+        node: entry.node,
+        handle,
+    }
 }
 
 fn attributes() -> SetAttr {
-    SetAttr { mode: None, uid: None, gid: None, size: None, atime: SetTime::Keep, mtime: SetTime::Keep }
+    SetAttr {
+        mode: None,
+        uid: None,
+        gid: None,
+        size: None,
+        atime: SetTime::Keep,
+        mtime: SetTime::Keep,
+    }
 }
 
 fn drain(engine: &Engine<SimBacking>) {
@@ -51,44 +74,98 @@ type Request = fn(&Engine<SimBacking>, Place);
 /// Requests, each with a call of the backing that it makes and that hangs.
 fn requests() -> Vec<(&'static str, &'static str, Request)> {
     vec![
-        ("lookup", "lookup", |engine, place| ignore(engine.lookup(place.dir, OsStr::new("file")))),
-        ("stat", "attr", |engine, place| ignore(engine.attr(place.node, None))),
-        ("open", "attr", |engine, place| ignore(engine.open(place.node, 0))),
+        ("lookup", "lookup", |engine, place| {
+            ignore(engine.lookup(place.dir, OsStr::new("file")))
+        }),
+        ("stat", "attr", |engine, place| {
+            ignore(engine.attr(place.node, None))
+        }),
+        ("open", "attr", |engine, place| {
+            ignore(engine.open(place.node, 0))
+        }),
         ("create", "create", |engine, place| {
             ignore(engine.create(&CALLER, place.dir, OsStr::new("new"), 0o644, RDWR));
         }),
         ("mkdir", "mkdir", |engine, place| {
             ignore(engine.mkdir(&CALLER, place.dir, OsStr::new("new"), 0o755))
         }),
-        ("link", "link", |engine, place| ignore(engine.link(place.node, place.dir, OsStr::new("second")))),
-        ("unlink", "unlink", |engine, place| ignore(engine.unlink(place.dir, OsStr::new("file")))),
+        ("link", "link", |engine, place| {
+            ignore(engine.link(place.node, place.dir, OsStr::new("second")))
+        }),
+        ("unlink", "unlink", |engine, place| {
+            ignore(engine.unlink(place.dir, OsStr::new("file")))
+        }),
         ("rename", "rename", |engine, place| {
             let none = RenameFlags::empty();
-            ignore(engine.rename(place.dir, OsStr::new("file"), place.dir, OsStr::new("moved"), none));
+            ignore(engine.rename(
+                place.dir,
+                OsStr::new("file"),
+                place.dir,
+                OsStr::new("moved"),
+                none,
+            ));
         }),
         ("ftruncate", "set_len", |engine, place| {
-            ignore(engine.set_attr(place.node, SetAttr { size: Some(3), ..attributes() }, None));
+            ignore(engine.set_attr(
+                place.node,
+                SetAttr {
+                    size: Some(3),
+                    ..attributes()
+                },
+                None,
+            ));
         }),
         ("ftruncate to more", "set_len", |engine, place| {
-            ignore(engine.set_attr(place.node, SetAttr { size: Some(1 << 20), ..attributes() }, None));
+            ignore(engine.set_attr(
+                place.node,
+                SetAttr {
+                    size: Some(1 << 20),
+                    ..attributes()
+                },
+                None,
+            ));
         }),
-        ("open with O_TRUNC", "set_len", |engine, place| ignore(engine.open(place.node, 0o1002))),
+        ("open with O_TRUNC", "set_len", |engine, place| {
+            ignore(engine.open(place.node, 0o1002))
+        }),
         ("utimens", "set_times", |engine, place| {
-            ignore(engine.set_attr(place.node, SetAttr { mtime: SetTime::Now, ..attributes() }, None));
+            ignore(engine.set_attr(
+                place.node,
+                SetAttr {
+                    mtime: SetTime::Now,
+                    ..attributes()
+                },
+                None,
+            ));
         }),
         ("chmod", "set_mode", |engine, place| {
-            ignore(engine.set_attr(place.node, SetAttr { mode: Some(0o600), ..attributes() }, None));
+            ignore(engine.set_attr(
+                place.node,
+                SetAttr {
+                    mode: Some(0o600),
+                    ..attributes()
+                },
+                None,
+            ));
         }),
-        ("fallocate", "write_at", |engine, place| ignore(engine.allocate(place.handle, 0, 0, 1 << 16))),
-        ("fallocate", "allocate", |engine, place| ignore(engine.allocate(place.handle, 0, 0, 1 << 16))),
+        ("fallocate", "write_at", |engine, place| {
+            ignore(engine.allocate(place.handle, 0, 0, 1 << 16))
+        }),
+        ("fallocate", "allocate", |engine, place| {
+            ignore(engine.allocate(place.handle, 0, 0, 1 << 16))
+        }),
         ("copy", "copy_range", |engine, place| {
             ignore(engine.copy_range(place.handle, 0, place.handle, 100, 7));
         }),
-        ("read", "read_at", |engine, place| ignore(engine.read(place.handle, 0, &mut [0; 100]))),
+        ("read", "read_at", |engine, place| {
+            ignore(engine.read(place.handle, 0, &mut [0; 100]))
+        }),
         ("seek", "seek", |engine, place| {
             ignore(engine.seek(place.handle, 0, firn_backing::Seek::Data));
         }),
-        ("fsync", "sync", |engine, place| ignore(engine.sync_file(place.handle, false))),
+        ("fsync", "sync", |engine, place| {
+            ignore(engine.sync_file(place.handle, false))
+        }),
         ("readdir", "read_dir", |engine, place| {
             let dir = engine.open_dir(place.dir).expect("opendir");
             ignore(engine.read_dir(dir, 0, &mut |_| true));
@@ -107,34 +184,73 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
 /// All that a program may do with a file, and `firn status`.
 fn everything_else(engine: &Engine<SimBacking>, other: Place) {
     let name = OsStr::new("file");
-    assert_eq!(engine.write(other.handle, 7, b" more", None), Ok(Written::Bytes(5)));
+    assert_eq!(
+        engine.write(other.handle, 7, b" more", None),
+        Ok(Written::Bytes(5))
+    );
     let mut bytes = [0; 12];
     assert_eq!(engine.read(other.handle, 0, &mut bytes), Ok(12));
     assert_eq!(&bytes, b"pending more");
     assert_eq!(engine.attr(other.node, None).expect("stat").size, 12);
-    assert_eq!(engine.lookup(other.dir, name).expect("lookup").node, other.node);
+    assert_eq!(
+        engine.lookup(other.dir, name).expect("lookup").node,
+        other.node
+    );
     let opened = engine.open(other.node, RDWR).expect("open");
     engine.flush(opened.handle, Closing::Called, Box::new(|_| {}));
     engine.release(opened.handle);
     // A first write binds its file.
-    let (_, made) = engine.create(&CALLER, other.dir, OsStr::new("made"), 0o644, RDWR).expect("create");
-    assert_eq!(engine.write(made.handle, 0, b"new", None), Ok(Written::Bytes(3)));
+    let (_, made) = engine
+        .create(&CALLER, other.dir, OsStr::new("made"), 0o644, RDWR)
+        .expect("create");
+    assert_eq!(
+        engine.write(made.handle, 0, b"new", None),
+        Ok(Written::Bytes(3))
+    );
     let none = RenameFlags::empty();
-    engine.rename(other.dir, OsStr::new("made"), other.dir, OsStr::new("moved"), none).expect("rename");
-    engine.unlink(other.dir, OsStr::new("moved")).expect("unlink");
+    engine
+        .rename(
+            other.dir,
+            OsStr::new("made"),
+            other.dir,
+            OsStr::new("moved"),
+            none,
+        )
+        .expect("rename");
+    engine
+        .unlink(other.dir, OsStr::new("moved"))
+        .expect("unlink");
     engine.release(made.handle);
-    engine.set_attr(other.node, SetAttr { size: Some(5), ..attributes() }, None).expect("truncate");
+    engine
+        .set_attr(
+            other.node,
+            SetAttr {
+                size: Some(5),
+                ..attributes()
+            },
+            None,
+        )
+        .expect("truncate");
     let dir = engine.open_dir(other.dir).expect("opendir");
     engine.read_dir(dir, 0, &mut |_| true).expect("readdir");
     engine.release_dir(dir);
     let (tell, told) = mpsc::channel();
-    engine.fsync(other.handle, Box::new(move |result| tell.send(result).expect("somebody waits")));
+    engine.fsync(
+        other.handle,
+        Box::new(move |result| tell.send(result).expect("somebody waits")),
+    );
     drain(engine);
-    told.recv_timeout(HANG_LIMIT).expect("drained").expect("drained");
+    told.recv_timeout(HANG_LIMIT)
+        .expect("drained")
+        .expect("drained");
     engine.sync_file(other.handle, false).expect("fsync");
     let asked = Instant::now();
     let status = engine.status();
-    println!("    status of {} held bytes after {:?}", status.held_bytes, asked.elapsed());
+    println!(
+        "    status of {} held bytes after {:?}",
+        status.held_bytes,
+        asked.elapsed()
+    );
 }
 
 #[test]
@@ -146,7 +262,9 @@ fn regression_a_call_that_hangs_stops_nothing_but_its_file() {
         let other = place(engine, "other");
         if matches!(request, "read" | "seek" | "copy" | "end of a drain") {
             // Some of it is in the backing.
-            engine.write(hung.handle, 1 << 15, b"far", None).expect("write");
+            engine
+                .write(hung.handle, 1 << 15, b"far", None)
+                .expect("write");
         }
         println!("{request} hangs in {call}");
         let hang = world.backing.hang(call);
@@ -175,7 +293,10 @@ fn regression_a_call_that_hangs_stops_nothing_but_its_file() {
 fn await_call(hang: &firn_backing::sim::Hang, request: &str) {
     let deadline = Instant::now() + HANG_LIMIT;
     while !hang.is_reached() {
-        assert!(Instant::now() < deadline, "{request} never comes to the call");
+        assert!(
+            Instant::now() < deadline,
+            "{request} never comes to the call"
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -188,12 +309,27 @@ fn a_file_that_waits_for_a_truncation_is_written_and_read() {
     let hang = world.backing.hang("set_len");
     let theirs = Arc::clone(engine);
     let cut = std::thread::spawn(move || {
-        theirs.set_attr(file.node, SetAttr { size: Some(3), ..attributes() }, None).expect("truncate")
+        theirs
+            .set_attr(
+                file.node,
+                SetAttr {
+                    size: Some(3),
+                    ..attributes()
+                },
+                None,
+            )
+            .expect("truncate")
     });
     await_call(&hang, "ftruncate");
     // Later than the truncation, though the backing has not heard of that yet.
-    assert_eq!(engine.write(file.handle, 7, b"late", None), Ok(Written::Bytes(4)));
-    assert_eq!(engine.write(file.handle, 0, b"P", None), Ok(Written::Bytes(1)));
+    assert_eq!(
+        engine.write(file.handle, 7, b"late", None),
+        Ok(Written::Bytes(4))
+    );
+    assert_eq!(
+        engine.write(file.handle, 0, b"P", None),
+        Ok(Written::Bytes(1))
+    );
     hang.release();
     assert_eq!(cut.join().expect("truncate").size, 11);
     let mut bytes = [9; 11];

@@ -11,11 +11,21 @@ use firn_backing::sim::Fault;
 use firn_backing::{Backing, Caller, Errno, SetTime};
 use firn_engine::{Engine, HandleId, NodeId, Principal, ROOT, SetAttr, Written};
 
-const ROOT_CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const ROOT_CALLER: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 const O_RDWR: i32 = 2;
 const CAPABILITY: &str = "security.capability";
-const NOTHING: SetAttr =
-    SetAttr { mode: None, uid: None, gid: None, size: None, atime: SetTime::Keep, mtime: SetTime::Keep };
+const NOTHING: SetAttr = SetAttr {
+    mode: None,
+    uid: None,
+    gid: None,
+    size: None,
+    atime: SetTime::Keep,
+    mtime: SetTime::Keep,
+};
 
 /// A process of no rights, in one group.
 struct User {
@@ -34,17 +44,32 @@ impl Principal for User {
 const USER: User = User { group: 7 };
 
 fn create(world: &World, name: &str) -> (NodeId, HandleId) {
-    let (entry, opened) =
-        world.engine.create(&ROOT_CALLER, ROOT, OsStr::new(name), 0o777, O_RDWR).expect("create");
+    let (entry, opened) = world
+        .engine
+        .create(&ROOT_CALLER, ROOT, OsStr::new(name), 0o777, O_RDWR)
+        .expect("create");
     (entry.node, opened.handle)
 }
 
 fn write<B: Backing>(engine: &Engine<B>, handle: HandleId, offset: u64) {
-    assert_eq!(engine.write(handle, offset, b"some", Some(&USER)), Ok(Written::Bytes(4)));
+    assert_eq!(
+        engine.write(handle, offset, b"some", Some(&USER)),
+        Ok(Written::Bytes(4))
+    );
 }
 
 fn chmod(world: &World, node: NodeId, mode: u32) {
-    world.engine.set_attr(node, SetAttr { mode: Some(mode), ..NOTHING }, None).expect("chmod");
+    world
+        .engine
+        .set_attr(
+            node,
+            SetAttr {
+                mode: Some(mode),
+                ..NOTHING
+            },
+            None,
+        )
+        .expect("chmod");
 }
 
 fn mode(world: &World, node: NodeId) -> u32 {
@@ -62,13 +87,28 @@ fn calls(world: &World, work: impl FnOnce()) -> u64 {
 fn writes_to_a_file_without_privileges_ask_the_backing_nothing() {
     let world = World::new();
     let (node, made) = create(&world, "file");
-    assert_eq!(calls(&world, || (0..100).for_each(|at| write(&world.engine, made, at * 4))), 0, "a new file");
+    assert_eq!(
+        calls(&world, || (0..100).for_each(|at| write(
+            &world.engine,
+            made,
+            at * 4
+        ))),
+        0,
+        "a new file"
+    );
     world.drain_all();
     world.engine.release(made);
     let again = world.engine.open(node, O_RDWR).expect("open").handle;
-    assert!(calls(&world, || write(&world.engine, again, 0)) > 0, "the first write");
+    assert!(
+        calls(&world, || write(&world.engine, again, 0)) > 0,
+        "the first write"
+    );
     assert_eq!(
-        calls(&world, || (0..100).for_each(|at| write(&world.engine, again, at * 4))),
+        calls(&world, || (0..100).for_each(|at| write(
+            &world.engine,
+            again,
+            at * 4
+        ))),
         0,
         "the others"
     );
@@ -90,22 +130,42 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
     let mut goes = |given: &str, give: &dyn Fn()| {
         write(&world.engine, handle, 0);
         give();
-        assert!(world.engine.write_may_wait(handle, 4, Some(&USER)), "{given}");
+        assert!(
+            world.engine.write_may_wait(handle, 4, Some(&USER)),
+            "{given}"
+        );
         write(&world.engine, handle, 0);
         expected += 1;
         assert_eq!(mode(&world, node), 0o777, "{given}");
-        assert!(world.engine.get_xattr(node, OsStr::new(CAPABILITY)).is_err(), "{given}");
+        assert!(
+            world
+                .engine
+                .get_xattr(node, OsStr::new(CAPABILITY))
+                .is_err(),
+            "{given}"
+        );
         assert_eq!(told.load(Ordering::Relaxed), expected, "{given}");
-        assert_eq!(calls(&world, || write(&world.engine, handle, 0)), 0, "{given}, and once more");
+        assert_eq!(
+            calls(&world, || write(&world.engine, handle, 0)),
+            0,
+            "{given}, and once more"
+        );
     };
     goes("set-user-id", &|| chmod(&world, node, 0o4777));
     goes("both", &|| chmod(&world, node, 0o6777));
     goes("a capability", &|| {
-        world.engine.set_xattr(node, OsStr::new(CAPABILITY), b"cap", 0, None).expect("setcap");
+        world
+            .engine
+            .set_xattr(node, OsStr::new(CAPABILITY), b"cap", 0, None)
+            .expect("setcap");
     });
     goes("set-user-id, beside the mount", &|| {
         let object = world.engine.object_at(b"file").expect("object");
-        world.engine.backing().set_mode(&object, 0o4777).expect("chmod");
+        world
+            .engine
+            .backing()
+            .set_mode(&object, 0o4777)
+            .expect("chmod");
         assert_eq!(mode(&world, node), 0o4777, "the mount shows it");
     });
     goes("set-user-id, by a transaction that ends", &|| {
@@ -124,7 +184,10 @@ fn set_group_id_without_group_execute_stays_for_members() {
     let group = world.engine.attr(node, None).expect("attr").gid;
     chmod(&world, node, 0o6767);
     let member = User { group };
-    assert_eq!(world.engine.write(handle, 0, b"some", Some(&member)), Ok(Written::Bytes(4)));
+    assert_eq!(
+        world.engine.write(handle, 0, b"some", Some(&member)),
+        Ok(Written::Bytes(4))
+    );
     assert_eq!(mode(&world, node), 0o2767);
     write(&world.engine, handle, 0);
     assert_eq!(mode(&world, node), 0o767);
@@ -136,7 +199,10 @@ fn a_page_that_the_kernel_writes_takes_nothing_away() {
     let world = World::new();
     let (node, handle) = create(&world, "file");
     chmod(&world, node, 0o6777);
-    assert_eq!(world.engine.write(handle, 0, b"some", None), Ok(Written::Bytes(4)));
+    assert_eq!(
+        world.engine.write(handle, 0, b"some", None),
+        Ok(Written::Bytes(4))
+    );
     assert_eq!(mode(&world, node), 0o6777);
 }
 

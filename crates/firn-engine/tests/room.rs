@@ -10,7 +10,11 @@ use common::world::World;
 use firn_backing::Caller;
 use firn_engine::{HandleId, Pick, ROOT, Written};
 
-const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const CALLER: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 const O_RDWR: i32 = 2;
 /// Too few for a drain that nobody asks for, and many of them fill the arena.
 const SMALL: [u8; 12 << 10] = [1; 12 << 10];
@@ -18,7 +22,9 @@ const SMALL: [u8; 12 << 10] = [1; 12 << 10];
 const LARGE: [u8; 16 << 10] = [2; 16 << 10];
 
 fn create(world: &World, name: &str) -> HandleId {
-    let made = world.engine.create(&CALLER, ROOT, OsStr::new(name), 0o644, O_RDWR);
+    let made = world
+        .engine
+        .create(&CALLER, ROOT, OsStr::new(name), 0o644, O_RDWR);
     made.expect("create").1.handle
 }
 
@@ -37,16 +43,28 @@ fn fill(world: &World, prefix: &str) {
 fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
     let world = World::draining_after(Duration::from_secs(3600));
     let large = create(&world, "large");
-    assert_eq!(world.engine.write(large, 0, &LARGE, None), Ok(Written::Bytes(LARGE.len())));
-    let Pick::Job(job) = world.engine.pick(0) else { panic!("a large write is drained") };
+    assert_eq!(
+        world.engine.write(large, 0, &LARGE, None),
+        Ok(Written::Bytes(LARGE.len()))
+    );
+    let Pick::Job(job) = world.engine.pick(0) else {
+        panic!("a large write is drained")
+    };
     fill(&world, "before");
     let outcome = job.execute(&world.engine);
     world.engine.complete(job, outcome);
     fill(&world, "after");
     let told = Arc::new(Mutex::new(None));
     let tell = Arc::clone(&told);
-    world.engine.on_space(Box::new(move |result| *tell.lock().unwrap() = Some(result)));
+    world
+        .engine
+        .on_space(Box::new(move |result| *tell.lock().unwrap() = Some(result)));
     // What an IO thread does before it sleeps.
     while world.drain_step() {}
-    assert_eq!(*told.lock().unwrap(), Some(Ok(())), "{:?}", world.engine.status());
+    assert_eq!(
+        *told.lock().unwrap(),
+        Some(Ok(())),
+        "{:?}",
+        world.engine.status()
+    );
 }

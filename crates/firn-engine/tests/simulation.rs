@@ -16,7 +16,11 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::sync::{Arc, Mutex};
 
-const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const CALLER: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 const DIRS: [&str; 3] = ["d0", "d1", "d2"];
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 const FILE_MAX: u64 = 150_000;
@@ -69,7 +73,10 @@ impl Run {
             (true, true) => World::spilling(DrainPolicy::Demand),
         };
         for dir in DIRS {
-            world.engine.mkdir(&CALLER, ROOT, OsStr::new(dir), 0o755).expect("a directory");
+            world
+                .engine
+                .mkdir(&CALLER, ROOT, OsStr::new(dir), 0o755)
+                .expect("a directory");
         }
         if faults {
             world.arm_with_faults(seed);
@@ -114,7 +121,11 @@ impl Run {
         if std::env::var_os("FIRN_TRACE").is_some() {
             let ok = result.as_ref().map(|_| ()).map_err(|e| *e);
             let changes = self.changes();
-            eprintln!("{} line {}: {ok:?} {changes}", self.ops, std::panic::Location::caller().line());
+            eprintln!(
+                "{} line {}: {ok:?} {changes}",
+                self.ops,
+                std::panic::Location::caller().line()
+            );
         }
         if self.world.stopped() {
             return Err(Stopped);
@@ -130,12 +141,21 @@ impl Run {
     /// What the operation under way changes, for a trace.
     fn changes(&self) -> String {
         let sizes = |model: &Model| -> BTreeMap<String, (Object, usize)> {
-            model.names.iter().map(|(p, o)| (p.clone(), (*o, model.contents[o].len()))).collect()
+            model
+                .names
+                .iter()
+                .map(|(p, o)| (p.clone(), (*o, model.contents[o].len())))
+                .collect()
         };
-        let (before, after) = (sizes(&self.before), sizes(&self.model));
+        let before = sizes(&self.before);
+        let after = sizes(&self.model);
         let gone = before.iter().filter(|(p, v)| after.get(*p) != Some(v));
         let came = after.iter().filter(|(p, v)| before.get(*p) != Some(v));
-        format!("{:?} -> {:?}", gone.collect::<Vec<_>>(), came.collect::<Vec<_>>())
+        format!(
+            "{:?} -> {:?}",
+            gone.collect::<Vec<_>>(),
+            came.collect::<Vec<_>>()
+        )
     }
 
     fn step(&mut self) -> Result<(), Stopped> {
@@ -168,7 +188,10 @@ impl Run {
         let Some((path, _)) = self.model.names.iter().find(|(_, named)| **named == object) else {
             return Ok(None);
         };
-        let attr = self.world.find(path).and_then(|node| self.world.engine.attr(node, None));
+        let attr = self
+            .world
+            .find(path)
+            .and_then(|node| self.world.engine.attr(node, None));
         if self.world.stopped() {
             return Err(Stopped);
         }
@@ -185,10 +208,14 @@ impl Run {
     }
 
     fn list(&mut self) -> Result<(), Stopped> {
-        let Some(path) = self.existing() else { return Ok(()) };
+        let Some(path) = self.existing() else {
+            return Ok(());
+        };
         let object = self.model.names[&path];
         let result = HeldChunks::of(&self.world.engine, path.as_bytes());
-        let Some((held, pieces)) = self.outcome(result, Ok(()))? else { return Ok(()) };
+        let Some((held, pieces)) = self.outcome(result, Ok(()))? else {
+            return Ok(());
+        };
         let contents = self.model.contents[&object].clone();
         assert_eq!(held.bytes(), contents.len() as u64, "length of {path}");
         let behind = self.world.backing_tree();
@@ -198,7 +225,10 @@ impl Run {
             end += piece.bytes;
             let expected = &contents[piece.offset as usize..end as usize];
             match piece.place {
-                Place::Backing => assert_eq!(&behind[&path][piece.at as usize..][..expected.len()], expected),
+                Place::Backing => assert_eq!(
+                    &behind[&path][piece.at as usize..][..expected.len()],
+                    expected
+                ),
                 Place::Hole => assert!(expected.iter().all(|byte| *byte == 0)),
                 Place::Memory | Place::Spill => {}
             }
@@ -208,7 +238,12 @@ impl Run {
             let at = self.rng.random_range(0..LISTS_MAX);
             self.lists.swap_remove(at);
         }
-        self.lists.push(Listed { held, pieces, object, contents });
+        self.lists.push(Listed {
+            held,
+            pieces,
+            object,
+            contents,
+        });
         Ok(())
     }
 
@@ -217,20 +252,38 @@ impl Run {
             let at = self.rng.random_range(0..self.lists.len());
             self.lists.swap_remove(at);
         }
-        if self.world.stopped() { Err(Stopped) } else { Ok(()) }
+        if self.world.stopped() {
+            Err(Stopped)
+        } else {
+            Ok(())
+        }
     }
 
     /// S-chunks-1, S-chunks-2: whatever was done, what a list names has its bytes, and a change is told.
     fn check_lists(&self) {
-        for Listed { held, pieces, object, contents } in &self.lists {
+        for Listed {
+            held,
+            pieces,
+            object,
+            contents,
+        } in &self.lists
+        {
             for piece in pieces {
                 let expected = &contents[piece.offset as usize..][..piece.bytes as usize];
                 if let Some(found) = self.bytes_of(piece) {
-                    assert!(found == expected, "operation {}: {piece:?} has other bytes", self.ops);
+                    assert!(
+                        found == expected,
+                        "operation {}: {piece:?} has other bytes",
+                        self.ops
+                    );
                 }
             }
             let now = self.model.contents.get(object);
-            assert!(held.changed() || now == Some(contents), "operation {}: an untold change", self.ops);
+            assert!(
+                held.changed() || now == Some(contents),
+                "operation {}: an untold change",
+                self.ops
+            );
         }
     }
 
@@ -244,9 +297,11 @@ impl Run {
                 let bytes = unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) };
                 found.copy_from_slice(bytes);
             }
-            Place::Spill => {
-                arena.spill_file().expect("it is there").read(piece.at, &mut found).expect("read")
-            }
+            Place::Spill => arena
+                .spill_file()
+                .expect("it is there")
+                .read(piece.at, &mut found)
+                .expect("read"),
             Place::Backing | Place::Hole => return None,
         }
         Some(found)
@@ -254,16 +309,24 @@ impl Run {
 
     fn create(&mut self) -> Result<(), Stopped> {
         let path = self.any_path();
-        let expected = if self.model.names.contains_key(&path) { Err(Errno::EXIST) } else { Ok(()) };
+        let expected = if self.model.names.contains_key(&path) {
+            Err(Errno::EXIST)
+        } else {
+            Ok(())
+        };
         let object = expected.is_ok().then(|| self.model.create(&path));
-        let result = self
-            .world
-            .parent(&path)
-            .and_then(|(dir, name)| self.world.engine.create(&CALLER, dir, name, 0o644, O_RDWR | 0o200));
+        let result = self.world.parent(&path).and_then(|(dir, name)| {
+            self.world
+                .engine
+                .create(&CALLER, dir, name, 0o644, O_RDWR | 0o200)
+        });
         if let Some((_, opened)) = self.outcome(result, expected)? {
             let object = object.expect("it was to be made");
             self.changed(object)?;
-            self.open.push(Open { handle: opened.handle, object });
+            self.open.push(Open {
+                handle: opened.handle,
+                object,
+            });
         } else {
             self.model = self.before.clone();
         }
@@ -271,7 +334,9 @@ impl Run {
     }
 
     fn open_existing(&mut self) -> Result<(), Stopped> {
-        let Some(path) = self.existing() else { return Ok(()) };
+        let Some(path) = self.existing() else {
+            return Ok(());
+        };
         let truncates = self.rng.random_bool(0.3);
         let object = self.model.names[&path];
         if truncates {
@@ -281,10 +346,16 @@ impl Run {
         if truncates {
             self.times.remove(&object);
         }
-        let result = self.world.find(&path).and_then(|node| self.world.engine.open(node, flags));
+        let result = self
+            .world
+            .find(&path)
+            .and_then(|node| self.world.engine.open(node, flags));
         match self.outcome(result, Ok(()))? {
             Some(opened) => {
-                self.open.push(Open { handle: opened.handle, object });
+                self.open.push(Open {
+                    handle: opened.handle,
+                    object,
+                });
                 self.changed(object)?;
             }
             None => self.model = self.before.clone(),
@@ -301,7 +372,9 @@ impl Run {
     }
 
     fn write(&mut self) -> Result<(), Stopped> {
-        let Some((handle, object)) = self.any_open() else { return Ok(()) };
+        let Some((handle, object)) = self.any_open() else {
+            return Ok(());
+        };
         let len = self.model.contents[&object].len() as u64;
         let n = match self.rng.random_range(0..4) {
             0 => self.rng.random_range(1..100),
@@ -316,14 +389,23 @@ impl Run {
         };
         let tag: u8 = self.rng.random_range(1..=255);
         let data: Vec<u8> = (0..n).map(|i| tag ^ (i as u8).wrapping_mul(17)).collect();
-        self.partial = Some(Unacknowledged { object, offset, data: data.clone() });
+        self.partial = Some(Unacknowledged {
+            object,
+            offset,
+            data: data.clone(),
+        });
         self.times.remove(&object);
         let mut done = 0;
         while done < data.len() {
-            match self.world.engine.write(handle, offset + done as u64, &data[done..], None) {
+            match self
+                .world
+                .engine
+                .write(handle, offset + done as u64, &data[done..], None)
+            {
                 _ if self.world.stopped() => return Err(Stopped),
                 Ok(Written::Bytes(n)) => {
-                    self.model.write(object, offset + done as u64, &data[done..done + n]);
+                    self.model
+                        .write(object, offset + done as u64, &data[done..done + n]);
                     done += n;
                 }
                 // A writer waits for the drain; here it is the drain.
@@ -338,7 +420,9 @@ impl Run {
     fn make_room(&mut self) -> Result<(), Stopped> {
         let told = Arc::new(Mutex::new(None));
         let tell = Arc::clone(&told);
-        self.world.engine.on_space(Box::new(move |result| *tell.lock().unwrap() = Some(result)));
+        self.world
+            .engine
+            .on_space(Box::new(move |result| *tell.lock().unwrap() = Some(result)));
         for _ in 0..10_000 {
             if self.world.stopped() {
                 return Err(Stopped);
@@ -353,7 +437,10 @@ impl Run {
                     self.world.engine.drain_tree(b"");
                     while self.world.drain_step() {}
                     // Pinned files too.
-                    self.world.engine.evict_tree(b"").expect("the root is there");
+                    self.world
+                        .engine
+                        .evict_tree(b"")
+                        .expect("the root is there");
                 }
                 return Ok(());
             }
@@ -361,7 +448,11 @@ impl Run {
             if !self.world.drain_step() && !self.demand {
                 // An IO thread would sleep now, and only what failed is tried again.
                 let waits = told.lock().unwrap().is_none() && !self.world.stopped();
-                assert!(self.faults || !waits, "nobody is awake: {:?}", self.world.engine.status());
+                assert!(
+                    self.faults || !waits,
+                    "nobody is awake: {:?}",
+                    self.world.engine.status()
+                );
                 self.world.engine.drain_tree(b"");
             }
         }
@@ -369,17 +460,27 @@ impl Run {
     }
 
     fn truncate(&mut self) -> Result<(), Stopped> {
-        let Some(path) = self.existing() else { return Ok(()) };
+        let Some(path) = self.existing() else {
+            return Ok(());
+        };
         let object = self.model.names[&path];
         let size = match self.rng.random_range(0..3) {
             0 => 0,
-            1 => self.rng.random_range(0..=self.model.contents[&object].len() as u64),
+            1 => self
+                .rng
+                .random_range(0..=self.model.contents[&object].len() as u64),
             _ => self.rng.random_range(0..FILE_MAX),
         };
         self.model.truncate(object, size);
         self.times.remove(&object);
-        let set = SetAttr { size: Some(size), ..NOTHING };
-        let result = self.world.find(&path).and_then(|node| self.world.engine.set_attr(node, set, None));
+        let set = SetAttr {
+            size: Some(size),
+            ..NOTHING
+        };
+        let result = self
+            .world
+            .find(&path)
+            .and_then(|node| self.world.engine.set_attr(node, set, None));
         match self.outcome(result, Ok(()))? {
             Some(attr) => {
                 assert_eq!(attr.size, size);
@@ -391,12 +492,20 @@ impl Run {
     }
 
     fn rename(&mut self) -> Result<(), Stopped> {
-        let Some(from) = self.existing() else { return Ok(()) };
+        let Some(from) = self.existing() else {
+            return Ok(());
+        };
         let to = self.any_path();
         let there = self.model.names.contains_key(&to);
         let (flags, expected) = match self.rng.random_range(0..4) {
-            0 if from != to => (RenameFlags::EXCHANGE, if there { Ok(()) } else { Err(Errno::NOENT) }),
-            1 => (RenameFlags::NOREPLACE, if there { Err(Errno::EXIST) } else { Ok(()) }),
+            0 if from != to => (
+                RenameFlags::EXCHANGE,
+                if there { Ok(()) } else { Err(Errno::NOENT) },
+            ),
+            1 => (
+                RenameFlags::NOREPLACE,
+                if there { Err(Errno::EXIST) } else { Ok(()) },
+            ),
             _ => (RenameFlags::empty(), Ok(())),
         };
         match (flags, expected) {
@@ -423,7 +532,9 @@ impl Run {
     fn do_rename(&self, from: &str, to: &str, flags: RenameFlags) -> Result<(), Errno> {
         let (dir, name) = self.looked_up(from)?;
         let (new_dir, new_name) = self.looked_up(to)?;
-        self.world.engine.rename(dir, name, new_dir, new_name, flags)
+        self.world
+            .engine
+            .rename(dir, name, new_dir, new_name, flags)
     }
 
     /// Moves a directory away and back: two renames, with a crash possible between them.
@@ -443,9 +554,15 @@ impl Run {
     }
 
     fn link(&mut self) -> Result<(), Stopped> {
-        let Some(from) = self.existing() else { return Ok(()) };
+        let Some(from) = self.existing() else {
+            return Ok(());
+        };
         let to = self.any_path();
-        let expected = if self.model.names.contains_key(&to) { Err(Errno::EXIST) } else { Ok(()) };
+        let expected = if self.model.names.contains_key(&to) {
+            Err(Errno::EXIST)
+        } else {
+            Ok(())
+        };
         if expected.is_ok() {
             let object = self.model.names[&from];
             self.model.names.insert(to.clone(), object);
@@ -461,9 +578,13 @@ impl Run {
     }
 
     fn unlink(&mut self) -> Result<(), Stopped> {
-        let Some(path) = self.existing() else { return Ok(()) };
+        let Some(path) = self.existing() else {
+            return Ok(());
+        };
         self.model.names.remove(&path);
-        let result = self.looked_up(&path).and_then(|(dir, name)| self.world.engine.unlink(dir, name));
+        let result = self
+            .looked_up(&path)
+            .and_then(|(dir, name)| self.world.engine.unlink(dir, name));
         if self.outcome(result, Ok(()))?.is_none() {
             self.model = self.before.clone();
         }
@@ -482,7 +603,10 @@ impl Run {
             if self.world.stopped() {
                 return Err(Stopped);
             }
-            assert!(self.world.drain_step(), "someone waits and there is nothing to drain");
+            assert!(
+                self.world.drain_step(),
+                "someone waits and there is nothing to drain"
+            );
         }
         panic!("a wait does not end");
     }
@@ -505,12 +629,18 @@ impl Run {
     fn expect_in_backing(&self, object: Object) {
         let tree = self.world.backing_tree();
         for (path, found) in self.model.names.iter().filter(|(_, o)| **o == object) {
-            assert_eq!(tree.get(path), self.model.contents.get(found), "{path} after close");
+            assert_eq!(
+                tree.get(path),
+                self.model.contents.get(found),
+                "{path} after close"
+            );
         }
     }
 
     fn fsync(&mut self) -> Result<(), Stopped> {
-        let Some((handle, object)) = self.any_open() else { return Ok(()) };
+        let Some((handle, object)) = self.any_open() else {
+            return Ok(());
+        };
         let drained = self.wait(|done| self.world.engine.fsync(handle, done))?;
         if self.outcome(drained, Ok(()))?.is_none() {
             return Ok(());
@@ -519,8 +649,13 @@ impl Run {
         if self.outcome(synced, Ok(()))?.is_none() {
             return Ok(());
         }
-        let paths: Vec<&String> =
-            self.model.names.iter().filter(|(_, o)| **o == object).map(|(p, _)| p).collect();
+        let paths: Vec<&String> = self
+            .model
+            .names
+            .iter()
+            .filter(|(_, o)| **o == object)
+            .map(|(p, _)| p)
+            .collect();
         let loss = self.rng.random();
         // Hard links that an earlier firnd made are not known to this one, so it cannot sync them.
         if paths.is_empty() || self.world.lives() > 0 {
@@ -528,8 +663,12 @@ impl Run {
         }
         let after = self.world.backing.fork();
         after.power_loss(loss);
-        let whole = |path: &&String| lookup(&after, path).as_ref() == self.model.contents.get(&object);
-        let lens: Vec<_> = paths.iter().map(|p| lookup(&after, p).map(|c| c.len())).collect();
+        let whole =
+            |path: &&String| lookup(&after, path).as_ref() == self.model.contents.get(&object);
+        let lens: Vec<_> = paths
+            .iter()
+            .map(|p| lookup(&after, p).map(|c| c.len()))
+            .collect();
         let expected = self.model.contents[&object].len();
         assert!(
             paths.iter().all(whole),
@@ -539,12 +678,23 @@ impl Run {
     }
 
     fn set_time(&mut self) -> Result<(), Stopped> {
-        let Some(path) = self.existing() else { return Ok(()) };
+        let Some(path) = self.existing() else {
+            return Ok(());
+        };
         let object = self.model.names[&path];
         self.times.remove(&object);
-        let time = Time { sec: self.rng.random_range(0..1 << 30), nsec: 5 };
-        let set = SetAttr { mtime: SetTime::At(time), ..NOTHING };
-        let result = self.world.find(&path).and_then(|node| self.world.engine.set_attr(node, set, None));
+        let time = Time {
+            sec: self.rng.random_range(0..1 << 30),
+            nsec: 5,
+        };
+        let set = SetAttr {
+            mtime: SetTime::At(time),
+            ..NOTHING
+        };
+        let result = self
+            .world
+            .find(&path)
+            .and_then(|node| self.world.engine.set_attr(node, set, None));
         if let Some(attr) = self.outcome(result, Ok(()))? {
             assert_eq!(attr.mtime, time);
             self.times.insert(object, time);
@@ -563,7 +713,10 @@ impl Run {
             4 if self.demand => {
                 let path = self.existing().unwrap_or_default();
                 self.world.engine.drain_tree(path.as_bytes());
-                let _ = self.world.engine.pin_tree(path.as_bytes(), self.rng.random_bool(0.5));
+                let _ = self
+                    .world
+                    .engine
+                    .pin_tree(path.as_bytes(), self.rng.random_bool(0.5));
             }
             _ => {}
         }
@@ -573,13 +726,23 @@ impl Run {
         for _ in 0..self.rng.random_range(1..4) {
             self.world.drain_step();
         }
-        if self.world.stopped() { Err(Stopped) } else { Ok(()) }
+        if self.world.stopped() {
+            Err(Stopped)
+        } else {
+            Ok(())
+        }
     }
 
     fn read(&mut self) -> Result<(), Stopped> {
-        let Some((handle, object)) = self.any_open() else { return Ok(()) };
+        let Some((handle, object)) = self.any_open() else {
+            return Ok(());
+        };
         if let (Some(found), Some(time)) = (self.time_of(object)?, self.times.get(&object)) {
-            assert_eq!(found, *time, "operation {}: nobody changed the file", self.ops);
+            assert_eq!(
+                found, *time,
+                "operation {}: nobody changed the file",
+                self.ops
+            );
         }
         let contents = &self.model.contents[&object];
         let offset = self.rng.random_range(0..=contents.len() as u64 + 10);
@@ -601,7 +764,10 @@ impl Run {
     fn verify(&mut self) {
         self.world.drain_all();
         assert!(!self.world.stopped());
-        self.world.backing.fsck().expect("the simulated disk is whole");
+        self.world
+            .backing
+            .fsck()
+            .expect("the simulated disk is whole");
         let found = self.world.backing_tree();
         let matches = |model: &Model| {
             let mut expected = model.tree();
@@ -609,7 +775,9 @@ impl Run {
                 for (path, object) in &model.names {
                     let contents = &model.contents[object];
                     if *object == write.object
-                        && found.get(path).is_some_and(|f| partly(contents, f, write.offset, &write.data))
+                        && found
+                            .get(path)
+                            .is_some_and(|f| partly(contents, f, write.offset, &write.data))
                     {
                         expected.insert(path.clone(), found[path].clone());
                     }
@@ -627,7 +795,11 @@ impl Run {
         }
         self.verify_times();
         // The next life begins from what is there.
-        let mut model = if matches(&self.before) { self.before.clone() } else { self.model.clone() };
+        let mut model = if matches(&self.before) {
+            self.before.clone()
+        } else {
+            self.model.clone()
+        };
         for (path, contents) in found {
             let object = model.names[&path];
             model.contents.insert(object, contents);
@@ -635,7 +807,8 @@ impl Run {
         // A directory that was moved away when the world stopped goes back to its place.
         for dir in DIRS {
             if self.world.find(dir) == Err(Errno::NOENT) {
-                self.do_rename("moved", dir, RenameFlags::empty()).expect("it was moved");
+                self.do_rename("moved", dir, RenameFlags::empty())
+                    .expect("it was moved");
                 model.rename("moved", dir);
             }
         }
@@ -649,28 +822,45 @@ impl Run {
     /// S-attr-2: what was drained, also by a recovery, has the time that programs saw.
     fn verify_times(&self) {
         for (path, object) in &self.model.names {
-            let Some(expected) = self.times.get(object) else { continue };
+            let Some(expected) = self.times.get(object) else {
+                continue;
+            };
             // A name that is under way may lead elsewhere.
             if self.before.names.get(path) == Some(object) {
                 let node = self.world.find(path).expect("it is there");
-                let found = self.world.engine.attr(node, None).expect("attributes").mtime;
+                let found = self
+                    .world
+                    .engine
+                    .attr(node, None)
+                    .expect("attributes")
+                    .mtime;
                 assert_eq!(found, *expected, "operation {}: time of {path}", self.ops);
             }
         }
     }
 }
 
-const NOTHING: SetAttr =
-    SetAttr { mode: None, uid: None, gid: None, size: None, atime: SetTime::Keep, mtime: SetTime::Keep };
+const NOTHING: SetAttr = SetAttr {
+    mode: None,
+    uid: None,
+    gid: None,
+    size: None,
+    atime: SetTime::Keep,
+    mtime: SetTime::Keep,
+};
 
 fn difference(found: &BTreeMap<String, Vec<u8>>, expected: &BTreeMap<String, Vec<u8>>) -> String {
     let mut out = String::new();
     for path in found.keys().chain(expected.keys()) {
-        let (a, b) = (found.get(path), expected.get(path));
+        let a = found.get(path);
+        let b = expected.get(path);
         if a != b {
-            let at = a.zip(b).and_then(|(a, b)| a.iter().zip(b).position(|(x, y)| x != y));
+            let at = a
+                .zip(b)
+                .and_then(|(a, b)| a.iter().zip(b).position(|(x, y)| x != y));
             let lens = (a.map(Vec::len), b.map(Vec::len));
-            out += &format!("{path}: lengths (found, expected) {lens:?}, first difference {at:?}; ");
+            out +=
+                &format!("{path}: lengths (found, expected) {lens:?}, first difference {at:?}; ");
         }
     }
     out
@@ -729,8 +919,11 @@ fn live(
 }
 
 fn campaign(name: &str, share: u64, body: impl Fn(u64) -> u64 + std::panic::RefUnwindSafe) {
-    let seed = std::env::var("FIRN_SEED").ok().map(|s| s.parse::<u64>().expect("FIRN_SEED is a number"));
-    let total: u64 = std::env::var("FIRN_OPS").map_or(120_000, |s| s.parse().expect("FIRN_OPS is a number"));
+    let seed = std::env::var("FIRN_SEED")
+        .ok()
+        .map(|s| s.parse::<u64>().expect("FIRN_SEED is a number"));
+    let total: u64 =
+        std::env::var("FIRN_OPS").map_or(120_000, |s| s.parse().expect("FIRN_OPS is a number"));
     let start = seed.unwrap_or_else(rand::random);
     let mut done = 0;
     for n in 0.. {
@@ -743,7 +936,10 @@ fn campaign(name: &str, share: u64, body: impl Fn(u64) -> u64 + std::panic::RefU
             }
         }
         if seed.is_some() || done >= total / share {
-            println!("{name}: {done} operations in {} runs from FIRN_SEED={start}", n + 1);
+            println!(
+                "{name}: {done} operations in {} runs from FIRN_SEED={start}",
+                n + 1
+            );
             return;
         }
     }
@@ -752,13 +948,17 @@ fn campaign(name: &str, share: u64, body: impl Fn(u64) -> u64 + std::panic::RefU
 /// Proves S-write-1, S-crash-2, S-crash-4, S-crash-5, S-name-6.
 #[test]
 fn acknowledged_bytes_survive_a_stop_at_any_step() {
-    campaign("stops", 2, |seed| live(seed, 3, 60, false, |rng| rng.random_range(1..2500)).0);
+    campaign("stops", 2, |seed| {
+        live(seed, 3, 60, false, |rng| rng.random_range(1..2500)).0
+    });
 }
 
 /// Proves S-error-1.
 #[test]
 fn acknowledged_bytes_survive_a_failing_backing() {
-    campaign("faults", 4, |seed| live(seed, 2, 60, true, |rng| rng.random_range(500..6000)).0);
+    campaign("faults", 4, |seed| {
+        live(seed, 2, 60, true, |rng| rng.random_range(500..6000)).0
+    });
 }
 
 /// Proves S-write-3, S-write-5, S-read-1, S-close-1, S-fsync-1, S-fsync-2, S-crash-7, S-chunks-1, S-chunks-2,

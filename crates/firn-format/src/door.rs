@@ -16,7 +16,8 @@ pub const DOOR_VERSION: u32 = 3;
 
 /// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: who serves it and under which name.
 /// ENOTTY from any other file system.
-pub const IOCTL_TOKEN: u32 = (2 << 30) | ((size_of::<Token>() as u32) << 16) | ((b'F' as u32) << 8) | 0xd0;
+pub const IOCTL_TOKEN: u32 =
+    (2 << 30) | ((size_of::<Token>() as u32) << 16) | ((b'F' as u32) << 8) | 0xd0;
 
 /// Answer to [`IOCTL_TOKEN`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -94,7 +95,9 @@ impl Op {
     /// From the word of a request.
     pub fn from_word(word: u32) -> Option<Self> {
         use Op::*;
-        let stubs = [Adopt, Release, Read, Write, Attr, AttrOf, Truncate, Sync, Allocate];
+        let stubs = [
+            Adopt, Release, Read, Write, Attr, AttrOf, Truncate, Sync, Allocate,
+        ];
         let both = [Hello, OpenWrite, Lease, EndWrite, Extents, EndRead];
         both.into_iter().chain(stubs).find(|op| *op as u32 == word)
     }
@@ -124,15 +127,24 @@ pub enum Status {
 impl Status {
     /// From the word of a reply; what is unknown counts as [`Status::Malformed`].
     pub fn from_word(word: u32) -> Self {
-        [Self::Ok, Self::Version, Self::BadToken, Self::Busy, Self::Full, Self::Failed]
-            .into_iter()
-            .find(|status| *status as u32 == word)
-            .unwrap_or(Self::Malformed)
+        [
+            Self::Ok,
+            Self::Version,
+            Self::BadToken,
+            Self::Busy,
+            Self::Full,
+            Self::Failed,
+        ]
+        .into_iter()
+        .find(|status| *status as u32 == word)
+        .unwrap_or(Self::Malformed)
     }
 }
 
 /// A request: one packet.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
 #[repr(C)]
 pub struct Request {
     /// [`Op`].
@@ -146,7 +158,9 @@ pub struct Request {
 }
 
 /// An answer, or its head.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
 #[repr(C)]
 pub struct Reply {
     /// [`Status`].
@@ -168,7 +182,9 @@ pub struct Reply {
 }
 
 /// A leased slab: where its data and records are.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
 #[repr(C)]
 pub struct Slab {
     /// Start of the chunk's data, in bytes from the start of the arena.

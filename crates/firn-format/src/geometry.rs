@@ -65,8 +65,15 @@ impl Geometry {
     }
 
     /// The layout for `arena_bytes` of chunks in memory and `spill_bytes` in the spill file.
-    pub fn with_spill(arena_bytes: u64, chunk_bytes: u64, spill_bytes: u64) -> Result<Self, FormatError> {
-        let field = |why: String| FormatError::Field { what: "geometry", why };
+    pub fn with_spill(
+        arena_bytes: u64,
+        chunk_bytes: u64,
+        spill_bytes: u64,
+    ) -> Result<Self, FormatError> {
+        let field = |why: String| FormatError::Field {
+            what: "geometry",
+            why,
+        };
         if !chunk_bytes.is_power_of_two() || !(CHUNK_MIN..=CHUNK_MAX).contains(&chunk_bytes) {
             return Err(field(format!(
                 "chunk-size {chunk_bytes} must be a power of two from {CHUNK_MIN} to {CHUNK_MAX}"
@@ -90,15 +97,23 @@ impl Geometry {
             .ok()
             .filter(|spilled| spilled.checked_add(chunk_count).is_some())
             .ok_or_else(|| {
-                field(format!("arena-size and spill-size {spill_bytes} are more than 2^32 chunks"))
+                field(format!(
+                    "arena-size and spill-size {spill_bytes} are more than 2^32 chunks"
+                ))
             })?;
         // One record of a file's name is some 200 bytes; 1/16 of the data holds the names of as many files
         // of 4 KiB as fit, and room that is not used has no memory. Of the chunks, not of `arena_bytes`: the
         // superblock keeps only the chunks, and the same size must follow from them.
         let data_bytes = count * chunk_bytes;
-        let journal_half_bytes =
-            (data_bytes / 16).clamp(4 * JOURNAL_STEP, 4 << 30).next_multiple_of(JOURNAL_STEP);
-        Ok(Self { chunk_bytes, chunk_count, spill_count, journal_half_bytes })
+        let journal_half_bytes = (data_bytes / 16)
+            .clamp(4 * JOURNAL_STEP, 4 << 30)
+            .next_multiple_of(JOURNAL_STEP);
+        Ok(Self {
+            chunk_bytes,
+            chunk_count,
+            spill_count,
+            journal_half_bytes,
+        })
     }
 
     /// Number of chunks, wherever their data is.
@@ -150,7 +165,8 @@ impl Geometry {
     }
     /// Where the first slot begins.
     pub fn data_offset(&self) -> u64 {
-        self.table_offset(self.chunks()).next_multiple_of(DATA_ALIGN)
+        self.table_offset(self.chunks())
+            .next_multiple_of(DATA_ALIGN)
     }
     /// Where slot `slot` of memory begins. Which chunk is in it, its home says.
     pub fn slot_offset(&self, slot: u32) -> u64 {
@@ -158,14 +174,22 @@ impl Geometry {
     }
     /// Bytes of the file that have memory from the start.
     pub fn allocated_bytes(&self) -> u64 {
-        self.allocated_ranges().iter().map(|range| range.end - range.start).sum()
+        self.allocated_ranges()
+            .iter()
+            .map(|range| range.end - range.start)
+            .sum()
     }
     /// The ranges of the file that have memory from the start: all but what the journal may grow into and
     /// what aligns the data.
     pub fn allocated_ranges(&self) -> [std::ops::Range<u64>; 4] {
         let half = |half| self.journal_offset(half)..self.journal_offset(half) + JOURNAL_STEP;
         let tables = self.table_offset(0)..self.table_offset(self.chunks());
-        [0..half(0).end, half(1), tables, self.data_offset()..self.file_bytes()]
+        [
+            0..half(0).end,
+            half(1),
+            tables,
+            self.data_offset()..self.file_bytes(),
+        ]
     }
     /// Bytes of the whole file.
     pub fn file_bytes(&self) -> u64 {
@@ -179,12 +203,18 @@ mod tests {
 
     #[test]
     fn areas_follow_each_other_without_overlap() {
-        for (arena, chunk) in
-            [(64 << 10, 64 << 10), (16 << 20, 4 << 20), (1 << 30, 64 << 20), (256 << 20, 128 << 10)]
-        {
+        for (arena, chunk) in [
+            (64 << 10, 64 << 10),
+            (16 << 20, 4 << 20),
+            (1 << 30, 64 << 20),
+            (256 << 20, 128 << 10),
+        ] {
             let g = Geometry::with_spill(arena, chunk, 3 * chunk).unwrap();
             assert!(g.word_offset(WORDS_COUNT - 1) + 4 <= g.journal_offset(0));
-            assert_eq!((g.spill_bytes(), g.chunks() - g.chunk_count), (3 * chunk, 3));
+            assert_eq!(
+                (g.spill_bytes(), g.chunks() - g.chunk_count),
+                (3 * chunk, 3)
+            );
             assert!(g.journal_offset(1) == g.journal_offset(0) + g.journal_half_bytes);
             assert!(g.allocated_ranges().is_sorted_by(|a, b| a.end <= b.start));
             assert!(JOURNAL_STEP <= g.journal_half_bytes);
@@ -197,7 +227,10 @@ mod tests {
 
     #[test]
     fn regression_a_size_that_is_no_multiple_of_the_chunk_gives_the_layout_of_its_chunks() {
-        for (arena, chunk) in [((256 << 20) + (3 << 20), 4 << 20), (2_151_678_000, 512 << 20)] {
+        for (arena, chunk) in [
+            ((256 << 20) + (3 << 20), 4 << 20),
+            (2_151_678_000, 512 << 20),
+        ] {
             let g = Geometry::new(arena, chunk).unwrap();
             assert_eq!(Geometry::new(g.data_bytes(), chunk), Ok(g));
         }
@@ -213,15 +246,25 @@ mod tests {
 
     #[test]
     fn impossible_sizes_are_refused_with_the_option_to_change() {
-        for (arena, chunk) in [(1 << 20, 4 << 20), (1 << 20, 3 << 16), (1 << 20, 1 << 10), (0, 1 << 20)] {
+        for (arena, chunk) in [
+            (1 << 20, 4 << 20),
+            (1 << 20, 3 << 16),
+            (1 << 20, 1 << 10),
+            (0, 1 << 20),
+        ] {
             let text = Geometry::new(arena, chunk).unwrap_err().to_string();
-            assert!(text.contains("arena-size") || text.contains("chunk-size"), "{text}");
+            assert!(
+                text.contains("arena-size") || text.contains("chunk-size"),
+                "{text}"
+            );
         }
     }
 
     #[test]
     fn a_spill_file_below_one_chunk_is_refused_with_the_option_to_change() {
-        let text = Geometry::with_spill(16 << 20, 4 << 20, 1 << 20).unwrap_err().to_string();
+        let text = Geometry::with_spill(16 << 20, 4 << 20, 1 << 20)
+            .unwrap_err()
+            .to_string();
         assert!(text.contains("spill-size"), "{text}");
     }
 

@@ -28,7 +28,8 @@ impl Home {
 
     /// From the stored word of `chunk`; `None` is damage, or no home.
     pub fn from_word(word: u64, chunk: u32) -> Option<Self> {
-        let (slot, found) = (word as u32, (word >> 32) as u32);
+        let slot = word as u32;
+        let found = (word >> 32) as u32;
         if found == sum(MEMORY, chunk, slot) {
             Some(Self::Memory(slot))
         } else if found == sum(SPILL, chunk, slot) {
@@ -66,11 +67,22 @@ mod tests {
     #[test]
     fn one_or_two_flipped_bits_are_never_another_home() {
         for chunk in SLOTS {
-            for home in SLOTS.iter().flat_map(|s| [Home::Memory(*s), Home::Spill(*s)]) {
+            for home in SLOTS
+                .iter()
+                .flat_map(|s| [Home::Memory(*s), Home::Spill(*s)])
+            {
                 let word = home.to_word(chunk);
                 for (a, b) in (0..64).flat_map(|a| (0..64).map(move |b| (a, b))) {
-                    let flipped = if a == b { word ^ 1 << a } else { word ^ 1 << a ^ 1 << b };
-                    assert_eq!(Home::from_word(flipped, chunk), None, "{home:?} bits {a} {b}");
+                    let flipped = if a == b {
+                        word ^ 1 << a
+                    } else {
+                        word ^ 1 << a ^ 1 << b
+                    };
+                    assert_eq!(
+                        Home::from_word(flipped, chunk),
+                        None,
+                        "{home:?} bits {a} {b}"
+                    );
                 }
             }
         }

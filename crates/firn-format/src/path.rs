@@ -159,8 +159,9 @@ impl<'de> Deserialize<'de> for BytePath {
                 if let Some(more) = map.next_key::<String>()? {
                     return Err(A::Error::unknown_field(&more, &[ESCAPED]));
                 }
-                let refused =
-                    || A::Error::invalid_value(Unexpected::Str(&text), &"\\\\ or \\x and two digits");
+                let refused = || {
+                    A::Error::invalid_value(Unexpected::Str(&text), &"\\\\ or \\x and two digits")
+                };
                 unescaped(&text).map(BytePath).ok_or_else(refused)
             }
         }
@@ -227,12 +228,17 @@ pub mod exact_option {
     use super::{BytePath, Deserialize, Deserializer, PathBuf, Serialize, Serializer};
 
     /// Writes it.
-    pub fn serialize<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+    pub fn serialize<S: Serializer>(
+        path: &Option<PathBuf>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         path.as_deref().map(BytePath::from).serialize(serializer)
     }
 
     /// Reads it.
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<PathBuf>, D::Error> {
+    pub fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<PathBuf>, D::Error> {
         Ok(Option::<BytePath>::deserialize(deserializer)?.map(PathBuf::from))
     }
 }
@@ -252,7 +258,10 @@ mod tests {
         assert_eq!(json(b"step_100/rank0"), "\"step_100/rank0\"");
         assert_eq!(json("Prüfpunkt\\x\n".as_bytes()), r#""Prüfpunkt\\x\n""#);
         assert_eq!(json(b"caf\xe9"), r#"{"escaped":"caf\\xe9"}"#);
-        assert_eq!(json(b"\\xe9\xe9\n\xc3\xa9"), r#"{"escaped":"\\\\xe9\\xe9\né"}"#);
+        assert_eq!(
+            json(b"\\xe9\xe9\n\xc3\xa9"),
+            r#"{"escaped":"\\\\xe9\\xe9\né"}"#
+        );
     }
 
     #[test]
@@ -281,8 +290,14 @@ mod tests {
 
     #[test]
     fn paths_that_look_alike_stay_apart() {
-        let names: [&[u8]; 6] =
-            [b"\xff", "\u{fffd}".as_bytes(), b"\\xff", b"{\"escaped\":\"\\\\xff\"}", b"\xfe", b""];
+        let names: [&[u8]; 6] = [
+            b"\xff",
+            "\u{fffd}".as_bytes(),
+            b"\\xff",
+            b"{\"escaped\":\"\\\\xff\"}",
+            b"\xfe",
+            b"",
+        ];
         let written: std::collections::HashSet<_> = names.iter().map(|name| json(name)).collect();
         assert_eq!(written.len(), names.len());
     }

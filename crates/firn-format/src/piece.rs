@@ -89,9 +89,17 @@ pub struct RawPiece {
 impl Piece {
     /// As it is stored in a slab of `generation`.
     pub fn raw(&self, generation: u64) -> RawPiece {
-        debug_assert!(self.file <= FILE_MAX && self.sequence <= SEQUENCE_MAX, "{self:?}");
+        debug_assert!(
+            self.file <= FILE_MAX && self.sequence <= SEQUENCE_MAX,
+            "{self:?}"
+        );
         let seal = self.seal(generation);
-        RawPiece { who: self.who(), offset: self.offset, place: self.place(), seal }
+        RawPiece {
+            who: self.who(),
+            offset: self.offset,
+            place: self.place(),
+            seal,
+        }
     }
 
     /// The word [`word::WHO`].
@@ -134,7 +142,9 @@ pub struct Seals {
 impl Seals {
     /// Of `piece`, whatever its length, in a slab of `generation`.
     pub fn new(piece: &Piece, generation: u64) -> Self {
-        Self { none: Piece { len: 0, ..*piece }.checksum(generation) }
+        Self {
+            none: Piece { len: 0, ..*piece }.checksum(generation),
+        }
     }
 
     /// [`Piece::seal`] where the piece has `len` bytes.
@@ -186,7 +196,12 @@ pub enum Checked {
 
 impl RawPiece {
     /// Checks against a slab of `generation` that covers `slab_start..slab_end` of its chunk.
-    pub fn check(&self, generation: u64, slab_start: u64, slab_end: u64) -> Result<Checked, FormatError> {
+    pub fn check(
+        &self,
+        generation: u64,
+        slab_start: u64,
+        slab_end: u64,
+    ) -> Result<Checked, FormatError> {
         if self.seal == dead(generation) {
             return Ok(Checked::Dead);
         }
@@ -197,19 +212,34 @@ impl RawPiece {
             position: (self.place >> 32) as u32,
             len: (self.seal & !FROZEN) as u32,
         };
-        let (found, expected) = ((self.seal >> 32) as u32, piece.checksum(generation));
+        let found = (self.seal >> 32) as u32;
+        let expected = piece.checksum(generation);
         if found != expected {
-            return Err(FormatError::Checksum { what: "piece record", found, expected });
+            return Err(FormatError::Checksum {
+                what: "piece record",
+                found,
+                expected,
+            });
         }
         let start = u64::from(piece.position);
         if piece.len == 0 || start < slab_start || start + u64::from(piece.len) > slab_end {
             return Err(FormatError::Field {
                 what: "piece record",
-                why: format!("{} bytes at {start} leave the slab {slab_start}..{slab_end}", piece.len),
+                why: format!(
+                    "{} bytes at {start} leave the slab {slab_start}..{slab_end}",
+                    piece.len
+                ),
             });
         }
-        if piece.offset.checked_add(u64::from(piece.len)).is_none_or(|end| end > i64::MAX as u64) {
-            return Err(FormatError::Field { what: "piece record", why: "beyond the largest file".into() });
+        if piece
+            .offset
+            .checked_add(u64::from(piece.len))
+            .is_none_or(|end| end > i64::MAX as u64)
+        {
+            return Err(FormatError::Field {
+                what: "piece record",
+                why: "beyond the largest file".into(),
+            });
         }
         Ok(Checked::Live(piece))
     }
@@ -221,17 +251,32 @@ mod tests {
 
     #[test]
     fn a_record_of_an_earlier_lease_does_not_verify() {
-        let piece = Piece { file: 1, offset: 2, sequence: 3, position: 4, len: 5 };
+        let piece = Piece {
+            file: 1,
+            offset: 2,
+            sequence: 3,
+            position: 4,
+            len: 5,
+        };
         assert_eq!(piece.raw(7).check(7, 0, 100), Ok(Checked::Live(piece)));
         assert!(piece.raw(7).check(8, 0, 100).is_err());
-        let past = RawPiece { seal: dead(7), ..piece.raw(8) };
+        let past = RawPiece {
+            seal: dead(7),
+            ..piece.raw(8)
+        };
         assert_eq!(past.check(7, 0, 100), Ok(Checked::Dead));
         assert!(past.check(8, 0, 100).is_err());
     }
 
     #[test]
     fn any_flipped_bit_is_found() {
-        let piece = Piece { file: FILE_MAX, offset: 1 << 30, sequence: 77, position: 4096, len: 4096 };
+        let piece = Piece {
+            file: FILE_MAX,
+            offset: 1 << 30,
+            sequence: 77,
+            position: 4096,
+            len: 4096,
+        };
         let good = piece.raw(1);
         for bit in 0..64 {
             for field in 0..5 {
@@ -253,16 +298,31 @@ mod tests {
 
     #[test]
     fn the_largest_numbers_come_back() {
-        let piece =
-            Piece { file: FILE_MAX, offset: 3, sequence: SEQUENCE_MAX, position: u32::MAX - 9, len: 9 };
+        let piece = Piece {
+            file: FILE_MAX,
+            offset: 3,
+            sequence: SEQUENCE_MAX,
+            position: u32::MAX - 9,
+            len: 9,
+        };
         assert_eq!(piece.raw(7).check(7, 0, 1 << 32), Ok(Checked::Live(piece)));
-        let other = Piece { file: FILE_MAX - 1, sequence: SEQUENCE_MAX - (1 << 32), ..piece };
+        let other = Piece {
+            file: FILE_MAX - 1,
+            sequence: SEQUENCE_MAX - (1 << 32),
+            ..piece
+        };
         assert_eq!(other.raw(7).check(7, 0, 1 << 32), Ok(Checked::Live(other)));
     }
 
     #[test]
     fn a_frozen_piece_is_the_same_piece_and_poison_is_none() {
-        let piece = Piece { file: 1, offset: 2, sequence: 3, position: 4, len: 5 };
+        let piece = Piece {
+            file: 1,
+            offset: 2,
+            sequence: 3,
+            position: 4,
+            len: 5,
+        };
         let mut record = piece.raw(7);
         record.seal |= FROZEN;
         assert_eq!(record.check(7, 0, 100), Ok(Checked::Live(piece)));
@@ -272,18 +332,34 @@ mod tests {
 
     #[test]
     fn a_piece_that_grows_has_the_seals_of_pieces_of_each_length() {
-        let piece = Piece { file: 9, offset: 1 << 33, sequence: 77, position: 4096, len: 1 };
+        let piece = Piece {
+            file: 9,
+            offset: 1 << 33,
+            sequence: 77,
+            position: 4096,
+            len: 1,
+        };
         for generation in [0, 1, 77, u64::MAX] {
             let seals = Seals::new(&piece, generation);
             for len in (0..32).flat_map(|bit| [1 << bit, (1 << bit) - 1, 0x1234_5678 >> bit]) {
-                assert_eq!(seals.at(len), Piece { len, ..piece }.seal(generation), "{len} bytes");
+                assert_eq!(
+                    seals.at(len),
+                    Piece { len, ..piece }.seal(generation),
+                    "{len} bytes"
+                );
             }
         }
     }
 
     #[test]
     fn a_piece_that_leaves_its_slab_is_refused() {
-        let piece = Piece { file: 1, offset: 0, sequence: 1, position: 60, len: 50 };
+        let piece = Piece {
+            file: 1,
+            offset: 0,
+            sequence: 1,
+            position: 60,
+            len: 50,
+        };
         assert!(piece.raw(1).check(1, 0, 100).is_err());
         assert!(piece.raw(1).check(1, 64, 200).is_err());
     }

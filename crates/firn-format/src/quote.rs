@@ -33,7 +33,9 @@ pub fn quoted_path(path: &Path) -> String {
 /// A message, whose names may be quoted already: as [`quoted`], but a backslash stays as it is.
 pub fn printable(message: &str) -> String {
     let mut text = String::with_capacity(message.len());
-    message.chars().for_each(|character| put(&mut text, character));
+    message
+        .chars()
+        .for_each(|character| put(&mut text, character));
     text
 }
 
@@ -81,7 +83,10 @@ mod tests {
     #[test]
     fn controls_directions_and_bytes_are_spelt_out() {
         assert_eq!(quoted(b"a\nb\x1b[31m\x7f"), r"a\nb\x1b[31m\x7f");
-        assert_eq!(quoted("\u{9b}31m\u{202e}txt\u{2066}".as_bytes()), r"\u{9b}31m\u{202e}txt\u{2066}");
+        assert_eq!(
+            quoted("\u{9b}31m\u{202e}txt\u{2066}".as_bytes()),
+            r"\u{9b}31m\u{202e}txt\u{2066}"
+        );
         assert_eq!(quoted(b"\xff\xfe\\n"), r"\xff\xfe\\n");
         assert_eq!(printable("\x1b]0;t\x07 \\x1b"), r"\x1b]0;t\x07 \x1b");
         assert!(is_printable(r"\x1b") && !is_printable("\u{2069}"));
@@ -90,8 +95,17 @@ mod tests {
     #[test]
     fn no_two_names_are_shown_alike() {
         let mut seen = std::collections::HashMap::new();
-        let parts: [&[u8]; 9] =
-            [b"\n", b"\\n", b"\\", b"n", b"\x1b", b"\\x1b", b"\xff", b"\\xff", "\u{202e}".as_bytes()];
+        let parts: [&[u8]; 9] = [
+            b"\n",
+            b"\\n",
+            b"\\",
+            b"n",
+            b"\x1b",
+            b"\\x1b",
+            b"\xff",
+            b"\\xff",
+            "\u{202e}".as_bytes(),
+        ];
         for first in parts {
             for second in parts {
                 for third in parts {

@@ -173,7 +173,12 @@ impl Record {
     pub fn encode(&self) -> Vec<u8> {
         let mut w = Writer(Vec::with_capacity(64));
         match self {
-            Self::Bind { file, identity, paths, ending } => {
+            Self::Bind {
+                file,
+                identity,
+                paths,
+                ending,
+            } => {
                 match ending {
                     Ending::Open => w.tag(BIND),
                     // In a record of their own, with its frame, the closed files of a snapshot took a third more.
@@ -195,26 +200,61 @@ impl Record {
             Self::NameRemoved { file, path } => {
                 w.tag(NAME_REMOVED).u64(*file).bytes(path);
             }
-            Self::RenameBegin { id, from, to, exchange } => {
-                w.tag(RENAME_BEGIN).u64(*id).bytes(from).bytes(to).u8(u8::from(*exchange));
+            Self::RenameBegin {
+                id,
+                from,
+                to,
+                exchange,
+            } => {
+                w.tag(RENAME_BEGIN)
+                    .u64(*id)
+                    .bytes(from)
+                    .bytes(to)
+                    .u8(u8::from(*exchange));
             }
             Self::RenameEnd { id, done } => {
                 w.tag(RENAME_END).u64(*id).u8(u8::from(*done));
             }
-            Self::TruncateBegin { file, sequence, size } => {
+            Self::TruncateBegin {
+                file,
+                sequence,
+                size,
+            } => {
                 w.tag(TRUNCATE_BEGIN).u64(*file).u64(*sequence).u64(*size);
             }
-            Self::TruncateEnd { file, sequence, size, done } => {
-                w.tag(TRUNCATE_END).u64(*file).u64(*sequence).u64(*size).u8(u8::from(*done));
+            Self::TruncateEnd {
+                file,
+                sequence,
+                size,
+                done,
+            } => {
+                w.tag(TRUNCATE_END)
+                    .u64(*file)
+                    .u64(*sequence)
+                    .u64(*size)
+                    .u8(u8::from(*done));
             }
-            Self::Void { file, offset, len, sequence } => {
+            Self::Void {
+                file,
+                offset,
+                len,
+                sequence,
+            } => {
                 w.tag(VOID).u64(*file).u64(*offset).u64(*len).u64(*sequence);
             }
             Self::VoidsPassed { file, sequence } => {
                 w.tag(VOIDS_PASSED).u64(*file).u64(*sequence);
             }
-            Self::ModifiedAt { file, time, written } => {
-                w.tag(MODIFIED_AT).u64(*file).u64(time.0 as u64).u32(time.1).u64(*written);
+            Self::ModifiedAt {
+                file,
+                time,
+                written,
+            } => {
+                w.tag(MODIFIED_AT)
+                    .u64(*file)
+                    .u64(time.0 as u64)
+                    .u32(time.1)
+                    .u64(*written);
             }
             Self::Ended { file, ending } => {
                 w.tag(ENDED).u64(*file).u8(*ending as u8);
@@ -231,45 +271,100 @@ impl Record {
         let mut r = Reader(bytes);
         let record = match r.u8()? {
             kind @ (BIND | BIND_ENDED) => {
-                let ending = if kind == BIND { Ending::Open } else { r.ending()? };
+                let ending = if kind == BIND {
+                    Ending::Open
+                } else {
+                    r.ending()?
+                };
                 if kind == BIND_ENDED && ending == Ending::Open {
-                    return Err(damaged("an open file in a record of one that is not".into()));
+                    return Err(damaged(
+                        "an open file in a record of one that is not".into(),
+                    ));
                 }
                 let file = r.u64()?;
-                let (dev, ino) = (r.u64()?, r.u64()?);
-                let btime = if r.flag()? { Some((r.u64()? as i64, r.u32()?)) } else { None };
+                let dev = r.u64()?;
+                let ino = r.u64()?;
+                let btime = if r.flag()? {
+                    Some((r.u64()? as i64, r.u32()?))
+                } else {
+                    None
+                };
                 let count = r.u32()?;
                 let paths = (0..count).map(|_| r.bytes()).collect::<Result<_, _>>()?;
-                Self::Bind { file, identity: Identity { dev, ino, btime }, paths, ending }
+                Self::Bind {
+                    file,
+                    identity: Identity { dev, ino, btime },
+                    paths,
+                    ending,
+                }
             }
-            NAME_ADDED => Self::NameAdded { file: r.u64()?, path: r.bytes()? },
-            NAME_REMOVED => Self::NameRemoved { file: r.u64()?, path: r.bytes()? },
-            RENAME_BEGIN => {
-                Self::RenameBegin { id: r.u64()?, from: r.bytes()?, to: r.bytes()?, exchange: r.flag()? }
-            }
-            RENAME_END => Self::RenameEnd { id: r.u64()?, done: r.flag()? },
-            TRUNCATE_BEGIN => Self::TruncateBegin { file: r.u64()?, sequence: r.u64()?, size: r.u64()? },
-            TRUNCATE_END => {
-                Self::TruncateEnd { file: r.u64()?, sequence: r.u64()?, size: r.u64()?, done: r.flag()? }
-            }
-            VOID => Self::Void { file: r.u64()?, offset: r.u64()?, len: r.u64()?, sequence: r.u64()? },
-            VOIDS_PASSED => Self::VoidsPassed { file: r.u64()?, sequence: r.u64()? },
-            MODIFIED_AT => {
-                Self::ModifiedAt { file: r.u64()?, time: (r.u64()? as i64, r.u32()?), written: r.u64()? }
-            }
+            NAME_ADDED => Self::NameAdded {
+                file: r.u64()?,
+                path: r.bytes()?,
+            },
+            NAME_REMOVED => Self::NameRemoved {
+                file: r.u64()?,
+                path: r.bytes()?,
+            },
+            RENAME_BEGIN => Self::RenameBegin {
+                id: r.u64()?,
+                from: r.bytes()?,
+                to: r.bytes()?,
+                exchange: r.flag()?,
+            },
+            RENAME_END => Self::RenameEnd {
+                id: r.u64()?,
+                done: r.flag()?,
+            },
+            TRUNCATE_BEGIN => Self::TruncateBegin {
+                file: r.u64()?,
+                sequence: r.u64()?,
+                size: r.u64()?,
+            },
+            TRUNCATE_END => Self::TruncateEnd {
+                file: r.u64()?,
+                sequence: r.u64()?,
+                size: r.u64()?,
+                done: r.flag()?,
+            },
+            VOID => Self::Void {
+                file: r.u64()?,
+                offset: r.u64()?,
+                len: r.u64()?,
+                sequence: r.u64()?,
+            },
+            VOIDS_PASSED => Self::VoidsPassed {
+                file: r.u64()?,
+                sequence: r.u64()?,
+            },
+            MODIFIED_AT => Self::ModifiedAt {
+                file: r.u64()?,
+                time: (r.u64()? as i64, r.u32()?),
+                written: r.u64()?,
+            },
             ENDED => {
                 let file = r.u64()?;
-                Self::Ended { file, ending: r.ending()? }
+                Self::Ended {
+                    file,
+                    ending: r.ending()?,
+                }
             }
             UNBIND => Self::Unbind { file: r.u64()? },
             other => return Err(damaged(format!("unknown kind {other}"))),
         };
-        if r.0.is_empty() { Ok(record) } else { Err(damaged(format!("{} bytes too many", r.0.len()))) }
+        if r.0.is_empty() {
+            Ok(record)
+        } else {
+            Err(damaged(format!("{} bytes too many", r.0.len())))
+        }
     }
 }
 
 fn damaged(why: String) -> FormatError {
-    FormatError::Field { what: "journal record", why }
+    FormatError::Field {
+        what: "journal record",
+        why,
+    }
 }
 
 struct Writer(Vec<u8>);
@@ -301,7 +396,10 @@ struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
     fn take(&mut self, n: usize) -> Result<&[u8], FormatError> {
-        let (head, tail) = self.0.split_at_checked(n).ok_or_else(|| damaged("too short".into()))?;
+        let (head, tail) = self
+            .0
+            .split_at_checked(n)
+            .ok_or_else(|| damaged("too short".into()))?;
         self.0 = tail;
         Ok(head)
     }
@@ -317,13 +415,20 @@ impl Reader<'_> {
     }
     fn ending(&mut self) -> Result<Ending, FormatError> {
         let word = self.u8()?;
-        ENDINGS.get(usize::from(word)).copied().ok_or_else(|| damaged(format!("ending {word}")))
+        ENDINGS
+            .get(usize::from(word))
+            .copied()
+            .ok_or_else(|| damaged(format!("ending {word}")))
     }
     fn u32(&mut self) -> Result<u32, FormatError> {
-        Ok(u32::from_le_bytes(self.take(4)?.try_into().expect("four bytes")))
+        Ok(u32::from_le_bytes(
+            self.take(4)?.try_into().expect("four bytes"),
+        ))
     }
     fn u64(&mut self) -> Result<u64, FormatError> {
-        Ok(u64::from_le_bytes(self.take(8)?.try_into().expect("eight bytes")))
+        Ok(u64::from_le_bytes(
+            self.take(8)?.try_into().expect("eight bytes"),
+        ))
     }
     fn bytes(&mut self) -> Result<Vec<u8>, FormatError> {
         let len = self.u32()? as usize;
@@ -336,7 +441,11 @@ mod tests {
     use super::*;
 
     fn samples() -> Vec<Record> {
-        let identity = Identity { dev: 1, ino: 2, btime: Some((-3, 4)) };
+        let identity = Identity {
+            dev: 1,
+            ino: 2,
+            btime: Some((-3, 4)),
+        };
         vec![
             Record::Bind {
                 file: 1,
@@ -346,20 +455,58 @@ mod tests {
             },
             Record::Bind {
                 file: 2,
-                identity: Identity { btime: None, ..identity },
+                identity: Identity {
+                    btime: None,
+                    ..identity
+                },
                 paths: vec![],
                 ending: Ending::Closed,
             },
-            Record::NameAdded { file: 1, path: b"x".to_vec() },
-            Record::NameRemoved { file: 1, path: b"x".to_vec() },
-            Record::RenameBegin { id: 9, from: b"a".to_vec(), to: b"b".to_vec(), exchange: true },
+            Record::NameAdded {
+                file: 1,
+                path: b"x".to_vec(),
+            },
+            Record::NameRemoved {
+                file: 1,
+                path: b"x".to_vec(),
+            },
+            Record::RenameBegin {
+                id: 9,
+                from: b"a".to_vec(),
+                to: b"b".to_vec(),
+                exchange: true,
+            },
             Record::RenameEnd { id: 9, done: false },
-            Record::TruncateBegin { file: 1, sequence: 2, size: 3 },
-            Record::TruncateEnd { file: 1, sequence: 2, size: 3, done: true },
-            Record::Void { file: 1, offset: 2, len: 3, sequence: 4 },
-            Record::VoidsPassed { file: 1, sequence: 4 },
-            Record::ModifiedAt { file: 1, time: (5, 6), written: 7 },
-            Record::Ended { file: 1, ending: Ending::Cut },
+            Record::TruncateBegin {
+                file: 1,
+                sequence: 2,
+                size: 3,
+            },
+            Record::TruncateEnd {
+                file: 1,
+                sequence: 2,
+                size: 3,
+                done: true,
+            },
+            Record::Void {
+                file: 1,
+                offset: 2,
+                len: 3,
+                sequence: 4,
+            },
+            Record::VoidsPassed {
+                file: 1,
+                sequence: 4,
+            },
+            Record::ModifiedAt {
+                file: 1,
+                time: (5, 6),
+                written: 7,
+            },
+            Record::Ended {
+                file: 1,
+                ending: Ending::Cut,
+            },
             Record::Unbind { file: 1 },
         ]
     }
@@ -376,7 +523,10 @@ mod tests {
         for record in samples() {
             let mut bytes = record.encode();
             for cut in 0..bytes.len() {
-                assert!(Record::decode(&bytes[..cut]).is_err(), "{record:?} cut at {cut}");
+                assert!(
+                    Record::decode(&bytes[..cut]).is_err(),
+                    "{record:?} cut at {cut}"
+                );
             }
             bytes.push(0);
             assert!(Record::decode(&bytes).is_err());

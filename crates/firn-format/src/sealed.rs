@@ -52,13 +52,19 @@ impl Seal {
 
     /// The payload, if the header is right.
     pub fn unseal<'a>(&self, bytes: &'a [u8]) -> Result<&'a [u8], SealError> {
-        let (header, payload) = bytes.split_at_checked(HEADER_BYTES).ok_or(SealError::Damaged)?;
+        let (header, payload) = bytes
+            .split_at_checked(HEADER_BYTES)
+            .ok_or(SealError::Damaged)?;
         if header[..8] != self.magic {
             return Err(SealError::Magic);
         }
-        let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
+        let word =
+            |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
         if word(8) != self.version {
-            return Err(SealError::Version { found: word(8), wanted: self.version });
+            return Err(SealError::Version {
+                found: word(8),
+                wanted: self.version,
+            });
         }
         let len = u64::from_le_bytes(header[16..24].try_into().expect("eight bytes"));
         if len != payload.len() as u64 || word(12) != crc32c::crc32c(payload) {

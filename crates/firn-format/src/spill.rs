@@ -61,20 +61,32 @@ impl SpillHeader {
             found: bytes.len() as u64,
             expected: SPILL_HEADER_BYTES as u64,
         };
-        let b: &[u8; SPILL_HEADER_BYTES] =
-            bytes.get(..SPILL_HEADER_BYTES).and_then(|b| b.try_into().ok()).ok_or_else(truncated)?;
+        let b: &[u8; SPILL_HEADER_BYTES] = bytes
+            .get(..SPILL_HEADER_BYTES)
+            .and_then(|b| b.try_into().ok())
+            .ok_or_else(truncated)?;
         let u32_at = |at: usize| u32::from_le_bytes(b[at..at + 4].try_into().expect("four bytes"));
-        let field = |why: &str| FormatError::Field { what: "spill header", why: why.into() };
+        let field = |why: &str| FormatError::Field {
+            what: "spill header",
+            why: why.into(),
+        };
         if b[0..8] != SPILL_MAGIC {
             return Err(field("the magic number is missing"));
         }
         if u32_at(8) != VERSION {
-            return Err(FormatError::Version { found: u32_at(8), expected: VERSION });
+            return Err(FormatError::Version {
+                found: u32_at(8),
+                expected: VERSION,
+            });
         }
-        let (found, expected) =
-            (u32_at(SPILL_HEADER_BYTES - 4), crc32c::crc32c(&b[..SPILL_HEADER_BYTES - 4]));
+        let found = u32_at(SPILL_HEADER_BYTES - 4);
+        let expected = crc32c::crc32c(&b[..SPILL_HEADER_BYTES - 4]);
         if found != expected {
-            return Err(FormatError::Checksum { what: "spill header", found, expected });
+            return Err(FormatError::Checksum {
+                what: "spill header",
+                found,
+                expected,
+            });
         }
         let path_len = u32_at(40) as usize;
         if path_len > PATH_MAX {
@@ -95,7 +107,12 @@ mod tests {
 
     fn sample() -> SpillHeader {
         let arena_path = b"/dev/shm/firn-0/1.arena".to_vec();
-        SpillHeader { uuid: [9; 16], slot_bytes: 4 << 20, slot_count: 64, arena_path }
+        SpillHeader {
+            uuid: [9; 16],
+            slot_bytes: 4 << 20,
+            slot_count: 64,
+            arena_path,
+        }
     }
 
     #[test]

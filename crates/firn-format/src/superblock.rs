@@ -96,21 +96,34 @@ impl Superblock {
             found: bytes.len() as u64,
             expected: SUPERBLOCK_BYTES as u64,
         };
-        let b: &[u8; SUPERBLOCK_BYTES] =
-            bytes.get(..SUPERBLOCK_BYTES).and_then(|b| b.try_into().ok()).ok_or_else(truncated)?;
+        let b: &[u8; SUPERBLOCK_BYTES] = bytes
+            .get(..SUPERBLOCK_BYTES)
+            .and_then(|b| b.try_into().ok())
+            .ok_or_else(truncated)?;
         let u32_at = |at: usize| u32::from_le_bytes(b[at..at + 4].try_into().expect("four bytes"));
         let u64_at = |at: usize| u64::from_le_bytes(b[at..at + 8].try_into().expect("eight bytes"));
         if b[0..8] != MAGIC {
             return Err(FormatError::Magic);
         }
-        let (found, expected) = (u32_at(SUPERBLOCK_BYTES - 4), crc32c::crc32c(&b[..SUPERBLOCK_BYTES - 4]));
+        let found = u32_at(SUPERBLOCK_BYTES - 4);
+        let expected = crc32c::crc32c(&b[..SUPERBLOCK_BYTES - 4]);
         if u32_at(8) != VERSION {
-            return Err(FormatError::Version { found: u32_at(8), expected: VERSION });
+            return Err(FormatError::Version {
+                found: u32_at(8),
+                expected: VERSION,
+            });
         }
         if found != expected {
-            return Err(FormatError::Checksum { what: "superblock", found, expected });
+            return Err(FormatError::Checksum {
+                what: "superblock",
+                found,
+                expected,
+            });
         }
-        let field = |why: &str| FormatError::Field { what: "superblock", why: why.into() };
+        let field = |why: &str| FormatError::Field {
+            what: "superblock",
+            why: why.into(),
+        };
         let geometry = Geometry {
             chunk_bytes: u64_at(32),
             chunk_count: u32_at(40),
@@ -118,13 +131,18 @@ impl Superblock {
             journal_half_bytes: u64_at(48),
         };
         let bytes_of = |count: u32| {
-            geometry.chunk_bytes.checked_mul(u64::from(count)).ok_or_else(|| field("size overflows"))
+            geometry
+                .chunk_bytes
+                .checked_mul(u64::from(count))
+                .ok_or_else(|| field("size overflows"))
         };
-        let (arena_bytes, spill_bytes) = (bytes_of(geometry.chunk_count)?, bytes_of(geometry.spill_count)?);
+        let arena_bytes = bytes_of(geometry.chunk_count)?;
+        let spill_bytes = bytes_of(geometry.spill_count)?;
         if Geometry::with_spill(arena_bytes, geometry.chunk_bytes, spill_bytes)? != geometry {
             return Err(field("geometry does not follow from its sizes"));
         }
-        let (path_len, spill_len) = (u32_at(80) as usize, u32_at(SPILL_PATH_AT) as usize);
+        let path_len = u32_at(80) as usize;
+        let spill_len = u32_at(SPILL_PATH_AT) as usize;
         if path_len > PATH_MAX || spill_len > SPILL_PATH_MAX {
             return Err(field("path longer than its field"));
         }
@@ -177,13 +195,19 @@ mod tests {
         for other in [1, 9] {
             let mut page = sample().encode();
             page[8] = other;
-            let error = FormatError::Version { found: other.into(), expected: VERSION };
+            let error = FormatError::Version {
+                found: other.into(),
+                expected: VERSION,
+            };
             assert_eq!(Superblock::decode(&page), Err(error));
         }
     }
 
     #[test]
     fn a_short_page_is_truncated() {
-        assert!(matches!(Superblock::decode(&sample().encode()[..100]), Err(FormatError::Truncated { .. })));
+        assert!(matches!(
+            Superblock::decode(&sample().encode()[..100]),
+            Err(FormatError::Truncated { .. })
+        ));
     }
 }

@@ -12,7 +12,10 @@ pub struct Tally<const N: usize> {
 impl<const N: usize> Tally<N> {
     /// All zero.
     pub const fn new(names: [&'static str; N]) -> Self {
-        Self { names, counts: [const { AtomicU64::new(0) }; N] }
+        Self {
+            names,
+            counts: [const { AtomicU64::new(0) }; N],
+        }
     }
 
     /// Counts one more of `index`, which is a name's place.

@@ -14,15 +14,17 @@ use std::time::{Duration, SystemTime};
 
 use firn_backing::{Backing, Errno, RenameFlags, Seek};
 use firn_conflict::Access;
-use firn_engine::{Closing, Engine, Entry, FsyncPolicy, HandleId, NodeId, OpenMode, Opened, SetAttr};
+use firn_engine::{
+    Closing, Engine, Entry, FsyncPolicy, HandleId, NodeId, OpenMode, Opened, SetAttr,
+};
 use firn_format::door::{IOCTL_TOKEN, Token};
 use firn_format::protocol::Rung;
 use fuser::{
-    AccessFlags, BackingId, BsdFileFlags, CopyFileRangeFlags, FileHandle, Filesystem, FopenFlags, Generation,
-    INodeNo, IoctlFlags, KernelConfig, LockOwner, OpenFlags, PollEvents, PollFlags, PollNotifier, ReplyAttr,
-    ReplyBmap, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry,
-    ReplyIoctl, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow,
-    WriteFlags,
+    AccessFlags, BackingId, BsdFileFlags, CopyFileRangeFlags, FileHandle, Filesystem, FopenFlags,
+    Generation, INodeNo, IoctlFlags, KernelConfig, LockOwner, OpenFlags, PollEvents, PollFlags,
+    PollNotifier, ReplyAttr, ReplyBmap, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus,
+    ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
+    ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use zerocopy::IntoBytes;
 
@@ -84,7 +86,8 @@ impl<B: Backing> Adapter<B> {
             }
         }));
         let stalled = Stalled::new(Arc::clone(&engine), workers.clone(), Arc::clone(&coherence));
-        let (agreed, passthrough) = (Agreed::default(), Arc::default());
+        let agreed = Agreed::default();
+        let passthrough = Arc::default();
         let serving = Serving::new(workers.clone());
         Self {
             engine,
@@ -130,8 +133,20 @@ impl<B: Backing> Adapter<B> {
     }
 
     /// A reply that counts and logs the failure of what it answers.
-    fn answer<R>(&self, operation: Operation, node: INodeNo, name: Option<&OsStr>, reply: R) -> Answer<B, R> {
-        Answer::new(&self.engine, &self.failures, operation, (NodeId(node.0), name), reply)
+    fn answer<R>(
+        &self,
+        operation: Operation,
+        node: INodeNo,
+        name: Option<&OsStr>,
+        reply: R,
+    ) -> Answer<B, R> {
+        Answer::new(
+            &self.engine,
+            &self.failures,
+            operation,
+            (NodeId(node.0), name),
+            reply,
+        )
     }
 
     /// Runs what asks the backing for something that `topic` means.
@@ -140,7 +155,8 @@ impl<B: Backing> Adapter<B> {
             Some(_here) => call(&self.engine),
             None => {
                 let engine = Arc::clone(&self.engine);
-                self.serving.elsewhere(topic, Box::new(move || call(&engine)));
+                self.serving
+                    .elsewhere(topic, Box::new(move || call(&engine)));
             }
         }
     }
@@ -169,18 +185,31 @@ impl<B: Backing> Adapter<B> {
         call: impl FnOnce(&Engine<B>) -> Result<Entry, Errno> + Send + 'static,
     ) {
         let options = self.options;
-        self.changing(parent, move |engine| entry(engine, options, call(engine), reply));
+        self.changing(parent, move |engine| {
+            entry(engine, options, call(engine), reply)
+        });
     }
 
     /// What is needed to tell the kernel of a new handle.
     fn opener(&self) -> Opener {
-        let passthrough = self.agreed.passthrough.then(|| Arc::clone(&self.passthrough));
-        Opener { passthrough, options: self.options }
+        let passthrough = self
+            .agreed
+            .passthrough
+            .then(|| Arc::clone(&self.passthrough));
+        Opener {
+            passthrough,
+            options: self.options,
+        }
     }
 
     /// Runs `call` at once if the file has nothing pending (then it is as quick as the backing), else on
     /// a worker, where it may wait for the drain.
-    fn run_drained(&self, node: NodeId, handle: HandleId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+    fn run_drained(
+        &self,
+        node: NodeId,
+        handle: HandleId,
+        call: impl FnOnce(&Engine<B>) + Send + 'static,
+    ) {
         if self.engine.needs_drain(handle) {
             self.aside(Topic::Node(node), call);
         } else {
@@ -207,7 +236,12 @@ impl Opener {
     ) -> (FopenFlags, Option<Arc<BackingId>>) {
         if opened.mode == OpenMode::Passthrough {
             let acquired = self.passthrough.as_ref().and_then(|passthrough| {
-                passthrough.acquire(node, opened.handle, || engine.backing_fd(opened.handle), register)
+                passthrough.acquire(
+                    node,
+                    opened.handle,
+                    || engine.backing_fd(opened.handle),
+                    register,
+                )
             });
             if let Some(id) = acquired {
                 return (FopenFlags::empty(), Some(id));
@@ -231,11 +265,18 @@ impl Opener {
         let (flags, id) = self.flags(engine, entry.node, opened, |fd| reply.open_backing(fd));
         // The kernel takes the attributes of this answer for the newest in any case.
         entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
-        let (attr, handle) = (convert::attr(entry.node, &entry.attr), FileHandle(opened.handle.0));
+        let attr = convert::attr(entry.node, &entry.attr);
+        let handle = FileHandle(opened.handle.0);
         let ttl = &ttl(engine, self.options, entry.node);
         match id {
-            Some(id) => reply.success().created_passthrough(ttl, &attr, Generation(0), handle, flags, &id),
-            None => reply.success().created(ttl, &attr, Generation(0), handle, flags),
+            Some(id) => {
+                reply
+                    .success()
+                    .created_passthrough(ttl, &attr, Generation(0), handle, flags, &id)
+            }
+            None => reply
+                .success()
+                .created(ttl, &attr, Generation(0), handle, flags),
         }
     }
 
@@ -270,7 +311,9 @@ fn entry<B: Backing>(
     match result {
         Ok(entry) => {
             let attr = convert::attr(entry.node, &entry.attr);
-            reply.success().entry(&ttl(engine, options, entry.node), &attr, Generation(0));
+            reply
+                .success()
+                .entry(&ttl(engine, options, entry.node), &attr, Generation(0));
         }
         Err(error) => reply.error(error),
     }
@@ -278,7 +321,11 @@ fn entry<B: Backing>(
 
 /// How long the kernel may keep attributes. Asked after they were taken: what came past the kernel meanwhile shows.
 fn ttl<B: Backing>(engine: &Engine<B>, options: AdapterOptions, node: NodeId) -> Duration {
-    if engine.is_written_past_the_kernel(node) { Duration::ZERO } else { options.attr_timeout }
+    if engine.is_written_past_the_kernel(node) {
+        Duration::ZERO
+    } else {
+        options.attr_timeout
+    }
 }
 
 /// How the kernel treats a handle that it does not read by itself.
@@ -314,7 +361,9 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let reply = self.answer(Operation::Lookup, parent, Some(name), reply);
-        let (parent, name, options) = (NodeId(parent.0), name.to_owned(), self.options);
+        let parent = NodeId(parent.0);
+        let name = name.to_owned();
+        let options = self.options;
         self.asking(Topic::name(parent, &name), move |engine| {
             entry(engine, options, engine.lookup(parent, &name), reply);
         });
@@ -327,9 +376,13 @@ impl<B: Backing> Filesystem for Adapter<B> {
     fn getattr(&self, _: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
         let reply = self.answer(Operation::Getattr, ino, None, reply);
         let (node, handle, options) = (NodeId(ino.0), fh.map(|fh| HandleId(fh.0)), self.options);
-        self.asking(Topic::Node(node), move |engine| match engine.attr(node, handle) {
-            Ok(attr) => reply.success().attr(&ttl(engine, options, node), &convert::attr(node, &attr)),
-            Err(error) => reply.error(error),
+        self.asking(Topic::Node(node), move |engine| {
+            match engine.attr(node, handle) {
+                Ok(attr) => reply
+                    .success()
+                    .attr(&ttl(engine, options, node), &convert::attr(node, &attr)),
+                Err(error) => reply.error(error),
+            }
         });
     }
 
@@ -352,22 +405,38 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyAttr,
     ) {
         let reply = self.answer(Operation::Setattr, ino, None, reply);
-        let (atime, mtime) = (convert::set_time(atime), convert::set_time(mtime));
+        let atime = convert::set_time(atime);
+        let mtime = convert::set_time(mtime);
         let mode = mode.map(|mode| mode & 0o7777);
-        let set = SetAttr { mode, uid, gid, size, atime, mtime };
-        let (node, options, by) = (NodeId(ino.0), self.options, Process::of(request));
-        self.changing(node, move |engine| match engine.set_attr(node, set, Some(&by)) {
-            Ok(attr) => reply.success().attr(&ttl(engine, options, node), &convert::attr(node, &attr)),
-            Err(error) => reply.error(error),
+        let set = SetAttr {
+            mode,
+            uid,
+            gid,
+            size,
+            atime,
+            mtime,
+        };
+        let node = NodeId(ino.0);
+        let options = self.options;
+        let by = Process::of(request);
+        self.changing(node, move |engine| {
+            match engine.set_attr(node, set, Some(&by)) {
+                Ok(attr) => reply
+                    .success()
+                    .attr(&ttl(engine, options, node), &convert::attr(node, &attr)),
+                Err(error) => reply.error(error),
+            }
         });
     }
 
     fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
         let reply = self.answer(Operation::Readlink, ino, None, reply);
         let node = NodeId(ino.0);
-        self.asking(Topic::Node(node), move |engine| match engine.readlink(node) {
-            Ok(target) => reply.success().data(&target),
-            Err(error) => reply.error(error),
+        self.asking(Topic::Node(node), move |engine| {
+            match engine.readlink(node) {
+                Ok(target) => reply.success().data(&target),
+                Err(error) => reply.error(error),
+            }
         });
     }
 
@@ -382,8 +451,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyEntry,
     ) {
         let reply = self.answer(Operation::Mknod, parent, Some(name), reply);
-        let (parent, umask) = (NodeId(parent.0), self.agreed.umask.then_some(umask));
-        let (caller, name) = (caller(request), name.to_owned());
+        let parent = NodeId(parent.0);
+        let umask = self.agreed.umask.then_some(umask);
+        let caller = caller(request);
+        let name = name.to_owned();
         self.making(parent, reply, move |engine| {
             let mode = masked(engine, parent, mode, umask);
             engine.mknod(&caller, parent, &name, mode, rdev.into())
@@ -400,8 +471,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyEntry,
     ) {
         let reply = self.answer(Operation::Mkdir, parent, Some(name), reply);
-        let (parent, umask) = (NodeId(parent.0), self.agreed.umask.then_some(umask));
-        let (caller, name) = (caller(request), name.to_owned());
+        let parent = NodeId(parent.0);
+        let umask = self.agreed.umask.then_some(umask);
+        let caller = caller(request);
+        let name = name.to_owned();
         self.making(parent, reply, move |engine| {
             let mode = masked(engine, parent, mode, umask);
             engine.mkdir(&caller, parent, &name, mode)
@@ -410,21 +483,38 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let reply = self.answer(Operation::Unlink, parent, Some(name), reply);
-        let (parent, name) = (NodeId(parent.0), name.to_owned());
-        self.changing(parent, move |engine| empty(engine.unlink(parent, &name), reply));
+        let parent = NodeId(parent.0);
+        let name = name.to_owned();
+        self.changing(parent, move |engine| {
+            empty(engine.unlink(parent, &name), reply)
+        });
     }
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let reply = self.answer(Operation::Rmdir, parent, Some(name), reply);
-        let (parent, name) = (NodeId(parent.0), name.to_owned());
-        self.changing(parent, move |engine| empty(engine.rmdir(parent, &name), reply));
+        let parent = NodeId(parent.0);
+        let name = name.to_owned();
+        self.changing(parent, move |engine| {
+            empty(engine.rmdir(parent, &name), reply)
+        });
     }
 
-    fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
+    fn symlink(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        target: &Path,
+        reply: ReplyEntry,
+    ) {
         let reply = self.answer(Operation::Symlink, parent, Some(name), reply);
-        let (caller, parent) = (caller(request), NodeId(parent.0));
-        let (name, target) = (name.to_owned(), target.as_os_str().to_owned());
-        self.making(parent, reply, move |engine| engine.symlink(&caller, parent, &name, &target));
+        let caller = caller(request);
+        let parent = NodeId(parent.0);
+        let name = name.to_owned();
+        let target = target.as_os_str().to_owned();
+        self.making(parent, reply, move |engine| {
+            engine.symlink(&caller, parent, &name, &target)
+        });
     }
 
     fn rename(
@@ -441,27 +531,40 @@ impl<B: Backing> Filesystem for Adapter<B> {
         let Some(flags) = RenameFlags::from_bits(flags.bits()) else {
             return reply.error(Errno::INVAL);
         };
-        let (parent, new_parent) = (NodeId(parent.0), NodeId(new_parent.0));
-        let (name, new_name) = (name.to_owned(), new_name.to_owned());
+        let parent = NodeId(parent.0);
+        let new_parent = NodeId(new_parent.0);
+        let name = name.to_owned();
+        let new_name = new_name.to_owned();
         self.changing(parent, move |engine| {
-            empty(engine.rename(parent, &name, new_parent, &new_name, flags), reply);
+            empty(
+                engine.rename(parent, &name, new_parent, &new_name, flags),
+                reply,
+            );
         });
     }
 
     fn link(&self, _: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let reply = self.answer(Operation::Link, parent, Some(name), reply);
-        let (node, parent, name) = (NodeId(ino.0), NodeId(parent.0), name.to_owned());
-        self.making(parent, reply, move |engine| engine.link(node, parent, &name));
+        let node = NodeId(ino.0);
+        let parent = NodeId(parent.0);
+        let name = name.to_owned();
+        self.making(parent, reply, move |engine| {
+            engine.link(node, parent, &name)
+        });
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let reply = self.answer(Operation::Open, ino, None, reply);
-        let (node, flags, opener) = (NodeId(ino.0), flags.0, self.opener());
+        let node = NodeId(ino.0);
+        let flags = flags.0;
+        let opener = self.opener();
         let coherence = Arc::clone(&self.coherence);
         if flags & libc::O_TRUNC != 0 {
             let by = Process::of(request);
             self.changing(node, move |engine| {
-                let opened = engine.drop_privileges(node, &by).and_then(|()| engine.open(node, flags));
+                let opened = engine
+                    .drop_privileges(node, &by)
+                    .and_then(|()| engine.open(node, flags));
                 opener.opened(engine, &coherence, node, opened, reply);
             });
         } else {
@@ -484,9 +587,13 @@ impl<B: Backing> Filesystem for Adapter<B> {
     ) {
         let reply = self.answer(Operation::Read, ino, None, reply);
         let range = offset..offset.saturating_add(size.into());
-        self.engine.accessed(HandleId(fh.0), request.pid(), Access::Read, range);
-        let (handle, size) = (HandleId(fh.0), size as usize);
-        let call = move |engine: &Engine<B>, buffer: &mut [u8]| match engine.read(handle, offset, buffer) {
+        self.engine
+            .accessed(HandleId(fh.0), request.pid(), Access::Read, range);
+        let handle = HandleId(fh.0);
+        let size = size as usize;
+        let call = move |engine: &Engine<B>, buffer: &mut [u8]| match engine
+            .read(handle, offset, buffer)
+        {
             Ok(len) => reply.success().data(&buffer[..len]),
             Err(error) => reply.error(error),
         };
@@ -519,11 +626,17 @@ impl<B: Backing> Filesystem for Adapter<B> {
     ) {
         let reply = self.answer(Operation::Write, node, None, reply);
         let from_cache = flags.contains(WriteFlags::FUSE_WRITE_CACHE);
-        let target = Target { node, handle: HandleId(fh.0), offset, from_cache };
+        let target = Target {
+            node,
+            handle: HandleId(fh.0),
+            offset,
+            from_cache,
+        };
         // The kernel writes pages of mappings for nobody in particular.
         let pid = if from_cache { 0 } else { request.pid() };
         let end = offset.saturating_add(data.len() as u64);
-        self.engine.accessed(target.handle, pid, Access::Write, offset..end);
+        self.engine
+            .accessed(target.handle, pid, Access::Write, offset..end);
         let may_keep = !flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         let by = (!from_cache).then(|| Process::of(request).known_to_have_cap_fsetid(may_keep));
         let write = Write { target, by, reply };
@@ -534,18 +647,31 @@ impl<B: Backing> Filesystem for Adapter<B> {
                 self.stalled.write(write, data);
             }
             None => {
-                let (stalled, data) = (Arc::clone(&self.stalled), data.to_vec());
+                let stalled = Arc::clone(&self.stalled);
+                let data = data.to_vec();
                 let call = Box::new(move || stalled.write(write, &data));
                 self.serving.elsewhere(Topic::Node(NodeId(node.0)), call);
             }
         }
     }
 
-    fn flush(&self, request: &Request, ino: INodeNo, fh: FileHandle, _owner: LockOwner, reply: ReplyEmpty) {
+    fn flush(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        _owner: LockOwner,
+        reply: ReplyEmpty,
+    ) {
         let reply = self.answer(Operation::Flush, ino, None, reply);
         let handle = HandleId(fh.0);
-        let by = if self.engine.is_writer(handle) { closing(request) } else { Closing::Called };
-        self.engine.flush(handle, by, Box::new(move |result| empty(result, reply)));
+        let by = if self.engine.is_writer(handle) {
+            closing(request)
+        } else {
+            Closing::Called
+        };
+        self.engine
+            .flush(handle, by, Box::new(move |result| empty(result, reply)));
     }
 
     fn release(
@@ -579,12 +705,16 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn fsync(&self, _: &Request, ino: INodeNo, fh: FileHandle, data_only: bool, reply: ReplyEmpty) {
         let reply = self.answer(Operation::Fsync, ino, None, reply);
-        let (handle, topic) = (HandleId(fh.0), Topic::Node(NodeId(ino.0)));
-        let (engine, workers) = (Arc::clone(&self.engine), self.workers.clone());
+        let handle = HandleId(fh.0);
+        let topic = Topic::Node(NodeId(ino.0));
+        let engine = Arc::clone(&self.engine);
+        let workers = self.workers.clone();
         let durable = engine.options().fsync == FsyncPolicy::Durable;
         let drained = Box::new(move |result: Result<(), Errno>| match result {
             Ok(()) if durable => {
-                workers.run_about(topic, move || empty(engine.sync_file(handle, data_only), reply));
+                workers.run_about(topic, move || {
+                    empty(engine.sync_file(handle, data_only), reply)
+                });
             }
             result => empty(result, reply),
         });
@@ -594,46 +724,86 @@ impl<B: Backing> Filesystem for Adapter<B> {
     fn opendir(&self, _: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         let reply = self.answer(Operation::Opendir, ino, None, reply);
         let node = NodeId(ino.0);
-        self.asking(Topic::Node(node), move |engine| match engine.open_dir(node) {
-            Ok(handle) => reply.success().opened(FileHandle(handle.0), FopenFlags::empty()),
-            Err(error) => reply.error(error),
+        self.asking(Topic::Node(node), move |engine| {
+            match engine.open_dir(node) {
+                Ok(handle) => reply
+                    .success()
+                    .opened(FileHandle(handle.0), FopenFlags::empty()),
+                Err(error) => reply.error(error),
+            }
         });
     }
 
-    fn readdir(&self, _: &Request, ino: INodeNo, fh: FileHandle, offset: u64, reply: ReplyDirectory) {
+    fn readdir(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        reply: ReplyDirectory,
+    ) {
         let reply = self.answer(Operation::Readdir, ino, None, reply);
-        let call = move |engine: &Engine<B>| listing::readdir(engine, HandleId(fh.0), offset, reply);
+        let call =
+            move |engine: &Engine<B>| listing::readdir(engine, HandleId(fh.0), offset, reply);
         self.asking(Topic::Node(NodeId(ino.0)), call);
     }
 
-    fn readdirplus(&self, _: &Request, ino: INodeNo, fh: FileHandle, offset: u64, reply: ReplyDirectoryPlus) {
+    fn readdirplus(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        reply: ReplyDirectoryPlus,
+    ) {
         let reply = self.answer(Operation::Readdir, ino, None, reply);
-        let (node, dir, ttl) = (NodeId(ino.0), HandleId(fh.0), self.options.attr_timeout);
+        let node = NodeId(ino.0);
+        let dir = HandleId(fh.0);
+        let ttl = self.options.attr_timeout;
         self.asking(Topic::Node(node), move |engine| {
             listing::readdirplus(engine, node, dir, offset, &ttl, reply);
         });
     }
 
-    fn releasedir(&self, _: &Request, _ino: INodeNo, fh: FileHandle, _flags: OpenFlags, reply: ReplyEmpty) {
+    fn releasedir(
+        &self,
+        _: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        _flags: OpenFlags,
+        reply: ReplyEmpty,
+    ) {
         self.engine.release_dir(HandleId(fh.0));
         reply.ok();
     }
 
-    fn fsyncdir(&self, _: &Request, ino: INodeNo, _fh: FileHandle, _data_only: bool, reply: ReplyEmpty) {
+    fn fsyncdir(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        _data_only: bool,
+        reply: ReplyEmpty,
+    ) {
         let reply = self.answer(Operation::Fsyncdir, ino, None, reply);
         let node = NodeId(ino.0);
-        self.aside(Topic::Node(node), move |engine| empty(engine.sync_dir(node), reply));
+        self.aside(Topic::Node(node), move |engine| {
+            empty(engine.sync_dir(node), reply)
+        });
     }
 
     fn statfs(&self, _: &Request, ino: INodeNo, reply: ReplyStatfs) {
         let reply = self.answer(Operation::Statfs, ino, None, reply);
         self.asking(Topic::Backing, move |engine| match engine.statfs() {
             Ok(s) => {
-                let (block, free, available) = (s.block_size as u32, s.blocks_free, s.blocks_available);
-                let (files, files_free) = (s.files, s.files_free);
-                reply
-                    .success()
-                    .statfs(s.blocks, free, available, files, files_free, block, s.name_max, block);
+                let block = s.block_size as u32;
+                let free = s.blocks_free;
+                let available = s.blocks_available;
+                let files = s.files;
+                let files_free = s.files_free;
+                reply.success().statfs(
+                    s.blocks, free, available, files, files_free, block, s.name_max, block,
+                );
             }
             Err(error) => reply.error(error),
         });
@@ -653,10 +823,15 @@ impl<B: Backing> Filesystem for Adapter<B> {
         if name == STATE_XATTR {
             return reply.error(Errno::OPNOTSUPP);
         }
-        let (node, name, value) = (NodeId(ino.0), name.to_owned(), value.to_owned());
+        let node = NodeId(ino.0);
+        let name = name.to_owned();
+        let value = value.to_owned();
         let by = Process::of(request);
         self.changing(node, move |engine| {
-            empty(engine.set_xattr(node, &name, &value, flags, Some(&by)), reply);
+            empty(
+                engine.set_xattr(node, &name, &value, flags, Some(&by)),
+                reply,
+            );
         });
     }
 
@@ -664,16 +839,26 @@ impl<B: Backing> Filesystem for Adapter<B> {
         let reply = self.answer(Operation::Getxattr, ino, None, reply);
         let node = NodeId(ino.0);
         if name == STATE_XATTR {
-            return xattr(self.engine.state_of(node).map(|rung| Rung::as_str(rung).into()), size, reply);
+            return xattr(
+                self.engine
+                    .state_of(node)
+                    .map(|rung| Rung::as_str(rung).into()),
+                size,
+                reply,
+            );
         }
         let name = name.to_owned();
-        self.asking(Topic::Node(node), move |engine| xattr(engine.get_xattr(node, &name), size, reply));
+        self.asking(Topic::Node(node), move |engine| {
+            xattr(engine.get_xattr(node, &name), size, reply)
+        });
     }
 
     fn listxattr(&self, _: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
         let reply = self.answer(Operation::Listxattr, ino, None, reply);
         let node = NodeId(ino.0);
-        self.asking(Topic::Node(node), move |engine| xattr(engine.list_xattr(node), size, reply));
+        self.asking(Topic::Node(node), move |engine| {
+            xattr(engine.list_xattr(node), size, reply)
+        });
     }
 
     fn removexattr(&self, _: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
@@ -681,8 +866,11 @@ impl<B: Backing> Filesystem for Adapter<B> {
         if name == STATE_XATTR {
             return reply.error(Errno::OPNOTSUPP);
         }
-        let (node, name) = (NodeId(ino.0), name.to_owned());
-        self.changing(node, move |engine| empty(engine.remove_xattr(node, &name), reply));
+        let node = NodeId(ino.0);
+        let name = name.to_owned();
+        self.changing(node, move |engine| {
+            empty(engine.remove_xattr(node, &name), reply)
+        });
     }
 
     /// Never asked under `default_permissions`.
@@ -701,11 +889,18 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyCreate,
     ) {
         let reply = self.answer(Operation::Create, parent, Some(name), reply);
-        let (parent, umask) = (NodeId(parent.0), self.agreed.umask.then_some(umask));
-        let (caller, name, opener) = (caller(request), name.to_owned(), self.opener());
+        let parent = NodeId(parent.0);
+        let umask = self.agreed.umask.then_some(umask);
+        let caller = caller(request);
+        let name = name.to_owned();
+        let opener = self.opener();
         self.changing(parent, move |engine| {
             let mode = masked(engine, parent, mode, umask);
-            opener.created(engine, engine.create(&caller, parent, &name, mode, flags), reply);
+            opener.created(
+                engine,
+                engine.create(&caller, parent, &name, mode, flags),
+                reply,
+            );
         });
     }
 
@@ -758,16 +953,29 @@ impl<B: Backing> Filesystem for Adapter<B> {
         let handle = HandleId(fh.0);
         if mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0 {
             let range = offset..offset.saturating_add(len);
-            self.engine.accessed(handle, request.pid(), Access::Write, range);
+            self.engine
+                .accessed(handle, request.pid(), Access::Write, range);
         }
-        let (node, by) = (NodeId(ino.0), Process::of(request));
+        let node = NodeId(ino.0);
+        let by = Process::of(request);
         self.run_drained(node, handle, move |engine| {
             let ready = engine.drop_privileges(node, &by);
-            empty(ready.and_then(|()| engine.allocate(handle, mode, offset, len)), reply);
+            empty(
+                ready.and_then(|()| engine.allocate(handle, mode, offset, len)),
+                reply,
+            );
         });
     }
 
-    fn lseek(&self, _: &Request, ino: INodeNo, fh: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
+    fn lseek(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        offset: i64,
+        whence: i32,
+        reply: ReplyLseek,
+    ) {
         let reply = self.answer(Operation::Lseek, ino, None, reply);
         let what = match whence {
             libc::SEEK_DATA => Seek::Data,
@@ -775,11 +983,15 @@ impl<B: Backing> Filesystem for Adapter<B> {
             // The kernel does the others itself.
             _ => return reply.error(Errno::INVAL),
         };
-        let Ok(offset) = u64::try_from(offset) else { return reply.error(Errno::NXIO) };
+        let Ok(offset) = u64::try_from(offset) else {
+            return reply.error(Errno::NXIO);
+        };
         let handle = HandleId(fh.0);
-        self.run_drained(NodeId(ino.0), handle, move |engine| match engine.seek(handle, offset, what) {
-            Ok(found) => reply.success().offset(found as i64),
-            Err(error) => reply.error(error),
+        self.run_drained(NodeId(ino.0), handle, move |engine| {
+            match engine.seek(handle, offset, what) {
+                Ok(found) => reply.success().offset(found as i64),
+                Err(error) => reply.error(error),
+            }
         });
     }
 
@@ -797,12 +1009,17 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyWrite,
     ) {
         let reply = self.answer(Operation::Copy, ino_out, None, reply);
-        let (from, to, len) = (HandleId(fh_in.0), HandleId(fh_out.0), len.min(COPY_BYTES_MAX));
+        let from = HandleId(fh_in.0);
+        let to = HandleId(fh_out.0);
+        let len = len.min(COPY_BYTES_MAX);
         let range = |offset: u64| offset..offset.saturating_add(len);
-        self.engine.accessed(from, request.pid(), Access::Read, range(offset_in));
-        self.engine.accessed(to, request.pid(), Access::Write, range(offset_out));
+        self.engine
+            .accessed(from, request.pid(), Access::Read, range(offset_in));
+        self.engine
+            .accessed(to, request.pid(), Access::Write, range(offset_out));
         // Always aside: without reflinks the backing copies for as long as it takes.
-        let (node, by) = (NodeId(ino_out.0), Process::of(request));
+        let node = NodeId(ino_out.0);
+        let by = Process::of(request);
         self.aside(Topic::Node(node), move |engine| {
             let ready = engine.drop_privileges(node, &by);
             match ready.and_then(|()| engine.copy_range(from, offset_in, to, offset_out, len)) {

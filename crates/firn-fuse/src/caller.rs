@@ -10,7 +10,11 @@ const DEFAULT_ACL: &str = "system.posix_acl_default";
 
 /// The calling process as the engine knows it.
 pub(crate) fn caller(request: &Request) -> Caller {
-    Caller { uid: request.uid(), gid: request.gid(), pid: request.pid() }
+    Caller {
+        uid: request.uid(),
+        gid: request.gid(),
+        pid: request.pid(),
+    }
 }
 
 /// The process that waits for an answer, and with it may tell more of itself in /proc: until the answer its thread
@@ -26,20 +30,31 @@ pub(crate) struct Process {
 
 impl Process {
     pub(crate) fn of(request: &Request) -> Self {
-        Self { caller: caller(request), has_cap_fsetid: None }
+        Self {
+            caller: caller(request),
+            has_cap_fsetid: None,
+        }
     }
 
     /// The kernel told with the request.
     pub(crate) fn known_to_have_cap_fsetid(self, has: bool) -> Self {
-        Self { has_cap_fsetid: Some(has), ..self }
+        Self {
+            has_cap_fsetid: Some(has),
+            ..self
+        }
     }
 
     /// The value of a line of /proc/PID/status (proc(5)).
     fn status(&self, field: &str) -> Option<String> {
         let pid = self.caller.pid;
-        let status = (pid != 0).then(|| std::fs::read_to_string(format!("/proc/{pid}/status")))?.ok()?;
-        let value =
-            |line: &str| line.strip_prefix(field)?.strip_prefix(':').map(|value| value.trim().to_owned());
+        let status = (pid != 0)
+            .then(|| std::fs::read_to_string(format!("/proc/{pid}/status")))?
+            .ok()?;
+        let value = |line: &str| {
+            line.strip_prefix(field)?
+                .strip_prefix(':')
+                .map(|value| value.trim().to_owned())
+        };
         status.lines().find_map(value)
     }
 
@@ -56,14 +71,19 @@ const CAP_FSETID: u64 = 1 << 4;
 impl Principal for Process {
     fn has_cap_fsetid(&self) -> bool {
         self.has_cap_fsetid.unwrap_or_else(|| {
-            let effective = self.status("CapEff").and_then(|set| u64::from_str_radix(&set, 16).ok());
+            let effective = self
+                .status("CapEff")
+                .and_then(|set| u64::from_str_radix(&set, 16).ok());
             effective.is_some_and(|set| set & CAP_FSETID != 0) && self.is_in_our_user_namespace()
         })
     }
 
     fn is_in_group(&self, gid: u32) -> bool {
-        let is_one_of =
-            |groups: String| groups.split_ascii_whitespace().any(|group| group.parse() == Ok(gid));
+        let is_one_of = |groups: String| {
+            groups
+                .split_ascii_whitespace()
+                .any(|group| group.parse() == Ok(gid))
+        };
         self.caller.gid == gid || self.status("Groups").is_some_and(is_one_of)
     }
 }
@@ -101,9 +121,18 @@ fn exit_code(stat: &str) -> Option<u32> {
 
 /// The mode of a new object: the umask counts unless the parent has a default ACL (acl(5)), which
 /// the backing applies by itself. Without a umask the kernel saw to it.
-pub(crate) fn masked<B: Backing>(engine: &Engine<B>, parent: NodeId, mode: u32, umask: Option<u32>) -> u32 {
+pub(crate) fn masked<B: Backing>(
+    engine: &Engine<B>,
+    parent: NodeId,
+    mode: u32,
+    umask: Option<u32>,
+) -> u32 {
     let Some(umask) = umask else { return mode };
-    if mode & umask == 0 || has_default_acl(engine, parent) { mode } else { mode & !umask }
+    if mode & umask == 0 || has_default_acl(engine, parent) {
+        mode
+    } else {
+        mode & !umask
+    }
 }
 
 fn has_default_acl<B: Backing>(engine: &Engine<B>, parent: NodeId) -> bool {

@@ -63,7 +63,9 @@ trait Forget: Send + Sync {
 
 impl<B: Backing> Forget for Coherence<B> {
     fn forget(&self, cached: &Cached) {
-        let Some(notifier) = self.notifier() else { return };
+        let Some(notifier) = self.notifier() else {
+            return;
+        };
         // What the kernel does not know is no error to the notifier.
         let dropped = match cached {
             Cached::Name { parent, name } => notifier.inval_entry(INodeNo(parent.0), name),
@@ -88,7 +90,11 @@ pub(crate) struct Coherence<B: Backing> {
 
 impl<B: Backing> Coherence<B> {
     pub(crate) fn new(engine: Arc<Engine<B>>, workers: Workers) -> Arc<Self> {
-        Arc::new(Self { engine, workers, notifier: OnceLock::new() })
+        Arc::new(Self {
+            engine,
+            workers,
+            notifier: OnceLock::new(),
+        })
     }
 
     /// To be called before the first request is served.
@@ -108,16 +114,25 @@ impl<B: Backing> Coherence<B> {
 
     /// Returns when no attribute of the node from before this call is left.
     pub(crate) fn forget_attributes(&self, node: NodeId) {
-        let Some(notifier) = self.notifier() else { return };
+        let Some(notifier) = self.notifier() else {
+            return;
+        };
         if let Err(error) = notifier.inval_inode(INodeNo(node.0), -1, 0) {
             tracing::warn!(%error, node = node.0, "the kernel did not drop attributes");
         }
     }
 
     /// Calls `answer` once no reader can see what was there before the write of `len` bytes.
-    pub(crate) fn after_write(&self, target: Target, len: usize, answer: impl FnOnce() + Send + 'static) {
+    pub(crate) fn after_write(
+        &self,
+        target: Target,
+        len: usize,
+        answer: impl FnOnce() + Send + 'static,
+    ) {
         let notifier = match self.notifier.get() {
-            Some(notifier) if !target.from_cache && self.engine.has_cached_readers(target.handle) => {
+            Some(notifier)
+                if !target.from_cache && self.engine.has_cached_readers(target.handle) =>
+            {
                 notifier.clone()
             }
             _ => return answer(),

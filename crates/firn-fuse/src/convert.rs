@@ -73,18 +73,30 @@ pub(crate) fn set_time(time: Option<TimeOrNow>) -> SetTime {
 
 fn system_time(time: Time) -> SystemTime {
     let whole = Duration::from_secs(time.sec.unsigned_abs());
-    let start = if time.sec < 0 { UNIX_EPOCH.checked_sub(whole) } else { UNIX_EPOCH.checked_add(whole) };
-    start.and_then(|t| t.checked_add(Duration::from_nanos(time.nsec.into()))).unwrap_or(UNIX_EPOCH)
+    let start = if time.sec < 0 {
+        UNIX_EPOCH.checked_sub(whole)
+    } else {
+        UNIX_EPOCH.checked_add(whole)
+    };
+    start
+        .and_then(|t| t.checked_add(Duration::from_nanos(time.nsec.into())))
+        .unwrap_or(UNIX_EPOCH)
 }
 
 /// fuser 0.18 makes `epoch - (|sec| + nsec)` of a request's time before 1970 (src/time.rs), where
 /// `epoch - |sec| + nsec` is meant; undone here, exactly.
 fn from_request(time: SystemTime) -> Time {
     match time.duration_since(UNIX_EPOCH) {
-        Ok(after) => Time { sec: after.as_secs() as i64, nsec: after.subsec_nanos() },
+        Ok(after) => Time {
+            sec: after.as_secs() as i64,
+            nsec: after.subsec_nanos(),
+        },
         Err(before) => {
             let before = before.duration();
-            Time { sec: -(before.as_secs() as i64), nsec: before.subsec_nanos() }
+            Time {
+                sec: -(before.as_secs() as i64),
+                nsec: before.subsec_nanos(),
+            }
         }
     }
 }
@@ -109,8 +121,14 @@ mod tests {
 
     #[test]
     fn times_before_1970_keep_their_fraction() {
-        let time = Time { sec: -2, nsec: 500_000_000 };
-        assert_eq!(UNIX_EPOCH.duration_since(system_time(time)).unwrap(), Duration::from_millis(1500));
+        let time = Time {
+            sec: -2,
+            nsec: 500_000_000,
+        };
+        assert_eq!(
+            UNIX_EPOCH.duration_since(system_time(time)).unwrap(),
+            Duration::from_millis(1500)
+        );
         // What fuser hands over for the same time.
         let request = UNIX_EPOCH - Duration::new(2, 500_000_000);
         assert_eq!(from_request(request), time);
@@ -118,13 +136,22 @@ mod tests {
 
     #[test]
     fn times_after_1970_pass_both_ways() {
-        let time = Time { sec: 1_700_000_000, nsec: 999_999_999 };
+        let time = Time {
+            sec: 1_700_000_000,
+            nsec: 999_999_999,
+        };
         assert_eq!(from_request(system_time(time)), time);
     }
 
     #[test]
     fn a_time_that_cannot_be_told_does_not_panic() {
-        system_time(Time { sec: i64::MIN, nsec: 0 });
-        system_time(Time { sec: i64::MAX, nsec: 999_999_999 });
+        system_time(Time {
+            sec: i64::MIN,
+            nsec: 0,
+        });
+        system_time(Time {
+            sec: i64::MAX,
+            nsec: 999_999_999,
+        });
     }
 }

@@ -34,15 +34,26 @@ pub(crate) fn mount(mount_point: &Path, options: &SessionOptions) -> Result<Owne
             mount_by_helper(mount_point, options)
         }
         Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Err(SessionError::NoDevice),
-        Err(source) => Err(SessionError::Mount { mount_point: mount_point.into(), source }),
+        Err(source) => Err(SessionError::Mount {
+            mount_point: mount_point.into(),
+            source,
+        }),
     }
 }
 
 fn mount_direct(mount_point: &Path, options: &SessionOptions) -> io::Result<OwnedFd> {
-    let device = OpenOptions::new().read(true).write(true).custom_flags(libc::O_CLOEXEC).open(DEVICE)?;
+    let device = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_CLOEXEC)
+        .open(DEVICE)?;
     let rootmode = std::fs::metadata(mount_point)?.mode();
-    let (uid, gid) = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
-    let mut data = format!("fd={},rootmode={rootmode:o},user_id={uid},group_id={gid}", device.as_raw_fd());
+    let uid = rustix::process::getuid().as_raw();
+    let gid = rustix::process::getgid().as_raw();
+    let mut data = format!(
+        "fd={},rootmode={rootmode:o},user_id={uid},group_id={gid}",
+        device.as_raw_fd()
+    );
     for option in kernel_options(options) {
         data.push(',');
         data.push_str(option);
@@ -83,16 +94,29 @@ fn flags(options: &SessionOptions) -> MountFlags {
 
 fn kernel_options(options: &SessionOptions) -> impl Iterator<Item = &'static str> {
     let allow_other = options.allow_other.then_some("allow_other");
-    ["subtype=firn", "default_permissions"].into_iter().chain(allow_other)
+    ["subtype=firn", "default_permissions"]
+        .into_iter()
+        .chain(allow_other)
 }
 
 /// fusermount3 mounts, then sends the device over the socket that `_FUSE_COMMFD` names.
 fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<OwnedFd, SessionError> {
-    let failed = |source| SessionError::Mount { mount_point: mount_point.into(), source };
+    let failed = |source| SessionError::Mount {
+        mount_point: mount_point.into(),
+        source,
+    };
     let (ours, theirs) = UnixStream::pair().map_err(failed)?;
     rustix::io::fcntl_setfd(&theirs, FdFlags::empty()).map_err(|e| failed(e.into()))?;
-    let mut list: Vec<Vec<u8>> = kernel_options(options).map(|option| option.into()).collect();
-    list.push([b"fsname=", escaped(options.source.as_os_str().as_bytes()).as_slice()].concat());
+    let mut list: Vec<Vec<u8>> = kernel_options(options)
+        .map(|option| option.into())
+        .collect();
+    list.push(
+        [
+            b"fsname=",
+            escaped(options.source.as_os_str().as_bytes()).as_slice(),
+        ]
+        .concat(),
+    );
     if options.read_only {
         list.push(b"ro".to_vec());
     }
@@ -119,7 +143,9 @@ fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<Owned
         let _ = stderr.read_to_string(&mut text);
     }
     let _ = helper.wait();
-    device.map_err(failed)?.ok_or_else(|| SessionError::Helper { text: text.trim().to_owned() })
+    device.map_err(failed)?.ok_or_else(|| SessionError::Helper {
+        text: text.trim().to_owned(),
+    })
 }
 
 /// The device that fusermount3 sends; `None` if it ended without.
@@ -128,7 +154,14 @@ fn receive(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
     let mut messages = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0u8];
     let flags = RecvFlags::CMSG_CLOEXEC;
-    rustix::io::retry_on_intr(|| recvmsg(socket, &mut [IoSliceMut::new(&mut byte)], &mut messages, flags))?;
+    rustix::io::retry_on_intr(|| {
+        recvmsg(
+            socket,
+            &mut [IoSliceMut::new(&mut byte)],
+            &mut messages,
+            flags,
+        )
+    })?;
     Ok(messages.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,
@@ -170,7 +203,11 @@ fn detach_by_helper(mount_point: &Path, lazy: bool) -> io::Result<()> {
     }
     let text = String::from_utf8_lossy(&output.stderr).trim().to_owned();
     // Its texts are not translated; this is what it says of EBUSY.
-    if text.contains("busy") { Err(Errno::BUSY.into()) } else { Err(io::Error::other(text)) }
+    if text.contains("busy") {
+        Err(Errno::BUSY.into())
+    } else {
+        Err(io::Error::other(text))
+    }
 }
 
 /// The number of the connection behind `mount_point`: the minor number of its device.
@@ -181,11 +218,16 @@ pub(crate) fn connection(mount_point: &Path) -> Option<u32> {
 fn connection_in(table: &[u8], mount_point: &Path) -> Option<u32> {
     let wanted = as_in_table(mount_point.as_os_str().as_bytes());
     let lines = table.split(|byte| *byte == b'\n').rev();
-    lines.map(|line| line.split(|byte| *byte == b' ').collect::<Vec<_>>()).find_map(|fields| {
-        let (major_minor, path) = (fields.get(2)?, fields.get(4)?);
-        let number = std::str::from_utf8(major_minor).ok().filter(|_| *path == wanted)?;
-        number.split_once(':')?.1.parse().ok()
-    })
+    lines
+        .map(|line| line.split(|byte| *byte == b' ').collect::<Vec<_>>())
+        .find_map(|fields| {
+            let major_minor = fields.get(2)?;
+            let path = fields.get(4)?;
+            let number = std::str::from_utf8(major_minor)
+                .ok()
+                .filter(|_| *path == wanted)?;
+            number.split_once(':')?.1.parse().ok()
+        })
 }
 
 /// The kernel writes blank, tab, newline and backslash of a path as a backslash and three octal digits.
@@ -193,7 +235,9 @@ fn as_in_table(path: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(path.len());
     for &byte in path {
         match byte {
-            b' ' | b'\t' | b'\n' | b'\\' => out.extend_from_slice(format!("\\{byte:03o}").as_bytes()),
+            b' ' | b'\t' | b'\n' | b'\\' => {
+                out.extend_from_slice(format!("\\{byte:03o}").as_bytes())
+            }
             byte => out.push(byte),
         }
     }
@@ -241,7 +285,10 @@ mod tests {
             read_only: true,
             kernel_flags: vec![],
         };
-        assert_eq!(flags(&options), MountFlags::NOSUID | MountFlags::NODEV | MountFlags::RDONLY);
+        assert_eq!(
+            flags(&options),
+            MountFlags::NOSUID | MountFlags::NODEV | MountFlags::RDONLY
+        );
         options.kernel_flags = vec!["suid", "noexec", "exec", "noexec", "dev"];
         assert_eq!(flags(&options), MountFlags::NOEXEC | MountFlags::RDONLY);
     }

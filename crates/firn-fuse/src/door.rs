@@ -34,8 +34,14 @@ impl DoorPlace {
         let path = socket.as_os_str().as_bytes();
         let mut bytes = [0; 112];
         // One byte ends it, and the kernel takes no more than 107 (unix(7)).
-        bytes.get_mut(..path.len()).filter(|_| path.len() <= 107)?.copy_from_slice(path);
-        Some(Self { arena, socket: bytes })
+        bytes
+            .get_mut(..path.len())
+            .filter(|_| path.len() <= 107)?
+            .copy_from_slice(path);
+        Some(Self {
+            arena,
+            socket: bytes,
+        })
     }
 }
 
@@ -63,7 +69,9 @@ impl<B: Backing> Coherence<B> {
         size: Option<u64>,
         answer: impl FnOnce() + Send + 'static,
     ) {
-        let (Some(size), Some(notifier)) = (size, self.notifier().cloned()) else { return answer() };
+        let (Some(size), Some(notifier)) = (size, self.notifier().cloned()) else {
+            return answer();
+        };
         let engine = Arc::clone(self.engine());
         // Not on this thread: a store waits for a page that a FUSE thread may have to fill.
         self.workers().run_about(Topic::Pages(node), move || {

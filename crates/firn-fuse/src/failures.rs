@@ -44,7 +44,10 @@ pub struct Failures {
 
 impl Default for Failures {
     fn default() -> Self {
-        Self { counts: Tally::new(NAMES), warned: Mutex::default() }
+        Self {
+            counts: Tally::new(NAMES),
+            warned: Mutex::default(),
+        }
     }
 }
 
@@ -56,7 +59,11 @@ impl Failures {
 
     fn tell<B: Backing>(&self, about: &About<B>, errno: Errno) {
         self.counts.count(about.operation as usize);
-        let is_news = is_trouble(errno) && self.warned.lock().insert((about.operation, errno.raw_os_error()));
+        let is_news = is_trouble(errno)
+            && self
+                .warned
+                .lock()
+                .insert((about.operation, errno.raw_os_error()));
         if is_news {
             let path = about.path();
             tracing::warn!(operation = about.name(), %path, %errno, "a request failed; more of the kind are counted");
@@ -124,9 +131,19 @@ impl<B: Backing, R> Answer<B, R> {
         (node, name): (NodeId, Option<&OsStr>),
         reply: R,
     ) -> Self {
-        let (engine, failures) = (Arc::clone(engine), Arc::clone(failures));
+        let engine = Arc::clone(engine);
+        let failures = Arc::clone(failures);
         let name = name.map(OsStr::to_owned);
-        Self { reply, about: About { engine, failures, operation, node, name } }
+        Self {
+            reply,
+            about: About {
+                engine,
+                failures,
+                operation,
+                node,
+                name,
+            },
+        }
     }
 
     /// The reply, to be answered with success.
@@ -184,8 +201,14 @@ mod tests {
 
     #[test]
     fn what_programs_expect_is_no_trouble_of_the_backing() {
-        for errno in [Errno::NOENT, Errno::EXIST, Errno::NOTEMPTY, Errno::NODATA, Errno::ACCESS, Errno::NXIO]
-        {
+        for errno in [
+            Errno::NOENT,
+            Errno::EXIST,
+            Errno::NOTEMPTY,
+            Errno::NODATA,
+            Errno::ACCESS,
+            Errno::NXIO,
+        ] {
             assert!(!is_trouble(errno), "{errno:?}");
         }
         for errno in [Errno::IO, Errno::NOSPC, Errno::STALE] {

@@ -77,8 +77,15 @@ fn batch<B: Backing>(engine: &Engine<B>, dir: HandleId, cookie: i64) -> Result<V
         if batch.len() == BATCH {
             return false;
         }
-        let (ino, kind, cookie) = (entry.ino, entry.kind, entry.cookie);
-        batch.push(Found { name: entry.name.to_owned(), ino, kind, cookie });
+        let ino = entry.ino;
+        let kind = entry.kind;
+        let cookie = entry.cookie;
+        batch.push(Found {
+            name: entry.name.to_owned(),
+            ino,
+            kind,
+            cookie,
+        });
         batch.len() < BATCH
     })?;
     Ok(batch)
@@ -96,14 +103,29 @@ fn add<B: Backing>(
     let name: &OsStr = &found.name;
     if name == "." || name == ".." {
         // The kernel takes the name and inode number of these two and does not count a lookup.
-        let ino = if name == "." { node.0 } else { found.ino.max(1) };
-        return reply.add(INodeNo(ino), cookie, name, ttl, &bare(ino, Some(Kind::Dir)), Generation(0));
+        let ino = if name == "." {
+            node.0
+        } else {
+            found.ino.max(1)
+        };
+        return reply.add(
+            INodeNo(ino),
+            cookie,
+            name,
+            ttl,
+            &bare(ino, Some(Kind::Dir)),
+            Generation(0),
+        );
     }
     match engine.lookup(node, name) {
         Ok(entry) => {
             let attr = convert::attr(entry.node, &entry.attr);
             let none = Duration::ZERO;
-            let ttl = if engine.is_written_past_the_kernel(entry.node) { &none } else { ttl };
+            let ttl = if engine.is_written_past_the_kernel(entry.node) {
+                &none
+            } else {
+                ttl
+            };
             let full = reply.add(attr.ino, cookie, name, ttl, &attr, Generation(0));
             if full {
                 engine.forget(entry.node, 1);
@@ -113,7 +135,14 @@ fn add<B: Backing>(
         Err(Errno::NOENT | Errno::STALE) => false,
         // The name is there although its object cannot be looked at: node 0 tells the kernel to list
         // it and to ask again when somebody wants it.
-        Err(_) => reply.add(INodeNo(0), cookie, name, &Duration::ZERO, &bare(0, found.kind), Generation(0)),
+        Err(_) => reply.add(
+            INodeNo(0),
+            cookie,
+            name,
+            &Duration::ZERO,
+            &bare(0, found.kind),
+            Generation(0),
+        ),
     }
 }
 

@@ -39,7 +39,10 @@ pub(crate) fn negotiate(config: &mut KernelConfig, passthrough: bool) -> io::Res
             tracing::info!(?flag, "the kernel does not offer it");
         }
     }
-    if !config.capabilities().contains(InitFlags::FUSE_ATOMIC_O_TRUNC) {
+    if !config
+        .capabilities()
+        .contains(InitFlags::FUSE_ATOMIC_O_TRUNC)
+    {
         let text = "this kernel is too old: FUSE_ATOMIC_O_TRUNC (Linux 2.6.24) is needed";
         return Err(io::Error::new(io::ErrorKind::Unsupported, text));
     }
@@ -51,7 +54,10 @@ pub(crate) fn negotiate(config: &mut KernelConfig, passthrough: bool) -> io::Res
     let passthrough = passthrough
         && config.set_max_stack_depth(STACK_DEPTH).is_ok()
         && config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok();
-    Ok(Agreed { passthrough, umask: config.capabilities().contains(InitFlags::FUSE_DONT_MASK) })
+    Ok(Agreed {
+        passthrough,
+        umask: config.capabilities().contains(InitFlags::FUSE_DONT_MASK),
+    })
 }
 
 /// What kernel and adapter agreed on.

@@ -63,8 +63,12 @@ impl Passthrough {
     /// The handle is gone.
     pub(crate) fn release(&self, handle: HandleId) {
         let mut table = self.table.lock();
-        let Some(node) = table.handles.remove(&handle) else { return };
-        let Some((_, handles)) = table.nodes.get_mut(&node) else { return };
+        let Some(node) = table.handles.remove(&handle) else {
+            return;
+        };
+        let Some((_, handles)) = table.nodes.get_mut(&node) else {
+            return;
+        };
         *handles -= 1;
         if *handles == 0 {
             table.nodes.remove(&node);

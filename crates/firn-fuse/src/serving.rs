@@ -65,7 +65,9 @@ impl Serving {
 
     /// Leave to make a call that may hang, on this thread; `None` where it is the last one that reads requests.
     pub(crate) fn here(&self) -> Option<Here<'_>> {
-        if under_way(self.calls.fetch_add(CALL, Ordering::SeqCst)) < self.max.load(Ordering::Relaxed) {
+        if under_way(self.calls.fetch_add(CALL, Ordering::SeqCst))
+            < self.max.load(Ordering::Relaxed)
+        {
             return Some(Here(self));
         }
         self.calls.fetch_sub(CALL, Ordering::SeqCst);
@@ -74,7 +76,11 @@ impl Serving {
 
     /// For what [`Serving::here`] refused.
     pub(crate) fn elsewhere(&self, topic: Topic, call: Task) {
-        let call = if self.hangs() { Some(call) } else { self.offer(call) };
+        let call = if self.hangs() {
+            Some(call)
+        } else {
+            self.offer(call)
+        };
         if let Some(call) = call {
             self.workers.add(Some(topic), call);
         }
@@ -237,7 +243,8 @@ mod tests {
         let done = Arc::new(AtomicU64::new(0));
         let readers: Vec<_> = (0..4)
             .map(|_| {
-                let (serving, done) = (Arc::clone(&serving), Arc::clone(&done));
+                let serving = Arc::clone(&serving);
+                let done = Arc::clone(&done);
                 std::thread::spawn(move || {
                     for call in 0..CALLS {
                         let done = Arc::clone(&done);
@@ -248,7 +255,9 @@ mod tests {
                 })
             })
             .collect();
-        readers.into_iter().for_each(|reader| reader.join().expect("a reader"));
+        readers
+            .into_iter()
+            .for_each(|reader| reader.join().expect("a reader"));
         let deadline = std::time::Instant::now() + LIMIT;
         while done.load(Ordering::SeqCst) < 4 * CALLS {
             assert!(std::time::Instant::now() < deadline, "a call was lost");

@@ -41,7 +41,9 @@ pub enum SessionError {
     )]
     NoDevice,
     /// Not root, and nothing that mounts for others.
-    #[error("mounting without root needs fusermount3, which was not found: install fuse3, or mount as root")]
+    #[error(
+        "mounting without root needs fusermount3, which was not found: install fuse3, or mount as root"
+    )]
     NoHelper,
     /// It was asked and refused.
     #[error("fusermount3 refused: {text}")]
@@ -84,7 +86,12 @@ impl Session {
         match start(adapter, device, options) {
             Ok(background) => {
                 let connection = device::connection(&mount_point);
-                Ok(Self { mount_point, connection, workers, background: Mutex::new(Some(background)) })
+                Ok(Self {
+                    mount_point,
+                    connection,
+                    workers,
+                    background: Mutex::new(Some(background)),
+                })
             }
             Err(error) => {
                 let _ = device::detach(&mount_point, true);
@@ -107,7 +114,9 @@ impl Session {
     /// Waits until the session ended, by whatever cause. One caller gets the outcome; for others it
     /// is over at once.
     pub fn wait(&self) -> io::Result<()> {
-        let Some(background) = self.background.lock().take() else { return Ok(()) };
+        let Some(background) = self.background.lock().take() else {
+            return Ok(());
+        };
         let ended = background.join();
         // What was read before the end may still be carried out.
         self.workers.wait_until_quiet();
@@ -121,9 +130,17 @@ fn start<B: Backing>(
     options: &SessionOptions,
 ) -> io::Result<fuser::BackgroundSession> {
     let mut config = Config::default();
-    config.acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
+    config.acl = if options.allow_other {
+        SessionACL::All
+    } else {
+        SessionACL::Owner
+    };
     let cores = || std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    let threads = if options.threads == 0 { cores() } else { options.threads };
+    let threads = if options.threads == 0 {
+        cores()
+    } else {
+        options.threads
+    };
     adapter.serving().set_threads(threads);
     config.n_threads = Some(threads + 1);
     config.clone_fd = true;

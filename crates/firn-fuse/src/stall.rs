@@ -59,16 +59,31 @@ pub(crate) struct Stalled<B: Backing> {
 }
 
 impl<B: Backing> Stalled<B> {
-    pub(crate) fn new(engine: Arc<Engine<B>>, workers: Workers, coherence: Arc<Coherence<B>>) -> Arc<Self> {
-        let queue = Queue { waiting: VecDeque::new(), watched: false };
-        Arc::new(Self { engine, workers, coherence, queue: Mutex::new(queue), count: Arc::default() })
+    pub(crate) fn new(
+        engine: Arc<Engine<B>>,
+        workers: Workers,
+        coherence: Arc<Coherence<B>>,
+    ) -> Arc<Self> {
+        let queue = Queue {
+            waiting: VecDeque::new(),
+            watched: false,
+        };
+        Arc::new(Self {
+            engine,
+            workers,
+            coherence,
+            queue: Mutex::new(queue),
+            count: Arc::default(),
+        })
     }
 
     fn finish(&self, write: Write<B>, taken: usize, error: Option<Errno>) {
         let Write { target, reply, .. } = write;
         match error {
             Some(error) if taken == 0 => reply.error(error),
-            _ => self.coherence.after_write(target, taken, move || reply.success().written(taken as u32)),
+            _ => self
+                .coherence
+                .after_write(target, taken, move || reply.success().written(taken as u32)),
         }
     }
 
@@ -83,8 +98,13 @@ impl<B: Backing> Stalled<B> {
             return self.wait(write, data, 0);
         }
         let target = write.target;
-        match self.engine.write(target.handle, target.offset, data, write.by()) {
-            Ok(Written::Bytes(taken)) if taken >= data.len() => self.finish(write, data.len(), None),
+        match self
+            .engine
+            .write(target.handle, target.offset, data, write.by())
+        {
+            Ok(Written::Bytes(taken)) if taken >= data.len() => {
+                self.finish(write, data.len(), None)
+            }
             Ok(Written::Bytes(taken)) => self.wait(write, data, taken),
             Ok(Written::Full) => self.wait(write, data, 0),
             Err(error) => self.finish(write, 0, Some(error)),
@@ -93,10 +113,15 @@ impl<B: Backing> Stalled<B> {
 
     fn wait(self: &Arc<Self>, write: Write<B>, data: &[u8], taken: usize) {
         // Only what is left is kept.
-        let kept = Waiting { write, data: data[taken..].to_vec(), taken };
+        let kept = Waiting {
+            write,
+            data: data[taken..].to_vec(),
+            taken,
+        };
         let mut queue = self.queue.lock();
         queue.waiting.push_back(kept);
-        self.count.store(queue.waiting.len() as u64, Ordering::Release);
+        self.count
+            .store(queue.waiting.len() as u64, Ordering::Release);
         if !std::mem::replace(&mut queue.watched, true) {
             drop(queue);
             self.watch();
@@ -121,8 +146,10 @@ impl<B: Backing> Stalled<B> {
         while let Some(head) = self.pop() {
             if self.asks_backing(&head) {
                 // Those behind it do not wait for that.
-                let (this, topic) = (Arc::clone(self), Topic::Node(NodeId(head.write.target.node.0)));
-                self.workers.run_about(topic, move || this.go_on_alone(head));
+                let this = Arc::clone(self);
+                let topic = Topic::Node(NodeId(head.write.target.node.0));
+                self.workers
+                    .run_about(topic, move || this.go_on_alone(head));
             } else if let Some(left) = self.try_again(head) {
                 self.push_front(left);
                 return self.watch();
@@ -132,8 +159,11 @@ impl<B: Backing> Stalled<B> {
 
     fn asks_backing(&self, head: &Waiting<B>) -> bool {
         let target = &head.write.target;
-        let end = target.offset.saturating_add((head.taken + head.data.len()) as u64);
-        self.engine.write_may_wait(target.handle, end, head.write.by())
+        let end = target
+            .offset
+            .saturating_add((head.taken + head.data.len()) as u64);
+        self.engine
+            .write_may_wait(target.handle, end, head.write.by())
     }
 
     /// Carries out one that was taken out of the queue; where there is no room it is the next one again.
@@ -149,7 +179,10 @@ impl<B: Backing> Stalled<B> {
     fn try_again(&self, mut head: Waiting<B>) -> Option<Waiting<B>> {
         let target = &head.write.target;
         let offset = target.offset + head.taken as u64;
-        match self.engine.write(target.handle, offset, &head.data, head.write.by()) {
+        match self
+            .engine
+            .write(target.handle, offset, &head.data, head.write.by())
+        {
             Ok(Written::Bytes(bytes)) if bytes >= head.data.len() => {
                 let taken = head.taken + head.data.len();
                 self.finish(head.write, taken, None);
@@ -182,7 +215,8 @@ impl<B: Backing> Stalled<B> {
     fn push_front(&self, head: Waiting<B>) -> bool {
         let mut queue = self.queue.lock();
         queue.waiting.push_front(head);
-        self.count.store(queue.waiting.len() as u64, Ordering::Release);
+        self.count
+            .store(queue.waiting.len() as u64, Ordering::Release);
         !std::mem::replace(&mut queue.watched, true)
     }
 

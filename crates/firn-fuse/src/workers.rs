@@ -130,7 +130,10 @@ impl State {
         self.running -= 1;
         let Some(topic) = topic else { return };
         self.with_topic -= 1;
-        let of_topic = self.topics.get_mut(&topic).expect("a topic is known while a task of it runs");
+        let of_topic = self
+            .topics
+            .get_mut(&topic)
+            .expect("a topic is known while a task of it runs");
         match of_topic.waiting.pop_front() {
             Some(task) => self.ready.push_back((topic, task)),
             None => {
@@ -180,7 +183,9 @@ impl Workers {
     fn grow(&self) {
         let shared = Arc::clone(&self.0);
         let thread = std::thread::Builder::new().name("firn-work".into());
-        let Err(error) = thread.spawn(move || shared.serve()) else { return };
+        let Err(error) = thread.spawn(move || shared.serve()) else {
+            return;
+        };
         tracing::warn!(%error, "cannot start a worker thread");
         let mut state = self.0.state.lock();
         state.threads -= 1;
@@ -242,11 +247,16 @@ mod tests {
     impl Hang {
         fn new() -> Self {
             let (release, hung) = mpsc::channel();
-            Self { release: Some(release), hung: Arc::new(Mutex::new(hung)), reached: mpsc::channel() }
+            Self {
+                release: Some(release),
+                hung: Arc::new(Mutex::new(hung)),
+                reached: mpsc::channel(),
+            }
         }
 
         fn task(&self) -> impl FnOnce() + Send + 'static {
-            let (hung, reached) = (Arc::clone(&self.hung), self.reached.0.clone());
+            let hung = Arc::clone(&self.hung);
+            let reached = self.reached.0.clone();
             move || {
                 let _ = reached.send(());
                 let _ = hung.lock().recv();
@@ -278,7 +288,8 @@ mod tests {
         let workers = Workers::default();
         let (done, finished) = mpsc::channel();
         for task in 0..2000 {
-            let (done, topic) = (done.clone(), Topic::Node(NodeId(task % 3)));
+            let done = done.clone();
+            let topic = Topic::Node(NodeId(task % 3));
             workers.run_about(topic, move || done.send((topic, task)).unwrap());
         }
         drop(done);

@@ -42,11 +42,23 @@ pub(crate) struct Apply<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Apply<'a, B> {
-    pub(crate) fn new(held: &'a Held<B>, record: &'a Record, new: &'a B::Node, away: &'a B::Node) -> Self {
-        let (base, device) = (&held.base, held.device());
-        let items = record.items.iter().map(|item| (item.number, item)).collect();
+    pub(crate) fn new(
+        held: &'a Held<B>,
+        record: &'a Record,
+        new: &'a B::Node,
+        away: &'a B::Node,
+    ) -> Self {
+        let base = &held.base;
+        let device = held.device();
+        let items = record
+            .items
+            .iter()
+            .map(|item| (item.number, item))
+            .collect();
         let known = HashMap::from([(0, base.root())]);
-        let (nests, mtimes, placed) = (HashMap::new(), HashMap::new(), BTreeSet::new());
+        let nests = HashMap::new();
+        let mtimes = HashMap::new();
+        let placed = BTreeSet::new();
         Self {
             base,
             device,
@@ -84,7 +96,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         if self.shared {
             for item in items.iter().filter(|item| item.twin_at.is_some()) {
                 if let Some(node) = self.locate(item.number, &mut Vec::new())? {
-                    self.mtimes.insert(item.number, self.base.attr(&node)?.mtime);
+                    self.mtimes
+                        .insert(item.number, self.base.attr(&node)?.mtime);
                 }
             }
         }
@@ -104,7 +117,10 @@ impl<'a, B: Backing> Apply<'a, B> {
         for item in &items {
             self.attributes(item)?;
         }
-        for item in items.iter().filter(|item| item.is_dir && item.comes.is_empty()) {
+        for item in items
+            .iter()
+            .filter(|item| item.is_dir && item.comes.is_empty())
+        {
             let name = item.number.to_string();
             if !item.leaves.is_empty() && find(self.base, self.away, OsStr::new(&name))?.is_some() {
                 self.base.rmdir(self.away, OsStr::new(&name))?;
@@ -120,7 +136,9 @@ impl<'a, B: Backing> Apply<'a, B> {
         if let Some(node) = self.known.get(&number) {
             return Ok(Some(node.clone()));
         }
-        let Some(&item) = self.items.get(&number) else { return Ok(None) };
+        let Some(&item) = self.items.get(&number) else {
+            return Ok(None);
+        };
         // Two directories that changed places are each below the other in one of their places.
         if above.contains(&number) {
             return Ok(None);
@@ -194,7 +212,9 @@ impl<'a, B: Backing> Apply<'a, B> {
     // ---- steps -------------------------------------------------------------------------------
 
     fn write(&mut self, item: &'a Item, data: &Data, at: &'a Staged) -> Result<()> {
-        let Some(node) = self.locate(item.number, &mut Vec::new())? else { return Ok(()) };
+        let Some(node) = self.locate(item.number, &mut Vec::new())? else {
+            return Ok(());
+        };
         let unchanged = data.written.is_empty() && data.cut >= data.size;
         let size = self.base.attr(&node)?.size;
         if unchanged && (size == data.size || (self.shared && data.grows && size > data.size)) {
@@ -227,13 +247,18 @@ impl<'a, B: Backing> Apply<'a, B> {
     }
 
     fn write_small(&mut self, item: &'a Item) -> Result<()> {
-        let Some(node) = self.locate(item.number, &mut Vec::new())? else { return Ok(()) };
+        let Some(node) = self.locate(item.number, &mut Vec::new())? else {
+            return Ok(());
+        };
         let file = self.base.open(&node, Access::ReadWrite)?;
         for piece in &item.small {
             write_all(self.base, &file, &piece.bytes, piece.at)?;
         }
-        let Some((sec, nsec)) = item.mtime else { return Ok(()) };
-        self.base.set_times(&node, SetTime::Keep, SetTime::At(Time { sec, nsec }))
+        let Some((sec, nsec)) = item.mtime else {
+            return Ok(());
+        };
+        self.base
+            .set_times(&node, SetTime::Keep, SetTime::At(Time { sec, nsec }))
     }
 
     /// Copies a range; what is a hole there becomes one here.
@@ -250,7 +275,9 @@ impl<'a, B: Backing> Apply<'a, B> {
                 at = data;
                 continue;
             }
-            let until = base.seek(from, at, Seek::Hole).map_or(end, |hole| hole.clamp(at + 1, end));
+            let until = base
+                .seek(from, at, Seek::Hole)
+                .map_or(end, |hole| hole.clamp(at + 1, end));
             match base.copy_range(from, at, to, at, until - at) {
                 Ok(count) if count > 0 => at += count,
                 Ok(_) | Err(Errno::XDEV | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
@@ -293,7 +320,9 @@ impl<'a, B: Backing> Apply<'a, B> {
         let number = item.number.to_string();
         let away_name = OsStr::new(&number);
         for place in &item.leaves {
-            let Some(dir) = self.dir(place)? else { continue };
+            let Some(dir) = self.dir(place)? else {
+                continue;
+            };
             if self.is_at(item, &dir, &place.1)?.is_none() {
                 continue;
             }
@@ -301,13 +330,20 @@ impl<'a, B: Backing> Apply<'a, B> {
             if let (Some(kept), Some((_, kept_name))) = (&self.kept, &item.kept_at)
                 && find(self.base, kept, OsStr::new(kept_name))?.is_none()
             {
-                self.base.rename(&dir, name, kept, OsStr::new(kept_name), RenameFlags::empty())?;
+                self.base.rename(
+                    &dir,
+                    name,
+                    kept,
+                    OsStr::new(kept_name),
+                    RenameFlags::empty(),
+                )?;
                 continue;
             }
-            let goes_away =
-                item.is_dir || (!item.comes.is_empty() && find(self.base, self.away, away_name)?.is_none());
+            let goes_away = item.is_dir
+                || (!item.comes.is_empty() && find(self.base, self.away, away_name)?.is_none());
             if goes_away {
-                self.base.rename(&dir, name, self.away, away_name, RenameFlags::empty())?;
+                self.base
+                    .rename(&dir, name, self.away, away_name, RenameFlags::empty())?;
             } else {
                 self.base.unlink(&dir, name)?;
             }
@@ -330,18 +366,32 @@ impl<'a, B: Backing> Apply<'a, B> {
             }
             let name = OsStr::from_bytes(&place.1);
             if self.is_at(item, self.away, number.as_bytes())?.is_some() {
-                self.base.rename(self.away, OsStr::new(&number), &dir, name, RenameFlags::empty())?;
+                self.base.rename(
+                    self.away,
+                    OsStr::new(&number),
+                    &dir,
+                    name,
+                    RenameFlags::empty(),
+                )?;
                 continue;
             }
             if let Some((nest, staged)) = item.new_at.as_ref().or(item.anchor_at.as_ref()) {
                 let nest = self.nest(nest)?;
                 if self.is_at(item, &nest, staged.as_bytes())?.is_some() {
-                    self.base.rename(&nest, OsStr::new(staged), &dir, name, RenameFlags::empty())?;
+                    self.base.rename(
+                        &nest,
+                        OsStr::new(staged),
+                        &dir,
+                        name,
+                        RenameFlags::empty(),
+                    )?;
                     continue;
                 }
             }
             // It has a name already.
-            let node = self.locate(item.number, &mut Vec::new())?.ok_or(Errno::STALE)?;
+            let node = self
+                .locate(item.number, &mut Vec::new())?
+                .ok_or(Errno::STALE)?;
             self.base.link(&node, &dir, name)?;
         }
         Ok(())
@@ -351,21 +401,36 @@ impl<'a, B: Backing> Apply<'a, B> {
         if item.twin_at.is_none() && item.times.is_none() {
             return Ok(());
         }
-        let Some(node) = self.locate(item.number, &mut Vec::new())? else { return Ok(()) };
+        let Some(node) = self.locate(item.number, &mut Vec::new())? else {
+            return Ok(());
+        };
         if let Some(times) = item.times {
             let [atime, mtime] = times.map(|(sec, nsec)| SetTime::At(Time { sec, nsec }));
             self.base.set_times(&node, atime, mtime)?;
         }
-        let Some(at) = &item.twin_at else { return Ok(()) };
+        let Some(at) = &item.twin_at else {
+            return Ok(());
+        };
         let twin = self.staged(at)?;
         if !self.shared || item.attributes {
             return staging::copy_attributes(self.base, &twin, &node);
         }
         // Unchanged by others, its times are those of this node, older ones too; else the latest.
         let wanted = self.base.attr(&twin)?;
-        let now = self.mtimes.get(&item.number).copied().unwrap_or(wanted.mtime);
-        let is_ours = item.mtime_before.is_some_and(|(sec, nsec)| now == Time { sec, nsec });
-        let mtime = if is_ours { wanted.mtime } else { wanted.mtime.max(now) };
-        self.base.set_times(&node, SetTime::Keep, SetTime::At(mtime))
+        let now = self
+            .mtimes
+            .get(&item.number)
+            .copied()
+            .unwrap_or(wanted.mtime);
+        let is_ours = item
+            .mtime_before
+            .is_some_and(|(sec, nsec)| now == Time { sec, nsec });
+        let mtime = if is_ours {
+            wanted.mtime
+        } else {
+            wanted.mtime.max(now)
+        };
+        self.base
+            .set_times(&node, SetTime::Keep, SetTime::At(mtime))
     }
 }

@@ -43,7 +43,12 @@ impl<B: Backing> Held<B> {
         Ok(())
     }
 
-    pub(crate) fn set_times_of(&self, node: &Node<B>, atime: SetTime, mtime: SetTime) -> Result<()> {
+    pub(crate) fn set_times_of(
+        &self,
+        node: &Node<B>,
+        atime: SetTime,
+        mtime: SetTime,
+    ) -> Result<()> {
         let object = match node {
             Node::Plain(node) | Node::Top(node) => return self.base.set_times(node, atime, mtime),
             Node::Tracked(object) => object,
@@ -87,7 +92,8 @@ impl<B: Backing> Held<B> {
                 }
                 change.small = None;
             }
-            (change.twin, change.cut, change.before) = (Some(twin), attr.size, Some((attr.size, attr.mtime)));
+            (change.twin, change.cut, change.before) =
+                (Some(twin), attr.size, Some((attr.size, attr.mtime)));
         }
         Ok(scope.change(object, inner))
     }
@@ -102,7 +108,15 @@ impl<B: Backing> Held<B> {
         let (nest_name, nest) = scope.plain_nest(&self.base)?;
         let text = number.to_string();
         let attr = self.copy_object(kind, node, &nest, OsStr::new(&text))?;
-        Ok((Twin { nest, at: (nest_name, text), held: None, goes_to: None }, attr))
+        Ok((
+            Twin {
+                nest,
+                at: (nest_name, text),
+                held: None,
+                goes_to: None,
+            },
+            attr,
+        ))
     }
 
     /// Makes an object with the attributes of another, which it returns, and its size; not its data.
@@ -128,7 +142,13 @@ impl<B: Backing> Held<B> {
                     self.base.set_len(&file, attr.size)?;
                     twin
                 }
-                _ => match self.base.mknod(&me, nest, name, (attr.mode & libc::S_IFMT) | 0o600, attr.rdev) {
+                _ => match self.base.mknod(
+                    &me,
+                    nest,
+                    name,
+                    (attr.mode & libc::S_IFMT) | 0o600,
+                    attr.rdev,
+                ) {
                     Ok((twin, _)) => twin,
                     // Not everybody may make a device; a file has its attributes as well.
                     Err(Errno::PERM) => self.base.create(&me, nest, name, 0o600)?.0,

@@ -6,7 +6,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, Errno, RenameFlags, Result, Seek, SetTime, StatFs,
+    SyncWay,
 };
 
 use crate::data::TrackedFile;
@@ -65,10 +66,13 @@ impl<B: Backing> Backing for Held<B> {
     fn lookup(&self, parent: &Node<B>, name: &OsStr) -> Result<(Node<B>, Attr)> {
         match parent {
             Node::Top(_) if is_own(name) => Err(Errno::NOENT),
-            Node::Plain(parent) | Node::Top(parent) => {
-                self.base.lookup(parent, name).map(|(node, attr)| (Node::Plain(node), attr))
-            }
-            Node::Tracked(parent) => self.look(parent, name).map(|(o, attr)| (Node::Tracked(o), attr)),
+            Node::Plain(parent) | Node::Top(parent) => self
+                .base
+                .lookup(parent, name)
+                .map(|(node, attr)| (Node::Plain(node), attr)),
+            Node::Tracked(parent) => self
+                .look(parent, name)
+                .map(|(o, attr)| (Node::Tracked(o), attr)),
         }
     }
 
@@ -87,7 +91,9 @@ impl<B: Backing> Backing for Held<B> {
             }
             Node::Tracked(parent) => {
                 let (object, attr) = self.make(parent, name, |dir, name| {
-                    self.base.create(caller, dir, name, mode).map(|(node, _, attr)| (node, attr))
+                    self.base
+                        .create(caller, dir, name, mode)
+                        .map(|(node, _, attr)| (node, attr))
                 })?;
                 let file = File::Tracked(TrackedFile::new(&object, Access::ReadWrite));
                 Ok((Node::Tracked(object), file, attr))
@@ -95,8 +101,16 @@ impl<B: Backing> Backing for Held<B> {
         }
     }
 
-    fn mkdir(&self, caller: &Caller, parent: &Node<B>, name: &OsStr, mode: u32) -> Result<(Node<B>, Attr)> {
-        self.make_node(parent, name, |dir, name| self.base.mkdir(caller, dir, name, mode))
+    fn mkdir(
+        &self,
+        caller: &Caller,
+        parent: &Node<B>,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<(Node<B>, Attr)> {
+        self.make_node(parent, name, |dir, name| {
+            self.base.mkdir(caller, dir, name, mode)
+        })
     }
 
     fn mknod(
@@ -107,7 +121,9 @@ impl<B: Backing> Backing for Held<B> {
         mode: u32,
         rdev: u64,
     ) -> Result<(Node<B>, Attr)> {
-        self.make_node(parent, name, |dir, name| self.base.mknod(caller, dir, name, mode, rdev))
+        self.make_node(parent, name, |dir, name| {
+            self.base.mknod(caller, dir, name, mode, rdev)
+        })
     }
 
     fn symlink(
@@ -117,7 +133,9 @@ impl<B: Backing> Backing for Held<B> {
         name: &OsStr,
         target: &OsStr,
     ) -> Result<(Node<B>, Attr)> {
-        self.make_node(parent, name, |dir, name| self.base.symlink(caller, dir, name, target))
+        self.make_node(parent, name, |dir, name| {
+            self.base.symlink(caller, dir, name, target)
+        })
     }
 
     fn link(&self, node: &Node<B>, parent: &Node<B>, name: &OsStr) -> Result<Attr> {
@@ -161,7 +179,9 @@ impl<B: Backing> Backing for Held<B> {
             (Node::Plain(from) | Node::Top(from), Node::Plain(to) | Node::Top(to)) => {
                 self.base.rename(from, name, to, new_name, flags)
             }
-            (Node::Tracked(from), Node::Tracked(to)) => self.move_name((from, name), (to, new_name), flags),
+            (Node::Tracked(from), Node::Tracked(to)) => {
+                self.move_name((from, name), (to, new_name), flags)
+            }
             _ => Err(Errno::XDEV),
         }
     }
@@ -224,10 +244,17 @@ impl<B: Backing> Backing for Held<B> {
         }
     }
 
-    fn read_dir(&self, dir: &Dir<B>, cookie: i64, sink: &mut dyn FnMut(DirEntry<'_>) -> bool) -> Result<()> {
+    fn read_dir(
+        &self,
+        dir: &Dir<B>,
+        cookie: i64,
+        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
+    ) -> Result<()> {
         match dir {
             Dir::Plain(dir) => self.base.read_dir(dir, cookie, sink),
-            Dir::Top(dir) => self.base.read_dir(dir, cookie, &mut |entry| is_own(entry.name) || sink(entry)),
+            Dir::Top(dir) => self
+                .base
+                .read_dir(dir, cookie, &mut |entry| is_own(entry.name) || sink(entry)),
             Dir::Tracked(dir) => self.read_tracked_dir(dir, cookie, sink),
         }
     }
@@ -365,7 +392,10 @@ impl<B: Backing> Held<B> {
     fn attr_of_top(&self, node: &B::Node) -> Result<Attr> {
         let attr = self.base.attr(node)?;
         let hidden = u32::from(attr.nlink > 1 && self.hides_own());
-        Ok(Attr { nlink: attr.nlink - hidden, ..attr })
+        Ok(Attr {
+            nlink: attr.nlink - hidden,
+            ..attr
+        })
     }
 
     fn make_node(
@@ -379,9 +409,9 @@ impl<B: Backing> Held<B> {
             Node::Plain(parent) | Node::Top(parent) => {
                 make(parent, name).map(|(node, attr)| (Node::Plain(node), attr))
             }
-            Node::Tracked(parent) => {
-                self.make(parent, name, make).map(|(object, attr)| (Node::Tracked(object), attr))
-            }
+            Node::Tracked(parent) => self
+                .make(parent, name, make)
+                .map(|(object, attr)| (Node::Tracked(object), attr)),
         }
     }
 

@@ -50,8 +50,11 @@ impl Book {
     }
 
     pub(crate) fn rename(&mut self, from: (Key, &OsStr), to: (Key, &OsStr)) {
-        let (from, to) = (name_of(from.0, from.1), name_of(to.0, to.1));
-        let Some(renaming) = State::rename(self.state(&from), self.state(&to)) else { return };
+        let from = name_of(from.0, from.1);
+        let to = name_of(to.0, to.1);
+        let Some(renaming) = State::rename(self.state(&from), self.state(&to)) else {
+            return;
+        };
         if renaming.former_source_is_freed
             && let Some(former) = self.sources.remove(&to)
             && let Some(state) = self.states.get_mut(&former)
@@ -77,7 +80,8 @@ impl Book {
     /// Two names of files changed places: three renames by a name that nobody else has.
     pub(crate) fn exchange(&mut self, a: (Key, &OsStr), b: (Key, &OsStr)) {
         let between = (a.0, OsStr::new("/"));
-        self.states.insert(name_of(between.0, between.1), State::Deleted);
+        self.states
+            .insert(name_of(between.0, between.1), State::Deleted);
         self.rename(a, between);
         self.rename(b, a);
         self.rename(between, b);

@@ -26,15 +26,26 @@ pub struct TrackedFile<B: Backing> {
 impl<B: Backing> TrackedFile<B> {
     pub(crate) fn new(object: &Arc<Object<B>>, access: Access) -> Self {
         object.opened();
-        Self { object: Arc::clone(object), access }
+        Self {
+            object: Arc::clone(object),
+            access,
+        }
     }
 
     fn must_read(&self) -> Result<()> {
-        if self.access == Access::Write { Err(Errno::BADF) } else { Ok(()) }
+        if self.access == Access::Write {
+            Err(Errno::BADF)
+        } else {
+            Ok(())
+        }
     }
 
     fn must_write(&self, errno: Errno) -> Result<()> {
-        if self.access == Access::Read { Err(errno) } else { Ok(()) }
+        if self.access == Access::Read {
+            Err(errno)
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -62,24 +73,43 @@ impl<B: Backing> Inner<B> {
     fn stretch(&self, at: u64, size: u64) -> Stretch<'_> {
         if let Some(small) = self.small() {
             return match small.stretch(at) {
-                Ok(bytes) => Stretch { end: at + bytes.len() as u64, from: Source::Memory(bytes) },
-                Err(end) => Stretch { end: end.min(size), from: Source::Below(Below::Reader) },
+                Ok(bytes) => Stretch {
+                    end: at + bytes.len() as u64,
+                    from: Source::Memory(bytes),
+                },
+                Err(end) => Stretch {
+                    end: end.min(size),
+                    from: Source::Below(Below::Reader),
+                },
             };
         }
         let Some(change) = self.change.as_ref().filter(|change| change.twin.is_some()) else {
-            return Stretch { end: size, from: Source::Below(Below::Reader) };
+            return Stretch {
+                end: size,
+                from: Source::Below(Below::Reader),
+            };
         };
         if self.base.is_none() {
-            return Stretch { end: size, from: Source::Below(Below::Twin) };
+            return Stretch {
+                end: size,
+                from: Source::Below(Below::Twin),
+            };
         }
         let (end, is_written) = change.written.stretch(at);
         let end = end.min(size);
         match is_written {
-            true => Stretch { end, from: Source::Below(Below::Twin) },
-            false if at < change.cut => {
-                Stretch { end: end.min(change.cut), from: Source::Below(Below::Reader) }
-            }
-            false => Stretch { end, from: Source::Hole },
+            true => Stretch {
+                end,
+                from: Source::Below(Below::Twin),
+            },
+            false if at < change.cut => Stretch {
+                end: end.min(change.cut),
+                from: Source::Below(Below::Reader),
+            },
+            false => Stretch {
+                end,
+                from: Source::Hole,
+            },
         }
     }
 
@@ -94,7 +124,11 @@ impl<B: Backing> Inner<B> {
 }
 
 impl<B: Backing> Held<B> {
-    pub(crate) fn open_tracked(&self, object: &Arc<Object<B>>, access: Access) -> Result<TrackedFile<B>> {
+    pub(crate) fn open_tracked(
+        &self,
+        object: &Arc<Object<B>>,
+        access: Access,
+    ) -> Result<TrackedFile<B>> {
         let inner = object.inner.read();
         // For its errors.
         let node = match inner.whole() {
@@ -107,15 +141,29 @@ impl<B: Backing> Held<B> {
     }
 
     fn size(&self, object: &Object<B>, inner: &Inner<B>) -> Result<u64> {
-        let below = if inner.twin().is_some() { Below::Twin } else { Below::Reader };
-        Ok(self.base.attr_of_file(&*object.below(&self.base, inner, below)?)?.size)
+        let below = if inner.twin().is_some() {
+            Below::Twin
+        } else {
+            Below::Reader
+        };
+        Ok(self
+            .base
+            .attr_of_file(&*object.below(&self.base, inner, below)?)?
+            .size)
     }
 
-    pub(crate) fn read_tracked(&self, file: &TrackedFile<B>, buf: &mut [u8], offset: u64) -> Result<usize> {
+    pub(crate) fn read_tracked(
+        &self,
+        file: &TrackedFile<B>,
+        buf: &mut [u8],
+        offset: u64,
+    ) -> Result<usize> {
         file.must_read()?;
         let inner = file.object.inner.read();
         if let Some(below) = inner.whole() {
-            return self.base.read_at(&*file.object.below(&self.base, &inner, below)?, buf, offset);
+            return self
+                .base
+                .read_at(&*file.object.below(&self.base, &inner, below)?, buf, offset);
         }
         self.read_merged(&file.object, &inner, buf, offset)
     }
@@ -137,7 +185,8 @@ impl<B: Backing> Held<B> {
             let count = match stretch.from {
                 Source::Hole => 0,
                 Source::Below(below) => {
-                    self.base.read_at(&*object.below(&self.base, inner, below)?, part, at)?
+                    self.base
+                        .read_at(&*object.below(&self.base, inner, below)?, part, at)?
                 }
                 Source::Memory(bytes) => {
                     part.copy_from_slice(&bytes[..part.len()]);
@@ -162,7 +211,11 @@ impl<B: Backing> Held<B> {
         let (_data, scope) = self.writing(object)?;
         let Some(scope) = self.holding(scope, object, offset)? else {
             let inner = object.inner.read();
-            return self.base.write_at(&*object.below(&self.base, &inner, Below::Writer)?, data, offset);
+            return self.base.write_at(
+                &*object.below(&self.base, &inner, Below::Writer)?,
+                data,
+                offset,
+            );
         };
         if let Some(count) = self.write_small(&scope, object, data, offset)? {
             return Ok(count);
@@ -175,7 +228,8 @@ impl<B: Backing> Held<B> {
         let window = offset / EARLY_BYTES..(offset + count as u64) / EARLY_BYTES;
         if !window.is_empty() {
             let len = (window.end - window.start) * EARLY_BYTES;
-            self.base.begin_sync(&below, window.start * EARLY_BYTES, len);
+            self.base
+                .begin_sync(&below, window.start * EARLY_BYTES, len);
         }
         self.wrote(object, offset, count as u64);
         self.check_changed(&scope, object);
@@ -189,7 +243,8 @@ impl<B: Backing> Held<B> {
             return Ok(());
         }
         drop(inner);
-        self.twin(scope, object, &mut object.inner.write()).map(drop)
+        self.twin(scope, object, &mut object.inner.write())
+            .map(drop)
     }
 
     fn wrote(&self, object: &Object<B>, offset: u64, len: u64) {
@@ -207,11 +262,14 @@ impl<B: Backing> Held<B> {
         let (_data, scope) = self.writing(object)?;
         let Some(scope) = self.holding(scope, object, len)? else {
             let inner = object.inner.read();
-            return self.base.set_len(&*object.below(&self.base, &inner, Below::Writer)?, len);
+            return self
+                .base
+                .set_len(&*object.below(&self.base, &inner, Below::Writer)?, len);
         };
         self.ready(&scope, object)?;
         let mut inner = object.inner.write();
-        self.base.set_len(&*object.below(&self.base, &inner, inner.target())?, len)?;
+        self.base
+            .set_len(&*object.below(&self.base, &inner, inner.target())?, len)?;
         if let Some(change) = &mut inner.change {
             change.cut = change.cut.min(len);
             change.written.cut(len);
@@ -256,18 +314,27 @@ impl<B: Backing> Held<B> {
             && inner.base.is_some()
             && let Some(change) = &mut inner.change
         {
-            change.written.insert(offset..offset.saturating_add(len).min(size));
+            change
+                .written
+                .insert(offset..offset.saturating_add(len).min(size));
         }
         drop(inner);
         self.check_changed(&scope, object);
         Ok(())
     }
 
-    pub(crate) fn seek_tracked(&self, file: &TrackedFile<B>, offset: u64, what: Seek) -> Result<u64> {
+    pub(crate) fn seek_tracked(
+        &self,
+        file: &TrackedFile<B>,
+        offset: u64,
+        what: Seek,
+    ) -> Result<u64> {
         let object = &file.object;
         let inner = object.inner.read();
         if let Some(below) = inner.whole() {
-            return self.base.seek(&*object.below(&self.base, &inner, below)?, offset, what);
+            return self
+                .base
+                .seek(&*object.below(&self.base, &inner, below)?, offset, what);
         }
         let size = self.size(object, &inner)?;
         let mut at = offset;
@@ -277,7 +344,10 @@ impl<B: Backing> Held<B> {
                 (Source::Hole, Seek::Hole) | (Source::Memory(_), Seek::Data) => return Ok(at),
                 (Source::Hole, Seek::Data) | (Source::Memory(_), Seek::Hole) => None,
                 (Source::Below(below), _) => {
-                    match self.base.seek(&*object.below(&self.base, &inner, below)?, at, what) {
+                    match self
+                        .base
+                        .seek(&*object.below(&self.base, &inner, below)?, at, what)
+                    {
                         Ok(found) => Some(found),
                         // The file below ends here: a hole.
                         Err(Errno::NXIO) => (what == Seek::Hole).then_some(at),
@@ -290,7 +360,11 @@ impl<B: Backing> Held<B> {
                 _ => at = stretch.end,
             }
         }
-        if offset < size && what == Seek::Hole { Ok(size) } else { Err(Errno::NXIO) }
+        if offset < size && what == Seek::Hole {
+            Ok(size)
+        } else {
+            Err(Errno::NXIO)
+        }
     }
 
     pub(crate) fn copy_tracked(
@@ -309,20 +383,32 @@ impl<B: Backing> Held<B> {
         };
         let target = {
             let inner = object.inner.read();
-            object.below(&self.base, &inner, if is_held { inner.target() } else { Below::Writer })?
+            object.below(
+                &self.base,
+                &inner,
+                if is_held {
+                    inner.target()
+                } else {
+                    Below::Writer
+                },
+            )?
         };
         let inner = from.object.inner.read();
         // As the kernel has it: what lies behind the end counts for nothing, also for overlapping.
         let len = len.min(self.size(&from.object, &inner)?.saturating_sub(from_offset));
         let is_same = Arc::ptr_eq(&from.object, object);
-        let ends = (from_offset.saturating_add(len), to_offset.saturating_add(len));
+        let ends = (
+            from_offset.saturating_add(len),
+            to_offset.saturating_add(len),
+        );
         if is_same && from_offset < ends.1 && to_offset < ends.0 && len > 0 {
             return Err(Errno::INVAL);
         }
         let count = match inner.whole() {
             Some(below) => {
                 let source = from.object.below(&self.base, &inner, below)?;
-                self.base.copy_range(&source, from_offset, &target, to_offset, len)?
+                self.base
+                    .copy_range(&source, from_offset, &target, to_offset, len)?
             }
             None => {
                 let mut block = vec![0; BLOCK.min(usize::try_from(len).unwrap_or(BLOCK))];
@@ -345,7 +431,12 @@ impl<B: Backing> Held<B> {
         if inner.small().is_some() {
             return Ok(());
         }
-        let below = if inner.twin().is_some() { Below::Twin } else { Below::Writer };
-        self.base.sync(&*file.object.below(&self.base, &inner, below)?, data_only)
+        let below = if inner.twin().is_some() {
+            Below::Twin
+        } else {
+            Below::Writer
+        };
+        self.base
+            .sync(&*file.object.below(&self.base, &inner, below)?, data_only)
     }
 }

@@ -25,7 +25,9 @@ impl<B: Backing> Held<B> {
         }
         for object in &changed {
             let inner = object.inner.read();
-            let Some(change) = &inner.change else { continue };
+            let Some(change) = &inner.change else {
+                continue;
+            };
             let number = *numbers.entry(object.key).or_insert(change.number);
             let is_root = number == 0;
             let mut item = Item::new(number, self.identity(object), object.kind == Kind::Dir);
@@ -33,11 +35,16 @@ impl<B: Backing> Held<B> {
             if let (Some(twin), Some(touched)) = (&change.twin, change.touched) {
                 let node = twin.node(&self.base)?;
                 let mtime = self.base.attr(&node)?.mtime.max(touched);
-                self.base.set_times(&node, SetTime::Keep, SetTime::At(mtime))?;
+                self.base
+                    .set_times(&node, SetTime::Keep, SetTime::At(mtime))?;
             }
             if inner.base.is_none() {
                 item.new_at = at;
-                if let Some(twin) = change.twin.as_ref().filter(|_| item.is_dir && !change.removed) {
+                if let Some(twin) = change
+                    .twin
+                    .as_ref()
+                    .filter(|_| item.is_dir && !change.removed)
+                {
                     let attr = self.base.attr(&twin.node(&self.base)?)?;
                     item.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
                 }
@@ -47,36 +54,62 @@ impl<B: Backing> Held<B> {
                 || object.is_open()
             {
                 // Names that came and went leave nothing to do but this. Other nodes may have changed more there.
-                if let (Some(touched), None, None, Some(node)) =
-                    (change.touched.filter(|_| item.is_dir), &at, &self.group, &inner.base)
-                {
+                if let (Some(touched), None, None, Some(node)) = (
+                    change.touched.filter(|_| item.is_dir),
+                    &at,
+                    &self.group,
+                    &inner.base,
+                ) {
                     let attr = self.base.attr(node)?;
-                    item.times =
-                        Some([attr.atime, attr.mtime.max(touched)].map(|time| (time.sec, time.nsec)));
+                    item.times = Some(
+                        [attr.atime, attr.mtime.max(touched)].map(|time| (time.sec, time.nsec)),
+                    );
                 }
                 item.twin_at = at;
                 if let Some(small) = &change.small {
-                    item.small =
-                        small.pieces().map(|(at, piece)| Piece { at, bytes: piece.to_vec() }).collect();
+                    item.small = small
+                        .pieces()
+                        .map(|(at, piece)| Piece {
+                            at,
+                            bytes: piece.to_vec(),
+                        })
+                        .collect();
                     item.mtime = Some((small.mtime.sec, small.mtime.nsec));
-                    let written = small.pieces().map(|(at, piece)| (at, at + piece.len() as u64)).collect();
+                    let written = small
+                        .pieces()
+                        .map(|(at, piece)| (at, at + piece.len() as u64))
+                        .collect();
                     let size = small.size();
-                    item.data = Some(Data { cut: size, size, written, grows: false });
+                    item.data = Some(Data {
+                        cut: size,
+                        size,
+                        written,
+                        grows: false,
+                    });
                 }
                 item.attributes = change.attributes;
                 item.mtime_before = change.before.map(|(_, mtime)| (mtime.sec, mtime.nsec));
                 if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
                     let size = self.base.attr(&twin.node(&self.base)?)?.size;
                     let written = change.written.iter().map(|r| (r.start, r.end)).collect();
-                    let grows = change.before.is_some_and(|(before, _)| change.cut >= before);
-                    item.data = Some(Data { cut: change.cut, size, written, grows });
+                    let grows = change
+                        .before
+                        .is_some_and(|(before, _)| change.cut >= before);
+                    item.data = Some(Data {
+                        cut: change.cut,
+                        size,
+                        written,
+                        grows,
+                    });
                 }
             }
             items.insert(number, item);
         }
         for object in &changed {
             let inner = object.inner.read();
-            let Some(change) = &inner.change else { continue };
+            let Some(change) = &inner.change else {
+                continue;
+            };
             if object.kind != Kind::Dir {
                 continue;
             }
@@ -95,11 +128,19 @@ impl<B: Backing> Held<B> {
                 let place = (dir, name.as_bytes().to_vec());
                 if let Some(old) = old_key.and_then(|key| self.known(key)) {
                     let number = self.number(scope, &old, &mut numbers, &mut items);
-                    items.get_mut(&number).expect("just added").leaves.push(place.clone());
+                    items
+                        .get_mut(&number)
+                        .expect("just added")
+                        .leaves
+                        .push(place.clone());
                 }
                 if let Some(now) = now {
                     let number = self.number(scope, now, &mut numbers, &mut items);
-                    items.get_mut(&number).expect("just added").comes.push(place);
+                    items
+                        .get_mut(&number)
+                        .expect("just added")
+                        .comes
+                        .push(place);
                 }
             }
         }
@@ -112,24 +153,41 @@ impl<B: Backing> Held<B> {
             moves || item.new_at.is_none()
         };
         items.retain(|_, item| is_needed(item));
-        let (scope, shared) = (scope.path.clone(), self.group.is_some());
-        Ok(Record { id, scope, shared, items: items.into_values().collect() })
+        let scope = scope.path.clone();
+        let shared = self.group.is_some();
+        Ok(Record {
+            id,
+            scope,
+            shared,
+            items: items.into_values().collect(),
+        })
     }
 
     /// Names that an object has; 2 for a directory that is there.
     fn links_of(&self, object: &Object<B>, inner: &Inner<B>) -> Result<i64, Errno> {
-        let Some(change) = &inner.change else { return Ok(2) };
+        let Some(change) = &inner.change else {
+            return Ok(2);
+        };
         if change.removed {
             return Ok(0);
         }
-        let Some(node) = &inner.base else { return Ok(change.links) };
+        let Some(node) = &inner.base else {
+            return Ok(change.links);
+        };
         let attr = self.attr_below(object, node)?;
-        Ok(if attr.kind == Kind::Dir { 2 } else { i64::from(attr.nlink) + change.links })
+        Ok(if attr.kind == Kind::Dir {
+            2
+        } else {
+            i64::from(attr.nlink) + change.links
+        })
     }
 
     fn identity(&self, object: &Object<B>) -> Identity {
         let (device, ino) = object.key;
-        Identity { ino, elsewhere: device != self.device() }
+        Identity {
+            ino,
+            elsewhere: device != self.device(),
+        }
     }
 
     /// The number of an object in a record, to which it and the directories above it are added.
@@ -145,11 +203,15 @@ impl<B: Backing> Held<B> {
         }
         let number = scope.next_number();
         numbers.insert(object.key, number);
-        items.insert(number, Item::new(number, self.identity(object), object.kind == Kind::Dir));
+        items.insert(
+            number,
+            Item::new(number, self.identity(object), object.kind == Kind::Dir),
+        );
         let seat = object.seat.lock().clone();
         if let Some((parent, name)) = seat {
             let parent = self.number(scope, &parent, numbers, items);
-            items.get_mut(&number).expect("just added").stays = Some((parent, name.as_bytes().to_vec()));
+            items.get_mut(&number).expect("just added").stays =
+                Some((parent, name.as_bytes().to_vec()));
         }
         number
     }
@@ -163,18 +225,26 @@ impl<B: Backing> Held<B> {
         numbers: &mut HashMap<Key, u64>,
         items: &mut BTreeMap<u64, Item>,
     ) -> Result<(), Errno> {
-        let Some(item) = items.get(&number) else { return Ok(()) };
-        let (leaves, comes) = (!item.leaves.is_empty(), !item.comes.is_empty());
+        let Some(item) = items.get(&number) else {
+            return Ok(());
+        };
+        let leaves = !item.leaves.is_empty();
+        let comes = !item.comes.is_empty();
         let is_sought = item.is_dir || item.changes_in_place() || comes;
         // One that moves is found on its way.
         if number == 0 || item.new_at.is_some() || !is_sought || (leaves && comes) {
             return Ok(());
         }
         let inner = object.inner.read();
-        let Some(origin) = inner.change.as_ref().map(|change| change.origin.clone()) else { return Ok(()) };
+        let Some(origin) = inner.change.as_ref().map(|change| change.origin.clone()) else {
+            return Ok(());
+        };
         if let Some((parent, name)) = origin.filter(|_| !leaves) {
             let below = parent.inner.read().base.clone();
-            let found = below.map(|dir| staging::find(&self.base, &dir, &name)).transpose()?.flatten();
+            let found = below
+                .map(|dir| staging::find(&self.base, &dir, &name))
+                .transpose()?
+                .flatten();
             if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
                 let parent = self.number(scope, &parent, numbers, items);
                 let item = items.get_mut(&number).expect("seen above");
@@ -183,7 +253,9 @@ impl<B: Backing> Held<B> {
             }
         }
         // It was found by a name that it has lost, and may have others. It gets one more.
-        let Some(node) = inner.base.as_ref().filter(|_| object.kind != Kind::Dir) else { return Ok(()) };
+        let Some(node) = inner.base.as_ref().filter(|_| object.kind != Kind::Dir) else {
+            return Ok(());
+        };
         let (nest_name, nest) = scope.plain_nest(&self.base)?;
         let text = format!("l{number}");
         self.hide_link(scope, object, &nest, &text);

@@ -50,7 +50,11 @@ struct Link<B: Backing> {
 
 impl<B: Backing> Clone for Link<B> {
     fn clone(&self) -> Self {
-        Self { dir: self.dir.clone(), name: self.name.clone(), ..*self }
+        Self {
+            dir: self.dir.clone(),
+            name: self.name.clone(),
+            ..*self
+        }
     }
 }
 
@@ -75,7 +79,8 @@ impl<B: Backing> Object<B> {
     /// Called with the table locked.
     fn note_links(&self, has: bool) {
         let next = (self.hides.load(Ordering::Acquire) | HAS_LINKS) + 1;
-        self.hides.store(next | if has { HAS_LINKS } else { 0 }, Ordering::Release);
+        self.hides
+            .store(next | if has { HAS_LINKS } else { 0 }, Ordering::Release);
     }
 }
 
@@ -91,7 +96,13 @@ impl<B: Backing> Held<B> {
                 }
                 continue;
             }
-            let links = self.hidden.0.lock().get(&object.key).cloned().unwrap_or_default();
+            let links = self
+                .hidden
+                .0
+                .lock()
+                .get(&object.key)
+                .cloned()
+                .unwrap_or_default();
             let there = self.which_are_there(&links)?;
             let attr = self.base.attr(node)?;
             let is_same = self.which_are_there(&links)? == there;
@@ -101,8 +112,15 @@ impl<B: Backing> Held<B> {
             self.forget_gone(object, &links, &there);
             let count = there.iter().filter(|there| **there).count() as u32;
             // Some file systems do not count subdirectories and say 1.
-            let hidden = if object.kind != Kind::Dir || attr.nlink > 1 { count } else { 0 };
-            return Ok(Attr { nlink: attr.nlink.saturating_sub(hidden), ..attr });
+            let hidden = if object.kind != Kind::Dir || attr.nlink > 1 {
+                count
+            } else {
+                0
+            };
+            return Ok(Attr {
+                nlink: attr.nlink.saturating_sub(hidden),
+                ..attr
+            });
         }
     }
 
@@ -128,13 +146,14 @@ impl<B: Backing> Held<B> {
             return;
         }
         let mut table = self.hidden.0.lock();
-        let Some(now) = table.get_mut(&object.key) else { return };
+        let Some(now) = table.get_mut(&object.key) else {
+            return;
+        };
         now.retain(|link| {
             link.presence != Presence::Goes
-                || !links
-                    .iter()
-                    .zip(there)
-                    .any(|one| is_gone(one) && (one.0.serial, &one.0.name) == (link.serial, &link.name))
+                || !links.iter().zip(there).any(|one| {
+                    is_gone(one) && (one.0.serial, &one.0.name) == (link.serial, &link.name)
+                })
         });
         let has = !now.is_empty();
         if !has {
@@ -144,19 +163,33 @@ impl<B: Backing> Held<B> {
     }
 
     /// An object is about to get a link that is not shown: `name` in `dir`.
-    pub(crate) fn hide_link(&self, scope: &Scope<B>, object: &Object<B>, dir: &B::Node, name: &str) {
+    pub(crate) fn hide_link(
+        &self,
+        scope: &Scope<B>,
+        object: &Object<B>,
+        dir: &B::Node,
+        name: &str,
+    ) {
         self.enter_link(scope.serial, object, dir, name, Presence::Comes);
     }
 
     /// It has it.
-    pub(crate) fn link_is_hidden(&self, scope: &Scope<B>, object: &Object<B>, dir: &B::Node, name: &str) {
+    pub(crate) fn link_is_hidden(
+        &self,
+        scope: &Scope<B>,
+        object: &Object<B>,
+        dir: &B::Node,
+        name: &str,
+    ) {
         self.enter_link(scope.serial, object, dir, name, Presence::There);
     }
 
     /// What was taken from an object's name is given back to it, or not.
     pub(crate) fn link_may_go(&self, scope: &Scope<B>, object: &Object<B>) {
         let mut table = self.hidden.0.lock();
-        let Some(links) = table.get_mut(&object.key) else { return };
+        let Some(links) = table.get_mut(&object.key) else {
+            return;
+        };
         links.retain_mut(|link| {
             let is_it = link.serial == scope.serial;
             if is_it {
@@ -171,25 +204,54 @@ impl<B: Backing> Held<B> {
         object.note_links(has);
     }
 
-    fn enter_link(&self, serial: u64, object: &Object<B>, dir: &B::Node, name: &str, presence: Presence) {
+    fn enter_link(
+        &self,
+        serial: u64,
+        object: &Object<B>,
+        dir: &B::Node,
+        name: &str,
+        presence: Presence,
+    ) {
         let mut table = self.hidden.0.lock();
         let links = table.entry(object.key).or_default();
-        match links.iter_mut().find(|link| link.serial == serial && link.name == name) {
+        match links
+            .iter_mut()
+            .find(|link| link.serial == serial && link.name == name)
+        {
             // A caller tries again that does not know whether its last call did anything.
             Some(link) if presence == Presence::There => link.presence = presence,
             Some(_) => {}
             None => {
                 // At the top it is not the directory itself that has a name which is not shown.
                 let is_dir = object.kind == Kind::Dir && serial != NO_SERIAL;
-                links.push(Link { serial, dir: dir.clone(), name: name.to_owned(), presence, is_dir });
+                links.push(Link {
+                    serial,
+                    dir: dir.clone(),
+                    name: name.to_owned(),
+                    presence,
+                    is_dir,
+                });
             }
         }
         object.note_links(true);
     }
 
     /// A link that an earlier process has made.
-    pub(crate) fn found_hidden(&self, serial: u64, key: Key, dir: &B::Node, name: String, is_dir: bool) {
-        let link = Link { serial, dir: dir.clone(), name, presence: Presence::There, is_dir };
+    pub(crate) fn found_hidden(
+        &self,
+        serial: u64,
+        key: Key,
+        dir: &B::Node,
+        name: String,
+        is_dir: bool,
+    ) {
+        let link = Link {
+            serial,
+            dir: dir.clone(),
+            name,
+            presence: Presence::There,
+            is_dir,
+        };
         self.hidden.0.lock().entry(key).or_default().push(link);
         self.note_links_of(key);
     }
@@ -198,9 +260,18 @@ impl<B: Backing> Held<B> {
     pub(crate) fn link_goes(&self, serial: u64, key: Key, dir: &B::Node, name: String) {
         let mut table = self.hidden.0.lock();
         let links = table.entry(key).or_default();
-        if !links.iter().any(|link| link.serial == serial && link.name == name) {
+        if !links
+            .iter()
+            .any(|link| link.serial == serial && link.name == name)
+        {
             let presence = Presence::Goes;
-            links.push(Link { serial, dir: dir.clone(), name, presence, is_dir: false });
+            links.push(Link {
+                serial,
+                dir: dir.clone(),
+                name,
+                presence,
+                is_dir: false,
+            });
         }
         drop(table);
         self.note_links_of(key);
@@ -263,7 +334,9 @@ impl<B: Backing> Held<B> {
         };
         for key in of_it {
             let mut table = self.hidden.0.lock();
-            let Some(links) = table.get_mut(&key) else { continue };
+            let Some(links) = table.get_mut(&key) else {
+                continue;
+            };
             links.retain_mut(|link| link.serial != serial || change(link));
             if links.is_empty() {
                 table.remove(&key);

@@ -33,7 +33,9 @@ impl<B: Backing> Held<B> {
             return Ok(());
         }
         let firn = self.home()?;
-        let before = staging::load_numbers(&self.base, &firn)?.remove(&scope.path).unwrap_or(NO_ID);
+        let before = staging::load_numbers(&self.base, &firn)?
+            .remove(&scope.path)
+            .unwrap_or(NO_ID);
         let unfinished = staging::new_name(&name(scope.serial));
         let dir = staging::dir(&self.base, &firn, &unfinished)?;
         // What an attempt before this one left.
@@ -45,11 +47,19 @@ impl<B: Backing> Held<B> {
         let changed = scope.changed.lock().clone();
         for item in &mut record.items {
             let is_here = !item.identity.elsewhere;
-            let known = || self.known((self.device(), item.identity.ino)).filter(|_| is_here);
+            let known = || {
+                self.known((self.device(), item.identity.ino))
+                    .filter(|_| is_here)
+            };
             let object = changed.get(&item.number).cloned().or_else(known);
             items.push(self.reverse(item, object.as_ref(), &nest)?);
         }
-        let undo = Record { id: before, scope: scope.path.clone(), shared: false, items };
+        let undo = Record {
+            id: before,
+            scope: scope.path.clone(),
+            shared: false,
+            items,
+        };
         staging::store(&self.base, &dir, staging::RECORD, &undo.encode())
     }
 
@@ -60,7 +70,8 @@ impl<B: Backing> Held<B> {
         nest: &B::Node,
     ) -> Result<Item, Errno> {
         let mut back = Item::new(item.number, item.identity, item.is_dir);
-        (back.leaves, back.comes, back.stays) = (item.comes.clone(), item.leaves.clone(), item.stays.clone());
+        (back.leaves, back.comes, back.stays) =
+            (item.comes.clone(), item.leaves.clone(), item.stays.clone());
         if item.new_at.is_some() {
             return Ok(back);
         }
@@ -86,7 +97,8 @@ impl<B: Backing> Held<B> {
             back.data = Some(self.old_data(node, nest, &text, data, old.size)?);
             // The copy has changed them, and the restored file gets those of its copy.
             let copy = self.base.lookup(nest, OsStr::new(&text))?.0;
-            self.base.set_times(&copy, SetTime::At(old.atime), SetTime::At(old.mtime))?;
+            self.base
+                .set_times(&copy, SetTime::At(old.atime), SetTime::At(old.mtime))?;
         }
         if item.anchor_at.is_some() && item.comes.is_empty() {
             let link = format!("l{}", item.number);
@@ -108,9 +120,15 @@ impl<B: Backing> Held<B> {
         size: u64,
     ) -> Result<Data, Errno> {
         let from = self.base.open(node, Access::Read)?;
-        let to = self.base.open(&self.base.lookup(nest, OsStr::new(twin))?.0, Access::ReadWrite)?;
+        let to = self.base.open(
+            &self.base.lookup(nest, OsStr::new(twin))?.0,
+            Access::ReadWrite,
+        )?;
         let cut = data.cut.min(data.size).min(size);
-        let overwritten = data.written.iter().map(|&(start, end)| (start, end.min(cut)));
+        let overwritten = data
+            .written
+            .iter()
+            .map(|&(start, end)| (start, end.min(cut)));
         let mut written: Vec<(u64, u64)> = overwritten.filter(|(start, end)| start < end).collect();
         if cut < size {
             written.push((cut, size));
@@ -118,7 +136,12 @@ impl<B: Backing> Held<B> {
         for &(start, end) in &written {
             Apply::copy(&self.base, &from, &to, start, end)?;
         }
-        Ok(Data { cut, size, written, grows: false })
+        Ok(Data {
+            cut,
+            size,
+            written,
+            grows: false,
+        })
     }
 
     /// Where the commit `tx-N` keeps what it would remove; `None` where nothing is kept of it.
@@ -136,11 +159,23 @@ impl<B: Backing> Held<B> {
     }
 
     /// The commit `tx-N` was carried out: what undoes it counts, and what is too old goes.
-    pub(crate) fn keep_undo(&self, firn: &B::Node, serial: u64, scope: &[u8]) -> Result<(), HeldError> {
-        let (undo, unfinished) = (name(serial), staging::new_name(&name(serial)));
+    pub(crate) fn keep_undo(
+        &self,
+        firn: &B::Node,
+        serial: u64,
+        scope: &[u8],
+    ) -> Result<(), HeldError> {
+        let undo = name(serial);
+        let unfinished = staging::new_name(&name(serial));
         if staging::find(&self.base, firn, OsStr::new(&unfinished))?.is_some() {
             let flags = RenameFlags::empty();
-            self.base.rename(firn, OsStr::new(&unfinished), firn, OsStr::new(&undo), flags)?;
+            self.base.rename(
+                firn,
+                OsStr::new(&unfinished),
+                firn,
+                OsStr::new(&undo),
+                flags,
+            )?;
             self.base.sync_dir(firn)?;
         }
         let kept = self.undos(scope)?;
@@ -161,16 +196,23 @@ impl<B: Backing> Held<B> {
 
     /// Of commits that came to nothing.
     pub(crate) fn forget_unfinished_undos(&self, firn: &B::Node) -> Result<(), Errno> {
-        let names: Vec<Vec<u8>> =
-            staging::list(&self.base, firn)?.into_iter().map(|(name, ..)| name).collect();
+        let names: Vec<Vec<u8>> = staging::list(&self.base, firn)?
+            .into_iter()
+            .map(|(name, ..)| name)
+            .collect();
         for undo in &names {
             let text = String::from_utf8_lossy(undo);
             // The next transaction must not take a number whose undo is kept.
-            let number = text.strip_prefix("undo-").map(|rest| rest.trim_end_matches(".new"));
+            let number = text
+                .strip_prefix("undo-")
+                .map(|rest| rest.trim_end_matches(".new"));
             if let Some(number) = number.and_then(|number| number.parse().ok()) {
                 self.last_serial.fetch_max(number, Ordering::Relaxed);
             }
-            let Some(serial) = text.strip_prefix("undo-").and_then(|rest| rest.strip_suffix(".new")) else {
+            let Some(serial) = text
+                .strip_prefix("undo-")
+                .and_then(|rest| rest.strip_suffix(".new"))
+            else {
                 continue;
             };
             if !names.contains(&format!("tx-{serial}").into_bytes()) {
@@ -188,14 +230,20 @@ impl<B: Backing> Held<B> {
         let mut found = Vec::new();
         for (undo, ..) in staging::list(&self.base, &firn)? {
             let text = String::from_utf8_lossy(&undo).into_owned();
-            let Some(serial) = text.strip_prefix("undo-").and_then(|n| n.parse::<u64>().ok()) else {
+            let Some(serial) = text
+                .strip_prefix("undo-")
+                .and_then(|n| n.parse::<u64>().ok())
+            else {
                 continue;
             };
             self.last_serial.fetch_max(serial, Ordering::Relaxed);
             let dir = staging::must_find_dir(&self.base, &firn, &text)
                 .map_err(|error| error.below(&self.home_path()))?;
             for file in [staging::RECORD, staging::COMMIT] {
-                found.extend(self.load_record(&dir, &text, file)?.map(|record| (serial, record)));
+                found.extend(
+                    self.load_record(&dir, &text, file)?
+                        .map(|record| (serial, record)),
+                );
             }
         }
         found.retain(|(_, record)| record.scope == scope);
@@ -205,7 +253,11 @@ impl<B: Backing> Held<B> {
 
     /// The checkpoints of a scope that can be restored, newest first.
     pub fn kept(&self, scope: &[u8]) -> Result<Vec<u64>, HeldError> {
-        let undone = self.undos(scope)?.into_iter().map(|(_, record)| record.id).filter(|&id| id != NO_ID);
+        let undone = self
+            .undos(scope)?
+            .into_iter()
+            .map(|(_, record)| record.id)
+            .filter(|&id| id != NO_ID);
         Ok(self.committed(scope)?.into_iter().chain(undone).collect())
     }
 
@@ -220,9 +272,15 @@ impl<B: Backing> Held<B> {
             return Ok(Vec::new());
         }
         let undos = self.undos(scope)?;
-        match undos.iter().position(|(_, record)| record.id == id && id != NO_ID) {
+        match undos
+            .iter()
+            .position(|(_, record)| record.id == id && id != NO_ID)
+        {
             Some(last) => Ok(undos[..=last].iter().map(|(serial, _)| *serial).collect()),
-            None => Err(HeldError::NotKept { wanted: id, kept: self.kept(scope)? }),
+            None => Err(HeldError::NotKept {
+                wanted: id,
+                kept: self.kept(scope)?,
+            }),
         }
     }
 
@@ -234,7 +292,8 @@ impl<B: Backing> Held<B> {
         let flags = RenameFlags::empty();
         let undo = name(serial);
         let dir = staging::must_find_dir(&self.base, &firn, &undo)?;
-        let (from, to) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
+        let from = OsStr::new(staging::RECORD);
+        let to = OsStr::new(staging::COMMIT);
         if staging::find(&self.base, &dir, from)?.is_some() {
             self.base.rename(&dir, from, &dir, to, flags)?;
             self.base.sync_dir(&dir)?;
@@ -243,11 +302,19 @@ impl<B: Backing> Held<B> {
             path: format!("{}/{undo}/{}", self.home_path(), staging::COMMIT),
             source: RecordError::Damaged,
         };
-        let record = self.load_record(&dir, &undo, staging::COMMIT)?.ok_or_else(gone)?;
+        let record = self
+            .load_record(&dir, &undo, staging::COMMIT)?
+            .ok_or_else(gone)?;
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
         let scope = self.undoing_scope(serial, root, dir, record)?;
         let transaction = format!("tx-{serial}");
-        self.base.rename(&firn, OsStr::new(&undo), &firn, OsStr::new(&transaction), flags)?;
+        self.base.rename(
+            &firn,
+            OsStr::new(&undo),
+            &firn,
+            OsStr::new(&transaction),
+            flags,
+        )?;
         self.enter(scope);
         self.carry_out_undo(serial)
     }

@@ -26,7 +26,9 @@ impl<B: Backing> Held<B> {
             check_tables(scope);
             scope.book.lock().check();
         } else {
-            touched.iter().for_each(|object| check_object(scope, object, &object.inner.read()));
+            touched
+                .iter()
+                .for_each(|object| check_object(scope, object, &object.inner.read()));
         }
     }
 
@@ -45,7 +47,10 @@ impl<B: Backing> Held<B> {
         check_tables(scope);
         scope.book.lock().check();
         let changed = scope.changed.lock().clone();
-        let small: u64 = changed.values().map(|object| small_bytes(&object.inner.read())).sum();
+        let small: u64 = changed
+            .values()
+            .map(|object| small_bytes(&object.inner.read()))
+            .sum();
         let counted = scope.small_bytes.load(std::sync::atomic::Ordering::Acquire);
         assert_eq!(counted, small, "the bytes of small changes are counted");
         for (key, object) in self.objects.lock().iter() {
@@ -57,7 +62,9 @@ impl<B: Backing> Held<B> {
 }
 
 fn small_bytes<B: Backing>(inner: &Inner<B>) -> u64 {
-    inner.small().map_or(0, |small| small.pieces().map(|(_, piece)| piece.len() as u64).sum())
+    inner.small().map_or(0, |small| {
+        small.pieces().map(|(_, piece)| piece.len() as u64).sum()
+    })
 }
 
 /// All objects of a transaction, and that their names and numbers of links say the same.
@@ -73,46 +80,89 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
     for (number, object) in &changed {
         let inner = object.inner.read();
         check_object(scope, object, &inner);
-        assert!(keys.insert(object.key, number).is_none(), "one object for each inode: {:?}", object.key);
-        let Some(change) = &inner.change else { continue };
-        for named in change.names.values().filter_map(|named| named.object.as_ref()) {
+        assert!(
+            keys.insert(object.key, number).is_none(),
+            "one object for each inode: {:?}",
+            object.key
+        );
+        let Some(change) = &inner.change else {
+            continue;
+        };
+        for named in change
+            .names
+            .values()
+            .filter_map(|named| named.object.as_ref())
+        {
             *names.entry(Arc::as_ptr(named)).or_default() += 1;
         }
     }
     for object in changed.values() {
         let inner = object.inner.read();
-        let Some(change) = inner.change.as_ref().filter(|_| inner.base.is_none()) else { continue };
+        let Some(change) = inner.change.as_ref().filter(|_| inner.base.is_none()) else {
+            continue;
+        };
         let names = names.remove(&Arc::as_ptr(object)).unwrap_or(0);
         let expected = match object.kind {
             Kind::Dir => i64::from(!change.removed),
             _ => change.links,
         };
-        assert_eq!(names, expected, "names lead to a new {:?} as often as it has links", object.kind);
+        assert_eq!(
+            names, expected,
+            "names lead to a new {:?} as often as it has links",
+            object.kind
+        );
     }
 }
 
 /// One object that is in a transaction, or was made in it and is nameless.
 fn check_object<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, inner: &Inner<B>) {
     if object.is_nameless() {
-        assert!(inner.base.is_some() && inner.change.is_none(), "a nameless object is in no transaction");
+        assert!(
+            inner.base.is_some() && inner.change.is_none(),
+            "a nameless object is in no transaction"
+        );
         return;
     }
     let Some(change) = &inner.change else {
-        assert!(inner.base.is_some(), "an object is in the backing or in a transaction");
+        assert!(
+            inner.base.is_some(),
+            "an object is in the backing or in a transaction"
+        );
         return;
     };
     let listed = scope.changed.lock().get(&change.number).cloned();
-    assert!(listed.is_some_and(|listed| Arc::ptr_eq(&listed, object)), "a change is listed by its number");
-    assert!(inner.base.is_some() || change.twin.is_some(), "a new object is staged");
-    assert!(change.twin.is_none() || change.small.is_none(), "a change has a twin or is small");
+    assert!(
+        listed.is_some_and(|listed| Arc::ptr_eq(&listed, object)),
+        "a change is listed by its number"
+    );
+    assert!(
+        inner.base.is_some() || change.twin.is_some(),
+        "a new object is staged"
+    );
+    assert!(
+        change.twin.is_none() || change.small.is_none(),
+        "a change has a twin or is small"
+    );
     assert!(change.small.is_none() || (inner.base.is_some() && object.kind == Kind::File));
     assert!(object.kind == Kind::Dir || (change.names.is_empty() && !change.removed));
-    assert!(object.kind == Kind::File || change.written.is_empty(), "bytes are written to files");
-    assert!(change.written.is_empty() || change.twin.is_some(), "written ranges are in the twin");
+    assert!(
+        object.kind == Kind::File || change.written.is_empty(),
+        "bytes are written to files"
+    );
+    assert!(
+        change.written.is_empty() || change.twin.is_some(),
+        "written ranges are in the twin"
+    );
     check_written(change);
     for (name, named) in &change.names {
-        assert!(named.object.is_some() || named.hides_old, "{name:?} leads nowhere and hides nothing");
-        assert!(!named.hides_old || inner.base.is_some(), "{name:?} hides a name of a new directory");
+        assert!(
+            named.object.is_some() || named.hides_old,
+            "{name:?} leads nowhere and hides nothing"
+        );
+        assert!(
+            !named.hides_old || inner.base.is_some(),
+            "{name:?} hides a name of a new directory"
+        );
         if let Some(named) = &named.object {
             assert!(!named.is_nameless(), "{name:?} leads to what has no name");
         }
@@ -123,7 +173,10 @@ fn check_object<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, inner: &I
 fn check_written<B: Backing>(change: &Change<B>) {
     let mut end = None;
     for range in change.written.iter() {
-        assert!(range.start < range.end && end.is_none_or(|end| end < range.start), "ranges are apart");
+        assert!(
+            range.start < range.end && end.is_none_or(|end| end < range.start),
+            "ranges are apart"
+        );
         end = Some(range.end);
     }
 }

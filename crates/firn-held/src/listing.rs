@@ -23,7 +23,10 @@ pub struct TrackedDir<B: Backing> {
 
 impl<B: Backing> Held<B> {
     pub(crate) fn open_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<TrackedDir<B>> {
-        let dir = TrackedDir { object: Arc::clone(object), entries: Mutex::default() };
+        let dir = TrackedDir {
+            object: Arc::clone(object),
+            entries: Mutex::default(),
+        };
         *dir.entries.lock() = self.entries(object, true)?;
         Ok(dir)
     }
@@ -40,7 +43,12 @@ impl<B: Backing> Held<B> {
         }
         let from = usize::try_from(cookie).map_err(|_| Errno::INVAL)?;
         for (at, (name, ino, kind)) in entries.iter().enumerate().skip(from) {
-            if !sink(DirEntry { name, ino: *ino, kind: *kind, cookie: at as i64 + 1 }) {
+            if !sink(DirEntry {
+                name,
+                ino: *ino,
+                kind: *kind,
+                cookie: at as i64 + 1,
+            }) {
                 break;
             }
         }
@@ -77,8 +85,12 @@ impl<B: Backing> Held<B> {
             return Err(Errno::STALE);
         }
         if let Some(change) = change {
-            let made = change.names.iter().filter_map(|(name, named)| Some((name, named.object.as_ref()?)));
-            entries.extend(made.map(|(name, object)| (name.clone(), object.key.1, Some(object.kind))));
+            let made = change
+                .names
+                .iter()
+                .filter_map(|(name, named)| Some((name, named.object.as_ref()?)));
+            entries
+                .extend(made.map(|(name, object)| (name.clone(), object.key.1, Some(object.kind))));
         }
         Ok(entries)
     }

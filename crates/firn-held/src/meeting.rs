@@ -127,7 +127,9 @@ pub(crate) struct MeetingPlace<'a, B: Backing> {
 impl<B: Backing> MeetingPlace<'_, B> {
     pub(crate) fn names(&self) -> Result<BTreeSet<String>, Errno> {
         let names = staging::list(self.base, &self.dir)?.into_iter();
-        Ok(names.map(|(name, ..)| String::from_utf8_lossy(&name).into_owned()).collect())
+        Ok(names
+            .map(|(name, ..)| String::from_utf8_lossy(&name).into_owned())
+            .collect())
     }
 
     /// This node's name behind `what`.
@@ -137,19 +139,31 @@ impl<B: Backing> MeetingPlace<'_, B> {
 
     /// The nodes that have come as far as `what`.
     pub(crate) fn nodes(&self, what: &str) -> Result<Vec<String>, Errno> {
-        Ok(self.names()?.iter().filter_map(|name| name.strip_prefix(what)).map(Into::into).collect())
+        Ok(self
+            .names()?
+            .iter()
+            .filter_map(|name| name.strip_prefix(what))
+            .map(Into::into)
+            .collect())
     }
 
     /// Those of them that have not come as far as `next`.
     pub(crate) fn nodes_without(&self, what: &str, next: &str) -> Result<Vec<String>, Errno> {
         let names = self.names()?;
         let nodes = names.iter().filter_map(|name| name.strip_prefix(what));
-        Ok(nodes.filter(|node| !names.contains(&format!("{next}{node}"))).map(Into::into).collect())
+        Ok(nodes
+            .filter(|node| !names.contains(&format!("{next}{node}")))
+            .map(Into::into)
+            .collect())
     }
 
     pub(crate) fn get<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, Errno> {
-        let Some(bytes) = staging::load(self.base, &self.dir, name)? else { return Ok(None) };
-        serde_json::from_slice(&bytes).map(Some).map_err(|_| Errno::IO)
+        let Some(bytes) = staging::load(self.base, &self.dir, name)? else {
+            return Ok(None);
+        };
+        serde_json::from_slice(&bytes)
+            .map(Some)
+            .map_err(|_| Errno::IO)
     }
 
     /// Puts a file where there is none, durably; whether it was this one.
@@ -194,7 +208,8 @@ impl<B: Backing> MeetingPlace<'_, B> {
     fn remove_if_over(&self) -> Result<(), Errno> {
         let names = self.names()?;
         let gone = |name: &String| {
-            name.strip_prefix(FROM).is_none_or(|node| names.contains(&format!("{DONE}{node}")))
+            name.strip_prefix(FROM)
+                .is_none_or(|node| names.contains(&format!("{DONE}{node}")))
         };
         // Without lists it is what a removal left that did not end, but for one that just begins. With them, nobody
         // is done before there is a decision, which may have gone in such a removal.
@@ -240,7 +255,9 @@ impl<B: Backing> Held<B> {
         let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
         match self.node_home() {
             None => Ok(top),
-            Some(name) => staging::dir(&self.base, &top, &name).map_err(|error| error.below(staging::TOP)),
+            Some(name) => {
+                staging::dir(&self.base, &top, &name).map_err(|error| error.below(staging::TOP))
+            }
         }
     }
 
@@ -252,36 +269,52 @@ impl<B: Backing> Held<B> {
 
     /// [`Held::home`], if it is there.
     pub(crate) fn find_home(&self) -> Result<Option<B::Node>, OwnError> {
-        let Some(top) = self.find_top()? else { return Ok(None) };
+        let Some(top) = self.find_top()? else {
+            return Ok(None);
+        };
         match self.node_home() {
             None => Ok(Some(top)),
             Some(name) => {
                 let found = staging::find_dir(&self.base, &top, &name);
-                Ok(found.map_err(|error| error.below(staging::TOP))?.map(|(node, _)| node))
+                Ok(found
+                    .map_err(|error| error.below(staging::TOP))?
+                    .map(|(node, _)| node))
             }
         }
     }
 
     /// Its path, for people.
     pub(crate) fn home_path(&self) -> String {
-        self.group.as_ref().map_or_else(|| staging::TOP.into(), Group::home)
+        self.group
+            .as_ref()
+            .map_or_else(|| staging::TOP.into(), Group::home)
     }
 
     fn node_home(&self) -> Option<String> {
-        self.group.as_ref().map(|group| format!("{}{}", staging::NODE, group.node))
+        self.group
+            .as_ref()
+            .map(|group| format!("{}{}", staging::NODE, group.node))
     }
 
     /// Makes durable where the directory of a transaction is found.
     pub(crate) fn sync_home(&self) -> Result<(), Errno> {
         self.base.sync_dir(&self.home()?)?;
         if self.group.is_some() {
-            self.base.sync_dir(&staging::dir(&self.base, &self.base.root(), staging::TOP)?)?;
+            self.base
+                .sync_dir(&staging::dir(&self.base, &self.base.root(), staging::TOP)?)?;
         }
         self.base.sync_dir(&self.base.root())
     }
 
-    fn place(&self, id: u64, scope: &[u8], make: bool) -> Result<Option<MeetingPlace<'_, B>>, Errno> {
-        let Some(group) = &self.group else { return Ok(None) };
+    fn place(
+        &self,
+        id: u64,
+        scope: &[u8],
+        make: bool,
+    ) -> Result<Option<MeetingPlace<'_, B>>, Errno> {
+        let Some(group) = &self.group else {
+            return Ok(None);
+        };
         let name = meeting_name(id, scope);
         let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
         let dir = match make {
@@ -295,7 +328,13 @@ impl<B: Backing> Held<B> {
                 None => return Ok(None),
             },
         };
-        Ok(Some(MeetingPlace { base: &self.base, top, name, dir, group }))
+        Ok(Some(MeetingPlace {
+            base: &self.base,
+            top,
+            name,
+            dir,
+            group,
+        }))
     }
 
     /// Which files processes of this node used up to the moment at which the transaction was prepared.
@@ -308,10 +347,15 @@ impl<B: Backing> Held<B> {
     /// [`HeldError::Leaving`] while an earlier meeting about the same number is not over.
     pub fn publish(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
         let scope = self.scope_at(node)?;
-        let Some(group) = &self.group else { return Ok(()) };
-        let place = self.place(id, &scope.path, true)?.expect("there is a group");
+        let Some(group) = &self.group else {
+            return Ok(());
+        };
+        let place = self
+            .place(id, &scope.path, true)?
+            .expect("there is a group");
         let names = place.names()?;
-        let (mine, left) = (place.mine(FROM), place.mine(DONE));
+        let mine = place.mine(FROM);
+        let left = place.mine(DONE);
         if names.contains(&left) {
             place.remove_if_over()?;
             return Err(HeldError::Leaving { id });
@@ -324,11 +368,13 @@ impl<B: Backing> Held<B> {
         let nothing = Vec::new();
         let shared = self.shared(&scope.path)?.map(|_| &nothing);
         let Some(used) = used.as_ref().or(shared) else {
-            let why = "its firnd was restarted before it had told what its programs read".to_owned();
+            let why =
+                "its firnd was restarted before it had told what its programs read".to_owned();
             self.give_up(id, &scope.path, why)?;
             return Ok(());
         };
-        let record = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), staging::RECORD)?;
+        let record =
+            self.load_record(&scope.dir, &format!("tx-{}", scope.serial), staging::RECORD)?;
         let record = record.ok_or(HeldError::NotMet { id })?;
         let list = self.published(group, &record, used)?;
         match place.put(&mine, &list.encode()) {
@@ -340,23 +386,48 @@ impl<B: Backing> Held<B> {
 
     /// What a record and the accesses of programs come to.
     fn published(&self, group: &Group, record: &Record, used: &[Used]) -> Result<Published, Errno> {
-        let mut list = Published { node: group.node.clone(), ..Published::default() };
-        let items: BTreeMap<u64, &Item> = record.items.iter().map(|item| (item.number, item)).collect();
-        let Node::Tracked(top) = self.top() else { return Ok(list) };
+        let mut list = Published {
+            node: group.node.clone(),
+            ..Published::default()
+        };
+        let items: BTreeMap<u64, &Item> = record
+            .items
+            .iter()
+            .map(|item| (item.number, item))
+            .collect();
+        let Node::Tracked(top) = self.top() else {
+            return Ok(list);
+        };
         let top_ino = top.key.1;
         let ino = |number: u64| match number {
             0 => Some(top_ino),
-            number => items.get(&number).filter(|item| item.new_at.is_none()).map(|item| item.identity.ino),
+            number => items
+                .get(&number)
+                .filter(|item| item.new_at.is_none())
+                .map(|item| item.identity.ino),
         };
-        let name = |place: &Place| ino(place.0).map(|dir| Name { dir, name: place.1.clone() });
+        let name = |place: &Place| {
+            ino(place.0).map(|dir| Name {
+                dir,
+                name: place.1.clone(),
+            })
+        };
         let mut names: BTreeSet<Name> = BTreeSet::new();
         let mut files: BTreeMap<u64, (Vec<u8>, BTreeMap<u32, Accesses>)> = BTreeMap::new();
-        let is_new: BTreeSet<u64> =
-            items.values().filter(|item| item.new_at.is_some()).map(|item| item.identity.ino).collect();
-        let mut directories = Directories { base: &self.base, known: HashMap::new() };
+        let is_new: BTreeSet<u64> = items
+            .values()
+            .filter(|item| item.new_at.is_some())
+            .map(|item| item.identity.ino)
+            .collect();
+        let mut directories = Directories {
+            base: &self.base,
+            known: HashMap::new(),
+        };
         for file in used.iter().filter(|file| !is_new.contains(&file.ino)) {
             directories.names_of(&file.path, top_ino, &mut names)?;
-            let known = files.entry(file.ino).or_insert_with(|| (file.path.clone(), BTreeMap::new()));
+            let known = files
+                .entry(file.ino)
+                .or_insert_with(|| (file.path.clone(), BTreeMap::new()));
             for (pid, accesses) in &file.processes {
                 let entry = known.1.entry(*pid).or_default();
                 entry.read.extend(&accesses.read);
@@ -366,8 +437,9 @@ impl<B: Backing> Held<B> {
         for item in &record.items {
             let path = path_of(item.number, &items);
             for place in item.leaves.iter().chain(&item.comes) {
-                list.changed
-                    .extend(name(place).map(|name| (name, join(&path_of(place.0, &items), &place.1))));
+                list.changed.extend(
+                    name(place).map(|name| (name, join(&path_of(place.0, &items), &place.1))),
+                );
             }
             if item.new_at.is_some() {
                 continue;
@@ -377,9 +449,14 @@ impl<B: Backing> Held<B> {
                 list.attributes.push((item.identity.ino, path.clone()));
             }
             if let Some(data) = &item.data {
-                let known = files.entry(item.identity.ino).or_insert_with(|| (path, BTreeMap::new()));
+                let known = files
+                    .entry(item.identity.ino)
+                    .or_insert_with(|| (path, BTreeMap::new()));
                 let mut seen = Ranges::default();
-                known.1.values().for_each(|accesses| seen.extend(&accesses.written));
+                known
+                    .1
+                    .values()
+                    .for_each(|accesses| seen.extend(&accesses.written));
                 // What nobody is known to have written counts all the same, and so does what was cut off.
                 let cut = (!data.grows).then_some((data.cut, u64::MAX));
                 for (start, end) in data.written.iter().copied().chain(cut) {
@@ -391,11 +468,16 @@ impl<B: Backing> Held<B> {
             }
         }
         list.used = names.into_iter().collect();
-        let process =
-            |(pid, accesses): (&u32, &Accesses)| Process::new(*pid, &accesses.read, &accesses.written);
+        let process = |(pid, accesses): (&u32, &Accesses)| {
+            Process::new(*pid, &accesses.read, &accesses.written)
+        };
         let file = |(ino, (path, processes)): (u64, (Vec<u8>, BTreeMap<u32, Accesses>))| {
             let processes = processes.iter().map(process).collect();
-            File { ino, path, processes }
+            File {
+                ino,
+                path,
+                processes,
+            }
         };
         list.files = files.into_iter().map(file).collect();
         Ok(list)
@@ -403,15 +485,22 @@ impl<B: Backing> Held<B> {
 
     /// Looks whether all nodes have come, and finds the verdict if they have.
     pub fn meet(&self, id: u64, scope: &[u8]) -> Result<Meeting, HeldError> {
-        let Some(group) = &self.group else { return Ok(Meeting::Met(Verdict::Clear)) };
-        let Some(place) = self.place(id, scope, false)? else { return Err(HeldError::NotMet { id }) };
+        let Some(group) = &self.group else {
+            return Ok(Meeting::Met(Verdict::Clear));
+        };
+        let Some(place) = self.place(id, scope, false)? else {
+            return Err(HeldError::NotMet { id });
+        };
         if let Some(Outcome { commit: false, by }) = place.get(OUTCOME)? {
             let why = "it aborted its part".to_owned();
             return Ok(Meeting::Met(Verdict::GivenUp { by, why }));
         }
         let shared = self.shared(scope)?;
-        if let Some(Outcome { commit: false, by }) =
-            shared.as_ref().map(|shared| shared.outcome()).transpose()?.flatten()
+        if let Some(Outcome { commit: false, by }) = shared
+            .as_ref()
+            .map(|shared| shared.outcome())
+            .transpose()?
+            .flatten()
         {
             let why = "it aborted the transaction".to_owned();
             return Ok(Meeting::Met(Verdict::GivenUp { by, why }));
@@ -424,24 +513,45 @@ impl<B: Backing> Held<B> {
             Participants::Count(count) => {
                 // All that changed something are to be prepared.
                 let members = shared.map_or(Ok(Vec::new()), |shared| shared.members())?;
-                (*count, members.into_iter().filter(|node| !here.contains(node)).collect::<Vec<_>>())
+                (
+                    *count,
+                    members
+                        .into_iter()
+                        .filter(|node| !here.contains(node))
+                        .collect::<Vec<_>>(),
+                )
             }
-            Participants::Nodes(nodes) => {
-                (nodes.len(), nodes.iter().filter(|node| !here.contains(node)).cloned().collect())
-            }
+            Participants::Nodes(nodes) => (
+                nodes.len(),
+                nodes
+                    .iter()
+                    .filter(|node| !here.contains(node))
+                    .cloned()
+                    .collect(),
+            ),
         };
         if here.len() < of || !missing.is_empty() {
             return Ok(Meeting::Waiting { here, of, missing });
         }
         let verdict = if here.len() > of {
-            let why = format!("{} nodes came, {}, where {of} take part", here.len(), here.join(", "));
-            Verdict::GivenUp { by: group.node.clone(), why }
+            let why = format!(
+                "{} nodes came, {}, where {of} take part",
+                here.len(),
+                here.join(", ")
+            );
+            Verdict::GivenUp {
+                by: group.node.clone(),
+                why,
+            }
         } else {
             let mut lists = Vec::new();
             for node in &here {
                 let bytes = staging::load(&self.base, &place.dir, &format!("{FROM}{node}"))?;
                 let list = Published::decode(&bytes.unwrap_or_default());
-                lists.push(list.map_err(|source| HeldError::List { node: node.clone(), source })?);
+                lists.push(list.map_err(|source| HeldError::List {
+                    node: node.clone(),
+                    source,
+                })?);
             }
             match firn_conflict::test(&lists) {
                 report if report.total == 0 => Verdict::Clear,
@@ -450,13 +560,24 @@ impl<B: Backing> Held<B> {
         };
         place.put_json(VERDICT, &verdict)?;
         // Whoever was first: that one counts.
-        place.get(VERDICT)?.map(Meeting::Met).ok_or(HeldError::NotMet { id })
+        place
+            .get(VERDICT)?
+            .map(Meeting::Met)
+            .ok_or(HeldError::NotMet { id })
     }
 
     /// Puts an end to a meeting that has no verdict yet.
     pub fn give_up(&self, id: u64, scope: &[u8], why: String) -> Result<(), HeldError> {
-        let (Some(group), Some(place)) = (&self.group, self.place(id, scope, false)?) else { return Ok(()) };
-        place.put_json(VERDICT, &Verdict::GivenUp { by: group.node.clone(), why })?;
+        let (Some(group), Some(place)) = (&self.group, self.place(id, scope, false)?) else {
+            return Ok(());
+        };
+        place.put_json(
+            VERDICT,
+            &Verdict::GivenUp {
+                by: group.node.clone(),
+                why,
+            },
+        )?;
         Ok(())
     }
 
@@ -474,15 +595,22 @@ impl<B: Backing> Held<B> {
     /// Decides for all nodes, if nobody has: whether the outcome is the one that is wanted. A commit needs a verdict
     /// of no conflict.
     pub(crate) fn decide(&self, id: u64, scope: &[u8], commit: bool) -> Result<(), HeldError> {
-        let Some(group) = &self.group else { return Ok(()) };
-        let Some(place) = self.place(id, scope, !commit)? else { return Err(HeldError::NotMet { id }) };
+        let Some(group) = &self.group else {
+            return Ok(());
+        };
+        let Some(place) = self.place(id, scope, !commit)? else {
+            return Err(HeldError::NotMet { id });
+        };
         if commit {
             match place.get(VERDICT)? {
                 None => return Err(HeldError::NotMet { id }),
                 Some(Verdict::Clear) => {}
                 Some(verdict) => return Err(refused(verdict)),
             }
-        } else if matches!(place.get(VERDICT)?, Some(Verdict::Conflict(_) | Verdict::GivenUp { .. })) {
+        } else if matches!(
+            place.get(VERDICT)?,
+            Some(Verdict::Conflict(_) | Verdict::GivenUp { .. })
+        ) {
             return Ok(());
         }
         // What counts is said where it was saved: a node may abort that has not come to this meeting.
@@ -491,35 +619,52 @@ impl<B: Backing> Held<B> {
                 Outcome { commit: found, .. } if found == commit => {}
                 Outcome { commit: true, .. } => return Err(HeldError::Decided { id }),
                 Outcome { by, .. } => {
-                    return Err(HeldError::GivenUp { by, why: "it aborted the transaction".into() });
+                    return Err(HeldError::GivenUp {
+                        by,
+                        why: "it aborted the transaction".into(),
+                    });
                 }
             }
         }
-        place.put_json(OUTCOME, &Outcome { commit, by: group.node.clone() })?;
+        place.put_json(
+            OUTCOME,
+            &Outcome {
+                commit,
+                by: group.node.clone(),
+            },
+        )?;
         match place.get(OUTCOME)? {
             Some(Outcome { commit: found, .. }) if found == commit => Ok(()),
             Some(Outcome { commit: true, .. }) => Err(HeldError::Decided { id }),
-            Some(Outcome { by, .. }) => Err(HeldError::GivenUp { by, why: "it aborted its part".into() }),
+            Some(Outcome { by, .. }) => Err(HeldError::GivenUp {
+                by,
+                why: "it aborted its part".into(),
+            }),
             None => Err(HeldError::NotMet { id }),
         }
     }
 
     /// What was decided about a transaction that this node had prepared: `None` where nothing is.
     pub(crate) fn decided(&self, id: u64, scope: &[u8]) -> Result<Option<bool>, Errno> {
-        let Some(place) = self.place(id, scope, false)? else { return Ok(None) };
+        let Some(place) = self.place(id, scope, false)? else {
+            return Ok(None);
+        };
         Ok(place.get::<Outcome>(OUTCOME)?.map(|outcome| outcome.commit))
     }
 
     /// This node has carried out what was decided.
     pub(crate) fn leave(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
         let _leaving = self.leaving.lock();
-        self.place(id, scope, false)?.map_or(Ok(()), |place| place.leave())
+        self.place(id, scope, false)?
+            .map_or(Ok(()), |place| place.leave())
     }
 
     /// Before an end of a transaction that was not prepared: others may wait for this node in vain.
     pub(crate) fn withdraw(&self, scope: &[u8]) -> Result<(), HeldError> {
         for id in self.meetings(scope)? {
-            let Some(place) = self.place(id, scope, false)? else { continue };
+            let Some(place) = self.place(id, scope, false)? else {
+                continue;
+            };
             if !place.names()?.contains(&place.mine(FROM)) && !place.is_decided()? {
                 self.decide(id, scope, false)?;
             }
@@ -530,18 +675,34 @@ impl<B: Backing> Held<B> {
     /// After a crash: meetings in which this node has nothing to do any more are left. `waiting`: those about
     /// transactions that it has.
     pub(crate) fn leave_old(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), Errno> {
-        let Some(group) = &self.group else { return Ok(()) };
-        let Some(top) = self.find_top()? else { return Ok(()) };
-        let kept: Vec<String> = waiting.iter().map(|(id, scope)| meeting_name(*id, scope)).collect();
+        let Some(group) = &self.group else {
+            return Ok(());
+        };
+        let Some(top) = self.find_top()? else {
+            return Ok(());
+        };
+        let kept: Vec<String> = waiting
+            .iter()
+            .map(|(id, scope)| meeting_name(*id, scope))
+            .collect();
         for (name, ..) in staging::list(&self.base, &top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
             if !name.starts_with(MEET) || kept.contains(&name) {
                 continue;
             }
-            let Some((dir, _)) = staging::find_dir(&self.base, &top, &name)? else { continue };
-            let place = MeetingPlace { base: &self.base, top: top.clone(), name, dir, group };
+            let Some((dir, _)) = staging::find_dir(&self.base, &top, &name)? else {
+                continue;
+            };
+            let place = MeetingPlace {
+                base: &self.base,
+                top: top.clone(),
+                name,
+                dir,
+                group,
+            };
             let names = place.names()?;
-            let (mine, left) = (place.mine(FROM), place.mine(DONE));
+            let mine = place.mine(FROM);
+            let left = place.mine(DONE);
             if names.contains(&mine) && !names.contains(&left) && place.is_decided()? {
                 place.leave()?;
             } else {
@@ -553,7 +714,9 @@ impl<B: Backing> Held<B> {
 
     /// Nodes that have not carried out a commit yet.
     pub fn behind(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
-        let Some(place) = self.place(id, scope, false)? else { return Ok(Vec::new()) };
+        let Some(place) = self.place(id, scope, false)? else {
+            return Ok(Vec::new());
+        };
         match place.nodes_without(FROM, DONE) {
             // It went meanwhile.
             Err(Errno::NOENT | Errno::STALE) => Ok(Vec::new()),
@@ -566,20 +729,26 @@ impl<B: Backing> Held<B> {
         if self.group.is_none() {
             return Ok(Vec::new());
         }
-        let Some(top) = self.find_top()? else { return Ok(Vec::new()) };
+        let Some(top) = self.find_top()? else {
+            return Ok(Vec::new());
+        };
         let id = |name: Vec<u8>| {
             let text = String::from_utf8(name).ok()?;
             let id = text.strip_prefix(MEET)?.split('-').next()?.parse().ok()?;
             (meeting_name(id, scope) == text).then_some(id)
         };
-        Ok(staging::list(&self.base, &top)?.into_iter().filter_map(|(name, ..)| id(name)).collect())
+        Ok(staging::list(&self.base, &top)?
+            .into_iter()
+            .filter_map(|(name, ..)| id(name))
+            .collect())
     }
 
     /// Back from prepared to open, with all that was changed: the other nodes do not agree, or did not come.
     /// Returns what [`Held::note_used`] was told.
     pub fn reopen(&self, node: &Node<B>, id: u64) -> Result<Vec<Used>, HeldError> {
         let scope = self.scope_at(node)?;
-        let (_names, _data) = (self.tree.write(), self.data.write());
+        let _names = self.tree.write();
+        let _data = self.data.write();
         match scope.stage() {
             Stage::Prepared(found) if found == id => {}
             Stage::Prepared(found) | Stage::Decided(found) => {
@@ -590,7 +759,10 @@ impl<B: Backing> Held<B> {
         }
         // Its changes are in the record only.
         if scope.recovered.is_some() {
-            return Err(HeldError::GivenUp { by: self.node_name(), why: "its firnd was restarted".into() });
+            return Err(HeldError::GivenUp {
+                by: self.node_name(),
+                why: "its firnd was restarted".into(),
+            });
         }
         // Where all is in the backing nothing may change once the others have agreed.
         if self.shared(&scope.path)?.is_some()
@@ -598,9 +770,14 @@ impl<B: Backing> Held<B> {
         {
             place.put_json(
                 VERDICT,
-                &Verdict::GivenUp { by: self.node_name(), why: "it failed there".into() },
+                &Verdict::GivenUp {
+                    by: self.node_name(),
+                    why: "it failed there".into(),
+                },
             )?;
-            let is_aborted = place.get::<Outcome>(OUTCOME)?.is_some_and(|outcome| !outcome.commit);
+            let is_aborted = place
+                .get::<Outcome>(OUTCOME)?
+                .is_some_and(|outcome| !outcome.commit);
             if place.get(VERDICT)? == Some(Verdict::Clear) && !is_aborted {
                 return Err(HeldError::Decided { id });
             }
@@ -614,11 +791,14 @@ impl<B: Backing> Held<B> {
 
     /// The nodes that have come to a meeting.
     pub fn here(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
-        self.place(id, scope, false)?.map_or(Ok(Vec::new()), |place| place.nodes(FROM))
+        self.place(id, scope, false)?
+            .map_or(Ok(Vec::new()), |place| place.nodes(FROM))
     }
 
     fn node_name(&self) -> String {
-        self.group.as_ref().map_or_else(String::new, |group| group.node.clone())
+        self.group
+            .as_ref()
+            .map_or_else(String::new, |group| group.node.clone())
     }
 
     /// For [`Held::commit`]: all nodes agree, which is durable then.
@@ -643,20 +823,36 @@ pub(crate) fn refused(verdict: Verdict) -> HeldError {
 impl Verdict {
     /// `Err` with the reason where it is none of agreement.
     pub fn agreed(self) -> Result<(), HeldError> {
-        if self == Self::Clear { Ok(()) } else { Err(refused(self)) }
+        if self == Self::Clear {
+            Ok(())
+        } else {
+            Err(refused(self))
+        }
     }
 }
 
 fn join(dir: &[u8], name: &[u8]) -> Vec<u8> {
-    if dir.is_empty() { name.to_vec() } else { [dir, b"/", name].concat() }
+    if dir.is_empty() {
+        name.to_vec()
+    } else {
+        [dir, b"/", name].concat()
+    }
 }
 
 /// A path of an object of a record, relative to the backing.
 fn path_of(number: u64, items: &BTreeMap<u64, &Item>) -> Vec<u8> {
     fn below(number: u64, items: &BTreeMap<u64, &Item>, depth: usize) -> Vec<u8> {
         let item = items.get(&number).filter(|_| number != 0 && depth < 1000);
-        let place = item.and_then(|item| item.stays.iter().chain(&item.leaves).chain(&item.comes).next());
-        place.map_or_else(Vec::new, |(dir, name)| join(&below(*dir, items, depth + 1), name))
+        let place = item.and_then(|item| {
+            item.stays
+                .iter()
+                .chain(&item.leaves)
+                .chain(&item.comes)
+                .next()
+        });
+        place.map_or_else(Vec::new, |(dir, name)| {
+            join(&below(*dir, items, depth + 1), name)
+        })
     }
     below(number, items, 0)
 }
@@ -685,7 +881,10 @@ impl<B: Backing> Directories<'_, B> {
             match self.find(above, top, names)? {
                 None => None,
                 Some((dir, ino)) => {
-                    names.insert(Name { dir: ino, name: name.to_vec() });
+                    names.insert(Name {
+                        dir: ino,
+                        name: name.to_vec(),
+                    });
                     let name = <OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(name);
                     match staging::find(self.base, &dir, name) {
                         Ok(found) => found.map(|(node, attr)| (node, attr.ino)),
@@ -703,7 +902,10 @@ impl<B: Backing> Directories<'_, B> {
     fn names_of(&mut self, path: &[u8], top: u64, names: &mut BTreeSet<Name>) -> Result<(), Errno> {
         let (above, name) = split(path);
         if let Some((_, dir)) = self.find(above, top, names)? {
-            names.insert(Name { dir, name: name.to_vec() });
+            names.insert(Name {
+                dir,
+                name: name.to_vec(),
+            });
         }
         Ok(())
     }

@@ -18,7 +18,11 @@ impl<B: Backing> Held<B> {
         parent.parent().is_none() && name == staging::TOP
     }
 
-    pub(crate) fn look(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<(Arc<Object<B>>, Attr)> {
+    pub(crate) fn look(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+    ) -> Result<(Arc<Object<B>>, Attr)> {
         let _names = self.tree.read();
         let object = self.find(parent, name)?.ok_or(Errno::NOENT)?;
         let attr = object.attr(self)?;
@@ -26,7 +30,11 @@ impl<B: Backing> Held<B> {
     }
 
     /// The object of a name; the caller holds the names.
-    pub(crate) fn find(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Option<Arc<Object<B>>>> {
+    pub(crate) fn find(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+    ) -> Result<Option<Arc<Object<B>>>> {
         let inner = parent.inner.read();
         if let Some(change) = &inner.change
             && let Some(found) = change.names.get(name)
@@ -37,14 +45,19 @@ impl<B: Backing> Held<B> {
             return Ok(None);
         }
         // A new directory's twin is empty, and says what is wrong with a name.
-        let node = inner.base.clone().map_or_else(|| inner.node(&self.base), Ok)?;
+        let node = inner
+            .base
+            .clone()
+            .map_or_else(|| inner.node(&self.base), Ok)?;
         let found = staging::find(&self.base, &node, name)?;
         Ok(found.map(|(node, attr)| self.intern(node, &attr, parent, name)))
     }
 
     /// What became of a name of a file in the open transaction; `None` where nothing did.
     pub fn state_of(&self, parent: &Node<B>, name: &OsStr) -> Option<State> {
-        let Node::Tracked(parent) = parent else { return None };
+        let Node::Tracked(parent) = parent else {
+            return None;
+        };
         self.scope_of(parent)?.book.lock().get(parent.key, name)
     }
 
@@ -74,7 +87,8 @@ impl<B: Backing> Held<B> {
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
-        let (exists, dir) = (self.find(parent, name)?, parent.inner.read().node(&self.base)?);
+        let exists = self.find(parent, name)?;
+        let dir = parent.inner.read().node(&self.base)?;
         if exists.is_some() {
             return Err(Errno::EXIST);
         }
@@ -85,16 +99,30 @@ impl<B: Backing> Held<B> {
         let attr = make(&nest, OsStr::new(&text))?.1;
         let is_dir = attr.kind == Kind::Dir;
         let change = Change {
-            twin: Some(Twin { nest, at: (nest_name, text), held: None, goes_to: None }),
+            twin: Some(Twin {
+                nest,
+                at: (nest_name, text),
+                held: None,
+                goes_to: None,
+            }),
             links: i64::from(!is_dir),
             ..Change::new(number, None)
         };
-        let inner = Inner { base: None, change: Some(Box::new(change)) };
+        let inner = Inner {
+            base: None,
+            change: Some(Box::new(change)),
+        };
         let seat = Some((Arc::clone(parent), name.to_owned()));
         let object = Arc::new(Object::new((attr.dev, attr.ino), attr.kind, inner, seat));
         scope.changed.lock().insert(number, Arc::clone(&object));
         self.adopt(&object);
-        self.name(&scope, parent, (name, false), Some(&object), i64::from(is_dir));
+        self.name(
+            &scope,
+            parent,
+            (name, false),
+            Some(&object),
+            i64::from(is_dir),
+        );
         if attr.kind == Kind::File {
             scope.book.lock().create(parent.key, name);
         }
@@ -128,12 +156,21 @@ impl<B: Backing> Held<B> {
         let is_old = inner.base.is_some();
         let change = scope.change(dir, &mut inner);
         // A name that is not noted leads where it does in the backing.
-        let hides_old = change.names.get(name).map_or(is_old && was_there, |named| named.hides_old);
+        let hides_old = change
+            .names
+            .get(name)
+            .map_or(is_old && was_there, |named| named.hides_old);
         let is_forgotten = object.is_none() && !hides_old;
         if is_forgotten {
             change.names.remove(name);
         } else {
-            change.names.insert(name.to_owned(), Named { object: object.cloned(), hides_old });
+            change.names.insert(
+                name.to_owned(),
+                Named {
+                    object: object.cloned(),
+                    hides_old,
+                },
+            );
         }
         change.links += subdirectories;
         change.touched = Some(Time::now());
@@ -199,7 +236,12 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    pub(crate) fn remove_name(&self, parent: &Arc<Object<B>>, name: &OsStr, is_dir: bool) -> Result<()> {
+    pub(crate) fn remove_name(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+        is_dir: bool,
+    ) -> Result<()> {
         let (_names, scope) = self.changing(parent)?;
         let Some(scope) = scope else {
             if is_dir && self.has_scopes() {
@@ -209,7 +251,11 @@ impl<B: Backing> Held<B> {
                 return Err(Errno::NOENT);
             }
             let dir = parent.inner.read().node(&self.base)?;
-            return if is_dir { self.base.rmdir(&dir, name) } else { self.base.unlink(&dir, name) };
+            return if is_dir {
+                self.base.rmdir(&dir, name)
+            } else {
+                self.base.unlink(&dir, name)
+            };
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -218,7 +264,9 @@ impl<B: Backing> Held<B> {
         match (is_dir, object.kind == Kind::Dir) {
             (true, false) => return Err(Errno::NOTDIR),
             (false, true) => return Err(Errno::ISDIR),
-            (true, true) if !self.entries(&object, false)?.is_empty() => return Err(Errno::NOTEMPTY),
+            (true, true) if !self.entries(&object, false)?.is_empty() => {
+                return Err(Errno::NOTEMPTY);
+            }
             _ => {}
         }
         if let Some(shadow) = &scope.shadow {
@@ -253,9 +301,14 @@ impl<B: Backing> Held<B> {
             return Err(Errno::NOENT);
         }
         let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
-            let (node, dir) = (object.inner.read().node(&self.base)?, parent.inner.read().node(&self.base)?);
+            let node = object.inner.read().node(&self.base)?;
+            let dir = parent.inner.read().node(&self.base)?;
             let attr = self.base.link(&node, &dir, name)?;
-            return if object.may_hide_links() { object.attr(self) } else { Ok(attr) };
+            return if object.may_hide_links() {
+                object.attr(self)
+            } else {
+                Ok(attr)
+            };
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -310,7 +363,14 @@ impl<B: Backing> Held<B> {
         };
         if let Some(shadow) = &scope.shadow {
             let both = (&source, target.as_ref());
-            return self.move_shadowed(&_names, (&scope, shadow), both, (from, name), (to, new_name), flags);
+            return self.move_shadowed(
+                &_names,
+                (&scope, shadow),
+                both,
+                (from, name),
+                (to, new_name),
+                flags,
+            );
         }
         let exchange = flags.contains(RenameFlags::EXCHANGE);
         let is_dir = |object: &Arc<Object<B>>| object.kind == Kind::Dir;
@@ -327,7 +387,10 @@ impl<B: Backing> Held<B> {
                 self.name(&scope, from, (name, true), Some(&target), -more);
                 self.name(&scope, to, (new_name, true), Some(&source), more);
                 if source.kind == Kind::File && target.kind == Kind::File {
-                    scope.book.lock().exchange((from.key, name), (to.key, new_name));
+                    scope
+                        .book
+                        .lock()
+                        .exchange((from.key, name), (to.key, new_name));
                 }
                 self.check_names(&scope, &[from, to, &source, &target]);
                 return Ok(());
@@ -342,7 +405,10 @@ impl<B: Backing> Held<B> {
         let is_forgotten = self.name(&scope, from, (name, true), None, -subdirectory(&source));
         self.name(&scope, to, (new_name, is_replaced), Some(&source), more);
         if source.kind == Kind::File {
-            scope.book.lock().rename((from.key, name), (to.key, new_name));
+            scope
+                .book
+                .lock()
+                .rename((from.key, name), (to.key, new_name));
         }
         if is_forgotten {
             scope.book.lock().forget(from.key, name);
@@ -379,7 +445,11 @@ impl<B: Backing> Held<B> {
         }
         if let Some(target) = &target {
             if target.kind == Kind::Dir && from.is_below(target) {
-                return Err(if exchange { Errno::INVAL } else { Errno::NOTEMPTY });
+                return Err(if exchange {
+                    Errno::INVAL
+                } else {
+                    Errno::NOTEMPTY
+                });
             }
             if Arc::ptr_eq(&source, target) {
                 return Ok(None);
@@ -390,7 +460,9 @@ impl<B: Backing> Held<B> {
             match (source.kind == Kind::Dir, target.kind == Kind::Dir) {
                 (true, false) => return Err(Errno::NOTDIR),
                 (false, true) => return Err(Errno::ISDIR),
-                (true, true) if !self.entries(target, false)?.is_empty() => return Err(Errno::NOTEMPTY),
+                (true, true) if !self.entries(target, false)?.is_empty() => {
+                    return Err(Errno::NOTEMPTY);
+                }
                 _ => {}
             }
         }
@@ -407,13 +479,16 @@ impl<B: Backing> Held<B> {
     ) -> Result<()> {
         // What is wrong with either, the backing says best.
         let known = |dir, name| self.find(dir, name).ok().flatten();
-        let (source, target) = (known(from, name), known(to, new_name));
+        let source = known(from, name);
+        let target = known(to, new_name);
         if self.has_scopes() {
             self.must_not_hold_a_scope(source.as_ref())?;
             self.must_not_hold_a_scope(target.as_ref())?;
         }
-        let (from_node, to_node) = (from.inner.read().node(&self.base)?, to.inner.read().node(&self.base)?);
-        self.base.rename(&from_node, name, &to_node, new_name, flags)?;
+        let from_node = from.inner.read().node(&self.base)?;
+        let to_node = to.inner.read().node(&self.base)?;
+        self.base
+            .rename(&from_node, name, &to_node, new_name, flags)?;
         if let Some(source) = source {
             source.sit(to, new_name);
         }

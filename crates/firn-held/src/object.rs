@@ -124,7 +124,10 @@ impl<B: Backing> Twin<B> {
         if let Some(node) = &self.held {
             return Ok(node.clone());
         }
-        match (base.lookup(&self.nest, OsStr::new(&self.at.1)), &self.goes_to) {
+        match (
+            base.lookup(&self.nest, OsStr::new(&self.at.1)),
+            &self.goes_to,
+        ) {
             // It went there meanwhile, with one rename.
             (Err(Errno::NOENT), Some((dir, name))) => Ok(base.lookup(dir, name)?.0),
             (found, _) => Ok(found?.0),
@@ -160,12 +163,19 @@ impl<B: Backing> Object<B> {
             hides: AtomicU64::new(0),
             nameless: AtomicBool::new(false),
             opens: AtomicUsize::new(0),
-            files: Mutex::new(Files { reader: None, writer: None, twin: None }),
+            files: Mutex::new(Files {
+                reader: None,
+                writer: None,
+                twin: None,
+            }),
         }
     }
 
     pub(crate) fn parent(&self) -> Option<Arc<Self>> {
-        self.seat.lock().as_ref().map(|(parent, _)| Arc::clone(parent))
+        self.seat
+            .lock()
+            .as_ref()
+            .map(|(parent, _)| Arc::clone(parent))
     }
 
     pub(crate) fn sit(&self, parent: &Arc<Self>, name: &OsStr) {
@@ -229,13 +239,21 @@ impl<B: Backing> Object<B> {
 
     /// Closes what is open below; it is opened again when it is used.
     pub(crate) fn let_go(&self) {
-        *self.files.lock() = Files { reader: None, writer: None, twin: None };
+        *self.files.lock() = Files {
+            reader: None,
+            writer: None,
+            twin: None,
+        };
     }
 
     /// The file below, opened if need be.
     pub(crate) fn below(&self, base: &B, inner: &Inner<B>, which: Below) -> Result<Arc<B::File>> {
         let mut files = self.files.lock();
-        let Files { reader, writer, twin } = &mut *files;
+        let Files {
+            reader,
+            writer,
+            twin,
+        } = &mut *files;
         let (slot, access) = match which {
             Below::Reader => (reader, Access::Read),
             Below::Writer => (writer, Access::ReadWrite),
@@ -262,7 +280,11 @@ impl<B: Backing> Inner<B> {
     /// The file below that takes what is written in a transaction. One that became nameless meanwhile is as good
     /// as outside.
     pub(crate) fn target(&self) -> Below {
-        if self.twin().is_some() { Below::Twin } else { Below::Writer }
+        if self.twin().is_some() {
+            Below::Twin
+        } else {
+            Below::Writer
+        }
     }
 
     /// What to ask for attributes and their like: the twin where there is one.
@@ -278,7 +300,11 @@ impl<B: Backing> Inner<B> {
         let Some(change) = &self.change else {
             return held.attr_below(object, self.base.as_ref().ok_or(Errno::STALE)?);
         };
-        let twin = change.twin.as_ref().map(|twin| base.attr(&twin.node(base)?)).transpose()?;
+        let twin = change
+            .twin
+            .as_ref()
+            .map(|twin| base.attr(&twin.node(base)?))
+            .transpose()?;
         let mut attr = match (&self.base, twin) {
             (None, None) => return Err(Errno::STALE),
             (None, Some(twin)) if object.kind == Kind::Dir => twin,
@@ -287,7 +313,11 @@ impl<B: Backing> Inner<B> {
             (Some(node), None) => {
                 let below = held.attr_below(object, node)?;
                 match &change.small {
-                    Some(small) => Attr { mtime: small.mtime, ctime: small.ctime, ..below },
+                    Some(small) => Attr {
+                        mtime: small.mtime,
+                        ctime: small.ctime,
+                        ..below
+                    },
                     None => below,
                 }
             }
@@ -297,7 +327,11 @@ impl<B: Backing> Inner<B> {
                 Attr {
                     mode: (below.mode & libc::S_IFMT) | (twin.mode & !libc::S_IFMT),
                     size: if is_file { twin.size } else { below.size },
-                    blocks: if is_file { below.blocks + twin.blocks } else { below.blocks },
+                    blocks: if is_file {
+                        below.blocks + twin.blocks
+                    } else {
+                        below.blocks
+                    },
                     uid: twin.uid,
                     gid: twin.gid,
                     atime: twin.atime,

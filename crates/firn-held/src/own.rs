@@ -47,8 +47,14 @@ impl OwnError {
     pub(crate) fn below(self, dir: &str) -> Self {
         let full = |name: String| format!("{dir}/{name}");
         match self {
-            Self::Distrusted { name, why } => Self::Distrusted { name: full(name), why },
-            Self::TooLong { name, bytes } => Self::TooLong { name: full(name), bytes },
+            Self::Distrusted { name, why } => Self::Distrusted {
+                name: full(name),
+                why,
+            },
+            Self::TooLong { name, bytes } => Self::TooLong {
+                name: full(name),
+                bytes,
+            },
             Self::Backing(errno) => Self::Backing(errno),
         }
     }
@@ -84,7 +90,9 @@ impl From<OwnError> for Errno {
                 Self::PERM
             }
             OwnError::TooLong { name, bytes } => {
-                tracing::error!("{name:?} has {bytes} bytes, and Firn writes no more than {FILE_BYTES_MAX}");
+                tracing::error!(
+                    "{name:?} has {bytes} bytes, and Firn writes no more than {FILE_BYTES_MAX}"
+                );
                 Self::FBIG
             }
         }
@@ -108,7 +116,11 @@ pub(crate) fn find_dir<B: Backing>(
 }
 
 /// Opens a directory of Firn's own that is there; ENOENT where nothing has its name.
-pub(crate) fn must_find_dir<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result<B::Node, OwnError> {
+pub(crate) fn must_find_dir<B: Backing>(
+    base: &B,
+    parent: &B::Node,
+    name: &str,
+) -> Result<B::Node, OwnError> {
     match find_dir(base, parent, name)? {
         Some((node, _)) => Ok(node),
         None => Err(Errno::NOENT.into()),
@@ -124,7 +136,14 @@ pub(crate) fn dir<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result<
         Err(errno) => return Err(errno.into()),
     };
     // Whoever may rename in `parent` may have put something else there meanwhile, which is not to be changed.
-    check(name, &Attr { mode: attr.mode & libc::S_IFMT, ..attr }, Expected::Directory)?;
+    check(
+        name,
+        &Attr {
+            mode: attr.mode & libc::S_IFMT,
+            ..attr
+        },
+        Expected::Directory,
+    )?;
     if base.has_default_acl(&node) {
         for acl in ["system.posix_acl_default", "system.posix_acl_access"] {
             match base.remove_xattr(&node, OsStr::new(acl)) {
@@ -141,7 +160,11 @@ pub(crate) fn dir<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result<
 }
 
 /// The bytes of a file of Firn's own; `None` where nothing has its name.
-pub(crate) fn load<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result<Option<Vec<u8>>, OwnError> {
+pub(crate) fn load<B: Backing>(
+    base: &B,
+    parent: &B::Node,
+    name: &str,
+) -> Result<Option<Vec<u8>>, OwnError> {
     let (node, attr) = match base.lookup(parent, OsStr::new(name)) {
         Ok(found) => found,
         Err(Errno::NOENT) => return Ok(None),
@@ -150,7 +173,10 @@ pub(crate) fn load<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result
     // In a private directory a second name is what a crash left of ours.
     check(name, &Attr { nlink: 1, ..attr }, Expected::File)?;
     if attr.size > FILE_BYTES_MAX {
-        return Err(OwnError::TooLong { name: name.into(), bytes: attr.size });
+        return Err(OwnError::TooLong {
+            name: name.into(),
+            bytes: attr.size,
+        });
     }
     let size = usize::try_from(attr.size).map_err(|_| Errno::FBIG)?;
     let mut bytes = Vec::new();
@@ -162,11 +188,23 @@ pub(crate) fn load<B: Backing>(base: &B, parent: &B::Node, name: &str) -> Result
 }
 
 fn check(name: &str, attr: &Attr, expected: Expected) -> Result<(), OwnError> {
-    let facts = Facts { mode: attr.mode, uid: attr.uid, nlink: u64::from(attr.nlink) };
-    facts.check(expected, own().uid).map_err(|why| OwnError::Distrusted { name: name.to_owned(), why })
+    let facts = Facts {
+        mode: attr.mode,
+        uid: attr.uid,
+        nlink: u64::from(attr.nlink),
+    };
+    facts
+        .check(expected, own().uid)
+        .map_err(|why| OwnError::Distrusted {
+            name: name.to_owned(),
+            why,
+        })
 }
 
 /// Whether a stored path, relative to the backing, stays in it: components between single slashes, or nothing.
 pub(crate) fn is_path(path: &[u8]) -> bool {
-    path.is_empty() || path.split(|&byte| byte == b'/').all(firn_trust::is_component)
+    path.is_empty()
+        || path
+            .split(|&byte| byte == b'/')
+            .all(firn_trust::is_component)
 }

@@ -16,7 +16,10 @@ use crate::own::is_path;
 pub use firn_format::sealed::SealError as RecordError;
 
 /// The header of its file.
-pub const SEAL: Seal = Seal { magic: *b"FIRNREDO", version: 4 };
+pub const SEAL: Seal = Seal {
+    magic: *b"FIRNREDO",
+    version: 4,
+};
 
 /// A name in a directory: the number of the directory's object, and the name's bytes.
 pub type Place = (u64, Vec<u8>);
@@ -36,11 +39,17 @@ pub struct Identity {
 
 impl Identity {
     /// Of nothing yet.
-    pub(crate) const NONE: Self = Self { ino: 0, elsewhere: false };
+    pub(crate) const NONE: Self = Self {
+        ino: 0,
+        elsewhere: false,
+    };
 
     /// `device` is that of the top.
     pub(crate) fn of(attr: &Attr, device: u64) -> Self {
-        Self { ino: attr.ino, elsewhere: attr.dev != device }
+        Self {
+            ino: attr.ino,
+            elsewhere: attr.dev != device,
+        }
     }
 }
 
@@ -159,7 +168,8 @@ impl Record {
     /// From the bytes that were stored. Every name in what comes back is a single component, and the scope is a
     /// path of such.
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
-        let record: Self = postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| RecordError::Damaged)?;
+        let record: Self =
+            postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| RecordError::Damaged)?;
         record.check_names()?;
         Ok(record)
     }
@@ -185,7 +195,9 @@ impl Record {
 
 /// Refuses what is not a single path component.
 pub(crate) fn check_name(name: &[u8]) -> Result<(), RecordError> {
-    firn_trust::check_component(name).map(drop).map_err(|_| RecordError::Damaged)
+    firn_trust::check_component(name)
+        .map(drop)
+        .map_err(|_| RecordError::Damaged)
 }
 
 #[cfg(test)]
@@ -193,7 +205,10 @@ mod tests {
     use super::*;
 
     fn record() -> Record {
-        let identity = Identity { ino: 77, elsewhere: false };
+        let identity = Identity {
+            ino: 77,
+            elsewhere: false,
+        };
         let item = Item {
             number: 3,
             identity,
@@ -205,14 +220,27 @@ mod tests {
             kept_at: None,
             comes: vec![(2, b"\xff\n".to_vec())],
             stays: None,
-            data: Some(Data { cut: 10, size: 4096, written: vec![(0, 5), (100, 4096)], grows: true }),
-            small: vec![Piece { at: 5, bytes: b"bytes".to_vec() }],
+            data: Some(Data {
+                cut: 10,
+                size: 4096,
+                written: vec![(0, 5), (100, 4096)],
+                grows: true,
+            }),
+            small: vec![Piece {
+                at: 5,
+                bytes: b"bytes".to_vec(),
+            }],
             mtime: Some((7, 8)),
             attributes: true,
             mtime_before: Some((5, 6)),
             times: Some([(1, 2), (-3, 4)]),
         };
-        Record { id: 17, scope: b"work".to_vec(), shared: false, items: vec![item] }
+        Record {
+            id: 17,
+            scope: b"work".to_vec(),
+            shared: false,
+            items: vec![item],
+        }
     }
 
     #[test]
@@ -226,7 +254,11 @@ mod tests {
             for name in ["", ".", "..", "../../etc", "/etc", "a/b", "a\0"] {
                 let mut bad = record();
                 change(&mut bad, name);
-                assert_eq!(Record::decode(&bad.encode()), Err(RecordError::Damaged), "{name:?}");
+                assert_eq!(
+                    Record::decode(&bad.encode()),
+                    Err(RecordError::Damaged),
+                    "{name:?}"
+                );
             }
         };
         let staged = |nest: &str, name: &str| Some((nest.to_owned(), name.to_owned()));
@@ -239,10 +271,20 @@ mod tests {
         refused(&|bad, name| bad.items[0].twin_at = staged("d0", name));
         refused(&|bad, name| bad.items[0].kept_at = staged("u", name));
         for scope in ["..", "a/../b", "/a", "a//b", "a/", "a\0"] {
-            let bad = Record { scope: scope.into(), ..record() };
-            assert_eq!(Record::decode(&bad.encode()), Err(RecordError::Damaged), "{scope:?}");
+            let bad = Record {
+                scope: scope.into(),
+                ..record()
+            };
+            assert_eq!(
+                Record::decode(&bad.encode()),
+                Err(RecordError::Damaged),
+                "{scope:?}"
+            );
         }
-        let whole = Record { scope: b"a/b c/..d".to_vec(), ..record() };
+        let whole = Record {
+            scope: b"a/b c/..d".to_vec(),
+            ..record()
+        };
         assert_eq!(Record::decode(&whole.encode()), Ok(whole));
     }
 

@@ -56,7 +56,9 @@ pub enum HeldError {
         scope: BytePath,
     },
     /// Its outcome is decided.
-    #[error("the transaction is committed with id {id} and not yet carried out: firn commit goes on with it")]
+    #[error(
+        "the transaction is committed with id {id} and not yet carried out: firn commit goes on with it"
+    )]
     Decided {
         /// Its number.
         id: u64,
@@ -145,13 +147,17 @@ pub enum HeldError {
         source: Errno,
     },
     /// An object has no name by which it could be found elsewhere.
-    #[error("object {number} of the transaction has no name in the backing, and cannot be in the backup")]
+    #[error(
+        "object {number} of the transaction has no name in the backing, and cannot be in the backup"
+    )]
     BackupPath {
         /// Its number.
         number: u64,
     },
     /// The backing does not know a transaction that is in the backup.
-    #[error("the backup has a transaction prepared with id {id} that the backing does not know ({name})")]
+    #[error(
+        "the backup has a transaction prepared with id {id} that the backing does not know ({name})"
+    )]
     BackupWaits {
         /// The number.
         id: u64,
@@ -165,7 +171,10 @@ pub enum HeldError {
         id: u64,
     },
     /// The tree is not the one before the transaction of a backup.
-    #[error("{}: {what}: the backup goes with the tree as it was before the transaction", quoted(path))]
+    #[error(
+        "{}: {what}: the backup goes with the tree as it was before the transaction",
+        quoted(path)
+    )]
     BackupTree {
         /// Where, from the top of the backing.
         path: Vec<u8>,
@@ -222,13 +231,23 @@ impl From<OwnError> for HeldError {
 }
 
 fn on(nodes: &[String]) -> String {
-    if nodes.is_empty() { String::new() } else { format!(" on {}", nodes.join(", ")) }
+    if nodes.is_empty() {
+        String::new()
+    } else {
+        format!(" on {}", nodes.join(", "))
+    }
 }
 
 fn told(kept: &[u64]) -> String {
     match kept {
         [] => "none are".into(),
-        kept => format!("those are: {}", kept.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")),
+        kept => format!(
+            "those are: {}",
+            kept.iter()
+                .map(u64::to_string)
+                .collect::<Vec<_>>()
+                .join(", ")
+        ),
     }
 }
 
@@ -341,14 +360,22 @@ impl<B: Backing> Scope<B> {
             }
             self.turned.wait(&mut stage);
         }
-        if self.refusing.load(Ordering::Acquire) { Err(Errno::CANCELED) } else { Ok(()) }
+        if self.refusing.load(Ordering::Acquire) {
+            Err(Errno::CANCELED)
+        } else {
+            Ok(())
+        }
     }
 
     fn must_be_whole(&self) -> Result<(), HeldError> {
         let is_undoing = self.shadow.as_ref().is_some_and(Shadow::is_undoing);
         // An abort that failed had dropped what was pending: what is left is not what programs wrote.
         let is_given_up = self.stage() == Stage::Open && self.refusing.load(Ordering::Acquire);
-        if is_undoing || is_given_up { Err(HeldError::Undoing) } else { Ok(()) }
+        if is_undoing || is_given_up {
+            Err(HeldError::Undoing)
+        } else {
+            Ok(())
+        }
     }
 
     /// Every change fails with ECANCELED from now on.
@@ -370,7 +397,11 @@ impl<B: Backing> Scope<B> {
     }
 
     /// The change of an object, made if there is none.
-    pub(crate) fn change<'a>(&self, object: &Arc<Object<B>>, inner: &'a mut Inner<B>) -> &'a mut Change<B> {
+    pub(crate) fn change<'a>(
+        &self,
+        object: &Arc<Object<B>>,
+        inner: &'a mut Inner<B>,
+    ) -> &'a mut Change<B> {
         inner.change.get_or_insert_with(|| {
             let number = self.next_number();
             self.changed.lock().insert(number, Arc::clone(object));
@@ -531,7 +562,9 @@ impl<B: Backing> Held<B> {
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(false);
         };
-        Ok(staging::list(base, &firn)?.iter().any(|(name, ..)| name.starts_with(b"tx-")))
+        Ok(staging::list(base, &firn)?
+            .iter()
+            .any(|(name, ..)| name.starts_with(b"tx-")))
     }
 
     /// A backing that can have transactions, after what earlier ones left is finished or undone. For who has no
@@ -542,12 +575,26 @@ impl<B: Backing> Held<B> {
 
     /// The same, keeping what brings back as many commits of each scope.
     pub fn open_with_history(base: B, history: u32) -> Result<(Self, Outcome), HeldError> {
-        Self::open_with(base, Opening { history, ..Opening::default() }, |_| Ok(()))
+        Self::open_with(
+            base,
+            Opening {
+                history,
+                ..Opening::default()
+            },
+            |_| Ok(()),
+        )
     }
 
     /// The same for one of several nodes that commit together.
     pub fn open_of_group(base: B, group: Group) -> Result<(Self, Outcome), HeldError> {
-        Self::open_with(base, Opening { group: Some(group), ..Opening::default() }, |_| Ok(()))
+        Self::open_with(
+            base,
+            Opening {
+                group: Some(group),
+                ..Opening::default()
+            },
+            |_| Ok(()),
+        )
     }
 
     /// The same where an arena has data that was not drained. Before anything is changed `drop_pending` gets the
@@ -576,7 +623,10 @@ impl<B: Backing> Held<B> {
     pub(super) fn tracking(base: B) -> Result<Self, HeldError> {
         let root = base.root();
         let attr = base.attr(&root)?;
-        let inner = Inner { base: Some(root.clone()), change: None };
+        let inner = Inner {
+            base: Some(root.clone()),
+            change: None,
+        };
         let top = Arc::new(Object::new((attr.dev, attr.ino), Kind::Dir, inner, None));
         let has_own = staging::find_dir(&base, &root, staging::TOP)?.is_some();
         let held = Self::assemble(base, Node::Tracked(Arc::clone(&top)));
@@ -588,13 +638,18 @@ impl<B: Backing> Held<B> {
     }
 
     /// The directories of transactions that are there, by their numbers.
-    pub(super) fn stored_transactions(&self, home: &B::Node) -> Result<Vec<StoredTransaction<B>>, OwnError> {
+    pub(super) fn stored_transactions(
+        &self,
+        home: &B::Node,
+    ) -> Result<Vec<StoredTransaction<B>>, OwnError> {
         let mut names = staging::list(&self.base, home)?;
         names.sort_by(|a, b| a.0.cmp(&b.0));
         let mut found = Vec::new();
         for (name, ..) in names {
             let name = String::from_utf8_lossy(&name).into_owned();
-            let Some(serial) = name.strip_prefix("tx-").and_then(|n| n.parse::<u64>().ok()) else { continue };
+            let Some(serial) = name.strip_prefix("tx-").and_then(|n| n.parse::<u64>().ok()) else {
+                continue;
+            };
             let dir = staging::must_find_dir(&self.base, home, &name)
                 .map_err(|error| error.below(&self.home_path()))?;
             found.push(StoredTransaction { serial, name, dir });
@@ -603,7 +658,10 @@ impl<B: Backing> Held<B> {
     }
 
     /// The scope of a transaction that is not decided for.
-    pub(super) fn scope_to_drop(&self, stored: &StoredTransaction<B>) -> Result<Option<Vec<u8>>, HeldError> {
+    pub(super) fn scope_to_drop(
+        &self,
+        stored: &StoredTransaction<B>,
+    ) -> Result<Option<Vec<u8>>, HeldError> {
         let StoredTransaction { dir, name, .. } = stored;
         if staging::find(&self.base, dir, OsStr::new(staging::COMMIT))?.is_some() {
             // What came after the decision counts.
@@ -661,8 +719,10 @@ impl<B: Backing> Held<B> {
             {
                 None => {}
                 Some(true) => {
-                    let (from, to) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
-                    self.base.rename(&dir, from, &dir, to, RenameFlags::empty())?;
+                    let from = OsStr::new(staging::RECORD);
+                    let to = OsStr::new(staging::COMMIT);
+                    self.base
+                        .rename(&dir, from, &dir, to, RenameFlags::empty())?;
                     self.base.sync_dir(&dir)?;
                 }
                 Some(false) => {
@@ -708,14 +768,21 @@ impl<B: Backing> Held<B> {
             Node::Tracked(top) => Arc::clone(top),
             Node::Plain(_) | Node::Top(_) => return Ok(()),
         };
-        for name in record.scope.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
+        for name in record
+            .scope
+            .split(|&b| b == b'/')
+            .filter(|name| !name.is_empty())
+        {
             let name = OsStr::from_bytes(name);
             let parent = root.inner.read().node(&self.base)?;
             let (node, attr) = self.base.lookup(&parent, name)?;
             root = self.intern(node, &attr, &root, name);
         }
-        let anchored: Vec<_> =
-            record.items.iter().filter_map(|item| Some((item.identity, item.anchor_at.clone()?))).collect();
+        let anchored: Vec<_> = record
+            .items
+            .iter()
+            .filter_map(|item| Some((item.identity, item.anchor_at.clone()?)))
+            .collect();
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
         for (identity, (nest, name)) in anchored {
             if let Some((nest, _)) = staging::find_dir(&self.base, &scope.new, &nest)? {
@@ -739,7 +806,9 @@ impl<B: Backing> Held<B> {
         dir: B::Node,
         recovered: Option<Record>,
     ) -> Result<Scope<B>, Errno> {
-        let stage = recovered.as_ref().map_or(Stage::Open, |record| Stage::Prepared(record.id));
+        let stage = recovered
+            .as_ref()
+            .map_or(Stage::Open, |record| Stage::Prepared(record.id));
         let shadow = self.shadow_of(&dir, &path)?;
         Ok(Scope {
             serial,
@@ -773,10 +842,14 @@ impl<B: Backing> Held<B> {
         dir: B::Node,
         record: Record,
     ) -> Result<Scope<B>, Errno> {
-        let (path, id) = (record.scope.clone(), record.id);
+        let path = record.scope.clone();
+        let id = record.id;
         let scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
         scope.turn(Stage::Decided(id));
-        Ok(Scope { is_undo: true, ..scope })
+        Ok(Scope {
+            is_undo: true,
+            ..scope
+        })
     }
 
     /// The backing below.
@@ -812,7 +885,10 @@ impl<B: Backing> Held<B> {
             }
             return object;
         }
-        let inner = Inner { base: Some(node), change: None };
+        let inner = Inner {
+            base: Some(node),
+            change: None,
+        };
         let seat = Some((Arc::clone(parent), name.to_owned()));
         let object = Arc::new(Object::new(key, attr.kind, inner, seat));
         self.look_for_hidden(&object);
@@ -841,7 +917,10 @@ impl<B: Backing> Held<B> {
         let scopes = self.scopes.read();
         let mut at = Some(Arc::clone(object));
         while let Some(object) = at {
-            if let Some(scope) = scopes.iter().find(|scope| Arc::ptr_eq(&scope.root, &object)) {
+            if let Some(scope) = scopes
+                .iter()
+                .find(|scope| Arc::ptr_eq(&scope.root, &object))
+            {
                 return Some(Arc::clone(scope));
             }
             at = object.parent();
@@ -851,7 +930,10 @@ impl<B: Backing> Held<B> {
 
     /// Whether an object is, or is above, the top of a transaction's scope.
     pub(crate) fn holds_a_scope(&self, object: &Arc<Object<B>>) -> bool {
-        self.scopes.read().iter().any(|scope| scope.root.is_below(object))
+        self.scopes
+            .read()
+            .iter()
+            .any(|scope| scope.root.is_below(object))
     }
 
     /// For a change of names in the directory `object`: waits until it is allowed.
@@ -900,18 +982,23 @@ impl<B: Backing> Held<B> {
 
     /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
     pub fn begin(&self, node: &Node<B>, path: &[u8]) -> Result<(), HeldError> {
-        let Node::Tracked(root) = node else { return Err(HeldError::NotTransactional) };
+        let Node::Tracked(root) = node else {
+            return Err(HeldError::NotTransactional);
+        };
         if root.kind != Kind::Dir {
             return Err(HeldError::ScopeNotDirectory);
         }
         self.carry_out_around(root)?;
-        let (_names, _data) = (self.tree.write(), self.data.write());
+        let _names = self.tree.write();
+        let _data = self.data.write();
         let mut before = None;
         for scope in self.scopes.read().iter() {
             if scope.can_be_followed(root) {
                 before = Some(Arc::clone(scope));
             } else if root.is_below(&scope.root) || scope.root.is_below(root) {
-                return Err(HeldError::Open { scope: scope.path.as_slice().into() });
+                return Err(HeldError::Open {
+                    scope: scope.path.as_slice().into(),
+                });
             }
         }
         let firn = self.hidden_home()?;
@@ -919,7 +1006,9 @@ impl<B: Backing> Held<B> {
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.base, &firn, &name)?;
-        let started = self.start(serial, root, path, &firn, &dir).and_then(|scope| self.mark_open(scope));
+        let started = self
+            .start(serial, root, path, &firn, &dir)
+            .and_then(|scope| self.mark_open(scope));
         let (scope, result) = match started {
             Ok(started) => started,
             Err(error) => {
@@ -952,7 +1041,8 @@ impl<B: Backing> Held<B> {
                 Some(_) => self.join(dir, path)?,
             }
         }
-        self.make_scope(serial, root, path, dir).inspect_err(|_| self.unjoin(path))
+        self.make_scope(serial, root, path, dir)
+            .inspect_err(|_| self.unjoin(path))
     }
 
     fn make_scope(
@@ -978,7 +1068,9 @@ impl<B: Backing> Held<B> {
     /// From here on a crash undoes what is changed, so where this fails the mark has to go: programs go on as outside of
     /// a transaction. If that fails, too, the transaction is open all the same, and can be aborted.
     fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), HeldError>), HeldError> {
-        let Err(errno) = self.base.sync_dir(&scope.dir) else { return Ok((scope, Ok(()))) };
+        let Err(errno) = self.base.sync_dir(&scope.dir) else {
+            return Ok((scope, Ok(())));
+        };
         match self.forget(&scope.dir) {
             Ok(()) => {
                 self.unjoin(&scope.path);
@@ -992,7 +1084,8 @@ impl<B: Backing> Held<B> {
     /// fails the transaction is as it was.
     pub fn prepare(&self, node: &Node<B>, id: u64) -> Result<(), HeldError> {
         let scope = self.newest_at(node)?;
-        let (_names, _data) = (self.tree.write(), self.data.write());
+        let _names = self.tree.write();
+        let _data = self.data.write();
         self.check_all(&scope);
         scope.must_be_whole()?;
         match *scope.stage.lock() {
@@ -1004,10 +1097,15 @@ impl<B: Backing> Held<B> {
             Stage::Ended => return Err(HeldError::None),
         }
         self.write_record(&scope, id)?;
-        self.place_record(&scope, staging::RECORD).inspect_err(|_| self.withdraw_backup(&scope))?;
+        self.place_record(&scope, staging::RECORD)
+            .inspect_err(|_| self.withdraw_backup(&scope))?;
         if let Err(errno) = self.base.sync_dir(&scope.dir) {
             // Nobody was told: it goes back, or it stays and can be decided.
-            if self.base.unlink(&scope.dir, OsStr::new(staging::RECORD)).is_err() {
+            if self
+                .base
+                .unlink(&scope.dir, OsStr::new(staging::RECORD))
+                .is_err()
+            {
                 scope.turn(Stage::Prepared(id));
             } else {
                 self.withdraw_backup(&scope);
@@ -1032,7 +1130,13 @@ impl<B: Backing> Held<B> {
     fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
         let new = staging::new_name(staging::RECORD);
         let flags = RenameFlags::empty();
-        self.base.rename(&scope.dir, OsStr::new(&new), &scope.dir, OsStr::new(name), flags)
+        self.base.rename(
+            &scope.dir,
+            OsStr::new(&new),
+            &scope.dir,
+            OsStr::new(name),
+            flags,
+        )
     }
 
     /// Holds the new objects that anybody refers to, before their staged names go. The others are found by their
@@ -1043,11 +1147,17 @@ impl<B: Backing> Held<B> {
         for object in &changed {
             let mut inner = object.inner.write();
             let is_new = inner.base.is_none();
-            let Some(change) = inner.change.as_mut().filter(|_| is_new) else { continue };
+            let Some(change) = inner.change.as_mut().filter(|_| is_new) else {
+                continue;
+            };
             // The scope's, that of this list, and one for each name.
             let ours = 2 + usize::try_from(change.links).unwrap_or(0);
             let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
-            if let Some(twin) = change.twin.as_mut().filter(|twin| is_used && twin.held.is_none()) {
+            if let Some(twin) = change
+                .twin
+                .as_mut()
+                .filter(|twin| is_used && twin.held.is_none())
+            {
                 twin.held = Some(twin.node(&self.base)?);
             }
         }
@@ -1069,14 +1179,18 @@ impl<B: Backing> Held<B> {
     /// Throws the transaction away: the tree is as it was when it began. What was made in it is gone: ESTALE.
     pub fn abort(&self, node: &Node<B>) -> Result<(), HeldError> {
         let scope = self.scope_at(node)?;
-        let (_names, _data) = (self.tree.write(), self.data.write());
+        let _names = self.tree.write();
+        let _data = self.data.write();
         if self.drop_next(&scope)? {
             return Ok(());
         }
         self.check_all(&scope);
         self.unhide(&scope);
         let stage = *scope.stage.lock();
-        let several = scope.shadow.as_ref().filter(|shadow| shadow.is_of_several());
+        let several = scope
+            .shadow
+            .as_ref()
+            .filter(|shadow| shadow.is_of_several());
         match stage {
             _ if several.is_some() => {}
             Stage::Open => {
@@ -1130,7 +1244,9 @@ impl<B: Backing> Held<B> {
             Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
             Err(error) => {
                 tracing::warn!(%error, serial = scope.serial, "cannot remove what a transaction staged");
-                self.leftovers.lock().push((scope.serial, scope.dir.clone()));
+                self.leftovers
+                    .lock()
+                    .push((scope.serial, scope.dir.clone()));
                 false
             }
         };
@@ -1168,7 +1284,9 @@ impl<B: Backing> Held<B> {
         let path = format!("{}/{name}/{file}", self.home_path());
         staging::load(&self.base, dir, file)
             .map_err(|error| error.below(&format!("{}/{name}", self.home_path())))?
-            .map(|bytes| Record::decode(&bytes).map_err(|source| HeldError::Record { path, source }))
+            .map(|bytes| {
+                Record::decode(&bytes).map_err(|source| HeldError::Record { path, source })
+            })
             .transpose()
     }
 
@@ -1180,7 +1298,12 @@ impl<B: Backing> Held<B> {
 
     /// Paths of scopes.
     pub(crate) fn scopes_where(&self, which: impl Fn(&Scope<B>) -> bool) -> Vec<Vec<u8>> {
-        self.scopes.read().iter().filter(|scope| which(scope)).map(|scope| scope.path.clone()).collect()
+        self.scopes
+            .read()
+            .iter()
+            .filter(|scope| which(scope))
+            .map(|scope| scope.path.clone())
+            .collect()
     }
 
     /// The object of an inode, if anybody refers to it.
@@ -1202,7 +1325,9 @@ impl<B: Backing> Held<B> {
 
     /// The number of the last commit of a scope, or of what was restored since.
     pub fn committed(&self, scope: &[u8]) -> Result<Option<u64>, HeldError> {
-        let Some(firn) = self.find_home()? else { return Ok(None) };
+        let Some(firn) = self.find_home()? else {
+            return Ok(None);
+        };
         Ok(staging::load_numbers(&self.base, &firn)?.remove(scope))
     }
 
@@ -1233,15 +1358,22 @@ impl<B: Backing> Held<B> {
         if scope.is_some() {
             self.abort(node)?;
         }
-        let Node::Tracked(root) = node else { return Err(HeldError::None) };
+        let Node::Tracked(root) = node else {
+            return Err(HeldError::None);
+        };
         self.withdraw_what_is_over()?;
-        let (_names, _data) = (self.tree.write(), self.data.write());
-        steps.into_iter().try_for_each(|serial| self.undo(root, serial))
+        let _names = self.tree.write();
+        let _data = self.data.write();
+        steps
+            .into_iter()
+            .try_for_each(|serial| self.undo(root, serial))
     }
 
     /// The path of a directory, relative to the backing.
     fn path_of(&self, node: &Node<B>) -> Result<Vec<u8>, HeldError> {
-        let Node::Tracked(object) = node else { return Err(HeldError::None) };
+        let Node::Tracked(object) = node else {
+            return Err(HeldError::None);
+        };
         let mut path = Vec::new();
         let mut at = object.seat.lock().clone();
         while let Some((parent, name)) = at {
@@ -1264,7 +1396,10 @@ impl<B: Backing> Held<B> {
             stage: *scope.stage.lock(),
             objects: match &scope.recovered {
                 Some(record) => record.items.len() as u64,
-                None => scope.shadow.as_ref().map_or(scope.changed.lock().len() as u64, Shadow::count),
+                None => scope
+                    .shadow
+                    .as_ref()
+                    .map_or(scope.changed.lock().len() as u64, Shadow::count),
             },
             states: scope.book.lock().count(),
             is_recovered: scope.recovered.is_some(),
@@ -1272,16 +1407,30 @@ impl<B: Backing> Held<B> {
             trouble: scope.carried.trouble(),
             backup: self.backup_progress(&scope),
         };
-        scopes.iter().flat_map(with_next).flatten().map(one).collect()
+        scopes
+            .iter()
+            .flat_map(with_next)
+            .flatten()
+            .map(one)
+            .collect()
     }
 
     pub(crate) fn scope_at(&self, node: &Node<B>) -> Result<Arc<Scope<B>>, HeldError> {
-        let Node::Tracked(object) = node else { return Err(HeldError::None) };
-        self.scope_of(object).filter(|scope| Arc::ptr_eq(&scope.root, object)).ok_or(HeldError::None)
+        let Node::Tracked(object) = node else {
+            return Err(HeldError::None);
+        };
+        self.scope_of(object)
+            .filter(|scope| Arc::ptr_eq(&scope.root, object))
+            .ok_or(HeldError::None)
     }
 
     /// After the last step of a commit: its number is noted, what undoes it is kept, and its record goes.
-    pub(crate) fn finish(&self, dir: &B::Node, record: &Record, serial: u64) -> Result<(), HeldError> {
+    pub(crate) fn finish(
+        &self,
+        dir: &B::Node,
+        record: &Record,
+        serial: u64,
+    ) -> Result<(), HeldError> {
         self.base.sync_changes()?;
         // Before the record goes: without one a manifest tells of what is only there.
         self.drop_backup(serial);

@@ -100,7 +100,9 @@ impl<B: Backing> Shadow<B> {
 
     /// What is saved in the directory of a transaction; `None` where that holds its changes.
     pub(crate) fn find(base: &B, dir: &B::Node) -> Result<Option<Self>> {
-        let Some((saved, attr)) = staging::find_dir(base, dir, SAVED)? else { return Ok(None) };
+        let Some((saved, attr)) = staging::find_dir(base, dir, SAVED)? else {
+            return Ok(None);
+        };
         let kept = staging::dir(base, dir, KEPT)?;
         Ok(Some(Self {
             saved,
@@ -123,7 +125,10 @@ impl<B: Backing> Shadow<B> {
     }
 
     pub(crate) fn of_several(self) -> Self {
-        Self { several: true, ..self }
+        Self {
+            several: true,
+            ..self
+        }
     }
 
     pub(crate) fn is_of_several(&self) -> bool {
@@ -133,7 +138,9 @@ impl<B: Backing> Shadow<B> {
     /// Whether directories name the inode numbers that stat(2) tells.
     pub(crate) fn tells_inodes(base: &B, parent: &B::Node, name: &str) -> Result<bool> {
         let (_, attr) = base.lookup(parent, OsStr::new(name))?;
-        let listed = staging::list(base, parent)?.into_iter().find(|(found, ..)| found == name.as_bytes());
+        let listed = staging::list(base, parent)?
+            .into_iter()
+            .find(|(found, ..)| found == name.as_bytes());
         Ok(listed.is_some_and(|(_, ino, _)| ino == attr.ino))
     }
 
@@ -141,14 +148,24 @@ impl<B: Backing> Shadow<B> {
     pub(crate) fn check(&self) {
         let known = self.known.lock();
         for (ino, dir) in self.dirs.lock().iter() {
-            assert_eq!(dir.key, (self.dev, *ino), "a directory is listed by its inode");
-            assert!(matches!(known.get(ino), Some(Known::Saved { .. })), "the names of {ino} are saved");
+            assert_eq!(
+                dir.key,
+                (self.dev, *ino),
+                "a directory is listed by its inode"
+            );
+            assert!(
+                matches!(known.get(ino), Some(Known::Saved { .. })),
+                "the names of {ino} are saved"
+            );
         }
         let counts = known.values().filter_map(|known| match known {
             Known::New => None,
             Known::Saved { count, .. } => Some(*count),
         });
-        assert!(counts.into_iter().all(|count| count > 0), "what is saved is in a record");
+        assert!(
+            counts.into_iter().all(|count| count > 0),
+            "what is saved is in a record"
+        );
     }
 
     /// Objects of which something is saved, or that are new.

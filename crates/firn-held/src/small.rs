@@ -33,7 +33,12 @@ pub(crate) struct Small {
 impl Small {
     fn new(size: u64) -> Self {
         let now = Time::now();
-        Self { pieces: BTreeMap::new(), size, mtime: now, ctime: now }
+        Self {
+            pieces: BTreeMap::new(),
+            size,
+            mtime: now,
+            ctime: now,
+        }
     }
 
     pub(crate) fn size(&self) -> u64 {
@@ -51,7 +56,8 @@ impl Small {
 
     fn write(&mut self, at: u64, data: &[IoSlice<'_>]) {
         let mut bytes: Vec<u8> = data.iter().flat_map(|part| part.iter().copied()).collect();
-        let (mut start, end) = (at, at + bytes.len() as u64);
+        let mut start = at;
+        let end = at + bytes.len() as u64;
         // Those that overlap or touch become one with it.
         while let Some((&from, piece)) = self.pieces.range(..=end).next_back()
             && from + piece.len() as u64 >= start
@@ -78,7 +84,11 @@ impl Small {
         {
             return Ok(&piece[(at - from) as usize..]);
         }
-        Err(self.pieces.range(at..).next().map_or(u64::MAX, |(&from, _)| from))
+        Err(self
+            .pieces
+            .range(at..)
+            .next()
+            .map_or(u64::MAX, |(&from, _)| from))
     }
 }
 
@@ -104,7 +114,8 @@ impl<B: Backing> Held<B> {
             return Ok(None);
         }
         let mut inner = object.inner.write();
-        let may_be_small = object.kind == Kind::File && inner.twin().is_none() && !object.is_nameless();
+        let may_be_small =
+            object.kind == Kind::File && inner.twin().is_none() && !object.is_nameless();
         let Some(base) = inner.base.clone().filter(|_| may_be_small) else {
             return Ok(None);
         };
@@ -116,9 +127,14 @@ impl<B: Backing> Held<B> {
         if end > size || before + len as u64 > FILE_BYTES || of_all + len as u64 > SCOPE_BYTES {
             return Ok(None);
         }
-        let small = scope.change(object, &mut inner).small.get_or_insert_with(|| Small::new(size));
+        let small = scope
+            .change(object, &mut inner)
+            .small
+            .get_or_insert_with(|| Small::new(size));
         small.write(offset, data);
-        scope.small_bytes.fetch_add(small.len() - before, Ordering::AcqRel);
+        scope
+            .small_bytes
+            .fetch_add(small.len() - before, Ordering::AcqRel);
         drop(inner);
         self.check_changed(scope, object);
         Ok(Some(len))
@@ -128,7 +144,11 @@ impl<B: Backing> Held<B> {
     pub(crate) fn set_small_time(&self, object: &Arc<Object<B>>, mtime: SetTime) -> Result<bool> {
         let (_data, scope) = self.writing(object)?;
         let mut inner = object.inner.write();
-        let Some(small) = inner.change.as_mut().and_then(|change| change.small.as_mut()) else {
+        let Some(small) = inner
+            .change
+            .as_mut()
+            .and_then(|change| change.small.as_mut())
+        else {
             return Ok(false);
         };
         debug_assert!(scope.is_some(), "changes are of a transaction");
@@ -148,7 +168,8 @@ impl<B: Backing> Held<B> {
         for (at, piece) in small.pieces() {
             staging::write_all(&self.base, &file, piece, at)?;
         }
-        self.base.set_times(&node, SetTime::Keep, SetTime::At(small.mtime))
+        self.base
+            .set_times(&node, SetTime::Keep, SetTime::At(small.mtime))
     }
 
     /// They are in the twin now, and count there.
@@ -167,7 +188,8 @@ mod tests {
         /// Pieces are what a file of bytes would be, and never touch.
         #[test]
         fn pieces_are_the_last_bytes_written(writes in prop::collection::vec((0_u64..40, 1_usize..9), 1..20)) {
-            let (mut small, mut plain) = (Small::new(64), vec![None; 64]);
+            let mut small = Small::new(64);
+            let mut plain = vec![None; 64];
             for (round, &(at, len)) in writes.iter().enumerate() {
                 let (one, two) = (vec![round as u8; len / 2], vec![round as u8 | 128; len - len / 2]);
                 small.write(at, &[IoSlice::new(&one), IoSlice::new(&two)]);

@@ -67,7 +67,12 @@ pub(crate) fn new_name(name: &str) -> String {
 }
 
 /// Makes a file with these bytes, durable but for its name, which is not yet `name` ([`new_name`]).
-pub(crate) fn write<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
+pub(crate) fn write<B: Backing>(
+    base: &B,
+    parent: &B::Node,
+    name: &str,
+    bytes: &[u8],
+) -> Result<()> {
     // It would not be read again.
     if bytes.len() as u64 > FILE_BYTES_MAX {
         return Err(Errno::FBIG);
@@ -83,7 +88,12 @@ pub(crate) fn write<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &
 }
 
 /// pwrite(2), until all is written.
-pub(crate) fn write_all<B: Backing>(base: &B, file: &B::File, bytes: &[u8], offset: u64) -> Result<()> {
+pub(crate) fn write_all<B: Backing>(
+    base: &B,
+    file: &B::File,
+    bytes: &[u8],
+    offset: u64,
+) -> Result<()> {
     let mut done = 0;
     while done < bytes.len() {
         done += match base.write_at(file, &[IoSlice::new(&bytes[done..])], offset + done as u64)? {
@@ -95,7 +105,12 @@ pub(crate) fn write_all<B: Backing>(base: &B, file: &B::File, bytes: &[u8], offs
 }
 
 /// Puts a file with these bytes in the place of `name`, durably.
-pub(crate) fn store<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
+pub(crate) fn store<B: Backing>(
+    base: &B,
+    parent: &B::Node,
+    name: &str,
+    bytes: &[u8],
+) -> Result<()> {
     put(base, parent, name, bytes)?;
     base.sync_dir(parent)
 }
@@ -104,7 +119,13 @@ pub(crate) fn store<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &
 pub(crate) fn put<B: Backing>(base: &B, parent: &B::Node, name: &str, bytes: &[u8]) -> Result<()> {
     write(base, parent, name, bytes)?;
     let new = new_name(name);
-    base.rename(parent, OsStr::new(&new), parent, OsStr::new(name), RenameFlags::empty())
+    base.rename(
+        parent,
+        OsStr::new(&new),
+        parent,
+        OsStr::new(name),
+        RenameFlags::empty(),
+    )
 }
 
 pub(crate) fn to_hex(bytes: &[u8]) -> String {
@@ -144,11 +165,16 @@ pub(crate) fn load_scope<B: Backing>(
     parent: &B::Node,
     name: &str,
 ) -> std::result::Result<Option<Vec<u8>>, HeldError> {
-    let Some(scope) = load(base, parent, name)? else { return Ok(None) };
+    let Some(scope) = load(base, parent, name)? else {
+        return Ok(None);
+    };
     if is_path(&scope) {
         return Ok(Some(scope));
     }
-    Err(HeldError::Record { path: name.into(), source: RecordError::Damaged })
+    Err(HeldError::Record {
+        path: name.into(),
+        source: RecordError::Damaged,
+    })
 }
 
 /// A name, the inode number and the kind of what it leads to.
@@ -172,8 +198,15 @@ pub(crate) fn clear<B: Backing>(base: &B, dir: &B::Node) -> Result<()> {
 }
 
 /// The same, but for names in the directory itself that `stays` says.
-pub(crate) fn clear_but<B: Backing>(base: &B, dir: &B::Node, stays: &dyn Fn(&[u8]) -> bool) -> Result<()> {
-    for (name, _, kind) in list(base, dir)?.into_iter().filter(|(name, ..)| !stays(name)) {
+pub(crate) fn clear_but<B: Backing>(
+    base: &B,
+    dir: &B::Node,
+    stays: &dyn Fn(&[u8]) -> bool,
+) -> Result<()> {
+    for (name, _, kind) in list(base, dir)?
+        .into_iter()
+        .filter(|(name, ..)| !stays(name))
+    {
         let name = OsStr::from_bytes(&name);
         let kind = match kind {
             Some(kind) => kind,
@@ -191,7 +224,8 @@ pub(crate) fn clear_but<B: Backing>(base: &B, dir: &B::Node, stays: &dyn Fn(&[u8
 
 /// Makes `to` have the attributes of `from`: owner, extended attributes, mode, times.
 pub(crate) fn copy_attributes<B: Backing>(base: &B, from: &B::Node, to: &B::Node) -> Result<()> {
-    let (wanted, has) = (base.attr(from)?, base.attr(to)?);
+    let wanted = base.attr(from)?;
+    let has = base.attr(to)?;
     let mut sets_mode = (wanted.mode ^ has.mode) & 0o7777 != 0;
     if (wanted.uid, wanted.gid) != (has.uid, has.gid) {
         base.set_owner(to, Some(wanted.uid), Some(wanted.gid))?;
@@ -219,12 +253,17 @@ fn xattr_names<B: Backing>(base: &B, node: &B::Node) -> Result<Vec<Vec<u8>>> {
         Err(Errno::PERM) => Vec::new(),
         Err(errno) => return Err(errno),
     };
-    Ok(names.split(|&byte| byte == 0).filter(|name| !name.is_empty()).map(<[u8]>::to_vec).collect())
+    Ok(names
+        .split(|&byte| byte == 0)
+        .filter(|name| !name.is_empty())
+        .map(<[u8]>::to_vec)
+        .collect())
 }
 
 /// Whether it is a failure that there is no list: taken for an empty one, a commit would remove what is there.
 fn must_have_xattrs<B: Backing>(base: &B, node: &B::Node) -> Result<bool> {
-    let (attr, top) = (base.attr(node)?, base.root());
+    let attr = base.attr(node)?;
+    let top = base.root();
     let is_plain = matches!(attr.kind, Kind::File | Kind::Dir) && attr.dev == base.attr(&top)?.dev;
     Ok(is_plain && base.list_xattr(&top).is_ok())
 }

@@ -74,7 +74,10 @@ impl State {
 
     /// Whether its file came from another name.
     pub fn is_renamed(self) -> bool {
-        matches!(self, Renamed | RenamedTruncated | DeadRenamed | DeadRenamedTruncated)
+        matches!(
+            self,
+            Renamed | RenamedTruncated | DeadRenamed | DeadRenamedTruncated
+        )
     }
 
     /// Figure 5: a file is created under the name.
@@ -98,7 +101,11 @@ impl State {
 
     /// Figure 5: it is unlinked.
     pub fn unlink(self) -> Self {
-        if self.leads_with_dead() { Dead } else { Deleted }
+        if self.leads_with_dead() {
+            Dead
+        } else {
+            Deleted
+        }
     }
 
     /// The name that was renamed to another, which is now replaced, is free again.
@@ -134,7 +141,11 @@ impl State {
             (true, _) => DeadRenamed,
             (false, kind) => kind,
         };
-        Some(Renaming { source: after, target, former_source_is_freed: was_renamed })
+        Some(Renaming {
+            source: after,
+            target,
+            former_source_is_freed: was_renamed,
+        })
     }
 }
 
@@ -196,7 +207,9 @@ mod tests {
         );
         assert_eq!(
             after(State::unlink),
-            [Deleted, Deleted, Deleted, Dead, Deleted, Deleted, Dead, Dead, Dead, Deleted]
+            [
+                Deleted, Deleted, Deleted, Dead, Deleted, Deleted, Dead, Dead, Dead, Deleted
+            ]
         );
     }
 
@@ -208,17 +221,37 @@ mod tests {
         let free = [Normal, Truncated, Deleted, Reborn];
         let rows: [(&[State], &[State], State, bool); 12] = [
             (&plain, &free, Renamed, false),
-            (&plain, &[DeadRenamed, DeadRenamedTruncated], DeadRenamed, true),
+            (
+                &plain,
+                &[DeadRenamed, DeadRenamedTruncated],
+                DeadRenamed,
+                true,
+            ),
             (&plain, &[Renamed, RenamedTruncated], Renamed, true),
             (&plain, &[Dead, DeadReborn], DeadRenamed, false),
             (&[Reborn], &free, Renamed, false),
             (&[Reborn], &[Dead, DeadReborn], DeadRenamed, false),
-            (&[Reborn, DeadReborn], &[Renamed, RenamedTruncated], Reborn, true),
-            (&[Reborn, DeadReborn], &[DeadRenamed, DeadRenamedTruncated], DeadReborn, true),
+            (
+                &[Reborn, DeadReborn],
+                &[Renamed, RenamedTruncated],
+                Reborn,
+                true,
+            ),
+            (
+                &[Reborn, DeadReborn],
+                &[DeadRenamed, DeadRenamedTruncated],
+                DeadReborn,
+                true,
+            ),
             (&renamed, &free, Renamed, false),
             (&renamed, &[Dead, DeadReborn], DeadRenamed, false),
             (&renamed, &[Renamed, RenamedTruncated], Renamed, true),
-            (&renamed, &[DeadRenamed, DeadRenamedTruncated], DeadRenamed, true),
+            (
+                &renamed,
+                &[DeadRenamed, DeadRenamedTruncated],
+                DeadRenamed,
+                true,
+            ),
         ];
         for (sources, targets, expected, star) in rows {
             for &source in sources {
@@ -239,14 +272,20 @@ mod tests {
             }
         }
         for target in State::ALL {
-            assert_eq!((State::rename(Dead, target), State::rename(Deleted, target)), (None, None));
+            assert_eq!(
+                (State::rename(Dead, target), State::rename(Deleted, target)),
+                (None, None)
+            );
         }
     }
 
     #[test]
     fn the_example_of_the_paper() {
         let first = State::rename(Normal, Normal).expect("rename(a, b)");
-        assert_eq!((first.source, first.target, first.former_source_is_freed), (Dead, Renamed, false));
+        assert_eq!(
+            (first.source, first.target, first.former_source_is_freed),
+            (Dead, Renamed, false)
+        );
         let second = State::rename(Normal, first.target).expect("rename(c, b)");
         assert_eq!((second.source, second.target), (Dead, Renamed));
         assert!(second.former_source_is_freed);
@@ -262,7 +301,11 @@ mod tests {
                 more.extend([a.create(), a.unlink(), a.freed()]);
                 more.extend(a.exists().then(|| a.truncate()));
                 for &b in &reached {
-                    more.extend(State::rename(a, b).into_iter().flat_map(|r| [r.source, r.target]));
+                    more.extend(
+                        State::rename(a, b)
+                            .into_iter()
+                            .flat_map(|r| [r.source, r.target]),
+                    );
                 }
             }
             if more == reached {

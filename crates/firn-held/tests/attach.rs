@@ -13,12 +13,17 @@ use firn_arena::{Arena, Identity};
 use firn_backing::sim::{Disk, Fault, Tree, tree};
 use firn_backing::{Backing, Caller, RenameFlags, SetTime, SimBacking};
 use firn_engine::{
-    DrainPolicy, Engine, EngineError, EngineOptions, NodeId, Pending, Pick, ROOT, SetAttr, StoredArena,
+    DrainPolicy, Engine, EngineError, EngineOptions, NodeId, Pending, Pick, ROOT, SetAttr,
+    StoredArena,
 };
 use firn_format::geometry::Geometry;
 use firn_held::{ArenaId, Group, Held, HeldError, Mode, Opening, Outcome, Participants};
 
-const ME: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const ME: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 const O_RDWR: i32 = 2;
 const CHUNK: u64 = 128 << 10;
 const CHUNKS: u64 = 8;
@@ -65,7 +70,12 @@ impl Fuse {
     /// The process dies at step `stop_at`, counted from 0.
     fn arm(disk: &SimBacking, arena: PathBuf, left: PathBuf, stop_at: u64) -> Self {
         let arena = Arc::new(Mutex::new((arena, left)));
-        let fuse = Self { steps: Arc::default(), stop_at, is_dead: Arc::default(), arena };
+        let fuse = Self {
+            steps: Arc::default(),
+            stop_at,
+            is_dead: Arc::default(),
+            arena,
+        };
         let stores = fuse.clone();
         firn_arena::set_probe(Some(Box::new(move || {
             stores.step();
@@ -110,24 +120,39 @@ fn options() -> EngineOptions {
 }
 
 fn opening(group: Option<&Group>) -> Opening {
-    Opening { group: group.cloned(), arena: Some(ARENA), ..Opening::default() }
+    Opening {
+        group: group.cloned(),
+        arena: Some(ARENA),
+        ..Opening::default()
+    }
 }
 
 fn node(engine: &Engine<Store>, path: &str) -> NodeId {
-    path.split('/').fold(ROOT, |at, name| engine.lookup(at, OsStr::new(name)).expect("lookup").node)
+    path.split('/').fold(ROOT, |at, name| {
+        engine.lookup(at, OsStr::new(name)).expect("lookup").node
+    })
 }
 
 fn write(engine: &Engine<Store>, path: &str, offset: u64, bytes: &[u8]) {
     let opened = engine.open(node(engine, path), O_RDWR).expect("open");
-    let done = engine.write(opened.handle, offset, bytes, None).expect("write");
+    let done = engine
+        .write(opened.handle, offset, bytes, None)
+        .expect("write");
     assert!(matches!(done, firn_engine::Written::Bytes(count) if count == bytes.len()));
     engine.release(opened.handle);
 }
 
 fn create(engine: &Engine<Store>, path: &str, bytes: &[u8]) {
     let (dir, name) = path.rsplit_once('/').unwrap_or(("", path));
-    let dir = if dir.is_empty() { ROOT } else { node(engine, dir) };
-    let opened = engine.create(&ME, dir, OsStr::new(name), 0o644, O_RDWR).expect("create").1;
+    let dir = if dir.is_empty() {
+        ROOT
+    } else {
+        node(engine, dir)
+    };
+    let opened = engine
+        .create(&ME, dir, OsStr::new(name), 0o644, O_RDWR)
+        .expect("create")
+        .1;
     engine.release(opened.handle);
     write(engine, path, 0, bytes);
 }
@@ -141,7 +166,9 @@ fn cut(engine: &Engine<Store>, path: &str, size: u64) {
         atime: SetTime::Keep,
         mtime: SetTime::Keep,
     };
-    engine.set_attr(node(engine, path), set, None).expect("truncate");
+    engine
+        .set_attr(node(engine, path), set, None)
+        .expect("truncate");
 }
 
 /// Drains `below`, until nothing is left or the process is dead.
@@ -154,7 +181,10 @@ fn drain(engine: &Engine<Store>, below: &[u8], is_dead: &dyn Fn() -> bool) {
     }
 }
 
-fn turn(engine: &Engine<Store>, work: impl FnOnce(&firn_held::Node<SimBacking>) -> Result<(), HeldError>) {
+fn turn(
+    engine: &Engine<Store>,
+    work: impl FnOnce(&firn_held::Node<SimBacking>) -> Result<(), HeldError>,
+) {
     engine.turn(SCOPE, Pending::Keep, work).expect("the turn");
 }
 
@@ -174,15 +204,23 @@ impl Scene {
     fn set(dir: &Path, mode: Mode, stage: Stage, group: Option<Group>) -> Self {
         let disk = SimBacking::new();
         let arena = dir.join("first");
-        let identity = Identity { backing: PathBuf::from("/sim"), dev: 1, ino: 1 };
+        let identity = Identity {
+            backing: PathBuf::from("/sim"),
+            dev: 1,
+            ino: 1,
+        };
         let geometry = Geometry::new(CHUNKS * CHUNK, CHUNK).expect("a valid geometry");
         let mapped = Arena::create(&arena, geometry, &identity).expect("an arena");
-        let open = Held::open_with(disk.clone(), opening(group.as_ref()), |_| Ok::<_, HeldError>(()));
+        let open = Held::open_with(disk.clone(), opening(group.as_ref()), |_| {
+            Ok::<_, HeldError>(())
+        });
         let store = open.expect("open").0.in_mode(mode);
         let engine = Engine::begin(store, mapped, options()).expect("an engine");
         let alive = &|| false;
 
-        engine.mkdir(&ME, ROOT, OsStr::new("job"), 0o755).expect("mkdir");
+        engine
+            .mkdir(&ME, ROOT, OsStr::new("job"), 0o755)
+            .expect("mkdir");
         for name in ["job/over", "job/cut", "job/moved", "job/gone", "beside"] {
             create(&engine, name, &[b'.'; FILE_BYTES]);
         }
@@ -203,7 +241,9 @@ impl Scene {
         write(&engine, "job/moved", 700, &[b'7'; 5_000]);
         let job = node(&engine, "job");
         let name = OsStr::new;
-        engine.rename(job, name("moved"), job, name("there"), RenameFlags::empty()).expect("rename");
+        engine
+            .rename(job, name("moved"), job, name("there"), RenameFlags::empty())
+            .expect("rename");
         engine.unlink(job, name("gone")).expect("unlink");
         create(&engine, "job/new", &[b'8'; 4_000]);
 
@@ -233,11 +273,21 @@ impl Scene {
             let content = &mut tree.get_mut(&b"beside"[..]).expect("it is there").content;
             content[100..25_100].fill(b'b');
         }
-        let left = Left { disk: disk.snapshot(), arena: dir.join("left") };
+        let left = Left {
+            disk: disk.snapshot(),
+            arena: dir.join("left"),
+        };
         std::fs::copy(&arena, &left.arena).expect("the arena is copied");
         // The dead process has no more to say.
         disk.set_plan(|_, _| Some(Fault::Crash));
-        Self { left, mode, stage, group, before, after }
+        Self {
+            left,
+            mode,
+            stage,
+            group,
+            before,
+            after,
+        }
     }
 
     /// What programs must see after the next mount.
@@ -264,7 +314,10 @@ enum Life {
 /// What `firn mount` and `firn recover` do with what an earlier firnd left, drain included, up to step `stop_at`.
 fn attach(dir: &Path, left: &Left, opening: Opening, stop_at: u64) -> Life {
     let arena = dir.join("arena");
-    let next = Left { disk: left.disk.clone(), arena: dir.join("next") };
+    let next = Left {
+        disk: left.disk.clone(),
+        arena: dir.join("next"),
+    };
     std::fs::copy(&left.arena, &arena).expect("the arena is copied");
     let disk = SimBacking::from_disk(left.disk.clone());
     let fuse = Fuse::arm(&disk, arena.clone(), next.arena.clone(), stop_at);
@@ -272,10 +325,15 @@ fn attach(dir: &Path, left: &Left, opening: Opening, stop_at: u64) -> Life {
         let (mapped, stored, damage) = Arena::attach(&arena).expect("the arena attaches");
         assert_eq!(damage, [], "a crash is no damage");
         let mut stored = StoredArena::open(mapped, stored);
-        let (store, outcome) =
-            Held::open_with(disk.clone(), opening, |scopes| Ok::<_, Refused>(stored.drop_below(scopes)?))?;
+        let (store, outcome) = Held::open_with(disk.clone(), opening, |scopes| {
+            Ok::<_, Refused>(stored.drop_below(scopes)?)
+        })?;
         let (engine, recovered) = Engine::attach_stored(store, stored, options())?;
-        assert!(fuse.is_dead() || recovered.lost.is_empty(), "lost: {:?}", recovered.lost);
+        assert!(
+            fuse.is_dead() || recovered.lost.is_empty(),
+            "lost: {:?}",
+            recovered.lost
+        );
         drain(&engine, b"", &|| fuse.is_dead());
         Ok((engine, outcome))
     };
@@ -283,12 +341,20 @@ fn attach(dir: &Path, left: &Left, opening: Opening, stop_at: u64) -> Life {
     firn_arena::set_probe(None);
     if fuse.is_dead() {
         drop(result);
-        return Life::Died(Left { disk: disk.snapshot(), ..next });
+        return Life::Died(Left {
+            disk: disk.snapshot(),
+            ..next
+        });
     }
     disk.clear_plan();
     let (engine, outcome) = result.unwrap_or_else(|error| panic!("it attaches: {error}"));
     assert_eq!(engine.status().held_bytes, 0, "all is drained");
-    Life::Done { engine, outcome, disk, steps: fuse.steps.load(Ordering::Relaxed) }
+    Life::Done {
+        engine,
+        outcome,
+        disk,
+        steps: fuse.steps.load(Ordering::Relaxed),
+    }
 }
 
 fn seen(engine: &Engine<Store>) -> Tree {
@@ -306,8 +372,10 @@ fn shown(tree: &Tree) -> String {
                 _ => runs.push((byte, 1)),
             }
         }
-        let runs: Vec<_> =
-            runs.iter().map(|(byte, count)| format!("{}*{count}", char::from(*byte))).collect();
+        let runs: Vec<_> = runs
+            .iter()
+            .map(|(byte, count)| format!("{}*{count}", char::from(*byte)))
+            .collect();
         text += &format!("  {}: {}\n", String::from_utf8_lossy(path), runs.join(" "));
     }
     text
@@ -315,13 +383,26 @@ fn shown(tree: &Tree) -> String {
 
 fn must_be(engine: &Engine<Store>, wanted: &Tree, told: &str) {
     let found = seen(engine);
-    assert!(found == *wanted, "{told}\nwanted\n{}found\n{}", shown(wanted), shown(&found));
+    assert!(
+        found == *wanted,
+        "{told}\nwanted\n{}found\n{}",
+        shown(wanted),
+        shown(&found)
+    );
 }
 
 /// The last life, in which nothing dies: the tree is as it must be, and what waits can still become either.
 fn check(dir: &Path, scene: &Scene, left: &Left, commit: bool, told: &str) {
     let life = attach(dir, left, opening(scene.group.as_ref()), u64::MAX);
-    let Life::Done { engine, outcome, disk, .. } = life else { panic!("{told}: nothing stops it") };
+    let Life::Done {
+        engine,
+        outcome,
+        disk,
+        ..
+    } = life
+    else {
+        panic!("{told}: nothing stops it")
+    };
     must_be(&engine, scene.expected(), told);
     if scene.stage != Stage::Prepared {
         assert_eq!(
@@ -337,7 +418,13 @@ fn check(dir: &Path, scene: &Scene, left: &Left, commit: bool, told: &str) {
         false => ("aborted", &scene.before),
     };
     let store = engine.backing();
-    turn(&engine, |at| if commit { store.commit(at, ID) } else { store.abort(at) });
+    turn(&engine, |at| {
+        if commit {
+            store.commit(at, ID)
+        } else {
+            store.abort(at)
+        }
+    });
     must_be(&engine, wanted, &format!("{told}, {end}"));
     disk.fsck().expect("fsck");
 }
@@ -368,7 +455,9 @@ fn regression_a_killed_recovery_never_brings_back_what_was_undone() {
             for at in 0..steps {
                 let told = format!("{stage:?}, {mode:?}, killed at step {at} of {steps}");
                 let life = attach(dir.path(), &scene.left, opening(None), at);
-                let Life::Died(left) = life else { panic!("{told}: it is killed") };
+                let Life::Died(left) = life else {
+                    panic!("{told}: it is killed")
+                };
                 check(dir.path(), &scene, &left, at.is_multiple_of(2), &told);
             }
         }
@@ -408,7 +497,10 @@ fn recoveries_that_are_killed_one_after_the_other_bring_back_nothing() {
 
 #[test]
 fn an_arena_that_comes_back_after_its_node_was_given_up_brings_back_nothing() {
-    let group = Group { node: "n1".into(), participants: Participants::Count(1) };
+    let group = Group {
+        node: "n1".into(),
+        participants: Participants::Count(1),
+    };
     for mode in MODES {
         let dir = room();
         let scene = Scene::set(dir.path(), mode, Stage::Open, Some(group.clone()));
@@ -416,8 +508,12 @@ fn an_arena_that_comes_back_after_its_node_was_given_up_brings_back_nothing() {
             // `firn recover --node`, on another node: it has no arena.
             let disk = SimBacking::from_disk(scene.left.disk.clone());
             disk.crash_at(disk.steps() + 1 + at);
-            let elsewhere = Opening { arena: None, ..opening(Some(&group)) };
-            let ended = Held::open_with(disk.clone(), elsewhere.clone(), |_| Ok::<_, HeldError>(()));
+            let elsewhere = Opening {
+                arena: None,
+                ..opening(Some(&group))
+            };
+            let ended =
+                Held::open_with(disk.clone(), elsewhere.clone(), |_| Ok::<_, HeldError>(()));
             let is_over = ended.is_ok();
             drop(ended);
             disk.revive();
@@ -426,7 +522,10 @@ fn an_arena_that_comes_back_after_its_node_was_given_up_brings_back_nothing() {
                 let again = Held::open_with(disk.clone(), elsewhere, |_| Ok::<_, HeldError>(()));
                 again.expect("nothing stops it");
             }
-            let left = Left { disk: disk.snapshot(), arena: scene.left.arena.clone() };
+            let left = Left {
+                disk: disk.snapshot(),
+                arena: scene.left.arena.clone(),
+            };
             let told = format!("{mode:?}, given up, stopped at call {at}");
             check(dir.path(), &scene, &left, false, &told);
             if is_over {
@@ -440,7 +539,9 @@ fn an_arena_that_comes_back_after_its_node_was_given_up_brings_back_nothing() {
             let steps = steps_of(dir.path(), &left, opening(Some(&group)));
             for killed in (at % 23..steps).step_by(23) {
                 let life = attach(dir.path(), &left, opening(Some(&group)), killed);
-                let Life::Died(left) = life else { panic!("{told}: it is killed") };
+                let Life::Died(left) = life else {
+                    panic!("{told}: it is killed")
+                };
                 check(
                     dir.path(),
                     &scene,
@@ -464,11 +565,18 @@ fn end_elsewhere(scene: &Scene, commit: bool, at: u64, again: bool) -> (Left, bo
     let disk = SimBacking::from_disk(scene.left.disk.clone());
     disk.crash_at(disk.steps() + 1 + at);
     let run = || -> Result<(), HeldError> {
-        let with = Opening { arena: Some(OTHER), ..opening(scene.group.as_ref()) };
+        let with = Opening {
+            arena: Some(OTHER),
+            ..opening(scene.group.as_ref())
+        };
         let (held, outcome) = Held::open_with(disk.clone(), with, nothing)?;
         if !outcome.waiting.is_empty() {
             let (job, _) = held.lookup(&held.root(), OsStr::new("job"))?;
-            if commit { held.commit(&job, ID) } else { held.abort(&job) }?;
+            if commit {
+                held.commit(&job, ID)
+            } else {
+                held.abort(&job)
+            }?;
         }
         Ok(())
     };
@@ -478,14 +586,23 @@ fn end_elsewhere(scene: &Scene, commit: bool, at: u64, again: bool) -> (Left, bo
         run().expect("nothing stops it");
         is_over = true;
     }
-    (Left { disk: disk.snapshot(), arena: scene.left.arena.clone() }, is_over)
+    (
+        Left {
+            disk: disk.snapshot(),
+            arena: scene.left.arena.clone(),
+        },
+        is_over,
+    )
 }
 
 /// Proves S-tx-3.
 /// Proves S-tx-7.
 #[test]
 fn regression_an_arena_that_was_away_when_its_transaction_ended_brings_back_nothing() {
-    for (mode, stage) in MODES.into_iter().flat_map(|mode| [(mode, Stage::Open), (mode, Stage::Prepared)]) {
+    for (mode, stage) in MODES
+        .into_iter()
+        .flat_map(|mode| [(mode, Stage::Open), (mode, Stage::Prepared)])
+    {
         for commit in [false, true] {
             if commit && stage == Stage::Open {
                 continue;
@@ -494,10 +611,16 @@ fn regression_an_arena_that_was_away_when_its_transaction_ended_brings_back_noth
             let scene = Scene::set(dir.path(), mode, stage, None);
             let wanted = if commit { &scene.after } else { &scene.before };
             for at in 0.. {
-                let told = format!("{mode:?}, {stage:?}, commit {commit}, elsewhere killed at call {at}");
+                let told =
+                    format!("{mode:?}, {stage:?}, commit {commit}, elsewhere killed at call {at}");
                 let (left, is_over) = end_elsewhere(&scene, commit, at, at % 3 != 0);
                 let life = attach(dir.path(), &left, opening(None), u64::MAX);
-                let Life::Done { engine, outcome, .. } = life else { panic!("{told}: nothing stops it") };
+                let Life::Done {
+                    engine, outcome, ..
+                } = life
+                else {
+                    panic!("{told}: nothing stops it")
+                };
                 match &outcome.waiting[..] {
                     [] if is_over => must_be(&engine, wanted, &told),
                     // It was killed before it decided, or after.
@@ -523,13 +646,21 @@ fn regression_an_arena_that_was_away_when_its_transaction_ended_brings_back_noth
 fn regression_what_an_arena_has_from_before_a_transaction_of_another_one_counts() {
     for mode in MODES {
         let disk = SimBacking::new();
-        disk.mkdir(&ME, &disk.root(), OsStr::new("job"), 0o755).expect("mkdir");
-        let with = |arena| Opening { arena: Some(arena), ..Opening::default() };
+        disk.mkdir(&ME, &disk.root(), OsStr::new("job"), 0o755)
+            .expect("mkdir");
+        let with = |arena| Opening {
+            arena: Some(arena),
+            ..Opening::default()
+        };
         let (held, _) = Held::open_with(disk.clone(), with(OTHER), nothing).expect("open");
         let held = held.in_mode(mode);
-        let (job, _) = held.lookup(&held.root(), OsStr::new("job")).expect("lookup");
+        let (job, _) = held
+            .lookup(&held.root(), OsStr::new("job"))
+            .expect("lookup");
         held.begin(&job, SCOPE).expect("begin");
-        held.create(&ME, &job, OsStr::new("made"), 0o644).map(drop).expect("create");
+        held.create(&ME, &job, OsStr::new("made"), 0o644)
+            .map(drop)
+            .expect("create");
         drop((held, job));
         // This one had data there before that began.
         let (held, outcome) = Held::open_with(disk.clone(), with(ARENA), nothing).expect("open");
@@ -551,8 +682,14 @@ fn regression_what_an_arena_has_from_before_a_transaction_of_another_one_counts(
 /// Proves S-tx-35: a mount that takes no part drops what its arena has of the transactions of its own node, once.
 #[test]
 fn regression_a_mount_without_the_others_drops_its_part_once() {
-    let group = Group { node: "n1".into(), participants: Participants::Count(1) };
-    for (mode, stage) in MODES.into_iter().flat_map(|mode| [(mode, Stage::Open), (mode, Stage::Prepared)]) {
+    let group = Group {
+        node: "n1".into(),
+        participants: Participants::Count(1),
+    };
+    for (mode, stage) in MODES
+        .into_iter()
+        .flat_map(|mode| [(mode, Stage::Open), (mode, Stage::Prepared)])
+    {
         let dir = room();
         let scene = Scene::set(dir.path(), mode, stage, Some(group.clone()));
         for at in 0.. {
@@ -560,7 +697,11 @@ fn regression_a_mount_without_the_others_drops_its_part_once() {
             let disk = SimBacking::from_disk(scene.left.disk.clone());
             let homes = Held::other_homes(&disk, None).expect("list");
             assert_eq!(
-                homes.iter().flatten().map(|home| home.node.as_str()).collect::<Vec<_>>(),
+                homes
+                    .iter()
+                    .flatten()
+                    .map(|home| home.node.as_str())
+                    .collect::<Vec<_>>(),
                 ["n1"],
                 "{told}"
             );
@@ -577,14 +718,28 @@ fn regression_a_mount_without_the_others_drops_its_part_once() {
             let result = Held::drop_of(disk.clone(), home.clone(), ARENA, drop_all);
             disk.revive();
             if result.is_err() {
-                Held::drop_of(disk.clone(), home.clone(), ARENA, drop_all).expect("nothing stops it");
+                Held::drop_of(disk.clone(), home.clone(), ARENA, drop_all)
+                    .expect("nothing stops it");
             }
-            assert!((1..3).contains(&dropped.get()), "{told}: dropped {} times", dropped.get());
+            assert!(
+                (1..3).contains(&dropped.get()),
+                "{told}: dropped {} times",
+                dropped.get()
+            );
             // What is written from now on counts, here and with the next mount that takes part.
             Held::drop_of(disk.clone(), home, ARENA, nothing).expect("once more");
-            let (_, outcome) = Held::open_with(disk.clone(), opening(Some(&group)), nothing).expect("open");
-            assert_eq!(outcome.undone.len(), usize::from(stage == Stage::Open), "{told}");
-            assert_eq!(outcome.waiting.len(), usize::from(stage == Stage::Prepared), "{told}");
+            let (_, outcome) =
+                Held::open_with(disk.clone(), opening(Some(&group)), nothing).expect("open");
+            assert_eq!(
+                outcome.undone.len(),
+                usize::from(stage == Stage::Open),
+                "{told}"
+            );
+            assert_eq!(
+                outcome.waiting.len(),
+                usize::from(stage == Stage::Prepared),
+                "{told}"
+            );
             if result.is_ok() {
                 println!("{mode:?}, {stage:?}: {at} calls");
                 break;

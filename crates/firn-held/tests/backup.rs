@@ -11,8 +11,14 @@ use firn_held::backup::manifest::{MANIFEST, Manifest};
 use firn_held::{Held, HeldError};
 
 fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
+    let first: u64 = std::env::var("FIRN_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(1);
+    let more: u64 = std::env::var("FIRN_OPS")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(0);
     first..first + count.max(more / 200)
 }
 
@@ -24,7 +30,8 @@ fn entries<B: Backing>(b: &B, dir: &B::Node) -> Vec<Vec<u8>> {
         }
         true
     };
-    b.read_dir(&b.open_dir(dir).expect("open_dir"), 0, &mut sink).expect("read_dir");
+    b.read_dir(&b.open_dir(dir).expect("open_dir"), 0, &mut sink)
+        .expect("read_dir");
     names
 }
 
@@ -57,7 +64,9 @@ fn copy_dir<A: Backing, B: Backing>(
             Kind::Dir => to.mkdir(&me, target, name, 0o700).expect("mkdir").0,
             Kind::Symlink => {
                 let text = from.readlink(&node).expect("readlink");
-                to.symlink(&me, target, name, OsStr::from_bytes(&text)).expect("symlink").0
+                to.symlink(&me, target, name, OsStr::from_bytes(&text))
+                    .expect("symlink")
+                    .0
             }
             Kind::File => {
                 let (there, file, _) = to.create(&me, target, name, 0o600).expect("create");
@@ -65,12 +74,15 @@ fn copy_dir<A: Backing, B: Backing>(
                 let open = from.open(&node, Access::Read).expect("open");
                 let count = from.read_at(&open, &mut bytes, 0).expect("read");
                 to.set_len(&file, attr.size).expect("set_len");
-                to.write_at(&file, &[IoSlice::new(&bytes[..count])], 0).expect("write");
+                to.write_at(&file, &[IoSlice::new(&bytes[..count])], 0)
+                    .expect("write");
                 there
             }
             _ => {
                 let mode = (attr.mode & libc::S_IFMT) | 0o600;
-                to.mknod(&me, target, name, mode, attr.rdev).expect("mknod").0
+                to.mknod(&me, target, name, mode, attr.rdev)
+                    .expect("mknod")
+                    .0
             }
         };
         if attr.kind == Kind::Dir {
@@ -83,16 +95,22 @@ fn copy_dir<A: Backing, B: Backing>(
 
 fn attributes<A: Backing, B: Backing>(from: &A, node: &A::Node, to: &B, there: &B::Node) {
     let attr = from.attr(node).expect("attr");
-    to.set_owner(there, Some(attr.uid), Some(attr.gid)).expect("chown");
+    to.set_owner(there, Some(attr.uid), Some(attr.gid))
+        .expect("chown");
     if attr.kind != Kind::Symlink {
         let names = from.list_xattr(node).unwrap_or_default();
-        for name in names.split(|&byte| byte == 0).filter(|name| !name.is_empty()) {
+        for name in names
+            .split(|&byte| byte == 0)
+            .filter(|name| !name.is_empty())
+        {
             let name = OsStr::from_bytes(name);
-            to.set_xattr(there, name, &from.get_xattr(node, name).expect("get"), 0).expect("set");
+            to.set_xattr(there, name, &from.get_xattr(node, name).expect("get"), 0)
+                .expect("set");
         }
         to.set_mode(there, attr.mode & 0o7777).expect("chmod");
     }
-    to.set_times(there, SetTime::At(attr.atime), SetTime::At(attr.mtime)).expect("times");
+    to.set_times(there, SetTime::At(attr.atime), SetTime::At(attr.mtime))
+        .expect("times");
 }
 
 /// A tree like that one, whose objects have other numbers.
@@ -100,7 +118,8 @@ fn elsewhere<B: Backing>(from: &B) -> SimBacking {
     let sim = SimBacking::new();
     for at in 0..7 {
         let name = format!("shift{at}");
-        sim.create(&suite::own_caller(), &sim.root(), OsStr::new(&name), 0o600).expect("create");
+        sim.create(&suite::own_caller(), &sim.root(), OsStr::new(&name), 0o600)
+            .expect("create");
         sim.unlink(&sim.root(), OsStr::new(&name)).expect("unlink");
     }
     copy(from, &sim);
@@ -108,22 +127,32 @@ fn elsewhere<B: Backing>(from: &B) -> SimBacking {
 }
 
 fn backed<B: Backing>(base: B, store: B) -> Held<B> {
-    Held::open(base).expect("open").0.backed_up(store, &BTreeSet::new()).expect("a backup")
+    Held::open(base)
+        .expect("open")
+        .0
+        .backed_up(store, &BTreeSet::new())
+        .expect("a backup")
 }
 
 /// The only backup in the store.
 fn only<B: Backing>(store: &B) -> (B::Node, Manifest) {
     let names = entries(store, &store.root());
     assert_eq!(names.len(), 1, "backups");
-    let (dir, _) = store.lookup(&store.root(), OsStr::from_bytes(&names[0])).expect("lookup");
-    let manifest = Held::manifest(store, &dir).expect("read").expect("a manifest").expect("whole");
+    let (dir, _) = store
+        .lookup(&store.root(), OsStr::from_bytes(&names[0]))
+        .expect("lookup");
+    let manifest = Held::manifest(store, &dir)
+        .expect("read")
+        .expect("a manifest")
+        .expect("whole");
     (dir, manifest)
 }
 
 fn revived<B: Backing>(base: B, store: &B) -> Held<B> {
     let held = Held::open(base).expect("open").0;
     let (dir, manifest) = only(store);
-    held.revive((store, &dir), OsStr::new("it"), &manifest).expect("revive");
+    held.revive((store, &dir), OsStr::new("it"), &manifest)
+        .expect("revive");
     held
 }
 
@@ -131,7 +160,11 @@ fn put<B: Backing>(b: &B, name: &str, bytes: &[u8]) {
     let root = b.root();
     let file = match b.lookup(&root, OsStr::new(name)) {
         Ok((node, _)) => b.open(&node, Access::ReadWrite).expect("open"),
-        Err(_) => b.create(&suite::own_caller(), &root, OsStr::new(name), 0o640).expect("create").1,
+        Err(_) => {
+            b.create(&suite::own_caller(), &root, OsStr::new(name), 0o640)
+                .expect("create")
+                .1
+        }
     };
     b.write_at(&file, &[IoSlice::new(bytes)], 0).expect("write");
 }
@@ -191,7 +224,10 @@ fn the_same_in_a_real_directory() {
         for (place, other) in [("/tmp", "/dev/shm"), ("/dev/shm", "/tmp")] {
             println!("seed {seed} in {place}");
             let dirs = [place, other, other].map(|place| {
-                let dir = tempfile::Builder::new().prefix("firn-backup-").tempdir_in(place).expect("tempdir");
+                let dir = tempfile::Builder::new()
+                    .prefix("firn-backup-")
+                    .tempdir_in(place)
+                    .expect("tempdir");
                 let backing = DirBacking::open(dir.path()).expect("open");
                 backing.set_mode(&backing.root(), 0o755).expect("chmod");
                 (dir, backing)
@@ -222,7 +258,8 @@ fn prepared() -> (SimBacking, Held<SimBacking>) {
     put(&held, "new", b"new");
     let root = held.root();
     let flags = firn_backing::RenameFlags::empty();
-    held.rename(&root, OsStr::new("moved"), &root, OsStr::new("away"), flags).expect("rename");
+    held.rename(&root, OsStr::new("moved"), &root, OsStr::new("away"), flags)
+        .expect("rename");
     held.prepare(&root, 5).expect("prepare");
     (before, held)
 }
@@ -241,9 +278,14 @@ fn a_backup_is_there_only_while_its_transaction_is_prepared() {
         held.back_up_ahead();
     }
     let names = entries(store(), &store().root());
-    let (dir, _) = store().lookup(&store().root(), OsStr::from_bytes(&names[0])).expect("lookup");
+    let (dir, _) = store()
+        .lookup(&store().root(), OsStr::from_bytes(&names[0]))
+        .expect("lookup");
     assert_eq!(entries(store(), &dir).len(), 1, "copied ahead");
-    assert!(Held::manifest(store(), &dir).expect("read").is_none(), "and not to be used");
+    assert!(
+        Held::manifest(store(), &dir).expect("read").is_none(),
+        "and not to be used"
+    );
     held.conclude(&held.root(), 6).expect("decide");
     only(store());
     held.carry_out(b"").expect("carry out");
@@ -261,28 +303,56 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
     for len in [0, 10, bytes.len() - 1] {
         let torn = store.fork();
         let (node, _) = torn.lookup(&dir, OsStr::new(MANIFEST)).expect("manifest");
-        torn.set_len(&torn.open(&node, Access::ReadWrite).expect("open"), len as u64).expect("cut");
-        assert!(Held::manifest(&torn, &dir).expect("read").expect("there").is_err(), "{len} bytes");
+        torn.set_len(
+            &torn.open(&node, Access::ReadWrite).expect("open"),
+            len as u64,
+        )
+        .expect("cut");
+        assert!(
+            Held::manifest(&torn, &dir)
+                .expect("read")
+                .expect("there")
+                .is_err(),
+            "{len} bytes"
+        );
     }
-    let pieces: Vec<_> = manifest.stored.iter().filter_map(|one| one.content.clone()).collect();
+    let pieces: Vec<_> = manifest
+        .stored
+        .iter()
+        .filter_map(|one| one.content.clone())
+        .collect();
     assert_eq!(pieces.len(), 2);
     for piece in &pieces {
         let name = OsStr::new(&piece.file);
         for change in 0..3 {
             let bad = store.fork();
-            let open =
-                || bad.open(&bad.lookup(&dir, name).expect("piece").0, Access::ReadWrite).expect("open");
+            let open = || {
+                bad.open(&bad.lookup(&dir, name).expect("piece").0, Access::ReadWrite)
+                    .expect("open")
+            };
             match change {
                 0 => bad.unlink(&dir, name).expect("unlink"),
                 1 => bad.set_len(&open(), 1).expect("cut"),
-                _ => drop(bad.write_at(&open(), &[IoSlice::new(b"?")], 0).expect("write")),
+                _ => drop(
+                    bad.write_at(&open(), &[IoSlice::new(b"?")], 0)
+                        .expect("write"),
+                ),
             }
             let target = Held::open(before.fork()).expect("open").0;
-            let refused =
-                target.revive((&bad, &dir), OsStr::new("it"), &manifest).expect_err("must be refused");
-            assert_eq!(refused, HeldError::BackupDamaged { file: piece.file.clone() });
+            let refused = target
+                .revive((&bad, &dir), OsStr::new("it"), &manifest)
+                .expect_err("must be refused");
+            assert_eq!(
+                refused,
+                HeldError::BackupDamaged {
+                    file: piece.file.clone()
+                }
+            );
             assert_eq!(tree(&target), Ok(old.clone()));
-            assert_eq!(Held::open(target.base().fork()).expect("open").1, Default::default());
+            assert_eq!(
+                Held::open(target.base().fork()).expect("open").1,
+                Default::default()
+            );
         }
     }
 }
@@ -305,12 +375,19 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
         assert!(error.contains(word), "{error}");
         assert_eq!(tree(&target), Ok(old));
     };
-    refused(|b| b.unlink(&b.root(), OsStr::new("moved")).expect("unlink"), "moved: it is not there");
-    refused(|b| put(b, "changed", b"longer than before"), "changed: it has another size");
+    refused(
+        |b| b.unlink(&b.root(), OsStr::new("moved")).expect("unlink"),
+        "moved: it is not there",
+    );
+    refused(
+        |b| put(b, "changed", b"longer than before"),
+        "changed: it has another size",
+    );
     refused(|b| put(b, "new", b"x"), "new: the transaction makes it");
     let as_dir = |b: &SimBacking| {
         b.unlink(&b.root(), OsStr::new("moved")).expect("unlink");
-        b.mkdir(&suite::own_caller(), &b.root(), OsStr::new("moved"), 0o700).expect("mkdir");
+        b.mkdir(&suite::own_caller(), &b.root(), OsStr::new("moved"), 0o700)
+            .expect("mkdir");
     };
     refused(as_dir, "moved: it is of another kind");
 
@@ -325,7 +402,10 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
     assert_eq!(tree(&target), after);
     target.begin(&target.root(), b"").expect("begin");
     target.commit(&target.root(), 6).expect("commit");
-    let late = target.revive((store, &dir), OsStr::new("it"), &manifest).expect_err("refused").to_string();
+    let late = target
+        .revive((store, &dir), OsStr::new("it"), &manifest)
+        .expect_err("refused")
+        .to_string();
     assert!(late.contains("its last commit is 6"), "{late}");
 }
 
@@ -338,10 +418,20 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
     drop(held);
     let known = Held::known_backups(&base, None).expect("known");
     assert_eq!(known.len(), 1);
-    let lost = Held::open(before.fork()).expect("open").0.backed_up(store.fork(), &BTreeSet::new());
-    assert!(matches!(lost.err(), Some(HeldError::BackupWaits { id: 5, .. })));
+    let lost = Held::open(before.fork())
+        .expect("open")
+        .0
+        .backed_up(store.fork(), &BTreeSet::new());
+    assert!(matches!(
+        lost.err(),
+        Some(HeldError::BackupWaits { id: 5, .. })
+    ));
 
-    let back = Held::open(base).expect("open").0.backed_up(store, &known).expect("it waits");
+    let back = Held::open(base)
+        .expect("open")
+        .0
+        .backed_up(store, &known)
+        .expect("it waits");
     only(back.backups().expect("a backup"));
     back.commit(&back.root(), 5).expect("commit");
     let store = back.backups().expect("a backup");
@@ -350,7 +440,10 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
     // What was prepared without a backup comes into it.
     let (_, held) = prepared();
     let base = held.base().fork();
-    let again =
-        Held::open(base).expect("open").0.backed_up(SimBacking::new(), &BTreeSet::new()).expect("open");
+    let again = Held::open(base)
+        .expect("open")
+        .0
+        .backed_up(SimBacking::new(), &BTreeSet::new())
+        .expect("open");
     only(again.backups().expect("a backup"));
 }

@@ -15,7 +15,13 @@ enum End {
     Abort,
 }
 
-const ENDS: [End; 5] = [End::Commit, End::PrepareThenCommit, End::Prepare, End::PrepareThenAbort, End::Abort];
+const ENDS: [End; 5] = [
+    End::Commit,
+    End::PrepareThenCommit,
+    End::Prepare,
+    End::PrepareThenAbort,
+    End::Abort,
+];
 
 const MODES: [Mode; 2] = [Mode::Hold, Mode::Shadow];
 
@@ -32,7 +38,10 @@ struct Middle {
 }
 
 fn middle(seed: u64, calls: usize, mode: Mode) -> Middle {
-    let held = Held::open(SimBacking::of_seed(seed)).expect("open").0.in_mode(mode);
+    let held = Held::open(SimBacking::of_seed(seed))
+        .expect("open")
+        .0
+        .in_mode(mode);
     let plain = SimBacking::new();
     suite::differential::run(&held, &plain, seed, 60);
     held.base().sync_all().expect("sync_all");
@@ -40,7 +49,12 @@ fn middle(seed: u64, calls: usize, mode: Mode) -> Middle {
     held.begin(&held.root(), b"").expect("begin");
     suite::differential::run(&held, &plain, seed + 1_000_000, calls);
     let new = seen(&held);
-    Middle { mode, held, old, new }
+    Middle {
+        mode,
+        held,
+        old,
+        new,
+    }
 }
 
 /// Runs the end of a transaction; whether it said that it was decided.
@@ -78,7 +92,8 @@ fn recover(disk: &SimBacking, seed: u64, again: Option<u64>) -> (Held<SimBacking
 
 fn settle(held: &Held<SimBacking>, middle: &Middle, outcome: &Outcome, seed: u64, told: &str) {
     let now = seen(held);
-    let (is_old, is_new) = (now == middle.old, now == middle.new);
+    let is_old = now == middle.old;
+    let is_new = now == middle.new;
     assert!(
         is_old || is_new,
         "{told}: neither old nor new\nold {:?}\nnew {:?}\nnow {now:?}",
@@ -87,12 +102,24 @@ fn settle(held: &Held<SimBacking>, middle: &Middle, outcome: &Outcome, seed: u64
     );
     if outcome.waiting.is_empty() {
         assert_eq!(held.transactions(), [], "{told}");
-        assert_eq!(held.committed(b""), Ok(is_new.then_some(5)), "{told}: its number tells it");
+        assert_eq!(
+            held.committed(b""),
+            Ok(is_new.then_some(5)),
+            "{told}: its number tells it"
+        );
         return;
     }
     // Prepared: it can still become either.
-    let is_shown = if middle.mode == Mode::Hold { is_old } else { is_new };
-    assert_eq!((outcome.waiting.as_slice(), is_shown), (&[(5, Vec::new())][..], true), "{told}");
+    let is_shown = if middle.mode == Mode::Hold {
+        is_old
+    } else {
+        is_new
+    };
+    assert_eq!(
+        (outcome.waiting.as_slice(), is_shown),
+        (&[(5, Vec::new())][..], true),
+        "{told}"
+    );
     let root = held.root();
     if seed.is_multiple_of(2) {
         held.restore(&root, 5).expect("restore");
@@ -108,8 +135,14 @@ fn each(count: u64) -> impl Iterator<Item = (u64, Mode)> {
 }
 
 fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
+    let first: u64 = std::env::var("FIRN_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(1);
+    let more: u64 = std::env::var("FIRN_OPS")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(0);
     first..first + count.max(more / 2000)
 }
 
@@ -127,19 +160,28 @@ fn a_crash_at_any_call_leaves_the_old_tree_or_the_new_one() {
                 let disk = middle.held.base().clone();
                 disk.crash_at(begun + at);
                 let result = end(&middle.held, how);
-                let told = format!("seed {seed}, {mode:?}, {how:?}, call {at} of {steps}, {result:?}");
+                let told =
+                    format!("seed {seed}, {mode:?}, {how:?}, call {at} of {steps}, {result:?}");
                 let lives = seed + at;
-                let (held, outcome) = recover(&disk, lives, (at % 3 == 0).then_some(1 + lives % 40));
+                let (held, outcome) =
+                    recover(&disk, lives, (at % 3 == 0).then_some(1 + lives % 40));
                 let now = seen(&held);
                 // What was told counts.
-                let committed = matches!(how, End::Commit | End::PrepareThenCommit) && result.is_ok();
+                let committed =
+                    matches!(how, End::Commit | End::PrepareThenCommit) && result.is_ok();
                 assert!(!committed || now == middle.new, "{told}");
                 assert!(how != End::Abort || now == middle.old, "{told}");
                 let prepared = how == End::Prepare && result.is_ok();
-                assert!(!prepared || outcome.waiting == [(5, Vec::new())], "{told}: {outcome:?}");
+                assert!(
+                    !prepared || outcome.waiting == [(5, Vec::new())],
+                    "{told}: {outcome:?}"
+                );
                 // Who did not prepare is not asked to decide.
                 let may_wait = !matches!(how, End::Commit | End::Abort);
-                assert!(may_wait || outcome.waiting.is_empty(), "{told}: {outcome:?}");
+                assert!(
+                    may_wait || outcome.waiting.is_empty(),
+                    "{told}: {outcome:?}"
+                );
                 settle(&held, &middle, &outcome, lives, &told);
             }
         }
@@ -173,8 +215,17 @@ fn a_crash_while_what_was_prepared_is_restored_leaves_the_old_tree_or_the_new_on
             disk.crash_at(disk.steps() + at);
             let result = held.restore(&held.root(), 5);
             let (held, outcome) = recover(&disk, seed + at, None);
-            assert!(result.is_err() || seen(&held) == middle.new, "seed {seed}, {mode:?}, call {at}");
-            settle(&held, &middle, &outcome, seed + at, &format!("seed {seed}, {mode:?}, call {at}"));
+            assert!(
+                result.is_err() || seen(&held) == middle.new,
+                "seed {seed}, {mode:?}, call {at}"
+            );
+            settle(
+                &held,
+                &middle,
+                &outcome,
+                seed + at,
+                &format!("seed {seed}, {mode:?}, call {at}"),
+            );
             if result.is_ok() {
                 println!("seed {seed}, {mode:?}: {at} calls");
                 break;
@@ -191,7 +242,8 @@ fn what_the_backing_refuses_can_be_done_again() {
             for at in 1.. {
                 let middle = middle(seed, 60, mode);
                 let disk = middle.held.base().clone();
-                let (begun, mut left) = (disk.steps(), 1);
+                let begun = disk.steps();
+                let mut left = 1;
                 disk.set_plan(move |_, step| {
                     let now = step >= begun + at && left > 0;
                     left -= i32::from(now);
@@ -205,9 +257,17 @@ fn what_the_backing_refuses_can_be_done_again() {
                         panic!("seed {seed}, {mode:?}, {how:?}, call {at}: after {result:?}: {error}")
                     });
                 }
-                assert_eq!(seen(&middle.held), middle.new, "seed {seed}, {mode:?}, {how:?}, call {at}");
+                assert_eq!(
+                    seen(&middle.held),
+                    middle.new,
+                    "seed {seed}, {mode:?}, {how:?}, call {at}"
+                );
                 let (held, _) = recover(&disk, seed, None);
-                assert_eq!(seen(&held), middle.new, "seed {seed}, {mode:?}, {how:?}, call {at}");
+                assert_eq!(
+                    seen(&held),
+                    middle.new,
+                    "seed {seed}, {mode:?}, {how:?}, call {at}"
+                );
                 if is_over {
                     break;
                 }
@@ -221,7 +281,8 @@ fn regression_a_transaction_whose_abort_failed_half_way_cannot_be_committed() {
     use firn_held::HeldError;
     for mode in MODES {
         let middle = middle(1, 60, mode);
-        let (held, root) = (&middle.held, middle.held.root());
+        let held = &middle.held;
+        let root = middle.held.root();
         // What an abort begins with. Data that was pending is dropped next, and then it may fail.
         held.refuse(&root).expect("refuse");
         assert_eq!(held.prepare(&root, 5), Err(HeldError::Undoing), "{mode:?}");

@@ -16,7 +16,10 @@ fn seen(held: &Held<SimBacking>) -> Tree {
 
 /// In a transaction; the trees before it and in it.
 fn begun(seed: u64, mode: Mode, history: u32) -> (Held<SimBacking>, Tree, Tree) {
-    let held = Held::open_with_history(SimBacking::of_seed(seed), history).expect("open").0.in_mode(mode);
+    let held = Held::open_with_history(SimBacking::of_seed(seed), history)
+        .expect("open")
+        .0
+        .in_mode(mode);
     suite::differential::run_alone(&held, seed, 60);
     let old = seen(&held);
     held.begin(&held.root(), b"").expect("begin");
@@ -53,7 +56,11 @@ fn regression_a_prepared_transaction_is_ended_on_a_device_of_another_number() {
             .unwrap_or_else(|error| panic!("{told}: {error}"));
             let expected = if commits { &new } else { &old };
             assert_eq!(seen(&held), *expected, "{told}");
-            assert_eq!(seen(&come_back(held, 8, 0)), *expected, "{told}: opened again");
+            assert_eq!(
+                seen(&come_back(held, 8, 0)),
+                *expected,
+                "{told}: opened again"
+            );
         }
     }
 }
@@ -69,7 +76,10 @@ fn regression_what_was_decided_or_open_is_ended_on_a_device_of_another_number() 
             disk.crash_at(disk.steps() + at);
             let result = held.commit(&held.root(), 5);
             let now = seen(&come_back(held, 7, 0));
-            assert!(now == new || (result.is_err() && now == old), "{told}: {result:?}");
+            assert!(
+                now == new || (result.is_err() && now == old),
+                "{told}: {result:?}"
+            );
             if result.is_ok() {
                 break;
             }
@@ -87,12 +97,19 @@ fn regression_a_commit_is_undone_on_a_device_of_another_number() {
         suite::differential::run_alone(&held, seed + 2_000_000, 60);
         held.commit(&held.root(), 2).expect("commit");
         let held = come_back(held, 7, 2);
-        held.restore(&held.root(), 1).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        held.restore(&held.root(), 1)
+            .unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         assert_eq!(seen(&held), first, "seed {seed}");
         assert_eq!(
-            held.restore(&held.root(), 2).err().map(|error| matches!(error, HeldError::NotKept { .. })),
+            held.restore(&held.root(), 2)
+                .err()
+                .map(|error| matches!(error, HeldError::NotKept { .. })),
             Some(true)
         );
-        assert_eq!(seen(&come_back(held, 8, 2)), first, "seed {seed}: opened again");
+        assert_eq!(
+            seen(&come_back(held, 8, 2)),
+            first,
+            "seed {seed}: opened again"
+        );
     }
 }

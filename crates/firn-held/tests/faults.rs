@@ -89,7 +89,10 @@ const VERBS: [Verb; 19] = [
 
 impl Verb {
     fn is_attach(self) -> bool {
-        matches!(self, Self::AttachOpen | Self::AttachPrepared | Self::AttachDecided | Self::AttachRestoring)
+        matches!(
+            self,
+            Self::AttachOpen | Self::AttachPrepared | Self::AttachDecided | Self::AttachRestoring
+        )
     }
 
     fn needs_history(self) -> bool {
@@ -156,17 +159,30 @@ fn attach(
     disk: &SimBacking,
     store: &SimBacking,
 ) -> Result<(Held<SimBacking>, Outcome), HeldError> {
-    let known = if setup.has_backup { Held::known_backups(disk, Some(store))? } else { BTreeSet::new() };
-    let opening = Opening { history: setup.history, arena: Some([7; 16]), ..Opening::default() };
+    let known = if setup.has_backup {
+        Held::known_backups(disk, Some(store))?
+    } else {
+        BTreeSet::new()
+    };
+    let opening = Opening {
+        history: setup.history,
+        arena: Some([7; 16]),
+        ..Opening::default()
+    };
     let (held, outcome) = Held::open_with(disk.clone(), opening, |_| Ok::<_, HeldError>(()))?;
     let held = held.in_mode(setup.mode);
-    let held = if setup.has_backup { held.backed_up(store.clone(), &known)? } else { held };
+    let held = if setup.has_backup {
+        held.backed_up(store.clone(), &known)?
+    } else {
+        held
+    };
     Ok((held, outcome))
 }
 
 impl Start {
     fn new(setup: Setup, seed: u64) -> Self {
-        let (disk, store) = (SimBacking::of_seed(seed), SimBacking::new());
+        let disk = SimBacking::of_seed(seed);
+        let store = SimBacking::new();
         let (held, _) = attach(setup, &disk, &store).expect("open");
         suite::differential::run_alone(&held, seed, 30);
         let mut trees = Trees::new();
@@ -178,18 +194,35 @@ impl Start {
         }
         disk.sync_all().expect("sync_all");
         drop(held);
-        Self { setup, seed, disk: disk.snapshot(), trees }
+        Self {
+            setup,
+            seed,
+            disk: disk.snapshot(),
+            trees,
+        }
     }
 
     /// The world in which `verb` is called next.
     fn world(&self, verb: Verb, at: u64) -> World {
-        let (disk, store) = (SimBacking::from_disk(self.disk.clone()), SimBacking::new());
+        let disk = SimBacking::from_disk(self.disk.clone());
+        let store = SimBacking::new();
         disk.sync_one_by_one(self.seed % 2 == 1);
         let (held, outcome) = attach(self.setup, &disk, &store).expect("open");
-        let (setup, trees) = (self.setup, self.trees.clone());
-        let mut world = World { setup, held: Some(held), disk, store, trees, outcome };
+        let setup = self.setup;
+        let trees = self.trees.clone();
+        let mut world = World {
+            setup,
+            held: Some(held),
+            disk,
+            store,
+            trees,
+            outcome,
+        };
         if verb != Verb::Begin {
-            world.held().begin(&world.held().root(), b"").expect("begin");
+            world
+                .held()
+                .begin(&world.held().root(), b"")
+                .expect("begin");
             world.change(self.seed);
         }
         let held = world.held();
@@ -288,18 +321,33 @@ impl World {
     }
 
     fn stages(&self) -> Vec<Stage> {
-        self.held().transactions().iter().map(|one| one.stage).collect()
+        self.held()
+            .transactions()
+            .iter()
+            .map(|one| one.stage)
+            .collect()
     }
 
     /// The number of the tree that is there, where no transaction is.
     fn number(&self) -> u64 {
         let now = self.seen();
-        let found: Vec<u64> =
-            self.trees.iter().filter(|(_, tree)| **tree == now).map(|(id, _)| *id).collect();
-        let committed = self.held().committed(b"").expect("it answers").expect("there were commits");
+        let found: Vec<u64> = self
+            .trees
+            .iter()
+            .filter(|(_, tree)| **tree == now)
+            .map(|(id, _)| *id)
+            .collect();
+        let committed = self
+            .held()
+            .committed(b"")
+            .expect("it answers")
+            .expect("there were commits");
         if !found.contains(&committed) {
             let tree = &self.trees.get(&committed);
-            panic!("the last commit is {committed}, the tree that of {found:?}: {}", difference(*tree, &now));
+            panic!(
+                "the last commit is {committed}, the tree that of {found:?}: {}",
+                difference(*tree, &now)
+            );
         }
         committed
     }
@@ -307,7 +355,11 @@ impl World {
     /// Commits or aborts what is there; the number of the tree then.
     fn settle(&mut self, commits: bool, seed: u64) -> u64 {
         let root = self.held().root();
-        let is_recovered = self.held().transactions().iter().any(|one| one.is_recovered);
+        let is_recovered = self
+            .held()
+            .transactions()
+            .iter()
+            .any(|one| one.is_recovered);
         let stages = self.stages();
         if let ([Stage::Open], false) = (&stages[..], self.trees.contains_key(&NEW)) {
             self.change(seed);
@@ -315,15 +367,27 @@ impl World {
         match stages[..] {
             [] => {}
             [Stage::Open] if commits => {
-                assert_eq!(self.changed_from(NEW), None, "open, with all that was done in it");
+                assert_eq!(
+                    self.changed_from(NEW),
+                    None,
+                    "open, with all that was done in it"
+                );
                 self.held().commit(&root, NEW).expect("commit");
                 assert_eq!(self.changed_from(NEW), None, "committed");
             }
             [Stage::Prepared(NEW)] => {
                 // An earlier process: what is shown is the tree before, in shadow mode the one after.
-                let shown = if is_recovered && self.setup.mode == Mode::Hold { OLD } else { NEW };
+                let shown = if is_recovered && self.setup.mode == Mode::Hold {
+                    OLD
+                } else {
+                    NEW
+                };
                 assert_eq!(self.changed_from(shown), None, "prepared");
-                let ended = if commits { self.held().commit(&root, NEW) } else { self.held().abort(&root) };
+                let ended = if commits {
+                    self.held().commit(&root, NEW)
+                } else {
+                    self.held().abort(&root)
+                };
                 ended.expect("what is prepared can be ended either way");
             }
             [Stage::Open] => self.held().abort(&root).expect("abort"),
@@ -336,9 +400,10 @@ impl World {
                 }
             }
             // An older commit is half restored.
-            [Stage::Decided(FIRST)] => {
-                self.held().commit(&root, FIRST).expect("it goes on with its number, too")
-            }
+            [Stage::Decided(FIRST)] => self
+                .held()
+                .commit(&root, FIRST)
+                .expect("it goes on with its number, too"),
             _ => panic!("unknown: {stages:?}"),
         }
         assert_eq!(self.stages(), []);
@@ -346,7 +411,8 @@ impl World {
     }
 
     fn changed_from(&self, id: u64) -> Option<String> {
-        let (now, wanted) = (self.seen(), self.trees.get(&id));
+        let now = self.seen();
+        let wanted = self.trees.get(&id);
         (wanted != Some(&now)).then(|| difference(wanted, &now))
     }
 
@@ -369,7 +435,10 @@ impl World {
         for name in in_firn(&self.disk) {
             match name.as_str() {
                 "." | ".." | "committed" => {}
-                name if name.strip_prefix("undo-").is_some_and(|serial| serial.parse::<u64>().is_ok()) => {
+                name if name
+                    .strip_prefix("undo-")
+                    .is_some_and(|serial| serial.parse::<u64>().is_ok()) =>
+                {
                     undos += 1;
                 }
                 name => panic!("{name} is left in .firn/"),
@@ -388,10 +457,22 @@ impl World {
 }
 
 fn difference(wanted: Option<&Tree>, now: &Tree) -> String {
-    let Some(wanted) = wanted else { return "there is no such tree".into() };
+    let Some(wanted) = wanted else {
+        return "there is no such tree".into();
+    };
     let names: BTreeSet<_> = wanted.keys().chain(now.keys()).collect();
-    let differ = names.into_iter().filter(|name| wanted.get(*name) != now.get(*name));
-    differ.map(|name| format!("\n  {name:?}: {:?}\n  is {:?}", wanted.get(name), now.get(name))).collect()
+    let differ = names
+        .into_iter()
+        .filter(|name| wanted.get(*name) != now.get(*name));
+    differ
+        .map(|name| {
+            format!(
+                "\n  {name:?}: {:?}\n  is {:?}",
+                wanted.get(name),
+                now.get(name)
+            )
+        })
+        .collect()
 }
 
 /// Which of the two fails.
@@ -415,7 +496,8 @@ struct Case {
 type Hit = Arc<Mutex<Option<&'static str>>>;
 
 fn fail_once(on: &SimBacking, at: u64, errno: Errno, hit: &Hit) {
-    let (wanted, hit) = (on.steps() + at, Arc::clone(hit));
+    let wanted = on.steps() + at;
+    let hit = Arc::clone(hit);
     on.set_plan(move |op, step| {
         let now = step == wanted && !is_an_answer(op, errno);
         if step == wanted {
@@ -432,7 +514,13 @@ fn is_an_answer(op: &str, errno: Errno) -> bool {
 
 /// Runs one case. Without such a call `hit` stays empty.
 fn run(start: &Start, case: Case, hit: &Hit) {
-    let Case { verb, place, at, errno, then } = case;
+    let Case {
+        verb,
+        place,
+        at,
+        errno,
+        then,
+    } = case;
     let mut world = start.world(verb, at / 3);
     let on = match place {
         Place::Backing => world.disk.clone(),
@@ -448,7 +536,10 @@ fn run(start: &Start, case: Case, hit: &Hit) {
     match &result {
         Ok(()) => {
             let number = world.settle(commits, start.seed);
-            assert!(verb.leads_to().contains(&number), "it said that it was done: {number}");
+            assert!(
+                verb.leads_to().contains(&number),
+                "it said that it was done: {number}"
+            );
         }
         Err(error) => {
             let wanted = match place {
@@ -471,10 +562,13 @@ fn run(start: &Start, case: Case, hit: &Hit) {
                     let stages = world.stages();
                     let root = world.held().root();
                     match (world.held().abort(&root), &stages[..]) {
-                        (Ok(()), [Stage::Open] | [Stage::Prepared(_)] | [Stage::Decided(_), Stage::Open]) => {
-                        }
+                        (
+                            Ok(()),
+                            [Stage::Open] | [Stage::Prepared(_)] | [Stage::Decided(_), Stage::Open],
+                        ) => {}
                         (Err(HeldError::None), []) => {}
-                        (Err(HeldError::Decided { id }), [Stage::Decided(decided)]) if id == *decided => {}
+                        (Err(HeldError::Decided { id }), [Stage::Decided(decided)])
+                            if id == *decided => {}
                         (ended, stages) => panic!("abort of {stages:?}: {ended:?}"),
                     }
                     let number = world.settle(true, start.seed);
@@ -504,8 +598,14 @@ fn run(start: &Start, case: Case, hit: &Hit) {
 }
 
 fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
+    let first: u64 = std::env::var("FIRN_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(1);
+    let more: u64 = std::env::var("FIRN_OPS")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(0);
     first..first + count.max(more / 20_000)
 }
 
@@ -525,12 +625,18 @@ fn each_call_fails(setup: Setup) {
             false => others(info),
         }));
     });
-    let places: &[Place] =
-        if setup.has_backup { &[Place::Backing, Place::Backup] } else { &[Place::Backing] };
+    let places: &[Place] = if setup.has_backup {
+        &[Place::Backing, Place::Backup]
+    } else {
+        &[Place::Backing]
+    };
     let mut failed: BTreeMap<String, (u64, String)> = BTreeMap::new();
     for seed in seeds(2) {
         let start = Start::new(setup, seed);
-        for verb in VERBS.into_iter().filter(|verb| setup.history > 0 || !verb.needs_history()) {
+        for verb in VERBS
+            .into_iter()
+            .filter(|verb| setup.history > 0 || !verb.needs_history())
+        {
             for &place in places {
                 let calls = each_call_of(&start, verb, place, &mut failed);
                 println!("seed {seed}, {setup:?}, {verb:?}: {calls} calls of the {place:?}");
@@ -554,7 +660,14 @@ fn each_call_of(
     for at in 1.. {
         for (which, errno) in ERRNOS.into_iter().enumerate() {
             let then = THENS[(at as usize + which + seed as usize) % THENS.len()];
-            let (case, hit) = (Case { verb, place, at, errno, then }, Hit::default());
+            let case = Case {
+                verb,
+                place,
+                at,
+                errno,
+                then,
+            };
+            let hit = Hit::default();
             COLLECTS.set(true);
             let ended = catch_unwind(AssertUnwindSafe(|| run(start, case, &hit)));
             COLLECTS.set(false);
@@ -562,7 +675,10 @@ fn each_call_of(
             if ended.is_err() {
                 let text = PANIC.take();
                 let kind = format!("{verb:?}, {op:?} of the {place:?}, {then:?}");
-                failed.entry(kind).or_insert_with(|| (0, format!("seed {seed}, {case:?}: {text}"))).0 += 1;
+                failed
+                    .entry(kind)
+                    .or_insert_with(|| (0, format!("seed {seed}, {case:?}: {text}")))
+                    .0 += 1;
             }
             if op.is_none() {
                 return at - 1;
@@ -574,20 +690,36 @@ fn each_call_of(
 
 #[test]
 fn each_call_that_fails_is_told_and_can_be_made_again_where_changes_are_held() {
-    each_call_fails(Setup { mode: Mode::Hold, history: 0, has_backup: false });
+    each_call_fails(Setup {
+        mode: Mode::Hold,
+        history: 0,
+        has_backup: false,
+    });
 }
 
 #[test]
 fn each_call_that_fails_is_told_and_can_be_made_again_with_history() {
-    each_call_fails(Setup { mode: Mode::Hold, history: HISTORY, has_backup: false });
+    each_call_fails(Setup {
+        mode: Mode::Hold,
+        history: HISTORY,
+        has_backup: false,
+    });
 }
 
 #[test]
 fn each_call_that_fails_is_told_and_can_be_made_again_with_a_backup() {
-    each_call_fails(Setup { mode: Mode::Hold, history: HISTORY, has_backup: true });
+    each_call_fails(Setup {
+        mode: Mode::Hold,
+        history: HISTORY,
+        has_backup: true,
+    });
 }
 
 #[test]
 fn each_call_that_fails_is_told_and_can_be_made_again_in_shadow_mode() {
-    each_call_fails(Setup { mode: Mode::Shadow, history: 0, has_backup: false });
+    each_call_fails(Setup {
+        mode: Mode::Shadow,
+        history: 0,
+        has_backup: false,
+    });
 }

@@ -14,15 +14,19 @@ const PAGE: [u8; PAGE_BYTES as usize] = [7; PAGE_BYTES as usize];
 
 /// Makes a file of so many pages.
 fn make(held: &Held<SimBacking>, name: &str, pages: u64) {
-    let (_, file, _) =
-        held.create(&suite::own_caller(), &held.root(), OsStr::new(name), 0o600).expect("create");
+    let (_, file, _) = held
+        .create(&suite::own_caller(), &held.root(), OsStr::new(name), 0o600)
+        .expect("create");
     for at in 0..pages {
-        held.write_at(&file, &[IoSlice::new(&PAGE)], at * PAGE_BYTES).expect("write");
+        held.write_at(&file, &[IoSlice::new(&PAGE)], at * PAGE_BYTES)
+            .expect("write");
     }
 }
 
 fn open(held: &Held<SimBacking>, name: &str) -> <Held<SimBacking> as Backing>::File {
-    let (node, _) = held.lookup(&held.root(), OsStr::new(name)).expect("look up");
+    let (node, _) = held
+        .lookup(&held.root(), OsStr::new(name))
+        .expect("look up");
     held.open(&node, Access::ReadWrite).expect("open")
 }
 
@@ -41,7 +45,8 @@ fn fill(held: &Held<SimBacking>) {
 /// Proves S-tx-16.
 #[test]
 fn an_abort_needs_no_room_and_a_commit_that_finds_none_can_be_made_again() {
-    let (mut refused, mut aborted) = (0, 0);
+    let mut refused = 0;
+    let mut aborted = 0;
     for (seed, mode) in (1..200).flat_map(|seed| [(seed, Mode::Hold), (seed, Mode::Shadow)]) {
         let disk = SimBacking::of_seed(seed);
         let held = Held::open(disk.clone()).expect("open").0.in_mode(mode);
@@ -52,14 +57,18 @@ fn an_abort_needs_no_room_and_a_commit_that_finds_none_can_be_made_again() {
         let old = seen(&held);
         held.begin(&root, b"").expect("begin");
         // Room for the names of Firn's own, and for some of what programs write.
-        let used: u64 = old.values().map(|entry| entry.content.len() as u64 + PAGE_BYTES).sum();
+        let used: u64 = old
+            .values()
+            .map(|entry| entry.content.len() as u64 + PAGE_BYTES)
+            .sum();
         disk.set_capacity(Some(used + 128 * PAGE_BYTES));
         suite::differential::run_alone(&held, seed + 1_000_000, 60);
         fill(&held);
         let new = seen(&held);
         let told = format!("seed {seed}, {mode:?}");
         if seed.is_multiple_of(2) {
-            held.abort(&root).unwrap_or_else(|error| panic!("{told}: {error}"));
+            held.abort(&root)
+                .unwrap_or_else(|error| panic!("{told}: {error}"));
             assert!(seen(&held) == old, "{told}: aborted");
             aborted += 1;
             continue;
@@ -71,11 +80,15 @@ fn an_abort_needs_no_room_and_a_commit_that_finds_none_can_be_made_again() {
                 assert!(seen(&held) == new, "{told}: nothing is lost");
                 refused += 1;
                 disk.set_capacity(None);
-                held.commit(&root, 1).unwrap_or_else(|error| panic!("{told}: with room: {error}"));
+                held.commit(&root, 1)
+                    .unwrap_or_else(|error| panic!("{told}: with room: {error}"));
             }
         }
         assert!(seen(&held) == new, "{told}: committed");
-        assert!(seen(&Held::open(disk.clone()).expect("open").0) == new, "{told}: in the backing");
+        assert!(
+            seen(&Held::open(disk.clone()).expect("open").0) == new,
+            "{told}: in the backing"
+        );
     }
     println!("{aborted} aborted, {refused} commits refused at first");
     assert!(aborted > 0 && refused > 0);

@@ -19,8 +19,11 @@ const KEPT_NAME: &str = "b";
 fn begun(mode: Mode) -> (Held<SimBacking>, SimNode) {
     let sim = SimBacking::new();
     let root = sim.root();
-    let (node, file, _) = sim.create(&suite::own_caller(), &root, OsStr::new("a"), 0o644).expect("create");
-    sim.write_at(&file, &[IoSlice::new(b"before")], 0).expect("write");
+    let (node, file, _) = sim
+        .create(&suite::own_caller(), &root, OsStr::new("a"), 0o644)
+        .expect("create");
+    sim.write_at(&file, &[IoSlice::new(b"before")], 0)
+        .expect("write");
     sim.link(&node, &root, OsStr::new(KEPT_NAME)).expect("link");
     drop((node, file));
     let held = Held::open(sim).expect("open").0.in_mode(mode);
@@ -28,7 +31,8 @@ fn begun(mode: Mode) -> (Held<SimBacking>, SimNode) {
     let (node, _) = held.lookup(&root, OsStr::new("a")).expect("lookup");
     held.begin(&root, b"").expect("begin");
     let file = held.open(&node, Access::ReadWrite).expect("open");
-    held.write_at(&file, &[IoSlice::new(b"after")], 0).expect("write");
+    held.write_at(&file, &[IoSlice::new(b"after")], 0)
+        .expect("write");
     drop(file);
     (held, node)
 }
@@ -80,7 +84,13 @@ fn at_every_call(
                 });
                 hang.release();
                 let (is_stopped, stopped, asker) = match asker {
-                    None => return runner.join().expect("join").map(|()| false).expect("it goes through"),
+                    None => {
+                        return runner
+                            .join()
+                            .expect("join")
+                            .map(|()| false)
+                            .expect("it goes through");
+                    }
                     Some(asker) => asker,
                 };
                 // To its end, or as far as it comes without a lock that the asker has.
@@ -91,7 +101,10 @@ fn at_every_call(
                 stopped.release();
                 let ended = runner.join().expect("join");
                 let found = asker.join().expect("join");
-                assert!(right.contains(&found), "{told}, call {asked} of the asker: {found} links");
+                assert!(
+                    right.contains(&found),
+                    "{told}, call {asked} of the asker: {found} links"
+                );
                 ended.unwrap_or_else(|error| panic!("{told}: {error}"));
                 asked = if is_stopped { asked + 1 } else { u64::MAX };
                 true
@@ -145,7 +158,8 @@ fn regression_a_name_that_is_replaced_shows_no_link_of_firns_own_at_any_call() {
                 .expect("create");
         };
         let replace = |held: &Held<SimBacking>| {
-            let (root, flags) = (held.root(), RenameFlags::empty());
+            let root = held.root();
+            let flags = RenameFlags::empty();
             Ok(held.rename(&root, OsStr::new("new"), &root, OsStr::new("a"), flags)?)
         };
         at_every_call(mode, made, replace, &[1, 2]);
@@ -168,7 +182,8 @@ fn regression_a_link_that_could_not_be_removed_is_not_shown() {
         disk.clear_plan();
         assert_eq!(links(&held, &node), 1, "{mode:?}");
         held.begin(&held.root(), b"").expect("begin");
-        held.unlink(&held.root(), OsStr::new(KEPT_NAME)).expect("unlink");
+        held.unlink(&held.root(), OsStr::new(KEPT_NAME))
+            .expect("unlink");
         assert_eq!(links(&held, &node), 0, "{mode:?}");
         held.abort(&held.root()).expect("abort");
         assert_eq!(links(&held, &node), 1, "{mode:?}");

@@ -15,8 +15,14 @@ fn seen(held: &Held<SimBacking>) -> Tree {
 }
 
 fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
+    let first: u64 = std::env::var("FIRN_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(1);
+    let more: u64 = std::env::var("FIRN_OPS")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(0);
     first..first + count.max(more / 1000)
 }
 
@@ -59,9 +65,17 @@ fn each_commit_that_is_kept_is_restored() {
             }
             held.restore(&held.root(), 5 - back).expect("restore");
             let expected = without_links(trees[(5 - back) as usize].clone());
-            assert_eq!(without_links(seen(&held)), expected, "seed {seed}: {back} back");
+            assert_eq!(
+                without_links(seen(&held)),
+                expected,
+                "seed {seed}: {back} back"
+            );
             let again = open(held.base().fork());
-            assert_eq!(without_links(seen(&again)), expected, "seed {seed}: {back} back, opened again");
+            assert_eq!(
+                without_links(seen(&again)),
+                expected,
+                "seed {seed}: {back} back, opened again"
+            );
             assert_eq!(again.committed(b""), Ok(Some(5 - back)));
             held.base().fsck().expect("fsck");
             // And on from there.
@@ -69,7 +83,11 @@ fn each_commit_that_is_kept_is_restored() {
             random(&held, seed ^ 0xaaaa, 40);
             held.commit(&held.root(), 9).expect("commit");
             held.restore(&held.root(), 5 - back).expect("restore");
-            assert_eq!(without_links(seen(&held)), expected, "seed {seed}: {back} back, twice");
+            assert_eq!(
+                without_links(seen(&held)),
+                expected,
+                "seed {seed}: {back} back, twice"
+            );
         }
     }
 }
@@ -79,7 +97,10 @@ fn what_is_not_kept_is_refused_and_nothing_changes() {
     let (held, trees) = committed(7, 5);
     for id in [0, 1, 6, u64::MAX] {
         let kept = vec![5, 4, 3, 2];
-        assert_eq!(held.restore(&held.root(), id), Err(HeldError::NotKept { wanted: id, kept }));
+        assert_eq!(
+            held.restore(&held.root(), id),
+            Err(HeldError::NotKept { wanted: id, kept })
+        );
     }
     assert_eq!(seen(&held), trees[5]);
 }
@@ -99,10 +120,18 @@ fn a_crash_at_any_call_of_a_restore_leaves_one_of_the_commits_and_it_can_be_done
             let held = open(disk.clone());
             let now = held.committed(b"").expect("it answers").expect("a number");
             let expected = without_links(trees[now as usize].clone());
-            assert_eq!(without_links(seen(&held)), expected, "seed {seed}, call {at}: {now}");
+            assert_eq!(
+                without_links(seen(&held)),
+                expected,
+                "seed {seed}, call {at}: {now}"
+            );
             assert!(result.is_err() || now == 2, "seed {seed}, call {at}");
             held.restore(&held.root(), 2).expect("again");
-            assert_eq!(without_links(seen(&held)), without_links(trees[2].clone()), "seed {seed}, call {at}");
+            assert_eq!(
+                without_links(seen(&held)),
+                without_links(trees[2].clone()),
+                "seed {seed}, call {at}"
+            );
             if result.is_ok() {
                 println!("seed {seed}: {at} calls");
                 break;
@@ -129,12 +158,20 @@ fn a_crash_at_any_call_of_a_commit_keeps_the_ones_before() {
             let held = open(disk.clone());
             let now = held.committed(b"").expect("it answers").expect("a number");
             let expected = without_links(trees[now as usize].clone());
-            assert_eq!(without_links(seen(&held)), expected, "seed {seed}, call {at}");
+            assert_eq!(
+                without_links(seen(&held)),
+                expected,
+                "seed {seed}, call {at}"
+            );
             assert!(result.is_err() || now == 4);
             for id in [3, 2, 1] {
                 held.restore(&held.root(), id).expect("restore");
                 let expected = without_links(trees[id as usize].clone());
-                assert_eq!(without_links(seen(&held)), expected, "seed {seed}, call {at}: {id}");
+                assert_eq!(
+                    without_links(seen(&held)),
+                    expected,
+                    "seed {seed}, call {at}: {id}"
+                );
             }
             if result.is_ok() {
                 break;

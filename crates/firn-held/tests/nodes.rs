@@ -12,13 +12,20 @@ use firn_backing::{Access, Backing, Caller, RenameFlags, SimBacking};
 use firn_conflict::{Accesses, Party, Used, What};
 use firn_held::{Group, Held, HeldError, Meeting, Participants, Stage, Verdict};
 
-const ME: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const ME: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 const ID: u64 = 7;
 
 type Node = Held<SimBacking>;
 
 fn group(name: &str, count: usize) -> Group {
-    Group { node: name.into(), participants: Participants::Count(count) }
+    Group {
+        node: name.into(),
+        participants: Participants::Count(count),
+    }
 }
 
 fn open(disk: &SimBacking, name: &str, count: usize) -> (Node, firn_held::Outcome) {
@@ -29,9 +36,13 @@ fn open(disk: &SimBacking, name: &str, count: usize) -> (Node, firn_held::Outcom
 fn disk() -> SimBacking {
     let disk = SimBacking::new();
     let root = disk.root();
-    let (_, file, _) = disk.create(&ME, &root, OsStr::new("shared"), 0o644).expect("create");
-    disk.write_at(&file, &[IoSlice::new(&[b'.'; 100])], 0).expect("write");
-    disk.mkdir(&ME, &root, OsStr::new("dir"), 0o755).expect("mkdir");
+    let (_, file, _) = disk
+        .create(&ME, &root, OsStr::new("shared"), 0o644)
+        .expect("create");
+    disk.write_at(&file, &[IoSlice::new(&[b'.'; 100])], 0)
+        .expect("write");
+    disk.mkdir(&ME, &root, OsStr::new("dir"), 0o755)
+        .expect("mkdir");
     disk.sync_all().expect("sync");
     disk
 }
@@ -39,11 +50,15 @@ fn disk() -> SimBacking {
 fn put(on: &impl Backing, name: &str, at: u64, bytes: &[u8]) {
     let node = on.lookup(&on.root(), OsStr::new(name)).expect("lookup").0;
     let file = on.open(&node, Access::ReadWrite).expect("open");
-    assert_eq!(on.write_at(&file, &[IoSlice::new(bytes)], at), Ok(bytes.len()));
+    assert_eq!(
+        on.write_at(&file, &[IoSlice::new(bytes)], at),
+        Ok(bytes.len())
+    );
 }
 
 fn create(on: &impl Backing, name: &str) {
-    on.create(&ME, &on.root(), OsStr::new(name), 0o644).expect("create");
+    on.create(&ME, &on.root(), OsStr::new(name), 0o644)
+        .expect("create");
 }
 
 /// What a node does in a transaction: its stripe of the shared file, beyond its end too, and a file of its own.
@@ -66,7 +81,9 @@ fn step(node: &Node, stage: &mut u32) -> Result<bool, HeldError> {
     let root = node.root();
     match *stage {
         0 => node.prepare(&root, ID)?,
-        1 => node.note_used(&root, Vec::new()).and_then(|()| node.publish(&root, ID))?,
+        1 => node
+            .note_used(&root, Vec::new())
+            .and_then(|()| node.publish(&root, ID))?,
         2 => match node.meet(ID, b"")? {
             Meeting::Waiting { .. } => return Ok(false),
             Meeting::Met(verdict) => verdict.agreed()?,
@@ -150,7 +167,8 @@ fn a_node_that_dies_at_any_call_leaves_both_parts_or_none() {
             let mut stages = [0; 2];
             disk.crash_at(disk.steps() + at);
             let dead = both(&mut nodes, &disk, &mut stages);
-            let told = format!("call {at} of {steps}, power {power}, dead {dead:?}, stages {stages:?}");
+            let told =
+                format!("call {at} of {steps}, power {power}, dead {dead:?}, stages {stages:?}");
             disk.revive();
             let committed = stages.iter().any(|stage| *stage > 3);
             if power {
@@ -168,7 +186,8 @@ fn a_node_that_dies_at_any_call_leaves_both_parts_or_none() {
                     let before = stages[index];
                     match step(node, &mut stages[index]) {
                         Ok(false) if stages[index] == before => {
-                            node.give_up(ID, b"", "nobody came".into()).expect("give up");
+                            node.give_up(ID, b"", "nobody came".into())
+                                .expect("give up");
                         }
                         Ok(_) => {}
                         Err(HeldError::GivenUp { .. }) => {
@@ -190,11 +209,14 @@ fn a_node_that_dies_at_any_call_leaves_both_parts_or_none() {
                 if !outcome.waiting.is_empty() {
                     assert_eq!(outcome.waiting, [(ID, Vec::new())], "{told}");
                     match at % 2 {
-                        0 => node.abort(&root).unwrap_or_else(|error| panic!("{told}: {error}")),
+                        0 => node
+                            .abort(&root)
+                            .unwrap_or_else(|error| panic!("{told}: {error}")),
                         _ => match node.commit(&root, ID) {
                             Ok(()) => {}
                             Err(HeldError::NotMet { .. } | HeldError::GivenUp { .. }) => {
-                                node.abort(&root).unwrap_or_else(|error| panic!("{told}: {error}"));
+                                node.abort(&root)
+                                    .unwrap_or_else(|error| panic!("{told}: {error}"));
                             }
                             Err(error) => panic!("{told}: {error}"),
                         },
@@ -210,7 +232,10 @@ fn a_node_that_dies_at_any_call_leaves_both_parts_or_none() {
                 assert_eq!(outcome.waiting, [], "{told}");
                 seen(&node)
             });
-            assert!(now[1] == old || now[1] == new, "{told}: half of it\n{now:?}");
+            assert!(
+                now[1] == old || now[1] == new,
+                "{told}: half of it\n{now:?}"
+            );
             assert!(!committed || now[1] == new, "{told}: it was committed");
             assert_eq!(now[0], now[1], "{told}");
             assert_eq!(meetings(&disk), [""; 0], "{told}");
@@ -222,15 +247,33 @@ fn a_node_that_dies_at_any_call_leaves_both_parts_or_none() {
 }
 
 fn used(node: &Node, path: &str, pid: u32, read: &[std::ops::Range<u64>]) -> Used {
-    let ino = node.attr(&node.lookup(&node.root(), OsStr::new(path)).expect("lookup").0).expect("attr").ino;
+    let ino = node
+        .attr(
+            &node
+                .lookup(&node.root(), OsStr::new(path))
+                .expect("lookup")
+                .0,
+        )
+        .expect("attr")
+        .ino;
     let mut accesses = Accesses::default();
-    read.iter().for_each(|range| accesses.read.insert(range.clone()));
-    Used { ino, path: path.into(), processes: BTreeMap::from([(pid, accesses)]) }
+    read.iter()
+        .for_each(|range| accesses.read.insert(range.clone()));
+    Used {
+        ino,
+        path: path.into(),
+        processes: BTreeMap::from([(pid, accesses)]),
+    }
 }
 
 fn begin(disk: &SimBacking, names: &[&str]) -> Vec<Node> {
-    let nodes = names.iter().map(|name| open(disk, name, names.len()).0).collect::<Vec<_>>();
-    nodes.iter().for_each(|node| node.begin(&node.root(), b"").expect("begin"));
+    let nodes = names
+        .iter()
+        .map(|name| open(disk, name, names.len()).0)
+        .collect::<Vec<_>>();
+    nodes
+        .iter()
+        .for_each(|node| node.begin(&node.root(), b"").expect("begin"));
     nodes
 }
 
@@ -257,18 +300,32 @@ fn a_part_that_another_node_read_is_a_conflict_and_can_be_dropped() {
     let reads = used(&nodes[2], "shared", 99, &[0..20, 31..32]);
     let verdicts = meet(&nodes, &[Vec::new(), Vec::new(), vec![reads]]);
     for verdict in &verdicts {
-        let Verdict::Conflict(report) = verdict else { panic!("{verdict:?}") };
-        let [conflict] = &report.conflicts[..] else { panic!("{report:?}") };
-        assert_eq!((&conflict.path, &conflict.what), (&"shared".into(), &What::Bytes(31, 32)));
+        let Verdict::Conflict(report) = verdict else {
+            panic!("{verdict:?}")
+        };
+        let [conflict] = &report.conflicts[..] else {
+            panic!("{report:?}")
+        };
+        assert_eq!(
+            (&conflict.path, &conflict.what),
+            (&"shared".into(), &What::Bytes(31, 32))
+        );
         let parties = [("a", 0, true), ("c", 99, false)];
         assert_eq!(
             conflict.parties,
-            parties.map(|(node, pid, writes)| Party { node: node.into(), pid, writes })
+            parties.map(|(node, pid, writes)| Party {
+                node: node.into(),
+                pid,
+                writes
+            })
         );
     }
     for node in &nodes {
         let root = node.root();
-        assert!(matches!(node.commit(&root, ID), Err(HeldError::Conflict(_))));
+        assert!(matches!(
+            node.commit(&root, ID),
+            Err(HeldError::Conflict(_))
+        ));
         node.reopen(&root, ID).expect("reopen");
         assert_eq!(node.transactions()[0].stage, Stage::Open);
     }
@@ -277,7 +334,9 @@ fn a_part_that_another_node_read_is_a_conflict_and_can_be_dropped() {
     assert_ne!(seen(&nodes[0]), old);
     assert_eq!(seen(&nodes[1]), old);
     assert!(
-        meet(&nodes, &[Vec::new(), Vec::new(), Vec::new()]).iter().all(|verdict| *verdict == Verdict::Clear)
+        meet(&nodes, &[Vec::new(), Vec::new(), Vec::new()])
+            .iter()
+            .all(|verdict| *verdict == Verdict::Clear)
     );
     for node in &nodes {
         node.commit(&node.root(), ID).expect("commit");
@@ -303,7 +362,8 @@ fn names_cuts_and_modes_conflict() {
             "a file cut off that another writes behind the cut",
             |a| {
                 let file = a.lookup(&a.root(), OsStr::new("shared")).unwrap().0;
-                a.set_len(&a.open(&file, Access::ReadWrite).unwrap(), 50).unwrap();
+                a.set_len(&a.open(&file, Access::ReadWrite).unwrap(), 50)
+                    .unwrap();
             },
             |b| put(b, "shared", 60, b"x"),
             "shared, bytes 60 to 60: written on a, written on b",
@@ -311,8 +371,14 @@ fn names_cuts_and_modes_conflict() {
         (
             "a file renamed that another writes",
             |a| {
-                a.rename(&a.root(), OsStr::new("shared"), &a.root(), OsStr::new("y"), RenameFlags::empty())
-                    .unwrap()
+                a.rename(
+                    &a.root(),
+                    OsStr::new("shared"),
+                    &a.root(),
+                    OsStr::new("y"),
+                    RenameFlags::empty(),
+                )
+                .unwrap()
             },
             |b| put(b, "shared", 0, b"x"),
             "shared: the name was changed on a, used on b",
@@ -328,8 +394,14 @@ fn names_cuts_and_modes_conflict() {
         ),
         (
             "modes set on both",
-            |a| a.set_mode(&a.lookup(&a.root(), OsStr::new("shared")).unwrap().0, 0o600).unwrap(),
-            |b| b.set_mode(&b.lookup(&b.root(), OsStr::new("shared")).unwrap().0, 0o640).unwrap(),
+            |a| {
+                a.set_mode(&a.lookup(&a.root(), OsStr::new("shared")).unwrap().0, 0o600)
+                    .unwrap()
+            },
+            |b| {
+                b.set_mode(&b.lookup(&b.root(), OsStr::new("shared")).unwrap().0, 0o640)
+                    .unwrap()
+            },
             "shared: owner, mode or attributes changed on a and on b",
         ),
         (
@@ -345,7 +417,9 @@ fn names_cuts_and_modes_conflict() {
         one(&nodes[0]);
         other(&nodes[1]);
         let verdict = meet(&nodes, &[Vec::new(), Vec::new()]).remove(0);
-        let Verdict::Conflict(report) = verdict else { panic!("{what}: {verdict:?}") };
+        let Verdict::Conflict(report) = verdict else {
+            panic!("{what}: {verdict:?}")
+        };
         let found: Vec<_> = report.conflicts.iter().map(ToString::to_string).collect();
         assert!(found.contains(&expected.to_owned()), "{what}: {found:?}");
     }
@@ -356,7 +430,15 @@ fn what_does_not_meet_does_not_conflict() {
     let disk = disk();
     let nodes = begin(&disk, &["a", "b"]);
     // A mode of one, bytes of the other; each a cut of its own file; names in one directory.
-    nodes[0].set_mode(&nodes[0].lookup(&nodes[0].root(), OsStr::new("shared")).unwrap().0, 0o600).unwrap();
+    nodes[0]
+        .set_mode(
+            &nodes[0]
+                .lookup(&nodes[0].root(), OsStr::new("shared"))
+                .unwrap()
+                .0,
+            0o600,
+        )
+        .unwrap();
     put(&nodes[1], "shared", 150, b"x");
     let dir = |node: &Node, name: &str| {
         let dir = node.lookup(&node.root(), OsStr::new("dir")).unwrap().0;
@@ -364,7 +446,10 @@ fn what_does_not_meet_does_not_conflict() {
     };
     dir(&nodes[0], "one");
     dir(&nodes[1], "two");
-    assert_eq!(meet(&nodes, &[Vec::new(), Vec::new()]), [Verdict::Clear, Verdict::Clear]);
+    assert_eq!(
+        meet(&nodes, &[Vec::new(), Vec::new()]),
+        [Verdict::Clear, Verdict::Clear]
+    );
     // In the other order.
     for node in nodes.iter().rev() {
         node.commit(&node.root(), ID).expect("commit");
@@ -383,12 +468,18 @@ fn one_abort_is_everybodys() {
     let nodes = begin(&disk, &["a", "b"]);
     work(&nodes[0], 0);
     work(&nodes[1], 1);
-    assert_eq!(meet(&nodes, &[Vec::new(), Vec::new()]), [Verdict::Clear, Verdict::Clear]);
+    assert_eq!(
+        meet(&nodes, &[Vec::new(), Vec::new()]),
+        [Verdict::Clear, Verdict::Clear]
+    );
     nodes[1].abort(&nodes[1].root()).expect("abort");
     let root = nodes[0].root();
     assert!(matches!(nodes[0].commit(&root, ID), Err(HeldError::GivenUp { by, .. }) if by == "b"));
     nodes[0].abort(&root).expect("abort");
-    assert_eq!((seen(&nodes[0]), seen(&nodes[1])), (old.clone(), old.clone()));
+    assert_eq!(
+        (seen(&nodes[0]), seen(&nodes[1])),
+        (old.clone(), old.clone())
+    );
     // One that was not prepared counts too: the other does not wait for it.
     for node in &nodes {
         node.begin(&node.root(), b"").expect("begin");
@@ -397,9 +488,18 @@ fn one_abort_is_everybodys() {
     nodes[0].note_used(&root, Vec::new()).expect("note");
     nodes[0].publish(&root, ID).expect("publish");
     let waits = nodes[0].meet(ID, b"").expect("meet");
-    assert_eq!(waits, Meeting::Waiting { here: vec!["a".into()], of: 2, missing: Vec::new() });
+    assert_eq!(
+        waits,
+        Meeting::Waiting {
+            here: vec!["a".into()],
+            of: 2,
+            missing: Vec::new()
+        }
+    );
     nodes[1].abort(&nodes[1].root()).expect("abort");
-    assert!(matches!(nodes[0].meet(ID, b""), Ok(Meeting::Met(Verdict::GivenUp { by, .. })) if by == "b"));
+    assert!(
+        matches!(nodes[0].meet(ID, b""), Ok(Meeting::Met(Verdict::GivenUp { by, .. })) if by == "b")
+    );
     nodes[0].abort(&root).expect("abort");
     assert_eq!(seen(&disk_view(&disk)), old);
     assert_eq!(meetings(&disk), [""; 0]);
@@ -419,7 +519,10 @@ fn a_number_is_used_again_only_when_all_have_left() {
     nodes[0].begin(&root, b"").expect("begin");
     nodes[0].prepare(&root, ID).expect("prepare");
     nodes[0].note_used(&root, Vec::new()).expect("note");
-    assert_eq!(nodes[0].publish(&root, ID), Err(HeldError::Leaving { id: ID }));
+    assert_eq!(
+        nodes[0].publish(&root, ID),
+        Err(HeldError::Leaving { id: ID })
+    );
     nodes[1].abort(&nodes[1].root()).expect("abort");
     nodes[0].publish(&root, ID).expect("now it can");
 }
@@ -442,7 +545,8 @@ fn regression_two_threads_of_a_node_that_put_the_same_file_do_not_disturb_each_o
         };
         std::thread::scope(|scope| {
             let other = scope.spawn(meet);
-            let (one, other) = (meet(), other.join().expect("no panic"));
+            let one = meet();
+            let other = other.join().expect("no panic");
             assert_eq!(
                 (one, other),
                 (Meeting::Met(Verdict::Clear), Meeting::Met(Verdict::Clear)),
@@ -470,6 +574,10 @@ fn regression_calling_off_what_is_ended_makes_no_meeting() {
         node.abort(&node.root()).expect("abort");
     }
     assert_eq!(meetings(&disk), [""; 0]);
-    nodes[0].as_ref().unwrap().call_off(ID, b"").expect("nothing is to be called off");
+    nodes[0]
+        .as_ref()
+        .unwrap()
+        .call_off(ID, b"")
+        .expect("nothing is to be called off");
     assert_eq!(meetings(&disk), [""; 0]);
 }

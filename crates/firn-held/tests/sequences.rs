@@ -22,34 +22,59 @@ enum Call {
 const NAMES: [&str; 3] = ["a", "b", "c"];
 
 fn pairs() -> impl Iterator<Item = (usize, usize)> {
-    (0..3).flat_map(|a| (0..3).map(move |b| (a, b))).filter(|(a, b)| a != b)
+    (0..3)
+        .flat_map(|a| (0..3).map(move |b| (a, b)))
+        .filter(|(a, b)| a != b)
 }
 
 /// What the paper has.
 fn of_files() -> Vec<Call> {
-    let one = [Call::Create as fn(usize) -> Call, Call::Write, Call::Truncate, Call::Unlink];
+    let one = [
+        Call::Create as fn(usize) -> Call,
+        Call::Write,
+        Call::Truncate,
+        Call::Unlink,
+    ];
     let ones = one.into_iter().flat_map(|call| (0..3).map(call));
-    ones.chain(pairs().map(|(a, b)| Call::Rename(a, b))).collect()
+    ones.chain(pairs().map(|(a, b)| Call::Rename(a, b)))
+        .collect()
 }
 
 /// And what it has not.
 fn of_links() -> Vec<Call> {
-    let exchanges = pairs().filter(|(a, b)| a < b).map(|(a, b)| Call::Exchange(a, b));
+    let exchanges = pairs()
+        .filter(|(a, b)| a < b)
+        .map(|(a, b)| Call::Exchange(a, b));
     let links = pairs().map(|(a, b)| Call::Link(a, b));
-    of_files().into_iter().chain(exchanges).chain(links).collect()
+    of_files()
+        .into_iter()
+        .chain(exchanges)
+        .chain(links)
+        .collect()
 }
 
 fn run<B: Backing>(b: &B, call: Call, step: u8) -> Result<(), Errno> {
     let root = b.root();
     let name = |at: usize| OsStr::new(NAMES[at]);
-    let open = |at| b.lookup(&root, name(at)).and_then(|(node, _)| b.open(&node, Access::ReadWrite));
+    let open = |at| {
+        b.lookup(&root, name(at))
+            .and_then(|(node, _)| b.open(&node, Access::ReadWrite))
+    };
     match call {
-        Call::Create(at) => b.create(&suite::own_caller(), &root, name(at), 0o640).map(drop),
-        Call::Write(at) => b.write_at(&open(at)?, &[IoSlice::new(&[b'0' + step; 3])], 1).map(drop),
+        Call::Create(at) => b
+            .create(&suite::own_caller(), &root, name(at), 0o640)
+            .map(drop),
+        Call::Write(at) => b
+            .write_at(&open(at)?, &[IoSlice::new(&[b'0' + step; 3])], 1)
+            .map(drop),
         Call::Truncate(at) => b.set_len(&open(at)?, 2),
         Call::Unlink(at) => b.unlink(&root, name(at)),
-        Call::Rename(from, to) => b.rename(&root, name(from), &root, name(to), RenameFlags::empty()),
-        Call::Exchange(from, to) => b.rename(&root, name(from), &root, name(to), RenameFlags::EXCHANGE),
+        Call::Rename(from, to) => {
+            b.rename(&root, name(from), &root, name(to), RenameFlags::empty())
+        }
+        Call::Exchange(from, to) => {
+            b.rename(&root, name(from), &root, name(to), RenameFlags::EXCHANGE)
+        }
         Call::Link(from, to) => {
             let (node, _) = b.lookup(&root, name(from))?;
             b.link(&node, &root, name(to)).map(drop)
@@ -61,9 +86,16 @@ fn run<B: Backing>(b: &B, call: Call, step: u8) -> Result<(), Errno> {
 fn fresh(names: &[usize], len: usize) -> SimBacking {
     let sim = SimBacking::new();
     for &at in names {
-        let (_, file, _) =
-            sim.create(&suite::own_caller(), &sim.root(), OsStr::new(NAMES[at]), 0o644).expect("create");
-        sim.write_at(&file, &[IoSlice::new(&[b'A' + at as u8; 6][..len])], 0).expect("write");
+        let (_, file, _) = sim
+            .create(
+                &suite::own_caller(),
+                &sim.root(),
+                OsStr::new(NAMES[at]),
+                0o644,
+            )
+            .expect("create");
+        sim.write_at(&file, &[IoSlice::new(&[b'A' + at as u8; 6][..len])], 0)
+            .expect("write");
     }
     sim
 }
@@ -80,13 +112,15 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
     let before = disk.tree();
     let mut count = 0;
     for (number, is_aborted) in (0..calls.len().pow(len)).flat_map(|n| [(n, false), (n, true)]) {
-        let sequence: Vec<Call> =
-            (0..len).map(|at| calls[number / calls.len().pow(at) % calls.len()]).collect();
+        let sequence: Vec<Call> = (0..len)
+            .map(|at| calls[number / calls.len().pow(at) % calls.len()])
+            .collect();
         let plain = disk.fork();
         let held = Held::open(disk.fork()).expect("open").0.in_mode(mode);
         held.begin(&held.root(), b"").expect("begin");
         for (step, &call) in sequence.iter().enumerate() {
-            let (here, there) = (run(&held, call, step as u8), run(&plain, call, step as u8));
+            let here = run(&held, call, step as u8);
+            let there = run(&plain, call, step as u8);
             assert_eq!(here, there, "{sequence:?}, call {step}");
         }
         for name in NAMES {
@@ -96,20 +130,34 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
             }
         }
         let after = plain.tree();
-        assert_eq!(tree(&held), Ok(after.clone()), "{sequence:?}: as it is seen");
+        assert_eq!(
+            tree(&held),
+            Ok(after.clone()),
+            "{sequence:?}: as it is seen"
+        );
         let below = held.base().tree();
         match mode {
             // The backing shows nothing.
             Mode::Hold => {
-                assert!(before.iter().all(|(path, entry)| path.is_empty() || below.get(path) == Some(entry)))
+                assert!(
+                    before
+                        .iter()
+                        .all(|(path, entry)| path.is_empty() || below.get(path) == Some(entry))
+                )
             }
             // It shows all.
             Mode::Shadow => {
                 let content = |tree: &Tree| -> Vec<_> {
                     let shown = tree.iter().filter(|(path, _)| !path.starts_with(b".firn"));
-                    shown.map(|(path, entry)| (path.clone(), entry.content.clone())).collect()
+                    shown
+                        .map(|(path, entry)| (path.clone(), entry.content.clone()))
+                        .collect()
                 };
-                assert_eq!(content(&below), content(&after), "{sequence:?}: in the backing");
+                assert_eq!(
+                    content(&below),
+                    content(&after),
+                    "{sequence:?}: in the backing"
+                );
             }
         }
         if is_aborted {

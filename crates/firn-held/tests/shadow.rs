@@ -14,11 +14,15 @@ fn seen(held: &Held<SimBacking>) -> Tree {
 /// Which paths differ, and how.
 fn assert_same(now: &Tree, old: &Tree, told: &str) {
     let paths: std::collections::BTreeSet<_> = now.keys().chain(old.keys()).collect();
-    let differ = paths.into_iter().filter(|path| now.get(*path) != old.get(*path));
+    let differ = paths
+        .into_iter()
+        .filter(|path| now.get(*path) != old.get(*path));
     let shown = |tree: &Tree, path| {
         tree.get(path).map(|entry| {
-            let content =
-                entry.content.iter().fold(0u64, |sum, &b| sum.wrapping_mul(31).wrapping_add(b.into()));
+            let content = entry
+                .content
+                .iter()
+                .fold(0u64, |sum, &b| sum.wrapping_mul(31).wrapping_add(b.into()));
             format!(
                 "{:?} {:o} {:?} {} links, {} bytes {content:x} {:?}",
                 entry.kind,
@@ -30,8 +34,15 @@ fn assert_same(now: &Tree, old: &Tree, told: &str) {
             )
         })
     };
-    let differ: Vec<_> =
-        differ.map(|path| (String::from_utf8_lossy(path), shown(now, path), shown(old, path))).collect();
+    let differ: Vec<_> = differ
+        .map(|path| {
+            (
+                String::from_utf8_lossy(path),
+                shown(now, path),
+                shown(old, path),
+            )
+        })
+        .collect();
     assert!(differ.is_empty(), "{told}: path, now, before: {differ:#?}");
 }
 
@@ -40,8 +51,14 @@ fn open(disk: SimBacking) -> Held<SimBacking> {
 }
 
 fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
+    let first: u64 = std::env::var("FIRN_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(1);
+    let more: u64 = std::env::var("FIRN_OPS")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(0);
     first..first + count.max(more / 2000)
 }
 
@@ -60,7 +77,10 @@ fn power_fails(disk: &SimBacking, seed: u64, again: Option<u64>) -> Held<SimBack
     if let Some(again) = again {
         disk.crash_at(disk.steps() + again);
         let opened = Held::open(disk.clone());
-        assert!(opened.is_ok() || disk.is_dead(), "only the crash may stop it");
+        assert!(
+            opened.is_ok() || disk.is_dead(),
+            "only the crash may stop it"
+        );
         drop(opened);
         disk.revive();
         disk.power_loss(seed ^ 0x5555);
@@ -120,7 +140,8 @@ fn what_cannot_be_saved_is_not_changed() {
             let (held, old) = before(seed);
             held.begin(&held.root(), b"").expect("begin");
             let disk = held.base().clone();
-            let (begun, mut left) = (disk.steps(), 3);
+            let begun = disk.steps();
+            let mut left = 3;
             disk.set_plan(move |_, step| {
                 let now = step >= begun + at && left > 0;
                 left -= i32::from(now);
@@ -130,9 +151,17 @@ fn what_cannot_be_saved_is_not_changed() {
             let is_over = disk.steps() < begun + at;
             disk.clear_plan();
             let crashed = power_fails(&disk.fork(), seed * 41 + at, None);
-            assert_same(&seen(&crashed), &old, &format!("seed {seed}, call {at}: after a crash"));
+            assert_same(
+                &seen(&crashed),
+                &old,
+                &format!("seed {seed}, call {at}: after a crash"),
+            );
             held.abort(&held.root()).expect("abort");
-            assert_same(&seen(&held), &old, &format!("seed {seed}, call {at}: aborted"));
+            assert_same(
+                &seen(&held),
+                &old,
+                &format!("seed {seed}, call {at}: aborted"),
+            );
             held.base().fsck().expect("fsck");
             if is_over {
                 println!("seed {seed}: {at} calls");
@@ -150,7 +179,8 @@ fn an_abort_that_fails_goes_on_when_it_is_asked_again_and_nothing_else_is_allowe
             held.begin(&held.root(), b"").expect("begin");
             suite::differential::run_alone(&held, seed + 1_000_000, 60);
             let disk = held.base().clone();
-            let (begun, mut left) = (disk.steps(), 1);
+            let begun = disk.steps();
+            let mut left = 1;
             disk.set_plan(move |_, step| {
                 let now = step >= begun + at && left > 0;
                 left -= i32::from(now);
@@ -161,10 +191,16 @@ fn an_abort_that_fails_goes_on_when_it_is_asked_again_and_nothing_else_is_allowe
             if result.is_err() {
                 let made = held.create(&suite::own_caller(), &held.root(), OsStr::new("x"), 0o600);
                 assert!(made.is_err_and(|e| e == Errno::CANCELED));
-                assert!(held.commit(&held.root(), 1).is_err() && held.prepare(&held.root(), 1).is_err());
+                assert!(
+                    held.commit(&held.root(), 1).is_err() && held.prepare(&held.root(), 1).is_err()
+                );
                 held.abort(&held.root()).expect("again");
             }
-            assert_same(&seen(&held), &old, &format!("seed {seed}, call {at}: {result:?}"));
+            assert_same(
+                &seen(&held),
+                &old,
+                &format!("seed {seed}, call {at}: {result:?}"),
+            );
             if result.is_ok() {
                 break;
             }
@@ -173,21 +209,31 @@ fn an_abort_that_fails_goes_on_when_it_is_asked_again_and_nothing_else_is_allowe
 }
 
 fn file(held: &Held<SimBacking>, name: &str, content: &[u8]) {
-    let (_, file, _) =
-        held.create(&suite::own_caller(), &held.root(), OsStr::new(name), 0o644).expect("create");
-    held.write_at(&file, &[IoSlice::new(content)], 0).expect("write");
+    let (_, file, _) = held
+        .create(&suite::own_caller(), &held.root(), OsStr::new(name), 0o644)
+        .expect("create");
+    held.write_at(&file, &[IoSlice::new(content)], 0)
+        .expect("write");
 }
 
 fn write(held: &Held<SimBacking>, name: &str, content: &[u8], at: u64) -> Result<usize, Errno> {
     let (node, _) = held.lookup(&held.root(), OsStr::new(name))?;
-    held.write_at(&held.open(&node, Access::ReadWrite)?, &[IoSlice::new(content)], at)
+    held.write_at(
+        &held.open(&node, Access::ReadWrite)?,
+        &[IoSlice::new(content)],
+        at,
+    )
 }
 
 /// Old bytes that are saved.
 fn saved_bytes(held: &Held<SimBacking>) -> usize {
     let below = held.base().tree();
-    let saved = below.iter().filter(|(path, _)| path.windows(12).any(|part| part == b"/saved/data-"));
-    saved.map(|(_, entry)| entry.content.iter().filter(|&&byte| byte != 0).count()).sum()
+    let saved = below
+        .iter()
+        .filter(|(path, _)| path.windows(12).any(|part| part == b"/saved/data-"));
+    saved
+        .map(|(_, entry)| entry.content.iter().filter(|&&byte| byte != 0).count())
+        .sum()
 }
 
 #[test]
@@ -203,19 +249,29 @@ fn only_bytes_that_change_are_saved() {
     assert_eq!(saved_bytes(&held), 0, "a file that grows");
     let cut = |name: &str, len| {
         let (node, _) = held.lookup(&held.root(), OsStr::new(name)).expect("lookup");
-        held.set_len(&held.open(&node, Access::ReadWrite).expect("open"), len).expect("truncate");
+        held.set_len(&held.open(&node, Access::ReadWrite).expect("open"), len)
+            .expect("truncate");
     };
     cut("cut", 81_920);
     assert_eq!(saved_bytes(&held), 100_000 - 81_920, "a tail");
     cut("cut", 40_960);
     write(&held, "cut", b"again", 50_000).expect("write");
     assert_eq!(saved_bytes(&held), 100_000 - 40_960, "and the rest of it");
-    held.unlink(&held.root(), OsStr::new("new")).expect("unlink");
+    held.unlink(&held.root(), OsStr::new("new"))
+        .expect("unlink");
     file(&held, "new", &old);
     cut("new", 0);
-    assert_eq!(saved_bytes(&held), 100_000 - 40_960, "nothing of a new file, nor of one that is removed");
+    assert_eq!(
+        saved_bytes(&held),
+        100_000 - 40_960,
+        "nothing of a new file, nor of one that is removed"
+    );
     write(&held, "written", b"x", 5000).expect("write");
-    assert_eq!(saved_bytes(&held), 100_000 - 40_960 + 100_000 - 4096, "from where it is changed");
+    assert_eq!(
+        saved_bytes(&held),
+        100_000 - 40_960 + 100_000 - 4096,
+        "from where it is changed"
+    );
     held.abort(&held.root()).expect("abort");
     assert_eq!(seen(&held), before);
 }
@@ -225,16 +281,23 @@ fn times_and_open_files_come_back() {
     let held = open(SimBacking::new());
     file(&held, "a", b"old");
     let root = held.root();
-    let (dir, _) = held.mkdir(&suite::own_caller(), &root, OsStr::new("dir"), 0o755).expect("mkdir");
+    let (dir, _) = held
+        .mkdir(&suite::own_caller(), &root, OsStr::new("dir"), 0o755)
+        .expect("mkdir");
     let (node, _) = held.lookup(&root, OsStr::new("a")).expect("lookup");
     let at = |sec| SetTime::At(Time { sec, nsec: 5 });
     held.set_times(&node, at(1), at(2)).expect("times");
     held.set_times(&dir, at(3), at(4)).expect("times");
     let open_file = held.open(&node, Access::ReadWrite).expect("open");
-    let times = |node| held.attr(node).map(|attr| (attr.atime, attr.mtime, attr.nlink)).expect("attr");
+    let times = |node| {
+        held.attr(node)
+            .map(|attr| (attr.atime, attr.mtime, attr.nlink))
+            .expect("attr")
+    };
     let old = [times(&node), times(&dir)];
     held.begin(&root, b"").expect("begin");
-    held.write_at(&open_file, &[IoSlice::new(b"newer")], 0).expect("write");
+    held.write_at(&open_file, &[IoSlice::new(b"newer")], 0)
+        .expect("write");
     for node in [&node, &dir] {
         held.set_times(node, at(11), at(12)).expect("times");
         assert_eq!(times(node).1, Time { sec: 12, nsec: 5 });
@@ -243,21 +306,37 @@ fn times_and_open_files_come_back() {
     held.unlink(&root, OsStr::new("a")).expect("unlink");
     held.unlink(&dir, OsStr::new("b")).expect("unlink");
     assert_eq!(times(&node).2, 0, "it has no name for programs");
-    held.rename(&root, OsStr::new("dir"), &root, OsStr::new("moved"), RenameFlags::empty()).expect("rename");
+    held.rename(
+        &root,
+        OsStr::new("dir"),
+        &root,
+        OsStr::new("moved"),
+        RenameFlags::empty(),
+    )
+    .expect("rename");
     held.rmdir(&root, OsStr::new("moved")).expect("rmdir");
     assert_eq!(held.attr(&dir).map(|attr| attr.nlink), Ok(0));
     let made = held.create(&suite::own_caller(), &dir, OsStr::new("x"), 0o600);
-    assert_eq!(made.err(), Some(Errno::NOENT), "nothing is made where there is no directory any more");
-    held.write_at(&open_file, &[IoSlice::new(b"still open")], 0).expect("write");
-    let (gone, gone_file, _) =
-        held.create(&suite::own_caller(), &root, OsStr::new("new"), 0o600).expect("create");
+    assert_eq!(
+        made.err(),
+        Some(Errno::NOENT),
+        "nothing is made where there is no directory any more"
+    );
+    held.write_at(&open_file, &[IoSlice::new(b"still open")], 0)
+        .expect("write");
+    let (gone, gone_file, _) = held
+        .create(&suite::own_caller(), &root, OsStr::new("new"), 0o600)
+        .expect("create");
     held.abort(&root).expect("abort");
     assert_eq!([times(&node), times(&dir)], old);
     let mut content = [0; 9];
     assert_eq!(held.read_at(&open_file, &mut content, 0), Ok(3));
     assert_eq!(&content[..3], b"old");
     assert_eq!(held.attr(&gone).err(), Some(Errno::STALE));
-    assert_eq!(held.write_at(&gone_file, &[IoSlice::new(b"x")], 0).err(), Some(Errno::STALE));
+    assert_eq!(
+        held.write_at(&gone_file, &[IoSlice::new(b"x")], 0).err(),
+        Some(Errno::STALE)
+    );
 }
 
 #[test]
@@ -267,16 +346,25 @@ fn scopes_are_undone_on_their_own() {
         let root = held.root();
         let me = suite::own_caller();
         for name in ["one", "two"] {
-            held.mkdir(&me, &root, OsStr::new(name), 0o755).expect("mkdir");
+            held.mkdir(&me, &root, OsStr::new(name), 0o755)
+                .expect("mkdir");
         }
         let node = |name: &str| held.lookup(&root, OsStr::new(name)).expect("lookup").0;
         for name in ["one", "two"] {
             held.begin(&node(name), name.as_bytes()).expect("begin");
-            let (_, file, _) = held.create(&me, &node(name), OsStr::new("f"), 0o644).expect("create");
-            held.write_at(&file, &[IoSlice::new(name.as_bytes())], 0).expect("write");
+            let (_, file, _) = held
+                .create(&me, &node(name), OsStr::new("f"), 0o644)
+                .expect("create");
+            held.write_at(&file, &[IoSlice::new(name.as_bytes())], 0)
+                .expect("write");
         }
-        let renamed =
-            held.rename(&node("one"), OsStr::new("f"), &node("two"), OsStr::new("g"), RenameFlags::empty());
+        let renamed = held.rename(
+            &node("one"),
+            OsStr::new("f"),
+            &node("two"),
+            OsStr::new("g"),
+            RenameFlags::empty(),
+        );
         assert_eq!(renamed.err(), Some(Errno::XDEV));
         if seed % 2 == 0 {
             held.abort(&node("one")).expect("abort");
@@ -287,11 +375,22 @@ fn scopes_are_undone_on_their_own() {
             disk.power_loss(seed);
             let held = open(disk);
             assert!(held.lookup(&held.root(), OsStr::new("two")).is_ok());
-            assert_eq!(seen(&held).keys().filter(|path| path.ends_with(b"/f")).count(), 1, "seed {seed}");
+            assert_eq!(
+                seen(&held)
+                    .keys()
+                    .filter(|path| path.ends_with(b"/f"))
+                    .count(),
+                1,
+                "seed {seed}"
+            );
             continue;
         }
         let names: Vec<Vec<u8>> = seen(&held).into_keys().collect();
-        assert_eq!(names, [&b""[..], b"one", b"two", b"two/f"].map(<[u8]>::to_vec), "seed {seed}");
+        assert_eq!(
+            names,
+            [&b""[..], b"one", b"two", b"two/f"].map(<[u8]>::to_vec),
+            "seed {seed}"
+        );
     }
 }
 

@@ -48,12 +48,29 @@ fn run<B: Backing>(b: &B, call: Call, step: usize) -> Result<(), Errno> {
     let fill = |len: usize| vec![b'0' + step as u8; len];
     let time = |sec| SetTime::At(Time { sec, nsec: 7 });
     match call {
-        Call::Small => b.write_at(&file, &[IoSlice::new(&fill(100)), IoSlice::new(&fill(3))], 990).map(drop),
-        Call::Other => b.write_at(&file, &[IoSlice::new(&fill(40))], 1070 + 7 * step as u64).map(drop),
-        Call::Large => b.write_at(&file, &[IoSlice::new(&fill(LARGE))], 500).map(drop),
-        Call::Longer => b.write_at(&file, &[IoSlice::new(&fill(60))], 29_970).map(drop),
+        Call::Small => b
+            .write_at(
+                &file,
+                &[IoSlice::new(&fill(100)), IoSlice::new(&fill(3))],
+                990,
+            )
+            .map(drop),
+        Call::Other => b
+            .write_at(&file, &[IoSlice::new(&fill(40))], 1070 + 7 * step as u64)
+            .map(drop),
+        Call::Large => b
+            .write_at(&file, &[IoSlice::new(&fill(LARGE))], 500)
+            .map(drop),
+        Call::Longer => b
+            .write_at(&file, &[IoSlice::new(&fill(60))], 29_970)
+            .map(drop),
         Call::Cut => b.set_len(&file, 1010),
-        Call::Hole => b.allocate(&file, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, 1000, 30),
+        Call::Hole => b.allocate(
+            &file,
+            libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
+            1000,
+            30,
+        ),
         Call::Mode => b.set_mode(&node, 0o600 + step as u32),
         Call::Xattr => b.set_xattr(&node, OsStr::new("user.step"), &fill(4), 0),
         Call::Times => b.set_times(&node, time(1000), time(2000 + step as i64)),
@@ -66,9 +83,12 @@ fn run<B: Backing>(b: &B, call: Call, step: usize) -> Result<(), Errno> {
 /// A file of 30,000 bytes with a hole in it.
 fn start() -> SimBacking {
     let sim = SimBacking::new();
-    let made = sim.create(&suite::own_caller(), &sim.root(), OsStr::new(NAME), 0o644).expect("create");
+    let made = sim
+        .create(&suite::own_caller(), &sim.root(), OsStr::new(NAME), 0o644)
+        .expect("create");
     for at in [0, 15_000] {
-        sim.write_at(&made.1, &[IoSlice::new(&[b'.'; 15_000])], at).expect("write");
+        sim.write_at(&made.1, &[IoSlice::new(&[b'.'; 15_000])], at)
+            .expect("write");
     }
     sim
 }
@@ -80,13 +100,24 @@ fn seen<B: Backing>(b: &B) -> Option<Time> {
     let mut content = vec![0; attr.size as usize];
     b.read_at(&file, &mut content, 0).expect("read");
     for at in [0, 980, 1000, 1020, 1090, 1200] {
-        let data = b.seek(&file, at, Seek::Data).unwrap_or(attr.size).min(attr.size);
+        let data = b
+            .seek(&file, at, Seek::Data)
+            .unwrap_or(attr.size)
+            .min(attr.size);
         let skipped = content.get(at as usize..data as usize).unwrap_or_default();
-        assert!(skipped.iter().all(|&byte| byte == 0), "{skipped:?} skipped from {at} on");
+        assert!(
+            skipped.iter().all(|&byte| byte == 0),
+            "{skipped:?} skipped from {at} on"
+        );
         let hole = b.seek(&file, at, Seek::Hole);
-        assert!(hole.is_err() || (at..=attr.size).contains(&hole.unwrap_or(0)), "a hole at {hole:?}");
+        assert!(
+            hole.is_err() || (at..=attr.size).contains(&hole.unwrap_or(0)),
+            "a hole at {hole:?}"
+        );
     }
-    (1000..10_000).contains(&attr.mtime.sec).then_some(attr.mtime)
+    (1000..10_000)
+        .contains(&attr.mtime.sec)
+        .then_some(attr.mtime)
 }
 
 /// Every three calls, seen in the transaction, after an abort, and after a commit by this firnd or by the next.
@@ -99,7 +130,11 @@ fn a_file_is_as_a_plain_one_however_it_goes_on_after_small_changes() {
         let held = Held::open(before.fork()).expect("open").0;
         held.begin(&held.root(), b"").expect("begin");
         for (step, call) in calls.into_iter().enumerate() {
-            assert_eq!(run(&held, call, step), run(&plain, call, step), "{calls:?}, call {step}");
+            assert_eq!(
+                run(&held, call, step),
+                run(&plain, call, step),
+                "{calls:?}, call {step}"
+            );
             assert_eq!(tree(&held), Ok(plain.tree()), "{calls:?}, call {step}");
             assert_eq!(seen(&held), seen(&plain), "{calls:?}, call {step}");
         }
@@ -110,7 +145,11 @@ fn a_file_is_as_a_plain_one_however_it_goes_on_after_small_changes() {
             continue;
         }
         held.prepare(&root, 5).expect("prepare");
-        let next = if number % 3 == 1 { Some(Held::open(held.base().fork()).expect("open").0) } else { None };
+        let next = if number % 3 == 1 {
+            Some(Held::open(held.base().fork()).expect("open").0)
+        } else {
+            None
+        };
         let held = next.as_ref().unwrap_or(&held);
         held.commit(&held.root(), 5).expect("commit");
         assert_eq!(tree(held), Ok(plain.tree()), "{calls:?}: committed");
@@ -124,7 +163,11 @@ fn a_file_is_as_a_plain_one_however_it_goes_on_after_small_changes() {
 fn small_changes_stage_nothing_and_are_undone_by_history() {
     let held = Held::open_with_history(start(), 2).expect("open").0;
     let root = held.root();
-    let content = || tree(&held).expect("a tree")[NAME.as_bytes()].content.clone();
+    let content = || {
+        tree(&held).expect("a tree")[NAME.as_bytes()]
+            .content
+            .clone()
+    };
     held.begin(&root, b"").expect("begin");
     run(&held, Call::Other, 1).expect("write");
     held.commit(&root, 1).expect("commit");

@@ -22,13 +22,19 @@ fn begun(mode: Mode) -> Held<SimBacking> {
     let held = Held::open(sim).expect("open").0.in_mode(mode);
     held.begin(&held.root(), b"").expect("begin");
     write(&held, &held.root(), "first");
-    held.unlink(&held.root(), OsStr::new("first")).expect("unlink");
+    held.unlink(&held.root(), OsStr::new("first"))
+        .expect("unlink");
     held
 }
 
 fn write<B: Backing>(b: &B, dir: &B::Node, name: &str) -> (B::Node, B::File) {
-    let (node, file, _) = b.create(&suite::own_caller(), dir, OsStr::new(name), 0o644).expect("create");
-    assert_eq!(b.write_at(&file, &[IoSlice::new(&[7; BYTES])], 0), Ok(BYTES));
+    let (node, file, _) = b
+        .create(&suite::own_caller(), dir, OsStr::new(name), 0o644)
+        .expect("create");
+    assert_eq!(
+        b.write_at(&file, &[IoSlice::new(&[7; BYTES])], 0),
+        Ok(BYTES)
+    );
     (node, file)
 }
 
@@ -52,7 +58,8 @@ fn noted(held: &Held<SimBacking>) -> (u64, u64) {
 fn regression_files_that_are_made_and_removed_take_no_room() {
     for mode in MODES {
         let held = begun(mode);
-        let (root, before) = (held.root(), bytes_free(&held));
+        let root = held.root();
+        let before = bytes_free(&held);
         let after_one = noted(&held);
         for round in 0..ROUNDS {
             let name = round.to_string();
@@ -76,14 +83,24 @@ fn regression_files_that_are_renamed_over_take_no_room() {
             let temporary = format!("new{round}");
             write(&held, &root, &temporary);
             let flags = RenameFlags::empty();
-            held.rename(&root, OsStr::new(&temporary), &root, OsStr::new("state"), flags).expect("rename");
+            held.rename(
+                &root,
+                OsStr::new(&temporary),
+                &root,
+                OsStr::new("state"),
+                flags,
+            )
+            .expect("rename");
             if round == 0 {
                 after_one = noted(&held);
             }
         }
         assert_eq!(noted(&held), after_one, "{mode:?}");
         held.commit(&root, 1).expect("commit");
-        let (node, attr) = held.base().lookup(&held.base().root(), OsStr::new("state")).expect("lookup");
+        let (node, attr) = held
+            .base()
+            .lookup(&held.base().root(), OsStr::new("state"))
+            .expect("lookup");
         assert_eq!((attr.size, attr.nlink), (BYTES as u64, 1));
         assert!(held.base().open(&node, Access::Read).is_ok());
         held.base().fsck().expect("fsck");
@@ -94,11 +111,14 @@ fn regression_files_that_are_renamed_over_take_no_room() {
 fn regression_directories_that_are_made_and_removed_take_no_room() {
     for mode in MODES {
         let held = begun(mode);
-        let (root, before) = (held.root(), bytes_free(&held));
+        let root = held.root();
+        let before = bytes_free(&held);
         let after_one = noted(&held);
         for round in 0..ROUNDS {
             let name = round.to_string();
-            let (dir, _) = held.mkdir(&suite::own_caller(), &root, OsStr::new(&name), 0o755).expect("mkdir");
+            let (dir, _) = held
+                .mkdir(&suite::own_caller(), &root, OsStr::new(&name), 0o755)
+                .expect("mkdir");
             for file in ["a", "b"] {
                 write(&held, &dir, file);
                 held.unlink(&dir, OsStr::new(file)).expect("unlink");
@@ -115,16 +135,31 @@ fn regression_directories_that_are_made_and_removed_take_no_room() {
 /// Proves S-tx-13.
 #[test]
 fn a_file_that_was_made_and_removed_lives_until_its_last_close() {
-    for (mode, is_aborted) in MODES.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
+    for (mode, is_aborted) in MODES
+        .into_iter()
+        .flat_map(|mode| [(mode, false), (mode, true)])
+    {
         let held = begun(mode);
         let root = held.root();
         let (node, file) = write(&held, &root, "made");
         held.unlink(&root, OsStr::new("made")).expect("unlink");
         let linked = held.link(&node, &root, OsStr::new("again"));
-        assert_eq!(linked.err(), Some(Errno::NOENT), "{mode:?}: it comes back by no other name");
+        assert_eq!(
+            linked.err(),
+            Some(Errno::NOENT),
+            "{mode:?}: it comes back by no other name"
+        );
         let works = |what: &str| {
-            assert_eq!(held.attr(&node).map(|attr| attr.nlink), Ok(0), "{mode:?}: {what}");
-            assert_eq!(held.write_at(&file, &[IoSlice::new(b"x")], 0), Ok(1), "{mode:?}: {what}");
+            assert_eq!(
+                held.attr(&node).map(|attr| attr.nlink),
+                Ok(0),
+                "{mode:?}: {what}"
+            );
+            assert_eq!(
+                held.write_at(&file, &[IoSlice::new(b"x")], 0),
+                Ok(1),
+                "{mode:?}: {what}"
+            );
             assert_eq!(first_byte(&held, &file), Ok((1, b'x')), "{mode:?}: {what}");
             held.set_mode(&node, 0o600).expect("chmod");
             held.set_len(&file, BYTES as u64 / 2).expect("truncate");
@@ -142,7 +177,11 @@ fn a_file_that_was_made_and_removed_lives_until_its_last_close() {
         let while_open = bytes_free(&held);
         drop((node, file));
         let freed = bytes_free(&held) - while_open;
-        assert_eq!(freed, BYTES as u64 / 2, "{mode:?}: gone with the last close");
+        assert_eq!(
+            freed,
+            BYTES as u64 / 2,
+            "{mode:?}: gone with the last close"
+        );
         held.base().fsck().expect("fsck");
     }
 }
@@ -152,12 +191,18 @@ fn nothing_is_made_in_a_directory_that_was_made_and_removed() {
     for mode in MODES {
         let held = begun(mode);
         let root = held.root();
-        let (dir, _) = held.mkdir(&suite::own_caller(), &root, OsStr::new("dir"), 0o755).expect("mkdir");
+        let (dir, _) = held
+            .mkdir(&suite::own_caller(), &root, OsStr::new("dir"), 0o755)
+            .expect("mkdir");
         held.rmdir(&root, OsStr::new("dir")).expect("rmdir");
         let name = OsStr::new("x");
         let made = held.create(&suite::own_caller(), &dir, name, 0o644).err();
         assert_eq!(made, Some(Errno::NOENT), "{mode:?}");
-        assert_eq!(held.lookup(&dir, name).err(), Some(Errno::NOENT), "{mode:?}");
+        assert_eq!(
+            held.lookup(&dir, name).err(),
+            Some(Errno::NOENT),
+            "{mode:?}"
+        );
         assert_eq!(held.attr(&dir).map(|attr| attr.nlink), Ok(0), "{mode:?}");
         let moved = held.rename(&root, OsStr::new("old"), &dir, name, RenameFlags::empty());
         assert_eq!(moved, Err(Errno::NOENT), "{mode:?}");
@@ -174,17 +219,32 @@ fn what_was_there_and_is_removed_comes_back_with_an_abort() {
         for round in 0..3 {
             let (_, file) = write(&held, &root, "temporary");
             drop(file);
-            held.rename(&root, OsStr::new("temporary"), &root, OsStr::new("old"), flags).expect("rename");
+            held.rename(
+                &root,
+                OsStr::new("temporary"),
+                &root,
+                OsStr::new("old"),
+                flags,
+            )
+            .expect("rename");
             if round == 1 {
                 held.unlink(&root, OsStr::new("old")).expect("unlink");
             }
         }
-        assert_eq!(held.lookup(&root, OsStr::new("old")).map(|(_, attr)| attr.nlink), Ok(1));
+        assert_eq!(
+            held.lookup(&root, OsStr::new("old"))
+                .map(|(_, attr)| attr.nlink),
+            Ok(1)
+        );
         held.abort(&root).expect("abort");
         let (node, attr) = held.lookup(&root, OsStr::new("old")).expect("it is back");
         assert_eq!((attr.size, attr.nlink), (BYTES as u64, 1), "{mode:?}");
         let file = held.open(&node, Access::Read).expect("open");
         assert_eq!(first_byte(&held, &file), Ok((1, 7)), "{mode:?}");
-        assert_eq!(held.lookup(&root, OsStr::new("temporary")).err(), Some(Errno::NOENT), "{mode:?}");
+        assert_eq!(
+            held.lookup(&root, OsStr::new("temporary")).err(),
+            Some(Errno::NOENT),
+            "{mode:?}"
+        );
     }
 }

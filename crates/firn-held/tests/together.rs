@@ -11,7 +11,11 @@ use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, Errno, RenameFlags, SimBacking};
 use firn_held::{Group, Held, HeldError, Meeting, Mode, Participants, Stage};
 
-const ME: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const ME: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 const ID: u64 = 7;
 const NAMES: [&str; 2] = ["a", "b"];
 
@@ -19,8 +23,12 @@ type Node = Held<SimBacking>;
 type Nodes = [Option<Node>; 2];
 
 fn open(disk: &SimBacking, name: &str) -> Result<(Node, firn_held::Outcome), HeldError> {
-    let group = Group { node: name.into(), participants: Participants::Count(2) };
-    Held::open_of_group(disk.clone(), group).map(|(node, outcome)| (node.in_mode(Mode::Shadow), outcome))
+    let group = Group {
+        node: name.into(),
+        participants: Participants::Count(2),
+    };
+    Held::open_of_group(disk.clone(), group)
+        .map(|(node, outcome)| (node.in_mode(Mode::Shadow), outcome))
 }
 
 fn put(on: &impl Backing, name: &str, at: u64, bytes: &[u8]) -> Result<(), Errno> {
@@ -33,17 +41,20 @@ fn disk() -> SimBacking {
     let disk = SimBacking::new();
     let root = disk.root();
     for name in ["shared", "gone", "moved"] {
-        disk.create(&ME, &root, OsStr::new(name), 0o644).expect("create");
+        disk.create(&ME, &root, OsStr::new(name), 0o644)
+            .expect("create");
         put(&disk, name, 0, &[b'.'; 100]).expect("write");
     }
-    disk.mkdir(&ME, &root, OsStr::new("dir"), 0o755).expect("mkdir");
+    disk.mkdir(&ME, &root, OsStr::new("dir"), 0o755)
+        .expect("mkdir");
     disk.sync_all().expect("sync");
     disk
 }
 
 /// What a node does, in parts: bytes that both write, names in directories that both change.
 fn work(on: &impl Backing, index: usize) -> Result<(), Errno> {
-    let (root, mark) = (on.root(), b'a' + index as u8);
+    let root = on.root();
+    let mark = b'a' + index as u8;
     put(on, "shared", 20 + index as u64 * 5, &[mark; 10])?;
     put(on, "shared", 100 + index as u64 * 10, &[mark; 10])?;
     let name = format!("own{index}");
@@ -53,14 +64,22 @@ fn work(on: &impl Backing, index: usize) -> Result<(), Errno> {
     if index == 0 {
         on.unlink(&root, OsStr::new("gone"))?;
     } else {
-        on.rename(&root, OsStr::new("moved"), &dir, OsStr::new("there"), RenameFlags::empty())?;
+        on.rename(
+            &root,
+            OsStr::new("moved"),
+            &dir,
+            OsStr::new("there"),
+            RenameFlags::empty(),
+        )?;
     }
     on.mkdir(&ME, &dir, OsStr::new(&name), 0o755).map(drop)
 }
 
 /// Names in `.firn/` that several nodes share.
 fn left_over(disk: &SimBacking) -> Vec<String> {
-    let Ok((firn, _)) = disk.lookup(&disk.root(), OsStr::new(".firn")) else { return Vec::new() };
+    let Ok((firn, _)) = disk.lookup(&disk.root(), OsStr::new(".firn")) else {
+        return Vec::new();
+    };
     let mut names = in_firn(disk);
     names.retain(|name| !name.starts_with('.') && !name.starts_with("node-"));
     // One that nobody is in is as good as none.
@@ -176,7 +195,13 @@ fn what_conflicts_otherwise_is_committed_and_undone_together() {
         }
         assert_eq!(left_over(&disk), [""; 0], "{end:?}");
         // And the same again.
-        assert_eq!(nodes[1].as_ref().unwrap().begin(&nodes[1].as_ref().unwrap().root(), b""), Ok(()));
+        assert_eq!(
+            nodes[1]
+                .as_ref()
+                .unwrap()
+                .begin(&nodes[1].as_ref().unwrap().root(), b""),
+            Ok(())
+        );
     }
 }
 
@@ -184,7 +209,9 @@ fn what_conflicts_otherwise_is_committed_and_undone_together() {
 #[test]
 fn other_nodes_see_changes_at_once() {
     let disk = disk();
-    let [Some(a), Some(b)] = fresh(&disk) else { unreachable!() };
+    let [Some(a), Some(b)] = fresh(&disk) else {
+        unreachable!()
+    };
     a.begin(&a.root(), b"").expect("begin");
     work(&a, 0).expect("work");
     assert!(same(&seen(&a), &seen(&b)));
@@ -223,7 +250,9 @@ fn recovered(
                         Err(HeldError::GivenUp { .. }) => {
                             let _ = node.reopen(&root, ID);
                         }
-                        Err(error) => panic!("{told}: node {index}, stage {}: {error}", stages[index]),
+                        Err(error) => {
+                            panic!("{told}: node {index}, stage {}: {error}", stages[index])
+                        }
                     }
                 }
                 None => match open(disk, NAMES[index]) {
@@ -234,7 +263,11 @@ fn recovered(
                             let root = node.root();
                             // Changes wait for the outcome.
                             assert_eq!(put(&node, "shared", 0, b"x"), Err(Errno::BUSY), "{told}");
-                            match if aborts { node.abort(&root) } else { node.commit(&root, ID) } {
+                            match if aborts {
+                                node.abort(&root)
+                            } else {
+                                node.commit(&root, ID)
+                            } {
                                 Ok(()) => stages[index] = 6,
                                 Err(HeldError::Stopping { .. }) => {}
                                 Err(HeldError::NotMet { .. } | HeldError::GivenUp { .. }) => {
@@ -246,7 +279,8 @@ fn recovered(
                                 }
                                 // The other has decided.
                                 Err(HeldError::Decided { id }) => {
-                                    node.commit(&root, id).unwrap_or_else(|e| panic!("{told}: {e}"));
+                                    node.commit(&root, id)
+                                        .unwrap_or_else(|e| panic!("{told}: {e}"));
                                     stages[index] = 6;
                                 }
                                 Err(error) => panic!("{told}: {error}"),
@@ -265,10 +299,15 @@ fn recovered(
     }
     // Who waits for others in vain aborts.
     for (index, node) in nodes.iter().enumerate() {
-        let Some(node) = node else { panic!("{told}: node {index} does not come up") };
+        let Some(node) = node else {
+            panic!("{told}: node {index} does not come up")
+        };
         for one in node.transactions() {
             if let Err(error) = node.abort(&node.root()) {
-                assert!(matches!(error, HeldError::Stopping { .. }), "{told}: {one:?}: {error}");
+                assert!(
+                    matches!(error, HeldError::Stopping { .. }),
+                    "{told}: {one:?}: {error}"
+                );
             }
         }
     }
@@ -297,8 +336,9 @@ fn crash_at_every_call(end: End) {
             let mut stages = [0; 2];
             disk.crash_at(disk.steps() + at);
             let dead = both(&nodes, &disk, &mut stages, end);
-            let told =
-                format!("{end:?}, call {at} of {steps}, power {power}, dead {dead:?}, stages {stages:?}");
+            let told = format!(
+                "{end:?}, call {at} of {steps}, power {power}, dead {dead:?}, stages {stages:?}"
+            );
             disk.revive();
             let committed = end == End::Commit && stages.iter().any(|stage| *stage > 5);
             if power {
@@ -316,21 +356,42 @@ fn crash_at_every_call(end: End) {
                 disk.revive();
                 disk.power_loss(at ^ 0x5a);
             }
-            recovered(&disk, &mut nodes, &mut stages, end, at % 4 == 1 || end != End::Commit, &told);
+            recovered(
+                &disk,
+                &mut nodes,
+                &mut stages,
+                end,
+                at % 4 == 1 || end != End::Commit,
+                &told,
+            );
             for node in nodes.iter().flatten() {
                 assert_eq!(node.transactions(), [], "{told}");
             }
-            let live = nodes.each_ref().map(|node| seen(node.as_ref().expect("it is up")));
+            let live = nodes
+                .each_ref()
+                .map(|node| seen(node.as_ref().expect("it is up")));
             drop(nodes);
             let now = NAMES.map(|name| {
-                let (node, outcome) = open(&disk, name).unwrap_or_else(|error| panic!("{told}: {error}"));
-                assert_eq!((outcome.waiting, outcome.undone), (Vec::new(), Vec::new()), "{told}");
+                let (node, outcome) =
+                    open(&disk, name).unwrap_or_else(|error| panic!("{told}: {error}"));
+                assert_eq!(
+                    (outcome.waiting, outcome.undone),
+                    (Vec::new(), Vec::new()),
+                    "{told}"
+                );
                 seen(&node)
             });
             let is_new = same(&now[1], &new);
-            assert!(is_new || same(&now[1], &old), "{told}: half of it\n{:#?}", now[1]);
+            assert!(
+                is_new || same(&now[1], &old),
+                "{told}: half of it\n{:#?}",
+                now[1]
+            );
             assert!(!committed || is_new, "{told}: it was committed");
-            assert!(same(&now[0], &now[1]) && same(&live[0], &now[0]) && same(&live[1], &now[0]), "{told}");
+            assert!(
+                same(&now[0], &now[1]) && same(&live[0], &now[0]) && same(&live[1], &now[0]),
+                "{told}"
+            );
             assert_eq!(left_over(&disk), [""; 0], "{told}");
             *outcomes.entry(is_new).or_insert(0) += 1;
         }
@@ -356,13 +417,20 @@ fn a_crash_at_any_call_of_an_abort_leaves_the_tree_before() {
 #[test]
 fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left() {
     let disk = disk();
-    let [Some(a), Some(b)] = fresh(&disk) else { unreachable!() };
+    let [Some(a), Some(b)] = fresh(&disk) else {
+        unreachable!()
+    };
     for (index, node) in [&a, &b].into_iter().enumerate() {
         node.begin(&node.root(), b"").expect("begin");
         work(node, index).expect("work");
     }
     let changed = seen(&disk);
-    assert_eq!(a.abort(&a.root()), Err(HeldError::Stopping { nodes: vec!["b".into()] }));
+    assert_eq!(
+        a.abort(&a.root()),
+        Err(HeldError::Stopping {
+            nodes: vec!["b".into()]
+        })
+    );
     assert_eq!(put(&a, "shared", 0, b"x"), Err(Errno::CANCELED));
     assert_eq!(put(&b, "shared", 0, b"x"), Ok(()), "it has not heard of it");
     assert!(!same(&seen(&disk), &trees().0) && !same(&seen(&disk), &changed));
@@ -370,35 +438,66 @@ fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left(
     assert_eq!(b.to_be_stopped(), [Vec::<u8>::new()]);
     assert_eq!(b.prepare(&b.root(), ID), Ok(()));
     b.publish(&b.root(), ID).expect("publish");
-    assert!(matches!(b.meet(ID, b""), Ok(Meeting::Met(verdict)) if verdict.clone().agreed().is_err()));
-    assert!(matches!(b.commit(&b.root(), ID), Err(HeldError::NotMet { .. } | HeldError::GivenUp { .. })));
+    assert!(
+        matches!(b.meet(ID, b""), Ok(Meeting::Met(verdict)) if verdict.clone().agreed().is_err())
+    );
+    assert!(matches!(
+        b.commit(&b.root(), ID),
+        Err(HeldError::NotMet { .. } | HeldError::GivenUp { .. })
+    ));
     assert_eq!(b.abort(&b.root()), Ok(()), "it is the last one");
     assert_eq!(b.stopped_by(b""), Some("a".into()));
     assert!(same(&seen(&b), &trees().0));
-    assert_eq!(b.begin(&b.root(), b""), Err(HeldError::NotOver { nodes: vec!["a".into()] }));
+    assert_eq!(
+        b.begin(&b.root(), b""),
+        Err(HeldError::NotOver {
+            nodes: vec!["a".into()]
+        })
+    );
     assert_eq!(a.transactions()[0].stage, Stage::Open);
     assert_eq!(a.abort(&a.root()), Ok(()));
     assert_eq!(b.begin(&b.root(), b""), Ok(()));
     assert_eq!(a.begin(&a.root(), b""), Ok(()));
-    let dir = |node: &Node| node.lookup(&node.root(), OsStr::new("dir")).expect("lookup").0;
+    let dir = |node: &Node| {
+        node.lookup(&node.root(), OsStr::new("dir"))
+            .expect("lookup")
+            .0
+    };
     let (c, _) = open(&disk, "c").expect("open");
-    assert!(matches!(c.begin(&c.root(), b""), Err(HeldError::GivenUp { .. })), "more than take part");
-    assert!(matches!(c.begin(&dir(&c), b"dir"), Err(HeldError::Open { .. })), "a scope in a scope");
+    assert!(
+        matches!(c.begin(&c.root(), b""), Err(HeldError::GivenUp { .. })),
+        "more than take part"
+    );
+    assert!(
+        matches!(c.begin(&dir(&c), b"dir"), Err(HeldError::Open { .. })),
+        "a scope in a scope"
+    );
 }
 
 /// Proves S-tx-35.
 #[test]
 fn a_node_that_died_waits_until_the_others_have_stopped() {
     let disk = disk();
-    let [Some(a), Some(b)] = fresh(&disk) else { unreachable!() };
+    let [Some(a), Some(b)] = fresh(&disk) else {
+        unreachable!()
+    };
     for (index, node) in [&a, &b].into_iter().enumerate() {
         node.begin(&node.root(), b"").expect("begin");
         work(node, index).expect("work");
     }
     drop(b);
     let refused = open(&disk, "b").err();
-    assert_eq!(refused, Some(HeldError::Stopping { nodes: vec!["a".into()] }));
-    assert_eq!(a.to_be_stopped(), [Vec::<u8>::new()], "its end is everybody's");
+    assert_eq!(
+        refused,
+        Some(HeldError::Stopping {
+            nodes: vec!["a".into()]
+        })
+    );
+    assert_eq!(
+        a.to_be_stopped(),
+        [Vec::<u8>::new()],
+        "its end is everybody's"
+    );
     assert_eq!(a.abort(&a.root()), Ok(()));
     let (b, outcome) = open(&disk, "b").expect("now it can");
     assert_eq!(outcome.undone, [Vec::<u8>::new()]);

@@ -8,14 +8,21 @@ use firn_backing::{Access, Backing, Caller, DirBacking, SetTime, SimBacking, Tim
 use firn_held::{Held, Mode};
 use tempfile::TempDir;
 
-const ME: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+const ME: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 const MODES: [Mode; 2] = [Mode::Hold, Mode::Shadow];
 /// Whatever holds `/tmp`, and tmpfs.
 const PLACES: [&str; 2] = ["/tmp", "/dev/shm"];
 
 fn fresh(place: &str) -> (TempDir, DirBacking) {
     rustix::process::umask(rustix::fs::Mode::empty());
-    let dir = tempfile::Builder::new().prefix("firn-held-").tempdir_in(place).expect("tempdir");
+    let dir = tempfile::Builder::new()
+        .prefix("firn-held-")
+        .tempdir_in(place)
+        .expect("tempdir");
     let backing = DirBacking::open(dir.path()).expect("open");
     backing.set_mode(&backing.root(), 0o755).expect("set_mode");
     (dir, backing)
@@ -47,7 +54,10 @@ fn a_transaction_conforms() {
 
 #[test]
 fn a_transaction_in_a_real_directory_conforms() {
-    for (place, mode) in PLACES.into_iter().flat_map(|place| MODES.map(|mode| (place, mode))) {
+    for (place, mode) in PLACES
+        .into_iter()
+        .flat_map(|place| MODES.map(|mode| (place, mode)))
+    {
         let kept = std::cell::RefCell::new(Vec::new());
         suite::run(|| {
             let (dir, backing) = fresh(place);
@@ -58,8 +68,14 @@ fn a_transaction_in_a_real_directory_conforms() {
 }
 
 fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS").ok().and_then(|s| s.parse().ok()).unwrap_or(0);
+    let first: u64 = std::env::var("FIRN_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(1);
+    let more: u64 = std::env::var("FIRN_OPS")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(0);
     first..first + count.max(more / 200)
 }
 
@@ -119,7 +135,10 @@ fn commits_follow_each_other_in_a_real_directory() {
         return;
     }
     for seed in seeds(20) {
-        for (place, mode) in PLACES.into_iter().flat_map(|place| MODES.map(|mode| (place, mode))) {
+        for (place, mode) in PLACES
+            .into_iter()
+            .flat_map(|place| MODES.map(|mode| (place, mode)))
+        {
             println!("seed {seed} in {place}, {mode:?}");
             let (_dir, real) = fresh(place);
             let held = open(real).in_mode(mode);
@@ -137,15 +156,24 @@ fn commits_follow_each_other_in_a_real_directory() {
 /// A directory in which a name came and went was changed all the same.
 #[test]
 fn regression_a_directory_keeps_the_time_of_names_that_came_and_went() {
-    let old = SetTime::At(Time { sec: 1_000, nsec: 0 });
+    let old = SetTime::At(Time {
+        sec: 1_000,
+        nsec: 0,
+    });
     for mode in MODES {
         let (_dir, backing) = fresh("/dev/shm");
-        let (dir, _) = backing.mkdir(&ME, &backing.root(), OsStr::new("dir"), 0o755).expect("mkdir");
+        let (dir, _) = backing
+            .mkdir(&ME, &backing.root(), OsStr::new("dir"), 0o755)
+            .expect("mkdir");
         backing.set_times(&dir, old, old).expect("set_times");
         let held = begun(backing, mode);
-        let find = || held.lookup(&held.root(), OsStr::new("dir")).expect("lookup");
+        let find = || {
+            held.lookup(&held.root(), OsStr::new("dir"))
+                .expect("lookup")
+        };
         let (dir, _) = find();
-        held.create(&ME, &dir, OsStr::new("x"), 0o644).expect("create");
+        held.create(&ME, &dir, OsStr::new("x"), 0o644)
+            .expect("create");
         held.unlink(&dir, OsStr::new("x")).expect("unlink");
         let seen = find().1.mtime;
         assert!(seen.sec > 1_000, "{mode:?}");
@@ -157,10 +185,13 @@ fn regression_a_directory_keeps_the_time_of_names_that_came_and_went() {
 #[test]
 fn regression_what_the_top_hands_on_is_not_handed_on_by_staging() {
     fn groups<B: Backing>(b: &B, begin: impl Fn(&B)) -> [u32; 2] {
-        let (me, file) = (suite::own_caller(), std::ffi::OsStr::new("file"));
+        let me = suite::own_caller();
+        let file = std::ffi::OsStr::new("file");
         b.set_owner(&b.root(), None, Some(7)).expect("chown");
         b.set_mode(&b.root(), 0o2755).expect("chmod");
-        let (dir, _) = b.mkdir(&me, &b.root(), std::ffi::OsStr::new("dir"), 0o755).expect("mkdir");
+        let (dir, _) = b
+            .mkdir(&me, &b.root(), std::ffi::OsStr::new("dir"), 0o755)
+            .expect("mkdir");
         b.set_mode(&dir, 0o755).expect("chmod");
         begin(b);
         [dir, b.root()].map(|dir| b.create(&me, &dir, file, 0o644).expect("create").2.gid)
@@ -180,8 +211,11 @@ fn regression_what_the_top_hands_on_is_not_handed_on_by_staging() {
 fn regression_a_file_that_lost_its_name_keeps_what_was_written_for_who_has_it_open() {
     for (len, history) in [(5, 0), (40_000, 0), (5, 1), (40_000, 1)] {
         let sim = SimBacking::new();
-        let (_, made, _) = sim.create(&ME, &sim.root(), OsStr::new("file"), 0o644).expect("create");
-        sim.write_at(&made, &[std::io::IoSlice::new(&[b'o'; 40_000])], 0).expect("write");
+        let (_, made, _) = sim
+            .create(&ME, &sim.root(), OsStr::new("file"), 0o644)
+            .expect("create");
+        sim.write_at(&made, &[std::io::IoSlice::new(&[b'o'; 40_000])], 0)
+            .expect("write");
         let held = Held::open_with_history(sim, history).expect("open").0;
         let root = held.root();
         held.begin(&root, b"").expect("begin");
@@ -189,7 +223,8 @@ fn regression_a_file_that_lost_its_name_keeps_what_was_written_for_who_has_it_op
         held.begin(&root, b"").expect("begin");
         let (node, _) = held.lookup(&root, OsStr::new("file")).expect("lookup");
         let file = held.open(&node, Access::ReadWrite).expect("open");
-        held.write_at(&file, &[std::io::IoSlice::new(&vec![b'n'; len])], 0).expect("write");
+        held.write_at(&file, &[std::io::IoSlice::new(&vec![b'n'; len])], 0)
+            .expect("write");
         held.unlink(&root, OsStr::new("file")).expect("unlink");
         held.commit(&root, 2).expect("commit");
         let mut content = vec![0; 40_000];
@@ -199,10 +234,16 @@ fn regression_a_file_that_lost_its_name_keeps_what_was_written_for_who_has_it_op
             assert_eq!(held.attr_of_file(&file).expect("fstat").nlink, 0);
         }
         drop((file, node));
-        assert!(tree(&held).expect("a tree").keys().all(Vec::is_empty), "nothing is left");
+        assert!(
+            tree(&held).expect("a tree").keys().all(Vec::is_empty),
+            "nothing is left"
+        );
         if history > 0 {
             held.restore(&root, 1).expect("restore");
-            assert_eq!(tree(&held).expect("a tree")[&b"file"[..]].content, vec![b'o'; 40_000]);
+            assert_eq!(
+                tree(&held).expect("a tree")[&b"file"[..]].content,
+                vec![b'o'; 40_000]
+            );
         }
         held.base().fsck().expect("fsck");
     }

@@ -5,8 +5,8 @@
 //! * A replay of the bytes gives the ledger, and where the next record goes.
 
 use firn_format::journal::{
-    FRAME_HEADER_BYTES, HALF_HEADER_BYTES, decode_half_header, encode_frame, encode_half_header, frame_bytes,
-    peek_frame,
+    FRAME_HEADER_BYTES, HALF_HEADER_BYTES, decode_half_header, encode_frame, encode_half_header,
+    frame_bytes, peek_frame,
 };
 use firn_format::record::Record;
 
@@ -109,14 +109,21 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
     // Before the first snapshot only half 0 has a header, and its generation is 1.
     let (half, generation) = best.unwrap_or((1, 0));
     let read = |half: usize| {
-        let used = medium.used(half * half_bytes, half_bytes).max(HALF_HEADER_BYTES.min(half_bytes));
+        let used = medium
+            .used(half * half_bytes, half_bytes)
+            .max(HALF_HEADER_BYTES.min(half_bytes));
         let mut bytes = vec![0u8; used];
         medium.read(half * half_bytes, &mut bytes);
         bytes
     };
     let other = 1 - half;
     let mut bytes = read(other);
-    let mut out = Replay { half, generation, end: HALF_HEADER_BYTES, ..Replay::default() };
+    let mut out = Replay {
+        half,
+        generation,
+        end: HALF_HEADER_BYTES,
+        ..Replay::default()
+    };
     // A half without a good header that holds the next generation was the active one, and its header
     // is damaged: the half with the good header is older. While a snapshot is written the magic is 0.
     let damaged = decode_half_header(&bytes).is_none() && bytes[..8] != [0; 8];
@@ -125,14 +132,24 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
         out.damage.push(Damage::Header { half: other });
         (out.half, out.generation) = (other, next);
     } else if best.is_none() {
-        return Replay { damage: vec![Damage::NoHalf], end: HALF_HEADER_BYTES, ..Replay::default() };
+        return Replay {
+            damage: vec![Damage::NoHalf],
+            end: HALF_HEADER_BYTES,
+            ..Replay::default()
+        };
     } else {
         bytes = read(half);
     }
-    let (half, generation) = (out.half, out.generation);
-    while let Some((at, sequence, payload)) = next_frame(&bytes, generation, out.end, out.sequence) {
+    let half = out.half;
+    let generation = out.generation;
+    while let Some((at, sequence, payload)) = next_frame(&bytes, generation, out.end, out.sequence)
+    {
         if at > out.end {
-            out.damage.push(Damage::Hole { half, at: out.end, bytes: at - out.end });
+            out.damage.push(Damage::Hole {
+                half,
+                at: out.end,
+                bytes: at - out.end,
+            });
         }
         match Record::decode(payload) {
             Ok(record) => {
@@ -141,7 +158,11 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
                 }
                 out.ledger.apply(&record);
             }
-            Err(error) => out.damage.push(Damage::Record { half, at, why: error.to_string() }),
+            Err(error) => out.damage.push(Damage::Record {
+                half,
+                at,
+                why: error.to_string(),
+            }),
         }
         out.records += 1;
         out.end = at + frame_bytes(payload.len());
@@ -152,7 +173,12 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
 
 /// The next whole frame at or after `from` whose sequence is not before `sequence` and is one that a
 /// half can hold. A torn tail has none after it; damage in the middle has.
-fn next_frame(bytes: &[u8], generation: u64, from: usize, sequence: u64) -> Option<(usize, u64, &[u8])> {
+fn next_frame(
+    bytes: &[u8],
+    generation: u64,
+    from: usize,
+    sequence: u64,
+) -> Option<(usize, u64, &[u8])> {
     let mut at = from;
     while at + FRAME_HEADER_BYTES < bytes.len() {
         if let Some((found, payload)) = peek_frame(generation, &bytes[at..])
@@ -204,17 +230,24 @@ impl<M: Medium> Journal<M> {
         };
         journal.reserved[journal.half] = found.end.max(STEP.min(half_bytes));
         // A damaged header is mended before the other half, which may have the only good one, goes.
-        if found.damage.iter().any(|d| matches!(d, Damage::Header { .. })) {
+        if found
+            .damage
+            .iter()
+            .any(|d| matches!(d, Damage::Header { .. }))
+        {
             journal.write_header();
         }
         // Frames of a half that was passed over for its damage would pass after those of a snapshot
         // with the same generation.
-        let (other, first) = ((1 - journal.half) * half_bytes, STEP.min(half_bytes));
+        let other = (1 - journal.half) * half_bytes;
+        let first = STEP.min(half_bytes);
         journal.medium.write(other, &vec![0; first]);
         journal.medium.release(other + first, half_bytes - first);
         let after = found.end.next_multiple_of(STEP);
         if after < half_bytes {
-            journal.medium.release(journal.half * half_bytes + after, half_bytes - after);
+            journal
+                .medium
+                .release(journal.half * half_bytes + after, half_bytes - after);
         }
         // If the snapshot does not fit, the half in use stays: it is valid up to `end`.
         let _ = journal.snapshot();
@@ -234,7 +267,8 @@ impl<M: Medium> Journal<M> {
     /// Bytes that a snapshot of the present state would leave free, 0 if none.
     pub fn free_bytes(&self) -> usize {
         let mut used = 0;
-        self.ledger.for_each_record(|record| used += frame_bytes(record.encode().len()));
+        self.ledger
+            .for_each_record(|record| used += frame_bytes(record.encode().len()));
         (self.medium.len() / 2 - HALF_HEADER_BYTES).saturating_sub(used)
     }
 
@@ -254,7 +288,8 @@ impl<M: Medium> Journal<M> {
         self.make_room(frame_bytes(payload.len()), is_end)?;
         let mut frame = Vec::with_capacity(frame_bytes(payload.len()));
         encode_frame(self.generation, self.sequence, &payload, &mut frame);
-        self.medium.write(self.half * self.half_bytes() + self.end, &frame);
+        self.medium
+            .write(self.half * self.half_bytes() + self.end, &frame);
         self.end += frame.len();
         self.sequence += 1;
         self.ended_bytes += self.ledger.bytes_ended_by(record);
@@ -281,12 +316,16 @@ impl<M: Medium> Journal<M> {
     fn assert_replay(&self) {
         let found = replay(&self.medium);
         assert_eq!(found.damage, [], "a journal that nobody damaged");
-        let (is, will_be) = (
-            (self.half, self.generation, self.end, self.sequence),
-            (found.half, found.generation, found.end, found.sequence),
+        let is = (self.half, self.generation, self.end, self.sequence);
+        let will_be = (found.half, found.generation, found.end, found.sequence);
+        assert_eq!(
+            is, will_be,
+            "half, generation, end and sequence are those of a replay"
         );
-        assert_eq!(is, will_be, "half, generation, end and sequence are those of a replay");
-        assert!(found.ledger == self.ledger, "the ledger is that of a replay");
+        assert!(
+            found.ledger == self.ledger,
+            "the ledger is that of a replay"
+        );
     }
 
     /// Makes room for `frame` more bytes in the half in use: by a snapshot or by more memory.
@@ -294,7 +333,12 @@ impl<M: Medium> Journal<M> {
         // A sixteenth is kept for ends, and a beginning leaves room for a snapshot in the other half.
         let fits = |of: &Self| {
             let [this, other] = [of.reserved[of.half], of.reserved[1 - of.half]];
-            of.end + frame <= if is_end { this } else { this.min(other) / 16 * 15 }
+            of.end + frame
+                <= if is_end {
+                    this
+                } else {
+                    this.min(other) / 16 * 15
+                }
         };
         if fits(self) {
             return Ok(());
@@ -318,7 +362,8 @@ impl<M: Medium> Journal<M> {
 
     /// Gives both halves half as much memory again. False where there is none, or they have all.
     fn grow(&mut self) -> bool {
-        let (half, has) = (self.half, self.reserved[0].min(self.reserved[1]));
+        let half = self.half;
+        let has = self.reserved[0].min(self.reserved[1]);
         has < self.half_bytes()
             && [has + (has / 2).max(STEP), has + STEP]
                 .iter()
@@ -327,7 +372,8 @@ impl<M: Medium> Journal<M> {
 
     /// Makes the first `bytes` of `half` writable, or all of it. False where there is no memory.
     fn reserve(&mut self, half: usize, bytes: usize) -> bool {
-        let (start, has) = (half * self.half_bytes(), self.reserved[half]);
+        let start = half * self.half_bytes();
+        let has = self.reserved[half];
         let wanted = bytes.next_multiple_of(STEP).min(self.half_bytes());
         let is_there = wanted <= has || self.medium.reserve(start + has, wanted - has);
         if is_there {
@@ -340,7 +386,8 @@ impl<M: Medium> Journal<M> {
     fn shrink(&mut self, bytes: usize) {
         let kept = bytes.next_multiple_of(STEP);
         for half in 0..2 {
-            let (start, has) = (half * self.half_bytes(), self.reserved[half]);
+            let start = half * self.half_bytes();
+            let has = self.reserved[half];
             if kept < has {
                 self.medium.release(start + kept, has - kept);
                 self.reserved[half] = kept;
@@ -361,19 +408,23 @@ impl<M: Medium> Journal<M> {
     /// it is there the old half is the journal.
     fn snapshot(&mut self) -> Result<(), Full> {
         // Only a forged header says that there is no next generation; then the half in use stays.
-        let (other, generation) = (1 - self.half, self.generation.checked_add(1).ok_or(Full)?);
+        let other = 1 - self.half;
+        let generation = self.generation.checked_add(1).ok_or(Full)?;
         let mut bytes = Vec::new();
         let mut sequence = 0;
         self.ledger.for_each_record(|record| {
             encode_frame(generation, sequence, &record.encode(), &mut bytes);
             sequence += 1;
         });
-        let (half_bytes, used) = (self.half_bytes(), HALF_HEADER_BYTES + bytes.len());
+        let half_bytes = self.half_bytes();
+        let used = HALF_HEADER_BYTES + bytes.len();
         if used > half_bytes || !self.reserve(other, used) {
             return Err(Full);
         }
-        self.medium.write(other * half_bytes, &[0; HALF_HEADER_BYTES]);
-        self.medium.write(other * half_bytes + HALF_HEADER_BYTES, &bytes);
+        self.medium
+            .write(other * half_bytes, &[0; HALF_HEADER_BYTES]);
+        self.medium
+            .write(other * half_bytes + HALF_HEADER_BYTES, &bytes);
         (self.half, self.generation) = (other, generation);
         (self.end, self.sequence) = (used, sequence);
         (self.snapshot_end, self.ended_bytes) = (self.end, 0);
@@ -388,7 +439,8 @@ impl<M: Medium> Journal<M> {
 
     /// Writes the header of the active half, its magic last.
     fn write_header(&mut self) {
-        let (start, header) = (self.half * self.half_bytes(), encode_half_header(self.generation));
+        let start = self.half * self.half_bytes();
+        let header = encode_half_header(self.generation);
         self.medium.write(start + 8, &header[8..]);
         self.medium.write(start, &header[..8]);
     }

@@ -106,8 +106,16 @@ impl Ledger {
     /// unbound while the record was on its way.
     pub fn apply(&mut self, record: &Record) {
         match record {
-            Record::Bind { file, identity, paths, ending } => {
-                let paths = paths.iter().map(|p| (p.as_slice().into(), PathState::Sure)).collect();
+            Record::Bind {
+                file,
+                identity,
+                paths,
+                ending,
+            } => {
+                let paths = paths
+                    .iter()
+                    .map(|p| (p.as_slice().into(), PathState::Sure))
+                    .collect();
                 let bound = Bound {
                     identity: *identity,
                     paths,
@@ -129,8 +137,17 @@ impl Ledger {
                     bound.doubt(path);
                 }
             }
-            Record::RenameBegin { id, from, to, exchange } => {
-                let rename = Rename { from: from.clone(), to: to.clone(), exchange: *exchange };
+            Record::RenameBegin {
+                id,
+                from,
+                to,
+                exchange,
+            } => {
+                let rename = Rename {
+                    from: from.clone(),
+                    to: to.clone(),
+                    exchange: *exchange,
+                };
                 self.begin_rename(&rename);
                 self.renames.insert(*id, rename);
             }
@@ -139,23 +156,45 @@ impl Ledger {
                     self.end_rename(&rename, *done);
                 }
             }
-            Record::TruncateBegin { file, sequence, size } => {
+            Record::TruncateBegin {
+                file,
+                sequence,
+                size,
+            } => {
                 if let Some(bound) = self.files.get_mut(file) {
                     bound.truncating.push((*sequence, *size));
                 }
             }
-            Record::TruncateEnd { file, sequence, size, done } => {
+            Record::TruncateEnd {
+                file,
+                sequence,
+                size,
+                done,
+            } => {
                 if let Some(bound) = self.files.get_mut(file) {
                     bound.truncating.retain(|(s, _)| s != sequence);
                     if *done {
-                        let void = Void { offset: *size, len: u64::MAX - size, sequence: *sequence };
+                        let void = Void {
+                            offset: *size,
+                            len: u64::MAX - size,
+                            sequence: *sequence,
+                        };
                         bound.voids.push(void);
                     }
                 }
             }
-            Record::Void { file, offset, len, sequence } => {
+            Record::Void {
+                file,
+                offset,
+                len,
+                sequence,
+            } => {
                 if let Some(bound) = self.files.get_mut(file) {
-                    bound.voids.push(Void { offset: *offset, len: *len, sequence: *sequence });
+                    bound.voids.push(Void {
+                        offset: *offset,
+                        len: *len,
+                        sequence: *sequence,
+                    });
                 }
             }
             Record::VoidsPassed { file, sequence } => {
@@ -163,9 +202,16 @@ impl Ledger {
                     bound.voids.retain(|void| void.sequence > *sequence);
                 }
             }
-            Record::ModifiedAt { file, time, written } => {
+            Record::ModifiedAt {
+                file,
+                time,
+                written,
+            } => {
                 if let Some(bound) = self.files.get_mut(file) {
-                    bound.modified_at = Some(Box::new(ModifiedAt { time: *time, written: *written }));
+                    bound.modified_at = Some(Box::new(ModifiedAt {
+                        time: *time,
+                        written: *written,
+                    }));
                 }
             }
             Record::Ended { file, ending } => {
@@ -200,8 +246,9 @@ impl Ledger {
 
     fn end_rename(&mut self, rename: &Rename, done: bool) {
         for bound in self.files.values_mut() {
-            let below_either =
-                |path: &[u8]| below(path, &rename.from) || (rename.exchange && below(path, &rename.to));
+            let below_either = |path: &[u8]| {
+                below(path, &rename.from) || (rename.exchange && below(path, &rename.to))
+            };
             // A name that was sure and moved leaves its old path; its new one, added at the begin,
             // becomes sure. Where the rename failed it is the other way round.
             let moves: Vec<(Vec<u8>, Vec<u8>)> = bound
@@ -209,14 +256,20 @@ impl Ledger {
                 .iter()
                 .filter(|(path, state)| *state == PathState::Sure && below_either(path))
                 .filter_map(|(old, _)| {
-                    let new = moved(old, &rename.from, &rename.to)
-                        .or_else(|| moved(old, &rename.to, &rename.from).filter(|_| rename.exchange))?;
-                    Some(if done { (new, old.to_vec()) } else { (old.to_vec(), new) })
+                    let new = moved(old, &rename.from, &rename.to).or_else(|| {
+                        moved(old, &rename.to, &rename.from).filter(|_| rename.exchange)
+                    })?;
+                    Some(if done {
+                        (new, old.to_vec())
+                    } else {
+                        (old.to_vec(), new)
+                    })
                 })
                 .collect();
             // All at once: in an exchange, the name that one move drops may be what another keeps.
             bound.paths.retain(|(p, _)| {
-                moves.iter().all(|(_, drop)| **drop != **p) || moves.iter().any(|(keep, _)| **keep == **p)
+                moves.iter().all(|(_, drop)| **drop != **p)
+                    || moves.iter().any(|(keep, _)| **keep == **p)
             });
             for (path, state) in &mut bound.paths {
                 if moves.iter().any(|(keep, _)| **keep == **path) {
@@ -231,12 +284,23 @@ impl Ledger {
         match record {
             Record::Unbind { file } => self.files.get(file).map_or(0, |bound| {
                 let mut bytes = 0;
-                bound.for_each_record(*file, &mut |record| bytes += frame_bytes(record.encode().len()));
+                bound.for_each_record(*file, &mut |record| {
+                    bytes += frame_bytes(record.encode().len())
+                });
                 bytes
             }),
             Record::VoidsPassed { file, sequence } => self.files.get(file).map_or(0, |bound| {
-                let passed = bound.voids.iter().filter(|void| void.sequence <= *sequence).count();
-                let void = Record::Void { file: *file, offset: 0, len: 0, sequence: 0 };
+                let passed = bound
+                    .voids
+                    .iter()
+                    .filter(|void| void.sequence <= *sequence)
+                    .count();
+                let void = Record::Void {
+                    file: *file,
+                    offset: 0,
+                    len: 0,
+                    sequence: 0,
+                };
                 passed * frame_bytes(void.encode().len())
             }),
             Record::RenameEnd { id, .. } => self.renames.get(id).map_or(0, |rename| {
@@ -260,8 +324,14 @@ impl Ledger {
     pub fn for_each_record(&self, mut tell: impl FnMut(Record)) {
         // First: the names that they added stand in the bindings, and must not be added again.
         for (&id, rename) in &self.renames {
-            let (from, to) = (rename.from.clone(), rename.to.clone());
-            tell(Record::RenameBegin { id, from, to, exchange: rename.exchange });
+            let from = rename.from.clone();
+            let to = rename.to.clone();
+            tell(Record::RenameBegin {
+                id,
+                from,
+                to,
+                exchange: rename.exchange,
+            });
         }
         for (&file, bound) in &self.files {
             bound.for_each_record(file, &mut tell);
@@ -273,20 +343,41 @@ impl Bound {
     /// Tells the records that this binding takes.
     fn for_each_record(&self, file: u64, tell: &mut impl FnMut(Record)) {
         let paths = self.paths.iter().map(|(p, _)| p.to_vec()).collect();
-        tell(Record::Bind { file, identity: self.identity, paths, ending: self.ending });
+        tell(Record::Bind {
+            file,
+            identity: self.identity,
+            paths,
+            ending: self.ending,
+        });
         for (path, state) in &self.paths {
             if *state == PathState::Doubtful {
-                tell(Record::NameRemoved { file, path: path.to_vec() });
+                tell(Record::NameRemoved {
+                    file,
+                    path: path.to_vec(),
+                });
             }
         }
         for void in &self.voids {
-            tell(Record::Void { file, offset: void.offset, len: void.len, sequence: void.sequence });
+            tell(Record::Void {
+                file,
+                offset: void.offset,
+                len: void.len,
+                sequence: void.sequence,
+            });
         }
         for &(sequence, size) in &self.truncating {
-            tell(Record::TruncateBegin { file, sequence, size });
+            tell(Record::TruncateBegin {
+                file,
+                sequence,
+                size,
+            });
         }
         if let Some(ModifiedAt { time, written }) = self.modified_at.as_deref().copied() {
-            tell(Record::ModifiedAt { file, time, written });
+            tell(Record::ModifiedAt {
+                file,
+                time,
+                written,
+            });
         }
     }
 
@@ -301,7 +392,8 @@ impl Bound {
 
 /// Whether `path` is `top` or below it.
 fn below(path: &[u8], top: &[u8]) -> bool {
-    path.strip_prefix(top).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+    path.strip_prefix(top)
+        .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
 /// `path` with `from` at its start replaced by `to`; `None` where it is not at or below `from`.

@@ -42,7 +42,12 @@ impl Scarce {
         pages[..STEP / PAGE].fill(true);
         pages[HALF / PAGE..(HALF + STEP) / PAGE].fill(true);
         let bytes = vec![0; 2 * HALF];
-        Self(Arc::new(Mutex::new(State { bytes, pages, limit: limit_bytes / PAGE, seen: Vec::new() })))
+        Self(Arc::new(Mutex::new(State {
+            bytes,
+            pages,
+            limit: limit_bytes / PAGE,
+            seen: Vec::new(),
+        })))
     }
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
         self.0.lock().unwrap()
@@ -59,7 +64,10 @@ impl Medium for Scarce {
     fn write(&mut self, at: usize, bytes: &[u8]) {
         let mut state = self.state();
         let pages = at / PAGE..(at + bytes.len()).div_ceil(PAGE);
-        assert!(state.pages[pages].iter().all(|has| *has), "a store where there is no memory");
+        assert!(
+            state.pages[pages].iter().all(|has| *has),
+            "a store where there is no memory"
+        );
         state.bytes[at..at + bytes.len()].copy_from_slice(bytes);
         if at.is_multiple_of(HALF) {
             let bytes = state.bytes.clone();
@@ -72,7 +80,10 @@ impl Medium for Scarce {
     fn reserve(&mut self, at: usize, len: usize) -> bool {
         let mut state = self.state();
         let pages = at / PAGE..(at + len).div_ceil(PAGE);
-        let more = state.pages[pages.clone()].iter().filter(|has| !**has).count();
+        let more = state.pages[pages.clone()]
+            .iter()
+            .filter(|has| !**has)
+            .count();
         if state.pages_used() + more > state.limit {
             return false;
         }
@@ -91,14 +102,26 @@ impl Medium for Scarce {
     }
     fn used(&self, at: usize, len: usize) -> usize {
         let pages = &self.state().pages[at / PAGE..(at + len) / PAGE];
-        pages.iter().rposition(|has| *has).map_or(0, |last| (last + 1) * PAGE)
+        pages
+            .iter()
+            .rposition(|has| *has)
+            .map_or(0, |last| (last + 1) * PAGE)
     }
 }
 
 fn bind(file: u64) -> Record {
-    let identity = Identity { dev: 1, ino: file, btime: None };
+    let identity = Identity {
+        dev: 1,
+        ino: file,
+        btime: None,
+    };
     let path = format!("{}/{file}", "a-directory-with-a-name/".repeat(20)).into_bytes();
-    Record::Bind { file, identity, paths: vec![path], ending: Ending::Open }
+    Record::Bind {
+        file,
+        identity,
+        paths: vec![path],
+        ending: Ending::Open,
+    }
 }
 
 #[test]
@@ -115,16 +138,23 @@ fn memory_comes_with_the_names_and_goes_with_them() {
     assert!(full > 4 * fresh && full < 2 * HALF, "{full}");
     assert_eq!(&replay(&medium.copy()).ledger, journal.ledger());
     for file in 1..=files {
-        journal.append_end(&Record::Unbind { file }).expect("an end fits");
+        journal
+            .append_end(&Record::Unbind { file })
+            .expect("an end fits");
     }
     for file in files + 1..files + 1000 {
         journal.append(&bind(file)).expect("there is room");
-        journal.append_end(&Record::Unbind { file }).expect("an end fits");
+        journal
+            .append_end(&Record::Unbind { file })
+            .expect("an end fits");
     }
     let after = medium.state().bytes_used();
     assert!(after <= 8 * STEP, "{after} of {full}");
     let found = replay(&medium.copy());
-    assert_eq!((&found.ledger, &found.damage[..]), (journal.ledger(), &[][..]));
+    assert_eq!(
+        (&found.ledger, &found.damage[..]),
+        (journal.ledger(), &[][..])
+    );
 }
 
 #[test]
@@ -139,7 +169,10 @@ fn a_crash_at_any_header_or_release_replays_to_what_was_there() {
             let found = replay(&Memory(bytes));
             assert_eq!(found.damage, []);
             let sizes = [found.ledger.len(), before.len(), journal.ledger().len()];
-            assert!(&found.ledger == before || &found.ledger == journal.ledger(), "{sizes:?} {checked}");
+            assert!(
+                &found.ledger == before || &found.ledger == journal.ledger(),
+                "{sizes:?} {checked}"
+            );
             checked += 1;
         }
     };
@@ -153,7 +186,9 @@ fn a_crash_at_any_header_or_release_replays_to_what_was_there() {
         let first = file - 1499;
         for file in first..=file - 100 * round {
             let before = journal.ledger().clone();
-            journal.append_end(&Record::Unbind { file }).expect("an end fits");
+            journal
+                .append_end(&Record::Unbind { file })
+                .expect("an end fits");
             check(&journal, &before);
         }
         drop(journal);
@@ -177,14 +212,26 @@ fn without_memory_a_beginning_is_refused_and_ends_still_fit() {
     assert!(files > 500, "{files}");
     assert_eq!(journal.append(&bind(files + 1)), Err(Full));
     for file in 1..=files {
-        journal.append_end(&Record::Ended { file, ending: Ending::Closed }).ok();
+        journal
+            .append_end(&Record::Ended {
+                file,
+                ending: Ending::Closed,
+            })
+            .ok();
     }
     let found = replay(&medium.copy());
-    assert_eq!((&found.ledger, &found.damage[..]), (journal.ledger(), &[][..]));
+    assert_eq!(
+        (&found.ledger, &found.damage[..]),
+        (journal.ledger(), &[][..])
+    );
     for file in 1..=files / 2 {
-        journal.append_end(&Record::Unbind { file }).expect("an end fits");
+        journal
+            .append_end(&Record::Unbind { file })
+            .expect("an end fits");
     }
-    journal.append(&bind(files + 1)).expect("there is room again");
+    journal
+        .append(&bind(files + 1))
+        .expect("there is room again");
     let ledger = journal.ledger().clone();
     drop(journal);
     let (journal, found) = Journal::open(medium.clone());

@@ -6,8 +6,17 @@ use firn_journal::{Damage, Full, Journal, Ledger, Medium, Memory, PathState, rep
 use proptest::prelude::*;
 
 fn bind(file: u64, path: &str) -> Record {
-    let identity = Identity { dev: 1, ino: file, btime: None };
-    Record::Bind { file, identity, paths: vec![path.as_bytes().to_vec()], ending: Ending::Open }
+    let identity = Identity {
+        dev: 1,
+        ino: file,
+        btime: None,
+    };
+    Record::Bind {
+        file,
+        identity,
+        paths: vec![path.as_bytes().to_vec()],
+        ending: Ending::Open,
+    }
 }
 
 fn path(text: &str) -> Vec<u8> {
@@ -16,16 +25,25 @@ fn path(text: &str) -> Vec<u8> {
 
 fn any_record() -> impl Strategy<Value = Record> {
     let name = prop::sample::select(vec!["a", "b", "a/x", "a/y", "b/x", "ab", "a/x/z"]);
-    let (from, to) = (name.clone(), name.clone());
+    let from = name.clone();
+    let to = name.clone();
     prop_oneof![
         (1u64..6, name.clone()).prop_map(|(file, p)| bind(file, p)),
-        (1u64..6, name.clone()).prop_map(|(file, p)| Record::NameAdded { file, path: path(p) }),
-        (1u64..6, name).prop_map(|(file, p)| Record::NameRemoved { file, path: path(p) }),
-        (1u64..4, from, to, any::<bool>()).prop_map(|(id, from, to, exchange)| Record::RenameBegin {
-            id,
-            from: path(from),
-            to: path(to),
-            exchange
+        (1u64..6, name.clone()).prop_map(|(file, p)| Record::NameAdded {
+            file,
+            path: path(p)
+        }),
+        (1u64..6, name).prop_map(|(file, p)| Record::NameRemoved {
+            file,
+            path: path(p)
+        }),
+        (1u64..4, from, to, any::<bool>()).prop_map(|(id, from, to, exchange)| {
+            Record::RenameBegin {
+                id,
+                from: path(from),
+                to: path(to),
+                exchange,
+            }
         }),
         (1u64..4, any::<bool>()).prop_map(|(id, done)| Record::RenameEnd { id, done }),
         (1u64..6, 1u64..9, 0u64..100).prop_map(|(file, sequence, size)| Record::TruncateBegin {
@@ -33,21 +51,32 @@ fn any_record() -> impl Strategy<Value = Record> {
             sequence,
             size
         }),
-        (1u64..6, 1u64..9, 0u64..100, any::<bool>())
-            .prop_map(|(file, sequence, size, done)| Record::TruncateEnd { file, sequence, size, done }),
+        (1u64..6, 1u64..9, 0u64..100, any::<bool>()).prop_map(|(file, sequence, size, done)| {
+            Record::TruncateEnd {
+                file,
+                sequence,
+                size,
+                done,
+            }
+        }),
         (1u64..6, 1u64..9).prop_map(|(file, sequence)| Record::VoidsPassed { file, sequence }),
-        (1u64..6, 0u64..50, 1u64..50, 1u64..9).prop_map(|(file, offset, len, sequence)| Record::Void {
-            file,
-            offset,
-            len,
-            sequence
+        (1u64..6, 0u64..50, 1u64..50, 1u64..9).prop_map(|(file, offset, len, sequence)| {
+            Record::Void {
+                file,
+                offset,
+                len,
+                sequence,
+            }
         }),
         (1u64..6, any::<i64>(), any::<u64>()).prop_map(|(file, sec, written)| Record::ModifiedAt {
             file,
             time: (sec, 0),
             written
         }),
-        (1u64..6, prop_oneof![Just(Ending::Open), Just(Ending::Closed), Just(Ending::Cut)])
+        (
+            1u64..6,
+            prop_oneof![Just(Ending::Open), Just(Ending::Closed), Just(Ending::Cut)]
+        )
             .prop_map(|(file, ending)| Record::Ended { file, ending }),
         (1u64..6).prop_map(|file| Record::Unbind { file }),
     ]
@@ -149,7 +178,11 @@ fn a_torn_tail_is_dropped_and_damage_in_the_middle_is_named() {
     holed[ends[1] + 20] ^= 1;
     let found = replay(&Memory(holed));
     assert_eq!(found.ledger.len(), 2);
-    assert!(matches!(found.damage[..], [Damage::Hole { half: 0, .. }]), "{:?}", found.damage);
+    assert!(
+        matches!(found.damage[..], [Damage::Hole { half: 0, .. }]),
+        "{:?}",
+        found.damage
+    );
 }
 
 #[test]
@@ -165,7 +198,10 @@ fn the_first_half_is_read_without_its_header() {
     let mut bytes = journal.into_medium().0;
     bytes[3] ^= 1;
     let (journal, found) = Journal::open(Memory(bytes));
-    assert_eq!((found.ledger.len(), &found.damage[..]), (1, &[Damage::Header { half: 0 }][..]));
+    assert_eq!(
+        (found.ledger.len(), &found.damage[..]),
+        (1, &[Damage::Header { half: 0 }][..])
+    );
     let again = replay(&journal.into_medium());
     assert_eq!((again.ledger.len(), again.damage.len()), (1, 0));
 }
@@ -182,7 +218,12 @@ fn regression_frames_of_a_half_that_was_passed_over_stay_away() {
     header_and_frame[2048] ^= 1;
     header_and_frame[2048 + 24 + 20] ^= 1;
     let found = replay(&Memory(header_and_frame));
-    assert_eq!((found.ledger.len(), found.damage.len()), (2, 2), "{:?}", found.damage);
+    assert_eq!(
+        (found.ledger.len(), found.damage.len()),
+        (2, 2),
+        "{:?}",
+        found.damage
+    );
     // Without a magic the second half looks like a snapshot that was not finished: the first one,
     // which is empty, is the journal.
     let mut no_magic = bytes;
@@ -219,7 +260,8 @@ impl Medium for Counter {
     }
     fn write(&mut self, at: usize, bytes: &[u8]) {
         let is_magic = at.is_multiple_of(self.len() / 2) && bytes.len() == 8;
-        self.headers.fetch_add(usize::from(is_magic), std::sync::atomic::Ordering::Relaxed);
+        self.headers
+            .fetch_add(usize::from(is_magic), std::sync::atomic::Ordering::Relaxed);
         self.memory.write(at, bytes);
     }
     fn read(&self, at: usize, bytes: &mut [u8]) {
@@ -240,12 +282,20 @@ impl Medium for Counter {
 fn regression_a_nearly_full_journal_does_not_write_all_of_itself_for_each_file() {
     let headers = std::sync::Arc::default();
     let memory = Memory(vec![0; 2 * (256 << 10)]);
-    let mut journal = Journal::create(Counter { memory, headers: std::sync::Arc::clone(&headers) });
-    let closed = |file| Record::Ended { file, ending: firn_format::record::Ending::Closed };
+    let mut journal = Journal::create(Counter {
+        memory,
+        headers: std::sync::Arc::clone(&headers),
+    });
+    let closed = |file| Record::Ended {
+        file,
+        ending: firn_format::record::Ending::Closed,
+    };
     let mut files = 0;
     while journal.append(&bind(files + 1, "some/path")).is_ok() {
         files += 1;
-        journal.append_end(&closed(files)).expect("room is kept for it");
+        journal
+            .append_end(&closed(files))
+            .expect("room is kept for it");
     }
     assert!(files > 1000, "{files} files");
     for _ in 0..1000 {
@@ -254,19 +304,27 @@ fn regression_a_nearly_full_journal_does_not_write_all_of_itself_for_each_file()
     let count = || headers.load(std::sync::atomic::Ordering::Relaxed);
     assert!(count() <= 4, "{} snapshots", count());
     // One file after the other goes, and another comes.
-    let (mut first, mut refused) = (1, 0);
+    let mut first = 1;
+    let mut refused = 0;
     for _ in 0..10_000 {
-        journal.append_end(&Record::Unbind { file: first }).expect("an end");
+        journal
+            .append_end(&Record::Unbind { file: first })
+            .expect("an end");
         first += 1;
         match journal.append(&bind(files + 1, "some/path")) {
             Ok(()) => {
                 files += 1;
-                journal.append_end(&closed(files)).expect("room is kept for it");
+                journal
+                    .append_end(&closed(files))
+                    .expect("room is kept for it");
             }
             Err(Full) => refused += 1,
         }
     }
-    assert!(refused < 100, "{refused} files were refused though as many had gone");
+    assert!(
+        refused < 100,
+        "{refused} files were refused though as many had gone"
+    );
     assert!(count() < 1000, "{} snapshots", count());
 }
 
@@ -275,10 +333,20 @@ fn regression_ranges_that_passed_make_room() {
     let mut journal = Journal::create(Memory(vec![0; 2 * (64 << 10)]));
     journal.append(&bind(1, "some/path")).unwrap();
     let mut sequence = 0;
-    while journal.append(&Record::Void { file: 1, offset: sequence, len: 1, sequence }).is_ok() {
+    while journal
+        .append(&Record::Void {
+            file: 1,
+            offset: sequence,
+            len: 1,
+            sequence,
+        })
+        .is_ok()
+    {
         sequence += 1;
     }
-    journal.append_end(&Record::VoidsPassed { file: 1, sequence }).unwrap();
+    journal
+        .append_end(&Record::VoidsPassed { file: 1, sequence })
+        .unwrap();
     journal.append(&bind(2, "other/path")).unwrap();
 }
 
@@ -289,8 +357,16 @@ fn regression_names_that_renames_doubled_make_room() {
     while journal.append(&bind(file + 1, "dir/path")).is_ok() && file < 250 {
         file += 1;
     }
-    let (from, to) = (path("dir"), path("a-longer-name-of-the-directory-than-before"));
-    journal.append(&Record::RenameBegin { id: 1, from, to, exchange: false }).unwrap();
+    let from = path("dir");
+    let to = path("a-longer-name-of-the-directory-than-before");
+    journal
+        .append(&Record::RenameBegin {
+            id: 1,
+            from,
+            to,
+            exchange: false,
+        })
+        .unwrap();
     let mut more = 1000;
     // So that snapshots are taken while every file has two names.
     for _ in 0..1000 {
@@ -300,7 +376,9 @@ fn regression_names_that_renames_doubled_make_room() {
     while journal.append(&bind(more, "else")).is_ok() {
         more += 1;
     }
-    journal.append_end(&Record::RenameEnd { id: 1, done: false }).unwrap();
+    journal
+        .append_end(&Record::RenameEnd { id: 1, done: false })
+        .unwrap();
     journal.append(&bind(9999, "some/path")).unwrap();
 }
 
@@ -309,7 +387,12 @@ fn names_follow_the_rename_of_a_directory_above() {
     let mut ledger = Ledger::default();
     ledger.apply(&bind(1, "a/x"));
     ledger.apply(&bind(2, "ab"));
-    let rename = Record::RenameBegin { id: 1, from: path("a"), to: path("b"), exchange: false };
+    let rename = Record::RenameBegin {
+        id: 1,
+        from: path("a"),
+        to: path("b"),
+        exchange: false,
+    };
     ledger.apply(&rename);
     let sure = |name: &str| (path(name).into(), PathState::Sure);
     let doubtful = (path("b/x").into(), PathState::Doubtful);
@@ -324,10 +407,23 @@ fn a_failed_rename_leaves_the_old_name_and_an_exchange_swaps_both() {
     let mut ledger = Ledger::default();
     ledger.apply(&bind(1, "a"));
     ledger.apply(&bind(2, "b"));
-    ledger.apply(&Record::RenameBegin { id: 1, from: path("a"), to: path("c"), exchange: false });
+    ledger.apply(&Record::RenameBegin {
+        id: 1,
+        from: path("a"),
+        to: path("c"),
+        exchange: false,
+    });
     ledger.apply(&Record::RenameEnd { id: 1, done: false });
-    assert_eq!(ledger.file(1).unwrap().paths[..], [(path("a").into(), PathState::Sure)]);
-    ledger.apply(&Record::RenameBegin { id: 2, from: path("a"), to: path("b"), exchange: true });
+    assert_eq!(
+        ledger.file(1).unwrap().paths[..],
+        [(path("a").into(), PathState::Sure)]
+    );
+    ledger.apply(&Record::RenameBegin {
+        id: 2,
+        from: path("a"),
+        to: path("b"),
+        exchange: true,
+    });
     ledger.apply(&Record::RenameEnd { id: 2, done: true });
     assert_eq!(ledger.path(1), Some(&b"b"[..]));
     assert_eq!(ledger.path(2), Some(&b"a"[..]));
@@ -342,7 +438,14 @@ fn regression_the_last_generation_and_sequence_overflow_nothing() {
     encode_frame(u64::MAX, u64::MAX, &bind(2, "b").encode(), &mut half);
     half.resize(4096, 0);
     let (mut journal, found) = Journal::open(Memory([half, vec![1; 4096]].concat()));
-    assert_eq!(found.ledger.files().map(|(file, _)| file).collect::<Vec<_>>(), [1]);
+    assert_eq!(
+        found
+            .ledger
+            .files()
+            .map(|(file, _)| file)
+            .collect::<Vec<_>>(),
+        [1]
+    );
     journal.append(&bind(3, "c")).unwrap();
     assert_eq!(replay(&journal.into_medium()).ledger.len(), 2);
 }
@@ -350,13 +453,41 @@ fn regression_the_last_generation_and_sequence_overflow_nothing() {
 #[test]
 fn regression_a_file_with_names_in_both_of_two_exchanged_directories_keeps_both() {
     let mut journal = Journal::create(Memory(vec![0; 8192]));
-    let identity = Identity { dev: 1, ino: 1, btime: None };
+    let identity = Identity {
+        dev: 1,
+        ino: 1,
+        btime: None,
+    };
     let paths = vec![path("a/x"), path("b/x")];
-    journal.append(&Record::Bind { file: 1, identity, paths: paths.clone(), ending: Ending::Open }).unwrap();
-    let (from, to) = (path("a"), path("b"));
-    journal.append(&Record::RenameBegin { id: 1, from, to, exchange: true }).unwrap();
-    journal.append(&Record::RenameEnd { id: 1, done: true }).unwrap();
-    let mut names: Vec<_> = journal.ledger().file(1).unwrap().paths.iter().map(|(p, _)| p.to_vec()).collect();
+    journal
+        .append(&Record::Bind {
+            file: 1,
+            identity,
+            paths: paths.clone(),
+            ending: Ending::Open,
+        })
+        .unwrap();
+    let from = path("a");
+    let to = path("b");
+    journal
+        .append(&Record::RenameBegin {
+            id: 1,
+            from,
+            to,
+            exchange: true,
+        })
+        .unwrap();
+    journal
+        .append(&Record::RenameEnd { id: 1, done: true })
+        .unwrap();
+    let mut names: Vec<_> = journal
+        .ledger()
+        .file(1)
+        .unwrap()
+        .paths
+        .iter()
+        .map(|(p, _)| p.to_vec())
+        .collect();
     names.sort();
     assert_eq!(names, paths);
 }

@@ -71,7 +71,9 @@ impl Drop for Open<'_> {
 
 impl Links {
     pub(crate) const fn new() -> Self {
-        Self { links: [const { Link::new() }; LINKS] }
+        Self {
+            links: [const { Link::new() }; LINKS],
+        }
     }
 
     /// The number of the connection to the arena that a token names, for [`Links::get`]. For a writer, who asks
@@ -88,7 +90,11 @@ impl Links {
     ) -> Option<(u32, Option<Reply>)> {
         let mut first = First::Extents(extents, None);
         let link = self.to_within(token, ATTEMPTS, &mut first)?;
-        let reply = if let First::Extents(_, reply) = first { reply } else { None };
+        let reply = if let First::Extents(_, reply) = first {
+            reply
+        } else {
+            None
+        };
         Some((link, reply))
     }
 
@@ -134,7 +140,10 @@ impl Links {
 
     /// The sockets of all connections.
     pub(crate) fn sockets(&self) -> impl Iterator<Item = c_int> + '_ {
-        self.links.iter().map(|link| link.socket.load(Ordering::Acquire) - 1).filter(|fd| *fd >= 0)
+        self.links
+            .iter()
+            .map(|link| link.socket.load(Ordering::Acquire) - 1)
+            .filter(|fd| *fd >= 0)
     }
 
     /// The program wants the number of a socket for itself: the socket moves.
@@ -161,7 +170,10 @@ impl Link {
             inner: UnsafeCell::new(Inner {
                 uuid: [0; 16],
                 attempts: 0,
-                identity: Identity { device: 0, inode: 0 },
+                identity: Identity {
+                    device: 0,
+                    inode: 0,
+                },
                 mapping: Mapping::NONE,
                 opened: None,
                 ahead: None,
@@ -176,9 +188,14 @@ impl Link {
         if !self.lock.take() {
             return None;
         }
-        let open = Open { link: self, fd: self.socket.load(Ordering::Relaxed) - 1 };
+        let open = Open {
+            link: self,
+            fd: self.socket.load(Ordering::Relaxed) - 1,
+        };
         // A raw close, and the number may be anything by now.
-        if open.fd >= 0 && sys::identity(open.fd).is_none_or(|(found, _)| found != open.inner().identity) {
+        if open.fd >= 0
+            && sys::identity(open.fd).is_none_or(|(found, _)| found != open.inner().identity)
+        {
             set_internal(open.fd, false);
             self.socket.store(0, Ordering::Release);
             return None;
@@ -200,7 +217,13 @@ impl Link {
         }
         let fd = connect_to(&token.socket)?;
         let fd = move_away(fd).unwrap_or(fd);
-        let wanted = if scarce { Want::Nothing } else { Want::Arena { or_nothing: at_any_rate } };
+        let wanted = if scarce {
+            Want::Nothing
+        } else {
+            Want::Arena {
+                or_nothing: at_any_rate,
+            }
+        };
         let greeted = greet(fd, inner, token, wanted, first);
         match greeted.and_then(|()| sys::identity(fd)) {
             Some((identity, _)) => {
@@ -227,7 +250,13 @@ enum First<'a> {
 
 /// The first requests over a connection, all sent before the first answer is waited for: firnd works while this
 /// process maps the arena.
-fn greet(fd: c_int, inner: &mut Inner, token: &Token, wanted: Want, first: &mut First<'_>) -> Option<()> {
+fn greet(
+    fd: c_int,
+    inner: &mut Inner,
+    token: &Token,
+    wanted: Want,
+    first: &mut First<'_>,
+) -> Option<()> {
     send_hello(fd)?;
     match first {
         First::Nothing => {}
@@ -236,7 +265,15 @@ fn greet(fd: c_int, inner: &mut Inner, token: &Token, wanted: Want, first: &mut 
             firn_client::door::prepare();
         }
         First::Extents(..) => {
-            send(fd, &Request { op: Op::Extents as u32, len: 0, token: token.token, arg: 0 })?;
+            send(
+                fd,
+                &Request {
+                    op: Op::Extents as u32,
+                    len: 0,
+                    token: token.token,
+                    arg: 0,
+                },
+            )?;
         }
     }
     inner.mapping = receive_hello(fd, &token.arena, wanted)?;
@@ -265,7 +302,9 @@ impl Open<'_> {
 
     /// Reads the answer that is still to come, if any.
     fn collect(&mut self) -> Option<()> {
-        let Some(token) = self.inner_mut().ahead.take() else { return Some(()) };
+        let Some(token) = self.inner_mut().ahead.take() else {
+            return Some(());
+        };
         let reply = receive(self.fd, &mut []);
         let reply = self.or_give_up(reply)?;
         let inner = self.inner_mut();
@@ -314,7 +353,12 @@ pub(crate) fn ask_extents(
     let mut open = TABLE.links.get(link)?;
     open.collect()?;
     let len = if op == Op::Lease { sys::cpu() } else { 0 };
-    let request = Request { op: op as u32, len, token, arg };
+    let request = Request {
+        op: op as u32,
+        len,
+        token,
+        arg,
+    };
     let reply = send(open.fd, &request).and_then(|()| receive(open.fd, extents));
     open.or_give_up(reply)
 }
@@ -336,19 +380,31 @@ pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply>
 }
 
 fn send_open(fd: c_int, token: u64, lease_bytes: u64) -> Option<()> {
-    let request = |op, len, arg| Request { op: op as u32, len, token, arg };
+    let request = |op, len, arg| Request {
+        op: op as u32,
+        len,
+        token,
+        arg,
+    };
     send(fd, &request(Op::OpenWrite, 0, 0))?;
     send(fd, &request(Op::Lease, sys::cpu(), lease_bytes))
 }
 
 /// Asks for a lease and does not wait for it: [`take_ahead`] does.
 pub(crate) fn ask_ahead(link: u32, token: u64, arg: u64) -> bool {
-    let Some(mut open) = TABLE.links.get(link) else { return false };
+    let Some(mut open) = TABLE.links.get(link) else {
+        return false;
+    };
     if open.inner().ahead.is_some() {
         return false;
     }
     open.inner_mut().ahead = Some(token);
-    let request = Request { op: Op::Lease as u32, len: sys::cpu(), token, arg };
+    let request = Request {
+        op: Op::Lease as u32,
+        len: sys::cpu(),
+        token,
+        arg,
+    };
     let sent = send(open.fd, &request);
     open.or_give_up(sent).is_some()
 }
@@ -357,7 +413,11 @@ pub(crate) fn ask_ahead(link: u32, token: u64, arg: u64) -> bool {
 pub(crate) fn take_ahead(link: u32, token: u64) -> Option<Reply> {
     let mut open = TABLE.links.get(link)?;
     open.collect()?;
-    let slot = open.inner_mut().stash.iter_mut().find(|slot| slot.is_some_and(|(of, _)| of == token))?;
+    let slot = open
+        .inner_mut()
+        .stash
+        .iter_mut()
+        .find(|slot| slot.is_some_and(|(of, _)| of == token))?;
     slot.take().map(|(_, reply)| reply)
 }
 
@@ -390,7 +450,11 @@ fn set_internal(fd: c_int, internal: bool) {
 /// Gives a descriptor a high number.
 fn move_away(fd: c_int) -> Option<c_int> {
     let moved = sys::fcntl(fd, libc::F_DUPFD_CLOEXEC, SOCKET_FD_MIN);
-    let moved = if moved >= 0 { moved } else { sys::fcntl(fd, libc::F_DUPFD_CLOEXEC, fd as usize + 1) };
+    let moved = if moved >= 0 {
+        moved
+    } else {
+        sys::fcntl(fd, libc::F_DUPFD_CLOEXEC, fd as usize + 1)
+    };
     if moved < 0 {
         return None;
     }
@@ -399,9 +463,14 @@ fn move_away(fd: c_int) -> Option<c_int> {
 }
 
 fn connect_to(path: &[u8; 112]) -> Option<c_int> {
-    let mut address =
-        libc::sockaddr_un { sun_family: libc::AF_UNIX as libc::sa_family_t, sun_path: [0; 108] };
-    let len = path.iter().position(|byte| *byte == 0).filter(|len| *len > 0 && *len < 108)?;
+    let mut address = libc::sockaddr_un {
+        sun_family: libc::AF_UNIX as libc::sa_family_t,
+        sun_path: [0; 108],
+    };
+    let len = path
+        .iter()
+        .position(|byte| *byte == 0)
+        .filter(|len| *len > 0 && *len < 108)?;
     for (to, from) in address.sun_path.iter_mut().zip(path.iter().take(len)) {
         *to = *from as libc::c_char;
     }
@@ -412,7 +481,12 @@ fn connect_to(path: &[u8; 112]) -> Option<c_int> {
         if fd < 0 {
             return None;
         }
-        let connected = syscall!(libc::SYS_connect, fd, &raw const address, size_of::<libc::sockaddr_un>());
+        let connected = syscall!(
+            libc::SYS_connect,
+            fd,
+            &raw const address,
+            size_of::<libc::sockaddr_un>()
+        );
         if connected < 0 {
             sys::close(fd as c_int);
             return None;
@@ -443,7 +517,15 @@ enum Want {
 
 /// The first request.
 fn send_hello(fd: c_int) -> Option<()> {
-    send(fd, &Request { op: Op::Hello as u32, len: 0, token: 0, arg: u64::from(DOOR_VERSION) })
+    send(
+        fd,
+        &Request {
+            op: Op::Hello as u32,
+            len: 0,
+            token: 0,
+            arg: u64::from(DOOR_VERSION),
+        },
+    )
 }
 
 /// Its answer gives the arena.
@@ -456,7 +538,9 @@ fn receive_hello(fd: c_int, uuid: &[u8; 16], want: Want) -> Option<Mapping> {
     let ours = sent.filter(|_| whole && arena.uuid == *uuid);
     let mapping = ours.and_then(|sent| match want {
         Want::Nothing => Some(Mapping::NONE),
-        Want::Arena { or_nothing } => Mapping::of(sent, &arena).or(or_nothing.then_some(Mapping::NONE)),
+        Want::Arena { or_nothing } => {
+            Mapping::of(sent, &arena).or(or_nothing.then_some(Mapping::NONE))
+        }
     });
     if let Some(sent) = sent {
         sys::close(sent);
@@ -485,8 +569,13 @@ pub(crate) struct Along {
 }
 
 impl Along {
-    pub(crate) const NOTHING: Self =
-        Self { data: std::ptr::null(), len: 0, fd: None, into: std::ptr::null_mut(), room: 0 };
+    pub(crate) const NOTHING: Self = Self {
+        data: std::ptr::null(),
+        len: 0,
+        fd: None,
+        into: std::ptr::null_mut(),
+        room: 0,
+    };
 }
 
 /// A request with bytes.
@@ -494,7 +583,9 @@ impl Along {
 /// # Safety
 /// The memory is the program's own.
 pub(crate) unsafe fn call(link: u32, request: &Request, along: Along) -> Called {
-    let Some(mut open) = TABLE.links.get(link) else { return Called::Gone { sent: false } };
+    let Some(mut open) = TABLE.links.get(link) else {
+        return Called::Gone { sent: false };
+    };
     if open.collect().is_none() {
         return Called::Gone { sent: false };
     }
@@ -546,7 +637,10 @@ unsafe fn exchange(fd: c_int, request: &Request, along: Along) -> Called {
         Err(_) => return Called::Gone { sent: false },
     }
     let mut reply = Reply::new_zeroed();
-    let room = libc::iovec { iov_base: along.into.cast(), iov_len: along.room };
+    let room = libc::iovec {
+        iov_base: along.into.cast(),
+        iov_len: along.room,
+    };
     let mut parts = [part(reply.as_mut_bytes()), room];
     let (len, sent) = match receive_or(fd, &mut parts) {
         Ok(received) => received,
@@ -556,7 +650,11 @@ unsafe fn exchange(fd: c_int, request: &Request, along: Along) -> Called {
     if let Some(sent) = sent {
         sys::close(sent);
     }
-    let follow = if along.room > 0 { reply.count as usize } else { 0 };
+    let follow = if along.room > 0 {
+        reply.count as usize
+    } else {
+        0
+    };
     if len != size_of::<Reply>() + follow || follow > along.room {
         return Called::Gone { sent: true };
     }
@@ -568,8 +666,14 @@ unsafe fn exchange(fd: c_int, request: &Request, along: Along) -> Called {
 unsafe fn send_along(fd: c_int, request: &Request, along: Along) -> Result<(), c_int> {
     let head = request.as_bytes();
     let mut parts = [
-        libc::iovec { iov_base: head.as_ptr().cast_mut().cast(), iov_len: head.len() },
-        libc::iovec { iov_base: along.data.cast_mut().cast(), iov_len: along.len },
+        libc::iovec {
+            iov_base: head.as_ptr().cast_mut().cast(),
+            iov_len: head.len(),
+        },
+        libc::iovec {
+            iov_base: along.data.cast_mut().cast(),
+            iov_len: along.len,
+        },
     ];
     // SAFETY: a structure of numbers and pointers that may be null.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -591,9 +695,20 @@ unsafe fn send_along(fd: c_int, request: &Request, along: Along) -> Result<(), c
     let len = (head.len() + along.len) as isize;
     loop {
         // SAFETY: the caller's promise.
-        let sent = unsafe { syscall!(libc::SYS_sendmsg, fd, &raw const message, libc::MSG_NOSIGNAL) };
+        let sent = unsafe {
+            syscall!(
+                libc::SYS_sendmsg,
+                fd,
+                &raw const message,
+                libc::MSG_NOSIGNAL
+            )
+        };
         if sent != -(libc::EINTR as isize) {
-            return if sent == len { Ok(()) } else { Err(sent.wrapping_neg() as c_int) };
+            return if sent == len {
+                Ok(())
+            } else {
+                Err(sent.wrapping_neg() as c_int)
+            };
         }
     }
 }
@@ -603,7 +718,15 @@ fn send(fd: c_int, request: &Request) -> Option<()> {
     loop {
         // SAFETY: the kernel reads the request.
         let sent = unsafe {
-            syscall!(libc::SYS_sendto, fd, bytes.as_ptr(), bytes.len(), libc::MSG_NOSIGNAL, 0usize, 0usize)
+            syscall!(
+                libc::SYS_sendto,
+                fd,
+                bytes.as_ptr(),
+                bytes.len(),
+                libc::MSG_NOSIGNAL,
+                0usize,
+                0usize
+            )
         };
         if sent != -(libc::EINTR as isize) {
             return (sent == bytes.len() as isize).then_some(());
@@ -613,19 +736,26 @@ fn send(fd: c_int, request: &Request) -> Option<()> {
 
 fn receive(fd: c_int, extents: &mut [MaybeUninit<Extent>]) -> Option<Reply> {
     let mut reply = Reply::new_zeroed();
-    let room = libc::iovec { iov_base: extents.as_mut_ptr().cast(), iov_len: size_of_val(extents) };
+    let room = libc::iovec {
+        iov_base: extents.as_mut_ptr().cast(),
+        iov_len: size_of_val(extents),
+    };
     let mut parts = [part(reply.as_mut_bytes()), room];
     let (len, sent) = receive_parts(fd, &mut parts)?;
     if let Some(sent) = sent {
         sys::close(sent);
     }
     let follow = (reply.count as usize).checked_mul(size_of::<Extent>())?;
-    let whole = len == size_of::<Reply>().checked_add(follow)? && reply.count as usize <= extents.len();
+    let whole =
+        len == size_of::<Reply>().checked_add(follow)? && reply.count as usize <= extents.len();
     whole.then_some(reply)
 }
 
 fn part(bytes: &mut [u8]) -> libc::iovec {
-    libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }
+    libc::iovec {
+        iov_base: bytes.as_mut_ptr().cast(),
+        iov_len: bytes.len(),
+    }
 }
 
 /// One packet and the descriptor that came with it; `None` where the connection ended.
@@ -644,13 +774,24 @@ fn receive_or(fd: c_int, parts: &mut [libc::iovec; 2]) -> Result<(usize, Option<
     message.msg_controllen = size_of_val(&control);
     let len = loop {
         // SAFETY: the parts are the callers' own memory, the rest is ours.
-        let len = unsafe { syscall!(libc::SYS_recvmsg, fd, &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+        let len = unsafe {
+            syscall!(
+                libc::SYS_recvmsg,
+                fd,
+                &raw mut message,
+                libc::MSG_CMSG_CLOEXEC
+            )
+        };
         if len != -(libc::EINTR as isize) {
             break len;
         }
     };
     if len <= 0 || message.msg_flags & libc::MSG_TRUNC != 0 {
-        return Err(if len < 0 { len.wrapping_neg() as c_int } else { 0 });
+        return Err(if len < 0 {
+            len.wrapping_neg() as c_int
+        } else {
+            0
+        });
     }
     // SAFETY: the kernel filled the control data; the macros stay within it.
     let sent = unsafe {

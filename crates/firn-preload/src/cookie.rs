@@ -51,7 +51,8 @@ unsafe extern "C" fn write(cookie: *mut c_void, data: *const c_char, len: size_t
     let mut done = 0;
     while done < len {
         // SAFETY: as above.
-        let more = unsafe { libc::write(cookie as c_int, data.wrapping_add(done).cast(), len - done) };
+        let more =
+            unsafe { libc::write(cookie as c_int, data.wrapping_add(done).cast(), len - done) };
         match usize::try_from(more) {
             Ok(more) => done += more,
             // The C library takes less than all of it for the error, and nothing negative.
@@ -85,14 +86,26 @@ unsafe extern "C" fn close(cookie: *mut c_void) -> c_int {
 pub(crate) unsafe fn over(fd: c_int, mode: *const c_char) -> *mut FILE {
     // SAFETY: the caller's promise; the structure is the C library's, at places that are part of its interface.
     unsafe {
-        let file = fopencookie(fd as *mut c_void, mode, Functions { read, write, seek, close });
+        let file = fopencookie(
+            fd as *mut c_void,
+            mode,
+            Functions {
+                read,
+                write,
+                seek,
+                close,
+            },
+        );
         if file.is_null() {
             return file;
         }
         let base = file.cast::<u8>();
         base.wrapping_add(place::FILENO).cast::<c_int>().write(fd);
         base.wrapping_add(place::MODE).cast::<c_int>().write(BYTES);
-        OURS.store(base.wrapping_add(place::FUNCTIONS).cast::<usize>().read(), Ordering::Release);
+        OURS.store(
+            base.wrapping_add(place::FUNCTIONS).cast::<usize>().read(),
+            Ordering::Release,
+        );
         if *mode == b'a' as c_char {
             libc::lseek64(fd, 0, libc::SEEK_END);
         }
@@ -106,7 +119,12 @@ pub(crate) unsafe fn over(fd: c_int, mode: *const c_char) -> *mut FILE {
 /// An open stream.
 pub(crate) unsafe fn is_ours(file: *mut FILE) -> bool {
     // SAFETY: the caller's promise.
-    let functions = unsafe { file.cast::<u8>().wrapping_add(place::FUNCTIONS).cast::<usize>().read() };
+    let functions = unsafe {
+        file.cast::<u8>()
+            .wrapping_add(place::FUNCTIONS)
+            .cast::<usize>()
+            .read()
+    };
     functions == OURS.load(Ordering::Acquire) && functions != 0
 }
 
@@ -131,7 +149,14 @@ pub(crate) fn replace_standard(fd: c_int) {
         if old.is_null() || is_ours(old) || libc::fileno(old) != fd {
             return;
         }
-        let new = over(fd, if fd == libc::STDIN_FILENO { c"r".as_ptr() } else { c"w".as_ptr() });
+        let new = over(
+            fd,
+            if fd == libc::STDIN_FILENO {
+                c"r".as_ptr()
+            } else {
+                c"w".as_ptr()
+            },
+        );
         if new.is_null() {
             return;
         }
@@ -143,8 +168,14 @@ pub(crate) fn replace_standard(fd: c_int) {
             libc::setvbuf(new, std::ptr::null_mut(), libc::_IOLBF, 0);
         }
         // What waits in the old buffer would be written to the descriptor later, unseen.
-        let start = base.wrapping_add(place::WRITE_BASE).cast::<*const c_void>().read();
-        let end = base.wrapping_add(place::WRITE_PTR).cast::<*const c_void>().read();
+        let start = base
+            .wrapping_add(place::WRITE_BASE)
+            .cast::<*const c_void>()
+            .read();
+        let end = base
+            .wrapping_add(place::WRITE_PTR)
+            .cast::<*const c_void>()
+            .read();
         let waits = (end as usize).saturating_sub(start as usize);
         if waits > 0 {
             libc::fwrite(start, 1, waits, new);

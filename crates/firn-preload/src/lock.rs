@@ -48,7 +48,9 @@ fn is_single() -> bool {
 
 impl Lock {
     pub(crate) const fn new() -> Self {
-        Self { word: AtomicU64::new(0) }
+        Self {
+            word: AtomicU64::new(0),
+        }
     }
 
     /// Takes the lock; `false`: this very thread holds it already.
@@ -61,7 +63,11 @@ impl Lock {
             compiler_fence(Ordering::SeqCst);
             return true;
         }
-        if self.word.compare_exchange(0, me, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+        if self
+            .word
+            .compare_exchange(0, me, Ordering::Acquire, Ordering::Relaxed)
+            .is_ok()
+        {
             return true;
         }
         self.take_slowly(me)
@@ -74,7 +80,12 @@ impl Lock {
             if found & !WAITING == me {
                 return false;
             }
-            if found == 0 && self.word.compare_exchange(0, me, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+            if found == 0
+                && self
+                    .word
+                    .compare_exchange(0, me, Ordering::Acquire, Ordering::Relaxed)
+                    .is_ok()
+            {
                 return true;
             }
             std::hint::spin_loop();
@@ -85,8 +96,16 @@ impl Lock {
                 return false;
             }
             // Others may wait too: who waited once takes it with the mark.
-            let wanted = if found == 0 { me | WAITING } else { found | WAITING };
-            if self.word.compare_exchange(found, wanted, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            let wanted = if found == 0 {
+                me | WAITING
+            } else {
+                found | WAITING
+            };
+            if self
+                .word
+                .compare_exchange(found, wanted, Ordering::Acquire, Ordering::Relaxed)
+                .is_err()
+            {
                 continue;
             }
             if found == 0 {

@@ -38,13 +38,19 @@ impl Mapping {
     /// Maps the arena behind `fd`; `None` where that is not possible.
     pub(crate) fn of(fd: c_int, arena: &Arena) -> Option<Self> {
         let words_end = arena.words_offset.checked_add(arena.words_bytes)?;
-        let aligned = arena.words_offset.is_multiple_of(PAGE) && arena.shared_offset.is_multiple_of(PAGE);
+        let aligned =
+            arena.words_offset.is_multiple_of(PAGE) && arena.shared_offset.is_multiple_of(PAGE);
         if !aligned || words_end > arena.file_bytes || arena.shared_offset >= arena.file_bytes {
             return None;
         }
         let shared_bytes = arena.file_bytes - arena.shared_offset;
         let words = map(fd, arena.words_offset, arena.words_bytes, libc::PROT_READ)?;
-        let shared = map(fd, arena.shared_offset, shared_bytes, libc::PROT_READ | libc::PROT_WRITE)?;
+        let shared = map(
+            fd,
+            arena.shared_offset,
+            shared_bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+        )?;
         Some(Self {
             shared: (shared as *mut u8).wrapping_sub(arena.shared_offset as usize),
             words: (words as *const u8).wrapping_sub(arena.words_offset as usize),
@@ -57,13 +63,18 @@ impl Mapping {
 
     /// Whether so many bytes from an offset of the arena on may be written.
     pub(crate) fn has_shared(&self, offset: u64, len: u64) -> bool {
-        offset >= self.shared_start && offset.checked_add(len).is_some_and(|end| end <= self.shared_end)
+        offset >= self.shared_start
+            && offset
+                .checked_add(len)
+                .is_some_and(|end| end <= self.shared_end)
     }
 
     /// Whether a word lies at an offset of the arena.
     pub(crate) fn has_word(&self, offset: u64) -> bool {
-        let inside =
-            offset >= self.words_start && offset.checked_add(4).is_some_and(|end| end <= self.words_end);
+        let inside = offset >= self.words_start
+            && offset
+                .checked_add(4)
+                .is_some_and(|end| end <= self.words_end);
         inside && offset.is_multiple_of(4)
     }
 }
@@ -73,7 +84,17 @@ fn map(fd: c_int, offset: u64, len: u64, prot: c_int) -> Option<usize> {
     let room = len.checked_add(HUGE)?.checked_next_multiple_of(PAGE)?;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: new memory, wherever the kernel likes.
-    let start = unsafe { syscall!(libc::SYS_mmap, 0usize, room, libc::PROT_NONE, flags, -1isize, 0usize) };
+    let start = unsafe {
+        syscall!(
+            libc::SYS_mmap,
+            0usize,
+            room,
+            libc::PROT_NONE,
+            flags,
+            -1isize,
+            0usize
+        )
+    };
     if start < 0 {
         return None;
     }

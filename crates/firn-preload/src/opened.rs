@@ -33,7 +33,13 @@ pub(crate) struct Devices {
 
 impl Devices {
     pub(crate) const fn new() -> Self {
-        let first = Token { token: 0, version: 0, pid: 0, arena: [0; 16], socket: [0; 112] };
+        let first = Token {
+            token: 0,
+            version: 0,
+            pid: 0,
+            arena: [0; 16],
+            socket: [0; 112],
+        };
         Self {
             known: [const { AtomicU64::new(0) }; DEVICES],
             next: AtomicU32::new(0),
@@ -45,7 +51,9 @@ impl Devices {
     /// Whether a device is known as that of a Firn mount.
     pub(crate) fn has(&self, device: u64) -> bool {
         let ours = device.wrapping_add(1) << 1 | 1;
-        self.known.iter().any(|known| known.load(Ordering::Relaxed) == ours)
+        self.known
+            .iter()
+            .any(|known| known.load(Ordering::Relaxed) == ours)
     }
 
     /// Whether the descriptor's device is a Firn mount; then its token, or 0 where it was not asked for.
@@ -104,11 +112,14 @@ impl Before {
     /// Takes the count.
     #[inline(always)]
     pub(crate) fn now() -> Self {
-        Self { shared: TABLE.shared.load(Ordering::SeqCst) }
+        Self {
+            shared: TABLE.shared.load(Ordering::SeqCst),
+        }
     }
 
     fn still(&self) -> bool {
-        TABLE.sharing.load(Ordering::SeqCst) == 0 && TABLE.shared.load(Ordering::SeqCst) == self.shared
+        TABLE.sharing.load(Ordering::SeqCst) == 0
+            && TABLE.shared.load(Ordering::SeqCst) == self.shared
     }
 }
 
@@ -160,7 +171,9 @@ pub(crate) fn note(fd: c_int, flags: c_int, before: &Before, by: By) -> Noted {
     }
     let path_only = flags & libc::O_PATH != 0
         || flags & libc::O_DIRECTORY != 0 && flags & libc::O_TMPFILE != libc::O_TMPFILE;
-    let Some((identity, mode)) = sys::identity(fd).filter(|_| !path_only) else { return Noted::Else };
+    let Some((identity, mode)) = sys::identity(fd).filter(|_| !path_only) else {
+        return Noted::Else;
+    };
     if mode & libc::S_IFMT == libc::S_IFREG {
         match stub::opened(fd, identity.device, flags) {
             Ok(true) => return Noted::Stub,
@@ -172,11 +185,19 @@ pub(crate) fn note(fd: c_int, flags: c_int, before: &Before, by: By) -> Noted {
     Noted::Else
 }
 
-fn note_on_mount(fd: c_int, flags: c_int, (identity, mode): (Identity, u32), before: &Before, by: By) {
+fn note_on_mount(
+    fd: c_int,
+    flags: c_int,
+    (identity, mode): (Identity, u32),
+    before: &Before,
+    by: By,
+) {
     if mode & libc::S_IFMT != libc::S_IFREG {
         return;
     }
-    let Some(token) = TABLE.devices.is_ours(fd, identity.device) else { return };
+    let Some(token) = TABLE.devices.is_ours(fd, identity.device) else {
+        return;
+    };
     if flags & UNUSUAL != 0 {
         return report::left(Reason::Flags);
     }
@@ -184,7 +205,9 @@ fn note_on_mount(fd: c_int, flags: c_int, (identity, mode): (Identity, u32), bef
         return report::left(Reason::Stdio);
     }
     let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
-    let Some(mut held) = table::enter_new(fd) else { return };
+    let Some(mut held) = table::enter_new(fd) else {
+        return;
+    };
     *held = Inner::new();
     held.identity = identity;
     held.token = token;

@@ -49,7 +49,9 @@ pub(crate) fn forget_pages() {
 
 impl Pages {
     const fn new() -> Self {
-        Self { slots: [const { AtomicUsize::new(0) }; PAGES] }
+        Self {
+            slots: [const { AtomicUsize::new(0) }; PAGES],
+        }
     }
 
     /// Whether the ends of a buffer are good, those that are not remembered by asking `probe` for their pages.
@@ -58,7 +60,9 @@ impl Pages {
         if len == 0 {
             return true;
         }
-        let Some(last) = data.checked_add(len - 1) else { return false };
+        let Some(last) = data.checked_add(len - 1) else {
+            return false;
+        };
         let first = data & !(PAGE - 1);
         let last = last & !(PAGE - 1);
         self.has(first, probe) && (first == last || self.has(last, probe))
@@ -67,7 +71,9 @@ impl Pages {
     #[inline(always)]
     fn has(&self, page: usize, probe: fn(usize) -> bool) -> bool {
         let era = ERA.load(Ordering::Relaxed) % PAGE;
-        let Some(slot) = self.slots.get(page / PAGE % PAGES) else { return probe(page) };
+        let Some(slot) = self.slots.get(page / PAGE % PAGES) else {
+            return probe(page);
+        };
         slot.load(Ordering::Relaxed) == page | era || remember(slot, page | era, probe)
     }
 }
@@ -103,8 +109,15 @@ pub(crate) fn is_writable(data: *mut c_void, len: usize) -> bool {
 fn can_read(page: usize) -> bool {
     // Not at its begin: the first page begins at NULL, which means no set.
     // SAFETY: the kernel reads eight bytes and changes nothing.
-    let result =
-        unsafe { syscall!(libc::SYS_rt_sigprocmask, NO_SUCH_HOW, page + SET_BYTES, 0usize, SET_BYTES) };
+    let result = unsafe {
+        syscall!(
+            libc::SYS_rt_sigprocmask,
+            NO_SUCH_HOW,
+            page + SET_BYTES,
+            0usize,
+            SET_BYTES
+        )
+    };
     result != -(libc::EFAULT as isize)
 }
 
@@ -114,7 +127,17 @@ fn can_write(page: usize) -> bool {
     let first = NOBODY_WAITS.as_ptr();
     let op = libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG;
     // SAFETY: the kernel adds 0 to a word of the page, atomically, and wakes nobody of the first one.
-    let result = unsafe { syscall!(libc::SYS_futex, first, op, 0usize, 0usize, page, ADD_NOTHING) };
+    let result = unsafe {
+        syscall!(
+            libc::SYS_futex,
+            first,
+            op,
+            0usize,
+            0usize,
+            page,
+            ADD_NOTHING
+        )
+    };
     result != -(libc::EFAULT as isize)
 }
 
@@ -124,18 +147,27 @@ mod tests {
 
     /// Three pages, the middle one without any right.
     fn pages() -> usize {
-        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let (prot, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        );
         // SAFETY: new memory, and a page of it.
         unsafe {
             let at = libc::mmap(std::ptr::null_mut(), 3 * PAGE, prot, flags, -1, 0);
             assert_ne!(at, libc::MAP_FAILED);
-            assert_eq!(libc::mprotect(at.wrapping_byte_add(PAGE), PAGE, libc::PROT_NONE), 0);
+            assert_eq!(
+                libc::mprotect(at.wrapping_byte_add(PAGE), PAGE, libc::PROT_NONE),
+                0
+            );
             at as usize
         }
     }
 
     fn both(data: usize, len: usize) -> [bool; 2] {
-        [is_readable(data as *const c_void, len), is_writable(data as *mut c_void, len)]
+        [
+            is_readable(data as *const c_void, len),
+            is_writable(data as *mut c_void, len),
+        ]
     }
 
     #[test]
@@ -158,7 +190,10 @@ mod tests {
         let at = pages();
         assert_eq!(both(at, PAGE), [true; 2]);
         // SAFETY: a page of this test.
-        assert_eq!(unsafe { libc::mprotect(at as *mut c_void, PAGE, libc::PROT_READ) }, 0);
+        assert_eq!(
+            unsafe { libc::mprotect(at as *mut c_void, PAGE, libc::PROT_READ) },
+            0
+        );
         forget_pages();
         assert_eq!(both(at, PAGE), [true, false]);
         // SAFETY: a page of this test.

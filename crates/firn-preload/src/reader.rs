@@ -65,7 +65,13 @@ impl List {
     pub(crate) fn unmap(&mut self) {
         if !self.extents.is_null() {
             // SAFETY: mapped by `map`, and nobody looks at it any more.
-            unsafe { syscall!(libc::SYS_munmap, self.extents, LIST_MAX * size_of::<Extent>()) };
+            unsafe {
+                syscall!(
+                    libc::SYS_munmap,
+                    self.extents,
+                    LIST_MAX * size_of::<Extent>()
+                )
+            };
         }
         *self = Self::new();
     }
@@ -73,7 +79,10 @@ impl List {
     /// Begins a new list; its room.
     fn map(&mut self) -> Option<&mut [MaybeUninit<Extent>]> {
         self.unmap();
-        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let (prot, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        );
         let bytes = LIST_MAX * size_of::<Extent>();
         let flags = flags | libc::MAP_NORESERVE;
         // SAFETY: new memory.
@@ -89,7 +98,10 @@ impl List {
         if self.extents.is_null() || self.count + EXTENTS_MAX > LIST_MAX {
             return None;
         }
-        let room = self.extents.wrapping_add(self.count).cast::<MaybeUninit<Extent>>();
+        let room = self
+            .extents
+            .wrapping_add(self.count)
+            .cast::<MaybeUninit<Extent>>();
         // SAFETY: the map has room for so many more, and nobody else has the list.
         Some(unsafe { std::slice::from_raw_parts_mut(room, EXTENTS_MAX) })
     }
@@ -154,7 +166,9 @@ pub(crate) unsafe fn read(fd: c_int, parts: &[iovec], at: Option<u64>, call: Cal
     match taken {
         Some(taken) => {
             if at.is_none() {
-                held.entry.offset.store(offset.wrapping_add(taken as u64), Ordering::Relaxed);
+                held.entry
+                    .offset
+                    .store(offset.wrapping_add(taken as u64), Ordering::Relaxed);
             }
             report::fast(call, taken);
             Went::Past(taken as isize)
@@ -190,10 +204,19 @@ unsafe fn copy_to_cache(to: *mut u8, from: *const u8, len: usize) {
 ///
 /// # Safety
 /// As for [`read`].
-pub(crate) unsafe fn take(held: &mut Held, parts: &[iovec], offset: u64, total: usize) -> Option<usize> {
+pub(crate) unsafe fn take(
+    held: &mut Held,
+    parts: &[iovec],
+    offset: u64,
+    total: usize,
+) -> Option<usize> {
     let left = held.list.size.saturating_sub(offset);
     let total = total.min(usize::try_from(left).unwrap_or(usize::MAX));
-    let copy = if total >= STREAM_BYTES_MIN { door::copy } else { copy_to_cache };
+    let copy = if total >= STREAM_BYTES_MIN {
+        door::copy
+    } else {
+        copy_to_cache
+    };
     let mut done = 0;
     for part in parts {
         let len = part.iov_len.min(total - done);
@@ -213,7 +236,13 @@ pub(crate) unsafe fn take(held: &mut Held, parts: &[iovec], offset: u64, total: 
 ///
 /// # Safety
 /// `to` is writable for `len` bytes.
-unsafe fn take_some(held: &mut Held, to: *mut u8, len: usize, at: u64, copy: Copy) -> Option<usize> {
+unsafe fn take_some(
+    held: &mut Held,
+    to: *mut u8,
+    len: usize,
+    at: u64,
+    copy: Copy,
+) -> Option<usize> {
     let next = held.list.find(at);
     let gap = next.map_or(u64::MAX, |extent| extent.offset.saturating_sub(at));
     if let Some(extent) = next.filter(|extent| gap == 0 && extent.place == IN_MEMORY) {
@@ -224,10 +253,20 @@ unsafe fn take_some(held: &mut Held, to: *mut u8, len: usize, at: u64, copy: Cop
             return None;
         }
         // SAFETY: mapped, as just asked; the buffer is the caller's promise.
-        unsafe { copy(to, held.list.mapping.shared.wrapping_add(from as usize), len as usize) };
+        unsafe {
+            copy(
+                to,
+                held.list.mapping.shared.wrapping_add(from as usize),
+                len as usize,
+            )
+        };
         return Some(len as usize);
     }
-    let gap = if gap == 0 { next.map_or(0, |extent| extent.len - (at - extent.offset)) } else { gap };
+    let gap = if gap == 0 {
+        next.map_or(0, |extent| extent.len - (at - extent.offset))
+    } else {
+        gap
+    };
     let len = len.min(usize::try_from(gap).unwrap_or(usize::MAX));
     let result = if held.tag == tag::STUB {
         // SAFETY: the caller's promise.
@@ -264,7 +303,11 @@ fn ask(held: &mut Held, total: usize) -> bool {
         answer => {
             held.list.unmap();
             held.set_tag(tag::NONE);
-            report::left(if answer == Some(Status::Ok) { Reason::Nothing } else { Reason::NoDoor });
+            report::left(if answer == Some(Status::Ok) {
+                Reason::Nothing
+            } else {
+                Reason::NoDoor
+            });
             false
         }
     }
@@ -282,7 +325,10 @@ fn begin(held: &mut Held) -> bool {
 
 /// Fetches the whole list; how firnd answered.
 fn load(held: &mut Held) -> Option<Status> {
-    let token = TABLE.devices.first_token(held.token).or_else(|| token(held.fd))?;
+    let token = TABLE
+        .devices
+        .first_token(held.token)
+        .or_else(|| token(held.fd))?;
     let room = held.list.map()?;
     let (link, first) = TABLE.links.to_read(&token, room)?;
     (held.link, held.token) = (link, token.token);
@@ -310,9 +356,18 @@ fn load_from(held: &mut Held, mut first: Option<Reply>) -> Option<Status> {
         if changed || !held.list.mapping.has_word(reply.slot) {
             return Some(Status::Busy);
         }
-        held.list.slot = held.list.mapping.words.wrapping_add(reply.slot as usize).cast();
+        held.list.slot = held
+            .list
+            .mapping
+            .words
+            .wrapping_add(reply.slot as usize)
+            .cast();
         (held.list.stamp, held.list.size) = (reply.stamp, reply.size);
-        let ends = held.list.extents().last().map_or(0, |extent| extent.offset.saturating_add(extent.len));
+        let ends = held
+            .list
+            .extents()
+            .last()
+            .map_or(0, |extent| extent.offset.saturating_add(extent.len));
         if (reply.count as usize) < EXTENTS_MAX || ends <= from {
             return Some(Status::Ok);
         }
@@ -322,17 +377,23 @@ fn load_from(held: &mut Held, mut first: Option<Reply>) -> Option<Status> {
 
 /// Fetches the extents from an offset on, behind those that are there.
 fn load_some(held: &mut Held, from: u64) -> Option<Reply> {
-    let (link, token) = (held.link, held.token);
+    let link = held.link;
+    let token = held.token;
     connect::ask_extents(link, token, (Op::Extents, from), held.list.room()?)
 }
 
 /// The list does not hold any more.
 fn drop_list(held: &mut Held) {
-    let (link, token) = (held.link, held.token);
+    let link = held.link;
+    let token = held.token;
     writer::give_back(held);
     held.list.unmap();
     held.refusals = held.refusals.saturating_add(1);
-    held.patience_bytes = if held.refusals < REFUSALS_MAX { 0 } else { u64::MAX };
+    held.patience_bytes = if held.refusals < REFUSALS_MAX {
+        0
+    } else {
+        u64::MAX
+    };
     connect::ask(link, Op::EndRead, token, 0);
     report::left(Reason::Changed);
 }

@@ -23,7 +23,11 @@ pub(crate) struct Real<F> {
 
 impl<F: Copy> Real<F> {
     const fn new(name: &'static CStr, fallback: *const ()) -> Self {
-        Self { at: AtomicPtr::new(fallback.cast_mut().cast()), name, kind: PhantomData }
+        Self {
+            at: AtomicPtr::new(fallback.cast_mut().cast()),
+            name,
+            kind: PhantomData,
+        }
     }
 
     /// The function.

@@ -137,7 +137,10 @@ impl Write for Line {
 /// To standard error, also where that is a stub.
 fn tell(text: &[u8]) {
     if table::tag_of(libc::STDERR_FILENO) == tag::STUB {
-        let part = [libc::iovec { iov_base: text.as_ptr().cast_mut().cast(), iov_len: text.len() }];
+        let part = [libc::iovec {
+            iov_base: text.as_ptr().cast_mut().cast(),
+            iov_len: text.len(),
+        }];
         // SAFETY: the text is ours.
         unsafe { stub::write(libc::STDERR_FILENO, &part, None, false, Call::Write) };
     } else {
@@ -152,20 +155,28 @@ pub(crate) fn print() {
     }
     let pid = sys::pid();
     let value = |counters: &[AtomicU64], index: usize| {
-        counters.get(index).map_or(0, |counter| counter.load(Ordering::Relaxed))
+        counters
+            .get(index)
+            .map_or(0, |counter| counter.load(Ordering::Relaxed))
     };
     let say = |text: std::fmt::Arguments<'_>| {
-        let mut line = Line { bytes: [0; 200], len: 0 };
+        let mut line = Line {
+            bytes: [0; 200],
+            len: 0,
+        };
         if writeln!(line, "firn-preload[{pid}]: {text}").is_ok() {
             tell(line.bytes.get(..line.len).unwrap_or_default());
         }
     };
     let counters = &TABLE.counters;
     for (index, name) in CALL_NAMES.iter().enumerate() {
-        let (fast, kernel) = (value(&counters.fast, index), value(&counters.kernel, index));
+        let fast = value(&counters.fast, index);
+        let kernel = value(&counters.kernel, index);
         if fast + kernel > 0 {
             let bytes = value(&counters.bytes, index);
-            say(format_args!("{name}: {fast} past the kernel ({bytes} bytes), {kernel} through it"));
+            say(format_args!(
+                "{name}: {fast} past the kernel ({bytes} bytes), {kernel} through it"
+            ));
         }
     }
     for (index, name) in REASON_NAMES.iter().enumerate() {

@@ -22,7 +22,11 @@ pub(crate) fn one(fd: c_int) {
         Entered::Held(held) if held.tag != tag::INTERNAL => writer::leave(held, Reason::Shared),
         // In a signal handler: what the interrupted code does ends at its claim.
         Entered::Again(entry) if entry.is_private() => {
-            sys::lseek(fd, entry.offset.load(Ordering::Relaxed) as i64, libc::SEEK_SET);
+            sys::lseek(
+                fd,
+                entry.offset.load(Ordering::Relaxed) as i64,
+                libc::SEEK_SET,
+            );
         }
         _ => {}
     }
@@ -44,7 +48,9 @@ pub(crate) fn begin() {
 pub(crate) fn end() {
     if !table::in_vfork_child() {
         let less = |count: u32| Some(count.saturating_sub(1));
-        let _ = TABLE.sharing.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+        let _ = TABLE
+            .sharing
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
     }
 }
 

@@ -19,8 +19,13 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     real::resolve();
     lock::begin();
     // SAFETY: what the loader hands to constructors: arrays of C strings, ended by null.
-    let (off, report, is_firnd) =
-        unsafe { (value(envp, b"FIRN_PRELOAD"), value(envp, b"FIRN_PRELOAD_REPORT"), is_own_program(argv)) };
+    let (off, report, is_firnd) = unsafe {
+        (
+            value(envp, b"FIRN_PRELOAD"),
+            value(envp, b"FIRN_PRELOAD_REPORT"),
+            is_own_program(argv),
+        )
+    };
     if off == Some(b"off") || is_firnd || !table::wipe_on_fork() {
         return;
     }
@@ -29,16 +34,27 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     }
     // SAFETY: the functions stay loaded as long as the process lives.
     let failed = unsafe {
-        libc::pthread_atfork(Some(share::before_fork), Some(share::after_fork), Some(share::in_child))
+        libc::pthread_atfork(
+            Some(share::before_fork),
+            Some(share::after_fork),
+            Some(share::in_child),
+        )
     };
     // SAFETY: as above.
-    let (dir, wait) = unsafe { (value(envp, b"FIRN_RUNTIME_DIR"), value(envp, b"FIRN_PRELOAD_WAIT")) };
+    let (dir, wait) = unsafe {
+        (
+            value(envp, b"FIRN_RUNTIME_DIR"),
+            value(envp, b"FIRN_PRELOAD_WAIT"),
+        )
+    };
     trees::begin(dir);
     stub::begin(wait);
     ACTIVE.store(u32::from(failed == 0), Ordering::Release);
     if failed == 0 {
         stub::inherited();
-        (0..3).filter(|fd| table::tag_of(*fd) == tag::STUB).for_each(stream::stub_at);
+        (0..3)
+            .filter(|fd| table::tag_of(*fd) == tag::STUB)
+            .for_each(stream::stub_at);
     }
 }
 
@@ -59,7 +75,10 @@ unsafe fn value<'a>(envp: *const *const c_char, name: &[u8]) -> Option<&'a [u8]>
     unsafe {
         while !(*at).is_null() {
             let entry = CStr::from_ptr(*at).to_bytes();
-            if let Some(value) = entry.strip_prefix(name).and_then(|rest| rest.strip_prefix(b"=")) {
+            if let Some(value) = entry
+                .strip_prefix(name)
+                .and_then(|rest| rest.strip_prefix(b"="))
+            {
                 return Some(value);
             }
             at = at.add(1);

@@ -61,7 +61,13 @@ pub(crate) struct StubState {
 
 impl StubState {
     pub(crate) const fn new() -> Self {
-        Self { adopted: false, known: false, granted: false, wrote: false, flags: 0 }
+        Self {
+            adopted: false,
+            known: false,
+            granted: false,
+            wrote: false,
+            flags: 0,
+        }
     }
 }
 
@@ -89,7 +95,9 @@ fn enter(fd: c_int) -> Entered {
             return Entered::Held(held);
         }
         // Closed by a raw call: firnd is told, and does not wait for anything.
-        let (adopted, link, token) = (held.stub.adopted, held.link, held.token);
+        let adopted = held.stub.adopted;
+        let link = held.link;
+        let token = held.token;
         reset(&mut held);
         if adopted {
             connect::ask(link, Op::Release, token, 0);
@@ -128,8 +136,9 @@ fn reset(held: &mut Held) {
 
 /// Whether a descriptor is a stub, asked of the kernel.
 pub(crate) fn is_stub(fd: c_int) -> bool {
-    sys::identity(fd)
-        .is_some_and(|(identity, mode)| is_regular(mode) && TABLE.trees.is_stub(fd, identity.device))
+    sys::identity(fd).is_some_and(|(identity, mode)| {
+        is_regular(mode) && TABLE.trees.is_stub(fd, identity.device)
+    })
 }
 
 // ---- what the hooks of open, dup, fork and close call --------------------------------------------
@@ -145,7 +154,9 @@ pub(crate) fn opened(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int
         return Err(libc::EMFILE);
     }
     mark_stub(fd, stub_mark::OWN);
-    let Entered::Held(mut held) = enter(fd) else { return Ok(true) };
+    let Entered::Held(mut held) = enter(fd) else {
+        return Ok(true);
+    };
     held.stub.flags |= flags & libc::O_TRUNC;
     match adopt(&mut held) {
         Ok(()) => Ok(true),
@@ -180,7 +191,13 @@ pub(crate) fn inherited() {
     // SAFETY: the path is ours.
     let dir = unsafe {
         let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
-        syscall!(libc::SYS_openat, libc::AT_FDCWD, c"/proc/self/fd".as_ptr(), flags, 0usize) as c_int
+        syscall!(
+            libc::SYS_openat,
+            libc::AT_FDCWD,
+            c"/proc/self/fd".as_ptr(),
+            flags,
+            0usize
+        ) as c_int
     };
     if dir < 0 {
         (0..1024).for_each(inherit);
@@ -189,7 +206,14 @@ pub(crate) fn inherited() {
     let mut buffer = [0u64; 256];
     loop {
         // SAFETY: the kernel writes at most so many bytes.
-        let len = unsafe { syscall!(libc::SYS_getdents64, dir, buffer.as_mut_ptr(), size_of_val(&buffer)) };
+        let len = unsafe {
+            syscall!(
+                libc::SYS_getdents64,
+                dir,
+                buffer.as_mut_ptr(),
+                size_of_val(&buffer)
+            )
+        };
         if len <= 0 {
             break;
         }
@@ -199,9 +223,14 @@ pub(crate) fn inherited() {
             let (size, name) = unsafe {
                 let entry = buffer.as_ptr().cast::<u8>().wrapping_add(at);
                 let size = entry.wrapping_add(16).cast::<u16>().read_unaligned() as usize;
-                (size, std::ffi::CStr::from_ptr(entry.wrapping_add(19).cast()))
+                (
+                    size,
+                    std::ffi::CStr::from_ptr(entry.wrapping_add(19).cast()),
+                )
             };
-            let number = std::str::from_utf8(name.to_bytes()).ok().and_then(|name| name.parse().ok());
+            let number = std::str::from_utf8(name.to_bytes())
+                .ok()
+                .and_then(|name| name.parse().ok());
             if let Some(fd) = number.filter(|fd| *fd != dir) {
                 inherit(fd);
             }
@@ -225,7 +254,11 @@ pub(crate) fn share(fd: c_int) {
             mark_stub(fd, stub_mark::SHARED);
         }
         Entered::Again(entry) if entry.is_private() => {
-            sys::lseek(fd, entry.offset.load(Ordering::Relaxed) as i64, libc::SEEK_SET);
+            sys::lseek(
+                fd,
+                entry.offset.load(Ordering::Relaxed) as i64,
+                libc::SEEK_SET,
+            );
         }
         _ => {}
     }
@@ -272,7 +305,11 @@ fn give_back(held: &mut Held) {
     if held.private {
         sys::without_signals(|| {
             held.private = false;
-            sys::lseek(held.fd, held.entry.offset.load(Ordering::Relaxed) as i64, libc::SEEK_SET);
+            sys::lseek(
+                held.fd,
+                held.entry.offset.load(Ordering::Relaxed) as i64,
+                libc::SEEK_SET,
+            );
         });
     }
 }
@@ -290,8 +327,16 @@ fn adopt(held: &mut Held) -> Result<(), c_int> {
         if let Some(link) = door.and_then(|door| TABLE.links.to_at_any_rate(&door)) {
             let wanted = held.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
             let again = if held.stub.known { ADOPT_AGAIN } else { 0 };
-            let request = Request { op: Op::Adopt as u32, len: again, token: 0, arg: wanted as u64 };
-            let along = Along { fd: Some(held.fd), ..Along::NOTHING };
+            let request = Request {
+                op: Op::Adopt as u32,
+                len: again,
+                token: 0,
+                arg: wanted as u64,
+            };
+            let along = Along {
+                fd: Some(held.fd),
+                ..Along::NOTHING
+            };
             // SAFETY: no memory of the program's.
             match unsafe { connect::call(link, &request, along) } {
                 Called::Reply(reply) => {
@@ -333,17 +378,30 @@ fn answered(reply: &Reply) -> Result<(), c_int> {
 ///
 /// # Safety
 /// The memory is the program's own.
-unsafe fn request(held: &mut Held, op: Op, arg: u64, len: u32, along: Along) -> Result<Reply, c_int> {
+unsafe fn request(
+    held: &mut Held,
+    op: Op,
+    arg: u64,
+    len: u32,
+    along: Along,
+) -> Result<Reply, c_int> {
     // A firnd that goes again and again is none.
     for _ in 0..64 {
         adopt(held)?;
-        let request = Request { op: op as u32, len, token: held.token, arg };
+        let request = Request {
+            op: op as u32,
+            len,
+            token: held.token,
+            arg,
+        };
         // SAFETY: the caller's promise.
         match unsafe { connect::call(held.link, &request, along) } {
             Called::Reply(reply) if Status::from_word(reply.status) == Status::BadToken => {}
             Called::Reply(reply) => return answered(&reply).map(|()| reply),
             Called::Fault => return Err(libc::EFAULT),
-            Called::Gone { sent: true } if op == Op::Write && arg == AT_END => return Err(libc::EIO),
+            Called::Gone { sent: true } if op == Op::Write && arg == AT_END => {
+                return Err(libc::EIO);
+            }
             Called::Gone { .. } => {}
         }
         held.stub.adopted = false;
@@ -359,9 +417,21 @@ pub(crate) unsafe fn read_at(held: &mut Held, to: *mut u8, len: usize, at: u64) 
     let mut done = 0;
     while done < len {
         let want = (len - done).min(DATA_BYTES_MAX);
-        let along = Along { into: to.wrapping_add(done), room: want, ..Along::NOTHING };
+        let along = Along {
+            into: to.wrapping_add(done),
+            room: want,
+            ..Along::NOTHING
+        };
         // SAFETY: the caller's promise.
-        match unsafe { request(held, Op::Read, at.wrapping_add(done as u64), want as u32, along) } {
+        match unsafe {
+            request(
+                held,
+                Op::Read,
+                at.wrapping_add(done as u64),
+                want as u32,
+                along,
+            )
+        } {
             Ok(reply) if reply.count == 0 => break,
             Ok(reply) => done += reply.count as usize,
             Err(errno) if done == 0 => return -(errno as isize),
@@ -375,18 +445,35 @@ pub(crate) unsafe fn read_at(held: &mut Held, to: *mut u8, len: usize, at: u64) 
 ///
 /// # Safety
 /// `from` is the program's own, for `len` bytes.
-unsafe fn write_at(held: &mut Held, from: *const u8, len: usize, at: u64) -> Result<(usize, u64), c_int> {
-    let (mut done, mut place) = (0, at);
+unsafe fn write_at(
+    held: &mut Held,
+    from: *const u8,
+    len: usize,
+    at: u64,
+) -> Result<(usize, u64), c_int> {
+    let mut done = 0;
+    let mut place = at;
     while done < len {
         let want = (len - done).min(DATA_BYTES_MAX);
-        let along = Along { data: from.wrapping_add(done), len: want, ..Along::NOTHING };
-        let to = if at == AT_END { AT_END } else { at.wrapping_add(done as u64) };
+        let along = Along {
+            data: from.wrapping_add(done),
+            len: want,
+            ..Along::NOTHING
+        };
+        let to = if at == AT_END {
+            AT_END
+        } else {
+            at.wrapping_add(done as u64)
+        };
         // SAFETY: the caller's promise.
         match unsafe { request(held, Op::Write, to, want as u32, along) } {
             Ok(reply) => {
                 done += reply.count as usize;
                 if at == AT_END {
-                    place = reply.slot.wrapping_add(u64::from(reply.count)).wrapping_sub(done as u64);
+                    place = reply
+                        .slot
+                        .wrapping_add(u64::from(reply.count))
+                        .wrapping_sub(done as u64);
                 }
             }
             Err(errno) if done == 0 => return Err(errno),
@@ -400,9 +487,15 @@ unsafe fn write_at(held: &mut Held, from: *const u8, len: usize, at: u64) -> Res
 /// The errno for memory that no process has, before a byte is moved.
 fn refusal(parts: &[iovec]) -> Option<isize> {
     const USER_END: usize = 1 << 56;
-    let outside =
-        |part: &iovec| (part.iov_base as usize).checked_add(part.iov_len).is_none_or(|end| end > USER_END);
-    parts.iter().any(outside).then_some(-(libc::EFAULT as isize))
+    let outside = |part: &iovec| {
+        (part.iov_base as usize)
+            .checked_add(part.iov_len)
+            .is_none_or(|end| end > USER_END)
+    };
+    parts
+        .iter()
+        .any(outside)
+        .then_some(-(libc::EFAULT as isize))
 }
 
 // ---- write ---------------------------------------------------------------------------------------
@@ -411,7 +504,13 @@ fn refusal(parts: &[iovec]) -> Option<isize> {
 ///
 /// # Safety
 /// The parts are the program's.
-pub(crate) unsafe fn write(fd: c_int, parts: &[iovec], at: Option<u64>, append: bool, call: Call) -> Went {
+pub(crate) unsafe fn write(
+    fd: c_int,
+    parts: &[iovec],
+    at: Option<u64>,
+    append: bool,
+    call: Call,
+) -> Went {
     if let Some(refusal) = refusal(parts) {
         return Went::Past(refusal);
     }
@@ -423,10 +522,12 @@ pub(crate) unsafe fn write(fd: c_int, parts: &[iovec], at: Option<u64>, append: 
         Entered::Vforked => return Went::Past(-(libc::EIO as isize)),
     };
     // SAFETY: the caller's promise.
-    Went::Past(match unsafe { write_held(&mut held, parts, at, append, call) } {
-        Ok(done) => done as isize,
-        Err(errno) => -(errno as isize),
-    })
+    Went::Past(
+        match unsafe { write_held(&mut held, parts, at, append, call) } {
+            Ok(done) => done as isize,
+            Err(errno) => -(errno as isize),
+        },
+    )
 }
 
 unsafe fn write_held(
@@ -459,7 +560,10 @@ unsafe fn write_held(
             total = total.min(usize::try_from(limit - from).unwrap_or(usize::MAX));
         }
         let offset = at.unwrap_or_else(|| claim(held, total));
-        if offset.checked_add(total as u64).is_none_or(|end| end > i64::MAX as u64) {
+        if offset
+            .checked_add(total as u64)
+            .is_none_or(|end| end > i64::MAX as u64)
+        {
             if at.is_none() {
                 give_up_claim(held, offset, total, 0);
             }
@@ -525,7 +629,11 @@ unsafe fn put(
     call: Call,
 ) -> (usize, Option<c_int>) {
     let mut done = 0;
-    let readable = || parts.iter().all(|part| probe::is_readable(part.iov_base, part.iov_len));
+    let readable = || {
+        parts
+            .iter()
+            .all(|part| probe::is_readable(part.iov_base, part.iov_len))
+    };
     if fast && readable() {
         let (past, loss) = writer::put(held, parts, offset, total);
         done = past;
@@ -614,15 +722,33 @@ fn may_lease(held: &mut Held, total: usize) -> bool {
 /// it may be: it makes one of its own.
 #[cold]
 unsafe fn write_again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Option<u64>) -> isize {
-    let Some(total) = total_of(parts) else { return -(libc::EINVAL as isize) };
+    let Some(total) = total_of(parts) else {
+        return -(libc::EINVAL as isize);
+    };
     let door = sys::identity(fd).and_then(|(identity, _)| TABLE.trees.door(identity.device));
-    let Some(one_off) = door.and_then(|door| OneOff::to(&door)) else { return -(libc::EIO as isize) };
+    let Some(one_off) = door.and_then(|door| OneOff::to(&door)) else {
+        return -(libc::EIO as isize);
+    };
     let flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
-    let adopt =
-        Request { op: Op::Adopt as u32, len: ADOPT_AGAIN, token: 0, arg: (flags & libc::O_ACCMODE) as u64 };
+    let adopt = Request {
+        op: Op::Adopt as u32,
+        len: ADOPT_AGAIN,
+        token: 0,
+        arg: (flags & libc::O_ACCMODE) as u64,
+    };
     // SAFETY: no memory of the program's.
-    let called = unsafe { one_off.call(&adopt, Along { fd: Some(fd), ..Along::NOTHING }) };
-    let Called::Reply(Reply { binding: token, .. }) = called else { return -(libc::EIO as isize) };
+    let called = unsafe {
+        one_off.call(
+            &adopt,
+            Along {
+                fd: Some(fd),
+                ..Along::NOTHING
+            },
+        )
+    };
+    let Called::Reply(Reply { binding: token, .. }) = called else {
+        return -(libc::EIO as isize);
+    };
     let appends = flags & libc::O_APPEND != 0;
     let offset = match at {
         Some(at) => at,
@@ -634,11 +760,29 @@ unsafe fn write_again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Opt
         let mut from = 0;
         while from < part.iov_len {
             let len = (part.iov_len - from).min(DATA_BYTES_MAX);
-            let to = if appends { AT_END } else { offset.wrapping_add(done as u64) };
-            let request = Request { op: Op::Write as u32, len: len as u32, token, arg: to };
+            let to = if appends {
+                AT_END
+            } else {
+                offset.wrapping_add(done as u64)
+            };
+            let request = Request {
+                op: Op::Write as u32,
+                len: len as u32,
+                token,
+                arg: to,
+            };
             let data = part.iov_base.cast_const().cast::<u8>().wrapping_add(from);
             // SAFETY: the caller's promise.
-            match unsafe { one_off.call(&request, Along { data, len, ..Along::NOTHING }) } {
+            match unsafe {
+                one_off.call(
+                    &request,
+                    Along {
+                        data,
+                        len,
+                        ..Along::NOTHING
+                    },
+                )
+            } {
                 Called::Reply(reply) if connect::is_ok(&reply) => {
                     done += reply.count as usize;
                     from += reply.count as usize;
@@ -681,7 +825,11 @@ fn claim(held: &mut Held, total: usize) -> u64 {
         return held.entry.offset.fetch_add(total as u64, Ordering::Relaxed);
     }
     let end = sys::lseek(held.fd, total as i64, libc::SEEK_CUR);
-    if end < 0 { u64::MAX } else { (end as u64).wrapping_sub(total as u64) }
+    if end < 0 {
+        u64::MAX
+    } else {
+        (end as u64).wrapping_sub(total as u64)
+    }
 }
 
 /// Only `done` of a claim was used.
@@ -690,9 +838,13 @@ fn give_up_claim(held: &mut Held, offset: u64, total: usize, done: usize) {
         return;
     }
     if held.private {
-        let (claimed, used) = (offset.wrapping_add(total as u64), offset.wrapping_add(done as u64));
+        let claimed = offset.wrapping_add(total as u64);
+        let used = offset.wrapping_add(done as u64);
         // Not where a signal handler claimed more behind it.
-        let _ = held.entry.offset.compare_exchange(claimed, used, Ordering::Relaxed, Ordering::Relaxed);
+        let _ =
+            held.entry
+                .offset
+                .compare_exchange(claimed, used, Ordering::Relaxed, Ordering::Relaxed);
     } else {
         sys::lseek(held.fd, -((total - done) as i64), libc::SEEK_CUR);
     }
@@ -728,14 +880,20 @@ fn seek_held(held: &mut Held, offset: i64, whence: c_int) -> Result<i64, c_int> 
     let target = match whence {
         libc::SEEK_SET => offset,
         libc::SEEK_CUR => now(held).checked_add(offset).ok_or(libc::EOVERFLOW)?,
-        libc::SEEK_END => (size(held)? as i64).checked_add(offset).ok_or(libc::EOVERFLOW)?,
+        libc::SEEK_END => (size(held)? as i64)
+            .checked_add(offset)
+            .ok_or(libc::EOVERFLOW)?,
         // All of a file is data, up to its end: what POSIX allows to who does not know better.
         libc::SEEK_DATA | libc::SEEK_HOLE => {
             let size = size(held)? as i64;
             if offset < 0 || offset >= size {
                 return Err(libc::ENXIO);
             }
-            if whence == libc::SEEK_DATA { offset } else { size }
+            if whence == libc::SEEK_DATA {
+                offset
+            } else {
+                size
+            }
         }
         _ => return Err(libc::EINVAL),
     };
@@ -770,7 +928,12 @@ pub(crate) unsafe fn read(fd: c_int, parts: &[iovec], at: Option<u64>, call: Cal
     })
 }
 
-unsafe fn read_held(held: &mut Held, parts: &[iovec], at: Option<u64>, call: Call) -> Result<usize, c_int> {
+unsafe fn read_held(
+    held: &mut Held,
+    parts: &[iovec],
+    at: Option<u64>,
+    call: Call,
+) -> Result<usize, c_int> {
     if held.stub.flags & libc::O_ACCMODE == libc::O_WRONLY {
         return Err(libc::EBADF);
     }
@@ -816,7 +979,14 @@ unsafe fn get(
             continue;
         }
         // SAFETY: the caller's promise.
-        let got = unsafe { read_at(held, part.iov_base.cast(), len, offset.wrapping_add(done as u64)) };
+        let got = unsafe {
+            read_at(
+                held,
+                part.iov_base.cast(),
+                len,
+                offset.wrapping_add(done as u64),
+            )
+        };
         match usize::try_from(got) {
             Ok(got) => {
                 done += got;
@@ -875,7 +1045,11 @@ pub(crate) struct Attr {
 
 impl Attr {
     fn of(reply: &Reply) -> Self {
-        Self { size: reply.size, blocks: reply.slot, told: reply.count != 0 }
+        Self {
+            size: reply.size,
+            blocks: reply.slot,
+            told: reply.count != 0,
+        }
     }
 }
 
@@ -909,14 +1083,30 @@ pub(crate) fn attr_of(
     if table::in_vfork_child() {
         return None;
     }
-    let mut handle = Handle { bytes: 128, kind: 0, words: [0; 32] };
+    let mut handle = Handle {
+        bytes: 128,
+        kind: 0,
+        words: [0; 32],
+    };
     let mut mount = 0i32;
     // Unlike stat(2), it follows only where it is told to.
-    let follow = if flags & libc::AT_SYMLINK_NOFOLLOW == 0 { libc::AT_SYMLINK_FOLLOW } else { 0 };
+    let follow = if flags & libc::AT_SYMLINK_NOFOLLOW == 0 {
+        libc::AT_SYMLINK_FOLLOW
+    } else {
+        0
+    };
     let flags = flags & libc::AT_EMPTY_PATH | follow;
     // SAFETY: the kernel writes at most `bytes` bytes behind the head; the path is the program's.
-    let result =
-        unsafe { syscall!(libc::SYS_name_to_handle_at, dir, path, &raw mut handle, &raw mut mount, flags) };
+    let result = unsafe {
+        syscall!(
+            libc::SYS_name_to_handle_at,
+            dir,
+            path,
+            &raw mut handle,
+            &raw mut mount,
+            flags
+        )
+    };
     if result < 0 || handle.bytes != 12 {
         return None;
     }
@@ -927,7 +1117,12 @@ pub(crate) fn attr_of(
         Some(_) => return None,
         None => sys::identity(dir)?.0.device,
     };
-    let request = Request { op: Op::AttrOf as u32, len: 0, token: inode, arg: u64::from(generation) };
+    let request = Request {
+        op: Op::AttrOf as u32,
+        len: 0,
+        token: inode,
+        arg: u64::from(generation),
+    };
     let mut waited = 0;
     loop {
         let door = TABLE.trees.door(device)?;
@@ -966,9 +1161,17 @@ fn plain(fd: c_int, op: Op, arg: u64, data: &[u64]) -> Option<Result<(), c_int>>
     };
     let writes = matches!(op, Op::Truncate | Op::Allocate);
     if writes && held.stub.flags & libc::O_ACCMODE == libc::O_RDONLY {
-        return Some(Err(if op == Op::Truncate { libc::EINVAL } else { libc::EBADF }));
+        return Some(Err(if op == Op::Truncate {
+            libc::EINVAL
+        } else {
+            libc::EBADF
+        }));
     }
-    let along = Along { data: data.as_ptr().cast(), len: size_of_val(data), ..Along::NOTHING };
+    let along = Along {
+        data: data.as_ptr().cast(),
+        len: size_of_val(data),
+        ..Along::NOTHING
+    };
     held.stub.wrote |= writes;
     // SAFETY: the data is ours.
     Some(unsafe { request(&mut held, op, arg, along.len as u32, along) }.map(drop))
@@ -992,7 +1195,12 @@ pub(crate) fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> Option<
     if offset < 0 || len <= 0 {
         return Some(Err(libc::EINVAL));
     }
-    plain(fd, Op::Allocate, mode as u32 as u64, &[offset as u64, len as u64])
+    plain(
+        fd,
+        Op::Allocate,
+        mode as u32 as u64,
+        &[offset as u64, len as u64],
+    )
 }
 
 /// mmap(2): a copy. `None`: it is no stub.
@@ -1018,7 +1226,13 @@ pub(crate) unsafe fn map(
         return Some(-(libc::EACCES as isize));
     }
     if shared && prot & libc::PROT_WRITE != 0 {
-        return Some(-(if access == libc::O_RDONLY { libc::EACCES } else { libc::ENODEV } as isize));
+        return Some(
+            -(if access == libc::O_RDONLY {
+                libc::EACCES
+            } else {
+                libc::ENODEV
+            } as isize),
+        );
     }
     if len == 0 || offset < 0 || offset % 4096 != 0 {
         return Some(-(libc::EINVAL as isize));
@@ -1036,7 +1250,10 @@ pub(crate) unsafe fn map(
         return Some(start);
     }
     let bytes = size.saturating_sub(offset as u64).min(len as u64) as usize;
-    let part = [iovec { iov_base: start as *mut c_void, iov_len: bytes }];
+    let part = [iovec {
+        iov_base: start as *mut c_void,
+        iov_len: bytes,
+    }];
     if bytes > 0 {
         // SAFETY: memory that was just mapped.
         let filled = unsafe { get(&mut held, &part, (offset as u64, bytes), Call::Pread) };

@@ -154,9 +154,19 @@ pub(crate) struct Identity {
 
 /// Identity and mode of a descriptor, without asking the server of the file system.
 pub(crate) fn identity(fd: c_int) -> Option<(Identity, u32)> {
-    let stat = statx(fd, libc::STATX_TYPE | libc::STATX_INO, libc::AT_STATX_DONT_SYNC)?;
+    let stat = statx(
+        fd,
+        libc::STATX_TYPE | libc::STATX_INO,
+        libc::AT_STATX_DONT_SYNC,
+    )?;
     let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
-    Some((Identity { device, inode: stat.stx_ino }, u32::from(stat.stx_mode)))
+    Some((
+        Identity {
+            device,
+            inode: stat.stx_ino,
+        },
+        u32::from(stat.stx_mode),
+    ))
 }
 
 /// Size of a file, as the kernel knows it without asking.
@@ -175,23 +185,54 @@ fn statx(fd: c_int, mask: u32, sync: c_int) -> Option<libc::statx> {
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };
     let flags = libc::AT_EMPTY_PATH | sync;
     // SAFETY: path and structure are ours.
-    let result = unsafe { syscall!(libc::SYS_statx, fd, c"".as_ptr(), flags, mask, &raw mut stat) };
+    let result = unsafe {
+        syscall!(
+            libc::SYS_statx,
+            fd,
+            c"".as_ptr(),
+            flags,
+            mask,
+            &raw mut stat
+        )
+    };
     (result >= 0).then_some(stat)
 }
 
 /// Whether a resource has no limit.
 pub(crate) fn is_unlimited(resource: libc::__rlimit_resource_t) -> bool {
-    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+    let mut limit = libc::rlimit64 {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
     // SAFETY: the structure is ours.
-    let result = unsafe { syscall!(libc::SYS_prlimit64, 0usize, resource, 0usize, &raw mut limit) };
+    let result = unsafe {
+        syscall!(
+            libc::SYS_prlimit64,
+            0usize,
+            resource,
+            0usize,
+            &raw mut limit
+        )
+    };
     result == 0 && limit.rlim_cur == libc::RLIM64_INFINITY
 }
 
 /// The limit of a resource; `None`: it has none.
 pub(crate) fn limit(resource: libc::__rlimit_resource_t) -> Option<u64> {
-    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+    let mut limit = libc::rlimit64 {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
     // SAFETY: the structure is ours.
-    let result = unsafe { syscall!(libc::SYS_prlimit64, 0usize, resource, 0usize, &raw mut limit) };
+    let result = unsafe {
+        syscall!(
+            libc::SYS_prlimit64,
+            0usize,
+            resource,
+            0usize,
+            &raw mut limit
+        )
+    };
     (result == 0 && limit.rlim_cur != libc::RLIM64_INFINITY).then_some(limit.rlim_cur)
 }
 
@@ -199,7 +240,8 @@ pub(crate) fn limit(resource: libc::__rlimit_resource_t) -> Option<u64> {
 pub(crate) fn raise(signal: c_int) {
     // SAFETY: touches no memory.
     unsafe {
-        let (process, thread) = (syscall!(libc::SYS_getpid), syscall!(libc::SYS_gettid));
+        let process = syscall!(libc::SYS_getpid);
+        let thread = syscall!(libc::SYS_gettid);
         syscall!(libc::SYS_tgkill, process, thread, signal);
     }
 }
@@ -236,12 +278,29 @@ pub(crate) fn say(text: &[u8]) {
 
 /// Does something while this thread takes no signals.
 pub(crate) fn without_signals(then: impl FnOnce()) {
-    let (all, mut before) = (u64::MAX, 0u64);
+    let all = u64::MAX;
+    let mut before = 0u64;
     let how = libc::SIG_BLOCK;
     // SAFETY: both sets are ours, of the kernel's size.
-    unsafe { syscall!(libc::SYS_rt_sigprocmask, how, &raw const all, &raw mut before, 8usize) };
+    unsafe {
+        syscall!(
+            libc::SYS_rt_sigprocmask,
+            how,
+            &raw const all,
+            &raw mut before,
+            8usize
+        )
+    };
     then();
     let how = libc::SIG_SETMASK;
     // SAFETY: as above.
-    unsafe { syscall!(libc::SYS_rt_sigprocmask, how, &raw const before, 0usize, 8usize) };
+    unsafe {
+        syscall!(
+            libc::SYS_rt_sigprocmask,
+            how,
+            &raw const before,
+            0usize,
+            8usize
+        )
+    };
 }

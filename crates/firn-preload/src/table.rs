@@ -102,7 +102,9 @@ pub(crate) fn mark_stub(fd: c_int, mark: u8) {
     if in_vfork_child() {
         return;
     }
-    let (Some(stub), Some(tag)) = (STUBS.get(fd as usize), TABLE.tags.get(fd as usize)) else { return };
+    let (Some(stub), Some(tag)) = (STUBS.get(fd as usize), TABLE.tags.get(fd as usize)) else {
+        return;
+    };
     stub.store(mark, Ordering::Release);
     if mark == stub_mark::NONE {
         tag.store(tag::NONE, Ordering::Release);
@@ -125,7 +127,9 @@ pub(crate) fn is_free(fd: c_int) {
 
 /// The mark of a descriptor.
 pub(crate) fn stub_mark_of(fd: c_int) -> u8 {
-    STUBS.get(fd as usize).map_or(stub_mark::NONE, |mark| mark.load(Ordering::Acquire))
+    STUBS
+        .get(fd as usize)
+        .map_or(stub_mark::NONE, |mark| mark.load(Ordering::Acquire))
 }
 
 impl Table {
@@ -217,7 +221,10 @@ impl Inner {
             has_asked: false,
             link: 0,
             refusals: 0,
-            identity: Identity { device: 0, inode: 0 },
+            identity: Identity {
+                device: 0,
+                inode: 0,
+            },
             token: 0,
             binding: 0,
             patience_bytes: 0,
@@ -285,7 +292,11 @@ pub(crate) enum Entered {
 /// The tag of a descriptor: one load.
 #[inline(always)]
 pub(crate) fn tag_of(fd: c_int) -> u32 {
-    match TABLE.tags.get(fd as usize).map_or(tag::NONE, |tag| tag.load(Ordering::Acquire)) {
+    match TABLE
+        .tags
+        .get(fd as usize)
+        .map_or(tag::NONE, |tag| tag.load(Ordering::Acquire))
+    {
         tag::UNKNOWN => look_up(fd),
         tag => tag,
     }
@@ -298,8 +309,14 @@ fn look_up(fd: c_int) -> u32 {
     if stub_mark_of(fd) == stub_mark::NONE && TABLE.trees.any() && crate::stub::is_stub(fd) {
         mark_stub(fd, stub_mark::SHARED);
     }
-    let found = if stub_mark_of(fd) == stub_mark::NONE { tag::NONE } else { tag::STUB };
-    let Some(tag) = TABLE.tags.get(fd as usize) else { return tag::NONE };
+    let found = if stub_mark_of(fd) == stub_mark::NONE {
+        tag::NONE
+    } else {
+        tag::STUB
+    };
+    let Some(tag) = TABLE.tags.get(fd as usize) else {
+        return tag::NONE;
+    };
     match tag.compare_exchange(tag::UNKNOWN, found, Ordering::AcqRel, Ordering::Acquire) {
         Ok(_) => found,
         Err(other) => other,
@@ -312,12 +329,18 @@ pub(crate) fn enter(fd: c_int) -> Entered {
     if in_vfork_child() {
         return Entered::Not;
     }
-    let Some(entry) = TABLE.entries.get(fd as usize) else { return Entered::Not };
+    let Some(entry) = TABLE.entries.get(fd as usize) else {
+        return Entered::Not;
+    };
     if !entry.lock.take() {
         return Entered::Again(entry);
     }
     let held = Held { fd, entry };
-    if matches!(held.tag, tag::UNKNOWN | tag::NONE) { Entered::Not } else { Entered::Held(held) }
+    if matches!(held.tag, tag::UNKNOWN | tag::NONE) {
+        Entered::Not
+    } else {
+        Entered::Held(held)
+    }
 }
 
 /// Locks the entry of a descriptor that was just opened, so has none; `None` where there can be none.
@@ -333,7 +356,10 @@ pub(crate) fn enter_new(fd: c_int) -> Option<Held> {
 /// empty and makes it its own.
 pub(crate) fn is_owner() -> bool {
     let pid = sys::pid();
-    match TABLE.owner.compare_exchange(0, pid, Ordering::AcqRel, Ordering::Acquire) {
+    match TABLE
+        .owner
+        .compare_exchange(0, pid, Ordering::AcqRel, Ordering::Acquire)
+    {
         Ok(_) => true,
         Err(owner) => owner == pid,
     }
@@ -359,14 +385,20 @@ pub(crate) fn end_vfork() {
 
 /// Descriptors with a tag, from `first` to `last`.
 pub(crate) fn tagged(first: u32, last: u32) -> impl Iterator<Item = c_int> {
-    let high = TABLE.high.load(Ordering::Acquire).max(STUB_HIGH.load(Ordering::Acquire));
+    let high = TABLE
+        .high
+        .load(Ordering::Acquire)
+        .max(STUB_HIGH.load(Ordering::Acquire));
     let end = high.min(last.saturating_add(1));
-    (first..end).map(|fd| fd as c_int).filter(|fd| tag_of(*fd) != tag::NONE)
+    (first..end)
+        .map(|fd| fd as c_int)
+        .filter(|fd| tag_of(*fd) != tag::NONE)
 }
 
 /// Makes children of fork(2) find zeros. `false`: the kernel cannot.
 pub(crate) fn wipe_on_fork() -> bool {
-    let (start, len) = (&raw const TABLE as usize, size_of::<Table>());
+    let start = &raw const TABLE as usize;
+    let len = size_of::<Table>();
     // SAFETY: the table has whole pages of its own.
     unsafe { sys::syscall!(libc::SYS_madvise, start, len, libc::MADV_WIPEONFORK) == 0 }
 }

@@ -83,7 +83,9 @@ impl Trees {
     /// Whether there is any tree: two loads where there is none.
     #[inline(always)]
     pub(crate) fn any(&self) -> bool {
-        self.devices.first().is_some_and(|first| first.load(Ordering::Relaxed) != 0)
+        self.devices
+            .first()
+            .is_some_and(|first| first.load(Ordering::Relaxed) != 0)
             || (KNOWN.load(Ordering::Relaxed) && self.read_in_child())
     }
 
@@ -92,7 +94,9 @@ impl Trees {
         if !table::in_vfork_child() {
             self.read();
         }
-        self.devices.first().is_some_and(|first| first.load(Ordering::Relaxed) != 0)
+        self.devices
+            .first()
+            .is_some_and(|first| first.load(Ordering::Relaxed) != 0)
     }
 
     /// Whether there is any tree, or a new one may be there.
@@ -110,9 +114,14 @@ impl Trees {
             self.read();
         }
         let key = device.wrapping_add(1);
-        let index = self.devices.iter().position(|known| known.load(Ordering::Acquire) == key);
+        let index = self
+            .devices
+            .iter()
+            .position(|known| known.load(Ordering::Acquire) == key);
         index.is_some_and(|index| {
-            self.whole.get(index).is_some_and(|whole| whole.load(Ordering::Acquire) != 0)
+            self.whole
+                .get(index)
+                .is_some_and(|whole| whole.load(Ordering::Acquire) != 0)
                 || self.is_below(fd, index)
         })
     }
@@ -124,9 +133,17 @@ impl Trees {
         let _ = write_number(&mut link, b"/proc/self/fd/", fd as u32);
         // SAFETY: both buffers are ours.
         let len = unsafe {
-            syscall!(libc::SYS_readlinkat, libc::AT_FDCWD, link.as_ptr(), path.as_mut_ptr(), path.len())
+            syscall!(
+                libc::SYS_readlinkat,
+                libc::AT_FDCWD,
+                link.as_ptr(),
+                path.as_mut_ptr(),
+                path.len()
+            )
         };
-        let path = path.get(..usize::try_from(len).unwrap_or(0)).unwrap_or_default();
+        let path = path
+            .get(..usize::try_from(len).unwrap_or(0))
+            .unwrap_or_default();
         if !self.lock.take() {
             return false;
         }
@@ -134,7 +151,8 @@ impl Trees {
         let slots = unsafe { &*self.slots.get() };
         let below = slots.get(index).is_some_and(|tree| {
             let prefix = until_zero(&tree.prefix);
-            path.strip_prefix(prefix).is_some_and(|rest| rest.first() == Some(&b'/'))
+            path.strip_prefix(prefix)
+                .is_some_and(|rest| rest.first() == Some(&b'/'))
         });
         self.lock.give();
         below
@@ -146,7 +164,10 @@ impl Trees {
             return None;
         }
         let key = device.wrapping_add(1);
-        let index = self.devices.iter().position(|known| known.load(Ordering::Acquire) == key)?;
+        let index = self
+            .devices
+            .iter()
+            .position(|known| known.load(Ordering::Acquire) == key)?;
         if !self.lock.take() {
             return None;
         }
@@ -172,7 +193,8 @@ impl Trees {
         if !self.lock.take() {
             return;
         }
-        self.seen.store(changed_at().unwrap_or(0), Ordering::Release);
+        self.seen
+            .store(changed_at().unwrap_or(0), Ordering::Release);
         match runtime_dir(&mut [0; DIR_BYTES]).map(|path| open_dir_raw(path, sys::euid())) {
             Some(Ok(dir)) => {
                 let dir = dir.into_raw_fd();
@@ -184,7 +206,9 @@ impl Trees {
                 self.refuse(Distrust::Directory);
             }
             // What O_NOFOLLOW and O_DIRECTORY say of a link and of a file.
-            Some(Err(RawError::Io(Errno::NOTDIR | Errno::LOOP))) => self.refuse(Distrust::Directory),
+            Some(Err(RawError::Io(Errno::NOTDIR | Errno::LOOP))) => {
+                self.refuse(Distrust::Directory)
+            }
             Some(Err(RawError::Io(_))) | None => {}
         }
         self.lock.give();
@@ -209,7 +233,8 @@ impl Trees {
         let mut buffer = [MaybeUninit::<u64>::uninit(); 128];
         let mut found = 0;
         loop {
-            let (start, room) = (buffer.as_mut_ptr(), size_of_val(&buffer));
+            let start = buffer.as_mut_ptr();
+            let room = size_of_val(&buffer);
             // SAFETY: the kernel writes at most so many bytes.
             let len = unsafe { syscall!(libc::SYS_getdents64, dir, start, room) };
             if len <= 0 {
@@ -221,9 +246,15 @@ impl Trees {
                 let (size, name) = unsafe {
                     let entry = start.cast::<u8>().wrapping_add(at);
                     let size = entry.wrapping_add(16).cast::<u16>().read_unaligned() as usize;
-                    (size, std::ffi::CStr::from_ptr(entry.wrapping_add(19).cast()))
+                    (
+                        size,
+                        std::ffi::CStr::from_ptr(entry.wrapping_add(19).cast()),
+                    )
                 };
-                if name.to_bytes().ends_with(b".stub") && found < TREES && self.read_one(dir, name, found) {
+                if name.to_bytes().ends_with(b".stub")
+                    && found < TREES
+                    && self.read_one(dir, name, found)
+                {
                     found += 1;
                 }
                 at += size.max(1);
@@ -257,13 +288,21 @@ impl Trees {
             }
         };
         // SAFETY: the kernel writes into the slot.
-        let got = unsafe { syscall!(libc::SYS_read, file, (&raw mut *tree).cast::<u8>(), tree.len()) };
+        let got = unsafe {
+            syscall!(
+                libc::SYS_read,
+                file,
+                (&raw mut *tree).cast::<u8>(),
+                tree.len()
+            )
+        };
         sys::close(file);
         if got != whole || slot.magic != STUB_MAGIC {
             slot.zero();
             return false;
         }
-        let key = (u64::from(slot.device_major) << 32 | u64::from(slot.device_minor)).wrapping_add(1);
+        let key =
+            (u64::from(slot.device_major) << 32 | u64::from(slot.device_minor)).wrapping_add(1);
         if let Some(whole) = self.whole.get(index) {
             whole.store(slot.whole_device, Ordering::Release);
         }
@@ -293,7 +332,9 @@ fn runtime_dir(room: &mut [u8; DIR_BYTES]) -> Option<&CStr> {
     for (to, from) in room.iter_mut().zip(&DIR) {
         *to = from.load(Ordering::Relaxed);
     }
-    CStr::from_bytes_until_nul(room).ok().filter(|path| !path.is_empty())
+    CStr::from_bytes_until_nul(room)
+        .ok()
+        .filter(|path| !path.is_empty())
 }
 
 /// Writes a prefix and a number, ended by a zero byte; gives both without it.
@@ -308,7 +349,10 @@ fn write_number<'a>(to: &'a mut [u8; 32], prefix: &[u8], number: u32) -> &'a [u8
 }
 
 fn until_zero(bytes: &[u8]) -> &[u8] {
-    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    let end = bytes
+        .iter()
+        .position(|byte| *byte == 0)
+        .unwrap_or(bytes.len());
     bytes.get(..end).unwrap_or_default()
 }
 
@@ -320,8 +364,16 @@ fn changed_at() -> Option<u64> {
     let mask = libc::STATX_CTIME;
     let flags = libc::AT_SYMLINK_NOFOLLOW;
     // SAFETY: path and structure are ours.
-    let result =
-        unsafe { syscall!(libc::SYS_statx, libc::AT_FDCWD, path.as_ptr(), flags, mask, stat.as_mut_ptr()) };
+    let result = unsafe {
+        syscall!(
+            libc::SYS_statx,
+            libc::AT_FDCWD,
+            path.as_ptr(),
+            flags,
+            mask,
+            stat.as_mut_ptr()
+        )
+    };
     // SAFETY: a structure of numbers.
     let stat = unsafe { stat.assume_init() };
     let time = (stat.stx_ctime.tv_sec as u64).wrapping_mul(1_000_000_000);

@@ -65,14 +65,18 @@ impl Ticket {
     pub(crate) fn done(self) {
         if let Some(entry) = self.entry {
             let less = |count: u32| Some(count.saturating_sub(1));
-            let _ = entry.in_kernel.fetch_update(Ordering::AcqRel, Ordering::Relaxed, less);
+            let _ = entry
+                .in_kernel
+                .fetch_update(Ordering::AcqRel, Ordering::Relaxed, less);
         }
     }
 }
 
 /// Bytes that vectors hold, as the kernel counts them; `None` where it would refuse them.
 pub(crate) fn total_of(parts: &[iovec]) -> Option<usize> {
-    let total = parts.iter().try_fold(0usize, |sum, part| sum.checked_add(part.iov_len))?;
+    let total = parts
+        .iter()
+        .try_fold(0usize, |sum, part| sum.checked_add(part.iov_len))?;
     (total <= isize::MAX as usize).then_some(total.min(CALL_BYTES_MAX))
 }
 
@@ -89,8 +93,15 @@ pub(crate) unsafe fn write_on(
     at: Option<u64>,
     call: Call,
 ) -> Option<Went> {
-    let Entered::Held(mut held) = table::enter(fd) else { return None };
-    if held.tag != tag::WRITER || !held.private || !held.has_writer || len == 0 || !probe::is_short(len) {
+    let Entered::Held(mut held) = table::enter(fd) else {
+        return None;
+    };
+    if held.tag != tag::WRITER
+        || !held.private
+        || !held.has_writer
+        || len == 0
+        || !probe::is_short(len)
+    {
         return None;
     }
     let has_asked = held.has_asked;
@@ -110,7 +121,10 @@ pub(crate) unsafe fn write_on(
     if outcome != Outcome::Done(len) {
         return Some(go_on(
             held,
-            iovec { iov_base: data.cast_mut(), iov_len: len },
+            iovec {
+                iov_base: data.cast_mut(),
+                iov_len: len,
+            },
             (at, offset),
             outcome,
             call,
@@ -130,12 +144,25 @@ fn go_on(
     outcome: Outcome,
     call: Call,
 ) -> Went {
-    let (len, done) = (part.iov_len, if let Outcome::Done(done) = outcome { done } else { 0 });
+    let len = part.iov_len;
+    let done = if let Outcome::Done(done) = outcome {
+        done
+    } else {
+        0
+    };
     held.fast_bytes = held.fast_bytes.wrapping_add(done as u64);
-    let left = iovec { iov_base: part.iov_base.wrapping_byte_add(done), iov_len: len - done };
+    let left = iovec {
+        iov_base: part.iov_base.wrapping_byte_add(done),
+        iov_len: len - done,
+    };
     let (more, loss) = match outcome {
         Outcome::Revoked => (0, Some(Loss::Revoked)),
-        _ => put(&mut held, &[left], offset.wrapping_add(done as u64), len - done),
+        _ => put(
+            &mut held,
+            &[left],
+            offset.wrapping_add(done as u64),
+            len - done,
+        ),
     };
     if loss.is_some() {
         return lose(held, &[part], (at, offset, len), (done + more, loss), call);
@@ -152,7 +179,11 @@ pub(crate) fn write(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> 
         _ => return Went::Kernel(Ticket::NONE),
     };
     let total = total_of(parts).filter(|total| *total > 0 && at.unwrap_or(0) <= i64::MAX as u64);
-    let readable = || parts.iter().all(|part| probe::is_readable(part.iov_base, part.iov_len));
+    let readable = || {
+        parts
+            .iter()
+            .all(|part| probe::is_readable(part.iov_base, part.iov_len))
+    };
     let Some(total) = total.filter(|_| readable()) else {
         return kernel(held, at, call);
     };
@@ -160,7 +191,10 @@ pub(crate) fn write(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> 
         return kernel(held, at, call);
     }
     let offset = at.unwrap_or_else(|| sys::add(&held.entry.offset, total as u64));
-    let loss = if offset.checked_add(total as u64).is_some_and(|end| end <= i64::MAX as u64) {
+    let loss = if offset
+        .checked_add(total as u64)
+        .is_some_and(|end| end <= i64::MAX as u64)
+    {
         match put(&mut held, parts, offset, total) {
             (done, None) => {
                 report::fast(call, done);
@@ -188,14 +222,25 @@ pub(crate) enum Loss {
 }
 
 /// Puts bytes into leases; how many, and why not all of them.
-pub(crate) fn put(held: &mut Held, parts: &[iovec], offset: u64, total: usize) -> (usize, Option<Loss>) {
+pub(crate) fn put(
+    held: &mut Held,
+    parts: &[iovec],
+    offset: u64,
+    total: usize,
+) -> (usize, Option<Loss>) {
     let mut done = 0;
     for part in parts {
         let len = part.iov_len.min(total - done);
         let mut taken = 0;
         while taken < len {
             let from = part.iov_base.cast_const().cast::<u8>().wrapping_add(taken);
-            match put_some(held, from, len - taken, offset.wrapping_add(done as u64), total - done) {
+            match put_some(
+                held,
+                from,
+                len - taken,
+                offset.wrapping_add(done as u64),
+                total - done,
+            ) {
                 Ok(more) => {
                     taken += more;
                     done += more;
@@ -209,7 +254,13 @@ pub(crate) fn put(held: &mut Held, parts: &[iovec], offset: u64, total: usize) -
 
 /// Puts some of `len` bytes into the lease, or into a new one; `left` are still to come in this call.
 #[inline(always)]
-fn put_some(held: &mut Held, from: *const u8, len: usize, offset: u64, left: usize) -> Result<usize, Loss> {
+fn put_some(
+    held: &mut Held,
+    from: *const u8,
+    len: usize,
+    offset: u64,
+    left: usize,
+) -> Result<usize, Loss> {
     for fresh in [false, true] {
         if fresh || !held.has_writer {
             lease(held, left)?;
@@ -260,7 +311,11 @@ fn lease(held: &mut Held, left: usize) -> Result<(), Loss> {
     if !sys::is_unlimited(libc::RLIMIT_FSIZE) {
         return Err(Loss::Odd);
     }
-    let ahead = if held.has_asked { connect::take_ahead(held.link, held.token) } else { None };
+    let ahead = if held.has_asked {
+        connect::take_ahead(held.link, held.token)
+    } else {
+        None
+    };
     held.has_asked = false;
     let ask = || connect::ask(held.link, Op::Lease, held.token, wanted(held, left));
     let reply = ahead.or_else(ask).ok_or(Loss::NoDoor)?;
@@ -302,7 +357,8 @@ fn ask(held: &mut Held, total: u64) -> bool {
     }
     let unusual = libc::O_APPEND | libc::O_DIRECT | libc::O_SYNC | libc::O_DSYNC | libc::O_PATH;
     let flags = sys::fcntl(held.fd, libc::F_GETFL, 0);
-    if flags < 0 || flags as c_int & unusual != 0 || !is_same(held) || held.refusals >= REFUSALS_MAX {
+    if flags < 0 || flags as c_int & unusual != 0 || !is_same(held) || held.refusals >= REFUSALS_MAX
+    {
         held.set_tag(tag::NONE);
         return false;
     }
@@ -324,7 +380,10 @@ fn open_write(held: &mut Held, total: u64) -> Option<Reply> {
     let known = if held.link != 0 {
         connect::ask_open(held.link, held.token, total)
     } else {
-        TABLE.devices.first_token(held.token).and_then(|token| open_with(held, &token, total))
+        TABLE
+            .devices
+            .first_token(held.token)
+            .and_then(|token| open_with(held, &token, total))
     };
     if known.is_some_and(|reply| Status::from_word(reply.status) != Status::BadToken) {
         return known;
@@ -374,7 +433,11 @@ pub(crate) fn give_back(held: &mut Held) {
     sys::without_signals(|| {
         held.private = false;
         if is_same(held) {
-            sys::lseek(held.fd, held.entry.offset.load(Ordering::Relaxed) as i64, libc::SEEK_SET);
+            sys::lseek(
+                held.fd,
+                held.entry.offset.load(Ordering::Relaxed) as i64,
+                libc::SEEK_SET,
+            );
         }
     });
     if held.fast_bytes > 0 {
@@ -388,7 +451,11 @@ pub(crate) fn give_back(held: &mut Held) {
 fn hesitate(held: &mut Held, reason: Reason) {
     if held.fast_bytes < PATIENCE_BYTES {
         let shift = held.refusals.min(6);
-        refused(held, reason, (PATIENCE_BYTES >> 6 << shift).min(PATIENCE_BYTES));
+        refused(
+            held,
+            reason,
+            (PATIENCE_BYTES >> 6 << shift).min(PATIENCE_BYTES),
+        );
     } else {
         held.refusals = 0;
         report::left(reason);
@@ -397,8 +464,14 @@ fn hesitate(held: &mut Held, reason: Reason) {
 
 /// The descriptor is the kernel's for good.
 pub(crate) fn leave(mut held: Held, reason: Reason) {
-    let (granted, link, token) = (held.private, held.link, held.token);
-    let end = if held.tag == tag::WRITER { Op::EndWrite } else { Op::EndRead };
+    let granted = held.private;
+    let link = held.link;
+    let token = held.token;
+    let end = if held.tag == tag::WRITER {
+        Op::EndWrite
+    } else {
+        Op::EndRead
+    };
     give_back(&mut held);
     held.list.unmap();
     held.set_tag(tag::NONE);
@@ -423,12 +496,18 @@ fn lose(
     if stranger {
         held.private = false;
         held.set_tag(tag::NONE);
-        return if done > 0 { Went::Past(done as isize) } else { Went::Kernel(Ticket::NONE) };
+        return if done > 0 {
+            Went::Past(done as isize)
+        } else {
+            Went::Kernel(Ticket::NONE)
+        };
     }
     let claimed = offset.wrapping_add(total as u64);
     let alone = at.is_none() && held.entry.offset.load(Ordering::Relaxed) == claimed;
     if alone {
-        held.entry.offset.store(offset.wrapping_add(done as u64), Ordering::Relaxed);
+        held.entry
+            .offset
+            .store(offset.wrapping_add(done as u64), Ordering::Relaxed);
     }
     give_back(&mut held);
     match loss {
@@ -468,7 +547,12 @@ fn pwrite_rest(fd: c_int, parts: &[iovec], offset: u64, done: usize, total: usiz
         if len == 0 {
             continue;
         }
-        let from = part.iov_base.cast_const().cast::<u8>().wrapping_add(start).cast::<c_void>();
+        let from = part
+            .iov_base
+            .cast_const()
+            .cast::<u8>()
+            .wrapping_add(start)
+            .cast::<c_void>();
         let at = offset.wrapping_add((done + written) as u64);
         let result = sys::pwrite(fd, from, len, at);
         match usize::try_from(result) {
@@ -505,7 +589,9 @@ fn again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Option<u64>) -> 
     if at.is_some() || !entry.is_private() {
         return Went::Kernel(Ticket::of(entry));
     }
-    let Some(total) = total_of(parts) else { return Went::Kernel(Ticket::NONE) };
+    let Some(total) = total_of(parts) else {
+        return Went::Kernel(Ticket::NONE);
+    };
     let offset = sys::add(&entry.offset, total as u64);
     report::kernel(Call::Write);
     Went::Past(pwrite_rest(fd, parts, offset, 0, total))
@@ -519,7 +605,11 @@ pub(crate) fn before_kernel(fd: c_int, call: Call) -> Ticket {
             Went::Past(_) => Ticket::NONE,
         },
         Entered::Again(entry) if entry.is_private() => {
-            sys::lseek(fd, entry.offset.load(Ordering::Relaxed) as i64, libc::SEEK_SET);
+            sys::lseek(
+                fd,
+                entry.offset.load(Ordering::Relaxed) as i64,
+                libc::SEEK_SET,
+            );
             Ticket::NONE
         }
         _ => Ticket::NONE,
@@ -532,7 +622,9 @@ pub(crate) fn seek(fd: c_int, offset: i64, whence: c_int) -> Went {
     let entry = match &entered {
         Entered::Held(held) if held.private => held.entry,
         Entered::Again(entry) if entry.is_private() => entry,
-        Entered::Held(held) if held.tag != tag::INTERNAL => return Went::Kernel(Ticket::of(held.entry)),
+        Entered::Held(held) if held.tag != tag::INTERNAL => {
+            return Went::Kernel(Ticket::of(held.entry));
+        }
         _ => return Went::Kernel(Ticket::NONE),
     };
     let now = entry.offset.load(Ordering::Relaxed) as i64;
@@ -549,7 +641,9 @@ pub(crate) fn seek(fd: c_int, offset: i64, whence: c_int) -> Went {
             return Went::Past(result);
         }
     };
-    let Some(target) = target else { return Went::Past(-(libc::EOVERFLOW as isize)) };
+    let Some(target) = target else {
+        return Went::Past(-(libc::EOVERFLOW as isize));
+    };
     if target < 0 {
         return Went::Past(-(libc::EINVAL as isize));
     }

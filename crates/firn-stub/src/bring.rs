@@ -15,7 +15,8 @@ use firn_backing::{Backing, Errno, Kind, RenameFlags, SetTime, Time};
 use firn_engine::{Result, SetAttr, Written};
 use firn_format::quote::quoted;
 use rustix::fs::{
-    AtFlags, Dir, Mode, OFlags, SeekFrom, Timespec, Timestamps, fstat, openat, readlinkat, statat, utimensat,
+    AtFlags, Dir, Mode, OFlags, SeekFrom, Timespec, Timestamps, fstat, openat, readlinkat, statat,
+    utimensat,
 };
 
 use crate::StubId;
@@ -78,7 +79,12 @@ impl<B: Backing> Tree<B> {
             }
         }
         // Deepest first, and last of all: what was done in a directory changed its times.
-        for stub in walk.stubs.iter().rev().filter(|stub| stub.kind == Kind::Dir) {
+        for stub in walk
+            .stubs
+            .iter()
+            .rev()
+            .filter(|stub| stub.kind == Kind::Dir)
+        {
             if map.at(&stub.path) == Some(stub.id)
                 && let Err(error) = self.carry_attributes(&mut map, stub, true)
             {
@@ -104,9 +110,15 @@ impl<B: Backing> Tree<B> {
     /// The same for whoever comes again: where nothing was removed or moved since the last time, only directories are
     /// looked at.
     pub fn sweep_soon(&self) -> Result<()> {
-        let is_same =
-            |(path, id, ctime): &Seen| self.stub(path).is_ok_and(|now| now.id == *id && now.ctime == *ctime);
-        let is_swept = self.swept.lock().as_ref().is_some_and(|dirs| dirs.iter().all(is_same));
+        let is_same = |(path, id, ctime): &Seen| {
+            self.stub(path)
+                .is_ok_and(|now| now.id == *id && now.ctime == *ctime)
+        };
+        let is_swept = self
+            .swept
+            .lock()
+            .as_ref()
+            .is_some_and(|dirs| dirs.iter().all(is_same));
         if is_swept { Ok(()) } else { self.sweep() }
     }
 
@@ -127,7 +139,11 @@ impl<B: Backing> Tree<B> {
 
     fn walk(&self) -> std::io::Result<Walk> {
         let began = Time::now();
-        let mut walk = Walk { stubs: Vec::new(), quiet: true, dirs: Vec::new() };
+        let mut walk = Walk {
+            stubs: Vec::new(),
+            quiet: true,
+            dirs: Vec::new(),
+        };
         let mut dirs = vec![self.stub(b"")?];
         while let Some(dir) = dirs.pop() {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -157,7 +173,9 @@ impl<B: Backing> Tree<B> {
         // A rename changes the directory that it takes from and the one that it puts into.
         walk.quiet = walk.quiet
             && walk.dirs.iter().all(|(path, id, ctime)| {
-                let same = self.stub(path).is_ok_and(|now| now.id == *id && now.ctime == *ctime);
+                let same = self
+                    .stub(path)
+                    .is_ok_and(|now| now.id == *id && now.ctime == *ctime);
                 same && is_older(*ctime, began, QUIET)
             });
         Ok(walk)
@@ -169,7 +187,11 @@ impl<B: Backing> Tree<B> {
 
     /// Paths of the backing at which the stub that stood there does not stand any more.
     fn candidates(&self, map: &Map, walk: &Walk) -> Vec<(Rel, StubId)> {
-        let right: HashSet<(&[u8], StubId)> = walk.stubs.iter().map(|stub| (&*stub.path, stub.id)).collect();
+        let right: HashSet<(&[u8], StubId)> = walk
+            .stubs
+            .iter()
+            .map(|stub| (&*stub.path, stub.id))
+            .collect();
         let seen: HashSet<StubId> = walk.stubs.iter().map(|stub| stub.id).collect();
         let mut found: Vec<(Rel, StubId)> = Vec::new();
         for (id, item) in map.items() {
@@ -223,7 +245,13 @@ impl<B: Backing> Tree<B> {
         match id.open(self.root_fd()) {
             // It has a name after all, or somebody has it open.
             Ok(fd) => {
-                let by_us = self.opens.lock().values().filter(|open| open.id == id).count() > 0;
+                let by_us = self
+                    .opens
+                    .lock()
+                    .values()
+                    .filter(|open| open.id == id)
+                    .count()
+                    > 0;
                 by_us && fstat(&fd).is_ok_and(|stat| stat.st_nlink == 0)
             }
             Err(error) if error.raw_os_error() == Some(libc::ESTALE) => true,
@@ -246,7 +274,9 @@ impl<B: Backing> Tree<B> {
             if let Some(other) = map.at(&stub.path) {
                 self.make_way(map, &stub.path, other)?;
             }
-            let known = map.item(stub.id).map(|item| (item.kind, item.paths.clone()));
+            let known = map
+                .item(stub.id)
+                .map(|item| (item.kind, item.paths.clone()));
             match known {
                 Some((kind, paths)) if kind == stub.kind => {
                     let right = |path: &&Rel| kind != Kind::Dir && self.stands(path, stub.id);
@@ -264,7 +294,11 @@ impl<B: Backing> Tree<B> {
             self.absorb(map, stub)?;
         }
         // Directories are done last: their times change with what is done in them.
-        if stub.kind != Kind::Dir { self.carry_attributes(map, stub, false) } else { Ok(()) }
+        if stub.kind != Kind::Dir {
+            self.carry_attributes(map, stub, false)
+        } else {
+            Ok(())
+        }
     }
 
     /// Takes what stands at a path of the backing, and is in the way there, to a private name.
@@ -281,7 +315,8 @@ impl<B: Backing> Tree<B> {
         map.shift(from, to).map_err(|error| errno(&error))?;
         let done = (|| {
             let ((dir, name), (new_dir, new_name)) = (self.parent(from)?, self.parent(to)?);
-            self.engine.rename(dir.node, name, new_dir.node, new_name, RenameFlags::empty())
+            self.engine
+                .rename(dir.node, name, new_dir.node, new_name, RenameFlags::empty())
         })();
         if done.is_err() {
             map.shift(to, from).map_err(|error| errno(&error))?;
@@ -292,7 +327,8 @@ impl<B: Backing> Tree<B> {
     fn link(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let node = self.node_of(map, stub.id)?;
         let (dir, name) = self.parent(&stub.path)?;
-        map.add(stub.id, stub.kind, &stub.path).map_err(|error| errno(&error))?;
+        map.add(stub.id, stub.kind, &stub.path)
+            .map_err(|error| errno(&error))?;
         match self.engine.link(node, dir.node, name) {
             Ok(entry) => {
                 drop(self.reference(entry.node));
@@ -307,9 +343,16 @@ impl<B: Backing> Tree<B> {
 
     /// Removes a name in the backing.
     pub(crate) fn unlink(&self, map: &mut Map, path: &[u8]) -> Result<()> {
-        let is_dir = map.at(path).and_then(|id| map.item(id)).is_some_and(|item| item.kind == Kind::Dir);
+        let is_dir = map
+            .at(path)
+            .and_then(|id| map.item(id))
+            .is_some_and(|item| item.kind == Kind::Dir);
         let done = self.parent(path).and_then(|(dir, name)| {
-            if is_dir { self.engine.rmdir(dir.node, name) } else { self.engine.unlink(dir.node, name) }
+            if is_dir {
+                self.engine.rmdir(dir.node, name)
+            } else {
+                self.engine.unlink(dir.node, name)
+            }
         });
         match done {
             // Something was put there beside the mount: it stays, and the directory with it.
@@ -326,16 +369,30 @@ impl<B: Backing> Tree<B> {
     /// Makes in the backing what was made in the tree and is not known: nobody wrote to it, or it would be.
     fn make(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let (dir, name) = self.parent(&stub.path)?;
-        map.add(stub.id, stub.kind, &stub.path).map_err(|error| errno(&error))?;
+        map.add(stub.id, stub.kind, &stub.path)
+            .map_err(|error| errno(&error))?;
         let caller = self.caller();
         let made = match stub.kind {
             Kind::Dir => self.engine.mkdir(&caller, dir.node, name, 0o700),
             Kind::Symlink => {
                 let target = readlinkat(&self.root, &*stub.path, Vec::new())?;
-                self.engine.symlink(&caller, dir.node, name, OsStr::from_bytes(target.as_bytes()))
+                self.engine.symlink(
+                    &caller,
+                    dir.node,
+                    name,
+                    OsStr::from_bytes(target.as_bytes()),
+                )
             }
-            Kind::File => self.engine.mknod(&caller, dir.node, name, libc::S_IFREG | 0o600, 0),
-            kind => self.engine.mknod(&caller, dir.node, name, type_of(kind) | stub.mode, stub.rdev),
+            Kind::File => self
+                .engine
+                .mknod(&caller, dir.node, name, libc::S_IFREG | 0o600, 0),
+            kind => self.engine.mknod(
+                &caller,
+                dir.node,
+                name,
+                type_of(kind) | stub.mode,
+                stub.rdev,
+            ),
         };
         match made {
             Ok(entry) => {
@@ -364,29 +421,65 @@ impl<B: Backing> Tree<B> {
                 return Ok(());
             }
         }
-        if !always && map.item(now.id).is_some_and(|item| item.carried == Some(now.ctime)) {
+        if !always
+            && map
+                .item(now.id)
+                .is_some_and(|item| item.carried == Some(now.ctime))
+        {
             return Ok(());
         }
         let (found, attr) = self.find(&now.path)?;
-        let Some(attr) = attr.filter(|attr| attr.kind == now.kind) else { return Ok(()) };
-        let mode = (now.kind != Kind::Symlink && attr.mode & 0o7777 != now.mode).then_some(now.mode);
-        let (uid, gid) = ((attr.uid != now.uid).then_some(now.uid), (attr.gid != now.gid).then_some(now.gid));
-        let mtime = if attr.mtime == now.mtime { SetTime::Keep } else { SetTime::At(now.mtime) };
+        let Some(attr) = attr.filter(|attr| attr.kind == now.kind) else {
+            return Ok(());
+        };
+        let mode =
+            (now.kind != Kind::Symlink && attr.mode & 0o7777 != now.mode).then_some(now.mode);
+        let uid = (attr.uid != now.uid).then_some(now.uid);
+        let gid = (attr.gid != now.gid).then_some(now.gid);
+        let mtime = if attr.mtime == now.mtime {
+            SetTime::Keep
+        } else {
+            SetTime::At(now.mtime)
+        };
         if mode.is_some() || uid.is_some() || gid.is_some() {
-            let owner =
-                SetAttr { mode: None, uid, gid, size: None, atime: SetTime::Keep, mtime: SetTime::Keep };
+            let owner = SetAttr {
+                mode: None,
+                uid,
+                gid,
+                size: None,
+                atime: SetTime::Keep,
+                mtime: SetTime::Keep,
+            };
             if uid.is_some() || gid.is_some() {
                 // Who may not give files away keeps them; so it is on a FUSE mount without root, too.
                 let _ = self.engine.set_attr(found.node, owner, None);
             }
             // After the owner, whose change takes set-id bits away.
-            self.engine.set_attr(found.node, SetAttr { mode, uid: None, gid: None, ..owner }, None)?;
+            self.engine.set_attr(
+                found.node,
+                SetAttr {
+                    mode,
+                    uid: None,
+                    gid: None,
+                    ..owner
+                },
+                None,
+            )?;
         }
         if mtime != SetTime::Keep {
-            let times = SetAttr { mode: None, uid: None, gid: None, size: None, atime: SetTime::Keep, mtime };
+            let times = SetAttr {
+                mode: None,
+                uid: None,
+                gid: None,
+                size: None,
+                atime: SetTime::Keep,
+                mtime,
+            };
             self.engine.set_attr(found.node, times, None)?;
         }
-        let told = (now.kind == Kind::File).then(|| self.engine.attr(found.node, None)).transpose()?;
+        let told = (now.kind == Kind::File)
+            .then(|| self.engine.attr(found.node, None))
+            .transpose()?;
         if let Some(item) = map.item_mut(now.id) {
             item.carried = Some(now.ctime);
             if let Some(attr) = told {
@@ -400,15 +493,24 @@ impl<B: Backing> Tree<B> {
     pub(crate) fn tell_time(&self, map: &mut Map, id: StubId) -> Result<bool> {
         let node = self.node_of(map, id)?;
         let mtime = self.engine.attr(node, None)?.mtime;
-        let Some(item) = map.item_mut(id) else { return Ok(false) };
+        let Some(item) = map.item_mut(id) else {
+            return Ok(false);
+        };
         if item.told_mtime == Some(mtime) {
             return Ok(false);
         }
-        let open = self.opens.lock().values().find(|open| open.id == id).map(|open| open.fd.try_clone());
+        let open = self
+            .opens
+            .lock()
+            .values()
+            .find(|open| open.id == id)
+            .map(|open| open.fd.try_clone());
         let open = match open {
             Some(fd) => Some(fd.map_err(|error| errno(&error))?),
             // Root finds it also where no name of it is known yet.
-            None if !item.paths.iter().any(|path| self.stands(path, id)) => id.open(self.root_fd()).ok(),
+            None if !item.paths.iter().any(|path| self.stands(path, id)) => {
+                id.open(self.root_fd()).ok()
+            }
             None => None,
         };
         let (dir, path, flags) = match &open {
@@ -425,14 +527,24 @@ impl<B: Backing> Tree<B> {
         // By an earlier firnd: who set the stub's time after the last write, that firnd or a program, set the right one.
         if item.told_mtime.is_none() {
             let stat = statat(dir, &*path, flags)?;
-            if (Time { sec: stat.st_ctime, nsec: stat.st_ctime_nsec as u32 }) > mtime {
+            if (Time {
+                sec: stat.st_ctime,
+                nsec: stat.st_ctime_nsec as u32,
+            }) > mtime
+            {
                 item.told_mtime = Some(mtime);
                 return Ok(false);
             }
         }
         let times = Timestamps {
-            last_access: Timespec { tv_sec: 0, tv_nsec: libc::UTIME_OMIT as _ },
-            last_modification: Timespec { tv_sec: mtime.sec, tv_nsec: i64::from(mtime.nsec) as _ },
+            last_access: Timespec {
+                tv_sec: 0,
+                tv_nsec: libc::UTIME_OMIT as _,
+            },
+            last_modification: Timespec {
+                tv_sec: mtime.sec,
+                tv_nsec: i64::from(mtime.nsec) as _,
+            },
         };
         utimensat(dir, &*path, &times, flags)?;
         item.told_mtime = Some(mtime);
@@ -468,20 +580,35 @@ impl<B: Backing> Tree<B> {
 
     /// Holes are what the program did not write, and so, most likely, are zeros at the ends of what is between
     /// them: the kernel keeps whole pages. Below `size` the file's own bytes stay there.
-    fn copy_in(&self, source: &rustix::fd::OwnedFd, handle: firn_engine::HandleId, size: u64) -> Result<()> {
+    fn copy_in(
+        &self,
+        source: &rustix::fd::OwnedFd,
+        handle: firn_engine::HandleId,
+        size: u64,
+    ) -> Result<()> {
         let mut buffer = vec![0u8; COPY_BYTES];
         let mut at = 0u64;
         while let Ok(data) = rustix::fs::seek(source, SeekFrom::Data(at)) {
             let hole = rustix::fs::seek(source, SeekFrom::Hole(data))?;
-            let want = usize::try_from(hole - data).unwrap_or(COPY_BYTES).min(COPY_BYTES);
+            let want = usize::try_from(hole - data)
+                .unwrap_or(COPY_BYTES)
+                .min(COPY_BYTES);
             let n = rustix::io::pread(source, buffer.get_mut(..want).unwrap_or_default(), data)?;
             if n == 0 {
                 break;
             }
             let bytes = buffer.get(..n).unwrap_or_default();
             let zeros = bytes.iter().take_while(|byte| **byte == 0).count();
-            let skip = if data == at && at > 0 { 0 } else { zeros.min(size.saturating_sub(data) as usize) };
-            self.write_all(handle, data + skip as u64, bytes.get(skip..).unwrap_or_default())?;
+            let skip = if data == at && at > 0 {
+                0
+            } else {
+                zeros.min(size.saturating_sub(data) as usize)
+            };
+            self.write_all(
+                handle,
+                data + skip as u64,
+                bytes.get(skip..).unwrap_or_default(),
+            )?;
             at = data + n as u64;
         }
         Ok(())
@@ -510,8 +637,10 @@ impl<B: Backing> Tree<B> {
     /// After a crash: the last change that was logged may not have been made.
     pub(crate) fn mend(&self, last: Last) -> std::io::Result<()> {
         let mut map = self.map.lock();
-        let missing =
-            |path: &[u8]| self.find(path).is_err_and(|error| matches!(error, Errno::NOENT | Errno::NOTDIR));
+        let missing = |path: &[u8]| {
+            self.find(path)
+                .is_err_and(|error| matches!(error, Errno::NOENT | Errno::NOTDIR))
+        };
         match last {
             Last::Added(path) if missing(&path) => {
                 let gone = map.remove(&path)?;

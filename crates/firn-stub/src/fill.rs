@@ -7,8 +7,8 @@ use std::os::unix::ffi::OsStrExt;
 use firn_backing::{Attr, Backing, Errno, Kind};
 use firn_engine::{HandleId, NodeId, ROOT, Result};
 use rustix::fs::{
-    AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, chmodat, chownat, linkat, mkdirat,
-    mknodat, openat, symlinkat, utimensat,
+    AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, chmodat, chownat, linkat,
+    mkdirat, mknodat, openat, symlinkat, utimensat,
 };
 
 use crate::map::{Map, Rel};
@@ -75,7 +75,9 @@ impl<B: Backing> Tree<B> {
                 )?);
             }
             Kind::Dir => mkdirat(root, path, Mode::RWXU)?,
-            Kind::Symlink => symlinkat(OsStr::from_bytes(&self.engine.readlink(node)?), root, path)?,
+            Kind::Symlink => {
+                symlinkat(OsStr::from_bytes(&self.engine.readlink(node)?), root, path)?
+            }
             kind => mknodat(root, path, file_type(kind), private, attr.rdev)?,
         }
         if attr.kind != Kind::Dir {
@@ -86,21 +88,39 @@ impl<B: Backing> Tree<B> {
 
     fn note(&self, map: &mut Map, path: &[u8], kind: Kind) -> Result<()> {
         let stub = self.stub(path).map_err(|error| errno(&error))?;
-        map.add(stub.id, kind, path).map_err(|error| errno(&error))?;
+        map.add(stub.id, kind, path)
+            .map_err(|error| errno(&error))?;
         Ok(())
     }
 
     fn set(&self, path: &[u8], attr: &Attr) -> Result<()> {
-        let (root, follow) = (&self.root, AtFlags::SYMLINK_NOFOLLOW);
+        let root = &self.root;
+        let follow = AtFlags::SYMLINK_NOFOLLOW;
         let at: &[u8] = if path.is_empty() { b"." } else { path };
         // Who may not give files away makes stubs of their own.
-        let _ = chownat(root, at, Some(Uid::from_raw(attr.uid)), Some(Gid::from_raw(attr.gid)), follow);
+        let _ = chownat(
+            root,
+            at,
+            Some(Uid::from_raw(attr.uid)),
+            Some(Gid::from_raw(attr.gid)),
+            follow,
+        );
         if attr.kind != Kind::Symlink {
-            chmodat(root, at, Mode::from_raw_mode(attr.mode & 0o7777), AtFlags::empty())?;
+            chmodat(
+                root,
+                at,
+                Mode::from_raw_mode(attr.mode & 0o7777),
+                AtFlags::empty(),
+            )?;
         }
-        let time =
-            |time: firn_backing::Time| Timespec { tv_sec: time.sec, tv_nsec: i64::from(time.nsec) as _ };
-        let times = Timestamps { last_access: time(attr.atime), last_modification: time(attr.mtime) };
+        let time = |time: firn_backing::Time| Timespec {
+            tv_sec: time.sec,
+            tv_nsec: i64::from(time.nsec) as _,
+        };
+        let times = Timestamps {
+            last_access: time(attr.atime),
+            last_modification: time(attr.mtime),
+        };
         utimensat(root, at, &times, follow)
     }
 
@@ -120,7 +140,9 @@ impl<B: Backing> Tree<B> {
     /// Files of an earlier tree that is gone, with the memory of its node: nobody knows their names any more.
     fn keep_unnamed(&self) -> Result<()> {
         let firn = self.find(b".firn")?.0;
-        let Ok((stubs, _)) = self.find(crate::tree::PRIVATE) else { return Ok(()) };
+        let Ok((stubs, _)) = self.find(crate::tree::PRIVATE) else {
+            return Ok(());
+        };
         if self.names_in(stubs.node)?.is_empty() {
             return Ok(());
         }
@@ -128,11 +150,14 @@ impl<B: Backing> Tree<B> {
         let now = firn_backing::Time::now().sec;
         let lost = OsString::from(format!("unnamed-{now}"));
         let flags = firn_backing::RenameFlags::NOREPLACE;
-        let renamed = self.engine.rename(firn.node, OsStr::new("stub"), firn.node, &lost, flags);
+        let renamed = self
+            .engine
+            .rename(firn.node, OsStr::new("stub"), firn.node, &lost, flags);
         match renamed {
             Err(Errno::INVAL | Errno::NOSYS) => {
                 let flags = firn_backing::RenameFlags::empty();
-                self.engine.rename(firn.node, OsStr::new("stub"), firn.node, &lost, flags)?;
+                self.engine
+                    .rename(firn.node, OsStr::new("stub"), firn.node, &lost, flags)?;
             }
             renamed => renamed?,
         }

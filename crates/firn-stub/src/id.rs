@@ -34,9 +34,17 @@ impl StubId {
     /// Of what `path` leads to from `dir`, without following a final symlink; an empty path means `dir`
     /// itself.
     pub(crate) fn at(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Self> {
-        let mut raw = RawHandle { bytes: size_of::<[u32; 32]>() as u32, kind: 0, words: [0; 32] };
+        let mut raw = RawHandle {
+            bytes: size_of::<[u32; 32]>() as u32,
+            kind: 0,
+            words: [0; 32],
+        };
         let mut mount = 0i32;
-        let flags = if path.is_empty() { AtFlags::EMPTY_PATH.bits() } else { 0 };
+        let flags = if path.is_empty() {
+            AtFlags::EMPTY_PATH.bits()
+        } else {
+            0
+        };
         // SAFETY: the kernel writes at most `bytes` bytes behind the head of `raw`, and one number.
         let result = unsafe {
             libc::syscall(
@@ -55,7 +63,10 @@ impl StubId {
             return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
         }
         let [generation, low, high, ..] = raw.words;
-        Ok(Self { inode: u64::from(high) << 32 | u64::from(low), generation })
+        Ok(Self {
+            inode: u64::from(high) << 32 | u64::from(low),
+            generation,
+        })
     }
 
     /// Of an open file.
@@ -66,12 +77,26 @@ impl StubId {
     /// Opens it by what it is, wherever it stands; ESTALE where it is gone, EPERM for whoever may not
     /// (CAP_DAC_READ_SEARCH). `tree` is any descriptor of the same file system.
     pub(crate) fn open(self, tree: BorrowedFd<'_>) -> io::Result<OwnedFd> {
-        let mut raw = RawHandle { bytes: HANDLE_BYTES, kind: HANDLE_KIND, words: [0; 32] };
-        [raw.words[0], raw.words[1], raw.words[2]] =
-            [self.generation, self.inode as u32, (self.inode >> 32) as u32];
+        let mut raw = RawHandle {
+            bytes: HANDLE_BYTES,
+            kind: HANDLE_KIND,
+            words: [0; 32],
+        };
+        [raw.words[0], raw.words[1], raw.words[2]] = [
+            self.generation,
+            self.inode as u32,
+            (self.inode >> 32) as u32,
+        ];
         let flags = libc::O_PATH | libc::O_CLOEXEC | libc::O_NOFOLLOW;
         // SAFETY: the kernel reads the handle.
-        let fd = unsafe { libc::syscall(libc::SYS_open_by_handle_at, tree.as_raw_fd(), &raw mut raw, flags) };
+        let fd = unsafe {
+            libc::syscall(
+                libc::SYS_open_by_handle_at,
+                tree.as_raw_fd(),
+                &raw mut raw,
+                flags,
+            )
+        };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }

@@ -111,8 +111,16 @@ impl Found {
             Err(error) => return Err(error),
         };
         let mut records = records(&bytes);
-        let Some(head) = records.next().and_then(|fields| head_of(&fields)) else { return Ok(None) };
-        let mut found = Self { head, filled: false, last: None, items: HashMap::new(), at: BTreeMap::new() };
+        let Some(head) = records.next().and_then(|fields| head_of(&fields)) else {
+            return Ok(None);
+        };
+        let mut found = Self {
+            head,
+            filled: false,
+            last: None,
+            items: HashMap::new(),
+            at: BTreeMap::new(),
+        };
         for fields in records {
             found.last = match *fields {
                 [b"A", _, _, path] => Some(Last::Added(path.to_vec())),
@@ -154,8 +162,16 @@ impl Map {
     pub(crate) fn begin(path: &Path, head: &Head, found: Option<Found>) -> io::Result<Self> {
         // An empty tree may be one that programs use already.
         let filled = found.as_ref().is_some_and(|found| found.filled);
-        let (items, at) = found.map(|found| (found.items, found.at)).unwrap_or_default();
-        let mut map = Self { items, at, log: temporary(path)?, path: path.to_owned(), records: 0 };
+        let (items, at) = found
+            .map(|found| (found.items, found.at))
+            .unwrap_or_default();
+        let mut map = Self {
+            items,
+            at,
+            log: temporary(path)?,
+            path: path.to_owned(),
+            records: 0,
+        };
         map.write_all(head, filled)?;
         Ok(map)
     }
@@ -164,7 +180,11 @@ impl Map {
         let new = temporary(&self.path)?;
         self.log = new;
         self.append(&[b"H", &head.backing, id_text(head.root).as_bytes()])?;
-        let all: Vec<(Rel, StubId)> = self.at.iter().map(|(path, id)| (path.clone(), *id)).collect();
+        let all: Vec<(Rel, StubId)> = self
+            .at
+            .iter()
+            .map(|(path, id)| (path.clone(), *id))
+            .collect();
         for (path, id) in all {
             let kind = self.items.get(&id).map_or(Kind::File, |item| item.kind);
             self.append(&[b"A", id_text(id).as_bytes(), kind_text(kind), &path])?;
@@ -179,7 +199,11 @@ impl Map {
 
     /// Writes the log anew where it is much longer than the map.
     pub(crate) fn trim(&mut self, head: &Head) -> io::Result<()> {
-        if self.records > RECORDS_MIN + 4 * self.at.len() { self.write_all(head, true) } else { Ok(()) }
+        if self.records > RECORDS_MIN + 4 * self.at.len() {
+            self.write_all(head, true)
+        } else {
+            Ok(())
+        }
     }
 
     /// From here on programs may use the tree.
@@ -233,7 +257,13 @@ impl Map {
     }
 }
 
-fn put(items: &mut HashMap<StubId, Item>, at: &mut BTreeMap<Rel, StubId>, id: StubId, kind: Kind, path: Rel) {
+fn put(
+    items: &mut HashMap<StubId, Item>,
+    at: &mut BTreeMap<Rel, StubId>,
+    id: StubId,
+    kind: Kind,
+    path: Rel,
+) {
     take(items, at, &path);
     let item = items.entry(id).or_insert_with(|| Item::new(kind));
     item.paths.push(path.clone());
@@ -248,10 +278,19 @@ fn take(
     let id = at.remove(path)?;
     let item = items.get_mut(&id)?;
     item.paths.retain(|known| known != path);
-    if item.paths.is_empty() { items.remove(&id).map(|item| (id, item)) } else { None }
+    if item.paths.is_empty() {
+        items.remove(&id).map(|item| (id, item))
+    } else {
+        None
+    }
 }
 
-fn shift(items: &mut HashMap<StubId, Item>, at: &mut BTreeMap<Rel, StubId>, from: &[u8], to: &[u8]) {
+fn shift(
+    items: &mut HashMap<StubId, Item>,
+    at: &mut BTreeMap<Rel, StubId>,
+    from: &[u8],
+    to: &[u8],
+) {
     let below = [from, b"/"].concat();
     // '0' follows '/'.
     let behind = [from, b"0"].concat();
@@ -279,7 +318,12 @@ fn temporary_path(path: &Path) -> PathBuf {
 }
 
 fn temporary(path: &Path) -> io::Result<File> {
-    File::options().create(true).truncate(true).write(true).mode(0o600).open(temporary_path(path))
+    File::options()
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .mode(0o600)
+        .open(temporary_path(path))
 }
 
 fn records(bytes: &[u8]) -> impl Iterator<Item = Vec<&[u8]>> {
@@ -288,7 +332,8 @@ fn records(bytes: &[u8]) -> impl Iterator<Item = Vec<&[u8]>> {
         let mut fields = Vec::new();
         loop {
             let end = rest.iter().position(|byte| *byte == 0)?;
-            let (field, behind) = (rest.get(..end)?, rest.get(end + 1..)?);
+            let field = rest.get(..end)?;
+            let behind = rest.get(end + 1..)?;
             rest = behind;
             // An empty field is a path of the root, or the end of the record: fields are never empty but
             // the root's, which is never logged.
@@ -302,7 +347,10 @@ fn records(bytes: &[u8]) -> impl Iterator<Item = Vec<&[u8]>> {
 
 fn head_of(fields: &[&[u8]]) -> Option<Head> {
     match fields {
-        [b"H", backing, root] => Some(Head { backing: backing.to_vec(), root: id_of(root)? }),
+        [b"H", backing, root] => Some(Head {
+            backing: backing.to_vec(),
+            root: id_of(root)?,
+        }),
         _ => None,
     }
 }
@@ -344,15 +392,24 @@ mod tests {
     use super::*;
 
     fn id(inode: u64) -> StubId {
-        StubId { inode, generation: inode as u32 ^ 0xffff_ffff }
+        StubId {
+            inode,
+            generation: inode as u32 ^ 0xffff_ffff,
+        }
     }
 
     fn head() -> Head {
-        Head { backing: b"/back".to_vec(), root: id(1) }
+        Head {
+            backing: b"/back".to_vec(),
+            root: id(1),
+        }
     }
 
     fn shown(map: &Map) -> Vec<(String, u64)> {
-        map.at.iter().map(|(path, id)| (String::from_utf8_lossy(path).into_owned(), id.inode)).collect()
+        map.at
+            .iter()
+            .map(|(path, id)| (String::from_utf8_lossy(path).into_owned(), id.inode))
+            .collect()
     }
 
     #[test]
@@ -367,7 +424,10 @@ mod tests {
         map.filled().unwrap();
         map.shift(b"a", b"b").unwrap();
         assert!(map.remove(b"link").unwrap().is_none());
-        assert_eq!(map.remove(b"a-b\nc").unwrap().map(|(id, _)| id.inode), Some(4));
+        assert_eq!(
+            map.remove(b"a-b\nc").unwrap().map(|(id, _)| id.inode),
+            Some(4)
+        );
         let expected = vec![("b".to_owned(), 2), ("b/x".to_owned(), 3)];
         assert_eq!(shown(&map), expected);
         let found = Found::read(&path).unwrap().unwrap();
@@ -388,7 +448,11 @@ mod tests {
         let longer = std::fs::read(&path).unwrap();
         for cut in whole.len()..longer.len() {
             std::fs::write(&path, &longer[..cut]).unwrap();
-            assert_eq!(Found::read(&path).unwrap().unwrap().at.len(), 1, "cut at {cut}");
+            assert_eq!(
+                Found::read(&path).unwrap().unwrap().at.len(),
+                1,
+                "cut at {cut}"
+            );
         }
         std::fs::write(&path, b"something else\0\0").unwrap();
         assert!(Found::read(&path).unwrap().is_none());

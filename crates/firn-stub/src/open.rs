@@ -45,7 +45,13 @@ impl<B: Backing> Tree<B> {
     /// Takes a descriptor of a stub, opened with `flags` of open(2), of which `O_TRUNC` is done here.
     /// `again`: the client knew it before; a stub that is not known then has lost its data (ESTALE). EXDEV:
     /// it is no stub of this tree.
-    pub fn adopt(&self, client: ClientId, given: OwnedFd, flags: i32, again: bool) -> Result<Adopted> {
+    pub fn adopt(
+        &self,
+        client: ClientId,
+        given: OwnedFd,
+        flags: i32,
+        again: bool,
+    ) -> Result<Adopted> {
         // The program's own open file must not live on here: it may hold locks.
         let path = format!("/proc/self/fd/{}", given.as_raw_fd());
         let fd = open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
@@ -81,17 +87,31 @@ impl<B: Backing> Tree<B> {
         let node = self.node_of(&mut map, id)?;
         let opened = self.engine.open(node, flags)?;
         debug_assert!(opened.mode != OpenMode::Passthrough);
-        let size = self.engine.attr(node, Some(opened.handle)).map_or(0, |attr| attr.size);
+        let size = self
+            .engine
+            .attr(node, Some(opened.handle))
+            .map_or(0, |attr| attr.size);
         if let Some(item) = map.item_mut(id) {
             item.opens += 1;
         }
-        self.opens.lock().insert(opened.handle, Open { id, client, node, fd });
+        self.opens.lock().insert(
+            opened.handle,
+            Open {
+                id,
+                client,
+                node,
+                fd,
+            },
+        );
         if map.item(id).is_some_and(|item| item.told_mtime.is_none())
             && let Err(error) = self.tell_time(&mut map, id)
         {
             tracing::debug!(%error, "a stub does not show when it was written");
         }
-        Ok(Adopted { handle: opened.handle, size })
+        Ok(Adopted {
+            handle: opened.handle,
+            size,
+        })
     }
 
     /// Where the tree shares its file system with others, only what stands below the root is a stub.
@@ -103,9 +123,12 @@ impl<B: Backing> Tree<B> {
     fn path_of(&self, fd: &OwnedFd) -> Option<Rel> {
         let link = |fd: &OwnedFd| {
             let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-            readlinkat(CWD, path.as_str(), Vec::new()).ok().map(|path| path.into_bytes())
+            readlinkat(CWD, path.as_str(), Vec::new())
+                .ok()
+                .map(|path| path.into_bytes())
         };
-        let (path, root) = (link(fd)?, link(&self.root)?);
+        let path = link(fd)?;
+        let root = link(&self.root)?;
         let below = path.strip_prefix(&*root)?.strip_prefix(b"/")?.to_vec();
         let id = StubId::of(fd.as_fd()).ok()?;
         self.stands(&below, id).then_some(below)
@@ -116,8 +139,11 @@ impl<B: Backing> Tree<B> {
         self.make_private_dir()?;
         let path = private(id);
         let (dir, name) = self.parent(&path)?;
-        map.add(id, Kind::File, &path).map_err(|error| errno(&error))?;
-        let made = self.engine.create(&self.caller(), dir.node, name, 0o600, libc::O_RDWR);
+        map.add(id, Kind::File, &path)
+            .map_err(|error| errno(&error))?;
+        let made = self
+            .engine
+            .create(&self.caller(), dir.node, name, 0o600, libc::O_RDWR);
         match made {
             Ok((entry, opened)) => {
                 self.engine.release(opened.handle);
@@ -136,12 +162,19 @@ impl<B: Backing> Tree<B> {
 
     /// Whether a client told of this descriptor.
     pub fn is_open(&self, handle: HandleId, client: ClientId) -> bool {
-        self.opens.lock().get(&handle).is_some_and(|open| open.client == client)
+        self.opens
+            .lock()
+            .get(&handle)
+            .is_some_and(|open| open.client == client)
     }
 
     /// The node of an open stub.
     pub fn node(&self, handle: HandleId) -> Result<NodeId> {
-        self.opens.lock().get(&handle).map(|open| open.node).ok_or(Errno::BADF)
+        self.opens
+            .lock()
+            .get(&handle)
+            .map(|open| open.node)
+            .ok_or(Errno::BADF)
     }
 
     /// What the kernel does not know of a stub; `None` where nobody ever wrote to it.
@@ -153,20 +186,37 @@ impl<B: Backing> Tree<B> {
         let node = self.node_of(&mut map, id)?;
         let told = self.tell_time(&mut map, id)?;
         let attr = self.engine.attr(node, None)?;
-        Ok(Some(StubAttr { size: attr.size, blocks: attr.blocks, told }))
+        Ok(Some(StubAttr {
+            size: attr.size,
+            blocks: attr.blocks,
+            told,
+        }))
     }
 
     /// As [`Tree::attr`], of an open stub.
     pub fn attr_of(&self, handle: HandleId) -> Result<StubAttr> {
-        let id = self.opens.lock().get(&handle).map(|open| open.id).ok_or(Errno::BADF)?;
+        let id = self
+            .opens
+            .lock()
+            .get(&handle)
+            .map(|open| open.id)
+            .ok_or(Errno::BADF)?;
         self.attr(id)?.ok_or(Errno::BADF)
     }
 
     /// ftruncate(2).
     pub fn truncate(&self, handle: HandleId, size: u64) -> Result<()> {
         let node = self.node(handle)?;
-        let (atime, mtime) = (SetTime::Keep, SetTime::Keep);
-        let set = SetAttr { mode: None, uid: None, gid: None, size: Some(size), atime, mtime };
+        let atime = SetTime::Keep;
+        let mtime = SetTime::Keep;
+        let set = SetAttr {
+            mode: None,
+            uid: None,
+            gid: None,
+            size: Some(size),
+            atime,
+            mtime,
+        };
         self.engine.set_attr(node, set, None).map(drop)
     }
 
@@ -190,11 +240,15 @@ impl<B: Backing> Tree<B> {
     /// The descriptor was closed. What no name leads to is dropped with the last one.
     pub fn release(&self, handle: HandleId) {
         let mut map = self.map.lock();
-        let Some(id) = self.opens.lock().get(&handle).map(|open| open.id) else { return };
+        let Some(id) = self.opens.lock().get(&handle).map(|open| open.id) else {
+            return;
+        };
         if let Err(error) = self.tell_time(&mut map, id) {
             tracing::debug!(%error, "a stub does not show when it was written");
         }
-        let Some(open) = self.opens.lock().remove(&handle) else { return };
+        let Some(open) = self.opens.lock().remove(&handle) else {
+            return;
+        };
         self.engine.release(handle);
         let Some(item) = map.item_mut(id) else { return };
         item.opens = item.opens.saturating_sub(1);
@@ -210,8 +264,13 @@ impl<B: Backing> Tree<B> {
     /// A client is gone: all that it had open is closed.
     pub fn client_gone(&self, client: ClientId) {
         let of = |open: &Open| open.client == client;
-        let handles: Vec<HandleId> =
-            self.opens.lock().iter().filter(|(_, open)| of(open)).map(|(handle, _)| *handle).collect();
+        let handles: Vec<HandleId> = self
+            .opens
+            .lock()
+            .iter()
+            .filter(|(_, open)| of(open))
+            .map(|(handle, _)| *handle)
+            .collect();
         for handle in handles {
             self.release(handle);
         }

@@ -55,10 +55,20 @@ pub enum PlaceError {
 /// Prepares a prefix: root gets a tmpfs of its own there, unless one is there that `log` tells of. Says
 /// whether one was mounted now.
 pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
-    let failed = |source: io::Error| PlaceError::Io { prefix: prefix.to_owned(), source };
+    let failed = |source: io::Error| PlaceError::Io {
+        prefix: prefix.to_owned(),
+        source,
+    };
     let is_tmpfs = || -> io::Result<(bool, io::Result<StubId>)> {
-        let dir = open(prefix, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
-        #[allow(clippy::unnecessary_cast, reason = "the type differs between architectures")]
+        let dir = open(
+            prefix,
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )?;
+        #[allow(
+            clippy::unnecessary_cast,
+            reason = "the type differs between architectures"
+        )]
         let kind = fstatfs(&dir)?.f_type as i64;
         Ok((kind == TMPFS_MAGIC, StubId::of(dir.as_fd())))
     };
@@ -70,11 +80,19 @@ pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
     let mut mounted = false;
     // What is in it would be hidden.
     if std::fs::read_dir(prefix).map_err(failed)?.next().is_some() {
-        return Err(PlaceError::NotEmpty { prefix: prefix.to_owned() });
+        return Err(PlaceError::NotEmpty {
+            prefix: prefix.to_owned(),
+        });
     }
     if rustix::process::geteuid().is_root() {
         let flags = MountFlags::NODEV | MountFlags::NOSUID;
-        match mount("firn", prefix, "tmpfs", flags, Some(c"mode=0700,nr_inodes=0")) {
+        match mount(
+            "firn",
+            prefix,
+            "tmpfs",
+            flags,
+            Some(c"mode=0700,nr_inodes=0"),
+        ) {
             Ok(()) => {
                 mounted = true;
                 (tmpfs, id) = is_tmpfs().map_err(failed)?;
@@ -85,7 +103,9 @@ pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
         }
     }
     if !tmpfs {
-        return Err(PlaceError::NotTmpfs { prefix: prefix.to_owned() });
+        return Err(PlaceError::NotTmpfs {
+            prefix: prefix.to_owned(),
+        });
     }
     id.map_err(|source| PlaceError::NoHandles { source })?;
     Ok(mounted)

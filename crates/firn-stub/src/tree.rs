@@ -130,14 +130,25 @@ pub(crate) struct Stub {
 impl<B: Backing> Tree<B> {
     /// Begins with the tree at a prefix: with that of an earlier firnd, where its log tells so, else with
     /// an empty directory, in which stubs are made for what the backing holds.
-    pub fn begin(engine: Arc<Engine<B>>, options: TreeOptions) -> std::result::Result<Self, TreeError> {
-        let failed = |source: io::Error| TreeError::Io { root: options.root.clone(), source };
+    pub fn begin(
+        engine: Arc<Engine<B>>,
+        options: TreeOptions,
+    ) -> std::result::Result<Self, TreeError> {
+        let failed = |source: io::Error| TreeError::Io {
+            root: options.root.clone(),
+            source,
+        };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = open(&options.root, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
         let stat = fstat(&root).map_err(|e| failed(e.into()))?;
         let id = StubId::of(root.as_fd()).map_err(failed)?;
-        let head = Head { backing: options.backing.as_os_str().as_bytes().to_vec(), root: id };
-        let found = Found::read(&options.log).map_err(failed)?.filter(|found| found.filled);
+        let head = Head {
+            backing: options.backing.as_os_str().as_bytes().to_vec(),
+            root: id,
+        };
+        let found = Found::read(&options.log)
+            .map_err(failed)?
+            .filter(|found| found.filled);
         let empty = is_empty(&options.root).map_err(failed)?;
         let found = match found {
             Some(found) if found.head == head => Some(found),
@@ -146,9 +157,16 @@ impl<B: Backing> Tree<B> {
                 clear(&options.root).map_err(failed)?;
                 None
             }
-            _ if !empty => return Err(TreeError::NotEmpty { root: options.root.clone() }),
+            _ if !empty => {
+                return Err(TreeError::NotEmpty {
+                    root: options.root.clone(),
+                });
+            }
             Some(found) if found.head.backing == head.backing && stands_elsewhere(&found) => {
-                return Err(TreeError::Elsewhere { root: options.root.clone(), log: options.log.clone() });
+                return Err(TreeError::Elsewhere {
+                    root: options.root.clone(),
+                    log: options.log.clone(),
+                });
             }
             _ => None,
         };
@@ -192,8 +210,17 @@ impl<B: Backing> Tree<B> {
     pub fn is_whole_device(&self) -> bool {
         let above = statat(&self.root, "..", AtFlags::empty());
         above.is_ok_and(|above| above.st_dev != self.device)
-            || rustix::fs::statx(&self.root, "", AtFlags::EMPTY_PATH, rustix::fs::StatxFlags::BASIC_STATS)
-                .is_ok_and(|found| found.stx_attributes.contains(rustix::fs::StatxAttributes::MOUNT_ROOT))
+            || rustix::fs::statx(
+                &self.root,
+                "",
+                AtFlags::EMPTY_PATH,
+                rustix::fs::StatxFlags::BASIC_STATS,
+            )
+            .is_ok_and(|found| {
+                found
+                    .stx_attributes
+                    .contains(rustix::fs::StatxAttributes::MOUNT_ROOT)
+            })
     }
 
     /// Nothing is opened or carried over any more.
@@ -216,16 +243,32 @@ impl<B: Backing> Tree<B> {
     // ---- the engine --------------------------------------------------------------------------
 
     pub(crate) fn caller(&self) -> Caller {
-        let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        let uid = rustix::process::geteuid().as_raw();
+        let gid = rustix::process::getegid().as_raw();
         Caller { uid, gid, pid: 0 }
     }
 
     /// The node of a path in the backing.
     pub(crate) fn find(&self, path: &[u8]) -> Result<(Ref<'_, B>, Option<Attr>)> {
-        let mut at = (Ref { engine: &*self.engine, node: ROOT }, None);
-        for name in path.split(|byte| *byte == b'/').filter(|name| !name.is_empty()) {
+        let mut at = (
+            Ref {
+                engine: &*self.engine,
+                node: ROOT,
+            },
+            None,
+        );
+        for name in path
+            .split(|byte| *byte == b'/')
+            .filter(|name| !name.is_empty())
+        {
             let entry = self.engine.lookup(at.0.node, OsStr::from_bytes(name))?;
-            at = (Ref { engine: &*self.engine, node: entry.node }, Some(entry.attr));
+            at = (
+                Ref {
+                    engine: &*self.engine,
+                    node: entry.node,
+                },
+                Some(entry.attr),
+            );
         }
         Ok(at)
     }
@@ -237,7 +280,10 @@ impl<B: Backing> Tree<B> {
     }
 
     pub(crate) fn reference(&self, node: NodeId) -> Ref<'_, B> {
-        Ref { engine: &*self.engine, node }
+        Ref {
+            engine: &*self.engine,
+            node,
+        }
     }
 
     /// The engine's node of a stub that is known, with a reference that its item keeps.
@@ -274,10 +320,15 @@ impl<B: Backing> Tree<B> {
                 made => made?,
             };
             // Somebody else may have made it beside the mount.
-            let facts =
-                Facts { mode: entry.attr.mode, uid: entry.attr.uid, nlink: u64::from(entry.attr.nlink) };
+            let facts = Facts {
+                mode: entry.attr.mode,
+                uid: entry.attr.uid,
+                nlink: u64::from(entry.attr.nlink),
+            };
             if let Err(why) = facts.check(Expected::Directory, self.caller().uid) {
-                tracing::error!("{name:?} in the backing {why}; nothing in it is believed: move it away");
+                tracing::error!(
+                    "{name:?} in the backing {why}; nothing in it is believed: move it away"
+                );
                 return Err(Errno::PERM);
             }
             dir = self.reference(entry.node);
@@ -288,8 +339,10 @@ impl<B: Backing> Tree<B> {
 
     /// Where nothing waits for a name any more, nothing in the backing tells of a tree.
     fn remove_private_dir(&self) {
-        let remove =
-            |dir: &[u8]| self.parent(dir).and_then(|(parent, name)| self.engine.rmdir(parent.node, name));
+        let remove = |dir: &[u8]| {
+            self.parent(dir)
+                .and_then(|(parent, name)| self.engine.rmdir(parent.node, name))
+        };
         let _ = remove(PRIVATE).and_then(|()| remove(split(PRIVATE).0));
     }
 
@@ -298,7 +351,11 @@ impl<B: Backing> Tree<B> {
     /// The stub at a path, as it is now.
     pub(crate) fn stub(&self, path: &[u8]) -> io::Result<Stub> {
         let c_path = CString::new(path).map_err(|_| io::ErrorKind::InvalidInput)?;
-        let empty = if path.is_empty() { AtFlags::EMPTY_PATH } else { AtFlags::SYMLINK_NOFOLLOW };
+        let empty = if path.is_empty() {
+            AtFlags::EMPTY_PATH
+        } else {
+            AtFlags::SYMLINK_NOFOLLOW
+        };
         let stat = statat(&self.root, c_path.as_c_str(), empty)?;
         let id = StubId::at(self.root.as_fd(), &c_path)?;
         if stat.st_dev != self.device || stat.st_ino != id.inode {
@@ -309,7 +366,9 @@ impl<B: Backing> Tree<B> {
 
     /// Whether a stub stands at a path now.
     pub(crate) fn stands(&self, path: &[u8], id: StubId) -> bool {
-        let Ok(c_path) = CString::new(path) else { return false };
+        let Ok(c_path) = CString::new(path) else {
+            return false;
+        };
         StubId::at(self.root.as_fd(), &c_path).is_ok_and(|found| found == id)
     }
 
@@ -320,7 +379,10 @@ impl<B: Backing> Tree<B> {
 
 pub(crate) fn stub_of(path: Rel, id: StubId, stat: &rustix::fs::Stat) -> io::Result<Stub> {
     let kind = Kind::from_mode(stat.st_mode).ok_or(io::ErrorKind::Unsupported)?;
-    let time = |sec: i64, nsec: u64| Time { sec, nsec: nsec as u32 };
+    let time = |sec: i64, nsec: u64| Time {
+        sec,
+        nsec: nsec as u32,
+    };
     Ok(Stub {
         path,
         id,
@@ -339,13 +401,20 @@ pub(crate) fn stub_of(path: Rel, id: StubId, stat: &rustix::fs::Stat) -> io::Res
 /// The directory part and the last name of a path.
 pub(crate) fn split(path: &[u8]) -> (&[u8], &[u8]) {
     match path.iter().rposition(|byte| *byte == b'/') {
-        Some(at) => (path.get(..at).unwrap_or_default(), path.get(at + 1..).unwrap_or_default()),
+        Some(at) => (
+            path.get(..at).unwrap_or_default(),
+            path.get(at + 1..).unwrap_or_default(),
+        ),
         None => (b"", path),
     }
 }
 
 pub(crate) fn join(dir: &[u8], name: &[u8]) -> Rel {
-    if dir.is_empty() { name.to_vec() } else { [dir, b"/", name].concat() }
+    if dir.is_empty() {
+        name.to_vec()
+    } else {
+        [dir, b"/", name].concat()
+    }
 }
 
 /// Where a file waits in the backing.
@@ -354,12 +423,15 @@ pub(crate) fn private(id: StubId) -> Rel {
 }
 
 pub(crate) fn is_private(path: &[u8]) -> bool {
-    path.strip_prefix(PRIVATE).is_some_and(|rest| rest.first() == Some(&b'/'))
+    path.strip_prefix(PRIVATE)
+        .is_some_and(|rest| rest.first() == Some(&b'/'))
 }
 
 /// Errnos of system calls of our own.
 pub(crate) fn errno(error: &io::Error) -> Errno {
-    error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error)
+    error
+        .raw_os_error()
+        .map_or(Errno::IO, Errno::from_raw_os_error)
 }
 
 fn is_empty(dir: &std::path::Path) -> io::Result<bool> {

@@ -23,8 +23,8 @@ const CHUNK_BYTES: u64 = 128 << 10;
 const ME: ClientId = ClientId(7);
 
 fn seed(test: &str) -> u64 {
-    let seed =
-        std::env::var("FIRN_SEED").map_or_else(|_| rand::random(), |text| text.parse().expect("a number"));
+    let seed = std::env::var("FIRN_SEED")
+        .map_or_else(|_| rand::random(), |text| text.parse().expect("a number"));
     println!("{test}: repeat with FIRN_SEED={seed}");
     seed
 }
@@ -47,7 +47,11 @@ impl World {
         let shm = tempfile::tempdir_in("/dev/shm").unwrap();
         let disk = tempfile::tempdir().unwrap();
         fs::create_dir(shm.path().join("prefix")).unwrap();
-        Self { shm, disk, life: None }
+        Self {
+            shm,
+            disk,
+            life: None,
+        }
     }
 
     fn prefix(&self) -> PathBuf {
@@ -64,9 +68,18 @@ impl World {
             let (arena, stored, _) = Arena::attach(&path).unwrap();
             Engine::attach(backing, arena, &stored, options).unwrap().0
         } else {
-            let identity = Identity { backing: self.disk.path().into(), dev: 1, ino: 1 };
+            let identity = Identity {
+                backing: self.disk.path().into(),
+                dev: 1,
+                ino: 1,
+            };
             let geometry = Geometry::new(64 * CHUNK_BYTES, CHUNK_BYTES).unwrap();
-            Engine::begin(backing, Arena::create(&path, geometry, &identity).unwrap(), options).unwrap()
+            Engine::begin(
+                backing,
+                Arena::create(&path, geometry, &identity).unwrap(),
+                options,
+            )
+            .unwrap()
         };
         let pool = Pool::start(Arc::clone(&engine), 2).unwrap();
         let options = TreeOptions {
@@ -97,19 +110,35 @@ impl World {
 
     fn open(&self, name: &str) -> Adopted {
         let path = self.prefix().join(name);
-        let file =
-            fs::File::options().create(true).truncate(false).read(true).write(true).open(path).unwrap();
-        self.life().tree.adopt(ME, OwnedFd::from(file), libc::O_RDWR, false).unwrap()
+        let file = fs::File::options()
+            .create(true)
+            .truncate(false)
+            .read(true)
+            .write(true)
+            .open(path)
+            .unwrap();
+        self.life()
+            .tree
+            .adopt(ME, OwnedFd::from(file), libc::O_RDWR, false)
+            .unwrap()
     }
 
     fn put(&self, opened: Adopted, at: u64, bytes: &[u8]) {
-        let written = self.life().engine.write(opened.handle, at, bytes, None).unwrap();
+        let written = self
+            .life()
+            .engine
+            .write(opened.handle, at, bytes, None)
+            .unwrap();
         assert_eq!(written, Written::Bytes(bytes.len()));
     }
 
     fn read(&self, opened: Adopted) -> Vec<u8> {
         let mut bytes = vec![0; 1 << 20];
-        let n = self.life().engine.read(opened.handle, 0, &mut bytes).unwrap();
+        let n = self
+            .life()
+            .engine
+            .read(opened.handle, 0, &mut bytes)
+            .unwrap();
         bytes.truncate(n);
         bytes
     }
@@ -117,7 +146,10 @@ impl World {
     /// Everything to the backing, as `firn drain --wait` does.
     fn drain(&self) {
         self.life().tree.reconcile().unwrap();
-        self.life().engine.wait_tree(b"", Rung::Drained, &mut |_, _| true).unwrap();
+        self.life()
+            .engine
+            .wait_tree(b"", Rung::Drained, &mut |_, _| true)
+            .unwrap();
     }
 }
 
@@ -136,14 +168,20 @@ fn shown(root: &Path) -> Shown {
             let content = if meta.is_file() {
                 fs::read(&full).unwrap()
             } else if meta.is_symlink() {
-                fs::read_link(&full).unwrap().into_os_string().into_encoded_bytes()
+                fs::read_link(&full)
+                    .unwrap()
+                    .into_os_string()
+                    .into_encoded_bytes()
             } else {
                 Vec::new()
             };
             let links = if meta.is_dir() { 0 } else { meta.nlink() };
             let set = (meta.mtime() < 1_500_000_000).then(|| meta.mtime());
             let owner = (meta.uid(), meta.gid());
-            all.insert(path.display().to_string(), (meta.mode(), links, owner, content, set));
+            all.insert(
+                path.display().to_string(),
+                (meta.mode(), links, owner, content, set),
+            );
             if meta.is_dir() {
                 walk(root, &path, all);
             }
@@ -167,8 +205,14 @@ fn what_the_backing_had_and_what_is_made_end_up_in_it() {
     let prefix = world.prefix();
     let stub = prefix.join("old/file").metadata().unwrap();
     assert_eq!((stub.len(), stub.nlink()), (0, 2));
-    assert_eq!(fs::read_link(prefix.join("link")).unwrap(), Path::new("old/file"));
-    assert_eq!(prefix.join("old").metadata().unwrap().mode() & 0o7777, 0o555);
+    assert_eq!(
+        fs::read_link(prefix.join("link")).unwrap(),
+        Path::new("old/file")
+    );
+    assert_eq!(
+        prefix.join("old").metadata().unwrap().mode() & 0o7777,
+        0o555
+    );
     assert_eq!(world.read(world.open("old/file")), b"before");
 
     fs::create_dir(prefix.join("new")).unwrap();
@@ -221,7 +265,12 @@ fn a_stub_removed_while_open_keeps_its_bytes_until_it_is_closed() {
     assert_eq!(world.read(opened), b"STILL there");
     world.life().tree.release(opened.handle);
     assert_eq!(world.life().engine.status().held_bytes, 0);
-    assert_eq!(fs::read_dir(world.disk.path().join(".firn/stub")).unwrap().count(), 0);
+    assert_eq!(
+        fs::read_dir(world.disk.path().join(".firn/stub"))
+            .unwrap()
+            .count(),
+        0
+    );
     world.stop();
 }
 
@@ -250,12 +299,19 @@ fn times_are_those_of_the_last_write_unless_a_program_sets_them_later() {
     let set = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
     fs::File::open(&path).unwrap().set_modified(set).unwrap();
     world.drain();
-    assert_eq!(world.disk.path().join("x").metadata().unwrap().mtime(), 1_000_000);
+    assert_eq!(
+        world.disk.path().join("x").metadata().unwrap().mtime(),
+        1_000_000
+    );
     world.write("x", 3, b"two");
     assert!(path.metadata().unwrap().mtime() > 1_500_000_000);
     world.drain();
-    let (disk, stub) = (world.disk.path().join("x").metadata().unwrap(), path.metadata().unwrap());
-    assert_eq!((disk.mtime(), disk.mtime_nsec()), (stub.mtime(), stub.mtime_nsec()));
+    let disk = world.disk.path().join("x").metadata().unwrap();
+    let stub = path.metadata().unwrap();
+    assert_eq!(
+        (disk.mtime(), disk.mtime_nsec()),
+        (stub.mtime(), stub.mtime_nsec())
+    );
     world.stop();
 }
 
@@ -269,7 +325,10 @@ fn bytes_that_came_through_the_kernel_are_taken_in() {
     assert_eq!(world.read(world.open("new")), b"static");
     world.drain();
     assert_eq!(fs::read(world.disk.path().join("new")).unwrap(), b"static");
-    assert_eq!(fs::read(world.disk.path().join("old")).unwrap(), b"abc3456789");
+    assert_eq!(
+        fs::read(world.disk.path().join("old")).unwrap(),
+        b"abc3456789"
+    );
     world.stop();
 }
 
@@ -301,7 +360,9 @@ fn a_directory_in_use_and_a_tree_at_another_place_are_refused() {
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             world.start();
         }));
-        outcome.err().map(|panic| panic.downcast_ref::<String>().cloned().unwrap_or_default())
+        outcome
+            .err()
+            .map(|panic| panic.downcast_ref::<String>().cloned().unwrap_or_default())
     };
     assert!(begin(&mut world).unwrap().contains("NotEmpty"));
     fs::remove_file(world.prefix().join("x")).unwrap();
@@ -346,7 +407,10 @@ fn regression_a_link_goes_with_its_directory_also_where_that_was_in_the_way() {
     fs::remove_dir_all(prefix.join("dir")).unwrap();
     fs::write(prefix.join("dir"), b"").unwrap();
     world.life().tree.reconcile().unwrap();
-    assert_eq!(world.disk.path().join("file").metadata().unwrap().nlink(), 1);
+    assert_eq!(
+        world.disk.path().join("file").metadata().unwrap().nlink(),
+        1
+    );
     world.stop();
 }
 
@@ -364,45 +428,69 @@ fn random_operations_end_in_the_backing_as_in_a_plain_directory() {
         let below = |top: &str| tops.map(|name| format!("{top}/{name}"));
         let twos: Vec<String> = tops.iter().flat_map(|top| below(top)).collect();
         let threes: Vec<String> = twos.iter().flat_map(|two| below(two)).take(24).collect();
-        tops.iter().map(ToString::to_string).chain(twos).chain(threes).collect()
+        tops.iter()
+            .map(ToString::to_string)
+            .chain(twos)
+            .chain(threes)
+            .collect()
     };
     for step in 0..600u64 {
         let path = names[rng.random_range(0..names.len())].clone();
         let other = names[rng.random_range(0..names.len())].clone();
         let roots = [world.prefix(), plain.path().to_owned()];
         let both = |act: &dyn Fn(&Path) -> std::io::Result<()>| {
-            let done = roots.each_ref().map(|root| act(root).map_err(|error| error.raw_os_error()));
-            assert_eq!(done[0], done[1], "step {step} of seed {seed}: {path} {other}");
+            let done = roots
+                .each_ref()
+                .map(|root| act(root).map_err(|error| error.raw_os_error()));
+            assert_eq!(
+                done[0], done[1],
+                "step {step} of seed {seed}: {path} {other}"
+            );
             done[0].is_ok()
         };
         match rng.random_range(0..100) {
             0..22 => {
-                let make = fs::File::options().create(true).truncate(false).write(true).clone();
+                let make = fs::File::options()
+                    .create(true)
+                    .truncate(false)
+                    .write(true)
+                    .clone();
                 let file = |root: &Path| make.open(root.join(&path)).map(drop);
                 if both(&file) && roots[0].join(&path).is_file() {
                     let at = rng.random_range(0..5000);
                     let bytes = vec![rng.random::<u8>(); rng.random_range(1..3000)];
                     world.write(&path, at, &bytes);
-                    let same = fs::File::options().write(true).open(roots[1].join(&path)).unwrap();
+                    let same = fs::File::options()
+                        .write(true)
+                        .open(roots[1].join(&path))
+                        .unwrap();
                     std::os::unix::fs::FileExt::write_all_at(&same, &bytes, at).unwrap();
                 }
             }
             22..40 => drop(both(&|root| fs::create_dir(root.join(&path)))),
-            40..62 => drop(both(&|root| fs::rename(root.join(&path), root.join(&other)))),
+            40..62 => drop(both(&|root| {
+                fs::rename(root.join(&path), root.join(&other))
+            })),
             62..70 => drop(both(&|root| fs::remove_file(root.join(&path)))),
             70..73 => drop(both(&|root| fs::remove_dir(root.join(&path)))),
             73..76 => drop(both(&|root| match root.join(&path).is_dir() {
                 true => fs::remove_dir_all(root.join(&path)),
                 false => Ok(()),
             })),
-            76..82 => drop(both(&|root| fs::hard_link(root.join(&path), root.join(&other)))),
+            76..82 => drop(both(&|root| {
+                fs::hard_link(root.join(&path), root.join(&other))
+            })),
             82..85 => drop(both(&|root| symlink("/no/where", root.join(&path)))),
             85..90 => {
                 let mode = [0o600, 0o644, 0o755, 0o2750][rng.random_range(0..4)];
-                both(&|root| match root.join(&path).symlink_metadata()?.is_symlink() {
-                    true => Ok(()),
-                    false => fs::set_permissions(root.join(&path), fs::Permissions::from_mode(mode)),
-                });
+                both(
+                    &|root| match root.join(&path).symlink_metadata()?.is_symlink() {
+                        true => Ok(()),
+                        false => {
+                            fs::set_permissions(root.join(&path), fs::Permissions::from_mode(mode))
+                        }
+                    },
+                );
             }
             90..96 => world.life().tree.reconcile().unwrap(),
             96..98 => world.drain(),
@@ -413,7 +501,11 @@ fn random_operations_end_in_the_backing_as_in_a_plain_directory() {
         }
         if step % 100 == 99 {
             world.drain();
-            assert_eq!(shown(world.disk.path()), shown(plain.path()), "step {step} of seed {seed}");
+            assert_eq!(
+                shown(world.disk.path()),
+                shown(plain.path()),
+                "step {step} of seed {seed}"
+            );
         }
     }
     world.drain();

@@ -22,7 +22,9 @@ pub fn check_component(name: &[u8]) -> Result<&OsStr, BadComponent> {
     if is_component(name) {
         return Ok(OsStr::from_bytes(name));
     }
-    Err(BadComponent { name: String::from_utf8_lossy(name).into_owned() })
+    Err(BadComponent {
+        name: String::from_utf8_lossy(name).into_owned(),
+    })
 }
 
 #[cfg(test)]
@@ -31,7 +33,16 @@ mod tests {
 
     #[test]
     fn names_that_leave_a_directory_are_refused() {
-        for name in [&b""[..], b".", b"..", b"/", b"a/b", b"../x", b"/etc", b"a\0b"] {
+        for name in [
+            &b""[..],
+            b".",
+            b"..",
+            b"/",
+            b"a/b",
+            b"../x",
+            b"/etc",
+            b"a\0b",
+        ] {
             assert!(check_component(name).is_err(), "{name:?}");
         }
         for name in [&b"a"[..], b"...", b"..a", b"a b", b"\xff", b".firn"] {

@@ -18,8 +18,12 @@ mod open;
 mod peer;
 
 pub use component::{BadComponent, check_component, is_component};
-pub use open::{RawError, TrustError, check_shared_parent, create_private_dir, create_private_file};
-pub use open::{open_dir_raw, open_file_raw, open_private_dir, open_private_dir_of, open_private_file};
+pub use open::{
+    RawError, TrustError, check_shared_parent, create_private_dir, create_private_file,
+};
+pub use open::{
+    open_dir_raw, open_file_raw, open_private_dir, open_private_dir_of, open_private_file,
+};
 pub use peer::{Peer, PeerError, check_peer, peer};
 use rustix::fs::{FileType, Stat};
 
@@ -90,17 +94,26 @@ impl Facts {
     pub fn of(stat: &Stat) -> Self {
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]
-        Self { mode: stat.st_mode as u32, uid: stat.st_uid, nlink: stat.st_nlink as u64 }
+        Self {
+            mode: stat.st_mode as u32,
+            uid: stat.st_uid,
+            nlink: stat.st_nlink as u64,
+        }
     }
 
     /// Whether this is `expected`, of user `uid`, and closed to everybody else.
     pub fn check(&self, expected: Expected, uid: u32) -> Result<(), Distrust> {
         self.check_kind(expected)?;
         if self.uid != uid {
-            return Err(Distrust::Owner { found: self.uid, expected: uid });
+            return Err(Distrust::Owner {
+                found: self.uid,
+                expected: uid,
+            });
         }
         if self.mode & OTHERS != 0 {
-            return Err(Distrust::Mode { found: self.mode & 0o7777 });
+            return Err(Distrust::Mode {
+                found: self.mode & 0o7777,
+            });
         }
         match expected {
             Expected::File if self.nlink != 1 => Err(Distrust::Links { found: self.nlink }),
@@ -115,10 +128,15 @@ impl Facts {
         const WRITABLE: u32 = 0o022;
         self.check_kind(Expected::Directory)?;
         if self.uid != uid && self.uid != 0 {
-            return Err(Distrust::Owner { found: self.uid, expected: uid });
+            return Err(Distrust::Owner {
+                found: self.uid,
+                expected: uid,
+            });
         }
         if self.mode & WRITABLE != 0 && self.mode & STICKY == 0 {
-            return Err(Distrust::Replaceable { found: self.mode & 0o7777 });
+            return Err(Distrust::Replaceable {
+                found: self.mode & 0o7777,
+            });
         }
         Ok(())
     }
@@ -130,7 +148,10 @@ impl Facts {
         };
         let found = FileType::from_raw_mode(self.mode);
         if found != wanted {
-            return Err(Distrust::Kind { found: kind_words(found), expected: words });
+            return Err(Distrust::Kind {
+                found: kind_words(found),
+                expected: words,
+            });
         }
         Ok(())
     }
@@ -153,33 +174,72 @@ fn kind_words(kind: FileType) -> &'static str {
 mod tests {
     use super::*;
 
-    const DIR: Facts = Facts { mode: libc::S_IFDIR | 0o700, uid: 7, nlink: 5 };
-    const FILE: Facts = Facts { mode: libc::S_IFREG | 0o600, uid: 7, nlink: 1 };
+    const DIR: Facts = Facts {
+        mode: libc::S_IFDIR | 0o700,
+        uid: 7,
+        nlink: 5,
+    };
+    const FILE: Facts = Facts {
+        mode: libc::S_IFREG | 0o600,
+        uid: 7,
+        nlink: 1,
+    };
 
     #[test]
     fn only_what_is_ours_and_closed_to_others_is_believed() {
         assert_eq!(DIR.check(Expected::Directory, 7), Ok(()));
         assert_eq!(FILE.check(Expected::File, 7), Ok(()));
-        assert!(matches!(FILE.check(Expected::Directory, 7), Err(Distrust::Kind { .. })));
-        assert_eq!(DIR.check(Expected::Directory, 0), Err(Distrust::Owner { found: 7, expected: 0 }));
+        assert!(matches!(
+            FILE.check(Expected::Directory, 7),
+            Err(Distrust::Kind { .. })
+        ));
+        assert_eq!(
+            DIR.check(Expected::Directory, 0),
+            Err(Distrust::Owner {
+                found: 7,
+                expected: 0
+            })
+        );
         for mode in [0o701, 0o710, 0o720, 0o604] {
-            let open = Facts { mode: libc::S_IFDIR | mode, ..DIR };
-            assert_eq!(open.check(Expected::Directory, 7), Err(Distrust::Mode { found: mode }));
+            let open = Facts {
+                mode: libc::S_IFDIR | mode,
+                ..DIR
+            };
+            assert_eq!(
+                open.check(Expected::Directory, 7),
+                Err(Distrust::Mode { found: mode })
+            );
         }
         let linked = Facts { nlink: 2, ..FILE };
-        assert_eq!(linked.check(Expected::File, 7), Err(Distrust::Links { found: 2 }));
+        assert_eq!(
+            linked.check(Expected::File, 7),
+            Err(Distrust::Links { found: 2 })
+        );
     }
 
     #[test]
     fn a_parent_may_be_shared_only_with_the_sticky_bit() {
-        let of = |uid, mode| Facts { mode: libc::S_IFDIR | mode, uid, nlink: 2 };
+        let of = |uid, mode| Facts {
+            mode: libc::S_IFDIR | mode,
+            uid,
+            nlink: 2,
+        };
         for (uid, mode) in [(7, 0o755), (0, 0o1777), (7, 0o1777), (0, 0o755)] {
             assert_eq!(of(uid, mode).check_parent(7), Ok(()), "{uid} {mode:o}");
         }
         for mode in [0o777, 0o775, 0o722] {
-            assert_eq!(of(7, mode).check_parent(7), Err(Distrust::Replaceable { found: mode }));
+            assert_eq!(
+                of(7, mode).check_parent(7),
+                Err(Distrust::Replaceable { found: mode })
+            );
         }
-        assert_eq!(of(8, 0o755).check_parent(7), Err(Distrust::Owner { found: 8, expected: 7 }));
+        assert_eq!(
+            of(8, 0o755).check_parent(7),
+            Err(Distrust::Owner {
+                found: 8,
+                expected: 7
+            })
+        );
         assert!(matches!(FILE.check_parent(7), Err(Distrust::Kind { .. })));
     }
 }

@@ -48,8 +48,14 @@ impl TrustError {
     /// The same for who knows the whole path of what was opened by its name.
     pub fn at(self, path: &Path) -> Self {
         match self {
-            Self::Io { error, .. } => Self::Io { path: path.to_owned(), error },
-            Self::Distrusted { why, .. } => Self::Distrusted { path: path.to_owned(), why },
+            Self::Io { error, .. } => Self::Io {
+                path: path.to_owned(),
+                error,
+            },
+            Self::Distrusted { why, .. } => Self::Distrusted {
+                path: path.to_owned(),
+                why,
+            },
         }
     }
 
@@ -61,9 +67,13 @@ impl TrustError {
 
 /// O_NONBLOCK: a named pipe in the place of a file must not make us wait for its other end. For regular files it
 /// means nothing.
-const FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
-const DIRECTORY: OFlags =
-    OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+const FLAGS: OFlags = OFlags::NOFOLLOW
+    .union(OFlags::CLOEXEC)
+    .union(OFlags::NONBLOCK);
+const DIRECTORY: OFlags = OFlags::RDONLY
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::CLOEXEC);
 
 /// Opens `path`, from `parent` where it is relative, as a private directory of the effective user.
 pub fn open_private_dir(parent: impl AsFd, path: &Path) -> Result<OwnedFd, TrustError> {
@@ -71,7 +81,11 @@ pub fn open_private_dir(parent: impl AsFd, path: &Path) -> Result<OwnedFd, Trust
 }
 
 /// The same of user `uid`, for root, who may look at what is another user's.
-pub fn open_private_dir_of(parent: impl AsFd, path: &Path, uid: u32) -> Result<OwnedFd, TrustError> {
+pub fn open_private_dir_of(
+    parent: impl AsFd,
+    path: &Path,
+    uid: u32,
+) -> Result<OwnedFd, TrustError> {
     let failed = |errno: Errno| open_error(parent.as_fd(), path, errno, Expected::Directory, uid);
     let dir = openat(parent.as_fd(), path, DIRECTORY, Mode::empty()).map_err(failed)?;
     check(&dir, path, Expected::Directory, uid)?;
@@ -82,13 +96,20 @@ pub fn open_private_dir_of(parent: impl AsFd, path: &Path, uid: u32) -> Result<O
 pub fn create_private_dir(parent: impl AsFd, path: &Path) -> Result<OwnedFd, TrustError> {
     match mkdirat(parent.as_fd(), path, Mode::RWXU) {
         Ok(()) | Err(Errno::EXIST) => open_private_dir(parent, path),
-        Err(errno) => Err(TrustError::Io { path: path.to_owned(), error: errno.into() }),
+        Err(errno) => Err(TrustError::Io {
+            path: path.to_owned(),
+            error: errno.into(),
+        }),
     }
 }
 
 /// Opens an existing regular file that is private to the effective user; `flags` say for what. Nothing is
 /// truncated before the file was looked at: O_TRUNC is an error of the caller.
-pub fn open_private_file(parent: impl AsFd, path: &Path, flags: OFlags) -> Result<OwnedFd, TrustError> {
+pub fn open_private_file(
+    parent: impl AsFd,
+    path: &Path,
+    flags: OFlags,
+) -> Result<OwnedFd, TrustError> {
     assert!(
         !flags.intersects(OFlags::TRUNC.union(OFlags::CREATE)),
         "a file is looked at before it is changed"
@@ -101,19 +122,33 @@ pub fn open_private_file(parent: impl AsFd, path: &Path, flags: OFlags) -> Resul
 }
 
 /// Makes a regular file with mode 0600 that did not exist; EEXIST where something has its name.
-pub fn create_private_file(parent: impl AsFd, path: &Path, flags: OFlags) -> Result<OwnedFd, TrustError> {
+pub fn create_private_file(
+    parent: impl AsFd,
+    path: &Path,
+    flags: OFlags,
+) -> Result<OwnedFd, TrustError> {
     let flags = flags.union(FLAGS).union(OFlags::CREATE).union(OFlags::EXCL);
-    openat(parent.as_fd(), path, flags, Mode::RUSR.union(Mode::WUSR))
-        .map_err(|errno| TrustError::Io { path: path.to_owned(), error: errno.into() })
+    openat(parent.as_fd(), path, flags, Mode::RUSR.union(Mode::WUSR)).map_err(|errno| {
+        TrustError::Io {
+            path: path.to_owned(),
+            error: errno.into(),
+        }
+    })
 }
 
 /// Whether Firn may keep files of its own in this directory, which others may share (`arena-dir`, `spill=`,
 /// `backup=`).
 pub fn check_shared_parent(dir: impl AsFd, path: &Path) -> Result<(), TrustError> {
-    let stat = fstat(dir).map_err(|errno| TrustError::Io { path: path.to_owned(), error: errno.into() })?;
+    let stat = fstat(dir).map_err(|errno| TrustError::Io {
+        path: path.to_owned(),
+        error: errno.into(),
+    })?;
     Facts::of(&stat)
         .check_parent(effective_user())
-        .map_err(|why| TrustError::Distrusted { path: path.to_owned(), why })
+        .map_err(|why| TrustError::Distrusted {
+            path: path.to_owned(),
+            why,
+        })
 }
 
 /// Why [`open_dir_raw`] or [`open_file_raw`] gave nothing.
@@ -134,13 +169,21 @@ pub fn open_dir_raw(path: &CStr, uid: u32) -> Result<OwnedFd, RawError> {
 
 /// [`open_private_file`] of user `uid`, for reading, that allocates nothing.
 pub fn open_file_raw(parent: impl AsFd, name: &CStr, uid: u32) -> Result<OwnedFd, RawError> {
-    let file = openat(parent, name, FLAGS.union(OFlags::RDONLY), Mode::empty()).map_err(RawError::Io)?;
+    let file =
+        openat(parent, name, FLAGS.union(OFlags::RDONLY), Mode::empty()).map_err(RawError::Io)?;
     believed(file, Expected::File, uid)
 }
 
 fn believed(fd: OwnedFd, expected: Expected, uid: u32) -> Result<OwnedFd, RawError> {
     // fstat(2) of what was just opened cannot fail but for a damaged file system, of which nothing is believed.
-    let facts = fstat(&fd).map_or(Facts { mode: 0, uid, nlink: 0 }, |stat| Facts::of(&stat));
+    let facts = fstat(&fd).map_or(
+        Facts {
+            mode: 0,
+            uid,
+            nlink: 0,
+        },
+        |stat| Facts::of(&stat),
+    );
     match facts.check(expected, uid) {
         Ok(()) => Ok(fd),
         Err(why) => Err(RawError::Distrusted(why, fd)),
@@ -148,9 +191,15 @@ fn believed(fd: OwnedFd, expected: Expected, uid: u32) -> Result<OwnedFd, RawErr
 }
 
 fn check(fd: &OwnedFd, path: &Path, expected: Expected, uid: u32) -> Result<(), TrustError> {
-    let stat = fstat(fd).map_err(|errno| TrustError::Io { path: path.to_owned(), error: errno.into() })?;
+    let stat = fstat(fd).map_err(|errno| TrustError::Io {
+        path: path.to_owned(),
+        error: errno.into(),
+    })?;
     let checked = Facts::of(&stat).check(expected, uid);
-    checked.map_err(|why| TrustError::Distrusted { path: path.to_owned(), why })
+    checked.map_err(|why| TrustError::Distrusted {
+        path: path.to_owned(),
+        why,
+    })
 }
 
 fn effective_user() -> u32 {
@@ -158,14 +207,28 @@ fn effective_user() -> u32 {
 }
 
 /// ELOOP and ENOTDIR say little; what has the name says more.
-fn open_error(parent: impl AsFd, path: &Path, errno: Errno, expected: Expected, uid: u32) -> TrustError {
-    if matches!(errno, Errno::LOOP | Errno::NOTDIR | Errno::NXIO | Errno::ISDIR)
-        && let Ok(stat) = rustix::fs::statat(parent, path, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
+fn open_error(
+    parent: impl AsFd,
+    path: &Path,
+    errno: Errno,
+    expected: Expected,
+    uid: u32,
+) -> TrustError {
+    if matches!(
+        errno,
+        Errno::LOOP | Errno::NOTDIR | Errno::NXIO | Errno::ISDIR
+    ) && let Ok(stat) = rustix::fs::statat(parent, path, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
         && let Err(why) = Facts::of(&stat).check(expected, uid)
     {
-        return TrustError::Distrusted { path: path.to_owned(), why };
+        return TrustError::Distrusted {
+            path: path.to_owned(),
+            why,
+        };
     }
-    TrustError::Io { path: path.to_owned(), error: errno.into() }
+    TrustError::Io {
+        path: path.to_owned(),
+        error: errno.into(),
+    }
 }
 
 /// A path in a message: whoever prints it sees to controls (`firn_format::quote`), bytes that are no UTF-8 would be
@@ -196,7 +259,11 @@ mod tests {
         create_private_dir(CWD, &path).unwrap();
         create_private_dir(CWD, &path).unwrap();
         open_private_dir(CWD, &path).unwrap();
-        assert!(open_private_dir(CWD, &parent.path().join("none")).unwrap_err().is_missing());
+        assert!(
+            open_private_dir(CWD, &parent.path().join("none"))
+                .unwrap_err()
+                .is_missing()
+        );
     }
 
     #[test]
@@ -211,11 +278,27 @@ mod tests {
         rustix::fs::mknodat(CWD, at("pipe"), rustix::fs::FileType::Fifo, Mode::RWXU, 0).unwrap();
         let told = |name: &str| open_private_dir(CWD, &at(name)).unwrap_err().to_string();
         assert!(told("open").contains("has mode 0755"), "{}", told("open"));
-        assert!(told("file").contains("is a regular file instead of a directory"), "{}", told("file"));
-        assert!(told("link").contains("is a symbolic link instead of a directory"), "{}", told("link"));
-        let file = |name: &str| open_private_file(CWD, &at(name), OFlags::RDONLY).unwrap_err().to_string();
+        assert!(
+            told("file").contains("is a regular file instead of a directory"),
+            "{}",
+            told("file")
+        );
+        assert!(
+            told("link").contains("is a symbolic link instead of a directory"),
+            "{}",
+            told("link")
+        );
+        let file = |name: &str| {
+            open_private_file(CWD, &at(name), OFlags::RDONLY)
+                .unwrap_err()
+                .to_string()
+        };
         assert!(file("pipe").contains("is a named pipe"), "{}", file("pipe"));
-        assert!(file("link").contains("is a symbolic link"), "{}", file("link"));
+        assert!(
+            file("link").contains("is a symbolic link"),
+            "{}",
+            file("link")
+        );
         assert!(file("own").contains("is a directory"), "{}", file("own"));
     }
 
@@ -227,6 +310,12 @@ mod tests {
         open_private_file(CWD, &path, OFlags::RDWR).unwrap();
         std::fs::hard_link(&path, parent.path().join("other")).unwrap();
         let error = open_private_file(CWD, &path, OFlags::RDWR).unwrap_err();
-        assert!(matches!(error, TrustError::Distrusted { why: Distrust::Links { found: 2 }, .. }));
+        assert!(matches!(
+            error,
+            TrustError::Distrusted {
+                why: Distrust::Links { found: 2 },
+                ..
+            }
+        ));
     }
 }

@@ -36,7 +36,11 @@ pub enum PeerError {
 /// `rustix::net::sockopt::socket_peercred` must not be used for it: its process id cannot be 0, which is what the
 /// kernel says of a process in a PID namespace that is not visible.
 pub fn peer(socket: impl AsFd) -> Result<Peer, Errno> {
-    let mut found = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut found = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     let socket = socket.as_fd().as_raw_fd();
     let found_at = (&raw mut found).cast();
@@ -45,14 +49,23 @@ pub fn peer(socket: impl AsFd) -> Result<Peer, Errno> {
     let failed = unsafe {
         let errno = libc::__errno_location();
         let before = *errno;
-        let result = libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, found_at, &raw mut len);
+        let result = libc::getsockopt(
+            socket,
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            found_at,
+            &raw mut len,
+        );
         let failed = (result != 0).then(|| Errno::from_raw_os_error(*errno));
         *errno = before;
         failed
     };
     match failed {
         Some(errno) => Err(errno),
-        None => Ok(Peer { pid: NonZeroU32::new(found.pid.unsigned_abs()), uid: found.uid }),
+        None => Ok(Peer {
+            pid: NonZeroU32::new(found.pid.unsigned_abs()),
+            uid: found.uid,
+        }),
     }
 }
 
@@ -61,7 +74,10 @@ pub fn peer(socket: impl AsFd) -> Result<Peer, Errno> {
 pub fn check_peer(socket: impl AsFd, uid: u32) -> Result<(), PeerError> {
     let found = peer(socket).map_err(PeerError::Unknown)?.uid;
     if found != uid {
-        return Err(PeerError::Other { found, expected: uid });
+        return Err(PeerError::Other {
+            found,
+            expected: uid,
+        });
     }
     Ok(())
 }
@@ -77,7 +93,13 @@ mod tests {
         let (one, _two) = UnixStream::pair().unwrap();
         let own = rustix::process::geteuid().as_raw();
         assert_eq!(check_peer(&one, own), Ok(()));
-        assert_eq!(check_peer(&one, own + 1), Err(PeerError::Other { found: own, expected: own + 1 }));
+        assert_eq!(
+            check_peer(&one, own + 1),
+            Err(PeerError::Other {
+                found: own,
+                expected: own + 1
+            })
+        );
     }
 
     #[test]

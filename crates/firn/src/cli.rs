@@ -31,7 +31,10 @@ pub fn main(args: Vec<OsString>) -> ExitCode {
 }
 
 fn role(args: &[OsString]) -> Role {
-    let name = args.first().and_then(|name| Path::new(name).file_name()).and_then(|name| name.to_str());
+    let name = args
+        .first()
+        .and_then(|name| Path::new(name).file_name())
+        .and_then(|name| name.to_str());
     match name {
         Some("firnd") => Role::Firnd,
         Some("mount.firn") => Role::MountFirn,
@@ -52,20 +55,37 @@ fn firn(args: Vec<OsString>) -> Result<u8, Failure> {
         Err(error) => return not_a_verb(&error),
     };
     let (name, matches) = matches.subcommand().expect("clap demands a verb");
-    let verb = VERBS.iter().find(|verb| verb.name == name).expect("clap knows the verbs of the table alone");
+    let verb = VERBS
+        .iter()
+        .find(|verb| verb.name == name)
+        .expect("clap knows the verbs of the table alone");
     (verb.run)(matches)
 }
 
 /// Help and version are answers; anything else is a usage error, told as all errors are.
 fn not_a_verb(error: &clap::Error) -> Result<u8, Failure> {
-    let asked = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
-    let paint = if asked { Paint::stdout() } else { Paint::stderr() };
+    let asked = matches!(
+        error.kind(),
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion
+    );
+    let paint = if asked {
+        Paint::stdout()
+    } else {
+        Paint::stderr()
+    };
     let styled = error.render();
-    let text = if paint.on() { styled.ansi().to_string() } else { styled.to_string() };
+    let text = if paint.on() {
+        styled.ansi().to_string()
+    } else {
+        styled.to_string()
+    };
     if asked {
         return output::print(&text).map(|()| DONE);
     }
-    Err(Failure::new(USAGE, without_error_word(&text).trim_end().to_owned()))
+    Err(Failure::new(
+        USAGE,
+        without_error_word(&text).trim_end().to_owned(),
+    ))
 }
 
 /// clap begins with `error: `, coloured or not; our errors begin with `firn: `.
@@ -105,8 +125,14 @@ mod tests {
 
     #[test]
     fn the_name_it_is_called_by_decides_what_it_is() {
-        assert_eq!(role(&args(&["/usr/sbin/mount.firn", "a", "b"])), Role::MountFirn);
-        assert_eq!(role(&args(&["/sbin/umount.fuse.firn", "/m", "-f"])), Role::UmountFirn);
+        assert_eq!(
+            role(&args(&["/usr/sbin/mount.firn", "a", "b"])),
+            Role::MountFirn
+        );
+        assert_eq!(
+            role(&args(&["/sbin/umount.fuse.firn", "/m", "-f"])),
+            Role::UmountFirn
+        );
         assert_eq!(role(&args(&["firnd"])), Role::Firnd);
         assert_eq!(role(&args(&["/usr/bin/firn", "firnd"])), Role::Firnd);
         assert_eq!(role(&args(&["/usr/bin/firn", "status"])), Role::Firn);
@@ -120,12 +146,19 @@ mod tests {
 
     #[test]
     fn usage_errors_begin_as_all_errors_do() {
-        for words in
-            [&["firn", "mount"][..], &["firn", "frobnicate"], &["firn", "wait", "--until", "eternal", "/"]]
-        {
-            let Err(Failure::Told { text, code }) = firn(args(words)) else { panic!("{words:?} was taken") };
+        for words in [
+            &["firn", "mount"][..],
+            &["firn", "frobnicate"],
+            &["firn", "wait", "--until", "eternal", "/"],
+        ] {
+            let Err(Failure::Told { text, code }) = firn(args(words)) else {
+                panic!("{words:?} was taken")
+            };
             assert_eq!(code, USAGE);
-            assert!(!text.starts_with("error") && !text.ends_with('\n'), "{text}");
+            assert!(
+                !text.starts_with("error") && !text.ends_with('\n'),
+                "{text}"
+            );
         }
         assert_eq!(without_error_word("\x1b[1m\x1b[31merror:\x1b[0m no"), "no");
     }

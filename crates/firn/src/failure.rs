@@ -34,7 +34,10 @@ pub enum Failure {
 impl Failure {
     /// A failure with its exit status.
     pub fn new(code: u8, text: impl Into<String>) -> Self {
-        Self::Told { text: text.into(), code }
+        Self::Told {
+            text: text.into(),
+            code,
+        }
     }
 }
 
@@ -81,11 +84,33 @@ mod tests {
 
     #[test]
     fn every_kind_of_error_has_its_exit_status() {
-        assert_eq!(code(ClientError::NoMount { path: "/x".into(), arena: None }), NOT_FIRN);
-        assert_eq!(code(ClientError::Refused { errno: 16, message: String::new() }), 11);
-        assert_eq!(code(MountError::BackingMissing { path: "/x".into() }), FAILED);
-        assert_eq!(code(MountError::Held { backing: "/x".into(), by: String::new() }), 11);
-        let contradiction = firn_config::parse_minus_o("nonsense", firn_config::Unknown::Refuse).unwrap_err();
+        assert_eq!(
+            code(ClientError::NoMount {
+                path: "/x".into(),
+                arena: None
+            }),
+            NOT_FIRN
+        );
+        assert_eq!(
+            code(ClientError::Refused {
+                errno: 16,
+                message: String::new()
+            }),
+            11
+        );
+        assert_eq!(
+            code(MountError::BackingMissing { path: "/x".into() }),
+            FAILED
+        );
+        assert_eq!(
+            code(MountError::Held {
+                backing: "/x".into(),
+                by: String::new()
+            }),
+            11
+        );
+        let contradiction =
+            firn_config::parse_minus_o("nonsense", firn_config::Unknown::Refuse).unwrap_err();
         assert_eq!(code(contradiction), USAGE);
     }
 }

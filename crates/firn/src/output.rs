@@ -12,10 +12,13 @@ use crate::failure::{FAILED, Failure};
 /// Prints data.
 pub fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
-    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(|error| match error.kind() {
-        io::ErrorKind::BrokenPipe => Failure::Unread,
-        _ => Failure::new(FAILED, format!("cannot write to standard output: {error}")),
-    })
+    stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| stdout.flush())
+        .map_err(|error| match error.kind() {
+            io::ErrorKind::BrokenPipe => Failure::Unread,
+            _ => Failure::new(FAILED, format!("cannot write to standard output: {error}")),
+        })
 }
 
 /// Prints a value as JSON over several lines.
@@ -52,12 +55,16 @@ pub struct Paint {
 impl Paint {
     /// For stdout: on a terminal that has colours, unless NO_COLOR is set (no-color.org).
     pub fn stdout() -> Self {
-        Self { on: io::stdout().is_terminal() && wanted() }
+        Self {
+            on: io::stdout().is_terminal() && wanted(),
+        }
     }
 
     /// For stderr.
     pub fn stderr() -> Self {
-        Self { on: io::stderr().is_terminal() && wanted() }
+        Self {
+            on: io::stderr().is_terminal() && wanted(),
+        }
     }
 
     /// Whether there are colours.
@@ -86,7 +93,11 @@ impl Paint {
     }
 
     fn with(self, code: &str, text: &str) -> String {
-        if self.on { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
+        if self.on {
+            format!("\x1b[{code}m{text}\x1b[0m")
+        } else {
+            text.to_owned()
+        }
     }
 }
 

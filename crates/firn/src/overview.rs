@@ -5,7 +5,8 @@ use std::fmt::Write;
 use crate::output::Paint;
 use crate::verb::VERBS;
 
-const FIRST_STEPS: &str = "  firn mount /scratch/run42 /ckpt            programs write checkpoints to /ckpt
+const FIRST_STEPS: &str =
+    "  firn mount /scratch/run42 /ckpt            programs write checkpoints to /ckpt
   firn status /ckpt                          what is held, what is drained, errors
   firn wait --until durable /ckpt/step_100   until that checkpoint outlives the node
   firn umount /ckpt                          drain, unmount

@@ -11,8 +11,7 @@ use crate::{output, text};
 const FIRST_LINE_AFTER: Duration = Duration::from_secs(2);
 /// Often enough to see that it lives, seldom enough not to fill a log.
 const LINE_EVERY: Duration = Duration::from_secs(5);
-const TEMPLATE: &str =
-    "{prefix:>10} [{bar:30}] {binary_bytes} of {binary_total_bytes}, {msg} ({binary_bytes_per_sec})";
+const TEMPLATE: &str = "{prefix:>10} [{bar:30}] {binary_bytes} of {binary_total_bytes}, {msg} ({binary_bytes_per_sec})";
 
 /// Shows how many bytes are left.
 pub struct Meter {
@@ -29,7 +28,13 @@ impl Meter {
     /// Shows nothing yet.
     pub fn new() -> Self {
         let next_line = Instant::now() + FIRST_LINE_AFTER;
-        Self { on_terminal: io::stderr().is_terminal(), bar: None, total_bytes: 0, next_line, left_bytes: 0 }
+        Self {
+            on_terminal: io::stderr().is_terminal(),
+            bar: None,
+            total_bytes: 0,
+            next_line,
+            left_bytes: 0,
+        }
     }
 
     /// So much is left.
@@ -39,12 +44,14 @@ impl Meter {
         if self.total_bytes == 0 {
             return;
         }
-        let (phase, files) = (text::name(phase), text::count(left_files, "file"));
+        let phase = text::name(phase);
+        let files = text::count(left_files, "file");
         if self.on_terminal {
             self.draw(phase, format!("{files} left"));
         } else if Instant::now() >= self.next_line {
             self.next_line = Instant::now() + LINE_EVERY;
-            let (left, total) = (text::bytes(left_bytes), text::bytes(self.total_bytes));
+            let left = text::bytes(left_bytes);
+            let total = text::bytes(self.total_bytes);
             output::say(&format!("{phase}: {left} of {total} left in {files}"));
         }
     }
@@ -60,8 +67,12 @@ impl Meter {
             }
             None => {
                 let style = ProgressStyle::with_template(TEMPLATE).expect("the template is fixed");
-                let bar = ProgressBar::new(self.total_bytes).with_style(style.progress_chars("=> "));
-                let bar = bar.with_prefix(phase).with_message(message).with_position(done);
+                let bar =
+                    ProgressBar::new(self.total_bytes).with_style(style.progress_chars("=> "));
+                let bar = bar
+                    .with_prefix(phase)
+                    .with_message(message)
+                    .with_position(done);
                 bar.tick();
                 self.bar = Some(bar);
             }

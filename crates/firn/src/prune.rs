@@ -85,7 +85,10 @@ impl Directory {
     /// The directory at a place of a mount.
     pub fn new(place: Place) -> Self {
         let path = place.mount.mount_point.join(&place.relative);
-        Self { mount: place.mount, path }
+        Self {
+            mount: place.mount,
+            path,
+        }
     }
 
     /// Its checkpoints, the newest first, and what becomes of each where `keep` complete ones are to stay.
@@ -102,7 +105,12 @@ impl Directory {
                 let modified = newest_change(&entry.path())?;
                 let name = entry.file_name();
                 let state = states.get(&name).copied().unwrap_or_default();
-                found.push(Found { name, modified, is_linked: false, state });
+                found.push(Found {
+                    name,
+                    modified,
+                    is_linked: false,
+                    state,
+                });
             }
         }
         for checkpoint in &mut found {
@@ -113,7 +121,8 @@ impl Directory {
 
     /// Removes a checkpoint. `false`: a program opened a file of it meanwhile, and it stays.
     pub fn remove(&self, name: &OsStr) -> Result<bool, Failure> {
-        let (path, removed) = (self.path.join(name), self.path.join(removed_name(name)));
+        let path = self.path.join(name);
+        let removed = self.path.join(removed_name(name));
         renameat_with(CWD, &path, CWD, &removed, RenameFlags::NOREPLACE)
             .map_err(|errno| failed(&path)(errno.into()))?;
         if self.is_open(&removed)? {
@@ -190,7 +199,10 @@ fn judge(mut found: Vec<Found>, keep: usize) -> Vec<Checkpoint> {
             _ => Verdict::Kept,
         };
         complete += usize::from(index > 0 && checkpoint.state == State::Closed);
-        judged.push(Checkpoint { name: checkpoint.name, verdict });
+        judged.push(Checkpoint {
+            name: checkpoint.name,
+            verdict,
+        });
     }
     judged
 }
@@ -201,7 +213,9 @@ fn removed_name(name: &OsStr) -> OsString {
 
 fn is_removed_name(name: &OsStr) -> bool {
     let name = name.as_bytes();
-    name.starts_with(b".") && name.ends_with(REMOVED_SUFFIX) && name.len() > 1 + REMOVED_SUFFIX.len()
+    name.starts_with(b".")
+        && name.ends_with(REMOVED_SUFFIX)
+        && name.len() > 1 + REMOVED_SUFFIX.len()
 }
 
 /// Newest time of modification of `path` and, where it is a directory, of anything below it. What vanishes meanwhile
@@ -246,22 +260,35 @@ mod tests {
 
     fn found(name: &str, age: u64, state: State) -> Found {
         let modified = SystemTime::UNIX_EPOCH + Duration::from_secs(1000 - age);
-        Found { name: name.into(), modified, is_linked: name.ends_with('@'), state }
+        Found {
+            name: name.into(),
+            modified,
+            is_linked: name.ends_with('@'),
+            state,
+        }
     }
 
     fn verdicts(found: Vec<Found>, keep: usize) -> Vec<(String, Verdict)> {
         let judged = judge(found, keep).into_iter();
-        judged.map(|one| (one.name.into_string().expect("UTF-8"), one.verdict)).collect()
+        judged
+            .map(|one| (one.name.into_string().expect("UTF-8"), one.verdict))
+            .collect()
     }
 
     fn told(list: &[(&str, Verdict)]) -> Vec<(String, Verdict)> {
-        list.iter().map(|(name, verdict)| ((*name).to_owned(), *verdict)).collect()
+        list.iter()
+            .map(|(name, verdict)| ((*name).to_owned(), *verdict))
+            .collect()
     }
 
     /// Proves S-prune-1.
     #[test]
     fn the_newest_complete_ones_stay() {
-        let all = || (0..5).map(|age| found(&format!("step{}", 5 - age), age, State::Closed)).collect();
+        let all = || {
+            (0..5)
+                .map(|age| found(&format!("step{}", 5 - age), age, State::Closed))
+                .collect()
+        };
         let [newest, kept, remove] = [Verdict::Newest, Verdict::Kept, Verdict::Remove];
         assert_eq!(
             verdicts(all(), 2),
@@ -273,7 +300,11 @@ mod tests {
                 ("step1", remove)
             ])
         );
-        assert!(verdicts(all(), 4).iter().all(|(_, verdict)| *verdict != remove));
+        assert!(
+            verdicts(all(), 4)
+                .iter()
+                .all(|(_, verdict)| *verdict != remove)
+        );
     }
 
     /// Proves S-prune-1.

@@ -43,7 +43,11 @@ pub fn seconds(seconds: f64) -> String {
 
 /// `1 file`, `2 files`.
 pub fn count(number: u64, noun: &str) -> String {
-    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
+    if number == 1 {
+        format!("1 {noun}")
+    } else {
+        format!("{number} {noun}s")
+    }
 }
 
 /// A name that cannot break a line or steer a terminal, and is shown like no other.
@@ -63,13 +67,21 @@ mod tests {
     #[test]
     fn sizes_have_at_most_four_digits() {
         let shown = [0, 1023, 1024, 1536, (1 << 20) - 1, 1 << 20, 12 << 30].map(bytes);
-        assert_eq!(shown, ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "12.0 GiB"]);
+        assert_eq!(
+            shown,
+            [
+                "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "12.0 GiB"
+            ]
+        );
     }
 
     #[test]
     fn durations_have_two_units_at_most() {
         let shown = [0.04, 2.1, 200.0, 18_600.0, 266_400.0].map(seconds);
-        assert_eq!(shown, ["40 ms", "2.1 s", "3 min 20 s", "5 h 10 min", "3 d 2 h"]);
+        assert_eq!(
+            shown,
+            ["40 ms", "2.1 s", "3 min 20 s", "5 h 10 min", "3 d 2 h"]
+        );
     }
 
     #[test]

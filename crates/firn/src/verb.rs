@@ -79,7 +79,9 @@ pub static VERBS: &[&Verb] = &[
 impl Verb {
     /// Its part of the command line.
     pub fn command(&self) -> Command {
-        let command = (self.args)(Command::new(self.name)).about(self.about).after_help(self.after_help());
+        let command = (self.args)(Command::new(self.name))
+            .about(self.about)
+            .after_help(self.after_help());
         if self.long.is_empty() {
             command
         } else {
@@ -126,7 +128,10 @@ fn find(path: &Path) -> Result<Place, Failure> {
     let place = firn_client::find(path)?;
     if place.mount.is_of_another_user() {
         let mount_point = crate::text::path(&place.mount.mount_point);
-        crate::output::say(&format!("the mount at {mount_point} belongs to user {}", place.mount.user_id));
+        crate::output::say(&format!(
+            "the mount at {mount_point} belongs to user {}",
+            place.mount.user_id
+        ));
     }
     Ok(place)
 }

@@ -67,8 +67,17 @@ impl Out {
     fn create(path: &Path) -> std::io::Result<Out> {
         let begin = Instant::now();
         let file = File::create(path)?;
-        let saved = Saved { bytes: 0, crc: 0, writes: 0, in_calls: begin.elapsed() };
-        Ok(Out { file, crc: Crc32::new(), saved })
+        let saved = Saved {
+            bytes: 0,
+            crc: 0,
+            writes: 0,
+            in_calls: begin.elapsed(),
+        };
+        Ok(Out {
+            file,
+            crc: Crc32::new(),
+            saved,
+        })
     }
 
     fn put(&mut self, bytes: &[u8]) -> std::io::Result<()> {
@@ -119,7 +128,12 @@ pub fn save(dir: &Path, stamp: Stamp, slab: &Slab, fsync: bool) -> Result<Saved,
         fs::create_dir_all(step_dir(dir, stamp.step))?;
         let mut out = Out::create(&path)?;
         out.put(MAGIC)?;
-        for number in [stamp.rank, stamp.ranks, slab.size as u32, slab.planes as u32] {
+        for number in [
+            stamp.rank,
+            stamp.ranks,
+            slab.size as u32,
+            slab.planes as u32,
+        ] {
             out.put(&number.to_le_bytes())?;
         }
         out.put(&stamp.step.to_le_bytes())?;
@@ -148,12 +162,17 @@ pub fn load(dir: &Path, stamp: Stamp, slab: &mut Slab) -> Result<(), String> {
     let path = rank_file(dir, stamp);
     let bytes = fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
     parse(&bytes, stamp, slab).map_err(|what| {
-        format!("{}: {what}; restart from an older checkpoint by removing this one", path.display())
+        format!(
+            "{}: {what}; restart from an older checkpoint by removing this one",
+            path.display()
+        )
     })
 }
 
 fn parse(bytes: &[u8], stamp: Stamp, slab: &mut Slab) -> Result<(), String> {
-    let (body, sum) = bytes.split_last_chunk::<4>().ok_or("shorter than its checksum")?;
+    let (body, sum) = bytes
+        .split_last_chunk::<4>()
+        .ok_or("shorter than its checksum")?;
     if crc32(body) != u32::from_le_bytes(*sum) {
         return Err("checksum of the file is wrong".into());
     }
@@ -177,14 +196,22 @@ fn parse(bytes: &[u8], stamp: Stamp, slab: &mut Slab) -> Result<(), String> {
     }
     for plane in 0..slab.planes {
         let range = slab.plane(plane);
-        record(&mut rest, KIND_HEAT, slab.first + plane, &mut slab.heat[range])?;
+        record(
+            &mut rest,
+            KIND_HEAT,
+            slab.first + plane,
+            &mut slab.heat[range],
+        )?;
     }
     let all = slab.plane(0).start..slab.plane(slab.planes - 1).end;
     record(&mut rest, KIND_FUEL, slab.first, &mut slab.fuel[all])
 }
 
 fn record(rest: &mut &[u8], kind: u32, plane: usize, into: &mut [f64]) -> Result<(), String> {
-    let found = (u32::from_le_bytes(take(rest)?), u32::from_le_bytes(take(rest)?) as usize);
+    let found = (
+        u32::from_le_bytes(take(rest)?),
+        u32::from_le_bytes(take(rest)?) as usize,
+    );
     let len = u64::from_le_bytes(take(rest)?) as usize;
     let sum = u32::from_le_bytes(take(rest)?);
     if found != (kind, plane) || len != into.len() * 8 || rest.len() < len {
@@ -244,7 +271,15 @@ pub fn completed(dir: &Path) -> Result<Vec<u64>, String> {
         Err(error) => return Err(format!("{}: {error}", dir.display())),
     };
     let mut steps: Vec<u64> = entries
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.strip_prefix("step_")?.parse().ok())
+        .filter_map(|entry| {
+            entry
+                .ok()?
+                .file_name()
+                .to_str()?
+                .strip_prefix("step_")?
+                .parse()
+                .ok()
+        })
         .filter(|&step| step_dir(dir, step).join("COMPLETE").exists())
         .collect();
     steps.sort_unstable();
@@ -258,12 +293,18 @@ pub fn verify(dir: &Path, step: u64) -> Result<u32, String> {
         .map_err(|error| format!("{}/COMPLETE: {error}", here.display()))?;
     for line in marker.lines() {
         let [name, bytes, sum] = line.split(' ').collect::<Vec<_>>()[..] else {
-            return Err(format!("{}/COMPLETE: cannot read the line {line:?}", here.display()));
+            return Err(format!(
+                "{}/COMPLETE: cannot read the line {line:?}",
+                here.display()
+            ));
         };
-        let data =
-            fs::read(here.join(name)).map_err(|error| format!("{}/{name}: {error}", here.display()))?;
+        let data = fs::read(here.join(name))
+            .map_err(|error| format!("{}/{name}: {error}", here.display()))?;
         if data.len().to_string() != bytes || format!("{:08x}", crc32(&data)) != sum {
-            return Err(format!("{}/{name} is not what COMPLETE says", here.display()));
+            return Err(format!(
+                "{}/{name} is not what COMPLETE says",
+                here.display()
+            ));
         }
     }
     match marker.lines().count() as u32 {
@@ -282,14 +323,21 @@ mod tests {
             std::process::id(),
             std::thread::current().id()
         ));
-        let stamp = Stamp { rank: 1, ranks: 3, step: 7 };
+        let stamp = Stamp {
+            rank: 1,
+            ranks: 3,
+            step: 7,
+        };
         let slab = Slab::new(1, 3, 10);
         let saved = save(&dir, stamp, &slab, false).unwrap();
         let bytes = fs::read(rank_file(&dir, stamp)).unwrap();
         complete(&dir, 7, &[], false).unwrap();
         assert_eq!(completed(&dir).unwrap(), [7]);
         fs::remove_dir_all(&dir).unwrap();
-        assert_eq!((saved.bytes, saved.crc), (bytes.len() as u64, crc32(&bytes)));
+        assert_eq!(
+            (saved.bytes, saved.crc),
+            (bytes.len() as u64, crc32(&bytes))
+        );
         (slab, stamp, bytes)
     }
 
@@ -310,10 +358,16 @@ mod tests {
         let (_, stamp, bytes) = written();
         let mut back = Slab::new(1, 3, 10);
         for cut in (0..bytes.len()).step_by(97) {
-            assert!(parse(&bytes[..cut], stamp, &mut back).is_err(), "cut at {cut}");
+            assert!(
+                parse(&bytes[..cut], stamp, &mut back).is_err(),
+                "cut at {cut}"
+            );
             let mut flipped = bytes.clone();
             flipped[cut] ^= 1;
-            assert!(parse(&flipped, stamp, &mut back).is_err(), "flipped at {cut}");
+            assert!(
+                parse(&flipped, stamp, &mut back).is_err(),
+                "flipped at {cut}"
+            );
         }
     }
 }

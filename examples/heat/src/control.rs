@@ -49,7 +49,12 @@ impl Message {
                 let crc = crc.try_into().ok()?;
                 Some(Message::Saved(
                     step,
-                    Saved { bytes, crc, writes, in_calls: Duration::from_nanos(nanos) },
+                    Saved {
+                        bytes,
+                        crc,
+                        writes,
+                        in_calls: Duration::from_nanos(nanos),
+                    },
                 ))
             }
             ("plane", &[plane, hash]) => Some(Message::Plane(plane as usize, hash)),
@@ -65,7 +70,12 @@ mod tests {
 
     #[test]
     fn every_message_survives_its_line() {
-        let saved = Saved { bytes: 9, crc: u32::MAX, writes: 3, in_calls: Duration::from_nanos(17) };
+        let saved = Saved {
+            bytes: 9,
+            crc: u32::MAX,
+            writes: 3,
+            in_calls: Duration::from_nanos(17),
+        };
         for message in [
             Message::Hello(3),
             Message::At(40),

@@ -11,7 +11,11 @@ const fn tables() -> [[u32; 256]; 8] {
         let mut crc = byte as u32;
         let mut bit = 0;
         while bit < 8 {
-            crc = if crc & 1 == 1 { crc >> 1 ^ POLYNOMIAL } else { crc >> 1 };
+            crc = if crc & 1 == 1 {
+                crc >> 1 ^ POLYNOMIAL
+            } else {
+                crc >> 1
+            };
             bit += 1;
         }
         tables[0][byte] = crc;
@@ -44,7 +48,8 @@ impl Crc32 {
     pub fn update(&mut self, bytes: &[u8]) {
         let mut words = bytes.chunks_exact(8);
         for word in &mut words {
-            let value = u64::from_le_bytes(word.try_into().expect("eight bytes")) ^ u64::from(self.0);
+            let value =
+                u64::from_le_bytes(word.try_into().expect("eight bytes")) ^ u64::from(self.0);
             self.0 = (0..8).fold(0, |crc, position| {
                 crc ^ TABLES[7 - position][(value >> (8 * position)) as usize & 0xFF]
             });

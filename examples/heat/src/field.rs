@@ -36,7 +36,9 @@ pub struct Slab {
 impl Slab {
     /// Rank `rank` of `ranks` in a cube of `size`: fuel with a little noise, lit in a few places.
     pub fn new(rank: u32, ranks: u32, size: u32) -> Slab {
-        let (size, ranks, rank) = (size as usize, ranks as usize, rank as usize);
+        let size = size as usize;
+        let ranks = ranks as usize;
+        let rank = rank as usize;
         let first = rank * size / ranks;
         let planes = (rank + 1) * size / ranks - first;
         let cells = (planes + 2) * size * size;
@@ -66,8 +68,9 @@ impl Slab {
 
     fn ignite(&mut self) {
         let size = self.size;
-        let sparks: Vec<[usize; 3]> =
-            (0..5).map(|spark| [0, 1, 2].map(|axis| mix(spark * 3 + axis) as usize % size)).collect();
+        let sparks: Vec<[usize; 3]> = (0..5)
+            .map(|spark| [0, 1, 2].map(|axis| mix(spark * 3 + axis) as usize % size))
+            .collect();
         let radius = (size / 8).max(1) as isize;
         for plane in 0..self.planes {
             let z = self.first + plane;
@@ -75,7 +78,10 @@ impl Slab {
                 let at = [index % size, index / size, z];
                 let noise = mix((z * size * size + index) as u64 + 1000) >> 11;
                 self.fuel[cell] = 0.9 + 0.2 * noise as f64 / (1u64 << 53) as f64;
-                if sparks.iter().any(|spark| distance_squared(spark, &at, size) <= radius * radius) {
+                if sparks
+                    .iter()
+                    .any(|spark| distance_squared(spark, &at, size) <= radius * radius)
+                {
                     self.heat[cell] = 1.0;
                 }
             }
@@ -84,7 +90,8 @@ impl Slab {
 
     /// One step; the ghost planes must be those of the neighbours.
     pub fn step(&mut self) {
-        let (size, area) = (self.size, self.plane_cells());
+        let size = self.size;
+        let area = self.plane_cells();
         for plane in 1..=self.planes {
             for y in 0..size {
                 let row = plane * area + y * size;
@@ -95,11 +102,13 @@ impl Slab {
                     let left = if x == 0 { row + size - 1 } else { here - 1 };
                     let right = if x + 1 == size { row } else { here + 1 };
                     let around = [left, right, down + x, up + x, here - area, here + area];
-                    let (heat, fuel) = (self.heat[here], self.fuel[here]);
+                    let heat = self.heat[here];
+                    let fuel = self.fuel[here];
                     let burnt = BURN * fuel * (heat * heat).min(1.0);
                     self.next_heat[here] =
                         heat + HEAT_SPREAD * excess(&self.heat, around, heat) + burnt - LOSS * heat;
-                    self.next_fuel[here] = fuel + FUEL_SPREAD * excess(&self.fuel, around, fuel) - burnt;
+                    self.next_fuel[here] =
+                        fuel + FUEL_SPREAD * excess(&self.fuel, around, fuel) - burnt;
                 }
             }
         }
@@ -121,7 +130,9 @@ impl Slab {
 /// What flows in from the six neighbours.
 #[inline]
 fn excess(field: &[f64], around: [usize; 6], here: f64) -> f64 {
-    around.iter().fold(-6.0 * here, |sum, &cell| sum + field[cell])
+    around
+        .iter()
+        .fold(-6.0 * here, |sum, &cell| sum + field[cell])
 }
 
 /// Square of the distance on the periodic grid.
@@ -146,7 +157,9 @@ fn mix(input: u64) -> u64 {
 /// A hash over the hashes of all planes of a cube, in their order.
 pub fn hash_of_planes(planes: impl IntoIterator<Item = u64>) -> u64 {
     let mut hash = Xxh3Default::new();
-    planes.into_iter().for_each(|plane| hash.update(&plane.to_ne_bytes()));
+    planes
+        .into_iter()
+        .for_each(|plane| hash.update(&plane.to_ne_bytes()));
     hash.digest()
 }
 
@@ -156,15 +169,24 @@ mod tests {
 
     /// Advances `ranks` slabs in this process, exchanging ghosts by copy, and hashes the cube.
     fn burn(ranks: u32, size: u32, steps: u64) -> (u64, Vec<Slab>) {
-        let mut slabs: Vec<Slab> = (0..ranks).map(|rank| Slab::new(rank, ranks, size)).collect();
+        let mut slabs: Vec<Slab> = (0..ranks)
+            .map(|rank| Slab::new(rank, ranks, size))
+            .collect();
         let count = slabs.len();
         for _ in 0..steps {
             for here in 0..count {
-                let (below, above) = ((here + count - 1) % count, (here + 1) % count);
+                let below = (here + count - 1) % count;
+                let above = (here + 1) % count;
                 let last = slabs[below].plane(slabs[below].planes - 1);
                 let first = slabs[above].plane(0);
-                let low = (slabs[below].heat[last.clone()].to_vec(), slabs[below].fuel[last].to_vec());
-                let high = (slabs[above].heat[first.clone()].to_vec(), slabs[above].fuel[first].to_vec());
+                let low = (
+                    slabs[below].heat[last.clone()].to_vec(),
+                    slabs[below].fuel[last].to_vec(),
+                );
+                let high = (
+                    slabs[above].heat[first.clone()].to_vec(),
+                    slabs[above].fuel[first].to_vec(),
+                );
                 let area = slabs[here].plane_cells();
                 let end = (slabs[here].planes + 1) * area;
                 slabs[here].heat[..area].copy_from_slice(&low.0);
@@ -174,7 +196,9 @@ mod tests {
             }
             slabs.iter_mut().for_each(Slab::step);
         }
-        let planes = slabs.iter().flat_map(|slab| (0..slab.planes).map(|plane| slab.plane_hash(plane)));
+        let planes = slabs
+            .iter()
+            .flat_map(|slab| (0..slab.planes).map(|plane| slab.plane_hash(plane)));
         (hash_of_planes(planes), slabs)
     }
 
@@ -189,8 +213,10 @@ mod tests {
     fn the_flame_spreads_and_stays_bounded() {
         let before: f64 = burn(1, 24, 0).1[0].fuel.iter().sum();
         let slab = &burn(1, 24, 150).1[0];
-        let after: f64 =
-            (0..slab.planes).flat_map(|plane| slab.plane(plane)).map(|cell| slab.fuel[cell]).sum();
+        let after: f64 = (0..slab.planes)
+            .flat_map(|plane| slab.plane(plane))
+            .map(|cell| slab.fuel[cell])
+            .sum();
         assert!(after < 0.8 * before, "fuel left: {after} of {before}");
         assert!(slab.heat.iter().all(|heat| (0.0..2.0).contains(heat)));
     }

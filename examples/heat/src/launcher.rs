@@ -21,7 +21,8 @@ const ACCEPT_POLL: Duration = Duration::from_millis(1);
 /// Runs the job and prints its result.
 pub fn run(options: &Options) -> Result<(), String> {
     let from_step = starting_point(options)?;
-    std::fs::create_dir_all(&options.dir).map_err(|error| format!("{}: {error}", options.dir.display()))?;
+    std::fs::create_dir_all(&options.dir)
+        .map_err(|error| format!("{}: {error}", options.dir.display()))?;
     let mut report = Report::new(options.steps);
     let mut workers = Workers::start(options, from_step)?;
     let hash = collect(options, &mut workers, &mut report)?;
@@ -48,7 +49,11 @@ pub fn verify(options: &Options) -> Result<(), String> {
             }
         }
     }
-    if damaged == 0 { Ok(()) } else { Err(format!("{damaged} checkpoints are damaged")) }
+    if damaged == 0 {
+        Ok(())
+    } else {
+        Err(format!("{damaged} checkpoints are damaged"))
+    }
 }
 
 /// The checkpoint to begin from: the newest that is complete and whole.
@@ -70,7 +75,9 @@ fn starting_point(options: &Options) -> Result<Option<u64>, String> {
                 return Ok(Some(step));
             }
             Ok(ranks) => {
-                return Err(format!("step {step} was written by {ranks} ranks; say --ranks {ranks}"));
+                return Err(format!(
+                    "step {step} was written by {ranks} ranks; say --ranks {ranks}"
+                ));
             }
             Err(what) => eprintln!("heat: {what}; trying an older checkpoint"),
         }
@@ -92,9 +99,15 @@ impl Workers {
         let listener = SocketAddr::from_abstract_name(&socket)
             .and_then(|address| UnixListener::bind_addr(&address))
             .map_err(|error| format!("cannot listen for workers: {error}"))?;
-        listener.set_nonblocking(true).map_err(|error| error.to_string())?;
+        listener
+            .set_nonblocking(true)
+            .map_err(|error| error.to_string())?;
         let (sender, inbox) = channel();
-        let mut workers = Workers { children: Vec::new(), streams: Vec::new(), inbox };
+        let mut workers = Workers {
+            children: Vec::new(),
+            streams: Vec::new(),
+            inbox,
+        };
         workers
             .spawn(options, from_step, &socket)
             .map_err(|error| format!("cannot start a worker: {error}"))?;
@@ -103,11 +116,20 @@ impl Workers {
             let stream = workers.accept(&listener)?;
             let mut reader = BufReader::new(stream);
             let mut line = String::new();
-            let hello = reader.read_line(&mut line).ok().and_then(|_| Message::parse(&line));
+            let hello = reader
+                .read_line(&mut line)
+                .ok()
+                .and_then(|_| Message::parse(&line));
             let Some(Message::Hello(rank)) = hello else {
                 return Err("a worker did not say its rank".into());
             };
-            streams.insert(rank, reader.get_ref().try_clone().map_err(|error| error.to_string())?);
+            streams.insert(
+                rank,
+                reader
+                    .get_ref()
+                    .try_clone()
+                    .map_err(|error| error.to_string())?,
+            );
             forward(rank, reader, sender.clone());
         }
         workers.streams = streams.into_values().collect();
@@ -132,7 +154,12 @@ impl Workers {
     }
 
     /// A ring of socket pairs: each rank's standard output meets the next one's standard input.
-    fn spawn(&mut self, options: &Options, from_step: Option<u64>, socket: &str) -> std::io::Result<()> {
+    fn spawn(
+        &mut self,
+        options: &Options,
+        from_step: Option<u64>,
+        socket: &str,
+    ) -> std::io::Result<()> {
         let mut ups = Vec::new();
         let mut downs = Vec::new();
         for _ in 0..options.ranks {
@@ -143,22 +170,44 @@ impl Workers {
         downs.rotate_right(1);
         for (rank, (up, down)) in ups.into_iter().zip(downs).enumerate() {
             let mut command = Command::new(std::env::current_exe()?);
-            command.args(["--steps", &options.steps.to_string(), "--every", &options.every.to_string()]);
-            command.args(["--ranks", &options.ranks.to_string(), "--size", &options.size.to_string()]);
+            command.args([
+                "--steps",
+                &options.steps.to_string(),
+                "--every",
+                &options.every.to_string(),
+            ]);
+            command.args([
+                "--ranks",
+                &options.ranks.to_string(),
+                "--size",
+                &options.size.to_string(),
+            ]);
             command.arg("--dir").arg(&options.dir);
             command.args(options.fsync.then_some("--fsync"));
             if let Some(step) = from_step {
                 command.args(["--worker-from", &step.to_string()]);
             }
-            command.args(["--worker-socket", socket, "--worker-rank", &rank.to_string()]);
-            self.children.push(command.stdin(Stdio::from(down)).stdout(Stdio::from(up)).spawn()?);
+            command.args([
+                "--worker-socket",
+                socket,
+                "--worker-rank",
+                &rank.to_string(),
+            ]);
+            self.children.push(
+                command
+                    .stdin(Stdio::from(down))
+                    .stdout(Stdio::from(up))
+                    .spawn()?,
+            );
         }
         Ok(())
     }
 
     fn go(&mut self) -> Result<(), String> {
         for stream in &mut self.streams {
-            stream.write_all(b"go\n").map_err(|error| format!("a worker is gone: {error}"))?;
+            stream
+                .write_all(b"go\n")
+                .map_err(|error| format!("a worker is gone: {error}"))?;
         }
         Ok(())
     }

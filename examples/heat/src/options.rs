@@ -143,15 +143,39 @@ mod tests {
 
     #[test]
     fn the_place_of_a_worker_is_taken_whole() {
-        let words = ["--dir", "d", "--worker-socket", "s", "--worker-from", "40", "--worker-rank", "2"];
+        let words = [
+            "--dir",
+            "d",
+            "--worker-socket",
+            "s",
+            "--worker-from",
+            "40",
+            "--worker-rank",
+            "2",
+        ];
         let mode = parse(&words).unwrap().unwrap().mode;
-        assert_eq!(mode, Mode::Worker(Place { rank: 2, socket: "s".into(), from_step: Some(40) }));
+        assert_eq!(
+            mode,
+            Mode::Worker(Place {
+                rank: 2,
+                socket: "s".into(),
+                from_step: Some(40)
+            })
+        );
     }
 
     #[test]
     fn wrong_values_are_refused_with_their_option() {
-        assert!(parse(&["--dir", "d", "--steps", "many"]).unwrap_err().contains("--steps"));
-        assert!(parse(&["--dir", "d", "--ranks", "9", "--size", "8"]).unwrap_err().contains("--ranks"));
+        assert!(
+            parse(&["--dir", "d", "--steps", "many"])
+                .unwrap_err()
+                .contains("--steps")
+        );
+        assert!(
+            parse(&["--dir", "d", "--ranks", "9", "--size", "8"])
+                .unwrap_err()
+                .contains("--ranks")
+        );
         assert!(parse(&["--steps", "1"]).unwrap_err().contains("--dir"));
     }
 }

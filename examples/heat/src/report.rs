@@ -19,7 +19,14 @@ impl Report {
     /// For a run of so many steps.
     pub fn new(steps: u64) -> Report {
         let bar = std::io::stderr().is_terminal();
-        Report { steps, bar, begin: Instant::now(), slowest: Vec::new(), writes: 0, bytes: 0 }
+        Report {
+            steps,
+            bar,
+            begin: Instant::now(),
+            slowest: Vec::new(),
+            writes: 0,
+            bytes: 0,
+        }
     }
 
     /// Shows the step on a terminal.
@@ -33,7 +40,11 @@ impl Report {
 
     /// Takes the files of one checkpoint.
     pub fn checkpoint(&mut self, step: u64, files: &[Saved]) {
-        let slowest = files.iter().map(|file| file.in_calls).max().unwrap_or_default();
+        let slowest = files
+            .iter()
+            .map(|file| file.in_calls)
+            .max()
+            .unwrap_or_default();
         let bytes: u64 = files.iter().map(|file| file.bytes).sum();
         self.slowest.push(slowest);
         self.bytes += bytes;
@@ -61,8 +72,14 @@ impl Report {
         println!("checkpoints {}", sorted.len());
         println!("checkpoint_bytes {}", self.bytes);
         println!("checkpoint_writes {}", self.writes);
-        println!("checkpoint_write_mean_bytes {}", self.bytes / self.writes.max(1));
-        println!("checkpoint_seconds_total {:.6}", sorted.iter().sum::<Duration>().as_secs_f64());
+        println!(
+            "checkpoint_write_mean_bytes {}",
+            self.bytes / self.writes.max(1)
+        );
+        println!(
+            "checkpoint_seconds_total {:.6}",
+            sorted.iter().sum::<Duration>().as_secs_f64()
+        );
         println!("checkpoint_seconds_median {:.6}", median.as_secs_f64());
         println!("run_seconds {:.6}", self.begin.elapsed().as_secs_f64());
     }

@@ -24,7 +24,11 @@ fn compute(options: &Options, place: &Place) -> Result<(), String> {
     let mut launcher = Launcher::connect(place)?;
     let mut neighbours = Neighbours::inherited(place.rank, options.ranks)?;
     let mut slab = Slab::new(place.rank, options.ranks, options.size);
-    let mut stamp = Stamp { rank: place.rank, ranks: options.ranks, step: 0 };
+    let mut stamp = Stamp {
+        rank: place.rank,
+        ranks: options.ranks,
+        step: 0,
+    };
     if let Some(step) = place.from_step {
         stamp.step = step;
         checkpoint::load(&options.dir, stamp, &mut slab)?;
@@ -58,7 +62,9 @@ impl Launcher {
         let stream = SocketAddr::from_abstract_name(&place.socket)
             .and_then(|address| UnixStream::connect_addr(&address))
             .map_err(|error| format!("cannot reach the launcher: {error}"))?;
-        let mut launcher = Launcher { stream: BufReader::new(stream) };
+        let mut launcher = Launcher {
+            stream: BufReader::new(stream),
+        };
         launcher.tell(Message::Hello(place.rank))?;
         Ok(launcher)
     }
@@ -90,18 +96,28 @@ struct Neighbours {
 impl Neighbours {
     fn inherited(rank: u32, ranks: u32) -> Result<Neighbours, String> {
         let stream = |fd: std::os::fd::BorrowedFd<'_>| {
-            fd.try_clone_to_owned().map(UnixStream::from).map_err(|error| format!("no neighbour: {error}"))
+            fd.try_clone_to_owned()
+                .map(UnixStream::from)
+                .map_err(|error| format!("no neighbour: {error}"))
         };
         let pair = match ranks {
             1 => None,
-            _ => Some((stream(std::io::stdin().as_fd())?, stream(std::io::stdout().as_fd())?)),
+            _ => Some((
+                stream(std::io::stdin().as_fd())?,
+                stream(std::io::stdout().as_fd())?,
+            )),
         };
-        Ok(Neighbours { pair, even: rank.is_multiple_of(2) })
+        Ok(Neighbours {
+            pair,
+            even: rank.is_multiple_of(2),
+        })
     }
 
     fn exchange(&mut self, slab: &mut Slab) -> Result<(), String> {
-        let (first, last) = (slab.plane(0), slab.plane(slab.planes - 1));
-        let (below, above) = (0..first.start, last.end..last.end + slab.plane_cells());
+        let first = slab.plane(0);
+        let last = slab.plane(slab.planes - 1);
+        let below = 0..first.start;
+        let above = last.end..last.end + slab.plane_cells();
         let Some((down, up)) = &mut self.pair else {
             for field in [&mut slab.heat, &mut slab.fuel] {
                 field.copy_within(last.clone(), below.start);
@@ -128,12 +144,16 @@ impl Neighbours {
 
 fn send(stream: &mut UnixStream, cells: &[f64]) -> Result<(), String> {
     let bytes: Vec<u8> = cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
-    stream.write_all(&bytes).map_err(|error| format!("a neighbour is gone: {error}"))
+    stream
+        .write_all(&bytes)
+        .map_err(|error| format!("a neighbour is gone: {error}"))
 }
 
 fn receive(stream: &mut UnixStream, cells: &mut [f64]) -> Result<(), String> {
     let mut bytes = vec![0; cells.len() * 8];
-    stream.read_exact(&mut bytes).map_err(|error| format!("a neighbour is gone: {error}"))?;
+    stream
+        .read_exact(&mut bytes)
+        .map_err(|error| format!("a neighbour is gone: {error}"))?;
     for (cell, bytes) in cells.iter_mut().zip(bytes.as_chunks::<8>().0) {
         *cell = f64::from_le_bytes(*bytes);
     }

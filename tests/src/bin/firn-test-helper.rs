@@ -17,10 +17,16 @@ fn main() -> ExitCode {
             firn_tests::ack::append_records(Path::new(file), number(id), number(count))
         }
         ["faultfs", source, mount_point, control] => {
-            firn_tests::faultfs::serve(Path::new(source), Path::new(mount_point), Path::new(control));
+            firn_tests::faultfs::serve(
+                Path::new(source),
+                Path::new(mount_point),
+                Path::new(control),
+            );
         }
         ["powerfs", mount_point] => firn_tests::powerfs::serve(Path::new(mount_point)),
-        ["door-writer", file, log] => firn_tests::door::write_until_killed(Path::new(file), Path::new(log)),
+        ["door-writer", file, log] => {
+            firn_tests::door::write_until_killed(Path::new(file), Path::new(log))
+        }
         ["door-spoiler", file, how, seed] => {
             firn_tests::door::spoil_on_command(Path::new(file), how, number(seed))
         }
@@ -28,7 +34,14 @@ fn main() -> ExitCode {
         ["hand", file] => firn_tests::hand::serve(Path::new(file)),
         ["change", uid, gid, group, may_set_id, call, path] => {
             let id = |text: &str| text.parse().expect("an id");
-            firn_tests::change::serve(id(uid), id(gid), id(group), may_set_id == "1", call, Path::new(path));
+            firn_tests::change::serve(
+                id(uid),
+                id(gid),
+                id(group),
+                may_set_id == "1",
+                call,
+                Path::new(path),
+            );
         }
         _ => {
             eprintln!(

@@ -12,13 +12,27 @@ const FILE_SIZE_MAX: u64 = 300_000;
 #[allow(missing_docs)] // the fields are the arguments of the system calls named
 pub enum Op {
     /// open(2) into a slot of the table of handles.
-    Open { slot: usize, path: String, flags: i32, mode: u32 },
+    Open {
+        slot: usize,
+        path: String,
+        flags: i32,
+        mode: u32,
+    },
     /// close(2) of a slot.
     Close { slot: usize },
     /// pwrite(2), or write(2) at the end for O_APPEND.
-    Write { slot: usize, offset: u64, len: usize, key: u64 },
+    Write {
+        slot: usize,
+        offset: u64,
+        len: usize,
+        key: u64,
+    },
     /// pread(2).
-    Read { slot: usize, offset: u64, len: usize },
+    Read {
+        slot: usize,
+        offset: u64,
+        len: usize,
+    },
     /// A shared mapping of the first bytes, read.
     ReadMapped { slot: usize, len: usize },
     /// ftruncate(2).
@@ -28,9 +42,20 @@ pub enum Op {
     /// fsync(2) or fdatasync(2).
     Sync { slot: usize, data_only: bool },
     /// fallocate(2) with mode bits.
-    Allocate { slot: usize, mode: u32, offset: u64, len: u64 },
+    Allocate {
+        slot: usize,
+        mode: u32,
+        offset: u64,
+        len: u64,
+    },
     /// copy_file_range(2).
-    Copy { from: usize, from_offset: u64, to: usize, to_offset: u64, len: usize },
+    Copy {
+        from: usize,
+        from_offset: u64,
+        to: usize,
+        to_offset: u64,
+        len: usize,
+    },
     /// fstat(2).
     StatHandle { slot: usize },
     /// lstat(2).
@@ -44,7 +69,11 @@ pub enum Op {
     /// unlink(2).
     Unlink { path: String },
     /// renameat2(2).
-    Rename { from: String, to: String, flags: u32 },
+    Rename {
+        from: String,
+        to: String,
+        flags: u32,
+    },
     /// link(2).
     Link { from: String, to: String },
     /// symlink(2).
@@ -60,7 +89,12 @@ pub enum Op {
     /// utimensat(2) with a time of the past.
     Times { path: String, seconds: i64 },
     /// setxattr(2).
-    SetXattr { path: String, name: String, value: Vec<u8>, flags: u32 },
+    SetXattr {
+        path: String,
+        name: String,
+        value: Vec<u8>,
+        flags: u32,
+    },
     /// getxattr(2) of all names.
     Xattrs { path: String },
     /// removexattr(2).
@@ -81,12 +115,30 @@ pub fn draw(rng: &mut impl RngExt) -> Op {
             mode: *pick(rng, &[0o644, 0o600, 0o4755, 0]),
         },
         13..18 => Op::Close { slot },
-        18..38 => Op::Write { slot, offset: offset / 2, len: length(rng), key: rng.random() },
-        38..45 => Op::Read { slot, offset, len: length(rng) },
-        45..47 => Op::ReadMapped { slot, len: rng.random_range(1..40_000) },
+        18..38 => Op::Write {
+            slot,
+            offset: offset / 2,
+            len: length(rng),
+            key: rng.random(),
+        },
+        38..45 => Op::Read {
+            slot,
+            offset,
+            len: length(rng),
+        },
+        45..47 => Op::ReadMapped {
+            slot,
+            len: rng.random_range(1..40_000),
+        },
         47..51 => Op::Resize { slot, len: offset },
-        51..53 => Op::Truncate { path: path(rng), len: offset },
-        53..54 => Op::Sync { slot, data_only: rng.random() },
+        51..53 => Op::Truncate {
+            path: path(rng),
+            len: offset,
+        },
+        53..54 => Op::Sync {
+            slot,
+            data_only: rng.random(),
+        },
         54..57 => Op::Allocate {
             slot,
             mode: *pick(rng, &ALLOCATE_MODES),
@@ -103,21 +155,44 @@ pub fn draw(rng: &mut impl RngExt) -> Op {
         59..62 => Op::StatHandle { slot },
         62..66 => Op::Stat { path: path(rng) },
         66..69 => Op::ReadPath { path: path(rng) },
-        69..73 => Op::MakeDir { path: path(rng), mode: *pick(rng, &[0o755, 0o700, 0o2775]) },
+        69..73 => Op::MakeDir {
+            path: path(rng),
+            mode: *pick(rng, &[0o755, 0o700, 0o2775]),
+        },
         73..74 => Op::RemoveDir { path: path(rng) },
         74..77 => Op::Unlink { path: path(rng) },
-        77..82 => Op::Rename { from: path(rng), to: path(rng), flags: *pick(rng, &[0, 0, 0, 1, 2, 3]) },
-        82..85 => Op::Link { from: path(rng), to: path(rng) },
-        85..87 => Op::Symlink { target: path(rng), path: path(rng) },
+        77..82 => Op::Rename {
+            from: path(rng),
+            to: path(rng),
+            flags: *pick(rng, &[0, 0, 0, 1, 2, 3]),
+        },
+        82..85 => Op::Link {
+            from: path(rng),
+            to: path(rng),
+        },
+        85..87 => Op::Symlink {
+            target: path(rng),
+            path: path(rng),
+        },
         87..88 => Op::ReadLink { path: path(rng) },
         88..89 => Op::MakeNode {
             path: path(rng),
             kind: *pick(rng, &[libc::S_IFIFO, libc::S_IFSOCK, libc::S_IFCHR]),
             mode: 0o640,
         },
-        89..91 => Op::Mode { path: path(rng), mode: *pick(rng, &[0o644, 0o755, 0o6755, 0o1777, 0o400]) },
-        91..92 => Op::Owner { path: path(rng), uid: rng.random_range(0..3), gid: rng.random_range(0..3) },
-        92..94 => Op::Times { path: path(rng), seconds: rng.random_range(0..1_000_000_000) },
+        89..91 => Op::Mode {
+            path: path(rng),
+            mode: *pick(rng, &[0o644, 0o755, 0o6755, 0o1777, 0o400]),
+        },
+        91..92 => Op::Owner {
+            path: path(rng),
+            uid: rng.random_range(0..3),
+            gid: rng.random_range(0..3),
+        },
+        92..94 => Op::Times {
+            path: path(rng),
+            seconds: rng.random_range(0..1_000_000_000),
+        },
         94..96 => Op::SetXattr {
             path: path(rng),
             name: name(rng),
@@ -125,7 +200,10 @@ pub fn draw(rng: &mut impl RngExt) -> Op {
             flags: rng.random_range(0..3),
         },
         96..97 => Op::Xattrs { path: path(rng) },
-        97..98 => Op::RemoveXattr { path: path(rng), name: name(rng) },
+        97..98 => Op::RemoveXattr {
+            path: path(rng),
+            name: name(rng),
+        },
         _ => Op::List { path: path(rng) },
     }
 }
@@ -151,7 +229,11 @@ fn path(rng: &mut impl RngExt) -> String {
     match rng.random_range(0..10) {
         0..5 => leaf,
         5..8 => format!("f{}/{leaf}", rng.random_range(0..3)),
-        _ => format!("f{}/f{}/{leaf}", rng.random_range(0..3), rng.random_range(0..3)),
+        _ => format!(
+            "f{}/f{}/{leaf}",
+            rng.random_range(0..3),
+            rng.random_range(0..3)
+        ),
     }
 }
 
@@ -174,7 +256,10 @@ fn round(rng: &mut impl RngExt, value: u64) -> u64 {
 }
 
 fn flags(rng: &mut impl RngExt) -> i32 {
-    let access = *pick(rng, &[libc::O_RDWR, libc::O_RDWR, libc::O_RDONLY, libc::O_WRONLY]);
+    let access = *pick(
+        rng,
+        &[libc::O_RDWR, libc::O_RDWR, libc::O_RDONLY, libc::O_WRONLY],
+    );
     let mut flags = access | libc::O_CLOEXEC;
     for (flag, one_in) in [
         (libc::O_CREAT, 2),

@@ -47,7 +47,10 @@ impl Side {
     pub fn new(root: &Path) -> Self {
         // What open, mkdir and mknod make must not depend on who runs the tests.
         rustix::process::umask(Mode::empty());
-        Self { root: root.to_owned(), handles: (0..6).map(|_| None).collect() }
+        Self {
+            root: root.to_owned(),
+            handles: (0..6).map(|_| None).collect(),
+        }
     }
 
     /// Does one operation.
@@ -61,12 +64,22 @@ impl Side {
     fn try_perform(&mut self, op: &Op) -> Result {
         let at = |path: &str| self.root.join(path);
         match op {
-            Op::Open { slot, path, flags, mode } => self.open(*slot, path, *flags, *mode),
+            Op::Open {
+                slot,
+                path,
+                flags,
+                mode,
+            } => self.open(*slot, path, *flags, *mode),
             Op::Close { slot } => match self.handles[*slot].take() {
                 Some((file, _)) => close(file).map(|()| Answer::Done),
                 None => Ok(Answer::NoHandle),
             },
-            Op::Write { slot, offset, len, key } => self.with(*slot, |file, flags| {
+            Op::Write {
+                slot,
+                offset,
+                len,
+                key,
+            } => self.with(*slot, |file, flags| {
                 let data = bytes(*key, *len);
                 if flags & libc::O_APPEND != 0 {
                     return count(rustix::io::write(file, &data));
@@ -75,32 +88,57 @@ impl Side {
             }),
             Op::Read { slot, offset, len } => self.with(*slot, |file, _| read(file, *offset, *len)),
             Op::ReadMapped { slot, len } => self.with(*slot, |file, _| read_mapped(file, *len)),
-            Op::Resize { slot, len } => self.with(*slot, |file, _| done(rustix::fs::ftruncate(file, *len))),
+            Op::Resize { slot, len } => {
+                self.with(*slot, |file, _| done(rustix::fs::ftruncate(file, *len)))
+            }
             Op::Truncate { path, len } => {
-                let file = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(at(path));
+                let file = OpenOptions::new()
+                    .write(true)
+                    .custom_flags(libc::O_NONBLOCK)
+                    .open(at(path));
                 done(rustix::fs::ftruncate(&file.map_err(plain)?, *len))
             }
-            Op::Sync { slot, data_only: true } => {
-                self.with(*slot, |file, _| done(rustix::fs::fdatasync(file)))
-            }
+            Op::Sync {
+                slot,
+                data_only: true,
+            } => self.with(*slot, |file, _| done(rustix::fs::fdatasync(file))),
             Op::Sync { slot, .. } => self.with(*slot, |file, _| done(rustix::fs::fsync(file))),
-            Op::Allocate { slot, mode, offset, len } => self.with(*slot, |file, _| {
+            Op::Allocate {
+                slot,
+                mode,
+                offset,
+                len,
+            } => self.with(*slot, |file, _| {
                 let mode = FallocateFlags::from_bits_retain(*mode);
                 done(rustix::fs::fallocate(file, mode, *offset, *len))
             }),
-            Op::Copy { from, from_offset, to, to_offset, len } => {
-                let (Some((from, _)), Some((to, _))) = (&self.handles[*from], &self.handles[*to]) else {
+            Op::Copy {
+                from,
+                from_offset,
+                to,
+                to_offset,
+                len,
+            } => {
+                let (Some((from, _)), Some((to, _))) = (&self.handles[*from], &self.handles[*to])
+                else {
                     return Ok(Answer::NoHandle);
                 };
                 copy(from, *from_offset, to, *to_offset, *len)
             }
-            Op::StatHandle { slot } => self.with(*slot, |file, _| Ok(stat(&file.metadata().map_err(plain)?))),
+            Op::StatHandle { slot } => {
+                self.with(*slot, |file, _| Ok(stat(&file.metadata().map_err(plain)?)))
+            }
             Op::Stat { path } => Ok(stat(&fs::symlink_metadata(at(path)).map_err(plain)?)),
             Op::ReadPath { path } => {
-                let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(at(path));
+                let file = OpenOptions::new()
+                    .read(true)
+                    .custom_flags(libc::O_NONBLOCK)
+                    .open(at(path));
                 read(&file.map_err(plain)?, 0, 1 << 20)
             }
-            Op::MakeDir { path, mode } => done(rustix::fs::mkdir(at(path), Mode::from_raw_mode(*mode))),
+            Op::MakeDir { path, mode } => {
+                done(rustix::fs::mkdir(at(path), Mode::from_raw_mode(*mode)))
+            }
             Op::RemoveDir { path } => done(rustix::fs::rmdir(at(path))),
             Op::Unlink { path } => done(rustix::fs::unlink(at(path))),
             Op::Rename { from, to, flags } => {
@@ -114,25 +152,55 @@ impl Side {
                 Ok(Answer::Bytes(target.into_bytes()))
             }
             Op::MakeNode { path, kind, mode } => {
-                let device = if *kind == libc::S_IFCHR { rustix::fs::makedev(1, 3) } else { 0 };
+                let device = if *kind == libc::S_IFCHR {
+                    rustix::fs::makedev(1, 3)
+                } else {
+                    0
+                };
                 let kind = FileType::from_raw_mode(*kind);
-                done(rustix::fs::mknodat(CWD, at(path), kind, Mode::from_raw_mode(*mode), device))
+                done(rustix::fs::mknodat(
+                    CWD,
+                    at(path),
+                    kind,
+                    Mode::from_raw_mode(*mode),
+                    device,
+                ))
             }
-            Op::Mode { path, mode } => done(rustix::fs::chmod(at(path), Mode::from_raw_mode(*mode))),
+            Op::Mode { path, mode } => {
+                done(rustix::fs::chmod(at(path), Mode::from_raw_mode(*mode)))
+            }
             Op::Owner { path, uid, gid } => {
                 let owner = std::os::unix::fs::lchown(at(path), Some(*uid), Some(*gid));
                 done(owner.map_err(plain))
             }
             Op::Times { path, seconds } => {
-                let time = Timespec { tv_sec: *seconds, tv_nsec: 123_456_000 };
-                let times = Timestamps { last_access: time, last_modification: time };
-                done(rustix::fs::utimensat(CWD, at(path), &times, AtFlags::SYMLINK_NOFOLLOW))
+                let time = Timespec {
+                    tv_sec: *seconds,
+                    tv_nsec: 123_456_000,
+                };
+                let times = Timestamps {
+                    last_access: time,
+                    last_modification: time,
+                };
+                done(rustix::fs::utimensat(
+                    CWD,
+                    at(path),
+                    &times,
+                    AtFlags::SYMLINK_NOFOLLOW,
+                ))
             }
-            Op::SetXattr { path, name, value, flags } => {
+            Op::SetXattr {
+                path,
+                name,
+                value,
+                flags,
+            } => {
                 let flags = XattrFlags::from_bits_retain(*flags);
                 done(rustix::fs::lsetxattr(at(path), name.as_str(), value, flags))
             }
-            Op::RemoveXattr { path, name } => done(rustix::fs::lremovexattr(at(path), name.as_str())),
+            Op::RemoveXattr { path, name } => {
+                done(rustix::fs::lremovexattr(at(path), name.as_str()))
+            }
             Op::Xattrs { path } => {
                 fs::symlink_metadata(at(path)).map_err(plain)?;
                 Ok(Answer::Names(crate::tree::xattrs(&at(path))))
@@ -177,14 +245,23 @@ fn count(result: std::result::Result<usize, Errno>) -> Result {
 
 fn stat(meta: &fs::Metadata) -> Answer {
     let size = if meta.is_dir() { 0 } else { meta.size() };
-    Answer::Stat([meta.mode().into(), meta.uid().into(), meta.gid().into(), meta.nlink(), size])
+    Answer::Stat([
+        meta.mode().into(),
+        meta.uid().into(),
+        meta.gid().into(),
+        meta.nlink(),
+        size,
+    ])
 }
 
 fn read(file: &File, offset: u64, len: usize) -> Result {
     let mut buf = vec![0; len];
     let mut filled = 0;
     while filled < len {
-        match file.read_at(&mut buf[filled..], offset + filled as u64).map_err(plain)? {
+        match file
+            .read_at(&mut buf[filled..], offset + filled as u64)
+            .map_err(plain)?
+        {
             0 => break,
             count => filled += count,
         }
@@ -207,8 +284,13 @@ fn read_mapped(file: &File, len: usize) -> Result {
 fn copy(from: &File, mut from_offset: u64, to: &File, mut to_offset: u64, len: usize) -> Result {
     let mut total = 0;
     while total < len {
-        let copied =
-            rustix::fs::copy_file_range(from, Some(&mut from_offset), to, Some(&mut to_offset), len - total)?;
+        let copied = rustix::fs::copy_file_range(
+            from,
+            Some(&mut from_offset),
+            to,
+            Some(&mut to_offset),
+            len - total,
+        )?;
         if copied == 0 {
             break;
         }
@@ -222,7 +304,10 @@ fn list(path: &Path) -> Result {
     for entry in fs::read_dir(path).map_err(plain)? {
         let entry = entry.map_err(plain)?;
         let kind = entry.file_type().map_err(plain)?;
-        names.insert(entry.file_name().as_bytes().to_vec(), format!("{kind:?}").into_bytes());
+        names.insert(
+            entry.file_name().as_bytes().to_vec(),
+            format!("{kind:?}").into_bytes(),
+        );
     }
     Ok(Answer::Names(names))
 }

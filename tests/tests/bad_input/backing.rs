@@ -18,7 +18,8 @@ const RETRY_LIMIT: Duration = Duration::from_secs(60);
 /// the write (if one failed) and of the close.
 fn write_until_full(path: &std::path::Path) -> (Vec<u8>, Option<Errno>, Result<(), Errno>) {
     let mut file = File::create(path).expect("create");
-    let (mut acknowledged, mut failed) = (Vec::new(), None);
+    let mut acknowledged = Vec::new();
+    let mut failed = None;
     for step in 0..120u64 {
         let data = bytes(step, 500_000);
         match file.write(&data) {
@@ -35,14 +36,19 @@ fn write_until_full(path: &std::path::Path) -> (Vec<u8>, Option<Errno>, Result<(
 #[track_caller]
 fn status_names(mount: &FirnMount<'_>, errno: Errno) {
     let status = mount.status();
-    let told = status.errors.iter().any(|error| error.errno == errno.raw_os_error() && error.pending);
+    let told = status
+        .errors
+        .iter()
+        .any(|error| error.errno == errno.raw_os_error() && error.pending);
     assert!(told, "{errno:?} is not in the status: {:?}", status.errors);
     assert!(status.held_bytes > 0);
 }
 
 #[track_caller]
 fn drains_by_itself(mount: &FirnMount<'_>) {
-    wait_until("drained after the backing healed", RETRY_LIMIT, || mount.status().held_bytes == 0);
+    wait_until("drained after the backing healed", RETRY_LIMIT, || {
+        mount.status().held_bytes == 0
+    });
 }
 
 /// Proves S-write-7, S-error-1, S-error-4.
@@ -54,13 +60,29 @@ fn a_full_backing_ends_in_enospc_and_drains_when_there_is_room() {
     let backing = image.mkdir("data");
     let mount = FirnMount::over(&sandbox, &backing, OPTIONS);
     let (acknowledged, failed, closed) = write_until_full(&mount.join("file"));
-    assert_eq!(failed, Some(Errno::NOSPC), "a write when arena and backing are full");
-    assert_eq!(closed, Err(Errno::NOSPC), "close tells what could not be drained");
+    assert_eq!(
+        failed,
+        Some(Errno::NOSPC),
+        "a write when arena and backing are full"
+    );
+    assert_eq!(
+        closed,
+        Err(Errno::NOSPC),
+        "close tells what could not be drained"
+    );
     status_names(&mount, Errno::NOSPC);
-    assert_same_bytes("acknowledged, before the drain", &read(&mount.join("file")), &acknowledged);
+    assert_same_bytes(
+        "acknowledged, before the drain",
+        &read(&mount.join("file")),
+        &acknowledged,
+    );
     fs::remove_file(image.path().join("ballast")).expect("make room");
     drains_by_itself(&mount);
-    assert_same_bytes("acknowledged, in the backing", &read(&backing.join("file")), &acknowledged);
+    assert_same_bytes(
+        "acknowledged, in the backing",
+        &read(&backing.join("file")),
+        &acknowledged,
+    );
     mount.umount();
 }
 
@@ -69,19 +91,29 @@ fn a_full_backing_ends_in_enospc_and_drains_when_there_is_room() {
 fn a_quota_ends_in_edquot_and_drains_when_it_is_raised() {
     let sandbox = Sandbox::new("quota");
     let image = LoopImage::new(&sandbox, FsKind::Btrfs, 400);
-    let btrfs = |args: &[&str], path: &std::path::Path| run(Command::new("btrfs").args(args).arg(path)).ok();
+    let btrfs = |args: &[&str], path: &std::path::Path| {
+        run(Command::new("btrfs").args(args).arg(path)).ok()
+    };
     let backing = image.path().join("limited");
     btrfs(&["quota", "enable"], image.path());
     btrfs(&["subvolume", "create"], &backing);
     btrfs(&["qgroup", "limit", "12M"], &backing);
     let mount = FirnMount::over(&sandbox, &backing, OPTIONS);
     let (acknowledged, failed, closed) = write_until_full(&mount.join("file"));
-    assert_eq!(failed, Some(Errno::DQUOT), "a write when the arena is full and the quota used up");
+    assert_eq!(
+        failed,
+        Some(Errno::DQUOT),
+        "a write when the arena is full and the quota used up"
+    );
     assert_eq!(closed, Err(Errno::DQUOT));
     status_names(&mount, Errno::DQUOT);
     btrfs(&["qgroup", "limit", "none"], &backing);
     drains_by_itself(&mount);
-    assert_same_bytes("acknowledged, in the backing", &read(&backing.join("file")), &acknowledged);
+    assert_same_bytes(
+        "acknowledged, in the backing",
+        &read(&backing.join("file")),
+        &acknowledged,
+    );
     mount.umount();
 }
 
@@ -93,16 +125,25 @@ fn eio_is_told_at_fsync_and_close_and_the_data_is_kept() {
     let mount = FirnMount::over(&sandbox, fault.path(), OPTIONS);
     let mut file = File::create(mount.join("file")).expect("create");
     fault.fail_writes("EIO");
-    file.write_all(&bytes(1, 200_000)).expect("a write is held whatever the backing does");
+    file.write_all(&bytes(1, 200_000))
+        .expect("a write is held whatever the backing does");
     let error = file.sync_all().expect_err("fsync cannot keep its promise");
     assert_eq!(error.raw_os_error(), Some(libc::EIO));
     assert_eq!(close(file), Err(Errno::IO));
     status_names(&mount, Errno::IO);
-    assert_same_bytes("through the mount", &read(&mount.join("file")), &bytes(1, 200_000));
+    assert_same_bytes(
+        "through the mount",
+        &read(&mount.join("file")),
+        &bytes(1, 200_000),
+    );
     mount.wait("drained", mount.path()).code(1);
     fault.fail_writes("");
     drains_by_itself(&mount);
-    assert_same_bytes("in the backing", &read(&fault.source().join("file")), &bytes(1, 200_000));
+    assert_same_bytes(
+        "in the backing",
+        &read(&fault.source().join("file")),
+        &bytes(1, 200_000),
+    );
     assert!(mount.status().errors.iter().all(|error| !error.pending));
     mount.umount();
 }
@@ -118,10 +159,17 @@ fn what_a_sick_backing_refused_survives_kill_9_and_drains_after_healing() {
     file.write_all(&bytes(2, 300_000)).expect("write");
     let backing = mount.kill();
     drop(file);
-    sandbox.run(["recover".as_ref(), backing.as_os_str()]).code(1).says("firn: ");
+    sandbox
+        .run(["recover".as_ref(), backing.as_os_str()])
+        .code(1)
+        .says("firn: ");
     fault.fail_writes("");
     sandbox.run(["recover".as_ref(), backing.as_os_str()]).ok();
-    assert_same_bytes("in the backing", &read(&fault.source().join("file")), &bytes(2, 300_000));
+    assert_same_bytes(
+        "in the backing",
+        &read(&fault.source().join("file")),
+        &bytes(2, 300_000),
+    );
 }
 
 /// Proves S-error-5, S-crash-3.
@@ -135,17 +183,28 @@ fn umount_refuses_to_drop_what_cannot_be_drained_and_force_keeps_it_in_the_arena
     file.write_all(&bytes(3, 100_000)).expect("write");
     drop(file);
     let refused = sandbox.run(["umount".as_ref(), mount.path().as_os_str()]);
-    assert!([1, 3].contains(&refused.code), "data that cannot be drained: {refused}");
+    assert!(
+        [1, 3].contains(&refused.code),
+        "data that cannot be drained: {refused}"
+    );
     refused.says("firn: ");
     let point = mount.path().as_os_str();
     let forced = sandbox.run(["umount".as_ref(), "--force".as_ref(), point]);
     assert!([0, 3].contains(&forced.code), "{forced}");
     mount.wait_for_end();
-    assert_eq!(sandbox.arenas().len(), 1, "the arena holds what was not drained");
+    assert_eq!(
+        sandbox.arenas().len(),
+        1,
+        "the arena holds what was not drained"
+    );
     fault.fail_writes("");
     let again = FirnMount::over(&sandbox, fault.path(), OPTIONS);
     again.wait("drained", again.path()).ok();
-    assert_same_bytes("in the backing", &read(&fault.source().join("file")), &bytes(3, 100_000));
+    assert_same_bytes(
+        "in the backing",
+        &read(&fault.source().join("file")),
+        &bytes(3, 100_000),
+    );
     again.umount();
 }
 
@@ -165,5 +224,9 @@ fn a_backing_that_vanishes_while_mounted_loses_nothing_when_it_returns() {
     let backing = mount.kill();
     fault.start();
     sandbox.run(["recover".as_ref(), backing.as_os_str()]).ok();
-    assert_same_bytes("in the backing", &read(&fault.source().join("file")), &bytes(4, 150_000));
+    assert_same_bytes(
+        "in the backing",
+        &read(&fault.source().join("file")),
+        &bytes(4, 150_000),
+    );
 }

@@ -38,7 +38,11 @@ impl<'a> SmallRuntime<'a> {
 
     /// Takes every byte that is left.
     fn fill(&self) {
-        let mut ballast = File::options().create(true).append(true).open(self.ballast()).expect("open");
+        let mut ballast = File::options()
+            .create(true)
+            .append(true)
+            .open(self.ballast())
+            .expect("open");
         for len in [4096, 1] {
             let block = vec![0; len];
             while ballast.write_all(&block).is_ok() {}
@@ -57,7 +61,10 @@ impl Drop for SmallRuntime<'_> {
 fn firn_under(sandbox: &Sandbox, limit: &str, args: &[std::ffi::OsString]) -> Command {
     let mut command = Command::new("prlimit");
     sandbox.environment(&mut command);
-    command.arg(format!("--fsize={limit}")).arg(firn_binary()).args(args);
+    command
+        .arg(format!("--fsize={limit}"))
+        .arg(firn_binary())
+        .args(args);
     command
 }
 
@@ -81,7 +88,10 @@ fn regression_a_full_runtime_directory_costs_lines_of_the_log_and_nothing_else()
     let sandbox = Sandbox::new("fulllog");
     let arenas = LoopImage::new(&sandbox, FsKind::Tmpfs, 64);
     let runtime = SmallRuntime::new(&sandbox);
-    let options = format!("{OPTIONS},log-level=debug,arena-dir={}", arenas.path().display());
+    let options = format!(
+        "{OPTIONS},log-level=debug,arena-dir={}",
+        arenas.path().display()
+    );
     let mount = FirnMount::new(&sandbox, &options);
     assert_eq!(mount.status().log_lines_lost, 0);
     runtime.fill();
@@ -91,14 +101,23 @@ fn regression_a_full_runtime_directory_costs_lines_of_the_log_and_nothing_else()
         fs::metadata(mount.join("missing")).expect_err("there is no such file");
         mount.status().log_lines_lost > 0
     });
-    let shown = sandbox.run(["status".as_ref(), mount.path().as_os_str()]).ok().stdout;
+    let shown = sandbox
+        .run(["status".as_ref(), mount.path().as_os_str()])
+        .ok()
+        .stdout;
     assert!(shown.contains("could not be written"), "{shown}");
     assert_same_bytes("file", &read(&mount.join("file")), &data);
     fs::remove_file(runtime.ballast()).expect("make room");
-    wait_until("the log tells what it lacks", Duration::from_secs(20), || {
-        fs::metadata(mount.join("missing")).expect_err("there is no such file");
-        sandbox.logs().contains("before this one could not be written")
-    });
+    wait_until(
+        "the log tells what it lacks",
+        Duration::from_secs(20),
+        || {
+            fs::metadata(mount.join("missing")).expect_err("there is no such file");
+            sandbox
+                .logs()
+                .contains("before this one could not be written")
+        },
+    );
     let backing = mount.umount();
     assert_same_bytes("file in the backing", &read(&backing.join("file")), &data);
 }
@@ -121,23 +140,46 @@ fn regression_a_mount_does_not_need_its_log() {
 #[test]
 fn regression_a_limit_on_file_sizes_keeps_data_and_ends_nobody() {
     let sandbox = Sandbox::new("fsize");
-    let (backing, point) = (sandbox.join("backing"), sandbox.join("mnt"));
+    let backing = sandbox.join("backing");
+    let point = sandbox.join("mnt");
     let limit = format!("{LIMIT}:{LIMIT}");
     let args = mount_args(&backing, &point, OPTIONS);
-    run(&mut firn_under(&sandbox, &limit, &args)).ok().says("ulimit -f");
+    run(&mut firn_under(&sandbox, &limit, &args))
+        .ok()
+        .says("ulimit -f");
     assert!(is_mounted(&point));
     let (acknowledged, failed) = write_up_to(&point.join("file"), 2 * LIMIT);
-    assert_eq!(failed, Some(Errno::FBIG), "a write that no drain makes room for");
+    assert_eq!(
+        failed,
+        Some(Errno::FBIG),
+        "a write that no drain makes room for"
+    );
     assert!(acknowledged.len() as u64 > LIMIT, "{}", acknowledged.len());
 
     let status = status_of(&sandbox, &point);
     assert_eq!(status.file_size_limit_bytes, Some(LIMIT));
-    let told = status.errors.iter().find(|error| error.errno == Errno::FBIG.raw_os_error());
+    let told = status
+        .errors
+        .iter()
+        .find(|error| error.errno == Errno::FBIG.raw_os_error());
     let told = told.unwrap_or_else(|| panic!("no EFBIG in {:?}", status.errors));
-    assert!(told.message.contains("ulimit -f") && told.pending, "{told:?}");
-    let shown = sandbox.run(["status".as_ref(), point.as_os_str()]).ok().stdout;
-    assert!(shown.contains("files of more than 32.0 MiB cannot be drained"), "{shown}");
-    assert_same_bytes("through the mount", &read(&point.join("file")), &acknowledged);
+    assert!(
+        told.message.contains("ulimit -f") && told.pending,
+        "{told:?}"
+    );
+    let shown = sandbox
+        .run(["status".as_ref(), point.as_os_str()])
+        .ok()
+        .stdout;
+    assert!(
+        shown.contains("files of more than 32.0 MiB cannot be drained"),
+        "{shown}"
+    );
+    assert_same_bytes(
+        "through the mount",
+        &read(&point.join("file")),
+        &acknowledged,
+    );
     // Files below the limit go on.
     fs::write(point.join("small"), "text").expect("another file");
 
@@ -149,9 +191,15 @@ fn regression_a_limit_on_file_sizes_keeps_data_and_ends_nobody() {
     umount(&["--force"]).code(3);
     let recover = ["recover".into(), backing.clone().into()];
     // All that fits is in the backing already.
-    run(&mut firn_under(&sandbox, &limit, &recover)).code(1).says("ulimit -f");
+    run(&mut firn_under(&sandbox, &limit, &recover))
+        .code(1)
+        .says("ulimit -f");
     sandbox.run(&recover).ok();
-    assert_same_bytes("recovered without the limit", &read(&backing.join("file")), &acknowledged);
+    assert_same_bytes(
+        "recovered without the limit",
+        &read(&backing.join("file")),
+        &acknowledged,
+    );
     assert_eq!(fs::read(backing.join("small")).expect("read"), b"text");
 }
 
@@ -159,7 +207,9 @@ fn regression_a_limit_on_file_sizes_keeps_data_and_ends_nobody() {
 fn regression_a_limit_below_the_arena_is_named() {
     let sandbox = Sandbox::new("fsizearena");
     let args = mount_args(&sandbox.join("backing"), &sandbox.join("mnt"), OPTIONS);
-    run(&mut firn_under(&sandbox, "8388608:8388608", &args)).code(2).says("ulimit -f");
+    run(&mut firn_under(&sandbox, "8388608:8388608", &args))
+        .code(2)
+        .says("ulimit -f");
     assert!(!is_mounted(&sandbox.join("mnt")));
     FirnMount::new(&sandbox, OPTIONS).umount();
 }
@@ -168,10 +218,24 @@ fn regression_a_limit_below_the_arena_is_named() {
 fn regression_a_soft_limit_on_file_sizes_is_none_for_firnd() {
     let sandbox = Sandbox::new("fsizesoft");
     let args = mount_args(&sandbox.join("backing"), &sandbox.join("mnt"), OPTIONS);
-    run(&mut firn_under(&sandbox, &format!("{LIMIT}:unlimited"), &args)).ok();
-    assert_eq!(status_of(&sandbox, &sandbox.join("mnt")).file_size_limit_bytes, None);
+    run(&mut firn_under(
+        &sandbox,
+        &format!("{LIMIT}:unlimited"),
+        &args,
+    ))
+    .ok();
+    assert_eq!(
+        status_of(&sandbox, &sandbox.join("mnt")).file_size_limit_bytes,
+        None
+    );
     let (acknowledged, failed) = write_up_to(&sandbox.join("mnt/file"), LIMIT + 4 * MIB);
     assert_eq!(failed, None);
-    sandbox.run(["umount".into(), sandbox.join("mnt").into_os_string()]).ok();
-    assert_same_bytes("in the backing", &read(&sandbox.join("backing/file")), &acknowledged);
+    sandbox
+        .run(["umount".into(), sandbox.join("mnt").into_os_string()])
+        .ok();
+    assert_same_bytes(
+        "in the backing",
+        &read(&sandbox.join("backing/file")),
+        &acknowledged,
+    );
 }

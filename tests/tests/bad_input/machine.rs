@@ -21,9 +21,16 @@ fn without_dev_fuse_the_reason_is_said() {
         exec "$FIRN" mount "$BACKING" "$POINT""#;
     let mut command = Command::new("unshare");
     sandbox.environment(&mut command);
-    command.env("FIRN_RUNTIME_DIR", "/dev/shm/firn").env("FIRN", firn_binary());
-    command.env("BACKING", sandbox.join("backing")).env("POINT", sandbox.join("mnt"));
-    run(command.args(["-m", "sh", "-c", script])).code(1).says("/dev/fuse").says("firn: ");
+    command
+        .env("FIRN_RUNTIME_DIR", "/dev/shm/firn")
+        .env("FIRN", firn_binary());
+    command
+        .env("BACKING", sandbox.join("backing"))
+        .env("POINT", sandbox.join("mnt"));
+    run(command.args(["-m", "sh", "-c", script]))
+        .code(1)
+        .says("/dev/fuse")
+        .says("firn: ");
 }
 
 #[test]
@@ -37,8 +44,14 @@ fn without_fusermount3_an_ordinary_user_is_told_what_to_install() {
     let script = r#"EMPTY=$(mktemp -d) && cp "$(command -v setpriv)" "$EMPTY/setpriv" && chmod 755 "$EMPTY" &&
         mount --bind "$EMPTY" /usr/bin && PATH=/usr/bin exec /usr/bin/setpriv --reuid 65534 --regid 65534 --clear-groups \
         "$FIRN" mount "$BACKING" "$POINT""#;
-    command.env("FIRN", firn).env("BACKING", sandbox.join("backing")).env("POINT", sandbox.join("mnt"));
-    run(command.args(["-m", "/bin/sh", "-c", script])).code(1).says("fusermount3").says("firn: ");
+    command
+        .env("FIRN", firn)
+        .env("BACKING", sandbox.join("backing"))
+        .env("POINT", sandbox.join("mnt"));
+    run(command.args(["-m", "/bin/sh", "-c", script]))
+        .code(1)
+        .says("fusermount3")
+        .says("firn: ");
 }
 
 /// /dev/fuse as udev makes it on Debian: open to all. Bare machines without udev have it closed; what
@@ -49,7 +62,8 @@ impl OpenDevice {
     fn new() -> Self {
         use std::os::unix::fs::PermissionsExt;
         let before = fs::metadata("/dev/fuse").expect("/dev/fuse").permissions();
-        fs::set_permissions("/dev/fuse", fs::Permissions::from_mode(0o666)).expect("chmod /dev/fuse");
+        fs::set_permissions("/dev/fuse", fs::Permissions::from_mode(0o666))
+            .expect("chmod /dev/fuse");
         Self(before)
     }
 }
@@ -69,14 +83,27 @@ fn an_ordinary_user_mounts_writes_and_unmounts() {
     let as_nobody = |program: &Path, args: &[&std::ffi::OsStr]| {
         let mut command = Command::new("setpriv");
         sandbox.environment(&mut command);
-        command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]).arg(program).args(args);
+        command
+            .args(["--reuid", "65534", "--regid", "65534", "--clear-groups"])
+            .arg(program)
+            .args(args);
         run(&mut command)
     };
-    let (backing, point) = (sandbox.join("backing"), sandbox.join("mnt"));
-    as_nobody(&firn, &["mount".as_ref(), backing.as_os_str(), point.as_os_str()]).ok();
+    let backing = sandbox.join("backing");
+    let point = sandbox.join("mnt");
+    as_nobody(
+        &firn,
+        &["mount".as_ref(), backing.as_os_str(), point.as_os_str()],
+    )
+    .ok();
     assert!(is_mounted(&point));
     let script = format!("echo text > {0}/file && cat {0}/file", point.display());
-    assert_eq!(as_nobody(Path::new("sh"), &["-c".as_ref(), script.as_ref()]).ok().stdout, "text\n");
+    assert_eq!(
+        as_nobody(Path::new("sh"), &["-c".as_ref(), script.as_ref()])
+            .ok()
+            .stdout,
+        "text\n"
+    );
     as_nobody(&firn, &["umount".as_ref(), point.as_os_str()]).ok();
     assert_eq!(fs::read(backing.join("file")).expect("read"), b"text\n");
 }
@@ -94,16 +121,25 @@ fn firnd_killed_for_want_of_memory_loses_nothing() {
     firn.args(["-o", "arena-size=256M,close=held,drain-age=10min"]);
     let mut child = cgroup.spawn(&firn);
     let mut ended = None;
-    wait_until("mounted, or refused for want of memory", Duration::from_secs(60), || {
-        ended = child.try_wait().expect("wait");
-        ended.is_some() || is_mounted(&sandbox.join("mnt"))
-    });
+    wait_until(
+        "mounted, or refused for want of memory",
+        Duration::from_secs(60),
+        || {
+            ended = child.try_wait().expect("wait");
+            ended.is_some() || is_mounted(&sandbox.join("mnt"))
+        },
+    );
     if ended.is_none() {
-        let (dir, log) = (sandbox.join("mnt/files"), sandbox.join("log"));
+        let dir = sandbox.join("mnt/files");
+        let log = sandbox.join("log");
         if fs::create_dir(&dir).is_ok() {
             let mut writer = Command::new(helper_binary());
-            let mut writer =
-                writer.arg("writer").args([&dir, &log]).arg("5").spawn().expect("start a writer");
+            let mut writer = writer
+                .arg("writer")
+                .args([&dir, &log])
+                .arg("5")
+                .spawn()
+                .expect("start a writer");
             // The writer stays below the limit's worth of files, so kill firnd here if nobody else did.
             wait_child(&mut writer, Duration::from_secs(5));
             child.kill().ok();
@@ -123,10 +159,19 @@ fn firnd_killed_for_want_of_memory_loses_nothing() {
 
 fn open_to_all(sandbox: &Sandbox) {
     use std::os::unix::fs::{PermissionsExt, chown};
-    for dir in [sandbox.path(), sandbox.runtime(), &sandbox.join("backing"), &sandbox.join("mnt")] {
+    for dir in [
+        sandbox.path(),
+        sandbox.runtime(),
+        &sandbox.join("backing"),
+        &sandbox.join("mnt"),
+    ] {
         fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).expect("chmod");
     }
-    for dir in [sandbox.runtime(), &sandbox.join("backing"), &sandbox.join("mnt")] {
+    for dir in [
+        sandbox.runtime(),
+        &sandbox.join("backing"),
+        &sandbox.join("mnt"),
+    ] {
         chown(dir, Some(65534), Some(65534)).expect("chown");
     }
     fs::set_permissions(sandbox.runtime(), fs::Permissions::from_mode(0o700)).expect("chmod");
@@ -147,9 +192,10 @@ struct MemoryCgroup {
 impl MemoryCgroup {
     fn new(limit_bytes: u64) -> Option<Self> {
         let name = format!("firn-test-{}", std::process::id());
-        for (root, file) in
-            [("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")]
-        {
+        for (root, file) in [
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+            ("/sys/fs/cgroup", "memory.max"),
+        ] {
             let dir = Path::new(root).join(&name);
             if fs::create_dir(&dir).is_err() {
                 continue;
@@ -165,7 +211,9 @@ impl MemoryCgroup {
 
     fn spawn(&self, command: &Command) -> std::process::Child {
         let mut inside = Command::new("sh");
-        inside.args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""]).arg(&self.dir);
+        inside
+            .args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""])
+            .arg(&self.dir);
         inside.arg(command.get_program()).args(command.get_args());
         for (name, value) in command.get_envs() {
             match value {
@@ -194,10 +242,14 @@ fn with_few_descriptors_firnd_serves_many_files() {
     // Without CAP_SYS_RESOURCE root's firnd cannot raise its limit.
     let script = r#"ulimit -n 400 && exec setpriv --bounding-set=-sys_resource \
         "$FIRN" mount "$BACKING" "$POINT""#;
-    let (backing, point) = (sandbox.join("backing"), sandbox.join("mnt"));
+    let backing = sandbox.join("backing");
+    let point = sandbox.join("mnt");
     let mut command = Command::new("sh");
     sandbox.environment(&mut command);
-    command.env("FIRN", firn_binary()).env("BACKING", &backing).env("POINT", &point);
+    command
+        .env("FIRN", firn_binary())
+        .env("BACKING", &backing)
+        .env("POINT", &point);
     run(command.args(["-c", script])).ok();
 
     let name = |i: usize| format!("d{}/f{i}", i % 10);
@@ -216,19 +268,27 @@ fn with_few_descriptors_firnd_serves_many_files() {
     for i in 0..FILES {
         let path = point.join(name(i).replace("d3/", "moved/"));
         assert_eq!(fs::read_to_string(&path).expect("read a file"), name(i));
-        assert_eq!(fs::metadata(&path).expect("stat").len(), name(i).len() as u64);
+        assert_eq!(
+            fs::metadata(&path).expect("stat").len(),
+            name(i).len() as u64
+        );
     }
     assert_eq!(read_at(&unlinked, 0, 10), b"still here");
     drop(unlinked);
     for i in (0..FILES).step_by(2) {
         fs::remove_file(point.join(name(i).replace("d3/", "moved/"))).expect("unlink");
     }
-    let descriptors = fs::read_dir(format!("/proc/{}/fd", status_of(&sandbox, &point).pid)).expect("/proc");
+    let descriptors =
+        fs::read_dir(format!("/proc/{}/fd", status_of(&sandbox, &point).pid)).expect("/proc");
     assert!(descriptors.count() < 400);
     sandbox.run([OsStr::new("umount"), point.as_os_str()]).ok();
     let left: usize = fs::read_dir(&backing)
         .expect("backing")
-        .map(|dir| fs::read_dir(dir.expect("entry").path()).expect("dir").count())
+        .map(|dir| {
+            fs::read_dir(dir.expect("entry").path())
+                .expect("dir")
+                .count()
+        })
         .sum();
     assert_eq!(left, FILES / 2);
 }

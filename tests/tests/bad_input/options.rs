@@ -6,7 +6,11 @@ use firn_tests::mount::mount_args;
 #[track_caller]
 fn usage_error(options: &str, names: &str) {
     let sandbox = Sandbox::new("options");
-    let outcome = sandbox.run(mount_args(&sandbox.join("backing"), &sandbox.join("mnt"), options));
+    let outcome = sandbox.run(mount_args(
+        &sandbox.join("backing"),
+        &sandbox.join("mnt"),
+        options,
+    ));
     outcome.code(2).says("firn: ").says(names);
     assert!(sandbox.arenas().is_empty(), "refused, and an arena is left");
 }
@@ -50,9 +54,12 @@ fn a_flag_and_an_option_that_disagree_are_refused() {
 #[test]
 fn unknown_flags_verbs_and_missing_arguments_are_usage_errors() {
     let sandbox = Sandbox::new("flags");
-    for args in
-        [&["mount"][..], &["mount", "--no-such-flag"], &["frobnicate"], &["wait", "--until", "eternal", "/"]]
-    {
+    for args in [
+        &["mount"][..],
+        &["mount", "--no-such-flag"],
+        &["frobnicate"],
+        &["wait", "--until", "eternal", "/"],
+    ] {
         let outcome = sandbox.run(args).code(2);
         assert!(outcome.stderr.contains("firn"), "{outcome}");
     }

@@ -12,7 +12,10 @@ use firn_tests::{FirnMount, Sandbox, helper_binary, wait_until};
 fn start_writer(sandbox: &Sandbox) -> std::process::Child {
     std::fs::create_dir(sandbox.join("mnt/files")).expect("mkdir");
     let mut command = Command::new(helper_binary());
-    command.arg("writer").args([sandbox.join("mnt/files"), sandbox.join("log")]).arg("11");
+    command
+        .arg("writer")
+        .args([sandbox.join("mnt/files"), sandbox.join("log")])
+        .arg("11");
     command.spawn().expect("start a writer")
 }
 
@@ -25,7 +28,9 @@ fn busy(sandbox: &Sandbox) {
 
 fn all_is_there(sandbox: &Sandbox) {
     if !sandbox.arenas().is_empty() {
-        sandbox.run(["recover".as_ref(), sandbox.join("backing").as_os_str()]).ok();
+        sandbox
+            .run(["recover".as_ref(), sandbox.join("backing").as_os_str()])
+            .ok();
     }
     assert!(verify(&sandbox.join("backing/files"), &sandbox.join("log")).ops > 0);
 }
@@ -33,12 +38,18 @@ fn all_is_there(sandbox: &Sandbox) {
 #[test]
 fn sigterm_during_a_busy_mount_loses_nothing() {
     let sandbox = Sandbox::new("sigterm");
-    let mount = FirnMount::new(&sandbox, "arena-size=32M,chunk-size=1M,close=held,drain-age=10min");
+    let mount = FirnMount::new(
+        &sandbox,
+        "arena-size=32M,chunk-size=1M,close=held,drain-age=10min",
+    );
     let mut writer = start_writer(&sandbox);
     busy(&sandbox);
     kill(mount.pid(), libc::SIGTERM);
     mount.wait_for_end();
-    assert!(wait_child(&mut writer, Duration::from_secs(30)).is_some(), "the writer hangs after SIGTERM");
+    assert!(
+        wait_child(&mut writer, Duration::from_secs(30)).is_some(),
+        "the writer hangs after SIGTERM"
+    );
     drop(mount);
     all_is_there(&sandbox);
 }
@@ -51,13 +62,21 @@ fn ctrl_c_of_a_foreground_mount_loses_nothing() {
         .arg(sandbox.join("mnt"))
         .args(["-o", "arena-size=32M,chunk-size=1M,close=held"]);
     let mut firnd = firn.spawn().expect("firn mount --foreground");
-    wait_until("mounted", Duration::from_secs(20), || is_mounted(&sandbox.join("mnt")));
+    wait_until("mounted", Duration::from_secs(20), || {
+        is_mounted(&sandbox.join("mnt"))
+    });
     let mut writer = start_writer(&sandbox);
     busy(&sandbox);
     kill(firnd.id(), libc::SIGINT);
     let status = wait_child(&mut firnd, Duration::from_secs(60)).expect("firnd ends after Ctrl-C");
-    assert!([0, 130].contains(&exit_code(status)), "exit code {status:?}");
-    assert!(wait_child(&mut writer, Duration::from_secs(30)).is_some(), "the writer hangs after Ctrl-C");
+    assert!(
+        [0, 130].contains(&exit_code(status)),
+        "exit code {status:?}"
+    );
+    assert!(
+        wait_child(&mut writer, Duration::from_secs(30)).is_some(),
+        "the writer hangs after Ctrl-C"
+    );
     all_is_there(&sandbox);
 }
 
@@ -70,6 +89,9 @@ fn sigterm_of_an_idle_mount_drains_unmounts_and_leaves_no_arena() {
     kill(mount.pid(), libc::SIGTERM);
     mount.wait_for_end();
     assert!(!is_mounted(mount.path()));
-    assert_eq!(std::fs::read(mount.backing().join("file")).expect("read"), b"held");
+    assert_eq!(
+        std::fs::read(mount.backing().join("file")).expect("read"),
+        b"held"
+    );
     assert!(sandbox.arenas().is_empty(), "an empty arena is left");
 }

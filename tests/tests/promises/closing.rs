@@ -29,7 +29,11 @@ fn every_close_of_a_shared_descriptor_waits_and_tells() {
     }
     fault.fail_writes("");
     assert_eq!(close(file), Ok(()));
-    assert_same_bytes("after a close that said 0", &read(&fault.source().join("file")), &bytes(1, 50_000));
+    assert_same_bytes(
+        "after a close that said 0",
+        &read(&fault.source().join("file")),
+        &bytes(1, 50_000),
+    );
     mount.umount();
 }
 
@@ -38,15 +42,27 @@ fn every_close_of_a_shared_descriptor_waits_and_tells() {
 fn close_held_tells_of_an_earlier_try_that_failed() {
     let sandbox = Sandbox::new("heldtells");
     let fault = FaultFs::new(&sandbox);
-    let mount = FirnMount::over(&sandbox, fault.path(), &format!("{SMALL},close=held,drain-age=100ms"));
+    let mount = FirnMount::over(
+        &sandbox,
+        fault.path(),
+        &format!("{SMALL},close=held,drain-age=100ms"),
+    );
     let mut file = Hand::open(&mount.join("file"));
     fault.fail_writes("EIO");
     file.write(2, 0, 50_000).expect("write");
-    wait_until("a try fails by itself", LIMIT, || !mount.status().errors.is_empty());
+    wait_until("a try fails by itself", LIMIT, || {
+        !mount.status().errors.is_empty()
+    });
     assert_eq!(file.close(), Err(Errno::IO));
     fault.fail_writes("");
-    wait_until("drained after the backing healed", LIMIT, || mount.status().held_bytes == 0);
-    assert_same_bytes("in the backing", &read(&fault.source().join("file")), &bytes(2, 50_000));
+    wait_until("drained after the backing healed", LIMIT, || {
+        mount.status().held_bytes == 0
+    });
+    assert_same_bytes(
+        "in the backing",
+        &read(&fault.source().join("file")),
+        &bytes(2, 50_000),
+    );
     mount.umount();
 }
 
@@ -59,7 +75,8 @@ fn closing_a_file_without_a_name_drains_nothing() {
     let mut file = Hand::open(&mount.join("file"));
     file.write(3, 0, 100_000).expect("write");
     fs::remove_file(mount.join("file")).expect("unlink");
-    file.write(4, 100_000, 100_000).expect("write without a name");
+    file.write(4, 100_000, 100_000)
+        .expect("write without a name");
     assert_eq!(file.close(), Ok(()));
     // RELEASE, which gives the bytes up, comes after close(2) has returned.
     wait_until("nothing is held", LIMIT, || mount.status().held_bytes == 0);
@@ -78,10 +95,20 @@ fn an_errno_that_nobody_waited_for_is_in_the_status() {
         let script = format!(
             "import os,sys\nfd=os.open(sys.argv[1], os.O_CREAT|os.O_WRONLY)\nos.write(fd, b'text')\n{end}"
         );
-        let outcome = run(Command::new("python3").args(["-c", &script]).arg(mount.join("file")));
-        assert_eq!(outcome.code, if how == "exit" { 0 } else { 137 }, "{outcome}");
+        let outcome = run(Command::new("python3")
+            .args(["-c", &script])
+            .arg(mount.join("file")));
+        assert_eq!(
+            outcome.code,
+            if how == "exit" { 0 } else { 137 },
+            "{outcome}"
+        );
         wait_until("the status names the file", LIMIT, || {
-            mount.status().errors.iter().any(|e| e.errno == libc::EIO && e.path == "file" && e.pending)
+            mount
+                .status()
+                .errors
+                .iter()
+                .any(|e| e.errno == libc::EIO && e.path == "file" && e.pending)
         });
         fault.fail_writes("");
         mount.wait("drained", mount.path()).ok();

@@ -15,8 +15,12 @@ fn a_change_of_names_is_in_the_backing_when_its_call_returns() {
     let sandbox = Sandbox::new("namesatonce");
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
     let names = || {
-        let entries = fs::read_dir(mount.backing()).expect("readdir").map(|e| e.expect("entry").file_name());
-        let mut names: Vec<_> = entries.map(|name| name.into_string().expect("text")).collect();
+        let entries = fs::read_dir(mount.backing())
+            .expect("readdir")
+            .map(|e| e.expect("entry").file_name());
+        let mut names: Vec<_> = entries
+            .map(|name| name.into_string().expect("text"))
+            .collect();
         names.sort();
         names.join(" ")
     };
@@ -49,9 +53,22 @@ fn a_rename_does_not_wait_for_data() {
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
     fs::write(mount.join("file.tmp"), bytes(1, 200_000)).expect("write");
     fs::rename(mount.join("file.tmp"), mount.join("file")).expect("rename");
-    assert_eq!(fs::metadata(mount.backing().join("file")).expect("the new name is there").len(), 0);
+    assert_eq!(
+        fs::metadata(mount.backing().join("file"))
+            .expect("the new name is there")
+            .len(),
+        0
+    );
     assert_eq!(mount.status().held_bytes, 200_000);
-    assert_same_bytes("through the mount", &read(&mount.join("file")), &bytes(1, 200_000));
+    assert_same_bytes(
+        "through the mount",
+        &read(&mount.join("file")),
+        &bytes(1, 200_000),
+    );
     let backing = mount.umount();
-    assert_same_bytes("in the backing", &read(&backing.join("file")), &bytes(1, 200_000));
+    assert_same_bytes(
+        "in the backing",
+        &read(&backing.join("file")),
+        &bytes(1, 200_000),
+    );
 }

@@ -17,22 +17,33 @@ fn calls_that_need_the_blocks_drain_first() {
     let sandbox = Sandbox::new("drainfirst");
     let image = LoopImage::new(&sandbox, FsKind::Ext4, 64);
     let mount = FirnMount::over(&sandbox, image.path(), &patient("close=held"));
-    let (file, other) = (open_rw(&mount.join("file")), open_rw(&mount.join("other")));
+    let file = open_rw(&mount.join("file"));
+    let other = open_rw(&mount.join("other"));
     let drains = |what: &str, call: &dyn Fn()| {
         file.write_all_at(&bytes(1, 100_000), 0).expect("write");
         assert_eq!(mount.status().held_bytes, 100_000, "before {what}");
         call();
         assert_eq!(mount.status().held_bytes, 0, "after {what}");
     };
-    drains("SEEK_DATA", &|| assert_eq!(rustix::fs::seek(&file, Whence::Data(0)), Ok(0)));
-    drains("SEEK_HOLE", &|| assert!(rustix::fs::seek(&file, Whence::Hole(0)).is_ok()));
+    drains("SEEK_DATA", &|| {
+        assert_eq!(rustix::fs::seek(&file, Whence::Data(0)), Ok(0))
+    });
+    drains("SEEK_HOLE", &|| {
+        assert!(rustix::fs::seek(&file, Whence::Hole(0)).is_ok())
+    });
     drains("copy_file_range", &|| {
-        let copied = rustix::fs::copy_file_range(&file, Some(&mut 0), &other, Some(&mut 0), 100_000);
+        let copied =
+            rustix::fs::copy_file_range(&file, Some(&mut 0), &other, Some(&mut 0), 100_000);
         assert!(copied.is_ok_and(|count| count > 0));
     });
     let keep = FallocateFlags::KEEP_SIZE;
-    for mode in [keep | FallocateFlags::PUNCH_HOLE, keep | FallocateFlags::ZERO_RANGE] {
-        drains("fallocate", &|| rustix::fs::fallocate(&file, mode, 8192, 8192).expect("fallocate"));
+    for mode in [
+        keep | FallocateFlags::PUNCH_HOLE,
+        keep | FallocateFlags::ZERO_RANGE,
+    ] {
+        drains("fallocate", &|| {
+            rustix::fs::fallocate(&file, mode, 8192, 8192).expect("fallocate")
+        });
     }
     let mut model = bytes(1, 100_000);
     model[8192..16384].fill(0);
@@ -63,13 +74,29 @@ fn reflinks_and_ioctls_do_not_pass_and_cp_copies_instead() {
     let image = LoopImage::new(&sandbox, FsKind::Btrfs, 200);
     let mount = FirnMount::over(&sandbox, image.path(), SMALL);
     fs::write(mount.join("file"), bytes(1, 100_000)).expect("write");
-    for (dir, clones) in [(image.path(), Ok(())), (mount.path(), Err(Errno::OPNOTSUPP))] {
-        let (from, to) = (File::open(dir.join("file")).expect("open"), open_rw(&dir.join("clone")));
-        assert_eq!(rustix::fs::ioctl_ficlone(&to, &from), clones, "FICLONE in {dir:?}");
+    for (dir, clones) in [
+        (image.path(), Ok(())),
+        (mount.path(), Err(Errno::OPNOTSUPP)),
+    ] {
+        let from = File::open(dir.join("file")).expect("open");
+        let to = open_rw(&dir.join("clone"));
+        assert_eq!(
+            rustix::fs::ioctl_ficlone(&to, &from),
+            clones,
+            "FICLONE in {dir:?}"
+        );
         let flags = rustix::fs::ioctl_getflags(&from).map(drop);
-        assert_eq!(flags, clones.map_err(|_| Errno::NOTTY), "FS_IOC_GETFLAGS in {dir:?}");
+        assert_eq!(
+            flags,
+            clones.map_err(|_| Errno::NOTTY),
+            "FS_IOC_GETFLAGS in {dir:?}"
+        );
     }
-    run(Command::new("cp").arg("--reflink=auto").arg(mount.join("file")).arg(mount.join("copy"))).ok();
+    run(Command::new("cp")
+        .arg("--reflink=auto")
+        .arg(mount.join("file"))
+        .arg(mount.join("copy")))
+    .ok();
     assert_same_bytes("copied", &read(&mount.join("copy")), &bytes(1, 100_000));
     mount.umount();
 }
@@ -85,7 +112,8 @@ fn locks_hold_on_the_mount_and_are_not_seen_in_the_backing() {
     rustix::fs::flock(&first, FlockOperation::LockExclusive).expect("flock");
     let attempt = rustix::fs::flock(&second, FlockOperation::NonBlockingLockExclusive);
     assert_eq!(attempt, Err(Errno::WOULDBLOCK));
-    rustix::fs::flock(&below, FlockOperation::NonBlockingLockExclusive).expect("flock in the backing");
+    rustix::fs::flock(&below, FlockOperation::NonBlockingLockExclusive)
+        .expect("flock in the backing");
     drop((first, second));
 
     let [first, second] = open();

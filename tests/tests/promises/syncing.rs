@@ -19,7 +19,11 @@ fn fsync_held_promises_what_write_does_and_the_status_says_so() {
     file.sync_data().expect("fdatasync");
     let status = mount.status();
     assert_eq!((status.held_bytes, status.drain_bytes), (70_000, 0));
-    assert!(status.options.iter().any(|option| option == "fsync=held"), "{:?}", status.options);
+    assert!(
+        status.options.iter().any(|option| option == "fsync=held"),
+        "{:?}",
+        status.options
+    );
     let backing = mount.kill();
     sandbox.run(["recover".as_ref(), backing.as_os_str()]).ok();
     assert_same_bytes("recovered", &read(&backing.join("file")), &bytes(1, 70_000));
@@ -39,7 +43,11 @@ fn wait_drains_what_is_at_or_below_its_path_and_nothing_else() {
         mount.wait(rung, &mount.join("step")).ok();
         assert_eq!(mount.status().held_bytes, 4000 + 8000);
         for (index, name) in files[..2].iter().enumerate() {
-            assert_same_bytes(name, &read(&mount.backing().join(name)), &bytes(index as u64, 1000 << index));
+            assert_same_bytes(
+                name,
+                &read(&mount.backing().join(name)),
+                &bytes(index as u64, 1000 << index),
+            );
         }
         mount.wait(rung, &mount.join("other")).ok();
         assert_eq!(mount.status().held_bytes, 4000);

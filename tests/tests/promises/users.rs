@@ -18,7 +18,16 @@ pub fn as_nobody(sandbox: &Sandbox, script: &str) -> Outcome {
     chmod(sandbox.path(), 0o755);
     let mut command = Command::new("setpriv");
     sandbox.environment(&mut command);
-    run(command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups", "sh", "-c", script]))
+    run(command.args([
+        "--reuid",
+        "65534",
+        "--regid",
+        "65534",
+        "--clear-groups",
+        "sh",
+        "-c",
+        script,
+    ]))
 }
 
 fn chmod(path: &Path, mode: u32) {
@@ -30,9 +39,13 @@ fn chmod(path: &Path, mode: u32) {
 fn the_socket_refuses_another_user_also_where_its_mode_would_let_him() {
     let sandbox = Sandbox::new("socket");
     let mount = FirnMount::new(&sandbox, SMALL);
-    let entries = fs::read_dir(sandbox.runtime()).expect("readdir").map(|e| e.expect("entry").path());
-    let socket =
-        entries.into_iter().find(|path| path.extension().is_some_and(|e| e == "sock")).expect("a socket");
+    let entries = fs::read_dir(sandbox.runtime())
+        .expect("readdir")
+        .map(|e| e.expect("entry").path());
+    let socket = entries
+        .into_iter()
+        .find(|path| path.extension().is_some_and(|e| e == "sock"))
+        .expect("a socket");
     let ask = r#"import socket,sys
 s = socket.socket(socket.AF_UNIX)
 s.connect(sys.argv[1])
@@ -44,8 +57,16 @@ print(s.makefile().readline())"#;
     chmod(sandbox.runtime(), 0o711);
     chmod(&socket, 0o666);
     let answer = as_nobody(&sandbox, &ask);
-    assert!(answer.stdout.contains("another user") && !answer.stdout.contains("held_bytes"), "{answer}");
-    assert!(run(Command::new("sh").args(["-c", &ask])).ok().stdout.contains("held_bytes"));
+    assert!(
+        answer.stdout.contains("another user") && !answer.stdout.contains("held_bytes"),
+        "{answer}"
+    );
+    assert!(
+        run(Command::new("sh").args(["-c", &ask]))
+            .ok()
+            .stdout
+            .contains("held_bytes")
+    );
     chmod(sandbox.runtime(), 0o700);
     mount.umount();
 }
@@ -78,9 +99,19 @@ fn with_allow_other_the_kernel_checks_and_new_files_belong_to_their_maker() {
         fs::write(mount.join(name), name).expect("write");
         chmod(&mount.join(name), mode);
     }
-    let shell = |script: &str| as_nobody(&sandbox, &format!("cd {} && {script}", mount.path().display()));
+    let shell = |script: &str| {
+        as_nobody(
+            &sandbox,
+            &format!("cd {} && {script}", mount.path().display()),
+        )
+    };
     assert_eq!(shell("cat public").ok().stdout, "public");
-    for refused in ["cat secret", "echo x >> public", "mkdir here", "mv public shared/"] {
+    for refused in [
+        "cat secret",
+        "echo x >> public",
+        "mkdir here",
+        "mv public shared/",
+    ] {
         assert_ne!(shell(refused).code, 0, "{refused}");
     }
     shell("echo text > shared/file && mkdir shared/dir && ln -s file shared/link").ok();
@@ -96,21 +127,30 @@ fn with_allow_other_the_kernel_checks_and_new_files_belong_to_their_maker() {
 /// Proves S-share-2.
 #[test]
 fn two_nodes_over_one_backing_see_each_others_files_when_they_are_drained() {
-    let (first, second) = (Sandbox::new("node1"), Sandbox::new("node2"));
+    let first = Sandbox::new("node1");
+    let second = Sandbox::new("node2");
     let source = first.mkdir("source");
-    let (view, other_view) = (FaultFs::of(&first, source.clone()), FaultFs::of(&second, source));
+    let view = FaultFs::of(&first, source.clone());
+    let other_view = FaultFs::of(&second, source);
     let options = patient("close=held,attr-timeout=0");
-    let (one, two) = (
-        FirnMount::over(&first, view.path(), &options),
-        FirnMount::over(&second, other_view.path(), &options),
-    );
+    let one = FirnMount::over(&first, view.path(), &options);
+    let two = FirnMount::over(&second, other_view.path(), &options);
     fs::write(one.join("file"), bytes(1, 100_000)).expect("write on one node");
     fs::write(two.join("other"), bytes(2, 80_000)).expect("write on the other");
-    assert_eq!(fs::metadata(two.join("file")).expect("its name is there").len(), 0);
+    assert_eq!(
+        fs::metadata(two.join("file"))
+            .expect("its name is there")
+            .len(),
+        0
+    );
     one.wait("drained", &one.join("file")).ok();
     two.wait("drained", &two.join("other")).ok();
     assert_same_bytes("of the first", &read(&two.join("file")), &bytes(1, 100_000));
-    assert_same_bytes("of the second", &read(&one.join("other")), &bytes(2, 80_000));
+    assert_same_bytes(
+        "of the second",
+        &read(&one.join("other")),
+        &bytes(2, 80_000),
+    );
     one.umount();
     two.umount();
 }

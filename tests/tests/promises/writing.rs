@@ -22,16 +22,22 @@ const MIB: usize = 1 << 20;
 fn another_process_reads_what_write_returned() {
     let sandbox = Sandbox::new("otherprocess");
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
-    let (file, expected) = (open_rw(&mount.join("file")), sandbox.join("expected"));
+    let file = open_rw(&mount.join("file"));
+    let expected = sandbox.join("expected");
     let mut model = Vec::new();
     for step in 0..10u64 {
-        file.write_all_at(&bytes(step, 3000), step * 2500).expect("write");
+        file.write_all_at(&bytes(step, 3000), step * 2500)
+            .expect("write");
         model.truncate(step as usize * 2500);
         model.extend(bytes(step, 3000));
         fs::write(&expected, &model).expect("write beside the mount");
         run(Command::new("cmp").arg(mount.join("file")).arg(&expected)).ok();
     }
-    assert_eq!(mount.status().drain_bytes, 0, "the bytes came from the arena");
+    assert_eq!(
+        mount.status().drain_bytes,
+        0,
+        "the bytes came from the arena"
+    );
     drop(file);
     mount.umount();
 }
@@ -46,11 +52,20 @@ fn a_writer_waits_while_the_arena_is_full_and_goes_on_when_it_drains() {
     let mount = FirnMount::over(&sandbox, fault.path(), options);
     let mut file = File::create(mount.join("file")).expect("create");
     fault.stall();
-    let writer = thread::spawn(move || (0..40).try_for_each(|step| file.write_all(&bytes(step, MIB))));
-    wait_until("the writer waits for room", Duration::from_secs(30), || mount.status().waiting_writers > 0);
-    assert!(!writer.is_finished(), "it was told something before anything could drain");
+    let writer =
+        thread::spawn(move || (0..40).try_for_each(|step| file.write_all(&bytes(step, MIB))));
+    wait_until("the writer waits for room", Duration::from_secs(30), || {
+        mount.status().waiting_writers > 0
+    });
+    assert!(
+        !writer.is_finished(),
+        "it was told something before anything could drain"
+    );
     fault.go_on();
-    writer.join().expect("no panic").expect("every write is taken in the end");
+    writer
+        .join()
+        .expect("no panic")
+        .expect("every write is taken in the end");
     let backing = mount.umount();
     let model: Vec<u8> = (0..40).flat_map(|step| bytes(step, MIB)).collect();
     assert_same_bytes("in the backing", &read(&backing.join("file")), &model);
@@ -80,10 +95,22 @@ fn a_write_of_another_user_takes_set_id_bits_away() {
     fs::write(&path, "text").expect("write");
     chown(&path, Some(65534), Some(65534)).expect("chown");
     fs::set_permissions(&path, fs::Permissions::from_mode(0o6755)).expect("chmod");
-    fs::OpenOptions::new().append(true).open(&path).expect("open").write_all(b"of root").expect("write");
-    assert_eq!(fs::metadata(&path).expect("stat").mode() & 0o7777, 0o6755, "root keeps them");
+    fs::OpenOptions::new()
+        .append(true)
+        .open(&path)
+        .expect("open")
+        .write_all(b"of root")
+        .expect("write");
+    assert_eq!(
+        fs::metadata(&path).expect("stat").mode() & 0o7777,
+        0o6755,
+        "root keeps them"
+    );
     as_nobody(&sandbox, &format!("echo more >> {}", path.display())).ok();
     assert_eq!(fs::metadata(&path).expect("stat").mode() & 0o7777, 0o755);
     let backing = mount.umount();
-    assert_eq!(fs::metadata(backing.join("file")).expect("stat").mode() & 0o7777, 0o755);
+    assert_eq!(
+        fs::metadata(backing.join("file")).expect("stat").mode() & 0o7777,
+        0o755
+    );
 }

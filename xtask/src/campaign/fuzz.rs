@@ -13,12 +13,24 @@ pub fn run(seconds: u64, seed: Option<u64>) -> anyhow::Result<()> {
     // libFuzzer takes 0 for no limit, and would never come to the second target.
     ensure!(seconds > 0, "--seconds must be at least 1");
     let target_dir = target_dir().join("fuzz");
-    let target_dir = target_dir.to_str().context("the target directory is not UTF-8")?;
+    let target_dir = target_dir
+        .to_str()
+        .context("the target directory is not UTF-8")?;
     // The arena target's file; libFuzzer leaves by abort when it found something.
     let temporary = tempfile::tempdir().context("make a temporary directory")?;
     let fuzz = |verb| {
-        let mut command = cargo_command(&["fuzz", verb, "--sanitizer", "none", "--target-dir", target_dir]);
-        command.current_dir(root()).env("PATH", tools_path()).env("TMPDIR", temporary.path());
+        let mut command = cargo_command(&[
+            "fuzz",
+            verb,
+            "--sanitizer",
+            "none",
+            "--target-dir",
+            target_dir,
+        ]);
+        command
+            .current_dir(root())
+            .env("PATH", tools_path())
+            .env("TMPDIR", temporary.path());
         command
     };
     cargo(&mut fuzz("build")).context("if cargo-fuzz is missing, run scripts/setup")?;
@@ -26,7 +38,12 @@ pub fn run(seconds: u64, seed: Option<u64>) -> anyhow::Result<()> {
         eprintln!("xtask: fuzz {target} for {seconds} s");
         let mut run = fuzz("run");
         // An input that takes half a minute is a hang; libFuzzer itself waits twenty.
-        run.args([&target, "--", &format!("-max_total_time={seconds}"), "-timeout=30"]);
+        run.args([
+            &target,
+            "--",
+            &format!("-max_total_time={seconds}"),
+            "-timeout=30",
+        ]);
         if let Some(seed) = seed {
             run.arg(format!("-seed={seed}"));
         }
@@ -38,8 +55,14 @@ pub fn run(seconds: u64, seed: Option<u64>) -> anyhow::Result<()> {
 /// The names of the files in fuzz/fuzz_targets.
 fn targets() -> anyhow::Result<Vec<String>> {
     let mut targets = Vec::new();
-    for entry in std::fs::read_dir(root().join("fuzz/fuzz_targets")).context("read fuzz/fuzz_targets")? {
-        let name = entry?.file_name().into_string().ok().context("a target's name is not UTF-8")?;
+    for entry in
+        std::fs::read_dir(root().join("fuzz/fuzz_targets")).context("read fuzz/fuzz_targets")?
+    {
+        let name = entry?
+            .file_name()
+            .into_string()
+            .ok()
+            .context("a target's name is not UTF-8")?;
         targets.extend(name.strip_suffix(".rs").map(str::to_owned));
     }
     targets.sort();

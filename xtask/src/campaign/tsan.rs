@@ -19,7 +19,8 @@ const RUNS: [&[&str]; 2] = [
 
 /// System calls go through libc, where the sanitizer sees which memory they touch, and that an address
 /// of a mapping that ended is another's now.
-const FLAGS: &str = "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg=rustix_use_libc";
+const FLAGS: &str =
+    "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg=rustix_use_libc";
 
 /// Builds and runs the tests `rounds` times.
 pub fn run(rounds: u64) -> anyhow::Result<()> {
@@ -34,7 +35,10 @@ pub fn run(rounds: u64) -> anyhow::Result<()> {
                 .env("RUSTC_BOOTSTRAP", "1")
                 .env("RUSTFLAGS", FLAGS)
                 .env("CARGO_TARGET_DIR", target_dir().join("tsan"))
-                .env("TSAN_OPTIONS", format!("suppressions={}/xtask/tsan.supp", root().display()));
+                .env(
+                    "TSAN_OPTIONS",
+                    format!("suppressions={}/xtask/tsan.supp", root().display()),
+                );
             cargo(&mut test)?;
         }
     }
@@ -43,7 +47,10 @@ pub fn run(rounds: u64) -> anyhow::Result<()> {
 
 /// The machine that rustc builds for unless told.
 fn host() -> anyhow::Result<String> {
-    let said = Command::new("rustc").arg("-vV").output().context("cannot start rustc")?;
+    let said = Command::new("rustc")
+        .arg("-vV")
+        .output()
+        .context("cannot start rustc")?;
     let said = String::from_utf8_lossy(&said.stdout);
     said.lines()
         .find_map(|line| line.strip_prefix("host: "))

@@ -31,11 +31,19 @@ pub(super) fn attr(fd: impl AsFd) -> Result<Attr> {
 }
 
 fn time(t: StatxTimestamp) -> Time {
-    Time { sec: t.tv_sec, nsec: t.tv_nsec }
+    Time {
+        sec: t.tv_sec,
+        nsec: t.tv_nsec,
+    }
 }
 
 /// How many names an object has, without asking a server again.
 pub(super) fn links(fd: impl AsFd) -> Result<u64> {
-    let s = statx(fd, c"", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, StatxFlags::NLINK)?;
+    let s = statx(
+        fd,
+        c"",
+        AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC,
+        StatxFlags::NLINK,
+    )?;
     Ok(u64::from(s.stx_nlink))
 }

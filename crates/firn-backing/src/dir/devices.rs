@@ -60,7 +60,12 @@ fn is_reached(fd: BorrowedFd<'_>) -> bool {
 impl Devices {
     pub(super) fn new(root_dev: u64, readable_root: OwnedFd) -> Result<Self> {
         let is_root_one_by_one = !is_reached(readable_root.as_fd());
-        Ok(Self { root_dev, is_root_one_by_one, readable_root, others: Mutex::default() })
+        Ok(Self {
+            root_dev,
+            is_root_one_by_one,
+            readable_root,
+            others: Mutex::default(),
+        })
     }
 
     pub(super) fn is_root_synced_one_by_one(&self) -> bool {
@@ -96,7 +101,9 @@ impl Devices {
 /// Without mounts of Firn, which have their own backing, and those that are only there when they are used.
 pub(super) fn mounts_below(top: &[u8], root: &[u8]) -> Vec<Vec<u8>> {
     let text = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
-    text.split(|byte| *byte == b'\n').filter_map(|line| mount_of(line, top, root)).collect()
+    text.split(|byte| *byte == b'\n')
+        .filter_map(|line| mount_of(line, top, root))
+        .collect()
 }
 
 /// `id parent dev root MOUNT-POINT options … - TYPE source options` (proc_pid_mountinfo(5)).
@@ -109,7 +116,10 @@ fn mount_of(line: &[u8], top: &[u8], root: &[u8]) -> Option<Vec<u8>> {
     }
     let strip = |top: &[u8]| {
         let top = if top == b"/" { b"" } else { top };
-        mount_point.strip_prefix(top)?.strip_prefix(b"/").map(<[u8]>::to_vec)
+        mount_point
+            .strip_prefix(top)?
+            .strip_prefix(b"/")
+            .map(<[u8]>::to_vec)
     };
     strip(top)?;
     strip(root).filter(|path| !path.is_empty())
@@ -121,7 +131,8 @@ fn unescape(field: &[u8]) -> Vec<u8> {
     let mut at = 0;
     while at < field.len() {
         let digits = field.get(at + 1..at + 4).filter(|_| field[at] == b'\\');
-        let value = digits.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
+        let value =
+            digits.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
         bytes.push(value.unwrap_or(field[at]));
         at += if value.is_some() { 4 } else { 1 };
     }
@@ -138,12 +149,18 @@ mod tests {
             format!("36 35 98:0 / {at} rw,noatime master:1 - {kind} source rw").into_bytes()
         };
         let found = |at, kind| mount_of(&line(at, kind), b"/data/top", b"/data");
-        assert_eq!(found("/data/top/a\\040b", "ext4"), Some(b"top/a b".to_vec()));
+        assert_eq!(
+            found("/data/top/a\\040b", "ext4"),
+            Some(b"top/a b".to_vec())
+        );
         assert_eq!(found("/data/top/a", "fuse.sshfs"), Some(b"top/a".to_vec()));
         assert_eq!(found("/data/top/a", "fuse.firn"), None);
         assert_eq!(found("/data/topper", "ext4"), None);
         assert_eq!(found("/data/top", "ext4"), None);
-        assert_eq!(mount_of(&line("/x", "ext4"), b"/", b"/"), Some(b"x".to_vec()));
+        assert_eq!(
+            mount_of(&line("/x", "ext4"), b"/", b"/"),
+            Some(b"x".to_vec())
+        );
         assert_eq!(mount_of(b"", b"/", b"/"), None);
     }
 }

@@ -32,9 +32,17 @@ pub(super) fn file(
     // From the open file, not from the name, which may lead elsewhere by now. `O_NOFOLLOW` would stop
     // at the link in /proc itself.
     let path = FdPath::of(&fd);
-    let node = fs::open(path.as_c_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
-        .inspect_err(|_| undo(parent, name, AtFlags::empty()))?;
-    let file = DirFile { fd, access: Access::ReadWrite, key: (attr.dev, attr.ino) };
+    let node = fs::open(
+        path.as_c_str(),
+        OFlags::PATH | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
+    .inspect_err(|_| undo(parent, name, AtFlags::empty()))?;
+    let file = DirFile {
+        fd,
+        access: Access::ReadWrite,
+        key: (attr.dev, attr.ino),
+    };
     Ok((node, file, attr))
 }
 
@@ -47,7 +55,11 @@ pub(super) fn object(
     mode: u32,
     call: &dyn Fn(u32) -> Result<()>,
 ) -> Result<(OwnedFd, Attr)> {
-    let flags = if kind == Kind::Dir { AtFlags::REMOVEDIR } else { AtFlags::empty() };
+    let flags = if kind == Kind::Dir {
+        AtFlags::REMOVEDIR
+    } else {
+        AtFlags::empty()
+    };
     let steps = Steps {
         make: &|mode| {
             call(mode)?;
@@ -76,7 +88,8 @@ fn is_setgid(parent: BorrowedFd<'_>) -> Result<bool> {
 /// The owner first, because a change of owner takes set-id bits away.
 fn give(fd: impl AsFd, uid: u32, gid: Option<u32>, mode: Option<u32>) -> Result<Attr> {
     let fd = fd.as_fd();
-    let (uid, gid) = (Some(Uid::from_raw(uid)), gid.map(Gid::from_raw));
+    let uid = Some(Uid::from_raw(uid));
+    let gid = gid.map(Gid::from_raw);
     fs::chownat(fd, c"", uid, gid, AtFlags::EMPTY_PATH)?;
     if let Some(mode) = mode {
         fs::chmod(FdPath::of(fd).as_c_str(), Mode::from_raw_mode(mode))?;

@@ -29,7 +29,11 @@ impl AsCaller {
         // The group first: after the user has changed, the right to change it may be gone.
         let old_gid = set_fsgid(gid);
         let old_uid = set_fsuid(uid);
-        let guard = Self { old_uid, old_gid, _stay: PhantomData };
+        let guard = Self {
+            old_uid,
+            old_gid,
+            _stay: PhantomData,
+        };
         // The calls tell no errors; an invalid id changes nothing and returns what is in force.
         (set_fsuid(u32::MAX) == uid && set_fsgid(u32::MAX) == gid).then_some(guard)
     }
@@ -55,7 +59,10 @@ fn set_fsgid(gid: u32) -> u32 {
 
 /// This process's effective ids.
 pub(super) fn own_ids() -> (u32, u32) {
-    (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw())
+    (
+        rustix::process::geteuid().as_raw(),
+        rustix::process::getegid().as_raw(),
+    )
 }
 
 /// Object, user, group, mode.
@@ -108,7 +115,11 @@ pub(super) fn make_for<T>(
 }
 
 /// The first try; `None`: make it as root.
-fn make_as_caller<T>(caller: &Caller, mode: u32, steps: &Steps<'_, T>) -> Option<Result<(T, Attr)>> {
+fn make_as_caller<T>(
+    caller: &Caller,
+    mode: u32,
+    steps: &Steps<'_, T>,
+) -> Option<Result<(T, Attr)>> {
     let made = {
         let _ids = AsCaller::new(caller.uid, caller.gid)?;
         (steps.make)(mode)

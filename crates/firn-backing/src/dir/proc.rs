@@ -18,8 +18,12 @@ impl FdPath {
     pub(super) fn of(fd: impl AsFd) -> Self {
         let mut bytes = [0; LEN];
         // Ten digits fit, and the last byte is never reached, so it stays the ending zero.
-        write!(&mut bytes[..LEN - 1], "/proc/self/fd/{}", fd.as_fd().as_raw_fd())
-            .expect("a descriptor number has at most ten digits");
+        write!(
+            &mut bytes[..LEN - 1],
+            "/proc/self/fd/{}",
+            fd.as_fd().as_raw_fd()
+        )
+        .expect("a descriptor number has at most ten digits");
         Self(bytes)
     }
 

@@ -38,10 +38,17 @@ struct Block {
 
 impl DirStream {
     pub(super) fn new(fd: OwnedFd) -> Self {
-        Self { fd, block: Mutex::default() }
+        Self {
+            fd,
+            block: Mutex::default(),
+        }
     }
 
-    pub(super) fn read(&self, cookie: i64, sink: &mut dyn FnMut(DirEntry<'_>) -> bool) -> Result<()> {
+    pub(super) fn read(
+        &self,
+        cookie: i64,
+        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
+    ) -> Result<()> {
         let mut block = self.block.lock();
         let mut at = match block.after(cookie) {
             Some(at) if cookie != 0 => at,
@@ -75,7 +82,12 @@ impl Block {
         self.bytes.resize(BLOCK_BYTES, 0);
         // SAFETY: the kernel writes at most `BLOCK_BYTES` into `bytes`, which has that length.
         let got = unsafe {
-            libc::syscall(libc::SYS_getdents64, fd.as_raw_fd(), self.bytes.as_mut_ptr(), BLOCK_BYTES)
+            libc::syscall(
+                libc::SYS_getdents64,
+                fd.as_raw_fd(),
+                self.bytes.as_mut_ptr(),
+                BLOCK_BYTES,
+            )
         };
         match usize::try_from(got) {
             Ok(filled) => self.filled = filled,

@@ -65,7 +65,11 @@ mod tests {
         let calls = std::cell::Cell::new(0);
         let answer = sized(|buf| {
             calls.set(calls.get() + 1);
-            if buf.is_empty() { Ok(usize::MAX / 2) } else { Err(Errno::RANGE) }
+            if buf.is_empty() {
+                Ok(usize::MAX / 2)
+            } else {
+                Err(Errno::RANGE)
+            }
         });
         assert_eq!(answer, Err(Errno::RANGE));
         assert!(calls.get() < 20, "{} calls", calls.get());

@@ -15,7 +15,8 @@ use super::rename::rename;
 use super::{SimBacking, State};
 use crate::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime,
+    StatFs, SyncWay,
 };
 
 /// A reference to a simulated object.
@@ -49,11 +50,19 @@ pub struct SimDir(SimNode);
 
 impl SimFile {
     fn reads(&self) -> Result<()> {
-        if self.access == Access::Write { Err(Errno::BADF) } else { Ok(()) }
+        if self.access == Access::Write {
+            Err(Errno::BADF)
+        } else {
+            Ok(())
+        }
     }
 
     fn writes(&self) -> Result<()> {
-        if self.access == Access::Read { Err(Errno::BADF) } else { Ok(()) }
+        if self.access == Access::Read {
+            Err(Errno::BADF)
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -63,7 +72,11 @@ const SIZE_MAX: u64 = i64::MAX as u64;
 impl SimBacking {
     fn file(&self, node: SimNode, access: Access) -> SimFile {
         self.open.fetch_add(1, Ordering::Relaxed);
-        SimFile { node, access, open: Arc::clone(&self.open) }
+        SimFile {
+            node,
+            access,
+            open: Arc::clone(&self.open),
+        }
     }
 
     fn enter(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
@@ -88,7 +101,8 @@ impl SimBacking {
     /// An object was changed.
     fn changed(&self, disk: &Disk, ino: u64) {
         if self.is_synced_one_by_one() {
-            self.unsynced.changed((disk.device, ino), || disk.place(ino));
+            self.unsynced
+                .changed((disk.device, ino), || disk.place(ino));
         }
     }
 
@@ -148,11 +162,17 @@ impl Tracked for SimBacking {
 impl Disk {
     /// Where an object is: one of its names.
     fn place(&self, ino: u64) -> Place {
-        let Ok(inode) = self.inode(ino) else { return Place::Gone };
+        let Ok(inode) = self.inode(ino) else {
+            return Place::Gone;
+        };
         if inode.nlink == 0 {
             return Place::Gone;
         }
-        let links = if inode.is_dir() { 1 } else { u64::from(inode.nlink) };
+        let links = if inode.is_dir() {
+            1
+        } else {
+            u64::from(inode.nlink)
+        };
         let mut path = Vec::new();
         let mut at = ino;
         while at != ROOT {
@@ -161,7 +181,9 @@ impl Disk {
                 let name = inode.entries.iter().find(|(_, (child, _))| *child == at)?.0;
                 Some((*dir, name))
             });
-            let Some((dir, name)) = found else { return Place::Gone };
+            let Some((dir, name)) = found else {
+                return Place::Gone;
+            };
             let below = std::mem::replace(&mut path, name.as_bytes().to_vec());
             if !below.is_empty() {
                 path.push(b'/');
@@ -174,7 +196,13 @@ impl Disk {
 
     fn node(&self, ino: u64) -> Result<(SimNode, Attr)> {
         let inode = self.inode(ino)?;
-        Ok((SimNode { ino, _held: inode.hold() }, inode.attr(ino, self.device)))
+        Ok((
+            SimNode {
+                ino,
+                _held: inode.hold(),
+            },
+            inode.attr(ino, self.device),
+        ))
     }
 
     /// Applies a change of attributes.
@@ -198,7 +226,9 @@ impl Disk {
 
     /// How many of `len` bytes at `offset` have room.
     fn room(&mut self, ino: u64, offset: u64, len: u64) -> Result<u64> {
-        let Some(free) = self.free_bytes() else { return Ok(len) };
+        let Some(free) = self.free_bytes() else {
+            return Ok(len);
+        };
         let data = &self.inode(ino)?.data;
         if data.pages_missing(offset, len) * PAGE_BYTES <= free {
             return Ok(len);
@@ -209,7 +239,11 @@ impl Disk {
             fits = end;
             end += PAGE_BYTES;
         }
-        if fits == 0 { Err(Errno::NOSPC) } else { Ok(fits) }
+        if fits == 0 {
+            Err(Errno::NOSPC)
+        } else {
+            Ok(fits)
+        }
     }
 }
 
@@ -219,7 +253,12 @@ impl Backing for SimBacking {
     type Dir = SimDir;
 
     fn root(&self) -> SimNode {
-        self.state.lock().disk.node(ROOT).expect("the root is always there").0
+        self.state
+            .lock()
+            .disk
+            .node(ROOT)
+            .expect("the root is always there")
+            .0
     }
 
     fn lookup(&self, parent: &SimNode, name: &OsStr) -> Result<(SimNode, Attr)> {
@@ -235,15 +274,33 @@ impl Backing for SimBacking {
         mode: u32,
     ) -> Result<(SimNode, SimFile, Attr)> {
         let disk = &mut self.enter("create")?.disk;
-        let ino = disk.add(caller, parent.ino, name, libc::S_IFREG | mode & 0o7777, |_| ())?;
+        let ino = disk.add(
+            caller,
+            parent.ino,
+            name,
+            libc::S_IFREG | mode & 0o7777,
+            |_| (),
+        )?;
         self.made(disk, parent.ino, ino);
         let (node, attr) = disk.node(ino)?;
         Ok((node.clone(), self.file(node, Access::ReadWrite), attr))
     }
 
-    fn mkdir(&self, caller: &Caller, parent: &SimNode, name: &OsStr, mode: u32) -> Result<(SimNode, Attr)> {
+    fn mkdir(
+        &self,
+        caller: &Caller,
+        parent: &SimNode,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<(SimNode, Attr)> {
         let disk = &mut self.enter("mkdir")?.disk;
-        let ino = disk.add(caller, parent.ino, name, libc::S_IFDIR | mode & 0o1777, |_| ())?;
+        let ino = disk.add(
+            caller,
+            parent.ino,
+            name,
+            libc::S_IFDIR | mode & 0o1777,
+            |_| (),
+        )?;
         self.made(disk, parent.ino, ino);
         disk.node(ino)
     }
@@ -257,7 +314,11 @@ impl Backing for SimBacking {
         rdev: u64,
     ) -> Result<(SimNode, Attr)> {
         let disk = &mut self.enter("mknod")?.disk;
-        let typed = if mode & libc::S_IFMT == 0 { mode | libc::S_IFREG } else { mode };
+        let typed = if mode & libc::S_IFMT == 0 {
+            mode | libc::S_IFREG
+        } else {
+            mode
+        };
         let rdev = match Kind::from_mode(typed) {
             None | Some(Kind::Symlink) => return Err(Errno::INVAL),
             Some(Kind::Dir) => return Err(Errno::PERM),
@@ -305,7 +366,11 @@ impl Backing for SimBacking {
         if self.is_synced_one_by_one()
             && let Some(path) = path_of_entry(disk.place(parent.ino), name)
         {
-            self.unsynced.linked((disk.device, node.ino), path, u64::from(disk.inode(node.ino)?.nlink));
+            self.unsynced.linked(
+                (disk.device, node.ino),
+                path,
+                u64::from(disk.inode(node.ino)?.nlink),
+            );
         }
         Ok(disk.inode(node.ino)?.attr(node.ino, disk.device))
     }
@@ -357,7 +422,10 @@ impl Backing for SimBacking {
             let path = |dir: &SimNode, name| path_of_entry(disk.place(dir.ino), name);
             let is_exchange = flags.contains(RenameFlags::EXCHANGE);
             match (path(parent, name), path(new_parent, new_name)) {
-                (Some(from), Some(to)) => self.unsynced.end_rename(ticket, Some((&from, &to)), is_exchange),
+                (Some(from), Some(to)) => {
+                    self.unsynced
+                        .end_rename(ticket, Some((&from, &to)), is_exchange)
+                }
                 _ => self.unsynced.end_unknown_rename(ticket),
             }
         }
@@ -369,7 +437,11 @@ impl Backing for SimBacking {
     fn readlink(&self, node: &SimNode) -> Result<Vec<u8>> {
         let disk = &self.enter("readlink")?.disk;
         let inode = disk.inode(node.ino)?;
-        if inode.kind() == Kind::Symlink { Ok(inode.target.clone()) } else { Err(Errno::INVAL) }
+        if inode.kind() == Kind::Symlink {
+            Ok(inode.target.clone())
+        } else {
+            Err(Errno::INVAL)
+        }
     }
 
     fn attr(&self, node: &SimNode) -> Result<Attr> {
@@ -440,7 +512,9 @@ impl Backing for SimBacking {
             (libc::XATTR_CREATE, true) => Err(Errno::EXIST),
             (libc::XATTR_REPLACE, false) => Err(Errno::NODATA),
             (0 | libc::XATTR_CREATE | libc::XATTR_REPLACE, _) => {
-                disk.touch(node.ino, |i| drop(i.xattrs.insert(name.to_owned(), value.to_vec())))?;
+                disk.touch(node.ino, |i| {
+                    drop(i.xattrs.insert(name.to_owned(), value.to_vec()))
+                })?;
                 self.changed(disk, node.ino);
                 Ok(())
             }
@@ -451,7 +525,9 @@ impl Backing for SimBacking {
     fn list_xattr(&self, node: &SimNode) -> Result<Vec<u8>> {
         let disk = &self.enter("list_xattr")?.disk;
         let names = disk.inode(node.ino)?.xattrs.keys();
-        Ok(names.flat_map(|name| [name.as_bytes(), b"\0"].concat()).collect())
+        Ok(names
+            .flat_map(|name| [name.as_bytes(), b"\0"].concat())
+            .collect())
     }
 
     fn remove_xattr(&self, node: &SimNode, name: &OsStr) -> Result<()> {
@@ -471,7 +547,12 @@ impl Backing for SimBacking {
         Ok(SimDir(node.clone()))
     }
 
-    fn read_dir(&self, dir: &SimDir, cookie: i64, sink: &mut dyn FnMut(DirEntry<'_>) -> bool) -> Result<()> {
+    fn read_dir(
+        &self,
+        dir: &SimDir,
+        cookie: i64,
+        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
+    ) -> Result<()> {
         let mut entries = Vec::new();
         {
             let disk = &self.enter("read_dir")?.disk;
@@ -488,7 +569,12 @@ impl Backing for SimBacking {
         entries.sort_by_key(|entry| entry.0);
         // Without the lock: the sink may call back.
         for (at, name, ino, kind) in entries.into_iter().filter(|entry| entry.0 > cookie) {
-            if !sink(DirEntry { name: &name, ino, kind, cookie: at }) {
+            if !sink(DirEntry {
+                name: &name,
+                ino,
+                kind,
+                cookie: at,
+            }) {
                 break;
             }
         }
@@ -500,7 +586,8 @@ impl Backing for SimBacking {
         disk.dir(node.ino)?;
         disk.sync_names(node.ino);
         disk.sync_attributes(node.ino);
-        self.unsynced.synced((disk.device, node.ino), self.unsynced.begin_sync());
+        self.unsynced
+            .synced((disk.device, node.ino), self.unsynced.begin_sync());
         Ok(())
     }
 
@@ -530,7 +617,10 @@ impl Backing for SimBacking {
     fn write_at(&self, file: &SimFile, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
         let (mut state, most) = self.enter_to_write("write_at")?;
         file.writes()?;
-        let mut bytes: Vec<u8> = data.iter().flat_map(|slice| slice.iter().copied()).collect();
+        let mut bytes: Vec<u8> = data
+            .iter()
+            .flat_map(|slice| slice.iter().copied())
+            .collect();
         bytes.truncate(most);
         if offset > SIZE_MAX {
             return Err(Errno::INVAL);
@@ -570,9 +660,12 @@ impl Backing for SimBacking {
             return Err(Errno::FBIG);
         }
         let keep = libc::FALLOC_FL_KEEP_SIZE;
-        let (punch, zero) = (libc::FALLOC_FL_PUNCH_HOLE, libc::FALLOC_FL_ZERO_RANGE);
+        let punch = libc::FALLOC_FL_PUNCH_HOLE;
+        let zero = libc::FALLOC_FL_ZERO_RANGE;
         // A hole punched without KEEP_SIZE is refused; collapse, insert and unshare are not simulated.
-        if mode & !(keep | punch | zero) != 0 || mode & (keep | punch) == punch || mode == keep | punch | zero
+        if mode & !(keep | punch | zero) != 0
+            || mode & (keep | punch) == punch
+            || mode == keep | punch | zero
         {
             return Err(Errno::OPNOTSUPP);
         }
@@ -635,7 +728,8 @@ impl Backing for SimBacking {
         let disk = &mut self.enter("sync")?.disk;
         disk.sync_file(file.node.ino);
         if !data_only {
-            self.unsynced.synced((disk.device, file.node.ino), self.unsynced.begin_sync());
+            self.unsynced
+                .synced((disk.device, file.node.ino), self.unsynced.begin_sync());
         }
         Ok(())
     }

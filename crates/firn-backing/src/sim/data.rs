@@ -33,7 +33,8 @@ impl Data {
         if len == 0 {
             return 0;
         }
-        let (first, last) = (offset / PAGE_BYTES, (offset + len - 1) / PAGE_BYTES);
+        let first = offset / PAGE_BYTES;
+        let last = (offset + len - 1) / PAGE_BYTES;
         last - first + 1 - self.pages.range(first..=last).count() as u64
     }
 
@@ -60,7 +61,9 @@ impl Data {
     }
 
     fn page(&mut self, page: u64) -> &mut Arc<Page> {
-        self.pages.entry(page).or_insert_with(|| Arc::new([0; PAGE_BYTES as usize]))
+        self.pages
+            .entry(page)
+            .or_insert_with(|| Arc::new([0; PAGE_BYTES as usize]))
     }
 
     pub(super) fn set_len(&mut self, len: u64) {
@@ -84,8 +87,11 @@ impl Data {
     /// Zeroes a range; pages wholly inside become holes.
     pub(super) fn punch(&mut self, offset: u64, len: u64) {
         let end = offset.saturating_add(len);
-        let pages: Vec<u64> =
-            self.pages.range(offset / PAGE_BYTES..end.div_ceil(PAGE_BYTES)).map(|p| *p.0).collect();
+        let pages: Vec<u64> = self
+            .pages
+            .range(offset / PAGE_BYTES..end.div_ceil(PAGE_BYTES))
+            .map(|p| *p.0)
+            .collect();
         for page in pages {
             let start = page * PAGE_BYTES;
             let from = offset.max(start) - start;

@@ -88,7 +88,11 @@ impl Inode {
             uid: self.uid,
             gid: self.gid,
             rdev: self.rdev,
-            size: if self.kind() == Kind::Symlink { self.target.len() as u64 } else { self.data.size },
+            size: if self.kind() == Kind::Symlink {
+                self.target.len() as u64
+            } else {
+                self.data.size
+            },
             blocks: self.data.page_count() * (super::data::PAGE_BYTES / 512),
             blksize: super::data::PAGE_BYTES as u32,
             atime: self.times[ATIME],
@@ -142,7 +146,10 @@ impl Disk {
     /// A later time with every call.
     pub(super) fn now(&mut self) -> Time {
         self.clock += 1;
-        Time { sec: self.clock, nsec: 0 }
+        Time {
+            sec: self.clock,
+            nsec: 0,
+        }
     }
 
     pub(super) fn inode(&self, ino: u64) -> Result<&Inode> {
@@ -155,11 +162,19 @@ impl Disk {
 
     pub(super) fn dir(&self, ino: u64) -> Result<&Inode> {
         let inode = self.inode(ino)?;
-        if inode.is_dir() { Ok(inode) } else { Err(Errno::NOTDIR) }
+        if inode.is_dir() {
+            Ok(inode)
+        } else {
+            Err(Errno::NOTDIR)
+        }
     }
 
     pub(super) fn writable(&self) -> Result<()> {
-        if self.read_only { Err(Errno::ROFS) } else { Ok(()) }
+        if self.read_only {
+            Err(Errno::ROFS)
+        } else {
+            Ok(())
+        }
     }
 
     /// The inode of `name`, if it is there.
@@ -182,7 +197,11 @@ impl Disk {
         }
         self.writable()?;
         // A directory that has been removed takes no more names.
-        if self.dir(parent)?.nlink == 0 { Err(Errno::NOENT) } else { Ok(()) }
+        if self.dir(parent)?.nlink == 0 {
+            Err(Errno::NOENT)
+        } else {
+            Ok(())
+        }
     }
 
     /// Puts a new inode in place.
@@ -218,7 +237,11 @@ impl Disk {
         let now = self.now();
         let mut old = Vec::new();
         for &(dir, name, _) in names {
-            if let Some((ino, _)) = self.inodes.get_mut(&dir).and_then(|d| d.entries.remove(name)) {
+            if let Some((ino, _)) = self
+                .inodes
+                .get_mut(&dir)
+                .and_then(|d| d.entries.remove(name))
+            {
                 old.push((dir, ino));
             }
         }
@@ -241,7 +264,9 @@ impl Disk {
     fn name(&mut self, dir: u64, name: &OsStr, ino: u64, now: Time) {
         let cookie = self.next_cookie;
         self.next_cookie += 1;
-        let Some(child) = self.inodes.get_mut(&ino) else { return };
+        let Some(child) = self.inodes.get_mut(&ino) else {
+            return;
+        };
         child.times[CTIME] = now;
         child.nlink += 1;
         let is_dir = child.is_dir();
@@ -255,7 +280,9 @@ impl Disk {
     }
 
     fn unname(&mut self, dir: u64, ino: u64, now: Time) {
-        let Some(child) = self.inodes.get_mut(&ino) else { return };
+        let Some(child) = self.inodes.get_mut(&ino) else {
+            return;
+        };
         child.times[CTIME] = now;
         // A directory keeps what its subdirectories add; with its name its own two links go.
         let is_dir = child.is_dir();
@@ -276,7 +303,8 @@ impl Disk {
 
     /// Frees what has neither a name nor a holder.
     pub(super) fn collect(&mut self) {
-        self.inodes.retain(|_, i| i.nlink > 0 || Arc::strong_count(&i.held.0) > 1);
+        self.inodes
+            .retain(|_, i| i.nlink > 0 || Arc::strong_count(&i.held.0) > 1);
     }
 
     /// Bytes still free; `None` without a bound.
@@ -302,12 +330,17 @@ impl Disk {
             seen.insert(ino);
             let found = self.inodes[&ino].nlink;
             if found != links {
-                return Err(format!("inode {ino}: nlink is {found}, {links} names lead to it"));
+                return Err(format!(
+                    "inode {ino}: nlink is {found}, {links} names lead to it"
+                ));
             }
         }
         for (ino, inode) in &self.inodes {
             if inode.nlink > 0 && !seen.contains(ino) {
-                return Err(format!("inode {ino}: nlink is {}, no name leads to it", inode.nlink));
+                return Err(format!(
+                    "inode {ino}: nlink is {}, no name leads to it",
+                    inode.nlink
+                ));
             }
         }
         Ok(())

@@ -37,7 +37,9 @@ impl NameChange {
         names: &[(u64, &OsStr, Option<u64>)],
         replaced: impl Iterator<Item = u64>,
     ) -> Self {
-        let (mut touches, mut needs, mut objects) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
+        let mut touches = BTreeSet::new();
+        let mut needs = BTreeSet::new();
+        let mut objects = Vec::new();
         for &(dir, name, ino) in names {
             touches.insert(Key::Name(dir, name.to_owned()));
             touches.insert(Key::Contents(dir));
@@ -51,13 +53,24 @@ impl NameChange {
             touches.insert(Key::Object(ino));
             needs.insert(Key::Contents(ino));
         }
-        Self { names: names.iter().map(|&(d, n, i)| (d, n.to_owned(), i)).collect(), objects, touches, needs }
+        Self {
+            names: names
+                .iter()
+                .map(|&(d, n, i)| (d, n.to_owned(), i))
+                .collect(),
+            objects,
+            touches,
+            needs,
+        }
     }
 
     /// Whether it builds on a change that touched `keys`. Two changes of one directory are free of each
     /// other, so `Contents` counts only where it is needed.
     fn builds_on(&self, keys: &BTreeSet<Key>) -> bool {
-        let touched = self.touches.iter().filter(|k| !matches!(k, Key::Contents(_)));
+        let touched = self
+            .touches
+            .iter()
+            .filter(|k| !matches!(k, Key::Contents(_)));
         touched.chain(&self.needs).any(|k| keys.contains(k))
     }
 
@@ -66,7 +79,9 @@ impl NameChange {
             inodes.entry(*ino).or_insert_with(|| object.clone());
         }
         for (dir, name, ino) in &self.names {
-            let Some(dir) = inodes.get_mut(dir) else { continue };
+            let Some(dir) = inodes.get_mut(dir) else {
+                continue;
+            };
             match ino {
                 Some(ino) => drop(dir.entries.insert(name.clone(), (*ino, 0))),
                 None => drop(dir.entries.remove(name)),
@@ -97,7 +112,13 @@ impl Disk {
         let mut durable = Vec::new();
         for change in std::mem::take(&mut self.log).into_iter().rev() {
             if change.touches.iter().any(|k| wanted.contains(k)) {
-                wanted.extend(change.touches.iter().filter(|k| !matches!(k, Key::Contents(_))).cloned());
+                wanted.extend(
+                    change
+                        .touches
+                        .iter()
+                        .filter(|k| !matches!(k, Key::Contents(_)))
+                        .cloned(),
+                );
                 wanted.extend(change.needs.iter().cloned());
                 durable.push(change);
             } else {
@@ -113,7 +134,9 @@ impl Disk {
 
     /// Makes the attributes of a directory durable, and those of what it holds that cannot be synced by itself.
     pub(super) fn sync_attributes(&mut self, dir: u64) {
-        let Some(live) = self.inodes.get(&dir) else { return };
+        let Some(live) = self.inodes.get(&dir) else {
+            return;
+        };
         let others = live.entries.values().map(|entry| entry.0).filter(|ino| {
             let kind = self.inodes.get(ino).map(Inode::kind);
             kind.is_some_and(|kind| !matches!(kind, Kind::File | Kind::Dir))
@@ -183,12 +206,16 @@ pub(super) fn count_links(inodes: &Inodes) -> Result<BTreeMap<u64, u32>, String>
     while let Some(dir) = todo.pop() {
         for (name, (ino, _)) in &inodes[&dir].entries {
             let Some(child) = inodes.get(ino) else {
-                return Err(format!("directory {dir}: {name:?} leads to no inode ({ino})"));
+                return Err(format!(
+                    "directory {dir}: {name:?} leads to no inode ({ino})"
+                ));
             };
             let first = !links.contains_key(ino);
             if child.is_dir() {
                 if !first {
-                    return Err(format!("directory {ino} has two names, one in {dir}: {name:?}"));
+                    return Err(format!(
+                        "directory {ino} has two names, one in {dir}: {name:?}"
+                    ));
                 }
                 links.insert(*ino, 2);
                 *links.get_mut(&dir).expect("it was reached") += 1;

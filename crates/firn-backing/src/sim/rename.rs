@@ -20,7 +20,11 @@ pub(super) fn rename(disk: &mut Disk, from: Place, to: Place, flags: RenameFlags
         return Err(Errno::BUSY);
     }
     if dots(to.1) {
-        return Err(if flags.contains(RenameFlags::NOREPLACE) { Errno::EXIST } else { Errno::BUSY });
+        return Err(if flags.contains(RenameFlags::NOREPLACE) {
+            Errno::EXIST
+        } else {
+            Errno::BUSY
+        });
     }
     let old = disk.find(from.0, from.1);
     let new = disk.find(to.0, to.1);
@@ -42,7 +46,11 @@ pub(super) fn rename(disk: &mut Disk, from: Place, to: Place, flags: RenameFlags
     if let Some(new) = new
         && disk.is_above(new, from.0)
     {
-        return Err(if exchange { Errno::INVAL } else { Errno::NOTEMPTY });
+        return Err(if exchange {
+            Errno::INVAL
+        } else {
+            Errno::NOTEMPTY
+        });
     }
     if new == Some(old) {
         return Ok(());
@@ -57,7 +65,11 @@ pub(super) fn rename(disk: &mut Disk, from: Place, to: Place, flags: RenameFlags
     if let Some(new) = new {
         may_replace(disk.inode(old)?, disk.inode(new)?)?;
     }
-    let left = if flags.contains(RenameFlags::WHITEOUT) { Some(disk.whiteout()) } else { None };
+    let left = if flags.contains(RenameFlags::WHITEOUT) {
+        Some(disk.whiteout())
+    } else {
+        None
+    };
     disk.change(&[(from.0, from.1, left), (to.0, to.1, Some(old))]);
     Ok(())
 }

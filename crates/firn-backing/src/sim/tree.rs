@@ -71,15 +71,26 @@ fn entry<B: Backing>(backing: &B, node: &B::Node) -> Result<TreeEntry> {
     };
     let mut xattrs = BTreeMap::new();
     if matches!(attr.kind, Kind::File | Kind::Dir) {
-        for name in backing.list_xattr(node)?.split(|&b| b == 0).filter(|n| n.starts_with(b"user.")) {
-            xattrs.insert(name.to_vec(), backing.get_xattr(node, OsStr::from_bytes(name))?);
+        for name in backing
+            .list_xattr(node)?
+            .split(|&b| b == 0)
+            .filter(|n| n.starts_with(b"user."))
+        {
+            xattrs.insert(
+                name.to_vec(),
+                backing.get_xattr(node, OsStr::from_bytes(name))?,
+            );
         }
     }
     Ok(TreeEntry {
         kind: attr.kind,
         mode: attr.mode & 0o7777,
         owner: (attr.uid, attr.gid),
-        nlink: if attr.kind == Kind::Dir { 0 } else { attr.nlink },
+        nlink: if attr.kind == Kind::Dir {
+            0
+        } else {
+            attr.nlink
+        },
         content,
         xattrs,
     })

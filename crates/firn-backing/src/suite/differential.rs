@@ -39,7 +39,8 @@ pub fn run<A: Backing, B: Backing>(a: &A, b: &B, seed: u64, count: usize) {
     let mut rng = StdRng::seed_from_u64(seed);
     for step in 0..count {
         let op = random(&mut rng);
-        let (in_a, in_b) = (apply(a, &op), apply(b, &op));
+        let in_a = apply(a, &op);
+        let in_b = apply(b, &op);
         assert_eq!(in_a, in_b, "seed {seed}, step {step}: {op:?}");
         if step % 16 == 0 || step + 1 == count {
             assert_eq!(tree(a), tree(b), "seed {seed}, after step {step}: {op:?}");
@@ -57,8 +58,12 @@ pub fn run_alone<B: Backing>(b: &B, seed: u64, count: usize) {
 }
 
 fn random(rng: &mut StdRng) -> Op {
-    let place =
-        |rng: &mut StdRng| (rng.random_bool(0.5).then(|| rng.random_range(0..4)), rng.random_range(0..4));
+    let place = |rng: &mut StdRng| {
+        (
+            rng.random_bool(0.5).then(|| rng.random_range(0..4)),
+            rng.random_range(0..4),
+        )
+    };
     let at = |rng: &mut StdRng| rng.random_range(0..20_000u64);
     let mode = |rng: &mut StdRng| rng.random_range(0..0o10000u32);
     let p = place(rng);
@@ -110,46 +115,61 @@ fn apply<B: Backing>(b: &B, op: &Op) -> Result<u64, Errno> {
     match op {
         Op::Create(p, mode) => {
             let (dir, name) = parent(b, p)?;
-            b.create(&me, &dir, &name, *mode).map(|made| u64::from(made.2.mode))
+            b.create(&me, &dir, &name, *mode)
+                .map(|made| u64::from(made.2.mode))
         }
         Op::Mkdir(p, mode) => {
             let (dir, name) = parent(b, p)?;
-            b.mkdir(&me, &dir, &name, *mode).map(|made| u64::from(made.1.mode))
+            b.mkdir(&me, &dir, &name, *mode)
+                .map(|made| u64::from(made.1.mode))
         }
         Op::Symlink(p) => {
             let (dir, name) = parent(b, p)?;
-            b.symlink(&me, &dir, &name, &xattr(&p.1)).map(|made| made.1.size)
+            b.symlink(&me, &dir, &name, &xattr(&p.1))
+                .map(|made| made.1.size)
         }
         Op::Fifo(p) => {
             let (dir, name) = parent(b, p)?;
-            b.mknod(&me, &dir, &name, libc::S_IFIFO | 0o600, 0).map(|_| 0)
+            b.mknod(&me, &dir, &name, libc::S_IFIFO | 0o600, 0)
+                .map(|_| 0)
         }
         Op::Link(p, q) => {
             let (dir, name) = parent(b, q)?;
-            b.link(&node(b, p)?, &dir, &name).map(|attr| u64::from(attr.nlink))
+            b.link(&node(b, p)?, &dir, &name)
+                .map(|attr| u64::from(attr.nlink))
         }
-        Op::Unlink(p) => parent(b, p).and_then(|(dir, name)| b.unlink(&dir, &name)).map(|()| 0),
-        Op::Rmdir(p) => parent(b, p).and_then(|(dir, name)| b.rmdir(&dir, &name)).map(|()| 0),
+        Op::Unlink(p) => parent(b, p)
+            .and_then(|(dir, name)| b.unlink(&dir, &name))
+            .map(|()| 0),
+        Op::Rmdir(p) => parent(b, p)
+            .and_then(|(dir, name)| b.rmdir(&dir, &name))
+            .map(|()| 0),
         Op::Rename(p, q, flags) => {
             let ((dir, name), (new_dir, new_name)) = (parent(b, p)?, parent(b, q)?);
             let flags = RenameFlags::from_bits_retain(*flags);
-            b.rename(&dir, &name, &new_dir, &new_name, flags).map(|()| 0)
+            b.rename(&dir, &name, &new_dir, &new_name, flags)
+                .map(|()| 0)
         }
         Op::Chmod(p, mode) => b.set_mode(&node(b, p)?, *mode).map(|()| 0),
         Op::Chown(p, id) => b.set_owner(&node(b, p)?, Some(*id), Some(*id)).map(|()| 0),
-        Op::SetXattr(p, x, flags) => b.set_xattr(&node(b, p)?, &xattr(x), &[*x; 9], *flags).map(|()| 0),
+        Op::SetXattr(p, x, flags) => b
+            .set_xattr(&node(b, p)?, &xattr(x), &[*x; 9], *flags)
+            .map(|()| 0),
         Op::RemoveXattr(p, x) => b.remove_xattr(&node(b, p)?, &xattr(x)).map(|()| 0),
         Op::Write(p, at, bytes) => {
             let file = open(p, Access::Write)?;
-            b.write_at(&file, &[IoSlice::new(bytes)], *at).map(|count| count as u64)
+            b.write_at(&file, &[IoSlice::new(bytes)], *at)
+                .map(|count| count as u64)
         }
         Op::Truncate(p, len) => b.set_len(&open(p, Access::ReadWrite)?, *len).map(|()| 0),
         Op::Punch(p, at, len) => {
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            b.allocate(&open(p, Access::ReadWrite)?, mode, *at, *len).map(|()| 0)
+            b.allocate(&open(p, Access::ReadWrite)?, mode, *at, *len)
+                .map(|()| 0)
         }
         Op::Copy(p, at, q, to, len) => {
-            let (from, into) = (open(p, Access::Read)?, open(q, Access::Write)?);
+            let from = open(p, Access::Read)?;
+            let into = open(q, Access::Write)?;
             b.copy_range(&from, *at, &into, *to, *len)
         }
     }

@@ -34,8 +34,16 @@ fn offsets() -> Vec<u64> {
 }
 
 fn extent(index: usize) -> Extent {
-    let piece = PieceRef { slab: SlabRef { chunk: 0, slab: 0 }, record: index as u32 };
-    Extent { len: LEN, piece, position: 0, sequence: index as u64 }
+    let piece = PieceRef {
+        slab: SlabRef { chunk: 0, slab: 0 },
+        record: index as u32,
+    };
+    Extent {
+        len: LEN,
+        piece,
+        position: 0,
+        sequence: index as u64,
+    }
 }
 
 /// Into a map that grows from nothing to all of them.
@@ -51,8 +59,15 @@ pub fn insert(c: &mut Criterion) {
     });
     group.bench_function("Extents", |b| {
         let map = RefCell::new(Extents::default());
-        let step = |index: usize| map.borrow_mut().insert(offsets[index], extent(index), &mut |_, _| {});
-        b.iter_custom(|count| in_rounds(count, COUNT, step, || *map.borrow_mut() = Extents::default()));
+        let step = |index: usize| {
+            map.borrow_mut()
+                .insert(offsets[index], extent(index), &mut |_, _| {})
+        };
+        b.iter_custom(|count| {
+            in_rounds(count, COUNT, step, || {
+                *map.borrow_mut() = Extents::default()
+            })
+        });
     });
     group.finish();
 }

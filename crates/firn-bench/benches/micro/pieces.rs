@@ -19,16 +19,25 @@ struct Slab<'a> {
 
 impl Slab<'_> {
     fn publish(&mut self, index: usize, data: &[u8]) {
-        let lease = self.lease.get_or_insert_with(|| self.arena.lease(Class::Whole).expect("a free chunk"));
+        let lease = self
+            .lease
+            .get_or_insert_with(|| self.arena.lease(Class::Whole).expect("a free chunk"));
         // Offsets that never meet, so that no piece continues another.
         let offset = 2 * (index * data.len()) as u64;
-        let reserved = lease.reserve(1, offset, data.len() as u64).expect("room in the chunk");
+        let reserved = lease
+            .reserve(1, offset, data.len() as u64)
+            .expect("room in the chunk");
         self.arena.fill(lease.slab(), reserved.position, data);
-        self.pieces.push(self.arena.publish(lease, reserved, (1, offset), index as u64, 0));
+        self.pieces.push(
+            self.arena
+                .publish(lease, reserved, (1, offset), index as u64, 0),
+        );
     }
 
     fn empty(&mut self) {
-        self.pieces.drain(..).for_each(|piece| self.arena.retire(piece, self.len, true));
+        self.pieces
+            .drain(..)
+            .for_each(|piece| self.arena.retire(piece, self.len, true));
         if let Some(lease) = self.lease.take() {
             self.arena.seal(lease);
         }
@@ -44,7 +53,12 @@ pub fn publish(c: &mut Criterion) {
         group.bench_function("memcpy", |b| b.iter(|| copies.copy(&data)));
         let (_dir, arena) = arena();
         group.bench_function("arena", |b| {
-            let mut slab = Slab { arena: &arena, lease: None, pieces: Vec::new(), len: size as u32 };
+            let mut slab = Slab {
+                arena: &arena,
+                lease: None,
+                pieces: Vec::new(),
+                len: size as u32,
+            };
             b.iter_custom(|count| {
                 // Both ends need the slab: taken in turns.
                 let slab = std::cell::RefCell::new(&mut slab);

@@ -16,7 +16,11 @@ pub const FILL_BYTES: usize = 24 << 20;
 /// An arena on tmpfs; the directory goes with it.
 pub fn arena() -> (tempfile::TempDir, Arena) {
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
-    let identity = Identity { backing: PathBuf::from("/backing"), dev: 1, ino: 1 };
+    let identity = Identity {
+        backing: PathBuf::from("/backing"),
+        dev: 1,
+        ino: 1,
+    };
     let geometry = Geometry::new(CHUNKS * CHUNK_BYTES, CHUNK_BYTES).expect("a valid geometry");
     let arena = Arena::create(&dir.path().join("arena"), geometry, &identity).expect("an arena");
     arena.populate(&|| true).expect("memory for it");
@@ -40,7 +44,13 @@ impl Copies {
         let leases = std::iter::from_fn(|| arena.lease(Class::Whole));
         // The process ends with them: nobody gives the leases back.
         let slabs = leases.map(|lease| lease.slab()).collect();
-        Self { arena, slabs, span_bytes, next: 0, _dir: dir }
+        Self {
+            arena,
+            slabs,
+            span_bytes,
+            next: 0,
+            _dir: dir,
+        }
     }
 
     pub fn copy(&mut self, data: &[u8]) {
@@ -59,7 +69,12 @@ impl Copies {
 }
 
 /// Times `count` steps in rounds of at most `round`; between two rounds `reset` is not timed.
-pub fn in_rounds(count: u64, round: usize, mut step: impl FnMut(usize), mut reset: impl FnMut()) -> Duration {
+pub fn in_rounds(
+    count: u64,
+    round: usize,
+    mut step: impl FnMut(usize),
+    mut reset: impl FnMut(),
+) -> Duration {
     let mut elapsed = Duration::ZERO;
     let mut left = count;
     while left > 0 {

@@ -27,10 +27,20 @@ impl Target {
         let (dir, arena) = arena();
         let options = EngineOptions::new(arena.geometry().chunk_bytes);
         let engine = Engine::begin(SimBacking::new(), arena, options).expect("an engine");
-        let caller = Caller { uid: 0, gid: 0, pid: 1 };
-        let (entry, opened) =
-            engine.create(&caller, ROOT, OsStr::new("file"), 0o644, O_RDWR).expect("a file");
-        Self { engine, node: entry.node, handle: opened.handle, _dir: dir }
+        let caller = Caller {
+            uid: 0,
+            gid: 0,
+            pid: 1,
+        };
+        let (entry, opened) = engine
+            .create(&caller, ROOT, OsStr::new("file"), 0o644, O_RDWR)
+            .expect("a file");
+        Self {
+            engine,
+            node: entry.node,
+            handle: opened.handle,
+            _dir: dir,
+        }
     }
 
     fn write(&self, offset: usize, data: &[u8]) {
@@ -41,8 +51,17 @@ impl Target {
     /// Drops all that is pending.
     fn empty(&self) {
         let keep = SetTime::Keep;
-        let set = SetAttr { mode: None, uid: None, gid: None, size: Some(0), atime: keep, mtime: keep };
-        self.engine.set_attr(self.node, set, None).expect("truncate");
+        let set = SetAttr {
+            mode: None,
+            uid: None,
+            gid: None,
+            size: Some(0),
+            atime: keep,
+            mtime: keep,
+        };
+        self.engine
+            .set_attr(self.node, set, None)
+            .expect("truncate");
     }
 }
 
@@ -56,7 +75,12 @@ pub fn scattered(c: &mut Criterion) {
     compare(c, "scattered", PIECES, |index, size| 2 * index * size);
 }
 
-fn compare(c: &mut Criterion, name: &str, steps_max: usize, offset: impl Fn(usize, usize) -> usize) {
+fn compare(
+    c: &mut Criterion,
+    name: &str,
+    steps_max: usize,
+    offset: impl Fn(usize, usize) -> usize,
+) {
     for (label, size) in SIZES {
         let mut group = c.benchmark_group(format!("write {name} {label}"));
         group.throughput(Throughput::Bytes(size as u64));
@@ -67,7 +91,12 @@ fn compare(c: &mut Criterion, name: &str, steps_max: usize, offset: impl Fn(usiz
         let target = Target::new();
         group.bench_function("engine", |b| {
             b.iter_custom(|count| {
-                in_rounds(count, round, |index| target.write(offset(index, size), &data), || target.empty())
+                in_rounds(
+                    count,
+                    round,
+                    |index| target.write(offset(index, size), &data),
+                    || target.empty(),
+                )
             });
         });
         group.finish();

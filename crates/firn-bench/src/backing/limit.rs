@@ -26,13 +26,17 @@ pub struct Limited {
 /// Limits `device`.
 pub fn writes_per_s(device: &str, writes: u64) -> anyhow::Result<Limited> {
     let number = std::fs::metadata(device)?.rdev();
-    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    let major = rustix::fs::major(number);
+    let minor = rustix::fs::minor(number);
     let device = format!("{major}:{minor}");
     let controllers = std::fs::read_to_string(format!("{V2}/cgroup.controllers"));
     if controllers.is_ok_and(|list| list.split_whitespace().any(|word| word == "io")) {
         return unified(&device, writes);
     }
-    if Path::new(V1).join("blkio.throttle.write_iops_device").exists() {
+    if Path::new(V1)
+        .join("blkio.throttle.write_iops_device")
+        .exists()
+    {
         return version_1(&device, writes);
     }
     bail!("no cgroup controller limits I/O here; mount cgroup2 with its io controller")
@@ -52,16 +56,24 @@ fn unified(device: &str, writes: u64) -> anyhow::Result<Limited> {
     std::fs::create_dir(&group).context("cannot make a cgroup; run as root")?;
     put(&group.join("io.max"), &format!("{device} wiops={writes}"))?;
     put(&group.join("cgroup.procs"), &std::process::id().to_string())?;
-    Ok(Limited { guard, controller: "cgroup v2 io.max" })
+    Ok(Limited {
+        guard,
+        controller: "cgroup v2 io.max",
+    })
 }
 
 fn version_1(device: &str, writes: u64) -> anyhow::Result<Limited> {
     let own = own_group("blkio")?;
-    let mut files = vec![PathBuf::from(format!("{V1}/blkio.throttle.write_iops_device"))];
+    let mut files = vec![PathBuf::from(format!(
+        "{V1}/blkio.throttle.write_iops_device"
+    ))];
     if own != "/" {
-        files.push(PathBuf::from(format!("{V1}{own}/blkio.throttle.write_iops_device")));
+        files.push(PathBuf::from(format!(
+            "{V1}{own}/blkio.throttle.write_iops_device"
+        )));
     }
-    let (undo, line) = (files.clone(), format!("{device} 0"));
+    let undo = files.clone();
+    let line = format!("{device} 0");
     let guard = defer(move || {
         for file in undo {
             let _ = std::fs::write(file, &line);
@@ -70,7 +82,10 @@ fn version_1(device: &str, writes: u64) -> anyhow::Result<Limited> {
     for file in &files {
         put(file, &format!("{device} {writes}"))?;
     }
-    Ok(Limited { guard, controller: "cgroup v1 blkio.throttle" })
+    Ok(Limited {
+        guard,
+        controller: "cgroup v1 blkio.throttle",
+    })
 }
 
 /// Path of this process's group in the hierarchy of `controller` (empty: version 2).
@@ -78,7 +93,10 @@ fn own_group(controller: &str) -> anyhow::Result<String> {
     let table = std::fs::read_to_string("/proc/self/cgroup")?;
     let mut lines = table.lines().filter_map(|line| {
         let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
-        controllers.split(',').any(|name| name == controller).then_some(path)
+        controllers
+            .split(',')
+            .any(|name| name == controller)
+            .then_some(path)
     });
     Ok(lines.next().unwrap_or("/").to_owned())
 }

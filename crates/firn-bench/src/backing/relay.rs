@@ -39,7 +39,10 @@ fn pass_on(from: TcpStream, to: TcpStream, delay: Duration) {
 fn take(mut from: TcpStream, send: &Sender<(Instant, Vec<u8>)>, delay: Duration) {
     let mut buffer = vec![0; 256 << 10];
     while let Ok(n @ 1..) = from.read(&mut buffer) {
-        if send.send((Instant::now() + delay, buffer[..n].to_vec())).is_err() {
+        if send
+            .send((Instant::now() + delay, buffer[..n].to_vec()))
+            .is_err()
+        {
             break;
         }
     }

@@ -15,7 +15,16 @@ const IMAGE_BYTES: u64 = 6 << 30;
 pub fn prepare(writes_per_s: u64, work: &WorkDir) -> anyhow::Result<Prepared> {
     let image = work.path().join("disk.img");
     std::fs::File::create(&image)?.set_len(IMAGE_BYTES)?;
-    run("mkfs.ext4", &["-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0", text(&image)])?;
+    run(
+        "mkfs.ext4",
+        &[
+            "-q",
+            "-F",
+            "-E",
+            "lazy_itable_init=0,lazy_journal_init=0",
+            text(&image),
+        ],
+    )?;
     let point = work.subdir("disk")?;
     let device = run("losetup", &["--find", "--show", text(&image)])?;
     let name = device.clone();
@@ -28,5 +37,9 @@ pub fn prepare(writes_per_s: u64, work: &WorkDir) -> anyhow::Result<Prepared> {
         "backing: ext4 with -o sync on a loop device limited to {writes_per_s} writes/s by {}",
         limited.controller
     );
-    Ok(Prepared { dir: point, note, _guards: vec![limited.guard, unmount, detach] })
+    Ok(Prepared {
+        dir: point,
+        note,
+        _guards: vec![limited.guard, unmount, detach],
+    })
 }

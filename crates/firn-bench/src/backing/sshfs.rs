@@ -22,7 +22,9 @@ const CIPHER: &str = "aes128-gcm@openssh.com";
 
 /// Mounts `work`/export on `work`/sshfs with `options`.
 pub fn prepare(round_trip_us: u64, options: &str, work: &WorkDir) -> anyhow::Result<Prepared> {
-    let (keys, export, point) = (work.subdir("keys")?, work.subdir("export")?, work.subdir("sshfs")?);
+    let keys = work.subdir("keys")?;
+    let export = work.subdir("export")?;
+    let point = work.subdir("sshfs")?;
     let mut guards = Vec::new();
     let (server, place) = match rustix::process::geteuid().is_root() {
         true => namespaced_server(&keys, &mut guards)?,
@@ -35,13 +37,28 @@ pub fn prepare(round_trip_us: u64, options: &str, work: &WorkDir) -> anyhow::Res
     let unmount = point.clone();
     guards.insert(0, defer(move || unmount_lazily(&unmount)));
     mount(&keys, address, &export, &point, options)?;
-    let shown = if options.is_empty() { "default options" } else { options };
-    let note =
-        format!("backing: sshfs ({shown}) to an sshd in {place}, {round_trip_us} µs added to a round trip");
-    Ok(Prepared { dir: point, note, _guards: guards })
+    let shown = if options.is_empty() {
+        "default options"
+    } else {
+        options
+    };
+    let note = format!(
+        "backing: sshfs ({shown}) to an sshd in {place}, {round_trip_us} µs added to a round trip"
+    );
+    Ok(Prepared {
+        dir: point,
+        note,
+        _guards: guards,
+    })
 }
 
-fn mount(keys: &Path, address: SocketAddr, export: &Path, point: &Path, options: &str) -> anyhow::Result<()> {
+fn mount(
+    keys: &Path,
+    address: SocketAddr,
+    export: &Path,
+    point: &Path,
+    options: &str,
+) -> anyhow::Result<()> {
     let user = run("id", &["-un"])?;
     let source = format!("{user}@{}:{}", address.ip(), text(export));
     let ssh = format!(
@@ -58,12 +75,17 @@ fn mount(keys: &Path, address: SocketAddr, export: &Path, point: &Path, options:
 }
 
 /// In a namespace: 10.x.y.2, this side has 10.x.y.1, with x and y from the process id.
-fn namespaced_server(keys: &Path, guards: &mut Vec<Guard>) -> anyhow::Result<(SocketAddr, &'static str)> {
+fn namespaced_server(
+    keys: &Path,
+    guards: &mut Vec<Guard>,
+) -> anyhow::Result<(SocketAddr, &'static str)> {
     let pid = std::process::id();
-    let (namespace, here) = (format!("firn-bench-{pid}"), format!("fb{}", pid % 1_000_000));
+    let namespace = format!("firn-bench-{pid}");
+    let here = format!("fb{}", pid % 1_000_000);
     let there = format!("{here}p");
     let subnet = format!("10.{}.{}", 64 + pid / 256 % 64, pid % 256);
-    let (name, link) = (namespace.clone(), here.clone());
+    let name = namespace.clone();
+    let link = here.clone();
     guards.push(defer(move || {
         // Sessions leave sshd's process group, and the end of their connection cannot reach them once
         // the link is gone. The namespace is this run's own, so whatever is in it is too.
@@ -73,10 +95,14 @@ fn namespaced_server(keys: &Path, guards: &mut Vec<Guard>) -> anyhow::Result<(So
     }));
     let ip = |args: &str| run("ip", &args.split(' ').collect::<Vec<_>>());
     ip(&format!("netns add {namespace}"))?;
-    ip(&format!("link add {here} type veth peer name {there} netns {namespace}"))?;
+    ip(&format!(
+        "link add {here} type veth peer name {there} netns {namespace}"
+    ))?;
     ip(&format!("addr add {subnet}.1/30 dev {here}"))?;
     ip(&format!("link set {here} up"))?;
-    ip(&format!("-n {namespace} addr add {subnet}.2/30 dev {there}"))?;
+    ip(&format!(
+        "-n {namespace} addr add {subnet}.2/30 dev {there}"
+    ))?;
     ip(&format!("-n {namespace} link set {there} up"))?;
     ip(&format!("-n {namespace} link set lo up"))?;
     let address: SocketAddr = format!("{subnet}.2:22").parse()?;
@@ -86,7 +112,10 @@ fn namespaced_server(keys: &Path, guards: &mut Vec<Guard>) -> anyhow::Result<(So
     Ok((address, "a network namespace"))
 }
 
-fn local_server(keys: &Path, guards: &mut Vec<Guard>) -> anyhow::Result<(SocketAddr, &'static str)> {
+fn local_server(
+    keys: &Path,
+    guards: &mut Vec<Guard>,
+) -> anyhow::Result<(SocketAddr, &'static str)> {
     // A port that was free a moment ago; if another program takes it, sshd says so.
     let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     let mut command = Command::new("env");
@@ -103,7 +132,18 @@ fn start_server(
 ) -> anyhow::Result<()> {
     use std::os::unix::process::CommandExt;
     for name in ["host", "user"] {
-        run("ssh-keygen", &["-q", "-t", "ed25519", "-N", "", "-f", text(&keys.join(name))])?;
+        run(
+            "ssh-keygen",
+            &[
+                "-q",
+                "-t",
+                "ed25519",
+                "-N",
+                "",
+                "-f",
+                text(&keys.join(name)),
+            ],
+        )?;
     }
     let config = format!(
         "ListenAddress {address}\nHostKey {keys}/host\nAuthorizedKeysFile {keys}/user.pub\n\
@@ -142,7 +182,10 @@ fn start_server(
 /// Ends the processes whose numbers stand in `pids`, one a line.
 fn end_all(pids: &str) {
     use rustix::process::{Pid, Signal, kill_process};
-    for pid in pids.lines().filter_map(|line| Pid::from_raw(line.trim().parse().ok()?)) {
+    for pid in pids
+        .lines()
+        .filter_map(|line| Pid::from_raw(line.trim().parse().ok()?))
+    {
         let _ = kill_process(pid, Signal::KILL);
     }
 }

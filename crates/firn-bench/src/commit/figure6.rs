@@ -19,7 +19,12 @@ struct Phase {
 }
 
 const fn phase(name: &'static str, write: bool, random: bool, paper: f64) -> Phase {
-    Phase { name, write, random, paper }
+    Phase {
+        name,
+        write,
+        random,
+        paper,
+    }
 }
 
 /// In iozone's order.
@@ -37,15 +42,22 @@ pub(super) fn run(
     candidates: &[Candidate<'_>],
     report: &mut Report,
 ) -> anyhow::Result<()> {
-    let bytes = args.file_size.unwrap_or(args.common.choose(256 << 20, 16 << 20));
-    let paper: Vec<String> = PHASES.iter().map(|one| format!("{} {:+.2} %", one.name, one.paper)).collect();
+    let bytes = args
+        .file_size
+        .unwrap_or(args.common.choose(256 << 20, 16 << 20));
+    let paper: Vec<String> = PHASES
+        .iter()
+        .map(|one| format!("{} {:+.2} %", one.name, one.paper))
+        .collect();
     report.note(format!(
         "records: one file of {}, each phase in a transaction of its own; fsync or commit are part of those that write",
         show_size(bytes)
     ));
     report.note(format!("CprFS against NFS, figure 6: {}", paper.join(", ")));
-    let who: Vec<&Candidate> =
-        candidates.iter().filter(|one| ![IN_PLACE, BEHIND].contains(&one.name)).collect();
+    let who: Vec<&Candidate> = candidates
+        .iter()
+        .filter(|one| ![IN_PLACE, BEHIND].contains(&one.name))
+        .collect();
     for record_bytes in RECORDS {
         let title = format!("records of {}", show_size(record_bytes));
         let samples = args.measure(&who, &title, |candidate| {
@@ -60,7 +72,8 @@ pub(super) fn run(
                     write: phase.write,
                 });
                 let sync = || durable::sync_files([path.as_path()].into_iter(), &candidate.dir);
-                let rate = |taken_s: f64| ("rate", "MiB/s", bytes as f64 / f64::from(1 << 20) / taken_s);
+                let rate =
+                    |taken_s: f64| ("rate", "MiB/s", bytes as f64 / f64::from(1 << 20) / taken_s);
                 samples.push(match phase.write {
                     true => {
                         let taken = candidate.write(&[task], sync)?;
@@ -72,7 +85,13 @@ pub(super) fn run(
             std::fs::remove_file(&path)?;
             Ok(samples)
         })?;
-        add(report, PHASES.iter().map(|phase| format!("{}, {title}", phase.name)), samples);
+        add(
+            report,
+            PHASES
+                .iter()
+                .map(|phase| format!("{}, {title}", phase.name)),
+            samples,
+        );
     }
     judge(report, args.backing != Kind::Local);
     Ok(())
@@ -88,8 +107,13 @@ fn judge(report: &mut Report, is_remote: bool) {
         };
         for who in [FIRN, PRELOAD] {
             let begins = format!("{}, records", phase.name);
-            let cases = report.cases.iter().filter(|case| case.name.starts_with(&begins));
-            let found: Vec<f64> = cases.filter_map(|case| case.ratio(who, NATIVE, "rate")).collect();
+            let cases = report
+                .cases
+                .iter()
+                .filter(|case| case.name.starts_with(&begins));
+            let found: Vec<f64> = cases
+                .filter_map(|case| case.ratio(who, NATIVE, "rate"))
+                .collect();
             report.judge(format!("{}, {who} to {NATIVE}", phase.name), limit, &found);
         }
     }

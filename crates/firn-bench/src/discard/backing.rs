@@ -5,7 +5,8 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirBacking, DirEntry, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirBacking, DirEntry, RenameFlags, Result, Seek, SetTime,
+    StatFs, SyncWay,
 };
 
 /// See the module.
@@ -31,10 +32,22 @@ impl Backing for DiscardBacking {
     fn lookup(&self, parent: &Node, name: &OsStr) -> Result<(Node, Attr)> {
         self.0.lookup(parent, name)
     }
-    fn create(&self, caller: &Caller, parent: &Node, name: &OsStr, mode: u32) -> Result<(Node, File, Attr)> {
+    fn create(
+        &self,
+        caller: &Caller,
+        parent: &Node,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<(Node, File, Attr)> {
         self.0.create(caller, parent, name, mode)
     }
-    fn mkdir(&self, caller: &Caller, parent: &Node, name: &OsStr, mode: u32) -> Result<(Node, Attr)> {
+    fn mkdir(
+        &self,
+        caller: &Caller,
+        parent: &Node,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<(Node, Attr)> {
         self.0.mkdir(caller, parent, name, mode)
     }
     fn mknod(
@@ -47,7 +60,13 @@ impl Backing for DiscardBacking {
     ) -> Result<(Node, Attr)> {
         self.0.mknod(caller, parent, name, mode, rdev)
     }
-    fn symlink(&self, caller: &Caller, parent: &Node, name: &OsStr, target: &OsStr) -> Result<(Node, Attr)> {
+    fn symlink(
+        &self,
+        caller: &Caller,
+        parent: &Node,
+        name: &OsStr,
+        target: &OsStr,
+    ) -> Result<(Node, Attr)> {
         self.0.symlink(caller, parent, name, target)
     }
     fn link(&self, node: &Node, parent: &Node, name: &OsStr) -> Result<Attr> {
@@ -105,7 +124,12 @@ impl Backing for DiscardBacking {
     fn open_dir(&self, node: &Node) -> Result<Dir> {
         self.0.open_dir(node)
     }
-    fn read_dir(&self, dir: &Dir, cookie: i64, sink: &mut dyn FnMut(DirEntry<'_>) -> bool) -> Result<()> {
+    fn read_dir(
+        &self,
+        dir: &Dir,
+        cookie: i64,
+        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
+    ) -> Result<()> {
         self.0.read_dir(dir, cookie, sink)
     }
     fn sync_dir(&self, node: &Node) -> Result<()> {
@@ -126,7 +150,14 @@ impl Backing for DiscardBacking {
     fn seek(&self, file: &File, offset: u64, what: Seek) -> Result<u64> {
         self.0.seek(file, offset, what)
     }
-    fn copy_range(&self, from: &File, from_offset: u64, to: &File, to_offset: u64, len: u64) -> Result<u64> {
+    fn copy_range(
+        &self,
+        from: &File,
+        from_offset: u64,
+        to: &File,
+        to_offset: u64,
+        len: u64,
+    ) -> Result<u64> {
         self.0.copy_range(from, from_offset, to, to_offset, len)
     }
     fn sync(&self, file: &File, data_only: bool) -> Result<()> {

@@ -42,8 +42,14 @@ pub struct Candidate<'a> {
 enum Door<'a> {
     Private,
     Shared(PathBuf),
-    Files { dir: PathBuf, over: bool },
-    Firn { mount: &'a Mount<'a>, preload: Option<PathBuf> },
+    Files {
+        dir: PathBuf,
+        over: bool,
+    },
+    Firn {
+        mount: &'a Mount<'a>,
+        preload: Option<PathBuf>,
+    },
 }
 
 impl Doors {
@@ -67,26 +73,63 @@ impl Doors {
                 (None, None)
             }
         };
-        let preload = if common.baseline_only { None } else { Some(firn.preload()?) };
-        Ok(Self { region, tmpfs, huge, preload, _unmount })
+        let preload = if common.baseline_only {
+            None
+        } else {
+            Some(firn.preload()?)
+        };
+        Ok(Self {
+            region,
+            tmpfs,
+            huge,
+            preload,
+            _unmount,
+        })
     }
 
     /// The baseline first.
     pub fn candidates<'a>(&self, firn: Option<&'a Mount<'a>>) -> Vec<Candidate<'a>> {
-        let files = |dir: &PathBuf, over| Door::Files { dir: dir.clone(), over };
+        let files = |dir: &PathBuf, over| Door::Files {
+            dir: dir.clone(),
+            over,
+        };
         let mut all = vec![
-            Candidate { name: SHARED, door: Door::Shared(self.region.clone()) },
-            Candidate { name: "memcpy, private", door: Door::Private },
-            Candidate { name: TMPFS, door: files(&self.tmpfs, false) },
-            Candidate { name: "tmpfs, overwrite", door: files(&self.tmpfs, true) },
+            Candidate {
+                name: SHARED,
+                door: Door::Shared(self.region.clone()),
+            },
+            Candidate {
+                name: "memcpy, private",
+                door: Door::Private,
+            },
+            Candidate {
+                name: TMPFS,
+                door: files(&self.tmpfs, false),
+            },
+            Candidate {
+                name: "tmpfs, overwrite",
+                door: files(&self.tmpfs, true),
+            },
         ];
         if let Some(huge) = &self.huge {
-            all.push(Candidate { name: "tmpfs, huge=always", door: files(huge, false) });
+            all.push(Candidate {
+                name: "tmpfs, huge=always",
+                door: files(huge, false),
+            });
         }
         if let Some(mount) = firn {
             let preload = self.preload.clone();
-            all.push(Candidate { name: PRELOAD, door: Door::Firn { mount, preload } });
-            all.push(Candidate { name: "mount", door: Door::Firn { mount, preload: None } });
+            all.push(Candidate {
+                name: PRELOAD,
+                door: Door::Firn { mount, preload },
+            });
+            all.push(Candidate {
+                name: "mount",
+                door: Door::Firn {
+                    mount,
+                    preload: None,
+                },
+            });
         }
         all
     }
@@ -107,10 +150,15 @@ impl Candidate<'_> {
     /// Writes one round, and removes it again.
     pub fn measure(&self, setting: &Setting) -> anyhow::Result<Sample> {
         let trips = matches!(self.door, Door::Firn { preload: None, .. });
-        let share = if trips && setting.block_bytes < COUNTED_BLOCK_BYTES { FUSE_SHARE } else { 1 };
+        let share = if trips && setting.block_bytes < COUNTED_BLOCK_BYTES {
+            FUSE_SHARE
+        } else {
+            1
+        };
         let count = (setting.bytes / setting.block_bytes / share).max(1);
-        let tasks: Vec<Task> =
-            (0..setting.processes).map(|rank| self.task(rank, count, setting.block_bytes)).collect();
+        let tasks: Vec<Task> = (0..setting.processes)
+            .map(|rank| self.task(rank, count, setting.block_bytes))
+            .collect();
         if let Door::Files { over: true, .. } = self.door {
             worker::run_all(&tasks)?;
         }
@@ -127,14 +175,29 @@ impl Candidate<'_> {
 
     fn task(&self, rank: u32, count: u64, block_bytes: u64) -> Task {
         let bytes = count * block_bytes;
-        let copy = |region| Task::Copy(Copy { region, way: Way::In, bytes, block_bytes });
-        let write = |path, over| Task::Write { path, runs: vec![(count, block_bytes)], sync: false, over };
+        let copy = |region| {
+            Task::Copy(Copy {
+                region,
+                way: Way::In,
+                bytes,
+                block_bytes,
+            })
+        };
+        let write = |path, over| Task::Write {
+            path,
+            runs: vec![(count, block_bytes)],
+            sync: false,
+            over,
+        };
         let name = format!("rank{rank}");
         match &self.door {
             Door::Private => copy(Region::Private),
             Door::Shared(path) => {
                 let offset = u64::from(rank) * bytes.next_multiple_of(2 << 20);
-                copy(Region::Shared { path: path.clone(), offset })
+                copy(Region::Shared {
+                    path: path.clone(),
+                    offset,
+                })
             }
             Door::Files { dir, over } => write(dir.join(name), *over),
             Door::Firn { mount, .. } => write(mount.path().join(name), false),
@@ -165,7 +228,11 @@ fn sample(setting: &Setting, count: u64, outcomes: &[Outcome], server_cpu_s: f64
     ];
     if setting.block_bytes < COUNTED_BLOCK_BYTES {
         let each = |o: &Outcome| (o.end_ns - o.begin_ns) as f64 / count as f64;
-        sample.push(("each", "ns", outcomes.iter().map(each).sum::<f64>() / processes));
+        sample.push((
+            "each",
+            "ns",
+            outcomes.iter().map(each).sum::<f64>() / processes,
+        ));
     }
     sample
 }

@@ -18,9 +18,11 @@ const FIXED_MIB: f64 = 64.0;
 
 /// Adds a case: `count` files of 4 KiB.
 pub fn measure(count: u64, firn: &Firn, work: &WorkDir, report: &mut Report) -> anyhow::Result<()> {
-    let options =
-        format!("drain=demand,close=held,fsync=held,chunk-size={CHUNK_BYTES},arena-size={ARENA_BYTES}");
-    let (backing, point) = (work.subdir("small.b")?, work.subdir("small")?);
+    let options = format!(
+        "drain=demand,close=held,fsync=held,chunk-size={CHUNK_BYTES},arena-size={ARENA_BYTES}"
+    );
+    let backing = work.subdir("small.b")?;
+    let point = work.subdir("small")?;
     let mount = firn.mount(&backing, &point, &options)?;
     let dir = mount.path().join("checkpoint");
     std::fs::create_dir(&dir)?;
@@ -39,11 +41,19 @@ pub fn measure(count: u64, firn: &Firn, work: &WorkDir, report: &mut Report) -> 
     let percent = |metadata: u64| metadata as f64 / ARENA_BYTES as f64 * 100.0;
     let fresh_percent = percent(metadata()?);
     let before = used()?;
-    worker::run_all(&[Task::Names { dir: dir.clone(), count, operation: Operation::Create }])?;
+    worker::run_all(&[Task::Names {
+        dir: dir.clone(),
+        count,
+        operation: Operation::Create,
+    }])?;
     let after = used()?;
     let data_mib = (count * FILE_BYTES) as f64 / MIB;
     let row = |(arena, firnd): (f64, f64)| {
-        vec![vec![("arena", "MiB", arena), ("firnd", "MiB", firnd), ("together", "MiB", arena + firnd)]]
+        vec![vec![
+            ("arena", "MiB", arena),
+            ("firnd", "MiB", firnd),
+            ("together", "MiB", arena + firnd),
+        ]]
     };
     report.add(
         format!("{count} files of {} in memory", show_size(FILE_BYTES)),
@@ -54,11 +64,20 @@ pub fn measure(count: u64, firn: &Firn, work: &WorkDir, report: &mut Report) -> 
         ],
     );
     let limit = 1.5 * data_mib + FIXED_MIB;
-    let name = format!("memory of {count} files of {}, firnd and arena [MiB]", show_size(FILE_BYTES));
+    let name = format!(
+        "memory of {count} files of {}, firnd and arena [MiB]",
+        show_size(FILE_BYTES)
+    );
     report.judge(name, Limit::Most(limit.round()), &[after.0 + after.1]);
-    report.judge("fresh arena that is not data [%]", Limit::Most(1.0), &[fresh_percent]);
+    report.judge(
+        "fresh arena that is not data [%]",
+        Limit::Most(1.0),
+        &[fresh_percent],
+    );
     let with_names = percent(metadata()?);
-    report.notes.push(format!("With {count} names {with_names:.2} % of the arena is not data."));
+    report.notes.push(format!(
+        "With {count} names {with_names:.2} % of the arena is not data."
+    ));
     // Or they would be drained at the end.
     std::fs::remove_dir_all(&dir)?;
     mount.wait_empty()

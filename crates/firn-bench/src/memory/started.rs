@@ -30,19 +30,38 @@ pub fn measure(common: &Common, firn: &Firn, report: &mut Report) -> anyhow::Res
                 samples.push(measure(*library)?);
             }
         }
-        let candidates = both.iter().zip(samples).map(|((name, _), samples)| ((*name).to_owned(), samples));
+        let candidates = both
+            .iter()
+            .zip(samples)
+            .map(|((name, _), samples)| ((*name).to_owned(), samples));
         report.add(name, candidates.collect());
         let case = report.cases.last().expect("just added");
         let metric = case.candidates[0].metrics[0].name;
-        let more =
-            case.median(WITH, metric).zip(case.median(WITHOUT, metric)).map(|(with, without)| with - without);
+        let more = case
+            .median(WITH, metric)
+            .zip(case.median(WITHOUT, metric))
+            .map(|(with, without)| with - without);
         anyhow::Ok(more.into_iter().collect::<Vec<f64>>())
     };
-    let mut more = case("write of 1 byte to /dev/null", &|library| calls(Call::Write, common, library))?;
-    more.extend(case("read of 1 byte from /dev/null", &|library| calls(Call::Read, common, library))?);
-    let start = case("fork, exec and exit of /bin/true", &|library| starts(library))?;
-    report.judge("calls on other descriptors: the library adds [ns]", Limit::Most(15.0), &more);
-    report.judge("start of a process: the library adds [µs]", Limit::Most(1000.0), &start);
+    let mut more = case("write of 1 byte to /dev/null", &|library| {
+        calls(Call::Write, common, library)
+    })?;
+    more.extend(case("read of 1 byte from /dev/null", &|library| {
+        calls(Call::Read, common, library)
+    })?);
+    let start = case("fork, exec and exit of /bin/true", &|library| {
+        starts(library)
+    })?;
+    report.judge(
+        "calls on other descriptors: the library adds [ns]",
+        Limit::Most(15.0),
+        &more,
+    );
+    report.judge(
+        "start of a process: the library adds [µs]",
+        Limit::Most(1000.0),
+        &start,
+    );
     Ok(())
 }
 

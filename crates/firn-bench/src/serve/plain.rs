@@ -16,9 +16,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use fuser::{
-    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
-    InitFlags, KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
-    ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite, Request, TimeOrNow, WriteFlags,
+    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
+    INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyCreate, ReplyData,
+    ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite, Request,
+    TimeOrNow, WriteFlags,
 };
 use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat};
@@ -55,11 +56,22 @@ fn errno(error: rustix::io::Errno) -> Errno {
 impl Plain {
     /// Passes on to `source`.
     pub fn new(source: &Path) -> anyhow::Result<Self> {
-        let fd = rustix::fs::open(source, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+        let fd = rustix::fs::open(
+            source,
+            OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )?;
         let stat = rustix::fs::fstat(&fd)?;
         let identity = (stat.st_dev, stat.st_ino);
-        let root = Node { fd: Arc::new(fd), identity, lookups: 1 };
-        let mut table = Table { next: INodeNo::ROOT.0 + 1, ..Default::default() };
+        let root = Node {
+            fd: Arc::new(fd),
+            identity,
+            lookups: 1,
+        };
+        let mut table = Table {
+            next: INodeNo::ROOT.0 + 1,
+            ..Default::default()
+        };
         table.nodes.insert(INodeNo::ROOT.0, root);
         table.by_identity.insert(identity, INodeNo::ROOT.0);
         Ok(Self {
@@ -71,11 +83,20 @@ impl Plain {
     }
 
     fn node(&self, inode: INodeNo) -> Result<Arc<OwnedFd>> {
-        self.table.lock().nodes.get(&inode.0).map(|n| n.fd.clone()).ok_or(Errno::ESTALE)
+        self.table
+            .lock()
+            .nodes
+            .get(&inode.0)
+            .map(|n| n.fd.clone())
+            .ok_or(Errno::ESTALE)
     }
 
     fn file(&self, handle: FileHandle) -> Result<Arc<OwnedFd>> {
-        self.files.lock().get(&handle.0).cloned().ok_or(Errno::EBADF)
+        self.files
+            .lock()
+            .get(&handle.0)
+            .cloned()
+            .ok_or(Errno::EBADF)
     }
 
     fn find(&self, parent: &OwnedFd, name: &OsStr) -> Result<FileAttr> {
@@ -90,19 +111,36 @@ impl Plain {
                 let inode = table.next;
                 table.next += 1;
                 table.by_identity.insert(identity, inode);
-                table.nodes.insert(inode, Node { fd: Arc::new(fd), identity, lookups: 0 });
+                table.nodes.insert(
+                    inode,
+                    Node {
+                        fd: Arc::new(fd),
+                        identity,
+                        lookups: 0,
+                    },
+                );
                 inode
             }
         };
-        table.nodes.get_mut(&inode).expect("it was found or made above").lookups += 1;
+        table
+            .nodes
+            .get_mut(&inode)
+            .expect("it was found or made above")
+            .lookups += 1;
         Ok(attr(inode, &stat))
     }
 
     fn open_node(&self, inode: INodeNo, flags: OFlags) -> Result<OwnedFd> {
         let node = self.node(inode)?;
         // An O_PATH descriptor is opened for good through its entry in /proc.
-        let path = CString::new(format!("/proc/self/fd/{}", node.as_raw_fd())).expect("no zero byte");
-        rustix::fs::open(&path, (flags - OFlags::NOFOLLOW) | OFlags::CLOEXEC, Mode::empty()).map_err(errno)
+        let path =
+            CString::new(format!("/proc/self/fd/{}", node.as_raw_fd())).expect("no zero byte");
+        rustix::fs::open(
+            &path,
+            (flags - OFlags::NOFOLLOW) | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .map_err(errno)
     }
 
     fn keep_file(&self, fd: OwnedFd) -> FileHandle {
@@ -118,13 +156,23 @@ impl Plain {
         offset: u64,
         mut sink: impl FnMut(u64, u64, FileType, &OsStr) -> Result<bool>,
     ) -> Result<()> {
-        let dir = self.dirs.lock().get(&handle.0).cloned().ok_or(Errno::EBADF)?;
+        let dir = self
+            .dirs
+            .lock()
+            .get(&handle.0)
+            .cloned()
+            .ok_or(Errno::EBADF)?;
         let mut dir = dir.lock();
         dir.seek(offset as i64).map_err(errno)?;
         while let Some(entry) = dir.read() {
             let entry = entry.map_err(errno)?;
             let name = OsStr::from_bytes(entry.file_name().to_bytes());
-            if sink(entry.ino(), entry.offset() as u64, kind_of(entry.file_type()), name)? {
+            if sink(
+                entry.ino(),
+                entry.offset() as u64,
+                kind_of(entry.file_type()),
+                name,
+            )? {
                 break;
             }
         }
@@ -148,7 +196,10 @@ impl Filesystem for Plain {
     }
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        match self.node(parent).and_then(|parent| self.find(&parent, name)) {
+        match self
+            .node(parent)
+            .and_then(|parent| self.find(&parent, name))
+        {
             Ok(attr) => reply.entry(&TTL, &attr, Generation(0)),
             Err(error) => reply.error(error),
         }
@@ -156,7 +207,9 @@ impl Filesystem for Plain {
 
     fn forget(&self, _: &Request, inode: INodeNo, count: u64) {
         let mut table = self.table.lock();
-        let Some(node) = table.nodes.get_mut(&inode.0) else { return };
+        let Some(node) = table.nodes.get_mut(&inode.0) else {
+            return;
+        };
         node.lookups = node.lookups.saturating_sub(count);
         if node.lookups == 0 {
             let identity = node.identity;
@@ -166,7 +219,9 @@ impl Filesystem for Plain {
     }
 
     fn getattr(&self, _: &Request, inode: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
-        let stat = self.node(inode).and_then(|node| rustix::fs::fstat(&*node).map_err(errno));
+        let stat = self
+            .node(inode)
+            .and_then(|node| rustix::fs::fstat(&*node).map_err(errno));
         match stat {
             Ok(stat) => reply.attr(&TTL, &attr(inode.0, &stat)),
             Err(error) => reply.error(error),
@@ -205,7 +260,15 @@ impl Filesystem for Plain {
         }
     }
 
-    fn mkdir(&self, _: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
+    fn mkdir(
+        &self,
+        _: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        reply: ReplyEntry,
+    ) {
         let made = self.node(parent).and_then(|parent| {
             let mode = Mode::from_raw_mode(mode & !umask);
             rustix::fs::mkdirat(&*parent, name, mode).map_err(errno)?;
@@ -234,7 +297,9 @@ impl Filesystem for Plain {
             Ok((self.find(&parent, name)?, self.keep_file(fd)))
         });
         match made {
-            Ok((attr, handle)) => reply.created(&TTL, &attr, Generation(0), handle, FopenFlags::empty()),
+            Ok((attr, handle)) => {
+                reply.created(&TTL, &attr, Generation(0), handle, FopenFlags::empty())
+            }
             Err(error) => reply.error(error),
         }
     }
@@ -279,8 +344,9 @@ impl Filesystem for Plain {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let written =
-            self.file(handle).and_then(|file| rustix::io::pwrite(&*file, data, offset).map_err(errno));
+        let written = self
+            .file(handle)
+            .and_then(|file| rustix::io::pwrite(&*file, data, offset).map_err(errno));
         match written {
             Ok(n) => reply.written(n as u32),
             Err(error) => reply.error(error),
@@ -306,9 +372,9 @@ impl Filesystem for Plain {
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let done = self
-            .node(parent)
-            .and_then(|parent| rustix::fs::unlinkat(&*parent, name, AtFlags::empty()).map_err(errno));
+        let done = self.node(parent).and_then(|parent| {
+            rustix::fs::unlinkat(&*parent, name, AtFlags::empty()).map_err(errno)
+        });
         match done {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(error),
@@ -320,8 +386,14 @@ impl Filesystem for Plain {
         let linked = self.node(inode).and_then(|node| {
             let parent = self.node(parent)?;
             let path = format!("/proc/self/fd/{}", node.as_raw_fd());
-            rustix::fs::linkat(rustix::fs::CWD, path, &*parent, name, AtFlags::SYMLINK_FOLLOW)
-                .map_err(errno)?;
+            rustix::fs::linkat(
+                rustix::fs::CWD,
+                path,
+                &*parent,
+                name,
+                AtFlags::SYMLINK_FOLLOW,
+            )
+            .map_err(errno)?;
             self.find(&parent, name)
         });
         match linked {
@@ -342,9 +414,17 @@ impl Filesystem for Plain {
         }
     }
 
-    fn readdir(&self, _: &Request, _: INodeNo, handle: FileHandle, offset: u64, mut reply: ReplyDirectory) {
-        let listed = self
-            .list(handle, offset, |inode, next, kind, name| Ok(reply.add(INodeNo(inode), next, kind, name)));
+    fn readdir(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
+        let listed = self.list(handle, offset, |inode, next, kind, name| {
+            Ok(reply.add(INodeNo(inode), next, kind, name))
+        });
         match listed {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(error),
@@ -381,7 +461,14 @@ impl Filesystem for Plain {
         }
     }
 
-    fn releasedir(&self, _: &Request, _: INodeNo, handle: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
+    fn releasedir(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        handle: FileHandle,
+        _: OpenFlags,
+        reply: ReplyEmpty,
+    ) {
         self.dirs.lock().remove(&handle.0);
         reply.ok();
     }

@@ -15,8 +15,8 @@ use std::time::{Duration, SystemTime};
 use anyhow::Context;
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
-    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyCreate, ReplyEmpty, ReplyEntry, ReplyWrite, Request,
-    WriteFlags,
+    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyCreate, ReplyEmpty, ReplyEntry, ReplyWrite,
+    Request, WriteFlags,
 };
 use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
@@ -53,8 +53,13 @@ impl Pool {
         // may be lent out as 'static.
         let memory = unsafe {
             let flags = MapFlags::PRIVATE;
-            let start = mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)
-                .context("cannot map the pool; choose a smaller --arena-size")?;
+            let start = mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                flags,
+            )
+            .context("cannot map the pool; choose a smaller --arena-size")?;
             let skip = start.cast::<u8>().align_offset(HUGE_PAGE_BYTES);
             let aligned = start.cast::<u8>().add(skip);
             // Without transparent huge pages the pool is still warm, only on small pages.
@@ -63,7 +68,10 @@ impl Pool {
         };
         memory.fill(1);
         let chunks = memory.chunks_mut(CHUNK_BYTES).map(Mutex::new).collect();
-        Ok(Self { chunks, next: AtomicUsize::new(0) })
+        Ok(Self {
+            chunks,
+            next: AtomicUsize::new(0),
+        })
     }
 
     fn take(&self) -> usize {
@@ -99,14 +107,21 @@ impl Sink {
             return Some(attr(inode, 0, FileType::Directory));
         }
         let file = self.files.lock().get(&inode)?.clone();
-        Some(attr(inode, file.size.load(Ordering::Relaxed), FileType::RegularFile))
+        Some(attr(
+            inode,
+            file.size.load(Ordering::Relaxed),
+            FileType::RegularFile,
+        ))
     }
 }
 
 impl Filesystem for Sink {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
         let _ = config.set_max_write(super::MAX_WRITE_BYTES);
-        for flag in [InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP, InitFlags::FUSE_PARALLEL_DIROPS] {
+        for flag in [
+            InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+            InitFlags::FUSE_PARALLEL_DIROPS,
+        ] {
             let _ = config.add_capabilities(flag);
         }
         Ok(())
@@ -127,10 +142,22 @@ impl Filesystem for Sink {
         }
     }
 
-    fn create(&self, _: &Request, _: INodeNo, name: &OsStr, _: u32, _: u32, _: i32, reply: ReplyCreate) {
+    fn create(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        name: &OsStr,
+        _: u32,
+        _: u32,
+        _: i32,
+        reply: ReplyCreate,
+    ) {
         let inode = self.next_inode.fetch_add(1, Ordering::Relaxed);
         let place = Mutex::new((self.pool.take(), 0));
-        let file = Arc::new(SinkFile { size: AtomicU64::new(0), place });
+        let file = Arc::new(SinkFile {
+            size: AtomicU64::new(0),
+            place,
+        });
         self.files.lock().insert(inode, file);
         self.names.lock().insert(name.to_owned(), inode);
         let attr = attr(inode, 0, FileType::RegularFile);
@@ -154,7 +181,8 @@ impl Filesystem for Sink {
             return reply.error(Errno::ENOENT);
         };
         self.pool.append(&mut file.place.lock(), data);
-        file.size.fetch_max(offset + data.len() as u64, Ordering::Relaxed);
+        file.size
+            .fetch_max(offset + data.len() as u64, Ordering::Relaxed);
         reply.written(data.len() as u32);
     }
 
@@ -174,7 +202,11 @@ impl Filesystem for Sink {
 }
 
 fn attr(inode: u64, size: u64, kind: FileType) -> FileAttr {
-    let perm = if kind == FileType::Directory { 0o755 } else { 0o644 };
+    let perm = if kind == FileType::Directory {
+        0o755
+    } else {
+        0o644
+    };
     let time = SystemTime::UNIX_EPOCH;
     FileAttr {
         ino: INodeNo(inode),

@@ -26,12 +26,26 @@ impl Axis {
         if high > 0.0 && high / low > most {
             let decades = low.log10().floor() as i32..=high.log10().ceil() as i32;
             let ticks: Vec<f64> = decades.map(|power| 10f64.powi(power)).collect();
-            return Self { low: ticks[0], high: ticks[ticks.len() - 1], logarithmic: true, ticks };
+            return Self {
+                low: ticks[0],
+                high: ticks[ticks.len() - 1],
+                logarithmic: true,
+                ticks,
+            };
         }
         let step = step(high.max(f64::MIN_POSITIVE));
-        let count = if high > 0.0 { (high / step).ceil() as u32 } else { 1 };
+        let count = if high > 0.0 {
+            (high / step).ceil() as u32
+        } else {
+            1
+        };
         let ticks: Vec<f64> = (0..=count).map(|n| f64::from(n) * step).collect();
-        Self { low: 0.0, high: f64::from(count) * step, logarithmic: false, ticks }
+        Self {
+            low: 0.0,
+            high: f64::from(count) * step,
+            logarithmic: false,
+            ticks,
+        }
     }
 
     /// Share of the height at which a figure lies.
@@ -40,11 +54,20 @@ impl Axis {
             true => (value / self.low).log10() / (self.high / self.low).log10(),
             false => value / self.high,
         };
-        if share.is_finite() { share.clamp(0.0, 1.0) } else { 0.0 }
+        if share.is_finite() {
+            share.clamp(0.0, 1.0)
+        } else {
+            0.0
+        }
     }
 
     /// Ticks with their figures, left of `left`, and lines to `right`.
-    pub(super) fn draw(&self, out: &mut String, (left, right): (f64, f64), (floor, height): (f64, f64)) {
+    pub(super) fn draw(
+        &self,
+        out: &mut String,
+        (left, right): (f64, f64),
+        (floor, height): (f64, f64),
+    ) {
         for tick in &self.ticks {
             let y = floor - height * self.share(*tick);
             line(out, (left, y), (right, y), GRID);
@@ -56,7 +79,9 @@ impl Axis {
 /// A round number of which four to ten make `high`.
 fn step(high: f64) -> f64 {
     let unit = 10f64.powf((high / 4.0).log10().floor());
-    let fits = [5.0, 2.0, 1.0].into_iter().find(|n| n * unit * 4.0 <= high * 1.000_001);
+    let fits = [5.0, 2.0, 1.0]
+        .into_iter()
+        .find(|n| n * unit * 4.0 <= high * 1.000_001);
     fits.unwrap_or(1.0) * unit
 }
 
@@ -76,7 +101,14 @@ mod tests {
 
     #[test]
     fn steps_are_round_and_four_to_ten_reach_the_top() {
-        for (high, wanted) in [(1.0, 0.2), (8.0, 2.0), (10.0, 2.0), (13.0, 2.0), (20.1, 5.0), (0.03, 0.005)] {
+        for (high, wanted) in [
+            (1.0, 0.2),
+            (8.0, 2.0),
+            (10.0, 2.0),
+            (13.0, 2.0),
+            (20.1, 5.0),
+            (0.03, 0.005),
+        ] {
             assert!((step(high) - wanted).abs() < 1e-9, "{high}: {}", step(high));
         }
         for high in [0.7, 3.3, 41.0, 999.0] {

@@ -18,7 +18,10 @@ pub(super) fn draw(page: &mut Page<'_>) {
     let report = page.report;
     let mut plots: Vec<&Point> = Vec::new();
     for point in report.cases.iter().flat_map(|case| &case.points) {
-        if !plots.iter().any(|known| known.plot == point.plot && known.axis == point.axis) {
+        if !plots
+            .iter()
+            .any(|known| known.plot == point.plot && known.axis == point.axis)
+        {
             plots.push(point);
         }
     }
@@ -27,7 +30,9 @@ pub(super) fn draw(page: &mut Page<'_>) {
         let here = cases_of(report, plot);
         let all = columns(here.iter().map(|(case, _)| *case));
         // The first figure is what the plot is about, with others of its unit; the tables have the rest.
-        let Some(&(_, unit)) = all.first() else { continue };
+        let Some(&(_, unit)) = all.first() else {
+            continue;
+        };
         for (metric, _) in all.into_iter().filter(|column| column.1 == unit) {
             let left = MARGIN + (count % 2) as f64 * (PANEL_WIDTH + GAP);
             let top = page.y + (count / 2) as f64 * PANEL_HEIGHT;
@@ -41,7 +46,10 @@ pub(super) fn draw(page: &mut Page<'_>) {
 /// The cases that are points of a plot, in their order.
 fn cases_of<'a>(report: &'a Report, plot: &Point) -> Vec<(&'a Case, &'a Point)> {
     let is_here = |point: &&Point| point.plot == plot.plot && point.axis == plot.axis;
-    let found = report.cases.iter().filter_map(|case| Some((case, case.points.iter().find(is_here)?)));
+    let found = report
+        .cases
+        .iter()
+        .filter_map(|case| Some((case, case.points.iter().find(is_here)?)));
     let mut here: Vec<_> = found.collect();
     here.sort_by(|a, b| a.1.order.total_cmp(&b.1.order));
     here
@@ -55,19 +63,42 @@ fn panel(
     (left, top): (f64, f64),
 ) {
     let report = page.report;
-    let (floor, height) = (top + PANEL_HEIGHT - BELOW, PANEL_HEIGHT - BELOW - TOP);
-    let (from, to) = (left + LEFT, left + PANEL_WIDTH);
+    let floor = top + PANEL_HEIGHT - BELOW;
+    let height = PANEL_HEIGHT - BELOW - TOP;
+    let from = left + LEFT;
+    let to = left + PANEL_WIDTH;
     let figures = here.iter().flat_map(|(case, _)| &case.candidates);
     let figures = figures.filter_map(|c| c.metrics.iter().find(|m| m.name == metric));
     let axis = Axis::of(&figures.map(|m| m.median).collect::<Vec<f64>>(), false);
-    text(&mut page.body, left, top + 14.0, "start", 12, &format!("{}: {metric} [{unit}]", plot.plot));
+    text(
+        &mut page.body,
+        left,
+        top + 14.0,
+        "start",
+        12,
+        &format!("{}: {metric} [{unit}]", plot.plot),
+    );
     axis.draw(&mut page.body, (from, to), (floor, height));
     let step = (to - from) / here.len() as f64;
     let x = |index: usize| from + (index as f64 + 0.5) * step;
     for (index, (_, point)) in here.iter().enumerate() {
-        text(&mut page.body, x(index), floor + 15.0, "middle", 10, &point.x);
+        text(
+            &mut page.body,
+            x(index),
+            floor + 15.0,
+            "middle",
+            10,
+            &point.x,
+        );
     }
-    text(&mut page.body, (from + to) / 2.0, floor + 31.0, "middle", 11, plot.axis);
+    text(
+        &mut page.body,
+        (from + to) / 2.0,
+        floor + 31.0,
+        "middle",
+        11,
+        plot.axis,
+    );
     line(&mut page.body, (from, floor), (to, floor), "#444444");
     for name in super::candidate_names(report) {
         let points: Vec<(f64, f64)> = here
@@ -85,7 +116,10 @@ fn polyline(out: &mut String, points: &[(f64, f64)], colour: &str) {
     let mut path = String::new();
     for (x, y) in points {
         let _ = write!(path, "{x:.1},{y:.1} ");
-        let _ = writeln!(out, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{colour}\"/>");
+        let _ = writeln!(
+            out,
+            "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{colour}\"/>"
+        );
     }
     let _ = writeln!(
         out,

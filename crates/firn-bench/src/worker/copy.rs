@@ -115,8 +115,19 @@ impl Map {
         unsafe {
             let start = mmap_anonymous(std::ptr::null_mut(), room, none, reserve)?.cast::<u8>();
             let at = start.add(start.align_offset(HUGE_BYTES));
-            let map = Self { at, len, room: (start, room) };
-            mmap(at.cast(), len, both, MapFlags::SHARED | MapFlags::FIXED, file.as_fd(), offset)?;
+            let map = Self {
+                at,
+                len,
+                room: (start, room),
+            };
+            mmap(
+                at.cast(),
+                len,
+                both,
+                MapFlags::SHARED | MapFlags::FIXED,
+                file.as_fd(),
+                offset,
+            )?;
             Ok(map)
         }
     }

@@ -14,7 +14,12 @@ const ALIGN: usize = 4096;
 /// Makes a file with all its room, before the time is taken.
 pub(super) fn make(path: &Path, bytes: u64) -> anyhow::Result<File> {
     let mut options = OpenOptions::new();
-    let file = options.write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT).open(path);
+    let file = options
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(path);
     let file = file.with_context(|| format!("cannot open {} for direct writes", path.display()))?;
     fallocate(file.as_fd(), FallocateFlags::empty(), 0, bytes)
         .with_context(|| format!("no room for {}", path.display()))?;
@@ -26,7 +31,8 @@ pub(super) fn write(file: &File, count: u64, bytes: u64, buffer: &[u8]) -> anyho
     let skip = buffer.as_ptr().align_offset(ALIGN);
     let block = &buffer[skip..][..bytes as usize];
     for index in 0..count {
-        file.write_all_at(block, index * bytes).context("a direct write failed")?;
+        file.write_all_at(block, index * bytes)
+            .context("a direct write failed")?;
     }
     Ok(())
 }

@@ -28,8 +28,9 @@ pub struct Records {
 impl Records {
     /// Where the records are, in the order in which they are visited: drawn before the time is taken.
     pub(super) fn offsets(&self) -> Vec<u64> {
-        let mut offsets: Vec<u64> =
-            (0..self.bytes / self.record_bytes).map(|n| n * self.record_bytes).collect();
+        let mut offsets: Vec<u64> = (0..self.bytes / self.record_bytes)
+            .map(|n| n * self.record_bytes)
+            .collect();
         if let Some(seed) = self.seed {
             offsets.shuffle(&mut StdRng::seed_from_u64(seed));
         }
@@ -39,8 +40,14 @@ impl Records {
     pub(super) fn run(&self, offsets: &[u64], buffer: &mut [u8]) -> anyhow::Result<()> {
         let path = &self.path;
         let mut options = OpenOptions::new();
-        options.read(!self.write).write(self.write).create(self.write).truncate(false);
-        let file = options.open(path).with_context(|| format!("cannot open {}", path.display()))?;
+        options
+            .read(!self.write)
+            .write(self.write)
+            .create(self.write)
+            .truncate(false);
+        let file = options
+            .open(path)
+            .with_context(|| format!("cannot open {}", path.display()))?;
         for &offset in offsets {
             let done = match self.write {
                 true => file.write_all_at(buffer, offset),
@@ -58,11 +65,20 @@ mod tests {
 
     #[test]
     fn a_random_order_has_every_record_once() {
-        let one =
-            Records { path: "x".into(), bytes: 64 << 10, record_bytes: 4 << 10, seed: None, write: false };
+        let one = Records {
+            path: "x".into(),
+            bytes: 64 << 10,
+            record_bytes: 4 << 10,
+            seed: None,
+            write: false,
+        };
         let in_order: Vec<u64> = (0..16).map(|n| n << 12).collect();
         assert_eq!(one.offsets(), in_order);
-        let mut drawn = Records { seed: Some(1), ..one }.offsets();
+        let mut drawn = Records {
+            seed: Some(1),
+            ..one
+        }
+        .offsets();
         assert_ne!(drawn, in_order);
         drawn.sort_unstable();
         assert_eq!(drawn, in_order);

@@ -35,7 +35,9 @@ unsafe fn ask(
 /// Only a commit can take the next number: elsewhere it would be one that nobody chose.
 fn chosen(id: u64) -> Result<u64, Error> {
     match id {
-        NEXT_ID => Err(Error::Argument("FIRN_NEXT_ID is for firn_commit() only: give a number")),
+        NEXT_ID => Err(Error::Argument(
+            "FIRN_NEXT_ID is for firn_commit() only: give a number",
+        )),
         id => Ok(id),
     }
 }
@@ -55,7 +57,11 @@ pub unsafe extern "C" fn firn_begin(handle: *const Handle, path: *const c_char) 
 /// # Safety
 /// As for `firn_begin`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_prepare(handle: *const Handle, path: *const c_char, id: u64) -> c_int {
+pub unsafe extern "C" fn firn_prepare(
+    handle: *const Handle,
+    path: *const c_char,
+    id: u64,
+) -> c_int {
     guarded(|| {
         let id = chosen(id)?;
         // SAFETY: the caller's promise.
@@ -80,9 +86,17 @@ pub unsafe extern "C" fn firn_commit(
             return Err(Error::Argument("a flag that this library does not know"));
         }
         let id = (id != NEXT_ID).then_some(id);
-        let (begin, behind) = (flags & BEGIN_NEXT != 0, flags & ASYNC != 0);
+        let begin = flags & BEGIN_NEXT != 0;
+        let behind = flags & ASYNC != 0;
         // SAFETY: the caller's promise.
-        let found = unsafe { ask(handle, path, |path| Request::Commit { path, id, begin, behind }) }?;
+        let found = unsafe {
+            ask(handle, path, |path| Request::Commit {
+                path,
+                id,
+                begin,
+                behind,
+            })
+        }?;
         if committed.is_null() {
             return Ok(());
         }
@@ -106,7 +120,11 @@ pub unsafe extern "C" fn firn_abort(handle: *const Handle, path: *const c_char) 
 /// # Safety
 /// As for `firn_begin`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_restore(handle: *const Handle, path: *const c_char, id: u64) -> c_int {
+pub unsafe extern "C" fn firn_restore(
+    handle: *const Handle,
+    path: *const c_char,
+    id: u64,
+) -> c_int {
     guarded(|| {
         let id = chosen(id)?;
         // SAFETY: the caller's promise.

@@ -134,12 +134,35 @@ mod tests {
 
     #[test]
     fn every_alignment_and_length_is_copied_and_nothing_beside_it() {
-        let source: Vec<u8> = (0..STREAM_BYTES_MIN * 2 + 999).map(|i| (i * 31 % 251) as u8).collect();
-        for (shift, extra) in [(0, 0), (1, 1), (7, 63), (31, 255), (33, 256), (63, 257), (64, 998)] {
-            for len in [0, 1, 63, 4096, STREAM_BYTES_MIN - 1, STREAM_BYTES_MIN + extra] {
+        let source: Vec<u8> = (0..STREAM_BYTES_MIN * 2 + 999)
+            .map(|i| (i * 31 % 251) as u8)
+            .collect();
+        for (shift, extra) in [
+            (0, 0),
+            (1, 1),
+            (7, 63),
+            (31, 255),
+            (33, 256),
+            (63, 257),
+            (64, 998),
+        ] {
+            for len in [
+                0,
+                1,
+                63,
+                4096,
+                STREAM_BYTES_MIN - 1,
+                STREAM_BYTES_MIN + extra,
+            ] {
                 let mut target = vec![0xeeu8; len + 200];
                 // SAFETY: both ranges are within their vectors.
-                unsafe { copy(target.as_mut_ptr().add(shift), source.as_ptr().add(extra % 5), len) };
+                unsafe {
+                    copy(
+                        target.as_mut_ptr().add(shift),
+                        source.as_ptr().add(extra % 5),
+                        len,
+                    )
+                };
                 assert!(target[..shift].iter().all(|b| *b == 0xee));
                 assert_eq!(target[shift..shift + len], source[extra % 5..][..len]);
                 assert!(target[shift + len..].iter().all(|b| *b == 0xee));
@@ -152,13 +175,25 @@ mod tests {
     fn each_kind_of_stream_copies_the_same() {
         let source: Vec<u8> = (0..100_000).map(|i| (i * 7 % 253) as u8).collect();
         for (has, step, body) in [
-            (std::arch::is_x86_feature_detected!("avx512f"), 64, avx512 as unsafe fn(_, _, _)),
+            (
+                std::arch::is_x86_feature_detected!("avx512f"),
+                64,
+                avx512 as unsafe fn(_, _, _),
+            ),
             (std::arch::is_x86_feature_detected!("avx2"), 32, avx2),
         ] {
             let mut target = vec![0u8; source.len()];
             if has {
                 // SAFETY: the ranges are whole vectors, and the processor has it.
-                unsafe { stream(target.as_mut_ptr(), source.as_ptr(), source.len(), step, body) };
+                unsafe {
+                    stream(
+                        target.as_mut_ptr(),
+                        source.as_ptr(),
+                        source.len(),
+                        step,
+                        body,
+                    )
+                };
                 assert_eq!(target, source);
             }
         }

@@ -34,8 +34,12 @@ impl Fake {
             reserved: 0,
             modified: 0,
         };
-        let fake = Self { memory: vec![0; ((DATA + u64::from(SLAB_BYTES)) / 8) as usize], slab };
-        fake.word(WRITER).store(writer_idle(GENERATION), Ordering::Relaxed);
+        let fake = Self {
+            memory: vec![0; ((DATA + u64::from(SLAB_BYTES)) / 8) as usize],
+            slab,
+        };
+        fake.word(WRITER)
+            .store(writer_idle(GENERATION), Ordering::Relaxed);
         fake
     }
 
@@ -76,11 +80,15 @@ impl Fake {
     }
 
     fn pieces(&self) -> Vec<Piece> {
-        (0..self.slab.record_count).map_while(|record| self.piece(record)).collect()
+        (0..self.slab.record_count)
+            .map_while(|record| self.piece(record))
+            .collect()
     }
 
     fn bytes(&self, piece: &Piece) -> Vec<u8> {
-        let from = self.base().wrapping_add((DATA + u64::from(piece.position)) as usize);
+        let from = self
+            .base()
+            .wrapping_add((DATA + u64::from(piece.position)) as usize);
         // SAFETY: a published piece lies in the slab.
         unsafe { std::slice::from_raw_parts(from, piece.len as usize) }.to_vec()
     }
@@ -88,7 +96,9 @@ impl Fake {
     /// Ends the lease as firnd does; returns the number of records that count.
     fn revoke(&self) -> u32 {
         let idle = writer_idle(GENERATION);
-        let _ = self.word(WRITER).compare_exchange(idle, 0, Ordering::SeqCst, Ordering::Relaxed);
+        let _ = self
+            .word(WRITER)
+            .compare_exchange(idle, 0, Ordering::SeqCst, Ordering::Relaxed);
         loop {
             let count = self.pieces().len() as u32;
             if count > 0 {
@@ -126,7 +136,16 @@ fn bytes_that_follow_each_other_are_one_piece() {
     assert_eq!(append(&mut writer, 100, b"hello "), Outcome::Done(6));
     assert_eq!(append(&mut writer, 106, b"world"), Outcome::Done(5));
     let pieces = fake.pieces();
-    assert_eq!(pieces, [Piece { file: BINDING, offset: 100, sequence: 1000, position: 100, len: 11 }]);
+    assert_eq!(
+        pieces,
+        [Piece {
+            file: BINDING,
+            offset: 100,
+            sequence: 1000,
+            position: 100,
+            len: 11
+        }]
+    );
     assert_eq!(fake.bytes(&pieces[0]), b"hello world");
 }
 
@@ -198,7 +217,8 @@ fn a_writer_that_was_busy_when_it_was_revoked_publishes_nothing() {
         let mut writer = fake.writer();
         assert_eq!(append(&mut writer, 0, b"kept"), Outcome::Done(4));
         // As between the first and the last step of an append.
-        fake.word(WRITER).store(writer_idle(GENERATION) | WRITER_BUSY, Ordering::SeqCst);
+        fake.word(WRITER)
+            .store(writer_idle(GENERATION) | WRITER_BUSY, Ordering::SeqCst);
         assert_eq!(fake.revoke(), 1);
         writer.abandon();
         let offset = if extends { 4 } else { 100 };
@@ -211,10 +231,14 @@ fn a_writer_that_was_busy_when_it_was_revoked_publishes_nothing() {
 fn a_slab_that_was_leased_to_another_is_not_touched() {
     let fake = Fake::new(8);
     let mut writer = fake.writer();
-    fake.word(WRITER).store(writer_idle(GENERATION + 1), Ordering::SeqCst);
+    fake.word(WRITER)
+        .store(writer_idle(GENERATION + 1), Ordering::SeqCst);
     assert_eq!(append(&mut writer, 0, b"not"), Outcome::Revoked);
     assert_eq!(fake.word(DATA).load(Ordering::Relaxed), 0);
-    assert_eq!(fake.word(WRITER).load(Ordering::Relaxed), writer_idle(GENERATION + 1));
+    assert_eq!(
+        fake.word(WRITER).load(Ordering::Relaxed),
+        writer_idle(GENERATION + 1)
+    );
 }
 
 #[test]

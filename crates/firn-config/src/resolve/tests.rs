@@ -11,7 +11,8 @@ struct Fixture {
 fn fixture(upto: usize) -> Fixture {
     let dir = tempfile::tempdir().unwrap();
     let mut sources = Sources::default();
-    let (system, user) = (dir.path().join("system.toml"), dir.path().join("user.toml"));
+    let system = dir.path().join("system.toml");
+    let user = dir.path().join("user.toml");
     if upto >= 1 {
         std::fs::write(&system, "io-threads = 1\n").unwrap();
     }
@@ -19,13 +20,19 @@ fn fixture(upto: usize) -> Fixture {
         std::fs::write(&user, "# mine\nio-threads = 2\n").unwrap();
     }
     if upto >= 3 {
-        sources.surroundings.env.insert("FIRN_IO_THREADS".into(), "3".into());
+        sources
+            .surroundings
+            .env
+            .insert("FIRN_IO_THREADS".into(), "3".into());
     }
     if upto == 4 {
         sources.minus_o = parse_minus_o("io-threads=4", Unknown::Refuse).unwrap();
     }
     if upto >= 5 {
-        sources.flags = vec![Given { row: row("io-threads").unwrap(), text: "5".into() }];
+        sources.flags = vec![Given {
+            row: row("io-threads").unwrap(),
+            text: "5".into(),
+        }];
     }
     sources.surroundings.system_file = Some(system);
     sources.surroundings.user_file = Some(user);
@@ -33,7 +40,11 @@ fn fixture(upto: usize) -> Fixture {
 }
 
 fn resolve_o(text: &str) -> Result<Resolved, ConfigError> {
-    Sources { minus_o: parse_minus_o(text, Unknown::Refuse)?, ..Sources::default() }.resolve()
+    Sources {
+        minus_o: parse_minus_o(text, Unknown::Refuse)?,
+        ..Sources::default()
+    }
+    .resolve()
 }
 
 #[test]
@@ -42,8 +53,15 @@ fn each_source_wins_over_the_ones_below_it() {
         let fixture = fixture(upto);
         let resolved = fixture.sources.resolve().unwrap();
         let expected = if upto == 0 { 4 } else { upto as u32 };
-        assert_eq!(resolved.options.io_threads, expected, "sources up to {upto}");
-        let (_, origin) = resolved.origins.iter().find(|(row, _)| row.name == "io-threads").unwrap();
+        assert_eq!(
+            resolved.options.io_threads, expected,
+            "sources up to {upto}"
+        );
+        let (_, origin) = resolved
+            .origins
+            .iter()
+            .find(|(row, _)| row.name == "io-threads")
+            .unwrap();
         match upto {
             0 => assert_eq!(*origin, Origin::Default),
             1 => assert!(origin.to_string().ends_with("system.toml")),
@@ -78,15 +96,39 @@ fn a_chunk_larger_than_the_arena_is_refused_with_both_origins() {
 #[test]
 fn values_out_of_range_say_what_is_allowed() {
     for (text, expected) in [
-        ("io-threads=0", "-o: io-threads: 0 is out of range: it may be 1 to 256"),
-        ("io-threads=many", "-o: io-threads: `many` is not a number from 1 to 256"),
-        ("chunk-size=32K", "-o: chunk-size: 32K is out of range: it may be 64K to 1G"),
-        ("chunk-size=3M", "-o: chunk-size: 3M is not a power of two: 4M would be"),
-        ("close=never", "-o: close: `never` is not `auto` or `drain` or `held`"),
-        ("drain-age=5", "-o: drain-age: `5` lacks a unit: write 5ms or 5s"),
-        ("arena-dir=shm", "-o: arena-dir: `shm` is not an absolute path: begin it with a slash"),
+        (
+            "io-threads=0",
+            "-o: io-threads: 0 is out of range: it may be 1 to 256",
+        ),
+        (
+            "io-threads=many",
+            "-o: io-threads: `many` is not a number from 1 to 256",
+        ),
+        (
+            "chunk-size=32K",
+            "-o: chunk-size: 32K is out of range: it may be 64K to 1G",
+        ),
+        (
+            "chunk-size=3M",
+            "-o: chunk-size: 3M is not a power of two: 4M would be",
+        ),
+        (
+            "close=never",
+            "-o: close: `never` is not `auto` or `drain` or `held`",
+        ),
+        (
+            "drain-age=5",
+            "-o: drain-age: `5` lacks a unit: write 5ms or 5s",
+        ),
+        (
+            "arena-dir=shm",
+            "-o: arena-dir: `shm` is not an absolute path: begin it with a slash",
+        ),
         ("populate=maybe", "-o: populate: `maybe` is not yes or no"),
-        ("fuse-threads=999", "-o: fuse-threads: 999 is out of range: it may be 0 to 256"),
+        (
+            "fuse-threads=999",
+            "-o: fuse-threads: 999 is out of range: it may be 0 to 256",
+        ),
     ] {
         assert_eq!(resolve_o(text).unwrap_err().to_string(), expected);
     }
@@ -95,21 +137,32 @@ fn values_out_of_range_say_what_is_allowed() {
 #[test]
 fn a_bad_value_is_told_even_where_another_source_wins() {
     let mut fixture = fixture(5);
-    fixture.sources.surroundings.env.insert("FIRN_IO_THREADS".into(), "x".into());
+    fixture
+        .sources
+        .surroundings
+        .env
+        .insert("FIRN_IO_THREADS".into(), "x".into());
     let error = fixture.sources.resolve().unwrap_err().to_string();
-    assert_eq!(error, "FIRN_IO_THREADS: io-threads: `x` is not a number from 1 to 256");
+    assert_eq!(
+        error,
+        "FIRN_IO_THREADS: io-threads: `x` is not a number from 1 to 256"
+    );
 }
 
 #[test]
 fn options_survive_the_pipe_to_firnd() {
-    let options = resolve_o("ro,noexec,arena-size=1G,close=held,arena-dir=/mnt/huge,fuse-threads=auto")
-        .unwrap()
-        .options;
+    let options =
+        resolve_o("ro,noexec,arena-size=1G,close=held,arena-dir=/mnt/huge,fuse-threads=auto")
+            .unwrap()
+            .options;
     let json = serde_json::to_string(&options).unwrap();
     assert_eq!(serde_json::from_str::<Options>(&json).unwrap(), options);
     let in_force = options.in_force();
     for expected in ["drain=eager", "close=held", "fsync=durable", "drain-age=5s"] {
-        assert!(in_force.iter().any(|found| found == expected), "{expected} is not in {in_force:?}");
+        assert!(
+            in_force.iter().any(|found| found == expected),
+            "{expected} is not in {in_force:?}"
+        );
     }
 }
 

@@ -25,7 +25,10 @@ const HOLDERS_MAX: usize = 8;
 
 /// What the reserve is for.
 fn is_short(request: &Request) -> bool {
-    matches!(request, Request::Hello | Request::Status | Request::Metrics | Request::Unmount { .. })
+    matches!(
+        request,
+        Request::Hello | Request::Status | Request::Metrics | Request::Unmount { .. }
+    )
 }
 
 /// A connection that has lost its seat, and is to be told and closed.
@@ -88,10 +91,18 @@ impl Seats {
             None => (true, table.room(true).ok_or_else(|| table.holders())?),
         };
         table.given += 1;
-        let (id, heard) = (table.given, table.hear());
-        table
-            .seats
-            .insert(id, Seat { stream: Arc::clone(stream), pid, of_reserve, state: State::Idle, heard });
+        let id = table.given;
+        let heard = table.hear();
+        table.seats.insert(
+            id,
+            Seat {
+                stream: Arc::clone(stream),
+                pid,
+                of_reserve,
+                state: State::Idle,
+                heard,
+            },
+        );
         Ok((id, leaving))
     }
 
@@ -99,7 +110,9 @@ impl Seats {
     pub(super) fn begin(&self, id: u64, request: &Request) -> Turn {
         let mut table = self.0.lock();
         let heard = table.hear();
-        let Some(seat) = table.seats.get_mut(&id) else { return Turn::Lost };
+        let Some(seat) = table.seats.get_mut(&id) else {
+            return Turn::Lost;
+        };
         seat.heard = heard;
         let mut leaving = None;
         if seat.of_reserve && !is_short(request) {
@@ -108,8 +121,10 @@ impl Seats {
                 None => return Turn::Refused(table.holders()),
             }
         }
-        let seat =
-            table.seats.get_mut(&id).expect("nobody but a reserved seat's own connection takes it away");
+        let seat = table
+            .seats
+            .get_mut(&id)
+            .expect("nobody but a reserved seat's own connection takes it away");
         seat.of_reserve &= is_short(request);
         seat.state = State::Busy;
         Turn::Granted(leaving)
@@ -139,7 +154,11 @@ impl Table {
     /// Room for one more: `None` if there is none, else who has to go for it, the longest idle.
     fn room(&mut self, of_reserve: bool) -> Option<Option<Leaving>> {
         let limit = if of_reserve { RESERVE } else { ORDINARY };
-        let of_kind = || self.seats.iter().filter(|(_, seat)| seat.of_reserve == of_reserve);
+        let of_kind = || {
+            self.seats
+                .iter()
+                .filter(|(_, seat)| seat.of_reserve == of_reserve)
+        };
         if of_kind().count() < limit {
             return Some(None);
         }
@@ -188,7 +207,10 @@ mod tests {
     fn the_longest_idle_goes_and_what_it_sent_counts_as_not_sent() {
         let seats = Seats::default();
         let streams: Vec<_> = (0..ORDINARY).map(|_| stream()).collect();
-        let ids: Vec<_> = streams.iter().map(|stream| seats.take(stream, 1).ok().unwrap().0).collect();
+        let ids: Vec<_> = streams
+            .iter()
+            .map(|stream| seats.take(stream, 1).ok().unwrap().0)
+            .collect();
         // The first one was answered last.
         assert!(matches!(seats.begin(ids[0], &wait()), Turn::Granted(None)));
         seats.end(ids[0], false);
@@ -196,21 +218,35 @@ mod tests {
             let (_, leaving) = seats.take(&stream(), 2).ok().unwrap();
             assert!(Arc::ptr_eq(&leaving.unwrap(), expected));
         }
-        assert!(ids.iter().all(|id| matches!(seats.begin(*id, &Request::Hello), Turn::Lost)));
+        assert!(
+            ids.iter()
+                .all(|id| matches!(seats.begin(*id, &Request::Hello), Turn::Lost))
+        );
     }
 
     #[test]
     fn what_is_busy_or_holds_something_stays_and_the_reserve_answers_what_is_short() {
         let seats = Seats::default();
-        let ids: Vec<_> = (0..ORDINARY).map(|n| occupied(&seats, 1 + n as u32 % 2, n % 3 == 0)).collect();
+        let ids: Vec<_> = (0..ORDINARY)
+            .map(|n| occupied(&seats, 1 + n as u32 % 2, n % 3 == 0))
+            .collect();
         let reserved = stream();
         let (id, leaving) = seats.take(&reserved, 7).ok().unwrap();
         assert!(leaving.is_none());
-        for short in [Request::Hello, Request::Status, Request::Unmount { force: true, keep_held: false }] {
+        for short in [
+            Request::Hello,
+            Request::Status,
+            Request::Unmount {
+                force: true,
+                keep_held: false,
+            },
+        ] {
             assert!(matches!(seats.begin(id, &short), Turn::Granted(None)));
             seats.end(id, false);
         }
-        let Turn::Refused(holders) = seats.begin(id, &wait()) else { panic!("no ordinary seat is free") };
+        let Turn::Refused(holders) = seats.begin(id, &wait()) else {
+            panic!("no ordinary seat is free")
+        };
         let holder = |pid, connections| Holder { pid, connections };
         assert_eq!(holders, [holder(1, 32), holder(2, 32), holder(7, 1)]);
         // The reserve is not filled by those that say nothing either.
@@ -219,10 +255,15 @@ mod tests {
         }
         assert!(matches!(seats.begin(id, &wait()), Turn::Refused(_)));
         let (_, leaving) = seats.take(&stream(), 9).ok().unwrap();
-        assert!(!Arc::ptr_eq(&leaving.unwrap(), &reserved), "it was answered last");
+        assert!(
+            !Arc::ptr_eq(&leaving.unwrap(), &reserved),
+            "it was answered last"
+        );
         // One ordinary seat becomes idle: it goes for who asks for more than the reserve gives.
         seats.end(ids[5], false);
-        let Turn::Granted(Some(_)) = seats.begin(id, &wait()) else { panic!("the idle one goes") };
+        let Turn::Granted(Some(_)) = seats.begin(id, &wait()) else {
+            panic!("the idle one goes")
+        };
         assert!(matches!(seats.begin(ids[5], &wait()), Turn::Lost));
     }
 
@@ -232,10 +273,16 @@ mod tests {
         let ids: Vec<_> = (0..ORDINARY).map(|_| occupied(&seats, 1, true)).collect();
         for _ in 0..RESERVE {
             let (id, _) = seats.take(&stream(), 2).ok().unwrap();
-            assert!(matches!(seats.begin(id, &Request::Status), Turn::Granted(None)));
+            assert!(matches!(
+                seats.begin(id, &Request::Status),
+                Turn::Granted(None)
+            ));
         }
         let holders = seats.take(&stream(), 3).unwrap_err();
-        assert_eq!(holders.iter().map(|holder| holder.connections).sum::<u32>(), 72);
+        assert_eq!(
+            holders.iter().map(|holder| holder.connections).sum::<u32>(),
+            72
+        );
         seats.leave(ids[0]);
         assert!(seats.take(&stream(), 3).ok().unwrap().1.is_none());
     }

@@ -17,7 +17,10 @@ use super::Answer;
 /// Whether a request is one of those.
 pub(super) fn is_op(op: Op) -> bool {
     use Op::*;
-    matches!(op, Adopt | Release | Read | Write | Attr | AttrOf | Truncate | Sync | Allocate)
+    matches!(
+        op,
+        Adopt | Release | Read | Write | Attr | AttrOf | Truncate | Sync | Allocate
+    )
 }
 
 /// One request.
@@ -37,7 +40,9 @@ impl<B: Backing> Call<'_, B> {
         data: &[u8],
         given: Option<OwnedFd>,
     ) -> Option<Answer> {
-        let &Request { len, token, arg, .. } = request;
+        let &Request {
+            len, token, arg, ..
+        } = request;
         let takes_data = matches!(op, Op::Write | Op::Allocate);
         let takes_len = matches!(op, Op::Write | Op::Allocate | Op::Read | Op::Adopt);
         if given.is_some() != (op == Op::Adopt)
@@ -49,7 +54,10 @@ impl<B: Backing> Call<'_, B> {
             return None;
         }
         if op == Op::AttrOf {
-            let id = StubId { inode: token, generation: u32::try_from(arg).ok()? };
+            let id = StubId {
+                inode: token,
+                generation: u32::try_from(arg).ok()?,
+            };
             return Some(match self.tree.attr(id) {
                 Ok(Some(attr)) => attr_answer(attr),
                 Ok(None) => Answer::status(Status::BadToken),
@@ -72,8 +80,11 @@ impl<B: Backing> Call<'_, B> {
             Op::Sync => self.sync(handle, arg == 1).map(|()| ok()),
             Op::Allocate => {
                 let (offset, rest) = data.split_first_chunk::<8>()?;
-                let (offset, len) = (u64::from_ne_bytes(*offset), u64::from_ne_bytes(rest.try_into().ok()?));
-                self.engine.allocate(handle, arg as i32, offset, len).map(|()| ok())
+                let offset = u64::from_ne_bytes(*offset);
+                let len = u64::from_ne_bytes(rest.try_into().ok()?);
+                self.engine
+                    .allocate(handle, arg as i32, offset, len)
+                    .map(|()| ok())
             }
             _ => return None,
         };
@@ -82,7 +93,12 @@ impl<B: Backing> Call<'_, B> {
 
     fn adopt(&self, given: OwnedFd, flags: i32, again: bool) -> Answer {
         match self.tree.adopt(self.client, given, flags, again) {
-            Ok(adopted) => Reply { binding: adopted.handle.0, size: adopted.size, ..Reply::default() }.into(),
+            Ok(adopted) => Reply {
+                binding: adopted.handle.0,
+                size: adopted.size,
+                ..Reply::default()
+            }
+            .into(),
             Err(Errno::XDEV) => Answer::status(Status::BadToken),
             Err(errno) => failed(errno),
         }
@@ -93,7 +109,13 @@ impl<B: Backing> Call<'_, B> {
         match self.engine.read(handle, at, &mut bytes) {
             Ok(n) => {
                 bytes.truncate(n);
-                Answer(Reply { count: n as u32, ..Reply::default() }, bytes)
+                Answer(
+                    Reply {
+                        count: n as u32,
+                        ..Reply::default()
+                    },
+                    bytes,
+                )
             }
             Err(errno) => failed(errno),
         }
@@ -101,12 +123,21 @@ impl<B: Backing> Call<'_, B> {
 
     fn write(&self, handle: HandleId, at: u64, data: &[u8]) -> Result<Answer, Errno> {
         let alone = (at == AT_END).then(|| self.appending.lock());
-        let at = if alone.is_some() { self.tree.attr_of(handle)?.size } else { at };
+        let at = if alone.is_some() {
+            self.tree.attr_of(handle)?.size
+        } else {
+            at
+        };
         let mut swept = false;
         loop {
             match self.engine.write(handle, at, data, None)? {
                 Written::Bytes(n) => {
-                    return Ok(Reply { count: n as u32, slot: at, ..Reply::default() }.into());
+                    return Ok(Reply {
+                        count: n as u32,
+                        slot: at,
+                        ..Reply::default()
+                    }
+                    .into());
                 }
                 Written::Full if !swept => {
                     // What was removed in the tree frees its room only now.
@@ -129,7 +160,11 @@ impl<B: Backing> Call<'_, B> {
     fn release(&self, handle: HandleId) -> Result<(), Errno> {
         let options = self.engine.options();
         let drains = options.close == ClosePolicy::Drain && options.drain == DrainPolicy::Eager;
-        let named = if drains { self.tree.bring_open(handle) } else { Ok(()) };
+        let named = if drains {
+            self.tree.bring_open(handle)
+        } else {
+            Ok(())
+        };
         let drained = wait(|done| self.engine.flush(handle, Closing::Called, done));
         self.tree.release(handle);
         drained.and(named)
@@ -142,12 +177,23 @@ fn ok() -> Answer {
 
 fn failed(errno: Errno) -> Answer {
     let errno = errno.raw_os_error().unsigned_abs();
-    Reply { status: Status::Failed as u32, errno, ..Reply::default() }.into()
+    Reply {
+        status: Status::Failed as u32,
+        errno,
+        ..Reply::default()
+    }
+    .into()
 }
 
 fn attr_answer(attr: StubAttr) -> Answer {
     let count = u32::from(attr.told);
-    Reply { count, size: attr.size, slot: attr.blocks, ..Reply::default() }.into()
+    Reply {
+        count,
+        size: attr.size,
+        slot: attr.blocks,
+        ..Reply::default()
+    }
+    .into()
 }
 
 /// Waits for something that calls back.

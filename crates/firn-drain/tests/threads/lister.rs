@@ -42,7 +42,10 @@ fn list<B: Backing>(mount: &Mount<B>, path: &str, right: impl Fn(usize, u8) -> b
     // Time for the others to do what they like with the file.
     std::thread::sleep(std::time::Duration::from_micros(300));
     for (piece, bytes) in pieces.iter().zip(&before) {
-        assert!(bytes_of(mount, piece) == *bytes, "{path}: {piece:?} did not stay");
+        assert!(
+            bytes_of(mount, piece) == *bytes,
+            "{path}: {piece:?} did not stay"
+        );
     }
     held.changed();
     before.iter().map(|bytes| bytes.len() as u64).sum()

@@ -14,7 +14,11 @@ use firn_engine::{Closing, Done, Engine, EngineOptions, HandleId, NodeId, ROOT, 
 use firn_format::geometry::Geometry;
 use parking_lot::{Condvar, Mutex};
 
-pub const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+pub const CALLER: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
 pub const O_RDWR: i32 = 2;
 /// Filled many times over, so that writers wait for room.
 const CHUNK_BYTES: u64 = 128 << 10;
@@ -45,17 +49,29 @@ pub struct Mount<B: Backing> {
 impl<B: Backing> Mount<B> {
     pub fn new(backing: B, disturbance: Disturbance) -> Self {
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
-        let identity = Identity { backing: PathBuf::from("/backing"), dev: 1, ino: 1 };
+        let identity = Identity {
+            backing: PathBuf::from("/backing"),
+            dev: 1,
+            ino: 1,
+        };
         let geometry = Geometry::new(CHUNKS * CHUNK_BYTES, CHUNK_BYTES).expect("a valid geometry");
-        let arena = Arena::create(&dir.path().join("arena"), geometry, &identity).expect("an arena");
+        let arena =
+            Arena::create(&dir.path().join("arena"), geometry, &identity).expect("an arena");
         let mut options = EngineOptions::new(CHUNK_BYTES);
         options.drain_age = Duration::from_millis(20);
         options.drain_write_bytes_min = 16 << 10;
         options.drain_write_bytes_max = 64 << 10;
         let engine = Engine::begin(backing, arena, options).expect("an engine");
         let pool = Pool::start(Arc::clone(&engine), IO_THREADS).expect("IO threads");
-        let (faults, lists) = (disturbance == Disturbance::Faults, disturbance == Disturbance::Lists);
-        Self { engine, faults, lists, pool, _arena: dir }
+        let faults = disturbance == Disturbance::Faults;
+        let lists = disturbance == Disturbance::Lists;
+        Self {
+            engine,
+            faults,
+            lists,
+            pool,
+            _arena: dir,
+        }
     }
 
     /// Drains everything, ends the threads and reads the files of the backing.
@@ -63,24 +79,41 @@ impl<B: Backing> Mount<B> {
         let end = Instant::now() + PATIENCE;
         while self.engine.status().held_bytes > 0 {
             self.engine.drain_tree(b"");
-            assert!(Instant::now() < end, "it does not drain: {:?}", self.engine.status());
+            assert!(
+                Instant::now() < end,
+                "it does not drain: {:?}",
+                self.engine.status()
+            );
             std::thread::sleep(Duration::from_millis(1));
         }
         self.pool.stop();
         let status = self.engine.status();
-        assert_eq!((status.held_files, status.waiting_writers, status.open_files), (0, 0, 0));
+        assert_eq!(
+            (status.held_files, status.waiting_writers, status.open_files),
+            (0, 0, 0)
+        );
         let files = tree(self.engine.backing()).expect("the backing is readable");
-        let files = files.into_iter().filter(|(_, entry)| entry.kind == Kind::File);
-        files.map(|(path, entry)| (String::from_utf8(path).expect("text"), entry.content)).collect()
+        let files = files
+            .into_iter()
+            .filter(|(_, entry)| entry.kind == Kind::File);
+        files
+            .map(|(path, entry)| (String::from_utf8(path).expect("text"), entry.content))
+            .collect()
     }
 
     pub fn mkdir(&self, name: &str) -> NodeId {
-        self.engine.mkdir(&CALLER, ROOT, OsStr::new(name), 0o755).expect("mkdir").node
+        self.engine
+            .mkdir(&CALLER, ROOT, OsStr::new(name), 0o755)
+            .expect("mkdir")
+            .node
     }
 
     /// Creates a file that was not there and closes it.
     pub fn create(&self, dir: NodeId, name: &str) {
-        let (_, opened) = self.engine.create(&CALLER, dir, OsStr::new(name), 0o644, O_RDWR).expect("create");
+        let (_, opened) = self
+            .engine
+            .create(&CALLER, dir, OsStr::new(name), 0o644, O_RDWR)
+            .expect("create");
         self.engine.release(opened.handle);
     }
 
@@ -103,9 +136,13 @@ impl<B: Backing> Mount<B> {
         data: &[u8],
         mut taken: impl FnMut(usize, &[u8]),
     ) -> bool {
-        let (mut done, end) = (0, Instant::now() + PATIENCE);
+        let mut done = 0;
+        let end = Instant::now() + PATIENCE;
         while done < data.len() {
-            match self.engine.write(handle, offset + done as u64, &data[done..], None) {
+            match self
+                .engine
+                .write(handle, offset + done as u64, &data[done..], None)
+            {
                 Ok(Written::Bytes(count)) => {
                     taken(offset as usize + done, &data[done..done + count]);
                     done += count;
@@ -114,7 +151,9 @@ impl<B: Backing> Mount<B> {
                     Ok(()) => {}
                     Err(_) if self.faults => return false,
                     // A list ends soon.
-                    Err(Errno::NOSPC) if self.lists && Instant::now() < end => std::thread::yield_now(),
+                    Err(Errno::NOSPC) if self.lists && Instant::now() < end => {
+                        std::thread::yield_now()
+                    }
                     Err(errno) => panic!("no room: {errno}"),
                 },
                 Err(Errno::IO) if self.faults => return false,

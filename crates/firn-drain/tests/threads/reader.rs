@@ -14,11 +14,19 @@ pub fn run<B: Backing>(mount: &Mount<B>, dirs: &[NodeId], seed: u64, go_on: impl
     let mut rng = StdRng::seed_from_u64(seed);
     while go_on() {
         if rng.random_bool(0.5) {
-            read(mount, ROOT, shared::NAME, &mut rng, shared::is_byte_of_owner);
+            read(
+                mount,
+                ROOT,
+                shared::NAME,
+                &mut rng,
+                shared::is_byte_of_owner,
+            );
         } else {
             let owner = rng.random_range(0..dirs.len());
             let name = writer::NAMES[rng.random_range(0..writer::NAMES.len())];
-            read(mount, dirs[owner], name, &mut rng, |_, byte| shared::is_byte_of(owner, byte));
+            read(mount, dirs[owner], name, &mut rng, |_, byte| {
+                shared::is_byte_of(owner, byte)
+            });
         }
     }
 }
@@ -43,7 +51,12 @@ fn read<B: Backing>(
             let mut buf = vec![0xff; rng.random_range(1..9000)];
             let count = engine.read(opened.handle, offset, &mut buf).expect("read");
             let wrong = (0..count).find(|index| !right(offset as usize + index, buf[*index]));
-            assert_eq!(wrong, None, "{name} at {offset}: {:?}", wrong.map(|index| buf[index]));
+            assert_eq!(
+                wrong,
+                None,
+                "{name} at {offset}: {:?}",
+                wrong.map(|index| buf[index])
+            );
         }
         engine.attr(entry.node, Some(opened.handle)).expect("fstat");
         mount.close(opened.handle);

@@ -22,7 +22,9 @@ pub fn is_byte_of(writer: usize, byte: u8) -> bool {
 }
 
 pub fn data(writer: usize, version: u8, len: usize) -> Vec<u8> {
-    (0..len).map(|index| byte(writer, version.wrapping_add(index as u8 / 5))).collect()
+    (0..len)
+        .map(|index| byte(writer, version.wrapping_add(index as u8 / 5)))
+        .collect()
 }
 
 /// The same of the shared file's byte at an offset.
@@ -48,13 +50,19 @@ impl Stripes {
     }
 
     pub fn write(&mut self, offset: usize, data: &[u8]) {
-        let contents = self.0.entry(offset / STRIPE_BYTES).or_insert_with(|| vec![0; STRIPE_BYTES]);
+        let contents = self
+            .0
+            .entry(offset / STRIPE_BYTES)
+            .or_insert_with(|| vec![0; STRIPE_BYTES]);
         contents[offset % STRIPE_BYTES..][..data.len()].copy_from_slice(data);
     }
 
     pub fn read(&self, offset: usize, len: usize) -> Vec<u8> {
         let contents = self.0.get(&(offset / STRIPE_BYTES));
-        contents.map_or_else(|| vec![0; len], |c| c[offset % STRIPE_BYTES..][..len].to_vec())
+        contents.map_or_else(
+            || vec![0; len],
+            |c| c[offset % STRIPE_BYTES..][..len].to_vec(),
+        )
     }
 }
 
@@ -66,7 +74,13 @@ pub fn merge<'a>(all: impl Iterator<Item = &'a Stripes>) -> BTreeMap<String, Vec
         let start = stripe * STRIPE_BYTES;
         contents[start..start + STRIPE_BYTES].copy_from_slice(written);
         // No byte that was written is 0.
-        end = end.max(start + written.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
+        end = end.max(
+            start
+                + written
+                    .iter()
+                    .rposition(|byte| *byte != 0)
+                    .map_or(0, |last| last + 1),
+        );
     }
     contents.truncate(end);
     BTreeMap::from([(NAME.to_owned(), contents)])

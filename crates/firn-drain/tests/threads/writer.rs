@@ -46,15 +46,30 @@ struct Writer<'a, B: Backing> {
 }
 
 pub fn run<B: Backing>(mount: &Mount<B>, index: usize, dir: NodeId, seed: u64, ops: u64) -> Model {
-    let node = mount.engine.lookup(ROOT, OsStr::new(shared::NAME)).expect("the shared file").node;
+    let node = mount
+        .engine
+        .lookup(ROOT, OsStr::new(shared::NAME))
+        .expect("the shared file")
+        .node;
     let shared = mount.engine.open(node, O_RDWR).expect("open").handle;
     let rng = StdRng::seed_from_u64(seed ^ index as u64);
-    let mut writer =
-        Writer { mount, index, dir, rng, model: Model::default(), open: Vec::new(), shared, version: 0 };
+    let mut writer = Writer {
+        mount,
+        index,
+        dir,
+        rng,
+        model: Model::default(),
+        open: Vec::new(),
+        shared,
+        version: 0,
+    };
     for _ in 0..ops {
         writer.step();
     }
-    writer.open.drain(..).for_each(|(handle, _)| mount.close(handle));
+    writer
+        .open
+        .drain(..)
+        .for_each(|(handle, _)| mount.close(handle));
     mount.close(shared);
     mount.engine.forget(node, 1);
     writer.model
@@ -95,40 +110,61 @@ impl<B: Backing> Writer<'_, B> {
         let (offset, len) = Stripes::choose(self.index, &mut self.rng);
         let data = self.next_data(len);
         let stripes = &mut self.model.stripes;
-        self.mount.write(self.shared, offset as u64, &data, |at, part| stripes.write(at, part));
+        self.mount
+            .write(self.shared, offset as u64, &data, |at, part| {
+                stripes.write(at, part)
+            });
     }
 
     fn read_shared(&mut self) {
         let (offset, len) = Stripes::choose(self.index, &mut self.rng);
         let mut found = vec![0xff; len];
-        let count = self.mount.engine.read(self.shared, offset as u64, &mut found).expect("read");
+        let count = self
+            .mount
+            .engine
+            .read(self.shared, offset as u64, &mut found)
+            .expect("read");
         let mut expected = self.model.stripes.read(offset, len);
         // Beyond the end there are no bytes, and before it holes are zeros.
-        assert!(expected[count..].iter().all(|byte| *byte == 0), "a stripe ends early");
+        assert!(
+            expected[count..].iter().all(|byte| *byte == 0),
+            "a stripe ends early"
+        );
         expected.truncate(count);
-        assert!(found[..count] == expected, "the shared file at {offset}, {count} bytes");
+        assert!(
+            found[..count] == expected,
+            "the shared file at {offset}, {count} bytes"
+        );
     }
 
     fn open(&mut self) {
         if self.open.len() == OPEN_MAX {
             return self.close();
         }
-        let (name, engine) = (self.any_name(), &self.mount.engine);
+        let name = self.any_name();
+        let engine = &self.mount.engine;
         let known = self.model.names.get(name).copied();
-        let (entry, opened) =
-            engine.create(&CALLER, self.dir, OsStr::new(name), 0o644, O_RDWR).expect("open");
+        let (entry, opened) = engine
+            .create(&CALLER, self.dir, OsStr::new(name), 0o644, O_RDWR)
+            .expect("open");
         engine.forget(entry.node, 1);
         let object = known.unwrap_or_else(|| {
             self.model.contents.push(Vec::new());
             self.model.contents.len() - 1
         });
-        assert_eq!(entry.attr.size, self.model.contents[object].len() as u64, "{name}");
+        assert_eq!(
+            entry.attr.size,
+            self.model.contents[object].len() as u64,
+            "{name}"
+        );
         self.model.names.insert(name, object);
         self.open.push((opened.handle, object));
     }
 
     fn write(&mut self) {
-        let Some((handle, object)) = self.any_open() else { return self.open() };
+        let Some((handle, object)) = self.any_open() else {
+            return self.open();
+        };
         let size = self.model.contents[object].len();
         let offset = match self.rng.random_range(0..3) {
             0 => size.min(FILE_BYTES_MAX),
@@ -146,11 +182,17 @@ impl<B: Backing> Writer<'_, B> {
     }
 
     fn read(&mut self) {
-        let Some((handle, object)) = self.any_open() else { return self.open() };
+        let Some((handle, object)) = self.any_open() else {
+            return self.open();
+        };
         let contents = &self.model.contents[object];
         let offset = self.rng.random_range(0..=contents.len());
         let mut found = vec![0xff; self.rng.random_range(1..40_000)];
-        let count = self.mount.engine.read(handle, offset as u64, &mut found).expect("read");
+        let count = self
+            .mount
+            .engine
+            .read(handle, offset as u64, &mut found)
+            .expect("read");
         let expected = &contents[offset..contents.len().min(offset + found.len())];
         assert_eq!(count, expected.len(), "length of a read at {offset}");
         assert!(found[..count] == *expected, "bytes of a read at {offset}");
@@ -158,24 +200,51 @@ impl<B: Backing> Writer<'_, B> {
 
     fn truncate(&mut self) {
         let name = self.any_name();
-        let Some(&object) = self.model.names.get(name) else { return self.open() };
+        let Some(&object) = self.model.names.get(name) else {
+            return self.open();
+        };
         let size = self.rng.random_range(0..FILE_BYTES_MAX);
         let engine = &self.mount.engine;
-        let node = engine.lookup(self.dir, OsStr::new(name)).expect("it is there").node;
-        let attr =
-            engine.set_attr(node, SetAttr { size: Some(size as u64), ..NOTHING }, None).expect("truncate");
+        let node = engine
+            .lookup(self.dir, OsStr::new(name))
+            .expect("it is there")
+            .node;
+        let attr = engine
+            .set_attr(
+                node,
+                SetAttr {
+                    size: Some(size as u64),
+                    ..NOTHING
+                },
+                None,
+            )
+            .expect("truncate");
         assert_eq!(attr.size, size as u64);
         engine.forget(node, 1);
         self.model.contents[object].resize(size, 0);
     }
 
     fn rename(&mut self) {
-        let (from, to) = (self.any_name(), self.any_name());
-        let Some(&object) = self.model.names.get(from) else { return self.open() };
-        let (engine, dir) = (&self.mount.engine, self.dir);
-        let exchange = self.model.names.get(to).copied().filter(|_| self.rng.random_bool(0.3));
-        let flags = if exchange.is_some() { RenameFlags::EXCHANGE } else { RenameFlags::empty() };
-        self.mount.insist(|| engine.rename(dir, OsStr::new(from), dir, OsStr::new(to), flags));
+        let from = self.any_name();
+        let to = self.any_name();
+        let Some(&object) = self.model.names.get(from) else {
+            return self.open();
+        };
+        let engine = &self.mount.engine;
+        let dir = self.dir;
+        let exchange = self
+            .model
+            .names
+            .get(to)
+            .copied()
+            .filter(|_| self.rng.random_bool(0.3));
+        let flags = if exchange.is_some() {
+            RenameFlags::EXCHANGE
+        } else {
+            RenameFlags::empty()
+        };
+        self.mount
+            .insist(|| engine.rename(dir, OsStr::new(from), dir, OsStr::new(to), flags));
         // Two names of one file: a rename changes nothing.
         if self.model.names.get(to) == Some(&object) {
             return;
@@ -186,10 +255,16 @@ impl<B: Backing> Writer<'_, B> {
     }
 
     fn link(&mut self) {
-        let (from, to) = (self.any_name(), self.any_name());
-        let Some(&object) = self.model.names.get(from) else { return self.open() };
+        let from = self.any_name();
+        let to = self.any_name();
+        let Some(&object) = self.model.names.get(from) else {
+            return self.open();
+        };
         let engine = &self.mount.engine;
-        let node = engine.lookup(self.dir, OsStr::new(from)).expect("it is there").node;
+        let node = engine
+            .lookup(self.dir, OsStr::new(from))
+            .expect("it is there")
+            .node;
         match engine.link(node, self.dir, OsStr::new(to)) {
             Ok(entry) => {
                 engine.forget(entry.node, 1);
@@ -204,7 +279,8 @@ impl<B: Backing> Writer<'_, B> {
     fn unlink(&mut self) {
         let name = self.any_name();
         if self.model.names.remove(name).is_some() {
-            let (engine, dir) = (&self.mount.engine, self.dir);
+            let engine = &self.mount.engine;
+            let dir = self.dir;
             self.mount.insist(|| engine.unlink(dir, OsStr::new(name)));
         }
     }
@@ -222,5 +298,11 @@ impl<B: Backing> Writer<'_, B> {
     }
 }
 
-const NOTHING: SetAttr =
-    SetAttr { mode: None, uid: None, gid: None, size: None, atime: SetTime::Keep, mtime: SetTime::Keep };
+const NOTHING: SetAttr = SetAttr {
+    mode: None,
+    uid: None,
+    gid: None,
+    size: None,
+    atime: SetTime::Keep,
+    mtime: SetTime::Keep,
+};

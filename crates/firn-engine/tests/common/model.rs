@@ -31,7 +31,10 @@ impl Model {
         contents[offset as usize..end].copy_from_slice(data);
     }
     pub fn truncate(&mut self, object: Object, size: u64) {
-        self.contents.get_mut(&object).expect("an object").resize(size as usize, 0);
+        self.contents
+            .get_mut(&object)
+            .expect("an object")
+            .resize(size as usize, 0);
     }
     /// Moves one name, or all names below it.
     pub fn rename(&mut self, from: &str, to: &str) {
@@ -39,21 +42,30 @@ impl Model {
             return;
         }
         let below = format!("{from}/");
-        let moved: Vec<String> =
-            self.names.keys().filter(|p| *p == from || p.starts_with(&below)).cloned().collect();
+        let moved: Vec<String> = self
+            .names
+            .keys()
+            .filter(|p| *p == from || p.starts_with(&below))
+            .cloned()
+            .collect();
         for path in moved {
             let object = self.names.remove(&path).expect("just listed");
-            self.names.insert(format!("{to}{}", &path[from.len()..]), object);
+            self.names
+                .insert(format!("{to}{}", &path[from.len()..]), object);
         }
     }
     pub fn exchange(&mut self, a: &str, b: &str) {
-        let (x, y) = (self.names[a], self.names[b]);
+        let x = self.names[a];
+        let y = self.names[b];
         self.names.insert(a.into(), y);
         self.names.insert(b.into(), x);
     }
     /// Contents by path.
     pub fn tree(&self) -> BTreeMap<String, Vec<u8>> {
-        self.names.iter().map(|(path, object)| (path.clone(), self.contents[object].clone())).collect()
+        self.names
+            .iter()
+            .map(|(path, object)| (path.clone(), self.contents[object].clone()))
+            .collect()
     }
 }
 
@@ -72,7 +84,9 @@ pub fn partly(before: &[u8], found: &[u8], offset: u64, data: &[u8]) -> bool {
         && found.len() <= end
         && found.iter().enumerate().all(|(i, byte)| {
             let old = before.get(i).copied().unwrap_or(0);
-            let new = (i as u64).checked_sub(offset).and_then(|at| data.get(at as usize));
+            let new = (i as u64)
+                .checked_sub(offset)
+                .and_then(|at| data.get(at as usize));
             *byte == old || new == Some(byte)
         })
 }

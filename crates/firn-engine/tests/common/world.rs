@@ -11,7 +11,9 @@ use std::sync::{Arc, Mutex};
 use firn_arena::{Arena, Identity};
 use firn_backing::sim::{Fault, SimBacking};
 use firn_backing::{Backing, Errno};
-use firn_engine::{DrainPolicy, Engine, EngineOptions, Entry, NodeId, Pick, ROOT, Recovered, SpillStep};
+use firn_engine::{
+    DrainPolicy, Engine, EngineOptions, Entry, NodeId, Pick, ROOT, Recovered, SpillStep,
+};
 use firn_format::geometry::Geometry;
 use firn_journal::Medium;
 
@@ -38,7 +40,8 @@ impl Fuse {
         std::fs::copy(&path, path.with_extension("crashed")).expect("the arena is copied");
         let spill = path.with_file_name(SPILL);
         if spill.exists() {
-            std::fs::copy(&spill, spill.with_extension("crashed")).expect("the spill file is copied");
+            std::fs::copy(&spill, spill.with_extension("crashed"))
+                .expect("the spill file is copied");
         }
         self.stopped.store(true, Ordering::Relaxed);
         true
@@ -83,7 +86,13 @@ impl World {
     /// A world that drains when it is told to.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn on_demand() -> Self {
-        Self::with(EngineOptions { drain: DrainPolicy::Demand, ..options() }, false)
+        Self::with(
+            EngineOptions {
+                drain: DrainPolicy::Demand,
+                ..options()
+            },
+            false,
+        )
     }
 
     /// One of those with less memory and a spill file.
@@ -95,21 +104,38 @@ impl World {
     /// A world that drains what is so old.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn draining_after(drain_age: std::time::Duration) -> Self {
-        Self::with(EngineOptions { drain_age, ..options() }, false)
+        Self::with(
+            EngineOptions {
+                drain_age,
+                ..options()
+            },
+            false,
+        )
     }
 
     /// A world that keeps few files of the backing open.
     pub fn with_few_open_files() -> Self {
-        Self::with(EngineOptions { open_files_max: 4, ..options() }, false)
+        Self::with(
+            EngineOptions {
+                open_files_max: 4,
+                ..options()
+            },
+            false,
+        )
     }
 
     fn with(options: EngineOptions, spilling: bool) -> Self {
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
         let backing = SimBacking::new();
         let path = path_in(dir.path(), 0);
-        let identity = Identity { backing: PathBuf::from("/sim"), dev: 1, ino: 1 };
+        let identity = Identity {
+            backing: PathBuf::from("/sim"),
+            dev: 1,
+            ino: 1,
+        };
         let (memory, spill) = if spilling { SPILLING } else { (CHUNKS, 0) };
-        let geometry = Geometry::with_spill(memory * CHUNK, CHUNK, spill * CHUNK).expect("a valid geometry");
+        let geometry =
+            Geometry::with_spill(memory * CHUNK, CHUNK, spill * CHUNK).expect("a valid geometry");
         let arena = Arena::create_with_spill(&path, geometry, &identity, &dir.path().join(SPILL));
         let arena = arena.expect("an arena");
         let engine = Engine::begin(backing.clone(), arena, options.clone()).expect("an engine");
@@ -119,7 +145,14 @@ impl World {
             stopped: Arc::default(),
             arena: Arc::new(Mutex::new(path)),
         };
-        let world = Self { dir, backing, engine, fuse, options, lives: 0 };
+        let world = Self {
+            dir,
+            backing,
+            engine,
+            fuse,
+            options,
+            lives: 0,
+        };
         world.arm();
         world
     }
@@ -127,7 +160,9 @@ impl World {
     /// The world stops after so many more steps.
     pub fn stop_in(&self, steps: u64) {
         let now = self.fuse.steps.load(Ordering::Relaxed);
-        self.fuse.stop_at.store(now.saturating_add(steps), Ordering::Relaxed);
+        self.fuse
+            .stop_at
+            .store(now.saturating_add(steps), Ordering::Relaxed);
     }
     /// Recoveries so far.
     pub fn lives(&self) -> u32 {
@@ -146,7 +181,8 @@ impl World {
             fuse.step();
         })));
         let fuse = self.fuse.clone();
-        self.backing.set_plan(move |_, _| fuse.step().then_some(Fault::Crash));
+        self.backing
+            .set_plan(move |_, _| fuse.step().then_some(Fault::Crash));
     }
 
     /// The backing fails now and then; `seed` decides.
@@ -181,7 +217,8 @@ impl World {
             let _ = std::fs::remove_file(path_in(self.dir.path(), self.lives - 1));
             let spill = self.dir.path().join(SPILL);
             if spill.exists() {
-                std::fs::rename(spill.with_extension("crashed"), spill).expect("the crashed spill file");
+                std::fs::rename(spill.with_extension("crashed"), spill)
+                    .expect("the crashed spill file");
             }
             *self.fuse.arena.lock().unwrap() = path.clone();
             self.backing = SimBacking::from_disk(self.backing.snapshot());
@@ -191,12 +228,20 @@ impl World {
             let (arena, stored, damage) = Arena::attach(&path).expect("the arena attaches");
             assert_eq!(damage, [], "a crash is no damage");
             if std::env::var_os("FIRN_TRACE").is_some() {
-                eprintln!("life {}: {:#?}", self.lives, stored.iter().map(|s| s.piece).collect::<Vec<_>>());
+                eprintln!(
+                    "life {}: {:#?}",
+                    self.lives,
+                    stored.iter().map(|s| s.piece).collect::<Vec<_>>()
+                );
                 let mut bytes = vec![0; arena.journal_region().len()];
                 arena.journal_region().read(0, &mut bytes);
-                eprintln!("{:?}", firn_journal::replay(&firn_journal::Memory(bytes)).ledger);
+                eprintln!(
+                    "{:?}",
+                    firn_journal::replay(&firn_journal::Memory(bytes)).ledger
+                );
             }
-            let attached = Engine::attach(self.backing.clone(), arena, &stored, self.options.clone());
+            let attached =
+                Engine::attach(self.backing.clone(), arena, &stored, self.options.clone());
             if self.stopped() {
                 steps = steps.max(8).saturating_mul(2);
                 continue;
@@ -265,7 +310,9 @@ impl World {
         let todo = Rc::new(Cell::new(vec![(String::new(), quiet.root())]));
         loop {
             let mut list = todo.take();
-            let Some((path, node)) = list.pop() else { break };
+            let Some((path, node)) = list.pop() else {
+                break;
+            };
             let dir = quiet.open_dir(&node).expect("a directory opens");
             let mut names = Vec::new();
             quiet
@@ -277,13 +324,21 @@ impl World {
             for name in names.iter().filter(|n| *n != "." && *n != "..") {
                 let (child, attr) = quiet.lookup(&node, name).expect("an entry is there");
                 let text = name.to_str().expect("names are text");
-                let full = if path.is_empty() { text.to_owned() } else { format!("{path}/{text}") };
+                let full = if path.is_empty() {
+                    text.to_owned()
+                } else {
+                    format!("{path}/{text}")
+                };
                 match attr.kind {
                     firn_backing::Kind::Dir => list.push((full, child)),
                     firn_backing::Kind::File => {
-                        let file = quiet.open(&child, firn_backing::Access::Read).expect("a file opens");
+                        let file = quiet
+                            .open(&child, firn_backing::Access::Read)
+                            .expect("a file opens");
                         let mut contents = vec![0; attr.size as usize];
-                        let n = quiet.read_at(&file, &mut contents, 0).expect("a file is read");
+                        let n = quiet
+                            .read_at(&file, &mut contents, 0)
+                            .expect("a file is read");
                         assert_eq!(n, contents.len());
                         out.insert(full, contents);
                     }

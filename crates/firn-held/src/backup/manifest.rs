@@ -13,7 +13,10 @@ use crate::own::is_path;
 use crate::record::{Record, RecordError, Staged};
 
 /// The header of its file.
-pub const SEAL: Seal = Seal { magic: *b"FIRNBKUP", version: 3 };
+pub const SEAL: Seal = Seal {
+    magic: *b"FIRNBKUP",
+    version: 3,
+};
 /// Its name in the directory of the transaction.
 pub const MANIFEST: &str = "manifest";
 
@@ -89,7 +92,11 @@ impl Manifest {
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
         let payload = SEAL.unseal(bytes)?;
         let manifest: Self = postcard::from_bytes(payload).map_err(|_| RecordError::Damaged)?;
-        if manifest.is_whole() { Ok(manifest) } else { Err(RecordError::Damaged) }
+        if manifest.is_whole() {
+            Ok(manifest)
+        } else {
+            Err(RecordError::Damaged)
+        }
     }
 
     /// Whether each thing that it names is in it, and no name leads elsewhere.
@@ -99,11 +106,19 @@ impl Manifest {
         let stored: BTreeSet<&Staged> = self.stored.iter().map(|one| &one.at).collect();
         let items = self.record.items.iter().all(|item| {
             let places = item.leaves.iter().chain(&item.comes).chain(&item.stays);
-            let is_there = item.number == 0 || (item.new_at.is_some() != known.contains(&item.number));
+            let is_there =
+                item.number == 0 || (item.new_at.is_some() != known.contains(&item.number));
             is_there
                 && item.kept_at.is_none()
-                && item.new_at.iter().chain(&item.twin_at).all(|at| stored.contains(at))
-                && item.anchor_at.iter().all(|at| is_word(&at.0) && is_word(&at.1))
+                && item
+                    .new_at
+                    .iter()
+                    .chain(&item.twin_at)
+                    .all(|at| stored.contains(at))
+                && item
+                    .anchor_at
+                    .iter()
+                    .all(|at| is_word(&at.0) && is_word(&at.1))
                 && places
                     .into_iter()
                     .all(|(dir, name)| is_component(name) && (*dir == 0 || numbers.contains(dir)))
@@ -111,7 +126,10 @@ impl Manifest {
         let known = self.known.iter().all(|one| {
             numbers.contains(&one.number)
                 && !one.paths.is_empty()
-                && one.paths.iter().all(|path| !path.is_empty() && is_path(path))
+                && one
+                    .paths
+                    .iter()
+                    .all(|path| !path.is_empty() && is_path(path))
         });
         let stored = self.stored.iter().all(|one| {
             let content = one.content.as_ref();
@@ -134,7 +152,10 @@ impl Manifest {
 
 /// A name that Firn makes.
 fn is_word(name: &str) -> bool {
-    !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
+    !name.is_empty()
+        && name
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
 }
 
 #[cfg(test)]
@@ -150,12 +171,27 @@ mod tests {
         changed.twin_at = Some(("d0".into(), "3".into()));
         changed.leaves = vec![(0, name.clone())];
         changed.comes = vec![(4, b"there".to_vec())];
-        changed.data = Some(Data { cut: 1, size, written: vec![(0, size)], grows: false });
+        changed.data = Some(Data {
+            cut: 1,
+            size,
+            written: vec![(0, size)],
+            grows: false,
+        });
         let mut made = Item::new(4, identity, true);
         made.new_at = Some(("d0".into(), "4".into()));
         made.comes = vec![(0, b"dir".to_vec())];
-        let record = Record { id, scope: name.clone(), shared: false, items: vec![changed, made] };
-        let content = Content { file: "d0-3".into(), size, ranges: vec![(0, size)], crc };
+        let record = Record {
+            id,
+            scope: name.clone(),
+            shared: false,
+            items: vec![changed, made],
+        };
+        let content = Content {
+            file: "d0-3".into(),
+            size,
+            ranges: vec![(0, size)],
+            crc,
+        };
         let one = |number: &str, content| Stored {
             at: ("d0".into(), number.into()),
             mode: 0o100_640,
@@ -168,8 +204,18 @@ mod tests {
             content,
         };
         let stored = vec![one("3", Some(content)), one("4", None)];
-        let known = vec![Known { number: 3, kind: 0o100_000, size: Some(7), paths: vec![name] }];
-        Manifest { record, before: Some(id / 2), known, stored }
+        let known = vec![Known {
+            number: 3,
+            kind: 0o100_000,
+            size: Some(7),
+            paths: vec![name],
+        }];
+        Manifest {
+            record,
+            before: Some(id / 2),
+            known,
+            stored,
+        }
     }
 
     proptest! {

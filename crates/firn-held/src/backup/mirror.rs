@@ -97,7 +97,9 @@ impl<B: Backing> Held<B> {
                 let name = String::from_utf8_lossy(&name);
                 let found = staging::must_find_dir(base, &firn, &name);
                 let dir = found.map_err(|error| error.below(staging::TOP))?;
-                let Some(backup) = load_name(base, &dir)? else { continue };
+                let Some(backup) = load_name(base, &dir)? else {
+                    continue;
+                };
                 let is_undecided =
                     |file| Ok::<_, Errno>(staging::find(base, &dir, OsStr::new(file))?.is_none());
                 if let Some(store) = store
@@ -116,11 +118,16 @@ impl<B: Backing> Held<B> {
     /// there of transactions that are over goes; one that the backing does not know of is refused, for it may be all
     /// that is left of it.
     pub fn backed_up(mut self, store: B, known: &BTreeSet<String>) -> Result<Self, HeldError> {
-        let mut state = State { copies: HashMap::new(), over: BTreeSet::new() };
+        let mut state = State {
+            copies: HashMap::new(),
+            over: BTreeSet::new(),
+        };
         let scopes = self.scopes.read().clone();
         let root = store.root();
         for (name, ..) in staging::list(&store, &root).map_err(backup)? {
-            let Some(name) = String::from_utf8(name).ok().filter(|name| is_name(name)) else { continue };
+            let Some(name) = String::from_utf8(name).ok().filter(|name| is_name(name)) else {
+                continue;
+            };
             let dir = staging::must_find_dir(&store, &root, &name).map_err(backup)?;
             let mut owner = None;
             for scope in &scopes {
@@ -131,22 +138,41 @@ impl<B: Backing> Held<B> {
             let manifest = load(&store, &dir)?;
             if let Some(serial) = owner {
                 let has_manifest = manifest.is_some();
-                let (seen, copied) = (HashMap::new(), HashMap::new());
-                state
-                    .copies
-                    .insert(serial, Copy { name, dir, seen, copied, has_manifest, is_whole: has_manifest });
+                let seen = HashMap::new();
+                let copied = HashMap::new();
+                state.copies.insert(
+                    serial,
+                    Copy {
+                        name,
+                        dir,
+                        seen,
+                        copied,
+                        has_manifest,
+                        is_whole: has_manifest,
+                    },
+                );
                 continue;
             }
             if let Some(Ok(manifest)) = manifest
                 && !known.contains(&name)
                 && self.committed(&manifest.record.scope)? != Some(manifest.record.id)
             {
-                return Err(HeldError::BackupWaits { id: manifest.record.id, name });
+                return Err(HeldError::BackupWaits {
+                    id: manifest.record.id,
+                    name,
+                });
             }
             state.over.insert(name);
         }
-        let (state, told, hurry) = (Mutex::new(state), Mutex::default(), AtomicU32::new(0));
-        self.mirror = Some(Mirror { store, state, told, hurry });
+        let state = Mutex::new(state);
+        let told = Mutex::default();
+        let hurry = AtomicU32::new(0);
+        self.mirror = Some(Mirror {
+            store,
+            state,
+            told,
+            hurry,
+        });
         for scope in &scopes {
             // Prepared without a backup. What is wrong is told by the status, and by a commit.
             if let Some(record) = &scope.recovered
@@ -184,7 +210,12 @@ impl<B: Backing> Held<B> {
             let result = self.copy_ahead(mirror, &mut state, &scope);
             // It may have ended meanwhile, and what was staged is gone.
             if scope.is_open() {
-                mirror.tell(&scope, &state, &result, result.as_ref().copied().unwrap_or(0));
+                mirror.tell(
+                    &scope,
+                    &state,
+                    &result,
+                    result.as_ref().copied().unwrap_or(0),
+                );
             }
         }
         let mut state = mirror.state.lock();
@@ -207,13 +238,18 @@ impl<B: Backing> Held<B> {
         let mut seen = HashMap::new();
         let mut left = 0;
         for (nest_name, ..) in staging::list(&self.base, &scope.new)? {
-            let nest = self.base.lookup(&scope.new, OsStr::from_bytes(&nest_name))?.0;
+            let nest = self
+                .base
+                .lookup(&scope.new, OsStr::from_bytes(&nest_name))?
+                .0;
             for (name, _, kind) in staging::list(&self.base, &nest)? {
                 // One more name of an object that is not staged.
                 if name.starts_with(b"l") || kind.is_some_and(|kind| kind != Kind::File) {
                     continue;
                 }
-                let Some((node, attr)) = staging::find(&self.base, &nest, OsStr::from_bytes(&name))? else {
+                let Some((node, attr)) =
+                    staging::find(&self.base, &nest, OsStr::from_bytes(&name))?
+                else {
                     continue;
                 };
                 if attr.kind != Kind::File {
@@ -222,7 +258,10 @@ impl<B: Backing> Held<B> {
                 let text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
                 let file = file_name(&(text(&nest_name), text(&name)));
                 let now = stamp(&attr);
-                let is_copied = copy.copied.get(&file).is_some_and(|(copied, _)| *copied == now);
+                let is_copied = copy
+                    .copied
+                    .get(&file)
+                    .is_some_and(|(copied, _)| *copied == now);
                 let is_quiet = copy.seen.get(&file) == Some(&now);
                 seen.insert(file.clone(), now);
                 if is_copied {
@@ -266,8 +305,16 @@ impl<B: Backing> Held<B> {
             // In this order: what is there is known.
             staging::store(&self.base, &scope.dir, NAME, name.as_bytes())?;
             let dir = staging::dir(&mirror.store, &mirror.store.root(), &name).map_err(backup)?;
-            let (seen, copied) = (HashMap::new(), HashMap::new());
-            place.insert(Copy { name, dir, seen, copied, has_manifest: false, is_whole: false });
+            let seen = HashMap::new();
+            let copied = HashMap::new();
+            place.insert(Copy {
+                name,
+                dir,
+                seen,
+                copied,
+                has_manifest: false,
+                is_whole: false,
+            });
         }
         let copy = state.copies.get_mut(&scope.serial).expect("just made");
         mirror.withdraw(copy).map_err(backup)?;
@@ -276,13 +323,22 @@ impl<B: Backing> Held<B> {
 
     /// Whether all of a transaction that is prepared is there.
     pub(crate) fn is_backed_up(&self, scope: &Scope<B>) -> bool {
-        let Some(mirror) = &self.mirror else { return true };
-        mirror.state.lock().copies.get(&scope.serial).is_some_and(|copy| copy.is_whole)
+        let Some(mirror) = &self.mirror else {
+            return true;
+        };
+        mirror
+            .state
+            .lock()
+            .copies
+            .get(&scope.serial)
+            .is_some_and(|copy| copy.is_whole)
     }
 
     /// Makes the backup whole, durably. Nobody changes what is staged meanwhile.
     pub(crate) fn back_up(&self, scope: &Scope<B>, record: &Record) -> Result<(), HeldError> {
-        let Some(mirror) = &self.mirror else { return Ok(()) };
+        let Some(mirror) = &self.mirror else {
+            return Ok(());
+        };
         let mut state = mirror.lock();
         let result = self.back_up_now(mirror, &mut state, scope, record);
         mirror.tell(scope, &state, &result, 0);
@@ -314,16 +370,32 @@ impl<B: Backing> Held<B> {
         let copy = self.copy_of(mirror, state, scope)?;
         let (record, known) = Paths::new(self, record).run()?;
         let mut stored = Vec::new();
-        for at in record.items.iter().flat_map(|item| item.new_at.iter().chain(&item.twin_at)) {
+        for at in record
+            .items
+            .iter()
+            .flat_map(|item| item.new_at.iter().chain(&item.twin_at))
+        {
             stored.push(self.store(mirror, copy, scope, at)?);
         }
-        let bytes = stored.iter().filter_map(|one| one.content.as_ref()).map(|content| content.size).sum();
-        let manifest = Manifest { record, before, known, stored };
+        let bytes = stored
+            .iter()
+            .filter_map(|one| one.content.as_ref())
+            .map(|content| content.size)
+            .sum();
+        let manifest = Manifest {
+            record,
+            before,
+            known,
+            stored,
+        };
         mirror.store.sync_changes().map_err(backup)?;
         // Where this fails, too.
         copy.has_manifest = true;
         staging::store(&mirror.store, &copy.dir, MANIFEST, &manifest.encode()).map_err(backup)?;
-        mirror.store.sync_dir(&mirror.store.root()).map_err(backup)?;
+        mirror
+            .store
+            .sync_dir(&mirror.store.root())
+            .map_err(backup)?;
         copy.is_whole = true;
         Ok(bytes)
     }
@@ -337,14 +409,22 @@ impl<B: Backing> Held<B> {
     ) -> Result<Stored, HeldError> {
         let nest = self.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
         let (node, attr) = self.base.lookup(&nest, OsStr::new(&at.1))?;
-        let (now, file) = (stamp(&attr), file_name(at));
+        let now = stamp(&attr);
+        let file = file_name(at);
         let content = match copy.copied.get(&file) {
             _ if attr.kind != Kind::File => None,
             Some((copied, content)) if *copied == now => Some(content.clone()),
             _ => {
                 // Not taken down as copied: where the prepare fails, a change soon after may leave the same times.
                 copy.copied.remove(&file);
-                Some(copy_out(&self.base, &node, &mirror.store, &copy.dir, &file, || true)?)
+                Some(copy_out(
+                    &self.base,
+                    &node,
+                    &mirror.store,
+                    &copy.dir,
+                    &file,
+                    || true,
+                )?)
             }
         };
         Ok(Stored {
@@ -354,8 +434,16 @@ impl<B: Backing> Held<B> {
             gid: attr.gid,
             rdev: attr.rdev,
             times: [attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)),
-            xattrs: if attr.kind == Kind::Symlink { Vec::new() } else { staging::xattrs(&self.base, &node)? },
-            target: if attr.kind == Kind::Symlink { self.base.readlink(&node)? } else { Vec::new() },
+            xattrs: if attr.kind == Kind::Symlink {
+                Vec::new()
+            } else {
+                staging::xattrs(&self.base, &node)?
+            },
+            target: if attr.kind == Kind::Symlink {
+                self.base.readlink(&node)?
+            } else {
+                Vec::new()
+            },
             content,
         })
     }
@@ -374,10 +462,14 @@ impl<B: Backing> Held<B> {
     /// The transaction is going to be aborted. What is in its backup must not count any more before nothing in the backing
     /// tells of it: else it would seem to be all that is left of it. Its bytes may go later.
     pub(crate) fn withdraw_for_good(&self, serial: u64) -> Result<(), HeldError> {
-        let Some(mirror) = &self.mirror else { return Ok(()) };
+        let Some(mirror) = &self.mirror else {
+            return Ok(());
+        };
         let mut state = mirror.lock();
         if let Some(copy) = state.copies.get_mut(&serial) {
-            mirror.withdraw(copy).map_err(|source| HeldError::BackupStays { source })?;
+            mirror
+                .withdraw(copy)
+                .map_err(|source| HeldError::BackupStays { source })?;
         }
         self.drop_copy(mirror, &mut state, serial);
         Ok(())
@@ -391,7 +483,9 @@ impl<B: Backing> Held<B> {
 
     fn drop_copy(&self, mirror: &Mirror<B>, state: &mut State<B>, serial: u64) {
         mirror.told.lock().remove(&serial);
-        let Some(copy) = state.copies.remove(&serial) else { return };
+        let Some(copy) = state.copies.remove(&serial) else {
+            return;
+        };
         if let Err(errno) = mirror.remove(&copy.name) {
             tracing::warn!(%errno, name = copy.name, "cannot remove a backup that is over; it is tried again");
             state.over.insert(copy.name);
@@ -400,9 +494,12 @@ impl<B: Backing> Held<B> {
 
     /// Before the number of the last commit changes: what was carried out and is still in the backup counts no more.
     pub(crate) fn withdraw_what_is_over(&self) -> Result<(), HeldError> {
-        let Some(mirror) = &self.mirror else { return Ok(()) };
+        let Some(mirror) = &self.mirror else {
+            return Ok(());
+        };
         let over = mirror.lock().over.clone();
-        over.iter().try_for_each(|name| remove_manifest_of(&mirror.store, name))
+        over.iter()
+            .try_for_each(|name| remove_manifest_of(&mirror.store, name))
     }
 }
 
@@ -415,9 +512,17 @@ impl<B: Backing> Mirror<B> {
         state
     }
 
-    fn tell<T>(&self, scope: &Scope<B>, state: &State<B>, result: &Result<T, HeldError>, left_bytes: u64) {
+    fn tell<T>(
+        &self,
+        scope: &Scope<B>,
+        state: &State<B>,
+        result: &Result<T, HeldError>,
+        left_bytes: u64,
+    ) {
         let copy = state.copies.get(&scope.serial);
-        let copied = copy.map_or(0, |copy| copy.copied.values().map(|(stamp, _)| stamp.0).sum());
+        let copied = copy.map_or(0, |copy| {
+            copy.copied.values().map(|(stamp, _)| stamp.0).sum()
+        });
         let mut told = self.told.lock();
         let (progress, at) = told.entry(scope.serial).or_default();
         progress.error = result.as_ref().err().map(ToString::to_string);
@@ -467,10 +572,13 @@ fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<(), HeldError
 /// Removes a backup, the manifest first, without which the rest means nothing. What Firn did not put there stays, and
 /// then the directory, too: ENOTEMPTY.
 pub(super) fn remove<B: Backing>(store: &B, home: &B::Node, name: &str) -> Result<(), OwnError> {
-    let Some((dir, _)) = staging::find_dir(store, home, name)? else { return Ok(()) };
+    let Some((dir, _)) = staging::find_dir(store, home, name)? else {
+        return Ok(());
+    };
     remove_manifest(store, &dir)?;
     for (file, ..) in staging::list(store, &dir)? {
-        let is_ours = std::str::from_utf8(&file).is_ok_and(|file| is_file(file) || is_unfinished(file));
+        let is_ours =
+            std::str::from_utf8(&file).is_ok_and(|file| is_file(file) || is_unfinished(file));
         if is_ours {
             store.unlink(&dir, OsStr::from_bytes(&file))?;
         }
@@ -480,16 +588,21 @@ pub(super) fn remove<B: Backing>(store: &B, home: &B::Node, name: &str) -> Resul
 
 /// Whether a directory is that of a transaction: `tx-N-TOKEN`.
 pub(super) fn is_name(name: &str) -> bool {
-    let is_token =
-        |token: &str| token.len() == TOKEN_DIGITS && token.bytes().all(|byte| byte.is_ascii_hexdigit());
-    let parts = name.strip_prefix("tx-").and_then(|rest| rest.split_once('-'));
+    let is_token = |token: &str| {
+        token.len() == TOKEN_DIGITS && token.bytes().all(|byte| byte.is_ascii_hexdigit())
+    };
+    let parts = name
+        .strip_prefix("tx-")
+        .and_then(|rest| rest.split_once('-'));
     parts.is_some_and(|(serial, token)| is_number(serial) && is_token(token))
 }
 
 /// Whether a file has the bytes of a staged one: `NEST-M` ([`file_name`]).
 fn is_file(name: &str) -> bool {
     let parts = name.split_once('-');
-    parts.is_some_and(|(nest, name)| nest.strip_prefix('d').is_some_and(is_number) && is_number(name))
+    parts.is_some_and(|(nest, name)| {
+        nest.strip_prefix('d').is_some_and(is_number) && is_number(name)
+    })
 }
 
 /// What is not in its place yet ([`staging::new_name`]).
@@ -540,8 +653,12 @@ fn copy_out<B: Backing>(
         Ok(()) | Err(Errno::NOENT) => {}
         Err(errno) => return Err(backup(errno)),
     }
-    let (_, to, _) = store.create(&staging::own(), dir, OsStr::new(name), 0o600).map_err(backup)?;
-    let (mut ranges, mut crc, mut at) = (Vec::new(), 0, 0);
+    let (_, to, _) = store
+        .create(&staging::own(), dir, OsStr::new(name), 0o600)
+        .map_err(backup)?;
+    let mut ranges = Vec::new();
+    let mut crc = 0;
+    let mut at = 0;
     let mut block = vec![0; BLOCK.min(usize::try_from(size).unwrap_or(BLOCK))];
     while at < size {
         at = match base.seek(&from, at, Seek::Data) {
@@ -549,7 +666,9 @@ fn copy_out<B: Backing>(
             Err(Errno::NXIO) => break,
             Err(_) => at,
         };
-        let end = base.seek(&from, at, Seek::Hole).map_or(size, |hole| hole.clamp(at + 1, size));
+        let end = base
+            .seek(&from, at, Seek::Hole)
+            .map_or(size, |hole| hole.clamp(at + 1, size));
         if at >= size {
             break;
         }
@@ -568,7 +687,12 @@ fn copy_out<B: Backing>(
             at += count as u64;
         }
     }
-    Ok(Content { file: name.to_owned(), size, ranges, crc })
+    Ok(Content {
+        file: name.to_owned(),
+        size,
+        ranges,
+        crc,
+    })
 }
 
 /// Path from the top of the backing, and the object.
@@ -586,15 +710,28 @@ struct Paths<'a, B: Backing> {
 
 impl<'a, B: Backing> Paths<'a, B> {
     fn new(held: &'a Held<B>, record: &'a Record) -> Self {
-        let (base, device) = (&held.base, held.device());
-        let items = record.items.iter().map(|item| (item.number, item)).collect();
-        Self { base, device, record, items, found: HashMap::from([(0, (Vec::new(), base.root()))]) }
+        let base = &held.base;
+        let device = held.device();
+        let items = record
+            .items
+            .iter()
+            .map(|item| (item.number, item))
+            .collect();
+        Self {
+            base,
+            device,
+            record,
+            items,
+            found: HashMap::from([(0, (Vec::new(), base.root()))]),
+        }
     }
 
     /// The record without what means nothing elsewhere, and the objects in it that are there.
     fn run(mut self) -> Result<(Record, Vec<Known>), HeldError> {
         let mut record = self.record.clone();
-        let (mut known, mut idle, mut strays) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+        let mut known = Vec::new();
+        let mut idle = BTreeSet::new();
+        let mut strays = BTreeSet::new();
         for item in &self.record.items {
             if item.number == 0 || item.new_at.is_some() {
                 continue;
@@ -616,14 +753,21 @@ impl<'a, B: Backing> Paths<'a, B> {
                 // It came back to where it was.
                 let is_idle = !item.is_dir && item.comes.is_empty() && !item.changes_in_place();
                 if !is_idle {
-                    return Err(HeldError::BackupPath { number: item.number });
+                    return Err(HeldError::BackupPath {
+                        number: item.number,
+                    });
                 }
                 idle.insert(item.number);
                 continue;
             };
             let attr = self.base.attr(&node)?;
             let size = item.data.as_ref().map(|_| attr.size);
-            known.push(Known { number: item.number, kind: attr.mode & libc::S_IFMT, size, paths });
+            known.push(Known {
+                number: item.number,
+                kind: attr.mode & libc::S_IFMT,
+                size,
+                paths,
+            });
         }
         record.items.retain(|item| !idle.contains(&item.number));
         for item in &mut record.items {
@@ -641,7 +785,9 @@ impl<'a, B: Backing> Paths<'a, B> {
         (dir, name): &'a Place,
         above: &mut Vec<u64>,
     ) -> Result<Option<Found<B>>, HeldError> {
-        let Some((path, dir)) = self.dir(*dir, above)? else { return Ok(None) };
+        let Some((path, dir)) = self.dir(*dir, above)? else {
+            return Ok(None);
+        };
         let Some((node, attr)) = staging::find(self.base, &dir, OsStr::from_bytes(name))? else {
             return Ok(None);
         };

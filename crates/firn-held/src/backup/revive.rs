@@ -19,12 +19,18 @@ fn backup(error: impl Into<OwnError>) -> HeldError {
 }
 
 fn tree(path: &[u8], what: &str) -> HeldError {
-    HeldError::BackupTree { path: path.to_vec(), what: what.into() }
+    HeldError::BackupTree {
+        path: path.to_vec(),
+        what: what.into(),
+    }
 }
 
 impl<B: Backing> Held<B> {
     /// The manifest in a directory of a backup; `None` where there is none.
-    pub fn manifest(store: &B, dir: &B::Node) -> Result<Option<Result<Manifest, RecordError>>, HeldError> {
+    pub fn manifest(
+        store: &B,
+        dir: &B::Node,
+    ) -> Result<Option<Result<Manifest, RecordError>>, HeldError> {
         load(store, dir)
     }
 
@@ -35,7 +41,12 @@ impl<B: Backing> Held<B> {
 
     /// Stages what a backup, a directory `from` of a store that is `called` so, has and makes it a transaction that is prepared. Where this fails the
     /// backing is as it was.
-    pub fn revive(&self, from: (&B, &B::Node), called: &OsStr, manifest: &Manifest) -> Result<(), HeldError> {
+    pub fn revive(
+        &self,
+        from: (&B, &B::Node),
+        called: &OsStr,
+        manifest: &Manifest,
+    ) -> Result<(), HeldError> {
         let wanted = &manifest.record;
         self.must_be_before(manifest)?;
         let mut found = HashMap::from([(0, (self.base.root(), Vec::new()))]);
@@ -68,7 +79,13 @@ impl<B: Backing> Held<B> {
         };
         let new = staging::new_name(staging::RECORD);
         let flags = RenameFlags::empty();
-        self.base.rename(&dir, OsStr::new(&new), &dir, OsStr::new(staging::RECORD), flags)?;
+        self.base.rename(
+            &dir,
+            OsStr::new(&new),
+            &dir,
+            OsStr::new(staging::RECORD),
+            flags,
+        )?;
         self.base.sync_dir(&dir)?;
         self.wait_for_decision(serial, dir, record)
     }
@@ -77,11 +94,15 @@ impl<B: Backing> Held<B> {
     fn must_be_before(&self, manifest: &Manifest) -> Result<(), HeldError> {
         let wanted = &manifest.record;
         let is_in = |a: &[u8], b: &[u8]| {
-            b.is_empty() || a.strip_prefix(b).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+            b.is_empty()
+                || a.strip_prefix(b)
+                    .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
         };
         for one in self.transactions() {
             if is_in(&one.scope, &wanted.scope) || is_in(&wanted.scope, &one.scope) {
-                return Err(HeldError::Open { scope: one.scope.as_slice().into() });
+                return Err(HeldError::Open {
+                    scope: one.scope.as_slice().into(),
+                });
             }
         }
         match self.committed(&wanted.scope)? {
@@ -89,14 +110,20 @@ impl<B: Backing> Held<B> {
             // A copy without `.firn`.
             None => Ok(()),
             Some(id) if id == wanted.id => Err(HeldError::BackupDone { id }),
-            Some(id) => Err(tree(&wanted.scope, &format!("its last commit is {id}, and not the one before"))),
+            Some(id) => Err(tree(
+                &wanted.scope,
+                &format!("its last commit is {id}, and not the one before"),
+            )),
         }
     }
 
     fn at(&self, path: &[u8]) -> Result<(B::Node, Attr), Errno> {
         let mut at = self.base.root();
         let mut attr = self.base.attr(&at)?;
-        for name in path.split(|&byte| byte == b'/').filter(|name| !name.is_empty()) {
+        for name in path
+            .split(|&byte| byte == b'/')
+            .filter(|name| !name.is_empty())
+        {
             (at, attr) = self.base.lookup(&at, OsStr::from_bytes(name))?;
         }
         Ok((at, attr))
@@ -119,8 +146,10 @@ impl<B: Backing> Held<B> {
             }
             let identity = Identity::of(&attr, self.device());
             if same.as_ref().is_some_and(|(_, other)| *other != identity) {
-                let text =
-                    format!("it is not the same object as {}", firn_format::quote::quoted(&known.paths[0]));
+                let text = format!(
+                    "it is not the same object as {}",
+                    firn_format::quote::quoted(&known.paths[0])
+                );
                 return Err(tree(path, &text));
             }
             same = Some((node, identity));
@@ -141,16 +170,24 @@ impl<B: Backing> Held<B> {
         };
         for item in &record.items {
             for place in &item.comes {
-                let Some((dir, path)) = found.get(&place.0) else { continue };
-                let is_taken = staging::find(&self.base, dir, OsStr::from_bytes(&place.1))?.is_some();
+                let Some((dir, path)) = found.get(&place.0) else {
+                    continue;
+                };
+                let is_taken =
+                    staging::find(&self.base, dir, OsStr::from_bytes(&place.1))?.is_some();
                 if is_taken && !left.contains(place) {
-                    return Err(tree(&full(path, &place.1), "the transaction makes it, and it is there"));
+                    return Err(tree(
+                        &full(path, &place.1),
+                        "the transaction makes it, and it is there",
+                    ));
                 }
             }
             if !item.is_dir || item.leaves.is_empty() || !item.comes.is_empty() {
                 continue;
             }
-            let Some((dir, path)) = found.get(&item.number) else { continue };
+            let Some((dir, path)) = found.get(&item.number) else {
+                continue;
+            };
             for (name, ..) in staging::list(&self.base, dir)? {
                 if !left.contains(&(item.number, name.clone())) {
                     return Err(tree(
@@ -177,7 +214,10 @@ impl<B: Backing> Held<B> {
         for stored in &manifest.stored {
             let nest = staging::dir(&self.base, &new, &stored.at.0)?;
             let node = self.rebuild(from, stored, &nest)?;
-            made.insert(&stored.at, Identity::of(&self.base.attr(&node)?, self.device()));
+            made.insert(
+                &stored.at,
+                Identity::of(&self.base.attr(&node)?, self.device()),
+            );
         }
         let mut record = manifest.record.clone();
         for item in &mut record.items {
@@ -187,18 +227,29 @@ impl<B: Backing> Held<B> {
             };
             if let Some((nest, name)) = &item.anchor_at {
                 let nest = staging::dir(&self.base, &new, nest)?;
-                self.base.link(&found[&item.number].0, &nest, OsStr::new(name))?;
+                self.base
+                    .link(&found[&item.number].0, &nest, OsStr::new(name))?;
             }
         }
         Ok(record)
     }
 
-    fn rebuild(&self, from: (&B, &B::Node), stored: &Stored, nest: &B::Node) -> Result<B::Node, HeldError> {
-        let (base, me, name) = (&self.base, staging::own(), OsStr::new(&stored.at.1));
+    fn rebuild(
+        &self,
+        from: (&B, &B::Node),
+        stored: &Stored,
+        nest: &B::Node,
+    ) -> Result<B::Node, HeldError> {
+        let base = &self.base;
+        let me = staging::own();
+        let name = OsStr::new(&stored.at.1);
         let kind = stored.mode & libc::S_IFMT;
         let node = match kind {
             libc::S_IFDIR => base.mkdir(&me, nest, name, 0o700)?.0,
-            libc::S_IFLNK => base.symlink(&me, nest, name, OsStr::from_bytes(&stored.target))?.0,
+            libc::S_IFLNK => {
+                base.symlink(&me, nest, name, OsStr::from_bytes(&stored.target))?
+                    .0
+            }
             libc::S_IFREG => {
                 let (node, file, _) = base.create(&me, nest, name, 0o600)?;
                 if let Some(content) = &stored.content {
@@ -216,13 +267,22 @@ impl<B: Backing> Held<B> {
             staging::set_xattrs(base, &node, &stored.xattrs)?;
             base.set_mode(&node, stored.mode & 0o7777)?;
         }
-        let [atime, mtime] = stored.times.map(|(sec, nsec)| SetTime::At(Time { sec, nsec }));
+        let [atime, mtime] = stored
+            .times
+            .map(|(sec, nsec)| SetTime::At(Time { sec, nsec }));
         base.set_times(&node, atime, mtime)?;
         Ok(node)
     }
 
-    fn fill(&self, (store, dir): (&B, &B::Node), content: &Content, to: &B::File) -> Result<(), HeldError> {
-        let damaged = || HeldError::BackupDamaged { file: content.file.clone() };
+    fn fill(
+        &self,
+        (store, dir): (&B, &B::Node),
+        content: &Content,
+        to: &B::File,
+    ) -> Result<(), HeldError> {
+        let damaged = || HeldError::BackupDamaged {
+            file: content.file.clone(),
+        };
         let found = staging::find(store, dir, OsStr::new(&content.file)).map_err(backup)?;
         let (node, _) = found.ok_or_else(damaged)?;
         let from = store.open(&node, Access::Read).map_err(backup)?;
@@ -233,7 +293,9 @@ impl<B: Backing> Held<B> {
             let mut at = start;
             while at < end {
                 let len = BLOCK.min(usize::try_from(end - at).unwrap_or(BLOCK));
-                let count = store.read_at(&from, &mut block[..len], at).map_err(backup)?;
+                let count = store
+                    .read_at(&from, &mut block[..len], at)
+                    .map_err(backup)?;
                 if count == 0 {
                     return Err(damaged());
                 }
@@ -242,6 +304,10 @@ impl<B: Backing> Held<B> {
                 at += count as u64;
             }
         }
-        if crc == content.crc { Ok(()) } else { Err(damaged()) }
+        if crc == content.crc {
+            Ok(())
+        } else {
+            Err(damaged())
+        }
     }
 }

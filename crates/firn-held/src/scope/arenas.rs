@@ -39,9 +39,16 @@ impl<B: Backing> Held<B> {
         };
         let mut homes = vec![None];
         for (name, ..) in staging::list(base, &top)? {
-            let Ok(name) = String::from_utf8(name) else { continue };
+            let Ok(name) = String::from_utf8(name) else {
+                continue;
+            };
             let node = name.strip_prefix(staging::NODE).map(str::to_owned);
-            homes.extend(node.map(|node| Some(Group { node, participants: Participants::Count(0) })));
+            homes.extend(node.map(|node| {
+                Some(Group {
+                    node,
+                    participants: Participants::Count(0),
+                })
+            }));
         }
         homes.retain(|home| home.as_ref().map(|home| &home.node) != group.map(|group| &group.node));
         Ok(homes)
@@ -67,15 +74,30 @@ impl<B: Backing> Held<B> {
 
     /// Takes down with which arena a transaction begins; durable with the next sync of its directory.
     pub(super) fn note_arena(&self, dir: &B::Node) -> Result<(), Errno> {
-        let Some(arena) = self.arena else { return Ok(()) };
-        staging::put(&self.base, dir, staging::ARENA, staging::to_hex(&arena).as_bytes())
+        let Some(arena) = self.arena else {
+            return Ok(());
+        };
+        staging::put(
+            &self.base,
+            dir,
+            staging::ARENA,
+            staging::to_hex(&arena).as_bytes(),
+        )
     }
 
     fn arena_of(&self, dir: &B::Node) -> Result<Option<ArenaId>, HeldError> {
-        let Some(bytes) = staging::load(&self.base, dir, staging::ARENA)? else { return Ok(None) };
+        let Some(bytes) = staging::load(&self.base, dir, staging::ARENA)? else {
+            return Ok(None);
+        };
         let found = std::str::from_utf8(&bytes).ok().and_then(staging::from_hex);
-        let damaged = || HeldError::Record { path: staging::ARENA.into(), source: RecordError::Damaged };
-        found.and_then(|id| id.try_into().ok()).map(Some).ok_or_else(damaged)
+        let damaged = || HeldError::Record {
+            path: staging::ARENA.into(),
+            source: RecordError::Damaged,
+        };
+        found
+            .and_then(|id| id.try_into().ok())
+            .map(Some)
+            .ok_or_else(damaged)
     }
 
     /// Arenas and scopes of transactions that are not decided for.
@@ -95,51 +117,86 @@ impl<B: Backing> Held<B> {
         let bytes = staging::load(&self.base, home, staging::DROPPED)?.unwrap_or_default();
         let line = |line: &[u8]| {
             let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
-            let line = (staging::from_hex(arena)?.try_into().ok()?, staging::from_hex(scope)?);
+            let line = (
+                staging::from_hex(arena)?.try_into().ok()?,
+                staging::from_hex(scope)?,
+            );
             is_path(&line.1).then_some(line)
         };
         let path = format!("{}/{}", self.home_path(), staging::DROPPED);
-        let lines = bytes.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
-        lines.map(line).collect::<Option<_>>().ok_or(HeldError::Record { path, source: RecordError::Damaged })
+        let lines = bytes
+            .split(|&byte| byte == b'\n')
+            .filter(|line| !line.is_empty());
+        lines
+            .map(line)
+            .collect::<Option<_>>()
+            .ok_or(HeldError::Record {
+                path,
+                source: RecordError::Damaged,
+            })
     }
 
     fn write_told(&self, home: &B::Node, lines: &BTreeSet<Line>) -> Result<(), Errno> {
-        let line = |(arena, scope): &Line| format!("{} {}\n", staging::to_hex(arena), staging::to_hex(scope));
+        let line = |(arena, scope): &Line| {
+            format!("{} {}\n", staging::to_hex(arena), staging::to_hex(scope))
+        };
         let text: String = lines.iter().map(line).collect();
         staging::store(&self.base, home, staging::DROPPED, text.as_bytes())
     }
 
     /// Scopes of which nothing counts that the arena at hand has. Changes nothing.
     pub(super) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, HeldError> {
-        let (Some(arena), Some(home)) = (self.arena, self.find_home()?) else { return Ok(Vec::new()) };
+        let (Some(arena), Some(home)) = (self.arena, self.find_home()?) else {
+            return Ok(Vec::new());
+        };
         let mut all = self.undecided(&home)?;
         all.append(&mut self.told(&home)?);
-        let mine: BTreeSet<Vec<u8>> =
-            all.into_iter().filter(|(of, _)| *of == arena).map(|(_, scope)| scope).collect();
+        let mine: BTreeSet<Vec<u8>> = all
+            .into_iter()
+            .filter(|(of, _)| *of == arena)
+            .map(|(_, scope)| scope)
+            .collect();
         Ok(mine.into_iter().collect())
     }
 
     /// The arena at hand has dropped what it must: other ones are told, before the transactions end.
     pub(super) fn tell_arenas(&self) -> Result<(), HeldError> {
-        let Some(home) = self.find_home()? else { return Ok(()) };
+        let Some(home) = self.find_home()? else {
+            return Ok(());
+        };
         let told = self.told(&home)?;
         let mut all = told.clone();
         all.append(&mut self.undecided(&home)?);
         all.retain(|(arena, _)| Some(*arena) != self.arena);
-        if all == told { Ok(()) } else { Ok(self.write_told(&home, &all)?) }
+        if all == told {
+            Ok(())
+        } else {
+            Ok(self.write_told(&home, &all)?)
+        }
     }
 
     /// The arena at hand has nothing any more of the transactions of this home, which stay.
     fn has_dropped(&self, arena: ArenaId) -> Result<(), HeldError> {
-        let Some(home) = self.find_home()? else { return Ok(()) };
+        let Some(home) = self.find_home()? else {
+            return Ok(());
+        };
         for stored in self.stored_transactions(&home)? {
             if self.arena_of(&stored.dir)? == Some(arena) {
-                self.base.unlink(&stored.dir, std::ffi::OsStr::new(staging::ARENA))?;
+                self.base
+                    .unlink(&stored.dir, std::ffi::OsStr::new(staging::ARENA))?;
                 self.base.sync_dir(&stored.dir)?;
             }
         }
         let told = self.told(&home)?;
-        let others: BTreeSet<Line> = told.iter().filter(|(of, _)| *of != arena).cloned().collect();
-        if others == told { Ok(()) } else { Ok(self.write_told(&home, &others)?) }
+        let others: BTreeSet<Line> = told
+            .iter()
+            .filter(|(of, _)| *of != arena)
+            .cloned()
+            .collect();
+        if others == told {
+            Ok(())
+        } else {
+            Ok(self.write_told(&home, &others)?)
+        }
     }
 }

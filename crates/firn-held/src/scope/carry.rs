@@ -39,7 +39,11 @@ pub(super) struct Carried<B: Backing> {
 
 impl<B: Backing> Default for Carried<B> {
     fn default() -> Self {
-        Self { turn: Mutex::default(), next: Mutex::default(), trouble: Mutex::default() }
+        Self {
+            turn: Mutex::default(),
+            next: Mutex::default(),
+            trouble: Mutex::default(),
+        }
     }
 }
 
@@ -99,7 +103,12 @@ impl<B: Backing> Held<B> {
     /// Carries out what was decided in a scope, while programs go on reading. Changes of the scope wait. Where this
     /// fails it can be called again.
     pub fn carry_out(&self, scope: &[u8]) -> Result<(), HeldError> {
-        let found = self.scopes.read().iter().find(|one| one.path == scope).cloned();
+        let found = self
+            .scopes
+            .read()
+            .iter()
+            .find(|one| one.path == scope)
+            .cloned();
         match found.filter(|scope| scope.decided().is_some()) {
             Some(scope) => self.carry(&scope),
             None => Ok(()),
@@ -118,7 +127,8 @@ impl<B: Backing> Held<B> {
             self.carry(&scope)?;
         }
         let scope = self.scope_at(node)?;
-        let (_names, _data) = (self.tree.write(), self.data.write());
+        let _names = self.tree.write();
+        let _data = self.data.write();
         self.check_all(&scope);
         scope.must_be_whole()?;
         let stage = *scope.stage.lock();
@@ -127,12 +137,18 @@ impl<B: Backing> Held<B> {
                 return Err(HeldError::OtherId { found, wanted: id });
             }
             Stage::Prepared(_) => {
-                if let Some(record) = scope.recovered.as_ref().filter(|_| !self.is_backed_up(&scope)) {
+                if let Some(record) = scope
+                    .recovered
+                    .as_ref()
+                    .filter(|_| !self.is_backed_up(&scope))
+                {
                     self.back_up(&scope, record)?;
                 }
                 self.agree(&scope, stage, id)?;
-                let (from, to) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
-                self.base.rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
+                let from = OsStr::new(staging::RECORD);
+                let to = OsStr::new(staging::COMMIT);
+                self.base
+                    .rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
                 scope.turn(Stage::Decided(id));
                 self.base.sync_dir(&scope.dir)?;
             }
@@ -140,7 +156,8 @@ impl<B: Backing> Held<B> {
                 self.agree(&scope, stage, id)?;
                 // Decided at once: a crash before leaves nothing that waits for a decision.
                 self.write_record(&scope, id)?;
-                self.place_record(&scope, staging::COMMIT).inspect_err(|_| self.withdraw_backup(&scope))?;
+                self.place_record(&scope, staging::COMMIT)
+                    .inspect_err(|_| self.withdraw_backup(&scope))?;
                 scope.turn(Stage::Decided(id));
                 self.base.sync_dir(&scope.dir)?;
             }
@@ -163,17 +180,28 @@ impl<B: Backing> Held<B> {
     /// Before a transaction begins at `root`: what is decided above or below it, or has a follower, is carried out.
     pub(super) fn carry_out_around(&self, root: &Arc<Object<B>>) -> Result<(), HeldError> {
         let scopes = self.scopes.read().clone();
-        let overlaps = |scope: &&Arc<Scope<B>>| root.is_below(&scope.root) || scope.root.is_below(root);
+        let overlaps =
+            |scope: &&Arc<Scope<B>>| root.is_below(&scope.root) || scope.root.is_below(root);
         let in_the_way = scopes.iter().filter(overlaps).filter(|scope| {
-            scope.decided().is_some() && scope.carried.next().is_none() && !scope.can_be_followed(root)
+            scope.decided().is_some()
+                && scope.carried.next().is_none()
+                && !scope.can_be_followed(root)
         });
-        in_the_way.into_iter().try_for_each(|scope| self.carry(scope))
+        in_the_way
+            .into_iter()
+            .try_for_each(|scope| self.carry(scope))
     }
 
     /// Gives up the transaction of a scope that was to begin when what is decided there is carried out.
     pub fn unfollow(&self, scope: &[u8]) {
-        let found = self.scopes.read().iter().find(|one| one.path == scope).cloned();
-        let (_names, _data) = (self.tree.write(), self.data.write());
+        let found = self
+            .scopes
+            .read()
+            .iter()
+            .find(|one| one.path == scope)
+            .cloned();
+        let _names = self.tree.write();
+        let _data = self.data.write();
         if let Some(Err(error)) = found.map(|scope| self.drop_next(&scope)) {
             tracing::warn!(%error, "the transaction that follows a commit stays open");
         }
@@ -181,7 +209,9 @@ impl<B: Backing> Held<B> {
 
     /// Gives up the transaction that was to follow; whether there was one.
     pub(super) fn drop_next(&self, scope: &Scope<B>) -> Result<bool, Errno> {
-        let Some(next) = scope.carried.next() else { return Ok(false) };
+        let Some(next) = scope.carried.next() else {
+            return Ok(false);
+        };
         self.forget(&next.dir)?;
         scope.carried.take_next();
         next.turn(Stage::Ended);
@@ -195,7 +225,9 @@ impl<B: Backing> Held<B> {
 
     fn carry(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
         let _turn = scope.carried.turn.lock();
-        let Some(id) = scope.decided() else { return Ok(()) };
+        let Some(id) = scope.decided() else {
+            return Ok(());
+        };
         let carried = match &scope.recovered {
             None => self.carry_behind(scope),
             // There are no tables to answer from.
@@ -209,16 +241,25 @@ impl<B: Backing> Held<B> {
 
     /// Of a commit that is being undone; the caller holds names and data.
     pub(crate) fn carry_out_undo(&self, serial: u64) -> Result<(), HeldError> {
-        let found = self.scopes.read().iter().find(|one| one.serial == serial).cloned();
+        let found = self
+            .scopes
+            .read()
+            .iter()
+            .find(|one| one.serial == serial)
+            .cloned();
         let scope = found.expect("it was just entered");
-        let carried = self.sync_home().map_err(HeldError::from).and_then(|()| self.carry_here(&scope));
+        let carried = self
+            .sync_home()
+            .map_err(HeldError::from)
+            .and_then(|()| self.carry_here(&scope));
         *scope.carried.trouble.lock() = carried.as_ref().err().map(ToString::to_string);
         carried
     }
 
     /// Programs wait.
     fn carry_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
-        let (_names, _data) = (self.tree.write(), self.data.write());
+        let _names = self.tree.write();
+        let _data = self.data.write();
         if scope.is_undo {
             self.sync_home()?;
         }
@@ -238,7 +279,8 @@ impl<B: Backing> Held<B> {
     fn carry_behind(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
         self.freeze(scope)?;
         self.apply(scope)?;
-        let (names, data) = (self.tree.write(), self.data.write());
+        let names = self.tree.write();
+        let data = self.data.write();
         self.hold_new(scope)?;
         self.let_go_of(scope);
         drop((names, data));
@@ -247,13 +289,14 @@ impl<B: Backing> Held<B> {
     }
 
     fn apply(&self, scope: &Scope<B>) -> Result<(), HeldError> {
-        let record = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), staging::COMMIT)?;
+        let record =
+            self.load_record(&scope.dir, &format!("tx-{}", scope.serial), staging::COMMIT)?;
         let Some(record) = record else {
             // An earlier attempt came to the end and could not say so.
             return Ok(self.forget(&scope.dir)?);
         };
-        let mut apply =
-            Apply::new(self, &record, &scope.new, &scope.away).keeping(self.undo_nest(scope.serial)?);
+        let mut apply = Apply::new(self, &record, &scope.new, &scope.away)
+            .keeping(self.undo_nest(scope.serial)?);
         let changed = scope.changed.lock().clone();
         for (number, object) in &changed {
             let inner = object.inner.read();
@@ -271,7 +314,9 @@ impl<B: Backing> Held<B> {
         let changed = std::mem::take(&mut *scope.changed.lock());
         for (_, object) in changed {
             let mut inner = object.inner.write();
-            let Some(change) = inner.change.take() else { continue };
+            let Some(change) = inner.change.take() else {
+                continue;
+            };
             if inner.base.is_none() {
                 inner.base = change.twin.and_then(|twin| twin.held);
             }
@@ -285,7 +330,12 @@ impl<B: Backing> Held<B> {
     fn freeze(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         for object in &changed {
-            let is_done = object.inner.read().change.as_ref().is_none_or(|change| change.frozen.is_some());
+            let is_done = object
+                .inner
+                .read()
+                .change
+                .as_ref()
+                .is_none_or(|change| change.frozen.is_some());
             if is_done {
                 continue;
             }
@@ -297,26 +347,42 @@ impl<B: Backing> Held<B> {
             let is_dir = object.kind == Kind::Dir;
             let mut inner = object.inner.write();
             let is_new = inner.base.is_none();
-            let Some(change) = inner.change.as_mut() else { continue };
+            let Some(change) = inner.change.as_mut() else {
+                continue;
+            };
             let is_there = !change.removed && (is_dir || change.links > 0);
-            if let Some(twin) = change.twin.as_mut().filter(|_| is_new && is_there && is_dir) {
+            if let Some(twin) = change
+                .twin
+                .as_mut()
+                .filter(|_| is_new && is_there && is_dir)
+            {
                 twin.held = Some(twin.node(&self.base)?);
             }
             change.frozen = attr;
         }
-        changed.iter().filter(|object| object.kind != Kind::Dir).try_for_each(|object| self.follow(object))
+        changed
+            .iter()
+            .filter(|object| object.kind != Kind::Dir)
+            .try_for_each(|object| self.follow(object))
     }
 
     /// Notes where a new object goes, or holds it where it has several names. There may be more of them than a
     /// process may hold descriptors.
     fn follow(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
-        let (place, seat) = (self.only_place(object), object.seat.lock().clone());
+        let place = self.only_place(object);
+        let seat = object.seat.lock().clone();
         let mut inner = object.inner.write();
         let is_new = inner.base.is_none();
-        let Some(change) = inner.change.as_mut().filter(|change| is_new && change.links > 0) else {
+        let Some(change) = inner
+            .change
+            .as_mut()
+            .filter(|change| is_new && change.links > 0)
+        else {
             return Ok(());
         };
-        let Some(twin) = change.twin.as_mut() else { return Ok(()) };
+        let Some(twin) = change.twin.as_mut() else {
+            return Ok(());
+        };
         if twin.held.is_some() || twin.goes_to.is_some() {
             return Ok(());
         }

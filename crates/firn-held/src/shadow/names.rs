@@ -43,8 +43,11 @@ impl<B: Backing> Held<B> {
     /// What was made in the transaction and has no name any more is nothing to an abort.
     fn new_one_lost_name(&self, shadow: &Shadow<B>, object: &Object<B>) {
         let mut inner = object.inner.write();
-        let Ok(node) = inner.node(&self.base) else { return };
-        let is_gone = object.kind == Kind::Dir || self.base.attr(&node).is_ok_and(|attr| attr.nlink == 0);
+        let Ok(node) = inner.node(&self.base) else {
+            return;
+        };
+        let is_gone =
+            object.kind == Kind::Dir || self.base.attr(&node).is_ok_and(|attr| attr.nlink == 0);
         if is_gone {
             object.become_nameless(&mut inner, node);
             shadow.known.lock().remove(&object.key.1);
@@ -131,7 +134,13 @@ impl<B: Backing> Held<B> {
                 self.keep(scope, shadow, target, (&dir, new_name))?;
                 if let Err(errno) = go() {
                     self.link_may_go(scope, target);
-                    let _ = self.base.rename(&shadow.kept, kept, &dir, new_name, RenameFlags::NOREPLACE);
+                    let _ = self.base.rename(
+                        &shadow.kept,
+                        kept,
+                        &dir,
+                        new_name,
+                        RenameFlags::NOREPLACE,
+                    );
                     return Err(errno);
                 }
             }

@@ -32,7 +32,9 @@ impl<B: Backing> Held<B> {
         object: &Arc<Object<B>>,
         from: u64,
     ) -> Result<Option<Arc<Scope<B>>>> {
-        let Some(shadow) = scope.as_ref().and_then(|scope| scope.shadow.as_ref()) else { return Ok(scope) };
+        let Some(shadow) = scope.as_ref().and_then(|scope| scope.shadow.as_ref()) else {
+            return Ok(scope);
+        };
         let scope = scope.as_ref().expect("it has a shadow");
         self.save(scope, shadow, object, from)?;
         Ok(None)
@@ -46,7 +48,13 @@ impl<B: Backing> Held<B> {
         from: u64,
     ) -> Result<()> {
         let (dev, ino) = object.key;
-        let is_saved = || shadow.known.lock().get(&ino).is_some_and(|known| known.covers(from));
+        let is_saved = || {
+            shadow
+                .known
+                .lock()
+                .get(&ino)
+                .is_some_and(|known| known.covers(from))
+        };
         if is_saved() {
             return Ok(());
         }
@@ -69,7 +77,10 @@ impl<B: Backing> Held<B> {
                 known = Some(mine);
             }
         }
-        shadow.known.lock().insert(ino, known.expect("the loop ends with it"));
+        shadow
+            .known
+            .lock()
+            .insert(ino, known.expect("the loop ends with it"));
         if object.kind == Kind::Dir {
             shadow.dirs.lock().insert(ino, Arc::clone(object));
         }
@@ -77,13 +88,19 @@ impl<B: Backing> Held<B> {
     }
 
     /// What the records behind those that are `known` add; `None` where there is none.
-    fn saved_by_others(&self, shadow: &Shadow<B>, ino: u64, known: Option<Known>) -> Result<Option<Known>> {
+    fn saved_by_others(
+        &self,
+        shadow: &Shadow<B>,
+        ino: u64,
+        known: Option<Known>,
+    ) -> Result<Option<Known>> {
         let (mut low, first) = match known {
             Some(Known::Saved { low, count }) => (low, count),
             _ => (0, 0),
         };
         let mut count = first;
-        while let Some(bytes) = staging::load(&self.base, &shadow.saved, &format!("{ino}.{count}"))? {
+        while let Some(bytes) = staging::load(&self.base, &shadow.saved, &format!("{ino}.{count}"))?
+        {
             let saved = Saved::decode(&bytes).map_err(|_| Errno::IO)?;
             if let Some(original) = &saved.original {
                 low = original.size;
@@ -113,9 +130,18 @@ impl<B: Backing> Held<B> {
                 (Some(original), size, 0)
             }
         };
-        let mut saved = Saved { ino: object.key.1, path: path(scope, object), original, segment: None };
+        let mut saved = Saved {
+            ino: object.key.1,
+            path: path(scope, object),
+            original,
+            segment: None,
+        };
         if object.kind == Kind::File && from < to {
-            let from = if count + 1 >= RECORDS_MAX { 0 } else { from - from % ALIGN };
+            let from = if count + 1 >= RECORDS_MAX {
+                0
+            } else {
+                from - from % ALIGN
+            };
             saved.segment = Some(self.copy_bytes(shadow, &node, from, to)?);
         }
         let low = saved.segment.as_ref().map_or(to, |segment| segment.from);
@@ -126,7 +152,10 @@ impl<B: Backing> Held<B> {
                 let _ = self.base.unlink(&shadow.saved, OsStr::new(&segment.at));
             }
         }
-        Ok(published?.then_some(Known::Saved { low, count: count + 1 }))
+        Ok(published?.then_some(Known::Saved {
+            low,
+            count: count + 1,
+        }))
     }
 
     fn original(&self, object: &Arc<Object<B>>, node: &B::Node) -> Result<Original> {
@@ -134,7 +163,9 @@ impl<B: Backing> Held<B> {
         let mut names = Vec::new();
         if object.kind == Kind::Dir {
             let is_top = object.parent().is_none();
-            let listed = staging::list(&self.base, node)?.into_iter().map(|(name, ino, _)| (name, ino));
+            let listed = staging::list(&self.base, node)?
+                .into_iter()
+                .map(|(name, ino, _)| (name, ino));
             names.extend(listed.filter(|(name, _)| !(is_top && name == staging::TOP.as_bytes())));
         }
         Ok(Original {
@@ -152,7 +183,13 @@ impl<B: Backing> Held<B> {
     }
 
     /// Copies bytes to a file of their own, durably but for its name.
-    fn copy_bytes(&self, shadow: &Shadow<B>, node: &B::Node, from: u64, to: u64) -> Result<Segment> {
+    fn copy_bytes(
+        &self,
+        shadow: &Shadow<B>,
+        node: &B::Node,
+        from: u64,
+        to: u64,
+    ) -> Result<Segment> {
         let (at, copy) = self.make_file(shadow, "data")?;
         let copied = self.base.open(node, Access::Read).and_then(|source| {
             Apply::copy(&self.base, &source, &copy, from, to)?;
@@ -172,7 +209,10 @@ impl<B: Backing> Held<B> {
         loop {
             let number = shadow.last_number.fetch_add(1, Ordering::Relaxed) + 1;
             let name = format!("{what}-{number}");
-            match self.base.create(&staging::own(), &shadow.saved, OsStr::new(&name), 0o600) {
+            match self
+                .base
+                .create(&staging::own(), &shadow.saved, OsStr::new(&name), 0o600)
+            {
                 Ok((_, file, _)) => return Ok((name, file)),
                 Err(Errno::EXIST) => {}
                 Err(errno) => return Err(errno),
@@ -197,11 +237,16 @@ impl<B: Backing> Held<B> {
     /// Gives a file its name, if no other has it.
     fn name_record(&self, shadow: &Shadow<B>, new: &str, name: &str) -> Result<bool> {
         let (dir, new, name) = (&shadow.saved, OsStr::new(new), OsStr::new(name));
-        let named = match self.base.rename(dir, new, dir, name, RenameFlags::NOREPLACE) {
+        let named = match self
+            .base
+            .rename(dir, new, dir, name, RenameFlags::NOREPLACE)
+        {
             // Not every file system can do this; links replace nothing anywhere.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
                 let (node, _) = self.base.lookup(dir, new)?;
-                self.base.link(&node, dir, name).and_then(|_| self.base.unlink(dir, new))
+                self.base
+                    .link(&node, dir, name)
+                    .and_then(|_| self.base.unlink(dir, new))
             }
             other => other,
         };
@@ -214,7 +259,10 @@ impl<B: Backing> Held<B> {
 
     fn is_published(&self, shadow: &Shadow<B>, saved: &Saved, count: u32) -> bool {
         let name = format!("{}.{count}", saved.ino);
-        !matches!(staging::find(&self.base, &shadow.saved, OsStr::new(&name)), Ok(None))
+        !matches!(
+            staging::find(&self.base, &shadow.saved, OsStr::new(&name)),
+            Ok(None)
+        )
     }
 }
 
@@ -223,7 +271,9 @@ fn path<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>) -> Vec<super::sav
     let mut path = Vec::new();
     let mut at = Arc::clone(object);
     while !Arc::ptr_eq(&at, &scope.root) {
-        let Some((parent, name)) = at.seat.lock().clone() else { break };
+        let Some((parent, name)) = at.seat.lock().clone() else {
+            break;
+        };
         path.push((name.as_bytes().to_vec(), at.key.1));
         at = parent;
     }

@@ -19,7 +19,10 @@ use firn_format::sealed::Seal;
 use crate::record::{RecordError, check_name};
 
 /// The header of its file.
-pub const SEAL: Seal = Seal { magic: *b"FIRNSAVE", version: 1 };
+pub const SEAL: Seal = Seal {
+    magic: *b"FIRNSAVE",
+    version: 1,
+};
 
 /// A name and the inode that it led to.
 pub type Entry = (Vec<u8>, u64);
@@ -75,7 +78,8 @@ impl Saved {
 
     /// From the bytes that were stored. Every name in what comes back is a single component.
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
-        let saved: Self = postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| RecordError::Damaged)?;
+        let saved: Self =
+            postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| RecordError::Damaged)?;
         let names = saved.original.iter().flat_map(|original| &original.names);
         for (name, _) in saved.path.iter().chain(names) {
             check_name(name)?;
@@ -101,9 +105,18 @@ mod tests {
             xattrs: vec![(b"user.a".to_vec(), b"\0".to_vec())],
             names: vec![(b"\xff\n".to_vec(), 9)],
         };
-        let segment = Segment { from: 4096, to: 5000, at: "data-3".into() };
+        let segment = Segment {
+            from: 4096,
+            to: 5000,
+            at: "data-3".into(),
+        };
         let path = vec![(b"dir".to_vec(), 7), (b"file".to_vec(), 77)];
-        Saved { ino: 77, path, original: Some(original), segment: Some(segment) }
+        Saved {
+            ino: 77,
+            path,
+            original: Some(original),
+            segment: Some(segment),
+        }
     }
 
     #[test]
@@ -119,7 +132,11 @@ mod tests {
             bad[1].original.as_mut().expect("it has one").names[0].0 = name.into();
             bad[2].segment.as_mut().expect("it has one").at = name.into();
             for bad in bad {
-                assert_eq!(Saved::decode(&bad.encode()), Err(RecordError::Damaged), "{name:?}");
+                assert_eq!(
+                    Saved::decode(&bad.encode()),
+                    Err(RecordError::Damaged),
+                    "{name:?}"
+                );
             }
         }
     }

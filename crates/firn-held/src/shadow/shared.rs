@@ -79,7 +79,13 @@ impl<B: Backing> Place<'_, B> {
 
     /// The outcome, which is this one if there is none.
     pub(crate) fn settle(&self, commit: bool) -> Result<Outcome, Errno> {
-        self.put_json(OUTCOME, &Outcome { commit, by: self.group.node.clone() })?;
+        self.put_json(
+            OUTCOME,
+            &Outcome {
+                commit,
+                by: self.group.node.clone(),
+            },
+        )?;
         self.outcome()?.ok_or(Errno::IO)
     }
 
@@ -96,7 +102,9 @@ impl<B: Backing> Place<'_, B> {
         self.put_json(UNDOER, &self.group.node)?;
         let undoer: String = self.get(UNDOER)?.ok_or(Errno::IO)?;
         if undoer != self.group.node {
-            return Err(HeldError::Stopping { nodes: vec![undoer] });
+            return Err(HeldError::Stopping {
+                nodes: vec![undoer],
+            });
         }
         undo()?;
         // Objects that are back have one link too many there. Should all of this be done again, nothing is missing.
@@ -129,7 +137,9 @@ impl<B: Backing> Place<'_, B> {
                 return Ok(());
             }
             self.put_json(REMOVER, &self.group.node)?;
-            let is_mine = self.get::<String>(REMOVER)?.is_some_and(|node| node == self.group.node);
+            let is_mine = self
+                .get::<String>(REMOVER)?
+                .is_some_and(|node| node == self.group.node);
             // By name: the next transaction may have a directory already.
             if !is_mine || !self.is_current()? {
                 return Ok(());
@@ -155,7 +165,9 @@ impl<B: Backing> Place<'_, B> {
 }
 
 fn remove_dir<B: Backing>(base: &B, top: &B::Node, name: &str) -> Result<(), Errno> {
-    let Some((dir, _)) = staging::find_dir(base, top, name)? else { return Ok(()) };
+    let Some((dir, _)) = staging::find_dir(base, top, name)? else {
+        return Ok(());
+    };
     staging::clear(base, &dir)?;
     base.rmdir(top, OsStr::new(name))
 }
@@ -175,15 +187,27 @@ enum Fate {
 
 impl<B: Backing> Held<B> {
     fn shared_place(&self, name: &str) -> Result<Option<Place<'_, B>>, Errno> {
-        let Some(group) = &self.group else { return Ok(None) };
-        let Some(top) = self.find_top()? else { return Ok(None) };
+        let Some(group) = &self.group else {
+            return Ok(None);
+        };
+        let Some(top) = self.find_top()? else {
+            return Ok(None);
+        };
         let found = staging::find_dir(&self.base, &top, name)?;
-        Ok(found.map(|(dir, _)| MeetingPlace { base: &self.base, top, name: name.into(), dir, group }))
+        Ok(found.map(|(dir, _)| MeetingPlace {
+            base: &self.base,
+            top,
+            name: name.into(),
+            dir,
+            group,
+        }))
     }
 
     /// What this node shares with others in a scope; `None` where it is not in a transaction like that.
     pub(crate) fn shared(&self, scope: &[u8]) -> Result<Option<Place<'_, B>>, Errno> {
-        let Some(place) = self.shared_place(&scoped_name(DIR, scope))? else { return Ok(None) };
+        let Some(place) = self.shared_place(&scoped_name(DIR, scope))? else {
+            return Ok(None);
+        };
         match place.names() {
             Ok(names) => {
                 let is_in = names.contains(&place.mine(IN)) && !names.contains(&place.mine(LEFT));
@@ -196,11 +220,17 @@ impl<B: Backing> Held<B> {
 
     /// All that are there.
     fn all_shared(&self) -> Result<Vec<Place<'_, B>>, Errno> {
-        let Some(top) = self.find_top()? else { return Ok(Vec::new()) };
+        let Some(top) = self.find_top()? else {
+            return Ok(Vec::new());
+        };
         let mut places = Vec::new();
         for (name, ..) in staging::list(&self.base, &top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
-            if name == DIR || name.strip_prefix(DIR).is_some_and(|rest| rest.starts_with('-')) {
+            if name == DIR
+                || name
+                    .strip_prefix(DIR)
+                    .is_some_and(|rest| rest.starts_with('-'))
+            {
                 places.extend(self.shared_place(&name)?);
             }
         }
@@ -221,12 +251,20 @@ impl<B: Backing> Held<B> {
     }
 
     fn come_in(&self, scope: &[u8]) -> Result<(), HeldError> {
-        let Some(group) = &self.group else { return Ok(()) };
+        let Some(group) = &self.group else {
+            return Ok(());
+        };
         let name = scoped_name(DIR, scope);
         let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
         let dir = staging::dir(&self.base, &top, &name)?;
         self.base.sync_dir(&top)?;
-        let place = MeetingPlace { base: &self.base, top, name, dir, group };
+        let place = MeetingPlace {
+            base: &self.base,
+            top,
+            name,
+            dir,
+            group,
+        };
         if place.outcome()?.is_some() {
             return self.not_over(&place);
         }
@@ -239,7 +277,8 @@ impl<B: Backing> Held<B> {
             place.come_out()?;
             return self.not_over(&place);
         }
-        self.must_fit(&place, scope).inspect_err(|_| self.unjoin(scope))
+        self.must_fit(&place, scope)
+            .inspect_err(|_| self.unjoin(scope))
     }
 
     fn not_over(&self, place: &Place<'_, B>) -> Result<(), HeldError> {
@@ -257,10 +296,20 @@ impl<B: Backing> Held<B> {
         if let Participants::Count(count) = place.group.participants
             && members.len() > count
         {
-            let why = format!("{} take part already, and participants={count}", members.join(", "));
-            return Err(HeldError::GivenUp { by: place.group.node.clone(), why });
+            let why = format!(
+                "{} take part already, and participants={count}",
+                members.join(", ")
+            );
+            return Err(HeldError::GivenUp {
+                by: place.group.node.clone(),
+                why,
+            });
         }
-        for other in self.all_shared()?.iter().filter(|other| other.name != place.name) {
+        for other in self
+            .all_shared()?
+            .iter()
+            .filter(|other| other.name != place.name)
+        {
             let path = match staging::load_scope(&self.base, &other.dir, SCOPE) {
                 Ok(Some(path)) => path,
                 Ok(None) | Err(HeldError::Backing(Errno::NOENT | Errno::STALE)) => continue,
@@ -272,7 +321,9 @@ impl<B: Backing> Held<B> {
                 Err(errno) => return Err(errno.into()),
             }
             if overlap(&path, scope) {
-                return Err(HeldError::Open { scope: path.as_slice().into() });
+                return Err(HeldError::Open {
+                    scope: path.as_slice().into(),
+                });
             }
         }
         Ok(())
@@ -280,14 +331,23 @@ impl<B: Backing> Held<B> {
 
     /// A begin that failed: nothing was changed.
     pub(crate) fn unjoin(&self, scope: &[u8]) {
-        match self.shared(scope).and_then(|place| place.map_or(Ok(()), |place| place.come_out())) {
+        match self
+            .shared(scope)
+            .and_then(|place| place.map_or(Ok(()), |place| place.come_out()))
+        {
             Ok(()) => {}
-            Err(errno) => tracing::warn!(%errno, "other nodes wait for this one until its next start"),
+            Err(errno) => {
+                tracing::warn!(%errno, "other nodes wait for this one until its next start")
+            }
         }
     }
 
     /// What is saved for a transaction: in its own directory, or where all nodes save.
-    pub(crate) fn shadow_of(&self, dir: &B::Node, scope: &[u8]) -> Result<Option<Shadow<B>>, Errno> {
+    pub(crate) fn shadow_of(
+        &self,
+        dir: &B::Node,
+        scope: &[u8],
+    ) -> Result<Option<Shadow<B>>, Errno> {
         if staging::find(&self.base, dir, OsStr::new(SHARED))?.is_none() {
             return Shadow::find(&self.base, dir);
         }
@@ -314,12 +374,16 @@ impl<B: Backing> Held<B> {
         if let Some(place) = self.shared(&scope.path)? {
             let outcome = place.settle(false)?;
             if outcome.commit {
-                return Err(HeldError::Decided { id: id.unwrap_or_default() });
+                return Err(HeldError::Decided {
+                    id: id.unwrap_or_default(),
+                });
             }
             scope.stop_for_good();
             shadow.begin_undo();
             if outcome.by != place.group.node {
-                self.stopped_by.lock().insert(scope.path.clone(), outcome.by);
+                self.stopped_by
+                    .lock()
+                    .insert(scope.path.clone(), outcome.by);
             }
             // Those that wait for this node's part do so in vain.
             match id {
@@ -345,30 +409,39 @@ impl<B: Backing> Held<B> {
     /// This node has ended its part after a commit.
     pub(crate) fn leave_commit(&self, scope: &[u8]) -> Result<(), Errno> {
         match self.shared(scope)? {
-            Some(place) if place.outcome()?.is_some_and(|outcome| outcome.commit) => place.leave_shared(),
+            Some(place) if place.outcome()?.is_some_and(|outcome| outcome.commit) => {
+                place.leave_shared()
+            }
             _ => Ok(()),
         }
     }
 
     /// Whether there may be something in [`Held::to_be_stopped`]; asks the backing nothing.
     pub fn shares(&self) -> bool {
-        !self.scopes_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_of_several)).is_empty()
+        !self
+            .scopes_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_of_several))
+            .is_empty()
     }
 
     /// Scopes whose transactions a node has aborted and this one has not ended: [`Held::abort`] is to be called.
     pub fn to_be_stopped(&self) -> Vec<Vec<u8>> {
         let is_shared = |shadow: &Shadow<B>| shadow.is_of_several();
         let scopes = self.scopes_where(|scope| {
-            scope.shadow.as_ref().is_some_and(is_shared) && !matches!(scope.stage(), Stage::Decided(_))
+            scope.shadow.as_ref().is_some_and(is_shared)
+                && !matches!(scope.stage(), Stage::Decided(_))
         });
         let is_aborted = |scope: &Vec<u8>| {
-            let outcome =
-                self.shared(scope).and_then(|place| place.map_or(Ok(None), |place| place.outcome()));
-            outcome.inspect_err(|errno| tracing::warn!(%errno, "cannot see what other nodes decided"))
+            let outcome = self
+                .shared(scope)
+                .and_then(|place| place.map_or(Ok(None), |place| place.outcome()));
+            outcome
+                .inspect_err(|errno| tracing::warn!(%errno, "cannot see what other nodes decided"))
         };
         scopes
             .into_iter()
-            .filter(|scope| is_aborted(scope).is_ok_and(|outcome| outcome.is_some_and(|one| !one.commit)))
+            .filter(|scope| {
+                is_aborted(scope).is_ok_and(|outcome| outcome.is_some_and(|one| !one.commit))
+            })
             .collect()
     }
 
@@ -384,7 +457,9 @@ impl<B: Backing> Held<B> {
         if staging::find(&self.base, dir, OsStr::new(SHARED))?.is_none() {
             return Ok(false);
         }
-        let Some(place) = self.shared(scope)? else { return Ok(false) };
+        let Some(place) = self.shared(scope)? else {
+            return Ok(false);
+        };
         Ok(place.outcome()?.is_some_and(|outcome| outcome.commit))
     }
 
@@ -398,7 +473,8 @@ impl<B: Backing> Held<B> {
             }
             let found = staging::must_find_dir(&self.base, home, &text);
             let dir = found.map_err(|error| error.below(&self.home_path()))?;
-            let has = |file| Ok::<_, Errno>(staging::find(&self.base, &dir, OsStr::new(file))?.is_some());
+            let has =
+                |file| Ok::<_, Errno>(staging::find(&self.base, &dir, OsStr::new(file))?.is_some());
             if !has(SHARED)? || has(staging::COMMIT)? {
                 continue;
             }
@@ -411,7 +487,12 @@ impl<B: Backing> Held<B> {
         Ok(())
     }
 
-    fn recover_part(&self, dir: &B::Node, record: Option<Record>, scope: &[u8]) -> Result<(), HeldError> {
+    fn recover_part(
+        &self,
+        dir: &B::Node,
+        record: Option<Record>,
+        scope: &[u8],
+    ) -> Result<(), HeldError> {
         let place = self.shared(scope)?;
         let fate = match &place {
             None => Fate::Over,
@@ -429,7 +510,8 @@ impl<B: Backing> Held<B> {
                     Ok(()) | Err(HeldError::NotMet { .. }) => {}
                     Err(error) => return Err(error),
                 }
-                let (from, to) = (OsStr::new(staging::RECORD), OsStr::new(staging::COMMIT));
+                let from = OsStr::new(staging::RECORD);
+                let to = OsStr::new(staging::COMMIT);
                 self.base.rename(dir, from, dir, to, RenameFlags::empty())?;
                 return Ok(self.base.sync_dir(dir)?);
             }
@@ -461,7 +543,10 @@ impl<B: Backing> Held<B> {
         for place in self.all_shared()? {
             let names = place.names()?;
             let is_in = names.contains(&place.mine(IN)) && !names.contains(&place.mine(LEFT));
-            if waiting.iter().any(|(_, scope)| scoped_name(DIR, scope) == place.name) {
+            if waiting
+                .iter()
+                .any(|(_, scope)| scoped_name(DIR, scope) == place.name)
+            {
                 continue;
             }
             match place.outcome()?.filter(|_| is_in) {
@@ -477,13 +562,22 @@ impl<B: Backing> Held<B> {
             }
             place.remove_shared()?;
         }
-        let Some(group) = &self.group else { return Ok(()) };
-        let Some(top) = self.find_top()? else { return Ok(()) };
-        let names: BTreeSet<_> =
-            staging::list(&self.base, &top)?.into_iter().map(|(name, ..)| name).collect();
+        let Some(group) = &self.group else {
+            return Ok(());
+        };
+        let Some(top) = self.find_top()? else {
+            return Ok(());
+        };
+        let names: BTreeSet<_> = staging::list(&self.base, &top)?
+            .into_iter()
+            .map(|(name, ..)| name)
+            .collect();
         for name in names {
             let name = String::from_utf8_lossy(&name).into_owned();
-            if name.strip_prefix(OVER).is_some_and(|rest| rest.ends_with(&format!(".{}", group.node))) {
+            if name
+                .strip_prefix(OVER)
+                .is_some_and(|rest| rest.ends_with(&format!(".{}", group.node)))
+            {
                 remove_dir(&self.base, &top, &name)?;
             }
         }

@@ -68,7 +68,10 @@ impl<'a, B: Backing> Undo<'a, B> {
         let mut saves = load(base, shadow, place)?;
         let there = there_before(&saves, base.attr(&root)?.ino);
         saves.retain(|ino, _| there.contains(ino));
-        let old = saves.values().flat_map(|save| save.names.values().copied()).collect();
+        let old = saves
+            .values()
+            .flat_map(|save| save.names.values().copied())
+            .collect();
         let dirs = saves.values().flat_map(|save| {
             let is_dir = Kind::from_mode(save.original.mode) == Some(Kind::Dir);
             let above = save.path.len().saturating_sub(usize::from(!is_dir));
@@ -100,9 +103,13 @@ impl<'a, B: Backing> Undo<'a, B> {
     }
 
     fn names(&self, ino: u64, node: &B::Node) -> Result<Vec<Entry>> {
-        let listed = staging::list(self.base, node)?.into_iter().map(|(name, ino, _)| (name, ino));
+        let listed = staging::list(self.base, node)?
+            .into_iter()
+            .map(|(name, ino, _)| (name, ino));
         let is_top = ino == self.top;
-        Ok(listed.filter(|(name, _)| !(is_top && name == staging::TOP.as_bytes())).collect())
+        Ok(listed
+            .filter(|(name, _)| !(is_top && name == staging::TOP.as_bytes()))
+            .collect())
     }
 
     // ---- finding -----------------------------------------------------------------------------
@@ -115,7 +122,9 @@ impl<'a, B: Backing> Undo<'a, B> {
             while let Some((node, ino)) = todo.pop_front() {
                 self.look_in(&node, ino, &mut todo)?;
             }
-            let Some((ino, node)) = self.follow_one()? else { break };
+            let Some((ino, node)) = self.follow_one()? else {
+                break;
+            };
             self.found(ino, node, &mut todo);
         }
         for (ino, save) in &self.saves {
@@ -134,7 +143,12 @@ impl<'a, B: Backing> Undo<'a, B> {
     }
 
     /// Looks for directories in one that was touched or is new.
-    fn look_in(&mut self, node: &B::Node, ino: u64, todo: &mut VecDeque<(B::Node, u64)>) -> Result<()> {
+    fn look_in(
+        &mut self,
+        node: &B::Node,
+        ino: u64,
+        todo: &mut VecDeque<(B::Node, u64)>,
+    ) -> Result<()> {
         self.open_up(node)?;
         for (name, child) in self.names(ino, node)? {
             let is_new = !self.old.contains(&child);
@@ -142,7 +156,8 @@ impl<'a, B: Backing> Undo<'a, B> {
             if !is_new && !is_wanted {
                 continue;
             }
-            let Some((found, attr)) = staging::find(self.base, node, OsStr::from_bytes(&name))? else {
+            let Some((found, attr)) = staging::find(self.base, node, OsStr::from_bytes(&name))?
+            else {
                 continue;
             };
             if attr.kind != Kind::Dir {
@@ -175,7 +190,10 @@ impl<'a, B: Backing> Undo<'a, B> {
                 if let Some(node) = self.dirs.get(ino) {
                     above = Some(node);
                 } else if self.wanted.contains(ino) {
-                    let found = above.map(|dir| self.is_at(dir, name, *ino)).transpose()?.flatten();
+                    let found = above
+                        .map(|dir| self.is_at(dir, name, *ino))
+                        .transpose()?
+                        .flatten();
                     if let Some((node, _)) = found {
                         return Ok(Some((*ino, node)));
                     }
@@ -188,7 +206,8 @@ impl<'a, B: Backing> Undo<'a, B> {
 
     /// The object, if the name leads to it.
     fn is_at(&self, dir: &B::Node, name: &[u8], ino: u64) -> Result<Option<(B::Node, Attr)>> {
-        Ok(staging::find(self.base, dir, OsStr::from_bytes(name))?.filter(|(_, attr)| attr.ino == ino))
+        Ok(staging::find(self.base, dir, OsStr::from_bytes(name))?
+            .filter(|(_, attr)| attr.ino == ino))
     }
 
     // ---- names -------------------------------------------------------------------------------
@@ -196,8 +215,12 @@ impl<'a, B: Backing> Undo<'a, B> {
     /// Takes away what was not there. Returns what is missing: directory, name, inode.
     fn vacate(&mut self) -> Result<Vec<(u64, Vec<u8>, u64)>> {
         let mut missing = Vec::new();
-        let touched: Vec<u64> =
-            self.saves.keys().copied().filter(|ino| self.dirs.contains_key(ino)).collect();
+        let touched: Vec<u64> = self
+            .saves
+            .keys()
+            .copied()
+            .filter(|ino| self.dirs.contains_key(ino))
+            .collect();
         for ino in touched {
             let node = self.dirs[&ino].clone();
             let mut right = BTreeSet::new();
@@ -208,7 +231,10 @@ impl<'a, B: Backing> Undo<'a, B> {
                     self.take_out(&node, &name, child)?;
                 }
             }
-            let wrong = self.saves[&ino].names.iter().filter(|(name, _)| !right.contains(*name));
+            let wrong = self.saves[&ino]
+                .names
+                .iter()
+                .filter(|(name, _)| !right.contains(*name));
             missing.extend(wrong.map(|(name, child)| (ino, name.clone(), *child)));
         }
         Ok(missing)
@@ -220,7 +246,9 @@ impl<'a, B: Backing> Undo<'a, B> {
             self.undone.kept.push(ino);
             return self.shadow.keep(self.base, dir, os_name, ino);
         }
-        let Some((node, attr)) = staging::find(self.base, dir, os_name)? else { return Ok(()) };
+        let Some((node, attr)) = staging::find(self.base, dir, os_name)? else {
+            return Ok(());
+        };
         self.undone.removed.push(ino);
         if attr.kind != Kind::Dir {
             return self.base.unlink(dir, os_name);
@@ -245,7 +273,13 @@ impl<'a, B: Backing> Undo<'a, B> {
                         _ => self.base.link(&object, &node, os_name).map(drop),
                     };
                     if linked.is_err() {
-                        self.base.rename(&self.shadow.kept, kept, &node, os_name, RenameFlags::NOREPLACE)?;
+                        self.base.rename(
+                            &self.shadow.kept,
+                            kept,
+                            &node,
+                            os_name,
+                            RenameFlags::NOREPLACE,
+                        )?;
                     }
                 }
                 None => match self.named(ino)? {
@@ -263,7 +297,9 @@ impl<'a, B: Backing> Undo<'a, B> {
     /// An object that has a name that it had.
     fn named(&self, ino: u64) -> Result<Option<(B::Node, Attr)>> {
         for (dir, save) in &self.saves {
-            let Some(node) = self.dirs.get(dir) else { continue };
+            let Some(node) = self.dirs.get(dir) else {
+                continue;
+            };
             for (name, _) in save.names.iter().filter(|(_, child)| **child == ino) {
                 if let Some(found) = self.is_at(node, name, ino)? {
                     return Ok(Some(found));
@@ -278,23 +314,33 @@ impl<'a, B: Backing> Undo<'a, B> {
     fn give_back(&self) -> Result<()> {
         let mut places: HashMap<u64, (u64, &[u8])> = HashMap::new();
         for (dir, save) in &self.saves {
-            places.extend(save.names.iter().map(|(name, ino)| (*ino, (*dir, name.as_slice()))));
+            places.extend(
+                save.names
+                    .iter()
+                    .map(|(name, ino)| (*ino, (*dir, name.as_slice()))),
+            );
         }
         let is_dir = |save: &Save| Kind::from_mode(save.original.mode) == Some(Kind::Dir);
         let files = || self.saves.iter().filter(|(_, save)| !is_dir(save));
         // What was cut off elsewhere may need the room.
-        for (ino, save) in files().filter(|(_, save)| Kind::from_mode(save.original.mode) == Some(Kind::File))
+        for (ino, save) in
+            files().filter(|(_, save)| Kind::from_mode(save.original.mode) == Some(Kind::File))
         {
             if let Some((node, attr)) = self.file(*ino, save, &places)?
                 && attr.size > save.original.size
             {
-                self.base.set_len(&self.base.open(&node, Access::ReadWrite)?, save.original.size)?;
+                self.base.set_len(
+                    &self.base.open(&node, Access::ReadWrite)?,
+                    save.original.size,
+                )?;
             }
         }
         for (ino, save) in files() {
             match self.file(*ino, save, &places)? {
                 Some((node, attr)) => self.give_back_to(&node, &attr, save)?,
-                None => tracing::error!(ino, path = %shown(&save.path), "a file is not found and not undone"),
+                None => {
+                    tracing::error!(ino, path = %shown(&save.path), "a file is not found and not undone")
+                }
             }
         }
         for (ino, save) in self.saves.iter().filter(|(_, save)| is_dir(save)) {
@@ -314,11 +360,16 @@ impl<'a, B: Backing> Undo<'a, B> {
     ) -> Result<Option<(B::Node, Attr)>> {
         let place = match (places.get(&ino), save.path.as_slice()) {
             (Some((dir, name)), _) => self.dirs.get(dir).map(|dir| (dir, *name)),
-            (None, [.., (_, dir), (name, _)]) => self.dirs.get(dir).map(|dir| (dir, name.as_slice())),
+            (None, [.., (_, dir), (name, _)]) => {
+                self.dirs.get(dir).map(|dir| (dir, name.as_slice()))
+            }
             (None, [(name, _)]) => Some((&self.root, name.as_slice())),
             (None, []) => None,
         };
-        Ok(place.map(|(dir, name)| self.is_at(dir, name, ino)).transpose()?.flatten())
+        Ok(place
+            .map(|(dir, name)| self.is_at(dir, name, ino))
+            .transpose()?
+            .flatten())
     }
 
     fn give_back_to(&self, node: &B::Node, attr: &Attr, save: &Save) -> Result<()> {
@@ -331,7 +382,9 @@ impl<'a, B: Backing> Undo<'a, B> {
             for segment in &save.segments {
                 // A record whose bytes have no name was never durable, and nothing changed after it.
                 let at = OsStr::new(&segment.at);
-                let Some((from, _)) = staging::find(self.base, &self.shadow.saved, at)? else { continue };
+                let Some((from, _)) = staging::find(self.base, &self.shadow.saved, at)? else {
+                    continue;
+                };
                 let from = self.base.open(&from, Access::Read)?;
                 Apply::copy(self.base, &from, &to, segment.from, segment.to)?;
             }
@@ -342,7 +395,8 @@ impl<'a, B: Backing> Undo<'a, B> {
     fn attributes(&self, node: &B::Node, has: &Attr, wanted: &Original) -> Result<()> {
         let mut sets_mode = (wanted.mode ^ has.mode) & 0o7777 != 0;
         if (wanted.uid, wanted.gid) != (has.uid, has.gid) {
-            self.base.set_owner(node, Some(wanted.uid), Some(wanted.gid))?;
+            self.base
+                .set_owner(node, Some(wanted.uid), Some(wanted.gid))?;
             sets_mode = true;
         }
         if has.kind != Kind::Symlink {
@@ -352,7 +406,9 @@ impl<'a, B: Backing> Undo<'a, B> {
                 self.base.set_mode(node, wanted.mode & 0o7777)?;
             }
         }
-        let [atime, mtime] = wanted.times.map(|(sec, nsec)| SetTime::At(Time { sec, nsec }));
+        let [atime, mtime] = wanted
+            .times
+            .map(|(sec, nsec)| SetTime::At(Time { sec, nsec }));
         self.base.set_times(node, atime, mtime)
     }
 }
@@ -364,19 +420,34 @@ fn load<B: Backing>(
 ) -> std::result::Result<BTreeMap<u64, Save>, HeldError> {
     let mut records: BTreeMap<(u64, u32), Saved> = BTreeMap::new();
     for (name, ..) in staging::list(base, &shadow.saved)? {
-        let Ok(text) = String::from_utf8(name) else { continue };
-        let number = text.split_once('.').and_then(|(ino, k)| Some((ino.parse().ok()?, k.parse().ok()?)));
+        let Ok(text) = String::from_utf8(name) else {
+            continue;
+        };
+        let number = text
+            .split_once('.')
+            .and_then(|(ino, k)| Some((ino.parse().ok()?, k.parse().ok()?)));
         let Some(number) = number else { continue };
         let bytes = staging::load(base, &shadow.saved, &text)?.unwrap_or_default();
         let path = || format!("{}/{place}/{SAVED}/{text}", staging::TOP);
-        let saved = Saved::decode(&bytes).map_err(|source| HeldError::Record { path: path(), source })?;
+        let saved = Saved::decode(&bytes).map_err(|source| HeldError::Record {
+            path: path(),
+            source,
+        })?;
         records.insert(number, saved);
     }
     let mut saves = BTreeMap::new();
     for ((ino, _), saved) in records {
         if let Some(mut original) = saved.original {
             let names = std::mem::take(&mut original.names).into_iter().collect();
-            saves.insert(ino, Save { path: saved.path, original, names, segments: Vec::new() });
+            saves.insert(
+                ino,
+                Save {
+                    path: saved.path,
+                    original,
+                    names,
+                    segments: Vec::new(),
+                },
+            );
         }
         if let Some(save) = saves.get_mut(&ino) {
             save.segments.extend(saved.segment);
@@ -412,7 +483,10 @@ fn there_before(saves: &BTreeMap<u64, Save>, root: u64) -> HashSet<u64> {
 }
 
 fn shown(path: &[Entry]) -> String {
-    let names: Vec<_> = path.iter().map(|(name, _)| String::from_utf8_lossy(name)).collect();
+    let names: Vec<_> = path
+        .iter()
+        .map(|(name, _)| String::from_utf8_lossy(name))
+        .collect();
     names.join("/")
 }
 
@@ -429,7 +503,12 @@ impl<B: Backing> Held<B> {
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
         let object = |ino: u64| self.known((shadow.dev, ino));
         for ino in undone.kept {
-            self.link_goes(scope.serial, (shadow.dev, ino), &shadow.kept, ino.to_string());
+            self.link_goes(
+                scope.serial,
+                (shadow.dev, ino),
+                &shadow.kept,
+                ino.to_string(),
+            );
         }
         for ino in undone.removed {
             if let Some(object) = object(ino) {
@@ -439,7 +518,8 @@ impl<B: Backing> Held<B> {
             }
         }
         for (ino, dir, name) in undone.placed {
-            if let (Some(object), Some(dir)) = (object(ino), dirs.get(&dir).cloned().or_else(|| object(dir)))
+            if let (Some(object), Some(dir)) =
+                (object(ino), dirs.get(&dir).cloned().or_else(|| object(dir)))
             {
                 object.sit(&dir, OsStr::from_bytes(&name));
             }
@@ -490,7 +570,9 @@ impl<B: Backing> Held<B> {
         place: &str,
         scope: &[u8],
     ) -> std::result::Result<(), HeldError> {
-        let Some(shadow) = Shadow::find(&self.base, dir)? else { return Ok(()) };
+        let Some(shadow) = Shadow::find(&self.base, dir)? else {
+            return Ok(());
+        };
         let mut root = self.base.root();
         for name in scope.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
             root = self.base.lookup(&root, OsStr::from_bytes(name))?.0;
@@ -503,6 +585,7 @@ impl<B: Backing> Held<B> {
 impl<B: Backing> Object<B> {
     /// An object without a name, or a directory that was removed and is kept.
     pub(crate) fn is_gone(&self) -> bool {
-        self.is_nameless() || self.kind == Kind::Dir && self.may_hide_links() && self.parent().is_some()
+        self.is_nameless()
+            || self.kind == Kind::Dir && self.may_hide_links() && self.parent().is_some()
     }
 }

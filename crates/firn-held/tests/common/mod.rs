@@ -13,7 +13,9 @@ pub fn seen(on: &impl Backing) -> Tree {
 
 /// Names in `.firn/`.
 pub fn in_firn(disk: &SimBacking) -> Vec<String> {
-    let Ok((firn, _)) = disk.lookup(&disk.root(), OsStr::new(".firn")) else { return Vec::new() };
+    let Ok((firn, _)) = disk.lookup(&disk.root(), OsStr::new(".firn")) else {
+        return Vec::new();
+    };
     let mut names = Vec::new();
     let dir = disk.open_dir(&firn).expect("open");
     disk.read_dir(&dir, 0, &mut |entry| {

@@ -37,14 +37,20 @@ unsafe fn is_stub(control: *const aiocb) -> bool {
 unsafe fn carry_out(control: *mut aiocb, op: c_int) {
     // SAFETY: the caller's promise; the places are those of the C library.
     unsafe {
-        let (fd, data, len) = ((*control).aio_fildes, (*control).aio_buf, (*control).aio_nbytes);
+        let fd = (*control).aio_fildes;
+        let data = (*control).aio_buf;
+        let len = (*control).aio_nbytes;
         let offset = (*control).aio_offset;
         let result = match op {
             libc::LIO_READ => libc::pread64(fd, data.cast::<c_void>(), len, offset),
             libc::LIO_WRITE => libc::pwrite64(fd, data.cast::<c_void>().cast_const(), len, offset),
             _ => 0,
         };
-        let errno = if result < 0 { *libc::__errno_location() } else { 0 };
+        let errno = if result < 0 {
+            *libc::__errno_location()
+        } else {
+            0
+        };
         finish(control, result, errno);
     }
 }
@@ -55,7 +61,9 @@ unsafe fn finish(control: *mut aiocb, result: isize, errno: c_int) {
     // SAFETY: the caller's promise.
     unsafe {
         let base = control.cast::<u8>();
-        base.wrapping_add(RETURN_VALUE).cast::<isize>().write(result);
+        base.wrapping_add(RETURN_VALUE)
+            .cast::<isize>()
+            .write(result);
         base.wrapping_add(ERROR_CODE).cast::<c_int>().write(errno);
         notify(&raw const (*control).aio_sigevent);
     }
@@ -99,7 +107,11 @@ unsafe fn do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int {
     unsafe {
         if is_stub(control) {
             let done = stub::sync((*control).aio_fildes, op == libc::O_DSYNC).unwrap_or(Ok(()));
-            finish(control, if done.is_ok() { 0 } else { -1 }, done.err().unwrap_or(0));
+            finish(
+                control,
+                if done.is_ok() { 0 } else { -1 },
+                done.err().unwrap_or(0),
+            );
             return 0;
         }
         AIO_FSYNC.get()(op, control)
@@ -129,7 +141,12 @@ unsafe fn do_lio_listio(
                 continue;
             }
             carry_out(control, (*control).aio_lio_opcode);
-            failed |= control.cast::<u8>().wrapping_add(ERROR_CODE).cast::<c_int>().read() != 0;
+            failed |= control
+                .cast::<u8>()
+                .wrapping_add(ERROR_CODE)
+                .cast::<c_int>()
+                .read()
+                != 0;
         }
     }
     if mode == libc::LIO_NOWAIT {
@@ -137,5 +154,9 @@ unsafe fn do_lio_listio(
         unsafe { notify(event) };
         return 0;
     }
-    if failed { told(-(libc::EIO as isize)) as c_int } else { 0 }
+    if failed {
+        told(-(libc::EIO as isize)) as c_int
+    } else {
+        0
+    }
 }

@@ -59,7 +59,9 @@ unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
             return told(fd) as c_int;
         }
         let fd = fd as c_int;
-        let opened = sys::identity(fd).map_or(Ok(false), |(found, _)| stub::opened(fd, found.device, flags));
+        let opened = sys::identity(fd).map_or(Ok(false), |(found, _)| {
+            stub::opened(fd, found.device, flags)
+        });
         let done = match opened {
             Ok(true) => stub::truncate(fd, size),
             Ok(false) => None,
@@ -139,7 +141,9 @@ fn stands_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> bool {
     // SAFETY: the path is the program's, the structure ours.
     let result = unsafe { syscall!(libc::SYS_statx, dir, path, flags, mask, &raw mut stat) };
     let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
-    result == 0 && u32::from(stat.stx_mode) & libc::S_IFMT == libc::S_IFREG && TABLE.trees.has(device)
+    result == 0
+        && u32::from(stat.stx_mode) & libc::S_IFMT == libc::S_IFREG
+        && TABLE.trees.has(device)
 }
 
 /// Before a time is set: firnd tells the stub of what was written until now, so that it does not later.
@@ -170,7 +174,12 @@ unsafe fn do_futimens(fd: c_int, times: *const libc::timespec) -> c_int {
     unsafe { FUTIMENS.get()(fd, times) }
 }
 
-unsafe fn do_utimensat(dir: c_int, path: *const c_char, times: *const libc::timespec, flags: c_int) -> c_int {
+unsafe fn do_utimensat(
+    dir: c_int,
+    path: *const c_char,
+    times: *const libc::timespec,
+    flags: c_int,
+) -> c_int {
     settle(dir, path, flags);
     // SAFETY: the caller's promise.
     unsafe { UTIMENSAT.get()(dir, path, times, flags) }

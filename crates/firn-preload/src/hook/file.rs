@@ -10,7 +10,9 @@ use libc::{mode_t, off64_t, size_t};
 use super::export;
 use crate::opened::{Before, noted};
 use crate::probe;
-use crate::real::{CREAT, MKOSTEMPS, MMAP, MPROTECT, MREMAP, MUNMAP, OPEN, OPEN_2, OPENAT, OPENAT_2};
+use crate::real::{
+    CREAT, MKOSTEMPS, MMAP, MPROTECT, MREMAP, MUNMAP, OPEN, OPEN_2, OPENAT, OPENAT_2,
+};
 use crate::share;
 use crate::stub;
 use crate::sys::told;

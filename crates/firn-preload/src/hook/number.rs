@@ -39,7 +39,11 @@ unsafe fn do_close(fd: c_int) -> c_int {
             table::is_free(fd);
             // SAFETY: the caller's promise.
             let closed = unsafe { CLOSE.get()(fd) };
-            return if closed == 0 { told(released) as c_int } else { closed };
+            return if closed == 0 {
+                told(released) as c_int
+            } else {
+                closed
+            };
         }
         forget_stale(fd);
     }
@@ -175,7 +179,12 @@ unsafe fn do_sendmsg(socket: c_int, message: *const libc::msghdr, flags: c_int) 
     }
 }
 
-unsafe fn do_sendmmsg(socket: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int {
+unsafe fn do_sendmmsg(
+    socket: c_int,
+    messages: *mut libc::mmsghdr,
+    count: c_uint,
+    flags: c_int,
+) -> c_int {
     // SAFETY: the caller's promise.
     unsafe {
         for index in 0..count as usize {

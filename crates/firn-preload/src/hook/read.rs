@@ -7,7 +7,8 @@ use libc::{iovec, off64_t, size_t, ssize_t};
 use super::{export, parts_of};
 use crate::reader;
 use crate::real::{
-    COPY_FILE_RANGE, LSEEK, PREAD, PREAD_CHK, PREADV, PREADV2, READ, READ_CHK, READV, SENDFILE, SPLICE,
+    COPY_FILE_RANGE, LSEEK, PREAD, PREAD_CHK, PREADV, PREADV2, READ, READ_CHK, READV, SENDFILE,
+    SPLICE,
 };
 use crate::report::Call;
 use crate::stub;
@@ -61,7 +62,10 @@ unsafe fn from(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> Went 
 
 #[inline(never)]
 unsafe fn read_ours(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
-    let part = [iovec { iov_base: data, iov_len: len }];
+    let part = [iovec {
+        iov_base: data,
+        iov_len: len,
+    }];
     // SAFETY: the caller's promise.
     match unsafe { from(fd, &part, None, Call::Read) } {
         Went::Past(result) => told(result),
@@ -111,7 +115,10 @@ unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 #[inline(always)]
 unsafe fn do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
-        let part = [iovec { iov_base: data, iov_len: len }];
+        let part = [iovec {
+            iov_base: data,
+            iov_len: len,
+        }];
         // SAFETY: the caller's promise.
         if let Went::Past(result) = unsafe { from(fd, &part, Some(offset as u64), Call::Pread) } {
             return told(result);
@@ -121,7 +128,13 @@ unsafe fn do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -
     unsafe { PREAD.get()(fd, data, len, offset) }
 }
 
-unsafe fn do_pread_chk(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t, size: size_t) -> ssize_t {
+unsafe fn do_pread_chk(
+    fd: c_int,
+    data: *mut c_void,
+    len: size_t,
+    offset: off64_t,
+    size: size_t,
+) -> ssize_t {
     if len > size {
         // SAFETY: it ends the program, as it should.
         return unsafe { PREAD_CHK.get()(fd, data, len, offset, size) };
@@ -147,14 +160,24 @@ unsafe fn do_preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off64_
 }
 
 #[inline(always)]
-unsafe fn do_preadv2(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t {
+unsafe fn do_preadv2(
+    fd: c_int,
+    parts: *const iovec,
+    count: c_int,
+    offset: off64_t,
+    flags: c_int,
+) -> ssize_t {
     if tag_of(fd) == tag::STUB && flags & !libc::RWF_HIPRI != 0 {
         return told(-(libc::EOPNOTSUPP as isize));
     }
     if tag_of(fd) != tag::NONE && (flags == 0 || tag_of(fd) == tag::STUB) {
         // SAFETY: the caller's promise.
         return unsafe {
-            if offset == -1 { do_readv(fd, parts, count) } else { do_preadv(fd, parts, count, offset) }
+            if offset == -1 {
+                do_readv(fd, parts, count)
+            } else {
+                do_preadv(fd, parts, count, offset)
+            }
         };
     }
     let ticket = if offset == -1 && tag_of(fd) != tag::NONE {

@@ -33,24 +33,36 @@ struct Named {
 
 impl Named {
     fn path(path: *const c_char, flags: c_int) -> Self {
-        Self { dir: libc::AT_FDCWD, path, flags }
+        Self {
+            dir: libc::AT_FDCWD,
+            path,
+            flags,
+        }
     }
 
     fn fd(fd: c_int) -> Self {
-        Self { dir: fd, path: c"".as_ptr(), flags: libc::AT_EMPTY_PATH }
+        Self {
+            dir: fd,
+            path: c"".as_ptr(),
+            flags: libc::AT_EMPTY_PATH,
+        }
     }
 
     /// What firnd knows of it, if it is the stub of that number on that device.
     fn attr(self, device: u64, inode: u64) -> Option<Result<Attr, c_int>> {
         // SAFETY: the kernel found a file by it, so it is a C string.
-        let is_fd =
-            self.flags & libc::AT_EMPTY_PATH != 0 && (self.path.is_null() || unsafe { *self.path } == 0);
+        let is_fd = self.flags & libc::AT_EMPTY_PATH != 0
+            && (self.path.is_null() || unsafe { *self.path } == 0);
         if is_fd && tag_of(self.dir) == tag::STUB {
             return stub::attr(self.dir);
         }
         stub::attr_of(
             self.dir,
-            if self.path.is_null() { c"".as_ptr() } else { self.path },
+            if self.path.is_null() {
+                c"".as_ptr()
+            } else {
+                self.path
+            },
             self.flags,
             Some((device, inode)),
         )
@@ -61,7 +73,12 @@ impl Named {
 ///
 /// # Safety
 /// `to` holds what the kernel told where `result` is 0.
-unsafe fn with_size(result: c_int, to: *mut Stat, named: Named, again: impl Fn() -> c_int) -> c_int {
+unsafe fn with_size(
+    result: c_int,
+    to: *mut Stat,
+    named: Named,
+    again: impl Fn() -> c_int,
+) -> c_int {
     if result != 0 || !TABLE.trees.any() {
         return result;
     }
@@ -100,7 +117,11 @@ unsafe fn do_stat(path: *const c_char, to: *mut Stat) -> c_int {
 }
 
 unsafe fn do_lstat(path: *const c_char, to: *mut Stat) -> c_int {
-    sized!(Named::path(path, libc::AT_SYMLINK_NOFOLLOW), to, LSTAT.get()(path, to))
+    sized!(
+        Named::path(path, libc::AT_SYMLINK_NOFOLLOW),
+        to,
+        LSTAT.get()(path, to)
+    )
 }
 
 unsafe fn do_fstat(fd: c_int, to: *mut Stat) -> c_int {
@@ -108,7 +129,11 @@ unsafe fn do_fstat(fd: c_int, to: *mut Stat) -> c_int {
 }
 
 unsafe fn do_fstatat(dir: c_int, path: *const c_char, to: *mut Stat, flags: c_int) -> c_int {
-    sized!(Named { dir, path, flags }, to, FSTATAT.get()(dir, path, to, flags))
+    sized!(
+        Named { dir, path, flags },
+        to,
+        FSTATAT.get()(dir, path, to, flags)
+    )
 }
 
 unsafe fn do_xstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int {
@@ -116,31 +141,68 @@ unsafe fn do_xstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int 
 }
 
 unsafe fn do_lxstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int {
-    sized!(Named::path(path, libc::AT_SYMLINK_NOFOLLOW), to, LXSTAT.get()(version, path, to))
+    sized!(
+        Named::path(path, libc::AT_SYMLINK_NOFOLLOW),
+        to,
+        LXSTAT.get()(version, path, to)
+    )
 }
 
 unsafe fn do_fxstat(version: c_int, fd: c_int, to: *mut Stat) -> c_int {
     sized!(Named::fd(fd), to, FXSTAT.get()(version, fd, to))
 }
 
-unsafe fn do_fxstatat(version: c_int, dir: c_int, path: *const c_char, to: *mut Stat, flags: c_int) -> c_int {
-    sized!(Named { dir, path, flags }, to, FXSTATAT.get()(version, dir, path, to, flags))
+unsafe fn do_fxstatat(
+    version: c_int,
+    dir: c_int,
+    path: *const c_char,
+    to: *mut Stat,
+    flags: c_int,
+) -> c_int {
+    sized!(
+        Named { dir, path, flags },
+        to,
+        FXSTATAT.get()(version, dir, path, to, flags)
+    )
 }
 
-unsafe fn do_statx(dir: c_int, path: *const c_char, flags: c_int, mask: u32, to: *mut libc::statx) -> c_int {
+unsafe fn do_statx(
+    dir: c_int,
+    path: *const c_char,
+    flags: c_int,
+    mask: u32,
+    to: *mut libc::statx,
+) -> c_int {
     // SAFETY: the caller's promise.
     let result = unsafe { STATX.get()(dir, path, flags, mask, to) };
     if result != 0 {
         return result;
     }
     // SAFETY: the kernel just filled it.
-    let (major, minor, mode, inode) =
-        unsafe { ((*to).stx_dev_major, (*to).stx_dev_minor, (*to).stx_mode, (*to).stx_ino) };
+    let (major, minor, mode, inode) = unsafe {
+        (
+            (*to).stx_dev_major,
+            (*to).stx_dev_minor,
+            (*to).stx_mode,
+            (*to).stx_ino,
+        )
+    };
     let device = u64::from(major) << 32 | u64::from(minor);
-    if mask & libc::STATX_SIZE == 0 && flags & libc::AT_STATX_DONT_SYNC == 0 && TABLE.devices.has(device) {
+    if mask & libc::STATX_SIZE == 0
+        && flags & libc::AT_STATX_DONT_SYNC == 0
+        && TABLE.devices.has(device)
+    {
         // Whoever does not ask for the size gets the kernel's old one, told as valid, where bytes went past it.
         // SAFETY: the caller's promise.
-        return unsafe { STATX.get()(dir, path, flags, mask | libc::STATX_SIZE | libc::STATX_BLOCKS, to) };
+        return unsafe {
+            STATX.get()(
+                dir,
+                path,
+                flags,
+                mask | libc::STATX_SIZE | libc::STATX_BLOCKS,
+                to,
+            )
+        };
     }
     if !TABLE.trees.any() {
         return result;

@@ -38,14 +38,22 @@ macro_rules! with_caller {
 
 with_caller! { fopen fopen64 _IO_fopen = do_fopen }
 
-unsafe extern "C" fn do_fopen(path: *const c_char, mode: *const c_char, caller: *const c_void) -> *mut FILE {
+unsafe extern "C" fn do_fopen(
+    path: *const c_char,
+    mode: *const c_char,
+    caller: *const c_void,
+) -> *mut FILE {
     let before = Before::now();
     // SAFETY: the caller's promise.
     let file = unsafe { FOPEN.get()(path, mode) };
     if file.is_null() || ACTIVE.load(Ordering::Relaxed) == 0 {
         return file;
     }
-    let by = if share::is_stream_buffer(caller) { By::StreamBuffer } else { By::Stdio };
+    let by = if share::is_stream_buffer(caller) {
+        By::StreamBuffer
+    } else {
+        By::Stdio
+    };
     // SAFETY: an open stream, and the mode that opened it.
     unsafe {
         if by == By::Stdio && is_stub(libc::fileno(file)) {
@@ -74,7 +82,11 @@ unsafe fn over_stub(file: *mut FILE, mode: *const c_char, before: &Before) -> *m
     unsafe {
         let fd = libc::fileno(file);
         let flags = sys::fcntl(fd, libc::F_GETFD, 0);
-        let copy = if flags as c_int & libc::FD_CLOEXEC != 0 { libc::F_DUPFD_CLOEXEC } else { libc::F_DUPFD };
+        let copy = if flags as c_int & libc::FD_CLOEXEC != 0 {
+            libc::F_DUPFD_CLOEXEC
+        } else {
+            libc::F_DUPFD
+        };
         let kept = sys::fcntl(fd, copy, 0) as c_int;
         if kept < 0 {
             FCLOSE.get()(file);
@@ -118,9 +130,17 @@ pub(crate) fn stub_at(fd: c_int) {
 unsafe fn flags_of(mode: *const c_char) -> c_int {
     // SAFETY: the caller's promise.
     let mode = unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes();
-    let append = if mode.first() == Some(&b'a') { libc::O_APPEND } else { 0 };
+    let append = if mode.first() == Some(&b'a') {
+        libc::O_APPEND
+    } else {
+        0
+    };
     let writes = mode.first() != Some(&b'r') || mode.contains(&b'+');
-    let truncates = if mode.first() == Some(&b'w') { libc::O_TRUNC } else { 0 };
+    let truncates = if mode.first() == Some(&b'w') {
+        libc::O_TRUNC
+    } else {
+        0
+    };
     append | truncates | if writes { libc::O_RDWR } else { libc::O_RDONLY }
 }
 

@@ -56,7 +56,10 @@ unsafe fn write_ours(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
 /// A write that is not a usual one, or went as it did.
 #[inline(never)]
 unsafe fn write_slowly(fd: c_int, data: *const c_void, len: size_t, went: Option<Went>) -> ssize_t {
-    let part = [iovec { iov_base: data.cast_mut(), iov_len: len }];
+    let part = [iovec {
+        iov_base: data.cast_mut(),
+        iov_len: len,
+    }];
     // SAFETY: the caller's promise.
     match went.unwrap_or_else(|| unsafe { to(fd, &part, None, Call::Write) }) {
         Went::Past(result) => told(result),
@@ -116,7 +119,10 @@ unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t
 unsafe fn pwrite_ours(fd: c_int, data: *const c_void, len: size_t, offset: u64) -> Went {
     // SAFETY: the caller's promise.
     let went = unsafe { writer::write_on(fd, data, len, Some(offset), Call::Pwrite) };
-    let part = [iovec { iov_base: data.cast_mut(), iov_len: len }];
+    let part = [iovec {
+        iov_base: data.cast_mut(),
+        iov_len: len,
+    }];
     // SAFETY: the caller's promise.
     went.unwrap_or_else(|| unsafe { to(fd, &part, Some(offset), Call::Pwrite) })
 }
@@ -156,7 +162,11 @@ unsafe fn do_pwritev2(
     if flags == 0 {
         // SAFETY: the caller's promise.
         return unsafe {
-            if offset == -1 { do_writev(fd, parts, count) } else { do_pwritev(fd, parts, count, offset) }
+            if offset == -1 {
+                do_writev(fd, parts, count)
+            } else {
+                do_pwritev(fd, parts, count, offset)
+            }
         };
     }
     let ticket = writer::before_kernel(fd, Call::Writev);
@@ -184,11 +194,23 @@ unsafe fn write_flagged(
     }
     // SAFETY: the caller's promise.
     let Some(vectors) = (unsafe { parts_of(parts, count) }) else {
-        return told(if count == 0 { 0 } else { -(libc::EINVAL as isize) });
+        return told(if count == 0 {
+            0
+        } else {
+            -(libc::EINVAL as isize)
+        });
     };
     let at = u64::try_from(offset).ok();
     // SAFETY: the caller's promise.
-    match unsafe { stub::write(fd, vectors, at, flags & libc::RWF_APPEND != 0, Call::Pwritev) } {
+    match unsafe {
+        stub::write(
+            fd,
+            vectors,
+            at,
+            flags & libc::RWF_APPEND != 0,
+            Call::Pwritev,
+        )
+    } {
         Went::Past(result) if result >= 0 && synced => match stub::sync(fd, true) {
             Some(Err(errno)) => told(-(errno as isize)),
             _ => result,

@@ -16,10 +16,20 @@ pub const VERB: Verb = Verb {
             "firn bench checkpoint --dir /scratch",
             "checkpoints through Firn and natively, on that file system",
         ),
-        ("firn bench memory --quick", "files in memory, through each door, beside memcpy and tmpfs"),
-        ("firn bench ingest --svg ingest.svg", "how fast writes are taken in, with a picture"),
+        (
+            "firn bench memory --quick",
+            "files in memory, through each door, beside memcpy and tmpfs",
+        ),
+        (
+            "firn bench ingest --svg ingest.svg",
+            "how fast writes are taken in, with a picture",
+        ),
     ],
-    exits: &[(0, "measured"), (1, "failed"), (130, "interrupted; what was mounted and written is removed")],
+    exits: &[
+        (0, "measured"),
+        (1, "failed"),
+        (130, "interrupted; what was mounted and written is removed"),
+    ],
     args: BenchArgs::augment_args,
     run,
 };

@@ -20,7 +20,10 @@ pub const VERB: Verb = Verb {
     long: "Reads only. What is damaged is never interpreted; what is whole is kept by `firn recover` and `firn mount`.",
     examples: &[
         ("firn check /scratch/run42", "the arena of this backing"),
-        ("firn check /dev/shm/firn-1000/3e2925ad41a9d919.arena", "this file"),
+        (
+            "firn check /dev/shm/firn-1000/3e2925ad41a9d919.arena",
+            "this file",
+        ),
     ],
     exits: &[
         (0, "sound"),
@@ -42,7 +45,12 @@ fn args(command: Command) -> Command {
                 .value_hint(ValueHint::AnyPath)
                 .value_parser(value_parser!(PathBuf)),
         )
-        .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print the findings as JSON"))
+        .arg(
+            Arg::new("json")
+                .long("json")
+                .action(ArgAction::SetTrue)
+                .help("Print the findings as JSON"),
+        )
         .arg(minus_o())
         .args(arena_dir)
 }
@@ -59,9 +67,15 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return Ok(DONE);
     }
     let places = count(report.damage.len() as u64, "damaged place");
-    let backing = report.backing.as_ref().map_or("BACKING".to_owned(), BytePath::to_string);
+    let backing = report
+        .backing
+        .as_ref()
+        .map_or("BACKING".to_owned(), BytePath::to_string);
     let advice = format!("`firn recover {}` keeps what is whole", backing);
-    Err(Failure::new(FAILED, format!("{}: {places}; {advice}", path_text(&report.arena))))
+    Err(Failure::new(
+        FAILED,
+        format!("{}: {places}; {advice}", path_text(&report.arena)),
+    ))
 }
 
 fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
@@ -71,14 +85,18 @@ fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     let arena = match firn_client::find(path) {
         Ok(place) => {
             // Only its firnd knows where an arena outside the runtime directory is.
-            let told = Connection::open(&place.mount).and_then(|mut connection| connection.status());
+            let told =
+                Connection::open(&place.mount).and_then(|mut connection| connection.status());
             told.map_or_else(|_| place.mount.files().arena, |status| status.arena.into())
         }
         Err(_) => {
             let failed = |error| {
                 Failure::new(
                     NOT_FIRN,
-                    format!("{}: {error}; give an arena, a backing or a mount point", path_text(path)),
+                    format!(
+                        "{}: {error}; give an arena, a backing or a mount point",
+                        path_text(path)
+                    ),
                 )
             };
             let backing = path.canonicalize().map_err(failed)?;
@@ -88,7 +106,8 @@ fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     if arena.exists() {
         return Ok(arena);
     }
-    let (path, arena) = (path_text(path), path_text(&arena));
+    let path = path_text(path);
+    let arena = path_text(&arena);
     Err(Failure::new(
         NOT_FIRN,
         format!(
@@ -99,12 +118,20 @@ fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
 
 /// One damage in a line.
 pub fn damage_line(damage: &Damage) -> String {
-    let place = if damage.place.is_empty() { String::new() } else { format!(", {}", damage.place) };
+    let place = if damage.place.is_empty() {
+        String::new()
+    } else {
+        format!(", {}", damage.place)
+    };
     format!("{}{place}: {}", damage.part, name(&damage.message))
 }
 
 fn text(report: &CheckReport, paint: Paint) -> String {
-    let verdict = if report.damage.is_empty() { paint.good("sound") } else { paint.bad("damaged") };
+    let verdict = if report.damage.is_empty() {
+        paint.good("sound")
+    } else {
+        paint.bad("damaged")
+    };
     let mut text = format!("{}: {verdict}\n", path_text(&report.arena));
     let mut line = |label: &str, what: String| {
         let _ = writeln!(text, "  {label:<8} {what}");
@@ -112,12 +139,33 @@ fn text(report: &CheckReport, paint: Paint) -> String {
     if let Some(backing) = &report.backing {
         line("backing", backing.to_string());
     }
-    let size = format!("{} in chunks of {}", bytes(report.arena_bytes), bytes(report.chunk_bytes));
+    let size = format!(
+        "{} in chunks of {}",
+        bytes(report.arena_bytes),
+        bytes(report.chunk_bytes)
+    );
     line("arena", format!("{size}, epoch {}", report.epoch));
-    line("held", format!("{} in {}", bytes(report.held_bytes), count(report.pieces, "piece")));
-    line("journal", format!("{}, {}", count(report.journal_records, "record"), count(report.files, "file")));
+    line(
+        "held",
+        format!(
+            "{} in {}",
+            bytes(report.held_bytes),
+            count(report.pieces, "piece")
+        ),
+    );
+    line(
+        "journal",
+        format!(
+            "{}, {}",
+            count(report.journal_records, "record"),
+            count(report.files, "file")
+        ),
+    );
     if report.in_use {
-        line("in use", "by a living firnd: counts may be moving, the journal is not judged".to_owned());
+        line(
+            "in use",
+            "by a living firnd: counts may be moving, the journal is not judged".to_owned(),
+        );
     }
     for damage in &report.damage {
         line("damage", damage_line(damage));
@@ -136,7 +184,10 @@ mod tests {
             place: "chunk 3, record 7".into(),
             message: "checksum".into(),
         };
-        assert_eq!(damage_line(&damage), "piece table, chunk 3, record 7: checksum");
+        assert_eq!(
+            damage_line(&damage),
+            "piece table, chunk 3, record 7: checksum"
+        );
         damage.place.clear();
         assert_eq!(damage_line(&damage), "piece table: checksum");
     }

@@ -22,11 +22,17 @@ pub const VERB: Verb = Verb {
            (firn.h) meanwhile.",
     examples: &[
         ("firn chunks /ckpt/step_100/rank0", "where it is"),
-        ("firn chunks --json /ckpt/step_100/rank0 | jq .region", "the file to map, and from where on"),
+        (
+            "firn chunks --json /ckpt/step_100/rank0 | jq .region",
+            "the file to map, and from where on",
+        ),
     ],
     exits: &[
         (0, "done"),
-        (1, "no such file, not a regular file, or nothing of it is held: all of it is in the backing"),
+        (
+            1,
+            "no such file, not a regular file, or nothing of it is held: all of it is in the backing",
+        ),
         (10, "not on a firn mount"),
     ],
     args: ChunksArgs::augment_args,
@@ -59,7 +65,12 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let (place, mut connection) = connect(&args.path)?;
     let list = connection.chunks(&place.relative)?;
     let region = connection.region()?;
-    let listed = Listed { path: place.relative, bytes: list.bytes, region, pieces: list.pieces };
+    let listed = Listed {
+        path: place.relative,
+        bytes: list.bytes,
+        region,
+        pieces: list.pieces,
+    };
     if args.json {
         output::print_json(&listed)?;
     }
@@ -78,12 +89,29 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 fn table(pieces: &[ChunkPiece], paint: Paint) -> String {
-    let head = format!("{:>16} {:>14} {:<8} {:>8} {:>16}", "OFFSET", "BYTES", "WHERE", "CHUNK", "AT");
+    let head = format!(
+        "{:>16} {:>14} {:<8} {:>8} {:>16}",
+        "OFFSET", "BYTES", "WHERE", "CHUNK", "AT"
+    );
     let mut table = paint.head(&head) + "\n";
-    for ChunkPiece { offset, bytes, place, at, chunk } in pieces {
+    for ChunkPiece {
+        offset,
+        bytes,
+        place,
+        at,
+        chunk,
+    } in pieces
+    {
         let chunk = chunk.map_or("-".to_owned(), |chunk| chunk.to_string());
-        let at = if *place == Place::Hole { "-".to_owned() } else { at.to_string() };
-        table += &format!("{offset:>16} {bytes:>14} {:<8} {chunk:>8} {at:>16}\n", place.as_str());
+        let at = if *place == Place::Hole {
+            "-".to_owned()
+        } else {
+            at.to_string()
+        };
+        table += &format!(
+            "{offset:>16} {bytes:>14} {:<8} {chunk:>8} {at:>16}\n",
+            place.as_str()
+        );
     }
     table
 }

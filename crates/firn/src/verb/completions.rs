@@ -12,8 +12,14 @@ pub const VERB: Verb = Verb {
     about: "Print the completions of a shell",
     long: "",
     examples: &[
-        ("firn completions bash > /etc/bash_completion.d/firn", "for all users of bash"),
-        ("firn completions fish > ~/.config/fish/completions/firn.fish", "for you and fish"),
+        (
+            "firn completions bash > /etc/bash_completion.d/firn",
+            "for all users of bash",
+        ),
+        (
+            "firn completions fish > ~/.config/fish/completions/firn.fish",
+            "for you and fish",
+        ),
     ],
     exits: &[(0, "printed"), (2, "no such shell")],
     args: CompletionsArgs::augment_args,

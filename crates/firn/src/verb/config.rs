@@ -16,9 +16,18 @@ pub const VERB: Verb = Verb {
            ~/.config/firn/firn.toml, /etc/firn/firn.toml and defaults, in this order.",
     examples: &[
         ("firn config", "what a mount would use now"),
-        ("firn config -o close=held,arena-size=1G --json", "with these options, for scripts"),
+        (
+            "firn config -o close=held,arena-size=1G --json",
+            "with these options, for scripts",
+        ),
     ],
-    exits: &[(0, "shown"), (2, "an option or argument that cannot be; the text says where it stands")],
+    exits: &[
+        (0, "shown"),
+        (
+            2,
+            "an option or argument that cannot be; the text says where it stands",
+        ),
+    ],
     args,
     run,
 };
@@ -82,13 +91,26 @@ fn lines(resolved: &Resolved) -> Vec<Line> {
 
 fn text(lines: &[Line], paint: Paint) -> String {
     let name_width = lines.iter().map(|line| line.name.len()).max().unwrap_or(0);
-    let value_width = lines.iter().map(|line| line.value.chars().count()).max().unwrap_or(0);
+    let value_width = lines
+        .iter()
+        .map(|line| line.value.chars().count())
+        .max()
+        .unwrap_or(0);
     let mut text = String::new();
     for line in lines {
-        let place = line.place.as_ref().map_or_else(String::new, |place| format!(" {place}"));
-        let shown =
-            format!("{:<name_width$}  {:<value_width$}  {}{place}", line.name, line.value, line.source);
-        text += &if line.source == "default" { shown } else { paint.head(&shown) };
+        let place = line
+            .place
+            .as_ref()
+            .map_or_else(String::new, |place| format!(" {place}"));
+        let shown = format!(
+            "{:<name_width$}  {:<value_width$}  {}{place}",
+            line.name, line.value, line.source
+        );
+        text += &if line.source == "default" {
+            shown
+        } else {
+            paint.head(&shown)
+        };
         text.push('\n');
     }
     text

@@ -17,10 +17,20 @@ pub const VERB: Verb = Verb {
     about: "Begin to drain files now, without waiting for full chunks",
     long: "Returns at once; `firn wait` waits.",
     examples: &[
-        ("firn drain /ckpt/step_100", "this checkpoint first, and now"),
-        ("firn drain --wait /ckpt", "the same as `firn wait --until drained /ckpt`"),
+        (
+            "firn drain /ckpt/step_100",
+            "this checkpoint first, and now",
+        ),
+        (
+            "firn drain --wait /ckpt",
+            "the same as `firn wait --until drained /ckpt`",
+        ),
     ],
-    exits: &[(0, "begun (with --wait: done)"), (1, "failed; the data is kept"), (10, "not on a firn mount")],
+    exits: &[
+        (0, "begun (with --wait: done)"),
+        (1, "failed; the data is kept"),
+        (10, "not on a firn mount"),
+    ],
     args: DrainArgs::augment_args,
     run,
 };
@@ -55,8 +65,14 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return wait(&args.path, Rung::Drained, None, args.json);
     }
     let (place, mut connection) = connect(&args.path)?;
-    let files = if args.json { connection.files(&place.relative)? } else { Vec::new() };
-    connection.done(&Request::Drain { path: place.relative.clone() })?;
+    let files = if args.json {
+        connection.files(&place.relative)?
+    } else {
+        Vec::new()
+    };
+    connection.done(&Request::Drain {
+        path: place.relative.clone(),
+    })?;
     if args.json {
         output::print_json(&Begun {
             mount_point: place.mount.mount_point.into(),

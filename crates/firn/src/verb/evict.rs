@@ -16,10 +16,17 @@ pub const VERB: Verb = Verb {
            drained stays in any case: say `firn drain --wait` before. So does what a program reads by a chunk \
            list.",
     examples: &[
-        ("firn evict /ckpt/step_100", "this checkpoint will not be read again"),
+        (
+            "firn evict /ckpt/step_100",
+            "this checkpoint will not be read again",
+        ),
         ("firn evict /ckpt", "everything that is drained"),
     ],
-    exits: &[(0, "done, also where there was nothing to free"), (1, "failed"), (10, "not on a firn mount")],
+    exits: &[
+        (0, "done, also where there was nothing to free"),
+        (1, "failed"),
+        (10, "not on a firn mount"),
+    ],
     args: EvictArgs::augment_args,
     run,
 };
@@ -47,11 +54,17 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let (place, mut connection) = connect(&args.path)?;
     let (freed_bytes, held_bytes) = connection.evict(&place.relative)?;
     if args.json {
-        output::print_json(&Evicted { freed_bytes, held_bytes })?;
+        output::print_json(&Evicted {
+            freed_bytes,
+            held_bytes,
+        })?;
     } else {
         let stays = match held_bytes {
             0 => String::new(),
-            bytes => format!("; {} stay, not drained or in use by a chunk list", text::bytes(bytes)),
+            bytes => format!(
+                "; {} stay, not drained or in use by a chunk list",
+                text::bytes(bytes)
+            ),
         };
         output::say(&format!("{} freed{stays}", text::bytes(freed_bytes)));
     }

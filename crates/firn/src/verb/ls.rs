@@ -21,7 +21,10 @@ pub const VERB: Verb = Verb {
            are held and not in the backing, and its path. Without FUSE, too, where ls(1) shows empty stubs. A file that is cut is an unfinished checkpoint.",
     examples: &[
         ("firn ls /ckpt", "all files of the mount"),
-        ("firn ls --state cut /ckpt", "the files that a restart must not use"),
+        (
+            "firn ls --state cut /ckpt",
+            "the files that a restart must not use",
+        ),
     ],
     exits: &[(0, "done"), (1, "failed"), (10, "not on a firn mount")],
     args: LsArgs::augment_args,
@@ -70,26 +73,46 @@ impl Shown {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LsArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;
-    let known: BTreeMap<BytePath, FileStatus> =
-        connection.files(&place.relative)?.into_iter().map(|file| (file.path.clone(), file)).collect();
+    let known: BTreeMap<BytePath, FileStatus> = connection
+        .files(&place.relative)?
+        .into_iter()
+        .map(|file| (file.path.clone(), file))
+        .collect();
     let mut paths = Vec::new();
     walk(&place.mount.mount_point.join(&place.relative), &mut paths)?;
     paths.sort();
     let mut listed = Vec::new();
     for (path, size) in paths {
         let relative = path.strip_prefix(&place.mount.mount_point).unwrap_or(&path);
-        let in_backing = place.mount.is_tree.then(|| place.mount.backing.join(relative));
+        let in_backing = place
+            .mount
+            .is_tree
+            .then(|| place.mount.backing.join(relative));
         let relative = BytePath::from(relative);
         let status = known.get(&relative).map_or(
-            Shown { rung: Rung::Drained, ending: Ending::Closed, held_bytes: 0 },
-            |file| Shown { rung: file.state, ending: file.ending, held_bytes: file.held_bytes },
+            Shown {
+                rung: Rung::Drained,
+                ending: Ending::Closed,
+                held_bytes: 0,
+            },
+            |file| Shown {
+                rung: file.state,
+                ending: file.ending,
+                held_bytes: file.held_bytes,
+            },
         );
         // A stub is empty: what it stands for is in the backing, as far as it is not held.
-        let drained = in_backing.and_then(|path| path.symlink_metadata().ok()).map_or(0, |found| found.len());
+        let drained = in_backing
+            .and_then(|path| path.symlink_metadata().ok())
+            .map_or(0, |found| found.len());
         let held = known.get(&relative).map_or(0, |file| file.held_end);
         let size = size.max(drained).max(held);
         if args.state.as_ref().is_none_or(|state| status.is(state)) {
-            listed.push(Listed { path: relative, size, status });
+            listed.push(Listed {
+                path: relative,
+                size,
+                status,
+            });
         }
     }
     if args.json {
@@ -97,16 +120,21 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return Ok(DONE);
     }
     for Listed { path, size, status } in &listed {
-        let (rung, ending) = (status.rung.as_str(), status.ending.as_str());
-        let (size, held) = (text::bytes(*size), text::bytes(status.held_bytes));
-        output::print(&format!("{rung:<8} {ending:<7} {size:>10} {held:>10} {path}\n"))?;
+        let rung = status.rung.as_str();
+        let ending = status.ending.as_str();
+        let size = text::bytes(*size);
+        let held = text::bytes(status.held_bytes);
+        output::print(&format!(
+            "{rung:<8} {ending:<7} {size:>10} {held:>10} {path}\n"
+        ))?;
     }
     Ok(DONE)
 }
 
 /// The regular files at or below `path`, with their sizes. What vanishes meanwhile is left out.
 fn walk(path: &Path, found: &mut Vec<(PathBuf, u64)>) -> Result<(), Failure> {
-    let failed = |error: std::io::Error| Failure::new(FAILED, format!("{}: {error}", text::path(path)));
+    let failed =
+        |error: std::io::Error| Failure::new(FAILED, format!("{}: {error}", text::path(path)));
     let metadata = match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         metadata => metadata.map_err(failed)?,

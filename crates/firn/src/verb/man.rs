@@ -17,9 +17,16 @@ pub const VERB: Verb = Verb {
     examples: &[
         ("firn man | man -l -", "read firn(1)"),
         ("firn man wait | man -l -", "read firn-wait(1)"),
-        ("firn man --dir /usr/local/share/man", "install all of them, in man1 and man8"),
+        (
+            "firn man --dir /usr/local/share/man",
+            "install all of them, in man1 and man8",
+        ),
     ],
-    exits: &[(0, "printed or written"), (1, "a page cannot be written"), (2, "no such verb")],
+    exits: &[
+        (0, "printed or written"),
+        (1, "a page cannot be written"),
+        (2, "no such verb"),
+    ],
     args: ManArgs::augment_args,
     run,
 };
@@ -51,7 +58,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let page = pages.iter().find(asked).ok_or_else(|| {
         Failure::new(
             crate::failure::USAGE,
-            format!("{} has no page; `firn` lists the verbs", wanted.unwrap_or_default()),
+            format!(
+                "{} has no page; `firn` lists the verbs",
+                wanted.unwrap_or_default()
+            ),
         )
     })?;
     output::print(&page.roff)?;
@@ -61,6 +71,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 fn write(dir: &Path, page: &page::Page) -> Result<(), Failure> {
     let section = dir.join(format!("man{}", page.section));
     let path = section.join(format!("{}.{}", page.name, page.section));
-    let written = std::fs::create_dir_all(&section).and_then(|()| std::fs::write(&path, &page.roff));
-    written.map_err(|error| Failure::new(FAILED, format!("cannot write {}: {error}", path.display())))
+    let written =
+        std::fs::create_dir_all(&section).and_then(|()| std::fs::write(&path, &page.roff));
+    written
+        .map_err(|error| Failure::new(FAILED, format!("cannot write {}: {error}", path.display())))
 }

@@ -18,20 +18,35 @@ pub const VERB: Verb = Verb {
            being asked. Options come from flags, FIRN_* variables, ~/.config/firn/firn.toml, /etc/firn/firn.toml \
            and defaults, in this order; `firn config` shows them.",
     examples: &[
-        ("firn mount /scratch/run42 /ckpt", "what programs write to /ckpt ends up in /scratch/run42"),
-        ("firn mount /scratch/run42 /ckpt -o arena-size=4G,close=held", "close returns at memory speed, too"),
+        (
+            "firn mount /scratch/run42 /ckpt",
+            "what programs write to /ckpt ends up in /scratch/run42",
+        ),
+        (
+            "firn mount /scratch/run42 /ckpt -o arena-size=4G,close=held",
+            "close returns at memory speed, too",
+        ),
         (
             "firn mount --door=preload /scratch/run42 /ckpt",
             "without FUSE, for programs with LD_PRELOAD=libfirn_preload.so",
         ),
-        ("firn mount --foreground --log-level=debug /scratch/run42 /ckpt", "to look at what it does"),
+        (
+            "firn mount --foreground --log-level=debug /scratch/run42 /ckpt",
+            "to look at what it does",
+        ),
     ],
     exits: &[
         (0, "the mount is usable (with --foreground: it has ended)"),
         (1, "failed"),
         (2, "an option or argument that cannot be"),
-        (10, "the arena of this backing is not one that this firn can use"),
-        (11, "the backing is mounted already, or the mount point is taken"),
+        (
+            10,
+            "the arena of this backing is not one that this firn can use",
+        ),
+        (
+            11,
+            "the backing is mounted already, or the mount point is taken",
+        ),
     ],
     args,
     run,
@@ -72,15 +87,28 @@ pub fn minus_o() -> Arg {
 /// The options that flags, `-o` and the surroundings give.
 pub fn resolve(matches: &ArgMatches) -> Result<Resolved, Failure> {
     let mut minus_o = MinusO::default();
-    for list in matches.get_many::<OsString>("minus-o").into_iter().flatten() {
+    for list in matches
+        .get_many::<OsString>("minus-o")
+        .into_iter()
+        .flatten()
+    {
         minus_o.extend(parse_minus_o(list, Unknown::Refuse)?);
     }
-    let sources = Sources { flags: given_flags(matches), minus_o, surroundings: Surroundings::of_process() };
+    let sources = Sources {
+        flags: given_flags(matches),
+        minus_o,
+        surroundings: Surroundings::of_process(),
+    };
     Ok(sources.resolve()?)
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let path = |id: &str| matches.get_one::<PathBuf>(id).cloned().expect("clap demands it");
+    let path = |id: &str| {
+        matches
+            .get_one::<PathBuf>(id)
+            .cloned()
+            .expect("clap demands it")
+    };
     let request = MountRequest {
         backing: path("backing"),
         mount_point: path("mount-point"),

@@ -19,8 +19,14 @@ pub const SYNOPSIS: &str = "mount.firn BACKING DIR [-sfnv] [-o OPTION[=VALUE],â€
 
 /// For its man page.
 pub const EXAMPLES: &[(&str, &str)] = &[
-    ("/scratch/run42 /ckpt firn arena-size=4G,close=held,nofail 0 0", "a line of /etc/fstab"),
-    ("mount -t firn -o arena-size=4G /scratch/run42 /ckpt", "by hand, as root"),
+    (
+        "/scratch/run42 /ckpt firn arena-size=4G,close=held,nofail 0 0",
+        "a line of /etc/fstab",
+    ),
+    (
+        "mount -t firn -o arena-size=4G /scratch/run42 /ckpt",
+        "by hand, as root",
+    ),
 ];
 
 /// For its man page.
@@ -34,7 +40,10 @@ pub const EXITS: &[(u8, &str)] = &[
 /// Its command line, for its man page.
 pub fn page_command() -> Command {
     let flag = |name: &'static str, help: &'static str| {
-        Arg::new(name).short(name.chars().next()).action(ArgAction::SetTrue).help(help)
+        Arg::new(name)
+            .short(name.chars().next())
+            .action(ArgAction::SetTrue)
+            .help(help)
     };
     Command::new("mount.firn")
         .version(env!("CARGO_PKG_VERSION"))
@@ -124,7 +133,11 @@ impl Call {
     }
 
     fn minus_o(&self) -> Result<MinusO, Failure> {
-        let unknown = if self.sloppy { Unknown::Tolerate } else { Unknown::Refuse };
+        let unknown = if self.sloppy {
+            Unknown::Tolerate
+        } else {
+            Unknown::Refuse
+        };
         let mut all = MinusO::default();
         for list in &self.lists {
             all.extend(parse_minus_o(list, unknown)?);
@@ -136,10 +149,17 @@ impl Call {
 fn mount(call: Call) -> Result<u8, Failure> {
     let minus_o = call.minus_o()?;
     let [backing, mount_point] = &call.places[..] else {
-        return Err(usage(&format!("expected BACKING and DIR, found {} names", call.places.len())));
+        return Err(usage(&format!(
+            "expected BACKING and DIR, found {} names",
+            call.places.len()
+        )));
     };
     let tolerated = minus_o.tolerated.join(",");
-    let sources = Sources { minus_o, surroundings: Surroundings::of_process(), ..Sources::default() };
+    let sources = Sources {
+        minus_o,
+        surroundings: Surroundings::of_process(),
+        ..Sources::default()
+    };
     let options = sources.resolve()?.options;
     if call.verbose && !tolerated.is_empty() {
         output::say(&format!("skipped unknown options: {tolerated}"));
@@ -155,7 +175,11 @@ fn mount(call: Call) -> Result<u8, Failure> {
     };
     firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
     if call.verbose {
-        output::say(&format!("{} mounted on {}", text::path(backing), text::path(mount_point)));
+        output::say(&format!(
+            "{} mounted on {}",
+            text::path(backing),
+            text::path(mount_point)
+        ));
     }
     Ok(DONE)
 }
@@ -174,7 +198,17 @@ mod tests {
 
     #[test]
     fn the_words_of_mount_8_are_understood_in_any_order() {
-        let parsed = call(&["/b", "/m", "-sfnv", "-o", "rw,close=held", "-t", "firn", "-oro"]).unwrap();
+        let parsed = call(&[
+            "/b",
+            "/m",
+            "-sfnv",
+            "-o",
+            "rw,close=held",
+            "-t",
+            "firn",
+            "-oro",
+        ])
+        .unwrap();
         assert_eq!(parsed.places, [PathBuf::from("/b"), PathBuf::from("/m")]);
         assert!(parsed.sloppy && parsed.fake && parsed.verbose);
         assert_eq!(parsed.lists, ["rw,close=held", "ro"]);
@@ -184,17 +218,33 @@ mod tests {
     fn unknown_words_are_refused_unless_sloppy() {
         assert!(call(&["/b", "/m", "-x"]).is_err());
         assert!(call(&["/b", "/m", "-o"]).is_err());
-        assert!(call(&["/b", "/m", "-o", "qwertyuiop"]).unwrap().minus_o().is_err());
-        assert!(call(&["/b", "/m", "-s", "-o", "qwertyuiop"]).unwrap().minus_o().is_ok());
+        assert!(
+            call(&["/b", "/m", "-o", "qwertyuiop"])
+                .unwrap()
+                .minus_o()
+                .is_err()
+        );
+        assert!(
+            call(&["/b", "/m", "-s", "-o", "qwertyuiop"])
+                .unwrap()
+                .minus_o()
+                .is_ok()
+        );
     }
 
     #[test]
     fn exit_statuses_are_those_of_mount_8() {
-        assert_eq!([0, 1, 2, 3, 10, 11, 130].map(mount_8_status), [0, 32, 1, 32, 32, 32, 8]);
+        assert_eq!(
+            [0, 1, 2, 3, 10, 11, 130].map(mount_8_status),
+            [0, 32, 1, 32, 32, 32, 8]
+        );
     }
 
     #[test]
     fn a_fake_mount_touches_nothing() {
-        assert_eq!(mount(call(&["/no/such", "/neither", "-f"]).unwrap()).unwrap(), DONE);
+        assert_eq!(
+            mount(call(&["/no/such", "/neither", "-f"]).unwrap()).unwrap(),
+            DONE
+        );
     }
 }

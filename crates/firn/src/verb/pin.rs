@@ -17,9 +17,16 @@ pub const VERB: Verb = Verb {
            in memory now.",
     examples: &[
         ("firn pin /ckpt/step_100", "a restart will read this one"),
-        ("firn pin --off /ckpt/step_100", "its memory may go to others again"),
+        (
+            "firn pin --off /ckpt/step_100",
+            "its memory may go to others again",
+        ),
     ],
-    exits: &[(0, "done"), (1, "nothing of it is in memory, or it failed"), (10, "not on a firn mount")],
+    exits: &[
+        (0, "done"),
+        (1, "nothing of it is in memory, or it failed"),
+        (10, "not on a firn mount"),
+    ],
     args: PinArgs::augment_args,
     run,
 };
@@ -52,14 +59,25 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let (place, mut connection) = connect(&args.path)?;
     let (files, bytes) = connection.pin(&place.relative, !args.off)?;
     if args.json {
-        output::print_json(&Pinned { pinned: !args.off, files, bytes })?;
+        output::print_json(&Pinned {
+            pinned: !args.off,
+            files,
+            bytes,
+        })?;
     }
     if files == 0 && !args.off {
         let path = text::path(&args.path);
-        return Err(Failure::new(crate::failure::FAILED, format!("{path}: nothing of it is in memory")));
+        return Err(Failure::new(
+            crate::failure::FAILED,
+            format!("{path}: nothing of it is in memory"),
+        ));
     }
     if !args.json {
-        let word = if args.off { "no longer pinned" } else { "pinned" };
+        let word = if args.off {
+            "no longer pinned"
+        } else {
+            "pinned"
+        };
         output::say(&format!("{files} files, {}: {word}", text::bytes(bytes)));
     }
     Ok(DONE)

@@ -22,9 +22,16 @@ pub const VERB: Verb = Verb {
            on a firn mount: only its firnd knows which files are open or cut.",
     examples: &[
         ("firn prune --keep 2 --dry-run /ckpt", "what would go"),
-        ("firn prune --keep 2 /ckpt", "from cron, or between the steps of a job"),
+        (
+            "firn prune --keep 2 /ckpt",
+            "from cron, or between the steps of a job",
+        ),
     ],
-    exits: &[(0, "done, also where there was nothing to remove"), (1, "failed"), (10, "not on a firn mount")],
+    exits: &[
+        (0, "done, also where there was nothing to remove"),
+        (1, "failed"),
+        (10, "not on a firn mount"),
+    ],
     args: PruneArgs::augment_args,
     run,
 };
@@ -65,7 +72,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if !args.dry_run {
         directory.finish_removals()?;
     }
-    let (mut removed, mut kept) = (Vec::new(), Vec::new());
+    let mut removed = Vec::new();
+    let mut kept = Vec::new();
     for Checkpoint { name, verdict } in directory.judge(args.keep as usize)? {
         let shown = BytePath::from(Path::new(&name));
         let verdict = match verdict {
@@ -74,18 +82,26 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         };
         match verdict {
             Verdict::Remove => removed.push(shown),
-            stays => kept.push(Kept { name: shown, why: stays.as_str() }),
+            stays => kept.push(Kept {
+                name: shown,
+                why: stays.as_str(),
+            }),
         }
     }
     if args.json {
         output::print_json(&Pruned { removed, kept })?;
         return Ok(DONE);
     }
-    let done = if args.dry_run { "would be removed" } else { "removed" };
+    let done = if args.dry_run {
+        "would be removed"
+    } else {
+        "removed"
+    };
     for name in &removed {
         output::print(&format!("{done}: {name}\n"))?;
     }
-    let (gone, kept) = (text::count(removed.len() as u64, "checkpoint"), kept.len());
+    let gone = text::count(removed.len() as u64, "checkpoint");
+    let kept = kept.len();
     output::say(&format!("{gone} {done}, {kept} kept"));
     Ok(DONE)
 }

@@ -29,7 +29,10 @@ pub const VERB: Verb = Verb {
             "firn recover --save-lost /home/me/rescued /scratch/run42",
             "files were removed from the backing before their data reached it",
         ),
-        ("firn recover --node n7 /scratch/run42", "node n7 is gone: end what it had prepared"),
+        (
+            "firn recover --node n7 /scratch/run42",
+            "node n7 is gone: end what it had prepared",
+        ),
         (
             "firn recover --from-backup /pfs/backup --id 17 /scratch/run42",
             "the node is lost: commit 17 on a copy of the backing as it was before",
@@ -37,8 +40,14 @@ pub const VERB: Verb = Verb {
         ("firn recover --json /scratch/run42", "for scripts"),
     ],
     exits: &[
-        (0, "everything is durable in the backing, or there was nothing to recover"),
-        (1, "failed, nothing was recovered; the data is still in the arena"),
+        (
+            0,
+            "everything is durable in the backing, or there was nothing to recover",
+        ),
+        (
+            1,
+            "failed, nothing was recovered; the data is still in the arena",
+        ),
         (3, "a part is recovered, the rest is still in the arena"),
         (10, "not an arena that this firn can use"),
         (11, "a firnd holds it: use its mount"),
@@ -52,7 +61,9 @@ pub const VERB: Verb = Verb {
 const OPTIONS: [&str; 2] = ["arena-dir", "io-threads"];
 
 fn args(command: Command) -> Command {
-    let rows = OPTIONS.iter().filter_map(|name| firn_config::table::row(name));
+    let rows = OPTIONS
+        .iter()
+        .filter_map(|name| firn_config::table::row(name));
     command
         .arg(
             Arg::new("backing")
@@ -109,7 +120,9 @@ fn args(command: Command) -> Command {
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let path = matches.get_one::<PathBuf>("backing").expect("clap demands it");
+    let path = matches
+        .get_one::<PathBuf>("backing")
+        .expect("clap demands it");
     let options = resolve(matches)?.options;
     let backing = backing_of(path);
     if let Some(node) = matches.get_one::<String>("dead-node") {
@@ -117,7 +130,15 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
     if let Some(dir) = matches.get_one::<PathBuf>("from-backup") {
         let id = matches.get_one::<u64>("id").copied();
-        return of_backup(FromBackup { dir: dir.clone(), backing, id, options }, matches.get_flag("json"));
+        return of_backup(
+            FromBackup {
+                dir: dir.clone(),
+                backing,
+                id,
+                options,
+            },
+            matches.get_flag("json"),
+        );
     }
     tell_damage(&backing, &options);
     let lost = match matches.get_one::<PathBuf>("save-lost") {
@@ -131,7 +152,11 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
     }
     let mut meter = Meter::new();
-    let request = RecoverRequest { backing: backing.clone(), options, lost };
+    let request = RecoverRequest {
+        backing: backing.clone(),
+        options,
+        lost,
+    };
     let report = firn_daemon::recover(request, &mut |bytes, files, phase| {
         meter.show(bytes, files, phase);
         !stop.load(Ordering::Relaxed)
@@ -153,8 +178,13 @@ fn of_backup(request: FromBackup, json: bool) -> Result<u8, Failure> {
         output::print_json(&report)?;
         return Ok(DONE);
     }
-    let (id, objects) = (report.id, count(report.objects, "object"));
-    let scope = if report.scope.is_empty() { "the whole mount".to_owned() } else { report.scope.to_string() };
+    let id = report.id;
+    let objects = count(report.objects, "object");
+    let scope = if report.scope.is_empty() {
+        "the whole mount".to_owned()
+    } else {
+        report.scope.to_string()
+    };
     output::say(&match (report.before, report.committed) {
         (true, _) => format!("{scope}: commit {id} was carried out before; nothing is left to do"),
         (false, true) => format!("{scope}: carried out commit {id}, {objects}"),
@@ -175,7 +205,10 @@ fn of_node(backing: &Path, node: &str, json: bool) -> Result<u8, Failure> {
             output::say(&format!("{node}: carried out commit {id}"));
         }
         if report.undone > 0 {
-            output::say(&format!("{node}: undid {}", count(report.undone, "transaction")));
+            output::say(&format!(
+                "{node}: undid {}",
+                count(report.undone, "transaction")
+            ));
         }
         if report.finished.is_empty() && report.undone == 0 && report.waiting.is_empty() {
             output::say(&format!("{node}: nothing to end"));
@@ -196,7 +229,9 @@ fn of_node(backing: &Path, node: &str, json: bool) -> Result<u8, Failure> {
 /// mount table.
 fn backing_of(path: &Path) -> PathBuf {
     match firn_client::find(path) {
-        Ok(place) if place.relative.is_empty() && !place.mount.is_of_another_user() => place.mount.backing,
+        Ok(place) if place.relative.is_empty() && !place.mount.is_of_another_user() => {
+            place.mount.backing
+        }
         _ => path.to_owned(),
     }
 }
@@ -206,8 +241,14 @@ fn outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
     let cannot = |error| Failure::new(FAILED, format!("cannot use {}: {error}", text::path(dir)));
     std::fs::create_dir_all(dir).map_err(cannot)?;
     let dir = dir.canonicalize().map_err(cannot)?;
-    if backing.canonicalize().is_ok_and(|backing| dir.starts_with(backing)) {
-        let text = format!("{} is inside the backing directory: give one outside of it", text::path(&dir));
+    if backing
+        .canonicalize()
+        .is_ok_and(|backing| dir.starts_with(backing))
+    {
+        let text = format!(
+            "{} is inside the backing directory: give one outside of it",
+            text::path(&dir)
+        );
         return Err(Failure::new(USAGE, text));
     }
     Ok(dir)
@@ -215,11 +256,20 @@ fn outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
 
 /// Damage is never interpreted, so it would be passed over in silence.
 fn tell_damage(backing: &Path, options: &Options) {
-    let Ok(canonical) = backing.canonicalize() else { return };
-    let Ok(files) = RuntimeFiles::of(&canonical, options.arena_dir.as_deref()) else { return };
-    let Ok(report) = firn_daemon::check(&files.arena) else { return };
+    let Ok(canonical) = backing.canonicalize() else {
+        return;
+    };
+    let Ok(files) = RuntimeFiles::of(&canonical, options.arena_dir.as_deref()) else {
+        return;
+    };
+    let Ok(report) = firn_daemon::check(&files.arena) else {
+        return;
+    };
     for damage in report.damage.iter().filter(|_| !report.in_use) {
-        output::say(&format!("damaged, and skipped: {}", super::check::damage_line(damage)));
+        output::say(&format!(
+            "damaged, and skipped: {}",
+            super::check::damage_line(damage)
+        ));
     }
 }
 
@@ -227,26 +277,42 @@ fn summary(backing: &Path, report: &RecoverReport) -> String {
     if report.arena.is_none() {
         return format!("nothing to recover for {}\n", text::path(backing));
     }
-    let (recovered, files) = (bytes(report.recovered_bytes), count(report.recovered_files, "file"));
-    let mut text = format!("recovered {recovered} in {files}; {} left\n", bytes(report.left_bytes));
+    let recovered = bytes(report.recovered_bytes);
+    let files = count(report.recovered_files, "file");
+    let mut text = format!(
+        "recovered {recovered} in {files}; {} left\n",
+        bytes(report.left_bytes)
+    );
     for lost in &report.lost {
         let fate = match &lost.saved_to {
             Some(to) => format!("saved to {}", text::path(to)),
             None if lost.discarded => "given up".into(),
             None => "kept in the arena".into(),
         };
-        text += &format!("{}: {}, {fate} ({})\n", lost.path, bytes(lost.bytes), lost.reason);
+        text += &format!(
+            "{}: {}, {fate} ({})\n",
+            lost.path,
+            bytes(lost.bytes),
+            lost.reason
+        );
     }
     text
 }
 
 fn outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, Failure> {
     for error in &report.errors {
-        let path = if error.path.is_empty() { "(file unknown)".to_owned() } else { error.path.to_string() };
+        let path = if error.path.is_empty() {
+            "(file unknown)".to_owned()
+        } else {
+            error.path.to_string()
+        };
         output::say(&format!("{path}: {}", printable(&error.message)));
     }
-    let (left, lost) = (report.left_bytes, report.lost_file_bytes);
-    let (Some(arena), true) = (&report.arena, left > 0 || lost > 0) else { return Ok(DONE) };
+    let left = report.left_bytes;
+    let lost = report.lost_file_bytes;
+    let (Some(arena), true) = (&report.arena, left > 0 || lost > 0) else {
+        return Ok(DONE);
+    };
     let arena = text::path(arena);
     let code = match report.recovered_bytes {
         _ if stopped => INTERRUPTED,
@@ -291,9 +357,17 @@ mod tests {
     #[test]
     fn the_exit_status_tells_all_from_part_from_nothing() {
         assert_eq!(
-            [code(9, 0, false), code(9, 1, false), code(0, 9, false), code(5, 4, true)],
+            [
+                code(9, 0, false),
+                code(9, 1, false),
+                code(0, 9, false),
+                code(5, 4, true)
+            ],
             [0, 3, 1, 130]
         );
-        assert_eq!(outcome(Path::new("/b"), &RecoverReport::default(), false).unwrap(), DONE);
+        assert_eq!(
+            outcome(Path::new("/b"), &RecoverReport::default(), false).unwrap(),
+            DONE
+        );
     }
 }

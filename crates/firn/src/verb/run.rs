@@ -34,7 +34,10 @@ pub const VERB: Verb = Verb {
            there. Where FUSE cannot be used, the preload library alone serves the files (door=preload). Signals are \
            passed on, and the exit status is the command's.",
     examples: &[
-        ("firn run --memory 8G -- mpirun -n 8 ./app", "the application writes below $FIRN_PREFIX"),
+        (
+            "firn run --memory 8G -- mpirun -n 8 ./app",
+            "the application writes below $FIRN_PREFIX",
+        ),
         (
             "firn run --memory 8G --keep 2 -- mpirun -n 8 ./app",
             "old checkpoints below $FIRN_PREFIX go while it runs, as with `firn prune --keep 2`",
@@ -45,8 +48,14 @@ pub const VERB: Verb = Verb {
         ),
     ],
     exits: &[
-        (0, "the command succeeded, and its files were drained where there is a --backing"),
-        (1, "the mount could not be made or taken down (or the command ended with 1)"),
+        (
+            0,
+            "the command succeeded, and its files were drained where there is a --backing",
+        ),
+        (
+            1,
+            "the mount could not be made or taken down (or the command ended with 1)",
+        ),
         (127, "the command was not found"),
         (128, "plus the signal's number: a signal ended the command"),
     ],
@@ -98,16 +107,25 @@ fn args(command: Command) -> Command {
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let command: Vec<OsString> =
-        matches.get_many::<OsString>("command").into_iter().flatten().cloned().collect();
+    let command: Vec<OsString> = matches
+        .get_many::<OsString>("command")
+        .into_iter()
+        .flatten()
+        .cloned()
+        .collect();
     let options = defaults_of_a_run(resolve(matches)?);
-    let preload = if matches.get_flag("no-preload") { None } else { library() };
+    let preload = if matches.get_flag("no-preload") {
+        None
+    } else {
+        library()
+    };
     let is_tree = options.door == Door::Preload;
     if is_tree && preload.is_none() {
         let why = "door=preload is the preload library alone: leave out --no-preload, and install the library beside firn";
         return Err(Failure::new(USAGE, why));
     }
-    let (prefix, backing) = (matches.get_one("prefix").cloned(), matches.get_one("backing").cloned());
+    let prefix = matches.get_one("prefix").cloned();
+    let backing = matches.get_one("backing").cloned();
     let place = Place::new(prefix, backing, is_tree)?;
     let request = MountRequest {
         backing: place.backing.clone(),
@@ -170,7 +188,10 @@ fn prune(prefix: &Path, keep: usize) -> Result<(), Failure> {
 /// Memory first: what the user did not choose is chosen for a job whose files live in memory.
 fn defaults_of_a_run(resolved: Resolved) -> Options {
     let by_default = |name: &str| {
-        resolved.origins.iter().any(|(row, origin)| row.name == name && matches!(origin, Origin::Default))
+        resolved
+            .origins
+            .iter()
+            .any(|(row, origin)| row.name == name && matches!(origin, Origin::Default))
     };
     let mut options = resolved.options.clone();
     if by_default("door")
@@ -199,7 +220,9 @@ fn fuse() -> Result<(), String> {
     // Of the kernel's list of devices (Documentation/admin-guide/devices.txt): misc, fuse.
     let number = rustix::fs::makedev(10, 229);
     match std::fs::metadata(DEVICE) {
-        Ok(found) if found.rdev() != number => return Err(format!("{DEVICE} is not the FUSE device")),
+        Ok(found) if found.rdev() != number => {
+            return Err(format!("{DEVICE} is not the FUSE device"));
+        }
         Ok(_) => {}
         Err(error) => return Err(format!("{DEVICE}: {error}")),
     }
@@ -209,7 +232,11 @@ fn fuse() -> Result<(), String> {
     let root = rustix::process::geteuid().is_root();
     let path = std::env::var_os("PATH").unwrap_or_default();
     let helper = || std::env::split_paths(&path).any(|dir| dir.join("fusermount3").exists());
-    if root || helper() { Ok(()) } else { Err("fusermount3 is not installed".into()) }
+    if root || helper() {
+        Ok(())
+    } else {
+        Err("fusermount3 is not installed".into())
+    }
 }
 
 /// The two directories of a run.
@@ -223,7 +250,11 @@ struct Place {
 }
 
 impl Place {
-    fn new(prefix: Option<PathBuf>, backing: Option<PathBuf>, is_tree: bool) -> Result<Self, Failure> {
+    fn new(
+        prefix: Option<PathBuf>,
+        backing: Option<PathBuf>,
+        is_tree: bool,
+    ) -> Result<Self, Failure> {
         let prefix = match prefix {
             Some(prefix) => {
                 make_private(&prefix)?;
@@ -242,7 +273,12 @@ impl Place {
             }
         };
         make_private(&backing)?;
-        Ok(Self { prefix, backing: absolute(&backing)?, memory_only, is_tree })
+        Ok(Self {
+            prefix,
+            backing: absolute(&backing)?,
+            memory_only,
+            is_tree,
+        })
     }
 
     /// Unmounts: drained after success, as it is after a failure.
@@ -251,7 +287,8 @@ impl Place {
         let keep_held = !success || self.memory_only;
         let mut connection = Connection::open(&place.mount)?;
         let status = connection.status()?;
-        let (held, arena) = (status.held_bytes, PathBuf::from(status.arena));
+        let held = status.held_bytes;
+        let arena = PathBuf::from(status.arena);
         let mut meter = Meter::new();
         // What the job left behind and still uses files does not keep the mount.
         let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
@@ -266,16 +303,25 @@ impl Place {
                 }
                 let _ = std::fs::remove_file(&arena);
                 std::fs::remove_dir_all(&self.backing).map_err(|error| {
-                    Failure::new(FAILED, format!("cannot remove {}: {error}", text::path(&self.backing)))
+                    Failure::new(
+                        FAILED,
+                        format!("cannot remove {}: {error}", text::path(&self.backing)),
+                    )
                 })?;
             }
             (false, _) if held > 0 => {
-                let (held, arena) = (text::bytes(held), text::path(&arena));
-                output::say(&format!("the command failed; {held} stay in memory, in {arena}"));
+                let held = text::bytes(held);
+                let arena = text::path(&arena);
+                output::say(&format!(
+                    "the command failed; {held} stay in memory, in {arena}"
+                ));
                 output::say("the same `firn run` again has them; or reach them with:");
-                let (backing, prefix) = (text::path(&self.backing), text::path(&self.prefix));
+                let backing = text::path(&self.backing);
+                let prefix = text::path(&self.prefix);
                 let door = if self.is_tree { ",door=preload" } else { "" };
-                output::say(&format!("  firn mount -o drain=demand{door} {backing} {prefix}"));
+                output::say(&format!(
+                    "  firn mount -o drain=demand{door} {backing} {prefix}"
+                ));
             }
             (false, true) => {
                 let _ = std::fs::remove_file(&arena);
@@ -292,7 +338,13 @@ impl Place {
     fn discard_tree(&self) -> Result<(), Failure> {
         let prefix = absolute(&self.prefix)?;
         firn_daemon::discard_tree(&self.backing, &prefix).map_err(|error| {
-            Failure::new(FAILED, format!("cannot remove the stub tree at {}: {error}", text::path(&prefix)))
+            Failure::new(
+                FAILED,
+                format!(
+                    "cannot remove the stub tree at {}: {error}",
+                    text::path(&prefix)
+                ),
+            )
         })
     }
 }
@@ -302,14 +354,24 @@ fn default_prefix() -> Result<PathBuf, Failure> {
     let prefix = firn_client::paths::create_runtime_dir()?.join("run");
     match firn_trust::create_private_dir(rustix::fs::CWD, &prefix) {
         Ok(_) => Ok(prefix),
-        Err(error) => Err(Failure::new(FAILED, format!("the default of --prefix, {error}"))),
+        Err(error) => Err(Failure::new(
+            FAILED,
+            format!("the default of --prefix, {error}"),
+        )),
     }
 }
 
 fn make_private(dir: &Path) -> Result<(), Failure> {
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(|error| {
-        Failure::new(USAGE, format!("cannot make the directory {}: {error}", text::path(dir)))
-    })
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .map_err(|error| {
+            Failure::new(
+                USAGE,
+                format!("cannot make the directory {}: {error}", text::path(dir)),
+            )
+        })
 }
 
 fn absolute(path: &Path) -> Result<PathBuf, Failure> {
@@ -322,18 +384,27 @@ fn library() -> Option<PathBuf> {
     let found = firn_client::library::beside(&std::env::current_exe().ok()?);
     if found.is_none() {
         let name = firn_client::library::NAME;
-        output::say(&format!("{name} is not installed: all calls go through the mount, which is slower"));
+        output::say(&format!(
+            "{name} is not installed: all calls go through the mount, which is slower"
+        ));
     }
     found
 }
 
 /// Runs the command to its end and passes signals on.
-fn carry_out(command: &[OsString], place: &Place, preload: Option<&Path>) -> Result<ExitStatus, Failure> {
+fn carry_out(
+    command: &[OsString],
+    place: &Place,
+    preload: Option<&Path>,
+) -> Result<ExitStatus, Failure> {
     let (program, args) = command.split_first().expect("clap demands one");
     let mut process = Process::new(program);
     process.args(args).env("FIRN_PREFIX", &place.prefix);
     if let Some(library) = preload {
-        process.env("LD_PRELOAD", with_library(library, std::env::var_os("LD_PRELOAD")));
+        process.env(
+            "LD_PRELOAD",
+            with_library(library, std::env::var_os("LD_PRELOAD")),
+        );
         // Ranks on other nodes get the environment only if Open MPI is told to pass it.
         if std::env::var_os("OMPI_MCA_mca_base_env_list").is_none() {
             process.env("OMPI_MCA_mca_base_env_list", "LD_PRELOAD;FIRN_PREFIX");
@@ -344,17 +415,25 @@ fn carry_out(command: &[OsString], place: &Place, preload: Option<&Path>) -> Res
     let signals = Signals::new(passed_on)
         .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
     let child = process.spawn().map_err(|error| {
-        let code = if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 };
+        let code = if error.kind() == std::io::ErrorKind::NotFound {
+            127
+        } else {
+            126
+        };
         Failure::new(
             code,
-            format!("cannot run {}: {error}", firn_format::quote::quoted(program.as_encoded_bytes())),
+            format!(
+                "cannot run {}: {error}",
+                firn_format::quote::quoted(program.as_encoded_bytes())
+            ),
         )
     })?;
     wait(child, signals)
 }
 
 fn wait(mut child: Child, mut signals: Signals) -> Result<ExitStatus, Failure> {
-    let (pid, handle) = (Pid::from_child(&child), signals.handle());
+    let pid = Pid::from_child(&child);
+    let handle = signals.handle();
     let passing = std::thread::spawn(move || {
         for signal in signals.forever() {
             // A Ctrl-C reached the whole group already; a second one does no harm.
@@ -379,6 +458,9 @@ fn with_library(library: &Path, before: Option<OsString>) -> OsString {
 }
 
 fn exit_code(status: ExitStatus) -> u8 {
-    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
-    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(FAILED)
+    let code = status
+        .code()
+        .or_else(|| status.signal().map(|signal| 128 + signal));
+    code.and_then(|code| u8::try_from(code).ok())
+        .unwrap_or(FAILED)
 }

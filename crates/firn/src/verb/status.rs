@@ -33,11 +33,17 @@ pub const VERB: Verb = Verb {
         ("firn status /ckpt", "one mount"),
         ("firn status --watch /ckpt", "the same, each second anew"),
         ("firn status --json /ckpt | jq .held_bytes", "for scripts"),
-        ("firn status --prometheus > /var/lib/node_exporter/firn.prom", "for a metrics collector"),
+        (
+            "firn status --prometheus > /var/lib/node_exporter/firn.prom",
+            "for a metrics collector",
+        ),
     ],
     exits: &[
         (0, "shown"),
-        (1, "the mount of PATH does not answer: the text says what to do"),
+        (
+            1,
+            "the mount of PATH does not answer: the text says what to do",
+        ),
         (3, "some of the mounts do not answer; the others are shown"),
         (10, "PATH is not on a firn mount"),
     ],
@@ -119,14 +125,21 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
             } else {
                 human(args, &list::text(&all, Paint::stdout()))?
             }
-            let silent = all.iter().filter(|seen| matches!(seen, Seen::Silent { .. })).count();
+            let silent = all
+                .iter()
+                .filter(|seen| matches!(seen, Seen::Silent { .. }))
+                .count();
             Ok(if silent == 0 { DONE } else { PARTLY })
         }
     }
 }
 
 fn json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failure> {
-    if args.watch { output::print_json_line(value) } else { output::print_json(value) }
+    if args.watch {
+        output::print_json_line(value)
+    } else {
+        output::print_json(value)
+    }
 }
 
 fn human(args: &StatusArgs, text: &str) -> Result<(), Failure> {
@@ -149,7 +162,10 @@ fn look_at(path: &Path) -> Result<Seen, Failure> {
 fn look(mount: &Mount) -> Seen {
     let asked = Connection::open(mount).and_then(|mut connection| connection.status());
     match asked {
-        Ok(status) => Seen::Alive { status: Box::new(status), files: None },
+        Ok(status) => Seen::Alive {
+            status: Box::new(status),
+            files: None,
+        },
         Err(error) => Seen::Silent {
             mount_point: mount.mount_point.as_path().into(),
             backing: mount.backing.as_path().into(),

@@ -14,7 +14,10 @@ use crate::verb::{Verb, connect};
 
 const EXITS: &[(u8, &str)] = &[
     (0, "done"),
-    (1, "failed; the transaction is as it was, and the message says what to do"),
+    (
+        1,
+        "failed; the transaction is as it was, and the message says what to do",
+    ),
     (2, "an option or argument that cannot be"),
     (11, "another transaction is in the way"),
     (10, "not on a firn mount"),
@@ -27,7 +30,10 @@ pub const BEGIN: Verb = Verb {
            the mount see their changes at once. Needs a mount with drain=commit.",
     examples: &[
         ("firn begin /work", "the whole mount"),
-        ("firn begin /work/step_100", "one directory; others may have their own transactions"),
+        (
+            "firn begin /work/step_100",
+            "one directory; others may have their own transactions",
+        ),
     ],
     exits: EXITS,
     args: PlaceArgs::augment_args,
@@ -40,7 +46,10 @@ pub const PREPARE: Verb = Verb {
     long: "When this returns, a commit can no longer fail for lack of space, and both outcomes survive any crash. \
            Now take the checkpoint of the job's memory with the same number. Changes at or below PATH wait until \
            `firn commit` or `firn abort`.",
-    examples: &[("firn prepare /work --id 17", "before checkpoint 17 of the job's memory is taken")],
+    examples: &[(
+        "firn prepare /work --id 17",
+        "before checkpoint 17 of the job's memory is taken",
+    )],
     exits: EXITS,
     args: NumberArgs::augment_args,
     run: prepare,
@@ -54,9 +63,18 @@ pub const COMMIT: Verb = Verb {
            them count and programs see them. firnd carries them to their places behind the job, during which \
            other changes of names and attributes below PATH wait; `firn status` shows what is left.",
     examples: &[
-        ("firn commit /work", "with the number it was prepared with, or the next one"),
-        ("firn commit /work --id 17 --begin", "and begin the next before anything can change"),
-        ("firn commit /work --async --begin", "and go on once it is decided, durably"),
+        (
+            "firn commit /work",
+            "with the number it was prepared with, or the next one",
+        ),
+        (
+            "firn commit /work --id 17 --begin",
+            "and begin the next before anything can change",
+        ),
+        (
+            "firn commit /work --async --begin",
+            "and go on once it is decided, durably",
+        ),
     ],
     exits: EXITS,
     args: CommitArgs::augment_args,
@@ -79,7 +97,10 @@ pub const RESTORE: Verb = Verb {
     about: "Make the files those of a checkpoint",
     long: "For a job that restarts from checkpoint ID of its memory: finishes the transaction that was prepared \
            with this number, or throws away what came after the commit with this number.",
-    examples: &[("firn restore /work --id 17", "before the job is restarted from checkpoint 17")],
+    examples: &[(
+        "firn restore /work --id 17",
+        "before the job is restarted from checkpoint 17",
+    )],
     exits: EXITS,
     args: NumberArgs::augment_args,
     run: restore,
@@ -139,11 +160,18 @@ fn ask(
     words: impl FnOnce(&str, Option<u64>) -> String,
 ) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
-    let (id, behind) = connection.transaction(&request(place.relative.clone()))?.unzip();
+    let (id, behind) = connection
+        .transaction(&request(place.relative.clone()))?
+        .unzip();
     let behind = behind.unwrap_or_default();
     let mount_point = place.mount.mount_point.into();
     if json {
-        output::print_json(&Outcome { mount_point, scope: &place.relative, id, behind })?;
+        output::print_json(&Outcome {
+            mount_point,
+            scope: &place.relative,
+            id,
+            behind,
+        })?;
     } else {
         output::say(&words(&quoted_path(path), id));
         if !behind.is_empty() {
@@ -158,23 +186,56 @@ fn ask(
 
 fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PlaceArgs::from_arg_matches(matches)?;
-    ask(&args.path, args.json, |path| Request::Begin { path }, |at, _| format!("{at}: a transaction is open"))
+    ask(
+        &args.path,
+        args.json,
+        |path| Request::Begin { path },
+        |at, _| format!("{at}: a transaction is open"),
+    )
 }
 
 fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
     let NumberArgs { place, id } = NumberArgs::from_arg_matches(matches)?;
     let words = |at: &str, _| format!("{at}: prepared as {id}; firn commit or firn abort decides");
-    ask(&place.path, place.json, |path| Request::Prepare { path, id }, words)
+    ask(
+        &place.path,
+        place.json,
+        |path| Request::Prepare { path, id },
+        words,
+    )
 }
 
 fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
-    let CommitArgs { place, id, begin, behind } = CommitArgs::from_arg_matches(matches)?;
+    let CommitArgs {
+        place,
+        id,
+        begin,
+        behind,
+    } = CommitArgs::from_arg_matches(matches)?;
     let words = |at: &str, id: Option<u64>| {
-        let how = if behind { "; it is carried out behind" } else { "" };
-        let next = if begin { "; the next transaction is open" } else { "" };
+        let how = if behind {
+            "; it is carried out behind"
+        } else {
+            ""
+        };
+        let next = if begin {
+            "; the next transaction is open"
+        } else {
+            ""
+        };
         format!("{at}: committed as {}{how}{next}", id.unwrap_or_default())
     };
-    ask(&place.path, place.json, |path| Request::Commit { path, id, begin, behind }, words)
+    ask(
+        &place.path,
+        place.json,
+        |path| Request::Commit {
+            path,
+            id,
+            begin,
+            behind,
+        },
+        words,
+    )
 }
 
 fn abort(matches: &ArgMatches) -> Result<u8, Failure> {
@@ -190,5 +251,10 @@ fn abort(matches: &ArgMatches) -> Result<u8, Failure> {
 fn restore(matches: &ArgMatches) -> Result<u8, Failure> {
     let NumberArgs { place, id } = NumberArgs::from_arg_matches(matches)?;
     let words = |at: &str, _| format!("{at}: the files are those of checkpoint {id}");
-    ask(&place.path, place.json, |path| Request::Restore { path, id }, words)
+    ask(
+        &place.path,
+        place.json,
+        |path| Request::Restore { path, id },
+        words,
+    )
 }

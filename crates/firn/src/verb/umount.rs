@@ -25,12 +25,18 @@ pub const VERB: Verb = Verb {
            kernel says, is taken away; its data stays in the arena.",
     examples: &[
         ("firn umount /ckpt", "when all of it is in the backing"),
-        ("firn umount --force /ckpt", "now: what cannot be drained stays in the arena for `firn recover`"),
+        (
+            "firn umount --force /ckpt",
+            "now: what cannot be drained stays in the arena for `firn recover`",
+        ),
     ],
     exits: &[
         (0, "unmounted, everything is in the backing"),
         (1, "failed; the mount still stands"),
-        (3, "unmounted, but data is left in the arena: mount again or `firn recover BACKING`"),
+        (
+            3,
+            "unmounted, but data is left in the arena: mount again or `firn recover BACKING`",
+        ),
         (10, "not a firn mount"),
         (11, "files below the mount point are in use"),
     ],
@@ -85,7 +91,9 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
     match result {
         Ok(()) => Ok(DONE),
         // firnd has the last word; whether the mount still stands tells a refusal from an end with data left.
-        Err(ClientError::Refused { message, .. }) if !stands(mount) => Err(Failure::new(PARTLY, message)),
+        Err(ClientError::Refused { message, .. }) if !stands(mount) => {
+            Err(Failure::new(PARTLY, message))
+        }
         // A signal may have ended it meanwhile. It removes an arena in which nothing is left.
         Err(ClientError::Gone { .. }) if !stands(mount) => left_in(&arena, mount),
         Err(error) => Err(error.into()),
@@ -98,7 +106,9 @@ fn wait_for_end(process: &Process, force: bool) {
     let limit = force.then_some(FORCED_END);
     if !process.wait(limit) {
         let id = process.id;
-        output::say(&format!("firnd (process {id}) has not ended yet: it may still use the backing"));
+        output::say(&format!(
+            "firnd (process {id}) has not ended yet: it may still use the backing"
+        ));
     }
 }
 
@@ -109,7 +119,8 @@ fn stands(mount: &Mount) -> bool {
 /// Takes a dead mount out of the tree.
 fn detach(mount: &Mount) -> Result<u8, Failure> {
     if mount.is_tree {
-        let (prefix, backing) = (text::path(&mount.mount_point), text::path(&mount.backing));
+        let prefix = text::path(&mount.mount_point);
+        let backing = text::path(&mount.backing);
         let why = format!(
             "the firnd of the stub tree at {prefix} was killed, and the tree holds names that are not in the backing: mount it again (`firn mount --door=preload {backing} {prefix}`), or carry them over with `firn recover {backing}`"
         );
@@ -120,7 +131,10 @@ fn detach(mount: &Mount) -> Result<u8, Failure> {
         fusermount(point)?;
     }
     let arena = mount.files().arena;
-    output::say(&format!("the mount at {} was dead (firnd was killed) and is taken away", text::path(point)));
+    output::say(&format!(
+        "the mount at {} was dead (firnd was killed) and is taken away",
+        text::path(point)
+    ));
     if !arena.exists() {
         return Err(Failure::new(PARTLY, without_arena(mount)));
     }
@@ -129,7 +143,8 @@ fn detach(mount: &Mount) -> Result<u8, Failure> {
 
 /// A firnd that was killed leaves its arena, so it must be somewhere.
 fn without_arena(mount: &Mount) -> String {
-    let (dir, backing) = (text::path(&mount.runtime_dir), text::path(&mount.backing));
+    let dir = text::path(&mount.runtime_dir);
+    let backing = text::path(&mount.backing);
     format!(
         "its arena is not in {dir}: what it held is in the FIRN_RUNTIME_DIR or arena-dir with which it was mounted; \
          run `firn recover {backing}` with the same"
@@ -141,21 +156,33 @@ fn left_in(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
     if !arena.exists() {
         return Ok(DONE);
     }
-    let held =
-        firn_daemon::check(arena).map_or_else(|_| "data".to_owned(), |report| text::bytes(report.held_bytes));
+    let held = firn_daemon::check(arena).map_or_else(
+        |_| "data".to_owned(),
+        |report| text::bytes(report.held_bytes),
+    );
     let backing = text::path(&mount.backing);
     let hint = format!("run `firn recover {backing}`, or mount it again, to drain it");
-    Err(Failure::new(PARTLY, format!("{held} is left in {}: {hint}", text::path(arena))))
+    Err(Failure::new(
+        PARTLY,
+        format!("{held} is left in {}: {hint}", text::path(arena)),
+    ))
 }
 
 /// Users other than root unmount through fuse3's helper.
 fn fusermount(point: &Path) -> Result<(), Failure> {
-    let failed = |why: String| Failure::new(FAILED, format!("cannot take {} away: {why}", text::path(point)));
+    let failed = |why: String| {
+        Failure::new(
+            FAILED,
+            format!("cannot take {} away: {why}", text::path(point)),
+        )
+    };
     let output = Command::new("fusermount3").arg("-uz").arg(point).output();
-    let output =
-        output.map_err(|error| failed(format!("fusermount3: {error} (install the package fuse3)")))?;
+    let output = output
+        .map_err(|error| failed(format!("fusermount3: {error} (install the package fuse3)")))?;
     if output.status.success() {
         return Ok(());
     }
-    Err(failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
+    Err(failed(
+        String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+    ))
 }

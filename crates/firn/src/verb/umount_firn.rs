@@ -29,7 +29,12 @@ struct Call {
 }
 
 fn parse(args: &[OsString]) -> Result<Call, Failure> {
-    let usage = |what: &str| Failure::new(USAGE, format!("{what}; usage: umount.fuse.firn DIR [-flnrv]"));
+    let usage = |what: &str| {
+        Failure::new(
+            USAGE,
+            format!("{what}; usage: umount.fuse.firn DIR [-flnrv]"),
+        )
+    };
     let mut call = Call::default();
     let mut args = args.iter();
     while let Some(arg) = args.next() {
@@ -53,7 +58,11 @@ fn parse(args: &[OsString]) -> Result<Call, Failure> {
             }
         }
     }
-    if call.dir.as_os_str().is_empty() { Err(usage("expected DIR")) } else { Ok(call) }
+    if call.dir.as_os_str().is_empty() {
+        Err(usage("expected DIR"))
+    } else {
+        Ok(call)
+    }
 }
 
 fn run(call: Call) -> Result<u8, Failure> {
@@ -62,17 +71,30 @@ fn run(call: Call) -> Result<u8, Failure> {
         return by_kernel(&call.dir, UnmountFlags::DETACH);
     }
     // Whoever may unmount may do so also where no firnd answers him: then the kernel does it, as without us.
-    let place = firn_client::find(&call.dir).ok().filter(|place| place.relative.is_empty());
+    let place = firn_client::find(&call.dir)
+        .ok()
+        .filter(|place| place.relative.is_empty());
     if place.is_none_or(|place| Connection::open(&place.mount).is_err()) {
-        let flags = if call.force { UnmountFlags::FORCE } else { UnmountFlags::empty() };
+        let flags = if call.force {
+            UnmountFlags::FORCE
+        } else {
+            UnmountFlags::empty()
+        };
         return by_kernel(&call.dir, flags);
     }
-    umount(&UmountArgs { path: call.dir, force: call.force, keep_held: false })
+    umount(&UmountArgs {
+        path: call.dir,
+        force: call.force,
+        keep_held: false,
+    })
 }
 
 fn by_kernel(dir: &Path, flags: UnmountFlags) -> Result<u8, Failure> {
     rustix::mount::unmount(dir, flags).map_err(|errno| {
-        Failure::new(FAILED, format!("cannot unmount {}: {errno}", crate::text::path(dir)))
+        Failure::new(
+            FAILED,
+            format!("cannot unmount {}: {errno}", crate::text::path(dir)),
+        )
     })?;
     Ok(DONE)
 }
@@ -88,9 +110,22 @@ mod tests {
     #[test]
     fn the_words_of_umount_8_are_understood() {
         let dir = PathBuf::from("/m");
-        assert_eq!(call(&["/m"]), Some(Call { dir: dir.clone(), ..Call::default() }));
-        let all = Call { dir, force: true, lazy: true };
-        assert_eq!(call(&["/m", "-fln", "-t", "fuse.firn", "-N", "1"]), Some(all));
+        assert_eq!(
+            call(&["/m"]),
+            Some(Call {
+                dir: dir.clone(),
+                ..Call::default()
+            })
+        );
+        let all = Call {
+            dir,
+            force: true,
+            lazy: true,
+        };
+        assert_eq!(
+            call(&["/m", "-fln", "-t", "fuse.firn", "-N", "1"]),
+            Some(all)
+        );
         assert_eq!(call(&["/m", "-x"]), None);
         assert_eq!(call(&["-f"]), None);
     }

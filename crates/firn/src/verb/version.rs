@@ -44,8 +44,14 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if args.json {
         output::print_json(&versions)?;
     } else {
-        let Versions { version, protocol, arena } = versions;
-        output::print(&format!("firn {version} (protocol {protocol}, arena format {arena})\n"))?;
+        let Versions {
+            version,
+            protocol,
+            arena,
+        } = versions;
+        output::print(&format!(
+            "firn {version} (protocol {protocol}, arena format {arena})\n"
+        ))?;
     }
     Ok(DONE)
 }

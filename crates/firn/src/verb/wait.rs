@@ -21,8 +21,14 @@ pub const VERB: Verb = Verb {
     long: "Drains what is at or below PATH, now, and waits for it. `durable` is what fsync of every file, and of \
            its name, would give.",
     examples: &[
-        ("firn wait --until durable /ckpt/step_100", "before older checkpoints are removed"),
-        ("firn wait --until drained --timeout 5min /ckpt", "at the end of a job, with a limit"),
+        (
+            "firn wait --until durable /ckpt/step_100",
+            "before older checkpoints are removed",
+        ),
+        (
+            "firn wait --until drained --timeout 5min /ckpt",
+            "at the end of a job, with a limit",
+        ),
     ],
     exits: &[
         (0, "it is so"),
@@ -82,7 +88,10 @@ struct Outcome<'a> {
 }
 
 fn parse_timeout_ms(text: &str) -> Result<u64, String> {
-    let plain = text.parse::<u64>().ok().and_then(|seconds| seconds.checked_mul(1000));
+    let plain = text
+        .parse::<u64>()
+        .ok()
+        .and_then(|seconds| seconds.checked_mul(1000));
     plain.map_or_else(|| firn_config::parse_duration_ms(text), Ok)
 }
 
@@ -92,13 +101,28 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 /// Waits and says, if asked to, what became of it.
-pub fn wait(path: &std::path::Path, until: Rung, timeout_ms: Option<u64>, json: bool) -> Result<u8, Failure> {
+pub fn wait(
+    path: &std::path::Path,
+    until: Rung,
+    timeout_ms: Option<u64>,
+    json: bool,
+) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
     let begin = Instant::now();
     let mut meter = Meter::new();
-    let request = Request::Wait { path: place.relative.clone(), until, timeout_ms };
-    let result = connection.wait(&request, &mut |p| meter.show(p.bytes_left, p.files_left, &p.phase));
-    let bytes_left = if result.is_ok() { 0 } else { meter.left_bytes() };
+    let request = Request::Wait {
+        path: place.relative.clone(),
+        until,
+        timeout_ms,
+    };
+    let result = connection.wait(&request, &mut |p| {
+        meter.show(p.bytes_left, p.files_left, &p.phase)
+    });
+    let bytes_left = if result.is_ok() {
+        0
+    } else {
+        meter.left_bytes()
+    };
     drop(meter);
     if json {
         output::print_json(&Outcome {

@@ -33,14 +33,23 @@ fn overview() -> Page {
     let mut roff = top(Man::new(verb::command()), None);
     roff += ".SH VERBS\n";
     for verb in VERBS {
-        let _ = write!(roff, ".TP\n\\fBfirn\\-{}\\fR(1)\n{}\n", escaped(verb.name), escaped(verb.about));
+        let _ = write!(
+            roff,
+            ".TP\n\\fBfirn\\-{}\\fR(1)\n{}\n",
+            escaped(verb.name),
+            escaped(verb.about)
+        );
     }
     roff += ".SH FILES\n";
     for (path, what) in FILES {
         let _ = write!(roff, ".TP\n\\fI{}\\fR\n{}\n", escaped(path), escaped(what));
     }
     roff += &exit_status(EXITS);
-    Page { name: "firn".into(), section: 1, roff }
+    Page {
+        name: "firn".into(),
+        section: 1,
+        roff,
+    }
 }
 
 const FILES: [(&str, &str); 4] = [
@@ -50,7 +59,10 @@ const FILES: [(&str, &str); 4] = [
     ),
     ("~/.config/firn/firn.toml", "A user's options."),
     ("/etc/firn/firn.toml", "The system's options."),
-    ("/etc/fstab", "`BACKING DIR firn OPTIONS 0 0`: see mount.firn(8)."),
+    (
+        "/etc/fstab",
+        "`BACKING DIR firn OPTIONS 0 0`: see mount.firn(8).",
+    ),
 ];
 
 const EXITS: &[(u8, &str)] = &[
@@ -65,31 +77,47 @@ const EXITS: &[(u8, &str)] = &[
 
 fn of_verb(verb: &Verb) -> Page {
     let name = format!("firn-{}", verb.name);
-    let command = verb.command().bin_name(format!("firn {}", verb.name)).display_name(name.clone());
+    let command = verb
+        .command()
+        .bin_name(format!("firn {}", verb.name))
+        .display_name(name.clone());
     let mut roff = top(Man::new(command.clone()), None);
     roff += &options(&command);
     roff += &subcommands(&command);
     roff += &examples(verb.examples);
     roff += &exit_status(verb.exits);
     roff += ".SH SEE ALSO\n\\fBfirn\\fR(1)\n";
-    Page { name, section: 1, roff }
+    Page {
+        name,
+        section: 1,
+        roff,
+    }
 }
 
 fn of_mount_firn() -> Page {
     let command = mount_firn::page_command();
-    let mut roff = top(Man::new(command.clone()).section("8"), Some(mount_firn::SYNOPSIS));
+    let mut roff = top(
+        Man::new(command.clone()).section("8"),
+        Some(mount_firn::SYNOPSIS),
+    );
     roff += &options(&command);
     roff += &examples(mount_firn::EXAMPLES);
     roff += &exit_status(mount_firn::EXITS);
     roff += ".SH SEE ALSO\n\\fBfirn\\-mount\\fR(1), \\fBfstab\\fR(5), \\fBmount\\fR(8)\n";
-    Page { name: "mount.firn".into(), section: 8, roff }
+    Page {
+        name: "mount.firn".into(),
+        section: 8,
+        roff,
+    }
 }
 
 /// Title, name, synopsis (clap's, or a given one), description.
 fn top(man: Man, synopsis: Option<&str>) -> String {
     let man = man.source(concat!("firn ", env!("CARGO_PKG_VERSION")));
     let mut roff = Vec::new();
-    let rendered = man.render_title(&mut roff).and_then(|()| man.render_name_section(&mut roff));
+    let rendered = man
+        .render_title(&mut roff)
+        .and_then(|()| man.render_name_section(&mut roff));
     let rendered = rendered.and_then(|()| match synopsis {
         Some(line) => writeln!(roff, ".SH SYNOPSIS\n{}", escaped(line)),
         None => man.render_synopsis_section(&mut roff),
@@ -103,7 +131,9 @@ fn top(man: Man, synopsis: Option<&str>) -> String {
 fn options(command: &Command) -> String {
     let mut roff = Vec::new();
     if command.get_arguments().any(|arg: &Arg| !arg.is_hide_set()) {
-        Man::new(command.clone()).render_options_section(&mut roff).expect("writing to memory does not fail");
+        Man::new(command.clone())
+            .render_options_section(&mut roff)
+            .expect("writing to memory does not fail");
     }
     String::from_utf8(roff).expect("the tables are UTF-8")
 }
@@ -111,10 +141,25 @@ fn options(command: &Command) -> String {
 /// The verbs of a verb (`firn bench ingest`), with their options.
 fn subcommands(command: &Command) -> String {
     let mut roff = String::new();
-    for inner in command.get_subcommands().filter(|inner| !inner.is_hide_set()) {
-        let about = inner.get_about().map(ToString::to_string).unwrap_or_default();
-        let name = format!("{} {}", command.get_bin_name().unwrap_or_default(), inner.get_name());
-        let _ = write!(roff, ".SH {}\n{}\n", escaped(&name).to_uppercase(), escaped(&about));
+    for inner in command
+        .get_subcommands()
+        .filter(|inner| !inner.is_hide_set())
+    {
+        let about = inner
+            .get_about()
+            .map(ToString::to_string)
+            .unwrap_or_default();
+        let name = format!(
+            "{} {}",
+            command.get_bin_name().unwrap_or_default(),
+            inner.get_name()
+        );
+        let _ = write!(
+            roff,
+            ".SH {}\n{}\n",
+            escaped(&name).to_uppercase(),
+            escaped(&about)
+        );
         roff += &options(inner).replacen(".SH OPTIONS\n", "", 1);
     }
     roff
@@ -139,7 +184,11 @@ fn exit_status(exits: &[(u8, &str)]) -> String {
 /// Text for roff: backslashes and hyphens are themselves, and no line begins with a request.
 fn escaped(text: &str) -> String {
     let text = text.replace('\\', "\\e").replace('-', "\\-");
-    if text.starts_with(['.', '\'']) { format!("\\&{text}") } else { text }
+    if text.starts_with(['.', '\'']) {
+        format!("\\&{text}")
+    } else {
+        text
+    }
 }
 
 /// roff wants other characters by their number (groff_char(7)).

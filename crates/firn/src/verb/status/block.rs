@@ -25,14 +25,20 @@ pub fn text(seen: &Seen, paint: Paint) -> String {
             }
             text
         }
-        Seen::Silent { mount_point, error, .. } => {
+        Seen::Silent {
+            mount_point, error, ..
+        } => {
             format!("{}\n  {error}\n", paint.bad(&mount_point.to_string()))
         }
     }
 }
 
 fn mount(s: &Status, paint: Paint) -> String {
-    let mut text = format!("{}  on  {}\n", paint.head(&s.mount_point.to_string()), s.backing);
+    let mut text = format!(
+        "{}  on  {}\n",
+        paint.head(&s.mount_point.to_string()),
+        s.backing
+    );
     let mut line = |label: &str, what: String| {
         let _ = writeln!(text, "  {label:<9} {what}");
     };
@@ -42,15 +48,32 @@ fn mount(s: &Status, paint: Paint) -> String {
         line("spill", spilled(spill, paint));
     }
     for node in s.nodes.iter().filter(|_| s.nodes.len() > 1) {
-        let (used, all) = (bytes(node.used_bytes), bytes(node.bytes));
+        let used = bytes(node.used_bytes);
+        let all = bytes(node.bytes);
         let foreign = count(node.foreign_slabs, "slab");
-        line("node", format!("{}: {used} of {all} in use, {foreign} given to other nodes", node.node));
+        line(
+            "node",
+            format!(
+                "{}: {used} of {all} in use, {foreign} given to other nodes",
+                node.node
+            ),
+        );
     }
     if s.waiting_writers > 0 {
-        line("waiting", paint.odd(&format!("{} for room in the arena", count(s.waiting_writers, "writer"))));
+        line(
+            "waiting",
+            paint.odd(&format!(
+                "{} for room in the arena",
+                count(s.waiting_writers, "writer")
+            )),
+        );
     }
-    let (taken, writes) = (bytes(s.ingest_bytes), count(s.ingest_writes, "write"));
-    line("ingest", format!("{:<14} {taken} in {writes}", rate(s.ingest_bytes_per_s)));
+    let taken = bytes(s.ingest_bytes);
+    let writes = count(s.ingest_writes, "write");
+    line(
+        "ingest",
+        format!("{:<14} {taken} in {writes}", rate(s.ingest_bytes_per_s)),
+    );
     line("drain", drained(s));
     if s.read_bytes + s.cancelled_bytes > 0 {
         line(
@@ -75,48 +98,88 @@ fn mount(s: &Status, paint: Paint) -> String {
         line("door", what);
     }
     if s.chunk_lists > 0 {
-        line("lists", format!("{} that programs read by", count(s.chunk_lists, "chunk list")));
+        line(
+            "lists",
+            format!(
+                "{} that programs read by",
+                count(s.chunk_lists, "chunk list")
+            ),
+        );
     }
     if s.recovered_bytes > 0 {
-        line("recovered", format!("{} that an earlier firnd held", bytes(s.recovered_bytes)));
+        line(
+            "recovered",
+            format!("{} that an earlier firnd held", bytes(s.recovered_bytes)),
+        );
     }
     if s.lost_file_bytes > 0 {
-        let what =
-            format!("{} whose file is gone from the backing; kept in {}", bytes(s.lost_file_bytes), s.arena);
+        let what = format!(
+            "{} whose file is gone from the backing; kept in {}",
+            bytes(s.lost_file_bytes),
+            s.arena
+        );
         line("homeless", paint.bad(&what));
     }
     if s.log_lines_lost > 0 {
         let lines = count(s.log_lines_lost, "line");
-        let what = format!("{lines} could not be written: is the file system of the runtime directory full?");
+        let what = format!(
+            "{lines} could not be written: is the file system of the runtime directory full?"
+        );
         line("log", paint.odd(&what));
     }
     if let Some(limit) = s.file_size_limit_bytes {
-        let what = format!("files of more than {} cannot be drained (ulimit -f at the mount)", bytes(limit));
+        let what = format!(
+            "files of more than {} cannot be drained (ulimit -f at the mount)",
+            bytes(limit)
+        );
         line("limit", paint.odd(&what));
     }
-    for (label, counts) in
-        [("failed", &s.failed_requests), ("decided", &s.drain_decisions), ("steps", &s.transaction_steps)]
-    {
+    for (label, counts) in [
+        ("failed", &s.failed_requests),
+        ("decided", &s.drain_decisions),
+        ("steps", &s.transaction_steps),
+    ] {
         if !counts.is_empty() {
             line(
                 label,
-                counts.iter().map(|(what, count)| format!("{what} {count}")).collect::<Vec<_>>().join(", "),
+                counts
+                    .iter()
+                    .map(|(what, count)| format!("{what} {count}"))
+                    .collect::<Vec<_>>()
+                    .join(", "),
             );
         }
     }
     let up = seconds(s.uptime_s);
     let open = count(s.open_files, "open file");
-    line("firnd", format!("{}, process {}, up {up}, epoch {}, {open}", s.version, s.pid, s.epoch));
+    line(
+        "firnd",
+        format!(
+            "{}, process {}, up {up}, epoch {}, {open}",
+            s.version, s.pid, s.epoch
+        ),
+    );
     line("options", s.options.join(" "));
     for lane in &s.lanes {
         if let Some(ms) = lane.retry_in_ms {
             line(
                 "retry",
-                paint.odd(&format!("{} is tried again in {}", lane.path, seconds(ms as f64 / 1e3))),
+                paint.odd(&format!(
+                    "{} is tried again in {}",
+                    lane.path,
+                    seconds(ms as f64 / 1e3)
+                )),
             );
         }
     }
-    line("errors", if s.errors.is_empty() { paint.good("none") } else { s.errors.len().to_string() });
+    line(
+        "errors",
+        if s.errors.is_empty() {
+            paint.good("none")
+        } else {
+            s.errors.len().to_string()
+        },
+    );
     for error in &s.errors {
         line("", paint.bad(&error_line(error)));
     }
@@ -124,23 +187,38 @@ fn mount(s: &Status, paint: Paint) -> String {
 }
 
 fn held(s: &Status) -> String {
-    let oldest = s
-        .oldest_held_ms
-        .map_or_else(String::new, |ms| format!(", the oldest for {}", seconds(ms as f64 / 1e3)));
-    format!("{} in {}{oldest}", bytes(s.held_bytes), count(s.held_files, "file"))
+    let oldest = s.oldest_held_ms.map_or_else(String::new, |ms| {
+        format!(", the oldest for {}", seconds(ms as f64 / 1e3))
+    });
+    format!(
+        "{} in {}{oldest}",
+        bytes(s.held_bytes),
+        count(s.held_files, "file")
+    )
 }
 
 fn arena(s: &Status, paint: Paint) -> String {
     let fill = fill(s);
     let full = (fill * BAR_WIDTH as f64).round() as usize;
     let bar = format!("{}{}", "#".repeat(full), "-".repeat(BAR_WIDTH - full));
-    let bar = if fill > NEARLY_FULL { paint.odd(&bar) } else { bar };
-    format!("[{bar}] {:.0}% of {}, chunks of {}", fill * 100.0, bytes(s.arena_bytes), bytes(s.chunk_bytes))
+    let bar = if fill > NEARLY_FULL {
+        paint.odd(&bar)
+    } else {
+        bar
+    };
+    format!(
+        "[{bar}] {:.0}% of {}, chunks of {}",
+        fill * 100.0,
+        bytes(s.arena_bytes),
+        bytes(s.chunk_bytes)
+    )
 }
 
 fn transaction(one: &TransactionStatus, paint: Paint) -> String {
     let text = stage(one, paint);
-    let Some(backup) = &one.backup else { return text };
+    let Some(backup) = &one.backup else {
+        return text;
+    };
     let is_open = one.stage == "open";
     let state = match (&backup.error, backup.whole, backup.age_s) {
         (Some(error), ..) => paint.bad(&format!("not in the backup: {error}")),
@@ -158,7 +236,11 @@ fn transaction(one: &TransactionStatus, paint: Paint) -> String {
 }
 
 fn stage(one: &TransactionStatus, paint: Paint) -> String {
-    let scope = if one.scope.is_empty() { "the whole mount".to_owned() } else { one.scope.to_string() };
+    let scope = if one.scope.is_empty() {
+        "the whole mount".to_owned()
+    } else {
+        one.scope.to_string()
+    };
     let number = one.id.map_or_else(String::new, |id| format!(" as {id}"));
     let objects = count(one.objects, "object");
     match one.stage.as_str() {
@@ -178,10 +260,19 @@ fn stage(one: &TransactionStatus, paint: Paint) -> String {
 }
 
 fn spilled(spill: &SpillStatus, paint: Paint) -> String {
-    let (used, all, moved) = (bytes(spill.used_bytes), bytes(spill.bytes), bytes(spill.moved_bytes));
-    let state = if spill.failing { paint.bad(", failing") } else { String::new() };
+    let used = bytes(spill.used_bytes);
+    let all = bytes(spill.bytes);
+    let moved = bytes(spill.moved_bytes);
+    let state = if spill.failing {
+        paint.bad(", failing")
+    } else {
+        String::new()
+    };
     let rate = rate(spill.moved_bytes_per_s);
-    format!("{rate:<14} {used} of {all} in {}, {moved} moved{state}", spill.path)
+    format!(
+        "{rate:<14} {used} of {all} in {}, {moved} moved{state}",
+        spill.path
+    )
 }
 
 fn drained(s: &Status) -> String {
@@ -189,16 +280,36 @@ fn drained(s: &Status) -> String {
         .drain_bytes
         .checked_div(s.drain_writes)
         .map_or_else(String::new, |mean| format!(" of {}", bytes(mean)));
-    let failed = if s.drain_errors > 0 { format!(", {} failed", s.drain_errors) } else { String::new() };
-    let (taken, writes) = (bytes(s.drain_bytes), count(s.drain_writes, "write"));
-    format!("{:<14} {taken} in {writes}{mean}{failed}", rate(s.drain_bytes_per_s))
+    let failed = if s.drain_errors > 0 {
+        format!(", {} failed", s.drain_errors)
+    } else {
+        String::new()
+    };
+    let taken = bytes(s.drain_bytes);
+    let writes = count(s.drain_writes, "write");
+    format!(
+        "{:<14} {taken} in {writes}{mean}{failed}",
+        rate(s.drain_bytes_per_s)
+    )
 }
 
 fn error_line(error: &ErrorStatus) -> String {
-    let pending = if error.pending { "; its data is kept and tried again" } else { "" };
-    let path = if error.path.is_empty() { "(file unknown)".to_owned() } else { error.path.to_string() };
+    let pending = if error.pending {
+        "; its data is kept and tried again"
+    } else {
+        ""
+    };
+    let path = if error.path.is_empty() {
+        "(file unknown)".to_owned()
+    } else {
+        error.path.to_string()
+    };
     let times = count(error.count, "time");
-    format!("{path}: {} ({times}, {} ago){pending}", printable(&error.message), seconds(error.age_s))
+    format!(
+        "{path}: {} ({times}, {} ago){pending}",
+        printable(&error.message),
+        seconds(error.age_s)
+    )
 }
 
 fn pending(files: &[FileStatus]) -> String {
@@ -242,6 +353,9 @@ mod tests {
 
     #[test]
     fn a_mount_without_writes_has_no_mean_write() {
-        assert_eq!(drained(&Status::default()), format!("{:<14} 0 B in 0 writes", "0 B/s"));
+        assert_eq!(
+            drained(&Status::default()),
+            format!("{:<14} 0 B in 0 writes", "0 B/s")
+        );
     }
 }

@@ -30,15 +30,25 @@ struct Family<'a> {
 /// The samples of a family must stand together, under one `# HELP` and `# TYPE`.
 fn merge(texts: &[String]) -> String {
     let mut families: Vec<Family> = Vec::new();
-    for line in texts.iter().flat_map(|text| text.lines()).filter(|line| !line.is_empty()) {
+    for line in texts
+        .iter()
+        .flat_map(|text| text.lines())
+        .filter(|line| !line.is_empty())
+    {
         let name = match line.strip_prefix("# ") {
             Some(comment) => comment.split(' ').nth(1).unwrap_or_default(),
             None => line.split(['{', ' ']).next().unwrap_or_default(),
         };
-        let at = families.iter().position(|family| family.name == name).unwrap_or_else(|| {
-            families.push(Family { name, ..Family::default() });
-            families.len() - 1
-        });
+        let at = families
+            .iter()
+            .position(|family| family.name == name)
+            .unwrap_or_else(|| {
+                families.push(Family {
+                    name,
+                    ..Family::default()
+                });
+                families.len() - 1
+            });
         let family = &mut families[at];
         match line.starts_with('#') {
             true if family.comments.contains(&line) => {}
@@ -46,7 +56,9 @@ fn merge(texts: &[String]) -> String {
             false => family.samples.push(line),
         }
     }
-    let lines = families.iter().flat_map(|family| family.comments.iter().chain(&family.samples));
+    let lines = families
+        .iter()
+        .flat_map(|family| family.comments.iter().chain(&family.samples));
     lines.map(|line| format!("{line}\n")).collect()
 }
 

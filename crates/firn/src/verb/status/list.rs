@@ -6,7 +6,9 @@ use super::Seen;
 use crate::output::Paint;
 use crate::text::{bytes, rate, seconds};
 
-const HEAD: [&str; 8] = ["MOUNT", "BACKING", "HELD", "OLDEST", "ARENA", "INGEST", "DRAIN", "ERRORS"];
+const HEAD: [&str; 8] = [
+    "MOUNT", "BACKING", "HELD", "OLDEST", "ARENA", "INGEST", "DRAIN", "ERRORS",
+];
 
 /// The table, and below it what the silent ones need.
 pub fn text(all: &[Seen], paint: Paint) -> String {
@@ -15,11 +17,19 @@ pub fn text(all: &[Seen], paint: Paint) -> String {
     }
     let mut rows = vec![HEAD.map(str::to_owned)];
     rows.extend(all.iter().map(row));
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let width = |column: usize| {
+        rows.iter()
+            .map(|row| row[column].chars().count())
+            .max()
+            .unwrap_or(0)
+    };
     let widths: [usize; 8] = std::array::from_fn(width);
     let mut text = String::new();
     for (index, row) in rows.iter().enumerate() {
-        let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}"));
+        let cells = row
+            .iter()
+            .zip(widths)
+            .map(|(cell, width)| format!("{cell:<width$}"));
         let line = cells.collect::<Vec<_>>().join("  ");
         let line = line.trim_end();
         text += &match index.checked_sub(1).map(|at| &all[at]) {
@@ -41,7 +51,11 @@ pub fn text(all: &[Seen], paint: Paint) -> String {
 fn row(seen: &Seen) -> [String; 8] {
     match seen {
         Seen::Alive { status, .. } => alive(status),
-        Seen::Silent { mount_point, backing, .. } => {
+        Seen::Silent {
+            mount_point,
+            backing,
+            ..
+        } => {
             let dash = || "-".to_owned();
             [
                 mount_point.to_string(),
@@ -58,13 +72,19 @@ fn row(seen: &Seen) -> [String; 8] {
 }
 
 fn alive(status: &Status) -> [String; 8] {
-    let oldest = status.oldest_held_ms.map_or_else(|| "-".to_owned(), |ms| seconds(ms as f64 / 1e3));
+    let oldest = status
+        .oldest_held_ms
+        .map_or_else(|| "-".to_owned(), |ms| seconds(ms as f64 / 1e3));
     [
         status.mount_point.to_string(),
         status.backing.to_string(),
         bytes(status.held_bytes),
         oldest,
-        format!("{:.0}% of {}", fill(status) * 100.0, bytes(status.arena_bytes)),
+        format!(
+            "{:.0}% of {}",
+            fill(status) * 100.0,
+            bytes(status.arena_bytes)
+        ),
         rate(status.ingest_bytes_per_s),
         rate(status.drain_bytes_per_s),
         status.errors.len().to_string(),
@@ -87,10 +107,17 @@ mod tests {
 
     #[test]
     fn a_mount_that_is_silent_has_its_line_and_its_advice() {
-        let status =
-            Status { mount_point: "/ckpt".into(), held_bytes: 4096, arena_bytes: 8192, ..Status::default() };
+        let status = Status {
+            mount_point: "/ckpt".into(),
+            held_bytes: 4096,
+            arena_bytes: 8192,
+            ..Status::default()
+        };
         let all = [
-            Seen::Alive { status: Box::new(status), files: None },
+            Seen::Alive {
+                status: Box::new(status),
+                files: None,
+            },
             Seen::Silent {
                 mount_point: "/dead".into(),
                 backing: "/b".into(),
@@ -98,7 +125,14 @@ mod tests {
             },
         ];
         let shown = text(&all, plain());
-        for expected in ["MOUNT", "4.0 KiB", "0% of 8.0 KiB", "/dead", "no answer", "dead: mount it again"] {
+        for expected in [
+            "MOUNT",
+            "4.0 KiB",
+            "0% of 8.0 KiB",
+            "/dead",
+            "no answer",
+            "dead: mount it again",
+        ] {
             assert!(shown.contains(expected), "{expected} is not in\n{shown}");
         }
         assert_eq!(text(&[], plain()), "no firn mounts\n");
