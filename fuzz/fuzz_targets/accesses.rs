@@ -1,4 +1,4 @@
-//! Access list of a node: any bytes are refused or read, and what is read can be tested beside another
+//! Access list of a host: any bytes are refused or read, and what is read can be tested beside another
 //! and has no name that leads out of its directory.
 #![no_main]
 
@@ -28,7 +28,7 @@ fuzz_target!(|input: Input| {
             .chain(list.changed.iter().map(|(name, _)| name));
         for name in names
             .map(|name| &name.name[..])
-            .chain([list.node.as_bytes()])
+            .chain([list.inode.as_bytes()])
         {
             assert!(is_component(name), "{name:?}");
         }

@@ -3,7 +3,7 @@
 #![no_main]
 
 use firn_fuzz::{Input, must_stay_inside};
-use firn_held::backup::manifest::{Manifest, SEAL};
+use firn_transact::backup::manifest::{Manifest, SEAL};
 use firn_trust::is_component;
 use libfuzzer_sys::fuzz_target;
 

@@ -3,7 +3,7 @@
 #![no_main]
 
 use firn_fuzz::{Input, must_stay_inside};
-use firn_held::record::{Record, SEAL};
+use firn_transact::record::{Record, SEAL};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: Input| {

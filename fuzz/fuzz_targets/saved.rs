@@ -3,7 +3,7 @@
 #![no_main]
 
 use firn_fuzz::Input;
-use firn_held::shadow::saved::{SEAL, Saved};
+use firn_transact::shadow::saved::{SEAL, Saved};
 use firn_trust::is_component;
 use libfuzzer_sys::fuzz_target;
 

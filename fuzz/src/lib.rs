@@ -2,7 +2,7 @@
 
 use arbitrary::Arbitrary;
 use firn_format::sealed::Seal;
-use firn_held::record::Record;
+use firn_transact::record::Record;
 use firn_trust::is_component;
 
 /// Bytes for the parser of a sealed structure.

@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use firn_backing::sim::SimNode;
+use firn_backing::sim::SimInode;
 use firn_backing::{
     Access, Attr, Backing, Caller, Kind, RenameFlags as Flags, Seek, SetTime, SimBacking, Time,
 };
@@ -111,7 +111,7 @@ pub fn serve(mount_point: &Path) {
         let root = disk.root();
         let server = Server {
             disk: disk.clone(),
-            nodes: Mutex::new(HashMap::from([(1, root)])),
+            inodes: Mutex::new(HashMap::from([(1, root)])),
             open: Mutex::default(),
             next: AtomicU64::new(1),
         };
@@ -138,7 +138,7 @@ pub fn serve(mount_point: &Path) {
 
 struct Server {
     disk: SimBacking,
-    nodes: Mutex<HashMap<u64, SimNode>>,
+    inodes: Mutex<HashMap<u64, SimInode>>,
     open: Mutex<HashMap<u64, std::sync::Arc<firn_backing::sim::SimFile>>>,
     next: AtomicU64,
 }
@@ -150,8 +150,8 @@ fn errno(errno: firn_backing::Errno) -> Errno {
 }
 
 impl Server {
-    fn node(&self, ino: INodeNo) -> Result<SimNode> {
-        self.nodes
+    fn inode(&self, ino: INodeNo) -> Result<SimInode> {
+        self.inodes
             .lock()
             .expect("lock")
             .get(&ino.0)
@@ -159,12 +159,12 @@ impl Server {
             .ok_or(Errno::ESTALE)
     }
 
-    fn know(&self, (node, attr): (SimNode, Attr)) -> FileAttr {
-        self.nodes
+    fn know(&self, (inode, attr): (SimInode, Attr)) -> FileAttr {
+        self.inodes
             .lock()
             .expect("lock")
             .entry(attr.ino)
-            .or_insert(node);
+            .or_insert(inode);
         file_attr(&attr)
     }
 
@@ -268,15 +268,15 @@ fn value(reply: ReplyXattr, size: u32, found: Result<Vec<u8>>) {
 impl Filesystem for Server {
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let found = self
-            .node(parent)
+            .inode(parent)
             .and_then(|dir| self.disk.lookup(&dir, name).map_err(errno));
         entry(reply, found.map(|found| self.know(found)));
     }
 
     fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
         match self
-            .node(ino)
-            .and_then(|node| self.disk.attr(&node).map_err(errno))
+            .inode(ino)
+            .and_then(|inode| self.disk.attr(&inode).map_err(errno))
         {
             Ok(attr) => reply.attr(&TTL, &file_attr(&attr)),
             Err(errno) => reply.error(errno),
@@ -301,24 +301,24 @@ impl Filesystem for Server {
         _: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        let set = |node: SimNode| {
+        let set = |inode: SimInode| {
             if let Some(size) = size {
-                let file = self.disk.open(&node, Access::ReadWrite)?;
+                let file = self.disk.open(&inode, Access::ReadWrite)?;
                 self.disk.set_len(&file, size)?;
             }
             if uid.is_some() || gid.is_some() {
-                self.disk.set_owner(&node, uid, gid)?;
+                self.disk.set_owner(&inode, uid, gid)?;
             }
             if let Some(mode) = mode {
-                self.disk.set_mode(&node, mode)?;
+                self.disk.set_mode(&inode, mode)?;
             }
             if atime.is_some() || mtime.is_some() {
                 self.disk
-                    .set_times(&node, set_time(atime), set_time(mtime))?;
+                    .set_times(&inode, set_time(atime), set_time(mtime))?;
             }
-            self.disk.attr(&node)
+            self.disk.attr(&inode)
         };
-        match self.node(ino).and_then(|node| set(node).map_err(errno)) {
+        match self.inode(ino).and_then(|inode| set(inode).map_err(errno)) {
             Ok(attr) => reply.attr(&TTL, &file_attr(&attr)),
             Err(errno) => reply.error(errno),
         }
@@ -326,8 +326,8 @@ impl Filesystem for Server {
 
     fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
         match self
-            .node(ino)
-            .and_then(|node| self.disk.readlink(&node).map_err(errno))
+            .inode(ino)
+            .and_then(|inode| self.disk.readlink(&inode).map_err(errno))
         {
             Ok(target) => reply.data(&target),
             Err(errno) => reply.error(errno),
@@ -351,7 +351,9 @@ impl Filesystem for Server {
         };
         entry(
             reply,
-            self.node(parent).and_then(make).map(|made| self.know(made)),
+            self.inode(parent)
+                .and_then(make)
+                .map(|made| self.know(made)),
         );
     }
 
@@ -371,14 +373,16 @@ impl Filesystem for Server {
         };
         entry(
             reply,
-            self.node(parent).and_then(make).map(|made| self.know(made)),
+            self.inode(parent)
+                .and_then(make)
+                .map(|made| self.know(made)),
         );
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         empty(
             reply,
-            self.node(parent)
+            self.inode(parent)
                 .and_then(|dir| self.disk.unlink(&dir, name).map_err(errno)),
         );
     }
@@ -386,7 +390,7 @@ impl Filesystem for Server {
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         empty(
             reply,
-            self.node(parent)
+            self.inode(parent)
                 .and_then(|dir| self.disk.rmdir(&dir, name).map_err(errno)),
         );
     }
@@ -407,7 +411,9 @@ impl Filesystem for Server {
         };
         entry(
             reply,
-            self.node(parent).and_then(make).map(|made| self.know(made)),
+            self.inode(parent)
+                .and_then(make)
+                .map(|made| self.know(made)),
         );
     }
 
@@ -422,8 +428,8 @@ impl Filesystem for Server {
         reply: ReplyEmpty,
     ) {
         let rename = || {
-            let from = self.node(parent)?;
-            let to = self.node(new_parent)?;
+            let from = self.inode(parent)?;
+            let to = self.inode(new_parent)?;
             let flags = Flags::from_bits_retain(flags.bits());
             self.disk
                 .rename(&from, name, &to, new_name, flags)
@@ -434,10 +440,10 @@ impl Filesystem for Server {
 
     fn link(&self, _: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let link = || {
-            let node = self.node(ino)?;
-            let dir = self.node(parent)?;
+            let inode = self.inode(ino)?;
+            let dir = self.inode(parent)?;
             self.disk
-                .link(&node, &dir, name)
+                .link(&inode, &dir, name)
                 .map(|attr| file_attr(&attr))
                 .map_err(errno)
         };
@@ -451,8 +457,8 @@ impl Filesystem for Server {
             _ => Access::ReadWrite,
         };
         match self
-            .node(ino)
-            .and_then(|node| self.disk.open(&node, access).map_err(errno))
+            .inode(ino)
+            .and_then(|inode| self.disk.open(&inode, access).map_err(errno))
         {
             Ok(file) => reply.opened(self.keep(file), FopenFlags::FOPEN_DIRECT_IO),
             Err(errno) => reply.error(errno),
@@ -474,9 +480,9 @@ impl Filesystem for Server {
                 .create(&caller(request), &dir, name, mode)
                 .map_err(errno)
         };
-        match self.node(parent).and_then(make) {
-            Ok((node, file, attr)) => {
-                let attr = self.know((node, attr));
+        match self.inode(parent).and_then(make) {
+            Ok((inode, file, attr)) => {
+                let attr = self.know((inode, attr));
                 reply.created(
                     &TTL,
                     &attr,
@@ -549,8 +555,8 @@ impl Filesystem for Server {
         SYNCS.fetch_add(1, Ordering::Relaxed);
         empty(
             reply,
-            self.node(ino)
-                .and_then(|node| self.disk.sync_dir(&node).map_err(errno)),
+            self.inode(ino)
+                .and_then(|inode| self.disk.sync_dir(&inode).map_err(errno)),
         );
     }
 
@@ -576,14 +582,14 @@ impl Filesystem for Server {
         offset: u64,
         mut reply: ReplyDirectory,
     ) {
-        let mut list = |node: SimNode| {
-            let dir = self.disk.open_dir(&node)?;
+        let mut list = |inode: SimInode| {
+            let dir = self.disk.open_dir(&inode)?;
             self.disk.read_dir(&dir, offset as i64, &mut |entry| {
                 let kind = entry.kind.map_or(FileType::RegularFile, file_type);
                 !reply.add(INodeNo(entry.ino), entry.cookie as u64, kind, entry.name)
             })
         };
-        let listed = self.node(ino).and_then(|node| list(node).map_err(errno));
+        let listed = self.inode(ino).and_then(|inode| list(inode).map_err(errno));
         match listed {
             Ok(()) => reply.ok(),
             Err(errno) => reply.error(errno),
@@ -604,20 +610,20 @@ impl Filesystem for Server {
         _: u32,
         reply: ReplyEmpty,
     ) {
-        let set = |node| {
+        let set = |inode| {
             self.disk
-                .set_xattr(&node, name, value, flags)
+                .set_xattr(&inode, name, value, flags)
                 .map_err(errno)
         };
-        empty(reply, self.node(ino).and_then(set));
+        empty(reply, self.inode(ino).and_then(set));
     }
 
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         value(
             reply,
             size,
-            self.node(ino)
-                .and_then(|node| self.disk.get_xattr(&node, name).map_err(errno)),
+            self.inode(ino)
+                .and_then(|inode| self.disk.get_xattr(&inode, name).map_err(errno)),
         );
     }
 
@@ -625,16 +631,16 @@ impl Filesystem for Server {
         value(
             reply,
             size,
-            self.node(ino)
-                .and_then(|node| self.disk.list_xattr(&node).map_err(errno)),
+            self.inode(ino)
+                .and_then(|inode| self.disk.list_xattr(&inode).map_err(errno)),
         );
     }
 
     fn removexattr(&self, _: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         empty(
             reply,
-            self.node(ino)
-                .and_then(|node| self.disk.remove_xattr(&node, name).map_err(errno)),
+            self.inode(ino)
+                .and_then(|inode| self.disk.remove_xattr(&inode, name).map_err(errno)),
         );
     }
 

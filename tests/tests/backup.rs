@@ -1,4 +1,4 @@
-//! `backup=`: a commit is finished after the node is lost with its backing.
+//! `backup=`: a commit is finished after the host is lost with its backing.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -132,7 +132,7 @@ fn lose(sandbox: &Sandbox, mount: FirnMount<'_>) {
 
 /// Proves S-tx-11.
 #[test]
-fn a_commit_is_finished_from_the_backup_after_the_node_is_lost() {
+fn a_commit_is_finished_from_the_backup_after_the_host_is_lost() {
     let sandbox = Sandbox::new("backup");
     let backup = sandbox.mkdir("second");
     let before = sandbox.join("before");
@@ -332,7 +332,7 @@ fn directories_that_cannot_be_a_backup_are_refused_at_mount() {
     refused(&backing, "is inside");
     refused(&point, "is inside");
     for (more, word) in [
-        ("mode=shadow", "mode=hold"),
+        ("mode=shadow", "mode=buffer"),
         ("participants=2", "participants"),
         ("history=1", "history"),
     ] {

@@ -244,7 +244,7 @@ fn errors_and_lost_files_have_their_exact_names() {
 /// Proves S-tx-1, S-tx-2, S-tx-3, S-tx-4, S-tx-7, S-tx-18.
 #[test]
 fn regression_a_transaction_covers_exactly_the_directory_that_is_named() {
-    for mode in ["hold", "shadow"] {
+    for mode in ["buffer", "shadow"] {
         let sandbox = Sandbox::new("bytes-tx");
         let options = patient(&format!("drain=commit,mode={mode}"));
         let mut mount = FirnMount::new(&sandbox, &options);
@@ -489,7 +489,7 @@ fn a_backup_may_be_in_a_directory_with_such_a_name() {
     );
     kill_and_wait(&[status["pid"].as_u64().expect("a number") as u32]);
     firn_tests::sandbox::unmount_lazily(&point);
-    // The node is lost with its backing; this is a copy of it as it was.
+    // The host is lost with its backing; this is a copy of it as it was.
     let copy = made(&sandbox, "copy");
     fs::create_dir(copy.join(name())).expect("mkdir");
     let mut recover = sandbox.firn(["recover", "--json", "--id", "7", "--from-backup"]);
@@ -567,7 +567,7 @@ fn regression_a_stub_tree_and_its_files_may_have_such_names() {
         let mut firn = sandbox.firn([
             "mount",
             "-o",
-            "arena-size=64M,close=held,drain=demand,door=preload",
+            "arena-size=64M,close=held,drain=demand,frontend=preload",
         ]);
         run(firn.arg(&backing).arg(&prefix)).ok();
     };
@@ -623,8 +623,8 @@ fn regression_a_job_may_have_such_a_prefix() {
     let prefix = made(&sandbox, "prefix");
     let script = r#"head -c 100000 /dev/zero > "$FIRN_PREFIX/$0"; cp "$FIRN_PREFIX/$0" "$FIRN_PREFIX/copy"; printf %s "$FIRN_PREFIX" > "$1""#;
     let told = sandbox.join("told");
-    for door in ["mount", "preload"] {
-        let mut firn = sandbox.firn(["run", "--memory", "32M", "--door", door, "--prefix"]);
+    for frontend in ["fuse", "preload"] {
+        let mut firn = sandbox.firn(["run", "--memory", "32M", "--frontend", frontend, "--prefix"]);
         firn.arg(&prefix)
             .arg("--backing")
             .arg(&backing)
@@ -635,13 +635,13 @@ fn regression_a_job_may_have_such_a_prefix() {
         assert_eq!(
             fs::read(&told).expect("read"),
             prefix.as_os_str().as_bytes(),
-            "{door}"
+            "{frontend}"
         );
         for file in [name(), OsStr::new("copy")] {
             assert_eq!(
                 fs::read(backing.join(file)).expect("drained"),
                 vec![0; 100_000],
-                "{door} {file:?}"
+                "{frontend} {file:?}"
             );
             fs::remove_file(backing.join(file)).expect("remove");
         }

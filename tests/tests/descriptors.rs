@@ -170,7 +170,7 @@ fn write_temporary(path: &Path) {
 #[test]
 fn regression_temporary_files_of_a_transaction_take_neither_room_nor_descriptors() {
     let count = env_count("FIRN_TEMPORARY", 9000);
-    for mode in ["hold", "shadow"] {
+    for mode in ["buffer", "shadow"] {
         let sandbox = Sandbox::new("temporary");
         let image = LoopImage::new(&sandbox, FsKind::Tmpfs, 512);
         let backing = image.mkdir("backing");
@@ -240,7 +240,7 @@ fn fill(path: &Path) {
 fn a_transaction_on_a_full_backing_is_aborted_and_committed() {
     for (kind, mode) in [FsKind::Tmpfs, FsKind::Ext4]
         .into_iter()
-        .flat_map(|kind| [(kind, "hold"), (kind, "shadow")])
+        .flat_map(|kind| [(kind, "buffer"), (kind, "shadow")])
     {
         let sandbox = Sandbox::new("full");
         let image = LoopImage::new(&sandbox, kind, 64);

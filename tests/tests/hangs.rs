@@ -465,7 +465,7 @@ fn regression_a_stub_tree_whose_names_hang_is_ended_by_force() {
     let sandbox = Sandbox::new("hangsstub");
     let fault = FaultFs::new(&sandbox);
     let _watchdog = fault.watchdog(test_limit() * 3 / 4);
-    let options = "arena-size=64M,chunk-size=1M,door=preload";
+    let options = "arena-size=64M,chunk-size=1M,frontend=preload";
     let mount = FirnMount::over(&sandbox, fault.path(), options);
     fault.hang("mkdir", "dir");
     // Names are carried over each second, without the preload library too.

@@ -325,7 +325,7 @@ fn undone(name: &str, options: &str, scope: &str, undo: Undo, new_first: bool) {
 /// Proves S-tx-3.
 #[test]
 fn regression_no_name_of_an_aborted_transaction_is_left_in_the_kernel() {
-    for mode in ["hold", "shadow"] {
+    for mode in ["buffer", "shadow"] {
         let options = format!("{OPTIONS},mode={mode}");
         for new_first in [false, true] {
             undone("kabort", &options, "", Undo::Abort, new_first);

@@ -1,4 +1,4 @@
-//! Memory nodes on a real mount, over topologies that this machine need not have.
+//! NUMA nodes on a real mount, over topologies that this machine need not have.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,18 +9,21 @@ use firn_tests::{FirnMount, Sandbox, run};
 const MIB: u64 = 1 << 20;
 const CPUS: &str = "0-4095";
 
-/// A description of two nodes of which node `near` has all CPUs.
-fn two_nodes(sandbox: &Sandbox, near: usize) -> PathBuf {
+/// A description of two NUMA nodes of which NUMA node `near` has all CPUs.
+fn two_numa_nodes(sandbox: &Sandbox, near: usize) -> PathBuf {
     let root = sandbox.mkdir(&format!("near{near}"));
     let write = |name: String, text: &str| std::fs::write(root.join(name), text).expect("write");
     write("online".into(), "0-1\n");
-    for node in 0..2 {
-        std::fs::create_dir(root.join(format!("node{node}"))).expect("mkdir");
+    for numa_node in 0..2 {
+        std::fs::create_dir(root.join(format!("node{numa_node}"))).expect("mkdir");
         write(
-            format!("node{node}/cpulist"),
-            if node == near { CPUS } else { "\n" },
+            format!("node{numa_node}/cpulist"),
+            if numa_node == near { CPUS } else { "\n" },
         );
-        write(format!("node{node}/distance"), ["10 21\n", "21 10\n"][node]);
+        write(
+            format!("node{numa_node}/distance"),
+            ["10 21\n", "21 10\n"][numa_node],
+        );
     }
     root
 }
@@ -50,37 +53,43 @@ fn writers_get_the_memory_of_their_node_first_and_that_of_others_then() {
     for preload in [false, true] {
         for near in [0, 1] {
             let sandbox = Sandbox::new("numa");
-            let root = two_nodes(&sandbox, near);
+            let root = two_numa_nodes(&sandbox, near);
             let options = format!(
                 "memory=16M,chunk-size=1M,drain=demand,numa-topology={}",
                 root.display()
             );
             let mount = FirnMount::new(&sandbox, &options);
             write_zeros(&mount.join("a"), 5, preload);
-            let nodes = mount.status().nodes;
+            let numa_nodes = mount.status().numa_nodes;
             assert_eq!(
-                nodes.iter().map(|n| (n.node, n.bytes)).collect::<Vec<_>>(),
+                numa_nodes
+                    .iter()
+                    .map(|n| (n.numa_node, n.bytes))
+                    .collect::<Vec<_>>(),
                 [(0, 8 * MIB), (1, 8 * MIB)]
             );
-            assert!(nodes[near].used_bytes >= 5 * MIB, "{nodes:?}");
+            assert!(numa_nodes[near].used_bytes >= 5 * MIB, "{numa_nodes:?}");
             assert_eq!(
-                (nodes[1 - near].used_bytes, nodes[1 - near].foreign_slabs),
+                (
+                    numa_nodes[1 - near].used_bytes,
+                    numa_nodes[1 - near].foreign_slabs
+                ),
                 (0, 0)
             );
             write_zeros(&mount.join("b"), 7, preload);
-            let nodes = mount.status().nodes;
+            let numa_nodes = mount.status().numa_nodes;
             assert!(
-                nodes[1 - near].foreign_slabs > 0 && nodes[near].foreign_slabs == 0,
-                "{nodes:?}"
+                numa_nodes[1 - near].foreign_slabs > 0 && numa_nodes[near].foreign_slabs == 0,
+                "{numa_nodes:?}"
             );
-            assert!(nodes[1 - near].used_bytes >= 4 * MIB, "{nodes:?}");
+            assert!(numa_nodes[1 - near].used_bytes >= 4 * MIB, "{numa_nodes:?}");
             let text = sandbox
                 .run(["status".as_ref(), mount.path().as_os_str()])
                 .ok()
                 .stdout;
             assert_eq!(
                 text.lines()
-                    .filter(|line| line.contains("given to other nodes"))
+                    .filter(|line| line.contains("given to other NUMA nodes"))
                     .count(),
                 2,
                 "{text}"
@@ -97,16 +106,19 @@ fn writers_get_the_memory_of_their_node_first_and_that_of_others_then() {
 
 /// Proves S-numa-1.
 #[test]
-fn a_machine_without_nodes_has_one() {
+fn a_machine_without_hosts_has_one() {
     let sandbox = Sandbox::new("numaone");
     let none = sandbox.mkdir("none");
     let mount = FirnMount::new(
         &sandbox,
         &format!("memory=16M,chunk-size=1M,numa-topology={}", none.display()),
     );
-    let nodes = mount.status().nodes;
+    let numa_nodes = mount.status().numa_nodes;
     assert_eq!(
-        nodes.iter().map(|node| node.bytes).collect::<Vec<_>>(),
+        numa_nodes
+            .iter()
+            .map(|numa_node| numa_node.bytes)
+            .collect::<Vec<_>>(),
         [16 * MIB]
     );
 }

@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use firn_held::record::{Data, Identity, Item, Piece, Record};
 use firn_tests::command::{Outcome, wait_until};
 use firn_tests::mount::mount_args;
 use firn_tests::sandbox::is_mounted;
 use firn_tests::transaction::firn;
 use firn_tests::{FirnMount, Sandbox, run};
+use firn_transact::record::{Data, Identity, Item, Piece, Record};
 
 /// Any user who is not root.
 const ATTACKER: u32 = 65534;

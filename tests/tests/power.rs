@@ -47,7 +47,7 @@ impl Machine {
         FirnMount::over(&self.sandbox, self.server.path(), options)
     }
 
-    /// The node and the server lose their power. `mount` ends with it.
+    /// The host and the server lose their power. `mount` ends with it.
     fn cut(&mut self) {
         for arena in self.sandbox.arenas() {
             fs::remove_file(arena).expect("remove the arena, which is memory");

@@ -89,7 +89,7 @@ fn died_in_a_transaction(sandbox: &Sandbox, options: &str) -> Tree {
 fn regression_a_recovery_that_is_killed_at_any_call_brings_back_nothing_of_the_transaction() {
     let seed = seed("a_recovery_that_is_killed");
     let tried = env_count("FIRN_CALLS", 12) as usize;
-    for mode in ["hold", "shadow"] {
+    for mode in ["buffer", "shadow"] {
         let options = format!("{OPTIONS},mode={mode}");
         let recover = |sandbox: &Sandbox, kill_at: usize| {
             let mut command =
@@ -298,7 +298,7 @@ fn regression_whatever_a_transaction_did_its_end_brings_back_times_contents_and_
 /// Proves S-tx-3, S-tx-7: a transaction is ended by a mount that has another arena, and the first one comes back.
 #[test]
 fn regression_an_arena_that_comes_back_after_its_transaction_ended_elsewhere_brings_back_nothing() {
-    for (mode, prepares) in [("hold", false), ("shadow", false), ("hold", true)] {
+    for (mode, prepares) in [("buffer", false), ("shadow", false), ("buffer", true)] {
         let sandbox = Sandbox::new("awayarena");
         let backing = sandbox.mkdir("files");
         fs::write(backing.join("file"), [b'.'; 9000]).expect("write");

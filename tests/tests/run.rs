@@ -53,7 +53,7 @@ fn without_a_backing_nothing_outlives_success() {
 /// Proves S-prune-1.
 #[test]
 fn old_checkpoints_of_a_job_go_while_it_runs() {
-    for door in [&[][..], &["-o", "door=preload"]] {
+    for door in [&[][..], &["-o", "frontend=preload"]] {
         let sandbox = Sandbox::new("runkeep");
         let script = "for step in 1 2 3 4 5; do
                 mkdir $FIRN_PREFIX/step$step && echo data > $FIRN_PREFIX/step$step/rank0
@@ -91,7 +91,7 @@ fn a_job_that_is_killed_finds_its_files_again() {
 /// As in a container whose /dev/shm has 16 MiB, as large as memory for files or not.
 #[test]
 fn a_dev_shm_that_is_too_small_is_told_and_the_job_not_started() {
-    for door in [&[][..], &["-o", "door=preload"]] {
+    for door in [&[][..], &["-o", "frontend=preload"]] {
         let sandbox = Sandbox::new("runsmall");
         let run_in_little = |memory: &str| {
             let mut command = Command::new("unshare");

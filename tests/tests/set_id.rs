@@ -278,7 +278,7 @@ fn transactions_leave_what_ext4_leaves(mode: &str) {
 /// Proves S-write-9, S-write-10 and S-tx-3.
 #[test]
 fn a_transaction_that_is_held_leaves_what_ext4_leaves() {
-    transactions_leave_what_ext4_leaves("hold");
+    transactions_leave_what_ext4_leaves("buffer");
 }
 
 /// Proves S-write-9, S-write-10 and S-tx-21.

@@ -58,7 +58,7 @@ fn the_backing_shows_each_change_and_an_abort_takes_it_back() {
     let before = snapshot(mount.path());
     let reader = fs::File::open(mount.join("log")).expect("open");
     change(mount.path());
-    // What is closed is there for other nodes.
+    // What is closed is there for other hosts.
     let big = read(&mount.backing().join("big"));
     assert_same_bytes("in the backing", &big, &read(&mount.join("big")));
     assert_eq!(
@@ -190,6 +190,6 @@ fn history_is_refused_with_what_to_do() {
     };
     mount("drain=commit,mode=shadow,history=2")
         .code(2)
-        .says("mode=hold");
+        .says("mode=buffer");
     mount("mode=shadow").code(2).says("drain=commit");
 }

@@ -47,7 +47,7 @@ fn cases() -> &'static Path {
 
 /// A tree at the sandbox's `mnt`: root's own tmpfs.
 fn tree<'a>(sandbox: &'a Sandbox, options: &str) -> FirnMount<'a> {
-    FirnMount::new(sandbox, &format!("{options},door=preload"))
+    FirnMount::new(sandbox, &format!("{options},frontend=preload"))
 }
 
 /// Puts the library before a program that finds the sandbox's tree.
@@ -657,7 +657,7 @@ sys.stdin.readline(); assert len(os.pread(f, 2000000, 0)) == 1000000; os.close(f
 /// `firn ls` of a tree and of a mount: sizes, and the bytes that are held.
 #[test]
 fn regression_ls_tells_sizes_and_held_bytes_of_a_tree_as_of_a_mount() {
-    for door in ["door=preload", "door=mount"] {
+    for door in ["frontend=preload", "frontend=fuse"] {
         let sandbox = Sandbox::new("stub-ls");
         fs::write(sandbox.join("backing/old"), b"0123456789").expect("write");
         let mount = FirnMount::new(&sandbox, &patient(&format!("drain=demand,{door}")));
@@ -883,7 +883,7 @@ fn firn_run_serves_the_files_without_fuse_and_says_so() {
         mkdir $FIRN_PREFIX/step; echo data > $FIRN_PREFIX/step/rank0; cat $FIRN_PREFIX/step/rank0; stat -c %s $FIRN_PREFIX/step/rank0'"#;
     let outcome = run(&mut without_fuse(&sandbox, script))
         .ok()
-        .says("door=preload");
+        .says("frontend=preload");
     assert_eq!(outcome.stdout, "data\n5\n");
     assert_eq!(read(&sandbox.join("out/step/rank0")), b"data\n");
     assert!(!sandbox.join("out/.firn").exists());
@@ -916,13 +916,13 @@ fn an_ordinary_user_has_a_tree_in_dev_shm() {
         copy_program(&file, &bin.join(file.file_name().expect("a name")));
     }
     let script = r#"mkdir -m 700 "$SHM/run" "$SHM/tree"; echo beside > "$SHM/beside"
-        "$BIN/firn" mount -o arena-size=16M,door=preload "$BACKING" "$SHM/tree"
+        "$BIN/firn" mount -o arena-size=16M,frontend=preload "$BACKING" "$SHM/tree"
         export LD_PRELOAD="$BIN/libfirn_preload.so"
         mkdir "$SHM/tree/d"; echo data > "$SHM/tree/d/x"; cat "$SHM/tree/d/x" "$SHM/beside"; mv "$SHM/tree/d" "$SHM/tree/e"
         echo more >> "$SHM/beside"; cp "$SHM/beside" "$SHM/tree/copy"; wc -c < "$SHM/tree/copy"
         unset LD_PRELOAD; "$BIN/firn" status "$SHM/tree" > /dev/null; "$BIN/firn" umount "$SHM/tree"
         ls "$SHM/tree"; cat "$BACKING/e/x" "$BACKING/copy"; mkdir "$PLAIN/p"
-        "$BIN/firn" mount -o door=preload "$BACKING" "$PLAIN/p" && exit 9; echo $?"#;
+        "$BIN/firn" mount -o frontend=preload "$BACKING" "$PLAIN/p" && exit 9; echo $?"#;
     let mut command = Command::new("setpriv");
     sandbox.environment(&mut command);
     command.args([
@@ -1041,17 +1041,17 @@ fn prefixes_and_options_that_cannot_be_are_refused_with_the_reason() {
     let backing = sandbox.join("backing");
     let mount_point = sandbox.join("mnt");
     let mount = |options: &str| sandbox.run(mount_args(&backing, &mount_point, options));
-    for options in ["door=preload,allow-other", "door=preload,ro"] {
-        mount(options).code(2).says("door=preload");
+    for options in ["frontend=preload,allow-other", "frontend=preload,ro"] {
+        mount(options).code(2).says("frontend=preload");
     }
-    mount("door=window").code(2).says("preload");
+    mount("frontend=window").code(2).says("preload");
     fs::write(mount_point.join("something"), b"").expect("write");
-    mount("door=preload").code(2).says("empty directory");
+    mount("frontend=preload").code(2).says("empty directory");
     fs::remove_file(mount_point.join("something")).expect("remove");
     let first = tree(&sandbox, "");
     let second = sandbox.mkdir("second");
     sandbox
-        .run(mount_args(&backing, &second, "door=preload"))
+        .run(mount_args(&backing, &second, "frontend=preload"))
         .code(11)
         .says("already mounted");
     first.umount();

@@ -253,7 +253,7 @@ fn regression_times_of_writes_past_the_kernel_outlive_firnd_and_the_writer() {
 #[test]
 fn regression_times_of_a_stub_tree_outlive_firnd_and_the_writer() {
     let sandbox = Sandbox::new("timesstub");
-    let options = format!("{DEMAND},door=preload");
+    let options = format!("{DEMAND},frontend=preload");
     let mount = FirnMount::new(&sandbox, &options);
     let mut child = writer(&sandbox, mount.path());
     let told = told(&mut child);

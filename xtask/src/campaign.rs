@@ -18,7 +18,7 @@ use clap::Subcommand;
 pub enum Campaign {
     /// kill -9 of firnd and of writers under load: nothing acknowledged is lost
     Crash {
-        /// Kills each: through the mount, past the kernel, without FUSE, in transactions of one node and of two
+        /// Kills each: through the mount, past the kernel, without FUSE, in transactions of one host and of two
         #[arg(long, default_value_t = 200)]
         rounds: u64,
         /// Repeats a campaign
@@ -95,7 +95,7 @@ impl Campaign {
                     length,
                     seed,
                 )?;
-                system("nodes", "a_host_that_is_killed_between", length, seed)
+                system("hosts", "a_host_that_is_killed_between", length, seed)
             }
             Self::Simulation { ops, seed } => {
                 for (package, test) in SIMULATED {
@@ -146,13 +146,13 @@ fn system(test: &str, filter: &str, length: (&str, u64), seed: Option<u64>) -> a
 /// Tests that run over the simulated backing and take their length from `FIRN_OPS`.
 const SIMULATED: [(&str, &str); 8] = [
     ("firn-engine", "simulation"),
-    ("firn-held", "crash"),
-    ("firn-held", "tree"),
-    ("firn-held", "history"),
-    ("firn-held", "shadow"),
-    ("firn-held", "backup"),
-    ("firn-held", "behind"),
-    ("firn-held", "faults"),
+    ("firn-transact", "crash"),
+    ("firn-transact", "tree"),
+    ("firn-transact", "history"),
+    ("firn-transact", "shadow"),
+    ("firn-transact", "backup"),
+    ("firn-transact", "behind"),
+    ("firn-transact", "faults"),
 ];
 
 /// In the test build, where invariants are asserted.

@@ -23,7 +23,7 @@ use crate::client::{Stopping, revoke_all};
 use crate::homes::Homes;
 use crate::map::{JournalRegion, Map, probe};
 use crate::moves::{missing, read_homes};
-use crate::pool::{NodeFigures, Pool, Taken, node_of};
+use crate::pool::{NumaNodeFigures, Pool, Taken, numa_node_of};
 use crate::spill::{SpillFault, SpillFile};
 use crate::topology::Topology;
 use crate::{ArenaError, Damage};
@@ -125,7 +125,7 @@ pub struct Arena {
     stopping: Mutex<Vec<Stopping>>,
 }
 
-/// Asks the kernel to take the pages of each node's slots from that node. Advice: where it cannot, slabs
+/// Asks the kernel to take the pages of each NUMA node's slots from that NUMA node. Advice: where it cannot, slabs
 /// are handed out in the same way.
 fn place(map: &Map, geometry: &Geometry, topology: &Topology) {
     if topology.count() == 1 {
@@ -133,16 +133,18 @@ fn place(map: &Map, geometry: &Geometry, topology: &Topology) {
     }
     let mut slot = 0;
     while slot < geometry.chunk_count {
-        let node = node_of(geometry, topology, slot);
-        let same = |next: &u32| node_of(geometry, topology, *next) == node;
+        let numa_node = numa_node_of(geometry, topology, slot);
+        let same = |next: &u32| numa_node_of(geometry, topology, *next) == numa_node;
         let end = (slot..geometry.chunk_count)
             .take_while(same)
             .last()
             .expect("the slot itself")
             + 1;
         let bytes = u64::from(end - slot) * geometry.chunk_bytes;
-        if let Err(error) = map.prefer_node(geometry.slot_offset(slot), bytes, topology.id(node)) {
-            tracing::warn!(%error, node = topology.id(node), "cannot place memory on this node");
+        if let Err(error) =
+            map.prefer_numa_node(geometry.slot_offset(slot), bytes, topology.id(numa_node))
+        {
+            tracing::warn!(%error, numa_node = topology.id(numa_node), "cannot place memory on this NUMA node");
         }
         slot = end;
     }
@@ -169,7 +171,7 @@ impl Arena {
         Self::create_on(path, geometry, identity, spill, &Topology::one())
     }
 
-    /// The same on a machine with several memory nodes, each of which gets an equal part.
+    /// The same on a machine with several NUMA nodes, each of which gets an equal part.
     pub fn create_on(
         path: &Path,
         geometry: Geometry,
@@ -299,7 +301,7 @@ impl Arena {
         Self::attach_on(path, &Topology::one())
     }
 
-    /// The same on a machine with several memory nodes. Pages that are there stay where they are.
+    /// The same on a machine with several NUMA nodes. Pages that are there stay where they are.
     pub fn attach_on(
         path: &Path,
         topology: &Topology,
@@ -505,9 +507,9 @@ impl Arena {
         self.pool.lock().used_bytes().0
     }
 
-    /// What the memory nodes have and gave.
-    pub fn node_figures(&self) -> Vec<NodeFigures> {
-        self.pool.lock().node_figures()
+    /// What the NUMA nodes have and gave.
+    pub fn numa_node_figures(&self) -> Vec<NumaNodeFigures> {
+        self.pool.lock().numa_node_figures()
     }
 
     /// Gives memory to all slots, from the first on, until all are done or `go_on` is false.
@@ -606,7 +608,7 @@ impl Arena {
             return false;
         };
         let pool = self.pool.lock();
-        node_of(&self.geometry, pool.topology(), slot) == pool.topology().here()
+        numa_node_of(&self.geometry, pool.topology(), slot) == pool.topology().here()
     }
 
     /// Whether nothing in the slab of a lease is pending.

@@ -27,7 +27,7 @@ pub use map::JournalRegion;
 #[cfg(feature = "probe")]
 pub use map::set_probe;
 pub use moves::{Located, Place, SpillFigures, Spilled};
-pub use pool::NodeFigures;
+pub use pool::NumaNodeFigures;
 pub use spill::{SpillFault, SpillFile};
 pub use topology::{SYSFS_NODES, Topology};
 

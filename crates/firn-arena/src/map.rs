@@ -170,9 +170,9 @@ impl Map {
 }
 
 impl Map {
-    /// Pages of the range that are still to come are taken from memory node `id`, or from others where it
+    /// Pages of the range that are still to come are taken from NUMA node `id`, or from others where it
     /// has none left (mbind(2)). For a file on tmpfs this holds for every process that touches them.
-    pub(crate) fn prefer_node(&self, at: u64, len: u64, id: u32) -> rustix::io::Result<()> {
+    pub(crate) fn prefer_numa_node(&self, at: u64, len: u64, id: u32) -> rustix::io::Result<()> {
         const MPOL_PREFERRED: libc::c_int = 1;
         const BITS: u32 = u64::BITS;
         let mut mask = vec![0u64; (id / BITS + 1) as usize];

@@ -6,13 +6,13 @@
 //! Invariants
 //! * A chunk is free or has a class, but for those that an attach found damaged, and then not both. So it is with slots:
 //!   each is free or a chunk's, or its chunk has just moved.
-//! * Of a chunk in memory the slabs that are not used are free, beside its node; of one that moves they wait with the
+//! * Of a chunk in memory the slabs that are not used are free, beside its NUMA node; of one that moves they wait with the
 //!   move, and of one in the spill file nobody gets them.
 //! * A chunk has a class exactly while one of its slabs is in use, or it was emptied while it moved.
 //! * Chunks and slots are reused last in, first out: their pages are the warm ones.
 //! * Only slabs of chunks in memory that do not move are free for writers.
-//! * Slots of memory belong to memory nodes, equal runs of them in the order of the nodes. A writer gets a
-//!   slab of the nearest node that has one, also where a chunk has to be cut for it.
+//! * Slots of memory belong to NUMA nodes, equal runs of them in the order of the NUMA nodes. A writer gets a
+//!   slab of the nearest NUMA node that has one, also where a chunk has to be cut for it.
 //! * `resting` holds the chunks in memory of which no slab is leased, in the order in which the last lease
 //!   of each ended; nothing where there is no spill file.
 
@@ -31,7 +31,7 @@ pub(crate) struct Pool {
     free_chunks: Vec<u32>,
     free_spill: Vec<u32>,
     chunks: Vec<Chunk>,
-    nodes: Vec<Node>,
+    numa_nodes: Vec<NumaNode>,
     resting: BTreeSet<(u64, u32)>,
     /// Counts ends of leases.
     clock: u64,
@@ -44,9 +44,9 @@ pub(crate) struct Pool {
     unchecked: u32,
 }
 
-/// What is free of one memory node.
+/// What is free of one NUMA node.
 #[derive(Default)]
-struct Node {
+struct NumaNode {
     free_memory: Vec<u32>,
     /// Free slabs by class: (chunk, slab). Stale entries (of chunks that were freed) cannot occur:
     /// a chunk's entries go when it is freed.
@@ -55,16 +55,16 @@ struct Node {
     foreign: u64,
 }
 
-/// One memory node's part of the arena.
+/// One NUMA node's part of the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NodeFigures {
+pub struct NumaNodeFigures {
     /// The kernel's number.
     pub id: u32,
     /// Bytes of its chunks.
     pub bytes: u64,
     /// Bytes of those in use.
     pub used_bytes: u64,
-    /// Since attach: slabs given to writers that run nearer to another node.
+    /// Since attach: slabs given to writers that run nearer to another NUMA node.
     pub foreign_slabs: u64,
 }
 
@@ -80,8 +80,8 @@ struct Chunk {
     rests_since: Option<u64>,
     /// Its data is not in memory.
     away: bool,
-    /// The node of its slot, while it is in memory.
-    node: usize,
+    /// The NUMA node of its slot, while it is in memory.
+    numa_node: usize,
 }
 
 /// A chunk on its way to the spill file.
@@ -110,20 +110,20 @@ fn slot(class: Class) -> usize {
     }
 }
 
-/// The node to which a slot of memory belongs.
-pub(crate) fn node_of(geometry: &Geometry, topology: &Topology, memory: u32) -> usize {
+/// The NUMA node to which a slot of memory belongs.
+pub(crate) fn numa_node_of(geometry: &Geometry, topology: &Topology, memory: u32) -> usize {
     (u64::from(memory) * topology.count() as u64 / u64::from(geometry.chunk_count)) as usize
 }
 
 impl Pool {
     pub(crate) fn new(geometry: Geometry, topology: Topology) -> Self {
-        let mut nodes: Vec<Node> = std::iter::repeat_with(Node::default)
+        let mut numa_nodes: Vec<NumaNode> = std::iter::repeat_with(NumaNode::default)
             .take(topology.count())
             .collect();
         for memory in (0..geometry.chunk_count).rev() {
-            let node = &mut nodes[node_of(&geometry, &topology, memory)];
-            node.free_memory.push(memory);
-            node.slots += 1;
+            let numa_node = &mut numa_nodes[numa_node_of(&geometry, &topology, memory)];
+            numa_node.free_memory.push(memory);
+            numa_node.slots += 1;
         }
         Self {
             geometry,
@@ -131,7 +131,7 @@ impl Pool {
             free_chunks: (0..geometry.chunks()).rev().collect(),
             free_spill: (0..geometry.spill_count).rev().collect(),
             chunks: vec![Chunk::default(); geometry.chunks() as usize],
-            nodes,
+            numa_nodes,
             resting: BTreeSet::new(),
             clock: 0,
             moving: None,
@@ -167,11 +167,11 @@ impl Pool {
             );
         }
         let mut free_slabs = vec![Vec::new(); self.chunks.len()];
-        for (index, node) in self.nodes.iter().enumerate() {
-            for (class, slabs) in node.free_slabs.iter().enumerate() {
+        for (index, numa_node) in self.numa_nodes.iter().enumerate() {
+            for (class, slabs) in numa_node.free_slabs.iter().enumerate() {
                 for &(chunk, slab) in slabs {
                     let found = self.chunks[chunk as usize];
-                    let stands = (found.node, found.class.map(slot), found.away);
+                    let stands = (found.numa_node, found.class.map(slot), found.away);
                     assert_eq!(
                         stands,
                         (index, Some(class), false),
@@ -246,7 +246,11 @@ impl Pool {
             }
         }
         assert_eq!(self.resting.len(), resting, "chunks that rest");
-        let free_memory: usize = self.nodes.iter().map(|node| node.free_memory.len()).sum();
+        let free_memory: usize = self
+            .numa_nodes
+            .iter()
+            .map(|numa_node| numa_node.free_memory.len())
+            .sum();
         let used = in_memory + away;
         let lost_chunks = self.chunks.len().checked_sub(self.free_chunks.len() + used);
         let slots = self.geometry.chunk_count as usize;
@@ -290,43 +294,47 @@ impl Pool {
 
     /// Free slabs beside those of a chunk.
     fn slabs_beside(&mut self, chunk: u32, class: Class) -> &mut Vec<(u32, u32)> {
-        let node = self.chunks[chunk as usize].node;
-        &mut self.nodes[node].free_slabs[slot(class)]
+        let numa_node = self.chunks[chunk as usize].numa_node;
+        &mut self.numa_nodes[numa_node].free_slabs[slot(class)]
     }
 
-    /// Takes a slab of `class` for a writer that runs near `node`.
+    /// Takes a slab of `class` for a writer that runs near `NUMA node`.
     pub(crate) fn take(&mut self, class: Class, near: usize) -> Option<Taken> {
         let whole = !self.free_chunks.is_empty();
-        let has = |node: &Node| node.has(class, whole);
-        let node = self
+        let has = |numa_node: &NumaNode| numa_node.has(class, whole);
+        let numa_node = self
             .topology
             .order(near)
             .iter()
             .map(|&n| n as usize)
-            .find(|&n| has(&self.nodes[n]))?;
-        let taken = if let Some((chunk, slab)) = self.nodes[node].free_slabs[slot(class)].pop() {
-            Taken {
-                chunk,
-                slab,
-                cut: None,
-            }
-        } else {
-            let memory = self.nodes[node].free_memory.pop().expect("just looked");
-            let chunk = self.free_chunks.pop().expect("just looked");
-            *self.at(chunk) = Chunk {
-                class: Some(class),
-                node,
-                ..Chunk::default()
+            .find(|&n| has(&self.numa_nodes[n]))?;
+        let taken =
+            if let Some((chunk, slab)) = self.numa_nodes[numa_node].free_slabs[slot(class)].pop() {
+                Taken {
+                    chunk,
+                    slab,
+                    cut: None,
+                }
+            } else {
+                let memory = self.numa_nodes[numa_node]
+                    .free_memory
+                    .pop()
+                    .expect("just looked");
+                let chunk = self.free_chunks.pop().expect("just looked");
+                *self.at(chunk) = Chunk {
+                    class: Some(class),
+                    numa_node,
+                    ..Chunk::default()
+                };
+                let others = (1..self.slabs(class)).rev().map(|slab| (chunk, slab));
+                self.numa_nodes[numa_node].free_slabs[slot(class)].extend(others);
+                Taken {
+                    chunk,
+                    slab: 0,
+                    cut: Some(memory),
+                }
             };
-            let others = (1..self.slabs(class)).rev().map(|slab| (chunk, slab));
-            self.nodes[node].free_slabs[slot(class)].extend(others);
-            Taken {
-                chunk,
-                slab: 0,
-                cut: Some(memory),
-            }
-        };
-        self.nodes[node].foreign += u64::from(node != near);
+        self.numa_nodes[numa_node].foreign += u64::from(numa_node != near);
         self.disturb(taken.chunk);
         let chunk = self.at(taken.chunk);
         chunk.used += 1;
@@ -407,8 +415,8 @@ impl Pool {
     pub(crate) fn free_slot(&mut self, home: Home) {
         match home {
             Home::Memory(slot) => {
-                let node = node_of(&self.geometry, &self.topology, slot);
-                self.nodes[node].free_memory.push(slot);
+                let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
+                self.numa_nodes[numa_node].free_memory.push(slot);
             }
             Home::Spill(slot) => self.free_spill.push(slot),
         }
@@ -501,22 +509,24 @@ impl Pool {
 
     /// This chunk is cut so, and these slabs of it are in use. `None`: nobody knows where its data is.
     pub(crate) fn adopt(&mut self, chunk: u32, class: Class, used: &[u32], home: Option<Home>) {
-        let node = match home {
-            Some(Home::Memory(memory)) => Some(node_of(&self.geometry, &self.topology, memory)),
+        let numa_node = match home {
+            Some(Home::Memory(memory)) => {
+                Some(numa_node_of(&self.geometry, &self.topology, memory))
+            }
             _ => None,
         };
-        let away = node.is_none();
+        let away = numa_node.is_none();
         let used_count = used.len() as u32;
         self.lost = (
             self.lost.0.saturating_sub(1),
             self.lost.1.saturating_sub(usize::from(!away)),
         );
-        let node = node.unwrap_or(0);
+        let numa_node = numa_node.unwrap_or(0);
         *self.at(chunk) = Chunk {
             class: Some(class),
             used: used_count,
             away,
-            node,
+            numa_node,
             ..Chunk::default()
         };
         if !away {
@@ -536,15 +546,15 @@ impl Pool {
     /// These chunks and slots are in use, or nobody knows what is in them.
     pub(crate) fn reserve(&mut self, chunk: &dyn Fn(u32) -> bool, slot: &dyn Fn(Home) -> bool) {
         let free_memory = |of: &Self| {
-            of.nodes
+            of.numa_nodes
                 .iter()
-                .map(|node| node.free_memory.len())
+                .map(|numa_node| numa_node.free_memory.len())
                 .sum::<usize>()
         };
         let before = (self.free_chunks.len(), free_memory(self));
         self.free_chunks.retain(|&c| !chunk(c));
-        for node in &mut self.nodes {
-            node.free_memory.retain(|&s| !slot(Home::Memory(s)));
+        for numa_node in &mut self.numa_nodes {
+            numa_node.free_memory.retain(|&s| !slot(Home::Memory(s)));
         }
         // Until they are adopted.
         self.lost = (
@@ -579,19 +589,19 @@ impl Pool {
 
     /// Slots of memory in use.
     pub(crate) fn memory_used(&self) -> u32 {
-        self.nodes.iter().map(Node::used).sum()
+        self.numa_nodes.iter().map(NumaNode::used).sum()
     }
 
-    /// What the nodes have and gave.
-    pub(crate) fn node_figures(&self) -> Vec<NodeFigures> {
+    /// What the NUMA nodes have and gave.
+    pub(crate) fn numa_node_figures(&self) -> Vec<NumaNodeFigures> {
         let bytes = |slots: u32| u64::from(slots) * self.geometry.chunk_bytes;
-        let figures = |(index, node): (usize, &Node)| NodeFigures {
+        let figures = |(index, numa_node): (usize, &NumaNode)| NumaNodeFigures {
             id: self.topology.id(index),
-            bytes: bytes(node.slots),
-            used_bytes: bytes(node.used()),
-            foreign_slabs: node.foreign,
+            bytes: bytes(numa_node.slots),
+            used_bytes: bytes(numa_node.used()),
+            foreign_slabs: numa_node.foreign,
         };
-        self.nodes.iter().enumerate().map(figures).collect()
+        self.numa_nodes.iter().enumerate().map(figures).collect()
     }
 
     /// Slots of the spill file that are free.
@@ -608,11 +618,13 @@ impl Pool {
     /// Whether a slab of `class` could be taken.
     pub(crate) fn has(&self, class: Class) -> bool {
         let whole = !self.free_chunks.is_empty();
-        self.nodes.iter().any(|node| node.has(class, whole))
+        self.numa_nodes
+            .iter()
+            .any(|numa_node| numa_node.has(class, whole))
     }
 }
 
-impl Node {
+impl NumaNode {
     fn used(&self) -> u32 {
         self.slots - self.free_memory.len() as u32
     }

@@ -1,4 +1,4 @@
-//! The spill file: slots for chunks on a node-local device.
+//! The spill file: slots for chunks on a NUMA node-local device.
 //!
 //! Promises
 //! * [`SpillFile::write`] returns when the device has the bytes or refused them, not when the page cache has:
@@ -398,7 +398,7 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
     }
 }
 
-/// Removes what a node that lost its memory left: a spill file whose arena is gone.
+/// Removes what a NUMA node that lost its memory left: a spill file whose arena is gone.
 fn remove_stale(path: &Path) -> Result<(), SpillFault> {
     let file = open(path, OFlags::RDONLY).map_err(io(path, "open it"))?;
     let header = read_header(file.as_fd()).map_err(|source| SpillFault::NotSpill {

@@ -1,23 +1,23 @@
-//! Memory nodes: which CPUs are near which memory.
+//! NUMA nodes: which CPUs are near which memory.
 //!
 //! Read from files as in /sys/devices/system/node (Documentation/ABI/stable/sysfs-devices-node of the
-//! kernel): `has_memory`, `nodeN/cpulist`, `nodeN/distance`. What cannot be read is taken for one node.
+//! kernel): `has_memory`, `nodeN/cpulist`, `nodeN/distance`. What cannot be read is taken for one NUMA node.
 //!
 //! Invariants
-//! * There is at least one node, and every order is a permutation of all of them, its own node first.
+//! * There is at least one node, and every order is a permutation of all of them, its own NUMA node first.
 
 use std::path::Path;
 
-/// Where the kernel describes its memory nodes.
+/// Where the kernel describes its NUMA nodes.
 pub const SYSFS_NODES: &str = "/sys/devices/system/node";
 
 /// Nodes are numbered here from 0 without gaps; [`Topology::id`] is the kernel's number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Topology {
     ids: Vec<u32>,
-    /// Index of the nearest node with memory, by CPU.
+    /// Index of the nearest NUMA node with memory, by CPU.
     of_cpu: Vec<u32>,
-    /// For each node all nodes, the nearest first.
+    /// For each node all NUMA nodes, the nearest first.
     orders: Vec<Vec<u32>>,
 }
 
@@ -37,7 +37,7 @@ impl Topology {
         }
     }
 
-    /// The nodes that files below `root` describe.
+    /// The NUMA nodes that files below `root` describe.
     pub fn read(root: &Path) -> Self {
         Self::try_read(root).unwrap_or_else(Self::one)
     }
@@ -46,7 +46,7 @@ impl Topology {
         let text = |name: &str| std::fs::read_to_string(root.join(name)).ok();
         let online = list(&text("online")?)?;
         let ids = text("has_memory").map_or(Some(online.clone()), |text| list(&text))?;
-        // A row has a column for each node that is online, in the order of their numbers.
+        // A row has a column for each NUMA node that is online, in the order of their numbers.
         let row = |node: u32| -> Option<Vec<u32>> {
             let row: Vec<u32> = text(&format!("node{node}/distance"))?
                 .split_ascii_whitespace()
@@ -80,24 +80,24 @@ impl Topology {
         })
     }
 
-    /// How many nodes there are.
+    /// How many NUMA nodes there are.
     pub fn count(&self) -> usize {
         self.ids.len()
     }
 
-    /// The kernel's number of a node.
+    /// The kernel's number of a NUMA node.
     pub fn id(&self, node: usize) -> u32 {
         self.ids[node]
     }
 
-    /// The node nearest to a CPU; the first one for CPUs that nothing is known of.
+    /// The NUMA node nearest to a CPU; the first one for CPUs that nothing is known of.
     pub fn of_cpu(&self, cpu: u32) -> usize {
         self.of_cpu
             .get(cpu as usize)
             .map_or(0, |&node| node as usize)
     }
 
-    /// The node nearest to the CPU on which this thread runs now.
+    /// The NUMA node nearest to the CPU on which this thread runs now.
     pub fn here(&self) -> usize {
         if self.ids.len() == 1 {
             return 0;
@@ -105,13 +105,13 @@ impl Topology {
         self.of_cpu(rustix::thread::sched_getcpu() as u32)
     }
 
-    /// All nodes, the nearest first.
+    /// All NUMA nodes, the nearest first.
     pub(crate) fn order(&self, node: usize) -> &[u32] {
         &self.orders[node]
     }
 }
 
-/// Reads a list as `0-3,8`; an empty one is a node without any. More than the kernel could have is none.
+/// Reads a list as `0-3,8`; an empty one is a NUMA node without any. More than the kernel could have is none.
 fn list(text: &str) -> Option<Vec<u32>> {
     const NUMBER_MAX: u32 = 1 << 16;
     let mut numbers = Vec::new();
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_go_by_distance_and_a_node_without_memory_uses_its_neighbour() {
+    fn orders_go_by_distance_and_a_numa_node_without_memory_uses_its_neighbour() {
         let root = files(&[
             ("online", "0-1,4-5\n"),
             ("has_memory", "0-1,5\n"),
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_one_node() {
+    fn what_cannot_be_read_is_one_numa_node() {
         let whole = [
             ("online", "0-1"),
             ("node0/cpulist", "0"),

@@ -8,17 +8,17 @@ use firn_format::slab::Class;
 
 const CHUNK: u64 = 1 << 20;
 
-/// Writes the files of nodes with one CPU each.
+/// Writes the files of NUMA nodes with one CPU each.
 fn topology(distances: &[&[u32]]) -> Topology {
     let root = tempfile::tempdir().expect("a directory");
     let write =
         |name: &str, text: String| std::fs::write(root.path().join(name), text).expect("write");
     write("online", format!("0-{}\n", distances.len() - 1));
-    for (node, row) in distances.iter().enumerate() {
-        std::fs::create_dir(root.path().join(format!("node{node}"))).expect("mkdir");
-        write(&format!("node{node}/cpulist"), format!("{node}\n"));
+    for (numa_node, row) in distances.iter().enumerate() {
+        std::fs::create_dir(root.path().join(format!("node{numa_node}"))).expect("mkdir");
+        write(&format!("node{numa_node}/cpulist"), format!("{node}\n"));
         let row: Vec<String> = row.iter().map(u32::to_string).collect();
-        write(&format!("node{node}/distance"), row.join(" "));
+        write(&format!("node{numa_node}/distance"), row.join(" "));
     }
     Topology::read(root.path())
 }
@@ -36,22 +36,22 @@ fn create(path: &Path, chunks: u64, topology: &Topology) -> Arena {
     Arena::create_on(path, geometry, &identity(), Path::new(""), topology).expect("an arena")
 }
 
-/// The part of the arena where a slab is, by node.
-fn node(arena: &Arena, lease: &Lease, nodes: u32) -> u32 {
+/// The part of the arena where a slab is, by NUMA node.
+fn numa_node(arena: &Arena, lease: &Lease, numa_nodes: u32) -> u32 {
     let Some(firn_format::home::Home::Memory(slot)) = arena.home(lease.slab().chunk) else {
         panic!("a leased chunk is in memory");
     };
-    slot / (arena.geometry().chunk_count / nodes)
+    slot / (arena.geometry().chunk_count / numa_nodes)
 }
 
-/// The nodes from which a writer on `cpu` gets whole chunks until there are none.
-fn all_from(arena: &Arena, cpu: u32, nodes: u32) -> (Vec<u32>, Vec<Lease>) {
+/// The NUMA nodes from which a writer on `cpu` gets whole chunks until there are none.
+fn all_from(arena: &Arena, cpu: u32, numa_nodes: u32) -> (Vec<u32>, Vec<Lease>) {
     let leases: Vec<Lease> =
         std::iter::from_fn(|| arena.lease_near(Class::Whole, Some(cpu))).collect();
     (
         leases
             .iter()
-            .map(|lease| node(arena, lease, nodes))
+            .map(|lease| numa_node(arena, lease, numa_nodes))
             .collect(),
         leases,
     )
@@ -63,21 +63,30 @@ fn a_writer_of_two_nodes_fills_its_own_first() {
     let topology = topology(&[&[10, 21], &[21, 10]]);
     for cpu in [0, 1] {
         let arena = create(&dir.path().join(format!("arena{cpu}")), 6, &topology);
-        let (nodes, leases) = all_from(&arena, cpu, 2);
-        assert_eq!(nodes, [cpu, cpu, cpu, 1 - cpu, 1 - cpu, 1 - cpu]);
-        let figures = arena.node_figures();
+        let (numa_nodes, leases) = all_from(&arena, cpu, 2);
+        assert_eq!(numa_nodes, [cpu, cpu, cpu, 1 - cpu, 1 - cpu, 1 - cpu]);
+        let figures = arena.numa_node_figures();
         assert_eq!(
             figures.iter().map(|n| (n.id, n.bytes)).collect::<Vec<_>>(),
             [(0, 3 * CHUNK), (1, 3 * CHUNK)]
         );
-        assert!(figures.iter().all(|node| node.used_bytes == node.bytes));
+        assert!(
+            figures
+                .iter()
+                .all(|numa_node| numa_node.used_bytes == numa_node.bytes)
+        );
         assert_eq!(figures[cpu as usize].foreign_slabs, 0);
         assert_eq!(figures[1 - cpu as usize].foreign_slabs, 3);
         leases.into_iter().for_each(|lease| arena.seal(lease));
-        assert!(arena.node_figures().iter().all(|node| node.used_bytes == 0));
+        assert!(
+            arena
+                .numa_node_figures()
+                .iter()
+                .all(|numa_node| numa_node.used_bytes == 0)
+        );
         // What was given back is there again, in the same order.
         let (again, leases) = all_from(&arena, cpu, 2);
-        assert_eq!(again, nodes);
+        assert_eq!(again, numa_nodes);
         leases.into_iter().for_each(|lease| arena.seal(lease));
     }
 }
@@ -94,12 +103,12 @@ fn four_nodes_are_used_by_distance_and_not_by_number() {
     let orders = [[0, 2, 3, 1], [1, 3, 2, 0], [2, 0, 3, 1], [3, 2, 1, 0]];
     for (cpu, order) in orders.into_iter().enumerate() {
         let arena = create(&dir.path().join(format!("arena{cpu}")), 8, &topology);
-        let (nodes, leases) = all_from(&arena, cpu as u32, 4);
+        let (numa_nodes, leases) = all_from(&arena, cpu as u32, 4);
         assert_eq!(
-            nodes,
+            numa_nodes,
             order
                 .iter()
-                .flat_map(|&node| [node, node])
+                .flat_map(|&numa_node| [numa_node, numa_node])
                 .collect::<Vec<_>>()
         );
         leases.into_iter().for_each(|lease| arena.seal(lease));
@@ -116,24 +125,27 @@ fn a_far_slab_of_a_cut_chunk_waits_until_there_is_nothing_nearer() {
     );
     let first = arena.lease_near(Class::Small, Some(1)).expect("room");
     let second = arena.lease_near(Class::Small, Some(0)).expect("room");
-    assert_eq!((node(&arena, &first, 2), node(&arena, &second, 2)), (1, 0));
-    // The rest of node 0 in whole chunks: then node 1 gives of the chunk that is cut already.
+    assert_eq!(
+        (numa_node(&arena, &first, 2), numa_node(&arena, &second, 2)),
+        (1, 0)
+    );
+    // The rest of NUMA node 0 in whole chunks: then NUMA node 1 gives of the chunk that is cut already.
     let whole = arena.lease_near(Class::Whole, Some(0)).expect("room");
-    assert_eq!(node(&arena, &whole, 2), 0);
+    assert_eq!(numa_node(&arena, &whole, 2), 0);
     let mut leases = vec![first, second, whole];
     let small = CHUNK / Class::Small.slab_bytes(CHUNK);
     for _ in 1..small {
         let lease = arena.lease_near(Class::Small, Some(0)).expect("room");
-        assert_eq!(node(&arena, &lease, 2), 0);
+        assert_eq!(numa_node(&arena, &lease, 2), 0);
         leases.push(lease);
     }
     let far = arena.lease_near(Class::Small, Some(0)).expect("room");
     assert_eq!(
-        (node(&arena, &far, 2), far.slab().chunk),
+        (numa_node(&arena, &far, 2), far.slab().chunk),
         (1, leases[0].slab().chunk)
     );
     leases.push(far);
-    assert_eq!(arena.node_figures()[1].foreign_slabs, 1);
+    assert_eq!(arena.numa_node_figures()[1].foreign_slabs, 1);
     leases.into_iter().for_each(|lease| arena.seal(lease));
 }
 
@@ -153,6 +165,6 @@ fn an_arena_keeps_its_parts_over_an_attach() {
     assert!(damage.is_empty());
     arena.keep(stored[0].at, 100);
     arena.settle(&stored);
-    assert_eq!(arena.node_figures()[1].used_bytes, CHUNK);
+    assert_eq!(arena.numa_node_figures()[1].used_bytes, CHUNK);
     assert_eq!(all_from(&arena, 1, 2).0, [1, 0, 0]);
 }

@@ -3,7 +3,7 @@
 //! Promises
 //! * Everything goes through descriptors: the directory may be renamed, or hidden below a mount, and
 //!   the same objects are still meant.
-//! * A node is an `O_PATH` descriptor: it needs no right on the object, opens no device, and keeps the
+//! * An inode is an `O_PATH` descriptor: it needs no right on the object, opens no device, and keeps the
 //!   object after its last name is gone.
 //! * New objects belong to the caller where this process is root (`owner`).
 //!
@@ -47,7 +47,7 @@ const SYNC_THREADS: usize = 8;
 #[derive(Debug)]
 pub struct DirBacking {
     path: PathBuf,
-    root: Arc<DirNode>,
+    root: Arc<DirInode>,
     /// The file systems that were met, and how each of them is synced.
     devices: Devices,
     unsynced: Unsynced,
@@ -55,13 +55,13 @@ pub struct DirBacking {
 
 /// An object: an `O_PATH` descriptor, and what never changes of it.
 #[derive(Debug)]
-pub struct DirNode {
+pub struct DirInode {
     fd: OwnedFd,
     key: Key,
     kind: Kind,
 }
 
-impl DirNode {
+impl DirInode {
     fn new(fd: OwnedFd, attr: &Attr) -> Arc<Self> {
         Arc::new(Self {
             fd,
@@ -71,7 +71,7 @@ impl DirNode {
     }
 }
 
-impl AsFd for DirNode {
+impl AsFd for DirInode {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -103,7 +103,7 @@ impl DirBacking {
 
     fn of_root(root: OwnedFd, path: PathBuf) -> io::Result<Self> {
         let attr = attr::attr(&root)?;
-        let root = DirNode::new(root, &attr);
+        let root = DirInode::new(root, &attr);
         let devices = Devices::new(root.key.0, reopen::dir(&root)?)?;
         Ok(Self {
             path,
@@ -120,20 +120,20 @@ impl DirBacking {
         }
     }
 
-    fn changed_node(&self, node: &DirNode) {
-        self.changed(node.key, node.as_fd());
+    fn changed_inode(&self, inode: &DirInode) {
+        self.changed(inode.key, inode.as_fd());
     }
 
     /// An object was made in `parent`.
-    fn made(&self, parent: &DirNode, node: &DirNode) {
-        self.changed_node(node);
-        self.changed_node(parent);
+    fn made(&self, parent: &DirInode, inode: &DirInode) {
+        self.changed_inode(inode);
+        self.changed_inode(parent);
     }
 
     /// A name was removed from `parent`, or not.
-    fn removed_if(&self, removed: Result<()>, parent: &DirNode, name: &OsStr) -> Result<()> {
+    fn removed_if(&self, removed: Result<()>, parent: &DirInode, name: &OsStr) -> Result<()> {
         removed?;
-        self.changed_node(parent);
+        self.changed_inode(parent);
         if self
             .devices
             .is_synced_one_by_one(parent.key.0, parent.as_fd())
@@ -182,18 +182,18 @@ impl DirBacking {
     /// syncfs(2) of what it reaches below `top`; calls `each` for the tops of file systems that it does not reach.
     fn sync_file_systems(
         &self,
-        top: &Arc<DirNode>,
-        each: &mut dyn FnMut(&Arc<DirNode>) -> Result<()>,
+        top: &Arc<DirInode>,
+        each: &mut dyn FnMut(&Arc<DirInode>) -> Result<()>,
     ) -> Result<()> {
         let mut seen = vec![top.key.0];
         self.sync_file_system(top, each)?;
         for path in devices::mounts_below(&absolute(top.as_fd())?, &absolute(self.root.as_fd())?) {
-            let Ok((node, _)) = self.find(&path) else {
+            let Ok((inode, _)) = self.find(&path) else {
                 continue;
             };
-            if node.kind == Kind::Dir && !seen.contains(&node.key.0) {
-                seen.push(node.key.0);
-                self.sync_file_system(&node, each)?;
+            if inode.kind == Kind::Dir && !seen.contains(&inode.key.0) {
+                seen.push(inode.key.0);
+                self.sync_file_system(&inode, each)?;
             }
         }
         Ok(())
@@ -201,8 +201,8 @@ impl DirBacking {
 
     fn sync_file_system(
         &self,
-        top: &Arc<DirNode>,
-        each: &mut dyn FnMut(&Arc<DirNode>) -> Result<()>,
+        top: &Arc<DirInode>,
+        each: &mut dyn FnMut(&Arc<DirInode>) -> Result<()>,
     ) -> Result<()> {
         match self.devices.syncfs(top.key.0, top.as_fd()) {
             Some(synced) => synced,
@@ -234,7 +234,7 @@ fn absolute(fd: BorrowedFd<'_>) -> Result<Vec<u8>> {
 }
 
 /// The object that `name` means, without following it.
-fn node_at(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd> {
+fn object_at(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     fs::openat(parent, name, flags, Mode::empty())
 }
@@ -248,67 +248,67 @@ impl Tracked for DirBacking {
         SYNC_THREADS
     }
 
-    fn find(&self, path: &[u8]) -> Result<(Self::Node, Attr)> {
-        let node = node_at(self.root.as_fd(), &unsynced::relative(path))?;
-        let attr = attr::attr(&node)?;
-        Ok((DirNode::new(node, &attr), attr))
+    fn find(&self, path: &[u8]) -> Result<(Self::Inode, Attr)> {
+        let inode = object_at(self.root.as_fd(), &unsynced::relative(path))?;
+        let attr = attr::attr(&inode)?;
+        Ok((DirInode::new(inode, &attr), attr))
     }
 
-    fn open_dir_to_sync(&self, node: &Self::Node) -> Result<Self::Dir> {
-        Ok(DirStream::new(reopen::dir_to_sync(node)?))
+    fn open_dir_to_sync(&self, inode: &Self::Inode) -> Result<Self::Dir> {
+        Ok(DirStream::new(reopen::dir_to_sync(inode)?))
     }
 }
 
 impl Backing for DirBacking {
-    type Node = Arc<DirNode>;
+    type Inode = Arc<DirInode>;
     type File = DirFile;
     type Dir = DirStream;
 
-    fn root(&self) -> Self::Node {
+    fn root(&self) -> Self::Inode {
         self.root.clone()
     }
 
-    fn lookup(&self, parent: &Self::Node, name: &OsStr) -> Result<(Self::Node, Attr)> {
-        let node = node_at(parent.as_fd(), name)?;
-        let attr = attr::attr(&node)?;
-        Ok((DirNode::new(node, &attr), attr))
+    fn lookup(&self, parent: &Self::Inode, name: &OsStr) -> Result<(Self::Inode, Attr)> {
+        let inode = object_at(parent.as_fd(), name)?;
+        let attr = attr::attr(&inode)?;
+        Ok((DirInode::new(inode, &attr), attr))
     }
 
     fn create(
         &self,
         caller: &Caller,
-        parent: &Self::Node,
+        parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
-    ) -> Result<(Self::Node, Self::File, Attr)> {
-        let (node, file, attr) = make::file(caller, parent.as_fd(), name, mode)?;
-        let node = DirNode::new(node, &attr);
-        self.made(parent, &node);
-        Ok((node, file, attr))
+    ) -> Result<(Self::Inode, Self::File, Attr)> {
+        let (inode, file, attr) = make::file(caller, parent.as_fd(), name, mode)?;
+        let inode = DirInode::new(inode, &attr);
+        self.made(parent, &inode);
+        Ok((inode, file, attr))
     }
 
     fn mkdir(
         &self,
         caller: &Caller,
-        parent: &Self::Node,
+        parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
-    ) -> Result<(Self::Node, Attr)> {
+    ) -> Result<(Self::Inode, Attr)> {
         let make = |mode| fs::mkdirat(parent, name, Mode::from_raw_mode(mode));
-        let (node, attr) = make::object(caller, parent.as_fd(), name, Kind::Dir, mode, &make)?;
-        let node = DirNode::new(node, &attr);
-        self.made(parent, &node);
-        Ok((node, attr))
+        let (inode, attr) = make::object(caller, parent.as_fd(), name, Kind::Dir, mode, &make)?;
+        let inode = DirInode::new(inode, &attr);
+        self.made(parent, &inode);
+        Ok((inode, attr))
     }
 
     fn mknod(
         &self,
         caller: &Caller,
-        parent: &Self::Node,
+        parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
         rdev: u64,
-    ) -> Result<(Self::Node, Attr)> {
+    ) -> Result<(Self::Inode, Attr)> {
         // No type bits mean a regular file (mknod(2)).
         let typed = if mode & libc::S_IFMT == 0 {
             mode | libc::S_IFREG
@@ -326,61 +326,63 @@ impl Backing for DirBacking {
                 rdev,
             )
         };
-        let (node, attr) = make::object(caller, parent.as_fd(), name, kind, mode, &make)?;
-        let node = DirNode::new(node, &attr);
-        self.made(parent, &node);
-        Ok((node, attr))
+        let (inode, attr) = make::object(caller, parent.as_fd(), name, kind, mode, &make)?;
+        let inode = DirInode::new(inode, &attr);
+        self.made(parent, &inode);
+        Ok((inode, attr))
     }
 
     fn symlink(
         &self,
         caller: &Caller,
-        parent: &Self::Node,
+        parent: &Self::Inode,
         name: &OsStr,
         target: &OsStr,
-    ) -> Result<(Self::Node, Attr)> {
+    ) -> Result<(Self::Inode, Attr)> {
         let make = |_| fs::symlinkat(target, parent, name);
-        let (node, attr) = make::object(caller, parent.as_fd(), name, Kind::Symlink, 0, &make)?;
-        let node = DirNode::new(node, &attr);
-        self.made(parent, &node);
-        Ok((node, attr))
+        let (inode, attr) = make::object(caller, parent.as_fd(), name, Kind::Symlink, 0, &make)?;
+        let inode = DirInode::new(inode, &attr);
+        self.made(parent, &inode);
+        Ok((inode, attr))
     }
 
-    fn link(&self, node: &Self::Node, parent: &Self::Node, name: &OsStr) -> Result<Attr> {
-        match fs::linkat(node, c"", parent, name, AtFlags::EMPTY_PATH) {
+    fn link(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Result<Attr> {
+        match fs::linkat(inode, c"", parent, name, AtFlags::EMPTY_PATH) {
             // Before Linux 6.10 that needs CAP_DAC_READ_SEARCH; following the link in /proc does not, but takes
             // several times as long.
             Err(Errno::NOENT) => {
-                let path = FdPath::of(node);
+                let path = FdPath::of(inode);
                 fs::linkat(CWD, path.as_c_str(), parent, name, AtFlags::SYMLINK_FOLLOW)?;
             }
             linked => linked?,
         }
-        self.made(parent, node);
-        let attr = attr::attr(node)?;
-        if self.devices.is_synced_one_by_one(node.key.0, node.as_fd())
+        self.made(parent, inode);
+        let attr = attr::attr(inode)?;
+        if self
+            .devices
+            .is_synced_one_by_one(inode.key.0, inode.as_fd())
             && let Some(path) = path_of_entry(self.place(parent.as_fd()), name)
         {
-            self.unsynced.linked(node.key, path, u64::from(attr.nlink));
+            self.unsynced.linked(inode.key, path, u64::from(attr.nlink));
         }
         Ok(attr)
     }
 
-    fn unlink(&self, parent: &Self::Node, name: &OsStr) -> Result<()> {
+    fn unlink(&self, parent: &Self::Inode, name: &OsStr) -> Result<()> {
         let done = fs::unlinkat(parent, name, AtFlags::empty());
         self.removed_if(done, parent, name)
     }
 
-    fn rmdir(&self, parent: &Self::Node, name: &OsStr) -> Result<()> {
+    fn rmdir(&self, parent: &Self::Inode, name: &OsStr) -> Result<()> {
         let done = fs::unlinkat(parent, name, AtFlags::REMOVEDIR);
         self.removed_if(done, parent, name)
     }
 
     fn rename(
         &self,
-        parent: &Self::Node,
+        parent: &Self::Inode,
         name: &OsStr,
-        new_parent: &Self::Node,
+        new_parent: &Self::Inode,
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
@@ -395,7 +397,7 @@ impl Backing for DirBacking {
         }
         let ticket = self.unsynced.begin_rename();
         let result = call();
-        let path = |dir: &DirNode, name| path_of_entry(self.place(dir.as_fd()), name);
+        let path = |dir: &DirInode, name| path_of_entry(self.place(dir.as_fd()), name);
         match (result, path(parent, name), path(new_parent, new_name)) {
             (Err(_), ..) => self.unsynced.end_rename(ticket, None, is_exchange),
             (Ok(()), Some(from), Some(to)) => {
@@ -404,77 +406,77 @@ impl Backing for DirBacking {
             }
             (Ok(()), ..) => self.unsynced.end_unknown_rename(ticket),
         }
-        self.changed_node(parent);
-        self.changed_node(new_parent);
+        self.changed_inode(parent);
+        self.changed_inode(new_parent);
         result
     }
 
-    fn readlink(&self, node: &Self::Node) -> Result<Vec<u8>> {
-        match fs::readlinkat(node, c"", Vec::new()) {
+    fn readlink(&self, inode: &Self::Inode) -> Result<Vec<u8>> {
+        match fs::readlinkat(inode, c"", Vec::new()) {
             Ok(target) => Ok(target.into_bytes()),
-            // The empty path of a node that is no link; readlink(2) of its name says EINVAL.
+            // The empty path of a host that is no link; readlink(2) of its name says EINVAL.
             Err(Errno::NOENT) => Err(Errno::INVAL),
             Err(e) => Err(e),
         }
     }
 
-    fn attr(&self, node: &Self::Node) -> Result<Attr> {
-        attr::attr(node)
+    fn attr(&self, inode: &Self::Inode) -> Result<Attr> {
+        attr::attr(inode)
     }
 
     fn attr_of_file(&self, file: &Self::File) -> Result<Attr> {
         attr::attr(&file.fd)
     }
 
-    fn set_mode(&self, node: &Self::Node, mode: u32) -> Result<()> {
+    fn set_mode(&self, inode: &Self::Inode, mode: u32) -> Result<()> {
         // Older kernels change the mode of a symlink on some file systems, and still report an error.
-        if attr::attr(node)?.kind == Kind::Symlink {
+        if attr::attr(inode)?.kind == Kind::Symlink {
             return Err(Errno::OPNOTSUPP);
         }
         let done = fs::chmod(
-            FdPath::of(node).as_c_str(),
+            FdPath::of(inode).as_c_str(),
             Mode::from_raw_mode(mode & 0o7777),
         );
-        self.changed_node(node);
+        self.changed_inode(inode);
         done
     }
 
-    fn set_owner(&self, node: &Self::Node, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
+    fn set_owner(&self, inode: &Self::Inode, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
         let uid = uid.map(Uid::from_raw);
         let gid = gid.map(Gid::from_raw);
-        let done = fs::chownat(node, c"", uid, gid, AtFlags::EMPTY_PATH);
-        self.changed_node(node);
+        let done = fs::chownat(inode, c"", uid, gid, AtFlags::EMPTY_PATH);
+        self.changed_inode(inode);
         done
     }
 
-    fn set_times(&self, node: &Self::Node, atime: SetTime, mtime: SetTime) -> Result<()> {
-        let done = times::set(node, atime, mtime);
-        self.changed_node(node);
+    fn set_times(&self, inode: &Self::Inode, atime: SetTime, mtime: SetTime) -> Result<()> {
+        let done = times::set(inode, atime, mtime);
+        self.changed_inode(inode);
         done
     }
 
-    fn get_xattr(&self, node: &Self::Node, name: &OsStr) -> Result<Vec<u8>> {
-        xattr::get(node, name)
+    fn get_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<Vec<u8>> {
+        xattr::get(inode, name)
     }
 
-    fn set_xattr(&self, node: &Self::Node, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
-        let done = xattr::set(node, name, value, flags);
-        self.changed_node(node);
+    fn set_xattr(&self, inode: &Self::Inode, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
+        let done = xattr::set(inode, name, value, flags);
+        self.changed_inode(inode);
         done
     }
 
-    fn list_xattr(&self, node: &Self::Node) -> Result<Vec<u8>> {
-        xattr::list(node)
+    fn list_xattr(&self, inode: &Self::Inode) -> Result<Vec<u8>> {
+        xattr::list(inode)
     }
 
-    fn remove_xattr(&self, node: &Self::Node, name: &OsStr) -> Result<()> {
-        let done = xattr::remove(node, name);
-        self.changed_node(node);
+    fn remove_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<()> {
+        let done = xattr::remove(inode, name);
+        self.changed_inode(inode);
         done
     }
 
-    fn open_dir(&self, node: &Self::Node) -> Result<Self::Dir> {
-        Ok(DirStream::new(reopen::dir(node)?))
+    fn open_dir(&self, inode: &Self::Inode) -> Result<Self::Dir> {
+        Ok(DirStream::new(reopen::dir(inode)?))
     }
 
     fn read_dir(
@@ -486,26 +488,26 @@ impl Backing for DirBacking {
         dir.read(cookie, sink)
     }
 
-    fn sync_dir(&self, node: &Self::Node) -> Result<()> {
+    fn sync_dir(&self, inode: &Self::Inode) -> Result<()> {
         let version = self.unsynced.begin_sync();
-        match reopen::dir(node) {
+        match reopen::dir(inode) {
             Ok(dir) => fs::fsync(dir)?,
             // A directory that we may write to but not read: the larger promise holds the smaller.
-            Err(Errno::ACCESS) => match self.devices.syncfs(node.key.0, node.as_fd()) {
+            Err(Errno::ACCESS) => match self.devices.syncfs(inode.key.0, inode.as_fd()) {
                 Some(synced) => synced?,
-                None => fs::fsync(reopen::dir_to_sync(node)?)?,
+                None => fs::fsync(reopen::dir_to_sync(inode)?)?,
             },
             Err(e) => return Err(e),
         }
-        self.unsynced.synced(node.key, version);
+        self.unsynced.synced(inode.key, version);
         Ok(())
     }
 
-    fn open(&self, node: &Self::Node, access: Access) -> Result<Self::File> {
+    fn open(&self, inode: &Self::Inode, access: Access) -> Result<Self::File> {
         Ok(DirFile {
-            fd: reopen::file(node, access)?,
+            fd: reopen::file(inode, access)?,
             access,
-            key: node.key,
+            key: inode.key,
         })
     }
 
@@ -628,12 +630,12 @@ impl Backing for DirBacking {
         self.sync_tracked()
     }
 
-    fn sync_tree(&self, node: &Self::Node) -> Result<()> {
-        if node.key == self.root.key {
+    fn sync_tree(&self, inode: &Self::Inode) -> Result<()> {
+        if inode.key == self.root.key {
             return self.sync_all();
         }
         let is_in_doubt = self.unsynced.inherits();
-        self.sync_file_systems(node, &mut |top| match is_in_doubt {
+        self.sync_file_systems(inode, &mut |top| match is_in_doubt {
             true => unsynced::sync_below(self, top),
             false => Ok(()),
         })?;

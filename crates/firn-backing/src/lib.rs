@@ -5,7 +5,7 @@
 //! conformance suite in [`suite`] runs over both.
 //!
 //! Promises of every implementation
-//! * A [`Backing::Node`] refers to the object, not to a name: it stays valid across renames and, while
+//! * A [`Backing::Inode`] refers to the object, not to a name: it stays valid across renames and, while
 //!   it is held, after the last unlink.
 //! * Calls are plain: no retries, no caching, the kernel's errno as it is.
 //! * All calls may be made from any thread at once, and each may take for ever: nobody makes one with a lock
@@ -33,106 +33,106 @@ pub type Result<T> = std::result::Result<T, Errno>;
 /// A directory tree on some file system.
 pub trait Backing: Send + Sync + 'static {
     /// A reference to an object of any kind (for a directory: an `O_PATH` descriptor).
-    type Node: Clone + Send + Sync + 'static;
+    type Inode: Clone + Send + Sync + 'static;
     /// An open regular file.
     type File: Send + Sync + 'static;
     /// An open directory stream.
     type Dir: Send + Sync + 'static;
 
     /// The top directory.
-    fn root(&self) -> Self::Node;
+    fn root(&self) -> Self::Inode;
 
     // ---- names -------------------------------------------------------------------------------
 
     /// Finds `name` in `parent`, without following a final symlink. `name` has no slash.
-    fn lookup(&self, parent: &Self::Node, name: &OsStr) -> Result<(Self::Node, Attr)>;
+    fn lookup(&self, parent: &Self::Inode, name: &OsStr) -> Result<(Self::Inode, Attr)>;
     /// Creates and opens a regular file that did not exist (`O_CREAT|O_EXCL`, EEXIST otherwise), for
     /// reading and writing whatever `mode` allows. `mode` is complete: no umask is applied. The owner
     /// becomes `caller` where this process may arrange that.
     fn create(
         &self,
         caller: &Caller,
-        parent: &Self::Node,
+        parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
-    ) -> Result<(Self::Node, Self::File, Attr)>;
+    ) -> Result<(Self::Inode, Self::File, Attr)>;
     /// mkdir(2); `mode` and owner as in [`Backing::create`].
     fn mkdir(
         &self,
         caller: &Caller,
-        parent: &Self::Node,
+        parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
-    ) -> Result<(Self::Node, Attr)>;
+    ) -> Result<(Self::Inode, Attr)>;
     /// mknod(2): regular files, fifos, sockets and devices; `mode` holds the type, `rdev` is in the
     /// kernel's `dev_t` encoding of userspace.
     fn mknod(
         &self,
         caller: &Caller,
-        parent: &Self::Node,
+        parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
         rdev: u64,
-    ) -> Result<(Self::Node, Attr)>;
+    ) -> Result<(Self::Inode, Attr)>;
     /// symlink(2).
     fn symlink(
         &self,
         caller: &Caller,
-        parent: &Self::Node,
+        parent: &Self::Inode,
         name: &OsStr,
         target: &OsStr,
-    ) -> Result<(Self::Node, Attr)>;
-    /// linkat(2): another name for `node`.
-    fn link(&self, node: &Self::Node, parent: &Self::Node, name: &OsStr) -> Result<Attr>;
+    ) -> Result<(Self::Inode, Attr)>;
+    /// linkat(2): another name for `inode`.
+    fn link(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Result<Attr>;
     /// unlinkat(2) of anything but a directory.
-    fn unlink(&self, parent: &Self::Node, name: &OsStr) -> Result<()>;
+    fn unlink(&self, parent: &Self::Inode, name: &OsStr) -> Result<()>;
     /// unlinkat(2) with `AT_REMOVEDIR`.
-    fn rmdir(&self, parent: &Self::Node, name: &OsStr) -> Result<()>;
+    fn rmdir(&self, parent: &Self::Inode, name: &OsStr) -> Result<()>;
     /// renameat2(2).
     fn rename(
         &self,
-        parent: &Self::Node,
+        parent: &Self::Inode,
         name: &OsStr,
-        new_parent: &Self::Node,
+        new_parent: &Self::Inode,
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()>;
     /// readlinkat(2).
-    fn readlink(&self, node: &Self::Node) -> Result<Vec<u8>>;
+    fn readlink(&self, inode: &Self::Inode) -> Result<Vec<u8>>;
 
     // ---- attributes --------------------------------------------------------------------------
 
-    /// fstat(2) of a node.
-    fn attr(&self, node: &Self::Node) -> Result<Attr>;
+    /// fstat(2) of a host.
+    fn attr(&self, inode: &Self::Inode) -> Result<Attr>;
     /// fstat(2) of an open file.
     fn attr_of_file(&self, file: &Self::File) -> Result<Attr>;
     /// fchmod(2); ENOTSUP/EOPNOTSUPP for a symlink.
-    fn set_mode(&self, node: &Self::Node, mode: u32) -> Result<()>;
+    fn set_mode(&self, inode: &Self::Inode, mode: u32) -> Result<()>;
     /// fchownat(2) of the object itself; `None` leaves an id as it is. A native chown by a caller
     /// without privilege clears set-id bits; the kernel does that here as it does anywhere.
-    fn set_owner(&self, node: &Self::Node, uid: Option<u32>, gid: Option<u32>) -> Result<()>;
+    fn set_owner(&self, inode: &Self::Inode, uid: Option<u32>, gid: Option<u32>) -> Result<()>;
     /// utimensat(2) of the object itself.
-    fn set_times(&self, node: &Self::Node, atime: SetTime, mtime: SetTime) -> Result<()>;
+    fn set_times(&self, inode: &Self::Inode, atime: SetTime, mtime: SetTime) -> Result<()>;
     /// getxattr(2) into a buffer of the size that the value has.
-    fn get_xattr(&self, node: &Self::Node, name: &OsStr) -> Result<Vec<u8>>;
+    fn get_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<Vec<u8>>;
     /// setxattr(2); `flags` are `XATTR_CREATE`, `XATTR_REPLACE` or 0.
-    fn set_xattr(&self, node: &Self::Node, name: &OsStr, value: &[u8], flags: i32) -> Result<()>;
+    fn set_xattr(&self, inode: &Self::Inode, name: &OsStr, value: &[u8], flags: i32) -> Result<()>;
     /// listxattr(2): names, each ended by a zero byte.
-    fn list_xattr(&self, node: &Self::Node) -> Result<Vec<u8>>;
+    fn list_xattr(&self, inode: &Self::Inode) -> Result<Vec<u8>>;
     /// removexattr(2).
-    fn remove_xattr(&self, node: &Self::Node, name: &OsStr) -> Result<()>;
+    fn remove_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<()>;
 
-    /// Whether new objects in directory `node` take their mode from a POSIX default ACL: then the
+    /// Whether new objects in directory `inode` take their mode from a POSIX default ACL: then the
     /// umask of their maker does not count (acl(5)).
-    fn has_default_acl(&self, node: &Self::Node) -> bool {
-        self.get_xattr(node, OsStr::new("system.posix_acl_default"))
+    fn has_default_acl(&self, inode: &Self::Inode) -> bool {
+        self.get_xattr(inode, OsStr::new("system.posix_acl_default"))
             .is_ok()
     }
 
     // ---- directories -------------------------------------------------------------------------
 
     /// opendir(3).
-    fn open_dir(&self, node: &Self::Node) -> Result<Self::Dir>;
+    fn open_dir(&self, inode: &Self::Inode) -> Result<Self::Dir>;
     /// Reads entries, `.` and `..` included, from `cookie` on (0: from the start; else a
     /// [`DirEntry::cookie`] of this directory) until `sink` returns false or the directory ends.
     fn read_dir(
@@ -143,13 +143,13 @@ pub trait Backing: Send + Sync + 'static {
     ) -> Result<()>;
     /// fsync(2) of a directory: it and the names in it are durable, and the symbolic links and devices in it, which no
     /// other call syncs.
-    fn sync_dir(&self, node: &Self::Node) -> Result<()>;
+    fn sync_dir(&self, inode: &Self::Inode) -> Result<()>;
 
     // ---- data --------------------------------------------------------------------------------
 
     /// Opens a regular file. `access` is what this process wants, whatever the file's mode says of
     /// others. Never truncates, never creates, never follows a symlink.
-    fn open(&self, node: &Self::Node, access: Access) -> Result<Self::File>;
+    fn open(&self, inode: &Self::Inode, access: Access) -> Result<Self::File>;
     /// pread(2), until `buf` is full or the file ends; returns the bytes read.
     fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize>;
     /// pwritev(2), once: may write less than asked.
@@ -187,13 +187,13 @@ pub trait Backing: Send + Sync + 'static {
     /// The same for what was changed through this backing since it was opened: no more is walked for it.
     fn sync_changes(&self) -> Result<()>;
     /// The same as [`Backing::sync_all`] for a directory and all below it; not for the names that lead to it.
-    fn sync_tree(&self, node: &Self::Node) -> Result<()>;
+    fn sync_tree(&self, inode: &Self::Inode) -> Result<()>;
     /// Which way that goes for the top directory.
     fn sync_way(&self) -> SyncWay;
 
     /// Waits until the contents of an object may be changed, where that is not always so: who holds locks that
     /// others need asks before it takes them.
-    fn await_change(&self, _node: &Self::Node) -> Result<()> {
+    fn await_change(&self, _host: &Self::Inode) -> Result<()> {
         Ok(())
     }
     /// Whether changes of names or attributes may wait now for something that only a client decides or that takes

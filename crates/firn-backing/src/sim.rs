@@ -21,7 +21,7 @@ mod power;
 mod rename;
 mod tree;
 
-pub use calls::{SimDir, SimFile, SimNode};
+pub use calls::{SimDir, SimFile, SimInode};
 pub use data::PAGE_BYTES;
 pub use disk::Disk;
 pub use tree::{Tree, TreeEntry, tree};
@@ -223,7 +223,7 @@ impl SimBacking {
         (state.dead, state.plan) = (false, None);
     }
 
-    /// The power fails: some of what was not synced is lost, chosen by `seed`. Nodes and files from
+    /// The power fails: some of what was not synced is lost, chosen by `seed`. Inodes and files from
     /// before are worth nothing (ESTALE where the object is gone).
     pub fn power_loss(&self, seed: u64) {
         self.begin_new_process();

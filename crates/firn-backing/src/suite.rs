@@ -28,7 +28,7 @@ type Case<B> = (&'static str, fn(&B));
 pub fn run<B: Backing>(make: impl Fn() -> B) {
     let cases: [Case<B>; 11] = [
         ("names", names),
-        ("nodes_outlive_names", nodes_outlive_names),
+        ("inodes_outlive_names", inodes_outlive_names),
         ("hard_links", hard_links),
         ("directories", directories),
         ("renames", renames),
@@ -49,15 +49,15 @@ fn os(name: &str) -> &OsStr {
     OsStr::new(name)
 }
 
-fn file<B: Backing>(b: &B, name: &str, content: &[u8]) -> (B::Node, B::File) {
-    let (node, file, _) = b
+fn file<B: Backing>(b: &B, name: &str, content: &[u8]) -> (B::Inode, B::File) {
+    let (inode, file, _) = b
         .create(&own_caller(), &b.root(), os(name), 0o644)
         .expect("create");
     write(b, &file, content, 0);
-    (node, file)
+    (inode, file)
 }
 
-fn dir<B: Backing>(b: &B, name: &str) -> B::Node {
+fn dir<B: Backing>(b: &B, name: &str) -> B::Inode {
     b.mkdir(&own_caller(), &b.root(), os(name), 0o755)
         .expect("mkdir")
         .0
@@ -85,7 +85,7 @@ fn names<B: Backing>(b: &B) {
     let root = b.root();
     let me = own_caller();
     assert_eq!(look(b, "a").err(), Some(Errno::NOENT));
-    let (node, _, attr) = b.create(&me, &root, os("a"), 0o6751).expect("create");
+    let (inode, _, attr) = b.create(&me, &root, os("a"), 0o6751).expect("create");
     assert_eq!(
         (attr.kind, attr.mode & 0o7777, attr.size, attr.nlink),
         (Kind::File, 0o6751, 0, 1)
@@ -99,7 +99,7 @@ fn names<B: Backing>(b: &B) {
         b.mkdir(&me, &root, os("a"), 0o755).err(),
         Some(Errno::EXIST)
     );
-    assert_eq!(b.lookup(&node, os("x")).err(), Some(Errno::NOTDIR));
+    assert_eq!(b.lookup(&inode, os("x")).err(), Some(Errno::NOTDIR));
     let long = "n".repeat(256);
     assert_eq!(look(b, &long).err(), Some(Errno::NAMETOOLONG));
     assert_eq!(b.unlink(&root, os("b")).err(), Some(Errno::NOENT));
@@ -108,30 +108,30 @@ fn names<B: Backing>(b: &B) {
     assert_eq!(look(b, "a").err(), Some(Errno::NOENT));
 }
 
-fn nodes_outlive_names<B: Backing>(b: &B) {
+fn inodes_outlive_names<B: Backing>(b: &B) {
     let root = b.root();
-    let (node, open) = file(b, "a", b"kept");
+    let (inode, open) = file(b, "a", b"kept");
     b.rename(&root, os("a"), &root, os("b"), RenameFlags::empty())
         .expect("rename");
-    assert_eq!(b.attr(&node).map(|a| a.size), Ok(4));
+    assert_eq!(b.attr(&inode).map(|a| a.size), Ok(4));
     b.unlink(&root, os("b")).expect("unlink");
     drop(open);
-    assert_eq!(b.attr(&node).map(|a| a.nlink), Ok(0));
+    assert_eq!(b.attr(&inode).map(|a| a.nlink), Ok(0));
     let again = b
-        .open(&node, Access::ReadWrite)
+        .open(&inode, Access::ReadWrite)
         .expect("open without a name");
     assert_eq!(read(b, &again, 0, 9), b"kept");
-    assert_eq!(b.link(&node, &root, os("c")).err(), Some(Errno::NOENT));
+    assert_eq!(b.link(&inode, &root, os("c")).err(), Some(Errno::NOENT));
 }
 
 fn hard_links<B: Backing>(b: &B) {
     let root = b.root();
-    let (node, open) = file(b, "a", b"one");
-    assert_eq!(b.link(&node, &root, os("b")).map(|a| a.nlink), Ok(2));
-    assert_eq!(b.link(&node, &root, os("b")).err(), Some(Errno::EXIST));
+    let (inode, open) = file(b, "a", b"one");
+    assert_eq!(b.link(&inode, &root, os("b")).map(|a| a.nlink), Ok(2));
+    assert_eq!(b.link(&inode, &root, os("b")).err(), Some(Errno::EXIST));
     write(b, &open, b"two", 0);
     let (other, attr) = b.lookup(&root, os("b")).expect("lookup");
-    assert_eq!(attr.ino, b.attr(&node).expect("attr").ino);
+    assert_eq!(attr.ino, b.attr(&inode).expect("attr").ino);
     assert_eq!(
         read(b, &b.open(&other, Access::Read).expect("open"), 0, 9),
         b"two"
@@ -189,9 +189,9 @@ fn renames<B: Backing>(b: &B) {
     assert_eq!(go("a", "d", RenameFlags::EXCHANGE), Ok(()));
     assert_eq!(look(b, "a").map(|a| a.kind), Ok(Kind::Dir));
     assert_eq!(go("d", "b", none), Ok(()));
-    let (node, _) = b.lookup(&root, os("b")).expect("lookup");
+    let (inode, _) = b.lookup(&root, os("b")).expect("lookup");
     assert_eq!(
-        read(b, &b.open(&node, Access::Read).expect("open"), 0, 9),
+        read(b, &b.open(&inode, Access::Read).expect("open"), 0, 9),
         b"a"
     );
     dir(b, "e");
@@ -230,58 +230,58 @@ fn symlinks_and_special_files<B: Backing>(b: &B) {
 }
 
 fn attributes<B: Backing>(b: &B) {
-    let (node, _) = file(b, "a", b"");
-    b.set_mode(&node, 0o600).expect("set_mode");
+    let (inode, _) = file(b, "a", b"");
+    b.set_mode(&inode, 0o600).expect("set_mode");
     let old = Time { sec: -5, nsec: 7 };
     let time = Time {
         sec: 1_000_000,
         nsec: 123_456_789,
     };
-    b.set_times(&node, SetTime::At(time), SetTime::At(old))
+    b.set_times(&inode, SetTime::At(time), SetTime::At(old))
         .expect("set_times");
-    b.set_times(&node, SetTime::Keep, SetTime::Keep)
+    b.set_times(&inode, SetTime::Keep, SetTime::Keep)
         .expect("set_times");
-    let attr = b.attr(&node).expect("attr");
+    let attr = b.attr(&inode).expect("attr");
     assert_eq!(
         (attr.mode & 0o7777, attr.atime, attr.mtime),
         (0o600, time, old)
     );
-    b.set_times(&node, SetTime::Keep, SetTime::Now)
+    b.set_times(&inode, SetTime::Keep, SetTime::Now)
         .expect("set_times");
-    let attr = b.attr(&node).expect("attr");
+    let attr = b.attr(&inode).expect("attr");
     assert!(attr.atime == time && attr.mtime > old);
 }
 
 fn xattrs<B: Backing>(b: &B) {
-    let (node, _) = file(b, "a", b"");
+    let (inode, _) = file(b, "a", b"");
     let x = os("user.x");
     let big = vec![7; 1500];
-    assert_eq!(b.get_xattr(&node, x).err(), Some(Errno::NODATA));
+    assert_eq!(b.get_xattr(&inode, x).err(), Some(Errno::NODATA));
     assert_eq!(
-        b.set_xattr(&node, x, b"v", libc::XATTR_REPLACE).err(),
+        b.set_xattr(&inode, x, b"v", libc::XATTR_REPLACE).err(),
         Some(Errno::NODATA)
     );
-    assert_eq!(b.set_xattr(&node, x, b"", libc::XATTR_CREATE), Ok(()));
-    assert_eq!(b.get_xattr(&node, x), Ok(Vec::new()));
+    assert_eq!(b.set_xattr(&inode, x, b"", libc::XATTR_CREATE), Ok(()));
+    assert_eq!(b.get_xattr(&inode, x), Ok(Vec::new()));
     assert_eq!(
-        b.set_xattr(&node, x, &big, libc::XATTR_CREATE).err(),
+        b.set_xattr(&inode, x, &big, libc::XATTR_CREATE).err(),
         Some(Errno::EXIST)
     );
-    assert_eq!(b.set_xattr(&node, x, &big, 0), Ok(()));
-    assert_eq!(b.get_xattr(&node, x), Ok(big));
+    assert_eq!(b.set_xattr(&inode, x, &big, 0), Ok(()));
+    assert_eq!(b.get_xattr(&inode, x), Ok(big));
     assert!(
-        b.list_xattr(&node)
+        b.list_xattr(&inode)
             .expect("list")
             .windows(7)
             .any(|name| name == b"user.x\0")
     );
-    assert_eq!(b.remove_xattr(&node, x), Ok(()));
-    assert_eq!(b.remove_xattr(&node, x).err(), Some(Errno::NODATA));
+    assert_eq!(b.remove_xattr(&inode, x), Ok(()));
+    assert_eq!(b.remove_xattr(&inode, x).err(), Some(Errno::NODATA));
     assert!(!b.has_default_acl(&b.root()));
 }
 
 fn data<B: Backing>(b: &B) {
-    let (node, open) = file(b, "a", b"0123456789");
+    let (inode, open) = file(b, "a", b"0123456789");
     let parts = [IoSlice::new(b"ab"), IoSlice::new(b""), IoSlice::new(b"cd")];
     assert_eq!(b.write_at(&open, &parts, 8), Ok(4));
     assert_eq!(read(b, &open, 0, 99), b"01234567abcd");
@@ -293,13 +293,13 @@ fn data<B: Backing>(b: &B) {
         (b.sync(&open, true), b.sync(&open, false)),
         (Ok(()), Ok(()))
     );
-    let reader = b.open(&node, Access::Read).expect("open");
+    let reader = b.open(&inode, Access::Read).expect("open");
     assert_eq!(
         b.write_at(&reader, &[IoSlice::new(b"x")], 0).err(),
         Some(Errno::BADF)
     );
     assert_eq!(b.set_len(&reader, 0).err(), Some(Errno::INVAL));
-    let writer = b.open(&node, Access::Write).expect("open");
+    let writer = b.open(&inode, Access::Write).expect("open");
     assert_eq!(b.read_at(&writer, &mut [0], 0).err(), Some(Errno::BADF));
     let (_, copy) = file(b, "b", b"");
     assert_eq!(b.copy_range(&open, 1, &copy, 2, 2), Ok(2));

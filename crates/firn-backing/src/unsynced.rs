@@ -50,9 +50,9 @@ pub(crate) trait Tracked: Backing {
     /// Files that are synced at once: each waits for a server.
     fn threads(&self) -> usize;
     /// The object at a path from the top.
-    fn find(&self, path: &[u8]) -> Result<(Self::Node, Attr)>;
+    fn find(&self, path: &[u8]) -> Result<(Self::Inode, Attr)>;
     /// As [`Backing::open_dir`], also where the mode denies it to its owner.
-    fn open_dir_to_sync(&self, node: &Self::Node) -> Result<Self::Dir>;
+    fn open_dir_to_sync(&self, inode: &Self::Inode) -> Result<Self::Dir>;
 }
 
 #[derive(Debug, Default)]
@@ -378,8 +378,8 @@ fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
         }
         for path in &paths {
             match base.find(path) {
-                Ok((node, attr)) if (attr.dev, attr.ino) == key => {
-                    return sync_object(base, &node, &attr, path);
+                Ok((inode, attr)) if (attr.dev, attr.ino) == key => {
+                    return sync_object(base, &inode, &attr, path);
                 }
                 Ok(_) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NAMETOOLONG) => {}
                 Err(errno) => return Err(errno),
@@ -398,10 +398,10 @@ fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
     }
 }
 
-fn sync_object<B: Tracked>(base: &B, node: &B::Node, attr: &Attr, path: &[u8]) -> Result<()> {
+fn sync_object<B: Tracked>(base: &B, inode: &B::Inode, attr: &Attr, path: &[u8]) -> Result<()> {
     match attr.kind {
-        Kind::File => sync_file(base, node),
-        Kind::Dir => sync_dir(base, node),
+        Kind::File => sync_file(base, inode),
+        Kind::Dir => sync_dir(base, inode),
         // No call syncs a symbolic link or a device by itself: it goes with the directory that it is in.
         _ => {
             let version = base.unsynced().begin_sync();
@@ -413,16 +413,16 @@ fn sync_object<B: Tracked>(base: &B, node: &B::Node, attr: &Attr, path: &[u8]) -
     }
 }
 
-fn sync_file<B: Tracked>(base: &B, node: &B::Node) -> Result<()> {
-    let opened = match base.open(node, Access::Read) {
-        Err(Errno::ACCESS) => base.open(node, Access::Write),
+fn sync_file<B: Tracked>(base: &B, inode: &B::Inode) -> Result<()> {
+    let opened = match base.open(inode, Access::Read) {
+        Err(Errno::ACCESS) => base.open(inode, Access::Write),
         opened => opened,
     };
     base.sync(&opened?, false)
 }
 
-fn sync_dir<B: Tracked>(base: &B, node: &B::Node) -> Result<()> {
-    match base.sync_dir(node) {
+fn sync_dir<B: Tracked>(base: &B, inode: &B::Inode) -> Result<()> {
+    match base.sync_dir(inode) {
         // This file system knows no fsync of a directory.
         Err(Errno::INVAL) => Ok(()),
         synced => synced,
@@ -431,7 +431,7 @@ fn sync_dir<B: Tracked>(base: &B, node: &B::Node) -> Result<()> {
 
 /// Names in a directory that are to be synced, and what is below them.
 struct Task<B: Backing> {
-    dir: B::Node,
+    dir: B::Inode,
     names: Vec<OsString>,
 }
 
@@ -451,7 +451,7 @@ struct Tasks<B: Backing> {
 }
 
 /// Syncs every file and directory at or below `top`, on the file system that it is on.
-pub(crate) fn sync_below<B: Tracked>(base: &B, top: &B::Node) -> Result<()> {
+pub(crate) fn sync_below<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     let unsynced = base.unsynced();
     let ticket = {
         let mut state = unsynced.state.lock();
@@ -472,8 +472,8 @@ pub(crate) fn sync_below<B: Tracked>(base: &B, top: &B::Node) -> Result<()> {
             break;
         }
         result = missed.iter().try_for_each(|path| match base.find(path) {
-            Ok((node, attr)) if attr.kind == Kind::Dir => walk(base, &node),
-            Ok((node, attr)) => may_be_gone(sync_object(base, &node, &attr, path)),
+            Ok((inode, attr)) if attr.kind == Kind::Dir => walk(base, &inode),
+            Ok((inode, attr)) => may_be_gone(sync_object(base, &inode, &attr, path)),
             Err(errno) => may_be_gone(Err(errno)),
         });
     }
@@ -489,7 +489,7 @@ fn may_be_gone(result: Result<()>) -> Result<()> {
     }
 }
 
-fn walk<B: Tracked>(base: &B, top: &B::Node) -> Result<()> {
+fn walk<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     let tasks = Tasks {
         waiting: Vec::new(),
         running: 0,
@@ -534,13 +534,13 @@ impl<B: Tracked> Walk<'_, B> {
         }
     }
 
-    fn name(&self, dir: &B::Node, name: &OsStr) -> Result<()> {
-        let (node, attr) = self.base.lookup(dir, name)?;
+    fn name(&self, dir: &B::Inode, name: &OsStr) -> Result<()> {
+        let (inode, attr) = self.base.lookup(dir, name)?;
         let synced = match attr.kind {
             // On overlayfs a file may tell another device than its directory.
-            Kind::File => sync_file(self.base, &node),
+            Kind::File => sync_file(self.base, &inode),
             // What is mounted there is looked at by itself.
-            Kind::Dir if attr.dev == self.dev => self.dir(&node),
+            Kind::Dir if attr.dev == self.dev => self.dir(&inode),
             _ => Ok(()),
         };
         match synced {
@@ -550,7 +550,7 @@ impl<B: Tracked> Walk<'_, B> {
         }
     }
 
-    fn dir(&self, dir: &B::Node) -> Result<()> {
+    fn dir(&self, dir: &B::Inode) -> Result<()> {
         let stream = self.base.open_dir_to_sync(dir)?;
         let mut all = Vec::new();
         self.base.read_dir(&stream, 0, &mut |entry| {

@@ -78,12 +78,12 @@ fn synced_data_and_names_survive_and_a_rename_is_whole() {
             .filter(|name| !name.is_empty())
             .collect();
         assert_eq!(names.len(), 1, "seed {seed}: {names:?}");
-        let (node, _) = sim
+        let (inode, _) = sim
             .lookup(&sim.root(), a)
             .or(sim.lookup(&sim.root(), b))
             .expect("a or b");
         let mut bytes = [0; 1024];
-        let open = sim.open(&node, Access::Read).expect("open");
+        let open = sim.open(&inode, Access::Read).expect("open");
         assert_eq!(sim.read_at(&open, &mut bytes, 0), Ok(1024));
         for sector in bytes.chunks(512) {
             assert!(

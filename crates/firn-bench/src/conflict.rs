@@ -1,4 +1,4 @@
-//! `firn bench conflict`: how long nodes take to find out whether they can commit together.
+//! `firn bench conflict`: how long hosts take to find out whether they can commit together.
 
 use std::time::Instant;
 
@@ -16,13 +16,13 @@ const FILE_BYTES: u64 = 2 << 30;
 const ACCESSES: u64 = 10_000;
 const OVERLAPS: [u64; 4] = [0, 5, 10, 20];
 
-/// Tests whether what processes of several nodes read and wrote conflicts.
+/// Tests whether what processes of several hosts read and wrote conflicts.
 ///
-/// Figure 7 of the CprFS paper: processes, each on a node of its own, access a file of 2 GiB at random,
+/// Figure 7 of the CprFS paper: processes, each on a host of its own, access a file of 2 GiB at random,
 /// 10,000 times each, half of them writes, each in a part of its own that reaches over into those of its
 /// neighbours by some percent. Firn's time includes the reading of all lists as they are stored. The
 /// baseline compares each pair of processes, as the paper does, range by range in order. Then 10^5 and 10^6 ranges
-/// of 8 nodes that do not conflict; goals: 10^6 within one second, and not more than 12 times as long as
+/// of 8 hosts that do not conflict; goals: 10^6 within one second, and not more than 12 times as long as
 /// 10^5.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ConflictArgs {
@@ -84,7 +84,7 @@ impl ConflictArgs {
         for ranges in [most / 10, most] {
             self.measure(
                 &mut report,
-                format!("{ranges} ranges of 8 nodes"),
+                format!("{ranges} ranges of 8 hosts"),
                 Vec::new(),
                 &stripes(8, ranges),
             );
@@ -101,7 +101,7 @@ impl ConflictArgs {
         let fewer = time(1);
         let all = time(0);
         report.judge(
-            format!("{most} ranges of 8 nodes [ms]"),
+            format!("{most} ranges of 8 hosts [ms]"),
             Limit::Most(1000.0),
             &[all],
         );
@@ -170,31 +170,31 @@ impl ConflictArgs {
     }
 }
 
-fn list(node: u64, read: &Ranges, written: &Ranges) -> Published {
-    let processes = vec![Process::new(node as u32 + 1, read, written)];
+fn list(host: u64, read: &Ranges, written: &Ranges) -> Published {
+    let processes = vec![Process::new(host as u32 + 1, read, written)];
     let files = vec![File {
         ino: 1,
         path: b"file".to_vec(),
         processes,
     }];
     Published {
-        node: format!("n{node}"),
+        host: format!("n{host}"),
         files,
         ..Published::default()
     }
 }
 
-/// Ranges with gaps, in turns of all nodes.
-fn stripes(nodes: u64, ranges: u64) -> Vec<Published> {
-    let one = |node: u64| {
+/// Ranges with gaps, in turns of all hosts.
+fn stripes(hosts: u64, ranges: u64) -> Vec<Published> {
+    let one = |host: u64| {
         let mut written = Ranges::default();
-        for at in 0..ranges / nodes {
-            let start = (at * nodes + node) * 4096;
+        for at in 0..ranges / hosts {
+            let start = (at * hosts + host) * 4096;
             written.insert(start..start + 1000);
         }
-        list(node, &Ranges::default(), &written)
+        list(host, &Ranges::default(), &written)
     };
-    (0..nodes).map(one).collect()
+    (0..hosts).map(one).collect()
 }
 
 /// The paper's way: the lists of each two processes side by side.

@@ -1,6 +1,6 @@
 //! The writes of one checkpoint, after table I of the CRFS paper.
 //!
-//! The table counts the writes of LU.C.64 under BLCR: 8 processes a node, 23 MB and about 975 writes
+//! The table counts the writes of LU.C.64 under BLCR: 8 processes a host, 23 MB and about 975 writes
 //! each. It gives, per class of size, the share of writes and the share of bytes. An image of another
 //! size here has the same two shares, so its number of writes is proportional to its bytes.
 

@@ -243,7 +243,7 @@ impl Connection {
         }
     }
 
-    /// A request about a transaction: the number of a commit, and the nodes that have not carried it out yet.
+    /// A request about a transaction: the number of a commit, and the hosts that have not carried it out yet.
     pub fn transaction(
         &mut self,
         request: &Request,

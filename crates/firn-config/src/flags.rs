@@ -57,8 +57,8 @@ pub fn arg(row: &'static Row) -> Arg {
         Kind::Size { .. }
         | Kind::Duration { .. }
         | Kind::Count { .. }
-        | Kind::Node
-        | Kind::Nodes => arg,
+        | Kind::Host
+        | Kind::Hosts => arg,
     }
 }
 

@@ -27,7 +27,9 @@ pub use error::ConfigError;
 pub use flags::{arg, args, given_flags};
 pub use kernel::KernelFlag;
 pub use minus_o::{MinusO, Unknown, parse_minus_o};
-pub use options::{Close, Door, Drain, Fsync, LogLevel, Mode, Options, Participants, Passthrough};
+pub use options::{
+    Close, Drain, Frontend, Fsync, LogLevel, Mode, Options, Participants, Passthrough,
+};
 pub use page::configuration_page;
 pub use quantity::{duration_text, parse_duration_ms, parse_size, size_text};
 pub use resolve::{Given, Origin, Resolved, Sources, Surroundings};

@@ -174,11 +174,11 @@ mod tests {
         let expected = std::path::PathBuf::from(OsStr::from_bytes(b"/disk/caf\xe9=1"));
         assert_eq!(parse("spill"), Ok(crate::value::Value::Directory(expected)));
         assert!(
-            parse("node")
+            parse("host")
                 .unwrap_err()
                 .contains(r"`/disk/caf\xe9=1` is not"),
             "{:?}",
-            parse("node")
+            parse("host")
         );
         let unknown = parse_minus_o(OsStr::from_bytes(b"\xff=1"), Unknown::Refuse).unwrap_err();
         assert!(

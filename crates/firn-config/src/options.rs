@@ -26,10 +26,10 @@ pub enum Drain {
 /// How programs reach the files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Door {
+pub enum Frontend {
     /// Through the kernel, and past it where the preload library is loaded.
     #[default]
-    Mount,
+    Fuse,
     /// Through the preload library only.
     Preload,
 }
@@ -110,12 +110,12 @@ impl LogLevel {
 pub enum Mode {
     /// They are held until it is committed.
     #[default]
-    Hold,
+    Buffer,
     /// They go to the backing, and what undoes them is saved.
     Shadow,
 }
 
-/// Nodes that commit together.
+/// Hosts that commit together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Participants {
@@ -125,7 +125,7 @@ pub enum Participants {
     /// So many.
     Count(u32),
     /// These.
-    Nodes(Vec<String>),
+    Hosts(Vec<String>),
 }
 
 /// The options of a mount.
@@ -139,7 +139,7 @@ pub struct Options {
     pub io_threads: u32,
     /// How programs reach the files.
     #[serde(default)]
-    pub door: Door,
+    pub frontend: Frontend,
     /// When data goes to the backing.
     #[serde(default)]
     pub drain: Drain,
@@ -148,13 +148,13 @@ pub struct Options {
     /// What becomes of changes in a transaction.
     #[serde(default)]
     pub mode: Mode,
-    /// Nodes that commit together.
+    /// Hosts that commit together.
     #[serde(default)]
     pub participants: Participants,
     /// The name of this one; `None`: the host's.
     #[serde(default)]
-    pub node: Option<String>,
-    /// Milliseconds that a commit waits for the other nodes.
+    pub host: Option<String>,
+    /// Milliseconds that a commit waits for the other hosts.
     #[serde(default)]
     pub participants_wait_ms: u64,
     /// A second directory for what is prepared; `None`: none.
@@ -178,7 +178,7 @@ pub struct Options {
     /// Directory of the arena; `None`: the runtime directory.
     #[serde(default, with = "firn_format::path::exact_option")]
     pub arena_dir: Option<PathBuf>,
-    /// Where the memory nodes are described; `None`: all memory is as near.
+    /// Where the NUMA nodes are described; `None`: all memory is as near.
     #[serde(default, with = "firn_format::path::exact_option")]
     pub numa_topology: Option<PathBuf>,
     /// The spill file, or a directory for it; `None`: nothing spills.
@@ -231,12 +231,12 @@ impl Options {
             arena_bytes: 0,
             chunk_bytes: 0,
             io_threads: 0,
-            door: Door::Mount,
+            frontend: Frontend::Fuse,
             drain: Drain::Eager,
             history: 0,
-            mode: Mode::Hold,
+            mode: Mode::Buffer,
             participants: Participants::Off,
-            node: None,
+            host: None,
             participants_wait_ms: 0,
             backup: None,
             backup_every_ms: 0,
@@ -263,7 +263,7 @@ impl Options {
     /// Puts what `auto` stands for in its place.
     pub(crate) fn settle(&mut self) {
         if self.close == Close::Auto {
-            // In shadow mode other nodes wait for what is closed.
+            // In shadow mode other hosts wait for what is closed.
             let is_shown = self.drain == Drain::Eager || self.mode == Mode::Shadow;
             self.close = if is_shown { Close::Drain } else { Close::Held };
         }

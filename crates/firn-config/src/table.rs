@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use firn_format::quote::quoted_path;
 
 use crate::options::{
-    Close, Door, Drain, Fsync, LogLevel, Mode, Options, Participants, Passthrough,
+    Close, Drain, Frontend, Fsync, LogLevel, Mode, Options, Participants, Passthrough,
 };
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
@@ -66,7 +66,7 @@ pub static TABLE: [Row; 28] = [
         default: "256M",
         help: "Memory that may hold data not yet in the backing",
         long: "The arena is a file in memory that takes what programs write. When it is full, writers wait for the \
-               drain. It is fixed while data is held. Give it room for one checkpoint of the node if memory allows, and \
+               drain. It is fixed while data is held. Give it room for one checkpoint of the host if memory allows, and \
                at least a few chunks for each IO thread.",
         changes_promises: false,
         get: |o| size_text(o.arena_bytes),
@@ -102,25 +102,25 @@ pub static TABLE: [Row; 28] = [
         set: |o, v| o.io_threads = v.number() as u32,
     },
     Row {
-        name: "door",
-        kind: Kind::Choice(&["mount", "preload"]),
-        default: "mount",
+        name: "frontend",
+        kind: Kind::Choice(&["fuse", "preload"]),
+        default: "fuse",
         help: "How programs reach the files: a FUSE mount, or the preload library alone",
-        long: "With mount the kernel serves every program, and the preload library makes those faster that load it. \
-               With preload no FUSE is needed: the mount point becomes a tree of empty files on tmpfs, and only \
+        long: "With `fuse` the kernel serves every program, and the preload library makes those faster that load it. \
+               With `preload` no FUSE is needed: the mount point becomes a tree of empty files on tmpfs, and only \
                programs with the preload library (LD_PRELOAD) of the user who mounted read and write their data. \
                Static programs see empty files. Root gets a tmpfs at the mount point; other users give a directory \
                that lies on one.",
         changes_promises: true,
-        get: |o| match o.door {
-            Door::Mount => "mount".into(),
-            Door::Preload => "preload".into(),
+        get: |o| match o.frontend {
+            Frontend::Fuse => "fuse".into(),
+            Frontend::Preload => "preload".into(),
         },
         set: |o, v| {
-            o.door = if v.choice() == 0 {
-                Door::Mount
+            o.frontend = if v.choice() == 0 {
+                Frontend::Fuse
             } else {
-                Door::Preload
+                Frontend::Preload
             }
         },
     },
@@ -131,7 +131,7 @@ pub static TABLE: [Row; 28] = [
         help: "When data goes to the backing: as it comes (eager), when somebody asks (demand), or with a commit",
         long: "With `demand`, files live in memory until `firn drain`, fsync or `firn umount` carries them to the backing, and what \
                was drained stays in memory to be read again until its room is needed. Data that is not drained is \
-               lost with the node, and writes get ENOSPC when the memory is full of it. With `commit` the mount has \
+               lost with the host, and writes get ENOSPC when the memory is full of it. With `commit` the mount has \
                transactions: between `firn begin` and `firn commit` names and data are held, the backing shows \
                nothing of them, and `firn abort` or a crash undoes them; outside of transactions it is as with \
                `eager`.",
@@ -167,41 +167,41 @@ pub static TABLE: [Row; 28] = [
     },
     Row {
         name: "mode",
-        kind: Kind::Choice(&["hold", "shadow"]),
-        default: "hold",
+        kind: Kind::Choice(&["buffer", "shadow"]),
+        default: "buffer",
         help: "With drain=commit: changes are held until the commit (hold), or go to the backing and are undone (shadow)",
         long: "With `hold` the backing shows nothing of a transaction before its commit. With `shadow` it shows each change \
                once it is drained, as without a transaction; what undoes it is saved in `.firn/` before: of a file the \
                bytes from the first that changes to its old end, of a directory its names. It is the mode for jobs \
-               whose parts on other nodes read what this one writes before the commit. Where the backing shares blocks \
-               between files (btrfs, xfs) the copies take no room. With `participants` every node must be given the \
-               same mode; with `shadow` nothing conflicts, and what one node aborts is undone on all.",
+               whose parts on other hosts read what this one writes before the commit. Where the backing shares blocks \
+               between files (btrfs, xfs) the copies take no room. With `participants` every host must be given the \
+               same mode; with `shadow` nothing conflicts, and what one host aborts is undone on all.",
         changes_promises: true,
         get: |o| match o.mode {
-            Mode::Hold => "hold".to_owned(),
+            Mode::Buffer => "buffer".to_owned(),
             Mode::Shadow => "shadow".to_owned(),
         },
-        set: |o, v| o.mode = [Mode::Hold, Mode::Shadow][v.choice()],
+        set: |o, v| o.mode = [Mode::Buffer, Mode::Shadow][v.choice()],
     },
     Row {
         name: "participants",
-        kind: Kind::Nodes,
+        kind: Kind::Hosts,
         default: "off",
-        help: "With drain=commit: nodes that mount the same backing and commit together, by number or by name",
-        long: "Each node mounts the backing with its own firnd. A commit waits for the other nodes; it is one for all \
-               of them, and is refused on all if processes of two nodes read or wrote the same part of a file, one of \
-               them writing. Every node must be given the same participants.",
+        help: "With drain=commit: hosts that mount the same backing and commit together, by number or by name",
+        long: "Each host mounts the backing with its own firnd. A commit waits for the other hosts; it is one for all \
+               of them, and is refused on all if processes of two hosts read or wrote the same part of a file, one of \
+               them writing. Every host must be given the same participants.",
         changes_promises: true,
         get: |o| match &o.participants {
             Participants::Off => "off".to_owned(),
             Participants::Count(count) => count.to_string(),
-            Participants::Nodes(names) => names.join(":"),
+            Participants::Hosts(names) => names.join(":"),
         },
         set: |o, v| {
             o.participants = match v {
                 Value::Number(0) => Participants::Off,
                 Value::Number(count) => Participants::Count(count as u32),
-                other => Participants::Nodes(other.names()),
+                other => Participants::Hosts(other.names()),
             }
         },
     },
@@ -213,30 +213,30 @@ pub static TABLE: [Row; 28] = [
         },
         default: "5min",
         help: "How long a prepare or commit waits for the other participants",
-        long: "After it the nodes that have come give the commit up, for all of them: their transactions stay open. After \
+        long: "After it the hosts that have come give the commit up, for all of them: their transactions stay open. After \
                a decision it is how long a commit waits until the others have carried it out as well.",
         changes_promises: false,
         get: |o| duration_text(o.participants_wait_ms),
         set: |o, v| o.participants_wait_ms = v.number(),
     },
     Row {
-        name: "node",
-        kind: Kind::Node,
+        name: "host",
+        kind: Kind::Host,
         default: "",
-        help: "Name of this node among the participants; without it the host's name",
+        help: "Name of this host among the participants; without it the host's name",
         long: "Two mounts of one backing must not have the same. A mount that is to end what a dead firnd left needs \
                the name that that one had.",
         changes_promises: false,
-        get: |o| o.node.clone().unwrap_or_default(),
-        set: |o, v| o.node = v.names().pop(),
+        get: |o| o.host.clone().unwrap_or_default(),
+        set: |o, v| o.host = v.names().pop(),
     },
     Row {
         name: "backup",
         kind: Kind::Directory,
         default: "",
-        help: "With drain=commit: a second directory for what is prepared, on another node or a parallel file system",
+        help: "With drain=commit: a second directory for what is prepared, on another host or a parallel file system",
         long: "When `firn prepare` or `firn commit` returns, all that the commit needs is in this directory too, durably: \
-               `firn recover --from-backup` finishes it if the node is lost with its backing, on a copy of the backing as \
+               `firn recover --from-backup` finishes it if the host is lost with its backing, on a copy of the backing as \
                it was before the transaction. It is removed when the transaction is over. It needs room for what a \
                transaction writes; where it cannot be written, prepare and commit fail. It must belong to you or root, and if \
                others may write there it needs the sticky bit; a directory of this mount in it that is not yours alone is \
@@ -264,9 +264,9 @@ pub static TABLE: [Row; 28] = [
         kind: Kind::Choice(&["auto", "drain", "held"]),
         default: "auto",
         help: "When close returns: with the file in the backing (drain) or at once (held)",
-        long: "`auto` is `drain`, or `held` with drain=demand. With `drain`, a closed file is seen by other nodes, as after a native close, and close reports errors \
+        long: "`auto` is `drain`, or `held` with drain=demand. With `drain`, a closed file is seen by other hosts, as after a native close, and close reports errors \
                of the backing. With `held`, close returns at memory speed; the data survives the death of every \
-               process and drains in the background, but is lost with the node until it has drained.",
+               process and drains in the background, but is lost with the host until it has drained.",
         changes_promises: true,
         get: |o| match o.close {
             Close::Auto => "auto".to_owned(),
@@ -281,7 +281,7 @@ pub static TABLE: [Row; 28] = [
         default: "durable",
         help: "What fsync waits for: durable in the backing (durable) or nothing (held)",
         long: "With `held`, fsync promises only what write promises: the data survives the death of every process, \
-               but not of the node. For programs that call fsync far more often than they need.",
+               but not of the host. For programs that call fsync far more often than they need.",
         changes_promises: true,
         get: |o| match o.fsync {
             Fsync::Durable => "durable".to_owned(),
@@ -297,7 +297,7 @@ pub static TABLE: [Row; 28] = [
         },
         default: "5s",
         help: "Longest time that written data waits for its chunk to fill before it drains",
-        long: "Bounds what the loss of the node can take. Shorter means smaller writes to the backing.",
+        long: "Bounds what the loss of the host can take. Shorter means smaller writes to the backing.",
         changes_promises: true,
         get: |o| duration_text(o.drain_age_ms),
         set: |o, v| o.drain_age_ms = v.number(),
@@ -363,9 +363,9 @@ pub static TABLE: [Row; 28] = [
         name: "numa-topology",
         kind: Kind::Path,
         default: "/sys/devices/system/node",
-        help: "Directory that describes the machine's memory nodes; empty: do not look at them",
+        help: "Directory that describes the machine's NUMA nodes; empty: do not look at them",
         long: "Where there are several, each has an equal part of the arena, and a writer gets memory of the nearest \
-               node that has some free. Another directory of the same form (`online`, `nodeN/cpulist`, \
+               NUMA node that has some free. Another directory of the same form (`online`, `nodeN/cpulist`, \
                `nodeN/distance`) serves where the kernel's is not visible, as in some containers, or to divide the \
                memory in another way. Node numbers that the kernel does not have only decide which part of the \
                arena a writer gets.",
@@ -377,7 +377,7 @@ pub static TABLE: [Row; 28] = [
         name: "spill",
         kind: Kind::Path,
         default: "",
-        help: "File or directory on a node-local disk that takes data when memory is short",
+        help: "File or directory on a host-local disk that takes data when memory is short",
         long: "Above `spill-upper` the oldest full chunks move there until no more than `spill-lower` of the arena is in \
                use; they are read and drained from there. In a directory the file is made and named by Firn. It is \
                removed with the arena, lasts as long as that and no longer, and must not be in the mount, in the \
@@ -438,7 +438,7 @@ pub static TABLE: [Row; 28] = [
         },
         default: "1s",
         help: "How long the kernel may keep names and attributes",
-        long: "A change made in the backing behind Firn's back, such as by another node, is seen after this time at \
+        long: "A change made in the backing behind Firn's back, such as by another host, is seen after this time at \
                the latest. `0` asks each time.",
         changes_promises: false,
         get: |o| duration_text(o.attr_timeout_ms),
@@ -469,7 +469,7 @@ pub static TABLE: [Row; 28] = [
         kind: Kind::Switch,
         default: "yes",
         help: "Take the arena's memory at mount instead of at first use",
-        long: "Without it the first checkpoint pays for the memory, and a node that is short of it is noticed late.",
+        long: "Without it the first checkpoint pays for the memory, and a host that is short of it is noticed late.",
         changes_promises: false,
         get: |o| switch_text(o.populate),
         set: |o, v| o.populate = v.switch(),
@@ -503,10 +503,10 @@ pub static RULES: [Rule; 17] = [
         advice: "with drain=demand a close carries nothing to the backing: leave close out, or take drain=eager",
     },
     Rule {
-        names: ["drain", "door"],
-        text: "drain=commit goes with door=mount only",
-        broken: |o| o.drain == Drain::Commit && o.door == Door::Preload,
-        advice: "a stub tree has no transactions: leave door out, or take drain=demand",
+        names: ["drain", "frontend"],
+        text: "drain=commit goes with frontend=fuse only",
+        broken: |o| o.drain == Drain::Commit && o.frontend == Frontend::Preload,
+        advice: "a stub tree has no transactions: leave frontend out, or take drain=demand",
     },
     Rule {
         names: ["history", "drain"],
@@ -524,31 +524,31 @@ pub static RULES: [Rule; 17] = [
         names: ["mode", "history"],
         text: "mode=shadow does not go with history",
         broken: |o| o.mode == Mode::Shadow && o.history > 0,
-        advice: "what undoes a commit is kept with mode=hold only: leave history out, or take mode=hold",
+        advice: "what undoes a commit is kept with mode=buffer only: leave history out, or take mode=buffer",
     },
     Rule {
         names: ["participants", "drain"],
         text: "participants goes with drain=commit only",
         broken: |o| o.participants != Participants::Off && o.drain != Drain::Commit,
-        advice: "nodes agree about transactions: leave participants out, or take drain=commit",
+        advice: "hosts agree about transactions: leave participants out, or take drain=commit",
     },
     Rule {
         names: ["participants", "history"],
         text: "participants does not go with history",
         broken: |o| o.participants != Participants::Off && o.history > 0,
-        advice: "what several nodes committed is not undone one by one: leave history out",
+        advice: "what several hosts committed is not undone one by one: leave history out",
     },
     Rule {
-        names: ["participants", "node"],
-        text: "node is none of the participants",
-        broken: |o| matches!((&o.participants, &o.node), (Participants::Nodes(names), Some(node)) if !names.contains(node)),
-        advice: "name this node among the participants, or give it one of their names",
+        names: ["participants", "host"],
+        text: "host is none of the participants",
+        broken: |o| matches!((&o.participants, &o.host), (Participants::Hosts(names), Some(host)) if !names.contains(host)),
+        advice: "name this host among the participants, or give it one of their names",
     },
     Rule {
-        names: ["node", "participants"],
-        text: "node goes with participants only",
-        broken: |o| o.node.is_some() && o.participants == Participants::Off,
-        advice: "a node alone needs no name: leave node out, or tell the participants",
+        names: ["host", "participants"],
+        text: "host goes with participants only",
+        broken: |o| o.host.is_some() && o.participants == Participants::Off,
+        advice: "a host alone needs no name: leave host out, or tell the participants",
     },
     Rule {
         names: ["backup", "drain"],
@@ -558,15 +558,15 @@ pub static RULES: [Rule; 17] = [
     },
     Rule {
         names: ["backup", "mode"],
-        text: "backup goes with mode=hold only",
+        text: "backup goes with mode=buffer only",
         broken: |o| o.backup.is_some() && o.mode == Mode::Shadow,
-        advice: "with mode=shadow the changes are in the backing alone: leave backup out, or take mode=hold",
+        advice: "with mode=shadow the changes are in the backing alone: leave backup out, or take mode=buffer",
     },
     Rule {
         names: ["backup", "participants"],
         text: "backup does not go with participants",
         broken: |o| o.backup.is_some() && o.participants != Participants::Off,
-        advice: "the other nodes end what a node that is lost has prepared: leave one of them out",
+        advice: "the other hosts end what a host that is lost has prepared: leave one of them out",
     },
     Rule {
         names: ["backup", "history"],
@@ -575,10 +575,10 @@ pub static RULES: [Rule; 17] = [
         advice: "a commit that is finished from its backup cannot be undone: leave one of them out",
     },
     Rule {
-        names: ["door", "allow-other"],
-        text: "door=preload does not go with allow-other or read-only",
-        broken: |o| o.door == Door::Preload && (o.allow_other || o.read_only),
-        advice: "the tree is served to the user who mounts, for reading and writing: leave them out, or take door=mount",
+        names: ["frontend", "allow-other"],
+        text: "frontend=preload does not go with allow-other or read-only",
+        broken: |o| o.frontend == Frontend::Preload && (o.allow_other || o.read_only),
+        advice: "the tree is served to the user who mounts, for reading and writing: leave them out, or take frontend=fuse",
     },
     Rule {
         names: ["spill-lower", "spill-upper"],

@@ -44,10 +44,10 @@ pub enum Kind {
     Directory,
     /// A file or directory, as an absolute path.
     Path,
-    /// The name of a node.
-    Node,
-    /// A number of nodes, or their names.
-    Nodes,
+    /// The name of a host.
+    Host,
+    /// A number of hosts, or their names.
+    Hosts,
 }
 
 /// A value that its [`Kind`] allows.
@@ -61,7 +61,7 @@ pub enum Value {
     Switch(bool),
     /// A directory.
     Directory(PathBuf),
-    /// Names of nodes.
+    /// Names of hosts.
     Names(Vec<String>),
 }
 
@@ -126,13 +126,13 @@ impl Kind {
                 _ => Err(format!("`{text}` is not yes or no")),
             },
             Kind::Directory | Kind::Path => unreachable!("paths are no text"),
-            Kind::Node => node_name(text).map(|name| Value::Names(vec![name])),
-            Kind::Nodes if text == "off" => Ok(Value::Number(0)),
-            Kind::Nodes => match text.parse() {
+            Kind::Host => host_name(text).map(|name| Value::Names(vec![name])),
+            Kind::Hosts if text == "off" => Ok(Value::Number(0)),
+            Kind::Hosts => match text.parse() {
                 Ok(number) => {
                     within(number, 2, NODES_MAX, text, |n| n.to_string()).map(Value::Number)
                 }
-                Err(_) => nodes(text).map(Value::Names),
+                Err(_) => hosts(text).map(Value::Names),
             },
         }
     }
@@ -147,8 +147,8 @@ impl Kind {
             Kind::Switch => "yes|no",
             Kind::Directory => "DIR",
             Kind::Path => "PATH",
-            Kind::Node => "NAME",
-            Kind::Nodes => "COUNT|NAME:NAME",
+            Kind::Host => "NAME",
+            Kind::Hosts => "COUNT|NAME:NAME",
         }
     }
 
@@ -193,34 +193,34 @@ impl Kind {
                 .join(" or "),
             Kind::Switch => "`yes` or `no`".to_owned(),
             Kind::Directory | Kind::Path => "an absolute path".to_owned(),
-            Kind::Node => format!("up to {NAME_BYTES_MAX} letters, digits, `.`, `-` and `_`"),
-            Kind::Nodes => {
+            Kind::Host => format!("up to {NAME_BYTES_MAX} letters, digits, `.`, `-` and `_`"),
+            Kind::Hosts => {
                 format!(
-                    "`off`, a number from 2 to {NODES_MAX}, or the names of nodes with colons between them"
+                    "`off`, a number from 2 to {NODES_MAX}, or the names of hosts with colons between them"
                 )
             }
         }
     }
 }
 
-/// Nodes that commit together.
+/// Hosts that commit together.
 const NODES_MAX: u64 = 65536;
-/// Names of nodes are parts of names of files.
+/// Names of hosts are parts of names of files.
 const NAME_BYTES_MAX: usize = 64;
 
-fn node_name(text: &str) -> Result<String, String> {
+fn host_name(text: &str) -> Result<String, String> {
     let is_good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(is_good) {
         return Err(format!(
-            "`{text}` is not the name of a node: it has {}",
-            Kind::Node.allowed()
+            "`{text}` is not the name of a host: it has {}",
+            Kind::Host.allowed()
         ));
     }
     Ok(text.to_owned())
 }
 
-fn nodes(text: &str) -> Result<Vec<String>, String> {
-    let names: Vec<String> = text.split(':').map(node_name).collect::<Result<_, _>>()?;
+fn hosts(text: &str) -> Result<Vec<String>, String> {
+    let names: Vec<String> = text.split(':').map(host_name).collect::<Result<_, _>>()?;
     if let Some(twice) = names
         .iter()
         .enumerate()
@@ -230,7 +230,7 @@ fn nodes(text: &str) -> Result<Vec<String>, String> {
     }
     if names.len() < 2 {
         return Err(format!(
-            "`{text}` is one node: several take part, or leave it off"
+            "`{text}` is one host: several take part, or leave it off"
         ));
     }
     Ok(names)

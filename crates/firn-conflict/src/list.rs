@@ -1,4 +1,4 @@
-//! The list that a node publishes, and its bytes.
+//! The list that a host publishes, and its bytes.
 //!
 //! It is sealed ([`firn_format::sealed`]) with the magic "FIRNACCS", as postcard writes it.
 //!
@@ -24,7 +24,7 @@ pub enum ListError {
     Magic,
     /// Made by another version.
     #[error(
-        "list of accesses version {found}, this firn reads version {}: the nodes run different versions",
+        "list of accesses version {found}, this firn reads version {}: the hosts run different versions",
         SEAL.version
     )]
     Version {
@@ -105,10 +105,10 @@ fn unpack(packed: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> + '_ {
     ranges.filter(|(start, end)| start < end)
 }
 
-/// A file of the backing that processes of a node read or wrote.
+/// A file of the backing that processes of a host read or wrote.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct File {
-    /// Its inode, which is the same on all nodes.
+    /// Its inode, which is the same on all hosts.
     pub ino: u64,
     /// A path of it relative to the backing, for people.
     pub path: Vec<u8>,
@@ -116,11 +116,11 @@ pub struct File {
     pub processes: Vec<Process>,
 }
 
-/// All that the other nodes must know of a node's transaction.
+/// All that the other hosts must know of a host's transaction.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Published {
-    /// The node.
-    pub node: String,
+    /// The host.
+    pub host: String,
     /// Files that it shares with others, perhaps.
     pub files: Vec<File>,
     /// Names that lead to what it used.
@@ -165,7 +165,7 @@ impl Published {
             .chain(self.changed.iter().map(|(name, _)| name));
         names
             .map(|name| &name.name[..])
-            .chain([self.node.as_bytes()])
+            .chain([self.host.as_bytes()])
     }
 }
 
@@ -190,7 +190,7 @@ mod tests {
         }
         let processes = vec![Process::new(12, &ranges, &Ranges::default())];
         Published {
-            node: "n1".into(),
+            host: "n1".into(),
             files: vec![File {
                 ino: 5,
                 path: b"dir/\xff".to_vec(),
@@ -220,8 +220,8 @@ mod tests {
             read: strange.clone(),
             written: strange,
         };
-        let node = |name: &str| Published {
-            node: name.into(),
+        let host = |name: &str| Published {
+            host: name.into(),
             files: vec![File {
                 ino: 5,
                 path: b"file".to_vec(),
@@ -229,14 +229,14 @@ mod tests {
             }],
             ..Published::default()
         };
-        assert_eq!(crate::test(&[node("a"), node("b")]).conflicts, []);
+        assert_eq!(crate::test(&[host("a"), host("b")]).conflicts, []);
     }
 
     #[test]
     fn regression_a_list_whose_names_lead_elsewhere_is_none() {
         for name in ["", ".", "..", "../../etc", "/etc", "a/b", "a\0"] {
             let mut bad = [list(), list(), list()];
-            bad[0].node = name.into();
+            bad[0].host = name.into();
             bad[1].used[0].name = name.into();
             bad[2].changed[0].0.name = name.into();
             for bad in bad {

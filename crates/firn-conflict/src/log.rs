@@ -1,4 +1,4 @@
-//! What processes of this node read and write while a transaction is open.
+//! What processes of this host read and write while a transaction is open.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;

@@ -1,7 +1,7 @@
-//! Whether what several nodes did goes together.
+//! Whether what several hosts did goes together.
 //!
-//! The ranges of a file that several nodes use are looked at in the order of their starts. A range
-//! conflicts with one before it if that one ends behind its start; the furthest ends so far, of the two nodes
+//! The ranges of a file that several hosts use are looked at in the order of their starts. A range
+//! conflicts with one before it if that one ends behind its start; the furthest ends so far, of the two hosts
 //! that have them, answer that for each range at once. Only where there is a conflict the processes are
 //! asked one by one.
 
@@ -15,11 +15,11 @@ use serde::{Deserialize, Serialize};
 use crate::list::{File, Name, Published};
 use crate::log::Access;
 
-/// A process of a node.
+/// A process of a host.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Party {
-    /// The node.
-    pub node: String,
+    /// The host.
+    pub host: String,
     /// The process; 0: nobody knows which.
     pub pid: u32,
     /// Whether it wrote.
@@ -30,13 +30,13 @@ impl fmt::Display for Party {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let did = if self.writes { "written" } else { "read" };
         match self.pid {
-            0 => write!(f, "{did} on {}", self.node),
-            pid => write!(f, "{did} on {} by process {pid}", self.node),
+            0 => write!(f, "{did} on {}", self.host),
+            pid => write!(f, "{did} on {} by process {pid}", self.host),
         }
     }
 }
 
-/// What two nodes do not agree about.
+/// What two hosts do not agree about.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum What {
@@ -77,19 +77,19 @@ impl fmt::Display for Conflict {
                 write!(
                     f,
                     "{path}: the name was changed on {} and on {}",
-                    one.node, other.node
+                    one.host, other.host
                 )
             }
             What::Name => write!(
                 f,
                 "{path}: the name was changed on {}, used on {}",
-                one.node, other.node
+                one.host, other.host
             ),
             What::Attributes => {
                 write!(
                     f,
                     "{path}: owner, mode or attributes changed on {} and on {}",
-                    one.node, other.node
+                    one.host, other.host
                 )
             }
         }
@@ -117,17 +117,17 @@ impl Report {
     }
 }
 
-/// Tests the lists of all nodes, which are different ones.
+/// Tests the lists of all hosts, which are different ones.
 pub fn test(lists: &[Published]) -> Report {
     let mut report = Report::default();
     let mut files: BTreeMap<u64, Vec<(usize, &File)>> = BTreeMap::new();
-    for (node, list) in lists.iter().enumerate() {
+    for (host, list) in lists.iter().enumerate() {
         for file in &list.files {
-            files.entry(file.ino).or_default().push((node, file));
+            files.entry(file.ino).or_default().push((host, file));
         }
     }
     for users in files.values() {
-        if users.iter().any(|(node, _)| *node != users[0].0) {
+        if users.iter().any(|(host, _)| *host != users[0].0) {
             test_file(lists, users, &mut report);
         }
     }
@@ -145,7 +145,7 @@ struct Item {
     access: Access,
 }
 
-/// The furthest end so far, and the furthest of another node.
+/// The furthest end so far, and the furthest of another host.
 #[derive(Clone, Copy, Default)]
 struct Furthest {
     first: (u64, usize),
@@ -153,18 +153,18 @@ struct Furthest {
 }
 
 impl Furthest {
-    fn add(&mut self, end: u64, node: usize) {
-        if node == self.first.1 {
+    fn add(&mut self, end: u64, host: usize) {
+        if host == self.first.1 {
             self.first.0 = self.first.0.max(end);
         } else if end > self.first.0 {
-            (self.first, self.second) = ((end, node), self.first);
+            (self.first, self.second) = ((end, host), self.first);
         } else if end > self.second.0 {
-            self.second = (end, node);
+            self.second = (end, host);
         }
     }
 
-    fn of_others(&self, node: usize) -> u64 {
-        if self.first.1 == node {
+    fn of_others(&self, host: usize) -> u64 {
+        if self.first.1 == host {
             self.second.0
         } else {
             self.first.0
@@ -175,7 +175,7 @@ impl Furthest {
 fn test_file(lists: &[Published], users: &[(usize, &File)], report: &mut Report) {
     let processes: Vec<(usize, u32)> = users
         .iter()
-        .flat_map(|(node, file)| file.processes.iter().map(|p| (*node, p.pid)))
+        .flat_map(|(host, file)| file.processes.iter().map(|p| (*host, p.pid)))
         .collect();
     let mut items = Vec::new();
     let all = users.iter().flat_map(|(_, file)| &file.processes);
@@ -198,9 +198,9 @@ fn test_file(lists: &[Published], users: &[(usize, &File)], report: &mut Report)
     let mut ends = vec![(0u64, 0u64); processes.len()];
     let path = || users[0].1.path.as_slice().into();
     let party = |index: usize, access| {
-        let (node, pid) = processes[index];
+        let (host, pid) = processes[index];
         Party {
-            node: lists[node].node.clone(),
+            host: lists[host].host.clone(),
             pid,
             writes: access == Access::Write,
         }
@@ -213,15 +213,15 @@ fn test_file(lists: &[Published], users: &[(usize, &File)], report: &mut Report)
     } in items
     {
         let process = process as usize;
-        let node = processes[process].0;
+        let host = processes[process].0;
         let before = if access == Access::Write {
             &any
         } else {
             &writes
         };
-        if before.of_others(node) > start {
+        if before.of_others(host) > start {
             for (other, &(read, written)) in ends.iter().enumerate() {
-                if processes[other].0 == node {
+                if processes[other].0 == host {
                     continue;
                 }
                 let until = if access == Access::Write {
@@ -244,21 +244,21 @@ fn test_file(lists: &[Published], users: &[(usize, &File)], report: &mut Report)
                 });
             }
         }
-        any.add(end, node);
+        any.add(end, host);
         let (read, written) = &mut ends[process];
         match access {
             Access::Read => *read = end.max(*read),
             Access::Write => {
-                writes.add(end, node);
+                writes.add(end, host);
                 *written = end.max(*written);
             }
         }
     }
 }
 
-fn without_process(node: &str, writes: bool) -> Party {
+fn without_process(host: &str, writes: bool) -> Party {
     Party {
-        node: node.into(),
+        host: host.into(),
         pid: 0,
         writes,
     }
@@ -266,30 +266,30 @@ fn without_process(node: &str, writes: bool) -> Party {
 
 fn test_names(lists: &[Published], report: &mut Report) {
     let mut changed: HashMap<&Name, (usize, &[u8])> = HashMap::new();
-    for (node, list) in lists.iter().enumerate() {
+    for (host, list) in lists.iter().enumerate() {
         for (name, path) in &list.changed {
-            let first = *changed.entry(name).or_insert((node, path));
-            if first.0 != node {
+            let first = *changed.entry(name).or_insert((host, path));
+            if first.0 != host {
                 report.add(|| Conflict {
                     path: path.as_slice().into(),
                     what: What::Name,
                     parties: [
-                        without_process(&lists[first.0].node, true),
-                        without_process(&list.node, true),
+                        without_process(&lists[first.0].host, true),
+                        without_process(&list.host, true),
                     ],
                 });
             }
         }
     }
-    for (node, list) in lists.iter().enumerate() {
+    for (host, list) in lists.iter().enumerate() {
         for name in &list.used {
-            if let Some(&(by, path)) = changed.get(name).filter(|(by, _)| *by != node) {
+            if let Some(&(by, path)) = changed.get(name).filter(|(by, _)| *by != host) {
                 report.add(|| Conflict {
                     path: path.into(),
                     what: What::Name,
                     parties: [
-                        without_process(&lists[by].node, true),
-                        without_process(&list.node, false),
+                        without_process(&lists[by].host, true),
+                        without_process(&list.host, false),
                     ],
                 });
             }
@@ -299,16 +299,16 @@ fn test_names(lists: &[Published], report: &mut Report) {
 
 fn test_attributes(lists: &[Published], report: &mut Report) {
     let mut changed: HashMap<u64, usize> = HashMap::new();
-    for (node, list) in lists.iter().enumerate() {
+    for (host, list) in lists.iter().enumerate() {
         for (ino, path) in &list.attributes {
-            let first = *changed.entry(*ino).or_insert(node);
-            if first != node {
+            let first = *changed.entry(*ino).or_insert(host);
+            if first != host {
                 report.add(|| Conflict {
                     path: path.as_slice().into(),
                     what: What::Attributes,
                     parties: [
-                        without_process(&lists[first].node, true),
-                        without_process(&list.node, true),
+                        without_process(&lists[first].host, true),
+                        without_process(&list.host, true),
                     ],
                 });
             }
@@ -333,7 +333,7 @@ mod tests {
         ranges
     }
 
-    fn node(index: usize, processes: &[Vec<Op>]) -> Published {
+    fn host(index: usize, processes: &[Vec<Op>]) -> Published {
         let process = |(pid, ops): (usize, &Vec<Op>)| {
             Process::new(pid as u32 + 1, &ranges(ops, false), &ranges(ops, true))
         };
@@ -344,20 +344,20 @@ mod tests {
             processes,
         }];
         Published {
-            node: format!("n{index}"),
+            host: format!("n{index}"),
             files,
             ..Published::default()
         }
     }
 
     proptest! {
-        /// Every byte that two nodes use, one of them for writing, is in a conflict, and no other byte is.
+        /// Every byte that two hosts use, one of them for writing, is in a conflict, and no other byte is.
         #[test]
         fn conflicts_are_those_of_bytes_one_by_one(
-            nodes in prop::collection::vec(
+            hosts in prop::collection::vec(
                 prop::collection::vec(prop::collection::vec((0u64..60, 0u64..12, any::<bool>()), 0..6), 1..3), 1..4)
         ) {
-            let lists: Vec<_> = nodes.iter().enumerate().map(|(at, processes)| node(at, processes)).collect();
+            let lists: Vec<_> = hosts.iter().enumerate().map(|(at, processes)| host(at, processes)).collect();
             let report = test(&lists);
             prop_assert_eq!(report.total, report.conflicts.len() as u64);
             for byte in 0..80u64 {
@@ -365,8 +365,8 @@ mod tests {
                     ops.iter().any(|(at, len, w)| *w == writes && (*at..at + len).contains(&byte))
                 };
                 let mut expected = Vec::new();
-                for (a, one) in nodes.iter().enumerate() {
-                    for (b, other) in nodes.iter().enumerate().skip(a + 1) {
+                for (a, one) in hosts.iter().enumerate() {
+                    for (b, other) in hosts.iter().enumerate().skip(a + 1) {
                         for (p, ops) in one.iter().enumerate() {
                             for (q, others) in other.iter().enumerate() {
                                 let reads = touches(ops, false);
@@ -384,7 +384,7 @@ mod tests {
                     .filter(|c| matches!(c.what, What::Bytes(start, end) if (start..end).contains(&byte)))
                     .map(|c| {
                         let place = |party: &Party| {
-                            (party.node[1..].parse::<usize>().unwrap(), party.pid as usize - 1)
+                            (party.host[1..].parse::<usize>().unwrap(), party.pid as usize - 1)
                         };
                         let [one, other] = [place(&c.parties[0]), place(&c.parties[1])];
                         (one.min(other), one.max(other))
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn names_and_attributes_conflict_only_between_nodes() {
+    fn names_and_attributes_conflict_only_between_hosts() {
         let name = |name: &str| Name {
             dir: 2,
             name: name.into(),
@@ -412,12 +412,12 @@ mod tests {
         };
         let mut lists = [
             Published {
-                node: "a".into(),
+                host: "a".into(),
                 changed: changed(&["x", "y", "y"]),
                 ..Published::default()
             },
             Published {
-                node: "b".into(),
+                host: "b".into(),
                 changed: changed(&["z"]),
                 ..Published::default()
             },
@@ -448,13 +448,13 @@ mod tests {
                 .map(|at| (at * 10 + from, 1, true))
                 .collect::<Vec<_>>()
         };
-        let report = test(&[node(0, &[every(0)]), node(1, &[every(0)])]);
+        let report = test(&[host(0, &[every(0)]), host(1, &[every(0)])]);
         assert_eq!(
             (report.total, report.conflicts.len()),
             (5000, Report::LISTED_MAX)
         );
         assert_eq!(
-            test(&[node(0, &[every(0)]), node(1, &[every(5)])]),
+            test(&[host(0, &[every(0)]), host(1, &[every(5)])]),
             Report::default()
         );
     }

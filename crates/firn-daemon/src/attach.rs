@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use firn_arena::{Arena, Damage, Identity, Stored, Topology};
 use firn_backing::{DirBacking, Errno};
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
-use firn_config::{Close, Door, Drain, Fsync, Mode, Options, Participants, Passthrough};
+use firn_config::{Close, Drain, Frontend, Fsync, Mode, Options, Participants, Passthrough};
 use firn_drain::Pool;
 use firn_engine::{
     ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered, StoredArena,
 };
 use firn_format::quote::quoted_path;
-use firn_held::{ArenaId, Group, Held, HeldError, Opening};
+use firn_transact::{ArenaId, Group, Held, HeldError, Opening};
 use firn_trust::check_shared_parent;
 use rustix::fs::OFlags;
 
@@ -238,8 +238,8 @@ fn open_store(
         Some(group) => open_of_group(backing, directory, group, options, arena, notice)?,
     };
     let store = store.in_mode(match options.mode {
-        Mode::Hold => firn_held::Mode::Hold,
-        Mode::Shadow => firn_held::Mode::Shadow,
+        Mode::Buffer => firn_transact::Mode::Buffer,
+        Mode::Shadow => firn_transact::Mode::Shadow,
     });
     let store = crate::backup::attach(store, backing, backups, &known)?;
     for id in &outcome.finished {
@@ -275,8 +275,8 @@ fn open_store(
     Ok(store)
 }
 
-/// A mount without `participants` ends no transaction that its node began with others, nor one with them any that was
-/// begun without, or as another node: that is for the next one like that, or `firn recover`. Data of it that this arena
+/// A mount without `participants` ends no transaction that its host began with others, nor one with them any that was
+/// begun without, or as another host: that is for the next one like that, or `firn recover`. Data of it that this arena
 /// has is dropped either way.
 fn drop_of_other_homes(
     backing: &Path,
@@ -304,13 +304,13 @@ fn without_transactions(
     files: &RuntimeFiles,
     options: &Options,
 ) -> Result<Store, DaemonError> {
-    if options.door == Door::Preload || waiting_tree(files)?.is_some() {
+    if options.frontend == Frontend::Preload || waiting_tree(files)?.is_some() {
         return Ok(Held::plain_with_own(directory));
     }
     Ok(Held::plain(directory))
 }
 
-/// What this node left open is undone when the other nodes have stopped, which they hear of by this.
+/// What this host left open is undone when the other hosts have stopped, which they hear of by this.
 fn open_of_group(
     backing: &Path,
     mut directory: DirBacking,
@@ -318,7 +318,7 @@ fn open_of_group(
     options: &Options,
     arena: &mut Found,
     notice: &mut dyn FnMut(String),
-) -> Result<(Store, firn_held::Outcome), DaemonError> {
+) -> Result<(Store, firn_transact::Outcome), DaemonError> {
     let deadline = Instant::now() + Duration::from_millis(options.participants_wait_ms);
     let mut pause = Pause::default();
     let mut told = false;
@@ -376,7 +376,7 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
 pub(crate) fn passthrough(options: &Options) -> bool {
     options.passthrough == Passthrough::Auto
         && options.drain != Drain::Commit
-        && options.door == Door::Mount
+        && options.frontend == Frontend::Fuse
         && rustix::process::geteuid().is_root()
 }
 

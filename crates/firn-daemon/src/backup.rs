@@ -1,6 +1,6 @@
 //! `backup=DIR`: a second directory for what is prepared, and `firn recover --from-backup`.
 //!
-//! Each mount has a directory of its own in it, named by node and backing; what is in that is `firn_held::backup`'s.
+//! Each mount has a directory of its own in it, named by host and backing; what is in that is `firn_transact::backup`'s.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,9 +17,9 @@ use firn_engine::Engine;
 use firn_format::path::BytePath;
 use firn_format::protocol::BackupStatus;
 use firn_format::quote::quoted_path;
-use firn_held::backup::Progress;
-use firn_held::backup::manifest::{MANIFEST, Manifest};
-use firn_held::{Held, HeldError};
+use firn_transact::backup::Progress;
+use firn_transact::backup::manifest::{MANIFEST, Manifest};
+use firn_transact::{Held, HeldError};
 use firn_trust::{TrustError, check_shared_parent, create_private_dir, open_private_dir};
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
@@ -74,7 +74,7 @@ fn open_home(
     })
 }
 
-/// The directory of one mount: nodes may have backings of the same path.
+/// The directory of one mount: hosts may have backings of the same path.
 fn home(dir: &Path, backing: &Path) -> PathBuf {
     let host = rustix::system::uname()
         .nodename()
@@ -264,18 +264,18 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         Err(error) => return Err(DaemonError::held(&backing)(error)),
     }
     if request.id.is_some() && !report.before {
-        let mut node = held.root();
+        let mut inode = held.root();
         for name in record
             .scope
             .split(|&byte| byte == b'/')
             .filter(|name| !name.is_empty())
         {
-            node = held
-                .lookup(&node, std::ffi::OsStr::from_bytes(name))
+            inode = held
+                .lookup(&inode, std::ffi::OsStr::from_bytes(name))
                 .map_err(HeldError::from)?
                 .0;
         }
-        held.commit(&node, record.id)?;
+        held.commit(&inode, record.id)?;
         report.committed = true;
     }
     if report.committed {
@@ -439,7 +439,7 @@ mod tests {
     #[test]
     fn a_directory_without_a_whole_backup_is_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let tx = dir.path().join("node-1/tx-1-a");
+        let tx = dir.path().join("host-1/tx-1-a");
         std::fs::create_dir_all(&tx).unwrap();
         let private = |path: &Path, mode| {
             let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);

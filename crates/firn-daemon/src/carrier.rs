@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use firn_engine::Engine;
-use firn_held::Stage;
+use firn_transact::Stage;
 use parking_lot::{Condvar, Mutex};
 
 use crate::attach::Store;

@@ -36,13 +36,13 @@ use rustix::net::{
 };
 use zerocopy::{FromBytes, IntoBytes};
 
-/// One for each process of a well-filled node; their threads sleep.
+/// One for each process of a well-filled host; their threads sleep.
 const CONNECTIONS_MAX: u64 = 1024;
 /// A client that does not take its answer for so long is given up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// With fewer threads that wait for clients another is started …
 const WAITING_MIN: u64 = 2;
-/// … and with more, one whose client went ends: the processes of a node begin together, and again and again.
+/// … and with more, one whose client went ends: the processes of a host begin together, and again and again.
 const WAITING_MAX: u64 = 16;
 /// A thread answers short questions.
 const STACK_BYTES: usize = 256 << 10;
@@ -400,7 +400,7 @@ fn answer<B: Backing>(
             Ok(grant) => {
                 // Before the client may write: what the kernel knew of the file ends to hold then.
                 if let Behind::Mount(kernel) = &shared.behind {
-                    kernel.forget_attributes(grant.node);
+                    kernel.forget_attributes(grant.inode);
                 }
                 Reply {
                     binding: grant.binding,

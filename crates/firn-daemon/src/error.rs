@@ -9,8 +9,8 @@ use firn_engine::EngineError;
 use firn_format::FormatError;
 use firn_format::quote::quoted_path;
 use firn_fuse::SessionError;
-use firn_held::HeldError;
 use firn_stub::{PlaceError, TreeError};
+use firn_transact::HeldError;
 use firn_trust::TrustError;
 
 use crate::process;
@@ -56,16 +56,16 @@ pub enum DaemonError {
         mount_point: PathBuf,
         backing: PathBuf,
     },
-    #[error("{backing} is already mounted on this node{by}: use that mount, or unmount it first", backing = quoted_path(backing))]
+    #[error("{backing} is already mounted on this host{by}: use that mount, or unmount it first", backing = quoted_path(backing))]
     Held { backing: PathBuf, by: String },
     #[error(transparent)]
     Runtime(#[from] PathsError),
     #[error("arena-dir {path} cannot be used: {source}: create it on a tmpfs, or leave the option out", path = quoted_path(path))]
     ArenaDirectory { path: PathBuf, source: io::Error },
     #[error(
-        "spill: cannot use directory {path}: {source}: create it on a node-local disk, or leave the option out", path = quoted_path(path))]
+        "spill: cannot use directory {path}: {source}: create it on a host-local disk, or leave the option out", path = quoted_path(path))]
     SpillDirectory { path: PathBuf, source: io::Error },
-    #[error("spill {spill} is inside {dir}, whose data it shall hold: give a directory on a node-local disk", spill = quoted_path(spill), dir = quoted_path(dir))]
+    #[error("spill {spill} is inside {dir}, whose data it shall hold: give a directory on a host-local disk", spill = quoted_path(spill), dir = quoted_path(dir))]
     SpillInside { spill: PathBuf, dir: PathBuf },
     #[error(
         "arena {arena} has data in its spill file: {fault}: mount that device again, or keep what is in memory with `firn recover {backing}`", arena = quoted_path(arena), backing = quoted_path(backing))]
@@ -75,7 +75,7 @@ pub enum DaemonError {
         backing: PathBuf,
     },
     #[error(
-        "backup: cannot use directory {path}: {source}: create it on another node's file system, or leave the option out", path = quoted_path(path))]
+        "backup: cannot use directory {path}: {source}: create it on another host's file system, or leave the option out", path = quoted_path(path))]
     BackupDirectory { path: PathBuf, source: io::Error },
     #[error("backup {backup} is inside {dir}, whose loss it is for: give a directory elsewhere", backup = quoted_path(backup), dir = quoted_path(dir))]
     BackupInside { backup: PathBuf, dir: PathBuf },
@@ -113,17 +113,17 @@ pub enum DaemonError {
         "a transaction in {scope} is prepared with id {id} and waits: mount with drain=commit, then firn commit, abort or restore it"
     )]
     TransactionWaits { id: u64, scope: String },
-    #[error("the host's name cannot be that of a node: {why}; give another one with node=NAME")]
-    NodeName { why: String },
+    #[error("the host's name cannot be that of a host: {why}; give another one with host=NAME")]
+    HostName { why: String },
     #[error(
-        "this node is {node}, and the participants are {participants}: name it among them, or give it one of their names with node=NAME"
+        "this host is {host}, and the participants are {participants}: name it among them, or give it one of their names with host=NAME"
     )]
-    NoParticipant { node: String, participants: String },
+    NoParticipant { host: String, participants: String },
     #[error(
-        "{backing} has no transactions of a node {node}: check the name, it is the host's or what node= said", backing = quoted_path(backing))]
-    NoSuchNode { node: String, backing: PathBuf },
-    #[error("node {node} has {backing} mounted already: give each node its own name with node=NAME", backing = quoted_path(backing))]
-    NodeHeld { node: String, backing: PathBuf },
+        "{backing} has no transactions of a host {host}: check the name, it is the host's or what host= said", backing = quoted_path(backing))]
+    NoSuchHost { host: String, backing: PathBuf },
+    #[error("host {host} has {backing} mounted already: give each host its own name with host=NAME", backing = quoted_path(backing))]
+    HostHeld { host: String, backing: PathBuf },
     #[error("transactions of an earlier firnd: {0}")]
     Transactions(#[from] HeldError),
     /// Something in the place of what is Firn's own in the backing or its backup.
@@ -138,7 +138,7 @@ pub enum DaemonError {
     #[error(transparent)]
     Tree(#[from] TreeError),
     #[error(
-        "names of {backing} wait in the stub tree at {prefix}: mount it there with --door=preload, or carry them over with `firn recover {backing}`", backing = quoted_path(backing), prefix = quoted_path(prefix))]
+        "names of {backing} wait in the stub tree at {prefix}: mount it there with --frontend=preload, or carry them over with `firn recover {backing}`", backing = quoted_path(backing), prefix = quoted_path(prefix))]
     TreeWaits { backing: PathBuf, prefix: PathBuf },
     #[error("cannot {what}: {source}")]
     Io {
@@ -199,13 +199,13 @@ impl DaemonError {
             | Self::BackupInside { .. }
             | Self::BackupSeveral { .. }
             | Self::Place(_)
-            | Self::NodeName { .. }
-            | Self::NoSuchNode { .. }
+            | Self::HostName { .. }
+            | Self::NoSuchHost { .. }
             | Self::NoParticipant { .. }
             | Self::Geometry(_) => USAGE,
             Self::MountPointBusy { .. }
             | Self::Held { .. }
-            | Self::NodeHeld { .. }
+            | Self::HostHeld { .. }
             | Self::TransactionWaits { .. }
             | Self::BackupWaits { .. }
             | Self::BackupOpen { .. }

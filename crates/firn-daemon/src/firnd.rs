@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use firn_config::{Door as DoorOption, KernelFlag, Options};
+use firn_config::{Frontend, KernelFlag, Options};
 use firn_engine::Engine;
 use firn_format::protocol::Reply;
 use firn_format::quote::quoted_path;
@@ -54,7 +54,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     let files = runtime_files(&checked.backing, options)?;
     let group = participants::group(options)?;
     let locks = Locks::take(&checked.backing, &files, group.as_ref())?;
-    if options.door == DoorOption::Mount
+    if options.frontend == Frontend::Fuse
         && let Some(prefix) = waiting_tree(&files)?
     {
         return Err(DaemonError::TreeWaits {
@@ -112,8 +112,8 @@ impl Mount {
         let place = attached.files.socket.with_extension("door");
         let door_clients = Arc::default();
         let uuid = attached.engine.arena().superblock().uuid;
-        let (made, behind, waiting_writers, failures) = match options.door {
-            DoorOption::Mount => {
+        let (made, behind, waiting_writers, failures) = match options.frontend {
+            Frontend::Fuse => {
                 let mut adapter = Adapter::new(
                     Arc::clone(&attached.engine),
                     AdapterOptions {
@@ -131,7 +131,7 @@ impl Mount {
                     failures,
                 )
             }
-            DoorOption::Preload => {
+            Frontend::Preload => {
                 let engine = Arc::clone(&attached.engine);
                 let files = &attached.files;
                 let backing = &checked.backing;
@@ -288,7 +288,7 @@ impl Mount {
                 Err(RecvTimeoutError::Timeout) => {
                     self.service.sample();
                     self.service.carry_names();
-                    self.service.follow_nodes();
+                    self.service.follow_hosts();
                     attached.stand_in();
                 }
                 // The service holds a sender: this cannot be. If it is, nobody will ask again.

@@ -36,4 +36,4 @@ pub use error::{CheckError, DaemonError, MountError, RecoverError};
 pub use front::discard_tree;
 pub use lost::{LostPolicy, LostReport};
 pub use mount::{MountRequest, firnd_main, mount, mount_with_notices};
-pub use recover::{NodeReport, RecoverReport, RecoverRequest, recover, recover_node};
+pub use recover::{HostReport, RecoverReport, RecoverRequest, recover, recover_host};

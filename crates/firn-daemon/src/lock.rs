@@ -1,6 +1,6 @@
-//! One firnd a backing on this node.
+//! One firnd a backing on this host.
 //!
-//! Promise: while [`Locks`] live, no other firnd or `firn recover` of this node works on the same
+//! Promise: while [`Locks`] live, no other firnd or `firn recover` of this host works on the same
 //! backing or the same arena. The locks end with the process, however it ends.
 
 use std::io::{BufRead, BufReader, Write};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use firn_client::paths::RuntimeFiles;
 use firn_format::protocol::{Reply, Request};
-use firn_held::Group;
+use firn_transact::Group;
 use firn_trust::{TrustError, create_private_dir, open_private_dir, open_private_file};
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, open};
 use rustix::io::Errno;
@@ -36,13 +36,13 @@ enum How {
 #[derive(Debug)]
 pub(crate) struct Locks {
     _backing: OwnedFd,
-    /// Of one of several nodes: the directory of its transactions.
-    _node: Option<OwnedFd>,
+    /// Of one of several hosts: the directory of its transactions.
+    _host: Option<OwnedFd>,
     arena: Option<OwnedFd>,
 }
 
 impl Locks {
-    /// Locks the backing directory, or says who holds it. Nodes of a group share it, each under its own name.
+    /// Locks the backing directory, or says who holds it. Hosts of a group share it, each under its own name.
     pub(crate) fn take(
         backing: &Path,
         files: &RuntimeFiles,
@@ -62,30 +62,30 @@ impl Locks {
         if !try_lock(&directory, how) {
             wait_for_the_dying(&directory, how, backing, files)?;
         }
-        let node = group
-            .map(|group| Self::of_node(backing, group, DYING))
+        let host = group
+            .map(|group| Self::of_host(backing, group, DYING))
             .transpose()?;
         Ok(Self {
             _backing: directory,
-            _node: node,
+            _host: host,
             arena: None,
         })
     }
 
-    /// Locks what a node of a group has in the backing; waits so long for one that ends.
-    pub(crate) fn of_node(
+    /// Locks what a host of a group has in the backing; waits so long for one that ends.
+    pub(crate) fn of_host(
         backing: &Path,
         group: &Group,
         patience: Duration,
     ) -> Result<OwnedFd, DaemonError> {
-        let dir = node_dir(backing, group, |parent, name| {
+        let dir = host_dir(backing, group, |parent, name| {
             create_private_dir(parent, name)
         })?;
         let deadline = Instant::now() + patience;
         while !try_lock(&dir, How::Alone) {
             if Instant::now() >= deadline {
-                return Err(DaemonError::NodeHeld {
-                    node: group.node.clone(),
+                return Err(DaemonError::HostHeld {
+                    host: group.host.clone(),
                     backing: backing.into(),
                 });
             }
@@ -110,8 +110,8 @@ impl Locks {
     }
 }
 
-/// Opens the directory of a node's transactions, and each one above it up to the backing, with `open`.
-pub(crate) fn node_dir(
+/// Opens the directory of a host's transactions, and each one above it up to the backing, with `open`.
+pub(crate) fn host_dir(
     backing: &Path,
     group: &Group,
     open_one: impl Fn(&OwnedFd, &Path) -> Result<OwnedFd, TrustError>,
@@ -204,9 +204,9 @@ fn seen(backing: &Path) -> String {
     }
 }
 
-/// Whether a firnd serves this node of a group. Where the backing has no flock(2) none seems to.
+/// Whether a firnd serves this host of a group. Where the backing has no flock(2) none seems to.
 pub(crate) fn is_living(backing: &Path, group: &Group) -> bool {
-    let dir = node_dir(backing, group, |parent, name| {
+    let dir = host_dir(backing, group, |parent, name| {
         open_private_dir(parent, name)
     });
     dir.is_ok_and(|dir| !try_lock(&dir, How::Shared))

@@ -152,7 +152,11 @@ pub(crate) fn prometheus(status: &Status) -> String {
         "Bytes of slabs in use.",
         s.arena_used_bytes as f64,
     );
-    let foreign: u64 = s.nodes.iter().map(|node| node.foreign_slabs).sum();
+    let foreign: u64 = s
+        .numa_nodes
+        .iter()
+        .map(|numa_node| numa_node.foreign_slabs)
+        .sum();
     put(
         "foreign_slabs_total",
         "counter",

@@ -1,6 +1,6 @@
-//! Several nodes that commit together: what firnd does about the others.
+//! Several hosts that commit together: what firnd does about the others.
 //!
-//! The nodes meet in the backing (`firn_held`); here they are waited for, and here what processes read and
+//! The hosts meet in the backing (`firn_transact`); here they are waited for, and here what processes read and
 //! wrote goes from the engine's log to the transaction.
 
 use std::collections::HashMap;
@@ -10,7 +10,7 @@ use firn_backing::{DirBacking, is_below};
 use firn_config::{Kind, Options, Participants};
 use firn_conflict::{Report, Used};
 use firn_engine::Engine;
-use firn_held::{Group, HeldError, Meeting, Node, Stage};
+use firn_transact::{Group, HeldError, Inode, Meeting, Stage};
 
 use crate::attach::Store;
 use crate::error::DaemonError;
@@ -23,37 +23,37 @@ const LOOK_LAST: Duration = Duration::from_millis(200);
 /// Conflicts in an error message; all that were found are in the verdict.
 const TOLD_MAX: usize = 20;
 
-/// The nodes that commit together, as the options say; `None`: this one alone.
+/// The hosts that commit together, as the options say; `None`: this one alone.
 pub(crate) fn group(options: &Options) -> Result<Option<Group>, DaemonError> {
     let participants = match &options.participants {
         Participants::Off => return Ok(None),
-        Participants::Count(count) => firn_held::Participants::Count(*count as usize),
-        Participants::Nodes(nodes) => firn_held::Participants::Nodes(nodes.clone()),
+        Participants::Count(count) => firn_transact::Participants::Count(*count as usize),
+        Participants::Hosts(hosts) => firn_transact::Participants::Hosts(hosts.clone()),
     };
-    let node = node_name(options)?;
-    if let firn_held::Participants::Nodes(nodes) = &participants
-        && !nodes.contains(&node)
+    let host = host_name(options)?;
+    if let firn_transact::Participants::Hosts(hosts) = &participants
+        && !hosts.contains(&host)
     {
         return Err(DaemonError::NoParticipant {
-            node,
-            participants: nodes.join(", "),
+            host,
+            participants: hosts.join(", "),
         });
     }
-    Ok(Some(Group { node, participants }))
+    Ok(Some(Group { host, participants }))
 }
 
-/// What this node is called among others: as the option says, or like the host.
-pub(crate) fn node_name(options: &Options) -> Result<String, DaemonError> {
-    if let Some(node) = &options.node {
-        return Ok(node.clone());
+/// What this host is called among others: as the option says, or like the host.
+pub(crate) fn host_name(options: &Options) -> Result<String, DaemonError> {
+    if let Some(host) = &options.host {
+        return Ok(host.clone());
     }
     let host = rustix::system::uname()
         .nodename()
         .to_string_lossy()
         .into_owned();
-    Kind::Node
+    Kind::Host
         .parse(&host)
-        .map_err(|why| DaemonError::NodeName { why })?;
+        .map_err(|why| DaemonError::HostName { why })?;
     Ok(host)
 }
 
@@ -65,20 +65,20 @@ pub(crate) fn begun(engine: &Engine<Store>, path: &[u8]) {
     }
 }
 
-/// Whether accesses of processes may conflict with those of other nodes.
+/// Whether accesses of processes may conflict with those of other hosts.
 fn is_tested(engine: &Engine<Store>) -> bool {
-    engine.backing().group().is_some() && engine.backing().mode() == firn_held::Mode::Hold
+    engine.backing().group().is_some() && engine.backing().mode() == firn_transact::Mode::Buffer
 }
 
 /// It was prepared: what processes used until now is part of it.
 pub(crate) fn prepared(
     engine: &Engine<Store>,
-    node: &Node<DirBacking>,
+    inode: &Inode<DirBacking>,
     path: &[u8],
 ) -> Result<(), HeldError> {
     match engine.backing().group() {
         Some(_) => engine.backing().note_used(
-            node,
+            inode,
             by_process(engine.accesses().take(|found| is_below(found, path))),
         ),
         None => Ok(()),
@@ -140,8 +140,8 @@ pub(crate) fn meet(
     let result = wait_for_verdict(engine, path, id, Instant::now() + patience);
     if result.is_err() {
         // Not in a turn: it would wait for programs whose changes wait for this.
-        let node = crate::transactions::scope_at(engine, path)?;
-        match engine.backing().reopen(&node, id) {
+        let host = crate::transactions::scope_at(engine, path)?;
+        match engine.backing().reopen(&host, id) {
             Ok(used) => engine.accesses().put_back(used),
             Err(error) => tracing::debug!(%error, id, "the transaction stays prepared"),
         }
@@ -172,7 +172,7 @@ fn wait_for_verdict(
                 store.give_up(
                     id,
                     path,
-                    format!("only {} of {of} nodes came{who}", here.len()),
+                    format!("only {} of {of} hosts came{who}", here.len()),
                 )?;
             }
             Meeting::Waiting { .. } => pause.rest(),
@@ -180,7 +180,7 @@ fn wait_for_verdict(
     }
 }
 
-/// Waits until the other nodes have carried out a commit as well; those that have not after a while, or have no
+/// Waits until the other hosts have carried out a commit as well; those that have not after a while, or have no
 /// firnd that could.
 pub(crate) fn behind(
     engine: &Engine<Store>,
@@ -193,11 +193,11 @@ pub(crate) fn behind(
     let Some(group) = store.group() else {
         return Ok(Vec::new());
     };
-    let lives = |node: &String| {
+    let lives = |host: &String| {
         lock::is_living(
             means.backing,
             &Group {
-                node: node.clone(),
+                host: host.clone(),
                 ..group.clone()
             },
         )
@@ -212,7 +212,7 @@ pub(crate) fn behind(
     }
 }
 
-/// Tries again as long as other nodes have something to end.
+/// Tries again as long as other hosts have something to end.
 pub(crate) fn patiently<T>(
     deadline: Instant,
     mut attempt: impl FnMut() -> Result<T, HeldError>,
@@ -249,8 +249,8 @@ impl Pause {
 /// Conflicts in words.
 pub(crate) fn told(report: &Report, scope: &str) -> String {
     let mut text = match report.total {
-        1 => format!("{scope}: no commit, 1 conflict between nodes"),
-        total => format!("{scope}: no commit, {total} conflicts between nodes"),
+        1 => format!("{scope}: no commit, 1 conflict between hosts"),
+        total => format!("{scope}: no commit, {total} conflicts between hosts"),
     };
     for conflict in report.conflicts.iter().take(TOLD_MAX) {
         text += &format!("\n  {conflict}");
@@ -259,6 +259,6 @@ pub(crate) fn told(report: &Report, scope: &str) -> String {
     if report.total > listed {
         text += &format!("\n  and {} more", report.total - listed);
     }
-    text + "\nthe transaction is kept: firn abort drops it; programs of several nodes that use the same bytes before a \
+    text + "\nthe transaction is kept: firn abort drops it; programs of several hosts that use the same bytes before a \
             commit need mode=shadow"
 }

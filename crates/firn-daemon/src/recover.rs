@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use firn_backing::{DirBacking, Errno};
 use firn_config::Options;
 use firn_format::protocol::{ErrorStatus, Rung};
-use firn_held::{Group, Held, Opening, Participants};
+use firn_transact::{Group, Held, Opening, Participants};
 use firn_trust::open_private_dir;
 use serde::Serialize;
 
@@ -14,7 +14,7 @@ use crate::attach::{Attached, runtime_files};
 use crate::end::drain_rest;
 use crate::error::{DaemonError, RecoverError};
 use crate::front::{Front, Stubs, waiting_tree};
-use crate::lock::{Locks, node_dir};
+use crate::lock::{Locks, host_dir};
 use crate::lost::{self, LostPolicy, LostReport};
 use crate::preflight;
 use crate::process;
@@ -53,40 +53,40 @@ pub struct RecoverReport {
     pub errors: Vec<ErrorStatus>,
 }
 
-/// What became of the transactions of a node that is gone.
+/// What became of the transactions of a host that is gone.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct NodeReport {
+pub struct HostReport {
     /// Numbers of commits that were carried out.
     pub finished: Vec<u64>,
     /// Transactions that were undone.
     pub undone: u64,
-    /// Numbers of those that the other nodes have not decided.
+    /// Numbers of those that the other hosts have not decided.
     pub waiting: Vec<u64>,
 }
 
-/// Ends the transactions of a node that does not come back, as the other nodes have decided. What was only in its
+/// Ends the transactions of a host that does not come back, as the other hosts have decided. What was only in its
 /// memory is not needed for that: a transaction that is prepared is in the backing. Should that memory still be there,
 /// its next mount finds what it must drop.
-pub fn recover_node(backing: &std::path::Path, node: String) -> Result<NodeReport, RecoverError> {
+pub fn recover_host(backing: &std::path::Path, host: String) -> Result<HostReport, RecoverError> {
     process::prepare();
     let backing = preflight::check_backing(backing, false)?;
     let group = Group {
-        node,
+        host,
         participants: Participants::Count(0),
     };
-    match node_dir(&backing, &group, |parent, name| {
+    match host_dir(&backing, &group, |parent, name| {
         open_private_dir(parent, name)
     }) {
         Ok(_) => {}
         Err(error) if error.is_missing() => {
-            return Err(DaemonError::NoSuchNode {
-                node: group.node,
+            return Err(DaemonError::NoSuchHost {
+                host: group.host,
                 backing,
             });
         }
         Err(error) => return Err(error.into()),
     }
-    let _lock = Locks::of_node(&backing, &group, crate::lock::DYING)?;
+    let _lock = Locks::of_host(&backing, &group, crate::lock::DYING)?;
     let directory = DirBacking::open(&backing).map_err(|source| DaemonError::BackingUnusable {
         path: backing.clone(),
         source,
@@ -97,7 +97,7 @@ pub fn recover_node(backing: &std::path::Path, node: String) -> Result<NodeRepor
     };
     let (_, outcome) = Held::open_with(directory, opening, |_| Ok::<_, DaemonError>(()))
         .map_err(DaemonError::in_backing(&backing))?;
-    Ok(NodeReport {
+    Ok(HostReport {
         finished: outcome.finished,
         undone: outcome.undone.len() as u64,
         waiting: outcome.waiting.into_iter().map(|(id, _)| id).collect(),

@@ -38,7 +38,7 @@ pub(crate) struct Mounted {
     /// `key=value` of the options that change what promises mean.
     pub(crate) options: Vec<String>,
     pub(crate) io_threads: u32,
-    /// How long other nodes are waited for.
+    /// How long other hosts are waited for.
     pub(crate) patience: Duration,
     pub(crate) waiting_writers: Arc<AtomicU64>,
     /// Requests of the kernel that failed; none come to a stub tree.
@@ -102,15 +102,15 @@ impl Mounted {
         }
     }
 
-    /// Looks whether other nodes have aborted what this one takes part in: on a thread of its own, for a backing that
+    /// Looks whether other hosts have aborted what this one takes part in: on a thread of its own, for a backing that
     /// takes its time.
-    pub(crate) fn follow_nodes(self: &Arc<Self>) {
+    pub(crate) fn follow_hosts(self: &Arc<Self>) {
         if !self.engine.backing().shares() || self.following.swap(true, Ordering::AcqRel) {
             return;
         }
         let this = Arc::clone(self);
         let thread = std::thread::Builder::new()
-            .name("firn-nodes".into())
+            .name("firn-hosts".into())
             .spawn(move || {
                 crate::transactions::follow(&this.engine, &|cached| this.forget(cached));
                 this.following.store(false, Ordering::Release);

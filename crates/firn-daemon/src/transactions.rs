@@ -12,13 +12,13 @@ use firn_engine::{Cached, Engine, Pending, TurnError};
 use firn_format::path::BytePath;
 use firn_format::protocol::{Reply, Request, Rung, TransactionStatus};
 use firn_format::tally::Tally;
-use firn_held::{HeldError, Mode, Node, Stage};
+use firn_transact::{HeldError, Inode, Mode, Stage};
 
 use crate::attach::Store;
 use crate::carrier::Carrier;
 use crate::participants::{self, patiently};
 
-/// How long other nodes are waited for at the end of a mount. The next one goes on.
+/// How long other hosts are waited for at the end of a mount. The next one goes on.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
 
 /// What becomes of a transaction on this host, each counted and, with `log-level=debug`, logged.
@@ -57,7 +57,7 @@ pub(crate) fn note(engine: &Engine<Store>, step: Step, scope: &[u8], id: Option<
     let host = engine
         .backing()
         .group()
-        .map(|group| group.node.clone())
+        .map(|group| group.host.clone())
         .unwrap_or_default();
     tracing::debug!(step = STEPS.name(step as usize), scope = %shown_scope(scope), ?id, host, "transaction");
 }
@@ -67,12 +67,12 @@ fn turn<T>(
     engine: &Engine<Store>,
     path: &[u8],
     pending: Pending,
-    work: impl FnOnce(&firn_held::Node<DirBacking>) -> Result<T, HeldError>,
+    work: impl FnOnce(&firn_transact::Inode<DirBacking>) -> Result<T, HeldError>,
 ) -> Result<T, HeldError> {
     note(engine, Step::Quiesce, path, None);
-    let turned = engine.turn(path, pending, |node| {
+    let turned = engine.turn(path, pending, |inode| {
         note(engine, Step::Drained, path, None);
-        work(node)
+        work(inode)
     });
     turned.map_err(|error| match error {
         TurnError::Scope(errno) => not_a_scope(errno),
@@ -95,7 +95,7 @@ pub(crate) fn carry_out(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldE
 /// What an answer may use of the mount.
 pub(crate) struct Means<'a> {
     pub(crate) carrier: &'a Carrier,
-    /// How long other nodes are waited for.
+    /// How long other hosts are waited for.
     pub(crate) patience: Duration,
     /// The backing directory.
     pub(crate) backing: &'a Path,
@@ -159,7 +159,7 @@ pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_
     result.unwrap_or_else(|error| refused(&error, path))
 }
 
-/// Why nothing comes of a transaction in shadow mode that another node has aborted, for all nodes. It may not be over
+/// Why nothing comes of a transaction in shadow mode that another host has aborted, for all hosts. It may not be over
 /// here yet.
 fn undone_by_another(
     engine: &Engine<Store>,
@@ -185,7 +185,7 @@ fn undone_by_another(
         Request::Prepare { .. } | Request::Commit { .. } => {
             let scope = shown_scope(path.as_bytes());
             let message =
-                format!("{scope}: {by} aborted the transaction; it is undone on all nodes");
+                format!("{scope}: {by} aborted the transaction; it is undone on all hosts");
             Some(Reply::Error {
                 errno: libc::ECANCELED,
                 message,
@@ -196,7 +196,10 @@ fn undone_by_another(
 }
 
 /// The directory that a transaction covers.
-pub(crate) fn scope_at(engine: &Engine<Store>, path: &[u8]) -> Result<Node<DirBacking>, HeldError> {
+pub(crate) fn scope_at(
+    engine: &Engine<Store>,
+    path: &[u8],
+) -> Result<Inode<DirBacking>, HeldError> {
     engine.object_at(path).map_err(not_a_scope)
 }
 
@@ -231,14 +234,18 @@ fn begin(engine: &Engine<Store>, path: &[u8], patience: Duration) -> Result<(), 
     }
     let deadline = Instant::now() + patience;
     patiently(deadline, || {
-        turn(engine, path, Pending::Drain, |node| {
-            begin_at(engine, node, path)
+        turn(engine, path, Pending::Drain, |inode| {
+            begin_at(engine, inode, path)
         })
     })
 }
 
-fn begin_at(engine: &Engine<Store>, node: &Node<DirBacking>, path: &[u8]) -> Result<(), HeldError> {
-    engine.backing().begin(node, path)?;
+fn begin_at(
+    engine: &Engine<Store>,
+    inode: &Inode<DirBacking>,
+    path: &[u8],
+) -> Result<(), HeldError> {
+    engine.backing().begin(inode, path)?;
     note(engine, Step::Begin, path, None);
     participants::begun(engine, path);
     Ok(())
@@ -257,12 +264,12 @@ fn prepare(
     } else {
         Pending::Keep
     };
-    turn(engine, path, pending, |node| {
+    turn(engine, path, pending, |inode| {
         let was_open = stage(engine, path) == Some(Stage::Open);
-        engine.backing().prepare(node, id)?;
+        engine.backing().prepare(inode, id)?;
         note(engine, Step::Prepared, path, Some(id));
         if was_open {
-            participants::prepared(engine, node, path)
+            participants::prepared(engine, inode, path)
         } else {
             Ok(())
         }
@@ -315,10 +322,10 @@ fn commit(
         .transactions()
         .iter()
         .any(|one| one.scope == path && one.is_recovered);
-    // What several nodes save in one place is to be gone before the next transaction begins.
+    // What several hosts save in one place is to be gone before the next transaction begins.
     let begins_late = how.begin && shared && store.mode() == Mode::Shadow;
-    let decide = |node: &_| {
-        store.conclude(node, id)?;
+    let decide = |inode: &_| {
+        store.conclude(inode, id)?;
         note(engine, Step::Decided, path, Some(id));
         let is_followed = store
             .transactions()
@@ -331,7 +338,7 @@ fn commit(
         }
         let begins = how.begin && !is_followed && !is_recovered && !begins_late;
         if begins {
-            store.begin(node, path)?;
+            store.begin(inode, path)?;
             note(engine, Step::Begin, path, None);
         }
         Ok(())
@@ -362,7 +369,7 @@ fn commit(
     }
     let behind = participants::behind(engine, path, id, means)?;
     if shared {
-        // Programs did not see the parts of other nodes until now.
+        // Programs did not see the parts of other hosts until now.
         engine.look_again(path).into_iter().for_each(means.forget);
     }
     if begins_late && !is_recovered {
@@ -381,27 +388,27 @@ fn abort(
     let begun = stage(engine, path);
     match begun {
         Some(Stage::Decided(id)) => return Err(HeldError::Decided { id }),
-        // Other nodes may have committed it: asked before anything is thrown away.
+        // Other hosts may have committed it: asked before anything is thrown away.
         Some(Stage::Prepared(id)) => store.call_off(id, path)?,
         _ => {}
     }
     // Drains that wait for the outcome are told first, or the data could not be dropped.
     match store.refuse(&scope_at(engine, path)?) {
-        // The thread that follows the other nodes has ended the transaction first.
+        // The thread that follows the other hosts has ended the transaction first.
         Err(HeldError::None) if begun.is_some() => return Ok(()),
         refused => refused?,
     }
     let mut waited = false;
     let attempt = || {
-        let ended = turn(engine, path, Pending::Discard, |node| {
-            store.abort(node)?;
+        let ended = turn(engine, path, Pending::Discard, |inode| {
+            store.abort(inode)?;
             note(engine, Step::Undone, path, None);
             note(engine, Step::Ended, path, None);
             participants::ended(engine, path);
             Ok::<_, HeldError>(())
         });
         match ended {
-            // Whoever follows the other nodes was faster.
+            // Whoever follows the other hosts was faster.
             Err(HeldError::None) if waited => Ok(()),
             ended => {
                 waited = true;
@@ -414,16 +421,16 @@ fn abort(
     Ok(())
 }
 
-/// Ends transactions that other nodes have aborted, as far as that goes now.
+/// Ends transactions that other hosts have aborted, as far as that goes now.
 pub(crate) fn follow(engine: &Engine<Store>, forget: &dyn Fn(Cached)) {
     for scope in engine.backing().to_be_stopped() {
         let shown = shown_scope(&scope);
         match abort(engine, &scope, Duration::ZERO, forget) {
             Ok(()) => {
-                tracing::info!(scope = %shown, "a transaction of several nodes was aborted and is undone")
+                tracing::info!(scope = %shown, "a transaction of several hosts was aborted and is undone")
             }
-            Err(HeldError::Stopping { nodes }) => {
-                tracing::debug!(scope = %shown, ?nodes, "waiting for nodes to stop");
+            Err(HeldError::Stopping { hosts }) => {
+                tracing::debug!(scope = %shown, ?hosts, "waiting for hosts to stop");
             }
             Err(error) => tracing::warn!(%error, scope = %shown, "a transaction cannot be undone"),
         }
@@ -462,8 +469,8 @@ fn restore(
     match stage(engine, path) {
         Some(Stage::Prepared(found) | Stage::Decided(found)) if found == id => {
             store.refuse(&scope_at(engine, path)?)?;
-            turn(engine, path, Pending::Discard, |node| {
-                match store.commit(node, id) {
+            turn(engine, path, Pending::Discard, |inode| {
+                match store.commit(inode, id) {
                     // It was carried out in the background meanwhile.
                     Err(HeldError::None) if store.committed(path)? == Some(id) => {}
                     done => done?,
@@ -492,8 +499,8 @@ fn restore(
                 }
                 None => Pending::Drain,
             };
-            turn(engine, path, pending, |node| {
-                store.restore(node, id)?;
+            turn(engine, path, pending, |inode| {
+                store.restore(inode, id)?;
                 note(engine, Step::Undone, path, Some(id));
                 note(engine, Step::Ended, path, Some(id));
                 participants::ended(engine, path);
@@ -540,8 +547,9 @@ pub(crate) fn give_up(engine: &Engine<Store>) {
 
 /// What keeps a mount from being taken away. What is decided is carried out first.
 pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
-    let is_in_the_way =
-        |one: &firn_held::Transaction| !one.is_recovered && !matches!(one.stage, Stage::Decided(_));
+    let is_in_the_way = |one: &firn_transact::Transaction| {
+        !one.is_recovered && !matches!(one.stage, Stage::Decided(_))
+    };
     let found = engine
         .backing()
         .transactions()
@@ -605,7 +613,7 @@ pub(crate) fn status(engine: &Arc<Engine<Store>>) -> Vec<TransactionStatus> {
         Stage::Prepared(id) => ("prepared", Some(id)),
         Stage::Decided(id) => ("decided", Some(id)),
     };
-    let one = |found: firn_held::Transaction| TransactionStatus {
+    let one = |found: firn_transact::Transaction| TransactionStatus {
         scope: found.scope.as_slice().into(),
         stage: word(found.stage).0.into(),
         id: word(found.stage).1,
@@ -631,7 +639,7 @@ pub(crate) fn status(engine: &Arc<Engine<Store>>) -> Vec<TransactionStatus> {
         .collect()
 }
 
-/// The nodes that have come to the meeting about a transaction, as far as the backing says so at once: the status does
+/// The hosts that have come to the meeting about a transaction, as far as the backing says so at once: the status does
 /// not wait for one that hangs.
 fn here(engine: &Arc<Engine<Store>>, id: u64, scope: &[u8]) -> Vec<String> {
     /// A look at a directory takes a millisecond where a server answers.
@@ -650,7 +658,7 @@ fn here(engine: &Arc<Engine<Store>>, id: u64, scope: &[u8]) -> Vec<String> {
     let engine = Arc::clone(engine);
     let scope = scope.to_owned();
     let asked = std::thread::Builder::new()
-        .name("firn-nodes".into())
+        .name("firn-hosts".into())
         .spawn(move || {
             let _ = tell.send(engine.backing().here(id, &scope).unwrap_or_default());
             ASKING.fetch_sub(1, Ordering::AcqRel);

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use firn_backing::sim::Fault;
 use firn_backing::{Backing, DirBacking, Errno, RenameFlags, SimBacking};
-use firn_engine::{NodeId, ROOT};
+use firn_engine::{InodeId, ROOT};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use threads::mount::{Disturbance, Mount};
@@ -85,7 +85,7 @@ fn what_chunk_lists_name_stays_as_it_is_under_all_threads() {
 fn run<B: Backing>(backing: B, seed: u64, disturbance: Disturbance) {
     let ops = setting("FIRN_OPS").unwrap_or(OPS_DEFAULT);
     let mount = Mount::new(backing, disturbance);
-    let dirs: Vec<NodeId> = (0..WRITERS)
+    let dirs: Vec<InodeId> = (0..WRITERS)
         .map(|writer| mount.mkdir(&dir_name(writer)))
         .collect();
     mount.create(ROOT, shared::NAME);

@@ -9,9 +9,9 @@ use crate::Engine;
 
 /// Number of a name space object while the kernel knows it; 1 is the root, as in FUSE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct NodeId(pub u64);
+pub struct InodeId(pub u64);
 /// The root of the mount.
-pub const ROOT: NodeId = NodeId(1);
+pub const ROOT: InodeId = InodeId(1);
 
 /// Number of an open file or directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -20,8 +20,8 @@ pub struct HandleId(pub u64);
 /// A name resolved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// The node; its lookup count went up by one.
-    pub node: NodeId,
+    /// The inode; its lookup count went up by one.
+    pub inode: InodeId,
     /// Attributes with pending data counted in.
     pub attr: Attr,
 }
@@ -32,12 +32,12 @@ pub enum Cached {
     /// A name that leads elsewhere now, or nowhere.
     Name {
         /// The directory.
-        parent: NodeId,
+        parent: InodeId,
         /// The name in it.
         name: OsString,
     },
     /// Attributes and pages.
-    Inode(NodeId),
+    Inode(InodeId),
 }
 
 /// How the door shall serve an open file.
@@ -46,7 +46,7 @@ pub enum OpenMode {
     /// Reads and writes come to the engine.
     Engine,
     /// Nothing is pending and nobody writes: the kernel may read the backing file itself
-    /// ([`Engine::backing_fd`] gives it). Every later open of the same node gets this mode too until
+    /// ([`Engine::backing_fd`] gives it). Every later open of the same host gets this mode too until
     /// all are released.
     Passthrough,
     /// Nothing is pending and this handle only reads: the kernel may cache pages and read ahead, and
@@ -116,8 +116,8 @@ pub struct DoorGrant {
     pub binding: u64,
     /// Bytes of the file.
     pub size: u64,
-    /// The node, whose attributes the kernel must not keep.
-    pub node: NodeId,
+    /// The inode, whose attributes the kernel must not keep.
+    pub inode: InodeId,
 }
 
 /// Where the bytes of a file lie.

@@ -14,27 +14,27 @@ impl<B: Backing> Engine<B> {
     /// its paths meanwhile.
     pub(crate) fn bind_with_paths(&self, file: &File<B>) -> Option<u64> {
         self.paths
-            .while_staying(|| file.node.paths(), || self.bind(file, &mut file.lock()))
+            .while_staying(|| file.inode.paths(), || self.bind(file, &mut file.lock()))
     }
 
     pub(crate) fn bind(&self, file: &File<B>, state: &mut FileState<B>) -> Option<u64> {
         if let Some(bound) = state.bound {
             return Some(bound);
         }
-        let node = &file.node;
+        let inode = &file.inode;
         let binding = self.last_binding.fetch_add(1, Ordering::Relaxed) + 1;
         if binding > FILE_MAX {
             return None;
         }
         let identity = Identity {
-            dev: node.key.0,
-            ino: node.key.1,
-            btime: node.btime.map(|t| (t.sec, t.nsec)),
+            dev: inode.key.0,
+            ino: inode.key.1,
+            btime: inode.btime.map(|t| (t.sec, t.nsec)),
         };
         let record = Record::Bind {
             file: binding,
             identity,
-            paths: node.paths(),
+            paths: inode.paths(),
             ending: Ending::Open,
         };
         self.journal.lock().append(&record).ok()?;

@@ -182,7 +182,7 @@ impl<B: Backing> Engine<B> {
     fn cached_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
         let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
         let below = |file: &Arc<File<B>>| {
-            path.is_empty() || file.node.paths().iter().any(|known| is_below(known, path))
+            path.is_empty() || file.inode.paths().iter().any(|known| is_below(known, path))
         };
         files.into_iter().filter(below).collect()
     }
@@ -241,7 +241,7 @@ impl<B: Backing> Engine<B> {
         if file.lock().cache.is_empty() {
             return Ok(());
         }
-        let attr = self.backing.attr(&self.object(&file.node)?)?;
+        let attr = self.backing.attr(&self.object(&file.inode)?)?;
         let mut state = file.lock();
         if state
             .cache
@@ -259,7 +259,7 @@ impl<B: Backing> Engine<B> {
     /// After the last pending byte was drained: how the backing's file is now.
     pub(crate) fn confirm_cache(&self, file: &File<B>) {
         let attr = self
-            .object(&file.node)
+            .object(&file.inode)
             .and_then(|object| self.backing.attr(&object));
         let mut state = file.lock();
         if let Ok(attr) = attr

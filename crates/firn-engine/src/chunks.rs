@@ -39,13 +39,13 @@ impl<B: Backing> HeldChunks<B> {
     ///
     /// EISDIR, EINVAL: not a regular file. EIO: parts of it are pending and nobody can read them.
     pub fn of(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ChunkPiece>)> {
-        let node = engine.find(path)?;
-        match node.kind {
+        let inode = engine.find(path)?;
+        match inode.kind {
             Kind::File => {}
             Kind::Dir => return Err(Errno::ISDIR),
             _ => return Err(Errno::INVAL),
         }
-        let file = engine.file_with(&node, |state| state.holds += 1);
+        let file = engine.file_with(&inode, |state| state.holds += 1);
         engine.counters.chunk_lists.fetch_add(1, Ordering::Relaxed);
         let slabs = Vec::new();
         let mut held = Self {
@@ -62,7 +62,7 @@ impl<B: Backing> HeldChunks<B> {
         let in_arena = held.take(&state)?;
         drop(state);
         // All else was in the backing already when the lock was let go, and a change since then shows.
-        let in_backing = engine.backing.attr(&engine.object(&node)?)?.size;
+        let in_backing = engine.backing.attr(&engine.object(&inode)?)?.size;
         held.bytes = held.bytes.max(in_backing);
         let mut pieces = Vec::new();
         let mut at = 0;

@@ -12,9 +12,9 @@ use firn_backing::{Access, Backing, Caller, Errno, Time};
 use crate::engine::{Engine, Handle};
 use crate::extents::Extents;
 use crate::file::{BackingFile, File, FileState};
-use crate::names::{Node, Stamp};
+use crate::names::{Inode, Stamp};
 use crate::privileges::{Anybody, has_set_id_bits};
-use crate::{Entry, HandleId, NodeId, OpenMode, Opened, Result};
+use crate::{Entry, HandleId, InodeId, OpenMode, Opened, Result};
 
 const O_ACCMODE: i32 = 0o3;
 const O_WRONLY: i32 = 0o1;
@@ -27,12 +27,12 @@ impl<B: Backing> Engine<B> {
     pub fn create(
         &self,
         caller: &Caller,
-        parent: NodeId,
+        parent: InodeId,
         name: &OsStr,
         mode: u32,
         flags: i32,
     ) -> Result<(Entry, Opened)> {
-        let dir = self.node(parent)?;
+        let dir = self.inode(parent)?;
         self.close_some();
         let before = self.names_changed.load(Ordering::Acquire);
         let privileges = self.privileges_epoch();
@@ -40,12 +40,12 @@ impl<B: Backing> Engine<B> {
         {
             Ok((object, backing_file, attr)) => {
                 self.open_files.note();
-                let node = self.made(before, &dir, name, object, &attr)?;
+                let inode = self.made(before, &dir, name, object, &attr)?;
                 let opened = Arc::new(BackingFile {
                     file: backing_file,
                     access: Access::ReadWrite,
                 });
-                let opened = self.add_handle(&node, flags, |state| {
+                let opened = self.add_handle(&inode, flags, |state| {
                     state.writer.get_or_insert_with(|| Arc::clone(&opened));
                     if !has_set_id_bits(&attr) {
                         state.plain_in = privileges;
@@ -54,7 +54,7 @@ impl<B: Backing> Engine<B> {
                 });
                 Ok((
                     Entry {
-                        node: node.id,
+                        inode: inode.id,
                         attr,
                     },
                     opened,
@@ -64,14 +64,14 @@ impl<B: Backing> Engine<B> {
                 let entry = self.lookup(parent, name)?;
                 let truncates = flags & O_TRUNC != 0;
                 let ready = if truncates {
-                    self.drop_privileges(entry.node, &Anybody)
+                    self.drop_privileges(entry.inode, &Anybody)
                 } else {
                     Ok(())
                 };
-                match ready.and_then(|()| self.open(entry.node, flags)) {
+                match ready.and_then(|()| self.open(entry.inode, flags)) {
                     Ok(opened) => Ok((entry, opened)),
                     Err(errno) => {
-                        self.forget(entry.node, 1);
+                        self.forget(entry.inode, 1);
                         Err(errno)
                     }
                 }
@@ -86,10 +86,10 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here, after [`Engine::drop_privileges`].
-    pub fn open(&self, node: NodeId, flags: i32) -> Result<Opened> {
-        let node = self.node(node)?;
+    pub fn open(&self, inode: InodeId, flags: i32) -> Result<Opened> {
+        let inode = self.inode(inode)?;
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);
-        let file = self.file_with(&node, |_| {});
+        let file = self.file_with(&inode, |_| {});
         self.close_some();
         let opened = self.with_descriptor(|| self.open_backing(&file, wants_write));
         let ready = opened.and_then(|()| self.check_cache(&file));
@@ -105,8 +105,8 @@ impl<B: Backing> Engine<B> {
             return Err(errno);
         }
         let allowed = self.passthrough.load(Ordering::Relaxed) && !self.options.tracking;
-        let unchanged = !wants_write && !allowed && self.is_as_cached(&node);
-        Ok(self.add_handle(&node, flags, |state| {
+        let unchanged = !wants_write && !allowed && self.is_as_cached(&inode);
+        Ok(self.add_handle(&inode, flags, |state| {
             // The file may have been dropped and made anew meanwhile; its descriptors come again.
             let both = state
                 .writer
@@ -126,10 +126,10 @@ impl<B: Backing> Engine<B> {
 
     /// Whether the backing's file is as it was when the kernel began to cache it. Only what was old then
     /// tells: a change within one tick of the backing's clock leaves the times as they are.
-    fn is_as_cached(&self, node: &Node<B>) -> bool {
+    fn is_as_cached(&self, inode: &Inode<B>) -> bool {
         const SETTLED_S: i64 = 2;
         let Ok(attr) = self
-            .object(node)
+            .object(inode)
             .and_then(|object| self.backing.attr(&object))
         else {
             return false;
@@ -140,7 +140,7 @@ impl<B: Backing> Engine<B> {
             ctime: attr.ctime,
         };
         let settled = now.mtime.sec.max(now.ctime.sec) + SETTLED_S < Time::now().sec;
-        let before = std::mem::replace(&mut *node.cached.lock(), settled.then(|| Box::new(now)));
+        let before = std::mem::replace(&mut *inode.cached.lock(), settled.then(|| Box::new(now)));
         before.is_some_and(|before| *before == now)
     }
 
@@ -176,7 +176,7 @@ impl<B: Backing> Engine<B> {
         }
         self.close_some();
         let opened =
-            self.with_descriptor(|| self.backing.open(&self.object(&file.node)?, Access::Read))?;
+            self.with_descriptor(|| self.backing.open(&self.object(&file.inode)?, Access::Read))?;
         self.open_files.note();
         Ok(file.keep_reader(BackingFile {
             file: opened,
@@ -186,14 +186,14 @@ impl<B: Backing> Engine<B> {
 
     fn add_handle(
         &self,
-        node: &Arc<Node<B>>,
+        inode: &Arc<Inode<B>>,
         flags: i32,
         mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
     ) -> Opened {
         let id = self.new_handle_id();
         let writable = flags & O_ACCMODE != 0;
         let mut chosen = OpenMode::Engine;
-        let file = self.file_with(node, |state| {
+        let file = self.file_with(inode, |state| {
             chosen = mode(state);
             match chosen {
                 OpenMode::Engine => state.engine_opens += 1,
@@ -382,7 +382,7 @@ impl<B: Backing> Engine<B> {
             let many =
                 self.counters.held_files.load(Ordering::Relaxed) > self.options.objects_max as u64;
             let opens = || {
-                let object = self.object(&file.node)?;
+                let object = self.object(&file.inode)?;
                 self.backing.open(&object, Access::ReadWrite)
             };
             if !many || opens().is_err() {

@@ -509,7 +509,7 @@ impl<B: Backing> Engine<B> {
         }
         self.close_some();
         let opened = self.with_descriptor(|| {
-            let object = &self.object(&file.node)?;
+            let object = &self.object(&file.inode)?;
             match self.backing.open(object, Access::ReadWrite) {
                 Ok(file) => Ok(BackingFile {
                     file,
@@ -556,7 +556,7 @@ impl<B: Backing> Engine<B> {
                 // The journal is full: tried again later, like any other failure.
                 error = error.or(Some(Errno::NOSPC));
             }
-            file.node.data_unsynced.store(true, Ordering::Release);
+            file.inode.data_unsynced.store(true, Ordering::Release);
         }
         for part in &parts {
             self.arena.unpin(part.extent.piece.slab);
@@ -713,7 +713,7 @@ impl<B: Backing> Engine<B> {
             state.fresh = 0;
             state.force_to = 0;
             state.failure = None;
-            let drained = file.node.data_unsynced.load(Ordering::Acquire);
+            let drained = file.inode.data_unsynced.load(Ordering::Acquire);
             let Some(mtime) = state.mtime.take().filter(|_| drained) else {
                 self.unbind(state);
                 break;
@@ -722,7 +722,7 @@ impl<B: Backing> Engine<B> {
             // owner) leaves the backing's time.
             state.settling = true;
             let _ = state.unlocked(|| {
-                let object = self.object(&file.node)?;
+                let object = self.object(&file.inode)?;
                 self.backing
                     .set_times(&object, SetTime::Keep, SetTime::At(mtime))
             });
@@ -762,7 +762,7 @@ impl<B: Backing> Engine<B> {
             self.queue.lock().retry.push((retry_at, Arc::clone(file)));
         }
         self.counters.drain_decisions.count(Decision::Waits);
-        let path = file.node.paths().into_iter().next().unwrap_or_default();
+        let path = file.inode.paths().into_iter().next().unwrap_or_default();
         let what = if unreadable {
             "read from the spill file"
         } else {

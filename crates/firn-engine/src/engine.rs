@@ -17,8 +17,8 @@ use parking_lot::Condvar;
 
 use crate::drain::Queue;
 use crate::file::File;
-use crate::names::{Key, Names, Node};
-use crate::{Done, HandleId, NodeId, Result};
+use crate::names::{Inode, Key, Names};
+use crate::{Done, HandleId, InodeId, Result};
 
 /// When close(2) returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -290,11 +290,11 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// The path of a node, or of a name in it, as a person may read it; of one that nobody knows its number.
-    pub fn shown_path(&self, node: NodeId, name: Option<&std::ffi::OsStr>) -> String {
-        let mut path = match self.names.get(node) {
-            Some(node) => node.paths().into_iter().next().unwrap_or_default(),
-            None => format!("(node {})", node.0).into_bytes(),
+    /// The path of a host, or of a name in it, as a person may read it; of one that nobody knows its number.
+    pub fn shown_path(&self, inode: InodeId, name: Option<&std::ffi::OsStr>) -> String {
+        let mut path = match self.names.get(inode) {
+            Some(inode) => inode.paths().into_iter().next().unwrap_or_default(),
+            None => format!("(inode {})", inode.0).into_bytes(),
         };
         if let Some(name) = name {
             if !path.is_empty() {
@@ -305,17 +305,17 @@ impl<B: Backing> Engine<B> {
         quoted(&path)
     }
 
-    pub(crate) fn node(&self, id: NodeId) -> Result<Arc<Node<B>>> {
+    pub(crate) fn inode(&self, id: InodeId) -> Result<Arc<Inode<B>>> {
         self.names.get(id).ok_or(Errno::STALE)
     }
 
-    /// The object of a node in the backing.
-    pub(crate) fn object(&self, node: &Node<B>) -> Result<B::Node> {
-        self.names.object(&self.backing, node)
+    /// The object of a host in the backing.
+    pub(crate) fn object(&self, inode: &Inode<B>) -> Result<B::Inode> {
+        self.names.object(&self.backing, inode)
     }
 
-    pub(crate) fn object_of(&self, id: NodeId) -> Result<B::Node> {
-        self.object(&*self.node(id)?)
+    pub(crate) fn object_of(&self, id: InodeId) -> Result<B::Inode> {
+        self.object(&*self.inode(id)?)
     }
 
     pub(crate) fn handle(&self, id: HandleId) -> Result<Arc<Handle<B>>> {
@@ -326,21 +326,21 @@ impl<B: Backing> Engine<B> {
         HandleId(self.next_handle.fetch_add(1, Ordering::Relaxed) + 1)
     }
 
-    /// The file of a node, if it is open or has pending data.
-    pub(crate) fn known_file(&self, node: &Node<B>) -> Option<Arc<File<B>>> {
-        self.files.lock().get(&node.key).cloned()
+    /// The file of a host, if it is open or has pending data.
+    pub(crate) fn known_file(&self, inode: &Inode<B>) -> Option<Arc<File<B>>> {
+        self.files.lock().get(&inode.key).cloned()
     }
 
-    /// The file of a node, with `change` applied while it cannot be dropped.
+    /// The file of a host, with `change` applied while it cannot be dropped.
     pub(crate) fn file_with(
         &self,
-        node: &Arc<Node<B>>,
+        inode: &Arc<Inode<B>>,
         change: impl FnOnce(&mut crate::file::FileState<B>),
     ) -> Arc<File<B>> {
         let mut files = self.files.lock();
         let file = files
-            .entry(node.key)
-            .or_insert_with(|| Arc::new(File::new(Arc::clone(node))));
+            .entry(inode.key)
+            .or_insert_with(|| Arc::new(File::new(Arc::clone(inode))));
         change(&mut file.lock());
         Arc::clone(file)
     }
@@ -358,10 +358,10 @@ impl<B: Backing> Engine<B> {
             || !state.inflight.is_empty();
         if !used
             && files
-                .get(&file.node.key)
+                .get(&file.inode.key)
                 .is_some_and(|known| Arc::ptr_eq(known, file))
         {
-            files.remove(&file.node.key);
+            files.remove(&file.inode.key);
         }
     }
 

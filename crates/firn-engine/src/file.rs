@@ -27,7 +27,7 @@ use smallvec::SmallVec;
 use thin_vec::ThinVec;
 
 use crate::extents::{Extent, Extents};
-use crate::names::Node;
+use crate::names::Inode;
 use crate::small_map::SmallMap;
 use crate::{Done, HandleId};
 
@@ -128,7 +128,7 @@ pub(crate) struct FileState<B: Backing> {
 
 /// A file that firnd has something to do with.
 pub(crate) struct File<B: Backing> {
-    pub node: Arc<Node<B>>,
+    pub inode: Arc<Inode<B>>,
     state: Mutex<FileState<B>>,
     /// Some I/O or exclusive use ended.
     quiet: Condvar,
@@ -149,10 +149,10 @@ const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 392);
 impl<B: Backing> File<B> {
     /// Its path as a person may read it.
     pub(crate) fn shown(&self) -> String {
-        firn_format::quote::quoted(&self.node.paths().into_iter().next().unwrap_or_default())
+        firn_format::quote::quoted(&self.inode.paths().into_iter().next().unwrap_or_default())
     }
 
-    pub(crate) fn new(node: Arc<Node<B>>) -> Self {
+    pub(crate) fn new(inode: Arc<Inode<B>>) -> Self {
         let state = FileState {
             extents: Extents::default(),
             pieces: SmallMap::default(),
@@ -192,7 +192,7 @@ impl<B: Backing> File<B> {
             plain_in: 0,
         };
         Self {
-            node,
+            inode,
             state: Mutex::new(state),
             quiet: Condvar::new(),
         }

@@ -54,7 +54,7 @@ impl<B: Backing> Engine<B> {
         let handle = self.writable(token)?;
         let file = &handle.file;
         let privileges = self.privileges_epoch();
-        let plain = self.object(&file.node).is_ok_and(|object| {
+        let plain = self.object(&file.inode).is_ok_and(|object| {
             let attr = self.backing.attr(&object);
             attr.is_ok_and(|attr| !has_set_id_bits(&attr)) && !self.has_capabilities(&object)
         });
@@ -65,11 +65,11 @@ impl<B: Backing> Engine<B> {
             return Err(DoorRefusal::Busy);
         }
         let grant = || self.grant(client, &handle);
-        let (binding, end) = self.paths.while_staying(|| file.node.paths(), grant)?;
+        let (binding, end) = self.paths.while_staying(|| file.inode.paths(), grant)?;
         // Nobody else changes the file from here on: what a drain moves to the backing before it is asked
         // counts all the same.
         let in_backing = self
-            .object(&file.node)
+            .object(&file.inode)
             .and_then(|object| self.backing.attr(&object));
         let Ok(attr) = in_backing else {
             self.door_end(client, token);
@@ -83,7 +83,7 @@ impl<B: Backing> Engine<B> {
         Ok(DoorGrant {
             binding,
             size: attr.size.max(end),
-            node: file.node.id,
+            inode: file.inode.id,
         })
     }
 
@@ -234,13 +234,13 @@ impl<B: Backing> Engine<B> {
             .into_iter()
             .map(list)
             .collect::<Answer<_>>()?;
-        let word = (file.node.id.0 % u64::from(WORDS_COUNT)) as u32;
+        let word = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
         state.listed = Some(word);
         let (slot, stamp) = self.arena.file_word(word);
         drop(state);
         // What is drained before the backing is asked counts all the same; what is cut makes the list void.
         let attr = self
-            .object(&file.node)
+            .object(&file.inode)
             .and_then(|object| self.backing.attr(&object));
         let size = attr.map_err(|_| DoorRefusal::Busy)?.size.max(end);
         Ok(DoorList {
@@ -275,25 +275,25 @@ impl<B: Backing> Engine<B> {
 
     // ---- what the engine does ----------------------------------------------------------------
 
-    /// Whether a client may be writing the file of a node now, or has and the kernel was not told of it: its
+    /// Whether a client may be writing the file of a host now, or has and the kernel was not told of it: its
     /// attributes change unseen.
-    pub fn is_written_past_the_kernel(&self, node: crate::NodeId) -> bool {
-        let Some(node) = self.names.get(node) else {
+    pub fn is_written_past_the_kernel(&self, inode: crate::InodeId) -> bool {
+        let Some(inode) = self.names.get(inode) else {
             return false;
         };
         let doors = self.doors.load(Ordering::Acquire) > 0;
         let door = doors
             && self
-                .known_file(&node)
+                .known_file(&inode)
                 .is_some_and(|file| file.lock().door.is_some());
         // Last: a door that just ended left it so.
-        door || node.kernel_behind.load(Ordering::Acquire)
+        door || inode.kernel_behind.load(Ordering::Acquire)
     }
 
-    /// The kernel knows now how long the file of a node is.
-    pub fn kernel_knows(&self, node: crate::NodeId) {
-        if let Some(node) = self.names.get(node) {
-            node.kernel_behind.store(false, Ordering::Release);
+    /// The kernel knows now how long the file of a host is.
+    pub fn kernel_knows(&self, inode: crate::InodeId) {
+        if let Some(inode) = self.names.get(inode) {
+            inode.kernel_behind.store(false, Ordering::Release);
         }
     }
 
@@ -385,7 +385,7 @@ impl<B: Backing> Engine<B> {
         } in taken
         {
             self.note_access(
-                &file.node,
+                &file.inode,
                 pid,
                 Access::Write,
                 offset..offset + u64::from(len),
@@ -411,7 +411,7 @@ impl<B: Backing> Engine<B> {
             self.counters
                 .ingest_bytes
                 .fetch_add(bytes, Ordering::Relaxed);
-            file.node.kernel_behind.store(true, Ordering::Release);
+            file.inode.kernel_behind.store(true, Ordering::Release);
             // Only what the engine itself published may be extended by it.
             state.tail = None;
         }
@@ -477,12 +477,12 @@ impl<B: Backing> Engine<B> {
 
     /// For an opener of a file whose bytes came past the kernel: how long it is.
     pub(crate) fn size_for_kernel(&self, file: &File<B>) -> Option<u64> {
-        if !file.node.kernel_behind.load(Ordering::Acquire) {
+        if !file.inode.kernel_behind.load(Ordering::Acquire) {
             return None;
         }
         let end = file.lock().extents.end();
         let attr = self
-            .object(&file.node)
+            .object(&file.inode)
             .and_then(|object| self.backing.attr(&object));
         Some(attr.map_or(end, |attr| attr.size.max(end)))
     }

@@ -1,12 +1,12 @@
 //! The objects that the kernel knows, and the names that lead to them.
 //!
 //! Invariants
-//! * One [`Node`] for each object of the backing, whatever its number of names: hard links share it.
-//! * A node's names hold its parents, so the path of a node with pending data can always be told,
+//! * One [`Inode`] for each object of the backing, whatever its number of names: hard links share it.
+//! * A host's names hold its parents, so the path of a host with pending data can always be told,
 //!   also when the kernel has forgotten the directories above.
-//! * A node number is the backing's inode number where that is possible, so that programs see the
+//! * An inode number is the backing's inode number where that is possible, so that programs see the
 //!   numbers that they see in the backing.
-//! * The kernel may know more nodes than a process may hold descriptors: the objects of the nodes used
+//! * The kernel may know more inodes than a process may hold descriptors: the objects of the inodes used
 //!   last are held ([`Objects`]), the others are looked up again by a name. What is about to lose its
 //!   last known name is held for good before.
 //! * The tables by key and by name know at most twice as many objects as there are, or 1024.
@@ -23,7 +23,7 @@ use quick_cache::sync::Cache;
 use smallvec::SmallVec;
 
 use crate::claims::PathClaims;
-use crate::{NodeId, ROOT, Result};
+use crate::{InodeId, ROOT, Result};
 
 /// Identity of an object in the backing: device and inode.
 pub(crate) type Key = (u64, u64);
@@ -32,7 +32,7 @@ pub(crate) type Key = (u64, u64);
 pub(crate) type Name = Arc<OsStr>;
 
 /// A directory and a name in it.
-type Link<B> = (Arc<Node<B>>, Name);
+type Link<B> = (Arc<Inode<B>>, Name);
 
 /// First number for objects whose inode number cannot serve: above any inode number met in practice.
 const SYNTHETIC: u64 = 1 << 62;
@@ -40,19 +40,19 @@ const SYNTHETIC: u64 = 1 << 62;
 /// Fewer objects are not looked at for those that are gone.
 const SWEEP_AT_LEAST: usize = 1024;
 
-/// The objects of the nodes used last, by [`Node::serial`].
-type Objects<B> = Cache<u64, <B as Backing>::Node>;
+/// The objects of the inodes used last, by [`Inode::serial`].
+type Objects<B> = Cache<u64, <B as Backing>::Inode>;
 
 /// One object.
-pub(crate) struct Node<B: Backing> {
-    pub id: NodeId,
+pub(crate) struct Inode<B: Backing> {
+    pub id: InodeId,
     /// Never used again, unlike the numbers of inodes.
     serial: u64,
     pub key: Key,
     pub kind: Kind,
     pub btime: Option<firn_backing::Time>,
     /// The object, where it must not be let go.
-    held: Mutex<Option<B::Node>>,
+    held: Mutex<Option<B::Inode>>,
     objects: Arc<Objects<B>>,
     /// Known names.
     names: Mutex<SmallVec<[Link<B>; 1]>>,
@@ -69,7 +69,7 @@ pub(crate) struct Node<B: Backing> {
 }
 
 /// There is one for each object that the kernel knows or that is held.
-const _: () = assert!(size_of::<Node<firn_backing::DirBacking>>() <= 144);
+const _: () = assert!(size_of::<Inode<firn_backing::DirBacking>>() <= 144);
 
 /// Tells one state of a file's content from a later one.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -79,7 +79,7 @@ pub(crate) struct Stamp {
     pub ctime: Time,
 }
 
-impl<B: Backing> Node<B> {
+impl<B: Backing> Inode<B> {
     /// Whether this is what `attr` tells of. An inode number alone is not enough: it is used again once
     /// the object is gone.
     pub(crate) fn is(&self, attr: &Attr) -> bool {
@@ -90,7 +90,7 @@ impl<B: Backing> Node<B> {
         self.key == (attr.dev, attr.ino) && self.kind == attr.kind && same_birth
     }
 
-    fn object_at_hand(&self) -> Option<B::Node> {
+    fn object_at_hand(&self) -> Option<B::Inode> {
         self.held
             .lock()
             .clone()
@@ -107,7 +107,7 @@ impl<B: Backing> Node<B> {
         }
     }
 
-    pub(crate) fn remove_name(&self, parent: NodeId, name: &OsStr) {
+    pub(crate) fn remove_name(&self, parent: InodeId, name: &OsStr) {
         self.names
             .lock()
             .retain(|(p, n)| p.id != parent || **n != *name);
@@ -153,21 +153,21 @@ impl<B: Backing> Node<B> {
     }
 }
 
-impl<B: Backing> Drop for Node<B> {
+impl<B: Backing> Drop for Inode<B> {
     fn drop(&mut self) {
         self.objects.remove(&self.serial);
     }
 }
 
 struct Known<B: Backing> {
-    node: Arc<Node<B>>,
+    inode: Arc<Inode<B>>,
     lookups: u64,
 }
 
 struct Tables<B: Backing> {
-    by_id: HashMap<NodeId, Known<B>>,
-    by_key: HashMap<Key, Weak<Node<B>>>,
-    children: HashMap<(NodeId, Name), Weak<Node<B>>>,
+    by_id: HashMap<InodeId, Known<B>>,
+    by_key: HashMap<Key, Weak<Inode<B>>>,
+    children: HashMap<(InodeId, Name), Weak<Inode<B>>>,
     /// So many objects make it worth a look which of them are gone.
     sweep_at: usize,
     next_synthetic: u64,
@@ -175,21 +175,21 @@ struct Tables<B: Backing> {
 }
 
 impl<B: Backing> Tables<B> {
-    /// Drops what is known of nodes that are gone: not all of them go by [`Names::forget`]. A file with data
+    /// Drops what is known of hosts that are gone: not all of them go by [`Names::forget`]. A file with data
     /// outlives what the kernel knows, and others are only looked up by a path.
     fn sweep(&mut self) {
         if self.by_key.len() < self.sweep_at {
             return;
         }
-        self.by_key.retain(|_, node| node.strong_count() > 0);
-        self.children.retain(|_, node| node.strong_count() > 0);
+        self.by_key.retain(|_, inode| inode.strong_count() > 0);
+        self.children.retain(|_, inode| inode.strong_count() > 0);
         self.sweep_at = SWEEP_AT_LEAST.max(2 * self.by_key.len());
     }
 }
 
-/// All nodes.
+/// All inodes.
 pub(crate) struct Names<B: Backing> {
-    root: Arc<Node<B>>,
+    root: Arc<Inode<B>>,
     tables: Mutex<Tables<B>>,
     /// An earlier firnd may have made names that nobody synced: the first sync of each file syncs
     /// its names too.
@@ -201,21 +201,21 @@ pub(crate) struct Names<B: Backing> {
 }
 
 impl<B: Backing> Names<B> {
-    /// Holds the objects of `objects_max` nodes beside those that it must.
+    /// Holds the objects of `objects_max` inodes beside those that it must.
     pub(crate) fn new(
-        object: B::Node,
+        object: B::Inode,
         attr: &Attr,
         names_unsynced: bool,
         objects_max: usize,
     ) -> Self {
         let objects = Arc::new(Cache::new(objects_max));
-        let root = Arc::new(new_node(ROOT, 0, &objects, attr, false));
+        let root = Arc::new(new_inode(ROOT, 0, &objects, attr, false));
         *root.held.lock() = Some(object);
         let mut by_id = HashMap::new();
         by_id.insert(
             ROOT,
             Known {
-                node: Arc::clone(&root),
+                inode: Arc::clone(&root),
                 lookups: 1,
             },
         );
@@ -237,29 +237,29 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// The object of a node, looked up again where it was let go; ESTALE where no known name leads to it
+    /// The object of a host, looked up again where it was let go; ESTALE where no known name leads to it
     /// any more.
-    pub(crate) fn object(&self, backing: &B, node: &Node<B>) -> Result<B::Node> {
-        if let Some(object) = node.object_at_hand() {
+    pub(crate) fn object(&self, backing: &B, inode: &Inode<B>) -> Result<B::Inode> {
+        if let Some(object) = inode.object_at_hand() {
             return Ok(object);
         }
-        let _names_stay = self.moving.stay(|| node.paths());
-        self.look_up_again(backing, node)
+        let _names_stay = self.moving.stay(|| inode.paths());
+        self.look_up_again(backing, inode)
     }
 
-    fn look_up_again(&self, backing: &B, node: &Node<B>) -> Result<B::Node> {
-        if let Some(object) = node.object_at_hand() {
+    fn look_up_again(&self, backing: &B, inode: &Inode<B>) -> Result<B::Inode> {
+        if let Some(object) = inode.object_at_hand() {
             return Ok(object);
         }
-        let names = node.names.lock().clone();
+        let names = inode.names.lock().clone();
         let mut errno = Errno::STALE;
         for (parent, name) in &names {
             let found = self
                 .look_up_again(backing, parent)
                 .and_then(|parent| backing.lookup(&parent, name));
             match found {
-                Ok((object, attr)) if node.is(&attr) => {
-                    self.objects.insert(node.serial, object.clone());
+                Ok((object, attr)) if inode.is(&attr) => {
+                    self.objects.insert(inode.serial, object.clone());
                     return Ok(object);
                 }
                 Ok(_) | Err(Errno::NOENT | Errno::NOTDIR) => {}
@@ -271,9 +271,9 @@ impl<B: Backing> Names<B> {
 
     /// Called before a name goes: if no other is known, the object is held from here on. Fails where there is no
     /// descriptor left for that.
-    pub(crate) fn hold_last(&self, backing: &B, parent: NodeId, name: &OsStr) -> Result<()> {
+    pub(crate) fn hold_last(&self, backing: &B, parent: InodeId, name: &OsStr) -> Result<()> {
         match self.child(parent, name) {
-            Some(node) => self.hold_if_last(backing, &node, parent, name),
+            Some(inode) => self.hold_if_last(backing, &inode, parent, name),
             None => Ok(()),
         }
     }
@@ -282,11 +282,11 @@ impl<B: Backing> Names<B> {
     pub(crate) fn hold_if_last(
         &self,
         backing: &B,
-        node: &Node<B>,
-        parent: NodeId,
+        inode: &Inode<B>,
+        parent: InodeId,
         name: &OsStr,
     ) -> Result<()> {
-        let another = node
+        let another = inode
             .names
             .lock()
             .iter()
@@ -294,8 +294,8 @@ impl<B: Backing> Names<B> {
         if another {
             return Ok(());
         }
-        match self.object(backing, node) {
-            Ok(object) => *node.held.lock() = Some(object),
+        match self.object(backing, inode) {
+            Ok(object) => *inode.held.lock() = Some(object),
             Err(errno @ (Errno::MFILE | Errno::NFILE)) => return Err(errno),
             // One that is gone from below already cannot be held; who uses it is told ESTALE.
             Err(_) => {}
@@ -311,8 +311,8 @@ impl<B: Backing> Names<B> {
     /// Renames below and here, as one step for those who look an object up again.
     pub(crate) fn rename(
         &self,
-        from: (&Arc<Node<B>>, &OsStr),
-        to: (&Arc<Node<B>>, &OsStr),
+        from: (&Arc<Inode<B>>, &OsStr),
+        to: (&Arc<Inode<B>>, &OsStr),
         exchange: bool,
         below: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
@@ -328,31 +328,31 @@ impl<B: Backing> Names<B> {
         Ok(())
     }
 
-    pub(crate) fn root(&self) -> &Arc<Node<B>> {
+    pub(crate) fn root(&self) -> &Arc<Inode<B>> {
         &self.root
     }
 
-    pub(crate) fn get(&self, id: NodeId) -> Option<Arc<Node<B>>> {
+    pub(crate) fn get(&self, id: InodeId) -> Option<Arc<Inode<B>>> {
         self.tables
             .lock()
             .by_id
             .get(&id)
-            .map(|known| Arc::clone(&known.node))
+            .map(|known| Arc::clone(&known.inode))
     }
 
     /// All that is known, also objects whose inode number another one has by now.
-    pub(crate) fn all(&self) -> Vec<Arc<Node<B>>> {
+    pub(crate) fn all(&self) -> Vec<Arc<Inode<B>>> {
         let tables = self.tables.lock();
         let mut all: Vec<_> = tables
             .by_id
             .values()
-            .map(|known| Arc::clone(&known.node))
+            .map(|known| Arc::clone(&known.inode))
             .collect();
-        let unknown_to_kernel = |node: &Arc<Node<B>>| {
+        let unknown_to_kernel = |inode: &Arc<Inode<B>>| {
             !tables
                 .by_id
-                .get(&node.id)
-                .is_some_and(|known| Arc::ptr_eq(&known.node, node))
+                .get(&inode.id)
+                .is_some_and(|known| Arc::ptr_eq(&known.inode, inode))
         };
         all.extend(
             tables
@@ -365,7 +365,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// The child, if the kernel or the engine knows it.
-    pub(crate) fn child(&self, parent: NodeId, name: &OsStr) -> Option<Arc<Node<B>>> {
+    pub(crate) fn child(&self, parent: InodeId, name: &OsStr) -> Option<Arc<Inode<B>>> {
         self.tables
             .lock()
             .children
@@ -373,64 +373,64 @@ impl<B: Backing> Names<B> {
             .upgrade()
     }
 
-    /// The node of an object that was found as `name` in `parent`; `lookups` more references by the
+    /// The inode of an object that was found as `name` in `parent`; `lookups` more references by the
     /// kernel.
     pub(crate) fn register(
         &self,
-        object: B::Node,
+        object: B::Inode,
         attr: &Attr,
-        parent: &Arc<Node<B>>,
+        parent: &Arc<Inode<B>>,
         name: &OsStr,
         lookups: u64,
-    ) -> Arc<Node<B>> {
+    ) -> Arc<Inode<B>> {
         let mut guard = self.tables.lock();
         let tables = &mut *guard;
         let key = (attr.dev, attr.ino);
-        let node = match tables.by_key.get(&key).and_then(Weak::upgrade) {
-            Some(node) if node.is(attr) => node,
+        let inode = match tables.by_key.get(&key).and_then(Weak::upgrade) {
+            Some(inode) if inode.is(attr) => inode,
             _ => {
-                let direct = NodeId(attr.ino);
+                let direct = InodeId(attr.ino);
                 let usable = attr.dev == self.root.key.0 && attr.ino > 1 && attr.ino < SYNTHETIC;
                 let id = if usable && !tables.by_id.contains_key(&direct) {
                     direct
                 } else {
                     tables.next_synthetic += 1;
-                    NodeId(tables.next_synthetic)
+                    InodeId(tables.next_synthetic)
                 };
                 tables.last_serial += 1;
-                let node = new_node(
+                let inode = new_inode(
                     id,
                     tables.last_serial,
                     &self.objects,
                     attr,
                     self.names_unsynced,
                 );
-                let node = Arc::new(node);
+                let inode = Arc::new(inode);
                 tables.sweep();
-                tables.by_key.insert(key, Arc::downgrade(&node));
-                node
+                tables.by_key.insert(key, Arc::downgrade(&inode));
+                inode
             }
         };
-        if node.id != ROOT {
-            self.objects.insert(node.serial, object);
+        if inode.id != ROOT {
+            self.objects.insert(inode.serial, object);
             let name = Name::from(name);
-            node.add_name(parent, &name);
+            inode.add_name(parent, &name);
             tables
                 .children
-                .insert((parent.id, name), Arc::downgrade(&node));
+                .insert((parent.id, name), Arc::downgrade(&inode));
         }
         if lookups > 0 {
-            let known = tables.by_id.entry(node.id).or_insert_with(|| Known {
-                node: Arc::clone(&node),
+            let known = tables.by_id.entry(inode.id).or_insert_with(|| Known {
+                inode: Arc::clone(&inode),
                 lookups: 0,
             });
             known.lookups += lookups;
         }
-        node
+        inode
     }
 
     /// The kernel drops `count` references.
-    pub(crate) fn forget(&self, id: NodeId, count: u64) {
+    pub(crate) fn forget(&self, id: InodeId, count: u64) {
         let mut tables = self.tables.lock();
         let Some(known) = tables.by_id.get_mut(&id) else {
             return;
@@ -439,17 +439,17 @@ impl<B: Backing> Names<B> {
         if known.lookups > 0 || id == ROOT {
             return;
         }
-        let node = tables.by_id.remove(&id).expect("just seen").node;
-        // Files with pending data hold the node; else this is the last reference.
-        if Arc::strong_count(&node) == 1 {
+        let inode = tables.by_id.remove(&id).expect("just seen").inode;
+        // Files with pending data hold the inode; else this is the last reference.
+        if Arc::strong_count(&inode) == 1 {
             if tables
                 .by_key
-                .get(&node.key)
-                .is_some_and(|known| known.as_ptr() == Arc::as_ptr(&node))
+                .get(&inode.key)
+                .is_some_and(|known| known.as_ptr() == Arc::as_ptr(&inode))
             {
-                tables.by_key.remove(&node.key);
+                tables.by_key.remove(&inode.key);
             }
-            for (parent, name) in node.names.lock().iter() {
+            for (parent, name) in inode.names.lock().iter() {
                 tables.children.remove(&(parent.id, name.clone()));
             }
         }
@@ -457,30 +457,35 @@ impl<B: Backing> Names<B> {
     }
 
     /// A name is gone.
-    pub(crate) fn unlinked(&self, parent: NodeId, name: &OsStr) {
+    pub(crate) fn unlinked(&self, parent: InodeId, name: &OsStr) {
         let gone = self.tables.lock().children.remove(&(parent, name.into()));
-        if let Some(node) = gone.and_then(|weak| weak.upgrade()) {
-            node.remove_name(parent, name);
+        if let Some(inode) = gone.and_then(|weak| weak.upgrade()) {
+            inode.remove_name(parent, name);
         }
     }
 
-    /// A name does not lead to `node`; it may lead to another one.
-    pub(crate) fn drop_name(&self, parent: NodeId, name: &OsStr, node: &Node<B>) {
+    /// A name does not lead to `inode`; it may lead to another one.
+    pub(crate) fn drop_name(&self, parent: InodeId, name: &OsStr, inode: &Inode<B>) {
         let mut tables = self.tables.lock();
         let key = (parent, Name::from(name));
         if tables
             .children
             .get(&key)
-            .is_some_and(|known| std::ptr::eq(known.as_ptr(), node))
+            .is_some_and(|known| std::ptr::eq(known.as_ptr(), inode))
         {
             tables.children.remove(&key);
         }
         drop(tables);
-        node.remove_name(parent, name);
+        inode.remove_name(parent, name);
     }
 
     /// A name moved over another, or the two changed places.
-    fn renamed(&self, from: (&Arc<Node<B>>, &OsStr), to: (&Arc<Node<B>>, &OsStr), exchange: bool) {
+    fn renamed(
+        &self,
+        from: (&Arc<Inode<B>>, &OsStr),
+        to: (&Arc<Inode<B>>, &OsStr),
+        exchange: bool,
+    ) {
         let mut tables = self.tables.lock();
         let from_key = (from.0.id, Name::from(from.1));
         let to_key = (to.0.id, Name::from(to.1));
@@ -492,31 +497,31 @@ impl<B: Backing> Names<B> {
             .children
             .remove(&to_key)
             .and_then(|weak| weak.upgrade());
-        if let Some(node) = &replaced {
-            node.remove_name(to.0.id, to.1);
+        if let Some(inode) = &replaced {
+            inode.remove_name(to.0.id, to.1);
         }
-        if let Some(node) = &moved {
-            node.remove_name(from.0.id, from.1);
-            node.add_name(to.0, &to_key.1);
-            node.name_unsynced.store(true, Ordering::Release);
-            tables.children.insert(to_key, Arc::downgrade(node));
+        if let Some(inode) = &moved {
+            inode.remove_name(from.0.id, from.1);
+            inode.add_name(to.0, &to_key.1);
+            inode.name_unsynced.store(true, Ordering::Release);
+            tables.children.insert(to_key, Arc::downgrade(inode));
         }
-        if exchange && let Some(node) = &replaced {
-            node.add_name(from.0, &from_key.1);
-            node.name_unsynced.store(true, Ordering::Release);
-            tables.children.insert(from_key, Arc::downgrade(node));
+        if exchange && let Some(inode) = &replaced {
+            inode.add_name(from.0, &from_key.1);
+            inode.name_unsynced.store(true, Ordering::Release);
+            tables.children.insert(from_key, Arc::downgrade(inode));
         }
     }
 }
 
-fn new_node<B: Backing>(
-    id: NodeId,
+fn new_inode<B: Backing>(
+    id: InodeId,
     serial: u64,
     objects: &Arc<Objects<B>>,
     attr: &Attr,
     name_unsynced: bool,
-) -> Node<B> {
-    Node {
+) -> Inode<B> {
+    Inode {
         id,
         serial,
         key: (attr.dev, attr.ino),
@@ -539,7 +544,7 @@ mod tests {
     use firn_backing::SimBacking;
 
     #[test]
-    fn nodes_that_nobody_has_are_not_kept() {
+    fn inodes_that_nobody_has_are_not_kept() {
         let backing = SimBacking::new();
         let root = backing.root();
         let attr = backing.attr(&root).expect("root");
@@ -552,19 +557,19 @@ mod tests {
                 kind: Kind::File,
                 ..attr
             };
-            let node = names.register(root.clone(), &attr, names.root(), name.as_ref(), 0);
+            let inode = names.register(root.clone(), &attr, names.root(), name.as_ref(), 0);
             if n % 100 == 0 {
-                kept.push((name, node));
+                kept.push((name, inode));
             }
         }
         let tables = names.tables.lock();
         assert!(tables.by_key.len().max(tables.children.len()) <= SWEEP_AT_LEAST);
         drop(tables);
-        for (name, node) in kept {
+        for (name, inode) in kept {
             assert!(
                 names
                     .child(ROOT, name.as_ref())
-                    .is_some_and(|known| Arc::ptr_eq(&known, &node))
+                    .is_some_and(|known| Arc::ptr_eq(&known, &inode))
             );
         }
     }

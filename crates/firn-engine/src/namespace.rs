@@ -12,58 +12,58 @@ use firn_format::record::Record;
 
 use crate::engine::Engine;
 use crate::file::File;
-use crate::names::Node;
-use crate::{Entry, HandleId, NodeId, Principal, Result, SetAttr};
+use crate::names::Inode;
+use crate::{Entry, HandleId, InodeId, Principal, Result, SetAttr};
 
 impl<B: Backing> Engine<B> {
     // ---- attributes --------------------------------------------------------------------------
 
-    /// Resolves a name; the node's lookup count goes up by one.
-    pub fn lookup(&self, parent: NodeId, name: &OsStr) -> Result<Entry> {
-        let dir = self.node(parent)?;
+    /// Resolves a name; the inode's lookup count goes up by one.
+    pub fn lookup(&self, parent: InodeId, name: &OsStr) -> Result<Entry> {
+        let dir = self.inode(parent)?;
         loop {
             let before = self.names_changed.load(Ordering::Acquire);
             let found = self.with_descriptor(|| self.backing.lookup(&self.object(&dir)?, name));
             let (object, attr) = found?;
-            let node = self.names.register(object, &attr, &dir, name, 1);
-            if self.is_still(before, &dir, name, &node) {
+            let inode = self.names.register(object, &attr, &dir, name, 1);
+            if self.is_still(before, &dir, name, &inode) {
                 return Ok(Entry {
-                    node: node.id,
-                    attr: self.overlay(&node, attr)?,
+                    inode: inode.id,
+                    attr: self.overlay(&inode, attr)?,
                 });
             }
-            self.names.forget(node.id, 1);
+            self.names.forget(inode.id, 1);
         }
     }
 
-    /// Whether a name that was entered for `node` counts: either no names changed below the engine since `before`
-    /// was read, and the next such change will find this one, or the name leads to the node all the same.
-    fn is_still(&self, before: u64, dir: &Arc<Node<B>>, name: &OsStr, node: &Node<B>) -> bool {
+    /// Whether a name that was entered for `inode` counts: either no names changed below the engine since `before`
+    /// was read, and the next such change will find this one, or the name leads to the inode all the same.
+    fn is_still(&self, before: u64, dir: &Arc<Inode<B>>, name: &OsStr, inode: &Inode<B>) -> bool {
         self.names_changed.load(Ordering::Acquire) == before
-            || !self.drop_wrong_name(dir, name, node)
+            || !self.drop_wrong_name(dir, name, inode)
     }
 
-    /// The kernel drops `count` references to a node.
-    pub fn forget(&self, node: NodeId, count: u64) {
-        self.names.forget(node, count);
+    /// The kernel drops `count` references to an inode.
+    pub fn forget(&self, inode: InodeId, count: u64) {
+        self.names.forget(inode, count);
     }
 
     /// Attributes.
-    pub fn attr(&self, node: NodeId, _handle: Option<HandleId>) -> Result<Attr> {
-        let node = self.node(node)?;
-        self.attr_of(&node)
+    pub fn attr(&self, inode: InodeId, _handle: Option<HandleId>) -> Result<Attr> {
+        let inode = self.inode(inode)?;
+        self.attr_of(&inode)
     }
 
-    fn attr_of(&self, node: &Arc<Node<B>>) -> Result<Attr> {
-        let attr = self.with_descriptor(|| self.backing.attr(&self.object(node)?))?;
-        self.overlay(node, attr)
+    fn attr_of(&self, inode: &Arc<Inode<B>>) -> Result<Attr> {
+        let attr = self.with_descriptor(|| self.backing.attr(&self.object(inode)?))?;
+        self.overlay(inode, attr)
     }
 
     /// Counts pending data in. What is pending is looked at first and the backing afterwards, again
     /// if need be: a drain between the two must not make the file look short.
-    fn overlay(&self, node: &Arc<Node<B>>, attr: Attr) -> Result<Attr> {
-        let Some(file) = (node.kind == Kind::File)
-            .then(|| self.known_file(node))
+    fn overlay(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
+        let Some(file) = (inode.kind == Kind::File)
+            .then(|| self.known_file(inode))
             .flatten()
         else {
             return Ok(attr);
@@ -73,7 +73,7 @@ impl<B: Backing> Engine<B> {
             self.look(&file, &mut state);
             (state.pending, state.extents.end(), state.mtime)
         };
-        let mut attr = self.backing.attr(&self.object(node)?)?;
+        let mut attr = self.backing.attr(&self.object(inode)?)?;
         self.see_privileges(&file, &attr);
         if pending == 0 {
             return Ok(attr);
@@ -89,22 +89,27 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Sets attributes and returns all of them. `by`: whose call it is, which takes privileges of the object away.
-    pub fn set_attr(&self, node: NodeId, set: SetAttr, by: Option<&dyn Principal>) -> Result<Attr> {
-        let node = self.node(node)?;
+    pub fn set_attr(
+        &self,
+        inode: InodeId,
+        set: SetAttr,
+        by: Option<&dyn Principal>,
+    ) -> Result<Attr> {
+        let inode = self.inode(inode)?;
         if let Some(by) = by.filter(|_| set.is_empty()) {
             // Before the kernel changes contents by itself (passthrough), and for set-group-id without group execute.
-            self.drop_privileges(node.id, by)?;
+            self.drop_privileges(inode.id, by)?;
         }
         if let Some(size) = set.size {
             let _writing = self.writing.read();
-            let file = self.file_with(&node, |_| {});
+            let file = self.file_with(&inode, |_| {});
             let dropped = by.map_or(Ok(()), |by| self.drop_privileges_of(&file, by));
             let result = dropped.and_then(|()| self.truncate_file(&file, size));
             self.drop_if_unused(&file);
             result?;
         }
         if (set.mode.is_some() || set.uid.is_some() || set.gid.is_some())
-            && let Some(file) = self.known_file(&node)
+            && let Some(file) = self.known_file(&inode)
         {
             // Set-id bits must go with the next write, which only the kernel's way can do.
             self.end_door(&file);
@@ -112,24 +117,24 @@ impl<B: Backing> Engine<B> {
         }
         let changes_owner = set.uid.is_some() || set.gid.is_some();
         if changes_owner {
-            self.set_owner(&node, (set.uid, set.gid), by)?;
+            self.set_owner(&inode, (set.uid, set.gid), by)?;
         }
         match set.mode {
             Some(mode) if by.is_some() && (changes_owner || set.size.is_some()) => {
-                self.set_mode_besides(&node, mode)?;
+                self.set_mode_besides(&inode, mode)?;
             }
-            Some(mode) => self.set_mode(&node, mode, by)?,
+            Some(mode) => self.set_mode(&inode, mode, by)?,
             None => {}
         }
         if set.atime != SetTime::Keep || set.mtime != SetTime::Keep {
-            self.set_times(&node, set.atime, set.mtime)?;
+            self.set_times(&inode, set.atime, set.mtime)?;
         }
-        self.attr_of(&node)
+        self.attr_of(&inode)
     }
 
-    fn set_times(&self, node: &Arc<Node<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
-        let Some(file) = self.known_file(node) else {
-            return self.backing.set_times(&self.object(node)?, atime, mtime);
+    fn set_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
+        let Some(file) = self.known_file(inode) else {
+            return self.backing.set_times(&self.object(inode)?, atime, mtime);
         };
         let time = match mtime {
             SetTime::Keep => None,
@@ -138,7 +143,7 @@ impl<B: Backing> Engine<B> {
         };
         let before = self.expect_mtime(&file, time);
         let result = self
-            .object(node)
+            .object(inode)
             .and_then(|object| self.backing.set_times(&object, atime, mtime));
         let mut state = file.lock();
         if result.is_ok() {
@@ -170,17 +175,17 @@ impl<B: Backing> Engine<B> {
         before
     }
 
-    /// Where a node stands on the ladder.
-    pub fn state_of(&self, node: NodeId) -> Result<Rung> {
-        let node = self.node(node)?;
-        let pending = self.known_file(&node).and_then(|file| {
+    /// Where an inode stands on the ladder.
+    pub fn state_of(&self, inode: InodeId) -> Result<Rung> {
+        let inode = self.inode(inode)?;
+        let pending = self.known_file(&inode).and_then(|file| {
             let mut state = file.lock();
             self.look(&file, &mut state);
             (state.pending > 0).then(|| self.rung_of_pending(&state))
         });
         Ok(if let Some(rung) = pending {
             rung
-        } else if node.durable.load(Ordering::Acquire) {
+        } else if inode.durable.load(Ordering::Acquire) {
             Rung::Durable
         } else {
             Rung::Drained
@@ -194,29 +199,35 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn made(
         &self,
         before: u64,
-        dir: &Arc<Node<B>>,
+        dir: &Arc<Inode<B>>,
         name: &OsStr,
-        object: B::Node,
+        object: B::Inode,
         attr: &Attr,
-    ) -> Result<Arc<Node<B>>> {
-        let node = self.names.register(object, attr, dir, name, 1);
-        if !self.is_still(before, dir, name, &node) {
-            self.names.forget(node.id, 1);
+    ) -> Result<Arc<Inode<B>>> {
+        let inode = self.names.register(object, attr, dir, name, 1);
+        if !self.is_still(before, dir, name, &inode) {
+            self.names.forget(inode.id, 1);
             return Err(Errno::STALE);
         }
-        node.name_unsynced.store(true, Ordering::Release);
-        Ok(node)
+        inode.name_unsynced.store(true, Ordering::Release);
+        Ok(inode)
     }
 
     /// mkdir(2).
-    pub fn mkdir(&self, caller: &Caller, parent: NodeId, name: &OsStr, mode: u32) -> Result<Entry> {
-        let dir = self.node(parent)?;
+    pub fn mkdir(
+        &self,
+        caller: &Caller,
+        parent: InodeId,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<Entry> {
+        let dir = self.inode(parent)?;
         let before = self.names_changed.load(Ordering::Acquire);
         let (object, attr) =
             self.with_descriptor(|| self.backing.mkdir(caller, &self.object(&dir)?, name, mode))?;
-        let node = self.made(before, &dir, name, object, &attr)?;
+        let inode = self.made(before, &dir, name, object, &attr)?;
         Ok(Entry {
-            node: node.id,
+            inode: inode.id,
             attr,
         })
     }
@@ -225,20 +236,20 @@ impl<B: Backing> Engine<B> {
     pub fn mknod(
         &self,
         caller: &Caller,
-        parent: NodeId,
+        parent: InodeId,
         name: &OsStr,
         mode: u32,
         rdev: u64,
     ) -> Result<Entry> {
-        let dir = self.node(parent)?;
+        let dir = self.inode(parent)?;
         let before = self.names_changed.load(Ordering::Acquire);
         let (object, attr) = self.with_descriptor(|| {
             self.backing
                 .mknod(caller, &self.object(&dir)?, name, mode, rdev)
         })?;
-        let node = self.made(before, &dir, name, object, &attr)?;
+        let inode = self.made(before, &dir, name, object, &attr)?;
         Ok(Entry {
-            node: node.id,
+            inode: inode.id,
             attr,
         })
     }
@@ -247,30 +258,30 @@ impl<B: Backing> Engine<B> {
     pub fn symlink(
         &self,
         caller: &Caller,
-        parent: NodeId,
+        parent: InodeId,
         name: &OsStr,
         target: &OsStr,
     ) -> Result<Entry> {
-        let dir = self.node(parent)?;
+        let dir = self.inode(parent)?;
         let before = self.names_changed.load(Ordering::Acquire);
         let (object, attr) = self.with_descriptor(|| {
             self.backing
                 .symlink(caller, &self.object(&dir)?, name, target)
         })?;
-        let node = self.made(before, &dir, name, object, &attr)?;
+        let inode = self.made(before, &dir, name, object, &attr)?;
         Ok(Entry {
-            node: node.id,
+            inode: inode.id,
             attr,
         })
     }
 
-    /// link(2): one more name for a node; its pending data stays one.
-    pub fn link(&self, node: NodeId, parent: NodeId, name: &OsStr) -> Result<Entry> {
-        let node = self.node(node)?;
-        let dir = self.node(parent)?;
+    /// link(2): one more name for an inode; its pending data stays one.
+    pub fn link(&self, inode: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
+        let inode = self.inode(inode)?;
+        let dir = self.inode(parent)?;
         let _path_stays = self.paths.stay(|| dir.path_of(name).into_iter().collect());
         // The new name leads to this very object: it need not be looked up.
-        let object = self.object(&node)?;
+        let object = self.object(&inode)?;
         let attr = self.backing.link(&object, &self.object(&dir)?, name)?;
         let linked = self.names.register(object, &attr, &dir, name, 1);
         linked.name_unsynced.store(true, Ordering::Release);
@@ -285,14 +296,14 @@ impl<B: Backing> Engine<B> {
             }
         }
         Ok(Entry {
-            node: linked.id,
+            inode: linked.id,
             attr: self.overlay(&linked, attr)?,
         })
     }
 
     /// unlink(2).
-    pub fn unlink(&self, parent: NodeId, name: &OsStr) -> Result<()> {
-        let dir = self.node(parent)?;
+    pub fn unlink(&self, parent: InodeId, name: &OsStr) -> Result<()> {
+        let dir = self.inode(parent)?;
         let _path_stays = self.paths.stay(|| dir.path_of(name).into_iter().collect());
         let file = self.losing(&dir, name)?;
         let parent = self.object(&dir)?;
@@ -306,11 +317,11 @@ impl<B: Backing> Engine<B> {
     }
 
     /// The file that is about to lose a name, prepared for that.
-    fn losing(&self, dir: &Arc<Node<B>>, name: &OsStr) -> Result<Option<Arc<File<B>>>> {
-        let Some(node) = self.names.child(dir.id, name) else {
+    fn losing(&self, dir: &Arc<Inode<B>>, name: &OsStr) -> Result<Option<Arc<File<B>>>> {
+        let Some(inode) = self.names.child(dir.id, name) else {
             return Ok(None);
         };
-        let Some(file) = self.known_file(&node) else {
+        let Some(file) = self.known_file(&inode) else {
             return Ok(None);
         };
         if let Some(path) = dir.path_of(name) {
@@ -332,12 +343,12 @@ impl<B: Backing> Engine<B> {
         };
         let Some(bound) = bound else { return Ok(()) };
         let others: Vec<Vec<u8>> = file
-            .node
+            .inode
             .paths()
             .into_iter()
             .filter(|known| *known != path)
             .collect();
-        if others.is_empty() && self.backing.attr(&self.object(&file.node)?)?.nlink > 1 {
+        if others.is_empty() && self.backing.attr(&self.object(&file.inode)?)?.nlink > 1 {
             self.end_door(file);
             return self.drain_now(file);
         }
@@ -355,7 +366,7 @@ impl<B: Backing> Engine<B> {
     /// A name of this file is gone. Without name and handle its pending data is of no use to anyone.
     fn lost_name(&self, file: &Arc<File<B>>) {
         let gone = match self
-            .object(&file.node)
+            .object(&file.inode)
             .and_then(|object| self.backing.attr(&object))
         {
             Ok(attr) => attr.nlink == 0,
@@ -382,8 +393,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// rmdir(2).
-    pub fn rmdir(&self, parent: NodeId, name: &OsStr) -> Result<()> {
-        let dir = self.node(parent)?;
+    pub fn rmdir(&self, parent: InodeId, name: &OsStr) -> Result<()> {
+        let dir = self.inode(parent)?;
         let parent = self.object(&dir)?;
         self.with_descriptor(|| self.names.hold_last(&self.backing, dir.id, name))?;
         self.backing.rmdir(&parent, name)?;
@@ -394,14 +405,14 @@ impl<B: Backing> Engine<B> {
     /// renameat2(2).
     pub fn rename(
         &self,
-        parent: NodeId,
+        parent: InodeId,
         name: &OsStr,
-        new_parent: NodeId,
+        new_parent: InodeId,
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
-        let dir = self.node(parent)?;
-        let new_dir = self.node(new_parent)?;
+        let dir = self.inode(parent)?;
+        let new_dir = self.inode(new_parent)?;
         let exchange = flags.contains(RenameFlags::EXCHANGE);
         let from = self.object(&dir)?;
         let to = self.object(&new_dir)?;
@@ -423,7 +434,7 @@ impl<B: Backing> Engine<B> {
             false => self
                 .names
                 .child(new_dir.id, new_name)
-                .and_then(|node| self.known_file(&node)),
+                .and_then(|inode| self.known_file(&inode)),
         };
         if let Some(file) = &replaced
             && let Some(path) = new_dir.path_of(new_name)
@@ -470,47 +481,47 @@ impl<B: Backing> Engine<B> {
     }
 
     /// readlink(2).
-    pub fn readlink(&self, node: NodeId) -> Result<Vec<u8>> {
-        self.backing.readlink(&self.object_of(node)?)
+    pub fn readlink(&self, inode: InodeId) -> Result<Vec<u8>> {
+        self.backing.readlink(&self.object_of(inode)?)
     }
 
     // ---- extended attributes -----------------------------------------------------------------
 
     /// getxattr(2).
-    pub fn get_xattr(&self, node: NodeId, name: &OsStr) -> Result<Vec<u8>> {
-        self.backing.get_xattr(&self.object_of(node)?, name)
+    pub fn get_xattr(&self, inode: InodeId, name: &OsStr) -> Result<Vec<u8>> {
+        self.backing.get_xattr(&self.object_of(inode)?, name)
     }
     /// setxattr(2).
     pub fn set_xattr(
         &self,
-        node: NodeId,
+        inode: InodeId,
         name: &OsStr,
         value: &[u8],
         flags: i32,
         by: Option<&dyn Principal>,
     ) -> Result<()> {
-        let node = self.node(node)?;
+        let inode = self.inode(inode)?;
         // It may be one that a write through the kernel takes away, or an ACL.
-        if let Some(file) = self.known_file(&node) {
+        if let Some(file) = self.known_file(&inode) {
             self.end_door(&file);
             self.take_hold(&file);
         }
-        self.set_xattr_of(&node, (name, value, flags), by)
+        self.set_xattr_of(&inode, (name, value, flags), by)
     }
     /// listxattr(2).
-    pub fn list_xattr(&self, node: NodeId) -> Result<Vec<u8>> {
-        self.backing.list_xattr(&self.object_of(node)?)
+    pub fn list_xattr(&self, inode: InodeId) -> Result<Vec<u8>> {
+        self.backing.list_xattr(&self.object_of(inode)?)
     }
     /// removexattr(2).
-    pub fn remove_xattr(&self, node: NodeId, name: &OsStr) -> Result<()> {
-        self.backing.remove_xattr(&self.object_of(node)?, name)
+    pub fn remove_xattr(&self, inode: InodeId, name: &OsStr) -> Result<()> {
+        self.backing.remove_xattr(&self.object_of(inode)?, name)
     }
 
     // ---- directories -------------------------------------------------------------------------
 
     /// opendir(3).
-    pub fn open_dir(&self, node: NodeId) -> Result<HandleId> {
-        let dir = self.with_descriptor(|| self.backing.open_dir(&self.object_of(node)?))?;
+    pub fn open_dir(&self, inode: InodeId) -> Result<HandleId> {
+        let dir = self.with_descriptor(|| self.backing.open_dir(&self.object_of(inode)?))?;
         let id = self.new_handle_id();
         self.dirs.write().insert(id, Arc::new(dir));
         Ok(id)

@@ -88,7 +88,7 @@ impl<B: Backing> Engine<B> {
             None => Access::Read,
         };
         let opens = self
-            .object(&file.node)
+            .object(&file.inode)
             .and_then(|object| self.backing.open(&object, access));
         if opens.is_err() {
             return;

@@ -27,8 +27,8 @@ use firn_backing::{Attr, Backing, Errno, Kind};
 
 use crate::engine::Engine;
 use crate::file::File;
-use crate::names::Node;
-use crate::{NodeId, Result};
+use crate::names::Inode;
+use crate::{InodeId, Result};
 
 const SET_USER_ID: u32 = 0o4000;
 const SET_GROUP_ID: u32 = 0o2000;
@@ -57,8 +57,8 @@ impl Principal for Anybody {
     }
 }
 
-/// Told the node of which the kernel has attributes that are no longer so.
-pub(crate) type AttributesChanged = Arc<dyn Fn(NodeId) + Send + Sync>;
+/// Told the inode of which the kernel has attributes that are no longer so.
+pub(crate) type AttributesChanged = Arc<dyn Fn(InodeId) + Send + Sync>;
 
 /// The mode after `by` changed the contents.
 fn after_contents(attr: &Attr, by: &dyn Principal) -> u32 {
@@ -87,20 +87,20 @@ pub(crate) fn has_set_id_bits(attr: &Attr) -> bool {
 impl<B: Backing> Engine<B> {
     /// Calls `f` when an object lost privileges by a change of something else: the kernel is to drop the attributes
     /// that it has of it before `f` returns.
-    pub fn on_attributes_changed(&self, f: Arc<dyn Fn(NodeId) + Send + Sync>) {
+    pub fn on_attributes_changed(&self, f: Arc<dyn Fn(InodeId) + Send + Sync>) {
         *self.attributes_changed.write() = Some(f);
     }
 
-    fn attributes_changed(&self, node: &Node<B>) {
+    fn attributes_changed(&self, inode: &Inode<B>) {
         let call = self.attributes_changed.read().clone();
         if let Some(call) = call {
-            call(node.id);
+            call(inode.id);
         }
     }
 
     /// Before privileges are given to a file: what was written before must not take them away when it is drained.
-    fn drain_before_giving(&self, node: &Node<B>) -> Result<()> {
-        let Some(file) = self.known_file(node) else {
+    fn drain_before_giving(&self, inode: &Inode<B>) -> Result<()> {
+        let Some(file) = self.known_file(inode) else {
             return Ok(());
         };
         let is_pending = file.lock().pending > 0;
@@ -118,9 +118,9 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Nobody writes the object past the kernel from here on, either: who got the door meanwhile took it for plain.
-    fn privileges_given_to(&self, node: &Node<B>) {
+    fn privileges_given_to(&self, inode: &Inode<B>) {
         self.privileges_given();
-        if let Some(file) = self.known_file(node) {
+        if let Some(file) = self.known_file(inode) {
             self.end_door(&file);
         }
     }
@@ -131,13 +131,13 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Before `by` changes the contents of a regular file by anything but a write, which does this itself.
-    pub fn drop_privileges(&self, node: NodeId, by: &dyn Principal) -> Result<()> {
-        let node = self.node(node)?;
-        if node.kind != Kind::File {
+    pub fn drop_privileges(&self, inode: InodeId, by: &dyn Principal) -> Result<()> {
+        let inode = self.inode(inode)?;
+        if inode.kind != Kind::File {
             return Ok(());
         }
         let _writing = self.writing.read();
-        let file = self.file_with(&node, |_| {});
+        let file = self.file_with(&inode, |_| {});
         let dropped = self.drop_privileges_of(&file, by);
         self.drop_if_unused(&file);
         dropped
@@ -164,11 +164,11 @@ impl<B: Backing> Engine<B> {
 
     /// Takes away what `by` may not leave when it changes the contents. Returns whether nothing is left.
     fn strip(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<bool> {
-        let node = &*file.node;
-        let attr = self.with_descriptor(|| self.backing.attr(&self.object(node)?))?;
+        let inode = &*file.inode;
+        let attr = self.with_descriptor(|| self.backing.attr(&self.object(inode)?))?;
         let mode = attr.mode & 0o7777;
         let kept = after_contents(&attr, by);
-        let object = self.object(node)?;
+        let object = self.object(inode)?;
         let is_capable = self.has_capabilities(&object);
         if kept == mode && !is_capable {
             return Ok(mode & SET_ID_BITS == 0);
@@ -183,11 +183,11 @@ impl<B: Backing> Engine<B> {
             }),
             done => done,
         };
-        self.attributes_changed(node);
+        self.attributes_changed(inode);
         stripped.map(|()| kept & SET_ID_BITS == 0)
     }
 
-    fn strip_object(&self, object: &B::Node, is_capable: bool, mode: Option<u32>) -> Result<()> {
+    fn strip_object(&self, object: &B::Inode, is_capable: bool, mode: Option<u32>) -> Result<()> {
         let of_capabilities = || match is_capable
             .then(|| self.backing.remove_xattr(object, OsStr::new(CAPABILITIES)))
         {
@@ -200,7 +200,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// As the kernel asks it: whatever else the backing says means that there are none.
-    pub(crate) fn has_capabilities(&self, object: &B::Node) -> bool {
+    pub(crate) fn has_capabilities(&self, object: &B::Inode) -> bool {
         self.backing
             .get_xattr(object, OsStr::new(CAPABILITIES))
             .is_ok_and(|value| !value.is_empty())
@@ -209,12 +209,12 @@ impl<B: Backing> Engine<B> {
     /// Changes owner and group, and with them the mode, as chown(2) of `by` does.
     pub(crate) fn set_owner(
         &self,
-        node: &Node<B>,
+        inode: &Inode<B>,
         (uid, gid): (Option<u32>, Option<u32>),
         by: Option<&dyn Principal>,
     ) -> Result<()> {
-        let object = self.object(node)?;
-        let Some(by) = by.filter(|_| node.kind != Kind::Dir) else {
+        let object = self.object(inode)?;
+        let Some(by) = by.filter(|_| inode.kind != Kind::Dir) else {
             return self.backing.set_owner(&object, uid, gid);
         };
         let before = self.backing.attr(&object)?;
@@ -235,8 +235,8 @@ impl<B: Backing> Engine<B> {
 
     /// Changes the mode along with what takes privileges away: it gives none back. Only the kernel does so, which
     /// knows less of them.
-    pub(crate) fn set_mode_besides(&self, node: &Node<B>, mode: u32) -> Result<()> {
-        let object = self.object(node)?;
+    pub(crate) fn set_mode_besides(&self, inode: &Inode<B>, mode: u32) -> Result<()> {
+        let object = self.object(inode)?;
         let now = self.backing.attr(&object)?.mode & 0o7777;
         let mode = mode & (now | !SET_ID_BITS);
         if mode != now {
@@ -250,24 +250,24 @@ impl<B: Backing> Engine<B> {
     /// leaves set-group-id where group execute is missing, whatever group the process is in.
     pub(crate) fn set_mode(
         &self,
-        node: &Node<B>,
+        inode: &Inode<B>,
         mode: u32,
         by: Option<&dyn Principal>,
     ) -> Result<()> {
-        let object = self.object(node)?;
+        let object = self.object(inode)?;
         let is_unusual =
-            node.kind == Kind::File && mode & (SET_GROUP_ID | GROUP_EXECUTE) == SET_GROUP_ID;
+            inode.kind == Kind::File && mode & (SET_GROUP_ID | GROUP_EXECUTE) == SET_GROUP_ID;
         let lost = match by.filter(|_| is_unusual) {
             Some(by) if !keeps_group(self.backing.attr(&object)?.gid, by) => SET_GROUP_ID,
             _ => 0,
         };
-        let gives = node.kind == Kind::File && mode & SET_ID_BITS != 0;
+        let gives = inode.kind == Kind::File && mode & SET_ID_BITS != 0;
         if gives {
-            self.drain_before_giving(node)?;
+            self.drain_before_giving(inode)?;
         }
         let done = self.backing.set_mode(&object, mode & !lost);
         if gives {
-            self.privileges_given_to(node);
+            self.privileges_given_to(inode);
         }
         done
     }
@@ -275,18 +275,18 @@ impl<B: Backing> Engine<B> {
     /// Sets an extended attribute, as setxattr(2) of `by` does.
     pub(crate) fn set_xattr_of(
         &self,
-        node: &Node<B>,
+        inode: &Inode<B>,
         (name, value, flags): (&OsStr, &[u8], i32),
         by: Option<&dyn Principal>,
     ) -> Result<()> {
-        let object = self.object(node)?;
+        let object = self.object(inode)?;
         let gives = name == CAPABILITIES;
         if gives {
-            self.drain_before_giving(node)?;
+            self.drain_before_giving(inode)?;
         }
         let done = self.backing.set_xattr(&object, name, value, flags);
         if gives {
-            self.privileges_given_to(node);
+            self.privileges_given_to(inode);
         }
         done?;
         let Some(by) = by.filter(|_| name == ACCESS_ACL) else {
@@ -296,7 +296,7 @@ impl<B: Backing> Engine<B> {
         if attr.mode & SET_GROUP_ID != 0 && !keeps_group(attr.gid, by) {
             self.backing
                 .set_mode(&object, attr.mode & 0o7777 & !SET_GROUP_ID)?;
-            self.attributes_changed(node);
+            self.attributes_changed(inode);
         }
         Ok(())
     }

@@ -31,7 +31,7 @@ use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions};
 use crate::extents::{Extent, Extents};
 use crate::file::{PieceUse, latest_ns};
 use crate::lost::LostFile;
-use crate::names::{Names, Node};
+use crate::names::{Inode, Names};
 use crate::small_map::SmallMap;
 
 /// What attach found.
@@ -298,8 +298,8 @@ impl<B: Backing> Engine<B> {
             }
         }
         let found = self.search(bound);
-        let node = match found {
-            Search::Found(node) => node,
+        let inode = match found {
+            Search::Found(inode) => inode,
             Search::Removed => {
                 for (piece, _) in layers.pieces.iter() {
                     self.arena.mark_dead(*piece);
@@ -316,7 +316,7 @@ impl<B: Backing> Engine<B> {
                 return;
             }
         };
-        if let Err(errno) = self.finish_truncations(binding, bound, &node) {
+        if let Err(errno) = self.finish_truncations(binding, bound, &inode) {
             let reason = format!("its truncation could not be finished: {errno}");
             self.keep_lost(lost(binding, bound, false, reason), layers, recovered);
             return;
@@ -330,9 +330,9 @@ impl<B: Backing> Engine<B> {
                 self.backing
                     .set_times(&object, SetTime::Keep, SetTime::At(mtime))
             };
-            let _ = self.object(&node).and_then(set);
+            let _ = self.object(&inode).and_then(set);
         }
-        let file = self.file_with(&node, |state| {
+        let file = self.file_with(&inode, |state| {
             for (piece, used) in layers.pieces.iter() {
                 self.arena.keep(*piece, used.live as u32);
             }
@@ -411,10 +411,10 @@ impl<B: Backing> Engine<B> {
         &self,
         binding: u64,
         bound: &Bound,
-        node: &Arc<Node<B>>,
+        inode: &Arc<Inode<B>>,
     ) -> crate::Result<()> {
         for &(sequence, size) in &bound.truncating {
-            let file = self.backing.open(&self.object(node)?, Access::Write)?;
+            let file = self.backing.open(&self.object(inode)?, Access::Write)?;
             self.backing.set_len(&file, size)?;
             self.note(&Record::TruncateEnd {
                 file: binding,
@@ -427,7 +427,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Looks for a bound file under its names.
-    fn search(&self, bound: &Bound) -> Search<Arc<Node<B>>> {
+    fn search(&self, bound: &Bound) -> Search<Arc<Inode<B>>> {
         let mut found = None;
         let mut reason = String::from("it has no name");
         let mut replaced = false;
@@ -435,7 +435,7 @@ impl<B: Backing> Engine<B> {
         for (path, _) in &bound.paths {
             match self.find(path) {
                 // All of its names, so that the loss of one is not taken for the loss of the last.
-                Ok(node) if is_same(bound, &node) => found = Some(node),
+                Ok(inode) if is_same(bound, &inode) => found = Some(inode),
                 Ok(_) => {
                     replaced = true;
                     reason = "another file has its name".into();
@@ -451,8 +451,8 @@ impl<B: Backing> Engine<B> {
                 }
             }
         }
-        if let Some(node) = found {
-            return Search::Found(node);
+        if let Some(inode) = found {
+            return Search::Found(inode);
         }
         if bound
             .paths
@@ -466,10 +466,10 @@ impl<B: Backing> Engine<B> {
     }
 }
 
-fn is_same<B: Backing>(bound: &Bound, node: &Node<B>) -> bool {
-    let birth = node.btime.map(|t| (t.sec, t.nsec));
+fn is_same<B: Backing>(bound: &Bound, inode: &Inode<B>) -> bool {
+    let birth = inode.btime.map(|t| (t.sec, t.nsec));
     // The device may have another number after the backing was mounted again.
-    bound.identity.ino == node.key.1 && bound.identity.btime == birth
+    bound.identity.ino == inode.key.1 && bound.identity.btime == birth
 }
 
 /// A bound file that was not given back its data; its bytes are counted when it is kept.

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use firn_backing::{Backing, is_below};
 use firn_format::path::BytePath;
-use firn_format::protocol::{FileStatus, LaneStatus, NodeStatus, Rung, SpillStatus, Status};
+use firn_format::protocol::{FileStatus, LaneStatus, NumaNodeStatus, Rung, SpillStatus, Status};
 
 use crate::Transferred;
 use crate::engine::{ClosePolicy, DrainPolicy, Engine, FsyncPolicy};
@@ -102,16 +102,16 @@ impl<B: Backing> Engine<B> {
             moved_bytes_per_s: 0.0,
             failing: self.spill_fails() || self.arena.spill_fault().is_some(),
         });
-        let nodes = self
-            .arena
-            .node_figures()
-            .into_iter()
-            .map(|node| NodeStatus {
-                node: node.id,
-                bytes: node.bytes,
-                used_bytes: node.used_bytes,
-                foreign_slabs: node.foreign_slabs,
-            });
+        let numa_nodes =
+            self.arena
+                .numa_node_figures()
+                .into_iter()
+                .map(|numa_node| NumaNodeStatus {
+                    numa_node: numa_node.id,
+                    bytes: numa_node.bytes,
+                    used_bytes: numa_node.used_bytes,
+                    foreign_slabs: numa_node.foreign_slabs,
+                });
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         Status {
             arena: self.arena.path().into(),
@@ -177,7 +177,7 @@ impl<B: Backing> Engine<B> {
             door_errors: get(&c.door_errors),
             chunk_lists: get(&c.chunk_lists),
             spill,
-            nodes: nodes.collect(),
+            numa_nodes: numa_nodes.collect(),
             lanes: vec![LaneStatus {
                 writers: active,
                 retry_in_ms: retry_in.map(|d| d.as_millis() as u64),
@@ -197,7 +197,7 @@ impl<B: Backing> Engine<B> {
             .lock()
             .values()
             .filter(|file| file.lock().pending > 0)
-            .flat_map(|file| file.node.paths())
+            .flat_map(|file| file.inode.paths())
             .map(BytePath::from)
             .collect();
         let spill = self.spill_fails().then(|| self.spill_path());
@@ -241,13 +241,13 @@ impl<B: Backing> Engine<B> {
                     state.ending,
                 )
             };
-            let paths = file.node.paths();
+            let paths = file.inode.paths();
             let Some(known) = paths.iter().find(|p| path.is_empty() || is_below(p, path)) else {
                 continue;
             };
             let state = if held_bytes > 0 {
                 if spilled { Rung::Spilled } else { Rung::Held }
-            } else if file.node.durable.load(Ordering::Acquire) {
+            } else if file.inode.durable.load(Ordering::Acquire) {
                 Rung::Durable
             } else {
                 Rung::Drained

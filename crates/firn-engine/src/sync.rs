@@ -10,8 +10,8 @@ use firn_format::protocol::Rung;
 
 use crate::engine::{ClosePolicy, Engine, FsyncPolicy};
 use crate::file::{File, Waiter};
-use crate::names::Node;
-use crate::{Closing, Done, HandleId, NodeId, Result};
+use crate::names::Inode;
+use crate::{Closing, Done, HandleId, InodeId, Result};
 
 /// How often a long wait reports its progress.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
@@ -93,47 +93,47 @@ impl<B: Backing> Engine<B> {
         };
         let source = writer.map_or_else(|| self.reader(file), Ok)?;
         // Cleared before the sync: what is drained during it is not known to be covered.
-        file.node.data_unsynced.store(false, Ordering::Release);
+        file.inode.data_unsynced.store(false, Ordering::Release);
         if let Err(errno) = self.backing.sync(&source.file, data_only) {
-            file.node.data_unsynced.store(true, Ordering::Release);
-            let path = file.node.paths().into_iter().next().unwrap_or_default();
+            file.inode.data_unsynced.store(true, Ordering::Release);
+            let path = file.inode.paths().into_iter().next().unwrap_or_default();
             self.remember(path.into(), errno, "fsync of the backing failed".into());
             return Err(errno);
         }
-        self.sync_names(&file.node)?;
-        if clean && !file.node.data_unsynced.load(Ordering::Acquire) {
-            file.node.durable.store(true, Ordering::Release);
+        self.sync_names(&file.inode)?;
+        if clean && !file.inode.data_unsynced.load(Ordering::Acquire) {
+            file.inode.durable.store(true, Ordering::Release);
         }
         Ok(())
     }
 
     /// Syncs every directory above that has a new name on the way.
-    fn sync_names(&self, node: &Arc<Node<B>>) -> Result<()> {
-        if node.name_unsynced.swap(false, Ordering::AcqRel) {
-            for parent in node.parents() {
+    fn sync_names(&self, inode: &Arc<Inode<B>>) -> Result<()> {
+        if inode.name_unsynced.swap(false, Ordering::AcqRel) {
+            for parent in inode.parents() {
                 let synced = self
                     .object(&parent)
                     .and_then(|dir| self.backing.sync_dir(&dir));
                 if let Err(errno) = synced {
-                    node.name_unsynced.store(true, Ordering::Release);
+                    inode.name_unsynced.store(true, Ordering::Release);
                     return Err(errno);
                 }
             }
         }
-        for parent in node.parents() {
+        for parent in inode.parents() {
             self.sync_names(&parent)?;
         }
         Ok(())
     }
 
     /// fsync(2) of a directory.
-    pub fn sync_dir(&self, node: NodeId) -> Result<()> {
-        let node = self.node(node)?;
+    pub fn sync_dir(&self, inode: InodeId) -> Result<()> {
+        let inode = self.inode(inode)?;
         if self.options.fsync == FsyncPolicy::Held {
             return Ok(());
         }
-        self.backing.sync_dir(&self.object(&node)?)?;
-        self.sync_names(&node)
+        self.backing.sync_dir(&self.object(&inode)?)?;
+        self.sync_names(&inode)
     }
 
     pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
@@ -166,7 +166,7 @@ impl<B: Backing> Engine<B> {
         files
             .into_iter()
             .filter(|file| file.lock().pending > 0)
-            .filter(|file| path.is_empty() || file.node.paths().iter().any(|p| is_below(p, path)))
+            .filter(|file| path.is_empty() || file.inode.paths().iter().any(|p| is_below(p, path)))
             .collect()
     }
 
@@ -241,14 +241,14 @@ impl<B: Backing> Engine<B> {
 
     /// What is at the path, and the names that lead to it. An earlier firnd may have made them and not synced them.
     fn make_durable(&self, path: &[u8]) -> Result<()> {
-        let node = self.find(path)?;
-        if node.kind == firn_backing::Kind::File {
-            let file = self.file_with(&node, |_| {});
+        let inode = self.find(path)?;
+        if inode.kind == firn_backing::Kind::File {
+            let file = self.file_with(&inode, |_| {});
             let result = self.sync_data(&file, false);
             self.drop_if_unused(&file);
             result?;
-        } else if node.kind == firn_backing::Kind::Dir {
-            self.backing.sync_tree(&self.object(&node)?)?;
+        } else if inode.kind == firn_backing::Kind::Dir {
+            self.backing.sync_tree(&self.object(&inode)?)?;
         }
         let above = path
             .iter()
@@ -259,32 +259,32 @@ impl<B: Backing> Engine<B> {
 
     /// Syncs the directories on a path, and the top.
     fn sync_dirs(&self, path: &[u8]) -> Result<()> {
-        let mut node = Arc::clone(self.names.root());
-        self.backing.sync_dir(&self.object(&node)?)?;
+        let mut inode = Arc::clone(self.names.root());
+        self.backing.sync_dir(&self.object(&inode)?)?;
         for name in path
             .split(|byte| *byte == b'/')
             .filter(|name| !name.is_empty())
         {
-            node = self.find_in(&node, name)?;
-            self.backing.sync_dir(&self.object(&node)?)?;
+            inode = self.find_in(&inode, name)?;
+            self.backing.sync_dir(&self.object(&inode)?)?;
         }
         Ok(())
     }
 
-    /// The node of a path below the mount.
-    pub(crate) fn find(&self, path: &[u8]) -> Result<Arc<Node<B>>> {
-        let mut node = Arc::clone(self.names.root());
+    /// The inode of a path below the mount.
+    pub(crate) fn find(&self, path: &[u8]) -> Result<Arc<Inode<B>>> {
+        let mut inode = Arc::clone(self.names.root());
         for name in path.split(|b| *b == b'/').filter(|name| !name.is_empty()) {
             // The kernel resolves these; in a path that comes another way they may lead out of the backing.
             if matches!(name, b"." | b"..") {
                 return Err(Errno::NOENT);
             }
-            node = self.find_in(&node, name)?;
+            inode = self.find_in(&inode, name)?;
         }
-        Ok(node)
+        Ok(inode)
     }
 
-    fn find_in(&self, dir: &Arc<Node<B>>, name: &[u8]) -> Result<Arc<Node<B>>> {
+    fn find_in(&self, dir: &Arc<Inode<B>>, name: &[u8]) -> Result<Arc<Inode<B>>> {
         let name = std::ffi::OsStr::from_bytes(name);
         let (object, attr) = self.backing.lookup(&self.object(dir)?, name)?;
         Ok(self.names.register(object, &attr, dir, name, 0))

@@ -1,6 +1,6 @@
 //! What a transaction asks of the engine: that a directory is quiet while one begins, is prepared or ends.
 //!
-//! Transactions themselves are the backing's (`firn-held`): the engine's drains and names go to a backing
+//! Transactions themselves are the backing's (`firn-transact`): the engine's drains and names go to a backing
 //! that holds them. The engine only has to see to it that no byte is taken for one of the other side of
 //! such a turn.
 
@@ -15,8 +15,8 @@ use firn_format::protocol::Rung;
 
 use crate::engine::Engine;
 use crate::file::File;
-use crate::names::Node;
-use crate::{Cached, HandleId, NodeId, Result};
+use crate::names::Inode;
+use crate::{Cached, HandleId, InodeId, Result};
 
 /// What becomes of the data that is pending below a directory before the turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +42,7 @@ pub enum TurnError<E> {
 
 impl<B: Backing> Engine<B> {
     /// The object of a path below the mount.
-    pub fn object_at(&self, path: &[u8]) -> Result<B::Node> {
+    pub fn object_at(&self, path: &[u8]) -> Result<B::Inode> {
         self.object(&*self.find(path)?)
     }
 
@@ -57,7 +57,7 @@ impl<B: Backing> Engine<B> {
         &self,
         path: &[u8],
         pending: Pending,
-        turn: impl FnOnce(&B::Node) -> std::result::Result<T, E>,
+        turn: impl FnOnce(&B::Inode) -> std::result::Result<T, E>,
     ) -> std::result::Result<T, TurnError<E>> {
         let object = self.object_at(path).map_err(TurnError::Scope)?;
         let _quiet = self.writing.write();
@@ -92,15 +92,15 @@ impl<B: Backing> Engine<B> {
 
     /// The files at or below `path` that are open for writing: a program may have stored to a mapping of them what
     /// only the kernel has.
-    pub fn written_at(&self, path: &[u8]) -> Vec<NodeId> {
+    pub fn written_at(&self, path: &[u8]) -> Vec<InodeId> {
         let handles: Vec<_> = self.handles.read().values().cloned().collect();
-        let is_at = |node: &Node<B>| {
-            path.is_empty() || node.paths().iter().any(|known| is_below(known, path))
+        let is_at = |inode: &Inode<B>| {
+            path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
         };
         let written = handles
             .iter()
-            .filter(|handle| handle.writable && is_at(&handle.file.node));
-        written.map(|handle| handle.file.node.id).collect()
+            .filter(|handle| handle.writable && is_at(&handle.file.inode));
+        written.map(|handle| handle.file.inode.id).collect()
     }
 
     /// After names at or below `path` changed in the backing without the engine: it drops those that are not
@@ -108,12 +108,12 @@ impl<B: Backing> Engine<B> {
     /// finds new attributes under an old name.
     pub fn look_again(&self, path: &[u8]) -> Vec<Cached> {
         let _names_stay = self.paths.change(|| vec![path.to_vec()]);
-        // Before the nodes are listed: whoever found a name earlier and enters it only now sees this and looks again.
+        // Before the inodes are listed: whoever found a name earlier and enters it only now sees this and looks again.
         self.names_changed.fetch_add(1, Ordering::AcqRel);
         let mut names = Vec::new();
         let mut inodes = Vec::new();
-        for node in self.names.all() {
-            let paths = node.paths();
+        for inode in self.names.all() {
+            let paths = inode.paths();
             // Without a name it may have been anywhere, and may have a name again.
             let is_at = path.is_empty()
                 || paths.is_empty()
@@ -121,9 +121,9 @@ impl<B: Backing> Engine<B> {
             if !is_at {
                 continue;
             }
-            inodes.push(Cached::Inode(node.id));
-            for (parent, name) in node.known_names() {
-                if self.drop_wrong_name(&parent, &name, &node) {
+            inodes.push(Cached::Inode(inode.id));
+            for (parent, name) in inode.known_names() {
+                if self.drop_wrong_name(&parent, &name, &inode) {
                     names.push(Cached::Name {
                         parent: parent.id,
                         name: name.to_os_string(),
@@ -135,33 +135,33 @@ impl<B: Backing> Engine<B> {
         names
     }
 
-    /// Drops a name that does not lead to `node` any more; whether it was one.
+    /// Drops a name that does not lead to `inode` any more; whether it was one.
     pub(crate) fn drop_wrong_name(
         &self,
-        parent: &Arc<Node<B>>,
+        parent: &Arc<Inode<B>>,
         name: &OsStr,
-        node: &Node<B>,
+        inode: &Inode<B>,
     ) -> bool {
-        if self.leads_to(parent, name, node) {
+        if self.leads_to(parent, name, inode) {
             return false;
         }
         // A file that is open, or has data, is still meant.
         let held = self.with_descriptor(|| {
             self.names
-                .hold_if_last(&self.backing, node, parent.id, name)
+                .hold_if_last(&self.backing, inode, parent.id, name)
         });
         if let Err(errno) = held {
             tracing::warn!(%errno, "an object whose name is gone cannot be held");
         }
-        self.names.drop_name(parent.id, name, node);
+        self.names.drop_name(parent.id, name, inode);
         true
     }
 
-    fn leads_to(&self, parent: &Arc<Node<B>>, name: &OsStr, node: &Node<B>) -> bool {
+    fn leads_to(&self, parent: &Arc<Inode<B>>, name: &OsStr, inode: &Inode<B>) -> bool {
         let found = self
             .object(parent)
             .and_then(|dir| self.backing.lookup(&dir, name));
-        found.is_ok_and(|(_, attr)| node.is(&attr))
+        found.is_ok_and(|(_, attr)| inode.is(&attr))
     }
 
     /// Takes down that process `pid` uses a range of an open file; 0: nobody knows which process.
@@ -169,19 +169,25 @@ impl<B: Backing> Engine<B> {
         if self.accesses.is_on()
             && let Ok(handle) = self.handle(handle)
         {
-            self.note_access(&handle.file.node, pid, access, range);
+            self.note_access(&handle.file.inode, pid, access, range);
         }
     }
 
-    pub(crate) fn note_access(&self, node: &Node<B>, pid: u32, access: Access, range: Range<u64>) {
-        let path = || node.paths().into_iter().next().unwrap_or_default();
-        self.accesses.add(node.key.1, path, pid, access, range);
+    pub(crate) fn note_access(
+        &self,
+        inode: &Inode<B>,
+        pid: u32,
+        access: Access,
+        range: Range<u64>,
+    ) {
+        let path = || inode.paths().into_iter().next().unwrap_or_default();
+        self.accesses.add(inode.key.1, path, pid, access, range);
     }
 
     fn files_at(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
         let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
         let is_at = |file: &Arc<File<B>>| {
-            let paths = file.node.paths();
+            let paths = file.inode.paths();
             // Without a name it may have been anywhere.
             path.is_empty() || paths.is_empty() || paths.iter().any(|known| is_below(known, path))
         };

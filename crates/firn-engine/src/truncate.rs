@@ -22,7 +22,7 @@ impl<B: Backing> Engine<B> {
         };
         Ok(self
             .backing
-            .attr(&self.object(&file.node)?)?
+            .attr(&self.object(&file.inode)?)?
             .size
             .max(pending))
     }
@@ -53,7 +53,7 @@ impl<B: Backing> Engine<B> {
     /// changes wait can begin.
     fn await_change(&self, file: &File<B>) -> Result<()> {
         if self.backing.changes_wait() {
-            self.backing.await_change(&self.object(&file.node)?)
+            self.backing.await_change(&self.object(&file.inode)?)
         } else {
             Ok(())
         }
@@ -66,7 +66,7 @@ impl<B: Backing> Engine<B> {
         target: &BackingFile<B>,
         size: u64,
     ) -> Result<()> {
-        file.node.durable.store(false, Ordering::Relaxed);
+        file.inode.durable.store(false, Ordering::Relaxed);
         // Bytes that are written meanwhile are later ones: they make pieces of their own.
         state.tail = None;
         let cuts = state.extents.end() > size;
@@ -78,7 +78,7 @@ impl<B: Backing> Engine<B> {
                 state.touch();
                 state.keep_time(&self.arena);
             }
-            file.node.data_unsynced.store(true, Ordering::Release);
+            file.inode.data_unsynced.store(true, Ordering::Release);
             return Ok(());
         };
         let sequence = self.arena.next_sequence();
@@ -112,7 +112,7 @@ impl<B: Backing> Engine<B> {
             self.count_held(before, state.pending);
             state.touch();
             state.keep_time(&self.arena);
-            file.node.data_unsynced.store(true, Ordering::Release);
+            file.inode.data_unsynced.store(true, Ordering::Release);
         } else {
             self.insist(&Record::TruncateEnd {
                 file: bound,
@@ -197,8 +197,8 @@ impl<B: Backing> Engine<B> {
         state.cache.drop_all(&self.arena);
         state.tail = None;
         let result = state.unlocked(|| work(&target.file));
-        file.node.durable.store(false, Ordering::Relaxed);
-        file.node.data_unsynced.store(true, Ordering::Release);
+        file.inode.durable.store(false, Ordering::Relaxed);
+        file.inode.data_unsynced.store(true, Ordering::Release);
         file.end_exclusive(&mut state);
         self.enqueue(file, &mut state);
         result

@@ -106,7 +106,7 @@ impl<B: Backing> Engine<B> {
         if by.is_some() && !is_plain {
             return true;
         }
-        !is_bound && (self.paths.has_changes() || !handle.file.node.has_names())
+        !is_bound && (self.paths.has_changes() || !handle.file.inode.has_names())
     }
 
     /// Whether recovery could not find the file again: it has names, and none that is known here.
@@ -116,8 +116,8 @@ impl<B: Backing> Engine<B> {
             state.bound.is_none() && !state.unlinked
         };
         Ok(unbound
-            && file.node.paths().is_empty()
-            && self.backing.attr(&self.object(&file.node)?)?.nlink > 0)
+            && file.inode.paths().is_empty()
+            && self.backing.attr(&self.object(&file.inode)?)?.nlink > 0)
     }
 
     fn write_through(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
@@ -153,7 +153,7 @@ impl<B: Backing> Engine<B> {
         if changed {
             state.touch();
             self.arena.set_modified(extent.piece, state.written);
-            file.node.durable.store(false, Ordering::Relaxed);
+            file.inode.durable.store(false, Ordering::Relaxed);
         }
         changed
     }
@@ -240,7 +240,7 @@ impl<B: Backing> Engine<B> {
             .cancelled_bytes
             .fetch_add(cancelled, Ordering::Relaxed);
         self.count_held(before, state.pending);
-        file.node.durable.store(false, Ordering::Relaxed);
+        file.inode.durable.store(false, Ordering::Relaxed);
         if before == 0 {
             let now = Instant::now();
             self.set_oldest(file, state, Some(now));

@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use common::world::{World, options};
 use firn_backing::sim::Fault;
 use firn_backing::{Access, Backing, Caller, Errno, SetTime};
-use firn_engine::{HandleId, NodeId, ROOT, SetAttr, Written};
+use firn_engine::{HandleId, InodeId, ROOT, SetAttr, Written};
 
 const CALLER: Caller = Caller {
     uid: 0,
@@ -18,7 +18,7 @@ const FILES: usize = 20;
 /// Files that are open at once: each has room in the arena of its own.
 const OPEN: usize = 8;
 
-fn create(world: &World, index: usize) -> (NodeId, HandleId) {
+fn create(world: &World, index: usize) -> (InodeId, HandleId) {
     let name = format!("rank{index}");
     let (entry, opened) = world
         .engine
@@ -28,15 +28,15 @@ fn create(world: &World, index: usize) -> (NodeId, HandleId) {
         world.engine.write(opened.handle, 0, b"some", None),
         Ok(Written::Bytes(4))
     ));
-    (entry.node, opened.handle)
+    (entry.inode, opened.handle)
 }
 
 /// Closed files that are held.
-fn hold(world: &World) -> Vec<NodeId> {
+fn hold(world: &World) -> Vec<InodeId> {
     let made = (0..FILES).map(|index| create(world, index));
-    made.map(|(node, handle)| {
+    made.map(|(inode, handle)| {
         world.engine.release(handle);
-        node
+        inode
     })
     .collect()
 }
@@ -59,11 +59,11 @@ fn files_that_are_held_need_no_descriptor_each() {
     );
     for index in 0..FILES {
         let name = format!("rank{index}");
-        let (node, attr) = world
+        let (inode, attr) = world
             .backing
             .lookup(&world.backing.root(), OsStr::new(&name))
             .expect("its name");
-        let file = world.backing.open(&node, Access::Read).expect("open");
+        let file = world.backing.open(&inode, Access::Read).expect("open");
         let mut bytes = [0; 8];
         let read = world.backing.read_at(&file, &mut bytes, 0).expect("read");
         assert_eq!((attr.size, &bytes[..read]), (4, b"some".as_slice()));
@@ -73,9 +73,9 @@ fn files_that_are_held_need_no_descriptor_each() {
 #[test]
 fn a_file_whose_mode_changes_while_it_is_held_is_opened_before() {
     let world = World::on_demand();
-    let nodes = hold(&world);
+    let inodes = hold(&world);
     let before = world.backing.open_files();
-    let last = *nodes.last().expect("there are some");
+    let last = *inodes.last().expect("there are some");
     let uid = None;
     let gid = None;
     let size = None;
@@ -123,7 +123,7 @@ fn regression_files_that_programs_have_open_need_no_descriptor_each() {
             ));
         }
         world.drain_all();
-        for (node, _) in &open {
+        for (inode, _) in &open {
             let uid = None;
             let gid = None;
             let keep = SetTime::Keep;
@@ -135,7 +135,7 @@ fn regression_files_that_programs_have_open_need_no_descriptor_each() {
                 atime: keep,
                 mtime: keep,
             };
-            world.engine.set_attr(*node, set, None).expect("truncate");
+            world.engine.set_attr(*inode, set, None).expect("truncate");
             assert!(
                 world.backing.open_files() <= 5,
                 "{} are open",

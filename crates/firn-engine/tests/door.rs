@@ -11,7 +11,7 @@ use common::world::{CHUNK, World};
 use firn_backing::{Caller, Errno, SetTime, SimBacking};
 use firn_client::door::{Outcome, SlabWriter};
 use firn_engine::{
-    ClientId, DoorRefusal, Engine, HandleId, HeldChunks, NodeId, ROOT, SetAttr, Written,
+    ClientId, DoorRefusal, Engine, HandleId, HeldChunks, InodeId, ROOT, SetAttr, Written,
 };
 use firn_format::door::Slab;
 use firn_format::geometry::SLAB_SMALL;
@@ -34,11 +34,11 @@ fn base(engine: &Engine<SimBacking>) -> *mut u8 {
     engine.arena().address(0).cast_mut()
 }
 
-fn create(engine: &Engine<SimBacking>, name: &str) -> (NodeId, HandleId) {
+fn create(engine: &Engine<SimBacking>, name: &str) -> (InodeId, HandleId) {
     let (entry, opened) = engine
         .create(&CALLER, ROOT, OsStr::new(name), 0o644, O_RDWR)
         .expect("create");
-    (entry.node, opened.handle)
+    (entry.inode, opened.handle)
 }
 
 fn read(engine: &Engine<SimBacking>, handle: HandleId) -> Vec<u8> {
@@ -48,8 +48,8 @@ fn read(engine: &Engine<SimBacking>, handle: HandleId) -> Vec<u8> {
     bytes
 }
 
-fn size(engine: &Engine<SimBacking>, node: NodeId) -> u64 {
-    engine.attr(node, None).expect("attr").size
+fn size(engine: &Engine<SimBacking>, inode: InodeId) -> u64 {
+    engine.attr(inode, None).expect("attr").size
 }
 
 fn truncate(size: u64) -> SetAttr {
@@ -160,24 +160,24 @@ fn drain_step(engine: &Engine<SimBacking>) -> bool {
 #[test]
 fn appended_bytes_are_seen_at_once() {
     let world = World::new();
-    let (node, token) = create(&world.engine, "file");
+    let (inode, token) = create(&world.engine, "file");
     let mut door = Door::of(token);
     assert_eq!(door.open(&world.engine), Ok(0));
     assert_eq!(door.append(&world.engine, 0, b"hello "), 6);
-    assert_eq!(size(&world.engine, node), 6);
+    assert_eq!(size(&world.engine, inode), 6);
     assert_eq!(door.append(&world.engine, 6, b"world"), 5);
-    assert_eq!(size(&world.engine, node), 11);
+    assert_eq!(size(&world.engine, inode), 11);
     let status = world.engine.status();
     assert_eq!(
         (status.held_bytes, status.door_files, status.door_leases),
         (11, 1, 1)
     );
-    assert!(world.engine.is_written_past_the_kernel(node));
+    assert!(world.engine.is_written_past_the_kernel(inode));
     assert_eq!(read(&world.engine, token), b"hello world");
     // The read ended it, and the next write knows.
     assert_eq!(door.append(&world.engine, 11, b"!"), 0);
-    world.engine.kernel_knows(node);
-    assert!(!world.engine.is_written_past_the_kernel(node));
+    world.engine.kernel_knows(inode);
+    assert!(!world.engine.is_written_past_the_kernel(inode));
     world.engine.release(token);
     world.drain_all();
     assert_eq!(world.backing_tree()["file"], b"hello world");
@@ -187,15 +187,15 @@ fn appended_bytes_are_seen_at_once() {
 #[test]
 fn only_the_sole_writer_gets_the_door_and_another_open_ends_it() {
     let world = World::new();
-    let (node, token) = create(&world.engine, "file");
+    let (inode, token) = create(&world.engine, "file");
     let mut door = Door::of(token);
-    let other = world.engine.open(node, 0).unwrap();
+    let other = world.engine.open(inode, 0).unwrap();
     assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
     world.engine.release(other.handle);
     assert_eq!(door.open(&world.engine), Ok(0));
     let data = pattern(0, 300_000, 0);
     assert_eq!(door.append(&world.engine, 0, &data), data.len());
-    let other = world.engine.open(node, 0).unwrap();
+    let other = world.engine.open(inode, 0).unwrap();
     // An append of the other would begin at what the kernel knows.
     assert_eq!(other.size, Some(300_000));
     assert_eq!(door.append(&world.engine, 300_000, b"lost?"), 0);
@@ -205,37 +205,37 @@ fn only_the_sole_writer_gets_the_door_and_another_open_ends_it() {
         world.engine.door_open(CLIENT, HandleId(99)),
         Err(DoorRefusal::BadToken)
     );
-    world.engine.kernel_knows(node);
+    world.engine.kernel_knows(inode);
     world.engine.release(other.handle);
-    assert_eq!(world.engine.open(node, 0).unwrap().size, None);
+    assert_eq!(world.engine.open(inode, 0).unwrap().size, None);
 }
 
 #[test]
 fn files_that_only_the_kernels_way_can_write_get_no_door() {
     let world = World::new();
-    let (node, token) = create(&world.engine, "file");
+    let (inode, token) = create(&world.engine, "file");
     let set = |mode| SetAttr {
         mode: Some(mode),
         size: None,
         ..truncate(0)
     };
-    world.engine.set_attr(node, set(0o4755), None).unwrap();
+    world.engine.set_attr(inode, set(0o4755), None).unwrap();
     assert_eq!(Door::of(token).open(&world.engine), Err(DoorRefusal::Busy));
-    world.engine.set_attr(node, set(0o755), None).unwrap();
+    world.engine.set_attr(inode, set(0o755), None).unwrap();
     let mut door = Door::of(token);
     let capability = OsStr::new("security.capability");
     world
         .engine
-        .set_xattr(node, capability, b"cap", 0, None)
+        .set_xattr(inode, capability, b"cap", 0, None)
         .unwrap();
     assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
-    world.engine.remove_xattr(node, capability).unwrap();
+    world.engine.remove_xattr(inode, capability).unwrap();
     assert!(door.open(&world.engine).is_ok());
     assert_eq!(door.append(&world.engine, 0, b"x"), 1);
-    world.engine.set_attr(node, set(0o4755), None).unwrap();
+    world.engine.set_attr(inode, set(0o4755), None).unwrap();
     assert_eq!(door.append(&world.engine, 1, b"x"), 0);
     world.engine.release(token);
-    let readonly = world.engine.open(node, 0).unwrap().handle;
+    let readonly = world.engine.open(inode, 0).unwrap().handle;
     assert_eq!(
         Door::of(readonly).open(&world.engine),
         Err(DoorRefusal::BadToken)
@@ -282,13 +282,13 @@ fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
 #[test]
 fn a_truncation_cuts_what_was_appended_and_ends_the_door() {
     let world = World::new();
-    let (node, token) = create(&world.engine, "file");
+    let (inode, token) = create(&world.engine, "file");
     let mut door = Door::of(token);
     door.open(&world.engine).unwrap();
     door.append(&world.engine, 0, &pattern(0, 10_000, 0));
-    world.engine.set_attr(node, truncate(4_000), None).unwrap();
+    world.engine.set_attr(inode, truncate(4_000), None).unwrap();
     assert_eq!(door.append(&world.engine, 10_000, b"x"), 0);
-    assert_eq!(size(&world.engine, node), 4_000);
+    assert_eq!(size(&world.engine, inode), 4_000);
     assert_eq!(door.open(&world.engine), Ok(4_000));
     assert_eq!(door.append(&world.engine, 6_000, b"end"), 3);
     let mut expected = pattern(0, 4_000, 0);
@@ -356,7 +356,7 @@ fn every_published_byte_is_there_after_a_crash() {
 fn a_crash_at_any_store_while_a_door_is_open_keeps_what_was_acknowledged() {
     for stop in 0.. {
         let mut world = World::new();
-        let (node, token) = create(&world.engine, "file");
+        let (inode, token) = create(&world.engine, "file");
         let mut door = Door::of(token);
         door.open(&world.engine).unwrap();
         let data = pattern(0, 40_000, 0);
@@ -366,7 +366,7 @@ fn a_crash_at_any_store_while_a_door_is_open_keeps_what_was_acknowledged() {
         world.engine.drain_tree(b"");
         world.drain_step();
         let _ = door.lease(&world.engine, 200_000);
-        let _ = world.engine.open(node, O_RDWR);
+        let _ = world.engine.open(inode, O_RDWR);
         while !world.stopped() && world.drain_step() {}
         let through = !world.stopped();
         if through {
@@ -428,7 +428,7 @@ fn a_file_has_two_leases_and_a_third_ends_the_first() {
 #[test]
 fn a_client_that_is_gone_loses_nothing_and_keeps_nothing() {
     let world = World::new();
-    let (node, token) = create(&world.engine, "file");
+    let (inode, token) = create(&world.engine, "file");
     let mut door = Door::of(token);
     door.open(&world.engine).unwrap();
     door.append(&world.engine, 0, b"kept");
@@ -436,7 +436,7 @@ fn a_client_that_is_gone_loses_nothing_and_keeps_nothing() {
     assert_eq!(door.append(&world.engine, 4, b" too"), 4);
     world.engine.door_gone(CLIENT);
     assert_eq!(door.append(&world.engine, 8, b"not"), 0);
-    assert_eq!(size(&world.engine, node), 8);
+    assert_eq!(size(&world.engine, inode), 8);
     world.engine.release(token);
     world.drain_all();
     assert_eq!(world.backing_tree()["file"], b"kept too");
@@ -454,11 +454,11 @@ fn garbage_in_records_and_slab_harms_nobody() {
             .engine
             .write(other, 0, &pattern(0, 50_000, 9), None)
             .unwrap();
-        let (node, token) = create(&world.engine, "file");
+        let (inode, token) = create(&world.engine, "file");
         let mut door = Door::of(token);
         door.open(&world.engine).unwrap();
         door.append(&world.engine, 0, &pattern(0, 5_000, 0));
-        assert_eq!(size(&world.engine, node), 5_000);
+        assert_eq!(size(&world.engine, inode), 5_000);
         let slab = *door.writer.as_ref().unwrap().slab();
         let words = u64::from(slab.record_count) * 5;
         for _ in 0..rng.random_range(1..60) {
@@ -478,7 +478,7 @@ fn garbage_in_records_and_slab_harms_nobody() {
         }
         world.engine.status();
         let _ = door.append(&world.engine, 5_000, &pattern(5_000, 3_000, 0));
-        let opened = world.engine.open(node, 0).unwrap();
+        let opened = world.engine.open(inode, 0).unwrap();
         let n = read(&world.engine, opened.handle).len();
         assert!(n >= 5_000, "what was taken in stays: {n}");
         world.engine.release(opened.handle);
@@ -497,7 +497,7 @@ fn garbage_in_records_and_slab_harms_nobody() {
 #[test]
 fn readers_are_told_where_the_bytes_lie_until_they_change() {
     let world = World::new();
-    let (node, token) = create(&world.engine, "file");
+    let (inode, token) = create(&world.engine, "file");
     world
         .engine
         .write(token, 0, &pattern(0, 5_000, 0), None)
@@ -512,7 +512,7 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
         "it may be written"
     );
     world.engine.release(token);
-    let reader = world.engine.open(node, 0).unwrap().handle;
+    let reader = world.engine.open(inode, 0).unwrap().handle;
     let list = world.engine.door_extents(reader, 0).unwrap();
     let stamp = || {
         // SAFETY: a word of the arena.
@@ -537,7 +537,7 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
     world.drain_all();
     assert_ne!(stamp(), list.stamp, "what was drained may be anybody's");
     for change in 0..3 {
-        let writer = world.engine.open(node, O_RDWR).unwrap().handle;
+        let writer = world.engine.open(inode, O_RDWR).unwrap().handle;
         world.engine.write(writer, 0, &[change; 100], None).unwrap();
         world.engine.release(writer);
         let before = world.engine.door_extents(reader, 0).unwrap().stamp;
@@ -545,9 +545,9 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
         match change {
             0 => world
                 .engine
-                .release(world.engine.open(node, O_RDWR).unwrap().handle),
+                .release(world.engine.open(inode, O_RDWR).unwrap().handle),
             1 => {
-                world.engine.set_attr(node, truncate(50), None).unwrap();
+                world.engine.set_attr(inode, truncate(50), None).unwrap();
             }
             _ => world.drain_all(),
         }
@@ -574,7 +574,7 @@ fn interleave(seed: u64) {
     const SPAN: u64 = 3 * CHUNK;
     let world = World::new();
     let engine = &*world.engine;
-    let (node, token) = create(engine, "file");
+    let (inode, token) = create(engine, "file");
     let model = Mutex::new(Vec::<u8>::new());
     let end = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -616,30 +616,30 @@ fn interleave(seed: u64) {
                 match rng.random_range(0..12) {
                     0 => {
                         let model = model.lock();
-                        assert_eq!(size(engine, node), model.len() as u64);
+                        assert_eq!(size(engine, inode), model.len() as u64);
                     }
                     1 => {
                         let model = model.lock();
-                        let opened = engine.open(node, 0).unwrap();
+                        let opened = engine.open(inode, 0).unwrap();
                         assert!(read(engine, opened.handle) == *model, "seed {seed}");
                         engine.release(opened.handle);
                     }
                     2 => {
                         let mut model = model.lock();
                         let cut = rng.random_range(0..=model.len());
-                        engine.set_attr(node, truncate(cut as u64), None).unwrap();
+                        engine.set_attr(inode, truncate(cut as u64), None).unwrap();
                         model.truncate(cut);
                     }
                     3 => {
                         // Not alone: whatever the client is at.
-                        let opened = engine.open(node, 0).unwrap();
+                        let opened = engine.open(inode, 0).unwrap();
                         read(engine, opened.handle);
                         engine.release(opened.handle);
                     }
                     4 => drop(read(engine, token)),
                     5 => drop(engine.status()),
                     6 => engine.drain_tree(b""),
-                    7 | 8 => drop(size(engine, node)),
+                    7 | 8 => drop(size(engine, inode)),
                     9 => std::thread::sleep(std::time::Duration::from_micros(
                         rng.random_range(0..300),
                     )),

@@ -28,8 +28,8 @@ fn survives(world: &World, path: &str) -> [bool; LOSSES as usize] {
 
 fn finds(backing: &SimBacking, path: &str) -> bool {
     path.split('/')
-        .try_fold(backing.root(), |node, name| {
-            Ok::<_, firn_backing::Errno>(backing.lookup(&node, OsStr::new(name))?.0)
+        .try_fold(backing.root(), |inode, name| {
+            Ok::<_, firn_backing::Errno>(backing.lookup(&inode, OsStr::new(name))?.0)
         })
         .is_ok()
 }
@@ -42,7 +42,7 @@ fn names_survive_once_their_directory_was_synced() {
         .engine
         .mkdir(&CALLER, ROOT, OsStr::new("dir"), 0o755)
         .expect("mkdir")
-        .node;
+        .inode;
     for name in ["first", "second"] {
         let made = world
             .engine

@@ -6,7 +6,7 @@ use std::ffi::OsStr;
 
 use common::world::World;
 use firn_backing::Caller;
-use firn_engine::{Closing, HandleId, NodeId, ROOT, Written};
+use firn_engine::{Closing, HandleId, InodeId, ROOT, Written};
 use firn_format::record::Ending;
 
 const CALLER: Caller = Caller {
@@ -17,7 +17,7 @@ const CALLER: Caller = Caller {
 const O_RDWR: i32 = 2;
 
 /// An open file with some bytes.
-fn open(world: &World, dir: NodeId, name: &str) -> HandleId {
+fn open(world: &World, dir: InodeId, name: &str) -> HandleId {
     let (_, opened) = world
         .engine
         .create(&CALLER, dir, OsStr::new(name), 0o644, O_RDWR)
@@ -65,14 +65,14 @@ fn one_killed_writer_of_several_cuts_a_file_until_it_is_made_anew() {
     assert_eq!(ending(&world, "file"), Ending::Cut);
     end(&world, open(&world, ROOT, "file"), Closing::Called);
     assert_eq!(ending(&world, "file"), Ending::Cut, "appended to");
-    let node = world
+    let inode = world
         .engine
         .lookup(ROOT, OsStr::new("file"))
         .expect("lookup")
-        .node;
+        .inode;
     let anew = world
         .engine
-        .open(node, O_RDWR | 0o1000)
+        .open(inode, O_RDWR | 0o1000)
         .expect("open")
         .handle;
     assert!(matches!(

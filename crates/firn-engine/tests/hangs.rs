@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::world::World;
 use firn_backing::{Caller, Errno, RenameFlags, SetTime, SimBacking};
-use firn_engine::{Closing, Engine, HandleId, NodeId, Pick, ROOT, SetAttr, Written};
+use firn_engine::{Closing, Engine, HandleId, InodeId, Pick, ROOT, SetAttr, Written};
 
 const CALLER: Caller = Caller {
     uid: 0,
@@ -23,8 +23,8 @@ const RDWR: i32 = 2;
 /// A file with a name in a directory of its own, open, with pending data.
 #[derive(Clone, Copy)]
 struct Place {
-    dir: NodeId,
-    node: NodeId,
+    dir: InodeId,
+    inode: InodeId,
     handle: HandleId,
 }
 
@@ -32,7 +32,7 @@ fn place(engine: &Engine<SimBacking>, dir: &str) -> Place {
     let dir = engine
         .mkdir(&CALLER, ROOT, OsStr::new(dir), 0o755)
         .expect("mkdir")
-        .node;
+        .inode;
     let (entry, opened) = engine
         .create(&CALLER, dir, OsStr::new("file"), 0o644, RDWR)
         .expect("create");
@@ -43,7 +43,7 @@ fn place(engine: &Engine<SimBacking>, dir: &str) -> Place {
     );
     Place {
         dir,
-        node: entry.node,
+        inode: entry.inode,
         handle,
     }
 }
@@ -78,10 +78,10 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
             ignore(engine.lookup(place.dir, OsStr::new("file")))
         }),
         ("stat", "attr", |engine, place| {
-            ignore(engine.attr(place.node, None))
+            ignore(engine.attr(place.inode, None))
         }),
         ("open", "attr", |engine, place| {
-            ignore(engine.open(place.node, 0))
+            ignore(engine.open(place.inode, 0))
         }),
         ("create", "create", |engine, place| {
             ignore(engine.create(&CALLER, place.dir, OsStr::new("new"), 0o644, RDWR));
@@ -90,7 +90,7 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
             ignore(engine.mkdir(&CALLER, place.dir, OsStr::new("new"), 0o755))
         }),
         ("link", "link", |engine, place| {
-            ignore(engine.link(place.node, place.dir, OsStr::new("second")))
+            ignore(engine.link(place.inode, place.dir, OsStr::new("second")))
         }),
         ("unlink", "unlink", |engine, place| {
             ignore(engine.unlink(place.dir, OsStr::new("file")))
@@ -107,7 +107,7 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
         }),
         ("ftruncate", "set_len", |engine, place| {
             ignore(engine.set_attr(
-                place.node,
+                place.inode,
                 SetAttr {
                     size: Some(3),
                     ..attributes()
@@ -117,7 +117,7 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
         }),
         ("ftruncate to more", "set_len", |engine, place| {
             ignore(engine.set_attr(
-                place.node,
+                place.inode,
                 SetAttr {
                     size: Some(1 << 20),
                     ..attributes()
@@ -126,11 +126,11 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
             ));
         }),
         ("open with O_TRUNC", "set_len", |engine, place| {
-            ignore(engine.open(place.node, 0o1002))
+            ignore(engine.open(place.inode, 0o1002))
         }),
         ("utimens", "set_times", |engine, place| {
             ignore(engine.set_attr(
-                place.node,
+                place.inode,
                 SetAttr {
                     mtime: SetTime::Now,
                     ..attributes()
@@ -140,7 +140,7 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
         }),
         ("chmod", "set_mode", |engine, place| {
             ignore(engine.set_attr(
-                place.node,
+                place.inode,
                 SetAttr {
                     mode: Some(0o600),
                     ..attributes()
@@ -191,12 +191,12 @@ fn everything_else(engine: &Engine<SimBacking>, other: Place) {
     let mut bytes = [0; 12];
     assert_eq!(engine.read(other.handle, 0, &mut bytes), Ok(12));
     assert_eq!(&bytes, b"pending more");
-    assert_eq!(engine.attr(other.node, None).expect("stat").size, 12);
+    assert_eq!(engine.attr(other.inode, None).expect("stat").size, 12);
     assert_eq!(
-        engine.lookup(other.dir, name).expect("lookup").node,
-        other.node
+        engine.lookup(other.dir, name).expect("lookup").inode,
+        other.inode
     );
-    let opened = engine.open(other.node, RDWR).expect("open");
+    let opened = engine.open(other.inode, RDWR).expect("open");
     engine.flush(opened.handle, Closing::Called, Box::new(|_| {}));
     engine.release(opened.handle);
     // A first write binds its file.
@@ -223,7 +223,7 @@ fn everything_else(engine: &Engine<SimBacking>, other: Place) {
     engine.release(made.handle);
     engine
         .set_attr(
-            other.node,
+            other.inode,
             SetAttr {
                 size: Some(5),
                 ..attributes()
@@ -311,7 +311,7 @@ fn a_file_that_waits_for_a_truncation_is_written_and_read() {
     let cut = std::thread::spawn(move || {
         theirs
             .set_attr(
-                file.node,
+                file.inode,
                 SetAttr {
                     size: Some(3),
                     ..attributes()

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use common::world::World;
 use firn_backing::sim::Fault;
 use firn_backing::{Backing, Caller, Errno, SetTime};
-use firn_engine::{Engine, HandleId, NodeId, Principal, ROOT, SetAttr, Written};
+use firn_engine::{Engine, HandleId, InodeId, Principal, ROOT, SetAttr, Written};
 
 const ROOT_CALLER: Caller = Caller {
     uid: 0,
@@ -43,12 +43,12 @@ impl Principal for User {
 
 const USER: User = User { group: 7 };
 
-fn create(world: &World, name: &str) -> (NodeId, HandleId) {
+fn create(world: &World, name: &str) -> (InodeId, HandleId) {
     let (entry, opened) = world
         .engine
         .create(&ROOT_CALLER, ROOT, OsStr::new(name), 0o777, O_RDWR)
         .expect("create");
-    (entry.node, opened.handle)
+    (entry.inode, opened.handle)
 }
 
 fn write<B: Backing>(engine: &Engine<B>, handle: HandleId, offset: u64) {
@@ -58,11 +58,11 @@ fn write<B: Backing>(engine: &Engine<B>, handle: HandleId, offset: u64) {
     );
 }
 
-fn chmod(world: &World, node: NodeId, mode: u32) {
+fn chmod(world: &World, inode: InodeId, mode: u32) {
     world
         .engine
         .set_attr(
-            node,
+            inode,
             SetAttr {
                 mode: Some(mode),
                 ..NOTHING
@@ -72,8 +72,8 @@ fn chmod(world: &World, node: NodeId, mode: u32) {
         .expect("chmod");
 }
 
-fn mode(world: &World, node: NodeId) -> u32 {
-    world.engine.attr(node, None).expect("attr").mode & 0o7777
+fn mode(world: &World, inode: InodeId) -> u32 {
+    world.engine.attr(inode, None).expect("attr").mode & 0o7777
 }
 
 /// How many calls of the backing `work` makes.
@@ -86,7 +86,7 @@ fn calls(world: &World, work: impl FnOnce()) -> u64 {
 #[test]
 fn writes_to_a_file_without_privileges_ask_the_backing_nothing() {
     let world = World::new();
-    let (node, made) = create(&world, "file");
+    let (inode, made) = create(&world, "file");
     assert_eq!(
         calls(&world, || (0..100).for_each(|at| write(
             &world.engine,
@@ -98,7 +98,7 @@ fn writes_to_a_file_without_privileges_ask_the_backing_nothing() {
     );
     world.drain_all();
     world.engine.release(made);
-    let again = world.engine.open(node, O_RDWR).expect("open").handle;
+    let again = world.engine.open(inode, O_RDWR).expect("open").handle;
     assert!(
         calls(&world, || write(&world.engine, again, 0)) > 0,
         "the first write"
@@ -119,11 +119,11 @@ fn writes_to_a_file_without_privileges_ask_the_backing_nothing() {
 #[test]
 fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_hears_of_it() {
     let world = World::new();
-    let (node, handle) = create(&world, "file");
+    let (inode, handle) = create(&world, "file");
     let told = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&told);
     world.engine.on_attributes_changed(Arc::new(move |changed| {
-        assert_eq!(changed, node);
+        assert_eq!(changed, inode);
         count.fetch_add(1, Ordering::Relaxed);
     }));
     let mut expected = 0;
@@ -136,11 +136,11 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
         );
         write(&world.engine, handle, 0);
         expected += 1;
-        assert_eq!(mode(&world, node), 0o777, "{given}");
+        assert_eq!(mode(&world, inode), 0o777, "{given}");
         assert!(
             world
                 .engine
-                .get_xattr(node, OsStr::new(CAPABILITY))
+                .get_xattr(inode, OsStr::new(CAPABILITY))
                 .is_err(),
             "{given}"
         );
@@ -151,12 +151,12 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
             "{given}, and once more"
         );
     };
-    goes("set-user-id", &|| chmod(&world, node, 0o4777));
-    goes("both", &|| chmod(&world, node, 0o6777));
+    goes("set-user-id", &|| chmod(&world, inode, 0o4777));
+    goes("both", &|| chmod(&world, inode, 0o6777));
     goes("a capability", &|| {
         world
             .engine
-            .set_xattr(node, OsStr::new(CAPABILITY), b"cap", 0, None)
+            .set_xattr(inode, OsStr::new(CAPABILITY), b"cap", 0, None)
             .expect("setcap");
     });
     goes("set-user-id, beside the mount", &|| {
@@ -166,7 +166,7 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
             .backing()
             .set_mode(&object, 0o4777)
             .expect("chmod");
-        assert_eq!(mode(&world, node), 0o4777, "the mount shows it");
+        assert_eq!(mode(&world, inode), 0o4777, "the mount shows it");
     });
     goes("set-user-id, by a transaction that ends", &|| {
         let turned = world.engine.turn(b"", firn_engine::Pending::Keep, |_| {
@@ -180,30 +180,30 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
 #[test]
 fn set_group_id_without_group_execute_stays_for_members() {
     let world = World::new();
-    let (node, handle) = create(&world, "file");
-    let group = world.engine.attr(node, None).expect("attr").gid;
-    chmod(&world, node, 0o6767);
+    let (inode, handle) = create(&world, "file");
+    let group = world.engine.attr(inode, None).expect("attr").gid;
+    chmod(&world, inode, 0o6767);
     let member = User { group };
     assert_eq!(
         world.engine.write(handle, 0, b"some", Some(&member)),
         Ok(Written::Bytes(4))
     );
-    assert_eq!(mode(&world, node), 0o2767);
+    assert_eq!(mode(&world, inode), 0o2767);
     write(&world.engine, handle, 0);
-    assert_eq!(mode(&world, node), 0o767);
+    assert_eq!(mode(&world, inode), 0o767);
 }
 
 /// A store to a mapping takes nothing away on Linux, whoever makes it.
 #[test]
 fn a_page_that_the_kernel_writes_takes_nothing_away() {
     let world = World::new();
-    let (node, handle) = create(&world, "file");
-    chmod(&world, node, 0o6777);
+    let (inode, handle) = create(&world, "file");
+    chmod(&world, inode, 0o6777);
     assert_eq!(
         world.engine.write(handle, 0, b"some", None),
         Ok(Written::Bytes(4))
     );
-    assert_eq!(mode(&world, node), 0o6777);
+    assert_eq!(mode(&world, inode), 0o6777);
 }
 
 /// A firnd without rights may not change the mode of a file of somebody else that it may write. The kernel below takes
@@ -211,8 +211,8 @@ fn a_page_that_the_kernel_writes_takes_nothing_away() {
 #[test]
 fn a_firnd_without_rights_leaves_it_to_the_kernel_below() {
     let world = World::new();
-    let (node, handle) = create(&world, "file");
-    chmod(&world, node, 0o6777);
+    let (inode, handle) = create(&world, "file");
+    chmod(&world, inode, 0o6777);
     let truncated = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&truncated);
     world.backing.set_plan(move |call, _| {

@@ -191,7 +191,7 @@ impl Run {
         let attr = self
             .world
             .find(path)
-            .and_then(|node| self.world.engine.attr(node, None));
+            .and_then(|inode| self.world.engine.attr(inode, None));
         if self.world.stopped() {
             return Err(Stopped);
         }
@@ -349,7 +349,7 @@ impl Run {
         let result = self
             .world
             .find(&path)
-            .and_then(|node| self.world.engine.open(node, flags));
+            .and_then(|inode| self.world.engine.open(inode, flags));
         match self.outcome(result, Ok(()))? {
             Some(opened) => {
                 self.open.push(Open {
@@ -480,7 +480,7 @@ impl Run {
         let result = self
             .world
             .find(&path)
-            .and_then(|node| self.world.engine.set_attr(node, set, None));
+            .and_then(|inode| self.world.engine.set_attr(inode, set, None));
         match self.outcome(result, Ok(()))? {
             Some(attr) => {
                 assert_eq!(attr.size, size);
@@ -521,7 +521,7 @@ impl Run {
     }
 
     /// The kernel looks every name up before it changes it.
-    fn looked_up<'a>(&self, path: &'a str) -> Result<(firn_engine::NodeId, &'a OsStr), Errno> {
+    fn looked_up<'a>(&self, path: &'a str) -> Result<(firn_engine::InodeId, &'a OsStr), Errno> {
         let (dir, name) = self.world.parent(path)?;
         match self.world.engine.lookup(dir, name) {
             Ok(_) | Err(Errno::NOENT) => Ok((dir, name)),
@@ -567,9 +567,9 @@ impl Run {
             let object = self.model.names[&from];
             self.model.names.insert(to.clone(), object);
         }
-        let result = self.world.find(&from).and_then(|node| {
+        let result = self.world.find(&from).and_then(|inode| {
             let (dir, name) = self.world.parent(&to)?;
-            self.world.engine.link(node, dir, name)
+            self.world.engine.link(inode, dir, name)
         });
         if self.outcome(result, expected)?.is_none() {
             self.model = self.before.clone();
@@ -694,7 +694,7 @@ impl Run {
         let result = self
             .world
             .find(&path)
-            .and_then(|node| self.world.engine.set_attr(node, set, None));
+            .and_then(|inode| self.world.engine.set_attr(inode, set, None));
         if let Some(attr) = self.outcome(result, Ok(()))? {
             assert_eq!(attr.mtime, time);
             self.times.insert(object, time);
@@ -827,11 +827,11 @@ impl Run {
             };
             // A name that is under way may lead elsewhere.
             if self.before.names.get(path) == Some(object) {
-                let node = self.world.find(path).expect("it is there");
+                let inode = self.world.find(path).expect("it is there");
                 let found = self
                     .world
                     .engine
-                    .attr(node, None)
+                    .attr(inode, None)
                     .expect("attributes")
                     .mtime;
                 assert_eq!(found, *expected, "operation {}: time of {path}", self.ops);
@@ -867,12 +867,12 @@ fn difference(found: &BTreeMap<String, Vec<u8>>, expected: &BTreeMap<String, Vec
 }
 
 fn lookup<B: Backing>(backing: &B, path: &str) -> Option<Vec<u8>> {
-    let mut node = backing.root();
+    let mut inode = backing.root();
     for name in path.split('/') {
-        node = backing.lookup(&node, OsStr::new(name)).ok()?.0;
+        inode = backing.lookup(&inode, OsStr::new(name)).ok()?.0;
     }
-    let size = backing.attr(&node).ok()?.size;
-    let file = backing.open(&node, firn_backing::Access::Read).ok()?;
+    let size = backing.attr(&inode).ok()?.size;
+    let file = backing.open(&inode, firn_backing::Access::Read).ok()?;
     let mut contents = vec![0; size as usize];
     backing.read_at(&file, &mut contents, 0).ok()?;
     Some(contents)

@@ -4,7 +4,7 @@
 //! packet, firnd answers each with one packet, in order: a [`Reply`], for [`Op::Extents`] followed by
 //! so many [`Extent`]s as `count` says. The first request is [`Op::Hello`]; its reply carries the
 //! descriptor of the arena (`SCM_RIGHTS`) and an [`Arena`] after the [`Reply`]. All structures are plain
-//! words in the byte order of the machine: both ends are on one node.
+//! words in the byte order of the machine: both ends are on one host.
 //!
 //! An open file is meant by its token: what [`IOCTL_TOKEN`] on a descriptor of the mount gives. It is the
 //! kernel's own handle, so `dup` and `fork` share it and the last close ends it.

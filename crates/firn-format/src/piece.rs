@@ -13,7 +13,7 @@
 //! Length and checksum are one word, so that an append that extends the last piece publishes both
 //! with one store: a writer killed between two instructions leaves the old piece or the new one. The
 //! checksum covers the slab's generation, so a record left over from an earlier lease never verifies.
-//! The data itself has none: memory of a living node is not torn by the death of a process. Neither does the
+//! The data itself has none: memory of a living host is not torn by the death of a process. Neither does the
 //! time, which changes alone: what it says is bounded by whoever reads it.
 
 use crate::FormatError;

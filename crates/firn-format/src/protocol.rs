@@ -215,7 +215,7 @@ pub enum Reply {
     Committed {
         /// Its number.
         id: u64,
-        /// Nodes that commit together with this one and have not carried their part out yet.
+        /// Hosts that commit together with this one and have not carried their part out yet.
         #[serde(default)]
         behind: Vec<String>,
     },
@@ -328,9 +328,9 @@ pub struct Status {
     /// The spill file, where there is one.
     #[serde(default)]
     pub spill: Option<SpillStatus>,
-    /// Memory nodes, each with an equal part of the arena.
+    /// NUMA nodes, each with an equal part of the arena.
     #[serde(default)]
-    pub nodes: Vec<NodeStatus>,
+    pub numa_nodes: Vec<NumaNodeStatus>,
     /// Transactions that are not over.
     #[serde(default)]
     pub transactions: Vec<TransactionStatus>,
@@ -376,7 +376,7 @@ pub struct TransactionStatus {
     pub states: BTreeMap<String, u64>,
     /// An earlier firnd prepared it.
     pub recovered: bool,
-    /// Where several nodes commit together: those that have come.
+    /// Where several hosts commit together: those that have come.
     #[serde(default)]
     pub here: Vec<String>,
     /// Why it could not be carried out when that was tried last; it is tried again.
@@ -419,16 +419,16 @@ pub struct SpillStatus {
     pub failing: bool,
 }
 
-/// One memory node (NUMA) and its part of the arena.
+/// One NUMA node and its part of the arena.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct NodeStatus {
+pub struct NumaNodeStatus {
     /// The kernel's number.
-    pub node: u32,
+    pub numa_node: u32,
     /// Bytes of its chunks.
     pub bytes: u64,
     /// Bytes of those in use; the others are free.
     pub used_bytes: u64,
-    /// Since attach: slabs of it given to writers that run nearer to another node.
+    /// Since attach: slabs of it given to writers that run nearer to another NUMA node.
     pub foreign_slabs: u64,
 }
 

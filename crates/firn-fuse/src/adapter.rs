@@ -15,7 +15,7 @@ use std::time::{Duration, SystemTime};
 use firn_backing::{Backing, Errno, RenameFlags, Seek};
 use firn_conflict::Access;
 use firn_engine::{
-    Closing, Engine, Entry, FsyncPolicy, HandleId, NodeId, OpenMode, Opened, SetAttr,
+    Closing, Engine, Entry, FsyncPolicy, HandleId, InodeId, OpenMode, Opened, SetAttr,
 };
 use firn_format::door::{IOCTL_TOKEN, Token};
 use firn_format::protocol::Rung;
@@ -80,9 +80,9 @@ impl<B: Backing> Adapter<B> {
         let workers = Workers::default();
         let coherence = Coherence::new(Arc::clone(&engine), workers.clone());
         let told = Arc::downgrade(&coherence);
-        engine.on_attributes_changed(Arc::new(move |node| {
+        engine.on_attributes_changed(Arc::new(move |inode| {
             if let Some(coherence) = told.upgrade() {
-                coherence.forget_attributes(node);
+                coherence.forget_attributes(inode);
             }
         }));
         let stalled = Stalled::new(Arc::clone(&engine), workers.clone(), Arc::clone(&coherence));
@@ -136,7 +136,7 @@ impl<B: Backing> Adapter<B> {
     fn answer<R>(
         &self,
         operation: Operation,
-        node: INodeNo,
+        inode: INodeNo,
         name: Option<&OsStr>,
         reply: R,
     ) -> Answer<B, R> {
@@ -144,7 +144,7 @@ impl<B: Backing> Adapter<B> {
             &self.engine,
             &self.failures,
             operation,
-            (NodeId(node.0), name),
+            (InodeId(inode.0), name),
             reply,
         )
     }
@@ -169,18 +169,18 @@ impl<B: Backing> Adapter<B> {
 
     /// Runs a change of names or attributes: of the object, or of the names in the directory. Where it may wait for a
     /// transaction it does so aside: the threads that answer the kernel stay free for who only reads.
-    fn changing(&self, node: NodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+    fn changing(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         if self.engine.changes_wait() {
-            self.aside(Topic::Node(node), call);
+            self.aside(Topic::Inode(inode), call);
         } else {
-            self.asking(Topic::Node(node), call);
+            self.asking(Topic::Inode(inode), call);
         }
     }
 
     /// The same for one that answers with what it made in a directory.
     fn making(
         &self,
-        parent: NodeId,
+        parent: InodeId,
         reply: Answer<B, ReplyEntry>,
         call: impl FnOnce(&Engine<B>) -> Result<Entry, Errno> + Send + 'static,
     ) {
@@ -206,14 +206,14 @@ impl<B: Backing> Adapter<B> {
     /// a worker, where it may wait for the drain.
     fn run_drained(
         &self,
-        node: NodeId,
+        inode: InodeId,
         handle: HandleId,
         call: impl FnOnce(&Engine<B>) + Send + 'static,
     ) {
         if self.engine.needs_drain(handle) {
-            self.aside(Topic::Node(node), call);
+            self.aside(Topic::Inode(inode), call);
         } else {
-            self.asking(Topic::Node(node), call);
+            self.asking(Topic::Inode(inode), call);
         }
     }
 }
@@ -230,14 +230,14 @@ impl Opener {
     fn flags<B: Backing>(
         &self,
         engine: &Engine<B>,
-        node: NodeId,
+        inode: InodeId,
         opened: Opened,
         register: impl FnOnce(OwnedFd) -> std::io::Result<BackingId>,
     ) -> (FopenFlags, Option<Arc<BackingId>>) {
         if opened.mode == OpenMode::Passthrough {
             let acquired = self.passthrough.as_ref().and_then(|passthrough| {
                 passthrough.acquire(
-                    node,
+                    inode,
                     opened.handle,
                     || engine.backing_fd(opened.handle),
                     register,
@@ -262,12 +262,12 @@ impl Opener {
             Ok(made) => made,
             Err(error) => return reply.error(error),
         };
-        let (flags, id) = self.flags(engine, entry.node, opened, |fd| reply.open_backing(fd));
+        let (flags, id) = self.flags(engine, entry.inode, opened, |fd| reply.open_backing(fd));
         // The kernel takes the attributes of this answer for the newest in any case.
         entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
-        let attr = convert::attr(entry.node, &entry.attr);
+        let attr = convert::attr(entry.inode, &entry.attr);
         let handle = FileHandle(opened.handle.0);
-        let ttl = &ttl(engine, self.options, entry.node);
+        let ttl = &ttl(engine, self.options, entry.inode);
         match id {
             Some(id) => {
                 reply
@@ -285,7 +285,7 @@ impl Opener {
         &self,
         engine: &Engine<B>,
         coherence: &Coherence<B>,
-        node: NodeId,
+        inode: InodeId,
         opened: Result<Opened, Errno>,
         reply: Answer<B, ReplyOpen>,
     ) {
@@ -293,9 +293,9 @@ impl Opener {
             Ok(opened) => opened,
             Err(error) => return reply.error(error),
         };
-        let (flags, id) = self.flags(engine, node, opened, |fd| reply.open_backing(fd));
+        let (flags, id) = self.flags(engine, inode, opened, |fd| reply.open_backing(fd));
         let handle = FileHandle(opened.handle.0);
-        coherence.tell_size(node, opened.handle, opened.size, move || match id {
+        coherence.tell_size(inode, opened.handle, opened.size, move || match id {
             Some(id) => reply.success().opened_passthrough(handle, flags, &id),
             None => reply.success().opened(handle, flags),
         });
@@ -310,18 +310,18 @@ fn entry<B: Backing>(
 ) {
     match result {
         Ok(entry) => {
-            let attr = convert::attr(entry.node, &entry.attr);
+            let attr = convert::attr(entry.inode, &entry.attr);
             reply
                 .success()
-                .entry(&ttl(engine, options, entry.node), &attr, Generation(0));
+                .entry(&ttl(engine, options, entry.inode), &attr, Generation(0));
         }
         Err(error) => reply.error(error),
     }
 }
 
 /// How long the kernel may keep attributes. Asked after they were taken: what came past the kernel meanwhile shows.
-fn ttl<B: Backing>(engine: &Engine<B>, options: AdapterOptions, node: NodeId) -> Duration {
-    if engine.is_written_past_the_kernel(node) {
+fn ttl<B: Backing>(engine: &Engine<B>, options: AdapterOptions, inode: InodeId) -> Duration {
+    if engine.is_written_past_the_kernel(inode) {
         Duration::ZERO
     } else {
         options.attr_timeout
@@ -361,7 +361,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let reply = self.answer(Operation::Lookup, parent, Some(name), reply);
-        let parent = NodeId(parent.0);
+        let parent = InodeId(parent.0);
         let name = name.to_owned();
         let options = self.options;
         self.asking(Topic::name(parent, &name), move |engine| {
@@ -370,17 +370,17 @@ impl<B: Backing> Filesystem for Adapter<B> {
     }
 
     fn forget(&self, _: &Request, ino: INodeNo, count: u64) {
-        self.engine.forget(NodeId(ino.0), count);
+        self.engine.forget(InodeId(ino.0), count);
     }
 
     fn getattr(&self, _: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
         let reply = self.answer(Operation::Getattr, ino, None, reply);
-        let (node, handle, options) = (NodeId(ino.0), fh.map(|fh| HandleId(fh.0)), self.options);
-        self.asking(Topic::Node(node), move |engine| {
-            match engine.attr(node, handle) {
+        let (inode, handle, options) = (InodeId(ino.0), fh.map(|fh| HandleId(fh.0)), self.options);
+        self.asking(Topic::Inode(inode), move |engine| {
+            match engine.attr(inode, handle) {
                 Ok(attr) => reply
                     .success()
-                    .attr(&ttl(engine, options, node), &convert::attr(node, &attr)),
+                    .attr(&ttl(engine, options, inode), &convert::attr(inode, &attr)),
                 Err(error) => reply.error(error),
             }
         });
@@ -416,14 +416,14 @@ impl<B: Backing> Filesystem for Adapter<B> {
             atime,
             mtime,
         };
-        let node = NodeId(ino.0);
+        let inode = InodeId(ino.0);
         let options = self.options;
         let by = Process::of(request);
-        self.changing(node, move |engine| {
-            match engine.set_attr(node, set, Some(&by)) {
+        self.changing(inode, move |engine| {
+            match engine.set_attr(inode, set, Some(&by)) {
                 Ok(attr) => reply
                     .success()
-                    .attr(&ttl(engine, options, node), &convert::attr(node, &attr)),
+                    .attr(&ttl(engine, options, inode), &convert::attr(inode, &attr)),
                 Err(error) => reply.error(error),
             }
         });
@@ -431,9 +431,9 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
         let reply = self.answer(Operation::Readlink, ino, None, reply);
-        let node = NodeId(ino.0);
-        self.asking(Topic::Node(node), move |engine| {
-            match engine.readlink(node) {
+        let inode = InodeId(ino.0);
+        self.asking(Topic::Inode(inode), move |engine| {
+            match engine.readlink(inode) {
                 Ok(target) => reply.success().data(&target),
                 Err(error) => reply.error(error),
             }
@@ -451,7 +451,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyEntry,
     ) {
         let reply = self.answer(Operation::Mknod, parent, Some(name), reply);
-        let parent = NodeId(parent.0);
+        let parent = InodeId(parent.0);
         let umask = self.agreed.umask.then_some(umask);
         let caller = caller(request);
         let name = name.to_owned();
@@ -471,7 +471,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyEntry,
     ) {
         let reply = self.answer(Operation::Mkdir, parent, Some(name), reply);
-        let parent = NodeId(parent.0);
+        let parent = InodeId(parent.0);
         let umask = self.agreed.umask.then_some(umask);
         let caller = caller(request);
         let name = name.to_owned();
@@ -483,7 +483,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let reply = self.answer(Operation::Unlink, parent, Some(name), reply);
-        let parent = NodeId(parent.0);
+        let parent = InodeId(parent.0);
         let name = name.to_owned();
         self.changing(parent, move |engine| {
             empty(engine.unlink(parent, &name), reply)
@@ -492,7 +492,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let reply = self.answer(Operation::Rmdir, parent, Some(name), reply);
-        let parent = NodeId(parent.0);
+        let parent = InodeId(parent.0);
         let name = name.to_owned();
         self.changing(parent, move |engine| {
             empty(engine.rmdir(parent, &name), reply)
@@ -509,7 +509,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
     ) {
         let reply = self.answer(Operation::Symlink, parent, Some(name), reply);
         let caller = caller(request);
-        let parent = NodeId(parent.0);
+        let parent = InodeId(parent.0);
         let name = name.to_owned();
         let target = target.as_os_str().to_owned();
         self.making(parent, reply, move |engine| {
@@ -531,8 +531,8 @@ impl<B: Backing> Filesystem for Adapter<B> {
         let Some(flags) = RenameFlags::from_bits(flags.bits()) else {
             return reply.error(Errno::INVAL);
         };
-        let parent = NodeId(parent.0);
-        let new_parent = NodeId(new_parent.0);
+        let parent = InodeId(parent.0);
+        let new_parent = InodeId(new_parent.0);
         let name = name.to_owned();
         let new_name = new_name.to_owned();
         self.changing(parent, move |engine| {
@@ -545,31 +545,31 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn link(&self, _: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let reply = self.answer(Operation::Link, parent, Some(name), reply);
-        let node = NodeId(ino.0);
-        let parent = NodeId(parent.0);
+        let inode = InodeId(ino.0);
+        let parent = InodeId(parent.0);
         let name = name.to_owned();
         self.making(parent, reply, move |engine| {
-            engine.link(node, parent, &name)
+            engine.link(inode, parent, &name)
         });
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let reply = self.answer(Operation::Open, ino, None, reply);
-        let node = NodeId(ino.0);
+        let inode = InodeId(ino.0);
         let flags = flags.0;
         let opener = self.opener();
         let coherence = Arc::clone(&self.coherence);
         if flags & libc::O_TRUNC != 0 {
             let by = Process::of(request);
-            self.changing(node, move |engine| {
+            self.changing(inode, move |engine| {
                 let opened = engine
-                    .drop_privileges(node, &by)
-                    .and_then(|()| engine.open(node, flags));
-                opener.opened(engine, &coherence, node, opened, reply);
+                    .drop_privileges(inode, &by)
+                    .and_then(|()| engine.open(inode, flags));
+                opener.opened(engine, &coherence, inode, opened, reply);
             });
         } else {
-            self.asking(Topic::Node(node), move |engine| {
-                opener.opened(engine, &coherence, node, engine.open(node, flags), reply);
+            self.asking(Topic::Inode(inode), move |engine| {
+                opener.opened(engine, &coherence, inode, engine.open(inode, flags), reply);
             });
         }
     }
@@ -607,7 +607,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
             None => {
                 let engine = Arc::clone(&self.engine);
                 let call = Box::new(move || call(&engine, &mut vec![0; size]));
-                self.serving.elsewhere(Topic::Node(NodeId(ino.0)), call);
+                self.serving.elsewhere(Topic::Inode(InodeId(ino.0)), call);
             }
         }
     }
@@ -615,7 +615,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
     fn write(
         &self,
         request: &Request,
-        node: INodeNo,
+        inode: INodeNo,
         fh: FileHandle,
         offset: u64,
         data: &[u8],
@@ -624,10 +624,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let reply = self.answer(Operation::Write, node, None, reply);
+        let reply = self.answer(Operation::Write, inode, None, reply);
         let from_cache = flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let target = Target {
-            node,
+            inode,
             handle: HandleId(fh.0),
             offset,
             from_cache,
@@ -650,7 +650,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
                 let stalled = Arc::clone(&self.stalled);
                 let data = data.to_vec();
                 let call = Box::new(move || stalled.write(write, &data));
-                self.serving.elsewhere(Topic::Node(NodeId(node.0)), call);
+                self.serving.elsewhere(Topic::Inode(InodeId(inode.0)), call);
             }
         }
     }
@@ -698,7 +698,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
                 reply.ok();
                 let engine = Arc::clone(&self.engine);
                 let call = Box::new(move || engine.release(handle));
-                self.serving.elsewhere(Topic::Node(NodeId(ino.0)), call);
+                self.serving.elsewhere(Topic::Inode(InodeId(ino.0)), call);
             }
         }
     }
@@ -706,7 +706,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
     fn fsync(&self, _: &Request, ino: INodeNo, fh: FileHandle, data_only: bool, reply: ReplyEmpty) {
         let reply = self.answer(Operation::Fsync, ino, None, reply);
         let handle = HandleId(fh.0);
-        let topic = Topic::Node(NodeId(ino.0));
+        let topic = Topic::Inode(InodeId(ino.0));
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
         let durable = engine.options().fsync == FsyncPolicy::Durable;
@@ -723,9 +723,9 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn opendir(&self, _: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         let reply = self.answer(Operation::Opendir, ino, None, reply);
-        let node = NodeId(ino.0);
-        self.asking(Topic::Node(node), move |engine| {
-            match engine.open_dir(node) {
+        let inode = InodeId(ino.0);
+        self.asking(Topic::Inode(inode), move |engine| {
+            match engine.open_dir(inode) {
                 Ok(handle) => reply
                     .success()
                     .opened(FileHandle(handle.0), FopenFlags::empty()),
@@ -745,7 +745,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
         let reply = self.answer(Operation::Readdir, ino, None, reply);
         let call =
             move |engine: &Engine<B>| listing::readdir(engine, HandleId(fh.0), offset, reply);
-        self.asking(Topic::Node(NodeId(ino.0)), call);
+        self.asking(Topic::Inode(InodeId(ino.0)), call);
     }
 
     fn readdirplus(
@@ -757,11 +757,11 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyDirectoryPlus,
     ) {
         let reply = self.answer(Operation::Readdir, ino, None, reply);
-        let node = NodeId(ino.0);
+        let inode = InodeId(ino.0);
         let dir = HandleId(fh.0);
         let ttl = self.options.attr_timeout;
-        self.asking(Topic::Node(node), move |engine| {
-            listing::readdirplus(engine, node, dir, offset, &ttl, reply);
+        self.asking(Topic::Inode(inode), move |engine| {
+            listing::readdirplus(engine, inode, dir, offset, &ttl, reply);
         });
     }
 
@@ -786,9 +786,9 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyEmpty,
     ) {
         let reply = self.answer(Operation::Fsyncdir, ino, None, reply);
-        let node = NodeId(ino.0);
-        self.aside(Topic::Node(node), move |engine| {
-            empty(engine.sync_dir(node), reply)
+        let inode = InodeId(ino.0);
+        self.aside(Topic::Inode(inode), move |engine| {
+            empty(engine.sync_dir(inode), reply)
         });
     }
 
@@ -823,13 +823,13 @@ impl<B: Backing> Filesystem for Adapter<B> {
         if name == STATE_XATTR {
             return reply.error(Errno::OPNOTSUPP);
         }
-        let node = NodeId(ino.0);
+        let inode = InodeId(ino.0);
         let name = name.to_owned();
         let value = value.to_owned();
         let by = Process::of(request);
-        self.changing(node, move |engine| {
+        self.changing(inode, move |engine| {
             empty(
-                engine.set_xattr(node, &name, &value, flags, Some(&by)),
+                engine.set_xattr(inode, &name, &value, flags, Some(&by)),
                 reply,
             );
         });
@@ -837,27 +837,27 @@ impl<B: Backing> Filesystem for Adapter<B> {
 
     fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let reply = self.answer(Operation::Getxattr, ino, None, reply);
-        let node = NodeId(ino.0);
+        let inode = InodeId(ino.0);
         if name == STATE_XATTR {
             return xattr(
                 self.engine
-                    .state_of(node)
+                    .state_of(inode)
                     .map(|rung| Rung::as_str(rung).into()),
                 size,
                 reply,
             );
         }
         let name = name.to_owned();
-        self.asking(Topic::Node(node), move |engine| {
-            xattr(engine.get_xattr(node, &name), size, reply)
+        self.asking(Topic::Inode(inode), move |engine| {
+            xattr(engine.get_xattr(inode, &name), size, reply)
         });
     }
 
     fn listxattr(&self, _: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
         let reply = self.answer(Operation::Listxattr, ino, None, reply);
-        let node = NodeId(ino.0);
-        self.asking(Topic::Node(node), move |engine| {
-            xattr(engine.list_xattr(node), size, reply)
+        let inode = InodeId(ino.0);
+        self.asking(Topic::Inode(inode), move |engine| {
+            xattr(engine.list_xattr(inode), size, reply)
         });
     }
 
@@ -866,10 +866,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
         if name == STATE_XATTR {
             return reply.error(Errno::OPNOTSUPP);
         }
-        let node = NodeId(ino.0);
+        let inode = InodeId(ino.0);
         let name = name.to_owned();
-        self.changing(node, move |engine| {
-            empty(engine.remove_xattr(node, &name), reply)
+        self.changing(inode, move |engine| {
+            empty(engine.remove_xattr(inode, &name), reply)
         });
     }
 
@@ -889,7 +889,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
         reply: ReplyCreate,
     ) {
         let reply = self.answer(Operation::Create, parent, Some(name), reply);
-        let parent = NodeId(parent.0);
+        let parent = InodeId(parent.0);
         let umask = self.agreed.umask.then_some(umask);
         let caller = caller(request);
         let name = name.to_owned();
@@ -956,10 +956,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
             self.engine
                 .accessed(handle, request.pid(), Access::Write, range);
         }
-        let node = NodeId(ino.0);
+        let inode = InodeId(ino.0);
         let by = Process::of(request);
-        self.run_drained(node, handle, move |engine| {
-            let ready = engine.drop_privileges(node, &by);
+        self.run_drained(inode, handle, move |engine| {
+            let ready = engine.drop_privileges(inode, &by);
             empty(
                 ready.and_then(|()| engine.allocate(handle, mode, offset, len)),
                 reply,
@@ -987,7 +987,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
             return reply.error(Errno::NXIO);
         };
         let handle = HandleId(fh.0);
-        self.run_drained(NodeId(ino.0), handle, move |engine| {
+        self.run_drained(InodeId(ino.0), handle, move |engine| {
             match engine.seek(handle, offset, what) {
                 Ok(found) => reply.success().offset(found as i64),
                 Err(error) => reply.error(error),
@@ -1018,10 +1018,10 @@ impl<B: Backing> Filesystem for Adapter<B> {
         self.engine
             .accessed(to, request.pid(), Access::Write, range(offset_out));
         // Always aside: without reflinks the backing copies for as long as it takes.
-        let node = NodeId(ino_out.0);
+        let inode = InodeId(ino_out.0);
         let by = Process::of(request);
-        self.aside(Topic::Node(node), move |engine| {
-            let ready = engine.drop_privileges(node, &by);
+        self.aside(Topic::Inode(inode), move |engine| {
+            let ready = engine.drop_privileges(inode, &by);
             match ready.and_then(|()| engine.copy_range(from, offset_in, to, offset_out, len)) {
                 Ok(copied) => reply.success().written(copied as u32),
                 Err(error) => reply.error(error),

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 
 use firn_backing::{Backing, Caller, Errno};
-use firn_engine::{Closing, Engine, NodeId, Principal};
+use firn_engine::{Closing, Engine, InodeId, Principal};
 use fuser::Request;
 
 const DEFAULT_ACL: &str = "system.posix_acl_default";
@@ -123,7 +123,7 @@ fn exit_code(stat: &str) -> Option<u32> {
 /// the backing applies by itself. Without a umask the kernel saw to it.
 pub(crate) fn masked<B: Backing>(
     engine: &Engine<B>,
-    parent: NodeId,
+    parent: InodeId,
     mode: u32,
     umask: Option<u32>,
 ) -> u32 {
@@ -135,7 +135,7 @@ pub(crate) fn masked<B: Backing>(
     }
 }
 
-fn has_default_acl<B: Backing>(engine: &Engine<B>, parent: NodeId) -> bool {
+fn has_default_acl<B: Backing>(engine: &Engine<B>, parent: InodeId) -> bool {
     match engine.get_xattr(parent, OsStr::new(DEFAULT_ACL)) {
         Ok(value) => !value.is_empty(),
         Err(Errno::NODATA | Errno::OPNOTSUPP) => false,

@@ -21,7 +21,7 @@
 use std::sync::{Arc, OnceLock};
 
 use firn_backing::Backing;
-use firn_engine::{Cached, Engine, HandleId, NodeId};
+use firn_engine::{Cached, Engine, HandleId, InodeId};
 use fuser::{INodeNo, Notifier};
 
 use crate::workers::{Topic, Workers};
@@ -29,7 +29,7 @@ use crate::workers::{Topic, Workers};
 /// Where a write went.
 #[derive(Clone, Copy)]
 pub(crate) struct Target {
-    pub(crate) node: INodeNo,
+    pub(crate) inode: INodeNo,
     pub(crate) handle: HandleId,
     pub(crate) offset: u64,
     /// The kernel writes a page of its cache back: it is locked, and what is in it is what is written.
@@ -50,15 +50,15 @@ impl Forgetter {
         self.0.forget(cached);
     }
 
-    /// Returns when no attribute of the node from before this call is left.
-    pub fn forget_attributes(&self, node: NodeId) {
-        self.0.forget_attributes(node);
+    /// Returns when no attribute of the inode from before this call is left.
+    pub fn forget_attributes(&self, inode: InodeId) {
+        self.0.forget_attributes(inode);
     }
 }
 
 trait Forget: Send + Sync {
     fn forget(&self, cached: &Cached);
-    fn forget_attributes(&self, node: NodeId);
+    fn forget_attributes(&self, inode: InodeId);
 }
 
 impl<B: Backing> Forget for Coherence<B> {
@@ -69,15 +69,15 @@ impl<B: Backing> Forget for Coherence<B> {
         // What the kernel does not know is no error to the notifier.
         let dropped = match cached {
             Cached::Name { parent, name } => notifier.inval_entry(INodeNo(parent.0), name),
-            Cached::Inode(node) => notifier.inval_inode(INodeNo(node.0), 0, 0),
+            Cached::Inode(inode) => notifier.inval_inode(INodeNo(inode.0), 0, 0),
         };
         if let Err(error) = dropped {
             tracing::warn!(%error, ?cached, "the kernel did not drop what it has cached");
         }
     }
 
-    fn forget_attributes(&self, node: NodeId) {
-        Coherence::forget_attributes(self, node);
+    fn forget_attributes(&self, inode: InodeId) {
+        Coherence::forget_attributes(self, inode);
     }
 }
 
@@ -112,13 +112,13 @@ impl<B: Backing> Coherence<B> {
         &self.workers
     }
 
-    /// Returns when no attribute of the node from before this call is left.
-    pub(crate) fn forget_attributes(&self, node: NodeId) {
+    /// Returns when no attribute of the inode from before this call is left.
+    pub(crate) fn forget_attributes(&self, inode: InodeId) {
         let Some(notifier) = self.notifier() else {
             return;
         };
-        if let Err(error) = notifier.inval_inode(INodeNo(node.0), -1, 0) {
-            tracing::warn!(%error, node = node.0, "the kernel did not drop attributes");
+        if let Err(error) = notifier.inval_inode(INodeNo(inode.0), -1, 0) {
+            tracing::warn!(%error, inode = inode.0, "the kernel did not drop attributes");
         }
     }
 
@@ -138,12 +138,12 @@ impl<B: Backing> Coherence<B> {
             _ => return answer(),
         };
         // Not on this thread: dropping a page waits for a read of it that a FUSE thread must answer.
-        self.workers.run_about(Topic::Pages(NodeId(target.node.0)), move || {
-            let dropped = notifier.inval_inode(target.node, target.offset as i64, len as i64);
+        self.workers.run_about(Topic::Pages(InodeId(target.inode.0)), move || {
+            let dropped = notifier.inval_inode(target.inode, target.offset as i64, len as i64);
             if let Err(error) = dropped
                 && error.kind() != std::io::ErrorKind::NotFound
             {
-                tracing::warn!(%error, node = target.node.0, "cannot drop cached pages after a write");
+                tracing::warn!(%error, inode = target.inode.0, "cannot drop cached pages after a write");
             }
             answer();
         });

@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use firn_backing::{Attr, Errno, Kind, SetTime, Time};
-use firn_engine::NodeId;
+use firn_engine::InodeId;
 use fuser::{FileAttr, FileType, INodeNo, TimeOrNow};
 
 /// Largest errno that the kernel takes from a FUSE server; above it are the kernel's own
@@ -26,11 +26,11 @@ pub(crate) fn errno(error: Errno) -> fuser::Errno {
     }
 }
 
-/// Attributes for the kernel. fuser sends the inode number that programs see as the node id too, so
-/// the engine's node ids are what stat(2) shows.
-pub(crate) fn attr(node: NodeId, attr: &Attr) -> FileAttr {
+/// Attributes for the kernel. fuser sends the inode number that programs see as the inode id too, so
+/// the engine's inode ids are what stat(2) shows.
+pub(crate) fn attr(inode: InodeId, attr: &Attr) -> FileAttr {
     FileAttr {
-        ino: INodeNo(node.0),
+        ino: INodeNo(inode.0),
         size: attr.size,
         blocks: attr.blocks,
         atime: system_time(attr.atime),

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use firn_backing::Backing;
-use firn_engine::{HandleId, NodeId};
+use firn_engine::{HandleId, InodeId};
 use firn_format::door::{DOOR_VERSION, Token};
 use fuser::{INodeNo, Request};
 use zerocopy::FromZeros;
@@ -64,7 +64,7 @@ impl<B: Backing> Coherence<B> {
     /// Calls `answer` once the kernel knows that the file is at least `size` bytes long.
     pub(crate) fn tell_size(
         &self,
-        node: NodeId,
+        inode: InodeId,
         handle: HandleId,
         size: Option<u64>,
         answer: impl FnOnce() + Send + 'static,
@@ -74,9 +74,9 @@ impl<B: Backing> Coherence<B> {
         };
         let engine = Arc::clone(self.engine());
         // Not on this thread: a store waits for a page that a FUSE thread may have to fill.
-        self.workers().run_about(Topic::Pages(node), move || {
+        self.workers().run_about(Topic::Pages(inode), move || {
             if let Some(last) = size.checked_sub(1) {
-                let inode = INodeNo(node.0);
+                let inode = INodeNo(inode.0);
                 // A mapping may have changed the byte in the kernel's cache: that page is written first.
                 let told = notifier
                     .inval_inode(inode, last as i64, 1)
@@ -86,11 +86,11 @@ impl<B: Backing> Coherence<B> {
                     })
                     .and_then(|()| notifier.inval_inode(inode, last as i64, 1));
                 if let Err(error) = told {
-                    tracing::warn!(%error, node = node.0, size, "cannot tell the kernel how long a file is");
+                    tracing::warn!(%error, inode = inode.0, size, "cannot tell the kernel how long a file is");
                     return answer();
                 }
             }
-            engine.kernel_knows(node);
+            engine.kernel_knows(inode);
             answer();
         });
     }

@@ -10,7 +10,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, NodeId};
+use firn_engine::{Engine, InodeId};
 use firn_format::tally::Tally;
 use parking_lot::Mutex;
 
@@ -102,7 +102,7 @@ struct About<B: Backing> {
     engine: Arc<Engine<B>>,
     failures: Arc<Failures>,
     operation: Operation,
-    node: NodeId,
+    inode: InodeId,
     /// In that directory.
     name: Option<OsString>,
 }
@@ -113,7 +113,7 @@ impl<B: Backing> About<B> {
     }
 
     fn path(&self) -> String {
-        self.engine.shown_path(self.node, self.name.as_deref())
+        self.engine.shown_path(self.inode, self.name.as_deref())
     }
 }
 
@@ -128,7 +128,7 @@ impl<B: Backing, R> Answer<B, R> {
         engine: &Arc<Engine<B>>,
         failures: &Arc<Failures>,
         operation: Operation,
-        (node, name): (NodeId, Option<&OsStr>),
+        (inode, name): (InodeId, Option<&OsStr>),
         reply: R,
     ) -> Self {
         let engine = Arc::clone(engine);
@@ -140,7 +140,7 @@ impl<B: Backing, R> Answer<B, R> {
                 engine,
                 failures,
                 operation,
-                node,
+                inode,
                 name,
             },
         }

@@ -7,7 +7,7 @@ use std::ffi::{OsStr, OsString};
 use std::time::Duration;
 
 use firn_backing::{Backing, Errno, Kind};
-use firn_engine::{Engine, HandleId, NodeId};
+use firn_engine::{Engine, HandleId, InodeId};
 use fuser::{FileType, Generation, INodeNo, ReplyDirectory, ReplyDirectoryPlus};
 
 use crate::convert;
@@ -17,7 +17,7 @@ use crate::failures::Answer;
 const BATCH: usize = 32;
 
 /// Answers readdir. Inode numbers are the backing's here: an entry that was never looked up has no
-/// node id yet.
+/// inode id yet.
 pub(crate) fn readdir<B: Backing>(
     engine: &Engine<B>,
     dir: HandleId,
@@ -44,7 +44,7 @@ struct Found {
 /// Answers readdirplus. An entry that vanishes between reading and looking it up is left out.
 pub(crate) fn readdirplus<B: Backing>(
     engine: &Engine<B>,
-    node: NodeId,
+    inode: InodeId,
     dir: HandleId,
     from: u64,
     ttl: &Duration,
@@ -61,7 +61,7 @@ pub(crate) fn readdirplus<B: Backing>(
         let more = batch.len() == BATCH;
         for found in batch {
             cookie = found.cookie;
-            if add(engine, node, &found, ttl, &mut reply) {
+            if add(engine, inode, &found, ttl, &mut reply) {
                 return reply.success().ok();
             }
         }
@@ -94,7 +94,7 @@ fn batch<B: Backing>(engine: &Engine<B>, dir: HandleId, cookie: i64) -> Result<V
 /// Adds one entry; true if the reply was full and the entry is not in it.
 fn add<B: Backing>(
     engine: &Engine<B>,
-    node: NodeId,
+    inode: InodeId,
     found: &Found,
     ttl: &Duration,
     reply: &mut ReplyDirectoryPlus,
@@ -104,7 +104,7 @@ fn add<B: Backing>(
     if name == "." || name == ".." {
         // The kernel takes the name and inode number of these two and does not count a lookup.
         let ino = if name == "." {
-            node.0
+            inode.0
         } else {
             found.ino.max(1)
         };
@@ -117,23 +117,23 @@ fn add<B: Backing>(
             Generation(0),
         );
     }
-    match engine.lookup(node, name) {
+    match engine.lookup(inode, name) {
         Ok(entry) => {
-            let attr = convert::attr(entry.node, &entry.attr);
+            let attr = convert::attr(entry.inode, &entry.attr);
             let none = Duration::ZERO;
-            let ttl = if engine.is_written_past_the_kernel(entry.node) {
+            let ttl = if engine.is_written_past_the_kernel(entry.inode) {
                 &none
             } else {
                 ttl
             };
             let full = reply.add(attr.ino, cookie, name, ttl, &attr, Generation(0));
             if full {
-                engine.forget(entry.node, 1);
+                engine.forget(entry.inode, 1);
             }
             full
         }
         Err(Errno::NOENT | Errno::STALE) => false,
-        // The name is there although its object cannot be looked at: node 0 tells the kernel to list
+        // The name is there although its object cannot be looked at: inode 0 tells the kernel to list
         // it and to ask again when somebody wants it.
         Err(_) => reply.add(
             INodeNo(0),

@@ -1,7 +1,7 @@
 //! What the mount asks of the kernel at init.
 //!
 //! Not asked: the writeback cache (halves throughput, design measurement) and remote POSIX and BSD
-//! locks (programs of one node lock in the kernel; locks between nodes are not promised).
+//! locks (programs of one host lock in the kernel; locks between hosts are not promised).
 
 use std::io;
 
@@ -11,7 +11,7 @@ use fuser::{InitFlags, KernelConfig};
 /// raised.
 const MAX_WRITE_BYTES: u32 = 1 << 20;
 /// Requests that may wait in firnd on behalf of asynchronous callers (what is read ahead, closed, or asked for by
-/// io_uring). The kernel's default of 12 is fewer than the writers of one node, and while so many hang it keeps all
+/// io_uring). The kernel's default of 12 is fewer than the writers of one host, and while so many hang it keeps all
 /// others back, also those for other files.
 const MAX_BACKGROUND: u16 = 512;
 /// A backing that is itself stacked cannot be passed through, and that is the depth that says so.
@@ -28,7 +28,7 @@ const WANTED: [InitFlags; 10] = [
     InitFlags::FUSE_ASYNC_DIO,
     InitFlags::FUSE_PARALLEL_DIROPS,
     InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
-    // Pages of a mapped file are dropped when its times say that another node changed it.
+    // Pages of a mapped file are dropped when its times say that another host changed it.
     InitFlags::FUSE_AUTO_INVAL_DATA,
 ];
 

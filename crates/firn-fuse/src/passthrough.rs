@@ -1,7 +1,7 @@
 //! Backing files that the kernel reads itself.
 //!
 //! Invariants
-//! * All passthrough handles of a node share one [`BackingId`]: the kernel answers EIO to an open of
+//! * All passthrough handles of a host share one [`BackingId`]: the kernel answers EIO to an open of
 //!   the same inode with another one.
 //! * The id lives until the last of these handles is released.
 
@@ -9,11 +9,11 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use firn_engine::{HandleId, NodeId};
+use firn_engine::{HandleId, InodeId};
 use fuser::BackingId;
 use parking_lot::Mutex;
 
-/// The nodes that are passed through now.
+/// The hosts that are passed through now.
 #[derive(Default)]
 pub(crate) struct Passthrough {
     table: Mutex<Table>,
@@ -21,26 +21,26 @@ pub(crate) struct Passthrough {
 
 #[derive(Default)]
 struct Table {
-    nodes: HashMap<NodeId, (Arc<BackingId>, usize)>,
-    handles: HashMap<HandleId, NodeId>,
+    inodes: HashMap<InodeId, (Arc<BackingId>, usize)>,
+    handles: HashMap<HandleId, InodeId>,
 }
 
 impl Passthrough {
-    /// The id for a new handle of `node`; registers the file that `fd` gives if it is the first.
+    /// The id for a new handle of `inode`; registers the file that `fd` gives if it is the first.
     /// `None`: the kernel or the backing's file system refuses.
     pub(crate) fn acquire(
         &self,
-        node: NodeId,
+        inode: InodeId,
         handle: HandleId,
         fd: impl Fn() -> Option<OwnedFd>,
         register: impl FnOnce(OwnedFd) -> std::io::Result<BackingId>,
     ) -> Option<Arc<BackingId>> {
         let (mut table, id) = loop {
             // Without the lock, and in vain where another first open is quicker: it may ask the backing.
-            let is_first = !self.table.lock().nodes.contains_key(&node);
+            let is_first = !self.table.lock().inodes.contains_key(&inode);
             let file = if is_first { Some(fd()?) } else { None };
             let mut table = self.table.lock();
-            if let Some((id, handles)) = table.nodes.get_mut(&node) {
+            if let Some((id, handles)) = table.inodes.get_mut(&inode) {
                 *handles += 1;
                 let id = Arc::clone(id);
                 break (table, id);
@@ -52,26 +52,26 @@ impl Passthrough {
                     .inspect_err(|error| tracing::debug!(%error, "passthrough refused"))
                     .map(Arc::new)
                     .ok()?;
-                table.nodes.insert(node, (Arc::clone(&id), 1));
+                table.inodes.insert(inode, (Arc::clone(&id), 1));
                 break (table, id);
             }
         };
-        table.handles.insert(handle, node);
+        table.handles.insert(handle, inode);
         Some(id)
     }
 
     /// The handle is gone.
     pub(crate) fn release(&self, handle: HandleId) {
         let mut table = self.table.lock();
-        let Some(node) = table.handles.remove(&handle) else {
+        let Some(inode) = table.handles.remove(&handle) else {
             return;
         };
-        let Some((_, handles)) = table.nodes.get_mut(&node) else {
+        let Some((_, handles)) = table.inodes.get_mut(&inode) else {
             return;
         };
         *handles -= 1;
         if *handles == 0 {
-            table.nodes.remove(&node);
+            table.inodes.remove(&inode);
         }
     }
 }

@@ -163,7 +163,7 @@ fn ended(calls: u64) -> u64 {
 mod tests {
     use std::sync::{Arc, mpsc};
 
-    use firn_engine::NodeId;
+    use firn_engine::InodeId;
 
     use super::*;
 
@@ -189,7 +189,7 @@ mod tests {
         let (tell, told) = mpsc::channel();
         let serving = Arc::clone(serving);
         let thread = std::thread::spawn(move || {
-            run(&serving, Topic::Node(NodeId(1)), move || {
+            run(&serving, Topic::Inode(InodeId(1)), move || {
                 let _ = tell.send(());
                 let _ = hung.recv();
             });
@@ -201,7 +201,7 @@ mod tests {
     /// Which thread a call that is made now is on.
     fn thread_of_a_call(serving: &Serving) -> std::thread::ThreadId {
         let (tell, told) = mpsc::channel();
-        run(serving, Topic::Node(NodeId(2)), move || {
+        run(serving, Topic::Inode(InodeId(2)), move || {
             let _ = tell.send(std::thread::current().id());
         });
         told.recv_timeout(LIMIT).expect("the call ends")
@@ -248,7 +248,7 @@ mod tests {
                 std::thread::spawn(move || {
                     for call in 0..CALLS {
                         let done = Arc::clone(&done);
-                        run(&serving, Topic::Node(NodeId(call)), move || {
+                        run(&serving, Topic::Inode(InodeId(call)), move || {
                             done.fetch_add(1, Ordering::SeqCst);
                         });
                     }

@@ -37,7 +37,7 @@ pub struct SessionOptions {
 pub enum SessionError {
     /// No FUSE in this kernel or container.
     #[error(
-        "/dev/fuse is missing: load the module (modprobe fuse), give the container the device (--device /dev/fuse), or mount with --door=preload, which needs no FUSE"
+        "/dev/fuse is missing: load the module (modprobe fuse), give the container the device (--device /dev/fuse), or mount with --frontend=preload, which needs no FUSE"
     )]
     NoDevice,
     /// Not root, and nothing that mounts for others.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, NodeId, Principal, Written};
+use firn_engine::{Engine, InodeId, Principal, Written};
 use fuser::ReplyWrite;
 use parking_lot::Mutex;
 
@@ -147,7 +147,7 @@ impl<B: Backing> Stalled<B> {
             if self.asks_backing(&head) {
                 // Those behind it do not wait for that.
                 let this = Arc::clone(self);
-                let topic = Topic::Node(NodeId(head.write.target.node.0));
+                let topic = Topic::Inode(InodeId(head.write.target.inode.0));
                 self.workers
                     .run_about(topic, move || this.go_on_alone(head));
             } else if let Some(left) = self.try_again(head) {

@@ -15,10 +15,10 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_engine::NodeId;
+use firn_engine::InodeId;
 use parking_lot::{Condvar, Mutex};
 
-/// Threads in calls of the backing. Each of them may hang there, on a file of its own: so many programs of a node may
+/// Threads in calls of the backing. Each of them may hang there, on a file of its own: so many programs of a host may
 /// do so before the calls of others wait for one of theirs to end.
 const WITH_TOPIC_MAX: usize = 512;
 /// Tasks of one topic that run at a time. More of them at once gain nothing on one file.
@@ -35,18 +35,18 @@ pub(crate) type Task = Box<dyn FnOnce() + Send>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Topic {
     /// A file or directory: its data, its attributes, the names in it.
-    Node(NodeId),
+    Inode(InodeId),
     /// The object that has a name in a directory; the name as a hash.
-    Name(NodeId, u64),
+    Name(InodeId, u64),
     /// Pages of a file in the kernel, which a read of the file holds locked.
-    Pages(NodeId),
+    Pages(InodeId),
     /// The backing as a whole.
     Backing,
 }
 
 impl Topic {
     /// [`Topic::Name`].
-    pub(crate) fn name(parent: NodeId, name: &OsStr) -> Self {
+    pub(crate) fn name(parent: InodeId, name: &OsStr) -> Self {
         let mut hasher = DefaultHasher::new();
         name.hash(&mut hasher);
         Self::Name(parent, hasher.finish())
@@ -289,7 +289,7 @@ mod tests {
         let (done, finished) = mpsc::channel();
         for task in 0..2000 {
             let done = done.clone();
-            let topic = Topic::Node(NodeId(task % 3));
+            let topic = Topic::Inode(InodeId(task % 3));
             workers.run_about(topic, move || done.send((topic, task)).unwrap());
         }
         drop(done);
@@ -305,13 +305,13 @@ mod tests {
         let workers = Workers::default();
         let mut hang = Hang::new();
         for _ in 0..10 * OF_A_TOPIC_MAX {
-            workers.run_about(Topic::Node(NodeId(1)), hang.task());
+            workers.run_about(Topic::Inode(InodeId(1)), hang.task());
         }
         hang.await_reached(OF_A_TOPIC_MAX);
         let (done, finished) = mpsc::channel();
         for topic in 2..10 {
             let done = done.clone();
-            workers.run_about(Topic::Node(NodeId(topic)), move || done.send(()).unwrap());
+            workers.run_about(Topic::Inode(InodeId(topic)), move || done.send(()).unwrap());
         }
         for _ in 2..10 {
             finished.recv_timeout(LIMIT).unwrap();
@@ -326,7 +326,7 @@ mod tests {
         let workers = Workers::default();
         let mut hang = Hang::new();
         for topic in 0..2 * WITH_TOPIC_MAX as u64 {
-            workers.run_about(Topic::Node(NodeId(topic)), hang.task());
+            workers.run_about(Topic::Inode(InodeId(topic)), hang.task());
         }
         hang.await_reached(WITH_TOPIC_MAX);
         let (done, finished) = mpsc::channel();

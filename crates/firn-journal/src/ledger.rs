@@ -73,7 +73,7 @@ struct Rename {
 /// The state of the journal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ledger {
-    /// Boxed: half of the room in a tree's nodes is empty.
+    /// Boxed: half of the room in a tree's hosts is empty.
     files: BTreeMap<u64, Box<Bound>>,
     renames: BTreeMap<u64, Rename>,
 }

@@ -315,8 +315,13 @@ impl<B: Backing> Tree<B> {
         map.shift(from, to).map_err(|error| errno(&error))?;
         let done = (|| {
             let ((dir, name), (new_dir, new_name)) = (self.parent(from)?, self.parent(to)?);
-            self.engine
-                .rename(dir.node, name, new_dir.node, new_name, RenameFlags::empty())
+            self.engine.rename(
+                dir.inode,
+                name,
+                new_dir.inode,
+                new_name,
+                RenameFlags::empty(),
+            )
         })();
         if done.is_err() {
             map.shift(to, from).map_err(|error| errno(&error))?;
@@ -325,13 +330,13 @@ impl<B: Backing> Tree<B> {
     }
 
     fn link(&self, map: &mut Map, stub: &Stub) -> Result<()> {
-        let node = self.node_of(map, stub.id)?;
+        let inode = self.inode_of(map, stub.id)?;
         let (dir, name) = self.parent(&stub.path)?;
         map.add(stub.id, stub.kind, &stub.path)
             .map_err(|error| errno(&error))?;
-        match self.engine.link(node, dir.node, name) {
+        match self.engine.link(inode, dir.inode, name) {
             Ok(entry) => {
-                drop(self.reference(entry.node));
+                drop(self.reference(entry.inode));
                 Ok(())
             }
             Err(error) => {
@@ -349,9 +354,9 @@ impl<B: Backing> Tree<B> {
             .is_some_and(|item| item.kind == Kind::Dir);
         let done = self.parent(path).and_then(|(dir, name)| {
             if is_dir {
-                self.engine.rmdir(dir.node, name)
+                self.engine.rmdir(dir.inode, name)
             } else {
-                self.engine.unlink(dir.node, name)
+                self.engine.unlink(dir.inode, name)
             }
         });
         match done {
@@ -373,22 +378,22 @@ impl<B: Backing> Tree<B> {
             .map_err(|error| errno(&error))?;
         let caller = self.caller();
         let made = match stub.kind {
-            Kind::Dir => self.engine.mkdir(&caller, dir.node, name, 0o700),
+            Kind::Dir => self.engine.mkdir(&caller, dir.inode, name, 0o700),
             Kind::Symlink => {
                 let target = readlinkat(&self.root, &*stub.path, Vec::new())?;
                 self.engine.symlink(
                     &caller,
-                    dir.node,
+                    dir.inode,
                     name,
                     OsStr::from_bytes(target.as_bytes()),
                 )
             }
             Kind::File => self
                 .engine
-                .mknod(&caller, dir.node, name, libc::S_IFREG | 0o600, 0),
+                .mknod(&caller, dir.inode, name, libc::S_IFREG | 0o600, 0),
             kind => self.engine.mknod(
                 &caller,
-                dir.node,
+                dir.inode,
                 name,
                 type_of(kind) | stub.mode,
                 stub.rdev,
@@ -396,7 +401,7 @@ impl<B: Backing> Tree<B> {
         };
         match made {
             Ok(entry) => {
-                drop(self.reference(entry.node));
+                drop(self.reference(entry.inode));
                 // Nobody wrote to it: the stub's own time counts.
                 if let Some(item) = map.item_mut(stub.id) {
                     item.told_mtime = Some(entry.attr.mtime);
@@ -452,11 +457,11 @@ impl<B: Backing> Tree<B> {
             };
             if uid.is_some() || gid.is_some() {
                 // Who may not give files away keeps them; so it is on a FUSE mount without root, too.
-                let _ = self.engine.set_attr(found.node, owner, None);
+                let _ = self.engine.set_attr(found.inode, owner, None);
             }
             // After the owner, whose change takes set-id bits away.
             self.engine.set_attr(
-                found.node,
+                found.inode,
                 SetAttr {
                     mode,
                     uid: None,
@@ -475,10 +480,10 @@ impl<B: Backing> Tree<B> {
                 atime: SetTime::Keep,
                 mtime,
             };
-            self.engine.set_attr(found.node, times, None)?;
+            self.engine.set_attr(found.inode, times, None)?;
         }
         let told = (now.kind == Kind::File)
-            .then(|| self.engine.attr(found.node, None))
+            .then(|| self.engine.attr(found.inode, None))
             .transpose()?;
         if let Some(item) = map.item_mut(now.id) {
             item.carried = Some(now.ctime);
@@ -491,8 +496,8 @@ impl<B: Backing> Tree<B> {
 
     /// Tells a stub when it was last written to, which the kernel did not see. Whether it was news.
     pub(crate) fn tell_time(&self, map: &mut Map, id: StubId) -> Result<bool> {
-        let node = self.node_of(map, id)?;
-        let mtime = self.engine.attr(node, None)?.mtime;
+        let inode = self.inode_of(map, id)?;
+        let mtime = self.engine.attr(inode, None)?.mtime;
         let Some(item) = map.item_mut(id) else {
             return Ok(false);
         };
@@ -566,9 +571,9 @@ impl<B: Backing> Tree<B> {
             return Err(Errno::AGAIN);
         }
         tracing::info!(path = %quoted(&stub.path), bytes = stub.size, "a program without the preload library wrote to a stub: its bytes are taken in");
-        let node = self.node_of(map, stub.id)?;
-        let opened = self.engine.open(node, libc::O_WRONLY)?;
-        let size = self.engine.attr(node, None)?.size;
+        let inode = self.inode_of(map, stub.id)?;
+        let opened = self.engine.open(inode, libc::O_WRONLY)?;
+        let size = self.engine.attr(inode, None)?.size;
         let done = self.copy_in(&source, opened.handle, size);
         self.engine.release(opened.handle);
         done?;

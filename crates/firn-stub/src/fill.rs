@@ -5,7 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Attr, Backing, Errno, Kind};
-use firn_engine::{HandleId, NodeId, ROOT, Result};
+use firn_engine::{HandleId, InodeId, ROOT, Result};
 use rustix::fs::{
     AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, chmodat, chownat, linkat,
     mkdirat, mknodat, openat, symlinkat, utimensat,
@@ -26,16 +26,16 @@ impl<B: Backing> Tree<B> {
         let mut next = 0;
         while let Some((dir, _)) = dirs.get(next).cloned() {
             next += 1;
-            let (node, _) = self.find(&dir)?;
-            for name in self.names_in(node.node)? {
+            let (inode, _) = self.find(&dir)?;
+            for name in self.names_in(inode.inode)? {
                 if dir.is_empty() && name == ".firn" {
                     self.keep_unnamed()?;
                     continue;
                 }
-                let entry = self.engine.lookup(node.node, &name)?;
-                let found = self.reference(entry.node);
+                let entry = self.engine.lookup(inode.inode, &name)?;
+                let found = self.reference(entry.inode);
                 let path = join(&dir, name.as_bytes());
-                self.fill_one(&mut map, &path, &entry.attr, found.node, &mut linked)?;
+                self.fill_one(&mut map, &path, &entry.attr, found.inode, &mut linked)?;
                 if entry.attr.kind == Kind::Dir {
                     dirs.push((path, entry.attr));
                 }
@@ -53,7 +53,7 @@ impl<B: Backing> Tree<B> {
         map: &mut Map,
         path: &[u8],
         attr: &Attr,
-        node: NodeId,
+        inode: InodeId,
         linked: &mut HashMap<(u64, u64), Rel>,
     ) -> Result<()> {
         let root = &self.root;
@@ -76,7 +76,7 @@ impl<B: Backing> Tree<B> {
             }
             Kind::Dir => mkdirat(root, path, Mode::RWXU)?,
             Kind::Symlink => {
-                symlinkat(OsStr::from_bytes(&self.engine.readlink(node)?), root, path)?
+                symlinkat(OsStr::from_bytes(&self.engine.readlink(inode)?), root, path)?
             }
             kind => mknodat(root, path, file_type(kind), private, attr.rdev)?,
         }
@@ -124,7 +124,7 @@ impl<B: Backing> Tree<B> {
         utimensat(root, at, &times, follow)
     }
 
-    fn names_in(&self, dir: NodeId) -> Result<Names> {
+    fn names_in(&self, dir: InodeId) -> Result<Names> {
         let handle: HandleId = self.engine.open_dir(dir)?;
         let mut names = Names::new();
         let read = self.engine.read_dir(handle, 0, &mut |entry| {
@@ -137,13 +137,13 @@ impl<B: Backing> Tree<B> {
         read.map(|()| names)
     }
 
-    /// Files of an earlier tree that is gone, with the memory of its node: nobody knows their names any more.
+    /// Files of an earlier tree that is gone, with the memory of its host: nobody knows their names any more.
     fn keep_unnamed(&self) -> Result<()> {
         let firn = self.find(b".firn")?.0;
         let Ok((stubs, _)) = self.find(crate::tree::PRIVATE) else {
             return Ok(());
         };
-        if self.names_in(stubs.node)?.is_empty() {
+        if self.names_in(stubs.inode)?.is_empty() {
             return Ok(());
         }
         drop(stubs);
@@ -152,16 +152,16 @@ impl<B: Backing> Tree<B> {
         let flags = firn_backing::RenameFlags::NOREPLACE;
         let renamed = self
             .engine
-            .rename(firn.node, OsStr::new("stub"), firn.node, &lost, flags);
+            .rename(firn.inode, OsStr::new("stub"), firn.inode, &lost, flags);
         match renamed {
             Err(Errno::INVAL | Errno::NOSYS) => {
                 let flags = firn_backing::RenameFlags::empty();
                 self.engine
-                    .rename(firn.node, OsStr::new("stub"), firn.node, &lost, flags)?;
+                    .rename(firn.inode, OsStr::new("stub"), firn.inode, &lost, flags)?;
             }
             renamed => renamed?,
         }
-        tracing::warn!(directory = %format!(".firn/{}", lost.to_string_lossy()), "files of an earlier stub tree, whose names were lost with its node, are kept in the backing");
+        tracing::warn!(directory = %format!(".firn/{}", lost.to_string_lossy()), "files of an earlier stub tree, whose names were lost with its inode, are kept in the backing");
         Ok(())
     }
 }

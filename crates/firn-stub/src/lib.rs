@@ -16,7 +16,7 @@
 //! * What is known survives firnd in a log beside the arena (`map`); each change is logged before it
 //!   is made in the backing.
 //!
-//! What it relies on: the tree and the arena lie in the same node's memory, and are lost together.
+//! What it relies on: the tree and the arena lie in the same host's memory, and are lost together.
 
 mod bring;
 mod fill;

@@ -22,7 +22,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use firn_backing::{Kind, Time};
-use firn_engine::NodeId;
+use firn_engine::InodeId;
 
 use crate::StubId;
 
@@ -36,7 +36,7 @@ pub(crate) struct Item {
     /// Where it stands in the backing: more than one for hard links.
     pub paths: Vec<Rel>,
     /// The engine's number, once it was needed: a reference is held.
-    pub node: Option<NodeId>,
+    pub inode: Option<InodeId>,
     /// Descriptors that clients told of.
     pub opens: u32,
     /// What the engine said of the time of the last write when the stub was last told.
@@ -52,7 +52,7 @@ impl Item {
         Self {
             kind,
             paths: Vec::new(),
-            node: None,
+            inode: None,
             opens: 0,
             told_mtime: None,
             absorbed: None,

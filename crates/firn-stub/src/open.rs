@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use firn_backing::SetTime;
 use firn_backing::{Backing, Errno, Kind};
-use firn_engine::{ClientId, HandleId, NodeId, OpenMode, Result, SetAttr};
+use firn_engine::{ClientId, HandleId, InodeId, OpenMode, Result, SetAttr};
 use rustix::fs::{CWD, Mode, OFlags, fstat, open, readlinkat};
 
 use crate::StubId;
@@ -16,7 +16,7 @@ use crate::tree::{Tree, errno, private, stub_of};
 pub(crate) struct Open {
     pub id: StubId,
     pub client: ClientId,
-    pub node: NodeId,
+    pub inode: InodeId,
     /// Names the stub without keeping its locks or its open file.
     pub fd: OwnedFd,
 }
@@ -84,12 +84,12 @@ impl<B: Backing> Tree<B> {
         {
             let _ = self.absorb(&mut map, &crate::tree::Stub { path, ..stub });
         }
-        let node = self.node_of(&mut map, id)?;
-        let opened = self.engine.open(node, flags)?;
+        let inode = self.inode_of(&mut map, id)?;
+        let opened = self.engine.open(inode, flags)?;
         debug_assert!(opened.mode != OpenMode::Passthrough);
         let size = self
             .engine
-            .attr(node, Some(opened.handle))
+            .attr(inode, Some(opened.handle))
             .map_or(0, |attr| attr.size);
         if let Some(item) = map.item_mut(id) {
             item.opens += 1;
@@ -99,7 +99,7 @@ impl<B: Backing> Tree<B> {
             Open {
                 id,
                 client,
-                node,
+                inode,
                 fd,
             },
         );
@@ -143,12 +143,12 @@ impl<B: Backing> Tree<B> {
             .map_err(|error| errno(&error))?;
         let made = self
             .engine
-            .create(&self.caller(), dir.node, name, 0o600, libc::O_RDWR);
+            .create(&self.caller(), dir.inode, name, 0o600, libc::O_RDWR);
         match made {
             Ok((entry, opened)) => {
                 self.engine.release(opened.handle);
                 if let Some(item) = map.item_mut(id) {
-                    item.node = Some(entry.node);
+                    item.inode = Some(entry.inode);
                     item.told_mtime = Some(entry.attr.mtime);
                 }
                 Ok(())
@@ -168,12 +168,12 @@ impl<B: Backing> Tree<B> {
             .is_some_and(|open| open.client == client)
     }
 
-    /// The node of an open stub.
-    pub fn node(&self, handle: HandleId) -> Result<NodeId> {
+    /// The inode of an open stub.
+    pub fn inode(&self, handle: HandleId) -> Result<InodeId> {
         self.opens
             .lock()
             .get(&handle)
-            .map(|open| open.node)
+            .map(|open| open.inode)
             .ok_or(Errno::BADF)
     }
 
@@ -183,9 +183,9 @@ impl<B: Backing> Tree<B> {
         if map.item(id).is_none_or(|item| item.kind != Kind::File) {
             return Ok(None);
         }
-        let node = self.node_of(&mut map, id)?;
+        let inode = self.inode_of(&mut map, id)?;
         let told = self.tell_time(&mut map, id)?;
-        let attr = self.engine.attr(node, None)?;
+        let attr = self.engine.attr(inode, None)?;
         Ok(Some(StubAttr {
             size: attr.size,
             blocks: attr.blocks,
@@ -206,7 +206,7 @@ impl<B: Backing> Tree<B> {
 
     /// ftruncate(2).
     pub fn truncate(&self, handle: HandleId, size: u64) -> Result<()> {
-        let node = self.node(handle)?;
+        let inode = self.inode(handle)?;
         let atime = SetTime::Keep;
         let mtime = SetTime::Keep;
         let set = SetAttr {
@@ -217,7 +217,7 @@ impl<B: Backing> Tree<B> {
             atime,
             mtime,
         };
-        self.engine.set_attr(node, set, None).map(drop)
+        self.engine.set_attr(inode, set, None).map(drop)
     }
 
     /// Carries the name of an open stub over, and those of the directories above it.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_backing::{Attr, Backing, Caller, Errno, Kind, Time};
-use firn_engine::{Engine, HandleId, NodeId, ROOT, Result};
+use firn_engine::{Engine, HandleId, InodeId, ROOT, Result};
 use firn_format::quote::quoted_path;
 use firn_trust::{Expected, Facts};
 use parking_lot::Mutex;
@@ -88,25 +88,25 @@ pub struct Tree<B: Backing> {
     closed: AtomicBool,
 }
 
-/// One reference to a node of the engine.
+/// One reference to an inode of the engine.
 pub(crate) struct Ref<'a, B: Backing> {
     engine: &'a Engine<B>,
-    pub node: NodeId,
+    pub inode: InodeId,
 }
 
 impl<B: Backing> Ref<'_, B> {
     /// Keeps the reference beyond this value.
-    pub(crate) fn keep(self) -> NodeId {
-        let node = self.node;
+    pub(crate) fn keep(self) -> InodeId {
+        let inode = self.inode;
         std::mem::forget(self);
-        node
+        inode
     }
 }
 
 impl<B: Backing> Drop for Ref<'_, B> {
     fn drop(&mut self) {
-        if self.node != ROOT {
-            self.engine.forget(self.node, 1);
+        if self.inode != ROOT {
+            self.engine.forget(self.inode, 1);
         }
     }
 }
@@ -248,12 +248,12 @@ impl<B: Backing> Tree<B> {
         Caller { uid, gid, pid: 0 }
     }
 
-    /// The node of a path in the backing.
+    /// The inode of a path in the backing.
     pub(crate) fn find(&self, path: &[u8]) -> Result<(Ref<'_, B>, Option<Attr>)> {
         let mut at = (
             Ref {
                 engine: &*self.engine,
-                node: ROOT,
+                inode: ROOT,
             },
             None,
         );
@@ -261,11 +261,11 @@ impl<B: Backing> Tree<B> {
             .split(|byte| *byte == b'/')
             .filter(|name| !name.is_empty())
         {
-            let entry = self.engine.lookup(at.0.node, OsStr::from_bytes(name))?;
+            let entry = self.engine.lookup(at.0.inode, OsStr::from_bytes(name))?;
             at = (
                 Ref {
                     engine: &*self.engine,
-                    node: entry.node,
+                    inode: entry.inode,
                 },
                 Some(entry.attr),
             );
@@ -279,31 +279,31 @@ impl<B: Backing> Tree<B> {
         Ok((self.find(dir)?.0, OsStr::from_bytes(name)))
     }
 
-    pub(crate) fn reference(&self, node: NodeId) -> Ref<'_, B> {
+    pub(crate) fn reference(&self, inode: InodeId) -> Ref<'_, B> {
         Ref {
             engine: &*self.engine,
-            node,
+            inode,
         }
     }
 
-    /// The engine's node of a stub that is known, with a reference that its item keeps.
-    pub(crate) fn node_of(&self, map: &mut Map, id: StubId) -> Result<NodeId> {
+    /// The engine's inode of a stub that is known, with a reference that its item keeps.
+    pub(crate) fn inode_of(&self, map: &mut Map, id: StubId) -> Result<InodeId> {
         let item = map.item(id).ok_or(Errno::NOENT)?;
-        if let Some(node) = item.node {
-            return Ok(node);
+        if let Some(inode) = item.inode {
+            return Ok(inode);
         }
         let path = item.paths.first().cloned().ok_or(Errno::NOENT)?;
-        let node = self.find(&path)?.0.keep();
+        let inode = self.find(&path)?.0.keep();
         if let Some(item) = map.item_mut(id) {
-            item.node = Some(node);
+            item.inode = Some(inode);
         }
-        Ok(node)
+        Ok(inode)
     }
 
     /// Gives back what an item that is gone held.
     pub(crate) fn let_go(&self, gone: Option<(StubId, crate::map::Item)>) {
-        if let Some(node) = gone.and_then(|(_, item)| item.node) {
-            self.engine.forget(node, 1);
+        if let Some(inode) = gone.and_then(|(_, item)| item.inode) {
+            self.engine.forget(inode, 1);
         }
     }
 
@@ -314,9 +314,9 @@ impl<B: Backing> Tree<B> {
         let mut dir = self.find(b"")?.0;
         for name in PRIVATE.split(|byte| *byte == b'/') {
             let name = OsStr::from_bytes(name);
-            let made = self.engine.mkdir(&self.caller(), dir.node, name, 0o700);
+            let made = self.engine.mkdir(&self.caller(), dir.inode, name, 0o700);
             let entry = match made {
-                Err(Errno::EXIST) => self.engine.lookup(dir.node, name)?,
+                Err(Errno::EXIST) => self.engine.lookup(dir.inode, name)?,
                 made => made?,
             };
             // Somebody else may have made it beside the mount.
@@ -331,7 +331,7 @@ impl<B: Backing> Tree<B> {
                 );
                 return Err(Errno::PERM);
             }
-            dir = self.reference(entry.node);
+            dir = self.reference(entry.inode);
         }
         self.has_private.store(true, Ordering::Release);
         Ok(())
@@ -341,7 +341,7 @@ impl<B: Backing> Tree<B> {
     fn remove_private_dir(&self) {
         let remove = |dir: &[u8]| {
             self.parent(dir)
-                .and_then(|(parent, name)| self.engine.rmdir(parent.node, name))
+                .and_then(|(parent, name)| self.engine.rmdir(parent.inode, name))
         };
         let _ = remove(PRIVATE).and_then(|()| remove(split(PRIVATE).0));
     }

@@ -29,7 +29,7 @@ fn seed(test: &str) -> u64 {
     seed
 }
 
-/// A node's memory and disk, and the firnd of the moment.
+/// A host's memory and disk, and the firnd of the moment.
 struct World {
     shm: tempfile::TempDir,
     disk: tempfile::TempDir,

@@ -8,7 +8,7 @@ use crate::verb::VERBS;
 const FIRST_STEPS: &str =
     "  firn mount /scratch/run42 /ckpt            programs write checkpoints to /ckpt
   firn status /ckpt                          what is held, what is drained, errors
-  firn wait --until durable /ckpt/step_100   until that checkpoint outlives the node
+  firn wait --until durable /ckpt/step_100   until that checkpoint outlives the inode
   firn umount /ckpt                          drain, unmount
   ls /scratch/run42                          ordinary files
 ";

@@ -18,7 +18,7 @@ usage: firn-example-heat --dir DIR [options]
   --verify        only check the complete checkpoints in DIR
 ";
 
-/// More ranks than this on one node are a typing error.
+/// More ranks than this on one host are a typing error.
 const RANKS_MAX: u32 = 256;
 /// 2048³ cells in two fields are 128 GiB.
 const SIZE_MAX: u32 = 2048;

@@ -1,4 +1,4 @@
-//! Who reaches a mount, its socket and its files; two nodes over one backing.
+//! Who reaches a mount, its socket and its files; two hosts over one backing.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -123,10 +123,10 @@ fn with_allow_other_the_kernel_checks_and_new_files_belong_to_their_maker() {
 }
 
 /// Two servers of one directory are two file systems to the kernel, whose locks do not meet: as with a
-/// network file system on two nodes.
+/// network file system on two hosts.
 /// Proves S-share-2.
 #[test]
-fn two_nodes_over_one_backing_see_each_others_files_when_they_are_drained() {
+fn two_hosts_over_one_backing_see_each_others_files_when_they_are_drained() {
     let first = Sandbox::new("node1");
     let second = Sandbox::new("node2");
     let source = first.mkdir("source");
@@ -135,7 +135,7 @@ fn two_nodes_over_one_backing_see_each_others_files_when_they_are_drained() {
     let options = patient("close=held,attr-timeout=0");
     let one = FirnMount::over(&first, view.path(), &options);
     let two = FirnMount::over(&second, other_view.path(), &options);
-    fs::write(one.join("file"), bytes(1, 100_000)).expect("write on one node");
+    fs::write(one.join("file"), bytes(1, 100_000)).expect("write on one host");
     fs::write(two.join("other"), bytes(2, 80_000)).expect("write on the other");
     assert_eq!(
         fs::metadata(two.join("file"))

@@ -8,7 +8,7 @@ use rustix::fs::{self, AtFlags, Gid, Mode, OFlags, Uid};
 use super::attr::attr;
 use super::owner::{Steps, make_for};
 use super::proc::FdPath;
-use super::{DirFile, node_at};
+use super::{DirFile, object_at};
 use crate::{Access, Attr, Caller, Kind, Result};
 
 /// Creates and opens a regular file.
@@ -32,7 +32,7 @@ pub(super) fn file(
     // From the open file, not from the name, which may lead elsewhere by now. `O_NOFOLLOW` would stop
     // at the link in /proc itself.
     let path = FdPath::of(&fd);
-    let node = fs::open(
+    let inode = fs::open(
         path.as_c_str(),
         OFlags::PATH | OFlags::CLOEXEC,
         Mode::empty(),
@@ -43,7 +43,7 @@ pub(super) fn file(
         access: Access::ReadWrite,
         key: (attr.dev, attr.ino),
     };
-    Ok((node, file, attr))
+    Ok((inode, file, attr))
 }
 
 /// Makes anything else with the system call `call`, which takes the mode.
@@ -64,11 +64,11 @@ pub(super) fn object(
         make: &|mode| {
             call(mode)?;
             // Without a descriptor for it nobody gets to know of it, so it must not be there.
-            let node = node_at(parent, name).inspect_err(|_| undo(parent, name, flags))?;
-            let attr = attr(&node).inspect_err(|_| undo(parent, name, flags))?;
-            Ok((node, attr))
+            let inode = object_at(parent, name).inspect_err(|_| undo(parent, name, flags))?;
+            let attr = attr(&inode).inspect_err(|_| undo(parent, name, flags))?;
+            Ok((inode, attr))
         },
-        give: &|node: &OwnedFd, uid, gid, mode| give(node, uid, gid, mode),
+        give: &|inode: &OwnedFd, uid, gid, mode| give(inode, uid, gid, mode),
         undo: &|| undo(parent, name, flags),
     };
     // mkdir(2) takes no set-id bits, a symlink has no mode: nothing to restore after a chown.

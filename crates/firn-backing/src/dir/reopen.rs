@@ -1,4 +1,4 @@
-//! From a node to an open file.
+//! From an inode to an open file.
 //!
 //! Promises
 //! * A fifo, socket or device is never opened: that could block, or do things to a machine.
@@ -18,10 +18,10 @@ use crate::{Access, Attr, Errno, Kind, Result};
 /// One at a time: a second one would take the widened mode for the file's own and restore that.
 static WIDENING: Mutex<()> = Mutex::new(());
 
-/// Opens the regular file behind `node`.
-pub(super) fn file(node: impl AsFd, access: Access) -> Result<OwnedFd> {
-    let node = node.as_fd();
-    let now = attr(node)?;
+/// Opens the regular file behind `inode`.
+pub(super) fn file(inode: impl AsFd, access: Access) -> Result<OwnedFd> {
+    let inode = inode.as_fd();
+    let now = attr(inode)?;
     match now.kind {
         Kind::File => {}
         Kind::Dir => return Err(Errno::ISDIR),
@@ -30,7 +30,7 @@ pub(super) fn file(node: impl AsFd, access: Access) -> Result<OwnedFd> {
             return Err(Errno::NXIO);
         }
     }
-    let path = FdPath::of(node);
+    let path = FdPath::of(inode);
     let flags = OFlags::CLOEXEC | OFlags::NOCTTY | access_flags(access);
     let plain = || open(path.as_c_str(), flags, Mode::empty());
     match plain() {
@@ -39,17 +39,19 @@ pub(super) fn file(node: impl AsFd, access: Access) -> Result<OwnedFd> {
     }
 }
 
-/// Opens the directory behind `node` for reading.
-pub(super) fn dir(node: impl AsFd) -> Result<OwnedFd> {
+/// Opens the directory behind `inode` for reading.
+pub(super) fn dir(inode: impl AsFd) -> Result<OwnedFd> {
     let flags = OFlags::CLOEXEC | OFlags::DIRECTORY | OFlags::RDONLY;
-    open(FdPath::of(node).as_c_str(), flags, Mode::empty())
+    open(FdPath::of(inode).as_c_str(), flags, Mode::empty())
 }
 
 /// The same where its mode denies that to its owner: what is to be synced must be opened.
-pub(super) fn dir_to_sync(node: impl AsFd) -> Result<OwnedFd> {
-    let node = node.as_fd();
-    match dir(node) {
-        Err(Errno::ACCESS) => denied(&FdPath::of(node), &attr(node)?, Access::Read, &|| dir(node)),
+pub(super) fn dir_to_sync(inode: impl AsFd) -> Result<OwnedFd> {
+    let inode = inode.as_fd();
+    match dir(inode) {
+        Err(Errno::ACCESS) => denied(&FdPath::of(inode), &attr(inode)?, Access::Read, &|| {
+            dir(inode)
+        }),
         opened => opened,
     }
 }

@@ -8,12 +8,12 @@ use super::proc::FdPath;
 use crate::{Result, SetTime};
 
 /// Sets the times; through `/proc`, because `AT_EMPTY_PATH` came to this call only with Linux 5.8.
-pub(super) fn set(node: impl AsFd, atime: SetTime, mtime: SetTime) -> Result<()> {
+pub(super) fn set(inode: impl AsFd, atime: SetTime, mtime: SetTime) -> Result<()> {
     let times = Timestamps {
         last_access: timespec(atime),
         last_modification: timespec(mtime),
     };
-    utimensat(CWD, FdPath::of(node).as_c_str(), &times, AtFlags::empty())
+    utimensat(CWD, FdPath::of(inode).as_c_str(), &times, AtFlags::empty())
 }
 
 fn timespec(time: SetTime) -> Timespec {

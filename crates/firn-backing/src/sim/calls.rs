@@ -21,7 +21,7 @@ use crate::{
 
 /// A reference to a simulated object.
 #[derive(Clone, Debug)]
-pub struct SimNode {
+pub struct SimInode {
     ino: u64,
     /// Keeps the object after its last name is gone.
     _held: Arc<()>,
@@ -30,7 +30,7 @@ pub struct SimNode {
 /// An open simulated file.
 #[derive(Debug)]
 pub struct SimFile {
-    node: SimNode,
+    object: SimInode,
     access: Access,
     /// How many are open.
     open: Arc<AtomicUsize>,
@@ -46,7 +46,7 @@ impl Drop for SimFile {
 
 /// An open simulated directory.
 #[derive(Debug)]
-pub struct SimDir(SimNode);
+pub struct SimDir(SimInode);
 
 impl SimFile {
     fn reads(&self) -> Result<()> {
@@ -70,10 +70,10 @@ impl SimFile {
 const SIZE_MAX: u64 = i64::MAX as u64;
 
 impl SimBacking {
-    fn file(&self, node: SimNode, access: Access) -> SimFile {
+    fn file(&self, object: SimInode, access: Access) -> SimFile {
         self.open.fetch_add(1, Ordering::Relaxed);
         SimFile {
-            node,
+            object,
             access,
             open: Arc::clone(&self.open),
         }
@@ -145,17 +145,17 @@ impl Tracked for SimBacking {
         1
     }
 
-    fn find(&self, path: &[u8]) -> Result<(SimNode, Attr)> {
+    fn find(&self, path: &[u8]) -> Result<(SimInode, Attr)> {
         let disk = &self.enter("find")?.disk;
         let mut ino = ROOT;
         for name in unsynced::components(path) {
             ino = disk.find(ino, name)?.ok_or(Errno::NOENT)?;
         }
-        disk.node(ino)
+        disk.refer(ino)
     }
 
-    fn open_dir_to_sync(&self, node: &SimNode) -> Result<SimDir> {
-        self.open_dir(node)
+    fn open_dir_to_sync(&self, object: &SimInode) -> Result<SimDir> {
+        self.open_dir(object)
     }
 }
 
@@ -194,10 +194,10 @@ impl Disk {
         Place::At(path, links)
     }
 
-    fn node(&self, ino: u64) -> Result<(SimNode, Attr)> {
+    fn refer(&self, ino: u64) -> Result<(SimInode, Attr)> {
         let inode = self.inode(ino)?;
         Ok((
-            SimNode {
+            SimInode {
                 ino,
                 _held: inode.hold(),
             },
@@ -248,31 +248,31 @@ impl Disk {
 }
 
 impl Backing for SimBacking {
-    type Node = SimNode;
+    type Inode = SimInode;
     type File = SimFile;
     type Dir = SimDir;
 
-    fn root(&self) -> SimNode {
+    fn root(&self) -> SimInode {
         self.state
             .lock()
             .disk
-            .node(ROOT)
+            .refer(ROOT)
             .expect("the root is always there")
             .0
     }
 
-    fn lookup(&self, parent: &SimNode, name: &OsStr) -> Result<(SimNode, Attr)> {
+    fn lookup(&self, parent: &SimInode, name: &OsStr) -> Result<(SimInode, Attr)> {
         let disk = &self.enter("lookup")?.disk;
-        disk.node(disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?)
+        disk.refer(disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?)
     }
 
     fn create(
         &self,
         caller: &Caller,
-        parent: &SimNode,
+        parent: &SimInode,
         name: &OsStr,
         mode: u32,
-    ) -> Result<(SimNode, SimFile, Attr)> {
+    ) -> Result<(SimInode, SimFile, Attr)> {
         let disk = &mut self.enter("create")?.disk;
         let ino = disk.add(
             caller,
@@ -282,17 +282,17 @@ impl Backing for SimBacking {
             |_| (),
         )?;
         self.made(disk, parent.ino, ino);
-        let (node, attr) = disk.node(ino)?;
-        Ok((node.clone(), self.file(node, Access::ReadWrite), attr))
+        let (object, attr) = disk.refer(ino)?;
+        Ok((object.clone(), self.file(object, Access::ReadWrite), attr))
     }
 
     fn mkdir(
         &self,
         caller: &Caller,
-        parent: &SimNode,
+        parent: &SimInode,
         name: &OsStr,
         mode: u32,
-    ) -> Result<(SimNode, Attr)> {
+    ) -> Result<(SimInode, Attr)> {
         let disk = &mut self.enter("mkdir")?.disk;
         let ino = disk.add(
             caller,
@@ -302,17 +302,17 @@ impl Backing for SimBacking {
             |_| (),
         )?;
         self.made(disk, parent.ino, ino);
-        disk.node(ino)
+        disk.refer(ino)
     }
 
     fn mknod(
         &self,
         caller: &Caller,
-        parent: &SimNode,
+        parent: &SimInode,
         name: &OsStr,
         mode: u32,
         rdev: u64,
-    ) -> Result<(SimNode, Attr)> {
+    ) -> Result<(SimInode, Attr)> {
         let disk = &mut self.enter("mknod")?.disk;
         let typed = if mode & libc::S_IFMT == 0 {
             mode | libc::S_IFREG
@@ -328,16 +328,16 @@ impl Backing for SimBacking {
         let mode = typed & (libc::S_IFMT | 0o7777);
         let ino = disk.add(caller, parent.ino, name, mode, |inode| inode.rdev = rdev)?;
         self.made(disk, parent.ino, ino);
-        disk.node(ino)
+        disk.refer(ino)
     }
 
     fn symlink(
         &self,
         caller: &Caller,
-        parent: &SimNode,
+        parent: &SimInode,
         name: &OsStr,
         target: &OsStr,
-    ) -> Result<(SimNode, Attr)> {
+    ) -> Result<(SimInode, Attr)> {
         let disk = &mut self.enter("symlink")?.disk;
         match target.len() {
             0 => return Err(Errno::NOENT),
@@ -348,34 +348,34 @@ impl Backing for SimBacking {
         let fill = |inode: &mut Inode| inode.target = target.as_bytes().to_vec();
         let ino = disk.add(caller, parent.ino, name, libc::S_IFLNK | 0o777, fill)?;
         self.made(disk, parent.ino, ino);
-        disk.node(ino)
+        disk.refer(ino)
     }
 
-    fn link(&self, node: &SimNode, parent: &SimNode, name: &OsStr) -> Result<Attr> {
+    fn link(&self, object: &SimInode, parent: &SimInode, name: &OsStr) -> Result<Attr> {
         let disk = &mut self.enter("link")?.disk;
         disk.check_new(parent.ino, name)?;
-        let inode = disk.inode(node.ino)?;
+        let inode = disk.inode(object.ino)?;
         if inode.is_dir() {
             return Err(Errno::PERM);
         }
         if inode.nlink == 0 {
             return Err(Errno::NOENT);
         }
-        disk.change(&[(parent.ino, name, Some(node.ino))]);
-        self.made(disk, parent.ino, node.ino);
+        disk.change(&[(parent.ino, name, Some(object.ino))]);
+        self.made(disk, parent.ino, object.ino);
         if self.is_synced_one_by_one()
             && let Some(path) = path_of_entry(disk.place(parent.ino), name)
         {
             self.unsynced.linked(
-                (disk.device, node.ino),
+                (disk.device, object.ino),
                 path,
-                u64::from(disk.inode(node.ino)?.nlink),
+                u64::from(disk.inode(object.ino)?.nlink),
             );
         }
-        Ok(disk.inode(node.ino)?.attr(node.ino, disk.device))
+        Ok(disk.inode(object.ino)?.attr(object.ino, disk.device))
     }
 
-    fn unlink(&self, parent: &SimNode, name: &OsStr) -> Result<()> {
+    fn unlink(&self, parent: &SimInode, name: &OsStr) -> Result<()> {
         let disk = &mut self.enter("unlink")?.disk;
         let ino = disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?;
         disk.writable()?;
@@ -387,7 +387,7 @@ impl Backing for SimBacking {
         Ok(())
     }
 
-    fn rmdir(&self, parent: &SimNode, name: &OsStr) -> Result<()> {
+    fn rmdir(&self, parent: &SimInode, name: &OsStr) -> Result<()> {
         let disk = &mut self.enter("rmdir")?.disk;
         let ino = disk.find(parent.ino, name)?;
         match name.as_bytes() {
@@ -409,9 +409,9 @@ impl Backing for SimBacking {
 
     fn rename(
         &self,
-        parent: &SimNode,
+        parent: &SimInode,
         name: &OsStr,
-        new_parent: &SimNode,
+        new_parent: &SimInode,
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
@@ -419,7 +419,7 @@ impl Backing for SimBacking {
         rename(disk, (parent.ino, name), (new_parent.ino, new_name), flags)?;
         if self.is_synced_one_by_one() {
             let ticket = self.unsynced.begin_rename();
-            let path = |dir: &SimNode, name| path_of_entry(disk.place(dir.ino), name);
+            let path = |dir: &SimInode, name| path_of_entry(disk.place(dir.ino), name);
             let is_exchange = flags.contains(RenameFlags::EXCHANGE);
             match (path(parent, name), path(new_parent, new_name)) {
                 (Some(from), Some(to)) => {
@@ -434,9 +434,9 @@ impl Backing for SimBacking {
         Ok(())
     }
 
-    fn readlink(&self, node: &SimNode) -> Result<Vec<u8>> {
+    fn readlink(&self, object: &SimInode) -> Result<Vec<u8>> {
         let disk = &self.enter("readlink")?.disk;
-        let inode = disk.inode(node.ino)?;
+        let inode = disk.inode(object.ino)?;
         if inode.kind() == Kind::Symlink {
             Ok(inode.target.clone())
         } else {
@@ -444,29 +444,33 @@ impl Backing for SimBacking {
         }
     }
 
-    fn attr(&self, node: &SimNode) -> Result<Attr> {
+    fn attr(&self, object: &SimInode) -> Result<Attr> {
         let disk = &self.enter("attr")?.disk;
-        Ok(disk.inode(node.ino)?.attr(node.ino, disk.device))
+        Ok(disk.inode(object.ino)?.attr(object.ino, disk.device))
     }
 
     fn attr_of_file(&self, file: &SimFile) -> Result<Attr> {
         let disk = &self.enter("attr_of_file")?.disk;
-        Ok(disk.inode(file.node.ino)?.attr(file.node.ino, disk.device))
+        Ok(disk
+            .inode(file.object.ino)?
+            .attr(file.object.ino, disk.device))
     }
 
-    fn set_mode(&self, node: &SimNode, mode: u32) -> Result<()> {
+    fn set_mode(&self, object: &SimInode, mode: u32) -> Result<()> {
         let disk = &mut self.enter("set_mode")?.disk;
-        if disk.inode(node.ino)?.kind() == Kind::Symlink {
+        if disk.inode(object.ino)?.kind() == Kind::Symlink {
             return Err(Errno::OPNOTSUPP);
         }
-        disk.touch(node.ino, |i| i.mode = i.mode & libc::S_IFMT | mode & 0o7777)?;
-        self.changed(disk, node.ino);
+        disk.touch(object.ino, |i| {
+            i.mode = i.mode & libc::S_IFMT | mode & 0o7777
+        })?;
+        self.changed(disk, object.ino);
         Ok(())
     }
 
-    fn set_owner(&self, node: &SimNode, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
+    fn set_owner(&self, object: &SimInode, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
         let disk = &mut self.enter("set_owner")?.disk;
-        disk.touch(node.ino, |i| {
+        disk.touch(object.ino, |i| {
             i.uid = uid.unwrap_or(i.uid);
             i.gid = gid.unwrap_or(i.gid);
             if !i.is_dir() {
@@ -476,14 +480,14 @@ impl Backing for SimBacking {
                 }
             }
         })?;
-        self.changed(disk, node.ino);
+        self.changed(disk, object.ino);
         Ok(())
     }
 
-    fn set_times(&self, node: &SimNode, atime: SetTime, mtime: SetTime) -> Result<()> {
+    fn set_times(&self, object: &SimInode, atime: SetTime, mtime: SetTime) -> Result<()> {
         let disk = &mut self.enter("set_times")?.disk;
         let now = disk.now();
-        disk.touch(node.ino, |i| {
+        disk.touch(object.ino, |i| {
             for (which, set) in [(ATIME, atime), (MTIME, mtime)] {
                 match set {
                     SetTime::Keep => {}
@@ -492,59 +496,59 @@ impl Backing for SimBacking {
                 }
             }
         })?;
-        self.changed(disk, node.ino);
+        self.changed(disk, object.ino);
         Ok(())
     }
 
-    fn get_xattr(&self, node: &SimNode, name: &OsStr) -> Result<Vec<u8>> {
+    fn get_xattr(&self, object: &SimInode, name: &OsStr) -> Result<Vec<u8>> {
         let disk = &self.enter("get_xattr")?.disk;
-        let inode = disk.inode(node.ino)?;
+        let inode = disk.inode(object.ino)?;
         check_xattr(inode, name, Errno::NODATA)?;
         inode.xattrs.get(name).cloned().ok_or(Errno::NODATA)
     }
 
-    fn set_xattr(&self, node: &SimNode, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
+    fn set_xattr(&self, object: &SimInode, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
         let disk = &mut self.enter("set_xattr")?.disk;
-        let inode = disk.inode(node.ino)?;
+        let inode = disk.inode(object.ino)?;
         check_xattr(inode, name, Errno::PERM)?;
         let exists = inode.xattrs.contains_key(name);
         match (flags, exists) {
             (libc::XATTR_CREATE, true) => Err(Errno::EXIST),
             (libc::XATTR_REPLACE, false) => Err(Errno::NODATA),
             (0 | libc::XATTR_CREATE | libc::XATTR_REPLACE, _) => {
-                disk.touch(node.ino, |i| {
+                disk.touch(object.ino, |i| {
                     drop(i.xattrs.insert(name.to_owned(), value.to_vec()))
                 })?;
-                self.changed(disk, node.ino);
+                self.changed(disk, object.ino);
                 Ok(())
             }
             _ => Err(Errno::INVAL),
         }
     }
 
-    fn list_xattr(&self, node: &SimNode) -> Result<Vec<u8>> {
+    fn list_xattr(&self, object: &SimInode) -> Result<Vec<u8>> {
         let disk = &self.enter("list_xattr")?.disk;
-        let names = disk.inode(node.ino)?.xattrs.keys();
+        let names = disk.inode(object.ino)?.xattrs.keys();
         Ok(names
             .flat_map(|name| [name.as_bytes(), b"\0"].concat())
             .collect())
     }
 
-    fn remove_xattr(&self, node: &SimNode, name: &OsStr) -> Result<()> {
+    fn remove_xattr(&self, object: &SimInode, name: &OsStr) -> Result<()> {
         let disk = &mut self.enter("remove_xattr")?.disk;
-        let inode = disk.inode(node.ino)?;
+        let inode = disk.inode(object.ino)?;
         check_xattr(inode, name, Errno::PERM)?;
         if !inode.xattrs.contains_key(name) {
             return Err(Errno::NODATA);
         }
-        disk.touch(node.ino, |i| drop(i.xattrs.remove(name)))?;
-        self.changed(disk, node.ino);
+        disk.touch(object.ino, |i| drop(i.xattrs.remove(name)))?;
+        self.changed(disk, object.ino);
         Ok(())
     }
 
-    fn open_dir(&self, node: &SimNode) -> Result<SimDir> {
-        self.enter("open_dir")?.disk.dir(node.ino)?;
-        Ok(SimDir(node.clone()))
+    fn open_dir(&self, object: &SimInode) -> Result<SimDir> {
+        self.enter("open_dir")?.disk.dir(object.ino)?;
+        Ok(SimDir(object.clone()))
     }
 
     fn read_dir(
@@ -581,19 +585,19 @@ impl Backing for SimBacking {
         Ok(())
     }
 
-    fn sync_dir(&self, node: &SimNode) -> Result<()> {
+    fn sync_dir(&self, object: &SimInode) -> Result<()> {
         let disk = &mut self.enter("sync_dir")?.disk;
-        disk.dir(node.ino)?;
-        disk.sync_names(node.ino);
-        disk.sync_attributes(node.ino);
+        disk.dir(object.ino)?;
+        disk.sync_names(object.ino);
+        disk.sync_attributes(object.ino);
         self.unsynced
-            .synced((disk.device, node.ino), self.unsynced.begin_sync());
+            .synced((disk.device, object.ino), self.unsynced.begin_sync());
         Ok(())
     }
 
-    fn open(&self, node: &SimNode, access: Access) -> Result<SimFile> {
+    fn open(&self, object: &SimInode, access: Access) -> Result<SimFile> {
         let disk = &self.enter("open")?.disk;
-        match disk.inode(node.ino)?.kind() {
+        match disk.inode(object.ino)?.kind() {
             Kind::File => {}
             Kind::Dir => return Err(Errno::ISDIR),
             Kind::Symlink => return Err(Errno::LOOP),
@@ -602,7 +606,7 @@ impl Backing for SimBacking {
         if access != Access::Read {
             disk.writable()?;
         }
-        Ok(self.file(node.clone(), access))
+        Ok(self.file(object.clone(), access))
     }
 
     fn read_at(&self, file: &SimFile, buf: &mut [u8], offset: u64) -> Result<usize> {
@@ -611,7 +615,7 @@ impl Backing for SimBacking {
         if offset > SIZE_MAX {
             return Err(Errno::INVAL);
         }
-        Ok(disk.inode(file.node.ino)?.data.read(buf, offset))
+        Ok(disk.inode(file.object.ino)?.data.read(buf, offset))
     }
 
     fn write_at(&self, file: &SimFile, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
@@ -628,7 +632,7 @@ impl Backing for SimBacking {
         if offset + bytes.len() as u64 > SIZE_MAX {
             return Err(Errno::FBIG);
         }
-        let ino = file.node.ino;
+        let ino = file.object.ino;
         let room = state.disk.room(ino, offset, bytes.len() as u64)?;
         bytes.truncate(room as usize);
         if !bytes.is_empty() {
@@ -644,8 +648,8 @@ impl Backing for SimBacking {
         if file.writes().is_err() || len > SIZE_MAX {
             return Err(Errno::INVAL);
         }
-        disk.modify(file.node.ino, |i| i.data.set_len(len))?;
-        self.changed(disk, file.node.ino);
+        disk.modify(file.object.ino, |i| i.data.set_len(len))?;
+        self.changed(disk, file.object.ino);
         Ok(())
     }
 
@@ -669,7 +673,7 @@ impl Backing for SimBacking {
         {
             return Err(Errno::OPNOTSUPP);
         }
-        let ino = file.node.ino;
+        let ino = file.object.ino;
         if mode & punch == 0 && disk.room(ino, offset, len)? < len {
             return Err(Errno::NOSPC);
         }
@@ -690,7 +694,7 @@ impl Backing for SimBacking {
 
     fn seek(&self, file: &SimFile, offset: u64, what: Seek) -> Result<u64> {
         let disk = &self.enter("seek")?.disk;
-        let data = &disk.inode(file.node.ino)?.data;
+        let data = &disk.inode(file.object.ino)?.data;
         data.seek(offset, what == Seek::Data).ok_or(Errno::NXIO)
     }
 
@@ -705,9 +709,9 @@ impl Backing for SimBacking {
         let disk = &mut self.enter("copy_range")?.disk;
         from.reads()?;
         to.writes()?;
-        let source = &disk.inode(from.node.ino)?.data;
+        let source = &disk.inode(from.object.ino)?.data;
         let len = len.min(source.size.saturating_sub(from_offset));
-        if from.node.ino == to.node.ino
+        if from.object.ino == to.object.ino
             && from_offset < to_offset.saturating_add(len)
             && to_offset < from_offset.saturating_add(len)
         {
@@ -715,21 +719,21 @@ impl Backing for SimBacking {
         }
         let mut bytes = vec![0; len as usize];
         source.read(&mut bytes, from_offset);
-        let room = disk.room(to.node.ino, to_offset, len)?;
+        let room = disk.room(to.object.ino, to_offset, len)?;
         bytes.truncate(room as usize);
         if !bytes.is_empty() {
-            disk.modify(to.node.ino, |i| i.data.write(&bytes, to_offset))?;
-            self.changed(disk, to.node.ino);
+            disk.modify(to.object.ino, |i| i.data.write(&bytes, to_offset))?;
+            self.changed(disk, to.object.ino);
         }
         Ok(bytes.len() as u64)
     }
 
     fn sync(&self, file: &SimFile, data_only: bool) -> Result<()> {
         let disk = &mut self.enter("sync")?.disk;
-        disk.sync_file(file.node.ino);
+        disk.sync_file(file.object.ino);
         if !data_only {
             self.unsynced
-                .synced((disk.device, file.node.ino), self.unsynced.begin_sync());
+                .synced((disk.device, file.object.ino), self.unsynced.begin_sync());
         }
         Ok(())
     }
@@ -768,15 +772,15 @@ impl Backing for SimBacking {
         }
     }
 
-    fn sync_tree(&self, node: &SimNode) -> Result<()> {
+    fn sync_tree(&self, object: &SimInode) -> Result<()> {
         if !self.is_synced_one_by_one() {
             return self.sync_all();
         }
-        if node.ino == ROOT {
+        if object.ino == ROOT {
             return self.sync_all();
         }
         if self.unsynced.inherits() {
-            unsynced::sync_below(self, node)?;
+            unsynced::sync_below(self, object)?;
         }
         self.sync_each(false)
     }

@@ -30,11 +30,11 @@ pub struct TreeEntry {
 pub fn tree<B: Backing>(backing: &B) -> Result<Tree> {
     let mut tree = Tree::new();
     let mut todo = vec![(Vec::new(), backing.root())];
-    while let Some((path, node)) = todo.pop() {
-        let entry = entry(backing, &node)?;
+    while let Some((path, inode)) = todo.pop() {
+        let entry = entry(backing, &inode)?;
         if entry.kind == Kind::Dir {
-            for name in names(backing, &node)? {
-                let (child, _) = backing.lookup(&node, OsStr::from_bytes(&name))?;
+            for name in names(backing, &inode)? {
+                let (child, _) = backing.lookup(&inode, OsStr::from_bytes(&name))?;
                 let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
                 todo.push(([&path, slash, &name].concat(), child));
             }
@@ -45,9 +45,9 @@ pub fn tree<B: Backing>(backing: &B) -> Result<Tree> {
 }
 
 /// Names in a directory but `.` and `..`, in the directory's order.
-pub(crate) fn names<B: Backing>(backing: &B, node: &B::Node) -> Result<Vec<Vec<u8>>> {
+pub(crate) fn names<B: Backing>(backing: &B, inode: &B::Inode) -> Result<Vec<Vec<u8>>> {
     let mut names = Vec::new();
-    let dir = backing.open_dir(node)?;
+    let dir = backing.open_dir(inode)?;
     backing.read_dir(&dir, 0, &mut |entry| {
         if entry.name != "." && entry.name != ".." {
             names.push(entry.name.as_bytes().to_vec());
@@ -57,28 +57,28 @@ pub(crate) fn names<B: Backing>(backing: &B, node: &B::Node) -> Result<Vec<Vec<u
     Ok(names)
 }
 
-fn entry<B: Backing>(backing: &B, node: &B::Node) -> Result<TreeEntry> {
-    let attr = backing.attr(node)?;
+fn entry<B: Backing>(backing: &B, inode: &B::Inode) -> Result<TreeEntry> {
+    let attr = backing.attr(inode)?;
     let content = match attr.kind {
         Kind::File => {
             let mut bytes = vec![0; attr.size as usize];
-            let read = backing.read_at(&backing.open(node, Access::Read)?, &mut bytes, 0)?;
+            let read = backing.read_at(&backing.open(inode, Access::Read)?, &mut bytes, 0)?;
             bytes.truncate(read);
             bytes
         }
-        Kind::Symlink => backing.readlink(node)?,
+        Kind::Symlink => backing.readlink(inode)?,
         _ => Vec::new(),
     };
     let mut xattrs = BTreeMap::new();
     if matches!(attr.kind, Kind::File | Kind::Dir) {
         for name in backing
-            .list_xattr(node)?
+            .list_xattr(inode)?
             .split(|&b| b == 0)
             .filter(|n| n.starts_with(b"user."))
         {
             xattrs.insert(
                 name.to_vec(),
-                backing.get_xattr(node, OsStr::from_bytes(name))?,
+                backing.get_xattr(inode, OsStr::from_bytes(name))?,
             );
         }
     }

@@ -94,7 +94,7 @@ fn name(index: u8) -> OsString {
     char::from(b'a' + index).to_string().into()
 }
 
-fn parent<B: Backing>(b: &B, place: &Place) -> Result<(B::Node, OsString), Errno> {
+fn parent<B: Backing>(b: &B, place: &Place) -> Result<(B::Inode, OsString), Errno> {
     let dir = match place.0 {
         None => b.root(),
         Some(index) => b.lookup(&b.root(), &name(index))?.0,
@@ -102,7 +102,7 @@ fn parent<B: Backing>(b: &B, place: &Place) -> Result<(B::Node, OsString), Errno
     Ok((dir, name(place.1)))
 }
 
-fn node<B: Backing>(b: &B, place: &Place) -> Result<B::Node, Errno> {
+fn inode<B: Backing>(b: &B, place: &Place) -> Result<B::Inode, Errno> {
     let (dir, name) = parent(b, place)?;
     Ok(b.lookup(&dir, &name)?.0)
 }
@@ -111,7 +111,7 @@ fn node<B: Backing>(b: &B, place: &Place) -> Result<B::Node, Errno> {
 fn apply<B: Backing>(b: &B, op: &Op) -> Result<u64, Errno> {
     let me = own_caller();
     let xattr = |index: &u8| OsString::from(format!("user.{index}"));
-    let open = |place, access| node(b, place).and_then(|n| b.open(&n, access));
+    let open = |place, access| inode(b, place).and_then(|n| b.open(&n, access));
     match op {
         Op::Create(p, mode) => {
             let (dir, name) = parent(b, p)?;
@@ -135,7 +135,7 @@ fn apply<B: Backing>(b: &B, op: &Op) -> Result<u64, Errno> {
         }
         Op::Link(p, q) => {
             let (dir, name) = parent(b, q)?;
-            b.link(&node(b, p)?, &dir, &name)
+            b.link(&inode(b, p)?, &dir, &name)
                 .map(|attr| u64::from(attr.nlink))
         }
         Op::Unlink(p) => parent(b, p)
@@ -150,12 +150,12 @@ fn apply<B: Backing>(b: &B, op: &Op) -> Result<u64, Errno> {
             b.rename(&dir, &name, &new_dir, &new_name, flags)
                 .map(|()| 0)
         }
-        Op::Chmod(p, mode) => b.set_mode(&node(b, p)?, *mode).map(|()| 0),
-        Op::Chown(p, id) => b.set_owner(&node(b, p)?, Some(*id), Some(*id)).map(|()| 0),
+        Op::Chmod(p, mode) => b.set_mode(&inode(b, p)?, *mode).map(|()| 0),
+        Op::Chown(p, id) => b.set_owner(&inode(b, p)?, Some(*id), Some(*id)).map(|()| 0),
         Op::SetXattr(p, x, flags) => b
-            .set_xattr(&node(b, p)?, &xattr(x), &[*x; 9], *flags)
+            .set_xattr(&inode(b, p)?, &xattr(x), &[*x; 9], *flags)
             .map(|()| 0),
-        Op::RemoveXattr(p, x) => b.remove_xattr(&node(b, p)?, &xattr(x)).map(|()| 0),
+        Op::RemoveXattr(p, x) => b.remove_xattr(&inode(b, p)?, &xattr(x)).map(|()| 0),
         Op::Write(p, at, bytes) => {
             let file = open(p, Access::Write)?;
             b.write_at(&file, &[IoSlice::new(bytes)], *at)

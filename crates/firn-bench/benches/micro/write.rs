@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use criterion::{Criterion, Throughput};
 use firn_backing::{Caller, SetTime, SimBacking};
-use firn_engine::{Engine, EngineOptions, HandleId, NodeId, ROOT, SetAttr, Written};
+use firn_engine::{Engine, EngineOptions, HandleId, InodeId, ROOT, SetAttr, Written};
 
 use super::room::{Copies, FILL_BYTES, arena, in_rounds};
 
@@ -17,7 +17,7 @@ const O_RDWR: i32 = 2;
 /// One file of an engine.
 struct Target {
     engine: Arc<Engine<SimBacking>>,
-    node: NodeId,
+    inode: InodeId,
     handle: HandleId,
     _dir: tempfile::TempDir,
 }
@@ -37,7 +37,7 @@ impl Target {
             .expect("a file");
         Self {
             engine,
-            node: entry.node,
+            inode: entry.inode,
             handle: opened.handle,
             _dir: dir,
         }
@@ -60,7 +60,7 @@ impl Target {
             mtime: keep,
         };
         self.engine
-            .set_attr(self.node, set, None)
+            .set_attr(self.inode, set, None)
             .expect("truncate");
     }
 }

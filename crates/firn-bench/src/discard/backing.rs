@@ -12,12 +12,12 @@ use firn_backing::{
 /// See the module.
 pub struct DiscardBacking(pub DirBacking);
 
-type Node = <DirBacking as Backing>::Node;
+type Inode = <DirBacking as Backing>::Inode;
 type File = <DirBacking as Backing>::File;
 type Dir = <DirBacking as Backing>::Dir;
 
 impl Backing for DiscardBacking {
-    type Node = Node;
+    type Inode = Inode;
     type File = File;
     type Dir = Dir;
 
@@ -26,103 +26,103 @@ impl Backing for DiscardBacking {
         Ok(data.iter().map(|slice| slice.len()).sum())
     }
 
-    fn root(&self) -> Node {
+    fn root(&self) -> Inode {
         self.0.root()
     }
-    fn lookup(&self, parent: &Node, name: &OsStr) -> Result<(Node, Attr)> {
+    fn lookup(&self, parent: &Inode, name: &OsStr) -> Result<(Inode, Attr)> {
         self.0.lookup(parent, name)
     }
     fn create(
         &self,
         caller: &Caller,
-        parent: &Node,
+        parent: &Inode,
         name: &OsStr,
         mode: u32,
-    ) -> Result<(Node, File, Attr)> {
+    ) -> Result<(Inode, File, Attr)> {
         self.0.create(caller, parent, name, mode)
     }
     fn mkdir(
         &self,
         caller: &Caller,
-        parent: &Node,
+        parent: &Inode,
         name: &OsStr,
         mode: u32,
-    ) -> Result<(Node, Attr)> {
+    ) -> Result<(Inode, Attr)> {
         self.0.mkdir(caller, parent, name, mode)
     }
     fn mknod(
         &self,
         caller: &Caller,
-        parent: &Node,
+        parent: &Inode,
         name: &OsStr,
         mode: u32,
         rdev: u64,
-    ) -> Result<(Node, Attr)> {
+    ) -> Result<(Inode, Attr)> {
         self.0.mknod(caller, parent, name, mode, rdev)
     }
     fn symlink(
         &self,
         caller: &Caller,
-        parent: &Node,
+        parent: &Inode,
         name: &OsStr,
         target: &OsStr,
-    ) -> Result<(Node, Attr)> {
+    ) -> Result<(Inode, Attr)> {
         self.0.symlink(caller, parent, name, target)
     }
-    fn link(&self, node: &Node, parent: &Node, name: &OsStr) -> Result<Attr> {
-        self.0.link(node, parent, name)
+    fn link(&self, inode: &Inode, parent: &Inode, name: &OsStr) -> Result<Attr> {
+        self.0.link(inode, parent, name)
     }
-    fn unlink(&self, parent: &Node, name: &OsStr) -> Result<()> {
+    fn unlink(&self, parent: &Inode, name: &OsStr) -> Result<()> {
         self.0.unlink(parent, name)
     }
-    fn rmdir(&self, parent: &Node, name: &OsStr) -> Result<()> {
+    fn rmdir(&self, parent: &Inode, name: &OsStr) -> Result<()> {
         self.0.rmdir(parent, name)
     }
     fn rename(
         &self,
-        parent: &Node,
+        parent: &Inode,
         name: &OsStr,
-        new_parent: &Node,
+        new_parent: &Inode,
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
         self.0.rename(parent, name, new_parent, new_name, flags)
     }
-    fn readlink(&self, node: &Node) -> Result<Vec<u8>> {
-        self.0.readlink(node)
+    fn readlink(&self, inode: &Inode) -> Result<Vec<u8>> {
+        self.0.readlink(inode)
     }
-    fn attr(&self, node: &Node) -> Result<Attr> {
-        self.0.attr(node)
+    fn attr(&self, inode: &Inode) -> Result<Attr> {
+        self.0.attr(inode)
     }
     fn attr_of_file(&self, file: &File) -> Result<Attr> {
         self.0.attr_of_file(file)
     }
-    fn set_mode(&self, node: &Node, mode: u32) -> Result<()> {
-        self.0.set_mode(node, mode)
+    fn set_mode(&self, inode: &Inode, mode: u32) -> Result<()> {
+        self.0.set_mode(inode, mode)
     }
-    fn set_owner(&self, node: &Node, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
-        self.0.set_owner(node, uid, gid)
+    fn set_owner(&self, inode: &Inode, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
+        self.0.set_owner(inode, uid, gid)
     }
-    fn set_times(&self, node: &Node, atime: SetTime, mtime: SetTime) -> Result<()> {
-        self.0.set_times(node, atime, mtime)
+    fn set_times(&self, inode: &Inode, atime: SetTime, mtime: SetTime) -> Result<()> {
+        self.0.set_times(inode, atime, mtime)
     }
-    fn get_xattr(&self, node: &Node, name: &OsStr) -> Result<Vec<u8>> {
-        self.0.get_xattr(node, name)
+    fn get_xattr(&self, inode: &Inode, name: &OsStr) -> Result<Vec<u8>> {
+        self.0.get_xattr(inode, name)
     }
-    fn set_xattr(&self, node: &Node, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
-        self.0.set_xattr(node, name, value, flags)
+    fn set_xattr(&self, inode: &Inode, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
+        self.0.set_xattr(inode, name, value, flags)
     }
-    fn list_xattr(&self, node: &Node) -> Result<Vec<u8>> {
-        self.0.list_xattr(node)
+    fn list_xattr(&self, inode: &Inode) -> Result<Vec<u8>> {
+        self.0.list_xattr(inode)
     }
-    fn remove_xattr(&self, node: &Node, name: &OsStr) -> Result<()> {
-        self.0.remove_xattr(node, name)
+    fn remove_xattr(&self, inode: &Inode, name: &OsStr) -> Result<()> {
+        self.0.remove_xattr(inode, name)
     }
-    fn has_default_acl(&self, node: &Node) -> bool {
-        self.0.has_default_acl(node)
+    fn has_default_acl(&self, inode: &Inode) -> bool {
+        self.0.has_default_acl(inode)
     }
-    fn open_dir(&self, node: &Node) -> Result<Dir> {
-        self.0.open_dir(node)
+    fn open_dir(&self, inode: &Inode) -> Result<Dir> {
+        self.0.open_dir(inode)
     }
     fn read_dir(
         &self,
@@ -132,11 +132,11 @@ impl Backing for DiscardBacking {
     ) -> Result<()> {
         self.0.read_dir(dir, cookie, sink)
     }
-    fn sync_dir(&self, node: &Node) -> Result<()> {
-        self.0.sync_dir(node)
+    fn sync_dir(&self, inode: &Inode) -> Result<()> {
+        self.0.sync_dir(inode)
     }
-    fn open(&self, node: &Node, access: Access) -> Result<File> {
-        self.0.open(node, access)
+    fn open(&self, inode: &Inode, access: Access) -> Result<File> {
+        self.0.open(inode, access)
     }
     fn read_at(&self, file: &File, buf: &mut [u8], offset: u64) -> Result<usize> {
         self.0.read_at(file, buf, offset)
@@ -177,8 +177,8 @@ impl Backing for DiscardBacking {
         self.0.sync_changes()
     }
 
-    fn sync_tree(&self, node: &Node) -> Result<()> {
-        self.0.sync_tree(node)
+    fn sync_tree(&self, inode: &Inode) -> Result<()> {
+        self.0.sync_tree(inode)
     }
 
     fn sync_way(&self) -> SyncWay {

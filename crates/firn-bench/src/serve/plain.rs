@@ -36,12 +36,12 @@ pub struct Plain {
 
 #[derive(Default)]
 struct Table {
-    nodes: HashMap<u64, Node>,
+    inodes: HashMap<u64, Inode>,
     by_identity: HashMap<(u64, u64), u64>,
     next: u64,
 }
 
-struct Node {
+struct Inode {
     fd: Arc<OwnedFd>,
     identity: (u64, u64),
     lookups: u64,
@@ -63,7 +63,7 @@ impl Plain {
         )?;
         let stat = rustix::fs::fstat(&fd)?;
         let identity = (stat.st_dev, stat.st_ino);
-        let root = Node {
+        let root = Inode {
             fd: Arc::new(fd),
             identity,
             lookups: 1,
@@ -72,7 +72,7 @@ impl Plain {
             next: INodeNo::ROOT.0 + 1,
             ..Default::default()
         };
-        table.nodes.insert(INodeNo::ROOT.0, root);
+        table.inodes.insert(INodeNo::ROOT.0, root);
         table.by_identity.insert(identity, INodeNo::ROOT.0);
         Ok(Self {
             table: Mutex::new(table),
@@ -82,10 +82,10 @@ impl Plain {
         })
     }
 
-    fn node(&self, inode: INodeNo) -> Result<Arc<OwnedFd>> {
+    fn inode(&self, inode: INodeNo) -> Result<Arc<OwnedFd>> {
         self.table
             .lock()
-            .nodes
+            .inodes
             .get(&inode.0)
             .map(|n| n.fd.clone())
             .ok_or(Errno::ESTALE)
@@ -111,9 +111,9 @@ impl Plain {
                 let inode = table.next;
                 table.next += 1;
                 table.by_identity.insert(identity, inode);
-                table.nodes.insert(
+                table.inodes.insert(
                     inode,
-                    Node {
+                    Inode {
                         fd: Arc::new(fd),
                         identity,
                         lookups: 0,
@@ -123,18 +123,18 @@ impl Plain {
             }
         };
         table
-            .nodes
+            .inodes
             .get_mut(&inode)
             .expect("it was found or made above")
             .lookups += 1;
         Ok(attr(inode, &stat))
     }
 
-    fn open_node(&self, inode: INodeNo, flags: OFlags) -> Result<OwnedFd> {
-        let node = self.node(inode)?;
+    fn open_inode(&self, inode: INodeNo, flags: OFlags) -> Result<OwnedFd> {
+        let inode = self.inode(inode)?;
         // An O_PATH descriptor is opened for good through its entry in /proc.
         let path =
-            CString::new(format!("/proc/self/fd/{}", node.as_raw_fd())).expect("no zero byte");
+            CString::new(format!("/proc/self/fd/{}", inode.as_raw_fd())).expect("no zero byte");
         rustix::fs::open(
             &path,
             (flags - OFlags::NOFOLLOW) | OFlags::CLOEXEC,
@@ -197,7 +197,7 @@ impl Filesystem for Plain {
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         match self
-            .node(parent)
+            .inode(parent)
             .and_then(|parent| self.find(&parent, name))
         {
             Ok(attr) => reply.entry(&TTL, &attr, Generation(0)),
@@ -205,23 +205,23 @@ impl Filesystem for Plain {
         }
     }
 
-    fn forget(&self, _: &Request, inode: INodeNo, count: u64) {
+    fn forget(&self, _: &Request, number: INodeNo, count: u64) {
         let mut table = self.table.lock();
-        let Some(node) = table.nodes.get_mut(&inode.0) else {
+        let Some(inode) = table.inodes.get_mut(&number.0) else {
             return;
         };
-        node.lookups = node.lookups.saturating_sub(count);
-        if node.lookups == 0 {
-            let identity = node.identity;
-            table.nodes.remove(&inode.0);
+        inode.lookups = inode.lookups.saturating_sub(count);
+        if inode.lookups == 0 {
+            let identity = inode.identity;
+            table.inodes.remove(&number.0);
             table.by_identity.remove(&identity);
         }
     }
 
     fn getattr(&self, _: &Request, inode: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
         let stat = self
-            .node(inode)
-            .and_then(|node| rustix::fs::fstat(&*node).map_err(errno));
+            .inode(inode)
+            .and_then(|inode| rustix::fs::fstat(&*inode).map_err(errno));
         match stat {
             Ok(stat) => reply.attr(&TTL, &attr(inode.0, &stat)),
             Err(error) => reply.error(error),
@@ -248,10 +248,10 @@ impl Filesystem for Plain {
     ) {
         let set = || -> Result<FileAttr> {
             if let Some(size) = size {
-                let file = self.open_node(inode, OFlags::WRONLY)?;
+                let file = self.open_inode(inode, OFlags::WRONLY)?;
                 rustix::fs::ftruncate(&file, size).map_err(errno)?;
             }
-            let stat = rustix::fs::fstat(&*self.node(inode)?).map_err(errno)?;
+            let stat = rustix::fs::fstat(&*self.inode(inode)?).map_err(errno)?;
             Ok(attr(inode.0, &stat))
         };
         match set() {
@@ -269,7 +269,7 @@ impl Filesystem for Plain {
         umask: u32,
         reply: ReplyEntry,
     ) {
-        let made = self.node(parent).and_then(|parent| {
+        let made = self.inode(parent).and_then(|parent| {
             let mode = Mode::from_raw_mode(mode & !umask);
             rustix::fs::mkdirat(&*parent, name, mode).map_err(errno)?;
             self.find(&parent, name)
@@ -290,7 +290,7 @@ impl Filesystem for Plain {
         flags: i32,
         reply: ReplyCreate,
     ) {
-        let made = self.node(parent).and_then(|parent| {
+        let made = self.inode(parent).and_then(|parent| {
             let flags = OFlags::from_bits_retain(flags as u32) | OFlags::CREATE | OFlags::CLOEXEC;
             let mode = Mode::from_raw_mode(mode & !umask);
             let fd = rustix::fs::openat(&*parent, name, flags, mode).map_err(errno)?;
@@ -305,7 +305,7 @@ impl Filesystem for Plain {
     }
 
     fn open(&self, _: &Request, inode: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
-        match self.open_node(inode, OFlags::from_bits_retain(flags.0 as u32)) {
+        match self.open_inode(inode, OFlags::from_bits_retain(flags.0 as u32)) {
             Ok(fd) => reply.opened(self.keep_file(fd), FopenFlags::empty()),
             Err(error) => reply.error(error),
         }
@@ -372,7 +372,7 @@ impl Filesystem for Plain {
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let done = self.node(parent).and_then(|parent| {
+        let done = self.inode(parent).and_then(|parent| {
             rustix::fs::unlinkat(&*parent, name, AtFlags::empty()).map_err(errno)
         });
         match done {
@@ -383,9 +383,9 @@ impl Filesystem for Plain {
 
     /// As libfuse's passthrough_hp does: by the link in /proc, then a lookup.
     fn link(&self, _: &Request, inode: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let linked = self.node(inode).and_then(|node| {
-            let parent = self.node(parent)?;
-            let path = format!("/proc/self/fd/{}", node.as_raw_fd());
+        let linked = self.inode(inode).and_then(|inode| {
+            let parent = self.inode(parent)?;
+            let path = format!("/proc/self/fd/{}", inode.as_raw_fd());
             rustix::fs::linkat(
                 rustix::fs::CWD,
                 path,
@@ -403,7 +403,7 @@ impl Filesystem for Plain {
     }
 
     fn opendir(&self, _: &Request, inode: INodeNo, _: OpenFlags, reply: ReplyOpen) {
-        let opened = self.open_node(inode, OFlags::RDONLY | OFlags::DIRECTORY);
+        let opened = self.open_inode(inode, OFlags::RDONLY | OFlags::DIRECTORY);
         match opened.and_then(|fd| Dir::new(fd).map_err(errno)) {
             Ok(dir) => {
                 let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
@@ -439,7 +439,7 @@ impl Filesystem for Plain {
         offset: u64,
         mut reply: ReplyDirectoryPlus,
     ) {
-        let listed = self.node(inode).and_then(|parent| {
+        let listed = self.inode(inode).and_then(|parent| {
             self.list(handle, offset, |number, next, kind, name| {
                 if name == "." || name == ".." {
                     // The kernel takes no reference on these two.

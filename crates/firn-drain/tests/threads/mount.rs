@@ -10,7 +10,7 @@ use firn_arena::{Arena, Identity};
 use firn_backing::sim::tree;
 use firn_backing::{Backing, Caller, Errno, Kind};
 use firn_drain::Pool;
-use firn_engine::{Closing, Done, Engine, EngineOptions, HandleId, NodeId, ROOT, Written};
+use firn_engine::{Closing, Done, Engine, EngineOptions, HandleId, InodeId, ROOT, Written};
 use firn_format::geometry::Geometry;
 use parking_lot::{Condvar, Mutex};
 
@@ -101,15 +101,15 @@ impl<B: Backing> Mount<B> {
             .collect()
     }
 
-    pub fn mkdir(&self, name: &str) -> NodeId {
+    pub fn mkdir(&self, name: &str) -> InodeId {
         self.engine
             .mkdir(&CALLER, ROOT, OsStr::new(name), 0o755)
             .expect("mkdir")
-            .node
+            .inode
     }
 
     /// Creates a file that was not there and closes it.
-    pub fn create(&self, dir: NodeId, name: &str) {
+    pub fn create(&self, dir: InodeId, name: &str) {
         let (_, opened) = self
             .engine
             .create(&CALLER, dir, OsStr::new(name), 0o644, O_RDWR)

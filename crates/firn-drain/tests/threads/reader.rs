@@ -3,14 +3,14 @@
 use std::ffi::OsStr;
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{NodeId, ROOT};
+use firn_engine::{InodeId, ROOT};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use super::mount::Mount;
 use super::{shared, writer};
 
-pub fn run<B: Backing>(mount: &Mount<B>, dirs: &[NodeId], seed: u64, go_on: impl Fn() -> bool) {
+pub fn run<B: Backing>(mount: &Mount<B>, dirs: &[InodeId], seed: u64, go_on: impl Fn() -> bool) {
     let mut rng = StdRng::seed_from_u64(seed);
     while go_on() {
         if rng.random_bool(0.5) {
@@ -33,7 +33,7 @@ pub fn run<B: Backing>(mount: &Mount<B>, dirs: &[NodeId], seed: u64, go_on: impl
 
 fn read<B: Backing>(
     mount: &Mount<B>,
-    dir: NodeId,
+    dir: InodeId,
     name: &str,
     rng: &mut StdRng,
     right: impl Fn(usize, u8) -> bool,
@@ -45,7 +45,7 @@ fn read<B: Backing>(
         Err(errno) => panic!("lookup: {errno}"),
     };
     // The file may lose its last name between the two.
-    if let Ok(opened) = engine.open(entry.node, 0) {
+    if let Ok(opened) = engine.open(entry.inode, 0) {
         for _ in 0..rng.random_range(1..6) {
             let offset = rng.random_range(0..=entry.attr.size);
             let mut buf = vec![0xff; rng.random_range(1..9000)];
@@ -58,8 +58,10 @@ fn read<B: Backing>(
                 wrong.map(|index| buf[index])
             );
         }
-        engine.attr(entry.node, Some(opened.handle)).expect("fstat");
+        engine
+            .attr(entry.inode, Some(opened.handle))
+            .expect("fstat");
         mount.close(opened.handle);
     }
-    engine.forget(entry.node, 1);
+    engine.forget(entry.inode, 1);
 }

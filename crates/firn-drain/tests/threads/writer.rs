@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 
 use firn_backing::{Backing, Errno, RenameFlags, SetTime};
-use firn_engine::{HandleId, NodeId, ROOT, SetAttr};
+use firn_engine::{HandleId, InodeId, ROOT, SetAttr};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -37,7 +37,7 @@ impl Model {
 struct Writer<'a, B: Backing> {
     mount: &'a Mount<B>,
     index: usize,
-    dir: NodeId,
+    dir: InodeId,
     rng: StdRng,
     model: Model,
     open: Vec<(HandleId, usize)>,
@@ -45,13 +45,13 @@ struct Writer<'a, B: Backing> {
     version: u8,
 }
 
-pub fn run<B: Backing>(mount: &Mount<B>, index: usize, dir: NodeId, seed: u64, ops: u64) -> Model {
-    let node = mount
+pub fn run<B: Backing>(mount: &Mount<B>, index: usize, dir: InodeId, seed: u64, ops: u64) -> Model {
+    let inode = mount
         .engine
         .lookup(ROOT, OsStr::new(shared::NAME))
         .expect("the shared file")
-        .node;
-    let shared = mount.engine.open(node, O_RDWR).expect("open").handle;
+        .inode;
+    let shared = mount.engine.open(inode, O_RDWR).expect("open").handle;
     let rng = StdRng::seed_from_u64(seed ^ index as u64);
     let mut writer = Writer {
         mount,
@@ -71,7 +71,7 @@ pub fn run<B: Backing>(mount: &Mount<B>, index: usize, dir: NodeId, seed: u64, o
         .drain(..)
         .for_each(|(handle, _)| mount.close(handle));
     mount.close(shared);
-    mount.engine.forget(node, 1);
+    mount.engine.forget(inode, 1);
     writer.model
 }
 
@@ -147,7 +147,7 @@ impl<B: Backing> Writer<'_, B> {
         let (entry, opened) = engine
             .create(&CALLER, self.dir, OsStr::new(name), 0o644, O_RDWR)
             .expect("open");
-        engine.forget(entry.node, 1);
+        engine.forget(entry.inode, 1);
         let object = known.unwrap_or_else(|| {
             self.model.contents.push(Vec::new());
             self.model.contents.len() - 1
@@ -205,13 +205,13 @@ impl<B: Backing> Writer<'_, B> {
         };
         let size = self.rng.random_range(0..FILE_BYTES_MAX);
         let engine = &self.mount.engine;
-        let node = engine
+        let inode = engine
             .lookup(self.dir, OsStr::new(name))
             .expect("it is there")
-            .node;
+            .inode;
         let attr = engine
             .set_attr(
-                node,
+                inode,
                 SetAttr {
                     size: Some(size as u64),
                     ..NOTHING
@@ -220,7 +220,7 @@ impl<B: Backing> Writer<'_, B> {
             )
             .expect("truncate");
         assert_eq!(attr.size, size as u64);
-        engine.forget(node, 1);
+        engine.forget(inode, 1);
         self.model.contents[object].resize(size, 0);
     }
 
@@ -261,19 +261,19 @@ impl<B: Backing> Writer<'_, B> {
             return self.open();
         };
         let engine = &self.mount.engine;
-        let node = engine
+        let inode = engine
             .lookup(self.dir, OsStr::new(from))
             .expect("it is there")
-            .node;
-        match engine.link(node, self.dir, OsStr::new(to)) {
+            .inode;
+        match engine.link(inode, self.dir, OsStr::new(to)) {
             Ok(entry) => {
-                engine.forget(entry.node, 1);
+                engine.forget(entry.inode, 1);
                 assert!(self.model.names.insert(to, object).is_none());
             }
             Err(Errno::EXIST) => assert!(self.model.names.contains_key(to)),
             Err(errno) => panic!("link: {errno}"),
         }
-        engine.forget(node, 1);
+        engine.forget(inode, 1);
     }
 
     fn unlink(&mut self) {

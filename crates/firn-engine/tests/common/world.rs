@@ -12,7 +12,7 @@ use firn_arena::{Arena, Identity};
 use firn_backing::sim::{Fault, SimBacking};
 use firn_backing::{Backing, Errno};
 use firn_engine::{
-    DrainPolicy, Engine, EngineOptions, Entry, NodeId, Pick, ROOT, Recovered, SpillStep,
+    DrainPolicy, Engine, EngineOptions, Entry, InodeId, Pick, ROOT, Recovered, SpillStep,
 };
 use firn_format::geometry::Geometry;
 use firn_journal::Medium;
@@ -288,17 +288,17 @@ impl World {
     }
 
     /// Resolves a path.
-    pub fn find(&self, path: &str) -> Result<NodeId, Errno> {
-        let mut node = ROOT;
+    pub fn find(&self, path: &str) -> Result<InodeId, Errno> {
+        let mut inode = ROOT;
         for name in path.split('/').filter(|n| !n.is_empty()) {
-            let Entry { node: next, .. } = self.engine.lookup(node, OsStr::new(name))?;
-            node = next;
+            let Entry { inode: next, .. } = self.engine.lookup(inode, OsStr::new(name))?;
+            inode = next;
         }
-        Ok(node)
+        Ok(inode)
     }
 
-    /// The directory node and the last name of a path.
-    pub fn parent<'a>(&self, path: &'a str) -> Result<(NodeId, &'a OsStr), Errno> {
+    /// The directory inode and the last name of a path.
+    pub fn parent<'a>(&self, path: &'a str) -> Result<(InodeId, &'a OsStr), Errno> {
         let (dir, name) = path.rsplit_once('/').unwrap_or(("", path));
         Ok((self.find(dir)?, OsStr::new(name)))
     }
@@ -310,10 +310,10 @@ impl World {
         let todo = Rc::new(Cell::new(vec![(String::new(), quiet.root())]));
         loop {
             let mut list = todo.take();
-            let Some((path, node)) = list.pop() else {
+            let Some((path, inode)) = list.pop() else {
                 break;
             };
-            let dir = quiet.open_dir(&node).expect("a directory opens");
+            let dir = quiet.open_dir(&inode).expect("a directory opens");
             let mut names = Vec::new();
             quiet
                 .read_dir(&dir, 0, &mut |entry| {
@@ -322,7 +322,7 @@ impl World {
                 })
                 .expect("a directory is read");
             for name in names.iter().filter(|n| *n != "." && *n != "..") {
-                let (child, attr) = quiet.lookup(&node, name).expect("an entry is there");
+                let (child, attr) = quiet.lookup(&inode, name).expect("an entry is there");
                 let text = name.to_str().expect("names are text");
                 let full = if path.is_empty() {
                     text.to_owned()

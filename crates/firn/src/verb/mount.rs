@@ -27,7 +27,7 @@ pub const VERB: Verb = Verb {
             "close returns at memory speed, too",
         ),
         (
-            "firn mount --door=preload /scratch/run42 /ckpt",
+            "firn mount --frontend=preload /scratch/run42 /ckpt",
             "without FUSE, for programs with LD_PRELOAD=libfirn_preload.so",
         ),
         (

@@ -30,12 +30,12 @@ pub const VERB: Verb = Verb {
             "files were removed from the backing before their data reached it",
         ),
         (
-            "firn recover --node n7 /scratch/run42",
-            "node n7 is gone: end what it had prepared",
+            "firn recover --host n7 /scratch/run42",
+            "host n7 is gone: end what it had prepared",
         ),
         (
             "firn recover --from-backup /pfs/backup --id 17 /scratch/run42",
-            "the node is lost: commit 17 on a copy of the backing as it was before",
+            "the host is lost: commit 17 on a copy of the backing as it was before",
         ),
         ("firn recover --json /scratch/run42", "for scripts"),
     ],
@@ -89,20 +89,20 @@ fn args(command: Command) -> Command {
                 .help("Give up held data whose file is gone from the backing: it cannot be had again"),
         )
         .arg(
-            Arg::new("dead-node")
-                .long("node")
+            Arg::new("dead-host")
+                .long("host")
                 .value_name("NAME")
                 .conflicts_with_all(["save-lost", "discard-lost"])
                 .help(
-                    "Of several nodes that commit together: end the transactions of this one, which is gone",
+                    "Of several hosts that commit together: end the transactions of this one, which is gone",
                 ),
         )
         .arg(
             Arg::new("from-backup")
                 .long("from-backup")
                 .value_name("DIR")
-                .conflicts_with_all(["save-lost", "discard-lost", "dead-node"])
-                .help("Prepare, in BACKING as it was before, the transaction of a node that is lost (mounted with backup=DIR)")
+                .conflicts_with_all(["save-lost", "discard-lost", "dead-host"])
+                .help("Prepare, in BACKING as it was before, the transaction of a host that is lost (mounted with backup=DIR)")
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
         )
@@ -125,8 +125,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         .expect("clap demands it");
     let options = resolve(matches)?.options;
     let backing = backing_of(path);
-    if let Some(node) = matches.get_one::<String>("dead-node") {
-        return of_node(&backing, node, matches.get_flag("json"));
+    if let Some(host) = matches.get_one::<String>("dead-host") {
+        return of_host(&backing, host, matches.get_flag("json"));
     }
     if let Some(dir) = matches.get_one::<PathBuf>("from-backup") {
         let id = matches.get_one::<u64>("id").copied();
@@ -171,7 +171,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     outcome(&backing, &report, stop.load(Ordering::Relaxed))
 }
 
-/// Goes on with the transaction of a node that is lost.
+/// Goes on with the transaction of a host that is lost.
 fn of_backup(request: FromBackup, json: bool) -> Result<u8, Failure> {
     let report = firn_daemon::recover_from_backup(&request)?;
     if json {
@@ -195,23 +195,23 @@ fn of_backup(request: FromBackup, json: bool) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Ends the transactions of a node that does not come back.
-fn of_node(backing: &Path, node: &str, json: bool) -> Result<u8, Failure> {
-    let report = firn_daemon::recover_node(backing, node.to_owned())?;
+/// Ends the transactions of a host that does not come back.
+fn of_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
+    let report = firn_daemon::recover_host(backing, host.to_owned())?;
     if json {
         output::print_json(&report)?;
     } else {
         for id in &report.finished {
-            output::say(&format!("{node}: carried out commit {id}"));
+            output::say(&format!("{host}: carried out commit {id}"));
         }
         if report.undone > 0 {
             output::say(&format!(
-                "{node}: undid {}",
+                "{host}: undid {}",
                 count(report.undone, "transaction")
             ));
         }
         if report.finished.is_empty() && report.undone == 0 && report.waiting.is_empty() {
-            output::say(&format!("{node}: nothing to end"));
+            output::say(&format!("{host}: nothing to end"));
         }
     }
     match report.waiting.first() {
@@ -219,7 +219,7 @@ fn of_node(backing: &Path, node: &str, json: bool) -> Result<u8, Failure> {
         Some(id) => Err(Failure::new(
             PARTLY,
             format!(
-                "{node}: {id} is prepared and undecided: firn commit or firn abort it on another node, then again"
+                "{host}: {id} is prepared and undecided: firn commit or firn abort it on another host, then again"
             ),
         )),
     }

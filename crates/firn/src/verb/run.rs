@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::{Connection, Progress};
-use firn_config::{Close, Door, Drain, Fsync, Options, Origin, Resolved};
+use firn_config::{Close, Drain, Frontend, Fsync, Options, Origin, Resolved};
 use firn_daemon::MountRequest;
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
@@ -31,7 +31,7 @@ pub const VERB: Verb = Verb {
            The mount's options are those of `firn mount`, with drain=demand and fsync=held unless you say otherwise. \
            When the command succeeds, its files are drained to --backing; without --backing they are gone. When it \
            fails or is killed, its files stay in memory for the restart: run the same command again, and they are \
-           there. Where FUSE cannot be used, the preload library alone serves the files (door=preload). Signals are \
+           there. Where FUSE cannot be used, the preload library alone serves the files (frontend=preload). Signals are \
            passed on, and the exit status is the command's.",
     examples: &[
         (
@@ -119,9 +119,9 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     } else {
         library()
     };
-    let is_tree = options.door == Door::Preload;
+    let is_tree = options.frontend == Frontend::Preload;
     if is_tree && preload.is_none() {
-        let why = "door=preload is the preload library alone: leave out --no-preload, and install the library beside firn";
+        let why = "frontend=preload is the preload library alone: leave out --no-preload, and install the library beside firn";
         return Err(Failure::new(USAGE, why));
     }
     let prefix = matches.get_one("prefix").cloned();
@@ -194,13 +194,13 @@ fn defaults_of_a_run(resolved: Resolved) -> Options {
             .any(|(row, origin)| row.name == name && matches!(origin, Origin::Default))
     };
     let mut options = resolved.options.clone();
-    if by_default("door")
+    if by_default("frontend")
         && let Err(why) = fuse()
     {
         output::say(&format!(
-            "{why}: without FUSE, the preload library alone serves the files (door=preload)"
+            "{why}: without FUSE, the preload library alone serves the files (frontend=preload)"
         ));
-        options.door = Door::Preload;
+        options.frontend = Frontend::Preload;
     }
     if by_default("drain") {
         options.drain = Drain::Demand;
@@ -318,9 +318,13 @@ impl Place {
                 output::say("the same `firn run` again has them; or reach them with:");
                 let backing = text::path(&self.backing);
                 let prefix = text::path(&self.prefix);
-                let door = if self.is_tree { ",door=preload" } else { "" };
+                let frontend = if self.is_tree {
+                    ",frontend=preload"
+                } else {
+                    ""
+                };
                 output::say(&format!(
-                    "  firn mount -o drain=demand{door} {backing} {prefix}"
+                    "  firn mount -o drain=demand{frontend} {backing} {prefix}"
                 ));
             }
             (false, true) => {
@@ -405,7 +409,7 @@ fn carry_out(
             "LD_PRELOAD",
             with_library(library, std::env::var_os("LD_PRELOAD")),
         );
-        // Ranks on other nodes get the environment only if Open MPI is told to pass it.
+        // Ranks on other hosts get the environment only if Open MPI is told to pass it.
         if std::env::var_os("OMPI_MCA_mca_base_env_list").is_none() {
             process.env("OMPI_MCA_mca_base_env_list", "LD_PRELOAD;FIRN_PREFIX");
         }

@@ -29,7 +29,7 @@ pub const VERB: Verb = Verb {
     about: "Show what is held, what is drained, errors and speed",
     long: "Without PATH: all mounts. With a path below a mount: also its files that are not drained yet.",
     examples: &[
-        ("firn status", "all mounts of this node, a line each"),
+        ("firn status", "all mounts of this host, a line each"),
         ("firn status /ckpt", "one mount"),
         ("firn status --watch /ckpt", "the same, each second anew"),
         ("firn status --json /ckpt | jq .held_bytes", "for scripts"),

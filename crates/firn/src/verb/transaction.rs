@@ -147,7 +147,7 @@ struct Outcome<'a> {
     scope: &'a BytePath,
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
-    /// Nodes that have not carried the commit out yet.
+    /// Hosts that have not carried the commit out yet.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     behind: Vec<String>,
 }
@@ -177,7 +177,7 @@ fn ask(
         if !behind.is_empty() {
             let which = behind.join(", ");
             output::say(&format!(
-                "not yet carried out on {which}: it is when firnd runs there again, or by firn recover --node"
+                "not yet carried out on {which}: it is when firnd runs there again, or by firn recover --host"
             ));
         }
     }

@@ -122,7 +122,7 @@ fn detach(mount: &Mount) -> Result<u8, Failure> {
         let prefix = text::path(&mount.mount_point);
         let backing = text::path(&mount.backing);
         let why = format!(
-            "the firnd of the stub tree at {prefix} was killed, and the tree holds names that are not in the backing: mount it again (`firn mount --door=preload {backing} {prefix}`), or carry them over with `firn recover {backing}`"
+            "the firnd of the stub tree at {prefix} was killed, and the tree holds names that are not in the backing: mount it again (`firn mount --frontend=preload {backing} {prefix}`), or carry them over with `firn recover {backing}`"
         );
         return Err(Failure::new(PARTLY, why));
     }

@@ -59,9 +59,9 @@ struct WaitArgs {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Until {
-    /// In the backing, as after write(2); seen by other nodes.
+    /// In the backing, as after write(2); seen by other hosts.
     Drained,
-    /// In the backing, as after fsync(2); outlives the node.
+    /// In the backing, as after fsync(2); outlives the host.
     Durable,
 }
 

@@ -47,15 +47,15 @@ fn mount(s: &Status, paint: Paint) -> String {
     if let Some(spill) = &s.spill {
         line("spill", spilled(spill, paint));
     }
-    for node in s.nodes.iter().filter(|_| s.nodes.len() > 1) {
-        let used = bytes(node.used_bytes);
-        let all = bytes(node.bytes);
-        let foreign = count(node.foreign_slabs, "slab");
+    for numa_node in s.numa_nodes.iter().filter(|_| s.numa_nodes.len() > 1) {
+        let used = bytes(numa_node.used_bytes);
+        let all = bytes(numa_node.bytes);
+        let foreign = count(numa_node.foreign_slabs, "slab");
         line(
-            "node",
+            "NUMA node",
             format!(
-                "{}: {used} of {all} in use, {foreign} given to other nodes",
-                node.node
+                "{}: {used} of {all} in use, {foreign} given to other NUMA nodes",
+                numa_node.numa_node
             ),
         );
     }

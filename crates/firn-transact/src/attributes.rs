@@ -1,0 +1,175 @@
+//! Attributes of objects in a transaction: those of the twin.
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+
+use firn_backing::{Attr, Backing, Errno, Kind, Result, SetTime};
+
+use crate::backing::Inode;
+use crate::object::{Change, Inner, Object, Twin};
+use crate::scope::{Held, Scope};
+use crate::shadow::NO_BYTES;
+use crate::staging;
+
+impl<B: Backing> Held<B> {
+    /// Changes the attributes of an object: in the backing, or of its twin.
+    pub(crate) fn change_attributes(
+        &self,
+        object: &Arc<Object<B>>,
+        change: impl FnOnce(&B::Inode) -> Result<()>,
+    ) -> Result<()> {
+        self.change_twin(object, change, |change| change.attributes = true)
+    }
+
+    /// The same; `note` takes down what kind of change of a held object it was.
+    fn change_twin(
+        &self,
+        object: &Arc<Object<B>>,
+        change: impl FnOnce(&B::Inode) -> Result<()>,
+        note: impl FnOnce(&mut Change<B>),
+    ) -> Result<()> {
+        let (_data, scope) = self.writing(object)?;
+        let Some(scope) = self.holding(scope, object, NO_BYTES)? else {
+            return change(&object.inner.read().inode(&self.base)?);
+        };
+        let mut inner = object.inner.write();
+        if !object.is_nameless() {
+            self.twin(&scope, object, &mut inner)?;
+        }
+        change(&inner.inode(&self.base)?)?;
+        inner.change.as_deref_mut().map(note);
+        drop(inner);
+        self.check_changed(&scope, object);
+        Ok(())
+    }
+
+    pub(crate) fn set_times_of(
+        &self,
+        inode: &Inode<B>,
+        atime: SetTime,
+        mtime: SetTime,
+    ) -> Result<()> {
+        let object = match inode {
+            Inode::Plain(inode) | Inode::Top(inode) => {
+                return self.base.set_times(inode, atime, mtime);
+            }
+            Inode::Tracked(object) => object,
+        };
+        let is_small = atime == SetTime::Keep && object.inner.read().small().is_some();
+        if is_small && self.set_small_time(object, mtime)? {
+            return Ok(());
+        }
+        let set = |inode: &B::Inode| self.base.set_times(inode, atime, mtime);
+        self.change_twin(object, set, |change| {
+            // What was asked for counts, whatever changed in the directory before.
+            if mtime != SetTime::Keep {
+                change.touched = None;
+            }
+        })
+    }
+
+    /// Makes sure that an object has a twin.
+    pub(crate) fn twin<'a>(
+        &self,
+        scope: &Scope<B>,
+        object: &Arc<Object<B>>,
+        inner: &'a mut Inner<B>,
+    ) -> Result<&'a mut Change<B>> {
+        assert!(scope.shadow.is_none(), "nothing is held in shadow mode");
+        let base = inner.base.clone();
+        if base.is_none() && inner.change.is_none() {
+            return Err(Errno::STALE);
+        }
+        if inner.twin().is_none()
+            && let Some(inode) = base
+        {
+            let number = scope.change(object, inner).number;
+            let (twin, attr) = self.make_twin(scope, object.kind, &inode, number)?;
+            let change = scope.change(object, inner);
+            if let Some(small) = &change.small {
+                self.write_out_small(small, &twin)?;
+                Self::forget_small(scope, small);
+                for (at, piece) in small.pieces() {
+                    change.written.insert(at..at + piece.len() as u64);
+                }
+                change.small = None;
+            }
+            (change.twin, change.cut, change.before) =
+                (Some(twin), attr.size, Some((attr.size, attr.mtime)));
+        }
+        Ok(scope.change(object, inner))
+    }
+
+    fn make_twin(
+        &self,
+        scope: &Scope<B>,
+        kind: Kind,
+        inode: &B::Inode,
+        number: u64,
+    ) -> Result<(Twin<B>, Attr)> {
+        let (nest_name, nest) = scope.plain_nest(&self.base)?;
+        let text = number.to_string();
+        let attr = self.copy_object(kind, inode, &nest, OsStr::new(&text))?;
+        Ok((
+            Twin {
+                nest,
+                at: (nest_name, text),
+                held: None,
+                goes_to: None,
+            },
+            attr,
+        ))
+    }
+
+    /// Makes an object with the attributes of another, which it returns, and its size; not its data.
+    pub(crate) fn copy_object(
+        &self,
+        kind: Kind,
+        inode: &B::Inode,
+        nest: &B::Inode,
+        name: &OsStr,
+    ) -> Result<Attr> {
+        let me = staging::own();
+        let attr = self.base.attr(inode)?;
+        let make = || {
+            Ok(match kind {
+                Kind::Dir => self.base.mkdir(&me, nest, name, 0o700)?.0,
+                Kind::Symlink => {
+                    let target = self.base.readlink(inode)?;
+                    let target = <OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&target);
+                    self.base.symlink(&me, nest, name, target)?.0
+                }
+                Kind::File => {
+                    let (twin, file, _) = self.base.create(&me, nest, name, 0o600)?;
+                    self.base.set_len(&file, attr.size)?;
+                    twin
+                }
+                _ => match self.base.mknod(
+                    &me,
+                    nest,
+                    name,
+                    (attr.mode & libc::S_IFMT) | 0o600,
+                    attr.rdev,
+                ) {
+                    Ok((twin, _)) => twin,
+                    // Not everybody may make a device; a file has its attributes as well.
+                    Err(Errno::PERM) => self.base.create(&me, nest, name, 0o600)?.0,
+                    Err(errno) => return Err(errno),
+                },
+            })
+        };
+        let twin = match make() {
+            // What an attempt before this one left.
+            Err(Errno::EXIST) => {
+                match self.base.lookup(nest, name)?.1.kind {
+                    Kind::Dir => self.base.rmdir(nest, name)?,
+                    _ => self.base.unlink(nest, name)?,
+                }
+                make()?
+            }
+            made => made?,
+        };
+        staging::copy_attributes(&self.base, inode, &twin)?;
+        Ok(attr)
+    }
+}

@@ -1,0 +1,26 @@
+//! A second place for what is prepared: a commit can be finished from it when the host and its backing's `.firn/`
+//! are gone.
+//!
+//! ```text
+//! tx-N-TOKEN/DIR-M      bytes of the staged file `new/DIR/M` of a transaction
+//! tx-N-TOKEN/manifest   all that the redo record says, by path, and where the bytes are ([`manifest`])
+//! ```
+//!
+//! Promises
+//! * When prepare or commit has returned, or while one is decided and not carried out, there is a manifest, and all
+//!   that it tells of is there, durably. It is written last and renamed into place.
+//! * A manifest is there only while its transaction is prepared or decided. `.firn/tx-N/backup` has the name of the
+//!   directory, which no other transaction ever has.
+//! * [`Held::revive`] changes nothing below but `.firn/`, and nothing counts before its record is in its place.
+//!
+//! Rounds copy ahead what has not changed for a whole round: a file that goes on growing is copied once, and two
+//! looks a round apart tell every change between them, however coarse the clock of the backing is.
+//!
+//! [`Held::revive`]: crate::Held::revive
+
+pub mod manifest;
+mod mirror;
+mod revive;
+
+pub(crate) use mirror::Mirror;
+pub use mirror::Progress;

@@ -1,0 +1,313 @@
+//! A transaction out of its backup, prepared in a backing that is as it was before it.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::atomic::Ordering;
+
+use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime, Time};
+
+use super::manifest::{Content, Known, Manifest, Stored};
+use super::mirror::{BLOCK, NAME, load, remove};
+use crate::own::OwnError;
+use crate::record::{Identity, Place, Record, RecordError};
+use crate::scope::{Held, HeldError};
+use crate::staging;
+
+fn backup(error: impl Into<OwnError>) -> HeldError {
+    error.into().of_backup()
+}
+
+fn tree(path: &[u8], what: &str) -> HeldError {
+    HeldError::BackupTree {
+        path: path.to_vec(),
+        what: what.into(),
+    }
+}
+
+impl<B: Backing> Held<B> {
+    /// The manifest in a directory of a backup; `None` where there is none.
+    pub fn manifest(
+        store: &B,
+        dir: &B::Inode,
+    ) -> Result<Option<Result<Manifest, RecordError>>, HeldError> {
+        load(store, dir)
+    }
+
+    /// Removes the backup `name` in `home`: its transaction is over.
+    pub fn remove_backup(home: &B, name: &str) -> Result<(), HeldError> {
+        remove(home, &home.root(), name).map_err(backup)
+    }
+
+    /// Stages what a backup, a directory `from` of a store that is `called` so, has and makes it a transaction that is prepared. Where this fails the
+    /// backing is as it was.
+    pub fn revive(
+        &self,
+        from: (&B, &B::Inode),
+        called: &OsStr,
+        manifest: &Manifest,
+    ) -> Result<(), HeldError> {
+        let wanted = &manifest.record;
+        self.must_be_before(manifest)?;
+        let mut found = HashMap::from([(0, (self.base.root(), Vec::new()))]);
+        for known in &manifest.known {
+            let inode = self.same(known)?;
+            found.insert(known.number, (inode, known.paths[0].clone()));
+        }
+        self.must_have_room(wanted, &found)?;
+        let firn = self.hidden_home()?;
+        let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
+        let name = format!("tx-{serial}");
+        let dir = staging::dir(&self.base, &firn, &name)?;
+        let staged = self.stage(from, manifest, &found, &dir).and_then(|record| {
+            // A mount that has the same backup goes on with it.
+            staging::store(&self.base, &dir, NAME, called.as_bytes())?;
+            staging::store(&self.base, &dir, staging::OPEN, &record.scope)?;
+            self.base.sync_changes()?;
+            staging::write(&self.base, &dir, staging::RECORD, &record.encode())?;
+            self.sync_home()?;
+            Ok(record)
+        });
+        let record = match staged {
+            Ok(record) => record,
+            Err(error) => {
+                if let Err(errno) = self.remove(&firn, &dir, &name) {
+                    tracing::warn!(%errno, name, "cannot remove what was staged; the next mount does");
+                }
+                return Err(error);
+            }
+        };
+        let new = staging::new_name(staging::RECORD);
+        let flags = RenameFlags::empty();
+        self.base.rename(
+            &dir,
+            OsStr::new(&new),
+            &dir,
+            OsStr::new(staging::RECORD),
+            flags,
+        )?;
+        self.base.sync_dir(&dir)?;
+        self.wait_for_decision(serial, dir, record)
+    }
+
+    /// What tells at once that the tree is another one.
+    fn must_be_before(&self, manifest: &Manifest) -> Result<(), HeldError> {
+        let wanted = &manifest.record;
+        let is_in = |a: &[u8], b: &[u8]| {
+            b.is_empty()
+                || a.strip_prefix(b)
+                    .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+        };
+        for one in self.transactions() {
+            if is_in(&one.scope, &wanted.scope) || is_in(&wanted.scope, &one.scope) {
+                return Err(HeldError::Open {
+                    scope: one.scope.as_slice().into(),
+                });
+            }
+        }
+        match self.committed(&wanted.scope)? {
+            found if found == manifest.before => Ok(()),
+            // A copy without `.firn`.
+            None => Ok(()),
+            Some(id) if id == wanted.id => Err(HeldError::BackupDone { id }),
+            Some(id) => Err(tree(
+                &wanted.scope,
+                &format!("its last commit is {id}, and not the one before"),
+            )),
+        }
+    }
+
+    fn at(&self, path: &[u8]) -> Result<(B::Inode, Attr), Errno> {
+        let mut at = self.base.root();
+        let mut attr = self.base.attr(&at)?;
+        for name in path
+            .split(|&byte| byte == b'/')
+            .filter(|name| !name.is_empty())
+        {
+            (at, attr) = self.base.lookup(&at, OsStr::from_bytes(name))?;
+        }
+        Ok((at, attr))
+    }
+
+    /// The object that has these names here.
+    fn same(&self, known: &Known) -> Result<B::Inode, HeldError> {
+        let mut same: Option<(B::Inode, Identity)> = None;
+        for path in &known.paths {
+            let (inode, attr) = match self.at(path) {
+                Ok(found) => found,
+                Err(Errno::NOENT | Errno::NOTDIR) => return Err(tree(path, "it is not there")),
+                Err(errno) => return Err(errno.into()),
+            };
+            if attr.mode & libc::S_IFMT != known.kind {
+                return Err(tree(path, "it is of another kind"));
+            }
+            if known.size.is_some_and(|size| size != attr.size) {
+                return Err(tree(path, "it has another size"));
+            }
+            let identity = Identity::of(&attr, self.device());
+            if same.as_ref().is_some_and(|(_, other)| *other != identity) {
+                let text = format!(
+                    "it is not the same object as {}",
+                    firn_format::quote::quoted(&known.paths[0])
+                );
+                return Err(tree(path, &text));
+            }
+            same = Some((inode, identity));
+        }
+        Ok(same.expect("a manifest has a name for each").0)
+    }
+
+    /// What would stop a commit half-way: a name that is taken, and a directory that goes and is not empty.
+    fn must_have_room(
+        &self,
+        record: &Record,
+        found: &HashMap<u64, (B::Inode, Vec<u8>)>,
+    ) -> Result<(), HeldError> {
+        let left: BTreeSet<&Place> = record.items.iter().flat_map(|item| &item.leaves).collect();
+        let full = |path: &[u8], name: &[u8]| {
+            let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
+            [path, slash, name].concat()
+        };
+        for item in &record.items {
+            for place in &item.comes {
+                let Some((dir, path)) = found.get(&place.0) else {
+                    continue;
+                };
+                let is_taken =
+                    staging::find(&self.base, dir, OsStr::from_bytes(&place.1))?.is_some();
+                if is_taken && !left.contains(place) {
+                    return Err(tree(
+                        &full(path, &place.1),
+                        "the transaction makes it, and it is there",
+                    ));
+                }
+            }
+            if !item.is_dir || item.leaves.is_empty() || !item.comes.is_empty() {
+                continue;
+            }
+            let Some((dir, path)) = found.get(&item.number) else {
+                continue;
+            };
+            for (name, ..) in staging::list(&self.base, dir)? {
+                if !left.contains(&(item.number, name.clone())) {
+                    return Err(tree(
+                        &full(path, &name),
+                        "the transaction removes its directory, and not it",
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Stages everything; the record with the identities of this backing.
+    fn stage(
+        &self,
+        from: (&B, &B::Inode),
+        manifest: &Manifest,
+        found: &HashMap<u64, (B::Inode, Vec<u8>)>,
+        dir: &B::Inode,
+    ) -> Result<Record, HeldError> {
+        let new = staging::dir(&self.base, dir, staging::NEW)?;
+        staging::dir(&self.base, dir, staging::AWAY)?;
+        let mut made = BTreeMap::new();
+        for stored in &manifest.stored {
+            let nest = staging::dir(&self.base, &new, &stored.at.0)?;
+            let inode = self.rebuild(from, stored, &nest)?;
+            made.insert(
+                &stored.at,
+                Identity::of(&self.base.attr(&inode)?, self.device()),
+            );
+        }
+        let mut record = manifest.record.clone();
+        for item in &mut record.items {
+            item.identity = match &item.new_at {
+                Some(at) => made[at],
+                None => Identity::of(&self.base.attr(&found[&item.number].0)?, self.device()),
+            };
+            if let Some((nest, name)) = &item.anchor_at {
+                let nest = staging::dir(&self.base, &new, nest)?;
+                self.base
+                    .link(&found[&item.number].0, &nest, OsStr::new(name))?;
+            }
+        }
+        Ok(record)
+    }
+
+    fn rebuild(
+        &self,
+        from: (&B, &B::Inode),
+        stored: &Stored,
+        nest: &B::Inode,
+    ) -> Result<B::Inode, HeldError> {
+        let base = &self.base;
+        let me = staging::own();
+        let name = OsStr::new(&stored.at.1);
+        let kind = stored.mode & libc::S_IFMT;
+        let inode = match kind {
+            libc::S_IFDIR => base.mkdir(&me, nest, name, 0o700)?.0,
+            libc::S_IFLNK => {
+                base.symlink(&me, nest, name, OsStr::from_bytes(&stored.target))?
+                    .0
+            }
+            libc::S_IFREG => {
+                let (inode, file, _) = base.create(&me, nest, name, 0o600)?;
+                if let Some(content) = &stored.content {
+                    self.fill(from, content, &file)?;
+                }
+                inode
+            }
+            _ => base.mknod(&me, nest, name, kind | 0o600, stored.rdev)?.0,
+        };
+        let attr = base.attr(&inode)?;
+        if (attr.uid, attr.gid) != (stored.uid, stored.gid) {
+            base.set_owner(&inode, Some(stored.uid), Some(stored.gid))?;
+        }
+        if kind != libc::S_IFLNK {
+            staging::set_xattrs(base, &inode, &stored.xattrs)?;
+            base.set_mode(&inode, stored.mode & 0o7777)?;
+        }
+        let [atime, mtime] = stored
+            .times
+            .map(|(sec, nsec)| SetTime::At(Time { sec, nsec }));
+        base.set_times(&inode, atime, mtime)?;
+        Ok(inode)
+    }
+
+    fn fill(
+        &self,
+        (store, dir): (&B, &B::Inode),
+        content: &Content,
+        to: &B::File,
+    ) -> Result<(), HeldError> {
+        let damaged = || HeldError::BackupDamaged {
+            file: content.file.clone(),
+        };
+        let found = staging::find(store, dir, OsStr::new(&content.file)).map_err(backup)?;
+        let (inode, _) = found.ok_or_else(damaged)?;
+        let from = store.open(&inode, Access::Read).map_err(backup)?;
+        self.base.set_len(to, content.size)?;
+        let mut crc = 0;
+        let mut block = vec![0; BLOCK];
+        for &(start, end) in &content.ranges {
+            let mut at = start;
+            while at < end {
+                let len = BLOCK.min(usize::try_from(end - at).unwrap_or(BLOCK));
+                let count = store
+                    .read_at(&from, &mut block[..len], at)
+                    .map_err(backup)?;
+                if count == 0 {
+                    return Err(damaged());
+                }
+                crc = crc32c::crc32c_append(crc, &block[..count]);
+                staging::write_all(&self.base, to, &block[..count], at)?;
+                at += count as u64;
+            }
+        }
+        if crc == content.crc {
+            Ok(())
+        } else {
+            Err(damaged())
+        }
+    }
+}

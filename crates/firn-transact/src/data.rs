@@ -1,0 +1,442 @@
+//! Data of files in a transaction: the twin's where it was written, the backing's where it was not.
+
+use std::io::IoSlice;
+use std::sync::Arc;
+
+use firn_backing::{Access, Backing, Errno, Result, Seek};
+
+use crate::object::{Below, Inner, Object};
+use crate::scope::{Held, Scope};
+use crate::shadow::NO_BYTES;
+
+/// Bytes that are copied at once where the backing cannot copy by itself.
+const BLOCK: usize = 1 << 20;
+
+/// Staged data goes to the device as soon as a part of a file of this size is full: the commit has to wait for less.
+/// What overwrites it later costs the device once more.
+const EARLY_BYTES: u64 = 16 << 20;
+
+/// An open file of a tracked tree. What it reads and writes depends on whether its file is in a transaction at
+/// that time.
+pub struct TrackedFile<B: Backing> {
+    pub(crate) object: Arc<Object<B>>,
+    access: Access,
+}
+
+impl<B: Backing> TrackedFile<B> {
+    pub(crate) fn new(object: &Arc<Object<B>>, access: Access) -> Self {
+        object.opened();
+        Self {
+            object: Arc::clone(object),
+            access,
+        }
+    }
+
+    fn must_read(&self) -> Result<()> {
+        if self.access == Access::Write {
+            Err(Errno::BADF)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn must_write(&self, errno: Errno) -> Result<()> {
+        if self.access == Access::Read {
+            Err(errno)
+        } else {
+            Ok(())
+        }
+    }
+}
+
+impl<B: Backing> Drop for TrackedFile<B> {
+    fn drop(&mut self) {
+        self.object.closed();
+    }
+}
+
+/// A range of a file and where its bytes are.
+struct Stretch<'a> {
+    end: u64,
+    from: Source<'a>,
+}
+
+enum Source<'a> {
+    Hole,
+    Below(Below),
+    /// Of a small change.
+    Memory(&'a [u8]),
+}
+
+impl<B: Backing> Inner<B> {
+    /// Where the bytes at `at` are, below `size`.
+    fn stretch(&self, at: u64, size: u64) -> Stretch<'_> {
+        if let Some(small) = self.small() {
+            return match small.stretch(at) {
+                Ok(bytes) => Stretch {
+                    end: at + bytes.len() as u64,
+                    from: Source::Memory(bytes),
+                },
+                Err(end) => Stretch {
+                    end: end.min(size),
+                    from: Source::Below(Below::Reader),
+                },
+            };
+        }
+        let Some(change) = self.change.as_ref().filter(|change| change.twin.is_some()) else {
+            return Stretch {
+                end: size,
+                from: Source::Below(Below::Reader),
+            };
+        };
+        if self.base.is_none() {
+            return Stretch {
+                end: size,
+                from: Source::Below(Below::Twin),
+            };
+        }
+        let (end, is_written) = change.written.stretch(at);
+        let end = end.min(size);
+        match is_written {
+            true => Stretch {
+                end,
+                from: Source::Below(Below::Twin),
+            },
+            false if at < change.cut => Stretch {
+                end: end.min(change.cut),
+                from: Source::Below(Below::Reader),
+            },
+            false => Stretch {
+                end,
+                from: Source::Hole,
+            },
+        }
+    }
+
+    /// The one file below that has all bytes, if there is one.
+    fn whole(&self) -> Option<Below> {
+        match (&self.base, self.twin()) {
+            (Some(_), None) if self.small().is_none() => Some(Below::Reader),
+            (None, Some(_)) => Some(Below::Twin),
+            _ => None,
+        }
+    }
+}
+
+impl<B: Backing> Held<B> {
+    pub(crate) fn open_tracked(
+        &self,
+        object: &Arc<Object<B>>,
+        access: Access,
+    ) -> Result<TrackedFile<B>> {
+        let inner = object.inner.read();
+        // For its errors.
+        let inode = match inner.whole() {
+            Some(Below::Twin) => inner.inode(&self.base)?,
+            _ => inner.base.clone().ok_or(Errno::STALE)?,
+        };
+        drop(self.base.open(&inode, access)?);
+        drop(inner);
+        Ok(TrackedFile::new(object, access))
+    }
+
+    fn size(&self, object: &Object<B>, inner: &Inner<B>) -> Result<u64> {
+        let below = if inner.twin().is_some() {
+            Below::Twin
+        } else {
+            Below::Reader
+        };
+        Ok(self
+            .base
+            .attr_of_file(&*object.below(&self.base, inner, below)?)?
+            .size)
+    }
+
+    pub(crate) fn read_tracked(
+        &self,
+        file: &TrackedFile<B>,
+        buf: &mut [u8],
+        offset: u64,
+    ) -> Result<usize> {
+        file.must_read()?;
+        let inner = file.object.inner.read();
+        if let Some(below) = inner.whole() {
+            return self
+                .base
+                .read_at(&*file.object.below(&self.base, &inner, below)?, buf, offset);
+        }
+        self.read_merged(&file.object, &inner, buf, offset)
+    }
+
+    fn read_merged(
+        &self,
+        object: &Object<B>,
+        inner: &Inner<B>,
+        buf: &mut [u8],
+        offset: u64,
+    ) -> Result<usize> {
+        let size = self.size(object, inner)?;
+        let end = size.min(offset.saturating_add(buf.len() as u64));
+        let mut at = offset;
+        while at < end {
+            let stretch = inner.stretch(at, size);
+            let until = stretch.end.min(end);
+            let part = &mut buf[(at - offset) as usize..(until - offset) as usize];
+            let count = match stretch.from {
+                Source::Hole => 0,
+                Source::Below(below) => {
+                    self.base
+                        .read_at(&*object.below(&self.base, inner, below)?, part, at)?
+                }
+                Source::Memory(bytes) => {
+                    part.copy_from_slice(&bytes[..part.len()]);
+                    part.len()
+                }
+            };
+            // Behind its end a file below is a hole here.
+            part[count..].fill(0);
+            at = until;
+        }
+        Ok(end.saturating_sub(offset) as usize)
+    }
+
+    pub(crate) fn write_tracked(
+        &self,
+        file: &TrackedFile<B>,
+        data: &[IoSlice<'_>],
+        offset: u64,
+    ) -> Result<usize> {
+        file.must_write(Errno::BADF)?;
+        let object = &file.object;
+        let (_data, scope) = self.writing(object)?;
+        let Some(scope) = self.holding(scope, object, offset)? else {
+            let inner = object.inner.read();
+            return self.base.write_at(
+                &*object.below(&self.base, &inner, Below::Writer)?,
+                data,
+                offset,
+            );
+        };
+        if let Some(count) = self.write_small(&scope, object, data, offset)? {
+            return Ok(count);
+        }
+        self.ready(&scope, object)?;
+        let inner = object.inner.read();
+        let below = object.below(&self.base, &inner, inner.target())?;
+        let count = self.base.write_at(&below, data, offset)?;
+        drop(inner);
+        let window = offset / EARLY_BYTES..(offset + count as u64) / EARLY_BYTES;
+        if !window.is_empty() {
+            let len = (window.end - window.start) * EARLY_BYTES;
+            self.base
+                .begin_sync(&below, window.start * EARLY_BYTES, len);
+        }
+        self.wrote(object, offset, count as u64);
+        self.check_changed(&scope, object);
+        Ok(count)
+    }
+
+    /// Makes sure that [`Inner::target`] takes data.
+    fn ready(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
+        let inner = object.inner.read();
+        if inner.twin().is_some() || object.is_nameless() {
+            return Ok(());
+        }
+        drop(inner);
+        self.twin(scope, object, &mut object.inner.write())
+            .map(drop)
+    }
+
+    fn wrote(&self, object: &Object<B>, offset: u64, len: u64) {
+        let mut inner = object.inner.write();
+        if inner.base.is_some()
+            && let Some(change) = &mut inner.change
+        {
+            change.written.insert(offset..offset.saturating_add(len));
+        }
+    }
+
+    pub(crate) fn set_len_tracked(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
+        file.must_write(Errno::INVAL)?;
+        let object = &file.object;
+        let (_data, scope) = self.writing(object)?;
+        let Some(scope) = self.holding(scope, object, len)? else {
+            let inner = object.inner.read();
+            return self
+                .base
+                .set_len(&*object.below(&self.base, &inner, Below::Writer)?, len);
+        };
+        self.ready(&scope, object)?;
+        let mut inner = object.inner.write();
+        self.base
+            .set_len(&*object.below(&self.base, &inner, inner.target())?, len)?;
+        if let Some(change) = &mut inner.change {
+            change.cut = change.cut.min(len);
+            change.written.cut(len);
+        }
+        drop(inner);
+        self.check_changed(&scope, object);
+        let seat = object.seat.lock().clone();
+        if let Some((dir, name)) = seat.filter(|_| !object.is_nameless()) {
+            scope.book.lock().truncate(dir.key, &name);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn allocate_tracked(
+        &self,
+        file: &TrackedFile<B>,
+        mode: i32,
+        offset: u64,
+        len: u64,
+    ) -> Result<()> {
+        file.must_write(Errno::BADF)?;
+        let object = &file.object;
+        let (_data, scope) = self.writing(object)?;
+        let keeps_bytes = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
+        let from = if keeps_bytes { NO_BYTES } else { offset };
+        let Some(scope) = self.holding(scope, object, from)? else {
+            let inner = object.inner.read();
+            let below = object.below(&self.base, &inner, Below::Writer)?;
+            return self.base.allocate(&below, mode, offset, len);
+        };
+        // These move bytes, which a list of ranges does not tell.
+        if mode & (libc::FALLOC_FL_COLLAPSE_RANGE | libc::FALLOC_FL_INSERT_RANGE) != 0 {
+            return Err(Errno::OPNOTSUPP);
+        }
+        self.ready(&scope, object)?;
+        let mut inner = object.inner.write();
+        let below = object.below(&self.base, &inner, inner.target())?;
+        self.base.allocate(&below, mode, offset, len)?;
+        let cleared = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
+        let size = self.base.attr_of_file(&below)?.size;
+        if cleared
+            && inner.base.is_some()
+            && let Some(change) = &mut inner.change
+        {
+            change
+                .written
+                .insert(offset..offset.saturating_add(len).min(size));
+        }
+        drop(inner);
+        self.check_changed(&scope, object);
+        Ok(())
+    }
+
+    pub(crate) fn seek_tracked(
+        &self,
+        file: &TrackedFile<B>,
+        offset: u64,
+        what: Seek,
+    ) -> Result<u64> {
+        let object = &file.object;
+        let inner = object.inner.read();
+        if let Some(below) = inner.whole() {
+            return self
+                .base
+                .seek(&*object.below(&self.base, &inner, below)?, offset, what);
+        }
+        let size = self.size(object, &inner)?;
+        let mut at = offset;
+        while at < size {
+            let stretch = inner.stretch(at, size);
+            let found = match (stretch.from, what) {
+                (Source::Hole, Seek::Hole) | (Source::Memory(_), Seek::Data) => return Ok(at),
+                (Source::Hole, Seek::Data) | (Source::Memory(_), Seek::Hole) => None,
+                (Source::Below(below), _) => {
+                    match self
+                        .base
+                        .seek(&*object.below(&self.base, &inner, below)?, at, what)
+                    {
+                        Ok(found) => Some(found),
+                        // The file below ends here: a hole.
+                        Err(Errno::NXIO) => (what == Seek::Hole).then_some(at),
+                        Err(errno) => return Err(errno),
+                    }
+                }
+            };
+            match found {
+                Some(found) if found < stretch.end => return Ok(found),
+                _ => at = stretch.end,
+            }
+        }
+        if offset < size && what == Seek::Hole {
+            Ok(size)
+        } else {
+            Err(Errno::NXIO)
+        }
+    }
+
+    pub(crate) fn copy_tracked(
+        &self,
+        (from, from_offset): (&TrackedFile<B>, u64),
+        (to, to_offset): (&TrackedFile<B>, u64),
+        len: u64,
+    ) -> Result<u64> {
+        from.must_read()?;
+        to.must_write(Errno::BADF)?;
+        let object = &to.object;
+        let (_data, scope) = self.writing(object)?;
+        let is_held = match &self.holding(scope, object, to_offset)? {
+            Some(scope) => self.ready(scope, object).map(|()| true)?,
+            None => false,
+        };
+        let target = {
+            let inner = object.inner.read();
+            object.below(
+                &self.base,
+                &inner,
+                if is_held {
+                    inner.target()
+                } else {
+                    Below::Writer
+                },
+            )?
+        };
+        let inner = from.object.inner.read();
+        // As the kernel has it: what lies behind the end counts for nothing, also for overlapping.
+        let len = len.min(self.size(&from.object, &inner)?.saturating_sub(from_offset));
+        let is_same = Arc::ptr_eq(&from.object, object);
+        let ends = (
+            from_offset.saturating_add(len),
+            to_offset.saturating_add(len),
+        );
+        if is_same && from_offset < ends.1 && to_offset < ends.0 && len > 0 {
+            return Err(Errno::INVAL);
+        }
+        let count = match inner.whole() {
+            Some(below) => {
+                let source = from.object.below(&self.base, &inner, below)?;
+                self.base
+                    .copy_range(&source, from_offset, &target, to_offset, len)?
+            }
+            None => {
+                let mut block = vec![0; BLOCK.min(usize::try_from(len).unwrap_or(BLOCK))];
+                let count = self.read_merged(&from.object, &inner, &mut block, from_offset)?;
+                crate::staging::write_all(&self.base, &target, &block[..count], to_offset)?;
+                count as u64
+            }
+        };
+        drop(inner);
+        if is_held {
+            self.wrote(object, to_offset, count);
+        }
+        Ok(count)
+    }
+
+    /// fsync(2). In a transaction the staged data is durable then; it counts when that is committed.
+    pub(crate) fn sync_tracked(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
+        let inner = file.object.inner.read();
+        // Nothing of it is staged: it is durable with the record that takes it.
+        if inner.small().is_some() {
+            return Ok(());
+        }
+        let below = if inner.twin().is_some() {
+            Below::Twin
+        } else {
+            Below::Writer
+        };
+        self.base
+            .sync(&*file.object.below(&self.base, &inner, below)?, data_only)
+    }
+}

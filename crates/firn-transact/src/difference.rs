@@ -1,0 +1,270 @@
+//! The difference between the tree below and the one that programs see: what a commit is to do.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+
+use firn_backing::{Backing, Errno, Kind, SetTime};
+
+use crate::backing::Inode;
+use crate::object::{Inner, Key, Object};
+use crate::record::{Data, Identity, Item, Piece, Record};
+use crate::scope::{Held, Scope};
+use crate::staging;
+
+impl<B: Backing> Held<B> {
+    /// The difference between the tree below and the one that programs see.
+    pub(crate) fn record(&self, scope: &Scope<B>, id: u64) -> Result<Record, Errno> {
+        let mut items: BTreeMap<u64, Item> = BTreeMap::new();
+        let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
+        // Directories from the scope up to the root of the backing, which do not change.
+        let mut numbers: HashMap<Key, u64> = HashMap::new();
+        if let Inode::Tracked(top) = self.top() {
+            numbers.insert(top.key, 0);
+        }
+        for object in &changed {
+            let inner = object.inner.read();
+            let Some(change) = &inner.change else {
+                continue;
+            };
+            let number = *numbers.entry(object.key).or_insert(change.number);
+            let is_root = number == 0;
+            let mut item = Item::new(number, self.identity(object), object.kind == Kind::Dir);
+            let at = change.twin.as_ref().map(|twin| twin.at.clone());
+            if let (Some(twin), Some(touched)) = (&change.twin, change.touched) {
+                let inode = twin.inode(&self.base)?;
+                let mtime = self.base.attr(&inode)?.mtime.max(touched);
+                self.base
+                    .set_times(&inode, SetTime::Keep, SetTime::At(mtime))?;
+            }
+            if inner.base.is_none() {
+                item.new_at = at;
+                if let Some(twin) = change
+                    .twin
+                    .as_ref()
+                    .filter(|_| item.is_dir && !change.removed)
+                {
+                    let attr = self.base.attr(&twin.inode(&self.base)?)?;
+                    item.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
+                }
+            } else if self.links_of(object, &inner)? > 0
+                || is_root
+                // Who has a file open without a name goes on with what was written to it.
+                || object.is_open()
+            {
+                // Names that came and went leave nothing to do but this. Other hosts may have changed more there.
+                if let (Some(touched), None, None, Some(inode)) = (
+                    change.touched.filter(|_| item.is_dir),
+                    &at,
+                    &self.group,
+                    &inner.base,
+                ) {
+                    let attr = self.base.attr(inode)?;
+                    item.times = Some(
+                        [attr.atime, attr.mtime.max(touched)].map(|time| (time.sec, time.nsec)),
+                    );
+                }
+                item.twin_at = at;
+                if let Some(small) = &change.small {
+                    item.small = small
+                        .pieces()
+                        .map(|(at, piece)| Piece {
+                            at,
+                            bytes: piece.to_vec(),
+                        })
+                        .collect();
+                    item.mtime = Some((small.mtime.sec, small.mtime.nsec));
+                    let written = small
+                        .pieces()
+                        .map(|(at, piece)| (at, at + piece.len() as u64))
+                        .collect();
+                    let size = small.size();
+                    item.data = Some(Data {
+                        cut: size,
+                        size,
+                        written,
+                        grows: false,
+                    });
+                }
+                item.attributes = change.attributes;
+                item.mtime_before = change.before.map(|(_, mtime)| (mtime.sec, mtime.nsec));
+                if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
+                    let size = self.base.attr(&twin.inode(&self.base)?)?.size;
+                    let written = change.written.iter().map(|r| (r.start, r.end)).collect();
+                    let grows = change
+                        .before
+                        .is_some_and(|(before, _)| change.cut >= before);
+                    item.data = Some(Data {
+                        cut: change.cut,
+                        size,
+                        written,
+                        grows,
+                    });
+                }
+            }
+            items.insert(number, item);
+        }
+        for object in &changed {
+            let inner = object.inner.read();
+            let Some(change) = &inner.change else {
+                continue;
+            };
+            if object.kind != Kind::Dir {
+                continue;
+            }
+            let dir = self.number(scope, object, &mut numbers, &mut items);
+            for (name, named) in &change.names {
+                let now = &named.object;
+                let old = match &inner.base {
+                    Some(inode) => staging::find(&self.base, inode, name)?,
+                    None => None,
+                };
+                let old_key = old.map(|(_, attr)| (attr.dev, attr.ino));
+                let now_key = now.as_ref().map(|object| object.key);
+                if old_key == now_key {
+                    continue;
+                }
+                let place = (dir, name.as_bytes().to_vec());
+                if let Some(old) = old_key.and_then(|key| self.known(key)) {
+                    let number = self.number(scope, &old, &mut numbers, &mut items);
+                    items
+                        .get_mut(&number)
+                        .expect("just added")
+                        .leaves
+                        .push(place.clone());
+                }
+                if let Some(now) = now {
+                    let number = self.number(scope, now, &mut numbers, &mut items);
+                    items
+                        .get_mut(&number)
+                        .expect("just added")
+                        .comes
+                        .push(place);
+                }
+            }
+        }
+        for object in &changed {
+            let number = self.number(scope, object, &mut numbers, &mut items);
+            self.settle(scope, object, number, &mut numbers, &mut items)?;
+        }
+        let is_needed = |item: &Item| {
+            let moves = !item.leaves.is_empty() || !item.comes.is_empty();
+            moves || item.new_at.is_none()
+        };
+        items.retain(|_, item| is_needed(item));
+        let scope = scope.path.clone();
+        let shared = self.group.is_some();
+        Ok(Record {
+            id,
+            scope,
+            shared,
+            items: items.into_values().collect(),
+        })
+    }
+
+    /// Names that an object has; 2 for a directory that is there.
+    fn links_of(&self, object: &Object<B>, inner: &Inner<B>) -> Result<i64, Errno> {
+        let Some(change) = &inner.change else {
+            return Ok(2);
+        };
+        if change.removed {
+            return Ok(0);
+        }
+        let Some(inode) = &inner.base else {
+            return Ok(change.links);
+        };
+        let attr = self.attr_below(object, inode)?;
+        Ok(if attr.kind == Kind::Dir {
+            2
+        } else {
+            i64::from(attr.nlink) + change.links
+        })
+    }
+
+    fn identity(&self, object: &Object<B>) -> Identity {
+        let (device, ino) = object.key;
+        Identity {
+            ino,
+            elsewhere: device != self.device(),
+        }
+    }
+
+    /// The number of an object in a record, to which it and the directories above it are added.
+    fn number(
+        &self,
+        scope: &Scope<B>,
+        object: &Arc<Object<B>>,
+        numbers: &mut HashMap<Key, u64>,
+        items: &mut BTreeMap<u64, Item>,
+    ) -> u64 {
+        if let Some(&number) = numbers.get(&object.key) {
+            return number;
+        }
+        let number = scope.next_number();
+        numbers.insert(object.key, number);
+        items.insert(
+            number,
+            Item::new(number, self.identity(object), object.kind == Kind::Dir),
+        );
+        let seat = object.seat.lock().clone();
+        if let Some((parent, name)) = seat {
+            let parent = self.number(scope, &parent, numbers, items);
+            items.get_mut(&number).expect("just added").stays =
+                Some((parent, name.as_bytes().to_vec()));
+        }
+        number
+    }
+
+    /// Sees to it that an object of the backing is found by a name that it keeps, or on its way to another.
+    fn settle(
+        &self,
+        scope: &Scope<B>,
+        object: &Arc<Object<B>>,
+        number: u64,
+        numbers: &mut HashMap<Key, u64>,
+        items: &mut BTreeMap<u64, Item>,
+    ) -> Result<(), Errno> {
+        let Some(item) = items.get(&number) else {
+            return Ok(());
+        };
+        let leaves = !item.leaves.is_empty();
+        let comes = !item.comes.is_empty();
+        let is_sought = item.is_dir || item.changes_in_place() || comes;
+        // One that moves is found on its way.
+        if number == 0 || item.new_at.is_some() || !is_sought || (leaves && comes) {
+            return Ok(());
+        }
+        let inner = object.inner.read();
+        let Some(origin) = inner.change.as_ref().map(|change| change.origin.clone()) else {
+            return Ok(());
+        };
+        if let Some((parent, name)) = origin.filter(|_| !leaves) {
+            let below = parent.inner.read().base.clone();
+            let found = below
+                .map(|dir| staging::find(&self.base, &dir, &name))
+                .transpose()?
+                .flatten();
+            if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
+                let parent = self.number(scope, &parent, numbers, items);
+                let item = items.get_mut(&number).expect("seen above");
+                item.stays = Some((parent, name.as_bytes().to_vec()));
+                return Ok(());
+            }
+        }
+        // It was found by a name that it has lost, and may have others. It gets one more.
+        let Some(inode) = inner.base.as_ref().filter(|_| object.kind != Kind::Dir) else {
+            return Ok(());
+        };
+        let (nest_name, nest) = scope.plain_nest(&self.base)?;
+        let text = format!("l{number}");
+        self.hide_link(scope, object, &nest, &text);
+        match self.base.link(inode, &nest, OsStr::new(&text)) {
+            Ok(_) | Err(Errno::EXIST) => {}
+            Err(errno) => return Err(errno),
+        }
+        self.link_is_hidden(scope, object, &nest, &text);
+        items.get_mut(&number).expect("seen above").anchor_at = Some((nest_name, text));
+        Ok(())
+    }
+}

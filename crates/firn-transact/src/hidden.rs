@@ -1,0 +1,356 @@
+//! Links of Firn's own: objects of the backing may have one more name below `.firn/`, which is not shown.
+//!
+//! Such a name is an anchor, by which an object is found after a crash, or the place in `kept/` that it has in
+//! shadow mode once it was removed; and `.firn/` itself is one more directory at the top. Attributes are asked for
+//! at any time, also while such a link comes or goes, and the backing tells the number of all links.
+//!
+//! Promises
+//! * [`Held::attr_below`] subtracts a link if and only if the backing has counted it, whatever happens meanwhile.
+//!
+//! A link is entered before it is made, and the entry goes after the link. In between the entry tells that the link
+//! is there, or that it is to be looked for: before and after the backing is asked, and once more where that differs.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::sync::atomic::Ordering;
+
+use firn_backing::{Attr, Backing, Errno, Kind, Result};
+use parking_lot::Mutex;
+
+use crate::backing::Inode;
+use crate::object::{Key, Object};
+use crate::own::OwnError;
+use crate::scope::{Held, Scope};
+use crate::staging;
+
+/// Of the transaction that a link of no transaction is of: none has this number.
+const NO_SERIAL: u64 = 0;
+
+/// What is known of a link.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Presence {
+    /// It is about to be made.
+    Comes,
+    /// It is there.
+    There,
+    /// It is about to be removed, or to become a name that is shown; perhaps by another host.
+    Goes,
+}
+
+/// A name that is not shown.
+struct Link<B: Backing> {
+    /// The transaction that it is of.
+    serial: u64,
+    dir: B::Inode,
+    name: String,
+    presence: Presence,
+    /// It is the one name of a directory that was removed.
+    is_dir: bool,
+}
+
+impl<B: Backing> Clone for Link<B> {
+    fn clone(&self) -> Self {
+        Self {
+            dir: self.dir.clone(),
+            name: self.name.clone(),
+            ..*self
+        }
+    }
+}
+
+/// All of them, by the objects that they lead to.
+pub(crate) struct HiddenLinks<B: Backing>(Mutex<HashMap<Key, Vec<Link<B>>>>);
+
+impl<B: Backing> Default for HiddenLinks<B> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
+/// In [`Object::hides`]: there may be links. The rest of the number changes with each change of them.
+pub(crate) const HAS_LINKS: u64 = 1;
+
+impl<B: Backing> Object<B> {
+    /// One of its names may be Firn's.
+    pub(crate) fn may_hide_links(&self) -> bool {
+        self.hides.load(Ordering::Acquire) & HAS_LINKS != 0
+    }
+
+    /// Called with the table locked.
+    fn note_links(&self, has: bool) {
+        let next = (self.hides.load(Ordering::Acquire) | HAS_LINKS) + 1;
+        self.hides
+            .store(next | if has { HAS_LINKS } else { 0 }, Ordering::Release);
+    }
+}
+
+impl<B: Backing> Held<B> {
+    /// The backing's attributes of an object, whose `host` that is, without links of Firn's own.
+    pub(crate) fn attr_below(&self, object: &Object<B>, inode: &B::Inode) -> Result<Attr> {
+        loop {
+            let version = object.hides.load(Ordering::Acquire);
+            if version & HAS_LINKS == 0 {
+                let attr = self.base.attr(inode)?;
+                if object.hides.load(Ordering::Acquire) == version {
+                    return Ok(attr);
+                }
+                continue;
+            }
+            let links = self
+                .hidden
+                .0
+                .lock()
+                .get(&object.key)
+                .cloned()
+                .unwrap_or_default();
+            let there = self.which_are_there(&links)?;
+            let attr = self.base.attr(inode)?;
+            let is_same = self.which_are_there(&links)? == there;
+            if !is_same || object.hides.load(Ordering::Acquire) != version {
+                continue;
+            }
+            self.forget_gone(object, &links, &there);
+            let count = there.iter().filter(|there| **there).count() as u32;
+            // Some file systems do not count subdirectories and say 1.
+            let hidden = if object.kind != Kind::Dir || attr.nlink > 1 {
+                count
+            } else {
+                0
+            };
+            return Ok(Attr {
+                nlink: attr.nlink.saturating_sub(hidden),
+                ..attr
+            });
+        }
+    }
+
+    fn which_are_there(&self, links: &[Link<B>]) -> Result<Vec<bool>> {
+        let is_there = |link: &Link<B>| match link.presence {
+            Presence::There => Ok(true),
+            Presence::Comes | Presence::Goes => {
+                match staging::find(&self.base, &link.dir, OsStr::new(&link.name)) {
+                    Ok(found) => Ok(found.is_some()),
+                    // With its directory.
+                    Err(Errno::STALE) => Ok(false),
+                    Err(errno) => Err(errno),
+                }
+            }
+        };
+        links.iter().map(is_there).collect()
+    }
+
+    /// Those that were to go and are gone do not come back.
+    fn forget_gone(&self, object: &Object<B>, links: &[Link<B>], there: &[bool]) {
+        let is_gone = |(link, there): (&Link<B>, &bool)| link.presence == Presence::Goes && !there;
+        if !links.iter().zip(there).any(is_gone) {
+            return;
+        }
+        let mut table = self.hidden.0.lock();
+        let Some(now) = table.get_mut(&object.key) else {
+            return;
+        };
+        now.retain(|link| {
+            link.presence != Presence::Goes
+                || !links.iter().zip(there).any(|one| {
+                    is_gone(one) && (one.0.serial, &one.0.name) == (link.serial, &link.name)
+                })
+        });
+        let has = !now.is_empty();
+        if !has {
+            table.remove(&object.key);
+        }
+        object.note_links(has);
+    }
+
+    /// An object is about to get a link that is not shown: `name` in `dir`.
+    pub(crate) fn hide_link(
+        &self,
+        scope: &Scope<B>,
+        object: &Object<B>,
+        dir: &B::Inode,
+        name: &str,
+    ) {
+        self.enter_link(scope.serial, object, dir, name, Presence::Comes);
+    }
+
+    /// It has it.
+    pub(crate) fn link_is_hidden(
+        &self,
+        scope: &Scope<B>,
+        object: &Object<B>,
+        dir: &B::Inode,
+        name: &str,
+    ) {
+        self.enter_link(scope.serial, object, dir, name, Presence::There);
+    }
+
+    /// What was taken from an object's name is given back to it, or not.
+    pub(crate) fn link_may_go(&self, scope: &Scope<B>, object: &Object<B>) {
+        let mut table = self.hidden.0.lock();
+        let Some(links) = table.get_mut(&object.key) else {
+            return;
+        };
+        links.retain_mut(|link| {
+            let is_it = link.serial == scope.serial;
+            if is_it {
+                link.presence = Presence::Comes;
+            }
+            !(is_it && link.is_dir)
+        });
+        let has = !links.is_empty();
+        if !has {
+            table.remove(&object.key);
+        }
+        object.note_links(has);
+    }
+
+    fn enter_link(
+        &self,
+        serial: u64,
+        object: &Object<B>,
+        dir: &B::Inode,
+        name: &str,
+        presence: Presence,
+    ) {
+        let mut table = self.hidden.0.lock();
+        let links = table.entry(object.key).or_default();
+        match links
+            .iter_mut()
+            .find(|link| link.serial == serial && link.name == name)
+        {
+            // A caller tries again that does not know whether its last call did anything.
+            Some(link) if presence == Presence::There => link.presence = presence,
+            Some(_) => {}
+            None => {
+                // At the top it is not the directory itself that has a name which is not shown.
+                let is_dir = object.kind == Kind::Dir && serial != NO_SERIAL;
+                links.push(Link {
+                    serial,
+                    dir: dir.clone(),
+                    name: name.to_owned(),
+                    presence,
+                    is_dir,
+                });
+            }
+        }
+        object.note_links(true);
+    }
+
+    /// A link that an earlier process has made.
+    pub(crate) fn found_hidden(
+        &self,
+        serial: u64,
+        key: Key,
+        dir: &B::Inode,
+        name: String,
+        is_dir: bool,
+    ) {
+        let link = Link {
+            serial,
+            dir: dir.clone(),
+            name,
+            presence: Presence::There,
+            is_dir,
+        };
+        self.hidden.0.lock().entry(key).or_default().push(link);
+        self.note_links_of(key);
+    }
+
+    /// A link that is there, or was, and goes with its transaction.
+    pub(crate) fn link_goes(&self, serial: u64, key: Key, dir: &B::Inode, name: String) {
+        let mut table = self.hidden.0.lock();
+        let links = table.entry(key).or_default();
+        if !links
+            .iter()
+            .any(|link| link.serial == serial && link.name == name)
+        {
+            let presence = Presence::Goes;
+            links.push(Link {
+                serial,
+                dir: dir.clone(),
+                name,
+                presence,
+                is_dir: false,
+            });
+        }
+        drop(table);
+        self.note_links_of(key);
+    }
+
+    /// Called for an object that gets known.
+    pub(crate) fn look_for_hidden(&self, object: &Object<B>) {
+        let table = self.hidden.0.lock();
+        if table.contains_key(&object.key) {
+            object.note_links(true);
+        }
+    }
+
+    /// `.firn/` is at the top, one directory more than is shown.
+    pub(crate) fn hide_own_top(&self) {
+        self.enter_own_top(Presence::There);
+    }
+
+    /// [`Held::home`], of which the top shows nothing from its first instant on.
+    pub(crate) fn hidden_home(&self) -> std::result::Result<B::Inode, OwnError> {
+        self.enter_own_top(Presence::Comes);
+        let home = self.home()?;
+        self.enter_own_top(Presence::There);
+        Ok(home)
+    }
+
+    fn enter_own_top(&self, presence: Presence) {
+        if let Inode::Tracked(top) = self.top() {
+            self.enter_link(NO_SERIAL, top, &self.base.root(), staging::TOP, presence);
+        }
+    }
+
+    /// The links of a transaction are about to go.
+    pub(crate) fn unhide(&self, scope: &Scope<B>) {
+        self.change_links(scope.serial, |link| {
+            link.presence = Presence::Goes;
+            true
+        });
+    }
+
+    /// Directories that a transaction removed are back in their places.
+    pub(crate) fn dirs_are_back(&self, scope: &Scope<B>) {
+        self.change_links(scope.serial, |link| !link.is_dir);
+    }
+
+    /// Nothing of a transaction is left in the backing.
+    pub(crate) fn links_are_gone(&self, scope: &Scope<B>) {
+        self.change_links(scope.serial, |_| false);
+    }
+
+    /// Changes the links of a transaction; those for which `change` is false go.
+    fn change_links(&self, serial: u64, mut change: impl FnMut(&mut Link<B>) -> bool) {
+        let of_it: Vec<Key> = {
+            let table = self.hidden.0.lock();
+            table
+                .iter()
+                .filter(|(_, links)| links.iter().any(|l| l.serial == serial))
+                .map(|(key, _)| *key)
+                .collect()
+        };
+        for key in of_it {
+            let mut table = self.hidden.0.lock();
+            let Some(links) = table.get_mut(&key) else {
+                continue;
+            };
+            links.retain_mut(|link| link.serial != serial || change(link));
+            if links.is_empty() {
+                table.remove(&key);
+            }
+            drop(table);
+            self.note_links_of(key);
+        }
+    }
+
+    /// Tells the object of an entry that changed, if anybody refers to it.
+    fn note_links_of(&self, key: Key) {
+        if let Some(object) = self.known(key) {
+            let table = self.hidden.0.lock();
+            object.note_links(table.contains_key(&key));
+        }
+    }
+}

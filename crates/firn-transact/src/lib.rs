@@ -1,0 +1,48 @@
+//! Transactions: names and data over a backing that are held until they are committed (CprFS).
+//!
+//! [`Held`] is a backing over a backing. Outside of transactions every call goes through. Between
+//! [`Held::begin`] and the commit of a scope, which is a directory and all below it, programs see their
+//! changes and the backing shows none: new objects are staged in `.firn/` in the backing, changes of
+//! others are kept in tables, in memory and in staged twins. [`Held::prepare`] writes all that is to be done to a
+//! durable record and leaves the outcome open; [`Held::commit`] decides it, durably, and carries the record out;
+//! [`Held::abort`] throws it away. [`Held::open`] ends, after a crash, what was decided and undoes what
+//! was not prepared.
+//!
+//! In shadow mode ([`shadow`]) nothing is held: changes go to the backing, and what undoes them is saved first.
+//!
+//! Promises
+//! * A crash at any instant ends, after `open`, in the tree before the transaction or in the one after it.
+//! * What is staged is moved into place, not copied; only changed ranges of files that were there are
+//!   written twice.
+//!
+//! Relies on
+//! * Nobody else changing the scope in the backing while a transaction is open.
+//! * `.firn/` being on the same file system as all of the scope.
+
+mod apply;
+mod attributes;
+mod backing;
+pub mod backup;
+mod book;
+mod data;
+mod difference;
+mod hidden;
+mod history;
+mod invariants;
+mod listing;
+mod meeting;
+mod names;
+mod object;
+mod own;
+pub mod record;
+mod scope;
+pub mod shadow;
+mod small;
+mod staging;
+pub mod state;
+
+pub use backing::{Dir, File, Inode};
+pub use meeting::{Group, Meeting, Participants, Verdict};
+pub use object::Object;
+pub use scope::{ArenaId, Held, HeldError, Opening, Outcome, Stage, Transaction};
+pub use shadow::Mode;

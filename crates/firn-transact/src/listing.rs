@@ -1,0 +1,107 @@
+//! Directories as programs see them: the backing's names and those of the transaction.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStringExt;
+use std::sync::Arc;
+
+use firn_backing::{Backing, DirEntry, Errno, Kind, Result};
+use parking_lot::Mutex;
+
+use crate::object::Object;
+use crate::scope::Held;
+use crate::staging;
+
+/// A name, the inode number and the kind of what it leads to.
+pub(crate) type Listed = (OsString, u64, Option<Kind>);
+
+/// An open directory of a tracked tree. What it lists is how the directory was when it was read from its
+/// start.
+pub struct TrackedDir<B: Backing> {
+    object: Arc<Object<B>>,
+    entries: Mutex<Vec<Listed>>,
+}
+
+impl<B: Backing> Held<B> {
+    pub(crate) fn open_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<TrackedDir<B>> {
+        let dir = TrackedDir {
+            object: Arc::clone(object),
+            entries: Mutex::default(),
+        };
+        *dir.entries.lock() = self.entries(object, true)?;
+        Ok(dir)
+    }
+
+    pub(crate) fn read_tracked_dir(
+        &self,
+        dir: &TrackedDir<B>,
+        cookie: i64,
+        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
+    ) -> Result<()> {
+        let mut entries = dir.entries.lock();
+        if cookie == 0 {
+            *entries = self.entries(&dir.object, true)?;
+        }
+        let from = usize::try_from(cookie).map_err(|_| Errno::INVAL)?;
+        for (at, (name, ino, kind)) in entries.iter().enumerate().skip(from) {
+            if !sink(DirEntry {
+                name,
+                ino: *ino,
+                kind: *kind,
+                cookie: at as i64 + 1,
+            }) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// What is in a directory; `.` and `..` first if they are `wanted`.
+    pub(crate) fn entries(&self, object: &Arc<Object<B>>, wanted: bool) -> Result<Vec<Listed>> {
+        let _names = wanted.then(|| self.tree.read());
+        if object.kind != Kind::Dir {
+            return Err(Errno::NOTDIR);
+        }
+        let inner = object.inner.read();
+        let change = inner.change.as_ref();
+        let mut entries = Vec::new();
+        if wanted {
+            let parent = object.parent().map_or(object.key.1, |parent| parent.key.1);
+            entries.push((OsString::from("."), object.key.1, Some(Kind::Dir)));
+            entries.push((OsString::from(".."), parent, Some(Kind::Dir)));
+        }
+        if change.is_some_and(|change| change.removed) {
+            return Ok(entries);
+        }
+        if let Some(inode) = &inner.base {
+            let is_top = object.parent().is_none();
+            for (name, ino, kind) in staging::list(&self.base, inode)? {
+                let name = OsString::from_vec(name);
+                let is_hidden = is_top && name == OsStr::new(staging::TOP);
+                if !is_hidden && change.is_none_or(|change| !change.names.contains_key(&name)) {
+                    entries.push((name, ino, kind));
+                }
+            }
+        } else if change.is_none() {
+            return Err(Errno::STALE);
+        }
+        if let Some(change) = change {
+            let made = change
+                .names
+                .iter()
+                .filter_map(|(name, named)| Some((name, named.object.as_ref()?)));
+            entries
+                .extend(made.map(|(name, object)| (name.clone(), object.key.1, Some(object.kind))));
+        }
+        Ok(entries)
+    }
+
+    /// fsync(2) of a directory. Where its transaction holds them, its names are durable when that is prepared.
+    pub(crate) fn sync_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<()> {
+        let (_data, scope) = self.writing(object)?;
+        if scope.is_some_and(|scope| scope.shadow.is_none()) {
+            return Ok(());
+        }
+        let inode = object.inner.read().base.clone().ok_or(Errno::STALE)?;
+        self.base.sync_dir(&inode)
+    }
+}

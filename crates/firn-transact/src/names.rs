@@ -1,0 +1,522 @@
+//! Names in a transaction: what programs see, and what the backing would say to each call.
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
+
+use crate::backing::Inode;
+use crate::object::{Change, Inner, Named, Object, Twin};
+use crate::scope::{Held, Names, Scope};
+use crate::shadow::{NO_BYTES, Shadow};
+use crate::staging;
+use crate::state::State;
+
+impl<B: Backing> Held<B> {
+    pub(crate) fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {
+        parent.parent().is_none() && name == staging::TOP
+    }
+
+    pub(crate) fn look(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+    ) -> Result<(Arc<Object<B>>, Attr)> {
+        let _names = self.tree.read();
+        let object = self.find(parent, name)?.ok_or(Errno::NOENT)?;
+        let attr = object.attr(self)?;
+        Ok((object, attr))
+    }
+
+    /// The object of a name; the caller holds the names.
+    pub(crate) fn find(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+    ) -> Result<Option<Arc<Object<B>>>> {
+        let inner = parent.inner.read();
+        if let Some(change) = &inner.change
+            && let Some(found) = change.names.get(name)
+        {
+            return Ok(found.object.clone());
+        }
+        if self.is_hidden(parent, name) {
+            return Ok(None);
+        }
+        // A new directory's twin is empty, and says what is wrong with a name.
+        let inode = inner
+            .base
+            .clone()
+            .map_or_else(|| inner.inode(&self.base), Ok)?;
+        let found = staging::find(&self.base, &inode, name)?;
+        Ok(found.map(|(inode, attr)| self.intern(inode, &attr, parent, name)))
+    }
+
+    /// What became of a name of a file in the open transaction; `None` where nothing did.
+    pub fn state_of(&self, parent: &Inode<B>, name: &OsStr) -> Option<State> {
+        let Inode::Tracked(parent) = parent else {
+            return None;
+        };
+        self.scope_of(parent)?.book.lock().get(parent.key, name)
+    }
+
+    /// Makes a new object: `make` is given the directory and the name for it.
+    pub(crate) fn make(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+        make: impl FnOnce(&B::Inode, &OsStr) -> Result<(B::Inode, Attr)>,
+    ) -> Result<(Arc<Object<B>>, Attr)> {
+        if self.is_hidden(parent, name) {
+            return Err(Errno::PERM);
+        }
+        let (_names, scope) = self.changing(parent)?;
+        if parent.is_gone() {
+            return Err(Errno::NOENT);
+        }
+        let within = scope.clone();
+        let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
+            let dir = parent.inner.read().inode(&self.base)?;
+            let (inode, attr) = make(&dir, name)?;
+            if let Some(shadow) = shadow(&within) {
+                shadow.made(attr.ino);
+            }
+            return Ok((self.intern(inode, &attr, parent, name), attr));
+        };
+        if parent.kind != Kind::Dir {
+            return Err(Errno::NOTDIR);
+        }
+        let exists = self.find(parent, name)?;
+        let dir = parent.inner.read().inode(&self.base)?;
+        if exists.is_some() {
+            return Err(Errno::EXIST);
+        }
+        self.must_be_there(parent)?;
+        let (nest_name, nest) = scope.nest(&self.base, &dir)?;
+        let number = scope.next_number();
+        let text = number.to_string();
+        let attr = make(&nest, OsStr::new(&text))?.1;
+        let is_dir = attr.kind == Kind::Dir;
+        let change = Change {
+            twin: Some(Twin {
+                nest,
+                at: (nest_name, text),
+                held: None,
+                goes_to: None,
+            }),
+            links: i64::from(!is_dir),
+            ..Change::new(number, None)
+        };
+        let inner = Inner {
+            base: None,
+            change: Some(Box::new(change)),
+        };
+        let seat = Some((Arc::clone(parent), name.to_owned()));
+        let object = Arc::new(Object::new((attr.dev, attr.ino), attr.kind, inner, seat));
+        scope.changed.lock().insert(number, Arc::clone(&object));
+        self.adopt(&object);
+        self.name(
+            &scope,
+            parent,
+            (name, false),
+            Some(&object),
+            i64::from(is_dir),
+        );
+        if attr.kind == Kind::File {
+            scope.book.lock().create(parent.key, name);
+        }
+        self.check_names(&scope, &[parent, &object]);
+        // Told without another call of the backing, which could fail now that the object has its name.
+        let nlink = if is_dir { attr.nlink } else { 1 };
+        Ok((object, Attr { nlink, ..attr }))
+    }
+
+    fn must_be_there(&self, dir: &Arc<Object<B>>) -> Result<()> {
+        let inner = dir.inner.read();
+        match &inner.change {
+            Some(change) if change.removed => Err(Errno::NOENT),
+            None if inner.base.is_none() => Err(Errno::STALE),
+            None if dir.is_gone() => Err(Errno::NOENT),
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes what a name leads to, which was there or not, and how many more subdirectories there are. Whether the
+    /// directory is with this name as if it never had it.
+    fn name(
+        &self,
+        scope: &Scope<B>,
+        dir: &Arc<Object<B>>,
+        (name, was_there): (&OsStr, bool),
+        object: Option<&Arc<Object<B>>>,
+        subdirectories: i64,
+    ) -> bool {
+        let mut inner = dir.inner.write();
+        let is_old = inner.base.is_some();
+        let change = scope.change(dir, &mut inner);
+        // A name that is not noted leads where it does in the backing.
+        let hides_old = change
+            .names
+            .get(name)
+            .map_or(is_old && was_there, |named| named.hides_old);
+        let is_forgotten = object.is_none() && !hides_old;
+        if is_forgotten {
+            change.names.remove(name);
+        } else {
+            change.names.insert(
+                name.to_owned(),
+                Named {
+                    object: object.cloned(),
+                    hides_old,
+                },
+            );
+        }
+        change.links += subdirectories;
+        change.touched = Some(Time::now());
+        if let Some(object) = object {
+            object.sit(dir, name);
+        }
+        is_forgotten
+    }
+
+    /// An object got `more` names, or another one.
+    fn renamed(&self, scope: &Scope<B>, object: &Arc<Object<B>>, more: i64) {
+        let mut inner = object.inner.write();
+        let change = scope.change(object, &mut inner);
+        change.links += more;
+        change.named = Some(Time::now());
+    }
+
+    /// An object lost a name in `scope`. A new one without any goes at once: it takes room, and the transaction has
+    /// nothing to do with it.
+    fn lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
+        let mut inner = object.inner.write();
+        let is_new = inner.base.is_none();
+        let change = scope.change(object, &mut inner);
+        change.named = Some(Time::now());
+        if object.kind == Kind::Dir {
+            change.removed = true;
+        } else {
+            change.links -= 1;
+        }
+        if !is_new || !(change.removed || change.links == 0) {
+            return;
+        }
+        let number = change.number;
+        let Some(twin) = &change.twin else { return };
+        match self.unstage(object.kind, twin) {
+            Ok(inode) => {
+                scope.changed.lock().remove(&number);
+                object.become_nameless(&mut inner, inode);
+            }
+            Err(errno) => {
+                tracing::warn!(%errno, "a staged object that lost its last name stays until the transaction ends");
+            }
+        }
+    }
+
+    /// Takes the name of a staged object. Returns what is left: it is gone when nobody holds that.
+    fn unstage(&self, kind: Kind, twin: &Twin<B>) -> Result<B::Inode> {
+        let inode = twin.inode(&self.base)?;
+        let name = OsStr::new(&twin.at.1);
+        if kind == Kind::Dir {
+            self.base.rmdir(&twin.nest, name)?;
+        } else {
+            self.base.unlink(&twin.nest, name)?;
+        }
+        Ok(inode)
+    }
+
+    /// EBUSY for a directory that a transaction's scope is, or is in.
+    fn must_not_hold_a_scope(&self, object: Option<&Arc<Object<B>>>) -> Result<()> {
+        match object {
+            Some(object) if self.holds_a_scope(object) => Err(Errno::BUSY),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn remove_name(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+        is_dir: bool,
+    ) -> Result<()> {
+        let (_names, scope) = self.changing(parent)?;
+        let Some(scope) = scope else {
+            if is_dir && self.has_scopes() {
+                self.must_not_hold_a_scope(self.find(parent, name)?.as_ref())?;
+            }
+            if self.is_hidden(parent, name) {
+                return Err(Errno::NOENT);
+            }
+            let dir = parent.inner.read().inode(&self.base)?;
+            return if is_dir {
+                self.base.rmdir(&dir, name)
+            } else {
+                self.base.unlink(&dir, name)
+            };
+        };
+        if parent.kind != Kind::Dir {
+            return Err(Errno::NOTDIR);
+        }
+        let object = self.find(parent, name)?.ok_or(Errno::NOENT)?;
+        match (is_dir, object.kind == Kind::Dir) {
+            (true, false) => return Err(Errno::NOTDIR),
+            (false, true) => return Err(Errno::ISDIR),
+            (true, true) if !self.entries(&object, false)?.is_empty() => {
+                return Err(Errno::NOTEMPTY);
+            }
+            _ => {}
+        }
+        if let Some(shadow) = &scope.shadow {
+            return self.remove_shadowed((&scope, shadow), (parent, name), &object);
+        }
+        let is_forgotten = self.name(&scope, parent, (name, true), None, -i64::from(is_dir));
+        self.lost_name(&scope, &object);
+        if object.kind == Kind::File {
+            scope.book.lock().unlink(parent.key, name);
+        }
+        if is_forgotten {
+            scope.book.lock().forget(parent.key, name);
+        }
+        self.check_names(&scope, &[parent, &object]);
+        Ok(())
+    }
+
+    pub(crate) fn add_link(
+        &self,
+        object: &Arc<Object<B>>,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+    ) -> Result<Attr> {
+        if self.is_hidden(parent, name) {
+            return Err(Errno::PERM);
+        }
+        let (_names, scope) = self.changing(parent)?;
+        if !same(&self.scope_of(object), &scope) {
+            return Err(Errno::XDEV);
+        }
+        if shadow(&scope).is_some() && (parent.is_gone() || object.attr(self)?.nlink == 0) {
+            return Err(Errno::NOENT);
+        }
+        let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
+            let inode = object.inner.read().inode(&self.base)?;
+            let dir = parent.inner.read().inode(&self.base)?;
+            let attr = self.base.link(&inode, &dir, name)?;
+            return if object.may_hide_links() {
+                object.attr(self)
+            } else {
+                Ok(attr)
+            };
+        };
+        if parent.kind != Kind::Dir {
+            return Err(Errno::NOTDIR);
+        }
+        if self.find(parent, name)?.is_some() {
+            return Err(Errno::EXIST);
+        }
+        self.must_be_there(parent)?;
+        if object.kind == Kind::Dir {
+            return Err(Errno::PERM);
+        }
+        if object.attr(self)?.nlink == 0 {
+            return Err(Errno::NOENT);
+        }
+        self.renamed(&scope, object, 1);
+        self.name(&scope, parent, (name, false), Some(object), 0);
+        if object.kind == Kind::File {
+            scope.book.lock().create(parent.key, name);
+        }
+        self.check_names(&scope, &[parent, object]);
+        object.attr(self)
+    }
+
+    pub(crate) fn move_name(
+        &self,
+        (from, name): (&Arc<Object<B>>, &OsStr),
+        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        flags: RenameFlags,
+    ) -> Result<()> {
+        if self.is_hidden(from, name) {
+            return Err(Errno::NOENT);
+        }
+        if self.is_hidden(to, new_name) {
+            return Err(Errno::PERM);
+        }
+        // Before any wait for an outcome: the kernel holds the locks of both directories, and who ends the other
+        // transaction has to make it forget names in its own.
+        let names = self.tree.read();
+        if !same(&self.scope_of(to), &self.scope_of(from)) {
+            return Err(Errno::XDEV);
+        }
+        drop(names);
+        let (_names, scope) = self.changing(from)?;
+        if !same(&self.scope_of(to), &scope) {
+            return Err(Errno::XDEV);
+        }
+        let Some(scope) = scope else {
+            return self.move_below(&_names, (from, name), (to, new_name), flags);
+        };
+        let Some((source, target)) = self.may_move((from, name), (to, new_name), flags)? else {
+            return Ok(());
+        };
+        if let Some(shadow) = &scope.shadow {
+            let both = (&source, target.as_ref());
+            return self.move_shadowed(
+                &_names,
+                (&scope, shadow),
+                both,
+                (from, name),
+                (to, new_name),
+                flags,
+            );
+        }
+        let exchange = flags.contains(RenameFlags::EXCHANGE);
+        let is_dir = |object: &Arc<Object<B>>| object.kind == Kind::Dir;
+        let subdirectory = |object: &Arc<Object<B>>| i64::from(is_dir(object));
+        let is_replaced = target.is_some();
+        let mut more = subdirectory(&source);
+        if let Some(target) = target {
+            if exchange {
+                // First: where they are now is where the backing has them.
+                for object in [&source, &target] {
+                    self.renamed(&scope, object, 0);
+                }
+                let more = subdirectory(&source) - subdirectory(&target);
+                self.name(&scope, from, (name, true), Some(&target), -more);
+                self.name(&scope, to, (new_name, true), Some(&source), more);
+                if source.kind == Kind::File && target.kind == Kind::File {
+                    scope
+                        .book
+                        .lock()
+                        .exchange((from.key, name), (to.key, new_name));
+                }
+                self.check_names(&scope, &[from, to, &source, &target]);
+                return Ok(());
+            }
+            self.lost_name(&scope, &target);
+            more -= subdirectory(&target);
+            if target.kind == Kind::File && source.kind != Kind::File {
+                scope.book.lock().unlink(to.key, new_name);
+            }
+        }
+        self.renamed(&scope, &source, 0);
+        let is_forgotten = self.name(&scope, from, (name, true), None, -subdirectory(&source));
+        self.name(&scope, to, (new_name, is_replaced), Some(&source), more);
+        if source.kind == Kind::File {
+            scope
+                .book
+                .lock()
+                .rename((from.key, name), (to.key, new_name));
+        }
+        if is_forgotten {
+            scope.book.lock().forget(from.key, name);
+        }
+        self.check_names(&scope, &[from, to, &source]);
+        Ok(())
+    }
+
+    /// What a rename in a transaction moves and what is at the new name; `None` where nothing is to be done.
+    fn may_move(
+        &self,
+        (from, name): (&Arc<Object<B>>, &OsStr),
+        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        flags: RenameFlags,
+    ) -> Result<Option<Moved<B>>> {
+        let exchange = flags.contains(RenameFlags::EXCHANGE);
+        let known = RenameFlags::EXCHANGE | RenameFlags::NOREPLACE;
+        if flags == known || !known.contains(flags) {
+            return Err(Errno::INVAL);
+        }
+        if from.kind != Kind::Dir || to.kind != Kind::Dir {
+            return Err(Errno::NOTDIR);
+        }
+        let source = self.find(from, name)?.ok_or(Errno::NOENT)?;
+        let target = self.find(to, new_name)?;
+        if target.is_some() && flags.contains(RenameFlags::NOREPLACE) {
+            return Err(Errno::EXIST);
+        }
+        if target.is_none() && exchange {
+            return Err(Errno::NOENT);
+        }
+        if source.kind == Kind::Dir && to.is_below(&source) {
+            return Err(Errno::INVAL);
+        }
+        if let Some(target) = &target {
+            if target.kind == Kind::Dir && from.is_below(target) {
+                return Err(if exchange {
+                    Errno::INVAL
+                } else {
+                    Errno::NOTEMPTY
+                });
+            }
+            if Arc::ptr_eq(&source, target) {
+                return Ok(None);
+            }
+        }
+        self.must_be_there(to)?;
+        if let Some(target) = target.as_ref().filter(|_| !exchange) {
+            match (source.kind == Kind::Dir, target.kind == Kind::Dir) {
+                (true, false) => return Err(Errno::NOTDIR),
+                (false, true) => return Err(Errno::ISDIR),
+                (true, true) if !self.entries(target, false)?.is_empty() => {
+                    return Err(Errno::NOTEMPTY);
+                }
+                _ => {}
+            }
+        }
+        Ok(Some((source, target)))
+    }
+
+    /// In the backing.
+    pub(crate) fn move_below(
+        &self,
+        _names: &Names<'_>,
+        (from, name): (&Arc<Object<B>>, &OsStr),
+        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        flags: RenameFlags,
+    ) -> Result<()> {
+        // What is wrong with either, the backing says best.
+        let known = |dir, name| self.find(dir, name).ok().flatten();
+        let source = known(from, name);
+        let target = known(to, new_name);
+        if self.has_scopes() {
+            self.must_not_hold_a_scope(source.as_ref())?;
+            self.must_not_hold_a_scope(target.as_ref())?;
+        }
+        let from_inode = from.inner.read().inode(&self.base)?;
+        let to_inode = to.inner.read().inode(&self.base)?;
+        self.base
+            .rename(&from_inode, name, &to_inode, new_name, flags)?;
+        if let Some(source) = source {
+            source.sit(to, new_name);
+        }
+        if flags.contains(RenameFlags::EXCHANGE)
+            && let Some(target) = target
+        {
+            target.sit(from, name);
+        }
+        Ok(())
+    }
+
+    fn has_scopes(&self) -> bool {
+        self.scope_count.load(Ordering::Acquire) > 0
+    }
+}
+
+/// What a rename moves, and what it replaces.
+type Moved<B> = (Arc<Object<B>>, Option<Arc<Object<B>>>);
+
+/// What the transaction has saved, if it is in shadow mode.
+fn shadow<B: Backing>(scope: &Option<Arc<Scope<B>>>) -> Option<&Shadow<B>> {
+    scope.as_ref().and_then(|scope| scope.shadow.as_ref())
+}
+
+fn same<T>(a: &Option<Arc<T>>, b: &Option<Arc<T>>) -> bool {
+    match (a, b) {
+        (None, None) => true,
+        (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+        _ => false,
+    }
+}

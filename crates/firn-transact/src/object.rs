@@ -1,0 +1,357 @@
+//! One object of the tree, as programs see it.
+//!
+//! Invariants
+//! * One [`Object`] for each inode, whatever its number of names, while anybody refers to it.
+//! * `base` is the object in the backing, outside of staging; an object without it exists in a transaction
+//!   only, and one without base and change was made in a transaction that was aborted.
+//! * An object that was made in a transaction and has lost its last name is *nameless*: it belongs to no
+//!   transaction any more, has a base and no change, and lives as long as somebody refers to it.
+//! * The *twin* of a change is a staged object of its own inode. For an object without base it is the
+//!   object itself, which a commit moves into place; else it has the new attributes and, of a file, the size
+//!   and the bytes that were written. A change has a twin or is small ([`crate::small`]), never both.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
+use parking_lot::{Mutex, RwLock};
+
+use crate::record::Staged;
+use crate::scope::Held;
+use crate::small::Small;
+use firn_conflict::Ranges;
+
+/// Device and inode.
+pub(crate) type Key = (u64, u64);
+
+/// The directory that an object was last seen in, and its name there.
+pub(crate) type Seat<B> = (Arc<Object<B>>, OsString);
+
+/// One object of a tracked tree.
+pub struct Object<B: Backing> {
+    pub(crate) key: Key,
+    pub(crate) kind: Kind,
+    pub(crate) seat: Mutex<Option<Seat<B>>>,
+    pub(crate) inner: RwLock<Inner<B>>,
+    /// Whether links of it are Firn's and not shown, and how often that changed: see [`crate::hidden`].
+    pub(crate) hides: AtomicU64,
+    /// It was made in a transaction and lost its last name. Set under the lock of `inner`, and never unset.
+    nameless: AtomicBool,
+    /// Handles on it.
+    opens: AtomicUsize,
+    files: Mutex<Files<B>>,
+}
+
+pub(crate) struct Inner<B: Backing> {
+    pub(crate) base: Option<B::Inode>,
+    pub(crate) change: Option<Box<Change<B>>>,
+}
+
+/// What the open transaction says of an object.
+pub(crate) struct Change<B: Backing> {
+    pub(crate) number: u64,
+    /// Where the object was when it was changed first: a name of the backing's, if it has one.
+    pub(crate) origin: Option<Seat<B>>,
+    pub(crate) twin: Option<Twin<B>>,
+    /// Of a file of the backing that has no twin: what little was overwritten.
+    pub(crate) small: Option<Small>,
+    /// Of a directory: names that differ from the backing's.
+    pub(crate) names: BTreeMap<OsString, Named<B>>,
+    /// Names more than the backing's object has; of a directory: subdirectories.
+    pub(crate) links: i64,
+    /// The directory is gone.
+    pub(crate) removed: bool,
+    /// When names in the directory changed.
+    pub(crate) touched: Option<Time>,
+    /// When names of the object changed.
+    pub(crate) named: Option<Time>,
+    /// Bytes of the old content that still count where nothing was written.
+    pub(crate) cut: u64,
+    pub(crate) written: Ranges,
+    /// Size and last change of the backing's object when its twin was made.
+    pub(crate) before: Option<(u64, Time)>,
+    /// Owner, mode or extended attributes were changed.
+    pub(crate) attributes: bool,
+    /// The attributes that programs see while the commit is carried out behind them.
+    pub(crate) frozen: Option<Attr>,
+}
+
+/// What a name of a directory leads to in a transaction.
+pub(crate) struct Named<B: Backing> {
+    /// `None`: there is no such name any more, which is noted only where it hides one of the backing's.
+    pub(crate) object: Option<Arc<Object<B>>>,
+    /// The directory has this name in the backing, too.
+    pub(crate) hides_old: bool,
+}
+
+impl<B: Backing> Change<B> {
+    pub(crate) fn new(number: u64, origin: Option<Seat<B>>) -> Self {
+        Self {
+            number,
+            origin,
+            twin: None,
+            small: None,
+            names: BTreeMap::new(),
+            links: 0,
+            removed: false,
+            touched: None,
+            named: None,
+            cut: u64::MAX,
+            written: Ranges::default(),
+            before: None,
+            attributes: false,
+            frozen: None,
+        }
+    }
+}
+
+/// A staged object. There may be more of them than a process may hold descriptors: it is looked up when it is
+/// used.
+pub(crate) struct Twin<B: Backing> {
+    /// The directory that it is staged in.
+    pub(crate) nest: B::Inode,
+    pub(crate) at: Staged,
+    /// The object, where its staged name is gone.
+    pub(crate) held: Option<B::Inode>,
+    /// Where a commit that is being carried out moves it to.
+    pub(crate) goes_to: Option<(B::Inode, OsString)>,
+}
+
+impl<B: Backing> Twin<B> {
+    pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
+        if let Some(inode) = &self.held {
+            return Ok(inode.clone());
+        }
+        match (
+            base.lookup(&self.nest, OsStr::new(&self.at.1)),
+            &self.goes_to,
+        ) {
+            // It went there meanwhile, with one rename.
+            (Err(Errno::NOENT), Some((dir, name))) => Ok(base.lookup(dir, name)?.0),
+            (found, _) => Ok(found?.0),
+        }
+    }
+}
+
+/// Files that are open below, shared by all handles.
+struct Files<B: Backing> {
+    reader: Option<Arc<B::File>>,
+    writer: Option<Arc<B::File>>,
+    twin: Option<Arc<B::File>>,
+}
+
+/// Which file below is meant.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Below {
+    /// The backing's, for reading.
+    Reader,
+    /// The backing's, for writing.
+    Writer,
+    /// The twin's, for both.
+    Twin,
+}
+
+impl<B: Backing> Object<B> {
+    pub(crate) fn new(key: Key, kind: Kind, inner: Inner<B>, seat: Option<Seat<B>>) -> Self {
+        Self {
+            key,
+            kind,
+            seat: Mutex::new(seat),
+            inner: RwLock::new(inner),
+            hides: AtomicU64::new(0),
+            nameless: AtomicBool::new(false),
+            opens: AtomicUsize::new(0),
+            files: Mutex::new(Files {
+                reader: None,
+                writer: None,
+                twin: None,
+            }),
+        }
+    }
+
+    pub(crate) fn parent(&self) -> Option<Arc<Self>> {
+        self.seat
+            .lock()
+            .as_ref()
+            .map(|(parent, _)| Arc::clone(parent))
+    }
+
+    pub(crate) fn sit(&self, parent: &Arc<Self>, name: &OsStr) {
+        *self.seat.lock() = Some((Arc::clone(parent), name.to_owned()));
+    }
+
+    /// Whether `other` is this object or above it.
+    pub(crate) fn is_below(self: &Arc<Self>, other: &Arc<Self>) -> bool {
+        let mut at = Some(Arc::clone(self));
+        while let Some(object) = at {
+            if Arc::ptr_eq(&object, other) {
+                return true;
+            }
+            at = object.parent();
+        }
+        false
+    }
+
+    /// The attributes that programs see.
+    pub(crate) fn attr(&self, held: &Held<B>) -> Result<Attr> {
+        let inner = self.inner.read();
+        if let Some(attr) = inner.change.as_ref().and_then(|change| change.frozen) {
+            return Ok(attr);
+        }
+        let mut attr = inner.attr(held, self)?;
+        if self.is_gone() {
+            attr.nlink = 0;
+        }
+        Ok(attr)
+    }
+
+    pub(crate) fn is_nameless(&self) -> bool {
+        self.nameless.load(Ordering::Acquire)
+    }
+
+    /// The object, which a transaction made, has lost its last name, and `host` is what is left of it.
+    pub(crate) fn become_nameless(&self, inner: &mut Inner<B>, inode: B::Inode) {
+        inner.change = None;
+        inner.base = Some(inode);
+        self.nameless.store(true, Ordering::Release);
+        // Handles go on with the file that they have open.
+        let mut files = self.files.lock();
+        if let Some(twin) = files.twin.take() {
+            (files.reader, files.writer) = (Some(Arc::clone(&twin)), Some(twin));
+        }
+    }
+
+    pub(crate) fn opened(&self) {
+        self.opens.fetch_add(1, Ordering::AcqRel);
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        self.opens.load(Ordering::Acquire) > 0
+    }
+
+    pub(crate) fn closed(&self) {
+        if self.opens.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.let_go();
+        }
+    }
+
+    /// Closes what is open below; it is opened again when it is used.
+    pub(crate) fn let_go(&self) {
+        *self.files.lock() = Files {
+            reader: None,
+            writer: None,
+            twin: None,
+        };
+    }
+
+    /// The file below, opened if need be.
+    pub(crate) fn below(&self, base: &B, inner: &Inner<B>, which: Below) -> Result<Arc<B::File>> {
+        let mut files = self.files.lock();
+        let Files {
+            reader,
+            writer,
+            twin,
+        } = &mut *files;
+        let (slot, access) = match which {
+            Below::Reader => (reader, Access::Read),
+            Below::Writer => (writer, Access::ReadWrite),
+            Below::Twin => (twin, Access::ReadWrite),
+        };
+        if let Some(file) = slot {
+            return Ok(Arc::clone(file));
+        }
+        let inode = match which {
+            Below::Reader | Below::Writer => inner.base.clone().ok_or(Errno::STALE)?,
+            Below::Twin => inner.twin().ok_or(Errno::STALE)?.inode(base)?,
+        };
+        let file = Arc::new(base.open(&inode, access)?);
+        *slot = Some(Arc::clone(&file));
+        Ok(file)
+    }
+}
+
+impl<B: Backing> Inner<B> {
+    pub(crate) fn twin(&self) -> Option<&Twin<B>> {
+        self.change.as_ref()?.twin.as_ref()
+    }
+
+    /// The file below that takes what is written in a transaction. One that became nameless meanwhile is as good
+    /// as outside.
+    pub(crate) fn target(&self) -> Below {
+        if self.twin().is_some() {
+            Below::Twin
+        } else {
+            Below::Writer
+        }
+    }
+
+    /// What to ask for attributes and their like: the twin where there is one.
+    pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
+        match self.twin() {
+            Some(twin) => twin.inode(base),
+            None => self.base.clone().ok_or(Errno::STALE),
+        }
+    }
+
+    fn attr(&self, held: &Held<B>, object: &Object<B>) -> Result<Attr> {
+        let base = &held.base;
+        let Some(change) = &self.change else {
+            return held.attr_below(object, self.base.as_ref().ok_or(Errno::STALE)?);
+        };
+        let twin = change
+            .twin
+            .as_ref()
+            .map(|twin| base.attr(&twin.inode(base)?))
+            .transpose()?;
+        let mut attr = match (&self.base, twin) {
+            (None, None) => return Err(Errno::STALE),
+            (None, Some(twin)) if object.kind == Kind::Dir => twin,
+            // Its staged name is not one of its names.
+            (None, Some(twin)) => Attr { nlink: 0, ..twin },
+            (Some(inode), None) => {
+                let below = held.attr_below(object, inode)?;
+                match &change.small {
+                    Some(small) => Attr {
+                        mtime: small.mtime,
+                        ctime: small.ctime,
+                        ..below
+                    },
+                    None => below,
+                }
+            }
+            (Some(inode), Some(twin)) => {
+                let below = held.attr_below(object, inode)?;
+                let is_file = object.kind == Kind::File;
+                Attr {
+                    mode: (below.mode & libc::S_IFMT) | (twin.mode & !libc::S_IFMT),
+                    size: if is_file { twin.size } else { below.size },
+                    blocks: if is_file {
+                        below.blocks + twin.blocks
+                    } else {
+                        below.blocks
+                    },
+                    uid: twin.uid,
+                    gid: twin.gid,
+                    atime: twin.atime,
+                    mtime: twin.mtime,
+                    ctime: twin.ctime,
+                    ..below
+                }
+            }
+        };
+        // Some file systems do not count subdirectories and say 1.
+        if object.kind != Kind::Dir || attr.nlink > 1 {
+            attr.nlink = (i64::from(attr.nlink) + change.links).max(0) as u32;
+        }
+        if change.removed {
+            attr.nlink = 0;
+        }
+        if let Some(touched) = change.touched {
+            (attr.mtime, attr.ctime) = (attr.mtime.max(touched), attr.ctime.max(touched));
+        }
+        attr.ctime = attr.ctime.max(change.named.unwrap_or(attr.ctime));
+        Ok(attr)
+    }
+}

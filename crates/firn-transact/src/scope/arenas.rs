@@ -1,0 +1,202 @@
+//! Which arena has data of which transaction.
+//!
+//! What programs wrote and was not drained is in the arena of the mount that they used. When a transaction ends, what
+//! the arena has of it goes first. But it may be ended by a mount that has another arena (`arena-dir`, another host),
+//! and the first one may come back: what it has must not count then, and nothing tells of the transaction any more.
+//!
+//! Promises
+//! * A transaction is known by the arena of the mount that began it: `tx-N/arena`, written before `tx-N/open`.
+//! * Of an arena that is at hand only what was written in its own transactions is dropped. Data in it that is older
+//!   counts, whatever was begun since with another one.
+//! * Before a transaction of another arena ends, `dropped` says durably what that has to drop. A line goes when the
+//!   arena was there and has dropped it.
+//!
+//! Before a transaction begins, what is pending in its scope is drained. So all that its arena has there when its
+//! firnd died was written in it, or waited for its outcome.
+
+use std::collections::BTreeSet;
+
+use firn_backing::{Backing, Errno};
+
+use super::{Held, HeldError};
+use crate::meeting::{Group, Participants};
+use crate::own::is_path;
+use crate::record::RecordError;
+use crate::staging;
+
+/// What an arena is told from all others by.
+pub type ArenaId = [u8; 16];
+
+/// An arena, and the path of a scope of which it has nothing that counts.
+type Line = (ArenaId, Vec<u8>);
+
+impl<B: Backing> Held<B> {
+    /// Homes of transactions of which [`Held::drop_of`] is to be asked: of this backing without hosts, and of each
+    /// host that was ever there; but for that of `group`.
+    pub fn other_homes(base: &B, group: Option<&Group>) -> Result<Vec<Option<Group>>, HeldError> {
+        let Some((top, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
+            return Ok(Vec::new());
+        };
+        let mut homes = vec![None];
+        for (name, ..) in staging::list(base, &top)? {
+            let Ok(name) = String::from_utf8(name) else {
+                continue;
+            };
+            let host = name.strip_prefix(staging::HOST).map(str::to_owned);
+            homes.extend(host.map(|host| {
+                Some(Group {
+                    host,
+                    participants: Participants::Count(0),
+                })
+            }));
+        }
+        homes.retain(|home| home.as_ref().map(|home| &home.host) != group.map(|group| &group.host));
+        Ok(homes)
+    }
+
+    /// What [`Held::open_with`] says of an arena, for transactions in another home than that of the mount: they stay as
+    /// they are, for a mount whose home that is, and have nothing in this arena any more.
+    pub fn drop_of<E: From<HeldError>>(
+        base: B,
+        group: Option<Group>,
+        arena: ArenaId,
+        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut held = Self::tracking(base)?;
+        (held.group, held.arena) = (group, Some(arena));
+        let scopes = held.scopes_to_drop()?;
+        if scopes.is_empty() {
+            return Ok(());
+        }
+        drop_pending(&scopes)?;
+        Ok(held.has_dropped(arena)?)
+    }
+
+    /// Takes down with which arena a transaction begins; durable with the next sync of its directory.
+    pub(super) fn note_arena(&self, dir: &B::Inode) -> Result<(), Errno> {
+        let Some(arena) = self.arena else {
+            return Ok(());
+        };
+        staging::put(
+            &self.base,
+            dir,
+            staging::ARENA,
+            staging::to_hex(&arena).as_bytes(),
+        )
+    }
+
+    fn arena_of(&self, dir: &B::Inode) -> Result<Option<ArenaId>, HeldError> {
+        let Some(bytes) = staging::load(&self.base, dir, staging::ARENA)? else {
+            return Ok(None);
+        };
+        let found = std::str::from_utf8(&bytes).ok().and_then(staging::from_hex);
+        let damaged = || HeldError::Record {
+            path: staging::ARENA.into(),
+            source: RecordError::Damaged,
+        };
+        found
+            .and_then(|id| id.try_into().ok())
+            .map(Some)
+            .ok_or_else(damaged)
+    }
+
+    /// Arenas and scopes of transactions that are not decided for.
+    fn undecided(&self, home: &B::Inode) -> Result<BTreeSet<Line>, HeldError> {
+        let mut found = BTreeSet::new();
+        for stored in self.stored_transactions(home)? {
+            if let Some(scope) = self.scope_to_drop(&stored)?
+                && let Some(arena) = self.arena_of(&stored.dir)?
+            {
+                found.insert((arena, scope));
+            }
+        }
+        Ok(found)
+    }
+
+    fn told(&self, home: &B::Inode) -> Result<BTreeSet<Line>, HeldError> {
+        let bytes = staging::load(&self.base, home, staging::DROPPED)?.unwrap_or_default();
+        let line = |line: &[u8]| {
+            let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
+            let line = (
+                staging::from_hex(arena)?.try_into().ok()?,
+                staging::from_hex(scope)?,
+            );
+            is_path(&line.1).then_some(line)
+        };
+        let path = format!("{}/{}", self.home_path(), staging::DROPPED);
+        let lines = bytes
+            .split(|&byte| byte == b'\n')
+            .filter(|line| !line.is_empty());
+        lines
+            .map(line)
+            .collect::<Option<_>>()
+            .ok_or(HeldError::Record {
+                path,
+                source: RecordError::Damaged,
+            })
+    }
+
+    fn write_told(&self, home: &B::Inode, lines: &BTreeSet<Line>) -> Result<(), Errno> {
+        let line = |(arena, scope): &Line| {
+            format!("{} {}\n", staging::to_hex(arena), staging::to_hex(scope))
+        };
+        let text: String = lines.iter().map(line).collect();
+        staging::store(&self.base, home, staging::DROPPED, text.as_bytes())
+    }
+
+    /// Scopes of which nothing counts that the arena at hand has. Changes nothing.
+    pub(super) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, HeldError> {
+        let (Some(arena), Some(home)) = (self.arena, self.find_home()?) else {
+            return Ok(Vec::new());
+        };
+        let mut all = self.undecided(&home)?;
+        all.append(&mut self.told(&home)?);
+        let mine: BTreeSet<Vec<u8>> = all
+            .into_iter()
+            .filter(|(of, _)| *of == arena)
+            .map(|(_, scope)| scope)
+            .collect();
+        Ok(mine.into_iter().collect())
+    }
+
+    /// The arena at hand has dropped what it must: other ones are told, before the transactions end.
+    pub(super) fn tell_arenas(&self) -> Result<(), HeldError> {
+        let Some(home) = self.find_home()? else {
+            return Ok(());
+        };
+        let told = self.told(&home)?;
+        let mut all = told.clone();
+        all.append(&mut self.undecided(&home)?);
+        all.retain(|(arena, _)| Some(*arena) != self.arena);
+        if all == told {
+            Ok(())
+        } else {
+            Ok(self.write_told(&home, &all)?)
+        }
+    }
+
+    /// The arena at hand has nothing any more of the transactions of this home, which stay.
+    fn has_dropped(&self, arena: ArenaId) -> Result<(), HeldError> {
+        let Some(home) = self.find_home()? else {
+            return Ok(());
+        };
+        for stored in self.stored_transactions(&home)? {
+            if self.arena_of(&stored.dir)? == Some(arena) {
+                self.base
+                    .unlink(&stored.dir, std::ffi::OsStr::new(staging::ARENA))?;
+                self.base.sync_dir(&stored.dir)?;
+            }
+        }
+        let told = self.told(&home)?;
+        let others: BTreeSet<Line> = told
+            .iter()
+            .filter(|(of, _)| *of != arena)
+            .cloned()
+            .collect();
+        if others == told {
+            Ok(())
+        } else {
+            Ok(self.write_told(&home, &others)?)
+        }
+    }
+}

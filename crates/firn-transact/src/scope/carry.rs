@@ -1,0 +1,406 @@
+//! Deciding a transaction, and carrying it out: at once, or behind programs that read on.
+//!
+//! Between the two the record is in force and the tables are as they were, so programs see the tree after the
+//! commit. While it is carried out, what they see comes from the tables too: attributes are taken before the first
+//! step ([`Change::frozen`]), new objects are found where they are or where they go ([`Twin::goes_to`]), and of the
+//! rest no step changes anything that is read from the backing:
+//!
+//! * names that a step changes are in the tables;
+//! * bytes that a step writes are in the twin or in memory, and read from there;
+//! * an object is the same wherever it is moved.
+//!
+//! Changes of the scope wait. One transaction can follow at once: it is on record and takes over when the tables
+//! are let go.
+//!
+//! [`Change::frozen`]: crate::object::Change
+//! [`Twin::goes_to`]: crate::object::Twin
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_backing::{Backing, Errno, Kind, RenameFlags};
+use parking_lot::Mutex;
+
+use super::{Held, HeldError, Scope, Stage};
+use crate::apply::Apply;
+use crate::backing::Inode;
+use crate::object::Object;
+use crate::staging;
+
+/// How far a decided transaction is.
+pub(super) struct Carried<B: Backing> {
+    /// Held by who carries it out.
+    turn: Mutex<()>,
+    /// The transaction that begins when this one is carried out.
+    next: Mutex<Option<Arc<Scope<B>>>>,
+    trouble: Mutex<Option<String>>,
+}
+
+impl<B: Backing> Default for Carried<B> {
+    fn default() -> Self {
+        Self {
+            turn: Mutex::default(),
+            next: Mutex::default(),
+            trouble: Mutex::default(),
+        }
+    }
+}
+
+impl<B: Backing> Carried<B> {
+    pub(super) fn next(&self) -> Option<Arc<Scope<B>>> {
+        self.next.lock().clone()
+    }
+
+    pub(super) fn take_next(&self) -> Option<Arc<Scope<B>>> {
+        self.next.lock().take()
+    }
+
+    pub(super) fn trouble(&self) -> Option<String> {
+        self.trouble.lock().clone()
+    }
+}
+
+impl<B: Backing> Scope<B> {
+    fn decided(&self) -> Option<u64> {
+        match *self.stage.lock() {
+            Stage::Decided(id) => Some(id),
+            _ => None,
+        }
+    }
+
+    /// Whether a transaction of the same directory can begin while this one is carried out. One of an earlier
+    /// firnd has no tables, so programs see its tree only when that is over; in shadow mode there is nothing to do
+    /// that takes long.
+    pub(super) fn can_be_followed(&self, root: &Arc<Object<B>>) -> bool {
+        Arc::ptr_eq(&self.root, root)
+            && self.decided().is_some()
+            && self.recovered.is_none()
+            && self.shadow.is_none()
+            && self.carried.next.lock().is_none()
+    }
+
+    pub(super) fn follow(&self, next: Self) {
+        *self.carried.next.lock() = Some(Arc::new(next));
+    }
+}
+
+impl<B: Backing> Held<B> {
+    /// Decides for the transaction, durably, and carries it out. Where this
+    /// fails it can be called again: before the decision the transaction is as it was, after it
+    /// ([`Stage::Decided`]) it is going to be carried out.
+    pub fn commit(&self, inode: &Inode<B>, id: u64) -> Result<(), HeldError> {
+        let scope = self.decided_at(inode, id)?;
+        self.carry(&scope)
+    }
+
+    /// Decides for the transaction, durably: from now on every crash ends in the tree after it, which is also what
+    /// programs see. [`Held::carry_out`] is still to be called.
+    pub fn conclude(&self, inode: &Inode<B>, id: u64) -> Result<(), HeldError> {
+        self.decided_at(inode, id).map(drop)
+    }
+
+    /// Carries out what was decided in a scope, while programs go on reading. Changes of the scope wait. Where this
+    /// fails it can be called again.
+    pub fn carry_out(&self, scope: &[u8]) -> Result<(), HeldError> {
+        let found = self
+            .scopes
+            .read()
+            .iter()
+            .find(|one| one.path == scope)
+            .cloned();
+        match found.filter(|scope| scope.decided().is_some()) {
+            Some(scope) => self.carry(&scope),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether changes wait somewhere.
+    pub(crate) fn some_scope_waits(&self) -> bool {
+        self.scope_count.load(Ordering::Acquire) > 0
+            && self.scopes.read().iter().any(|scope| !scope.is_open())
+    }
+
+    fn decided_at(&self, inode: &Inode<B>, id: u64) -> Result<Arc<Scope<B>>, HeldError> {
+        let scope = self.scope_at(inode)?;
+        if scope.decided().is_some_and(|found| found != id) && scope.carried.next().is_some() {
+            self.carry(&scope)?;
+        }
+        let scope = self.scope_at(inode)?;
+        let _names = self.tree.write();
+        let _data = self.data.write();
+        self.check_all(&scope);
+        scope.must_be_whole()?;
+        let stage = *scope.stage.lock();
+        match stage {
+            Stage::Prepared(found) | Stage::Decided(found) if found != id => {
+                return Err(HeldError::OtherId { found, wanted: id });
+            }
+            Stage::Prepared(_) => {
+                if let Some(record) = scope
+                    .recovered
+                    .as_ref()
+                    .filter(|_| !self.is_backed_up(&scope))
+                {
+                    self.back_up(&scope, record)?;
+                }
+                self.agree(&scope, stage, id)?;
+                let from = OsStr::new(staging::RECORD);
+                let to = OsStr::new(staging::COMMIT);
+                self.base
+                    .rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
+                scope.turn(Stage::Decided(id));
+                self.base.sync_dir(&scope.dir)?;
+            }
+            Stage::Open => {
+                self.agree(&scope, stage, id)?;
+                // Decided at once: a crash before leaves nothing that waits for a decision.
+                self.write_record(&scope, id)?;
+                self.place_record(&scope, staging::COMMIT)
+                    .inspect_err(|_| self.withdraw_backup(&scope))?;
+                scope.turn(Stage::Decided(id));
+                self.base.sync_dir(&scope.dir)?;
+            }
+            Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
+            Stage::Ended => return Err(HeldError::None),
+        }
+        Ok(scope)
+    }
+
+    /// The transaction of a directory that programs change, after the one before it is carried out.
+    pub(super) fn newest_at(&self, inode: &Inode<B>) -> Result<Arc<Scope<B>>, HeldError> {
+        let scope = self.scope_at(inode)?;
+        if scope.carried.next().is_some() {
+            self.carry(&scope)?;
+            return self.scope_at(inode);
+        }
+        Ok(scope)
+    }
+
+    /// Before a transaction begins at `root`: what is decided above or below it, or has a follower, is carried out.
+    pub(super) fn carry_out_around(&self, root: &Arc<Object<B>>) -> Result<(), HeldError> {
+        let scopes = self.scopes.read().clone();
+        let overlaps =
+            |scope: &&Arc<Scope<B>>| root.is_below(&scope.root) || scope.root.is_below(root);
+        let in_the_way = scopes.iter().filter(overlaps).filter(|scope| {
+            scope.decided().is_some()
+                && scope.carried.next().is_none()
+                && !scope.can_be_followed(root)
+        });
+        in_the_way
+            .into_iter()
+            .try_for_each(|scope| self.carry(scope))
+    }
+
+    /// Gives up the transaction of a scope that was to begin when what is decided there is carried out.
+    pub fn unfollow(&self, scope: &[u8]) {
+        let found = self
+            .scopes
+            .read()
+            .iter()
+            .find(|one| one.path == scope)
+            .cloned();
+        let _names = self.tree.write();
+        let _data = self.data.write();
+        if let Some(Err(error)) = found.map(|scope| self.drop_next(&scope)) {
+            tracing::warn!(%error, "the transaction that follows a commit stays open");
+        }
+    }
+
+    /// Gives up the transaction that was to follow; whether there was one.
+    pub(super) fn drop_next(&self, scope: &Scope<B>) -> Result<bool, Errno> {
+        let Some(next) = scope.carried.next() else {
+            return Ok(false);
+        };
+        self.forget(&next.dir)?;
+        scope.carried.take_next();
+        next.turn(Stage::Ended);
+        // Nothing of it is anywhere: its changes waited. Those that come now are made after this commit.
+        let stage = scope.stage.lock();
+        scope.refusing.store(false, Ordering::Release);
+        drop(stage);
+        self.clean_up(&next);
+        Ok(true)
+    }
+
+    fn carry(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
+        let _turn = scope.carried.turn.lock();
+        let Some(id) = scope.decided() else {
+            return Ok(());
+        };
+        let carried = match &scope.recovered {
+            None => self.carry_behind(scope),
+            // There are no tables to answer from.
+            Some(_) => self.carry_alone(scope),
+        };
+        let left = carried.and_then(|()| Ok(self.leave_commit(&scope.path)?));
+        let result = left.and_then(|()| Ok(self.leave(id, &scope.path)?));
+        *scope.carried.trouble.lock() = result.as_ref().err().map(ToString::to_string);
+        result
+    }
+
+    /// Of a commit that is being undone; the caller holds names and data.
+    pub(crate) fn carry_out_undo(&self, serial: u64) -> Result<(), HeldError> {
+        let found = self
+            .scopes
+            .read()
+            .iter()
+            .find(|one| one.serial == serial)
+            .cloned();
+        let scope = found.expect("it was just entered");
+        let carried = self
+            .sync_home()
+            .map_err(HeldError::from)
+            .and_then(|()| self.carry_here(&scope));
+        *scope.carried.trouble.lock() = carried.as_ref().err().map(ToString::to_string);
+        carried
+    }
+
+    /// Programs wait.
+    fn carry_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
+        let _names = self.tree.write();
+        let _data = self.data.write();
+        if scope.is_undo {
+            self.sync_home()?;
+        }
+        self.carry_here(scope)
+    }
+
+    fn carry_here(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
+        // Programs that know an object ask for its attributes all the same.
+        self.unhide(scope);
+        self.apply(scope)?;
+        self.end(scope);
+        self.clean_up(scope);
+        Ok(())
+    }
+
+    /// Programs read on.
+    fn carry_behind(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
+        self.freeze(scope)?;
+        self.apply(scope)?;
+        let names = self.tree.write();
+        let data = self.data.write();
+        self.hold_new(scope)?;
+        self.let_go_of(scope);
+        drop((names, data));
+        self.clean_up(scope);
+        Ok(())
+    }
+
+    fn apply(&self, scope: &Scope<B>) -> Result<(), HeldError> {
+        let record =
+            self.load_record(&scope.dir, &format!("tx-{}", scope.serial), staging::COMMIT)?;
+        let Some(record) = record else {
+            // An earlier attempt came to the end and could not say so.
+            return Ok(self.forget(&scope.dir)?);
+        };
+        let mut apply = Apply::new(self, &record, &scope.new, &scope.away)
+            .keeping(self.undo_nest(scope.serial)?);
+        let changed = scope.changed.lock().clone();
+        for (number, object) in &changed {
+            let inner = object.inner.read();
+            if let Some(inode) = inner.base.clone() {
+                apply.know(*number, inode);
+            }
+        }
+        drop(changed);
+        apply.run()?;
+        self.finish(&scope.dir, &record, scope.serial)
+    }
+
+    /// From here on programs see the backing again; the caller holds names and data.
+    fn let_go_of(&self, scope: &Arc<Scope<B>>) {
+        let changed = std::mem::take(&mut *scope.changed.lock());
+        for (_, object) in changed {
+            let mut inner = object.inner.write();
+            let Some(change) = inner.change.take() else {
+                continue;
+            };
+            if inner.base.is_none() {
+                inner.base = change.twin.and_then(|twin| twin.held);
+            }
+            object.let_go();
+        }
+        self.end(scope);
+    }
+
+    /// Takes what programs see of the objects of a decided transaction, before its first step changes it. An
+    /// attempt after the first finds it done.
+    fn freeze(&self, scope: &Scope<B>) -> Result<(), Errno> {
+        let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
+        for object in &changed {
+            let is_done = object
+                .inner
+                .read()
+                .change
+                .as_ref()
+                .is_none_or(|change| change.frozen.is_some());
+            if is_done {
+                continue;
+            }
+            let attr = match object.attr(self) {
+                Ok(attr) => Some(attr),
+                Err(Errno::STALE) => None,
+                Err(errno) => return Err(errno),
+            };
+            let is_dir = object.kind == Kind::Dir;
+            let mut inner = object.inner.write();
+            let is_new = inner.base.is_none();
+            let Some(change) = inner.change.as_mut() else {
+                continue;
+            };
+            let is_there = !change.removed && (is_dir || change.links > 0);
+            if let Some(twin) = change
+                .twin
+                .as_mut()
+                .filter(|_| is_new && is_there && is_dir)
+            {
+                twin.held = Some(twin.inode(&self.base)?);
+            }
+            change.frozen = attr;
+        }
+        changed
+            .iter()
+            .filter(|object| object.kind != Kind::Dir)
+            .try_for_each(|object| self.follow(object))
+    }
+
+    /// Notes where a new object goes, or holds it where it has several names. There may be more of them than a
+    /// process may hold descriptors.
+    fn follow(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
+        let place = self.only_place(object);
+        let seat = object.seat.lock().clone();
+        let mut inner = object.inner.write();
+        let is_new = inner.base.is_none();
+        let Some(change) = inner
+            .change
+            .as_mut()
+            .filter(|change| is_new && change.links > 0)
+        else {
+            return Ok(());
+        };
+        let Some(twin) = change.twin.as_mut() else {
+            return Ok(());
+        };
+        if twin.held.is_some() || twin.goes_to.is_some() {
+            return Ok(());
+        }
+        match (place, seat) {
+            (Some(dir), Some((_, name))) if change.links == 1 => twin.goes_to = Some((dir, name)),
+            _ => twin.held = Some(twin.inode(&self.base)?),
+        }
+        Ok(())
+    }
+
+    /// The directory that the object was last seen in, if its name there leads to it.
+    fn only_place(&self, object: &Arc<Object<B>>) -> Option<B::Inode> {
+        let (dir, name) = object.seat.lock().clone()?;
+        let dir = dir.inner.read();
+        let named = dir.change.as_ref()?.names.get(&name)?.object.as_ref()?;
+        if !Arc::ptr_eq(named, object) {
+            return None;
+        }
+        dir.base.clone().or_else(|| dir.twin()?.held.clone())
+    }
+}

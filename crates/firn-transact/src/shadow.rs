@@ -1,0 +1,225 @@
+//! Shadow mode: changes go to the backing at once, and what brings the old state back is saved before.
+//!
+//! For jobs on several hosts that share parts of files, where held changes conflict. What is saved tells the old
+//! state, not what was done since, and nothing in it has an order: of each object that changes its attributes
+//! and its size; of a directory the names in it; of a file the bytes from the lowest offset that changes to the
+//! old end. So a file that only grows costs its size, one that is cut its tail, and a directory in which a million
+//! files are made one list. What is new has nothing to be saved.
+//!
+//! Promises
+//! * What is saved of an object is durable before its first change (`save.rs`).
+//! * An object that was there is never removed: with its last known name it goes to `kept/` (`names.rs`).
+//! * Putting back (`undo.rs`) makes each directory that was touched have its old names, and each object its old
+//!   attributes and bytes. It looks at what is there and at nothing else, so it can be done over and over.
+//!
+//! Relies on
+//! * What is saved of an object being saved once, for all hosts: a record is published under the inode's number
+//!   with a link or rename that replaces nothing, before the first change of whoever published it.
+//! * Directories naming the inode numbers that stat(2) tells.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
+use parking_lot::Mutex;
+
+use crate::object::{Key, Object};
+use crate::staging;
+
+mod names;
+mod save;
+pub mod saved;
+mod shared;
+mod undo;
+
+pub(crate) use save::NO_BYTES;
+
+/// The records, and the old bytes of files.
+const SAVED: &str = "saved";
+/// Objects that were removed, under their inode numbers.
+const KEPT: &str = "kept";
+
+/// What becomes of changes before they are committed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// They are held.
+    #[default]
+    Buffer,
+    /// They go to the backing at once, after what undoes them was saved.
+    Shadow,
+}
+
+/// An object in `kept/`: see [`Shadow::kept`].
+type KeptObject = (Key, String, bool);
+
+/// How much is saved of an object.
+#[derive(Clone, Copy, Debug)]
+enum Known {
+    /// Nothing is needed: it was made in the transaction.
+    New,
+    /// A file: its bytes from `low` to the old end. `count` records tell it.
+    Saved { low: u64, count: u32 },
+}
+
+impl Known {
+    /// Whether bytes from `from` on may change.
+    fn covers(self, from: u64) -> bool {
+        match self {
+            Self::New => true,
+            Self::Saved { low, .. } => from >= low,
+        }
+    }
+}
+
+/// What a transaction in shadow mode has saved.
+pub(crate) struct Shadow<B: Backing> {
+    saved: B::Inode,
+    kept: B::Inode,
+    /// Device of all objects.
+    dev: u64,
+    known: Mutex<HashMap<u64, Known>>,
+    /// Directories of which the names are saved; an abort brings objects back to them.
+    dirs: Mutex<HashMap<u64, Arc<Object<B>>>>,
+    last_number: AtomicU64,
+    /// An abort has begun, and may have come half way.
+    undoing: AtomicBool,
+    /// Other hosts save in the same place.
+    several: bool,
+}
+
+impl<B: Backing> Shadow<B> {
+    /// Makes room for it in the directory of a transaction.
+    pub(crate) fn make(base: &B, dir: &B::Inode) -> Result<()> {
+        staging::dir(base, dir, SAVED)?;
+        staging::dir(base, dir, KEPT)?;
+        Ok(())
+    }
+
+    /// What is saved in the directory of a transaction; `None` where that holds its changes.
+    pub(crate) fn find(base: &B, dir: &B::Inode) -> Result<Option<Self>> {
+        let Some((saved, attr)) = staging::find_dir(base, dir, SAVED)? else {
+            return Ok(None);
+        };
+        let kept = staging::dir(base, dir, KEPT)?;
+        Ok(Some(Self {
+            saved,
+            kept,
+            dev: attr.dev,
+            known: Mutex::default(),
+            dirs: Mutex::default(),
+            last_number: AtomicU64::new(0),
+            undoing: AtomicBool::new(false),
+            several: false,
+        }))
+    }
+
+    /// Whether a transaction's directory is that of one in shadow mode.
+    pub(crate) fn is_at(base: &B, dir: &B::Inode) -> Result<bool> {
+        let marks = [SAVED, shared::SHARED];
+        Ok(staging::list(base, dir)?
+            .iter()
+            .any(|(name, ..)| marks.iter().any(|mark| name == mark.as_bytes())))
+    }
+
+    pub(crate) fn of_several(self) -> Self {
+        Self {
+            several: true,
+            ..self
+        }
+    }
+
+    pub(crate) fn is_of_several(&self) -> bool {
+        self.several
+    }
+
+    /// Whether directories name the inode numbers that stat(2) tells.
+    pub(crate) fn tells_inodes(base: &B, parent: &B::Inode, name: &str) -> Result<bool> {
+        let (_, attr) = base.lookup(parent, OsStr::new(name))?;
+        let listed = staging::list(base, parent)?
+            .into_iter()
+            .find(|(found, ..)| found == name.as_bytes());
+        Ok(listed.is_some_and(|(_, ino, _)| ino == attr.ino))
+    }
+
+    /// Asserts what is known of what is saved.
+    pub(crate) fn check(&self) {
+        let known = self.known.lock();
+        for (ino, dir) in self.dirs.lock().iter() {
+            assert_eq!(
+                dir.key,
+                (self.dev, *ino),
+                "a directory is listed by its inode"
+            );
+            assert!(
+                matches!(known.get(ino), Some(Known::Saved { .. })),
+                "the names of {ino} are saved"
+            );
+        }
+        let counts = known.values().filter_map(|known| match known {
+            Known::New => None,
+            Known::Saved { count, .. } => Some(*count),
+        });
+        assert!(
+            counts.into_iter().all(|count| count > 0),
+            "what is saved is in a record"
+        );
+    }
+
+    /// Objects of which something is saved, or that are new.
+    pub(crate) fn count(&self) -> u64 {
+        self.known.lock().len() as u64
+    }
+
+    /// The objects that would be gone: device and inode, their name in [`Shadow::kept_dir`], and whether it is a
+    /// directory.
+    pub(crate) fn kept(&self, base: &B) -> Result<Vec<KeptObject>> {
+        let mut found = Vec::new();
+        for (name, ino, kind) in staging::list(base, &self.kept)? {
+            let kind = match kind {
+                Some(kind) => kind,
+                None => base.lookup(&self.kept, OsStr::from_bytes(&name))?.1.kind,
+            };
+            let name = String::from_utf8_lossy(&name).into_owned();
+            found.push(((self.dev, ino), name, kind == Kind::Dir));
+        }
+        Ok(found)
+    }
+
+    /// Where they are.
+    pub(crate) fn kept_dir(&self) -> &B::Inode {
+        &self.kept
+    }
+
+    /// Nothing may change from now on but by an abort.
+    pub(crate) fn begin_undo(&self) {
+        self.undoing.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_undoing(&self) -> bool {
+        self.undoing.load(Ordering::Acquire)
+    }
+
+    fn is_new(&self, ino: u64) -> bool {
+        matches!(self.known.lock().get(&ino), Some(Known::New))
+    }
+
+    /// Takes a name from an object that was there before: to `kept/`, if it is not there yet.
+    fn keep(&self, base: &B, dir: &B::Inode, name: &OsStr, ino: u64) -> Result<()> {
+        let text = ino.to_string();
+        let kept_name = OsStr::new(&text);
+        match base.rename(dir, name, &self.kept, kept_name, RenameFlags::NOREPLACE) {
+            Err(Errno::EXIST) => base.unlink(dir, name),
+            // Not every file system can do without replacing. Onto itself a rename does nothing.
+            Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
+                match staging::find(base, &self.kept, kept_name)? {
+                    Some(_) => base.unlink(dir, name),
+                    None => base.rename(dir, name, &self.kept, kept_name, RenameFlags::empty()),
+                }
+            }
+            other => other,
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Changes of names in shadow mode: they go through, and what was there before is kept.
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+
+use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
+
+use super::save::NO_BYTES;
+use super::{Known, Shadow};
+use crate::object::Object;
+use crate::scope::{Held, Names, Scope};
+
+impl<B: Backing> Shadow<B> {
+    /// Takes note of an object that was made in the transaction.
+    pub(crate) fn made(&self, ino: u64) {
+        self.known.lock().insert(ino, Known::New);
+    }
+}
+
+impl<B: Backing> Held<B> {
+    pub(crate) fn remove_shadowed(
+        &self,
+        (scope, shadow): (&Scope<B>, &Shadow<B>),
+        (parent, name): (&Arc<Object<B>>, &OsStr),
+        object: &Arc<Object<B>>,
+    ) -> Result<()> {
+        self.save(scope, shadow, parent, NO_BYTES)?;
+        let dir = parent.inner.read().inode(&self.base)?;
+        if shadow.is_new(object.key.1) {
+            match object.kind {
+                Kind::Dir => self.base.rmdir(&dir, name)?,
+                _ => self.base.unlink(&dir, name)?,
+            }
+            self.new_one_lost_name(shadow, object);
+            self.check_names(scope, &[]);
+            return Ok(());
+        }
+        self.keep(scope, shadow, object, (&dir, name))?;
+        self.check_names(scope, &[]);
+        Ok(())
+    }
+
+    /// What was made in the transaction and has no name any more is nothing to an abort.
+    fn new_one_lost_name(&self, shadow: &Shadow<B>, object: &Object<B>) {
+        let mut inner = object.inner.write();
+        let Ok(inode) = inner.inode(&self.base) else {
+            return;
+        };
+        let is_gone =
+            object.kind == Kind::Dir || self.base.attr(&inode).is_ok_and(|attr| attr.nlink == 0);
+        if is_gone {
+            object.become_nameless(&mut inner, inode);
+            shadow.known.lock().remove(&object.key.1);
+        }
+    }
+
+    /// Moves an object that was there to `kept/`: it seems to be gone.
+    fn keep(
+        &self,
+        scope: &Scope<B>,
+        shadow: &Shadow<B>,
+        object: &Arc<Object<B>>,
+        (dir, name): (&B::Inode, &OsStr),
+    ) -> Result<()> {
+        let kept = object.key.1.to_string();
+        // A directory is gone when it is there.
+        if object.kind != Kind::Dir {
+            self.hide_link(scope, object, &shadow.kept, &kept);
+        }
+        match shadow.keep(&self.base, dir, name, object.key.1) {
+            // Whoever moves a directory must be allowed to write in it; who removes it need not.
+            Err(Errno::ACCESS) if object.kind == Kind::Dir => {
+                self.save(scope, shadow, object, NO_BYTES)?;
+                let inode = object.inner.read().inode(&self.base)?;
+                self.base.set_mode(&inode, 0o700)?;
+                shadow.keep(&self.base, dir, name, object.key.1)
+            }
+            other => other,
+        }?;
+        self.link_is_hidden(scope, object, &shadow.kept, &kept);
+        Ok(())
+    }
+
+    pub(crate) fn move_shadowed(
+        &self,
+        names: &Names<'_>,
+        (scope, shadow): (&Scope<B>, &Shadow<B>),
+        (source, target): (&Arc<Object<B>>, Option<&Arc<Object<B>>>),
+        (from, name): (&Arc<Object<B>>, &OsStr),
+        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        flags: RenameFlags,
+    ) -> Result<()> {
+        for dir in [from, to] {
+            self.save(scope, shadow, dir, NO_BYTES)?;
+        }
+        // XFS gives a directory that an exchange moves a new time.
+        let exchanged = [Some(source), target].into_iter().flatten();
+        for object in exchanged.filter(|object| !flags.is_empty() && object.kind == Kind::Dir) {
+            self.save(scope, shadow, object, NO_BYTES)?;
+        }
+        let go = || self.move_below(names, (from, name), (to, new_name), flags);
+        let replaced = target.filter(|target| {
+            let is_replaced = flags.is_empty() && !Arc::ptr_eq(source, target);
+            is_replaced && !shadow.is_new(target.key.1)
+        });
+        let Some(target) = replaced else {
+            go()?;
+            let new_one = target.filter(|target| flags.is_empty() && shadow.is_new(target.key.1));
+            if let Some(target) = new_one.filter(|target| !Arc::ptr_eq(source, target)) {
+                self.new_one_lost_name(shadow, target);
+            }
+            return Ok(());
+        };
+        let dir = to.inner.read().inode(&self.base)?;
+        let text = target.key.1.to_string();
+        let kept = OsStr::new(&text);
+        let inode = target.inner.read().inode(&self.base)?;
+        // With one name more it is replaced as it would be without. A directory has one name.
+        let linked = if target.kind == Kind::Dir {
+            Err(Errno::PERM)
+        } else {
+            self.hide_link(scope, target, &shadow.kept, &text);
+            self.base.link(&inode, &shadow.kept, kept).map(drop)
+        };
+        match linked {
+            Ok(()) => {
+                if let Err(errno) = go() {
+                    let _ = self.base.unlink(&shadow.kept, kept);
+                    return Err(errno);
+                }
+            }
+            Err(Errno::EXIST) => go()?,
+            Err(_) => {
+                self.keep(scope, shadow, target, (&dir, new_name))?;
+                if let Err(errno) = go() {
+                    self.link_may_go(scope, target);
+                    let _ = self.base.rename(
+                        &shadow.kept,
+                        kept,
+                        &dir,
+                        new_name,
+                        RenameFlags::NOREPLACE,
+                    );
+                    return Err(errno);
+                }
+            }
+        }
+        self.link_is_hidden(scope, target, &shadow.kept, &text);
+        self.check_names(scope, &[]);
+        Ok(())
+    }
+}

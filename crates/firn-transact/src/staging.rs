@@ -1,0 +1,314 @@
+//! `.firn/` in the backing: where transactions keep what is not committed.
+//!
+//! ```text
+//! .firn/committed          number of the last commit of each scope: a line each, with the path in hex
+//! .firn/dropped            what arenas that are not at hand have to drop (`scope::arenas`)
+//! .firn/undo-N/            what undoes commit tx-N: `new`, `away` and `record` as below
+//! .firn/tx-N/new/DIR/M     staged objects; DIR says what objects made in it inherit
+//! .firn/tx-N/away/M        objects on their way from one name to another, while a commit is carried out
+//! .firn/tx-N/saved/        in shadow mode: what objects were before they changed (`shadow::saved`)
+//! .firn/tx-N/kept/INO      in shadow mode: objects that were removed
+//! .firn/tx-N/open          it is not over; the path of its scope
+//! .firn/tx-N/arena         the arena of the mount that began it
+//! .firn/tx-N/record        prepared: the redo record
+//! .firn/tx-N/commit        the same, decided
+//! .firn/host-NAME/         all of this, of one of several hosts
+//! .firn/meet-ID.../        where those hosts decide about a commit: `meeting`
+//! ```
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::os::unix::ffi::OsStrExt;
+
+use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags, Result};
+
+use crate::own::{FILE_BYTES_MAX, is_path};
+pub(crate) use crate::own::{dir, find_dir, load, must_find_dir};
+use crate::record::RecordError;
+use crate::scope::HeldError;
+
+/// The directory at the top of the backing.
+pub(crate) const TOP: &str = ".firn";
+/// Before the name of a host, of several.
+pub(crate) const HOST: &str = "host-";
+pub(crate) const OPEN: &str = "open";
+pub(crate) const ARENA: &str = "arena";
+pub(crate) const DROPPED: &str = "dropped";
+pub(crate) const RECORD: &str = "record";
+pub(crate) const COMMIT: &str = "commit";
+pub(crate) const COMMITTED: &str = "committed";
+pub(crate) const NEW: &str = "new";
+pub(crate) const AWAY: &str = "away";
+
+/// This process, for objects that are its own.
+pub(crate) fn own() -> Caller {
+    // SAFETY: these calls cannot fail and touch no memory.
+    let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
+    Caller { uid, gid, pid: 0 }
+}
+
+/// `Ok(None)` where there is nothing of that name.
+pub(crate) fn find<B: Backing>(
+    base: &B,
+    parent: &B::Inode,
+    name: &OsStr,
+) -> Result<Option<(B::Inode, firn_backing::Attr)>> {
+    match base.lookup(parent, name) {
+        Ok(found) => Ok(Some(found)),
+        Err(Errno::NOENT) => Ok(None),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// The name that something has before it is whole.
+pub(crate) fn new_name(name: &str) -> String {
+    format!("{name}.new")
+}
+
+/// Makes a file with these bytes, durable but for its name, which is not yet `name` ([`new_name`]).
+pub(crate) fn write<B: Backing>(
+    base: &B,
+    parent: &B::Inode,
+    name: &str,
+    bytes: &[u8],
+) -> Result<()> {
+    // It would not be read again.
+    if bytes.len() as u64 > FILE_BYTES_MAX {
+        return Err(Errno::FBIG);
+    }
+    let new = new_name(name);
+    let new = OsStr::new(&new);
+    if find(base, parent, new)?.is_some() {
+        base.unlink(parent, new)?;
+    }
+    let (_, file, _) = base.create(&own(), parent, new, 0o600)?;
+    write_all(base, &file, bytes, 0)?;
+    base.sync(&file, false)
+}
+
+/// pwrite(2), until all is written.
+pub(crate) fn write_all<B: Backing>(
+    base: &B,
+    file: &B::File,
+    bytes: &[u8],
+    offset: u64,
+) -> Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        done += match base.write_at(file, &[IoSlice::new(&bytes[done..])], offset + done as u64)? {
+            0 => return Err(Errno::IO),
+            count => count,
+        };
+    }
+    Ok(())
+}
+
+/// Puts a file with these bytes in the place of `name`, durably.
+pub(crate) fn store<B: Backing>(
+    base: &B,
+    parent: &B::Inode,
+    name: &str,
+    bytes: &[u8],
+) -> Result<()> {
+    put(base, parent, name, bytes)?;
+    base.sync_dir(parent)
+}
+
+/// The same; its name is durable with the next sync of the directory.
+pub(crate) fn put<B: Backing>(base: &B, parent: &B::Inode, name: &str, bytes: &[u8]) -> Result<()> {
+    write(base, parent, name, bytes)?;
+    let new = new_name(name);
+    base.rename(
+        parent,
+        OsStr::new(&new),
+        parent,
+        OsStr::new(name),
+        RenameFlags::empty(),
+    )
+}
+
+pub(crate) fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+pub(crate) fn from_hex(hex: &str) -> Option<Vec<u8>> {
+    let byte = |at: usize| u8::from_str_radix(hex.get(at..at + 2)?, 16).ok();
+    (0..hex.len()).step_by(2).map(byte).collect()
+}
+
+/// The number of the last commit of each scope.
+pub(crate) fn load_numbers<B: Backing>(
+    base: &B,
+    firn: &B::Inode,
+) -> Result<BTreeMap<Vec<u8>, u64>> {
+    let text = load(base, firn, COMMITTED)?.unwrap_or_default();
+    let line = |line: &[u8]| {
+        let (id, hex) = std::str::from_utf8(line).ok()?.split_once(' ')?;
+        Some((from_hex(hex)?, id.parse().ok()?))
+    };
+    Ok(text.split(|&byte| byte == b'\n').filter_map(line).collect())
+}
+
+pub(crate) fn store_numbers<B: Backing>(
+    base: &B,
+    firn: &B::Inode,
+    numbers: &BTreeMap<Vec<u8>, u64>,
+) -> Result<()> {
+    let mut text = String::new();
+    for (path, id) in numbers {
+        text += &format!("{id} {}\n", to_hex(path));
+    }
+    store(base, firn, COMMITTED, text.as_bytes())
+}
+
+/// The scope of a transaction, as a file of it tells; `None` where there is no such file.
+pub(crate) fn load_scope<B: Backing>(
+    base: &B,
+    parent: &B::Inode,
+    name: &str,
+) -> std::result::Result<Option<Vec<u8>>, HeldError> {
+    let Some(scope) = load(base, parent, name)? else {
+        return Ok(None);
+    };
+    if is_path(&scope) {
+        return Ok(Some(scope));
+    }
+    Err(HeldError::Record {
+        path: name.into(),
+        source: RecordError::Damaged,
+    })
+}
+
+/// A name, the inode number and the kind of what it leads to.
+pub(crate) type Entry = (Vec<u8>, u64, Option<Kind>);
+
+/// Names and kinds in a directory, but `.` and `..`.
+pub(crate) fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Entry>> {
+    let mut names = Vec::new();
+    base.read_dir(&base.open_dir(dir)?, 0, &mut |entry| {
+        if entry.name != "." && entry.name != ".." {
+            names.push((entry.name.as_bytes().to_vec(), entry.ino, entry.kind));
+        }
+        true
+    })?;
+    Ok(names)
+}
+
+/// Removes all that is below a directory.
+pub(crate) fn clear<B: Backing>(base: &B, dir: &B::Inode) -> Result<()> {
+    clear_but(base, dir, &|_| false)
+}
+
+/// The same, but for names in the directory itself that `stays` says.
+pub(crate) fn clear_but<B: Backing>(
+    base: &B,
+    dir: &B::Inode,
+    stays: &dyn Fn(&[u8]) -> bool,
+) -> Result<()> {
+    for (name, _, kind) in list(base, dir)?
+        .into_iter()
+        .filter(|(name, ..)| !stays(name))
+    {
+        let name = OsStr::from_bytes(&name);
+        let kind = match kind {
+            Some(kind) => kind,
+            None => base.lookup(dir, name)?.1.kind,
+        };
+        if kind == Kind::Dir {
+            clear(base, &base.lookup(dir, name)?.0)?;
+            base.rmdir(dir, name)?;
+        } else {
+            base.unlink(dir, name)?;
+        }
+    }
+    Ok(())
+}
+
+/// Makes `to` have the attributes of `from`: owner, extended attributes, mode, times.
+pub(crate) fn copy_attributes<B: Backing>(base: &B, from: &B::Inode, to: &B::Inode) -> Result<()> {
+    let wanted = base.attr(from)?;
+    let has = base.attr(to)?;
+    let mut sets_mode = (wanted.mode ^ has.mode) & 0o7777 != 0;
+    if (wanted.uid, wanted.gid) != (has.uid, has.gid) {
+        base.set_owner(to, Some(wanted.uid), Some(wanted.gid))?;
+        sets_mode = true;
+    }
+    if has.kind != Kind::Symlink {
+        // An owner's change and an ACL's change the mode, too.
+        if copy_xattrs(base, from, to)? || sets_mode {
+            base.set_mode(to, wanted.mode & 0o7777)?;
+        }
+    }
+    let at = firn_backing::SetTime::At;
+    base.set_times(to, at(wanted.atime), at(wanted.mtime))
+}
+
+/// Whether there was anything to copy or to remove.
+fn copy_xattrs<B: Backing>(base: &B, from: &B::Inode, to: &B::Inode) -> Result<bool> {
+    set_xattrs(base, to, &xattrs(base, from)?)
+}
+
+fn xattr_names<B: Backing>(base: &B, inode: &B::Inode) -> Result<Vec<Vec<u8>>> {
+    let names = match base.list_xattr(inode) {
+        Ok(names) => names,
+        Err(Errno::OPNOTSUPP) if !must_have_xattrs(base, inode)? => Vec::new(),
+        Err(Errno::PERM) => Vec::new(),
+        Err(errno) => return Err(errno),
+    };
+    Ok(names
+        .split(|&byte| byte == 0)
+        .filter(|name| !name.is_empty())
+        .map(<[u8]>::to_vec)
+        .collect())
+}
+
+/// Whether it is a failure that there is no list: taken for an empty one, a commit would remove what is there.
+fn must_have_xattrs<B: Backing>(base: &B, inode: &B::Inode) -> Result<bool> {
+    let attr = base.attr(inode)?;
+    let top = base.root();
+    let is_plain = matches!(attr.kind, Kind::File | Kind::Dir) && attr.dev == base.attr(&top)?.dev;
+    Ok(is_plain && base.list_xattr(&top).is_ok())
+}
+
+/// Those that only a privileged process sets are taken along where that is allowed.
+fn is_everybodys(name: &[u8]) -> bool {
+    name.starts_with(b"user.") || name.starts_with(b"system.posix_acl_")
+}
+
+/// Names and values of the extended attributes of an object.
+pub(crate) fn xattrs<B: Backing>(base: &B, inode: &B::Inode) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
+    let mut found = Vec::new();
+    for name in xattr_names(base, inode)? {
+        match base.get_xattr(inode, OsStr::from_bytes(&name)) {
+            Ok(value) => found.push((name, value)),
+            Err(errno) if is_everybodys(&name) => return Err(errno),
+            Err(_) => {}
+        }
+    }
+    Ok(found)
+}
+
+/// Makes an object have these extended attributes and no others. Whether there were or are any.
+pub(crate) fn set_xattrs<B: Backing>(
+    base: &B,
+    inode: &B::Inode,
+    wanted: &[(Vec<u8>, Vec<u8>)],
+) -> Result<bool> {
+    let has = xattr_names(base, inode)?;
+    for (name, value) in wanted {
+        let result = base.set_xattr(inode, OsStr::from_bytes(name), value, 0);
+        if is_everybodys(name) {
+            result?;
+        }
+    }
+    for name in &has {
+        if !wanted.iter().any(|(kept, _)| kept == name) {
+            let result = base.remove_xattr(inode, OsStr::from_bytes(name));
+            if is_everybodys(name) {
+                result?;
+            }
+        }
+    }
+    Ok(!wanted.is_empty() || !has.is_empty())
+}

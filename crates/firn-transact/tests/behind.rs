@@ -1,0 +1,305 @@
+//! Commits that are decided first and carried out behind programs: what they see meanwhile, what follows, crashes
+//! at every call.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use firn_backing::sim::{Fault, Tree, tree};
+use firn_backing::{Access, Backing, DirBacking, Errno, SimBacking, suite};
+use firn_transact::{Held, HeldError, Stage};
+
+fn seen<B: Backing>(held: &Held<B>) -> Tree {
+    tree(held).expect("tree")
+}
+
+fn seeds(count: u64) -> std::ops::Range<u64> {
+    let first: u64 = std::env::var("FIRN_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(1);
+    let more: u64 = std::env::var("FIRN_OPS")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(0);
+    first..first + count.max(more / 2000)
+}
+
+/// What a transaction is, before it is decided.
+struct Middle {
+    held: Held<SimBacking>,
+    plain: SimBacking,
+    old: Tree,
+    new: Tree,
+}
+
+fn middle(seed: u64, history: u32) -> Middle {
+    let (held, _) = Held::open_with_history(SimBacking::of_seed(seed), history).expect("open");
+    let plain = SimBacking::new();
+    suite::differential::run(&held, &plain, seed, 60);
+    held.base().sync_all().expect("sync_all");
+    let old = seen(&held);
+    held.begin(&held.root(), b"").expect("begin");
+    suite::differential::run(&held, &plain, seed + 1_000_000, 60);
+    let new = seen(&held);
+    Middle {
+        held,
+        plain,
+        old,
+        new,
+    }
+}
+
+fn stages(held: &Held<SimBacking>) -> Vec<Stage> {
+    held.transactions().iter().map(|one| one.stage).collect()
+}
+
+#[test]
+fn programs_see_the_tree_after_it_however_far_it_is_carried_out() {
+    for seed in seeds(12) {
+        for at in 1.. {
+            let Middle {
+                held, plain, new, ..
+            } = middle(seed, (seed % 2) as u32);
+            let root = held.root();
+            held.conclude(&root, 5).expect("decide");
+            assert_eq!(seen(&held), new, "seed {seed}: decided");
+            let told = format!("seed {seed}, call {at}");
+            held.begin(&root, b"").expect("the next one begins at once");
+            assert_eq!(stages(&held), [Stage::Decided(5), Stage::Open], "{told}");
+            let disk = held.base().clone();
+            let begun = disk.steps();
+            let mut left = 2;
+            // It fails, and goes on where it was, twice.
+            disk.set_plan(move |_, step| {
+                let now = step >= begun + at && left > 0;
+                left -= i32::from(now);
+                now.then_some(Fault::Error(Errno::NOSPC))
+            });
+            let result = held.carry_out(b"");
+            let again = if result.is_err() {
+                held.carry_out(b"")
+            } else {
+                Ok(())
+            };
+            disk.clear_plan();
+            if again.is_err() {
+                let trouble = held.transactions()[0].trouble.clone().expect("it is told");
+                assert!(trouble.contains("space"), "{told}: {trouble}");
+            }
+            assert_eq!(seen(&held), new, "{told}: {result:?}");
+            held.carry_out(b"")
+                .unwrap_or_else(|error| panic!("{told}: {error}"));
+            assert_eq!(
+                (seen(&held), stages(&held)),
+                (new, vec![Stage::Open]),
+                "{told}"
+            );
+            suite::differential::run(&held, &plain, seed + 2_000_000, 60);
+            held.commit(&root, 6).expect("commit");
+            let plain = without_links(plain.tree(), seed);
+            assert_eq!(
+                without_links(seen(&held), seed),
+                plain,
+                "{told}: the next one"
+            );
+            let again = Held::open(disk.fork()).expect("open").0;
+            assert_eq!(
+                without_links(seen(&again), seed),
+                plain,
+                "{told}: in the backing"
+            );
+            assert_eq!(again.committed(b""), Ok(Some(6)));
+            disk.fsck().expect("fsck");
+            if result.is_ok() {
+                println!("seed {seed}: {at} calls");
+                break;
+            }
+        }
+    }
+}
+
+/// With history, what is kept of an object is one more of its links.
+fn without_links(mut tree: Tree, seed: u64) -> Tree {
+    if seed % 2 == 1 {
+        tree.values_mut().for_each(|entry| entry.nlink = 0);
+    }
+    tree
+}
+
+#[test]
+fn a_crash_at_any_call_keeps_what_was_decided_and_undoes_what_followed() {
+    for seed in seeds(12) {
+        for (begins, prepared) in [(false, false), (true, false), (true, true)] {
+            for at in 1.. {
+                let Middle { held, old, new, .. } = middle(seed, 0);
+                let root = held.root();
+                let disk = held.base().clone();
+                disk.crash_at(disk.steps() + at);
+                let run = || -> Result<(), HeldError> {
+                    if prepared {
+                        held.prepare(&root, 5)?;
+                    }
+                    held.conclude(&root, 5)
+                };
+                let decided = run();
+                let then = decided.clone().and_then(|()| {
+                    if begins {
+                        held.begin(&root, b"")?;
+                    }
+                    held.carry_out(b"")
+                });
+                let told =
+                    format!("seed {seed}, begins {begins}, call {at}, {decided:?}, {then:?}");
+                drop(held);
+                disk.revive();
+                disk.power_loss(seed * 31 + at);
+                let (held, outcome) =
+                    Held::open(disk.clone()).unwrap_or_else(|e| panic!("{told}: {e}"));
+                let now = seen(&held);
+                assert!(
+                    now == new || (now == old && decided.is_err()),
+                    "{told}: {outcome:?}"
+                );
+                if outcome.waiting.is_empty() {
+                    assert_eq!(held.transactions(), [], "{told}");
+                } else {
+                    assert!(decided.is_err() && prepared, "{told}");
+                }
+                if then.is_ok() {
+                    assert_eq!(
+                        outcome.undone.len(),
+                        usize::from(begins),
+                        "{told}: {outcome:?}"
+                    );
+                    println!("seed {seed}, begins {begins}, prepared {prepared}: {at} calls");
+                    break;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_next_one_is_aborted_or_prepared_or_restored_from() {
+    for seed in seeds(40) {
+        let Middle {
+            held, plain, new, ..
+        } = middle(seed, 0);
+        let root = held.root();
+        held.conclude(&root, 5).expect("decide");
+        assert_eq!(
+            held.abort(&root),
+            Err(HeldError::Decided { id: 5 }),
+            "seed {seed}"
+        );
+        held.begin(&root, b"").expect("begin");
+        assert!(
+            matches!(held.begin(&root, b""), Err(HeldError::Open { .. })),
+            "seed {seed}"
+        );
+        held.abort(&root).expect("the next one is aborted");
+        assert_eq!(
+            (seen(&held), stages(&held)),
+            (new.clone(), vec![Stage::Decided(5)]),
+            "seed {seed}"
+        );
+        held.begin(&root, b"").expect("begin");
+        match seed % 3 {
+            0 => held.prepare(&root, 6).expect("prepare"),
+            1 => held.commit(&root, 6).expect("commit"),
+            _ => held.restore(&root, 5).expect("restore"),
+        }
+        assert_eq!(seen(&held), new, "seed {seed}");
+        if seed % 3 == 0 {
+            held.commit(&root, 6).expect("commit");
+        }
+        assert_eq!(stages(&held), [], "seed {seed}");
+        suite::differential::run(&held, &plain, seed + 2_000_000, 60);
+        assert_eq!(
+            seen(&Held::open(held.base().fork()).expect("open").0),
+            plain.tree(),
+            "seed {seed}"
+        );
+    }
+}
+
+#[test]
+fn readers_go_on_and_changes_wait_while_it_is_carried_out() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: the simulated caller is root");
+        return;
+    }
+    rustix::process::umask(rustix::fs::Mode::empty());
+    for seed in seeds(20) {
+        let dir = tempfile::Builder::new()
+            .prefix("firn-transact-")
+            .tempdir_in("/dev/shm")
+            .expect("tempdir");
+        let backing = DirBacking::open(dir.path()).expect("open");
+        backing.set_mode(&backing.root(), 0o755).expect("set_mode");
+        let (held, _) = Held::open(backing).expect("open");
+        let plain = SimBacking::new();
+        let me = suite::own_caller();
+        let root = held.root();
+        suite::differential::run(&held, &plain, seed, 200);
+        held.begin(&root, b"").expect("begin");
+        suite::differential::run(&held, &plain, seed + 1_000_000, 200);
+        let new = seen(&held);
+        let (file, _) = held
+            .lookup(&root, OsStr::new("late"))
+            .map_or_else(
+                |_| {
+                    held.create(&me, &root, OsStr::new("late"), 0o644)
+                        .map(|(_, file, attr)| (file, attr))
+                },
+                |(inode, attr)| Ok((held.open(&inode, Access::ReadWrite)?, attr)),
+            )
+            .expect("create");
+        let with_late = seen(&held);
+        assert!(with_late.len() > new.len());
+        held.conclude(&root, 5).expect("decide");
+        held.begin(&root, b"").expect("begin");
+        let done = AtomicBool::new(false);
+        std::thread::scope(|threads| {
+            let held = &held;
+            let done = &done;
+            let with_late = &with_late;
+            let reader = threads.spawn(move || {
+                let mut rounds = 0u32;
+                loop {
+                    let now = seen(held);
+                    // Later the write of the next one may be there.
+                    let is_decided = held
+                        .transactions()
+                        .iter()
+                        .any(|one| one.stage == Stage::Decided(5));
+                    if !is_decided {
+                        if done.load(Ordering::Acquire) {
+                            return rounds;
+                        }
+                        continue;
+                    }
+                    assert_eq!(&now, with_late, "seed {seed}, round {rounds}");
+                    rounds += 1;
+                }
+            });
+            let writer = threads.spawn(move || {
+                // It waits until that is over.
+                held.write_at(&file, &[IoSlice::new(b"next")], 0)
+                    .expect("write");
+                held.transactions()
+                    .iter()
+                    .map(|one| one.stage)
+                    .collect::<Vec<_>>()
+            });
+            held.carry_out(b"").expect("carry_out");
+            assert_eq!(writer.join().expect("join"), [Stage::Open]);
+            held.abort(&held.root())
+                .expect("the write is of the next one");
+            done.store(true, Ordering::Release);
+            println!("seed {seed}: {} rounds", reader.join().expect("join"));
+        });
+        assert_eq!(seen(&held), with_late, "seed {seed}");
+    }
+}

@@ -1,0 +1,115 @@
+//! The file system of the backing comes back with another device number: what a transaction left is the same.
+
+use firn_backing::sim::{Tree, tree};
+use firn_backing::{Backing, SimBacking, suite};
+use firn_transact::{Held, HeldError, Mode, Stage};
+
+const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
+const SEEDS: std::ops::Range<u64> = 1..30;
+
+/// With history what is kept of an object is one more of its links.
+fn seen(held: &Held<SimBacking>) -> Tree {
+    let mut tree = tree(held).expect("tree");
+    tree.values_mut().for_each(|entry| entry.nlink = 0);
+    tree
+}
+
+/// In a transaction; the trees before it and in it.
+fn begun(seed: u64, mode: Mode, history: u32) -> (Held<SimBacking>, Tree, Tree) {
+    let held = Held::open_with_history(SimBacking::of_seed(seed), history)
+        .expect("open")
+        .0
+        .in_mode(mode);
+    suite::differential::run_alone(&held, seed, 60);
+    let old = seen(&held);
+    held.begin(&held.root(), b"").expect("begin");
+    suite::differential::run_alone(&held, seed + 1_000_000, 60);
+    let new = seen(&held);
+    (held, old, new)
+}
+
+/// firnd ended, and the backing comes back as `device`.
+fn come_back(held: Held<SimBacking>, device: u64, history: u32) -> Held<SimBacking> {
+    let disk = held.base().clone();
+    drop(held);
+    disk.revive();
+    disk.set_device(device);
+    Held::open_with_history(disk.clone(), history)
+        .unwrap_or_else(|error| panic!("device {device}: {error}"))
+        .0
+}
+
+/// Proves S-tx-15.
+#[test]
+fn regression_a_prepared_transaction_is_ended_on_a_device_of_another_number() {
+    for (seed, mode) in SEEDS.flat_map(|seed| MODES.map(|mode| (seed, mode))) {
+        for commits in [true, false] {
+            let told = format!("seed {seed}, {mode:?}, commits: {commits}");
+            let (held, old, new) = begun(seed, mode, 0);
+            held.prepare(&held.root(), 5).expect("prepare");
+            let held = come_back(held, 7, 0);
+            assert_eq!(held.transactions()[0].stage, Stage::Prepared(5), "{told}");
+            match commits {
+                true => held.commit(&held.root(), 5),
+                false => held.abort(&held.root()),
+            }
+            .unwrap_or_else(|error| panic!("{told}: {error}"));
+            let expected = if commits { &new } else { &old };
+            assert_eq!(seen(&held), *expected, "{told}");
+            assert_eq!(
+                seen(&come_back(held, 8, 0)),
+                *expected,
+                "{told}: opened again"
+            );
+        }
+    }
+}
+
+/// Proves S-tx-15.
+#[test]
+fn regression_what_was_decided_or_open_is_ended_on_a_device_of_another_number() {
+    for (seed, mode) in SEEDS.flat_map(|seed| MODES.map(|mode| (seed, mode))) {
+        for at in (1..).step_by(7) {
+            let told = format!("seed {seed}, {mode:?}, call {at}");
+            let (held, old, new) = begun(seed, mode, 0);
+            let disk = held.base().clone();
+            disk.crash_at(disk.steps() + at);
+            let result = held.commit(&held.root(), 5);
+            let now = seen(&come_back(held, 7, 0));
+            assert!(
+                now == new || (result.is_err() && now == old),
+                "{told}: {result:?}"
+            );
+            if result.is_ok() {
+                break;
+            }
+        }
+    }
+}
+
+/// Proves S-tx-15.
+#[test]
+fn regression_a_commit_is_undone_on_a_device_of_another_number() {
+    for seed in SEEDS {
+        let (held, _, first) = begun(seed, Mode::Buffer, 2);
+        held.commit(&held.root(), 1).expect("commit");
+        held.begin(&held.root(), b"").expect("begin");
+        suite::differential::run_alone(&held, seed + 2_000_000, 60);
+        held.commit(&held.root(), 2).expect("commit");
+        let held = come_back(held, 7, 2);
+        held.restore(&held.root(), 1)
+            .unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        assert_eq!(seen(&held), first, "seed {seed}");
+        assert_eq!(
+            held.restore(&held.root(), 2)
+                .err()
+                .map(|error| matches!(error, HeldError::NotKept { .. })),
+            Some(true)
+        );
+        assert_eq!(
+            seen(&come_back(held, 8, 2)),
+            first,
+            "seed {seed}: opened again"
+        );
+    }
+}

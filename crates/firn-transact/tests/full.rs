@@ -1,0 +1,95 @@
+//! Transactions on a backing that is full: an abort needs no room, and a commit that finds none loses nothing.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+
+use common::seen;
+use firn_backing::{Access, Backing, Errno, SimBacking, suite};
+use firn_transact::{Held, HeldError, Mode};
+
+mod common;
+
+const PAGE_BYTES: u64 = 4096;
+const PAGE: [u8; PAGE_BYTES as usize] = [7; PAGE_BYTES as usize];
+
+/// Makes a file of so many pages.
+fn make(held: &Held<SimBacking>, name: &str, pages: u64) {
+    let (_, file, _) = held
+        .create(&suite::own_caller(), &held.root(), OsStr::new(name), 0o600)
+        .expect("create");
+    for at in 0..pages {
+        held.write_at(&file, &[IoSlice::new(&PAGE)], at * PAGE_BYTES)
+            .expect("write");
+    }
+}
+
+fn open(held: &Held<SimBacking>, name: &str) -> <Held<SimBacking> as Backing>::File {
+    let (inode, _) = held
+        .lookup(&held.root(), OsStr::new(name))
+        .expect("look up");
+    held.open(&inode, Access::ReadWrite).expect("open")
+}
+
+/// Cuts a file that was there, and has another one that was there take all room.
+fn fill(held: &Held<SimBacking>) {
+    held.set_len(&open(held, "cut"), 0).expect("cut");
+    let filler = open(held, "filler");
+    for at in 0.. {
+        match held.write_at(&filler, &[IoSlice::new(&PAGE)], at * PAGE_BYTES) {
+            Ok(_) => {}
+            Err(errno) => return assert_eq!(errno, Errno::NOSPC),
+        }
+    }
+}
+
+/// Proves S-tx-16.
+#[test]
+fn an_abort_needs_no_room_and_a_commit_that_finds_none_can_be_made_again() {
+    let mut refused = 0;
+    let mut aborted = 0;
+    for (seed, mode) in (1..200).flat_map(|seed| [(seed, Mode::Buffer), (seed, Mode::Shadow)]) {
+        let disk = SimBacking::of_seed(seed);
+        let held = Held::open(disk.clone()).expect("open").0.in_mode(mode);
+        let root = held.root();
+        suite::differential::run_alone(&held, seed, 60);
+        make(&held, "cut", 40);
+        make(&held, "filler", 1);
+        let old = seen(&held);
+        held.begin(&root, b"").expect("begin");
+        // Room for the names of Firn's own, and for some of what programs write.
+        let used: u64 = old
+            .values()
+            .map(|entry| entry.content.len() as u64 + PAGE_BYTES)
+            .sum();
+        disk.set_capacity(Some(used + 128 * PAGE_BYTES));
+        suite::differential::run_alone(&held, seed + 1_000_000, 60);
+        fill(&held);
+        let new = seen(&held);
+        let told = format!("seed {seed}, {mode:?}");
+        if seed.is_multiple_of(2) {
+            held.abort(&root)
+                .unwrap_or_else(|error| panic!("{told}: {error}"));
+            assert!(seen(&held) == old, "{told}: aborted");
+            aborted += 1;
+            continue;
+        }
+        match held.commit(&root, 1) {
+            Ok(()) => {}
+            Err(error) => {
+                assert_eq!(error, HeldError::Backing(Errno::NOSPC), "{told}");
+                assert!(seen(&held) == new, "{told}: nothing is lost");
+                refused += 1;
+                disk.set_capacity(None);
+                held.commit(&root, 1)
+                    .unwrap_or_else(|error| panic!("{told}: with room: {error}"));
+            }
+        }
+        assert!(seen(&held) == new, "{told}: committed");
+        assert!(
+            seen(&Held::open(disk.clone()).expect("open").0) == new,
+            "{told}: in the backing"
+        );
+    }
+    println!("{aborted} aborted, {refused} commits refused at first");
+    assert!(aborted > 0 && refused > 0);
+}

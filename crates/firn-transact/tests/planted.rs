@@ -1,0 +1,227 @@
+//! What somebody else put into a backing in the place of what is Firn's own.
+
+use std::ffi::OsStr;
+
+use firn_backing::{Access, Backing, Caller, SimBacking};
+use firn_transact::record::{Data, Identity, Item, Piece, Record};
+use firn_transact::{Held, HeldError};
+
+fn us() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+fn them() -> Caller {
+    Caller {
+        uid: us() + 1,
+        gid: 0,
+        pid: 0,
+    }
+}
+
+fn ours() -> Caller {
+    Caller {
+        uid: us(),
+        gid: 0,
+        pid: 0,
+    }
+}
+
+fn name(text: &str) -> &OsStr {
+    OsStr::new(text)
+}
+
+/// A redo record that is decided, and overwrites the file `victim` of the backing.
+fn plant(disk: &SimBacking, caller: Caller, modes: [u32; 3]) {
+    let root = disk.root();
+    let (_, file, attr) = disk
+        .create(&ours(), &root, name("victim"), 0o600)
+        .expect("create");
+    disk.write_at(&file, &[std::io::IoSlice::new(b"before")], 0)
+        .expect("write");
+    let piece = Piece {
+        at: 0,
+        bytes: b"FORGED".to_vec(),
+    };
+    let item = Item {
+        stays: Some((0, b"victim".to_vec())),
+        data: Some(Data {
+            cut: 6,
+            size: 6,
+            written: vec![(0, 6)],
+            grows: false,
+        }),
+        small: vec![piece],
+        ..Item::new(
+            1,
+            Identity {
+                ino: attr.ino,
+                elsewhere: false,
+            },
+            false,
+        )
+    };
+    let record = Record {
+        id: 1,
+        scope: Vec::new(),
+        shared: false,
+        items: vec![item],
+    };
+    let firn = disk
+        .mkdir(&caller, &root, name(".firn"), modes[0])
+        .expect("mkdir")
+        .0;
+    let dir = disk
+        .mkdir(&caller, &firn, name("tx-1"), modes[1])
+        .expect("mkdir")
+        .0;
+    let (_, file, _) = disk
+        .create(&caller, &dir, name("commit"), modes[2])
+        .expect("create");
+    disk.write_at(&file, &[std::io::IoSlice::new(&record.encode())], 0)
+        .expect("write");
+}
+
+fn victim(disk: &SimBacking) -> Vec<u8> {
+    let (inode, attr) = disk.lookup(&disk.root(), name("victim")).expect("lookup");
+    let mut bytes = vec![0; attr.size as usize];
+    disk.read_at(
+        &disk.open(&inode, Access::Read).expect("open"),
+        &mut bytes,
+        0,
+    )
+    .expect("read");
+    bytes
+}
+
+#[test]
+fn a_record_of_ones_own_is_carried_out() {
+    let disk = SimBacking::new();
+    plant(&disk, ours(), [0o700, 0o700, 0o600]);
+    assert_eq!(Held::has_transactions(&disk), Ok(true));
+    let (_, outcome) = Held::open(disk.clone()).expect("open");
+    assert_eq!(outcome.finished, [1]);
+    assert_eq!(victim(&disk), b"FORGED");
+}
+
+/// Proves S-priv-7.
+#[test]
+fn regression_a_planted_record_is_not_carried_out_and_named() {
+    let open_to_others = [
+        [0o755, 0o700, 0o600],
+        [0o700, 0o755, 0o600],
+        [0o700, 0o700, 0o644],
+    ];
+    let planted = [(them(), [0o700, 0o700, 0o600])].into_iter();
+    for (caller, modes) in planted.chain(open_to_others.map(|modes| (ours(), modes))) {
+        let disk = SimBacking::new();
+        plant(&disk, caller, modes);
+        let before = disk.tree();
+        let error = Held::open(disk.clone()).err().expect("refused");
+        assert!(
+            matches!(error, HeldError::Distrusted { .. }),
+            "{modes:?}: {error}"
+        );
+        assert!(error.to_string().contains(".firn"), "{error}");
+        assert_eq!(disk.tree(), before, "{modes:?}");
+    }
+}
+
+#[test]
+fn regression_a_directory_of_another_owner_below_ours_is_refused() {
+    let disk = SimBacking::new();
+    plant(&disk, ours(), [0o700, 0o700, 0o600]);
+    let (firn, _) = disk.lookup(&disk.root(), name(".firn")).expect("lookup");
+    let (dir, _) = disk.lookup(&firn, name("tx-1")).expect("lookup");
+    let (file, _) = disk.lookup(&dir, name("commit")).expect("lookup");
+    for inode in [&dir, &file] {
+        disk.set_owner(inode, Some(them().uid), None)
+            .expect("chown");
+        let told = Held::open(disk.fork()).err().expect("refused").to_string();
+        assert!(
+            told.contains(".firn/tx-1") && told.contains("belongs to user"),
+            "{told}"
+        );
+        disk.set_owner(inode, Some(us()), None).expect("chown");
+    }
+    assert!(Held::open(disk.fork()).is_ok());
+}
+
+/// Proves S-priv-7.
+#[test]
+fn regression_what_is_no_directory_is_named_in_every_mode() {
+    for (kind, words) in [
+        (libc::S_IFREG, "a regular file"),
+        (libc::S_IFLNK, "a symbolic link"),
+        (libc::S_IFIFO, "a named pipe"),
+        (libc::S_IFSOCK, "a socket"),
+        (libc::S_IFBLK, "a block device"),
+    ] {
+        let disk = SimBacking::new();
+        let root = disk.root();
+        match kind {
+            libc::S_IFLNK => drop(disk.symlink(&ours(), &root, name(".firn"), name("elsewhere"))),
+            kind => drop(disk.mknod(&ours(), &root, name(".firn"), kind | 0o600, 0)),
+        }
+        let answers = [
+            Held::has_transactions(&disk).err(),
+            Held::open(disk.fork()).err(),
+        ];
+        for error in answers
+            .into_iter()
+            .chain([Held::known_backups(&disk, None).err()])
+        {
+            let told = error.expect("refused").to_string();
+            assert!(
+                told.contains(&format!(".firn is {words} instead of a directory")),
+                "{told}"
+            );
+        }
+    }
+}
+
+#[test]
+fn regression_a_huge_file_takes_no_memory() {
+    let disk = SimBacking::new();
+    let firn = disk
+        .mkdir(&ours(), &disk.root(), name(".firn"), 0o700)
+        .expect("mkdir")
+        .0;
+    let dir = disk
+        .mkdir(&ours(), &firn, name("tx-1"), 0o700)
+        .expect("mkdir")
+        .0;
+    let (_, file, _) = disk
+        .create(&ours(), &dir, name("open"), 0o600)
+        .expect("create");
+    disk.set_len(&file, 15 << 40).expect("sparse");
+    let error = Held::open(disk).err().expect("refused");
+    assert!(
+        matches!(error, HeldError::TooLong { bytes, .. } if bytes == 15 << 40),
+        "{error}"
+    );
+}
+
+#[test]
+fn regression_a_scope_that_leads_out_of_the_backing_is_refused() {
+    for scope in ["..", "a/../..", "/etc", "a//b"] {
+        let disk = SimBacking::new();
+        let firn = disk
+            .mkdir(&ours(), &disk.root(), name(".firn"), 0o700)
+            .expect("mkdir")
+            .0;
+        let dir = disk
+            .mkdir(&ours(), &firn, name("tx-1"), 0o700)
+            .expect("mkdir")
+            .0;
+        let (_, file, _) = disk
+            .create(&ours(), &dir, name("open"), 0o600)
+            .expect("create");
+        disk.write_at(&file, &[std::io::IoSlice::new(scope.as_bytes())], 0)
+            .expect("write");
+        let error = Held::open(disk).err().expect("refused");
+        assert!(
+            matches!(error, HeldError::Record { .. }),
+            "{scope}: {error}"
+        );
+    }
+}

@@ -1,0 +1,194 @@
+//! Every sequence of calls on three names: after a commit as on a plain directory, after an abort as before;
+//! and the words of CprFS for each name agree with what there is.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+
+use firn_backing::sim::{Tree, tree};
+use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
+use firn_transact::{Held, Mode};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Call {
+    Create(usize),
+    Write(usize),
+    Truncate(usize),
+    Unlink(usize),
+    Rename(usize, usize),
+    Link(usize, usize),
+    Exchange(usize, usize),
+}
+
+const NAMES: [&str; 3] = ["a", "b", "c"];
+
+fn pairs() -> impl Iterator<Item = (usize, usize)> {
+    (0..3)
+        .flat_map(|a| (0..3).map(move |b| (a, b)))
+        .filter(|(a, b)| a != b)
+}
+
+/// What the paper has.
+fn of_files() -> Vec<Call> {
+    let one = [
+        Call::Create as fn(usize) -> Call,
+        Call::Write,
+        Call::Truncate,
+        Call::Unlink,
+    ];
+    let ones = one.into_iter().flat_map(|call| (0..3).map(call));
+    ones.chain(pairs().map(|(a, b)| Call::Rename(a, b)))
+        .collect()
+}
+
+/// And what it has not.
+fn of_links() -> Vec<Call> {
+    let exchanges = pairs()
+        .filter(|(a, b)| a < b)
+        .map(|(a, b)| Call::Exchange(a, b));
+    let links = pairs().map(|(a, b)| Call::Link(a, b));
+    of_files()
+        .into_iter()
+        .chain(exchanges)
+        .chain(links)
+        .collect()
+}
+
+fn run<B: Backing>(b: &B, call: Call, step: u8) -> Result<(), Errno> {
+    let root = b.root();
+    let name = |at: usize| OsStr::new(NAMES[at]);
+    let open = |at| {
+        b.lookup(&root, name(at))
+            .and_then(|(inode, _)| b.open(&inode, Access::ReadWrite))
+    };
+    match call {
+        Call::Create(at) => b
+            .create(&suite::own_caller(), &root, name(at), 0o640)
+            .map(drop),
+        Call::Write(at) => b
+            .write_at(&open(at)?, &[IoSlice::new(&[b'0' + step; 3])], 1)
+            .map(drop),
+        Call::Truncate(at) => b.set_len(&open(at)?, 2),
+        Call::Unlink(at) => b.unlink(&root, name(at)),
+        Call::Rename(from, to) => {
+            b.rename(&root, name(from), &root, name(to), RenameFlags::empty())
+        }
+        Call::Exchange(from, to) => {
+            b.rename(&root, name(from), &root, name(to), RenameFlags::EXCHANGE)
+        }
+        Call::Link(from, to) => {
+            let (inode, _) = b.lookup(&root, name(from))?;
+            b.link(&inode, &root, name(to)).map(drop)
+        }
+    }
+}
+
+/// A backing with some of the names, each with content of its own.
+fn fresh(names: &[usize], len: usize) -> SimBacking {
+    let sim = SimBacking::new();
+    for &at in names {
+        let (_, file, _) = sim
+            .create(
+                &suite::own_caller(),
+                &sim.root(),
+                OsStr::new(NAMES[at]),
+                0o644,
+            )
+            .expect("create");
+        sim.write_at(&file, &[IoSlice::new(&[b'A' + at as u8; 6][..len])], 0)
+            .expect("write");
+    }
+    sim
+}
+
+/// Runs all sequences of `len` of `calls` from `start`.
+fn all(start: &[usize], calls: &[Call], len: u32) {
+    // A write changes bytes, or makes the file longer.
+    for (mode, size) in [(Mode::Buffer, 6), (Mode::Buffer, 3), (Mode::Shadow, 6)] {
+        all_in(mode, fresh(start, size), calls, len);
+    }
+}
+
+fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
+    let before = disk.tree();
+    let mut count = 0;
+    for (number, is_aborted) in (0..calls.len().pow(len)).flat_map(|n| [(n, false), (n, true)]) {
+        let sequence: Vec<Call> = (0..len)
+            .map(|at| calls[number / calls.len().pow(at) % calls.len()])
+            .collect();
+        let plain = disk.fork();
+        let held = Held::open(disk.fork()).expect("open").0.in_mode(mode);
+        held.begin(&held.root(), b"").expect("begin");
+        for (step, &call) in sequence.iter().enumerate() {
+            let here = run(&held, call, step as u8);
+            let there = run(&plain, call, step as u8);
+            assert_eq!(here, there, "{sequence:?}, call {step}");
+        }
+        for name in NAMES {
+            if let Some(state) = held.state_of(&held.root(), OsStr::new(name)) {
+                let is_there = held.lookup(&held.root(), OsStr::new(name)).is_ok();
+                assert_eq!(state.exists(), is_there, "{sequence:?}: {name} is {state}");
+            }
+        }
+        let after = plain.tree();
+        assert_eq!(
+            tree(&held),
+            Ok(after.clone()),
+            "{sequence:?}: as it is seen"
+        );
+        let below = held.base().tree();
+        match mode {
+            // The backing shows nothing.
+            Mode::Buffer => {
+                assert!(
+                    before
+                        .iter()
+                        .all(|(path, entry)| path.is_empty() || below.get(path) == Some(entry))
+                )
+            }
+            // It shows all.
+            Mode::Shadow => {
+                let content = |tree: &Tree| -> Vec<_> {
+                    let shown = tree.iter().filter(|(path, _)| !path.starts_with(b".firn"));
+                    shown
+                        .map(|(path, entry)| (path.clone(), entry.content.clone()))
+                        .collect()
+                };
+                assert_eq!(
+                    content(&below),
+                    content(&after),
+                    "{sequence:?}: in the backing"
+                );
+            }
+        }
+        if is_aborted {
+            held.abort(&held.root()).expect("abort");
+            assert_eq!(tree(&held), Ok(before.clone()), "{sequence:?}: aborted");
+        } else {
+            held.commit(&held.root(), 1).expect("commit");
+            assert_eq!(tree(&held), Ok(after), "{sequence:?}: committed");
+        }
+        held.base().fsck().expect("fsck");
+        count += 1;
+    }
+    println!(
+        "{mode:?}: {count} transactions: all sequences of {len} of {} calls, committed and aborted",
+        calls.len()
+    );
+}
+
+#[test]
+fn every_sequence_of_four_calls_on_three_files() {
+    all(&[0, 1, 2], &of_files(), 4);
+}
+
+#[test]
+fn every_sequence_of_three_calls_where_a_name_is_free() {
+    all(&[0, 1], &of_files(), 3);
+    all(&[2], &of_files(), 3);
+}
+
+#[test]
+fn every_sequence_of_three_calls_with_links_and_exchanges() {
+    all(&[0, 1, 2], &of_links(), 3);
+    all(&[0, 1], &of_links(), 3);
+}

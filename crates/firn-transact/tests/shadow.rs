@@ -1,0 +1,437 @@
+//! Shadow mode: what undoes a change is durable before it, whatever is lost and whatever fails.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+
+use firn_backing::sim::{Fault, Tree, tree};
+use firn_backing::{Access, Backing, Errno, RenameFlags, SetTime, SimBacking, Time, suite};
+use firn_transact::{Held, Mode};
+
+fn seen(held: &Held<SimBacking>) -> Tree {
+    tree(held).expect("tree")
+}
+
+/// Which paths differ, and how.
+fn assert_same(now: &Tree, old: &Tree, told: &str) {
+    let paths: std::collections::BTreeSet<_> = now.keys().chain(old.keys()).collect();
+    let differ = paths
+        .into_iter()
+        .filter(|path| now.get(*path) != old.get(*path));
+    let shown = |tree: &Tree, path| {
+        tree.get(path).map(|entry| {
+            let content = entry
+                .content
+                .iter()
+                .fold(0u64, |sum, &b| sum.wrapping_mul(31).wrapping_add(b.into()));
+            format!(
+                "{:?} {:o} {:?} {} links, {} bytes {content:x} {:?}",
+                entry.kind,
+                entry.mode,
+                entry.owner,
+                entry.nlink,
+                entry.content.len(),
+                entry.xattrs
+            )
+        })
+    };
+    let differ: Vec<_> = differ
+        .map(|path| {
+            (
+                String::from_utf8_lossy(path),
+                shown(now, path),
+                shown(old, path),
+            )
+        })
+        .collect();
+    assert!(differ.is_empty(), "{told}: path, now, before: {differ:#?}");
+}
+
+fn open(disk: SimBacking) -> Held<SimBacking> {
+    Held::open(disk).expect("open").0.in_mode(Mode::Shadow)
+}
+
+fn seeds(count: u64) -> std::ops::Range<u64> {
+    let first: u64 = std::env::var("FIRN_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(1);
+    let more: u64 = std::env::var("FIRN_OPS")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(0);
+    first..first + count.max(more / 2000)
+}
+
+/// A tree made from `seed`, of which not all is durable.
+fn before(seed: u64) -> (Held<SimBacking>, Tree) {
+    let held = open(SimBacking::of_seed(seed));
+    suite::differential::run_alone(&held, seed, 60);
+    let old = seen(&held);
+    (held, old)
+}
+
+/// The power fails, and the next firnd comes; it may be cut short as well.
+fn power_fails(disk: &SimBacking, seed: u64, again: Option<u64>) -> Held<SimBacking> {
+    disk.revive();
+    disk.power_loss(seed);
+    if let Some(again) = again {
+        disk.crash_at(disk.steps() + again);
+        let opened = Held::open(disk.clone());
+        assert!(
+            opened.is_ok() || disk.is_dead(),
+            "only the crash may stop it"
+        );
+        drop(opened);
+        disk.revive();
+        disk.power_loss(seed ^ 0x5555);
+    }
+    disk.fsck().expect("fsck");
+    open(disk.clone())
+}
+
+#[test]
+fn a_crash_at_any_call_in_a_transaction_leaves_the_tree_before() {
+    for seed in seeds(10) {
+        for at in 1.. {
+            let (held, old) = before(seed);
+            held.begin(&held.root(), b"").expect("begin");
+            let disk = held.base().clone();
+            disk.crash_at(disk.steps() + at);
+            suite::differential::run_alone(&held, seed + 1_000_000, 60);
+            let is_over = !disk.is_dead();
+            drop(held);
+            let held = power_fails(&disk, seed * 31 + at, (at % 3 == 0).then_some(1 + at % 60));
+            assert_same(&seen(&held), &old, &format!("seed {seed}, call {at}"));
+            assert_eq!(held.transactions(), [], "seed {seed}, call {at}");
+            if is_over {
+                println!("seed {seed}: {at} calls");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_crash_at_any_call_of_putting_back_is_finished_by_the_next() {
+    for seed in seeds(6) {
+        for at in 1.. {
+            let (held, old) = before(seed);
+            held.begin(&held.root(), b"").expect("begin");
+            suite::differential::run_alone(&held, seed + 1_000_000, 100);
+            let disk = held.base().clone();
+            drop(held);
+            disk.power_loss(seed * 37 + at);
+            disk.crash_at(disk.steps() + at);
+            let is_over = Held::open(disk.clone()).is_ok();
+            let held = power_fails(&disk, seed + at, Some(1 + at * 7 % 80));
+            assert_same(&seen(&held), &old, &format!("seed {seed}, call {at}"));
+            if is_over {
+                println!("seed {seed}: {at} calls");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_saved_is_not_changed() {
+    for seed in seeds(8) {
+        for at in 1.. {
+            let (held, old) = before(seed);
+            held.begin(&held.root(), b"").expect("begin");
+            let disk = held.base().clone();
+            let begun = disk.steps();
+            let mut left = 3;
+            disk.set_plan(move |_, step| {
+                let now = step >= begun + at && left > 0;
+                left -= i32::from(now);
+                now.then_some(Fault::Error(Errno::NOSPC))
+            });
+            suite::differential::run_alone(&held, seed + 1_000_000, 60);
+            let is_over = disk.steps() < begun + at;
+            disk.clear_plan();
+            let crashed = power_fails(&disk.fork(), seed * 41 + at, None);
+            assert_same(
+                &seen(&crashed),
+                &old,
+                &format!("seed {seed}, call {at}: after a crash"),
+            );
+            held.abort(&held.root()).expect("abort");
+            assert_same(
+                &seen(&held),
+                &old,
+                &format!("seed {seed}, call {at}: aborted"),
+            );
+            held.base().fsck().expect("fsck");
+            if is_over {
+                println!("seed {seed}: {at} calls");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn an_abort_that_fails_goes_on_when_it_is_asked_again_and_nothing_else_is_allowed() {
+    for seed in seeds(6) {
+        for at in 1.. {
+            let (held, old) = before(seed);
+            held.begin(&held.root(), b"").expect("begin");
+            suite::differential::run_alone(&held, seed + 1_000_000, 60);
+            let disk = held.base().clone();
+            let begun = disk.steps();
+            let mut left = 1;
+            disk.set_plan(move |_, step| {
+                let now = step >= begun + at && left > 0;
+                left -= i32::from(now);
+                now.then_some(Fault::Error(Errno::IO))
+            });
+            let result = held.abort(&held.root());
+            disk.clear_plan();
+            if result.is_err() {
+                let made = held.create(&suite::own_caller(), &held.root(), OsStr::new("x"), 0o600);
+                assert!(made.is_err_and(|e| e == Errno::CANCELED));
+                assert!(
+                    held.commit(&held.root(), 1).is_err() && held.prepare(&held.root(), 1).is_err()
+                );
+                held.abort(&held.root()).expect("again");
+            }
+            assert_same(
+                &seen(&held),
+                &old,
+                &format!("seed {seed}, call {at}: {result:?}"),
+            );
+            if result.is_ok() {
+                break;
+            }
+        }
+    }
+}
+
+fn file(held: &Held<SimBacking>, name: &str, content: &[u8]) {
+    let (_, file, _) = held
+        .create(&suite::own_caller(), &held.root(), OsStr::new(name), 0o644)
+        .expect("create");
+    held.write_at(&file, &[IoSlice::new(content)], 0)
+        .expect("write");
+}
+
+fn write(held: &Held<SimBacking>, name: &str, content: &[u8], at: u64) -> Result<usize, Errno> {
+    let (inode, _) = held.lookup(&held.root(), OsStr::new(name))?;
+    held.write_at(
+        &held.open(&inode, Access::ReadWrite)?,
+        &[IoSlice::new(content)],
+        at,
+    )
+}
+
+/// Old bytes that are saved.
+fn saved_bytes(held: &Held<SimBacking>) -> usize {
+    let below = held.base().tree();
+    let saved = below
+        .iter()
+        .filter(|(path, _)| path.windows(12).any(|part| part == b"/saved/data-"));
+    saved
+        .map(|(_, entry)| entry.content.iter().filter(|&&byte| byte != 0).count())
+        .sum()
+}
+
+#[test]
+fn only_bytes_that_change_are_saved() {
+    let held = open(SimBacking::new());
+    let old = vec![7; 100_000];
+    for name in ["grows", "cut", "written", "new"] {
+        file(&held, name, &old);
+    }
+    let before = seen(&held);
+    held.begin(&held.root(), b"").expect("begin");
+    write(&held, "grows", b"more", 100_000).expect("append");
+    assert_eq!(saved_bytes(&held), 0, "a file that grows");
+    let cut = |name: &str, len| {
+        let (inode, _) = held.lookup(&held.root(), OsStr::new(name)).expect("lookup");
+        held.set_len(&held.open(&inode, Access::ReadWrite).expect("open"), len)
+            .expect("truncate");
+    };
+    cut("cut", 81_920);
+    assert_eq!(saved_bytes(&held), 100_000 - 81_920, "a tail");
+    cut("cut", 40_960);
+    write(&held, "cut", b"again", 50_000).expect("write");
+    assert_eq!(saved_bytes(&held), 100_000 - 40_960, "and the rest of it");
+    held.unlink(&held.root(), OsStr::new("new"))
+        .expect("unlink");
+    file(&held, "new", &old);
+    cut("new", 0);
+    assert_eq!(
+        saved_bytes(&held),
+        100_000 - 40_960,
+        "nothing of a new file, nor of one that is removed"
+    );
+    write(&held, "written", b"x", 5000).expect("write");
+    assert_eq!(
+        saved_bytes(&held),
+        100_000 - 40_960 + 100_000 - 4096,
+        "from where it is changed"
+    );
+    held.abort(&held.root()).expect("abort");
+    assert_eq!(seen(&held), before);
+}
+
+#[test]
+fn times_and_open_files_come_back() {
+    let held = open(SimBacking::new());
+    file(&held, "a", b"old");
+    let root = held.root();
+    let (dir, _) = held
+        .mkdir(&suite::own_caller(), &root, OsStr::new("dir"), 0o755)
+        .expect("mkdir");
+    let (inode, _) = held.lookup(&root, OsStr::new("a")).expect("lookup");
+    let at = |sec| SetTime::At(Time { sec, nsec: 5 });
+    held.set_times(&inode, at(1), at(2)).expect("times");
+    held.set_times(&dir, at(3), at(4)).expect("times");
+    let open_file = held.open(&inode, Access::ReadWrite).expect("open");
+    let times = |inode| {
+        held.attr(inode)
+            .map(|attr| (attr.atime, attr.mtime, attr.nlink))
+            .expect("attr")
+    };
+    let old = [times(&inode), times(&dir)];
+    held.begin(&root, b"").expect("begin");
+    held.write_at(&open_file, &[IoSlice::new(b"newer")], 0)
+        .expect("write");
+    for inode in [&inode, &dir] {
+        held.set_times(inode, at(11), at(12)).expect("times");
+        assert_eq!(times(inode).1, Time { sec: 12, nsec: 5 });
+    }
+    held.link(&inode, &dir, OsStr::new("b")).expect("link");
+    held.unlink(&root, OsStr::new("a")).expect("unlink");
+    held.unlink(&dir, OsStr::new("b")).expect("unlink");
+    assert_eq!(times(&inode).2, 0, "it has no name for programs");
+    held.rename(
+        &root,
+        OsStr::new("dir"),
+        &root,
+        OsStr::new("moved"),
+        RenameFlags::empty(),
+    )
+    .expect("rename");
+    held.rmdir(&root, OsStr::new("moved")).expect("rmdir");
+    assert_eq!(held.attr(&dir).map(|attr| attr.nlink), Ok(0));
+    let made = held.create(&suite::own_caller(), &dir, OsStr::new("x"), 0o600);
+    assert_eq!(
+        made.err(),
+        Some(Errno::NOENT),
+        "nothing is made where there is no directory any more"
+    );
+    held.write_at(&open_file, &[IoSlice::new(b"still open")], 0)
+        .expect("write");
+    let (gone, gone_file, _) = held
+        .create(&suite::own_caller(), &root, OsStr::new("new"), 0o600)
+        .expect("create");
+    held.abort(&root).expect("abort");
+    assert_eq!([times(&inode), times(&dir)], old);
+    let mut content = [0; 9];
+    assert_eq!(held.read_at(&open_file, &mut content, 0), Ok(3));
+    assert_eq!(&content[..3], b"old");
+    assert_eq!(held.attr(&gone).err(), Some(Errno::STALE));
+    assert_eq!(
+        held.write_at(&gone_file, &[IoSlice::new(b"x")], 0).err(),
+        Some(Errno::STALE)
+    );
+}
+
+#[test]
+fn scopes_are_undone_on_their_own() {
+    for seed in seeds(20) {
+        let held = open(SimBacking::new());
+        let root = held.root();
+        let me = suite::own_caller();
+        for name in ["one", "two"] {
+            held.mkdir(&me, &root, OsStr::new(name), 0o755)
+                .expect("mkdir");
+        }
+        let inode = |name: &str| held.lookup(&root, OsStr::new(name)).expect("lookup").0;
+        for name in ["one", "two"] {
+            held.begin(&inode(name), name.as_bytes()).expect("begin");
+            let (_, file, _) = held
+                .create(&me, &inode(name), OsStr::new("f"), 0o644)
+                .expect("create");
+            held.write_at(&file, &[IoSlice::new(name.as_bytes())], 0)
+                .expect("write");
+        }
+        let renamed = held.rename(
+            &inode("one"),
+            OsStr::new("f"),
+            &inode("two"),
+            OsStr::new("g"),
+            RenameFlags::empty(),
+        );
+        assert_eq!(renamed.err(), Some(Errno::XDEV));
+        if seed % 2 == 0 {
+            held.abort(&inode("one")).expect("abort");
+            held.commit(&inode("two"), 1).expect("commit");
+        } else {
+            held.commit(&inode("two"), 1).expect("commit");
+            let disk = held.base().clone();
+            disk.power_loss(seed);
+            let held = open(disk);
+            assert!(held.lookup(&held.root(), OsStr::new("two")).is_ok());
+            assert_eq!(
+                seen(&held)
+                    .keys()
+                    .filter(|path| path.ends_with(b"/f"))
+                    .count(),
+                1,
+                "seed {seed}"
+            );
+            continue;
+        }
+        let names: Vec<Vec<u8>> = seen(&held).into_keys().collect();
+        assert_eq!(
+            names,
+            [&b""[..], b"one", b"two", b"two/f"].map(<[u8]>::to_vec),
+            "seed {seed}"
+        );
+    }
+}
+
+/// Two hosts in one transaction: `share` changes of each in turns, over one directory of what is saved.
+fn two_hosts(seed: u64, crash: Option<u64>) -> (SimBacking, Held<SimBacking>, Tree) {
+    let (held, old) = before(seed);
+    let disk = held.base().clone();
+    drop(held);
+    let hosts = [open(disk.clone()), open(disk.clone())];
+    for inode in &hosts {
+        inode.begin(&inode.root(), b"").expect("begin");
+    }
+    if let Some(at) = crash {
+        disk.crash_at(disk.steps() + at);
+    }
+    for turn in 0..24 {
+        suite::differential::run_alone(&hosts[turn % 2], seed + 1_000_000 + turn as u64, 5);
+    }
+    let [first, _] = hosts;
+    (disk, first, old)
+}
+
+#[test]
+fn what_two_hosts_change_is_saved_once_and_put_back() {
+    for seed in seeds(60) {
+        let (_, inode, old) = two_hosts(seed, None);
+        inode.abort(&inode.root()).expect("abort");
+        assert_same(&seen(&inode), &old, &format!("seed {seed}: aborted"));
+        inode.base().fsck().expect("fsck");
+    }
+    for seed in seeds(4) {
+        for at in 1.. {
+            let (disk, inode, old) = two_hosts(seed, Some(at));
+            drop(inode);
+            let is_over = !disk.is_dead();
+            let held = power_fails(&disk, seed * 43 + at, None);
+            assert_same(&seen(&held), &old, &format!("seed {seed}, call {at}"));
+            if is_over {
+                println!("seed {seed}: {at} calls");
+                break;
+            }
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! Files of which little is overwritten: kept in memory, taken by the record, taken over by a twin.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+
+use firn_backing::sim::tree;
+use firn_backing::{Access, Backing, Errno, Seek, SetTime, SimBacking, Time, suite};
+use firn_transact::Held;
+
+const NAME: &str = "file";
+/// More than may be overwritten without a twin.
+const LARGE: usize = 20_000;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Call {
+    Small,
+    Other,
+    Large,
+    Longer,
+    Cut,
+    Hole,
+    Mode,
+    Xattr,
+    Times,
+    Time,
+    Into,
+    Sync,
+}
+
+const CALLS: [Call; 12] = [
+    Call::Small,
+    Call::Other,
+    Call::Large,
+    Call::Longer,
+    Call::Cut,
+    Call::Hole,
+    Call::Mode,
+    Call::Xattr,
+    Call::Times,
+    Call::Time,
+    Call::Into,
+    Call::Sync,
+];
+
+fn run<B: Backing>(b: &B, call: Call, step: usize) -> Result<(), Errno> {
+    let (inode, _) = b.lookup(&b.root(), OsStr::new(NAME))?;
+    let file = b.open(&inode, Access::ReadWrite)?;
+    let fill = |len: usize| vec![b'0' + step as u8; len];
+    let time = |sec| SetTime::At(Time { sec, nsec: 7 });
+    match call {
+        Call::Small => b
+            .write_at(
+                &file,
+                &[IoSlice::new(&fill(100)), IoSlice::new(&fill(3))],
+                990,
+            )
+            .map(drop),
+        Call::Other => b
+            .write_at(&file, &[IoSlice::new(&fill(40))], 1070 + 7 * step as u64)
+            .map(drop),
+        Call::Large => b
+            .write_at(&file, &[IoSlice::new(&fill(LARGE))], 500)
+            .map(drop),
+        Call::Longer => b
+            .write_at(&file, &[IoSlice::new(&fill(60))], 29_970)
+            .map(drop),
+        Call::Cut => b.set_len(&file, 1010),
+        Call::Hole => b.allocate(
+            &file,
+            libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
+            1000,
+            30,
+        ),
+        Call::Mode => b.set_mode(&inode, 0o600 + step as u32),
+        Call::Xattr => b.set_xattr(&inode, OsStr::new("user.step"), &fill(4), 0),
+        Call::Times => b.set_times(&inode, time(1000), time(2000 + step as i64)),
+        Call::Time => b.set_times(&inode, SetTime::Keep, time(3000 + step as i64)),
+        Call::Into => b.copy_range(&file, 0, &file, 2000, 50).map(drop),
+        Call::Sync => b.sync(&file, false),
+    }
+}
+
+/// A file of 30,000 bytes with a hole in it.
+fn start() -> SimBacking {
+    let sim = SimBacking::new();
+    let made = sim
+        .create(&suite::own_caller(), &sim.root(), OsStr::new(NAME), 0o644)
+        .expect("create");
+    for at in [0, 15_000] {
+        sim.write_at(&made.1, &[IoSlice::new(&[b'.'; 15_000])], at)
+            .expect("write");
+    }
+    sim
+}
+
+/// The time of the last change, if it was set. Where the file is said to have no data it has none.
+fn seen<B: Backing>(b: &B) -> Option<Time> {
+    let (inode, attr) = b.lookup(&b.root(), OsStr::new(NAME)).expect("lookup");
+    let file = b.open(&inode, Access::Read).expect("open");
+    let mut content = vec![0; attr.size as usize];
+    b.read_at(&file, &mut content, 0).expect("read");
+    for at in [0, 980, 1000, 1020, 1090, 1200] {
+        let data = b
+            .seek(&file, at, Seek::Data)
+            .unwrap_or(attr.size)
+            .min(attr.size);
+        let skipped = content.get(at as usize..data as usize).unwrap_or_default();
+        assert!(
+            skipped.iter().all(|&byte| byte == 0),
+            "{skipped:?} skipped from {at} on"
+        );
+        let hole = b.seek(&file, at, Seek::Hole);
+        assert!(
+            hole.is_err() || (at..=attr.size).contains(&hole.unwrap_or(0)),
+            "a hole at {hole:?}"
+        );
+    }
+    (1000..10_000)
+        .contains(&attr.mtime.sec)
+        .then_some(attr.mtime)
+}
+
+/// Every three calls, seen in the transaction, after an abort, and after a commit by this firnd or by the next.
+#[test]
+fn a_file_is_as_a_plain_one_however_it_goes_on_after_small_changes() {
+    let before = start();
+    for number in 0..CALLS.len().pow(3) {
+        let calls = [0, 1, 2].map(|at| CALLS[number / CALLS.len().pow(at) % CALLS.len()]);
+        let plain = before.fork();
+        let held = Held::open(before.fork()).expect("open").0;
+        held.begin(&held.root(), b"").expect("begin");
+        for (step, call) in calls.into_iter().enumerate() {
+            assert_eq!(
+                run(&held, call, step),
+                run(&plain, call, step),
+                "{calls:?}, call {step}"
+            );
+            assert_eq!(tree(&held), Ok(plain.tree()), "{calls:?}, call {step}");
+            assert_eq!(seen(&held), seen(&plain), "{calls:?}, call {step}");
+        }
+        let root = held.root();
+        if number % 3 == 0 {
+            held.abort(&root).expect("abort");
+            assert_eq!(tree(&held), Ok(before.tree()), "{calls:?}: aborted");
+            continue;
+        }
+        held.prepare(&root, 5).expect("prepare");
+        let next = if number % 3 == 1 {
+            Some(Held::open(held.base().fork()).expect("open").0)
+        } else {
+            None
+        };
+        let held = next.as_ref().unwrap_or(&held);
+        held.commit(&held.root(), 5).expect("commit");
+        assert_eq!(tree(held), Ok(plain.tree()), "{calls:?}: committed");
+        assert_eq!(seen(held), seen(&plain), "{calls:?}: committed");
+        held.base().fsck().expect("fsck");
+    }
+}
+
+/// Nothing is staged for what is small, and a checkpoint that is restored has the old bytes.
+#[test]
+fn small_changes_stage_nothing_and_are_undone_by_history() {
+    let held = Held::open_with_history(start(), 2).expect("open").0;
+    let root = held.root();
+    let content = || {
+        tree(&held).expect("a tree")[NAME.as_bytes()]
+            .content
+            .clone()
+    };
+    held.begin(&root, b"").expect("begin");
+    run(&held, Call::Other, 1).expect("write");
+    held.commit(&root, 1).expect("commit");
+    let first = content();
+    held.begin(&root, b"").expect("begin");
+    let objects = || held.base().tree().len();
+    let before = objects();
+    run(&held, Call::Small, 2).expect("write");
+    run(&held, Call::Time, 2).expect("set the time");
+    assert_eq!(objects(), before, "no twin");
+    run(&held, Call::Large, 2).expect("write");
+    assert!(objects() > before, "a twin");
+    held.abort(&root).expect("abort");
+    held.begin(&root, b"").expect("begin");
+    run(&held, Call::Small, 2).expect("write");
+    held.commit(&root, 2).expect("commit");
+    assert_ne!(content(), first);
+    held.restore(&root, 1).expect("restore");
+    assert_eq!(content(), first);
+}
