@@ -16,7 +16,10 @@ fn topology(distances: &[&[u32]]) -> Topology {
     write("online", format!("0-{}\n", distances.len() - 1));
     for (numa_node, row) in distances.iter().enumerate() {
         std::fs::create_dir(root.path().join(format!("node{numa_node}"))).expect("mkdir");
-        write(&format!("node{numa_node}/cpulist"), format!("{numa_node}\n"));
+        write(
+            &format!("node{numa_node}/cpulist"),
+            format!("{numa_node}\n"),
+        );
         let row: Vec<String> = row.iter().map(u32::to_string).collect();
         write(&format!("node{numa_node}/distance"), row.join(" "));
     }

@@ -18,12 +18,14 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{self, AtFlags, CWD, FallocateFlags, FileType, Gid, Mode, OFlags, SeekFrom, Uid};
+use rustix::fs::{
+    self, AtFlags, CWD, FallocateFlags, FileType, FlockOperation, Gid, Mode, OFlags, SeekFrom, Uid,
+};
 
 use crate::unsynced::{self, Key, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime,
-    StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LockMode, RenameFlags, Result, Seek,
+    SetTime, StatFs, SyncWay,
 };
 
 mod attr;
@@ -589,6 +591,18 @@ impl Backing for DirBacking {
         fs::fsync(&file.fd)?;
         self.unsynced.synced(file.key, version);
         Ok(())
+    }
+
+    fn try_lock(&self, file: &Self::File, mode: LockMode) -> Result<bool> {
+        let operation = match mode {
+            LockMode::Exclusive => FlockOperation::NonBlockingLockExclusive,
+            LockMode::Shared => FlockOperation::NonBlockingLockShared,
+        };
+        match fs::flock(&file.fd, operation) {
+            Ok(()) => Ok(true),
+            Err(Errno::WOULDBLOCK) => Ok(false),
+            Err(errno) => Err(errno),
+        }
     }
 
     fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>> {

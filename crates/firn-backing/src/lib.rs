@@ -173,6 +173,18 @@ pub trait Backing: Send + Sync + 'static {
     fn sync(&self, file: &Self::File, data_only: bool) -> Result<()>;
     /// A range is going to be synced: it may begin to go to the device. Does not wait for that.
     fn begin_sync(&self, _file: &Self::File, _offset: u64, _len: u64) {}
+    /// flock(2) without waiting: false where another open file has a lock that excludes this one, in this process
+    /// or elsewhere. The lock belongs to `file`, and ends when that is dropped or its process ends, however it ends.
+    /// [`LockMode::Exclusive`] needs a file that is open for writing. How far the lock reaches is the file system's
+    /// affair: one that keeps it on this host does not say so.
+    ///
+    /// Not a lock of an open file description (`F_OFD_SETLK`): Linux tells a FUSE server of the unlock at close for
+    /// flock(2) and for the locks of a process, but not for those, so the lock of a killed process would stay.
+    ///
+    /// What lies over another backing has no locks of its own: hosts meet in the one below.
+    fn try_lock(&self, _file: &Self::File, _mode: LockMode) -> Result<bool> {
+        Err(Errno::OPNOTSUPP)
+    }
     /// The descriptor, for kernel passthrough; `None` where there is none.
     fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>>;
 

@@ -4,6 +4,8 @@
 //! * [`SimBacking::fork`] makes another world that goes on from the same disk.
 //! * [`SimBacking::power_loss`] leaves one of the states that a real disk may be left in.
 //! * A call may hang ([`SimBacking::hang`]); one that is made with a lock held that must not be, panics.
+//! * [`SimBacking::another_process`] is another host or process over the same disk, with faults of its own. Locks of a
+//!   process end with it.
 //! * No permissions are checked: the caller is taken to be root.
 
 use std::sync::Arc;
@@ -17,6 +19,7 @@ use crate::{Errno, Result};
 mod calls;
 mod data;
 mod disk;
+mod locks;
 mod power;
 mod rename;
 mod tree;
@@ -24,6 +27,7 @@ mod tree;
 pub use calls::{SimDir, SimFile, SimInode};
 pub use data::PAGE_BYTES;
 pub use disk::Disk;
+pub use locks::LockReach;
 pub use tree::{Tree, TreeEntry, tree};
 
 /// What goes wrong with a call.
@@ -41,10 +45,13 @@ pub enum Fault {
 /// Decides, from the name of the trait's method and the step (the first is 1), what goes wrong.
 pub type Plan = Box<dyn FnMut(&'static str, u64) -> Option<Fault> + Send>;
 
-/// The simulated backing. Clones share the disk; see [`SimBacking::fork`] for one that does not.
+/// The simulated backing. Clones are the same process; see [`SimBacking::another_process`] for one that shares the
+/// disk only, and [`SimBacking::fork`] for one that does not even do that.
 #[derive(Clone, Default)]
 pub struct SimBacking {
     state: Arc<Mutex<State>>,
+    /// Which of [`State::processes`] this is.
+    process: usize,
     /// Files that are open.
     open: Arc<AtomicUsize>,
     /// syncfs(2) reaches nobody.
@@ -52,9 +59,26 @@ pub struct SimBacking {
     unsynced: Arc<Unsynced>,
 }
 
-#[derive(Default)]
 struct State {
     disk: Disk,
+    /// At least one.
+    processes: Vec<Process>,
+    locks: locks::Locks,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self {
+            disk: Disk::default(),
+            processes: vec![Process::default()],
+            locks: locks::Locks::default(),
+        }
+    }
+}
+
+/// Calls of one process, and what becomes of them.
+#[derive(Default)]
+struct Process {
     steps: u64,
     plan: Option<Plan>,
     dead: bool,
@@ -157,19 +181,49 @@ impl SimBacking {
         fork
     }
 
+    /// Another process, on this host or another one, over the same disk: with its own steps, plan and hangs, and with
+    /// locks that exclude those of this one. It may crash while this one goes on.
+    pub fn another_process(&self) -> Self {
+        let process = {
+            let mut state = self.state.lock();
+            state.processes.push(Process::default());
+            state.processes.len() - 1
+        };
+        Self {
+            state: Arc::clone(&self.state),
+            process,
+            open: Arc::default(),
+            is_synced_one_by_one: Arc::clone(&self.is_synced_one_by_one),
+            unsynced: Arc::default(),
+        }
+    }
+
+    /// Has locks reach only this far, for all processes over this disk.
+    pub fn set_lock_reach(&self, reach: LockReach) {
+        self.state.lock().locks.reach = reach;
+    }
+
+    /// The server forgets the locks of this process, as one does that has not heard of a client for long. The process
+    /// is not told; what it writes to files that it had locked fails with EIO.
+    pub fn lose_locks(&self) {
+        self.state.lock().locks.end_all_of(self.process);
+    }
+
     /// Has syncfs(2) reach nobody, as over FUSE, or ends that.
     pub fn sync_one_by_one(&self, is_so: bool) {
         self.is_synced_one_by_one.store(is_so, Ordering::Relaxed);
     }
 
-    /// The process ended, and another one goes on with the same disk: what was changed and not synced is not known.
+    /// The process ended, and another one goes on with the same disk: what was changed and not synced is not known,
+    /// and its locks are free.
     pub fn begin_new_process(&self) {
         self.unsynced.reset();
+        self.lose_locks();
     }
 
     /// Calls so far.
     pub fn steps(&self) -> u64 {
-        self.state.lock().steps
+        self.own(&mut self.state.lock()).steps
     }
 
     /// Files open now.
@@ -179,12 +233,12 @@ impl SimBacking {
 
     /// Has every later call ask `plan`.
     pub fn set_plan(&self, plan: impl FnMut(&'static str, u64) -> Option<Fault> + Send + 'static) {
-        self.state.lock().plan = Some(Box::new(plan));
+        self.own(&mut self.state.lock()).plan = Some(Box::new(plan));
     }
 
     /// No more faults.
     pub fn clear_plan(&self) {
-        self.state.lock().plan = None;
+        self.own(&mut self.state.lock()).plan = None;
     }
 
     /// Crashes at this step (`n` calls from the start), as [`Fault::Crash`].
@@ -204,15 +258,20 @@ impl SimBacking {
         self.hang_one(Hangs::Step(n))
     }
 
+    fn own<'a>(&self, state: &'a mut State) -> &'a mut Process {
+        &mut state.processes[self.process]
+    }
+
     fn hang_one(&self, which: Hangs) -> Hang {
         let hang = Arc::new(HangState::default());
-        self.state.lock().hangs.push((which, Arc::clone(&hang)));
+        let mut state = self.state.lock();
+        self.own(&mut state).hangs.push((which, Arc::clone(&hang)));
         Hang(hang)
     }
 
     /// Whether a crash has happened.
     pub fn is_dead(&self) -> bool {
-        self.state.lock().dead
+        self.own(&mut self.state.lock()).dead
     }
 
     /// Ends a crash, and the plan with it. What was written is still there; see also
@@ -220,7 +279,9 @@ impl SimBacking {
     pub fn revive(&self) {
         self.begin_new_process();
         let mut state = self.state.lock();
-        (state.dead, state.plan) = (false, None);
+        let process = self.own(&mut state);
+        process.dead = false;
+        process.plan = None;
     }
 
     /// The power fails: some of what was not synced is lost, chosen by `seed`. Inodes and files from
@@ -257,7 +318,7 @@ impl SimBacking {
     }
 }
 
-impl State {
+impl Process {
     /// The hang that this call runs into.
     fn take_hang(&mut self, op: &'static str) -> Option<Arc<HangState>> {
         let now = [Hangs::Op(op), Hangs::Step(self.steps + 1)];
@@ -281,5 +342,16 @@ impl State {
                 Err(Errno::IO)
             }
         }
+    }
+}
+
+impl State {
+    /// [`Process::step`] of one of the processes; one that dies of it loses its locks.
+    fn step(&mut self, process: usize, op: &'static str) -> Result<usize> {
+        let most = self.processes[process].step(op);
+        if self.processes[process].dead {
+            self.locks.end_all_of(process);
+        }
+        most
     }
 }

@@ -7,7 +7,9 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 
 use crate::sim::tree;
-use crate::{Access, Attr, Backing, Caller, Errno, Kind, RenameFlags, Seek, SetTime, Time};
+use crate::{
+    Access, Attr, Backing, Caller, Errno, Kind, LockMode, RenameFlags, Seek, SetTime, Time,
+};
 
 pub mod differential;
 
@@ -321,6 +323,34 @@ fn holes<B: Backing>(b: &B) {
     assert_eq!(b.allocate(&open, 0, mib, 100), Ok(()));
     assert_eq!(b.attr_of_file(&open).map(|a| a.size), Ok(mib + 100));
     assert_eq!(b.allocate(&open, 0, 0, 0).err(), Some(Errno::INVAL));
+}
+
+/// Runs the case of [`Backing::try_lock`] over an empty backing that has locks.
+pub fn run_locks<B: Backing>(b: &B) {
+    let (inode, first) = file(b, "a", b"");
+    let open = || b.open(&inode, Access::ReadWrite).expect("open");
+    let second = open();
+    let exclusive = |file: &B::File| b.try_lock(file, LockMode::Exclusive);
+    let shared = |file: &B::File| b.try_lock(file, LockMode::Shared);
+    assert_eq!(
+        (exclusive(&first), exclusive(&second)),
+        (Ok(true), Ok(false))
+    );
+    assert_eq!((exclusive(&first), shared(&second)), (Ok(true), Ok(false)));
+    let (_, other) = file(b, "b", b"");
+    assert_eq!(exclusive(&other), Ok(true));
+    write(b, &first, b"locked", 0);
+    write(b, &second, b"not locked", 0);
+    // Another name of the file is the same file, and a name that goes takes no lock away.
+    b.link(&inode, &b.root(), os("c")).expect("link");
+    b.unlink(&b.root(), os("a")).expect("unlink");
+    assert_eq!(exclusive(&second), Ok(false));
+    drop(first);
+    assert_eq!((shared(&second), shared(&open())), (Ok(true), Ok(true)));
+    assert_eq!(exclusive(&open()), Ok(false));
+    drop(second);
+    assert_eq!(exclusive(&open()), Ok(true));
+    assert_eq!(exclusive(&open()), Ok(true));
 }
 
 fn streams<B: Backing>(b: &B) {

@@ -167,6 +167,15 @@ pub enum Access {
     ReadWrite,
 }
 
+/// Who else may hold a lock of the same file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LockMode {
+    /// Nobody.
+    Exclusive,
+    /// Whoever asks for the same.
+    Shared,
+}
+
 /// What `seek` looks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seek {

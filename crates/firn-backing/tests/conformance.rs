@@ -36,6 +36,15 @@ fn a_real_directory_conforms() {
 }
 
 #[test]
+fn locks_exclude_each_other_until_their_file_is_dropped() {
+    suite::run_locks(&SimBacking::new());
+    for place in PLACES {
+        let (_dir, backing) = fresh(place);
+        suite::run_locks(&backing);
+    }
+}
+
+#[test]
 fn the_simulated_backing_does_what_a_real_one_does() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: the simulated caller is root");

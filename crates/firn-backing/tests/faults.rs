@@ -3,9 +3,9 @@
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
-use firn_backing::sim::Fault;
+use firn_backing::sim::{Fault, LockReach};
 use firn_backing::suite::own_caller;
-use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking};
+use firn_backing::{Access, Backing, Errno, LockMode, RenameFlags, SimBacking};
 
 /// A file `a` that holds `content`.
 fn with_file(content: &[u8]) -> (SimBacking, <SimBacking as Backing>::File) {
@@ -94,4 +94,49 @@ fn synced_data_and_names_survive_and_a_rename_is_whole() {
         outcomes.insert((names, bytes[0], bytes[512]));
     }
     assert_eq!(outcomes.len(), 8, "every outcome that is allowed happens");
+}
+
+#[test]
+fn a_lock_ends_with_its_process_and_not_with_another_one() {
+    let (one, file) = with_file(b"");
+    let two = one.another_process();
+    let again = || {
+        let inode = two.lookup(&two.root(), OsStr::new("a")).expect("lookup").0;
+        let file = two.open(&inode, Access::ReadWrite).expect("open");
+        two.try_lock(&file, LockMode::Exclusive)
+    };
+    assert_eq!(one.try_lock(&file, LockMode::Exclusive), Ok(true));
+    assert_eq!(again(), Ok(false));
+    let dying = two.another_process();
+    dying.crash_at(1);
+    assert_eq!(dying.attr(&dying.root()).err(), Some(Errno::IO));
+    assert_eq!((again(), one.is_dead()), (Ok(false), false));
+    one.crash_at(0);
+    assert_eq!(one.attr_of_file(&file).err(), Some(Errno::IO));
+    assert_eq!(again(), Ok(true));
+}
+
+#[test]
+fn locks_reach_as_far_as_the_server_has_them() {
+    let (one, file) = with_file(b"");
+    let two = one.another_process();
+    let inode = two.lookup(&two.root(), OsStr::new("a")).expect("lookup").0;
+    let other = two.open(&inode, Access::ReadWrite).expect("open");
+    let lock = || {
+        (
+            one.try_lock(&file, LockMode::Exclusive),
+            two.try_lock(&other, LockMode::Exclusive),
+        )
+    };
+    assert_eq!(lock(), (Ok(true), Ok(false)));
+    one.lose_locks();
+    assert_eq!(
+        one.write_at(&file, &[IoSlice::new(b"x")], 0).err(),
+        Some(Errno::IO)
+    );
+    assert_eq!(lock(), (Ok(true), Ok(false)));
+    one.set_lock_reach(LockReach::Host);
+    assert_eq!(lock(), (Ok(true), Ok(true)));
+    one.set_lock_reach(LockReach::Refused(Errno::NOLCK));
+    assert_eq!(lock(), (Err(Errno::NOLCK), Err(Errno::NOLCK)));
 }

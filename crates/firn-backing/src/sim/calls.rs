@@ -5,9 +5,9 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use parking_lot::MutexGuard;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::data::PAGE_BYTES;
 use super::disk::{ATIME, CTIME, Disk, Inode, MTIME, ROOT};
@@ -15,8 +15,8 @@ use super::rename::rename;
 use super::{SimBacking, State};
 use crate::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, Result, Seek, SetTime,
-    StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LockMode, RenameFlags, Result, Seek,
+    SetTime, StatFs, SyncWay,
 };
 
 /// A reference to a simulated object.
@@ -28,12 +28,25 @@ pub struct SimInode {
 }
 
 /// An open simulated file.
-#[derive(Debug)]
 pub struct SimFile {
     object: SimInode,
     access: Access,
+    /// Tells it from every other one.
+    number: u64,
+    /// It was locked once.
+    is_locked: AtomicBool,
+    state: Arc<Mutex<State>>,
     /// How many are open.
     open: Arc<AtomicUsize>,
+}
+
+impl std::fmt::Debug for SimFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SimFile")
+            .field("object", &self.object)
+            .field("access", &self.access)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Drop for SimFile {
@@ -41,6 +54,9 @@ impl Drop for SimFile {
         // close(2) of a file on a server may wait for the server.
         crate::lock::assert_none_held("close");
         self.open.fetch_sub(1, Ordering::Relaxed);
+        if self.is_locked.load(Ordering::Relaxed) {
+            self.state.lock().locks.end_of(self.number);
+        }
     }
 }
 
@@ -71,10 +87,14 @@ const SIZE_MAX: u64 = i64::MAX as u64;
 
 impl SimBacking {
     fn file(&self, object: SimInode, access: Access) -> SimFile {
+        static FILES: AtomicU64 = AtomicU64::new(0);
         self.open.fetch_add(1, Ordering::Relaxed);
         SimFile {
             object,
             access,
+            number: FILES.fetch_add(1, Ordering::Relaxed),
+            is_locked: AtomicBool::new(false),
+            state: Arc::clone(&self.state),
             open: Arc::clone(&self.open),
         }
     }
@@ -87,10 +107,10 @@ impl SimBacking {
     fn enter_to_write(&self, op: &'static str) -> Result<(MutexGuard<'_, State>, usize)> {
         crate::lock::assert_none_held(op);
         let mut state = self.state.lock();
-        if let Some(hung) = state.take_hang(op) {
+        if let Some(hung) = self.own(&mut state).take_hang(op) {
             parking_lot::MutexGuard::unlocked(&mut state, || hung.wait());
         }
-        let most = state.step(op)?;
+        let most = state.step(self.process, op)?;
         Ok((state, most))
     }
 
@@ -621,6 +641,10 @@ impl Backing for SimBacking {
     fn write_at(&self, file: &SimFile, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
         let (mut state, most) = self.enter_to_write("write_at")?;
         file.writes()?;
+        // As an NFS client does whose server has given up its locks.
+        if file.is_locked.load(Ordering::Relaxed) && !state.locks.has(file.number) {
+            return Err(Errno::IO);
+        }
         let mut bytes: Vec<u8> = data
             .iter()
             .flat_map(|slice| slice.iter().copied())
@@ -736,6 +760,20 @@ impl Backing for SimBacking {
                 .synced((disk.device, file.object.ino), self.unsynced.begin_sync());
         }
         Ok(())
+    }
+
+    fn try_lock(&self, file: &SimFile, mode: LockMode) -> Result<bool> {
+        let mut state = self.enter("try_lock")?;
+        // As over NFS, where it is a lock of bytes.
+        if mode == LockMode::Exclusive {
+            file.writes()?;
+        }
+        let ino = file.object.ino;
+        let is_taken = state.locks.take(ino, self.process, file.number, mode)?;
+        if is_taken {
+            file.is_locked.store(true, Ordering::Relaxed);
+        }
+        Ok(is_taken)
     }
 
     fn fd<'a>(&self, _file: &'a SimFile) -> Option<BorrowedFd<'a>> {
