@@ -16,7 +16,7 @@ help:
 	@echo 'make demo    set up, build, mount; a solver and firnd are killed, and it ends with the same result'
 	@echo 'make test    set up and run every test (as root: the tests mount file systems)'
 	@echo 'make check   formatting, lints, documentation, and what the dependencies are'
-	@echo 'make bench   measure each door, checkpoints, memory, spilling and commits beside their baselines'
+	@echo 'make bench   measure both frontends, checkpoints, memory, spilling and commits beside their baselines'
 	@echo 'make install build and install to PREFIX (/usr/local), below DESTDIR'
 	@echo 'make clean   remove what was built'
 
@@ -40,6 +40,7 @@ check:
 
 bench:
 	$(CARGO) build --release -p firn -p firn-preload
+	$(CARGO) build --release -p firn-bench
 	target/release/firn bench ingest
 	target/release/firn bench checkpoint
 	target/release/firn bench read

@@ -2,6 +2,7 @@
 
 mod campaign;
 mod pages;
+mod product;
 mod security;
 mod semantics;
 

@@ -1,8 +1,8 @@
 //! The backing: the directory, on any file system, where files end up.
 //!
 //! [`Backing`] is the one seam between Firn and the world below it. [`dir`] is the real one (a
-//! directory and its descriptors), [`sim`] its simulated twin (faults, crashes, lost writes); the
-//! conformance suite in [`suite`] runs over both.
+//! directory and its descriptors). With the feature `sim`, which tests turn on, `sim` is its simulated
+//! twin (faults, crashes, lost writes), and the conformance suite in `suite` runs over both.
 //!
 //! Promises of every implementation
 //! * A [`Backing::Inode`] refers to the object, not to a name: it stays valid across renames and, while
@@ -19,11 +19,14 @@ pub use rustix::io::Errno;
 
 pub mod dir;
 pub mod lock;
+#[cfg(feature = "sim")]
 pub mod sim;
+#[cfg(feature = "sim")]
 pub mod suite;
 mod types;
 mod unsynced;
 pub use dir::DirBacking;
+#[cfg(feature = "sim")]
 pub use sim::SimBacking;
 pub use types::*;
 

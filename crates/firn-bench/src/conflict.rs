@@ -239,12 +239,16 @@ mod tests {
         assert_eq!(test(&stripes(4, 1000)).total, 0);
         assert_eq!(each_pair(&stripes(4, 1000)), 0);
         let dir = std::env::temp_dir();
-        let args = <crate::BenchArgs as clap::Args>::augment_args(clap::Command::new("bench"));
-        let matches =
-            args.get_matches_from(["bench", "conflict", "--dir", dir.to_str().expect("text")]);
-        let (_, matches) = matches.subcommand().expect("conflict");
-        let args =
-            <ConflictArgs as clap::FromArgMatches>::from_arg_matches(matches).expect("arguments");
+        let dir = dir.to_str().expect("text");
+        let line = <crate::CommandLine as clap::Parser>::parse_from([
+            "firn-bench",
+            "conflict",
+            "--dir",
+            dir,
+        ]);
+        let crate::Benchmark::Conflict(args) = line.benchmark else {
+            panic!("another benchmark");
+        };
         assert_eq!(test(&args.random(3, 0)).total, 0);
         assert!(test(&args.random(3, 10)).total > 100);
         assert!(each_pair(&args.random(3, 10)) > 100);

@@ -31,11 +31,11 @@ pub struct Counters {
 }
 
 impl Firn {
-    /// `program` as given by the user, else this program itself.
+    /// `program` as given by the user or by `firn bench`, else the one beside this program.
     pub fn find(program: Option<&Path>) -> anyhow::Result<Self> {
         let program = match program {
             Some(program) => program.to_owned(),
-            None => std::env::current_exe()?,
+            None => find_firn(&std::env::current_exe()?)?,
         };
         let runtime_dir = PathBuf::from(format!("/dev/shm/firn-bench-{}", std::process::id()));
         let dir = runtime_dir.clone();
@@ -249,6 +249,21 @@ impl Mount<'_> {
             .run(&["status".as_ref(), "--json".as_ref(), self.path.as_ref()])?;
         serde_json::from_slice(&text).context("`firn status --json` printed no JSON")
     }
+}
+
+/// The `firn` that belongs to `bench`: beside it where both were built, in `bin` where they are installed.
+fn find_firn(bench: &Path) -> anyhow::Result<PathBuf> {
+    let dir = bench
+        .parent()
+        .context("this program lies in no directory")?;
+    let places = [dir.join("firn"), dir.join("../../bin/firn")];
+    places
+        .into_iter()
+        .find_map(|place| place.canonicalize().ok())
+        .with_context(|| {
+            let dir = dir.display();
+            format!("no firn program belongs to {dir}: name one with --firn")
+        })
 }
 
 fn command(program: &Path, runtime_dir: &Path) -> Command {

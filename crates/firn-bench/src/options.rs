@@ -31,7 +31,7 @@ pub struct Common {
     /// system is what the benchmark measures.
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub dir: PathBuf,
-    /// The firn program to mount with (default: this one).
+    /// The firn program to mount with (default: the one that started this, or lies beside it).
     #[arg(long, value_name = "PROGRAM", env = "FIRN_BENCH_PROGRAM")]
     pub firn: Option<PathBuf>,
 }

@@ -1,6 +1,6 @@
 //! File systems that the benchmark mounts for comparison, each in a process of its own.
 //!
-//! A server is this program again (`firn bench serve`, hidden). It reads one [`Server`] as a line of
+//! A server is this program again (`firn-bench serve`, hidden). It reads one [`Server`] as a line of
 //! JSON, mounts, answers `ready`, and serves until its standard input ends: so its mount goes away
 //! even when the benchmark is killed.
 
@@ -103,7 +103,7 @@ pub fn unmount_lazily(mount_point: &Path) {
     }
 }
 
-/// The server's side: `firn bench serve`.
+/// The server's side: `firn-bench serve`.
 pub fn main() -> anyhow::Result<()> {
     let mut input = BufReader::new(std::io::stdin());
     let mut line = String::new();

@@ -1,6 +1,6 @@
 //! The processes that do the work: writers, readers, makers of files.
 //!
-//! A worker is this program again (`firn bench worker`, hidden). It reads one [`Task`] as a line of
+//! A worker is this program again (`firn-bench worker`, hidden). It reads one [`Task`] as a line of
 //! JSON, makes its buffers, answers `ready`, waits for `go`, works, and answers one [`Outcome`]. So
 //! neither its start nor its buffers are in a figure, and all workers begin together.
 
@@ -204,12 +204,12 @@ impl Worker {
     }
 }
 
-/// A command that is this program with `bench ROLE`, in a process group of its own: Ctrl-C reaches
+/// A command that is this program with the hidden verb `role`, in a process group of its own: Ctrl-C reaches
 /// only the benchmark itself, which then ends the others in the right order.
 pub fn this_program(role: &str) -> anyhow::Result<Command> {
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let mut command = Command::new(program);
-    command.args(["bench", role]).process_group(0);
+    command.arg(role).process_group(0);
     Ok(command)
 }
 
@@ -220,7 +220,7 @@ fn kill(pid: u32) {
     }
 }
 
-/// The worker's side: `firn bench worker`.
+/// The worker's side: `firn-bench worker`.
 pub fn main() -> anyhow::Result<()> {
     // A worker must not outlive a benchmark that is killed.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));

@@ -1,15 +1,27 @@
-//! `firn bench`: everything is in firn-bench.
+//! `firn bench`: starts the program `firn-bench`, which is installed apart.
 
-use clap::{ArgMatches, Args, FromArgMatches};
-use firn_bench::BenchArgs;
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command as Process;
 
-use crate::failure::{DONE, FAILED, Failure};
+use clap::{Arg, ArgMatches, Command, value_parser};
+
+use crate::failure::{FAILED, Failure};
+use crate::text;
 use crate::verb::Verb;
+
+/// File name of the program.
+const PROGRAM: &str = "firn-bench";
+/// Tells it which firn to measure.
+const FIRN_VARIABLE: &str = "FIRN_BENCH_PROGRAM";
 
 pub const VERB: Verb = Verb {
     name: "bench",
-    about: "Measure Firn beside its baselines",
-    long: "Figures depend on the machine, the file system of --dir and whatever else runs. Compare ratios, and \
+    about: "Measure Firn beside its baselines (with the program firn-bench)",
+    long: "The benchmarks are a program of their own, firn-bench, which is looked for beside firn and in \
+           ../libexec/firn. `firn bench --help` lists them, `firn bench BENCHMARK --help` their options.\n\n\
+           Figures depend on the machine, the file system of --dir and whatever else runs. Compare ratios, and \
            quote them with the two lines at the head of the report.",
     examples: &[
         (
@@ -18,7 +30,7 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn bench memory --quick",
-            "files in memory, through each door, beside memcpy and tmpfs",
+            "files in memory, through both frontends, beside memcpy and tmpfs",
         ),
         (
             "firn bench ingest --svg ingest.svg",
@@ -27,15 +39,88 @@ pub const VERB: Verb = Verb {
     ],
     exits: &[
         (0, "measured"),
-        (1, "failed"),
+        (1, "failed, or firn-bench is not installed"),
+        (2, "an argument that firn-bench does not know"),
         (130, "interrupted; what was mounted and written is removed"),
     ],
-    args: BenchArgs::augment_args,
+    args: add_args,
     run,
 };
 
+fn add_args(command: Command) -> Command {
+    command.disable_help_flag(true).arg(
+        Arg::new("args")
+            .value_name("BENCHMARK [OPTIONS]")
+            .help("Handed to firn-bench as they are")
+            .num_args(0..)
+            .trailing_var_arg(true)
+            .allow_hyphen_values(true)
+            .value_parser(value_parser!(OsString)),
+    )
+}
+
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let args = BenchArgs::from_arg_matches(matches)?;
-    firn_bench::main_from_cli(args).map_err(|error| Failure::new(FAILED, format!("{error:#}")))?;
-    Ok(DONE)
+    let firn = std::env::current_exe()
+        .map_err(|error| Failure::new(FAILED, format!("cannot find firn's own file: {error}")))?;
+    let program = find_program(&firn).ok_or_else(|| {
+        let advice = "build it with `cargo build --release -p firn-bench`, or install it with \
+                      `scripts/install --bench`";
+        Failure::new(FAILED, format!("{PROGRAM} is not installed: {advice}"))
+    })?;
+    let mut process = Process::new(&program);
+    process.args(matches.get_many::<OsString>("args").unwrap_or_default());
+    if std::env::var_os(FIRN_VARIABLE).is_none() {
+        process.env(FIRN_VARIABLE, &firn);
+    }
+    let error = process.exec();
+    let program = text::path(&program);
+    Err(Failure::new(
+        FAILED,
+        format!("cannot run {program}: {error}"),
+    ))
+}
+
+/// The program that belongs to `firn`: beside it where both were built, else where it is installed.
+fn find_program(firn: &Path) -> Option<PathBuf> {
+    let dir = firn.parent()?;
+    let places = [dir.join(PROGRAM), dir.join("../libexec/firn").join(PROGRAM)];
+    places
+        .into_iter()
+        .find_map(|place| place.canonicalize().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_program_is_found_beside_firn_and_where_it_is_installed() {
+        let root = std::env::temp_dir().join(format!("firn-verb-bench-{}", std::process::id()));
+        let installed = root.join("libexec/firn");
+        std::fs::create_dir_all(root.join("bin")).unwrap();
+        std::fs::create_dir_all(&installed).unwrap();
+        let firn = root.join("bin/firn");
+        let nowhere = find_program(&firn);
+        std::fs::write(installed.join(PROGRAM), "").unwrap();
+        let in_libexec = find_program(&firn);
+        std::fs::write(root.join("bin").join(PROGRAM), "").unwrap();
+        let beside = find_program(&firn);
+        let root_path = root.canonicalize().unwrap();
+        std::fs::remove_dir_all(&root).unwrap();
+        assert_eq!(nowhere, None);
+        assert_eq!(
+            in_libexec,
+            Some(root_path.join("libexec/firn").join(PROGRAM))
+        );
+        assert_eq!(beside, Some(root_path.join("bin").join(PROGRAM)));
+    }
+
+    #[test]
+    fn its_arguments_are_handed_on_help_too() {
+        let line = ["firn", "bench", "ingest", "--quick", "--help"];
+        let matches = crate::verb::command().get_matches_from(line);
+        let (_, matches) = matches.subcommand().unwrap();
+        let args: Vec<_> = matches.get_many::<OsString>("args").unwrap().collect();
+        assert_eq!(args, ["ingest", "--quick", "--help"]);
+    }
 }

@@ -83,7 +83,6 @@ fn of_verb(verb: &Verb) -> Page {
         .display_name(name.clone());
     let mut roff = top(Man::new(command.clone()), None);
     roff += &options(&command);
-    roff += &subcommands(&command);
     roff += &examples(verb.examples);
     roff += &exit_status(verb.exits);
     roff += ".SH SEE ALSO\n\\fBfirn\\fR(1)\n";
@@ -136,33 +135,6 @@ fn options(command: &Command) -> String {
             .expect("writing to memory does not fail");
     }
     String::from_utf8(roff).expect("the tables are UTF-8")
-}
-
-/// The verbs of a verb (`firn bench ingest`), with their options.
-fn subcommands(command: &Command) -> String {
-    let mut roff = String::new();
-    for inner in command
-        .get_subcommands()
-        .filter(|inner| !inner.is_hide_set())
-    {
-        let about = inner
-            .get_about()
-            .map(ToString::to_string)
-            .unwrap_or_default();
-        let name = format!(
-            "{} {}",
-            command.get_bin_name().unwrap_or_default(),
-            inner.get_name()
-        );
-        let _ = write!(
-            roff,
-            ".SH {}\n{}\n",
-            escaped(&name).to_uppercase(),
-            escaped(&about)
-        );
-        roff += &options(inner).replacen(".SH OPTIONS\n", "", 1);
-    }
-    roff
 }
 
 fn examples(examples: &[(&str, &str)]) -> String {

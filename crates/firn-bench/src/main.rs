@@ -1,4 +1,4 @@
-//! Benchmarks beside their baselines, measured in the same run.
+//! `firn-bench`, which `firn bench` starts: Firn beside its baselines, measured in the same run.
 //!
 //! Promises
 //! * Every figure of Firn stands beside a baseline of the same run; the candidates took turns, and
@@ -6,7 +6,9 @@
 //! * The machine and the file system are named in every report.
 //! * Whatever was mounted, started or written is removed, on failure and on Ctrl-C too.
 
-use clap::{Args, Subcommand};
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
 
 use crate::options::Common;
 use crate::report::Report;
@@ -27,7 +29,7 @@ mod memory;
 mod meta;
 mod options;
 mod read;
-pub mod report;
+mod report;
 mod restart;
 mod serve;
 mod sizes;
@@ -36,12 +38,16 @@ mod svg;
 mod worker;
 
 /// Measure Firn beside its baselines.
-#[derive(Clone, Debug, Args)]
+#[derive(Debug, Parser)]
 #[command(
-    after_help = "Figures depend on the machine, the file system of --dir and whatever else \
-    runs. Compare ratios, and quote them with the two lines at the head of the report."
+    name = "firn-bench",
+    bin_name = "firn bench",
+    version,
+    max_term_width = 100,
+    after_help = "Figures depend on the machine, the file system of --dir and whatever else runs. \
+    Compare ratios, and quote them with the two lines at the head of the report."
 )]
-pub struct BenchArgs {
+struct CommandLine {
     #[command(subcommand)]
     benchmark: Benchmark,
 }
@@ -75,15 +81,41 @@ struct AllArgs {
     common: Common,
 }
 
-/// `firn bench …`.
-pub fn main_from_cli(args: BenchArgs) -> anyhow::Result<()> {
+fn main() -> ExitCode {
+    let command_line = match CommandLine::try_parse() {
+        Ok(command_line) => command_line,
+        Err(error) => return report_usage(&error),
+    };
+    match run(command_line.benchmark) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("firn: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Prints help and version as answers, anything else as an error of usage (exit status 2).
+fn report_usage(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() {
+        // Whoever closed standard output does not want to read it.
+        let _ = error.print();
+        return ExitCode::SUCCESS;
+    }
+    let text = error.to_string();
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    eprintln!("firn: {}", text.trim_end());
+    ExitCode::from(2)
+}
+
+fn run(benchmark: Benchmark) -> anyhow::Result<()> {
     raise_file_limit();
-    match args.benchmark {
+    match benchmark {
         Benchmark::Worker => return worker::main(),
         Benchmark::Serve => return serve::main(),
         _ => cleanup::on_signals()?,
     }
-    match args.benchmark {
+    match benchmark {
         Benchmark::Ingest(args) => args.common().publish(&args.run()?),
         Benchmark::Checkpoint(args) => args.common().publish(&args.run()?),
         Benchmark::Read(args) => args.common().publish(&args.run()?),

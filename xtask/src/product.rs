@@ -1,0 +1,73 @@
+//! What the product is built of: no benchmark, no test server, no simulated disk.
+//!
+//! Cargo unites the features of what is built together. The check asks it about the packages that are installed,
+//! built by themselves, as `make install` builds them.
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::process::Command;
+
+    /// What `make install` builds.
+    const PRODUCT: [&str; 3] = ["firn", "firn-preload", "firn-c"];
+    /// Crates for those who work on Firn.
+    const WORKSHOP: [&str; 3] = ["firn-bench", "firn-testfs", "firn-tests"];
+
+    /// What is in `packages` that users have no use for, a sentence each; and how many crates of Firn there are.
+    fn find_faults(packages: &[&str]) -> (Vec<String>, usize) {
+        let tree = list_dependencies(packages);
+        let mut lines: Vec<_> = tree
+            .lines()
+            .map(|line| line.trim_end_matches(" (*)"))
+            .filter(|line| line.starts_with("firn"))
+            .collect();
+        lines.sort_unstable();
+        lines.dedup();
+        let mut faults = Vec::new();
+        let mut count = 0;
+        for line in lines {
+            let (name, rest) = line.split_once(' ').expect("a name and more");
+            match rest.strip_prefix("feature ") {
+                Some("\"default\"") => {}
+                Some(feature) => faults.push(format!("{name} has the feature {feature}")),
+                None => count += 1,
+            }
+            if WORKSHOP.contains(&name) {
+                faults.push(format!("{name} is part of it"));
+            }
+        }
+        faults.dedup();
+        (faults, count)
+    }
+
+    fn list_dependencies(packages: &[&str]) -> String {
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
+        cargo.args(["tree", "--offline", "--prefix", "none", "--format", "{p}"]);
+        cargo.args(["--edges", "normal,build,features"]);
+        for package in packages {
+            cargo.args(["--package", package]);
+        }
+        let output = cargo.output().expect("cargo runs");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "cargo tree failed: {errors}");
+        String::from_utf8(output.stdout).expect("cargo prints UTF-8")
+    }
+
+    #[test]
+    fn the_product_has_no_simulator_and_no_benchmarks() {
+        let (faults, count) = find_faults(&PRODUCT);
+        assert!(
+            count > 10,
+            "cargo's answer is not understood: {count} crates"
+        );
+        assert!(faults.is_empty(), "{}", faults.join("\n"));
+    }
+
+    #[test]
+    fn a_feature_for_tests_is_found() {
+        let (faults, _) = find_faults(&["firn-tests"]);
+        assert!(faults.contains(&"firn-backing has the feature \"sim\"".into()));
+        assert!(faults.contains(&"firn-tests is part of it".into()));
+    }
+}
