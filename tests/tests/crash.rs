@@ -27,7 +27,7 @@ const OPTIONS: [&str; 5] = [
 ];
 
 /// Past the kernel also: memory that is never drained unasked, large enough for all writers and not.
-const DOOR_OPTIONS: [&str; 5] = [
+const DIRECT_OPTIONS: [&str; 5] = [
     "arena-size=64M,chunk-size=4M",
     "arena-size=16M,chunk-size=1M,close=held",
     "arena-size=64M,chunk-size=1M,close=held,drain-age=10min",
@@ -181,7 +181,7 @@ enum Killed {
 }
 
 /// The same with writers of which some, or all, write past the kernel.
-fn door_round(seed: u64, number: u64) -> Verified {
+fn direct_round(seed: u64, number: u64) -> Verified {
     const KILLED: [Killed; 4] = [
         Killed::Writers,
         Killed::Firnd,
@@ -189,10 +189,10 @@ fn door_round(seed: u64, number: u64) -> Verified {
         Killed::FirndThenWriters,
     ];
     let mut rng = generator(seed.wrapping_add(number));
-    let sandbox = Sandbox::new("crashdoor");
+    let sandbox = Sandbox::new("crashdirect");
     let spill = sandbox.mkdir("spill");
-    let options = match rng.random_range(0..DOOR_OPTIONS.len() + 1) {
-        at if at < DOOR_OPTIONS.len() => DOOR_OPTIONS[at].to_owned(),
+    let options = match rng.random_range(0..DIRECT_OPTIONS.len() + 1) {
+        at if at < DIRECT_OPTIONS.len() => DIRECT_OPTIONS[at].to_owned(),
         _ => format!(
             "memory=32M,chunk-size=1M,drain=demand,spill={},spill-size=256M",
             spill.display()
@@ -241,13 +241,13 @@ fn door_round(seed: u64, number: u64) -> Verified {
     verified
 }
 
-/// Proves S-door-1, S-write-1, S-demand-5.
+/// Proves S-direct-1, S-write-1, S-demand-5.
 #[test]
 fn every_acknowledged_byte_past_the_kernel_is_there_after_kill_9() {
     let seed = seed("crash past the kernel");
     let mut sum = Verified::default();
     for number in 0..env_count("FIRN_CRASH_ROUNDS", ROUNDS_DEFAULT) {
-        let verified = door_round(seed, number);
+        let verified = direct_round(seed, number);
         sum.ops += verified.ops;
         sum.bytes += verified.bytes;
     }

@@ -169,7 +169,7 @@ fn a_writer_that_dies_of_a_signal_is_told_from_one_that_closes() {
 /// Proves S-demand-7.
 #[test]
 fn so_is_a_writer_past_the_kernel() {
-    run("endingsdoor", DEMAND, true);
+    run("endingsdirect", DEMAND, true);
 }
 
 /// One FUSE thread serves the exec that closes descriptors, and must not wait for it: most of /proc/PID

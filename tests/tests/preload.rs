@@ -138,13 +138,13 @@ fn same_case(case: &str) {
     }
 }
 
-/// Proves S-door-5.
+/// Proves S-direct-5.
 #[test]
 fn regression_buffers_bad_at_either_end_give_what_the_kernel_gives() {
     same_case("bad-buffers");
 }
 
-/// Proves S-door-6.
+/// Proves S-direct-6.
 #[test]
 fn regression_a_size_that_was_not_asked_for_is_right_or_not_told() {
     same_case("statx-of-nothing");

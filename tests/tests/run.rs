@@ -53,7 +53,7 @@ fn without_a_backing_nothing_outlives_success() {
 /// Proves S-prune-1.
 #[test]
 fn old_checkpoints_of_a_job_go_while_it_runs() {
-    for door in [&[][..], &["-o", "frontend=preload"]] {
+    for frontend in [&[][..], &["-o", "frontend=preload"]] {
         let sandbox = Sandbox::new("runkeep");
         let script = "for step in 1 2 3 4 5; do
                 mkdir $FIRN_PREFIX/step$step && echo data > $FIRN_PREFIX/step$step/rank0
@@ -61,7 +61,7 @@ fn old_checkpoints_of_a_job_go_while_it_runs() {
             while test -e $FIRN_PREFIX/step2; do sleep 0.1; done
             cat $FIRN_PREFIX/step3/rank0
             ls $FIRN_PREFIX";
-        let options = [&["--keep", "2"][..], door].concat();
+        let options = [&["--keep", "2"][..], frontend].concat();
         let outcome = run(&mut firn_run(&sandbox, &options, script)).ok();
         assert_eq!(outcome.stdout, "data\nstep3\nstep4\nstep5\n");
         assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
@@ -91,7 +91,7 @@ fn a_job_that_is_killed_finds_its_files_again() {
 /// As in a container whose /dev/shm has 16 MiB, as large as memory for files or not.
 #[test]
 fn a_dev_shm_that_is_too_small_is_told_and_the_job_not_started() {
-    for door in [&[][..], &["-o", "frontend=preload"]] {
+    for frontend in [&[][..], &["-o", "frontend=preload"]] {
         let sandbox = Sandbox::new("runsmall");
         let run_in_little = |memory: &str| {
             let mut command = Command::new("unshare");
@@ -103,7 +103,7 @@ fn a_dev_shm_that_is_too_small_is_told_and_the_job_not_started() {
             command
                 .args(["run", "--memory", memory, "--prefix"])
                 .arg(sandbox.join("mnt"))
-                .args(door);
+                .args(frontend);
             command.args([
                 "--",
                 "sh",

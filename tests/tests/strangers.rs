@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use firn_client::RuntimeFiles;
 use firn_client::trees::path_bytes;
-use firn_format::door::{STUB_MAGIC, StubTree};
+use firn_format::data_socket::{STUB_MAGIC, StubTree};
 use firn_format::protocol::PROTOCOL_VERSION;
 use firn_tests::command::copy_program;
 use firn_tests::mount::patient;
@@ -142,9 +142,9 @@ fn regression_the_preload_library_does_not_believe_a_runtime_directory_of_anothe
     chmod(sandbox.path(), 0o755);
     let squatted = sandbox.mkdir("squatted");
     give(&squatted, stranger());
-    let listener = Listener::start(&squatted.join("x.door"), libc::SOCK_SEQPACKET, stranger());
+    let listener = Listener::start(&squatted.join("x.data"), libc::SOCK_SEQPACKET, stranger());
     let stub = squatted.join("x.stub");
-    forge_tree(&stub, &squatted.join("x.door"), &sandbox.join("backing"));
+    forge_tree(&stub, &squatted.join("x.data"), &sandbox.join("backing"));
     give(&stub, stranger());
     for mode in [0o700, 0o755, 0o777] {
         chmod(&squatted, mode);
@@ -171,7 +171,7 @@ fn regression_the_preload_library_does_not_believe_a_runtime_directory_of_anothe
     chmod(&open, 0o777);
     forge_tree(
         &open.join("x.stub"),
-        &squatted.join("x.door"),
+        &squatted.join("x.data"),
         &sandbox.join("backing"),
     );
     read_preloaded(&sandbox, &open)
@@ -187,13 +187,13 @@ fn regression_the_preload_library_does_not_believe_a_runtime_directory_of_anothe
 /// Proves S-priv-5.
 #[test]
 fn regression_the_preload_library_says_nothing_to_a_socket_of_another_user() {
-    let sandbox = Sandbox::new("fake-door");
+    let sandbox = Sandbox::new("fake-data");
     chmod(sandbox.path(), 0o755);
     let place = sandbox.mkdir("place");
     give(&place, stranger());
-    let listener = Listener::start(&place.join("x.door"), libc::SOCK_SEQPACKET, stranger());
+    let listener = Listener::start(&place.join("x.data"), libc::SOCK_SEQPACKET, stranger());
     let stub = sandbox.runtime().join("x.stub");
-    forge_tree(&stub, &place.join("x.door"), &sandbox.join("backing"));
+    forge_tree(&stub, &place.join("x.data"), &sandbox.join("backing"));
     let outcome = read_preloaded(&sandbox, sandbox.runtime());
     assert!(
         outcome.stderr.contains("another user's process listens"),

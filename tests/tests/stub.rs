@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use firn_tests::ack::verify;
 use firn_tests::command::{copy_program, wait_child};
-use firn_tests::door::{pester, token_of_tree};
+use firn_tests::data_socket::{pester, token_of_tree};
 use firn_tests::fsops::read;
 use firn_tests::mount::{SMALL, mount_args, patient};
 use firn_tests::random::{bytes, env_count, generator};
@@ -657,10 +657,10 @@ sys.stdin.readline(); assert len(os.pread(f, 2000000, 0)) == 1000000; os.close(f
 /// `firn ls` of a tree and of a mount: sizes, and the bytes that are held.
 #[test]
 fn regression_ls_tells_sizes_and_held_bytes_of_a_tree_as_of_a_mount() {
-    for door in ["frontend=preload", "frontend=fuse"] {
+    for frontend in ["frontend=preload", "frontend=fuse"] {
         let sandbox = Sandbox::new("stub-ls");
         fs::write(sandbox.join("backing/old"), b"0123456789").expect("write");
-        let mount = FirnMount::new(&sandbox, &patient(&format!("drain=demand,{door}")));
+        let mount = FirnMount::new(&sandbox, &patient(&format!("drain=demand,{frontend}")));
         let script = "printf abc > new; mkdir d; head -c 5000 /dev/zero > d/half; \"$0\" drain --wait d; printf abcde >> d/half; printf xyz >> old";
         let mut command = Command::new("bash");
         command
@@ -689,7 +689,7 @@ fn regression_ls_tells_sizes_and_held_bytes_of_a_tree_as_of_a_mount() {
         assert_eq!(
             rows,
             expected.map(|(path, size, held)| (path.to_owned(), size, held)),
-            "{door}"
+            "{frontend}"
         );
         let text = run(&[]).stdout;
         let columns: Vec<Vec<&str>> = text
@@ -699,7 +699,7 @@ fn regression_ls_tells_sizes_and_held_bytes_of_a_tree_as_of_a_mount() {
         assert_eq!(
             columns[1][2..],
             ["3", "B", "3", "B", "new"],
-            "{door}: {text}"
+            "{frontend}: {text}"
         );
         mount.umount();
     }
@@ -1025,7 +1025,7 @@ fn packets_of_chance_harm_nobody() {
     ))
     .ok();
     wait_until("the end of the clients", Duration::from_secs(30), || {
-        mount.status().door_clients == 0
+        mount.status().direct_clients == 0
     });
     let backing = mount.umount();
     assert_eq!(

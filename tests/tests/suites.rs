@@ -156,7 +156,7 @@ fn stress_ng_finds_nothing_through_the_mount() {
     stress_with(None);
 }
 
-/// Proves S-door-1.
+/// Proves S-direct-1.
 #[test]
 fn stress_ng_finds_nothing_past_the_kernel() {
     stress_with(Some(preload_library()));

@@ -233,10 +233,10 @@ fn assert_kept(found: &Times, (seen, ready): &(Times, i64), when: &str) {
     );
 }
 
-/// Proves S-attr-2, S-door-1.
+/// Proves S-attr-2, S-direct-1.
 #[test]
 fn regression_times_of_writes_past_the_kernel_outlive_firnd_and_the_writer() {
-    let sandbox = Sandbox::new("timesdoor");
+    let sandbox = Sandbox::new("timesdirect");
     let mount = FirnMount::new(&sandbox, DEMAND);
     let mut child = writer(&sandbox, mount.path());
     let told = told(&mut child);

@@ -568,7 +568,7 @@ fn killed_at_any_moment(name: &str, options: &str) {
     let options = format!("{options},allow-other,dev,suid");
     for round in 0..rounds {
         let told = format!("seed {seed}, round {round}");
-        let door = round % 2 == 1;
+        let direct = round % 2 == 1;
         let mount = FirnMount::new(&sandbox, &options);
         let old = snapshot(&plain);
         assert_same(
@@ -578,7 +578,7 @@ fn killed_at_any_moment(name: &str, options: &str) {
         );
         firn(&sandbox, "begin", mount.path()).ok();
         differential::run(seed + round, 300, mount.path(), &plain);
-        if door {
+        if direct {
             // Past the kernel, as a job would.
             let data = sandbox.join("data");
             fs::write(&data, bytes(round, MIB + 4097)).expect("write");

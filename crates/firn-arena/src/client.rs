@@ -7,12 +7,12 @@
 //! * Records are believed only as far as they keep to the rules of the lease. A client can spoil its own
 //!   bytes and no others.
 //!
-//! The client's side, and how both agree, is in firn-client's `door`; docs/FORMAT.md says what a crash
+//! The client's side, and how both agree, is in firn-direct's `slab_writer`; docs/FORMAT.md says what a crash
 //! leaves.
 
 use std::sync::atomic::Ordering;
 
-use firn_format::door::{OFFSET_MAX, Slab};
+use firn_format::data_socket::{OFFSET_MAX, Slab};
 use firn_format::geometry::{Geometry, WORDS_COUNT};
 use firn_format::piece::{Checked, FROZEN, Piece, poison, word};
 use firn_format::slab::{Class, SlabState, WRITER_BUSY, slab_word, writer_idle};
@@ -29,7 +29,7 @@ use crate::{Arena, Lease, PieceRef, SlabRef};
 #[must_use = "a lease that is dropped keeps its slab for ever"]
 pub struct ClientLease {
     lease: Lease,
-    binding: u64,
+    file_id: u64,
     pid: u32,
     /// Of the first record.
     sequence: u64,
@@ -102,11 +102,11 @@ impl ClientLease {
 
 impl Arena {
     /// Leases a slab of `class`, or of a smaller one where that is all there is, to process `pid` for
-    /// the file of `binding`, near `cpu`.
+    /// the file of `file_id`, near `cpu`.
     pub fn lease_client(
         &self,
         class: Class,
-        binding: u64,
+        file_id: u64,
         pid: u32,
         cpu: Option<u32>,
     ) -> Option<ClientLease> {
@@ -137,7 +137,7 @@ impl Arena {
         let over = false;
         Some(ClientLease {
             lease,
-            binding,
+            file_id,
             pid,
             sequence,
             first,
@@ -248,7 +248,7 @@ impl Arena {
             lease.lease.end().into(),
         ) {
             Ok(Checked::Live(piece))
-                if piece.file == lease.binding
+                if piece.file == lease.file_id
                     && piece.sequence == lease.sequence + u64::from(index)
                     && piece.offset + u64::from(piece.len) <= OFFSET_MAX =>
             {

@@ -3,7 +3,7 @@
 //! Promise: between [`Homes::enter`] and [`Homes::leave`] a chunk stays where it is.
 //!
 //! One counter a chunk, in the memory of firnd. A move marks it *copying* while the bytes are copied: readers
-//! come and go, but nobody changes a byte in place. Then it closes the door, waits for those inside to leave,
+//! come and go, but nobody changes a byte in place. Then it closes the gate, waits for those inside to leave,
 //! changes the home and opens again. Whoever comes meanwhile waits; that is short, or the move gives up.
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -119,7 +119,7 @@ impl Homes {
             .is_ok()
     }
 
-    /// The copy is made: closes the door and waits until nobody is inside. False: they stay too long.
+    /// The copy is made: closes the gate and waits until nobody is inside. False: they stay too long.
     pub(crate) fn close(&self, chunk: u32) -> bool {
         self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
         let until = Instant::now() + CLOSE_WAIT;

@@ -6,8 +6,8 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_arena::{Arena, ClientLease, Identity, Taken};
-use firn_client::door::{Outcome, SlabWriter};
-use firn_format::door::{OFFSET_MAX, Slab};
+use firn_direct::slab_writer::{Appended, SlabWriter};
+use firn_format::data_socket::{OFFSET_MAX, Slab};
 use firn_format::geometry::Geometry;
 use firn_format::piece::{PIECE_BYTES, Piece, word};
 use firn_format::slab::{Class, WRITER_BUSY, writer_idle};
@@ -79,7 +79,7 @@ impl Drop for Client {
     }
 }
 
-fn append(writer: &mut SlabWriter, offset: u64, data: &[u8]) -> Outcome {
+fn append(writer: &mut SlabWriter, offset: u64, data: &[u8]) -> Appended {
     // SAFETY: the bytes are a slice's.
     unsafe { writer.append(offset, data.as_ptr(), data.len()) }
 }
@@ -129,7 +129,7 @@ fn what_a_client_published_is_taken_in_once_and_as_it_grows() {
         .revoke_client(&mut lease, &mut |taken| bytes.push(taken))
         .unwrap();
     assert_eq!((bytes[0].offset, bytes.len()), (104, 1));
-    assert_eq!(append(&mut writer, 105, b"k"), Outcome::Revoked);
+    assert_eq!(append(&mut writer, 105, b"k"), Appended::Revoked);
     arena.end_client(lease);
 }
 
@@ -150,7 +150,7 @@ fn a_slab_whose_writer_is_busy_is_not_used_again_before_it_is_idle() {
     assert_eq!(arena.await_clients(), 1);
     writer.abandon();
     assert!(arena.has_room(Class::Whole));
-    assert_eq!(append(&mut writer, 0, b"x"), Outcome::Revoked);
+    assert_eq!(append(&mut writer, 0, b"x"), Appended::Revoked);
 }
 
 #[test]
@@ -194,8 +194,8 @@ fn attach_finds_every_published_byte_and_stops_clients_that_live_on() {
     let slabs = [arena.client_slab(&quiet, 0), arena.client_slab(&busy, 0)];
     let mut writers = slabs.map(|slab| client.writer(slab));
     for writer in &mut writers {
-        assert_eq!(append(writer, 0, &[7; 5000]), Outcome::Done(5000));
-        assert_eq!(append(writer, 9000, &[8; 10]), Outcome::Done(10));
+        assert_eq!(append(writer, 0, &[7; 5000]), Appended::Bytes(5000));
+        assert_eq!(append(writer, 9000, &[8; 10]), Appended::Bytes(10));
     }
     let held = writer_idle(slabs[1].generation) | WRITER_BUSY;
     client.word(slabs[1].writer).store(held, Ordering::SeqCst);
@@ -217,9 +217,9 @@ fn attach_finds_every_published_byte_and_stops_clients_that_live_on() {
     // Nothing was kept: the slab of the quiet client is free, that of the busy one is not.
     assert_eq!(arena.await_clients(), 1);
     assert!(arena.used_bytes() > 0);
-    assert_eq!(append(&mut writers[0], 5000, b"x"), Outcome::Revoked);
+    assert_eq!(append(&mut writers[0], 5000, b"x"), Appended::Revoked);
     writers[1].abandon();
-    assert_eq!(append(&mut writers[1], 5000, b"x"), Outcome::Revoked);
+    assert_eq!(append(&mut writers[1], 5000, b"x"), Appended::Revoked);
     assert_eq!(arena.await_clients(), 0);
     assert_eq!(arena.used_bytes(), 0);
 }

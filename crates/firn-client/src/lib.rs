@@ -1,11 +1,9 @@
 //! A process's connection to firnd.
 //!
 //! From any path to the mount it lies on ([`mod@find`]), from the backing of that mount to its files
-//! ([`paths`]), and over the socket to firnd ([`connect`]). Past the kernel, into a leased slab:
-//! [`door`].
+//! ([`paths`]), and over the socket to firnd ([`connect`]).
 
 pub mod connect;
-pub mod door;
 mod error;
 pub mod find;
 pub mod library;

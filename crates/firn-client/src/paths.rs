@@ -144,7 +144,7 @@ pub struct RuntimeFiles {
     pub socket: PathBuf,
     /// firnd's log.
     pub log: PathBuf,
-    /// What the preload library reads of a stub tree (`firn_format::door::StubTree`).
+    /// What the preload library reads of a stub tree (`firn_format::data_socket::StubTree`).
     pub stub: PathBuf,
     /// The names of a stub tree that were carried over.
     pub names: PathBuf,

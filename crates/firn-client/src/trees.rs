@@ -9,7 +9,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use firn_format::door::{PATH_BYTES, STUB_MAGIC, StubTree};
+use firn_format::data_socket::{PATH_BYTES, STUB_MAGIC, StubTree};
 use firn_trust::open_private_file;
 use rustix::fs::{Dir, OFlags};
 use zerocopy::{FromBytes, IntoBytes};

@@ -19,7 +19,7 @@ use crate::attach::{Attached, passthrough, runtime_files};
 use crate::backup::{self, Rounds};
 use crate::carrier::Carrier;
 use crate::control::Control;
-use crate::door::{Behind, Door};
+use crate::data_socket::{DataSocket, Served};
 use crate::end::{self, Client, Ending, Event, Outcome};
 use crate::error::DaemonError;
 use crate::front::{Front, Stubs, waiting_tree};
@@ -93,7 +93,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
 struct Mount {
     front: Front,
     control: Control,
-    door: Door,
+    data_socket: DataSocket,
     service: Arc<Mounted>,
     rounds: Rounds,
     events: Receiver<Event>,
@@ -109,10 +109,10 @@ impl Mount {
         let options = &request.options;
         let (event, events) = mpsc::channel();
         watch_signals(event.clone(), &checked.mount_point)?;
-        let place = attached.files.socket.with_extension("door");
-        let door_clients = Arc::default();
+        let place = attached.files.socket.with_extension("data");
+        let direct_clients = Arc::default();
         let uuid = attached.engine.arena().superblock().uuid;
-        let (made, behind, waiting_writers, failures) = match options.frontend {
+        let (made, served, waiting_writers, failures) = match options.frontend {
             Frontend::Fuse => {
                 let mut adapter = Adapter::new(
                     Arc::clone(&attached.engine),
@@ -126,7 +126,7 @@ impl Mount {
                 let failures = adapter.failures();
                 (
                     Made::Adapter(adapter),
-                    Behind::Mount(kernel),
+                    Served::Mount(kernel),
                     waiting,
                     failures,
                 )
@@ -140,26 +140,26 @@ impl Mount {
                 let tree = Arc::clone(&stubs.tree);
                 (
                     Made::Stubs(stubs),
-                    Behind::Tree(tree),
+                    Served::Tree(tree),
                     Arc::default(),
                     Arc::default(),
                 )
             }
         };
-        let (tree, kernel) = match &behind {
-            Behind::Tree(tree) => (Some(Arc::clone(tree)), None),
-            Behind::Mount(kernel) => (None, Some(kernel.clone())),
+        let (tree, kernel) = match &served {
+            Served::Tree(tree) => (Some(Arc::clone(tree)), None),
+            Served::Mount(kernel) => (None, Some(kernel.clone())),
         };
-        let door = Door::start(
+        let data_socket = DataSocket::start(
             &place,
             Arc::clone(&attached.engine),
-            behind,
-            Arc::clone(&door_clients),
+            served,
+            Arc::clone(&direct_clients),
         )
-        .map_err(DaemonError::io("listen on the door socket"))?;
+        .map_err(DaemonError::io("listen on the data socket"))?;
         let service = Arc::new(Mounted {
             kernel,
-            door_clients,
+            direct_clients,
             engine: Arc::clone(&attached.engine),
             backing: checked.backing.clone(),
             mount_point: checked.mount_point.clone(),
@@ -207,7 +207,7 @@ impl Mount {
         Ok(Self {
             front,
             control,
-            door,
+            data_socket,
             service,
             rounds,
             events,
@@ -244,7 +244,7 @@ impl Mount {
             end::drain_last(&attached.engine, force);
         }
         let arena = attached.files.arena.clone();
-        drop((self.control, self.door));
+        drop((self.control, self.data_socket));
         if !gave_up {
             let keep = keep_held && attached.left_bytes() > 0 || outcome != Outcome::Ended;
             let front = self.front;

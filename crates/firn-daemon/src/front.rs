@@ -10,7 +10,7 @@ use firn_backing::Errno;
 use firn_client::trees;
 use firn_client::{PathsError, RuntimeFiles};
 use firn_engine::Engine;
-use firn_format::door::{STUB_MAGIC, StubTree};
+use firn_format::data_socket::{STUB_MAGIC, StubTree};
 use firn_fuse::Session;
 use firn_stub::{Tree, TreeOptions, check_place};
 use rustix::fs::{major, minor};

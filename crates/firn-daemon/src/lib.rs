@@ -10,7 +10,7 @@ mod carrier;
 mod check;
 mod chunks;
 mod control;
-mod door;
+mod data_socket;
 mod end;
 mod error;
 mod firnd;

@@ -233,22 +233,22 @@ pub(crate) fn prometheus(status: &Status) -> String {
         s.waiting_writers as f64,
     );
     put(
-        "door_clients",
+        "direct_clients",
         "gauge",
         "Processes connected to write past the kernel.",
-        s.door_clients as f64,
+        s.direct_clients as f64,
     );
     put(
-        "door_files",
+        "direct_files",
         "gauge",
         "Files that they write past the kernel.",
-        s.door_files as f64,
+        s.direct_files as f64,
     );
     put(
-        "door_leases",
+        "direct_leases",
         "gauge",
         "Slabs leased to them.",
-        s.door_leases as f64,
+        s.direct_leases as f64,
     );
     put(
         "chunk_lists",

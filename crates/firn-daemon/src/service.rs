@@ -45,8 +45,8 @@ pub(crate) struct Mounted {
     pub(crate) failures: Arc<Failures>,
     /// Makes the kernel drop what it has cached; none where it caches nothing.
     pub(crate) kernel: Option<Forgetter>,
-    /// Processes connected to the door.
-    pub(crate) door_clients: Arc<AtomicU64>,
+    /// Processes connected to the data socket.
+    pub(crate) direct_clients: Arc<AtomicU64>,
     /// The stub tree, where that is what programs see.
     pub(crate) tree: Option<Arc<Tree<Store>>>,
     /// Its names are being carried over.
@@ -87,7 +87,7 @@ impl Mounted {
             mount_point: self.mount_point.as_path().into(),
             options: self.options.clone(),
             waiting_writers: self.waiting_writers.load(Ordering::Relaxed),
-            door_clients: self.door_clients.load(Ordering::Relaxed),
+            direct_clients: self.direct_clients.load(Ordering::Relaxed),
             ingest_bytes_per_s: rates.ingest,
             drain_bytes_per_s: rates.drain,
             lanes,

@@ -130,7 +130,7 @@ pub struct DoorList {
     /// What stands in it as long as this holds.
     pub stamp: u32,
     /// Sorted by offset; without overlap.
-    pub extents: Vec<firn_format::door::Extent>,
+    pub extents: Vec<firn_format::data_socket::Extent>,
 }
 
 /// Why a client does not get what it asks for.

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 
 use firn_arena::SlabRef;
 use firn_backing::{Backing, Errno, Kind};
-use firn_format::door::{Extent as Listed, IN_MEMORY};
+use firn_format::data_socket::{Extent as Listed, IN_MEMORY};
 use firn_format::protocol::{ChunkPiece, Place};
 
 use crate::Result;

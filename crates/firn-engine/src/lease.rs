@@ -18,7 +18,7 @@ use std::time::Instant;
 use firn_arena::{ClientLease, Located, Taken};
 use firn_backing::{Backing, Errno};
 use firn_conflict::Access;
-use firn_format::door::{EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPILL, Slab};
+use firn_format::data_socket::{EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPILL, Slab};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL, WORDS_COUNT};
 use firn_format::slab::Class;
 

@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::world::{CHUNK, World};
 use firn_backing::{Caller, Errno, SetTime, SimBacking};
-use firn_client::door::{Outcome, SlabWriter};
+use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_engine::{
     ClientId, DoorRefusal, Engine, HandleId, HeldChunks, InodeId, ROOT, SetAttr, Written,
 };
-use firn_format::door::Slab;
+use firn_format::data_socket::Slab;
 use firn_format::geometry::SLAB_SMALL;
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
@@ -116,14 +116,14 @@ impl Door {
                         data.len() - done,
                     )
                 },
-                None => Outcome::Full,
+                None => Appended::Full,
             };
             match outcome {
-                Outcome::Done(n) => done += n,
-                Outcome::Full => {
+                Appended::Bytes(n) => done += n,
+                Appended::Full => {
                     self.granted = self.lease(engine, (data.len() - done) as u64).is_ok()
                 }
-                Outcome::Revoked => self.granted = false,
+                Appended::Revoked => self.granted = false,
             }
         }
         done
@@ -169,7 +169,7 @@ fn appended_bytes_are_seen_at_once() {
     assert_eq!(size(&world.engine, inode), 11);
     let status = world.engine.status();
     assert_eq!(
-        (status.held_bytes, status.door_files, status.door_leases),
+        (status.held_bytes, status.direct_files, status.direct_leases),
         (11, 1, 1)
     );
     assert!(world.engine.is_written_past_the_kernel(inode));
@@ -278,7 +278,7 @@ fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
     assert_eq!(world.backing_tree()["file"].len(), 50_004);
 }
 
-/// Proves S-door-3.
+/// Proves S-direct-3.
 #[test]
 fn a_truncation_cuts_what_was_appended_and_ends_the_door() {
     let world = World::new();
@@ -317,7 +317,7 @@ fn kernel_writes_before_between_and_after_keep_their_order() {
     assert_eq!(world.backing_tree()["file"], expected);
 }
 
-/// Proves S-door-1.
+/// Proves S-direct-1.
 #[test]
 fn every_published_byte_is_there_after_a_crash() {
     for crash in 0..40u64 {
@@ -351,7 +351,7 @@ fn every_published_byte_is_there_after_a_crash() {
     }
 }
 
-/// Proves S-door-1.
+/// Proves S-direct-1.
 #[test]
 fn a_crash_at_any_store_while_a_door_is_open_keeps_what_was_acknowledged() {
     for stop in 0.. {
@@ -417,11 +417,11 @@ fn a_file_has_two_leases_and_a_third_ends_the_first() {
         // SAFETY: the bytes are a slice's.
         unsafe { writer.append(offset, data.as_ptr(), data.len()) }
     };
-    assert_eq!(append(&mut first, 3, b"two"), Outcome::Done(3));
-    assert_eq!(world.engine.status().door_leases, 2);
+    assert_eq!(append(&mut first, 3, b"two"), Appended::Bytes(3));
+    assert_eq!(world.engine.status().direct_leases, 2);
     assert_eq!(door.append(&world.engine, 6, b"three"), 5);
-    assert_eq!(world.engine.status().door_leases, 1);
-    assert_eq!(append(&mut first, 11, b"late"), Outcome::Revoked);
+    assert_eq!(world.engine.status().direct_leases, 1);
+    assert_eq!(append(&mut first, 11, b"late"), Appended::Revoked);
     assert_eq!(read(&world.engine, token), b"onetwothree");
 }
 
@@ -443,7 +443,7 @@ fn a_client_that_is_gone_loses_nothing_and_keeps_nothing() {
     assert_eq!(world.engine.arena().used_bytes(), 0);
 }
 
-/// Proves S-door-2.
+/// Proves S-direct-2.
 #[test]
 fn garbage_in_records_and_slab_harms_nobody() {
     for seed in 0..200 {
@@ -556,7 +556,7 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
 }
 
 /// One thread writes as a client does, others ask, open, cut and drain; a model is the reference.
-/// Proves S-door-1, S-door-3.
+/// Proves S-direct-1, S-direct-3.
 #[test]
 fn a_client_and_an_engine_under_threads_agree_with_a_model() {
     let seed: u64 = std::env::var("FIRN_SEED")
@@ -664,7 +664,7 @@ fn interleave(seed: u64) {
     world.drain_all();
     assert!(world.backing_tree()["file"] == *model.lock(), "seed {seed}");
     assert!(engine.arena().used_bytes() <= PARKED, "seed {seed}");
-    assert_eq!(engine.status().door_errors, 0);
+    assert_eq!(engine.status().direct_errors, 0);
 }
 
 /// A drain that fails is told by the next write, which only the kernel's way can do.

@@ -3,7 +3,7 @@
 //! Each stored structure has its own module. Numbers are little-endian. docs/FORMAT.md describes the
 //! bytes; a change here that an older firnd could misread raises [`superblock::VERSION`].
 
-pub mod door;
+pub mod data_socket;
 pub mod geometry;
 pub mod home;
 pub mod journal;

@@ -312,16 +312,16 @@ pub struct Status {
     pub evicted_bytes: u64,
     /// Processes that are connected to write or read past the kernel.
     #[serde(default)]
-    pub door_clients: u64,
+    pub direct_clients: u64,
     /// Files that they write past the kernel now.
     #[serde(default)]
-    pub door_files: u64,
+    pub direct_files: u64,
     /// Slabs leased to them.
     #[serde(default)]
-    pub door_leases: u64,
+    pub direct_leases: u64,
     /// Since attach: leases that ended because their client broke the rules.
     #[serde(default)]
-    pub door_errors: u64,
+    pub direct_errors: u64,
     /// Lists of chunks that programs hold ([`Request::Chunks`]).
     #[serde(default)]
     pub chunk_lists: u64,

@@ -17,7 +17,7 @@ use firn_conflict::Access;
 use firn_engine::{
     Closing, Engine, Entry, FsyncPolicy, HandleId, InodeId, OpenMode, Opened, SetAttr,
 };
-use firn_format::door::{IOCTL_TOKEN, Token};
+use firn_format::data_socket::{IOCTL_TOKEN, Token};
 use firn_format::protocol::Rung;
 use fuser::{
     AccessFlags, BackingId, BsdFileFlags, CopyFileRangeFlags, FileHandle, Filesystem, FopenFlags,

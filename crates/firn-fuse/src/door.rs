@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use firn_backing::Backing;
 use firn_engine::{HandleId, InodeId};
-use firn_format::door::{DOOR_VERSION, Token};
+use firn_format::data_socket::{DATA_SOCKET_VERSION, Token};
 use fuser::{INodeNo, Request};
 use zerocopy::FromZeros;
 
@@ -51,7 +51,7 @@ pub(crate) fn token(place: Option<&DoorPlace>, request: &Request, handle: u64) -
     match place.filter(|_| ours) {
         Some(place) => Token {
             token: handle,
-            version: DOOR_VERSION,
+            version: DATA_SOCKET_VERSION,
             pid: std::process::id(),
             arena: place.arena,
             socket: place.socket,

@@ -12,7 +12,9 @@ use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use firn_format::door::{Arena, DOOR_VERSION, Extent, Op, Reply, Request, Status, Token};
+use firn_format::data_socket::{
+    Arena, DATA_SOCKET_VERSION, Extent, Op, Reply, Request, Status, Token,
+};
 use zerocopy::{FromZeros, IntoBytes};
 
 use crate::lock::Lock;
@@ -49,7 +51,7 @@ struct Inner {
     attempts: u32,
     identity: Identity,
     mapping: Mapping,
-    /// The answer to the door that was asked for with the connection, and for which token.
+    /// The answer to the grant that was asked for with the connection, and for which token.
     opened: Option<(u64, Reply)>,
     /// Token of the request that was not answered yet, if any.
     ahead: Option<u64>,
@@ -242,7 +244,7 @@ impl Link {
 /// What is asked together with a new connection.
 enum First<'a> {
     Nothing,
-    /// The door and a lease of so many bytes.
+    /// A grant and a lease of so many bytes.
     Lease(u64),
     /// The first extents, and the answer.
     Extents(&'a mut [MaybeUninit<Extent>], Option<Reply>),
@@ -262,7 +264,7 @@ fn greet(
         First::Nothing => {}
         First::Lease(bytes) => {
             send_open(fd, token.token, *bytes)?;
-            firn_client::door::prepare();
+            firn_direct::slab_writer::prepare();
         }
         First::Extents(..) => {
             send(
@@ -315,10 +317,10 @@ impl Open<'_> {
         Some(())
     }
 
-    /// Asks for the door and the first lease; the answer to the first question.
+    /// Asks for a grant and the first lease; the answer to the first question.
     fn ask_open(&mut self, token: u64, lease_bytes: u64) -> Option<Reply> {
         self.collect()?;
-        // Leases of an earlier door to this open file are over.
+        // Leases of an earlier grant for this open file are over.
         for slot in &mut self.inner_mut().stash {
             *slot = slot.filter(|(of, _)| *of != token);
         }
@@ -363,7 +365,7 @@ pub(crate) fn ask_extents(
     open.or_give_up(reply)
 }
 
-/// Asks for the door to a file and, in the same trip, for its first lease; [`take_ahead`] has that one then.
+/// Asks for a grant to write a file and, in the same trip, for its first lease; [`take_ahead`] has that one then.
 /// `None`: that connection has ended.
 pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply> {
     let mut open = TABLE.links.get(link)?;
@@ -373,7 +375,7 @@ pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply>
     };
     drop(open);
     if !is_ok(&reply) {
-        // No door, no lease: the second answer says so and is of no use later.
+        // No grant, no lease: the second answer says so and is of no use later.
         take_ahead(link, token);
     }
     Some(reply)
@@ -523,7 +525,7 @@ fn send_hello(fd: c_int) -> Option<()> {
             op: Op::Hello as u32,
             len: 0,
             token: 0,
-            arg: u64::from(DOOR_VERSION),
+            arg: u64::from(DATA_SOCKET_VERSION),
         },
     )
 }

@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use firn_format::door::Arena;
+use firn_format::data_socket::Arena;
 
 use crate::sys::syscall;
 

@@ -8,7 +8,7 @@ use std::ffi::c_int;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use firn_format::door::{DOOR_VERSION, IOCTL_TOKEN, Token};
+use firn_format::data_socket::{DATA_SOCKET_VERSION, IOCTL_TOKEN, Token};
 
 use crate::hook::stream;
 use crate::lock::Lock;
@@ -93,14 +93,14 @@ impl Devices {
     }
 }
 
-/// How firnd calls this open file; `None` where no firnd serves it or has no door for this process.
+/// How firnd calls this open file; `None` where no firnd serves it or does not serve this process.
 pub(crate) fn token(fd: c_int) -> Option<Token> {
     let mut token = MaybeUninit::<Token>::zeroed();
     // SAFETY: the number says how many bytes the kernel writes: the size of a token.
     let result = unsafe { syscall!(libc::SYS_ioctl, fd, IOCTL_TOKEN, token.as_mut_ptr()) };
     // SAFETY: zeros are a token.
     let token = unsafe { token.assume_init() };
-    (result >= 0 && token.version == DOOR_VERSION).then_some(token)
+    (result >= 0 && token.version == DATA_SOCKET_VERSION).then_some(token)
 }
 
 /// What a caller takes before it opens: whether somebody got copies of descriptors meanwhile.

@@ -8,8 +8,7 @@ use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
-use firn_client::door;
-use firn_format::door::{EXTENTS_MAX, Extent, IN_MEMORY, Op, Reply, Status};
+use firn_format::data_socket::{EXTENTS_MAX, Extent, IN_MEMORY, Op, Reply, Status};
 use libc::iovec;
 
 use crate::connect;
@@ -213,7 +212,7 @@ pub(crate) unsafe fn take(
     let left = held.list.size.saturating_sub(offset);
     let total = total.min(usize::try_from(left).unwrap_or(usize::MAX));
     let copy = if total >= STREAM_BYTES_MIN {
-        door::copy
+        firn_direct::copy
     } else {
         copy_to_cache
     };
@@ -306,7 +305,7 @@ fn ask(held: &mut Held, total: usize) -> bool {
             report::left(if answer == Some(Status::Ok) {
                 Reason::Nothing
             } else {
-                Reason::NoDoor
+                Reason::NoConnection
             });
             false
         }

@@ -33,7 +33,7 @@ named! {
     Reason, REASONS, REASON_NAMES:
     Flags = "opened with O_APPEND, O_SYNC, O_DIRECT or a file size limit",
     Stdio = "opened by stdio",
-    NoDoor = "no connection to firnd",
+    NoConnection = "no connection to firnd",
     Refused = "firnd did not allow it now",
     NoRoom = "no room in the arena",
     Revoked = "firnd took the lease back",

@@ -13,7 +13,7 @@
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use firn_format::door::{ADOPT_AGAIN, AT_END, DATA_BYTES_MAX, Op, Reply, Request, Status};
+use firn_format::data_socket::{ADOPT_AGAIN, AT_END, DATA_BYTES_MAX, Op, Reply, Request, Status};
 use libc::iovec;
 
 use crate::connect::{self, Along, Called, OneOff};
@@ -22,7 +22,7 @@ use crate::reader;
 use crate::report::{self, Call, Reason};
 use crate::sys::{self, syscall};
 use crate::table::{self, Entry, Held, Inner, TABLE, mark_stub, stub_mark, stub_mark_of, tag};
-use crate::writer::{self, Loss, Ticket, Went, total_of};
+use crate::writer::{self, LeaseLost, Ticket, Went, total_of};
 
 /// How long a call waits for a firnd that was killed to be there again, unless `FIRN_PRELOAD_WAIT` says
 /// otherwise (seconds).
@@ -323,8 +323,8 @@ fn adopt(held: &mut Held) -> Result<(), c_int> {
     }
     let mut waited = 0;
     loop {
-        let door = TABLE.trees.door(held.identity.device);
-        if let Some(link) = door.and_then(|door| TABLE.links.to_at_any_rate(&door)) {
+        let socket = TABLE.trees.data_socket(held.identity.device);
+        if let Some(link) = socket.and_then(|socket| TABLE.links.to_at_any_rate(&socket)) {
             let wanted = held.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
             let again = if held.stub.known { ADOPT_AGAIN } else { 0 };
             let request = Request {
@@ -341,7 +341,7 @@ fn adopt(held: &mut Held) -> Result<(), c_int> {
             match unsafe { connect::call(link, &request, along) } {
                 Called::Reply(reply) => {
                     answered(&reply)?;
-                    (held.link, held.token) = (link, reply.binding);
+                    (held.link, held.token) = (link, reply.file_id);
                     held.stub.adopted = true;
                     held.stub.known = true;
                     held.stub.flags &= !libc::O_TRUNC;
@@ -354,7 +354,7 @@ fn adopt(held: &mut Held) -> Result<(), c_int> {
             }
         }
         if waited >= WAIT_MS.load(Ordering::Relaxed) {
-            report::left(Reason::NoDoor);
+            report::left(Reason::NoConnection);
             return Err(libc::EIO);
         }
         sys::sleep_ms(PAUSE_MS);
@@ -669,19 +669,19 @@ unsafe fn put(
 }
 
 /// A lease ended, or there was none to have.
-fn lost(held: &mut Held, loss: Loss) {
+fn lost(held: &mut Held, loss: LeaseLost) {
     held.stub.granted = false;
     (held.has_writer, held.has_asked) = (false, false);
     match loss {
-        Loss::Full => {
+        LeaseLost::Full => {
             held.patience_bytes = FULL_BYTES;
             report::left(Reason::NoRoom);
         }
-        Loss::NoDoor | Loss::Odd => {
+        LeaseLost::NoConnection | LeaseLost::Odd => {
             held.patience_bytes = PATIENCE_BYTES;
-            report::left(Reason::NoDoor);
+            report::left(Reason::NoConnection);
         }
-        Loss::Revoked => hesitate(held, Reason::Revoked),
+        LeaseLost::Revoked => hesitate(held, Reason::Revoked),
     }
 }
 
@@ -708,7 +708,7 @@ fn may_lease(held: &mut Held, total: usize) -> bool {
     }
     match connect::ask(held.link, Op::OpenWrite, held.token, 0) {
         Some(reply) if connect::is_ok(&reply) => {
-            held.binding = reply.binding;
+            held.file_id = reply.file_id;
             (held.has_writer, held.has_asked, held.fast_bytes) = (false, false, 0);
             held.stub.granted = true;
         }
@@ -725,8 +725,9 @@ unsafe fn write_again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Opt
     let Some(total) = total_of(parts) else {
         return -(libc::EINVAL as isize);
     };
-    let door = sys::identity(fd).and_then(|(identity, _)| TABLE.trees.door(identity.device));
-    let Some(one_off) = door.and_then(|door| OneOff::to(&door)) else {
+    let socket =
+        sys::identity(fd).and_then(|(identity, _)| TABLE.trees.data_socket(identity.device));
+    let Some(one_off) = socket.and_then(|socket| OneOff::to(&socket)) else {
         return -(libc::EIO as isize);
     };
     let flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
@@ -746,7 +747,7 @@ unsafe fn write_again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Opt
             },
         )
     };
-    let Called::Reply(Reply { binding: token, .. }) = called else {
+    let Called::Reply(Reply { file_id: token, .. }) = called else {
         return -(libc::EIO as isize);
     };
     let appends = flags & libc::O_APPEND != 0;
@@ -1125,12 +1126,12 @@ pub(crate) fn attr_of(
     };
     let mut waited = 0;
     loop {
-        let door = TABLE.trees.door(device)?;
-        let called = match TABLE.links.to_at_any_rate(&door) {
+        let socket = TABLE.trees.data_socket(device)?;
+        let called = match TABLE.links.to_at_any_rate(&socket) {
             // SAFETY: no memory of the program's.
             Some(link) => unsafe { connect::call(link, &request, Along::NOTHING) },
             // In a signal handler, perhaps; else firnd is gone.
-            None => match OneOff::to(&door) {
+            None => match OneOff::to(&socket) {
                 // SAFETY: as above.
                 Some(one_off) => unsafe { one_off.call(&request, Along::NOTHING) },
                 None => Called::Gone { sent: false },

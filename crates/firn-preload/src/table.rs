@@ -17,7 +17,7 @@ use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-use firn_client::door::SlabWriter;
+use firn_direct::slab_writer::SlabWriter;
 
 use crate::connect::Links;
 use crate::lock::Lock;
@@ -180,7 +180,7 @@ pub(crate) struct Inner {
     /// How firnd calls the open file.
     pub(crate) token: u64,
     /// How firnd calls the file in piece records.
-    pub(crate) binding: u64,
+    pub(crate) file_id: u64,
     /// Bytes through the kernel before firnd is asked again.
     pub(crate) patience_bytes: u64,
     /// Bytes past the kernel since the last grant.
@@ -226,7 +226,7 @@ impl Inner {
                 inode: 0,
             },
             token: 0,
-            binding: 0,
+            file_id: 0,
             patience_bytes: 0,
             fast_bytes: 0,
             stub: StubState::new(),

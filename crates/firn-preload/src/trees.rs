@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-use firn_format::door::{DOOR_VERSION, STUB_MAGIC, StubTree, Token};
+use firn_format::data_socket::{DATA_SOCKET_VERSION, STUB_MAGIC, StubTree, Token};
 use firn_trust::{RawError, open_dir_raw, open_file_raw};
 use rustix::io::Errno;
 use zerocopy::{FromZeros, IntoBytes};
@@ -55,8 +55,8 @@ impl Trees {
             pid: 0,
             arena: [0; 16],
             socket: [0; 112],
-            prefix: [0; firn_format::door::PATH_BYTES],
-            backing: [0; firn_format::door::PATH_BYTES],
+            prefix: [0; firn_format::data_socket::PATH_BYTES],
+            backing: [0; firn_format::data_socket::PATH_BYTES],
         };
         Self {
             lock: Lock::new(),
@@ -158,8 +158,8 @@ impl Trees {
         below
     }
 
-    /// The door of the tree on a device; `token` is 0.
-    pub(crate) fn door(&self, device: u64) -> Option<Token> {
+    /// The data socket of the tree on a device; `token` is 0.
+    pub(crate) fn data_socket(&self, device: u64) -> Option<Token> {
         if !self.any() {
             return None;
         }
@@ -173,15 +173,15 @@ impl Trees {
         }
         // SAFETY: the lock is held.
         let tree = unsafe { &*self.slots.get() }.get(index);
-        let door = tree.map(|tree| Token {
+        let socket = tree.map(|tree| Token {
             token: 0,
-            version: DOOR_VERSION,
+            version: DATA_SOCKET_VERSION,
             pid: tree.pid,
             arena: tree.arena,
             socket: tree.socket,
         });
         self.lock.give();
-        door
+        socket
     }
 
     fn has_changed(&self) -> bool {

@@ -13,8 +13,8 @@
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering;
 
-use firn_client::door::{Outcome, SlabWriter};
-use firn_format::door::{Op, Reply, Status, Token};
+use firn_direct::slab_writer::{Appended, SlabWriter};
+use firn_format::data_socket::{Op, Reply, Status, Token};
 use firn_format::piece::PIECE_BYTES;
 use libc::iovec;
 
@@ -118,7 +118,7 @@ pub(crate) unsafe fn write_on(
     let writer = unsafe { held.writer.assume_init_mut() };
     // SAFETY: the bytes are the program's to give; `probe` says which bad pointers fault.
     let outcome = unsafe { writer.append(offset, data.cast(), len) };
-    if outcome != Outcome::Done(len) {
+    if outcome != Appended::Bytes(len) {
         return Some(go_on(
             held,
             iovec {
@@ -141,11 +141,11 @@ fn go_on(
     mut held: Held,
     part: iovec,
     (at, offset): (Option<u64>, u64),
-    outcome: Outcome,
+    outcome: Appended,
     call: Call,
 ) -> Went {
     let len = part.iov_len;
-    let done = if let Outcome::Done(done) = outcome {
+    let done = if let Appended::Bytes(done) = outcome {
         done
     } else {
         0
@@ -156,7 +156,7 @@ fn go_on(
         iov_len: len - done,
     };
     let (more, loss) = match outcome {
-        Outcome::Revoked => (0, Some(Loss::Revoked)),
+        Appended::Revoked => (0, Some(LeaseLost::Revoked)),
         _ => put(
             &mut held,
             &[left],
@@ -203,20 +203,20 @@ pub(crate) fn write(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> 
             lost => lost,
         }
     } else {
-        (0, Some(Loss::Odd))
+        (0, Some(LeaseLost::Odd))
     };
     lose(held, parts, (at, offset, total), loss, call)
 }
 
 /// Why bytes did not go past the kernel.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Loss {
+pub(crate) enum LeaseLost {
     /// The lease was taken back, or the number is another descriptor now.
     Revoked,
     /// The arena has no room.
     Full,
     /// No connection, or firnd does not know the descriptor.
-    NoDoor,
+    NoConnection,
     /// A range that no file has.
     Odd,
 }
@@ -227,7 +227,7 @@ pub(crate) fn put(
     parts: &[iovec],
     offset: u64,
     total: usize,
-) -> (usize, Option<Loss>) {
+) -> (usize, Option<LeaseLost>) {
     let mut done = 0;
     for part in parts {
         let len = part.iov_len.min(total - done);
@@ -260,7 +260,7 @@ fn put_some(
     len: usize,
     offset: u64,
     left: usize,
-) -> Result<usize, Loss> {
+) -> Result<usize, LeaseLost> {
     for fresh in [false, true] {
         if fresh || !held.has_writer {
             lease(held, left)?;
@@ -275,18 +275,18 @@ fn put_some(
         let writer = unsafe { held.writer.assume_init_mut() };
         // SAFETY: the bytes are the program's to give; `probe` says which bad pointers fault.
         match unsafe { writer.append(offset, from, len) } {
-            Outcome::Done(more) if more > 0 => {
+            Appended::Bytes(more) if more > 0 => {
                 held.fast_bytes = held.fast_bytes.wrapping_add(more as u64);
                 if !held.has_asked && is_half_full(held) {
                     ask_ahead(held, left);
                 }
                 return Ok(more.min(len));
             }
-            Outcome::Revoked => return Err(Loss::Revoked),
+            Appended::Revoked => return Err(LeaseLost::Revoked),
             _ => {}
         }
     }
-    Err(Loss::Full)
+    Err(LeaseLost::Full)
 }
 
 #[cold]
@@ -306,10 +306,10 @@ fn wanted(held: &Held, left: usize) -> u64 {
 
 /// Gets the next lease.
 #[cold]
-fn lease(held: &mut Held, left: usize) -> Result<(), Loss> {
+fn lease(held: &mut Held, left: usize) -> Result<(), LeaseLost> {
     held.has_writer = false;
     if !sys::is_unlimited(libc::RLIMIT_FSIZE) {
-        return Err(Loss::Odd);
+        return Err(LeaseLost::Odd);
     }
     let ahead = if held.has_asked {
         connect::take_ahead(held.link, held.token)
@@ -318,14 +318,14 @@ fn lease(held: &mut Held, left: usize) -> Result<(), Loss> {
     };
     held.has_asked = false;
     let ask = || connect::ask(held.link, Op::Lease, held.token, wanted(held, left));
-    let reply = ahead.or_else(ask).ok_or(Loss::NoDoor)?;
+    let reply = ahead.or_else(ask).ok_or(LeaseLost::NoConnection)?;
     match Status::from_word(reply.status) {
         Status::Ok => {}
-        Status::Full => return Err(Loss::Full),
-        Status::Busy | Status::BadToken => return Err(Loss::Revoked),
-        _ => return Err(Loss::NoDoor),
+        Status::Full => return Err(LeaseLost::Full),
+        Status::Busy | Status::BadToken => return Err(LeaseLost::Revoked),
+        _ => return Err(LeaseLost::NoConnection),
     }
-    let writer = slab_writer(held, &reply).ok_or(Loss::NoDoor)?;
+    let writer = slab_writer(held, &reply).ok_or(LeaseLost::NoConnection)?;
     held.writer.write(writer);
     held.has_writer = true;
     Ok(())
@@ -342,7 +342,7 @@ fn slab_writer(held: &Held, reply: &Reply) -> Option<SlabWriter> {
         && slab.records.is_multiple_of(8)
         && slab.writer.is_multiple_of(8);
     // SAFETY: all that the lease names is mapped, for good; firnd gives a lease once.
-    whole.then(|| unsafe { SlabWriter::new(mapping.shared, slab, held.binding) })
+    whole.then(|| unsafe { SlabWriter::new(mapping.shared, slab, held.file_id) })
 }
 
 /// Whether writes may go past the kernel: asks firnd, unless it refused a short while ago.
@@ -363,14 +363,14 @@ fn ask(held: &mut Held, total: u64) -> bool {
         return false;
     }
     match open_write(held, total) {
-        Some(reply) if connect::is_ok(&reply) => begin(held, reply.binding),
+        Some(reply) if connect::is_ok(&reply) => begin(held, reply.file_id),
         Some(_) => {
             refused(held, Reason::Refused, PATIENCE_BYTES);
             false
         }
         None => {
             held.set_tag(tag::NONE);
-            report::left(Reason::NoDoor);
+            report::left(Reason::NoConnection);
             false
         }
     }
@@ -399,10 +399,10 @@ fn open_with(held: &mut Held, token: &Token, total: u64) -> Option<Reply> {
 }
 
 /// The offset becomes private.
-fn begin(held: &mut Held, binding: u64) -> bool {
-    held.binding = binding;
+fn begin(held: &mut Held, file_id: u64) -> bool {
+    held.file_id = file_id;
     held.has_writer = false;
-    // In the same trip as the door.
+    // In the same trip as the grant.
     held.has_asked = true;
     held.fast_bytes = 0;
     // A handler that wrote between the two steps would move an offset that nobody reads.
@@ -488,11 +488,11 @@ fn lose(
     mut held: Held,
     parts: &[iovec],
     (at, offset, total): (Option<u64>, u64, usize),
-    (done, loss): (usize, Option<Loss>),
+    (done, loss): (usize, Option<LeaseLost>),
     call: Call,
 ) -> Went {
-    let stranger =
-        loss == Some(Loss::Revoked) && token(held.fd).is_none_or(|token| token.token != held.token);
+    let stranger = loss == Some(LeaseLost::Revoked)
+        && token(held.fd).is_none_or(|token| token.token != held.token);
     if stranger {
         held.private = false;
         held.set_tag(tag::NONE);
@@ -511,13 +511,13 @@ fn lose(
     }
     give_back(&mut held);
     match loss {
-        Some(Loss::Full) => {
+        Some(LeaseLost::Full) => {
             held.patience_bytes = FULL_BYTES;
             report::left(Reason::NoRoom);
         }
-        Some(Loss::NoDoor | Loss::Odd) => {
+        Some(LeaseLost::NoConnection | LeaseLost::Odd) => {
             held.patience_bytes = PATIENCE_BYTES;
-            report::left(Reason::NoDoor);
+            report::left(Reason::NoConnection);
         }
         _ => hesitate(&mut held, Reason::Revoked),
     }

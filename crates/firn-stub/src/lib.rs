@@ -2,7 +2,7 @@
 //!
 //! The prefix is a directory of empty files on tmpfs. The kernel does the names, links, modes, owners,
 //! times and locks of these *stubs*; the bytes of a stub are a file of the engine, which processes write and
-//! read through the preload library and the door socket. This crate ties the two together: which stub is
+//! read through the preload library and the data socket. This crate ties the two together: which stub is
 //! which file ([`StubId`]), and bringing into the backing what programs did to the tree
 //! ([`Tree::reconcile`]).
 //!

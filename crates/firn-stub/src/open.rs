@@ -1,4 +1,4 @@
-//! Open stubs: what processes told of over the door.
+//! Open stubs: what processes told of over the data socket.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -24,7 +24,7 @@ pub(crate) struct Open {
 /// How a client's descriptor is called from now on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Adopted {
-    /// For the engine and the door's requests.
+    /// For the engine and the data socket's requests.
     pub handle: HandleId,
     /// Bytes of the file.
     pub size: u64,

@@ -170,7 +170,7 @@ impl<B: Backing> Tree<B> {
             }
             _ => None,
         };
-        // The door is for the user who mounted only.
+        // The data socket is for the user who mounted only.
         rustix::fs::fchmod(&root, Mode::RWXU).map_err(|e| failed(e.into()))?;
         let last = found.as_ref().and_then(Found::last);
         let fresh = found.is_none();

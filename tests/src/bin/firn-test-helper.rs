@@ -24,13 +24,13 @@ fn main() -> ExitCode {
             );
         }
         ["powerfs", mount_point] => firn_tests::powerfs::serve(Path::new(mount_point)),
-        ["door-writer", file, log] => {
-            firn_tests::door::write_until_killed(Path::new(file), Path::new(log))
+        ["direct-writer", file, log] => {
+            firn_tests::data_socket::write_until_killed(Path::new(file), Path::new(log))
         }
-        ["door-spoiler", file, how, seed] => {
-            firn_tests::door::spoil_on_command(Path::new(file), how, number(seed))
+        ["direct-spoiler", file, how, seed] => {
+            firn_tests::data_socket::spoil_on_command(Path::new(file), how, number(seed))
         }
-        ["door-version", file] => firn_tests::door::print_version(Path::new(file)),
+        ["direct-version", file] => firn_tests::data_socket::print_version(Path::new(file)),
         ["hand", file] => firn_tests::hand::serve(Path::new(file)),
         ["change", uid, gid, group, may_set_id, call, path] => {
             let id = |text: &str| text.parse().expect("an id");
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
                 "usage: firn-test-helper writer DIR LOG SEED | verify DIR LOG | append FILE ID COUNT \
                  | faultfs SOURCE DIR CONTROL | powerfs DIR | hand FILE \
                  | change UID GID GROUP 0|1 CALL FILE \
-                 | door-writer FILE LOG | door-spoiler FILE HOW SEED | door-version FILE"
+                 | direct-writer FILE LOG | direct-spoiler FILE HOW SEED | direct-version FILE"
             );
             return ExitCode::from(2);
         }

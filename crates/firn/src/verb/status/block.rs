@@ -88,14 +88,14 @@ fn mount(s: &Status, paint: Paint) -> String {
     for one in &s.transactions {
         line("open", transaction(one, paint));
     }
-    if s.door_clients > 0 {
+    if s.direct_clients > 0 {
         let what = format!(
-            "{} past the kernel, {} written, {} leased",
-            count(s.door_clients, "client"),
-            count(s.door_files, "file"),
-            count(s.door_leases, "slab")
+            "{}, {} being written, {} leased",
+            count(s.direct_clients, "client"),
+            count(s.direct_files, "file"),
+            count(s.direct_leases, "slab")
         );
-        line("door", what);
+        line("direct access", what);
     }
     if s.chunk_lists > 0 {
         line(

@@ -1,4 +1,4 @@
-//! The door socket: leases and lists for processes that write and read past the kernel, and all data calls of
+//! The data socket: leases and lists for processes that write and read past the kernel, and all data calls of
 //! stubs.
 //!
 //! Promises
@@ -9,7 +9,7 @@
 //! Several threads wait for clients at once, and the one that a client wakes answers it: to start a thread for
 //! each would take as long as all else that a process's first write past the kernel waits for.
 //!
-//! Messages: `firn_format::door`.
+//! Messages: `firn_format::data_socket`.
 
 mod stub;
 
@@ -22,7 +22,9 @@ use std::time::Duration;
 
 use firn_backing::Backing;
 use firn_engine::{ClientId, DoorRefusal, Engine, HandleId};
-use firn_format::door::{Arena, DATA_BYTES_MAX, DOOR_VERSION, Op, Reply, Request, Status};
+use firn_format::data_socket::{
+    Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, Op, Reply, Request, Status,
+};
 use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
 use firn_fuse::Forgetter;
 use firn_stub::Tree;
@@ -48,14 +50,14 @@ const WAITING_MAX: u64 = 16;
 const STACK_BYTES: usize = 256 << 10;
 
 /// A socket that is listened on; removed when dropped.
-pub(crate) struct Door {
+pub(crate) struct DataSocket {
     path: PathBuf,
     listener: Arc<OwnedFd>,
     stop: Arc<AtomicBool>,
 }
 
-/// What the door leads to.
-pub(crate) enum Behind<B: Backing> {
+/// What a data socket serves.
+pub(crate) enum Served<B: Backing> {
     /// A mount; the kernel has to forget what is written past it.
     Mount(Forgetter),
     /// A stub tree.
@@ -65,7 +67,7 @@ pub(crate) enum Behind<B: Backing> {
 /// What all connections share.
 struct Shared<B: Backing> {
     engine: Arc<Engine<B>>,
-    behind: Behind<B>,
+    served: Served<B>,
     /// Held while an end of file is looked up and written at.
     appending: Mutex<()>,
     /// Connections now.
@@ -78,13 +80,13 @@ struct Shared<B: Backing> {
     stop: Arc<AtomicBool>,
 }
 
-impl Door {
+impl DataSocket {
     /// Listens at `path`, in place of what a dead firnd left there. `count` is kept at the number of
     /// connections.
     pub(crate) fn start<B: Backing>(
         path: &Path,
         engine: Arc<Engine<B>>,
-        behind: Behind<B>,
+        served: Served<B>,
         count: Arc<AtomicU64>,
     ) -> io::Result<Self> {
         match std::fs::remove_file(path) {
@@ -99,7 +101,7 @@ impl Door {
         let stop = Arc::new(AtomicBool::new(false));
         let shared = Arc::new(Shared {
             engine,
-            behind,
+            served,
             appending: Mutex::new(()),
             count,
             clients: AtomicU64::new(0),
@@ -117,7 +119,7 @@ impl Door {
     }
 }
 
-impl Drop for Door {
+impl Drop for DataSocket {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         // Wakes the threads in accept(2): they find EINVAL.
@@ -141,7 +143,7 @@ impl<B: Backing> Shared<B> {
         this.waiting.fetch_add(1, Ordering::AcqRel);
         let mine = Arc::clone(this);
         let thread = std::thread::Builder::new()
-            .name("firn-door".into())
+            .name("firn-data".into())
             .stack_size(STACK_BYTES);
         let started = thread.spawn(move || while Self::attend(&mine) {});
         if started.is_err() {
@@ -159,7 +161,7 @@ impl<B: Backing> Shared<B> {
         if left == 0
             && let Err(error) = Self::add_thread(this)
         {
-            tracing::warn!(%error, "cannot start a thread for door connections");
+            tracing::warn!(%error, "cannot start a thread for data connections");
             this.waiting.fetch_add(1, Ordering::AcqRel);
             return true;
         }
@@ -167,10 +169,10 @@ impl<B: Backing> Shared<B> {
         if this.count.fetch_add(1, Ordering::AcqRel) < CONNECTIONS_MAX {
             let client = ClientId(this.clients.fetch_add(1, Ordering::AcqRel) + 1);
             if let Err(error) = serve(&socket, client, this) {
-                tracing::debug!(%error, client = client.0, "a door connection ended");
+                tracing::debug!(%error, client = client.0, "a data connection ended");
             }
             this.engine.door_gone(client);
-            if let Behind::Tree(tree) = &this.behind {
+            if let Served::Tree(tree) = &this.served {
                 tree.client_gone(client);
             }
         }
@@ -181,7 +183,7 @@ impl<B: Backing> Shared<B> {
             .is_ok()
     }
 
-    /// `None`: the door ends.
+    /// `None`: the socket is being closed.
     fn next_client(&self) -> Option<OwnedFd> {
         loop {
             let accepted = accept_with(&self.listener, SocketFlags::CLOEXEC);
@@ -192,7 +194,7 @@ impl<B: Backing> Shared<B> {
                 Ok(socket) => return Some(socket),
                 Err(rustix::io::Errno::CONNABORTED | rustix::io::Errno::INTR) => {}
                 Err(error) => {
-                    tracing::warn!(%error, "door socket");
+                    tracing::warn!(%error, "data socket");
                     // Out of descriptors, most likely: without a pause this would spin.
                     std::thread::sleep(Duration::from_millis(100));
                 }
@@ -222,7 +224,7 @@ fn serve<B: Backing>(
     set_socket_timeout(socket, Timeout::Send, Some(SEND_TIMEOUT))?;
     let mut greeted = false;
     // Clients of a mount send requests only.
-    let room = if matches!(shared.behind, Behind::Tree(_)) {
+    let room = if matches!(shared.served, Served::Tree(_)) {
         DATA_BYTES_MAX
     } else {
         0
@@ -249,8 +251,8 @@ fn serve<B: Backing>(
         else {
             return refuse(socket, Status::Malformed);
         };
-        let answer = match (op, &shared.behind) {
-            (Op::Hello, _) if !greeted && request.arg == u64::from(DOOR_VERSION) => {
+        let answer = match (op, &shared.served) {
+            (Op::Hello, _) if !greeted && request.arg == u64::from(DATA_SOCKET_VERSION) => {
                 greeted = true;
                 hello(socket, &shared.engine)?;
                 continue;
@@ -258,8 +260,8 @@ fn serve<B: Backing>(
             (Op::Hello, _) if !greeted => return refuse(socket, Status::Version),
             (Op::Hello, _) => return refuse(socket, Status::Malformed),
             _ if !greeted => return refuse(socket, Status::Malformed),
-            (op, behind) if stub::is_op(op) => {
-                let Behind::Tree(tree) = behind else {
+            (op, served) if stub::is_op(op) => {
+                let Served::Tree(tree) = served else {
                     return refuse(socket, Status::Malformed);
                 };
                 let call = stub::Call {
@@ -399,11 +401,11 @@ fn answer<B: Backing>(
         Op::OpenWrite => match engine.door_open(client, token) {
             Ok(grant) => {
                 // Before the client may write: what the kernel knew of the file ends to hold then.
-                if let Behind::Mount(kernel) = &shared.behind {
+                if let Served::Mount(kernel) = &shared.served {
                     kernel.forget_attributes(grant.inode);
                 }
                 Reply {
-                    binding: grant.binding,
+                    file_id: grant.binding,
                     size: grant.size,
                     ..Reply::default()
                 }

@@ -124,7 +124,7 @@ impl Fake {
     }
 }
 
-fn append(writer: &mut SlabWriter, offset: u64, data: &[u8]) -> Outcome {
+fn append(writer: &mut SlabWriter, offset: u64, data: &[u8]) -> Appended {
     // SAFETY: the bytes are a slice's.
     unsafe { writer.append(offset, data.as_ptr(), data.len()) }
 }
@@ -133,8 +133,8 @@ fn append(writer: &mut SlabWriter, offset: u64, data: &[u8]) -> Outcome {
 fn bytes_that_follow_each_other_are_one_piece() {
     let fake = Fake::new(8);
     let mut writer = fake.writer();
-    assert_eq!(append(&mut writer, 100, b"hello "), Outcome::Done(6));
-    assert_eq!(append(&mut writer, 106, b"world"), Outcome::Done(5));
+    assert_eq!(append(&mut writer, 100, b"hello "), Appended::Bytes(6));
+    assert_eq!(append(&mut writer, 106, b"world"), Appended::Bytes(5));
     let pieces = fake.pieces();
     assert_eq!(
         pieces,
@@ -153,9 +153,12 @@ fn bytes_that_follow_each_other_are_one_piece() {
 fn a_page_or_more_lies_congruent_to_its_offset_and_small_pieces_are_packed() {
     let fake = Fake::new(8);
     let mut writer = fake.writer();
-    assert_eq!(append(&mut writer, 7, b"a"), Outcome::Done(1));
-    assert_eq!(append(&mut writer, 5000, b"b"), Outcome::Done(1));
-    assert_eq!(append(&mut writer, 12_289, &[3; 4096]), Outcome::Done(4096));
+    assert_eq!(append(&mut writer, 7, b"a"), Appended::Bytes(1));
+    assert_eq!(append(&mut writer, 5000, b"b"), Appended::Bytes(1));
+    assert_eq!(
+        append(&mut writer, 12_289, &[3; 4096]),
+        Appended::Bytes(4096)
+    );
     let positions: Vec<u32> = fake.pieces().iter().map(|p| p.position).collect();
     assert_eq!(positions, [7, 8, 4097]);
     let sequences: Vec<u64> = fake.pieces().iter().map(|p| p.sequence).collect();
@@ -167,32 +170,38 @@ fn the_end_of_the_slab_takes_the_first_part_and_then_nothing() {
     let fake = Fake::new(8);
     let mut writer = fake.writer();
     assert!(!writer.is_half_full());
-    assert_eq!(append(&mut writer, 0, &[1; 65_000]), Outcome::Done(65_000));
+    assert_eq!(
+        append(&mut writer, 0, &[1; 65_000]),
+        Appended::Bytes(65_000)
+    );
     assert!(writer.is_half_full());
-    assert_eq!(append(&mut writer, 65_000, &[2; 1000]), Outcome::Done(536));
-    assert_eq!(append(&mut writer, 65_536, &[2; 1000]), Outcome::Full);
-    assert_eq!(append(&mut writer, 0, b"x"), Outcome::Full);
+    assert_eq!(
+        append(&mut writer, 65_000, &[2; 1000]),
+        Appended::Bytes(536)
+    );
+    assert_eq!(append(&mut writer, 65_536, &[2; 1000]), Appended::Full);
+    assert_eq!(append(&mut writer, 0, b"x"), Appended::Full);
 }
 
 #[test]
 fn without_a_record_there_is_no_room_but_for_more_of_the_last_piece() {
     let fake = Fake::new(2);
     let mut writer = fake.writer();
-    assert_eq!(append(&mut writer, 0, b"a"), Outcome::Done(1));
-    assert_eq!(append(&mut writer, 50, b"b"), Outcome::Done(1));
-    assert_eq!(append(&mut writer, 90, b"c"), Outcome::Full);
-    assert_eq!(append(&mut writer, 51, b"c"), Outcome::Done(1));
+    assert_eq!(append(&mut writer, 0, b"a"), Appended::Bytes(1));
+    assert_eq!(append(&mut writer, 50, b"b"), Appended::Bytes(1));
+    assert_eq!(append(&mut writer, 90, b"c"), Appended::Full);
+    assert_eq!(append(&mut writer, 51, b"c"), Appended::Bytes(1));
     fake.seal(1).fetch_or(FROZEN, Ordering::SeqCst);
-    assert_eq!(append(&mut writer, 52, b"d"), Outcome::Full);
+    assert_eq!(append(&mut writer, 52, b"d"), Appended::Full);
 }
 
 #[test]
 fn a_frozen_piece_is_followed_by_a_new_one() {
     let fake = Fake::new(8);
     let mut writer = fake.writer();
-    assert_eq!(append(&mut writer, 0, b"abc"), Outcome::Done(3));
+    assert_eq!(append(&mut writer, 0, b"abc"), Appended::Bytes(3));
     fake.seal(0).fetch_or(FROZEN, Ordering::SeqCst);
-    assert_eq!(append(&mut writer, 3, b"def"), Outcome::Done(3));
+    assert_eq!(append(&mut writer, 3, b"def"), Appended::Bytes(3));
     let pieces = fake.pieces();
     assert_eq!((pieces[0].len, pieces[1].len, pieces[1].offset), (3, 3, 3));
     assert_eq!(fake.bytes(&pieces[1]), b"def");
@@ -202,10 +211,10 @@ fn a_frozen_piece_is_followed_by_a_new_one() {
 fn after_a_revocation_nothing_is_taken_and_what_was_taken_stays() {
     let fake = Fake::new(8);
     let mut writer = fake.writer();
-    assert_eq!(append(&mut writer, 0, b"kept"), Outcome::Done(4));
+    assert_eq!(append(&mut writer, 0, b"kept"), Appended::Bytes(4));
     assert_eq!(fake.revoke(), 1);
-    assert_eq!(append(&mut writer, 4, b"not"), Outcome::Revoked);
-    assert_eq!(append(&mut writer, 400, b"not"), Outcome::Revoked);
+    assert_eq!(append(&mut writer, 4, b"not"), Appended::Revoked);
+    assert_eq!(append(&mut writer, 400, b"not"), Appended::Revoked);
     assert_eq!(fake.pieces().len(), 1);
     assert_eq!(fake.bytes(&fake.pieces()[0]), b"kept");
 }
@@ -215,14 +224,14 @@ fn a_writer_that_was_busy_when_it_was_revoked_publishes_nothing() {
     for extends in [true, false] {
         let fake = Fake::new(8);
         let mut writer = fake.writer();
-        assert_eq!(append(&mut writer, 0, b"kept"), Outcome::Done(4));
+        assert_eq!(append(&mut writer, 0, b"kept"), Appended::Bytes(4));
         // As between the first and the last step of an append.
         fake.word(WRITER)
             .store(writer_idle(GENERATION) | WRITER_BUSY, Ordering::SeqCst);
         assert_eq!(fake.revoke(), 1);
         writer.abandon();
         let offset = if extends { 4 } else { 100 };
-        assert_eq!(append(&mut writer, offset, b"not"), Outcome::Revoked);
+        assert_eq!(append(&mut writer, offset, b"not"), Appended::Revoked);
         assert_eq!(fake.pieces().len(), 1);
     }
 }
@@ -233,7 +242,7 @@ fn a_slab_that_was_leased_to_another_is_not_touched() {
     let mut writer = fake.writer();
     fake.word(WRITER)
         .store(writer_idle(GENERATION + 1), Ordering::SeqCst);
-    assert_eq!(append(&mut writer, 0, b"not"), Outcome::Revoked);
+    assert_eq!(append(&mut writer, 0, b"not"), Appended::Revoked);
     assert_eq!(fake.word(DATA).load(Ordering::Relaxed), 0);
     assert_eq!(
         fake.word(WRITER).load(Ordering::Relaxed),
@@ -245,8 +254,8 @@ fn a_slab_that_was_leased_to_another_is_not_touched() {
 fn an_offset_beyond_the_largest_file_is_left_to_the_kernel() {
     let fake = Fake::new(8);
     let mut writer = fake.writer();
-    assert_eq!(append(&mut writer, OFFSET_MAX, b"x"), Outcome::Full);
-    assert_eq!(append(&mut writer, u64::MAX, b"x"), Outcome::Full);
+    assert_eq!(append(&mut writer, OFFSET_MAX, b"x"), Appended::Full);
+    assert_eq!(append(&mut writer, u64::MAX, b"x"), Appended::Full);
 }
 
 /// What counts after a revocation at any instant is exactly what was acknowledged.
@@ -265,8 +274,8 @@ fn a_revocation_at_any_instant_neither_loses_nor_invents_bytes() {
                 loop {
                     let byte = [acknowledged as u8; 16];
                     match append(&mut writer, acknowledged, &byte) {
-                        Outcome::Done(n) => acknowledged += n as u64,
-                        Outcome::Full | Outcome::Revoked => return acknowledged,
+                        Appended::Bytes(n) => acknowledged += n as u64,
+                        Appended::Full | Appended::Revoked => return acknowledged,
                     }
                 }
             });

@@ -10,7 +10,7 @@ use std::ptr;
 const STREAM_BYTES_MIN: usize = 64 << 10;
 
 /// Asks what the processor can do, before the first copy needs the answer.
-pub(super) fn prepare() {
+pub(crate) fn prepare() {
     #[cfg(target_arch = "x86_64")]
     std::hint::black_box(std::arch::is_x86_feature_detected!("avx512f"));
 }

@@ -8,7 +8,7 @@ use firn_backing::{Backing, Errno};
 use firn_engine::{
     ClientId, ClosePolicy, Closing, Done, DrainPolicy, Engine, FsyncPolicy, HandleId, Written,
 };
-use firn_format::door::{ADOPT_AGAIN, AT_END, DATA_BYTES_MAX, Op, Reply, Request, Status};
+use firn_format::data_socket::{ADOPT_AGAIN, AT_END, DATA_BYTES_MAX, Op, Reply, Request, Status};
 use firn_stub::{StubAttr, StubId, Tree};
 use parking_lot::Mutex;
 
@@ -94,7 +94,7 @@ impl<B: Backing> Call<'_, B> {
     fn adopt(&self, given: OwnedFd, flags: i32, again: bool) -> Answer {
         match self.tree.adopt(self.client, given, flags, again) {
             Ok(adopted) => Reply {
-                binding: adopted.handle.0,
+                file_id: adopted.handle.0,
                 size: adopted.size,
                 ..Reply::default()
             }

@@ -3,8 +3,8 @@
 //! Promises
 //! * Nothing here allocates, locks, calls the system or the standard library's I/O: it may run in a
 //!   signal handler.
-//! * [`Outcome::Done`] is told only of bytes that firnd takes in, also when this process and firnd die
-//!   at once. Of [`Outcome::Revoked`] nothing is taken in, now or later.
+//! * [`Appended::Bytes`] is told only of bytes that firnd takes in, also when this process and firnd die
+//!   at once. Of [`Appended::Revoked`] nothing is taken in, now or later.
 //! * No byte is stored into a slab that firnd may have given to somebody else.
 //!
 //! How firnd and a writer agree
@@ -18,19 +18,17 @@
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use firn_format::door::{OFFSET_MAX, Slab};
+use firn_format::data_socket::{OFFSET_MAX, Slab};
 use firn_format::geometry::PAGE;
 use firn_format::piece::{PIECE_BYTES, Piece, Seals, poison, word};
 use firn_format::slab::{WRITER_BUSY, writer_idle};
 
-mod copy;
+use crate::copy::copy;
 
-pub use copy::copy;
-
-/// Asks the processor what it can do, for [`copy`] and checksums. It does so once in a process, and a virtual
+/// Asks the processor what it can do, for [`copy()`] and checksums. It does so once in a process, and a virtual
 /// machine answers late: 40 µs, better spent while firnd works.
 pub fn prepare() {
-    copy::prepare();
+    crate::copy::prepare();
     // Where the kernel keeps its clock is looked up at the first question.
     let _ = now_ns();
     // The checksum's own question.
@@ -48,9 +46,9 @@ pub fn prepare() {
 
 /// What became of [`SlabWriter::append`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum Appended {
     /// So many bytes were taken and are as safe as after write(2); fewer than given where the slab ends.
-    Done(usize),
+    Bytes(usize),
     /// Nothing was taken: no room or no record is left, or the bytes end beyond `OFFSET_MAX`, where only
     /// the kernel's way goes. Ask for another lease.
     Full,
@@ -77,7 +75,7 @@ struct Last {
 pub struct SlabWriter {
     base: *mut u8,
     slab: Slab,
-    binding: u64,
+    file_id: u64,
     /// Next free byte, from the start of the chunk.
     next: u32,
     /// Next free record, its index in the lease.
@@ -104,11 +102,11 @@ impl SlabWriter {
     /// # Safety
     /// As long as the writer is used, the records, the writer word and the data that `slab` names are mapped
     /// at their offsets from `base`, readable and writable, and no other `SlabWriter` has the same lease.
-    pub unsafe fn new(base: *mut u8, slab: Slab, binding: u64) -> Self {
+    pub unsafe fn new(base: *mut u8, slab: Slab, file_id: u64) -> Self {
         Self {
             base,
             slab,
-            binding,
+            file_id,
             next: slab.start,
             record: 0,
             last: None,
@@ -140,15 +138,15 @@ impl SlabWriter {
     /// `data` is readable for `len` bytes and does not overlap the slab. A fault while it is read leaves the
     /// slab's writer word busy: then the writer is not used again but with [`SlabWriter::abandon`].
     #[inline]
-    pub unsafe fn append(&mut self, offset: u64, data: *const u8, len: usize) -> Outcome {
+    pub unsafe fn append(&mut self, offset: u64, data: *const u8, len: usize) -> Appended {
         if len == 0 {
-            return Outcome::Done(0);
+            return Appended::Bytes(0);
         }
         if offset
             .checked_add(len as u64)
             .is_none_or(|end| end > OFFSET_MAX)
         {
-            return Outcome::Full;
+            return Appended::Full;
         }
         let idle = writer_idle(self.slab.generation);
         let busy = idle | WRITER_BUSY;
@@ -157,7 +155,7 @@ impl SlabWriter {
             .compare_exchange(idle, busy, Ordering::SeqCst, Ordering::Relaxed)
             .is_err()
         {
-            return Outcome::Revoked;
+            return Appended::Revoked;
         }
         // SAFETY: as promised by the caller; the slab is ours until the word is idle.
         let outcome = unsafe { self.append_busy(offset, data, len) };
@@ -177,20 +175,20 @@ impl SlabWriter {
     /// # Safety
     /// As for [`SlabWriter::append`], and the writer word is busy.
     #[inline(always)]
-    unsafe fn append_busy(&mut self, offset: u64, data: *const u8, len: usize) -> Outcome {
+    unsafe fn append_busy(&mut self, offset: u64, data: *const u8, len: usize) -> Appended {
         let Some(last) = self.last.filter(|last| last.end == offset) else {
             // SAFETY: the caller's promise.
             return unsafe { self.begin(offset, data, len, None) };
         };
         let taken = len.min(self.free_bytes() as usize);
         if taken == 0 {
-            return Outcome::Full;
+            return Appended::Full;
         }
         // SAFETY: `taken` bytes from `next` on lie in the slab.
         unsafe { self.fill(self.next, data, taken) };
         match self.extend(last, taken as u32) {
-            Publish::Done => Outcome::Done(taken),
-            Publish::Revoked => Outcome::Revoked,
+            Publish::Done => Appended::Bytes(taken),
+            Publish::Revoked => Appended::Revoked,
             // SAFETY: the caller's promise.
             Publish::Frozen => unsafe { self.begin(offset, data, len, Some((self.next, taken))) },
         }
@@ -206,15 +204,15 @@ impl SlabWriter {
         data: *const u8,
         len: usize,
         filled: Option<(u32, usize)>,
-    ) -> Outcome {
+    ) -> Appended {
         if self.record >= self.slab.record_count {
-            return Outcome::Full;
+            return Appended::Full;
         }
         let position = self.place(offset, len);
         let room = u64::from(self.slab.end).saturating_sub(position);
         let taken = (len as u64).min(room) as usize;
         if taken == 0 {
-            return Outcome::Full;
+            return Appended::Full;
         }
         let position = position as u32;
         // What was copied behind a frozen piece lies where it belongs already, mostly.
@@ -223,8 +221,8 @@ impl SlabWriter {
             unsafe { self.fill(position, data, taken) };
         }
         match self.publish(offset, position, taken as u32) {
-            Publish::Done => Outcome::Done(taken),
-            _ => Outcome::Revoked,
+            Publish::Done => Appended::Bytes(taken),
+            _ => Appended::Revoked,
         }
     }
 
@@ -276,7 +274,7 @@ impl SlabWriter {
         }
         let sequence = self.slab.sequence + u64::from(record);
         let piece = Piece {
-            file: self.binding,
+            file: self.file_id,
             offset,
             sequence,
             position,

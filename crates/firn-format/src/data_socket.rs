@@ -1,6 +1,6 @@
 //! What a client process and firnd say to each other: leases of slabs, lists of extents.
 //!
-//! The door socket is a `SOCK_SEQPACKET` beside the control socket. A client sends one [`Request`] a
+//! The data socket is a `SOCK_SEQPACKET` beside the control socket. A client sends one [`Request`] a
 //! packet, firnd answers each with one packet, in order: a [`Reply`], for [`Op::Extents`] followed by
 //! so many [`Extent`]s as `count` says. The first request is [`Op::Hello`]; its reply carries the
 //! descriptor of the arena (`SCM_RIGHTS`) and an [`Arena`] after the [`Reply`]. All structures are plain
@@ -12,7 +12,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Version of these messages; firnd refuses others with [`Status::Version`].
-pub const DOOR_VERSION: u32 = 3;
+pub const DATA_SOCKET_VERSION: u32 = 3;
 
 /// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: who serves it and under which name.
 /// ENOTTY from any other file system.
@@ -25,13 +25,13 @@ pub const IOCTL_TOKEN: u32 =
 pub struct Token {
     /// The open file, for [`Request::token`].
     pub token: u64,
-    /// [`DOOR_VERSION`] of firnd; 0: this firnd has no door for this caller.
+    /// [`DATA_SOCKET_VERSION`] of firnd; 0: this firnd does not serve this caller.
     pub version: u32,
     /// Process id of firnd, for messages.
     pub pid: u32,
     /// UUID of the arena: one connection serves all mounts' files of one arena.
     pub arena: [u8; 16],
-    /// Path of the door socket, ended by a zero byte.
+    /// Path of the data socket, ended by a zero byte.
     pub socket: [u8; 112],
 }
 
@@ -39,10 +39,10 @@ pub struct Token {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Op {
-    /// `arg` is [`DOOR_VERSION`].
+    /// `arg` is [`DATA_SOCKET_VERSION`].
     Hello = 1,
     /// May this process write the open file past the kernel? The answer is yes while nobody else has it
-    /// open. [`Reply::binding`] names it in piece records, [`Reply::size`] is its length.
+    /// open. [`Reply::file_id`] names it in piece records, [`Reply::size`] is its length.
     OpenWrite = 2,
     /// Ends the last lease of this open file, if any, and gives a new slab: `arg` is the number of bytes
     /// that the writer would like, `len` the CPU on which it runs plus one, for memory near it, or 0 where it
@@ -60,7 +60,7 @@ pub enum Op {
 
     // What follows is for stubs, which the kernel cannot write or read for their processes.
     /// The packet carries a descriptor of a stub (`SCM_RIGHTS`), opened with the flags `arg`; with
-    /// [`ADOPT_AGAIN`] in `len` the client had a token for it before. [`Reply::binding`] is the token for
+    /// [`ADOPT_AGAIN`] in `len` the client had a token for it before. [`Reply::file_id`] is the token for
     /// everything else, [`Reply::size`] the length. [`Status::BadToken`]: it is no stub.
     Adopt = 7,
     /// The descriptor is being closed; answered when close(2) may return. The token ends.
@@ -167,8 +167,8 @@ pub struct Reply {
     pub status: u32,
     /// Extents or bytes that follow.
     pub count: u32,
-    /// [`Op::OpenWrite`]: binding of the file, for piece records.
-    pub binding: u64,
+    /// [`Op::OpenWrite`]: the file id, for piece records.
+    pub file_id: u64,
     /// [`Op::OpenWrite`], [`Op::Extents`]: bytes of the file.
     pub size: u64,
     /// [`Op::Extents`]: the file's word, in bytes from the start of the arena.
@@ -226,7 +226,7 @@ pub struct StubTree {
     pub pid: u32,
     /// UUID of the arena.
     pub arena: [u8; 16],
-    /// Path of the door socket, ended by a zero byte.
+    /// Path of the data socket, ended by a zero byte.
     pub socket: [u8; 112],
     /// Path of the tree, canonical, ended by a zero byte.
     pub prefix: [u8; PATH_BYTES],

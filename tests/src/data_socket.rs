@@ -1,4 +1,4 @@
-//! A client of the door in a few lines: what the preload library does for one descriptor.
+//! A client of the data socket in a few lines: what the preload library does for one descriptor.
 
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut, Read, Seek, SeekFrom, Write};
@@ -9,10 +9,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::random::generator;
-use firn_client::door::{Outcome, SlabWriter};
-use firn_format::door::{
-    AT_END, Arena, DATA_BYTES_MAX, DOOR_VERSION, IOCTL_TOKEN, Op, Reply, Request, Status, StubTree,
-    Token,
+use firn_direct::slab_writer::{Appended, SlabWriter};
+use firn_format::data_socket::{
+    AT_END, Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, IOCTL_TOKEN, Op, Reply, Request, Status,
+    StubTree, Token,
 };
 use firn_format::piece::{PIECE_BYTES, Piece, word};
 use rand::RngExt;
@@ -49,7 +49,7 @@ pub fn token_of_tree(runtime: &Path) -> Token {
     let tree = StubTree::read_from_bytes(&bytes).expect("a whole file");
     Token {
         token: 0,
-        version: DOOR_VERSION,
+        version: DATA_SOCKET_VERSION,
         pid: tree.pid,
         arena: tree.arena,
         socket: tree.socket,
@@ -94,11 +94,11 @@ pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
         1 << 63,
         u64::MAX - 7,
         AT_END,
-        DOOR_VERSION as u64,
+        DATA_SOCKET_VERSION as u64,
     ];
     let hello = Request {
         op: Op::Hello as u32,
-        arg: DOOR_VERSION.into(),
+        arg: DATA_SOCKET_VERSION.into(),
         ..Request::default()
     };
     let mut tokens: Vec<u64> = files
@@ -108,7 +108,7 @@ pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
     let mut socket = None;
     for _ in 0..count {
         let open = socket.take().unwrap_or_else(|| {
-            let open = knock(at).expect("the door answers");
+            let open = knock(at).expect("the data socket answers");
             if rng.random_bool(0.9) {
                 assert_eq!(say(&open, hello.as_bytes()), Some(Status::Ok));
             }
@@ -167,7 +167,7 @@ pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
             continue;
         };
         if request.op == Op::Adopt as u32 && Status::from_word(reply.status) == Status::Ok {
-            tokens.push(reply.binding);
+            tokens.push(reply.file_id);
         }
         socket = (Status::from_word(reply.status) != Status::Malformed && rng.random_bool(0.98))
             .then_some(open);
@@ -189,12 +189,12 @@ pub struct Client {
 }
 
 /// A file that is written past the kernel as long as that goes.
-pub struct DoorFile<'a> {
+pub struct DirectFile<'a> {
     client: &'a Client,
     /// The descriptor.
     pub file: File,
     token: u64,
-    binding: u64,
+    file_id: u64,
     writer: Option<SlabWriter>,
     /// Whether the next byte may go past the kernel.
     pub granted: bool,
@@ -203,10 +203,10 @@ pub struct DoorFile<'a> {
 impl Client {
     /// Connects with the token of any open file of the mount.
     pub fn new(token: &Token) -> Self {
-        let socket = knock(token).expect("the door socket");
+        let socket = knock(token).expect("the data socket");
         let hello = Request {
             op: Op::Hello as u32,
-            arg: DOOR_VERSION.into(),
+            arg: DATA_SOCKET_VERSION.into(),
             ..Request::default()
         };
         send(&socket, hello.as_bytes(), SendFlags::NOSIGNAL).expect("hello");
@@ -262,14 +262,14 @@ impl Client {
         receive(&self.socket).map(|(reply, _)| reply)
     }
 
-    /// Asks for the door to an open file.
-    pub fn open(&self, file: File) -> DoorFile<'_> {
+    /// Asks for direct access to an open file.
+    pub fn open(&self, file: File) -> DirectFile<'_> {
         let token = token(&file).expect("a file of the mount").token;
-        let mut open = DoorFile {
+        let mut open = DirectFile {
             client: self,
             file,
             token,
-            binding: 0,
+            file_id: 0,
             writer: None,
             granted: false,
         };
@@ -278,12 +278,12 @@ impl Client {
     }
 }
 
-impl DoorFile<'_> {
-    /// Asks for the door; what firnd says.
+impl DirectFile<'_> {
+    /// Asks for direct access; what firnd says.
     pub fn ask(&mut self) -> Option<Status> {
         let reply = self.client.ask(Op::OpenWrite, self.token, 0)?;
         let status = Status::from_word(reply.status);
-        (self.binding, self.writer, self.granted) = (reply.binding, None, status == Status::Ok);
+        (self.file_id, self.writer, self.granted) = (reply.file_id, None, status == Status::Ok);
         Some(status)
     }
 
@@ -300,19 +300,19 @@ impl DoorFile<'_> {
                         data.len() - done,
                     )
                 },
-                None => Outcome::Full,
+                None => Appended::Full,
             };
             match outcome {
-                Outcome::Done(n) => done += n,
-                Outcome::Full => self.granted = self.lease((data.len() - done) as u64),
-                Outcome::Revoked => self.granted = false,
+                Appended::Bytes(n) => done += n,
+                Appended::Full => self.granted = self.lease((data.len() - done) as u64),
+                Appended::Revoked => self.granted = false,
             }
         }
         done
     }
 
-    /// The same, and asks again where the door was closed meanwhile: any process that is started here
-    /// closes its copies of all descriptors, and a close ends the door.
+    /// The same, and asks again where the grant was revoked meanwhile: any process that is started here
+    /// closes its copies of all descriptors, and a close ends the grant.
     pub fn append_again(&mut self, offset: u64, data: &[u8]) {
         let mut done = self.append(offset, data);
         while done < data.len() {
@@ -346,12 +346,12 @@ impl DoorFile<'_> {
     }
 
     /// Records of the lease that are whole and say that another file was written, from its start on.
-    fn forge(&mut self, binding: u64) {
+    fn forge(&mut self, file_id: u64) {
         let slab = *self.writer.as_ref().expect("a lease").slab();
         for index in 0..u64::from(slab.record_count) {
             let sequence = slab.sequence + index;
             let piece = Piece {
-                file: binding,
+                file: file_id,
                 offset: 0,
                 sequence,
                 position: slab.start,
@@ -379,7 +379,7 @@ impl DoorFile<'_> {
         let ok = Status::from_word(reply.status) == Status::Ok;
         // SAFETY: the client's mapping lives as long as the process.
         self.writer =
-            ok.then(|| unsafe { SlabWriter::new(self.client.base, reply.lease, self.binding) });
+            ok.then(|| unsafe { SlabWriter::new(self.client.base, reply.lease, self.file_id) });
         ok
     }
 
@@ -400,18 +400,18 @@ pub fn byte_at(offset: u64) -> u8 {
 pub fn write_until_killed(path: &Path, log: &Path) {
     let file = File::create(path).expect("create");
     let client = Client::new(&token(&file).expect("a token"));
-    let mut door = client.open(file);
+    let mut direct = client.open(file);
     let mut log = File::create(log).expect("create the log");
     let mut at = 0u64;
     loop {
         let len = 1 + at * 7919 % 50_000;
         let data: Vec<u8> = (at..at + len).map(byte_at).collect();
-        if !door.granted {
-            door.ask();
+        if !direct.granted {
+            direct.ask();
         }
-        let done = door.append(at, &data);
+        let done = direct.append(at, &data);
         if done < data.len()
-            && door
+            && direct
                 .file
                 .write_all_at(&data[done..], at + done as u64)
                 .is_err()
@@ -440,31 +440,31 @@ pub fn spoil_on_command(path: &Path, how: &str, seed: u64) {
     let mut rng = generator(seed);
     let file = File::create(path).expect("create");
     let client = Client::new(&token(&file).expect("a token"));
-    let mut door = client.open(file);
+    let mut direct = client.open(file);
     let mut at = 0;
-    let mut append = |door: &mut DoorFile<'_>, len: u64| {
-        let done = door.append(at, &(at..at + len).map(byte_at).collect::<Vec<u8>>());
+    let mut append = |direct: &mut DirectFile<'_>, len: u64| {
+        let done = direct.append(at, &(at..at + len).map(byte_at).collect::<Vec<u8>>());
         at += done as u64;
         println!("{done}");
     };
-    append(&mut door, 10);
-    door.file.metadata().expect("fstat");
-    append(&mut door, 100_000);
+    append(&mut direct, 10);
+    direct.file.metadata().expect("fstat");
+    append(&mut direct, 100_000);
     match how {
-        "garbage" => door.scribble(&mut rng),
+        "garbage" => direct.scribble(&mut rng),
         _ => {
-            let binding = door.binding;
-            door.forge(if rng.random() {
-                binding - 1
+            let file_id = direct.file_id;
+            direct.forge(if rng.random() {
+                file_id - 1
             } else {
-                binding + 1
+                file_id + 1
             });
         }
     }
     println!("spoiled");
     for line in std::io::stdin().lines() {
         line.expect("a line");
-        append(&mut door, 3_000);
+        append(&mut direct, 3_000);
     }
 }
 
@@ -477,7 +477,7 @@ pub fn acknowledged(log: &Path) -> u64 {
     }
 }
 
-/// Prints the version of the door that `path` has for this process.
+/// Prints the version of the data socket that `path` has for this process.
 pub fn print_version(path: &Path) {
     let token = File::open(path).ok().and_then(|file| token(&file));
     println!(
@@ -490,7 +490,7 @@ pub fn print_version(path: &Path) {
 pub fn two_requests() -> Vec<u8> {
     let one = Request {
         op: Op::Hello as u32,
-        arg: DOOR_VERSION.into(),
+        arg: DATA_SOCKET_VERSION.into(),
         ..Request::default()
     };
     [one.as_bytes(), one.as_bytes()].concat()

@@ -7,9 +7,11 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use firn_format::door::{DOOR_VERSION, Op, Request, Status};
+use firn_format::data_socket::{DATA_SOCKET_VERSION, Op, Request, Status};
 use firn_tests::command::{copy_program, run};
-use firn_tests::door::{Client, acknowledged, byte_at, knock, pester, say, token, two_requests};
+use firn_tests::data_socket::{
+    Client, acknowledged, byte_at, knock, pester, say, token, two_requests,
+};
 use firn_tests::mount::patient;
 use firn_tests::random::generator;
 use firn_tests::{FirnMount, Sandbox, helper_binary, seed, wait_until};
@@ -21,10 +23,10 @@ fn pattern(from: u64, len: usize) -> Vec<u8> {
     (from..from + len as u64).map(byte_at).collect()
 }
 
-/// Proves S-door-1, S-door-3.
+/// Proves S-direct-1, S-direct-3.
 #[test]
 fn what_was_written_past_the_kernel_is_seen_by_everyone_at_once() {
-    let sandbox = Sandbox::new("door-seen");
+    let sandbox = Sandbox::new("direct-seen");
     // A process that is started closes its copies of descriptors, which would drain.
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
     let path = mount.join("file");
@@ -32,24 +34,24 @@ fn what_was_written_past_the_kernel_is_seen_by_everyone_at_once() {
     // The kernel believes to know the length.
     assert_eq!(path.metadata().unwrap().len(), 0);
     let client = Client::new(&token(&file).unwrap());
-    let mut door = client.open(file);
+    let mut direct = client.open(file);
     let data = pattern(0, 3_000_000);
     let mut at = 0;
     for len in [1, 100, 4096, 100_000, 2_895_803] {
-        door.append_again(at as u64, &data[at..at + len]);
+        direct.append_again(at as u64, &data[at..at + len]);
         at += len;
         assert_eq!(path.metadata().unwrap().len(), at as u64);
-        assert_eq!(door.file.metadata().unwrap().len(), at as u64);
+        assert_eq!(direct.file.metadata().unwrap().len(), at as u64);
     }
     let status = mount.status();
-    assert_eq!((status.door_clients, status.held_bytes), (1, 3_000_000));
+    assert_eq!((status.direct_clients, status.held_bytes), (1, 3_000_000));
     assert_eq!(std::fs::read(&path).unwrap(), data);
-    assert_eq!(door.append(at as u64, b"no"), 0, "another has opened it");
-    door.write(at as u64, b"yes").unwrap();
+    assert_eq!(direct.append(at as u64, b"no"), 0, "another has opened it");
+    direct.write(at as u64, b"yes").unwrap();
     assert_eq!(path.metadata().unwrap().len(), at as u64 + 3);
-    drop(door);
+    drop(direct);
     wait_until("the end of the lease", Duration::from_secs(10), || {
-        mount.status().door_leases == 0
+        mount.status().direct_leases == 0
     });
     let backing = mount.umount();
     assert_eq!(
@@ -58,10 +60,10 @@ fn what_was_written_past_the_kernel_is_seen_by_everyone_at_once() {
     );
 }
 
-/// Proves S-door-3.
+/// Proves S-direct-3.
 #[test]
 fn an_appender_that_comes_later_appends_at_the_end() {
-    let sandbox = Sandbox::new("door-append");
+    let sandbox = Sandbox::new("direct-append");
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
     for (name, len, closed) in [
         ("a", 1, false),
@@ -74,13 +76,13 @@ fn an_appender_that_comes_later_appends_at_the_end() {
         let file = File::create(&path).unwrap();
         file.metadata().unwrap();
         let client = Client::new(&token(&file).unwrap());
-        let mut door = client.open(file);
-        door.append_again(0, &pattern(0, len));
-        let door = if closed {
-            drop(door);
+        let mut direct = client.open(file);
+        direct.append_again(0, &pattern(0, len));
+        let direct = if closed {
+            drop(direct);
             None
         } else {
-            Some(door)
+            Some(direct)
         };
         // Nobody asks for the length between.
         let mut second = OpenOptions::new().append(true).open(&path).unwrap();
@@ -90,14 +92,14 @@ fn an_appender_that_comes_later_appends_at_the_end() {
         let mut expected = pattern(0, len);
         expected.extend(b"behind it");
         assert!(std::fs::read(&path).unwrap() == expected, "{name}");
-        drop(door);
+        drop(direct);
     }
 }
 
-/// Proves S-door-3.
+/// Proves S-direct-3.
 #[test]
 fn the_kernels_calls_on_the_same_descriptor_see_and_cut_what_was_written() {
-    let sandbox = Sandbox::new("door-same");
+    let sandbox = Sandbox::new("direct-same");
     let mount = FirnMount::new(&sandbox, &patient(""));
     let file = OpenOptions::new()
         .read(true)
@@ -106,35 +108,35 @@ fn the_kernels_calls_on_the_same_descriptor_see_and_cut_what_was_written() {
         .open(mount.join("file"))
         .unwrap();
     let client = Client::new(&token(&file).unwrap());
-    let mut door = client.open(file);
-    door.append_again(0, &pattern(0, 10_000));
+    let mut direct = client.open(file);
+    direct.append_again(0, &pattern(0, 10_000));
     let mut bytes = vec![0; 20_000];
-    assert_eq!(door.file.read_at(&mut bytes, 0).unwrap(), 10_000);
+    assert_eq!(direct.file.read_at(&mut bytes, 0).unwrap(), 10_000);
     assert_eq!(bytes[..10_000], pattern(0, 10_000));
-    assert_eq!(door.ask(), Some(Status::Ok));
-    door.append_again(10_000, &pattern(10_000, 500));
-    door.file.set_len(9_000).unwrap();
-    assert_eq!(door.append(10_500, b"x"), 0);
-    assert_eq!(door.file.metadata().unwrap().len(), 9_000);
-    assert_eq!(door.ask(), Some(Status::Ok));
-    door.append_again(9_000, &pattern(9_000, 500));
-    door.file.sync_all().unwrap();
+    assert_eq!(direct.ask(), Some(Status::Ok));
+    direct.append_again(10_000, &pattern(10_000, 500));
+    direct.file.set_len(9_000).unwrap();
+    assert_eq!(direct.append(10_500, b"x"), 0);
+    assert_eq!(direct.file.metadata().unwrap().len(), 9_000);
+    assert_eq!(direct.ask(), Some(Status::Ok));
+    direct.append_again(9_000, &pattern(9_000, 500));
+    direct.file.sync_all().unwrap();
     assert_eq!(
         std::fs::read(mount.backing().join("file")).unwrap(),
         pattern(0, 9_500)
     );
 }
 
-/// Proves S-door-1.
+/// Proves S-direct-1.
 #[test]
 fn a_killed_client_loses_nothing_that_was_acknowledged() {
-    let sandbox = Sandbox::new("door-client");
+    let sandbox = Sandbox::new("direct-client");
     let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
     for round in 0..5 {
         let path = mount.join(format!("f{round}"));
         let log = sandbox.join(format!("log{round}"));
         let mut writer = Command::new(helper_binary())
-            .args(["door-writer".as_ref(), path.as_os_str(), log.as_os_str()])
+            .args(["direct-writer".as_ref(), path.as_os_str(), log.as_os_str()])
             .spawn()
             .unwrap();
         wait_until("some writes", Duration::from_secs(30), || {
@@ -145,9 +147,9 @@ fn a_killed_client_loses_nothing_that_was_acknowledged() {
         check(&std::fs::read(&path).unwrap(), acknowledged(&log));
     }
     wait_until("the end of the clients", Duration::from_secs(10), || {
-        mount.status().door_clients == 0
+        mount.status().direct_clients == 0
     });
-    assert_eq!(mount.status().door_errors, 0);
+    assert_eq!(mount.status().direct_errors, 0);
     mount.umount();
 }
 
@@ -164,16 +166,16 @@ fn check(found: &[u8], acknowledged: u64) {
     assert_eq!(wrong, None);
 }
 
-/// Proves S-door-1.
+/// Proves S-direct-1.
 #[test]
 fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
-    let sandbox = Sandbox::new("door-firnd");
+    let sandbox = Sandbox::new("direct-firnd");
     for round in 0..5u64 {
         let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
         let path = mount.join(format!("f{round}"));
         let log = sandbox.join(format!("log{round}"));
         let writers = Command::new(helper_binary())
-            .args(["door-writer".as_ref(), path.as_os_str(), log.as_os_str()])
+            .args(["direct-writer".as_ref(), path.as_os_str(), log.as_os_str()])
             .spawn();
         let mut writer = writers.unwrap();
         // A quiet client, whose leases nobody ended.
@@ -186,7 +188,7 @@ fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
         });
         let backing = mount.kill();
         // In the arena, whether anybody is there or not; nothing where a process that was started closed
-        // the door before.
+        // the grant before.
         let more = quiet.append(30_000, &pattern(30_000, 1_000));
         let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
         assert_eq!(quiet.append(30_000 + more as u64, b"never"), 0);
@@ -206,18 +208,18 @@ fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
 
 #[test]
 fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
-    let sandbox = Sandbox::new("door-nonsense");
+    let sandbox = Sandbox::new("direct-nonsense");
     let mount = FirnMount::new(&sandbox, &patient(""));
     let file = File::create(mount.join("file")).unwrap();
     let token = token(&file).unwrap();
     let client = Client::new(&token);
-    let mut door = client.open(file);
+    let mut direct = client.open(file);
     let request = |op, arg| Request {
         op,
         arg,
         ..Request::default()
     };
-    let hello = request(Op::Hello as u32, DOOR_VERSION.into());
+    let hello = request(Op::Hello as u32, DATA_SOCKET_VERSION.into());
     let version = request(Op::Hello as u32, 99);
     let early = request(Op::Lease as u32, 1);
     let packets: [(&[u8], Status); 6] = [
@@ -247,15 +249,15 @@ fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
     );
     // Connections that are opened and left.
     let idle: Vec<_> = (0..50).map(|_| knock(&token).unwrap()).collect();
-    door.append_again(0, b"still here");
+    direct.append_again(0, b"still here");
     drop(idle);
     assert_eq!(std::fs::read(mount.join("file")).unwrap(), b"still here");
 }
 
 #[test]
 fn packets_of_chance_harm_nobody() {
-    let mut rng = generator(seed("door-pester"));
-    let sandbox = Sandbox::new("door-pester");
+    let mut rng = generator(seed("direct-pester"));
+    let sandbox = Sandbox::new("direct-pester");
     let mount = FirnMount::new(&sandbox, &patient(""));
     let pid = mount.pid();
     std::fs::write(mount.join("other"), pattern(0, 100_000)).unwrap();
@@ -286,7 +288,7 @@ fn packets_of_chance_harm_nobody() {
         "nobody published anything"
     );
     wait_until("the end of the clients", Duration::from_secs(30), || {
-        mount.status().door_clients == 0
+        mount.status().direct_clients == 0
     });
     let backing = mount.umount();
     assert_eq!(
@@ -299,20 +301,20 @@ fn packets_of_chance_harm_nobody() {
 #[test]
 fn a_client_that_spoils_its_slab_and_records_harms_its_own_file_only() {
     const OPTIONS: &str = "arena-size=16M,chunk-size=1M,close=held,drain-age=10min";
-    let seed = seed("door-spoiler");
+    let seed = seed("direct-spoiler");
     let mut errors = 0;
     for round in 0..24 {
         // Forged records are told from true ones as long as firnd knows whose lease it is.
         let killed = round % 3 == 0;
         let forged = round % 3 == 1;
-        let sandbox = Sandbox::new("door-spoiler");
+        let sandbox = Sandbox::new("direct-spoiler");
         let mount = FirnMount::new(&sandbox, OPTIONS);
         let create = |name: &str| File::create(mount.join(name)).unwrap();
         let before = create("before");
         before.write_all_at(&pattern(0, 50_000), 0).unwrap();
         let mut command = Command::new(helper_binary());
         command
-            .arg("door-spoiler")
+            .arg("direct-spoiler")
             .arg(mount.join("mine"))
             .arg(if forged { "forged" } else { "garbage" });
         command
@@ -338,7 +340,7 @@ fn a_client_that_spoils_its_slab_and_records_harms_its_own_file_only() {
         } else {
             // What asks for it makes firnd look.
             let _ = std::fs::read(mount.join("mine"));
-            errors += mount.status().door_errors;
+            errors += mount.status().direct_errors;
             mount
         };
         let check = |dir: &std::path::Path| {
@@ -369,10 +371,10 @@ fn a_client_that_spoils_its_slab_and_records_harms_its_own_file_only() {
     assert!(errors >= 8, "{errors} of 8 forgers were found out");
 }
 
-/// Proves S-door-4.
+/// Proves S-direct-4.
 #[test]
-fn other_users_and_other_file_systems_have_no_door() {
-    let sandbox = Sandbox::new("door-others");
+fn other_users_and_other_file_systems_grant_no_direct_access() {
+    let sandbox = Sandbox::new("direct-others");
     let mount = FirnMount::new(&sandbox, &patient("allow-other"));
     let path = mount.join("file");
     std::fs::write(&path, b"x").unwrap();
@@ -384,13 +386,13 @@ fn other_users_and_other_file_systems_have_no_door() {
     copy_program(&helper_binary(), &helper);
     let version = |uid: Option<u32>, path: &std::path::Path| {
         let mut command = Command::new(&helper);
-        command.arg("door-version").arg(path);
+        command.arg("direct-version").arg(path);
         if let Some(uid) = uid {
             command.uid(uid).gid(uid);
         }
         run(&mut command).ok().stdout.trim().to_owned()
     };
-    assert_eq!(version(None, &path), DOOR_VERSION.to_string());
+    assert_eq!(version(None, &path), DATA_SOCKET_VERSION.to_string());
     assert_eq!(version(Some(NOBODY), &path), "0");
     assert_eq!(version(None, &helper), "none");
     // Knowing the path of the socket does not help.
@@ -424,7 +426,7 @@ for path, kind, hello in (sys.argv[1], socket.SOCK_SEQPACKET, bytes.fromhex(sys.
     except (BrokenPipeError, ConnectionResetError): print(0)";
     let hello = Request {
         op: Op::Hello as u32,
-        arg: DOOR_VERSION.into(),
+        arg: DATA_SOCKET_VERSION.into(),
         ..Request::default()
     };
     let hello: String = hello
