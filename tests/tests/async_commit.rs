@@ -84,7 +84,7 @@ impl<'a> Stuck<'a> {
     }
 }
 
-/// Proves S-tx-10: what programs see, what waits and what does not, retries, the end of the mount.
+/// Proves S-tx-10, S-tx-52, S-tx-53, S-tx-54: what programs see, what waits, retries, the end of the mount.
 #[test]
 fn reads_and_the_next_transaction_do_not_wait_for_a_commit_that_is_carried_out() {
     let sandbox = Sandbox::new("txasync");
@@ -145,7 +145,7 @@ fn reads_and_the_next_transaction_do_not_wait_for_a_commit_that_is_carried_out()
     mount.umount();
 }
 
-/// Proves S-tx-10: nothing is lost if the mount ends, by force or by a crash, before it is carried out.
+/// Proves S-tx-10, S-tx-54, S-tx-55: nothing is lost if the mount ends, by force or by a crash, before it is carried out.
 #[test]
 fn a_commit_that_cannot_be_carried_out_is_finished_by_the_next_mount() {
     for (how, begin) in [
@@ -249,7 +249,7 @@ fn regression_a_truncation_that_waits_does_not_hold_up_the_commit_that_it_waits_
     mount.umount();
 }
 
-/// Proves S-tx-2, S-tx-10.
+/// Proves S-tx-2, S-tx-10, S-tx-41, S-tx-52.
 #[test]
 fn killed_while_it_is_carried_out_the_tree_is_the_one_after_it() {
     let rounds = env_count("FIRN_CRASH_ROUNDS", 12);

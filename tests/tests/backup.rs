@@ -130,7 +130,7 @@ fn lose(sandbox: &Sandbox, mount: FirnMount<'_>) {
     }
 }
 
-/// Proves S-tx-11.
+/// Proves S-tx-11, S-tx-57, S-tx-58.
 #[test]
 fn a_commit_is_finished_from_the_backup_after_the_host_is_lost() {
     let sandbox = Sandbox::new("backup");
@@ -171,7 +171,7 @@ fn a_commit_is_finished_from_the_backup_after_the_host_is_lost() {
     assert!(backups(&backup).is_empty(), "found to be over");
 }
 
-/// Proves S-tx-11, S-tx-12.
+/// Proves S-tx-11, S-tx-57, S-tx-58.
 #[test]
 fn a_torn_backup_is_refused_and_a_whole_one_committed_at_once() {
     let sandbox = Sandbox::new("backuptorn");
@@ -233,7 +233,7 @@ fn a_torn_backup_is_refused_and_a_whole_one_committed_at_once() {
     assert!(backups(&backup).is_empty(), "it is over");
 }
 
-/// Proves S-tx-12.
+/// Proves S-tx-59.
 #[test]
 fn a_backup_that_is_full_or_gone_fails_the_prepare_and_keeps_the_transaction() {
     let sandbox = Sandbox::new("backupfull");
@@ -279,7 +279,7 @@ fn a_backup_that_is_full_or_gone_fails_the_prepare_and_keeps_the_transaction() {
     mount.umount();
 }
 
-/// Proves S-tx-12.
+/// Proves S-tx-12, S-tx-61.
 #[test]
 fn a_mount_goes_on_with_the_backup_of_a_killed_firnd_and_keeps_one_that_it_does_not_know() {
     let sandbox = Sandbox::new("backupkill");

@@ -339,7 +339,7 @@ fn made(sandbox: &Sandbox, what: &str) -> PathBuf {
     dir
 }
 
-/// The mount table has such paths in a form of its own. Proves S-name-7.
+/// The mount table has such paths in a form of its own. Proves S-name-8.
 #[test]
 fn regression_backing_mount_point_arena_and_spill_file_may_have_such_names() {
     let sandbox = Sandbox::new("bytes-mount");
@@ -467,7 +467,7 @@ fn the_helper_of_mount_takes_paths_as_bytes() {
     run(&mut wrong).code(1).says(r"`\xff` is not");
 }
 
-/// Proves S-tx-11.
+/// Proves S-name-8, S-tx-11, S-tx-57.
 #[test]
 fn a_backup_may_be_in_a_directory_with_such_a_name() {
     let sandbox = Sandbox::new("bytes-backup");

@@ -249,7 +249,7 @@ fn nothing_moves_or_leaves_while_a_list_is_held() {
     });
 }
 
-/// Proves S-chunks-4. All of memory is held: writers are told, and do not wait for a list to end.
+/// Proves S-chunks-6. All of memory is held: writers are told, and do not wait for a list to end.
 #[test]
 fn a_memory_full_of_lists_is_enospc_and_no_hang() {
     let sandbox = Sandbox::new("chunksfull");

@@ -97,7 +97,7 @@ fn mount_a_mounts_an_fstab_line() {
     assert_eq!(fs::read(backing.join("file")).expect("read"), b"text");
 }
 
-/// Proves S-error-8.
+/// Proves S-error-8, S-error-16, S-error-17.
 #[test]
 fn regression_firnd_has_let_go_of_the_backing_when_firn_umount_returns() {
     let sandbox = Sandbox::new("letgo");

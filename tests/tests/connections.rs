@@ -98,7 +98,7 @@ fn regression_connections_that_say_nothing_keep_nobody_out() {
 }
 
 /// What a connection holds ends with it, so it is not closed, however many come.
-/// Proves S-chunks-5.
+/// Proves S-chunks-5, S-chunks-8.
 #[test]
 fn regression_connections_that_hold_lists_stay_and_leave_the_reserve() {
     many_descriptors();
@@ -244,7 +244,7 @@ impl Drop for Program {
     }
 }
 
-/// Proves S-chunks-5.
+/// Proves S-chunks-7.
 #[test]
 fn regression_a_c_program_whose_idle_connection_was_closed_goes_on() {
     let sandbox = Sandbox::new("idle-c");

@@ -103,7 +103,7 @@ fn regression_a_program_has_more_files_open_than_firnd_may_have_descriptors() {
     }
 }
 
-/// Proves S-error-10.
+/// Proves S-error-10, S-error-20.
 #[test]
 fn regression_an_open_that_fails_leaves_no_file_behind() {
     raise_own_limit();

@@ -160,7 +160,7 @@ fn run(name: &str, options: &str, preload: bool) {
     });
 }
 
-/// Proves S-demand-7.
+/// Proves S-demand-7, S-demand-8.
 #[test]
 fn a_writer_that_dies_of_a_signal_is_told_from_one_that_closes() {
     run("endings", DEMAND, false);

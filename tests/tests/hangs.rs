@@ -322,7 +322,7 @@ fn regression_programs_that_hang_stop_nobody_else() {
     );
 }
 
-/// Proves S-error-11.
+/// Proves S-error-11, S-error-22.
 #[test]
 fn regression_a_server_that_answers_nothing_stops_no_write_to_memory() {
     /// More than there may be calls of the backing at a time.
@@ -440,7 +440,7 @@ fn end_by_force(number: usize, call: &Call) {
     );
 }
 
-/// Proves S-error-5, S-error-12.
+/// Proves S-error-5, S-error-12, S-error-14.
 #[test]
 fn regression_a_forced_end_does_not_wait_for_a_backing_that_hangs() {
     let wanted = ["lookup", "create", "write", "unlink", "flush"];

@@ -190,13 +190,13 @@ fn parts_apart(name: &str, hosts: usize, ranges: u64) {
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
 
-/// Proves S-tx-30.
+/// Proves S-tx-30, S-tx-67, S-tx-68.
 #[test]
 fn two_hosts_commit_parts_of_one_file() {
     parts_apart("two", 2, env_count("FIRN_HOSTS_RANGES", 20_000));
 }
 
-/// Proves S-tx-30.
+/// Proves S-tx-30, S-tx-67, S-tx-68.
 #[test]
 fn four_hosts_commit_parts_of_one_file() {
     parts_apart("four", 4, env_count("FIRN_HOSTS_RANGES", 25_000));
@@ -286,7 +286,7 @@ fn whole(dir: &Path) -> Result<bool, String> {
     }
 }
 
-/// Proves S-tx-31.
+/// Proves S-tx-31, S-tx-69, S-tx-70.
 #[test]
 fn a_host_that_is_killed_between_prepare_and_commit_leaves_no_half() {
     let mut rng = generator(seed("killed hosts"));
@@ -339,7 +339,7 @@ fn a_host_that_is_killed_between_prepare_and_commit_leaves_no_half() {
     }
 }
 
-/// Proves S-tx-31.
+/// Proves S-tx-31, S-tx-69.
 #[test]
 fn an_abort_after_another_host_has_committed_is_refused_and_harms_nothing() {
     let cluster = Cluster::new("late", 2, HASTY);
@@ -403,7 +403,7 @@ fn an_abort_after_another_host_has_committed_is_refused_and_harms_nothing() {
     assert_eq!(fs::read(cluster.backing().join("own1")).unwrap(), b"o");
 }
 
-/// Proves S-tx-31.
+/// Proves S-tx-31, S-tx-71.
 #[test]
 fn a_host_that_dies_before_it_is_prepared_takes_the_commit_with_it() {
     let cluster = Cluster::new("early", 2, HASTY);
@@ -568,7 +568,7 @@ fn left_over(cluster: &Cluster) -> Vec<String> {
     names.filter(|name| !name.starts_with("host-")).collect()
 }
 
-/// Proves S-tx-33.
+/// Proves S-tx-33, S-tx-80.
 #[test]
 fn bytes_that_hosts_share_are_refused_in_hold_mode_and_committed_in_shadow_mode() {
     let cluster = Cluster::new("holds", 2, HASTY);
@@ -634,7 +634,7 @@ fn an_abort_in_shadow_mode_is_everybodys() {
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
 
-/// Proves S-tx-35.
+/// Proves S-tx-35, S-tx-83.
 #[test]
 fn a_host_that_is_killed_in_shadow_mode_is_undone_on_all() {
     let options = format!("{HASTY},mode=shadow");
@@ -691,7 +691,7 @@ fn a_host_that_is_killed_in_shadow_mode_is_undone_on_all() {
     }
 }
 
-/// Proves S-tx-35.
+/// Proves S-tx-85.
 #[test]
 fn regression_a_mount_without_the_others_drops_its_part_and_keeps_what_is_written_after() {
     let cluster = Cluster::new("alone", 2, &format!("{HASTY},close=held,drain-age=10min"));

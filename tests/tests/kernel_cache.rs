@@ -322,7 +322,7 @@ fn undone(name: &str, options: &str, scope: &str, undo: Undo, new_first: bool) {
     mount.umount();
 }
 
-/// Proves S-tx-3.
+/// Proves S-tx-42.
 #[test]
 fn regression_no_name_of_an_aborted_transaction_is_left_in_the_kernel() {
     for mode in ["buffer", "shadow"] {
@@ -335,7 +335,7 @@ fn regression_no_name_of_an_aborted_transaction_is_left_in_the_kernel() {
     }
 }
 
-/// Proves S-tx-7.
+/// Proves S-tx-7, S-tx-42.
 #[test]
 fn regression_no_name_of_what_was_restored_over_is_left_in_the_kernel() {
     for new_first in [false, true] {
@@ -344,7 +344,7 @@ fn regression_no_name_of_what_was_restored_over_is_left_in_the_kernel() {
     }
 }
 
-/// Proves S-tx-7: commits that are undone too.
+/// Proves S-tx-7, S-tx-42, S-tx-48: commits that are undone too.
 #[test]
 fn regression_no_name_of_an_undone_commit_is_left_in_the_kernel() {
     let sandbox = Sandbox::new("khistory");
@@ -439,7 +439,7 @@ impl Hosts {
     }
 }
 
-/// Proves S-tx-3, S-tx-32.
+/// Proves S-tx-32, S-tx-42.
 #[test]
 fn regression_after_a_refused_commit_and_an_abort_no_name_is_left_in_the_kernel() {
     let hosts = Hosts::new("kconflict");
@@ -511,7 +511,7 @@ fn regression_after_an_abort_by_another_host_no_name_is_left_in_the_kernel() {
     }
 }
 
-/// Proves S-tx-30: what another host renamed and removed.
+/// Proves S-tx-30, S-tx-68: what another host renamed and removed.
 #[test]
 fn regression_after_a_commit_of_two_hosts_no_old_name_is_left_in_the_kernel() {
     let hosts = Hosts::new("kcommit");

@@ -220,7 +220,7 @@ fn a_later_mount_has_what_was_in_memory() {
     assert_same_bytes("in the backing", &read(&backing.join("f")), &data);
 }
 
-/// Proves S-prune-1, S-prune-2.
+/// Proves S-prune-1, S-prune-2, S-prune-3.
 #[test]
 fn old_checkpoints_go_and_what_may_be_needed_stays() {
     let sandbox = Sandbox::new("prune");
@@ -299,7 +299,7 @@ fn old_checkpoints_go_and_what_may_be_needed_stays() {
         .code(2);
 }
 
-/// Proves S-demand-7: what was open when firnd died is told from what was closed.
+/// Proves S-demand-7, S-demand-8: what was open when firnd died is told from what was closed.
 #[test]
 fn files_that_were_cut_off_are_told_apart() {
     let sandbox = Sandbox::new("demandcut");

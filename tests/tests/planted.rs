@@ -109,7 +109,7 @@ fn forged_bytes(victim: &Path) -> Item {
     }
 }
 
-/// Proves S-priv-7.
+/// Proves S-priv-7, S-priv-10.
 #[test]
 fn regression_a_planted_record_of_another_user_is_not_carried_out_by_a_mount() {
     let sandbox = shared_sandbox("planted");
@@ -133,7 +133,7 @@ fn regression_a_planted_record_of_another_user_is_not_carried_out_by_a_mount() {
     }
 }
 
-/// Proves S-priv-7.
+/// Proves S-priv-7, S-priv-10.
 #[test]
 fn regression_a_planted_record_is_not_carried_out_by_recover_and_held_data_stays() {
     let sandbox = shared_sandbox("plantrecover");
@@ -176,7 +176,7 @@ fn regression_a_planted_record_makes_no_set_user_id_program() {
     assert_eq!((meta.uid(), meta.mode() & 0o4000), (ATTACKER, 0));
 }
 
-/// Proves S-priv-7.
+/// Proves S-priv-7, S-priv-10.
 #[test]
 fn regression_what_is_no_directory_of_transactions_makes_a_clear_error() {
     let sandbox = shared_sandbox("plantkind");
@@ -346,7 +346,7 @@ fn regression_an_arena_of_another_owner_is_not_attached() {
     );
 }
 
-/// Proves S-priv-9.
+/// Proves S-priv-12.
 #[test]
 fn regression_an_arena_dir_in_which_others_may_replace_files_is_refused() {
     let sandbox = shared_sandbox("plantdir");
@@ -364,7 +364,7 @@ fn regression_an_arena_dir_in_which_others_may_replace_files_is_refused() {
     mount(&sandbox, &options).ok();
 }
 
-/// Proves S-priv-9.
+/// Proves S-priv-12.
 #[test]
 fn regression_a_spill_directory_in_which_others_may_replace_files_is_refused() {
     let sandbox = shared_sandbox("plantspilldir");
@@ -439,7 +439,7 @@ fn regression_a_planted_backup_directory_is_refused_and_nothing_in_it_removed() 
     mount(&sandbox, &options).code(NOT_FIRN).says("sticky");
 }
 
-/// Proves S-priv-9.
+/// Proves S-priv-13.
 #[test]
 fn regression_a_backup_loses_only_what_firn_put_there() {
     let sandbox = shared_sandbox("backupnames");

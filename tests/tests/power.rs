@@ -168,7 +168,7 @@ fn contents(path: &Path) -> Vec<(std::path::PathBuf, Vec<u8>)> {
     found
 }
 
-/// Proves S-fsync-5: what an earlier firnd drained, and did not sync.
+/// Proves S-fsync-5, S-fsync-7: what an earlier firnd drained, and did not sync.
 #[test]
 fn regression_a_wait_covers_what_a_killed_firnd_drained() {
     let mut machine = Machine::new("powerearlier");
@@ -184,7 +184,7 @@ fn regression_a_wait_covers_what_a_killed_firnd_drained() {
     assert_eq!(contents(machine.server.path()), before);
 }
 
-/// Proves S-tx-2, S-tx-22.
+/// Proves S-tx-2, S-tx-22, S-tx-41.
 #[test]
 fn regression_a_commit_survives_the_power_of_a_fuse_server() {
     for options in [COMMIT, SHADOW] {
@@ -220,7 +220,7 @@ fn regression_a_commit_survives_the_power_of_a_fuse_server() {
     }
 }
 
-/// Proves S-tx-3, S-tx-4, S-tx-21, S-tx-23.
+/// Proves S-tx-3, S-tx-4, S-tx-21, S-tx-23, S-tx-46, S-tx-74.
 #[test]
 fn regression_a_prepare_survives_the_power_of_a_fuse_server() {
     for options in [COMMIT, SHADOW] {
@@ -261,7 +261,7 @@ fn regression_a_prepare_survives_the_power_of_a_fuse_server() {
     }
 }
 
-/// Proves S-tx-11.
+/// Proves S-tx-11, S-tx-57.
 #[test]
 fn regression_a_backup_survives_the_power_of_a_fuse_server() {
     let mut machine = Machine::new("powerbackup");

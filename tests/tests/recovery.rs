@@ -83,8 +83,7 @@ fn died_in_a_transaction(sandbox: &Sandbox, options: &str) -> Tree {
     wanted
 }
 
-/// Proves S-tx-3.
-/// Proves S-tx-21.
+/// Proves S-tx-3, S-tx-21, S-tx-41, S-tx-76.
 #[test]
 fn regression_a_recovery_that_is_killed_at_any_call_brings_back_nothing_of_the_transaction() {
     let seed = seed("a_recovery_that_is_killed");
@@ -295,7 +294,7 @@ fn regression_whatever_a_transaction_did_its_end_brings_back_times_contents_and_
     }
 }
 
-/// Proves S-tx-3, S-tx-7: a transaction is ended by a mount that has another arena, and the first one comes back.
+/// Proves S-tx-3, S-tx-7, S-tx-44: a transaction is ended by a mount that has another arena, and the first one comes back.
 #[test]
 fn regression_an_arena_that_comes_back_after_its_transaction_ended_elsewhere_brings_back_nothing() {
     for (mode, prepares) in [("buffer", false), ("shadow", false), ("buffer", true)] {

@@ -34,7 +34,7 @@ fn fail_to_remove(mount: &FirnMount<'_>, times: usize) {
     }
 }
 
-/// Proves S-seen-1.
+/// Proves S-seen-1, S-seen-3.
 #[test]
 fn regression_each_failed_request_and_each_decision_of_the_drain_is_logged_once_and_counted() {
     let sandbox = Sandbox::new("seen");
@@ -96,6 +96,7 @@ fn regression_each_failed_request_and_each_decision_of_the_drain_is_logged_once_
     mount.umount();
 }
 
+/// Proves S-seen-4.
 #[test]
 fn at_the_usual_level_failures_are_counted_and_only_trouble_of_the_backing_is_logged_once() {
     let sandbox = Sandbox::new("usual");
@@ -136,7 +137,7 @@ fn at_the_usual_level_failures_are_counted_and_only_trouble_of_the_backing_is_lo
     mount.umount();
 }
 
-/// Proves S-seen-1.
+/// Proves S-seen-1, S-seen-3.
 #[test]
 fn regression_each_step_of_a_transaction_is_logged_once_and_counted() {
     let sandbox = Sandbox::new("steps");

@@ -199,7 +199,7 @@ fn compare(
     all
 }
 
-/// Proves S-write-9 and S-write-10.
+/// Proves S-write-9, S-write-10, S-write-11.
 #[test]
 fn every_call_leaves_what_ext4_leaves() {
     let place = Place::new("set-id");
@@ -335,7 +335,7 @@ fn overwrite_by_other(program: &Path, from: &str) {
     .ok();
 }
 
-/// Proves S-write-9.
+/// Proves S-write-9, S-write-11.
 #[test]
 fn regression_code_that_another_user_wrote_never_runs_with_the_rights_of_the_file() {
     for options in [

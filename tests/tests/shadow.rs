@@ -173,7 +173,7 @@ fn a_change_that_cannot_be_saved_fails_and_harms_nothing() {
     mount.umount();
 }
 
-/// Proves S-tx-24.
+/// Proves S-tx-78.
 #[test]
 fn history_is_refused_with_what_to_do() {
     let sandbox = Sandbox::new("shadowhistory");

@@ -184,7 +184,7 @@ fn memory_and_spill_file_full_is_enospc_and_harms_nothing() {
     mount.umount();
 }
 
-/// Proves S-spill-6.
+/// Proves S-spill-6, S-spill-7.
 #[test]
 fn a_missing_spill_file_refuses_the_mount_and_recover_keeps_the_rest() {
     let sandbox = Sandbox::new("spillgone");

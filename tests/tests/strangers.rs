@@ -379,7 +379,7 @@ fn regression_a_fuse_mount_of_another_user_does_not_answer_for_a_backing() {
     assert_eq!(other.heard(), "");
 }
 
-/// Proves S-error-9.
+/// Proves S-error-9, S-error-18.
 #[test]
 fn regression_umount_leaves_a_living_mount_alone_whose_socket_it_does_not_find() {
     let sandbox = Sandbox::new("no-socket");
@@ -425,7 +425,7 @@ fn regression_umount_leaves_a_living_mount_alone_whose_socket_it_does_not_find()
     );
 }
 
-/// Proves S-error-9.
+/// Proves S-error-9, S-error-19.
 #[test]
 fn regression_umount_of_a_dead_mount_does_not_say_that_all_is_drained_where_it_finds_no_arena() {
     let sandbox = Sandbox::new("dead-elsewhere");

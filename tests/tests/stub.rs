@@ -520,7 +520,7 @@ fn names_follow_the_tree_when_somebody_asks() {
     mount.umount();
 }
 
-/// Proves S-stub-2.
+/// Proves S-stub-11.
 #[test]
 fn a_close_and_an_fsync_bring_the_name_along() {
     let sandbox = Sandbox::new("stub-close");
@@ -571,7 +571,7 @@ for i in range(300):
     );
 }
 
-/// Proves S-stub-3.
+/// Proves S-stub-3, S-stub-12.
 #[test]
 fn a_file_removed_while_it_is_open_is_read_and_written_until_the_last_close() {
     let sandbox = Sandbox::new("stub-unlink");
@@ -592,7 +592,7 @@ assert os.read(g, 5) == b'aaaaa' and open('x').read() == 'another'";
     assert_eq!(fs::read_dir(&backing).expect("the backing").count(), 1);
 }
 
-/// Proves S-stub-3: rotating checkpoints with rm must not fill the memory.
+/// Proves S-stub-3, S-stub-12: rotating checkpoints with rm must not fill the memory.
 #[test]
 fn removed_files_give_their_memory_back() {
     let sandbox = Sandbox::new("stub-rotate");
@@ -606,7 +606,7 @@ fn removed_files_give_their_memory_back() {
     mount.umount();
 }
 
-/// Proves S-stub-3: nobody asks for names, and no writer for room.
+/// Proves S-stub-3, S-stub-12: nobody asks for names, and no writer for room.
 #[test]
 fn regression_memory_of_removed_files_is_free_soon() {
     let sandbox = Sandbox::new("stub-removed");

@@ -84,7 +84,7 @@ fn change(top: &Path) {
     both.set_len(150_000).expect("truncate");
 }
 
-/// Proves S-attr-1, S-attr-2.
+/// Proves S-attr-1, S-attr-2, S-attr-8.
 #[test]
 fn regression_held_files_keep_their_times_through_kills_and_umount_keep_held() {
     let sandbox = Sandbox::new("times");
@@ -118,7 +118,7 @@ fn regression_held_files_keep_their_times_through_kills_and_umount_keep_held() {
     assert_eq!(times(&backing), expected, "in the backing");
 }
 
-/// Proves S-attr-2: what a recovery drains, in a mount and without one.
+/// Proves S-attr-2, S-attr-8: what a recovery drains, in a mount and without one.
 #[test]
 fn regression_a_recovery_drains_with_the_times_of_the_writes() {
     for recovers in [true, false] {
@@ -143,7 +143,7 @@ fn regression_a_recovery_drains_with_the_times_of_the_writes() {
     }
 }
 
-/// Proves S-attr-2: chunks that moved to the spill file.
+/// Proves S-attr-2, S-attr-8: chunks that moved to the spill file.
 #[test]
 fn regression_spilled_files_keep_their_times() {
     let sandbox = Sandbox::new("timesspilled");
@@ -283,7 +283,7 @@ print(' '.join('%s=%d' % (n, os.stat(n).st_mtime_ns) for n in sorted(os.listdir(
     mount.umount();
 }
 
-/// Proves S-attr-2: a time that no write can have had is taken as that of the mount.
+/// Proves S-attr-2, S-attr-9: a time that no write can have had is taken as that of the mount.
 #[test]
 fn a_time_in_the_future_becomes_the_present() {
     let sandbox = Sandbox::new("timesfuture");

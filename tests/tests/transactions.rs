@@ -58,7 +58,7 @@ fn the_backing_shows_nothing_before_the_commit_and_everything_after() {
     assert_same("after the unmount", &behind(&backing), &seen);
 }
 
-/// Proves S-tx-3.
+/// Proves S-tx-3, S-tx-43.
 #[test]
 fn an_abort_brings_everything_back_also_for_who_has_files_open() {
     let sandbox = Sandbox::new("txabort");
@@ -96,7 +96,7 @@ fn an_abort_brings_everything_back_also_for_who_has_files_open() {
     assert_same_bytes("in the backing", &read(&backing.join("file")), &expected);
 }
 
-/// Proves S-tx-3, S-tx-4, S-tx-7, S-tx-8: what firnd's end leaves of a transaction.
+/// Proves S-tx-3, S-tx-4, S-tx-7, S-tx-8, S-tx-46, S-tx-49, S-tx-50: what firnd's end leaves of a transaction.
 #[test]
 fn what_was_prepared_outlives_firnd_and_what_was_not_is_undone() {
     let sandbox = Sandbox::new("txkill");
@@ -158,7 +158,7 @@ fn what_was_prepared_outlives_firnd_and_what_was_not_is_undone() {
     mount.umount();
 }
 
-/// Proves S-tx-7: with `history`, older commits come back, also what was written and removed since.
+/// Proves S-tx-7, S-tx-48: with `history`, older commits come back, also what was written and removed since.
 #[test]
 fn older_commits_are_restored_as_far_as_they_are_kept() {
     let sandbox = Sandbox::new("txhistory");
@@ -188,7 +188,7 @@ fn older_commits_are_restored_as_far_as_they_are_kept() {
     assert_same("in the backing", &behind(&backing), &trees[1]);
 }
 
-/// Proves S-tx-1, S-tx-3: what was stored to a shared mapping is part of it, or is undone.
+/// Proves S-tx-1, S-tx-3, S-tx-40: what was stored to a shared mapping is part of it, or is undone.
 #[test]
 fn stores_to_shared_mappings_belong_to_the_transaction() {
     let sandbox = Sandbox::new("txmap");
@@ -236,7 +236,7 @@ fn changes_wait_while_the_outcome_is_open() {
     mount.umount();
 }
 
-/// Proves S-tx-6.
+/// Proves S-tx-6, S-tx-47.
 #[test]
 fn directories_have_transactions_of_their_own() {
     let sandbox = Sandbox::new("txscopes");
@@ -276,7 +276,7 @@ fn directories_have_transactions_of_their_own() {
     mount.umount();
 }
 
-/// Proves S-tx-7, S-tx-9.
+/// Proves S-tx-9, S-tx-49, S-tx-50.
 #[test]
 fn what_cannot_be_is_refused_with_what_to_do() {
     let sandbox = Sandbox::new("txbad");
@@ -544,13 +544,13 @@ enum End {
     Prepared,
 }
 
-/// Proves S-tx-2, S-tx-3, S-tx-4.
+/// Proves S-tx-2, S-tx-3, S-tx-4, S-tx-41, S-tx-46.
 #[test]
 fn killed_at_any_moment_the_tree_is_the_old_one_or_the_new_one() {
     killed_at_any_moment("txcrash", COMMIT);
 }
 
-/// Proves S-tx-21, S-tx-22, S-tx-23.
+/// Proves S-tx-21, S-tx-22, S-tx-23, S-tx-74, S-tx-76.
 #[test]
 fn killed_at_any_moment_in_shadow_mode_the_tree_is_the_old_one_or_the_new_one() {
     killed_at_any_moment("txcrashshadow", SHADOW);

@@ -775,7 +775,7 @@ mod tests {
         }
     }
 
-    /// Proves S-tx-14.
+    /// Proves S-tx-14, S-tx-65.
     #[test]
     fn regression_what_the_backing_says_is_never_told_as_something_about_the_transaction() {
         for errno in [

@@ -37,7 +37,7 @@ fn written(engine: &Engine<SimBacking>, name: &str) -> (HandleId, mpsc::Receiver
     (opened.handle, told)
 }
 
-/// Proves S-error-11.
+/// Proves S-error-21.
 #[test]
 fn regression_where_all_io_threads_hang_others_drain_the_rest() {
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");

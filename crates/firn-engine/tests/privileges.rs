@@ -115,7 +115,7 @@ fn writes_to_a_file_without_privileges_ask_the_backing_nothing() {
     assert!(!world.engine.write_may_wait(again, 400, Some(&USER)));
 }
 
-/// Proves S-write-9.
+/// Proves S-write-9, S-write-11.
 #[test]
 fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_hears_of_it() {
     let world = World::new();

@@ -441,9 +441,7 @@ fn room() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs")
 }
 
-/// Proves S-tx-2.
-/// Proves S-tx-3.
-/// Proves S-tx-21.
+/// Proves S-tx-2, S-tx-3, S-tx-21, S-tx-41, S-tx-76.
 #[test]
 fn regression_a_killed_recovery_never_brings_back_what_was_undone() {
     for stage in STAGES {
@@ -595,8 +593,7 @@ fn end_elsewhere(scene: &Scene, commit: bool, at: u64, again: bool) -> (Left, bo
     )
 }
 
-/// Proves S-tx-3.
-/// Proves S-tx-7.
+/// Proves S-tx-3, S-tx-7, S-tx-44.
 #[test]
 fn regression_an_arena_that_was_away_when_its_transaction_ended_brings_back_nothing() {
     for (mode, stage) in MODES
@@ -642,6 +639,7 @@ fn regression_an_arena_that_was_away_when_its_transaction_ended_brings_back_noth
     }
 }
 
+/// Proves S-tx-44.
 #[test]
 fn regression_what_an_arena_has_from_before_a_transaction_of_another_one_counts() {
     for mode in MODES {
@@ -679,7 +677,7 @@ fn regression_what_an_arena_has_from_before_a_transaction_of_another_one_counts(
     }
 }
 
-/// Proves S-tx-35: a mount that takes no part drops what its arena has of the transactions of its own host, once.
+/// Proves S-tx-85: a mount that takes no part drops what its arena has of the transactions of its own host, once.
 #[test]
 fn regression_a_mount_without_the_others_drops_its_part_once() {
     let group = Group {

@@ -185,7 +185,7 @@ fn lost<B: Backing>(base: B, store: B, seed: u64) -> (SimBacking, SimBacking, He
     (before, plain, held)
 }
 
-/// Proves S-tx-11.
+/// Proves S-tx-11, S-tx-57.
 #[test]
 fn what_was_prepared_is_finished_from_the_backup_on_another_copy_of_the_tree() {
     let mut objects = 0;
@@ -292,7 +292,7 @@ fn a_backup_is_there_only_while_its_transaction_is_prepared() {
     assert!(entries(store(), &store().root()).is_empty(), "carried out");
 }
 
-/// Proves S-tx-12.
+/// Proves S-tx-58.
 #[test]
 fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
     let (before, held) = prepared();
@@ -357,7 +357,7 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
     }
 }
 
-/// Proves S-tx-12.
+/// Proves S-tx-58.
 #[test]
 fn a_tree_that_is_not_the_one_before_is_refused() {
     let (before, held) = prepared();
@@ -409,7 +409,7 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
     assert!(late.contains("its last commit is 6"), "{late}");
 }
 
-/// Proves S-tx-12: a mount does not throw away a backup that may be all that is left.
+/// Proves S-tx-61: a mount does not throw away a backup that may be all that is left.
 #[test]
 fn a_backup_that_the_backing_does_not_know_is_not_removed() {
     let (before, held) = prepared();

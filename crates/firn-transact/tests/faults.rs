@@ -688,6 +688,7 @@ fn each_call_of(
     unreachable!("it ends")
 }
 
+/// Proves S-tx-14, S-tx-45, S-tx-62, S-tx-63, S-tx-64.
 #[test]
 fn each_call_that_fails_is_told_and_can_be_made_again_where_changes_are_held() {
     each_call_fails(Setup {
@@ -697,6 +698,7 @@ fn each_call_that_fails_is_told_and_can_be_made_again_where_changes_are_held() {
     });
 }
 
+/// Proves S-tx-14, S-tx-62, S-tx-63.
 #[test]
 fn each_call_that_fails_is_told_and_can_be_made_again_with_history() {
     each_call_fails(Setup {
@@ -706,6 +708,7 @@ fn each_call_that_fails_is_told_and_can_be_made_again_with_history() {
     });
 }
 
+/// Proves S-tx-14, S-tx-60, S-tx-62.
 #[test]
 fn each_call_that_fails_is_told_and_can_be_made_again_with_a_backup() {
     each_call_fails(Setup {
@@ -715,6 +718,7 @@ fn each_call_that_fails_is_told_and_can_be_made_again_with_a_backup() {
     });
 }
 
+/// Proves S-tx-14, S-tx-16, S-tx-62.
 #[test]
 fn each_call_that_fails_is_told_and_can_be_made_again_in_shadow_mode() {
     each_call_fails(Setup {

@@ -149,7 +149,7 @@ fn parts_of_one_file_come_together() {
     }
 }
 
-/// Proves S-tx-31.
+/// Proves S-tx-31, S-tx-70, S-tx-71.
 #[test]
 fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
     let (old, new) = trees();
@@ -348,7 +348,7 @@ fn a_part_that_another_host_read_is_a_conflict_and_can_be_dropped() {
 /// What it is, what each of two hosts does, and what is told of it.
 type Case = (&'static str, fn(&Host), fn(&Host), &'static str);
 
-/// Proves S-tx-32.
+/// Proves S-tx-32, S-tx-72.
 #[test]
 fn names_cuts_and_modes_conflict() {
     let cases: [Case; 6] = [
@@ -460,7 +460,7 @@ fn what_does_not_meet_does_not_conflict() {
     assert!(tree.contains_key(&b"dir/one"[..]) && tree.contains_key(&b"dir/two"[..]));
 }
 
-/// Proves S-tx-31.
+/// Proves S-tx-31, S-tx-69.
 #[test]
 fn one_abort_is_everybodys() {
     let disk = disk();

@@ -103,7 +103,7 @@ fn a_record_of_ones_own_is_carried_out() {
     assert_eq!(victim(&disk), b"FORGED");
 }
 
-/// Proves S-priv-7.
+/// Proves S-priv-7, S-priv-10.
 #[test]
 fn regression_a_planted_record_is_not_carried_out_and_named() {
     let open_to_others = [
@@ -146,7 +146,7 @@ fn regression_a_directory_of_another_owner_below_ours_is_refused() {
     assert!(Held::open(disk.fork()).is_ok());
 }
 
-/// Proves S-priv-7.
+/// Proves S-priv-7, S-priv-10.
 #[test]
 fn regression_what_is_no_directory_is_named_in_every_mode() {
     for (kind, words) in [
@@ -201,6 +201,7 @@ fn regression_a_huge_file_takes_no_memory() {
     );
 }
 
+/// Proves S-priv-11.
 #[test]
 fn regression_a_scope_that_leads_out_of_the_backing_is_refused() {
     for scope in ["..", "a/../..", "/etc", "a//b"] {

@@ -178,7 +178,7 @@ fn fresh(disk: &SimBacking) -> Hosts {
     NAMES.map(|name| Some(open(disk, name).expect("open").0))
 }
 
-/// Proves S-tx-33, S-tx-34.
+/// Proves S-tx-33, S-tx-34, S-tx-80, S-tx-81.
 #[test]
 fn what_conflicts_otherwise_is_committed_and_undone_together() {
     let (old, new) = trees();
@@ -400,20 +400,20 @@ fn crash_at_every_call(end: End) {
     assert_eq!(outcomes.len(), if end == End::Commit { 2 } else { 1 });
 }
 
-/// Proves S-tx-34, S-tx-35.
+/// Proves S-tx-34, S-tx-35, S-tx-84.
 #[test]
 fn a_crash_at_any_call_of_a_commit_leaves_all_or_nothing() {
     crash_at_every_call(End::Commit);
 }
 
-/// Proves S-tx-34, S-tx-35.
+/// Proves S-tx-34, S-tx-35, S-tx-81.
 #[test]
 fn a_crash_at_any_call_of_an_abort_leaves_the_tree_before() {
     crash_at_every_call(End::Abort);
     crash_at_every_call(End::AbortPrepared);
 }
 
-/// Proves S-tx-34.
+/// Proves S-tx-34, S-tx-81, S-tx-82.
 #[test]
 fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left() {
     let disk = disk();

@@ -329,7 +329,7 @@ mod tests {
         );
     }
 
-    /// Proves S-prune-1.
+    /// Proves S-prune-1, S-prune-3.
     #[test]
     fn what_is_open_or_linked_stays_and_only_what_is_linked_counts() {
         let all = vec![

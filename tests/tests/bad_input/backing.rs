@@ -51,7 +51,7 @@ fn drains_by_itself(mount: &FirnMount<'_>) {
     });
 }
 
-/// Proves S-write-7, S-error-1, S-error-4.
+/// Proves S-error-1, S-error-4, S-error-13, S-write-7.
 #[test]
 fn a_full_backing_ends_in_enospc_and_drains_when_there_is_room() {
     let sandbox = Sandbox::new("full");
@@ -172,7 +172,7 @@ fn what_a_sick_backing_refused_survives_kill_9_and_drains_after_healing() {
     );
 }
 
-/// Proves S-error-5, S-crash-3.
+/// Proves S-crash-3, S-error-5, S-error-14.
 #[test]
 fn umount_refuses_to_drop_what_cannot_be_drained_and_force_keeps_it_in_the_arena() {
     let sandbox = Sandbox::new("sickumount");

@@ -58,7 +58,7 @@ fn length_and_time_are_those_of_the_last_write_drained_or_not() {
     mount.umount();
 }
 
-/// Proves S-attr-3.
+/// Proves S-attr-3, S-attr-10.
 #[test]
 fn inode_numbers_are_those_of_the_backing_but_of_the_root_and_of_other_file_systems() {
     let sandbox = Sandbox::new("inodes");

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Proves S-close-3.
+/// Proves S-close-3, S-close-7.
 #[test]
 fn every_close_of_a_shared_descriptor_waits_and_tells() {
     let sandbox = Sandbox::new("sharedclose");
@@ -37,7 +37,7 @@ fn every_close_of_a_shared_descriptor_waits_and_tells() {
     mount.umount();
 }
 
-/// Proves S-close-3, S-error-2.
+/// Proves S-close-6, S-error-2, S-error-13.
 #[test]
 fn close_held_tells_of_an_earlier_try_that_failed() {
     let sandbox = Sandbox::new("heldtells");

@@ -155,7 +155,7 @@ fn data_whose_file_is_gone_is_saved_or_given_up_when_asked() {
     }
 }
 
-/// Proves S-attr-2.
+/// Proves S-attr-2, S-attr-8.
 #[test]
 fn a_time_that_was_set_survives_a_recovery() {
     let sandbox = Sandbox::new("timekill");
