@@ -59,9 +59,9 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Keeps the time of a bound file that does not follow from its pieces.
-    pub(crate) fn note_time(&self, state: &FileState<B>) {
+    pub(crate) fn record_time(&self, state: &FileState<B>) {
         if let (Some(file), Some(mtime)) = (state.bound, state.mtime) {
-            self.note(&Record::ModifiedAt {
+            self.append_note(&Record::ModifiedAt {
                 file,
                 time: (mtime.sec, mtime.nsec),
                 written: state.written,
@@ -70,14 +70,14 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Appends a record that ends what was begun; the journal keeps room for it.
-    pub(crate) fn insist(&self, record: &Record) {
+    pub(crate) fn append_end_record(&self, record: &Record) {
         if self.journal.lock().append_end(record).is_err() {
             tracing::error!(?record, "the journal has no room left for an end");
         }
     }
 
     /// Appends a record about a bound file that may be missing without harm to data.
-    pub(crate) fn note(&self, record: &Record) {
+    pub(crate) fn append_note(&self, record: &Record) {
         if self.journal.lock().append(record).is_err() {
             tracing::debug!(?record, "the journal is full; a note was not kept");
         }

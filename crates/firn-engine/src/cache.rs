@@ -205,7 +205,7 @@ impl<B: Backing> Engine<B> {
             drop(state);
             self.drop_if_unused(&file);
         }
-        self.tell_space();
+        self.wake_writers();
         Ok((freed, stay))
     }
 
@@ -251,7 +251,7 @@ impl<B: Backing> Engine<B> {
             state.changes += 1;
             self.evict(&mut state);
             drop(state);
-            self.tell_space();
+            self.wake_writers();
         }
         Ok(())
     }

@@ -58,7 +58,7 @@ impl<B: Backing> HeldChunks<B> {
         // From here on its drop undoes what was done.
         engine.check_cache(&file)?;
         let mut state = file.lock_settled();
-        engine.look(&file, &mut state);
+        engine.ingest_published(&file, &mut state);
         let in_arena = held.take(&state)?;
         drop(state);
         // All else was in the backing already when the lock was let go, and a change since then shows.
@@ -113,7 +113,7 @@ impl<B: Backing> HeldChunks<B> {
     /// Whether the file was changed since; true also where the kernel may be writing the backing by itself.
     pub fn changed(&self) -> bool {
         let mut state = self.file.lock();
-        self.engine.look(&self.file, &mut state);
+        self.engine.ingest_published(&self.file, &mut state);
         state.changes != self.changes || (state.passthrough_opens > 0 && state.writers > 0)
     }
 }
@@ -129,7 +129,7 @@ impl<B: Backing> Drop for HeldChunks<B> {
             .chunk_lists
             .fetch_sub(1, Ordering::Relaxed);
         self.engine.drop_if_unused(&self.file);
-        self.engine.tell_space();
+        self.engine.wake_writers();
     }
 }
 

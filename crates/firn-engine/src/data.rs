@@ -33,14 +33,14 @@ impl<B: Backing> Engine<B> {
         flags: i32,
     ) -> Result<(Entry, Opened)> {
         let dir = self.inode(parent)?;
-        self.close_some();
+        self.close_excess_files();
         let before = self.names_changed.load(Ordering::Acquire);
         let privileges = self.privileges_epoch();
         match self.with_descriptor(|| self.backing.create(caller, &self.object(&dir)?, name, mode))
         {
             Ok((object, backing_file, attr)) => {
                 self.open_files.note();
-                let inode = self.made(before, &dir, name, object, &attr)?;
+                let inode = self.register_created(before, &dir, name, object, &attr)?;
                 let opened = Arc::new(BackingFile {
                     file: backing_file,
                     access: Access::ReadWrite,
@@ -90,7 +90,7 @@ impl<B: Backing> Engine<B> {
         let inode = self.inode(inode)?;
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);
         let file = self.file_with(&inode, |_| {});
-        self.close_some();
+        self.close_excess_files();
         let opened = self.with_descriptor(|| self.open_backing(&file, wants_write));
         let ready = opened.and_then(|()| self.check_cache(&file));
         let truncated = ready.and_then(|()| {
@@ -174,7 +174,7 @@ impl<B: Backing> Engine<B> {
         if let Some(open) = file.lock().open_reader() {
             return Ok(open);
         }
-        self.close_some();
+        self.close_excess_files();
         let opened =
             self.with_descriptor(|| self.backing.open(&self.object(&file.inode)?, Access::Read))?;
         self.open_files.note();
@@ -258,7 +258,7 @@ impl<B: Backing> Engine<B> {
 
     /// Reads pending bytes over backing bytes; less than asked only at the end of the file.
     pub fn read(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
-        self.close_some();
+        self.close_excess_files();
         self.with_descriptor(|| self.read_with(handle, offset, buf))
     }
 
@@ -359,18 +359,18 @@ impl<B: Backing> Engine<B> {
         }
         let orphan = state.unlinked && state.handles.is_empty();
         drop(state);
-        self.let_go(file);
+        self.close_if_unused(file);
         if orphan {
             self.discard(file);
         }
         self.drop_if_unused(file);
-        self.tell_space();
+        self.wake_writers();
     }
 
     /// Closes the backing's file of one that nobody has open: more files may be in memory than a process may have
     /// descriptors. With pending data only where there are many, and only after a descriptor was had by the name
     /// once more: it may be that nobody would get one later (mode 0444).
-    pub(crate) fn let_go(&self, file: &File<B>) {
+    pub(crate) fn close_if_unused(&self, file: &File<B>) {
         let pending = {
             let state = file.lock();
             if !state.may_close() {
@@ -399,7 +399,7 @@ impl<B: Backing> Engine<B> {
 
     /// Before the mode of a file changes: a drain, or a program that has the file open, may not get its descriptor
     /// afterwards.
-    pub(crate) fn take_hold(&self, file: &File<B>) {
+    pub(crate) fn open_before_mode_change(&self, file: &File<B>) {
         let writes = {
             let state = file.lock();
             if state.pending == 0 && state.handles.is_empty() {
@@ -415,7 +415,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// A file that programs have open lost its last name.
-    pub(crate) fn keep_open(&self, file: &File<B>) {
+    pub(crate) fn open_nameless(&self, file: &File<B>) {
         let writes = {
             let state = file.lock();
             state.writers > 0 || state.pending > 0
@@ -453,12 +453,12 @@ impl<B: Backing> Engine<B> {
             .fetch_add(cancelled, Ordering::Relaxed);
         state.mtime = None;
         self.count_held(before, state.pending);
-        let waiters = self.settle(file, &mut state);
+        let waiters = self.finish_drained(file, &mut state);
         file.end_exclusive(&mut state);
         drop(state);
         for waiter in waiters {
             (waiter.done)(Ok(()));
         }
-        self.step();
+        self.signal_progress();
     }
 }

@@ -28,7 +28,7 @@ use firn_format::protocol::ErrorStatus;
 use firn_format::record::Record;
 use thin_vec::ThinVec;
 
-use crate::engine::{Decision, DrainPolicy, Engine, Trouble};
+use crate::engine::{Decision, DrainPolicy, Engine, RecordedError};
 use crate::extents::Extent;
 use crate::file::{BackingFile, Failure, File, FileState, Waiter};
 
@@ -39,7 +39,7 @@ pub(crate) const RETRY_FIRST: Duration = Duration::from_millis(100);
 /// Longest wait.
 pub(crate) const RETRY_MAX: Duration = Duration::from_secs(30);
 /// Errors that `firn status` remembers.
-const TROUBLES_MAX: usize = 64;
+const RECORDED_ERRORS_MAX: usize = 64;
 /// Void ranges of a file before the first look whether they can be forgotten.
 const VOIDS_KEPT: usize = 8;
 
@@ -266,7 +266,7 @@ impl<B: Backing> Engine<B> {
         loop {
             // Each time round: while a file was looked at that has nothing to drain, somebody may have begun to
             // wait for room, and have left it to this thread.
-            self.tell_space();
+            self.wake_writers();
             let Some(file) = self.next_file() else {
                 let wake = self.queue.lock().next_wake();
                 return Pick::Idle {
@@ -283,7 +283,7 @@ impl<B: Backing> Engine<B> {
                 tracing::debug!(path = %file.shown(), offset = job.range.start, bytes, "drain: picked");
                 return Pick::Job(job);
             }
-            let told = self.fail_unreadable(&file, &mut state);
+            let told = self.fail_unreadable_file(&file, &mut state);
             drop(state);
             for waiter in told {
                 (waiter.done)(Err(Errno::IO));
@@ -359,7 +359,7 @@ impl<B: Backing> Engine<B> {
     fn age(&self, file: &Arc<File<B>>, now: Instant) {
         let mut state = file.lock();
         state.aging = false;
-        self.look(file, &mut state);
+        self.ingest_published(file, &mut state);
         let Some(oldest) = state.oldest else {
             if state.door.is_some() {
                 self.note_age(file, &mut state, now + self.options.drain_age);
@@ -428,7 +428,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn choose(&self, file: &Arc<File<B>>, state: &mut FileState<B>) -> Option<Job<B>> {
-        self.freeze(file, state);
+        self.freeze_published(file, state);
         if state.exclusive
             || state.pending == 0
             || state.inflight.len() >= self.options.file_writes_max
@@ -464,11 +464,11 @@ impl<B: Backing> Engine<B> {
 
     /// The next run of contiguous extents that is worth a write, from the cursor on and round.
     fn next_run(&self, state: &FileState<B>) -> Option<Vec<Part>> {
-        self.run_from(state, state.cursor)
-            .or_else(|| self.run_from(state, 0))
+        self.next_run_from(state, state.cursor)
+            .or_else(|| self.next_run_from(state, 0))
     }
 
-    fn run_from(&self, state: &FileState<B>, start: u64) -> Option<Vec<Part>> {
+    fn next_run_from(&self, state: &FileState<B>, start: u64) -> Option<Vec<Part>> {
         let max = self.options.drain_write_bytes_max;
         let mut run: Vec<Part> = Vec::new();
         let mut bytes = 0;
@@ -507,7 +507,7 @@ impl<B: Backing> Engine<B> {
         if let Some(writer) = open {
             return Ok(writer);
         }
-        self.close_some();
+        self.close_excess_files();
         let opened = self.with_descriptor(|| {
             let object = &self.object(&file.inode)?;
             match self.backing.open(object, Access::ReadWrite) {
@@ -552,7 +552,7 @@ impl<B: Backing> Engine<B> {
         let written = range.start..range.start + outcome.written;
         let mut error = outcome.error;
         if !written.is_empty() {
-            if !self.take_out(&mut state, &parts, written) {
+            if !self.remove_drained(&mut state, &parts, written) {
                 // The journal is full: tried again later, like any other failure.
                 error = error.or(Some(Errno::NOSPC));
             }
@@ -567,7 +567,7 @@ impl<B: Backing> Engine<B> {
             None => self.enqueue(&file, &mut state),
             Some(errno) => {
                 counters.drain_errors.fetch_add(1, Ordering::Relaxed);
-                self.failed(&file, &mut state, errno, outcome.unreadable);
+                self.schedule_retry(&file, &mut state, errno, outcome.unreadable);
                 told = std::mem::take(&mut state.waiters);
                 if let Some(failure) = &mut state.failure {
                     failure.told |= !told.is_empty();
@@ -575,7 +575,7 @@ impl<B: Backing> Engine<B> {
             }
         }
         self.count_held(before, state.pending);
-        let satisfied = self.settle(&file, &mut state);
+        let satisfied = self.finish_drained(&file, &mut state);
         if error.is_some() {
             // The next write tells the program, and only those through the kernel can.
             self.revoke(&file, &mut state);
@@ -585,7 +585,7 @@ impl<B: Backing> Engine<B> {
         let cached = !state.cache.is_empty();
         drop(state);
         if done {
-            self.let_go(&file);
+            self.close_if_unused(&file);
         }
         if cached {
             self.note_cached(&file);
@@ -601,14 +601,19 @@ impl<B: Backing> Engine<B> {
             (waiter.done)(Err(error.unwrap_or(Errno::IO)));
         }
         self.drop_if_unused(&file);
-        self.close_some();
-        self.tell_space();
-        self.step();
+        self.close_excess_files();
+        self.wake_writers();
+        self.signal_progress();
     }
 
     /// These bytes are in the backing: they are not pending any more. False where the journal could
     /// not take that in: they stay pending and are written again, slow but never wrong.
-    fn take_out(&self, state: &mut FileState<B>, parts: &[Part], written: Range<u64>) -> bool {
+    fn remove_drained(
+        &self,
+        state: &mut FileState<B>,
+        parts: &[Part],
+        written: Range<u64>,
+    ) -> bool {
         let mut gone: Vec<(u64, Extent)> = Vec::new();
         for part in parts {
             let end = (part.offset + part.extent.len).min(written.end);
@@ -651,7 +656,7 @@ impl<B: Backing> Engine<B> {
         gone.sort_by_key(|(_, extent)| extent.sequence);
         if gone.iter().map(|(_, extent)| extent.len).sum::<u64>() == state.pending {
             // No piece will tell it any more, and the backing has the time of the drain until it is set there.
-            self.note_time(state);
+            self.record_time(state);
         }
         for (offset, extent) in gone {
             state
@@ -700,7 +705,7 @@ impl<B: Backing> Engine<B> {
     ///
     /// Lets go of the lock while the backing works. Whoever comes meanwhile leaves the rest, its own waiters
     /// too, to the caller that was first.
-    pub(crate) fn settle(
+    pub(crate) fn finish_drained(
         &self,
         file: &Arc<File<B>>,
         state: &mut MutexGuard<'_, FileState<B>>,
@@ -729,10 +734,10 @@ impl<B: Backing> Engine<B> {
             state.settling = false;
             file.io_ended();
         }
-        state.satisfied()
+        state.take_satisfied_waiters()
     }
 
-    pub(crate) fn failed(
+    pub(crate) fn schedule_retry(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
@@ -770,17 +775,17 @@ impl<B: Backing> Engine<B> {
         };
         let wait_ms = wait.as_millis() as u64;
         tracing::warn!(path = %file.shown(), %errno, count, wait_ms, what, "drain failed; the data is kept and tried again");
-        self.remember(
+        self.record_error(
             path.into(),
             errno,
             format!("{what} failed: {errno}; the data is kept and tried again"),
         );
     }
 
-    pub(crate) fn remember(&self, path: BytePath, errno: Errno, message: String) {
-        let mut troubles = self.troubles.lock();
+    pub(crate) fn record_error(&self, path: BytePath, errno: Errno, message: String) {
+        let mut recorded_errors = self.recorded_errors.lock();
         let errno = errno.raw_os_error();
-        if let Some(known) = troubles
+        if let Some(known) = recorded_errors
             .iter_mut()
             .find(|t| t.status.path == path && t.status.errno == errno)
         {
@@ -788,8 +793,8 @@ impl<B: Backing> Engine<B> {
             known.last = Instant::now();
             return;
         }
-        if troubles.len() == TROUBLES_MAX {
-            troubles.remove(0);
+        if recorded_errors.len() == RECORDED_ERRORS_MAX {
+            recorded_errors.remove(0);
         }
         let status = ErrorStatus {
             path,
@@ -799,7 +804,7 @@ impl<B: Backing> Engine<B> {
             age_s: 0.0,
             pending: true,
         };
-        troubles.push(Trouble {
+        recorded_errors.push(RecordedError {
             status,
             last: Instant::now(),
             lost: false,
@@ -808,7 +813,7 @@ impl<B: Backing> Engine<B> {
 
     /// Makes room: gives back slabs that hold nothing; if no drain is under way, drains the file that
     /// holds most. Tells waiting writers when nothing can be drained.
-    pub(crate) fn relieve(&self) {
+    pub(crate) fn reclaim(&self) {
         {
             let queue = self.queue.lock();
             if queue.active > 0 || !queue.ready.is_empty() {
@@ -817,7 +822,7 @@ impl<B: Backing> Engine<B> {
         }
         self.end_all_doors();
         if self.options.drain == DrainPolicy::Demand {
-            return self.relieve_on_demand();
+            return self.reclaim_on_demand();
         }
         let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
         let now = Instant::now();
@@ -870,7 +875,7 @@ impl<B: Backing> Engine<B> {
 
     /// Makes room where nothing drains unasked: drained bytes are dropped. What is not drained stays, and
     /// who waits is told that the arena is full.
-    fn relieve_on_demand(&self) {
+    fn reclaim_on_demand(&self) {
         self.give_back_leases(None);
         self.evict_for(firn_format::slab::Class::Small);
         if !self.space_freed.load(Ordering::Acquire) && !self.note_room() {
@@ -879,7 +884,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Tells those who wait for a tree that something happened.
-    pub(crate) fn step(&self) {
+    pub(crate) fn signal_progress(&self) {
         *self.progress.0.lock() += 1;
         self.progress.1.notify_all();
     }

@@ -43,7 +43,7 @@ impl<B: Backing> Engine<B> {
         state.ending = ending;
         // A file that is not bound yet is bound as an open one.
         if let Some(file) = state.bound {
-            self.note(&Record::Ended { file, ending });
+            self.append_note(&Record::Ended { file, ending });
         }
     }
 }

@@ -189,7 +189,7 @@ pub(crate) struct Counters {
 }
 
 /// An error that waits to be dealt with.
-pub(crate) struct Trouble {
+pub(crate) struct RecordedError {
     pub status: ErrorStatus,
     pub last: Instant,
     /// About data that has no file to go to.
@@ -229,7 +229,7 @@ pub struct Engine<B: Backing> {
     pub(crate) space_waiters: Mutex<VecDeque<Done>>,
     pub(crate) space_freed: Arc<AtomicBool>,
     pub(crate) counters: Counters,
-    pub(crate) troubles: Mutex<Vec<Trouble>>,
+    pub(crate) recorded_errors: Mutex<Vec<RecordedError>>,
     pub(crate) waker: RwLock<Option<Waker>>,
     /// Some process was told where bytes of a file lie, to read them past the kernel.
     pub(crate) lists: AtomicBool,
@@ -391,14 +391,14 @@ impl<B: Backing> Engine<B> {
             .waiting_writers
             .fetch_add(1, Ordering::Relaxed);
         self.space_waiters.lock().push_back(f);
-        self.relieve();
+        self.reclaim();
         // What was freed between the caller's failed write and now was not told to this waiter.
         self.note_room();
         self.wake_drain();
     }
 
     /// Tells waiting writers of room that became free. Called with no lock held.
-    pub(crate) fn tell_space(&self) {
+    pub(crate) fn wake_writers(&self) {
         loop {
             if self.space_freed.swap(false, Ordering::AcqRel) {
                 let waiters = std::mem::take(&mut *self.space_waiters.lock());
@@ -413,7 +413,7 @@ impl<B: Backing> Engine<B> {
             if self.space_waiters.lock().is_empty() {
                 return;
             }
-            self.relieve();
+            self.reclaim();
             // It may have found room itself, in slabs that nobody uses.
             if !self.space_freed.load(Ordering::Acquire) {
                 return;
@@ -421,7 +421,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Whether a writer would find room; if so, the next [`Engine::tell_space`] tells those who wait.
+    /// Whether a writer would find room; if so, the next [`Engine::wake_writers`] tells those who wait.
     pub(crate) fn note_room(&self) -> bool {
         let room = self.arena.has_room(firn_format::slab::Class::Small);
         if room {

@@ -477,7 +477,7 @@ impl<B: Backing> FileState<B> {
     }
 
     /// The waiters whose data is in the backing.
-    pub(crate) fn satisfied(&mut self) -> ThinVec<Waiter> {
+    pub(crate) fn take_satisfied_waiters(&mut self) -> ThinVec<Waiter> {
         if self.waiters.is_empty() {
             return ThinVec::new();
         }
@@ -495,7 +495,7 @@ impl<B: Backing> FileState<B> {
     }
 
     /// An error that no program was told yet; it counts as told now.
-    pub(crate) fn tell_failure(&mut self) -> Option<Errno> {
+    pub(crate) fn take_unreported_failure(&mut self) -> Option<Errno> {
         let failure = self.failure.as_mut().filter(|f| !f.told)?;
         failure.told = true;
         Some(failure.errno)

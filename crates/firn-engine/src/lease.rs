@@ -2,7 +2,7 @@
 //!
 //! Promises
 //! * Whoever asks about a file learns of every byte whose write returned: what the client published is
-//!   taken in before an answer ([`Engine::look`]).
+//!   taken in before an answer ([`Engine::ingest_published`]).
 //! * While a client has the door to a file, it alone has the file open. Anything else that opens,
 //!   reads, writes or cuts it ends the door first ([`Engine::revoke`]); the client goes on through the
 //!   kernel.
@@ -134,7 +134,7 @@ impl<B: Backing> Engine<B> {
         let handle = self.writable(token)?;
         let file = &handle.file;
         let mut state = file.lock();
-        self.look(file, &mut state);
+        self.ingest_published(file, &mut state);
         while state
             .door
             .as_ref()
@@ -164,14 +164,14 @@ impl<B: Backing> Engine<B> {
             door.leases.push(lease);
             self.counters.door_leases.fetch_add(1, Ordering::Relaxed);
             drop(state);
-            self.tell_space();
+            self.wake_writers();
             return Ok(slab);
         }
         // Without room the client writes through the kernel, which waits for some.
         self.revoke(file, &mut state);
         drop(state);
-        self.relieve();
-        self.tell_space();
+        self.reclaim();
+        self.wake_writers();
         Err(DoorRefusal::Full)
     }
 
@@ -189,7 +189,7 @@ impl<B: Backing> Engine<B> {
             self.revoke(&handle.file, &mut state);
         }
         drop(state);
-        self.tell_space();
+        self.wake_writers();
     }
 
     /// The client is gone: all that it had ends.
@@ -205,7 +205,7 @@ impl<B: Backing> Engine<B> {
             }
         }
         self.arena.await_clients();
-        self.tell_space();
+        self.wake_writers();
     }
 
     /// Where the bytes of a file lie that nobody has open for writing, from `from` on.
@@ -311,27 +311,27 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Takes in what clients published, of all files.
-    pub(crate) fn look_at_all(&self) {
+    pub(crate) fn ingest_all_published(&self) {
         for file in self.files_with_door() {
-            self.look(&file, &mut file.lock());
+            self.ingest_published(&file, &mut file.lock());
         }
     }
 
     /// Takes in what a client published of this file.
-    pub(crate) fn look(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        self.take_from_client(file, state, |arena, lease, sink| {
+    pub(crate) fn ingest_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
+        self.ingest_from_client(file, state, |arena, lease, sink| {
             arena.take_client(lease, sink)
         });
     }
 
     /// Takes in what a client published, and lets none of it grow: the drain may have it.
-    pub(crate) fn freeze(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        self.take_from_client(file, state, |arena, lease, sink| {
+    pub(crate) fn freeze_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
+        self.ingest_from_client(file, state, |arena, lease, sink| {
             arena.freeze_client(lease, sink)
         });
     }
 
-    fn take_from_client(
+    fn ingest_from_client(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
@@ -393,7 +393,7 @@ impl<B: Backing> Engine<B> {
             if !state.touch_at(modified) {
                 self.arena.set_modified(piece, state.written);
             }
-            self.take_in(
+            self.ingest(
                 file,
                 state,
                 offset,

@@ -10,7 +10,7 @@ use firn_format::path::BytePath;
 use firn_format::protocol::ErrorStatus;
 use firn_format::record::Record;
 
-use crate::engine::{Engine, Trouble};
+use crate::engine::{Engine, RecordedError};
 use crate::recovery::{Layers, Recovered};
 
 /// Copied at a time.
@@ -69,7 +69,7 @@ impl<B: Backing> Engine<B> {
             age_s: 0.0,
             pending: true,
         };
-        self.troubles.lock().push(Trouble {
+        self.recorded_errors.lock().push(RecordedError {
             status,
             last: Instant::now(),
             lost: true,
@@ -128,10 +128,10 @@ impl<B: Backing> Engine<B> {
             self.arena.mark_dead(*piece);
             self.arena.release(piece.slab, used.live);
         }
-        self.note(&Record::Unbind { file });
+        self.append_note(&Record::Unbind { file });
         let path = kept.file.known_path();
-        self.troubles
+        self.recorded_errors
             .lock()
-            .retain(|trouble| !(trouble.lost && trouble.status.path == path));
+            .retain(|recorded| !(recorded.lost && recorded.status.path == path));
     }
 }

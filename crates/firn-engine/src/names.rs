@@ -304,7 +304,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// Lets go of the objects that need not be held.
-    pub(crate) fn let_go_of_objects(&self) {
+    pub(crate) fn drop_objects(&self) {
         self.objects.clear();
     }
 

@@ -26,7 +26,7 @@ impl<B: Backing> Engine<B> {
             let found = self.with_descriptor(|| self.backing.lookup(&self.object(&dir)?, name));
             let (object, attr) = found?;
             let inode = self.names.register(object, &attr, &dir, name, 1);
-            if self.is_still(before, &dir, name, &inode) {
+            if self.is_name_current(before, &dir, name, &inode) {
                 return Ok(Entry {
                     inode: inode.id,
                     attr: self.overlay(&inode, attr)?,
@@ -38,7 +38,13 @@ impl<B: Backing> Engine<B> {
 
     /// Whether a name that was entered for `inode` counts: either no names changed below the engine since `before`
     /// was read, and the next such change will find this one, or the name leads to the inode all the same.
-    fn is_still(&self, before: u64, dir: &Arc<Inode<B>>, name: &OsStr, inode: &Inode<B>) -> bool {
+    fn is_name_current(
+        &self,
+        before: u64,
+        dir: &Arc<Inode<B>>,
+        name: &OsStr,
+        inode: &Inode<B>,
+    ) -> bool {
         self.names_changed.load(Ordering::Acquire) == before
             || !self.drop_wrong_name(dir, name, inode)
     }
@@ -70,7 +76,7 @@ impl<B: Backing> Engine<B> {
         };
         let (pending, end, mtime) = {
             let mut state = file.lock();
-            self.look(&file, &mut state);
+            self.ingest_published(&file, &mut state);
             (state.pending, state.extents.end(), state.mtime)
         };
         let mut attr = self.backing.attr(&self.object(inode)?)?;
@@ -113,7 +119,7 @@ impl<B: Backing> Engine<B> {
         {
             // Set-id bits must go with the next write, which only the kernel's way can do.
             self.end_door(&file);
-            self.take_hold(&file);
+            self.open_before_mode_change(&file);
         }
         let changes_owner = set.uid.is_some() || set.gid.is_some();
         if changes_owner {
@@ -152,7 +158,7 @@ impl<B: Backing> Engine<B> {
         // A write since then has a later time of its own.
         if time.is_some() && state.pending > 0 && state.mtime == time {
             match &result {
-                Ok(()) => self.note_time(&state),
+                Ok(()) => self.record_time(&state),
                 Err(_) => state.mtime = before,
             }
         }
@@ -163,7 +169,7 @@ impl<B: Backing> Engine<B> {
     /// one. Returns what it replaces.
     fn expect_mtime(&self, file: &Arc<File<B>>, time: Option<Time>) -> Option<Time> {
         let mut state = file.lock_to_set_times();
-        self.look(file, &mut state);
+        self.ingest_published(file, &mut state);
         if time.is_some() {
             // What the client writes from here on has to be told from what it wrote before: by its next lease.
             self.revoke(file, &mut state);
@@ -180,7 +186,7 @@ impl<B: Backing> Engine<B> {
         let inode = self.inode(inode)?;
         let pending = self.known_file(&inode).and_then(|file| {
             let mut state = file.lock();
-            self.look(&file, &mut state);
+            self.ingest_published(&file, &mut state);
             (state.pending > 0).then(|| self.rung_of_pending(&state))
         });
         Ok(if let Some(rung) = pending {
@@ -196,7 +202,7 @@ impl<B: Backing> Engine<B> {
 
     /// Enters an object that was just made. ESTALE where it is gone with its transaction already: the kernel then
     /// looks the path up anew.
-    pub(crate) fn made(
+    pub(crate) fn register_created(
         &self,
         before: u64,
         dir: &Arc<Inode<B>>,
@@ -205,7 +211,7 @@ impl<B: Backing> Engine<B> {
         attr: &Attr,
     ) -> Result<Arc<Inode<B>>> {
         let inode = self.names.register(object, attr, dir, name, 1);
-        if !self.is_still(before, dir, name, &inode) {
+        if !self.is_name_current(before, dir, name, &inode) {
             self.names.forget(inode.id, 1);
             return Err(Errno::STALE);
         }
@@ -225,7 +231,7 @@ impl<B: Backing> Engine<B> {
         let before = self.names_changed.load(Ordering::Acquire);
         let (object, attr) =
             self.with_descriptor(|| self.backing.mkdir(caller, &self.object(&dir)?, name, mode))?;
-        let inode = self.made(before, &dir, name, object, &attr)?;
+        let inode = self.register_created(before, &dir, name, object, &attr)?;
         Ok(Entry {
             inode: inode.id,
             attr,
@@ -247,7 +253,7 @@ impl<B: Backing> Engine<B> {
             self.backing
                 .mknod(caller, &self.object(&dir)?, name, mode, rdev)
         })?;
-        let inode = self.made(before, &dir, name, object, &attr)?;
+        let inode = self.register_created(before, &dir, name, object, &attr)?;
         Ok(Entry {
             inode: inode.id,
             attr,
@@ -268,7 +274,7 @@ impl<B: Backing> Engine<B> {
             self.backing
                 .symlink(caller, &self.object(&dir)?, name, target)
         })?;
-        let inode = self.made(before, &dir, name, object, &attr)?;
+        let inode = self.register_created(before, &dir, name, object, &attr)?;
         Ok(Entry {
             inode: inode.id,
             attr,
@@ -292,7 +298,7 @@ impl<B: Backing> Engine<B> {
                 && let Some(path) = dir.path_of(name)
             {
                 // Kept or the name must not be relied on: a full journal fails the next removal instead.
-                self.note(&Record::NameAdded { file: bound, path });
+                self.append_note(&Record::NameAdded { file: bound, path });
             }
         }
         Ok(Entry {
@@ -305,19 +311,23 @@ impl<B: Backing> Engine<B> {
     pub fn unlink(&self, parent: InodeId, name: &OsStr) -> Result<()> {
         let dir = self.inode(parent)?;
         let _path_stays = self.paths.stay(|| dir.path_of(name).into_iter().collect());
-        let file = self.losing(&dir, name)?;
+        let file = self.prepare_name_removal(&dir, name)?;
         let parent = self.object(&dir)?;
         self.with_descriptor(|| self.names.hold_last(&self.backing, dir.id, name))?;
         self.backing.unlink(&parent, name)?;
         self.names.unlinked(dir.id, name);
         if let Some(file) = file {
-            self.lost_name(&file);
+            self.note_removed_name(&file);
         }
         Ok(())
     }
 
     /// The file that is about to lose a name, prepared for that.
-    fn losing(&self, dir: &Arc<Inode<B>>, name: &OsStr) -> Result<Option<Arc<File<B>>>> {
+    fn prepare_name_removal(
+        &self,
+        dir: &Arc<Inode<B>>,
+        name: &OsStr,
+    ) -> Result<Option<Arc<File<B>>>> {
         let Some(inode) = self.names.child(dir.id, name) else {
             return Ok(None);
         };
@@ -325,7 +335,7 @@ impl<B: Backing> Engine<B> {
             return Ok(None);
         };
         if let Some(path) = dir.path_of(name) {
-            self.lose_name(&file, path)?;
+            self.record_name_removal(&file, path)?;
         }
         Ok(Some(file))
     }
@@ -333,10 +343,10 @@ impl<B: Backing> Engine<B> {
     /// Makes sure that recovery finds a file with pending data without this name: by the others that
     /// are known here, some of which the kernel may have looked up only after the binding was made. If
     /// there is another name and none is known, the data is drained first.
-    fn lose_name(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
+    fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let bound = {
             let mut state = file.lock();
-            self.look(file, &mut state);
+            self.ingest_published(file, &mut state);
             state
                 .bound
                 .filter(|_| state.pending > 0 || state.door.is_some())
@@ -364,7 +374,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// A name of this file is gone. Without name and handle its pending data is of no use to anyone.
-    fn lost_name(&self, file: &Arc<File<B>>) {
+    fn note_removed_name(&self, file: &Arc<File<B>>) {
         let gone = match self
             .object(&file.inode)
             .and_then(|object| self.backing.attr(&object))
@@ -383,12 +393,12 @@ impl<B: Backing> Engine<B> {
         };
         if !unused {
             // It keeps what it has open from here on.
-            self.keep_open(file);
+            self.open_nameless(file);
         }
         if unused {
             self.discard(file);
             self.drop_if_unused(file);
-            self.tell_space();
+            self.wake_writers();
         }
     }
 
@@ -439,7 +449,7 @@ impl<B: Backing> Engine<B> {
         if let Some(file) = &replaced
             && let Some(path) = new_dir.path_of(new_name)
         {
-            self.lose_name(file, path)?;
+            self.record_name_removal(file, path)?;
         }
         if !exchange {
             self.with_descriptor(|| self.names.hold_last(&self.backing, new_dir.id, new_name))?;
@@ -468,14 +478,14 @@ impl<B: Backing> Engine<B> {
                 self.backing.rename(&from, name, &to, new_name, flags)
             });
         if journaled {
-            self.insist(&Record::RenameEnd {
+            self.append_end_record(&Record::RenameEnd {
                 id,
                 done: result.is_ok(),
             });
         }
         result?;
         if let Some(file) = replaced {
-            self.lost_name(&file);
+            self.note_removed_name(&file);
         }
         Ok(())
     }
@@ -504,7 +514,7 @@ impl<B: Backing> Engine<B> {
         // It may be one that a write through the kernel takes away, or an ACL.
         if let Some(file) = self.known_file(&inode) {
             self.end_door(&file);
-            self.take_hold(&file);
+            self.open_before_mode_change(&file);
         }
         self.set_xattr_of(&inode, (name, value, flags), by)
     }

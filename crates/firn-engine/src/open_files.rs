@@ -8,7 +8,7 @@
 //! * Only what can be opened again is closed: it was, a moment before, by the same way.
 //! * A file without a name keeps what it has open: nothing else leads to its bytes.
 //!
-//! [`Engine::close_some`] is called with no lock held.
+//! [`Engine::close_excess_files`] is called with no lock held.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -47,7 +47,7 @@ impl<B: Backing> Engine<B> {
     /// Closes files of the backing, where more are open than [`EngineOptions::open_files_max`].
     ///
     /// [`EngineOptions::open_files_max`]: crate::EngineOptions
-    pub(crate) fn close_some(&self) {
+    pub(crate) fn close_excess_files(&self) {
         let max = self.options.open_files_max;
         // A look at all of them is paid for by as many opens.
         let batch = (max / 4).max(1);
@@ -74,9 +74,9 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Gives back all descriptors that can be had again.
-    pub(crate) fn let_go_of_all(&self) {
+    pub(crate) fn close_all_idle(&self) {
         self.close_down_to(0);
-        self.names.let_go_of_objects();
+        self.names.drop_objects();
     }
 
     fn close_idle(&self, file: &File<B>) {
@@ -109,7 +109,7 @@ impl<B: Backing> Engine<B> {
         let none_left = |errno: &Errno| matches!(*errno, Errno::MFILE | Errno::NFILE);
         match call() {
             Err(errno) if none_left(&errno) => {
-                self.let_go_of_all();
+                self.close_all_idle();
                 call().map_err(|errno| {
                     if none_left(&errno) {
                         Errno::NFILE

@@ -252,7 +252,7 @@ impl<B: Backing> Engine<B> {
             space_waiters: Mutex::new(std::collections::VecDeque::new()),
             space_freed: Arc::new(AtomicBool::new(false)),
             counters: Counters::default(),
-            troubles: Mutex::new(Vec::new()),
+            recorded_errors: Mutex::new(Vec::new()),
             waker: RwLock::new(None),
             lists: AtomicBool::new(false),
             accesses: firn_conflict::Log::new(),
@@ -304,11 +304,11 @@ impl<B: Backing> Engine<B> {
                 for (piece, _) in layers.pieces.iter() {
                     self.arena.mark_dead(*piece);
                 }
-                self.note(&Record::Unbind { file: binding });
+                self.append_note(&Record::Unbind { file: binding });
                 return;
             }
             Search::Lost { .. } if layers.extents.is_empty() && bound.truncating.is_empty() => {
-                self.note(&Record::Unbind { file: binding });
+                self.append_note(&Record::Unbind { file: binding });
                 return;
             }
             Search::Lost { gone, reason } => {
@@ -416,7 +416,7 @@ impl<B: Backing> Engine<B> {
         for &(sequence, size) in &bound.truncating {
             let file = self.backing.open(&self.object(inode)?, Access::Write)?;
             self.backing.set_len(&file, size)?;
-            self.note(&Record::TruncateEnd {
+            self.append_note(&Record::TruncateEnd {
                 file: binding,
                 sequence,
                 size,

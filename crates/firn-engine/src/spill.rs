@@ -88,7 +88,7 @@ impl<B: Backing> Engine<B> {
         }
         // What is in the backing already is dropped rather than carried about.
         if self.evict_until(&|| self.arena.memory_used() <= lower) {
-            self.tell_space();
+            self.wake_writers();
             return SpillStep::More;
         }
         match self.arena.spill_oldest(&|chunk| self.unlist_chunk(chunk)) {
@@ -98,21 +98,21 @@ impl<B: Backing> Engine<B> {
                     tracing::debug!(chunk, "drain: spilled");
                 }
                 self.spill.lock().failure = None;
-                self.tell_space();
-                self.step();
+                self.wake_writers();
+                self.signal_progress();
                 SpillStep::More
             }
             Ok(Spilled::Nothing) => {
                 if used == self.arena.geometry().chunk_count && self.seal_for_spill() {
                     return SpillStep::More;
                 }
-                self.tell_space();
+                self.wake_writers();
                 IDLE
             }
             Err(errno) => {
                 let retry = self.spill_failed(errno);
                 // Who waits must not wait for a device that fails.
-                self.tell_space();
+                self.wake_writers();
                 SpillStep::Idle { retry: Some(retry) }
             }
         }
@@ -148,7 +148,7 @@ impl<B: Backing> Engine<B> {
         });
         drop(spill);
         tracing::warn!(%path, %errno, count, "spilling failed; the data stays in memory");
-        self.remember(
+        self.record_error(
             path,
             errno,
             format!("write to the spill file failed: {errno}; the data is kept in memory"),
@@ -168,7 +168,7 @@ impl<B: Backing> Engine<B> {
 
     /// A file of which nothing can be drained but what the spill file does not give: who waits for it is to be
     /// told, with no lock held.
-    pub(crate) fn fail_unreadable(
+    pub(crate) fn fail_unreadable_file(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
@@ -186,12 +186,12 @@ impl<B: Backing> Engine<B> {
             return ThinVec::new();
         }
         self.counters.drain_errors.fetch_add(1, Ordering::Relaxed);
-        self.failed(file, state, Errno::IO, true);
+        self.schedule_retry(file, state, Errno::IO, true);
         let told = std::mem::take(&mut state.waiters);
         if let Some(failure) = &mut state.failure {
             failure.told |= !told.is_empty();
         }
-        self.step();
+        self.signal_progress();
         told
     }
 

@@ -13,7 +13,7 @@ use crate::engine::{ClosePolicy, DrainPolicy, Engine, FsyncPolicy};
 impl<B: Backing> Engine<B> {
     /// Bytes that came in and that were drained since the attach, and that moved to the spill file.
     pub fn transferred(&self) -> Transferred {
-        self.look_at_all();
+        self.ingest_all_published();
         Transferred {
             ingest_bytes: self.counters.ingest_bytes.load(Ordering::Relaxed),
             drain_bytes: self.counters.drain_bytes.load(Ordering::Relaxed),
@@ -78,14 +78,14 @@ impl<B: Backing> Engine<B> {
 
     /// Bytes that are pending.
     pub fn held_bytes(&self) -> u64 {
-        self.look_at_all();
+        self.ingest_all_published();
         self.counters.held_bytes.load(Ordering::Relaxed)
     }
 
     /// The engine's part of a mount's status; paths, rates and process are the daemon's. No figure asks for a lock
     /// of each file: they are counters.
     pub fn status(&self) -> Status {
-        self.look_at_all();
+        self.ingest_all_published();
         let c = &self.counters;
         let (door_files, door_leases) = self.door_counts();
         let now = Instant::now();
@@ -189,7 +189,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn errors(&self, now: Instant) -> Vec<firn_format::protocol::ErrorStatus> {
-        if self.troubles.lock().is_empty() {
+        if self.recorded_errors.lock().is_empty() {
             return Vec::new();
         }
         let failing: Vec<BytePath> = self
@@ -201,14 +201,14 @@ impl<B: Backing> Engine<B> {
             .map(BytePath::from)
             .collect();
         let spill = self.spill_fails().then(|| self.spill_path());
-        self.troubles
+        self.recorded_errors
             .lock()
             .iter()
-            .map(|trouble| {
-                let mut status = trouble.status.clone();
-                status.age_s = now.duration_since(trouble.last).as_secs_f64();
+            .map(|recorded| {
+                let mut status = recorded.status.clone();
+                status.age_s = now.duration_since(recorded.last).as_secs_f64();
                 // A lost file is pending for ever; any other while it has held bytes.
-                status.pending = trouble.lost
+                status.pending = recorded.lost
                     || failing.contains(&status.path)
                     || spill.as_ref().is_some_and(|path| *path == status.path);
                 status
@@ -218,14 +218,14 @@ impl<B: Backing> Engine<B> {
 
     /// Forgets recorded errors; the data that they are about stays.
     pub fn clear_errors(&self) {
-        self.troubles.lock().retain(|trouble| trouble.lost);
+        self.recorded_errors.lock().retain(|recorded| recorded.lost);
     }
 
     /// Files with pending data at or below `path`.
     pub fn files_below(&self, path: &[u8]) -> Vec<FileStatus> {
         let files: Vec<_> = self.files.lock().values().cloned().collect();
         let mut out = Vec::new();
-        self.look_at_all();
+        self.ingest_all_published();
         for file in files {
             let (held_bytes, held_end, open, spilled, ending) = {
                 let state = file.lock();

@@ -62,7 +62,9 @@ impl<B: Backing> Engine<B> {
         match self.options.fsync {
             FsyncPolicy::Durable => self.drained(handle, done),
             FsyncPolicy::Held => {
-                let told = self.handle(handle).map(|h| h.file.lock().tell_failure());
+                let told = self
+                    .handle(handle)
+                    .map(|h| h.file.lock().take_unreported_failure());
                 done(match told {
                     Ok(None) => Ok(()),
                     Ok(Some(errno)) | Err(errno) => Err(errno),
@@ -82,7 +84,7 @@ impl<B: Backing> Engine<B> {
             return Ok(());
         }
         let handle = self.handle(handle)?;
-        self.close_some();
+        self.close_excess_files();
         self.with_descriptor(|| self.sync_data(&handle.file, data_only))
     }
 
@@ -97,7 +99,7 @@ impl<B: Backing> Engine<B> {
         if let Err(errno) = self.backing.sync(&source.file, data_only) {
             file.inode.data_unsynced.store(true, Ordering::Release);
             let path = file.inode.paths().into_iter().next().unwrap_or_default();
-            self.remember(path.into(), errno, "fsync of the backing failed".into());
+            self.record_error(path.into(), errno, "fsync of the backing failed".into());
             return Err(errno);
         }
         self.sync_names(&file.inode)?;
@@ -138,7 +140,7 @@ impl<B: Backing> Engine<B> {
 
     pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
         let mut state = file.lock();
-        self.look(file, &mut state);
+        self.ingest_published(file, &mut state);
         if state.pending == 0 {
             drop(state);
             done(Ok(()));
@@ -161,7 +163,7 @@ impl<B: Backing> Engine<B> {
     // ---- trees -------------------------------------------------------------------------------
 
     fn pending_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
-        self.look_at_all();
+        self.ingest_all_published();
         let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
         files
             .into_iter()

@@ -62,7 +62,7 @@ impl<B: Backing> Engine<B> {
         let object = self.object_at(path).map_err(TurnError::Scope)?;
         let _quiet = self.writing.write();
         // Whatever programs have open: the turn gets the descriptors that are kept only to be faster.
-        self.let_go_of_all();
+        self.close_all_idle();
         for file in self.files_at(path) {
             self.end_door(&file);
         }
@@ -80,7 +80,7 @@ impl<B: Backing> Engine<B> {
                     }
                     self.drop_if_unused(&file);
                 }
-                self.tell_space();
+                self.wake_writers();
             }
             Pending::Keep => {}
         }

@@ -17,7 +17,7 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn size_of(&self, file: &Arc<File<B>>) -> Result<u64> {
         let pending = {
             let mut state = file.lock();
-            self.look(file, &mut state);
+            self.ingest_published(file, &mut state);
             state.extents.end()
         };
         Ok(self
@@ -36,16 +36,16 @@ impl<B: Backing> Engine<B> {
         self.revoke(file, &mut state);
         state.changes += 1;
         state.unlist(&self.arena);
-        let result = self.truncate_alone(file, &mut state, &target, size);
+        let result = self.truncate_exclusively(file, &mut state, &target, size);
         file.end_exclusive(&mut state);
-        let waiters = self.settle(file, &mut state);
+        let waiters = self.finish_drained(file, &mut state);
         self.enqueue(file, &mut state);
         drop(state);
         for waiter in waiters {
             (waiter.done)(Ok(()));
         }
-        self.tell_space();
-        self.step();
+        self.wake_writers();
+        self.signal_progress();
         result
     }
 
@@ -59,7 +59,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    fn truncate_alone(
+    fn truncate_exclusively(
         &self,
         file: &Arc<File<B>>,
         state: &mut MutexGuard<'_, FileState<B>>,
@@ -102,7 +102,7 @@ impl<B: Backing> Engine<B> {
                 size,
                 done: true,
             };
-            self.insist(&end);
+            self.append_end_record(&end);
             state.voids += 1;
             let before = state.pending;
             let cancelled = state.cut(&self.arena, size..u64::MAX, sequence);
@@ -114,7 +114,7 @@ impl<B: Backing> Engine<B> {
             state.keep_time(&self.arena);
             file.inode.data_unsynced.store(true, Ordering::Release);
         } else {
-            self.insist(&Record::TruncateEnd {
+            self.append_end_record(&Record::TruncateEnd {
                 file: bound,
                 sequence,
                 size,
@@ -134,7 +134,7 @@ impl<B: Backing> Engine<B> {
         }
         self.end_door(&handle.file);
         self.drain_now(&handle.file)?;
-        self.alone(&handle.file, |target| {
+        self.with_exclusive_file(&handle.file, |target| {
             self.backing.allocate(target, mode, offset, len)
         })
     }
@@ -167,7 +167,7 @@ impl<B: Backing> Engine<B> {
         self.drain_now(&from.file)?;
         self.drain_now(&to.file)?;
         let source = self.reader(&from.file)?;
-        self.alone(&to.file, |target| {
+        self.with_exclusive_file(&to.file, |target| {
             self.backing
                 .copy_range(&source.file, from_offset, target, to_offset, len)
         })
@@ -177,13 +177,13 @@ impl<B: Backing> Engine<B> {
     pub fn needs_drain(&self, handle: HandleId) -> bool {
         self.handle(handle).is_ok_and(|h| {
             let mut state = h.file.lock();
-            self.look(&h.file, &mut state);
+            self.ingest_published(&h.file, &mut state);
             state.pending > 0
         })
     }
 
     /// Runs `work` on the backing file while no drain writes to it.
-    pub(crate) fn alone<T>(
+    pub(crate) fn with_exclusive_file<T>(
         &self,
         file: &Arc<File<B>>,
         work: impl FnOnce(&B::File) -> Result<T>,

@@ -49,7 +49,7 @@ impl<B: Backing> Engine<B> {
         self.end_door(file);
         let is_plain = {
             let mut state = file.lock();
-            if let Some(errno) = state.tell_failure() {
+            if let Some(errno) = state.take_unreported_failure() {
                 return Err(errno);
             }
             state.plain_in == self.privileges_epoch()
@@ -79,7 +79,7 @@ impl<B: Backing> Engine<B> {
             done += n;
         }
         drop(slot);
-        self.tell_space();
+        self.wake_writers();
         if done == 0 {
             return Ok(Written::Full);
         }
@@ -122,7 +122,7 @@ impl<B: Backing> Engine<B> {
 
     fn write_through(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
         self.drain_now(file)?;
-        self.alone(file, |target| {
+        self.with_exclusive_file(file, |target| {
             self.backing
                 .write_at(target, &[std::io::IoSlice::new(data)], offset)
         })
@@ -174,7 +174,7 @@ impl<B: Backing> Engine<B> {
             };
             let known = file.lock().bound;
             let Some(bound) = known.or_else(|| self.bind_with_paths(file)) else {
-                slot.unlocked(|| self.relieve());
+                slot.unlocked(|| self.reclaim());
                 return 0;
             };
             let Some(reserved) = lease.reserve(bound, offset, data.len() as u64) else {
@@ -208,7 +208,7 @@ impl<B: Backing> Engine<B> {
                     sequence,
                 )
             };
-            self.take_in(
+            self.ingest(
                 file,
                 &mut state,
                 offset,
@@ -227,7 +227,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Enters bytes that were just published; the file was touched.
-    pub(crate) fn take_in(
+    pub(crate) fn ingest(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
@@ -284,7 +284,7 @@ impl<B: Backing> Engine<B> {
             self.arena.lease(class)
         });
         if lease.is_none() {
-            slot.unlocked(|| self.relieve());
+            slot.unlocked(|| self.reclaim());
         }
         lease
     }
