@@ -4,10 +4,8 @@
 
 use arbitrary::{Arbitrary, Unstructured};
 use firn_format::path::BytePath;
-use firn_format::protocol::{
-    ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, Holder, LaneStatus, Place, Reply,
-    Request, Rung, SpillRegion, Status,
-};
+use firn_format::durability::DurabilityLevel;
+use firn_format::protocol::{ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, Holder, LaneStatus, Place, Reply, Request, SpillRegion, Status};
 use firn_format::record::Ending;
 use libfuzzer_sys::fuzz_target;
 
@@ -56,7 +54,7 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
         0 => Request::Hello,
         1 => Request::Status,
         2 => {
-            let until = rung(u)?;
+            let until = level(u)?;
             Request::Wait {
                 until,
                 timeout_ms: Arbitrary::arbitrary(u)?,
@@ -201,7 +199,7 @@ fn seconds(u: &mut Unstructured) -> arbitrary::Result<f64> {
 }
 
 fn file(u: &mut Unstructured) -> arbitrary::Result<FileStatus> {
-    let state = rung(u)?;
+    let state = level(u)?;
     let (held_bytes, held_end, open) = Arbitrary::arbitrary(u)?;
     let path = path(u)?;
     let ending = *u.choose(&[Ending::Open, Ending::Closed, Ending::Cut])?;
@@ -252,6 +250,6 @@ fn piece(u: &mut Unstructured) -> arbitrary::Result<ChunkPiece> {
     })
 }
 
-fn rung(u: &mut Unstructured) -> arbitrary::Result<Rung> {
-    Ok(*u.choose(&[Rung::Held, Rung::Spilled, Rung::Drained, Rung::Durable])?)
+fn level(u: &mut Unstructured) -> arbitrary::Result<DurabilityLevel> {
+    Ok(*u.choose(&[DurabilityLevel::Held, DurabilityLevel::Spilled, DurabilityLevel::Drained, DurabilityLevel::Durable])?)
 }

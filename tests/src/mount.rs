@@ -170,10 +170,10 @@ impl<'a> FirnMount<'a> {
         status_of(self.sandbox, &self.mount_point)
     }
 
-    /// `firn wait --until <rung>` of a path below the mount.
+    /// `firn wait --until <level>` of a path below the mount.
     #[track_caller]
-    pub fn wait(&self, rung: &str, path: &Path) -> Outcome {
-        let args: [OsString; 4] = ["wait".into(), "--until".into(), rung.into(), path.into()];
+    pub fn wait(&self, level: &str, path: &Path) -> Outcome {
+        let args: [OsString; 4] = ["wait".into(), "--until".into(), level.into(), path.into()];
         self.sandbox.run(args)
     }
 

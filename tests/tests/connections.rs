@@ -8,8 +8,9 @@ use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::time::Duration;
 
 use firn_client::{ClientError, Connection, Mount};
+use firn_format::durability::DurabilityLevel;
 use firn_format::path::BytePath;
-use firn_format::protocol::{Reply, Request, Rung};
+use firn_format::protocol::{Reply, Request};
 use firn_tests::c::{Installed, Link};
 use firn_tests::chunks::Control;
 use firn_tests::faultfs::FaultFs;
@@ -158,7 +159,7 @@ fn regression_requests_under_way_are_not_cut_off_and_leave_the_reserve() {
         let mut control = Control::new(&sandbox);
         let wait = Request::Wait {
             path: BytePath::default(),
-            until: Rung::Drained,
+            until: DurabilityLevel::Drained,
             timeout_ms: None,
         };
         let said = control.ask(&wait);

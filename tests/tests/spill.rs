@@ -85,7 +85,7 @@ fn more_data_than_memory_is_held_read_and_drained() {
     wait_until("memory is below the lower threshold", LIMIT, || {
         mount.status().arena_used_bytes <= 13 << 20
     });
-    let rung = |name: &str| {
+    let level = |name: &str| {
         let args = [
             OsStr::new("-n"),
             OsStr::new("user.firn.state"),
@@ -96,7 +96,7 @@ fn more_data_than_memory_is_held_read_and_drained() {
             .stdout
     };
     assert_eq!(
-        (rung("rank0").as_str(), rung("rank5").as_str()),
+        (level("rank0").as_str(), level("rank5").as_str()),
         ("spilled", "held")
     );
     drain(&sandbox, mount.path());

@@ -154,13 +154,13 @@ impl Attached {
 
     /// Bytes that only the arena has.
     pub(crate) fn left_bytes(&self) -> u64 {
-        let status = self.engine.status();
-        status.held_bytes + status.lost_file_bytes
+        let figures = self.engine.figures();
+        figures.held_bytes + figures.lost_file_bytes
     }
 
     /// Sees to it that drains go on where those of some files hang.
-    pub(crate) fn stand_in(&self) {
-        self.pool.stand_in();
+    pub(crate) fn replace_hung_threads(&self) {
+        self.pool.replace_hung();
     }
 
     /// Stops the IO threads, removes the arena if nothing is left in it and `remove` allows, and
@@ -366,7 +366,6 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
         passthrough: passthrough(options),
         tracking: options.participants != Participants::Off,
         objects_max: process::objects_max(),
-        file_writes_max: (options.io_threads as usize).saturating_sub(1).max(1),
         open_files_max: process::objects_max(),
         ..EngineOptions::new(arena.geometry().chunk_bytes)
     }

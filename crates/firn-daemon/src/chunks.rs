@@ -15,6 +15,7 @@ use firn_format::protocol::{ChunkList, DataRegion, Reply, SpillRegion};
 use firn_format::spill::SPILL_DATA_OFFSET;
 
 use crate::attach::Store;
+use crate::status::chunk_piece;
 
 /// Lists of one connection: a mover needs one for each file that it reads at once.
 const LISTS_MAX: usize = 1024;
@@ -40,7 +41,7 @@ impl Lists {
                 message,
             };
         }
-        let (held, pieces) = match HeldChunks::of(engine, path.as_bytes()) {
+        let (held, parts) = match HeldChunks::of(engine, path.as_bytes()) {
             Ok(made) => made,
             Err(errno) => {
                 return Reply::Error {
@@ -53,7 +54,7 @@ impl Lists {
         let reply = ChunkList {
             list: self.last,
             bytes: held.bytes(),
-            pieces,
+            pieces: parts.into_iter().map(chunk_piece).collect(),
         };
         self.held.insert(self.last, held);
         Reply::Chunks(reply)

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, Errno};
 use firn_engine::Engine;
-use firn_format::protocol::{Reply, Rung};
+use firn_format::durability::DurabilityLevel;
+use firn_format::protocol::Reply;
 
 use crate::attach::{Attached, Store};
 use crate::front::Front;
@@ -197,10 +198,13 @@ pub(crate) fn by_signal(
     if let Some(Err(error)) = carried {
         tracing::warn!(%error, "not every name can be carried over now");
     }
-    if let Err(error) = attached.engine.wait_tree(b"", Rung::Drained, &mut |_, _| {
-        attached.stand_in();
-        !interruptions.look()
-    }) {
+    if let Err(error) = attached
+        .engine
+        .wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| {
+            attached.replace_hung_threads();
+            !interruptions.look()
+        })
+    {
         tracing::warn!(%error, "not everything can be drained now");
     }
     let gave_up = interruptions.forced;
@@ -266,18 +270,19 @@ pub(crate) fn by_request(
         }
         let mut report = throttled("draining", say);
         let mut progress = Progress::new();
-        let drained = attached
-            .engine
-            .wait_tree(b"", Rung::Drained, &mut |bytes, files| {
-                // A client that went away does not end what it asked for.
-                report(bytes, files);
-                attached.stand_in();
-                if force {
-                    gave_up = !progress.goes_on(bytes);
-                    return !gave_up;
-                }
-                !interruptions.look()
-            });
+        let drained =
+            attached
+                .engine
+                .wait_tree(b"", DurabilityLevel::Drained, &mut |bytes, files| {
+                    // A client that went away does not end what it asked for.
+                    report(bytes, files);
+                    attached.replace_hung_threads();
+                    if force {
+                        gave_up = !progress.goes_on(bytes);
+                        return !gave_up;
+                    }
+                    !interruptions.look()
+                });
         if interruptions.forced && drained.is_err() {
             return Err(overtaken());
         }
@@ -372,7 +377,7 @@ fn let_go(events: &Receiver<Event>) -> Outcome {
 /// What is left to be drained at the end of a mount. A forced end does not wait for a backing that takes nothing.
 pub(crate) fn drain_last(engine: &Engine<Store>, force: bool) {
     let mut progress = Progress::new();
-    let drained = drain_rest(engine, Rung::Drained, &mut |bytes, _| {
+    let drained = drain_rest(engine, DurabilityLevel::Drained, &mut |bytes, _| {
         !force || progress.goes_on(bytes)
     });
     if let Err(error) = drained {
@@ -384,7 +389,7 @@ pub(crate) fn drain_last(engine: &Engine<Store>, force: bool) {
 /// others from being drained. `progress` ends it with false.
 pub(crate) fn drain_rest<B: Backing>(
     engine: &Engine<B>,
-    until: Rung,
+    until: DurabilityLevel,
     progress: &mut dyn FnMut(u64, u64) -> bool,
 ) -> Result<(), Errno> {
     loop {

@@ -289,7 +289,7 @@ impl Mount {
                     self.service.sample();
                     self.service.carry_names();
                     self.service.follow_hosts();
-                    attached.stand_in();
+                    attached.replace_hung_threads();
                 }
                 // The service holds a sender: this cannot be. If it is, nobody will ask again.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {

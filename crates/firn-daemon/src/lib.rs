@@ -28,6 +28,7 @@ mod recover;
 mod service;
 mod spawn;
 mod spill;
+mod status;
 mod transactions;
 
 pub use backup::{BackupReport, FromBackup, recover_from_backup};

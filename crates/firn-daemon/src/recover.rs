@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use firn_backing::{DirBacking, Errno};
 use firn_config::Options;
-use firn_format::protocol::{ErrorStatus, Rung};
+use firn_format::durability::DurabilityLevel;
+use firn_format::protocol::ErrorStatus;
 use firn_transact::{Group, Held, Opening, Participants};
 use firn_trust::open_private_dir;
 use serde::Serialize;
@@ -18,7 +19,7 @@ use crate::lock::{Locks, host_dir};
 use crate::lost::{self, LostPolicy, LostReport};
 use crate::preflight;
 use crate::process;
-use crate::service;
+use crate::status;
 
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
@@ -140,14 +141,18 @@ pub fn recover(
         tracing::warn!(%error, "not every name of the stub tree can be carried over");
     }
     let mut next = Instant::now();
-    let drained = drain_rest(&attached.engine, Rung::Durable, &mut |bytes, files| {
-        let now = Instant::now();
-        if now < next {
-            return true;
-        }
-        next = now + PROGRESS_EVERY;
-        progress(bytes, files, "draining")
-    });
+    let drained = drain_rest(
+        &attached.engine,
+        DurabilityLevel::Durable,
+        &mut |bytes, files| {
+            let now = Instant::now();
+            if now < next {
+                return true;
+            }
+            next = now + PROGRESS_EVERY;
+            progress(bytes, files, "draining")
+        },
+    );
     let lost = match lost::settle(&attached.engine, &request.lost) {
         Ok(lost) => lost,
         Err(error) => {
@@ -155,16 +160,16 @@ pub fn recover(
             return Err(error);
         }
     };
-    let status = attached.engine.status();
+    let figures = attached.engine.figures();
     let recovered = &attached.recovered;
     let mut report = RecoverReport {
         arena: Some(arena),
-        recovered_bytes: recovered.bytes.saturating_sub(status.held_bytes),
-        recovered_files: recovered.files.saturating_sub(status.held_files),
-        left_bytes: status.held_bytes,
-        lost_file_bytes: status.lost_file_bytes,
+        recovered_bytes: recovered.bytes.saturating_sub(figures.held_bytes),
+        recovered_files: recovered.files.saturating_sub(figures.held_files),
+        left_bytes: figures.held_bytes,
+        lost_file_bytes: figures.lost_file_bytes,
         lost,
-        errors: service::explained(status.errors),
+        errors: status::errors_status(figures.errors),
     };
     if let Err(error) = drained
         && error != Errno::CANCELED

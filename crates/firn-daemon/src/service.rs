@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use firn_backing::Errno;
 use firn_engine::{Cached, DrainPolicy, Engine};
+use firn_format::durability::DurabilityLevel;
 use firn_format::path::BytePath;
-use firn_format::protocol::{ErrorStatus, PROTOCOL_VERSION, Reply, Request, Rung, Status};
+use firn_format::protocol::{PROTOCOL_VERSION, Reply, Request, Status};
 use firn_fuse::{Failures, Forgetter};
 use firn_stub::Tree;
 use parking_lot::Mutex;
@@ -22,6 +23,7 @@ use crate::end::{Client, Event};
 use crate::log;
 use crate::metrics::{Window, prometheus};
 use crate::process;
+use crate::status::{engine_status, file_status};
 use crate::transactions::Means;
 
 /// Progress lines are sent this often.
@@ -64,7 +66,7 @@ pub(crate) struct Mounted {
 impl Mounted {
     /// The engine's status with what only the daemon knows.
     pub(crate) fn status(&self) -> Status {
-        let engine = self.engine.status();
+        let engine = engine_status(self.engine.figures());
         let mut spill = engine.spill.clone();
         let rates = self.window.lock().rates(
             Instant::now(),
@@ -85,6 +87,7 @@ impl Mounted {
             pid: std::process::id(),
             backing: self.backing.as_path().into(),
             mount_point: self.mount_point.as_path().into(),
+            arena: self.engine.arena().path().into(),
             options: self.options.clone(),
             waiting_writers: self.waiting_writers.load(Ordering::Relaxed),
             direct_clients: self.direct_clients.load(Ordering::Relaxed),
@@ -97,7 +100,6 @@ impl Mounted {
             transaction_steps: crate::transactions::steps(),
             log_lines_lost: log::lines_lost(),
             file_size_limit_bytes: process::file_size_limit_bytes(),
-            errors: explained(engine.errors),
             ..engine
         }
     }
@@ -177,12 +179,12 @@ impl Mounted {
     fn wait(
         &self,
         path: &BytePath,
-        until: Rung,
+        until: DurabilityLevel,
         timeout_ms: Option<u64>,
         say: &mut dyn FnMut(Reply) -> bool,
     ) -> Reply {
         let deadline = timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms));
-        let phase = if until == Rung::Durable {
+        let phase = if until == DurabilityLevel::Durable {
             "syncing"
         } else {
             "draining"
@@ -285,7 +287,12 @@ impl Service for Mounted {
                 Reply::Done
             }
             Request::Files { path } => Reply::Files {
-                files: self.engine.files_below(path.as_bytes()),
+                files: self
+                    .engine
+                    .files_below(path.as_bytes())
+                    .into_iter()
+                    .map(file_status)
+                    .collect(),
             },
             Request::Region => Reply::Region(region(self.engine.arena())),
             Request::Chunks { path } => lists.make(&self.engine, &path),
@@ -347,16 +354,6 @@ pub(crate) fn throttled<'a>(
             phase: phase.into(),
         })
     }
-}
-
-/// Errors of the backing, with the limit of this process where that is the reason.
-pub(crate) fn explained(mut errors: Vec<ErrorStatus>) -> Vec<ErrorStatus> {
-    for error in &mut errors {
-        if let Some(limit) = process::limit_behind(Errno::from_raw_os_error(error.errno)) {
-            error.message = format!("{}: {limit}", error.message);
-        }
-    }
-    errors
 }
 
 fn failed(error: Errno, path: &BytePath) -> Reply {

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use firn_backing::{DirBacking, Errno};
 use firn_engine::{Cached, Engine, Pending, TurnError};
+use firn_format::durability::DurabilityLevel;
 use firn_format::path::BytePath;
-use firn_format::protocol::{Reply, Request, Rung, TransactionStatus};
+use firn_format::protocol::{Reply, Request, TransactionStatus};
 use firn_format::tally::Tally;
 use firn_transact::{HeldError, Inode, Mode, Stage};
 
@@ -227,7 +228,7 @@ fn begin(engine: &Engine<Store>, path: &[u8], patience: Duration) -> Result<(), 
     // What was written after a commit that is still carried out is not of the new transaction, and has no way yet.
     if is_decided(engine, path)
         && engine
-            .wait_tree(path, Rung::Drained, &mut |_, _| false)
+            .wait_tree(path, DurabilityLevel::Drained, &mut |_, _| false)
             .is_err()
     {
         carry_out(engine, path)?;

@@ -1,105 +1,235 @@
-//! Where the IO threads of one lane sleep and are woken.
+//! One I/O server: its IO threads and their limits.
 //!
-//! Promise: a wake between [`Lane::ticket`] and [`Lane::sleep`] is never lost.
+//! Promises
+//! * A job that was picked is completed, also if its execution panics.
+//! * Where the writes of all threads hang, others come in for them ([`Lane::replace_hung`]): files whose writes hang do
+//!   not stop the drains of others.
+//!
+//! Invariants
+//! * One file has fewer writes under way than the lane has regular threads, where it has more than one.
+//! * At most [`STAND_INS_MAX`] threads beside the regular ones.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::cell::Cell;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use firn_backing::{Backing, Errno};
+use firn_engine::{Engine, Job, JobOutcome, LaneIndex, LaneLimits, Pick};
+use parking_lot::Mutex;
 
-/// Counts wakes, so that a thread can tell whether one came since it looked for work.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Ticket(u64);
+use crate::sleepers::Sleepers;
 
-/// One I/O server's sleepers.
-#[derive(Default)]
-pub(crate) struct Lane {
-    state: Mutex<State>,
-    woken: Condvar,
-    stopping: AtomicBool,
+/// A write that takes so long may take for ever.
+const HANGS_AFTER: Duration = Duration::from_secs(5);
+/// Threads that stand in for such as hang, at a time.
+const STAND_INS_MAX: usize = 64;
+
+thread_local! {
+    static IS_IO_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
-#[derive(Default)]
-struct State {
-    wakes: u64,
-    sleepers: usize,
+/// Whether the calling thread carries out jobs. It must not wait for one.
+pub(crate) fn is_io_thread() -> bool {
+    IS_IO_THREAD.get()
+}
+
+/// The threads of one lane.
+pub(crate) struct Lane {
+    sleepers: Arc<Sleepers>,
+    regular_count: usize,
+    threads: Mutex<Vec<IoThread>>,
+    start_thread: Box<dyn Fn(usize, Role) -> io::Result<IoThread> + Send + Sync>,
+    started_count: AtomicUsize,
+}
+
+struct IoThread {
+    handle: JoinHandle<()>,
+    clock: Arc<JobClock>,
+}
+
+/// How long a thread has been at its job.
+struct JobClock {
+    zero: Instant,
+    /// Milliseconds from `zero` to the begin of the job, and one; 0 without a job.
+    began_ms: AtomicU64,
+}
+
+impl JobClock {
+    fn new() -> Self {
+        Self {
+            zero: Instant::now(),
+            began_ms: AtomicU64::new(0),
+        }
+    }
+
+    fn start(&self) {
+        self.began_ms.store(self.now_ms(), Ordering::Relaxed);
+    }
+
+    fn stop(&self) {
+        self.began_ms.store(0, Ordering::Relaxed);
+    }
+
+    fn now_ms(&self) -> u64 {
+        1 + self.zero.elapsed().as_millis() as u64
+    }
+
+    fn hangs(&self) -> bool {
+        let began_ms = self.began_ms.load(Ordering::Relaxed);
+        let age_ms = self.now_ms().saturating_sub(began_ms);
+        began_ms > 0 && age_ms >= HANGS_AFTER.as_millis() as u64
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// Runs until the lane stops.
+    Regular,
+    /// Runs while there is something to do.
+    StandIn,
+}
+
+/// What each thread of a lane works with.
+struct Worker<B: Backing> {
+    engine: Arc<Engine<B>>,
+    lane: LaneIndex,
+    limits: LaneLimits,
+    sleepers: Arc<Sleepers>,
 }
 
 impl Lane {
-    /// To be taken before looking for work.
-    pub(crate) fn ticket(&self) -> Ticket {
-        Ticket(self.state.lock().wakes)
+    /// A lane without threads yet; `regular_count` (at least one) are to be started.
+    pub(crate) fn new<B: Backing>(
+        engine: Arc<Engine<B>>,
+        lane: LaneIndex,
+        regular_count: usize,
+    ) -> Self {
+        let regular_count = regular_count.max(1);
+        let sleepers = Arc::new(Sleepers::default());
+        let limits = LaneLimits {
+            file_writes_max: (regular_count - 1).max(1),
+        };
+        let worker = Arc::new(Worker {
+            engine,
+            lane,
+            limits,
+            sleepers: Arc::clone(&sleepers),
+        });
+        let start_thread = move |index, role| {
+            let worker = Arc::clone(&worker);
+            let clock = Arc::new(JobClock::new());
+            let own_clock = Arc::clone(&clock);
+            let thread = std::thread::Builder::new().name(format!("firn-io-{index}"));
+            let handle = thread.spawn(move || worker.run(&own_clock, role))?;
+            Ok(IoThread { handle, clock })
+        };
+        Self {
+            sleepers,
+            regular_count,
+            threads: Mutex::default(),
+            start_thread: Box::new(start_thread),
+            started_count: AtomicUsize::new(0),
+        }
     }
 
-    /// Sleeps until a wake that is newer than `ticket`, or for `at_most`.
-    pub(crate) fn sleep(&self, ticket: Ticket, at_most: Option<Duration>) {
-        let mut state = self.state.lock();
-        if state.wakes != ticket.0 || self.stopping() {
+    /// Where the lane's threads sleep.
+    pub(crate) fn sleepers(&self) -> Arc<Sleepers> {
+        Arc::clone(&self.sleepers)
+    }
+
+    /// Starts the regular threads.
+    pub(crate) fn start(&self) -> io::Result<()> {
+        for _ in 0..self.regular_count {
+            self.add_thread(Role::Regular)?;
+        }
+        Ok(())
+    }
+
+    fn add_thread(&self, role: Role) -> io::Result<()> {
+        let index = self.started_count.fetch_add(1, Ordering::Relaxed);
+        let thread = (self.start_thread)(index, role)?;
+        self.threads.lock().push(thread);
+        Ok(())
+    }
+
+    /// Starts one more thread if all are in a write that does not return. It ends when it finds nothing to do.
+    pub(crate) fn replace_hung(&self) {
+        let hung = {
+            let mut threads = self.threads.lock();
+            threads.retain(|thread| !thread.handle.is_finished());
+            if threads.iter().any(|thread| !thread.clock.hangs()) {
+                return;
+            }
+            threads.len()
+        };
+        if self.sleepers.is_stopping() || hung >= self.regular_count + STAND_INS_MAX {
             return;
         }
-        state.sleepers += 1;
-        match at_most {
-            Some(wait) => drop(self.woken.wait_for(&mut state, wait)),
-            None => self.woken.wait(&mut state),
-        }
-        state.sleepers -= 1;
-    }
-
-    /// There may be work: wakes one sleeper. Who finds work wakes the next, so that a burst of work
-    /// brings up as many threads as it keeps busy and a single job only one.
-    pub(crate) fn wake(&self) {
-        let mut state = self.state.lock();
-        state.wakes += 1;
-        if state.sleepers > 0 {
-            self.woken.notify_one();
+        tracing::warn!(
+            threads = hung,
+            "writes to the backing do not return: another thread goes on with what is left"
+        );
+        if let Err(error) = self.add_thread(Role::StandIn) {
+            tracing::warn!(%error, "cannot start an IO thread");
         }
     }
 
-    /// Ends all sleep for good.
+    /// Lets the threads end after the job each of them is at.
     pub(crate) fn stop(&self) {
-        let mut state = self.state.lock();
-        state.wakes += 1;
-        self.stopping.store(true, Ordering::Release);
-        self.woken.notify_all();
+        self.sleepers.stop();
     }
 
-    /// Whether [`Lane::stop`] was called.
-    pub(crate) fn stopping(&self) -> bool {
-        self.stopping.load(Ordering::Acquire)
+    /// Whether a thread has not ended.
+    pub(crate) fn is_running(&self) -> bool {
+        let threads = self.threads.lock();
+        threads.iter().any(|thread| !thread.handle.is_finished())
+    }
+
+    /// Gives up on threads whose call of the backing does not return.
+    pub(crate) fn abandon(&self) {
+        self.threads.lock().clear();
+    }
+
+    /// Takes the threads, to be joined.
+    pub(crate) fn take_threads(&self) -> Vec<JoinHandle<()>> {
+        let threads = std::mem::take(&mut *self.threads.lock());
+        threads.into_iter().map(|thread| thread.handle).collect()
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_wake_after_the_ticket_is_not_slept_over() {
-        let lane = Lane::default();
-        let ticket = lane.ticket();
-        lane.wake();
-        lane.sleep(ticket, None);
-    }
-
-    #[test]
-    fn sleep_ends_after_its_bound() {
-        let lane = Lane::default();
-        lane.sleep(lane.ticket(), Some(Duration::from_millis(1)));
-        assert_eq!(lane.state.lock().sleepers, 0);
-    }
-
-    #[test]
-    fn stop_wakes_everyone() {
-        let lane = Lane::default();
-        std::thread::scope(|scope| {
-            for _ in 0..4 {
-                scope.spawn(|| {
-                    while !lane.stopping() {
-                        lane.sleep(lane.ticket(), None);
-                    }
-                });
+impl<B: Backing> Worker<B> {
+    fn run(&self, clock: &JobClock, role: Role) {
+        IS_IO_THREAD.set(true);
+        while !self.sleepers.is_stopping() {
+            let ticket = self.sleepers.ticket();
+            match self.engine.pick(self.lane, self.limits) {
+                Pick::Job(job) => {
+                    self.sleepers.wake();
+                    clock.start();
+                    let outcome = self.execute(&job);
+                    self.engine.complete(job, outcome);
+                    clock.stop();
+                }
+                Pick::Idle { .. } if role == Role::StandIn => return,
+                Pick::Idle { retry } => self.sleepers.sleep(ticket, retry),
             }
-            lane.stop();
-        });
+        }
+    }
+
+    /// A panic is a bug, but the bytes of the job are still in the arena: told as EIO, they stay there.
+    fn execute(&self, job: &Job<B>) -> JobOutcome {
+        catch_unwind(AssertUnwindSafe(|| job.execute(&self.engine))).unwrap_or_else(|_| {
+            tracing::error!("writing to the backing panicked; the data is kept and tried again");
+            JobOutcome {
+                written: 0,
+                writes: 0,
+                error: Some(Errno::IO),
+                unreadable: false,
+            }
+        })
     }
 }

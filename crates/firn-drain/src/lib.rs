@@ -1,11 +1,17 @@
-//! Lanes and their threads: carry pieces from the arena to the backing.
+//! Lanes and their IO threads: carry pieces from the arena to the backing.
 //!
 //! The engine decides what is written next ([`firn_engine::Engine::pick`]) and what a result means
-//! ([`firn_engine::Engine::complete`]); this crate owns the threads in between. A `Lane` is one
-//! I/O server and the place where its threads sleep; [`pool::Pool`] starts and joins them. Order
-//! within a lane, placement over lanes and tokens across hosts come between `pick` and `execute`.
+//! ([`firn_engine::Engine::complete`]). This crate decides who does it and how much at once. A [`lane::Lane`] is one I/O
+//! server: a set of threads, the limits of what they pick, and the place where they sleep. The order in which files are
+//! served is that of the lane's queue in the engine, first in, first out. [`Pool`] has all lanes of a mount, and is the
+//! engine's executor.
+//!
+//! A token that gives a lane one writer among several hosts belongs into [`lane::Lane`], around `pick`: asked for when
+//! the lane has work, before anything is picked, and given back when nothing is in work. A picked range blocks a
+//! truncation of its file, so nothing may be waited for between `pick` and `execute`.
 
 mod lane;
 mod pool;
+mod sleepers;
 
 pub use pool::Pool;

@@ -48,10 +48,7 @@ fn regression_where_all_io_threads_hang_others_drain_the_rest() {
     };
     let geometry = Geometry::new(8 * CHUNK_BYTES, CHUNK_BYTES).expect("a valid geometry");
     let arena = Arena::create(&dir.path().join("arena"), geometry, &identity).expect("an arena");
-    let options = EngineOptions {
-        file_writes_max: 1,
-        ..EngineOptions::new(CHUNK_BYTES)
-    };
+    let options = EngineOptions::new(CHUNK_BYTES);
     let backing = SimBacking::new();
     let engine = Engine::begin(backing.clone(), arena, options).expect("an engine");
     let mut pool = Pool::start(Arc::clone(&engine), 2).expect("IO threads");
@@ -67,7 +64,7 @@ fn regression_where_all_io_threads_hang_others_drain_the_rest() {
     let began = Instant::now();
     loop {
         // As firnd does each second.
-        pool.stand_in();
+        pool.replace_hung();
         match told.recv_timeout(Duration::from_millis(100)) {
             Ok(drained) => break assert!(drained),
             Err(_) => assert!(began.elapsed() < LIMIT, "nobody stands in"),
@@ -82,5 +79,5 @@ fn regression_where_all_io_threads_hang_others_drain_the_rest() {
         engine.release(handle);
     }
     pool.stop();
-    assert_eq!(engine.status().held_bytes, 0);
+    assert_eq!(engine.figures().held_bytes, 0);
 }

@@ -184,7 +184,7 @@ fn rename_directories<B: Backing>(mount: &Mount<B>, seed: u64, go_on: impl Fn() 
 fn ask<B: Backing>(mount: &Mount<B>, go_on: impl Fn() -> bool) {
     let mut rounds = 0u32;
     while go_on() {
-        let status = mount.engine.status();
+        let status = mount.engine.figures();
         assert!(status.held_bytes <= status.arena_bytes, "{status:?}");
         mount.engine.files_below(b"w0");
         let (_, damage) = mount.engine.arena().stored();

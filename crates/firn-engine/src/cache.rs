@@ -8,10 +8,9 @@
 //! * A file's cached extents and its pending ones do not overlap.
 //! * What is cached is in the backing too.
 
-use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 
 use firn_arena::Arena;
 use firn_backing::{Attr, Backing, Time, is_below};
@@ -124,19 +123,10 @@ impl Cached {
     }
 }
 
-/// Files with cached bytes, the first drained first.
-pub(crate) type Evictable<B> = VecDeque<Weak<File<B>>>;
-
 impl<B: Backing> Engine<B> {
     /// After a drain that left cached bytes.
     pub(crate) fn note_cached(&self, file: &Arc<File<B>>) {
-        let mut evictable = self.evictable.lock();
-        if !evictable
-            .iter()
-            .any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(file)))
-        {
-            evictable.push_back(Arc::downgrade(file));
-        }
+        self.space.evictable.add(file);
     }
 
     /// Drops cached files until a slab of `class` can be leased; false where nothing is left to drop.
@@ -147,20 +137,19 @@ impl<B: Backing> Engine<B> {
     /// Drops cached files until it is `enough`; whether it is.
     pub(crate) fn evict_until(&self, enough: &dyn Fn() -> bool) -> bool {
         // Each file once: those that cannot go now are put back.
-        let candidates = self.evictable.lock().len();
+        let candidates = self.space.evictable.len();
         for _ in 0..candidates {
             if enough() {
                 return true;
             }
-            let Some(weak) = self.evictable.lock().pop_front() else {
+            let Some(file) = self.space.evictable.pop() else {
                 break;
             };
-            let Some(file) = weak.upgrade() else { continue };
             let mut state = file.lock();
             // Where a list of chunks is held, it would make no room.
             if state.cache.pinned || state.holds > 0 {
                 drop(state);
-                self.evictable.lock().push_back(weak);
+                self.space.evictable.add(&file);
                 continue;
             }
             self.evict(&mut state);

@@ -16,12 +16,40 @@ use std::sync::atomic::Ordering;
 use firn_arena::SlabRef;
 use firn_backing::{Backing, Errno, Kind};
 use firn_format::data_socket::{Extent as Listed, IN_MEMORY};
-use firn_format::protocol::{ChunkPiece, Place};
 
 use crate::Result;
 use crate::engine::Engine;
 use crate::extents::Extent;
 use crate::file::{File, FileState};
+
+/// A part of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ListedPart {
+    /// Bytes from the start of the file.
+    pub offset: u64,
+    /// Bytes, more than none.
+    pub bytes: u64,
+    /// Where they are.
+    pub place: PartPlace,
+    /// [`PartPlace::Memory`]: bytes from the start of the first chunk. [`PartPlace::Spill`]: from the start of the
+    /// spill file. [`PartPlace::Backing`]: from the start of the file. [`PartPlace::Hole`]: 0.
+    pub at: u64,
+    /// Index of the chunk, in memory and in the spill file.
+    pub chunk: Option<u32>,
+}
+
+/// Where the bytes of a part are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PartPlace {
+    /// In the arena.
+    Memory,
+    /// In the spill file.
+    Spill,
+    /// In the backing only, which may have a hole there.
+    Backing,
+    /// Nowhere: they are zeros.
+    Hole,
+}
 
 /// A list of chunks and what keeps it true. Dropped, it lets go.
 pub struct HeldChunks<B: Backing> {
@@ -38,7 +66,7 @@ impl<B: Backing> HeldChunks<B> {
     /// names. Waits for a truncation under way.
     ///
     /// EISDIR, EINVAL: not a regular file. EIO: parts of it are pending and nobody can read them.
-    pub fn of(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ChunkPiece>)> {
+    pub fn of(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ListedPart>)> {
         let inode = engine.find(path)?;
         match inode.kind {
             Kind::File => {}
@@ -148,22 +176,22 @@ impl<B: Backing> Engine<B> {
             chunk,
             place,
         }: &Listed,
-    ) -> ChunkPiece {
+    ) -> ListedPart {
         let chunk = Some(chunk);
         if place == IN_MEMORY {
             let at = at - self.arena.geometry().data_offset();
-            return ChunkPiece {
+            return ListedPart {
                 offset,
                 bytes: len,
-                place: Place::Memory,
+                place: PartPlace::Memory,
                 at,
                 chunk,
             };
         }
-        ChunkPiece {
+        ListedPart {
             offset,
             bytes: len,
-            place: Place::Spill,
+            place: PartPlace::Spill,
             at,
             chunk,
         }
@@ -171,7 +199,7 @@ impl<B: Backing> Engine<B> {
 }
 
 /// Adds a piece, joined with the last one where both are one run of bytes.
-fn push(pieces: &mut Vec<ChunkPiece>, piece: ChunkPiece) {
+fn push(pieces: &mut Vec<ListedPart>, piece: ListedPart) {
     if let Some(last) = pieces.last_mut()
         && (last.place, last.chunk) == (piece.place, piece.chunk)
         && last.offset + last.bytes == piece.offset
@@ -184,13 +212,13 @@ fn push(pieces: &mut Vec<ChunkPiece>, piece: ChunkPiece) {
 }
 
 /// What the arena does not have: in the backing as far as that goes, zeros beyond.
-fn push_rest(pieces: &mut Vec<ChunkPiece>, from: u64, to: u64, in_backing: u64) {
+fn push_rest(pieces: &mut Vec<ListedPart>, from: u64, to: u64, in_backing: u64) {
     let border = in_backing.clamp(from, to);
     if from < border {
-        let place = Place::Backing;
+        let place = PartPlace::Backing;
         push(
             pieces,
-            ChunkPiece {
+            ListedPart {
                 offset: from,
                 bytes: border - from,
                 place,
@@ -200,10 +228,10 @@ fn push_rest(pieces: &mut Vec<ChunkPiece>, from: u64, to: u64, in_backing: u64) 
         );
     }
     if border < to {
-        let place = Place::Hole;
+        let place = PartPlace::Hole;
         push(
             pieces,
-            ChunkPiece {
+            ListedPart {
                 offset: border,
                 bytes: to - border,
                 place,
@@ -218,31 +246,31 @@ fn push_rest(pieces: &mut Vec<ChunkPiece>, from: u64, to: u64, in_backing: u64) 
 mod tests {
     use super::*;
 
-    fn backing(offset: u64, bytes: u64) -> ChunkPiece {
-        ChunkPiece {
+    fn backing(offset: u64, bytes: u64) -> ListedPart {
+        ListedPart {
             offset,
             bytes,
-            place: Place::Backing,
+            place: PartPlace::Backing,
             at: offset,
             chunk: None,
         }
     }
 
-    fn hole(offset: u64, bytes: u64) -> ChunkPiece {
-        ChunkPiece {
+    fn hole(offset: u64, bytes: u64) -> ListedPart {
+        ListedPart {
             offset,
             bytes,
-            place: Place::Hole,
+            place: PartPlace::Hole,
             at: 0,
             chunk: None,
         }
     }
 
-    fn memory(offset: u64, bytes: u64, at: u64, chunk: u32) -> ChunkPiece {
-        ChunkPiece {
+    fn memory(offset: u64, bytes: u64, at: u64, chunk: u32) -> ListedPart {
+        ListedPart {
             offset,
             bytes,
-            place: Place::Memory,
+            place: PartPlace::Memory,
             at,
             chunk: Some(chunk),
         }

@@ -169,21 +169,6 @@ impl<B: Backing> Engine<B> {
         self.reader(file).map(drop)
     }
 
-    /// The backing file for reading, opened if need be.
-    pub(crate) fn reader(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
-        if let Some(open) = file.lock().open_reader() {
-            return Ok(open);
-        }
-        self.close_excess_files();
-        let opened =
-            self.with_descriptor(|| self.backing.open(&self.object(&file.inode)?, Access::Read))?;
-        self.open_files.note();
-        Ok(file.keep_reader(BackingFile {
-            file: opened,
-            access: Access::Read,
-        }))
-    }
-
     fn add_handle(
         &self,
         inode: &Arc<Inode<B>>,
@@ -338,7 +323,7 @@ impl<B: Backing> Engine<B> {
             return;
         };
         if let Some(lease) = handle.lease.lock().take() {
-            self.park(lease);
+            self.space.parked.park(&self.arena, lease);
         }
         let file = &handle.file;
         let mut state = file.lock();
@@ -427,19 +412,6 @@ impl<B: Backing> Engine<B> {
         if let Err(errno) = kept {
             // It is held as an object, and opened by that when it is used.
             tracing::debug!(%errno, "a file without a name is not open below");
-        }
-    }
-
-    /// Keeps a small slab with room for the next small file; gives others back.
-    fn park(&self, lease: firn_arena::Lease) {
-        const PARKED_MAX: usize = 8;
-        let mut parked = self.parked.lock();
-        let useful = lease.class() == firn_format::slab::Class::Small && lease.free_bytes() >= 4096;
-        if useful && parked.len() < PARKED_MAX {
-            parked.push(lease);
-        } else {
-            drop(parked);
-            self.arena.seal(lease);
         }
     }
 

@@ -1,6 +1,6 @@
 //! The engine's state and its small common parts.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -9,16 +9,17 @@ use firn_arena::{Arena, JournalRegion, Lease};
 use firn_backing::lock::{Mutex, RwLock};
 use firn_backing::{Backing, Errno};
 use firn_conflict::Log;
-use firn_format::protocol::ErrorStatus;
 use firn_format::quote::quoted;
 use firn_format::tally::Tally;
 use firn_journal::Journal;
 use parking_lot::Condvar;
 
-use crate::drain::Queue;
+use crate::drain::Drain;
+use crate::errors::ErrorLog;
 use crate::file::File;
 use crate::names::{Inode, Key, Names};
-use crate::{Done, HandleId, InodeId, Result};
+use crate::space::Space;
+use crate::{HandleId, InodeId, Result};
 
 /// When close(2) returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,9 +64,6 @@ pub struct EngineOptions {
     pub drain_write_bytes_min: u64,
     /// A write to the backing has at most so many bytes.
     pub drain_write_bytes_max: u64,
-    /// Writes of one file that are under way at most: fewer than there are threads for them, so that a file whose
-    /// writes hang leaves the others one.
-    pub file_writes_max: usize,
     /// Percent of memory in use above which sealed chunks move to the spill file, where there is one.
     pub spill_upper_percent: u32,
     /// Percent of memory in use down to which they move.
@@ -93,7 +91,6 @@ impl EngineOptions {
             drain_write_bytes_min: chunk_bytes,
             // Four chunks: larger ones gained nothing on any backing measured and hold the lane longer.
             drain_write_bytes_max: chunk_bytes.saturating_mul(4).clamp(1 << 20, 64 << 20),
-            file_writes_max: usize::MAX,
             spill_upper_percent: 80,
             spill_lower_percent: 60,
             passthrough: false,
@@ -178,7 +175,6 @@ pub(crate) struct Counters {
     pub read_bytes: AtomicU64,
     pub held_bytes: AtomicU64,
     pub held_files: AtomicU64,
-    pub waiting_writers: AtomicU64,
     pub door_errors: AtomicU64,
     /// Lists of chunks in use.
     pub chunk_lists: AtomicU64,
@@ -187,16 +183,6 @@ pub(crate) struct Counters {
     /// Drained bytes that are still in the arena. Shared with the files that have some.
     pub cached_bytes: Arc<AtomicU64>,
 }
-
-/// An error that waits to be dealt with.
-pub(crate) struct RecordedError {
-    pub status: ErrorStatus,
-    pub last: Instant,
-    /// About data that has no file to go to.
-    pub lost: bool,
-}
-
-pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
 /// One mount's names, files and pending data over a backing.
 pub struct Engine<B: Backing> {
@@ -221,20 +207,15 @@ pub struct Engine<B: Backing> {
     pub(crate) handles: RwLock<HashMap<HandleId, Arc<Handle<B>>>>,
     pub(crate) dirs: RwLock<HashMap<HandleId, Arc<B::Dir>>>,
     pub(crate) next_handle: AtomicU64,
-    /// Leases of closed handles, each with room for more small files.
-    pub(crate) parked: Mutex<Vec<Lease>>,
-    pub(crate) queue: Mutex<Queue<B>>,
+    pub(crate) drain: Drain<B>,
+    pub(crate) space: Space<B>,
     pub(crate) open_files: crate::open_files::OpenFiles,
-    pub(crate) evictable: Mutex<crate::cache::Evictable<B>>,
-    pub(crate) space_waiters: Mutex<VecDeque<Done>>,
-    pub(crate) space_freed: Arc<AtomicBool>,
     pub(crate) counters: Counters,
-    pub(crate) recorded_errors: Mutex<Vec<RecordedError>>,
-    pub(crate) waker: RwLock<Option<Waker>>,
+    pub(crate) errors: ErrorLog,
     /// Some process was told where bytes of a file lie, to read them past the kernel.
     pub(crate) lists: AtomicBool,
     pub(crate) spill: Mutex<crate::spill::SpillState>,
-    pub(crate) spill_waker: RwLock<Option<Waker>>,
+    pub(crate) spill_waker: RwLock<Option<crate::spill::Waker>>,
     /// Signalled after every completed I/O, for those who wait for a tree.
     pub(crate) progress: (Mutex<u64>, Condvar),
     pub(crate) passthrough: AtomicBool,
@@ -277,17 +258,6 @@ impl<B: Backing> Engine<B> {
     /// The policies in force.
     pub fn options(&self) -> &EngineOptions {
         &self.options
-    }
-
-    /// Calls `f` when there may be something to drain.
-    pub fn set_waker(&self, f: Arc<dyn Fn() + Send + Sync>) {
-        *self.waker.write() = Some(f);
-    }
-
-    pub(crate) fn wake_drain(&self) {
-        if let Some(f) = &*self.waker.read() {
-            f();
-        }
     }
 
     /// The path of a host, or of a name in it, as a person may read it; of one that nobody knows its number.
@@ -381,74 +351,5 @@ impl<B: Backing> Engine<B> {
             (false, true) => self.counters.held_files.fetch_sub(1, Ordering::Relaxed),
             _ => 0,
         };
-    }
-
-    /// Calls `f` once there may be room in the arena (`Ok`: write again) or nothing can drain (`Err`:
-    /// fail the write with it). The next
-    /// [`Engine::pick`] calls back, not this call.
-    pub fn on_space(&self, f: Done) {
-        self.counters
-            .waiting_writers
-            .fetch_add(1, Ordering::Relaxed);
-        self.space_waiters.lock().push_back(f);
-        self.reclaim();
-        // What was freed between the caller's failed write and now was not told to this waiter.
-        self.note_room();
-        self.wake_drain();
-    }
-
-    /// Tells waiting writers of room that became free. Called with no lock held.
-    pub(crate) fn wake_writers(&self) {
-        loop {
-            if self.space_freed.swap(false, Ordering::AcqRel) {
-                let waiters = std::mem::take(&mut *self.space_waiters.lock());
-                self.counters
-                    .waiting_writers
-                    .fetch_sub(waiters.len() as u64, Ordering::Relaxed);
-                for waiter in waiters {
-                    waiter(Ok(()));
-                }
-                return;
-            }
-            if self.space_waiters.lock().is_empty() {
-                return;
-            }
-            self.reclaim();
-            // It may have found room itself, in slabs that nobody uses.
-            if !self.space_freed.load(Ordering::Acquire) {
-                return;
-            }
-        }
-    }
-
-    /// Whether a writer would find room; if so, the next [`Engine::wake_writers`] tells those who wait.
-    pub(crate) fn note_room(&self) -> bool {
-        let room = self.arena.has_room(firn_format::slab::Class::Small);
-        if room {
-            self.space_freed.store(true, Ordering::Release);
-        }
-        room
-    }
-
-    /// Fails all waiting writers, unless a move to the spill file will make room.
-    pub(crate) fn refuse_space(&self, errno: Errno) {
-        if self.spill_makes_room() {
-            return;
-        }
-        // In this order: the last move may have ended since the caller found no room.
-        if self.note_room() {
-            return self.wake_drain();
-        }
-        let waiters = std::mem::take(&mut *self.space_waiters.lock());
-        if !waiters.is_empty() {
-            self.counters.drain_decisions.count(Decision::GivenUp);
-            tracing::debug!(%errno, writers = waiters.len(), "drain: given up, there is no room for more writes");
-        }
-        self.counters
-            .waiting_writers
-            .fetch_sub(waiters.len() as u64, Ordering::Relaxed);
-        for waiter in waiters {
-            waiter(Err(errno));
-        }
     }
 }

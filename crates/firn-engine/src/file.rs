@@ -26,6 +26,7 @@ use parking_lot::Condvar;
 use smallvec::SmallVec;
 use thin_vec::ThinVec;
 
+use crate::drain::LaneIndex;
 use crate::extents::{Extent, Extents};
 use crate::names::Inode;
 use crate::small_map::SmallMap;
@@ -64,10 +65,10 @@ pub(crate) struct Waiter {
 pub(crate) struct FileState<B: Backing> {
     pub extents: Extents,
     pub pieces: SmallMap<PieceRef, PieceUse>,
-    pub partial: usize,
+    pub partial: u32,
     pub pending: u64,
     /// Void ranges of this file that the journal knows, about.
-    pub voids: usize,
+    pub voids: u32,
     /// Binding in the journal.
     pub bound: Option<u64>,
     pub reader: Option<Arc<BackingFile<B>>>,
@@ -129,6 +130,8 @@ pub(crate) struct FileState<B: Backing> {
 /// A file that firnd has something to do with.
 pub(crate) struct File<B: Backing> {
     pub inode: Arc<Inode<B>>,
+    /// The lane that its data is drained through.
+    pub lane: LaneIndex,
     state: Mutex<FileState<B>>,
     /// Some I/O or exclusive use ended.
     quiet: Condvar,
@@ -193,6 +196,7 @@ impl<B: Backing> File<B> {
         };
         Self {
             inode,
+            lane: LaneIndex::FIRST,
             state: Mutex::new(state),
             quiet: Condvar::new(),
         }
@@ -438,12 +442,12 @@ impl<B: Backing> FileState<B> {
             live.len(),
             "pieces are those of the extents"
         );
-        let mut partial = 0;
+        let mut partial: u32 = 0;
         for (piece, used) in self.pieces.iter() {
             let bytes = live.get(piece).copied();
             assert_eq!(bytes, Some(used.live), "pending bytes of {piece:?}");
             assert!(used.live <= used.len, "{piece:?} has {used:?}");
-            partial += usize::from(used.live < used.len);
+            partial += u32::from(used.live < used.len);
         }
         assert_eq!(self.partial, partial, "pieces that are partly pending");
         assert!(

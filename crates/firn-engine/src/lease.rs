@@ -116,8 +116,8 @@ impl<B: Backing> Engine<B> {
         self.doors.fetch_add(1, Ordering::AcqRel);
         if self.options.drain == DrainPolicy::Eager {
             // What nobody asks about must be found when it is old.
-            self.note_age(file, &mut state, Instant::now() + self.options.drain_age);
-            self.wake_drain();
+            self.check_age_at(file, &mut state, Instant::now() + self.options.drain_age);
+            self.wake_lane(file.lane);
         }
         Ok((binding, state.extents.end()))
     }
@@ -295,12 +295,6 @@ impl<B: Backing> Engine<B> {
         if let Some(inode) = self.names.get(inode) {
             inode.kernel_behind.store(false, Ordering::Release);
         }
-    }
-
-    /// Open files that a client writes, and slabs leased to clients.
-    pub(crate) fn door_counts(&self) -> (u64, u64) {
-        let leases = self.counters.door_leases.load(Ordering::Relaxed);
-        (self.doors.load(Ordering::Acquire), leases)
     }
 
     fn files_with_door(&self) -> Vec<Arc<File<B>>> {

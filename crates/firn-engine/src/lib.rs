@@ -17,7 +17,9 @@ mod data;
 mod drain;
 mod ending;
 mod engine;
+mod errors;
 mod extents;
+mod figures;
 mod file;
 mod lease;
 mod lost;
@@ -27,17 +29,21 @@ mod open_files;
 mod privileges;
 mod recovery;
 mod small_map;
+mod space;
 mod spill;
-mod status;
 mod sync;
 mod transact;
 mod truncate;
 mod write;
 
 pub use api::*;
-pub use chunks::HeldChunks;
-pub use drain::{Job, Outcome, Pick};
+pub use chunks::{HeldChunks, ListedPart, PartPlace};
+pub use drain::{Executor, Job, JobOutcome, LaneIndex, LaneLimits, Pick};
 pub use engine::{ClosePolicy, DrainPolicy, Engine, EngineError, EngineOptions, FsyncPolicy};
+pub use errors::RecordedError;
+pub use figures::{
+    DirectAccessFigures, ErrorFigures, Figures, FileFigures, LaneFigures, SpillFigures,
+};
 pub use lost::LostFile;
 pub use privileges::Principal;
 pub use recovery::{Recovered, StoredArena};

@@ -3,14 +3,11 @@
 //! Nobody drains their pieces. They stay in the arena until the user puts the files back under their
 //! names, or takes the data elsewhere, or gives it up.
 
-use std::time::Instant;
-
 use firn_backing::{Backing, Errno};
 use firn_format::path::BytePath;
-use firn_format::protocol::ErrorStatus;
 use firn_format::record::Record;
 
-use crate::engine::{Engine, RecordedError};
+use crate::engine::Engine;
 use crate::recovery::{Layers, Recovered};
 
 /// Copied at a time.
@@ -59,21 +56,11 @@ impl<B: Backing> Engine<B> {
         let bytes = file.bytes;
         let reason = &file.reason;
         tracing::error!(%path, bytes, reason, "held data has no file to go to; it stays in the arena");
-        let status = ErrorStatus {
-            path,
-            errno: Errno::NOENT.raw_os_error(),
-            message: format!(
-                "{bytes} held bytes have no file to go to ({reason}); they stay in the arena"
-            ),
-            count: 1,
-            age_s: 0.0,
-            pending: true,
-        };
-        self.recorded_errors.lock().push(RecordedError {
-            status,
-            last: Instant::now(),
-            lost: true,
-        });
+        self.errors.record_lost(
+            path.as_bytes().to_vec(),
+            Errno::NOENT,
+            format!("{bytes} held bytes have no file to go to ({reason}); they stay in the arena"),
+        );
         recovered.lost.push(file.clone());
         self.lost.lock().push(Kept { file, layers });
     }
@@ -129,9 +116,6 @@ impl<B: Backing> Engine<B> {
             self.arena.release(piece.slab, used.live);
         }
         self.append_note(&Record::Unbind { file });
-        let path = kept.file.known_path();
-        self.recorded_errors
-            .lock()
-            .retain(|recorded| !(recorded.lost && recorded.status.path == path));
+        self.errors.forget_lost(kept.file.known_path().as_bytes());
     }
 }

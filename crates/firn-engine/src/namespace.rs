@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use firn_backing::{
     Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, SetTime, StatFs, Time,
 };
-use firn_format::protocol::Rung;
+use firn_format::durability::DurabilityLevel;
 use firn_format::record::Record;
 
 use crate::engine::Engine;
@@ -181,20 +181,20 @@ impl<B: Backing> Engine<B> {
         before
     }
 
-    /// Where an inode stands on the ladder.
-    pub fn state_of(&self, inode: InodeId) -> Result<Rung> {
+    /// What all bytes of an inode survive.
+    pub fn state_of(&self, inode: InodeId) -> Result<DurabilityLevel> {
         let inode = self.inode(inode)?;
         let pending = self.known_file(&inode).and_then(|file| {
             let mut state = file.lock();
             self.ingest_published(&file, &mut state);
-            (state.pending > 0).then(|| self.rung_of_pending(&state))
+            (state.pending > 0).then(|| self.level_of_pending(&state))
         });
-        Ok(if let Some(rung) = pending {
-            rung
+        Ok(if let Some(level) = pending {
+            level
         } else if inode.durable.load(Ordering::Acquire) {
-            Rung::Durable
+            DurabilityLevel::Durable
         } else {
-            Rung::Drained
+            DurabilityLevel::Drained
         })
     }
 
@@ -360,7 +360,7 @@ impl<B: Backing> Engine<B> {
             .collect();
         if others.is_empty() && self.backing.attr(&self.object(&file.inode)?)?.nlink > 1 {
             self.end_door(file);
-            return self.drain_now(file);
+            return self.drain_and_wait(file);
         }
         let mut journal = self.journal.lock();
         for path in others {

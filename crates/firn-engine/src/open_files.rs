@@ -17,7 +17,7 @@ use firn_backing::{Access, Backing, Errno};
 
 use crate::Result;
 use crate::engine::Engine;
-use crate::file::{File, FileState};
+use crate::file::{BackingFile, File, FileState};
 
 /// Counts what is opened between two looks at all files.
 #[derive(Default)]
@@ -71,6 +71,49 @@ impl<B: Backing> Engine<B> {
         open.iter()
             .take(too_many)
             .for_each(|file| self.close_idle(file));
+    }
+
+    /// The backing file for writing, opened if need be.
+    pub(crate) fn writer(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
+        let open = file.lock().writer.clone();
+        if let Some(writer) = open {
+            return Ok(writer);
+        }
+        self.close_excess_files();
+        let opened = self.with_descriptor(|| {
+            let object = &self.object(&file.inode)?;
+            match self.backing.open(object, Access::ReadWrite) {
+                Ok(file) => Ok(BackingFile {
+                    file,
+                    access: Access::ReadWrite,
+                }),
+                Err(Errno::ACCESS | Errno::PERM) => {
+                    let file = self.backing.open(object, Access::Write)?;
+                    Ok(BackingFile {
+                        file,
+                        access: Access::Write,
+                    })
+                }
+                Err(errno) => Err(errno),
+            }
+        })?;
+        self.open_files.note();
+        Ok(file.keep_writer(opened))
+    }
+
+    /// The backing file for reading, opened if need be.
+    pub(crate) fn reader(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
+        if let Some(open) = file.lock().open_reader() {
+            return Ok(open);
+        }
+        self.close_excess_files();
+        let opened =
+            self.with_descriptor(|| self.backing.open(&self.object(&file.inode)?, Access::Read))?;
+        self.open_files.note();
+        Ok(file.keep_reader(BackingFile {
+            file: opened,
+            access: Access::Read,
+        }))
     }
 
     /// Gives back all descriptors that can be had again.

@@ -105,7 +105,7 @@ impl<B: Backing> Engine<B> {
         };
         let is_pending = file.lock().pending > 0;
         if is_pending {
-            self.drain_now(&file)
+            self.drain_and_wait(&file)
         } else {
             Ok(())
         }

@@ -26,13 +26,17 @@ use firn_format::record::{Ending, Record};
 use firn_journal::{Bound, Journal, PathState, Replay};
 use parking_lot::Condvar;
 
-use crate::drain::Queue;
+use crate::drain::Drain;
 use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions};
 use crate::extents::{Extent, Extents};
 use crate::file::{PieceUse, latest_ns};
 use crate::lost::LostFile;
 use crate::names::{Inode, Names};
 use crate::small_map::SmallMap;
+use crate::space::Space;
+
+/// Lanes of a mount: one, until placement knows several I/O servers.
+const LANE_COUNT: u16 = 1;
 
 /// What attach found.
 #[derive(Clone, Debug, Default)]
@@ -245,15 +249,11 @@ impl<B: Backing> Engine<B> {
             handles: RwLock::new(HashMap::new()),
             dirs: RwLock::new(HashMap::new()),
             next_handle: AtomicU64::new(0),
-            parked: Mutex::new(Vec::new()),
-            queue: Mutex::new(Queue::new()),
+            drain: Drain::new(LANE_COUNT),
+            space: Space::default(),
             open_files: Default::default(),
-            evictable: Mutex::default(),
-            space_waiters: Mutex::new(std::collections::VecDeque::new()),
-            space_freed: Arc::new(AtomicBool::new(false)),
             counters: Counters::default(),
-            recorded_errors: Mutex::new(Vec::new()),
-            waker: RwLock::new(None),
+            errors: Default::default(),
             lists: AtomicBool::new(false),
             accesses: firn_conflict::Log::new(),
             spill: Mutex::default(),
@@ -267,9 +267,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn start(self) -> Arc<Self> {
-        let freed = Arc::clone(&self.space_freed);
-        self.arena
-            .on_free(move || freed.store(true, std::sync::atomic::Ordering::Release));
+        self.arena.on_free(self.space.waiters.freed_callback());
         Arc::new(self)
     }
 
@@ -340,11 +338,11 @@ impl<B: Backing> Engine<B> {
                 .pieces
                 .iter()
                 .filter(|(_, used)| used.live < used.len)
-                .count();
+                .count() as u32;
             state.pending = layers.pieces.iter().map(|(_, used)| used.live).sum();
             state.pieces = layers.pieces;
             state.extents = layers.extents;
-            state.voids = bound.voids.len();
+            state.voids = bound.voids.len() as u32;
             state.bound = Some(binding);
             // Whoever had it open is cut off from it.
             state.ending = if bound.ending == Ending::Open {

@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use firn_arena::Spilled;
 use firn_backing::{Backing, Errno};
+use firn_format::durability::DurabilityLevel;
 use firn_format::path::BytePath;
-use firn_format::protocol::Rung;
 use thin_vec::ThinVec;
 
-use crate::drain::{RETRY_FIRST, RETRY_MAX};
-use crate::engine::{Decision, Engine, Waker};
+use crate::drain::retry_wait;
+use crate::engine::{Decision, Engine};
 use crate::extents::Extent;
 use crate::file::{File, FileState, Waiter};
 
@@ -31,6 +31,9 @@ pub enum SpillStep {
         retry: Option<Duration>,
     },
 }
+
+/// Called when there may be something to spill.
+pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
 #[derive(Default)]
 pub(crate) struct SpillState {
@@ -139,17 +142,15 @@ impl<B: Backing> Engine<B> {
         let path = self.spill_path();
         let mut spill = self.spill.lock();
         let count = spill.failure.as_ref().map_or(0, |failure| failure.count) + 1;
-        let wait = RETRY_FIRST
-            .saturating_mul(1 << (count - 1).min(16))
-            .min(RETRY_MAX);
+        let wait = retry_wait(count);
         spill.failure = Some(SpillFailure {
             count,
             retry_at: Instant::now() + wait,
         });
         drop(spill);
         tracing::warn!(%path, %errno, count, "spilling failed; the data stays in memory");
-        self.record_error(
-            path,
+        self.errors.record(
+            self.arena.superblock().spill_path.clone(),
             errno,
             format!("write to the spill file failed: {errno}; the data is kept in memory"),
         );
@@ -157,12 +158,12 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Where a file with pending bytes stands.
-    pub(crate) fn rung_of_pending(&self, state: &FileState<B>) -> Rung {
+    pub(crate) fn level_of_pending(&self, state: &FileState<B>) -> DurabilityLevel {
         let spilled = |extent: &Extent| self.arena.is_spilled(extent.piece.slab.chunk);
         if state.extents.iter().all(|(_, extent)| spilled(&extent)) {
-            Rung::Spilled
+            DurabilityLevel::Spilled
         } else {
-            Rung::Held
+            DurabilityLevel::Held
         }
     }
 
@@ -222,9 +223,7 @@ impl<B: Backing> Engine<B> {
         {
             return false;
         }
-        for lease in std::mem::take(&mut *self.parked.lock()) {
-            self.arena.seal(lease);
-        }
+        self.space.parked.seal_all(&self.arena);
         let handles: Vec<_> = self.handles.read().values().cloned().collect();
         for handle in handles {
             if let Some(mut slot) = handle.lease.try_lock()

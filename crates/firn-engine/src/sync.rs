@@ -1,4 +1,4 @@
-//! Waiting for rungs of the ladder: close, fsync, `firn wait`.
+//! Waiting for durability levels: close, fsync, `firn wait`.
 
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, Errno, is_below};
-use firn_format::protocol::Rung;
+use firn_format::durability::DurabilityLevel;
 
 use crate::engine::{ClosePolicy, Engine, FsyncPolicy};
 use crate::file::{File, Waiter};
@@ -99,7 +99,8 @@ impl<B: Backing> Engine<B> {
         if let Err(errno) = self.backing.sync(&source.file, data_only) {
             file.inode.data_unsynced.store(true, Ordering::Release);
             let path = file.inode.paths().into_iter().next().unwrap_or_default();
-            self.record_error(path.into(), errno, "fsync of the backing failed".into());
+            self.errors
+                .record(path, errno, "fsync of the backing failed".into());
             return Err(errno);
         }
         self.sync_names(&file.inode)?;
@@ -189,7 +190,7 @@ impl<B: Backing> Engine<B> {
     pub fn wait_tree(
         &self,
         path: &[u8],
-        until: Rung,
+        until: DurabilityLevel,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<()> {
         if !path.is_empty() {
@@ -210,7 +211,7 @@ impl<B: Backing> Engine<B> {
                 match *told.lock() {
                     Some(Ok(())) => return false,
                     Some(Err(errno)) => {
-                        // The others are waited for: one that fails does not keep them from their rung.
+                        // The others are waited for: one that fails does not keep them from their level.
                         failed = Some(errno);
                         return false;
                     }
@@ -234,7 +235,7 @@ impl<B: Backing> Engine<B> {
         if let Some(errno) = failed {
             return Err(errno);
         }
-        if until == Rung::Durable {
+        if until == DurabilityLevel::Durable {
             self.make_durable(path)
         } else {
             Ok(())
@@ -290,5 +291,11 @@ impl<B: Backing> Engine<B> {
         let name = std::ffi::OsStr::from_bytes(name);
         let (object, attr) = self.backing.lookup(&self.object(dir)?, name)?;
         Ok(self.names.register(object, &attr, dir, name, 0))
+    }
+
+    /// Tells those who wait for a tree that something happened.
+    pub(crate) fn signal_progress(&self) {
+        *self.progress.0.lock() += 1;
+        self.progress.1.notify_all();
     }
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Backing, Errno, is_below};
 use firn_conflict::Access;
-use firn_format::protocol::Rung;
+use firn_format::durability::DurabilityLevel;
 
 use crate::engine::Engine;
 use crate::file::File;
@@ -68,14 +68,14 @@ impl<B: Backing> Engine<B> {
         }
         match pending {
             Pending::Drain => {
-                self.wait_tree(path, Rung::Drained, &mut |_, _| true)
+                self.wait_tree(path, DurabilityLevel::Drained, &mut |_, _| true)
                     .map_err(TurnError::Drain)?;
             }
             Pending::Discard => {
                 for file in self.files_at(path) {
                     // The turn may have nothing to do with a file that has no name any more, and its bytes.
                     let is_nameless = file.lock().unlinked;
-                    if !is_nameless || self.drain_now(&file).is_err() {
+                    if !is_nameless || self.drain_and_wait(&file).is_err() {
                         self.discard(&file);
                     }
                     self.drop_if_unused(&file);

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use firn_backing::lock::MutexGuard;
 use firn_backing::{Backing, Errno, Seek};
@@ -10,7 +9,7 @@ use firn_format::record::Record;
 
 use crate::engine::Engine;
 use crate::file::{BackingFile, File, FileState};
-use crate::{HandleId, Pick, Result};
+use crate::{HandleId, Result};
 
 impl<B: Backing> Engine<B> {
     /// Length with pending data counted in.
@@ -133,7 +132,7 @@ impl<B: Backing> Engine<B> {
             return Err(Errno::BADF);
         }
         self.end_door(&handle.file);
-        self.drain_now(&handle.file)?;
+        self.drain_and_wait(&handle.file)?;
         self.with_exclusive_file(&handle.file, |target| {
             self.backing.allocate(target, mode, offset, len)
         })
@@ -142,7 +141,7 @@ impl<B: Backing> Engine<B> {
     /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`; drains the file first.
     pub fn seek(&self, handle: HandleId, offset: u64, what: Seek) -> Result<u64> {
         let handle = self.handle(handle)?;
-        self.drain_now(&handle.file)?;
+        self.drain_and_wait(&handle.file)?;
         let source = self.reader(&handle.file)?;
         self.backing.seek(&source.file, offset, what)
     }
@@ -164,8 +163,8 @@ impl<B: Backing> Engine<B> {
         }
         self.end_door(&from.file);
         self.end_door(&to.file);
-        self.drain_now(&from.file)?;
-        self.drain_now(&to.file)?;
+        self.drain_and_wait(&from.file)?;
+        self.drain_and_wait(&to.file)?;
         let source = self.reader(&from.file)?;
         self.with_exclusive_file(&to.file, |target| {
             self.backing
@@ -202,32 +201,5 @@ impl<B: Backing> Engine<B> {
         file.end_exclusive(&mut state);
         self.enqueue(file, &mut state);
         result
-    }
-
-    /// Blocks until what is pending now is in the backing. Where no drain is under way the caller
-    /// does the I/O itself: it waits for nothing else, and the bound on IO threads holds.
-    pub(crate) fn drain_now(&self, file: &Arc<File<B>>) -> Result<()> {
-        const LOOK_AGAIN: Duration = Duration::from_millis(10);
-        let (tell, told) = std::sync::mpsc::channel();
-        self.when_drained(
-            file,
-            Box::new(move |result| {
-                let _ = tell.send(result);
-            }),
-        );
-        loop {
-            if let Ok(result) = told.try_recv() {
-                return result;
-            }
-            let idle = self.queue.lock().active == 0;
-            if idle && let Pick::Job(job) = self.pick(0) {
-                let outcome = job.execute(self);
-                self.complete(job, outcome);
-                continue;
-            }
-            if let Ok(result) = told.recv_timeout(LOOK_AGAIN) {
-                return result;
-            }
-        }
     }
 }

@@ -121,7 +121,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn write_through(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
-        self.drain_now(file)?;
+        self.drain_and_wait(file)?;
         self.with_exclusive_file(file, |target| {
             self.backing
                 .write_at(target, &[std::io::IoSlice::new(data)], offset)
@@ -245,9 +245,9 @@ impl<B: Backing> Engine<B> {
             let now = Instant::now();
             self.set_oldest(file, state, Some(now));
             if self.options.drain == DrainPolicy::Eager {
-                self.note_age(file, state, now + self.options.drain_age);
+                self.check_age_at(file, state, now + self.options.drain_age);
                 // A drain thread that sleeps without a limit must learn of this one.
-                self.wake_drain();
+                self.wake_lane(file.lane);
             }
         }
         state.fresh += extent.len;
@@ -274,9 +274,9 @@ impl<B: Backing> Engine<B> {
             Class::Small
         };
         if class == Class::Small {
-            let mut parked = self.parked.lock();
-            if let Some(at) = parked.iter().rposition(|lease| self.arena.is_near(lease)) {
-                return Some(parked.swap_remove(at));
+            let parked = self.space.parked.take_near(&self.arena);
+            if parked.is_some() {
+                return parked;
             }
         }
         let lease = self.arena.lease(class).or_else(|| {

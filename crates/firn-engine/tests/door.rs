@@ -149,7 +149,9 @@ impl Door {
 }
 
 fn drain_step(engine: &Engine<SimBacking>) -> bool {
-    let firn_engine::Pick::Job(job) = engine.pick(0) else {
+    let firn_engine::Pick::Job(job) =
+        engine.pick(firn_engine::LaneIndex::FIRST, firn_engine::LaneLimits::NONE)
+    else {
         return false;
     };
     let outcome = job.execute(engine);
@@ -167,9 +169,13 @@ fn appended_bytes_are_seen_at_once() {
     assert_eq!(size(&world.engine, inode), 6);
     assert_eq!(door.append(&world.engine, 6, b"world"), 5);
     assert_eq!(size(&world.engine, inode), 11);
-    let status = world.engine.status();
+    let status = world.engine.figures();
     assert_eq!(
-        (status.held_bytes, status.direct_files, status.direct_leases),
+        (
+            status.held_bytes,
+            status.direct_access.files,
+            status.direct_access.leases
+        ),
         (11, 1, 1)
     );
     assert!(world.engine.is_written_past_the_kernel(inode));
@@ -254,7 +260,7 @@ fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
     let (held, pieces) = HeldChunks::of(&world.engine, b"file").unwrap();
     let found = || -> Vec<u8> {
         let start = world.engine.arena().geometry().data_offset();
-        let bytes = |piece: &firn_format::protocol::ChunkPiece| {
+        let bytes = |piece: &firn_engine::ListedPart| {
             let at = world.engine.arena().address(start + piece.at);
             // SAFETY: in the mapping; held, so nobody stores there.
             unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) }.to_vec()
@@ -418,9 +424,9 @@ fn a_file_has_two_leases_and_a_third_ends_the_first() {
         unsafe { writer.append(offset, data.as_ptr(), data.len()) }
     };
     assert_eq!(append(&mut first, 3, b"two"), Appended::Bytes(3));
-    assert_eq!(world.engine.status().direct_leases, 2);
+    assert_eq!(world.engine.figures().direct_access.leases, 2);
     assert_eq!(door.append(&world.engine, 6, b"three"), 5);
-    assert_eq!(world.engine.status().direct_leases, 1);
+    assert_eq!(world.engine.figures().direct_access.leases, 1);
     assert_eq!(append(&mut first, 11, b"late"), Appended::Revoked);
     assert_eq!(read(&world.engine, token), b"onetwothree");
 }
@@ -476,7 +482,7 @@ fn garbage_in_records_and_slab_harms_nobody() {
                 ),
             }
         }
-        world.engine.status();
+        world.engine.figures();
         let _ = door.append(&world.engine, 5_000, &pattern(5_000, 3_000, 0));
         let opened = world.engine.open(inode, 0).unwrap();
         let n = read(&world.engine, opened.handle).len();
@@ -637,7 +643,7 @@ fn interleave(seed: u64) {
                         engine.release(opened.handle);
                     }
                     4 => drop(read(engine, token)),
-                    5 => drop(engine.status()),
+                    5 => drop(engine.figures()),
                     6 => engine.drain_tree(b""),
                     7 | 8 => drop(size(engine, inode)),
                     9 => std::thread::sleep(std::time::Duration::from_micros(
@@ -664,7 +670,7 @@ fn interleave(seed: u64) {
     world.drain_all();
     assert!(world.backing_tree()["file"] == *model.lock(), "seed {seed}");
     assert!(engine.arena().used_bytes() <= PARKED, "seed {seed}");
-    assert_eq!(engine.status().direct_errors, 0);
+    assert_eq!(engine.figures().direct_access.errors, 0);
 }
 
 /// A drain that fails is told by the next write, which only the kernel's way can do.
@@ -679,13 +685,16 @@ fn a_failing_drain_ends_the_door() {
         (call == "write_at").then_some(firn_backing::sim::Fault::Error(Errno::IO))
     });
     world.engine.drain_tree(b"");
-    let firn_engine::Pick::Job(job) = world.engine.pick(0) else {
+    let firn_engine::Pick::Job(job) = world
+        .engine
+        .pick(firn_engine::LaneIndex::FIRST, firn_engine::LaneLimits::NONE)
+    else {
         panic!("nothing to drain")
     };
     assert_eq!(door.append(&world.engine, 4, b"unseen"), 6);
     let outcome = job.execute(&world.engine);
     world.engine.complete(job, outcome);
-    assert_eq!(world.engine.status().held_bytes, 10);
+    assert_eq!(world.engine.figures().held_bytes, 10);
     assert_eq!(door.append(&world.engine, 10, b"more"), 0);
     assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
     assert_eq!(world.engine.write(token, 10, b"more", None), Err(Errno::IO));

@@ -87,8 +87,8 @@ fn a_file_that_is_never_wholly_drained_does_not_fill_the_journal() {
                 .write(opened.handle, offset, &vec![round as u8; len], None);
             assert_eq!(written, Ok(Written::Bytes(len)), "round {round}");
         }
-        while world.engine.status().held_bytes > 64 << 10 && world.drain_step() {}
-        assert_ne!(world.engine.status().held_bytes, 0, "the binding ended");
+        while world.engine.figures().held_bytes > 64 << 10 && world.drain_step() {}
+        assert_ne!(world.engine.figures().held_bytes, 0, "the binding ended");
         let found = replay(&world.engine.arena().journal_region());
         most = most.max(
             found

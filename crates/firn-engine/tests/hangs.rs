@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use common::world::World;
 use firn_backing::{Caller, Errno, RenameFlags, SetTime, SimBacking};
-use firn_engine::{Closing, Engine, HandleId, InodeId, Pick, ROOT, SetAttr, Written};
+use firn_engine::{
+    Closing, Engine, HandleId, InodeId, LaneIndex, LaneLimits, Pick, ROOT, SetAttr, Written,
+};
 
 const CALLER: Caller = Caller {
     uid: 0,
@@ -60,7 +62,7 @@ fn attributes() -> SetAttr {
 }
 
 fn drain(engine: &Engine<SimBacking>) {
-    while let Pick::Job(job) = engine.pick(0) {
+    while let Pick::Job(job) = engine.pick(LaneIndex::FIRST, LaneLimits::NONE) {
         let outcome = job.execute(engine);
         engine.complete(job, outcome);
     }
@@ -245,7 +247,7 @@ fn everything_else(engine: &Engine<SimBacking>, other: Place) {
         .expect("drained");
     engine.sync_file(other.handle, false).expect("fsync");
     let asked = Instant::now();
-    let status = engine.status();
+    let status = engine.figures();
     println!(
         "    status of {} held bytes after {:?}",
         status.held_bytes,

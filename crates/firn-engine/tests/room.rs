@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::world::World;
 use firn_backing::Caller;
-use firn_engine::{HandleId, Pick, ROOT, Written};
+use firn_engine::{HandleId, LaneIndex, LaneLimits, Pick, ROOT, Written};
 
 const CALLER: Caller = Caller {
     uid: 0,
@@ -47,7 +47,7 @@ fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
         world.engine.write(large, 0, &LARGE, None),
         Ok(Written::Bytes(LARGE.len()))
     );
-    let Pick::Job(job) = world.engine.pick(0) else {
+    let Pick::Job(job) = world.engine.pick(LaneIndex::FIRST, LaneLimits::NONE) else {
         panic!("a large write is drained")
     };
     fill(&world, "before");
@@ -65,6 +65,6 @@ fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
         *told.lock().unwrap(),
         Some(Ok(())),
         "{:?}",
-        world.engine.status()
+        world.engine.figures()
     );
 }

@@ -9,8 +9,9 @@ use common::model::{Model, Object, Unacknowledged, partly};
 use common::world::World;
 use firn_backing::SimBacking;
 use firn_backing::{Backing, Caller, Errno, RenameFlags, SetTime, Time};
-use firn_engine::{Closing, DrainPolicy, HandleId, HeldChunks, ROOT, SetAttr, Written};
-use firn_format::protocol::{ChunkPiece, Place};
+use firn_engine::{
+    Closing, DrainPolicy, HandleId, HeldChunks, ListedPart, PartPlace, ROOT, SetAttr, Written,
+};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -34,7 +35,7 @@ struct Open {
 /// A list of chunks, and what the file held when it was made.
 struct Listed {
     held: HeldChunks<SimBacking>,
-    pieces: Vec<ChunkPiece>,
+    pieces: Vec<ListedPart>,
     object: Object,
     contents: Vec<u8>,
 }
@@ -225,12 +226,12 @@ impl Run {
             end += piece.bytes;
             let expected = &contents[piece.offset as usize..end as usize];
             match piece.place {
-                Place::Backing => assert_eq!(
+                PartPlace::Backing => assert_eq!(
                     &behind[&path][piece.at as usize..][..expected.len()],
                     expected
                 ),
-                Place::Hole => assert!(expected.iter().all(|byte| *byte == 0)),
-                Place::Memory | Place::Spill => {}
+                PartPlace::Hole => assert!(expected.iter().all(|byte| *byte == 0)),
+                PartPlace::Memory | PartPlace::Spill => {}
             }
         }
         assert_eq!(end, held.bytes(), "{pieces:?}");
@@ -287,22 +288,22 @@ impl Run {
         }
     }
 
-    fn bytes_of(&self, piece: &ChunkPiece) -> Option<Vec<u8>> {
+    fn bytes_of(&self, piece: &ListedPart) -> Option<Vec<u8>> {
         let arena = self.world.engine.arena();
         let mut found = vec![0; piece.bytes as usize];
         match piece.place {
-            Place::Memory => {
+            PartPlace::Memory => {
                 let at = arena.address(arena.geometry().data_offset() + piece.at);
                 // SAFETY: in the mapping, where nobody writes while the list is held.
                 let bytes = unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) };
                 found.copy_from_slice(bytes);
             }
-            Place::Spill => arena
+            PartPlace::Spill => arena
                 .spill_file()
                 .expect("it is there")
                 .read(piece.at, &mut found)
                 .expect("read"),
-            Place::Backing | Place::Hole => return None,
+            PartPlace::Backing | PartPlace::Hole => return None,
         }
         Some(found)
     }
@@ -451,12 +452,12 @@ impl Run {
                 assert!(
                     self.faults || !waits,
                     "nobody is awake: {:?}",
-                    self.world.engine.status()
+                    self.world.engine.figures()
                 );
                 self.world.engine.drain_tree(b"");
             }
         }
-        panic!("a writer waits for ever: {:?}", self.world.engine.status());
+        panic!("a writer waits for ever: {:?}", self.world.engine.figures());
     }
 
     fn truncate(&mut self) -> Result<(), Stopped> {

@@ -10,37 +10,12 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::durability::DurabilityLevel;
 use crate::path::BytePath;
 use crate::record::Ending;
 
 /// Version of this protocol; a client refuses a firnd that speaks another one.
 pub const PROTOCOL_VERSION: u32 = 3;
-
-/// A rung of the ladder of durability (docs/ARCHITECTURE.md).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Rung {
-    /// In the arena: survives the death of every process.
-    Held,
-    /// In the spill file: the same, memory is free again.
-    Spilled,
-    /// In the backing, as after write(2).
-    Drained,
-    /// In the backing, as after fsync(2).
-    Durable,
-}
-
-impl Rung {
-    /// The word for it.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Held => "held",
-            Self::Spilled => "spilled",
-            Self::Drained => "drained",
-            Self::Durable => "durable",
-        }
-    }
-}
 
 /// What a client asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,12 +26,12 @@ pub enum Request {
     /// A [`Status`].
     Status,
     /// Drain the files at or below `path` (relative to the mount, empty: all) and wait until they
-    /// stand on `until` ([`Rung::Drained`] or [`Rung::Durable`]).
+    /// have the level `until` ([`DurabilityLevel::Drained`] or [`DurabilityLevel::Durable`]).
     Wait {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
-        /// The rung to reach.
-        until: Rung,
+        /// The durability level to reach.
+        until: DurabilityLevel,
         /// Give up after so many milliseconds.
         timeout_ms: Option<u64>,
     },
@@ -77,7 +52,7 @@ pub enum Request {
         /// Whether to keep them.
         pinned: bool,
     },
-    /// Pending files at or below `path`, with their rung.
+    /// Pending files at or below `path`, with their durability level.
     Files {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
@@ -468,7 +443,7 @@ pub struct FileStatus {
     /// Path below the mount point.
     pub path: BytePath,
     /// Where it stands.
-    pub state: Rung,
+    pub state: DurabilityLevel,
     /// Its bytes that are not in the backing.
     pub held_bytes: u64,
     /// Offset behind the last of them, 0 where there are none: the file is at least so long.

@@ -18,7 +18,7 @@ use firn_engine::{
     Closing, Engine, Entry, FsyncPolicy, HandleId, InodeId, OpenMode, Opened, SetAttr,
 };
 use firn_format::data_socket::{IOCTL_TOKEN, Token};
-use firn_format::protocol::Rung;
+use firn_format::durability::DurabilityLevel;
 use fuser::{
     AccessFlags, BackingId, BsdFileFlags, CopyFileRangeFlags, FileHandle, Filesystem, FopenFlags,
     Generation, INodeNo, IoctlFlags, KernelConfig, LockOwner, OpenFlags, PollEvents, PollFlags,
@@ -40,7 +40,7 @@ use crate::serving::Serving;
 use crate::stall::{Stalled, Write};
 use crate::workers::{Topic, Workers};
 
-/// The attribute that tells on which rung of durability a file stands.
+/// The attribute that tells the durability level of a file.
 const STATE_XATTR: &str = "user.firn.state";
 /// Bytes that one copy_file_range reply covers: its count is 32 bits wide, and a request of this
 /// length is done in reasonable time on any backing.
@@ -842,7 +842,7 @@ impl<B: Backing> Filesystem for Adapter<B> {
             return xattr(
                 self.engine
                     .state_of(inode)
-                    .map(|rung| Rung::as_str(rung).into()),
+                    .map(|level| DurabilityLevel::as_str(level).into()),
                 size,
                 reply,
             );

@@ -13,8 +13,8 @@ use firn_arena::{Arena, Identity};
 use firn_backing::{DirBacking, Errno};
 use firn_drain::Pool;
 use firn_engine::{ClientId, DrainPolicy, Engine, EngineOptions, Written};
+use firn_format::durability::DurabilityLevel;
 use firn_format::geometry::Geometry;
-use firn_format::protocol::Rung;
 use firn_stub::{Adopted, Tree, TreeOptions};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -148,7 +148,7 @@ impl World {
         self.life().tree.reconcile().unwrap();
         self.life()
             .engine
-            .wait_tree(b"", Rung::Drained, &mut |_, _| true)
+            .wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| true)
             .unwrap();
     }
 }
@@ -264,7 +264,7 @@ fn a_stub_removed_while_open_keeps_its_bytes_until_it_is_closed() {
     world.put(opened, 0, b"STILL");
     assert_eq!(world.read(opened), b"STILL there");
     world.life().tree.release(opened.handle);
-    assert_eq!(world.life().engine.status().held_bytes, 0);
+    assert_eq!(world.life().engine.figures().held_bytes, 0);
     assert_eq!(
         fs::read_dir(world.disk.path().join(".firn/stub"))
             .unwrap()
@@ -281,12 +281,12 @@ fn the_bytes_of_removed_stubs_are_dropped_when_room_is_wanted() {
     for index in 0..8 {
         world.write(&format!("f{index}"), 0, &[1; 4096]);
     }
-    assert_eq!(world.life().engine.status().held_bytes, 8 * 4096);
+    assert_eq!(world.life().engine.figures().held_bytes, 8 * 4096);
     for index in 0..6 {
         fs::remove_file(world.prefix().join(format!("f{index}"))).unwrap();
     }
     world.life().tree.sweep().unwrap();
-    assert_eq!(world.life().engine.status().held_bytes, 2 * 4096);
+    assert_eq!(world.life().engine.figures().held_bytes, 2 * 4096);
     world.stop();
 }
 

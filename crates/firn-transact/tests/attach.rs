@@ -13,8 +13,8 @@ use firn_arena::{Arena, Identity};
 use firn_backing::sim::{Disk, Fault, Tree, tree};
 use firn_backing::{Backing, Caller, RenameFlags, SetTime, SimBacking};
 use firn_engine::{
-    DrainPolicy, Engine, EngineError, EngineOptions, InodeId, Pending, Pick, ROOT, SetAttr,
-    StoredArena,
+    DrainPolicy, Engine, EngineError, EngineOptions, InodeId, LaneIndex, LaneLimits, Pending, Pick,
+    ROOT, SetAttr, StoredArena,
 };
 use firn_format::geometry::Geometry;
 use firn_transact::{ArenaId, Group, Held, HeldError, Mode, Opening, Outcome, Participants};
@@ -174,7 +174,8 @@ fn cut(engine: &Engine<Store>, path: &str, size: u64) {
 /// Drains `below`, until nothing is left or the process is dead.
 fn drain(engine: &Engine<Store>, below: &[u8], is_dead: &dyn Fn() -> bool) {
     engine.drain_tree(below);
-    while let (false, Pick::Job(job)) = (is_dead(), engine.pick(0)) {
+    while let (false, Pick::Job(job)) = (is_dead(), engine.pick(LaneIndex::FIRST, LaneLimits::NONE))
+    {
         let outcome = job.execute(engine);
         engine.complete(job, outcome);
         engine.drain_tree(below);
@@ -348,7 +349,7 @@ fn attach(dir: &Path, left: &Left, opening: Opening, stop_at: u64) -> Life {
     }
     disk.clear_plan();
     let (engine, outcome) = result.unwrap_or_else(|error| panic!("it attaches: {error}"));
-    assert_eq!(engine.status().held_bytes, 0, "all is drained");
+    assert_eq!(engine.figures().held_bytes, 0, "all is drained");
     Life::Done {
         engine,
         outcome,

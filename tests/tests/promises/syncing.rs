@@ -32,15 +32,15 @@ fn fsync_held_promises_what_write_does_and_the_status_says_so() {
 /// Proves S-fsync-5.
 #[test]
 fn wait_drains_what_is_at_or_below_its_path_and_nothing_else() {
-    for rung in ["drained", "durable"] {
-        let sandbox = Sandbox::new(rung);
+    for level in ["drained", "durable"] {
+        let sandbox = Sandbox::new(level);
         let mount = FirnMount::new(&sandbox, &patient("close=held"));
         fs::create_dir_all(mount.join("step/deep")).expect("mkdir");
         let files = ["step/one", "step/deep/two", "stepmother", "other"];
         for (index, name) in files.iter().enumerate() {
             fs::write(mount.join(name), bytes(index as u64, 1000 << index)).expect("write");
         }
-        mount.wait(rung, &mount.join("step")).ok();
+        mount.wait(level, &mount.join("step")).ok();
         assert_eq!(mount.status().held_bytes, 4000 + 8000);
         for (index, name) in files[..2].iter().enumerate() {
             assert_same_bytes(
@@ -49,7 +49,7 @@ fn wait_drains_what_is_at_or_below_its_path_and_nothing_else() {
                 &bytes(index as u64, 1000 << index),
             );
         }
-        mount.wait(rung, &mount.join("other")).ok();
+        mount.wait(level, &mount.join("other")).ok();
         assert_eq!(mount.status().held_bytes, 4000);
         mount.umount();
     }

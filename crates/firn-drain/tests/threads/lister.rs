@@ -1,8 +1,7 @@
 //! A program that reads files by chunk lists: what a list names is right, and stays as it is.
 
 use firn_backing::{Backing, Errno};
-use firn_engine::HeldChunks;
-use firn_format::protocol::{ChunkPiece, Place};
+use firn_engine::{HeldChunks, ListedPart, PartPlace};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -51,8 +50,8 @@ fn list<B: Backing>(mount: &Mount<B>, path: &str, right: impl Fn(usize, u8) -> b
     before.iter().map(|bytes| bytes.len() as u64).sum()
 }
 
-fn bytes_of<B: Backing>(mount: &Mount<B>, piece: &ChunkPiece) -> Vec<u8> {
-    if piece.place != Place::Memory {
+fn bytes_of<B: Backing>(mount: &Mount<B>, piece: &ListedPart) -> Vec<u8> {
+    if piece.place != PartPlace::Memory {
         return Vec::new();
     }
     let arena = mount.engine.arena();

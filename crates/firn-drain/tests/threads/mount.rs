@@ -77,17 +77,17 @@ impl<B: Backing> Mount<B> {
     /// Drains everything, ends the threads and reads the files of the backing.
     pub fn end(mut self) -> BTreeMap<String, Vec<u8>> {
         let end = Instant::now() + PATIENCE;
-        while self.engine.status().held_bytes > 0 {
+        while self.engine.figures().held_bytes > 0 {
             self.engine.drain_tree(b"");
             assert!(
                 Instant::now() < end,
                 "it does not drain: {:?}",
-                self.engine.status()
+                self.engine.figures()
             );
             std::thread::sleep(Duration::from_millis(1));
         }
         self.pool.stop();
-        let status = self.engine.status();
+        let status = self.engine.figures();
         assert_eq!(
             (status.held_files, status.waiting_writers, status.open_files),
             (0, 0, 0)

@@ -6,13 +6,16 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
 
 use firn_arena::{Arena, Identity};
 use firn_backing::sim::{Fault, SimBacking};
 use firn_backing::{Backing, Errno};
 use firn_engine::{
-    DrainPolicy, Engine, EngineOptions, Entry, InodeId, Pick, ROOT, Recovered, SpillStep,
+    DrainPolicy, Engine, EngineOptions, Entry, Executor, InodeId, LaneIndex, LaneLimits, Pick,
+    ROOT, Recovered, SpillStep,
 };
 use firn_format::geometry::Geometry;
 use firn_journal::Medium;
@@ -45,6 +48,50 @@ impl Fuse {
         }
         self.stopped.store(true, Ordering::Relaxed);
         true
+    }
+}
+
+/// Drains step by step, when a test says so; whoever waits for a drain takes the steps that are missing.
+struct Stepper(Weak<Engine<SimBacking>>);
+
+impl Stepper {
+    fn attach(engine: &Arc<Engine<SimBacking>>) {
+        engine.set_executor(Arc::new(Self(Arc::downgrade(engine))));
+    }
+}
+
+impl Executor for Stepper {
+    fn wake(&self, _: LaneIndex) {}
+
+    fn wait_for(&self, outcome: &Receiver<Result<(), Errno>>) -> Result<(), Errno> {
+        const PATIENCE: Duration = Duration::from_secs(60);
+        const LOOK_AGAIN: Duration = Duration::from_millis(1);
+        let engine = self.0.upgrade().expect("its engine waits");
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Ok(result) = outcome.try_recv() {
+                return result;
+            }
+            // Another thread may have the job that is waited for.
+            if !drain_step(&engine)
+                && let Ok(result) = outcome.recv_timeout(LOOK_AGAIN)
+            {
+                return result;
+            }
+            assert!(Instant::now() < deadline, "a drain does not end");
+        }
+    }
+}
+
+/// One step of the drain; whether there was something to do.
+fn drain_step(engine: &Engine<SimBacking>) -> bool {
+    match engine.pick(LaneIndex::FIRST, LaneLimits::NONE) {
+        Pick::Job(job) => {
+            let outcome = job.execute(engine);
+            engine.complete(job, outcome);
+            true
+        }
+        Pick::Idle { .. } => false,
     }
 }
 
@@ -139,6 +186,7 @@ impl World {
         let arena = Arena::create_with_spill(&path, geometry, &identity, &dir.path().join(SPILL));
         let arena = arena.expect("an arena");
         let engine = Engine::begin(backing.clone(), arena, options.clone()).expect("an engine");
+        Stepper::attach(&engine);
         let fuse = Fuse {
             steps: Arc::default(),
             stop_at: Arc::new(AtomicU64::new(u64::MAX)),
@@ -247,6 +295,7 @@ impl World {
                 continue;
             }
             let (engine, recovered) = attached.expect("the engine attaches");
+            Stepper::attach(&engine);
             self.engine = engine;
             return recovered;
         }
@@ -260,14 +309,7 @@ impl World {
 
     /// One step of the drain; whether there was something to do.
     pub fn drain_step(&self) -> bool {
-        match self.engine.pick(0) {
-            Pick::Job(job) => {
-                let outcome = job.execute(&self.engine);
-                self.engine.complete(job, outcome);
-                true
-            }
-            Pick::Idle { .. } => false,
-        }
+        drain_step(&self.engine)
     }
 
     /// Moves chunks to the spill file as long as memory is short.
@@ -278,13 +320,13 @@ impl World {
     /// Drains until nothing is held.
     pub fn drain_all(&self) {
         for _ in 0..10_000 {
-            if self.engine.status().held_bytes == 0 || self.stopped() {
+            if self.engine.figures().held_bytes == 0 || self.stopped() {
                 return;
             }
             self.engine.drain_tree(b"");
             while self.drain_step() && !self.stopped() {}
         }
-        panic!("the drain does not end: {:?}", self.engine.status());
+        panic!("the drain does not end: {:?}", self.engine.figures());
     }
 
     /// Resolves a path.

@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_format::durability::DurabilityLevel;
 use firn_format::path::BytePath;
-use firn_format::protocol::{Request, Rung};
+use firn_format::protocol::Request;
 use serde::Serialize;
 
 use super::wait::wait;
@@ -62,7 +63,7 @@ struct Begun {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = DrainArgs::from_arg_matches(matches)?;
     if args.wait {
-        return wait(&args.path, Rung::Drained, None, args.json);
+        return wait(&args.path, DurabilityLevel::Drained, None, args.json);
     }
     let (place, mut connection) = connect(&args.path)?;
     let files = if args.json {

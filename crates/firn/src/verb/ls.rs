@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_format::durability::DurabilityLevel;
 use firn_format::path::BytePath;
-use firn_format::protocol::{FileStatus, Rung};
+use firn_format::protocol::FileStatus;
 use firn_format::record::Ending;
 use serde::Serialize;
 
@@ -16,7 +17,7 @@ use crate::{output, text};
 pub const VERB: Verb = Verb {
     name: "ls",
     about: "List files with where their data is, and whether they were closed",
-    long: "One line a file: its rung (held in memory, spilled, drained, durable), whether its writers closed it \
+    long: "One line a file: its durability level (held in memory, spilled, drained, durable), whether its writers closed it \
            (closed), still have it open (open), or were killed (cut: one of them by a signal, or firnd), its size, its bytes that \
            are held and not in the backing, and its path. Without FUSE, too, where ls(1) shows empty stubs. A file that is cut is an unfinished checkpoint.",
     examples: &[
@@ -57,7 +58,7 @@ struct Listed {
 #[derive(Clone, Copy, Serialize)]
 struct Shown {
     /// Where its data is.
-    rung: Rung,
+    level: DurabilityLevel,
     /// Whether it was closed.
     ending: Ending,
     /// Its bytes that are not in the backing.
@@ -66,7 +67,7 @@ struct Shown {
 
 impl Shown {
     fn is(&self, state: &str) -> bool {
-        self.rung.as_str() == state || self.ending.as_str() == state
+        self.level.as_str() == state || self.ending.as_str() == state
     }
 }
 
@@ -91,12 +92,12 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         let relative = BytePath::from(relative);
         let status = known.get(&relative).map_or(
             Shown {
-                rung: Rung::Drained,
+                level: DurabilityLevel::Drained,
                 ending: Ending::Closed,
                 held_bytes: 0,
             },
             |file| Shown {
-                rung: file.state,
+                level: file.state,
                 ending: file.ending,
                 held_bytes: file.held_bytes,
             },
@@ -120,12 +121,12 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return Ok(DONE);
     }
     for Listed { path, size, status } in &listed {
-        let rung = status.rung.as_str();
+        let level = status.level.as_str();
         let ending = status.ending.as_str();
         let size = text::bytes(*size);
         let held = text::bytes(status.held_bytes);
         output::print(&format!(
-            "{rung:<8} {ending:<7} {size:>10} {held:>10} {path}\n"
+            "{level:<8} {ending:<7} {size:>10} {held:>10} {path}\n"
         ))?;
     }
     Ok(DONE)

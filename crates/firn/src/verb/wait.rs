@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum, ValueHint};
 use firn_client::ClientError;
+use firn_format::durability::DurabilityLevel;
 use firn_format::path::BytePath;
-use firn_format::protocol::{Request, Rung};
+use firn_format::protocol::Request;
 use rustix::io::Errno;
 use serde::Serialize;
 
@@ -66,10 +67,10 @@ enum Until {
 }
 
 impl Until {
-    fn rung(self) -> Rung {
+    fn level(self) -> DurabilityLevel {
         match self {
-            Self::Drained => Rung::Drained,
-            Self::Durable => Rung::Durable,
+            Self::Drained => DurabilityLevel::Drained,
+            Self::Durable => DurabilityLevel::Durable,
         }
     }
 }
@@ -80,7 +81,7 @@ struct Outcome<'a> {
     mount_point: BytePath,
     /// Below the mount point; empty: all of it.
     path: &'a BytePath,
-    until: Rung,
+    until: DurabilityLevel,
     reached: bool,
     elapsed_s: f64,
     /// As last told by firnd.
@@ -97,13 +98,13 @@ fn parse_timeout_ms(text: &str) -> Result<u64, String> {
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = WaitArgs::from_arg_matches(matches)?;
-    wait(&args.path, args.until.rung(), args.timeout, args.json)
+    wait(&args.path, args.until.level(), args.timeout, args.json)
 }
 
 /// Waits and says, if asked to, what became of it.
 pub fn wait(
     path: &std::path::Path,
-    until: Rung,
+    until: DurabilityLevel,
     timeout_ms: Option<u64>,
     json: bool,
 ) -> Result<u8, Failure> {

@@ -1,0 +1,105 @@
+//! Where threads without work sleep and are woken.
+//!
+//! Promise: a wake between [`Sleepers::ticket`] and [`Sleepers::sleep`] is never lost.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+/// Counts wakes, so that a thread can tell whether one came since it looked for work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ticket(u64);
+
+/// Threads that sleep until there is work.
+#[derive(Default)]
+pub(crate) struct Sleepers {
+    state: Mutex<State>,
+    woken: Condvar,
+    stopping: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    wakes: u64,
+    sleepers: usize,
+}
+
+impl Sleepers {
+    /// To be taken before looking for work.
+    pub(crate) fn ticket(&self) -> Ticket {
+        Ticket(self.state.lock().wakes)
+    }
+
+    /// Sleeps until a wake that is newer than `ticket`, or for `at_most`.
+    pub(crate) fn sleep(&self, ticket: Ticket, at_most: Option<Duration>) {
+        let mut state = self.state.lock();
+        if state.wakes != ticket.0 || self.is_stopping() {
+            return;
+        }
+        state.sleepers += 1;
+        match at_most {
+            Some(wait) => drop(self.woken.wait_for(&mut state, wait)),
+            None => self.woken.wait(&mut state),
+        }
+        state.sleepers -= 1;
+    }
+
+    /// There may be work: wakes one sleeper. Who finds work wakes the next, so that a burst of work
+    /// brings up as many threads as it keeps busy and a single job only one.
+    pub(crate) fn wake(&self) {
+        let mut state = self.state.lock();
+        state.wakes += 1;
+        if state.sleepers > 0 {
+            self.woken.notify_one();
+        }
+    }
+
+    /// Ends all sleep for good.
+    pub(crate) fn stop(&self) {
+        let mut state = self.state.lock();
+        state.wakes += 1;
+        self.stopping.store(true, Ordering::Release);
+        self.woken.notify_all();
+    }
+
+    /// Whether [`Sleepers::stop`] was called.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wake_after_the_ticket_is_not_slept_over() {
+        let sleepers = Sleepers::default();
+        let ticket = sleepers.ticket();
+        sleepers.wake();
+        sleepers.sleep(ticket, None);
+    }
+
+    #[test]
+    fn sleep_ends_after_its_bound() {
+        let sleepers = Sleepers::default();
+        sleepers.sleep(sleepers.ticket(), Some(Duration::from_millis(1)));
+        assert_eq!(sleepers.state.lock().sleepers, 0);
+    }
+
+    #[test]
+    fn stop_wakes_everyone() {
+        let sleepers = Sleepers::default();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    while !sleepers.is_stopping() {
+                        sleepers.sleep(sleepers.ticket(), None);
+                    }
+                });
+            }
+            sleepers.stop();
+        });
+    }
+}

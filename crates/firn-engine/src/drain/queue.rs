@@ -1,0 +1,260 @@
+//! The drain queue of one lane: which files have something to write, and when to look at the others.
+//!
+//! Files stand in line first in, first out. Beside the line are the files that failed, with the time of their next try,
+//! and those with little data, with the time at which it is old.
+//!
+//! Invariants
+//! * A file stands in line at most once. Its state says so (`queued`): the flag is set with [`DrainQueue::push`], under
+//!   the file's lock, and cleared by whoever got the file from [`DrainQueue::pop`].
+//! * `active` counts the files that were popped and are looked at, and the jobs that are not completed.
+//! * `oldest` has what the state of each file of the lane with pending bytes says, and nothing else.
+//! * A file that failed is in `retries` at its time.
+//!
+//! The lock is a leaf but for the arena's: a file's lock may be held when it is taken, none is taken under it.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use firn_backing::lock::Mutex;
+
+/// Files to drain, generic over what a file is.
+pub(crate) struct DrainQueue<T> {
+    state: Mutex<State<T>>,
+}
+
+struct State<T> {
+    ready: VecDeque<Arc<T>>,
+    retries: Vec<(Instant, Arc<T>)>,
+    aging: VecDeque<(Instant, Weak<T>)>,
+    active: usize,
+    /// When the oldest pending byte of each file was written, about, with the file's address.
+    oldest: BTreeSet<(Instant, usize)>,
+}
+
+/// Files whose time has come.
+pub(crate) struct Due<T> {
+    /// To be tried again after a failure.
+    pub retries: Vec<Arc<T>>,
+    /// Their data may be old.
+    pub aged: Vec<Arc<T>>,
+}
+
+/// What the status tells of a queue.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QueueFigures {
+    /// Files that are looked at, and jobs that are not completed.
+    pub active: usize,
+    /// Time to the next try of a file that failed.
+    pub retry_in: Option<Duration>,
+    /// When the oldest pending byte was written.
+    pub oldest: Option<Instant>,
+}
+
+impl<T> Default for DrainQueue<T> {
+    fn default() -> Self {
+        let state = State {
+            ready: VecDeque::new(),
+            retries: Vec::new(),
+            aging: VecDeque::new(),
+            active: 0,
+            oldest: BTreeSet::new(),
+        };
+        Self {
+            state: Mutex::new(state),
+        }
+    }
+}
+
+impl<T> DrainQueue<T> {
+    /// Puts a file that is not in line at its end.
+    pub(crate) fn push(&self, file: Arc<T>) {
+        const COMPARED_MAX: usize = 32;
+        let mut state = self.state.lock();
+        let is_in_line = |known: &Arc<T>| Arc::ptr_eq(known, &file);
+        debug_assert!(
+            !state.ready.iter().rev().take(COMPARED_MAX).any(is_in_line),
+            "a file stands in line twice"
+        );
+        state.ready.push_back(file);
+    }
+
+    /// Takes the first file in line. It counts as active until [`DrainQueue::finish`].
+    pub(crate) fn pop(&self) -> Option<Arc<T>> {
+        let mut state = self.state.lock();
+        let file = state.ready.pop_front()?;
+        state.active += 1;
+        Some(file)
+    }
+
+    /// Ends what [`DrainQueue::pop`] began: there was nothing to write, or the job is completed.
+    pub(crate) fn finish(&self) {
+        let mut state = self.state.lock();
+        assert!(state.active > 0, "more was completed than picked");
+        state.active -= 1;
+    }
+
+    /// Whether a file is in line or in work.
+    pub(crate) fn is_busy(&self) -> bool {
+        let state = self.state.lock();
+        state.active > 0 || !state.ready.is_empty()
+    }
+
+    /// Tries a file that failed again at `when`.
+    pub(crate) fn retry_at(&self, when: Instant, file: Arc<T>) {
+        self.state.lock().retries.push((when, file));
+    }
+
+    /// Looks at the age of a file's data at `when`. Calls come in the order of their times, about.
+    pub(crate) fn check_age_at(&self, when: Instant, file: &Arc<T>) {
+        let entry = (when, Arc::downgrade(file));
+        self.state.lock().aging.push_back(entry);
+    }
+
+    /// Takes the files whose time came by `now`.
+    pub(crate) fn take_due(&self, now: Instant) -> Due<T> {
+        let mut state = self.state.lock();
+        let (due, later): (Vec<_>, Vec<_>) = std::mem::take(&mut state.retries)
+            .into_iter()
+            .partition(|(at, _)| *at <= now);
+        state.retries = later;
+        let mut aged = Vec::new();
+        while state.aging.front().is_some_and(|(at, _)| *at <= now) {
+            let file = state.aging.pop_front().and_then(|(_, weak)| weak.upgrade());
+            aged.extend(file);
+        }
+        let retries = due.into_iter().map(|(_, file)| file).collect();
+        Due { retries, aged }
+    }
+
+    /// When a file is due without being pushed.
+    pub(crate) fn next_due(&self) -> Option<Instant> {
+        let state = self.state.lock();
+        let age = state.aging.front().map(|(at, _)| *at);
+        state.next_retry().into_iter().chain(age).min()
+    }
+
+    /// Changes when the oldest pending byte of a file was written; `None`: it has none.
+    pub(crate) fn change_oldest(
+        &self,
+        file: &Arc<T>,
+        before: Option<Instant>,
+        after: Option<Instant>,
+    ) {
+        let address = Arc::as_ptr(file) as usize;
+        let mut state = self.state.lock();
+        if let Some(before) = before {
+            let was_known = state.oldest.remove(&(before, address));
+            debug_assert!(was_known, "the age of a file was not known");
+        }
+        if let Some(after) = after {
+            state.oldest.insert((after, address));
+        }
+    }
+
+    pub(crate) fn figures(&self) -> QueueFigures {
+        let state = self.state.lock();
+        let now = Instant::now();
+        QueueFigures {
+            active: state.active,
+            retry_in: state
+                .next_retry()
+                .map(|at| at.saturating_duration_since(now)),
+            oldest: state.oldest.first().map(|(at, _)| *at),
+        }
+    }
+
+    /// How often a file stands in line.
+    pub(crate) fn count_in_line(&self, file: &Arc<T>) -> usize {
+        let state = self.state.lock();
+        let is_it = |known: &&Arc<T>| Arc::ptr_eq(known, file);
+        state.ready.iter().filter(is_it).count()
+    }
+
+    /// Whether a file will be tried again at `when`.
+    pub(crate) fn has_retry(&self, when: Instant, file: &Arc<T>) -> bool {
+        let state = self.state.lock();
+        let is_it = |(at, known): &(Instant, Arc<T>)| *at == when && Arc::ptr_eq(known, file);
+        state.retries.iter().any(is_it)
+    }
+
+    /// The times of the oldest pending bytes, with the addresses of their files.
+    pub(crate) fn oldest_of_files(&self) -> BTreeSet<(Instant, usize)> {
+        self.state.lock().oldest.clone()
+    }
+}
+
+impl<T> State<T> {
+    fn next_retry(&self) -> Option<Instant> {
+        self.retries.iter().map(|(at, _)| *at).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_taken_first_in_first_out_and_count_as_active_until_they_are_finished() {
+        let queue = DrainQueue::default();
+        queue.push(Arc::new(1));
+        queue.push(Arc::new(2));
+        assert!(queue.is_busy());
+        assert_eq!(queue.pop().as_deref(), Some(&1));
+        assert_eq!(queue.pop().as_deref(), Some(&2));
+        assert_eq!(queue.pop(), None);
+        assert_eq!(queue.figures().active, 2);
+        queue.finish();
+        queue.finish();
+        assert!(!queue.is_busy());
+    }
+
+    #[test]
+    #[should_panic(expected = "more was completed than picked")]
+    fn nothing_is_finished_that_was_not_popped() {
+        DrainQueue::<u32>::default().finish();
+    }
+
+    #[test]
+    fn a_file_is_due_at_its_time_and_not_before() {
+        let queue = DrainQueue::default();
+        let now = Instant::now();
+        let later = now + Duration::from_secs(60);
+        let failed = Arc::new("failed");
+        let old = Arc::new("old");
+        queue.retry_at(now, Arc::clone(&failed));
+        queue.retry_at(later, Arc::new("failed later"));
+        queue.check_age_at(now, &old);
+        assert!(queue.has_retry(now, &failed));
+        assert_eq!(queue.next_due(), Some(now));
+        let due = queue.take_due(now);
+        assert_eq!(due.retries, [failed]);
+        assert_eq!(due.aged, [old]);
+        assert_eq!(queue.next_due(), Some(later));
+        assert!(queue.take_due(now).retries.is_empty());
+    }
+
+    #[test]
+    fn files_that_are_gone_do_not_age() {
+        let queue = DrainQueue::default();
+        let now = Instant::now();
+        queue.check_age_at(now, &Arc::new(1));
+        assert!(queue.take_due(now).aged.is_empty());
+    }
+
+    #[test]
+    fn the_oldest_byte_of_all_files_is_known() {
+        let queue = DrainQueue::default();
+        let early = Instant::now();
+        let late = early + Duration::from_secs(1);
+        let one = Arc::new(1);
+        let two = Arc::new(2);
+        queue.change_oldest(&one, None, Some(late));
+        queue.change_oldest(&two, None, Some(early));
+        assert_eq!(queue.figures().oldest, Some(early));
+        queue.change_oldest(&two, Some(early), None);
+        assert_eq!(queue.figures().oldest, Some(late));
+        queue.change_oldest(&one, Some(late), None);
+        assert_eq!(queue.figures().oldest, None);
+    }
+}

@@ -1,0 +1,134 @@
+//! Errors that wait to be dealt with: what `firn status` shows of failed drains, syncs and recoveries.
+//!
+//! Invariants
+//! * At most [`RECORDED_MAX`] errors of files that may still be drained; the oldest goes first. Errors about lost data
+//!   stay until the data is given up.
+//! * One entry for each path and errno; a repetition is counted.
+
+use std::time::Instant;
+
+use firn_backing::Errno;
+use firn_backing::lock::Mutex;
+
+/// Errors that are remembered.
+const RECORDED_MAX: usize = 64;
+
+/// An error that waits to be dealt with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RecordedError {
+    /// Of the file, from the root of the mount; or of the spill file.
+    pub path: Vec<u8>,
+    /// What the system said.
+    pub errno: Errno,
+    /// What happened.
+    pub message: String,
+    /// How often.
+    pub count: u64,
+    /// When last.
+    pub last: Instant,
+    /// It is about data that has no file to go to.
+    pub is_about_lost_data: bool,
+}
+
+/// All of them.
+#[derive(Default)]
+pub(crate) struct ErrorLog {
+    errors: Mutex<Vec<RecordedError>>,
+}
+
+impl ErrorLog {
+    /// Records an error about data that is kept and tried again.
+    pub(crate) fn record(&self, path: Vec<u8>, errno: Errno, message: String) {
+        let mut errors = self.errors.lock();
+        let known = errors
+            .iter_mut()
+            .find(|known| !known.is_about_lost_data && known.path == path && known.errno == errno);
+        if let Some(known) = known {
+            known.count += 1;
+            known.last = Instant::now();
+            return;
+        }
+        if errors.len() >= RECORDED_MAX
+            && let Some(oldest) = errors.iter().position(|known| !known.is_about_lost_data)
+        {
+            errors.remove(oldest);
+        }
+        errors.push(new_error(path, errno, message, false));
+    }
+
+    /// Records that data has no file to go to.
+    pub(crate) fn record_lost(&self, path: Vec<u8>, errno: Errno, message: String) {
+        self.errors
+            .lock()
+            .push(new_error(path, errno, message, true));
+    }
+
+    /// Forgets what was recorded about lost data of `path`.
+    pub(crate) fn forget_lost(&self, path: &[u8]) {
+        self.errors
+            .lock()
+            .retain(|known| !known.is_about_lost_data || known.path != path);
+    }
+
+    /// Forgets all errors but those about lost data.
+    pub(crate) fn clear(&self) {
+        self.errors.lock().retain(|known| known.is_about_lost_data);
+    }
+
+    pub(crate) fn list(&self) -> Vec<RecordedError> {
+        self.errors.lock().clone()
+    }
+}
+
+fn new_error(
+    path: Vec<u8>,
+    errno: Errno,
+    message: String,
+    is_about_lost_data: bool,
+) -> RecordedError {
+    RecordedError {
+        path,
+        errno,
+        message,
+        count: 1,
+        last: Instant::now(),
+        is_about_lost_data,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(log: &ErrorLog, path: &str, errno: Errno) {
+        log.record(path.into(), errno, "failed".into());
+    }
+
+    #[test]
+    fn a_repetition_is_counted() {
+        let log = ErrorLog::default();
+        record(&log, "a", Errno::IO);
+        record(&log, "a", Errno::IO);
+        record(&log, "a", Errno::NOSPC);
+        record(&log, "b", Errno::IO);
+        let counts: Vec<u64> = log.list().iter().map(|error| error.count).collect();
+        assert_eq!(counts, [2, 1, 1]);
+    }
+
+    #[test]
+    fn the_oldest_goes_first_and_errors_about_lost_data_stay() {
+        let log = ErrorLog::default();
+        log.record_lost(b"lost".to_vec(), Errno::NOENT, "no file".into());
+        for n in 0..2 * RECORDED_MAX {
+            record(&log, &n.to_string(), Errno::IO);
+        }
+        let errors = log.list();
+        assert_eq!(errors.len(), RECORDED_MAX);
+        assert_eq!(errors[0].path, b"lost");
+        assert_eq!(errors[1].path, (RECORDED_MAX + 1).to_string().as_bytes());
+        log.clear();
+        assert_eq!(log.list().len(), 1);
+        log.forget_lost(b"lost");
+        assert!(log.list().is_empty());
+    }
+}

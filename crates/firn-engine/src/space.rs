@@ -1,0 +1,335 @@
+//! Room in the arena: who waits for it, and how it is made.
+//!
+//! Promises
+//! * A writer that waits is called back once there may be room, or once nothing can make any.
+//! * Nobody is called back with a lock held.
+//!
+//! Invariant: `waiting` is the number of callbacks that were taken and not called, or more for an instant.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use firn_arena::{Arena, Lease};
+use firn_backing::lock::Mutex;
+use firn_backing::{Backing, Errno};
+use firn_format::slab::Class;
+
+use crate::Done;
+use crate::engine::{Decision, DrainPolicy, Engine};
+use crate::file::File;
+
+/// What the engine knows of room in the arena. Each part has a lock of its own, and no two are taken together.
+pub(crate) struct Space<B: Backing> {
+    pub waiters: SpaceWaiters,
+    pub parked: ParkedLeases,
+    pub evictable: EvictionQueue<File<B>>,
+}
+
+impl<B: Backing> Default for Space<B> {
+    fn default() -> Self {
+        Self {
+            waiters: SpaceWaiters::default(),
+            parked: ParkedLeases::default(),
+            evictable: EvictionQueue::default(),
+        }
+    }
+}
+
+/// Writers that wait for room, and whether some became free since they were last called back.
+#[derive(Default)]
+pub(crate) struct SpaceWaiters {
+    callbacks: Mutex<Vec<Done>>,
+    waiting: AtomicU64,
+    freed: Arc<AtomicBool>,
+}
+
+impl SpaceWaiters {
+    pub(crate) fn add(&self, callback: Done) {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        self.callbacks.lock().push(callback);
+    }
+
+    /// Takes all of them; the caller calls each, with no lock held.
+    pub(crate) fn take_all(&self) -> Vec<Done> {
+        let callbacks = std::mem::take(&mut *self.callbacks.lock());
+        self.waiting
+            .fetch_sub(callbacks.len() as u64, Ordering::Relaxed);
+        callbacks
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.callbacks.lock().is_empty()
+    }
+
+    /// How many wait.
+    pub(crate) fn count(&self) -> u64 {
+        self.waiting.load(Ordering::Relaxed)
+    }
+
+    /// Notes that room became free.
+    pub(crate) fn note_freed(&self) {
+        self.freed.store(true, Ordering::Release);
+    }
+
+    /// To be called by the arena when room becomes free; takes no lock.
+    pub(crate) fn freed_callback(&self) -> impl Fn() + Send + Sync + 'static {
+        let freed = Arc::clone(&self.freed);
+        move || freed.store(true, Ordering::Release)
+    }
+
+    pub(crate) fn has_freed(&self) -> bool {
+        self.freed.load(Ordering::Acquire)
+    }
+
+    /// Whether room became free since the last call.
+    pub(crate) fn take_freed(&self) -> bool {
+        self.freed.swap(false, Ordering::AcqRel)
+    }
+}
+
+/// Leases of closed handles, each with room for more small files.
+#[derive(Default)]
+pub(crate) struct ParkedLeases {
+    leases: Mutex<Vec<Lease>>,
+}
+
+impl ParkedLeases {
+    /// More would keep too many chunks from being freed.
+    const MAX: usize = 8;
+    /// A lease with less room is not worth keeping.
+    const FREE_BYTES_MIN: u32 = 4096;
+
+    /// Keeps a small slab with room for the next small file; seals any other.
+    pub(crate) fn park(&self, arena: &Arena, lease: Lease) {
+        let mut leases = self.leases.lock();
+        let is_useful = lease.class() == Class::Small && lease.free_bytes() >= Self::FREE_BYTES_MIN;
+        if is_useful && leases.len() < Self::MAX {
+            leases.push(lease);
+            return;
+        }
+        drop(leases);
+        arena.seal(lease);
+    }
+
+    /// A parked lease whose memory is near the caller's CPU.
+    pub(crate) fn take_near(&self, arena: &Arena) -> Option<Lease> {
+        let mut leases = self.leases.lock();
+        let index = leases.iter().rposition(|lease| arena.is_near(lease))?;
+        Some(leases.swap_remove(index))
+    }
+
+    pub(crate) fn seal_all(&self, arena: &Arena) {
+        let leases = std::mem::take(&mut *self.leases.lock());
+        for lease in leases {
+            arena.seal(lease);
+        }
+    }
+}
+
+/// Files with drained bytes that are still in the arena, the first drained first. Each is there once.
+pub(crate) struct EvictionQueue<T> {
+    files: Mutex<VecDeque<Weak<T>>>,
+}
+
+impl<T> Default for EvictionQueue<T> {
+    fn default() -> Self {
+        Self {
+            files: Mutex::new(VecDeque::new()),
+        }
+    }
+}
+
+impl<T> EvictionQueue<T> {
+    pub(crate) fn add(&self, file: &Arc<T>) {
+        let mut files = self.files.lock();
+        let is_it = |known: &Weak<T>| std::ptr::eq(known.as_ptr(), Arc::as_ptr(file));
+        if !files.iter().any(is_it) {
+            files.push_back(Arc::downgrade(file));
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.files.lock().len()
+    }
+
+    /// The first file that still is; those that are gone are dropped.
+    pub(crate) fn pop(&self) -> Option<Arc<T>> {
+        let mut files = self.files.lock();
+        while let Some(file) = files.pop_front() {
+            if let Some(file) = file.upgrade() {
+                return Some(file);
+            }
+        }
+        None
+    }
+}
+
+impl<B: Backing> Engine<B> {
+    /// Calls `f` once there may be room in the arena (`Ok`: write again) or nothing can drain (`Err`:
+    /// fail the write with it). The next
+    /// [`Engine::pick`] calls back, not this call.
+    pub fn on_space(&self, f: Done) {
+        self.space.waiters.add(f);
+        self.reclaim();
+        // What was freed between the caller's failed write and now was not told to this waiter.
+        self.note_room();
+        self.wake_all_lanes();
+    }
+
+    /// Tells waiting writers of room that became free. Called with no lock held.
+    pub(crate) fn wake_writers(&self) {
+        loop {
+            if self.space.waiters.take_freed() {
+                for waiter in self.space.waiters.take_all() {
+                    waiter(Ok(()));
+                }
+                return;
+            }
+            if self.space.waiters.is_empty() {
+                return;
+            }
+            self.reclaim();
+            // It may have found room itself, in slabs that nobody uses.
+            if !self.space.waiters.has_freed() {
+                return;
+            }
+        }
+    }
+
+    /// Whether a writer would find room; if so, the next [`Engine::wake_writers`] tells those who wait.
+    pub(crate) fn note_room(&self) -> bool {
+        let room = self.arena.has_room(Class::Small);
+        if room {
+            self.space.waiters.note_freed();
+        }
+        room
+    }
+
+    /// Fails all waiting writers, unless a move to the spill file will make room.
+    pub(crate) fn refuse_space(&self, errno: Errno) {
+        if self.spill_makes_room() {
+            return;
+        }
+        // In this order: the last move may have ended since the caller found no room.
+        if self.note_room() {
+            return self.wake_all_lanes();
+        }
+        let waiters = self.space.waiters.take_all();
+        if !waiters.is_empty() {
+            self.counters.drain_decisions.count(Decision::GivenUp);
+            tracing::debug!(%errno, writers = waiters.len(), "drain: given up, there is no room for more writes");
+        }
+        for waiter in waiters {
+            waiter(Err(errno));
+        }
+    }
+    /// Makes room: gives back slabs that hold nothing; if no drain is under way, drains the file that
+    /// holds most. Tells waiting writers when nothing can be drained.
+    pub(crate) fn reclaim(&self) {
+        if self.drain.is_busy() {
+            return;
+        }
+        self.end_all_doors();
+        if self.options.drain == DrainPolicy::Demand {
+            return self.reclaim_on_demand();
+        }
+        let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
+        let now = Instant::now();
+        let mut best: Option<(u64, Arc<File<B>>)> = None;
+        let mut errno = None;
+        for file in files {
+            let state = file.lock();
+            if state.pending == 0 {
+                continue;
+            }
+            match state.failure {
+                Some(failure) if failure.retry_at > now => errno = Some(failure.errno),
+                _ if best.as_ref().is_none_or(|(most, _)| state.pending > *most) => {
+                    let pending = state.pending;
+                    drop(state);
+                    best = Some((pending, file));
+                }
+                _ => {}
+            }
+        }
+        self.give_back_leases(best.as_ref().map(|(_, file)| file));
+        if let Some((_, file)) = best {
+            let mut state = file.lock();
+            self.force(&file, &mut state);
+        } else if !self.space.waiters.has_freed() && !self.note_room() {
+            // Everything that is held waits for a backing that refuses it.
+            self.refuse_space(errno.unwrap_or(Errno::NOSPC));
+        }
+    }
+
+    /// Seals the leases that hold nothing, and those of `file`.
+    fn give_back_leases(&self, file: Option<&Arc<File<B>>>) {
+        self.space.parked.seal_all(&self.arena);
+        let handles: Vec<_> = self.handles.read().values().cloned().collect();
+        for handle in handles {
+            let Some(mut slot) = handle.lease.try_lock() else {
+                continue;
+            };
+            let give_back = slot.as_ref().is_some_and(|lease| {
+                self.arena.is_idle(lease)
+                    || file.is_some_and(|file| Arc::ptr_eq(file, &handle.file))
+            });
+            if give_back && let Some(lease) = slot.take() {
+                self.arena.seal(lease);
+            }
+        }
+    }
+
+    /// Makes room where nothing drains unasked: drained bytes are dropped. What is not drained stays, and
+    /// who waits is told that the arena is full.
+    fn reclaim_on_demand(&self) {
+        self.give_back_leases(None);
+        self.evict_for(Class::Small);
+        if !self.space.waiters.has_freed() && !self.note_room() {
+            self.refuse_space(Errno::NOSPC);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waiters_are_counted_until_they_are_taken() {
+        let waiters = SpaceWaiters::default();
+        assert!(waiters.is_empty());
+        waiters.add(Box::new(|_| {}));
+        waiters.add(Box::new(|_| {}));
+        assert_eq!(waiters.count(), 2);
+        assert_eq!(waiters.take_all().len(), 2);
+        assert_eq!(waiters.count(), 0);
+        assert!(waiters.is_empty());
+    }
+
+    #[test]
+    fn room_that_became_free_is_told_once() {
+        let waiters = SpaceWaiters::default();
+        assert!(!waiters.take_freed());
+        waiters.freed_callback()();
+        assert!(waiters.has_freed());
+        assert!(waiters.take_freed());
+        assert!(!waiters.take_freed());
+    }
+
+    #[test]
+    fn files_are_evicted_in_the_order_in_which_they_were_added_each_once() {
+        let queue = EvictionQueue::default();
+        let one = Arc::new(1);
+        let two = Arc::new(2);
+        queue.add(&one);
+        queue.add(&Arc::new(0));
+        queue.add(&two);
+        queue.add(&one);
+        assert_eq!(queue.pop(), Some(one));
+        assert_eq!(queue.pop(), Some(two));
+        assert_eq!(queue.pop(), None);
+    }
+}

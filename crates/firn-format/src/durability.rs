@@ -1,0 +1,29 @@
+//! Durability levels.
+
+use serde::{Deserialize, Serialize};
+
+/// What all bytes of a file survive; each level survives what the one before does, and more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DurabilityLevel {
+    /// In the arena: survives the death of every process.
+    Held,
+    /// In the spill file: the same, memory is free again.
+    Spilled,
+    /// In the backing, as after write(2).
+    Drained,
+    /// In the backing, as after fsync(2).
+    Durable,
+}
+
+impl DurabilityLevel {
+    /// The word for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Held => "held",
+            Self::Spilled => "spilled",
+            Self::Drained => "drained",
+            Self::Durable => "durable",
+        }
+    }
+}
