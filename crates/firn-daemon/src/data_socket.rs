@@ -26,7 +26,7 @@ use firn_format::data_socket::{
     Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, Op, Reply, Request, Status,
 };
 use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
-use firn_fuse::Forgetter;
+use firn_fuse::Invalidator;
 use firn_stub::Tree;
 use parking_lot::Mutex;
 use rustix::fs::Mode;
@@ -59,7 +59,7 @@ pub(crate) struct DataSocket {
 /// What a data socket serves.
 pub(crate) enum Served<B: Backing> {
     /// A mount; the kernel has to forget what is written past it.
-    Mount(Forgetter),
+    Mount(Invalidator),
     /// A stub tree.
     Tree(Arc<Tree<B>>),
 }
@@ -402,7 +402,7 @@ fn answer<B: Backing>(
             Ok(grant) => {
                 // Before the client may write: what the kernel knew of the file ends to hold then.
                 if let Served::Mount(kernel) = &shared.served {
-                    kernel.forget_attributes(grant.inode);
+                    kernel.invalidate_attributes(grant.inode);
                 }
                 Reply {
                     file_id: grant.binding,

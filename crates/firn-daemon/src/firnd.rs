@@ -121,7 +121,7 @@ impl Mount {
                         passthrough: passthrough(options),
                     },
                 );
-                let kernel = adapter.open_door(uuid, &place);
+                let kernel = adapter.offer_direct_access(uuid, &place);
                 let waiting = adapter.waiting_writers();
                 let failures = adapter.failures();
                 (

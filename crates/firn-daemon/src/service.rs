@@ -11,7 +11,7 @@ use firn_engine::{Cached, DrainPolicy, Engine};
 use firn_format::durability::DurabilityLevel;
 use firn_format::path::BytePath;
 use firn_format::protocol::{PROTOCOL_VERSION, Reply, Request, Status};
-use firn_fuse::{Failures, Forgetter};
+use firn_fuse::{Failures, Invalidator};
 use firn_stub::Tree;
 use parking_lot::Mutex;
 
@@ -46,7 +46,7 @@ pub(crate) struct Mounted {
     /// Requests of the kernel that failed; none come to a stub tree.
     pub(crate) failures: Arc<Failures>,
     /// Makes the kernel drop what it has cached; none where it caches nothing.
-    pub(crate) kernel: Option<Forgetter>,
+    pub(crate) kernel: Option<Invalidator>,
     /// Processes connected to the data socket.
     pub(crate) direct_clients: Arc<AtomicU64>,
     /// The stub tree, where that is what programs see.
@@ -161,7 +161,7 @@ impl Mounted {
 
     fn forget(&self, cached: Cached) {
         if let Some(kernel) = &self.kernel {
-            kernel.forget(&cached);
+            kernel.invalidate(&cached);
         }
     }
 

@@ -4,18 +4,7 @@ use std::ffi::OsStr;
 
 use firn_backing::{Backing, Caller, Errno};
 use firn_engine::{Closing, Engine, InodeId, Principal};
-use fuser::Request;
-
 const DEFAULT_ACL: &str = "system.posix_acl_default";
-
-/// The calling process as the engine knows it.
-pub(crate) fn caller(request: &Request) -> Caller {
-    Caller {
-        uid: request.uid(),
-        gid: request.gid(),
-        pid: request.pid(),
-    }
-}
 
 /// The process that waits for an answer, and with it may tell more of itself in /proc: until the answer its thread
 /// stays in the kernel. That is read only where something depends on it, which is a file with set-id bits.
@@ -29,9 +18,9 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    pub(crate) fn of(request: &Request) -> Self {
+    pub(crate) fn of(caller: Caller) -> Self {
         Self {
-            caller: caller(request),
+            caller,
             has_cap_fsetid: None,
         }
     }
@@ -59,7 +48,7 @@ impl Process {
     }
 
     /// Capabilities count in the user namespace that they are of.
-    fn is_in_our_user_namespace(&self) -> bool {
+    fn is_in_own_user_namespace(&self) -> bool {
         let of = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/user")).ok();
         of("self").is_some_and(|ours| of(&self.caller.pid.to_string()) == Some(ours))
     }
@@ -74,7 +63,7 @@ impl Principal for Process {
             let effective = self
                 .status("CapEff")
                 .and_then(|set| u64::from_str_radix(&set, 16).ok());
-            effective.is_some_and(|set| set & CAP_FSETID != 0) && self.is_in_our_user_namespace()
+            effective.is_some_and(|set| set & CAP_FSETID != 0) && self.is_in_own_user_namespace()
         })
     }
 
@@ -98,8 +87,8 @@ impl Principal for Process {
 ///
 /// What cannot be asked (a process of another user, or of a namespace that firnd does not see) counts as a
 /// close.
-pub(crate) fn closing(request: &Request) -> Closing {
-    let pid = request.pid();
+pub(crate) fn closing(caller: Caller) -> Closing {
+    let pid = caller.pid;
     let of = |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).ok();
     let lives = || of("statm").is_none_or(|pages| !pages.starts_with("0 "));
     if pid == 0 || lives() {

@@ -1,12 +1,12 @@
 //! What the kernel has cached and is to drop.
 //!
 //! Promises
-//! * [`Forgetter::forget`] returns when nothing of what it was told is left in the kernel, also of a request that
-//!   was answered before the call and that the kernel has not dealt with yet.
+//! * [`Invalidator::invalidate`] returns when nothing of what it was told is left in the kernel, also of a request
+//!   that was answered before the call and that the kernel has not dealt with yet.
 //! * A reader sees no page from before a write that was answered.
 //!
 //! **Who may call.** The kernel drops a name under the lock of its directory, and a page after whoever fills it. So
-//! no thread may call [`Forgetter::forget`] that a request is waiting for: neither one that answers the kernel nor
+//! no thread may call [`Invalidator::invalidate`] that a request is waiting for: neither one that answers the kernel nor
 //! one that holds a lock which such a thread takes. Dropping attributes waits for nobody.
 //!
 //! **Names one by one.** Linux 6.16 can drop all names of a mount at once (FUSE_NOTIFY_INC_EPOCH). That takes the
@@ -18,66 +18,82 @@
 //! write to a file with cached readers is answered only after its pages were dropped once more. (Linux
 //! 6.18 does so itself; older kernels do not all.)
 
+use std::ffi::OsStr;
+use std::io;
 use std::sync::{Arc, OnceLock};
 
 use firn_backing::Backing;
 use firn_engine::{Cached, Engine, HandleId, InodeId};
-use fuser::{INodeNo, Notifier};
 
 use crate::workers::{Topic, Workers};
 
 /// Where a write went.
 #[derive(Clone, Copy)]
 pub(crate) struct Target {
-    pub(crate) inode: INodeNo,
+    pub(crate) inode: InodeId,
     pub(crate) handle: HandleId,
     pub(crate) offset: u64,
     /// The kernel writes a page of its cache back: it is locked, and what is in it is what is written.
     pub(crate) from_cache: bool,
 }
 
+/// How a transport tells the kernel what to drop from its caches, or to put there. What the kernel does not know may
+/// be an error (ENOENT) or not.
+pub(crate) trait Notifier: Send + Sync {
+    /// Drops a name, and with it what is below.
+    fn invalidate_name(&self, parent: InodeId, name: &OsStr) -> io::Result<()>;
+
+    /// Drops the attributes of an inode. Waits for nobody.
+    fn invalidate_attributes(&self, inode: InodeId) -> io::Result<()>;
+
+    /// Drops attributes and the pages of `len` bytes from `offset`; `len` 0: all after it. Waits for whoever fills them.
+    fn invalidate_pages(&self, inode: InodeId, offset: u64, len: u64) -> io::Result<()>;
+
+    /// Puts bytes into a page.
+    fn store(&self, inode: InodeId, offset: u64, data: &[u8]) -> io::Result<()>;
+}
+
 /// Makes the kernel drop what it has cached.
 #[derive(Clone)]
-pub struct Forgetter(Arc<dyn Forget>);
+pub struct Invalidator(Arc<dyn Invalidate>);
 
-impl Forgetter {
+impl Invalidator {
     pub(crate) fn new<B: Backing>(coherence: Arc<Coherence<B>>) -> Self {
         Self(coherence)
     }
 
     /// Returns when nothing of it from before this call is left.
-    pub fn forget(&self, cached: &Cached) {
-        self.0.forget(cached);
+    pub fn invalidate(&self, cached: &Cached) {
+        self.0.invalidate(cached);
     }
 
     /// Returns when no attribute of the inode from before this call is left.
-    pub fn forget_attributes(&self, inode: InodeId) {
-        self.0.forget_attributes(inode);
+    pub fn invalidate_attributes(&self, inode: InodeId) {
+        self.0.invalidate_attributes(inode);
     }
 }
 
-trait Forget: Send + Sync {
-    fn forget(&self, cached: &Cached);
-    fn forget_attributes(&self, inode: InodeId);
+trait Invalidate: Send + Sync {
+    fn invalidate(&self, cached: &Cached);
+    fn invalidate_attributes(&self, inode: InodeId);
 }
 
-impl<B: Backing> Forget for Coherence<B> {
-    fn forget(&self, cached: &Cached) {
+impl<B: Backing> Invalidate for Coherence<B> {
+    fn invalidate(&self, cached: &Cached) {
         let Some(notifier) = self.notifier() else {
             return;
         };
-        // What the kernel does not know is no error to the notifier.
         let dropped = match cached {
-            Cached::Name { parent, name } => notifier.inval_entry(INodeNo(parent.0), name),
-            Cached::Inode(inode) => notifier.inval_inode(INodeNo(inode.0), 0, 0),
+            Cached::Name { parent, name } => notifier.invalidate_name(*parent, name),
+            Cached::Inode(inode) => notifier.invalidate_pages(*inode, 0, 0),
         };
-        if let Err(error) = dropped {
+        if let Err(error) = dropped.or_else(ignore_unknown) {
             tracing::warn!(%error, ?cached, "the kernel did not drop what it has cached");
         }
     }
 
-    fn forget_attributes(&self, inode: InodeId) {
-        Coherence::forget_attributes(self, inode);
+    fn invalidate_attributes(&self, inode: InodeId) {
+        Coherence::invalidate_attributes(self, inode);
     }
 }
 
@@ -85,7 +101,7 @@ impl<B: Backing> Forget for Coherence<B> {
 pub(crate) struct Coherence<B: Backing> {
     engine: Arc<Engine<B>>,
     workers: Workers,
-    notifier: OnceLock<Notifier>,
+    notifier: OnceLock<Arc<dyn Notifier>>,
 }
 
 impl<B: Backing> Coherence<B> {
@@ -98,26 +114,31 @@ impl<B: Backing> Coherence<B> {
     }
 
     /// To be called before the first request is served.
-    pub(crate) fn start(&self, notifier: Notifier) {
+    pub(crate) fn start(&self, notifier: Arc<dyn Notifier>) {
         let _ = self.notifier.set(notifier);
     }
 
-    pub(crate) fn notifier(&self) -> Option<&Notifier> {
+    pub(crate) fn notifier(&self) -> Option<&Arc<dyn Notifier>> {
         self.notifier.get()
     }
+
     pub(crate) fn engine(&self) -> &Arc<Engine<B>> {
         &self.engine
     }
+
     pub(crate) fn workers(&self) -> &Workers {
         &self.workers
     }
 
     /// Returns when no attribute of the inode from before this call is left.
-    pub(crate) fn forget_attributes(&self, inode: InodeId) {
+    pub(crate) fn invalidate_attributes(&self, inode: InodeId) {
         let Some(notifier) = self.notifier() else {
             return;
         };
-        if let Err(error) = notifier.inval_inode(INodeNo(inode.0), -1, 0) {
+        if let Err(error) = notifier
+            .invalidate_attributes(inode)
+            .or_else(ignore_unknown)
+        {
             tracing::warn!(%error, inode = inode.0, "the kernel did not drop attributes");
         }
     }
@@ -133,19 +154,26 @@ impl<B: Backing> Coherence<B> {
             Some(notifier)
                 if !target.from_cache && self.engine.has_cached_readers(target.handle) =>
             {
-                notifier.clone()
+                Arc::clone(notifier)
             }
             _ => return answer(),
         };
         // Not on this thread: dropping a page waits for a read of it that a FUSE thread must answer.
-        self.workers.run_about(Topic::Pages(InodeId(target.inode.0)), move || {
-            let dropped = notifier.inval_inode(target.inode, target.offset as i64, len as i64);
-            if let Err(error) = dropped
-                && error.kind() != std::io::ErrorKind::NotFound
-            {
+        self.workers.run_about(Topic::Pages(target.inode), move || {
+            let dropped = notifier.invalidate_pages(target.inode, target.offset, len as u64);
+            if let Err(error) = dropped.or_else(ignore_unknown) {
                 tracing::warn!(%error, inode = target.inode.0, "cannot drop cached pages after a write");
             }
             answer();
         });
+    }
+}
+
+/// What the kernel does not know is not cached there.
+fn ignore_unknown(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::NotFound {
+        Ok(())
+    } else {
+        Err(error)
     }
 }

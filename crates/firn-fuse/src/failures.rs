@@ -1,80 +1,76 @@
-//! Requests of the kernel that fail: answered, counted and logged in one place.
+//! Requests of the kernel that fail, counted and logged in one place.
 //!
-//! An [`Answer`] is fuser's reply with what the request is about. Whatever its operation, the first failure that can
-//! only come from a backing in trouble is a warning for each operation and errno; the others, and what programs
-//! expect (no such name, a name that is taken), are told with `log-level=debug`.
+//! The first failure that can only come from a backing in trouble is a warning, for each operation and errno; the
+//! others, and what programs expect (no such name, a name that is taken), are logged with `log-level=debug`.
 
 use std::collections::{BTreeMap, HashSet};
-use std::ffi::{OsStr, OsString};
-use std::ops::{Deref, DerefMut};
-use std::sync::Arc;
+use std::ffi::OsStr;
 
-use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, InodeId};
+use firn_backing::Errno;
+use firn_engine::InodeId;
 use firn_format::tally::Tally;
 use parking_lot::Mutex;
 
-use crate::convert;
+use crate::reply::Subject;
+use crate::request::{OPERATION_NAMES, OperationKind};
 
-macro_rules! operations {
-    ($($operation:ident = $name:literal),* $(,)?) => {
-        /// What the kernel asks for.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub(crate) enum Operation { $($operation),* }
-
-        const NAMES: [&str; [$($name),*].len()] = [$($name),*];
-    };
-}
-
-operations! {
-    Lookup = "lookup", Getattr = "getattr", Setattr = "setattr", Readlink = "readlink", Mknod = "mknod",
-    Mkdir = "mkdir", Unlink = "unlink", Rmdir = "rmdir", Symlink = "symlink", Rename = "rename", Link = "link",
-    Open = "open", Read = "read", Write = "write", Flush = "flush", Fsync = "fsync", Opendir = "opendir",
-    Readdir = "readdir", Fsyncdir = "fsyncdir", Statfs = "statfs", Setxattr = "setxattr", Getxattr = "getxattr",
-    Listxattr = "listxattr", Removexattr = "removexattr", Create = "create", Fallocate = "fallocate",
-    Lseek = "lseek", Copy = "copy_file_range",
-}
+/// The path of an inode, or of a name in it, as a person reads it.
+type PathOf = dyn Fn(InodeId, Option<&OsStr>) -> String + Send + Sync;
 
 /// Failed requests of a mount.
 pub struct Failures {
-    counts: Tally<{ NAMES.len() }>,
+    counts: Tally<{ OPERATION_NAMES.len() }>,
     /// What was warned of already.
-    warned: Mutex<HashSet<(Operation, i32)>>,
+    warned: Mutex<HashSet<(OperationKind, i32)>>,
+    path_of: Box<PathOf>,
 }
 
 impl Default for Failures {
+    /// Of a mount to which no requests come.
     fn default() -> Self {
-        Self {
-            counts: Tally::new(NAMES),
-            warned: Mutex::default(),
-        }
+        Self::new(|inode, _| format!("(inode {})", inode.0))
     }
 }
 
 impl Failures {
+    pub(crate) fn new(
+        path_of: impl Fn(InodeId, Option<&OsStr>) -> String + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            counts: Tally::new(OPERATION_NAMES),
+            warned: Mutex::default(),
+            path_of: Box::new(path_of),
+        }
+    }
+
     /// How many failed, by operation; those of which none did are left out.
     pub fn figures(&self) -> BTreeMap<String, u64> {
         self.counts.figures()
     }
 
-    fn tell<B: Backing>(&self, about: &About<B>, errno: Errno) {
-        self.counts.count(about.operation as usize);
-        let is_news = is_trouble(errno)
-            && self
-                .warned
-                .lock()
-                .insert((about.operation, errno.raw_os_error()));
-        if is_news {
-            let path = about.path();
-            tracing::warn!(operation = about.name(), %path, %errno, "a request failed; more of the kind are counted");
+    pub(crate) fn path_of(&self, subject: &Subject) -> String {
+        (self.path_of)(subject.inode, subject.name.as_deref())
+    }
+
+    /// Counts and logs one.
+    pub(crate) fn record(&self, subject: &Subject, errno: Errno) {
+        self.counts.count(subject.operation as usize);
+        let operation = subject.operation.name();
+        if self.is_news(subject.operation, errno) {
+            let path = self.path_of(subject);
+            tracing::warn!(operation, %path, %errno, "a request failed; more of the kind are counted");
         } else {
-            tracing::debug!(operation = about.name(), path = %about.path(), %errno, "a request failed");
+            tracing::debug!(operation, path = %self.path_of(subject), %errno, "a request failed");
         }
+    }
+
+    fn is_news(&self, operation: OperationKind, errno: Errno) -> bool {
+        is_backing_trouble(errno) && self.warned.lock().insert((operation, errno.raw_os_error()))
     }
 }
 
 /// Whether programs that do nothing unusual never see it from a backing that works.
-fn is_trouble(errno: Errno) -> bool {
+fn is_backing_trouble(errno: Errno) -> bool {
     matches!(
         errno,
         Errno::IO
@@ -97,104 +93,6 @@ fn is_trouble(errno: Errno) -> bool {
     )
 }
 
-/// What a request is about.
-struct About<B: Backing> {
-    engine: Arc<Engine<B>>,
-    failures: Arc<Failures>,
-    operation: Operation,
-    inode: InodeId,
-    /// In that directory.
-    name: Option<OsString>,
-}
-
-impl<B: Backing> About<B> {
-    fn name(&self) -> &'static str {
-        self.failures.counts.name(self.operation as usize)
-    }
-
-    fn path(&self) -> String {
-        self.engine.shown_path(self.inode, self.name.as_deref())
-    }
-}
-
-/// A reply of fuser's with what its request is about. Success is answered through it as through the reply itself.
-pub(crate) struct Answer<B: Backing, R> {
-    reply: R,
-    about: About<B>,
-}
-
-impl<B: Backing, R> Answer<B, R> {
-    pub(crate) fn new(
-        engine: &Arc<Engine<B>>,
-        failures: &Arc<Failures>,
-        operation: Operation,
-        (inode, name): (InodeId, Option<&OsStr>),
-        reply: R,
-    ) -> Self {
-        let engine = Arc::clone(engine);
-        let failures = Arc::clone(failures);
-        let name = name.map(OsStr::to_owned);
-        Self {
-            reply,
-            about: About {
-                engine,
-                failures,
-                operation,
-                inode,
-                name,
-            },
-        }
-    }
-
-    /// The reply, to be answered with success.
-    pub(crate) fn success(self) -> R {
-        self.reply
-    }
-}
-
-impl<B: Backing, R: Refuse> Answer<B, R> {
-    /// Answers with an error.
-    pub(crate) fn error(self, error: Errno) {
-        self.about.failures.tell(&self.about, error);
-        self.reply.refuse(convert::errno(error));
-    }
-}
-
-impl<B: Backing, R> Deref for Answer<B, R> {
-    type Target = R;
-
-    fn deref(&self) -> &R {
-        &self.reply
-    }
-}
-
-impl<B: Backing, R> DerefMut for Answer<B, R> {
-    fn deref_mut(&mut self) -> &mut R {
-        &mut self.reply
-    }
-}
-
-/// A reply that can be an error: all of fuser's.
-pub(crate) trait Refuse {
-    /// Sends it.
-    fn refuse(self, errno: fuser::Errno);
-}
-
-macro_rules! refuse {
-    ($($reply:ident)*) => {$(
-        impl Refuse for fuser::$reply {
-            fn refuse(self, errno: fuser::Errno) {
-                self.error(errno);
-            }
-        }
-    )*};
-}
-
-refuse! {
-    ReplyAttr ReplyCreate ReplyData ReplyDirectory ReplyDirectoryPlus ReplyEmpty ReplyEntry ReplyLseek ReplyOpen
-    ReplyStatfs ReplyWrite ReplyXattr
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -209,17 +107,10 @@ mod tests {
             Errno::ACCESS,
             Errno::NXIO,
         ] {
-            assert!(!is_trouble(errno), "{errno:?}");
+            assert!(!is_backing_trouble(errno), "{errno:?}");
         }
         for errno in [Errno::IO, Errno::NOSPC, Errno::STALE] {
-            assert!(is_trouble(errno), "{errno:?}");
+            assert!(is_backing_trouble(errno), "{errno:?}");
         }
-    }
-
-    #[test]
-    fn each_operation_has_its_name() {
-        let counts = Tally::new(NAMES);
-        assert_eq!(counts.name(Operation::Lookup as usize), "lookup");
-        assert_eq!(counts.name(Operation::Copy as usize), "copy_file_range");
     }
 }

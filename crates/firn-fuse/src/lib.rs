@@ -1,28 +1,36 @@
-//! Kernel request to engine call, error to errno, over the fuser crate.
+//! Kernel request to engine call, error to errno.
 //!
-//! [`Adapter`] only translates; what an operation means is the engine's. [`Session`] is the seam to
-//! the transport: mounting, the request loop and unmounting. Requests that have to wait (a full
-//! arena, a close that drains, an fsync) are answered from callbacks and workers. Others ask the backing on
-//! the thread that read them, as long as another one is left that reads (`serving`): whatever hangs there,
-//! requests are read and carried out.
+//! A request takes this way, each step knowing only the next:
+//!
+//! ```text
+//! transport::fuser   reads it, makes a request::Request and a reply::Responder of it
+//! dispatcher         decides where it runs, and calls the engine
+//! reply::Reply       traces and counts it if it failed, and answers
+//! ```
+//!
+//! [`Session`] mounts, runs the transport and unmounts. Requests that have to wait (a full arena, a close that drains,
+//! an fsync) are answered from callbacks and workers. Others ask the backing on the thread that read them, as long as
+//! another one is left that reads (`call_slots`): whatever hangs there, requests are read and carried out.
 
 mod adapter;
+mod call_slots;
 mod caller;
 mod coherence;
-mod convert;
 mod device;
-mod door;
+mod direct_access;
+mod dispatcher;
 mod failures;
-mod listing;
-mod negotiate;
 mod passthrough;
-mod serving;
+mod reply;
+mod request;
 mod session;
 mod stall;
+mod transport;
 mod workers;
 
-pub use adapter::{Adapter, AdapterOptions};
-pub use coherence::Forgetter;
+pub use adapter::Adapter;
+pub use coherence::Invalidator;
 pub use device::detach;
+pub use dispatcher::AdapterOptions;
 pub use failures::Failures;
 pub use session::{Session, SessionError, SessionOptions};

@@ -1,4 +1,4 @@
-//! The seam to the transport: a mounted adapter and its threads.
+//! A mount: the device, the transport that serves it, and its end.
 //!
 //! Promises
 //! * When [`Session::mount`] returns, the mount is usable.
@@ -9,11 +9,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_backing::Backing;
-use fuser::{Config, SessionACL};
 use parking_lot::Mutex;
 
 use crate::adapter::Adapter;
 use crate::device;
+use crate::transport::fuser;
 use crate::workers::Workers;
 
 /// How to mount.
@@ -59,7 +59,7 @@ pub enum SessionError {
         /// Why.
         source: io::Error,
     },
-    /// The kernel and we could not agree, or threads could not be started.
+    /// The kernel lacks what Firn needs, or threads could not be started.
     #[error("the FUSE session did not start: {0}")]
     Start(io::Error),
 }
@@ -70,7 +70,7 @@ pub struct Session {
     /// The kernel's number of this connection, under which it can be aborted.
     connection: Option<u32>,
     workers: Workers,
-    background: Mutex<Option<fuser::BackgroundSession>>,
+    served: Mutex<Option<fuser::Served>>,
 }
 
 impl Session {
@@ -82,15 +82,17 @@ impl Session {
     ) -> Result<Self, SessionError> {
         let mount_point = mount_point.to_owned();
         let device = device::mount(&mount_point, options)?;
-        let workers = adapter.workers();
-        match start(adapter, device, options) {
-            Ok(background) => {
+        let dispatcher = adapter.into_dispatcher();
+        let workers = dispatcher.workers();
+        let threads = thread_count(options.threads);
+        match fuser::serve(dispatcher, device, options.allow_other, threads) {
+            Ok(served) => {
                 let connection = device::connection(&mount_point);
                 Ok(Self {
                     mount_point,
                     connection,
                     workers,
-                    background: Mutex::new(Some(background)),
+                    served: Mutex::new(Some(served)),
                 })
             }
             Err(error) => {
@@ -114,38 +116,19 @@ impl Session {
     /// Waits until the session ended, by whatever cause. One caller gets the outcome; for others it
     /// is over at once.
     pub fn wait(&self) -> io::Result<()> {
-        let Some(background) = self.background.lock().take() else {
+        let Some(served) = self.served.lock().take() else {
             return Ok(());
         };
-        let ended = background.join();
+        let ended = served.join();
         // What was read before the end may still be carried out.
         self.workers.wait_until_quiet();
         ended
     }
 }
 
-fn start<B: Backing>(
-    adapter: Adapter<B>,
-    device: std::os::fd::OwnedFd,
-    options: &SessionOptions,
-) -> io::Result<fuser::BackgroundSession> {
-    let mut config = Config::default();
-    config.acl = if options.allow_other {
-        SessionACL::All
-    } else {
-        SessionACL::Owner
-    };
-    let cores = || std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    let threads = if options.threads == 0 {
-        cores()
-    } else {
-        options.threads
-    };
-    adapter.serving().set_threads(threads);
-    config.n_threads = Some(threads + 1);
-    config.clone_fd = true;
-    let coherence = adapter.coherence();
-    let session = fuser::Session::from_fd(adapter, device, config.acl, config)?;
-    coherence.start(session.notifier());
-    session.spawn()
+fn thread_count(option: usize) -> usize {
+    if option > 0 {
+        return option;
+    }
+    std::thread::available_parallelism().map_or(1, |cores| cores.get())
 }

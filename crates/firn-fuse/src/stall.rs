@@ -2,7 +2,7 @@
 //!
 //! Promises
 //! * First come, first served: while one waits, later ones queue behind it, so none starves.
-//! * No FUSE thread waits here: the payload is copied aside (one request per waiting writer, at most
+//! * No thread of the transport waits here: the payload is copied aside (one request per waiting writer, at most
 //!   1 MiB) and a worker goes on when the engine says that there is room.
 //! * What was taken of a write is never lost: a write that fails half way answers with its first part.
 
@@ -11,54 +11,53 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, InodeId, Principal, Written};
-use fuser::ReplyWrite;
+use firn_engine::{Engine, Principal, Written};
 use parking_lot::Mutex;
 
 use crate::caller::Process;
 use crate::coherence::{Coherence, Target};
-use crate::failures::Answer;
+use crate::reply::{Answer, Reply, Responder};
 use crate::workers::{Topic, Workers};
 
-/// One write request.
-pub(crate) struct Write<B: Backing> {
+/// A write that is not answered yet.
+pub(crate) struct PendingWrite<R: Responder> {
     /// Where it goes.
     pub(crate) target: Target,
     /// Whose write(2) it is; none: a store to a mapping.
     pub(crate) by: Option<Process>,
     /// The answer.
-    pub(crate) reply: Answer<B, ReplyWrite>,
+    pub(crate) reply: Reply<R>,
 }
 
-impl<B: Backing> Write<B> {
-    pub(crate) fn by(&self) -> Option<&dyn Principal> {
+impl<R: Responder> PendingWrite<R> {
+    pub(crate) fn principal(&self) -> Option<&dyn Principal> {
         self.by.as_ref().map(|by| by as &dyn Principal)
     }
 }
 
-struct Waiting<B: Backing> {
-    write: Write<B>,
+struct StalledWrite<R: Responder> {
+    write: PendingWrite<R>,
     data: Vec<u8>,
     taken: usize,
 }
 
-struct Queue<B: Backing> {
-    waiting: VecDeque<Waiting<B>>,
+struct Queue<R: Responder> {
+    waiting: VecDeque<StalledWrite<R>>,
     /// Whether somebody will look at the queue again: a callback is registered or a worker runs.
     watched: bool,
 }
 
-/// The queue.
-pub(crate) struct Stalled<B: Backing> {
+/// The writes that wait.
+pub(crate) struct StalledWrites<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
     workers: Workers,
     coherence: Arc<Coherence<B>>,
-    queue: Mutex<Queue<B>>,
-    /// Length of the queue, for status and for the fast path of [`Stalled::write`].
+    queue: Mutex<Queue<R>>,
+    /// Length of the queue, for status and for the fast path of [`StalledWrites::write`].
     count: Arc<AtomicU64>,
 }
 
-impl<B: Backing> Stalled<B> {
+impl<B: Backing, R: Responder> StalledWrites<B, R> {
     pub(crate) fn new(
         engine: Arc<Engine<B>>,
         workers: Workers,
@@ -77,13 +76,13 @@ impl<B: Backing> Stalled<B> {
         })
     }
 
-    fn finish(&self, write: Write<B>, taken: usize, error: Option<Errno>) {
-        let Write { target, reply, .. } = write;
+    fn finish(&self, write: PendingWrite<R>, taken: usize, error: Option<Errno>) {
+        let PendingWrite { target, reply, .. } = write;
         match error {
             Some(error) if taken == 0 => reply.error(error),
-            _ => self
-                .coherence
-                .after_write(target, taken, move || reply.success().written(taken as u32)),
+            _ => self.coherence.after_write(target, taken, move || {
+                reply.send(Answer::Written(taken as u32))
+            }),
         }
     }
 
@@ -93,14 +92,14 @@ impl<B: Backing> Stalled<B> {
     }
 
     /// Carries out a write now, or later if there is no room.
-    pub(crate) fn write(self: &Arc<Self>, write: Write<B>, data: &[u8]) {
+    pub(crate) fn write(self: &Arc<Self>, write: PendingWrite<R>, data: &[u8]) {
         if self.count.load(Ordering::Acquire) > 0 {
             return self.wait(write, data, 0);
         }
         let target = write.target;
         match self
             .engine
-            .write(target.handle, target.offset, data, write.by())
+            .write(target.handle, target.offset, data, write.principal())
         {
             Ok(Written::Bytes(taken)) if taken >= data.len() => {
                 self.finish(write, data.len(), None)
@@ -111,15 +110,15 @@ impl<B: Backing> Stalled<B> {
         }
     }
 
-    fn wait(self: &Arc<Self>, write: Write<B>, data: &[u8], taken: usize) {
+    fn wait(self: &Arc<Self>, write: PendingWrite<R>, data: &[u8], taken: usize) {
         // Only what is left is kept.
-        let kept = Waiting {
+        let stalled = StalledWrite {
             write,
             data: data[taken..].to_vec(),
             taken,
         };
         let mut queue = self.queue.lock();
-        queue.waiting.push_back(kept);
+        queue.waiting.push_back(stalled);
         self.count
             .store(queue.waiting.len() as u64, Ordering::Release);
         if !std::mem::replace(&mut queue.watched, true) {
@@ -134,7 +133,7 @@ impl<B: Backing> Stalled<B> {
         self.engine.on_space(Box::new(move |outcome| {
             let workers = this.workers.clone();
             workers.run(move || match outcome {
-                Ok(()) => this.go_on(),
+                Ok(()) => this.resume(),
                 Err(error) => this.fail(error),
             });
         }));
@@ -142,14 +141,14 @@ impl<B: Backing> Stalled<B> {
 
     /// Serves the queue from its head until there is no room or nobody waits. Only one worker at a
     /// time is here (`watched`).
-    fn go_on(self: &Arc<Self>) {
+    fn resume(self: &Arc<Self>) {
         while let Some(head) = self.pop() {
-            if self.asks_backing(&head) {
+            if self.may_wait_for_backing(&head) {
                 // Those behind it do not wait for that.
                 let this = Arc::clone(self);
-                let topic = Topic::Inode(InodeId(head.write.target.inode.0));
+                let topic = Topic::Inode(head.write.target.inode);
                 self.workers
-                    .run_about(topic, move || this.go_on_alone(head));
+                    .run_about(topic, move || this.resume_alone(head));
             } else if let Some(left) = self.try_again(head) {
                 self.push_front(left);
                 return self.watch();
@@ -157,17 +156,17 @@ impl<B: Backing> Stalled<B> {
         }
     }
 
-    fn asks_backing(&self, head: &Waiting<B>) -> bool {
+    fn may_wait_for_backing(&self, head: &StalledWrite<R>) -> bool {
         let target = &head.write.target;
         let end = target
             .offset
             .saturating_add((head.taken + head.data.len()) as u64);
         self.engine
-            .write_may_wait(target.handle, end, head.write.by())
+            .write_may_wait(target.handle, end, head.write.principal())
     }
 
     /// Carries out one that was taken out of the queue; where there is no room it is the next one again.
-    fn go_on_alone(self: &Arc<Self>, head: Waiting<B>) {
+    fn resume_alone(self: &Arc<Self>, head: StalledWrite<R>) {
         if let Some(left) = self.try_again(head)
             && self.push_front(left)
         {
@@ -176,12 +175,12 @@ impl<B: Backing> Stalled<B> {
     }
 
     /// Gives back what finds no room.
-    fn try_again(&self, mut head: Waiting<B>) -> Option<Waiting<B>> {
+    fn try_again(&self, mut head: StalledWrite<R>) -> Option<StalledWrite<R>> {
         let target = &head.write.target;
         let offset = target.offset + head.taken as u64;
         match self
             .engine
-            .write(target.handle, offset, &head.data, head.write.by())
+            .write(target.handle, offset, &head.data, head.write.principal())
         {
             Ok(Written::Bytes(bytes)) if bytes >= head.data.len() => {
                 let taken = head.taken + head.data.len();
@@ -202,7 +201,7 @@ impl<B: Backing> Stalled<B> {
     }
 
     /// Takes the head, leaving it counted: new writes must queue behind it while it is served.
-    fn pop(&self) -> Option<Waiting<B>> {
+    fn pop(&self) -> Option<StalledWrite<R>> {
         let mut queue = self.queue.lock();
         let head = queue.waiting.pop_front();
         let left = queue.waiting.len() as u64 + u64::from(head.is_some());
@@ -212,7 +211,7 @@ impl<B: Backing> Stalled<B> {
     }
 
     /// Whether the caller is to see to it that somebody looks at the queue again.
-    fn push_front(&self, head: Waiting<B>) -> bool {
+    fn push_front(&self, head: StalledWrite<R>) -> bool {
         let mut queue = self.queue.lock();
         queue.waiting.push_front(head);
         self.count

@@ -1,4 +1,4 @@
-//! What the kernel must be told of files that processes write past it.
+//! What the kernel and processes must be told where files are accessed directly, past the kernel.
 //!
 //! Promises
 //! * Attributes of such a file are not kept: the kernel asks each time, and what it kept from before is
@@ -12,23 +12,23 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use firn_backing::Backing;
+use firn_backing::{Backing, Caller};
 use firn_engine::{HandleId, InodeId};
 use firn_format::data_socket::{DATA_SOCKET_VERSION, Token};
-use fuser::{INodeNo, Request};
 use zerocopy::FromZeros;
 
 use crate::coherence::Coherence;
 use crate::workers::Topic;
 
-/// Where processes ask to write and read past the kernel.
+/// Where processes ask for direct access.
 #[derive(Clone)]
-pub(crate) struct DoorPlace {
+pub(crate) struct DataSocket {
     arena: [u8; 16],
-    socket: [u8; 112],
+    /// Ends with a zero byte.
+    path: [u8; 112],
 }
 
-impl DoorPlace {
+impl DataSocket {
     /// `None` where the path does not fit.
     pub(crate) fn new(arena: [u8; 16], socket: &Path) -> Option<Self> {
         let path = socket.as_os_str().as_bytes();
@@ -38,23 +38,20 @@ impl DoorPlace {
             .get_mut(..path.len())
             .filter(|_| path.len() <= 107)?
             .copy_from_slice(path);
-        Some(Self {
-            arena,
-            socket: bytes,
-        })
+        Some(Self { arena, path: bytes })
     }
 }
 
-/// The answer to `IOCTL_TOKEN`: the door is for processes of firnd's own user.
-pub(crate) fn token(place: Option<&DoorPlace>, request: &Request, handle: u64) -> Token {
-    let ours = request.uid() == rustix::process::geteuid().as_raw();
-    match place.filter(|_| ours) {
-        Some(place) => Token {
-            token: handle,
+/// The answer to `IOCTL_TOKEN`: direct access is for processes of firnd's own user. All zero: there is none.
+pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleId) -> Token {
+    let is_own_user = caller.uid == rustix::process::geteuid().as_raw();
+    match socket.filter(|_| is_own_user) {
+        Some(data_socket) => Token {
+            token: handle.0,
             version: DATA_SOCKET_VERSION,
             pid: std::process::id(),
-            arena: place.arena,
-            socket: place.socket,
+            arena: data_socket.arena,
+            socket: data_socket.path,
         },
         None => Token::new_zeroed(),
     }
@@ -76,15 +73,14 @@ impl<B: Backing> Coherence<B> {
         // Not on this thread: a store waits for a page that a FUSE thread may have to fill.
         self.workers().run_about(Topic::Pages(inode), move || {
             if let Some(last) = size.checked_sub(1) {
-                let inode = INodeNo(inode.0);
                 // A mapping may have changed the byte in the kernel's cache: that page is written first.
                 let told = notifier
-                    .inval_inode(inode, last as i64, 1)
+                    .invalidate_pages(inode, last, 1)
                     .and_then(|()| {
                         let byte = engine.byte_at(handle, last).unwrap_or(0);
                         notifier.store(inode, last, &[byte])
                     })
-                    .and_then(|()| notifier.inval_inode(inode, last as i64, 1));
+                    .and_then(|()| notifier.invalidate_pages(inode, last, 1));
                 if let Err(error) = told {
                     tracing::warn!(%error, inode = inode.0, size, "cannot tell the kernel how long a file is");
                     return answer();

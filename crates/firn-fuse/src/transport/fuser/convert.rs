@@ -1,10 +1,11 @@
-//! Values of one side in the words of the other: errnos, attributes, times, kinds.
+//! Firn's errnos, attributes, times and kinds as fuser has them, and times of requests the other way round.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use firn_backing::{Attr, Errno, Kind, SetTime, Time};
-use firn_engine::InodeId;
+use firn_backing::{Errno, Kind, SetTime, Time};
 use fuser::{FileAttr, FileType, INodeNo, TimeOrNow};
+
+use crate::reply::Attributes;
 
 /// Largest errno that the kernel takes from a FUSE server; above it are the kernel's own
 /// (fs/fuse/dev.c refuses them, and the caller would wait for ever).
@@ -28,9 +29,10 @@ pub(crate) fn errno(error: Errno) -> fuser::Errno {
 
 /// Attributes for the kernel. fuser sends the inode number that programs see as the inode id too, so
 /// the engine's inode ids are what stat(2) shows.
-pub(crate) fn attr(inode: InodeId, attr: &Attr) -> FileAttr {
+pub(crate) fn attr(attributes: &Attributes) -> FileAttr {
+    let attr = &attributes.attr;
     FileAttr {
-        ino: INodeNo(inode.0),
+        ino: INodeNo(attributes.inode.0),
         size: attr.size,
         blocks: attr.blocks,
         atime: system_time(attr.atime),

@@ -7,6 +7,8 @@ use std::io;
 
 use fuser::{InitFlags, KernelConfig};
 
+use crate::dispatcher::Negotiated;
+
 /// Larger requests gained nothing on two cores and are clamped unless `fs.fuse.max_pages_limit` is
 /// raised.
 const MAX_WRITE_BYTES: u32 = 1 << 20;
@@ -32,8 +34,8 @@ const WANTED: [InitFlags; 10] = [
     InitFlags::FUSE_AUTO_INVAL_DATA,
 ];
 
-/// Configures the connection; returns whether passthrough is on and whether umask is ours to apply.
-pub(crate) fn negotiate(config: &mut KernelConfig, passthrough: bool) -> io::Result<Agreed> {
+/// Configures the connection.
+pub(crate) fn negotiate(config: &mut KernelConfig, passthrough: bool) -> io::Result<Negotiated> {
     for flag in WANTED {
         if config.add_capabilities(flag).is_err() {
             tracing::info!(?flag, "the kernel does not offer it");
@@ -54,17 +56,8 @@ pub(crate) fn negotiate(config: &mut KernelConfig, passthrough: bool) -> io::Res
     let passthrough = passthrough
         && config.set_max_stack_depth(STACK_DEPTH).is_ok()
         && config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok();
-    Ok(Agreed {
+    Ok(Negotiated {
         passthrough,
-        umask: config.capabilities().contains(InitFlags::FUSE_DONT_MASK),
+        applies_umask: config.capabilities().contains(InitFlags::FUSE_DONT_MASK),
     })
-}
-
-/// What kernel and adapter agreed on.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Agreed {
-    /// The kernel may read backing files itself.
-    pub(crate) passthrough: bool,
-    /// The kernel leaves the umask to us.
-    pub(crate) umask: bool,
 }

@@ -1,6 +1,6 @@
-//! Which thread does what the kernel asks for.
+//! Which thread carries out what the kernel asks for.
 //!
-//! A call of the backing may take for ever, and so may the thread that makes it. Ordinarily the FUSE thread that read
+//! A call of the backing may take for ever, and so may the thread that makes it. Ordinarily the thread of the transport that read
 //! a request also carries it out: nothing is faster. But there is one thread more than may be in such calls
 //! (`fuse-threads`), and whatever it reads while all others are in calls it does not carry out: it offers it to the
 //! first of the others that comes back, and if none does within [`PATIENCE`], leaves it to the workers.
@@ -9,9 +9,10 @@
 //! * A thread that reads requests is free, or will be within [`PATIENCE`], however many calls hang.
 //! * As long as calls return, none of them changes threads but the few that are offered.
 //!
-//! What keeps it so: whoever handles a request says what it is about and hands over all that may ask the backing or
-//! wait for somebody: where [`Serving::here`] lets it, on this thread, else by [`Serving::elsewhere`]. The rest
-//! (forgetting, flushing, waiting with a callback) is done by the thread that read the request, whichever that is.
+//! What keeps it so: the dispatcher says what a request is about, and makes each call that may ask the backing or wait
+//! for somebody with a slot ([`CallSlots::acquire`]) on this thread, and without one by [`CallSlots::run_elsewhere`].
+//! The rest (forgetting, flushing, waiting with a callback) is done by the thread that read the request, whichever
+//! that is.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -24,29 +25,29 @@ use crate::workers::{Task, Topic, Workers};
 /// server answers, and not felt where it does not.
 const PATIENCE: Duration = Duration::from_millis(2);
 
-/// One call under way, in [`Serving::calls`].
+/// One call under way, in [`CallSlots::calls`].
 const CALL: u64 = 1;
 /// One call that ended, there.
 const ENDED: u64 = 1 << 16;
 
-/// The FUSE threads of a mount, and what they are in.
-pub(crate) struct Serving {
+/// The calls that threads of the transport are in.
+pub(crate) struct CallSlots {
     workers: Workers,
     /// The threads that may be in calls: all but one. Set before the first request.
     max: AtomicU64,
     /// Calls under way in the low 16 bits, calls that ended in the others.
     calls: AtomicU64,
-    /// What the thread that is in no call has in hand.
+    /// The call that the thread in no call wants to hand over.
     offer: Mutex<Option<Task>>,
     is_offered: AtomicBool,
-    /// What `calls` was when an offer was of no use: as long as no call ended since, none will be.
-    in_vain: AtomicU64,
+    /// How many calls had ended when an offer was last of no use: while that has not changed, none will be.
+    vain_offer_at: AtomicU64,
 }
 
 /// A call on this thread; counts until it is dropped.
-pub(crate) struct Here<'a>(&'a Serving);
+pub(crate) struct CallSlot<'a>(&'a CallSlots);
 
-impl Serving {
+impl CallSlots {
     pub(crate) fn new(workers: Workers) -> Self {
         Self {
             workers,
@@ -54,7 +55,7 @@ impl Serving {
             calls: AtomicU64::new(0),
             offer: Mutex::new(None),
             is_offered: AtomicBool::new(false),
-            in_vain: AtomicU64::new(u64::MAX),
+            vain_offer_at: AtomicU64::new(u64::MAX),
         }
     }
 
@@ -64,19 +65,19 @@ impl Serving {
     }
 
     /// Leave to make a call that may hang, on this thread; `None` where it is the last one that reads requests.
-    pub(crate) fn here(&self) -> Option<Here<'_>> {
+    pub(crate) fn acquire(&self) -> Option<CallSlot<'_>> {
         if under_way(self.calls.fetch_add(CALL, Ordering::SeqCst))
             < self.max.load(Ordering::Relaxed)
         {
-            return Some(Here(self));
+            return Some(CallSlot(self));
         }
         self.calls.fetch_sub(CALL, Ordering::SeqCst);
         None
     }
 
-    /// For what [`Serving::here`] refused.
-    pub(crate) fn elsewhere(&self, topic: Topic, call: Task) {
-        let call = if self.hangs() {
+    /// Runs a call for which [`CallSlots::acquire`] had no slot.
+    pub(crate) fn run_elsewhere(&self, topic: Topic, call: Task) {
+        let call = if self.is_stuck() {
             Some(call)
         } else {
             self.offer(call)
@@ -87,8 +88,8 @@ impl Serving {
     }
 
     /// Whether no call ended since an offer was of no use.
-    fn hangs(&self) -> bool {
-        ended(self.calls.load(Ordering::SeqCst)) == self.in_vain.load(Ordering::Relaxed)
+    fn is_stuck(&self) -> bool {
+        ended(self.calls.load(Ordering::SeqCst)) == self.vain_offer_at.load(Ordering::Relaxed)
     }
 
     /// Offers a call to the other threads; gives it back if none of them came.
@@ -104,12 +105,12 @@ impl Serving {
             self.is_offered.store(true, Ordering::SeqCst);
         }
         // Whoever came back before it could see the offer left room for this thread.
-        self.help();
+        self.run_offered();
         if self.is_offered.load(Ordering::SeqCst) {
             std::thread::sleep(PATIENCE);
         }
         let call = self.take_offer()?;
-        self.in_vain.store(before, Ordering::Relaxed);
+        self.vain_offer_at.store(before, Ordering::Relaxed);
         Some(call)
     }
 
@@ -120,14 +121,14 @@ impl Serving {
     }
 
     /// Runs what is offered, if there is room.
-    fn help(&self) {
+    fn run_offered(&self) {
         while self.is_offered.load(Ordering::SeqCst) {
-            let Some(here) = self.here() else { return };
+            let Some(slot) = self.acquire() else { return };
             match self.take_offer() {
                 Some(call) => call(),
-                None => return here.end(),
+                None => return slot.release_quietly(),
             }
-            here.end();
+            slot.release_quietly();
         }
     }
 
@@ -136,18 +137,18 @@ impl Serving {
     }
 }
 
-impl Here<'_> {
-    /// Without a look at what is offered.
-    fn end(self) {
+impl CallSlot<'_> {
+    /// Without looking whether a call is offered.
+    fn release_quietly(self) {
         self.0.count_end();
         std::mem::forget(self);
     }
 }
 
-impl Drop for Here<'_> {
+impl Drop for CallSlot<'_> {
     fn drop(&mut self) {
         self.0.count_end();
-        self.0.help();
+        self.0.run_offered();
     }
 }
 
@@ -169,27 +170,27 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    fn serving(threads: usize) -> Arc<Serving> {
-        let serving = Serving::new(Workers::default());
-        serving.set_threads(threads);
-        Arc::new(serving)
+    fn call_slots(threads: usize) -> Arc<CallSlots> {
+        let slots = CallSlots::new(Workers::default());
+        slots.set_threads(threads);
+        Arc::new(slots)
     }
 
-    /// A request, as the adapter carries it out.
-    fn run(serving: &Serving, topic: Topic, call: impl FnOnce() + Send + 'static) {
-        match serving.here() {
-            Some(_here) => call(),
-            None => serving.elsewhere(topic, Box::new(call)),
+    /// A request, as the dispatcher carries it out.
+    fn run(slots: &CallSlots, topic: Topic, call: impl FnOnce() + Send + 'static) {
+        match slots.acquire() {
+            Some(_slot) => call(),
+            None => slots.run_elsewhere(topic, Box::new(call)),
         }
     }
 
-    /// Makes a call of it hang, on a thread that stands for one of FUSE's; it hangs until the sender is dropped.
-    fn hang(serving: &Arc<Serving>) -> (mpsc::Sender<()>, std::thread::JoinHandle<()>) {
+    /// Makes a call of it hang, on a thread that stands for one of the transport's; it hangs until the sender is dropped.
+    fn hang(slots: &Arc<CallSlots>) -> (mpsc::Sender<()>, std::thread::JoinHandle<()>) {
         let (release, hung) = mpsc::channel::<()>();
         let (tell, told) = mpsc::channel();
-        let serving = Arc::clone(serving);
+        let slots = Arc::clone(slots);
         let thread = std::thread::spawn(move || {
-            run(&serving, Topic::Inode(InodeId(1)), move || {
+            run(&slots, Topic::Inode(InodeId(1)), move || {
                 let _ = tell.send(());
                 let _ = hung.recv();
             });
@@ -199,9 +200,9 @@ mod tests {
     }
 
     /// Which thread a call that is made now is on.
-    fn thread_of_a_call(serving: &Serving) -> std::thread::ThreadId {
+    fn thread_of_a_call(slots: &CallSlots) -> std::thread::ThreadId {
         let (tell, told) = mpsc::channel();
-        run(serving, Topic::Inode(InodeId(2)), move || {
+        run(slots, Topic::Inode(InodeId(2)), move || {
             let _ = tell.send(std::thread::current().id());
         });
         told.recv_timeout(LIMIT).expect("the call ends")
@@ -209,46 +210,46 @@ mod tests {
 
     #[test]
     fn calls_are_made_where_they_were_read_while_a_thread_is_left() {
-        let serving = serving(2);
+        let slots = call_slots(2);
         let here = std::thread::current().id();
-        assert_eq!(thread_of_a_call(&serving), here);
-        let (release, hung) = hang(&serving);
-        assert_eq!(thread_of_a_call(&serving), here);
+        assert_eq!(thread_of_a_call(&slots), here);
+        let (release, hung) = hang(&slots);
+        assert_eq!(thread_of_a_call(&slots), here);
         drop(release);
         hung.join().expect("a thread");
-        assert_eq!(under_way(serving.calls.load(Ordering::SeqCst)), 0);
+        assert_eq!(under_way(slots.calls.load(Ordering::SeqCst)), 0);
     }
 
     #[test]
     fn regression_the_last_thread_that_reads_makes_no_call() {
-        let serving = serving(2);
+        let slots = call_slots(2);
         let here = std::thread::current().id();
-        let hung = [hang(&serving), hang(&serving)];
+        let hung = [hang(&slots), hang(&slots)];
         // Not the second time either, when nothing is offered any more.
         for _ in 0..100 {
-            assert_ne!(thread_of_a_call(&serving), here);
+            assert_ne!(thread_of_a_call(&slots), here);
         }
-        assert!(serving.hangs());
+        assert!(slots.is_stuck());
         for (release, thread) in hung {
             drop(release);
             thread.join().expect("a thread");
         }
-        assert_eq!(thread_of_a_call(&serving), here);
+        assert_eq!(thread_of_a_call(&slots), here);
     }
 
     #[test]
     fn what_is_offered_is_done_once_by_whoever_comes_back() {
         const CALLS: u64 = 20_000;
-        let serving = serving(3);
+        let slots = call_slots(3);
         let done = Arc::new(AtomicU64::new(0));
         let readers: Vec<_> = (0..4)
             .map(|_| {
-                let serving = Arc::clone(&serving);
+                let slots = Arc::clone(&slots);
                 let done = Arc::clone(&done);
                 std::thread::spawn(move || {
                     for call in 0..CALLS {
                         let done = Arc::clone(&done);
-                        run(&serving, Topic::Inode(InodeId(call)), move || {
+                        run(&slots, Topic::Inode(InodeId(call)), move || {
                             done.fetch_add(1, Ordering::SeqCst);
                         });
                     }
@@ -264,7 +265,7 @@ mod tests {
             std::thread::yield_now();
         }
         assert_eq!(done.load(Ordering::SeqCst), 4 * CALLS);
-        assert_eq!(under_way(serving.calls.load(Ordering::SeqCst)), 0);
-        assert!(serving.offer.lock().is_none());
+        assert_eq!(under_way(slots.calls.load(Ordering::SeqCst)), 0);
+        assert!(slots.offer.lock().is_none());
     }
 }

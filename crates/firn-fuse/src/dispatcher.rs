@@ -1,0 +1,305 @@
+//! Each request as a call of the engine, and where that call runs.
+//!
+//! [`Dispatcher::dispatch`] is the one way in. The methods behind it, one for each operation, say what an operation
+//! may wait for, and choose:
+//!
+//! | runs with | where | what |
+//! |---|---|---|
+//! | nothing | the thread that read the request | never asks the backing |
+//! | [`Dispatcher::run_call`] | that thread, as long as another one is left that reads ([`CallSlots`]) | asks the backing |
+//! | [`Dispatcher::run_on_worker`] | a worker | takes long, or waits for a drain |
+//! | [`Dispatcher::run_change`] | as a call, or on a worker where changes wait for transactions | changes names or attributes |
+//!
+//! What an operation means is the engine's business; nothing here knows which transport brought the request.
+
+mod attributes;
+mod data;
+mod listing;
+mod names;
+mod open;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use firn_backing::{Backing, Caller};
+use firn_engine::{Engine, HandleId, InodeId};
+use firn_format::data_socket::{IOCTL_TOKEN, Token};
+use zerocopy::IntoBytes;
+
+use crate::call_slots::CallSlots;
+use crate::coherence::Coherence;
+use crate::direct_access::{self, DataSocket};
+use crate::failures::Failures;
+use crate::passthrough::Passthrough;
+use crate::reply::{Answer, Attributes, Reply, Responder};
+use crate::request::{Operation, Request};
+use crate::stall::StalledWrites;
+use crate::workers::{Topic, Workers};
+
+/// What the mount decides about the answers to the kernel.
+#[derive(Clone, Copy, Debug)]
+pub struct AdapterOptions {
+    /// How long the kernel may keep names and attributes without asking.
+    pub attr_timeout: Duration,
+    /// Ask the kernel to read drained files itself (it needs CAP_SYS_ADMIN).
+    pub passthrough: bool,
+}
+
+/// What the transport and the kernel agreed on.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Negotiated {
+    /// The kernel may read backing files itself.
+    pub(crate) passthrough: bool,
+    /// The kernel leaves it to Firn to apply umasks.
+    pub(crate) applies_umask: bool,
+}
+
+/// Carries out the requests of one mount.
+pub(crate) struct Dispatcher<B: Backing, R: Responder> {
+    engine: Arc<Engine<B>>,
+    options: AdapterOptions,
+    negotiated: Negotiated,
+    workers: Workers,
+    call_slots: CallSlots,
+    stalled: Arc<StalledWrites<B, R>>,
+    coherence: Arc<Coherence<B>>,
+    passthrough: Arc<Passthrough<R::BackingId>>,
+    data_socket: Option<DataSocket>,
+    failures: Arc<Failures>,
+}
+
+impl<B: Backing, R: Responder> Dispatcher<B, R> {
+    /// A dispatcher to which no requests come yet.
+    pub(crate) fn new(engine: Arc<Engine<B>>, options: AdapterOptions) -> Self {
+        let workers = Workers::default();
+        let coherence = Coherence::new(Arc::clone(&engine), workers.clone());
+        let weak = Arc::downgrade(&coherence);
+        engine.on_attributes_changed(Arc::new(move |inode| {
+            if let Some(coherence) = weak.upgrade() {
+                coherence.invalidate_attributes(inode);
+            }
+        }));
+        let named = Arc::clone(&engine);
+        let failures = Failures::new(move |inode, name| named.shown_path(inode, name));
+        Self {
+            options,
+            negotiated: Negotiated::default(),
+            call_slots: CallSlots::new(workers.clone()),
+            stalled: StalledWrites::new(
+                Arc::clone(&engine),
+                workers.clone(),
+                Arc::clone(&coherence),
+            ),
+            coherence,
+            passthrough: Arc::default(),
+            data_socket: None,
+            failures: Arc::new(failures),
+            workers,
+            engine,
+        }
+    }
+
+    /// So many threads may be in calls of the backing; the transport has one more.
+    pub(crate) fn set_threads(&self, threads: usize) {
+        self.call_slots.set_threads(threads);
+    }
+
+    /// To be called before the first request.
+    pub(crate) fn set_negotiated(&mut self, negotiated: Negotiated) {
+        self.negotiated = negotiated;
+    }
+
+    /// Processes are told that `arena` can be accessed directly, by way of `socket`.
+    pub(crate) fn set_data_socket(&mut self, arena: [u8; 16], socket: &Path) {
+        self.data_socket = DataSocket::new(arena, socket);
+    }
+
+    /// Whether to ask the kernel for passthrough.
+    pub(crate) fn asks_passthrough(&self) -> bool {
+        self.options.passthrough
+    }
+
+    pub(crate) fn coherence(&self) -> Arc<Coherence<B>> {
+        Arc::clone(&self.coherence)
+    }
+
+    pub(crate) fn workers(&self) -> Workers {
+        self.workers.clone()
+    }
+
+    /// Number of writes that wait for room in the arena, kept current.
+    pub(crate) fn waiting_writers(&self) -> Arc<AtomicU64> {
+        self.stalled.count()
+    }
+
+    pub(crate) fn failures(&self) -> Arc<Failures> {
+        Arc::clone(&self.failures)
+    }
+
+    /// The kernel forgets `count` look-ups of `inode`.
+    pub(crate) fn forget(&self, inode: InodeId, count: u64) {
+        tracing::trace!(inode = inode.0, count, "forget");
+        self.engine.forget(inode, count);
+    }
+
+    /// Carries out a request, now or later; its answer goes to `responder`.
+    pub(crate) fn dispatch(&self, request: Request<'_>, responder: R) {
+        let Request {
+            unique,
+            caller,
+            operation,
+        } = request;
+        trace(unique, caller, &operation);
+        let reply = Reply::new(&operation, responder, &self.failures);
+        match operation {
+            Operation::Lookup(at) => self.lookup(at, reply),
+            Operation::Getattr { inode, handle } => self.getattr(inode, handle, reply),
+            Operation::Setattr { inode, set } => self.setattr(caller, inode, set, reply),
+            Operation::Readlink { inode } => self.readlink(inode, reply),
+            Operation::Mknod { at, mode, device } => self.mknod(caller, at, mode, device, reply),
+            Operation::Mkdir { at, mode } => self.mkdir(caller, at, mode, reply),
+            Operation::Unlink(at) => self.unlink(at, reply),
+            Operation::Rmdir(at) => self.rmdir(at, reply),
+            Operation::Symlink { at, target } => self.symlink(caller, at, target, reply),
+            Operation::Rename { from, to, flags } => self.rename(from, to, flags, reply),
+            Operation::Link { inode, at } => self.link(inode, at, reply),
+            Operation::Open { inode, flags } => self.open(caller, inode, flags, reply),
+            Operation::Create { at, mode, flags } => self.create(caller, at, mode, flags, reply),
+            Operation::Opendir { inode } => self.opendir(inode, reply),
+            Operation::Release { inode, handle } => self.release(inode, handle, reply),
+            Operation::Releasedir { handle, .. } => self.releasedir(handle, reply),
+            Operation::Read(read) => self.read(caller, read, reply),
+            Operation::Write(write) => self.write(caller, write, reply),
+            Operation::Flush { handle, .. } => self.flush(caller, handle, reply),
+            Operation::Fsync {
+                inode,
+                handle,
+                data_only,
+            } => self.fsync(inode, handle, data_only, reply),
+            Operation::Fsyncdir { inode } => self.fsyncdir(inode, reply),
+            Operation::Fallocate(fallocate) => self.fallocate(caller, fallocate, reply),
+            Operation::Lseek {
+                inode,
+                handle,
+                offset,
+                whence,
+            } => self.lseek(inode, handle, offset, whence, reply),
+            Operation::CopyRange(copy) => self.copy_range(caller, copy, reply),
+            Operation::Readdir {
+                inode,
+                handle,
+                cookie,
+            } => self.readdir(inode, handle, cookie, reply),
+            Operation::Readdirplus {
+                inode,
+                handle,
+                cookie,
+            } => self.readdirplus(inode, handle, cookie, reply),
+            Operation::Statfs { .. } => self.statfs(reply),
+            Operation::Setxattr {
+                inode,
+                name,
+                value,
+                flags,
+            } => self.setxattr(caller, inode, (name, value, flags), reply),
+            Operation::Getxattr { inode, name, size } => self.getxattr(inode, name, size, reply),
+            Operation::Listxattr { inode, size } => self.listxattr(inode, size, reply),
+            Operation::Removexattr { inode, name } => self.removexattr(inode, name, reply),
+            Operation::Ioctl {
+                handle,
+                command,
+                out_size,
+                ..
+            } => self.ioctl(caller, handle, command, out_size, reply),
+        }
+    }
+
+    /// Answers the one ioctl(2) of Firn's own: how to access the file directly.
+    fn ioctl(
+        &self,
+        caller: Caller,
+        handle: HandleId,
+        command: u32,
+        out_size: u32,
+        reply: Reply<R>,
+    ) {
+        if command != IOCTL_TOKEN || (out_size as usize) < size_of::<Token>() {
+            return reply.error(firn_backing::Errno::NOTTY);
+        }
+        let token = direct_access::token(self.data_socket.as_ref(), caller, handle);
+        reply.send(Answer::Ioctl(token.as_bytes()));
+    }
+
+    /// Runs a call that asks the backing for something that `topic` means.
+    fn run_call(&self, topic: Topic, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+        match self.call_slots.acquire() {
+            Some(_slot) => call(&self.engine),
+            None => {
+                let engine = Arc::clone(&self.engine);
+                self.call_slots
+                    .run_elsewhere(topic, Box::new(move || call(&engine)));
+            }
+        }
+    }
+
+    /// Runs a call that is known to take long.
+    fn run_on_worker(&self, topic: Topic, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+        let engine = Arc::clone(&self.engine);
+        self.workers.run_about(topic, move || call(&engine));
+    }
+
+    /// Runs a change of an object's attributes, or of the names in a directory. Where it may wait for a transaction a
+    /// worker does: the threads that answer the kernel stay free for those who only read.
+    fn run_change(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+        if self.engine.changes_wait() {
+            self.run_on_worker(Topic::Inode(inode), call);
+        } else {
+            self.run_call(Topic::Inode(inode), call);
+        }
+    }
+
+    /// Runs a call that waits until the file is drained: on a worker if anything is pending, else it is as quick as
+    /// the backing.
+    fn run_drained(
+        &self,
+        inode: InodeId,
+        handle: HandleId,
+        call: impl FnOnce(&Engine<B>) + Send + 'static,
+    ) {
+        if self.engine.needs_drain(handle) {
+            self.run_on_worker(Topic::Inode(inode), call);
+        } else {
+            self.run_call(Topic::Inode(inode), call);
+        }
+    }
+}
+
+/// Logs a request with `log-level=trace`.
+fn trace(unique: u64, caller: Caller, operation: &Operation<'_>) {
+    let (inode, name) = operation.subject();
+    tracing::trace!(
+        unique,
+        pid = caller.pid,
+        operation = operation.kind().name(),
+        inode = inode.0,
+        ?name,
+        "request"
+    );
+}
+
+/// Attributes as the kernel is told of them. Asked after they were taken: what was written directly meanwhile shows.
+fn attributes_of<B: Backing>(
+    engine: &Engine<B>,
+    options: AdapterOptions,
+    inode: InodeId,
+    attr: firn_backing::Attr,
+) -> Attributes {
+    let ttl = if engine.is_written_past_the_kernel(inode) {
+        Duration::ZERO
+    } else {
+        options.attr_timeout
+    };
+    Attributes { inode, attr, ttl }
+}

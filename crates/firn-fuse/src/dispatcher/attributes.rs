@@ -1,0 +1,104 @@
+//! Attributes of files, extended ones, and figures of the file system.
+
+use std::ffi::OsStr;
+
+use firn_backing::{Backing, Caller, Errno};
+use firn_engine::{HandleId, InodeId, SetAttr};
+use firn_format::durability::DurabilityLevel;
+
+use crate::caller::Process;
+use crate::dispatcher::{Dispatcher, attributes_of};
+use crate::reply::{Answer, Reply, Responder};
+use crate::workers::Topic;
+
+/// The attribute that tells the durability level of a file.
+const STATE_XATTR: &str = "user.firn.state";
+
+impl<B: Backing, R: Responder> Dispatcher<B, R> {
+    pub(super) fn getattr(&self, inode: InodeId, handle: Option<HandleId>, reply: Reply<R>) {
+        let options = self.options;
+        self.run_call(Topic::Inode(inode), move |engine| {
+            let attr = engine.attr(inode, handle);
+            reply.answer(
+                attr.map(|attr| Answer::Attributes(attributes_of(engine, options, inode, attr))),
+            );
+        });
+    }
+
+    pub(super) fn setattr(&self, caller: Caller, inode: InodeId, set: SetAttr, reply: Reply<R>) {
+        let options = self.options;
+        let by = Process::of(caller);
+        self.run_change(inode, move |engine| {
+            let attr = engine.set_attr(inode, set, Some(&by));
+            reply.answer(
+                attr.map(|attr| Answer::Attributes(attributes_of(engine, options, inode, attr))),
+            );
+        });
+    }
+
+    pub(super) fn setxattr(
+        &self,
+        caller: Caller,
+        inode: InodeId,
+        (name, value, flags): (&OsStr, &[u8], i32),
+        reply: Reply<R>,
+    ) {
+        if name == STATE_XATTR {
+            return reply.error(Errno::OPNOTSUPP);
+        }
+        let name = name.to_owned();
+        let value = value.to_owned();
+        let by = Process::of(caller);
+        self.run_change(inode, move |engine| {
+            reply.done(engine.set_xattr(inode, &name, &value, flags, Some(&by)));
+        });
+    }
+
+    pub(super) fn getxattr(&self, inode: InodeId, name: &OsStr, size: u32, reply: Reply<R>) {
+        if name == STATE_XATTR {
+            let level = self.engine.state_of(inode);
+            return answer_xattr(
+                level.map(|level| DurabilityLevel::as_str(level).into()),
+                size,
+                reply,
+            );
+        }
+        let name = name.to_owned();
+        self.run_call(Topic::Inode(inode), move |engine| {
+            answer_xattr(engine.get_xattr(inode, &name), size, reply);
+        });
+    }
+
+    pub(super) fn listxattr(&self, inode: InodeId, size: u32, reply: Reply<R>) {
+        self.run_call(Topic::Inode(inode), move |engine| {
+            answer_xattr(engine.list_xattr(inode), size, reply);
+        });
+    }
+
+    pub(super) fn removexattr(&self, inode: InodeId, name: &OsStr, reply: Reply<R>) {
+        if name == STATE_XATTR {
+            return reply.error(Errno::OPNOTSUPP);
+        }
+        let name = name.to_owned();
+        self.run_change(inode, move |engine| {
+            reply.done(engine.remove_xattr(inode, &name));
+        });
+    }
+
+    pub(super) fn statfs(&self, reply: Reply<R>) {
+        self.run_call(Topic::Backing, move |engine| {
+            let figures = engine.statfs();
+            reply.answer(figures.as_ref().map(Answer::FileSystem).map_err(|e| *e));
+        });
+    }
+}
+
+/// Answers with the value, or with its size where that is what was asked for (`size` 0).
+fn answer_xattr<R: Responder>(value: Result<Vec<u8>, Errno>, size: u32, reply: Reply<R>) {
+    match value {
+        Ok(value) if size == 0 => reply.send(Answer::Size(value.len() as u32)),
+        Ok(value) if value.len() > size as usize => reply.error(Errno::RANGE),
+        Ok(value) => reply.send(Answer::Data(&value)),
+        Err(error) => reply.error(error),
+    }
+}

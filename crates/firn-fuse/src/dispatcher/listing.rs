@@ -1,0 +1,178 @@
+//! Directory entries for readdir and readdirplus.
+//!
+//! Entries are taken from the engine in batches and looked up between two batches, so that no look-up
+//! happens while the directory stream is held.
+
+use std::ffi::{OsStr, OsString};
+use std::time::Duration;
+
+use firn_backing::{Attr, Backing, Errno, Kind, Time};
+use firn_engine::{Engine, HandleId, InodeId};
+
+use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
+use crate::reply::{Answer, Attributes, ListedEntry, Reply, Responder};
+use crate::workers::Topic;
+
+/// Entries looked up at a time; what does not fit the kernel's buffer was taken in vain.
+const BATCH: usize = 32;
+
+impl<B: Backing, R: Responder> Dispatcher<B, R> {
+    /// Inode numbers are the backing's here: an entry that was never looked up has no inode id yet.
+    pub(super) fn readdir(&self, inode: InodeId, dir: HandleId, cookie: i64, mut reply: Reply<R>) {
+        self.run_call(Topic::Inode(inode), move |engine| {
+            let listed = engine.read_dir(dir, cookie, &mut |entry| {
+                reply.add_entry(&ListedEntry {
+                    ino: entry.ino,
+                    cookie: entry.cookie,
+                    kind: entry.kind,
+                    name: entry.name,
+                })
+            });
+            reply.answer(listed.map(|()| Answer::Listed));
+        });
+    }
+
+    /// An entry that vanishes between reading and looking it up is left out.
+    pub(super) fn readdirplus(
+        &self,
+        inode: InodeId,
+        dir: HandleId,
+        cookie: i64,
+        mut reply: Reply<R>,
+    ) {
+        let options = self.options;
+        self.run_call(Topic::Inode(inode), move |engine| {
+            let listing = Listing {
+                engine,
+                options,
+                inode,
+                dir,
+            };
+            let listed = listing.add_entries(cookie, &mut reply);
+            reply.answer(listed.map(|()| Answer::Listed));
+        });
+    }
+}
+
+/// An entry that was read and not looked up yet.
+struct Unresolved {
+    name: OsString,
+    ino: u64,
+    kind: Option<Kind>,
+    cookie: i64,
+}
+
+/// One readdirplus.
+struct Listing<'a, B: Backing> {
+    engine: &'a Engine<B>,
+    options: AdapterOptions,
+    inode: InodeId,
+    dir: HandleId,
+}
+
+impl<B: Backing> Listing<'_, B> {
+    /// Adds entries after `start` until the answer is full or the directory ends.
+    fn add_entries<R: Responder>(&self, start: i64, reply: &mut Reply<R>) -> Result<(), Errno> {
+        let mut cookie = start;
+        loop {
+            let batch = match self.read_batch(cookie) {
+                Ok(batch) => batch,
+                // What is already in the answer must reach the kernel: its look-ups are counted.
+                Err(_) if cookie != start => return Ok(()),
+                Err(error) => return Err(error),
+            };
+            let is_last = batch.len() < BATCH;
+            for entry in batch {
+                cookie = entry.cookie;
+                if !self.add_entry(&entry, reply) {
+                    return Ok(());
+                }
+            }
+            if is_last {
+                return Ok(());
+            }
+        }
+    }
+
+    fn read_batch(&self, cookie: i64) -> Result<Vec<Unresolved>, Errno> {
+        let mut batch = Vec::with_capacity(BATCH);
+        self.engine.read_dir(self.dir, cookie, &mut |entry| {
+            if batch.len() == BATCH {
+                return false;
+            }
+            batch.push(Unresolved {
+                name: entry.name.to_owned(),
+                ino: entry.ino,
+                kind: entry.kind,
+                cookie: entry.cookie,
+            });
+            batch.len() < BATCH
+        })?;
+        Ok(batch)
+    }
+
+    /// False: the answer was full and the entry is not in it.
+    fn add_entry<R: Responder>(&self, entry: &Unresolved, reply: &mut Reply<R>) -> bool {
+        let name: &OsStr = &entry.name;
+        let listed = ListedEntry {
+            ino: entry.ino,
+            cookie: entry.cookie,
+            kind: entry.kind,
+            name,
+        };
+        if name == "." || name == ".." {
+            // The kernel takes the name and inode number of these two and does not count a look-up.
+            let number = if name == "." {
+                self.inode.0
+            } else {
+                entry.ino.max(1)
+            };
+            let attributes = bare_attributes(number, Some(Kind::Dir), self.options.attr_timeout);
+            return reply.add_entry_plus(&listed, &attributes);
+        }
+        match self.engine.lookup(self.inode, name) {
+            Ok(found) => {
+                let attributes = attributes_of(self.engine, self.options, found.inode, found.attr);
+                let is_added = reply.add_entry_plus(&listed, &attributes);
+                if !is_added {
+                    self.engine.forget(found.inode, 1);
+                }
+                is_added
+            }
+            Err(Errno::NOENT | Errno::STALE) => true,
+            // The name is there although its object cannot be looked at: inode 0 tells the kernel to list
+            // it and to ask again when somebody wants it.
+            Err(_) => {
+                let attributes = bare_attributes(0, entry.kind, Duration::ZERO);
+                reply.add_entry_plus(&listed, &attributes)
+            }
+        }
+    }
+}
+
+/// Attributes of which the kernel uses only number and kind.
+fn bare_attributes(number: u64, kind: Option<Kind>, ttl: Duration) -> Attributes {
+    let epoch = Time { sec: 0, nsec: 0 };
+    let attr = Attr {
+        dev: 0,
+        ino: number,
+        kind: kind.unwrap_or(Kind::File),
+        mode: 0,
+        nlink: 1,
+        uid: 0,
+        gid: 0,
+        rdev: 0,
+        size: 0,
+        blocks: 0,
+        blksize: 4096,
+        atime: epoch,
+        mtime: epoch,
+        ctime: epoch,
+        btime: None,
+    };
+    Attributes {
+        inode: InodeId(number),
+        attr,
+        ttl,
+    }
+}

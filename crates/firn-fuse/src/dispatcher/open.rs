@@ -1,0 +1,182 @@
+//! Handles: opened, told to the kernel, and released.
+
+use std::sync::Arc;
+
+use firn_backing::{Backing, Caller, Errno};
+use firn_engine::{Engine, Entry, HandleId, InodeId, OpenMode, Opened};
+
+use crate::caller::{Process, masked};
+use crate::coherence::Coherence;
+use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
+use crate::passthrough::Passthrough;
+use crate::reply::{Answer, HandleMode, Reply, Responder};
+use crate::request::{Name, NewMode};
+use crate::workers::Topic;
+
+impl<B: Backing, R: Responder> Dispatcher<B, R> {
+    pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
+        let opener = self.opener();
+        let coherence = Arc::clone(&self.coherence);
+        if flags & libc::O_TRUNC != 0 {
+            let by = Process::of(caller);
+            self.run_change(inode, move |engine| {
+                let opened = engine
+                    .drop_privileges(inode, &by)
+                    .and_then(|()| engine.open(inode, flags));
+                opener.answer_open(engine, &coherence, inode, opened, reply);
+            });
+        } else {
+            self.run_call(Topic::Inode(inode), move |engine| {
+                opener.answer_open(engine, &coherence, inode, engine.open(inode, flags), reply);
+            });
+        }
+    }
+
+    pub(super) fn create(
+        &self,
+        caller: Caller,
+        at: Name<'_>,
+        mode: NewMode,
+        flags: i32,
+        reply: Reply<R>,
+    ) {
+        let at = at.to_owned();
+        let umask = self.umask_to_apply(mode);
+        let opener = self.opener();
+        self.run_change(at.parent, move |engine| {
+            let mode = masked(engine, at.parent, mode.mode, umask);
+            let created = engine.create(&caller, at.parent, &at.name, mode, flags);
+            opener.answer_create(engine, created, reply);
+        });
+    }
+
+    pub(super) fn opendir(&self, inode: InodeId, reply: Reply<R>) {
+        self.run_call(Topic::Inode(inode), move |engine| {
+            let opened = engine.open_dir(inode).map(|handle| Answer::Opened {
+                handle,
+                mode: HandleMode::Cached,
+            });
+            reply.answer(opened);
+        });
+    }
+
+    pub(super) fn release(&self, inode: InodeId, handle: HandleId, reply: Reply<R>) {
+        // The id first: once the engine counts no passthrough handle it may choose the other mode.
+        self.passthrough.release(handle);
+        match self.call_slots.acquire() {
+            Some(_slot) => {
+                self.engine.release(handle);
+                reply.send(Answer::Done);
+            }
+            None => {
+                // Nobody waits for the answer, and the kernel holds back what it reads ahead, of any file, while
+                // many such answers are missing.
+                reply.send(Answer::Done);
+                let engine = Arc::clone(&self.engine);
+                let call = Box::new(move || engine.release(handle));
+                self.call_slots.run_elsewhere(Topic::Inode(inode), call);
+            }
+        }
+    }
+
+    pub(super) fn releasedir(&self, handle: HandleId, reply: Reply<R>) {
+        self.engine.release_dir(handle);
+        reply.send(Answer::Done);
+    }
+
+    fn opener(&self) -> Opener<R> {
+        let passthrough = self
+            .negotiated
+            .passthrough
+            .then(|| Arc::clone(&self.passthrough));
+        Opener {
+            passthrough,
+            options: self.options,
+        }
+    }
+}
+
+/// Tells the kernel of new handles.
+struct Opener<R: Responder> {
+    /// None unless the kernel may read backing files itself.
+    passthrough: Option<Arc<Passthrough<R::BackingId>>>,
+    options: AdapterOptions,
+}
+
+impl<R: Responder> Opener<R> {
+    fn answer_open<B: Backing>(
+        &self,
+        engine: &Engine<B>,
+        coherence: &Coherence<B>,
+        inode: InodeId,
+        opened: Result<Opened, Errno>,
+        reply: Reply<R>,
+    ) {
+        let opened = match opened {
+            Ok(opened) => opened,
+            Err(error) => return reply.error(error),
+        };
+        let mode = self.choose_mode(engine, inode, opened, &reply);
+        let handle = opened.handle;
+        coherence.tell_size(inode, handle, opened.size, move || {
+            reply.send(Answer::Opened { handle, mode });
+        });
+    }
+
+    fn answer_create<B: Backing>(
+        &self,
+        engine: &Engine<B>,
+        created: Result<(Entry, Opened), Errno>,
+        reply: Reply<R>,
+    ) {
+        let (mut entry, opened) = match created {
+            Ok(created) => created,
+            Err(error) => return reply.error(error),
+        };
+        let mode = self.choose_mode(engine, entry.inode, opened, &reply);
+        // The kernel takes the attributes of this answer for the newest in any case.
+        entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
+        reply.send(Answer::Created {
+            entry: attributes_of(engine, self.options, entry.inode, entry.attr),
+            handle: opened.handle,
+            mode,
+        });
+    }
+
+    /// How the kernel is to treat a handle. One that the engine offers for passthrough comes to the engine after all
+    /// where the kernel refuses to read its file.
+    fn choose_mode<B: Backing>(
+        &self,
+        engine: &Engine<B>,
+        inode: InodeId,
+        opened: Opened,
+        reply: &Reply<R>,
+    ) -> HandleMode<R::BackingId> {
+        match opened.mode {
+            OpenMode::Engine => HandleMode::Direct,
+            OpenMode::Cached { keep: true } => HandleMode::CachedKeep,
+            OpenMode::Cached { keep: false } => HandleMode::Cached,
+            OpenMode::Passthrough => match self.backing_id(engine, inode, opened.handle, reply) {
+                Some(id) => HandleMode::Passthrough(id),
+                None => {
+                    engine.no_passthrough(opened.handle);
+                    HandleMode::Direct
+                }
+            },
+        }
+    }
+
+    fn backing_id<B: Backing>(
+        &self,
+        engine: &Engine<B>,
+        inode: InodeId,
+        handle: HandleId,
+        reply: &Reply<R>,
+    ) -> Option<Arc<R::BackingId>> {
+        let file = || engine.backing_fd(handle);
+        let register = |file| reply.register_backing(file);
+        self.passthrough
+            .as_ref()?
+            .acquire(inode, handle, file, register)
+    }
+}

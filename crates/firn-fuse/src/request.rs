@@ -1,0 +1,216 @@
+//! What the kernel asks for, independent of the transport that brought it.
+//!
+//! A [`Request`] borrows names and data from the transport's buffer, so reading one copies nothing. Whoever keeps a
+//! part of it beyond [`crate::dispatcher::Dispatcher::dispatch`] copies that part.
+//!
+//! FORGET is no operation here: it has no answer, and the dispatcher has a function of its own for it. Operations
+//! that Firn leaves to the kernel (access, bmap, poll) are answered with ENOSYS by the transport.
+
+use std::ffi::{OsStr, OsString};
+
+use firn_backing::Caller;
+use firn_engine::{HandleId, InodeId, SetAttr};
+
+/// One request that has an answer.
+pub(crate) struct Request<'a> {
+    /// The kernel's number of the request on this connection.
+    pub(crate) unique: u64,
+    /// The process that asks; all zero where the kernel asks for itself.
+    pub(crate) caller: Caller,
+    pub(crate) operation: Operation<'a>,
+}
+
+/// A name in a directory.
+#[derive(Clone, Copy)]
+pub(crate) struct Name<'a> {
+    pub(crate) parent: InodeId,
+    pub(crate) name: &'a OsStr,
+}
+
+/// A [`Name`] that outlives its request.
+pub(crate) struct OwnedName {
+    pub(crate) parent: InodeId,
+    pub(crate) name: OsString,
+}
+
+impl Name<'_> {
+    pub(crate) fn to_owned(self) -> OwnedName {
+        OwnedName {
+            parent: self.parent,
+            name: self.name.to_owned(),
+        }
+    }
+}
+
+/// Mode bits of a new object, and the umask of its creator.
+#[derive(Clone, Copy)]
+pub(crate) struct NewMode {
+    pub(crate) mode: u32,
+    pub(crate) umask: u32,
+}
+
+/// A read of a file.
+pub(crate) struct Read {
+    pub(crate) inode: InodeId,
+    pub(crate) handle: HandleId,
+    pub(crate) offset: u64,
+    pub(crate) size: u32,
+}
+
+/// A write to a file.
+pub(crate) struct Write<'a> {
+    pub(crate) inode: InodeId,
+    pub(crate) handle: HandleId,
+    pub(crate) offset: u64,
+    pub(crate) data: &'a [u8],
+    /// A page of the kernel's cache is written back, for nobody in particular.
+    pub(crate) from_cache: bool,
+    /// The writer has no right to keep set-id bits: the kernel found no CAP_FSETID.
+    pub(crate) kills_set_id: bool,
+}
+
+/// A range of an open file whose room is to be changed; `mode` as fallocate(2) has it.
+pub(crate) struct Fallocate {
+    pub(crate) inode: InodeId,
+    pub(crate) handle: HandleId,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    pub(crate) mode: i32,
+}
+
+/// copy_file_range(2) between two open files of the mount.
+pub(crate) struct CopyRange {
+    pub(crate) from: HandleId,
+    pub(crate) from_offset: u64,
+    pub(crate) to_inode: InodeId,
+    pub(crate) to: HandleId,
+    pub(crate) to_offset: u64,
+    pub(crate) len: u64,
+}
+
+macro_rules! operations {
+    ($($(#[$doc:meta])* $operation:ident $fields:tt = $name:literal),* $(,)?) => {
+        /// What is asked for, with its arguments, in the order of the kernel's table.
+        pub(crate) enum Operation<'a> { $($(#[$doc])* $operation $fields),* }
+
+        /// An operation without its arguments.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub(crate) enum OperationKind { $($operation),* }
+
+        /// What operations are called in the log and in the status, by [`OperationKind`].
+        pub(crate) const OPERATION_NAMES: [&str; [$($name),*].len()] = [$($name),*];
+
+        impl Operation<'_> {
+            pub(crate) fn kind(&self) -> OperationKind {
+                match self { $(Self::$operation { .. } => OperationKind::$operation),* }
+            }
+        }
+    };
+}
+
+operations! {
+    Lookup(Name<'a>) = "lookup",
+    Getattr { inode: InodeId, handle: Option<HandleId> } = "getattr",
+    Setattr { inode: InodeId, set: SetAttr } = "setattr",
+    Readlink { inode: InodeId } = "readlink",
+    Mknod { at: Name<'a>, mode: NewMode, device: u64 } = "mknod",
+    Mkdir { at: Name<'a>, mode: NewMode } = "mkdir",
+    Unlink(Name<'a>) = "unlink",
+    Rmdir(Name<'a>) = "rmdir",
+    Symlink { at: Name<'a>, target: &'a OsStr } = "symlink",
+    /// `flags` as renameat2(2) has them.
+    Rename { from: Name<'a>, to: Name<'a>, flags: u32 } = "rename",
+    Link { inode: InodeId, at: Name<'a> } = "link",
+    /// `flags` as open(2) has them.
+    Open { inode: InodeId, flags: i32 } = "open",
+    Read(Read) = "read",
+    Write(Write<'a>) = "write",
+    Flush { inode: InodeId, handle: HandleId } = "flush",
+    Release { inode: InodeId, handle: HandleId } = "release",
+    Fsync { inode: InodeId, handle: HandleId, data_only: bool } = "fsync",
+    Opendir { inode: InodeId } = "opendir",
+    /// Entries after the one with this cookie; 0: from the beginning.
+    Readdir { inode: InodeId, handle: HandleId, cookie: i64 } = "readdir",
+    /// The same with the attributes of each entry, which count as looked up.
+    Readdirplus { inode: InodeId, handle: HandleId, cookie: i64 } = "readdirplus",
+    Releasedir { inode: InodeId, handle: HandleId } = "releasedir",
+    Fsyncdir { inode: InodeId } = "fsyncdir",
+    Statfs { inode: InodeId } = "statfs",
+    /// `flags` as setxattr(2) has them.
+    Setxattr { inode: InodeId, name: &'a OsStr, value: &'a [u8], flags: i32 } = "setxattr",
+    /// `size`: bytes that the caller has room for; 0: it asks for the size only.
+    Getxattr { inode: InodeId, name: &'a OsStr, size: u32 } = "getxattr",
+    /// `size` as for [`Operation::Getxattr`].
+    Listxattr { inode: InodeId, size: u32 } = "listxattr",
+    Removexattr { inode: InodeId, name: &'a OsStr } = "removexattr",
+    Create { at: Name<'a>, mode: NewMode, flags: i32 } = "create",
+    Ioctl { inode: InodeId, handle: HandleId, command: u32, out_size: u32 } = "ioctl",
+    Fallocate(Fallocate) = "fallocate",
+    /// `whence`: SEEK_DATA or SEEK_HOLE, the kernel does the others.
+    Lseek { inode: InodeId, handle: HandleId, offset: i64, whence: i32 } = "lseek",
+    CopyRange(CopyRange) = "copy_file_range",
+}
+
+impl OperationKind {
+    /// What it is called in the log and in the status.
+    pub(crate) fn name(self) -> &'static str {
+        OPERATION_NAMES[self as usize]
+    }
+}
+
+impl<'a> Operation<'a> {
+    /// The inode that the operation is about, and the name in it where it is a directory.
+    pub(crate) fn subject(&self) -> (InodeId, Option<&'a OsStr>) {
+        match self {
+            Self::Lookup(at)
+            | Self::Unlink(at)
+            | Self::Rmdir(at)
+            | Self::Mknod { at, .. }
+            | Self::Mkdir { at, .. }
+            | Self::Symlink { at, .. }
+            | Self::Rename { from: at, .. }
+            | Self::Link { at, .. }
+            | Self::Create { at, .. } => (at.parent, Some(at.name)),
+            Self::Getattr { inode, .. }
+            | Self::Setattr { inode, .. }
+            | Self::Readlink { inode }
+            | Self::Open { inode, .. }
+            | Self::Read(Read { inode, .. })
+            | Self::Write(Write { inode, .. })
+            | Self::Flush { inode, .. }
+            | Self::Release { inode, .. }
+            | Self::Fsync { inode, .. }
+            | Self::Opendir { inode }
+            | Self::Readdir { inode, .. }
+            | Self::Readdirplus { inode, .. }
+            | Self::Releasedir { inode, .. }
+            | Self::Fsyncdir { inode }
+            | Self::Statfs { inode }
+            | Self::Setxattr { inode, .. }
+            | Self::Getxattr { inode, .. }
+            | Self::Listxattr { inode, .. }
+            | Self::Removexattr { inode, .. }
+            | Self::Ioctl { inode, .. }
+            | Self::Fallocate(Fallocate { inode, .. })
+            | Self::Lseek { inode, .. }
+            | Self::CopyRange(CopyRange {
+                to_inode: inode, ..
+            }) => (*inode, None),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_operation_has_its_name() {
+        assert_eq!(OperationKind::Lookup.name(), "lookup");
+        assert_eq!(OperationKind::CopyRange.name(), "copy_file_range");
+        let inode = InodeId(7);
+        let operation = Operation::Readlink { inode };
+        assert_eq!(operation.kind().name(), "readlink");
+        assert_eq!(operation.subject(), (inode, None));
+    }
+}
