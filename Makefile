@@ -10,7 +10,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -E env "PATH=$$PATH")
 PREFIX ?= /usr/local
 DESTDIR ?=
 
-.PHONY: help demo test check bench install clean
+.PHONY: help demo test check bench install dist clean
 
 help:
 	@echo 'make demo    set up, build, mount; a solver and firnd are killed, and it ends with the same result'
@@ -18,6 +18,7 @@ help:
 	@echo 'make check   formatting, lints, documentation, and what the dependencies are'
 	@echo 'make bench   measure both frontends, checkpoints, memory, spilling and commits beside their baselines'
 	@echo 'make install build and install to PREFIX (/usr/local), below DESTDIR'
+	@echo 'make dist    build a Debian package and a tarball in target/dist'
 	@echo 'make clean   remove what was built'
 
 demo:
@@ -53,6 +54,10 @@ bench:
 install:
 	$(CARGO) build --release -p firn -p firn-preload -p firn-c
 	scripts/install --prefix '$(PREFIX)' --destdir '$(DESTDIR)'
+
+dist:
+	$(CARGO) build --release -p firn -p firn-preload -p firn-c
+	scripts/dist
 
 clean:
 	$(CARGO) clean

@@ -5,6 +5,7 @@ mod pages;
 mod product;
 mod security;
 mod semantics;
+mod tables;
 
 use std::process::ExitCode;
 

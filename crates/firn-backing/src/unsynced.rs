@@ -323,6 +323,7 @@ impl Unsynced {
     }
 
     /// As after the end of a process: nothing is known.
+    #[cfg(feature = "sim")]
     pub(crate) fn reset(&self) {
         *self.state.lock() = State::default();
     }
@@ -598,6 +599,7 @@ pub(crate) fn path_of_entry(dir: Place, name: &OsStr) -> Option<Vec<u8>> {
 }
 
 /// The names on a path.
+#[cfg(feature = "sim")]
 pub(crate) fn components(path: &[u8]) -> impl Iterator<Item = &OsStr> {
     path.split(|byte| *byte == b'/')
         .filter(|name| !name.is_empty())
