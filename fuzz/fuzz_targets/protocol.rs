@@ -3,9 +3,9 @@
 #![no_main]
 
 use arbitrary::{Arbitrary, Unstructured};
-use firn_format::path::BytePath;
+use firn_protocol::path::BytePath;
 use firn_format::durability::DurabilityLevel;
-use firn_format::protocol::{ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, Holder, LaneStatus, Place, Reply, Request, SpillRegion, Status};
+use firn_protocol::{ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, Holder, LaneStatus, Place, Reply, Request, SpillRegion, Status};
 use firn_format::record::Ending;
 use libfuzzer_sys::fuzz_target;
 

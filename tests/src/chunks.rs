@@ -5,8 +5,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use firn_format::path::BytePath;
-use firn_format::protocol::{ChunkList, DataRegion, Place, Reply, Request};
+use firn_protocol::path::BytePath;
+use firn_protocol::{ChunkList, DataRegion, Place, Reply, Request};
 
 use crate::fsops::read_at;
 use crate::sandbox::Sandbox;

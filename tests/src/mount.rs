@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use firn_format::protocol::Status;
+use firn_protocol::Status;
 
 use crate::command::{Outcome, run, wait_until};
 use crate::sandbox::{

@@ -68,7 +68,7 @@ fn prepared(sandbox: &Sandbox, mount: &FirnMount<'_>, before: &Path, backup: &Pa
     std::os::unix::fs::FileExt::write_all_at(&open_rw(&mount.join("kept")), &bytes(3, MIB), 4711)
         .expect("write");
     let is_ahead = || {
-        let copied = |one: &firn_format::protocol::TransactionStatus| {
+        let copied = |one: &firn_protocol::TransactionStatus| {
             one.backup
                 .as_ref()
                 .is_some_and(|backup| backup.copied_bytes >= ahead.len() as u64)

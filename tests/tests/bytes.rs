@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use firn_format::path::BytePath;
+use firn_protocol::path::BytePath;
 use firn_tests::c::{Installed, Link};
 use firn_tests::mount::{SMALL, patient};
 use firn_tests::random::bytes;

@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use firn_format::protocol::{ChunkList, Place, Reply, Request};
+use firn_protocol::{ChunkList, Place, Reply, Request};
 use firn_tests::c::{Installed, Link};
 use firn_tests::chunks::{Control, Files, bytes_in};
 use firn_tests::command::run;

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use firn_client::{ClientError, Connection, Mount};
 use firn_format::durability::DurabilityLevel;
-use firn_format::path::BytePath;
-use firn_format::protocol::{Reply, Request};
+use firn_protocol::path::BytePath;
+use firn_protocol::{Reply, Request};
 use firn_tests::c::{Installed, Link};
 use firn_tests::chunks::Control;
 use firn_tests::faultfs::FaultFs;
@@ -51,7 +51,7 @@ fn idle(sandbox: &Sandbox, count: usize) -> Vec<Control> {
     (0..count).map(greet).collect()
 }
 
-fn holding(sandbox: &Sandbox, count: usize) -> Vec<(Control, firn_format::protocol::ChunkList)> {
+fn holding(sandbox: &Sandbox, count: usize) -> Vec<(Control, firn_protocol::ChunkList)> {
     let hold = |mut control: Control| {
         let list = control.list("f").expect("a list");
         (control, list)

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use firn_format::protocol::SpillStatus;
+use firn_protocol::SpillStatus;
 use firn_tests::command::run;
 use firn_tests::fsops::{assert_same_bytes, read};
 use firn_tests::image::{FsKind, LoopImage};

@@ -14,7 +14,7 @@ use std::time::Duration;
 use firn_client::RuntimeFiles;
 use firn_client::trees::path_bytes;
 use firn_format::data_socket::{STUB_MAGIC, StubTree};
-use firn_format::protocol::PROTOCOL_VERSION;
+use firn_protocol::PROTOCOL_VERSION;
 use firn_tests::command::copy_program;
 use firn_tests::mount::patient;
 use firn_tests::sandbox::{firn_binary, is_mounted, kill, preload_library, unmount_lazily};

@@ -5,8 +5,9 @@ use std::path::Path;
 use firn_format::FormatError;
 use firn_format::superblock::{Superblock, state_word};
 
-use crate::arena::{open, scan};
+use crate::attach::open;
 use crate::moves::{missing, read_homes};
+use crate::scan::scan;
 use crate::spill::{SpillFault, SpillFile};
 use crate::{ArenaError, JournalRegion, PieceRef, SlabRef, Stored};
 

@@ -20,8 +20,9 @@ use firn_format::superblock::state_word;
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags};
 
-use crate::arena::{load, records_of};
+use crate::lease::records_of;
 use crate::map::{Map, probe};
+use crate::scan::load;
 use crate::{Arena, Lease, PieceRef, SlabRef};
 
 /// A client's right to fill a slab. Not dropped but ended with [`Arena::end_client`].

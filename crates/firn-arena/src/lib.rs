@@ -11,18 +11,25 @@
 //! and one firnd at a time has it attached (the daemon's lock).
 
 mod arena;
+mod attach;
 mod check;
 mod client;
+mod create;
 mod homes;
+mod lease;
 mod map;
 mod moves;
 mod pool;
+mod publish;
+mod scan;
 mod spill;
 mod topology;
 
-pub use arena::{Arena, Identity, Lease, PieceRef, Reserved, SlabRef, Stored};
+pub use arena::{Arena, PieceRef, SlabRef, Stored};
 pub use check::{Damage, Report, check};
 pub use client::{ClientLease, Taken, Wrong};
+pub use create::Identity;
+pub use lease::Lease;
 pub use map::JournalRegion;
 #[cfg(feature = "probe")]
 pub use map::set_probe;

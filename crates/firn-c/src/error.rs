@@ -5,8 +5,8 @@ use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::PathBuf;
 
 use firn_client::ClientError;
-use firn_format::path::BytePath;
 use firn_format::quote::quoted_path;
+use firn_protocol::path::BytePath;
 use rustix::io::Errno;
 
 thread_local! {

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
-use firn_format::protocol::{ChunkPiece, Place};
+use firn_protocol::{ChunkPiece, Place};
 
 use crate::error::{self, Error};
 use crate::mount::{List, Mount};

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use firn_client::{ClientError, Connection, Mount as Found};
-use firn_format::path::BytePath;
-use firn_format::protocol::{ChunkList, DataRegion, Request};
+use firn_protocol::path::BytePath;
+use firn_protocol::{ChunkList, DataRegion, Request};
 
 use crate::error::Error;
 use crate::region::Mapping;

@@ -9,10 +9,10 @@ use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 
 use firn_format::geometry::DATA_ALIGN;
-use firn_format::path::BytePath;
-use firn_format::protocol::{DataRegion, SpillRegion};
 use firn_format::spill::{SPILL_HEADER_BYTES, SpillHeader};
 use firn_format::superblock::{SUPERBLOCK_BYTES, Superblock};
+use firn_protocol::path::BytePath;
+use firn_protocol::{DataRegion, SpillRegion};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;

@@ -15,11 +15,11 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use firn_format::path::BytePath;
-use firn_format::protocol::{
+use firn_format::quote::quoted_path;
+use firn_protocol::path::BytePath;
+use firn_protocol::{
     ChunkList, DataRegion, FileStatus, Holder, PROTOCOL_VERSION, Reply, Request, Status,
 };
-use firn_format::quote::quoted_path;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::SendFlags;
 use rustix::process::{Pid, PidfdFlags};

@@ -3,8 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
-use firn_format::protocol::Holder;
 use firn_format::quote::quoted_path;
+use firn_protocol::Holder;
 use firn_trust::PeerError;
 
 use crate::paths::PathsError;

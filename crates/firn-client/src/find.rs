@@ -12,8 +12,8 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use firn_format::path::BytePath;
 use firn_format::quote::quoted_path;
+use firn_protocol::path::BytePath;
 
 use crate::error::ClientError;
 use crate::mountinfo::{Entry, holding, parse};

@@ -5,8 +5,8 @@ use std::io::ErrorKind;
 use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 
-use firn_format::path::unescaped;
 use firn_format::quote::quoted_path;
+use firn_protocol::path::unescaped;
 
 use crate::error::ConfigError;
 use crate::resolve::{Given, Origin};
@@ -52,7 +52,7 @@ fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigErr
         toml::Value::Integer(number) => number.to_string().into(),
         toml::Value::Boolean(true) => "yes".into(),
         toml::Value::Boolean(false) => "no".into(),
-        // As in JSON (`firn_format::path`): a path that is not UTF-8.
+        // As in JSON (`firn_protocol::path`): a path that is not UTF-8.
         toml::Value::Table(table) if is_escaped(table) => {
             let bytes = table["escaped"].as_str().and_then(unescaped);
             let refused = || {

@@ -158,7 +158,7 @@ pub struct Options {
     #[serde(default)]
     pub participants_wait_ms: u64,
     /// A second directory for what is prepared; `None`: none.
-    #[serde(default, with = "firn_format::path::exact_option")]
+    #[serde(default, with = "firn_protocol::path::exact_option")]
     pub backup: Option<PathBuf>,
     /// Milliseconds between its rounds.
     #[serde(default)]
@@ -176,13 +176,13 @@ pub struct Options {
     /// Kernel passthrough for reads.
     pub passthrough: Passthrough,
     /// Directory of the arena; `None`: the runtime directory.
-    #[serde(default, with = "firn_format::path::exact_option")]
+    #[serde(default, with = "firn_protocol::path::exact_option")]
     pub arena_dir: Option<PathBuf>,
     /// Where the NUMA nodes are described; `None`: all memory is as near.
-    #[serde(default, with = "firn_format::path::exact_option")]
+    #[serde(default, with = "firn_protocol::path::exact_option")]
     pub numa_topology: Option<PathBuf>,
     /// The spill file, or a directory for it; `None`: nothing spills.
-    #[serde(default, with = "firn_format::path::exact_option")]
+    #[serde(default, with = "firn_protocol::path::exact_option")]
     pub spill: Option<PathBuf>,
     /// Its bytes; 0: as many as `arena_bytes`.
     #[serde(default)]

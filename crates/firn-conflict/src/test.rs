@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
-use firn_format::path::BytePath;
+use firn_protocol::path::BytePath;
 
 use serde::{Deserialize, Serialize};
 

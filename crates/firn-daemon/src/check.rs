@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use firn_format::path::BytePath;
+use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use crate::error::CheckError;
@@ -12,7 +12,7 @@ use crate::lock;
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct CheckReport {
     /// The file.
-    #[serde(with = "firn_format::path::exact")]
+    #[serde(with = "firn_protocol::path::exact")]
     pub arena: PathBuf,
     /// A living firnd has it: counts may be moving and the journal's tail is not judged.
     pub in_use: bool,
@@ -25,7 +25,7 @@ pub struct CheckReport {
     /// Bytes of one chunk.
     pub chunk_bytes: u64,
     /// The spill file, if it has one.
-    #[serde(with = "firn_format::path::exact_option")]
+    #[serde(with = "firn_protocol::path::exact_option")]
     pub spill: Option<PathBuf>,
     /// Its bytes.
     pub spill_bytes: u64,

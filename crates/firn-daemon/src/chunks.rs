@@ -10,9 +10,9 @@ use firn_arena::Arena;
 use firn_backing::Errno;
 use firn_engine::{Engine, HeldChunks};
 use firn_format::geometry::PAGE;
-use firn_format::path::BytePath;
-use firn_format::protocol::{ChunkList, DataRegion, Reply, SpillRegion};
 use firn_format::spill::SPILL_DATA_OFFSET;
+use firn_protocol::path::BytePath;
+use firn_protocol::{ChunkList, DataRegion, Reply, SpillRegion};
 
 use crate::attach::Store;
 use crate::status::chunk_piece;

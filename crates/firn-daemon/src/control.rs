@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-use firn_format::protocol::{Holder, Reply, Request};
+use firn_protocol::{Holder, Reply, Request};
 use parking_lot::Mutex;
 use rustix::fs::Mode;
 use rustix::net::SendFlags;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use firn_backing::{Backing, Errno};
 use firn_engine::Engine;
 use firn_format::durability::DurabilityLevel;
-use firn_format::protocol::Reply;
+use firn_protocol::Reply;
 
 use crate::attach::{Attached, Store};
 use crate::front::Front;

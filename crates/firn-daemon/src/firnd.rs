@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use firn_config::{Frontend, KernelFlag, Options};
 use firn_engine::Engine;
-use firn_format::protocol::Reply;
 use firn_format::quote::quoted_path;
 use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions, detach};
+use firn_protocol::Reply;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 

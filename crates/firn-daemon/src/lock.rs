@@ -10,7 +10,7 @@ use std::path::{Component, Path};
 use std::time::{Duration, Instant};
 
 use firn_client::paths::RuntimeFiles;
-use firn_format::protocol::{Reply, Request};
+use firn_protocol::{Reply, Request};
 use firn_transact::Group;
 use firn_trust::{TrustError, create_private_dir, open_private_dir, open_private_file};
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, open};

@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
 use firn_engine::{Engine, LostFile};
-use firn_format::path::BytePath;
+use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use crate::attach::Store;
@@ -35,7 +35,7 @@ pub struct LostReport {
     /// Why it has no file to go to.
     pub reason: String,
     /// The copy, if one was made.
-    #[serde(with = "firn_format::path::exact_option")]
+    #[serde(with = "firn_protocol::path::exact_option")]
     pub saved_to: Option<PathBuf>,
     /// The bytes were given up.
     pub discarded: bool,

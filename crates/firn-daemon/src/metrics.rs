@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-use firn_format::protocol::Status;
+use firn_protocol::Status;
 
 /// How far back a rate looks.
 const WINDOW: Duration = Duration::from_secs(5);

@@ -18,10 +18,10 @@ use crate::spawn::{Reporter, report_failure, spawn};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MountRequest {
     /// The backing directory, as the user gave it.
-    #[serde(with = "firn_format::path::exact")]
+    #[serde(with = "firn_protocol::path::exact")]
     pub backing: PathBuf,
     /// The mount point, as the user gave it.
-    #[serde(with = "firn_format::path::exact")]
+    #[serde(with = "firn_protocol::path::exact")]
     pub mount_point: PathBuf,
     /// Checked options.
     pub options: Options,

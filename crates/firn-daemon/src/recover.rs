@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use firn_backing::{DirBacking, Errno};
 use firn_config::Options;
 use firn_format::durability::DurabilityLevel;
-use firn_format::protocol::ErrorStatus;
+use firn_protocol::ErrorStatus;
 use firn_transact::{Group, Held, Opening, Participants};
 use firn_trust::open_private_dir;
 use serde::Serialize;
@@ -38,7 +38,7 @@ pub struct RecoverRequest {
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct RecoverReport {
     /// The arena; `None`: there was none, nothing to recover.
-    #[serde(with = "firn_format::path::exact_option")]
+    #[serde(with = "firn_protocol::path::exact_option")]
     pub arena: Option<PathBuf>,
     /// Bytes that are now durable in the backing.
     pub recovered_bytes: u64,

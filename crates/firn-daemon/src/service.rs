@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use firn_backing::Errno;
 use firn_engine::{Cached, DrainPolicy, Engine};
 use firn_format::durability::DurabilityLevel;
-use firn_format::path::BytePath;
-use firn_format::protocol::{PROTOCOL_VERSION, Reply, Request, Status};
 use firn_fuse::{Failures, Invalidator};
+use firn_protocol::path::BytePath;
+use firn_protocol::{PROTOCOL_VERSION, Reply, Request, Status};
 use firn_stub::Tree;
 use parking_lot::Mutex;
 

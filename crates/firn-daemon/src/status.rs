@@ -3,7 +3,7 @@
 use firn_engine::{
     ErrorFigures, Figures, FileFigures, LaneFigures, ListedPart, PartPlace, SpillFigures,
 };
-use firn_format::protocol::{
+use firn_protocol::{
     ChunkPiece, ErrorStatus, FileStatus, LaneStatus, NumaNodeStatus, Place, SpillStatus, Status,
 };
 

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use firn_backing::{DirBacking, Errno};
 use firn_engine::{Cached, Engine, Pending, TurnError};
 use firn_format::durability::DurabilityLevel;
-use firn_format::path::BytePath;
-use firn_format::protocol::{Reply, Request, TransactionStatus};
 use firn_format::tally::Tally;
+use firn_protocol::path::BytePath;
+use firn_protocol::{Reply, Request, TransactionStatus};
 use firn_transact::{HeldError, Inode, Mode, Stage};
 
 use crate::attach::Store;

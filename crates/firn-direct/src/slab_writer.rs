@@ -1,4 +1,4 @@
-//! Writes past the kernel: bytes into a leased slab, published by one store.
+//! The writing end of a lease: bytes into a leased slab, published by one store.
 //!
 //! Promises
 //! * Nothing here allocates, locks, calls the system or the standard library's I/O: it may run in a
@@ -14,13 +14,13 @@
 //! * A piece is published by a compare-exchange of its seal. firnd freezes the last seal (`FROZEN`): the
 //!   writer begins a new record. firnd poisons the seal after the last one: the lease is over.
 //!
-//! Records: `firn_format::piece` and docs/FORMAT.md.
+//! Where the bytes go and how a record is published: `firn_format::append`, which firnd uses too.
 
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use firn_format::append::{AppendError, RecordTable, Room, SlabCursor};
 use firn_format::data_socket::{OFFSET_MAX, Slab};
-use firn_format::geometry::PAGE;
-use firn_format::piece::{PIECE_BYTES, Piece, Seals, poison, word};
+use firn_format::piece::{PIECE_BYTES, Piece, Seals};
 use firn_format::slab::{WRITER_BUSY, writer_idle};
 
 use crate::copy::copy;
@@ -56,31 +56,14 @@ pub enum Appended {
     Revoked,
 }
 
-/// The piece that the next bytes may continue.
-#[derive(Clone, Copy, Debug)]
-struct Last {
-    /// Offset in the file behind its last byte.
-    end: u64,
-    /// As it was stored here.
-    seal: u64,
-    seals: Seals,
-    /// Bytes.
-    len: u32,
-    /// Index of its record in the lease.
-    record: u32,
-}
-
 /// The writing end of one lease. Whoever holds it is the only one who appends.
 #[derive(Debug)]
 pub struct SlabWriter {
     base: *mut u8,
     slab: Slab,
     file_id: u64,
-    /// Next free byte, from the start of the chunk.
-    next: u32,
-    /// Next free record, its index in the lease.
-    record: u32,
-    last: Option<Last>,
+    /// Records are counted from the first of the lease.
+    cursor: SlabCursor,
     /// Time of the last write, nanoseconds since 1970.
     modified: u64,
 }
@@ -89,11 +72,20 @@ pub struct SlabWriter {
 // (`&mut self`), whichever that is.
 unsafe impl Send for SlabWriter {}
 
-/// What a try to publish a record met.
-enum Publish {
-    Done,
-    Frozen,
-    Revoked,
+/// The lease's piece records in the mapping.
+#[derive(Clone, Copy)]
+struct Records {
+    first: *mut u8,
+}
+
+impl RecordTable for Records {
+    #[inline(always)]
+    fn word(&self, record: u32, word: u64) -> &AtomicU64 {
+        let at = u64::from(record) * PIECE_BYTES + word;
+        // SAFETY: the cursor names records of the lease only, and `SlabWriter::new` was promised that they are
+        // mapped, aligned, for as long as the writer is used.
+        unsafe { AtomicU64::from_ptr(self.first.wrapping_add(at as usize).cast()) }
+    }
 }
 
 impl SlabWriter {
@@ -107,9 +99,7 @@ impl SlabWriter {
             base,
             slab,
             file_id,
-            next: slab.start,
-            record: 0,
-            last: None,
+            cursor: SlabCursor::new(slab.generation, slab.start..slab.end, 0..slab.record_count),
             modified: slab.modified,
         }
     }
@@ -121,7 +111,7 @@ impl SlabWriter {
 
     /// Bytes that are still free, as far as records suffice.
     pub fn free_bytes(&self) -> u32 {
-        self.slab.end.saturating_sub(self.next)
+        self.cursor.free_bytes()
     }
 
     /// Whether half of the bytes or of the records are used: time to ask for the next lease. Of a chunk of
@@ -129,7 +119,7 @@ impl SlabWriter {
     pub fn is_half_full(&self) -> bool {
         let size = self.slab.end.saturating_sub(self.slab.start);
         let count = self.slab.record_count;
-        self.free_bytes() <= size / 2 || self.record >= count - count / 2
+        self.free_bytes() <= size / 2 || self.cursor.next_record() >= count - count / 2
     }
 
     /// Takes bytes of the file at `offset`, the first ones of them where the slab ends.
@@ -176,186 +166,90 @@ impl SlabWriter {
     /// As for [`SlabWriter::append`], and the writer word is busy.
     #[inline(always)]
     unsafe fn append_busy(&mut self, offset: u64, data: *const u8, len: usize) -> Appended {
-        let Some(last) = self.last.filter(|last| last.end == offset) else {
-            // SAFETY: the caller's promise.
-            return unsafe { self.begin(offset, data, len, None) };
-        };
-        let taken = len.min(self.free_bytes() as usize);
-        if taken == 0 {
-            return Appended::Full;
+        if !self.cursor.continues(self.file_id, offset) {
+            // SAFETY: `data` is readable for `len` bytes, as promised to `append`.
+            return unsafe { self.begin_piece(offset, data, len, None) };
         }
-        // SAFETY: `taken` bytes from `next` on lie in the slab.
-        unsafe { self.fill(self.next, data, taken) };
-        match self.extend(last, taken as u32) {
-            Publish::Done => Appended::Bytes(taken),
-            Publish::Revoked => Appended::Revoked,
-            // SAFETY: the caller's promise.
-            Publish::Frozen => unsafe { self.begin(offset, data, len, Some((self.next, taken))) },
+        let Some(room) = self.cursor.room_behind_last(len as u64) else {
+            return Appended::Full;
+        };
+        // SAFETY: the room lies in the slab and is no longer than `data`.
+        unsafe { self.fill(room, data) };
+        let modified = self.next_time();
+        match self
+            .cursor
+            .extend_piece(&self.records(), room.len, modified)
+        {
+            Ok(()) => Appended::Bytes(room.len as usize),
+            Err(AppendError::Revoked) => Appended::Revoked,
+            // SAFETY: as for the first piece.
+            Err(AppendError::Frozen) => unsafe { self.begin_piece(offset, data, len, Some(room)) },
         }
     }
 
-    /// Begins a piece. `filled`: where bytes of it lie already, and how many.
+    /// Begins a piece. `filled`: where bytes of it lie already.
     ///
     /// # Safety
     /// As for `append_busy`.
-    unsafe fn begin(
+    unsafe fn begin_piece(
         &mut self,
         offset: u64,
         data: *const u8,
         len: usize,
-        filled: Option<(u32, usize)>,
+        filled: Option<Room>,
     ) -> Appended {
-        if self.record >= self.slab.record_count {
+        let Some(room) = self.cursor.room_for_piece(offset, len as u64) else {
             return Appended::Full;
-        }
-        let position = self.place(offset, len);
-        let room = u64::from(self.slab.end).saturating_sub(position);
-        let taken = (len as u64).min(room) as usize;
-        if taken == 0 {
-            return Appended::Full;
-        }
-        let position = position as u32;
+        };
         // What was copied behind a frozen piece lies where it belongs already, mostly.
-        if filled != Some((position, taken)) {
-            // SAFETY: `taken` bytes from `position` on lie in the slab.
-            unsafe { self.fill(position, data, taken) };
+        if filled != Some(room) {
+            // SAFETY: the room lies in the slab and is no longer than `data`.
+            unsafe { self.fill(room, data) };
         }
-        match self.publish(offset, position, taken as u32) {
-            Publish::Done => Appended::Bytes(taken),
-            _ => Appended::Revoked,
-        }
-    }
-
-    /// Where a new piece begins: a page or more, and the first of a slab, congruent to its offset.
-    fn place(&self, offset: u64, len: usize) -> u64 {
-        let next = u64::from(self.next);
-        if len as u64 >= PAGE || self.last.is_none() {
-            next + (offset % PAGE + PAGE - next % PAGE) % PAGE
-        } else {
-            next
+        let piece = Piece {
+            file: self.file_id,
+            offset,
+            sequence: self.slab.sequence + u64::from(self.cursor.next_record()),
+            position: room.position,
+            len: room.len,
+        };
+        let modified = self.next_time();
+        match self.cursor.publish_piece(&self.records(), piece, modified) {
+            Ok(_) => Appended::Bytes(room.len as usize),
+            Err(_) => Appended::Revoked,
         }
     }
 
     #[inline(always)]
-    fn extend(&mut self, last: Last, more: u32) -> Publish {
-        let end = last.end + u64::from(more);
-        let len = last.len + more;
-        let seal = last.seals.at(len);
-        let modified = self.now();
-        self.u64(last.record, word::MODIFIED)
-            .store(modified, Ordering::Relaxed);
-        let word = self.seal_of(last.record);
-        if word
-            .compare_exchange(last.seal, seal, Ordering::Release, Ordering::Relaxed)
-            .is_ok()
-        {
-            self.last = Some(Last {
-                end,
-                seal,
-                len,
-                ..last
-            });
-            self.next += more;
-            return Publish::Done;
+    fn records(&self) -> Records {
+        Records {
+            first: self.base.wrapping_add(self.slab.records as usize),
         }
-        // It is frozen, or overwritten by somebody mad; both end the piece.
-        if self.is_poisoned() {
-            Publish::Revoked
-        } else {
-            Publish::Frozen
-        }
-    }
-
-    fn publish(&mut self, offset: u64, position: u32, len: u32) -> Publish {
-        let record = self.record;
-        let found = self.seal_of(record).load(Ordering::Acquire);
-        if found == poison(self.slab.generation) {
-            return Publish::Revoked;
-        }
-        let sequence = self.slab.sequence + u64::from(record);
-        let piece = Piece {
-            file: self.file_id,
-            offset,
-            sequence,
-            position,
-            len,
-        };
-        self.u64(record, word::WHO)
-            .store(piece.who(), Ordering::Relaxed);
-        self.u64(record, word::OFFSET)
-            .store(piece.offset, Ordering::Relaxed);
-        self.u64(record, word::PLACE)
-            .store(piece.place(), Ordering::Relaxed);
-        let modified = self.now();
-        self.u64(record, word::MODIFIED)
-            .store(modified, Ordering::Relaxed);
-        let seals = Seals::new(&piece, self.slab.generation);
-        let seal = seals.at(len);
-        let stored = self.seal_of(record).compare_exchange(
-            found,
-            seal,
-            Ordering::Release,
-            Ordering::Relaxed,
-        );
-        if stored.is_err() {
-            return Publish::Revoked;
-        }
-        self.last = Some(Last {
-            end: offset + u64::from(len),
-            seal,
-            seals,
-            len,
-            record,
-        });
-        self.next = position + len;
-        self.record += 1;
-        Publish::Done
     }
 
     /// The time, as the kernel stamps files with it, but later than that of the write before: who compares sees each
     /// write. No call of the system: the kernel keeps this clock in memory (vdso(7)).
     #[inline(always)]
-    fn now(&mut self) -> u64 {
+    fn next_time(&mut self) -> u64 {
         self.modified = now_ns().max(self.modified.saturating_add(1));
         self.modified
     }
 
-    /// Whether firnd ended the lease while this writer was busy.
-    fn is_poisoned(&self) -> bool {
-        // The freeze came before the poison; who sees the one must look for the other in this order.
-        fence(Ordering::Acquire);
-        self.record < self.slab.record_count
-            && self.seal_of(self.record).load(Ordering::Acquire) == poison(self.slab.generation)
-    }
-
     /// # Safety
-    /// `position..position + len` lies in the slab, and `data` is readable for `len` bytes.
+    /// `room` lies in the slab, and `data` is readable for as many bytes.
     #[inline(always)]
-    unsafe fn fill(&self, position: u32, data: *const u8, len: usize) {
+    unsafe fn fill(&self, room: Room, data: *const u8) {
         let to = self
             .base
-            .wrapping_add((self.slab.chunk + u64::from(position)) as usize);
-        // SAFETY: the caller's promise and that of `new`.
-        unsafe { copy(to, data, len) }
+            .wrapping_add((self.slab.chunk + u64::from(room.position)) as usize);
+        // SAFETY: the slab's data is mapped for writing (`new`), nobody else stores into it while the writer
+        // word is busy, and `data` is what the caller promises.
+        unsafe { copy(to, data, room.len as usize) }
     }
 
     fn writer(&self) -> &AtomicU64 {
         // SAFETY: mapped as promised in `new`; firnd aligns it.
         unsafe { AtomicU64::from_ptr(self.base.wrapping_add(self.slab.writer as usize).cast()) }
-    }
-
-    fn seal_of(&self, record: u32) -> &AtomicU64 {
-        self.u64(record, word::SEAL)
-    }
-
-    fn u64(&self, record: u32, word: u64) -> &AtomicU64 {
-        // SAFETY: a word of one of this lease's records, mapped as promised in `new`.
-        unsafe { AtomicU64::from_ptr(self.at(record, word).cast()) }
-    }
-
-    fn at(&self, record: u32, word: u64) -> *mut u8 {
-        let offset = self.slab.records + u64::from(record) * PIECE_BYTES + word;
-        self.base.wrapping_add(offset as usize)
     }
 }
 

@@ -4,8 +4,8 @@
 //! names, or takes the data elsewhere, or gives it up.
 
 use firn_backing::{Backing, Errno};
-use firn_format::path::BytePath;
 use firn_format::record::Record;
+use firn_protocol::path::BytePath;
 
 use crate::engine::Engine;
 use crate::recovery::{Layers, Recovered};

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use firn_arena::Spilled;
 use firn_backing::{Backing, Errno};
 use firn_format::durability::DurabilityLevel;
-use firn_format::path::BytePath;
+use firn_protocol::path::BytePath;
 use thin_vec::ThinVec;
 
 use crate::drain::retry_wait;

@@ -3,14 +3,13 @@
 //! Each stored structure has its own module. Numbers are little-endian. docs/FORMAT.md describes the
 //! bytes; a change here that an older firnd could misread raises [`superblock::VERSION`].
 
+pub mod append;
 pub mod data_socket;
 pub mod durability;
 pub mod geometry;
 pub mod home;
 pub mod journal;
-pub mod path;
 pub mod piece;
-pub mod protocol;
 pub mod quote;
 pub mod record;
 pub mod sealed;

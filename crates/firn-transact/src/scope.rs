@@ -8,8 +8,8 @@ use std::sync::{Arc, Weak};
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
 use firn_conflict::Used;
-use firn_format::path::BytePath;
 use firn_format::quote::quoted;
+use firn_protocol::path::BytePath;
 use firn_trust::Distrust;
 use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 

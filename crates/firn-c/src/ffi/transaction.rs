@@ -3,8 +3,8 @@
 use std::ffi::{c_char, c_int, c_uint};
 use std::path::Path;
 
-use firn_format::path::BytePath;
-use firn_format::protocol::Request;
+use firn_protocol::Request;
+use firn_protocol::path::BytePath;
 
 use super::{Handle, NO_HANDLE, give, given, guarded, path_of};
 use crate::error::Error;

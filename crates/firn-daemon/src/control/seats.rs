@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use firn_format::protocol::{Holder, Request};
+use firn_protocol::{Holder, Request};
 use parking_lot::Mutex;
 
 /// Connections for everything.

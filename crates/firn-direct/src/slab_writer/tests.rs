@@ -1,6 +1,6 @@
 use std::sync::atomic::AtomicBool;
 
-use firn_format::piece::{Checked, FROZEN, RawPiece};
+use firn_format::piece::{Checked, FROZEN, RawPiece, poison, word};
 
 use super::*;
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::{Connection, RuntimeFiles};
 use firn_daemon::{CheckReport, Damage};
-use firn_format::path::BytePath;
+use firn_protocol::path::BytePath;
 
 use super::mount::{minus_o, resolve};
 use crate::failure::{DONE, FAILED, Failure, NOT_FIRN};

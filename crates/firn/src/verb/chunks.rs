@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
-use firn_format::path::BytePath;
-use firn_format::protocol::{ChunkPiece, DataRegion, Place};
+use firn_protocol::path::BytePath;
+use firn_protocol::{ChunkPiece, DataRegion, Place};
 use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure};

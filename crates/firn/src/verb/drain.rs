@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use firn_format::durability::DurabilityLevel;
-use firn_format::path::BytePath;
-use firn_format::protocol::Request;
+use firn_protocol::Request;
+use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use super::wait::wait;

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use firn_format::durability::DurabilityLevel;
-use firn_format::path::BytePath;
-use firn_format::protocol::FileStatus;
 use firn_format::record::Ending;
+use firn_protocol::FileStatus;
+use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure};

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
-use firn_format::path::BytePath;
+use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use crate::failure::{DONE, Failure};

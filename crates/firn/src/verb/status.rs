@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use firn_client::{ClientError, Connection, Mount};
-use firn_format::path::BytePath;
-use firn_format::protocol::{FileStatus, Request, Status};
+use firn_protocol::path::BytePath;
+use firn_protocol::{FileStatus, Request, Status};
 use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY};

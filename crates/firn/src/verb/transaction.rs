@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
-use firn_format::path::BytePath;
-use firn_format::protocol::Request;
 use firn_format::quote::quoted_path;
+use firn_protocol::Request;
+use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use crate::failure::{DONE, Failure};

@@ -1,7 +1,7 @@
 //! `firn version`.
 
 use clap::{ArgMatches, Args, FromArgMatches};
-use firn_format::protocol::PROTOCOL_VERSION;
+use firn_protocol::PROTOCOL_VERSION;
 use serde::Serialize;
 
 use crate::failure::{DONE, Failure};

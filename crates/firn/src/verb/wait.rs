@@ -6,8 +6,8 @@ use std::time::Instant;
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum, ValueHint};
 use firn_client::ClientError;
 use firn_format::durability::DurabilityLevel;
-use firn_format::path::BytePath;
-use firn_format::protocol::Request;
+use firn_protocol::Request;
+use firn_protocol::path::BytePath;
 use rustix::io::Errno;
 use serde::Serialize;
 

@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use firn_format::protocol::{ErrorStatus, FileStatus, SpillStatus, Status, TransactionStatus};
 use firn_format::quote::printable;
+use firn_protocol::{ErrorStatus, FileStatus, SpillStatus, Status, TransactionStatus};
 
 use super::Seen;
 use super::list::fill;

@@ -1,6 +1,6 @@
 //! All mounts, a line each.
 
-use firn_format::protocol::Status;
+use firn_protocol::Status;
 
 use super::Seen;
 use crate::output::Paint;

@@ -13,7 +13,7 @@ use serde::de::{Error, MapAccess, Unexpected, Visitor};
 use serde::ser::SerializeStruct;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::quote::quoted;
+use firn_format::quote::quoted;
 
 /// The key of a path that is not UTF-8.
 const ESCAPED: &str = "escaped";

@@ -6,13 +6,15 @@
 //! line then, and whatever was sent on it since the last answer was not carried out. Every field is plain
 //! JSON, and every path a [`BytePath`], so `firn … --json` prints what it got and other tools can speak to the socket.
 
+pub mod path;
+
 use std::collections::BTreeMap;
 
+use firn_format::durability::DurabilityLevel;
+use firn_format::record::Ending;
 use serde::{Deserialize, Serialize};
 
-use crate::durability::DurabilityLevel;
 use crate::path::BytePath;
-use crate::record::Ending;
 
 /// Version of this protocol; a client refuses a firnd that speaks another one.
 pub const PROTOCOL_VERSION: u32 = 3;
