@@ -2,11 +2,15 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, OpenOptions};
+use std::io::Write;
 use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::random::bytes;
+use firn_tests::sandbox::{firn_binary, kill};
 use firn_tests::{FirnMount, Sandbox, wait_until};
 
 const MIB: usize = 1 << 20;
@@ -333,4 +337,135 @@ fn files_that_were_cut_off_are_told_apart() {
         ])
         .ok();
     assert_eq!(cut.stdout.lines().count(), 1);
+}
+
+/// What a mount with a spill file leaves in memory and on the disk.
+fn left_behind(sandbox: &Sandbox, spill: &Path) -> Vec<PathBuf> {
+    let spilled = fs::read_dir(spill).expect("list the spill directory");
+    let spilled = spilled.map(|entry| entry.expect("entry").path());
+    sandbox.arenas().into_iter().chain(spilled).collect()
+}
+
+/// Proves S-discard-1, S-discard-2, S-discard-3.
+#[test]
+fn held_data_is_dropped_only_when_that_is_asked_for_explicitly() {
+    let sandbox = Sandbox::new("discard");
+    let spill = sandbox.mkdir("local");
+    let options = format!("{DEMAND},spill={},spill-size=64M", spill.display());
+    let mount = FirnMount::new(&sandbox, &options);
+    let drained = bytes(8, MIB);
+    let held = bytes(9, 40 * MIB);
+    fs::write(mount.join("drained"), &drained).expect("write");
+    firn(&sandbox, "drain", &mount.join("drained"));
+    mount.wait("drained", &mount.join("drained")).ok();
+    fs::write(mount.join("held"), &held).expect("write");
+    let point = mount.path().to_owned();
+    let umount = |options: &[&str]| {
+        let args = ["umount"].iter().chain(options).map(OsStr::new);
+        sandbox.run(args.chain([point.as_os_str()]))
+    };
+
+    umount(&["--discard"])
+        .code(2)
+        .says("40.0 MiB in 1 file")
+        .says("--yes");
+    umount(&["--discard", "--keep-held", "--yes"]).code(2);
+    umount(&["--yes"]).code(2);
+    let open = fs::File::open(mount.join("held")).expect("open");
+    umount(&["--discard", "--yes"]).code(11).says("in use");
+    drop(open);
+    assert_eq!(
+        mount.status().held_bytes,
+        held.len() as u64,
+        "nothing is dropped"
+    );
+    assert_same_bytes("still there", &read(&mount.join("held")), &held);
+
+    umount(&["--discard", "--yes"])
+        .ok()
+        .says("dropped 40.0 MiB in 1 file");
+    let backing = mount.backing().to_owned();
+    mount.abandon();
+    assert_eq!(left_behind(&sandbox, &spill), Vec::<PathBuf>::new());
+    assert_same_bytes(
+        "what was drained",
+        &read(&backing.join("drained")),
+        &drained,
+    );
+    let mount = FirnMount::over(&sandbox, &backing, &options);
+    assert_eq!(
+        fs::metadata(mount.join("held")).expect("its name").len(),
+        0,
+        "a mount that comes later has nothing of it"
+    );
+
+    // A dead firnd cannot be asked: its data stays for the mount that comes next.
+    fs::write(mount.join("held"), &drained).expect("write");
+    kill(mount.pid(), libc::SIGKILL);
+    mount.wait_for_end();
+    umount(&["--discard", "--yes"])
+        .code(1)
+        .says("mount it again");
+    mount.kill();
+    let mount = FirnMount::over(&sandbox, &backing, &options);
+    assert_same_bytes("kept", &read(&mount.join("held")), &drained);
+    mount.umount();
+}
+
+/// Proves S-discard-2.
+#[test]
+fn on_a_terminal_firn_asks_before_it_drops_held_data() {
+    let sandbox = Sandbox::new("discardask");
+    let mount = FirnMount::new(&sandbox, DEMAND);
+    fs::write(mount.join("held"), bytes(10, MIB)).expect("write");
+    let command = format!(
+        "{} umount --discard {}",
+        firn_binary().display(),
+        mount.path().display()
+    );
+    let asked = |answer: &str| {
+        let mut script = Command::new("script");
+        script.args(["-qec", &command, "/dev/null"]);
+        sandbox.environment(&mut script);
+        let mut child = script
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("script(1)");
+        let stdin = child.stdin.as_mut().expect("stdin");
+        writeln!(stdin, "{answer}").expect("answer");
+        let output = child.wait_with_output().expect("wait");
+        let shown = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(shown.contains("drops 1.0 MiB in 1 file"), "{shown}");
+        (output.status.code(), shown)
+    };
+    let (code, shown) = asked("y");
+    assert_eq!(code, Some(1), "{shown}");
+    assert!(shown.contains("nothing was dropped"), "{shown}");
+    assert_eq!(mount.status().held_bytes, MIB as u64);
+    let (code, shown) = asked("yes");
+    assert_eq!(code, Some(0), "{shown}");
+    mount.wait_for_end();
+    assert_eq!(
+        fs::metadata(mount.backing().join("held"))
+            .expect("stat")
+            .len(),
+        0
+    );
+}
+
+/// Proves S-discard-1.
+#[test]
+fn a_stub_tree_is_dropped_with_its_names() {
+    let sandbox = Sandbox::new("discardtree");
+    let mount = FirnMount::new(&sandbox, &format!("{DEMAND},frontend=preload"));
+    fs::create_dir(mount.join("dir")).expect("mkdir");
+    fs::write(mount.join("dir/stub"), b"").expect("a name");
+    let args = ["umount", "--discard", "--yes"].map(OsStr::new);
+    sandbox
+        .run(args.into_iter().chain([mount.path().as_os_str()]))
+        .ok();
+    assert!(!mount.backing().join("dir").exists());
+    assert_eq!(sandbox.arenas(), Vec::<PathBuf>::new());
+    mount.abandon();
 }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use firn_format::quote::quoted_path;
 use firn_protocol::path::BytePath;
 use firn_protocol::{
-    ChunkList, DataRegion, FileStatus, Holder, PROTOCOL_VERSION, Reply, Request, Status,
+    ChunkList, DataRegion, FileStatus, HeldPolicy, Holder, PROTOCOL_VERSION, Reply, Request, Status,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::SendFlags;
@@ -208,7 +208,7 @@ impl Connection {
     pub fn unmount(
         &mut self,
         force: bool,
-        keep_held: bool,
+        held: HeldPolicy,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<(Process, Result<(), ClientError>), ClientError> {
         if self.is_closed {
@@ -216,7 +216,7 @@ impl Connection {
         }
         // Before it is asked, and of a connection that stays: from the request on firnd does not close it.
         let mut process = self.process();
-        let request = Request::Unmount { force, keep_held };
+        let request = Request::Unmount { force, held };
         let mut answer = self.attempt(&request, None, progress);
         if let Ok(None) = answer {
             self.reopen()?;
@@ -673,7 +673,9 @@ mod tests {
         let mut connection = with_replies(vec![HELLO, lines]).unwrap();
         let mut seen = Vec::new();
         connection
-            .unmount(false, false, &mut |progress| seen.push(progress.bytes_left))
+            .unmount(false, HeldPolicy::Drain, &mut |progress| {
+                seen.push(progress.bytes_left)
+            })
             .unwrap()
             .1
             .unwrap();

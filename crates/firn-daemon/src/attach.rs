@@ -67,6 +67,17 @@ pub(crate) fn runtime_files(
     ))
 }
 
+/// What becomes of an arena when its firnd ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ArenaEnd {
+    /// It stays, whatever is in it.
+    Keep,
+    /// It is removed if nothing is left in it.
+    RemoveIfEmpty,
+    /// It is removed with all that is in it.
+    Discard,
+}
+
 impl Attached {
     /// Attaches the arena of `backing` (canonical), making it if there is none, and begins to drain
     /// what is in it. The locks must be taken already.
@@ -163,24 +174,25 @@ impl Attached {
         self.pool.replace_hung();
     }
 
-    /// Stops the IO threads, removes the arena if nothing is left in it and `remove` allows, and
-    /// gives the locks back. Returns the bytes that are left.
+    /// Stops the IO threads, does with the arena what `end` says and gives the locks back. Returns the bytes that are
+    /// left.
     ///
     /// Where a call of the backing may still be under way, the locks end with the process and not before: once it
     /// is answered it may change what the next mount has made.
-    pub(crate) fn finish(mut self, remove: bool) -> u64 {
+    pub(crate) fn finish(mut self, end: ArenaEnd) -> u64 {
         let stopped = self.pool.stop_within(STOP_PATIENCE);
         if !stopped {
             tracing::warn!("the backing does not answer: firnd ends when it does");
         }
-        let remove = remove && stopped;
-        let left = self.left_bytes();
+        let discard = end == ArenaEnd::Discard;
+        let remove = stopped && end != ArenaEnd::Keep;
+        let mut left = self.left_bytes();
         let spill = self
             .engine
             .arena()
             .spill_file()
             .map(|file| file.path().to_owned());
-        if left == 0 && remove && self.damaged {
+        if left == 0 && remove && self.damaged && !discard {
             let aside = self.files.arena.with_extension("damaged");
             match std::fs::rename(&self.files.arena, &aside) {
                 Ok(()) => {
@@ -192,12 +204,15 @@ impl Attached {
                 }
                 Err(error) => tracing::warn!(%error, "cannot put the damaged arena aside"),
             }
-        } else if left == 0 && remove {
-            // In this order: without the arena the spill file means nothing and is replaced.
-            for file in std::iter::once(&self.files.arena).chain(&spill) {
-                if let Err(error) = std::fs::remove_file(file) {
-                    tracing::warn!(%error, file = %quoted_path(file), "cannot remove the empty arena");
-                    break;
+        } else if remove && (left == 0 || discard) {
+            match self.remove_arena(spill.as_deref()) {
+                Ok(()) if left > 0 => {
+                    tracing::warn!(bytes = left, "dropped what was held, as asked");
+                    left = 0;
+                }
+                Ok(()) => {}
+                Err(error) => {
+                    tracing::warn!(%error, arena = %quoted_path(&self.files.arena), "cannot remove the arena")
                 }
             }
         }
@@ -205,6 +220,17 @@ impl Attached {
             std::mem::forget(self.locks);
         }
         left
+    }
+
+    fn remove_arena(&self, spill: Option<&Path>) -> std::io::Result<()> {
+        // In this order: without the arena the spill file means nothing and is replaced.
+        std::fs::remove_file(&self.files.arena)?;
+        if let Some(spill) = spill
+            && let Err(error) = std::fs::remove_file(spill)
+        {
+            tracing::warn!(%error, file = %quoted_path(spill), "cannot remove the spill file");
+        }
+        Ok(())
     }
 }
 

@@ -1,8 +1,9 @@
 //! How a mount ends.
 //!
 //! Promises
-//! * Nothing acknowledged is dropped: what cannot be drained stays in the arena, and that is said.
-//! * The arena is removed only when the kernel has let go of the mount and nothing is left in it.
+//! * Nothing acknowledged is dropped unless the client asks for that (`HeldPolicy::Discard`): what cannot be drained stays in
+//!   the arena, and that is said.
+//! * The arena is removed only when the kernel has let go of the mount, and nothing is left in it or it is to be dropped.
 //! * An unmount that is refused (open files, a backing that fails) leaves the mount as it was.
 
 use std::io;
@@ -13,7 +14,7 @@ use std::time::{Duration, Instant};
 use firn_backing::{Backing, Errno};
 use firn_engine::Engine;
 use firn_format::durability::DurabilityLevel;
-use firn_protocol::Reply;
+use firn_protocol::{HeldPolicy, Reply};
 
 use crate::attach::{Attached, Store};
 use crate::front::Front;
@@ -36,8 +37,8 @@ pub(crate) enum Event {
     Unmount {
         /// Even with open files and data that cannot be drained.
         force: bool,
-        /// Without draining.
-        keep_held: bool,
+        /// What becomes of the data that is held.
+        held: HeldPolicy,
         /// The client that asks.
         client: Client,
     },
@@ -222,7 +223,7 @@ pub(crate) fn by_request(
     front: &Front,
     (events, sender): (&Receiver<Event>, &Sender<Event>),
     force: bool,
-    keep_held: bool,
+    held: HeldPolicy,
     say: &mut dyn FnMut(Reply) -> bool,
 ) -> Result<Ending, Reply> {
     let mut interruptions = Interruptions::of(events, sender);
@@ -246,7 +247,7 @@ pub(crate) fn by_request(
     }
     let left = unless(&mut give_up, leave_transactions(&attached.engine));
     let named = left.and_then(|()| {
-        if keep_held {
+        if held != HeldPolicy::Drain {
             Some(Ok(()))
         } else {
             unless(&mut give_up, front.names())
@@ -256,7 +257,7 @@ pub(crate) fn by_request(
         return Err(overtaken());
     }
     let mut gave_up = named.is_none();
-    if !keep_held && !gave_up {
+    if held == HeldPolicy::Drain && !gave_up {
         if let Some(Err(error)) = named
             && !force
         {
@@ -289,9 +290,9 @@ pub(crate) fn by_request(
         if let Err(error) = drained
             && !force
         {
-            let held = attached.engine.held_bytes();
+            let held_bytes = attached.engine.held_bytes();
             let message = format!(
-                "{held} bytes cannot be drained: {}; mend the backing and try again, or use --force to unmount and keep them in the arena",
+                "{held_bytes} bytes cannot be drained: {}; mend the backing and try again, or use --force to unmount and keep them in the arena",
                 process::explain(error)
             );
             return Err(Reply::Error {

@@ -10,19 +10,18 @@ use firn_config::{Frontend, KernelFlag, Options};
 use firn_engine::Engine;
 use firn_format::quote::quoted_path;
 use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions, detach};
-use firn_protocol::Reply;
+use firn_protocol::{HeldPolicy, Reply};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::attach::Store;
-use crate::attach::{Attached, passthrough, runtime_files};
+use crate::attach::{ArenaEnd, Attached, Store, passthrough, runtime_files};
 use crate::backup::{self, Rounds};
 use crate::carrier::Carrier;
 use crate::control::Control;
 use crate::data_socket::{DataSocket, Served};
 use crate::end::{self, Client, Ending, Event, Outcome};
 use crate::error::DaemonError;
-use crate::front::{Front, Stubs, waiting_tree};
+use crate::front::{Front, Stubs, TreeEnd, waiting_tree};
 use crate::lock::Locks;
 use crate::log;
 use crate::metrics::SAMPLE_EVERY;
@@ -81,7 +80,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
         Ok(mount) => mount,
         Err(error) => {
             // Nothing was written yet; what was recovered stays for the next try.
-            attached.finish(true);
+            attached.finish(ArenaEnd::RemoveIfEmpty);
             return Err(error);
         }
     };
@@ -221,7 +220,7 @@ impl Mount {
             mut gave_up,
             force,
             client,
-            keep_held,
+            held,
         } = self.serve(&attached);
         self.populating.store(false, Ordering::Relaxed);
         let mut rounds = self.rounds;
@@ -240,25 +239,34 @@ impl Mount {
             gave_up = !stopped;
         }
         // What was written between the last look and the end of the session.
-        if !keep_held && !gave_up {
+        if held == HeldPolicy::Drain && !gave_up {
             end::drain_last(&attached.engine, force);
         }
         let arena = attached.files.arena.clone();
         drop((self.control, self.data_socket));
         if !gave_up {
-            let keep = keep_held && attached.left_bytes() > 0 || outcome != Outcome::Ended;
+            let tree = match held {
+                _ if outcome != Outcome::Ended => TreeEnd::Keep,
+                HeldPolicy::Discard => TreeEnd::Discard,
+                HeldPolicy::Keep if attached.left_bytes() > 0 => TreeEnd::Keep,
+                HeldPolicy::Keep | HeldPolicy::Drain => TreeEnd::Remove,
+            };
             let front = self.front;
-            gave_up = !end::with_patience(force, move || front.end(keep));
+            gave_up = !end::with_patience(force, move || front.end(tree));
         }
         // What came through the kernel was taken in only now.
-        if !keep_held && !gave_up {
+        if held == HeldPolicy::Drain && !gave_up {
             end::drain_last(&attached.engine, force);
         }
         // A session that lingers may still write: then the arena stays, whatever is in it now.
-        let bytes = attached.finish(outcome == Outcome::Ended);
+        let bytes = attached.finish(match held {
+            _ if outcome != Outcome::Ended => ArenaEnd::Keep,
+            HeldPolicy::Discard => ArenaEnd::Discard,
+            HeldPolicy::Drain | HeldPolicy::Keep => ArenaEnd::RemoveIfEmpty,
+        });
         let result = match bytes {
             0 => Ok(()),
-            _ if keep_held => Ok(()),
+            _ if held == HeldPolicy::Keep => Ok(()),
             bytes => Err(DaemonError::Left {
                 bytes,
                 arena,
@@ -306,19 +314,19 @@ impl Mount {
                 }
                 Ok(Event::Unmount {
                     force,
-                    keep_held,
+                    held,
                     client,
                 }) => {
                     let say = &mut |progress| client.reply.send(progress).is_ok();
                     let events = (&self.events, &self.service.events);
-                    match end::by_request(attached, &self.front, events, force, keep_held, say) {
+                    match end::by_request(attached, &self.front, events, force, held, say) {
                         Ok(Ending { outcome, gave_up }) => {
                             return End {
                                 outcome,
                                 gave_up,
                                 force,
                                 client: Some(client),
-                                keep_held,
+                                held,
                             };
                         }
                         Err(refusal) => drop(client.reply.send(refusal)),
@@ -354,8 +362,8 @@ struct End {
     force: bool,
     /// Who asked for it.
     client: Option<Client>,
-    /// What is held is left to the next mount.
-    keep_held: bool,
+    /// What becomes of the data that is held.
+    held: HeldPolicy,
 }
 
 impl End {
@@ -365,7 +373,7 @@ impl End {
             gave_up,
             force: false,
             client: None,
-            keep_held: false,
+            held: HeldPolicy::Drain,
         }
     }
 }

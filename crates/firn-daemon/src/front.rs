@@ -37,6 +37,17 @@ pub(crate) struct Stubs {
     events: Sender<Event>,
 }
 
+/// What becomes of a stub tree when its firnd ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TreeEnd {
+    /// Its names are carried over to the backing; it stays, because what it tells of is still held.
+    Keep,
+    /// Its names are carried over, and it is removed.
+    Remove,
+    /// It is removed as it is; names that are not in the backing are dropped.
+    Discard,
+}
+
 impl Stubs {
     /// Begins a tree at `prefix`, or goes on with that of an earlier firnd. Programs do not find it before
     /// [`Stubs::publish`].
@@ -103,22 +114,27 @@ impl Stubs {
             .map_err(DaemonError::io("write down where the stub tree is"))
     }
 
-    /// Removes the tree, if all that it tells of is in the backing.
-    fn end(&self, keep: bool) {
-        if let Err(error) = self.tree.reconcile() {
+    fn end(&self, end: TreeEnd) {
+        if end != TreeEnd::Discard
+            && let Err(error) = self.tree.reconcile()
+        {
             tracing::error!(%error, "the stub tree stays for the next mount: not every name could be carried over");
-        } else if !keep {
-            let root = self.tree.root().to_owned();
-            let whole = self.tree.is_whole_device();
-            if let Err(error) = self.tree.remove() {
-                tracing::warn!(%error, "cannot remove the stub tree");
-            }
-            let _ = std::fs::remove_file(&self.files.stub);
-            // Where the user's own tmpfs has its root here, it is only emptied: unmounting is refused while
-            // programs use it, so the lazy way.
-            if whole && is_ours(&root) {
-                let _ = unmount(&root, UnmountFlags::DETACH);
-            }
+        } else if end != TreeEnd::Keep {
+            self.remove();
+        }
+    }
+
+    fn remove(&self) {
+        let root = self.tree.root().to_owned();
+        let whole = self.tree.is_whole_device();
+        if let Err(error) = self.tree.remove() {
+            tracing::warn!(%error, "cannot remove the stub tree");
+        }
+        let _ = std::fs::remove_file(&self.files.stub);
+        // Where the user's own tmpfs has its root here, it is only emptied: unmounting is refused while
+        // programs use it, so the lazy way.
+        if whole && is_ours(&root) {
+            let _ = unmount(&root, UnmountFlags::DETACH);
         }
     }
 }
@@ -171,35 +187,12 @@ impl Front {
         }
     }
 
-    /// The last step, when nothing more comes. `keep`: what it tells of is still held.
-    pub(crate) fn end(&self, keep: bool) {
+    /// The last step, when nothing more comes.
+    pub(crate) fn end(&self, end: TreeEnd) {
         if let Self::Tree(stubs) = self {
-            stubs.end(keep);
+            stubs.end(end);
         }
     }
-}
-
-/// Removes a stub tree whose firnd has ended, with all that is in it: for who gives its data up.
-pub fn discard_tree(backing: &Path, prefix: &Path) -> io::Result<()> {
-    let files = RuntimeFiles::of(backing, None).map_err(io::Error::other)?;
-    let tree = trees::read(&files.stub).map_err(io::Error::other)?;
-    let Some(tree) = tree.filter(|tree| tree.mount_point == prefix) else {
-        return Ok(());
-    };
-    if is_ours(&tree.mount_point) {
-        unmount(&tree.mount_point, UnmountFlags::DETACH)?;
-    } else {
-        for entry in std::fs::read_dir(&tree.mount_point)? {
-            let path = entry?.path();
-            if path.symlink_metadata()?.is_dir() {
-                std::fs::remove_dir_all(path)?
-            } else {
-                std::fs::remove_file(path)?
-            }
-        }
-    }
-    std::fs::remove_file(&files.names)?;
-    std::fs::remove_file(&files.stub)
 }
 
 /// Where the names of a backing wait in a stub tree.

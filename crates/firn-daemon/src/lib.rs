@@ -34,7 +34,6 @@ mod transactions;
 pub use backup::{BackupReport, FromBackup, recover_from_backup};
 pub use check::{CheckReport, Damage, check};
 pub use error::{CheckError, DaemonError, MountError, RecoverError};
-pub use front::discard_tree;
 pub use lost::{LostPolicy, LostReport};
 pub use mount::{MountRequest, firnd_main, mount, mount_with_notices};
 pub use recover::{HostReport, RecoverReport, RecoverRequest, recover, recover_host};

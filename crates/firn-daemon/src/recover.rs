@@ -11,10 +11,10 @@ use firn_transact::{Group, Held, Opening, Participants};
 use firn_trust::open_private_dir;
 use serde::Serialize;
 
-use crate::attach::{Attached, runtime_files};
+use crate::attach::{ArenaEnd, Attached, runtime_files};
 use crate::end::drain_rest;
 use crate::error::{DaemonError, RecoverError};
-use crate::front::{Front, Stubs, waiting_tree};
+use crate::front::{Front, Stubs, TreeEnd, waiting_tree};
 use crate::lock::{Locks, host_dir};
 use crate::lost::{self, LostPolicy, LostReport};
 use crate::preflight;
@@ -156,7 +156,11 @@ pub fn recover(
     let lost = match lost::settle(&attached.engine, &request.lost) {
         Ok(lost) => lost,
         Err(error) => {
-            attached.finish(drained.is_ok());
+            attached.finish(if drained.is_ok() {
+                ArenaEnd::RemoveIfEmpty
+            } else {
+                ArenaEnd::Keep
+            });
             return Err(error);
         }
     };
@@ -187,9 +191,18 @@ pub fn recover(
         });
     }
     if let Some(stubs) = stubs {
-        Front::Tree(stubs).end(drained.is_err() || attached.left_bytes() > 0);
+        let is_left = drained.is_err() || attached.left_bytes() > 0;
+        Front::Tree(stubs).end(if is_left {
+            TreeEnd::Keep
+        } else {
+            TreeEnd::Remove
+        });
     }
     // Removed only if what was drained is durable too.
-    attached.finish(drained.is_ok());
+    attached.finish(if drained.is_ok() {
+        ArenaEnd::RemoveIfEmpty
+    } else {
+        ArenaEnd::Keep
+    });
     Ok(report)
 }

@@ -11,7 +11,7 @@ use firn_engine::{Cached, DrainPolicy, Engine};
 use firn_format::durability::DurabilityLevel;
 use firn_fuse::{Failures, Invalidator};
 use firn_protocol::path::BytePath;
-use firn_protocol::{PROTOCOL_VERSION, Reply, Request, Status};
+use firn_protocol::{HeldPolicy, PROTOCOL_VERSION, Reply, Request, Status};
 use firn_stub::Tree;
 use parking_lot::Mutex;
 
@@ -209,7 +209,7 @@ impl Mounted {
         }
     }
 
-    fn unmount(&self, force: bool, keep_held: bool, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
+    fn unmount(&self, force: bool, held: HeldPolicy, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
         let (reply, replies): (_, Receiver<Reply>) = mpsc::channel();
         let (sent, reply_sent) = mpsc::channel();
         let gone = || Reply::Error {
@@ -221,7 +221,7 @@ impl Mounted {
             .events
             .send(Event::Unmount {
                 force,
-                keep_held,
+                held,
                 client,
             })
             .is_err()
@@ -330,7 +330,7 @@ impl Service for Mounted {
                 };
                 crate::transactions::answer(&self.engine, &request, &means)
             }
-            Request::Unmount { force, keep_held } => return self.unmount(force, keep_held, say),
+            Request::Unmount { force, held } => return self.unmount(force, held, say),
         };
         reply.into()
     }

@@ -118,15 +118,28 @@ pub enum Request {
     Metrics,
     /// Drop the errors that are recorded (the data stays and is still tried).
     ClearErrors,
-    /// Drain everything, unmount, end. With `force`: unmount even if a file is open (lazily) and
-    /// end even if data cannot be drained (it stays in the arena).
+    /// Unmount and end. With `force`: unmount even if a file is open (lazily) and end even if data
+    /// cannot be drained (it stays in the arena).
     Unmount {
         /// See above.
         force: bool,
-        /// Do not drain: what is held stays in the arena for the next mount.
+        /// What becomes of the data that is held.
         #[serde(default)]
-        keep_held: bool,
+        held: HeldPolicy,
     },
+}
+
+/// What the end of a mount does with the data that is held.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HeldPolicy {
+    /// Drain it first.
+    #[default]
+    Drain,
+    /// Leave it in the arena for the next mount.
+    Keep,
+    /// Drop it: the arena is removed with all that is in it.
+    Discard,
 }
 
 /// What firnd answers.

@@ -182,6 +182,8 @@ impl Table {
 
 #[cfg(test)]
 mod tests {
+    use firn_protocol::HeldPolicy;
+
     use super::*;
 
     fn stream() -> Arc<UnixStream> {
@@ -238,7 +240,7 @@ mod tests {
             Request::Status,
             Request::Unmount {
                 force: true,
-                keep_held: false,
+                held: HeldPolicy::Drain,
             },
         ] {
             assert!(matches!(seats.begin(id, &short), Turn::Granted(None)));

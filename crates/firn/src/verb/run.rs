@@ -12,6 +12,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::{Connection, Progress};
 use firn_config::{Close, Drain, Frontend, Fsync, Options, Origin, Resolved};
 use firn_daemon::MountRequest;
+use firn_protocol::HeldPolicy;
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
@@ -284,7 +285,11 @@ impl Place {
     /// Unmounts: drained after success, as it is after a failure.
     fn take_down(&self, success: bool) -> Result<(), Failure> {
         let place = firn_client::find(&self.prefix)?;
-        let keep_held = !success || self.memory_only;
+        let held_policy = match (success, self.memory_only) {
+            (false, _) => HeldPolicy::Keep,
+            (true, true) => HeldPolicy::Discard,
+            (true, false) => HeldPolicy::Drain,
+        };
         let mut connection = Connection::open(&place.mount)?;
         let status = connection.status()?;
         let held = status.held_bytes;
@@ -292,16 +297,12 @@ impl Place {
         let mut meter = Meter::new();
         // What the job left behind and still uses files does not keep the mount.
         let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
-        let ended = connection.unmount(true, keep_held, show)?.1;
+        let ended = connection.unmount(true, held_policy, show)?.1;
         drop(meter);
         ended?;
         match (success, self.memory_only) {
             (true, false) => {}
             (true, true) => {
-                if self.is_tree {
-                    self.discard_tree()?;
-                }
-                let _ = std::fs::remove_file(&arena);
                 std::fs::remove_dir_all(&self.backing).map_err(|error| {
                     Failure::new(
                         FAILED,
@@ -335,21 +336,6 @@ impl Place {
             (false, false) => {}
         }
         Ok(())
-    }
-}
-
-impl Place {
-    fn discard_tree(&self) -> Result<(), Failure> {
-        let prefix = absolute(&self.prefix)?;
-        firn_daemon::discard_tree(&self.backing, &prefix).map_err(|error| {
-            Failure::new(
-                FAILED,
-                format!(
-                    "cannot remove the stub tree at {}: {error}",
-                    text::path(&prefix)
-                ),
-            )
-        })
     }
 }
 

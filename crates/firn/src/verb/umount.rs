@@ -1,11 +1,13 @@
 //! `firn umount`.
 
+use std::io::{self, BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use firn_client::{ClientError, Connection, Mount, Place, Process, Progress};
+use firn_protocol::{HeldPolicy, Status};
 use rustix::mount::UnmountFlags;
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
@@ -29,10 +31,18 @@ pub const VERB: Verb = Verb {
             "firn umount --force /ckpt",
             "now: what cannot be drained stays in the arena for `firn recover`",
         ),
+        (
+            "firn umount --discard --yes /ckpt",
+            "at the end of a job whose mount was a scratch cache",
+        ),
     ],
     exits: &[
         (0, "unmounted, everything is in the backing"),
         (1, "failed; the mount still stands"),
+        (
+            2,
+            "usage; --discard without --yes where nobody can be asked",
+        ),
         (
             3,
             "unmounted, but data is left in the arena: mount again or `firn recover BACKING`",
@@ -56,6 +66,22 @@ pub struct UmountArgs {
     /// Do not drain: what is held stays in the arena, and the next mount of the same backing has it.
     #[arg(long)]
     pub keep_held: bool,
+    /// Do not drain: drop what is held. On a terminal firn asks first; elsewhere --yes is needed.
+    #[arg(long, conflicts_with = "keep_held")]
+    pub discard: bool,
+    /// With --discard: do not ask.
+    #[arg(long, requires = "discard")]
+    pub yes: bool,
+}
+
+impl UmountArgs {
+    fn held_policy(&self) -> HeldPolicy {
+        match (self.discard, self.keep_held) {
+            (true, _) => HeldPolicy::Discard,
+            (false, true) => HeldPolicy::Keep,
+            (false, false) => HeldPolicy::Drain,
+        }
+    }
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
@@ -74,22 +100,32 @@ pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
     }
     match Connection::open(&mount) {
         Ok(mut connection) => end(&mount, &mut connection, args),
+        Err(ClientError::Dead { .. }) if args.discard => Err(discard_of_dead(&mount)),
         Err(ClientError::Dead { .. }) => detach(&mount),
         Err(error) => Err(error.into()),
     }
 }
 
 fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<u8, Failure> {
-    let arena = PathBuf::from(connection.status()?.arena);
+    let status = connection.status()?;
+    if args.discard && !args.yes {
+        confirm_discard(&status, &mut io::stdin().lock())?;
+    }
+    let arena = PathBuf::from(status.arena.clone());
     let mut meter = Meter::new();
     let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
-    let (process, result) = connection.unmount(args.force, args.keep_held, show)?;
+    let (process, result) = connection.unmount(args.force, args.held_policy(), show)?;
     drop(meter);
     if result.is_ok() || !stands(mount) {
         wait_for_end(&process, args.force);
     }
     match result {
-        Ok(()) => Ok(DONE),
+        Ok(()) => {
+            if args.discard {
+                output::say(&format!("dropped {}", undrained(&status)));
+            }
+            Ok(DONE)
+        }
         // firnd has the last word; whether the mount still stands tells a refusal from an end with data left.
         Err(ClientError::Refused { message, .. }) if !stands(mount) => {
             Err(Failure::new(PARTLY, message))
@@ -98,6 +134,39 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
         Err(ClientError::Gone { .. }) if !stands(mount) => left_in(&arena, mount),
         Err(error) => Err(error.into()),
     }
+}
+
+/// Asks whether what is held may be dropped; an error if not, or if nobody can be asked.
+fn confirm_discard(status: &Status, answers: &mut impl BufRead) -> Result<(), Failure> {
+    let what = undrained(status);
+    if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
+        let message = format!("--discard would drop {what}: add --yes if you mean that");
+        return Err(Failure::new(USAGE, message));
+    }
+    output::say(&format!("this drops {what}, for good. Type yes to go on:"));
+    let mut answer = String::new();
+    let read = answers.read_line(&mut answer);
+    if read.is_ok() && answer.trim() == "yes" {
+        return Ok(());
+    }
+    let message = "nothing was dropped, and the mount still stands";
+    Err(Failure::new(FAILED, message.to_owned()))
+}
+
+/// What a mount holds that its backing does not have.
+fn undrained(status: &Status) -> String {
+    let bytes = text::bytes(status.held_bytes + status.lost_file_bytes);
+    let (files, backing) = (status.held_files, text::path(status.backing.as_path()));
+    let plural = if files == 1 { "" } else { "s" };
+    format!("{bytes} in {files} file{plural} that {backing} does not have")
+}
+
+fn discard_of_dead(mount: &Mount) -> Failure {
+    let point = text::path(&mount.mount_point);
+    let message = format!(
+        "the firnd of {point} was killed, and nothing is dropped of what it held: mount it again, then `firn umount --discard {point}`"
+    );
+    Failure::new(FAILED, message)
 }
 
 /// Until firnd has let go of the backing, which somebody may want to unmount next.

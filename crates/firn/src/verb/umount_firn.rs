@@ -86,6 +86,8 @@ fn run(call: Call) -> Result<u8, Failure> {
         path: call.dir,
         force: call.force,
         keep_held: false,
+        discard: false,
+        yes: false,
     })
 }
 
