@@ -17,12 +17,13 @@ use firn_engine::{
     ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered, StoredArena,
 };
 use firn_format::quote::quoted_path;
-use firn_transact::{ArenaId, Group, Held, HeldError, Opening};
+use firn_transact::{ArenaId, Held, HeldError, Members, Opening};
 use firn_trust::check_shared_parent;
 use rustix::fs::OFlags;
 
 use crate::error::DaemonError;
 use crate::front::waiting_tree;
+use crate::host_lease::LeaseState;
 use crate::lock::Locks;
 use crate::participants::{self, Pause};
 use crate::process;
@@ -169,6 +170,11 @@ impl Attached {
         figures.held_bytes + figures.lost_file_bytes
     }
 
+    /// What becomes of this host's lease, where there are several hosts.
+    pub(crate) fn host_lease(&self) -> Option<Arc<LeaseState>> {
+        self.locks.host_lease()
+    }
+
     /// Sees to it that drains go on where those of some files hang.
     pub(crate) fn replace_hung_threads(&self) {
         self.pool.replace_hung();
@@ -245,14 +251,14 @@ fn open_store(
     notice: &mut dyn FnMut(String),
 ) -> Result<Store, DaemonError> {
     let wanted = options.drain == Drain::Commit;
-    let group = participants::group(options)?;
-    drop_of_other_homes(backing, &directory, group.as_ref(), arena)?;
+    let members = participants::members(options)?;
+    drop_of_other_homes(backing, &directory, members.as_ref(), arena)?;
     if !wanted && !Held::has_transactions(&directory)? {
         return without_transactions(directory, files, options);
     }
     let backups = crate::backup::open_backups(backing, options)?;
     let known = Held::known_backups(&directory, backups.as_ref().map(|(home, _)| home))?;
-    let (store, outcome) = match group {
+    let (store, outcome) = match members {
         None => {
             let opening = Opening {
                 history: options.history,
@@ -261,7 +267,7 @@ fn open_store(
             };
             Held::open_with(directory, opening, |scopes| arena.drop_below(scopes))?
         }
-        Some(group) => open_of_group(backing, directory, group, options, arena, notice)?,
+        Some(members) => open_of_members(backing, directory, members, options, arena, notice)?,
     };
     let store = store.in_mode(match options.mode {
         Mode::Buffer => firn_transact::Mode::Buffer,
@@ -307,14 +313,14 @@ fn open_store(
 fn drop_of_other_homes(
     backing: &Path,
     directory: &DirBacking,
-    group: Option<&Group>,
+    members: Option<&Members>,
     arena: &mut Found,
 ) -> Result<(), DaemonError> {
     if matches!(arena, Found::Fresh(_)) {
         return Ok(());
     }
     let id = arena.id();
-    for home in Held::other_homes(directory, group)? {
+    for home in Held::other_homes(directory, members)? {
         let directory = DirBacking::open(backing).map_err(|e| DaemonError::BackingUnusable {
             path: backing.into(),
             source: e,
@@ -337,10 +343,10 @@ fn without_transactions(
 }
 
 /// What this host left open is undone when the other hosts have stopped, which they hear of by this.
-fn open_of_group(
+fn open_of_members(
     backing: &Path,
     mut directory: DirBacking,
-    group: Group,
+    members: Members,
     options: &Options,
     arena: &mut Found,
     notice: &mut dyn FnMut(String),
@@ -350,7 +356,7 @@ fn open_of_group(
     let mut told = false;
     loop {
         let opening = Opening {
-            group: Some(group.clone()),
+            members: Some(members.clone()),
             arena: Some(arena.id()),
             ..Opening::default()
         };

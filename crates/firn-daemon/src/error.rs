@@ -124,6 +124,9 @@ pub enum DaemonError {
     NoSuchHost { host: String, backing: PathBuf },
     #[error("host {host} has {backing} mounted already: give each host its own name with host=NAME", backing = quoted_path(backing))]
     HostHeld { host: String, backing: PathBuf },
+    #[error(
+        "participants: several hosts cannot share {backing}: {reason}; mount its file system so that locks of files hold between hosts (OPERATIONS, \"Several hosts\"), or mount without participants", backing = quoted_path(backing))]
+    LocksDoNotReach { backing: PathBuf, reason: String },
     #[error("transactions of an earlier firnd: {0}")]
     Transactions(#[from] HeldError),
     /// Something in the place of what is Firn's own in the backing or its backup.
@@ -202,6 +205,7 @@ impl DaemonError {
             | Self::HostName { .. }
             | Self::NoSuchHost { .. }
             | Self::NoParticipant { .. }
+            | Self::LocksDoNotReach { .. }
             | Self::Geometry(_) => USAGE,
             Self::MountPointBusy { .. }
             | Self::Held { .. }

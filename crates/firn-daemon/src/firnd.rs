@@ -51,8 +51,8 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     spill::check(options, &checked, &mut |text| reporter.notice(text))?;
     backup::check(options, &checked)?;
     let files = runtime_files(&checked.backing, options)?;
-    let group = participants::group(options)?;
-    let locks = Locks::take(&checked.backing, &files, group.as_ref())?;
+    let members = participants::members(options)?;
+    let locks = Locks::take(&checked.backing, &files, members.as_ref())?;
     if options.frontend == Frontend::Fuse
         && let Some(prefix) = waiting_tree(&files)?
     {
@@ -164,6 +164,7 @@ impl Mount {
             mount_point: checked.mount_point.clone(),
             options: options.in_force(),
             io_threads: options.io_threads,
+            host_lease: attached.host_lease(),
             patience: Duration::from_millis(options.participants_wait_ms),
             waiting_writers,
             failures,
@@ -297,6 +298,7 @@ impl Mount {
                     self.service.sample();
                     self.service.carry_names();
                     self.service.follow_hosts();
+                    self.service.stop_without_lease();
                     attached.replace_hung_threads();
                 }
                 // The service holds a sender: this cannot be. If it is, nobody will ask again.

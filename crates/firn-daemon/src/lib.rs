@@ -15,6 +15,7 @@ mod end;
 mod error;
 mod firnd;
 mod front;
+mod host_lease;
 mod lock;
 mod log;
 mod lost;

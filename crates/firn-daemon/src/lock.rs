@@ -2,21 +2,27 @@
 //!
 //! Promise: while [`Locks`] live, no other firnd or `firn recover` of this host works on the same
 //! backing or the same arena. The locks end with the process, however it ends.
+//!
+//! These two locks are about processes of this host only, and so may be of files that only this host's kernel keeps
+//! locks of: flock(2) of the backing's directory, which NFS and FUSE file systems keep on the host, and of the arena,
+//! which is in this host's memory. What keeps other hosts away is the lease of [`crate::host_lease`].
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Component, Path};
+use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_client::paths::RuntimeFiles;
 use firn_protocol::{Reply, Request};
-use firn_transact::Group;
-use firn_trust::{TrustError, create_private_dir, open_private_dir, open_private_file};
+use firn_transact::Members;
+use firn_trust::open_private_file;
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, open};
 use rustix::io::Errno;
 
 use crate::error::DaemonError;
+use crate::host_lease::{HostLease, LeaseState};
 use crate::mountinfo;
 
 /// A killed firnd keeps its locks while the kernel takes down its memory; longer than this it does
@@ -27,7 +33,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 /// Whether others may have the same lock.
 #[derive(Clone, Copy)]
-enum How {
+enum Sharing {
     Alone,
     Shared,
 }
@@ -36,62 +42,33 @@ enum How {
 #[derive(Debug)]
 pub(crate) struct Locks {
     _backing: OwnedFd,
-    /// Of one of several hosts: the directory of its transactions.
-    _host: Option<OwnedFd>,
+    /// Of one of several hosts.
+    host: Option<HostLease>,
     arena: Option<OwnedFd>,
 }
 
 impl Locks {
-    /// Locks the backing directory, or says who holds it. Hosts of a group share it, each under its own name.
+    /// Locks the backing directory, or says who holds it. Members of a group share it, each under its own name.
     pub(crate) fn take(
         backing: &Path,
         files: &RuntimeFiles,
-        group: Option<&Group>,
+        members: Option<&Members>,
     ) -> Result<Self, DaemonError> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory =
-            open(backing, flags, Mode::empty()).map_err(|e| DaemonError::BackingUnusable {
-                path: backing.into(),
-                source: e.into(),
-            })?;
-        let how = if group.is_some() {
-            How::Shared
-        } else {
-            How::Alone
+        let directory = lock_backing_dir(backing, files, members)?;
+        let host = match members {
+            Some(members) => Some(HostLease::take(backing, members, DYING)?),
+            None => None,
         };
-        if !try_lock(&directory, how) {
-            wait_for_the_dying(&directory, how, backing, files)?;
-        }
-        let host = group
-            .map(|group| Self::of_host(backing, group, DYING))
-            .transpose()?;
         Ok(Self {
             _backing: directory,
-            _host: host,
+            host,
             arena: None,
         })
     }
 
-    /// Locks what a host of a group has in the backing; waits so long for one that ends.
-    pub(crate) fn of_host(
-        backing: &Path,
-        group: &Group,
-        patience: Duration,
-    ) -> Result<OwnedFd, DaemonError> {
-        let dir = host_dir(backing, group, |parent, name| {
-            create_private_dir(parent, name)
-        })?;
-        let deadline = Instant::now() + patience;
-        while !try_lock(&dir, How::Alone) {
-            if Instant::now() >= deadline {
-                return Err(DaemonError::HostHeld {
-                    host: group.host.clone(),
-                    backing: backing.into(),
-                });
-            }
-            std::thread::sleep(PAUSE);
-        }
-        Ok(dir)
+    /// What becomes of this host's lease, where there are several hosts.
+    pub(crate) fn host_lease(&self) -> Option<Arc<LeaseState>> {
+        self.host.as_ref().map(HostLease::state)
     }
 
     /// Locks the arena's file as well: a backing on NFS may not know flock(2), tmpfs does.
@@ -102,41 +79,43 @@ impl Locks {
         files: &RuntimeFiles,
     ) -> Result<(), DaemonError> {
         let file = open_private_file(CWD, arena, OFlags::RDWR)?;
-        if !try_lock(&file, How::Alone) {
-            wait_for_the_dying(&file, How::Alone, backing, files)?;
+        if !try_lock(&file, Sharing::Alone) {
+            wait_for_the_dying(&file, Sharing::Alone, backing, files)?;
         }
         self.arena = Some(file);
         Ok(())
     }
 }
 
-/// Opens the directory of a host's transactions, and each one above it up to the backing, with `open`.
-pub(crate) fn host_dir(
+/// Keeps other mounts and recoveries of the same backing on this host away. Only this host is meant, so it may be a
+/// lock of a directory; where the file system refuses even that, the lock of the arena is left, which is one for each
+/// user and backing.
+fn lock_backing_dir(
     backing: &Path,
-    group: &Group,
-    open_one: impl Fn(&OwnedFd, &Path) -> Result<OwnedFd, TrustError>,
-) -> Result<OwnedFd, TrustError> {
-    let mut path = backing.to_owned();
+    files: &RuntimeFiles,
+    members: Option<&Members>,
+) -> Result<OwnedFd, DaemonError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let mut dir = open(backing, flags, Mode::empty()).map_err(|errno| TrustError::Io {
-        path: path.clone(),
-        error: errno.into(),
-    })?;
-    for name in Path::new(&group.home())
-        .components()
-        .filter(|part| matches!(part, Component::Normal(_)))
-    {
-        path.push(name);
-        dir = open_one(&dir, Path::new(name.as_os_str())).map_err(|error| error.at(&path))?;
+    let directory =
+        open(backing, flags, Mode::empty()).map_err(|e| DaemonError::BackingUnusable {
+            path: backing.into(),
+            source: e.into(),
+        })?;
+    let sharing = match members {
+        Some(_) => Sharing::Shared,
+        None => Sharing::Alone,
+    };
+    if !try_lock(&directory, sharing) {
+        wait_for_the_dying(&directory, sharing, backing, files)?;
     }
-    Ok(dir)
+    Ok(directory)
 }
 
 /// False: somebody has it. File systems without flock count as locked: the arena's lock is left.
-fn try_lock(fd: &impl std::os::fd::AsFd, how: How) -> bool {
-    let operation = match how {
-        How::Alone => FlockOperation::NonBlockingLockExclusive,
-        How::Shared => FlockOperation::NonBlockingLockShared,
+fn try_lock(fd: &impl std::os::fd::AsFd, sharing: Sharing) -> bool {
+    let operation = match sharing {
+        Sharing::Alone => FlockOperation::NonBlockingLockExclusive,
+        Sharing::Shared => FlockOperation::NonBlockingLockShared,
     };
     match flock(fd, operation) {
         Err(Errno::WOULDBLOCK) => false,
@@ -150,7 +129,7 @@ fn try_lock(fd: &impl std::os::fd::AsFd, how: How) -> bool {
 
 fn wait_for_the_dying(
     fd: &impl std::os::fd::AsFd,
-    how: How,
+    sharing: Sharing,
     backing: &Path,
     files: &RuntimeFiles,
 ) -> Result<(), DaemonError> {
@@ -165,7 +144,7 @@ fn wait_for_the_dying(
             });
         }
         std::thread::sleep(PAUSE);
-        if try_lock(fd, how) {
+        if try_lock(fd, sharing) {
             return Ok(());
         }
     }
@@ -202,14 +181,6 @@ fn seen(backing: &Path) -> String {
         ),
         None => " (by a firnd or firn recover that does not answer)".into(),
     }
-}
-
-/// Whether a firnd serves this host of a group. Where the backing has no flock(2) none seems to.
-pub(crate) fn is_living(backing: &Path, group: &Group) -> bool {
-    let dir = host_dir(backing, group, |parent, name| {
-        open_private_dir(parent, name)
-    });
-    dir.is_ok_and(|dir| !try_lock(&dir, How::Shared))
 }
 
 /// Whether a living firnd has `arena` open. Takes no lock that outlives the call.

@@ -1,6 +1,6 @@
 //! Several hosts that commit together: what firnd does about the others.
 //!
-//! The hosts meet in the backing (`firn_transact`); here they are waited for, and here what processes read and
+//! The hosts vote in the backing (`firn_transact`); here they are waited for, and here what processes read and
 //! wrote goes from the engine's log to the transaction.
 
 use std::collections::HashMap;
@@ -10,11 +10,11 @@ use firn_backing::{DirBacking, is_below};
 use firn_config::{Kind, Options, Participants};
 use firn_conflict::{Report, Used};
 use firn_engine::Engine;
-use firn_transact::{Group, HeldError, Inode, Meeting, Stage};
+use firn_transact::{Expected, HeldError, Inode, Members, Stage, Vote};
 
 use crate::attach::Store;
 use crate::error::DaemonError;
-use crate::lock;
+use crate::host_lease::Liveness;
 use crate::transactions::Means;
 
 /// The others are looked for as often at first, and ever less often down to the last.
@@ -24,14 +24,14 @@ const LOOK_LAST: Duration = Duration::from_millis(200);
 const TOLD_MAX: usize = 20;
 
 /// The hosts that commit together, as the options say; `None`: this one alone.
-pub(crate) fn group(options: &Options) -> Result<Option<Group>, DaemonError> {
-    let participants = match &options.participants {
+pub(crate) fn members(options: &Options) -> Result<Option<Members>, DaemonError> {
+    let expected = match &options.participants {
         Participants::Off => return Ok(None),
-        Participants::Count(count) => firn_transact::Participants::Count(*count as usize),
-        Participants::Hosts(hosts) => firn_transact::Participants::Hosts(hosts.clone()),
+        Participants::Count(count) => Expected::Count(*count as usize),
+        Participants::Hosts(hosts) => Expected::Hosts(hosts.clone()),
     };
     let host = host_name(options)?;
-    if let firn_transact::Participants::Hosts(hosts) = &participants
+    if let Expected::Hosts(hosts) = &expected
         && !hosts.contains(&host)
     {
         return Err(DaemonError::NoParticipant {
@@ -39,7 +39,7 @@ pub(crate) fn group(options: &Options) -> Result<Option<Group>, DaemonError> {
             participants: hosts.join(", "),
         });
     }
-    Ok(Some(Group { host, participants }))
+    Ok(Some(Members { host, expected }))
 }
 
 /// What this host is called among others: as the option says, or like the host.
@@ -67,7 +67,7 @@ pub(crate) fn begun(engine: &Engine<Store>, path: &[u8]) {
 
 /// Whether accesses of processes may conflict with those of other hosts.
 fn is_tested(engine: &Engine<Store>) -> bool {
-    engine.backing().group().is_some() && engine.backing().mode() == firn_transact::Mode::Buffer
+    engine.backing().members().is_some() && engine.backing().mode() == firn_transact::Mode::Buffer
 }
 
 /// It was prepared: what processes used until now is part of it.
@@ -76,8 +76,8 @@ pub(crate) fn prepared(
     inode: &Inode<DirBacking>,
     path: &[u8],
 ) -> Result<(), HeldError> {
-    match engine.backing().group() {
-        Some(_) => engine.backing().note_used(
+    match engine.backing().members() {
+        Some(_) => engine.backing().note_accesses(
             inode,
             by_process(engine.accesses().take(|found| is_below(found, path))),
         ),
@@ -128,13 +128,13 @@ pub(crate) fn ended(engine: &Engine<Store>, path: &[u8]) {
 
 /// Tells the others, waits for them and for the verdict. Where they do not agree or do not come the transaction is
 /// open again.
-pub(crate) fn meet(
+pub(crate) fn vote(
     engine: &Engine<Store>,
     path: &[u8],
     id: u64,
     patience: Duration,
 ) -> Result<(), HeldError> {
-    if engine.backing().group().is_none() {
+    if engine.backing().members().is_none() {
         return Ok(());
     }
     let result = wait_for_verdict(engine, path, id, Instant::now() + patience);
@@ -157,32 +157,36 @@ fn wait_for_verdict(
 ) -> Result<(), HeldError> {
     let store = engine.backing();
     patiently(deadline, || {
-        store.publish(&crate::transactions::scope_at(engine, path)?, id)
+        store.publish_accesses(&crate::transactions::scope_at(engine, path)?, id)
     })?;
     let mut pause = Pause::default();
     loop {
-        match store.meet(id, path)? {
-            Meeting::Met(verdict) => return verdict.agreed(),
-            Meeting::Waiting { here, of, missing } if Instant::now() >= deadline => {
+        match store.poll_vote(id, path)? {
+            Vote::Over(verdict) => return verdict.agreed(),
+            Vote::Waiting {
+                published,
+                expected,
+                missing,
+            } if Instant::now() >= deadline => {
                 let who = if missing.is_empty() {
                     String::new()
                 } else {
                     format!(", {} missing", missing.join(", "))
                 };
-                store.give_up(
+                store.give_vote_up(
                     id,
                     path,
-                    format!("only {} of {of} hosts came{who}", here.len()),
+                    format!("only {} of {expected} hosts came{who}", published.len()),
                 )?;
             }
-            Meeting::Waiting { .. } => pause.rest(),
+            Vote::Waiting { .. } => pause.rest(),
         }
     }
 }
 
 /// Waits until the other hosts have carried out a commit as well; those that have not after a while, or have no
 /// firnd that could.
-pub(crate) fn behind(
+pub(crate) fn await_other_hosts(
     engine: &Engine<Store>,
     path: &[u8],
     id: u64,
@@ -190,22 +194,14 @@ pub(crate) fn behind(
 ) -> Result<Vec<String>, HeldError> {
     let store = engine.backing();
     let deadline = Instant::now() + means.patience;
-    let Some(group) = store.group() else {
+    let Some(members) = store.members() else {
         return Ok(Vec::new());
     };
-    let lives = |host: &String| {
-        lock::is_living(
-            means.backing,
-            &Group {
-                host: host.clone(),
-                ..group.clone()
-            },
-        )
-    };
+    let liveness = Liveness::over(means.backing, members)?;
     let mut pause = Pause::default();
     loop {
-        let behind = store.behind(id, path)?;
-        if Instant::now() >= deadline || !behind.iter().any(lives) {
+        let behind = store.hosts_behind(id, path)?;
+        if Instant::now() >= deadline || !behind.iter().any(|host| liveness.is_living(host)) {
             return Ok(behind);
         }
         pause.rest();

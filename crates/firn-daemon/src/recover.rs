@@ -7,15 +7,15 @@ use firn_backing::{DirBacking, Errno};
 use firn_config::Options;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::ErrorStatus;
-use firn_transact::{Group, Held, Opening, Participants};
-use firn_trust::open_private_dir;
+use firn_transact::{Expected, Held, Members, Opening};
 use serde::Serialize;
 
 use crate::attach::{ArenaEnd, Attached, runtime_files};
 use crate::end::drain_rest;
 use crate::error::{DaemonError, RecoverError};
 use crate::front::{Front, Stubs, TreeEnd, waiting_tree};
-use crate::lock::{Locks, host_dir};
+use crate::host_lease::HostLease;
+use crate::lock::Locks;
 use crate::lost::{self, LostPolicy, LostReport};
 use crate::preflight;
 use crate::process;
@@ -71,29 +71,22 @@ pub struct HostReport {
 pub fn recover_host(backing: &std::path::Path, host: String) -> Result<HostReport, RecoverError> {
     process::prepare();
     let backing = preflight::check_backing(backing, false)?;
-    let group = Group {
+    let members = Members {
         host,
-        participants: Participants::Count(0),
+        expected: Expected::Count(0),
     };
-    match host_dir(&backing, &group, |parent, name| {
-        open_private_dir(parent, name)
-    }) {
-        Ok(_) => {}
-        Err(error) if error.is_missing() => {
-            return Err(DaemonError::NoSuchHost {
-                host: group.host,
-                backing,
-            });
-        }
-        Err(error) => return Err(error.into()),
-    }
-    let _lock = Locks::of_host(&backing, &group, crate::lock::DYING)?;
+    let Some(_lease) = HostLease::take_over(&backing, &members, crate::lock::DYING)? else {
+        return Err(DaemonError::NoSuchHost {
+            host: members.host,
+            backing,
+        });
+    };
     let directory = DirBacking::open(&backing).map_err(|source| DaemonError::BackingUnusable {
         path: backing.clone(),
         source,
     })?;
     let opening = Opening {
-        group: Some(group),
+        members: Some(members),
         ..Opening::default()
     };
     let (_, outcome) = Held::open_with(directory, opening, |_| Ok::<_, DaemonError>(()))

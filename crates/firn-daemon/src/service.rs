@@ -20,6 +20,7 @@ use crate::carrier::Carrier;
 use crate::chunks::{Lists, region};
 use crate::control::{Answer, Service};
 use crate::end::{Client, Event};
+use crate::host_lease::LeaseState;
 use crate::log;
 use crate::metrics::{Window, prometheus};
 use crate::process;
@@ -42,6 +43,8 @@ pub(crate) struct Mounted {
     pub(crate) io_threads: u32,
     /// How long other hosts are waited for.
     pub(crate) patience: Duration,
+    /// The lease of this host, one of several.
+    pub(crate) host_lease: Option<Arc<LeaseState>>,
     pub(crate) waiting_writers: Arc<AtomicU64>,
     /// Requests of the kernel that failed; none come to a stub tree.
     pub(crate) failures: Arc<Failures>,
@@ -157,6 +160,24 @@ impl Mounted {
     /// What programs did to the names of a stub tree, before something is said or done about a path.
     fn bring_names(&self) -> Result<(), Errno> {
         self.tree.as_ref().map_or(Ok(()), |tree| tree.reconcile())
+    }
+
+    /// The answer to requests about transactions once another process acts in the name of this host.
+    fn refuse_without_lease(&self) -> Option<Reply> {
+        let lost = self.host_lease.as_ref()?.lost()?;
+        Some(Reply::Error {
+            errno: libc::ECANCELED,
+            message: format!(
+                "this host has lost its part in the transactions of several hosts: {lost}; firn umount --force and mount again"
+            ),
+        })
+    }
+
+    /// Once another process acts in the name of this host, what programs change here counts for nothing: they are told.
+    pub(crate) fn stop_without_lease(&self) {
+        if self.refuse_without_lease().is_some() {
+            crate::transactions::give_up_all(&self.engine);
+        }
     }
 
     fn forget(&self, cached: Cached) {
@@ -321,6 +342,9 @@ impl Service for Mounted {
             | Request::Commit { .. }
             | Request::Abort { .. }
             | Request::Restore { .. }) => {
+                if let Some(refusal) = self.refuse_without_lease() {
+                    return refusal.into();
+                }
                 let forget = |cached| self.forget(cached);
                 let means = Means {
                     carrier: &self.carrier,

@@ -57,8 +57,8 @@ pub(crate) fn note(engine: &Engine<Store>, step: Step, scope: &[u8], id: Option<
     STEPS.count(step as usize);
     let host = engine
         .backing()
-        .group()
-        .map(|group| group.host.clone())
+        .members()
+        .map(|members| members.host.clone())
         .unwrap_or_default();
     tracing::debug!(step = STEPS.name(step as usize), scope = %shown_scope(scope), ?id, host, "transaction");
 }
@@ -275,7 +275,7 @@ fn prepare(
             Ok(())
         }
     })?;
-    participants::meet(engine, path, id, patience)
+    participants::vote(engine, path, id, patience)
 }
 
 /// A commit before this transaction is carried out first, outside of a turn: drains of the scope wait for that.
@@ -314,7 +314,7 @@ fn commit(
             .committed(path)?
             .map_or(1, |last| last.saturating_add(1)),
     };
-    let shared = store.group().is_some();
+    let shared = store.members().is_some();
     if shared && stage == Some(Stage::Open) && !is_decided(id) {
         prepare(engine, path, id, means.patience)?;
         stage = Some(Stage::Prepared(id));
@@ -368,7 +368,7 @@ fn commit(
         }
         return Err(error);
     }
-    let behind = participants::behind(engine, path, id, means)?;
+    let behind = participants::await_other_hosts(engine, path, id, means)?;
     if shared {
         // Programs did not see the parts of other hosts until now.
         engine.look_again(path).into_iter().for_each(means.forget);
@@ -390,7 +390,7 @@ fn abort(
     match begun {
         Some(Stage::Decided(id)) => return Err(HeldError::Decided { id }),
         // Other hosts may have committed it: asked before anything is thrown away.
-        Some(Stage::Prepared(id)) => store.call_off(id, path)?,
+        Some(Stage::Prepared(id)) => store.call_commit_off(id, path)?,
         _ => {}
     }
     // Drains that wait for the outcome are told first, or the data could not be dropped.
@@ -546,6 +546,16 @@ pub(crate) fn give_up(engine: &Engine<Store>) {
     }
 }
 
+/// Has changes in every transaction fail: none of them can end here any more.
+pub(crate) fn give_up_all(engine: &Engine<Store>) {
+    for one in engine.backing().transactions() {
+        if let Err(error) = scope_at(engine, &one.scope).and_then(|at| engine.backing().refuse(&at))
+        {
+            tracing::warn!(%error, scope = %shown_scope(&one.scope), "changes of a transaction go on");
+        }
+    }
+}
+
 /// What keeps a mount from being taken away. What is decided is carried out first.
 pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
     let is_in_the_way = |one: &firn_transact::Transaction| {
@@ -648,7 +658,7 @@ fn here(engine: &Arc<Engine<Store>>, id: u64, scope: &[u8]) -> Vec<String> {
     /// Of one that hangs no more threads ask.
     static ASKING: AtomicUsize = AtomicUsize::new(0);
     const ASKING_MAX: usize = 4;
-    if engine.backing().group().is_none() {
+    if engine.backing().members().is_none() {
         return Vec::new();
     }
     if ASKING.fetch_add(1, Ordering::AcqRel) >= ASKING_MAX {
@@ -661,7 +671,12 @@ fn here(engine: &Arc<Engine<Store>>, id: u64, scope: &[u8]) -> Vec<String> {
     let asked = std::thread::Builder::new()
         .name("firn-hosts".into())
         .spawn(move || {
-            let _ = tell.send(engine.backing().here(id, &scope).unwrap_or_default());
+            let _ = tell.send(
+                engine
+                    .backing()
+                    .hosts_published(id, &scope)
+                    .unwrap_or_default(),
+            );
             ASKING.fetch_sub(1, Ordering::AcqRel);
         });
     if asked.is_err() {

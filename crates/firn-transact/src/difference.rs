@@ -57,7 +57,7 @@ impl<B: Backing> Held<B> {
                 if let (Some(touched), None, None, Some(inode)) = (
                     change.touched.filter(|_| item.is_dir),
                     &at,
-                    &self.group,
+                    &self.members,
                     &inner.base,
                 ) {
                     let attr = self.base.attr(inode)?;
@@ -154,7 +154,7 @@ impl<B: Backing> Held<B> {
         };
         items.retain(|_, item| is_needed(item));
         let scope = scope.path.clone();
-        let shared = self.group.is_some();
+        let shared = self.members.is_some();
         Ok(Record {
             id,
             scope,

@@ -32,7 +32,7 @@ impl<B: Backing> Held<B> {
         if self.history == 0 {
             return Ok(());
         }
-        let firn = self.home()?;
+        let firn = self.staging_dir()?;
         let before = staging::load_numbers(&self.base, &firn)?
             .remove(&scope.path)
             .unwrap_or(NO_ID);
@@ -146,7 +146,7 @@ impl<B: Backing> Held<B> {
 
     /// Where the commit `tx-N` keeps what it would remove; `None` where nothing is kept of it.
     pub(crate) fn undo_nest(&self, serial: u64) -> Result<Option<B::Inode>, Errno> {
-        let firn = self.home()?;
+        let firn = self.staging_dir()?;
         let name = name(serial);
         for name in [staging::new_name(&name), name] {
             if let Some((dir, _)) = staging::find_dir(&self.base, &firn, &name)?
@@ -224,7 +224,7 @@ impl<B: Backing> Held<B> {
 
     /// What undoes commits of a scope, newest first.
     fn undos(&self, scope: &[u8]) -> Result<Vec<(u64, Record)>, HeldError> {
-        let Some(firn) = self.find_home()? else {
+        let Some(firn) = self.find_staging_dir()? else {
             return Ok(Vec::new());
         };
         let mut found = Vec::new();
@@ -238,7 +238,7 @@ impl<B: Backing> Held<B> {
             };
             self.last_serial.fetch_max(serial, Ordering::Relaxed);
             let dir = staging::must_find_dir(&self.base, &firn, &text)
-                .map_err(|error| error.below(&self.home_path()))?;
+                .map_err(|error| error.below(&self.staging_path()))?;
             for file in [staging::RECORD, staging::COMMIT] {
                 found.extend(
                     self.load_record(&dir, &text, file)?
@@ -288,7 +288,7 @@ impl<B: Backing> Held<B> {
     /// this fails later it is carried out by [`Held::commit`] with its number, the next [`Held::restore`], or the next
     /// mount. The caller holds names and data.
     pub(crate) fn undo(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), HeldError> {
-        let firn = self.home()?;
+        let firn = self.staging_dir()?;
         let flags = RenameFlags::empty();
         let undo = name(serial);
         let dir = staging::must_find_dir(&self.base, &firn, &undo)?;
@@ -299,7 +299,7 @@ impl<B: Backing> Held<B> {
             self.base.sync_dir(&dir)?;
         }
         let gone = || HeldError::Record {
-            path: format!("{}/{undo}/{}", self.home_path(), staging::COMMIT),
+            path: format!("{}/{undo}/{}", self.staging_path(), staging::COMMIT),
             source: RecordError::Damaged,
         };
         let record = self

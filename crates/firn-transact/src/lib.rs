@@ -30,7 +30,6 @@ mod hidden;
 mod history;
 mod invariants;
 mod listing;
-mod meeting;
 mod names;
 mod object;
 mod own;
@@ -39,10 +38,16 @@ mod scope;
 pub mod shadow;
 mod small;
 mod staging;
+mod staging_dir;
 pub mod state;
+mod vote;
+
+pub use firn_rendezvous::{Expected, Members};
 
 pub use backing::{Dir, File, Inode};
-pub use meeting::{Group, Meeting, Participants, Verdict};
 pub use object::Object;
 pub use scope::{ArenaId, Held, HeldError, Opening, Outcome, Stage, Transaction};
 pub use shadow::Mode;
+pub use staging::TOP;
+pub use staging_dir::{other_staging_dirs, staging_dir_name};
+pub use vote::{Verdict, Vote};

@@ -10,6 +10,7 @@ use firn_backing::{Backing, Errno, Kind, RenameFlags};
 use firn_conflict::Used;
 use firn_format::quote::quoted;
 use firn_protocol::path::BytePath;
+use firn_rendezvous::Members;
 use firn_trust::Distrust;
 use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -18,7 +19,6 @@ use crate::backing::Inode;
 use crate::backup::{Mirror, Progress};
 use crate::book::Book;
 use crate::hidden::HiddenLinks;
-use crate::meeting::Group;
 use crate::object::{Change, Inner, Key, Object};
 use crate::own::{FILE_BYTES_MAX, OwnError};
 use crate::record::{Record, RecordError};
@@ -114,13 +114,13 @@ pub enum HeldError {
         /// What it said.
         why: String,
     },
-    /// Several hosts commit together, and this one has not met the others.
-    #[error("the hosts have not met about {id}: firn prepare comes first, on each of them")]
+    /// Several hosts commit together, and this one has not voted with the others.
+    #[error("the hosts have not voted on {id}: firn prepare comes first, on each of them")]
     NotMet {
         /// The number.
         id: u64,
     },
-    /// The last meeting about the same number is not over.
+    /// The last vote on the same number is not over.
     #[error("other hosts have not ended the last transaction with id {id}")]
     Leaving {
         /// The number.
@@ -302,7 +302,7 @@ pub struct Opening {
     /// Commits of each scope that can be undone.
     pub history: u32,
     /// Of one of several hosts that commit together.
-    pub group: Option<Group>,
+    pub members: Option<Members>,
     /// The arena that is at hand. Others may come back, and are then to be told what they must drop.
     pub arena: Option<ArenaId>,
 }
@@ -462,14 +462,14 @@ pub struct Held<B: Backing> {
     /// Commits of a scope that can be undone.
     pub(crate) history: u32,
     /// Where several hosts commit together.
-    pub(crate) group: Option<Group>,
+    pub(crate) members: Option<Members>,
     /// [`Opening::arena`].
     pub(crate) arena: Option<ArenaId>,
     /// Of transactions that begin.
     pub(crate) mode: Mode,
     /// The host that aborted the last transaction of a scope, where that was another one.
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
-    /// Held by whoever leaves a meeting, and by whoever says something in one without the lock of the names: made
+    /// Held by whoever leaves a vote, and by whoever says something in one without the lock of the names: made
     /// anew for that after the last host has left, it would stay for ever. Nothing else is locked meanwhile.
     pub(crate) leaving: Mutex<()>,
     /// Names of objects that are not shown.
@@ -539,7 +539,7 @@ impl<B: Backing> Held<B> {
             top,
             objects: Mutex::default(),
             history: 0,
-            group: None,
+            members: None,
             arena: None,
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
@@ -586,11 +586,11 @@ impl<B: Backing> Held<B> {
     }
 
     /// The same for one of several hosts that commit together.
-    pub fn open_of_group(base: B, group: Group) -> Result<(Self, Outcome), HeldError> {
+    pub fn open_of_members(base: B, members: Members) -> Result<(Self, Outcome), HeldError> {
         Self::open_with(
             base,
             Opening {
-                group: Some(group),
+                members: Some(members),
                 ..Opening::default()
             },
             |_| Ok(()),
@@ -608,7 +608,7 @@ impl<B: Backing> Held<B> {
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(Self, Outcome), E> {
         let mut held = Self::tracking(base)?;
-        (held.history, held.group) = (opening.history, opening.group);
+        (held.history, held.members) = (opening.history, opening.members);
         held.arena = opening.arena;
         let scopes = held.scopes_to_drop()?;
         if !scopes.is_empty() {
@@ -651,7 +651,7 @@ impl<B: Backing> Held<B> {
                 continue;
             };
             let dir = staging::must_find_dir(&self.base, home, &name)
-                .map_err(|error| error.below(&self.home_path()))?;
+                .map_err(|error| error.below(&self.staging_path()))?;
             found.push(StoredTransaction { serial, name, dir });
         }
         Ok(found)
@@ -684,12 +684,12 @@ impl<B: Backing> Held<B> {
     /// Finishes or undoes what earlier transactions left.
     fn finish_or_undo(&self) -> Result<Outcome, HeldError> {
         let mut outcome = Outcome::default();
-        if let Some(home) = self.find_home()? {
+        if let Some(home) = self.find_staging_dir()? {
             self.recover_shared(&home)?;
             self.recover(&home, &mut outcome)?;
         }
         self.leave_shared_ones(&outcome.waiting)?;
-        self.leave_old(&outcome.waiting)?;
+        self.leave_old_votes(&outcome.waiting)?;
         Ok(outcome)
     }
 
@@ -1036,7 +1036,7 @@ impl<B: Backing> Held<B> {
             if !Shadow::tells_inodes(&self.base, firn, &format!("tx-{serial}"))? {
                 return Err(HeldError::Inodes);
             }
-            match &self.group {
+            match &self.members {
                 None => Shadow::make(&self.base, dir)?,
                 Some(_) => self.join(dir, path)?,
             }
@@ -1122,7 +1122,7 @@ impl<B: Backing> Held<B> {
         self.write_undo(scope, &mut record)?;
         self.base.sync_changes()?;
         staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
-        self.sync_home()?;
+        self.sync_staging_dir()?;
         // Last, so that little can fail after it.
         self.back_up(scope, &record)
     }
@@ -1194,7 +1194,7 @@ impl<B: Backing> Held<B> {
         match stage {
             _ if several.is_some() => {}
             Stage::Open => {
-                self.withdraw(&scope.path)?;
+                self.withdraw_from_votes(&scope.path)?;
                 self.withdraw_for_good(scope.serial)?;
                 // With the mark the next mount would drop what is written from now on.
                 if scope.shadow.is_none() {
@@ -1202,7 +1202,7 @@ impl<B: Backing> Held<B> {
                 }
             }
             Stage::Prepared(id) => {
-                self.decide(id, &scope.path, false)?;
+                self.decide_vote(id, &scope.path, false)?;
                 self.withdraw_for_good(scope.serial)?;
                 match scope.shadow {
                     // From here on a crash ends in the tree before.
@@ -1233,14 +1233,14 @@ impl<B: Backing> Held<B> {
         self.end(&scope);
         self.clean_up(&scope);
         if let Stage::Prepared(id) = stage {
-            self.leave(id, &scope.path)?;
+            self.leave_vote(id, &scope.path)?;
         }
         Ok(())
     }
 
     /// Removes what a transaction staged. Its outcome is certain, and the next open removes what is left.
     fn clean_up(&self, scope: &Scope<B>) {
-        let is_removed = match self.home() {
+        let is_removed = match self.staging_dir() {
             Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
             Err(error) => {
                 tracing::warn!(%error, serial = scope.serial, "cannot remove what a transaction staged");
@@ -1281,9 +1281,9 @@ impl<B: Backing> Held<B> {
         name: &str,
         file: &str,
     ) -> Result<Option<Record>, HeldError> {
-        let path = format!("{}/{name}/{file}", self.home_path());
+        let path = format!("{}/{name}/{file}", self.staging_path());
         staging::load(&self.base, dir, file)
-            .map_err(|error| error.below(&format!("{}/{name}", self.home_path())))?
+            .map_err(|error| error.below(&format!("{}/{name}", self.staging_path())))?
             .map(|bytes| {
                 Record::decode(&bytes).map_err(|source| HeldError::Record { path, source })
             })
@@ -1325,7 +1325,7 @@ impl<B: Backing> Held<B> {
 
     /// The number of the last commit of a scope, or of what was restored since.
     pub fn committed(&self, scope: &[u8]) -> Result<Option<u64>, HeldError> {
-        let Some(firn) = self.find_home()? else {
+        let Some(firn) = self.find_staging_dir()? else {
             return Ok(None);
         };
         Ok(staging::load_numbers(&self.base, &firn)?.remove(scope))
@@ -1435,7 +1435,7 @@ impl<B: Backing> Held<B> {
         // Before the record goes: without one a manifest tells of what is only there.
         self.drop_backup(serial);
         let _one = self.finishing.lock();
-        let firn = self.home()?;
+        let firn = self.staging_dir()?;
         self.keep_undo(&firn, serial, &record.scope)?;
         let mut numbers = staging::load_numbers(&self.base, &firn)?;
         match record.id {

@@ -110,7 +110,7 @@ impl<B: Backing> Held<B> {
         let len = data.iter().map(|part| part.len()).sum::<usize>();
         let end = offset.saturating_add(len as u64);
         // What other hosts commit at the same time asks more of a record than bytes.
-        if self.group.is_some() || len == 0 || len as u64 > FILE_BYTES {
+        if self.members.is_some() || len == 0 || len as u64 > FILE_BYTES {
             return Ok(None);
         }
         let mut inner = object.inner.write();

@@ -13,23 +13,25 @@
 //! .firn/tx-N/record        prepared: the redo record
 //! .firn/tx-N/commit        the same, decided
 //! .firn/host-NAME/         all of this, of one of several hosts
-//! .firn/meet-ID.../        where those hosts decide about a commit: `meeting`
+//! .firn/vote-ID.../        where those hosts vote on a commit: `vote`
 //! ```
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::io::IoSlice;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags, Result};
+use firn_backing::{Backing, Errno, Kind, Result};
 
-use crate::own::{FILE_BYTES_MAX, is_path};
-pub(crate) use crate::own::{dir, find_dir, load, must_find_dir};
+use crate::own::is_path;
+pub(crate) use crate::own::{
+    clear, dir, find, find_dir, list, load, must_find_dir, new_name, own_caller as own, put, store,
+    write, write_all,
+};
 use crate::record::RecordError;
 use crate::scope::HeldError;
 
 /// The directory at the top of the backing.
-pub(crate) const TOP: &str = ".firn";
+pub const TOP: &str = ".firn";
 /// Before the name of a host, of several.
 pub(crate) const HOST: &str = "host-";
 pub(crate) const OPEN: &str = "open";
@@ -40,93 +42,6 @@ pub(crate) const COMMIT: &str = "commit";
 pub(crate) const COMMITTED: &str = "committed";
 pub(crate) const NEW: &str = "new";
 pub(crate) const AWAY: &str = "away";
-
-/// This process, for objects that are its own.
-pub(crate) fn own() -> Caller {
-    // SAFETY: these calls cannot fail and touch no memory.
-    let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
-    Caller { uid, gid, pid: 0 }
-}
-
-/// `Ok(None)` where there is nothing of that name.
-pub(crate) fn find<B: Backing>(
-    base: &B,
-    parent: &B::Inode,
-    name: &OsStr,
-) -> Result<Option<(B::Inode, firn_backing::Attr)>> {
-    match base.lookup(parent, name) {
-        Ok(found) => Ok(Some(found)),
-        Err(Errno::NOENT) => Ok(None),
-        Err(errno) => Err(errno),
-    }
-}
-
-/// The name that something has before it is whole.
-pub(crate) fn new_name(name: &str) -> String {
-    format!("{name}.new")
-}
-
-/// Makes a file with these bytes, durable but for its name, which is not yet `name` ([`new_name`]).
-pub(crate) fn write<B: Backing>(
-    base: &B,
-    parent: &B::Inode,
-    name: &str,
-    bytes: &[u8],
-) -> Result<()> {
-    // It would not be read again.
-    if bytes.len() as u64 > FILE_BYTES_MAX {
-        return Err(Errno::FBIG);
-    }
-    let new = new_name(name);
-    let new = OsStr::new(&new);
-    if find(base, parent, new)?.is_some() {
-        base.unlink(parent, new)?;
-    }
-    let (_, file, _) = base.create(&own(), parent, new, 0o600)?;
-    write_all(base, &file, bytes, 0)?;
-    base.sync(&file, false)
-}
-
-/// pwrite(2), until all is written.
-pub(crate) fn write_all<B: Backing>(
-    base: &B,
-    file: &B::File,
-    bytes: &[u8],
-    offset: u64,
-) -> Result<()> {
-    let mut done = 0;
-    while done < bytes.len() {
-        done += match base.write_at(file, &[IoSlice::new(&bytes[done..])], offset + done as u64)? {
-            0 => return Err(Errno::IO),
-            count => count,
-        };
-    }
-    Ok(())
-}
-
-/// Puts a file with these bytes in the place of `name`, durably.
-pub(crate) fn store<B: Backing>(
-    base: &B,
-    parent: &B::Inode,
-    name: &str,
-    bytes: &[u8],
-) -> Result<()> {
-    put(base, parent, name, bytes)?;
-    base.sync_dir(parent)
-}
-
-/// The same; its name is durable with the next sync of the directory.
-pub(crate) fn put<B: Backing>(base: &B, parent: &B::Inode, name: &str, bytes: &[u8]) -> Result<()> {
-    write(base, parent, name, bytes)?;
-    let new = new_name(name);
-    base.rename(
-        parent,
-        OsStr::new(&new),
-        parent,
-        OsStr::new(name),
-        RenameFlags::empty(),
-    )
-}
 
 pub(crate) fn to_hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
@@ -178,51 +93,6 @@ pub(crate) fn load_scope<B: Backing>(
         path: name.into(),
         source: RecordError::Damaged,
     })
-}
-
-/// A name, the inode number and the kind of what it leads to.
-pub(crate) type Entry = (Vec<u8>, u64, Option<Kind>);
-
-/// Names and kinds in a directory, but `.` and `..`.
-pub(crate) fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Entry>> {
-    let mut names = Vec::new();
-    base.read_dir(&base.open_dir(dir)?, 0, &mut |entry| {
-        if entry.name != "." && entry.name != ".." {
-            names.push((entry.name.as_bytes().to_vec(), entry.ino, entry.kind));
-        }
-        true
-    })?;
-    Ok(names)
-}
-
-/// Removes all that is below a directory.
-pub(crate) fn clear<B: Backing>(base: &B, dir: &B::Inode) -> Result<()> {
-    clear_but(base, dir, &|_| false)
-}
-
-/// The same, but for names in the directory itself that `stays` says.
-pub(crate) fn clear_but<B: Backing>(
-    base: &B,
-    dir: &B::Inode,
-    stays: &dyn Fn(&[u8]) -> bool,
-) -> Result<()> {
-    for (name, _, kind) in list(base, dir)?
-        .into_iter()
-        .filter(|(name, ..)| !stays(name))
-    {
-        let name = OsStr::from_bytes(&name);
-        let kind = match kind {
-            Some(kind) => kind,
-            None => base.lookup(dir, name)?.1.kind,
-        };
-        if kind == Kind::Dir {
-            clear(base, &base.lookup(dir, name)?.0)?;
-            base.rmdir(dir, name)?;
-        } else {
-            base.unlink(dir, name)?;
-        }
-    }
-    Ok(())
 }
 
 /// Makes `to` have the attributes of `from`: owner, extended attributes, mode, times.

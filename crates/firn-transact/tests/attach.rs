@@ -17,7 +17,7 @@ use firn_engine::{
     ROOT, SetAttr, StoredArena,
 };
 use firn_format::geometry::Geometry;
-use firn_transact::{ArenaId, Group, Held, HeldError, Mode, Opening, Outcome, Participants};
+use firn_transact::{ArenaId, Expected, Held, HeldError, Members, Mode, Opening, Outcome};
 
 const ME: Caller = Caller {
     uid: 0,
@@ -119,9 +119,9 @@ fn options() -> EngineOptions {
     }
 }
 
-fn opening(group: Option<&Group>) -> Opening {
+fn opening(members: Option<&Members>) -> Opening {
     Opening {
-        group: group.cloned(),
+        members: members.cloned(),
         arena: Some(ARENA),
         ..Opening::default()
     }
@@ -194,7 +194,7 @@ struct Scene {
     left: Left,
     mode: Mode,
     stage: Stage,
-    group: Option<Group>,
+    members: Option<Members>,
     /// As it was when the transaction began.
     before: Tree,
     /// With all that was done in it, and what counts as done after it.
@@ -202,7 +202,7 @@ struct Scene {
 }
 
 impl Scene {
-    fn set(dir: &Path, mode: Mode, stage: Stage, group: Option<Group>) -> Self {
+    fn set(dir: &Path, mode: Mode, stage: Stage, members: Option<Members>) -> Self {
         let disk = SimBacking::new();
         let arena = dir.join("first");
         let identity = Identity {
@@ -212,7 +212,7 @@ impl Scene {
         };
         let geometry = Geometry::new(CHUNKS * CHUNK, CHUNK).expect("a valid geometry");
         let mapped = Arena::create(&arena, geometry, &identity).expect("an arena");
-        let open = Held::open_with(disk.clone(), opening(group.as_ref()), |_| {
+        let open = Held::open_with(disk.clone(), opening(members.as_ref()), |_| {
             Ok::<_, HeldError>(())
         });
         let store = open.expect("open").0.in_mode(mode);
@@ -285,7 +285,7 @@ impl Scene {
             left,
             mode,
             stage,
-            group,
+            members,
             before,
             after,
         }
@@ -394,7 +394,7 @@ fn must_be(engine: &Engine<Store>, wanted: &Tree, told: &str) {
 
 /// The last life, in which nothing dies: the tree is as it must be, and what waits can still become either.
 fn check(dir: &Path, scene: &Scene, left: &Left, commit: bool, told: &str) {
-    let life = attach(dir, left, opening(scene.group.as_ref()), u64::MAX);
+    let life = attach(dir, left, opening(scene.members.as_ref()), u64::MAX);
     let Life::Done {
         engine,
         outcome,
@@ -496,20 +496,20 @@ fn recoveries_that_are_killed_one_after_the_other_bring_back_nothing() {
 
 #[test]
 fn an_arena_that_comes_back_after_its_host_was_given_up_brings_back_nothing() {
-    let group = Group {
+    let members = Members {
         host: "n1".into(),
-        participants: Participants::Count(1),
+        expected: Expected::Count(1),
     };
     for mode in MODES {
         let dir = room();
-        let scene = Scene::set(dir.path(), mode, Stage::Open, Some(group.clone()));
+        let scene = Scene::set(dir.path(), mode, Stage::Open, Some(members.clone()));
         for at in 0.. {
             // `firn recover --host`, on another host: it has no arena.
             let disk = SimBacking::from_disk(scene.left.disk.clone());
             disk.crash_at(disk.steps() + 1 + at);
             let elsewhere = Opening {
                 arena: None,
-                ..opening(Some(&group))
+                ..opening(Some(&members))
             };
             let ended =
                 Held::open_with(disk.clone(), elsewhere.clone(), |_| Ok::<_, HeldError>(()));
@@ -535,9 +535,9 @@ fn an_arena_that_comes_back_after_its_host_was_given_up_brings_back_nothing() {
             if at % 8 != 0 {
                 continue;
             }
-            let steps = steps_of(dir.path(), &left, opening(Some(&group)));
+            let steps = steps_of(dir.path(), &left, opening(Some(&members)));
             for killed in (at % 23..steps).step_by(23) {
-                let life = attach(dir.path(), &left, opening(Some(&group)), killed);
+                let life = attach(dir.path(), &left, opening(Some(&members)), killed);
                 let Life::Died(left) = life else {
                     panic!("{told}: it is killed")
                 };
@@ -566,7 +566,7 @@ fn end_elsewhere(scene: &Scene, commit: bool, at: u64, again: bool) -> (Left, bo
     let run = || -> Result<(), HeldError> {
         let with = Opening {
             arena: Some(OTHER),
-            ..opening(scene.group.as_ref())
+            ..opening(scene.members.as_ref())
         };
         let (held, outcome) = Held::open_with(disk.clone(), with, nothing)?;
         if !outcome.waiting.is_empty() {
@@ -681,16 +681,16 @@ fn regression_what_an_arena_has_from_before_a_transaction_of_another_one_counts(
 /// Proves S-tx-85: a mount that takes no part drops what its arena has of the transactions of its own host, once.
 #[test]
 fn regression_a_mount_without_the_others_drops_its_part_once() {
-    let group = Group {
+    let members = Members {
         host: "n1".into(),
-        participants: Participants::Count(1),
+        expected: Expected::Count(1),
     };
     for (mode, stage) in MODES
         .into_iter()
         .flat_map(|mode| [(mode, Stage::Open), (mode, Stage::Prepared)])
     {
         let dir = room();
-        let scene = Scene::set(dir.path(), mode, stage, Some(group.clone()));
+        let scene = Scene::set(dir.path(), mode, stage, Some(members.clone()));
         for at in 0.. {
             let told = format!("{mode:?}, {stage:?}, killed at call {at}");
             let disk = SimBacking::from_disk(scene.left.disk.clone());
@@ -728,7 +728,7 @@ fn regression_a_mount_without_the_others_drops_its_part_once() {
             // What is written from now on counts, here and with the next mount that takes part.
             Held::drop_of(disk.clone(), home, ARENA, nothing).expect("once more");
             let (_, outcome) =
-                Held::open_with(disk.clone(), opening(Some(&group)), nothing).expect("open");
+                Held::open_with(disk.clone(), opening(Some(&members)), nothing).expect("open");
             assert_eq!(
                 outcome.undone.len(),
                 usize::from(stage == Stage::Open),

@@ -10,7 +10,7 @@ use common::{in_firn, seen};
 use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, RenameFlags, SimBacking};
 use firn_conflict::{Accesses, Party, Used, What};
-use firn_transact::{Group, Held, HeldError, Meeting, Participants, Stage, Verdict};
+use firn_transact::{Expected, Held, HeldError, Members, Stage, Verdict, Vote};
 
 const ME: Caller = Caller {
     uid: 0,
@@ -21,15 +21,15 @@ const ID: u64 = 7;
 
 type Host = Held<SimBacking>;
 
-fn group(name: &str, count: usize) -> Group {
-    Group {
+fn members(name: &str, count: usize) -> Members {
+    Members {
         host: name.into(),
-        participants: Participants::Count(count),
+        expected: Expected::Count(count),
     }
 }
 
 fn open(disk: &SimBacking, name: &str, count: usize) -> (Host, firn_transact::Outcome) {
-    Held::open_of_group(disk.clone(), group(name, count)).expect("open")
+    Held::open_of_members(disk.clone(), members(name, count)).expect("open")
 }
 
 /// A disk with a file of 100 bytes, `shared`, and a directory.
@@ -70,9 +70,9 @@ fn work(on: &impl Backing, index: u64) {
     put(on, &name, 0, b"own");
 }
 
-fn meetings(disk: &SimBacking) -> Vec<String> {
+fn votes(disk: &SimBacking) -> Vec<String> {
     let mut names = in_firn(disk);
-    names.retain(|name| name.starts_with("meet-"));
+    names.retain(|name| name.starts_with("vote-"));
     names
 }
 
@@ -82,11 +82,11 @@ fn step(host: &Host, stage: &mut u32) -> Result<bool, HeldError> {
     match *stage {
         0 => host.prepare(&root, ID)?,
         1 => host
-            .note_used(&root, Vec::new())
-            .and_then(|()| host.publish(&root, ID))?,
-        2 => match host.meet(ID, b"")? {
-            Meeting::Waiting { .. } => return Ok(false),
-            Meeting::Met(verdict) => verdict.agreed()?,
+            .note_accesses(&root, Vec::new())
+            .and_then(|()| host.publish_accesses(&root, ID))?,
+        2 => match host.poll_vote(ID, b"")? {
+            Vote::Waiting { .. } => return Ok(false),
+            Vote::Over(verdict) => verdict.agreed()?,
         },
         3 => host.commit(&root, ID)?,
         _ => return Ok(true),
@@ -142,7 +142,7 @@ fn parts_of_one_file_come_together() {
     assert_eq!(both(&mut hosts, &disk, &mut [0; 2]), None);
     assert_eq!(seen(hosts[0].as_ref().unwrap()), new);
     assert_eq!(seen(hosts[1].as_ref().unwrap()), new);
-    assert_eq!(meetings(&disk), [""; 0]);
+    assert_eq!(votes(&disk), [""; 0]);
     for host in hosts.iter().flatten() {
         assert_eq!(host.committed(b""), Ok(Some(ID)));
         assert_eq!(host.transactions(), []);
@@ -186,7 +186,7 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
                     let before = stages[index];
                     match step(host, &mut stages[index]) {
                         Ok(false) if stages[index] == before => {
-                            host.give_up(ID, b"", "nobody came".into())
+                            host.give_vote_up(ID, b"", "nobody came".into())
                                 .expect("give up");
                         }
                         Ok(_) => {}
@@ -238,7 +238,7 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
             );
             assert!(!committed || now[1] == new, "{told}: it was committed");
             assert_eq!(now[0], now[1], "{told}");
-            assert_eq!(meetings(&disk), [""; 0], "{told}");
+            assert_eq!(votes(&disk), [""; 0], "{told}");
             *outcomes.entry(now[1] == new).or_insert(0) += 1;
         }
     }
@@ -277,14 +277,15 @@ fn begin(disk: &SimBacking, names: &[&str]) -> Vec<Host> {
     hosts
 }
 
-fn meet(hosts: &[Host], used: &[Vec<Used>]) -> Vec<Verdict> {
+fn vote(hosts: &[Host], used: &[Vec<Used>]) -> Vec<Verdict> {
     for (host, used) in hosts.iter().zip(used) {
         host.prepare(&host.root(), ID).expect("prepare");
-        host.note_used(&host.root(), used.clone()).expect("note");
-        host.publish(&host.root(), ID).expect("publish");
+        host.note_accesses(&host.root(), used.clone())
+            .expect("note");
+        host.publish_accesses(&host.root(), ID).expect("publish");
     }
-    let verdict = |host: &Host| match host.meet(ID, b"").expect("meet") {
-        Meeting::Met(verdict) => verdict,
+    let verdict = |host: &Host| match host.poll_vote(ID, b"").expect("vote") {
+        Vote::Over(verdict) => verdict,
         waiting => panic!("{waiting:?}"),
     };
     hosts.iter().map(verdict).collect()
@@ -298,7 +299,7 @@ fn a_part_that_another_host_read_is_a_conflict_and_can_be_dropped() {
     let hosts = begin(&disk, &["a", "b", "c"]);
     put(&hosts[0], "shared", 30, b"new");
     let reads = used(&hosts[2], "shared", 99, &[0..20, 31..32]);
-    let verdicts = meet(&hosts, &[Vec::new(), Vec::new(), vec![reads]]);
+    let verdicts = vote(&hosts, &[Vec::new(), Vec::new(), vec![reads]]);
     for verdict in &verdicts {
         let Verdict::Conflict(report) = verdict else {
             panic!("{verdict:?}")
@@ -329,12 +330,12 @@ fn a_part_that_another_host_read_is_a_conflict_and_can_be_dropped() {
         host.reopen(&root, ID).expect("reopen");
         assert_eq!(host.transactions()[0].stage, Stage::Open);
     }
-    assert_eq!(meetings(&disk), [""; 0]);
+    assert_eq!(votes(&disk), [""; 0]);
     // The changes are still there, and the transaction goes on without what was in the way.
     assert_ne!(seen(&hosts[0]), old);
     assert_eq!(seen(&hosts[1]), old);
     assert!(
-        meet(&hosts, &[Vec::new(), Vec::new(), Vec::new()])
+        vote(&hosts, &[Vec::new(), Vec::new(), Vec::new()])
             .iter()
             .all(|verdict| *verdict == Verdict::Clear)
     );
@@ -342,7 +343,7 @@ fn a_part_that_another_host_read_is_a_conflict_and_can_be_dropped() {
         host.commit(&host.root(), ID).expect("commit");
     }
     assert_ne!(seen(&disk), old);
-    assert_eq!(meetings(&disk), [""; 0]);
+    assert_eq!(votes(&disk), [""; 0]);
 }
 
 /// What it is, what each of two hosts does, and what is told of it.
@@ -416,7 +417,7 @@ fn names_cuts_and_modes_conflict() {
         let hosts = begin(&disk, &["a", "b"]);
         one(&hosts[0]);
         other(&hosts[1]);
-        let verdict = meet(&hosts, &[Vec::new(), Vec::new()]).remove(0);
+        let verdict = vote(&hosts, &[Vec::new(), Vec::new()]).remove(0);
         let Verdict::Conflict(report) = verdict else {
             panic!("{what}: {verdict:?}")
         };
@@ -426,7 +427,7 @@ fn names_cuts_and_modes_conflict() {
 }
 
 #[test]
-fn what_does_not_meet_does_not_conflict() {
+fn what_does_not_overlap_does_not_conflict() {
     let disk = disk();
     let hosts = begin(&disk, &["a", "b"]);
     // A mode of one, bytes of the other; each a cut of its own file; names in one directory.
@@ -447,7 +448,7 @@ fn what_does_not_meet_does_not_conflict() {
     dir(&hosts[0], "one");
     dir(&hosts[1], "two");
     assert_eq!(
-        meet(&hosts, &[Vec::new(), Vec::new()]),
+        vote(&hosts, &[Vec::new(), Vec::new()]),
         [Verdict::Clear, Verdict::Clear]
     );
     // In the other order.
@@ -469,7 +470,7 @@ fn one_abort_is_everybodys() {
     work(&hosts[0], 0);
     work(&hosts[1], 1);
     assert_eq!(
-        meet(&hosts, &[Vec::new(), Vec::new()]),
+        vote(&hosts, &[Vec::new(), Vec::new()]),
         [Verdict::Clear, Verdict::Clear]
     );
     hosts[1].abort(&hosts[1].root()).expect("abort");
@@ -485,24 +486,24 @@ fn one_abort_is_everybodys() {
         host.begin(&host.root(), b"").expect("begin");
     }
     hosts[0].prepare(&root, ID).expect("prepare");
-    hosts[0].note_used(&root, Vec::new()).expect("note");
-    hosts[0].publish(&root, ID).expect("publish");
-    let waits = hosts[0].meet(ID, b"").expect("meet");
+    hosts[0].note_accesses(&root, Vec::new()).expect("note");
+    hosts[0].publish_accesses(&root, ID).expect("publish");
+    let waits = hosts[0].poll_vote(ID, b"").expect("vote");
     assert_eq!(
         waits,
-        Meeting::Waiting {
-            here: vec!["a".into()],
-            of: 2,
+        Vote::Waiting {
+            published: vec!["a".into()],
+            expected: 2,
             missing: Vec::new()
         }
     );
     hosts[1].abort(&hosts[1].root()).expect("abort");
     assert!(
-        matches!(hosts[0].meet(ID, b""), Ok(Meeting::Met(Verdict::GivenUp { by, .. })) if by == "b")
+        matches!(hosts[0].poll_vote(ID, b""), Ok(Vote::Over(Verdict::GivenUp { by, .. })) if by == "b")
     );
     hosts[0].abort(&root).expect("abort");
     assert_eq!(seen(&disk_view(&disk)), old);
-    assert_eq!(meetings(&disk), [""; 0]);
+    assert_eq!(votes(&disk), [""; 0]);
 }
 
 fn disk_view(disk: &SimBacking) -> Host {
@@ -513,18 +514,18 @@ fn disk_view(disk: &SimBacking) -> Host {
 fn a_number_is_used_again_only_when_all_have_left() {
     let disk = disk();
     let hosts = begin(&disk, &["a", "b"]);
-    meet(&hosts, &[Vec::new(), Vec::new()]);
+    vote(&hosts, &[Vec::new(), Vec::new()]);
     hosts[0].abort(&hosts[0].root()).expect("abort");
     let root = hosts[0].root();
     hosts[0].begin(&root, b"").expect("begin");
     hosts[0].prepare(&root, ID).expect("prepare");
-    hosts[0].note_used(&root, Vec::new()).expect("note");
+    hosts[0].note_accesses(&root, Vec::new()).expect("note");
     assert_eq!(
-        hosts[0].publish(&root, ID),
+        hosts[0].publish_accesses(&root, ID),
         Err(HeldError::Leaving { id: ID })
     );
     hosts[1].abort(&hosts[1].root()).expect("abort");
-    hosts[0].publish(&root, ID).expect("now it can");
+    hosts[0].publish_accesses(&root, ID).expect("now it can");
 }
 
 #[test]
@@ -535,49 +536,49 @@ fn regression_two_threads_of_a_host_that_put_the_same_file_do_not_disturb_each_o
         host.begin(&host.root(), b"").expect("begin");
         put(&host, "shared", 0, b"more");
         host.prepare(&host.root(), id).expect("prepare");
-        host.note_used(&host.root(), Vec::new())
-            .and_then(|()| host.publish(&host.root(), id))
+        host.note_accesses(&host.root(), Vec::new())
+            .and_then(|()| host.publish_accesses(&host.root(), id))
             .expect("publish");
         let barrier = std::sync::Barrier::new(2);
-        let meet = || {
+        let poll = || {
             barrier.wait();
-            host.meet(id, b"").expect("meet")
+            host.poll_vote(id, b"").expect("vote")
         };
         std::thread::scope(|scope| {
-            let other = scope.spawn(meet);
-            let one = meet();
+            let other = scope.spawn(poll);
+            let one = poll();
             let other = other.join().expect("no panic");
             assert_eq!(
                 (one, other),
-                (Meeting::Met(Verdict::Clear), Meeting::Met(Verdict::Clear)),
-                "meeting {id}"
+                (Vote::Over(Verdict::Clear), Vote::Over(Verdict::Clear)),
+                "vote {id}"
             );
         });
         host.commit(&host.root(), id).expect("commit");
-        assert_eq!(meetings(&disk), [""; 0]);
+        assert_eq!(votes(&disk), [""; 0]);
     }
 }
 
 /// `firn abort` that comes just after the thread that follows other hosts has ended the transaction.
 #[test]
-fn regression_calling_off_what_is_ended_makes_no_meeting() {
+fn regression_calling_off_what_is_ended_makes_no_vote() {
     let disk = disk();
     let hosts = begun(&disk);
     for host in hosts.iter().flatten() {
         host.prepare(&host.root(), ID).expect("prepare");
-        host.note_used(&host.root(), Vec::new())
-            .and_then(|()| host.publish(&host.root(), ID))
+        host.note_accesses(&host.root(), Vec::new())
+            .and_then(|()| host.publish_accesses(&host.root(), ID))
             .expect("publish");
     }
     for host in hosts.iter().flatten() {
-        host.call_off(ID, b"").expect("called off");
+        host.call_commit_off(ID, b"").expect("called off");
         host.abort(&host.root()).expect("abort");
     }
-    assert_eq!(meetings(&disk), [""; 0]);
+    assert_eq!(votes(&disk), [""; 0]);
     hosts[0]
         .as_ref()
         .unwrap()
-        .call_off(ID, b"")
+        .call_commit_off(ID, b"")
         .expect("nothing is to be called off");
-    assert_eq!(meetings(&disk), [""; 0]);
+    assert_eq!(votes(&disk), [""; 0]);
 }

@@ -9,7 +9,7 @@ use std::io::IoSlice;
 use common::{in_firn, seen};
 use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, Errno, RenameFlags, SimBacking};
-use firn_transact::{Group, Held, HeldError, Meeting, Mode, Participants, Stage};
+use firn_transact::{Expected, Held, HeldError, Members, Mode, Stage, Vote};
 
 const ME: Caller = Caller {
     uid: 0,
@@ -23,11 +23,11 @@ type Host = Held<SimBacking>;
 type Hosts = [Option<Host>; 2];
 
 fn open(disk: &SimBacking, name: &str) -> Result<(Host, firn_transact::Outcome), HeldError> {
-    let group = Group {
+    let members = Members {
         host: name.into(),
-        participants: Participants::Count(2),
+        expected: Expected::Count(2),
     };
-    Held::open_of_group(disk.clone(), group)
+    Held::open_of_members(disk.clone(), members)
         .map(|(host, outcome)| (host.in_mode(Mode::Shadow), outcome))
 }
 
@@ -134,10 +134,10 @@ fn step(host: &Host, index: usize, stage: &mut u32, end: End) -> Result<bool, He
         _ if end == End::Abort && (index == 0 || stops) => return abort(host, stage),
         2 if end == End::Abort => return Ok(false),
         2 => host.prepare(&root, ID)?,
-        3 => host.publish(&root, ID)?,
-        4 => match host.meet(ID, b"")? {
-            Meeting::Waiting { .. } => return Ok(false),
-            Meeting::Met(verdict) => verdict.agreed()?,
+        3 => host.publish_accesses(&root, ID)?,
+        4 => match host.poll_vote(ID, b"")? {
+            Vote::Waiting { .. } => return Ok(false),
+            Vote::Over(verdict) => verdict.agreed()?,
         },
         5 if end == End::AbortPrepared && (index == 1 || stops) => return abort(host, stage),
         5 if end == End::AbortPrepared => return Ok(false),
@@ -437,9 +437,9 @@ fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left(
     assert!(matches!(a.commit(&a.root(), ID), Err(HeldError::Undoing)));
     assert_eq!(b.to_be_stopped(), [Vec::<u8>::new()]);
     assert_eq!(b.prepare(&b.root(), ID), Ok(()));
-    b.publish(&b.root(), ID).expect("publish");
+    b.publish_accesses(&b.root(), ID).expect("publish");
     assert!(
-        matches!(b.meet(ID, b""), Ok(Meeting::Met(verdict)) if verdict.clone().agreed().is_err())
+        matches!(b.poll_vote(ID, b""), Ok(Vote::Over(verdict)) if verdict.clone().agreed().is_err())
     );
     assert!(matches!(
         b.commit(&b.root(), ID),

@@ -13,7 +13,7 @@ use firn_backing::{Access, Attr, Backing, Errno, Kind, Seek, Time};
 use parking_lot::Mutex;
 
 use super::manifest::{Content, Known, MANIFEST, Manifest, Stored};
-use crate::own::OwnError;
+use crate::own::{OwnError, of_backup};
 use crate::record::{Identity, Item, Place, Record, Staged};
 use crate::scope::{Held, HeldError, Scope};
 use crate::staging;
@@ -75,7 +75,7 @@ struct Copy<B: Backing> {
 }
 
 fn backup(error: impl Into<OwnError>) -> HeldError {
-    error.into().of_backup()
+    of_backup(error.into())
 }
 
 /// Of the file that has the bytes of a staged one.
@@ -561,7 +561,7 @@ fn remove_manifest<B: Backing>(store: &B, dir: &B::Inode) -> Result<(), Errno> {
 fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<(), HeldError> {
     let stays = |error: OwnError| match error {
         OwnError::Backing(source) => HeldError::BackupStays { source },
-        error => error.of_backup(),
+        error => of_backup(error),
     };
     match staging::find_dir(store, &store.root(), name).map_err(stays)? {
         Some((dir, _)) => remove_manifest(store, &dir).map_err(|errno| stays(errno.into())),

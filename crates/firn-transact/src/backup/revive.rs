@@ -9,13 +9,13 @@ use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime, Time};
 
 use super::manifest::{Content, Known, Manifest, Stored};
 use super::mirror::{BLOCK, NAME, load, remove};
-use crate::own::OwnError;
+use crate::own::{OwnError, of_backup};
 use crate::record::{Identity, Place, Record, RecordError};
 use crate::scope::{Held, HeldError};
 use crate::staging;
 
 fn backup(error: impl Into<OwnError>) -> HeldError {
-    error.into().of_backup()
+    of_backup(error.into())
 }
 
 fn tree(path: &[u8], what: &str) -> HeldError {
@@ -65,7 +65,7 @@ impl<B: Backing> Held<B> {
             staging::store(&self.base, &dir, staging::OPEN, &record.scope)?;
             self.base.sync_changes()?;
             staging::write(&self.base, &dir, staging::RECORD, &record.encode())?;
-            self.sync_home()?;
+            self.sync_staging_dir()?;
             Ok(record)
         });
         let record = match staged {

@@ -19,7 +19,8 @@ use std::collections::BTreeSet;
 use firn_backing::{Backing, Errno};
 
 use super::{Held, HeldError};
-use crate::meeting::{Group, Participants};
+use firn_rendezvous::{Expected, Members};
+
 use crate::own::is_path;
 use crate::record::RecordError;
 use crate::staging;
@@ -32,8 +33,11 @@ type Line = (ArenaId, Vec<u8>);
 
 impl<B: Backing> Held<B> {
     /// Homes of transactions of which [`Held::drop_of`] is to be asked: of this backing without hosts, and of each
-    /// host that was ever there; but for that of `group`.
-    pub fn other_homes(base: &B, group: Option<&Group>) -> Result<Vec<Option<Group>>, HeldError> {
+    /// host that was ever there; but for that of `members`.
+    pub fn other_homes(
+        base: &B,
+        members: Option<&Members>,
+    ) -> Result<Vec<Option<Members>>, HeldError> {
         let Some((top, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(Vec::new());
         };
@@ -44,13 +48,15 @@ impl<B: Backing> Held<B> {
             };
             let host = name.strip_prefix(staging::HOST).map(str::to_owned);
             homes.extend(host.map(|host| {
-                Some(Group {
+                Some(Members {
                     host,
-                    participants: Participants::Count(0),
+                    expected: Expected::Count(0),
                 })
             }));
         }
-        homes.retain(|home| home.as_ref().map(|home| &home.host) != group.map(|group| &group.host));
+        homes.retain(|home| {
+            home.as_ref().map(|home| &home.host) != members.map(|members| &members.host)
+        });
         Ok(homes)
     }
 
@@ -58,12 +64,12 @@ impl<B: Backing> Held<B> {
     /// they are, for a mount whose home that is, and have nothing in this arena any more.
     pub fn drop_of<E: From<HeldError>>(
         base: B,
-        group: Option<Group>,
+        members: Option<Members>,
         arena: ArenaId,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut held = Self::tracking(base)?;
-        (held.group, held.arena) = (group, Some(arena));
+        (held.members, held.arena) = (members, Some(arena));
         let scopes = held.scopes_to_drop()?;
         if scopes.is_empty() {
             return Ok(());
@@ -123,7 +129,7 @@ impl<B: Backing> Held<B> {
             );
             is_path(&line.1).then_some(line)
         };
-        let path = format!("{}/{}", self.home_path(), staging::DROPPED);
+        let path = format!("{}/{}", self.staging_path(), staging::DROPPED);
         let lines = bytes
             .split(|&byte| byte == b'\n')
             .filter(|line| !line.is_empty());
@@ -146,7 +152,7 @@ impl<B: Backing> Held<B> {
 
     /// Scopes of which nothing counts that the arena at hand has. Changes nothing.
     pub(super) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, HeldError> {
-        let (Some(arena), Some(home)) = (self.arena, self.find_home()?) else {
+        let (Some(arena), Some(home)) = (self.arena, self.find_staging_dir()?) else {
             return Ok(Vec::new());
         };
         let mut all = self.undecided(&home)?;
@@ -161,7 +167,7 @@ impl<B: Backing> Held<B> {
 
     /// The arena at hand has dropped what it must: other ones are told, before the transactions end.
     pub(super) fn tell_arenas(&self) -> Result<(), HeldError> {
-        let Some(home) = self.find_home()? else {
+        let Some(home) = self.find_staging_dir()? else {
             return Ok(());
         };
         let told = self.told(&home)?;
@@ -177,7 +183,7 @@ impl<B: Backing> Held<B> {
 
     /// The arena at hand has nothing any more of the transactions of this home, which stay.
     fn has_dropped(&self, arena: ArenaId) -> Result<(), HeldError> {
-        let Some(home) = self.find_home()? else {
+        let Some(home) = self.find_staging_dir()? else {
             return Ok(());
         };
         for stored in self.stored_transactions(&home)? {

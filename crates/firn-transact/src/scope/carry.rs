@@ -234,7 +234,7 @@ impl<B: Backing> Held<B> {
             Some(_) => self.carry_alone(scope),
         };
         let left = carried.and_then(|()| Ok(self.leave_commit(&scope.path)?));
-        let result = left.and_then(|()| Ok(self.leave(id, &scope.path)?));
+        let result = left.and_then(|()| Ok(self.leave_vote(id, &scope.path)?));
         *scope.carried.trouble.lock() = result.as_ref().err().map(ToString::to_string);
         result
     }
@@ -249,7 +249,7 @@ impl<B: Backing> Held<B> {
             .cloned();
         let scope = found.expect("it was just entered");
         let carried = self
-            .sync_home()
+            .sync_staging_dir()
             .map_err(HeldError::from)
             .and_then(|()| self.carry_here(&scope));
         *scope.carried.trouble.lock() = carried.as_ref().err().map(ToString::to_string);
@@ -261,7 +261,7 @@ impl<B: Backing> Held<B> {
         let _names = self.tree.write();
         let _data = self.data.write();
         if scope.is_undo {
-            self.sync_home()?;
+            self.sync_staging_dir()?;
         }
         self.carry_here(scope)
     }

@@ -1,7 +1,7 @@
 //! What several hosts in one shadow transaction share: what is saved, and how it ends.
 //!
 //! ```text
-//! .firn/shadow[-SCOPE]/    one transaction; SCOPE stands for the path of the scope, as in the name of a meeting
+//! .firn/shadow[-SCOPE]/    one transaction; SCOPE stands for the path of the scope, as in the name of a vote
 //!   scope                  the path itself
 //!   saved/, kept/          as in the directory of a transaction of one host
 //!   in-HOST                the host has begun; it may change things from now on
@@ -19,21 +19,19 @@
 //! * A host leaves after a commit, or after `undone`; nobody begins before all have left.
 //! * Who comes in and sees no outcome then is seen by whoever puts one.
 
-use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, RenameFlags, is_below};
+use firn_rendezvous::{Members, VoteDir};
 
 use super::{KEPT, SAVED, Shadow};
-use crate::meeting::{MeetingPlace, Outcome, Participants, scoped_name};
 use crate::record::Record;
 use crate::scope::{Held, HeldError, Scope, Stage};
 use crate::staging;
+use crate::vote::{Outcome, scoped_name};
 
 const DIR: &str = "shadow";
-/// On its way out.
-const OVER: &str = "over-";
 const SCOPE: &str = "scope";
 const IN: &str = "in-";
 const OUT: &str = "out-";
@@ -45,131 +43,106 @@ const REMOVER: &str = "remover";
 /// In the directory of a host's transaction: it is part of a shared one.
 pub(super) const SHARED: &str = "shared";
 
-type Place<'a, B> = MeetingPlace<'a, B>;
+/// The directory that the hosts of a shadow transaction share.
+pub(crate) struct SharedDir<'a, B: Backing> {
+    base: &'a B,
+    vote: VoteDir<'a, B>,
+}
 
-impl<B: Backing> Place<'_, B> {
+impl<B: Backing> SharedDir<'_, B> {
     pub(crate) fn outcome(&self) -> Result<Option<Outcome>, Errno> {
-        self.get(OUTCOME)
+        self.vote.read_json(OUTCOME)
     }
 
-    pub(crate) fn members(&self) -> Result<Vec<String>, Errno> {
-        self.hosts(IN)
+    /// Hosts that have begun.
+    pub(crate) fn joined(&self) -> Result<Vec<String>, Errno> {
+        self.vote.hosts(IN)
     }
 
-    /// Hosts that are in and have not come as far as `what`.
-    fn without(&self, what: &str) -> Result<Vec<String>, Errno> {
-        self.hosts_without(IN, what)
+    /// Hosts that have begun and have no file of the kind `prefix`.
+    fn joined_without(&self, prefix: &str) -> Result<Vec<String>, Errno> {
+        self.vote.hosts_without(IN, prefix)
     }
 
-    /// Still the directory that its name leads to.
-    fn is_current(&self) -> Result<bool, Errno> {
-        let found = staging::find(self.base, &self.top, OsStr::new(&self.name))?;
-        let ino = self.base.attr(&self.dir)?.ino;
-        Ok(found.is_some_and(|(_, attr)| attr.ino == ino))
-    }
-
-    /// A host that has not changed anything is not in any more.
-    fn come_out(&self) -> Result<(), Errno> {
-        match self.base.unlink(&self.dir, OsStr::new(&self.mine(IN))) {
-            Ok(()) | Err(Errno::NOENT | Errno::STALE) => {}
-            Err(errno) => return Err(errno),
-        }
-        self.base.sync_dir(&self.dir)
+    /// Whether this host has begun and not ended its part.
+    fn has_joined(&self) -> Result<bool, Errno> {
+        let names = self.vote.names()?;
+        let has = |prefix| names.contains(&self.vote.own_file(prefix));
+        Ok(has(IN) && !has(LEFT))
     }
 
     /// The outcome, which is this one if there is none.
     pub(crate) fn settle(&self, commit: bool) -> Result<Outcome, Errno> {
-        self.put_json(
-            OUTCOME,
-            &Outcome {
-                commit,
-                by: self.group.host.clone(),
-            },
-        )?;
+        let by = self.vote.host().to_owned();
+        self.vote.put_json(OUTCOME, &Outcome { commit, by })?;
         self.outcome()?.ok_or(Errno::IO)
     }
 
     /// This host changes nothing any more. When it returns all is undone, if need be by `undo`.
     fn stop(&self, undo: impl FnOnce() -> Result<(), HeldError>) -> Result<(), HeldError> {
-        self.put(&self.mine(OUT), b"")?;
-        if self.names()?.contains(UNDONE) {
+        self.vote.put_once(&self.vote.own_file(OUT), b"")?;
+        if self.vote.names()?.contains(UNDONE) {
             return Ok(());
         }
-        let hosts = self.without(OUT)?;
+        let hosts = self.joined_without(OUT)?;
         if !hosts.is_empty() {
             return Err(HeldError::Stopping { hosts });
         }
-        self.put_json(UNDOER, &self.group.host)?;
-        let undoer: String = self.get(UNDOER)?.ok_or(Errno::IO)?;
-        if undoer != self.group.host {
+        let undoer = self.claim(UNDOER)?.ok_or(Errno::IO)?;
+        if undoer != self.vote.host() {
             return Err(HeldError::Stopping {
                 hosts: vec![undoer],
             });
         }
         undo()?;
         // Objects that are back have one link too many there. Should all of this be done again, nothing is missing.
-        if let Some((kept, _)) = staging::find_dir(self.base, &self.dir, KEPT)? {
+        if let Some((kept, _)) = staging::find_dir(self.base, self.vote.dir(), KEPT)? {
             staging::clear(self.base, &kept)?;
             self.base.sync_dir(&kept)?;
         }
-        self.put(UNDONE, b"")?;
+        self.vote.put_once(UNDONE, b"")?;
         Ok(())
     }
 
+    /// Asks for a task that one host does: the host that got it.
+    fn claim(&self, task: &str) -> Result<Option<String>, Errno> {
+        self.vote.put_json(task, &self.vote.host())?;
+        self.vote.read_json(task)
+    }
+
     /// This host has ended its part. The directory goes with the last one.
-    fn leave_shared(&self) -> Result<(), Errno> {
-        self.put(&self.mine(LEFT), b"")?;
-        self.remove_shared()
+    fn leave(&self) -> Result<(), Errno> {
+        self.vote.put_once(&self.vote.own_file(LEFT), b"")?;
+        self.remove_if_over()
     }
 
     fn is_over(&self) -> Result<bool, Errno> {
-        let decided = match self.outcome()? {
+        let is_decided = match self.outcome()? {
             None => return Ok(false),
-            Some(outcome) => outcome.commit || self.names()?.contains(UNDONE),
+            Some(outcome) => outcome.commit || self.vote.names()?.contains(UNDONE),
         };
-        // Who only came in to find an outcome goes by itself.
-        Ok(decided && self.without(LEFT)?.is_empty())
+        // A host that joined only to find an outcome withdraws by itself.
+        Ok(is_decided && self.joined_without(LEFT)?.is_empty())
     }
 
-    fn remove_shared(&self) -> Result<(), Errno> {
+    fn remove_if_over(&self) -> Result<(), Errno> {
         let remove = || {
             if !self.is_over()? {
                 return Ok(());
             }
-            self.put_json(REMOVER, &self.group.host)?;
-            let is_mine = self
-                .get::<String>(REMOVER)?
-                .is_some_and(|host| host == self.group.host);
+            let remover = self.claim(REMOVER)?;
             // By name: the next transaction may have a directory already.
-            if !is_mine || !self.is_current()? {
+            if remover.as_deref() != Some(self.vote.host()) || !self.vote.is_current()? {
                 return Ok(());
             }
-            let over = format!("{OVER}{}.{}", self.name, self.group.host);
-            remove_dir(self.base, &self.top, &over)?;
-            self.base.rename(
-                &self.top,
-                OsStr::new(&self.name),
-                &self.top,
-                OsStr::new(&over),
-                RenameFlags::empty(),
-            )?;
-            self.base.sync_dir(&self.top)?;
-            remove_dir(self.base, &self.top, &over)
+            self.vote.retire()
         };
         match remove() {
-            // Another one does the same.
+            // Another host does the same.
             Err(Errno::NOENT | Errno::STALE) => Ok(()),
             other => other,
         }
     }
-}
-
-fn remove_dir<B: Backing>(base: &B, top: &B::Inode, name: &str) -> Result<(), Errno> {
-    let Some((dir, _)) = staging::find_dir(base, top, name)? else {
-        return Ok(());
-    };
-    staging::clear(base, &dir)?;
-    base.rmdir(top, OsStr::new(name))
 }
 
 fn overlap(one: &[u8], other: &[u8]) -> bool {
@@ -186,40 +159,38 @@ enum Fate {
 }
 
 impl<B: Backing> Held<B> {
-    fn shared_place(&self, name: &str) -> Result<Option<Place<'_, B>>, Errno> {
-        let Some(group) = &self.group else {
+    fn find_shared_dir(&self, name: &str) -> Result<Option<SharedDir<'_, B>>, Errno> {
+        let Some(members) = &self.members else {
             return Ok(None);
         };
         let Some(top) = self.find_top()? else {
             return Ok(None);
         };
-        let found = staging::find_dir(&self.base, &top, name)?;
-        Ok(found.map(|(dir, _)| MeetingPlace {
+        let found = VoteDir::find(&self.base, &top, name, &members.host)?;
+        Ok(found.map(|vote| self.shared_dir(vote)))
+    }
+
+    fn shared_dir<'a>(&'a self, vote: VoteDir<'a, B>) -> SharedDir<'a, B> {
+        SharedDir {
             base: &self.base,
-            top,
-            name: name.into(),
-            dir,
-            group,
-        }))
+            vote,
+        }
     }
 
     /// What this host shares with others in a scope; `None` where it is not in a transaction like that.
-    pub(crate) fn shared(&self, scope: &[u8]) -> Result<Option<Place<'_, B>>, Errno> {
-        let Some(place) = self.shared_place(&scoped_name(DIR, scope))? else {
+    pub(crate) fn find_shared(&self, scope: &[u8]) -> Result<Option<SharedDir<'_, B>>, Errno> {
+        let Some(shared) = self.find_shared_dir(&scoped_name(DIR, scope))? else {
             return Ok(None);
         };
-        match place.names() {
-            Ok(names) => {
-                let is_in = names.contains(&place.mine(IN)) && !names.contains(&place.mine(LEFT));
-                Ok(is_in.then_some(place))
-            }
+        match shared.has_joined() {
+            Ok(has_joined) => Ok(has_joined.then_some(shared)),
             Err(Errno::NOENT | Errno::STALE) => Ok(None),
             Err(errno) => Err(errno),
         }
     }
 
     /// All that are there.
-    fn all_shared(&self) -> Result<Vec<Place<'_, B>>, Errno> {
+    fn all_shared(&self) -> Result<Vec<SharedDir<'_, B>>, Errno> {
         let Some(top) = self.find_top()? else {
             return Ok(Vec::new());
         };
@@ -231,7 +202,7 @@ impl<B: Backing> Held<B> {
                     .strip_prefix(DIR)
                     .is_some_and(|rest| rest.starts_with('-'))
             {
-                places.extend(self.shared_place(&name)?);
+                places.extend(self.find_shared_dir(&name)?);
             }
         }
         Ok(places)
@@ -241,7 +212,7 @@ impl<B: Backing> Held<B> {
     /// own part.
     pub(crate) fn join(&self, dir: &B::Inode, scope: &[u8]) -> Result<(), HeldError> {
         staging::store(&self.base, dir, SHARED, b"")?;
-        match self.come_in(scope) {
+        match self.join_shared(scope) {
             // The directory went meanwhile.
             Err(HeldError::Backing(Errno::NOENT | Errno::STALE)) => {
                 Err(HeldError::NotOver { hosts: Vec::new() })
@@ -250,73 +221,65 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    fn come_in(&self, scope: &[u8]) -> Result<(), HeldError> {
-        let Some(group) = &self.group else {
+    fn join_shared(&self, scope: &[u8]) -> Result<(), HeldError> {
+        let Some(members) = &self.members else {
             return Ok(());
         };
-        let name = scoped_name(DIR, scope);
         let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
-        let dir = staging::dir(&self.base, &top, &name)?;
-        self.base.sync_dir(&top)?;
-        let place = MeetingPlace {
-            base: &self.base,
-            top,
-            name,
-            dir,
-            group,
-        };
-        if place.outcome()?.is_some() {
-            return self.not_over(&place);
+        let name = scoped_name(DIR, scope);
+        let shared = self.shared_dir(VoteDir::make(&self.base, &top, &name, &members.host)?);
+        if shared.outcome()?.is_some() {
+            return self.not_over(&shared);
         }
-        place.put(SCOPE, scope)?;
+        shared.vote.put_once(SCOPE, scope)?;
         for name in [SAVED, KEPT] {
-            staging::dir(&self.base, &place.dir, name)?;
+            staging::dir(&self.base, shared.vote.dir(), name)?;
         }
-        place.put(&place.mine(IN), b"")?;
-        if place.outcome()?.is_some() || !place.is_current()? {
-            place.come_out()?;
-            return self.not_over(&place);
+        shared.vote.put_once(&shared.vote.own_file(IN), b"")?;
+        if shared.outcome()?.is_some() || !shared.vote.is_current()? {
+            shared.vote.withdraw(IN)?;
+            return self.not_over(&shared);
         }
-        self.must_fit(&place, scope)
+        self.must_fit(members, &shared, scope)
             .inspect_err(|_| self.unjoin(scope))
     }
 
-    fn not_over(&self, place: &Place<'_, B>) -> Result<(), HeldError> {
-        place.remove_shared()?;
-        let mut hosts = place.without(LEFT)?;
+    fn not_over(&self, shared: &SharedDir<'_, B>) -> Result<(), HeldError> {
+        shared.remove_if_over()?;
+        let mut hosts = shared.joined_without(LEFT)?;
         if hosts.is_empty() {
-            hosts.extend(place.get::<String>(REMOVER)?);
+            hosts.extend(shared.vote.read_json::<String>(REMOVER)?);
         }
         Err(HeldError::NotOver { hosts })
     }
 
     /// There are not too many, and no other transaction overlaps this one.
-    fn must_fit(&self, place: &Place<'_, B>, scope: &[u8]) -> Result<(), HeldError> {
-        let members = place.members()?;
-        if let Participants::Count(count) = place.group.participants
-            && members.len() > count
-        {
-            let why = format!(
-                "{} take part already, and participants={count}",
-                members.join(", ")
-            );
+    fn must_fit(
+        &self,
+        members: &Members,
+        shared: &SharedDir<'_, B>,
+        scope: &[u8],
+    ) -> Result<(), HeldError> {
+        let joined = shared.joined()?;
+        if members.are_too_many(joined.len()) {
+            let why = format!("more hosts take part than expected: {}", joined.join(", "));
             return Err(HeldError::GivenUp {
-                by: place.group.host.clone(),
+                by: members.host.clone(),
                 why,
             });
         }
         for other in self
             .all_shared()?
             .iter()
-            .filter(|other| other.name != place.name)
+            .filter(|other| other.vote.name() != shared.vote.name())
         {
-            let path = match staging::load_scope(&self.base, &other.dir, SCOPE) {
+            let path = match staging::load_scope(&self.base, other.vote.dir(), SCOPE) {
                 Ok(Some(path)) => path,
                 Ok(None) | Err(HeldError::Backing(Errno::NOENT | Errno::STALE)) => continue,
                 Err(error) => return Err(error),
             };
-            match other.members() {
-                Ok(members) if !members.is_empty() => {}
+            match other.joined() {
+                Ok(joined) if !joined.is_empty() => {}
                 Ok(_) | Err(Errno::NOENT | Errno::STALE) => continue,
                 Err(errno) => return Err(errno.into()),
             }
@@ -331,10 +294,11 @@ impl<B: Backing> Held<B> {
 
     /// A begin that failed: nothing was changed.
     pub(crate) fn unjoin(&self, scope: &[u8]) {
-        match self
-            .shared(scope)
-            .and_then(|place| place.map_or(Ok(()), |place| place.come_out()))
-        {
+        let withdrawn = self.find_shared(scope).and_then(|shared| match shared {
+            Some(shared) => shared.vote.withdraw(IN),
+            None => Ok(()),
+        });
+        match withdrawn {
             Ok(()) => {}
             Err(errno) => {
                 tracing::warn!(%errno, "other hosts wait for this one until its next start")
@@ -351,8 +315,10 @@ impl<B: Backing> Held<B> {
         if staging::find(&self.base, dir, OsStr::new(SHARED))?.is_none() {
             return Shadow::find(&self.base, dir);
         }
-        match self.shared(scope)? {
-            Some(place) => Ok(Shadow::find(&self.base, &place.dir)?.map(Shadow::of_several)),
+        match self.find_shared(scope)? {
+            Some(shared) => {
+                Ok(Shadow::find(&self.base, shared.vote.dir())?.map(Shadow::of_several))
+            }
             None => Ok(None),
         }
     }
@@ -371,8 +337,8 @@ impl<B: Backing> Held<B> {
             Stage::Decided(id) => return Err(HeldError::Decided { id }),
             Stage::Ended => return Err(HeldError::None),
         };
-        if let Some(place) = self.shared(&scope.path)? {
-            let outcome = place.settle(false)?;
+        if let Some(shared) = self.find_shared(&scope.path)? {
+            let outcome = shared.settle(false)?;
             if outcome.commit {
                 return Err(HeldError::Decided {
                     id: id.unwrap_or_default(),
@@ -380,18 +346,18 @@ impl<B: Backing> Held<B> {
             }
             scope.stop_for_good();
             shadow.begin_undo();
-            if outcome.by != place.group.host {
+            if outcome.by != shared.vote.host() {
                 self.stopped_by
                     .lock()
                     .insert(scope.path.clone(), outcome.by);
             }
             // Those that wait for this host's part do so in vain.
             match id {
-                None => self.withdraw(&scope.path)?,
-                Some(id) => self.decide(id, &scope.path, false)?,
+                None => self.withdraw_from_votes(&scope.path)?,
+                Some(id) => self.decide_vote(id, &scope.path, false)?,
             }
             let mut undone = false;
-            place.stop(|| {
+            shared.stop(|| {
                 undone = true;
                 self.undo_shadow(scope, shadow)
             })?;
@@ -400,17 +366,17 @@ impl<B: Backing> Held<B> {
             }
         }
         self.forget(&scope.dir)?;
-        if let Some(place) = self.shared(&scope.path)? {
-            place.leave_shared()?;
+        if let Some(shared) = self.find_shared(&scope.path)? {
+            shared.leave()?;
         }
         Ok(())
     }
 
     /// This host has ended its part after a commit.
     pub(crate) fn leave_commit(&self, scope: &[u8]) -> Result<(), Errno> {
-        match self.shared(scope)? {
-            Some(place) if place.outcome()?.is_some_and(|outcome| outcome.commit) => {
-                place.leave_shared()
+        match self.find_shared(scope)? {
+            Some(shared) if shared.outcome()?.is_some_and(|outcome| outcome.commit) => {
+                shared.leave()
             }
             _ => Ok(()),
         }
@@ -432,8 +398,8 @@ impl<B: Backing> Held<B> {
         });
         let is_aborted = |scope: &Vec<u8>| {
             let outcome = self
-                .shared(scope)
-                .and_then(|place| place.map_or(Ok(None), |place| place.outcome()));
+                .find_shared(scope)
+                .and_then(|shared| shared.map_or(Ok(None), |shared| shared.outcome()));
             outcome
                 .inspect_err(|errno| tracing::warn!(%errno, "cannot see what other hosts decided"))
         };
@@ -457,10 +423,10 @@ impl<B: Backing> Held<B> {
         if staging::find(&self.base, dir, OsStr::new(SHARED))?.is_none() {
             return Ok(false);
         }
-        let Some(place) = self.shared(scope)? else {
+        let Some(shared) = self.find_shared(scope)? else {
             return Ok(false);
         };
-        Ok(place.outcome()?.is_some_and(|outcome| outcome.commit))
+        Ok(shared.outcome()?.is_some_and(|outcome| outcome.commit))
     }
 
     /// Before anything else is recovered: shared transactions of this host that are not prepared are aborted, for
@@ -472,7 +438,7 @@ impl<B: Backing> Held<B> {
                 continue;
             }
             let found = staging::must_find_dir(&self.base, home, &text);
-            let dir = found.map_err(|error| error.below(&self.home_path()))?;
+            let dir = found.map_err(|error| error.below(&self.staging_path()))?;
             let has =
                 |file| Ok::<_, Errno>(staging::find(&self.base, &dir, OsStr::new(file))?.is_some());
             if !has(SHARED)? || has(staging::COMMIT)? {
@@ -493,10 +459,10 @@ impl<B: Backing> Held<B> {
         record: Option<Record>,
         scope: &[u8],
     ) -> Result<(), HeldError> {
-        let place = self.shared(scope)?;
-        let fate = match &place {
+        let shared = self.find_shared(scope)?;
+        let fate = match &shared {
             None => Fate::Over,
-            Some(place) => match (place.outcome()?, &record) {
+            Some(shared) => match (shared.outcome()?, &record) {
                 (None, Some(_)) => Fate::Undecided,
                 (Some(outcome), _) if outcome.commit => Fate::Committed,
                 _ => Fate::Aborted,
@@ -505,8 +471,8 @@ impl<B: Backing> Held<B> {
         match fate {
             Fate::Undecided => return Ok(()),
             Fate::Committed if record.is_some() => {
-                // The meeting may not have heard of it.
-                match record.map_or(Ok(()), |record| self.decide(record.id, scope, true)) {
+                // The vote may not know of it.
+                match record.map_or(Ok(()), |record| self.decide_vote(record.id, scope, true)) {
                     Ok(()) | Err(HeldError::NotMet { .. }) => {}
                     Err(error) => return Err(error),
                 }
@@ -519,15 +485,15 @@ impl<B: Backing> Held<B> {
             Fate::Committed => return Ok(self.base.unlink(dir, OsStr::new(staging::OPEN))?),
             Fate::Over => {}
             Fate::Aborted => {
-                let place = place.as_ref().ok_or(Errno::IO)?;
-                if place.settle(false)?.commit {
+                let shared = shared.as_ref().ok_or(Errno::IO)?;
+                if shared.settle(false)?.commit {
                     return self.recover_part(dir, record, scope);
                 }
                 match &record {
-                    None => self.withdraw(scope)?,
-                    Some(record) => self.decide(record.id, scope, false)?,
+                    None => self.withdraw_from_votes(scope)?,
+                    Some(record) => self.decide_vote(record.id, scope, false)?,
                 }
-                place.stop(|| self.undo_stored(&place.dir, &place.name, scope))?;
+                shared.stop(|| self.undo_stored(shared.vote.dir(), shared.vote.name(), scope))?;
             }
         }
         // From here on it is one that was open and is undone: nothing more is to be put back.
@@ -540,46 +506,31 @@ impl<B: Backing> Held<B> {
 
     /// After that: shared transactions in which this host has nothing to do any more are left.
     pub(crate) fn leave_shared_ones(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), HeldError> {
-        for place in self.all_shared()? {
-            let names = place.names()?;
-            let is_in = names.contains(&place.mine(IN)) && !names.contains(&place.mine(LEFT));
+        for shared in self.all_shared()? {
             if waiting
                 .iter()
-                .any(|(_, scope)| scoped_name(DIR, scope) == place.name)
+                .any(|(_, scope)| scoped_name(DIR, scope) == shared.vote.name())
             {
                 continue;
             }
-            match place.outcome()?.filter(|_| is_in) {
-                None if is_in => place.come_out()?,
-                None => {}
-                // It came in, and its firnd died before it began.
-                Some(outcome) => {
+            match (shared.has_joined()?, shared.outcome()?) {
+                (true, None) => shared.vote.withdraw(IN)?,
+                (false, _) => {}
+                // It joined, and its firnd died before it began.
+                (true, Some(outcome)) => {
                     if !outcome.commit {
-                        place.put(&place.mine(OUT), b"")?;
+                        shared.vote.put_once(&shared.vote.own_file(OUT), b"")?;
                     }
-                    place.put(&place.mine(LEFT), b"")?;
+                    shared.vote.put_once(&shared.vote.own_file(LEFT), b"")?;
                 }
             }
-            place.remove_shared()?;
+            shared.remove_if_over()?;
         }
-        let Some(group) = &self.group else {
+        let Some(members) = &self.members else {
             return Ok(());
         };
-        let Some(top) = self.find_top()? else {
-            return Ok(());
-        };
-        let names: BTreeSet<_> = staging::list(&self.base, &top)?
-            .into_iter()
-            .map(|(name, ..)| name)
-            .collect();
-        for name in names {
-            let name = String::from_utf8_lossy(&name).into_owned();
-            if name
-                .strip_prefix(OVER)
-                .is_some_and(|rest| rest.ends_with(&format!(".{}", group.host)))
-            {
-                remove_dir(&self.base, &top, &name)?;
-            }
+        if let Some(top) = self.find_top()? {
+            VoteDir::remove_retired(&self.base, &top, &members.host)?;
         }
         Ok(())
     }

@@ -1,0 +1,275 @@
+//! The lease of a host among several that share a backing: `.firn/host-NAME/lease`.
+//!
+//! Promises
+//! * While a [`HostLease`] lives, no other firnd and no `firn recover --host` works in the name of this host, on any
+//!   host that the file system's locks reach. Whether they reach the others is looked at when it is taken.
+//! * A thread of its own shows that this host lives, so that a backing that hangs holds up nothing else.
+
+use std::path::Path;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use firn_backing::{Backing, DirBacking, Errno};
+use firn_rendezvous::{
+    BEAT_EVERY, Holder, Lease, LeaseError, OwnError, ReachError, check_reach, own,
+};
+use firn_transact::{HeldError, Members, TOP, other_staging_dirs, staging_dir_name};
+
+use crate::error::DaemonError;
+
+/// Name of the lease in a host's staging directory.
+const LEASE: &str = "lease";
+const PAUSE: Duration = Duration::from_millis(50);
+/// How long the end of a mount waits until the lease is given back. Else the next holder waits.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
+
+/// The staging directory of one host, and `.firn/` above it.
+struct StagingDir {
+    base: DirBacking,
+    top: <DirBacking as Backing>::Inode,
+    dir: <DirBacking as Backing>::Inode,
+}
+
+impl StagingDir {
+    fn find(backing: &Path, members: &Members) -> Result<Option<Self>, DaemonError> {
+        let base = open_backing(backing)?;
+        let refused = own_error(backing);
+        let Some((top, _)) = own::find_dir(&base, &base.root(), TOP).map_err(&refused)? else {
+            return Ok(None);
+        };
+        let found = own::find_dir(&base, &top, &staging_dir_name(members));
+        let found = found.map_err(|error| refused(error.below(TOP)))?;
+        Ok(found.map(|(dir, _)| Self { base, top, dir }))
+    }
+
+    fn make(backing: &Path, members: &Members) -> Result<Self, DaemonError> {
+        let base = open_backing(backing)?;
+        let refused = own_error(backing);
+        let top = own::dir(&base, &base.root(), TOP).map_err(&refused)?;
+        let dir = own::dir(&base, &top, &staging_dir_name(members))
+            .map_err(|error| refused(error.below(TOP)))?;
+        Ok(Self { base, top, dir })
+    }
+}
+
+fn open_backing(backing: &Path) -> Result<DirBacking, DaemonError> {
+    DirBacking::open(backing).map_err(|source| DaemonError::BackingUnusable {
+        path: backing.into(),
+        source,
+    })
+}
+
+fn own_error(backing: &Path) -> impl Fn(OwnError) -> DaemonError {
+    let in_backing = DaemonError::in_backing(backing);
+    move |error| in_backing(HeldError::from(error).into())
+}
+
+/// What the thread that beats found out.
+#[derive(Debug, Default)]
+pub(crate) struct LeaseState {
+    lost: OnceLock<String>,
+}
+
+impl LeaseState {
+    /// Why this host has its lease no more: others may act in its name.
+    pub(crate) fn lost(&self) -> Option<&str> {
+        self.lost.get().map(String::as_str)
+    }
+}
+
+/// Held until dropped.
+#[derive(Debug)]
+pub(crate) struct HostLease {
+    state: Arc<LeaseState>,
+    /// Dropped, it ends the thread.
+    stop: Option<Sender<()>>,
+    released: Receiver<()>,
+}
+
+impl HostLease {
+    /// Takes the lease of a host that mounts, and looks whether locks keep the other hosts out. Waits for `patience`
+    /// for a process of this name that ends.
+    pub(crate) fn take(
+        backing: &Path,
+        members: &Members,
+        patience: Duration,
+    ) -> Result<Self, DaemonError> {
+        let staging = StagingDir::make(backing, members)?;
+        let me = this_process(members)?;
+        let lease = take_patiently(&staging, &me, backing, patience)?;
+        let others = other_staging_dirs(&staging.base, &staging.top, members)
+            .map_err(|errno| own_error(backing)(errno.into()))?;
+        let reach = check_reach(
+            &staging.base,
+            &staging.top,
+            &me,
+            &others,
+            LEASE,
+            &mut std::thread::sleep,
+        );
+        match reach {
+            Ok(()) => Self::start(staging.base, lease),
+            Err(ReachError::Own(error)) => Err(own_error(backing)(error.below(TOP))),
+            Err(reason) => Err(no_reach(backing, &reason)),
+        }
+    }
+
+    /// Takes the lease of a host that is gone, to end what it left. `None`: that host was never there.
+    pub(crate) fn take_over(
+        backing: &Path,
+        members: &Members,
+        patience: Duration,
+    ) -> Result<Option<Self>, DaemonError> {
+        let Some(staging) = StagingDir::find(backing, members)? else {
+            return Ok(None);
+        };
+        let me = this_process(members)?;
+        let lease = take_patiently(&staging, &me, backing, patience)?;
+        Self::start(staging.base, lease).map(Some)
+    }
+
+    fn start(base: DirBacking, lease: Lease<DirBacking>) -> Result<Self, DaemonError> {
+        let state = Arc::new(LeaseState::default());
+        let (stop, stopped) = mpsc::channel();
+        let (release, released) = mpsc::channel();
+        let seen = Arc::clone(&state);
+        std::thread::Builder::new()
+            .name("firn-lease".into())
+            .spawn(move || {
+                beat_until_stopped(&base, lease, &seen, &stopped);
+                let _ = release.send(());
+            })
+            .map_err(DaemonError::io("start the thread of the host's lease"))?;
+        Ok(Self {
+            state,
+            stop: Some(stop),
+            released,
+        })
+    }
+
+    pub(crate) fn state(&self) -> Arc<LeaseState> {
+        Arc::clone(&self.state)
+    }
+}
+
+impl Drop for HostLease {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        let _ = self.released.recv_timeout(RELEASE_PATIENCE);
+    }
+}
+
+fn beat_until_stopped(
+    base: &DirBacking,
+    mut lease: Lease<DirBacking>,
+    state: &LeaseState,
+    stopped: &Receiver<()>,
+) {
+    while stopped.recv_timeout(BEAT_EVERY) == Err(RecvTimeoutError::Timeout) {
+        match lease.beat(base) {
+            Ok(()) => {}
+            Err(error @ LeaseError::Lost { .. }) => {
+                tracing::error!(%error, "this host has lost its lease: its transactions are refused");
+                let _ = state.lost.set(error.to_string());
+                return;
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the lease of this host cannot be renewed; it is tried again");
+            }
+        }
+    }
+    if let Err(error) = lease.release(base) {
+        tracing::warn!(%error, "the lease of this host was not given back: the next holder waits some seconds");
+    }
+}
+
+fn this_process(members: &Members) -> Result<Holder, DaemonError> {
+    Holder::this_process(&members.host).map_err(DaemonError::io("read the boot id of this host"))
+}
+
+fn take_patiently(
+    staging: &StagingDir,
+    me: &Holder,
+    backing: &Path,
+    patience: Duration,
+) -> Result<Lease<DirBacking>, DaemonError> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let taken = Lease::take(
+            &staging.base,
+            &staging.dir,
+            LEASE,
+            me,
+            &mut std::thread::sleep,
+        );
+        match taken {
+            Ok(lease) => return Ok(lease),
+            Err(LeaseError::Held { .. }) if Instant::now() < deadline => std::thread::sleep(PAUSE),
+            Err(LeaseError::Held { .. } | LeaseError::Lost { .. }) => {
+                return Err(DaemonError::HostHeld {
+                    host: me.host.clone(),
+                    backing: backing.into(),
+                });
+            }
+            Err(LeaseError::Unreached { .. }) => {
+                let host = me.host.clone();
+                return Err(no_reach(backing, &ReachError::StaysOnHost { host }));
+            }
+            Err(LeaseError::NoLock(errno)) => {
+                return Err(no_reach(backing, &ReachError::Refused(errno)));
+            }
+            Err(LeaseError::Own(error)) => {
+                return Err(own_error(backing)(
+                    error.below(&format!("{TOP}/host-{}", me.host)),
+                ));
+            }
+        }
+    }
+}
+
+fn no_reach(backing: &Path, reason: &ReachError) -> DaemonError {
+    DaemonError::LocksDoNotReach {
+        backing: backing.into(),
+        reason: reason.to_string(),
+    }
+}
+
+/// Looks whether firnd serve hosts of a group.
+pub(crate) struct Liveness {
+    base: DirBacking,
+    members: Members,
+}
+
+impl Liveness {
+    /// Of hosts over `backing`.
+    pub(crate) fn over(backing: &Path, members: &Members) -> Result<Self, Errno> {
+        let base = DirBacking::open(backing)
+            .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        Ok(Self {
+            base,
+            members: members.clone(),
+        })
+    }
+
+    /// Whether a firnd serves this host. One that cannot be asked for counts as gone.
+    pub(crate) fn is_living(&self, host: &str) -> bool {
+        let members = Members {
+            host: host.to_owned(),
+            ..self.members.clone()
+        };
+        let asked = || {
+            let Some((top, _)) = own::find_dir(&self.base, &self.base.root(), TOP)? else {
+                return Ok(false);
+            };
+            match own::find_dir(&self.base, &top, &staging_dir_name(&members))? {
+                Some((dir, _)) => Lease::is_held(&self.base, &dir, LEASE),
+                None => Ok(false),
+            }
+        };
+        asked().unwrap_or_else(|error: OwnError| {
+            tracing::warn!(%error, host, "cannot see whether this host lives");
+            false
+        })
+    }
+}

@@ -1,0 +1,313 @@
+//! A right that one host at a time has, and that ends with that host.
+//!
+//! A lease is a file. Who holds it has it locked ([`Backing::try_lock`]) and rewrites a record in it every
+//! [`BEAT_EVERY`]. The lock says who has the lease. The record says who that is, and its count betrays locks that do
+//! not reach: where a host gets the lock while the count of another one grows, the lock is worth nothing.
+//!
+//! ```text
+//! held:      lock + count grows       free:    no lock, record says released
+//! orphaned:  no lock, count stands    broken:  no lock for us, and count grows: LeaseError::Unreached
+//! ```
+//!
+//! Invariants
+//! * The record is written by the holder only, and whole: [`RECORD_BYTES`] bytes, in one write.
+//! * A lease whose last holder did not release it is taken at once where this kernel kept the lock of that holder too
+//!   (same boot, same device), and else after its count has stood still for [`STALE_AFTER`].
+
+use std::ffi::OsStr;
+use std::time::Duration;
+
+use firn_backing::{Access, Backing, Errno, LockMode};
+use serde::{Deserialize, Serialize};
+
+use crate::own::{self, OwnError};
+
+/// How often a holder rewrites its record.
+pub const BEAT_EVERY: Duration = Duration::from_secs(1);
+/// A count that stands still for so long is of a holder that is gone, if its lock is free, too.
+pub const STALE_AFTER: Duration = Duration::from_secs(5);
+/// How often the count is read meanwhile.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+/// Bytes of the record: checksum, JSON, spaces, newline. A host's name has 64 bytes at most.
+const RECORD_BYTES: usize = 512;
+
+/// Who has a lease, or had it last.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// Name of the host.
+    pub host: String,
+    /// Its process, for people.
+    pub pid: u32,
+    /// Tells a run of a kernel from all others (`/proc/sys/kernel/random/boot_id`).
+    pub boot: String,
+}
+
+impl Holder {
+    /// This process, under this name.
+    pub fn this_process(host: &str) -> std::io::Result<Self> {
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+        Ok(Self {
+            host: host.to_owned(),
+            pid: std::process::id(),
+            boot: boot.trim().to_owned(),
+        })
+    }
+}
+
+/// What the file of a lease says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Record {
+    holder: Holder,
+    /// Device number of the backing as the holder's kernel has it.
+    device: u64,
+    /// Tells this holding from any other of the same host.
+    holding: u64,
+    /// Beats so far.
+    count: u64,
+    /// The holder gave the lease back.
+    released: bool,
+}
+
+/// Why a lease could not be taken or kept.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LeaseError {
+    /// Another one has it.
+    #[error("{} has it", named(holder))]
+    Held {
+        /// Who; `None`: one that has not written its record yet.
+        holder: Option<Holder>,
+    },
+    /// Its lock is free here, and its holder lives.
+    #[error(
+        "{} has it and goes on, and its lock does not keep this host out",
+        named(holder)
+    )]
+    Unreached {
+        /// Who.
+        holder: Option<Holder>,
+    },
+    /// Another one took it from this holder.
+    #[error("{} took it", named(by))]
+    Lost {
+        /// Who; `None`: its record cannot be read.
+        by: Option<Holder>,
+    },
+    /// The file system does not lock its file.
+    #[error("its file cannot be locked: {0}")]
+    NoLock(#[source] Errno),
+    /// Its file is not as a file of Firn's own must be, or the backing failed.
+    #[error(transparent)]
+    Own(#[from] OwnError),
+}
+
+impl From<Errno> for LeaseError {
+    fn from(errno: Errno) -> Self {
+        Self::Own(OwnError::Backing(errno))
+    }
+}
+
+fn named(holder: &Option<Holder>) -> String {
+    match holder {
+        Some(Holder { host, pid, .. }) => format!("{host} (process {pid})"),
+        None => "another host".into(),
+    }
+}
+
+/// The beat of a lease as somebody else sees it: two that are equal are of one that stands still.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Beat {
+    bytes: Vec<u8>,
+}
+
+impl Beat {
+    /// Reads the beat of the lease `name`; `None`: there is no such file.
+    pub fn read<B: Backing>(
+        base: &B,
+        dir: &B::Inode,
+        name: &str,
+    ) -> Result<Option<Self>, OwnError> {
+        Ok(own::load(base, dir, name)?.map(|bytes| Self { bytes }))
+    }
+
+    fn record(&self) -> Option<Record> {
+        let text = std::str::from_utf8(&self.bytes).ok()?.trim_end();
+        let (sum, json) = text.split_once(' ')?;
+        let sum = u32::from_str_radix(sum, 16).ok()?;
+        if sum != crc32c::crc32c(json.as_bytes()) {
+            return None;
+        }
+        serde_json::from_str(json).ok()
+    }
+
+    /// Who wrote it.
+    pub fn holder(&self) -> Option<Holder> {
+        self.record().map(|record| record.holder)
+    }
+
+    fn is_released(&self) -> bool {
+        self.record().is_some_and(|record| record.released)
+    }
+
+    /// Whether a free lock proves that its holder is gone: nobody had the lease, it was given back, or this kernel
+    /// kept the lock.
+    pub fn is_settled_by_lock(&self, boot: &str, device: u64) -> bool {
+        match self.record() {
+            Some(record) => {
+                record.released || (record.holder.boot == boot && record.device == device)
+            }
+            None => self.bytes.is_empty(),
+        }
+    }
+}
+
+/// A lease that this host has until it is dropped or the process ends.
+pub struct Lease<B: Backing> {
+    /// Locked.
+    file: B::File,
+    dir: B::Inode,
+    name: String,
+    record: Record,
+}
+
+impl<B: Backing> Lease<B> {
+    /// Takes the lease `name` in `dir`. `rest` waits for so long; it is called only where a holder that did not
+    /// release the lease may still live.
+    pub fn take(
+        base: &B,
+        dir: &B::Inode,
+        name: &str,
+        me: &Holder,
+        rest: &mut dyn FnMut(Duration),
+    ) -> Result<Self, LeaseError> {
+        let file = loop {
+            match lock(base, dir, name)? {
+                Locking::Locked(file) => break file,
+                Locking::Replaced => {}
+                Locking::Held => {
+                    let holder = Beat::read(base, dir, name)?.and_then(|beat| beat.holder());
+                    return Err(LeaseError::Held { holder });
+                }
+            }
+        };
+        let device = base.attr(dir)?.dev;
+        let last = Beat::read(base, dir, name)?;
+        let in_doubt = last.filter(|beat| !beat.is_settled_by_lock(&me.boot, device));
+        let watched: Vec<_> = in_doubt.map(|beat| ((), beat)).into_iter().collect();
+        if let Some(beat) = find_living(&watched, rest, &mut |()| Beat::read(base, dir, name))? {
+            let holder = beat.holder();
+            return Err(LeaseError::Unreached { holder });
+        }
+        let mut lease = Self {
+            file,
+            dir: dir.clone(),
+            name: name.into(),
+            record: Record {
+                holder: me.clone(),
+                device,
+                holding: random_number()?,
+                count: 0,
+                released: false,
+            },
+        };
+        lease.write(base)?;
+        base.sync_dir(dir)?;
+        Ok(lease)
+    }
+
+    /// Shows that the holder lives. Fails with [`LeaseError::Lost`] where another host has taken the lease.
+    pub fn beat(&mut self, base: &B) -> Result<(), LeaseError> {
+        self.must_be_ours(base)?;
+        self.record.count += 1;
+        self.write(base)
+    }
+
+    /// Gives the lease back, and says so: the next holder waits for nothing.
+    pub fn release(mut self, base: &B) -> Result<(), LeaseError> {
+        self.must_be_ours(base)?;
+        self.record.released = true;
+        self.write(base)
+    }
+
+    /// Whether a host has the lease `name` in `dir`, as far as locks reach. The answer may be old when it comes.
+    pub fn is_held(base: &B, dir: &B::Inode, name: &str) -> Result<bool, OwnError> {
+        let Some(inode) = own::find_file(base, dir, name)? else {
+            return Ok(false);
+        };
+        let file = base.open(&inode, Access::Read)?;
+        Ok(!base.try_lock(&file, LockMode::Shared)?)
+    }
+
+    fn must_be_ours(&self, base: &B) -> Result<(), LeaseError> {
+        let beat = Beat::read(base, &self.dir, &self.name)?;
+        match beat.as_ref().and_then(Beat::record) {
+            Some(record) if record == self.record => Ok(()),
+            record => Err(LeaseError::Lost {
+                by: record.map(|record| record.holder),
+            }),
+        }
+    }
+
+    fn write(&mut self, base: &B) -> Result<(), LeaseError> {
+        own::write_all(base, &self.file, &encode(&self.record)?, 0)?;
+        Ok(base.sync(&self.file, true)?)
+    }
+}
+
+fn encode(record: &Record) -> Result<Vec<u8>, Errno> {
+    let json = serde_json::to_string(record).map_err(|_| Errno::INVAL)?;
+    let mut bytes = format!("{:08x} {json}", crc32c::crc32c(json.as_bytes())).into_bytes();
+    if bytes.len() >= RECORD_BYTES {
+        return Err(Errno::NAMETOOLONG);
+    }
+    bytes.resize(RECORD_BYTES - 1, b' ');
+    bytes.push(b'\n');
+    Ok(bytes)
+}
+
+fn random_number() -> Result<u64, Errno> {
+    getrandom::u64().map_err(|_| Errno::IO)
+}
+
+enum Locking<F> {
+    Locked(F),
+    Held,
+    /// The file lost its name before it was locked: another one may have it now.
+    Replaced,
+}
+
+fn lock<B: Backing>(base: &B, dir: &B::Inode, name: &str) -> Result<Locking<B::File>, LeaseError> {
+    let file = own::open_or_create(base, dir, name)?;
+    if !base
+        .try_lock(&file, LockMode::Exclusive)
+        .map_err(LeaseError::NoLock)?
+    {
+        return Ok(Locking::Held);
+    }
+    let locked = base.attr_of_file(&file)?.ino;
+    match own::find(base, dir, OsStr::new(name))? {
+        Some((_, attr)) if attr.ino == locked => Ok(Locking::Locked(file)),
+        _ => Ok(Locking::Replaced),
+    }
+}
+
+/// Watches leases whose locks are free here for [`STALE_AFTER`]: the first that beats.
+pub(crate) fn find_living<K>(
+    watched: &[(K, Beat)],
+    rest: &mut dyn FnMut(Duration),
+    read: &mut dyn FnMut(&K) -> Result<Option<Beat>, OwnError>,
+) -> Result<Option<Beat>, OwnError> {
+    if watched.is_empty() {
+        return Ok(None);
+    }
+    let looks = STALE_AFTER.as_millis() / LOOK_EVERY.as_millis();
+    for _ in 0..looks {
+        rest(LOOK_EVERY);
+        for (lease, before) in watched {
+            match read(lease)? {
+                Some(now) if now != *before && !now.is_released() => return Ok(Some(now)),
+                _ => {}
+            }
+        }
+    }
+    Ok(None)
+}

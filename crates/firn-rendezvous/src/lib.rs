@@ -1,0 +1,29 @@
+//! Hosts that share a backing and nothing else: how they agree on something, and how one knows that another lives.
+//!
+//! * [`own`]: files and directories of Firn's own in a backing, looked at before anything in them is believed.
+//! * [`VoteDir`]: a directory for one decision. A *put-once* file has the content of exactly one host; files with a
+//!   host's name say how far that host has come.
+//! * [`Members`]: which hosts take part, and which of them this one is.
+//! * [`Lease`]: one host at a time has it, and loses it when it dies: a lock on a file and a counted heartbeat in it.
+//! * [`check_reach`]: whether locks in this backing exclude other hosts, as far as that can be seen from here.
+//!
+//! Promises
+//! * No host is a coordinator: every step may be done by any host, repeated, and cut short by its death.
+//! * Nothing depends on clocks of several hosts. A heartbeat is a count; who waits measures his own time.
+//! * A call of the backing is made with no lock of this crate held.
+//!
+//! Relies on
+//! * link(2) failing where the name exists, for all hosts: also where create(O_EXCL) does not.
+//! * Names and synced data being seen by other hosts when they look them up anew (close-to-open).
+
+mod lease;
+mod members;
+pub mod own;
+mod reach;
+mod vote;
+
+pub use lease::{BEAT_EVERY, Beat, Holder, Lease, LeaseError, STALE_AFTER};
+pub use members::{Attendance, Expected, Members};
+pub use own::OwnError;
+pub use reach::{ReachError, check_reach};
+pub use vote::VoteDir;

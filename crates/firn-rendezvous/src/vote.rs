@@ -1,0 +1,232 @@
+//! A directory in which hosts decide about one thing.
+//!
+//! ```text
+//! NAME                     put once: the content of one host, which counts for all
+//! PREFIX-HOST              the host has come so far
+//! put-NAME.HOST.N.new      on its way to NAME
+//! ```
+//!
+//! Invariants
+//! * A put-once file never changes: whoever reads it reads what every other host reads.
+//! * Whoever puts a file and finds none of another name afterwards is seen by whoever puts that other one: both are
+//!   in the same directory, and a name is there before its put returns.
+//! * A file is whole, and durable, before it has its name.
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_backing::{Backing, Errno, RenameFlags};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::own::{self, OwnError};
+
+/// Before the name of what is not in its place yet.
+const PUT: &str = "put-";
+/// Before the name of a directory that is being removed.
+const RETIRED: &str = "over-";
+
+/// One such directory, as one of the hosts sees it.
+pub struct VoteDir<'a, B: Backing> {
+    base: &'a B,
+    top: B::Inode,
+    name: String,
+    dir: B::Inode,
+    host: &'a str,
+}
+
+impl<'a, B: Backing> VoteDir<'a, B> {
+    /// Opens the directory `name` in `top`, if it is there.
+    pub fn find(
+        base: &'a B,
+        top: &B::Inode,
+        name: &str,
+        host: &'a str,
+    ) -> Result<Option<Self>, OwnError> {
+        let found = own::find_dir(base, top, name)?;
+        Ok(found.map(|(dir, _)| Self {
+            base,
+            top: top.clone(),
+            name: name.into(),
+            dir,
+            host,
+        }))
+    }
+
+    /// Opens it, made durably if it is not there.
+    pub fn make(base: &'a B, top: &B::Inode, name: &str, host: &'a str) -> Result<Self, OwnError> {
+        let dir = own::dir(base, top, name)?;
+        base.sync_dir(top)?;
+        Ok(Self {
+            base,
+            top: top.clone(),
+            name: name.into(),
+            dir,
+            host,
+        })
+    }
+
+    /// The directory itself.
+    pub fn dir(&self) -> &B::Inode {
+        &self.dir
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// This host.
+    pub fn host(&self) -> &str {
+        self.host
+    }
+
+    /// All names in it.
+    pub fn names(&self) -> Result<BTreeSet<String>, Errno> {
+        let names = own::list(self.base, &self.dir)?.into_iter();
+        Ok(names
+            .map(|(name, ..)| String::from_utf8_lossy(&name).into_owned())
+            .collect())
+    }
+
+    /// Whether one of these names is of a put that was not over when they were listed.
+    pub fn is_put_under_way(names: &BTreeSet<String>) -> bool {
+        names.iter().any(|name| name.starts_with(PUT))
+    }
+
+    /// The name of this host's own file of a kind.
+    pub fn own_file(&self, prefix: &str) -> String {
+        format!("{prefix}{}", self.host)
+    }
+
+    /// The hosts that have a file of a kind.
+    pub fn hosts(&self, prefix: &str) -> Result<Vec<String>, Errno> {
+        Ok(self
+            .names()?
+            .iter()
+            .filter_map(|name| name.strip_prefix(prefix))
+            .map(Into::into)
+            .collect())
+    }
+
+    /// Those of them that have no file of the `next` kind.
+    pub fn hosts_without(&self, prefix: &str, next: &str) -> Result<Vec<String>, Errno> {
+        let names = self.names()?;
+        let hosts = names.iter().filter_map(|name| name.strip_prefix(prefix));
+        Ok(hosts
+            .filter(|host| !names.contains(&format!("{next}{host}")))
+            .map(Into::into)
+            .collect())
+    }
+
+    /// The bytes of a file, if it is there.
+    pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>, OwnError> {
+        own::load(self.base, &self.dir, name)
+    }
+
+    /// What [`VoteDir::put_json`] put, if it is there.
+    pub fn read_json<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, Errno> {
+        let Some(bytes) = self.read(name)? else {
+            return Ok(None);
+        };
+        serde_json::from_slice(&bytes)
+            .map(Some)
+            .map_err(|_| Errno::IO)
+    }
+
+    /// Puts a file where there is none, durably; whether it was this one that came first.
+    pub fn put_once(&self, name: &str, bytes: &[u8]) -> Result<bool, Errno> {
+        // The working name is that of no other host and of no other thread of this one: two threads of a firnd may
+        // put the same file at once.
+        static PUTS: AtomicU64 = AtomicU64::new(0);
+        let number = PUTS.fetch_add(1, Ordering::Relaxed);
+        let working = format!("{PUT}{name}.{}.{number}", self.host);
+        own::write(self.base, &self.dir, &working, bytes)?;
+        let new = own::new_name(&working);
+        let inode = self.base.lookup(&self.dir, OsStr::new(&new))?.0;
+        let linked = self.base.link(&inode, &self.dir, OsStr::new(name));
+        self.base.unlink(&self.dir, OsStr::new(&new))?;
+        let is_first = match linked {
+            Ok(_) => true,
+            Err(Errno::EXIST) => false,
+            Err(errno) => return Err(errno),
+        };
+        self.base.sync_dir(&self.dir)?;
+        Ok(is_first)
+    }
+
+    /// [`VoteDir::put_once`] of a value as JSON.
+    pub fn put_json(&self, name: &str, value: &impl Serialize) -> Result<bool, Errno> {
+        let mut bytes = serde_json::to_vec_pretty(value).expect("plain data");
+        bytes.push(b'\n');
+        self.put_once(name, &bytes)
+    }
+
+    /// Takes this host's own file of a kind away again, durably.
+    pub fn withdraw(&self, prefix: &str) -> Result<(), Errno> {
+        let name = self.own_file(prefix);
+        match self.base.unlink(&self.dir, OsStr::new(&name)) {
+            Ok(()) | Err(Errno::NOENT | Errno::STALE) => {}
+            Err(errno) => return Err(errno),
+        }
+        self.base.sync_dir(&self.dir)
+    }
+
+    /// Removes files, durably: nothing that is removed later is gone before them.
+    pub fn remove_files<'n>(&self, names: impl IntoIterator<Item = &'n str>) -> Result<(), Errno> {
+        for name in names {
+            self.base.unlink(&self.dir, OsStr::new(name))?;
+        }
+        self.base.sync_dir(&self.dir)
+    }
+
+    /// Whether its name still leads to it.
+    pub fn is_current(&self) -> Result<bool, Errno> {
+        let found = own::find(self.base, &self.top, OsStr::new(&self.name))?;
+        let ino = self.base.attr(&self.dir)?.ino;
+        Ok(found.is_some_and(|(_, attr)| attr.ino == ino))
+    }
+
+    /// Removes the directory where it is, with all that is in it.
+    pub fn remove(&self) -> Result<(), Errno> {
+        own::clear(self.base, &self.dir)?;
+        self.base.rmdir(&self.top, OsStr::new(&self.name))
+    }
+
+    /// Removes the directory so that hosts find all of it or nothing under its name: it gets another name first.
+    /// Only one host may do this for a directory.
+    pub fn retire(&self) -> Result<(), Errno> {
+        let retired = format!("{RETIRED}{}.{}", self.name, self.host);
+        remove_dir(self.base, &self.top, &retired)?;
+        self.base.rename(
+            &self.top,
+            OsStr::new(&self.name),
+            &self.top,
+            OsStr::new(&retired),
+            RenameFlags::empty(),
+        )?;
+        self.base.sync_dir(&self.top)?;
+        remove_dir(self.base, &self.top, &retired)
+    }
+
+    /// Removes what a crash of this host left of [`VoteDir::retire`] in `top`.
+    pub fn remove_retired(base: &B, top: &B::Inode, host: &str) -> Result<(), Errno> {
+        let suffix = format!(".{host}");
+        for (name, ..) in own::list(base, top)? {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            if name.starts_with(RETIRED) && name.ends_with(&suffix) {
+                remove_dir(base, top, &name)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn remove_dir<B: Backing>(base: &B, top: &B::Inode, name: &str) -> Result<(), Errno> {
+    let Some((dir, _)) = own::find_dir(base, top, name)? else {
+        return Ok(());
+    };
+    own::clear(base, &dir)?;
+    base.rmdir(top, OsStr::new(name))
+}

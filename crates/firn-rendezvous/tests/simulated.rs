@@ -1,0 +1,276 @@
+//! Hosts over one simulated disk: each of them dies, or is overtaken by the other, at every call.
+
+use std::time::Duration;
+
+use firn_backing::sim::LockReach;
+use firn_backing::suite::own_caller;
+use firn_backing::{Backing, Errno, SimBacking};
+use firn_rendezvous::{Holder, Lease, LeaseError, OwnError, ReachError, VoteDir, check_reach, own};
+
+const DIR: &str = "decision";
+const FILE: &str = "outcome";
+const LEASE: &str = "lease";
+/// More calls than anything here makes.
+const STEPS_MAX: u64 = 60;
+
+type Inode = <SimBacking as Backing>::Inode;
+
+fn disk() -> SimBacking {
+    let disk = SimBacking::new();
+    disk.set_owner(&disk.root(), Some(own_caller().uid), None)
+        .expect("set_owner");
+    disk.sync_all().expect("sync");
+    disk
+}
+
+fn holder(host: &str) -> Holder {
+    Holder {
+        host: host.into(),
+        pid: 1,
+        boot: format!("boot of {host}"),
+    }
+}
+
+fn never(_: Duration) {
+    panic!("nobody is to be waited for");
+}
+
+fn put(on: &SimBacking, host: &str) -> Result<bool, OwnError> {
+    let vote = VoteDir::make(on, &on.root(), DIR, host)?;
+    Ok(vote.put_once(FILE, &content(host))?)
+}
+
+fn content(host: &str) -> Vec<u8> {
+    host.repeat(3000).into_bytes()
+}
+
+fn outcome(on: &SimBacking) -> Option<Vec<u8>> {
+    let vote = VoteDir::find(on, &on.root(), DIR, "reader").expect("find")?;
+    vote.read(FILE).expect("read")
+}
+
+#[test]
+fn a_file_that_is_put_once_is_one_hosts_whoever_dies_at_which_call() {
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let b = a.another_process();
+        a.crash_at(step);
+        let first = put(&a, "a");
+        let second = put(&b, "b").expect("nobody else's death is in the way");
+        let found = outcome(&b).expect("it was put");
+        assert!(
+            found == content("a") || found == content("b"),
+            "step {step}"
+        );
+        assert_eq!(second, found == content("b"), "step {step}");
+        match first {
+            Ok(first) => assert!(first && !second, "step {step}"),
+            Err(error) => assert_eq!(error, OwnError::Backing(Errno::IO), "step {step}"),
+        }
+        b.power_loss(step);
+        assert_eq!(outcome(&b), Some(found), "step {step}: it was durable");
+    }
+}
+
+#[test]
+fn of_two_hosts_that_put_the_same_file_one_is_first_whoever_overtakes_whom() {
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let b = a.another_process();
+        let hang = a.hang_at(step);
+        let (first, second) = std::thread::scope(|scope| {
+            let slow = scope.spawn(|| put(&a, "a"));
+            while !hang.is_reached() && !slow.is_finished() {
+                std::thread::yield_now();
+            }
+            let second = put(&b, "b").expect("put");
+            hang.release();
+            (slow.join().expect("a host").expect("put"), second)
+        });
+        assert_ne!(first, second, "step {step}");
+        let winner = if first { "a" } else { "b" };
+        assert_eq!(outcome(&b), Some(content(winner)), "step {step}");
+    }
+}
+
+#[test]
+fn a_directory_that_is_retired_is_whole_or_gone_and_nothing_of_it_stays() {
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let b = a.another_process();
+        put(&a, "a").expect("put");
+        let before = a.steps();
+        a.crash_at(before + step);
+        let retired = VoteDir::find(&a, &a.root(), DIR, "a")
+            .and_then(|vote| Ok(vote.expect("it is there").retire()?));
+        assert_eq!(retired.is_err(), a.is_dead());
+        let seen = VoteDir::find(&b, &b.root(), DIR, "b").expect("find");
+        assert!(
+            seen.is_none() || outcome(&b) == Some(content("a")),
+            "step {step}"
+        );
+        a.revive();
+        VoteDir::remove_retired(&a, &a.root(), "a").expect("remove");
+        let names = own::list(&a, &a.root()).expect("list");
+        assert!(
+            names.iter().all(|(name, ..)| name == DIR.as_bytes()),
+            "step {step}"
+        );
+        a.fsck().expect("fsck");
+    }
+}
+
+fn take(on: &SimBacking, host: &str) -> Result<Lease<SimBacking>, LeaseError> {
+    Lease::take(on, &on.root(), LEASE, &holder(host), &mut |_| {})
+}
+
+fn is_held(on: &SimBacking) -> bool {
+    Lease::is_held(on, &on.root(), LEASE).expect("ask")
+}
+
+#[test]
+fn a_lease_ends_with_its_holder_whatever_it_was_doing() {
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let b = a.another_process();
+        a.crash_at(step);
+        let work = || {
+            let mut lease = take(&a, "a")?;
+            assert!(is_held(&b), "step {step}");
+            assert!(matches!(take(&b, "b"), Err(LeaseError::Held { .. })));
+            lease.beat(&a)?;
+            lease.release(&a)
+        };
+        let done = work();
+        assert_eq!(done.is_err(), a.is_dead(), "step {step}: {done:?}");
+        assert!(!is_held(&b), "step {step}");
+        let mut lease = take(&b, "b").expect("the lease is free");
+        lease.beat(&b).expect("beat");
+        assert!(is_held(&b), "step {step}");
+    }
+}
+
+#[test]
+fn of_two_hosts_that_take_a_lease_at_once_one_gets_it() {
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let b = a.another_process();
+        let hang = a.hang_at(step);
+        let (first, second) = std::thread::scope(|scope| {
+            let slow = scope.spawn(|| take(&a, "a"));
+            while !hang.is_reached() && !slow.is_finished() {
+                std::thread::yield_now();
+            }
+            let second = take(&b, "b");
+            hang.release();
+            (slow.join().expect("a host"), second)
+        });
+        let are_held = [&first, &second].map(|taken| match taken {
+            Ok(_) => true,
+            Err(LeaseError::Held { .. }) => false,
+            Err(error) => panic!("step {step}: {error}"),
+        });
+        assert_eq!(
+            are_held.iter().filter(|held| **held).count(),
+            1,
+            "step {step}"
+        );
+    }
+}
+
+#[test]
+fn who_released_a_lease_or_held_it_under_this_kernel_is_not_waited_for() {
+    let a = disk();
+    let b = a.another_process();
+    let root = b.root();
+    take(&a, "a").expect("take").release(&a).expect("release");
+    drop(Lease::take(&b, &root, LEASE, &holder("b"), &mut never).expect("it was released"));
+    drop(Lease::take(&b, &root, LEASE, &holder("b"), &mut never).expect("the same kernel"));
+    let mut waited = Duration::ZERO;
+    let taken = Lease::take(&a, &a.root(), LEASE, &holder("a"), &mut |time| {
+        waited += time
+    });
+    assert!(
+        taken.is_ok() && waited == firn_rendezvous::STALE_AFTER,
+        "{waited:?}"
+    );
+}
+
+#[test]
+fn a_host_whose_lock_was_lost_and_taken_learns_it_from_the_heartbeat() {
+    let a = disk();
+    let b = a.another_process();
+    let mut lease = take(&a, "a").expect("take");
+    a.lose_locks();
+    assert!(lease.beat(&a).is_err(), "the server gave its lock up");
+    let other = take(&b, "b").expect("nobody has it");
+    let by = match lease.beat(&a) {
+        Err(LeaseError::Lost { by }) => by.expect("who it is"),
+        other => panic!("not lost: {other:?}"),
+    };
+    assert_eq!(by, holder("b"));
+    assert!(matches!(lease.release(&a), Err(LeaseError::Lost { .. })));
+    drop(other);
+}
+
+#[test]
+fn a_heartbeat_that_goes_on_betrays_locks_that_stay_on_their_host() {
+    let a = disk();
+    let b = a.another_process();
+    let mut lease = take(&a, "a").expect("take");
+    a.set_lock_reach(LockReach::Host);
+    let mut beat = |_| lease.beat(&a).expect("beat");
+    match Lease::take(&b, &b.root(), LEASE, &holder("b"), &mut beat) {
+        Err(LeaseError::Unreached { holder: found }) => assert_eq!(found, Some(holder("a"))),
+        other => panic!("{:?}", other.err()),
+    }
+    lease.beat(&a).expect("who lives keeps its lease");
+}
+
+/// The staging directory of a host with its lease in it.
+fn host_dir(on: &SimBacking, host: &str) -> Inode {
+    own::dir(on, &on.root(), &format!("host-{host}")).expect("make")
+}
+
+fn reach(on: &SimBacking, rest: &mut dyn FnMut(Duration)) -> Result<(), ReachError> {
+    let others = ["host-a".to_owned(), "host-gone".to_owned()];
+    check_reach(on, &on.root(), &holder("b"), &others, LEASE, rest)
+}
+
+#[test]
+fn locks_that_do_not_keep_other_hosts_out_are_found_out_and_why() {
+    let a = disk();
+    let b = a.another_process();
+    let dir = host_dir(&a, "a");
+    let mut lease = Lease::take(&a, &dir, LEASE, &holder("a"), &mut never).expect("take");
+    assert_eq!(reach(&b, &mut never), Ok(()), "a is alive and keeps b out");
+    a.set_lock_reach(LockReach::Host);
+    let stays = Err(ReachError::StaysOnHost { host: "a".into() });
+    assert_eq!(reach(&b, &mut |_| lease.beat(&a).expect("beat")), stays);
+    a.set_lock_reach(LockReach::Refused(Errno::NOLCK));
+    assert_eq!(
+        reach(&b, &mut never),
+        Err(ReachError::Refused(Errno::NOLCK))
+    );
+    a.set_lock_reach(LockReach::Everywhere);
+    a.crash_at(0);
+    assert!(lease.beat(&a).is_err());
+    assert_eq!(reach(&b, &mut |_| {}), Ok(()), "a is dead");
+    let names = own::list(&b, &b.root()).expect("list");
+    assert!(
+        names.iter().all(|(name, ..)| name.starts_with(b"host-")),
+        "no probe is left"
+    );
+}
+
+#[test]
+fn a_lease_in_a_place_that_others_may_change_is_not_believed() {
+    let a = disk();
+    drop(take(&a, "a").expect("take"));
+    let inode = a.lookup(&a.root(), LEASE.as_ref()).expect("lookup").0;
+    a.set_mode(&inode, 0o666).expect("set_mode");
+    assert!(matches!(
+        take(&a, "a"),
+        Err(LeaseError::Own(OwnError::Distrusted { .. }))
+    ));
+}

@@ -1,0 +1,89 @@
+//! Where the transactions of a mount are kept: `.firn/`, or of one of several hosts a directory of its own in it.
+
+use firn_backing::{Backing, Errno};
+use firn_rendezvous::Members;
+
+use crate::own::OwnError;
+use crate::scope::Held;
+use crate::staging;
+
+/// Name in `.firn/` of the staging directory of a host.
+pub fn staging_dir_name(members: &Members) -> String {
+    format!("{}{}", staging::HOST, members.host)
+}
+
+impl<B: Backing> Held<B> {
+    /// The hosts that commit together, if there are several.
+    pub fn members(&self) -> Option<&Members> {
+        self.members.as_ref()
+    }
+
+    /// The directory of what this host's transactions keep, made if it is not there.
+    pub(crate) fn staging_dir(&self) -> Result<B::Inode, OwnError> {
+        let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        match self.own_dir_name() {
+            None => Ok(top),
+            Some(name) => {
+                staging::dir(&self.base, &top, &name).map_err(|error| error.below(staging::TOP))
+            }
+        }
+    }
+
+    /// `.firn/`, if it is there.
+    pub(crate) fn find_top(&self) -> Result<Option<B::Inode>, OwnError> {
+        let found = staging::find_dir(&self.base, &self.base.root(), staging::TOP)?;
+        Ok(found.map(|(inode, _)| inode))
+    }
+
+    /// [`Held::staging_dir`], if it is there.
+    pub(crate) fn find_staging_dir(&self) -> Result<Option<B::Inode>, OwnError> {
+        let Some(top) = self.find_top()? else {
+            return Ok(None);
+        };
+        match self.own_dir_name() {
+            None => Ok(Some(top)),
+            Some(name) => {
+                let found = staging::find_dir(&self.base, &top, &name);
+                Ok(found
+                    .map_err(|error| error.below(staging::TOP))?
+                    .map(|(inode, _)| inode))
+            }
+        }
+    }
+
+    /// Its path, for people.
+    pub(crate) fn staging_path(&self) -> String {
+        match &self.members {
+            None => staging::TOP.into(),
+            Some(members) => format!("{}/{}", staging::TOP, staging_dir_name(members)),
+        }
+    }
+
+    fn own_dir_name(&self) -> Option<String> {
+        self.members.as_ref().map(staging_dir_name)
+    }
+
+    /// Makes durable where the directory of a transaction is found.
+    pub(crate) fn sync_staging_dir(&self) -> Result<(), Errno> {
+        self.base.sync_dir(&self.staging_dir()?)?;
+        if self.members.is_some() {
+            self.base
+                .sync_dir(&staging::dir(&self.base, &self.base.root(), staging::TOP)?)?;
+        }
+        self.base.sync_dir(&self.base.root())
+    }
+}
+
+/// Names in `.firn/` of the staging directories of other hosts than this one.
+pub fn other_staging_dirs<B: Backing>(
+    base: &B,
+    top: &B::Inode,
+    members: &Members,
+) -> Result<Vec<String>, Errno> {
+    let own_name = staging_dir_name(members);
+    Ok(staging::list(base, top)?
+        .into_iter()
+        .filter_map(|(name, ..)| String::from_utf8(name).ok())
+        .filter(|name| name.starts_with(staging::HOST) && *name != own_name)
+        .collect())
+}

@@ -1,0 +1,541 @@
+//! How the hosts of a transaction vote on its commit.
+//!
+//! Each host has its transactions in a staging directory of its own. To commit, every host prepares its part and
+//! publishes what it read and wrote; when all lists are there each host tests them, and whoever is first puts the
+//! verdict. After a verdict of no conflict any host may decide, once for all; each applies its part then, also after a
+//! crash, and says that it has.
+//!
+//! ```text
+//! .firn/vote-ID[-SCOPE]/     one vote ([`VoteDir`]); SCOPE stands for the path of the scope
+//!   from-HOST                what a host read and wrote: `firn_conflict::Published`
+//!   verdict                  JSON: whether that goes together; put once
+//!   outcome                  JSON: commit or abort, and who said so; put once
+//!   done-HOST                the host has applied the outcome
+//! ```
+//!
+//! Invariants
+//! * No outcome is a commit without a verdict of no conflict, and no host applies a commit before its outcome.
+//! * The directory goes when all hosts that published have applied the outcome: first the lists, then the verdict.
+//!   A verdict alone would be one for the next vote, a list alone one of a vote that is not over.
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+
+use firn_backing::{Backing, Errno};
+use firn_conflict::{Published, Report, Used};
+use firn_rendezvous::{Attendance, Members, VoteDir};
+use serde::{Deserialize, Serialize};
+
+use crate::backing::Inode;
+use crate::scope::{Held, HeldError, Scope, Stage};
+use crate::staging;
+
+mod accesses;
+
+/// Before the name of the directory of a vote.
+const VOTE: &str = "vote-";
+const FROM: &str = "from-";
+const DONE: &str = "done-";
+const VERDICT: &str = "verdict";
+const OUTCOME: &str = "outcome";
+
+/// What the hosts found when all had come.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// Nobody stands in another's way.
+    Clear,
+    /// Somebody does.
+    Conflict(Report),
+    /// Not all came, or one left.
+    GivenUp {
+        /// By which host.
+        by: String,
+        /// What it said.
+        why: String,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Outcome {
+    pub(crate) commit: bool,
+    pub(crate) by: String,
+}
+
+/// How far a vote is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Vote {
+    /// Some hosts have not published what they used.
+    Waiting {
+        /// Those that have.
+        published: Vec<String>,
+        /// How many it will be.
+        expected: usize,
+        /// The names of the others, where they are known.
+        missing: Vec<String>,
+    },
+    /// All have, or somebody gave it up.
+    Over(Verdict),
+}
+
+/// The name of the directory of the vote on transaction `id` of a scope.
+fn vote_name(id: u64, scope: &[u8]) -> String {
+    scoped_name(&format!("{VOTE}{id}"), scope)
+}
+
+/// A name that stands for a scope.
+pub(crate) fn scoped_name(name: &str, scope: &[u8]) -> String {
+    match scope {
+        b"" => name.into(),
+        scope => format!("{name}-{:08x}{:x}", crc32c::crc32c(scope), scope.len()),
+    }
+}
+
+/// Whether there is nothing left to be found out or decided.
+fn is_decided<B: Backing>(vote: &VoteDir<'_, B>) -> Result<bool, Errno> {
+    let is_refused = !matches!(vote.read_json(VERDICT)?, None | Some(Verdict::Clear));
+    Ok(is_refused || vote.read_json::<Outcome>(OUTCOME)?.is_some())
+}
+
+/// This host has done its part. The directory goes with the last one.
+fn leave_vote<B: Backing>(vote: &VoteDir<'_, B>) -> Result<(), Errno> {
+    vote.put_once(&vote.own_file(DONE), b"")?;
+    remove_if_over(vote)
+}
+
+/// Whether the vote, of which these are the names, is over for all hosts.
+fn is_over<B: Backing>(vote: &VoteDir<'_, B>, names: &BTreeSet<String>) -> Result<bool, Errno> {
+    let has_left = |name: &String| {
+        name.strip_prefix(FROM)
+            .is_none_or(|host| names.contains(&format!("{DONE}{host}")))
+    };
+    if !names.iter().all(has_left) {
+        return Ok(false);
+    }
+    let has = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
+    // With lists, nobody is done before there is a decision, which may have gone in a removal that was cut short.
+    // Without lists it is what such a removal left, or a vote that just begins.
+    let looks_over = if has(FROM) {
+        has(DONE)
+    } else {
+        !VoteDir::<B>::is_put_under_way(names)
+    };
+    Ok(looks_over || is_decided(vote)?)
+}
+
+fn remove_if_over<B: Backing>(vote: &VoteDir<'_, B>) -> Result<(), Errno> {
+    let names = vote.names()?;
+    if !is_over(vote, &names)? {
+        return Ok(());
+    }
+    match remove_vote(vote, &names) {
+        // Another host does the same.
+        Ok(()) | Err(Errno::NOENT | Errno::NOTEMPTY | Errno::STALE) => Ok(()),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// Removes the lists first, then the verdict: see the invariants.
+fn remove_vote<B: Backing>(vote: &VoteDir<'_, B>, names: &BTreeSet<String>) -> Result<(), Errno> {
+    let lists = names.iter().filter(|name| name.starts_with(FROM));
+    vote.remove_files(lists.map(String::as_str))?;
+    if names.contains(VERDICT) {
+        vote.remove_files([VERDICT])?;
+    }
+    vote.remove()
+}
+
+impl<B: Backing> Held<B> {
+    fn find_vote(&self, id: u64, scope: &[u8]) -> Result<Option<VoteDir<'_, B>>, Errno> {
+        let Some(members) = &self.members else {
+            return Ok(None);
+        };
+        let Some(top) = self.find_top()? else {
+            return Ok(None);
+        };
+        let name = vote_name(id, scope);
+        Ok(VoteDir::find(&self.base, &top, &name, &members.host)?)
+    }
+
+    fn make_vote<'a>(
+        &'a self,
+        members: &'a Members,
+        id: u64,
+        scope: &[u8],
+    ) -> Result<VoteDir<'a, B>, Errno> {
+        let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let name = vote_name(id, scope);
+        Ok(VoteDir::make(&self.base, &top, &name, &members.host)?)
+    }
+
+    /// Notes what processes of this host used up to the moment at which the transaction was prepared.
+    pub fn note_accesses(&self, inode: &Inode<B>, used: Vec<Used>) -> Result<(), HeldError> {
+        *self.scope_at(inode)?.used.lock() = Some(used);
+        Ok(())
+    }
+
+    /// Publishes what this host read and wrote in the transaction that is prepared with `id`. Fails with
+    /// [`HeldError::Leaving`] while an earlier vote on the same number is not over.
+    pub fn publish_accesses(&self, inode: &Inode<B>, id: u64) -> Result<(), HeldError> {
+        let scope = self.scope_at(inode)?;
+        let Some(members) = &self.members else {
+            return Ok(());
+        };
+        let vote = self.make_vote(members, id, &scope.path)?;
+        let names = vote.names()?;
+        let own_list = vote.own_file(FROM);
+        if names.contains(&vote.own_file(DONE)) {
+            remove_if_over(&vote)?;
+            return Err(HeldError::Leaving { id });
+        }
+        if names.contains(&own_list) {
+            return Ok(());
+        }
+        let known = scope.used.lock().clone();
+        let used = match known {
+            Some(used) => used,
+            // Nothing is tested in shadow mode.
+            None if self.find_shared(&scope.path)?.is_some() => Vec::new(),
+            None => {
+                let why = "its firnd was restarted before it had told what its programs read";
+                return self.give_vote_up(id, &scope.path, why.to_owned());
+            }
+        };
+        let tx = format!("tx-{}", scope.serial);
+        let record = self
+            .load_record(&scope.dir, &tx, staging::RECORD)?
+            .ok_or(HeldError::NotMet { id })?;
+        let list = self.list_accesses(members, &record, &used)?;
+        match vote.put_once(&own_list, &list.encode()) {
+            // Somebody removed what was left of an earlier vote.
+            Err(Errno::NOENT | Errno::STALE) => Err(HeldError::Leaving { id }),
+            put => Ok(put.map(drop)?),
+        }
+    }
+
+    /// Looks whether all hosts have published, and finds the verdict if they have.
+    pub fn poll_vote(&self, id: u64, scope: &[u8]) -> Result<Vote, HeldError> {
+        let Some(members) = &self.members else {
+            return Ok(Vote::Over(Verdict::Clear));
+        };
+        let Some(vote) = self.find_vote(id, scope)? else {
+            return Err(HeldError::NotMet { id });
+        };
+        if let Some(Outcome { commit: false, by }) = vote.read_json(OUTCOME)? {
+            let why = "it aborted its part".to_owned();
+            return Ok(Vote::Over(Verdict::GivenUp { by, why }));
+        }
+        let shared = self.find_shared(scope)?;
+        let shared_outcome = match &shared {
+            Some(shared) => shared.outcome()?,
+            None => None,
+        };
+        if let Some(Outcome { commit: false, by }) = shared_outcome {
+            let why = "it aborted the transaction".to_owned();
+            return Ok(Vote::Over(Verdict::GivenUp { by, why }));
+        }
+        if let Some(verdict) = vote.read_json(VERDICT)? {
+            return Ok(Vote::Over(verdict));
+        }
+        let published = vote.hosts(FROM)?;
+        // In shadow mode all that changed something are to be prepared.
+        let joined = match &shared {
+            Some(shared) => shared.joined()?,
+            None => Vec::new(),
+        };
+        let verdict = match members.attendance(&published, &joined) {
+            Attendance::Incomplete { expected, missing } => {
+                return Ok(Vote::Waiting {
+                    published,
+                    expected,
+                    missing,
+                });
+            }
+            Attendance::TooMany { expected } => Verdict::GivenUp {
+                by: members.host.clone(),
+                why: format!(
+                    "{} hosts came, {}, where {expected} take part",
+                    published.len(),
+                    published.join(", ")
+                ),
+            },
+            Attendance::Complete => test_lists(&vote, &published)?,
+        };
+        vote.put_json(VERDICT, &verdict)?;
+        // The verdict of whoever was first counts.
+        vote.read_json(VERDICT)?
+            .map(Vote::Over)
+            .ok_or(HeldError::NotMet { id })
+    }
+
+    /// Puts an end to a vote that has no verdict yet.
+    pub fn give_vote_up(&self, id: u64, scope: &[u8], why: String) -> Result<(), HeldError> {
+        let Some(vote) = self.find_vote(id, scope)? else {
+            return Ok(());
+        };
+        let by = vote.host().to_owned();
+        vote.put_json(VERDICT, &Verdict::GivenUp { by, why })?;
+        Ok(())
+    }
+
+    /// Decides for all hosts that there is no commit; fails with [`HeldError::Decided`] where there is one. Does
+    /// nothing if this host's part is not prepared any more: somebody else has ended it.
+    pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), HeldError> {
+        let _stays = self.leaving.lock();
+        let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
+        match self.scopes_where(is_prepared).is_empty() {
+            true => Ok(()),
+            false => self.decide_vote(id, scope, false),
+        }
+    }
+
+    /// Decides for all hosts, if nobody has: whether the outcome is the one that is wanted. A commit needs a verdict
+    /// of no conflict.
+    pub(crate) fn decide_vote(&self, id: u64, scope: &[u8], commit: bool) -> Result<(), HeldError> {
+        let Some(members) = &self.members else {
+            return Ok(());
+        };
+        let vote = match commit {
+            true => self.find_vote(id, scope)?.ok_or(HeldError::NotMet { id })?,
+            // Whoever comes to the vote later is to find that it is over.
+            false => self.make_vote(members, id, scope)?,
+        };
+        match (vote.read_json(VERDICT)?, commit) {
+            (None, true) => return Err(HeldError::NotMet { id }),
+            (Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })), true) => {
+                return Err(refused(verdict));
+            }
+            (Some(Verdict::Conflict(_) | Verdict::GivenUp { .. }), false) => return Ok(()),
+            (Some(Verdict::Clear), _) | (None, false) => {}
+        }
+        // What counts is said where undo is saved: a host may abort that has not come to this vote.
+        if let Some(shared) = self.find_shared(scope)? {
+            must_be(
+                shared.settle(commit)?,
+                commit,
+                id,
+                "it aborted the transaction",
+            )?;
+        }
+        let by = members.host.clone();
+        vote.put_json(OUTCOME, &Outcome { commit, by })?;
+        let outcome = vote.read_json(OUTCOME)?.ok_or(HeldError::NotMet { id })?;
+        must_be(outcome, commit, id, "it aborted its part")
+    }
+
+    /// What was decided about a transaction that this host had prepared: `None` where nothing is.
+    pub(crate) fn decided(&self, id: u64, scope: &[u8]) -> Result<Option<bool>, Errno> {
+        let Some(vote) = self.find_vote(id, scope)? else {
+            return Ok(None);
+        };
+        let outcome: Option<Outcome> = vote.read_json(OUTCOME)?;
+        Ok(outcome.map(|outcome| outcome.commit))
+    }
+
+    /// This host has applied what was decided.
+    pub(crate) fn leave_vote(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
+        let _leaving = self.leaving.lock();
+        match self.find_vote(id, scope)? {
+            Some(vote) => leave_vote(&vote),
+            None => Ok(()),
+        }
+    }
+
+    /// Before an end of a transaction that was not prepared: others may wait for this host in vain.
+    pub(crate) fn withdraw_from_votes(&self, scope: &[u8]) -> Result<(), HeldError> {
+        for id in self.votes_on(scope)? {
+            let Some(vote) = self.find_vote(id, scope)? else {
+                continue;
+            };
+            if !vote.names()?.contains(&vote.own_file(FROM)) && !is_decided(&vote)? {
+                self.decide_vote(id, scope, false)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// After a crash: leaves the votes in which this host has nothing to do any more. `waiting`: transactions that it
+    /// has.
+    pub(crate) fn leave_old_votes(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), Errno> {
+        let Some(members) = &self.members else {
+            return Ok(());
+        };
+        let Some(top) = self.find_top()? else {
+            return Ok(());
+        };
+        let kept: Vec<String> = waiting
+            .iter()
+            .map(|(id, scope)| vote_name(*id, scope))
+            .collect();
+        for (name, ..) in staging::list(&self.base, &top)? {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            if !name.starts_with(VOTE) || kept.contains(&name) {
+                continue;
+            }
+            let Some(vote) = VoteDir::find(&self.base, &top, &name, &members.host)? else {
+                continue;
+            };
+            let names = vote.names()?;
+            let has_published = names.contains(&vote.own_file(FROM));
+            let has_left = names.contains(&vote.own_file(DONE));
+            if has_published && !has_left && is_decided(&vote)? {
+                leave_vote(&vote)?;
+            } else {
+                remove_if_over(&vote)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Hosts that have not applied a commit yet.
+    pub fn hosts_behind(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
+        let Some(vote) = self.find_vote(id, scope)? else {
+            return Ok(Vec::new());
+        };
+        match vote.hosts_without(FROM, DONE) {
+            // It went meanwhile.
+            Err(Errno::NOENT | Errno::STALE) => Ok(Vec::new()),
+            hosts => hosts,
+        }
+    }
+
+    /// The numbers of the votes on transactions of a scope.
+    fn votes_on(&self, scope: &[u8]) -> Result<Vec<u64>, Errno> {
+        if self.members.is_none() {
+            return Ok(Vec::new());
+        }
+        let Some(top) = self.find_top()? else {
+            return Ok(Vec::new());
+        };
+        let id_of = |name: Vec<u8>| {
+            let text = String::from_utf8(name).ok()?;
+            let id = text.strip_prefix(VOTE)?.split('-').next()?.parse().ok()?;
+            (vote_name(id, scope) == text).then_some(id)
+        };
+        Ok(staging::list(&self.base, &top)?
+            .into_iter()
+            .filter_map(|(name, ..)| id_of(name))
+            .collect())
+    }
+
+    /// Back from prepared to open, with all that was changed: the other hosts do not agree, or did not come.
+    /// Returns what [`Held::note_accesses`] was told.
+    pub fn reopen(&self, inode: &Inode<B>, id: u64) -> Result<Vec<Used>, HeldError> {
+        let scope = self.scope_at(inode)?;
+        let _names = self.tree.write();
+        let _data = self.data.write();
+        match scope.stage() {
+            Stage::Prepared(found) if found == id => {}
+            Stage::Prepared(found) | Stage::Decided(found) => {
+                return Err(HeldError::OtherId { found, wanted: id });
+            }
+            Stage::Open => return Ok(Vec::new()),
+            Stage::Ended => return Err(HeldError::None),
+        }
+        // Its changes are in the record only.
+        if scope.recovered.is_some() {
+            return Err(HeldError::GivenUp {
+                by: self.host_name(),
+                why: "its firnd was restarted".into(),
+            });
+        }
+        self.must_be_open_for_change(&scope, id)?;
+        self.base.unlink(&scope.dir, OsStr::new(staging::RECORD))?;
+        self.base.sync_dir(&scope.dir)?;
+        scope.turn(Stage::Open);
+        self.leave_vote(id, &scope.path)?;
+        Ok(scope.used.lock().take().unwrap_or_default())
+    }
+
+    /// Where several hosts save in one place nothing may change once the others have agreed.
+    fn must_be_open_for_change(&self, scope: &Scope<B>, id: u64) -> Result<(), HeldError> {
+        if self.find_shared(&scope.path)?.is_none() {
+            return Ok(());
+        }
+        let Some(vote) = self.find_vote(id, &scope.path)? else {
+            return Ok(());
+        };
+        let by = self.host_name();
+        let why = "it failed there".to_owned();
+        vote.put_json(VERDICT, &Verdict::GivenUp { by, why })?;
+        let outcome: Option<Outcome> = vote.read_json(OUTCOME)?;
+        let is_aborted = outcome.is_some_and(|outcome| !outcome.commit);
+        match vote.read_json(VERDICT)? {
+            Some(Verdict::Clear) if !is_aborted => Err(HeldError::Decided { id }),
+            _ => Ok(()),
+        }
+    }
+
+    /// The hosts that have published what they used.
+    pub fn hosts_published(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
+        match self.find_vote(id, scope)? {
+            Some(vote) => vote.hosts(FROM),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    fn host_name(&self) -> String {
+        self.members
+            .as_ref()
+            .map_or_else(String::new, |members| members.host.clone())
+    }
+
+    /// For [`Held::commit`]: all hosts agree, which is durable then.
+    pub(crate) fn agree(&self, scope: &Scope<B>, stage: Stage, id: u64) -> Result<(), HeldError> {
+        match stage {
+            Stage::Open if self.members.is_some() => Err(HeldError::NotMet { id }),
+            Stage::Prepared(_) => self.decide_vote(id, &scope.path, true),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Tests the lists of all hosts.
+fn test_lists<B: Backing>(vote: &VoteDir<'_, B>, hosts: &[String]) -> Result<Verdict, HeldError> {
+    let mut lists = Vec::new();
+    for host in hosts {
+        let bytes = vote.read(&format!("{FROM}{host}"))?.unwrap_or_default();
+        let list = Published::decode(&bytes).map_err(|source| HeldError::List {
+            host: host.clone(),
+            source,
+        })?;
+        lists.push(list);
+    }
+    let report = firn_conflict::test(&lists);
+    Ok(match report.total {
+        0 => Verdict::Clear,
+        _ => Verdict::Conflict(report),
+    })
+}
+
+/// That an outcome is the one that is wanted.
+fn must_be(outcome: Outcome, commit: bool, id: u64, why: &str) -> Result<(), HeldError> {
+    match outcome {
+        Outcome { commit: found, .. } if found == commit => Ok(()),
+        Outcome { commit: true, .. } => Err(HeldError::Decided { id }),
+        Outcome { by, .. } => Err(HeldError::GivenUp {
+            by,
+            why: why.into(),
+        }),
+    }
+}
+
+/// Why there is no commit.
+pub(crate) fn refused(verdict: Verdict) -> HeldError {
+    match verdict {
+        Verdict::Conflict(report) => HeldError::Conflict(Box::new(report)),
+        Verdict::GivenUp { by, why } => HeldError::GivenUp { by, why },
+        Verdict::Clear => HeldError::None,
+    }
+}
+
+impl Verdict {
+    /// `Err` with the reason where it is none of agreement.
+    pub fn agreed(self) -> Result<(), HeldError> {
+        if self == Self::Clear {
+            Ok(())
+        } else {
+            Err(refused(self))
+        }
+    }
+}
