@@ -19,6 +19,9 @@ mod tests {
     /// Crates whose threads users never see.
     const WORKSHOP: [&str; 2] = ["firn-bench", "firn-testfs"];
 
+    /// Where the threads of the pool get their names.
+    const POOL_CLASSES: &str = "firn-workers/src/class.rs";
+
     fn repository() -> &'static Path {
         Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
     }
@@ -158,10 +161,23 @@ mod tests {
         assert_none(&faults);
     }
 
+    /// Where the name of a thread follows: what makes threads, and the names of the pool's classes.
+    fn name_markers(path: &str, source: &str) -> Vec<&'static str> {
+        let mut markers = Vec::new();
+        if source.contains("thread::Builder") {
+            markers.push(".name(");
+        }
+        markers.push("spawn_thread(");
+        if path.ends_with(POOL_CLASSES) {
+            markers.push("=> ");
+        }
+        markers
+    }
+
     /// Names that threads get in a source file; what is put into a name by `format!` is an `N`.
-    fn thread_names(source: &str) -> Vec<String> {
+    fn thread_names(source: &str, marker: &str) -> Vec<String> {
         let mut names = Vec::new();
-        for part in source.split(".name(").skip(1) {
+        for part in source.split(marker).skip(1) {
             let literal = part.trim_start().trim_start_matches("format!(");
             let Some(name) = literal
                 .strip_prefix('"')
@@ -187,9 +203,11 @@ mod tests {
             let is_product =
                 path.contains("/src/") && !WORKSHOP.iter().any(|name| path.contains(name));
             let source = fs::read_to_string(&file).expect("a source file");
-            if is_product && source.contains("thread::Builder") {
-                let production = source.split("#[cfg(test)]\nmod ").next();
-                real.extend(thread_names(production.unwrap_or_default()));
+            let production = source.split("#[cfg(test)]\nmod ").next();
+            if let Some(production) = production.filter(|_| is_product) {
+                for marker in name_markers(&path, production) {
+                    real.extend(thread_names(production, marker));
+                }
             }
         }
         assert!(real.len() > 5, "the code is not understood: {real:?}");
@@ -258,6 +276,6 @@ mod tests {
             ]
         );
         let source = r#"builder.name("firn-end".into()); other.name(format!("firn-io-{index}")); verb.name("#;
-        assert_eq!(thread_names(source), ["firn-end", "firn-io-N"]);
+        assert_eq!(thread_names(source, ".name("), ["firn-end", "firn-io-N"]);
     }
 }

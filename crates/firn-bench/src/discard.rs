@@ -14,6 +14,7 @@ use firn_backing::DirBacking;
 use firn_drain::Pool;
 use firn_engine::{Engine, EngineOptions};
 use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions};
+use firn_workers::Workers;
 use serde::{Deserialize, Serialize};
 
 mod backing;
@@ -66,6 +67,7 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
             attr_timeout: ATTR_TIMEOUT,
             passthrough: false,
         },
+        Workers::default(),
     );
     let options = SessionOptions {
         source: backing,

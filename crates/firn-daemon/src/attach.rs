@@ -22,7 +22,7 @@ use firn_trust::check_shared_parent;
 use rustix::fs::OFlags;
 
 use crate::error::DaemonError;
-use crate::front::waiting_tree;
+use crate::frontend::waiting_tree;
 use crate::host_lease::LeaseState;
 use crate::lock::Locks;
 use crate::participants::{self, Pause};

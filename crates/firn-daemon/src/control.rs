@@ -20,6 +20,7 @@ use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use firn_protocol::{Holder, Reply, Request};
+use firn_workers::{Class, Workers, spawn_thread};
 use parking_lot::Mutex;
 use rustix::fs::Mode;
 use rustix::net::SendFlags;
@@ -65,7 +66,11 @@ pub(crate) struct Control {
 
 impl Control {
     /// Listens at `path`, in place of what a dead firnd left there.
-    pub(crate) fn start(path: &Path, service: Arc<dyn Service>) -> io::Result<Self> {
+    pub(crate) fn start(
+        path: &Path,
+        service: Arc<dyn Service>,
+        workers: Workers,
+    ) -> io::Result<Self> {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -80,9 +85,9 @@ impl Control {
         let listener = listener?;
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
-        std::thread::Builder::new()
-            .name("firn-control".into())
-            .spawn(move || accept(&listener, &service, &stopped))?;
+        spawn_thread("firn-control", move || {
+            accept(&listener, &service, &workers, &stopped);
+        })?;
         Ok(Self {
             path: path.into(),
             stop,
@@ -99,14 +104,19 @@ impl Drop for Control {
     }
 }
 
-fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &AtomicBool) {
+fn accept(
+    listener: &UnixListener,
+    service: &Arc<dyn Service>,
+    workers: &Workers,
+    stop: &AtomicBool,
+) {
     let seats = Arc::new(Seats::default());
     for stream in listener.incoming() {
         if stop.load(Ordering::Acquire) {
             return;
         }
         match stream {
-            Ok(stream) => admit(Arc::new(stream), &seats, service),
+            Ok(stream) => admit(Arc::new(stream), &seats, service, workers),
             Err(error) => {
                 tracing::warn!(%error, "control socket");
                 // Out of descriptors, most likely: without a pause this would spin.
@@ -117,7 +127,12 @@ fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &AtomicBool
 }
 
 /// Gives a connection its thread, or says why it gets none.
-fn admit(stream: Arc<UnixStream>, seats: &Arc<Seats>, service: &Arc<dyn Service>) {
+fn admit(
+    stream: Arc<UnixStream>,
+    seats: &Arc<Seats>,
+    service: &Arc<dyn Service>,
+    workers: &Workers,
+) {
     let pid = match firn_trust::peer(&stream) {
         Ok(peer) if peer.uid == rustix::process::geteuid().as_raw() || peer.uid == 0 => {
             peer.pid.map_or(0, std::num::NonZeroU32::get)
@@ -147,8 +162,7 @@ fn admit(stream: Arc<UnixStream>, seats: &Arc<Seats>, service: &Arc<dyn Service>
             return say_last(&stream, &busy(holders));
         }
     };
-    let thread = std::thread::Builder::new().name("firn-client".into());
-    let started = thread.spawn({
+    let started = workers.try_run(Class::ControlClient, {
         let stream = Arc::clone(&stream);
         let seats = Arc::clone(seats);
         let service = Arc::clone(service);
@@ -159,11 +173,8 @@ fn admit(stream: Arc<UnixStream>, seats: &Arc<Seats>, service: &Arc<dyn Service>
     });
     if let Err(error) = started {
         seats.leave(id);
-        refuse(
-            &stream,
-            libc::EAGAIN,
-            format!("firnd cannot start a thread for this connection: {error}"),
-        );
+        let message = format!("firnd has no thread for this connection: {error}");
+        refuse(&stream, libc::EAGAIN, message);
     }
 }
 
@@ -287,7 +298,7 @@ mod tests {
     fn many_requests_are_answered_on_one_connection_and_nonsense_ends_it() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("sock");
-        let control = Control::start(&path, Arc::new(Echo)).unwrap();
+        let control = Control::start(&path, Arc::new(Echo), Workers::default()).unwrap();
         let mut stream = UnixStream::connect(&path).unwrap();
         assert_eq!(
             exchange(&mut stream, "{\"request\":\"hello\"}\n", 1),
@@ -315,7 +326,7 @@ mod tests {
         use std::os::unix::fs::MetadataExt;
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("sock");
-        let _control = Control::start(&path, Arc::new(Echo)).unwrap();
+        let _control = Control::start(&path, Arc::new(Echo), Workers::default()).unwrap();
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
     }
 }

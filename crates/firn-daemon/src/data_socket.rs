@@ -28,6 +28,7 @@ use firn_format::data_socket::{
 use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
 use firn_fuse::Invalidator;
 use firn_stub::Tree;
+use firn_workers::{Class, Refused, Workers};
 use parking_lot::Mutex;
 use rustix::fs::Mode;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -46,8 +47,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 const WAITING_MIN: u64 = 2;
 /// … and with more, one whose client went ends: the processes of a host begin together, and again and again.
 const WAITING_MAX: u64 = 16;
-/// A thread answers short questions.
-const STACK_BYTES: usize = 256 << 10;
+const _: () = assert!(CONNECTIONS_MAX + WAITING_MAX <= Class::DataClient.threads_max() as u64);
 
 /// A socket that is listened on; removed when dropped.
 pub(crate) struct DataSocket {
@@ -75,6 +75,7 @@ struct Shared<B: Backing> {
     /// Connections so far.
     clients: AtomicU64,
     listener: Arc<OwnedFd>,
+    workers: Workers,
     /// Threads that wait for clients, those about to included.
     waiting: AtomicU64,
     stop: Arc<AtomicBool>,
@@ -88,6 +89,7 @@ impl DataSocket {
         engine: Arc<Engine<B>>,
         served: Served<B>,
         count: Arc<AtomicU64>,
+        workers: Workers,
     ) -> io::Result<Self> {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -106,10 +108,11 @@ impl DataSocket {
             count,
             clients: AtomicU64::new(0),
             listener: Arc::clone(&listener),
+            workers,
             waiting: AtomicU64::new(0),
             stop: Arc::clone(&stop),
         });
-        Shared::add_thread(&shared)?;
+        Shared::add_thread(&shared).map_err(io::Error::other)?;
         Shared::top_up(&shared);
         Ok(Self {
             path: path.into(),
@@ -139,17 +142,15 @@ fn new_socket() -> io::Result<OwnedFd> {
 
 impl<B: Backing> Shared<B> {
     /// One more thread that waits for clients.
-    fn add_thread(this: &Arc<Self>) -> io::Result<()> {
+    fn add_thread(this: &Arc<Self>) -> Result<(), Refused> {
         this.waiting.fetch_add(1, Ordering::AcqRel);
-        let mine = Arc::clone(this);
-        let thread = std::thread::Builder::new()
-            .name("firn-data".into())
-            .stack_size(STACK_BYTES);
-        let started = thread.spawn(move || while Self::attend(&mine) {});
+        let shared = Arc::clone(this);
+        let attend = move || while Self::attend(&shared) {};
+        let started = this.workers.try_run(Class::DataClient, attend);
         if started.is_err() {
             this.waiting.fetch_sub(1, Ordering::AcqRel);
         }
-        started.map(drop)
+        started
     }
 
     /// Waits for a client and serves it until it goes. Whether the thread is to wait for another one.

@@ -16,10 +16,10 @@ use firn_engine::Engine;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::{HeldPolicy, Reply};
 
+use crate::answers::throttled;
 use crate::attach::{Attached, Store};
-use crate::front::Front;
+use crate::frontend::Frontend;
 use crate::process;
-use crate::service::throttled;
 use crate::transactions;
 
 /// How long the kernel may take to let go of a mount that is taken away.
@@ -184,13 +184,13 @@ fn leave_transactions(engine: &Arc<Engine<Store>>) -> impl FnOnce() + Send + 'st
 /// ends the drain.
 pub(crate) fn by_signal(
     attached: &Attached,
-    front: &Front,
+    frontend: &Frontend,
     events: &Receiver<Event>,
     sender: &Sender<Event>,
 ) -> Ending {
     tracing::info!("asked to end: draining");
     let mut interruptions = Interruptions::of(events, sender);
-    let names = front.names();
+    let names = frontend.names();
     let carried = unless(
         || interruptions.look(),
         leave_transactions(&attached.engine),
@@ -210,7 +210,7 @@ pub(crate) fn by_signal(
     }
     let gave_up = interruptions.forced;
     drop(interruptions);
-    take_away(front);
+    take_away(frontend);
     Ending {
         outcome: let_go(events),
         gave_up,
@@ -220,7 +220,7 @@ pub(crate) fn by_signal(
 /// Ends a mount because a client asks; `Err` is what to answer where it stays.
 pub(crate) fn by_request(
     attached: &Attached,
-    front: &Front,
+    frontend: &Frontend,
     (events, sender): (&Receiver<Event>, &Sender<Event>),
     force: bool,
     held: HeldPolicy,
@@ -250,7 +250,7 @@ pub(crate) fn by_request(
         if held != HeldPolicy::Drain {
             Some(Ok(()))
         } else {
-            unless(&mut give_up, front.names())
+            unless(&mut give_up, frontend.names())
         }
     });
     if named.is_none() && !force {
@@ -310,9 +310,9 @@ pub(crate) fn by_request(
         files_left: 0,
         phase: "unmounting".into(),
     });
-    match front.unmount(false) {
+    match frontend.unmount(false) {
         Ok(()) => {}
-        Err(_) if force => take_away(front),
+        Err(_) if force => take_away(frontend),
         Err(error) => return Err(refused(&error)),
     }
     Ok(Ending {
@@ -340,17 +340,17 @@ fn refused(error: &io::Error) -> Reply {
     Reply::Error { errno, message }
 }
 
-fn take_away(front: &Front) {
-    match front.unmount(false) {
+fn take_away(frontend: &Frontend) {
+    match frontend.unmount(false) {
         Ok(()) => return,
         Err(error) => {
             tracing::warn!(%error, "the mount is in use and is taken away from the programs that use it")
         }
     }
-    if let Err(error) = front.abort() {
+    if let Err(error) = frontend.abort() {
         tracing::warn!(%error, "cannot abort the connection; programs keep their open files until they close them");
     }
-    if let Err(error) = front.unmount(true) {
+    if let Err(error) = frontend.unmount(true) {
         tracing::warn!(%error, "cannot detach the mount");
     }
 }

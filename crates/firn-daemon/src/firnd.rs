@@ -2,18 +2,21 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use firn_config::{Frontend, KernelFlag, Options};
+use firn_config::{KernelFlag, Options};
 use firn_engine::Engine;
 use firn_format::quote::quoted_path;
-use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions, detach};
+use firn_fuse::{Adapter, AdapterOptions, Failures, Invalidator, Session, SessionOptions, detach};
 use firn_protocol::{HeldPolicy, Reply};
+use firn_stub::Tree;
+use firn_workers::{Class, Workers, spawn_thread};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
+use crate::answers::Answers;
 use crate::attach::{ArenaEnd, Attached, Store, passthrough, runtime_files};
 use crate::backup::{self, Rounds};
 use crate::carrier::Carrier;
@@ -21,15 +24,15 @@ use crate::control::Control;
 use crate::data_socket::{DataSocket, Served};
 use crate::end::{self, Client, Ending, Event, Outcome};
 use crate::error::DaemonError;
-use crate::front::{Front, Stubs, TreeEnd, waiting_tree};
+use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
 use crate::lock::Locks;
 use crate::log;
 use crate::metrics::SAMPLE_EVERY;
 use crate::mount::MountRequest;
 use crate::participants;
+use crate::periodic::{NameSync, Periodic, SingleJob};
 use crate::preflight::{self, Checked};
 use crate::process;
-use crate::service::Mounted;
 use crate::spawn::Reporter;
 use crate::spill;
 use crate::transactions;
@@ -53,7 +56,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     let files = runtime_files(&checked.backing, options)?;
     let members = participants::members(options)?;
     let locks = Locks::take(&checked.backing, &files, members.as_ref())?;
-    if options.frontend == Frontend::Fuse
+    if options.frontend == firn_config::Frontend::Fuse
         && let Some(prefix) = waiting_tree(&files)?
     {
         return Err(DaemonError::TreeWaits {
@@ -89,126 +92,98 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     mount.serve_until_the_end(attached, &checked)
 }
 
+/// A mount that programs see.
 struct Mount {
-    front: Front,
+    frontend: Frontend,
     control: Control,
     data_socket: DataSocket,
-    service: Arc<Mounted>,
+    answers: Arc<Answers>,
+    periodic: Periodic,
     rounds: Rounds,
     events: Receiver<Event>,
     populating: Arc<AtomicBool>,
 }
 
 impl Mount {
+    /// Puts the parts of a mount together, from what programs never see to what they see.
     fn new(
         request: &MountRequest,
         checked: &Checked,
         attached: &Attached,
     ) -> Result<Self, DaemonError> {
         let options = &request.options;
+        let engine = &attached.engine;
+        let workers = Workers::default();
         let (event, events) = mpsc::channel();
         watch_signals(event.clone(), &checked.mount_point)?;
-        let place = attached.files.socket.with_extension("data");
+        let data_path = attached.files.socket.with_extension("data");
+        let prepared = Prepared::new(
+            options,
+            checked,
+            attached,
+            &data_path,
+            &workers,
+            event.clone(),
+        )?;
+        let tree = prepared.tree();
+        let kernel = prepared.kernel();
         let direct_clients = Arc::default();
-        let uuid = attached.engine.arena().superblock().uuid;
-        let (made, served, waiting_writers, failures) = match options.frontend {
-            Frontend::Fuse => {
-                let mut adapter = Adapter::new(
-                    Arc::clone(&attached.engine),
-                    AdapterOptions {
-                        attr_timeout: Duration::from_millis(options.attr_timeout_ms),
-                        passthrough: passthrough(options),
-                    },
-                );
-                let kernel = adapter.offer_direct_access(uuid, &place);
-                let waiting = adapter.waiting_writers();
-                let failures = adapter.failures();
-                (
-                    Made::Adapter(adapter),
-                    Served::Mount(kernel),
-                    waiting,
-                    failures,
-                )
-            }
-            Frontend::Preload => {
-                let engine = Arc::clone(&attached.engine);
-                let files = &attached.files;
-                let backing = &checked.backing;
-                let prefix = &checked.mount_point;
-                let stubs = Stubs::begin(engine, backing, prefix, files, event.clone())?;
-                let tree = Arc::clone(&stubs.tree);
-                (
-                    Made::Stubs(stubs),
-                    Served::Tree(tree),
-                    Arc::default(),
-                    Arc::default(),
-                )
-            }
-        };
-        let (tree, kernel) = match &served {
-            Served::Tree(tree) => (Some(Arc::clone(tree)), None),
-            Served::Mount(kernel) => (None, Some(kernel.clone())),
-        };
         let data_socket = DataSocket::start(
-            &place,
-            Arc::clone(&attached.engine),
-            served,
+            &data_path,
+            Arc::clone(engine),
+            prepared.served(),
             Arc::clone(&direct_clients),
+            workers.clone(),
         )
         .map_err(DaemonError::io("listen on the data socket"))?;
-        let service = Arc::new(Mounted {
-            kernel,
+        let window = Arc::default();
+        let answers = Arc::new(Answers {
+            kernel: kernel.clone(),
             direct_clients,
-            engine: Arc::clone(&attached.engine),
+            engine: Arc::clone(engine),
             backing: checked.backing.clone(),
             mount_point: checked.mount_point.clone(),
             options: options.in_force(),
             io_threads: options.io_threads,
             host_lease: attached.host_lease(),
             patience: Duration::from_millis(options.participants_wait_ms),
-            waiting_writers,
-            failures,
-            tree,
-            carrying: AtomicBool::new(false),
-            following: AtomicBool::new(false),
-            carry_next: parking_lot::Mutex::new(std::time::Instant::now()),
-            window: Default::default(),
-            carrier: Carrier::new(Arc::clone(&attached.engine)),
+            waiting_writers: prepared.waiting_writers(),
+            failures: prepared.failures(),
+            tree: tree.clone(),
+            window: Arc::clone(&window),
+            carrier: Carrier::new(Arc::clone(engine)),
             events: event.clone(),
         });
         // Before the mount: `firn status` must find it from the moment the mount is seen.
-        let control = Control::start(&attached.files.socket, Arc::clone(&service) as _)
-            .map_err(DaemonError::io("listen on the control socket"))?;
-        attached
-            .engine
+        let control = Control::start(
+            &attached.files.socket,
+            Arc::clone(&answers) as _,
+            workers.clone(),
+        )
+        .map_err(DaemonError::io("listen on the control socket"))?;
+        engine
             .arena()
             .set_holder(std::process::id(), &checked.mount_point);
-        let front = match made {
-            Made::Adapter(adapter) => {
-                let session = session_options(options, checked);
-                let session = Arc::new(Session::mount(adapter, &checked.mount_point, &session)?);
-                watch_session(&session, event)?;
-                Front::Mount(session)
-            }
-            Made::Stubs(stubs) => {
-                stubs.publish(uuid, &place, &checked.backing)?;
-                Front::Tree(stubs)
-            }
-        };
-        let rounds = Rounds::start(
-            &attached.engine,
-            Duration::from_millis(options.backup_every_ms),
-        )
-        .map_err(DaemonError::io("start a thread"))?;
+        let frontend = prepared.start(options, checked, attached, &data_path, event)?;
+        let rounds = Rounds::start(engine, Duration::from_millis(options.backup_every_ms))
+            .map_err(DaemonError::io("start a thread"))?;
         let populating = Arc::new(AtomicBool::new(options.populate));
         if options.populate {
-            populate(&attached.engine, &populating);
+            populate(engine, &populating, &workers);
         }
         Ok(Self {
-            front,
+            frontend,
             control,
             data_socket,
-            service,
+            answers,
+            periodic: Periodic {
+                engine: Arc::clone(engine),
+                workers,
+                window,
+                kernel,
+                name_sync: tree.map(NameSync::new),
+                host_watch: SingleJob::default(),
+            },
             rounds,
             events,
             populating,
@@ -230,11 +205,11 @@ impl Mount {
             std::mem::forget(rounds);
         } else {
             let engine = Arc::clone(&attached.engine);
-            let service = Arc::clone(&self.service);
+            let answers = Arc::clone(&self.answers);
             let stopped = end::with_patience(force, move || {
                 rounds.stop();
                 transactions::leave(&engine);
-                service.carrier.stop();
+                answers.carrier.stop();
                 transactions::give_up(&engine);
             });
             gave_up = !stopped;
@@ -252,8 +227,8 @@ impl Mount {
                 HeldPolicy::Keep if attached.left_bytes() > 0 => TreeEnd::Keep,
                 HeldPolicy::Keep | HeldPolicy::Drain => TreeEnd::Remove,
             };
-            let front = self.front;
-            gave_up = !end::with_patience(force, move || front.end(tree));
+            let frontend = self.frontend;
+            gave_up = !end::with_patience(force, move || frontend.end(tree));
         }
         // What came through the kernel was taken in only now.
         if held == HeldPolicy::Drain && !gave_up {
@@ -295,13 +270,11 @@ impl Mount {
         loop {
             match self.events.recv_timeout(SAMPLE_EVERY) {
                 Err(RecvTimeoutError::Timeout) => {
-                    self.service.sample();
-                    self.service.carry_names();
-                    self.service.follow_hosts();
-                    self.service.stop_without_lease();
+                    self.periodic.run_due();
+                    self.answers.stop_without_lease();
                     attached.replace_hung_threads();
                 }
-                // The service holds a sender: this cannot be. If it is, nobody will ask again.
+                // The answers hold a sender: this cannot be. If it is, nobody will ask again.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
                     tracing::info!("unmounted from outside");
                     return End::unasked(Ending {
@@ -310,8 +283,12 @@ impl Mount {
                     });
                 }
                 Ok(Event::Signal) => {
-                    let ending =
-                        end::by_signal(attached, &self.front, &self.events, &self.service.events);
+                    let ending = end::by_signal(
+                        attached,
+                        &self.frontend,
+                        &self.events,
+                        &self.answers.events,
+                    );
                     return End::unasked(ending);
                 }
                 Ok(Event::Unmount {
@@ -320,8 +297,8 @@ impl Mount {
                     client,
                 }) => {
                     let say = &mut |progress| client.reply.send(progress).is_ok();
-                    let events = (&self.events, &self.service.events);
-                    match end::by_request(attached, &self.front, events, force, held, say) {
+                    let events = (&self.events, &self.answers.events);
+                    match end::by_request(attached, &self.frontend, events, force, held, say) {
                         Ok(Ending { outcome, gave_up }) => {
                             return End {
                                 outcome,
@@ -339,10 +316,104 @@ impl Mount {
     }
 }
 
-/// What programs will see, before they do.
-enum Made {
-    Adapter(Adapter<Store>),
-    Stubs(Stubs),
+/// A frontend before programs see it.
+enum Prepared {
+    Mount {
+        adapter: Adapter<Store>,
+        kernel: Invalidator,
+    },
+    Tree(Stubs),
+}
+
+impl Prepared {
+    fn new(
+        options: &Options,
+        checked: &Checked,
+        attached: &Attached,
+        data_path: &Path,
+        workers: &Workers,
+        events: Sender<Event>,
+    ) -> Result<Self, DaemonError> {
+        let engine = Arc::clone(&attached.engine);
+        match options.frontend {
+            firn_config::Frontend::Fuse => {
+                let adapter_options = AdapterOptions {
+                    attr_timeout: Duration::from_millis(options.attr_timeout_ms),
+                    passthrough: passthrough(options),
+                };
+                let uuid = engine.arena().superblock().uuid;
+                let mut adapter = Adapter::new(engine, adapter_options, workers.clone());
+                let kernel = adapter.offer_direct_access(uuid, data_path);
+                Ok(Self::Mount { adapter, kernel })
+            }
+            firn_config::Frontend::Preload => {
+                let prefix = &checked.mount_point;
+                Stubs::begin(engine, &checked.backing, prefix, &attached.files, events)
+                    .map(Self::Tree)
+            }
+        }
+    }
+
+    /// What a data socket serves.
+    fn served(&self) -> Served<Store> {
+        match self {
+            Self::Mount { kernel, .. } => Served::Mount(kernel.clone()),
+            Self::Tree(stubs) => Served::Tree(Arc::clone(&stubs.tree)),
+        }
+    }
+
+    fn tree(&self) -> Option<Arc<Tree<Store>>> {
+        match self {
+            Self::Mount { .. } => None,
+            Self::Tree(stubs) => Some(Arc::clone(&stubs.tree)),
+        }
+    }
+
+    fn kernel(&self) -> Option<Invalidator> {
+        match self {
+            Self::Mount { kernel, .. } => Some(kernel.clone()),
+            Self::Tree(_) => None,
+        }
+    }
+
+    fn waiting_writers(&self) -> Arc<AtomicU64> {
+        match self {
+            Self::Mount { adapter, .. } => adapter.waiting_writers(),
+            Self::Tree(_) => Arc::default(),
+        }
+    }
+
+    fn failures(&self) -> Arc<Failures> {
+        match self {
+            Self::Mount { adapter, .. } => adapter.failures(),
+            Self::Tree(_) => Arc::default(),
+        }
+    }
+
+    /// From here on programs see it.
+    fn start(
+        self,
+        options: &Options,
+        checked: &Checked,
+        attached: &Attached,
+        data_path: &Path,
+        events: Sender<Event>,
+    ) -> Result<Frontend, DaemonError> {
+        match self {
+            Self::Mount { adapter, .. } => {
+                let session = session_options(options, checked);
+                let session = Session::mount(adapter, &checked.mount_point, &session)?;
+                let session = Arc::new(session);
+                watch_session(&session, events)?;
+                Ok(Frontend::Mount(session))
+            }
+            Self::Tree(stubs) => {
+                let uuid = attached.engine.arena().superblock().uuid;
+                stubs.publish(uuid, data_path, &checked.backing)?;
+                Ok(Frontend::Tree(stubs))
+            }
+        }
+    }
 }
 
 fn session_options(options: &Options, checked: &Checked) -> SessionOptions {
@@ -417,11 +488,7 @@ fn watch_signals(events: Sender<Event>, mount_point: &Path) -> Result<(), Daemon
             let _ = events.send(Event::Signal);
         }
     };
-    std::thread::Builder::new()
-        .name("firn-signal".into())
-        .spawn(watch)
-        .map(drop)
-        .map_err(DaemonError::io("start a thread"))
+    spawn_thread("firn-signal", watch).map_err(DaemonError::io("start a thread"))
 }
 
 fn watch_session(session: &Arc<Session>, events: Sender<Event>) -> Result<(), DaemonError> {
@@ -432,22 +499,19 @@ fn watch_session(session: &Arc<Session>, events: Sender<Event>) -> Result<(), Da
         }
         let _ = events.send(Event::Ended);
     };
-    std::thread::Builder::new()
-        .name("firn-session".into())
-        .spawn(watch)
-        .map(drop)
-        .map_err(DaemonError::io("start a thread"))
+    spawn_thread("firn-session", watch).map_err(DaemonError::io("start a thread"))
 }
 
-/// Touches the arena's memory in the background, so that writers do not pay for it. Best effort.
-fn populate(engine: &Arc<Engine<Store>>, go_on: &Arc<AtomicBool>) {
+/// Touches the arena's memory in the background, so that writers do not pay for it, as long as `go_on`. Best effort.
+fn populate(engine: &Arc<Engine<Store>>, go_on: &Arc<AtomicBool>, workers: &Workers) {
     let engine = Arc::clone(engine);
     let go_on = Arc::clone(go_on);
-    let _ = std::thread::Builder::new()
-        .name("firn-populate".into())
-        .spawn(move || {
-            if let Err(error) = engine.arena().populate(&|| go_on.load(Ordering::Relaxed)) {
-                tracing::info!(%error, "the arena's memory comes with the first writes");
-            }
-        });
+    let started = workers.try_run(Class::Job, move || {
+        if let Err(error) = engine.arena().populate(&|| go_on.load(Ordering::Relaxed)) {
+            tracing::info!(%error, "the arena's memory comes with the first writes");
+        }
+    });
+    if let Err(error) = started {
+        tracing::info!(%error, "the arena's memory comes with the first writes");
+    }
 }

@@ -4,6 +4,7 @@
 //! [`recover`] drains an arena without a mount; [`check`] looks at one without changing it. Policy is
 //! in the engine and options in firn-config: here is only what ties them to a process.
 
+mod answers;
 mod attach;
 mod backup;
 mod carrier;
@@ -14,7 +15,7 @@ mod data_socket;
 mod end;
 mod error;
 mod firnd;
-mod front;
+mod frontend;
 mod host_lease;
 mod lock;
 mod log;
@@ -23,10 +24,10 @@ mod metrics;
 mod mount;
 mod mountinfo;
 mod participants;
+mod periodic;
 mod preflight;
 mod process;
 mod recover;
-mod service;
 mod spawn;
 mod spill;
 mod status;

@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::attach::{ArenaEnd, Attached, runtime_files};
 use crate::end::drain_rest;
 use crate::error::{DaemonError, RecoverError};
-use crate::front::{Front, Stubs, TreeEnd, waiting_tree};
+use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
 use crate::host_lease::HostLease;
 use crate::lock::Locks;
 use crate::lost::{self, LostPolicy, LostReport};
@@ -185,7 +185,7 @@ pub fn recover(
     }
     if let Some(stubs) = stubs {
         let is_left = drained.is_err() || attached.left_bytes() > 0;
-        Front::Tree(stubs).end(if is_left {
+        Frontend::Tree(stubs).end(if is_left {
             TreeEnd::Keep
         } else {
             TreeEnd::Remove

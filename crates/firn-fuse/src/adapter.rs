@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicU64;
 
 use firn_backing::Backing;
 use firn_engine::Engine;
+use firn_workers::Workers;
 
 use crate::coherence::Invalidator;
 use crate::dispatcher::{AdapterOptions, Dispatcher};
@@ -18,9 +19,9 @@ pub struct Adapter<B: Backing> {
 }
 
 impl<B: Backing> Adapter<B> {
-    /// An adapter that is not mounted yet.
-    pub fn new(engine: Arc<Engine<B>>, options: AdapterOptions) -> Self {
-        let dispatcher = Dispatcher::new(engine, options);
+    /// An adapter that is not mounted yet; what cannot be done at once is done by `workers`.
+    pub fn new(engine: Arc<Engine<B>>, options: AdapterOptions, workers: Workers) -> Self {
+        let dispatcher = Dispatcher::new(engine, options, workers);
         Self { dispatcher }
     }
 

@@ -17,9 +17,10 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use firn_workers::{Class, Task, Workers};
 use parking_lot::Mutex;
 
-use crate::workers::{Task, Topic, Workers};
+use crate::topic::Topic;
 
 /// How long a request is offered to threads that come back from their calls. Longer than what most calls take where a
 /// server answers, and not felt where it does not.
@@ -83,7 +84,7 @@ impl CallSlots {
             self.offer(call)
         };
         if let Some(call) = call {
-            self.workers.add(Some(topic), call);
+            self.workers.add_about(Class::Call, topic, call);
         }
     }
 

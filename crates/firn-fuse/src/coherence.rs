@@ -24,8 +24,9 @@ use std::sync::{Arc, OnceLock};
 
 use firn_backing::Backing;
 use firn_engine::{Cached, Engine, HandleId, InodeId};
+use firn_workers::{Class, Workers};
 
-use crate::workers::{Topic, Workers};
+use crate::topic::Topic;
 
 /// Where a write went.
 #[derive(Clone, Copy)]
@@ -159,7 +160,7 @@ impl<B: Backing> Coherence<B> {
             _ => return answer(),
         };
         // Not on this thread: dropping a page waits for a read of it that a FUSE thread must answer.
-        self.workers.run_about(Topic::Pages(target.inode), move || {
+        self.workers.run_about(Class::Call, Topic::Pages(target.inode), move || {
             let dropped = notifier.invalidate_pages(target.inode, target.offset, len as u64);
             if let Err(error) = dropped.or_else(ignore_unknown) {
                 tracing::warn!(%error, inode = target.inode.0, "cannot drop cached pages after a write");

@@ -15,10 +15,11 @@ use std::sync::Arc;
 use firn_backing::{Backing, Caller};
 use firn_engine::{HandleId, InodeId};
 use firn_format::data_socket::{DATA_SOCKET_VERSION, Token};
+use firn_workers::Class;
 use zerocopy::FromZeros;
 
 use crate::coherence::Coherence;
-use crate::workers::Topic;
+use crate::topic::Topic;
 
 /// Where processes ask for direct access.
 #[derive(Clone)]
@@ -71,7 +72,7 @@ impl<B: Backing> Coherence<B> {
         };
         let engine = Arc::clone(self.engine());
         // Not on this thread: a store waits for a page that a FUSE thread may have to fill.
-        self.workers().run_about(Topic::Pages(inode), move || {
+        self.workers().run_about(Class::Call, Topic::Pages(inode), move || {
             if let Some(last) = size.checked_sub(1) {
                 // A mapping may have changed the byte in the kernel's cache: that page is written first.
                 let told = notifier

@@ -26,6 +26,7 @@ use std::time::Duration;
 use firn_backing::{Backing, Caller};
 use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::data_socket::{IOCTL_TOKEN, Token};
+use firn_workers::{Class, Workers};
 use zerocopy::IntoBytes;
 
 use crate::call_slots::CallSlots;
@@ -36,7 +37,7 @@ use crate::passthrough::Passthrough;
 use crate::reply::{Answer, Attributes, Reply, Responder};
 use crate::request::{Operation, Request};
 use crate::stall::StalledWrites;
-use crate::workers::{Topic, Workers};
+use crate::topic::Topic;
 
 /// What the mount decides about the answers to the kernel.
 #[derive(Clone, Copy, Debug)]
@@ -72,8 +73,7 @@ pub(crate) struct Dispatcher<B: Backing, R: Responder> {
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// A dispatcher to which no requests come yet.
-    pub(crate) fn new(engine: Arc<Engine<B>>, options: AdapterOptions) -> Self {
-        let workers = Workers::default();
+    pub(crate) fn new(engine: Arc<Engine<B>>, options: AdapterOptions, workers: Workers) -> Self {
         let coherence = Coherence::new(Arc::clone(&engine), workers.clone());
         let weak = Arc::downgrade(&coherence);
         engine.on_attributes_changed(Arc::new(move |inode| {
@@ -247,7 +247,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Runs a call that is known to take long.
     fn run_on_worker(&self, topic: Topic, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         let engine = Arc::clone(&self.engine);
-        self.workers.run_about(topic, move || call(&engine));
+        self.workers
+            .run_about(Class::Call, topic, move || call(&engine));
     }
 
     /// Runs a change of an object's attributes, or of the names in a directory. Where it may wait for a transaction a

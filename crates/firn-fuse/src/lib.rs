@@ -25,8 +25,8 @@ mod reply;
 mod request;
 mod session;
 mod stall;
+mod topic;
 mod transport;
-mod workers;
 
 pub use adapter::Adapter;
 pub use coherence::Invalidator;

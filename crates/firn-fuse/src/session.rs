@@ -9,12 +9,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_backing::Backing;
+use firn_workers::{Class, Workers};
 use parking_lot::Mutex;
 
 use crate::adapter::Adapter;
 use crate::device;
 use crate::transport::fuser;
-use crate::workers::Workers;
 
 /// How to mount.
 #[derive(Clone, Debug)]
@@ -121,7 +121,7 @@ impl Session {
         };
         let ended = served.join();
         // What was read before the end may still be carried out.
-        self.workers.wait_until_quiet();
+        self.workers.wait_until_quiet(&[Class::Call, Class::Memory]);
         ended
     }
 }

@@ -12,12 +12,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Backing, Errno};
 use firn_engine::{Engine, Principal, Written};
+use firn_workers::{Class, Workers};
 use parking_lot::Mutex;
 
 use crate::caller::Process;
 use crate::coherence::{Coherence, Target};
 use crate::reply::{Answer, Reply, Responder};
-use crate::workers::{Topic, Workers};
+use crate::topic::Topic;
 
 /// A write that is not answered yet.
 pub(crate) struct PendingWrite<R: Responder> {
@@ -132,7 +133,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         let this = Arc::clone(self);
         self.engine.on_space(Box::new(move |outcome| {
             let workers = this.workers.clone();
-            workers.run(move || match outcome {
+            workers.run(Class::Memory, move || match outcome {
                 Ok(()) => this.resume(),
                 Err(error) => this.fail(error),
             });
@@ -148,7 +149,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
                 let this = Arc::clone(self);
                 let topic = Topic::Inode(head.write.target.inode);
                 self.workers
-                    .run_about(topic, move || this.resume_alone(head));
+                    .run_about(Class::Call, topic, move || this.resume_alone(head));
             } else if let Some(left) = self.try_again(head) {
                 self.push_front(left);
                 return self.watch();

@@ -13,6 +13,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use firn_protocol::{Holder, Request};
+use firn_workers::Class;
 use parking_lot::Mutex;
 
 /// Connections for everything.
@@ -20,6 +21,7 @@ pub(super) const ORDINARY: usize = 64;
 /// Further ones for [`is_short`] requests, so that whoever fills the others keeps nobody from seeing it, and from
 /// unmounting.
 pub(super) const RESERVE: usize = 8;
+const _: () = assert!(ORDINARY + RESERVE <= Class::ControlClient.threads_max());
 /// Processes that a refusal names: those with the most connections.
 const HOLDERS_MAX: usize = 8;
 

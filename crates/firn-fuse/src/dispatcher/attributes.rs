@@ -9,7 +9,7 @@ use firn_format::durability::DurabilityLevel;
 use crate::caller::Process;
 use crate::dispatcher::{Dispatcher, attributes_of};
 use crate::reply::{Answer, Reply, Responder};
-use crate::workers::Topic;
+use crate::topic::Topic;
 
 /// The attribute that tells the durability level of a file.
 const STATE_XATTR: &str = "user.firn.state";

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Caller, Errno, Seek};
 use firn_conflict::Access;
 use firn_engine::{Closing, Engine, FsyncPolicy, HandleId, InodeId};
+use firn_workers::Class;
 
 use crate::caller::{Process, closing};
 use crate::coherence::Target;
@@ -13,7 +14,7 @@ use crate::dispatcher::Dispatcher;
 use crate::reply::{Answer, Reply, Responder};
 use crate::request::{CopyRange, Fallocate, Read, Write};
 use crate::stall::PendingWrite;
-use crate::workers::Topic;
+use crate::topic::Topic;
 
 /// Bytes that one copy_file_range reply covers: its count is 32 bits wide, and a request of this
 /// length is done in reasonable time on any backing.
@@ -105,9 +106,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let workers = self.workers.clone();
         let is_durable = engine.options().fsync == FsyncPolicy::Durable;
         let drained = Box::new(move |result: Result<(), Errno>| match result {
-            Ok(()) if is_durable => workers.run_about(Topic::Inode(inode), move || {
-                reply.done(engine.sync_file(handle, data_only));
-            }),
+            Ok(()) if is_durable => {
+                workers.run_about(Class::Call, Topic::Inode(inode), move || {
+                    reply.done(engine.sync_file(handle, data_only));
+                })
+            }
             result => reply.done(result),
         });
         self.engine.fsync(handle, drained);

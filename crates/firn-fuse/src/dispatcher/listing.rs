@@ -11,7 +11,7 @@ use firn_engine::{Engine, HandleId, InodeId};
 
 use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
 use crate::reply::{Answer, Attributes, ListedEntry, Reply, Responder};
-use crate::workers::Topic;
+use crate::topic::Topic;
 
 /// Entries looked up at a time; what does not fit the kernel's buffer was taken in vain.
 const BATCH: usize = 32;

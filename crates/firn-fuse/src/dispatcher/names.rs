@@ -9,7 +9,7 @@ use crate::caller::masked;
 use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
 use crate::reply::{Answer, Reply, Responder};
 use crate::request::{Name, NewMode};
-use crate::workers::Topic;
+use crate::topic::Topic;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn lookup(&self, at: Name<'_>, reply: Reply<R>) {

@@ -11,7 +11,7 @@ use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
 use crate::passthrough::Passthrough;
 use crate::reply::{Answer, HandleMode, Reply, Responder};
 use crate::request::{Name, NewMode};
-use crate::workers::Topic;
+use crate::topic::Topic;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {

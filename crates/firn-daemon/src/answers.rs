@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use firn_backing::Errno;
-use firn_engine::{Cached, DrainPolicy, Engine};
+use firn_engine::{Cached, Engine};
 use firn_format::durability::DurabilityLevel;
 use firn_fuse::{Failures, Invalidator};
 use firn_protocol::path::BytePath;
@@ -30,11 +30,8 @@ use crate::transactions::Means;
 /// Progress lines are sent this often.
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
-/// The walk through a large tree takes this share of a core's time at most.
-const CARRY_REST: u32 = 20;
-
-/// A mount, as its control socket knows it.
-pub(crate) struct Mounted {
+/// What the requests of the control socket are answered from.
+pub(crate) struct Answers {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) backing: PathBuf,
     pub(crate) mount_point: PathBuf,
@@ -54,19 +51,15 @@ pub(crate) struct Mounted {
     pub(crate) direct_clients: Arc<AtomicU64>,
     /// The stub tree, where that is what programs see.
     pub(crate) tree: Option<Arc<Tree<Store>>>,
-    /// Its names are being carried over.
-    pub(crate) carrying: AtomicBool,
-    pub(crate) following: AtomicBool,
-    /// When they are next.
-    pub(crate) carry_next: Mutex<Instant>,
-    pub(crate) window: Mutex<Window>,
+    /// Samples of the last seconds, for the rates.
+    pub(crate) window: Arc<Mutex<Window>>,
     /// Carries out what was committed asynchronously.
     pub(crate) carrier: Carrier,
     /// To the main loop, which alone unmounts.
     pub(crate) events: Sender<Event>,
 }
 
-impl Mounted {
+impl Answers {
     /// The engine's status with what only the daemon knows.
     pub(crate) fn status(&self) -> Status {
         let engine = engine_status(self.engine.figures());
@@ -107,58 +100,8 @@ impl Mounted {
         }
     }
 
-    /// Looks whether other hosts have aborted what this one takes part in: on a thread of its own, for a backing that
-    /// takes its time.
-    pub(crate) fn follow_hosts(self: &Arc<Self>) {
-        if !self.engine.backing().shares() || self.following.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let this = Arc::clone(self);
-        let thread = std::thread::Builder::new()
-            .name("firn-hosts".into())
-            .spawn(move || {
-                crate::transactions::follow(&this.engine, &|cached| this.forget(cached));
-                this.following.store(false, Ordering::Release);
-            });
-        if let Err(error) = thread {
-            tracing::warn!(%error, "cannot start a thread");
-            self.following.store(false, Ordering::Release);
-        }
-    }
-
-    /// Where data drains as it comes, so do the names of a stub tree. Elsewhere the memory of what was removed there
-    /// is given back: nobody tells of it. On a thread of its own, for the walk through a large one.
-    pub(crate) fn carry_names(self: &Arc<Self>) {
-        let eager = self.engine.options().drain == DrainPolicy::Eager;
-        let has_bytes = || self.engine.arena().used_bytes() > 0;
-        let Some(tree) = self.tree.as_ref().filter(|_| eager || has_bytes()) else {
-            return;
-        };
-        if Instant::now() < *self.carry_next.lock() {
-            return;
-        }
-        if self.carrying.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let this = Arc::clone(self);
-        let tree = Arc::clone(tree);
-        let thread = std::thread::Builder::new().name("firn-names".into()).spawn(move || {
-            let began = Instant::now();
-            let done = if eager { tree.reconcile_soon() } else { tree.sweep_soon() };
-            if let Err(error) = done {
-                tracing::warn!(%error, "not every name of the stub tree can be carried over now");
-            }
-            *this.carry_next.lock() = Instant::now() + began.elapsed() * CARRY_REST;
-            this.carrying.store(false, Ordering::Release);
-        });
-        if let Err(error) = thread {
-            tracing::warn!(%error, "cannot start a thread");
-            self.carrying.store(false, Ordering::Release);
-        }
-    }
-
     /// What programs did to the names of a stub tree, before something is said or done about a path.
-    fn bring_names(&self) -> Result<(), Errno> {
+    fn sync_names(&self) -> Result<(), Errno> {
         self.tree.as_ref().map_or(Ok(()), |tree| tree.reconcile())
     }
 
@@ -180,21 +123,10 @@ impl Mounted {
         }
     }
 
-    fn forget(&self, cached: Cached) {
+    fn invalidate(&self, cached: Cached) {
         if let Some(kernel) = &self.kernel {
             kernel.invalidate(&cached);
         }
-    }
-
-    /// Takes a sample for the rates.
-    pub(crate) fn sample(&self) {
-        let sums = self.engine.transferred();
-        self.window.lock().add(
-            Instant::now(),
-            sums.ingest_bytes,
-            sums.drain_bytes,
-            sums.moved_bytes,
-        );
     }
 
     fn wait(
@@ -266,7 +198,7 @@ impl Mounted {
     }
 }
 
-impl Service for Mounted {
+impl Service for Answers {
     fn answer(
         &self,
         request: Request,
@@ -286,7 +218,7 @@ impl Service for Mounted {
             _ => None,
         };
         if let Some(path) = about_names
-            && let Err(error) = self.bring_names()
+            && let Err(error) = self.sync_names()
         {
             return failed(error, path).into();
         }
@@ -345,7 +277,7 @@ impl Service for Mounted {
                 if let Some(refusal) = self.refuse_without_lease() {
                     return refusal.into();
                 }
-                let forget = |cached| self.forget(cached);
+                let forget = |cached| self.invalidate(cached);
                 let means = Means {
                     carrier: &self.carrier,
                     patience: self.patience,

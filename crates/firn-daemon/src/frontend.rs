@@ -21,11 +21,11 @@ use crate::end::Event;
 use crate::error::DaemonError;
 
 /// How long descriptors of processes that ended may still be known.
-const LET_GO: Duration = Duration::from_secs(2);
+const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// One of the two.
-pub(crate) enum Front {
+/// How programs come in.
+pub(crate) enum Frontend {
     Mount(Arc<Session>),
     Tree(Stubs),
 }
@@ -133,14 +133,14 @@ impl Stubs {
         let _ = std::fs::remove_file(&self.files.stub);
         // Where the user's own tmpfs has its root here, it is only emptied: unmounting is refused while
         // programs use it, so the lazy way.
-        if whole && is_ours(&root) {
+        if whole && is_made_by_firnd(&root) {
             let _ = unmount(&root, UnmountFlags::DETACH);
         }
     }
 }
 
 /// Whether the mount at a path was made by firnd.
-fn is_ours(root: &Path) -> bool {
+fn is_made_by_firnd(root: &Path) -> bool {
     let text = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
     let on_top = firn_client::mountinfo::parse(&text)
         .into_iter()
@@ -149,7 +149,7 @@ fn is_ours(root: &Path) -> bool {
     on_top.is_some_and(|entry| entry.fs_type == "tmpfs" && entry.source == Path::new("firn"))
 }
 
-impl Front {
+impl Frontend {
     /// What brings the names of a stub tree into the backing, for whoever may wait for that.
     pub(crate) fn names(&self) -> impl FnOnce() -> Result<(), Errno> + Send + 'static {
         let tree = match self {
@@ -165,7 +165,7 @@ impl Front {
             Self::Mount(session) => session.unmount(lazy),
             Self::Tree(stubs) => {
                 // The kernel closes what a process had before anybody hears of its end, firnd soon after.
-                let deadline = Instant::now() + LET_GO;
+                let deadline = Instant::now() + RELEASE_PATIENCE;
                 while !lazy && stubs.tree.open_count() > 0 && Instant::now() < deadline {
                     std::thread::sleep(PAUSE);
                 }

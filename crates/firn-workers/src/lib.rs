@@ -1,0 +1,300 @@
+//! The threads of firnd that come and go: one pool, with a limit for each class of work.
+//!
+//! Promises
+//! * Nothing here blocks its caller. A class has threads as long as it has work, up to its limit, and keeps idle ones
+//!   for [`IDLE`].
+//! * Classes take no threads from each other: whatever hangs in one, the others go on.
+//! * Tasks of a class start in the order given, those of one [`Topic`] among themselves.
+//! * Of a topic at most [`OF_A_TOPIC_MAX`] tasks run at a time: however many programs call for a file that hangs, they
+//!   do not use the class up.
+//! * A task that panics takes no thread with it.
+//!
+//! Not in here: threads that live as long as the mount ([`spawn_thread`]), and those of a lane of the drain, which are
+//! a fixed set with an order and a token of their own (`firn-drain`).
+
+mod class;
+mod topic;
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+pub use class::{Class, OF_A_TOPIC_MAX};
+use topic::Queue;
+pub use topic::Topic;
+
+/// A thread that found nothing to do for so long ends.
+const IDLE: Duration = Duration::from_secs(10);
+
+/// What a worker does.
+pub type Task = Box<dyn FnOnce() + Send>;
+
+/// Why no thread begins a task now.
+#[derive(Debug)]
+pub enum Refused {
+    /// All threads of the class are in use.
+    Full {
+        /// So many there may be.
+        threads_max: usize,
+    },
+    /// The system gives no thread.
+    NoThread(io::Error),
+}
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Full { threads_max } => write!(f, "all {threads_max} threads are in use"),
+            Self::NoThread(error) => write!(f, "cannot start a thread: {error}"),
+        }
+    }
+}
+
+impl std::error::Error for Refused {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Full { .. } => None,
+            Self::NoThread(error) => Some(error),
+        }
+    }
+}
+
+/// Handle to the pool; clones share it.
+#[derive(Clone)]
+pub struct Workers([Arc<Crew>; Class::ALL.len()]);
+
+/// The threads of a class and their work.
+struct Crew {
+    class: Class,
+    state: Mutex<State>,
+    work: Condvar,
+    /// No task runs or waits.
+    quiet: Condvar,
+}
+
+/// Invariants
+/// * `running + idle <= threads <= threads_max` of the class.
+/// * A task waits in `queue` only if a thread was woken or started for it, or all there may be are running.
+#[derive(Default)]
+struct State {
+    queue: Queue,
+    /// Threads that run a task.
+    running: usize,
+    threads: usize,
+    idle: usize,
+    /// Tasks so far.
+    given: u64,
+}
+
+impl Default for Workers {
+    fn default() -> Self {
+        Self(Class::ALL.map(|class| {
+            Arc::new(Crew {
+                class,
+                state: Mutex::default(),
+                work: Condvar::new(),
+                quiet: Condvar::new(),
+            })
+        }))
+    }
+}
+
+impl Workers {
+    fn crew(&self, class: Class) -> &Arc<Crew> {
+        &self.0[class as usize]
+    }
+
+    /// Runs `task` when a thread of the class is free.
+    pub fn run(&self, class: Class, task: impl FnOnce() + Send + 'static) {
+        self.crew(class).add(None, Box::new(task));
+    }
+
+    /// Runs `task`, which may hang for what `topic` means, when a thread of the class is free and fewer than
+    /// [`OF_A_TOPIC_MAX`] tasks of the topic run.
+    pub fn run_about(
+        &self,
+        class: Class,
+        topic: impl Into<Topic>,
+        task: impl FnOnce() + Send + 'static,
+    ) {
+        self.add_about(class, topic, Box::new(task));
+    }
+
+    /// [`Workers::run_about`] for a task that is boxed already.
+    pub fn add_about(&self, class: Class, topic: impl Into<Topic>, task: Task) {
+        self.crew(class).add(Some(topic.into()), task);
+    }
+
+    /// Runs `task` at once, or drops it and says why not.
+    pub fn try_run(
+        &self,
+        class: Class,
+        task: impl FnOnce() + Send + 'static,
+    ) -> Result<(), Refused> {
+        self.crew(class).try_run(Box::new(task))
+    }
+
+    /// Returns when no task of the classes runs or waits; never, if one hangs.
+    pub fn wait_until_quiet(&self, classes: &[Class]) {
+        loop {
+            let before = self.tasks_given(classes);
+            for class in classes {
+                self.crew(*class).wait_until_quiet();
+            }
+            // A task of one class may have given one to a class that had been quiet already.
+            if self.tasks_given(classes) == before {
+                return;
+            }
+        }
+    }
+
+    fn tasks_given(&self, classes: &[Class]) -> u64 {
+        let given = |class: &Class| self.crew(*class).state.lock().given;
+        classes.iter().map(given).sum()
+    }
+}
+
+impl Crew {
+    fn add(self: &Arc<Self>, topic: Option<Topic>, task: Task) {
+        let mut state = self.state.lock();
+        state.given += 1;
+        if !state.queue.add(topic, task) {
+            return;
+        }
+        if state.idle >= state.queue.ready() {
+            self.work.notify_one();
+        } else if state.threads < self.class.threads_max() {
+            state.threads += 1;
+            drop(state);
+            self.grow();
+        }
+    }
+
+    fn try_run(self: &Arc<Self>, task: Task) -> Result<(), Refused> {
+        let mut state = self.state.lock();
+        state.given += 1;
+        if state.idle > state.queue.ready() {
+            state.queue.add(None, task);
+            self.work.notify_one();
+            return Ok(());
+        }
+        let threads_max = self.class.threads_max();
+        if state.threads >= threads_max {
+            return Err(Refused::Full { threads_max });
+        }
+        state.threads += 1;
+        state.running += 1;
+        drop(state);
+        self.start_thread(Some(task)).map_err(|error| {
+            let mut state = self.state.lock();
+            state.threads -= 1;
+            state.running -= 1;
+            Refused::NoThread(error)
+        })
+    }
+
+    /// One more thread, which is counted already.
+    fn grow(self: &Arc<Self>) {
+        let Err(error) = self.start_thread(None) else {
+            return;
+        };
+        tracing::warn!(%error, class = self.class.thread_name(), "cannot start a worker thread");
+        let mut state = self.state.lock();
+        state.threads -= 1;
+        // With no thread at all nobody would ever do this work; slow is better.
+        while state.threads == 0
+            && let Some((topic, task)) = state.take()
+        {
+            MutexGuard::unlocked(&mut state, || run_task(task));
+            self.end_task(&mut state, topic);
+        }
+    }
+
+    fn start_thread(self: &Arc<Self>, first: Option<Task>) -> io::Result<()> {
+        let crew = Arc::clone(self);
+        let mut thread = std::thread::Builder::new().name(self.class.thread_name().into());
+        if let Some(bytes) = self.class.stack_bytes() {
+            thread = thread.stack_size(bytes);
+        }
+        thread.spawn(move || crew.serve(first)).map(drop)
+    }
+
+    /// A thread's life: `first`, which is counted as running already, and then what comes.
+    fn serve(&self, first: Option<Task>) {
+        let is_counted = first.is_some();
+        if let Some(task) = first {
+            run_task(task);
+        }
+        let mut state = self.state.lock();
+        if is_counted {
+            self.end_task(&mut state, None);
+        }
+        loop {
+            if let Some((topic, task)) = state.take() {
+                MutexGuard::unlocked(&mut state, || run_task(task));
+                self.end_task(&mut state, topic);
+                continue;
+            }
+            state.idle += 1;
+            let timed_out = self.work.wait_for(&mut state, IDLE).timed_out();
+            state.idle -= 1;
+            if timed_out && state.queue.ready() == 0 {
+                state.threads -= 1;
+                return;
+            }
+        }
+    }
+
+    fn end_task(&self, state: &mut State, topic: Option<Topic>) {
+        state.running -= 1;
+        state.queue.end(topic);
+        state.assert_invariants(self.class);
+        if state.is_quiet() {
+            self.quiet.notify_all();
+        }
+    }
+
+    fn wait_until_quiet(&self) {
+        let mut state = self.state.lock();
+        while !state.is_quiet() {
+            self.quiet.wait(&mut state);
+        }
+    }
+}
+
+impl State {
+    fn take(&mut self) -> Option<(Option<Topic>, Task)> {
+        let next = self.queue.take()?;
+        self.running += 1;
+        Some(next)
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.running == 0 && self.queue.ready() == 0
+    }
+
+    fn assert_invariants(&self, class: Class) {
+        debug_assert!(self.running + self.idle <= self.threads || self.threads == 0);
+        debug_assert!(self.threads <= class.threads_max());
+    }
+}
+
+/// A task that panics drops what it holds, and a reply that is dropped answers EIO; the thread goes on.
+fn run_task(task: Task) {
+    if std::panic::catch_unwind(std::panic::AssertUnwindSafe(task)).is_err() {
+        tracing::error!("a worker's task panicked");
+    }
+}
+
+/// A thread that lives as long as what it serves, outside of the pool.
+pub fn spawn_thread(name: &str, serve: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    std::thread::Builder::new()
+        .name(name.into())
+        .spawn(serve)
+        .map(drop)
+}
+
+#[cfg(test)]
+mod tests;
