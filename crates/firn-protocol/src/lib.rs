@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::path::BytePath;
 
 /// Version of this protocol; a client refuses a firnd that speaks another one.
-pub const PROTOCOL_VERSION: u32 = 3;
+pub const PROTOCOL_VERSION: u32 = 4;
 
 /// What a client asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
