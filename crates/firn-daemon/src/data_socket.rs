@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use firn_backing::Backing;
-use firn_engine::{ClientId, DoorRefusal, Engine, HandleId};
+use firn_engine::{ClientId, DirectRefusal, Engine, HandleId};
 use firn_format::data_socket::{
     Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, Op, Reply, Request, Status,
 };
@@ -172,7 +172,7 @@ impl<B: Backing> Shared<B> {
             if let Err(error) = serve(&socket, client, this) {
                 tracing::debug!(%error, client = client.0, "a data connection ended");
             }
-            this.engine.door_gone(client);
+            this.engine.end_client(client);
             if let Served::Tree(tree) = &this.served {
                 tree.client_gone(client);
             }
@@ -377,12 +377,12 @@ impl From<Reply> for Answer {
     }
 }
 
-impl From<DoorRefusal> for Answer {
-    fn from(refusal: DoorRefusal) -> Self {
+impl From<DirectRefusal> for Answer {
+    fn from(refusal: DirectRefusal) -> Self {
         Self::status(match refusal {
-            DoorRefusal::BadToken => Status::BadToken,
-            DoorRefusal::Busy => Status::Busy,
-            DoorRefusal::Full => Status::Full,
+            DirectRefusal::BadToken => Status::BadToken,
+            DirectRefusal::Busy => Status::Busy,
+            DirectRefusal::Full => Status::Full,
         })
     }
 }
@@ -399,14 +399,14 @@ fn answer<B: Backing>(
     let engine = &shared.engine;
     let token = HandleId(token);
     match op {
-        Op::OpenWrite => match engine.door_open(client, token) {
+        Op::OpenWrite => match engine.grant_direct_access(client, token) {
             Ok(grant) => {
                 // Before the client may write: what the kernel knew of the file ends to hold then.
                 if let Served::Mount(kernel) = &shared.served {
                     kernel.invalidate_attributes(grant.inode);
                 }
                 Reply {
-                    file_id: grant.binding,
+                    file_id: grant.file_id.get(),
                     size: grant.size,
                     ..Reply::default()
                 }
@@ -414,7 +414,7 @@ fn answer<B: Backing>(
             }
             Err(refusal) => refusal.into(),
         },
-        Op::Lease => match engine.door_lease(client, token, (pid, len.checked_sub(1)), arg) {
+        Op::Lease => match engine.lease_slab(client, token, (pid, len.checked_sub(1)), arg) {
             Ok(lease) => Reply {
                 lease,
                 ..Reply::default()
@@ -423,10 +423,10 @@ fn answer<B: Backing>(
             Err(refusal) => refusal.into(),
         },
         Op::EndWrite => {
-            engine.door_end(client, token);
+            engine.end_direct_access(client, token);
             Answer::status(Status::Ok)
         }
-        Op::Extents => match engine.door_extents(token, arg) {
+        Op::Extents => match engine.list_extents(token, arg) {
             Ok(list) => {
                 let count = list.extents.len() as u32;
                 let size = list.size;

@@ -1,4 +1,4 @@
-//! What the engine takes and gives: plain types shared by every door.
+//! What the engine takes and gives: plain types shared by every frontend.
 
 use std::ffi::OsString;
 
@@ -40,7 +40,7 @@ pub enum Cached {
     Inode(InodeId),
 }
 
-/// How the door shall serve an open file.
+/// How the frontend shall serve an open file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenMode {
     /// Reads and writes come to the engine.
@@ -64,7 +64,7 @@ pub struct Opened {
     pub handle: HandleId,
     /// How to serve it.
     pub mode: OpenMode,
-    /// The kernel may take the file for shorter than this. Once it knows, call [`Engine::kernel_knows`].
+    /// The kernel may take the file for shorter than this. Once it knows, call [`Engine::note_kernel_size`].
     pub size: Option<u64>,
 }
 
@@ -109,11 +109,11 @@ impl SetAttr {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClientId(pub u64);
 
-/// A client may write an open file past the kernel.
+/// A client may write an open file directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DoorGrant {
-    /// Number of the file in piece records.
-    pub binding: u64,
+pub struct DirectGrant {
+    /// The file in piece records.
+    pub file_id: crate::FileId,
     /// Bytes of the file.
     pub size: u64,
     /// The inode, whose attributes the kernel must not keep.
@@ -122,7 +122,7 @@ pub struct DoorGrant {
 
 /// Where the bytes of a file lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DoorList {
+pub struct DirectList {
     /// Bytes of the file.
     pub size: u64,
     /// The word to look at, in bytes from the start of the arena.
@@ -135,7 +135,7 @@ pub struct DoorList {
 
 /// Why a client does not get what it asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DoorRefusal {
+pub enum DirectRefusal {
     /// No such open file, or not open that way, or its lease is over.
     BadToken,
     /// Only through the kernel, for now.

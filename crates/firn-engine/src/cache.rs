@@ -147,7 +147,7 @@ impl<B: Backing> Engine<B> {
             };
             let mut state = file.lock();
             // Where a list of chunks is held, it would make no room.
-            if state.cache.pinned || state.holds > 0 {
+            if state.cache.pinned || state.direct.has_chunk_lists() {
                 drop(state);
                 self.space.evictable.add(&file);
                 continue;
@@ -160,7 +160,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn evict(&self, state: &mut FileState<B>) -> u64 {
-        state.unlist(&self.arena);
+        state.direct.invalidate_list(&self.arena);
         let bytes = state.cache.drop_all(&self.arena);
         self.counters
             .evicted_bytes
@@ -184,9 +184,9 @@ impl<B: Backing> Engine<B> {
         let mut stay = 0;
         for file in self.cached_below(path) {
             let mut state = file.lock();
-            stay += state.pending;
+            stay += state.pending.bytes();
             state.cache.pinned = false;
-            if state.holds > 0 {
+            if state.direct.has_chunk_lists() {
                 stay += state.cache.bytes();
                 continue;
             }
@@ -206,7 +206,7 @@ impl<B: Backing> Engine<B> {
         let mut bytes = 0;
         for file in self.cached_below(path) {
             let mut state = file.lock();
-            let held = state.pending + state.cache.bytes();
+            let held = state.pending.bytes() + state.cache.bytes();
             if held == 0 {
                 continue;
             }
@@ -252,7 +252,7 @@ impl<B: Backing> Engine<B> {
             .and_then(|object| self.backing.attr(&object));
         let mut state = file.lock();
         if let Ok(attr) = attr
-            && state.pending == 0
+            && state.pending.is_empty()
             && !state.cache.is_empty()
         {
             state.cache.confirm(&attr);

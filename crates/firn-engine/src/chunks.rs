@@ -21,6 +21,7 @@ use crate::Result;
 use crate::engine::Engine;
 use crate::extents::Extent;
 use crate::file::{File, FileState};
+use crate::size::whole_size;
 
 /// A part of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +74,7 @@ impl<B: Backing> HeldChunks<B> {
             Kind::Dir => return Err(Errno::ISDIR),
             _ => return Err(Errno::INVAL),
         }
-        let file = engine.file_with(&inode, |state| state.holds += 1);
+        let file = engine.file_with(&inode, |state| state.direct.add_chunk_list());
         engine.counters.chunk_lists.fetch_add(1, Ordering::Relaxed);
         let slabs = Vec::new();
         let mut held = Self {
@@ -90,8 +91,9 @@ impl<B: Backing> HeldChunks<B> {
         let in_arena = held.take(&state)?;
         drop(state);
         // All else was in the backing already when the lock was let go, and a change since then shows.
-        let in_backing = engine.backing.attr(&engine.object(&inode)?)?.size;
-        held.bytes = held.bytes.max(in_backing);
+        let attr = engine.backing.attr(&engine.object(&inode)?)?;
+        let in_backing = attr.size;
+        held.bytes = whole_size(&attr, held.bytes);
         let mut pieces = Vec::new();
         let mut at = 0;
         for listed in in_arena {
@@ -106,11 +108,11 @@ impl<B: Backing> HeldChunks<B> {
     /// Holds and lists what the arena has.
     fn take(&mut self, state: &FileState<B>) -> Result<Vec<Listed>> {
         let engine = &self.engine;
-        self.bytes = state.extents.end();
+        self.bytes = state.pending.end();
         self.changes = state.changes;
         let mut in_arena = Vec::new();
         let mut known = HashSet::new();
-        for (offset, extent) in state.in_arena(0, usize::MAX) {
+        for (offset, extent) in state.extents_in_arena(0, usize::MAX) {
             let slab = extent.piece.slab;
             // Before its place is looked up, which then holds.
             if known.insert(slab) {
@@ -120,7 +122,8 @@ impl<B: Backing> HeldChunks<B> {
             let Some(listed) = engine.readable(offset, extent) else {
                 // What is not pending is in the backing too.
                 if state
-                    .extents
+                    .pending
+                    .extents()
                     .covering(offset..offset + extent.len)
                     .is_some()
                 {
@@ -142,13 +145,14 @@ impl<B: Backing> HeldChunks<B> {
     pub fn changed(&self) -> bool {
         let mut state = self.file.lock();
         self.engine.ingest_published(&self.file, &mut state);
-        state.changes != self.changes || (state.passthrough_opens > 0 && state.writers > 0)
+        state.changes != self.changes
+            || (state.opens.has_passthrough() && state.opens.has_writers())
     }
 }
 
 impl<B: Backing> Drop for HeldChunks<B> {
     fn drop(&mut self) {
-        self.file.lock().holds -= 1;
+        self.file.lock().direct.remove_chunk_list();
         for slab in self.slabs.drain(..) {
             self.engine.arena.let_go(slab);
         }

@@ -112,9 +112,10 @@ impl<B: Backing> Engine<B> {
                 .writer
                 .as_ref()
                 .is_some_and(|w| w.access == Access::ReadWrite);
-            let in_backing = state.pending == 0 && state.cache.is_empty() && state.door.is_none();
-            let quiet = in_backing && state.engine_opens == 0 && !wants_write;
-            if state.passthrough_opens > 0 || (allowed && both && quiet) {
+            let in_backing =
+                state.pending.is_empty() && state.cache.is_empty() && !state.direct.has_grant();
+            let quiet = in_backing && !state.opens.has_through_engine() && !wants_write;
+            if state.opens.has_passthrough() || (allowed && both && quiet) {
                 OpenMode::Passthrough
             } else if !allowed && !wants_write && in_backing && !self.options.tracking {
                 OpenMode::Cached { keep: unchanged }
@@ -154,7 +155,7 @@ impl<B: Backing> Engine<B> {
         self.cached_opens.load(Ordering::Acquire) > 0
             && self
                 .handle(handle)
-                .is_ok_and(|handle| handle.file.lock().cached_opens > 0)
+                .is_ok_and(|handle| handle.file.lock().opens.has_cached())
     }
 
     /// Opens what a handle needs of the backing, so that open(2) tells what is wrong.
@@ -180,25 +181,19 @@ impl<B: Backing> Engine<B> {
         let mut chosen = OpenMode::Engine;
         let file = self.file_with(inode, |state| {
             chosen = mode(state);
-            match chosen {
-                OpenMode::Engine => state.engine_opens += 1,
-                OpenMode::Passthrough => state.passthrough_opens += 1,
-                OpenMode::Cached { .. } => {
-                    state.cached_opens += 1;
-                    self.cached_opens.fetch_add(1, Ordering::AcqRel);
-                }
+            if let OpenMode::Cached { .. } = chosen {
+                self.cached_opens.fetch_add(1, Ordering::AcqRel);
             }
-            state.handles.push(id);
+            state.opens.add(id, chosen, writable);
             if writable {
-                state.writers += 1;
                 // What the kernel writes by itself is not seen here.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
-                state.unlist(&self.arena);
-                self.writer_opened(state, flags & O_TRUNC != 0);
+                state.direct.invalidate_list(&self.arena);
+                self.note_opened(state, flags & O_TRUNC != 0);
             }
         });
-        // Nobody gets a door from here on: the file is open twice.
-        self.end_door(&file);
+        // Nobody gets a grant from here on: the file is open twice.
+        self.end_grant(&file);
         let size = self.size_for_kernel(&file);
         let access = flags & O_ACCMODE;
         let handle = Handle {
@@ -229,8 +224,9 @@ impl<B: Backing> Engine<B> {
         let mut mode = handle.mode.lock();
         if *mode == OpenMode::Passthrough {
             *mode = OpenMode::Engine;
-            state.passthrough_opens -= 1;
-            state.engine_opens += 1;
+            state
+                .opens
+                .change_mode(OpenMode::Passthrough, OpenMode::Engine);
         }
     }
 
@@ -255,15 +251,15 @@ impl<B: Backing> Engine<B> {
             return Ok(0);
         }
         let mut state = file.lock();
-        self.revoke(file, &mut state);
+        self.revoke_grant(file, &mut state);
         // Up to here the file exists, whatever the backing's size says.
-        let mut known_end = state.extents.end().min(end);
+        let mut known_end = state.pending.end().min(end);
         #[allow(
             clippy::single_range_in_vec_init,
             reason = "a list of gaps that is one gap at first"
         )]
         let mut gaps = vec![offset..end];
-        gaps = self.read_extents(&state.extents, gaps, offset, buf)?;
+        gaps = self.read_extents(state.pending.extents(), gaps, offset, buf)?;
         // What is cached is in the backing too, should the spill file not give it.
         if !state.cache.is_empty()
             && let Ok(left) = self.read_extents(state.cache.extents(), gaps.clone(), offset, buf)
@@ -327,22 +323,18 @@ impl<B: Backing> Engine<B> {
         }
         let file = &handle.file;
         let mut state = file.lock();
-        self.revoke(file, &mut state);
-        state.handles.retain(|h| *h != handle.id);
-        state.writers -= u32::from(handle.writable);
-        self.writer_closed(&handle, &mut state);
-        match *handle.mode.lock() {
-            OpenMode::Engine => state.engine_opens -= 1,
-            OpenMode::Passthrough => {
-                state.passthrough_opens -= 1;
-                state.changes += u64::from(handle.writable);
-            }
+        self.revoke_grant(file, &mut state);
+        let mode = *handle.mode.lock();
+        state.opens.remove(handle.id, mode, handle.writable);
+        self.note_released(&handle, &mut state);
+        match mode {
+            OpenMode::Engine => {}
+            OpenMode::Passthrough => state.changes += u64::from(handle.writable),
             OpenMode::Cached { .. } => {
-                state.cached_opens -= 1;
                 self.cached_opens.fetch_sub(1, Ordering::AcqRel);
             }
         }
-        let orphan = state.unlinked && state.handles.is_empty();
+        let orphan = state.unlinked && state.opens.is_empty();
         drop(state);
         self.close_if_unused(file);
         if orphan {
@@ -361,7 +353,7 @@ impl<B: Backing> Engine<B> {
             if !state.may_close() {
                 return;
             }
-            state.pending > 0
+            !state.pending.is_empty()
         };
         if pending {
             let many =
@@ -375,7 +367,7 @@ impl<B: Backing> Engine<B> {
             }
         }
         let mut state = file.lock();
-        if state.may_close() && (pending || state.pending == 0) {
+        if state.may_close() && (pending || state.pending.is_empty()) {
             let closed = (state.writer.take(), state.reader.take());
             drop(state);
             drop(closed);
@@ -387,10 +379,10 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn open_before_mode_change(&self, file: &File<B>) {
         let writes = {
             let state = file.lock();
-            if state.pending == 0 && state.handles.is_empty() {
+            if state.pending.is_empty() && state.opens.is_empty() {
                 return;
             }
-            state.pending > 0 || state.writers > 0
+            !state.pending.is_empty() || state.opens.has_writers()
         };
         // If it is not to be had now, nothing is lost by the change.
         let _ = self.with_descriptor(|| match writes {
@@ -403,7 +395,7 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn open_nameless(&self, file: &File<B>) {
         let writes = {
             let state = file.lock();
-            state.writers > 0 || state.pending > 0
+            state.opens.has_writers() || !state.pending.is_empty()
         };
         let kept = self.with_descriptor(|| match writes {
             true => self.writer(file).map(drop),
@@ -418,13 +410,13 @@ impl<B: Backing> Engine<B> {
     /// Drops the pending data of a file that has neither a name nor a handle.
     pub(crate) fn discard(&self, file: &Arc<File<B>>) {
         let mut state = file.begin_exclusive();
-        let before = state.pending;
+        let before = state.pending.bytes();
         let cancelled = state.cut(&self.arena, 0..u64::MAX, u64::MAX);
         self.counters
             .cancelled_bytes
             .fetch_add(cancelled, Ordering::Relaxed);
-        state.mtime = None;
-        self.count_held(before, state.pending);
+        state.pending.set_mtime(None);
+        self.count_held(before, state.pending.bytes());
         let waiters = self.finish_drained(file, &mut state);
         file.end_exclusive(&mut state);
         drop(state);

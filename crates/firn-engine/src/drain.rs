@@ -131,7 +131,7 @@ impl<B: Backing> Engine<B> {
         state: &mut FileState<B>,
         when: Instant,
     ) {
-        if !std::mem::replace(&mut state.aging, true) {
+        if state.drain.begin_aging() {
             self.drain.queue_of(file).check_age_at(when, file);
         }
     }
@@ -143,32 +143,28 @@ impl<B: Backing> Engine<B> {
         state: &mut FileState<B>,
         at: Option<Instant>,
     ) {
-        if state.oldest != at {
-            let before = std::mem::replace(&mut state.oldest, at);
+        if state.drain.oldest() != at {
+            let before = state.drain.replace_oldest(at);
             self.drain.queue_of(file).change_oldest(file, before, at);
         }
     }
 
     /// Puts a file into the queue of its lane, unless it waits for its retry.
     pub(crate) fn enqueue(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        let waits = state.failure.is_some_and(|f| f.retry_at > Instant::now());
-        if state.queued || state.pending == 0 || waits {
+        let waits = state.drain.waits_for_retry(Instant::now());
+        if state.drain.is_queued() || state.pending.is_empty() || waits {
             return;
         }
-        state.queued = true;
+        state.drain.set_queued(true);
         self.drain.queue_of(file).push(Arc::clone(file));
         self.wake_lane(file.lane);
     }
 
     /// Drains all that a file has pending now, however little.
     pub(crate) fn force(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        state.force_to = state
-            .extents
-            .iter()
-            .map(|(_, e)| e.sequence)
-            .max()
-            .unwrap_or(0)
-            .max(state.force_to);
+        if let Some(newest) = state.pending.newest_sequence() {
+            state.drain.force_up_to(newest);
+        }
         self.enqueue(file, state);
     }
 
@@ -208,12 +204,17 @@ impl<B: Backing> Engine<B> {
             let state = file.lock();
             assert_eq!(
                 times_in_line,
-                usize::from(state.queued),
+                usize::from(state.drain.is_queued()),
                 "times that a file stands in line"
             );
-            in_flight += state.inflight.len();
-            aged.extend(state.oldest.map(|at| (at, Arc::as_ptr(file) as usize)));
-            if let Some(failure) = state.failure {
+            in_flight += state.drain.writes_in_flight();
+            aged.extend(
+                state
+                    .drain
+                    .oldest()
+                    .map(|at| (at, Arc::as_ptr(file) as usize)),
+            );
+            if let Some(failure) = state.drain.failure() {
                 let will_be_tried = queue.has_retry(failure.retry_at, file);
                 assert!(
                     will_be_tried || failure.retry_at <= Instant::now(),

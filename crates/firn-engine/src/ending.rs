@@ -1,6 +1,6 @@
 //! Whether a file was closed by its writers, or cut off.
 //!
-//! Held files are known to be open, closed, or cut: the journal keeps it as long as the file is bound. A
+//! Held files are known to be open, closed, or cut: the journal keeps it as long as the file has a file id. A
 //! file that was open when firnd died counts as cut, and one whose writer died of a signal. A process that
 //! dies closes its descriptors with the same requests as one that calls close(2); whoever calls
 //! [`Engine::flush`] tells the two apart. A descriptor that several processes have is as the last of them
@@ -9,41 +9,39 @@
 use std::sync::atomic::Ordering;
 
 use firn_backing::Backing;
-use firn_format::record::{Ending, Record};
+use firn_format::record::Record;
 
 use crate::engine::{Engine, Handle};
 use crate::file::FileState;
 
 impl<B: Backing> Engine<B> {
-    /// A handle that may write was opened; `anew`: the file was made or emptied by that.
-    pub(crate) fn writer_opened(&self, state: &mut FileState<B>, anew: bool) {
+    /// A handle was opened; `anew`: the file was made or emptied by that.
+    pub(crate) fn note_opened(&self, state: &mut FileState<B>, anew: bool) {
         if anew {
-            state.cut = false;
+            state.opens.forget_cut();
         }
-        self.set_ending(state, Ending::Open);
+        self.update_ending(state);
     }
 
     /// A handle was released.
-    pub(crate) fn writer_closed(&self, handle: &Handle<B>, state: &mut FileState<B>) {
-        state.cut |= handle.writable && handle.killed.load(Ordering::Acquire);
-        if handle.writable && state.writers == 0 {
-            let ending = if state.cut {
-                Ending::Cut
-            } else {
-                Ending::Closed
-            };
-            self.set_ending(state, ending);
+    pub(crate) fn note_released(&self, handle: &Handle<B>, state: &mut FileState<B>) {
+        if handle.writable && handle.killed.load(Ordering::Acquire) {
+            state.opens.note_cut();
         }
+        self.update_ending(state);
     }
 
-    fn set_ending(&self, state: &mut FileState<B>, ending: Ending) {
-        if state.ending == ending {
+    fn update_ending(&self, state: &mut FileState<B>) {
+        if !state.opens.update_ending() {
             return;
         }
-        state.ending = ending;
-        // A file that is not bound yet is bound as an open one.
-        if let Some(file) = state.bound {
-            self.append_note(&Record::Ended { file, ending });
+        let ending = state.opens.ending();
+        // A file that has no id yet gets one as an open file.
+        if let Some(file) = state.pending.file_id() {
+            self.append_note(&Record::Ended {
+                file: file.get(),
+                ending,
+            });
         }
     }
 }

@@ -14,7 +14,8 @@ use firn_format::tally::Tally;
 use firn_journal::Journal;
 use parking_lot::Condvar;
 
-use crate::drain::Drain;
+use crate::direct_access::Grants;
+use crate::drain::{Drain, LaneIndex};
 use crate::errors::ErrorLog;
 use crate::file::File;
 use crate::names::{Inode, Key, Names};
@@ -119,7 +120,7 @@ pub(crate) struct Handle<B: Backing> {
     pub readable: bool,
     pub writable: bool,
     pub lease: Mutex<Option<Lease>>,
-    /// How the door serves it.
+    /// How the frontend serves it.
     pub mode: Mutex<crate::OpenMode>,
     /// Bytes written: decides the class of the next slab.
     pub written: AtomicU64,
@@ -175,11 +176,8 @@ pub(crate) struct Counters {
     pub read_bytes: AtomicU64,
     pub held_bytes: AtomicU64,
     pub held_files: AtomicU64,
-    pub door_errors: AtomicU64,
     /// Lists of chunks in use.
     pub chunk_lists: AtomicU64,
-    /// Slabs leased to clients.
-    pub door_leases: AtomicU64,
     /// Drained bytes that are still in the arena. Shared with the files that have some.
     pub cached_bytes: Arc<AtomicU64>,
 }
@@ -190,7 +188,7 @@ pub struct Engine<B: Backing> {
     pub(crate) arena: Arena,
     pub(crate) options: EngineOptions,
     pub(crate) journal: Mutex<Journal<JournalRegion>>,
-    pub(crate) last_binding: AtomicU64,
+    pub(crate) last_file_id: AtomicU64,
     pub(crate) last_rename: AtomicU64,
     /// Paths that are told to the journal stay while they are, and renames change them.
     pub(crate) paths: crate::claims::PathClaims,
@@ -209,20 +207,15 @@ pub struct Engine<B: Backing> {
     pub(crate) next_handle: AtomicU64,
     pub(crate) drain: Drain<B>,
     pub(crate) space: Space<B>,
+    pub(crate) grants: Grants<B>,
     pub(crate) open_files: crate::open_files::OpenFiles,
     pub(crate) counters: Counters,
     pub(crate) errors: ErrorLog,
-    /// Some process was told where bytes of a file lie, to read them past the kernel.
-    pub(crate) lists: AtomicBool,
     pub(crate) spill: Mutex<crate::spill::SpillState>,
     pub(crate) spill_waker: RwLock<Option<crate::spill::Waker>>,
     /// Signalled after every completed I/O, for those who wait for a tree.
     pub(crate) progress: (Mutex<u64>, Condvar),
     pub(crate) passthrough: AtomicBool,
-    /// Number of files that a client process writes past the kernel.
-    pub(crate) doors: AtomicU64,
-    /// These files, by their address.
-    pub(crate) door_files: Mutex<HashMap<usize, Arc<File<B>>>>,
     pub(crate) accesses: Log,
     /// Open handles whose pages the kernel caches.
     pub(crate) cached_opens: AtomicU64,
@@ -310,7 +303,7 @@ impl<B: Backing> Engine<B> {
         let mut files = self.files.lock();
         let file = files
             .entry(inode.key)
-            .or_insert_with(|| Arc::new(File::new(Arc::clone(inode))));
+            .or_insert_with(|| Arc::new(File::new(Arc::clone(inode), LaneIndex::FIRST)));
         change(&mut file.lock());
         Arc::clone(file)
     }
@@ -319,14 +312,7 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn drop_if_unused(&self, file: &Arc<File<B>>) {
         let mut files = self.files.lock();
         let state = file.lock();
-        let used = !state.handles.is_empty()
-            || state.pending > 0
-            || !state.cache.is_empty()
-            || state.exclusive
-            || state.settling
-            || state.holds > 0
-            || !state.inflight.is_empty();
-        if !used
+        if !state.is_in_use()
             && files
                 .get(&file.inode.key)
                 .is_some_and(|known| Arc::ptr_eq(known, file))

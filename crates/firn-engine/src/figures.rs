@@ -155,24 +155,24 @@ impl<B: Backing> Engine<B> {
         let mut held_bytes = 0;
         let mut held_files = 0;
         let mut cached_bytes = 0;
-        let mut doors = 0;
+        let mut granted = 0;
         let mut oldest = None;
         for file in &files {
             let state = file.lock();
-            if state.door.is_none() {
-                state.assert_time(&self.arena);
+            if !state.direct.has_grant() {
+                state.pending.assert_time(&self.arena);
             }
-            held_bytes += state.pending;
-            held_files += u64::from(state.pending > 0);
+            held_bytes += state.pending.bytes();
+            held_files += u64::from(!state.pending.is_empty());
             cached_bytes += state.cache.bytes();
-            doors += u64::from(state.door.is_some());
+            granted += u64::from(state.direct.has_grant());
             assert_eq!(
-                state.oldest.is_some(),
-                state.pending > 0,
+                state.drain.oldest().is_some(),
+                !state.pending.is_empty(),
                 "age of a file of {} bytes",
-                state.pending
+                state.pending.bytes()
             );
-            oldest = oldest.into_iter().chain(state.oldest).min();
+            oldest = oldest.into_iter().chain(state.drain.oldest()).min();
         }
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         assert_eq!(get(&self.counters.held_bytes), held_bytes, "held bytes");
@@ -182,16 +182,7 @@ impl<B: Backing> Engine<B> {
             cached_bytes,
             "cached bytes"
         );
-        assert_eq!(
-            self.doors.load(Ordering::Relaxed),
-            doors,
-            "files with a door"
-        );
-        assert_eq!(
-            self.door_files.lock().len() as u64,
-            doors,
-            "files with a door"
-        );
+        self.grants.assert_files(granted);
         let oldest_queued = self
             .drain
             .figures()
@@ -248,20 +239,12 @@ impl<B: Backing> Engine<B> {
             cached_bytes: get(&counters.cached_bytes),
             evicted_bytes: get(&counters.evicted_bytes),
             read_bytes: get(&counters.read_bytes),
-            direct_access: self.direct_access_figures(),
+            direct_access: self.grants.figures(),
             chunk_lists: get(&counters.chunk_lists),
             spill: self.spill_figures(),
             numa_nodes: self.arena.numa_node_figures(),
             lanes,
             errors: self.error_figures(),
-        }
-    }
-
-    fn direct_access_figures(&self) -> DirectAccessFigures {
-        DirectAccessFigures {
-            files: self.doors.load(Ordering::Acquire),
-            leases: self.counters.door_leases.load(Ordering::Relaxed),
-            errors: self.counters.door_errors.load(Ordering::Relaxed),
         }
     }
 
@@ -285,7 +268,7 @@ impl<B: Backing> Engine<B> {
             .files
             .lock()
             .values()
-            .filter(|file| file.lock().pending > 0)
+            .filter(|file| file.lock().pending.bytes() > 0)
             .flat_map(|file| file.inode.paths())
             .collect();
         let failing_spill = self
@@ -317,15 +300,16 @@ impl<B: Backing> Engine<B> {
             let (held_bytes, held_end, open, spilled, ending) = {
                 let state = file.lock();
                 let spilled = state
-                    .extents
+                    .pending
+                    .extents()
                     .iter()
                     .all(|(_, e)| self.arena.is_spilled(e.piece.slab.chunk));
                 (
-                    state.pending,
-                    state.extents.end(),
-                    !state.handles.is_empty(),
+                    state.pending.bytes(),
+                    state.pending.end(),
+                    !state.opens.is_empty(),
                     spilled,
-                    state.ending,
+                    state.opens.ending(),
                 )
             };
             let paths = file.inode.paths();

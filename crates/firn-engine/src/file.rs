@@ -1,36 +1,40 @@
 //! One file with open handles or pending data.
 //!
-//! Invariants (under the lock of [`FileState`])
-//! * `pending` is the sum of the extents; each piece in `pieces` has `0 < live <= len`.
-//! * `partial` counts the pieces with `live < len`.
-//! * An extent that overlaps a range in `inflight` is not picked for another I/O: two writes to the
-//!   same bytes of the backing never race.
-//! * A file is bound in the journal while anything is pending.
-//! * While anything is pending, the record of some piece has the time of the last write ([`FileState::written`]): a
-//!   recovery finds it there. The journal has a time that a program set instead, and what `written` was then.
+//! Its state is in parts, each with its invariants: what is pending ([`Pending`]), how far the drain is ([`DrainState`]),
+//! who has it open ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena
+//! ([`Cached`]). What concerns several parts is a method of [`FileState`].
+//!
+//! Invariants
+//! * Pending bytes and cached bytes do not overlap.
 //! * No call of the backing is made under the lock. While one is under way that the file has to itself,
-//!   `exclusive` is set; while the time of its last write is set, `settling`.
+//!   [`DrainState::is_exclusive`]; while the time of its last write is set, [`DrainState::sets_time`].
 //!
 //! Lock order: file table, file state, drain queue or journal, arena pool.
 
-use std::mem::take;
+mod direct;
+mod drain_state;
+mod opens;
+mod pending;
+
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
 
-use firn_arena::{Arena, PieceRef};
+use firn_arena::Arena;
 use firn_backing::lock::{Mutex, MutexGuard};
-use firn_backing::{Access, Backing, Errno, TICK_NS_MAX, Time};
-use firn_format::record::Ending;
+use firn_backing::{Access, Backing};
 use parking_lot::Condvar;
-use smallvec::SmallVec;
 use thin_vec::ThinVec;
 
+use crate::cache::Cached;
 use crate::drain::LaneIndex;
-use crate::extents::{Extent, Extents};
+use crate::extents::Extent;
 use crate::names::Inode;
-use crate::small_map::SmallMap;
-use crate::{Done, HandleId};
+
+pub(crate) use direct::DirectState;
+pub(crate) use drain_state::{DrainState, Waiter};
+pub(crate) use opens::Opens;
+pub use pending::FileId;
+pub(crate) use pending::{Layers, Pending, PieceUse, latest_ns};
 
 /// A descriptor of the backing file and what it may do.
 pub(crate) struct BackingFile<B: Backing> {
@@ -38,93 +42,21 @@ pub(crate) struct BackingFile<B: Backing> {
     pub access: Access,
 }
 
-/// How much of a piece is pending.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct PieceUse {
-    pub len: u64,
-    pub live: u64,
-}
-
-/// A drain of this file failed.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Failure {
-    pub errno: Errno,
-    /// Some write, close or fsync was told.
-    pub told: bool,
-    /// How often in a row.
-    pub count: u32,
-    pub retry_at: Instant,
-}
-
-pub(crate) struct Waiter {
-    /// Waits for all extents up to this sequence.
-    pub until: u64,
-    pub done: Done,
-}
-
 pub(crate) struct FileState<B: Backing> {
-    pub extents: Extents,
-    pub pieces: SmallMap<PieceRef, PieceUse>,
-    pub partial: u32,
-    pub pending: u64,
-    /// Void ranges of this file that the journal knows, about.
-    pub voids: u32,
-    /// Binding in the journal.
-    pub bound: Option<u64>,
+    pub pending: Pending,
+    pub drain: DrainState,
+    pub opens: Opens,
+    pub direct: DirectState,
+    /// Drained bytes that are still in the arena.
+    pub cache: Cached,
     pub reader: Option<Arc<BackingFile<B>>>,
     pub writer: Option<Arc<BackingFile<B>>>,
-    pub inflight: ThinVec<Range<u64>>,
-    /// A truncation or the like has the backing file for itself.
-    pub exclusive: bool,
-    /// The time of the last write is being set in the backing.
-    pub settling: bool,
-    /// The piece that the last write made or extended: only it may be extended, and only until its
-    /// sequence is used to cut.
-    pub tail: Option<PieceRef>,
-    /// Drain extents up to this sequence, however small.
-    pub force_to: u64,
-    /// Bytes written since the last look for a run that is worth a write.
-    pub fresh: u64,
-    /// In the drain queue.
-    pub queued: bool,
-    /// Where the next pick looks first.
-    pub cursor: u64,
-    pub failure: Option<Failure>,
-    pub waiters: ThinVec<Waiter>,
-    /// Time of the last write or utimens while data is pending.
-    pub mtime: Option<Time>,
-    /// Time of the last write as piece records have it, nanoseconds since 1970; 0 where there was none. It only grows,
-    /// also where the clock is set back: so a recovery can tell a write from what came before it.
-    pub written: u64,
-    /// When the oldest pending byte was written, about.
-    pub oldest: Option<Instant>,
-    pub handles: SmallVec<[HandleId; 1]>,
-    pub engine_opens: u32,
-    pub passthrough_opens: u32,
-    pub cached_opens: u32,
-    /// The drain queue looks at it when it is old.
-    pub aging: bool,
-    /// Handles that may write.
-    pub writers: u32,
-    /// A client process writes past the kernel.
-    pub door: Option<Box<crate::lease::Door>>,
-    /// The word of the arena under which processes that read past the kernel were told where the bytes lie.
-    pub listed: Option<u32>,
-    /// Lists of chunks in use: what they name is not changed in place.
-    pub holds: u32,
     /// Counts changes of its bytes and of its length.
     pub changes: u64,
-    /// Whether its writers closed it.
-    pub ending: Ending,
-    /// A writer of it died of a signal, or an earlier firnd died while it was open, and it was not emptied
-    /// since.
-    pub cut: bool,
-    /// Drained bytes that are still in the arena.
-    pub cache: crate::cache::Cached,
-    /// No name leads to it any more.
-    pub unlinked: bool,
     /// The [`Engine::privileges_epoch`](crate::Engine) in which it was seen to have no privileges; 0: never.
     pub plain_in: u32,
+    /// No name leads to it any more.
+    pub unlinked: bool,
 }
 
 /// A file that firnd has something to do with.
@@ -137,69 +69,35 @@ pub(crate) struct File<B: Backing> {
     quiet: Condvar,
 }
 
-/// Times so much in the future are of the present: the clock that stamps files runs in ticks, and writes within one of
-/// them get later ones.
-const FUTURE_NS_MAX: u64 = 2 * TICK_NS_MAX as u64;
-
-/// The latest time that a write can have had by now.
-pub(crate) fn latest_ns() -> u64 {
-    Time::now().to_ns().saturating_add(FUTURE_NS_MAX)
-}
-
 /// There is one for each held file, and there may be 10^5 of them. What few files have is boxed.
 const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 392);
 
 impl<B: Backing> File<B> {
-    /// Its path as a person may read it.
-    pub(crate) fn shown(&self) -> String {
-        firn_format::quote::quoted(&self.inode.paths().into_iter().next().unwrap_or_default())
-    }
-
-    pub(crate) fn new(inode: Arc<Inode<B>>) -> Self {
+    /// A file of which nothing is known.
+    pub(crate) fn new(inode: Arc<Inode<B>>, lane: LaneIndex) -> Self {
         let state = FileState {
-            extents: Extents::default(),
-            pieces: SmallMap::default(),
-            partial: 0,
-            voids: 0,
-            pending: 0,
-            bound: None,
+            pending: Pending::default(),
+            drain: DrainState::default(),
+            opens: Opens::default(),
+            direct: DirectState::default(),
+            cache: Cached::default(),
             reader: None,
             writer: None,
-            inflight: ThinVec::new(),
-            exclusive: false,
-            settling: false,
-            tail: None,
-            force_to: 0,
-            fresh: 0,
-            queued: false,
-            cursor: 0,
-            failure: None,
-            waiters: ThinVec::new(),
-            mtime: None,
-            written: 0,
-            oldest: None,
-            handles: SmallVec::new(),
-            engine_opens: 0,
-            passthrough_opens: 0,
-            cached_opens: 0,
-            aging: false,
-            writers: 0,
-            door: None,
-            listed: None,
-            holds: 0,
             changes: 0,
-            ending: Ending::Closed,
-            cut: false,
-            cache: Default::default(),
-            unlinked: false,
             plain_in: 0,
+            unlinked: false,
         };
         Self {
             inode,
-            lane: LaneIndex::FIRST,
+            lane,
             state: Mutex::new(state),
             quiet: Condvar::new(),
         }
+    }
+
+    /// Its path as a person may read it.
+    pub(crate) fn shown(&self) -> String {
+        firn_format::quote::quoted(&self.inode.paths().into_iter().next().unwrap_or_default())
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, FileState<B>> {
@@ -216,22 +114,22 @@ impl<B: Backing> File<B> {
     /// while the backing works: until the end writes are appended, so that they count as later ones.
     pub(crate) fn begin_exclusive(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
-        while state.exclusive || state.settling || !state.inflight.is_empty() {
+        while !state.drain.is_idle() {
             state.wait(&self.quiet);
         }
-        state.exclusive = true;
+        state.drain.set_exclusive(true);
         state
     }
 
     pub(crate) fn end_exclusive(&self, state: &mut FileState<B>) {
-        state.exclusive = false;
+        state.drain.set_exclusive(false);
         self.quiet.notify_all();
     }
 
     /// The lock, once no truncation or the like is under way.
     pub(crate) fn lock_settled(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
-        while state.exclusive {
+        while state.drain.is_exclusive() {
             state.wait(&self.quiet);
         }
         state
@@ -240,7 +138,7 @@ impl<B: Backing> File<B> {
     /// The lock, once nobody sets a time in the backing that is older than the caller's.
     pub(crate) fn lock_to_set_times(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
-        while state.settling {
+        while state.drain.sets_time() {
             state.wait(&self.quiet);
         }
         state
@@ -261,7 +159,7 @@ impl<B: Backing> File<B> {
         Arc::clone(state.reader.get_or_insert_with(|| Arc::clone(&opened)))
     }
 
-    pub(crate) fn io_ended(&self) {
+    pub(crate) fn notify_io_ended(&self) {
         self.quiet.notify_all();
     }
 }
@@ -278,230 +176,85 @@ impl<B: Backing> FileState<B> {
 
     /// Whether nobody needs the descriptors of the backing file now.
     pub(crate) fn may_close(&self) -> bool {
-        self.handles.is_empty() && self.inflight.is_empty() && !self.exclusive && !self.unlinked
+        let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
+        self.opens.is_empty() && !is_busy && !self.unlinked
     }
 
-    /// Its bytes or its length change now. The time is in `written`: to be stored in the record of a piece.
-    pub(crate) fn touch(&mut self) {
-        let now = Time::now_after(self.mtime).to_ns();
-        self.written = now.max(self.written.saturating_add(1));
-        // The present, where the clock was set back.
-        let is_now = self.written - now <= FUTURE_NS_MAX;
-        self.mtime = Some(Time::from_ns(if is_now { self.written } else { now }));
+    /// Whether somebody needs what is known of the file.
+    pub(crate) fn is_in_use(&self) -> bool {
+        !self.opens.is_empty()
+            || !self.pending.is_empty()
+            || !self.cache.is_empty()
+            || !self.drain.is_idle()
+            || self.direct.has_chunk_lists()
     }
 
-    /// Its bytes were changed by a client, which says that it was at `modified`. False where the record has to get
-    /// another time: a client that goes on in its next lease may be a few writes of the same tick behind; and what
-    /// cannot be is taken as now.
-    pub(crate) fn touch_at(&mut self, modified: u64) -> bool {
-        if modified == 0
-            || modified > latest_ns()
-            || modified.saturating_add(FUTURE_NS_MAX) < self.written
-        {
-            self.touch();
-            return false;
-        }
-        let is_behind = modified < self.written;
-        self.written = if is_behind {
-            self.written.saturating_add(1)
-        } else {
-            modified
-        };
-        self.mtime = Some(Time::from_ns(self.written));
-        !is_behind
-    }
-
-    /// Lets the record of some piece have the time of the last write, which no new piece tells.
-    pub(crate) fn keep_time(&self, arena: &Arena) {
-        if let Some((piece, _)) = self.pieces.iter().next() {
-            arena.set_modified(*piece, self.written);
-        }
-    }
-
-    /// Takes in a piece that was just published or extended by `extent.len`.
-    pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
+    /// Its bytes or its length change: what readers were told of it ends to hold.
+    pub(crate) fn note_change(&mut self, arena: &Arena) {
         self.changes += 1;
-        self.unlist(arena);
+        self.direct.invalidate_list(arena);
+    }
+
+    /// Enters bytes of a piece that was just published or extended by them. Returns the pending bytes that they
+    /// replace.
+    pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
+        self.note_change(arena);
         self.cache.drop_range(arena, offset..offset + extent.len);
-        let mut cut: Vec<(PieceRef, u64)> = Vec::new();
-        self.extents
-            .insert(offset, extent, &mut |piece, bytes| cut.push((piece, bytes)));
-        let used = self.pieces.get(&extent.piece).copied().unwrap_or_default();
-        let used = PieceUse {
-            len: used.len + extent.len,
-            live: used.live + extent.len,
-        };
-        self.pieces.insert(extent.piece, used);
-        self.pending += extent.len;
-        self.tail = Some(extent.piece);
-        let mut cancelled = 0;
-        for (piece, bytes) in cut {
-            cancelled += bytes;
-            self.retire(arena, piece, bytes);
-        }
+        let replaced = self.pending.insert(arena, offset, extent);
         self.check();
-        cancelled
-    }
-
-    /// `bytes` of a piece are not pending any more, and their room is free.
-    pub(crate) fn retire(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
-        self.unlist(arena);
-        self.settle_piece(arena, piece, bytes);
-        arena.release(piece.slab, bytes);
-    }
-
-    /// `bytes` of a piece are not pending any more; they keep their room.
-    pub(crate) fn settle_piece(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
-        let used = self
-            .pieces
-            .get_mut(&piece)
-            .expect("an extent's piece is known");
-        let was_partial = used.live < used.len;
-        used.live -= bytes;
-        let dead = used.live == 0;
-        match (was_partial, dead) {
-            (false, false) => self.partial += 1,
-            (true, true) => self.partial -= 1,
-            _ => {}
-        }
-        if dead {
-            self.pieces.remove(&piece);
-            if self.tail == Some(piece) {
-                self.tail = None;
-            }
-            // Before its record is dead: a crash in between must not lose it.
-            if arena.modified(piece) >= self.written {
-                self.keep_time(arena);
-            }
-        }
-        self.pending -= bytes;
-        if dead {
-            arena.mark_dead(piece);
-        }
+        replaced
     }
 
     /// Drops every extent of `range` up to `sequence`; returns the bytes.
     pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
-        self.changes += 1;
-        self.unlist(arena);
+        self.note_change(arena);
         self.cache.drop_range(arena, range.clone());
-        let mut gone: Vec<(PieceRef, u64)> = Vec::new();
-        self.extents.remove(range, &mut |_, e| {
-            let take = e.sequence <= sequence;
-            if take {
-                gone.push((e.piece, e.len));
-            }
-            take
-        });
-        self.tail = None;
-        let bytes = gone.iter().map(|(_, bytes)| bytes).sum();
-        for (piece, bytes) in gone {
-            self.retire(arena, piece, bytes);
-        }
+        let bytes = self.pending.cut(arena, range, sequence);
         self.check();
         bytes
     }
 
-    /// Asserts the invariants of this file and of its maps. To be called after each change of what is pending. Of a
-    /// file with many pieces, which would take long, at some of them.
+    /// What the arena has of the file from an offset on, pending or drained: at most `max` extents, sorted.
+    pub(crate) fn extents_in_arena(&self, from: u64, max: usize) -> Vec<(u64, Extent)> {
+        let pending = self.pending.extents().from(from).take(max);
+        let cached = self.cache.extents().from(from).take(max);
+        let mut both: Vec<_> = pending.chain(cached).collect();
+        both.sort_unstable_by_key(|(offset, _)| *offset);
+        both.truncate(max);
+        both
+    }
+
+    /// The waiters whose data is in the backing.
+    pub(crate) fn take_satisfied_waiters(&mut self) -> ThinVec<Waiter> {
+        if !self.drain.has_waiters() {
+            return ThinVec::new();
+        }
+        self.drain.take_satisfied(self.pending.oldest_sequence())
+    }
+
+    /// Asserts that pending and cached bytes do not overlap, of a file with few pieces or at some of its changes. To be
+    /// called after each change of either.
     #[inline]
     pub(crate) fn check(&self) {
         const PIECES_EACH_TIME: usize = 32;
         const CHANGES_BETWEEN: u64 = 64;
         if cfg!(debug_assertions)
-            && (self.pieces.len() <= PIECES_EACH_TIME
+            && (self.pending.piece_count() <= PIECES_EACH_TIME
                 || self.changes.is_multiple_of(CHANGES_BETWEEN))
         {
-            self.assert_invariants();
+            self.assert_no_overlap();
         }
     }
 
-    fn assert_invariants(&self) {
-        self.extents.assert_invariants();
+    fn assert_no_overlap(&self) {
         self.cache.extents().assert_invariants();
-        let mut live: std::collections::BTreeMap<PieceRef, u64> = Default::default();
-        for (offset, extent) in self.extents.iter() {
-            *live.entry(extent.piece).or_default() += extent.len;
-            let cached = self
-                .cache
-                .extents()
-                .within(offset..offset + extent.len)
-                .next();
+        for (offset, extent) in self.pending.extents().iter() {
+            let range = offset..offset + extent.len;
+            let cached = self.cache.extents().within(range).next();
             assert!(
                 cached.is_none(),
-                "bytes at {offset} are pending and drained: {cached:?}"
+                "bytes at {offset} are pending and cached: {cached:?}"
             );
         }
-        assert_eq!(
-            self.pending,
-            live.values().sum::<u64>(),
-            "pending bytes are those of the extents"
-        );
-        assert_eq!(
-            self.pieces.len(),
-            live.len(),
-            "pieces are those of the extents"
-        );
-        let mut partial: u32 = 0;
-        for (piece, used) in self.pieces.iter() {
-            let bytes = live.get(piece).copied();
-            assert_eq!(bytes, Some(used.live), "pending bytes of {piece:?}");
-            assert!(used.live <= used.len, "{piece:?} has {used:?}");
-            partial += u32::from(used.live < used.len);
-        }
-        assert_eq!(self.partial, partial, "pieces that are partly pending");
-        assert!(
-            self.pending == 0 || self.bound.is_some(),
-            "pending bytes of a file that is not bound"
-        );
-        assert!(
-            !self.exclusive || self.inflight.is_empty(),
-            "a drain while the file is used alone"
-        );
-    }
-
-    /// Asserts that a recovery would find the time of the last write. Of a file that no client writes: its records are
-    /// the client's to spoil.
-    pub(crate) fn assert_time(&self, arena: &Arena) {
-        let newest = self
-            .pieces
-            .iter()
-            .map(|(piece, _)| arena.modified(*piece))
-            .max();
-        assert!(
-            newest.is_none_or(|newest| newest >= self.written),
-            "no piece has the time of the last write"
-        );
-    }
-
-    pub(crate) fn is_inflight(&self, range: &Range<u64>) -> bool {
-        self.inflight
-            .iter()
-            .any(|r| r.start < range.end && range.start < r.end)
-    }
-
-    /// The waiters whose data is in the backing.
-    pub(crate) fn take_satisfied_waiters(&mut self) -> ThinVec<Waiter> {
-        if self.waiters.is_empty() {
-            return ThinVec::new();
-        }
-        let oldest = self
-            .extents
-            .iter()
-            .map(|(_, e)| e.sequence)
-            .min()
-            .unwrap_or(u64::MAX);
-        let (satisfied, waiting) = take(&mut self.waiters)
-            .into_iter()
-            .partition(|w| oldest > w.until);
-        self.waiters = waiting;
-        satisfied
-    }
-
-    /// An error that no program was told yet; it counts as told now.
-    pub(crate) fn take_unreported_failure(&mut self) -> Option<Errno> {
-        let failure = self.failure.as_mut().filter(|f| !f.told)?;
-        failure.told = true;
-        Some(failure.errno)
     }
 }

@@ -1,7 +1,7 @@
 //! Names, files, extents, recovery: what a write means, without a transport.
 //!
-//! The engine knows nothing of FUSE, sockets or threads of its own; it is called and answers. A door
-//! calls the operations of [`Engine`]; a drain calls [`Engine::pick`], does the I/O and calls
+//! The engine knows nothing of FUSE, sockets or threads of its own; it is called and answers. A
+//! frontend calls the operations of [`Engine`]; a drain calls [`Engine::pick`], does the I/O and calls
 //! [`Engine::complete`]. What has to wait is told by a callback, never by a blocked thread, except
 //! for the short wait for one I/O in flight on the same file.
 //!
@@ -9,11 +9,11 @@
 //! piece tables, and the journal says which file each piece belongs to.
 
 mod api;
-mod bind;
 mod cache;
 mod chunks;
 mod claims;
 mod data;
+mod direct_access;
 mod drain;
 mod ending;
 mod engine;
@@ -21,13 +21,14 @@ mod errors;
 mod extents;
 mod figures;
 mod file;
-mod lease;
+mod file_id;
 mod lost;
 mod names;
 mod namespace;
 mod open_files;
 mod privileges;
 mod recovery;
+mod size;
 mod small_map;
 mod space;
 mod spill;
@@ -44,6 +45,7 @@ pub use errors::RecordedError;
 pub use figures::{
     DirectAccessFigures, ErrorFigures, Figures, FileFigures, LaneFigures, SpillFigures,
 };
+pub use file::FileId;
 pub use lost::LostFile;
 pub use privileges::Principal;
 pub use recovery::{Recovered, StoredArena};

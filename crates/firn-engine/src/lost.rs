@@ -8,7 +8,8 @@ use firn_format::record::Record;
 use firn_protocol::path::BytePath;
 
 use crate::engine::Engine;
-use crate::recovery::{Layers, Recovered};
+use crate::file::Layers;
+use crate::recovery::Recovered;
 
 /// Copied at a time.
 const STEP_BYTES: u64 = 1 << 20;
@@ -16,7 +17,7 @@ const STEP_BYTES: u64 = 1 << 20;
 /// A file whose data could not be given back to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LostFile {
-    /// The binding: unique in the arena.
+    /// The file id: unique in the arena.
     pub file: u64,
     /// Where it was, from the root of the backing; empty where the journal does not know.
     pub path: Vec<u8>,
@@ -110,12 +111,12 @@ impl<B: Backing> Engine<B> {
             return;
         };
         let kept = lost.remove(at);
-        // Marks first: a crash between leaves a binding without pieces, which recovery takes away.
+        // Marks first: a crash between leaves a file id without pieces, which recovery takes away.
         for (piece, used) in kept.layers.pieces.iter() {
             self.arena.mark_dead(*piece);
             self.arena.release(piece.slab, used.live);
         }
-        self.append_note(&Record::Unbind { file });
+        self.append_note(&Record::FileIdEnd { file });
         self.errors.forget_lost(kept.file.known_path().as_bytes());
     }
 }

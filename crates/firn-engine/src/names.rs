@@ -65,7 +65,7 @@ pub(crate) struct Inode<B: Backing> {
     /// How the backing's file was when the kernel last began to cache it. Few files are read that way.
     pub cached: Mutex<Option<Box<Stamp>>>,
     /// Bytes came past the kernel, which may take the file for shorter than it is.
-    pub kernel_behind: AtomicBool,
+    pub is_size_stale_in_kernel: AtomicBool,
 }
 
 /// There is one for each object that the kernel knows or that is held.
@@ -534,7 +534,7 @@ fn new_inode<B: Backing>(
         data_unsynced: AtomicBool::new(false),
         durable: AtomicBool::new(false),
         cached: Mutex::new(None),
-        kernel_behind: AtomicBool::new(false),
+        is_size_stale_in_kernel: AtomicBool::new(false),
     }
 }
 

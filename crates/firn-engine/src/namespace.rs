@@ -13,6 +13,7 @@ use firn_format::record::Record;
 use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Inode;
+use crate::size::whole_size;
 use crate::{Entry, HandleId, InodeId, Principal, Result, SetAttr};
 
 impl<B: Backing> Engine<B> {
@@ -77,14 +78,18 @@ impl<B: Backing> Engine<B> {
         let (pending, end, mtime) = {
             let mut state = file.lock();
             self.ingest_published(&file, &mut state);
-            (state.pending, state.extents.end(), state.mtime)
+            (
+                state.pending.bytes(),
+                state.pending.end(),
+                state.pending.mtime(),
+            )
         };
         let mut attr = self.backing.attr(&self.object(inode)?)?;
         self.see_privileges(&file, &attr);
         if pending == 0 {
             return Ok(attr);
         }
-        attr.size = attr.size.max(end);
+        attr.size = whole_size(&attr, end);
         // Programs take a file of no blocks for one hole.
         attr.blocks += pending.div_ceil(512);
         if let Some(mtime) = mtime {
@@ -118,7 +123,7 @@ impl<B: Backing> Engine<B> {
             && let Some(file) = self.known_file(&inode)
         {
             // Set-id bits must go with the next write, which only the kernel's way can do.
-            self.end_door(&file);
+            self.end_grant(&file);
             self.open_before_mode_change(&file);
         }
         let changes_owner = set.uid.is_some() || set.gid.is_some();
@@ -156,10 +161,10 @@ impl<B: Backing> Engine<B> {
             state.cache.trust();
         }
         // A write since then has a later time of its own.
-        if time.is_some() && state.pending > 0 && state.mtime == time {
+        if time.is_some() && !state.pending.is_empty() && state.pending.mtime() == time {
             match &result {
                 Ok(()) => self.record_time(&state),
-                Err(_) => state.mtime = before,
+                Err(_) => state.pending.set_mtime(before),
             }
         }
         result
@@ -172,11 +177,11 @@ impl<B: Backing> Engine<B> {
         self.ingest_published(file, &mut state);
         if time.is_some() {
             // What the client writes from here on has to be told from what it wrote before: by its next lease.
-            self.revoke(file, &mut state);
+            self.revoke_grant(file, &mut state);
         }
-        let before = state.mtime;
-        if time.is_some() && state.pending > 0 {
-            state.mtime = time;
+        let before = state.pending.mtime();
+        if time.is_some() && !state.pending.is_empty() {
+            state.pending.set_mtime(time);
         }
         before
     }
@@ -187,7 +192,7 @@ impl<B: Backing> Engine<B> {
         let pending = self.known_file(&inode).and_then(|file| {
             let mut state = file.lock();
             self.ingest_published(&file, &mut state);
-            (state.pending > 0).then(|| self.level_of_pending(&state))
+            (!state.pending.is_empty()).then(|| self.level_of_pending(&state))
         });
         Ok(if let Some(level) = pending {
             level
@@ -294,11 +299,14 @@ impl<B: Backing> Engine<B> {
         if let Some(file) = self.known_file(&linked) {
             let mut state = file.lock();
             state.unlinked = false;
-            if let Some(bound) = state.bound
+            if let Some(file_id) = state.pending.file_id()
                 && let Some(path) = dir.path_of(name)
             {
                 // Kept or the name must not be relied on: a full journal fails the next removal instead.
-                self.append_note(&Record::NameAdded { file: bound, path });
+                self.append_note(&Record::NameAdded {
+                    file: file_id.get(),
+                    path,
+                });
             }
         }
         Ok(Entry {
@@ -341,17 +349,20 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Makes sure that recovery finds a file with pending data without this name: by the others that
-    /// are known here, some of which the kernel may have looked up only after the binding was made. If
+    /// are known here, some of which the kernel may have looked up only after the file got its id. If
     /// there is another name and none is known, the data is drained first.
     fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
-        let bound = {
+        let file_id = {
             let mut state = file.lock();
             self.ingest_published(file, &mut state);
             state
-                .bound
-                .filter(|_| state.pending > 0 || state.door.is_some())
+                .pending
+                .file_id()
+                .filter(|_| !state.pending.is_empty() || state.direct.has_grant())
         };
-        let Some(bound) = bound else { return Ok(()) };
+        let Some(file_id) = file_id else {
+            return Ok(());
+        };
         let others: Vec<Vec<u8>> = file
             .inode
             .paths()
@@ -359,17 +370,23 @@ impl<B: Backing> Engine<B> {
             .filter(|known| *known != path)
             .collect();
         if others.is_empty() && self.backing.attr(&self.object(&file.inode)?)?.nlink > 1 {
-            self.end_door(file);
+            self.end_grant(file);
             return self.drain_and_wait(file);
         }
         let mut journal = self.journal.lock();
         for path in others {
             journal
-                .append(&Record::NameAdded { file: bound, path })
+                .append(&Record::NameAdded {
+                    file: file_id.get(),
+                    path,
+                })
                 .map_err(|_| Errno::NOSPC)?;
         }
         journal
-            .append(&Record::NameRemoved { file: bound, path })
+            .append(&Record::NameRemoved {
+                file: file_id.get(),
+                path,
+            })
             .map_err(|_| Errno::NOSPC)
     }
 
@@ -389,7 +406,7 @@ impl<B: Backing> Engine<B> {
         let unused = {
             let mut state = file.lock();
             state.unlinked = true;
-            state.handles.is_empty()
+            state.opens.is_empty()
         };
         if !unused {
             // It keeps what it has open from here on.
@@ -513,7 +530,7 @@ impl<B: Backing> Engine<B> {
         let inode = self.inode(inode)?;
         // It may be one that a write through the kernel takes away, or an ACL.
         if let Some(file) = self.known_file(&inode) {
-            self.end_door(&file);
+            self.end_grant(&file);
             self.open_before_mode_change(&file);
         }
         self.set_xattr_of(&inode, (name, value, flags), by)

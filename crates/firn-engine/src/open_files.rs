@@ -39,7 +39,8 @@ impl<B: Backing> FileState<B> {
 
     /// Whether what it has open can be closed while handles on it are open.
     fn may_be_reopened(&self) -> bool {
-        self.has_open() && !self.unlinked && !self.exclusive && self.inflight.is_empty()
+        let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
+        self.has_open() && !self.unlinked && !is_busy
     }
 }
 

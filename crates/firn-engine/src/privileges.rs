@@ -103,7 +103,7 @@ impl<B: Backing> Engine<B> {
         let Some(file) = self.known_file(inode) else {
             return Ok(());
         };
-        let is_pending = file.lock().pending > 0;
+        let is_pending = file.lock().pending.bytes() > 0;
         if is_pending {
             self.drain_and_wait(&file)
         } else {
@@ -117,11 +117,11 @@ impl<B: Backing> Engine<B> {
         self.privileges_epoch.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Nobody writes the object past the kernel from here on, either: who got the door meanwhile took it for plain.
+    /// Nobody writes the object directly from here on, either: who got the grant meanwhile took it for plain.
     fn privileges_given_to(&self, inode: &Inode<B>) {
         self.privileges_given();
         if let Some(file) = self.known_file(inode) {
-            self.end_door(&file);
+            self.end_grant(&file);
         }
     }
 

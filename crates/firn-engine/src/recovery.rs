@@ -1,10 +1,10 @@
 //! Attach: what an earlier firnd left in the arena becomes pending again.
 //!
-//! 1. The arena gives every whole piece, the journal every binding.
+//! 1. The arena gives every whole piece, the journal every file id.
 //! 2. A truncation that had begun is done to the end in the backing.
-//! 3. Each bound file is looked for under its names and recognised by inode and birth time.
-//! 4. Its pieces are laid over each other in the order of their sequences; what the journal calls void
-//!    is taken out.
+//! 3. Each known file is looked for under its names and recognised by inode and birth time.
+//! 4. Its pieces are laid over each other in the order of their sequences; drained ranges
+//!    are taken out.
 //! 5. What is left is pending and drained without being asked.
 //!
 //! What belonged to a transaction that is no more is dropped before all of that ([`StoredArena::drop_below`]), and
@@ -22,14 +22,14 @@ use std::time::Instant;
 use firn_arena::{Arena, JournalRegion, PieceRef, Stored};
 use firn_backing::lock::{Mutex, RwLock};
 use firn_backing::{Access, Backing, Errno, SetTime, Time, is_below};
-use firn_format::record::{Ending, Record};
-use firn_journal::{Bound, Journal, PathState, Replay};
+use firn_format::record::Record;
+use firn_journal::{Journal, KnownFile, PathState, Replay};
 use parking_lot::Condvar;
 
 use crate::drain::Drain;
 use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions};
 use crate::extents::{Extent, Extents};
-use crate::file::{PieceUse, latest_ns};
+use crate::file::{FileId, Layers, Pending, PieceUse, latest_ns};
 use crate::lost::LostFile;
 use crate::names::{Inode, Names};
 use crate::small_map::SmallMap;
@@ -60,7 +60,7 @@ pub struct StoredArena {
     stored: Vec<Stored>,
     journal: Journal<JournalRegion>,
     replay: Replay,
-    /// Bindings that were dropped.
+    /// File ids that were dropped.
     dropped: BTreeSet<u64>,
     dropped_bytes: u64,
 }
@@ -96,7 +96,7 @@ impl StoredArena {
             .journal
             .ledger()
             .files()
-            .filter(|(_, bound)| bound.paths.iter().any(|(path, _)| is_below_one(path)))
+            .filter(|(_, known)| known.paths.iter().any(|(path, _)| is_below_one(path)))
             .map(|(file, _)| file)
             .collect();
         for file in files {
@@ -111,7 +111,7 @@ impl StoredArena {
             // After its pieces: without it they would be those of an unknown file. It takes a truncation with it
             // that had begun.
             self.journal
-                .append_end(&Record::Unbind { file })
+                .append_end(&Record::FileIdEnd { file })
                 .map_err(|_| EngineError::JournalFull)?;
             self.dropped.insert(file);
         }
@@ -185,15 +185,19 @@ impl<B: Backing> Engine<B> {
             .map(|stored| stored.piece.file)
             .max()
             .unwrap_or(0);
-        engine.last_binding = AtomicU64::new(highest.max(replay.last_file));
+        engine.last_file_id = AtomicU64::new(highest.max(replay.last_file));
         let mut restored = Vec::new();
-        for (file, bound) in replay
+        for (file, known) in replay
             .ledger
             .files()
             .filter(|(file, _)| !dropped.contains(file))
         {
+            // A damaged record may have a number that no file has: its pieces are of an unknown file.
+            let Some(id) = FileId::new(file) else {
+                continue;
+            };
             let stored = pieces.remove(&file).unwrap_or_default();
-            engine.recover_file(file, bound, stored, &mut restored, &mut recovered);
+            engine.recover_file(id, known, stored, &mut restored, &mut recovered);
         }
         for (file, stored) in pieces {
             let reason = "the journal does not know the file".into();
@@ -231,14 +235,12 @@ impl<B: Backing> Engine<B> {
         Ok(Self {
             names: Names::new(root, &attr, epoch > 1, options.objects_max),
             passthrough: AtomicBool::new(options.passthrough),
-            doors: AtomicU64::new(0),
-            door_files: Mutex::default(),
             cached_opens: AtomicU64::new(0),
             backing,
             arena,
             options,
             journal: Mutex::new(journal),
-            last_binding: AtomicU64::new(0),
+            last_file_id: AtomicU64::new(0),
             names_changed: AtomicU64::new(0),
             privileges_epoch: AtomicU32::new(1),
             attributes_changed: RwLock::new(None),
@@ -251,10 +253,10 @@ impl<B: Backing> Engine<B> {
             next_handle: AtomicU64::new(0),
             drain: Drain::new(LANE_COUNT),
             space: Space::default(),
+            grants: Default::default(),
             open_files: Default::default(),
             counters: Counters::default(),
             errors: Default::default(),
-            lists: AtomicBool::new(false),
             accesses: firn_conflict::Log::new(),
             spill: Mutex::default(),
             spill_waker: RwLock::new(None),
@@ -273,55 +275,55 @@ impl<B: Backing> Engine<B> {
 
     fn recover_file(
         &self,
-        binding: u64,
-        bound: &Bound,
+        id: FileId,
+        known: &KnownFile,
         stored: Vec<Stored>,
         restored: &mut Vec<(Arc<crate::file::File<B>>, u64)>,
         recovered: &mut Recovered,
     ) {
-        let mut voids = bound.voids.clone();
-        for &(sequence, size) in &bound.truncating {
-            voids.push(firn_journal::Void {
+        let mut drained_ranges = known.drained_ranges.clone();
+        for &(sequence, size) in &known.truncating {
+            drained_ranges.push(firn_journal::DrainedRange {
                 offset: size,
                 len: u64::MAX - size,
                 sequence,
             });
         }
-        let layers = layers(&stored, &voids);
-        let (mtime, written) = self.last_write(bound, &stored, &layers);
+        let layers = layers(&stored, &drained_ranges);
+        let time = self.last_write(known, &stored, &layers);
         for Stored { at, .. } in &stored {
-            // Void or overwritten: without its mark it would outlive the binding.
+            // Drained or overwritten: without its mark it would outlive the file id.
             if layers.pieces.get(at).is_none() {
                 self.arena.mark_dead(*at);
             }
         }
-        let found = self.search(bound);
+        let found = self.search(known);
         let inode = match found {
             Search::Found(inode) => inode,
             Search::Removed => {
                 for (piece, _) in layers.pieces.iter() {
                     self.arena.mark_dead(*piece);
                 }
-                self.append_note(&Record::Unbind { file: binding });
+                self.append_note(&Record::FileIdEnd { file: id.get() });
                 return;
             }
-            Search::Lost { .. } if layers.extents.is_empty() && bound.truncating.is_empty() => {
-                self.append_note(&Record::Unbind { file: binding });
+            Search::Lost { .. } if layers.extents.is_empty() && known.truncating.is_empty() => {
+                self.append_note(&Record::FileIdEnd { file: id.get() });
                 return;
             }
             Search::Lost { gone, reason } => {
-                self.keep_lost(lost(binding, bound, gone, reason), layers, recovered);
+                self.keep_lost(lost(id, known, gone, reason), layers, recovered);
                 return;
             }
         };
-        if let Err(errno) = self.finish_truncations(binding, bound, &inode) {
+        if let Err(errno) = self.finish_truncations(id, known, &inode) {
             let reason = format!("its truncation could not be finished: {errno}");
-            self.keep_lost(lost(binding, bound, false, reason), layers, recovered);
+            self.keep_lost(lost(id, known, false, reason), layers, recovered);
             return;
         }
         if layers.extents.is_empty()
-            && bound.truncating.is_empty()
-            && let Some(mtime) = mtime
+            && known.truncating.is_empty()
+            && let (Some(mtime), _) = time
         {
             // All of it had been drained, and its time may not have been set yet. A refusal leaves the backing's.
             let set = |object| {
@@ -334,34 +336,19 @@ impl<B: Backing> Engine<B> {
             for (piece, used) in layers.pieces.iter() {
                 self.arena.keep(*piece, used.live as u32);
             }
-            state.partial = layers
-                .pieces
-                .iter()
-                .filter(|(_, used)| used.live < used.len)
-                .count() as u32;
-            state.pending = layers.pieces.iter().map(|(_, used)| used.live).sum();
-            state.pieces = layers.pieces;
-            state.extents = layers.extents;
-            state.voids = bound.voids.len() as u32;
-            state.bound = Some(binding);
-            // Whoever had it open is cut off from it.
-            state.ending = if bound.ending == Ending::Open {
-                Ending::Cut
-            } else {
-                bound.ending
-            };
-            state.cut = state.ending == Ending::Cut;
-            (state.mtime, state.written) = (mtime, written);
+            let drained_ranges = known.drained_ranges.len() as u32;
+            state.pending = Pending::recovered(id, layers, drained_ranges, time);
+            state.opens.restore_ending(known.ending);
         });
         let bytes = {
             let mut state = file.lock();
-            if state.pending == 0 {
-                state.mtime = None;
-                self.unbind(&mut state);
+            if state.pending.is_empty() {
+                state.pending.set_mtime(None);
+                self.end_file_id(&mut state);
             } else {
                 self.set_oldest(&file, &mut state, Some(Instant::now()));
             }
-            state.pending
+            state.pending.bytes()
         };
         if bytes > 0 {
             recovered.files += 1;
@@ -375,7 +362,12 @@ impl<B: Backing> Engine<B> {
     /// The modification time that programs saw last, as far as it is kept, and that of the last write as the records have
     /// it. Times that no write can have had, of a damaged record or of a clock that was set back since, are taken as
     /// now.
-    fn last_write(&self, bound: &Bound, stored: &[Stored], layers: &Layers) -> (Option<Time>, u64) {
+    fn last_write(
+        &self,
+        known: &KnownFile,
+        stored: &[Stored],
+        layers: &Layers,
+    ) -> (Option<Time>, u64) {
         let now = Time::now().to_ns();
         let latest = latest_ns();
         let bounded = |modified: u64| if modified > latest { now } else { modified };
@@ -393,7 +385,7 @@ impl<B: Backing> Engine<B> {
         if let Some((piece, _)) = layers.pieces.iter().next() {
             self.arena.set_modified(*piece, last);
         }
-        match bound.modified_at.as_deref() {
+        match known.modified_at.as_deref() {
             Some(kept) if last <= kept.written => (
                 Some(Time {
                     sec: kept.time.0,
@@ -407,15 +399,15 @@ impl<B: Backing> Engine<B> {
 
     fn finish_truncations(
         &self,
-        binding: u64,
-        bound: &Bound,
+        id: FileId,
+        known: &KnownFile,
         inode: &Arc<Inode<B>>,
     ) -> crate::Result<()> {
-        for &(sequence, size) in &bound.truncating {
+        for &(sequence, size) in &known.truncating {
             let file = self.backing.open(&self.object(inode)?, Access::Write)?;
             self.backing.set_len(&file, size)?;
             self.append_note(&Record::TruncateEnd {
-                file: binding,
+                file: id.get(),
                 sequence,
                 size,
                 done: true,
@@ -424,16 +416,16 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Looks for a bound file under its names.
-    fn search(&self, bound: &Bound) -> Search<Arc<Inode<B>>> {
+    /// Looks for a known file under its names.
+    fn search(&self, known: &KnownFile) -> Search<Arc<Inode<B>>> {
         let mut found = None;
         let mut reason = String::from("it has no name");
         let mut replaced = false;
         let mut gone = true;
-        for (path, _) in &bound.paths {
+        for (path, _) in &known.paths {
             match self.find(path) {
                 // All of its names, so that the loss of one is not taken for the loss of the last.
-                Ok(inode) if is_same(bound, &inode) => found = Some(inode),
+                Ok(inode) if is_same(known, &inode) => found = Some(inode),
                 Ok(_) => {
                     replaced = true;
                     reason = "another file has its name".into();
@@ -452,7 +444,7 @@ impl<B: Backing> Engine<B> {
         if let Some(inode) = found {
             return Search::Found(inode);
         }
-        if bound
+        if known
             .paths
             .iter()
             .all(|(_, state)| *state == PathState::Doubtful)
@@ -464,21 +456,21 @@ impl<B: Backing> Engine<B> {
     }
 }
 
-fn is_same<B: Backing>(bound: &Bound, inode: &Inode<B>) -> bool {
+fn is_same<B: Backing>(known: &KnownFile, inode: &Inode<B>) -> bool {
     let birth = inode.btime.map(|t| (t.sec, t.nsec));
     // The device may have another number after the backing was mounted again.
-    bound.identity.ino == inode.key.1 && bound.identity.btime == birth
+    known.identity.ino == inode.key.1 && known.identity.btime == birth
 }
 
-/// A bound file that was not given back its data; its bytes are counted when it is kept.
-fn lost(binding: u64, bound: &Bound, gone: bool, reason: String) -> LostFile {
-    let path = bound
+/// A known file that was not given back its data; its bytes are counted when it is kept.
+fn lost(id: FileId, known: &KnownFile, gone: bool, reason: String) -> LostFile {
+    let path = known
         .paths
         .first()
         .map(|(path, _)| path.to_vec())
         .unwrap_or_default();
     LostFile {
-        file: binding,
+        file: id.get(),
         path,
         bytes: 0,
         gone,
@@ -486,13 +478,8 @@ fn lost(binding: u64, bound: &Bound, gone: bool, reason: String) -> LostFile {
     }
 }
 
-pub(crate) struct Layers {
-    pub extents: Extents,
-    pub pieces: SmallMap<PieceRef, PieceUse>,
-}
-
-/// Lays pieces over each other, oldest first, and takes out what is void.
-fn layers(stored: &[Stored], voids: &[firn_journal::Void]) -> Layers {
+/// Lays pieces over each other, oldest first, and takes out what is drained.
+fn layers(stored: &[Stored], drained_ranges: &[firn_journal::DrainedRange]) -> Layers {
     let mut ordered: Vec<&Stored> = stored.iter().collect();
     ordered.sort_by_key(|s| s.piece.sequence);
     let mut extents = Extents::default();
@@ -505,9 +492,9 @@ fn layers(stored: &[Stored], voids: &[firn_journal::Void]) -> Layers {
         };
         extents.insert(piece.offset, extent, &mut |_, _| {});
     }
-    for void in voids {
-        let range = void.offset..void.offset.saturating_add(void.len);
-        extents.remove(range, &mut |_, e| e.sequence <= void.sequence);
+    for drained in drained_ranges {
+        let range = drained.offset..drained.offset.saturating_add(drained.len);
+        extents.remove(range, &mut |_, e| e.sequence <= drained.sequence);
     }
     let mut pieces: SmallMap<PieceRef, PieceUse> = SmallMap::default();
     for (_, extent) in extents.iter() {

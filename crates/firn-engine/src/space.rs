@@ -231,7 +231,7 @@ impl<B: Backing> Engine<B> {
         if self.drain.is_busy() {
             return;
         }
-        self.end_all_doors();
+        self.revoke_all_grants();
         if self.options.drain == DrainPolicy::Demand {
             return self.reclaim_on_demand();
         }
@@ -241,13 +241,16 @@ impl<B: Backing> Engine<B> {
         let mut errno = None;
         for file in files {
             let state = file.lock();
-            if state.pending == 0 {
+            if state.pending.is_empty() {
                 continue;
             }
-            match state.failure {
+            match state.drain.failure() {
                 Some(failure) if failure.retry_at > now => errno = Some(failure.errno),
-                _ if best.as_ref().is_none_or(|(most, _)| state.pending > *most) => {
-                    let pending = state.pending;
+                _ if best
+                    .as_ref()
+                    .is_none_or(|(most, _)| state.pending.bytes() > *most) =>
+                {
+                    let pending = state.pending.bytes();
                     drop(state);
                     best = Some((pending, file));
                 }

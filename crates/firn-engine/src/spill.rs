@@ -123,17 +123,22 @@ impl<B: Backing> Engine<B> {
 
     /// Processes that read past the kernel must ask again where these bytes are.
     fn unlist_chunk(&self, chunk: u32) {
-        if !self.lists.load(Ordering::Acquire) {
+        if !self.grants.has_lists() {
             return;
         }
         let files: Vec<_> = self.files.lock().values().cloned().collect();
         for file in files {
             let mut state = file.lock();
-            let mut extents = state.extents.iter().chain(state.cache.extents().iter());
-            if state.listed.is_some() && extents.any(|(_, extent)| extent.piece.slab.chunk == chunk)
+            let mut extents = state
+                .pending
+                .extents()
+                .iter()
+                .chain(state.cache.extents().iter());
+            if state.direct.is_listed()
+                && extents.any(|(_, extent)| extent.piece.slab.chunk == chunk)
             {
                 drop(extents);
-                state.unlist(&self.arena);
+                state.direct.invalidate_list(&self.arena);
             }
         }
     }
@@ -160,7 +165,12 @@ impl<B: Backing> Engine<B> {
     /// Where a file with pending bytes stands.
     pub(crate) fn level_of_pending(&self, state: &FileState<B>) -> DurabilityLevel {
         let spilled = |extent: &Extent| self.arena.is_spilled(extent.piece.slab.chunk);
-        if state.extents.iter().all(|(_, extent)| spilled(&extent)) {
+        if state
+            .pending
+            .extents()
+            .iter()
+            .all(|(_, extent)| spilled(&extent))
+        {
             DurabilityLevel::Spilled
         } else {
             DurabilityLevel::Held
@@ -174,13 +184,14 @@ impl<B: Backing> Engine<B> {
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
     ) -> ThinVec<Waiter> {
-        let wanted = |extent: &Extent| extent.sequence <= state.force_to;
+        let wanted = |extent: &Extent| state.drain.is_forced(extent.sequence);
         let gone = |extent: &Extent| !self.arena.is_readable(extent.piece.slab.chunk);
-        if state.exclusive || !state.inflight.is_empty() {
+        if state.drain.is_exclusive() || state.drain.writes_in_flight() > 0 {
             return ThinVec::new();
         }
         if !state
-            .extents
+            .pending
+            .extents()
             .iter()
             .any(|(_, extent)| wanted(&extent) && gone(&extent))
         {
@@ -188,10 +199,7 @@ impl<B: Backing> Engine<B> {
         }
         self.counters.drain_errors.fetch_add(1, Ordering::Relaxed);
         self.schedule_retry(file, state, Errno::IO, true);
-        let told = std::mem::take(&mut state.waiters);
-        if let Some(failure) = &mut state.failure {
-            failure.told |= !told.is_empty();
-        }
+        let told = state.drain.take_failed();
         self.signal_progress();
         told
     }

@@ -3,7 +3,7 @@
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use firn_backing::{Backing, Errno, is_below};
 use firn_format::durability::DurabilityLevel;
@@ -31,13 +31,13 @@ impl<B: Backing> Engine<B> {
                     let mut state = handle.file.lock();
                     // Not at the release, which the kernel sends some time after close(2) returned: the
                     // number may be another descriptor by then, and the client has not seen the close.
-                    self.revoke(&handle.file, &mut state);
+                    self.revoke_grant(&handle.file, &mut state);
                     let skip = self.options.close == ClosePolicy::Held
                         || state.unlinked
-                        || state.pending == 0;
+                        || state.pending.is_empty();
                     // Every close is told as long as it is so: this one may be that of a child which only
                     // inherited the descriptor, and whom nobody asks.
-                    skip.then(|| state.failure.map(|failure| failure.errno))
+                    skip.then(|| state.drain.failure().map(|failure| failure.errno))
                 };
                 match skip {
                     Some(None) => done(Ok(())),
@@ -64,7 +64,7 @@ impl<B: Backing> Engine<B> {
             FsyncPolicy::Held => {
                 let told = self
                     .handle(handle)
-                    .map(|h| h.file.lock().take_unreported_failure());
+                    .map(|h| h.file.lock().drain.take_unreported_failure());
                 done(match told {
                     Ok(None) => Ok(()),
                     Ok(Some(errno)) | Err(errno) => Err(errno),
@@ -91,7 +91,7 @@ impl<B: Backing> Engine<B> {
     fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
         let (writer, clean) = {
             let state = file.lock();
-            (state.writer.clone(), state.pending == 0)
+            (state.writer.clone(), state.pending.is_empty())
         };
         let source = writer.map_or_else(|| self.reader(file), Ok)?;
         // Cleared before the sync: what is drained during it is not known to be covered.
@@ -142,22 +142,21 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
         let mut state = file.lock();
         self.ingest_published(file, &mut state);
-        if state.pending == 0 {
+        if state.pending.is_empty() {
             drop(state);
             done(Ok(()));
             return;
         }
         let until = state
-            .extents
+            .pending
+            .extents()
             .iter()
             .map(|(_, e)| e.sequence)
             .max()
             .unwrap_or(0);
-        state.waiters.push(Waiter { until, done });
+        state.drain.add_waiter(Waiter { until, done });
         // Someone waits: the next try is now, not after the back-off.
-        if let Some(failure) = &mut state.failure {
-            failure.retry_at = Instant::now();
-        }
+        state.drain.retry_now();
         self.force(file, &mut state);
     }
 
@@ -168,7 +167,7 @@ impl<B: Backing> Engine<B> {
         let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
         files
             .into_iter()
-            .filter(|file| file.lock().pending > 0)
+            .filter(|file| file.lock().pending.bytes() > 0)
             .filter(|file| path.is_empty() || file.inode.paths().iter().any(|p| is_below(p, path)))
             .collect()
     }
@@ -177,9 +176,7 @@ impl<B: Backing> Engine<B> {
     pub fn drain_tree(&self, path: &[u8]) {
         for file in self.pending_below(path) {
             let mut state = file.lock();
-            if let Some(failure) = &mut state.failure {
-                failure.retry_at = Instant::now();
-            }
+            state.drain.retry_now();
             self.force(&file, &mut state);
         }
     }
@@ -217,7 +214,7 @@ impl<B: Backing> Engine<B> {
                     }
                     None => {}
                 }
-                left.0 += file.lock().pending;
+                left.0 += file.lock().pending.bytes();
                 left.1 += 1;
                 true
             });

@@ -64,7 +64,7 @@ impl<B: Backing> Engine<B> {
         // Whatever programs have open: the turn gets the descriptors that are kept only to be faster.
         self.close_all_idle();
         for file in self.files_at(path) {
-            self.end_door(&file);
+            self.end_grant(&file);
         }
         match pending {
             Pending::Drain => {

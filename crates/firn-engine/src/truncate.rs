@@ -12,29 +12,14 @@ use crate::file::{BackingFile, File, FileState};
 use crate::{HandleId, Result};
 
 impl<B: Backing> Engine<B> {
-    /// Length with pending data counted in.
-    pub(crate) fn size_of(&self, file: &Arc<File<B>>) -> Result<u64> {
-        let pending = {
-            let mut state = file.lock();
-            self.ingest_published(file, &mut state);
-            state.extents.end()
-        };
-        Ok(self
-            .backing
-            .attr(&self.object(&file.inode)?)?
-            .size
-            .max(pending))
-    }
-
     /// ftruncate(2). The journal knows of it before the backing does, so that a crash leaves the old
     /// file or the new one: pieces beyond the new end never come back.
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
         self.await_change(file)?;
         let target = self.writer(file)?;
         let mut state = file.begin_exclusive();
-        self.revoke(file, &mut state);
-        state.changes += 1;
-        state.unlist(&self.arena);
+        self.revoke_grant(file, &mut state);
+        state.note_change(&self.arena);
         let result = self.truncate_exclusively(file, &mut state, &target, size);
         file.end_exclusive(&mut state);
         let waiters = self.finish_drained(file, &mut state);
@@ -67,22 +52,22 @@ impl<B: Backing> Engine<B> {
     ) -> Result<()> {
         file.inode.durable.store(false, Ordering::Relaxed);
         // Bytes that are written meanwhile are later ones: they make pieces of their own.
-        state.tail = None;
-        let cuts = state.extents.end() > size;
-        let Some(bound) = state.bound.filter(|_| cuts) else {
+        state.pending.end_tail();
+        let cuts = state.pending.end() > size;
+        let Some(file_id) = state.pending.file_id().filter(|_| cuts) else {
             state.unlocked(|| self.backing.set_len(&target.file, size))?;
             state.cache.drop_range(&self.arena, size..u64::MAX);
             state.cache.trust();
-            if state.pending > 0 {
-                state.touch();
-                state.keep_time(&self.arena);
+            if !state.pending.is_empty() {
+                state.pending.touch();
+                state.pending.keep_time(&self.arena);
             }
             file.inode.data_unsynced.store(true, Ordering::Release);
             return Ok(());
         };
         let sequence = self.arena.next_sequence();
         let begin = Record::TruncateBegin {
-            file: bound,
+            file: file_id.get(),
             sequence,
             size,
         };
@@ -96,25 +81,25 @@ impl<B: Backing> Engine<B> {
             // it a recovery would truncate again, over what was drained since: then the pieces stay
             // pending until the journal takes it.
             let end = Record::TruncateEnd {
-                file: bound,
+                file: file_id.get(),
                 sequence,
                 size,
                 done: true,
             };
             self.append_end_record(&end);
-            state.voids += 1;
-            let before = state.pending;
+            state.pending.add_drained_range();
+            let before = state.pending.bytes();
             let cancelled = state.cut(&self.arena, size..u64::MAX, sequence);
             self.counters
                 .cancelled_bytes
                 .fetch_add(cancelled, Ordering::Relaxed);
-            self.count_held(before, state.pending);
-            state.touch();
-            state.keep_time(&self.arena);
+            self.count_held(before, state.pending.bytes());
+            state.pending.touch();
+            state.pending.keep_time(&self.arena);
             file.inode.data_unsynced.store(true, Ordering::Release);
         } else {
             self.append_end_record(&Record::TruncateEnd {
-                file: bound,
+                file: file_id.get(),
                 sequence,
                 size,
                 done: false,
@@ -131,7 +116,7 @@ impl<B: Backing> Engine<B> {
         if !handle.writable {
             return Err(Errno::BADF);
         }
-        self.end_door(&handle.file);
+        self.end_grant(&handle.file);
         self.drain_and_wait(&handle.file)?;
         self.with_exclusive_file(&handle.file, |target| {
             self.backing.allocate(target, mode, offset, len)
@@ -161,8 +146,8 @@ impl<B: Backing> Engine<B> {
         if !from.readable || !to.writable {
             return Err(Errno::BADF);
         }
-        self.end_door(&from.file);
-        self.end_door(&to.file);
+        self.end_grant(&from.file);
+        self.end_grant(&to.file);
         self.drain_and_wait(&from.file)?;
         self.drain_and_wait(&to.file)?;
         let source = self.reader(&from.file)?;
@@ -177,7 +162,7 @@ impl<B: Backing> Engine<B> {
         self.handle(handle).is_ok_and(|h| {
             let mut state = h.file.lock();
             self.ingest_published(&h.file, &mut state);
-            state.pending > 0
+            !state.pending.is_empty()
         })
     }
 
@@ -190,11 +175,10 @@ impl<B: Backing> Engine<B> {
         self.await_change(file)?;
         let target = self.writer(file)?;
         let mut state = file.begin_exclusive();
-        self.revoke(file, &mut state);
-        state.changes += 1;
-        state.unlist(&self.arena);
+        self.revoke_grant(file, &mut state);
+        state.note_change(&self.arena);
         state.cache.drop_all(&self.arena);
-        state.tail = None;
+        state.pending.end_tail();
         let result = state.unlocked(|| work(&target.file));
         file.inode.durable.store(false, Ordering::Relaxed);
         file.inode.data_unsynced.store(true, Ordering::Release);

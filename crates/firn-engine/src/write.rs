@@ -12,13 +12,21 @@ use firn_format::slab::Class;
 
 use crate::engine::{DrainPolicy, Engine, Handle};
 use crate::extents::Extent;
-use crate::file::{File, FileState};
+use crate::file::{File, FileId, FileState};
 use crate::{HandleId, Principal, Result, Written};
 
 /// Ends of files beyond this ask the backing at once whether it can hold such a file, so that EFBIG
 /// comes from write(2) and not from a drain that can never succeed. Below it every file system that
 /// Firn is used with agrees.
 const SIZE_ASKED_ABOVE: u64 = 1 << 40;
+
+/// How far a write came before anything was appended.
+enum Begun {
+    /// So many bytes are written already.
+    Done(usize),
+    /// All of it is to be appended, for this file id as long as it holds.
+    Append(Option<FileId>),
+}
 
 /// The lease of a handle.
 type Slot<'a> = MutexGuard<'a, Option<Lease>>;
@@ -42,37 +50,23 @@ impl<B: Backing> Engine<B> {
         let end = offset
             .checked_add(data.len() as u64)
             .filter(|&end| end <= i64::MAX as u64);
-        let end = end.ok_or(Errno::FBIG)?;
+        end.ok_or(Errno::FBIG)?;
         if data.is_empty() {
             return Ok(Written::Bytes(0));
         }
-        self.end_door(file);
-        let is_plain = {
-            let mut state = file.lock();
-            if let Some(errno) = state.take_unreported_failure() {
-                return Err(errno);
+        self.end_grant(file);
+        let file_id = match self.begin_write(file, offset, data, by)? {
+            Begun::Done(n) => {
+                self.count_ingest(n);
+                return Ok(Written::Bytes(n));
             }
-            state.plain_in == self.privileges_epoch()
+            Begun::Append(file_id) => file_id,
         };
-        if let Some(by) = by.filter(|_| !is_plain) {
-            self.drop_privileges_of(file, by)?;
-        }
-        if end > SIZE_ASKED_ABOVE {
-            self.ask_size(file, end)?;
-        }
-        if self.is_nameless(file)? {
-            let n = self.write_through(file, offset, data)?;
-            self.count_ingest(n);
-            return Ok(Written::Bytes(n));
-        }
-        if self.overwrite(file, offset, data) {
-            self.count_ingest(data.len());
-            return Ok(Written::Bytes(data.len()));
-        }
         let mut done = 0;
         let mut slot = handle.lease.lock();
         while done < data.len() {
-            let n = self.append(&handle, &mut slot, offset + done as u64, &data[done..]);
+            let rest = &data[done..];
+            let n = self.append(&handle, &mut slot, file_id, offset + done as u64, rest);
             if n == 0 {
                 break;
             }
@@ -87,6 +81,53 @@ impl<B: Backing> Engine<B> {
         Ok(Written::Bytes(done))
     }
 
+    /// What comes before the bytes are appended: the error of a drain, the loss of privileges, a write that needs no
+    /// room. The usual append, to a file without privileges that has a file id, takes the file's lock once here.
+    fn begin_write(
+        &self,
+        file: &Arc<File<B>>,
+        offset: u64,
+        data: &[u8],
+        by: Option<&dyn Principal>,
+    ) -> Result<Begun> {
+        let end = offset + data.len() as u64;
+        {
+            let mut state = file.lock();
+            if let Some(errno) = state.drain.take_unreported_failure() {
+                return Err(errno);
+            }
+            let is_plain = by.is_none() || state.plain_in == self.privileges_epoch();
+            let file_id = state.pending.file_id();
+            if is_plain && file_id.is_some() && end <= SIZE_ASKED_ABOVE {
+                return Ok(self.overwrite_or_append(file, &mut state, offset, data));
+            }
+        }
+        if let Some(by) = by {
+            self.drop_privileges_of(file, by)?;
+        }
+        if end > SIZE_ASKED_ABOVE {
+            self.ask_size(file, end)?;
+        }
+        if self.is_nameless(file)? {
+            return self.write_through(file, offset, data).map(Begun::Done);
+        }
+        Ok(self.overwrite_or_append(file, &mut file.lock(), offset, data))
+    }
+
+    fn overwrite_or_append(
+        &self,
+        file: &File<B>,
+        state: &mut FileState<B>,
+        offset: u64,
+        data: &[u8],
+    ) -> Begun {
+        if self.overwrite(file, state, offset, data) {
+            Begun::Done(data.len())
+        } else {
+            Begun::Append(state.pending.file_id())
+        }
+    }
+
     /// Whether a write up to `end` has to ask the backing or wait for somebody before its bytes are taken. What
     /// [`Engine::write`] waits for otherwise is short.
     pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
@@ -99,7 +140,7 @@ impl<B: Backing> Engine<B> {
         let (is_bound, is_plain) = {
             let state = handle.file.lock();
             (
-                state.bound.is_some() || state.unlinked,
+                state.pending.file_id().is_some() || state.unlinked,
                 state.plain_in == self.privileges_epoch(),
             )
         };
@@ -113,7 +154,7 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn is_nameless(&self, file: &File<B>) -> Result<bool> {
         let unbound = {
             let state = file.lock();
-            state.bound.is_none() && !state.unlinked
+            state.pending.file_id().is_none() && !state.unlinked
         };
         Ok(unbound
             && file.inode.paths().is_empty()
@@ -137,29 +178,47 @@ impl<B: Backing> Engine<B> {
 
     /// Overwrites pending bytes where they lie, if one extent holds all of them and nobody else reads it there.
     /// Bytes that are rewritten again and again then take no new room.
-    fn overwrite(&self, file: &File<B>, offset: u64, data: &[u8]) -> bool {
+    fn overwrite(
+        &self,
+        file: &File<B>,
+        state: &mut FileState<B>,
+        offset: u64,
+        data: &[u8],
+    ) -> bool {
         let range = offset..offset + data.len() as u64;
-        let mut state = file.lock();
-        if state.exclusive || state.door.is_some() || state.holds > 0 || state.is_inflight(&range) {
+        if state.drain.is_exclusive()
+            || state.direct.has_grant()
+            || state.direct.has_chunk_lists()
+            || state.drain.is_in_flight(&range)
+        {
             return false;
         }
-        let Some(extent) = state.extents.covering(range) else {
+        let Some(extent) = state.pending.extents().covering(range) else {
             return false;
         };
-        state.unlist(&self.arena);
+        state.direct.invalidate_list(&self.arena);
         let changed = self
             .arena
             .overwrite(extent.piece.slab, extent.position, data);
         if changed {
-            state.touch();
-            self.arena.set_modified(extent.piece, state.written);
+            state.pending.touch();
+            self.arena
+                .set_modified(extent.piece, state.pending.recorded_ns());
             file.inode.durable.store(false, Ordering::Relaxed);
         }
         changed
     }
 
-    /// Appends a first part of `data` to the handle's slab; returns its length, 0 where there is no room.
-    fn append(&self, handle: &Handle<B>, slot: &mut Slot<'_>, offset: u64, data: &[u8]) -> usize {
+    /// Appends a first part of `data` to the handle's slab; returns its length, 0 where there is no room. `known_id`: of
+    /// the file, a moment ago.
+    fn append(
+        &self,
+        handle: &Handle<B>,
+        slot: &mut Slot<'_>,
+        mut known_id: Option<FileId>,
+        offset: u64,
+        data: &[u8],
+    ) -> usize {
         let file = &handle.file;
         loop {
             let Some(lease) = slot.as_mut() else {
@@ -172,12 +231,15 @@ impl<B: Backing> Engine<B> {
                 }
                 continue;
             };
-            let known = file.lock().bound;
-            let Some(bound) = known.or_else(|| self.bind_with_paths(file)) else {
+            let file_id = known_id
+                .take()
+                .or_else(|| file.lock().pending.file_id())
+                .or_else(|| self.begin_file_id_at_rest(file));
+            let Some(file_id) = file_id else {
                 slot.unlocked(|| self.reclaim());
                 return 0;
             };
-            let Some(reserved) = lease.reserve(bound, offset, data.len() as u64) else {
+            let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
                 let full = slot.take().expect("just used");
                 self.arena.seal(full);
                 continue;
@@ -188,23 +250,29 @@ impl<B: Backing> Engine<B> {
                 &data[..reserved.len as usize],
             );
             let mut state = file.lock();
-            self.revoke(file, &mut state);
-            if state.bound != Some(bound) {
-                // Everything was drained meanwhile and the binding ended: the room is still ours.
+            self.revoke_grant(file, &mut state);
+            if state.pending.file_id() != Some(file_id) {
+                // Everything was drained meanwhile and the file id ended: the reserved room is used for the next one.
                 continue;
             }
-            let extends = lease.continues(bound, offset, reserved)
+            let extends = lease.continues(file_id.get(), offset, reserved)
                 && lease.last().is_some()
-                && lease.last() == state.tail;
-            state.touch();
+                && lease.last().is_some_and(|last| state.pending.is_tail(last));
+            state.pending.touch();
             // An extended piece keeps its sequence: no write came between, or it would not be the tail.
             let (piece, sequence) = if extends {
-                self.arena.extend(lease, reserved.len, state.written)
+                self.arena
+                    .extend(lease, reserved.len, state.pending.recorded_ns())
             } else {
                 let sequence = self.arena.next_sequence();
                 (
-                    self.arena
-                        .publish(lease, reserved, (bound, offset), sequence, state.written),
+                    self.arena.publish(
+                        lease,
+                        reserved,
+                        (file_id.get(), offset),
+                        sequence,
+                        state.pending.recorded_ns(),
+                    ),
                     sequence,
                 )
             };
@@ -234,12 +302,12 @@ impl<B: Backing> Engine<B> {
         offset: u64,
         extent: Extent,
     ) {
-        let before = state.pending;
+        let before = state.pending.bytes();
         let cancelled = state.insert(&self.arena, offset, extent);
         self.counters
             .cancelled_bytes
             .fetch_add(cancelled, Ordering::Relaxed);
-        self.count_held(before, state.pending);
+        self.count_held(before, state.pending.bytes());
         file.inode.durable.store(false, Ordering::Relaxed);
         if before == 0 {
             let now = Instant::now();
@@ -250,11 +318,10 @@ impl<B: Backing> Engine<B> {
                 self.wake_lane(file.lane);
             }
         }
-        state.fresh += extent.len;
-        if self.options.drain == DrainPolicy::Eager
-            && state.fresh >= self.options.drain_write_bytes_min
-        {
-            state.fresh = 0;
+        let is_worth_a_write = state
+            .drain
+            .add_fresh_bytes(extent.len, self.options.drain_write_bytes_min);
+        if is_worth_a_write && self.options.drain == DrainPolicy::Eager {
             self.enqueue(file, state);
         }
     }

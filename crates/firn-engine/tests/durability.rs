@@ -88,16 +88,16 @@ fn a_file_that_is_never_wholly_drained_does_not_fill_the_journal() {
             assert_eq!(written, Ok(Written::Bytes(len)), "round {round}");
         }
         while world.engine.figures().held_bytes > 64 << 10 && world.drain_step() {}
-        assert_ne!(world.engine.figures().held_bytes, 0, "the binding ended");
+        assert_ne!(world.engine.figures().held_bytes, 0, "the file id ended");
         let found = replay(&world.engine.arena().journal_region());
         most = most.max(
             found
                 .ledger
                 .files()
-                .map(|(_, bound)| bound.voids.len())
+                .map(|(_, known)| known.drained_ranges.len())
                 .max()
                 .unwrap_or(0),
         );
     }
-    assert!((2..100).contains(&most), "{most} voids");
+    assert!((2..100).contains(&most), "{most} drained ranges");
 }

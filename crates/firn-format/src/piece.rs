@@ -1,7 +1,7 @@
 //! Piece records: one recorded append each.
 //!
 //! ```text
-//! 0   u64 who          binding of the file, from the journal (low 40 bits); bits 32 to 55 of the sequence
+//! 0   u64 who          id of the file, from the journal (low 40 bits); bits 32 to 55 of the sequence
 //! 8   u64 offset       bytes from the start of the file
 //! 16  u64 modified     time of the last write to it, nanoseconds since 1970; 0: not known
 //! 24  u64 place        low 32 bits of the sequence, its order among all writes of the arena (low half);
@@ -36,7 +36,7 @@ pub mod word {
 }
 
 const FILE_BITS: u32 = 40;
-/// Largest binding. Files that are bound ten thousand times a second reach it after three years.
+/// Largest file id. Ten thousand new ones a second reach it after three years.
 pub const FILE_MAX: u64 = (1 << FILE_BITS) - 1;
 /// Largest sequence. Ten million a second reach it after two centuries.
 pub const SEQUENCE_MAX: u64 = (1 << 56) - 1;
@@ -61,7 +61,7 @@ pub fn dead(generation: u64) -> u64 {
 /// A piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Binding of the file that it belongs to.
+    /// Id of the file that it belongs to.
     pub file: u64,
     /// Bytes from the start of the file.
     pub offset: u64,
@@ -76,7 +76,7 @@ pub struct Piece {
 /// A record as it lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawPiece {
-    /// Binding and part of the sequence.
+    /// File id and part of the sequence.
     pub who: u64,
     /// See [`Piece`].
     pub offset: u64,

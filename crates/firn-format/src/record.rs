@@ -1,6 +1,6 @@
 //! Journal records: what happened to names and files that have pending data.
 //!
-//! Only files with pending pieces are *bound* in the journal: a binding number, the identity in the
+//! Only files with pending pieces are known to the journal: a file id, the identity in the
 //! backing and the names under which it may be found. All other metadata lives in the backing alone.
 
 use crate::FormatError;
@@ -22,9 +22,9 @@ pub struct Identity {
 /// One record. `path`s are relative to the backing, without a leading slash.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Record {
-    /// `file` is now the binding of this object, which can be found at `paths`.
-    Bind {
-        /// Binding, never used twice.
+    /// `file` is now the id of this object, which can be found at `paths`.
+    FileIdBegin {
+        /// File id, never used twice.
         file: u64,
         /// Of the object.
         identity: Identity,
@@ -35,14 +35,14 @@ pub enum Record {
     },
     /// The file has one more name.
     NameAdded {
-        /// Binding.
+        /// File id.
         file: u64,
         /// The name.
         path: Vec<u8>,
     },
     /// A name is about to be removed: it is doubtful from now on.
     NameRemoved {
-        /// Binding.
+        /// File id.
         file: u64,
         /// The name.
         path: Vec<u8>,
@@ -68,7 +68,7 @@ pub enum Record {
     },
     /// The file is about to get `size`: pieces with a sequence up to `sequence` count only below it.
     TruncateBegin {
-        /// Binding.
+        /// File id.
         file: u64,
         /// Last sequence that is cut.
         sequence: u64,
@@ -77,7 +77,7 @@ pub enum Record {
     },
     /// The backing has the new size (`done`), or refused it and nothing was cut.
     TruncateEnd {
-        /// Binding.
+        /// File id.
         file: u64,
         /// As in its begin.
         sequence: u64,
@@ -88,26 +88,26 @@ pub enum Record {
     },
     /// This range of pieces with a sequence up to `sequence` is not pending any more (it was drained,
     /// while some piece that overlaps it is pending elsewhere).
-    Void {
-        /// Binding.
+    DrainedRange {
+        /// File id.
         file: u64,
         /// Start of the range.
         offset: u64,
         /// Length of the range.
         len: u64,
-        /// Last sequence that is void.
+        /// Last sequence that is drained there.
         sequence: u64,
     },
-    /// Nothing up to `sequence` is pending any more: what is void up to there need not be known.
-    VoidsPassed {
-        /// Binding.
+    /// Nothing up to `sequence` is pending any more: drained ranges up to there need not be known.
+    DrainedRangesForgotten {
+        /// File id.
         file: u64,
         /// Last sequence of which nothing is pending.
         sequence: u64,
     },
     /// The modification time is this one, unless a piece was modified after `written`.
     ModifiedAt {
-        /// Binding.
+        /// File id.
         file: u64,
         /// The time, which a program may have set.
         time: Timestamp,
@@ -116,14 +116,14 @@ pub enum Record {
     },
     /// The file's writers opened it, closed it, or were killed.
     Ended {
-        /// Binding.
+        /// File id.
         file: u64,
         /// How it stands.
         ending: Ending,
     },
-    /// Nothing is pending; the binding ends.
-    Unbind {
-        /// Binding.
+    /// Nothing is pending; the file id ends.
+    FileIdEnd {
+        /// File id.
         file: u64,
     },
 }
@@ -154,18 +154,18 @@ impl Ending {
 
 const ENDINGS: [Ending; 3] = [Ending::Open, Ending::Closed, Ending::Cut];
 
-const BIND: u8 = 1;
+const FILE_ID_BEGIN: u8 = 1;
 const NAME_ADDED: u8 = 2;
 const NAME_REMOVED: u8 = 3;
 const RENAME_BEGIN: u8 = 4;
 const RENAME_END: u8 = 5;
 const TRUNCATE_BEGIN: u8 = 6;
 const TRUNCATE_END: u8 = 7;
-const VOID: u8 = 8;
+const DRAINED_RANGE: u8 = 8;
 const MODIFIED_AT: u8 = 9;
-const UNBIND: u8 = 10;
+const FILE_ID_END: u8 = 10;
 const ENDED: u8 = 11;
-const VOIDS_PASSED: u8 = 12;
+const DRAINED_RANGES_FORGOTTEN: u8 = 12;
 const BIND_ENDED: u8 = 13;
 
 impl Record {
@@ -173,14 +173,14 @@ impl Record {
     pub fn encode(&self) -> Vec<u8> {
         let mut w = Writer(Vec::with_capacity(64));
         match self {
-            Self::Bind {
+            Self::FileIdBegin {
                 file,
                 identity,
                 paths,
                 ending,
             } => {
                 match ending {
-                    Ending::Open => w.tag(BIND),
+                    Ending::Open => w.tag(FILE_ID_BEGIN),
                     // In a record of their own, with its frame, the closed files of a snapshot took a third more.
                     ended => w.tag(BIND_ENDED).u8(*ended as u8),
                 };
@@ -234,16 +234,20 @@ impl Record {
                     .u64(*size)
                     .u8(u8::from(*done));
             }
-            Self::Void {
+            Self::DrainedRange {
                 file,
                 offset,
                 len,
                 sequence,
             } => {
-                w.tag(VOID).u64(*file).u64(*offset).u64(*len).u64(*sequence);
+                w.tag(DRAINED_RANGE)
+                    .u64(*file)
+                    .u64(*offset)
+                    .u64(*len)
+                    .u64(*sequence);
             }
-            Self::VoidsPassed { file, sequence } => {
-                w.tag(VOIDS_PASSED).u64(*file).u64(*sequence);
+            Self::DrainedRangesForgotten { file, sequence } => {
+                w.tag(DRAINED_RANGES_FORGOTTEN).u64(*file).u64(*sequence);
             }
             Self::ModifiedAt {
                 file,
@@ -259,8 +263,8 @@ impl Record {
             Self::Ended { file, ending } => {
                 w.tag(ENDED).u64(*file).u8(*ending as u8);
             }
-            Self::Unbind { file } => {
-                w.tag(UNBIND).u64(*file);
+            Self::FileIdEnd { file } => {
+                w.tag(FILE_ID_END).u64(*file);
             }
         }
         w.0
@@ -270,8 +274,8 @@ impl Record {
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let mut r = Reader(bytes);
         let record = match r.u8()? {
-            kind @ (BIND | BIND_ENDED) => {
-                let ending = if kind == BIND {
+            kind @ (FILE_ID_BEGIN | BIND_ENDED) => {
+                let ending = if kind == FILE_ID_BEGIN {
                     Ending::Open
                 } else {
                     r.ending()?
@@ -291,7 +295,7 @@ impl Record {
                 };
                 let count = r.u32()?;
                 let paths = (0..count).map(|_| r.bytes()).collect::<Result<_, _>>()?;
-                Self::Bind {
+                Self::FileIdBegin {
                     file,
                     identity: Identity { dev, ino, btime },
                     paths,
@@ -327,13 +331,13 @@ impl Record {
                 size: r.u64()?,
                 done: r.flag()?,
             },
-            VOID => Self::Void {
+            DRAINED_RANGE => Self::DrainedRange {
                 file: r.u64()?,
                 offset: r.u64()?,
                 len: r.u64()?,
                 sequence: r.u64()?,
             },
-            VOIDS_PASSED => Self::VoidsPassed {
+            DRAINED_RANGES_FORGOTTEN => Self::DrainedRangesForgotten {
                 file: r.u64()?,
                 sequence: r.u64()?,
             },
@@ -349,7 +353,7 @@ impl Record {
                     ending: r.ending()?,
                 }
             }
-            UNBIND => Self::Unbind { file: r.u64()? },
+            FILE_ID_END => Self::FileIdEnd { file: r.u64()? },
             other => return Err(damaged(format!("unknown kind {other}"))),
         };
         if r.0.is_empty() {
@@ -447,13 +451,13 @@ mod tests {
             btime: Some((-3, 4)),
         };
         vec![
-            Record::Bind {
+            Record::FileIdBegin {
                 file: 1,
                 identity,
                 paths: vec![b"a/b".to_vec(), vec![0xff; 300]],
                 ending: Ending::Open,
             },
-            Record::Bind {
+            Record::FileIdBegin {
                 file: 2,
                 identity: Identity {
                     btime: None,
@@ -488,13 +492,13 @@ mod tests {
                 size: 3,
                 done: true,
             },
-            Record::Void {
+            Record::DrainedRange {
                 file: 1,
                 offset: 2,
                 len: 3,
                 sequence: 4,
             },
-            Record::VoidsPassed {
+            Record::DrainedRangesForgotten {
                 file: 1,
                 sequence: 4,
             },
@@ -507,7 +511,7 @@ mod tests {
                 file: 1,
                 ending: Ending::Cut,
             },
-            Record::Unbind { file: 1 },
+            Record::FileIdEnd { file: 1 },
         ]
     }
 

@@ -87,7 +87,7 @@ impl<B: Backing> Coherence<B> {
                     return answer();
                 }
             }
-            engine.kernel_knows(inode);
+            engine.note_kernel_size(inode);
             answer();
         });
     }

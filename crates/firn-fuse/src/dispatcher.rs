@@ -297,7 +297,7 @@ fn attributes_of<B: Backing>(
     inode: InodeId,
     attr: firn_backing::Attr,
 ) -> Attributes {
-    let ttl = if engine.is_written_past_the_kernel(inode) {
+    let ttl = if engine.is_written_directly(inode) {
         Duration::ZERO
     } else {
         options.attr_timeout

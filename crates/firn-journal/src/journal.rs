@@ -56,7 +56,7 @@ pub enum Damage {
 pub struct Replay {
     /// The state after the last whole record.
     pub ledger: Ledger,
-    /// Largest binding ever named.
+    /// Largest file id ever named.
     pub last_file: u64,
     /// Records read.
     pub records: u64,
@@ -153,7 +153,7 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
         }
         match Record::decode(payload) {
             Ok(record) => {
-                if let Record::Bind { file, .. } = record {
+                if let Record::FileIdBegin { file, .. } = record {
                     out.last_file = out.last_file.max(file);
                 }
                 out.ledger.apply(&record);

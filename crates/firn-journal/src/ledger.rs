@@ -1,7 +1,7 @@
 //! What the records of a journal add up to.
 //!
 //! Invariants
-//! * A binding has at least the names it was bound with, until they are removed or renamed away.
+//! * A file id has at least the names it began with, until they are removed or renamed away.
 //! * A doubtful name may or may not lead to the file; recovery looks and compares the identity.
 
 use std::collections::BTreeMap;
@@ -22,12 +22,12 @@ pub enum PathState {
 
 /// A range whose older pieces are not pending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Void {
+pub struct DrainedRange {
     /// Start of the range in the file.
     pub offset: u64,
     /// Its length; `u64::MAX - offset` reaches to the end of any file.
     pub len: u64,
-    /// Pieces up to this sequence are void there.
+    /// Pieces up to this sequence are drained there.
     pub sequence: u64,
 }
 
@@ -36,13 +36,13 @@ pub type Path = (Box<[u8]>, PathState);
 
 /// A file with pending data. There may be very many: what few of them have takes a word in the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Bound {
+pub struct KnownFile {
     /// What it is in the backing.
     pub identity: Identity,
     /// Where it may be found, best first.
     pub paths: SmallVec<[Path; 1]>,
-    /// See [`Void`].
-    pub voids: ThinVec<Void>,
+    /// See [`DrainedRange`].
+    pub drained_ranges: ThinVec<DrainedRange>,
     /// A truncation that had begun: sequence and size.
     pub truncating: ThinVec<(u64, u64)>,
     /// The modification time that counts until a piece has one later than [`ModifiedAt::written`].
@@ -51,7 +51,7 @@ pub struct Bound {
     pub ending: Ending,
 }
 
-const _: () = assert!(size_of::<Bound>() <= 104);
+const _: () = assert!(size_of::<KnownFile>() <= 104);
 
 /// A modification time that does not follow from the pieces: a program set it, or those that had it are gone. Boxed:
 /// few files have one.
@@ -74,39 +74,39 @@ struct Rename {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ledger {
     /// Boxed: half of the room in a tree's hosts is empty.
-    files: BTreeMap<u64, Box<Bound>>,
+    files: BTreeMap<u64, Box<KnownFile>>,
     renames: BTreeMap<u64, Rename>,
 }
 
 impl Ledger {
-    /// All bindings.
-    pub fn files(&self) -> impl Iterator<Item = (u64, &Bound)> {
-        self.files.iter().map(|(file, bound)| (*file, &**bound))
+    /// All file ids.
+    pub fn files(&self) -> impl Iterator<Item = (u64, &KnownFile)> {
+        self.files.iter().map(|(file, known)| (*file, &**known))
     }
-    /// One binding.
-    pub fn file(&self, file: u64) -> Option<&Bound> {
-        self.files.get(&file).map(|bound| &**bound)
+    /// One file id.
+    pub fn file(&self, file: u64) -> Option<&KnownFile> {
+        self.files.get(&file).map(|known| &**known)
     }
-    /// Number of bindings.
+    /// Number of file ids.
     pub fn len(&self) -> usize {
         self.files.len()
     }
-    /// Whether nothing is bound.
+    /// Whether nothing is known.
     pub fn is_empty(&self) -> bool {
         self.files.is_empty()
     }
-    /// The best name of a binding.
+    /// The best name of a file id.
     pub fn path(&self, file: u64) -> Option<&[u8]> {
         let paths = &self.files.get(&file)?.paths;
         let sure = paths.iter().find(|(_, state)| *state == PathState::Sure);
         sure.or(paths.first()).map(|(path, _)| &**path)
     }
 
-    /// Takes one record in. Records about bindings that are not there are ignored: their file was
+    /// Takes one record in. Records about file ids that are not there are ignored: their file was
     /// unbound while the record was on its way.
     pub fn apply(&mut self, record: &Record) {
         match record {
-            Record::Bind {
+            Record::FileIdBegin {
                 file,
                 identity,
                 paths,
@@ -116,25 +116,25 @@ impl Ledger {
                     .iter()
                     .map(|p| (p.as_slice().into(), PathState::Sure))
                     .collect();
-                let bound = Bound {
+                let known = KnownFile {
                     identity: *identity,
                     paths,
-                    voids: ThinVec::new(),
+                    drained_ranges: ThinVec::new(),
                     truncating: ThinVec::new(),
                     modified_at: None,
                     ending: *ending,
                 };
-                self.files.insert(*file, Box::new(bound));
+                self.files.insert(*file, Box::new(known));
             }
             Record::NameAdded { file, path } => {
-                if let Some(bound) = self.files.get_mut(file) {
-                    bound.paths.retain(|(p, _)| **p != **path);
-                    bound.paths.push((path.as_slice().into(), PathState::Sure));
+                if let Some(known) = self.files.get_mut(file) {
+                    known.paths.retain(|(p, _)| **p != **path);
+                    known.paths.push((path.as_slice().into(), PathState::Sure));
                 }
             }
             Record::NameRemoved { file, path } => {
-                if let Some(bound) = self.files.get_mut(file) {
-                    bound.doubt(path);
+                if let Some(known) = self.files.get_mut(file) {
+                    known.doubt(path);
                 }
             }
             Record::RenameBegin {
@@ -161,8 +161,8 @@ impl Ledger {
                 sequence,
                 size,
             } => {
-                if let Some(bound) = self.files.get_mut(file) {
-                    bound.truncating.push((*sequence, *size));
+                if let Some(known) = self.files.get_mut(file) {
+                    known.truncating.push((*sequence, *size));
                 }
             }
             Record::TruncateEnd {
@@ -171,35 +171,37 @@ impl Ledger {
                 size,
                 done,
             } => {
-                if let Some(bound) = self.files.get_mut(file) {
-                    bound.truncating.retain(|(s, _)| s != sequence);
+                if let Some(known) = self.files.get_mut(file) {
+                    known.truncating.retain(|(s, _)| s != sequence);
                     if *done {
-                        let void = Void {
+                        let drained = DrainedRange {
                             offset: *size,
                             len: u64::MAX - size,
                             sequence: *sequence,
                         };
-                        bound.voids.push(void);
+                        known.drained_ranges.push(drained);
                     }
                 }
             }
-            Record::Void {
+            Record::DrainedRange {
                 file,
                 offset,
                 len,
                 sequence,
             } => {
-                if let Some(bound) = self.files.get_mut(file) {
-                    bound.voids.push(Void {
+                if let Some(known) = self.files.get_mut(file) {
+                    known.drained_ranges.push(DrainedRange {
                         offset: *offset,
                         len: *len,
                         sequence: *sequence,
                     });
                 }
             }
-            Record::VoidsPassed { file, sequence } => {
-                if let Some(bound) = self.files.get_mut(file) {
-                    bound.voids.retain(|void| void.sequence > *sequence);
+            Record::DrainedRangesForgotten { file, sequence } => {
+                if let Some(known) = self.files.get_mut(file) {
+                    known
+                        .drained_ranges
+                        .retain(|drained| drained.sequence > *sequence);
                 }
             }
             Record::ModifiedAt {
@@ -207,28 +209,28 @@ impl Ledger {
                 time,
                 written,
             } => {
-                if let Some(bound) = self.files.get_mut(file) {
-                    bound.modified_at = Some(Box::new(ModifiedAt {
+                if let Some(known) = self.files.get_mut(file) {
+                    known.modified_at = Some(Box::new(ModifiedAt {
                         time: *time,
                         written: *written,
                     }));
                 }
             }
             Record::Ended { file, ending } => {
-                if let Some(bound) = self.files.get_mut(file) {
-                    bound.ending = *ending;
+                if let Some(known) = self.files.get_mut(file) {
+                    known.ending = *ending;
                 }
             }
-            Record::Unbind { file } => {
+            Record::FileIdEnd { file } => {
                 self.files.remove(file);
             }
         }
     }
 
     fn begin_rename(&mut self, rename: &Rename) {
-        for bound in self.files.values_mut() {
+        for known in self.files.values_mut() {
             let mut more: Vec<Path> = Vec::new();
-            for (path, state) in &mut bound.paths {
+            for (path, state) in &mut known.paths {
                 if let Some(moved) = moved(path, &rename.from, &rename.to) {
                     more.push((moved.into(), PathState::Doubtful));
                 } else if rename.exchange
@@ -239,19 +241,19 @@ impl Ledger {
                     *state = PathState::Doubtful;
                 }
             }
-            more.retain(|(new, _)| bound.paths.iter().all(|(p, _)| p != new));
-            bound.paths.extend(more);
+            more.retain(|(new, _)| known.paths.iter().all(|(p, _)| p != new));
+            known.paths.extend(more);
         }
     }
 
     fn end_rename(&mut self, rename: &Rename, done: bool) {
-        for bound in self.files.values_mut() {
+        for known in self.files.values_mut() {
             let below_either = |path: &[u8]| {
                 below(path, &rename.from) || (rename.exchange && below(path, &rename.to))
             };
             // A name that was sure and moved leaves its old path; its new one, added at the begin,
             // becomes sure. Where the rename failed it is the other way round.
-            let moves: Vec<(Vec<u8>, Vec<u8>)> = bound
+            let moves: Vec<(Vec<u8>, Vec<u8>)> = known
                 .paths
                 .iter()
                 .filter(|(path, state)| *state == PathState::Sure && below_either(path))
@@ -267,11 +269,11 @@ impl Ledger {
                 })
                 .collect();
             // All at once: in an exchange, the name that one move drops may be what another keeps.
-            bound.paths.retain(|(p, _)| {
+            known.paths.retain(|(p, _)| {
                 moves.iter().all(|(_, drop)| **drop != **p)
                     || moves.iter().any(|(keep, _)| **keep == **p)
             });
-            for (path, state) in &mut bound.paths {
+            for (path, state) in &mut known.paths {
                 if moves.iter().any(|(keep, _)| **keep == **path) {
                     *state = PathState::Sure;
                 }
@@ -282,29 +284,31 @@ impl Ledger {
     /// Bytes of records that a snapshot can do without once `record` is taken in, beside what it repeats itself.
     pub(crate) fn bytes_ended_by(&self, record: &Record) -> usize {
         match record {
-            Record::Unbind { file } => self.files.get(file).map_or(0, |bound| {
+            Record::FileIdEnd { file } => self.files.get(file).map_or(0, |known| {
                 let mut bytes = 0;
-                bound.for_each_record(*file, &mut |record| {
+                known.for_each_record(*file, &mut |record| {
                     bytes += frame_bytes(record.encode().len())
                 });
                 bytes
             }),
-            Record::VoidsPassed { file, sequence } => self.files.get(file).map_or(0, |bound| {
-                let passed = bound
-                    .voids
-                    .iter()
-                    .filter(|void| void.sequence <= *sequence)
-                    .count();
-                let void = Record::Void {
-                    file: *file,
-                    offset: 0,
-                    len: 0,
-                    sequence: 0,
-                };
-                passed * frame_bytes(void.encode().len())
-            }),
+            Record::DrainedRangesForgotten { file, sequence } => {
+                self.files.get(file).map_or(0, |known| {
+                    let passed = known
+                        .drained_ranges
+                        .iter()
+                        .filter(|drained| drained.sequence <= *sequence)
+                        .count();
+                    let drained = Record::DrainedRange {
+                        file: *file,
+                        offset: 0,
+                        len: 0,
+                        sequence: 0,
+                    };
+                    passed * frame_bytes(drained.encode().len())
+                })
+            }
             Record::RenameEnd { id, .. } => self.renames.get(id).map_or(0, |rename| {
-                let paths = self.files.values().flat_map(|bound| &bound.paths);
+                let paths = self.files.values().flat_map(|known| &known.paths);
                 let moved = paths.filter(|(p, _)| below(p, &rename.from) || below(p, &rename.to));
                 // Every other one goes, as a name and as one that was removed.
                 moved.map(|(p, _)| frame_bytes(p.len())).sum()
@@ -322,7 +326,7 @@ impl Ledger {
 
     /// Tells the records that add up to this ledger one by one: together they take more memory than the ledger.
     pub fn for_each_record(&self, mut tell: impl FnMut(Record)) {
-        // First: the names that they added stand in the bindings, and must not be added again.
+        // First: the names that they added stand in the file ids, and must not be added again.
         for (&id, rename) in &self.renames {
             let from = rename.from.clone();
             let to = rename.to.clone();
@@ -333,17 +337,17 @@ impl Ledger {
                 exchange: rename.exchange,
             });
         }
-        for (&file, bound) in &self.files {
-            bound.for_each_record(file, &mut tell);
+        for (&file, known) in &self.files {
+            known.for_each_record(file, &mut tell);
         }
     }
 }
 
-impl Bound {
-    /// Tells the records that this binding takes.
+impl KnownFile {
+    /// Tells the records that this file id takes.
     fn for_each_record(&self, file: u64, tell: &mut impl FnMut(Record)) {
         let paths = self.paths.iter().map(|(p, _)| p.to_vec()).collect();
-        tell(Record::Bind {
+        tell(Record::FileIdBegin {
             file,
             identity: self.identity,
             paths,
@@ -357,12 +361,12 @@ impl Bound {
                 });
             }
         }
-        for void in &self.voids {
-            tell(Record::Void {
+        for drained in &self.drained_ranges {
+            tell(Record::DrainedRange {
                 file,
-                offset: void.offset,
-                len: void.len,
-                sequence: void.sequence,
+                offset: drained.offset,
+                len: drained.len,
+                sequence: drained.sequence,
             });
         }
         for &(sequence, size) in &self.truncating {

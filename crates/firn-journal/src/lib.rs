@@ -17,5 +17,5 @@ mod ledger;
 mod medium;
 
 pub use journal::{Damage, Full, Journal, Replay, replay};
-pub use ledger::{Bound, Ledger, ModifiedAt, Path, PathState, Void};
+pub use ledger::{DrainedRange, KnownFile, Ledger, ModifiedAt, Path, PathState};
 pub use medium::{Medium, Memory};

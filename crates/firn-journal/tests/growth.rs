@@ -116,7 +116,7 @@ fn bind(file: u64) -> Record {
         btime: None,
     };
     let path = format!("{}/{file}", "a-directory-with-a-name/".repeat(20)).into_bytes();
-    Record::Bind {
+    Record::FileIdBegin {
         file,
         identity,
         paths: vec![path],
@@ -139,13 +139,13 @@ fn memory_comes_with_the_names_and_goes_with_them() {
     assert_eq!(&replay(&medium.copy()).ledger, journal.ledger());
     for file in 1..=files {
         journal
-            .append_end(&Record::Unbind { file })
+            .append_end(&Record::FileIdEnd { file })
             .expect("an end fits");
     }
     for file in files + 1..files + 1000 {
         journal.append(&bind(file)).expect("there is room");
         journal
-            .append_end(&Record::Unbind { file })
+            .append_end(&Record::FileIdEnd { file })
             .expect("an end fits");
     }
     let after = medium.state().bytes_used();
@@ -187,7 +187,7 @@ fn a_crash_at_any_header_or_release_replays_to_what_was_there() {
         for file in first..=file - 100 * round {
             let before = journal.ledger().clone();
             journal
-                .append_end(&Record::Unbind { file })
+                .append_end(&Record::FileIdEnd { file })
                 .expect("an end fits");
             check(&journal, &before);
         }
@@ -226,7 +226,7 @@ fn without_memory_a_beginning_is_refused_and_ends_still_fit() {
     );
     for file in 1..=files / 2 {
         journal
-            .append_end(&Record::Unbind { file })
+            .append_end(&Record::FileIdEnd { file })
             .expect("an end fits");
     }
     journal

@@ -11,7 +11,7 @@ fn bind(file: u64, path: &str) -> Record {
         ino: file,
         btime: None,
     };
-    Record::Bind {
+    Record::FileIdBegin {
         file,
         identity,
         paths: vec![path.as_bytes().to_vec()],
@@ -59,9 +59,10 @@ fn any_record() -> impl Strategy<Value = Record> {
                 done,
             }
         }),
-        (1u64..6, 1u64..9).prop_map(|(file, sequence)| Record::VoidsPassed { file, sequence }),
+        (1u64..6, 1u64..9)
+            .prop_map(|(file, sequence)| Record::DrainedRangesForgotten { file, sequence }),
         (1u64..6, 0u64..50, 1u64..50, 1u64..9).prop_map(|(file, offset, len, sequence)| {
-            Record::Void {
+            Record::DrainedRange {
                 file,
                 offset,
                 len,
@@ -78,7 +79,7 @@ fn any_record() -> impl Strategy<Value = Record> {
             prop_oneof![Just(Ending::Open), Just(Ending::Closed), Just(Ending::Cut)]
         )
             .prop_map(|(file, ending)| Record::Ended { file, ending }),
-        (1u64..6).prop_map(|file| Record::Unbind { file }),
+        (1u64..6).prop_map(|file| Record::FileIdEnd { file }),
     ]
 }
 
@@ -237,14 +238,14 @@ fn regression_frames_of_a_half_that_was_passed_over_stay_away() {
 #[test]
 fn what_does_not_fit_changes_nothing() {
     let mut journal = Journal::create(Memory(vec![0; 2 * 256]));
-    let mut bound = 0;
-    while journal.append(&bind(bound + 1, "some/path")).is_ok() {
-        bound += 1;
+    let mut known = 0;
+    while journal.append(&bind(known + 1, "some/path")).is_ok() {
+        known += 1;
     }
     let ledger = journal.ledger().clone();
     assert_eq!(journal.append(&bind(99, "some/path")), Err(Full));
     assert_eq!(journal.ledger(), &ledger);
-    journal.append_end(&Record::Unbind { file: 1 }).unwrap();
+    journal.append_end(&Record::FileIdEnd { file: 1 }).unwrap();
     journal.append(&bind(99, "some/path")).unwrap();
 }
 
@@ -308,7 +309,7 @@ fn regression_a_nearly_full_journal_does_not_write_all_of_itself_for_each_file()
     let mut refused = 0;
     for _ in 0..10_000 {
         journal
-            .append_end(&Record::Unbind { file: first })
+            .append_end(&Record::FileIdEnd { file: first })
             .expect("an end");
         first += 1;
         match journal.append(&bind(files + 1, "some/path")) {
@@ -334,7 +335,7 @@ fn regression_ranges_that_passed_make_room() {
     journal.append(&bind(1, "some/path")).unwrap();
     let mut sequence = 0;
     while journal
-        .append(&Record::Void {
+        .append(&Record::DrainedRange {
             file: 1,
             offset: sequence,
             len: 1,
@@ -345,7 +346,7 @@ fn regression_ranges_that_passed_make_room() {
         sequence += 1;
     }
     journal
-        .append_end(&Record::VoidsPassed { file: 1, sequence })
+        .append_end(&Record::DrainedRangesForgotten { file: 1, sequence })
         .unwrap();
     journal.append(&bind(2, "other/path")).unwrap();
 }
@@ -371,7 +372,9 @@ fn regression_names_that_renames_doubled_make_room() {
     // So that snapshots are taken while every file has two names.
     for _ in 0..1000 {
         journal.append(&bind(more, "else")).unwrap();
-        journal.append_end(&Record::Unbind { file: more }).unwrap();
+        journal
+            .append_end(&Record::FileIdEnd { file: more })
+            .unwrap();
     }
     while journal.append(&bind(more, "else")).is_ok() {
         more += 1;
@@ -460,7 +463,7 @@ fn regression_a_file_with_names_in_both_of_two_exchanged_directories_keeps_both(
     };
     let paths = vec![path("a/x"), path("b/x")];
     journal
-        .append(&Record::Bind {
+        .append(&Record::FileIdBegin {
             file: 1,
             identity,
             paths: paths.clone(),

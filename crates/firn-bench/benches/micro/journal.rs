@@ -17,7 +17,7 @@ fn bind(file: u64) -> Record {
         btime: Some((1_700_000_000, 5)),
     };
     let paths = vec![format!("run/step-{file:06}/rank-0000.ckpt").into_bytes()];
-    Record::Bind {
+    Record::FileIdBegin {
         file,
         identity,
         paths,
@@ -28,7 +28,7 @@ fn bind(file: u64) -> Record {
 /// What a small file costs the journal: it is bound, and unbound when it is drained.
 pub fn append(c: &mut Criterion) {
     let begin = bind(BOUND + 1);
-    let end = Record::Unbind { file: BOUND + 1 };
+    let end = Record::FileIdEnd { file: BOUND + 1 };
     let frames = [&begin, &end].map(|record| vec![7; frame_bytes(record.encode().len())]);
     let mut group = c.benchmark_group("journal bind and unbind");
     group.throughput(Throughput::Bytes(

@@ -1,25 +1,22 @@
 //! What the outcome of a job means.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use firn_arena::PieceRef;
 use firn_backing::lock::MutexGuard;
 use firn_backing::{Backing, Errno, SetTime};
 use firn_format::record::Record;
 use thin_vec::ThinVec;
 
 use super::job::{Job, JobOutcome, Part};
-use super::retry_wait;
 use crate::engine::{Decision, DrainPolicy, Engine};
 use crate::extents::Extent;
-use crate::file::{Failure, File, FileState, Waiter};
+use crate::file::{File, FileState, Waiter};
 
-/// Void ranges of a file before the first look whether they can be forgotten.
-const VOIDS_KEPT: usize = 8;
+/// Drained ranges of a file before the first look whether they can be forgotten.
+const DRAINED_RANGES_KEPT: usize = 8;
 
 impl<B: Backing> Engine<B> {
     /// Takes the outcome of a job in.
@@ -40,8 +37,8 @@ impl<B: Backing> Engine<B> {
             .drain_writes
             .fetch_add(outcome.writes, Ordering::Relaxed);
         let mut state = file.lock();
-        let before = state.pending;
-        state.inflight.retain(|r| *r != range);
+        let before = state.pending.bytes();
+        state.drain.end_write(&range);
         let written = range.start..range.start + outcome.written;
         let mut error = outcome.error;
         if !written.is_empty() {
@@ -61,20 +58,17 @@ impl<B: Backing> Engine<B> {
             Some(errno) => {
                 counters.drain_errors.fetch_add(1, Ordering::Relaxed);
                 self.schedule_retry(&file, &mut state, errno, outcome.unreadable);
-                told = std::mem::take(&mut state.waiters);
-                if let Some(failure) = &mut state.failure {
-                    failure.told |= !told.is_empty();
-                }
+                told = state.drain.take_failed();
             }
         }
-        self.count_held(before, state.pending);
+        self.count_held(before, state.pending.bytes());
         let satisfied = self.finish_drained(&file, &mut state);
         if error.is_some() {
             // The next write tells the program, and only those through the kernel can.
-            self.revoke(&file, &mut state);
+            self.revoke_grant(&file, &mut state);
         }
-        file.io_ended();
-        let done = state.pending == 0;
+        file.notify_io_ended();
+        let done = state.pending.is_empty();
         let cached = !state.cache.is_empty();
         drop(state);
         if done {
@@ -110,88 +104,76 @@ impl<B: Backing> Engine<B> {
         let mut gone: Vec<(u64, Extent)> = Vec::new();
         for part in parts {
             let end = (part.offset + part.extent.len).min(written.end);
-            for (offset, extent) in state.extents.within(part.offset..end.max(part.offset)) {
+            for (offset, extent) in state
+                .pending
+                .extents()
+                .within(part.offset..end.max(part.offset))
+            {
                 // A newer write over the same bytes has its own piece and stays.
                 if extent.piece == part.extent.piece {
                     gone.push((offset, extent));
                 }
             }
         }
-        // Does any piece stay with a part pending? Then the journal must say what is void, or recovery
-        // would take the drained part of it for pending.
-        let mut taken: HashMap<PieceRef, u64> = HashMap::new();
-        for (_, extent) in &gone {
-            *taken.entry(extent.piece).or_default() += extent.len;
-        }
-        let mut partial = state.partial;
-        for (piece, bytes) in &taken {
-            let used = state.pieces.get(piece).expect("an extent's piece is known");
-            let before = used.live < used.len;
-            let after = used.live > *bytes;
-            partial = partial + u32::from(after && !before) - u32::from(before && !after);
-        }
-        let partial = partial > 0;
-        if partial && let Some(file) = state.bound {
-            let sequence = parts.iter().map(|p| p.extent.sequence).max().unwrap_or(0);
-            let record = Record::Void {
-                file,
+        if state.pending.leaves_partial_pieces(&gone)
+            && let Some(file) = state.pending.file_id()
+        {
+            let sequence = parts.iter().map(|part| part.extent.sequence).max();
+            let record = Record::DrainedRange {
+                file: file.get(),
                 offset: written.start,
                 len: written.end - written.start,
-                sequence,
+                sequence: sequence.unwrap_or(0),
             };
             if self.journal.lock().append(&record).is_err() {
                 return false;
             }
-            state.voids += 1;
+            state.pending.add_drained_range();
         }
         // Older pieces die first: after a crash between two of them the newer one is still there and
         // covers the older, which must not come back over what was drained.
         gone.sort_by_key(|(_, extent)| extent.sequence);
-        if gone.iter().map(|(_, extent)| extent.len).sum::<u64>() == state.pending {
+        if gone.iter().map(|(_, extent)| extent.len).sum::<u64>() == state.pending.bytes() {
             // No piece will tell it any more, and the backing has the time of the drain until it is set there.
             self.record_time(state);
         }
+        state.direct.invalidate_list(&self.arena);
         for (offset, extent) in gone {
-            state
-                .extents
-                .remove(offset..offset + extent.len, &mut |_, e| {
-                    e.piece == extent.piece
-                });
+            state.pending.remove_drained(&self.arena, offset, extent);
             match self.options.drain {
-                DrainPolicy::Eager => state.retire(&self.arena, extent.piece, extent.len),
+                DrainPolicy::Eager => self.arena.release(extent.piece.slab, extent.len),
                 DrainPolicy::Demand => {
-                    state.settle_piece(&self.arena, extent.piece, extent.len);
+                    let cached_bytes = &self.counters.cached_bytes;
                     state
                         .cache
-                        .insert(&self.arena, &self.counters.cached_bytes, offset, extent);
+                        .insert(&self.arena, cached_bytes, offset, extent);
                 }
             }
         }
         state.check();
-        self.forget_voids(state);
+        self.forget_drained_ranges(state);
         true
     }
 
-    /// A file that is written and drained for ever, and never has nothing pending, would fill the
-    /// journal with what is void.
-    fn forget_voids(&self, state: &mut FileState<B>) {
-        // The search is paid for by as many drains. A client's piece may have bytes that were not taken in.
-        if (state.voids as usize) < VOIDS_KEPT.max(state.pieces.len() / 16) || state.door.is_some()
-        {
+    /// Lets the journal forget the drained ranges of a file from time to time. One that is written and drained for
+    /// ever, and never has nothing pending, would fill the journal with them.
+    fn forget_drained_ranges(&self, state: &mut FileState<B>) {
+        let pending = &mut state.pending;
+        // The search for the oldest sequence is paid for by as many drains.
+        let kept = DRAINED_RANGES_KEPT.max(pending.piece_count() / 16);
+        // A client's piece may have bytes that were not ingested.
+        if (pending.drained_ranges() as usize) < kept || state.direct.has_grant() {
             return;
         }
-        let (Some(file), Some(oldest)) = (
-            state.bound,
-            state.extents.iter().map(|(_, e)| e.sequence).min(),
-        ) else {
+        let (Some(file), Some(oldest)) = (pending.file_id(), pending.oldest_sequence()) else {
             return;
         };
-        let record = Record::VoidsPassed {
-            file,
+        let record = Record::DrainedRangesForgotten {
+            file: file.get(),
             sequence: oldest.saturating_sub(1),
         };
         if self.journal.lock().append_end(&record).is_ok() {
-            state.voids = 0;
+            pending.forget_drained_ranges();
         }
     }
 
@@ -204,29 +186,27 @@ impl<B: Backing> Engine<B> {
         file: &Arc<File<B>>,
         state: &mut MutexGuard<'_, FileState<B>>,
     ) -> ThinVec<Waiter> {
-        if state.settling {
+        if state.drain.sets_time() {
             return ThinVec::new();
         }
-        while state.pending == 0 {
+        while state.pending.is_empty() {
             self.set_oldest(file, state, None);
-            state.fresh = 0;
-            state.force_to = 0;
-            state.failure = None;
+            state.drain.reset();
             let drained = file.inode.data_unsynced.load(Ordering::Acquire);
-            let Some(mtime) = state.mtime.take().filter(|_| drained) else {
-                self.unbind(state);
+            let Some(mtime) = state.pending.take_mtime().filter(|_| drained) else {
+                self.end_file_id(state);
                 break;
             };
             // The backing stamped the drain; programs saw the time of their write. A refusal (not the
             // owner) leaves the backing's time.
-            state.settling = true;
+            state.drain.set_sets_time(true);
             let _ = state.unlocked(|| {
                 let object = self.object(&file.inode)?;
                 self.backing
                     .set_times(&object, SetTime::Keep, SetTime::At(mtime))
             });
-            state.settling = false;
-            file.io_ended();
+            state.drain.set_sets_time(false);
+            file.notify_io_ended();
         }
         state.take_satisfied_waiters()
     }
@@ -239,27 +219,13 @@ impl<B: Backing> Engine<B> {
         unreadable: bool,
     ) {
         let now = Instant::now();
-        let earlier = state.failure.filter(|failure| failure.retry_at > now);
-        if let Some(failure) = &mut state.failure
-            && earlier.is_some()
-        {
-            // Another write of the same try: it waits for the same next one.
-            (failure.errno, failure.told) = (errno, false);
-        }
-        let count = state.failure.map_or(0, |f| f.count) + u32::from(earlier.is_none());
-        let wait = retry_wait(count);
-        if earlier.is_none() {
-            let retry_at = now + wait;
-            state.failure = Some(Failure {
-                errno,
-                told: false,
-                count,
-                retry_at,
-            });
+        let (failure, is_first_of_try) = state.drain.fail(errno, now);
+        if is_first_of_try {
             self.drain
                 .queue_of(file)
-                .retry_at(retry_at, Arc::clone(file));
+                .retry_at(failure.retry_at, Arc::clone(file));
         }
+        let count = failure.count;
         self.counters.drain_decisions.count(Decision::Waits);
         let path = file.inode.paths().into_iter().next().unwrap_or_default();
         let what = if unreadable {
@@ -267,7 +233,7 @@ impl<B: Backing> Engine<B> {
         } else {
             "write to the backing"
         };
-        let wait_ms = wait.as_millis() as u64;
+        let wait_ms = failure.retry_at.saturating_duration_since(now).as_millis() as u64;
         tracing::warn!(path = %file.shown(), %errno, count, wait_ms, what, "drain failed; the data is kept and tried again");
         self.errors.record(
             path,

@@ -58,8 +58,11 @@ impl<B: Backing> Engine<B> {
                 };
             };
             let mut state = file.lock();
-            assert!(state.queued, "a file was in line and does not know");
-            state.queued = false;
+            assert!(
+                state.drain.is_queued(),
+                "a file was in line and does not know"
+            );
+            state.drain.set_queued(false);
             if let Some(job) = self.choose_write(&file, &mut state, limits) {
                 drop(state);
                 self.counters.drain_decisions.count(Decision::Picked);
@@ -97,10 +100,10 @@ impl<B: Backing> Engine<B> {
     /// Forces a file whose oldest pending byte is old.
     fn check_age(&self, file: &Arc<File<B>>, now: Instant) {
         let mut state = file.lock();
-        state.aging = false;
+        state.drain.end_aging();
         self.ingest_published(file, &mut state);
-        let Some(oldest) = state.oldest else {
-            if state.door.is_some() {
+        let Some(oldest) = state.drain.oldest() else {
+            if state.direct.has_grant() {
                 self.check_age_at(file, &mut state, now + self.options.drain_age);
             }
             return;
@@ -123,7 +126,10 @@ impl<B: Backing> Engine<B> {
         limits: LaneLimits,
     ) -> Option<Job<B>> {
         self.freeze_published(file, state);
-        if state.exclusive || state.pending == 0 || state.inflight.len() >= limits.file_writes_max {
+        if state.drain.is_exclusive()
+            || state.pending.is_empty()
+            || state.drain.writes_in_flight() >= limits.file_writes_max
+        {
             return None;
         }
         let parts = self.next_run(state)?;
@@ -140,10 +146,9 @@ impl<B: Backing> Engine<B> {
                 )
             })
             .collect();
-        state.inflight.push(range.clone());
-        state.cursor = range.end;
+        state.drain.begin_write(range.clone());
         // Its sequence is about to be used to cut: later bytes need a later one.
-        state.tail = None;
+        state.pending.end_tail();
         self.enqueue(file, state);
         Some(Job {
             file: Arc::clone(file),
@@ -155,7 +160,7 @@ impl<B: Backing> Engine<B> {
 
     /// The next run of contiguous extents that is worth a write, from the cursor on and round.
     fn next_run(&self, state: &FileState<B>) -> Option<Vec<Part>> {
-        self.next_run_from(state, state.cursor)
+        self.next_run_from(state, state.drain.cursor())
             .or_else(|| self.next_run_from(state, 0))
     }
 
@@ -164,12 +169,12 @@ impl<B: Backing> Engine<B> {
         let mut run: Vec<Part> = Vec::new();
         let mut bytes = 0;
         let mut forced = false;
-        for (offset, extent) in state.extents.from(start) {
+        for (offset, extent) in state.pending.extents().from(start) {
             let range = offset..offset + extent.len;
             let joins = run.last().is_none_or(|p| p.offset + p.extent.len == offset);
             let fits = run.len() < PARTS_MAX && bytes + extent.len <= max;
-            let busy =
-                state.is_inflight(&range) || !self.arena.is_readable(extent.piece.slab.chunk);
+            let busy = state.drain.is_in_flight(&range)
+                || !self.arena.is_readable(extent.piece.slab.chunk);
             if !run.is_empty() && (!joins || !fits || busy) {
                 if forced || self.is_worth_a_write(bytes) {
                     return Some(run);
@@ -181,7 +186,7 @@ impl<B: Backing> Engine<B> {
                 continue;
             }
             bytes += extent.len;
-            forced |= extent.sequence <= state.force_to;
+            forced |= state.drain.is_forced(extent.sequence);
             run.push(Part { extent, offset });
         }
         (!run.is_empty() && (forced || self.is_worth_a_write(bytes))).then_some(run)

@@ -1,4 +1,4 @@
-//! A client process writes past the kernel: its writer over the engine's own arena.
+//! A client process writes directly: its writer over the engine's own arena.
 //!
 //! The client maps the arena where the engine has it, so that ThreadSanitizer sees both sides of a word.
 
@@ -11,7 +11,7 @@ use common::world::{CHUNK, World};
 use firn_backing::{Caller, Errno, SetTime, SimBacking};
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_engine::{
-    ClientId, DoorRefusal, Engine, HandleId, HeldChunks, InodeId, ROOT, SetAttr, Written,
+    ClientId, DirectRefusal, Engine, HandleId, HeldChunks, InodeId, ROOT, SetAttr, Written,
 };
 use firn_format::data_socket::Slab;
 use firn_format::geometry::SLAB_SMALL;
@@ -73,37 +73,37 @@ fn pattern(offset: u64, len: usize, salt: u8) -> Vec<u8> {
 }
 
 /// One open file of a client.
-struct Door {
+struct DirectWriter {
     token: HandleId,
-    binding: u64,
+    file_id: u64,
     writer: Option<SlabWriter>,
     granted: bool,
 }
 
-impl Door {
+impl DirectWriter {
     fn of(token: HandleId) -> Self {
         Self {
             token,
-            binding: 0,
+            file_id: 0,
             writer: None,
             granted: false,
         }
     }
 
-    fn open(&mut self, engine: &Engine<SimBacking>) -> Result<u64, DoorRefusal> {
-        let grant = engine.door_open(CLIENT, self.token)?;
-        (self.binding, self.writer, self.granted) = (grant.binding, None, true);
+    fn open(&mut self, engine: &Engine<SimBacking>) -> Result<u64, DirectRefusal> {
+        let grant = engine.grant_direct_access(CLIENT, self.token)?;
+        (self.file_id, self.writer, self.granted) = (grant.file_id.get(), None, true);
         Ok(grant.size)
     }
 
-    fn lease(&mut self, engine: &Engine<SimBacking>, want: u64) -> Result<Slab, DoorRefusal> {
-        let slab = engine.door_lease(CLIENT, self.token, (std::process::id(), None), want)?;
+    fn lease(&mut self, engine: &Engine<SimBacking>, want: u64) -> Result<Slab, DirectRefusal> {
+        let slab = engine.lease_slab(CLIENT, self.token, (std::process::id(), None), want)?;
         // SAFETY: the engine, and so its mapping, outlives the writers of these tests.
-        self.writer = Some(unsafe { SlabWriter::new(base(engine), slab, self.binding) });
+        self.writer = Some(unsafe { SlabWriter::new(base(engine), slab, self.file_id) });
         Ok(slab)
     }
 
-    /// Bytes taken past the kernel; fewer than given once the door is closed.
+    /// Bytes taken directly; fewer than given once the grant is revoked.
     fn append(&mut self, engine: &Engine<SimBacking>, offset: u64, data: &[u8]) -> usize {
         let mut done = 0;
         while self.granted && done < data.len() {
@@ -129,7 +129,7 @@ impl Door {
         done
     }
 
-    /// As the preload library: past the kernel as long as that goes, then through it.
+    /// As the preload library: directly as long as that goes, then through it.
     fn write(
         &mut self,
         engine: &Engine<SimBacking>,
@@ -163,11 +163,11 @@ fn drain_step(engine: &Engine<SimBacking>) -> bool {
 fn appended_bytes_are_seen_at_once() {
     let world = World::new();
     let (inode, token) = create(&world.engine, "file");
-    let mut door = Door::of(token);
-    assert_eq!(door.open(&world.engine), Ok(0));
-    assert_eq!(door.append(&world.engine, 0, b"hello "), 6);
+    let mut writer = DirectWriter::of(token);
+    assert_eq!(writer.open(&world.engine), Ok(0));
+    assert_eq!(writer.append(&world.engine, 0, b"hello "), 6);
     assert_eq!(size(&world.engine, inode), 6);
-    assert_eq!(door.append(&world.engine, 6, b"world"), 5);
+    assert_eq!(writer.append(&world.engine, 6, b"world"), 5);
     assert_eq!(size(&world.engine, inode), 11);
     let status = world.engine.figures();
     assert_eq!(
@@ -178,12 +178,12 @@ fn appended_bytes_are_seen_at_once() {
         ),
         (11, 1, 1)
     );
-    assert!(world.engine.is_written_past_the_kernel(inode));
+    assert!(world.engine.is_written_directly(inode));
     assert_eq!(read(&world.engine, token), b"hello world");
     // The read ended it, and the next write knows.
-    assert_eq!(door.append(&world.engine, 11, b"!"), 0);
-    world.engine.kernel_knows(inode);
-    assert!(!world.engine.is_written_past_the_kernel(inode));
+    assert_eq!(writer.append(&world.engine, 11, b"!"), 0);
+    world.engine.note_kernel_size(inode);
+    assert!(!world.engine.is_written_directly(inode));
     world.engine.release(token);
     world.drain_all();
     assert_eq!(world.backing_tree()["file"], b"hello world");
@@ -194,24 +194,24 @@ fn appended_bytes_are_seen_at_once() {
 fn only_the_sole_writer_gets_the_door_and_another_open_ends_it() {
     let world = World::new();
     let (inode, token) = create(&world.engine, "file");
-    let mut door = Door::of(token);
+    let mut writer = DirectWriter::of(token);
     let other = world.engine.open(inode, 0).unwrap();
-    assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
+    assert_eq!(writer.open(&world.engine), Err(DirectRefusal::Busy));
     world.engine.release(other.handle);
-    assert_eq!(door.open(&world.engine), Ok(0));
+    assert_eq!(writer.open(&world.engine), Ok(0));
     let data = pattern(0, 300_000, 0);
-    assert_eq!(door.append(&world.engine, 0, &data), data.len());
+    assert_eq!(writer.append(&world.engine, 0, &data), data.len());
     let other = world.engine.open(inode, 0).unwrap();
     // An append of the other would begin at what the kernel knows.
     assert_eq!(other.size, Some(300_000));
-    assert_eq!(door.append(&world.engine, 300_000, b"lost?"), 0);
+    assert_eq!(writer.append(&world.engine, 300_000, b"lost?"), 0);
     assert_eq!(read(&world.engine, other.handle), data);
-    assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
+    assert_eq!(writer.open(&world.engine), Err(DirectRefusal::Busy));
     assert_eq!(
-        world.engine.door_open(CLIENT, HandleId(99)),
-        Err(DoorRefusal::BadToken)
+        world.engine.grant_direct_access(CLIENT, HandleId(99)),
+        Err(DirectRefusal::BadToken)
     );
-    world.engine.kernel_knows(inode);
+    world.engine.note_kernel_size(inode);
     world.engine.release(other.handle);
     assert_eq!(world.engine.open(inode, 0).unwrap().size, None);
 }
@@ -226,37 +226,40 @@ fn files_that_only_the_kernels_way_can_write_get_no_door() {
         ..truncate(0)
     };
     world.engine.set_attr(inode, set(0o4755), None).unwrap();
-    assert_eq!(Door::of(token).open(&world.engine), Err(DoorRefusal::Busy));
+    assert_eq!(
+        DirectWriter::of(token).open(&world.engine),
+        Err(DirectRefusal::Busy)
+    );
     world.engine.set_attr(inode, set(0o755), None).unwrap();
-    let mut door = Door::of(token);
+    let mut writer = DirectWriter::of(token);
     let capability = OsStr::new("security.capability");
     world
         .engine
         .set_xattr(inode, capability, b"cap", 0, None)
         .unwrap();
-    assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
+    assert_eq!(writer.open(&world.engine), Err(DirectRefusal::Busy));
     world.engine.remove_xattr(inode, capability).unwrap();
-    assert!(door.open(&world.engine).is_ok());
-    assert_eq!(door.append(&world.engine, 0, b"x"), 1);
+    assert!(writer.open(&world.engine).is_ok());
+    assert_eq!(writer.append(&world.engine, 0, b"x"), 1);
     world.engine.set_attr(inode, set(0o4755), None).unwrap();
-    assert_eq!(door.append(&world.engine, 1, b"x"), 0);
+    assert_eq!(writer.append(&world.engine, 1, b"x"), 0);
     world.engine.release(token);
     let readonly = world.engine.open(inode, 0).unwrap().handle;
     assert_eq!(
-        Door::of(readonly).open(&world.engine),
-        Err(DoorRefusal::BadToken)
+        DirectWriter::of(readonly).open(&world.engine),
+        Err(DirectRefusal::BadToken)
     );
 }
 
-/// Proves S-chunks-1, S-chunks-2: the writer keeps its door, and the list its bytes.
+/// Proves S-chunks-1, S-chunks-2: the writer keeps its writer, and the list its bytes.
 #[test]
 fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
     let world = World::new();
     let (_, token) = create(&world.engine, "file");
-    let mut door = Door::of(token);
-    door.open(&world.engine).unwrap();
+    let mut writer = DirectWriter::of(token);
+    writer.open(&world.engine).unwrap();
     let data = pattern(0, 50_000, 0);
-    assert_eq!(door.append(&world.engine, 0, &data), data.len());
+    assert_eq!(writer.append(&world.engine, 0, &data), data.len());
     let (held, pieces) = HeldChunks::of(&world.engine, b"file").unwrap();
     let found = || -> Vec<u8> {
         let start = world.engine.arena().geometry().data_offset();
@@ -269,12 +272,12 @@ fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
     };
     assert!(found() == data && held.bytes() == 50_000 && !held.changed());
     assert_eq!(
-        door.append(&world.engine, 50_000, b"more"),
+        writer.append(&world.engine, 50_000, b"more"),
         4,
-        "the door is still open"
+        "the grant still holds"
     );
     assert!(found() == data && held.changed());
-    assert_eq!(door.append(&world.engine, 0, &pattern(0, 100, 9)), 100);
+    assert_eq!(writer.append(&world.engine, 0, &pattern(0, 100, 9)), 100);
     world.engine.release(token);
     world.drain_all();
     assert!(found() == data, "after the drain");
@@ -289,14 +292,14 @@ fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
 fn a_truncation_cuts_what_was_appended_and_ends_the_door() {
     let world = World::new();
     let (inode, token) = create(&world.engine, "file");
-    let mut door = Door::of(token);
-    door.open(&world.engine).unwrap();
-    door.append(&world.engine, 0, &pattern(0, 10_000, 0));
+    let mut writer = DirectWriter::of(token);
+    writer.open(&world.engine).unwrap();
+    writer.append(&world.engine, 0, &pattern(0, 10_000, 0));
     world.engine.set_attr(inode, truncate(4_000), None).unwrap();
-    assert_eq!(door.append(&world.engine, 10_000, b"x"), 0);
+    assert_eq!(writer.append(&world.engine, 10_000, b"x"), 0);
     assert_eq!(size(&world.engine, inode), 4_000);
-    assert_eq!(door.open(&world.engine), Ok(4_000));
-    assert_eq!(door.append(&world.engine, 6_000, b"end"), 3);
+    assert_eq!(writer.open(&world.engine), Ok(4_000));
+    assert_eq!(writer.append(&world.engine, 6_000, b"end"), 3);
     let mut expected = pattern(0, 4_000, 0);
     expected.resize(6_000, 0);
     expected.extend(b"end");
@@ -307,13 +310,13 @@ fn a_truncation_cuts_what_was_appended_and_ends_the_door() {
 fn kernel_writes_before_between_and_after_keep_their_order() {
     let mut world = World::new();
     let (_, token) = create(&world.engine, "file");
-    let mut door = Door::of(token);
+    let mut writer = DirectWriter::of(token);
     world.engine.write(token, 0, &[1; 100], None).unwrap();
-    door.open(&world.engine).unwrap();
-    assert_eq!(door.append(&world.engine, 50, &[2; 100]), 100);
+    writer.open(&world.engine).unwrap();
+    assert_eq!(writer.append(&world.engine, 50, &[2; 100]), 100);
     world.engine.write(token, 100, &[3; 100], None).unwrap();
-    door.open(&world.engine).unwrap();
-    assert_eq!(door.append(&world.engine, 150, &[4; 100]), 100);
+    writer.open(&world.engine).unwrap();
+    assert_eq!(writer.append(&world.engine, 150, &[4; 100]), 100);
     world.engine.write(token, 240, &[5; 10], None).unwrap();
     let expected: Vec<u8> = [[1; 50], [2; 50], [3; 50], [4; 50], [4; 50]].concat();
     let expected = [&expected[..240], &[5; 10][..]].concat();
@@ -329,15 +332,15 @@ fn every_published_byte_is_there_after_a_crash() {
     for crash in 0..40u64 {
         let mut world = World::new();
         let (_, token) = create(&world.engine, "file");
-        let mut door = Door::of(token);
-        door.open(&world.engine).unwrap();
+        let mut writer = DirectWriter::of(token);
+        writer.open(&world.engine).unwrap();
         let mut rng = StdRng::seed_from_u64(crash);
         let mut model = Vec::new();
         for step in 0..=crash {
             let at = rng.random_range(0..=model.len());
             let data = pattern(at as u64, rng.random_range(1..9_000), step as u8);
             assert_eq!(
-                door.append(&world.engine, at as u64, &data),
+                writer.append(&world.engine, at as u64, &data),
                 data.len(),
                 "crash {crash} step {step}"
             );
@@ -363,15 +366,15 @@ fn a_crash_at_any_store_while_a_door_is_open_keeps_what_was_acknowledged() {
     for stop in 0.. {
         let mut world = World::new();
         let (inode, token) = create(&world.engine, "file");
-        let mut door = Door::of(token);
-        door.open(&world.engine).unwrap();
+        let mut writer = DirectWriter::of(token);
+        writer.open(&world.engine).unwrap();
         let data = pattern(0, 40_000, 0);
-        assert_eq!(door.append(&world.engine, 0, &data), data.len());
+        assert_eq!(writer.append(&world.engine, 0, &data), data.len());
         world.stop_in(stop);
         // Look, freeze and drain, another lease, revoke.
         world.engine.drain_tree(b"");
         world.drain_step();
-        let _ = door.lease(&world.engine, 200_000);
+        let _ = writer.lease(&world.engine, 200_000);
         let _ = world.engine.open(inode, O_RDWR);
         while !world.stopped() && world.drain_step() {}
         let through = !world.stopped();
@@ -392,21 +395,21 @@ fn a_crash_at_any_store_while_a_door_is_open_keeps_what_was_acknowledged() {
 fn what_may_still_grow_is_not_drained_and_what_was_drained_does_not_grow() {
     let world = World::new();
     let (_, token) = create(&world.engine, "file");
-    let mut door = Door::of(token);
-    door.open(&world.engine).unwrap();
+    let mut writer = DirectWriter::of(token);
+    writer.open(&world.engine).unwrap();
     let data = pattern(0, 120_000, 0);
     let mut at = 0;
     for len in [1_000, 30_000, 5, 40_000, 48_995] {
         assert_eq!(
-            door.append(&world.engine, at, &data[at as usize..][..len]),
+            writer.append(&world.engine, at, &data[at as usize..][..len]),
             len
         );
         at += len as u64;
         world.drain_all();
         assert_eq!(world.backing_tree()["file"], data[..at as usize]);
     }
-    assert!(door.granted, "a drain does not end the door");
-    world.engine.door_end(CLIENT, token);
+    assert!(writer.granted, "a drain does not revoke the grant");
+    world.engine.end_direct_access(CLIENT, token);
     assert_eq!(world.engine.arena().used_bytes(), 0);
 }
 
@@ -414,18 +417,18 @@ fn what_may_still_grow_is_not_drained_and_what_was_drained_does_not_grow() {
 fn a_file_has_two_leases_and_a_third_ends_the_first() {
     let world = World::new();
     let (_, token) = create(&world.engine, "file");
-    let mut door = Door::of(token);
-    door.open(&world.engine).unwrap();
-    assert_eq!(door.append(&world.engine, 0, b"one"), 3);
-    let mut first = door.writer.take().unwrap();
-    door.lease(&world.engine, 10).unwrap();
+    let mut writer = DirectWriter::of(token);
+    writer.open(&world.engine).unwrap();
+    assert_eq!(writer.append(&world.engine, 0, b"one"), 3);
+    let mut first = writer.writer.take().unwrap();
+    writer.lease(&world.engine, 10).unwrap();
     let append = |writer: &mut SlabWriter, offset, data: &[u8]| {
         // SAFETY: the bytes are a slice's.
         unsafe { writer.append(offset, data.as_ptr(), data.len()) }
     };
     assert_eq!(append(&mut first, 3, b"two"), Appended::Bytes(3));
     assert_eq!(world.engine.figures().direct_access.leases, 2);
-    assert_eq!(door.append(&world.engine, 6, b"three"), 5);
+    assert_eq!(writer.append(&world.engine, 6, b"three"), 5);
     assert_eq!(world.engine.figures().direct_access.leases, 1);
     assert_eq!(append(&mut first, 11, b"late"), Appended::Revoked);
     assert_eq!(read(&world.engine, token), b"onetwothree");
@@ -435,13 +438,13 @@ fn a_file_has_two_leases_and_a_third_ends_the_first() {
 fn a_client_that_is_gone_loses_nothing_and_keeps_nothing() {
     let world = World::new();
     let (inode, token) = create(&world.engine, "file");
-    let mut door = Door::of(token);
-    door.open(&world.engine).unwrap();
-    door.append(&world.engine, 0, b"kept");
-    world.engine.door_gone(ClientId(8));
-    assert_eq!(door.append(&world.engine, 4, b" too"), 4);
-    world.engine.door_gone(CLIENT);
-    assert_eq!(door.append(&world.engine, 8, b"not"), 0);
+    let mut writer = DirectWriter::of(token);
+    writer.open(&world.engine).unwrap();
+    writer.append(&world.engine, 0, b"kept");
+    world.engine.end_client(ClientId(8));
+    assert_eq!(writer.append(&world.engine, 4, b" too"), 4);
+    world.engine.end_client(CLIENT);
+    assert_eq!(writer.append(&world.engine, 8, b"not"), 0);
     assert_eq!(size(&world.engine, inode), 8);
     world.engine.release(token);
     world.drain_all();
@@ -461,11 +464,11 @@ fn garbage_in_records_and_slab_harms_nobody() {
             .write(other, 0, &pattern(0, 50_000, 9), None)
             .unwrap();
         let (inode, token) = create(&world.engine, "file");
-        let mut door = Door::of(token);
-        door.open(&world.engine).unwrap();
-        door.append(&world.engine, 0, &pattern(0, 5_000, 0));
+        let mut writer = DirectWriter::of(token);
+        writer.open(&world.engine).unwrap();
+        writer.append(&world.engine, 0, &pattern(0, 5_000, 0));
         assert_eq!(size(&world.engine, inode), 5_000);
-        let slab = *door.writer.as_ref().unwrap().slab();
+        let slab = *writer.writer.as_ref().unwrap().slab();
         let words = u64::from(slab.record_count) * 5;
         for _ in 0..rng.random_range(1..60) {
             let at = slab.records + 8 * rng.random_range(0..words.min(40));
@@ -483,7 +486,7 @@ fn garbage_in_records_and_slab_harms_nobody() {
             }
         }
         world.engine.figures();
-        let _ = door.append(&world.engine, 5_000, &pattern(5_000, 3_000, 0));
+        let _ = writer.append(&world.engine, 5_000, &pattern(5_000, 3_000, 0));
         let opened = world.engine.open(inode, 0).unwrap();
         let n = read(&world.engine, opened.handle).len();
         assert!(n >= 5_000, "what was taken in stays: {n}");
@@ -513,13 +516,13 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
         .write(token, 9_000, &pattern(9_000, 100, 0), None)
         .unwrap();
     assert_eq!(
-        world.engine.door_extents(token, 0),
-        Err(DoorRefusal::Busy),
+        world.engine.list_extents(token, 0),
+        Err(DirectRefusal::Busy),
         "it may be written"
     );
     world.engine.release(token);
     let reader = world.engine.open(inode, 0).unwrap().handle;
-    let list = world.engine.door_extents(reader, 0).unwrap();
+    let list = world.engine.list_extents(reader, 0).unwrap();
     let stamp = || {
         // SAFETY: a word of the arena.
         let word = unsafe {
@@ -546,7 +549,7 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
         let writer = world.engine.open(inode, O_RDWR).unwrap().handle;
         world.engine.write(writer, 0, &[change; 100], None).unwrap();
         world.engine.release(writer);
-        let before = world.engine.door_extents(reader, 0).unwrap().stamp;
+        let before = world.engine.list_extents(reader, 0).unwrap().stamp;
         assert_eq!(stamp(), before);
         match change {
             0 => world
@@ -586,11 +589,11 @@ fn interleave(seed: u64) {
     std::thread::scope(|scope| {
         let client = scope.spawn(|| {
             let mut rng = StdRng::seed_from_u64(seed);
-            let mut door = Door::of(token);
+            let mut writer = DirectWriter::of(token);
             let mut at = 0;
             for op in 0..OPS {
-                if !door.granted && rng.random_range(0..3) == 0 {
-                    let _ = door.open(engine);
+                if !writer.granted && rng.random_range(0..3) == 0 {
+                    let _ = writer.open(engine);
                 }
                 let len = if rng.random_bool(0.1) {
                     rng.random_range(1..70_000)
@@ -603,7 +606,7 @@ fn interleave(seed: u64) {
                 let data = pattern(at, len, op as u8);
                 // Exact comparison needs that nothing is half done.
                 let mut model = model.lock();
-                door.write(engine, at, &data, &mut || {
+                writer.write(engine, at, &data, &mut || {
                     while drain_step(engine) {}
                     std::thread::yield_now();
                 });
@@ -614,7 +617,7 @@ fn interleave(seed: u64) {
                 drop(model);
                 at += len as u64;
             }
-            engine.door_end(CLIENT, token);
+            engine.end_direct_access(CLIENT, token);
         });
         let asker = scope.spawn(|| {
             let mut rng = StdRng::seed_from_u64(seed ^ 0x5eed);
@@ -678,9 +681,9 @@ fn interleave(seed: u64) {
 fn a_failing_drain_ends_the_door() {
     let world = World::new();
     let (_, token) = create(&world.engine, "file");
-    let mut door = Door::of(token);
-    door.open(&world.engine).unwrap();
-    door.append(&world.engine, 0, b"data");
+    let mut writer = DirectWriter::of(token);
+    writer.open(&world.engine).unwrap();
+    writer.append(&world.engine, 0, b"data");
     world.backing.set_plan(|call, _| {
         (call == "write_at").then_some(firn_backing::sim::Fault::Error(Errno::IO))
     });
@@ -691,12 +694,12 @@ fn a_failing_drain_ends_the_door() {
     else {
         panic!("nothing to drain")
     };
-    assert_eq!(door.append(&world.engine, 4, b"unseen"), 6);
+    assert_eq!(writer.append(&world.engine, 4, b"unseen"), 6);
     let outcome = job.execute(&world.engine);
     world.engine.complete(job, outcome);
     assert_eq!(world.engine.figures().held_bytes, 10);
-    assert_eq!(door.append(&world.engine, 10, b"more"), 0);
-    assert_eq!(door.open(&world.engine), Err(DoorRefusal::Busy));
+    assert_eq!(writer.append(&world.engine, 10, b"more"), 0);
+    assert_eq!(writer.open(&world.engine), Err(DirectRefusal::Busy));
     assert_eq!(world.engine.write(token, 10, b"more", None), Err(Errno::IO));
 }
 
@@ -704,15 +707,15 @@ fn a_failing_drain_ends_the_door() {
 fn what_nobody_asks_about_is_drained_when_it_is_old() {
     let world = World::draining_after(std::time::Duration::from_millis(50));
     let (_, token) = create(&world.engine, "file");
-    let mut door = Door::of(token);
-    door.open(&world.engine).unwrap();
+    let mut writer = DirectWriter::of(token);
+    writer.open(&world.engine).unwrap();
     for at in [0, 3] {
-        assert_eq!(door.append(&world.engine, at, b"old"), 3);
+        assert_eq!(writer.append(&world.engine, at, b"old"), 3);
         let begun = std::time::Instant::now();
         while world.backing_tree()["file"].len() < at as usize + 3 {
             world.drain_step();
             assert!(begun.elapsed().as_secs() < 10, "it is never drained");
         }
     }
-    assert!(door.granted);
+    assert!(writer.granted);
 }

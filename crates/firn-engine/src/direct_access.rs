@@ -1,0 +1,582 @@
+//! Direct access: files that a client process writes into slabs leased to it, or reads where they lie in the arena.
+//!
+//! Promises
+//! * Whoever asks about a file learns of every byte whose write returned: what the client published is
+//!   ingested before an answer ([`Engine::ingest_published`]).
+//! * While a client has the grant of a file, it alone has the file open. Anything else that opens, reads, writes or
+//!   cuts it revokes the grant first ([`Engine::revoke_grant`]); the client goes on through the kernel.
+//! * A piece that may still grow is neither drained nor marked dead.
+//!
+//! Sequences: a lease takes as many as it has records. They keep the order of writes because nothing else
+//! writes the file while there is a grant, and a file's leases are filled one after the other.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+use firn_arena::{ClientLease, Located, Taken};
+use firn_backing::lock::Mutex;
+use firn_backing::{Backing, Errno};
+use firn_conflict::Access;
+use firn_format::data_socket::{EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPILL, Slab};
+use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL, WORDS_COUNT};
+use firn_format::slab::Class;
+
+use crate::engine::{DrainPolicy, Engine, Handle};
+use crate::extents::Extent;
+use crate::figures::DirectAccessFigures;
+use crate::file::{File, FileId, FileState};
+use crate::privileges::has_set_id_bits;
+use crate::size::whole_size;
+use crate::{ClientId, DirectGrant, DirectList, DirectRefusal, HandleId, OpenMode};
+
+/// A file has the lease that is filled and the one that is next.
+const LEASES_MAX: usize = 2;
+
+/// One client's right to write a file.
+pub(crate) struct Grant {
+    handle: HandleId,
+    client: ClientId,
+    file_id: FileId,
+    /// In the order in which they are filled.
+    leases: Vec<ClientLease>,
+    /// Bytes that were ingested: decides the class of the next slab.
+    bytes: u64,
+}
+
+/// All grants of an engine, so that those who ask about no file in particular find them.
+pub(crate) struct Grants<B: Backing> {
+    /// Number of files with a grant; most mounts have none, and ask for no lock.
+    file_count: AtomicU64,
+    /// These files, by their address.
+    files: Mutex<HashMap<usize, Arc<File<B>>>>,
+    /// Slabs leased to clients.
+    lease_count: AtomicU64,
+    /// Leases that ended because their client broke the rules.
+    error_count: AtomicU64,
+    /// Some process was told where bytes of a file lie.
+    has_lists: AtomicBool,
+}
+
+impl<B: Backing> Default for Grants<B> {
+    fn default() -> Self {
+        Self {
+            file_count: AtomicU64::new(0),
+            files: Mutex::new(HashMap::new()),
+            lease_count: AtomicU64::new(0),
+            error_count: AtomicU64::new(0),
+            has_lists: AtomicBool::new(false),
+        }
+    }
+}
+
+impl<B: Backing> Grants<B> {
+    fn add(&self, file: &Arc<File<B>>) {
+        let address = Arc::as_ptr(file) as usize;
+        self.files.lock().insert(address, Arc::clone(file));
+        self.file_count.fetch_add(1, Ordering::AcqRel);
+    }
+
+    fn remove(&self, file: &Arc<File<B>>) {
+        let address = Arc::as_ptr(file) as usize;
+        let removed = self.files.lock().remove(&address);
+        debug_assert!(removed.is_some(), "a grant ends that was not given");
+        self.file_count.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.file_count.load(Ordering::Acquire) == 0
+    }
+
+    fn files(&self) -> Vec<Arc<File<B>>> {
+        if self.is_empty() {
+            return Vec::new();
+        }
+        self.files.lock().values().cloned().collect()
+    }
+
+    fn count_error(&self) {
+        self.error_count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whether some process may have been told where bytes lie.
+    pub(crate) fn has_lists(&self) -> bool {
+        self.has_lists.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn figures(&self) -> DirectAccessFigures {
+        DirectAccessFigures {
+            files: self.file_count.load(Ordering::Acquire),
+            leases: self.lease_count.load(Ordering::Relaxed),
+            errors: self.error_count.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Asserts that the figures are those of these files.
+    pub(crate) fn assert_files(&self, expected: u64) {
+        assert_eq!(self.figures().files, expected, "files with a grant");
+        assert_eq!(
+            self.files.lock().len() as u64,
+            expected,
+            "files with a grant"
+        );
+    }
+}
+
+type Answer<T> = std::result::Result<T, DirectRefusal>;
+
+impl<B: Backing> Engine<B> {
+    // ---- what the data socket asks -----------------------------------------------------------
+
+    /// May `client` write the open file directly? From now on attributes must not be kept by the
+    /// kernel, and those that it keeps must be dropped before the client is told.
+    pub fn grant_direct_access(&self, client: ClientId, token: HandleId) -> Answer<DirectGrant> {
+        let _writing = self.writing.read();
+        let handle = self.writable(token)?;
+        let file = &handle.file;
+        let privileges = self.privileges_epoch();
+        let plain = self.object(&file.inode).is_ok_and(|object| {
+            let attr = self.backing.attr(&object);
+            attr.is_ok_and(|attr| !has_set_id_bits(&attr)) && !self.has_capabilities(&object)
+        });
+        if !plain
+            || self.is_nameless(file).unwrap_or(true)
+            || *handle.mode.lock() != OpenMode::Engine
+        {
+            return Err(DirectRefusal::Busy);
+        }
+        let grant = || self.give_grant(client, &handle);
+        let (file_id, end) = self.paths.while_staying(|| file.inode.paths(), grant)?;
+        // Nobody else changes the file from here on: what a drain moves to the backing before it is asked
+        // counts all the same.
+        let in_backing = self
+            .object(&file.inode)
+            .and_then(|object| self.backing.attr(&object));
+        let Ok(attr) = in_backing else {
+            self.end_direct_access(client, token);
+            return Err(DirectRefusal::Busy);
+        };
+        // Who gave it privileges meanwhile found no grant to end.
+        if self.privileges_epoch() != privileges {
+            self.end_direct_access(client, token);
+            return Err(DirectRefusal::Busy);
+        }
+        Ok(DirectGrant {
+            file_id,
+            size: whole_size(&attr, end),
+            inode: file.inode.id,
+        })
+    }
+
+    /// Gives the grant, where it may be. Returns the file id, and the end of what is pending.
+    fn give_grant(&self, client: ClientId, handle: &Handle<B>) -> Answer<(FileId, u64)> {
+        let file = &handle.file;
+        let mut state = file.lock();
+        // Asked for again, or by a process that shares the descriptor: what there was ends.
+        let shared = state
+            .direct
+            .grant()
+            .is_some_and(|grant| grant.client != client);
+        self.revoke_grant(file, &mut state);
+        let alone = state.opens.is_only(handle.id) && !state.drain.is_exclusive();
+        if shared || !alone || state.drain.failure().is_some() || state.unlinked {
+            return Err(DirectRefusal::Busy);
+        }
+        let file_id = self
+            .begin_file_id(file, &mut state)
+            .ok_or(DirectRefusal::Busy)?;
+        let grant = Grant {
+            handle: handle.id,
+            client,
+            file_id,
+            leases: Vec::new(),
+            bytes: 0,
+        };
+        state.direct.set_grant(grant);
+        self.grants.add(file);
+        if self.options.drain == DrainPolicy::Eager {
+            // What nobody asks about must be found when it is old.
+            self.check_age_at(file, &mut state, Instant::now() + self.options.drain_age);
+            self.wake_lane(file.lane);
+        }
+        Ok((file_id, state.pending.end()))
+    }
+
+    /// A slab for the client that has the grant; the lease before the last one ends. `cpu`: where it runs.
+    pub fn lease_slab(
+        &self,
+        client: ClientId,
+        token: HandleId,
+        (pid, cpu): (u32, Option<u32>),
+        want: u64,
+    ) -> Answer<Slab> {
+        let _writing = self.writing.read();
+        let handle = self.writable(token)?;
+        let file = &handle.file;
+        let mut state = file.lock();
+        self.ingest_published(file, &mut state);
+        while state
+            .direct
+            .grant()
+            .is_some_and(|grant| grant.leases.len() >= LEASES_MAX)
+        {
+            self.end_first_lease(file, &mut state);
+        }
+        let bytes = state.direct.grant().map_or(0, |grant| grant.bytes);
+        let class = class_for(bytes.saturating_add(want));
+        if !self.arena.has_room(class) {
+            // Not under this lock: what is dropped may be of any file.
+            drop(state);
+            self.evict_for(class);
+            state = file.lock();
+        }
+        let written = state.pending.recorded_ns();
+        let Some(grant) = state
+            .direct
+            .grant_mut()
+            .filter(|grant| grant.client == client && grant.handle == token)
+        else {
+            return Err(DirectRefusal::BadToken);
+        };
+        let lease = self
+            .arena
+            .lease_client(class, grant.file_id.get(), pid, cpu);
+        if let Some(lease) = lease {
+            let slab = self.arena.client_slab(&lease, written);
+            grant.leases.push(lease);
+            self.grants.lease_count.fetch_add(1, Ordering::Relaxed);
+            drop(state);
+            self.wake_writers();
+            return Ok(slab);
+        }
+        // Without room the client writes through the kernel, which waits for some.
+        self.revoke_grant(file, &mut state);
+        drop(state);
+        self.reclaim();
+        self.wake_writers();
+        Err(DirectRefusal::Full)
+    }
+
+    /// The client is done with the file.
+    pub fn end_direct_access(&self, client: ClientId, token: HandleId) {
+        let Ok(handle) = self.handle(token) else {
+            return;
+        };
+        let mut state = handle.file.lock();
+        if state
+            .direct
+            .grant()
+            .is_some_and(|grant| grant.client == client)
+        {
+            self.revoke_grant(&handle.file, &mut state);
+        }
+        drop(state);
+        self.wake_writers();
+    }
+
+    /// The client is gone: all that it had ends.
+    pub fn end_client(&self, client: ClientId) {
+        for file in self.files_with_grant() {
+            let mut state = file.lock();
+            if state
+                .direct
+                .grant()
+                .is_some_and(|grant| grant.client == client)
+            {
+                self.revoke_grant(&file, &mut state);
+            }
+        }
+        self.arena.await_clients();
+        self.wake_writers();
+    }
+
+    /// Where the bytes of a file lie that nobody has open for writing, from `from` on.
+    pub fn list_extents(&self, token: HandleId, from: u64) -> Answer<DirectList> {
+        let handle = self.handle(token).ok().filter(|handle| handle.readable);
+        let handle = handle.ok_or(DirectRefusal::BadToken)?;
+        if self.options.tracking {
+            return Err(DirectRefusal::Busy);
+        }
+        let file = &handle.file;
+        let mut state = file.lock();
+        if state.opens.has_writers()
+            || state.opens.has_passthrough()
+            || state.drain.is_exclusive()
+            || state.direct.has_grant()
+        {
+            return Err(DirectRefusal::Busy);
+        }
+        // Before any place is looked up: who moves one then looks for this file.
+        self.grants.has_lists.store(true, Ordering::Release);
+        let end = state.pending.end();
+        // Through the kernel, which tells the error, where a place is not known.
+        let list = |(offset, extent)| self.list(offset, extent).ok_or(DirectRefusal::Busy);
+        let extents = state
+            .extents_in_arena(from, EXTENTS_MAX)
+            .into_iter()
+            .map(list)
+            .collect::<Answer<_>>()?;
+        let word = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
+        state.direct.set_listed(word);
+        let (slot, stamp) = self.arena.file_word(word);
+        drop(state);
+        // What is drained before the backing is asked counts all the same; what is cut makes the list invalid.
+        let size = self
+            .size_beside(&file.inode, end)
+            .map_err(|_| DirectRefusal::Busy)?;
+        Ok(DirectList {
+            size,
+            slot,
+            stamp,
+            extents,
+        })
+    }
+
+    /// Where an extent is now; `None`: nobody knows.
+    pub(crate) fn list(&self, offset: u64, extent: Extent) -> Option<Listed> {
+        let (at, place) = match self.arena.locate(extent.piece.slab, extent.position)? {
+            Located::Arena(at) => (at, IN_MEMORY),
+            Located::Spill(at) => (at, IN_SPILL),
+        };
+        Some(Listed {
+            offset,
+            len: extent.len,
+            at,
+            chunk: extent.piece.slab.chunk,
+            place,
+        })
+    }
+
+    fn writable(&self, token: HandleId) -> Answer<Arc<Handle<B>>> {
+        self.handle(token)
+            .ok()
+            .filter(|handle| handle.writable)
+            .ok_or(DirectRefusal::BadToken)
+    }
+
+    // ---- what the engine does ----------------------------------------------------------------
+
+    /// Whether a client may be writing the file of a host now, or has and the kernel was not told of it: its
+    /// attributes change unseen.
+    pub fn is_written_directly(&self, inode: crate::InodeId) -> bool {
+        let Some(inode) = self.names.get(inode) else {
+            return false;
+        };
+        let has_grant = !self.grants.is_empty()
+            && self
+                .known_file(&inode)
+                .is_some_and(|file| file.lock().direct.has_grant());
+        // Last: a grant that just ended left it so.
+        has_grant || inode.is_size_stale_in_kernel.load(Ordering::Acquire)
+    }
+
+    /// The kernel knows now how long the file of a host is.
+    pub fn note_kernel_size(&self, inode: crate::InodeId) {
+        if let Some(inode) = self.names.get(inode) {
+            inode
+                .is_size_stale_in_kernel
+                .store(false, Ordering::Release);
+        }
+    }
+
+    fn files_with_grant(&self) -> Vec<Arc<File<B>>> {
+        self.grants.files()
+    }
+
+    /// Takes in what clients published, of all files.
+    pub(crate) fn ingest_all_published(&self) {
+        for file in self.files_with_grant() {
+            self.ingest_published(&file, &mut file.lock());
+        }
+    }
+
+    /// Takes in what a client published of this file.
+    pub(crate) fn ingest_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
+        self.ingest_from_client(file, state, |arena, lease, sink| {
+            arena.take_client(lease, sink)
+        });
+    }
+
+    /// Takes in what a client published, and lets none of it grow: the drain may have it.
+    pub(crate) fn freeze_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
+        self.ingest_from_client(file, state, |arena, lease, sink| {
+            arena.freeze_client(lease, sink)
+        });
+    }
+
+    fn ingest_from_client(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut FileState<B>,
+        take: impl Fn(
+            &firn_arena::Arena,
+            &mut ClientLease,
+            &mut dyn FnMut(Taken),
+        ) -> std::result::Result<(), firn_arena::Wrong>,
+    ) {
+        // Whoever fills the second lease is done with the first, whose last bytes come before.
+        let next = |grant: &Grant| {
+            grant
+                .leases
+                .get(1)
+                .is_some_and(|next| self.arena.client_has_begun(next))
+        };
+        while state.direct.grant().is_some_and(next) {
+            self.end_first_lease(file, state);
+        }
+        let Some(mut grant) = state.direct.take_grant() else {
+            return;
+        };
+        let mut taken = Vec::new();
+        let lease = grant.leases.first_mut();
+        let pid = lease.as_ref().map_or(0, |lease| lease.pid());
+        let wrong =
+            lease.and_then(|lease| take(&self.arena, lease, &mut |bytes| taken.push(bytes)).err());
+        grant.bytes += self.enter(file, state, pid, &taken);
+        state.direct.put_back(grant);
+        if let Some(wrong) = wrong {
+            tracing::warn!(%wrong, "it writes through the kernel from now on");
+            self.grants.count_error();
+            self.revoke_grant(file, state);
+        }
+    }
+
+    fn enter(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut FileState<B>,
+        pid: u32,
+        taken: &[Taken],
+    ) -> u64 {
+        let mut bytes = 0;
+        for &Taken {
+            piece,
+            offset,
+            position,
+            len,
+            sequence,
+            modified,
+        } in taken
+        {
+            self.note_access(
+                &file.inode,
+                pid,
+                Access::Write,
+                offset..offset + u64::from(len),
+            );
+            if !state.pending.touch_at(modified) {
+                self.arena.set_modified(piece, state.pending.recorded_ns());
+            }
+            self.ingest(
+                file,
+                state,
+                offset,
+                Extent {
+                    len: len.into(),
+                    piece,
+                    position,
+                    sequence,
+                },
+            );
+            bytes += u64::from(len);
+            self.counters.ingest_writes.fetch_add(1, Ordering::Relaxed);
+        }
+        if bytes > 0 {
+            self.counters
+                .ingest_bytes
+                .fetch_add(bytes, Ordering::Relaxed);
+            file.inode
+                .is_size_stale_in_kernel
+                .store(true, Ordering::Release);
+            // Only what the engine itself published may be extended by it.
+            state.pending.end_tail();
+        }
+        bytes
+    }
+
+    /// Ends the grant to a file, if there is one: all that the client published is taken in, and it can
+    /// publish nothing more.
+    pub(crate) fn revoke_grant(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
+        if !state.direct.has_grant() {
+            return;
+        }
+        while state
+            .direct
+            .grant()
+            .is_some_and(|grant| !grant.leases.is_empty())
+        {
+            self.end_first_lease(file, state);
+        }
+        state.direct.take_grant();
+        self.grants.remove(file);
+        self.end_file_id(state);
+    }
+
+    /// Ends the older lease of a grant.
+    fn end_first_lease(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
+        let Some(grant) = state
+            .direct
+            .grant_mut()
+            .filter(|grant| !grant.leases.is_empty())
+        else {
+            return;
+        };
+        let mut lease = grant.leases.remove(0);
+        self.grants.lease_count.fetch_sub(1, Ordering::Relaxed);
+        let mut taken = Vec::new();
+        let result = self
+            .arena
+            .revoke_client(&mut lease, &mut |bytes| taken.push(bytes));
+        let bytes = self.enter(file, state, lease.pid(), &taken);
+        if let Some(grant) = state.direct.grant_mut() {
+            grant.bytes += bytes;
+        }
+        self.arena.end_client(lease);
+        if let Err(wrong) = result {
+            tracing::warn!(%wrong, "what follows it is not taken");
+            self.grants.count_error();
+        }
+    }
+
+    /// As [`Engine::revoke_grant`], for callers without the lock.
+    pub(crate) fn end_grant(&self, file: &Arc<File<B>>) {
+        if !self.grants.is_empty() {
+            self.revoke_grant(file, &mut file.lock());
+        }
+    }
+
+    /// Ends all grants: their slabs are wanted.
+    pub(crate) fn revoke_all_grants(&self) {
+        for file in self.files_with_grant() {
+            self.revoke_grant(&file, &mut file.lock());
+        }
+    }
+
+    /// For an opener of a file whose bytes came past the kernel: how long it is.
+    pub(crate) fn size_for_kernel(&self, file: &File<B>) -> Option<u64> {
+        if !file.inode.is_size_stale_in_kernel.load(Ordering::Acquire) {
+            return None;
+        }
+        let end = file.lock().pending.end();
+        Some(self.size_beside(&file.inode, end).unwrap_or(end))
+    }
+
+    /// The byte at `offset`, for the kernel's cache.
+    pub fn byte_at(&self, handle: HandleId, offset: u64) -> std::result::Result<u8, Errno> {
+        let mut byte = [0];
+        self.read(handle, offset, &mut byte)?;
+        Ok(byte[0])
+    }
+}
+
+/// Small slabs first, whole chunks for those who prove large.
+fn class_for(expected: u64) -> Class {
+    if expected >= 2 * SLAB_MEDIUM {
+        Class::Whole
+    } else if expected > SLAB_SMALL {
+        Class::Medium
+    } else {
+        Class::Small
+    }
+}

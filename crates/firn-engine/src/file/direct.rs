@@ -1,0 +1,76 @@
+//! What processes with direct access have of a file.
+//!
+//! Invariants
+//! * A file with a grant is open once, for writing, by the process that has the grant.
+//! * A list that was told to readers is valid until [`DirectState::invalidate_list`], which comes before the file's
+//!   bytes change or their room can be used again.
+
+use firn_arena::Arena;
+
+use crate::direct_access::Grant;
+
+/// The direct access part of a file's state.
+#[derive(Default)]
+pub(crate) struct DirectState {
+    grant: Option<Box<Grant>>,
+    /// The word of the arena under which processes that read the arena were told where the bytes lie.
+    listed: Option<u32>,
+    chunk_lists: u32,
+}
+
+impl DirectState {
+    pub(crate) fn grant(&self) -> Option<&Grant> {
+        self.grant.as_deref()
+    }
+
+    pub(crate) fn grant_mut(&mut self) -> Option<&mut Grant> {
+        self.grant.as_deref_mut()
+    }
+
+    pub(crate) fn has_grant(&self) -> bool {
+        self.grant.is_some()
+    }
+
+    pub(crate) fn set_grant(&mut self, grant: Grant) {
+        debug_assert!(self.grant.is_none(), "a file gets a second grant");
+        self.grant = Some(Box::new(grant));
+    }
+
+    pub(crate) fn take_grant(&mut self) -> Option<Box<Grant>> {
+        self.grant.take()
+    }
+
+    /// Gives back what [`DirectState::take_grant`] took.
+    pub(crate) fn put_back(&mut self, grant: Box<Grant>) {
+        self.grant = Some(grant);
+    }
+
+    /// Readers are told where the bytes lie, under this word.
+    pub(crate) fn set_listed(&mut self, word: u32) {
+        self.listed = Some(word);
+    }
+
+    pub(crate) fn is_listed(&self) -> bool {
+        self.listed.is_some()
+    }
+
+    /// What readers were told does not hold any more.
+    pub(crate) fn invalidate_list(&mut self, arena: &Arena) {
+        if let Some(word) = self.listed.take() {
+            arena.raise_file_word(word);
+        }
+    }
+
+    /// A chunk list of the file is made: what it names is not changed in place.
+    pub(crate) fn add_chunk_list(&mut self) {
+        self.chunk_lists += 1;
+    }
+
+    pub(crate) fn remove_chunk_list(&mut self) {
+        self.chunk_lists -= 1;
+    }
+
+    pub(crate) fn has_chunk_lists(&self) -> bool {
+        self.chunk_lists > 0
+    }
+}

@@ -1,0 +1,192 @@
+//! Who has a file open, how, and how its writers left it.
+//!
+//! Invariants
+//! * Each handle is counted in one of the modes.
+//! * `writers` is at most the number of handles.
+
+use firn_format::record::Ending;
+use smallvec::SmallVec;
+
+use crate::{HandleId, OpenMode};
+
+/// The part of a file's state about its handles.
+pub(crate) struct Opens {
+    handles: SmallVec<[HandleId; 1]>,
+    through_engine: u32,
+    passthrough: u32,
+    cached: u32,
+    writers: u32,
+    ending: Ending,
+    /// A writer died of a signal, or an earlier firnd died while the file was open, and it was not emptied since.
+    is_cut: bool,
+}
+
+impl Default for Opens {
+    fn default() -> Self {
+        Self {
+            handles: SmallVec::new(),
+            through_engine: 0,
+            passthrough: 0,
+            cached: 0,
+            writers: 0,
+            ending: Ending::Closed,
+            is_cut: false,
+        }
+    }
+}
+
+impl Opens {
+    pub(crate) fn add(&mut self, handle: HandleId, mode: OpenMode, is_writer: bool) {
+        self.handles.push(handle);
+        *self.count_mut(mode) += 1;
+        self.writers += u32::from(is_writer);
+        self.check();
+    }
+
+    pub(crate) fn remove(&mut self, handle: HandleId, mode: OpenMode, is_writer: bool) {
+        self.handles.retain(|known| *known != handle);
+        *self.count_mut(mode) -= 1;
+        self.writers -= u32::from(is_writer);
+        self.check();
+    }
+
+    pub(crate) fn change_mode(&mut self, from: OpenMode, to: OpenMode) {
+        *self.count_mut(from) -= 1;
+        *self.count_mut(to) += 1;
+        self.check();
+    }
+
+    fn count_mut(&mut self, mode: OpenMode) -> &mut u32 {
+        match mode {
+            OpenMode::Engine => &mut self.through_engine,
+            OpenMode::Passthrough => &mut self.passthrough,
+            OpenMode::Cached { .. } => &mut self.cached,
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.handles.is_empty()
+    }
+
+    /// Whether this handle, served by the engine, is the only one.
+    pub(crate) fn is_only(&self, handle: HandleId) -> bool {
+        self.handles[..] == [handle] && self.through_engine == 1
+    }
+
+    pub(crate) fn has_writers(&self) -> bool {
+        self.writers > 0
+    }
+
+    pub(crate) fn has_through_engine(&self) -> bool {
+        self.through_engine > 0
+    }
+
+    pub(crate) fn has_passthrough(&self) -> bool {
+        self.passthrough > 0
+    }
+
+    /// Whether the kernel caches pages of the file.
+    pub(crate) fn has_cached(&self) -> bool {
+        self.cached > 0
+    }
+
+    pub(crate) fn ending(&self) -> Ending {
+        self.ending
+    }
+
+    /// What an earlier firnd knew. Whoever had the file open is cut off from it.
+    pub(crate) fn restore_ending(&mut self, ending: Ending) {
+        self.ending = match ending {
+            Ending::Open => Ending::Cut,
+            other => other,
+        };
+        self.is_cut = self.ending == Ending::Cut;
+    }
+
+    /// The file was made anew or emptied.
+    pub(crate) fn forget_cut(&mut self) {
+        self.is_cut = false;
+    }
+
+    /// A writer died of a signal.
+    pub(crate) fn note_cut(&mut self) {
+        self.is_cut = true;
+    }
+
+    /// Follows from who has it open; whether it became another one.
+    pub(crate) fn update_ending(&mut self) -> bool {
+        let ending = if self.writers > 0 {
+            Ending::Open
+        } else if self.is_cut {
+            Ending::Cut
+        } else {
+            Ending::Closed
+        };
+        let is_another = self.ending != ending;
+        self.ending = ending;
+        is_another
+    }
+
+    #[inline]
+    fn check(&self) {
+        let in_modes =
+            u64::from(self.through_engine) + u64::from(self.passthrough) + u64::from(self.cached);
+        debug_assert_eq!(
+            in_modes,
+            self.handles.len() as u64,
+            "handles and their modes"
+        );
+        debug_assert!(
+            self.writers as usize <= self.handles.len(),
+            "more writers than handles"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: HandleId = HandleId(1);
+    const TWO: HandleId = HandleId(2);
+
+    #[test]
+    fn handles_are_counted_by_mode() {
+        let mut opens = Opens::default();
+        opens.add(ONE, OpenMode::Engine, true);
+        assert!(opens.is_only(ONE));
+        opens.add(TWO, OpenMode::Passthrough, false);
+        assert!(!opens.is_only(ONE));
+        assert!(opens.has_passthrough());
+        opens.change_mode(OpenMode::Passthrough, OpenMode::Engine);
+        assert!(!opens.has_passthrough());
+        opens.remove(ONE, OpenMode::Engine, true);
+        assert!(!opens.has_writers());
+        opens.remove(TWO, OpenMode::Engine, false);
+        assert!(opens.is_empty());
+    }
+
+    #[test]
+    fn a_file_is_cut_until_it_is_emptied() {
+        let mut opens = Opens::default();
+        opens.add(ONE, OpenMode::Engine, true);
+        assert!(opens.update_ending());
+        assert_eq!(opens.ending(), Ending::Open);
+        opens.note_cut();
+        opens.remove(ONE, OpenMode::Engine, true);
+        assert!(opens.update_ending());
+        assert_eq!(opens.ending(), Ending::Cut);
+        opens.forget_cut();
+        assert!(opens.update_ending());
+        assert_eq!(opens.ending(), Ending::Closed);
+    }
+
+    #[test]
+    fn whoever_had_a_file_open_when_firnd_died_is_cut_off() {
+        let mut opens = Opens::default();
+        opens.restore_ending(Ending::Open);
+        assert_eq!(opens.ending(), Ending::Cut);
+        opens.restore_ending(Ending::Closed);
+        assert_eq!(opens.ending(), Ending::Closed);
+    }
+}

@@ -1,0 +1,550 @@
+//! What the arena holds of a file and the backing does not: extents, their pieces, and the time of the last write.
+//!
+//! Invariants
+//! * `bytes` is the sum of the extents; each piece in `pieces` has `0 < live <= len`, and `live` bytes of extents.
+//! * `partial` counts the pieces with `live < len`.
+//! * The file has a file id while anything is pending.
+//! * While anything is pending, the record of some piece has the time of the last write ([`Pending::recorded_ns`]): a
+//!   recovery finds it there. The journal has a time that a program set instead, and what `recorded_ns` was then.
+//!
+//! docs/internals/pending.md
+
+use std::collections::{BTreeMap, HashMap};
+use std::num::NonZeroU64;
+use std::ops::Range;
+
+use firn_arena::{Arena, PieceRef};
+use firn_backing::{TICK_NS_MAX, Time};
+
+use crate::extents::{Extent, Extents};
+use crate::small_map::SmallMap;
+
+/// Number under which the journal and the pieces know a file with pending data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FileId(NonZeroU64);
+
+impl FileId {
+    /// The id of this number; none for 0, which no file has.
+    pub fn new(number: u64) -> Option<Self> {
+        NonZeroU64::new(number).map(Self)
+    }
+
+    /// Its number, as records have it.
+    pub fn get(self) -> u64 {
+        self.0.get()
+    }
+}
+
+/// How much of a piece is pending.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PieceUse {
+    pub len: u64,
+    pub live: u64,
+}
+
+/// Pieces laid over each other: the newest bytes of each range.
+#[derive(Default)]
+pub(crate) struct Layers {
+    pub extents: Extents,
+    pub pieces: SmallMap<PieceRef, PieceUse>,
+}
+
+/// The pending part of a file's state.
+#[derive(Default)]
+pub(crate) struct Pending {
+    extents: Extents,
+    pieces: SmallMap<PieceRef, PieceUse>,
+    bytes: u64,
+    partial: u32,
+    /// Drained ranges that the journal knows, about.
+    drained_ranges: u32,
+    file_id: Option<FileId>,
+    /// The piece that the last write made or extended: only it may be extended, and only until its sequence is used to
+    /// cut.
+    tail: Option<PieceRef>,
+    /// Time of the last write or utimens while data is pending.
+    mtime: Option<Time>,
+    /// Time of the last write as piece records have it, nanoseconds since 1970; 0 where there was none. It only grows,
+    /// also where the clock is set back: so a recovery can tell a write from what came before it.
+    recorded_ns: u64,
+}
+
+/// Times so much in the future are of the present: the clock that stamps files runs in ticks, and writes within one of
+/// them get later ones.
+const FUTURE_NS_MAX: u64 = 2 * TICK_NS_MAX as u64;
+
+/// The latest time that a write can have had by now.
+pub(crate) fn latest_ns() -> u64 {
+    Time::now().to_ns().saturating_add(FUTURE_NS_MAX)
+}
+
+impl Pending {
+    /// What a recovery found of the file `id`.
+    pub(crate) fn recovered(
+        id: FileId,
+        layers: Layers,
+        drained_ranges: u32,
+        (mtime, recorded_ns): (Option<Time>, u64),
+    ) -> Self {
+        let is_partial = |used: &PieceUse| used.live < used.len;
+        let pending = Self {
+            partial: layers
+                .pieces
+                .iter()
+                .filter(|(_, used)| is_partial(used))
+                .count() as u32,
+            bytes: layers.pieces.iter().map(|(_, used)| used.live).sum(),
+            extents: layers.extents,
+            pieces: layers.pieces,
+            drained_ranges,
+            file_id: Some(id),
+            tail: None,
+            mtime,
+            recorded_ns,
+        };
+        pending.check_all();
+        pending
+    }
+
+    // ---- what is pending -------------------------------------------------------------------
+
+    /// Bytes that are pending.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    pub(crate) fn extents(&self) -> &Extents {
+        &self.extents
+    }
+
+    /// First byte after the last pending one, 0 where none is: the file is at least so long.
+    pub(crate) fn end(&self) -> u64 {
+        self.extents.end()
+    }
+
+    /// The lowest sequence of all that is pending.
+    pub(crate) fn oldest_sequence(&self) -> Option<u64> {
+        self.extents.iter().map(|(_, extent)| extent.sequence).min()
+    }
+
+    /// The highest sequence of all that is pending.
+    pub(crate) fn newest_sequence(&self) -> Option<u64> {
+        self.extents.iter().map(|(_, extent)| extent.sequence).max()
+    }
+
+    pub(crate) fn piece_count(&self) -> usize {
+        self.pieces.len()
+    }
+
+    // ---- changes ---------------------------------------------------------------------------
+
+    /// Enters bytes of a piece that was just published or extended by them. Returns the bytes that they replace.
+    pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
+        let mut replaced: Vec<(PieceRef, u64)> = Vec::new();
+        self.extents.insert(offset, extent, &mut |piece, bytes| {
+            replaced.push((piece, bytes));
+        });
+        let used = self.pieces.get(&extent.piece).copied().unwrap_or_default();
+        let used = PieceUse {
+            len: used.len + extent.len,
+            live: used.live + extent.len,
+        };
+        self.pieces.insert(extent.piece, used);
+        self.bytes += extent.len;
+        self.tail = Some(extent.piece);
+        let mut cancelled = 0;
+        for (piece, bytes) in replaced {
+            cancelled += bytes;
+            self.retire(arena, piece, bytes);
+        }
+        self.check();
+        cancelled
+    }
+
+    /// Drops every extent of `range` up to `sequence`; returns the bytes.
+    pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
+        let mut gone: Vec<(PieceRef, u64)> = Vec::new();
+        self.extents.remove(range, &mut |_, extent| {
+            let takes = extent.sequence <= sequence;
+            if takes {
+                gone.push((extent.piece, extent.len));
+            }
+            takes
+        });
+        self.tail = None;
+        let bytes = gone.iter().map(|(_, bytes)| bytes).sum();
+        for (piece, bytes) in gone {
+            self.retire(arena, piece, bytes);
+        }
+        self.check();
+        bytes
+    }
+
+    /// Takes an extent out that was drained. Its room stays in use: the caller keeps it as cached, or releases it.
+    pub(crate) fn remove_drained(&mut self, arena: &Arena, offset: u64, extent: Extent) {
+        let range = offset..offset + extent.len;
+        self.extents
+            .remove(range, &mut |_, known| known.piece == extent.piece);
+        self.settle_piece(arena, extent.piece, extent.len);
+    }
+
+    /// `bytes` of a piece are not pending any more, and their room is free.
+    fn retire(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
+        self.settle_piece(arena, piece, bytes);
+        arena.release(piece.slab, bytes);
+    }
+
+    /// `bytes` of a piece are not pending any more; they keep their room.
+    fn settle_piece(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
+        let used = self
+            .pieces
+            .get_mut(&piece)
+            .expect("an extent's piece is known");
+        let was_partial = used.live < used.len;
+        used.live -= bytes;
+        let is_dead = used.live == 0;
+        match (was_partial, is_dead) {
+            (false, false) => self.partial += 1,
+            (true, true) => self.partial -= 1,
+            _ => {}
+        }
+        self.bytes -= bytes;
+        if !is_dead {
+            return;
+        }
+        self.pieces.remove(&piece);
+        if self.tail == Some(piece) {
+            self.tail = None;
+        }
+        // Before its record is dead: a crash in between must not lose the time.
+        if arena.modified(piece) >= self.recorded_ns {
+            self.keep_time(arena);
+        }
+        arena.mark_dead(piece);
+    }
+
+    /// Whether pieces would be partly pending once `gone` is drained: then the journal has to know the drained range,
+    /// or a recovery would take it for pending.
+    pub(crate) fn leaves_partial_pieces(&self, gone: &[(u64, Extent)]) -> bool {
+        let mut drained: HashMap<PieceRef, u64> = HashMap::new();
+        for (_, extent) in gone {
+            *drained.entry(extent.piece).or_default() += extent.len;
+        }
+        let mut partial = self.partial;
+        for (piece, bytes) in &drained {
+            let used = self.pieces.get(piece).expect("an extent's piece is known");
+            let was_partial = used.live < used.len;
+            let is_partial = used.live > *bytes;
+            partial += u32::from(is_partial && !was_partial);
+            partial -= u32::from(was_partial && !is_partial);
+        }
+        partial > 0
+    }
+
+    // ---- file id, drained ranges, tail -------------------------------------------------------
+
+    pub(crate) fn file_id(&self) -> Option<FileId> {
+        self.file_id
+    }
+
+    /// The journal knows the file from here on.
+    pub(crate) fn set_file_id(&mut self, id: FileId) {
+        debug_assert!(self.file_id.is_none(), "a file gets a second file id");
+        self.file_id = Some(id);
+    }
+
+    /// The journal has forgotten the file, of which nothing is pending.
+    pub(crate) fn end_file_id(&mut self) {
+        debug_assert!(self.is_empty(), "pending bytes of a file without a file id");
+        self.file_id = None;
+        self.drained_ranges = 0;
+    }
+
+    pub(crate) fn drained_ranges(&self) -> u32 {
+        self.drained_ranges
+    }
+
+    pub(crate) fn add_drained_range(&mut self) {
+        self.drained_ranges += 1;
+    }
+
+    pub(crate) fn forget_drained_ranges(&mut self) {
+        self.drained_ranges = 0;
+    }
+
+    /// Whether the last piece may be extended.
+    pub(crate) fn is_tail(&self, piece: PieceRef) -> bool {
+        self.tail == Some(piece)
+    }
+
+    /// The next write makes a piece of its own: the sequence of the last one is used to cut.
+    pub(crate) fn end_tail(&mut self) {
+        self.tail = None;
+    }
+
+    // ---- time ------------------------------------------------------------------------------
+
+    /// The modification time that programs see while data is pending.
+    pub(crate) fn mtime(&self) -> Option<Time> {
+        self.mtime
+    }
+
+    pub(crate) fn set_mtime(&mut self, mtime: Option<Time>) {
+        self.mtime = mtime;
+    }
+
+    /// The time that is to be set in the backing, once all is drained.
+    pub(crate) fn take_mtime(&mut self) -> Option<Time> {
+        self.mtime.take()
+    }
+
+    /// Time of the last write as piece records have it.
+    pub(crate) fn recorded_ns(&self) -> u64 {
+        self.recorded_ns
+    }
+
+    /// Bytes or the length change now. The time is in `recorded_ns`: to be stored in the record of a piece.
+    pub(crate) fn touch(&mut self) {
+        let now = Time::now_after(self.mtime).to_ns();
+        self.recorded_ns = now.max(self.recorded_ns.saturating_add(1));
+        // The present, where the clock was set back.
+        let is_now = self.recorded_ns - now <= FUTURE_NS_MAX;
+        let shown = if is_now { self.recorded_ns } else { now };
+        self.mtime = Some(Time::from_ns(shown));
+    }
+
+    /// Bytes were changed by a client, which says that it was at `modified`. False where the record has to get another
+    /// time: a client that goes on in its next lease may be a few writes of the same tick behind; and what cannot be is
+    /// taken as now.
+    pub(crate) fn touch_at(&mut self, modified: u64) -> bool {
+        if modified == 0
+            || modified > latest_ns()
+            || modified.saturating_add(FUTURE_NS_MAX) < self.recorded_ns
+        {
+            self.touch();
+            return false;
+        }
+        let is_behind = modified < self.recorded_ns;
+        self.recorded_ns = if is_behind {
+            self.recorded_ns.saturating_add(1)
+        } else {
+            modified
+        };
+        self.mtime = Some(Time::from_ns(self.recorded_ns));
+        !is_behind
+    }
+
+    /// Lets the record of some piece have the time of the last write, which no new piece tells.
+    pub(crate) fn keep_time(&self, arena: &Arena) {
+        if let Some((piece, _)) = self.pieces.iter().next() {
+            arena.set_modified(*piece, self.recorded_ns);
+        }
+    }
+
+    // ---- invariants --------------------------------------------------------------------------
+
+    /// Asserts the invariants, of a file with many pieces only at some of its changes: that would take long.
+    #[inline]
+    fn check(&self) {
+        const PIECES_EACH_TIME: usize = 32;
+        const PIECES_BETWEEN: usize = 64;
+        if cfg!(debug_assertions)
+            && (self.pieces.len() <= PIECES_EACH_TIME
+                || self.pieces.len().is_multiple_of(PIECES_BETWEEN))
+        {
+            self.assert_invariants();
+        }
+    }
+
+    fn check_all(&self) {
+        if cfg!(debug_assertions) {
+            self.assert_invariants();
+        }
+    }
+
+    fn assert_invariants(&self) {
+        self.extents.assert_invariants();
+        let mut live: BTreeMap<PieceRef, u64> = BTreeMap::new();
+        for (_, extent) in self.extents.iter() {
+            *live.entry(extent.piece).or_default() += extent.len;
+        }
+        let sum: u64 = live.values().sum();
+        assert_eq!(self.bytes, sum, "pending bytes are the sum of the extents");
+        assert_eq!(
+            self.pieces.len(),
+            live.len(),
+            "pieces are those of the extents"
+        );
+        let mut partial: u32 = 0;
+        for (piece, used) in self.pieces.iter() {
+            let bytes = live.get(piece).copied();
+            assert_eq!(bytes, Some(used.live), "pending bytes of {piece:?}");
+            assert!(used.live <= used.len, "{piece:?} has {used:?}");
+            partial += u32::from(used.live < used.len);
+        }
+        assert_eq!(self.partial, partial, "pieces that are partly pending");
+        assert!(
+            self.bytes == 0 || self.file_id.is_some(),
+            "pending bytes of a file without a file id"
+        );
+    }
+
+    /// Asserts that a recovery would find the time of the last write. Of a file that no client writes: its records are
+    /// the client's to spoil.
+    pub(crate) fn assert_time(&self, arena: &Arena) {
+        let newest = self
+            .pieces
+            .iter()
+            .map(|(piece, _)| arena.modified(*piece))
+            .max();
+        assert!(
+            newest.is_none_or(|newest| newest >= self.recorded_ns),
+            "no piece has the time of the last write"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use firn_arena::Identity;
+    use firn_format::geometry::Geometry;
+    use firn_format::slab::Class;
+
+    use super::*;
+
+    struct Scene {
+        arena: Arena,
+        lease: firn_arena::Lease,
+        pending: Pending,
+        _dir: tempfile::TempDir,
+    }
+
+    impl Scene {
+        fn new() -> Self {
+            let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
+            let identity = Identity {
+                backing: PathBuf::from("/backing"),
+                dev: 1,
+                ino: 1,
+            };
+            let geometry = Geometry::new(1 << 20, 128 << 10).expect("a valid geometry");
+            let path = dir.path().join("arena");
+            let arena = Arena::create(&path, geometry, &identity).expect("an arena");
+            let lease = arena.lease(Class::Small).expect("a lease");
+            let mut pending = Pending::default();
+            pending.set_file_id(FileId::new(1).expect("not 0"));
+            Self {
+                arena,
+                lease,
+                pending,
+                _dir: dir,
+            }
+        }
+
+        /// Publishes a piece and enters it; returns the bytes that it replaced.
+        fn write(&mut self, offset: u64, len: u64) -> (Extent, u64) {
+            self.pending.touch();
+            let reserved = self.lease.reserve(1, offset, len).expect("room");
+            let sequence = self.arena.next_sequence();
+            let modified = self.pending.recorded_ns();
+            let lease = &mut self.lease;
+            let piece = self
+                .arena
+                .publish(lease, reserved, (1, offset), sequence, modified);
+            let extent = Extent {
+                len,
+                piece,
+                position: reserved.position,
+                sequence,
+            };
+            let replaced = self.pending.insert(&self.arena, offset, extent);
+            (extent, replaced)
+        }
+    }
+
+    #[test]
+    fn a_newer_write_replaces_what_it_covers() {
+        let mut scene = Scene::new();
+        scene.write(0, 100);
+        let (_, replaced) = scene.write(50, 100);
+        assert_eq!(replaced, 50);
+        assert_eq!(scene.pending.bytes(), 150);
+        assert_eq!(scene.pending.end(), 150);
+        assert_eq!(scene.pending.piece_count(), 2);
+        let (_, replaced) = scene.write(0, 150);
+        assert_eq!(replaced, 150);
+        assert_eq!(scene.pending.piece_count(), 1);
+    }
+
+    #[test]
+    fn a_drained_range_is_recorded_only_where_a_piece_stays_partly_pending() {
+        let mut scene = Scene::new();
+        let (first, _) = scene.write(0, 100);
+        let (second, _) = scene.write(100, 100);
+        let half = Extent { len: 50, ..second };
+        assert!(!scene.pending.leaves_partial_pieces(&[(0, first)]));
+        assert!(scene.pending.leaves_partial_pieces(&[(100, half)]));
+        let pending = &mut scene.pending;
+        pending.remove_drained(&scene.arena, 100, half);
+        assert_eq!(pending.bytes(), 150);
+        let rest = Extent {
+            len: 50,
+            position: second.position + 50,
+            ..second
+        };
+        assert!(pending.leaves_partial_pieces(&[(0, first)]));
+        assert!(!pending.leaves_partial_pieces(&[(0, first), (150, rest)]));
+    }
+
+    #[test]
+    fn the_last_piece_may_be_extended_until_its_sequence_is_used_to_cut() {
+        let mut scene = Scene::new();
+        let (first, _) = scene.write(0, 10);
+        let (second, _) = scene.write(20, 10);
+        assert!(!scene.pending.is_tail(first.piece));
+        assert!(scene.pending.is_tail(second.piece));
+        scene.pending.cut(&scene.arena, 25..30, second.sequence);
+        assert!(!scene.pending.is_tail(second.piece));
+    }
+
+    #[test]
+    fn a_cut_leaves_what_is_newer() {
+        let mut scene = Scene::new();
+        let (first, _) = scene.write(0, 10);
+        scene.write(10, 10);
+        let cut = scene.pending.cut(&scene.arena, 0..u64::MAX, first.sequence);
+        assert_eq!(cut, 10);
+        assert_eq!(scene.pending.oldest_sequence(), Some(first.sequence + 1));
+    }
+
+    #[test]
+    fn the_time_of_the_last_write_outlives_the_piece_that_told_it() {
+        let mut scene = Scene::new();
+        scene.write(0, 10);
+        let (second, _) = scene.write(20, 10);
+        let pending = &mut scene.pending;
+        pending.remove_drained(&scene.arena, 20, second);
+        pending.assert_time(&scene.arena);
+    }
+
+    #[test]
+    fn times_of_writes_only_grow() {
+        let mut pending = Pending::default();
+        pending.touch();
+        let first = pending.recorded_ns();
+        pending.touch();
+        assert!(pending.recorded_ns() > first);
+        let last = pending.recorded_ns();
+        assert!(!pending.touch_at(0), "no time is taken as now");
+        assert!(pending.recorded_ns() > last);
+        let next = pending.recorded_ns() + 1;
+        assert!(pending.touch_at(next));
+        assert_eq!(pending.recorded_ns(), next);
+    }
+}

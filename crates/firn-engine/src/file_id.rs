@@ -1,0 +1,88 @@
+//! File ids: which file the journal and the pieces speak of.
+//!
+//! A file gets an id before its first piece: a record of the journal with its identity and names. The id ends when
+//! nothing is pending any more, and is never used again.
+
+use std::sync::atomic::Ordering;
+
+use firn_backing::Backing;
+use firn_format::piece::FILE_MAX;
+use firn_format::record::{Ending, Identity, Record};
+
+use crate::engine::Engine;
+use crate::file::{File, FileId, FileState};
+
+impl<B: Backing> Engine<B> {
+    /// Gives a file an id before its first piece; `None` where the journal is full. No rename can change its paths
+    /// meanwhile.
+    pub(crate) fn begin_file_id_at_rest(&self, file: &File<B>) -> Option<FileId> {
+        let begin = || self.begin_file_id(file, &mut file.lock());
+        self.paths.while_staying(|| file.inode.paths(), begin)
+    }
+
+    /// The same for callers that see to it that no rename changes the paths.
+    pub(crate) fn begin_file_id(&self, file: &File<B>, state: &mut FileState<B>) -> Option<FileId> {
+        if let Some(known) = state.pending.file_id() {
+            return Some(known);
+        }
+        let inode = &file.inode;
+        let number = self.last_file_id.fetch_add(1, Ordering::Relaxed) + 1;
+        if number > FILE_MAX {
+            return None;
+        }
+        let identity = Identity {
+            dev: inode.key.0,
+            ino: inode.key.1,
+            btime: inode.btime.map(|time| (time.sec, time.nsec)),
+        };
+        let record = Record::FileIdBegin {
+            file: number,
+            identity,
+            paths: inode.paths(),
+            ending: Ending::Open,
+        };
+        self.journal.lock().append(&record).ok()?;
+        let id = FileId::new(number)?;
+        state.pending.set_file_id(id);
+        Some(id)
+    }
+
+    /// Ends the id of a file of which nothing is pending.
+    pub(crate) fn end_file_id(&self, state: &mut FileState<B>) {
+        if !state.pending.is_empty() || state.direct.has_grant() {
+            return;
+        }
+        let Some(id) = state.pending.file_id() else {
+            return;
+        };
+        let record = Record::FileIdEnd { file: id.get() };
+        if self.journal.lock().append_end(&record).is_ok() {
+            state.pending.end_file_id();
+        }
+    }
+
+    /// Keeps the time of a file with an id that does not follow from its pieces.
+    pub(crate) fn record_time(&self, state: &FileState<B>) {
+        if let (Some(file), Some(mtime)) = (state.pending.file_id(), state.pending.mtime()) {
+            self.append_note(&Record::ModifiedAt {
+                file: file.get(),
+                time: (mtime.sec, mtime.nsec),
+                written: state.pending.recorded_ns(),
+            });
+        }
+    }
+
+    /// Appends a record that ends what was begun; the journal keeps room for it.
+    pub(crate) fn append_end_record(&self, record: &Record) {
+        if self.journal.lock().append_end(record).is_err() {
+            tracing::error!(?record, "the journal has no room left for an end");
+        }
+    }
+
+    /// Appends a record about a file with an id that may be missing without harm to data.
+    pub(crate) fn append_note(&self, record: &Record) {
+        if self.journal.lock().append(record).is_err() {
+            tracing::debug!(?record, "the journal is full; a note was not kept");
+        }
+    }
+}
