@@ -169,7 +169,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn cached_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
-        let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
+        let files = self.files.all();
         let below = |file: &Arc<File<B>>| {
             path.is_empty() || file.inode.paths().iter().any(|known| is_below(known, path))
         };

@@ -34,8 +34,8 @@ impl<B: Backing> Engine<B> {
     ) -> Result<(Entry, Opened)> {
         let dir = self.inode(parent)?;
         self.close_excess_files();
-        let before = self.names_changed.load(Ordering::Acquire);
-        let privileges = self.privileges_epoch();
+        let before = self.names.changes();
+        let privileges = self.privileges.epoch();
         match self.with_descriptor(|| self.backing.create(caller, &self.object(&dir)?, name, mode))
         {
             Ok((object, backing_file, attr)) => {
@@ -176,7 +176,7 @@ impl<B: Backing> Engine<B> {
         flags: i32,
         mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
     ) -> Opened {
-        let id = self.new_handle_id();
+        let id = self.handles.new_id();
         let writable = flags & O_ACCMODE != 0;
         let mut chosen = OpenMode::Engine;
         let file = self.file_with(inode, |state| {
@@ -206,7 +206,7 @@ impl<B: Backing> Engine<B> {
             killed: AtomicBool::new(false),
             mode: Mutex::new(chosen),
         };
-        self.handles.write().insert(id, Arc::new(handle));
+        self.handles.insert(handle);
         Opened {
             handle: id,
             mode: chosen,
@@ -315,7 +315,7 @@ impl<B: Backing> Engine<B> {
 
     /// The last use of a handle is over. What is pending stays and is drained.
     pub fn release(&self, handle: HandleId) {
-        let Some(handle) = self.handles.write().remove(&handle) else {
+        let Some(handle) = self.handles.remove(handle) else {
             return;
         };
         if let Some(lease) = handle.lease.lock().take() {
@@ -423,6 +423,6 @@ impl<B: Backing> Engine<B> {
         for waiter in waiters {
             (waiter.done)(Ok(()));
         }
-        self.signal_progress();
+        self.progress.signal();
     }
 }

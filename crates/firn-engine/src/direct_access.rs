@@ -135,7 +135,7 @@ impl<B: Backing> Engine<B> {
         let _writing = self.writing.read();
         let handle = self.writable(token)?;
         let file = &handle.file;
-        let privileges = self.privileges_epoch();
+        let privileges = self.privileges.epoch();
         let plain = self.object(&file.inode).is_ok_and(|object| {
             let attr = self.backing.attr(&object);
             attr.is_ok_and(|attr| !has_set_id_bits(&attr)) && !self.has_capabilities(&object)
@@ -158,7 +158,7 @@ impl<B: Backing> Engine<B> {
             return Err(DirectRefusal::Busy);
         };
         // Who gave it privileges meanwhile found no grant to end.
-        if self.privileges_epoch() != privileges {
+        if self.privileges.epoch() != privileges {
             self.end_direct_access(client, token);
             return Err(DirectRefusal::Busy);
         }

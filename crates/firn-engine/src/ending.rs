@@ -38,7 +38,7 @@ impl<B: Backing> Engine<B> {
         let ending = state.opens.ending();
         // A file that has no id yet gets one as an open file.
         if let Some(file) = state.pending.file_id() {
-            self.append_note(&Record::Ended {
+            self.journal.append_note(&Record::Ended {
                 file: file.get(),
                 ending,
             });

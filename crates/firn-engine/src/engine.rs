@@ -1,25 +1,28 @@
 //! The engine's state and its small common parts.
 
-use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use firn_arena::{Arena, JournalRegion, Lease};
-use firn_backing::lock::{Mutex, RwLock};
+use firn_arena::{Arena, Lease};
+use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno};
 use firn_conflict::Log;
 use firn_format::quote::quoted;
 use firn_format::tally::Tally;
-use firn_journal::Journal;
-use parking_lot::Condvar;
 
 use crate::direct_access::Grants;
 use crate::drain::{Drain, LaneIndex};
 use crate::errors::ErrorLog;
-use crate::file::File;
-use crate::names::{Inode, Key, Names};
+use crate::file::{File, FileState};
+use crate::file_journal::FileJournal;
+use crate::lost::LostFiles;
+use crate::names::{Inode, Names};
+use crate::privileges::Privileges;
 use crate::space::Space;
+use crate::spill::Spill;
+use crate::sync::Progress;
+use crate::tables::{FileTable, HandleTable};
 use crate::{HandleId, InodeId, Result};
 
 /// When close(2) returns.
@@ -187,40 +190,30 @@ pub struct Engine<B: Backing> {
     pub(crate) backing: B,
     pub(crate) arena: Arena,
     pub(crate) options: EngineOptions,
-    pub(crate) journal: Mutex<Journal<JournalRegion>>,
-    pub(crate) last_file_id: AtomicU64,
-    pub(crate) last_rename: AtomicU64,
+    pub(crate) journal: FileJournal,
     /// Paths that are told to the journal stay while they are, and renames change them.
     pub(crate) paths: crate::claims::PathClaims,
     /// Held for reading by whoever changes data of files, for writing while a transaction turns. It is held
     /// while the backing works: that is what it is for.
     pub(crate) writing: parking_lot::RwLock<()>,
     pub(crate) names: Names<B>,
-    /// How often names changed in the backing without a request for it ([`Engine::look_again`]).
-    pub(crate) names_changed: AtomicU64,
-    /// How often some file may have got set-id bits or capabilities; never 0, which no file knows of.
-    pub(crate) privileges_epoch: AtomicU32,
-    pub(crate) attributes_changed: RwLock<Option<crate::privileges::AttributesChanged>>,
-    pub(crate) files: Mutex<HashMap<Key, Arc<File<B>>>>,
-    pub(crate) handles: RwLock<HashMap<HandleId, Arc<Handle<B>>>>,
-    pub(crate) dirs: RwLock<HashMap<HandleId, Arc<B::Dir>>>,
-    pub(crate) next_handle: AtomicU64,
+    pub(crate) privileges: Privileges,
+    pub(crate) files: FileTable<B>,
+    pub(crate) handles: HandleTable<B>,
     pub(crate) drain: Drain<B>,
     pub(crate) space: Space<B>,
     pub(crate) grants: Grants<B>,
     pub(crate) open_files: crate::open_files::OpenFiles,
     pub(crate) counters: Counters,
     pub(crate) errors: ErrorLog,
-    pub(crate) spill: Mutex<crate::spill::SpillState>,
-    pub(crate) spill_waker: RwLock<Option<crate::spill::Waker>>,
-    /// Signalled after every completed I/O, for those who wait for a tree.
-    pub(crate) progress: (Mutex<u64>, Condvar),
+    pub(crate) spill: Spill,
+    pub(crate) progress: Progress,
     pub(crate) passthrough: AtomicBool,
     pub(crate) accesses: Log,
     /// Open handles whose pages the kernel caches.
     pub(crate) cached_opens: AtomicU64,
     pub(crate) recovered_bytes: u64,
-    pub(crate) lost: Mutex<Vec<crate::lost::Kept>>,
+    pub(crate) lost: LostFiles,
     pub(crate) epoch: u64,
     pub(crate) attached: Instant,
 }
@@ -282,43 +275,26 @@ impl<B: Backing> Engine<B> {
     }
 
     pub(crate) fn handle(&self, id: HandleId) -> Result<Arc<Handle<B>>> {
-        self.handles.read().get(&id).cloned().ok_or(Errno::BADF)
+        self.handles.get(id)
     }
 
-    pub(crate) fn new_handle_id(&self) -> HandleId {
-        HandleId(self.next_handle.fetch_add(1, Ordering::Relaxed) + 1)
-    }
-
-    /// The file of a host, if it is open or has pending data.
+    /// The file of an inode, if it is open or has pending data.
     pub(crate) fn known_file(&self, inode: &Inode<B>) -> Option<Arc<File<B>>> {
-        self.files.lock().get(&inode.key).cloned()
+        self.files.get(inode)
     }
 
-    /// The file of a host, with `change` applied while it cannot be dropped.
+    /// The file of an inode, with `change` applied while it cannot be dropped.
     pub(crate) fn file_with(
         &self,
         inode: &Arc<Inode<B>>,
-        change: impl FnOnce(&mut crate::file::FileState<B>),
+        change: impl FnOnce(&mut FileState<B>),
     ) -> Arc<File<B>> {
-        let mut files = self.files.lock();
-        let file = files
-            .entry(inode.key)
-            .or_insert_with(|| Arc::new(File::new(Arc::clone(inode), LaneIndex::FIRST)));
-        change(&mut file.lock());
-        Arc::clone(file)
+        self.files.change(inode, LaneIndex::FIRST, change)
     }
 
     /// Lets go of a file that is neither open nor pending.
     pub(crate) fn drop_if_unused(&self, file: &Arc<File<B>>) {
-        let mut files = self.files.lock();
-        let state = file.lock();
-        if !state.is_in_use()
-            && files
-                .get(&file.inode.key)
-                .is_some_and(|known| Arc::ptr_eq(known, file))
-        {
-            files.remove(&file.inode.key);
-        }
+        self.files.remove_if_unused(file);
     }
 
     /// Counts a change of what is held by one file.

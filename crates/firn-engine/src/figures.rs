@@ -151,7 +151,7 @@ impl<B: Backing> Engine<B> {
 
     /// Asserts that the counters are the sums that they stand for. To be called while nobody else uses the engine.
     pub fn assert_counters(&self) {
-        let files: Vec<_> = self.files.lock().values().cloned().collect();
+        let files = self.files.all();
         let mut held_bytes = 0;
         let mut held_files = 0;
         let mut cached_bytes = 0;
@@ -226,8 +226,8 @@ impl<B: Backing> Engine<B> {
             held_files: get(&counters.held_files),
             oldest_held: oldest.map(|at| now.duration_since(at)),
             recovered_bytes: self.recovered_bytes,
-            lost_file_bytes: self.lost_bytes(),
-            open_files: self.handles.read().len() as u64,
+            lost_file_bytes: self.lost.bytes(),
+            open_files: self.handles.len() as u64,
             waiting_writers: self.space.waiters.count(),
             ingest_bytes: get(&counters.ingest_bytes),
             ingest_writes: get(&counters.ingest_writes),
@@ -255,7 +255,7 @@ impl<B: Backing> Engine<B> {
             bytes: figures.bytes,
             used_bytes: figures.used_bytes,
             moved_bytes: figures.moved_bytes,
-            is_failing: self.spill_fails() || self.arena.spill_fault().is_some(),
+            is_failing: self.spill.fails() || self.arena.spill_fault().is_some(),
         })
     }
 
@@ -266,13 +266,14 @@ impl<B: Backing> Engine<B> {
         }
         let held: Vec<Vec<u8>> = self
             .files
-            .lock()
-            .values()
+            .all()
+            .iter()
             .filter(|file| file.lock().pending.bytes() > 0)
             .flat_map(|file| file.inode.paths())
             .collect();
         let failing_spill = self
-            .spill_fails()
+            .spill
+            .fails()
             .then(|| self.arena.superblock().spill_path.clone());
         errors
             .into_iter()
@@ -293,7 +294,7 @@ impl<B: Backing> Engine<B> {
 
     /// Files with pending data at or below `path`.
     pub fn files_below(&self, path: &[u8]) -> Vec<FileFigures> {
-        let files: Vec<_> = self.files.lock().values().cloned().collect();
+        let files = self.files.all();
         let mut out = Vec::new();
         self.ingest_all_published();
         for file in files {

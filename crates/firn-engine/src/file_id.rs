@@ -3,10 +3,7 @@
 //! A file gets an id before its first piece: a record of the journal with its identity and names. The id ends when
 //! nothing is pending any more, and is never used again.
 
-use std::sync::atomic::Ordering;
-
 use firn_backing::Backing;
-use firn_format::piece::FILE_MAX;
 use firn_format::record::{Ending, Identity, Record};
 
 use crate::engine::Engine;
@@ -26,23 +23,19 @@ impl<B: Backing> Engine<B> {
             return Some(known);
         }
         let inode = &file.inode;
-        let number = self.last_file_id.fetch_add(1, Ordering::Relaxed) + 1;
-        if number > FILE_MAX {
-            return None;
-        }
+        let id = self.journal.new_file_id()?;
         let identity = Identity {
             dev: inode.key.0,
             ino: inode.key.1,
             btime: inode.btime.map(|time| (time.sec, time.nsec)),
         };
         let record = Record::FileIdBegin {
-            file: number,
+            file: id.get(),
             identity,
             paths: inode.paths(),
             ending: Ending::Open,
         };
-        self.journal.lock().append(&record).ok()?;
-        let id = FileId::new(number)?;
+        self.journal.append(&record).ok()?;
         state.pending.set_file_id(id);
         Some(id)
     }
@@ -56,7 +49,7 @@ impl<B: Backing> Engine<B> {
             return;
         };
         let record = Record::FileIdEnd { file: id.get() };
-        if self.journal.lock().append_end(&record).is_ok() {
+        if self.journal.try_append_end(&record) {
             state.pending.end_file_id();
         }
     }
@@ -64,25 +57,11 @@ impl<B: Backing> Engine<B> {
     /// Keeps the time of a file with an id that does not follow from its pieces.
     pub(crate) fn record_time(&self, state: &FileState<B>) {
         if let (Some(file), Some(mtime)) = (state.pending.file_id(), state.pending.mtime()) {
-            self.append_note(&Record::ModifiedAt {
+            self.journal.append_note(&Record::ModifiedAt {
                 file: file.get(),
                 time: (mtime.sec, mtime.nsec),
                 written: state.pending.recorded_ns(),
             });
-        }
-    }
-
-    /// Appends a record that ends what was begun; the journal keeps room for it.
-    pub(crate) fn append_end_record(&self, record: &Record) {
-        if self.journal.lock().append_end(record).is_err() {
-            tracing::error!(?record, "the journal has no room left for an end");
-        }
-    }
-
-    /// Appends a record about a file with an id that may be missing without harm to data.
-    pub(crate) fn append_note(&self, record: &Record) {
-        if self.journal.lock().append(record).is_err() {
-            tracing::debug!(?record, "the journal is full; a note was not kept");
         }
     }
 }

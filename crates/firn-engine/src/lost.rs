@@ -3,6 +3,7 @@
 //! Nobody drains their pieces. They stay in the arena until the user puts the files back under their
 //! names, or takes the data elsewhere, or gives it up.
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno};
 use firn_format::record::Record;
 use firn_protocol::path::BytePath;
@@ -40,8 +41,21 @@ impl LostFile {
     }
 }
 
+/// All of them.
+#[derive(Default)]
+pub(crate) struct LostFiles {
+    kept: Mutex<Vec<Kept>>,
+}
+
+impl LostFiles {
+    /// Bytes that have no file to go to.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.kept.lock().iter().map(|kept| kept.file.bytes).sum()
+    }
+}
+
 /// What the engine keeps of one.
-pub(crate) struct Kept {
+struct Kept {
     file: LostFile,
     layers: Layers,
 }
@@ -63,20 +77,17 @@ impl<B: Backing> Engine<B> {
             format!("{bytes} held bytes have no file to go to ({reason}); they stay in the arena"),
         );
         recovered.lost.push(file.clone());
-        self.lost.lock().push(Kept { file, layers });
+        self.lost.kept.lock().push(Kept { file, layers });
     }
 
     /// Files whose data has nowhere to go.
     pub fn lost_files(&self) -> Vec<LostFile> {
         self.lost
+            .kept
             .lock()
             .iter()
             .map(|kept| kept.file.clone())
             .collect()
-    }
-
-    pub(crate) fn lost_bytes(&self) -> u64 {
-        self.lost.lock().iter().map(|kept| kept.file.bytes).sum()
     }
 
     /// Gives the held bytes of a lost file to `sink`, with their offsets, in ascending order. What had
@@ -86,7 +97,7 @@ impl<B: Backing> Engine<B> {
         file: u64,
         mut sink: impl FnMut(u64, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let lost = self.lost.lock();
+        let lost = self.lost.kept.lock();
         let Some(kept) = lost.iter().find(|kept| kept.file.file == file) else {
             return Ok(());
         };
@@ -106,7 +117,7 @@ impl<B: Backing> Engine<B> {
 
     /// Gives up the held bytes of a lost file. They cannot be had again.
     pub fn discard_lost(&self, file: u64) {
-        let mut lost = self.lost.lock();
+        let mut lost = self.lost.kept.lock();
         let Some(at) = lost.iter().position(|kept| kept.file.file == file) else {
             return;
         };
@@ -116,7 +127,7 @@ impl<B: Backing> Engine<B> {
             self.arena.mark_dead(*piece);
             self.arena.release(piece.slab, used.live);
         }
-        self.append_note(&Record::FileIdEnd { file });
+        self.journal.append_note(&Record::FileIdEnd { file });
         self.errors.forget_lost(kept.file.known_path().as_bytes());
     }
 }

@@ -14,7 +14,7 @@
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use firn_backing::lock::Mutex;
@@ -195,6 +195,8 @@ pub(crate) struct Names<B: Backing> {
     /// its names too.
     names_unsynced: bool,
     objects: Arc<Objects<B>>,
+    /// How often names changed in the backing without a request for it.
+    changes_below: AtomicU64,
     /// Paths that change while a rename is done below and noted here, and stay while an object is looked up
     /// again by its name.
     moving: PathClaims,
@@ -233,11 +235,22 @@ impl<B: Backing> Names<B> {
             tables: Mutex::new(tables),
             names_unsynced,
             objects,
+            changes_below: AtomicU64::new(0),
             moving: PathClaims::default(),
         }
     }
 
-    /// The object of a host, looked up again where it was let go; ESTALE where no known name leads to it
+    /// How often names changed in the backing without a request for it. Whoever enters a name compares before and after.
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes_below.load(Ordering::Acquire)
+    }
+
+    /// Names change in the backing without a request for it.
+    pub(crate) fn note_changes_below(&self) {
+        self.changes_below.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// The object of an inode, looked up again where it was let go; ESTALE where no known name leads to it
     /// any more.
     pub(crate) fn object(&self, backing: &B, inode: &Inode<B>) -> Result<B::Inode> {
         if let Some(object) = inode.object_at_hand() {

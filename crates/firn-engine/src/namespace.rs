@@ -23,7 +23,7 @@ impl<B: Backing> Engine<B> {
     pub fn lookup(&self, parent: InodeId, name: &OsStr) -> Result<Entry> {
         let dir = self.inode(parent)?;
         loop {
-            let before = self.names_changed.load(Ordering::Acquire);
+            let before = self.names.changes();
             let found = self.with_descriptor(|| self.backing.lookup(&self.object(&dir)?, name));
             let (object, attr) = found?;
             let inode = self.names.register(object, &attr, &dir, name, 1);
@@ -46,8 +46,7 @@ impl<B: Backing> Engine<B> {
         name: &OsStr,
         inode: &Inode<B>,
     ) -> bool {
-        self.names_changed.load(Ordering::Acquire) == before
-            || !self.drop_wrong_name(dir, name, inode)
+        self.names.changes() == before || !self.drop_wrong_name(dir, name, inode)
     }
 
     /// The kernel drops `count` references to an inode.
@@ -233,7 +232,7 @@ impl<B: Backing> Engine<B> {
         mode: u32,
     ) -> Result<Entry> {
         let dir = self.inode(parent)?;
-        let before = self.names_changed.load(Ordering::Acquire);
+        let before = self.names.changes();
         let (object, attr) =
             self.with_descriptor(|| self.backing.mkdir(caller, &self.object(&dir)?, name, mode))?;
         let inode = self.register_created(before, &dir, name, object, &attr)?;
@@ -253,7 +252,7 @@ impl<B: Backing> Engine<B> {
         rdev: u64,
     ) -> Result<Entry> {
         let dir = self.inode(parent)?;
-        let before = self.names_changed.load(Ordering::Acquire);
+        let before = self.names.changes();
         let (object, attr) = self.with_descriptor(|| {
             self.backing
                 .mknod(caller, &self.object(&dir)?, name, mode, rdev)
@@ -274,7 +273,7 @@ impl<B: Backing> Engine<B> {
         target: &OsStr,
     ) -> Result<Entry> {
         let dir = self.inode(parent)?;
-        let before = self.names_changed.load(Ordering::Acquire);
+        let before = self.names.changes();
         let (object, attr) = self.with_descriptor(|| {
             self.backing
                 .symlink(caller, &self.object(&dir)?, name, target)
@@ -303,7 +302,7 @@ impl<B: Backing> Engine<B> {
                 && let Some(path) = dir.path_of(name)
             {
                 // Kept or the name must not be relied on: a full journal fails the next removal instead.
-                self.append_note(&Record::NameAdded {
+                self.journal.append_note(&Record::NameAdded {
                     file: file_id.get(),
                     path,
                 });
@@ -373,21 +372,12 @@ impl<B: Backing> Engine<B> {
             self.end_grant(file);
             return self.drain_and_wait(file);
         }
-        let mut journal = self.journal.lock();
-        for path in others {
-            journal
-                .append(&Record::NameAdded {
-                    file: file_id.get(),
-                    path,
-                })
-                .map_err(|_| Errno::NOSPC)?;
-        }
-        journal
-            .append(&Record::NameRemoved {
-                file: file_id.get(),
-                path,
-            })
-            .map_err(|_| Errno::NOSPC)
+        let file = file_id.get();
+        let added = others
+            .into_iter()
+            .map(|path| Record::NameAdded { file, path });
+        let removed = Record::NameRemoved { file, path };
+        self.journal.append_all(added.chain([removed]))
     }
 
     /// A name of this file is gone. Without name and handle its pending data is of no use to anyone.
@@ -471,8 +461,8 @@ impl<B: Backing> Engine<B> {
         if !exchange {
             self.with_descriptor(|| self.names.hold_last(&self.backing, new_dir.id, new_name))?;
         }
-        let id = self.last_rename.fetch_add(1, Ordering::Relaxed) + 1;
-        let journaled = !self.journal.lock().ledger().is_empty();
+        let id = self.journal.new_rename_id();
+        let journaled = !self.journal.is_empty();
         if journaled {
             let paths = (dir.path_of(name), new_dir.path_of(new_name));
             let (Some(old), Some(new)) = paths else {
@@ -484,10 +474,7 @@ impl<B: Backing> Engine<B> {
                 to: new,
                 exchange,
             };
-            self.journal
-                .lock()
-                .append(&record)
-                .map_err(|_| Errno::NOSPC)?;
+            self.journal.append(&record)?;
         }
         let result = self
             .names
@@ -495,7 +482,7 @@ impl<B: Backing> Engine<B> {
                 self.backing.rename(&from, name, &to, new_name, flags)
             });
         if journaled {
-            self.append_end_record(&Record::RenameEnd {
+            self.journal.append_end(&Record::RenameEnd {
                 id,
                 done: result.is_ok(),
             });
@@ -549,9 +536,7 @@ impl<B: Backing> Engine<B> {
     /// opendir(3).
     pub fn open_dir(&self, inode: InodeId) -> Result<HandleId> {
         let dir = self.with_descriptor(|| self.backing.open_dir(&self.object_of(inode)?))?;
-        let id = self.new_handle_id();
-        self.dirs.write().insert(id, Arc::new(dir));
-        Ok(id)
+        Ok(self.handles.insert_dir(dir))
     }
     /// Reads entries from `cookie` on until `sink` returns false or the directory ends.
     pub fn read_dir(
@@ -560,13 +545,12 @@ impl<B: Backing> Engine<B> {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        let dir = self.dirs.read().get(&handle).cloned().ok_or(Errno::BADF)?;
+        let dir = self.handles.dir(handle)?;
         self.backing.read_dir(&dir, cookie, sink)
     }
     /// closedir(3).
     pub fn release_dir(&self, handle: HandleId) {
-        let closed = self.dirs.write().remove(&handle);
-        drop(closed);
+        self.handles.remove_dir(handle);
     }
 
     /// statvfs(3) of the backing.

@@ -61,13 +61,8 @@ impl<B: Backing> Engine<B> {
 
     /// Closes files until no more than `max` are open, if so many can be closed.
     fn close_down_to(&self, max: usize) {
-        let open: Vec<Arc<File<B>>> = {
-            let files = self.files.lock();
-            // One that somebody is busy with is left alone.
-            let idle =
-                |file: &&Arc<File<B>>| file.try_lock().is_some_and(|state| state.may_be_reopened());
-            files.values().filter(idle).cloned().collect()
-        };
+        // One that somebody is busy with is left alone.
+        let open = self.files.idle(FileState::may_be_reopened);
         let too_many = open.len().saturating_sub(max);
         open.iter()
             .take(too_many)

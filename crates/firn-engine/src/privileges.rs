@@ -14,15 +14,16 @@
 //!   executes new contents with old privileges, whatever the kernel may keep.
 //! * Privileges that are given to a file are not taken away by the drain of what was written before.
 //! * A file that is known to have none costs one comparison a write. It is known from its creation, or from the
-//!   first write, until something gives privileges to any file of the mount ([`Engine::privileges_given`]).
+//!   first write, until something gives privileges to any file of the mount ([`Privileges::note_given`]).
 //!
 //! The kernel does some of this by itself, from the mode that it has cached, and never for a direct write, for
 //! `O_TRUNC`, and for set-group-id without group execute. So all of it is done here.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 
+use firn_backing::lock::RwLock;
 use firn_backing::{Attr, Backing, Errno, Kind};
 
 use crate::engine::Engine;
@@ -60,6 +61,35 @@ impl Principal for Anybody {
 /// Told the inode of which the kernel has attributes that are no longer so.
 pub(crate) type AttributesChanged = Arc<dyn Fn(InodeId) + Send + Sync>;
 
+/// What the engine knows of privileges of all files.
+pub(crate) struct Privileges {
+    /// How often some file may have got set-id bits or capabilities; never 0, which no file knows of.
+    epoch: AtomicU32,
+    attributes_changed: RwLock<Option<AttributesChanged>>,
+}
+
+impl Default for Privileges {
+    fn default() -> Self {
+        Self {
+            epoch: AtomicU32::new(1),
+            attributes_changed: RwLock::new(None),
+        }
+    }
+}
+
+impl Privileges {
+    /// The state of the mount in which a file that has no privileges is known to have none.
+    pub(crate) fn epoch(&self) -> u32 {
+        self.epoch.load(Ordering::Acquire)
+    }
+
+    /// Whoever knows that a file has no privileges has to look again. To be called once they are given, before the call
+    /// that gave them is answered.
+    pub(crate) fn note_given(&self) {
+        self.epoch.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
 /// The mode after `by` changed the contents.
 fn after_contents(attr: &Attr, by: &dyn Principal) -> u32 {
     let mode = attr.mode & 0o7777;
@@ -88,11 +118,11 @@ impl<B: Backing> Engine<B> {
     /// Calls `f` when an object lost privileges by a change of something else: the kernel is to drop the attributes
     /// that it has of it before `f` returns.
     pub fn on_attributes_changed(&self, f: Arc<dyn Fn(InodeId) + Send + Sync>) {
-        *self.attributes_changed.write() = Some(f);
+        *self.privileges.attributes_changed.write() = Some(f);
     }
 
-    fn attributes_changed(&self, inode: &Inode<B>) {
-        let call = self.attributes_changed.read().clone();
+    fn tell_attributes_changed(&self, inode: &Inode<B>) {
+        let call = self.privileges.attributes_changed.read().clone();
         if let Some(call) = call {
             call(inode.id);
         }
@@ -111,23 +141,12 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Whoever knows that a file has no privileges has to look again. To be called once they are given, before the
-    /// call that gave them is answered.
-    pub(crate) fn privileges_given(&self) {
-        self.privileges_epoch.fetch_add(1, Ordering::AcqRel);
-    }
-
     /// Nobody writes the object directly from here on, either: who got the grant meanwhile took it for plain.
     fn privileges_given_to(&self, inode: &Inode<B>) {
-        self.privileges_given();
+        self.privileges.note_given();
         if let Some(file) = self.known_file(inode) {
             self.end_grant(&file);
         }
-    }
-
-    /// The state of the mount in which a file that has no privileges is known to have none.
-    pub(crate) fn privileges_epoch(&self) -> u32 {
-        self.privileges_epoch.load(Ordering::Acquire)
     }
 
     /// Before `by` changes the contents of a regular file by anything but a write, which does this itself.
@@ -145,7 +164,7 @@ impl<B: Backing> Engine<B> {
 
     /// The same for one whose file is at hand.
     pub(crate) fn drop_privileges_of(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<()> {
-        let epoch = self.privileges_epoch();
+        let epoch = self.privileges.epoch();
         if file.lock().plain_in == epoch {
             return Ok(());
         }
@@ -183,7 +202,7 @@ impl<B: Backing> Engine<B> {
             }),
             done => done,
         };
-        self.attributes_changed(inode);
+        self.tell_attributes_changed(inode);
         stripped.map(|()| kept & SET_ID_BITS == 0)
     }
 
@@ -296,7 +315,7 @@ impl<B: Backing> Engine<B> {
         if attr.mode & SET_GROUP_ID != 0 && !keeps_group(attr.gid, by) {
             self.backing
                 .set_mode(&object, attr.mode & 0o7777 & !SET_GROUP_ID)?;
-            self.attributes_changed(inode);
+            self.tell_attributes_changed(inode);
         }
         Ok(())
     }

@@ -14,26 +14,24 @@
 //! A file that is not found although no removal had begun is *lost*: its pieces stay in the arena and
 //! the status says so.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Instant;
 
 use firn_arena::{Arena, JournalRegion, PieceRef, Stored};
-use firn_backing::lock::{Mutex, RwLock};
 use firn_backing::{Access, Backing, Errno, SetTime, Time, is_below};
 use firn_format::record::Record;
 use firn_journal::{Journal, KnownFile, PathState, Replay};
-use parking_lot::Condvar;
 
 use crate::drain::Drain;
 use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions};
 use crate::extents::{Extent, Extents};
 use crate::file::{FileId, Layers, Pending, PieceUse, latest_ns};
+use crate::file_journal::FileJournal;
 use crate::lost::LostFile;
 use crate::names::{Inode, Names};
 use crate::small_map::SmallMap;
-use crate::space::Space;
 
 /// Lanes of a mount: one, until placement knows several I/O servers.
 const LANE_COUNT: u16 = 1;
@@ -185,7 +183,9 @@ impl<B: Backing> Engine<B> {
             .map(|stored| stored.piece.file)
             .max()
             .unwrap_or(0);
-        engine.last_file_id = AtomicU64::new(highest.max(replay.last_file));
+        engine
+            .journal
+            .set_last_file_id(highest.max(replay.last_file));
         let mut restored = Vec::new();
         for (file, known) in replay
             .ledger
@@ -239,30 +239,23 @@ impl<B: Backing> Engine<B> {
             backing,
             arena,
             options,
-            journal: Mutex::new(journal),
-            last_file_id: AtomicU64::new(0),
-            names_changed: AtomicU64::new(0),
-            privileges_epoch: AtomicU32::new(1),
-            attributes_changed: RwLock::new(None),
-            last_rename: AtomicU64::new(epoch << 32),
+            journal: FileJournal::new(journal, epoch),
+            privileges: Default::default(),
             paths: Default::default(),
             writing: Default::default(),
-            files: Mutex::new(HashMap::new()),
-            handles: RwLock::new(HashMap::new()),
-            dirs: RwLock::new(HashMap::new()),
-            next_handle: AtomicU64::new(0),
+            files: Default::default(),
+            handles: Default::default(),
             drain: Drain::new(LANE_COUNT),
-            space: Space::default(),
+            space: Default::default(),
             grants: Default::default(),
             open_files: Default::default(),
             counters: Counters::default(),
             errors: Default::default(),
             accesses: firn_conflict::Log::new(),
-            spill: Mutex::default(),
-            spill_waker: RwLock::new(None),
-            progress: (Mutex::new(0), Condvar::new()),
+            spill: Default::default(),
+            progress: Default::default(),
             recovered_bytes: 0,
-            lost: Mutex::default(),
+            lost: Default::default(),
             epoch,
             attached: Instant::now(),
         })
@@ -304,11 +297,13 @@ impl<B: Backing> Engine<B> {
                 for (piece, _) in layers.pieces.iter() {
                     self.arena.mark_dead(*piece);
                 }
-                self.append_note(&Record::FileIdEnd { file: id.get() });
+                self.journal
+                    .append_note(&Record::FileIdEnd { file: id.get() });
                 return;
             }
             Search::Lost { .. } if layers.extents.is_empty() && known.truncating.is_empty() => {
-                self.append_note(&Record::FileIdEnd { file: id.get() });
+                self.journal
+                    .append_note(&Record::FileIdEnd { file: id.get() });
                 return;
             }
             Search::Lost { gone, reason } => {
@@ -406,7 +401,7 @@ impl<B: Backing> Engine<B> {
         for &(sequence, size) in &known.truncating {
             let file = self.backing.open(&self.object(inode)?, Access::Write)?;
             self.backing.set_len(&file, size)?;
-            self.append_note(&Record::TruncateEnd {
+            self.journal.append_note(&Record::TruncateEnd {
                 file: id.get(),
                 sequence,
                 size,

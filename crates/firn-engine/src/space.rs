@@ -235,7 +235,7 @@ impl<B: Backing> Engine<B> {
         if self.options.drain == DrainPolicy::Demand {
             return self.reclaim_on_demand();
         }
-        let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
+        let files = self.files.all();
         let now = Instant::now();
         let mut best: Option<(u64, Arc<File<B>>)> = None;
         let mut errno = None;
@@ -270,7 +270,7 @@ impl<B: Backing> Engine<B> {
     /// Seals the leases that hold nothing, and those of `file`.
     fn give_back_leases(&self, file: Option<&Arc<File<B>>>) {
         self.space.parked.seal_all(&self.arena);
-        let handles: Vec<_> = self.handles.read().values().cloned().collect();
+        let handles = self.handles.all();
         for handle in handles {
             let Some(mut slot) = handle.lease.try_lock() else {
                 continue;

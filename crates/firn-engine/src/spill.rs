@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use firn_arena::Spilled;
+use firn_backing::lock::{Mutex, RwLock};
 use firn_backing::{Backing, Errno};
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
@@ -35,8 +36,28 @@ pub enum SpillStep {
 /// Called when there may be something to spill.
 pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
+/// What the engine knows of spilling.
 #[derive(Default)]
-pub(crate) struct SpillState {
+pub(crate) struct Spill {
+    state: Mutex<SpillState>,
+    waker: RwLock<Option<Waker>>,
+}
+
+impl Spill {
+    fn wake(&self) {
+        if let Some(wake) = &*self.waker.read() {
+            wake();
+        }
+    }
+
+    /// Whether the last try to spill failed.
+    pub(crate) fn fails(&self) -> bool {
+        self.state.lock().failure.is_some()
+    }
+}
+
+#[derive(Default)]
+struct SpillState {
     /// Above the upper threshold, and not yet below the lower one.
     active: bool,
     failure: Option<SpillFailure>,
@@ -56,7 +77,7 @@ impl<B: Backing> Engine<B> {
             .on_pressure(self.slots_at(self.options.spill_upper_percent), move || {
                 wake()
             });
-        *self.spill_waker.write() = Some(f);
+        *self.spill.waker.write() = Some(f);
     }
 
     /// Slots of memory that may stay in use. Not all of them, even at 100 percent: writers who find none wait
@@ -76,7 +97,7 @@ impl<B: Backing> Engine<B> {
         let lower = self.slots_at(self.options.spill_lower_percent);
         let used = self.arena.memory_used();
         {
-            let mut spill = self.spill.lock();
+            let mut spill = self.spill.state.lock();
             spill.active |= used > self.slots_at(self.options.spill_upper_percent);
             spill.active &= used > lower;
             if !spill.active {
@@ -94,15 +115,18 @@ impl<B: Backing> Engine<B> {
             self.wake_writers();
             return SpillStep::More;
         }
-        match self.arena.spill_oldest(&|chunk| self.unlist_chunk(chunk)) {
+        match self
+            .arena
+            .spill_oldest(&|chunk| self.invalidate_lists_of_chunk(chunk))
+        {
             Ok(spilled @ (Spilled::Chunk(_) | Spilled::Again)) => {
                 if let Spilled::Chunk(chunk) = spilled {
                     self.counters.drain_decisions.count(Decision::Spilled);
                     tracing::debug!(chunk, "drain: spilled");
                 }
-                self.spill.lock().failure = None;
+                self.spill.state.lock().failure = None;
                 self.wake_writers();
-                self.signal_progress();
+                self.progress.signal();
                 SpillStep::More
             }
             Ok(Spilled::Nothing) => {
@@ -122,11 +146,11 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Processes that read past the kernel must ask again where these bytes are.
-    fn unlist_chunk(&self, chunk: u32) {
+    fn invalidate_lists_of_chunk(&self, chunk: u32) {
         if !self.grants.has_lists() {
             return;
         }
-        let files: Vec<_> = self.files.lock().values().cloned().collect();
+        let files = self.files.all();
         for file in files {
             let mut state = file.lock();
             let mut extents = state
@@ -145,7 +169,7 @@ impl<B: Backing> Engine<B> {
 
     fn spill_failed(&self, errno: Errno) -> Duration {
         let path = self.spill_path();
-        let mut spill = self.spill.lock();
+        let mut spill = self.spill.state.lock();
         let count = spill.failure.as_ref().map_or(0, |failure| failure.count) + 1;
         let wait = retry_wait(count);
         spill.failure = Some(SpillFailure {
@@ -200,7 +224,7 @@ impl<B: Backing> Engine<B> {
         self.counters.drain_errors.fetch_add(1, Ordering::Relaxed);
         self.schedule_retry(file, state, Errno::IO, true);
         let told = state.drain.take_failed();
-        self.signal_progress();
+        self.progress.signal();
         told
     }
 
@@ -208,16 +232,11 @@ impl<B: Backing> Engine<B> {
         self.arena.superblock().spill_path.as_slice().into()
     }
 
-    /// Whether the last try to spill failed.
-    pub(crate) fn spill_fails(&self) -> bool {
-        self.spill.lock().failure.is_some()
-    }
-
     /// Whether memory will become free by spilling, so that writers wait for that. Wakes who spills.
     pub(crate) fn spill_makes_room(&self) -> bool {
-        let room = !self.spill_fails() && (self.arena.can_spill() || self.seal_for_spill());
-        if room && let Some(wake) = &*self.spill_waker.read() {
-            wake();
+        let room = !self.spill.fails() && (self.arena.can_spill() || self.seal_for_spill());
+        if room {
+            self.spill.wake();
         }
         room
     }
@@ -232,7 +251,7 @@ impl<B: Backing> Engine<B> {
             return false;
         }
         self.space.parked.seal_all(&self.arena);
-        let handles: Vec<_> = self.handles.read().values().cloned().collect();
+        let handles = self.handles.all();
         for handle in handles {
             if let Some(mut slot) = handle.lease.try_lock()
                 && let Some(lease) = slot.take()

@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, is_below};
 use firn_format::durability::DurabilityLevel;
+use parking_lot::Condvar;
 
 use crate::engine::{ClosePolicy, Engine, FsyncPolicy};
 use crate::file::{File, Waiter};
@@ -15,6 +17,33 @@ use crate::{Closing, Done, HandleId, InodeId, Result};
 
 /// How often a long wait reports its progress.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
+
+/// Counts what happens to pending data, for those who wait for a tree.
+#[derive(Default)]
+pub(crate) struct Progress {
+    count: Mutex<u64>,
+    changed: Condvar,
+}
+
+impl Progress {
+    fn count(&self) -> u64 {
+        *self.count.lock()
+    }
+
+    /// Something happened.
+    pub(crate) fn signal(&self) {
+        *self.count.lock() += 1;
+        self.changed.notify_all();
+    }
+
+    /// Waits until more happened than `seen`, at most for `time`.
+    fn wait_past(&self, seen: u64, time: Duration) {
+        let mut count = self.count.lock();
+        if *count == seen {
+            count.wait_for(&self.changed, time);
+        }
+    }
+}
 
 impl<B: Backing> Engine<B> {
     /// close(2) of one descriptor: `done` is called when the file is drained or a try to drain it
@@ -164,7 +193,7 @@ impl<B: Backing> Engine<B> {
 
     fn pending_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
         self.ingest_all_published();
-        let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
+        let files = self.files.all();
         files
             .into_iter()
             .filter(|file| file.lock().pending.bytes() > 0)
@@ -202,7 +231,7 @@ impl<B: Backing> Engine<B> {
         }
         let mut failed = None;
         loop {
-            let seen = *self.progress.0.lock();
+            let seen = self.progress.count();
             let mut left = (0, 0);
             first.retain(|(file, told)| {
                 match *told.lock() {
@@ -224,10 +253,7 @@ impl<B: Backing> Engine<B> {
             if left.1 == 0 {
                 break;
             }
-            let mut count = self.progress.0.lock();
-            if *count == seen {
-                count.wait_for(&self.progress.1, REPORT_EVERY);
-            }
+            self.progress.wait_past(seen, REPORT_EVERY);
         }
         if let Some(errno) = failed {
             return Err(errno);
@@ -288,11 +314,5 @@ impl<B: Backing> Engine<B> {
         let name = std::ffi::OsStr::from_bytes(name);
         let (object, attr) = self.backing.lookup(&self.object(dir)?, name)?;
         Ok(self.names.register(object, &attr, dir, name, 0))
-    }
-
-    /// Tells those who wait for a tree that something happened.
-    pub(crate) fn signal_progress(&self) {
-        *self.progress.0.lock() += 1;
-        self.progress.1.notify_all();
     }
 }

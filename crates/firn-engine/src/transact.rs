@@ -7,7 +7,6 @@
 use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use firn_backing::{Backing, Errno, is_below};
 use firn_conflict::Access;
@@ -86,14 +85,14 @@ impl<B: Backing> Engine<B> {
         }
         let turned = turn(&object).map_err(TurnError::Turn);
         // It may have brought privileges back.
-        self.privileges_given();
+        self.privileges.note_given();
         turned
     }
 
     /// The files at or below `path` that are open for writing: a program may have stored to a mapping of them what
     /// only the kernel has.
     pub fn written_at(&self, path: &[u8]) -> Vec<InodeId> {
-        let handles: Vec<_> = self.handles.read().values().cloned().collect();
+        let handles = self.handles.all();
         let is_at = |inode: &Inode<B>| {
             path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
         };
@@ -109,7 +108,7 @@ impl<B: Backing> Engine<B> {
     pub fn look_again(&self, path: &[u8]) -> Vec<Cached> {
         let _names_stay = self.paths.change(|| vec![path.to_vec()]);
         // Before the inodes are listed: whoever found a name earlier and enters it only now sees this and looks again.
-        self.names_changed.fetch_add(1, Ordering::AcqRel);
+        self.names.note_changes_below();
         let mut names = Vec::new();
         let mut inodes = Vec::new();
         for inode in self.names.all() {
@@ -185,7 +184,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn files_at(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
-        let files: Vec<Arc<File<B>>> = self.files.lock().values().cloned().collect();
+        let files = self.files.all();
         let is_at = |file: &Arc<File<B>>| {
             let paths = file.inode.paths();
             // Without a name it may have been anywhere.

@@ -29,7 +29,7 @@ impl<B: Backing> Engine<B> {
             (waiter.done)(Ok(()));
         }
         self.wake_writers();
-        self.signal_progress();
+        self.progress.signal();
         result
     }
 
@@ -71,10 +71,7 @@ impl<B: Backing> Engine<B> {
             sequence,
             size,
         };
-        self.journal
-            .lock()
-            .append(&begin)
-            .map_err(|_| Errno::NOSPC)?;
+        self.journal.append(&begin)?;
         let result = state.unlocked(|| self.backing.set_len(&target.file, size));
         if result.is_ok() {
             // The end goes first: once a dead piece's slab is reused, a replay must not need it. Without
@@ -86,7 +83,7 @@ impl<B: Backing> Engine<B> {
                 size,
                 done: true,
             };
-            self.append_end_record(&end);
+            self.journal.append_end(&end);
             state.pending.add_drained_range();
             let before = state.pending.bytes();
             let cancelled = state.cut(&self.arena, size..u64::MAX, sequence);
@@ -98,7 +95,7 @@ impl<B: Backing> Engine<B> {
             state.pending.keep_time(&self.arena);
             file.inode.data_unsynced.store(true, Ordering::Release);
         } else {
-            self.append_end_record(&Record::TruncateEnd {
+            self.journal.append_end(&Record::TruncateEnd {
                 file: file_id.get(),
                 sequence,
                 size,

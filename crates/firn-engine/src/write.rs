@@ -96,7 +96,7 @@ impl<B: Backing> Engine<B> {
             if let Some(errno) = state.drain.take_unreported_failure() {
                 return Err(errno);
             }
-            let is_plain = by.is_none() || state.plain_in == self.privileges_epoch();
+            let is_plain = by.is_none() || state.plain_in == self.privileges.epoch();
             let file_id = state.pending.file_id();
             if is_plain && file_id.is_some() && end <= SIZE_ASKED_ABOVE {
                 return Ok(self.overwrite_or_append(file, &mut state, offset, data));
@@ -141,7 +141,7 @@ impl<B: Backing> Engine<B> {
             let state = handle.file.lock();
             (
                 state.pending.file_id().is_some() || state.unlinked,
-                state.plain_in == self.privileges_epoch(),
+                state.plain_in == self.privileges.epoch(),
             )
         };
         if by.is_some() && !is_plain {

@@ -90,7 +90,7 @@ impl<B: Backing> Engine<B> {
         self.drop_if_unused(&file);
         self.close_excess_files();
         self.wake_writers();
-        self.signal_progress();
+        self.progress.signal();
     }
 
     /// These bytes are in the backing: they are not pending any more. False where the journal could
@@ -125,7 +125,7 @@ impl<B: Backing> Engine<B> {
                 len: written.end - written.start,
                 sequence: sequence.unwrap_or(0),
             };
-            if self.journal.lock().append(&record).is_err() {
+            if self.journal.append(&record).is_err() {
                 return false;
             }
             state.pending.add_drained_range();
@@ -172,7 +172,7 @@ impl<B: Backing> Engine<B> {
             file: file.get(),
             sequence: oldest.saturating_sub(1),
         };
-        if self.journal.lock().append_end(&record).is_ok() {
+        if self.journal.try_append_end(&record) {
             pending.forget_drained_ranges();
         }
     }

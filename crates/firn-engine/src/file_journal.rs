@@ -1,0 +1,85 @@
+//! The journal of an arena, and the numbers that its records give away.
+//!
+//! Its lock is a leaf: any other may be held when it is taken.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_arena::JournalRegion;
+use firn_backing::lock::Mutex;
+use firn_backing::{Errno, Result};
+use firn_format::piece::FILE_MAX;
+use firn_format::record::Record;
+use firn_journal::Journal;
+
+use crate::file::FileId;
+
+/// The journal of a mount.
+pub(crate) struct FileJournal {
+    journal: Mutex<Journal<JournalRegion>>,
+    last_file_id: AtomicU64,
+    last_rename_id: AtomicU64,
+}
+
+impl FileJournal {
+    /// `epoch`: of the engine; renames of two engines have different numbers.
+    pub(crate) fn new(journal: Journal<JournalRegion>, epoch: u64) -> Self {
+        Self {
+            journal: Mutex::new(journal),
+            last_file_id: AtomicU64::new(0),
+            last_rename_id: AtomicU64::new(epoch << 32),
+        }
+    }
+
+    /// File ids up to this number were used before.
+    pub(crate) fn set_last_file_id(&self, number: u64) {
+        self.last_file_id.store(number, Ordering::Relaxed);
+    }
+
+    /// A file id that was never used; `None` once there are no more.
+    pub(crate) fn new_file_id(&self) -> Option<FileId> {
+        let number = self.last_file_id.fetch_add(1, Ordering::Relaxed) + 1;
+        FileId::new(number).filter(|_| number <= FILE_MAX)
+    }
+
+    pub(crate) fn new_rename_id(&self) -> u64 {
+        self.last_rename_id.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Whether no file has pending data that a record could be about.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.journal.lock().ledger().is_empty()
+    }
+
+    /// Appends a record; ENOSPC where the journal is full.
+    pub(crate) fn append(&self, record: &Record) -> Result<()> {
+        self.journal.lock().append(record).map_err(|_| Errno::NOSPC)
+    }
+
+    /// Appends several in a row.
+    pub(crate) fn append_all(&self, records: impl IntoIterator<Item = Record>) -> Result<()> {
+        let mut journal = self.journal.lock();
+        for record in records {
+            journal.append(&record).map_err(|_| Errno::NOSPC)?;
+        }
+        Ok(())
+    }
+
+    /// Appends a record that ends something; whether it was kept.
+    pub(crate) fn try_append_end(&self, record: &Record) -> bool {
+        self.journal.lock().append_end(record).is_ok()
+    }
+
+    /// Appends a record that ends what was begun; the journal keeps room for it.
+    pub(crate) fn append_end(&self, record: &Record) {
+        if !self.try_append_end(record) {
+            tracing::error!(?record, "the journal has no room left for an end");
+        }
+    }
+
+    /// Appends a record that may be missing without harm to data.
+    pub(crate) fn append_note(&self, record: &Record) {
+        if self.append(record).is_err() {
+            tracing::debug!(?record, "the journal is full; a note was not kept");
+        }
+    }
+}

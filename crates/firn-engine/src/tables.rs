@@ -1,0 +1,191 @@
+//! What is open or has pending data: files by the object they are, handles by their number.
+//!
+//! Invariants
+//! * One [`File`] for each object of the backing, however many names and handles it has.
+//! * A file that is in use ([`FileState::is_in_use`]) is in the table.
+//! * Numbers of handles are never used again.
+//!
+//! The table's lock is taken before a file's, never after it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_backing::lock::{Mutex, RwLock};
+use firn_backing::{Backing, Errno};
+
+use crate::drain::LaneIndex;
+use crate::engine::Handle;
+use crate::file::{File, FileState};
+use crate::names::{Inode, Key};
+use crate::{HandleId, Result};
+
+/// Files that are open or have pending data.
+pub(crate) struct FileTable<B: Backing> {
+    files: Mutex<HashMap<Key, Arc<File<B>>>>,
+}
+
+impl<B: Backing> Default for FileTable<B> {
+    fn default() -> Self {
+        Self {
+            files: Mutex::new(HashMap::new()),
+        }
+    }
+}
+
+impl<B: Backing> FileTable<B> {
+    pub(crate) fn get(&self, inode: &Inode<B>) -> Option<Arc<File<B>>> {
+        self.files.lock().get(&inode.key).cloned()
+    }
+
+    /// The file of an inode, made if need be, with `change` applied while it cannot be removed.
+    pub(crate) fn change(
+        &self,
+        inode: &Arc<Inode<B>>,
+        lane: LaneIndex,
+        change: impl FnOnce(&mut FileState<B>),
+    ) -> Arc<File<B>> {
+        let mut files = self.files.lock();
+        let file = files
+            .entry(inode.key)
+            .or_insert_with(|| Arc::new(File::new(Arc::clone(inode), lane)));
+        change(&mut file.lock());
+        Arc::clone(file)
+    }
+
+    /// Removes a file that nobody uses.
+    pub(crate) fn remove_if_unused(&self, file: &Arc<File<B>>) {
+        let mut files = self.files.lock();
+        let is_used = file.lock().is_in_use();
+        let key = file.inode.key;
+        let is_it = |known: &Arc<File<B>>| Arc::ptr_eq(known, file);
+        if !is_used && files.get(&key).is_some_and(is_it) {
+            files.remove(&key);
+        }
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<File<B>>> {
+        self.files.lock().values().cloned().collect()
+    }
+
+    /// Those that nobody is busy with and whose state `select` agrees to.
+    pub(crate) fn idle(&self, select: impl Fn(&FileState<B>) -> bool) -> Vec<Arc<File<B>>> {
+        let files = self.files.lock();
+        let is_selected =
+            |file: &&Arc<File<B>>| file.try_lock().is_some_and(|state| select(&state));
+        files.values().filter(is_selected).cloned().collect()
+    }
+}
+
+/// Open files and directories.
+pub(crate) struct HandleTable<B: Backing> {
+    files: RwLock<HashMap<HandleId, Arc<Handle<B>>>>,
+    dirs: RwLock<HashMap<HandleId, Arc<B::Dir>>>,
+    last_id: AtomicU64,
+}
+
+impl<B: Backing> Default for HandleTable<B> {
+    fn default() -> Self {
+        Self {
+            files: RwLock::new(HashMap::new()),
+            dirs: RwLock::new(HashMap::new()),
+            last_id: AtomicU64::new(0),
+        }
+    }
+}
+
+impl<B: Backing> HandleTable<B> {
+    pub(crate) fn new_id(&self) -> HandleId {
+        HandleId(self.last_id.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+
+    pub(crate) fn get(&self, id: HandleId) -> Result<Arc<Handle<B>>> {
+        self.files.read().get(&id).cloned().ok_or(Errno::BADF)
+    }
+
+    pub(crate) fn insert(&self, handle: Handle<B>) {
+        self.files.write().insert(handle.id, Arc::new(handle));
+    }
+
+    pub(crate) fn remove(&self, id: HandleId) -> Option<Arc<Handle<B>>> {
+        self.files.write().remove(&id)
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<Handle<B>>> {
+        self.files.read().values().cloned().collect()
+    }
+
+    /// How many files are open.
+    pub(crate) fn len(&self) -> usize {
+        self.files.read().len()
+    }
+
+    pub(crate) fn insert_dir(&self, dir: B::Dir) -> HandleId {
+        let id = self.new_id();
+        self.dirs.write().insert(id, Arc::new(dir));
+        id
+    }
+
+    pub(crate) fn dir(&self, id: HandleId) -> Result<Arc<B::Dir>> {
+        self.dirs.read().get(&id).cloned().ok_or(Errno::BADF)
+    }
+
+    /// Closes a directory, without the lock: the backing may be asked for it.
+    pub(crate) fn remove_dir(&self, id: HandleId) {
+        let closed = self.dirs.write().remove(&id);
+        drop(closed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+
+    use firn_backing::{Caller, SimBacking};
+
+    use super::*;
+    use crate::names::Names;
+
+    const CALLER: Caller = Caller {
+        uid: 0,
+        gid: 0,
+        pid: 1,
+    };
+
+    #[test]
+    fn a_file_is_there_as_long_as_it_is_in_use() {
+        let backing = SimBacking::new();
+        let root = backing.root();
+        let attr = backing.attr(&root).expect("root");
+        let names = Names::<SimBacking>::new(root.clone(), &attr, false, 16);
+        let name = OsStr::new("file");
+        let (object, _, attr) = backing.create(&CALLER, &root, name, 0o644).expect("create");
+        let inode = names.register(object, &attr, names.root(), name, 0);
+        let files = FileTable::default();
+        let file = files.change(&inode, LaneIndex::FIRST, |state| {
+            state.direct.add_chunk_list();
+        });
+        let again = files.change(&inode, LaneIndex::FIRST, |_| {});
+        assert!(Arc::ptr_eq(&file, &again));
+        files.remove_if_unused(&file);
+        assert_eq!(files.all().len(), 1);
+        file.lock().direct.remove_chunk_list();
+        files.remove_if_unused(&file);
+        assert!(files.get(&inode).is_none());
+        let another = files.change(&inode, LaneIndex::FIRST, |_| {});
+        files.remove_if_unused(&file);
+        assert!(
+            files
+                .get(&inode)
+                .is_some_and(|known| Arc::ptr_eq(&known, &another))
+        );
+    }
+
+    #[test]
+    fn numbers_of_handles_are_not_used_again() {
+        let handles = HandleTable::<SimBacking>::default();
+        assert_ne!(handles.new_id(), handles.new_id());
+        assert!(handles.get(HandleId(1)).is_err());
+        assert_eq!(handles.len(), 0);
+    }
+}
