@@ -305,13 +305,11 @@ fn regression_a_nearly_full_journal_does_not_write_all_of_itself_for_each_file()
     let count = || headers.load(std::sync::atomic::Ordering::Relaxed);
     assert!(count() <= 4, "{} snapshots", count());
     // One file after the other goes, and another comes.
-    let mut first = 1;
     let mut refused = 0;
-    for _ in 0..10_000 {
+    for first in 1..=10_000 {
         journal
             .append_end(&Record::FileIdEnd { file: first })
             .expect("an end");
-        first += 1;
         match journal.append(&bind(files + 1, "some/path")) {
             Ok(()) => {
                 files += 1;
