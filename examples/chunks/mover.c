@@ -179,7 +179,7 @@ int main(int argc, char **argv)
         return 2;
     }
     firn *mount;
-    struct firn_data_region region;
+    struct firn_data_region region = {.size = sizeof region};
     int error = firn_open(argv[1], &mount);
     if (error) {
         fail_firn(argv[1], error);

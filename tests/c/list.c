@@ -95,7 +95,7 @@ static int errors(const char *file, const char *dir, const char *other)
 {
     firn *mount = NULL;
     firn_chunk_list *list = NULL;
-    struct firn_data_region region, again;
+    struct firn_data_region region = {.size = sizeof region}, again = region;
     char byte, missing[4096];
     int changed = 7;
 
@@ -108,6 +108,9 @@ static int errors(const char *file, const char *dir, const char *other)
 
     FAILS(EINVAL, firn_get_data_region(mount, NULL));
     FAILS(EINVAL, firn_get_data_region(NULL, &region));
+    region.size = 0;
+    FAILS(EINVAL, firn_get_data_region(mount, &region));
+    region.size = sizeof region;
     MUST(firn_get_data_region(mount, &region));
     HOLDS(region.address == NULL && region.spill_address == NULL && region.path && region.bytes > 0);
     HOLDS(region.bytes % region.chunk_bytes == 0 && region.offset % region.page_bytes == 0);
@@ -178,7 +181,7 @@ static int hold(const char *path)
 {
     firn *mount;
     firn_chunk_list *list;
-    struct firn_data_region region;
+    struct firn_data_region region = {.size = sizeof region};
     char line[64];
     MUST(firn_open(path, &mount));
     MUST(firn_map_region(mount, &region));
@@ -240,7 +243,7 @@ static void *one_thread(void *argument)
 static int threads(const char *path, int count)
 {
     struct shared shared = {.path = path};
-    struct firn_data_region region;
+    struct firn_data_region region = {.size = sizeof region};
     firn_chunk_list *list;
     pthread_t running[64];
     HOLDS(count > 0 && count <= 64);

@@ -13,6 +13,7 @@ use firn_protocol::{ChunkList, Place, Reply, Request};
 use firn_tests::c::{Installed, Link};
 use firn_tests::chunks::{Control, Files, bytes_in};
 use firn_tests::command::run;
+use firn_tests::faultfs::FaultFs;
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::random::bytes;
 use firn_tests::{FirnMount, Sandbox, wait_until};
@@ -751,4 +752,52 @@ fn what_is_installed_is_where_pkg_config_and_the_linker_look() {
     install(&["--from".as_ref(), sandbox.path().as_os_str()])
         .code(1)
         .says("cargo build");
+}
+
+/// Proves S-demand-1.
+#[test]
+fn a_c_program_asks_for_the_state_drains_and_waits() {
+    let sandbox = Sandbox::new("cstate");
+    let installed = Installed::new(&sandbox);
+    let program = installed.compile("tests/c/state.c", Link::Shared);
+    let fault = FaultFs::new(&sandbox);
+    let mount = FirnMount::over(
+        &sandbox,
+        fault.path(),
+        "arena-size=16M,drain=demand,attr-timeout=10min",
+    );
+    let path = mount.join("file");
+    let state = |args: &[&str]| {
+        let mut command = installed.command(&program);
+        command.args(args);
+        run(&mut command).ok();
+    };
+    let file = path.to_str().expect("a plain name");
+    fs::write(&path, bytes(1, MIB)).expect("write");
+    state(&["drain", file, &MIB.to_string()]);
+    assert_same_bytes(
+        "backing",
+        &read(&fault.source().join("file")),
+        &bytes(1, MIB),
+    );
+    fault.stall();
+    fs::write(&path, bytes(2, MIB)).expect("write");
+    state(&["late", file]);
+    fault.go_on();
+}
+
+/// What a program compiled with an older firn.h has no room for is not written.
+#[test]
+fn structures_of_an_older_c_program_are_filled_as_far_as_they_go() {
+    let sandbox = Sandbox::new("colder");
+    let installed = Installed::new(&sandbox);
+    let mount = FirnMount::new(&sandbox, "arena-size=16M,drain=demand");
+    let path = mount.join("file");
+    fs::write(&path, bytes(1, MIB)).expect("write");
+    for link in [Link::Shared, Link::Static] {
+        let program = installed.compile("tests/c/state.c", link);
+        let mut command = installed.command(&program);
+        command.arg("older").arg(&path);
+        run(&mut command).ok();
+    }
 }

@@ -9,7 +9,7 @@
  * is promised.
  *
  *     firn *mount;
- *     struct firn_data_region region;
+ *     struct firn_data_region region = {.size = sizeof region};
  *     firn_chunk_list *list;
  *
  *     firn_open("/ckpt", &mount);
@@ -31,6 +31,18 @@
  *
  *     firn_restore(mount, "/ckpt", 17);             before a restart from checkpoint 17
  *
+ * State: how much is not in the backing yet, and waiting until it is.
+ *
+ *     struct firn_status status = {.size = sizeof status};
+ *
+ *     firn_status(mount, &status);                  status.held_bytes
+ *     firn_drain(mount, "/ckpt/step_100");          begins, and returns at once
+ *     firn_wait(mount, "/ckpt/step_100", FIRN_DURABLE, FIRN_FOREVER);
+ *
+ * Structures with a field `size` grow: a program sets it to the sizeof that it was compiled with before each
+ * call that fills the structure. A newer library does not write what an older program has no room for, and an
+ * older library zeroes what it does not know. EINVAL: `size` is not set.
+ *
  * Units: sizes, lengths and offsets are bytes. Strings end with a zero byte; paths are any bytes.
  *
  * Errors: functions that can fail return 0 or a positive errno. firn_strerror() says what it means here and
@@ -39,7 +51,7 @@
  *
  *     ENODEV      the path is on no Firn mount
  *     ENOTCONN    the mount is dead: firnd was killed; mount again, then firn_open() again
- *     ETIMEDOUT   firnd does not answer (stopped, or its machine overloaded)
+ *     ETIMEDOUT   firnd does not answer (stopped, or its machine overloaded); firn_wait(): not reached in time
  *     EACCES      the mount belongs to another user
  *     EPROTO      firnd and this library are of different versions
  *     EAGAIN      all connections to this firnd are in use by others, with requests or lists
@@ -56,7 +68,7 @@
  *     ENOTRECOVERABLE  a fault in this library: please report it
  *
  * Threads: several threads may use a handle and its lists at once; their requests take turns, also behind
- * a commit: whoever must not wait for one uses a handle of its own. Only
+ * a commit or a firn_wait(): whoever must not wait for one uses a handle of its own. Only
  * firn_close() needs the handle alone, and firn_chunk_list_free() its list. firn_error_message() is
  * the thread's own.
  *
@@ -101,10 +113,52 @@ int firn_open(const char *path, firn **handle);
  * must still be freed; with the last of them the region is unmapped. NULL is allowed. */
 void firn_close(firn *handle);
 
+/* ---- state and drain ------------------------------------------------------------------------------ */
+
+/* The state of a mount. The program sets `size`, the library fills the rest. */
+struct firn_status {
+    size_t size;                /* sizeof(struct firn_status), set by the program */
+    uint64_t held_bytes;        /* written by programs, and not in the backing yet ... */
+    uint64_t held_files;        /* ... of so many files ... */
+    uint64_t oldest_held_ms;    /* ... for so many milliseconds at most; 0: nothing is held */
+    uint64_t arena_bytes;       /* of memory that the mount may use */
+    uint64_t arena_used_bytes;
+    uint64_t spill_bytes;       /* that the spill file may hold; 0: there is none */
+    uint64_t spill_used_bytes;
+    uint64_t drained_bytes;     /* written to the backing since firnd attached */
+    uint64_t drain_errors;      /* writes to the backing that failed since then */
+    uint64_t recorded_errors;   /* that nobody has dealt with yet: `firn status` names them */
+    uint64_t waiting_writers;   /* that wait for room in memory */
+    uint64_t open_files;        /* through the mount */
+    uint64_t pid;               /* of firnd */
+};
+
+/* Tells the state of the mount. */
+int firn_status(firn *handle, struct firn_status *status);
+
+/* What the bytes of a file survive. */
+enum firn_durability {
+    FIRN_DRAINED = 2, /* in the backing, as after write(2): seen by other hosts */
+    FIRN_DURABLE = 3  /* in the backing, as after fsync(2): outlives the host */
+};
+
+/* For firn_wait(): as long as it takes. */
+#define FIRN_FOREVER UINT64_MAX
+
+/* Begins to drain the files at or below `path`, and returns at once. ENOENT, EXDEV. */
+int firn_drain(firn *handle, const char *path);
+
+/* Drains the files at or below `path` and waits until all that was written to them before the call is
+ * FIRN_DRAINED or FIRN_DURABLE. ETIMEDOUT: not within `timeout_ms` milliseconds; the drain goes on. Other
+ * errors are the backing's (EIO, ENOSPC, ...): the data is kept. */
+int firn_wait(firn *handle, const char *path, enum firn_durability until, uint64_t timeout_ms);
+
 /* ---- the data region ------------------------------------------------------------------------------ */
 
-/* Where a mount keeps what it holds. Filled by the library; the strings live as long as the handle. */
+/* Where a mount keeps what it holds. The program sets `size`, the library fills the rest; the strings live as
+ * long as the handle. */
 struct firn_data_region {
+    size_t size;               /* sizeof(struct firn_data_region), set by the program */
     const void *address;       /* of the region in this process; NULL until firn_map_region() */
     uint64_t bytes;            /* of the region */
     uint64_t page_bytes;       /* unit of allocation and of alignment */
@@ -114,10 +168,9 @@ struct firn_data_region {
     const void *spill_address; /* of the start of the spill file in this process; else NULL */
     uint64_t spill_bytes;      /* of the whole spill file; 0: there is none */
     const char *spill_path;    /* of the spill file; NULL: there is none */
-    uint64_t reserved[7];      /* 0 */
 };
 
-/* Tells where the region is. */
+/* Tells where the region is. EINVAL. */
 int firn_get_data_region(firn *handle, struct firn_data_region *region);
 
 /* Maps the region, and the spill file if there is one, for reading, and tells where. A second call gives

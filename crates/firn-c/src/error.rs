@@ -2,11 +2,8 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
-use std::path::PathBuf;
 
-use firn_client::ClientError;
-use firn_format::quote::quoted_path;
-use firn_protocol::path::BytePath;
+use firn_client::MountError;
 use rustix::io::Errno;
 
 thread_local! {
@@ -16,54 +13,12 @@ thread_local! {
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// firnd said so, or cannot be asked.
+    /// What the call does failed.
     #[error(transparent)]
-    Client(#[from] ClientError),
-    /// The handle met an error before, or is closed.
-    #[error("this handle has no connection any more: close it and open another")]
-    Closed,
-    /// A list whose connection is gone.
-    #[error("the list does not hold any more: {0}")]
-    Stale(String),
+    Mount(#[from] MountError),
     /// An argument that cannot be.
     #[error("{0}")]
     Argument(&'static str),
-    /// A path on another mount.
-    #[error(
-        "{} is on the mount at {}, the handle is of {}",
-        quoted_path(path),
-        quoted_path(found),
-        quoted_path(expected)
-    )]
-    OtherMount {
-        /// As asked for.
-        path: PathBuf,
-        /// Its mount point.
-        found: PathBuf,
-        /// That of the handle.
-        expected: PathBuf,
-    },
-    /// Nothing to copy from.
-    #[error("these bytes are in the backing only: read them through the mount")]
-    InBacking,
-    /// A file of the mount that is not what firnd said.
-    #[error("{path} is not the file of this mount: {why}")]
-    Foreign {
-        /// Which.
-        path: BytePath,
-        /// What is wrong.
-        why: String,
-    },
-    /// The system refused something.
-    #[error("cannot {what} {path}: {errno}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// On what.
-        path: BytePath,
-        /// Why not.
-        errno: Errno,
-    },
     /// A panic.
     #[error("a fault in libfirn: {0}")]
     Fault(String),
@@ -71,22 +26,16 @@ pub(crate) enum Error {
 
 impl Error {
     pub(crate) fn errno(&self) -> c_int {
-        let errno = match self {
-            Self::Client(error) => return error.errno(),
-            Self::Closed => Errno::NOTCONN,
-            Self::Stale(_) | Self::Foreign { .. } => Errno::STALE,
-            Self::Argument(_) => Errno::INVAL,
-            Self::OtherMount { .. } => Errno::XDEV,
-            Self::InBacking => Errno::NODATA,
-            Self::System { errno, .. } => *errno,
-            Self::Fault(_) => Errno::NOTRECOVERABLE,
-        };
-        errno.raw_os_error()
+        match self {
+            Self::Mount(error) => error.errno(),
+            Self::Argument(_) => Errno::INVAL.raw_os_error(),
+            Self::Fault(_) => Errno::NOTRECOVERABLE.raw_os_error(),
+        }
     }
 }
 
 /// Keeps the words for [`last`].
-pub(crate) fn tell(error: &Error) {
+pub(crate) fn keep_message(error: &Error) {
     let text = CString::new(error.to_string().replace('\0', "?")).unwrap_or_default();
     // During the end of the thread there is nobody left to ask.
     let _ = MESSAGE.try_with(|message| message.replace(text));
@@ -112,7 +61,7 @@ pub(crate) fn meaning(error: c_int) -> &'static CStr {
         Errno::NODEV => c"the path is on no Firn mount: `firn status` lists the mounts",
         Errno::NOTCONN => c"the mount is dead, firnd was killed: mount again, then open again",
         Errno::TIMEDOUT => {
-            c"firnd does not answer: it may be stopped or its machine overloaded, see its log"
+            c"firnd does not answer, or what was waited for takes longer: `firn status` tells which"
         }
         Errno::ACCESS | Errno::PERM => c"the mount belongs to another user: run this as that user",
         Errno::PROTO => c"firnd and this library are of different versions: use those of one",
@@ -144,12 +93,16 @@ pub(crate) fn meaning(error: c_int) -> &'static CStr {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
+    use firn_client::ClientError;
+
     use super::*;
 
     #[test]
     fn the_words_for_the_last_error_are_the_threads_own() {
-        tell(&Error::Argument("one"));
-        std::thread::spawn(|| tell(&Error::Argument("two")))
+        keep_message(&Error::Argument("one"));
+        std::thread::spawn(|| keep_message(&Error::Argument("two")))
             .join()
             .unwrap();
         // SAFETY: a string of this thread.
@@ -163,23 +116,24 @@ mod tests {
             assert_eq!(meaning(other), unknown, "{other}");
         }
         let errors = [
-            Error::Closed,
-            Error::Stale(String::new()),
+            Error::Mount(MountError::Closed),
+            Error::Mount(MountError::ListEnded(String::new())),
             Error::Argument(""),
-            Error::OtherMount {
+            Error::Mount(MountError::OtherMount {
                 path: PathBuf::new(),
                 found: PathBuf::new(),
                 expected: PathBuf::new(),
-            },
-            Error::InBacking,
-            Error::Client(ClientError::NoMount {
+            }),
+            Error::Mount(MountError::InBacking),
+            Error::Mount(MountError::NotMapped),
+            Error::Mount(MountError::Client(ClientError::NoMount {
                 path: "/x".into(),
                 arena: None,
-            }),
-            Error::Client(ClientError::Refused {
+            })),
+            Error::Mount(MountError::Client(ClientError::Refused {
                 errno: Errno::BUSY.raw_os_error(),
                 message: String::new(),
-            }),
+            })),
             Error::Fault(String::new()),
         ];
         for error in errors {

@@ -1,30 +1,40 @@
 //! What C sees: pointers are checked and translated here, nothing is decided.
 
-use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
-use firn_protocol::{ChunkPiece, Place};
+use firn_client::{ChunkList, OpenMount};
+use firn_protocol::path::BytePath;
+use firn_protocol::{ChunkPiece, Place, SpillRegion};
 
 use crate::error::{self, Error};
-use crate::mount::{List, Mount};
 
+mod state;
 mod transaction;
 
 /// `struct firn`.
-pub struct Handle(Arc<Mount>);
+pub struct Handle(Arc<OpenMount>, RegionPaths);
+
+/// The paths of the region, for C.
+struct RegionPaths {
+    arena: CString,
+    spill: Option<CString>,
+}
 
 /// `struct firn_chunk_list`.
 pub struct ChunkListHandle {
-    list: List,
+    list: ChunkList,
     pieces: Vec<ChunkMeta>,
 }
 
 /// `struct firn_data_region`.
+#[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Region {
+    size: usize,
     address: *const c_void,
     bytes: u64,
     page_bytes: u64,
@@ -34,10 +44,11 @@ pub struct Region {
     spill_address: *const c_void,
     spill_bytes: u64,
     spill_path: *const c_char,
-    reserved: [u64; 7],
 }
 
-const _: () = assert!(size_of::<Region>() == 128);
+const _: () = assert!(size_of::<Region>() == 80);
+// SAFETY: `repr(C)`, all bits are fields without padding, and the first is `size`.
+unsafe impl CallerSized for Region {}
 
 /// `struct firn_chunk_meta`.
 #[derive(Debug)]
@@ -56,8 +67,15 @@ const _: () = assert!(size_of::<ChunkMeta>() == 56);
 
 // SAFETY: the address is of shared memory, which is only read; the list does not follow it.
 unsafe impl Send for ChunkMeta {}
-// SAFETY: as above.
+// SAFETY: nobody changes a list, so threads may look at it at once.
 unsafe impl Sync for ChunkMeta {}
+
+/// A structure that the program makes and the library fills. Its first field is `size_t size`, which the
+/// program sets to what it was compiled with, so that later versions of the library can add fields.
+///
+/// # Safety
+/// The type is `repr(C)`, begins with a `usize` and has no padding.
+pub(crate) unsafe trait CallerSized: Copy {}
 
 const IN_MEMORY: u32 = 0;
 const IN_SPILL: u32 = 1;
@@ -76,14 +94,14 @@ fn guarded(work: impl FnOnce() -> Result<(), Error>) -> c_int {
             Error::Fault(text.unwrap_or("a panic").to_owned())
         }
     };
-    error::tell(&failed);
+    error::keep_message(&failed);
     failed.errno()
 }
 
 /// # Safety
 /// `pointer` is null or points to a `T` that nobody else changes while it is used.
 unsafe fn given<'a, T>(pointer: *const T, what: &'static str) -> Result<&'a T, Error> {
-    // SAFETY: the caller's promise.
+    // SAFETY: null or valid and unchanged, as promised to this function.
     unsafe { pointer.as_ref() }.ok_or(Error::Argument(what))
 }
 
@@ -93,10 +111,40 @@ unsafe fn path_of<'a>(path: *const c_char) -> Result<&'a Path, Error> {
     if path.is_null() {
         return Err(Error::Argument("the path is a null pointer"));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: not null, so a string that ends, as promised to this function.
     Ok(Path::new(OsStr::from_bytes(
         unsafe { CStr::from_ptr(path) }.to_bytes(),
     )))
+}
+
+/// Fills a structure of the program's as far as its `size` says. What it lacks is not written; what this version
+/// of the library does not know of it is zeroed.
+///
+/// # Safety
+/// `to` is null, or its `size` says how many bytes may be written there.
+unsafe fn give_sized<T: CallerSized>(to: *mut T, value: T) -> Result<(), Error> {
+    if to.is_null() {
+        return Err(Error::Argument(
+            "the place for the answer is a null pointer",
+        ));
+    }
+    const HEAD: usize = size_of::<usize>();
+    // SAFETY: not null, and its first word is `size` (`CallerSized`), which the program has set.
+    let size = unsafe { to.cast::<usize>().read() };
+    if size < HEAD {
+        return Err(Error::Argument(
+            "the structure's size is not set: set its `size` to its sizeof first",
+        ));
+    }
+    let known = size.min(size_of::<T>());
+    let from = (&raw const value).cast::<u8>();
+    // SAFETY: `known` bytes are in both structures, and `size` may be written; the program's own `size` stays.
+    unsafe {
+        let to = to.cast::<u8>();
+        std::ptr::copy_nonoverlapping(from.add(HEAD), to.add(HEAD), known - HEAD);
+        to.add(known).write_bytes(0, size - known);
+    }
+    Ok(())
 }
 
 /// # Safety
@@ -107,7 +155,7 @@ unsafe fn give<T>(to: *mut T, value: T) -> Result<(), Error> {
             "the place for the answer is a null pointer",
         ));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: not null, so writable, as promised to this function.
     unsafe { to.write(value) };
     Ok(())
 }
@@ -149,10 +197,12 @@ pub unsafe extern "C" fn firn_open(path: *const c_char, handle: *mut *mut Handle
                 "the place for the handle is a null pointer",
             ));
         }
-        // SAFETY: the caller's promise.
-        let mount = Mount::open(unsafe { path_of(path) }?)?;
-        // SAFETY: the caller's promise.
-        unsafe { give(handle, Box::into_raw(Box::new(Handle(Arc::new(mount))))) }
+        // SAFETY: null or a string, by firn.h.
+        let mount = OpenMount::open(unsafe { path_of(path) }?)?;
+        let paths = RegionPaths::of(&mount)?;
+        let opened = Box::new(Handle(Arc::new(mount), paths));
+        // SAFETY: not null, so a place for a pointer by firn.h.
+        unsafe { give(handle, Box::into_raw(opened)) }
     })
 }
 
@@ -164,7 +214,7 @@ pub unsafe extern "C" fn firn_open(path: *const c_char, handle: *mut *mut Handle
 pub unsafe extern "C" fn firn_close(handle: *mut Handle) {
     guarded(|| {
         if !handle.is_null() {
-            // SAFETY: the caller's promise.
+            // SAFETY: `firn_open` made it with `Box::into_raw`, and by firn.h it is closed once.
             let handle = unsafe { Box::from_raw(handle) };
             handle.0.close();
         }
@@ -174,27 +224,39 @@ pub unsafe extern "C" fn firn_close(handle: *mut Handle) {
 
 // ---- the data region -----------------------------------------------------------------------------
 
-fn region(mount: &Mount) -> Region {
+impl RegionPaths {
+    fn of(mount: &OpenMount) -> Result<Self, Error> {
+        let text = |path: &BytePath| {
+            CString::new(path.as_bytes()).map_err(|_| Error::Argument("a path with a zero byte"))
+        };
+        let region = mount.region();
+        let spill = region.spill.as_ref();
+        Ok(Self {
+            arena: text(&region.path)?,
+            spill: spill.map(|spill| text(&spill.path)).transpose()?,
+        })
+    }
+}
+
+fn region(Handle(mount, paths): &Handle) -> Region {
     let mapping = mount.mapping();
     let spill = mapping.and_then(|mapping| mapping.spill.as_ref());
-    let region = &mount.region;
+    let region = mount.region();
+    let spill_end = |spill: &SpillRegion| spill.offset + spill.bytes;
     Region {
+        size: size_of::<Region>(),
         address: mapping.map_or(std::ptr::null(), |mapping| mapping.region.start().cast()),
         bytes: region.bytes,
         page_bytes: region.page_bytes,
         chunk_bytes: region.chunk_bytes,
-        path: mount.path.as_ptr(),
+        path: paths.arena.as_ptr(),
         offset: region.offset,
         spill_address: spill.map_or(std::ptr::null(), |spill| spill.view.start().cast()),
-        spill_bytes: region
+        spill_bytes: region.spill.as_ref().map_or(0, spill_end),
+        spill_path: paths
             .spill
             .as_ref()
-            .map_or(0, |spill| spill.offset + spill.bytes),
-        spill_path: mount
-            .spill_path
-            .as_ref()
             .map_or(std::ptr::null(), |path| path.as_ptr()),
-        reserved: [0; 7],
     }
 }
 
@@ -205,10 +267,10 @@ fn region(mount: &Mount) -> Region {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_get_data_region(handle: *const Handle, to: *mut Region) -> c_int {
     guarded(|| {
-        // SAFETY: the caller's promise.
-        let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
-        // SAFETY: the caller's promise.
-        unsafe { give(to, region(mount)) }
+        // SAFETY: null or open, by firn.h.
+        let handle = unsafe { given(handle, NO_HANDLE) }?;
+        // SAFETY: null, or of the size that it says, by firn.h.
+        unsafe { give_sized(to, region(handle)) }
     })
 }
 
@@ -219,50 +281,49 @@ pub unsafe extern "C" fn firn_get_data_region(handle: *const Handle, to: *mut Re
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_map_region(handle: *const Handle, to: *mut Region) -> c_int {
     guarded(|| {
-        // SAFETY: the caller's promise.
-        let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
-        mount.map()?;
-        // SAFETY: the caller's promise.
-        unsafe { give(to, region(mount)) }
+        // SAFETY: null or open, by firn.h.
+        let handle = unsafe { given(handle, NO_HANDLE) }?;
+        handle.0.map_region()?;
+        // SAFETY: null, or of the size that it says, by firn.h.
+        unsafe { give_sized(to, region(handle)) }
     })
 }
 
 // ---- chunk lists ---------------------------------------------------------------------------------
 
-fn meta(mount: &Mount, piece: &ChunkPiece) -> Result<ChunkMeta, Error> {
-    let &ChunkPiece {
-        offset,
-        bytes,
-        place,
-        at,
-        chunk,
-    } = piece;
-    let view = |mapped: Option<&crate::region::View>| match mapped {
-        None => Ok(std::ptr::null()),
-        Some(view) => view.address(at, bytes).ok_or_else(|| {
-            let path = mount.region.path.clone();
-            let why = format!("{piece:?} is outside of it");
-            Error::Foreign { path, why }
-        }),
+fn meta(mount: &OpenMount, piece: &ChunkPiece) -> Result<ChunkMeta, Error> {
+    let place = match piece.place {
+        Place::Memory => IN_MEMORY,
+        Place::Spill => IN_SPILL,
+        Place::Backing => IN_BACKING,
+        Place::Hole => IN_HOLE,
     };
-    let mapping = mount.mapping();
-    let spill = mapping.and_then(|mapping| mapping.spill.as_ref());
-    let (place, address) = match place {
-        Place::Memory => (IN_MEMORY, view(mapping.map(|mapping| &mapping.region))?),
-        Place::Spill => (IN_SPILL, view(spill.map(|spill| &spill.view))?),
-        Place::Backing => (IN_BACKING, std::ptr::null()),
-        Place::Hole => (IN_HOLE, std::ptr::null()),
-    };
-    let address = address.cast();
-    let chunk = chunk.unwrap_or(NO_CHUNK);
+    let address = mount.address_of(piece)?;
     Ok(ChunkMeta {
-        offset,
-        bytes,
-        at,
-        address,
+        offset: piece.offset,
+        bytes: piece.bytes,
+        at: piece.at,
+        address: address.unwrap_or(std::ptr::null()).cast(),
         place,
-        chunk,
+        chunk: piece.chunk.unwrap_or(NO_CHUNK),
         reserved: [0; 2],
+    })
+}
+
+fn piece_of(meta: &ChunkMeta) -> Result<ChunkPiece, Error> {
+    let place = match meta.place {
+        IN_MEMORY => Place::Memory,
+        IN_SPILL => Place::Spill,
+        IN_BACKING => Place::Backing,
+        IN_HOLE => Place::Hole,
+        _ => return Err(Error::Argument("the piece is none of this mount")),
+    };
+    Ok(ChunkPiece {
+        offset: meta.offset,
+        bytes: meta.bytes,
+        place,
+        at: meta.at,
+        chunk: (meta.chunk != NO_CHUNK).then_some(meta.chunk),
     })
 }
 
@@ -280,28 +341,18 @@ pub unsafe extern "C" fn firn_get_chunk_meta_list(
         if to.is_null() {
             return Err(Error::Argument("the place for the list is a null pointer"));
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: null or open, by firn.h.
         let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
-        // SAFETY: the caller's promise.
-        let made = mount.list(unsafe { path_of(path) }?)?;
-        // From here on its drop lets go.
-        let list = List {
-            mount: Arc::clone(mount),
-            number: made.list,
-            bytes: made.bytes,
-        };
-        let pieces = made
+        // SAFETY: null or a string, by firn.h.
+        let list = ChunkList::make(mount, unsafe { path_of(path) }?)?;
+        let pieces = list
             .pieces
             .iter()
             .map(|piece| meta(mount, piece))
             .collect::<Result<_, _>>()?;
-        // SAFETY: the caller's promise.
-        unsafe {
-            give(
-                to,
-                Box::into_raw(Box::new(ChunkListHandle { list, pieces })),
-            )
-        }
+        let made = Box::new(ChunkListHandle { list, pieces });
+        // SAFETY: not null, so a place for a pointer by firn.h.
+        unsafe { give(to, Box::into_raw(made)) }
     })
 }
 
@@ -311,7 +362,7 @@ pub unsafe extern "C" fn firn_get_chunk_meta_list(
 /// `list` is null or was not freed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_chunk_list_bytes(list: *const ChunkListHandle) -> u64 {
-    // SAFETY: the caller's promise.
+    // SAFETY: null or not freed, by firn.h.
     unsafe { list.as_ref() }.map_or(0, |list| list.list.bytes)
 }
 
@@ -321,7 +372,7 @@ pub unsafe extern "C" fn firn_chunk_list_bytes(list: *const ChunkListHandle) -> 
 /// `list` is null or was not freed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_chunk_list_count(list: *const ChunkListHandle) -> usize {
-    // SAFETY: the caller's promise.
+    // SAFETY: null or not freed, by firn.h.
     unsafe { list.as_ref() }.map_or(0, |list| list.pieces.len())
 }
 
@@ -331,7 +382,7 @@ pub unsafe extern "C" fn firn_chunk_list_count(list: *const ChunkListHandle) -> 
 /// `list` is null or was not freed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_chunk_list_pieces(list: *const ChunkListHandle) -> *const ChunkMeta {
-    // SAFETY: the caller's promise.
+    // SAFETY: null or not freed, by firn.h.
     unsafe { list.as_ref() }.map_or(std::ptr::null(), |list| list.pieces.as_ptr())
 }
 
@@ -345,13 +396,13 @@ pub unsafe extern "C" fn firn_chunk_list_check(
     changed: *mut c_int,
 ) -> c_int {
     guarded(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: null or not freed, by firn.h.
         let list = &unsafe { given(list, NO_LIST) }?.list;
-        let found = list.mount.check(list.number)?;
+        let found = list.was_changed()?;
         if changed.is_null() {
             return Ok(());
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: not null, so a place for an int by firn.h.
         unsafe { give(changed, c_int::from(found)) }
     })
 }
@@ -364,7 +415,7 @@ pub unsafe extern "C" fn firn_chunk_list_check(
 pub unsafe extern "C" fn firn_chunk_list_free(list: *mut ChunkListHandle) {
     guarded(|| {
         if !list.is_null() {
-            // SAFETY: the caller's promise.
+            // SAFETY: `firn_get_chunk_meta_list` made it with `Box::into_raw`, and by firn.h it is freed once.
             drop(unsafe { Box::from_raw(list) });
         }
         Ok(())
@@ -385,14 +436,12 @@ pub unsafe extern "C" fn firn_read_chunk(
     bytes: usize,
 ) -> c_int {
     guarded(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: null or open, by firn.h.
         let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
-        // SAFETY: the caller's promise.
+        // SAFETY: null, or of a list that is not freed, by firn.h.
         let piece = unsafe { given(piece, "the piece is a null pointer") }?;
-        if from
-            .checked_add(bytes as u64)
-            .is_none_or(|end| end > piece.bytes)
-        {
+        let end = from.checked_add(bytes as u64);
+        if end.is_none_or(|end| end > piece.bytes) {
             return Err(Error::Argument("the range is not within the piece"));
         }
         if bytes == 0 {
@@ -401,36 +450,9 @@ pub unsafe extern "C" fn firn_read_chunk(
         if buffer.is_null() {
             return Err(Error::Argument("the buffer is a null pointer"));
         }
-        let (to, outside) = (
-            buffer.cast::<u8>(),
-            Error::Argument("the piece is none of this mount"),
-        );
-        let at = piece.at.saturating_add(from);
-        let mapping = || {
-            mount
-                .mapping()
-                .ok_or(Error::Argument("firn_map_region() comes first"))
-        };
-        match piece.place {
-            IN_MEMORY => {
-                let address = mapping()?.region.address(at, bytes as u64).ok_or(outside)?;
-                // SAFETY: `address` is mapped for so many bytes, `to` writable for as many; the buffer is
-                // the caller's own.
-                unsafe { std::ptr::copy_nonoverlapping(address, to, bytes) };
-                Ok(())
-            }
-            IN_SPILL => {
-                let spill = mapping()?.spill.as_ref().ok_or(outside)?;
-                // SAFETY: the caller's promise.
-                unsafe { spill.read(at, to, bytes) }
-            }
-            IN_BACKING => Err(Error::InBacking),
-            IN_HOLE => {
-                // SAFETY: the caller's promise.
-                unsafe { to.write_bytes(0, bytes) };
-                Ok(())
-            }
-            _ => Err(outside),
-        }
+        let piece = piece_of(piece)?;
+        // SAFETY: the buffer is writable for so many bytes and the program's own, by firn.h.
+        unsafe { mount.read_piece(&piece, from, buffer.cast(), bytes) }?;
+        Ok(())
     })
 }

@@ -2,12 +2,10 @@
 //!
 //! Promises
 //! * Nothing unwinds into C: a panic becomes `ENOTRECOVERABLE`.
-//! * A handle that met anything but an answer (silence, nonsense, the end of firnd) asks no more: a late
-//!   answer is never taken for another question's.
 //!
-//! Layout: [`ffi`] is what C sees and translates; [`mount`] the connection; [`region`] the mapping.
+//! Pointers of C are checked and translated here, nothing is decided: what a call does is `firn_client`'s.
+//!
+//! Layout: [`ffi`] is what C sees; [`error`] its errors.
 
 mod error;
 mod ffi;
-mod mount;
-mod region;

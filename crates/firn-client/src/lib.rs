@@ -1,7 +1,9 @@
-//! A process's connection to firnd.
+//! What a program does with a mount: state, drain and wait, chunk lists, transactions.
 //!
 //! From any path to the mount it lies on ([`mod@find`]), from the backing of that mount to its files
-//! ([`paths`]), and over the socket to firnd ([`connect`]).
+//! ([`paths`]), and over the control socket to firnd ([`connect`]). [`OpenMount`] puts them together with the
+//! mapping of the arena ([`region`]); the C library is a thin layer over it. Direct access is in `firn-direct`,
+//! which the preload library uses without this crate.
 
 pub mod connect;
 mod error;
@@ -9,11 +11,14 @@ pub mod find;
 pub mod library;
 pub mod liveness;
 pub mod mountinfo;
+pub mod open_mount;
 pub mod paths;
+pub mod region;
 pub mod trees;
 
 pub use connect::{Connection, Process, Progress};
 pub use error::ClientError;
 pub use find::{Mount, Place, find, mounts};
 pub use liveness::Liveness;
+pub use open_mount::{ChunkList, MountError, OpenMount};
 pub use paths::{Key, PathsError, RuntimeFiles};

@@ -25,11 +25,11 @@ unsafe fn ask(
     path: *const c_char,
     make: impl FnOnce(BytePath) -> Request,
 ) -> Result<Option<u64>, Error> {
-    // SAFETY: the caller's promise.
+    // SAFETY: null or open, as promised to this function.
     let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
-    // SAFETY: the caller's promise.
+    // SAFETY: null or a string, as promised to this function.
     let path: &Path = unsafe { path_of(path) }?;
-    mount.transaction(path, make)
+    Ok(mount.request_transaction(path, make)?)
 }
 
 /// Only a commit can take the next number: elsewhere it would be one that nobody chose.
@@ -48,7 +48,7 @@ fn chosen(id: u64) -> Result<u64, Error> {
 /// `handle` is null or open; `path` is null or a string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_begin(handle: *const Handle, path: *const c_char) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: handle and path are what firn.h asks of the program.
     guarded(|| unsafe { ask(handle, path, |path| Request::Begin { path }) }.map(drop))
 }
 
@@ -64,7 +64,7 @@ pub unsafe extern "C" fn firn_prepare(
 ) -> c_int {
     guarded(|| {
         let id = chosen(id)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: handle and path are what firn.h asks of the program.
         unsafe { ask(handle, path, |path| Request::Prepare { path, id }) }.map(drop)
     })
 }
@@ -88,7 +88,7 @@ pub unsafe extern "C" fn firn_commit(
         let id = (id != NEXT_ID).then_some(id);
         let begin = flags & BEGIN_NEXT != 0;
         let behind = flags & ASYNC != 0;
-        // SAFETY: the caller's promise.
+        // SAFETY: handle and path are what firn.h asks of the program.
         let found = unsafe {
             ask(handle, path, |path| Request::Commit {
                 path,
@@ -100,7 +100,7 @@ pub unsafe extern "C" fn firn_commit(
         if committed.is_null() {
             return Ok(());
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: not null, so a place for a number by firn.h.
         unsafe { give(committed, found.unwrap_or_default()) }
     })
 }
@@ -111,7 +111,7 @@ pub unsafe extern "C" fn firn_commit(
 /// As for `firn_begin`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_abort(handle: *const Handle, path: *const c_char) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: handle and path are what firn.h asks of the program.
     guarded(|| unsafe { ask(handle, path, |path| Request::Abort { path }) }.map(drop))
 }
 
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn firn_restore(
 ) -> c_int {
     guarded(|| {
         let id = chosen(id)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: handle and path are what firn.h asks of the program.
         unsafe { ask(handle, path, |path| Request::Restore { path, id }) }.map(drop)
     })
 }

@@ -18,34 +18,37 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::error::Error;
+use crate::open_mount::MountError;
 
 /// Both files, mapped.
-pub(crate) struct Mapping {
-    pub(crate) region: View,
-    pub(crate) spill: Option<Spill>,
+pub struct Mapping {
+    /// The data region of the arena.
+    pub region: View,
+    /// The spill file, where the mount has one.
+    pub spill: Option<Spill>,
 }
 
 /// The spill file; read(2) tells of errors that a load would die of.
-pub(crate) struct Spill {
-    pub(crate) view: View,
+pub struct Spill {
+    /// All of the file.
+    pub view: View,
     file: OwnedFd,
     path: BytePath,
 }
 
 impl Mapping {
-    pub(crate) fn of(region: &DataRegion) -> Result<Self, Error> {
+    pub(crate) fn new(region: &DataRegion) -> Result<Self, MountError> {
         let (file, head) = open(&region.path, SUPERBLOCK_BYTES)?;
-        let foreign = |why: String| Error::Foreign {
+        let foreign = |why: String| MountError::Foreign {
             path: region.path.clone(),
             why,
         };
         let superblock = Superblock::decode(&head).map_err(|error| foreign(error.to_string()))?;
-        same(&superblock.uuid, region).map_err(foreign)?;
+        check_uuid(&superblock.uuid, region).map_err(foreign)?;
         let spill = region
             .spill
             .as_ref()
-            .map(|spill| Spill::of(spill, region))
+            .map(|spill| Spill::open(spill, region))
             .transpose()?;
         Ok(Self {
             region: View::new(&file, &region.path, region.offset, region.bytes)?,
@@ -55,15 +58,15 @@ impl Mapping {
 }
 
 impl Spill {
-    fn of(spill: &SpillRegion, region: &DataRegion) -> Result<Self, Error> {
+    fn open(spill: &SpillRegion, region: &DataRegion) -> Result<Self, MountError> {
         let path = spill.path.clone();
         let (file, head) = open(&path, SPILL_HEADER_BYTES)?;
-        let foreign = |why: String| Error::Foreign {
+        let foreign = |why: String| MountError::Foreign {
             path: path.clone(),
             why,
         };
         let header = SpillHeader::decode(&head).map_err(|error| foreign(error.to_string()))?;
-        same(&header.uuid, region).map_err(foreign)?;
+        check_uuid(&header.uuid, region).map_err(foreign)?;
         let view = View::new(&file, &path, 0, spill.offset.saturating_add(spill.bytes))?;
         Ok(Self { view, file, path })
     }
@@ -72,13 +75,18 @@ impl Spill {
     ///
     /// # Safety
     /// `to` is writable for `len` bytes.
-    pub(crate) unsafe fn read(&self, mut at: u64, to: *mut u8, len: usize) -> Result<(), Error> {
-        let failed = |errno| Error::System {
+    pub(crate) unsafe fn read(
+        &self,
+        mut at: u64,
+        to: *mut u8,
+        len: usize,
+    ) -> Result<(), MountError> {
+        let failed = |errno| MountError::System {
             what: "read",
             path: self.path.clone(),
             errno,
         };
-        // SAFETY: the caller's promise; C need not have written to it yet.
+        // SAFETY: writable for `len` bytes, as the caller promises; C need not have written to it yet.
         let mut out = unsafe { std::slice::from_raw_parts_mut(to.cast::<MaybeUninit<u8>>(), len) };
         while !out.is_empty() {
             match rustix::io::pread(&self.file, &mut *out, at) {
@@ -97,9 +105,9 @@ impl Spill {
 }
 
 /// A file and its first bytes.
-fn open(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), Error> {
+fn open(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), MountError> {
     let failed = |what| {
-        move |errno| Error::System {
+        move |errno| MountError::System {
             what,
             path: path.clone(),
             errno,
@@ -113,7 +121,7 @@ fn open(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), Error>
     Ok((file, head))
 }
 
-fn same(uuid: &[u8; 16], region: &DataRegion) -> Result<(), String> {
+fn check_uuid(uuid: &[u8; 16], region: &DataRegion) -> Result<(), String> {
     let digits = uuid.iter().fold(String::new(), |mut text, byte| {
         let _ = write!(text, "{byte:02x}");
         text
@@ -126,19 +134,19 @@ fn same(uuid: &[u8; 16], region: &DataRegion) -> Result<(), String> {
 }
 
 /// A part of a file, mapped for reading.
-pub(crate) struct View {
+pub struct View {
     base: NonNull<u8>,
     len: usize,
 }
 
 // SAFETY: memory that is only read, and lives as long as the value.
 unsafe impl Send for View {}
-// SAFETY: as above.
+// SAFETY: nobody writes through the mapping, so threads may read it at once.
 unsafe impl Sync for View {}
 
 impl View {
-    fn new(file: impl AsFd, path: &BytePath, offset: u64, bytes: u64) -> Result<Self, Error> {
-        let failed = |errno| Error::System {
+    fn new(file: impl AsFd, path: &BytePath, offset: u64, bytes: u64) -> Result<Self, MountError> {
+        let failed = |errno| MountError::System {
             what: "map",
             path: path.clone(),
             errno,
@@ -146,7 +154,7 @@ impl View {
         let size = rustix::fs::fstat(&file).map_err(failed)?.st_size as u64;
         if offset.checked_add(bytes).is_none_or(|end| end > size) || bytes == 0 {
             let why = format!("it has {size} bytes, {bytes} from {offset} on are needed");
-            return Err(Error::Foreign {
+            return Err(MountError::Foreign {
                 path: path.clone(),
                 why,
             });
@@ -191,15 +199,16 @@ impl View {
     }
 
     /// Where byte `at` of the view is, if so many follow.
-    pub(crate) fn address(&self, at: u64, bytes: u64) -> Option<*const u8> {
+    pub fn address(&self, at: u64, bytes: u64) -> Option<*const u8> {
         let inside = at
             .checked_add(bytes)
             .is_some_and(|end| end <= self.len as u64);
-        // SAFETY: within the mapping.
+        // SAFETY: `at` was just found to lie within the mapping.
         inside.then(|| unsafe { self.base.as_ptr().add(at as usize).cast_const() })
     }
 
-    pub(crate) fn start(&self) -> *const u8 {
+    /// Its first byte.
+    pub fn start(&self) -> *const u8 {
         self.base.as_ptr()
     }
 }
@@ -249,14 +258,14 @@ mod tests {
             bytes: 4096,
             ..DataRegion::default()
         };
-        let error = Mapping::of(&region).err().unwrap();
+        let error = Mapping::new(&region).err().unwrap();
         assert_eq!(error.errno(), Errno::STALE.raw_os_error(), "{error}");
         let missing = DataRegion {
             path: "/no/such/arena".into(),
             ..region
         };
         assert_eq!(
-            Mapping::of(&missing).err().unwrap().errno(),
+            Mapping::new(&missing).err().unwrap().errno(),
             Errno::NOENT.raw_os_error()
         );
     }

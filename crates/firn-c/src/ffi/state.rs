@@ -1,0 +1,156 @@
+//! The state of a mount, the drain, and waiting for it.
+
+use std::ffi::{c_char, c_int};
+
+use firn_format::durability::DurabilityLevel;
+use firn_protocol::Status;
+
+use super::{CallerSized, Handle, NO_HANDLE, give_sized, given, guarded, path_of};
+use crate::error::Error;
+
+/// `FIRN_DRAINED`.
+const DRAINED: c_int = 2;
+/// `FIRN_DURABLE`.
+const DURABLE: c_int = 3;
+/// `FIRN_FOREVER`.
+const FOREVER: u64 = u64::MAX;
+
+/// `struct firn_status`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct MountStatus {
+    size: usize,
+    held_bytes: u64,
+    held_files: u64,
+    oldest_held_ms: u64,
+    arena_bytes: u64,
+    arena_used_bytes: u64,
+    spill_bytes: u64,
+    spill_used_bytes: u64,
+    drained_bytes: u64,
+    drain_errors: u64,
+    recorded_errors: u64,
+    waiting_writers: u64,
+    open_files: u64,
+    pid: u64,
+}
+
+const _: () = assert!(size_of::<MountStatus>() == 14 * 8);
+// SAFETY: `repr(C)` of words without padding, and the first is `size`.
+unsafe impl CallerSized for MountStatus {}
+
+impl MountStatus {
+    fn of(status: &Status) -> Self {
+        let spill = status.spill.as_ref();
+        Self {
+            size: size_of::<Self>(),
+            held_bytes: status.held_bytes,
+            held_files: status.held_files,
+            oldest_held_ms: status.oldest_held_ms.unwrap_or(0),
+            arena_bytes: status.arena_bytes,
+            arena_used_bytes: status.arena_used_bytes,
+            spill_bytes: spill.map_or(0, |spill| spill.bytes),
+            spill_used_bytes: spill.map_or(0, |spill| spill.used_bytes),
+            drained_bytes: status.drain_bytes,
+            drain_errors: status.drain_errors,
+            recorded_errors: status.errors.len() as u64,
+            waiting_writers: status.waiting_writers,
+            open_files: status.open_files,
+            pid: status.pid.into(),
+        }
+    }
+}
+
+/// `firn_status`.
+///
+/// # Safety
+/// `handle` is null or open; `to` is null or of the size that it says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_status(handle: *const Handle, to: *mut MountStatus) -> c_int {
+    guarded(|| {
+        // SAFETY: null or open, by firn.h.
+        let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
+        let status = MountStatus::of(&mount.status()?);
+        // SAFETY: null or of the size that it says, by firn.h.
+        unsafe { give_sized(to, status) }
+    })
+}
+
+/// `firn_drain`.
+///
+/// # Safety
+/// `handle` is null or open; `path` is null or a string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_drain(handle: *const Handle, path: *const c_char) -> c_int {
+    guarded(|| {
+        // SAFETY: null or open, by firn.h.
+        let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
+        // SAFETY: null or a string, by firn.h.
+        mount.drain(unsafe { path_of(path) }?)?;
+        Ok(())
+    })
+}
+
+/// `firn_wait`.
+///
+/// # Safety
+/// As for `firn_drain`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_wait(
+    handle: *const Handle,
+    path: *const c_char,
+    until: c_int,
+    timeout_ms: u64,
+) -> c_int {
+    guarded(|| {
+        let until = match until {
+            DRAINED => DurabilityLevel::Drained,
+            DURABLE => DurabilityLevel::Durable,
+            _ => {
+                return Err(Error::Argument(
+                    "the level to wait for is FIRN_DRAINED or FIRN_DURABLE",
+                ));
+            }
+        };
+        // SAFETY: null or open, by firn.h.
+        let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
+        // SAFETY: null or a string, by firn.h.
+        let path = unsafe { path_of(path) }?;
+        mount.wait(path, until, (timeout_ms != FOREVER).then_some(timeout_ms))?;
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_structure_is_filled_as_far_as_its_size_says() {
+        let status = MountStatus {
+            size: size_of::<MountStatus>(),
+            ..MountStatus::of(&Status {
+                held_bytes: 1,
+                held_files: 2,
+                pid: 3,
+                ..Status::default()
+            })
+        };
+        // A longer structure than this library knows, and shorter ones.
+        let mut room = [u64::MAX; 20];
+        let mut fill = |size: usize| {
+            room = [u64::MAX; 20];
+            room[0] = size as u64;
+            // SAFETY: `room` has more bytes than any size that is tried.
+            let done = unsafe { give_sized(room.as_mut_ptr().cast::<MountStatus>(), status) };
+            (done.is_ok(), room)
+        };
+        assert!(!fill(0).0 && !fill(7).0);
+        let (done, room) = fill(16);
+        assert!(done && room[..3] == [16, 1, u64::MAX]);
+        let (done, room) = fill(size_of::<MountStatus>());
+        assert!(done && room[1..3] == [1, 2] && room[13..15] == [3, u64::MAX]);
+        let (done, room) = fill(18 * 8);
+        assert!(done && room[13..19] == [3, 0, 0, 0, 0, u64::MAX]);
+    }
+}

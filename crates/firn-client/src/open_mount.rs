@@ -1,0 +1,333 @@
+//! A mount that a program works with: its connection, its mapping, its chunk lists, its transactions.
+//!
+//! Promises
+//! * An [`OpenMount`] that met anything but an answer (silence, nonsense, the end of firnd) asks no more: a
+//!   late answer is never taken for another question's.
+//! * A [`ChunkList`] gives its right up when it is dropped.
+//!
+//! Threads share an `OpenMount`; their requests take turns.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use firn_format::durability::DurabilityLevel;
+use firn_format::quote::quoted_path;
+use firn_protocol::path::BytePath;
+use firn_protocol::{ChunkPiece, DataRegion, Place, Request, Status};
+use rustix::io::Errno;
+
+use crate::connect::Connection;
+use crate::error::ClientError;
+use crate::find::{Mount, find};
+use crate::region::{Mapping, View};
+
+/// Why a request about an open mount failed.
+#[derive(Debug, thiserror::Error)]
+pub enum MountError {
+    /// firnd said so, or cannot be asked.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// The connection met an error before, or is closed.
+    #[error("this handle has no connection any more: close it and open another")]
+    Closed,
+    /// A list whose connection is gone.
+    #[error("the list does not hold any more: {0}")]
+    ListEnded(String),
+    /// A path on another mount.
+    #[error(
+        "{} is on the mount at {}, the handle is of {}",
+        quoted_path(path),
+        quoted_path(found),
+        quoted_path(expected)
+    )]
+    OtherMount {
+        /// As asked for.
+        path: PathBuf,
+        /// Its mount point.
+        found: PathBuf,
+        /// That of the handle.
+        expected: PathBuf,
+    },
+    /// Nothing to copy from.
+    #[error("these bytes are in the backing only: read them through the mount")]
+    InBacking,
+    /// The region was not mapped before its bytes were asked for.
+    #[error("the region is not mapped: firn_map_region() comes first")]
+    NotMapped,
+    /// A range that the piece, or a piece that the mount does not have.
+    #[error("{0}")]
+    Range(&'static str),
+    /// A file of the mount that is not what firnd said.
+    #[error("{path} is not the file of this mount: {why}")]
+    Foreign {
+        /// Which.
+        path: BytePath,
+        /// What is wrong.
+        why: String,
+    },
+    /// The system refused something.
+    #[error("cannot {what} {path}: {errno}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// On what.
+        path: BytePath,
+        /// Why not.
+        errno: Errno,
+    },
+}
+
+impl MountError {
+    /// The errno that says it best.
+    pub fn errno(&self) -> i32 {
+        let errno = match self {
+            Self::Client(error) => return error.errno(),
+            Self::Closed => Errno::NOTCONN,
+            Self::ListEnded(_) | Self::Foreign { .. } => Errno::STALE,
+            Self::NotMapped | Self::Range(_) => Errno::INVAL,
+            Self::OtherMount { .. } => Errno::XDEV,
+            Self::InBacking => Errno::NODATA,
+            Self::System { errno, .. } => *errno,
+        };
+        errno.raw_os_error()
+    }
+}
+
+/// A mount and the connection to its firnd.
+pub struct OpenMount {
+    found: Mount,
+    /// `None`: it is over.
+    connection: Mutex<Option<Connection>>,
+    region: DataRegion,
+    mapping: OnceLock<Mapping>,
+    /// Held while it is mapped.
+    maps: Mutex<()>,
+}
+
+impl OpenMount {
+    /// Connects to the mount that `path` is on.
+    pub fn open(path: &Path) -> Result<Self, MountError> {
+        let found = find(path)?.mount;
+        let mut connection = Connection::open(&found)?;
+        let region = connection.region()?;
+        Ok(Self {
+            found,
+            connection: Mutex::new(Some(connection)),
+            region,
+            mapping: OnceLock::new(),
+            maps: Mutex::new(()),
+        })
+    }
+
+    /// Ends the connection, and with it all chunk lists.
+    pub fn close(&self) {
+        self.lock_connection().take();
+    }
+
+    fn lock_connection(&self) -> MutexGuard<'_, Option<Connection>> {
+        let lock = self.connection.lock();
+        lock.unwrap_or_else(|poisoned| {
+            // A panic in the middle of a question: its answer must not be taken for another's.
+            let mut connection = PoisonError::into_inner(poisoned);
+            *connection = None;
+            connection
+        })
+    }
+
+    /// Asks; whatever is no answer to the question ends the connection, and so what it holds.
+    fn ask<T>(
+        &self,
+        question: impl FnOnce(&mut Connection) -> Result<T, ClientError>,
+    ) -> Result<T, MountError> {
+        let mut connection = self.lock_connection();
+        let answer = question(connection.as_mut().ok_or(MountError::Closed)?);
+        if let Err(error) = &answer
+            && !matches!(
+                error,
+                ClientError::Refused { .. } | ClientError::Busy { .. }
+            )
+        {
+            *connection = None;
+        }
+        Ok(answer?)
+    }
+
+    /// The path below the mount of one that must be on it.
+    fn relative(&self, path: &Path) -> Result<BytePath, MountError> {
+        let place = find(path)?;
+        if (&place.mount.backing, place.mount.user_id) != (&self.found.backing, self.found.user_id)
+        {
+            return Err(MountError::OtherMount {
+                path: path.to_owned(),
+                found: place.mount.mount_point,
+                expected: self.found.mount_point.clone(),
+            });
+        }
+        Ok(place.relative)
+    }
+
+    // ---- state and drain -----------------------------------------------------------------------
+
+    /// The state of the mount.
+    pub fn status(&self) -> Result<Status, MountError> {
+        self.ask(Connection::status)
+    }
+
+    /// Begins to drain the files at or below `path`.
+    pub fn drain(&self, path: &Path) -> Result<(), MountError> {
+        let path = self.relative(path)?;
+        self.ask(|connection| connection.done(&Request::Drain { path }))
+    }
+
+    /// Drains the files at or below `path` and waits until all of them have a durability level; refused with
+    /// ETIMEDOUT after `timeout_ms`.
+    pub fn wait(
+        &self,
+        path: &Path,
+        until: DurabilityLevel,
+        timeout_ms: Option<u64>,
+    ) -> Result<(), MountError> {
+        let request = Request::Wait {
+            path: self.relative(path)?,
+            until,
+            timeout_ms,
+        };
+        self.ask(|connection| connection.wait(&request, &mut |_| {}))
+    }
+
+    // ---- the data region -----------------------------------------------------------------------
+
+    /// Where the mount keeps what it holds.
+    pub fn region(&self) -> &DataRegion {
+        &self.region
+    }
+
+    /// The region in this process, once it was mapped.
+    pub fn mapping(&self) -> Option<&Mapping> {
+        self.mapping.get()
+    }
+
+    /// Maps the region, and the spill file if there is one, for reading.
+    pub fn map_region(&self) -> Result<&Mapping, MountError> {
+        let _one_at_a_time = self.maps.lock();
+        if let Some(mapping) = self.mapping.get() {
+            return Ok(mapping);
+        }
+        let mapping = Mapping::new(&self.region)?;
+        // The files may be those of a later mount: an answer now says that they are not.
+        self.ask(Connection::region)?;
+        Ok(self.mapping.get_or_init(|| mapping))
+    }
+
+    /// Where the bytes of a piece are in this process; `None`: they are not in memory or the spill file, or the
+    /// region is not mapped.
+    pub fn address_of(&self, piece: &ChunkPiece) -> Result<Option<*const u8>, MountError> {
+        let Some(view) = self.view_of(piece.place) else {
+            return Ok(None);
+        };
+        let address = view.address(piece.at, piece.bytes);
+        address.map(Some).ok_or_else(|| MountError::Foreign {
+            path: self.region.path.clone(),
+            why: format!("{piece:?} is outside of it"),
+        })
+    }
+
+    fn view_of(&self, place: Place) -> Option<&View> {
+        let mapping = self.mapping()?;
+        match place {
+            Place::Memory => Some(&mapping.region),
+            Place::Spill => mapping.spill.as_ref().map(|spill| &spill.view),
+            Place::Backing | Place::Hole => None,
+        }
+    }
+
+    /// Copies `len` bytes of a piece, from `from` bytes into it on.
+    ///
+    /// # Safety
+    /// `to` is writable for `len` bytes, which nobody else uses meanwhile. The piece's list is held, or what is
+    /// copied means nothing.
+    pub unsafe fn read_piece(
+        &self,
+        piece: &ChunkPiece,
+        from: u64,
+        to: *mut u8,
+        len: usize,
+    ) -> Result<(), MountError> {
+        let outside = MountError::Range("the piece is none of this mount");
+        let at = piece.at.saturating_add(from);
+        match piece.place {
+            Place::Memory => {
+                let mapping = self.mapping().ok_or(MountError::NotMapped)?;
+                let address = mapping.region.address(at, len as u64).ok_or(outside)?;
+                // SAFETY: `address` is mapped for `len` bytes and `to` writable for as many; the mapping is
+                // of shared memory that no allocator gives out, so they do not overlap.
+                unsafe { std::ptr::copy_nonoverlapping(address, to, len) };
+                Ok(())
+            }
+            Place::Spill => {
+                let mapping = self.mapping().ok_or(MountError::NotMapped)?;
+                let spill = mapping.spill.as_ref().ok_or(outside)?;
+                // SAFETY: `to` is writable for `len` bytes, as promised to this function.
+                unsafe { spill.read(at, to, len) }
+            }
+            Place::Backing => Err(MountError::InBacking),
+            Place::Hole => {
+                // SAFETY: `to` is writable for `len` bytes, as promised to this function.
+                unsafe { to.write_bytes(0, len) };
+                Ok(())
+            }
+        }
+    }
+
+    // ---- transactions --------------------------------------------------------------------------
+
+    /// A request about the transaction at a path; the number of a commit.
+    pub fn request_transaction(
+        &self,
+        path: &Path,
+        make: impl FnOnce(BytePath) -> Request,
+    ) -> Result<Option<u64>, MountError> {
+        let request = make(self.relative(path)?);
+        self.ask(|connection| Ok(connection.transaction(&request)?.map(|(id, _)| id)))
+    }
+}
+
+/// Where all bytes of a file are, and the right to find them there until it is dropped.
+pub struct ChunkList {
+    mount: Arc<OpenMount>,
+    number: u64,
+    /// Of the file.
+    pub bytes: u64,
+    /// Sorted by offset, without gap or overlap.
+    pub pieces: Vec<ChunkPiece>,
+}
+
+impl ChunkList {
+    /// Lists the file at `path`.
+    pub fn make(mount: &Arc<OpenMount>, path: &Path) -> Result<Self, MountError> {
+        let relative = mount.relative(path)?;
+        let made = mount.ask(|connection| connection.chunks(&relative))?;
+        Ok(Self {
+            mount: Arc::clone(mount),
+            number: made.list,
+            bytes: made.bytes,
+            pieces: made.pieces,
+        })
+    }
+
+    /// Whether the file was changed since the list was made; an error where the list may have ended.
+    pub fn was_changed(&self) -> Result<bool, MountError> {
+        self.mount
+            .ask(|connection| connection.check_chunks(self.number))
+            .map_err(|error| MountError::ListEnded(error.to_string()))
+    }
+}
+
+impl Drop for ChunkList {
+    fn drop(&mut self) {
+        // Best effort: without a connection nothing is held.
+        let _ = self
+            .mount
+            .ask(|connection| connection.release_chunks(self.number));
+    }
+}
