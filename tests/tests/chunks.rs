@@ -780,8 +780,8 @@ fn a_c_program_asks_for_the_state_drains_and_waits() {
         &read(&fault.source().join("file")),
         &bytes(1, MIB),
     );
-    fault.stall();
     fs::write(&path, bytes(2, MIB)).expect("write");
+    fault.stall();
     state(&["late", file]);
     fault.go_on();
 }

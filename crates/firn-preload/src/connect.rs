@@ -19,6 +19,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use crate::lock::Lock;
 use crate::mapping::Mapping;
+use crate::memory::{Readable, Run, Writable};
 use crate::report::{self, Distrust};
 use crate::sys::{self, Identity, syscall};
 use crate::table::{TABLE, tag};
@@ -298,7 +299,7 @@ impl Open<'_> {
     }
 
     fn inner_mut(&mut self) -> &mut Inner {
-        // SAFETY: as above.
+        // SAFETY: the lock is held by this `Open`, which is borrowed alone.
         unsafe { &mut *self.link.inner.get() }
     }
 
@@ -535,7 +536,8 @@ fn receive_hello(fd: c_int, uuid: &[u8; 16], want: Want) -> Option<Mapping> {
     let mut reply = Reply::new_zeroed();
     let mut arena = Arena::new_zeroed();
     let mut parts = [part(reply.as_mut_bytes()), part(arena.as_mut_bytes())];
-    let (len, sent) = receive_parts(fd, &mut parts)?;
+    // SAFETY: both parts are ours.
+    let (len, sent) = unsafe { receive_or(fd, &mut parts) }.ok()?;
     let whole = len == size_of::<Reply>() + size_of::<Arena>() && reply.status == Status::Ok as u32;
     let ours = sent.filter(|_| whole && arena.uuid == *uuid);
     let mapping = ours.and_then(|sent| match want {
@@ -560,39 +562,36 @@ pub(crate) enum Called {
     Fault,
 }
 
-/// Bytes that go along, a descriptor that does, and room for bytes that come back.
+/// What goes along with a request, and room for bytes that come back.
 #[derive(Clone, Copy)]
-pub(crate) struct Along {
-    pub(crate) data: *const u8,
-    pub(crate) len: usize,
+pub(crate) struct Payload<'a> {
+    pub(crate) data: Option<Run<'a, Readable>>,
     pub(crate) fd: Option<c_int>,
-    pub(crate) into: *mut u8,
-    pub(crate) room: usize,
+    pub(crate) into: Option<Run<'a, Writable>>,
 }
 
-impl Along {
+impl Payload<'_> {
     pub(crate) const NOTHING: Self = Self {
-        data: std::ptr::null(),
-        len: 0,
+        data: None,
         fd: None,
-        into: std::ptr::null_mut(),
-        room: 0,
+        into: None,
     };
 }
 
+const NO_PART: libc::iovec = libc::iovec {
+    iov_base: std::ptr::null_mut(),
+    iov_len: 0,
+};
+
 /// A request with bytes.
-///
-/// # Safety
-/// The memory is the program's own.
-pub(crate) unsafe fn call(link: u32, request: &Request, along: Along) -> Called {
+pub(crate) fn call(link: u32, request: &Request, payload: Payload<'_>) -> Called {
     let Some(mut open) = TABLE.links.get(link) else {
         return Called::Gone { sent: false };
     };
     if open.collect().is_none() {
         return Called::Gone { sent: false };
     }
-    // SAFETY: the caller's promise.
-    let called = unsafe { exchange(open.fd, request, along) };
+    let called = exchange(open.fd, request, payload);
     if let Called::Gone { .. } = called {
         open.or_give_up(None::<()>);
     }
@@ -614,12 +613,8 @@ impl OneOff {
     }
 
     /// As [`call`].
-    ///
-    /// # Safety
-    /// As for [`call`].
-    pub(crate) unsafe fn call(&self, request: &Request, along: Along) -> Called {
-        // SAFETY: the caller's promise.
-        unsafe { exchange(self.fd, request, along) }
+    pub(crate) fn call(&self, request: &Request, payload: Payload<'_>) -> Called {
+        exchange(self.fd, request, payload)
     }
 }
 
@@ -629,22 +624,17 @@ impl Drop for OneOff {
     }
 }
 
-/// # Safety
-/// As for [`call`].
-unsafe fn exchange(fd: c_int, request: &Request, along: Along) -> Called {
-    // SAFETY: the caller's promise.
-    match unsafe { send_along(fd, request, along) } {
+fn exchange(fd: c_int, request: &Request, payload: Payload<'_>) -> Called {
+    match send_with(fd, request, payload) {
         Ok(()) => {}
         Err(libc::EFAULT) => return Called::Fault,
         Err(_) => return Called::Gone { sent: false },
     }
     let mut reply = Reply::new_zeroed();
-    let room = libc::iovec {
-        iov_base: along.into.cast(),
-        iov_len: along.room,
-    };
+    let room = payload.into.map_or(NO_PART, Run::as_part);
     let mut parts = [part(reply.as_mut_bytes()), room];
-    let (len, sent) = match receive_or(fd, &mut parts) {
+    // SAFETY: the reply is ours, and the room was given to be written (`Run`).
+    let (len, sent) = match unsafe { receive_or(fd, &mut parts) } {
         Ok(received) => received,
         Err(libc::EFAULT) => return Called::Fault,
         Err(_) => return Called::Gone { sent: true },
@@ -652,37 +642,33 @@ unsafe fn exchange(fd: c_int, request: &Request, along: Along) -> Called {
     if let Some(sent) = sent {
         sys::close(sent);
     }
-    let follow = if along.room > 0 {
+    let follow = if room.iov_len > 0 {
         reply.count as usize
     } else {
         0
     };
-    if len != size_of::<Reply>() + follow || follow > along.room {
+    if len != size_of::<Reply>() + follow || follow > room.iov_len {
         return Called::Gone { sent: true };
     }
     Called::Reply(reply)
 }
 
-/// # Safety
-/// As for [`call`].
-unsafe fn send_along(fd: c_int, request: &Request, along: Along) -> Result<(), c_int> {
+fn send_with(fd: c_int, request: &Request, payload: Payload<'_>) -> Result<(), c_int> {
     let head = request.as_bytes();
+    let data = payload.data.map_or(NO_PART, Run::as_part);
     let mut parts = [
         libc::iovec {
             iov_base: head.as_ptr().cast_mut().cast(),
             iov_len: head.len(),
         },
-        libc::iovec {
-            iov_base: along.data.cast_mut().cast(),
-            iov_len: along.len,
-        },
+        data,
     ];
     // SAFETY: a structure of numbers and pointers that may be null.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = parts.as_mut_ptr();
     message.msg_iovlen = parts.len();
     let mut control = [0u64; 4];
-    if let Some(given) = along.fd {
+    if let Some(given) = payload.fd {
         message.msg_control = control.as_mut_ptr().cast::<c_void>();
         // SAFETY: numbers in, numbers out; the macros stay within the control data, which has room for one.
         unsafe {
@@ -694,9 +680,9 @@ unsafe fn send_along(fd: c_int, request: &Request, along: Along) -> Result<(), c
             libc::CMSG_DATA(head).cast::<c_int>().write_unaligned(given);
         }
     }
-    let len = (head.len() + along.len) as isize;
+    let len = (head.len() + data.iov_len) as isize;
     loop {
-        // SAFETY: the caller's promise.
+        // SAFETY: the kernel reads the head, which is ours, and memory that was given to be read (`Run`).
         let sent = unsafe {
             syscall!(
                 libc::SYS_sendmsg,
@@ -743,7 +729,8 @@ fn receive(fd: c_int, extents: &mut [MaybeUninit<Extent>]) -> Option<Reply> {
         iov_len: size_of_val(extents),
     };
     let mut parts = [part(reply.as_mut_bytes()), room];
-    let (len, sent) = receive_parts(fd, &mut parts)?;
+    // SAFETY: the reply and the room for extents are ours.
+    let (len, sent) = unsafe { receive_or(fd, &mut parts) }.ok()?;
     if let Some(sent) = sent {
         sys::close(sent);
     }
@@ -760,13 +747,14 @@ fn part(bytes: &mut [u8]) -> libc::iovec {
     }
 }
 
-/// One packet and the descriptor that came with it; `None` where the connection ended.
-fn receive_parts(fd: c_int, parts: &mut [libc::iovec; 2]) -> Option<(usize, Option<c_int>)> {
-    receive_or(fd, parts).ok()
-}
-
-/// As [`receive_parts`], with the errno; 0 where the other end is gone.
-fn receive_or(fd: c_int, parts: &mut [libc::iovec; 2]) -> Result<(usize, Option<c_int>), c_int> {
+/// One packet and the descriptor that came with it; else the errno, 0 where the other end is gone.
+///
+/// # Safety
+/// The parts may be written.
+unsafe fn receive_or(
+    fd: c_int,
+    parts: &mut [libc::iovec; 2],
+) -> Result<(usize, Option<c_int>), c_int> {
     let mut control = [0u64; 4];
     // SAFETY: a structure of numbers and pointers that may be null.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -775,7 +763,7 @@ fn receive_or(fd: c_int, parts: &mut [libc::iovec; 2]) -> Result<(usize, Option<
     message.msg_control = control.as_mut_ptr().cast::<c_void>();
     message.msg_controllen = size_of_val(&control);
     let len = loop {
-        // SAFETY: the parts are the callers' own memory, the rest is ours.
+        // SAFETY: the parts may be written, as promised to this function; the rest is ours.
         let len = unsafe {
             syscall!(
                 libc::SYS_recvmsg,

@@ -13,6 +13,8 @@ mod stat;
 pub(crate) mod stream;
 mod write;
 
+use crate::memory::{PARTS_MAX, ProgramMemory};
+
 const _: () = assert!(size_of::<libc::off_t>() == 8);
 
 /// Exports a function under several names.
@@ -20,7 +22,7 @@ macro_rules! export {
     ($name:ident $($more:ident)* = $to:ident($($arg:ident: $ty:ty),*) -> $ret:ty) => {
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($arg: $ty),*) -> $ret {
-            // SAFETY: the caller's promise, as for the function of the C library.
+            // SAFETY: the program calls it as it would the function of the C library.
             unsafe { $to($($arg),*) }
         }
         $crate::hook::export! { $($more)* = $to($($arg: $ty),*) -> $ret }
@@ -29,17 +31,30 @@ macro_rules! export {
 }
 use export;
 
-/// Vectors as a slice, where the kernel would take them: neither their number nor their place is bad.
+/// Calls the real function with arguments that the program gave to its hook.
+macro_rules! forward {
+    ($real:ident($($arg:expr),* $(,)?)) => {{
+        // SAFETY: the program called the hook of this function with these arguments, or ones that ask for less.
+        unsafe { $real.get()($($arg),*) }
+    }};
+}
+use forward;
+
+/// Vectors as the memory of a call, where the kernel would take them: neither their number nor their place is bad.
 ///
 /// # Safety
-/// `parts` points to `count` vectors if that is a number the kernel takes.
-unsafe fn parts_of<'a>(parts: *const libc::iovec, count: libc::c_int) -> Option<&'a [libc::iovec]> {
-    if parts.is_null() || !(1..=crate::writer::PARTS_MAX).contains(&count) {
+/// As for [`ProgramMemory::new`] if `parts` points to so many vectors as `count` says.
+unsafe fn memory_of<'a, Access>(
+    parts: *const libc::iovec,
+    count: libc::c_int,
+) -> Option<ProgramMemory<'a, Access>> {
+    if parts.is_null() || !(1..=PARTS_MAX).contains(&count) {
         return None;
     }
     if !crate::probe::is_readable(parts.cast(), count as usize * size_of::<libc::iovec>()) {
         return None;
     }
-    // SAFETY: the caller's promise.
-    Some(unsafe { std::slice::from_raw_parts(parts, count as usize) })
+    // SAFETY: the program gave so many vectors to a call that does with them what `Access` says, and their place
+    // was just found readable.
+    Some(unsafe { ProgramMemory::new(std::slice::from_raw_parts(parts, count as usize)) })
 }

@@ -14,18 +14,22 @@
 //! * A descriptor that is used past the kernel is this process's alone. Whatever could share it (dup,
 //!   fork, exec, SCM_RIGHTS, mmap, …) gives its offset back to the kernel first (`share`).
 //! * Raw system calls are not seen. A descriptor that a program uses by the C library *and* by raw calls
-//!   that move its offset is not supported; one that was closed by a raw call is (`writer`).
+//!   that move its offset is not supported; one that was closed by a raw call is (`kernel`).
 //!
 //! `FIRN_PRELOAD=off` turns it off; `FIRN_PRELOAD_REPORT=1` prints at exit what went which way.
 
 mod connect;
 mod cookie;
+mod descriptor;
 mod hook;
+mod kernel;
+mod lease;
+mod list;
 mod lock;
 mod mapping;
+mod memory;
 mod opened;
 mod probe;
-mod reader;
 mod real;
 mod report;
 mod share;
@@ -34,4 +38,3 @@ mod stub;
 mod sys;
 mod table;
 mod trees;
-mod writer;

@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use crate::memory::Run;
 use crate::stub;
 use crate::sys;
 use crate::table::{self, TABLE, tag};
@@ -137,12 +138,8 @@ impl Write for Line {
 /// To standard error, also where that is a stub.
 fn tell(text: &[u8]) {
     if table::tag_of(libc::STDERR_FILENO) == tag::STUB {
-        let part = [libc::iovec {
-            iov_base: text.as_ptr().cast_mut().cast(),
-            iov_len: text.len(),
-        }];
-        // SAFETY: the text is ours.
-        unsafe { stub::write(libc::STDERR_FILENO, &part, None, false, Call::Write) };
+        Run::of_bytes(text)
+            .as_memory(|source| stub::write(libc::STDERR_FILENO, source, None, false, Call::Write));
     } else {
         sys::say(text);
     }

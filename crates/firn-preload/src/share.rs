@@ -7,11 +7,11 @@
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering};
 
+use crate::kernel;
 use crate::report::Reason;
 use crate::stub;
 use crate::sys;
 use crate::table::{self, Entered, TABLE, tag};
-use crate::writer;
 
 /// The descriptor will be shared.
 pub(crate) fn one(fd: c_int) {
@@ -19,7 +19,9 @@ pub(crate) fn one(fd: c_int) {
         return stub::share(fd);
     }
     match table::enter(fd) {
-        Entered::Held(held) if held.tag != tag::INTERNAL => writer::leave(held, Reason::Shared),
+        Entered::Held(held) if held.tag != tag::INTERNAL => {
+            kernel::leave_for_good(held, Reason::Shared)
+        }
         // In a signal handler: what the interrupted code does ends at its claim.
         Entered::Again(entry) if entry.is_private() => {
             sys::lseek(

@@ -1,7 +1,7 @@
 //! Stubs: descriptors of empty files on tmpfs, whose bytes firnd has.
 //!
-//! There is no kernel to leave a call to. What cannot go past it in a lease or a list goes to firnd as a
-//! request; where firnd is gone, the call waits for the next one, [`wait_ms`] at most, and fails with EIO.
+//! There is no kernel to leave a call to. What goes neither into a lease nor by a list goes to firnd over the data
+//! socket; where firnd is gone, the call waits for the next one, [`WAIT_MS`] at most, and fails with EIO.
 //! Nothing is ever written into the stub itself.
 //!
 //! The stub's offset in the kernel counts while others may share the descriptor: a range of it is reserved by
@@ -14,24 +14,23 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use firn_format::data_socket::{ADOPT_AGAIN, AT_END, DATA_BYTES_MAX, Op, Reply, Request, Status};
-use libc::iovec;
+use zerocopy::IntoBytes;
 
-use crate::connect::{self, Along, Called, OneOff};
-use crate::probe;
-use crate::reader;
+use crate::connect::{self, Called, OneOff, Payload};
+use crate::descriptor::{self, Claim, Fallback, Handled, Ticket};
+use crate::lease::LeaseLost;
+use crate::list;
+use crate::memory::{CALL_BYTES_MAX, Readable, Run, Source, Target, Writable};
 use crate::report::{self, Call, Reason};
 use crate::sys::{self, syscall};
 use crate::table::{self, Entry, Held, Inner, TABLE, mark_stub, stub_mark, stub_mark_of, tag};
-use crate::writer::{self, LeaseLost, Ticket, Went, total_of};
 
 /// How long a call waits for a firnd that was killed to be there again, unless `FIRN_PRELOAD_WAIT` says
 /// otherwise (seconds).
 const WAIT_MS_DEFAULT: u32 = 10_000;
 const PAUSE_MS: u32 = 20;
-/// Bytes by requests after a refusal, and where the arena had no room.
-const PATIENCE_BYTES: u64 = 128 << 10;
-const PATIENCE_BYTES_MAX: u64 = 8 << 20;
-const FULL_BYTES: u64 = 1 << 20;
+/// Bytes by requests where there is no connection for leases.
+const UNCONNECTED_BYTES: u64 = 128 << 10;
 /// A read of so many bytes is worth asking for the list.
 const LIST_BYTES_MIN: u64 = 4 << 10;
 
@@ -188,7 +187,7 @@ pub(crate) fn inherited() {
     if !TABLE.trees.any() {
         return;
     }
-    // SAFETY: the path is ours.
+    // SAFETY: a path of our own, which ends.
     let dir = unsafe {
         let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
         syscall!(
@@ -296,21 +295,13 @@ fn release(held: &mut Held, once: bool) -> Result<(), c_int> {
         let _ = connect::ask(held.link, Op::Release, held.token, 0);
         return Ok(());
     }
-    // SAFETY: no memory of the program's.
-    unsafe { request(held, Op::Release, 0, 0, Along::NOTHING) }.map(drop)
+    request(held, Op::Release, 0, 0, Payload::NOTHING).map(drop)
 }
 
 /// The offset is the kernel's again.
 fn give_back(held: &mut Held) {
     if held.private {
-        sys::without_signals(|| {
-            held.private = false;
-            sys::lseek(
-                held.fd,
-                held.entry.offset.load(Ordering::Relaxed) as i64,
-                libc::SEEK_SET,
-            );
-        });
+        descriptor::return_offset(held, |_| true);
     }
 }
 
@@ -333,19 +324,19 @@ fn adopt(held: &mut Held) -> Result<(), c_int> {
                 token: 0,
                 arg: wanted as u64,
             };
-            let along = Along {
+            let payload = Payload {
                 fd: Some(held.fd),
-                ..Along::NOTHING
+                ..Payload::NOTHING
             };
-            // SAFETY: no memory of the program's.
-            match unsafe { connect::call(link, &request, along) } {
+            match connect::call(link, &request, payload) {
                 Called::Reply(reply) => {
                     answered(&reply)?;
                     (held.link, held.token) = (link, reply.file_id);
                     held.stub.adopted = true;
                     held.stub.known = true;
                     held.stub.flags &= !libc::O_TRUNC;
-                    (held.stub.granted, held.has_writer, held.has_asked) = (false, false, false);
+                    held.stub.granted = false;
+                    held.lease.clear();
                     held.list.unmap();
                     return Ok(());
                 }
@@ -375,15 +366,12 @@ fn answered(reply: &Reply) -> Result<(), c_int> {
 
 /// A request about the descriptor. One that was perhaps carried out before the connection ended is repeated,
 /// unless that would do it twice.
-///
-/// # Safety
-/// The memory is the program's own.
-unsafe fn request(
+fn request(
     held: &mut Held,
     op: Op,
     arg: u64,
     len: u32,
-    along: Along,
+    payload: Payload<'_>,
 ) -> Result<Reply, c_int> {
     // A firnd that goes again and again is none.
     for _ in 0..64 {
@@ -394,8 +382,7 @@ unsafe fn request(
             token: held.token,
             arg,
         };
-        // SAFETY: the caller's promise.
-        match unsafe { connect::call(held.link, &request, along) } {
+        match connect::call(held.link, &request, payload) {
             Called::Reply(reply) if Status::from_word(reply.status) == Status::BadToken => {}
             Called::Reply(reply) => return answered(&reply).map(|()| reply),
             Called::Fault => return Err(libc::EFAULT),
@@ -409,64 +396,26 @@ unsafe fn request(
     Err(libc::EIO)
 }
 
-/// Reads by requests; bytes read, or -errno where there are none.
-///
-/// # Safety
-/// `to` is the program's own, for `len` bytes.
-pub(crate) unsafe fn read_at(held: &mut Held, to: *mut u8, len: usize, at: u64) -> isize {
-    let mut done = 0;
-    while done < len {
-        let want = (len - done).min(DATA_BYTES_MAX);
-        let along = Along {
-            into: to.wrapping_add(done),
-            room: want,
-            ..Along::NOTHING
-        };
-        // SAFETY: the caller's promise.
-        match unsafe {
-            request(
-                held,
-                Op::Read,
-                at.wrapping_add(done as u64),
-                want as u32,
-                along,
-            )
-        } {
-            Ok(reply) if reply.count == 0 => break,
-            Ok(reply) => done += reply.count as usize,
-            Err(errno) if done == 0 => return -(errno as isize),
-            Err(_) => break,
-        }
-    }
-    done as isize
-}
-
 /// Writes by requests; bytes written and where, or the errno where there are none. `at`: [`AT_END`] appends.
-///
-/// # Safety
-/// `from` is the program's own, for `len` bytes.
-unsafe fn write_at(
+fn write_by_requests(
     held: &mut Held,
-    from: *const u8,
-    len: usize,
+    run: Run<'_, Readable>,
     at: u64,
 ) -> Result<(usize, u64), c_int> {
     let mut done = 0;
     let mut place = at;
-    while done < len {
-        let want = (len - done).min(DATA_BYTES_MAX);
-        let along = Along {
-            data: from.wrapping_add(done),
-            len: want,
-            ..Along::NOTHING
+    while done < run.len() {
+        let data = run.rest(done).first(DATA_BYTES_MAX);
+        let payload = Payload {
+            data: Some(data),
+            ..Payload::NOTHING
         };
         let to = if at == AT_END {
             AT_END
         } else {
             at.wrapping_add(done as u64)
         };
-        // SAFETY: the caller's promise.
-        match unsafe { request(held, Op::Write, to, want as u32, along) } {
+        match request(held, Op::Write, to, data.len() as u32, payload) {
             Ok(reply) => {
                 done += reply.count as usize;
                 if at == AT_END {
@@ -484,245 +433,245 @@ unsafe fn write_at(
     Ok((done, place))
 }
 
-/// The errno for memory that no process has, before a byte is moved.
-fn refusal(parts: &[iovec]) -> Option<isize> {
-    const USER_END: usize = 1 << 56;
-    let outside = |part: &iovec| {
-        (part.iov_base as usize)
-            .checked_add(part.iov_len)
-            .is_none_or(|end| end > USER_END)
-    };
-    parts
-        .iter()
-        .any(outside)
-        .then_some(-(libc::EFAULT as isize))
+/// firnd, over the data socket, as a descriptor's fallback.
+pub(crate) enum Socket {}
+
+impl Fallback for Socket {
+    fn may_lease(held: &mut Held, total: usize) -> bool {
+        if held.stub.granted {
+            return true;
+        }
+        if !held.patience.may_ask(total) {
+            return false;
+        }
+        match connect::ask(held.link, Op::OpenWrite, held.token, 0) {
+            Some(reply) if connect::is_ok(&reply) => {
+                held.file_id = reply.file_id;
+                held.lease.clear();
+                held.patience.granted();
+                held.stub.granted = true;
+            }
+            Some(_) => hesitate(held, Reason::Refused),
+            None => held.stub.adopted = false,
+        }
+        held.stub.granted
+    }
+
+    fn has_list(held: &mut Held, total: usize) -> bool {
+        if held.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
+            return false;
+        }
+        if !held.list.extents().is_empty() {
+            held.patience.count_fast(total);
+            return true;
+        }
+        if !held.patience.may_ask(total) || (total as u64) < LIST_BYTES_MIN {
+            return false;
+        }
+        let answer = list::fetch_known(held);
+        let is_listed = answer == Some(Status::Ok) && !held.list.extents().is_empty();
+        if !is_listed {
+            held.list.unmap();
+            hesitate(held, Reason::Refused);
+        }
+        is_listed
+    }
+
+    fn leave(
+        held: Held,
+        _claim: Option<&mut Claim>,
+        _at: Option<u64>,
+        _call: Call,
+    ) -> Result<Held, Handled> {
+        Ok(held)
+    }
+
+    fn lease_lost(
+        mut held: Held,
+        _claim: &mut Claim,
+        lost: LeaseLost,
+        _done: usize,
+        _call: Call,
+    ) -> Result<Held, Handled> {
+        held.stub.granted = false;
+        held.lease.clear();
+        match lost {
+            LeaseLost::Full => {
+                held.patience.wait_for_room();
+                report::left(Reason::NoRoom);
+            }
+            LeaseLost::NoConnection | LeaseLost::Limited => {
+                held.patience.wait_for(UNCONNECTED_BYTES);
+                report::left(Reason::NoConnection);
+            }
+            LeaseLost::Revoked => hesitate(&mut held, Reason::Revoked),
+        }
+        Ok(held)
+    }
+
+    fn list_lost(
+        mut held: Held,
+        _claim: &mut Claim,
+        _at: Option<u64>,
+        _call: Call,
+    ) -> Result<Held, Handled> {
+        held.list.unmap();
+        hesitate(&mut held, Reason::Changed);
+        Ok(held)
+    }
+
+    fn write_at(held: &mut Held, run: Run<'_, Readable>, at: u64) -> Result<usize, c_int> {
+        write_by_requests(held, run, at).map(|(done, _)| done)
+    }
+
+    fn read_at(held: &mut Held, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int> {
+        let mut done = 0;
+        while done < run.len() {
+            let into = run.rest(done).first(DATA_BYTES_MAX);
+            let payload = Payload {
+                into: Some(into),
+                ..Payload::NOTHING
+            };
+            let from = at.wrapping_add(done as u64);
+            match request(held, Op::Read, from, into.len() as u32, payload) {
+                Ok(reply) if reply.count == 0 => break,
+                Ok(reply) => done += reply.count as usize,
+                Err(errno) if done == 0 => return Err(errno),
+                Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+
+    fn seek_in_file(held: &mut Held, offset: i64, whence: c_int) -> Result<u64, c_int> {
+        let target = match whence {
+            libc::SEEK_END => (size(held)? as i64)
+                .checked_add(offset)
+                .ok_or(libc::EOVERFLOW)?,
+            // All of a file is data, up to its end: what POSIX allows to who does not know better.
+            libc::SEEK_DATA | libc::SEEK_HOLE => {
+                let size = size(held)? as i64;
+                if offset < 0 || offset >= size {
+                    return Err(libc::ENXIO);
+                }
+                if whence == libc::SEEK_DATA {
+                    offset
+                } else {
+                    size
+                }
+            }
+            _ => return Err(libc::EINVAL),
+        };
+        u64::try_from(target).map_err(|_| libc::EINVAL)
+    }
+
+    fn has_offset(_held: &Held) -> bool {
+        true
+    }
+}
+
+fn hesitate(held: &mut Held, reason: Reason) {
+    report::left(reason);
+    held.patience.hesitate();
+}
+
+/// Makes the offset private where nobody shares it.
+fn own_offset(held: &mut Held) {
+    if !held.private && stub_mark_of(held.fd) == stub_mark::OWN {
+        descriptor::make_private(held);
+    }
 }
 
 // ---- write ---------------------------------------------------------------------------------------
 
 /// write(2) and its kin, at the descriptor's offset or at `at`.
-///
-/// # Safety
-/// The parts are the program's.
-pub(crate) unsafe fn write(
+pub(crate) fn write(
     fd: c_int,
-    parts: &[iovec],
+    source: Source<'_>,
     at: Option<u64>,
     append: bool,
     call: Call,
-) -> Went {
-    if let Some(refusal) = refusal(parts) {
-        return Went::Past(refusal);
+) -> Handled {
+    if source.is_outside() {
+        return Handled::of(Err(libc::EFAULT));
     }
     let mut held = match enter(fd) {
         Entered::Held(held) => held,
-        // SAFETY: the caller's promise.
-        Entered::Again(entry) => return Went::Past(unsafe { write_again(fd, entry, parts, at) }),
-        Entered::Not => return Went::Kernel(Ticket::NONE),
-        Entered::Vforked => return Went::Past(-(libc::EIO as isize)),
+        Entered::Again(entry) => return Handled::Done(write_again(fd, entry, source, at)),
+        Entered::Not => return Handled::Forward(Ticket::NONE),
+        Entered::Vforked => return Handled::of(Err(libc::EIO)),
     };
-    // SAFETY: the caller's promise.
-    Went::Past(
-        match unsafe { write_held(&mut held, parts, at, append, call) } {
-            Ok(done) => done as isize,
-            Err(errno) => -(errno as isize),
-        },
-    )
-}
-
-unsafe fn write_held(
-    held: &mut Held,
-    parts: &[iovec],
-    at: Option<u64>,
-    append: bool,
-    call: Call,
-) -> Result<usize, c_int> {
-    if held.stub.flags & libc::O_ACCMODE == libc::O_RDONLY {
-        return Err(libc::EBADF);
+    let mut total = source.total().unwrap_or(CALL_BYTES_MAX);
+    if let Err(handled) = prepare(&mut held, libc::O_RDONLY, total) {
+        return handled;
     }
-    let mut total = total_of(parts).unwrap_or(writer::CALL_BYTES_MAX);
-    if total == 0 {
-        return Ok(0);
-    }
-    adopt(held)?;
-    let synced = held.stub.flags & (libc::O_SYNC | libc::O_DSYNC) != 0;
-    let done = if append || held.stub.flags & libc::O_APPEND != 0 {
-        // SAFETY: the caller's promise.
-        unsafe { append_held(held, parts, at, total) }?
+    let flags = held.stub.flags;
+    let handled = if append || flags & libc::O_APPEND != 0 {
+        append_all(held, source, at, total)
     } else {
-        let limit = sys::limit(libc::RLIMIT_FSIZE);
-        if let Some(limit) = limit {
-            let from = at.unwrap_or_else(|| offset_now(held));
+        if let Some(limit) = sys::limit(libc::RLIMIT_FSIZE) {
+            let from = at.unwrap_or_else(|| descriptor::current_offset(&held));
             if from >= limit {
                 sys::raise(libc::SIGXFSZ);
-                return Err(libc::EFBIG);
+                return Handled::of(Err(libc::EFBIG));
             }
             total = total.min(usize::try_from(limit - from).unwrap_or(usize::MAX));
         }
-        let offset = at.unwrap_or_else(|| claim(held, total));
-        if offset
-            .checked_add(total as u64)
-            .is_none_or(|end| end > i64::MAX as u64)
-        {
-            if at.is_none() {
-                give_up_claim(held, offset, total, 0);
-            }
-            return Err(libc::EFBIG);
-        }
-        let fast = limit.is_none() && may_lease(held, total);
-        // SAFETY: the caller's promise.
-        let (done, errno) = unsafe { put(held, parts, (offset, total), fast, call) };
-        if done < total && at.is_none() {
-            give_up_claim(held, offset, total, done);
-        }
-        match errno {
-            Some(errno) if done == 0 => return Err(errno),
-            _ => done,
-        }
+        held.stub.wrote = true;
+        descriptor::write::<Socket>(held, source, (at, total), call)
     };
-    if synced {
-        // SAFETY: no memory of the program's.
-        unsafe { request(held, Op::Sync, 0, 0, Along::NOTHING) }?;
+    let synced = flags & (libc::O_SYNC | libc::O_DSYNC) != 0;
+    match handled {
+        Handled::Done(done) if done > 0 && synced => match sync(fd, false) {
+            Some(Err(errno)) => Handled::of(Err(errno)),
+            _ => Handled::Done(done),
+        },
+        handled => handled,
     }
-    Ok(done)
 }
 
-unsafe fn append_held(
-    held: &mut Held,
-    parts: &[iovec],
-    at: Option<u64>,
-    total: usize,
-) -> Result<usize, c_int> {
+/// What comes before a write or read: the access mode `forbidden` fails, 0 bytes are done, and firnd knows the
+/// descriptor.
+fn prepare(held: &mut Held, forbidden: c_int, total: usize) -> Result<(), Handled> {
+    if held.stub.flags & libc::O_ACCMODE == forbidden {
+        return Err(Handled::of(Err(libc::EBADF)));
+    }
+    if total == 0 {
+        return Err(Handled::of(Ok(0)));
+    }
+    adopt(held).map_err(|errno| Handled::of(Err(errno)))?;
+    own_offset(held);
+    Ok(())
+}
+
+fn append_all(mut held: Held, source: Source<'_>, at: Option<u64>, total: usize) -> Handled {
     let mut done = 0;
     let mut end = 0;
-    for part in parts {
-        let len = part.iov_len.min(total - done);
-        if len == 0 {
-            continue;
-        }
-        // SAFETY: the caller's promise.
-        match unsafe { write_at(held, part.iov_base.cast(), len, AT_END) } {
+    for run in source.runs(0, total) {
+        match write_by_requests(&mut held, run, AT_END) {
             Ok((more, place)) => {
                 done += more;
                 end = place.wrapping_add(more as u64);
-                if more < len {
+                if more < run.len() {
                     break;
                 }
             }
-            Err(errno) if done == 0 => return Err(errno),
+            Err(errno) if done == 0 => return Handled::of(Err(errno)),
             Err(_) => break,
         }
     }
     if at.is_none() {
-        seek_to(held, end);
+        descriptor::set_offset(&held, end);
     }
     report::kernel(Call::Write);
-    Ok(done)
-}
-
-/// Puts bytes into leases, and the rest by requests; how many, and why not all.
-unsafe fn put(
-    held: &mut Held,
-    parts: &[iovec],
-    (offset, total): (u64, usize),
-    fast: bool,
-    call: Call,
-) -> (usize, Option<c_int>) {
-    let mut done = 0;
-    let readable = || {
-        parts
-            .iter()
-            .all(|part| probe::is_readable(part.iov_base, part.iov_len))
-    };
-    if fast && readable() {
-        let (past, loss) = writer::put(held, parts, offset, total);
-        done = past;
-        held.stub.wrote |= done > 0;
-        let Some(loss) = loss else {
-            report::fast(call, done);
-            return (done, None);
-        };
-        lost(held, loss);
-    }
-    report::kernel(call);
-    let mut skip = done;
-    for part in parts {
-        let start = skip.min(part.iov_len);
-        skip -= start;
-        let len = (part.iov_len - start).min(total - done);
-        if len == 0 {
-            continue;
-        }
-        let from = part.iov_base.cast_const().cast::<u8>().wrapping_add(start);
-        // SAFETY: the caller's promise.
-        match unsafe { write_at(held, from, len, offset.wrapping_add(done as u64)) } {
-            Ok((more, _)) => {
-                done += more;
-                if more < len {
-                    return (done, None);
-                }
-            }
-            Err(errno) => return (done, Some(errno)),
-        }
-    }
-    (done, None)
-}
-
-/// A lease ended, or there was none to have.
-fn lost(held: &mut Held, loss: LeaseLost) {
-    held.stub.granted = false;
-    (held.has_writer, held.has_asked) = (false, false);
-    match loss {
-        LeaseLost::Full => {
-            held.patience_bytes = FULL_BYTES;
-            report::left(Reason::NoRoom);
-        }
-        LeaseLost::NoConnection | LeaseLost::Odd => {
-            held.patience_bytes = PATIENCE_BYTES;
-            report::left(Reason::NoConnection);
-        }
-        LeaseLost::Revoked => hesitate(held, Reason::Revoked),
-    }
-}
-
-/// After a grant that brought little firnd is asked again later each time.
-fn hesitate(held: &mut Held, reason: Reason) {
-    report::left(reason);
-    if held.fast_bytes < PATIENCE_BYTES_MAX {
-        held.patience_bytes = (PATIENCE_BYTES << held.refusals.min(6)).min(PATIENCE_BYTES_MAX);
-        held.refusals = held.refusals.saturating_add(1);
-    } else {
-        held.refusals = 0;
-    }
-    held.fast_bytes = 0;
-}
-
-/// Whether bytes may go into a lease now.
-fn may_lease(held: &mut Held, total: usize) -> bool {
-    if held.stub.granted {
-        return true;
-    }
-    if held.patience_bytes > 0 {
-        held.patience_bytes = held.patience_bytes.saturating_sub(total as u64);
-        return false;
-    }
-    match connect::ask(held.link, Op::OpenWrite, held.token, 0) {
-        Some(reply) if connect::is_ok(&reply) => {
-            held.file_id = reply.file_id;
-            (held.has_writer, held.has_asked, held.fast_bytes) = (false, false, 0);
-            held.stub.granted = true;
-        }
-        Some(_) => hesitate(held, Reason::Refused),
-        None => held.stub.adopted = false,
-    }
-    held.stub.granted
+    Handled::of(Ok(done))
 }
 
 /// A signal handler writes to the descriptor that the interrupted code is busy with, and over whose connection
 /// it may be: it makes one of its own.
 #[cold]
-unsafe fn write_again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Option<u64>) -> isize {
-    let Some(total) = total_of(parts) else {
+fn write_again(fd: c_int, entry: &'static Entry, source: Source<'_>, at: Option<u64>) -> isize {
+    let Some(total) = source.total() else {
         return -(libc::EINVAL as isize);
     };
     let socket =
@@ -737,17 +686,11 @@ unsafe fn write_again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Opt
         token: 0,
         arg: (flags & libc::O_ACCMODE) as u64,
     };
-    // SAFETY: no memory of the program's.
-    let called = unsafe {
-        one_off.call(
-            &adopt,
-            Along {
-                fd: Some(fd),
-                ..Along::NOTHING
-            },
-        )
+    let with_fd = Payload {
+        fd: Some(fd),
+        ..Payload::NOTHING
     };
-    let Called::Reply(Reply { file_id: token, .. }) = called else {
+    let Called::Reply(Reply { file_id: token, .. }) = one_off.call(&adopt, with_fd) else {
         return -(libc::EIO as isize);
     };
     let appends = flags & libc::O_APPEND != 0;
@@ -757,10 +700,10 @@ unsafe fn write_again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Opt
         None => (sys::lseek(fd, total as i64, libc::SEEK_CUR) as u64).wrapping_sub(total as u64),
     };
     let mut done = 0usize;
-    for part in parts {
+    for run in source.runs(0, total) {
         let mut from = 0;
-        while from < part.iov_len {
-            let len = (part.iov_len - from).min(DATA_BYTES_MAX);
+        while from < run.len() {
+            let data = run.rest(from).first(DATA_BYTES_MAX);
             let to = if appends {
                 AT_END
             } else {
@@ -768,22 +711,15 @@ unsafe fn write_again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Opt
             };
             let request = Request {
                 op: Op::Write as u32,
-                len: len as u32,
+                len: data.len() as u32,
                 token,
                 arg: to,
             };
-            let data = part.iov_base.cast_const().cast::<u8>().wrapping_add(from);
-            // SAFETY: the caller's promise.
-            match unsafe {
-                one_off.call(
-                    &request,
-                    Along {
-                        data,
-                        len,
-                        ..Along::NOTHING
-                    },
-                )
-            } {
+            let payload = Payload {
+                data: Some(data),
+                ..Payload::NOTHING
+            };
+            match one_off.call(&request, payload) {
                 Called::Reply(reply) if connect::is_ok(&reply) => {
                     done += reply.count as usize;
                     from += reply.count as usize;
@@ -796,241 +732,41 @@ unsafe fn write_again(fd: c_int, entry: &'static Entry, parts: &[iovec], at: Opt
     done as isize
 }
 
-// ---- offsets -------------------------------------------------------------------------------------
-
-/// Makes the offset private where nobody shares it.
-fn make_private(held: &mut Held) {
-    if held.private || stub_mark_of(held.fd) != stub_mark::OWN {
-        return;
-    }
-    sys::without_signals(|| {
-        let offset = sys::lseek(held.fd, 0, libc::SEEK_CUR);
-        held.entry.offset.store(offset as u64, Ordering::Relaxed);
-        held.private = offset >= 0;
-    });
-}
-
-fn offset_now(held: &mut Held) -> u64 {
-    make_private(held);
-    if held.private {
-        held.entry.offset.load(Ordering::Relaxed)
-    } else {
-        sys::lseek(held.fd, 0, libc::SEEK_CUR) as u64
-    }
-}
-
-/// Takes the next `total` bytes of the offset.
-fn claim(held: &mut Held, total: usize) -> u64 {
-    make_private(held);
-    if held.private {
-        return held.entry.offset.fetch_add(total as u64, Ordering::Relaxed);
-    }
-    let end = sys::lseek(held.fd, total as i64, libc::SEEK_CUR);
-    if end < 0 {
-        u64::MAX
-    } else {
-        (end as u64).wrapping_sub(total as u64)
-    }
-}
-
-/// Only `done` of a claim was used.
-fn give_up_claim(held: &mut Held, offset: u64, total: usize, done: usize) {
-    if offset == u64::MAX {
-        return;
-    }
-    if held.private {
-        let claimed = offset.wrapping_add(total as u64);
-        let used = offset.wrapping_add(done as u64);
-        // Not where a signal handler claimed more behind it.
-        let _ =
-            held.entry
-                .offset
-                .compare_exchange(claimed, used, Ordering::Relaxed, Ordering::Relaxed);
-    } else {
-        sys::lseek(held.fd, -((total - done) as i64), libc::SEEK_CUR);
-    }
-}
-
-fn seek_to(held: &mut Held, offset: u64) {
-    if held.private {
-        held.entry.offset.store(offset, Ordering::Relaxed);
-    } else {
-        sys::lseek(held.fd, offset as i64, libc::SEEK_SET);
-    }
-}
-
 /// lseek(2).
-pub(crate) fn seek(fd: c_int, offset: i64, whence: c_int) -> Went {
-    let mut held = match enter(fd) {
-        Entered::Held(held) => held,
+pub(crate) fn seek(fd: c_int, offset: i64, whence: c_int) -> Handled {
+    match enter(fd) {
+        Entered::Held(mut held) => {
+            own_offset(&mut held);
+            descriptor::seek::<Socket>(held, offset, whence)
+        }
         Entered::Again(entry) if entry.is_private() && whence == libc::SEEK_CUR && offset == 0 => {
-            return Went::Past(entry.offset.load(Ordering::Relaxed) as isize);
+            Handled::Done(entry.offset.load(Ordering::Relaxed) as isize)
         }
-        _ => return Went::Kernel(Ticket::NONE),
-    };
-    report::fast(Call::Lseek, 0);
-    let result = seek_held(&mut held, offset, whence);
-    Went::Past(match result {
-        Ok(offset) => offset as isize,
-        Err(errno) => -(errno as isize),
-    })
-}
-
-fn seek_held(held: &mut Held, offset: i64, whence: c_int) -> Result<i64, c_int> {
-    let now = |held: &mut Held| offset_now(held) as i64;
-    let target = match whence {
-        libc::SEEK_SET => offset,
-        libc::SEEK_CUR => now(held).checked_add(offset).ok_or(libc::EOVERFLOW)?,
-        libc::SEEK_END => (size(held)? as i64)
-            .checked_add(offset)
-            .ok_or(libc::EOVERFLOW)?,
-        // All of a file is data, up to its end: what POSIX allows to who does not know better.
-        libc::SEEK_DATA | libc::SEEK_HOLE => {
-            let size = size(held)? as i64;
-            if offset < 0 || offset >= size {
-                return Err(libc::ENXIO);
-            }
-            if whence == libc::SEEK_DATA {
-                offset
-            } else {
-                size
-            }
-        }
-        _ => return Err(libc::EINVAL),
-    };
-    if target < 0 {
-        return Err(libc::EINVAL);
+        _ => Handled::Forward(Ticket::NONE),
     }
-    if whence != libc::SEEK_CUR || offset != 0 {
-        seek_to(held, target as u64);
-    }
-    Ok(target)
 }
-
-// ---- read ----------------------------------------------------------------------------------------
 
 /// read(2) and its kin.
-///
-/// # Safety
-/// The parts are the program's, to be written.
-pub(crate) unsafe fn read(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> Went {
-    if let Some(refusal) = refusal(parts) {
-        return Went::Past(refusal);
+pub(crate) fn read(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
+    if target.is_outside() {
+        return Handled::of(Err(libc::EFAULT));
     }
     let mut held = match enter(fd) {
         Entered::Held(held) => held,
-        Entered::Again(_) | Entered::Vforked => return Went::Past(-(libc::EIO as isize)),
-        Entered::Not => return Went::Kernel(Ticket::NONE),
+        Entered::Again(_) | Entered::Vforked => return Handled::of(Err(libc::EIO)),
+        Entered::Not => return Handled::Forward(Ticket::NONE),
     };
-    // SAFETY: the caller's promise.
-    Went::Past(match unsafe { read_held(&mut held, parts, at, call) } {
-        Ok(done) => done as isize,
-        Err(errno) => -(errno as isize),
-    })
-}
-
-unsafe fn read_held(
-    held: &mut Held,
-    parts: &[iovec],
-    at: Option<u64>,
-    call: Call,
-) -> Result<usize, c_int> {
-    if held.stub.flags & libc::O_ACCMODE == libc::O_WRONLY {
-        return Err(libc::EBADF);
+    let total = target.total().unwrap_or(CALL_BYTES_MAX);
+    if let Err(handled) = prepare(&mut held, libc::O_WRONLY, total) {
+        return handled;
     }
-    let total = total_of(parts).unwrap_or(writer::CALL_BYTES_MAX);
-    if total == 0 {
-        return Ok(0);
-    }
-    adopt(held)?;
-    let offset = at.unwrap_or_else(|| claim(held, total));
-    if offset > i64::MAX as u64 {
-        return Err(libc::EINVAL);
-    }
-    // SAFETY: the caller's promise.
-    let result = unsafe { get(held, parts, (offset, total), call) };
-    let done = result.unwrap_or(0);
-    if at.is_none() && done < total {
-        give_up_claim(held, offset, total, done);
-    }
-    result
-}
-
-unsafe fn get(
-    held: &mut Held,
-    parts: &[iovec],
-    (offset, total): (u64, usize),
-    call: Call,
-) -> Result<usize, c_int> {
-    // SAFETY: the caller's promise.
-    if has_list(held, total) && reader::are_writable(held, parts, offset, total) {
-        // SAFETY: the caller's promise.
-        if let Some(taken) = unsafe { reader::take(held, parts, offset, total) } {
-            report::fast(call, taken);
-            return Ok(taken);
-        }
-        held.list.unmap();
-        hesitate(held, Reason::Changed);
-    }
-    report::kernel(call);
-    let mut done = 0;
-    for part in parts {
-        let len = part.iov_len.min(total - done);
-        if len == 0 {
-            continue;
-        }
-        // SAFETY: the caller's promise.
-        let got = unsafe {
-            read_at(
-                held,
-                part.iov_base.cast(),
-                len,
-                offset.wrapping_add(done as u64),
-            )
-        };
-        match usize::try_from(got) {
-            Ok(got) => {
-                done += got;
-                if got < len {
-                    break;
-                }
-            }
-            Err(_) if done == 0 => return Err(got.wrapping_neg() as c_int),
-            Err(_) => break,
-        }
-    }
-    Ok(done)
-}
-
-/// Whether firnd told where the bytes are.
-fn has_list(held: &mut Held, total: usize) -> bool {
-    if held.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
-        return false;
-    }
-    if !held.list.extents().is_empty() {
-        held.fast_bytes = held.fast_bytes.saturating_add(total as u64);
-        return true;
-    }
-    if held.patience_bytes > 0 {
-        held.patience_bytes = held.patience_bytes.saturating_sub(total as u64);
-        return false;
-    }
-    if (total as u64) < LIST_BYTES_MIN {
-        return false;
-    }
-    let loaded = reader::load_known(held) == Some(Status::Ok) && !held.list.extents().is_empty();
-    if !loaded {
-        held.list.unmap();
-        hesitate(held, Reason::Refused);
-    }
-    loaded
+    descriptor::read::<Socket>(held, target, (at, total), call)
 }
 
 // ---- the rest ------------------------------------------------------------------------------------
 
 fn size(held: &mut Held) -> Result<u64, c_int> {
-    // SAFETY: no memory of the program's.
-    unsafe { request(held, Op::Attr, 0, 0, Along::NOTHING) }.map(|reply| reply.size)
+    request(held, Op::Attr, 0, 0, Payload::NOTHING).map(|reply| reply.size)
 }
 
 /// What the kernel does not know of a stub.
@@ -1058,8 +794,7 @@ impl Attr {
 pub(crate) fn attr(fd: c_int) -> Option<Result<Attr, c_int>> {
     match enter(fd) {
         Entered::Held(mut held) => {
-            // SAFETY: no memory of the program's.
-            let reply = unsafe { request(&mut held, Op::Attr, 0, 0, Along::NOTHING) };
+            let reply = request(&mut held, Op::Attr, 0, 0, Payload::NOTHING);
             Some(reply.map(|reply| Attr::of(&reply)))
         }
         Entered::Again(_) => attr_of(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None),
@@ -1128,12 +863,10 @@ pub(crate) fn attr_of(
     loop {
         let socket = TABLE.trees.data_socket(device)?;
         let called = match TABLE.links.to_at_any_rate(&socket) {
-            // SAFETY: no memory of the program's.
-            Some(link) => unsafe { connect::call(link, &request, Along::NOTHING) },
+            Some(link) => connect::call(link, &request, Payload::NOTHING),
             // In a signal handler, perhaps; else firnd is gone.
             None => match OneOff::to(&socket) {
-                // SAFETY: as above.
-                Some(one_off) => unsafe { one_off.call(&request, Along::NOTHING) },
+                Some(one_off) => one_off.call(&request, Payload::NOTHING),
                 None => Called::Gone { sent: false },
             },
         };
@@ -1168,14 +901,13 @@ fn plain(fd: c_int, op: Op, arg: u64, data: &[u64]) -> Option<Result<(), c_int>>
             libc::EBADF
         }));
     }
-    let along = Along {
-        data: data.as_ptr().cast(),
-        len: size_of_val(data),
-        ..Along::NOTHING
+    let data = Run::of_bytes(data.as_bytes());
+    let payload = Payload {
+        data: Some(data),
+        ..Payload::NOTHING
     };
     held.stub.wrote |= writes;
-    // SAFETY: the data is ours.
-    Some(unsafe { request(&mut held, op, arg, along.len as u32, along) }.map(drop))
+    Some(request(&mut held, op, arg, data.len() as u32, payload).map(drop))
 }
 
 /// ftruncate(2).
@@ -1245,28 +977,43 @@ pub(crate) unsafe fn map(
     let kept = flags & !(libc::MAP_TYPE | libc::MAP_SYNC);
     let flags = kept | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let first = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: the caller's promise.
+    // SAFETY: what the program asked of mmap(2), but private and anonymous.
     let start = unsafe { syscall!(libc::SYS_mmap, at, len, first, flags, -1isize, 0usize) };
     if start < 0 {
         return Some(start);
     }
     let bytes = size.saturating_sub(offset as u64).min(len as u64) as usize;
-    let part = [iovec {
-        iov_base: start as *mut c_void,
-        iov_len: bytes,
-    }];
     if bytes > 0 {
-        // SAFETY: memory that was just mapped.
-        let filled = unsafe { get(&mut held, &part, (offset as u64, bytes), Call::Pread) };
+        // SAFETY: memory that was just mapped for writing, of which nobody knows yet.
+        let run: Run<'_, Writable> = unsafe { Run::new(start as *mut c_void, bytes) };
+        let filled = run.as_memory(|target| copy_file(&mut held, target, offset as u64, bytes));
         if let Err(errno) = filled {
-            // SAFETY: as above.
+            // SAFETY: as just mapped; nobody knows of it yet.
             unsafe { syscall!(libc::SYS_munmap, start, len) };
             return Some(-(errno as isize));
         }
     }
     if prot != first {
-        // SAFETY: as above.
+        // SAFETY: as just mapped, with the protection that the program asked for.
         unsafe { syscall!(libc::SYS_mprotect, start, len, prot) };
     }
     Some(start)
+}
+
+/// Bytes of the file, by the list or by requests.
+fn copy_file(
+    held: &mut Held,
+    target: Target<'_>,
+    offset: u64,
+    total: usize,
+) -> Result<usize, c_int> {
+    adopt(held)?;
+    if Socket::has_list(held, total) {
+        if let Some(done) = list::copy_out::<Socket>(held, target, offset, total) {
+            return Ok(done);
+        }
+        held.list.unmap();
+        hesitate(held, Reason::Changed);
+    }
+    descriptor::read_by_fallback::<Socket>(held, target, offset, total)
 }

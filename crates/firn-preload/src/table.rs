@@ -13,16 +13,15 @@
 
 use std::cell::{Cell, UnsafeCell};
 use std::ffi::c_int;
-use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-use firn_direct::slab_writer::SlabWriter;
-
 use crate::connect::Links;
+use crate::descriptor::Patience;
+use crate::lease::LeaseSlot;
+use crate::list::List;
 use crate::lock::Lock;
 use crate::opened::Devices;
-use crate::reader::List;
 use crate::report::Counters;
 use crate::stub::StubState;
 use crate::sys::{self, Identity};
@@ -167,28 +166,20 @@ pub(crate) struct Inner {
     pub(crate) tag: u32,
     /// Whether the offset is private to this process; writes go past the kernel then.
     pub(crate) private: bool,
-    /// Whether `writer` is one.
-    pub(crate) has_writer: bool,
-    /// Whether the next lease was asked for and not answered yet.
-    pub(crate) has_asked: bool,
     /// Index of the connection, plus one; 0: not asked for yet.
     pub(crate) link: u32,
-    /// How often firnd refused or took back.
-    pub(crate) refusals: u32,
     /// Which file it is.
     pub(crate) identity: Identity,
     /// How firnd calls the open file.
     pub(crate) token: u64,
     /// How firnd calls the file in piece records.
     pub(crate) file_id: u64,
-    /// Bytes through the kernel before firnd is asked again.
-    pub(crate) patience_bytes: u64,
-    /// Bytes past the kernel since the last grant.
-    pub(crate) fast_bytes: u64,
+    /// When firnd is asked for a grant or a list.
+    pub(crate) patience: Patience,
     /// Of a stub: what only it has.
     pub(crate) stub: StubState,
-    /// The lease.
-    pub(crate) writer: MaybeUninit<SlabWriter>,
+    /// What may be filled.
+    pub(crate) lease: LeaseSlot,
     /// Where the file's bytes are.
     pub(crate) list: List,
 }
@@ -217,20 +208,16 @@ impl Inner {
             // Zero, as all of it: what is not zeros lies in no memory that the kernel would wipe.
             tag: tag::UNKNOWN,
             private: false,
-            has_writer: false,
-            has_asked: false,
             link: 0,
-            refusals: 0,
             identity: Identity {
                 device: 0,
                 inode: 0,
             },
             token: 0,
             file_id: 0,
-            patience_bytes: 0,
-            fast_bytes: 0,
+            patience: Patience::new(),
             stub: StubState::new(),
-            writer: MaybeUninit::uninit(),
+            lease: LeaseSlot::new(),
             list: List::new(),
         }
     }
@@ -254,7 +241,7 @@ impl Deref for Held {
 impl DerefMut for Held {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut Inner {
-        // SAFETY: as above.
+        // SAFETY: the lock is held, and this is the only borrow of its only `Held`.
         unsafe { &mut *self.entry.inner.get() }
     }
 }

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 
 use libc::aiocb;
 
-use super::export;
+use super::{export, forward};
 use crate::real::{AIO_FSYNC, AIO_READ, AIO_WRITE, LIO_LISTIO};
 use crate::stub;
 use crate::sys::told;
@@ -128,8 +128,7 @@ unsafe fn do_lio_listio(
     // SAFETY: the caller's promise: `count` pointers, which may be null.
     let any = !list.is_null() && (0..count).any(|index| unsafe { is_stub(*blocks(index)) });
     if !any {
-        // SAFETY: the caller's promise.
-        return unsafe { LIO_LISTIO.get()(mode, list, count, event) };
+        return forward!(LIO_LISTIO(mode, list, count, event));
     }
     // A list of both kinds is done at once as a whole.
     let mut failed = false;

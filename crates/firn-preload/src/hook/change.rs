@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_int, c_uint};
 
 use libc::off64_t;
 
-use super::export;
+use super::{export, forward};
 use crate::real::{
     FALLOCATE, FDATASYNC, FSYNC, FTRUNCATE, FUTIMENS, FUTIMES, FUTIMESAT, LUTIMES, POSIX_FALLOCATE,
     SYNC_FILE_RANGE, TRUNCATE, UTIME, UTIMENSAT, UTIMES,
@@ -46,8 +46,7 @@ unsafe fn do_ftruncate(fd: c_int, size: off64_t) -> c_int {
     {
         return as_result(done);
     }
-    // SAFETY: the caller's promise.
-    unsafe { FTRUNCATE.get()(fd, size) }
+    forward!(FTRUNCATE(fd, size))
 }
 
 unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
@@ -75,8 +74,7 @@ unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
             return as_result(done);
         }
     }
-    // SAFETY: the caller's promise.
-    unsafe { TRUNCATE.get()(path, size) }
+    forward!(TRUNCATE(path, size))
 }
 
 unsafe fn do_fallocate(fd: c_int, mode: c_int, offset: off64_t, len: off64_t) -> c_int {
@@ -85,8 +83,7 @@ unsafe fn do_fallocate(fd: c_int, mode: c_int, offset: off64_t, len: off64_t) ->
     {
         return as_result(done);
     }
-    // SAFETY: the caller's promise.
-    unsafe { FALLOCATE.get()(fd, mode, offset, len) }
+    forward!(FALLOCATE(fd, mode, offset, len))
 }
 
 unsafe fn do_posix_fallocate(fd: c_int, offset: off64_t, len: off64_t) -> c_int {
@@ -95,8 +92,7 @@ unsafe fn do_posix_fallocate(fd: c_int, offset: off64_t, len: off64_t) -> c_int 
     {
         return done.err().unwrap_or(0);
     }
-    // SAFETY: the caller's promise.
-    unsafe { POSIX_FALLOCATE.get()(fd, offset, len) }
+    forward!(POSIX_FALLOCATE(fd, offset, len))
 }
 
 unsafe fn do_fsync(fd: c_int) -> c_int {
@@ -105,8 +101,7 @@ unsafe fn do_fsync(fd: c_int) -> c_int {
     {
         return as_result(done);
     }
-    // SAFETY: the caller's promise.
-    unsafe { FSYNC.get()(fd) }
+    forward!(FSYNC(fd))
 }
 
 unsafe fn do_fdatasync(fd: c_int) -> c_int {
@@ -115,8 +110,7 @@ unsafe fn do_fdatasync(fd: c_int) -> c_int {
     {
         return as_result(done);
     }
-    // SAFETY: the caller's promise.
-    unsafe { FDATASYNC.get()(fd) }
+    forward!(FDATASYNC(fd))
 }
 
 unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_uint) -> c_int {
@@ -124,8 +118,7 @@ unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_
         // It promises nothing that a held byte has not.
         return 0;
     }
-    // SAFETY: the caller's promise.
-    unsafe { SYNC_FILE_RANGE.get()(fd, offset, len, flags) }
+    forward!(SYNC_FILE_RANGE(fd, offset, len, flags))
 }
 
 // ---- times ---------------------------------------------------------------------------------------
@@ -170,8 +163,7 @@ fn settle(dir: c_int, path: *const c_char, flags: c_int) {
 
 unsafe fn do_futimens(fd: c_int, times: *const libc::timespec) -> c_int {
     settle_fd(fd);
-    // SAFETY: the caller's promise.
-    unsafe { FUTIMENS.get()(fd, times) }
+    forward!(FUTIMENS(fd, times))
 }
 
 unsafe fn do_utimensat(
@@ -181,36 +173,30 @@ unsafe fn do_utimensat(
     flags: c_int,
 ) -> c_int {
     settle(dir, path, flags);
-    // SAFETY: the caller's promise.
-    unsafe { UTIMENSAT.get()(dir, path, times, flags) }
+    forward!(UTIMENSAT(dir, path, times, flags))
 }
 
 unsafe fn do_futimes(fd: c_int, times: *const libc::timeval) -> c_int {
     settle_fd(fd);
-    // SAFETY: the caller's promise.
-    unsafe { FUTIMES.get()(fd, times) }
+    forward!(FUTIMES(fd, times))
 }
 
 unsafe fn do_futimesat(dir: c_int, path: *const c_char, times: *const libc::timeval) -> c_int {
     settle(dir, path, 0);
-    // SAFETY: the caller's promise.
-    unsafe { FUTIMESAT.get()(dir, path, times) }
+    forward!(FUTIMESAT(dir, path, times))
 }
 
 unsafe fn do_utimes(path: *const c_char, times: *const libc::timeval) -> c_int {
     settle(libc::AT_FDCWD, path, 0);
-    // SAFETY: the caller's promise.
-    unsafe { UTIMES.get()(path, times) }
+    forward!(UTIMES(path, times))
 }
 
 unsafe fn do_lutimes(path: *const c_char, times: *const libc::timeval) -> c_int {
     settle(libc::AT_FDCWD, path, libc::AT_SYMLINK_NOFOLLOW);
-    // SAFETY: the caller's promise.
-    unsafe { LUTIMES.get()(path, times) }
+    forward!(LUTIMES(path, times))
 }
 
 unsafe fn do_utime(path: *const c_char, times: *const libc::utimbuf) -> c_int {
     settle(libc::AT_FDCWD, path, 0);
-    // SAFETY: the caller's promise.
-    unsafe { UTIME.get()(path, times) }
+    forward!(UTIME(path, times))
 }

@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_int, c_void};
 
 use libc::{mode_t, off64_t, size_t};
 
-use super::export;
+use super::{export, forward};
 use crate::opened::{Before, noted};
 use crate::probe;
 use crate::real::{
@@ -39,36 +39,31 @@ at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> 
 
 unsafe fn do_open(path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
     let before = Before::now();
-    // SAFETY: the caller's promise.
-    let fd = unsafe { OPEN.get()(path, flags, mode) };
+    let fd = forward!(OPEN(path, flags, mode));
     noted(fd, flags, &before)
 }
 
 unsafe fn do_openat(dir: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
     let before = Before::now();
-    // SAFETY: the caller's promise.
-    let fd = unsafe { OPENAT.get()(dir, path, flags, mode) };
+    let fd = forward!(OPENAT(dir, path, flags, mode));
     noted(fd, flags, &before)
 }
 
 unsafe fn do_open_2(path: *const c_char, flags: c_int) -> c_int {
     let before = Before::now();
-    // SAFETY: the caller's promise. It ends programs that give no mode where one is needed.
-    let fd = unsafe { OPEN_2.get()(path, flags) };
+    let fd = forward!(OPEN_2(path, flags));
     noted(fd, flags, &before)
 }
 
 unsafe fn do_openat_2(dir: c_int, path: *const c_char, flags: c_int) -> c_int {
     let before = Before::now();
-    // SAFETY: as above.
-    let fd = unsafe { OPENAT_2.get()(dir, path, flags) };
+    let fd = forward!(OPENAT_2(dir, path, flags));
     noted(fd, flags, &before)
 }
 
 unsafe fn do_creat(path: *const c_char, mode: mode_t) -> c_int {
     let before = Before::now();
-    // SAFETY: the caller's promise.
-    let fd = unsafe { CREAT.get()(path, mode) };
+    let fd = forward!(CREAT(path, mode));
     noted(fd, libc::O_WRONLY | libc::O_TRUNC, &before)
 }
 
@@ -89,8 +84,7 @@ unsafe fn do_mkstemps(template: *mut c_char, suffix: c_int) -> c_int {
 
 unsafe fn do_mkostemps(template: *mut c_char, suffix: c_int, flags: c_int) -> c_int {
     let before = Before::now();
-    // SAFETY: the caller's promise.
-    let fd = unsafe { MKOSTEMPS.get()(template, suffix, flags) };
+    let fd = forward!(MKOSTEMPS(template, suffix, flags));
     noted(fd, flags | libc::O_RDWR, &before)
 }
 
@@ -113,8 +107,7 @@ unsafe fn do_mmap(
             share::one(fd);
         }
     }
-    // SAFETY: the caller's promise.
-    let mapped = unsafe { MMAP.get()(at, len, prot, flags, fd, offset) };
+    let mapped = forward!(MMAP(at, len, prot, flags, fd, offset));
     if flags & libc::MAP_FIXED != 0 {
         probe::forget_pages();
     }
@@ -122,15 +115,13 @@ unsafe fn do_mmap(
 }
 
 unsafe fn do_munmap(at: *mut c_void, len: size_t) -> c_int {
-    // SAFETY: the caller's promise.
-    let result = unsafe { MUNMAP.get()(at, len) };
+    let result = forward!(MUNMAP(at, len));
     probe::forget_pages();
     result
 }
 
 unsafe fn do_mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c_int {
-    // SAFETY: the caller's promise.
-    let result = unsafe { MPROTECT.get()(at, len, prot) };
+    let result = forward!(MPROTECT(at, len, prot));
     probe::forget_pages();
     result
 }
@@ -143,8 +134,7 @@ unsafe fn do_mremap(
     flags: c_int,
     to: *mut c_void,
 ) -> *mut c_void {
-    // SAFETY: the caller's promise.
-    let result = unsafe { MREMAP.get()(at, len, to_len, flags, to) };
+    let result = forward!(MREMAP(at, len, to_len, flags, to));
     probe::forget_pages();
     result
 }

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_uint};
 
 use libc::ssize_t;
 
-use super::{export, stream};
+use super::{export, forward, stream};
 use crate::opened::forget_stale;
 use crate::real::{CLOSE, CLOSE_RANGE, CLOSEFROM, DUP, DUP2, DUP3, FCNTL, SENDMMSG, SENDMSG};
 use crate::share;
@@ -37,8 +37,7 @@ unsafe fn do_close(fd: c_int) -> c_int {
         if tag_of(fd) == tag::STUB {
             let released = stub::close(fd);
             table::is_free(fd);
-            // SAFETY: the caller's promise.
-            let closed = unsafe { CLOSE.get()(fd) };
+            let closed = forward!(CLOSE(fd));
             return if closed == 0 {
                 told(released) as c_int
             } else {
@@ -48,16 +47,14 @@ unsafe fn do_close(fd: c_int) -> c_int {
         forget_stale(fd);
     }
     table::is_free(fd);
-    // SAFETY: the caller's promise.
-    unsafe { CLOSE.get()(fd) }
+    forward!(CLOSE(fd))
 }
 
 unsafe fn do_dup(fd: c_int) -> c_int {
     if tag_of(fd) != tag::NONE {
         share::one(fd);
     }
-    // SAFETY: the caller's promise.
-    let new = unsafe { DUP.get()(fd) };
+    let new = forward!(DUP(fd));
     copied(fd, new);
     new
 }
@@ -101,8 +98,7 @@ fn before_dup(from: c_int, to: c_int) {
 
 unsafe fn do_dup2(from: c_int, to: c_int) -> c_int {
     before_dup(from, to);
-    // SAFETY: the caller's promise.
-    let new = unsafe { DUP2.get()(from, to) };
+    let new = forward!(DUP2(from, to));
     if from != to {
         copied(from, new);
     }
@@ -111,8 +107,7 @@ unsafe fn do_dup2(from: c_int, to: c_int) -> c_int {
 
 unsafe fn do_dup3(from: c_int, to: c_int, flags: c_int) -> c_int {
     before_dup(from, to);
-    // SAFETY: the caller's promise.
-    let new = unsafe { DUP3.get()(from, to, flags) };
+    let new = forward!(DUP3(from, to, flags));
     copied(from, new);
     new
 }
@@ -122,8 +117,7 @@ unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
     if tag_of(fd) != tag::NONE && (copies || command == libc::F_SETFL) {
         share::one(fd);
     }
-    // SAFETY: the caller's promise.
-    let result = unsafe { FCNTL.get()(fd, command, arg) };
+    let result = forward!(FCNTL(fd, command, arg));
     if copies {
         copied(fd, result);
     } else if command == libc::F_SETFL && tag_of(fd) == tag::STUB {
@@ -164,8 +158,7 @@ unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
 unsafe fn do_closefrom(first: c_int) {
     let first = first.max(0) as c_uint;
     if table::in_vfork_child() || table::tagged(first, u32::MAX).next().is_none() {
-        // SAFETY: the caller's promise.
-        return unsafe { CLOSEFROM.get()(first as c_int) };
+        return forward!(CLOSEFROM(first as c_int));
     }
     // SAFETY: the caller's promise.
     unsafe { do_close_range(first, c_uint::MAX, 0) };

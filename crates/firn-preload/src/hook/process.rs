@@ -6,7 +6,7 @@ use std::ffi::{c_char, c_int, c_void};
 
 use libc::{FILE, pid_t};
 
-use super::export;
+use super::{export, forward};
 use crate::real::{
     CLONE, EXECL, EXECLE, EXECLP, EXECV, EXECVE, EXECVEAT, EXECVP, EXECVPE, FEXECVE, FORK_ONLY,
     POPEN, POSIX_SPAWN, POSIX_SPAWNP, SYSTEM,
@@ -49,8 +49,7 @@ export! { _Fork = do_fork_only() -> pid_t }
 
 unsafe fn do_fork_only() -> pid_t {
     share::before_fork();
-    // SAFETY: the caller's promise.
-    let pid = unsafe { FORK_ONLY.get()() };
+    let pid = forward!(FORK_ONLY());
     if pid == 0 {
         share::in_child();
     } else {

@@ -4,8 +4,10 @@ use std::ffi::{c_int, c_uint, c_void};
 
 use libc::{iovec, off64_t, size_t, ssize_t};
 
-use super::{export, parts_of};
-use crate::reader;
+use super::{export, forward, memory_of};
+use crate::descriptor::{Handled, Ticket};
+use crate::kernel;
+use crate::memory::{Run, Target, Writable};
 use crate::real::{
     COPY_FILE_RANGE, LSEEK, PREAD, PREAD_CHK, PREADV, PREADV2, READ, READ_CHK, READV, SENDFILE,
     SPLICE,
@@ -14,7 +16,6 @@ use crate::report::Call;
 use crate::stub;
 use crate::sys::told;
 use crate::table::{tag, tag_of};
-use crate::writer::{self, Ticket, Went};
 
 export! { read __read = do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t }
 export! { __read_chk = do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t }
@@ -38,40 +39,31 @@ from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t,
 #[inline(always)]
 unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
     if tag_of(fd) == tag::NONE {
-        // SAFETY: the caller's promise.
-        return unsafe { READ.get()(fd, data, len) };
+        return forward!(READ(fd, data, len));
     }
     // SAFETY: the caller's promise.
     unsafe { read_ours(fd, data, len) }
 }
 
 /// A read from a descriptor of ours.
-///
-/// # Safety
-/// The parts are the program's, to be written.
-unsafe fn from(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> Went {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if tag_of(fd) == tag::STUB {
-            stub::read(fd, parts, at, call)
-        } else {
-            reader::read(fd, parts, at, call)
-        }
+fn from(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
+    if tag_of(fd) == tag::STUB {
+        stub::read(fd, target, at, call)
+    } else {
+        kernel::read(fd, target, at, call)
     }
 }
 
+/// # Safety
+/// As for read(2).
 #[inline(never)]
 unsafe fn read_ours(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
-    let part = [iovec {
-        iov_base: data,
-        iov_len: len,
-    }];
-    // SAFETY: the caller's promise.
-    match unsafe { from(fd, &part, None, Call::Read) } {
-        Went::Past(result) => told(result),
-        Went::Kernel(ticket) => {
-            // SAFETY: the caller's promise.
-            let result = unsafe { READ.get()(fd, data, len) };
+    // SAFETY: the program gave the bytes to read(2), to be written.
+    let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
+    match run.as_memory(|target| from(fd, target, None, Call::Read)) {
+        Handled::Done(result) => told(result),
+        Handled::Forward(ticket) => {
+            let result = forward!(READ(fd, data, len));
             ticket.done();
             result
         }
@@ -80,8 +72,7 @@ unsafe fn read_ours(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
 
 unsafe fn do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t {
     if len > size {
-        // SAFETY: it ends the program, as it should.
-        return unsafe { READ_CHK.get()(fd, data, len, size) };
+        return forward!(READ_CHK(fd, data, len, size));
     }
     // SAFETY: the caller's promise.
     unsafe { do_read(fd, data, len) }
@@ -90,22 +81,19 @@ unsafe fn do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -
 #[inline(always)]
 unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
     if tag_of(fd) == tag::NONE {
-        // SAFETY: the caller's promise.
-        return unsafe { READV.get()(fd, parts, count) };
+        return forward!(READV(fd, parts, count));
     }
-    // SAFETY: the caller's promise.
-    let went = match unsafe { parts_of(parts, count) } {
-        // SAFETY: the caller's promise.
-        Some(parts) => unsafe { from(fd, parts, None, Call::Readv) },
+    // SAFETY: the program gave the vectors to readv(2), to be written.
+    let handled = match unsafe { memory_of(parts, count) } {
+        Some(target) => from(fd, target, None, Call::Readv),
         // Numbers of vectors that the kernel refuses.
-        None if tag_of(fd) == tag::STUB => Went::Kernel(Ticket::NONE),
-        None => Went::Kernel(writer::before_kernel(fd, Call::Readv)),
+        None if tag_of(fd) == tag::STUB => Handled::Forward(Ticket::NONE),
+        None => Handled::Forward(kernel::before_kernel(fd, Call::Readv)),
     };
-    match went {
-        Went::Past(result) => told(result),
-        Went::Kernel(ticket) => {
-            // SAFETY: the caller's promise.
-            let result = unsafe { READV.get()(fd, parts, count) };
+    match handled {
+        Handled::Done(result) => told(result),
+        Handled::Forward(ticket) => {
+            let result = forward!(READV(fd, parts, count));
             ticket.done();
             result
         }
@@ -115,17 +103,14 @@ unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 #[inline(always)]
 unsafe fn do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
-        let part = [iovec {
-            iov_base: data,
-            iov_len: len,
-        }];
-        // SAFETY: the caller's promise.
-        if let Went::Past(result) = unsafe { from(fd, &part, Some(offset as u64), Call::Pread) } {
+        // SAFETY: the program gave the bytes to pread(2), to be written.
+        let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
+        let read = |target: Target<'_>| from(fd, target, Some(offset as u64), Call::Pread);
+        if let Handled::Done(result) = run.as_memory(read) {
             return told(result);
         }
     }
-    // SAFETY: the caller's promise.
-    unsafe { PREAD.get()(fd, data, len, offset) }
+    forward!(PREAD(fd, data, len, offset))
 }
 
 unsafe fn do_pread_chk(
@@ -136,8 +121,7 @@ unsafe fn do_pread_chk(
     size: size_t,
 ) -> ssize_t {
     if len > size {
-        // SAFETY: it ends the program, as it should.
-        return unsafe { PREAD_CHK.get()(fd, data, len, offset, size) };
+        return forward!(PREAD_CHK(fd, data, len, offset, size));
     }
     // SAFETY: the caller's promise.
     unsafe { do_pread(fd, data, len, offset) }
@@ -146,17 +130,15 @@ unsafe fn do_pread_chk(
 #[inline(always)]
 unsafe fn do_preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
-        // SAFETY: the caller's promise.
-        let vectors = unsafe { parts_of(parts, count) };
-        if let Some(vectors) = vectors
-            // SAFETY: the caller's promise.
-            && let Went::Past(result) = unsafe { from(fd, vectors, Some(offset as u64), Call::Preadv) }
+        // SAFETY: the program gave the vectors to preadv(2), to be written.
+        let target = unsafe { memory_of(parts, count) };
+        if let Some(target) = target
+            && let Handled::Done(result) = from(fd, target, Some(offset as u64), Call::Preadv)
         {
             return told(result);
         }
     }
-    // SAFETY: the caller's promise.
-    unsafe { PREADV.get()(fd, parts, count, offset) }
+    forward!(PREADV(fd, parts, count, offset))
 }
 
 #[inline(always)]
@@ -181,12 +163,11 @@ unsafe fn do_preadv2(
         };
     }
     let ticket = if offset == -1 && tag_of(fd) != tag::NONE {
-        writer::before_kernel(fd, Call::Readv)
+        kernel::before_kernel(fd, Call::Readv)
     } else {
         Ticket::NONE
     };
-    // SAFETY: the caller's promise.
-    let result = unsafe { PREADV2.get()(fd, parts, count, offset, flags) };
+    let result = forward!(PREADV2(fd, parts, count, offset, flags));
     ticket.done();
     result
 }
@@ -194,18 +175,16 @@ unsafe fn do_preadv2(
 #[inline(always)]
 unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
     if tag_of(fd) == tag::NONE {
-        // SAFETY: the caller's promise.
-        return unsafe { LSEEK.get()(fd, offset, whence) };
+        return forward!(LSEEK(fd, offset, whence));
     }
-    let went = match tag_of(fd) {
+    let handled = match tag_of(fd) {
         tag::STUB => stub::seek(fd, offset, whence),
-        _ => writer::seek(fd, offset, whence),
+        _ => kernel::seek(fd, offset, whence),
     };
-    match went {
-        Went::Past(result) => told(result) as off64_t,
-        Went::Kernel(ticket) => {
-            // SAFETY: the caller's promise.
-            let result = unsafe { LSEEK.get()(fd, offset, whence) };
+    match handled {
+        Handled::Done(result) => told(result) as off64_t,
+        Handled::Forward(ticket) => {
+            let result = forward!(LSEEK(fd, offset, whence));
             ticket.done();
             result
         }
@@ -216,7 +195,7 @@ unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
 #[inline(always)]
 fn handed_back(fd: c_int) -> Ticket {
     if tag_of(fd) != tag::NONE {
-        return writer::before_kernel(fd, Call::Transfer);
+        return kernel::before_kernel(fd, Call::Transfer);
     }
     Ticket::NONE
 }
@@ -232,8 +211,7 @@ unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t)
         return told(-(libc::EINVAL as isize));
     }
     let tickets = (handed_back(to), handed_back(from));
-    // SAFETY: the caller's promise.
-    let result = unsafe { SENDFILE.get()(to, from, offset, len) };
+    let result = forward!(SENDFILE(to, from, offset, len));
     tickets.0.done();
     tickets.1.done();
     result
@@ -251,8 +229,7 @@ unsafe fn do_copy_file_range(
         return told(-(libc::EXDEV as isize));
     }
     let tickets = (handed_back(from), handed_back(to));
-    // SAFETY: the caller's promise.
-    let result = unsafe { COPY_FILE_RANGE.get()(from, from_at, to, to_at, len, flags) };
+    let result = forward!(COPY_FILE_RANGE(from, from_at, to, to_at, len, flags));
     tickets.0.done();
     tickets.1.done();
     result
@@ -270,8 +247,7 @@ unsafe fn do_splice(
         return told(-(libc::EINVAL as isize));
     }
     let tickets = (handed_back(from), handed_back(to));
-    // SAFETY: the caller's promise.
-    let result = unsafe { SPLICE.get()(from, from_at, to, to_at, len, flags) };
+    let result = forward!(SPLICE(from, from_at, to, to_at, len, flags));
     tickets.0.done();
     tickets.1.done();
     result

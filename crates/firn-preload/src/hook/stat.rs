@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_int};
 
 use libc::stat64 as Stat;
 
-use super::export;
+use super::{export, forward};
 use crate::real::{FSTAT, FSTATAT, FXSTAT, FXSTATAT, LSTAT, LXSTAT, STAT, STATX, XSTAT};
 use crate::stub::{self, Attr};
 use crate::sys::told;
@@ -173,8 +173,7 @@ unsafe fn do_statx(
     mask: u32,
     to: *mut libc::statx,
 ) -> c_int {
-    // SAFETY: the caller's promise.
-    let result = unsafe { STATX.get()(dir, path, flags, mask, to) };
+    let result = forward!(STATX(dir, path, flags, mask, to));
     if result != 0 {
         return result;
     }
@@ -193,16 +192,13 @@ unsafe fn do_statx(
         && TABLE.devices.has(device)
     {
         // Whoever does not ask for the size gets the kernel's old one, told as valid, where bytes went past it.
-        // SAFETY: the caller's promise.
-        return unsafe {
-            STATX.get()(
-                dir,
-                path,
-                flags,
-                mask | libc::STATX_SIZE | libc::STATX_BLOCKS,
-                to,
-            )
-        };
+        return forward!(STATX(
+            dir,
+            path,
+            flags,
+            mask | libc::STATX_SIZE | libc::STATX_BLOCKS,
+            to,
+        ));
     }
     if !TABLE.trees.any() {
         return result;

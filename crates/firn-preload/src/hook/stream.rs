@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use libc::FILE;
 
-use super::export;
+use super::{export, forward};
 use crate::cookie;
 use crate::opened::{Before, By, Noted, forget_stale, note};
 use crate::real::{FCLOSE, FDOPEN, FOPEN, FREOPEN};
@@ -44,8 +44,7 @@ unsafe extern "C" fn do_fopen(
     caller: *const c_void,
 ) -> *mut FILE {
     let before = Before::now();
-    // SAFETY: the caller's promise.
-    let file = unsafe { FOPEN.get()(path, mode) };
+    let file = forward!(FOPEN(path, mode));
     if file.is_null() || ACTIVE.load(Ordering::Relaxed) == 0 {
         return file;
     }
@@ -152,8 +151,7 @@ unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
     if tag_of(fd) != tag::NONE {
         share::one(fd);
     }
-    // SAFETY: the caller's promise.
-    unsafe { FDOPEN.get()(fd, mode) }
+    forward!(FDOPEN(fd, mode))
 }
 
 unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE {

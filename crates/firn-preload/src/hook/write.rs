@@ -4,13 +4,15 @@ use std::ffi::{c_int, c_void};
 
 use libc::{iovec, off64_t, size_t, ssize_t};
 
-use super::{export, parts_of};
+use super::{export, forward, memory_of};
+use crate::descriptor::{Handled, Ticket};
+use crate::kernel;
+use crate::memory::{Readable, Run, Source};
 use crate::real::{PWRITE, PWRITEV, PWRITEV2, WRITE, WRITEV};
 use crate::report::Call;
 use crate::stub;
 use crate::sys::told;
 use crate::table::{tag, tag_of};
-use crate::writer::{self, Ticket, Went};
 
 export! { write __write = do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t }
 export! { writev = do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t }
@@ -24,48 +26,38 @@ do_pwritev2(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags
 #[inline(always)]
 unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) {
-        // SAFETY: the caller's promise.
-        return unsafe { write_ours(fd, data, len) };
+        // SAFETY: the program gave the bytes to write(2), to be read.
+        let run = unsafe { Run::new(data.cast_mut(), len) };
+        return write_ours(fd, run);
     }
-    // SAFETY: the caller's promise.
-    unsafe { WRITE.get()(fd, data, len) }
+    forward!(WRITE(fd, data, len))
 }
 
 /// A write to a descriptor of ours.
-///
-/// # Safety
-/// The parts are the program's.
-unsafe fn to(fd: c_int, parts: &[iovec], at: Option<u64>, call: Call) -> Went {
+fn to(fd: c_int, source: Source<'_>, at: Option<u64>, call: Call) -> Handled {
     if tag_of(fd) == tag::STUB {
-        // SAFETY: the caller's promise.
-        return unsafe { stub::write(fd, parts, at, false, call) };
+        return stub::write(fd, source, at, false, call);
     }
-    writer::write(fd, parts, at, call)
+    kernel::write(fd, source, at, call)
 }
 
 #[inline(never)]
-unsafe fn write_ours(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
-    // SAFETY: the caller's promise.
-    match unsafe { writer::write_on(fd, data, len, None, Call::Write) } {
-        Some(Went::Past(result)) if result >= 0 => result,
-        // SAFETY: the caller's promise.
-        went => unsafe { write_slowly(fd, data, len, went) },
+fn write_ours(fd: c_int, run: Run<'_, Readable>) -> ssize_t {
+    match kernel::write_usual(fd, run, None, Call::Write) {
+        Some(Handled::Done(result)) if result >= 0 => result,
+        handled => write_slowly(fd, run, handled),
     }
 }
 
 /// A write that is not a usual one, or went as it did.
 #[inline(never)]
-unsafe fn write_slowly(fd: c_int, data: *const c_void, len: size_t, went: Option<Went>) -> ssize_t {
-    let part = [iovec {
-        iov_base: data.cast_mut(),
-        iov_len: len,
-    }];
-    // SAFETY: the caller's promise.
-    match went.unwrap_or_else(|| unsafe { to(fd, &part, None, Call::Write) }) {
-        Went::Past(result) => told(result),
-        Went::Kernel(ticket) => {
-            // SAFETY: the caller's promise.
-            let result = unsafe { WRITE.get()(fd, data, len) };
+fn write_slowly(fd: c_int, run: Run<'_, Readable>, handled: Option<Handled>) -> ssize_t {
+    let slowly = || run.as_memory(|source| to(fd, source, None, Call::Write));
+    match handled.unwrap_or_else(slowly) {
+        Handled::Done(result) => told(result),
+        Handled::Forward(ticket) => {
+            let part = run.as_part();
+            let result = forward!(WRITE(fd, part.iov_base, part.iov_len));
             ticket.done();
             result
         }
@@ -75,28 +67,27 @@ unsafe fn write_slowly(fd: c_int, data: *const c_void, len: size_t, went: Option
 #[inline(always)]
 unsafe fn do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program gave the vectors to writev(2).
         return unsafe { writev_ours(fd, parts, count) };
     }
-    // SAFETY: the caller's promise.
-    unsafe { WRITEV.get()(fd, parts, count) }
+    forward!(WRITEV(fd, parts, count))
 }
 
+/// # Safety
+/// As for writev(2).
 #[inline(never)]
 unsafe fn writev_ours(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
-    // SAFETY: the caller's promise.
-    let went = match unsafe { parts_of(parts, count) } {
-        // SAFETY: the caller's promise.
-        Some(parts) => unsafe { to(fd, parts, None, Call::Writev) },
+    // SAFETY: the program gave the vectors to writev(2), to be read.
+    let handled = match unsafe { memory_of(parts, count) } {
+        Some(source) => to(fd, source, None, Call::Writev),
         // Numbers of vectors that the kernel refuses.
-        None if tag_of(fd) == tag::STUB => Went::Kernel(Ticket::NONE),
-        None => Went::Kernel(writer::before_kernel(fd, Call::Writev)),
+        None if tag_of(fd) == tag::STUB => Handled::Forward(Ticket::NONE),
+        None => Handled::Forward(kernel::before_kernel(fd, Call::Writev)),
     };
-    match went {
-        Went::Past(result) => told(result),
-        Went::Kernel(ticket) => {
-            // SAFETY: the caller's promise.
-            let result = unsafe { WRITEV.get()(fd, parts, count) };
+    match handled {
+        Handled::Done(result) => told(result),
+        Handled::Forward(ticket) => {
+            let result = forward!(WRITEV(fd, parts, count));
             ticket.done();
             result
         }
@@ -106,41 +97,33 @@ unsafe fn writev_ours(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 #[inline(always)]
 unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) && offset >= 0 {
-        // SAFETY: the caller's promise.
-        if let Went::Past(result) = unsafe { pwrite_ours(fd, data, len, offset as u64) } {
+        // SAFETY: the program gave the bytes to pwrite(2), to be read.
+        let run = unsafe { Run::new(data.cast_mut(), len) };
+        if let Handled::Done(result) = pwrite_ours(fd, run, offset as u64) {
             return told(result);
         }
     }
-    // SAFETY: the caller's promise.
-    unsafe { PWRITE.get()(fd, data, len, offset) }
+    forward!(PWRITE(fd, data, len, offset))
 }
 
 #[inline(never)]
-unsafe fn pwrite_ours(fd: c_int, data: *const c_void, len: size_t, offset: u64) -> Went {
-    // SAFETY: the caller's promise.
-    let went = unsafe { writer::write_on(fd, data, len, Some(offset), Call::Pwrite) };
-    let part = [iovec {
-        iov_base: data.cast_mut(),
-        iov_len: len,
-    }];
-    // SAFETY: the caller's promise.
-    went.unwrap_or_else(|| unsafe { to(fd, &part, Some(offset), Call::Pwrite) })
+fn pwrite_ours(fd: c_int, run: Run<'_, Readable>, offset: u64) -> Handled {
+    let slowly = || run.as_memory(|source| to(fd, source, Some(offset), Call::Pwrite));
+    kernel::write_usual(fd, run, Some(offset), Call::Pwrite).unwrap_or_else(slowly)
 }
 
 #[inline(always)]
 unsafe fn do_pwritev(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) && offset >= 0 {
-        // SAFETY: the caller's promise.
-        let vectors = unsafe { parts_of(parts, count) };
-        if let Some(vectors) = vectors
-            // SAFETY: the caller's promise.
-            && let Went::Past(result) = unsafe { to(fd, vectors, Some(offset as u64), Call::Pwritev) }
+        // SAFETY: the program gave the vectors to pwritev(2), to be read.
+        let source = unsafe { memory_of(parts, count) };
+        if let Some(source) = source
+            && let Handled::Done(result) = to(fd, source, Some(offset as u64), Call::Pwritev)
         {
             return told(result);
         }
     }
-    // SAFETY: the caller's promise.
-    unsafe { PWRITEV.get()(fd, parts, count, offset) }
+    forward!(PWRITEV(fd, parts, count, offset))
 }
 
 #[inline(always)]
@@ -156,8 +139,7 @@ unsafe fn do_pwritev2(
         return unsafe { write_flagged(fd, parts, count, offset, flags) };
     }
     if !matches!(tag_of(fd), tag::WRITER | tag::STUB) || (offset != -1 && flags != 0) {
-        // SAFETY: the caller's promise.
-        return unsafe { PWRITEV2.get()(fd, parts, count, offset, flags) };
+        return forward!(PWRITEV2(fd, parts, count, offset, flags));
     }
     if flags == 0 {
         // SAFETY: the caller's promise.
@@ -169,9 +151,8 @@ unsafe fn do_pwritev2(
             }
         };
     }
-    let ticket = writer::before_kernel(fd, Call::Writev);
-    // SAFETY: the caller's promise.
-    let result = unsafe { PWRITEV2.get()(fd, parts, count, offset, flags) };
+    let ticket = kernel::before_kernel(fd, Call::Writev);
+    let result = forward!(PWRITEV2(fd, parts, count, offset, flags));
     ticket.done();
     result
 }
@@ -192,8 +173,8 @@ unsafe fn write_flagged(
     if flags & !known != 0 {
         return told(-(libc::EOPNOTSUPP as isize));
     }
-    // SAFETY: the caller's promise.
-    let Some(vectors) = (unsafe { parts_of(parts, count) }) else {
+    // SAFETY: the program gave the vectors to pwritev2(2), to be read.
+    let Some(source) = (unsafe { memory_of(parts, count) }) else {
         return told(if count == 0 {
             0
         } else {
@@ -201,22 +182,13 @@ unsafe fn write_flagged(
         });
     };
     let at = u64::try_from(offset).ok();
-    // SAFETY: the caller's promise.
-    match unsafe {
-        stub::write(
-            fd,
-            vectors,
-            at,
-            flags & libc::RWF_APPEND != 0,
-            Call::Pwritev,
-        )
-    } {
-        Went::Past(result) if result >= 0 && synced => match stub::sync(fd, true) {
+    let append = flags & libc::RWF_APPEND != 0;
+    match stub::write(fd, source, at, append, Call::Pwritev) {
+        Handled::Done(result) if result >= 0 && synced => match stub::sync(fd, true) {
             Some(Err(errno)) => told(-(errno as isize)),
             _ => result,
         },
-        Went::Past(result) => told(result),
-        // SAFETY: the caller's promise.
-        Went::Kernel(_) => unsafe { PWRITEV2.get()(fd, parts, count, offset, flags) },
+        Handled::Done(result) => told(result),
+        Handled::Forward(_) => forward!(PWRITEV2(fd, parts, count, offset, flags)),
     }
 }
