@@ -442,6 +442,7 @@ fn a_host_that_dies_before_it_is_prepared_takes_the_commit_with_it() {
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
 
+/// Proves S-tx-87.
 #[test]
 fn names_of_hosts_are_checked() {
     let cluster = Cluster::new("names", 2, HASTY);

@@ -150,6 +150,7 @@ fn a_lease_ends_with_its_holder_whatever_it_was_doing() {
     }
 }
 
+/// Proves S-tx-87.
 #[test]
 fn of_two_hosts_that_take_a_lease_at_once_one_gets_it() {
     for step in 1..STEPS_MAX {
@@ -237,6 +238,7 @@ fn reach(on: &SimBacking, rest: &mut dyn FnMut(Duration)) -> Result<(), ReachErr
     check_reach(on, &on.root(), &holder("b"), &others, LEASE, rest)
 }
 
+/// Proves S-tx-86.
 #[test]
 fn locks_that_do_not_keep_other_hosts_out_are_found_out_and_why() {
     let a = disk();
