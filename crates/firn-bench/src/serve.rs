@@ -9,18 +9,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 
 use anyhow::{Context, bail};
-use fuser::{Config, MountOption, SessionACL};
+use firn_backing::DirBacking;
+use firn_testfs::sink::Sink;
+use firn_testfs::{Admit, BackgroundSession, Caching};
+use fuser::{Filesystem, SessionACL};
 use serde::{Deserialize, Serialize};
 
 use crate::cleanup::{self, Guard};
 use crate::worker::this_program;
 use crate::{discard, machine};
-
-pub mod plain;
-pub mod sink;
-
-/// Largest write request; the kernel's default cap, and what firnd asks for.
-pub const MAX_WRITE_BYTES: u32 = 1 << 20;
 
 /// What to mount.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -111,18 +108,34 @@ pub fn main() -> anyhow::Result<()> {
     let (server, mount_point): (Server, PathBuf) = serde_json::from_str(&line)?;
     let session = match server {
         Server::Sink { pool_bytes } => {
-            fuser::spawn_mount(sink::Sink::new(pool_bytes)?, &mount_point, &config("sink"))
+            let sink = Sink::new(pool_bytes)
+                .context("cannot map the sink's pool; choose a smaller --arena-size")?;
+            mount(sink, &mount_point, "firn-bench-sink")?
         }
         Server::Plain { source } => {
-            fuser::spawn_mount(plain::Plain::new(&source)?, &mount_point, &config("plain"))
+            // Modes of requests are complete.
+            rustix::process::umask(rustix::fs::Mode::empty());
+            let backing = DirBacking::open(&source)?;
+            let plain = firn_testfs::Server::new(backing, Admit, Caching::Usual)?;
+            mount(plain, &mount_point, "firn-bench-plain")?
         }
         Server::Discarding(geometry) => {
             let mounted = discard::mount_discarding(&geometry, &mount_point)?;
             return serve_until_eof(input, mounted);
         }
     };
-    let session = session.with_context(|| format!("cannot mount {}", mount_point.display()))?;
     serve_until_eof(input, session)
+}
+
+/// With the session settings that firnd uses: a thread per core, each with its own /dev/fuse descriptor.
+fn mount(
+    server: impl Filesystem + Send + Sync + 'static,
+    mount_point: &Path,
+    name: &str,
+) -> anyhow::Result<BackgroundSession> {
+    let settings = firn_testfs::mount_settings(name, SessionACL::Owner, machine::cores());
+    fuser::spawn_mount(server, mount_point, &settings)
+        .with_context(|| format!("cannot mount {}", mount_point.display()))
 }
 
 fn serve_until_eof(mut input: impl Read, mounted: impl Sized) -> anyhow::Result<()> {
@@ -130,18 +143,4 @@ fn serve_until_eof(mut input: impl Read, mounted: impl Sized) -> anyhow::Result<
     std::io::copy(&mut input, &mut std::io::sink())?;
     drop(mounted);
     Ok(())
-}
-
-/// The session settings that firnd uses: a thread per core, each with its own /dev/fuse descriptor.
-fn config(subtype: &str) -> Config {
-    let mut config = Config::default();
-    config.mount_options = vec![
-        MountOption::FSName(format!("firn-bench-{subtype}")),
-        MountOption::Subtype(format!("firn-bench-{subtype}")),
-        MountOption::DefaultPermissions,
-    ];
-    config.acl = SessionACL::Owner;
-    config.n_threads = Some(machine::cores());
-    config.clone_fd = true;
-    config
 }

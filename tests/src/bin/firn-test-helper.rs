@@ -17,13 +17,16 @@ fn main() -> ExitCode {
             firn_tests::ack::append_records(Path::new(file), number(id), number(count))
         }
         ["faultfs", source, mount_point, control] => {
-            firn_tests::faultfs::serve(
+            firn_testfs::faults::serve(
                 Path::new(source),
                 Path::new(mount_point),
                 Path::new(control),
-            );
+            )
+            .expect("serve");
         }
-        ["powerfs", mount_point] => firn_tests::powerfs::serve(Path::new(mount_point)),
+        ["powerfs", mount_point] => {
+            firn_testfs::power::serve(Path::new(mount_point)).expect("serve");
+        }
         ["direct-writer", file, log] => {
             firn_tests::data_socket::write_until_killed(Path::new(file), Path::new(log))
         }

@@ -1,4 +1,4 @@
-//! The baseline of `ingest`: the least that a FUSE server written with the same crate can do.
+//! The least that a FUSE server written with the same crate can do.
 //!
 //! It copies each write into a warm pool of 4 MiB chunks on huge pages and forgets it. Its mount has the
 //! settings of Firn's data path: direct_io, parallel direct writes, 1 MiB requests, a thread per core.
@@ -12,7 +12,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
-use anyhow::Context;
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
     KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyCreate, ReplyEmpty, ReplyEntry, ReplyWrite,
@@ -46,7 +45,7 @@ struct Pool {
 }
 
 impl Pool {
-    fn new(bytes: u64) -> anyhow::Result<Self> {
+    fn new(bytes: u64) -> io::Result<Self> {
         let count = (bytes as usize / CHUNK_BYTES).max(16);
         let len = count * CHUNK_BYTES + HUGE_PAGE_BYTES;
         // SAFETY: a new private mapping at an address the kernel chooses. It is never unmapped, so it
@@ -58,8 +57,7 @@ impl Pool {
                 len,
                 ProtFlags::READ | ProtFlags::WRITE,
                 flags,
-            )
-            .context("cannot map the pool; choose a smaller --arena-size")?;
+            )?;
             let skip = start.cast::<u8>().align_offset(HUGE_PAGE_BYTES);
             let aligned = start.cast::<u8>().add(skip);
             // Without transparent huge pages the pool is still warm, only on small pages.
@@ -93,7 +91,7 @@ impl Pool {
 
 impl Sink {
     /// A sink with a pool of `pool_bytes`, at least 64 MiB.
-    pub fn new(pool_bytes: u64) -> anyhow::Result<Self> {
+    pub fn new(pool_bytes: u64) -> io::Result<Self> {
         Ok(Self {
             pool: Pool::new(pool_bytes)?,
             names: Default::default(),
@@ -117,7 +115,7 @@ impl Sink {
 
 impl Filesystem for Sink {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        let _ = config.set_max_write(super::MAX_WRITE_BYTES);
+        let _ = config.set_max_write(crate::MAX_WRITE_BYTES);
         for flag in [
             InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
             InitFlags::FUSE_PARALLEL_DIROPS,

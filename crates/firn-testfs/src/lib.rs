@@ -1,0 +1,71 @@
+//! FUSE servers for tests and benchmarks.
+//!
+//! * [`Server`] serves any [`firn_backing::Backing`]: a directory ([`firn_backing::DirBacking`]) is a passthrough, the
+//!   simulated disk a server whose power can be cut (`power`). A [`Policy`] is asked before each request and may
+//!   delay it or answer with an error (`faults`).
+//! * [`sink::Sink`] takes writes and forgets them: the least that a server written with the same crate can do.
+//!
+//! None of them is a file system to keep data in.
+
+mod convert;
+pub mod faults;
+#[cfg(feature = "power")]
+pub mod power;
+mod server;
+pub mod sink;
+
+use std::ffi::OsStr;
+
+use firn_backing::Backing;
+use fuser::{Config, MountOption, SessionACL};
+
+pub use fuser::{BackgroundSession, Errno};
+pub use server::Server;
+
+/// Largest write request: the kernel's default cap, and what firnd asks for.
+pub const MAX_WRITE_BYTES: u32 = 1 << 20;
+
+/// What the kernel may keep of what a server answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Caching {
+    /// Names and attributes for a second, pages while a file is open, as in a mount of Firn.
+    Usual,
+    /// Nothing: each access is a request.
+    Nothing,
+}
+
+/// Is asked before each request is served.
+pub trait Policy<B: Backing>: Send + Sync + 'static {
+    /// Returns when `operation` (the request's name: `lookup`, `write`, …) on `inode`, or on `name` in it, may be
+    /// served; an error is the answer instead.
+    fn admit(
+        &self,
+        operation: &'static str,
+        inode: &B::Inode,
+        name: Option<&OsStr>,
+    ) -> Result<(), Errno>;
+}
+
+/// Every request is served at once.
+pub struct Admit;
+
+impl<B: Backing> Policy<B> for Admit {
+    fn admit(&self, _: &'static str, _: &B::Inode, _: Option<&OsStr>) -> Result<(), Errno> {
+        Ok(())
+    }
+}
+
+/// The settings of a mount that is called `name` in the table of mounts.
+pub fn mount_settings(name: &str, acl: SessionACL, threads: usize) -> Config {
+    let mut config = Config::default();
+    config.mount_options = vec![
+        MountOption::FSName(name.to_owned()),
+        MountOption::Subtype(name.to_owned()),
+        MountOption::DefaultPermissions,
+    ];
+    config.acl = acl;
+    config.n_threads = Some(threads);
+    // Each thread reads requests from a descriptor of its own.
+    config.clone_fd = true;
+    config
+}

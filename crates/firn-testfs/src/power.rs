@@ -1,0 +1,68 @@
+//! A file server whose power can be cut: the simulated disk, which loses what was not synced.
+//!
+//! The kernel passes no syncfs(2) on to it, as to sshfs and the clients of most parallel file systems. After a cut the
+//! disk holds one of the states that a real one may hold: of the data and names that no fsync(2) covered any subset is
+//! gone ([`SimBacking::power_loss`]).
+//!
+//! The server reads commands, a line each, and answers each with a line: `cut SEED` with `ready` once it serves again;
+//! `syncs` with the number of fsync and fsyncdir requests so far.
+
+use std::ffi::OsStr;
+use std::io::{self, BufRead};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_backing::{Backing, SimBacking};
+use fuser::{BackgroundSession, Errno, SessionACL};
+use rustix::mount::{UnmountFlags, unmount};
+
+use crate::{Caching, Policy, Server, mount_settings};
+
+/// Counts the requests that make something durable.
+#[derive(Clone, Default)]
+struct CountSyncs(Arc<AtomicU64>);
+
+impl Policy<SimBacking> for CountSyncs {
+    fn admit(
+        &self,
+        operation: &'static str,
+        _: &<SimBacking as Backing>::Inode,
+        _: Option<&OsStr>,
+    ) -> Result<(), Errno> {
+        if matches!(operation, "fsync" | "fsyncdir") {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+/// Serves an empty disk at `mount_point` until standard input ends.
+pub fn serve(mount_point: &Path) -> io::Result<()> {
+    let disk = SimBacking::new();
+    let syncs = CountSyncs::default();
+    let mount = || -> io::Result<BackgroundSession> {
+        let server = Server::new(disk.clone(), syncs.clone(), Caching::Nothing)?;
+        // One thread: the order of requests is that of the kernel.
+        let settings = mount_settings("firn-powerfs", SessionACL::All, 1);
+        fuser::spawn_mount(server, mount_point, &settings)
+    };
+    let mut session = Some(mount()?);
+    println!("ready");
+    for line in io::stdin().lock().lines() {
+        let line = line?;
+        match line.split_whitespace().collect::<Vec<_>>()[..] {
+            ["cut", seed] => {
+                let _ = unmount(mount_point, UnmountFlags::DETACH);
+                drop(session.take());
+                disk.power_loss(seed.parse().expect("a seed"));
+                disk.fsck().expect("the disk is whole");
+                session = Some(mount()?);
+                println!("ready");
+            }
+            ["syncs"] => println!("{}", syncs.0.load(Ordering::Relaxed)),
+            _ => panic!("the server has no command {line:?}"),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,759 @@
+//! A backing as a FUSE file system: one call of the backing for each request, a policy asked before it.
+//!
+//! Inode numbers are those of the backing, so they are the same after a restart; the top is 1. An object is held from
+//! its first lookup until the kernel forgets it.
+//!
+//! Relies on: one file system below the top, as numbers of others could be the same.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::io::{self, IoSlice};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use firn_backing::{Access, Attr, Backing, RenameFlags as Flags, Seek};
+use fuser::{
+    BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem,
+    FopenFlags, Generation, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags,
+    ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry,
+    ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+};
+use parking_lot::Mutex;
+
+use crate::convert::{access, caller, errno, file_attr, file_type, set_time};
+use crate::{Caching, MAX_WRITE_BYTES, Policy};
+
+type Result<T> = std::result::Result<T, Errno>;
+
+/// See the module.
+pub struct Server<B: Backing, P> {
+    backing: B,
+    policy: P,
+    caching: Caching,
+    /// Number of the top in the backing; the kernel calls it 1.
+    root: u64,
+    inodes: Mutex<HashMap<u64, Known<B>>>,
+    files: Mutex<HashMap<u64, Arc<B::File>>>,
+    dirs: Mutex<HashMap<u64, Arc<B::Dir>>>,
+    next_handle: AtomicU64,
+}
+
+/// An object that the kernel knows.
+struct Known<B: Backing> {
+    inode: B::Inode,
+    /// References that the kernel has: one for each entry that was sent.
+    lookups: u64,
+}
+
+impl<B: Backing, P: Policy<B>> Server<B, P> {
+    /// Serves `backing`. The process must have umask 0, as modes of requests are complete.
+    pub fn new(backing: B, policy: P, caching: Caching) -> firn_backing::Result<Self> {
+        let root = backing.root();
+        let number = backing.attr(&root)?.ino;
+        let known = Known {
+            inode: root,
+            lookups: 1,
+        };
+        Ok(Self {
+            backing,
+            policy,
+            caching,
+            root: number,
+            inodes: Mutex::new(HashMap::from([(INodeNo::ROOT.0, known)])),
+            files: Mutex::default(),
+            dirs: Mutex::default(),
+            next_handle: AtomicU64::new(1),
+        })
+    }
+
+    fn number(&self, attr: &Attr) -> u64 {
+        if attr.ino == self.root {
+            INodeNo::ROOT.0
+        } else {
+            attr.ino
+        }
+    }
+
+    fn attr(&self, attr: &Attr) -> FileAttr {
+        file_attr(self.number(attr), attr)
+    }
+
+    fn timeout(&self) -> Duration {
+        match self.caching {
+            Caching::Usual => Duration::from_secs(1),
+            Caching::Nothing => Duration::ZERO,
+        }
+    }
+
+    fn open_flags(&self) -> FopenFlags {
+        match self.caching {
+            Caching::Usual => FopenFlags::empty(),
+            Caching::Nothing => FopenFlags::FOPEN_DIRECT_IO,
+        }
+    }
+
+    fn inode(&self, number: INodeNo) -> Result<B::Inode> {
+        let inodes = self.inodes.lock();
+        let known = inodes.get(&number.0).ok_or(Errno::ESTALE)?;
+        Ok(known.inode.clone())
+    }
+
+    /// The object of a request that the policy admits.
+    fn admitted(&self, operation: &'static str, number: INodeNo) -> Result<B::Inode> {
+        let inode = self.inode(number)?;
+        self.policy.admit(operation, &inode, None)?;
+        Ok(inode)
+    }
+
+    /// The same for a request about a name.
+    fn admitted_name(
+        &self,
+        operation: &'static str,
+        parent: INodeNo,
+        name: &OsStr,
+    ) -> Result<B::Inode> {
+        let inode = self.inode(parent)?;
+        self.policy.admit(operation, &inode, Some(name))?;
+        Ok(inode)
+    }
+
+    /// Notes an entry that is going to be sent.
+    fn count_lookup(&self, inode: B::Inode, attr: &Attr) -> FileAttr {
+        let attr = self.attr(attr);
+        let mut inodes = self.inodes.lock();
+        let known = inodes
+            .entry(attr.ino.0)
+            .or_insert(Known { inode, lookups: 0 });
+        known.lookups += 1;
+        attr
+    }
+
+    fn forget_lookups(&self, number: INodeNo, lookups: u64) {
+        if number == INodeNo::ROOT {
+            return;
+        }
+        let mut inodes = self.inodes.lock();
+        let Some(known) = inodes.get_mut(&number.0) else {
+            return;
+        };
+        known.lookups = known.lookups.saturating_sub(lookups);
+        if known.lookups == 0 {
+            inodes.remove(&number.0);
+        }
+    }
+
+    fn keep_file(&self, file: B::File) -> FileHandle {
+        let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
+        self.files.lock().insert(handle, Arc::new(file));
+        FileHandle(handle)
+    }
+
+    fn file(&self, handle: FileHandle) -> Result<Arc<B::File>> {
+        let files = self.files.lock();
+        files.get(&handle.0).cloned().ok_or(Errno::EBADF)
+    }
+
+    fn dir(&self, handle: FileHandle) -> Result<Arc<B::Dir>> {
+        let dirs = self.dirs.lock();
+        dirs.get(&handle.0).cloned().ok_or(Errno::EBADF)
+    }
+
+    /// The open file of a request that the policy admits.
+    fn admitted_file(
+        &self,
+        operation: &'static str,
+        number: INodeNo,
+        handle: FileHandle,
+    ) -> Result<Arc<B::File>> {
+        self.admitted(operation, number)?;
+        self.file(handle)
+    }
+
+    fn set_len(&self, inode: &B::Inode, handle: Option<FileHandle>, len: u64) -> Result<()> {
+        if let Some(handle) = handle {
+            return self
+                .backing
+                .set_len(&*self.file(handle)?, len)
+                .map_err(errno);
+        }
+        let file = self.backing.open(inode, Access::Write).map_err(errno)?;
+        self.backing.set_len(&file, len).map_err(errno)
+    }
+
+    fn reply_entry(&self, reply: ReplyEntry, made: Result<(B::Inode, Attr)>) {
+        match made {
+            Ok((inode, attr)) => {
+                let attr = self.count_lookup(inode, &attr);
+                reply.entry(&self.timeout(), &attr, Generation(0));
+            }
+            Err(error) => reply.error(error),
+        }
+    }
+
+    fn reply_attr(&self, reply: ReplyAttr, found: Result<Attr>) {
+        match found {
+            Ok(attr) => reply.attr(&self.timeout(), &self.attr(&attr)),
+            Err(error) => reply.error(error),
+        }
+    }
+}
+
+fn reply_empty(reply: ReplyEmpty, done: Result<()>) {
+    match done {
+        Ok(()) => reply.ok(),
+        Err(error) => reply.error(error),
+    }
+}
+
+fn reply_written(reply: ReplyWrite, written: Result<u64>) {
+    match written {
+        Ok(count) => reply.written(count as u32),
+        Err(error) => reply.error(error),
+    }
+}
+
+fn reply_value(reply: ReplyXattr, size: u32, found: Result<Vec<u8>>) {
+    match found {
+        Ok(bytes) if size == 0 => reply.size(bytes.len() as u32),
+        Ok(bytes) if bytes.len() > size as usize => reply.error(Errno::ERANGE),
+        Ok(bytes) => reply.data(&bytes),
+        Err(error) => reply.error(error),
+    }
+}
+
+impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
+    fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        let _ = config.set_max_write(MAX_WRITE_BYTES);
+        // Lookups of different names in a directory come side by side, as from other file systems.
+        let mut flags = InitFlags::FUSE_PARALLEL_DIROPS;
+        if self.caching == Caching::Usual {
+            flags |= InitFlags::FUSE_ATOMIC_O_TRUNC;
+            flags |= InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO;
+        }
+        for flag in flags.iter() {
+            let _ = config.add_capabilities(flag);
+        }
+        Ok(())
+    }
+
+    fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let found = self
+            .admitted_name("lookup", parent, name)
+            .and_then(|dir| self.backing.lookup(&dir, name).map_err(errno));
+        self.reply_entry(reply, found);
+    }
+
+    fn forget(&self, _: &Request, number: INodeNo, lookups: u64) {
+        self.forget_lookups(number, lookups);
+    }
+
+    fn getattr(&self, _: &Request, number: INodeNo, handle: Option<FileHandle>, reply: ReplyAttr) {
+        let found = self.admitted("getattr", number).and_then(|inode| {
+            match handle.and_then(|handle| self.file(handle).ok()) {
+                Some(file) => self.backing.attr_of_file(&file).map_err(errno),
+                None => self.backing.attr(&inode).map_err(errno),
+            }
+        });
+        self.reply_attr(reply, found);
+    }
+
+    fn setattr(
+        &self,
+        _: &Request,
+        number: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        atime: Option<TimeOrNow>,
+        mtime: Option<TimeOrNow>,
+        _: Option<SystemTime>,
+        handle: Option<FileHandle>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        let set = || -> Result<Attr> {
+            let inode = self.admitted("setattr", number)?;
+            if let Some(size) = size {
+                self.set_len(&inode, handle, size)?;
+            }
+            if uid.is_some() || gid.is_some() {
+                self.backing.set_owner(&inode, uid, gid).map_err(errno)?;
+            }
+            if let Some(mode) = mode {
+                self.backing.set_mode(&inode, mode).map_err(errno)?;
+            }
+            if atime.is_some() || mtime.is_some() {
+                let times = (set_time(atime), set_time(mtime));
+                self.backing
+                    .set_times(&inode, times.0, times.1)
+                    .map_err(errno)?;
+            }
+            self.backing.attr(&inode).map_err(errno)
+        };
+        self.reply_attr(reply, set());
+    }
+
+    fn readlink(&self, _: &Request, number: INodeNo, reply: ReplyData) {
+        let target = self
+            .admitted("readlink", number)
+            .and_then(|inode| self.backing.readlink(&inode).map_err(errno));
+        match target {
+            Ok(target) => reply.data(&target),
+            Err(error) => reply.error(error),
+        }
+    }
+
+    fn mknod(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _: u32,
+        rdev: u32,
+        reply: ReplyEntry,
+    ) {
+        let made = self.admitted_name("mknod", parent, name).and_then(|dir| {
+            let caller = caller(request);
+            self.backing
+                .mknod(&caller, &dir, name, mode, u64::from(rdev))
+                .map_err(errno)
+        });
+        self.reply_entry(reply, made);
+    }
+
+    fn mkdir(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _: u32,
+        reply: ReplyEntry,
+    ) {
+        let made = self.admitted_name("mkdir", parent, name).and_then(|dir| {
+            let caller = caller(request);
+            self.backing
+                .mkdir(&caller, &dir, name, mode & 0o7777)
+                .map_err(errno)
+        });
+        self.reply_entry(reply, made);
+    }
+
+    fn symlink(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        target: &Path,
+        reply: ReplyEntry,
+    ) {
+        let target = OsStr::from_bytes(target.as_os_str().as_bytes());
+        let made = self.admitted_name("symlink", parent, name).and_then(|dir| {
+            self.backing
+                .symlink(&caller(request), &dir, name, target)
+                .map_err(errno)
+        });
+        self.reply_entry(reply, made);
+    }
+
+    fn link(&self, _: &Request, number: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let linked = self.admitted_name("link", parent, name).and_then(|dir| {
+            let inode = self.inode(number)?;
+            let attr = self.backing.link(&inode, &dir, name).map_err(errno)?;
+            Ok((inode, attr))
+        });
+        self.reply_entry(reply, linked);
+    }
+
+    fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let done = self
+            .admitted_name("unlink", parent, name)
+            .and_then(|dir| self.backing.unlink(&dir, name).map_err(errno));
+        reply_empty(reply, done);
+    }
+
+    fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let done = self
+            .admitted_name("rmdir", parent, name)
+            .and_then(|dir| self.backing.rmdir(&dir, name).map_err(errno));
+        reply_empty(reply, done);
+    }
+
+    fn rename(
+        &self,
+        _: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        new_parent: INodeNo,
+        new_name: &OsStr,
+        flags: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        let done = self.admitted_name("rename", parent, name).and_then(|from| {
+            let to = self.inode(new_parent)?;
+            let flags = Flags::from_bits_retain(flags.bits());
+            self.backing
+                .rename(&from, name, &to, new_name, flags)
+                .map_err(errno)
+        });
+        reply_empty(reply, done);
+    }
+
+    fn create(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _: u32,
+        _: i32,
+        reply: ReplyCreate,
+    ) {
+        let made = self.admitted_name("create", parent, name).and_then(|dir| {
+            let caller = caller(request);
+            self.backing
+                .create(&caller, &dir, name, mode & 0o7777)
+                .map_err(errno)
+        });
+        match made {
+            Ok((inode, file, attr)) => {
+                let attr = self.count_lookup(inode, &attr);
+                let handle = self.keep_file(file);
+                let flags = self.open_flags();
+                reply.created(&self.timeout(), &attr, Generation(0), handle, flags);
+            }
+            Err(error) => reply.error(error),
+        }
+    }
+
+    fn open(&self, _: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let opened = self.admitted("open", number).and_then(|inode| {
+            let file = self.backing.open(&inode, access(flags)).map_err(errno)?;
+            if flags.0 & libc::O_TRUNC != 0 {
+                self.backing.set_len(&file, 0).map_err(errno)?;
+            }
+            Ok(file)
+        });
+        match opened {
+            Ok(file) => reply.opened(self.keep_file(file), self.open_flags()),
+            Err(error) => reply.error(error),
+        }
+    }
+
+    fn read(
+        &self,
+        _: &Request,
+        number: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        size: u32,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        let mut buffer = vec![0; size as usize];
+        let read = self.admitted_file("read", number, handle).and_then(|file| {
+            self.backing
+                .read_at(&file, &mut buffer, offset)
+                .map_err(errno)
+        });
+        match read {
+            Ok(count) => reply.data(&buffer[..count]),
+            Err(error) => reply.error(error),
+        }
+    }
+
+    fn write(
+        &self,
+        _: &Request,
+        number: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        data: &[u8],
+        _: WriteFlags,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        let written = self
+            .admitted_file("write", number, handle)
+            .and_then(|file| {
+                let data = [IoSlice::new(data)];
+                self.backing.write_at(&file, &data, offset).map_err(errno)
+            });
+        reply_written(reply, written.map(|count| count as u64));
+    }
+
+    fn flush(&self, _: &Request, number: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+        reply_empty(reply, self.admitted("flush", number).map(drop));
+    }
+
+    fn fsync(
+        &self,
+        _: &Request,
+        number: INodeNo,
+        handle: FileHandle,
+        data_only: bool,
+        reply: ReplyEmpty,
+    ) {
+        let synced = self
+            .admitted_file("fsync", number, handle)
+            .and_then(|file| self.backing.sync(&file, data_only).map_err(errno));
+        reply_empty(reply, synced);
+    }
+
+    fn release(
+        &self,
+        _: &Request,
+        number: INodeNo,
+        handle: FileHandle,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        _: bool,
+        reply: ReplyEmpty,
+    ) {
+        let admitted = self.admitted("release", number).map(drop);
+        self.files.lock().remove(&handle.0);
+        reply_empty(reply, admitted);
+    }
+
+    fn opendir(&self, _: &Request, number: INodeNo, _: OpenFlags, reply: ReplyOpen) {
+        let opened = self
+            .admitted("opendir", number)
+            .and_then(|inode| self.backing.open_dir(&inode).map_err(errno));
+        match opened {
+            Ok(dir) => {
+                let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
+                self.dirs.lock().insert(handle, Arc::new(dir));
+                reply.opened(FileHandle(handle), FopenFlags::empty());
+            }
+            Err(error) => reply.error(error),
+        }
+    }
+
+    fn readdir(
+        &self,
+        _: &Request,
+        number: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
+        let mut list = || -> Result<()> {
+            self.admitted("readdir", number)?;
+            let dir = self.dir(handle)?;
+            let mut take = |entry: firn_backing::DirEntry<'_>| {
+                let kind = entry.kind.map_or(FileType::RegularFile, file_type);
+                !reply.add(INodeNo(entry.ino), entry.cookie as u64, kind, entry.name)
+            };
+            self.backing
+                .read_dir(&dir, offset as i64, &mut take)
+                .map_err(errno)
+        };
+        match list() {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(error),
+        }
+    }
+
+    fn readdirplus(
+        &self,
+        _: &Request,
+        number: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectoryPlus,
+    ) {
+        let mut list = || -> Result<()> {
+            let parent = self.admitted("readdirplus", number)?;
+            let dir = self.dir(handle)?;
+            let attr_of_parent = self.backing.attr(&parent).map_err(errno)?;
+            let timeout = self.timeout();
+            let mut take = |entry: firn_backing::DirEntry<'_>| {
+                let cookie = entry.cookie as u64;
+                if entry.name == "." || entry.name == ".." {
+                    // The kernel takes no reference on these two.
+                    let attr = file_attr(entry.ino, &attr_of_parent);
+                    return !reply.add(
+                        attr.ino,
+                        cookie,
+                        entry.name,
+                        &timeout,
+                        &attr,
+                        Generation(0),
+                    );
+                }
+                let Ok((inode, attr)) = self.backing.lookup(&parent, entry.name) else {
+                    // It was removed meanwhile.
+                    return true;
+                };
+                let attr = self.count_lookup(inode, &attr);
+                let is_full =
+                    reply.add(attr.ino, cookie, entry.name, &timeout, &attr, Generation(0));
+                if is_full {
+                    self.forget_lookups(attr.ino, 1);
+                }
+                !is_full
+            };
+            self.backing
+                .read_dir(&dir, offset as i64, &mut take)
+                .map_err(errno)
+        };
+        match list() {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(error),
+        }
+    }
+
+    fn releasedir(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        handle: FileHandle,
+        _: OpenFlags,
+        reply: ReplyEmpty,
+    ) {
+        self.dirs.lock().remove(&handle.0);
+        reply.ok();
+    }
+
+    fn fsyncdir(&self, _: &Request, number: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        let synced = self
+            .admitted("fsyncdir", number)
+            .and_then(|inode| self.backing.sync_dir(&inode).map_err(errno));
+        reply_empty(reply, synced);
+    }
+
+    fn statfs(&self, _: &Request, number: INodeNo, reply: ReplyStatfs) {
+        let found = self
+            .admitted("statfs", number)
+            .and_then(|_| self.backing.statfs().map_err(errno));
+        match found {
+            Ok(of) => reply.statfs(
+                of.blocks,
+                of.blocks_free,
+                of.blocks_available,
+                of.files,
+                of.files_free,
+                of.block_size as u32,
+                of.name_max,
+                of.block_size as u32,
+            ),
+            Err(error) => reply.error(error),
+        }
+    }
+
+    fn setxattr(
+        &self,
+        _: &Request,
+        number: INodeNo,
+        name: &OsStr,
+        value: &[u8],
+        flags: i32,
+        _: u32,
+        reply: ReplyEmpty,
+    ) {
+        let set = self.admitted("setxattr", number).and_then(|inode| {
+            self.backing
+                .set_xattr(&inode, name, value, flags)
+                .map_err(errno)
+        });
+        reply_empty(reply, set);
+    }
+
+    fn getxattr(&self, _: &Request, number: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        let found = self
+            .admitted("getxattr", number)
+            .and_then(|inode| self.backing.get_xattr(&inode, name).map_err(errno));
+        reply_value(reply, size, found);
+    }
+
+    fn listxattr(&self, _: &Request, number: INodeNo, size: u32, reply: ReplyXattr) {
+        let found = self
+            .admitted("listxattr", number)
+            .and_then(|inode| self.backing.list_xattr(&inode).map_err(errno));
+        reply_value(reply, size, found);
+    }
+
+    fn removexattr(&self, _: &Request, number: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let removed = self
+            .admitted("removexattr", number)
+            .and_then(|inode| self.backing.remove_xattr(&inode, name).map_err(errno));
+        reply_empty(reply, removed);
+    }
+
+    fn fallocate(
+        &self,
+        _: &Request,
+        number: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        len: u64,
+        mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        let done = self
+            .admitted_file("fallocate", number, handle)
+            .and_then(|file| {
+                self.backing
+                    .allocate(&file, mode, offset, len)
+                    .map_err(errno)
+            });
+        reply_empty(reply, done);
+    }
+
+    fn lseek(
+        &self,
+        _: &Request,
+        number: INodeNo,
+        handle: FileHandle,
+        offset: i64,
+        whence: i32,
+        reply: ReplyLseek,
+    ) {
+        let what = if whence == libc::SEEK_DATA {
+            Seek::Data
+        } else {
+            Seek::Hole
+        };
+        let found = self
+            .admitted_file("lseek", number, handle)
+            .and_then(|file| self.backing.seek(&file, offset as u64, what).map_err(errno));
+        match found {
+            Ok(found) => reply.offset(found as i64),
+            Err(error) => reply.error(error),
+        }
+    }
+
+    fn copy_file_range(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        from: FileHandle,
+        from_offset: u64,
+        number: INodeNo,
+        to: FileHandle,
+        to_offset: u64,
+        len: u64,
+        _: CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        let copied = self
+            .admitted_file("copy_file_range", number, to)
+            .and_then(|to| {
+                let from = self.file(from)?;
+                self.backing
+                    .copy_range(&from, from_offset, &to, to_offset, len)
+                    .map_err(errno)
+            });
+        reply_written(reply, copied);
+    }
+}
