@@ -117,6 +117,13 @@ pub fn write_until_error(dir: &Path, log: &Path, seed: u64) {
     }
 }
 
+/// Operations that have returned, by the log of a writer that may still run; 0 without a log.
+pub fn returned_operations(log: &Path) -> u64 {
+    // Of each operation there is a record when it begins and one when it has returned.
+    let bytes = std::fs::metadata(log).map_or(0, |meta| meta.len());
+    bytes / (2 * RECORD_LEN as u64)
+}
+
 struct Writer<'a> {
     dir: &'a Path,
     files: BTreeMap<u64, (File, bool)>,

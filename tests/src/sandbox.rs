@@ -325,6 +325,20 @@ pub fn is_stopped(thread: &Path) -> bool {
         .is_some_and(|rest| rest.starts_with(" T"))
 }
 
+/// Waits until a thread, a directory of /proc/PID/task, waits for the answer of a FUSE server.
+#[track_caller]
+pub fn wait_for_request(thread: &Path) {
+    let place = thread.join("wchan");
+    wait_until(
+        "a program waits for the answer to a request",
+        std::time::Duration::from_secs(60),
+        || {
+            fs::read_to_string(&place)
+                .is_ok_and(|function| function.contains("request_wait_answer"))
+        },
+    );
+}
+
 /// The last `count` lines.
 pub fn tail(text: &str, count: usize) -> String {
     let lines: Vec<_> = text.lines().collect();

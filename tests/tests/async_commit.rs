@@ -5,13 +5,14 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use firn_tests::command::{wait_child, wait_until};
 use firn_tests::differential;
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::random::{bytes, env_count, generator};
-use firn_tests::sandbox::kill;
+use firn_tests::sandbox::{kill, wait_for_request};
 use firn_tests::transaction::{behind, firn_with as firn};
 use firn_tests::tree::{assert_same, differences, snapshot};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, seed};
@@ -228,7 +229,12 @@ fn regression_a_truncation_that_waits_does_not_hold_up_the_commit_that_it_waits_
             .arg(mount.join("file"))
             .spawn()
             .expect("truncate");
-        std::thread::sleep(Duration::from_millis(300));
+        let process = format!("/proc/{0}/task/{0}", cutter.id());
+        wait_for_request(Path::new(&process));
+        // firnd answers other requests meanwhile: this one is not just on its way.
+        for _ in 0..10 {
+            mount.status();
+        }
         assert!(
             cutter.try_wait().expect("wait").is_none(),
             "it waits for the outcome"

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::Duration;
 
-use firn_tests::ack::{Verified, verify};
+use firn_tests::ack::{Verified, returned_operations, verify};
 use firn_tests::command::wait_child;
 use firn_tests::random::{env_count, generator};
 use firn_tests::sandbox::{is_mounted, preload_library, unmount_lazily};
@@ -68,6 +68,15 @@ impl Job {
             writers.push((command.spawn().expect("start a writer"), log, name));
         }
         Self { writers }
+    }
+
+    /// Waits until some operations of each writer have returned.
+    fn wait_for_operations(&self) {
+        let all_at_work = || {
+            let mut logs = self.writers.iter().map(|(_, log, _)| log);
+            logs.all(|log| returned_operations(log) >= 30)
+        };
+        wait_until("writers are at work", Duration::from_secs(60), all_at_work);
     }
 
     /// Waits for the writers, which end at the first error.
@@ -264,7 +273,7 @@ fn killed_again_and_again_while_recovering() {
     let options = "arena-size=64M,chunk-size=4M,close=held,drain-age=10min";
     let mount = FirnMount::new(&sandbox, options);
     let mut job = Job::start(&sandbox, &mount, rng.random());
-    std::thread::sleep(Duration::from_millis(400));
+    job.wait_for_operations();
     let backing = mount.kill();
     job.end();
     for _ in 0..5 {
@@ -316,7 +325,7 @@ fn a_killed_writer_loses_nothing_that_write_returned() {
     let sandbox = Sandbox::new("writer");
     let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=4M");
     let mut job = Job::start(&sandbox, &mount, seed("killed writers"));
-    std::thread::sleep(Duration::from_millis(500));
+    job.wait_for_operations();
     for (child, ..) in &mut job.writers {
         child.kill().expect("kill a writer");
         child.wait().expect("wait");

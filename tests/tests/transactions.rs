@@ -5,6 +5,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::symlink;
+use std::path::Path;
 use std::time::Duration;
 
 use firn_tests::c::{Installed, Link};
@@ -12,7 +13,7 @@ use firn_tests::command::wait_child;
 use firn_tests::differential::{self, Answer, Op, Rules, Side, draw};
 use firn_tests::fsops::{Mapping, assert_same_bytes, open_rw, read};
 use firn_tests::random::{bytes, env_count, generator};
-use firn_tests::sandbox::{kill, preload_library};
+use firn_tests::sandbox::{kill, preload_library, wait_for_request};
 use firn_tests::suite::{pjdfstest, pjdfstest_beside};
 use firn_tests::transaction::{behind, firn, firn_id};
 use firn_tests::tree::{assert_same, differences, snapshot};
@@ -227,8 +228,18 @@ fn changes_wait_while_the_outcome_is_open() {
         .code(1)
         .says("with id 3");
     let path = mount.join("b");
-    let waiting = std::thread::spawn(move || fs::write(path, b"after it"));
-    std::thread::sleep(Duration::from_millis(300));
+    let (tell, told) = std::sync::mpsc::channel();
+    let waiting = std::thread::spawn(move || {
+        tell.send(rustix::thread::gettid()).expect("send");
+        fs::write(path, b"after it")
+    });
+    let thread = told.recv().expect("the number of the thread");
+    let thread = thread.as_raw_nonzero();
+    wait_for_request(Path::new(&format!("/proc/self/task/{thread}")));
+    // firnd answers other requests meanwhile: this one is not just on its way.
+    for _ in 0..10 {
+        mount.status();
+    }
     assert!(!waiting.is_finished(), "a new file waits for the outcome");
     firn_id(&sandbox, "commit", mount.path(), 3).ok();
     waiting.join().expect("join").expect("it goes on");
