@@ -116,7 +116,7 @@ fn prepared(sandbox: &Sandbox, mount: &FirnMount<'_>, before: &Path, backup: &Pa
         firn(sandbox, "status", mount.path())
             .ok()
             .stdout
-            .contains("is whole")
+            .contains("is complete")
     );
     seen
 }
@@ -167,7 +167,7 @@ fn a_commit_is_finished_from_the_backup_after_the_host_is_lost() {
     let backing = mount.umount();
     assert_same("in the backing", &behind(&backing), &seen);
     let again = recover(&sandbox, &backup, &other, Some("17")).ok();
-    again.says("was carried out before");
+    again.says("was applied earlier");
     assert!(backups(&backup).is_empty(), "found to be over");
 }
 
@@ -228,7 +228,7 @@ fn a_torn_backup_is_refused_and_a_whole_one_committed_at_once() {
         .says("gone: it is not there");
     recover(&sandbox, &backup, &before, Some("17"))
         .ok()
-        .says("carried out commit 17");
+        .says("applied commit 17");
     assert_same("committed", &behind(&before), &seen);
     assert!(backups(&backup).is_empty(), "it is over");
 }

@@ -89,7 +89,7 @@ fn writers_get_the_memory_of_their_node_first_and_that_of_others_then() {
                 .stdout;
             assert_eq!(
                 text.lines()
-                    .filter(|line| line.contains("given to other NUMA nodes"))
+                    .filter(|line| line.contains("used from other NUMA nodes"))
                     .count(),
                 2,
                 "{text}"

@@ -64,10 +64,10 @@ pub static TABLE: [Row; 28] = [
             power_of_two: false,
         },
         default: "256M",
-        help: "Memory that may hold data not yet in the backing",
-        long: "The arena is a file in memory that takes what programs write. When it is full, writers wait for the \
-               drain. It is fixed while data is held. Give it room for one checkpoint of the host if memory allows, and \
-               at least a few chunks for each IO thread.",
+        help: "Memory for data that is not in the backing yet",
+        long: "The arena is a file in memory that receives what programs write. When it is full, writers wait \
+               for the drain. Its size cannot change while it holds data. Make it large enough for one \
+               checkpoint of this host if memory allows, and for at least a few chunks per I/O thread.",
         changes_promises: false,
         get: |o| size_text(o.arena_bytes),
         set: |o, v| o.arena_bytes = v.number(),
@@ -81,8 +81,8 @@ pub static TABLE: [Row; 28] = [
         },
         default: "4M",
         help: "Unit in which data is collected and written to the backing",
-        long: "A full chunk goes to the backing in large writes. Larger chunks suit a backing where each write is \
-               dear (a network file system); smaller ones suit a small arena or very many small files.",
+        long: "A full chunk goes to the backing in large writes. Larger chunks suit a backing with a high cost \
+               per write (a network file system); smaller ones suit a small arena or very many small files.",
         changes_promises: false,
         get: |o| size_text(o.chunk_bytes),
         set: |o, v| o.chunk_bytes = v.number(),
@@ -95,8 +95,9 @@ pub static TABLE: [Row; 28] = [
             zero: None,
         },
         default: "4",
-        help: "IO threads that write to the backing at once",
-        long: "More help a backing that answers slowly and serves many requests together; a disk is better off with few.",
+        help: "Number of threads that write to the backing in parallel",
+        long: "More threads help with a backing that has a long latency and serves many requests in parallel; a \
+               disk is better served by few.",
         changes_promises: false,
         get: |o| o.io_threads.to_string(),
         set: |o, v| o.io_threads = v.number() as u32,
@@ -106,11 +107,11 @@ pub static TABLE: [Row; 28] = [
         kind: Kind::Choice(&["fuse", "preload"]),
         default: "fuse",
         help: "How programs reach the files: a FUSE mount, or the preload library alone",
-        long: "With `fuse` the kernel serves every program, and the preload library makes those faster that load it. \
-               With `preload` no FUSE is needed: the mount point becomes a tree of empty files on tmpfs, and only \
-               programs with the preload library (LD_PRELOAD) of the user who mounted read and write their data. \
-               Static programs see empty files. Root gets a tmpfs at the mount point; other users give a directory \
-               that lies on one.",
+        long: "With `fuse` the kernel serves every program, and programs that load the preload library are \
+               served faster. With `preload` FUSE is not needed: the mount point becomes a tree of empty files \
+               on tmpfs, and only programs of the mounting user that load the preload library (LD_PRELOAD) can \
+               read and write their data. Statically linked programs see empty files. For root, a tmpfs is \
+               mounted at the mount point; other users must give a directory on a tmpfs.",
         changes_promises: true,
         get: |o| match o.frontend {
             Frontend::Fuse => "fuse".into(),
@@ -128,13 +129,14 @@ pub static TABLE: [Row; 28] = [
         name: "drain",
         kind: Kind::Choice(&["eager", "demand", "commit"]),
         default: "eager",
-        help: "When data goes to the backing: as it comes (eager), when somebody asks (demand), or with a commit",
-        long: "With `demand`, files live in memory until `firn drain`, fsync or `firn umount` carries them to the backing, and what \
-               was drained stays in memory to be read again until its room is needed. Data that is not drained is \
-               lost with the host, and writes get ENOSPC when the memory is full of it. With `commit` the mount has \
-               transactions: between `firn begin` and `firn commit` names and data are held, the backing shows \
-               nothing of them, and `firn abort` or a crash undoes them; outside of transactions it is as with \
-               `eager`.",
+        help: "When data goes to the backing: as it arrives (eager), on request (demand), or with a commit \
+               (commit)",
+        long: "With `demand`, files stay in memory until `firn drain`, fsync or `firn umount` writes them to the \
+               backing. Drained files stay in memory as well, so that they can be read again, until their space \
+               is needed. Data that is not drained is lost if the host fails, and writes fail with ENOSPC when \
+               memory is full of it. With `commit`, the mount has transactions: between `firn begin` and `firn \
+               commit`, changes to names and data are invisible in the backing, and `firn abort` or a crash \
+               undoes them. Outside of transactions, `commit` behaves like `eager`.",
         changes_promises: true,
         get: |o| match o.drain {
             Drain::Eager => "eager".to_owned(),
@@ -151,10 +153,10 @@ pub static TABLE: [Row; 28] = [
             zero: Some("off"),
         },
         default: "off",
-        help: "With drain=commit: commits before the last one that `firn restore` can bring back",
-        long: "Each commit then copies first what it is going to overwrite, and keeps what it removes, in `.firn/` in the \
-               backing; where the backing shares blocks between files (btrfs, xfs) the copies take no room. What was \
-               changed outside of transactions is not brought back.",
+        help: "With drain=commit: number of commits before the last one that `firn restore` can bring back",
+        long: "Each commit then first copies what it is going to overwrite, and keeps what it removes, in \
+               `.firn/` in the backing. Where the backing shares blocks between files (btrfs, xfs), the copies \
+               take no space. Changes made outside of transactions are not brought back.",
         changes_promises: true,
         get: |o| {
             if o.history == 0 {
@@ -169,13 +171,15 @@ pub static TABLE: [Row; 28] = [
         name: "mode",
         kind: Kind::Choice(&["buffer", "shadow"]),
         default: "buffer",
-        help: "With drain=commit: changes are held until the commit (hold), or go to the backing and are undone (shadow)",
-        long: "With `hold` the backing shows nothing of a transaction before its commit. With `shadow` it shows each change \
-               once it is drained, as without a transaction; what undoes it is saved in `.firn/` before: of a file the \
-               bytes from the first that changes to its old end, of a directory its names. It is the mode for jobs \
-               whose parts on other hosts read what this one writes before the commit. Where the backing shares blocks \
-               between files (btrfs, xfs) the copies take no room. With `participants` every host must be given the \
-               same mode; with `shadow` nothing conflicts, and what one host aborts is undone on all.",
+        help: "With drain=commit: hold changes back until the commit (buffer), or write them at once and undo \
+               them on abort (shadow)",
+        long: "With `buffer`, the backing shows nothing of a transaction before its commit. With `shadow`, it \
+               shows each change as soon as it is drained, as without a transaction; what is needed to undo the \
+               change is saved in `.firn/` first: for a file, the bytes from the first changed one to the old \
+               end; for a directory, its names. Use `shadow` for jobs whose processes on other hosts read what \
+               this host writes before the commit. Where the backing shares blocks between files (btrfs, xfs), \
+               the copies take no space. With `participants`, all hosts must use the same mode; with `shadow` \
+               there are no conflicts, and an abort by one host undoes the changes of all.",
         changes_promises: true,
         get: |o| match o.mode {
             Mode::Buffer => "buffer".to_owned(),
@@ -187,10 +191,12 @@ pub static TABLE: [Row; 28] = [
         name: "participants",
         kind: Kind::Hosts,
         default: "off",
-        help: "With drain=commit: hosts that mount the same backing and commit together, by number or by name",
-        long: "Each host mounts the backing with its own firnd. A commit waits for the other hosts; it is one for all \
-               of them, and is refused on all if processes of two hosts read or wrote the same part of a file, one of \
-               them writing. Every host must be given the same participants.",
+        help: "With drain=commit: the hosts that mount the same backing and commit together, as a number or as \
+               names",
+        long: "Each host mounts the backing with its own firnd. A commit waits for the other hosts. It is one \
+               commit for all of them, and it is refused on all of them if processes of two hosts accessed the \
+               same part of a file and at least one of them wrote. Every host must be given the same \
+               participants.",
         changes_promises: true,
         get: |o| match &o.participants {
             Participants::Off => "off".to_owned(),
@@ -212,9 +218,10 @@ pub static TABLE: [Row; 28] = [
             max_ms: 24 * 3600 * 1000,
         },
         default: "5min",
-        help: "How long a prepare or commit waits for the other participants",
-        long: "After it the hosts that have come give the commit up, for all of them: their transactions stay open. After \
-               a decision it is how long a commit waits until the others have carried it out as well.",
+        help: "How long prepare and commit wait for the other participants",
+        long: "When the time is up, the hosts that have arrived give the commit up on behalf of all: their \
+               transactions stay open. Once the commit is decided, this is how long it waits for the other hosts \
+               to apply it.",
         changes_promises: false,
         get: |o| duration_text(o.participants_wait_ms),
         set: |o, v| o.participants_wait_ms = v.number(),
@@ -223,9 +230,9 @@ pub static TABLE: [Row; 28] = [
         name: "host",
         kind: Kind::Host,
         default: "",
-        help: "Name of this host among the participants; without it the host's name",
-        long: "Two mounts of one backing must not have the same. A mount that is to end what a dead firnd left needs \
-               the name that that one had.",
+        help: "Name of this host among the participants; default: its host name",
+        long: "Two mounts of one backing must have different names. A mount that is to finish what a dead firnd \
+               left behind must be given that firnd's name.",
         changes_promises: false,
         get: |o| o.host.clone().unwrap_or_default(),
         set: |o, v| o.host = v.names().pop(),
@@ -234,13 +241,15 @@ pub static TABLE: [Row; 28] = [
         name: "backup",
         kind: Kind::Directory,
         default: "",
-        help: "With drain=commit: a second directory for what is prepared, on another host or a parallel file system",
-        long: "When `firn prepare` or `firn commit` returns, all that the commit needs is in this directory too, durably: \
-               `firn recover --from-backup` finishes it if the host is lost with its backing, on a copy of the backing as \
-               it was before the transaction. It is removed when the transaction is over. It needs room for what a \
-               transaction writes; where it cannot be written, prepare and commit fail. It must belong to you or root, and if \
-               others may write there it needs the sticky bit; a directory of this mount in it that is not yours alone is \
-               refused.",
+        help: "With drain=commit: a second directory for prepared transactions, on another host or a parallel \
+               file system",
+        long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable in this \
+               directory, too. If the host is lost together with its backing, `firn recover --from-backup` \
+               finishes the commit on a copy of the backing as it was before the transaction. The backup is \
+               removed when the transaction ends. It needs as much space as the transaction writes; if it cannot \
+               be written, prepare and commit fail. The directory must belong to you or to root; if others may \
+               write to it, it needs the sticky bit. A directory that an earlier mount made in it is refused \
+               unless it is yours alone.",
         changes_promises: true,
         get: |o| path_text(o.backup.as_ref()),
         set: |o, v| o.backup = v.directory(),
@@ -253,8 +262,9 @@ pub static TABLE: [Row; 28] = [
         },
         default: "10s",
         help: "How often files of an open transaction are copied to the backup",
-        long: "A file is copied once it has not changed for so long, and again if it changes after that. What was copied \
-               before a prepare need not be copied while that keeps programs waiting; alone it is of no use.",
+        long: "A file is copied when it has not changed for this long, and again if it changes later. What was \
+               copied before a prepare need not be copied while the prepare keeps programs waiting; without the \
+               prepare, these copies are of no use.",
         changes_promises: false,
         get: |o| duration_text(o.backup_every_ms),
         set: |o, v| o.backup_every_ms = v.number(),
@@ -263,10 +273,11 @@ pub static TABLE: [Row; 28] = [
         name: "close",
         kind: Kind::Choice(&["auto", "drain", "held"]),
         default: "auto",
-        help: "When close returns: with the file in the backing (drain) or at once (held)",
-        long: "`auto` is `drain`, or `held` with drain=demand. With `drain`, a closed file is seen by other hosts, as after a native close, and close reports errors \
-               of the backing. With `held`, close returns at memory speed; the data survives the death of every \
-               process and drains in the background, but is lost with the host until it has drained.",
+        help: "When close returns: when the file is in the backing (drain), or at once (held)",
+        long: "`auto` means `drain`, or `held` with drain=demand. With `drain`, other hosts see a closed file as \
+               they would after a native close, and close reports errors of the backing. With `held`, close \
+               returns at memory speed; the data survives the death of every process and drains in the \
+               background, but is lost if the host fails before it has drained.",
         changes_promises: true,
         get: |o| match o.close {
             Close::Auto => "auto".to_owned(),
@@ -279,9 +290,9 @@ pub static TABLE: [Row; 28] = [
         name: "fsync",
         kind: Kind::Choice(&["durable", "held"]),
         default: "durable",
-        help: "What fsync waits for: durable in the backing (durable) or nothing (held)",
-        long: "With `held`, fsync promises only what write promises: the data survives the death of every process, \
-               but not of the host. For programs that call fsync far more often than they need.",
+        help: "What fsync waits for: data durable in the backing (durable), or nothing (held)",
+        long: "With `held`, fsync promises no more than write: the data survives the death of every process, but \
+               not of the host. For programs that call fsync far more often than they need to.",
         changes_promises: true,
         get: |o| match o.fsync {
             Fsync::Durable => "durable".to_owned(),
@@ -297,7 +308,7 @@ pub static TABLE: [Row; 28] = [
         },
         default: "5s",
         help: "Longest time that written data waits for its chunk to fill before it drains",
-        long: "Bounds what the loss of the host can take. Shorter means smaller writes to the backing.",
+        long: "This bounds how much is lost if the host fails. Shorter times mean smaller writes to the backing.",
         changes_promises: true,
         get: |o| duration_text(o.drain_age_ms),
         set: |o, v| o.drain_age_ms = v.number(),
@@ -310,9 +321,9 @@ pub static TABLE: [Row; 28] = [
             zero: Some("auto"),
         },
         default: "auto",
-        help: "Threads that answer the kernel",
-        long: "`auto` is one a core. What comes while all of them are in calls of the backing that do not return is \
-               left to other threads, which are started for it.",
+        help: "Number of threads that serve requests of the kernel",
+        long: "`auto` means one per core. If all of them are in calls of the backing that do not return, more \
+               threads are started to serve other requests.",
         changes_promises: false,
         get: |o| {
             if o.fuse_threads == 0 {
@@ -327,9 +338,9 @@ pub static TABLE: [Row; 28] = [
         name: "allow-other",
         kind: Kind::Switch,
         default: "no",
-        help: "Let other users use the mount",
-        long: "The kernel checks permissions as on any file system. Users other than root need `user_allow_other` in \
-               /etc/fuse.conf.",
+        help: "Let other users access the mount",
+        long: "The kernel checks permissions as on any file system. Users other than root need \
+               `user_allow_other` in /etc/fuse.conf.",
         changes_promises: false,
         get: |o| switch_text(o.allow_other),
         set: |o, v| o.allow_other = v.switch(),
@@ -339,7 +350,8 @@ pub static TABLE: [Row; 28] = [
         kind: Kind::Choice(&["auto", "off"]),
         default: "auto",
         help: "Let the kernel read drained files straight from the backing",
-        long: "`auto` does so where firnd may: as root, on kernel 6.9 or later, over a backing that is not stacked.",
+        long: "`auto` enables it where firnd is allowed to: as root, on Linux 6.9 or later, over a backing that \
+               is not stacked.",
         changes_promises: false,
         get: |o| match o.passthrough {
             Passthrough::Auto => "auto".to_owned(),
@@ -352,9 +364,9 @@ pub static TABLE: [Row; 28] = [
         kind: Kind::Directory,
         default: "",
         help: "Directory for the arena, on tmpfs, hugetlbfs or a DAX file system",
-        long: "Without it the arena lies in the runtime directory, /dev/shm/firn-UID. A mount that recovers an arena \
-               must be given the same directory. It must belong to you or root, and if others may write there it needs \
-               the sticky bit; an arena in it that is not yours alone is refused.",
+        long: "By default the arena is in the runtime directory, /dev/shm/firn-UID. A mount that recovers an \
+               arena must be given the same directory. The directory must belong to you or to root; if others \
+               may write to it, it needs the sticky bit. An arena in it is refused unless it is yours alone.",
         changes_promises: false,
         get: |o| path_text(o.arena_dir.as_ref()),
         set: |o, v| o.arena_dir = v.directory(),
@@ -363,12 +375,12 @@ pub static TABLE: [Row; 28] = [
         name: "numa-topology",
         kind: Kind::Path,
         default: "/sys/devices/system/node",
-        help: "Directory that describes the machine's NUMA nodes; empty: do not look at them",
-        long: "Where there are several, each has an equal part of the arena, and a writer gets memory of the nearest \
-               NUMA node that has some free. Another directory of the same form (`online`, `nodeN/cpulist`, \
-               `nodeN/distance`) serves where the kernel's is not visible, as in some containers, or to divide the \
-               memory in another way. Node numbers that the kernel does not have only decide which part of the \
-               arena a writer gets.",
+        help: "Directory that describes the NUMA nodes of the machine; empty: ignore NUMA",
+        long: "On a machine with several NUMA nodes, each node gets an equal part of the arena, and a writer \
+               gets memory of the nearest node that has some free. Give another directory of the same form \
+               (`online`, `nodeN/cpulist`, `nodeN/distance`) where the kernel's is not visible, as in some \
+               containers, or to divide the memory differently. Node numbers that the kernel does not know only \
+               decide which part of the arena a writer gets.",
         changes_promises: false,
         get: |o| path_text(o.numa_topology.as_ref()),
         set: |o, v| o.numa_topology = v.directory(),
@@ -377,12 +389,13 @@ pub static TABLE: [Row; 28] = [
         name: "spill",
         kind: Kind::Path,
         default: "",
-        help: "File or directory on a host-local disk that takes data when memory is short",
-        long: "Above `spill-upper` the oldest full chunks move there until no more than `spill-lower` of the arena is in \
-               use; they are read and drained from there. In a directory the file is made and named by Firn. It is \
-               removed with the arena, lasts as long as that and no longer, and must not be in the mount, in the \
-               backing or in memory. The directory must belong to you or root, and if others may write there it \
-               needs the sticky bit; a file there that is not yours alone is refused.",
+        help: "File or directory on a local disk that takes data when memory runs short",
+        long: "When more than `spill-upper` percent of the arena is in use, the oldest full chunks move to the \
+               spill file until no more than `spill-lower` percent is in use; they are read and drained from \
+               there. In a directory, Firn creates and names the file. The file is removed together with the \
+               arena; it must not be in the mount, in the backing or in memory. The directory must belong to you \
+               or to root; if others may write to it, it needs the sticky bit. A file in it is refused unless it \
+               is yours alone.",
         changes_promises: false,
         get: |o| path_text(o.spill.as_ref()),
         set: |o, v| o.spill = v.directory(),
@@ -395,9 +408,10 @@ pub static TABLE: [Row; 28] = [
             power_of_two: false,
         },
         default: "0",
-        help: "Room of the spill file; 0: as much as arena-size",
-        long: "All of it is allocated at mount. When memory and spill file are full, writers wait for the drain, or \
-               get ENOSPC where nothing drains. Each chunk of it takes 0.9 % of its size in memory.",
+        help: "Size of the spill file; 0: as large as arena-size",
+        long: "All of it is allocated at mount time. When both memory and spill file are full, writers wait for \
+               the drain, or get ENOSPC if nothing drains. Each chunk in the spill file still takes 0.9 % of its \
+               size in memory.",
         changes_promises: false,
         get: |o| size_text(o.spill_bytes),
         set: |o, v| o.spill_bytes = v.number(),
@@ -410,8 +424,8 @@ pub static TABLE: [Row; 28] = [
             zero: None,
         },
         default: "80",
-        help: "Percent of the arena in use above which chunks move to the spill file",
-        long: "Lower it where bursts are large: what is free above it takes them at memory speed.",
+        help: "Percentage of the arena in use above which chunks move to the spill file",
+        long: "Lower it if bursts are large: the free rest absorbs them at memory speed.",
         changes_promises: false,
         get: |o| o.spill_upper_percent.to_string(),
         set: |o, v| o.spill_upper_percent = v.number() as u32,
@@ -424,8 +438,8 @@ pub static TABLE: [Row; 28] = [
             zero: None,
         },
         default: "60",
-        help: "Percent of the arena in use down to which chunks move",
-        long: "The distance to `spill-upper` is the length of the runs that the disk gets.",
+        help: "Percentage of the arena in use at which chunks stop moving to the spill file",
+        long: "The distance to `spill-upper` decides how much is written to the disk in one go.",
         changes_promises: false,
         get: |o| o.spill_lower_percent.to_string(),
         set: |o, v| o.spill_lower_percent = v.number() as u32,
@@ -437,9 +451,9 @@ pub static TABLE: [Row; 28] = [
             max_ms: 3_600_000,
         },
         default: "1s",
-        help: "How long the kernel may keep names and attributes",
-        long: "A change made in the backing behind Firn's back, such as by another host, is seen after this time at \
-               the latest. `0` asks each time.",
+        help: "How long the kernel may cache names and attributes",
+        long: "A change that is made in the backing without Firn, for example by another host, becomes visible \
+               after this time at the latest. With `0` the kernel asks every time.",
         changes_promises: false,
         get: |o| duration_text(o.attr_timeout_ms),
         set: |o, v| o.attr_timeout_ms = v.number(),
@@ -448,8 +462,8 @@ pub static TABLE: [Row; 28] = [
         name: "log-level",
         kind: Kind::Choice(&["error", "warn", "info", "debug", "trace"]),
         default: "info",
-        help: "How much firnd writes to its log",
-        long: "The log is the `.log` file of the mount in the runtime directory, or stderr with --foreground.",
+        help: "How much firnd logs",
+        long: "The log is the mount's `.log` file in the runtime directory, or stderr with --foreground.",
         changes_promises: false,
         get: |o| o.log_level.as_str().to_owned(),
         set: |o, v| o.log_level = LogLevel::ALL[v.choice()],
@@ -458,8 +472,8 @@ pub static TABLE: [Row; 28] = [
         name: "read-only",
         kind: Kind::Switch,
         default: "no",
-        help: "Refuse changes",
-        long: "The same as `-o ro`. An arena with held data is drained all the same.",
+        help: "Refuse all changes",
+        long: "The same as `-o ro`. Data held in an existing arena is drained nevertheless.",
         changes_promises: false,
         get: |o| switch_text(o.read_only),
         set: |o, v| o.read_only = v.switch(),
@@ -468,8 +482,8 @@ pub static TABLE: [Row; 28] = [
         name: "populate",
         kind: Kind::Switch,
         default: "yes",
-        help: "Take the arena's memory at mount instead of at first use",
-        long: "Without it the first checkpoint pays for the memory, and a host that is short of it is noticed late.",
+        help: "Allocate the arena's memory at mount time instead of at first use",
+        long: "Otherwise the first checkpoint pays for the allocation, and a lack of memory is noticed late.",
         changes_promises: false,
         get: |o| switch_text(o.populate),
         set: |o, v| o.populate = v.switch(),
@@ -498,87 +512,87 @@ pub static RULES: [Rule; 17] = [
     },
     Rule {
         names: ["close", "drain"],
-        text: "close=drain does not go with drain=demand",
+        text: "close=drain cannot be combined with drain=demand",
         broken: |o| o.close == Close::Drain && o.drain == Drain::Demand,
-        advice: "with drain=demand a close carries nothing to the backing: leave close out, or take drain=eager",
+        advice: "with drain=demand, close writes nothing to the backing: omit close, or use drain=eager",
     },
     Rule {
         names: ["drain", "frontend"],
-        text: "drain=commit goes with frontend=fuse only",
+        text: "drain=commit requires frontend=fuse",
         broken: |o| o.drain == Drain::Commit && o.frontend == Frontend::Preload,
-        advice: "a stub tree has no transactions: leave frontend out, or take drain=demand",
+        advice: "a stub tree has no transactions: omit frontend, or use drain=demand",
     },
     Rule {
         names: ["history", "drain"],
-        text: "history goes with drain=commit only",
+        text: "history requires drain=commit",
         broken: |o| o.history > 0 && o.drain != Drain::Commit,
-        advice: "commits are kept where there are transactions: leave history out, or take drain=commit",
+        advice: "there are no commits without transactions: omit history, or use drain=commit",
     },
     Rule {
         names: ["mode", "drain"],
-        text: "mode=shadow goes with drain=commit only",
+        text: "mode=shadow requires drain=commit",
         broken: |o| o.mode == Mode::Shadow && o.drain != Drain::Commit,
-        advice: "it is a mode of transactions: leave mode out, or take drain=commit",
+        advice: "it is a mode of transactions: omit mode, or use drain=commit",
     },
     Rule {
         names: ["mode", "history"],
-        text: "mode=shadow does not go with history",
+        text: "mode=shadow cannot be combined with history",
         broken: |o| o.mode == Mode::Shadow && o.history > 0,
         advice: "what undoes a commit is kept with mode=buffer only: leave history out, or take mode=buffer",
     },
     Rule {
         names: ["participants", "drain"],
-        text: "participants goes with drain=commit only",
+        text: "participants requires drain=commit",
         broken: |o| o.participants != Participants::Off && o.drain != Drain::Commit,
-        advice: "hosts agree about transactions: leave participants out, or take drain=commit",
+        advice: "hosts only agree on transactions: omit participants, or use drain=commit",
     },
     Rule {
         names: ["participants", "history"],
-        text: "participants does not go with history",
+        text: "participants cannot be combined with history",
         broken: |o| o.participants != Participants::Off && o.history > 0,
         advice: "what several hosts committed is not undone one by one: leave history out",
     },
     Rule {
         names: ["participants", "host"],
-        text: "host is none of the participants",
+        text: "host is not one of the participants",
         broken: |o| matches!((&o.participants, &o.host), (Participants::Hosts(names), Some(host)) if !names.contains(host)),
-        advice: "name this host among the participants, or give it one of their names",
+        advice: "add this host to the participants, or give it one of their names",
     },
     Rule {
         names: ["host", "participants"],
-        text: "host goes with participants only",
+        text: "host requires participants",
         broken: |o| o.host.is_some() && o.participants == Participants::Off,
-        advice: "a host alone needs no name: leave host out, or tell the participants",
+        advice: "a single host needs no name: omit host, or give the participants",
     },
     Rule {
         names: ["backup", "drain"],
-        text: "backup goes with drain=commit only",
+        text: "backup requires drain=commit",
         broken: |o| o.backup.is_some() && o.drain != Drain::Commit,
-        advice: "it is of transactions: leave backup out, or take drain=commit",
+        advice: "only transactions are backed up: omit backup, or use drain=commit",
     },
     Rule {
         names: ["backup", "mode"],
-        text: "backup goes with mode=buffer only",
+        text: "backup requires mode=buffer",
         broken: |o| o.backup.is_some() && o.mode == Mode::Shadow,
         advice: "with mode=shadow the changes are in the backing alone: leave backup out, or take mode=buffer",
     },
     Rule {
         names: ["backup", "participants"],
-        text: "backup does not go with participants",
+        text: "backup cannot be combined with participants",
         broken: |o| o.backup.is_some() && o.participants != Participants::Off,
         advice: "the other hosts end what a host that is lost has prepared: leave one of them out",
     },
     Rule {
         names: ["backup", "history"],
-        text: "backup does not go with history",
+        text: "backup cannot be combined with history",
         broken: |o| o.backup.is_some() && o.history > 0,
         advice: "a commit that is finished from its backup cannot be undone: leave one of them out",
     },
     Rule {
         names: ["frontend", "allow-other"],
-        text: "frontend=preload does not go with allow-other or read-only",
+        text: "frontend=preload cannot be combined with allow-other or read-only",
         broken: |o| o.frontend == Frontend::Preload && (o.allow_other || o.read_only),
-        advice: "the tree is served to the user who mounts, for reading and writing: leave them out, or take frontend=fuse",
+        advice: "a stub tree is served to the mounting user only, for reading and writing: omit them, or use frontend=fuse",
     },
     Rule {
         names: ["spill-lower", "spill-upper"],

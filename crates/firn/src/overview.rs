@@ -7,8 +7,8 @@ use crate::verb::VERBS;
 
 const FIRST_STEPS: &str =
     "  firn mount /scratch/run42 /ckpt            programs write checkpoints to /ckpt
-  firn status /ckpt                          what is held, what is drained, errors
-  firn wait --until durable /ckpt/step_100   until that checkpoint outlives the inode
+  firn status /ckpt                          data held and drained, errors
+  firn wait --until durable /ckpt/step_100   until it would survive the loss of this host
   firn umount /ckpt                          drain, unmount
   ls /scratch/run42                          ordinary files
 ";
@@ -24,6 +24,6 @@ pub fn overview(paint: Paint) -> String {
     for verb in VERBS {
         let _ = writeln!(text, "  {:<12} {}", verb.name, verb.about);
     }
-    text += "\n`firn VERB --help` says more of each; after a crash, mount again: what was held drains by itself.\n";
+    text += "\n`firn VERB --help` explains a verb. After a crash, mount again: the data that was held is drained.\n";
     text
 }

@@ -106,7 +106,7 @@ impl Verb {
 pub fn command() -> Command {
     Command::new("firn")
         .bin_name("firn")
-        .about("A file system for checkpoints")
+        .about("File system for checkpoints")
         .version(env!("CARGO_PKG_VERSION"))
         .subcommand_required(true)
         .arg_required_else_help(false)

@@ -16,8 +16,9 @@ use crate::verb::Verb;
 
 pub const VERB: Verb = Verb {
     name: "check",
-    about: "Verify an arena and name what is damaged in it",
-    long: "Reads only. What is damaged is never interpreted; what is whole is kept by `firn recover` and `firn mount`.",
+    about: "Check an arena for damage",
+    long: "Only reads the arena. `firn recover` and `firn mount` never interpret damaged records, and recover \
+               everything else.",
     examples: &[
         ("firn check /scratch/run42", "the arena of this backing"),
         (
@@ -27,7 +28,7 @@ pub const VERB: Verb = Verb {
     ],
     exits: &[
         (0, "sound"),
-        (1, "damaged; each place is named"),
+        (1, "damaged; each damaged place is listed"),
         (10, "not an arena, or none for this directory"),
     ],
     args,
@@ -71,7 +72,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         .backing
         .as_ref()
         .map_or("BACKING".to_owned(), BytePath::to_string);
-    let advice = format!("`firn recover {}` keeps what is whole", backing);
+    let advice = format!("`firn recover {}` recovers the rest", backing);
     Err(Failure::new(
         FAILED,
         format!("{}: {places}; {advice}", path_text(&report.arena)),
@@ -111,7 +112,7 @@ fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     Err(Failure::new(
         NOT_FIRN,
         format!(
-            "{path} has no arena (none at {arena}): nothing is held for it; with another --arena-dir, say so"
+            "{path} has no arena (looked for {arena}), so nothing is held for it; if it was mounted with --arena-dir, give the same"
         ),
     ))
 }
@@ -164,7 +165,7 @@ fn text(report: &CheckReport, paint: Paint) -> String {
     if report.in_use {
         line(
             "in use",
-            "by a living firnd: counts may be moving, the journal is not judged".to_owned(),
+            "by a running firnd: counts may change, and the journal is not checked".to_owned(),
         );
     }
     for damage in &report.damage {

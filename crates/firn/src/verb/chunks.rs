@@ -14,24 +14,24 @@ use crate::verb::{Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "chunks",
-    about: "Tell where each byte of a file is: memory, spill file or backing",
-    long: "One line a piece: its offset in the file and its length, where it is, the chunk, and its place in \
-           bytes: in memory from the start of the data region, in the spill file and in the backing from the \
-           start of the file. A hole is zeros that were never written. --json also says where the data region \
-           is. It is how things were when firn looked: programs that read by such a list hold it with libfirn \
-           (firn.h) meanwhile.",
+    about: "Show where each byte of a file is: memory, spill file or backing",
+    long: "Prints one line per piece: its offset in the file, its length, where it is, its chunk, and its \
+               position in bytes (in memory: from the start of the data region; in the spill file and in the \
+               backing: from the start of the file). A hole is a range that was never written and reads as \
+               zeros. --json also tells where the data region is. The list is a snapshot; programs that read \
+               memory by such a list hold it through libfirn (firn.h).",
     examples: &[
-        ("firn chunks /ckpt/step_100/rank0", "where it is"),
+        ("firn chunks /ckpt/step_100/rank0", "where its bytes are"),
         (
             "firn chunks --json /ckpt/step_100/rank0 | jq .region",
-            "the file to map, and from where on",
+            "the file to map, and the offset to begin at",
         ),
     ],
     exits: &[
         (0, "done"),
         (
             1,
-            "no such file, not a regular file, or nothing of it is held: all of it is in the backing",
+            "no such file, not a regular file, or the file is not held: all of it is in the backing",
         ),
         (10, "not on a firn mount"),
     ],
@@ -79,7 +79,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         let path = text::path(&args.path);
         return Err(Failure::new(
             FAILED,
-            format!("{path}: nothing of it is held: all of it is in the backing"),
+            format!("{path} is not held: all of it is in the backing"),
         ));
     }
     if !args.json {

@@ -9,16 +9,16 @@ use crate::verb::{self, Verb};
 
 pub const VERB: Verb = Verb {
     name: "completions",
-    about: "Print the completions of a shell",
+    about: "Print a completion script for a shell",
     long: "",
     examples: &[
         (
             "firn completions bash > /etc/bash_completion.d/firn",
-            "for all users of bash",
+            "for all bash users",
         ),
         (
             "firn completions fish > ~/.config/fish/completions/firn.fish",
-            "for you and fish",
+            "for your own fish shell",
         ),
     ],
     exits: &[(0, "printed"), (2, "no such shell")],

@@ -11,7 +11,7 @@ use crate::verb::Verb;
 
 pub const VERB: Verb = Verb {
     name: "config",
-    about: "Show the value of every option and where it came from",
+    about: "Show the value of every option and where it comes from",
     long: "Shows what `firn mount` with the same flags would take, from flags, FIRN_* variables, \
            ~/.config/firn/firn.toml, /etc/firn/firn.toml and defaults, in this order.",
     examples: &[
@@ -25,7 +25,7 @@ pub const VERB: Verb = Verb {
         (0, "shown"),
         (
             2,
-            "an option or argument that cannot be; the text says where it stands",
+            "an invalid option or argument; the message says where it was given",
         ),
     ],
     args,

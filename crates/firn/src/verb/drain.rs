@@ -15,12 +15,12 @@ use crate::verb::{Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "drain",
-    about: "Begin to drain files now, without waiting for full chunks",
-    long: "Returns at once; `firn wait` waits.",
+    about: "Start draining files now, without waiting for full chunks",
+    long: "Returns at once; use `firn wait`, or --wait, to wait for the result.",
     examples: &[
         (
             "firn drain /ckpt/step_100",
-            "this checkpoint first, and now",
+            "drain this checkpoint now, before other files",
         ),
         (
             "firn drain --wait /ckpt",
@@ -28,7 +28,7 @@ pub const VERB: Verb = Verb {
         ),
     ],
     exits: &[
-        (0, "begun (with --wait: done)"),
+        (0, "started (with --wait: finished)"),
         (1, "failed; the data is kept"),
         (10, "not on a firn mount"),
     ],

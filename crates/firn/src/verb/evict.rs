@@ -12,18 +12,18 @@ use crate::{output, text};
 pub const VERB: Verb = Verb {
     name: "evict",
     about: "Free the memory of files that are drained",
-    long: "With drain=demand, drained files stay in memory to be read again until their room is needed. What is not \
-           drained stays in any case: say `firn drain --wait` before. So does what a program reads by a chunk \
-           list.",
+    long: "With drain=demand, drained files stay in memory, so that they can be read again, until their space \
+               is needed. Data that is not drained is never evicted: run `firn drain --wait` first. Neither \
+               is data that a program reads through a chunk list.",
     examples: &[
         (
             "firn evict /ckpt/step_100",
-            "this checkpoint will not be read again",
+            "when this checkpoint will not be read again",
         ),
-        ("firn evict /ckpt", "everything that is drained"),
+        ("firn evict /ckpt", "free the memory of all drained files"),
     ],
     exits: &[
-        (0, "done, also where there was nothing to free"),
+        (0, "done, or there was nothing to free"),
         (1, "failed"),
         (10, "not on a firn mount"),
     ],

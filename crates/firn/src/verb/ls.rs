@@ -16,15 +16,17 @@ use crate::{output, text};
 
 pub const VERB: Verb = Verb {
     name: "ls",
-    about: "List files with where their data is, and whether they were closed",
-    long: "One line a file: its durability level (held in memory, spilled, drained, durable), whether its writers closed it \
-           (closed), still have it open (open), or were killed (cut: one of them by a signal, or firnd), its size, its bytes that \
-           are held and not in the backing, and its path. Without FUSE, too, where ls(1) shows empty stubs. A file that is cut is an unfinished checkpoint.",
+    about: "List files, where their data is, and whether they were closed",
+    long: "Prints one line per file: its durability level (held, spilled, drained or durable); `closed` if \
+               its writers closed it, `open` if one of them still has it open, `cut` if one of them, or \
+               firnd, was killed before it closed the file; its size; how many of its bytes are held, that \
+               is, not in the backing; and its path. A cut file is an unfinished checkpoint. Works without \
+               FUSE, too, where ls(1) shows empty files.",
     examples: &[
         ("firn ls /ckpt", "all files of the mount"),
         (
             "firn ls --state cut /ckpt",
-            "the files that a restart must not use",
+            "files that a restart must not use",
         ),
     ],
     exits: &[(0, "done"), (1, "failed"), (10, "not on a firn mount")],
@@ -37,7 +39,7 @@ struct LsArgs {
     /// A mount point, or a file or directory below it.
     #[arg(value_hint = ValueHint::AnyPath)]
     path: PathBuf,
-    /// Only the files in this state.
+    /// List only files in this state.
     #[arg(long, value_name = "STATE", value_parser = ["held", "spilled", "drained", "durable", "open", "closed", "cut"])]
     state: Option<String>,
     /// Print the list as JSON.

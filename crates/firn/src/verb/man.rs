@@ -19,7 +19,7 @@ pub const VERB: Verb = Verb {
         ("firn man wait | man -l -", "read firn-wait(1)"),
         (
             "firn man --dir /usr/local/share/man",
-            "install all of them, in man1 and man8",
+            "install all pages, in man1 and man8",
         ),
     ],
     exits: &[
@@ -33,7 +33,7 @@ pub const VERB: Verb = Verb {
 
 #[derive(Debug, Args)]
 struct ManArgs {
-    /// Print the page of this verb instead of firn(1); `mount.firn` has one, too.
+    /// Verb whose page to print, or `mount.firn` [default: firn(1)].
     #[arg(conflicts_with = "dir")]
     verb: Option<String>,
     /// Write all pages to DIR/man1 and DIR/man8.
@@ -59,7 +59,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         Failure::new(
             crate::failure::USAGE,
             format!(
-                "{} has no page; `firn` lists the verbs",
+                "there is no man page for {}; `firn` lists the verbs",
                 wanted.unwrap_or_default()
             ),
         )

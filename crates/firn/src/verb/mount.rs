@@ -13,10 +13,11 @@ use crate::verb::Verb;
 
 pub const VERB: Verb = Verb {
     name: "mount",
-    about: "Mount a directory so that programs write to it at memory speed",
-    long: "Returns when the mount is usable. What an earlier mount of the same backing held is drained without \
-           being asked. Options come from flags, FIRN_* variables, ~/.config/firn/firn.toml, /etc/firn/firn.toml \
-           and defaults, in this order; `firn config` shows them.",
+    about: "Mount a directory so that programs can write to it at memory speed",
+    long: "Returns when the mount is usable. Data that an earlier mount of the same backing still held is \
+               drained automatically. Options are taken from flags, FIRN_* variables, \
+               ~/.config/firn/firn.toml, /etc/firn/firn.toml and the defaults, in this order; `firn config` \
+               shows the result.",
     examples: &[
         (
             "firn mount /scratch/run42 /ckpt",
@@ -24,7 +25,7 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn mount /scratch/run42 /ckpt -o arena-size=4G,close=held",
-            "close returns at memory speed, too",
+            "with 4 GiB of memory; close returns at memory speed, too",
         ),
         (
             "firn mount --frontend=preload /scratch/run42 /ckpt",
@@ -32,16 +33,16 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn mount --foreground --log-level=debug /scratch/run42 /ckpt",
-            "to look at what it does",
+            "in the foreground, with a verbose log",
         ),
     ],
     exits: &[
         (0, "the mount is usable (with --foreground: it has ended)"),
         (1, "failed"),
-        (2, "an option or argument that cannot be"),
+        (2, "an invalid option or argument"),
         (
             10,
-            "the arena of this backing is not one that this firn can use",
+            "the arena of this backing cannot be used by this version of firn",
         ),
         (
             11,
@@ -62,14 +63,22 @@ fn args(command: Command) -> Command {
             .value_parser(value_parser!(PathBuf))
     };
     command
-        .arg(directory("BACKING", "backing", "Directory, on any file system, where the files end up"))
-        .arg(directory("DIR", "mount-point", "Existing directory where programs see them"))
+        .arg(directory(
+            "BACKING",
+            "backing",
+            "Directory on any file system, where the files end up",
+        ))
+        .arg(directory(
+            "DIR",
+            "mount-point",
+            "Existing directory where programs see the files",
+        ))
         .arg(minus_o())
         .arg(
             Arg::new("foreground")
                 .long("foreground")
                 .action(ArgAction::SetTrue)
-                .help("Serve in this process, with the log on stderr, until it is unmounted or interrupted"),
+                .help("Stay in the foreground and log to stderr, until unmounted or interrupted"),
         )
         .args(firn_config::args())
 }

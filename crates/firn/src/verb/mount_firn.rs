@@ -25,16 +25,16 @@ pub const EXAMPLES: &[(&str, &str)] = &[
     ),
     (
         "mount -t firn -o arena-size=4G /scratch/run42 /ckpt",
-        "by hand, as root",
+        "from the command line, as root",
     ),
 ];
 
 /// For its man page.
 pub const EXITS: &[(u8, &str)] = &[
     (0, "the mount is usable"),
-    (1, "an option or argument that cannot be"),
+    (1, "an invalid option or argument"),
     (8, "interrupted"),
-    (32, "the mount failed; the text says why"),
+    (32, "the mount failed; the message says why"),
 ];
 
 /// Its command line, for its man page.
@@ -48,16 +48,16 @@ pub fn page_command() -> Command {
     Command::new("mount.firn")
         .version(env!("CARGO_PKG_VERSION"))
         .about("Helper of mount(8) for Firn")
-        .long_about("mount(8) calls it for file systems of type firn. It returns when the mount is usable.")
+        .long_about("mount(8) calls this program for file systems of type firn. It returns when the mount is usable.")
         .disable_help_flag(true)
         .disable_version_flag(true)
         .arg(Arg::new("BACKING").required(true).help("Directory where the files end up"))
-        .arg(Arg::new("DIR").required(true).help("Where programs see them"))
+        .arg(Arg::new("DIR").required(true).help("Directory where programs see the files"))
         .arg(flag("sloppy", "Skip unknown options instead of refusing them"))
-        .arg(flag("fake", "Check the options, mount nothing"))
-        .arg(flag("n", "Accepted and without effect"))
-        .arg(flag("verbose", "Say what is done"))
-        .arg(minus_o().help("Options: those of firn-mount(1) without `--`, those that mount(8) takes for every file system, and _netdev, nofail, noauto, user, x-*"))
+        .arg(flag("fake", "Check the options, but do not mount"))
+        .arg(flag("n", "Accepted for compatibility; no effect"))
+        .arg(flag("verbose", "Print what is done"))
+        .arg(minus_o().help("Options: those of firn-mount(1) without `--`, those that mount(8) accepts for every file system, and _netdev, nofail, noauto, user, x-*"))
 }
 
 /// What mount(8) asks for.

@@ -12,19 +12,22 @@ use crate::{output, text};
 pub const VERB: Verb = Verb {
     name: "pin",
     about: "Keep files in memory after they are drained",
-    long: "With drain=demand, drained files leave memory when new ones need the room, the first drained first. Pinned \
-           ones stay until `firn pin --off`, `firn evict` or the end of the mount. It holds for the files that are \
-           in memory now.",
+    long: "With drain=demand, drained files leave memory when new files need the space, in the order in which \
+               they were drained. Pinned files stay until `firn pin --off`, `firn evict` or the end of the \
+               mount. Only files that are in memory now are pinned.",
     examples: &[
-        ("firn pin /ckpt/step_100", "a restart will read this one"),
+        (
+            "firn pin /ckpt/step_100",
+            "keep a checkpoint that a restart will read",
+        ),
         (
             "firn pin --off /ckpt/step_100",
-            "its memory may go to others again",
+            "allow its memory to be reused",
         ),
     ],
     exits: &[
         (0, "done"),
-        (1, "nothing of it is in memory, or it failed"),
+        (1, "nothing of the file is in memory, or the request failed"),
         (10, "not on a firn mount"),
     ],
     args: PinArgs::augment_args,
@@ -36,7 +39,7 @@ struct PinArgs {
     /// A mount point, or a file or directory below it.
     #[arg(value_hint = ValueHint::AnyPath)]
     path: PathBuf,
-    /// Pin no longer.
+    /// Undo an earlier pin.
     #[arg(long)]
     off: bool,
     /// Print the outcome as JSON.
@@ -69,7 +72,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         let path = text::path(&args.path);
         return Err(Failure::new(
             crate::failure::FAILED,
-            format!("{path}: nothing of it is in memory"),
+            format!("nothing of {path} is in memory"),
         ));
     }
     if !args.json {

@@ -14,21 +14,25 @@ use crate::{output, text};
 pub const VERB: Verb = Verb {
     name: "prune",
     about: "Remove old checkpoints",
-    long: "Each directory directly below DIR is a checkpoint. The newest one stays, because its job may still write to \
-           it. Of the older ones, the newest N that are complete stay, and what is older goes. A checkpoint is \
-           complete if no file in it is open, and none is cut (its writer was killed before it closed the file). One \
-           that a program has open always stays, as does one that a symbolic link in DIR leads to. Age is the newest \
-           time of modification of anything in a checkpoint. Names that begin with a dot are left alone. DIR must be \
-           on a firn mount: only its firnd knows which files are open or cut.",
+    long: "Each directory directly below DIR counts as a checkpoint. The newest one is kept, because its job \
+               may still be writing to it. Of the others, the newest N complete ones are kept, and older ones \
+               are removed. A checkpoint is complete if none of its files is open, and none is cut (its \
+               writer was killed before it closed the file). A checkpoint with an open file is never removed, \
+               nor is one that a symbolic link in DIR points to. The age of a checkpoint is the newest \
+               modification time in it. Names that begin with a dot are ignored. DIR must be on a firn mount: \
+               only its firnd knows which files are open or cut.",
     examples: &[
-        ("firn prune --keep 2 --dry-run /ckpt", "what would go"),
+        (
+            "firn prune --keep 2 --dry-run /ckpt",
+            "show what would be removed",
+        ),
         (
             "firn prune --keep 2 /ckpt",
             "from cron, or between the steps of a job",
         ),
     ],
     exits: &[
-        (0, "done, also where there was nothing to remove"),
+        (0, "done, or there was nothing to remove"),
         (1, "failed"),
         (10, "not on a firn mount"),
     ],
@@ -41,10 +45,10 @@ struct PruneArgs {
     /// The directory that holds the checkpoints.
     #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
     dir: PathBuf,
-    /// Complete checkpoints that stay, beside the newest one.
+    /// Number of complete checkpoints to keep in addition to the newest one.
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..))]
     keep: u32,
-    /// Show what would be removed, and remove nothing.
+    /// Show what would be removed, but remove nothing.
     #[arg(long)]
     dry_run: bool,
     /// Print the outcome as JSON.

@@ -21,21 +21,25 @@ use crate::verb::Verb;
 pub const VERB: Verb = Verb {
     name: "recover",
     about: "Drain what a killed firnd held, without mounting",
-    long: "Carries the data of the arena to the backing until all of it is durable, then removes the arena. \
-           `firn mount` of the same backing does the same by itself. May be stopped and begun again at any time.",
+    long: "Writes the data of the arena to the backing until all of it is durable, then removes the arena. \
+               `firn mount` of the same backing does this, too. It can be interrupted and started again at \
+               any time.",
     examples: &[
-        ("firn recover /scratch/run42", "after a crash, in an epilog"),
+        (
+            "firn recover /scratch/run42",
+            "after a crash, for example in an epilog script",
+        ),
         (
             "firn recover --save-lost /home/me/rescued /scratch/run42",
-            "files were removed from the backing before their data reached it",
+            "keep data whose files were removed from the backing before it was drained",
         ),
         (
             "firn recover --host n7 /scratch/run42",
-            "host n7 is gone: end what it had prepared",
+            "host n7 is lost: finish or undo its transactions",
         ),
         (
             "firn recover --from-backup /pfs/backup --id 17 /scratch/run42",
-            "the host is lost: commit 17 on a copy of the backing as it was before",
+            "the host is lost: finish commit 17 on a copy of the backing as it was before the transaction",
         ),
         ("firn recover --json /scratch/run42", "for scripts"),
     ],
@@ -46,11 +50,14 @@ pub const VERB: Verb = Verb {
         ),
         (
             1,
-            "failed, nothing was recovered; the data is still in the arena",
+            "failed, and nothing was recovered; the data is still in the arena",
         ),
-        (3, "a part is recovered, the rest is still in the arena"),
-        (10, "not an arena that this firn can use"),
-        (11, "a firnd holds it: use its mount"),
+        (3, "partly recovered; the rest is still in the arena"),
+        (
+            10,
+            "not an arena, or not one that this version of firn can use",
+        ),
+        (11, "a running firnd uses it: use its mount"),
         (130, "interrupted; the rest is still in the arena"),
     ],
     args,
@@ -68,7 +75,7 @@ fn args(command: Command) -> Command {
         .arg(
             Arg::new("backing")
                 .value_name("BACKING")
-                .help("The backing directory (or the mount point of a dead mount)")
+                .help("Backing directory, or mount point of a dead mount")
                 .required(true)
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
@@ -77,7 +84,7 @@ fn args(command: Command) -> Command {
             Arg::new("save-lost")
                 .long("save-lost")
                 .value_name("DIR")
-                .help("Copy held data whose file is gone from the backing below DIR, then let go of it")
+                .help("Save held data whose file is gone from the backing to DIR, and remove it from the arena")
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
         )
@@ -86,7 +93,7 @@ fn args(command: Command) -> Command {
                 .long("discard-lost")
                 .action(ArgAction::SetTrue)
                 .conflicts_with("save-lost")
-                .help("Give up held data whose file is gone from the backing: it cannot be had again"),
+                .help("Discard held data whose file is gone from the backing; it cannot be recovered later"),
         )
         .arg(
             Arg::new("dead-host")
@@ -94,7 +101,7 @@ fn args(command: Command) -> Command {
                 .value_name("NAME")
                 .conflicts_with_all(["save-lost", "discard-lost"])
                 .help(
-                    "Of several hosts that commit together: end the transactions of this one, which is gone",
+                    "Finish or undo the transactions of this host, which is lost, where several hosts commit together",
                 ),
         )
         .arg(
@@ -102,7 +109,7 @@ fn args(command: Command) -> Command {
                 .long("from-backup")
                 .value_name("DIR")
                 .conflicts_with_all(["save-lost", "discard-lost", "dead-host"])
-                .help("Prepare, in BACKING as it was before, the transaction of a host that is lost (mounted with backup=DIR)")
+                .help("Restore the prepared transaction of a lost host, which mounted with backup=DIR, in BACKING as it was before it")
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
         )
@@ -111,7 +118,7 @@ fn args(command: Command) -> Command {
                 .long("id")
                 .value_name("N")
                 .requires("from-backup")
-                .help("Commit it; without this, a mount's firn commit or firn abort decides")
+                .help("Commit the transaction; without this, mount and run firn commit or firn abort")
                 .value_parser(value_parser!(u64)),
         )
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print the outcome as JSON"))
@@ -186,10 +193,10 @@ fn of_backup(request: FromBackup, json: bool) -> Result<u8, Failure> {
         report.scope.to_string()
     };
     output::say(&match (report.before, report.committed) {
-        (true, _) => format!("{scope}: commit {id} was carried out before; nothing is left to do"),
-        (false, true) => format!("{scope}: carried out commit {id}, {objects}"),
+        (true, _) => format!("{scope}: commit {id} was applied earlier; nothing is left to do"),
+        (false, true) => format!("{scope}: applied commit {id}, {objects}"),
         (false, false) => format!(
-            "{scope}: prepared with id {id}, {objects}: mount with drain=commit, then firn commit or firn abort"
+            "{scope}: prepared with id {id}, {objects}; mount with drain=commit and run firn commit or firn abort"
         ),
     });
     Ok(DONE)
@@ -202,7 +209,7 @@ fn of_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
         output::print_json(&report)?;
     } else {
         for id in &report.finished {
-            output::say(&format!("{host}: carried out commit {id}"));
+            output::say(&format!("{host}: applied commit {id}"));
         }
         if report.undone > 0 {
             output::say(&format!(
@@ -211,7 +218,7 @@ fn of_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
             ));
         }
         if report.finished.is_empty() && report.undone == 0 && report.waiting.is_empty() {
-            output::say(&format!("{host}: nothing to end"));
+            output::say(&format!("{host}: there is no transaction to finish"));
         }
     }
     match report.waiting.first() {
@@ -219,7 +226,7 @@ fn of_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
         Some(id) => Err(Failure::new(
             PARTLY,
             format!(
-                "{host}: {id} is prepared and undecided: firn commit or firn abort it on another host, then again"
+                "{host}: transaction {id} is prepared but not decided: run firn commit or firn abort on another host, then this command again"
             ),
         )),
     }
@@ -246,7 +253,7 @@ fn outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
         .is_ok_and(|backing| dir.starts_with(backing))
     {
         let text = format!(
-            "{} is inside the backing directory: give one outside of it",
+            "{} is inside the backing directory: give a directory outside of it",
             text::path(&dir)
         );
         return Err(Failure::new(USAGE, text));
@@ -267,7 +274,7 @@ fn tell_damage(backing: &Path, options: &Options) {
     };
     for damage in report.damage.iter().filter(|_| !report.in_use) {
         output::say(&format!(
-            "damaged, and skipped: {}",
+            "skipped a damaged record: {}",
             super::check::damage_line(damage)
         ));
     }
@@ -322,13 +329,14 @@ fn outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, 
     let text = if left > 0 {
         let backing = text::path(backing);
         format!(
-            "{} are left in {arena}: mend the backing and run `firn recover {backing}` again",
+            "{} are left in {arena}: repair the backing and run `firn recover {backing}` again",
             bytes(left)
         )
     } else {
         let backing = text::path(backing);
         format!(
-            "{} have no file to go to and are kept in {arena}: put the files back under their names, or take the \
+            "{} have no file to go to and are kept in {arena}: put the files back under their names, or take \
+               the \
              data elsewhere with `firn recover --save-lost DIR {backing}`, or give it up with \
              `firn recover --discard-lost {backing}`",
             bytes(lost)

@@ -27,13 +27,13 @@ use crate::{output, text};
 pub const VERB: Verb = Verb {
     name: "run",
     about: "Run a job with its checkpoints in memory",
-    long: "Mounts, runs the command with FIRN_PREFIX set to the mount point and the preload library loaded, and takes \
-           the mount down when the command has ended. What is below FIRN_PREFIX is written and read at memory speed. \
-           The mount's options are those of `firn mount`, with drain=demand and fsync=held unless you say otherwise. \
-           When the command succeeds, its files are drained to --backing; without --backing they are gone. When it \
-           fails or is killed, its files stay in memory for the restart: run the same command again, and they are \
-           there. Where FUSE cannot be used, the preload library alone serves the files (frontend=preload). Signals are \
-           passed on, and the exit status is the command's.",
+    long: "Mounts, runs COMMAND with FIRN_PREFIX set to the mount point and with the preload library loaded, \
+               and unmounts when the command has ended. Files below FIRN_PREFIX are written and read at \
+               memory speed. The options are those of `firn mount`, with drain=demand and fsync=held as \
+               defaults. If the command succeeds, its files are drained to --backing; without --backing they \
+               are removed. If it fails or is killed, its files stay in memory for a restart: run the same \
+               command again to find them. Where FUSE cannot be used, the preload library alone serves the \
+               files (frontend=preload). Signals are forwarded, and the exit status is that of the command.",
     examples: &[
         (
             "firn run --memory 8G -- mpirun -n 8 ./app",
@@ -41,24 +41,24 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn run --memory 8G --keep 2 -- mpirun -n 8 ./app",
-            "old checkpoints below $FIRN_PREFIX go while it runs, as with `firn prune --keep 2`",
+            "the same; old checkpoints are removed while it runs, as by `firn prune --keep 2`",
         ),
         (
             "firn run --memory 8G --backing /scratch/run42 --prefix /tmp/ckpt -- ./app /tmp/ckpt",
-            "the mount point and the place for what is drained are given",
+            "with a given mount point, and a directory for the results",
         ),
     ],
     exits: &[
         (
             0,
-            "the command succeeded, and its files were drained where there is a --backing",
+            "the command succeeded, and its files were drained if there is a --backing",
         ),
         (
             1,
-            "the mount could not be made or taken down (or the command ended with 1)",
+            "mounting or unmounting failed (or the command ended with 1)",
         ),
         (127, "the command was not found"),
-        (128, "plus the signal's number: a signal ended the command"),
+        (128, "plus the number of the signal that ended the command"),
     ],
     args,
     run,
@@ -77,9 +77,9 @@ fn args(command: Command) -> Command {
         .arg(directory(
             "prefix",
             "DIR",
-            "Where the job sees its files; made if missing [default: `run` in the runtime directory]",
+            "Directory where the job sees its files; created if missing [default: `run` in the runtime directory]",
         ))
-        .arg(directory("backing", "DIR", "Where drained files end up; made if missing [default: none]"))
+        .arg(directory("backing", "DIR", "Directory where drained files end up; created if missing [default: none]"))
         .arg(
             Arg::new("no-preload")
                 .long("no-preload")
@@ -90,7 +90,7 @@ fn args(command: Command) -> Command {
             Arg::new("keep")
                 .long("keep")
                 .value_name("N")
-                .help("Remove old checkpoints while the command runs: `firn prune --keep N` of the prefix")
+                .help("Remove old checkpoints while the command runs, as by `firn prune --keep N`")
                 .value_parser(value_parser!(u32).range(1..)),
         )
         .arg(minus_o())
@@ -122,7 +122,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     };
     let is_tree = options.frontend == Frontend::Preload;
     if is_tree && preload.is_none() {
-        let why = "frontend=preload is the preload library alone: leave out --no-preload, and install the library beside firn";
+        let why = "frontend=preload needs the preload library: omit --no-preload, and install the library beside firn";
         return Err(Failure::new(USAGE, why));
     }
     let prefix = matches.get_one("prefix").cloned();
@@ -164,7 +164,7 @@ fn prune_until(on_end: Receiver<()>, prefix: &Path, keep: usize) {
         if let Err(Failure::Told { text, .. }) = prune(prefix, keep)
             && !is_told
         {
-            output::say(&format!("old checkpoints stay: {text}"));
+            output::say(&format!("cannot remove old checkpoints: {text}"));
             is_told = true;
         }
     }
@@ -316,7 +316,7 @@ impl Place {
                 output::say(&format!(
                     "the command failed; {held} stay in memory, in {arena}"
                 ));
-                output::say("the same `firn run` again has them; or reach them with:");
+                output::say("run the same `firn run` again to use them, or mount them with:");
                 let backing = text::path(&self.backing);
                 let prefix = text::path(&self.prefix);
                 let frontend = if self.is_tree {
@@ -346,7 +346,7 @@ fn default_prefix() -> Result<PathBuf, Failure> {
         Ok(_) => Ok(prefix),
         Err(error) => Err(Failure::new(
             FAILED,
-            format!("the default of --prefix, {error}"),
+            format!("cannot use the default of --prefix: {error}"),
         )),
     }
 }

@@ -26,12 +26,16 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 
 pub const VERB: Verb = Verb {
     name: "status",
-    about: "Show what is held, what is drained, errors and speed",
-    long: "Without PATH: all mounts. With a path below a mount: also its files that are not drained yet.",
+    about: "Show how much data is held and drained, errors and throughput",
+    long: "Without PATH, lists all mounts of this user. With a path below a mount, also lists files that are \
+               not drained yet.",
     examples: &[
-        ("firn status", "all mounts of this host, a line each"),
+        ("firn status", "all mounts, one line each"),
         ("firn status /ckpt", "one mount"),
-        ("firn status --watch /ckpt", "the same, each second anew"),
+        (
+            "firn status --watch /ckpt",
+            "the same, updated every second",
+        ),
         ("firn status --json /ckpt | jq .held_bytes", "for scripts"),
         (
             "firn status --prometheus > /var/lib/node_exporter/firn.prom",
@@ -42,9 +46,9 @@ pub const VERB: Verb = Verb {
         (0, "shown"),
         (
             1,
-            "the mount of PATH does not answer: the text says what to do",
+            "the mount of PATH does not answer; the message says what to do",
         ),
-        (3, "some of the mounts do not answer; the others are shown"),
+        (3, "some mounts do not answer; the others are shown"),
         (10, "PATH is not on a firn mount"),
     ],
     args: StatusArgs::augment_args,
@@ -59,13 +63,13 @@ struct StatusArgs {
     /// Print JSON: an object for PATH, an array of all mounts without it; a line a second with --watch.
     #[arg(long)]
     json: bool,
-    /// Look again each second.
+    /// Update every second.
     #[arg(short, long)]
     watch: bool,
-    /// Print the metrics as Prometheus text.
+    /// Print metrics in the Prometheus text format.
     #[arg(long, visible_alias = "metrics", conflicts_with_all = ["json", "watch"])]
     prometheus: bool,
-    /// Forget the errors that are recorded; the data is kept and still tried.
+    /// Clear the recorded errors; their data is kept, and its drain is still retried.
     #[arg(long, requires = "path", conflicts_with_all = ["watch", "prometheus", "json"])]
     clear_errors: bool,
 }

@@ -10,7 +10,7 @@ use crate::verb::Verb;
 
 pub const VERB: Verb = Verb {
     name: "version",
-    about: "Print the versions of firn, of its protocol and of the arena",
+    about: "Print the versions of firn, its protocol and its arena format",
     long: "",
     examples: &[("firn version --json", "for scripts")],
     exits: &[(0, "printed")],

@@ -19,8 +19,8 @@ use crate::verb::{Verb, connect};
 pub const VERB: Verb = Verb {
     name: "wait",
     about: "Wait until files are drained or durable",
-    long: "Drains what is at or below PATH, now, and waits for it. `durable` is what fsync of every file, and of \
-           its name, would give.",
+    long: "Drains everything at or below PATH now and waits until that is done. `durable` has the effect of \
+               fsync(2) on every file and on the directories that name it.",
     examples: &[
         (
             "firn wait --until durable /ckpt/step_100",
@@ -28,14 +28,14 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn wait --until drained --timeout 5min /ckpt",
-            "at the end of a job, with a limit",
+            "at the end of a job, with a time limit",
         ),
     ],
     exits: &[
         (0, "it is so"),
         (1, "failed; the data is kept and `firn status` says why"),
-        (2, "an option or argument that cannot be"),
-        (3, "the time is up; the rest still drains"),
+        (2, "an invalid option or argument"),
+        (3, "timed out; the rest is still being drained"),
         (10, "not on a firn mount"),
     ],
     args: WaitArgs::augment_args,
@@ -50,7 +50,7 @@ struct WaitArgs {
     /// What to wait for.
     #[arg(long, value_enum, default_value = "durable")]
     until: Until,
-    /// Give up after this time (`30s`, `5min`; a bare number is seconds).
+    /// Give up after this time (`30s`, `5min`; a plain number means seconds).
     #[arg(long, value_name = "DURATION", value_parser = parse_timeout_ms)]
     timeout: Option<u64>,
     /// Print the outcome as JSON.
@@ -60,9 +60,9 @@ struct WaitArgs {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Until {
-    /// In the backing, as after write(2); seen by other hosts.
+    /// In the backing, as after write(2); visible to other hosts.
     Drained,
-    /// In the backing, as after fsync(2); outlives the host.
+    /// In the backing, as after fsync(2); survives a failure of the host.
     Durable,
 }
 

@@ -68,7 +68,7 @@ const FILES: [(&str, &str); 4] = [
 const EXITS: &[(u8, &str)] = &[
     (0, "done"),
     (1, "failed"),
-    (2, "an option or argument that cannot be"),
+    (2, "an invalid option or argument"),
     (3, "partly done; what is left is safe"),
     (10, "not a firn arena or mount"),
     (11, "busy: held by somebody else"),

@@ -40,7 +40,7 @@ fn mount(s: &Status, paint: Paint) -> String {
         s.backing
     );
     let mut line = |label: &str, what: String| {
-        let _ = writeln!(text, "  {label:<9} {what}");
+        let _ = writeln!(text, "  {label:<13} {what}");
     };
     line("held", held(s));
     line("arena", arena(s, paint));
@@ -54,7 +54,7 @@ fn mount(s: &Status, paint: Paint) -> String {
         line(
             "NUMA node",
             format!(
-                "{}: {used} of {all} in use, {foreign} given to other NUMA nodes",
+                "{}: {used} of {all} in use, {foreign} used from other NUMA nodes",
                 numa_node.numa_node
             ),
         );
@@ -63,7 +63,7 @@ fn mount(s: &Status, paint: Paint) -> String {
         line(
             "waiting",
             paint.odd(&format!(
-                "{} for room in the arena",
+                "{} for space in the arena",
                 count(s.waiting_writers, "writer")
             )),
         );
@@ -100,25 +100,22 @@ fn mount(s: &Status, paint: Paint) -> String {
     if s.chunk_lists > 0 {
         line(
             "lists",
-            format!(
-                "{} that programs read by",
-                count(s.chunk_lists, "chunk list")
-            ),
+            format!("{} held by programs", count(s.chunk_lists, "chunk list")),
         );
     }
     if s.recovered_bytes > 0 {
         line(
             "recovered",
-            format!("{} that an earlier firnd held", bytes(s.recovered_bytes)),
+            format!("{} held by an earlier firnd", bytes(s.recovered_bytes)),
         );
     }
     if s.lost_file_bytes > 0 {
         let what = format!(
-            "{} whose file is gone from the backing; kept in {}",
+            "{} whose file is gone from the backing, kept in {}",
             bytes(s.lost_file_bytes),
             s.arena
         );
-        line("homeless", paint.bad(&what));
+        line("orphaned", paint.bad(&what));
     }
     if s.log_lines_lost > 0 {
         let lines = count(s.log_lines_lost, "line");
@@ -129,7 +126,7 @@ fn mount(s: &Status, paint: Paint) -> String {
     }
     if let Some(limit) = s.file_size_limit_bytes {
         let what = format!(
-            "files of more than {} cannot be drained (ulimit -f at the mount)",
+            "files larger than {} cannot be drained (ulimit -f when it was mounted)",
             bytes(limit)
         );
         line("limit", paint.odd(&what));
@@ -165,7 +162,7 @@ fn mount(s: &Status, paint: Paint) -> String {
             line(
                 "retry",
                 paint.odd(&format!(
-                    "{} is tried again in {}",
+                    "{} is retried in {}",
                     lane.path,
                     seconds(ms as f64 / 1e3)
                 )),
@@ -222,15 +219,15 @@ fn transaction(one: &TransactionStatus, paint: Paint) -> String {
     let is_open = one.stage == "open";
     let state = match (&backup.error, backup.whole, backup.age_s) {
         (Some(error), ..) => paint.bad(&format!("not in the backup: {error}")),
-        (None, true, _) => format!("backup of {} is whole", bytes(backup.copied_bytes)),
+        (None, true, _) => format!("backup of {} is complete", bytes(backup.copied_bytes)),
         (None, false, Some(age)) if is_open => format!(
-            "backup {} old, {} there, {} left to prepare",
+            "backup {} old, {} copied, {} left to copy",
             seconds(age),
             bytes(backup.copied_bytes),
             bytes(backup.left_bytes)
         ),
-        (None, false, _) if is_open => "backup not begun".into(),
-        (None, false, _) => "no backup any more".into(),
+        (None, false, _) if is_open => "backup not started".into(),
+        (None, false, _) => "backup removed".into(),
     };
     format!("{text}; {state}")
 }
@@ -251,9 +248,9 @@ fn stage(one: &TransactionStatus, paint: Paint) -> String {
             paint.odd(&format!("transaction in {scope}, prepared{number}{here}: firn commit or firn abort"))
         }
         stage => match &one.error {
-            None => paint.odd(&format!("transaction in {scope}, {stage}{number}, {objects} are carried out")),
+            None => paint.odd(&format!("transaction in {scope}, {stage}{number}, {objects} are being applied")),
             Some(error) => paint.bad(&format!(
-                "transaction in {scope}, {stage}{number}: {error}; it is tried again, and by firn commit at once"
+                "transaction in {scope}, {stage}{number}: {error}; it is retried automatically, and at once by firn commit"
             )),
         },
     }
@@ -295,7 +292,7 @@ fn drained(s: &Status) -> String {
 
 fn error_line(error: &ErrorStatus) -> String {
     let pending = if error.pending {
-        "; its data is kept and tried again"
+        "; its data is kept, and the drain is retried"
     } else {
         ""
     };
@@ -347,7 +344,7 @@ mod tests {
         };
         assert_eq!(
             error_line(&error),
-            "step/rank0: write: No space left on device (3 times, 2.0 s ago); its data is kept and tried again"
+            "step/rank0: write: No space left on device (3 times, 2.0 s ago); its data is kept, and the drain is retried"
         );
     }
 
