@@ -41,7 +41,7 @@ impl Lists {
                 message,
             };
         }
-        let (held, parts) = match HeldChunks::of(engine, path.as_bytes()) {
+        let (held, parts) = match HeldChunks::list_file(engine, path.as_bytes()) {
             Ok(made) => made,
             Err(errno) => {
                 return Reply::Error {

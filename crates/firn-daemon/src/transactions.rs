@@ -1,6 +1,6 @@
 //! Transactions of a mount: what the control socket asks for.
 //!
-//! The engine keeps the scope quiet ([`Engine::turn`]), the store turns.
+//! The engine keeps the scope quiet ([`Engine::quiesce`]), the store turns.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,7 +8,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use firn_backing::{DirBacking, Errno};
-use firn_engine::{Cached, Engine, Pending, TurnError};
+use firn_engine::{Cached, Engine, Pending, QuiesceError};
 use firn_format::durability::DurabilityLevel;
 use firn_format::tally::Tally;
 use firn_protocol::path::BytePath;
@@ -63,7 +63,7 @@ pub(crate) fn note(engine: &Engine<Store>, step: Step, scope: &[u8], id: Option<
     tracing::debug!(step = STEPS.name(step as usize), scope = %shown_scope(scope), ?id, host, "transaction");
 }
 
-/// [`Engine::turn`], with its steps noted.
+/// [`Engine::quiesce`], with its steps noted.
 fn turn<T>(
     engine: &Engine<Store>,
     path: &[u8],
@@ -71,14 +71,14 @@ fn turn<T>(
     work: impl FnOnce(&firn_transact::Inode<DirBacking>) -> Result<T, HeldError>,
 ) -> Result<T, HeldError> {
     note(engine, Step::Quiesce, path, None);
-    let turned = engine.turn(path, pending, |inode| {
+    let turned = engine.quiesce(path, pending, |inode| {
         note(engine, Step::Drained, path, None);
         work(inode)
     });
     turned.map_err(|error| match error {
-        TurnError::Scope(errno) => not_a_scope(errno),
-        TurnError::Drain(errno) => HeldError::Backing(errno),
-        TurnError::Turn(error) => error,
+        QuiesceError::Scope(errno) => not_a_scope(errno),
+        QuiesceError::Drain(errno) => HeldError::Backing(errno),
+        QuiesceError::Work(error) => error,
     })
 }
 
@@ -354,7 +354,10 @@ fn commit(
     if is_recovered {
         carry_out(engine, path)?;
         // Programs saw the tree before it until now.
-        engine.look_again(path).into_iter().for_each(means.forget);
+        engine
+            .revalidate_names(path)
+            .into_iter()
+            .for_each(means.forget);
         if how.begin {
             begin(engine, path, means.patience)?;
         }
@@ -371,7 +374,10 @@ fn commit(
     let behind = participants::await_other_hosts(engine, path, id, means)?;
     if shared {
         // Programs did not see the parts of other hosts until now.
-        engine.look_again(path).into_iter().for_each(means.forget);
+        engine
+            .revalidate_names(path)
+            .into_iter()
+            .for_each(means.forget);
     }
     if begins_late && !is_recovered {
         begin(engine, path, means.patience)?;
@@ -418,7 +424,7 @@ fn abort(
         }
     };
     patiently(Instant::now() + patience, attempt)?;
-    engine.look_again(path).into_iter().for_each(forget);
+    engine.revalidate_names(path).into_iter().for_each(forget);
     Ok(())
 }
 
@@ -451,7 +457,7 @@ fn finish_restore(
         .any(|one| one.is_undo && one.scope == path)
     {
         carry_out(engine, path)?;
-        engine.look_again(path).into_iter().for_each(forget);
+        engine.revalidate_names(path).into_iter().for_each(forget);
     }
     Ok(())
 }
@@ -481,7 +487,7 @@ fn restore(
                 participants::ended(engine, path);
                 Ok::<_, HeldError>(())
             })?;
-            engine.look_again(path).into_iter().for_each(forget);
+            engine.revalidate_names(path).into_iter().for_each(forget);
             Ok(())
         }
         Some(Stage::Decided(id)) => Err(HeldError::Decided { id }),
@@ -507,7 +513,7 @@ fn restore(
                 participants::ended(engine, path);
                 Ok::<_, HeldError>(())
             })?;
-            engine.look_again(path).into_iter().for_each(forget);
+            engine.revalidate_names(path).into_iter().for_each(forget);
             Ok(())
         }
     }

@@ -46,7 +46,7 @@ pub enum OpenMode {
     /// Reads and writes come to the engine.
     Engine,
     /// Nothing is pending and nobody writes: the kernel may read the backing file itself
-    /// ([`Engine::backing_fd`] gives it). Every later open of the same host gets this mode too until
+    /// ([`Engine::backing_fd`] gives it). Every later open of the same inode gets this mode too until
     /// all are released.
     Passthrough,
     /// Nothing is pending and this handle only reads: the kernel may cache pages and read ahead, and

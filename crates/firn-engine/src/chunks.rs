@@ -67,7 +67,7 @@ impl<B: Backing> HeldChunks<B> {
     /// names. Waits for a truncation under way.
     ///
     /// EISDIR, EINVAL: not a regular file. EIO: parts of it are pending and nobody can read them.
-    pub fn of(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ListedPart>)> {
+    pub fn list_file(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ListedPart>)> {
         let inode = engine.find(path)?;
         match inode.kind {
             Kind::File => {}

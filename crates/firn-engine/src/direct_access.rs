@@ -357,7 +357,7 @@ impl<B: Backing> Engine<B> {
 
     // ---- what the engine does ----------------------------------------------------------------
 
-    /// Whether a client may be writing the file of a host now, or has and the kernel was not told of it: its
+    /// Whether a client may be writing the file of an inode now, or has and the kernel was not told of it: its
     /// attributes change unseen.
     pub fn is_written_directly(&self, inode: crate::InodeId) -> bool {
         let Some(inode) = self.names.get(inode) else {
@@ -371,7 +371,7 @@ impl<B: Backing> Engine<B> {
         has_grant || inode.is_size_stale_in_kernel.load(Ordering::Acquire)
     }
 
-    /// The kernel knows now how long the file of a host is.
+    /// The kernel knows now how long the file of an inode is.
     pub fn note_kernel_size(&self, inode: crate::InodeId) {
         if let Some(inode) = self.names.get(inode) {
             inode

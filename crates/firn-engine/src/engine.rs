@@ -193,7 +193,7 @@ pub struct Engine<B: Backing> {
     pub(crate) journal: FileJournal,
     /// Paths that are told to the journal stay while they are, and renames change them.
     pub(crate) paths: crate::claims::PathClaims,
-    /// Held for reading by whoever changes data of files, for writing while a transaction turns. It is held
+    /// Held for reading by whoever changes data of files, for writing while a directory is quiet for a transaction. It is held
     /// while the backing works: that is what it is for.
     pub(crate) writing: parking_lot::RwLock<()>,
     pub(crate) names: Names<B>,
@@ -246,7 +246,7 @@ impl<B: Backing> Engine<B> {
         &self.options
     }
 
-    /// The path of a host, or of a name in it, as a person may read it; of one that nobody knows its number.
+    /// The path of an inode, or of a name in it, as a person may read it; of one that nobody knows its number.
     pub fn shown_path(&self, inode: InodeId, name: Option<&std::ffi::OsStr>) -> String {
         let mut path = match self.names.get(inode) {
             Some(inode) => inode.paths().into_iter().next().unwrap_or_default(),
@@ -265,7 +265,7 @@ impl<B: Backing> Engine<B> {
         self.names.get(id).ok_or(Errno::STALE)
     }
 
-    /// The object of a host in the backing.
+    /// The object of an inode in the backing.
     pub(crate) fn object(&self, inode: &Inode<B>) -> Result<B::Inode> {
         self.names.object(&self.backing, inode)
     }

@@ -2,8 +2,9 @@
 //!
 //! The engine knows nothing of FUSE, sockets or threads of its own; it is called and answers. A
 //! frontend calls the operations of [`Engine`]; a drain calls [`Engine::pick`], does the I/O and calls
-//! [`Engine::complete`]. What has to wait is told by a callback, never by a blocked thread, except
-//! for the short wait for one I/O in flight on the same file.
+//! [`Engine::complete`]. What has to wait is told by a callback. A thread is blocked only by what
+//! needs the backing's own answer after a drain, by [`Engine::wait_tree`], and for the short wait for one I/O in flight
+//! on the same file.
 //!
 //! Names go to the backing at once (drain policy *eager*); data is held in the arena and recorded in
 //! piece tables, and the journal says which file each piece belongs to.
@@ -52,7 +53,7 @@ pub use lost::LostFile;
 pub use privileges::Principal;
 pub use recovery::{Recovered, StoredArena};
 pub use spill::SpillStep;
-pub use transact::{Pending, TurnError};
+pub use transact::{Pending, QuiesceError};
 
 /// Result of an operation: the errno that the program gets.
 pub type Result<T> = std::result::Result<T, firn_backing::Errno>;

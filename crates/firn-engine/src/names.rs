@@ -2,7 +2,7 @@
 //!
 //! Invariants
 //! * One [`Inode`] for each object of the backing, whatever its number of names: hard links share it.
-//! * A host's names hold its parents, so the path of a host with pending data can always be told,
+//! * An inode's names hold its parents, so the path of an inode with pending data can always be told,
 //!   also when the kernel has forgotten the directories above.
 //! * An inode number is the backing's inode number where that is possible, so that programs see the
 //!   numbers that they see in the backing.
@@ -175,7 +175,7 @@ struct Tables<B: Backing> {
 }
 
 impl<B: Backing> Tables<B> {
-    /// Drops what is known of hosts that are gone: not all of them go by [`Names::forget`]. A file with data
+    /// Drops what is known of objects that are gone: not all of them go by [`Names::forget`]. A file with data
     /// outlives what the kernel knows, and others are only looked up by a path.
     fn sweep(&mut self) {
         if self.by_key.len() < self.sweep_at {

@@ -1,8 +1,8 @@
-//! What a transaction asks of the engine: that a directory is quiet while one begins, is prepared or ends.
+//! What a transaction asks of the engine: that nothing changes below a directory while one begins, is prepared or ends.
 //!
 //! Transactions themselves are the backing's (`firn-transact`): the engine's drains and names go to a backing
 //! that holds them. The engine only has to see to it that no byte is taken for one of the other side of
-//! such a turn.
+//! such an instant.
 
 use std::ffi::OsStr;
 use std::ops::Range;
@@ -17,26 +17,26 @@ use crate::file::File;
 use crate::names::Inode;
 use crate::{Cached, HandleId, InodeId, Result};
 
-/// What becomes of the data that is pending below a directory before the turn.
+/// What becomes of the data that is pending below a directory before that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pending {
     /// It goes to the backing.
     Drain,
     /// It is dropped.
     Discard,
-    /// It stays, and counts as written after the turn.
+    /// It stays, and counts as written after it.
     Keep,
 }
 
-/// Why nothing, or not all, came of a turn.
+/// Why nothing, or not all, was done while a directory was quiet.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum TurnError<E> {
+pub enum QuiesceError<E> {
     /// The path does not lead to anything.
     Scope(Errno),
     /// What is pending cannot be drained.
     Drain(Errno),
-    /// What was to be done failed.
-    Turn(E),
+    /// The work failed.
+    Work(E),
 }
 
 impl<B: Backing> Engine<B> {
@@ -50,17 +50,17 @@ impl<B: Backing> Engine<B> {
         self.backing.changes_wait()
     }
 
-    /// Runs `turn` while nobody writes to files at or below `path`, all of whose pending data is treated as
-    /// `pending` says before. Writers wait meanwhile. Where data cannot be drained, `turn` does not run.
-    pub fn turn<T, E>(
+    /// Runs `work` while nobody writes to files at or below `path`, all of whose pending data is treated as
+    /// `pending` says before. Writers wait meanwhile. Where data cannot be drained, `work` does not run.
+    pub fn quiesce<T, E>(
         &self,
         path: &[u8],
         pending: Pending,
-        turn: impl FnOnce(&B::Inode) -> std::result::Result<T, E>,
-    ) -> std::result::Result<T, TurnError<E>> {
-        let object = self.object_at(path).map_err(TurnError::Scope)?;
+        work: impl FnOnce(&B::Inode) -> std::result::Result<T, E>,
+    ) -> std::result::Result<T, QuiesceError<E>> {
+        let object = self.object_at(path).map_err(QuiesceError::Scope)?;
         let _quiet = self.writing.write();
-        // Whatever programs have open: the turn gets the descriptors that are kept only to be faster.
+        // Whatever programs have open: the work gets the descriptors that are kept only to be faster.
         self.close_all_idle();
         for file in self.files_at(path) {
             self.end_grant(&file);
@@ -68,11 +68,11 @@ impl<B: Backing> Engine<B> {
         match pending {
             Pending::Drain => {
                 self.wait_tree(path, DurabilityLevel::Drained, &mut |_, _| true)
-                    .map_err(TurnError::Drain)?;
+                    .map_err(QuiesceError::Drain)?;
             }
             Pending::Discard => {
                 for file in self.files_at(path) {
-                    // The turn may have nothing to do with a file that has no name any more, and its bytes.
+                    // The work may have nothing to do with a file that has no name any more, and its bytes.
                     let is_nameless = file.lock().unlinked;
                     if !is_nameless || self.drain_and_wait(&file).is_err() {
                         self.discard(&file);
@@ -83,10 +83,10 @@ impl<B: Backing> Engine<B> {
             }
             Pending::Keep => {}
         }
-        let turned = turn(&object).map_err(TurnError::Turn);
+        let done = work(&object).map_err(QuiesceError::Work);
         // It may have brought privileges back.
         self.privileges.note_given();
-        turned
+        done
     }
 
     /// The files at or below `path` that are open for writing: a program may have stored to a mapping of them what
@@ -105,7 +105,7 @@ impl<B: Backing> Engine<B> {
     /// After names at or below `path` changed in the backing without the engine: it drops those that are not
     /// so any more. Returns what the kernel may have cached of the tree before; names come first, so that nobody
     /// finds new attributes under an old name.
-    pub fn look_again(&self, path: &[u8]) -> Vec<Cached> {
+    pub fn revalidate_names(&self, path: &[u8]) -> Vec<Cached> {
         let _names_stay = self.paths.change(|| vec![path.to_vec()]);
         // Before the inodes are listed: whoever found a name earlier and enters it only now sees this and looks again.
         self.names.note_changes_below();

@@ -260,7 +260,7 @@ fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
     writer.open(&world.engine).unwrap();
     let data = pattern(0, 50_000, 0);
     assert_eq!(writer.append(&world.engine, 0, &data), data.len());
-    let (held, pieces) = HeldChunks::of(&world.engine, b"file").unwrap();
+    let (held, pieces) = HeldChunks::list_file(&world.engine, b"file").unwrap();
     let found = || -> Vec<u8> {
         let start = world.engine.arena().geometry().data_offset();
         let bytes = |piece: &firn_engine::ListedPart| {

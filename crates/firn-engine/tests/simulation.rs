@@ -213,7 +213,7 @@ impl Run {
             return Ok(());
         };
         let object = self.model.names[&path];
-        let result = HeldChunks::of(&self.world.engine, path.as_bytes());
+        let result = HeldChunks::list_file(&self.world.engine, path.as_bytes());
         let Some((held, pieces)) = self.outcome(result, Ok(()))? else {
             return Ok(());
         };

@@ -186,7 +186,9 @@ fn turn(
     engine: &Engine<Store>,
     work: impl FnOnce(&firn_transact::Inode<SimBacking>) -> Result<(), HeldError>,
 ) {
-    engine.turn(SCOPE, Pending::Keep, work).expect("the turn");
+    engine
+        .quiesce(SCOPE, Pending::Keep, work)
+        .expect("quiesced");
 }
 
 /// A transaction with data in the arena whose firnd has died: what it left, and what is to become of it.

@@ -27,7 +27,7 @@ pub fn run<B: Backing>(mount: &Mount<B>, seed: u64, go_on: impl Fn() -> bool) ->
 }
 
 fn list<B: Backing>(mount: &Mount<B>, path: &str, right: impl Fn(usize, u8) -> bool) -> u64 {
-    let (held, pieces) = match HeldChunks::of(&mount.engine, path.as_bytes()) {
+    let (held, pieces) = match HeldChunks::list_file(&mount.engine, path.as_bytes()) {
         Ok(made) => made,
         // Removed, or its directory is away for a moment.
         Err(Errno::NOENT | Errno::STALE) => return 0,
