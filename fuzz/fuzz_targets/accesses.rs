@@ -28,7 +28,7 @@ fuzz_target!(|input: Input| {
             .chain(list.changed.iter().map(|(name, _)| name));
         for name in names
             .map(|name| &name.name[..])
-            .chain([list.inode.as_bytes()])
+            .chain([list.host.as_bytes()])
         {
             assert!(is_component(name), "{name:?}");
         }

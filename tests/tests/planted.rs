@@ -13,7 +13,7 @@ use firn_tests::mount::mount_args;
 use firn_tests::sandbox::is_mounted;
 use firn_tests::transaction::firn;
 use firn_tests::{FirnMount, Sandbox, run};
-use firn_transact::record::{Data, Identity, Item, Piece, Record};
+use firn_transact::change_log::{ChangeLog, Data, Entry, Identity, Part, Range, Source};
 
 /// Any user who is not root.
 const ATTACKER: u32 = 65534;
@@ -72,15 +72,14 @@ fn identity(path: &Path) -> Identity {
 }
 
 /// The attacker makes `.firn/tx-1/` with a record that is decided.
-fn plant(sandbox: &Sandbox, item: Item) {
-    let record = Record {
+fn plant(sandbox: &Sandbox, entry: Entry) {
+    let log = ChangeLog {
         id: 1,
-        scope: Vec::new(),
-        shared: false,
-        items: vec![item],
+        entries: vec![entry],
+        ..ChangeLog::default()
     };
     let seed = sandbox.mkdir("seed");
-    fs::write(seed.join("commit"), record.encode()).expect("write");
+    fs::write(seed.join("commit"), log.encode()).expect("write");
     set_mode(&seed.join("commit"), 0o644);
     let script = r#"umask 077; mkdir -p "$1/.firn/tx-1/new" "$1/.firn/tx-1/away" && cp "$2" "$1/.firn/tx-1/commit""#;
     let mut sh = as_attacker("sh");
@@ -91,21 +90,25 @@ fn plant(sandbox: &Sandbox, item: Item) {
 }
 
 /// Overwrites `victim`, a file beside the backing.
-fn forged_bytes(victim: &Path) -> Item {
+fn forged_bytes(victim: &Path) -> Entry {
     let name = victim.file_name().expect("a name").to_string_lossy();
-    Item {
-        stays: Some((0, format!("../{name}").into_bytes())),
-        data: Some(Data {
-            cut: 6,
-            size: 6,
-            written: vec![(0, 6)],
-            grows: false,
-        }),
-        small: vec![Piece {
-            at: 0,
-            bytes: b"FORGED".to_vec(),
+    let data = Data {
+        cut: 6,
+        size: 6,
+        written: vec![Range {
+            start: 0,
+            end: 6,
+            source: Source::Inline(b"FORGED".to_vec()),
         }],
-        ..Item::new(1, identity(victim), false)
+        grows: false,
+    };
+    Entry {
+        stays: Some((0, format!("../{name}").into_bytes())),
+        redo: Part {
+            data: Some(data),
+            ..Part::default()
+        },
+        ..Entry::new(1, identity(victim), false)
     }
 }
 
@@ -164,13 +167,16 @@ fn regression_a_planted_record_makes_no_set_user_id_program() {
     set_mode(&sandbox.join("tool-of-root"), 0o4755);
     let own = backing.join("own");
     run(as_attacker("touch").arg(&own)).ok();
-    let item = Item {
+    let entry = Entry {
         stays: Some((0, b"own".to_vec())),
-        twin_at: Some(("../../../..".into(), "tool-of-root".into())),
-        attributes: true,
-        ..Item::new(1, identity(&own), false)
+        redo: Part {
+            copy_at: Some(("../../../..".into(), "tool-of-root".into())),
+            changes_attributes: true,
+            ..Part::default()
+        },
+        ..Entry::new(1, identity(&own), false)
     };
-    plant(&sandbox, item);
+    plant(&sandbox, entry);
     mount(&sandbox, OPTIONS).code(NOT_FIRN);
     let meta = fs::metadata(&own).expect("stat");
     assert_eq!((meta.uid(), meta.mode() & 0o4000), (ATTACKER, 0));

@@ -17,8 +17,8 @@ use firn_engine::Engine;
 use firn_format::quote::quoted_path;
 use firn_protocol::BackupStatus;
 use firn_protocol::path::BytePath;
-use firn_transact::backup::Progress;
-use firn_transact::backup::manifest::{MANIFEST, Manifest};
+use firn_transact::backup::{MANIFEST, Progress};
+use firn_transact::change_log::ChangeLog;
 use firn_transact::{Held, HeldError};
 use firn_trust::{TrustError, check_shared_parent, create_private_dir, open_private_dir};
 use parking_lot::{Condvar, Mutex};
@@ -228,7 +228,7 @@ pub struct BackupReport {
 pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, RecoverError> {
     process::prepare();
     let backing = preflight::check_backing(&request.backing, false)?;
-    let (place, manifest) = choose(request)?;
+    let (place, log) = choose(request)?;
     let files = runtime_files(&backing, &request.options)?;
     if is_there(&files.arena) {
         return Err(DaemonError::BackupArena {
@@ -243,17 +243,16 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     })?;
     let store = open_place(&place)?;
     let (held, _) = Held::open(directory).map_err(DaemonError::held(&backing))?;
-    let record = &manifest.record;
     let mut report = BackupReport {
-        id: record.id,
-        scope: record.scope.as_slice().into(),
-        objects: record.items.len() as u64,
+        id: log.id,
+        scope: log.scope.as_slice().into(),
+        objects: log.entries.len() as u64,
         ..BackupReport::default()
     };
     match held.revive(
         (&store, &store.root()),
         place.file_name().unwrap_or_default(),
-        &manifest,
+        &log,
     ) {
         Ok(()) => {}
         Err(HeldError::BackupDone { .. }) => (report.before, report.committed) = (true, true),
@@ -265,7 +264,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     }
     if request.id.is_some() && !report.before {
         let mut inode = held.root();
-        for name in record
+        for name in log
             .scope
             .split(|&byte| byte == b'/')
             .filter(|name| !name.is_empty())
@@ -275,7 +274,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
                 .map_err(HeldError::from)?
                 .0;
         }
-        held.commit(&inode, record.id)?;
+        held.commit(&inode, log.id)?;
         report.committed = true;
     }
     if report.committed {
@@ -310,7 +309,7 @@ fn open_place(place: &Path) -> Result<DirBacking, DaemonError> {
 }
 
 /// The only backup that is meant.
-fn choose(request: &FromBackup) -> Result<(PathBuf, Manifest), DaemonError> {
+fn choose(request: &FromBackup) -> Result<(PathBuf, ChangeLog), DaemonError> {
     let dir = request.dir.clone();
     let unusable = |source| DaemonError::BackupDirectory {
         path: dir.clone(),
@@ -334,14 +333,14 @@ fn choose(request: &FromBackup) -> Result<(PathBuf, Manifest), DaemonError> {
                     Err(error) => return Err(error),
                 };
                 match Held::manifest(&store, &store.root())? {
-                    Some(Ok(manifest)) if request.id.is_none_or(|id| id == manifest.record.id) => {
-                        found.push((place, manifest));
+                    Some(Ok(log)) if request.id.is_none_or(|id| id == log.id) => {
+                        found.push((place, log));
                     }
-                    Some(Ok(manifest)) => {
+                    Some(Ok(log)) => {
                         others.push(format!(
                             "{} has one with id {}",
                             quoted_path(&place),
-                            manifest.record.id
+                            log.id
                         ));
                     }
                     Some(Err(error)) => {
@@ -382,8 +381,8 @@ fn choose(request: &FromBackup) -> Result<(PathBuf, Manifest), DaemonError> {
             })
         }
         _ => {
-            let one = |(place, manifest): &(PathBuf, Manifest)| {
-                format!("{} (id {})", quoted_path(place), manifest.record.id)
+            let one = |(place, log): &(PathBuf, ChangeLog)| {
+                format!("{} (id {})", quoted_path(place), log.id)
             };
             let all = found.iter().map(one).collect::<Vec<_>>().join(", ");
             Err(DaemonError::BackupSeveral { all })

@@ -1,14 +1,19 @@
-//! Carrying out a redo record, as often as it takes.
+//! Applying a change log, in either direction and as often as it takes.
 //!
-//! 1. Data of files that were there: cut, then the ranges that were written, from the twin or the record.
-//! 2. Every name that its object leaves: the object goes away, to `away/` where it comes back under
-//!    another name.
-//! 3. Every name that an object comes to, directories before what is in them.
-//! 4. Attributes, from the twins.
-//! 5. Directories that came to no name go.
+//! This is the one executor of transactions: it carries out commits (redo), restores commits before (undo), and puts
+//! back what a transaction in shadow mode changed (undo, of a log that [`crate::shadow`] makes of what is saved).
+//!
+//! 1. Going back, files that become shorter are cut: what is written next may need the room.
+//! 2. Data of files that were there: cut, then the ranges that are written.
+//! 3. Every name that its object leaves: the object goes to `away/` where it comes back under another name, or to
+//!    the place where it is kept.
+//! 4. Every name that an object comes to, directories before what is in them.
+//! 5. Attributes, of directories last.
+//! 6. Directories that came to no name go.
 //!
 //! Each step looks first whether it is done: a name is moved only while it leads to the object that
-//! the record means. An object is found under its names in the order in which it comes to them.
+//! the log means. An object is found under its names in the order in which it comes to them. So an attempt after
+//! the first ends in the same tree, wherever the first one was cut off.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -16,68 +21,98 @@ use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Access, Backing, Errno, RenameFlags, Result, Seek, SetTime, Time};
 
-use crate::record::{Data, Identity, Item, Place, Record, Staged};
-use crate::scope::Held;
+use crate::change_log::{
+    ChangeLog, Data, Direction, Entry, Identity, Part, Place, Range, Source, Staged,
+};
 use crate::staging::{self, find, write_all};
 
 /// Bytes that are copied at once where the backing does not copy by itself.
 const BLOCK: usize = 1 << 20;
 
+/// What one entry asks for, in the direction in which its log is applied.
+#[derive(Clone, Copy)]
+struct Step<'a> {
+    entry: &'a Entry,
+    part: &'a Part,
+    leaves: &'a [Place],
+    comes: &'a [Place],
+    /// Where the object waits for its first name.
+    staged_at: Option<&'a Staged>,
+    /// Where it goes with its last name, instead of being removed.
+    kept_at: Option<&'a Staged>,
+}
+
+impl<'a> Step<'a> {
+    fn new(entry: &'a Entry, direction: Direction) -> Self {
+        match direction {
+            Direction::Redo => Self {
+                entry,
+                part: &entry.redo,
+                leaves: &entry.before,
+                comes: &entry.after,
+                staged_at: entry.new_at.as_ref(),
+                kept_at: entry.kept_at.as_ref(),
+            },
+            // What the commit made is removed: nothing leads forward again.
+            Direction::Undo => Self {
+                entry,
+                part: &entry.undo,
+                leaves: &entry.after,
+                comes: &entry.before,
+                staged_at: entry.kept_at.as_ref(),
+                kept_at: None,
+            },
+        }
+    }
+
+    fn away_name(&self) -> String {
+        self.entry.number.to_string()
+    }
+}
+
 pub(crate) struct Apply<'a, B: Backing> {
     base: &'a B,
     /// Of the top.
     device: u64,
-    items: BTreeMap<u64, &'a Item>,
+    direction: Direction,
+    steps: BTreeMap<u64, Step<'a>>,
     new: &'a B::Inode,
     away: &'a B::Inode,
     known: HashMap<u64, B::Inode>,
-    nests: HashMap<&'a str, B::Inode>,
-    /// The directory for what is kept to be brought back.
-    kept: Option<B::Inode>,
+    staging_dirs: HashMap<String, B::Inode>,
     placed: BTreeSet<u64>,
-    /// See [`Record::shared`].
+    /// See [`ChangeLog::shared`].
     shared: bool,
     /// Then: when the objects were last changed before this began.
     mtimes: HashMap<u64, Time>,
 }
 
 impl<'a, B: Backing> Apply<'a, B> {
+    /// `device` is that of the top of the backing.
     pub(crate) fn new(
-        held: &'a Held<B>,
-        record: &'a Record,
+        (base, device): (&'a B, u64),
+        (log, direction): (&'a ChangeLog, Direction),
         new: &'a B::Inode,
         away: &'a B::Inode,
     ) -> Self {
-        let base = &held.base;
-        let device = held.device();
-        let items = record
-            .items
+        let steps = log
+            .entries
             .iter()
-            .map(|item| (item.number, item))
+            .map(|entry| (entry.number, Step::new(entry, direction)))
             .collect();
-        let known = HashMap::from([(0, base.root())]);
-        let nests = HashMap::new();
-        let mtimes = HashMap::new();
-        let placed = BTreeSet::new();
         Self {
             base,
             device,
-            items,
+            direction,
+            steps,
             new,
             away,
-            known,
-            nests,
-            kept: None,
-            placed,
-            shared: record.shared,
-            mtimes,
+            known: HashMap::from([(0, base.root())]),
+            staging_dirs: HashMap::new(),
+            placed: BTreeSet::new(),
+            shared: log.shared && direction == Direction::Redo,
+            mtimes: HashMap::new(),
         }
-    }
-
-    /// What would be removed goes there, if there is a place for it.
-    pub(crate) fn keeping(mut self, kept: Option<B::Inode>) -> Self {
-        self.kept = kept;
-        self
     }
 
     /// The object is at hand and need not be looked for.
@@ -87,43 +122,50 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
+    /// What is staged in `name` is not below `new/` but here.
+    pub(crate) fn know_staging_dir(&mut self, name: &str, inode: B::Inode) {
+        self.staging_dirs.insert(name.to_owned(), inode);
+    }
+
     pub(crate) fn run(&mut self) -> Result<()> {
-        let items: Vec<&'a Item> = self.items.values().copied().collect();
+        let steps: Vec<Step<'a>> = self.steps.values().copied().collect();
         // All directories are found before any of them moves: an object stays the same wherever it goes.
-        for item in items.iter().filter(|item| item.is_dir) {
-            self.locate(item.number, &mut Vec::new())?;
+        for step in steps.iter().filter(|step| step.entry.is_dir) {
+            self.locate(step.entry.number, &mut Vec::new())?;
         }
         if self.shared {
-            for item in items.iter().filter(|item| item.twin_at.is_some()) {
-                if let Some(inode) = self.locate(item.number, &mut Vec::new())? {
-                    self.mtimes
-                        .insert(item.number, self.base.attr(&inode)?.mtime);
-                }
+            self.note_mtimes(&steps)?;
+        }
+        if self.direction == Direction::Undo {
+            for step in &steps {
+                self.cut(step)?;
             }
         }
-        for item in &items {
-            if let (Some(data), Some(at)) = (&item.data, &item.twin_at) {
-                self.write(item, data, at)?;
-            } else if !item.small.is_empty() {
-                self.write_small(item)?;
-            }
+        for step in &steps {
+            self.write(step)?;
         }
-        for item in &items {
-            self.leave(item)?;
+        for step in &steps {
+            self.leave(step)?;
         }
-        for item in &items {
-            self.place(item)?;
+        for step in &steps {
+            self.place(*step)?;
         }
-        for item in &items {
-            self.attributes(item)?;
+        let (dirs, others): (Vec<_>, Vec<_>) =
+            steps.into_iter().partition(|step| step.entry.is_dir);
+        for step in others.iter().chain(&dirs) {
+            self.set_attributes(step)?;
         }
-        for item in items
-            .iter()
-            .filter(|item| item.is_dir && item.comes.is_empty())
-        {
-            let name = item.number.to_string();
-            if !item.leaves.is_empty() && find(self.base, self.away, OsStr::new(&name))?.is_some() {
-                self.base.rmdir(self.away, OsStr::new(&name))?;
+        for step in &dirs {
+            self.remove_dir(step)?;
+        }
+        Ok(())
+    }
+
+    fn note_mtimes(&mut self, steps: &[Step<'a>]) -> Result<()> {
+        for step in steps.iter().filter(|step| step.part.copy_at.is_some()) {
+            let number = step.entry.number;
+            if let Some(inode) = self.locate(number, &mut Vec::new())? {
+                self.mtimes.insert(number, self.base.attr(&inode)?.mtime);
             }
         }
         Ok(())
@@ -136,7 +178,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         if let Some(inode) = self.known.get(&number) {
             return Ok(Some(inode.clone()));
         }
-        let Some(&item) = self.items.get(&number) else {
+        let Some(&step) = self.steps.get(&number) else {
             return Ok(None);
         };
         // Two directories that changed places are each below the other in one of their places.
@@ -144,36 +186,33 @@ impl<'a, B: Backing> Apply<'a, B> {
             return Ok(None);
         }
         above.push(number);
-        let found = self.search(item, above);
+        let found = self.search(&step, above);
         above.pop();
         let found = found?;
         // Of directories only: there may be more files than a process may hold descriptors.
-        if let Some(inode) = found.as_ref().filter(|_| item.is_dir) {
+        if let Some(inode) = found.as_ref().filter(|_| step.entry.is_dir) {
             self.known.insert(number, inode.clone());
         }
         Ok(found)
     }
 
-    fn search(&mut self, item: &'a Item, above: &mut Vec<u64>) -> Result<Option<B::Inode>> {
-        let places = item.stays.iter().chain(&item.comes).chain(&item.leaves);
+    fn search(&mut self, step: &Step<'a>, above: &mut Vec<u64>) -> Result<Option<B::Inode>> {
+        let entry = step.entry;
+        let places = entry.stays.iter().chain(step.comes).chain(step.leaves);
         for (dir, name) in places {
             if let Some(dir) = self.locate(*dir, above)?
-                && let Some(inode) = self.is_at(item, &dir, name)?
+                && let Some(inode) = self.find_at(entry, &dir, name)?
             {
                 return Ok(Some(inode));
             }
         }
-        if let Some(inode) = self.is_at(item, self.away, item.number.to_string().as_bytes())? {
+        if let Some(inode) = self.find_at(entry, self.away, step.away_name().as_bytes())? {
             return Ok(Some(inode));
         }
-        if let (Some(kept), Some((_, name))) = (self.kept.clone(), &item.kept_at)
-            && let Some(inode) = self.is_at(item, &kept, name.as_bytes())?
-        {
-            return Ok(Some(inode));
-        }
-        for (nest, name) in item.new_at.iter().chain(&item.anchor_at) {
-            let nest = self.nest(nest)?;
-            if let Some(inode) = self.is_at(item, &nest, name.as_bytes())? {
+        let staged = [step.kept_at, step.staged_at, entry.anchor_at.as_ref()];
+        for (dir, name) in staged.into_iter().flatten() {
+            let dir = self.staging_dir(dir)?;
+            if let Some(inode) = self.find_at(entry, &dir, name.as_bytes())? {
                 return Ok(Some(inode));
             }
         }
@@ -181,84 +220,117 @@ impl<'a, B: Backing> Apply<'a, B> {
     }
 
     /// The object, if the name leads to it.
-    fn is_at(&self, item: &Item, dir: &B::Inode, name: &[u8]) -> Result<Option<B::Inode>> {
+    fn find_at(&self, entry: &Entry, dir: &B::Inode, name: &[u8]) -> Result<Option<B::Inode>> {
         match find(self.base, dir, OsStr::from_bytes(name)) {
             Ok(found) => Ok(found
-                .filter(|(_, attr)| Identity::of(attr, self.device) == item.identity)
+                .filter(|(_, attr)| Identity::of(attr, self.device) == entry.identity)
                 .map(|(inode, _)| inode)),
             Err(Errno::NOTDIR) => Ok(None),
             Err(errno) => Err(errno),
         }
     }
 
-    fn nest(&mut self, name: &'a str) -> Result<B::Inode> {
-        if let Some(inode) = self.nests.get(name) {
+    fn staging_dir(&mut self, name: &str) -> Result<B::Inode> {
+        if let Some(inode) = self.staging_dirs.get(name) {
             return Ok(inode.clone());
         }
         let inode = staging::must_find_dir(self.base, self.new, name)?;
-        self.nests.insert(name, inode.clone());
+        self.staging_dirs.insert(name.to_owned(), inode.clone());
         Ok(inode)
     }
 
-    fn staged(&mut self, at: &'a Staged) -> Result<B::Inode> {
-        let nest = self.nest(&at.0)?;
-        Ok(self.base.lookup(&nest, OsStr::new(&at.1))?.0)
+    fn find_staged(&mut self, (dir, name): &Staged) -> Result<B::Inode> {
+        let dir = self.staging_dir(dir)?;
+        Ok(self.base.lookup(&dir, OsStr::new(name))?.0)
     }
 
-    fn dir(&mut self, place: &Place) -> Result<Option<B::Inode>> {
+    fn find_dir(&mut self, place: &Place) -> Result<Option<B::Inode>> {
         self.locate(place.0, &mut Vec::new())
     }
 
     // ---- steps -------------------------------------------------------------------------------
 
-    fn write(&mut self, item: &'a Item, data: &Data, at: &'a Staged) -> Result<()> {
-        let Some(inode) = self.locate(item.number, &mut Vec::new())? else {
+    fn cut(&mut self, step: &Step<'a>) -> Result<()> {
+        let Some(data) = &step.part.data else {
             return Ok(());
         };
-        let unchanged = data.written.is_empty() && data.cut >= data.size;
-        let size = self.base.attr(&inode)?.size;
-        if unchanged && (size == data.size || (self.shared && data.grows && size > data.size)) {
+        let Some(inode) = self.locate(step.entry.number, &mut Vec::new())? else {
             return Ok(());
-        }
-        let from = self.base.open(&self.staged(at)?, Access::Read)?;
-        let to = self.base.open(&inode, Access::ReadWrite)?;
-        if self.shared && data.grows {
-            // Another host's part may be longer. Nobody else has what lies in these ranges.
-            if data.size > size {
-                self.base.set_len(&to, data.size)?;
-            }
-            for &(start, end) in &data.written {
-                Self::copy(self.base, &from, &to, start, end.min(data.size))?;
-            }
-            return Ok(());
-        }
-        // Both, so that what lies between is a hole. On a second attempt bytes that were written before are
-        // cut off too, and written again.
-        if data.cut < size {
-            self.base.set_len(&to, data.cut)?;
-        }
-        if data.cut.min(size) != data.size {
-            self.base.set_len(&to, data.size)?;
-        }
-        for &(start, end) in &data.written {
-            Self::copy(self.base, &from, &to, start, end.min(data.size))?;
+        };
+        if self.base.attr(&inode)?.size > data.size {
+            let file = self.base.open(&inode, Access::ReadWrite)?;
+            self.base.set_len(&file, data.size)?;
         }
         Ok(())
     }
 
-    fn write_small(&mut self, item: &'a Item) -> Result<()> {
-        let Some(inode) = self.locate(item.number, &mut Vec::new())? else {
+    fn write(&mut self, step: &Step<'a>) -> Result<()> {
+        let Some(data) = &step.part.data else {
             return Ok(());
         };
-        let file = self.base.open(&inode, Access::ReadWrite)?;
-        for piece in &item.small {
-            write_all(self.base, &file, &piece.bytes, piece.at)?;
+        let Some(inode) = self.locate(step.entry.number, &mut Vec::new())? else {
+            return Ok(());
+        };
+        let unchanged = data.written.is_empty() && data.cut >= data.size;
+        let size = self.base.attr(&inode)?.size;
+        let may_grow = self.shared && data.grows;
+        if unchanged && (size == data.size || (may_grow && size > data.size)) {
+            return Ok(());
         }
-        let Some((sec, nsec)) = item.mtime else {
-            return Ok(());
-        };
-        self.base
-            .set_times(&inode, SetTime::Keep, SetTime::At(Time { sec, nsec }))
+        let to = self.base.open(&inode, Access::ReadWrite)?;
+        if may_grow {
+            // Another host's part may be longer. Nobody else has what lies in these ranges.
+            if data.size > size {
+                self.base.set_len(&to, data.size)?;
+            }
+        } else {
+            self.set_size(data, size, &to)?;
+        }
+        let mut copy = None;
+        for range in &data.written {
+            if copy.is_none() && range.source == Source::Copy {
+                let at = step.part.copy_at.as_ref().ok_or(Errno::STALE)?;
+                copy = Some(self.base.open(&self.find_staged(at)?, Access::Read)?);
+            }
+            self.write_range(range, copy.as_ref(), &to, data.size)?;
+        }
+        Ok(())
+    }
+
+    /// Both, so that what lies between is a hole. On a second attempt bytes that were written before are cut off
+    /// too, and written again.
+    fn set_size(&self, data: &Data, size: u64, to: &B::File) -> Result<()> {
+        if data.cut < size {
+            self.base.set_len(to, data.cut)?;
+        }
+        if data.cut.min(size) != data.size {
+            self.base.set_len(to, data.size)?;
+        }
+        Ok(())
+    }
+
+    fn write_range(
+        &mut self,
+        range: &Range,
+        copy: Option<&B::File>,
+        to: &B::File,
+        size: u64,
+    ) -> Result<()> {
+        let end = range.end.min(size);
+        match (&range.source, copy) {
+            (Source::Inline(bytes), _) => write_all(self.base, to, bytes, range.start),
+            (Source::Copy, Some(from)) => Self::copy(self.base, from, to, range.start, end),
+            (Source::Copy, None) => Err(Errno::STALE),
+            (Source::File((dir, name)), _) => {
+                let dir = self.staging_dir(dir)?;
+                // An entry whose bytes have no name was never durable, and nothing changed after it.
+                let Some((from, _)) = find(self.base, &dir, OsStr::new(name))? else {
+                    return Ok(());
+                };
+                let from = self.base.open(&from, Access::Read)?;
+                Self::copy(self.base, &from, to, range.start, end)
+            }
+        }
     }
 
     /// Copies a range; what is a hole there becomes one here.
@@ -316,34 +388,32 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
-    fn leave(&mut self, item: &'a Item) -> Result<()> {
-        let number = item.number.to_string();
-        let away_name = OsStr::new(&number);
-        for place in &item.leaves {
-            let Some(dir) = self.dir(place)? else {
+    fn leave(&mut self, step: &Step<'a>) -> Result<()> {
+        let away_name = step.away_name();
+        let away_name = OsStr::new(&away_name);
+        for place in step.leaves {
+            let Some(dir) = self.find_dir(place)? else {
                 continue;
             };
-            if self.is_at(item, &dir, &place.1)?.is_none() {
+            if self.find_at(step.entry, &dir, &place.1)?.is_none() {
                 continue;
             }
             let name = OsStr::from_bytes(&place.1);
-            if let (Some(kept), Some((_, kept_name))) = (&self.kept, &item.kept_at)
-                && find(self.base, kept, OsStr::new(kept_name))?.is_none()
-            {
-                self.base.rename(
-                    &dir,
-                    name,
-                    kept,
-                    OsStr::new(kept_name),
-                    RenameFlags::empty(),
-                )?;
-                continue;
+            let no_flags = RenameFlags::empty();
+            if let Some((kept_dir, kept_name)) = step.kept_at {
+                let kept_dir = self.staging_dir(kept_dir)?;
+                let kept_name = OsStr::new(kept_name);
+                if find(self.base, &kept_dir, kept_name)?.is_none() {
+                    self.base
+                        .rename(&dir, name, &kept_dir, kept_name, no_flags)?;
+                    continue;
+                }
             }
-            let goes_away = item.is_dir
-                || (!item.comes.is_empty() && find(self.base, self.away, away_name)?.is_none());
+            let goes_away = step.entry.is_dir
+                || (!step.comes.is_empty() && find(self.base, self.away, away_name)?.is_none());
             if goes_away {
                 self.base
-                    .rename(&dir, name, self.away, away_name, RenameFlags::empty())?;
+                    .rename(&dir, name, self.away, away_name, no_flags)?;
             } else {
                 self.base.unlink(&dir, name)?;
             }
@@ -351,86 +421,116 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    fn place(&mut self, item: &'a Item) -> Result<()> {
-        if item.comes.is_empty() || !self.placed.insert(item.number) {
+    fn place(&mut self, step: Step<'a>) -> Result<()> {
+        if step.comes.is_empty() || !self.placed.insert(step.entry.number) {
             return Ok(());
         }
-        let number = item.number.to_string();
-        for place in &item.comes {
-            if let Some(&above) = self.items.get(&place.0) {
+        for place in step.comes {
+            if let Some(&above) = self.steps.get(&place.0) {
                 self.place(above)?;
             }
-            let dir = self.dir(place)?.ok_or(Errno::STALE)?;
-            if self.is_at(item, &dir, &place.1)?.is_some() {
+            let dir = self.find_dir(place)?.ok_or(Errno::STALE)?;
+            if self.find_at(step.entry, &dir, &place.1)?.is_some() {
                 continue;
             }
-            let name = OsStr::from_bytes(&place.1);
-            if self.is_at(item, self.away, number.as_bytes())?.is_some() {
-                self.base.rename(
-                    self.away,
-                    OsStr::new(&number),
-                    &dir,
-                    name,
-                    RenameFlags::empty(),
-                )?;
-                continue;
-            }
-            if let Some((nest, staged)) = item.new_at.as_ref().or(item.anchor_at.as_ref()) {
-                let nest = self.nest(nest)?;
-                if self.is_at(item, &nest, staged.as_bytes())?.is_some() {
-                    self.base.rename(
-                        &nest,
-                        OsStr::new(staged),
-                        &dir,
-                        name,
-                        RenameFlags::empty(),
-                    )?;
-                    continue;
-                }
-            }
-            // It has a name already.
-            let inode = self
-                .locate(item.number, &mut Vec::new())?
-                .ok_or(Errno::STALE)?;
-            self.base.link(&inode, &dir, name)?;
+            self.give_name(&step, &dir, OsStr::from_bytes(&place.1))?;
         }
         Ok(())
     }
 
-    fn attributes(&mut self, item: &'a Item) -> Result<()> {
-        if item.twin_at.is_none() && item.times.is_none() {
+    fn give_name(&mut self, step: &Step<'a>, dir: &B::Inode, name: &OsStr) -> Result<()> {
+        let no_flags = RenameFlags::empty();
+        let away_name = step.away_name();
+        if self
+            .find_at(step.entry, self.away, away_name.as_bytes())?
+            .is_some()
+        {
+            return self
+                .base
+                .rename(self.away, OsStr::new(&away_name), dir, name, no_flags);
+        }
+        if let Some((staging_dir, staged)) = step.staged_at.or(step.entry.anchor_at.as_ref()) {
+            let staging_dir = self.staging_dir(staging_dir)?;
+            if self
+                .find_at(step.entry, &staging_dir, staged.as_bytes())?
+                .is_some()
+            {
+                return self
+                    .base
+                    .rename(&staging_dir, OsStr::new(staged), dir, name, no_flags);
+            }
+        }
+        // It has a name already.
+        let inode = self
+            .locate(step.entry.number, &mut Vec::new())?
+            .ok_or(Errno::STALE)?;
+        self.base.link(&inode, dir, name).map(drop)
+    }
+
+    fn set_attributes(&mut self, step: &Step<'a>) -> Result<()> {
+        let part = step.part;
+        let sets_times = part.atime.is_some() || part.mtime.is_some();
+        // The staged object is the object itself.
+        let copy_at = part.copy_at.as_ref();
+        if copy_at.is_none() && part.attributes.is_none() && !sets_times {
             return Ok(());
         }
-        let Some(inode) = self.locate(item.number, &mut Vec::new())? else {
+        let Some(inode) = self.locate(step.entry.number, &mut Vec::new())? else {
             return Ok(());
         };
-        if let Some(times) = item.times {
-            let [atime, mtime] = times.map(|(sec, nsec)| SetTime::At(Time { sec, nsec }));
-            self.base.set_times(&inode, atime, mtime)?;
+        if sets_times {
+            let set = |time: Option<crate::change_log::Instant>| {
+                time.map_or(SetTime::Keep, |time| SetTime::At(time.into()))
+            };
+            self.base
+                .set_times(&inode, set(part.atime), set(part.mtime))?;
         }
-        let Some(at) = &item.twin_at else {
-            return Ok(());
-        };
-        let twin = self.staged(at)?;
-        if !self.shared || item.attributes {
-            return staging::copy_attributes(self.base, &twin, &inode);
+        if let Some(wanted) = &part.attributes {
+            staging::set_attributes(self.base, &inode, wanted)?;
+        }
+        match copy_at {
+            Some(at) => self.copy_attributes(step, &inode, at),
+            None => Ok(()),
+        }
+    }
+
+    fn copy_attributes(
+        &mut self,
+        step: &Step<'a>,
+        inode: &B::Inode,
+        copy_at: &Staged,
+    ) -> Result<()> {
+        let copy = self.find_staged(copy_at)?;
+        if !self.shared || step.part.changes_attributes {
+            return staging::copy_attributes(self.base, &copy, inode);
         }
         // Unchanged by others, its times are those of this host, older ones too; else the latest.
-        let wanted = self.base.attr(&twin)?;
-        let now = self
-            .mtimes
-            .get(&item.number)
-            .copied()
-            .unwrap_or(wanted.mtime);
-        let is_ours = item
+        let wanted = self.base.attr(&copy)?.mtime;
+        let now = self.mtimes.get(&step.entry.number).copied();
+        let now = now.unwrap_or(wanted);
+        let is_unchanged = step
+            .part
             .mtime_before
-            .is_some_and(|(sec, nsec)| now == Time { sec, nsec });
-        let mtime = if is_ours {
-            wanted.mtime
+            .is_some_and(|before| now == Time::from(before));
+        let mtime = if is_unchanged {
+            wanted
         } else {
-            wanted.mtime.max(now)
+            wanted.max(now)
         };
         self.base
-            .set_times(&inode, SetTime::Keep, SetTime::At(mtime))
+            .set_times(inode, SetTime::Keep, SetTime::At(mtime))
+    }
+
+    fn remove_dir(&mut self, step: &Step<'a>) -> Result<()> {
+        let may_be_away = !step.leaves.is_empty() || step.entry.stays.is_none();
+        if !step.comes.is_empty() || step.kept_at.is_some() || !may_be_away {
+            return Ok(());
+        }
+        let name = step.away_name();
+        let name = OsStr::new(&name);
+        if find(self.base, self.away, name)?.is_some() {
+            self.base.rmdir(self.away, name)?;
+        }
+        Ok(())
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! tx-N-TOKEN/DIR-M      bytes of the staged file `new/DIR/M` of a transaction
-//! tx-N-TOKEN/manifest   all that the redo record says, by path, and where the bytes are ([`manifest`])
+//! tx-N-TOKEN/manifest   the change log, by path, and where the bytes are ([`crate::change_log`])
 //! ```
 //!
 //! Promises
@@ -18,9 +18,11 @@
 //!
 //! [`Held::revive`]: crate::Held::revive
 
-pub mod manifest;
 mod mirror;
 mod revive;
 
 pub(crate) use mirror::Mirror;
 pub use mirror::Progress;
+
+/// The change log in the directory of a backup.
+pub const MANIFEST: &str = "manifest";

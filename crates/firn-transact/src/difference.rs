@@ -8,15 +8,16 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, SetTime};
 
 use crate::backing::Inode;
+use crate::change_log::{ChangeLog, Data, Entry, Identity, Range, Source};
+use crate::history::ANCHOR;
 use crate::object::{Inner, Key, Object};
-use crate::record::{Data, Identity, Item, Piece, Record};
 use crate::scope::{Held, Scope};
 use crate::staging;
 
 impl<B: Backing> Held<B> {
     /// The difference between the tree below and the one that programs see.
-    pub(crate) fn record(&self, scope: &Scope<B>, id: u64) -> Result<Record, Errno> {
-        let mut items: BTreeMap<u64, Item> = BTreeMap::new();
+    pub(crate) fn record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {
+        let mut items: BTreeMap<u64, Entry> = BTreeMap::new();
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         // Directories from the scope up to the root of the backing, which do not change.
         let mut numbers: HashMap<Key, u64> = HashMap::new();
@@ -30,7 +31,7 @@ impl<B: Backing> Held<B> {
             };
             let number = *numbers.entry(object.key).or_insert(change.number);
             let is_root = number == 0;
-            let mut item = Item::new(number, self.identity(object), object.kind == Kind::Dir);
+            let mut item = Entry::new(number, self.identity(object), object.kind == Kind::Dir);
             let at = change.twin.as_ref().map(|twin| twin.at.clone());
             if let (Some(twin), Some(touched)) = (&change.twin, change.touched) {
                 let inode = twin.inode(&self.base)?;
@@ -46,7 +47,8 @@ impl<B: Backing> Held<B> {
                     .filter(|_| item.is_dir && !change.removed)
                 {
                     let attr = self.base.attr(&twin.inode(&self.base)?)?;
-                    item.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
+                    item.redo.atime = Some(attr.atime.into());
+                    item.redo.mtime = Some(attr.mtime.into());
                 }
             } else if self.links_of(object, &inner)? > 0
                 || is_root
@@ -61,44 +63,37 @@ impl<B: Backing> Held<B> {
                     &inner.base,
                 ) {
                     let attr = self.base.attr(inode)?;
-                    item.times = Some(
-                        [attr.atime, attr.mtime.max(touched)].map(|time| (time.sec, time.nsec)),
-                    );
+                    item.redo.atime = Some(attr.atime.into());
+                    item.redo.mtime = Some(attr.mtime.max(touched).into());
                 }
-                item.twin_at = at;
+                item.redo.copy_at = at;
                 if let Some(small) = &change.small {
-                    item.small = small
-                        .pieces()
-                        .map(|(at, piece)| Piece {
-                            at,
-                            bytes: piece.to_vec(),
-                        })
-                        .collect();
-                    item.mtime = Some((small.mtime.sec, small.mtime.nsec));
-                    let written = small
-                        .pieces()
-                        .map(|(at, piece)| (at, at + piece.len() as u64))
-                        .collect();
-                    let size = small.size();
-                    item.data = Some(Data {
-                        cut: size,
-                        size,
-                        written,
+                    let written = small.pieces().map(|(start, piece)| Range {
+                        start,
+                        end: start + piece.len() as u64,
+                        source: Source::Inline(piece.to_vec()),
+                    });
+                    item.redo.mtime = Some(small.mtime.into());
+                    item.redo.data = Some(Data {
+                        cut: small.size(),
+                        size: small.size(),
+                        written: written.collect(),
                         grows: false,
                     });
                 }
-                item.attributes = change.attributes;
-                item.mtime_before = change.before.map(|(_, mtime)| (mtime.sec, mtime.nsec));
+                item.redo.changes_attributes = change.attributes;
+                item.redo.mtime_before = change.before.map(|(_, mtime)| mtime.into());
                 if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
                     let size = self.base.attr(&twin.inode(&self.base)?)?.size;
-                    let written = change.written.iter().map(|r| (r.start, r.end)).collect();
+                    let written = change.written.iter();
+                    let written = written.map(|range| Range::of_copy(range.start, range.end));
                     let grows = change
                         .before
                         .is_some_and(|(before, _)| change.cut >= before);
-                    item.data = Some(Data {
+                    item.redo.data = Some(Data {
                         cut: change.cut,
                         size,
-                        written,
+                        written: written.collect(),
                         grows,
                     });
                 }
@@ -131,7 +126,7 @@ impl<B: Backing> Held<B> {
                     items
                         .get_mut(&number)
                         .expect("just added")
-                        .leaves
+                        .before
                         .push(place.clone());
                 }
                 if let Some(now) = now {
@@ -139,7 +134,7 @@ impl<B: Backing> Held<B> {
                     items
                         .get_mut(&number)
                         .expect("just added")
-                        .comes
+                        .after
                         .push(place);
                 }
             }
@@ -148,18 +143,19 @@ impl<B: Backing> Held<B> {
             let number = self.number(scope, object, &mut numbers, &mut items);
             self.settle(scope, object, number, &mut numbers, &mut items)?;
         }
-        let is_needed = |item: &Item| {
-            let moves = !item.leaves.is_empty() || !item.comes.is_empty();
+        let is_needed = |item: &Entry| {
+            let moves = !item.before.is_empty() || !item.after.is_empty();
             moves || item.new_at.is_none()
         };
         items.retain(|_, item| is_needed(item));
         let scope = scope.path.clone();
         let shared = self.members.is_some();
-        Ok(Record {
+        Ok(ChangeLog {
             id,
             scope,
             shared,
-            items: items.into_values().collect(),
+            entries: items.into_values().collect(),
+            ..ChangeLog::default()
         })
     }
 
@@ -196,7 +192,7 @@ impl<B: Backing> Held<B> {
         scope: &Scope<B>,
         object: &Arc<Object<B>>,
         numbers: &mut HashMap<Key, u64>,
-        items: &mut BTreeMap<u64, Item>,
+        items: &mut BTreeMap<u64, Entry>,
     ) -> u64 {
         if let Some(&number) = numbers.get(&object.key) {
             return number;
@@ -205,7 +201,7 @@ impl<B: Backing> Held<B> {
         numbers.insert(object.key, number);
         items.insert(
             number,
-            Item::new(number, self.identity(object), object.kind == Kind::Dir),
+            Entry::new(number, self.identity(object), object.kind == Kind::Dir),
         );
         let seat = object.seat.lock().clone();
         if let Some((parent, name)) = seat {
@@ -223,14 +219,14 @@ impl<B: Backing> Held<B> {
         object: &Arc<Object<B>>,
         number: u64,
         numbers: &mut HashMap<Key, u64>,
-        items: &mut BTreeMap<u64, Item>,
+        items: &mut BTreeMap<u64, Entry>,
     ) -> Result<(), Errno> {
         let Some(item) = items.get(&number) else {
             return Ok(());
         };
-        let leaves = !item.leaves.is_empty();
-        let comes = !item.comes.is_empty();
-        let is_sought = item.is_dir || item.changes_in_place() || comes;
+        let leaves = !item.before.is_empty();
+        let comes = !item.after.is_empty();
+        let is_sought = item.is_dir || item.redo.changes_in_place() || comes;
         // One that moves is found on its way.
         if number == 0 || item.new_at.is_some() || !is_sought || (leaves && comes) {
             return Ok(());
@@ -257,7 +253,7 @@ impl<B: Backing> Held<B> {
             return Ok(());
         };
         let (nest_name, nest) = scope.plain_nest(&self.base)?;
-        let text = format!("l{number}");
+        let text = format!("{ANCHOR}{number}");
         self.hide_link(scope, object, &nest, &text);
         match self.base.link(inode, &nest, OsStr::new(&text)) {
             Ok(_) | Err(Errno::EXIST) => {}

@@ -1,140 +1,141 @@
-//! What undoes a commit: a record the other way round, made before the commit is decided.
+//! `history=N`: the logs of the last commits are kept, with what undoes them.
 //!
-//! `.firn/undo-N/` is like a transaction that was prepared: `new/u/` has what the commit took away, and copies of
-//! the old attributes and of the old bytes in the ranges that it changed; `record` says how to get from the new
-//! tree to the old one. Its number is that of the commit before. It is `.firn/undo-N.new` until the commit
-//! was carried out.
+//! Before a commit is decided, the *undo* parts of its log are filled in: old attributes, and old bytes of the ranges
+//! that it changes, are staged in `new/u/`, where it also moves what it removes. When the commit is applied, `tx-N`
+//! becomes `undo-N`, with one rename; what only its redo parts needed goes after that.
 //!
-//! Undoing renames it to a transaction that is decided, so a crash in it is one in a commit.
+//! A restore renames the log in `undo-N` from `commit` to `undo`, then the directory to that of a transaction, `tx-M`.
+//! From then on it is decided, to be applied backward: a crash in it is one in a commit.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_backing::{Access, Backing, Errno, RenameFlags, SetTime};
+use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
 
 use crate::apply::Apply;
+use crate::change_log::{ChangeLog, Data, Entry, LogError, Part, Range, Source};
 use crate::object::Object;
-use crate::record::{Data, Item, Record, RecordError};
 use crate::scope::{Held, HeldError, NO_ID, Scope};
 use crate::staging;
 
-/// The one directory below `new/`.
-const NEST: &str = "u";
+/// The directory below `new/` that has what undoes a commit.
+const UNDO_DIR: &str = "u";
+/// In `new/`: before the number of an object, its anchor ([`Entry::anchor_at`]).
+pub(crate) const ANCHOR: &str = "l";
 
 fn name(serial: u64) -> String {
     format!("undo-{serial}")
 }
 
+fn staged(name: String) -> Option<(String, String)> {
+    Some((UNDO_DIR.to_owned(), name))
+}
+
 impl<B: Backing> Held<B> {
-    /// Stages what undoes `record`, which is told where to keep what it would remove.
-    pub(crate) fn write_undo(&self, scope: &Scope<B>, record: &mut Record) -> Result<(), Errno> {
+    /// Fills in the undo parts of a log, and stages what they refer to.
+    pub(crate) fn stage_undo(&self, scope: &Scope<B>, log: &mut ChangeLog) -> Result<(), Errno> {
         if self.history == 0 {
             return Ok(());
         }
         let firn = self.staging_dir()?;
-        let before = staging::load_numbers(&self.base, &firn)?
-            .remove(&scope.path)
-            .unwrap_or(NO_ID);
-        let unfinished = staging::new_name(&name(scope.serial));
-        let dir = staging::dir(&self.base, &firn, &unfinished)?;
+        log.id_before = staging::load_numbers(&self.base, &firn)?.remove(&scope.path);
+        log.can_be_undone = true;
+        let dir = staging::dir(&self.base, &scope.new, UNDO_DIR)?;
         // What an attempt before this one left.
         staging::clear(&self.base, &dir)?;
-        let new = staging::dir(&self.base, &dir, staging::NEW)?;
-        let nest = staging::dir(&self.base, &new, NEST)?;
-        staging::dir(&self.base, &dir, staging::AWAY)?;
-        let mut items = Vec::new();
         let changed = scope.changed.lock().clone();
-        for item in &mut record.items {
-            let is_here = !item.identity.elsewhere;
+        for entry in &mut log.entries {
+            let is_here = !entry.identity.elsewhere;
             let known = || {
-                self.known((self.device(), item.identity.ino))
+                self.known((self.device(), entry.identity.ino))
                     .filter(|_| is_here)
             };
-            let object = changed.get(&item.number).cloned().or_else(known);
-            items.push(self.reverse(item, object.as_ref(), &nest)?);
+            let object = changed.get(&entry.number).cloned().or_else(known);
+            self.stage_undo_of(entry, object.as_ref(), &dir)?;
         }
-        let undo = Record {
-            id: before,
-            scope: scope.path.clone(),
-            shared: false,
-            items,
-        };
-        staging::store(&self.base, &dir, staging::RECORD, &undo.encode())
+        Ok(())
     }
 
-    fn reverse(
+    fn stage_undo_of(
         &self,
-        item: &mut Item,
+        entry: &mut Entry,
         object: Option<&Arc<Object<B>>>,
-        nest: &B::Inode,
-    ) -> Result<Item, Errno> {
-        let mut back = Item::new(item.number, item.identity, item.is_dir);
-        (back.leaves, back.comes, back.stays) =
-            (item.comes.clone(), item.leaves.clone(), item.stays.clone());
-        if item.new_at.is_some() {
-            return Ok(back);
+        dir: &B::Inode,
+    ) -> Result<(), Errno> {
+        if entry.new_at.is_some() {
+            return Ok(());
         }
-        let staged = |name: String| Some((NEST.to_owned(), name));
-        if item.comes.is_empty() && !item.leaves.is_empty() {
-            item.kept_at = staged(format!("k{}", item.number));
-            back.new_at = item.kept_at.clone();
+        if entry.after.is_empty() && !entry.before.is_empty() {
+            entry.kept_at = staged(format!("k{}", entry.number));
         }
         let below = object.and_then(|object| object.inner.read().base.clone());
-        if item.is_dir
-            && let Some(inode) = &below
-        {
-            let attr = self.base.attr(inode)?;
-            back.times = Some([attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)));
-        }
-        let (Some(object), Some(inode), true) = (object, &below, item.changes_in_place()) else {
-            return Ok(back);
+        let (Some(object), Some(inode)) = (object, below) else {
+            return Ok(());
         };
-        let text = item.number.to_string();
-        let old = self.copy_object(object.kind, inode, nest, OsStr::new(&text))?;
-        back.twin_at = staged(text.clone());
-        if let Some(data) = &item.data {
-            back.data = Some(self.old_data(inode, nest, &text, data, old.size)?);
+        let attr = self.base.attr(&inode)?;
+        if entry.is_dir {
+            entry.undo.atime = Some(attr.atime.into());
+            entry.undo.mtime = Some(attr.mtime.into());
+        }
+        if entry.redo.copy_at.is_some() {
+            entry.undo = self.stage_old_copy(entry, object, &inode, dir)?;
+        } else if let Some(data) = &entry.redo.data {
+            entry.undo.data = Some(self.read_old_bytes(&inode, &attr, data)?);
+            entry.undo.mtime = Some(attr.mtime.into());
+        }
+        Ok(())
+    }
+
+    /// The old attributes, and the old bytes of what is written, in a copy.
+    fn stage_old_copy(
+        &self,
+        entry: &Entry,
+        object: &Object<B>,
+        inode: &B::Inode,
+        dir: &B::Inode,
+    ) -> Result<Part, Errno> {
+        let text = entry.number.to_string();
+        let name = OsStr::new(&text);
+        let old = self.copy_object(object.kind, inode, dir, name)?;
+        let mut part = Part {
+            copy_at: staged(text.clone()),
+            ..entry.undo.clone()
+        };
+        if let Some(data) = &entry.redo.data {
+            part.data = Some(self.stage_old_bytes(inode, (dir, name), data, old.size)?);
             // The copy has changed them, and the restored file gets those of its copy.
-            let copy = self.base.lookup(nest, OsStr::new(&text))?.0;
+            let copy = self.base.lookup(dir, name)?.0;
             self.base
                 .set_times(&copy, SetTime::At(old.atime), SetTime::At(old.mtime))?;
         }
-        if item.anchor_at.is_some() && item.comes.is_empty() {
-            let link = format!("l{}", item.number);
-            match self.base.link(inode, nest, OsStr::new(&link)) {
-                Ok(_) | Err(Errno::EXIST) => back.anchor_at = staged(link),
-                Err(errno) => return Err(errno),
-            }
-        }
-        Ok(back)
+        Ok(part)
     }
 
     /// Copies the bytes that a commit of `data` overwrites or cuts off.
-    fn old_data(
+    fn stage_old_bytes(
         &self,
         inode: &B::Inode,
-        nest: &B::Inode,
-        twin: &str,
+        (dir, copy): (&B::Inode, &OsStr),
         data: &Data,
         size: u64,
     ) -> Result<Data, Errno> {
         let from = self.base.open(inode, Access::Read)?;
-        let to = self.base.open(
-            &self.base.lookup(nest, OsStr::new(twin))?.0,
-            Access::ReadWrite,
-        )?;
+        let copy = self.base.lookup(dir, copy)?.0;
+        let to = self.base.open(&copy, Access::ReadWrite)?;
         let cut = data.cut.min(data.size).min(size);
         let overwritten = data
             .written
             .iter()
-            .map(|&(start, end)| (start, end.min(cut)));
-        let mut written: Vec<(u64, u64)> = overwritten.filter(|(start, end)| start < end).collect();
+            .map(|range| Range::of_copy(range.start, range.end.min(cut)));
+        let mut written: Vec<Range> = overwritten
+            .filter(|range| range.start < range.end)
+            .collect();
         if cut < size {
-            written.push((cut, size));
+            written.push(Range::of_copy(cut, size));
         }
-        for &(start, end) in &written {
-            Apply::copy(&self.base, &from, &to, start, end)?;
+        for range in &written {
+            Apply::copy(&self.base, &from, &to, range.start, range.end)?;
         }
         Ok(Data {
             cut,
@@ -144,86 +145,132 @@ impl<B: Backing> Held<B> {
         })
     }
 
-    /// Where the commit `tx-N` keeps what it would remove; `None` where nothing is kept of it.
-    pub(crate) fn undo_nest(&self, serial: u64) -> Result<Option<B::Inode>, Errno> {
-        let firn = self.staging_dir()?;
-        let name = name(serial);
-        for name in [staging::new_name(&name), name] {
-            if let Some((dir, _)) = staging::find_dir(&self.base, &firn, &name)?
-                && let Some((new, _)) = staging::find_dir(&self.base, &dir, staging::NEW)?
-            {
-                return Ok(staging::find_dir(&self.base, &new, NEST)?.map(|(nest, _)| nest));
-            }
+    /// The bytes that a commit of few bytes overwrites.
+    fn read_old_bytes(&self, inode: &B::Inode, attr: &Attr, data: &Data) -> Result<Data, Errno> {
+        let file = self.base.open(inode, Access::Read)?;
+        let mut written = Vec::new();
+        for range in &data.written {
+            let end = range.end.min(attr.size);
+            let mut bytes = vec![0; end.saturating_sub(range.start) as usize];
+            let count = self.base.read_at(&file, &mut bytes, range.start)?;
+            bytes.truncate(count);
+            written.push(Range {
+                start: range.start,
+                end: range.start + count as u64,
+                source: Source::Inline(bytes),
+            });
         }
-        Ok(None)
+        Ok(Data {
+            cut: attr.size,
+            size: attr.size,
+            written,
+            grows: false,
+        })
     }
 
-    /// The commit `tx-N` was carried out: what undoes it counts, and what is too old goes.
-    pub(crate) fn keep_undo(
+    /// The commit `tx-N` is applied: its log is kept if it can be undone, and logs that are too old go. Whether it is
+    /// kept.
+    pub(crate) fn keep_log(
         &self,
         firn: &B::Inode,
         serial: u64,
-        scope: &[u8],
-    ) -> Result<(), HeldError> {
-        let undo = name(serial);
-        let unfinished = staging::new_name(&name(serial));
-        if staging::find(&self.base, firn, OsStr::new(&unfinished))?.is_some() {
-            let flags = RenameFlags::empty();
-            self.base.rename(
-                firn,
-                OsStr::new(&unfinished),
-                firn,
-                OsStr::new(&undo),
-                flags,
-            )?;
+        log: &ChangeLog,
+    ) -> Result<bool, HeldError> {
+        let is_kept = log.can_be_undone && self.history > 0;
+        if is_kept {
+            let from = format!("tx-{serial}");
+            let to = name(serial);
+            // An attempt before this one may have come as far.
+            if staging::find(&self.base, firn, OsStr::new(&from))?.is_some() {
+                let no_flags = RenameFlags::empty();
+                self.base
+                    .rename(firn, OsStr::new(&from), firn, OsStr::new(&to), no_flags)?;
+            }
             self.base.sync_dir(firn)?;
         }
-        let kept = self.undos(scope)?;
-        for (serial, _) in kept.into_iter().skip(self.history as usize) {
+        // Nothing leads back over a commit that cannot be undone.
+        let count = if is_kept { self.history as usize } else { 0 };
+        for (serial, _) in self.undos(&log.scope)?.into_iter().skip(count) {
             self.remove_undo(firn, &name(serial))?;
+        }
+        Ok(is_kept)
+    }
+
+    /// Removes the directory of a transaction that is over, or of it what undoing it does not need.
+    pub(crate) fn remove_or_keep(
+        &self,
+        firn: &B::Inode,
+        serial: u64,
+        dir: &B::Inode,
+    ) -> Result<(), Errno> {
+        if self.history > 0 && staging::find(&self.base, firn, OsStr::new(&name(serial)))?.is_some()
+        {
+            return self.clear_redo(dir);
+        }
+        self.remove(firn, dir, &format!("tx-{serial}"))
+    }
+
+    /// What only the redo parts of a log that is kept referred to.
+    fn clear_redo(&self, dir: &B::Inode) -> Result<(), Errno> {
+        for mark in [staging::OPEN, staging::ARENA, staging::BACKUP] {
+            if staging::find(&self.base, dir, OsStr::new(mark))?.is_some() {
+                self.base.unlink(dir, OsStr::new(mark))?;
+            }
+        }
+        let Some((new, _)) = staging::find_dir(&self.base, dir, staging::NEW)? else {
+            return Ok(());
+        };
+        for (nest, ..) in staging::list(&self.base, &new)? {
+            let nest = String::from_utf8_lossy(&nest);
+            if nest != UNDO_DIR
+                && let Some((nest, _)) = staging::find_dir(&self.base, &new, &nest)?
+            {
+                let is_anchor = |name: &[u8]| name.starts_with(ANCHOR.as_bytes());
+                staging::clear_but(&self.base, &nest, &is_anchor)?;
+            }
         }
         Ok(())
     }
 
     fn remove_undo(&self, firn: &B::Inode, undo: &str) -> Result<(), Errno> {
         let dir = staging::must_find_dir(&self.base, firn, undo)?;
-        if staging::find(&self.base, &dir, OsStr::new(staging::RECORD))?.is_some() {
-            self.base.unlink(&dir, OsStr::new(staging::RECORD))?;
-        }
+        self.forget(&dir)?;
         staging::clear(&self.base, &dir)?;
         self.base.rmdir(firn, OsStr::new(undo))
     }
 
-    /// Of commits that came to nothing.
-    pub(crate) fn forget_unfinished_undos(&self, firn: &B::Inode) -> Result<(), Errno> {
-        let names: Vec<Vec<u8>> = staging::list(&self.base, firn)?
-            .into_iter()
-            .map(|(name, ..)| name)
-            .collect();
-        for undo in &names {
-            let text = String::from_utf8_lossy(undo);
-            // The next transaction must not take a number whose undo is kept.
-            let number = text
+    /// What an earlier firnd could not remove of logs that are kept; and of logs that were being removed.
+    pub(crate) fn clear_kept_logs(&self, firn: &B::Inode) -> Result<(), HeldError> {
+        let mut is_synced = false;
+        for (undo, ..) in staging::list(&self.base, firn)? {
+            let undo = String::from_utf8_lossy(&undo).into_owned();
+            let Some(serial) = undo
                 .strip_prefix("undo-")
-                .map(|rest| rest.trim_end_matches(".new"));
-            if let Some(number) = number.and_then(|number| number.parse().ok()) {
-                self.last_serial.fetch_max(number, Ordering::Relaxed);
-            }
-            let Some(serial) = text
-                .strip_prefix("undo-")
-                .and_then(|rest| rest.strip_suffix(".new"))
+                .and_then(|number| number.parse::<u64>().ok())
             else {
                 continue;
             };
-            if !names.contains(&format!("tx-{serial}").into_bytes()) {
-                self.remove_undo(firn, &text)?;
+            // The rename of who kept it may not be durable, and without it the redo parts count.
+            if !is_synced {
+                self.base.sync_dir(firn)?;
+                is_synced = true;
+            }
+            // The next transaction must not take a number whose log is kept.
+            self.last_serial.fetch_max(serial, Ordering::Relaxed);
+            let dir = staging::must_find_dir(&self.base, firn, &undo)
+                .map_err(|error| error.below(&self.staging_path()))?;
+            let has = |file: &str| staging::find(&self.base, &dir, OsStr::new(file));
+            if has(staging::COMMIT)?.is_none() && has(staging::UNDO)?.is_none() {
+                self.remove_undo(firn, &undo)?;
+            } else {
+                self.clear_redo(&dir)?;
             }
         }
         Ok(())
     }
 
     /// What undoes commits of a scope, newest first.
-    fn undos(&self, scope: &[u8]) -> Result<Vec<(u64, Record)>, HeldError> {
+    fn undos(&self, scope: &[u8]) -> Result<Vec<(u64, ChangeLog)>, HeldError> {
         let Some(firn) = self.find_staging_dir()? else {
             return Ok(Vec::new());
         };
@@ -239,7 +286,7 @@ impl<B: Backing> Held<B> {
             self.last_serial.fetch_max(serial, Ordering::Relaxed);
             let dir = staging::must_find_dir(&self.base, &firn, &text)
                 .map_err(|error| error.below(&self.staging_path()))?;
-            for file in [staging::RECORD, staging::COMMIT] {
+            for file in [staging::COMMIT, staging::UNDO] {
                 found.extend(
                     self.load_record(&dir, &text, file)?
                         .map(|record| (serial, record)),
@@ -256,8 +303,7 @@ impl<B: Backing> Held<B> {
         let undone = self
             .undos(scope)?
             .into_iter()
-            .map(|(_, record)| record.id)
-            .filter(|&id| id != NO_ID);
+            .filter_map(|(_, log)| log.id_before);
         Ok(self.committed(scope)?.into_iter().chain(undone).collect())
     }
 
@@ -274,7 +320,7 @@ impl<B: Backing> Held<B> {
         let undos = self.undos(scope)?;
         match undos
             .iter()
-            .position(|(_, record)| record.id == id && id != NO_ID)
+            .position(|(_, log)| log.id_before == Some(id) && id != NO_ID)
         {
             Some(last) => Ok(undos[..=last].iter().map(|(serial, _)| *serial).collect()),
             None => Err(HeldError::NotKept {
@@ -285,25 +331,25 @@ impl<B: Backing> Held<B> {
     }
 
     /// Undoes a commit, the newest of the scope at `root`. From the rename on it is a transaction that is decided: where
-    /// this fails later it is carried out by [`Held::commit`] with its number, the next [`Held::restore`], or the next
+    /// this fails later it is applied by [`Held::commit`] with its number, the next [`Held::restore`], or the next
     /// mount. The caller holds names and data.
     pub(crate) fn undo(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), HeldError> {
         let firn = self.staging_dir()?;
         let flags = RenameFlags::empty();
         let undo = name(serial);
         let dir = staging::must_find_dir(&self.base, &firn, &undo)?;
-        let from = OsStr::new(staging::RECORD);
-        let to = OsStr::new(staging::COMMIT);
+        let from = OsStr::new(staging::COMMIT);
+        let to = OsStr::new(staging::UNDO);
         if staging::find(&self.base, &dir, from)?.is_some() {
             self.base.rename(&dir, from, &dir, to, flags)?;
             self.base.sync_dir(&dir)?;
         }
         let gone = || HeldError::Record {
-            path: format!("{}/{undo}/{}", self.staging_path(), staging::COMMIT),
-            source: RecordError::Damaged,
+            path: format!("{}/{undo}/{}", self.staging_path(), staging::UNDO),
+            source: LogError::Damaged,
         };
         let record = self
-            .load_record(&dir, &undo, staging::COMMIT)?
+            .load_record(&dir, &undo, staging::UNDO)?
             .ok_or_else(gone)?;
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
         let scope = self.undoing_scope(serial, root, dir, record)?;

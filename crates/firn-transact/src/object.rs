@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
 use parking_lot::{Mutex, RwLock};
 
-use crate::record::Staged;
+use crate::change_log::Staged;
 use crate::scope::Held;
 use crate::small::Small;
 use firn_conflict::Ranges;

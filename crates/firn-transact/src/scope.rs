@@ -18,10 +18,10 @@ use crate::apply::Apply;
 use crate::backing::Inode;
 use crate::backup::{Mirror, Progress};
 use crate::book::Book;
+use crate::change_log::{ChangeLog, Direction, LogError};
 use crate::hidden::HiddenLinks;
 use crate::object::{Change, Inner, Key, Object};
 use crate::own::{FILE_BYTES_MAX, OwnError};
-use crate::record::{Record, RecordError};
 use crate::shadow::{Mode, Shadow};
 use crate::staging;
 use crate::state::State;
@@ -216,7 +216,7 @@ pub enum HeldError {
         /// Where it is in the backing.
         path: String,
         /// What is wrong.
-        source: RecordError,
+        source: LogError,
     },
 }
 
@@ -329,7 +329,7 @@ pub(crate) struct Scope<B: Backing> {
     /// It is going to be aborted: who changes something is told ECANCELED.
     refusing: AtomicBool,
     /// Prepared by an earlier firnd: its changes are in this record only.
-    pub(crate) recovered: Option<Record>,
+    pub(crate) recovered: Option<ChangeLog>,
     /// It is a commit of before that is being undone.
     pub(crate) is_undo: bool,
     /// Prepared to commit with other hosts: what processes here used before.
@@ -663,9 +663,11 @@ impl<B: Backing> Held<B> {
         stored: &StoredTransaction<B>,
     ) -> Result<Option<Vec<u8>>, HeldError> {
         let StoredTransaction { dir, name, .. } = stored;
-        if staging::find(&self.base, dir, OsStr::new(staging::COMMIT))?.is_some() {
-            // What came after the decision counts.
-            return Ok(None);
+        for decided in [staging::COMMIT, staging::UNDO] {
+            if staging::find(&self.base, dir, OsStr::new(decided))?.is_some() {
+                // What came after the decision counts.
+                return Ok(None);
+            }
         }
         let record = self.load_record(dir, name, staging::RECORD)?;
         let scope = match &record {
@@ -731,15 +733,19 @@ impl<B: Backing> Held<B> {
                     self.base.sync_dir(&dir)?;
                 }
             }
-            if let Some(record) = record(staging::COMMIT)? {
+            let decided = match record(staging::UNDO)? {
+                Some(log) => Some((log, Direction::Undo)),
+                None => record(staging::COMMIT)?.map(|log| (log, Direction::Redo)),
+            };
+            if let Some((log, direction)) = decided {
                 let new = staging::dir(&self.base, &dir, staging::NEW)?;
                 let away = staging::dir(&self.base, &dir, staging::AWAY)?;
-                let kept = self.undo_nest(serial)?;
-                Apply::new(self, &record, &new, &away).keeping(kept).run()?;
-                self.sync_what_was_carried_out(firn, &record.scope)?;
-                self.finish(&dir, &record, serial)?;
-                self.remove(firn, &dir, &name)?;
-                outcome.finished.push(record.id);
+                let below = (&self.base, self.device());
+                Apply::new(below, (&log, direction), &new, &away).run()?;
+                self.sync_what_was_carried_out(firn, &log.scope)?;
+                self.finish(&dir, (&log, direction), serial)?;
+                self.remove_or_keep(firn, serial, &dir)?;
+                outcome.finished.push(log.id_after(direction));
             } else if let Some(record) = prepared {
                 outcome.waiting.push((record.id, record.scope.clone()));
                 self.wait_for_decision(serial, dir, record)?;
@@ -753,7 +759,7 @@ impl<B: Backing> Held<B> {
                 self.remove(firn, &dir, &name)?;
             }
         }
-        self.forget_unfinished_undos(firn)?;
+        self.clear_kept_logs(firn)?;
         Ok(())
     }
 
@@ -762,7 +768,7 @@ impl<B: Backing> Held<B> {
         &self,
         serial: u64,
         dir: B::Inode,
-        record: Record,
+        record: ChangeLog,
     ) -> Result<(), HeldError> {
         let mut root = match &self.top {
             Inode::Tracked(top) => Arc::clone(top),
@@ -779,9 +785,9 @@ impl<B: Backing> Held<B> {
             root = self.intern(inode, &attr, &root, name);
         }
         let anchored: Vec<_> = record
-            .items
+            .entries
             .iter()
-            .filter_map(|item| Some((item.identity, item.anchor_at.clone()?)))
+            .filter_map(|entry| Some((entry.identity, entry.anchor_at.clone()?)))
             .collect();
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
         for (identity, (nest, name)) in anchored {
@@ -804,7 +810,7 @@ impl<B: Backing> Held<B> {
         root: Arc<Object<B>>,
         path: Vec<u8>,
         dir: B::Inode,
-        recovered: Option<Record>,
+        recovered: Option<ChangeLog>,
     ) -> Result<Scope<B>, Errno> {
         let stage = recovered
             .as_ref()
@@ -840,10 +846,10 @@ impl<B: Backing> Held<B> {
         serial: u64,
         root: &Arc<Object<B>>,
         dir: B::Inode,
-        record: Record,
+        record: ChangeLog,
     ) -> Result<Scope<B>, Errno> {
         let path = record.scope.clone();
-        let id = record.id;
+        let id = record.id_after(Direction::Undo);
         let scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
         scope.turn(Stage::Decided(id));
         Ok(Scope {
@@ -1119,7 +1125,7 @@ impl<B: Backing> Held<B> {
     /// Makes what is staged durable, and a record that tells of it, which is in force once it is in its place.
     fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), HeldError> {
         let mut record = self.record(scope, id)?;
-        self.write_undo(scope, &mut record)?;
+        self.stage_undo(scope, &mut record)?;
         self.base.sync_changes()?;
         staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
         self.sync_staging_dir()?;
@@ -1259,7 +1265,7 @@ impl<B: Backing> Held<B> {
     /// Removes the directory of a transaction that is over; whether that is done. What is left goes when the next one
     /// begins, or with the next mount.
     fn remove_or_leave(&self, firn: &B::Inode, serial: u64, dir: &B::Inode) -> bool {
-        let removed = self.remove(firn, dir, &format!("tx-{serial}"));
+        let removed = self.remove_or_keep(firn, serial, dir);
         if let Err(errno) = removed {
             tracing::warn!(%errno, serial, "cannot remove what a transaction staged; it is tried again");
             self.leftovers.lock().push((serial, dir.clone()));
@@ -1280,12 +1286,12 @@ impl<B: Backing> Held<B> {
         dir: &B::Inode,
         name: &str,
         file: &str,
-    ) -> Result<Option<Record>, HeldError> {
+    ) -> Result<Option<ChangeLog>, HeldError> {
         let path = format!("{}/{name}/{file}", self.staging_path());
         staging::load(&self.base, dir, file)
             .map_err(|error| error.below(&format!("{}/{name}", self.staging_path())))?
             .map(|bytes| {
-                Record::decode(&bytes).map_err(|source| HeldError::Record { path, source })
+                ChangeLog::decode(&bytes).map_err(|source| HeldError::Record { path, source })
             })
             .transpose()
     }
@@ -1395,7 +1401,7 @@ impl<B: Backing> Held<B> {
             scope: scope.path.clone(),
             stage: *scope.stage.lock(),
             objects: match &scope.recovered {
-                Some(record) => record.items.len() as u64,
+                Some(record) => record.entries.len() as u64,
                 None => scope
                     .shadow
                     .as_ref()
@@ -1428,7 +1434,7 @@ impl<B: Backing> Held<B> {
     pub(crate) fn finish(
         &self,
         dir: &B::Inode,
-        record: &Record,
+        (log, direction): (&ChangeLog, Direction),
         serial: u64,
     ) -> Result<(), HeldError> {
         self.base.sync_changes()?;
@@ -1436,13 +1442,15 @@ impl<B: Backing> Held<B> {
         self.drop_backup(serial);
         let _one = self.finishing.lock();
         let firn = self.staging_dir()?;
-        self.keep_undo(&firn, serial, &record.scope)?;
         let mut numbers = staging::load_numbers(&self.base, &firn)?;
-        match record.id {
-            NO_ID => numbers.remove(&record.scope),
-            id => numbers.insert(record.scope.clone(), id),
+        match log.id_after(direction) {
+            NO_ID => numbers.remove(&log.scope),
+            id => numbers.insert(log.scope.clone(), id),
         };
         staging::store_numbers(&self.base, &firn, &numbers)?;
+        if direction == Direction::Redo && self.keep_log(&firn, serial, log)? {
+            return Ok(());
+        }
         Ok(self.forget(dir)?)
     }
 
@@ -1468,7 +1476,12 @@ impl<B: Backing> Held<B> {
     pub(crate) fn forget(&self, dir: &B::Inode) -> Result<(), Errno> {
         let is_shadow = Shadow::is_at(&self.base, dir)?;
         // In this order: a record that is still to be carried out goes last.
-        for record in [staging::OPEN, staging::RECORD, staging::COMMIT] {
+        for record in [
+            staging::OPEN,
+            staging::RECORD,
+            staging::COMMIT,
+            staging::UNDO,
+        ] {
             if staging::find(&self.base, dir, OsStr::new(record))?.is_some() {
                 self.base.unlink(dir, OsStr::new(record))?;
                 // One that seemed to be open would be undone.

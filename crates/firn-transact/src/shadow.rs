@@ -10,7 +10,12 @@
 //! * What is saved of an object is durable before its first change (`save.rs`).
 //! * An object that was there is never removed: with its last known name it goes to `kept/` (`names.rs`).
 //! * Putting back (`undo.rs`) makes each directory that was touched have its old names, and each object its old
-//!   attributes and bytes. It looks at what is there and at nothing else, so it can be done over and over.
+//!   attributes and bytes. It makes one change log of what is saved and of what is there, and applies it backward
+//!   ([`crate::apply`]), so it can be done over and over.
+//!
+//! An object is saved as `saved/INO.K`: change logs of one entry with an undo part only. Log 0 has the attributes, the
+//! size and, of a directory, the names. Each further one has more bytes of a file: from the lowest that is saved
+//! there up to where the log before begins.
 //!
 //! Relies on
 //! * What is saved of an object being saved once, for all hosts: a record is published under the inode's number
@@ -31,13 +36,12 @@ use crate::staging;
 
 mod names;
 mod save;
-pub mod saved;
 mod shared;
 mod undo;
 
 pub(crate) use save::NO_BYTES;
 
-/// The records, and the old bytes of files.
+/// Logs of one object each, and the old bytes of files.
 const SAVED: &str = "saved";
 /// Objects that were removed, under their inode numbers.
 const KEPT: &str = "kept";
@@ -60,8 +64,8 @@ type KeptObject = (Key, String, bool);
 enum Known {
     /// Nothing is needed: it was made in the transaction.
     New,
-    /// A file: its bytes from `low` to the old end. `count` records tell it.
-    Saved { low: u64, count: u32 },
+    /// A file of `size` bytes: those from `low` to the old end. `count` logs tell it.
+    Saved { size: u64, low: u64, count: u32 },
 }
 
 impl Known {

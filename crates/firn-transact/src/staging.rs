@@ -3,15 +3,17 @@
 //! ```text
 //! .firn/committed          number of the last commit of each scope: a line each, with the path in hex
 //! .firn/dropped            what arenas that are not at hand have to drop (`scope::arenas`)
-//! .firn/undo-N/            what undoes commit tx-N: `new`, `away` and `record` as below
+//! .firn/undo-N/            what was tx-N, committed and kept to be undone (`history`)
 //! .firn/tx-N/new/DIR/M     staged objects; DIR says what objects made in it inherit
+//! .firn/tx-N/new/u/        with `history`: what undoes the commit
 //! .firn/tx-N/away/M        objects on their way from one name to another, while a commit is carried out
 //! .firn/tx-N/saved/        in shadow mode: what objects were before they changed (`shadow::saved`)
 //! .firn/tx-N/kept/INO      in shadow mode: objects that were removed
 //! .firn/tx-N/open          it is not over; the path of its scope
 //! .firn/tx-N/arena         the arena of the mount that began it
-//! .firn/tx-N/record        prepared: the redo record
+//! .firn/tx-N/record        prepared: the change log (`change_log`)
 //! .firn/tx-N/commit        the same, decided
+//! .firn/tx-N/undo          the same, committed before and now being undone
 //! .firn/host-NAME/         all of this, of one of several hosts
 //! .firn/vote-ID.../        where those hosts vote on a commit: `vote`
 //! ```
@@ -20,14 +22,14 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Backing, Errno, Kind, Result};
+use firn_backing::{Attr, Backing, Errno, Kind, Result};
 
+use crate::change_log::{Attributes, Instant, LogError};
 use crate::own::is_path;
 pub(crate) use crate::own::{
-    clear, dir, find, find_dir, list, load, must_find_dir, new_name, own_caller as own, put, store,
-    write, write_all,
+    clear, clear_but, dir, find, find_dir, list, load, must_find_dir, new_name, own_caller as own,
+    put, store, write, write_all,
 };
-use crate::record::RecordError;
 use crate::scope::HeldError;
 
 /// The directory at the top of the backing.
@@ -36,9 +38,11 @@ pub const TOP: &str = ".firn";
 pub(crate) const HOST: &str = "host-";
 pub(crate) const OPEN: &str = "open";
 pub(crate) const ARENA: &str = "arena";
+pub(crate) const BACKUP: &str = "backup";
 pub(crate) const DROPPED: &str = "dropped";
 pub(crate) const RECORD: &str = "record";
 pub(crate) const COMMIT: &str = "commit";
+pub(crate) const UNDO: &str = "undo";
 pub(crate) const COMMITTED: &str = "committed";
 pub(crate) const NEW: &str = "new";
 pub(crate) const AWAY: &str = "away";
@@ -91,32 +95,55 @@ pub(crate) fn load_scope<B: Backing>(
     }
     Err(HeldError::Record {
         path: name.into(),
-        source: RecordError::Damaged,
+        source: LogError::Damaged,
     })
 }
 
-/// Makes `to` have the attributes of `from`: owner, extended attributes, mode, times.
+/// Makes `to` have the attributes of `from`.
 pub(crate) fn copy_attributes<B: Backing>(base: &B, from: &B::Inode, to: &B::Inode) -> Result<()> {
-    let wanted = base.attr(from)?;
-    let has = base.attr(to)?;
+    set_attributes(base, to, &read_attributes(base, from, &base.attr(from)?)?)
+}
+
+/// The attributes of an object as a log keeps them; `attr` is what stat(2) says.
+pub(crate) fn read_attributes<B: Backing>(
+    base: &B,
+    inode: &B::Inode,
+    attr: &Attr,
+) -> Result<Attributes> {
+    Ok(Attributes {
+        mode: attr.mode,
+        uid: attr.uid,
+        gid: attr.gid,
+        atime: attr.atime.into(),
+        mtime: attr.mtime.into(),
+        xattrs: match attr.kind {
+            Kind::Symlink => Vec::new(),
+            _ => xattrs(base, inode)?,
+        },
+    })
+}
+
+/// Makes an object have these attributes: owner, extended attributes, mode, times.
+pub(crate) fn set_attributes<B: Backing>(
+    base: &B,
+    inode: &B::Inode,
+    wanted: &Attributes,
+) -> Result<()> {
+    let has = base.attr(inode)?;
     let mut sets_mode = (wanted.mode ^ has.mode) & 0o7777 != 0;
     if (wanted.uid, wanted.gid) != (has.uid, has.gid) {
-        base.set_owner(to, Some(wanted.uid), Some(wanted.gid))?;
+        base.set_owner(inode, Some(wanted.uid), Some(wanted.gid))?;
         sets_mode = true;
     }
     if has.kind != Kind::Symlink {
         // An owner's change and an ACL's change the mode, too.
-        if copy_xattrs(base, from, to)? || sets_mode {
-            base.set_mode(to, wanted.mode & 0o7777)?;
+        sets_mode |= set_xattrs(base, inode, &wanted.xattrs)?;
+        if sets_mode {
+            base.set_mode(inode, wanted.mode & 0o7777)?;
         }
     }
-    let at = firn_backing::SetTime::At;
-    base.set_times(to, at(wanted.atime), at(wanted.mtime))
-}
-
-/// Whether there was anything to copy or to remove.
-fn copy_xattrs<B: Backing>(base: &B, from: &B::Inode, to: &B::Inode) -> Result<bool> {
-    set_xattrs(base, to, &xattrs(base, from)?)
+    let at = |time: Instant| firn_backing::SetTime::At(time.into());
+    base.set_times(inode, at(wanted.atime), at(wanted.mtime))
 }
 
 fn xattr_names<B: Backing>(base: &B, inode: &B::Inode) -> Result<Vec<Vec<u8>>> {

@@ -7,7 +7,8 @@ use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, DirBacking, Errno, Kind, SetTime, SimBacking, suite};
-use firn_transact::backup::manifest::{MANIFEST, Manifest};
+use firn_transact::backup::MANIFEST;
+use firn_transact::change_log::ChangeLog;
 use firn_transact::{Held, HeldError};
 
 fn seeds(count: u64) -> std::ops::Range<u64> {
@@ -135,7 +136,7 @@ fn backed<B: Backing>(base: B, store: B) -> Held<B> {
 }
 
 /// The only backup in the store.
-fn only<B: Backing>(store: &B) -> (B::Inode, Manifest) {
+fn only<B: Backing>(store: &B) -> (B::Inode, ChangeLog) {
     let names = entries(store, &store.root());
     assert_eq!(names.len(), 1, "backups");
     let (dir, _) = store
@@ -194,7 +195,7 @@ fn what_was_prepared_is_finished_from_the_backup_on_another_copy_of_the_tree() {
         let (before, plain, held) = lost(SimBacking::new(), SimBacking::new(), seed);
         held.prepare(&held.root(), 5).expect("prepare");
         let store = held.backups().expect("a backup").fork();
-        objects += only(&store).1.record.items.len();
+        objects += only(&store).1.entries.len();
         drop(held);
         let old = tree(&Held::plain(before.fork())).expect("tree");
 
@@ -317,7 +318,7 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
         );
     }
     let pieces: Vec<_> = manifest
-        .stored
+        .staged
         .iter()
         .filter_map(|one| one.content.clone())
         .collect();

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 
 use firn_backing::{Access, Backing, Caller, SimBacking};
-use firn_transact::record::{Data, Identity, Item, Piece, Record};
+use firn_transact::change_log::{ChangeLog, Data, Entry, Identity, Part, Range, Source};
 use firn_transact::{Held, HeldError};
 
 fn us() -> u32 {
@@ -38,33 +38,32 @@ fn plant(disk: &SimBacking, caller: Caller, modes: [u32; 3]) {
         .expect("create");
     disk.write_at(&file, &[std::io::IoSlice::new(b"before")], 0)
         .expect("write");
-    let piece = Piece {
-        at: 0,
-        bytes: b"FORGED".to_vec(),
+    let data = Data {
+        cut: 6,
+        size: 6,
+        written: vec![Range {
+            start: 0,
+            end: 6,
+            source: Source::Inline(b"FORGED".to_vec()),
+        }],
+        grows: false,
     };
-    let item = Item {
+    let identity = Identity {
+        ino: attr.ino,
+        elsewhere: false,
+    };
+    let entry = Entry {
         stays: Some((0, b"victim".to_vec())),
-        data: Some(Data {
-            cut: 6,
-            size: 6,
-            written: vec![(0, 6)],
-            grows: false,
-        }),
-        small: vec![piece],
-        ..Item::new(
-            1,
-            Identity {
-                ino: attr.ino,
-                elsewhere: false,
-            },
-            false,
-        )
+        redo: Part {
+            data: Some(data),
+            ..Part::default()
+        },
+        ..Entry::new(1, identity, false)
     };
-    let record = Record {
+    let log = ChangeLog {
         id: 1,
-        scope: Vec::new(),
-        shared: false,
-        items: vec![item],
+        entries: vec![entry],
+        ..ChangeLog::default()
     };
     let firn = disk
         .mkdir(&caller, &root, name(".firn"), modes[0])
@@ -77,7 +76,7 @@ fn plant(disk: &SimBacking, caller: Caller, modes: [u32; 3]) {
     let (_, file, _) = disk
         .create(&caller, &dir, name("commit"), modes[2])
         .expect("create");
-    disk.write_at(&file, &[std::io::IoSlice::new(&record.encode())], 0)
+    disk.write_at(&file, &[std::io::IoSlice::new(&log.encode())], 0)
         .expect("write");
 }
 

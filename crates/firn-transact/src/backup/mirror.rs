@@ -12,16 +12,16 @@ use std::time::{Duration, Instant};
 use firn_backing::{Access, Attr, Backing, Errno, Kind, Seek, Time};
 use parking_lot::Mutex;
 
-use super::manifest::{Content, Known, MANIFEST, Manifest, Stored};
+use super::MANIFEST;
+use crate::change_log::{
+    ChangeLog, Content, Entry as LogEntry, Identity, Known, LogError, Place, Staged, StagedObject,
+};
 use crate::own::{OwnError, of_backup};
-use crate::record::{Identity, Item, Place, Record, Staged};
 use crate::scope::{Held, HeldError, Scope};
 use crate::staging;
 
 /// Bytes that are copied at once.
 pub(super) const BLOCK: usize = 1 << 20;
-/// In the transaction's directory of the backing: the name of its directory here.
-pub(super) const NAME: &str = "backup";
 
 /// How far the backup of a transaction is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -153,14 +153,11 @@ impl<B: Backing> Held<B> {
                 );
                 continue;
             }
-            if let Some(Ok(manifest)) = manifest
+            if let Some(Ok(log)) = manifest
                 && !known.contains(&name)
-                && self.committed(&manifest.record.scope)? != Some(manifest.record.id)
+                && self.committed(&log.scope)? != Some(log.id)
             {
-                return Err(HeldError::BackupWaits {
-                    id: manifest.record.id,
-                    name,
-                });
+                return Err(HeldError::BackupWaits { id: log.id, name });
             }
             state.over.insert(name);
         }
@@ -303,7 +300,7 @@ impl<B: Backing> Held<B> {
         if let Entry::Vacant(place) = state.copies.entry(scope.serial) {
             let name = format!("tx-{}-{}", scope.serial, token().map_err(backup)?);
             // In this order: what is there is known.
-            staging::store(&self.base, &scope.dir, NAME, name.as_bytes())?;
+            staging::store(&self.base, &scope.dir, staging::BACKUP, name.as_bytes())?;
             let dir = staging::dir(&mirror.store, &mirror.store.root(), &name).map_err(backup)?;
             let seen = HashMap::new();
             let copied = HashMap::new();
@@ -335,7 +332,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Makes the backup whole, durably. Nobody changes what is staged meanwhile.
-    pub(crate) fn back_up(&self, scope: &Scope<B>, record: &Record) -> Result<(), HeldError> {
+    pub(crate) fn back_up(&self, scope: &Scope<B>, record: &ChangeLog) -> Result<(), HeldError> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
         };
@@ -361,37 +358,34 @@ impl<B: Backing> Held<B> {
         mirror: &Mirror<B>,
         state: &mut State<B>,
         scope: &Scope<B>,
-        record: &Record,
+        record: &ChangeLog,
     ) -> Result<u64, HeldError> {
         let before = self.committed(&scope.path)?;
         for name in &state.over {
             remove_manifest_of(&mirror.store, name)?;
         }
         let copy = self.copy_of(mirror, state, scope)?;
-        let (record, known) = Paths::new(self, record).run()?;
-        let mut stored = Vec::new();
-        for at in record
-            .items
+        let mut log = Paths::new(self, record).portable_log()?;
+        log.id_before = before;
+        let mut staged = Vec::new();
+        for at in log
+            .entries
             .iter()
-            .flat_map(|item| item.new_at.iter().chain(&item.twin_at))
+            .flat_map(|entry| entry.new_at.iter().chain(&entry.redo.copy_at))
         {
-            stored.push(self.store(mirror, copy, scope, at)?);
+            staged.push(self.store(mirror, copy, scope, at)?);
         }
-        let bytes = stored
+        log.staged = staged;
+        let bytes = log
+            .staged
             .iter()
             .filter_map(|one| one.content.as_ref())
             .map(|content| content.size)
             .sum();
-        let manifest = Manifest {
-            record,
-            before,
-            known,
-            stored,
-        };
         mirror.store.sync_changes().map_err(backup)?;
         // Where this fails, too.
         copy.has_manifest = true;
-        staging::store(&mirror.store, &copy.dir, MANIFEST, &manifest.encode()).map_err(backup)?;
+        staging::store(&mirror.store, &copy.dir, MANIFEST, &log.encode()).map_err(backup)?;
         mirror
             .store
             .sync_dir(&mirror.store.root())
@@ -406,7 +400,7 @@ impl<B: Backing> Held<B> {
         copy: &mut Copy<B>,
         scope: &Scope<B>,
         at: &Staged,
-    ) -> Result<Stored, HeldError> {
+    ) -> Result<StagedObject, HeldError> {
         let nest = self.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
         let (inode, attr) = self.base.lookup(&nest, OsStr::new(&at.1))?;
         let now = stamp(&attr);
@@ -427,18 +421,10 @@ impl<B: Backing> Held<B> {
                 )?)
             }
         };
-        Ok(Stored {
+        Ok(StagedObject {
             at: at.clone(),
-            mode: attr.mode,
-            uid: attr.uid,
-            gid: attr.gid,
+            attributes: staging::read_attributes(&self.base, &inode, &attr)?,
             rdev: attr.rdev,
-            times: [attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)),
-            xattrs: if attr.kind == Kind::Symlink {
-                Vec::new()
-            } else {
-                staging::xattrs(&self.base, &inode)?
-            },
             target: if attr.kind == Kind::Symlink {
                 self.base.readlink(&inode)?
             } else {
@@ -615,17 +601,21 @@ fn is_number(text: &str) -> bool {
 }
 
 /// The manifest in a directory, if there is one.
-#[allow(clippy::type_complexity)]
 pub(super) fn load<B: Backing>(
     store: &B,
     dir: &B::Inode,
-) -> Result<Option<Result<Manifest, crate::record::RecordError>>, HeldError> {
-    let bytes = staging::load(store, dir, MANIFEST).map_err(backup)?;
-    Ok(bytes.map(|bytes| Manifest::decode(&bytes)))
+) -> Result<Option<Result<ChangeLog, LogError>>, HeldError> {
+    let decode = |bytes: Vec<u8>| {
+        let log = ChangeLog::decode(&bytes)?;
+        log.check_portable().map(|()| log)
+    };
+    Ok(staging::load(store, dir, MANIFEST)
+        .map_err(backup)?
+        .map(decode))
 }
 
 fn load_name<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<String>, OwnError> {
-    Ok(staging::load(base, dir, NAME)?.and_then(|bytes| String::from_utf8(bytes).ok()))
+    Ok(staging::load(base, dir, staging::BACKUP)?.and_then(|bytes| String::from_utf8(bytes).ok()))
 }
 
 /// Hexadecimal digits of what no other transaction has.
@@ -703,104 +693,113 @@ struct Paths<'a, B: Backing> {
     base: &'a B,
     /// Of the top.
     device: u64,
-    record: &'a Record,
-    items: HashMap<u64, &'a Item>,
+    log: &'a ChangeLog,
+    entries: HashMap<u64, &'a LogEntry>,
     found: HashMap<u64, (Vec<u8>, B::Inode)>,
 }
 
 impl<'a, B: Backing> Paths<'a, B> {
-    fn new(held: &'a Held<B>, record: &'a Record) -> Self {
-        let base = &held.base;
-        let device = held.device();
-        let items = record
-            .items
+    fn new(held: &'a Held<B>, log: &'a ChangeLog) -> Self {
+        let entries = log
+            .entries
             .iter()
-            .map(|item| (item.number, item))
+            .map(|entry| (entry.number, entry))
             .collect();
         Self {
-            base,
-            device,
-            record,
-            items,
-            found: HashMap::from([(0, (Vec::new(), base.root()))]),
+            base: &held.base,
+            device: held.device(),
+            log,
+            entries,
+            found: HashMap::from([(0, (Vec::new(), held.base.root()))]),
         }
     }
 
-    /// The record without what means nothing elsewhere, and the objects in it that are there.
-    fn run(mut self) -> Result<(Record, Vec<Known>), HeldError> {
-        let mut record = self.record.clone();
-        let mut known = Vec::new();
-        let mut idle = BTreeSet::new();
-        let mut strays = BTreeSet::new();
-        for item in &self.record.items {
-            if item.number == 0 || item.new_at.is_some() {
-                continue;
-            }
-            let mut paths = Vec::new();
-            let mut found = None;
-            for place in item.leaves.iter().chain(&item.stays) {
-                let Some((path, inode)) = self.at(item, place, &mut vec![item.number])? else {
-                    // A name that it has only after the transaction.
-                    strays.insert(item.number);
-                    continue;
-                };
-                paths.push(path);
-                found = Some(inode);
-            }
-            paths.sort();
-            paths.dedup();
-            let Some(inode) = found else {
-                // It came back to where it was.
-                let is_idle = !item.is_dir && item.comes.is_empty() && !item.changes_in_place();
-                if !is_idle {
-                    return Err(HeldError::BackupPath {
-                        number: item.number,
-                    });
+    /// The log for any copy of the tree: objects are found by their names, and nothing is kept to undo it.
+    fn portable_log(mut self) -> Result<ChangeLog, HeldError> {
+        let mut entries = Vec::new();
+        for entry in &self.log.entries {
+            entries.extend(self.portable_entry(entry)?);
+        }
+        Ok(ChangeLog {
+            can_be_undone: false,
+            entries,
+            ..self.log.clone()
+        })
+    }
+
+    /// `None` for an object that comes back to where it was.
+    fn portable_entry(&mut self, entry: &'a LogEntry) -> Result<Option<LogEntry>, HeldError> {
+        let mut portable = LogEntry {
+            identity: Identity::NONE,
+            kept_at: None,
+            undo: crate::change_log::Part::default(),
+            ..entry.clone()
+        };
+        if entry.new_at.is_some() {
+            portable.stays = None;
+            return Ok(Some(portable));
+        }
+        if entry.number == 0 {
+            return Ok(Some(portable));
+        }
+        let mut paths = Vec::new();
+        let mut found = None;
+        for place in entry.names_before() {
+            match self.find_at(entry, place, &mut vec![entry.number])? {
+                Some((path, inode)) => {
+                    paths.push(path);
+                    found = Some(inode);
                 }
-                idle.insert(item.number);
-                continue;
-            };
-            let attr = self.base.attr(&inode)?;
-            let size = item.data.as_ref().map(|_| attr.size);
-            known.push(Known {
-                number: item.number,
-                kind: attr.mode & libc::S_IFMT,
-                size,
-                paths,
-            });
-        }
-        record.items.retain(|item| !idle.contains(&item.number));
-        for item in &mut record.items {
-            (item.identity, item.kept_at) = (Identity::NONE, None);
-            if strays.contains(&item.number) || item.new_at.is_some() {
-                item.stays = None;
+                // A name that it has only after the transaction.
+                None => portable.stays = None,
             }
         }
-        Ok((record, known))
+        paths.sort();
+        paths.dedup();
+        let Some(inode) = found else {
+            let is_idle = !entry.is_dir && entry.after.is_empty() && !entry.redo.changes_in_place();
+            let number = entry.number;
+            return match is_idle {
+                true => Ok(None),
+                false => Err(HeldError::BackupPath { number }),
+            };
+        };
+        let attr = self.base.attr(&inode)?;
+        portable.known = Some(Known {
+            kind: attr.mode & libc::S_IFMT,
+            size: entry.redo.data.as_ref().map(|_| attr.size),
+            paths,
+        });
+        Ok(Some(portable))
     }
 
-    fn at(
+    fn find_at(
         &mut self,
-        item: &Item,
+        entry: &LogEntry,
         (dir, name): &'a Place,
         above: &mut Vec<u64>,
     ) -> Result<Option<Found<B>>, HeldError> {
-        let Some((path, dir)) = self.dir(*dir, above)? else {
+        let Some((path, dir)) = self.find_dir(*dir, above)? else {
             return Ok(None);
         };
         let Some((inode, attr)) = staging::find(self.base, &dir, OsStr::from_bytes(name))? else {
             return Ok(None);
         };
         let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
-        let is_it = Identity::of(&attr, self.device) == item.identity;
+        let is_it = Identity::of(&attr, self.device) == entry.identity;
         Ok(is_it.then(|| ([&path, slash, name].concat(), inode)))
     }
 
-    fn dir(&mut self, number: u64, above: &mut Vec<u64>) -> Result<Option<Found<B>>, HeldError> {
+    fn find_dir(
+        &mut self,
+        number: u64,
+        above: &mut Vec<u64>,
+    ) -> Result<Option<Found<B>>, HeldError> {
         if let Some(found) = self.found.get(&number) {
             return Ok(Some(found.clone()));
         }
-        let Some(&item) = self.items.get(&number).filter(|item| item.new_at.is_none()) else {
+        let entry = self.entries.get(&number).copied();
+        let Some(entry) = entry.filter(|entry| entry.new_at.is_none()) else {
             return Ok(None);
         };
         if above.contains(&number) {
@@ -808,8 +807,8 @@ impl<'a, B: Backing> Paths<'a, B> {
         }
         above.push(number);
         let mut found = None;
-        for place in item.leaves.iter().chain(&item.stays) {
-            found = self.at(item, place, above)?;
+        for place in entry.names_before() {
+            found = self.find_at(entry, place, above)?;
             if found.is_some() {
                 break;
             }

@@ -5,12 +5,11 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::Ordering;
 
-use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime, Time};
+use firn_backing::{Access, Attr, Backing, Errno, RenameFlags};
 
-use super::manifest::{Content, Known, Manifest, Stored};
-use super::mirror::{BLOCK, NAME, load, remove};
+use super::mirror::{BLOCK, load, remove};
+use crate::change_log::{ChangeLog, Content, Identity, Known, LogError, Place, StagedObject};
 use crate::own::{OwnError, of_backup};
-use crate::record::{Identity, Place, Record, RecordError};
 use crate::scope::{Held, HeldError};
 use crate::staging;
 
@@ -30,7 +29,7 @@ impl<B: Backing> Held<B> {
     pub fn manifest(
         store: &B,
         dir: &B::Inode,
-    ) -> Result<Option<Result<Manifest, RecordError>>, HeldError> {
+    ) -> Result<Option<Result<ChangeLog, LogError>>, HeldError> {
         load(store, dir)
     }
 
@@ -45,23 +44,29 @@ impl<B: Backing> Held<B> {
         &self,
         from: (&B, &B::Inode),
         called: &OsStr,
-        manifest: &Manifest,
+        wanted: &ChangeLog,
     ) -> Result<(), HeldError> {
-        let wanted = &manifest.record;
-        self.must_be_before(manifest)?;
+        wanted
+            .check_portable()
+            .map_err(|_| HeldError::BackupDamaged {
+                file: super::MANIFEST.into(),
+            })?;
+        self.must_be_before(wanted)?;
         let mut found = HashMap::from([(0, (self.base.root(), Vec::new()))]);
-        for known in &manifest.known {
-            let inode = self.same(known)?;
-            found.insert(known.number, (inode, known.paths[0].clone()));
+        for entry in &wanted.entries {
+            if let Some(known) = &entry.known {
+                let inode = self.same(known)?;
+                found.insert(entry.number, (inode, known.paths[0].clone()));
+            }
         }
         self.must_have_room(wanted, &found)?;
         let firn = self.hidden_home()?;
         let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.base, &firn, &name)?;
-        let staged = self.stage(from, manifest, &found, &dir).and_then(|record| {
+        let staged = self.stage(from, wanted, &found, &dir).and_then(|record| {
             // A mount that has the same backup goes on with it.
-            staging::store(&self.base, &dir, NAME, called.as_bytes())?;
+            staging::store(&self.base, &dir, staging::BACKUP, called.as_bytes())?;
             staging::store(&self.base, &dir, staging::OPEN, &record.scope)?;
             self.base.sync_changes()?;
             staging::write(&self.base, &dir, staging::RECORD, &record.encode())?;
@@ -91,8 +96,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// What tells at once that the tree is another one.
-    fn must_be_before(&self, manifest: &Manifest) -> Result<(), HeldError> {
-        let wanted = &manifest.record;
+    fn must_be_before(&self, wanted: &ChangeLog) -> Result<(), HeldError> {
         let is_in = |a: &[u8], b: &[u8]| {
             b.is_empty()
                 || a.strip_prefix(b)
@@ -106,7 +110,7 @@ impl<B: Backing> Held<B> {
             }
         }
         match self.committed(&wanted.scope)? {
-            found if found == manifest.before => Ok(()),
+            found if found == wanted.id_before => Ok(()),
             // A copy without `.firn`.
             None => Ok(()),
             Some(id) if id == wanted.id => Err(HeldError::BackupDone { id }),
@@ -160,16 +164,16 @@ impl<B: Backing> Held<B> {
     /// What would stop a commit half-way: a name that is taken, and a directory that goes and is not empty.
     fn must_have_room(
         &self,
-        record: &Record,
+        log: &ChangeLog,
         found: &HashMap<u64, (B::Inode, Vec<u8>)>,
     ) -> Result<(), HeldError> {
-        let left: BTreeSet<&Place> = record.items.iter().flat_map(|item| &item.leaves).collect();
+        let left: BTreeSet<&Place> = log.entries.iter().flat_map(|entry| &entry.before).collect();
         let full = |path: &[u8], name: &[u8]| {
             let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
             [path, slash, name].concat()
         };
-        for item in &record.items {
-            for place in &item.comes {
+        for item in &log.entries {
+            for place in &item.after {
                 let Some((dir, path)) = found.get(&place.0) else {
                     continue;
                 };
@@ -182,7 +186,7 @@ impl<B: Backing> Held<B> {
                     ));
                 }
             }
-            if !item.is_dir || item.leaves.is_empty() || !item.comes.is_empty() {
+            if !item.is_dir || item.before.is_empty() || !item.after.is_empty() {
                 continue;
             }
             let Some((dir, path)) = found.get(&item.number) else {
@@ -204,14 +208,14 @@ impl<B: Backing> Held<B> {
     fn stage(
         &self,
         from: (&B, &B::Inode),
-        manifest: &Manifest,
+        wanted: &ChangeLog,
         found: &HashMap<u64, (B::Inode, Vec<u8>)>,
         dir: &B::Inode,
-    ) -> Result<Record, HeldError> {
+    ) -> Result<ChangeLog, HeldError> {
         let new = staging::dir(&self.base, dir, staging::NEW)?;
         staging::dir(&self.base, dir, staging::AWAY)?;
         let mut made = BTreeMap::new();
-        for stored in &manifest.stored {
+        for stored in &wanted.staged {
             let nest = staging::dir(&self.base, &new, &stored.at.0)?;
             let inode = self.rebuild(from, stored, &nest)?;
             made.insert(
@@ -219,8 +223,12 @@ impl<B: Backing> Held<B> {
                 Identity::of(&self.base.attr(&inode)?, self.device()),
             );
         }
-        let mut record = manifest.record.clone();
-        for item in &mut record.items {
+        let mut record = ChangeLog {
+            staged: Vec::new(),
+            ..wanted.clone()
+        };
+        for item in &mut record.entries {
+            item.known = None;
             item.identity = match &item.new_at {
                 Some(at) => made[at],
                 None => Identity::of(&self.base.attr(&found[&item.number].0)?, self.device()),
@@ -237,13 +245,13 @@ impl<B: Backing> Held<B> {
     fn rebuild(
         &self,
         from: (&B, &B::Inode),
-        stored: &Stored,
+        stored: &StagedObject,
         nest: &B::Inode,
     ) -> Result<B::Inode, HeldError> {
         let base = &self.base;
         let me = staging::own();
         let name = OsStr::new(&stored.at.1);
-        let kind = stored.mode & libc::S_IFMT;
+        let kind = stored.attributes.mode & libc::S_IFMT;
         let inode = match kind {
             libc::S_IFDIR => base.mkdir(&me, nest, name, 0o700)?.0,
             libc::S_IFLNK => {
@@ -259,18 +267,7 @@ impl<B: Backing> Held<B> {
             }
             _ => base.mknod(&me, nest, name, kind | 0o600, stored.rdev)?.0,
         };
-        let attr = base.attr(&inode)?;
-        if (attr.uid, attr.gid) != (stored.uid, stored.gid) {
-            base.set_owner(&inode, Some(stored.uid), Some(stored.gid))?;
-        }
-        if kind != libc::S_IFLNK {
-            staging::set_xattrs(base, &inode, &stored.xattrs)?;
-            base.set_mode(&inode, stored.mode & 0o7777)?;
-        }
-        let [atime, mtime] = stored
-            .times
-            .map(|(sec, nsec)| SetTime::At(Time { sec, nsec }));
-        base.set_times(&inode, atime, mtime)?;
+        staging::set_attributes(base, &inode, &stored.attributes)?;
         Ok(inode)
     }
 

@@ -19,11 +19,10 @@ use std::collections::BTreeSet;
 use firn_backing::{Backing, Errno};
 
 use super::{Held, HeldError};
-use firn_rendezvous::{Expected, Members};
-
+use crate::change_log::LogError;
 use crate::own::is_path;
-use crate::record::RecordError;
 use crate::staging;
+use firn_rendezvous::{Expected, Members};
 
 /// What an arena is told from all others by.
 pub type ArenaId = [u8; 16];
@@ -98,7 +97,7 @@ impl<B: Backing> Held<B> {
         let found = std::str::from_utf8(&bytes).ok().and_then(staging::from_hex);
         let damaged = || HeldError::Record {
             path: staging::ARENA.into(),
-            source: RecordError::Damaged,
+            source: LogError::Damaged,
         };
         found
             .and_then(|id| id.try_into().ok())
@@ -138,7 +137,7 @@ impl<B: Backing> Held<B> {
             .collect::<Option<_>>()
             .ok_or(HeldError::Record {
                 path,
-                source: RecordError::Damaged,
+                source: LogError::Damaged,
             })
     }
 

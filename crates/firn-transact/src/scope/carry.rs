@@ -25,6 +25,7 @@ use parking_lot::Mutex;
 use super::{Held, HeldError, Scope, Stage};
 use crate::apply::Apply;
 use crate::backing::Inode;
+use crate::change_log::Direction;
 use crate::object::Object;
 use crate::staging;
 
@@ -289,14 +290,18 @@ impl<B: Backing> Held<B> {
     }
 
     fn apply(&self, scope: &Scope<B>) -> Result<(), HeldError> {
-        let record =
-            self.load_record(&scope.dir, &format!("tx-{}", scope.serial), staging::COMMIT)?;
-        let Some(record) = record else {
+        let (name, direction) = if scope.is_undo {
+            (staging::UNDO, Direction::Undo)
+        } else {
+            (staging::COMMIT, Direction::Redo)
+        };
+        let log = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
+        let Some(log) = log else {
             // An earlier attempt came to the end and could not say so.
             return Ok(self.forget(&scope.dir)?);
         };
-        let mut apply = Apply::new(self, &record, &scope.new, &scope.away)
-            .keeping(self.undo_nest(scope.serial)?);
+        let below = (&self.base, self.device());
+        let mut apply = Apply::new(below, (&log, direction), &scope.new, &scope.away);
         let changed = scope.changed.lock().clone();
         for (number, object) in &changed {
             let inner = object.inner.read();
@@ -306,7 +311,7 @@ impl<B: Backing> Held<B> {
         }
         drop(changed);
         apply.run()?;
-        self.finish(&scope.dir, &record, scope.serial)
+        self.finish(&scope.dir, (&log, direction), scope.serial)
     }
 
     /// From here on programs see the backing again; the caller holds names and data.

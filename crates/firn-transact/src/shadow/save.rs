@@ -7,9 +7,9 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Errno, Kind, RenameFlags, Result};
 
-use super::saved::{Original, Saved, Segment};
-use super::{Known, Shadow};
+use super::{Known, SAVED, Shadow};
 use crate::apply::Apply;
+use crate::change_log::{ChangeLog, Data, Entry, Identity, Link, Part, Range, Source};
 use crate::object::{Inner, Object};
 use crate::scope::{Held, Scope};
 use crate::staging;
@@ -94,21 +94,26 @@ impl<B: Backing> Held<B> {
         ino: u64,
         known: Option<Known>,
     ) -> Result<Option<Known>> {
-        let (mut low, first) = match known {
-            Some(Known::Saved { low, count }) => (low, count),
-            _ => (0, 0),
+        let (mut size, mut low, first) = match known {
+            Some(Known::Saved { size, low, count }) => (size, low, count),
+            _ => (0, 0, 0),
         };
         let mut count = first;
         while let Some(bytes) = staging::load(&self.base, &shadow.saved, &format!("{ino}.{count}"))?
         {
-            let saved = Saved::decode(&bytes).map_err(|_| Errno::IO)?;
-            if let Some(original) = &saved.original {
-                low = original.size;
+            let saved = ChangeLog::decode(&bytes).map_err(|_| Errno::IO)?;
+            for data in saved
+                .entries
+                .iter()
+                .filter_map(|one| one.undo.data.as_ref())
+            {
+                size = data.size;
+                low = if count == 0 { size } else { low };
+                low = data.written.first().map_or(low, |range| range.start);
             }
-            low = saved.segment.map_or(low, |segment| segment.from);
             count += 1;
         }
-        Ok((count > first).then_some(Known::Saved { low, count }))
+        Ok((count > first).then_some(Known::Saved { size, low, count }))
     }
 
     /// Publishes one record more; `None` where another host was faster.
@@ -122,83 +127,87 @@ impl<B: Backing> Held<B> {
         from: u64,
     ) -> Result<Option<Known>> {
         let inode = inner.base.clone().ok_or(Errno::STALE)?;
-        let (original, to, count) = match known {
-            Some(Known::Saved { low, count }) => (None, low, count),
+        let (mut part, size, to, count) = match known {
+            Some(Known::Saved { size, low, count }) => (Part::default(), size, low, count),
             _ => {
-                let original = self.original(object, &inode)?;
-                let size = original.size;
-                (Some(original), size, 0)
+                let (part, size) = self.original(object, &inode)?;
+                (part, size, size, 0)
             }
         };
-        let mut saved = Saved {
-            ino: object.key.1,
-            path: path(scope, object),
-            original,
-            segment: None,
-        };
-        if object.kind == Kind::File && from < to {
-            let from = if count + 1 >= RECORDS_MAX {
-                0
-            } else {
-                from - from % ALIGN
-            };
-            saved.segment = Some(self.copy_bytes(shadow, &inode, from, to)?);
+        let mut copied = None;
+        if object.kind == Kind::File {
+            if from < to {
+                let from = if count + 1 >= RECORDS_MAX {
+                    0
+                } else {
+                    from - from % ALIGN
+                };
+                copied = Some((from, self.copy_bytes(shadow, &inode, from, to)?));
+            }
+            let written = copied.iter().map(|(start, name)| Range {
+                start: *start,
+                end: to,
+                source: Source::File((SAVED.to_owned(), name.clone())),
+            });
+            part.data = Some(Data {
+                cut: size,
+                size,
+                written: written.collect(),
+                grows: false,
+            });
         }
-        let low = saved.segment.as_ref().map_or(to, |segment| segment.from);
-        let published = self.publish_record(shadow, &saved, count);
-        if let (Some(segment), Err(_) | Ok(false)) = (&saved.segment, &published) {
+        let low = copied.as_ref().map_or(to, |(from, _)| *from);
+        let name = format!("{}.{count}", object.key.1);
+        let published = self.publish_log(shadow, &log_of(scope, object, part), &name);
+        if let (Some((_, copy)), Err(_) | Ok(false)) = (&copied, &published) {
             // Nothing tells of it, unless only the sync failed: then it stays.
-            if matches!(published, Ok(false)) || !self.is_published(shadow, &saved, count) {
-                let _ = self.base.unlink(&shadow.saved, OsStr::new(&segment.at));
+            if matches!(published, Ok(false)) || !self.is_published(shadow, &name) {
+                let _ = self.base.unlink(&shadow.saved, OsStr::new(copy));
             }
         }
-        Ok(published?.then_some(Known::Saved {
-            low,
-            count: count + 1,
-        }))
+        let count = count + 1;
+        Ok(published?.then_some(Known::Saved { size, low, count }))
     }
 
-    fn original(&self, object: &Arc<Object<B>>, inode: &B::Inode) -> Result<Original> {
+    /// The attributes of an object, and of a directory its names; and its size.
+    fn original(&self, object: &Arc<Object<B>>, inode: &B::Inode) -> Result<(Part, u64)> {
         let attr = self.base.attr(inode)?;
-        let mut names = Vec::new();
-        if object.kind == Kind::Dir {
-            let is_top = object.parent().is_none();
-            let listed = staging::list(&self.base, inode)?
-                .into_iter()
-                .map(|(name, ino, _)| (name, ino));
-            names.extend(listed.filter(|(name, _)| !(is_top && name == staging::TOP.as_bytes())));
-        }
-        Ok(Original {
-            mode: attr.mode,
-            uid: attr.uid,
-            gid: attr.gid,
-            size: attr.size,
-            times: [attr.atime, attr.mtime].map(|time| (time.sec, time.nsec)),
-            xattrs: match object.kind {
-                Kind::Symlink => Vec::new(),
-                _ => staging::xattrs(&self.base, inode)?,
-            },
+        let names = match object.kind {
+            Kind::Dir => Some(self.names_of(object, inode)?),
+            _ => None,
+        };
+        let part = Part {
+            attributes: Some(staging::read_attributes(&self.base, inode, &attr)?),
             names,
-        })
+            ..Part::default()
+        };
+        Ok((part, attr.size))
     }
 
-    /// Copies bytes to a file of their own, durably but for its name.
+    fn names_of(&self, dir: &Arc<Object<B>>, inode: &B::Inode) -> Result<Vec<Link>> {
+        let is_top = dir.parent().is_none();
+        let listed = staging::list(&self.base, inode)?.into_iter();
+        let shown = listed.filter(|(name, ..)| !(is_top && name == staging::TOP.as_bytes()));
+        Ok(shown.map(|(name, ino, _)| (name, ino)).collect())
+    }
+
+    /// Copies bytes to a file of their own, durably but for its name, which it returns.
     fn copy_bytes(
         &self,
         shadow: &Shadow<B>,
         inode: &B::Inode,
         from: u64,
         to: u64,
-    ) -> Result<Segment> {
-        let (at, copy) = self.make_file(shadow, "data")?;
+    ) -> Result<String> {
+        let (name, copy) = self.make_file(shadow, "data")?;
         let copied = self.base.open(inode, Access::Read).and_then(|source| {
             Apply::copy(&self.base, &source, &copy, from, to)?;
             self.base.sync(&copy, false)
         });
         match copied {
-            Ok(()) => Ok(Segment { from, to, at }),
+            Ok(()) => Ok(name),
             Err(errno) => {
-                let _ = self.base.unlink(&shadow.saved, OsStr::new(&at));
+                let _ = self.base.unlink(&shadow.saved, OsStr::new(&name));
                 Err(errno)
             }
         }
@@ -220,12 +229,12 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    /// Puts a record in its place, durably; false where there is one.
-    fn publish_record(&self, shadow: &Shadow<B>, saved: &Saved, count: u32) -> Result<bool> {
+    /// Puts a log in its place, durably; false where there is one.
+    fn publish_log(&self, shadow: &Shadow<B>, log: &ChangeLog, name: &str) -> Result<bool> {
         let (new, file) = self.make_file(shadow, "new")?;
-        let written = staging::write_all(&self.base, &file, &saved.encode(), 0)
+        let written = staging::write_all(&self.base, &file, &log.encode(), 0)
             .and_then(|()| self.base.sync(&file, false))
-            .and_then(|()| self.name_record(shadow, &new, &format!("{}.{count}", saved.ino)));
+            .and_then(|()| self.name_log(shadow, &new, name));
         if written != Ok(true) {
             let _ = self.base.unlink(&shadow.saved, OsStr::new(&new));
         }
@@ -235,7 +244,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Gives a file its name, if no other has it.
-    fn name_record(&self, shadow: &Shadow<B>, new: &str, name: &str) -> Result<bool> {
+    fn name_log(&self, shadow: &Shadow<B>, new: &str, name: &str) -> Result<bool> {
         let (dir, new, name) = (&shadow.saved, OsStr::new(new), OsStr::new(name));
         let named = match self
             .base
@@ -257,17 +266,36 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    fn is_published(&self, shadow: &Shadow<B>, saved: &Saved, count: u32) -> bool {
-        let name = format!("{}.{count}", saved.ino);
+    fn is_published(&self, shadow: &Shadow<B>, name: &str) -> bool {
         !matches!(
-            staging::find(&self.base, &shadow.saved, OsStr::new(&name)),
+            staging::find(&self.base, &shadow.saved, OsStr::new(name)),
             Ok(None)
         )
     }
 }
 
+/// The log that says what undoes changes of one object.
+fn log_of<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, undo: Part) -> ChangeLog {
+    let ino = object.key.1;
+    let identity = Identity {
+        ino,
+        elsewhere: false,
+    };
+    let entry = Entry {
+        path: path(scope, object),
+        undo,
+        ..Entry::new(ino, identity, object.kind == Kind::Dir)
+    };
+    ChangeLog {
+        scope: scope.path.clone(),
+        can_be_undone: true,
+        entries: vec![entry],
+        ..ChangeLog::default()
+    }
+}
+
 /// The way from the scope's top down to an object.
-fn path<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>) -> Vec<super::saved::Entry> {
+fn path<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>) -> Vec<Link> {
     let mut path = Vec::new();
     let mut at = Arc::clone(object);
     while !Arc::ptr_eq(&at, &scope.root) {

@@ -26,7 +26,7 @@ use firn_backing::{Backing, Errno, RenameFlags, is_below};
 use firn_rendezvous::{Members, VoteDir};
 
 use super::{KEPT, SAVED, Shadow};
-use crate::record::Record;
+use crate::change_log::ChangeLog;
 use crate::scope::{Held, HeldError, Scope, Stage};
 use crate::staging;
 use crate::vote::{Outcome, scoped_name};
@@ -456,7 +456,7 @@ impl<B: Backing> Held<B> {
     fn recover_part(
         &self,
         dir: &B::Inode,
-        record: Option<Record>,
+        record: Option<ChangeLog>,
         scope: &[u8],
     ) -> Result<(), HeldError> {
         let shared = self.find_shared(scope)?;

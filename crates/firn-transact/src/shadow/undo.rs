@@ -2,32 +2,34 @@
 //!
 //! 1. The directories that were touched are found, wherever they are now: by the way to them, or in what is in
 //!    the others. A directory comes from one place to another only through such directories.
-//! 2. In each of them every name that it did not have goes: an object that was there before to `kept/`,
-//!    one that is new for good.
-//! 3. Every name that is missing is given back, from `kept/`.
-//! 4. Bytes and attributes come back, of directories last.
+//! 2. A change log is made: in each of them every name that it did not have goes, every name that is missing is
+//!    given back, and each object gets its old bytes and attributes. `kept/` is where objects are on their way.
+//! 3. It is applied backward ([`crate::apply`]).
 //!
-//! Nothing of it depends on how far an earlier attempt came.
+//! Nothing of it depends on how far an earlier attempt came: the next one makes the log anew of what is there then.
 
+use std::collections::btree_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Access, Attr, Backing, Errno, Kind, RenameFlags, Result, SetTime, Time};
+use firn_backing::{Attr, Backing, Kind, Result};
 
-use super::saved::{Entry, Original, Saved, Segment};
-use super::{SAVED, Shadow};
+use super::{KEPT, SAVED, Shadow};
 use crate::apply::Apply;
+use crate::change_log::{ChangeLog, Direction, Entry, Identity, Link, Part, Place};
 use crate::object::Object;
 use crate::scope::{Held, HeldError, Scope};
 use crate::staging;
 
 /// All that is saved of an object.
 struct Save {
-    path: Vec<Entry>,
-    original: Original,
+    path: Vec<Link>,
+    is_dir: bool,
+    /// Attributes and bytes.
+    part: Part,
+    /// Of a directory.
     names: BTreeMap<Vec<u8>, u64>,
-    segments: Vec<Segment>,
 }
 
 /// What an undo did to objects that somebody may refer to.
@@ -41,6 +43,7 @@ pub(crate) struct Undone {
     placed: Vec<(u64, u64, Vec<u8>)>,
 }
 
+/// Makes the log that leads back to what is saved.
 pub(crate) struct Undo<'a, B: Backing> {
     base: &'a B,
     shadow: &'a Shadow<B>,
@@ -48,12 +51,16 @@ pub(crate) struct Undo<'a, B: Backing> {
     top: u64,
     /// The scope's.
     root: B::Inode,
+    root_ino: u64,
     saves: BTreeMap<u64, Save>,
     /// Inodes that were in the directories that were touched.
     old: HashSet<u64>,
     /// Directories on the way to something that is saved.
     wanted: HashSet<u64>,
     dirs: HashMap<u64, B::Inode>,
+    /// Inodes in `kept/`.
+    kept: HashSet<u64>,
+    entries: BTreeMap<u64, Entry>,
     undone: Undone,
 }
 
@@ -66,15 +73,15 @@ impl<'a, B: Backing> Undo<'a, B> {
         place: &str,
     ) -> std::result::Result<Self, HeldError> {
         let mut saves = load(base, shadow, place)?;
-        let there = there_before(&saves, base.attr(&root)?.ino);
+        let root_ino = base.attr(&root)?.ino;
+        let there = there_before(&saves, root_ino);
         saves.retain(|ino, _| there.contains(ino));
         let old = saves
             .values()
             .flat_map(|save| save.names.values().copied())
             .collect();
         let dirs = saves.values().flat_map(|save| {
-            let is_dir = Kind::from_mode(save.original.mode) == Some(Kind::Dir);
-            let above = save.path.len().saturating_sub(usize::from(!is_dir));
+            let above = save.path.len().saturating_sub(usize::from(!save.is_dir));
             save.path[..above].iter().map(|(_, ino)| *ino)
         });
         let wanted = dirs.collect();
@@ -84,25 +91,37 @@ impl<'a, B: Backing> Undo<'a, B> {
             shadow,
             top,
             root,
+            root_ino,
             saves,
             old,
             wanted,
             dirs: HashMap::new(),
+            kept: HashSet::new(),
+            entries: BTreeMap::new(),
             undone: Undone::default(),
         })
     }
 
     pub(crate) fn run(mut self) -> Result<Undone> {
         self.find_dirs()?;
-        let missing = self.vacate()?;
-        self.place(missing)?;
-        self.give_back()?;
+        let log = self.plan()?;
+        let Shadow {
+            saved, kept, dev, ..
+        } = self.shadow;
+        let below = (self.base, *dev);
+        let mut apply = Apply::new(below, (&log, Direction::Undo), saved, kept);
+        apply.know_staging_dir(SAVED, saved.clone());
+        apply.know_staging_dir(KEPT, kept.clone());
+        for (ino, inode) in self.dirs {
+            apply.know(ino, inode);
+        }
+        apply.run()?;
         // An earlier process may have undone a part, and did not live to sync it.
         self.base.sync_tree(&self.root)?;
         Ok(self.undone)
     }
 
-    fn names(&self, ino: u64, inode: &B::Inode) -> Result<Vec<Entry>> {
+    fn names(&self, ino: u64, inode: &B::Inode) -> Result<Vec<Link>> {
         let listed = staging::list(self.base, inode)?
             .into_iter()
             .map(|(name, ino, _)| (name, ino));
@@ -116,8 +135,7 @@ impl<'a, B: Backing> Undo<'a, B> {
 
     fn find_dirs(&mut self) -> Result<()> {
         let mut todo = VecDeque::from([(self.shadow.kept.clone(), 0)]);
-        let root = self.base.attr(&self.root)?.ino;
-        self.found(root, self.root.clone(), &mut todo);
+        self.found(self.root_ino, self.root.clone(), &mut todo);
         loop {
             while let Some((inode, ino)) = todo.pop_front() {
                 self.look_in(&inode, ino, &mut todo)?;
@@ -128,8 +146,7 @@ impl<'a, B: Backing> Undo<'a, B> {
             self.found(ino, inode, &mut todo);
         }
         for (ino, save) in &self.saves {
-            let is_dir = Kind::from_mode(save.original.mode) == Some(Kind::Dir);
-            if is_dir && !self.dirs.contains_key(ino) {
+            if save.is_dir && !self.dirs.contains_key(ino) {
                 tracing::error!(ino, path = %shown(&save.path), "a directory is not found and not undone");
             }
         }
@@ -191,7 +208,7 @@ impl<'a, B: Backing> Undo<'a, B> {
                     above = Some(inode);
                 } else if self.wanted.contains(ino) {
                     let found = above
-                        .map(|dir| self.is_at(dir, name, *ino))
+                        .map(|dir| self.find_at(dir, name, *ino))
                         .transpose()?
                         .flatten();
                     if let Some((inode, _)) = found {
@@ -205,212 +222,201 @@ impl<'a, B: Backing> Undo<'a, B> {
     }
 
     /// The object, if the name leads to it.
-    fn is_at(&self, dir: &B::Inode, name: &[u8], ino: u64) -> Result<Option<(B::Inode, Attr)>> {
+    fn find_at(&self, dir: &B::Inode, name: &[u8], ino: u64) -> Result<Option<(B::Inode, Attr)>> {
         Ok(staging::find(self.base, dir, OsStr::from_bytes(name))?
             .filter(|(_, attr)| attr.ino == ino))
     }
 
-    // ---- names -------------------------------------------------------------------------------
+    // ---- the log -----------------------------------------------------------------------------
 
-    /// Takes away what was not there. Returns what is missing: directory, name, inode.
-    fn vacate(&mut self) -> Result<Vec<(u64, Vec<u8>, u64)>> {
-        let mut missing = Vec::new();
+    /// The log that leads from what is there back to what is saved.
+    fn plan(&mut self) -> Result<ChangeLog> {
+        self.plan_names()?;
+        self.plan_names_that_stay();
+        self.plan_missing()?;
+        let saved: Vec<u64> = self.saves.keys().copied().collect();
+        for ino in saved {
+            self.plan_contents(ino)?;
+        }
+        Ok(ChangeLog {
+            can_be_undone: true,
+            entries: std::mem::take(&mut self.entries).into_values().collect(),
+            ..ChangeLog::default()
+        })
+    }
+
+    fn entry(&mut self, ino: u64) -> &mut Entry {
+        self.entries.entry(ino).or_insert_with(|| new_entry(ino))
+    }
+
+    /// In each directory that was touched, names that it did not have go.
+    fn plan_names(&mut self) -> Result<()> {
         let touched: Vec<u64> = self
             .saves
             .keys()
             .copied()
             .filter(|ino| self.dirs.contains_key(ino))
             .collect();
-        for ino in touched {
-            let inode = self.dirs[&ino].clone();
+        for dir in touched {
+            let inode = self.dirs[&dir].clone();
             let mut right = BTreeSet::new();
-            for (name, child) in self.names(ino, &inode)? {
-                if self.saves[&ino].names.get(&name) == Some(&child) {
+            for (name, child) in self.names(dir, &inode)? {
+                if self.saves[&dir].names.get(&name) == Some(&child) {
                     right.insert(name);
                 } else {
-                    self.take_out(&inode, &name, child)?;
+                    self.plan_removal((dir, &inode), name, child)?;
                 }
             }
-            let wrong = self.saves[&ino]
+            let wrong: Vec<Link> = self.saves[&dir]
                 .names
                 .iter()
-                .filter(|(name, _)| !right.contains(*name));
-            missing.extend(wrong.map(|(name, child)| (ino, name.clone(), *child)));
+                .filter(|(name, _)| !right.contains(*name))
+                .map(|(name, child)| (name.clone(), *child))
+                .collect();
+            for (name, child) in wrong {
+                self.entry(child).before.push((dir, name));
+            }
         }
-        Ok(missing)
+        Ok(())
     }
 
-    fn take_out(&mut self, dir: &B::Inode, name: &[u8], ino: u64) -> Result<()> {
-        let os_name = OsStr::from_bytes(name);
-        if self.old.contains(&ino) {
-            self.undone.kept.push(ino);
-            return self.shadow.keep(self.base, dir, os_name, ino);
+    /// Of objects that something is done to, a name that is right is noted. The others may be many.
+    fn plan_names_that_stay(&mut self) {
+        let Self {
+            saves,
+            entries,
+            dirs,
+            ..
+        } = self;
+        for (dir, save) in saves.iter().filter(|(dir, _)| dirs.contains_key(dir)) {
+            for (name, child) in &save.names {
+                let is_saved = saves.contains_key(child);
+                let place = (*dir, name.clone());
+                match entries.entry(*child) {
+                    MapEntry::Vacant(vacant) if is_saved => {
+                        let mut entry = new_entry(*child);
+                        entry.stays = Some(place);
+                        vacant.insert(entry);
+                    }
+                    MapEntry::Occupied(mut occupied) if !occupied.get().before.contains(&place) => {
+                        occupied.get_mut().stays = Some(place);
+                    }
+                    _ => {}
+                }
+            }
         }
-        let Some((inode, attr)) = staging::find(self.base, dir, os_name)? else {
+    }
+
+    /// A name goes; of a new directory, also all that is in it.
+    fn plan_removal(
+        &mut self,
+        (dir, inode): (u64, &B::Inode),
+        name: Vec<u8>,
+        child: u64,
+    ) -> Result<()> {
+        let found = staging::find(self.base, inode, OsStr::from_bytes(&name))?;
+        let Some((found, attr)) = found.filter(|(_, attr)| attr.ino == child) else {
             return Ok(());
         };
-        self.undone.removed.push(ino);
-        if attr.kind != Kind::Dir {
-            return self.base.unlink(dir, os_name);
+        self.entry(child).after.push((dir, name));
+        if self.old.contains(&child) {
+            self.undone.kept.push(child);
+            return Ok(());
         }
+        self.undone.removed.push(child);
+        if attr.kind == Kind::Dir {
+            self.plan_removal_of_dir(child, found)?;
+        }
+        Ok(())
+    }
+
+    fn plan_removal_of_dir(&mut self, ino: u64, inode: B::Inode) -> Result<()> {
+        self.entry(ino).is_dir = true;
         for (name, child) in self.names(ino, &inode)? {
-            self.take_out(&inode, &name, child)?;
+            self.plan_removal((ino, &inode), name, child)?;
         }
-        self.base.rmdir(dir, os_name)
-    }
-
-    fn place(&mut self, missing: Vec<(u64, Vec<u8>, u64)>) -> Result<()> {
-        for (dir, name, ino) in missing {
-            let inode = self.dirs[&dir].clone();
-            let os_name = OsStr::from_bytes(&name);
-            let text = ino.to_string();
-            let kept = OsStr::new(&text);
-            match staging::find(self.base, &self.shadow.kept, kept)? {
-                Some((object, attr)) => {
-                    // It goes from there at the end: a crash before does not lose it.
-                    let linked = match attr.kind {
-                        Kind::Dir => Err(Errno::PERM),
-                        _ => self.base.link(&object, &inode, os_name).map(drop),
-                    };
-                    if linked.is_err() {
-                        self.base.rename(
-                            &self.shadow.kept,
-                            kept,
-                            &inode,
-                            os_name,
-                            RenameFlags::NOREPLACE,
-                        )?;
-                    }
-                }
-                None => match self.named(ino)? {
-                    Some((object, _)) => drop(self.base.link(&object, &inode, os_name)?),
-                    None => {
-                        tracing::error!(ino, name = %os_name.display(), "an object is gone and not brought back")
-                    }
-                },
-            }
-            self.undone.placed.push((ino, dir, name));
-        }
+        self.dirs.insert(ino, inode);
         Ok(())
     }
 
-    /// An object that has a name that it had.
-    fn named(&self, ino: u64) -> Result<Option<(B::Inode, Attr)>> {
-        for (dir, save) in &self.saves {
-            let Some(inode) = self.dirs.get(dir) else {
+    /// New directories that an attempt before this one has moved to `kept/` go, too. What is missing and is nowhere
+    /// cannot be brought back.
+    fn plan_missing(&mut self) -> Result<()> {
+        let mut kept = HashSet::new();
+        for (name, ino, kind) in staging::list(self.base, &self.shadow.kept)? {
+            kept.insert(ino);
+            if self.old.contains(&ino) || kind.is_some_and(|kind| kind != Kind::Dir) {
                 continue;
-            };
-            for (name, _) in save.names.iter().filter(|(_, child)| **child == ino) {
-                if let Some(found) = self.is_at(inode, name, ino)? {
-                    return Ok(Some(found));
-                }
+            }
+            let found = staging::find(self.base, &self.shadow.kept, OsStr::from_bytes(&name))?;
+            if let Some((inode, attr)) = found
+                && attr.kind == Kind::Dir
+            {
+                self.undone.removed.push(ino);
+                self.plan_removal_of_dir(ino, inode)?;
             }
         }
-        Ok(None)
+        for (ino, entry) in &mut self.entries {
+            let is_somewhere =
+                entry.stays.is_some() || !entry.after.is_empty() || kept.contains(ino);
+            if !is_somewhere {
+                for (_, name) in entry.before.drain(..) {
+                    let name = String::from_utf8_lossy(&name);
+                    tracing::error!(ino, %name, "an object is gone and not brought back");
+                }
+            }
+            for (dir, name) in &entry.before {
+                self.undone.placed.push((*ino, *dir, name.clone()));
+            }
+        }
+        self.kept = kept;
+        Ok(())
     }
 
-    // ---- bytes and attributes ----------------------------------------------------------------
-
-    fn give_back(&self) -> Result<()> {
-        let mut places: HashMap<u64, (u64, &[u8])> = HashMap::new();
-        for (dir, save) in &self.saves {
-            places.extend(
-                save.names
-                    .iter()
-                    .map(|(name, ino)| (*ino, (*dir, name.as_slice()))),
-            );
+    /// Attributes and bytes of an object that is saved.
+    fn plan_contents(&mut self, ino: u64) -> Result<()> {
+        let save = &self.saves[&ino];
+        let (is_dir, part, stays) = (save.is_dir, save.part.clone(), self.place(save));
+        let is_known = self.dirs.contains_key(&ino) || self.kept.contains(&ino);
+        let entry = self.entry(ino);
+        entry.is_dir = is_dir;
+        entry.undo = part;
+        if entry.stays.is_none() && entry.before.is_empty() && entry.after.is_empty() {
+            entry.stays = stays;
         }
-        let is_dir = |save: &Save| Kind::from_mode(save.original.mode) == Some(Kind::Dir);
-        let files = || self.saves.iter().filter(|(_, save)| !is_dir(save));
-        // What was cut off elsewhere may need the room.
-        for (ino, save) in
-            files().filter(|(_, save)| Kind::from_mode(save.original.mode) == Some(Kind::File))
-        {
-            if let Some((inode, attr)) = self.file(*ino, save, &places)?
-                && attr.size > save.original.size
-            {
-                self.base.set_len(
-                    &self.base.open(&inode, Access::ReadWrite)?,
-                    save.original.size,
-                )?;
-            }
+        if is_dir || is_known || !entry.before.is_empty() || !entry.after.is_empty() {
+            return Ok(());
         }
-        for (ino, save) in files() {
-            match self.file(*ino, save, &places)? {
-                Some((inode, attr)) => self.give_back_to(&inode, &attr, save)?,
-                None => {
-                    tracing::error!(ino, path = %shown(&save.path), "a file is not found and not undone")
-                }
-            }
-        }
-        for (ino, save) in self.saves.iter().filter(|(_, save)| is_dir(save)) {
-            if let Some(inode) = self.dirs.get(ino) {
-                self.attributes(inode, &self.base.attr(inode)?, &save.original)?;
-            }
+        let place = entry.stays.clone();
+        let found = match place.as_ref().and_then(|(dir, _)| self.dirs.get(dir)) {
+            Some(dir) => self.find_at(dir, &place.as_ref().expect("it has a directory").1, ino)?,
+            None => None,
+        };
+        if found.is_none() {
+            let path = shown(&self.saves[&ino].path);
+            tracing::error!(ino, %path, "a file is not found and not undone");
         }
         Ok(())
     }
 
-    /// A file that is saved, under one of its names.
-    fn file(
-        &self,
-        ino: u64,
-        save: &Save,
-        places: &HashMap<u64, (u64, &[u8])>,
-    ) -> Result<Option<(B::Inode, Attr)>> {
-        let place = match (places.get(&ino), save.path.as_slice()) {
-            (Some((dir, name)), _) => self.dirs.get(dir).map(|dir| (dir, *name)),
-            (None, [.., (_, dir), (name, _)]) => {
-                self.dirs.get(dir).map(|dir| (dir, name.as_slice()))
-            }
-            (None, [(name, _)]) => Some((&self.root, name.as_slice())),
-            (None, []) => None,
+    /// The name of an object whose directory was not touched.
+    fn place(&self, save: &Save) -> Option<Place> {
+        let (name, _) = save.path.last()?;
+        let dir = match save.path.len() {
+            1 => self.root_ino,
+            len => save.path[len - 2].1,
         };
-        Ok(place
-            .map(|(dir, name)| self.is_at(dir, name, ino))
-            .transpose()?
-            .flatten())
+        self.dirs.contains_key(&dir).then(|| (dir, name.clone()))
     }
+}
 
-    fn give_back_to(&self, inode: &B::Inode, attr: &Attr, save: &Save) -> Result<()> {
-        let size = save.original.size;
-        if attr.kind == Kind::File && (attr.size != size || !save.segments.is_empty()) {
-            let to = self.base.open(inode, Access::ReadWrite)?;
-            if attr.size != size {
-                self.base.set_len(&to, size)?;
-            }
-            for segment in &save.segments {
-                // A record whose bytes have no name was never durable, and nothing changed after it.
-                let at = OsStr::new(&segment.at);
-                let Some((from, _)) = staging::find(self.base, &self.shadow.saved, at)? else {
-                    continue;
-                };
-                let from = self.base.open(&from, Access::Read)?;
-                Apply::copy(self.base, &from, &to, segment.from, segment.to)?;
-            }
-        }
-        self.attributes(inode, &self.base.attr(inode)?, &save.original)
-    }
-
-    fn attributes(&self, inode: &B::Inode, has: &Attr, wanted: &Original) -> Result<()> {
-        let mut sets_mode = (wanted.mode ^ has.mode) & 0o7777 != 0;
-        if (wanted.uid, wanted.gid) != (has.uid, has.gid) {
-            self.base
-                .set_owner(inode, Some(wanted.uid), Some(wanted.gid))?;
-            sets_mode = true;
-        }
-        if has.kind != Kind::Symlink {
-            // An owner's change and an ACL's change the mode, too.
-            sets_mode |= staging::set_xattrs(self.base, inode, &wanted.xattrs)?;
-            if sets_mode {
-                self.base.set_mode(inode, wanted.mode & 0o7777)?;
-            }
-        }
-        let [atime, mtime] = wanted
-            .times
-            .map(|(sec, nsec)| SetTime::At(Time { sec, nsec }));
-        self.base.set_times(inode, atime, mtime)
-    }
+/// An object in the log: its number is that of its inode, as in `kept/`.
+fn new_entry(ino: u64) -> Entry {
+    let identity = Identity {
+        ino,
+        elsewhere: false,
+    };
+    Entry::new(ino, identity, false)
 }
 
 fn load<B: Backing>(
@@ -418,7 +424,7 @@ fn load<B: Backing>(
     shadow: &Shadow<B>,
     place: &str,
 ) -> std::result::Result<BTreeMap<u64, Save>, HeldError> {
-    let mut records: BTreeMap<(u64, u32), Saved> = BTreeMap::new();
+    let mut logs: BTreeMap<(u64, u32), ChangeLog> = BTreeMap::new();
     for (name, ..) in staging::list(base, &shadow.saved)? {
         let Ok(text) = String::from_utf8(name) else {
             continue;
@@ -429,28 +435,29 @@ fn load<B: Backing>(
         let Some(number) = number else { continue };
         let bytes = staging::load(base, &shadow.saved, &text)?.unwrap_or_default();
         let path = || format!("{}/{place}/{SAVED}/{text}", staging::TOP);
-        let saved = Saved::decode(&bytes).map_err(|source| HeldError::Record {
+        let log = ChangeLog::decode(&bytes).map_err(|source| HeldError::Record {
             path: path(),
             source,
         })?;
-        records.insert(number, saved);
+        logs.insert(number, log);
     }
-    let mut saves = BTreeMap::new();
-    for ((ino, _), saved) in records {
-        if let Some(mut original) = saved.original {
-            let names = std::mem::take(&mut original.names).into_iter().collect();
-            saves.insert(
-                ino,
-                Save {
-                    path: saved.path,
-                    original,
-                    names,
-                    segments: Vec::new(),
-                },
-            );
-        }
-        if let Some(save) = saves.get_mut(&ino) {
-            save.segments.extend(saved.segment);
+    let mut saves: BTreeMap<u64, Save> = BTreeMap::new();
+    for ((ino, count), log) in logs {
+        for mut entry in log.entries {
+            if count == 0 {
+                let names = entry.undo.names.take().unwrap_or_default();
+                let save = Save {
+                    path: entry.path,
+                    is_dir: entry.is_dir,
+                    part: entry.undo,
+                    names: names.into_iter().collect(),
+                };
+                saves.insert(ino, save);
+            } else if let Some(save) = saves.get_mut(&ino)
+                && let (Some(data), Some(more)) = (&mut save.part.data, entry.undo.data)
+            {
+                data.written.extend(more.written);
+            }
         }
     }
     Ok(saves)
@@ -482,7 +489,7 @@ fn there_before(saves: &BTreeMap<u64, Save>, root: u64) -> HashSet<u64> {
     }
 }
 
-fn shown(path: &[Entry]) -> String {
+fn shown(path: &[Link]) -> String {
     let names: Vec<_> = path
         .iter()
         .map(|(name, _)| String::from_utf8_lossy(name))

@@ -11,7 +11,7 @@ use firn_conflict::{Accesses, File, Name, Process, Published, Ranges, Used};
 use firn_rendezvous::Members;
 
 use crate::backing::Inode;
-use crate::record::{Item, Place, Record};
+use crate::change_log::{ChangeLog, Entry, Place};
 use crate::scope::Held;
 use crate::staging;
 
@@ -20,15 +20,15 @@ impl<B: Backing> Held<B> {
     pub(super) fn list_accesses(
         &self,
         members: &Members,
-        record: &Record,
+        record: &ChangeLog,
         used: &[Used],
     ) -> Result<Published, Errno> {
         let mut list = Published {
             host: members.host.clone(),
             ..Published::default()
         };
-        let items: BTreeMap<u64, &Item> = record
-            .items
+        let items: BTreeMap<u64, &Entry> = record
+            .entries
             .iter()
             .map(|item| (item.number, item))
             .collect();
@@ -71,9 +71,9 @@ impl<B: Backing> Held<B> {
                 entry.written.extend(&accesses.written);
             }
         }
-        for item in &record.items {
+        for item in &record.entries {
             let path = path_of(item.number, &items);
-            for place in item.leaves.iter().chain(&item.comes) {
+            for place in item.before.iter().chain(&item.after) {
                 list.changed.extend(
                     name(place).map(|name| (name, join(&path_of(place.0, &items), &place.1))),
                 );
@@ -81,11 +81,11 @@ impl<B: Backing> Held<B> {
             if item.new_at.is_some() {
                 continue;
             }
-            names.extend(item.stays.iter().chain(&item.leaves).filter_map(name));
-            if item.attributes {
+            names.extend(item.names_before().filter_map(name));
+            if item.redo.changes_attributes {
                 list.attributes.push((item.identity.ino, path.clone()));
             }
-            if let Some(data) = &item.data {
+            if let Some(data) = &item.redo.data {
                 let known = files
                     .entry(item.identity.ino)
                     .or_insert_with(|| (path, BTreeMap::new()));
@@ -96,7 +96,8 @@ impl<B: Backing> Held<B> {
                     .for_each(|accesses| seen.extend(&accesses.written));
                 // What nobody is known to have written counts all the same, and so does what was cut off.
                 let cut = (!data.grows).then_some((data.cut, u64::MAX));
-                for (start, end) in data.written.iter().copied().chain(cut) {
+                let written = data.written.iter().map(|range| (range.start, range.end));
+                for (start, end) in written.chain(cut) {
                     let (until, inside) = seen.stretch(start);
                     if !inside || until < end {
                         known.1.entry(0).or_default().written.insert(start..end);
@@ -130,14 +131,14 @@ fn join(dir: &[u8], name: &[u8]) -> Vec<u8> {
 }
 
 /// A path of an object of a record, relative to the backing.
-fn path_of(number: u64, items: &BTreeMap<u64, &Item>) -> Vec<u8> {
-    fn below(number: u64, items: &BTreeMap<u64, &Item>, depth: usize) -> Vec<u8> {
+fn path_of(number: u64, items: &BTreeMap<u64, &Entry>) -> Vec<u8> {
+    fn below(number: u64, items: &BTreeMap<u64, &Entry>, depth: usize) -> Vec<u8> {
         let item = items.get(&number).filter(|_| number != 0 && depth < 1000);
         let place = item.and_then(|item| {
             item.stays
                 .iter()
-                .chain(&item.leaves)
-                .chain(&item.comes)
+                .chain(&item.before)
+                .chain(&item.after)
                 .next()
         });
         place.map_or_else(Vec::new, |(dir, name)| {

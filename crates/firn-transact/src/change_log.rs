@@ -1,0 +1,713 @@
+//! The change log of a transaction: what to do to commit it, and what to do to undo it.
+//!
+//! A log is the difference between two trees, object by object. Each [`Entry`] says which names the object has
+//! only before and only after the transaction, and has a *redo* and an *undo* part with its data and attributes
+//! on either side; parts refer to bytes in the log itself or to staged copies. Nothing in a log depends on how
+//! far an earlier attempt to apply it came.
+//!
+//! | use | file | entries |
+//! |---|---|---|
+//! | buffer mode | `tx-N/record`, `tx-N/commit` | all objects, redo parts; with `history` undo parts, too |
+//! | shadow mode | `tx-N/saved/INO.K` | one object before its first change, the undo part only |
+//! | restore | `undo-N/commit`, `tx-N/undo` | the log of a commit, applied backward |
+//! | backup | `tx-N-TOKEN/manifest` | all objects, redo parts, found by path, and a table of what is staged |
+//!
+//! A file with a log is sealed ([`firn_format::sealed`]) with the magic `FIRNTXLG`; the payload is [`ChangeLog`] as
+//! postcard writes it. Every name in a log that was decoded is a single path component.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+use firn_backing::{Attr, Time};
+use firn_format::sealed::Seal;
+
+use crate::own::is_path;
+use crate::scope::NO_ID;
+
+pub use firn_format::sealed::SealError as LogError;
+
+/// The header of a file with a log.
+pub const SEAL: Seal = Seal {
+    magic: *b"FIRNTXLG",
+    version: 5,
+};
+
+/// Magic numbers of the files that Firn 0.1 kept instead: redo records, saved objects, manifests of backups.
+const RETIRED_MAGICS: [&[u8; 8]; 3] = [b"FIRNREDO", b"FIRNSAVE", b"FIRNBKUP"];
+
+/// A name in a directory: the number of the directory's object, and the name's bytes.
+pub type Place = (u64, Vec<u8>);
+
+/// Where something is staged: a directory below `new/`, and a name in it.
+pub type Staged = (String, String);
+
+/// A name, and the inode that it leads to.
+pub type Link = (Vec<u8>, u64);
+
+/// What an object is in the backing.
+///
+/// A log outlives a mount of the file system and is read on other hosts. Device numbers do neither: a server, a
+/// pool or a disk that comes back may have another one. Nor is the time of birth compared: overlayfs makes a file
+/// anew when it is first written to, also by an attempt to apply a log, and only its inode number stays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Identity {
+    /// Inode.
+    pub ino: u64,
+    /// It is on another file system than the top of the backing.
+    pub elsewhere: bool,
+}
+
+impl Identity {
+    /// Of nothing yet.
+    pub(crate) const NONE: Self = Self {
+        ino: 0,
+        elsewhere: false,
+    };
+
+    /// `device` is that of the top.
+    pub(crate) fn of(attr: &Attr, device: u64) -> Self {
+        Self {
+            ino: attr.ino,
+            elsewhere: attr.dev != device,
+        }
+    }
+}
+
+/// A point in time, as it is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Instant {
+    /// Seconds since the epoch.
+    pub sec: i64,
+    /// Nanoseconds after that.
+    pub nsec: u32,
+}
+
+impl From<Time> for Instant {
+    fn from(time: Time) -> Self {
+        Self {
+            sec: time.sec,
+            nsec: time.nsec,
+        }
+    }
+}
+
+impl From<Instant> for Time {
+    fn from(instant: Instant) -> Self {
+        Self {
+            sec: instant.sec,
+            nsec: instant.nsec,
+        }
+    }
+}
+
+/// Where the bytes of a range are.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Source {
+    /// In the staged copy of the part, at their offset in the file.
+    Copy,
+    /// In a staged file of their own, at their offset in the file.
+    File(Staged),
+    /// Here.
+    Inline(#[serde(with = "serde_bytes")] Vec<u8>),
+}
+
+/// A range of a file that is to be written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Range {
+    /// Offset of the first byte.
+    pub start: u64,
+    /// Offset behind the last byte.
+    pub end: u64,
+    /// Where the bytes are.
+    pub source: Source,
+}
+
+impl Range {
+    /// Whose bytes are in the staged copy.
+    pub fn of_copy(start: u64, end: u64) -> Self {
+        Self {
+            start,
+            end,
+            source: Source::Copy,
+        }
+    }
+}
+
+/// What becomes of the bytes of a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Data {
+    /// Bytes of the present content that stay, where nothing is written.
+    pub cut: u64,
+    /// Size of the file then.
+    pub size: u64,
+    /// What is written.
+    pub written: Vec<Range>,
+    /// Nothing of the old content was cut off. Where several hosts commit, it may have grown by another's part.
+    pub grows: bool,
+}
+
+/// Attributes of an object.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attributes {
+    /// `st_mode`: type and permission bits.
+    pub mode: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Last access.
+    pub atime: Instant,
+    /// Last change of the content.
+    pub mtime: Instant,
+    /// Names and values of the extended attributes.
+    pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+}
+
+/// One side of an entry: what the object becomes when the log is applied in this direction.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    /// Staged name of the copy that has the attributes, and bytes of [`Part::data`].
+    pub copy_at: Option<Staged>,
+    /// What becomes of its bytes.
+    pub data: Option<Data>,
+    /// Attributes, where no copy has them.
+    pub attributes: Option<Attributes>,
+    /// Last access, for after names in it have changed.
+    pub atime: Option<Instant>,
+    /// Last change, for after bytes or names in it have changed.
+    pub mtime: Option<Instant>,
+    /// Owner, mode or extended attributes were changed, and not just times.
+    pub changes_attributes: bool,
+    /// Last change of the object when the transaction changed it first.
+    pub mtime_before: Option<Instant>,
+    /// Of a directory whose changes are not listed name by name: all names in it.
+    pub names: Option<Vec<Link>>,
+}
+
+impl Part {
+    /// Whether data or attributes of an object of the backing change.
+    pub(crate) fn changes_in_place(&self) -> bool {
+        self.copy_at.is_some() || self.data.is_some() || self.attributes.is_some()
+    }
+}
+
+/// How an object of the backing is found where inode numbers mean nothing: in a copy of the tree.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Known {
+    /// Its type, as in `st_mode`.
+    pub kind: u32,
+    /// Bytes of a file whose content changes: what is written counts from there.
+    pub size: Option<u64>,
+    /// Names that it had before, from the top of the backing.
+    pub paths: Vec<Vec<u8>>,
+}
+
+/// One object that takes part.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// Number in this log.
+    pub number: u64,
+    /// The object that has its names in the end.
+    pub identity: Identity,
+    /// Whether it is a directory.
+    pub is_dir: bool,
+    /// Names that it has only before.
+    pub before: Vec<Place>,
+    /// Names that it has only after.
+    pub after: Vec<Place>,
+    /// One name that it has before and after, for who looks for it.
+    pub stays: Option<Place>,
+    /// The way to it from the scope's top, which is not in it, down to its own name.
+    pub path: Vec<Link>,
+    /// Where the object is staged before, if it is new.
+    pub new_at: Option<Staged>,
+    /// Where the object is staged after, if it has no names then and the log may be undone.
+    pub kept_at: Option<Staged>,
+    /// One more name, staged, of an object of the backing of which no other name is known.
+    pub anchor_at: Option<Staged>,
+    /// Of a backup: how it is found.
+    pub known: Option<Known>,
+    /// What to do to commit.
+    pub redo: Part,
+    /// What to do to undo.
+    pub undo: Part,
+}
+
+impl Entry {
+    /// An object of the backing that nothing is done to.
+    pub fn new(number: u64, identity: Identity, is_dir: bool) -> Self {
+        Self {
+            number,
+            identity,
+            is_dir,
+            before: Vec::new(),
+            after: Vec::new(),
+            stays: None,
+            path: Vec::new(),
+            new_at: None,
+            kept_at: None,
+            anchor_at: None,
+            known: None,
+            redo: Part::default(),
+            undo: Part::default(),
+        }
+    }
+
+    /// Names that it has before, as far as the log says.
+    pub(crate) fn names_before(&self) -> impl Iterator<Item = &Place> {
+        self.before.iter().chain(&self.stays)
+    }
+
+    /// All names that the log says.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &Place> {
+        self.names_before().chain(&self.after)
+    }
+
+    fn staged(&self) -> impl Iterator<Item = &Staged> {
+        let object = [&self.new_at, &self.kept_at, &self.anchor_at];
+        let parts = [&self.redo, &self.undo];
+        let files = parts.into_iter().flat_map(|part| {
+            let written = part.data.iter().flat_map(|data| &data.written);
+            written.filter_map(|range| match &range.source {
+                Source::File(at) => Some(at),
+                Source::Copy | Source::Inline(_) => None,
+            })
+        });
+        let copies = parts.into_iter().filter_map(|part| part.copy_at.as_ref());
+        object.into_iter().flatten().chain(copies).chain(files)
+    }
+}
+
+/// Bytes of a staged file in a backup.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Content {
+    /// The file that has them, each at its offset.
+    pub file: String,
+    /// Size of the file.
+    pub size: u64,
+    /// Where there are any: from, to. The rest are holes.
+    pub ranges: Vec<(u64, u64)>,
+    /// CRC32C of the bytes in the ranges.
+    pub crc: u32,
+}
+
+/// A staged object in a backup.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StagedObject {
+    /// Where it is staged.
+    pub at: Staged,
+    /// Its attributes: a backup does not have objects of other owners and kinds.
+    pub attributes: Attributes,
+    /// Of a device file.
+    pub rdev: u64,
+    /// Of a symbolic link.
+    pub target: Vec<u8>,
+    /// Of a file.
+    pub content: Option<Content>,
+}
+
+/// In which direction a log is applied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the tree before to the one after.
+    Redo,
+    /// From the tree after to the one before.
+    Undo,
+}
+
+/// A transaction, decided or not.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChangeLog {
+    /// The number that its user gave it.
+    pub id: u64,
+    /// Number of the commit of the scope before this one.
+    pub id_before: Option<u64>,
+    /// Path of its scope, relative to the backing, for people.
+    pub scope: Vec<u8>,
+    /// Other hosts commit their parts at the same time: what they do to the same objects stays.
+    pub shared: bool,
+    /// The undo parts are there, and all that they refer to.
+    pub can_be_undone: bool,
+    /// What changes.
+    pub entries: Vec<Entry>,
+    /// Of a backup: all that the redo parts refer to.
+    pub staged: Vec<StagedObject>,
+}
+
+impl ChangeLog {
+    /// Number of the commit whose files the scope has after the log is applied.
+    pub(crate) fn id_after(&self, direction: Direction) -> u64 {
+        match direction {
+            Direction::Redo => self.id,
+            Direction::Undo => self.id_before.unwrap_or(NO_ID),
+        }
+    }
+
+    /// The bytes that are stored.
+    pub fn encode(&self) -> Vec<u8> {
+        SEAL.seal(&postcard::to_stdvec(self).expect("plain data"))
+    }
+
+    /// From the bytes that were stored.
+    pub fn decode(bytes: &[u8]) -> Result<Self, LogError> {
+        let payload = SEAL.unseal(bytes).map_err(|error| match error {
+            LogError::Magic => retired_version(bytes).unwrap_or(LogError::Magic),
+            other => other,
+        })?;
+        let log: Self = postcard::from_bytes(payload).map_err(|_| LogError::Damaged)?;
+        log.check_names()?;
+        Ok(log)
+    }
+
+    /// Whoever opens a name of this log stays in the directory that the log means.
+    pub(crate) fn check_names(&self) -> Result<(), LogError> {
+        check(is_path(&self.scope))?;
+        for entry in &self.entries {
+            for (_, name) in entry.names() {
+                check_name(name)?;
+            }
+            let names = [&entry.redo.names, &entry.undo.names].into_iter().flatten();
+            for (name, _) in entry.path.iter().chain(names.flatten()) {
+                check_name(name)?;
+            }
+            for at in entry.staged() {
+                check_staged(at)?;
+            }
+            for path in entry.known.iter().flat_map(|known| &known.paths) {
+                check(!path.is_empty() && is_path(path))?;
+            }
+        }
+        for object in &self.staged {
+            check_staged(&object.at)?;
+            if let Some(content) = &object.content {
+                check_name(content.file.as_bytes())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a log needs nothing of the backing that it was made in but names: each object that was there has a
+    /// path, and all that is staged is in the table.
+    pub(crate) fn check_portable(&self) -> Result<(), LogError> {
+        let numbers: BTreeSet<u64> = self.entries.iter().map(|entry| entry.number).collect();
+        let staged: BTreeSet<&Staged> = self.staged.iter().map(|object| &object.at).collect();
+        check(numbers.len() == self.entries.len() && !self.can_be_undone)?;
+        for entry in &self.entries {
+            let has_path = entry
+                .known
+                .as_ref()
+                .is_some_and(|known| !known.paths.is_empty());
+            check(entry.number == 0 || entry.new_at.is_some() != has_path)?;
+            check(entry.kept_at.is_none() && entry.undo == Part::default())?;
+            let needed = entry.new_at.iter().chain(&entry.redo.copy_at);
+            for at in needed {
+                check(staged.contains(at))?;
+            }
+            for range in entry.redo.data.iter().flat_map(|data| &data.written) {
+                check(!matches!(range.source, Source::File(_)))?;
+            }
+            for (dir, _) in entry.names() {
+                check(*dir == 0 || numbers.contains(dir))?;
+            }
+        }
+        for content in self.staged.iter().filter_map(|one| one.content.as_ref()) {
+            let mut end = 0;
+            for &(from, to) in &content.ranges {
+                check(end <= from && from < to && to <= content.size)?;
+                end = to;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn retired_version(bytes: &[u8]) -> Option<LogError> {
+    let (magic, rest) = bytes.split_first_chunk::<8>()?;
+    let found = u32::from_le_bytes(*rest.first_chunk()?);
+    RETIRED_MAGICS
+        .contains(&magic)
+        .then_some(LogError::Version {
+            found,
+            wanted: SEAL.version,
+        })
+}
+
+fn check(is_right: bool) -> Result<(), LogError> {
+    if is_right {
+        Ok(())
+    } else {
+        Err(LogError::Damaged)
+    }
+}
+
+fn check_name(name: &[u8]) -> Result<(), LogError> {
+    check(firn_trust::is_component(name))
+}
+
+fn check_staged((dir, name): &Staged) -> Result<(), LogError> {
+    check_name(dir.as_bytes())?;
+    check_name(name.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const ELSEWHERE: [&str; 7] = ["", ".", "..", "../../etc", "/etc", "a/b", "a\0"];
+
+    fn staged(dir: &str, name: &str) -> Staged {
+        (dir.to_owned(), name.to_owned())
+    }
+
+    fn attributes(value: &[u8]) -> Attributes {
+        Attributes {
+            mode: 0o100_640,
+            uid: 1,
+            gid: 2,
+            atime: Instant { sec: 1, nsec: 2 },
+            mtime: Instant { sec: -3, nsec: 4 },
+            xattrs: vec![(b"user.a".to_vec(), value.to_vec())],
+        }
+    }
+
+    /// A log with something in each field.
+    fn full() -> ChangeLog {
+        let identity = Identity {
+            ino: 77,
+            elsewhere: false,
+        };
+        let data = Data {
+            cut: 10,
+            size: 4096,
+            written: vec![
+                Range::of_copy(0, 5),
+                Range {
+                    start: 5,
+                    end: 10,
+                    source: Source::Inline(b"bytes".to_vec()),
+                },
+                Range {
+                    start: 100,
+                    end: 4096,
+                    source: Source::File(staged("saved", "data-3")),
+                },
+            ],
+            grows: true,
+        };
+        let part = Part {
+            copy_at: Some(staged("plain", "3")),
+            data: Some(data),
+            attributes: Some(attributes(b"\0")),
+            atime: Some(Instant { sec: 7, nsec: 8 }),
+            mtime: Some(Instant { sec: 9, nsec: 1 }),
+            changes_attributes: true,
+            mtime_before: Some(Instant { sec: 5, nsec: 6 }),
+            names: Some(vec![(b"\xff\n".to_vec(), 9)]),
+        };
+        let entry = Entry {
+            before: vec![(0, b"a".to_vec())],
+            after: vec![(2, b"\xff\n".to_vec())],
+            stays: Some((0, b"b".to_vec())),
+            path: vec![(b"dir".to_vec(), 7), (b"file".to_vec(), 77)],
+            new_at: Some(staged("d0", "3")),
+            kept_at: Some(staged("u", "k3")),
+            anchor_at: Some(staged("d0", "l3")),
+            known: Some(Known {
+                kind: 0o100_000,
+                size: Some(7),
+                paths: vec![b"dir/file".to_vec()],
+            }),
+            redo: part.clone(),
+            undo: part,
+            ..Entry::new(3, identity, false)
+        };
+        ChangeLog {
+            id: 17,
+            id_before: Some(16),
+            scope: b"work".to_vec(),
+            shared: true,
+            can_be_undone: true,
+            entries: vec![entry],
+            staged: vec![object("3", None)],
+        }
+    }
+
+    fn object(name: &str, content: Option<Content>) -> StagedObject {
+        StagedObject {
+            at: staged("d0", name),
+            attributes: attributes(b"v"),
+            rdev: 0,
+            target: b"there".to_vec(),
+            content,
+        }
+    }
+
+    /// A log that goes with any copy of the tree.
+    fn portable(id: u64, name: Vec<u8>, size: u64, crc: u32) -> ChangeLog {
+        let changed = Entry {
+            before: vec![(0, name.clone())],
+            after: vec![(4, b"there".to_vec())],
+            known: Some(Known {
+                kind: 0o100_000,
+                size: Some(7),
+                paths: vec![name.clone()],
+            }),
+            redo: Part {
+                copy_at: Some(staged("d0", "3")),
+                data: Some(Data {
+                    cut: 1,
+                    size,
+                    written: vec![Range::of_copy(0, size)],
+                    grows: false,
+                }),
+                ..Part::default()
+            },
+            ..Entry::new(3, Identity::NONE, false)
+        };
+        let made = Entry {
+            new_at: Some(staged("d0", "4")),
+            after: vec![(0, b"dir".to_vec())],
+            ..Entry::new(4, Identity::NONE, true)
+        };
+        let content = Content {
+            file: "d0-3".into(),
+            size,
+            ranges: vec![(0, size)],
+            crc,
+        };
+        ChangeLog {
+            id,
+            id_before: Some(id / 2),
+            scope: name,
+            entries: vec![changed, made],
+            staged: vec![object("3", Some(content)), object("4", None)],
+            ..ChangeLog::default()
+        }
+    }
+
+    #[test]
+    fn a_log_comes_back() {
+        assert_eq!(ChangeLog::decode(&full().encode()), Ok(full()));
+    }
+
+    proptest! {
+        #[test]
+        fn a_portable_log_comes_back(
+            id: u64,
+            name in proptest::collection::vec(1u8..46, 3..20),
+            size in 1u64..,
+            crc: u32,
+        ) {
+            let log = portable(id, name, size, crc);
+            prop_assert_eq!(log.check_portable(), Ok(()));
+            prop_assert_eq!(ChangeLog::decode(&log.encode()), Ok(log));
+        }
+    }
+
+    #[test]
+    fn regression_a_log_whose_names_lead_elsewhere_is_none() {
+        type Change = fn(&mut Entry, &str);
+        let changes: [Change; 15] = [
+            |entry, name| entry.before[0].1 = name.into(),
+            |entry, name| entry.after[0].1 = name.into(),
+            |entry, name| entry.stays = Some((0, name.into())),
+            |entry, name| entry.path[1].0 = name.into(),
+            |entry, name| entry.new_at = Some(staged("d0", name)),
+            |entry, name| entry.new_at = Some(staged(name, "1")),
+            |entry, name| entry.anchor_at = Some(staged("d0", name)),
+            |entry, name| entry.kept_at = Some(staged("u", name)),
+            |entry, name| entry.redo.copy_at = Some(staged("d0", name)),
+            |entry, name| entry.undo.copy_at = Some(staged(name, "3")),
+            |entry, name| entry.redo.names.as_mut().expect("some")[0].0 = name.into(),
+            |entry, name| entry.undo.names.as_mut().expect("some")[0].0 = name.into(),
+            |entry, name| {
+                entry.redo.data.as_mut().expect("some").written[2].source =
+                    Source::File(staged("saved", name))
+            },
+            |entry, name| {
+                entry.undo.data.as_mut().expect("some").written[2].source =
+                    Source::File(staged(name, "data-3"))
+            },
+            |entry, name| {
+                // Several components are a path.
+                let bad = if name == "a/b" { "../a" } else { name };
+                entry.known.as_mut().expect("some").paths[0] = bad.into();
+            },
+        ];
+        for change in changes {
+            for name in ELSEWHERE {
+                let mut bad = full();
+                change(&mut bad.entries[0], name);
+                let decoded = ChangeLog::decode(&bad.encode());
+                assert_eq!(decoded, Err(LogError::Damaged), "{name:?}");
+            }
+        }
+        for scope in ["..", "a/../b", "/a", "a//b", "a/", "a\0"] {
+            let bad = ChangeLog {
+                scope: scope.into(),
+                ..full()
+            };
+            let decoded = ChangeLog::decode(&bad.encode());
+            assert_eq!(decoded, Err(LogError::Damaged), "{scope:?}");
+        }
+        let whole = ChangeLog {
+            scope: b"a/b c/..d".to_vec(),
+            ..full()
+        };
+        assert_eq!(ChangeLog::decode(&whole.encode()), Ok(whole));
+    }
+
+    #[test]
+    fn a_log_that_is_cut_or_changed_is_none() {
+        let bytes = full().encode();
+        for len in 0..bytes.len() {
+            assert!(ChangeLog::decode(&bytes[..len]).is_err(), "{len} bytes");
+        }
+        for at in 0..bytes.len() * 8 {
+            let mut bad = bytes.clone();
+            bad[at / 8] ^= 1 << (at % 8);
+            assert!(ChangeLog::decode(&bad).is_err(), "bit {at}");
+        }
+    }
+
+    #[test]
+    fn a_backup_that_names_what_is_not_in_it_is_none() {
+        let whole = portable(7, b"a".to_vec(), 9, 1);
+        assert_eq!(whole.check_portable(), Ok(()));
+        type Change = fn(&mut ChangeLog);
+        let changes: [Change; 5] = [
+            |bad| bad.entries[0].known = None,
+            |bad| drop(bad.staged.pop()),
+            |bad| bad.entries[0].after[0].0 = 9,
+            |bad| bad.entries[1].number = 3,
+            |bad| bad.staged[0].content.as_mut().expect("a file").ranges = vec![(5, 10)],
+        ];
+        for change in changes {
+            let mut bad = whole.clone();
+            change(&mut bad);
+            assert_eq!(bad.check_portable(), Err(LogError::Damaged));
+        }
+        let mut bad = whole;
+        bad.staged[0].content.as_mut().expect("a file").file = "../x".into();
+        assert_eq!(ChangeLog::decode(&bad.encode()), Err(LogError::Damaged));
+    }
+
+    #[test]
+    fn a_file_of_an_earlier_version_is_told_from_a_damaged_one() {
+        for magic in RETIRED_MAGICS {
+            let old = Seal {
+                magic: *magic,
+                version: 4,
+            };
+            let decoded = ChangeLog::decode(&old.seal(b"payload"));
+            let told = LogError::Version {
+                found: 4,
+                wanted: SEAL.version,
+            };
+            assert_eq!(decoded, Err(told));
+        }
+    }
+}

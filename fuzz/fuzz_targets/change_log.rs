@@ -1,0 +1,60 @@
+//! Change log of a transaction: any bytes are refused or read; what is read is written back with the same
+//! meaning, and no name in it leads out of its directory.
+#![no_main]
+
+use firn_fuzz::Input;
+use firn_transact::change_log::{ChangeLog, Entry, Part, SEAL, Source};
+use firn_trust::is_component;
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|input: Input| {
+    if let Ok(log) = ChangeLog::decode(&input.bytes(&SEAL)) {
+        must_be_path(&log.scope);
+        log.entries.iter().for_each(must_stay_inside);
+        for object in &log.staged {
+            must_be_name(object.at.0.as_bytes());
+            must_be_name(object.at.1.as_bytes());
+            if let Some(content) = &object.content {
+                must_be_name(content.file.as_bytes());
+            }
+        }
+        assert_eq!(ChangeLog::decode(&log.encode()), Ok(log));
+    }
+});
+
+fn must_stay_inside(entry: &Entry) {
+    let names = entry.before.iter().chain(&entry.after).chain(&entry.stays);
+    names.for_each(|(_, name)| must_be_name(name));
+    entry.path.iter().for_each(|(name, _)| must_be_name(name));
+    for path in entry.known.iter().flat_map(|known| &known.paths) {
+        assert!(!path.is_empty(), "the path of an object");
+        must_be_path(path);
+    }
+    for (dir, name) in [&entry.new_at, &entry.kept_at, &entry.anchor_at].into_iter().flatten() {
+        must_be_name(dir.as_bytes());
+        must_be_name(name.as_bytes());
+    }
+    part_must_stay_inside(&entry.redo);
+    part_must_stay_inside(&entry.undo);
+}
+
+fn part_must_stay_inside(part: &Part) {
+    part.names.iter().flatten().for_each(|(name, _)| must_be_name(name));
+    let files = part.data.iter().flat_map(|data| &data.written);
+    let files = files.filter_map(|range| match &range.source {
+        Source::File(at) => Some(at),
+        Source::Copy | Source::Inline(_) => None,
+    });
+    for (dir, name) in files.chain(&part.copy_at) {
+        must_be_name(dir.as_bytes());
+        must_be_name(name.as_bytes());
+    }
+}
+
+fn must_be_name(name: &[u8]) {
+    assert!(is_component(name), "{name:?}");
+}
+
+fn must_be_path(path: &[u8]) {
+    assert!(path.is_empty() || path.split(|&byte| byte == b'/').all(is_component), "{path:?}");
+}
