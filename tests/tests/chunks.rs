@@ -781,9 +781,9 @@ fn a_c_program_asks_for_the_state_drains_and_waits() {
         &bytes(1, MIB),
     );
     fs::write(&path, bytes(2, MIB)).expect("write");
-    fault.stall();
+    fault.hang("write", "file");
     state(&["late", file]);
-    fault.go_on();
+    fault.let_go();
 }
 
 /// What a program compiled with an older firn.h has no room for is not written.

@@ -668,3 +668,24 @@ fn calls_before_the_library_has_started_work() {
     assert_eq!(read(&mount.join("early")), b"early\nlate\n");
     mount.umount();
 }
+
+/// The library is loaded into every program: neither JSON nor the control protocol is linked into it.
+#[test]
+fn the_library_is_without_the_control_protocol() {
+    let symbols = run(Command::new("nm").arg("-C").arg(preload_library())).ok();
+    assert!(symbols.stdout.contains("firn_direct"), "nm has names");
+    for unwanted in ["serde_json", "firn_protocol", "firn_client"] {
+        assert!(
+            !symbols.stdout.contains(unwanted),
+            "{unwanted} is linked in"
+        );
+    }
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/firn-preload/Cargo.toml");
+    let mut tree = Command::new(env!("CARGO"));
+    tree.args(["tree", "--offline", "--edges", "normal", "--prefix", "none"]);
+    let tree = run(tree.arg("--manifest-path").arg(manifest)).ok();
+    assert!(tree.stdout.contains("firn-direct"), "{tree}");
+    for unwanted in ["serde_json", "firn-protocol", "firn-client"] {
+        assert!(!tree.stdout.contains(unwanted), "{unwanted}: {tree}");
+    }
+}

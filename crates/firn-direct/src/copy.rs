@@ -21,7 +21,7 @@ pub(crate) fn prepare() {
 /// As for [`ptr::copy_nonoverlapping`].
 #[inline(always)]
 pub unsafe fn copy(to: *mut u8, from: *const u8, len: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the ranges are what this function was promised
     unsafe {
         if len < STREAM_BYTES_MIN {
             ptr::copy_nonoverlapping(from, to, len)
@@ -39,15 +39,15 @@ unsafe fn copy_many(to: *mut u8, from: *const u8, len: usize) {
     {
         // The answers are kept in a static word after the first question; no allocation, no lock.
         if std::arch::is_x86_feature_detected!("avx512f") {
-            // SAFETY: the caller's promise, and the processor has it.
+            // SAFETY: the ranges are what this function was promised, and the processor has AVX-512F.
             return unsafe { stream(to, from, len, 64, avx512) };
         }
         if std::arch::is_x86_feature_detected!("avx2") {
-            // SAFETY: as above.
+            // SAFETY: the ranges are what this function was promised, and the processor has AVX2.
             return unsafe { stream(to, from, len, 32, avx2) };
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: readable, writable and apart for `len` bytes, as this function was promised.
     unsafe { ptr::copy_nonoverlapping(from, to, len) }
 }
 

@@ -50,7 +50,7 @@ unsafe extern "C" fn read(cookie: *mut c_void, data: *mut c_char, len: size_t) -
 unsafe extern "C" fn write(cookie: *mut c_void, data: *const c_char, len: size_t) -> ssize_t {
     let mut done = 0;
     while done < len {
-        // SAFETY: as above.
+        // SAFETY: the C library's buffer, and only what it has not written yet.
         let more =
             unsafe { libc::write(cookie as c_int, data.wrapping_add(done).cast(), len - done) };
         match usize::try_from(more) {
@@ -84,7 +84,7 @@ unsafe extern "C" fn close(cookie: *mut c_void) -> c_int {
 /// # Safety
 /// `mode` is a C string for fdopen(3).
 pub(crate) unsafe fn over(fd: c_int, mode: *const c_char) -> *mut FILE {
-    // SAFETY: the caller's promise; the structure is the C library's, at places that are part of its interface.
+    // SAFETY: `mode` is a C string as promised; the structure is the C library's, at places that are part of its interface.
     unsafe {
         let file = fopencookie(
             fd as *mut c_void,
@@ -118,7 +118,7 @@ pub(crate) unsafe fn over(fd: c_int, mode: *const c_char) -> *mut FILE {
 /// # Safety
 /// An open stream.
 pub(crate) unsafe fn is_ours(file: *mut FILE) -> bool {
-    // SAFETY: the caller's promise.
+    // SAFETY: an open stream of the C library, whose structure has that place.
     let functions = unsafe {
         file.cast::<u8>()
             .wrapping_add(place::FUNCTIONS)

@@ -201,7 +201,8 @@ impl Run<'_, Writable> {
     /// # Safety
     /// `from` is readable for as many bytes as this run has, and no part of the program's memory.
     pub(crate) unsafe fn fill(self, from: *const u8, streams: bool) {
-        // SAFETY: the source is the caller's promise; the program gave the target to be written (`new`).
+        // SAFETY: the source is readable for `len` bytes and apart, as promised to this function; the program gave
+        // the target to be written (`new`).
         unsafe {
             if streams {
                 firn_direct::copy(self.start, from, self.len);

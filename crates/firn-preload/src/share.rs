@@ -120,7 +120,7 @@ pub(crate) extern "C" fn after_vfork() {
 /// # Safety
 /// The message is null or the program's, as for sendmsg(2).
 pub(crate) unsafe fn sent(message: *const libc::msghdr) {
-    // SAFETY: the caller's promise; the macros stay within the control data.
+    // SAFETY: the message is null or what the program gave to sendmsg(2); the macros stay within the control data.
     unsafe {
         if message.is_null() || (*message).msg_control.is_null() {
             return;

@@ -40,7 +40,7 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
             Some(share::in_child),
         )
     };
-    // SAFETY: as above.
+    // SAFETY: what the loader hands to constructors: arrays of C strings, ended by null.
     let (dir, wait) = unsafe {
         (
             value(envp, b"FIRN_RUNTIME_DIR"),
@@ -71,7 +71,7 @@ unsafe fn value<'a>(envp: *const *const c_char, name: &[u8]) -> Option<&'a [u8]>
         return None;
     }
     let mut at = envp;
-    // SAFETY: the caller's promise.
+    // SAFETY: an array of C strings that ends with null, as promised to this function.
     unsafe {
         while !(*at).is_null() {
             let entry = CStr::from_ptr(*at).to_bytes();
@@ -92,7 +92,7 @@ unsafe fn value<'a>(envp: *const *const c_char, name: &[u8]) -> Option<&'a [u8]>
 /// # Safety
 /// As for [`value`].
 unsafe fn is_own_program(argv: *const *const c_char) -> bool {
-    // SAFETY: the caller's promise.
+    // SAFETY: the array begins with a C string or null, as promised to this function.
     let name = unsafe {
         if argv.is_null() || (*argv).is_null() {
             return false;

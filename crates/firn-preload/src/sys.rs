@@ -15,14 +15,14 @@ use std::sync::atomic::Ordering;
 pub(crate) unsafe fn call(number: c_long, arg: [usize; 6]) -> isize {
     let result: isize;
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: the caller's promise; the instruction changes nothing but what is named.
+    // SAFETY: the kernel writes where the caller allows it; the instruction changes nothing but what is named.
     unsafe {
         asm!("syscall", inlateout("rax") number as isize => result, in("rdi") arg[0], in("rsi") arg[1],
             in("rdx") arg[2], in("r10") arg[3], in("r8") arg[4], in("r9") arg[5],
             lateout("rcx") _, lateout("r11") _, options(nostack));
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: as above.
+    // SAFETY: the kernel writes where the caller allows it; nothing else changes.
     unsafe {
         asm!("svc 0", in("x8") number as isize, inlateout("x0") arg[0] as isize => result, in("x1") arg[1],
             in("x2") arg[2], in("x3") arg[3], in("x4") arg[4], in("x5") arg[5], options(nostack));
@@ -135,7 +135,7 @@ pub(crate) fn pwrite(fd: c_int, data: *const c_void, len: usize, offset: u64) ->
 /// # Safety
 /// `data` is the program's own, for `len` bytes.
 pub(crate) unsafe fn pread(fd: c_int, data: *mut c_void, len: usize, offset: u64) -> isize {
-    // SAFETY: the caller's promise.
+    // SAFETY: the kernel writes `len` bytes at `data`, which are the program's to be written, or answers EFAULT.
     unsafe { syscall!(libc::SYS_pread64, fd, data, len, offset) }
 }
 
@@ -293,7 +293,7 @@ pub(crate) fn without_signals(then: impl FnOnce()) {
     };
     then();
     let how = libc::SIG_SETMASK;
-    // SAFETY: as above.
+    // SAFETY: the set that was there before, of the kernel's size.
     unsafe {
         syscall!(
             libc::SYS_rt_sigprocmask,

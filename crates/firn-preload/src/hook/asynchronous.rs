@@ -26,7 +26,7 @@ const _: () = assert!(size_of::<aiocb>() == 168);
 /// # Safety
 /// Null or a control block.
 unsafe fn is_stub(control: *const aiocb) -> bool {
-    // SAFETY: the caller's promise.
+    // SAFETY: not null, so a control block that the program keeps until the call returns.
     !control.is_null() && tag_of(unsafe { (*control).aio_fildes }) == tag::STUB
 }
 
@@ -35,7 +35,7 @@ unsafe fn is_stub(control: *const aiocb) -> bool {
 /// # Safety
 /// A control block of the program's.
 unsafe fn carry_out(control: *mut aiocb, op: c_int) {
-    // SAFETY: the caller's promise; the places are those of the C library.
+    // SAFETY: the control block and its buffer are the program's for this request; the places are those of the C library.
     unsafe {
         let fd = (*control).aio_fildes;
         let data = (*control).aio_buf;
@@ -58,7 +58,7 @@ unsafe fn carry_out(control: *mut aiocb, op: c_int) {
 /// # Safety
 /// As for [`carry_out`].
 unsafe fn finish(control: *mut aiocb, result: isize, errno: c_int) {
-    // SAFETY: the caller's promise.
+    // SAFETY: a control block of the program's, and within it the places of the C library.
     unsafe {
         let base = control.cast::<u8>();
         base.wrapping_add(RETURN_VALUE)
@@ -72,7 +72,7 @@ unsafe fn finish(control: *mut aiocb, result: isize, errno: c_int) {
 /// # Safety
 /// Null or an event of the program's.
 unsafe fn notify(event: *const libc::sigevent) {
-    // SAFETY: the caller's promise.
+    // SAFETY: an event that the program gave along with its request, or null.
     unsafe {
         if !event.is_null() && (*event).sigev_notify == libc::SIGEV_SIGNAL {
             libc::sigqueue(libc::getpid(), (*event).sigev_signo, (*event).sigev_value);
@@ -81,7 +81,7 @@ unsafe fn notify(event: *const libc::sigevent) {
 }
 
 unsafe fn do_aio_read(control: *mut aiocb) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave the control block to aio_read(3).
     unsafe {
         if is_stub(control) {
             carry_out(control, libc::LIO_READ);
@@ -92,7 +92,7 @@ unsafe fn do_aio_read(control: *mut aiocb) -> c_int {
 }
 
 unsafe fn do_aio_write(control: *mut aiocb) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave the control block to aio_write(3).
     unsafe {
         if is_stub(control) {
             carry_out(control, libc::LIO_WRITE);
@@ -103,7 +103,7 @@ unsafe fn do_aio_write(control: *mut aiocb) -> c_int {
 }
 
 unsafe fn do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave the control block to aio_fsync(3).
     unsafe {
         if is_stub(control) {
             let done = stub::sync((*control).aio_fildes, op == libc::O_DSYNC).unwrap_or(Ok(()));
@@ -125,7 +125,7 @@ unsafe fn do_lio_listio(
     event: *mut libc::sigevent,
 ) -> c_int {
     let blocks = |index: c_int| list.wrapping_add(index as usize);
-    // SAFETY: the caller's promise: `count` pointers, which may be null.
+    // SAFETY: the program gave lio_listio(3) `count` pointers, which may be null.
     let any = !list.is_null() && (0..count).any(|index| unsafe { is_stub(*blocks(index)) });
     if !any {
         return forward!(LIO_LISTIO(mode, list, count, event));
@@ -133,7 +133,7 @@ unsafe fn do_lio_listio(
     // A list of both kinds is done at once as a whole.
     let mut failed = false;
     for index in 0..count {
-        // SAFETY: as above.
+        // SAFETY: one of `count` pointers, and a control block where it is not null.
         unsafe {
             let control = *blocks(index);
             if control.is_null() || (*control).aio_lio_opcode == libc::LIO_NOP {
@@ -149,7 +149,7 @@ unsafe fn do_lio_listio(
         }
     }
     if mode == libc::LIO_NOWAIT {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program gave the event to lio_listio(3).
         unsafe { notify(event) };
         return 0;
     }

@@ -52,7 +52,7 @@ unsafe fn do_ftruncate(fd: c_int, size: off64_t) -> c_int {
 unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
     if stands_on_tree(libc::AT_FDCWD, path, 0) {
         let flags = libc::O_WRONLY | libc::O_CLOEXEC | libc::O_NONBLOCK;
-        // SAFETY: the caller's promise.
+        // SAFETY: the path that the program gave to truncate(2), opened as that would.
         let fd = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize) };
         if fd < 0 {
             return told(fd) as c_int;

@@ -68,17 +68,17 @@ unsafe fn do_creat(path: *const c_char, mode: mode_t) -> c_int {
 }
 
 unsafe fn do_mkstemp(template: *mut c_char) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave the template to mkstemp(3), which asks the same of it.
     unsafe { do_mkostemps(template, 0, 0) }
 }
 
 unsafe fn do_mkostemp(template: *mut c_char, flags: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave the template to mkostemp(3), which asks the same of it.
     unsafe { do_mkostemps(template, 0, flags) }
 }
 
 unsafe fn do_mkstemps(template: *mut c_char, suffix: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave the template to mkstemps(3), which asks the same of it.
     unsafe { do_mkostemps(template, suffix, 0) }
 }
 
@@ -99,7 +99,7 @@ unsafe fn do_mmap(
     // A mapping shows what goes through the kernel, and only that.
     if tag_of(fd) != tag::NONE && flags & libc::MAP_ANONYMOUS == 0 {
         if tag_of(fd) == tag::STUB {
-            // SAFETY: the caller's promise.
+            // SAFETY: what the program asked of mmap(2), whose promises it keeps.
             if let Some(result) = unsafe { stub::map(at, len, prot, flags, fd, offset) } {
                 return told(result) as *mut c_void;
             }

@@ -129,7 +129,7 @@ unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
 unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let real = CLOSE_RANGE.get();
     if table::in_vfork_child() || flags & libc::CLOSE_RANGE_CLOEXEC as c_int != 0 {
-        // SAFETY: the caller's promise.
+        // SAFETY: numbers only; the program closes its own descriptors.
         return unsafe { real(first, last, flags) };
     }
     let mut from = first;
@@ -160,12 +160,12 @@ unsafe fn do_closefrom(first: c_int) {
     if table::in_vfork_child() || table::tagged(first, u32::MAX).next().is_none() {
         return forward!(CLOSEFROM(first as c_int));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: as closefrom(3), which the program called, with numbers only.
     unsafe { do_close_range(first, c_uint::MAX, 0) };
 }
 
 unsafe fn do_sendmsg(socket: c_int, message: *const libc::msghdr, flags: c_int) -> ssize_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave the message to sendmsg(2).
     unsafe {
         share::sent(message);
         SENDMSG.get()(socket, message, flags)
@@ -178,7 +178,7 @@ unsafe fn do_sendmmsg(
     count: c_uint,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave so many messages to sendmmsg(2).
     unsafe {
         for index in 0..count as usize {
             share::sent(&raw const (*messages.wrapping_add(index)).msg_hdr);

@@ -21,7 +21,7 @@ macro_rules! sharing {
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($arg: $ty),*) -> $ret {
             share::begin();
-            // SAFETY: the caller's promise.
+            // SAFETY: the program called the hook of this function with these arguments.
             let result = unsafe { $real.get()($($arg),*) };
             share::end();
             result

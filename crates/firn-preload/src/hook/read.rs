@@ -41,7 +41,7 @@ unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
     if tag_of(fd) == tag::NONE {
         return forward!(READ(fd, data, len));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave the bytes to read(2).
     unsafe { read_ours(fd, data, len) }
 }
 
@@ -74,7 +74,7 @@ unsafe fn do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -
     if len > size {
         return forward!(READ_CHK(fd, data, len, size));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave `size` bytes to read(2), and `len` are no more.
     unsafe { do_read(fd, data, len) }
 }
 
@@ -123,7 +123,7 @@ unsafe fn do_pread_chk(
     if len > size {
         return forward!(PREAD_CHK(fd, data, len, offset, size));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave `size` bytes to pread(2), and `len` are no more.
     unsafe { do_pread(fd, data, len, offset) }
 }
 
@@ -153,7 +153,7 @@ unsafe fn do_preadv2(
         return told(-(libc::EOPNOTSUPP as isize));
     }
     if tag_of(fd) != tag::NONE && (flags == 0 || tag_of(fd) == tag::STUB) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program gave the vectors to preadv2(2), which without flags is readv(2) or preadv(2).
         return unsafe {
             if offset == -1 {
                 do_readv(fd, parts, count)

@@ -82,7 +82,7 @@ unsafe fn with_size(
     if result != 0 || !TABLE.trees.any() {
         return result;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the kernel just filled the structure that the program gave (`result` is 0).
     let stat = unsafe { &mut *to };
     let device = u64::from(libc::major(stat.st_dev)) << 32 | u64::from(libc::minor(stat.st_dev));
     if stat.st_mode & libc::S_IFMT != libc::S_IFREG || !TABLE.trees.has(device) {
@@ -104,7 +104,7 @@ unsafe fn with_size(
 
 macro_rules! sized {
     ($named:expr, $to:ident, $call:expr) => {{
-        // SAFETY: the caller's promise.
+        // SAFETY: the program called the hook with these arguments.
         let ask = || unsafe { $call };
         let result = ask();
         // SAFETY: the kernel just filled it.
@@ -207,7 +207,7 @@ unsafe fn do_statx(
         return result;
     }
     match (Named { dir, path, flags }).attr(device, inode) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program gave the structure to statx(2), and the kernel filled it once.
         Some(Ok(attr)) => unsafe {
             if attr.told && STATX.get()(dir, path, flags, mask, to) != 0 {
                 return -1;

@@ -77,7 +77,7 @@ fn is_stub(fd: c_int) -> bool {
 /// # Safety
 /// Nothing was done with the stream yet.
 unsafe fn over_stub(file: *mut FILE, mode: *const c_char, before: &Before) -> *mut FILE {
-    // SAFETY: the caller's promise.
+    // SAFETY: an open stream that nobody has used, and the mode that opened it.
     unsafe {
         let fd = libc::fileno(file);
         let flags = sys::fcntl(fd, libc::F_GETFD, 0);
@@ -127,7 +127,7 @@ pub(crate) fn stub_at(fd: c_int) {
 /// # Safety
 /// A C string.
 unsafe fn flags_of(mode: *const c_char) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the mode that the program gave to open a stream, a string that ends.
     let mode = unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes();
     let append = if mode.first() == Some(&b'a') {
         libc::O_APPEND
@@ -145,7 +145,7 @@ unsafe fn flags_of(mode: *const c_char) -> c_int {
 
 unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
     if tag_of(fd) == tag::STUB {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program gave the mode to fdopen(3).
         return unsafe { cookie::over(fd, mode) };
     }
     if tag_of(fd) != tag::NONE {
@@ -156,7 +156,7 @@ unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
 
 unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE {
     let before = Before::now();
-    // SAFETY: the caller's promise.
+    // SAFETY: path, mode and stream are what the program gave to freopen(3).
     unsafe {
         if !file.is_null() && cookie::is_ours(file) {
             libc::fflush(file);
@@ -186,7 +186,7 @@ unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) 
 }
 
 unsafe fn do_fclose(file: *mut FILE) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program gave the open stream to fclose(3).
     unsafe {
         // One of ours closes its descriptor by way of the hook.
         if file.is_null() || !cookie::is_ours(file) {
@@ -202,7 +202,7 @@ unsafe fn forget(file: *mut FILE) {
     if file.is_null() {
         return;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: not null, so an open stream.
     let fd = unsafe { libc::fileno(file) };
     if fd == libc::STDERR_FILENO {
         report::print();

@@ -135,14 +135,14 @@ unsafe fn do_pwritev2(
     flags: c_int,
 ) -> ssize_t {
     if tag_of(fd) == tag::STUB && flags != 0 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program gave the vectors to pwritev2(2).
         return unsafe { write_flagged(fd, parts, count, offset, flags) };
     }
     if !matches!(tag_of(fd), tag::WRITER | tag::STUB) || (offset != -1 && flags != 0) {
         return forward!(PWRITEV2(fd, parts, count, offset, flags));
     }
     if flags == 0 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program gave the vectors to pwritev2(2), which without flags is writev(2) or pwritev(2).
         return unsafe {
             if offset == -1 {
                 do_writev(fd, parts, count)
