@@ -21,7 +21,7 @@ use firn_transact::{ArenaId, Held, HeldError, Members, Opening};
 use firn_trust::check_shared_parent;
 use rustix::fs::OFlags;
 
-use crate::error::DaemonError;
+use crate::error::AttachError;
 use crate::frontend::waiting_tree;
 use crate::host_lease::LeaseState;
 use crate::lock::Locks;
@@ -50,10 +50,10 @@ pub(crate) struct Attached {
 pub(crate) fn runtime_files(
     backing: &Path,
     options: &Options,
-) -> Result<RuntimeFiles, DaemonError> {
+) -> Result<RuntimeFiles, AttachError> {
     let runtime_dir = create_runtime_dir()?;
     if let Some(dir) = &options.arena_dir {
-        let unusable = |errno: Errno| DaemonError::ArenaDirectory {
+        let unusable = |errno: Errno| AttachError::ArenaDirectory {
             path: dir.clone(),
             source: errno.into(),
         };
@@ -88,7 +88,7 @@ impl Attached {
         locks: Locks,
         options: &Options,
         notice: &mut dyn FnMut(String),
-    ) -> Result<Self, DaemonError> {
+    ) -> Result<Self, AttachError> {
         Self::attach(backing, files, locks, options, false, notice)
     }
 
@@ -99,7 +99,7 @@ impl Attached {
         locks: Locks,
         options: &Options,
         notice: &mut dyn FnMut(String),
-    ) -> Result<Self, DaemonError> {
+    ) -> Result<Self, AttachError> {
         Self::attach(backing, files, locks, options, true, notice)
     }
 
@@ -110,10 +110,10 @@ impl Attached {
         options: &Options,
         salvage: bool,
         notice: &mut dyn FnMut(String),
-    ) -> Result<Self, DaemonError> {
+    ) -> Result<Self, AttachError> {
         let metadata = backing
             .metadata()
-            .map_err(DaemonError::io("look at the backing directory"))?;
+            .map_err(AttachError::io("look at the backing directory"))?;
         let identity = Identity {
             backing: backing.into(),
             dev: metadata.dev(),
@@ -129,12 +129,12 @@ impl Attached {
         }
         let new = NewArena::of(&found);
         let damaged = matches!(found, Found::Used { damaged: true, .. });
-        let directory = DirBacking::open(backing).map_err(|e| DaemonError::BackingUnusable {
+        let directory = DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
             path: backing.into(),
             source: e,
         })?;
         let store = open_store(backing, directory, &files, options, &mut found, notice)
-            .map_err(DaemonError::in_backing(backing))?;
+            .map_err(AttachError::in_backing(backing))?;
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
                 let policies = policies(&arena, options);
@@ -151,7 +151,7 @@ impl Attached {
         tell(&recovered, options.drain, notice);
         let threads = options.io_threads as usize;
         let pool = Pool::start(Arc::clone(&engine), threads)
-            .map_err(DaemonError::io("start the IO threads"))?;
+            .map_err(AttachError::io("start the IO threads"))?;
         let damaged = damaged || !recovered.damage.is_empty();
         new.keep();
         Ok(Self {
@@ -249,7 +249,7 @@ fn open_store(
     options: &Options,
     arena: &mut Found,
     notice: &mut dyn FnMut(String),
-) -> Result<Store, DaemonError> {
+) -> Result<Store, AttachError> {
     let wanted = options.drain == Drain::Commit;
     let members = participants::members(options)?;
     drop_of_other_homes(backing, &directory, members.as_ref(), arena)?;
@@ -289,14 +289,14 @@ fn open_store(
         // Without the tables of a backing that has transactions, the kernel may read files by itself.
         let Some((id, scope)) = outcome.waiting.first() else {
             let directory =
-                DirBacking::open(backing).map_err(|e| DaemonError::BackingUnusable {
+                DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
                     path: backing.into(),
                     source: e,
                 })?;
             return without_transactions(directory, files, options);
         };
         let scope = crate::transactions::shown_scope(scope);
-        return Err(DaemonError::TransactionWaits { id: *id, scope });
+        return Err(AttachError::TransactionWaits { id: *id, scope });
     }
     for (id, scope) in &outcome.waiting {
         notice(format!(
@@ -315,13 +315,13 @@ fn drop_of_other_homes(
     directory: &DirBacking,
     members: Option<&Members>,
     arena: &mut Found,
-) -> Result<(), DaemonError> {
+) -> Result<(), AttachError> {
     if matches!(arena, Found::Fresh(_)) {
         return Ok(());
     }
     let id = arena.id();
     for home in Held::other_homes(directory, members)? {
-        let directory = DirBacking::open(backing).map_err(|e| DaemonError::BackingUnusable {
+        let directory = DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
             path: backing.into(),
             source: e,
         })?;
@@ -335,7 +335,7 @@ fn without_transactions(
     directory: DirBacking,
     files: &RuntimeFiles,
     options: &Options,
-) -> Result<Store, DaemonError> {
+) -> Result<Store, AttachError> {
     if options.frontend == Frontend::Preload || waiting_tree(files)?.is_some() {
         return Ok(Held::plain_with_own(directory));
     }
@@ -350,7 +350,7 @@ fn open_of_members(
     options: &Options,
     arena: &mut Found,
     notice: &mut dyn FnMut(String),
-) -> Result<(Store, firn_transact::Outcome), DaemonError> {
+) -> Result<(Store, firn_transact::Outcome), AttachError> {
     let deadline = Instant::now() + Duration::from_millis(options.participants_wait_ms);
     let mut pause = Pause::default();
     let mut told = false;
@@ -361,7 +361,7 @@ fn open_of_members(
             ..Opening::default()
         };
         match Held::open_with(directory, opening, |scopes| arena.drop_below(scopes)) {
-            Err(DaemonError::Transactions(error @ HeldError::Stopping { .. }))
+            Err(AttachError::Transactions(error @ HeldError::Stopping { .. }))
                 if Instant::now() < deadline =>
             {
                 if !std::mem::replace(&mut told, true) {
@@ -371,7 +371,7 @@ fn open_of_members(
             opened => return opened,
         }
         pause.rest();
-        directory = DirBacking::open(backing).map_err(|e| DaemonError::BackingUnusable {
+        directory = DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
             path: backing.into(),
             source: e,
         })?;
@@ -440,7 +440,7 @@ impl Found {
         }
     }
 
-    fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), DaemonError> {
+    fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), AttachError> {
         match self {
             Self::Fresh(_) => Ok(()),
             Self::Used { stored, .. } => Ok(stored.drop_below(scopes)?),
@@ -489,7 +489,7 @@ fn find(
     options: &Options,
     salvage: bool,
     notice: &mut dyn FnMut(String),
-) -> Result<Found, DaemonError> {
+) -> Result<Found, AttachError> {
     let path = &files.arena;
     let (geometry, spill_path) = spill::wanted(files, options)?;
     let topology = options
@@ -503,7 +503,7 @@ fn find(
     let (arena, stored, damage) = Arena::attach_on(path, &topology)?;
     let made_for = PathBuf::from(text(&arena.superblock().backing_path));
     if made_for != identity.backing {
-        return Err(DaemonError::ArenaForeign {
+        return Err(AttachError::ArenaForeign {
             path: path.clone(),
             found: quoted_path(&made_for),
         });
@@ -520,7 +520,7 @@ fn find(
         if lost && !salvage {
             let arena = path.clone();
             let backing = identity.backing.clone();
-            return Err(DaemonError::SpillGone {
+            return Err(AttachError::SpillGone {
                 arena,
                 fault: fault.clone(),
                 backing,
@@ -535,9 +535,9 @@ fn find(
         let old_spill = arena.spill_file().map(|file| file.path().to_owned());
         drop(arena);
         std::fs::remove_file(path)
-            .map_err(DaemonError::io("remove the empty arena of another size"))?;
+            .map_err(AttachError::io("remove the empty arena of another size"))?;
         if let Some(old) = old_spill {
-            std::fs::remove_file(old).map_err(DaemonError::io("remove the empty spill file"))?;
+            std::fs::remove_file(old).map_err(AttachError::io("remove the empty spill file"))?;
         }
         return Ok(Found::Fresh(Box::new(create()?)));
     }

@@ -26,17 +26,17 @@ use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
 use serde::Serialize;
 
 use crate::attach::{Store, is_there, runtime_files};
-use crate::error::{DaemonError, RecoverError};
+use crate::error::{AttachError, RecoverError};
 use crate::lock::Locks;
 use crate::preflight::{self, Checked};
 use crate::process;
 
 /// Refuses directories that cannot be a backup of this mount.
-pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), DaemonError> {
+pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachError> {
     let Some(dir) = &options.backup else {
         return Ok(());
     };
-    let unusable = |source: io::Error| DaemonError::BackupDirectory {
+    let unusable = |source: io::Error| AttachError::BackupDirectory {
         path: dir.clone(),
         source,
     };
@@ -46,7 +46,7 @@ pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), DaemonEr
     }
     for taken in [&checked.mount_point, &checked.backing] {
         if canonical.starts_with(taken) {
-            return Err(DaemonError::BackupInside {
+            return Err(AttachError::BackupInside {
                 backup: dir.clone(),
                 dir: taken.clone(),
             });
@@ -62,8 +62,8 @@ pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), DaemonEr
 fn open_home(
     dir: &Path,
     home: &Path,
-    unusable: impl Fn(io::Error) -> DaemonError,
-) -> Result<OwnedFd, DaemonError> {
+    unusable: impl Fn(io::Error) -> AttachError,
+) -> Result<OwnedFd, AttachError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let parent = open(dir, flags, Mode::empty()).map_err(|errno| unusable(errno.into()))?;
     check_shared_parent(&parent, dir)?;
@@ -87,11 +87,11 @@ fn home(dir: &Path, backing: &Path) -> PathBuf {
 pub(crate) type Home = (DirBacking, PathBuf);
 
 /// Opens that directory, if the options have one.
-pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<Home>, DaemonError> {
+pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<Home>, AttachError> {
     let Some(dir) = &options.backup else {
         return Ok(None);
     };
-    let unusable = |source: io::Error| DaemonError::BackupDirectory {
+    let unusable = |source: io::Error| AttachError::BackupDirectory {
         path: dir.clone(),
         source,
     };
@@ -110,19 +110,19 @@ pub(crate) fn attach(
     backing: &Path,
     home: Option<Home>,
     known: &std::collections::BTreeSet<String>,
-) -> Result<Store, DaemonError> {
+) -> Result<Store, AttachError> {
     let Some((directory, home)) = home else {
         return Ok(store);
     };
     store
         .backed_up(directory, known)
         .map_err(|error| match error {
-            HeldError::BackupWaits { id, name } => DaemonError::BackupWaits {
+            HeldError::BackupWaits { id, name } => AttachError::BackupWaits {
                 id,
                 dir: home.join(name),
                 backing: backing.into(),
             },
-            error => DaemonError::held(backing)(error),
+            error => AttachError::held(backing)(error),
         })
 }
 
@@ -231,18 +231,18 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     let (place, log) = choose(request)?;
     let files = runtime_files(&backing, &request.options)?;
     if is_there(&files.arena) {
-        return Err(DaemonError::BackupArena {
+        return Err(RecoverError::BackupArena {
             arena: files.arena,
             backing,
         });
     }
     let _lock = Locks::take(&backing, &files, None)?;
-    let directory = DirBacking::open(&backing).map_err(|source| DaemonError::BackingUnusable {
+    let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
         path: backing.clone(),
         source,
     })?;
     let store = open_place(&place)?;
-    let (held, _) = Held::open(directory).map_err(DaemonError::held(&backing))?;
+    let (held, _) = Held::open(directory).map_err(AttachError::held(&backing))?;
     let mut report = BackupReport {
         id: log.id,
         scope: log.scope.as_slice().into(),
@@ -258,9 +258,9 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         Err(HeldError::BackupDone { .. }) => (report.before, report.committed) = (true, true),
         Err(HeldError::Open { scope }) => {
             let scope = crate::transactions::shown_scope(scope.as_bytes());
-            return Err(DaemonError::BackupOpen { scope, backing });
+            return Err(RecoverError::BackupOpen { scope, backing });
         }
-        Err(error) => return Err(DaemonError::held(&backing)(error)),
+        Err(error) => return Err(AttachError::held(&backing)(error).into()),
     }
     if request.id.is_some() && !report.before {
         let mut inode = held.root();
@@ -290,8 +290,8 @@ fn forget(place: &Path) {
     };
     let removed = || {
         let home = open_private_dir(CWD, home)?;
-        let home = DirBacking::of_dir(home, place).map_err(DaemonError::io("open the backup"))?;
-        Held::remove_backup(&home, &name.to_string_lossy()).map_err(DaemonError::from)
+        let home = DirBacking::of_dir(home, place).map_err(AttachError::io("open the backup"))?;
+        Held::remove_backup(&home, &name.to_string_lossy()).map_err(AttachError::from)
     };
     if let Err(error) = removed() {
         tracing::warn!(%error, place = %quoted_path(place), "the backup of a commit that is over cannot be removed");
@@ -299,9 +299,9 @@ fn forget(place: &Path) {
 }
 
 /// Opens a directory of a backup, in which everything is believed.
-fn open_place(place: &Path) -> Result<DirBacking, DaemonError> {
+fn open_place(place: &Path) -> Result<DirBacking, AttachError> {
     let dir = open_private_dir(CWD, place)?;
-    let unusable = |source| DaemonError::BackupDirectory {
+    let unusable = |source| AttachError::BackupDirectory {
         path: place.to_owned(),
         source,
     };
@@ -309,9 +309,9 @@ fn open_place(place: &Path) -> Result<DirBacking, DaemonError> {
 }
 
 /// The only backup that is meant.
-fn choose(request: &FromBackup) -> Result<(PathBuf, ChangeLog), DaemonError> {
+fn choose(request: &FromBackup) -> Result<(PathBuf, ChangeLog), RecoverError> {
     let dir = request.dir.clone();
-    let unusable = |source| DaemonError::BackupDirectory {
+    let unusable = |source| AttachError::BackupDirectory {
         path: dir.clone(),
         source,
     };
@@ -326,11 +326,11 @@ fn choose(request: &FromBackup) -> Result<(PathBuf, ChangeLog), DaemonError> {
             if place.join(MANIFEST).is_file() {
                 let store = match open_place(&place) {
                     Ok(store) => store,
-                    Err(error @ DaemonError::Trust(_)) => {
+                    Err(error @ AttachError::Trust(_)) => {
                         others.push(error.to_string());
                         continue;
                     }
-                    Err(error) => return Err(error),
+                    Err(error) => return Err(error.into()),
                 };
                 match Held::manifest(&store, &store.root())? {
                     Some(Ok(log)) if request.id.is_none_or(|id| id == log.id) => {
@@ -353,7 +353,7 @@ fn choose(request: &FromBackup) -> Result<(PathBuf, ChangeLog), DaemonError> {
                     Ok(entries) => entries,
                     // Somebody else's, in a directory that others share.
                     Err(_) if depth > 0 => continue,
-                    Err(error) => return Err(unusable(error)),
+                    Err(error) => return Err(unusable(error).into()),
                 };
                 let dirs = entries
                     .flatten()
@@ -374,7 +374,7 @@ fn choose(request: &FromBackup) -> Result<(PathBuf, ChangeLog), DaemonError> {
             } else {
                 format!(" ({})", others.join("; "))
             };
-            Err(DaemonError::BackupNone {
+            Err(RecoverError::BackupNone {
                 dir,
                 wanted,
                 others,
@@ -385,7 +385,7 @@ fn choose(request: &FromBackup) -> Result<(PathBuf, ChangeLog), DaemonError> {
                 format!("{} (id {})", quoted_path(place), log.id)
             };
             let all = found.iter().map(one).collect::<Vec<_>>().join(", ");
-            Err(DaemonError::BackupSeveral { all })
+            Err(RecoverError::BackupSeveral { all })
         }
     }
 }
@@ -417,18 +417,18 @@ mod tests {
             check(&options, &checked)
         };
         let missing = at(&dir.path().join("none")).expect_err("missing");
-        assert!(matches!(missing, DaemonError::BackupDirectory { .. }));
+        assert!(matches!(missing, AttachError::BackupDirectory { .. }));
         std::fs::write(dir.path().join("file"), b"").unwrap();
         assert!(matches!(
             at(&dir.path().join("file")),
-            Err(DaemonError::BackupDirectory { .. })
+            Err(AttachError::BackupDirectory { .. })
         ));
         for taken in [&checked.backing, &checked.mount_point] {
             std::fs::create_dir(taken.join("below")).unwrap();
-            assert!(matches!(at(taken), Err(DaemonError::BackupInside { .. })));
+            assert!(matches!(at(taken), Err(AttachError::BackupInside { .. })));
             assert!(matches!(
                 at(&taken.join("below")),
-                Err(DaemonError::BackupInside { .. })
+                Err(AttachError::BackupInside { .. })
             ));
         }
         std::fs::create_dir(dir.path().join("backup")).unwrap();

@@ -23,7 +23,7 @@ use crate::carrier::Carrier;
 use crate::control::Control;
 use crate::data_socket::{DataSocket, Served};
 use crate::end::{self, Client, Ending, Event, Outcome};
-use crate::error::DaemonError;
+use crate::error::MountError;
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
 use crate::lock::Locks;
 use crate::log;
@@ -44,7 +44,7 @@ const LAST_WORD: Duration = Duration::from_secs(2);
 
 /// Serves a mount from its first check to its end. `Err` before the mount is usable, or when data
 /// stays behind in the arena.
-pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Result<(), DaemonError> {
+pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Result<(), MountError> {
     let options = &request.options;
     let backing = &request.backing;
     let mount_point = &request.mount_point;
@@ -59,14 +59,14 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     if options.frontend == firn_config::Frontend::Fuse
         && let Some(prefix) = waiting_tree(&files)?
     {
-        return Err(DaemonError::TreeWaits {
+        return Err(MountError::TreeWaits {
             backing: checked.backing,
             prefix,
         });
     }
     if !request.foreground {
         log::detach_stdio(&files.log)
-            .map_err(DaemonError::io("open the log in the runtime directory"))?;
+            .map_err(MountError::io("open the log in the runtime directory"))?;
         log::start(options.log_level.as_str());
         let _ = std::env::set_current_dir("/");
     }
@@ -110,7 +110,7 @@ impl Mount {
         request: &MountRequest,
         checked: &Checked,
         attached: &Attached,
-    ) -> Result<Self, DaemonError> {
+    ) -> Result<Self, MountError> {
         let options = &request.options;
         let engine = &attached.engine;
         let workers = Workers::default();
@@ -135,7 +135,7 @@ impl Mount {
             Arc::clone(&direct_clients),
             workers.clone(),
         )
-        .map_err(DaemonError::io("listen on the data socket"))?;
+        .map_err(MountError::io("listen on the data socket"))?;
         let window = Arc::default();
         let answers = Arc::new(Answers {
             kernel: kernel.clone(),
@@ -160,13 +160,13 @@ impl Mount {
             Arc::clone(&answers) as _,
             workers.clone(),
         )
-        .map_err(DaemonError::io("listen on the control socket"))?;
+        .map_err(MountError::io("listen on the control socket"))?;
         engine
             .arena()
             .set_holder(std::process::id(), &checked.mount_point);
         let frontend = prepared.start(options, checked, attached, &data_path, event)?;
         let rounds = Rounds::start(engine, Duration::from_millis(options.backup_every_ms))
-            .map_err(DaemonError::io("start a thread"))?;
+            .map_err(MountError::io("start a thread"))?;
         let populating = Arc::new(AtomicBool::new(options.populate));
         if options.populate {
             populate(engine, &populating, &workers);
@@ -190,7 +190,7 @@ impl Mount {
         })
     }
 
-    fn serve_until_the_end(self, attached: Attached, checked: &Checked) -> Result<(), DaemonError> {
+    fn serve_until_the_end(self, attached: Attached, checked: &Checked) -> Result<(), MountError> {
         let End {
             outcome,
             mut gave_up,
@@ -243,7 +243,7 @@ impl Mount {
         let result = match bytes {
             0 => Ok(()),
             _ if held == HeldPolicy::Keep => Ok(()),
-            bytes => Err(DaemonError::Left {
+            bytes => Err(MountError::Left {
                 bytes,
                 arena,
                 backing: checked.backing.clone(),
@@ -333,7 +333,7 @@ impl Prepared {
         data_path: &Path,
         workers: &Workers,
         events: Sender<Event>,
-    ) -> Result<Self, DaemonError> {
+    ) -> Result<Self, MountError> {
         let engine = Arc::clone(&attached.engine);
         match options.frontend {
             firn_config::Frontend::Fuse => {
@@ -348,8 +348,9 @@ impl Prepared {
             }
             firn_config::Frontend::Preload => {
                 let prefix = &checked.mount_point;
-                Stubs::begin(engine, &checked.backing, prefix, &attached.files, events)
-                    .map(Self::Tree)
+                let backing = &checked.backing;
+                let stubs = Stubs::begin(engine, backing, prefix, &attached.files, events)?;
+                Ok(Self::Tree(stubs))
             }
         }
     }
@@ -398,7 +399,7 @@ impl Prepared {
         attached: &Attached,
         data_path: &Path,
         events: Sender<Event>,
-    ) -> Result<Frontend, DaemonError> {
+    ) -> Result<Frontend, MountError> {
         match self {
             Self::Mount { adapter, .. } => {
                 let session = session_options(options, checked);
@@ -469,9 +470,9 @@ fn word(flag: KernelFlag) -> &'static str {
 }
 
 /// The first signal asks for the end, the second takes it: the arena keeps what is not drained.
-fn watch_signals(events: Sender<Event>, mount_point: &Path) -> Result<(), DaemonError> {
+fn watch_signals(events: Sender<Event>, mount_point: &Path) -> Result<(), MountError> {
     let mut signals =
-        Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(DaemonError::io("watch for signals"))?;
+        Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(MountError::io("watch for signals"))?;
     let mount_point = mount_point.to_owned();
     let watch = move || {
         let mut asked = false;
@@ -488,10 +489,10 @@ fn watch_signals(events: Sender<Event>, mount_point: &Path) -> Result<(), Daemon
             let _ = events.send(Event::Signal);
         }
     };
-    spawn_thread("firn-signal", watch).map_err(DaemonError::io("start a thread"))
+    spawn_thread("firn-signal", watch).map_err(MountError::io("start a thread"))
 }
 
-fn watch_session(session: &Arc<Session>, events: Sender<Event>) -> Result<(), DaemonError> {
+fn watch_session(session: &Arc<Session>, events: Sender<Event>) -> Result<(), MountError> {
     let session = Arc::clone(session);
     let watch = move || {
         if let Err(error) = session.wait() {
@@ -499,7 +500,7 @@ fn watch_session(session: &Arc<Session>, events: Sender<Event>) -> Result<(), Da
         }
         let _ = events.send(Event::Ended);
     };
-    spawn_thread("firn-session", watch).map_err(DaemonError::io("start a thread"))
+    spawn_thread("firn-session", watch).map_err(MountError::io("start a thread"))
 }
 
 /// Touches the arena's memory in the background, so that writers do not pay for it, as long as `go_on`. Best effort.

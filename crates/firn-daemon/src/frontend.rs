@@ -18,7 +18,7 @@ use rustix::mount::{UnmountFlags, unmount};
 
 use crate::attach::Store;
 use crate::end::Event;
-use crate::error::DaemonError;
+use crate::error::AttachError;
 
 /// How long descriptors of processes that ended may still be known.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
@@ -57,7 +57,7 @@ impl Stubs {
         prefix: &Path,
         files: &RuntimeFiles,
         events: Sender<Event>,
-    ) -> Result<Self, DaemonError> {
+    ) -> Result<Self, AttachError> {
         let mounted = check_place(prefix, &files.names)?;
         let options = TreeOptions {
             root: prefix.to_owned(),
@@ -85,10 +85,10 @@ impl Stubs {
         arena: [u8; 16],
         socket: &Path,
         backing: &Path,
-    ) -> Result<(), DaemonError> {
+    ) -> Result<(), AttachError> {
         let (device, _) = self.tree.identity();
         let long = || {
-            DaemonError::io("write down where the stub tree is")(io::Error::from_raw_os_error(
+            AttachError::io("write down where the stub tree is")(io::Error::from_raw_os_error(
                 libc::ENAMETOOLONG,
             ))
         };
@@ -111,7 +111,7 @@ impl Stubs {
             backing: trees::path_bytes(backing).ok_or_else(long)?,
         };
         trees::write(&self.files.stub, &tree)
-            .map_err(DaemonError::io("write down where the stub tree is"))
+            .map_err(AttachError::io("write down where the stub tree is"))
     }
 
     fn end(&self, end: TreeEnd) {

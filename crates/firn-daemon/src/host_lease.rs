@@ -16,7 +16,7 @@ use firn_rendezvous::{
 };
 use firn_transact::{HeldError, Members, TOP, other_staging_dirs, staging_dir_name};
 
-use crate::error::DaemonError;
+use crate::error::AttachError;
 
 /// Name of the lease in a host's staging directory.
 const LEASE: &str = "lease";
@@ -32,7 +32,7 @@ struct StagingDir {
 }
 
 impl StagingDir {
-    fn find(backing: &Path, members: &Members) -> Result<Option<Self>, DaemonError> {
+    fn find(backing: &Path, members: &Members) -> Result<Option<Self>, AttachError> {
         let base = open_backing(backing)?;
         let refused = own_error(backing);
         let Some((top, _)) = own::find_dir(&base, &base.root(), TOP).map_err(&refused)? else {
@@ -43,7 +43,7 @@ impl StagingDir {
         Ok(found.map(|(dir, _)| Self { base, top, dir }))
     }
 
-    fn make(backing: &Path, members: &Members) -> Result<Self, DaemonError> {
+    fn make(backing: &Path, members: &Members) -> Result<Self, AttachError> {
         let base = open_backing(backing)?;
         let refused = own_error(backing);
         let top = own::dir(&base, &base.root(), TOP).map_err(&refused)?;
@@ -53,15 +53,15 @@ impl StagingDir {
     }
 }
 
-fn open_backing(backing: &Path) -> Result<DirBacking, DaemonError> {
-    DirBacking::open(backing).map_err(|source| DaemonError::BackingUnusable {
+fn open_backing(backing: &Path) -> Result<DirBacking, AttachError> {
+    DirBacking::open(backing).map_err(|source| AttachError::BackingUnusable {
         path: backing.into(),
         source,
     })
 }
 
-fn own_error(backing: &Path) -> impl Fn(OwnError) -> DaemonError {
-    let in_backing = DaemonError::in_backing(backing);
+fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
+    let in_backing = AttachError::in_backing(backing);
     move |error| in_backing(HeldError::from(error).into())
 }
 
@@ -94,7 +94,7 @@ impl HostLease {
         backing: &Path,
         members: &Members,
         patience: Duration,
-    ) -> Result<Self, DaemonError> {
+    ) -> Result<Self, AttachError> {
         let staging = StagingDir::make(backing, members)?;
         let me = this_process(members)?;
         let lease = take_patiently(&staging, &me, backing, patience)?;
@@ -120,7 +120,7 @@ impl HostLease {
         backing: &Path,
         members: &Members,
         patience: Duration,
-    ) -> Result<Option<Self>, DaemonError> {
+    ) -> Result<Option<Self>, AttachError> {
         let Some(staging) = StagingDir::find(backing, members)? else {
             return Ok(None);
         };
@@ -129,7 +129,7 @@ impl HostLease {
         Self::start(staging.base, lease).map(Some)
     }
 
-    fn start(base: DirBacking, lease: Lease<DirBacking>) -> Result<Self, DaemonError> {
+    fn start(base: DirBacking, lease: Lease<DirBacking>) -> Result<Self, AttachError> {
         let state = Arc::new(LeaseState::default());
         let (stop, stopped) = mpsc::channel();
         let (release, released) = mpsc::channel();
@@ -140,7 +140,7 @@ impl HostLease {
                 beat_until_stopped(&base, lease, &seen, &stopped);
                 let _ = release.send(());
             })
-            .map_err(DaemonError::io("start the thread of the host's lease"))?;
+            .map_err(AttachError::io("start the thread of the host's lease"))?;
         Ok(Self {
             state,
             stop: Some(stop),
@@ -184,8 +184,8 @@ fn beat_until_stopped(
     }
 }
 
-fn this_process(members: &Members) -> Result<Holder, DaemonError> {
-    Holder::this_process(&members.host).map_err(DaemonError::io("read the boot id of this host"))
+fn this_process(members: &Members) -> Result<Holder, AttachError> {
+    Holder::this_process(&members.host).map_err(AttachError::io("read the boot id of this host"))
 }
 
 fn take_patiently(
@@ -193,7 +193,7 @@ fn take_patiently(
     me: &Holder,
     backing: &Path,
     patience: Duration,
-) -> Result<Lease<DirBacking>, DaemonError> {
+) -> Result<Lease<DirBacking>, AttachError> {
     let deadline = Instant::now() + patience;
     loop {
         let taken = Lease::take(
@@ -207,7 +207,7 @@ fn take_patiently(
             Ok(lease) => return Ok(lease),
             Err(LeaseError::Held { .. }) if Instant::now() < deadline => std::thread::sleep(PAUSE),
             Err(LeaseError::Held { .. } | LeaseError::Lost { .. }) => {
-                return Err(DaemonError::HostHeld {
+                return Err(AttachError::HostHeld {
                     host: me.host.clone(),
                     backing: backing.into(),
                 });
@@ -228,8 +228,8 @@ fn take_patiently(
     }
 }
 
-fn no_reach(backing: &Path, reason: &ReachError) -> DaemonError {
-    DaemonError::LocksDoNotReach {
+fn no_reach(backing: &Path, reason: &ReachError) -> AttachError {
+    AttachError::LocksDoNotReach {
         backing: backing.into(),
         reason: reason.to_string(),
     }

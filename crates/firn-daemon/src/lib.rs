@@ -35,7 +35,7 @@ mod transactions;
 
 pub use backup::{BackupReport, FromBackup, recover_from_backup};
 pub use check::{CheckReport, Damage, check};
-pub use error::{CheckError, DaemonError, MountError, RecoverError};
+pub use error::{AttachError, CheckError, MountError, RecoverError};
 pub use lost::{LostPolicy, LostReport};
 pub use mount::{MountRequest, firnd_main, mount, mount_with_notices};
 pub use recover::{HostReport, RecoverReport, RecoverRequest, recover, recover_host};

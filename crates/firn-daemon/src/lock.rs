@@ -21,7 +21,7 @@ use firn_trust::open_private_file;
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, open};
 use rustix::io::Errno;
 
-use crate::error::DaemonError;
+use crate::error::AttachError;
 use crate::host_lease::{HostLease, LeaseState};
 use crate::mountinfo;
 
@@ -53,7 +53,7 @@ impl Locks {
         backing: &Path,
         files: &RuntimeFiles,
         members: Option<&Members>,
-    ) -> Result<Self, DaemonError> {
+    ) -> Result<Self, AttachError> {
         let directory = lock_backing_dir(backing, files, members)?;
         let host = match members {
             Some(members) => Some(HostLease::take(backing, members, DYING)?),
@@ -77,7 +77,7 @@ impl Locks {
         arena: &Path,
         backing: &Path,
         files: &RuntimeFiles,
-    ) -> Result<(), DaemonError> {
+    ) -> Result<(), AttachError> {
         let file = open_private_file(CWD, arena, OFlags::RDWR)?;
         if !try_lock(&file, Sharing::Alone) {
             wait_for_the_dying(&file, Sharing::Alone, backing, files)?;
@@ -94,10 +94,10 @@ fn lock_backing_dir(
     backing: &Path,
     files: &RuntimeFiles,
     members: Option<&Members>,
-) -> Result<OwnedFd, DaemonError> {
+) -> Result<OwnedFd, AttachError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory =
-        open(backing, flags, Mode::empty()).map_err(|e| DaemonError::BackingUnusable {
+        open(backing, flags, Mode::empty()).map_err(|e| AttachError::BackingUnusable {
             path: backing.into(),
             source: e.into(),
         })?;
@@ -132,13 +132,13 @@ fn wait_for_the_dying(
     sharing: Sharing,
     backing: &Path,
     files: &RuntimeFiles,
-) -> Result<(), DaemonError> {
+) -> Result<(), AttachError> {
     let deadline = Instant::now() + DYING;
     loop {
         let living = ask(&files.socket);
         if living.is_some() || Instant::now() >= deadline {
             let by = living.unwrap_or_else(|| seen(backing));
-            return Err(DaemonError::Held {
+            return Err(AttachError::Held {
                 backing: backing.into(),
                 by,
             });

@@ -11,7 +11,7 @@ use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use crate::attach::Store;
-use crate::error::DaemonError;
+use crate::error::RecoverError;
 
 /// What to do with it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -46,7 +46,7 @@ pub struct LostReport {
 pub(crate) fn settle(
     engine: &Engine<Store>,
     policy: &LostPolicy,
-) -> Result<Vec<LostReport>, DaemonError> {
+) -> Result<Vec<LostReport>, RecoverError> {
     let mut reports = Vec::new();
     for lost in engine.lost_files() {
         let mut report = LostReport {
@@ -61,7 +61,7 @@ pub(crate) fn settle(
                 LostPolicy::Keep => {}
                 LostPolicy::Save(dir) => {
                     let to = dir.join(relative(&lost));
-                    save(engine, &lost, dir, &to).map_err(|source| DaemonError::SaveLost {
+                    save(engine, &lost, dir, &to).map_err(|source| RecoverError::SaveLost {
                         to: to.clone(),
                         source,
                     })?;

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use firn_config::Options;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{DaemonError, MountError};
+use crate::error::MountError;
 use crate::firnd;
 use crate::log;
 use crate::process;
@@ -60,7 +60,7 @@ pub fn firnd_main() -> ExitCode {
     };
     let result = pipe
         .try_clone()
-        .map_err(DaemonError::io("keep the pipe"))
+        .map_err(MountError::io("keep the pipe"))
         .and_then(|reporter| {
             let request = read_request()?;
             process::abort_on_panic();
@@ -76,12 +76,12 @@ pub fn firnd_main() -> ExitCode {
     }
 }
 
-fn read_request() -> Result<MountRequest, DaemonError> {
+fn read_request() -> Result<MountRequest, MountError> {
     let mut json = Vec::new();
     std::io::stdin()
         .read_to_end(&mut json)
-        .map_err(DaemonError::io("read the request"))?;
-    serde_json::from_slice(&json).map_err(|error| DaemonError::Reported {
+        .map_err(MountError::io("read the request"))?;
+    serde_json::from_slice(&json).map_err(|error| MountError::Reported {
         text: format!("firnd is started by `firn mount` and by nothing else: {error}"),
         code: 2,
     })

@@ -13,7 +13,7 @@ use firn_engine::Engine;
 use firn_transact::{Expected, HeldError, Inode, Members, Stage, Vote};
 
 use crate::attach::Store;
-use crate::error::DaemonError;
+use crate::error::AttachError;
 use crate::host_lease::Liveness;
 use crate::transactions::Means;
 
@@ -24,7 +24,7 @@ const LOOK_LAST: Duration = Duration::from_millis(200);
 const TOLD_MAX: usize = 20;
 
 /// The hosts that commit together, as the options say; `None`: this one alone.
-pub(crate) fn members(options: &Options) -> Result<Option<Members>, DaemonError> {
+pub(crate) fn members(options: &Options) -> Result<Option<Members>, AttachError> {
     let expected = match &options.participants {
         Participants::Off => return Ok(None),
         Participants::Count(count) => Expected::Count(*count as usize),
@@ -34,7 +34,7 @@ pub(crate) fn members(options: &Options) -> Result<Option<Members>, DaemonError>
     if let Expected::Hosts(hosts) = &expected
         && !hosts.contains(&host)
     {
-        return Err(DaemonError::NoParticipant {
+        return Err(AttachError::NoParticipant {
             host,
             participants: hosts.join(", "),
         });
@@ -43,7 +43,7 @@ pub(crate) fn members(options: &Options) -> Result<Option<Members>, DaemonError>
 }
 
 /// What this host is called among others: as the option says, or like the host.
-pub(crate) fn host_name(options: &Options) -> Result<String, DaemonError> {
+pub(crate) fn host_name(options: &Options) -> Result<String, AttachError> {
     if let Some(host) = &options.host {
         return Ok(host.clone());
     }
@@ -53,7 +53,7 @@ pub(crate) fn host_name(options: &Options) -> Result<String, DaemonError> {
         .into_owned();
     Kind::Host
         .parse(&host)
-        .map_err(|why| DaemonError::HostName { why })?;
+        .map_err(|why| AttachError::HostName { why })?;
     Ok(host)
 }
 

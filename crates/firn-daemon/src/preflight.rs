@@ -11,7 +11,7 @@ use firn_format::quote::quoted_path;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::Errno;
 
-use crate::error::DaemonError;
+use crate::error::{AttachError, MountError};
 use crate::mountinfo;
 
 /// A pair of directories that may be mounted.
@@ -29,7 +29,7 @@ pub(crate) fn check(
     mount_point: &Path,
     read_only: bool,
     notice: &mut dyn FnMut(String),
-) -> Result<Checked, DaemonError> {
+) -> Result<Checked, MountError> {
     let backing = check_backing(backing, read_only)?;
     let mount_point = check_mount_point(mount_point, notice)?;
     check_apart(&backing, &mount_point)?;
@@ -40,24 +40,24 @@ pub(crate) fn check(
 }
 
 /// The backing alone, as `firn recover` needs it. Returns its canonical path.
-pub(crate) fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, DaemonError> {
+pub(crate) fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, AttachError> {
     let path = &absolute(path);
-    let unusable = |source: io::Error| DaemonError::BackingUnusable {
+    let unusable = |source: io::Error| AttachError::BackingUnusable {
         path: path.clone(),
         source,
     };
     let canonical = match path.canonicalize() {
         Ok(canonical) => canonical,
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Err(DaemonError::BackingMissing { path: path.clone() });
+            return Err(AttachError::BackingMissing { path: path.clone() });
         }
         Err(e) if e.kind() == io::ErrorKind::NotADirectory => {
-            return Err(DaemonError::BackingNotDirectory { path: path.clone() });
+            return Err(AttachError::BackingNotDirectory { path: path.clone() });
         }
         Err(e) => return Err(unusable(e)),
     };
     if !canonical.metadata().map_err(unusable)?.is_dir() {
-        return Err(DaemonError::BackingNotDirectory { path: canonical });
+        return Err(AttachError::BackingNotDirectory { path: canonical });
     }
     accessat(
         CWD,
@@ -69,12 +69,12 @@ pub(crate) fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, Dae
     // Only EROFS: a directory below may be writable although this one is not.
     let writable = accessat(CWD, &canonical, Access::WRITE_OK, AtFlags::EACCESS);
     if writable == Err(Errno::ROFS) && !read_only {
-        return Err(DaemonError::BackingReadOnly { path: canonical });
+        return Err(AttachError::BackingReadOnly { path: canonical });
     }
     Ok(canonical)
 }
 
-fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<PathBuf, DaemonError> {
+fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<PathBuf, MountError> {
     let path = &absolute(path);
     while liveness::of_mount_point(path) == Liveness::Dead {
         remove_dead(path, notice)?;
@@ -82,23 +82,23 @@ fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<Path
     let canonical = match path.canonicalize() {
         Ok(canonical) => canonical,
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Err(DaemonError::MountPointMissing { path: path.clone() });
+            return Err(MountError::MountPointMissing { path: path.clone() });
         }
         Err(e) if e.kind() == io::ErrorKind::NotADirectory => {
-            return Err(DaemonError::MountPointNotDirectory { path: path.clone() });
+            return Err(MountError::MountPointNotDirectory { path: path.clone() });
         }
         Err(source) => {
-            return Err(DaemonError::MountPointUnusable {
+            return Err(MountError::MountPointUnusable {
                 path: path.clone(),
                 source,
             });
         }
     };
     if !canonical.is_dir() {
-        return Err(DaemonError::MountPointNotDirectory { path: canonical });
+        return Err(MountError::MountPointNotDirectory { path: canonical });
     }
     match mountinfo::at(&canonical) {
-        Some(mount) => Err(DaemonError::MountPointBusy {
+        Some(mount) => Err(MountError::MountPointBusy {
             path: canonical,
             backing: quoted_path(&mount.backing),
         }),
@@ -107,8 +107,8 @@ fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<Path
 }
 
 /// firnd was killed: its mount is still in the tree and answers ENOTCONN.
-fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), DaemonError> {
-    let unusable = |source| DaemonError::MountPointUnusable {
+fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), MountError> {
+    let unusable = |source| MountError::MountPointUnusable {
         path: path.to_owned(),
         source,
     };
@@ -130,17 +130,17 @@ fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), Daemon
     Ok(())
 }
 
-fn check_apart(backing: &Path, mount_point: &Path) -> Result<(), DaemonError> {
+fn check_apart(backing: &Path, mount_point: &Path) -> Result<(), MountError> {
     let backing_path = backing.to_owned();
     let mount_point_path = mount_point.to_owned();
     if mount_point.starts_with(backing) {
-        return Err(DaemonError::MountPointInBacking {
+        return Err(MountError::MountPointInBacking {
             mount_point: mount_point_path,
             backing: backing_path,
         });
     }
     if backing.starts_with(mount_point) {
-        return Err(DaemonError::BackingInMountPoint {
+        return Err(MountError::BackingInMountPoint {
             mount_point: mount_point_path,
             backing: backing_path,
         });
@@ -156,7 +156,7 @@ fn absolute(path: &Path) -> PathBuf {
 mod tests {
     use super::*;
 
-    fn refusal(backing: &Path, mount_point: &Path) -> DaemonError {
+    fn refusal(backing: &Path, mount_point: &Path) -> MountError {
         check(backing, mount_point, false, &mut |_| {}).expect_err("must be refused")
     }
 
@@ -167,15 +167,15 @@ mod tests {
         std::fs::create_dir(&inner).unwrap();
         assert!(matches!(
             refusal(dir.path(), &inner),
-            DaemonError::MountPointInBacking { .. }
+            MountError::MountPointInBacking { .. }
         ));
         assert!(matches!(
             refusal(&inner, dir.path()),
-            DaemonError::BackingInMountPoint { .. }
+            MountError::BackingInMountPoint { .. }
         ));
         assert!(matches!(
             refusal(&inner, &inner),
-            DaemonError::MountPointInBacking { .. }
+            MountError::MountPointInBacking { .. }
         ));
     }
 
@@ -188,7 +188,7 @@ mod tests {
         std::os::unix::fs::symlink(backing.join("below"), &link).unwrap();
         assert!(matches!(
             refusal(&backing, &link),
-            DaemonError::MountPointInBacking { .. }
+            MountError::MountPointInBacking { .. }
         ));
     }
 
@@ -216,23 +216,23 @@ mod tests {
         let other = tempfile::tempdir().unwrap();
         assert!(matches!(
             refusal(&missing, other.path()),
-            DaemonError::BackingMissing { .. }
+            MountError::Attach(AttachError::BackingMissing { .. })
         ));
         assert!(matches!(
             refusal(&file, other.path()),
-            DaemonError::BackingNotDirectory { .. }
+            MountError::Attach(AttachError::BackingNotDirectory { .. })
         ));
         assert!(matches!(
             refusal(other.path(), &missing),
-            DaemonError::MountPointMissing { .. }
+            MountError::MountPointMissing { .. }
         ));
         assert!(matches!(
             refusal(other.path(), &file),
-            DaemonError::MountPointNotDirectory { .. }
+            MountError::MountPointNotDirectory { .. }
         ));
         assert!(matches!(
             refusal(&file.join("x"), other.path()),
-            DaemonError::BackingNotDirectory { .. }
+            MountError::Attach(AttachError::BackingNotDirectory { .. })
         ));
     }
 }

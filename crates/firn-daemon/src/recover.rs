@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::attach::{ArenaEnd, Attached, runtime_files};
 use crate::end::drain_rest;
-use crate::error::{DaemonError, RecoverError};
+use crate::error::{AttachError, RecoverError};
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
 use crate::host_lease::HostLease;
 use crate::lock::Locks;
@@ -76,12 +76,12 @@ pub fn recover_host(backing: &std::path::Path, host: String) -> Result<HostRepor
         expected: Expected::Count(0),
     };
     let Some(_lease) = HostLease::take_over(&backing, &members, crate::lock::DYING)? else {
-        return Err(DaemonError::NoSuchHost {
+        return Err(RecoverError::NoSuchHost {
             host: members.host,
             backing,
         });
     };
-    let directory = DirBacking::open(&backing).map_err(|source| DaemonError::BackingUnusable {
+    let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
         path: backing.clone(),
         source,
     })?;
@@ -89,8 +89,8 @@ pub fn recover_host(backing: &std::path::Path, host: String) -> Result<HostRepor
         members: Some(members),
         ..Opening::default()
     };
-    let (_, outcome) = Held::open_with(directory, opening, |_| Ok::<_, DaemonError>(()))
-        .map_err(DaemonError::in_backing(&backing))?;
+    let (_, outcome) = Held::open_with(directory, opening, |_| Ok::<_, AttachError>(()))
+        .map_err(AttachError::in_backing(&backing))?;
     Ok(HostReport {
         finished: outcome.finished,
         undone: outcome.undone.len() as u64,

@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use firn_format::quote::quoted_path;
 use serde::{Deserialize, Serialize};
 
-use crate::error::DaemonError;
+use crate::error::MountError;
 use crate::mount::MountRequest;
 
 /// The name under which the binary is firnd.
@@ -39,15 +39,15 @@ enum Word {
 pub(crate) fn spawn(
     request: &MountRequest,
     notice: &mut dyn FnMut(String),
-) -> Result<(), DaemonError> {
+) -> Result<(), MountError> {
     let mut child = Command::new("/proc/self/exe")
         .arg0(NAME)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
-        .map_err(DaemonError::io("start firnd"))?;
+        .map_err(MountError::io("start firnd"))?;
     let json =
-        serde_json::to_vec(request).map_err(|e| DaemonError::io("encode the request")(e.into()))?;
+        serde_json::to_vec(request).map_err(|e| MountError::io("encode the request")(e.into()))?;
     if let Some(mut stdin) = child.stdin.take() {
         // If firnd died already, its silence below says so.
         let _ = stdin.write_all(&json);
@@ -61,7 +61,7 @@ pub(crate) fn spawn(
             Ok(Word::Ready) => return Ok(()),
             Ok(Word::Failed { text, code }) => {
                 let _ = child.wait();
-                return Err(DaemonError::Reported { text, code });
+                return Err(MountError::Reported { text, code });
             }
             Err(_) => {}
         }
@@ -70,9 +70,9 @@ pub(crate) fn spawn(
     Err(silent())
 }
 
-fn silent() -> DaemonError {
+fn silent() -> MountError {
     match firn_client::paths::runtime_dir() {
-        Ok(dir) => DaemonError::Silent {
+        Ok(dir) => MountError::Silent {
             log: quoted_path(&dir.join("*.log")),
         },
         Err(error) => error.into(),
@@ -106,7 +106,7 @@ impl Reporter<'_> {
 }
 
 /// Tells `firn mount` that there is no mount.
-pub(crate) fn report_failure(pipe: &mut File, error: &DaemonError) {
+pub(crate) fn report_failure(pipe: &mut File, error: &MountError) {
     say(
         pipe,
         &Word::Failed {

@@ -11,7 +11,7 @@ use firn_trust::check_shared_parent;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::error::DaemonError;
+use crate::error::AttachError;
 use crate::preflight::Checked;
 
 /// `f_type` of statfs(2).
@@ -21,14 +21,14 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 pub(crate) fn wanted(
     files: &RuntimeFiles,
     options: &Options,
-) -> Result<(Geometry, PathBuf), DaemonError> {
+) -> Result<(Geometry, PathBuf), AttachError> {
     let (path, bytes) = match &options.spill {
         None => (PathBuf::new(), 0),
         Some(_) if options.spill_bytes == 0 => (path(files, options), options.arena_bytes),
         Some(_) => (path(files, options), options.spill_bytes),
     };
     let geometry = Geometry::with_spill(options.arena_bytes, options.chunk_bytes, bytes);
-    Ok((geometry.map_err(DaemonError::Geometry)?, path))
+    Ok((geometry.map_err(AttachError::Geometry)?, path))
 }
 
 /// A directory gets a file of the arena's name.
@@ -48,7 +48,7 @@ pub(crate) fn check(
     options: &Options,
     checked: &Checked,
     notice: &mut dyn FnMut(String),
-) -> Result<(), DaemonError> {
+) -> Result<(), AttachError> {
     let Some(spill) = &options.spill else {
         return Ok(());
     };
@@ -59,19 +59,19 @@ pub(crate) fn check(
     };
     let dir = dir
         .canonicalize()
-        .map_err(|source| DaemonError::SpillDirectory {
+        .map_err(|source| AttachError::SpillDirectory {
             path: dir.into(),
             source,
         })?;
     for taken in [&checked.mount_point, &checked.backing] {
         if dir.starts_with(taken) {
-            return Err(DaemonError::SpillInside {
+            return Err(AttachError::SpillInside {
                 spill: spill.clone(),
                 dir: taken.clone(),
             });
         }
     }
-    let unusable = |error: Errno| DaemonError::SpillDirectory {
+    let unusable = |error: Errno| AttachError::SpillDirectory {
         path: dir.clone(),
         source: error.into(),
     };

@@ -2,7 +2,7 @@
 
 use firn_client::{ClientError, PathsError};
 use firn_config::ConfigError;
-use firn_daemon::MountError;
+use firn_daemon::{CheckError, MountError, RecoverError};
 
 /// Exit status: done.
 pub const DONE: u8 = 0;
@@ -53,6 +53,18 @@ impl From<MountError> for Failure {
     }
 }
 
+impl From<RecoverError> for Failure {
+    fn from(error: RecoverError) -> Self {
+        Self::new(error.exit_code(), error.to_string())
+    }
+}
+
+impl From<CheckError> for Failure {
+    fn from(error: CheckError) -> Self {
+        Self::new(error.exit_code(), error.to_string())
+    }
+}
+
 impl From<ConfigError> for Failure {
     fn from(error: ConfigError) -> Self {
         Self::new(USAGE, error.to_string())
@@ -73,6 +85,8 @@ impl From<clap::Error> for Failure {
 
 #[cfg(test)]
 mod tests {
+    use firn_daemon::AttachError;
+
     use super::*;
 
     fn code(failure: impl Into<Failure>) -> u8 {
@@ -99,14 +113,16 @@ mod tests {
             11
         );
         assert_eq!(
-            code(MountError::BackingMissing { path: "/x".into() }),
+            code(RecoverError::from(AttachError::BackingMissing {
+                path: "/x".into()
+            })),
             FAILED
         );
         assert_eq!(
-            code(MountError::Held {
+            code(MountError::from(AttachError::Held {
                 backing: "/x".into(),
                 by: String::new()
-            }),
+            })),
             11
         );
         let contradiction =

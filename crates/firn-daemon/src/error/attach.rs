@@ -1,0 +1,172 @@
+//! What a mount or a recovery may find when it attaches an arena to its backing.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use firn_arena::ArenaError;
+use firn_client::PathsError;
+use firn_engine::EngineError;
+use firn_format::FormatError;
+use firn_format::quote::quoted_path;
+use firn_stub::{PlaceError, TreeError};
+use firn_transact::HeldError;
+use firn_trust::TrustError;
+
+use crate::error::{BUSY, FAILED, NOT_FIRN, USAGE, arena_code};
+use crate::process;
+
+/// Why an arena is not attached to its backing.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each text says what the variant is")]
+pub enum AttachError {
+    #[error("backing directory {path} does not exist: create it, or check the spelling", path = quoted_path(path))]
+    BackingMissing { path: PathBuf },
+    #[error("backing {path} is not a directory: give the directory that shall hold the files", path = quoted_path(path))]
+    BackingNotDirectory { path: PathBuf },
+    #[error("cannot use backing directory {path}: {source}", path = quoted_path(path))]
+    BackingUnusable { path: PathBuf, source: io::Error },
+    #[error("backing directory {path} is on a read-only file system: mount with -o ro, or make it writable", path = quoted_path(path))]
+    BackingReadOnly { path: PathBuf },
+    #[error("{backing} is already mounted on this host{by}: use that mount, or unmount it first", backing = quoted_path(backing))]
+    Held { backing: PathBuf, by: String },
+    #[error(transparent)]
+    Runtime(#[from] PathsError),
+    #[error("arena-dir {path} cannot be used: {source}: create it on a tmpfs, or leave the option out", path = quoted_path(path))]
+    ArenaDirectory { path: PathBuf, source: io::Error },
+    #[error(
+        "spill: cannot use directory {path}: {source}: create it on a host-local disk, or leave the option out", path = quoted_path(path))]
+    SpillDirectory { path: PathBuf, source: io::Error },
+    #[error("spill {spill} is inside {dir}, whose data it shall hold: give a directory on a host-local disk", spill = quoted_path(spill), dir = quoted_path(dir))]
+    SpillInside { spill: PathBuf, dir: PathBuf },
+    #[error(
+        "arena {arena} has data in its spill file: {fault}: mount that device again, or keep what is in memory with `firn recover {backing}`", arena = quoted_path(arena), backing = quoted_path(backing))]
+    SpillGone {
+        arena: PathBuf,
+        fault: String,
+        backing: PathBuf,
+    },
+    #[error(
+        "backup: cannot use directory {path}: {source}: create it on another host's file system, or leave the option out", path = quoted_path(path))]
+    BackupDirectory { path: PathBuf, source: io::Error },
+    #[error("backup {backup} is inside {dir}, whose loss it is for: give a directory elsewhere", backup = quoted_path(backup), dir = quoted_path(dir))]
+    BackupInside { backup: PathBuf, dir: PathBuf },
+    #[error(
+        "{dir} is the backup of a transaction prepared with id {id} that {backing} does not know: finish it with `firn recover --from-backup {dir} {backing}`, or remove that directory to give it up", dir = quoted_path(dir), backing = quoted_path(backing))]
+    BackupWaits {
+        id: u64,
+        dir: PathBuf,
+        backing: PathBuf,
+    },
+    #[error(transparent)]
+    Arena(ArenaError),
+    #[error("{source}: {limit}")]
+    ArenaOverLimit { source: ArenaError, limit: String },
+    #[error(transparent)]
+    Geometry(FormatError),
+    #[error("arena {path} was made for {found}: move it away, or recover that directory first", path = quoted_path(path))]
+    ArenaForeign { path: PathBuf, found: String },
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error(
+        "a transaction in {scope} is prepared with id {id} and waits: mount with drain=commit, then firn commit, abort or restore it"
+    )]
+    TransactionWaits { id: u64, scope: String },
+    #[error("the host's name cannot be that of a host: {why}; give another one with host=NAME")]
+    HostName { why: String },
+    #[error(
+        "this host is {host}, and the participants are {participants}: name it among them, or give it one of their names with host=NAME"
+    )]
+    NoParticipant { host: String, participants: String },
+    #[error("host {host} has {backing} mounted already: give each host its own name with host=NAME", backing = quoted_path(backing))]
+    HostHeld { host: String, backing: PathBuf },
+    #[error(
+        "participants: several hosts cannot share {backing}: {reason}; mount its file system so that locks of files hold between hosts (OPERATIONS, \"Several hosts\"), or mount without participants", backing = quoted_path(backing))]
+    LocksDoNotReach { backing: PathBuf, reason: String },
+    #[error("transactions of an earlier firnd: {0}")]
+    Transactions(#[from] HeldError),
+    /// Something in the place of what is Firn's own in the backing or its backup.
+    #[error("{backing}: {source}", backing = quoted_path(backing))]
+    Planted { backing: PathBuf, source: HeldError },
+    #[error(transparent)]
+    Trust(#[from] TrustError),
+    #[error(transparent)]
+    Place(#[from] PlaceError),
+    #[error(transparent)]
+    Tree(#[from] TreeError),
+    #[error("cannot {what}: {source}")]
+    Io {
+        what: &'static str,
+        source: io::Error,
+    },
+}
+
+impl AttachError {
+    /// The exit status of firn for it.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::BackingMissing { .. }
+            | Self::BackingNotDirectory { .. }
+            | Self::BackingUnusable { .. }
+            | Self::BackingReadOnly { .. }
+            | Self::Runtime(_)
+            | Self::Engine(_)
+            | Self::Transactions(_)
+            | Self::Tree(_)
+            | Self::Io { .. }
+            | Self::SpillGone { .. } => FAILED,
+            Self::ArenaDirectory { .. }
+            | Self::SpillDirectory { .. }
+            | Self::SpillInside { .. }
+            | Self::BackupDirectory { .. }
+            | Self::BackupInside { .. }
+            | Self::Place(_)
+            | Self::HostName { .. }
+            | Self::NoParticipant { .. }
+            | Self::LocksDoNotReach { .. }
+            | Self::Geometry(_) => USAGE,
+            Self::Held { .. }
+            | Self::HostHeld { .. }
+            | Self::TransactionWaits { .. }
+            | Self::BackupWaits { .. } => BUSY,
+            Self::ArenaForeign { .. }
+            | Self::Planted { .. }
+            | Self::Trust(TrustError::Distrusted { .. }) => NOT_FIRN,
+            Self::Trust(TrustError::Io { .. }) => FAILED,
+            Self::Arena(error) | Self::ArenaOverLimit { source: error, .. } => arena_code(error),
+        }
+    }
+
+    /// Says of which backing it is that something in it is not as what is Firn's own must be.
+    pub(crate) fn in_backing(backing: &Path) -> impl Fn(Self) -> Self {
+        let backing = backing.to_owned();
+        move |error| match error {
+            Self::Transactions(
+                source @ (HeldError::Distrusted { .. } | HeldError::TooLong { .. }),
+            ) => Self::Planted {
+                backing: backing.clone(),
+                source,
+            },
+            error => error,
+        }
+    }
+
+    /// The same for what transactions of an earlier firnd came to.
+    pub(crate) fn held(backing: &Path) -> impl Fn(HeldError) -> Self {
+        let in_backing = Self::in_backing(backing);
+        move |error| in_backing(error.into())
+    }
+
+    /// A failed system call.
+    pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { what, source }
+    }
+}
+
+impl From<ArenaError> for AttachError {
+    fn from(source: ArenaError) -> Self {
+        match process::limit_behind(source.errno()) {
+            Some(limit) => Self::ArenaOverLimit { source, limit },
+            None => Self::Arena(source),
+        }
+    }
+}

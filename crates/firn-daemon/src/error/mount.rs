@@ -1,0 +1,86 @@
+//! Failures of a mount.
+
+use std::io;
+use std::path::PathBuf;
+
+use firn_client::PathsError;
+use firn_format::quote::quoted_path;
+use firn_fuse::SessionError;
+
+use crate::error::{AttachError, BUSY, FAILED, USAGE, attach_failures};
+
+/// Why [`crate::mount`] failed.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each text says what the variant is")]
+pub enum MountError {
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    #[error("mount point {path} does not exist: create the directory first", path = quoted_path(path))]
+    MountPointMissing { path: PathBuf },
+    #[error("mount point {path} is not a directory: give an existing directory", path = quoted_path(path))]
+    MountPointNotDirectory { path: PathBuf },
+    #[error("cannot use mount point {path}: {source}", path = quoted_path(path))]
+    MountPointUnusable { path: PathBuf, source: io::Error },
+    #[error(
+        "mount point {path} already has a firn mount (of {backing}): unmount it with `firn umount {path}`, or take another", path = quoted_path(path))]
+    MountPointBusy { path: PathBuf, backing: String },
+    #[error("mount point {mount_point} is inside the backing directory {backing}: choose one outside of it", mount_point = quoted_path(mount_point), backing = quoted_path(backing))]
+    MountPointInBacking {
+        mount_point: PathBuf,
+        backing: PathBuf,
+    },
+    #[error(
+        "backing directory {backing} is inside the mount point {mount_point}, which would hide it: choose another mount point", mount_point = quoted_path(mount_point), backing = quoted_path(backing))]
+    BackingInMountPoint {
+        mount_point: PathBuf,
+        backing: PathBuf,
+    },
+    #[error(transparent)]
+    Session(#[from] SessionError),
+    #[error(
+        "names of {backing} wait in the stub tree at {prefix}: mount it there with --frontend=preload, or carry them over with `firn recover {backing}`", backing = quoted_path(backing), prefix = quoted_path(prefix))]
+    TreeWaits { backing: PathBuf, prefix: PathBuf },
+    #[error(
+        "{bytes} bytes could not be drained and are kept in {arena}: mend the backing, then run `firn recover {backing}` or mount it again", arena = quoted_path(arena), backing = quoted_path(backing))]
+    Left {
+        bytes: u64,
+        arena: PathBuf,
+        backing: PathBuf,
+    },
+    #[error("firnd ended before the mount was usable and without a message: its log is {log}")]
+    Silent { log: String },
+    /// What firnd reported over the pipe.
+    #[error("{text}")]
+    Reported { text: String, code: u8 },
+    #[error("cannot {what}: {source}")]
+    Io {
+        what: &'static str,
+        source: io::Error,
+    },
+}
+
+attach_failures!(MountError: PathsError);
+
+impl MountError {
+    /// The exit status of firn for it.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Attach(error) => error.exit_code(),
+            Self::MountPointMissing { .. }
+            | Self::MountPointNotDirectory { .. }
+            | Self::MountPointUnusable { .. }
+            | Self::Session(_)
+            | Self::Io { .. }
+            | Self::Left { .. }
+            | Self::Silent { .. } => FAILED,
+            Self::MountPointInBacking { .. } | Self::BackingInMountPoint { .. } => USAGE,
+            Self::MountPointBusy { .. } | Self::TreeWaits { .. } => BUSY,
+            Self::Reported { code, .. } => *code,
+        }
+    }
+
+    /// A failed system call.
+    pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { what, source }
+    }
+}

@@ -1,0 +1,51 @@
+//! Failures of a recovery.
+
+use std::io;
+use std::path::PathBuf;
+
+use firn_client::PathsError;
+use firn_format::quote::quoted_path;
+use firn_transact::HeldError;
+use firn_trust::TrustError;
+
+use crate::error::{AttachError, BUSY, FAILED, USAGE, attach_failures};
+
+/// Why [`crate::recover`], [`crate::recover_host`] or [`crate::recover_from_backup`] failed.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each text says what the variant is")]
+pub enum RecoverError {
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    #[error(
+        "no whole backup of a transaction{wanted} is in {dir}{others}: give the directory of the option backup", dir = quoted_path(dir))]
+    BackupNone {
+        dir: PathBuf,
+        wanted: String,
+        others: String,
+    },
+    #[error("there are several backups: {all}: say which with --id, or give its directory")]
+    BackupSeveral { all: String },
+    #[error("{backing} has a transaction of its own in {scope}: mount it, and firn commit or firn abort it", backing = quoted_path(backing))]
+    BackupOpen { scope: String, backing: PathBuf },
+    #[error("{arena} is the arena of an earlier mount of {backing}: run `firn recover {backing}` first", arena = quoted_path(arena), backing = quoted_path(backing))]
+    BackupArena { arena: PathBuf, backing: PathBuf },
+    #[error(
+        "{backing} has no transactions of a host {host}: check the name, it is the host's or what host= said", backing = quoted_path(backing))]
+    NoSuchHost { host: String, backing: PathBuf },
+    #[error("cannot copy held data to {to}: {source}: it is still in the arena; give another directory", to = quoted_path(to))]
+    SaveLost { to: PathBuf, source: io::Error },
+}
+
+attach_failures!(RecoverError: PathsError, HeldError, TrustError);
+
+impl RecoverError {
+    /// The exit status of firn for it.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Attach(error) => error.exit_code(),
+            Self::SaveLost { .. } | Self::BackupNone { .. } => FAILED,
+            Self::BackupSeveral { .. } | Self::NoSuchHost { .. } => USAGE,
+            Self::BackupOpen { .. } | Self::BackupArena { .. } => BUSY,
+        }
+    }
+}
