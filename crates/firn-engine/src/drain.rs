@@ -238,7 +238,28 @@ fn wait_for(outcome: &Receiver<Result<()>>) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use firn_backing::SimBacking;
+
     use super::*;
+    use crate::names::Names;
+
+    #[test]
+    fn a_file_stands_in_the_queue_of_its_lane_and_in_no_other() {
+        let backing = SimBacking::new();
+        let root = backing.root();
+        let attr = backing.attr(&root).expect("root");
+        let names = Names::<SimBacking>::new(root, &attr, false, 16);
+        let drain = Drain::<SimBacking>::new(2);
+        let lanes: Vec<LaneIndex> = drain.lanes().collect();
+        let file = Arc::new(File::new(Arc::clone(names.root()), lanes[1]));
+        drain.queue_of(&file).push(Arc::clone(&file));
+        assert!(drain.is_busy());
+        assert!(drain.queue(lanes[0]).pop().is_none());
+        let popped = drain.queue(lanes[1]).pop().expect("it is in line");
+        assert!(Arc::ptr_eq(&popped, &file));
+        let active: Vec<usize> = drain.figures().iter().map(|lane| lane.active).collect();
+        assert_eq!(active, [0, 1]);
+    }
 
     #[test]
     fn waits_for_retries_double_up_to_a_bound() {
