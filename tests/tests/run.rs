@@ -58,7 +58,7 @@ fn old_checkpoints_of_a_job_go_while_it_runs() {
         let script = "for step in 1 2 3 4 5; do
                 mkdir $FIRN_PREFIX/step$step && echo data > $FIRN_PREFIX/step$step/rank0
             done
-            while test -e $FIRN_PREFIX/step2; do sleep 0.1; done
+            while test -e $FIRN_PREFIX/step1 || test -e $FIRN_PREFIX/step2; do sleep 0.1; done
             cat $FIRN_PREFIX/step3/rank0
             ls $FIRN_PREFIX";
         let options = [&["--keep", "2"][..], frontend].concat();

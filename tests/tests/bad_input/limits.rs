@@ -172,7 +172,7 @@ fn regression_a_limit_on_file_sizes_keeps_data_and_ends_nobody() {
         .ok()
         .stdout;
     assert!(
-        shown.contains("files of more than 32.0 MiB cannot be drained"),
+        shown.contains("files larger than 32.0 MiB cannot be drained"),
         "{shown}"
     );
     assert_same_bytes(
