@@ -3,6 +3,7 @@
 //!
 //! Needs root and FUSE. `FIRN_HOSTS_RANGES` sets the ranges of each worker.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -10,6 +11,8 @@ use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use firn_tests::command::{Outcome, run, wait_child, wait_until};
+use firn_tests::faultfs::FaultFs;
+use firn_tests::mount::mount_args;
 use firn_tests::random::{env_count, generator};
 use firn_tests::{FirnMount, Sandbox, seed};
 use rand::RngExt;
@@ -76,8 +79,8 @@ impl Cluster {
         }
     }
 
-    /// Names in `.firn/` that are about a meeting.
-    fn meetings(&self) -> Vec<String> {
+    /// Names in `.firn/` that are about a vote.
+    fn votes(&self) -> Vec<String> {
         let names = fs::read_dir(self.backing().join(".firn")).expect("list .firn");
         let names = names.map(|entry| {
             entry
@@ -86,7 +89,7 @@ impl Cluster {
                 .to_string_lossy()
                 .into_owned()
         });
-        names.filter(|name| name.starts_with("meet-")).collect()
+        names.filter(|name| name.starts_with("vote-")).collect()
     }
 }
 
@@ -172,7 +175,7 @@ fn parts_apart(name: &str, hosts: usize, ranges: u64) {
             );
         }
     }
-    assert_eq!(cluster.meetings(), [""; 0]);
+    assert_eq!(cluster.votes(), [""; 0]);
     // And again, with the next number by itself.
     begin_all(&cluster, &mounts);
     for (at, mount) in mounts.iter().enumerate() {
@@ -260,7 +263,7 @@ fn every_planted_conflict_is_found_and_told_on_every_host() {
     cluster.all_ok(&mounts, &["abort"]);
     assert!(fs::read(cluster.backing().join("shared")).expect("read") == old);
     assert!(fs::read(mounts[1].join("shared")).expect("read") == old);
-    assert_eq!(cluster.meetings(), [""; 0]);
+    assert_eq!(cluster.votes(), [""; 0]);
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
 
@@ -335,7 +338,7 @@ fn a_host_that_is_killed_between_prepare_and_commit_leaves_no_half() {
         });
         back.umount();
         mounts.remove(0).umount();
-        assert_eq!(cluster.meetings(), [""; 0], "{told}");
+        assert_eq!(cluster.votes(), [""; 0], "{told}");
     }
 }
 
@@ -729,4 +732,39 @@ fn regression_a_mount_without_the_others_drops_its_part_and_keeps_what_is_writte
         fs::read(backing.join("shared")).expect("read"),
         b"..........after....."
     );
+}
+
+/// Proves S-tx-86: two servers over one directory whose kernel keeps locks for each mount by itself.
+#[test]
+fn hosts_whose_locks_do_not_reach_each_other_are_refused_with_the_reason() {
+    let cluster = Cluster::new("reach", 2, HASTY);
+    let source = cluster.shared.mkdir("backing");
+    let servers = [0, 1].map(|at| FaultFs::of(&cluster.hosts[at], source.clone()));
+    let first = FirnMount::over(
+        &cluster.hosts[0],
+        servers[0].path(),
+        &format!("{HASTY},participants=2"),
+    );
+    let second = cluster.hosts[1].mkdir("second");
+    let args = mount_args(
+        servers[1].path(),
+        &second,
+        &format!("{HASTY},participants=2"),
+    );
+    run(&mut cluster.hosts[1].firn(args))
+        .code(2)
+        .says("n0 is alive and does not keep this one out")
+        .says("mount without participants");
+    // Nor is its part ended from there.
+    let recover = ["recover", "--host", "n0"].map(OsStr::new);
+    run(&mut cluster.hosts[1].firn(recover.into_iter().chain([servers[1].path().as_os_str()])))
+        .code(2)
+        .says("n0 is alive");
+    begin_and_abort(&cluster.hosts[0], &first);
+    drop(first);
+}
+
+fn begin_and_abort(host: &Sandbox, mount: &FirnMount<'_>) {
+    run(&mut on(host, mount, &["begin"])).ok();
+    run(&mut on(host, mount, &["abort"])).ok();
 }

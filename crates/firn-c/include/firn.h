@@ -240,8 +240,9 @@ int firn_read_chunk(firn *handle, const struct firn_chunk_meta *piece, uint64_t 
 /* ---- transactions --------------------------------------------------------------------------------- */
 
 /* A transaction covers a directory of the mount and all below it: `path` names that directory, the mount
- * point or one below it. It belongs to the mount, not to the handle or the process: whoever may use the
- * mount may commit it. Other errors than those named here are the backing's (EIO, ENOSPC, ...); then the
+ * point or one below it. Whoever may use the mount may commit it. It belongs to the handle that began it: when
+ * that is closed, or its process ends, before the transaction was prepared, the transaction is aborted at once, and
+ * who prepares or commits it then gets ECANCELED. Other errors than those named here are the backing's (EIO, ENOSPC, ...); then the
  * transaction is kept, and the call can be tried again. A number that is named here is never the backing's:
  * where that would be, EIO is given, and firn_error_message() has what the backing said. All of them:
  * EOPNOTSUPP, ENOENT, EINVAL, EXDEV, ENODEV, ENOTCONN. Where the connection ends (ENOTCONN) in the middle of a commit, its outcome is

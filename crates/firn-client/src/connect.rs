@@ -621,7 +621,10 @@ mod tests {
         let mut connection = Connection::open(&mount).unwrap();
         connection.done(&Request::ClearErrors).unwrap();
         connection
-            .transaction(&Request::Begin { path: "x".into() })
+            .transaction(&Request::Begin {
+                path: "x".into(),
+                owner: firn_protocol::Owner::None,
+            })
             .unwrap();
         drop(connection);
         let requests = served.join().unwrap();

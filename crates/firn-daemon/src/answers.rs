@@ -17,12 +17,13 @@ use parking_lot::Mutex;
 
 use crate::attach::Store;
 use crate::carrier::Carrier;
-use crate::chunks::{Lists, region};
-use crate::control::{Answer, Service};
+use crate::chunks::region;
+use crate::control::{Answer, ControlClient, Service};
 use crate::end::{Client, Event};
 use crate::host_lease::LeaseState;
 use crate::log;
 use crate::metrics::{Window, prometheus};
+use crate::owners::{ControlPeer, Owners, Scopes};
 use crate::process;
 use crate::status::{engine_status, file_status};
 use crate::transactions::Means;
@@ -40,6 +41,8 @@ pub(crate) struct Answers {
     pub(crate) io_threads: u32,
     /// How long other hosts are waited for.
     pub(crate) patience: Duration,
+    /// Who owns the transactions.
+    pub(crate) owners: Owners,
     /// The lease of this host, one of several.
     pub(crate) host_lease: Option<Arc<LeaseState>>,
     pub(crate) waiting_writers: Arc<AtomicU64>,
@@ -91,7 +94,7 @@ impl Answers {
             drain_bytes_per_s: rates.drain,
             lanes,
             spill,
-            transactions: crate::transactions::status(&self.engine),
+            transactions: crate::transactions::status(&self.engine, &self.owners),
             failed_requests: self.failures.figures(),
             transaction_steps: crate::transactions::steps(),
             log_lines_lost: log::lines_lost(),
@@ -103,6 +106,18 @@ impl Answers {
     /// What programs did to the names of a stub tree, before something is said or done about a path.
     fn sync_names(&self) -> Result<(), Errno> {
         self.tree.as_ref().map_or(Ok(()), |tree| tree.reconcile())
+    }
+
+    /// The answer to a request about a transaction, which may have an owner.
+    fn answer_transaction(&self, request: &Request, peer: &ControlPeer) -> Reply {
+        let forget = |cached| self.invalidate(cached);
+        let means = Means {
+            carrier: &self.carrier,
+            patience: self.patience,
+            backing: &self.backing,
+            forget: &forget,
+        };
+        crate::transactions::answer_owned(&self.engine, &self.owners, request, peer, &means)
     }
 
     /// The answer to requests about transactions once another process acts in the name of this host.
@@ -202,14 +217,14 @@ impl Service for Answers {
     fn answer(
         &self,
         request: Request,
-        lists: &mut Lists,
+        client: &mut ControlClient,
         say: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer {
         let about_names = match &request {
             Request::Wait { path, .. } | Request::Drain { path } | Request::Files { path } => {
                 Some(path)
             }
-            Request::Begin { path }
+            Request::Begin { path, .. }
             | Request::Prepare { path, .. }
             | Request::Commit { path, .. } => Some(path),
             Request::Evict { path } | Request::Pin { path, .. } | Request::Chunks { path, .. } => {
@@ -248,9 +263,9 @@ impl Service for Answers {
                     .collect(),
             },
             Request::Region => Reply::Region(region(self.engine.arena())),
-            Request::Chunks { path } => lists.make(&self.engine, &path),
-            Request::CheckChunks { list } => lists.check(list),
-            Request::ReleaseChunks { list } => lists.release(list),
+            Request::Chunks { path } => client.lists.make(&self.engine, &path),
+            Request::CheckChunks { list } => client.lists.check(list),
+            Request::ReleaseChunks { list } => client.lists.release(list),
             Request::Metrics => Reply::Metrics {
                 text: prometheus(&self.status()),
             },
@@ -273,22 +288,28 @@ impl Service for Answers {
             | Request::Prepare { .. }
             | Request::Commit { .. }
             | Request::Abort { .. }
-            | Request::Restore { .. }) => {
-                if let Some(refusal) = self.refuse_without_lease() {
-                    return refusal.into();
-                }
-                let forget = |cached| self.invalidate(cached);
-                let means = Means {
-                    carrier: &self.carrier,
-                    patience: self.patience,
-                    backing: &self.backing,
-                    forget: &forget,
-                };
-                crate::transactions::answer(&self.engine, &request, &means)
-            }
+            | Request::Restore { .. }) => match self.refuse_without_lease() {
+                Some(refusal) => refusal,
+                None => self.answer_transaction(&request, &client.peer),
+            },
             Request::Unmount { force, held } => return self.unmount(force, held, say),
         };
         reply.into()
+    }
+
+    fn is_held_for(&self, client: &ControlClient) -> bool {
+        !client.lists.is_empty() || self.owners.has_owned(&client.peer.stream)
+    }
+}
+
+impl Scopes for Answers {
+    fn is_open(&self, scope: &[u8]) -> Option<bool> {
+        crate::transactions::is_open(&self.engine, scope)
+    }
+
+    fn abort(&self, scope: &[u8]) -> Result<(), String> {
+        let forget = |cached| self.invalidate(cached);
+        crate::transactions::abort_orphan(&self.engine, scope, &forget)
     }
 }
 

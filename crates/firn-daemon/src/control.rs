@@ -4,7 +4,7 @@
 //! * Only the user whose firnd this is, and root, are answered (SO_PEERCRED).
 //! * A broken or slow client costs one thread and no more; how many are served, and who goes when one more comes,
 //!   is said in [`seats`].
-//! * What a client holds ([`Lists`]) ends with its connection. A connection that holds something, or whose request
+//! * What a client holds (lists, transactions that it owns) ends with its connection. A connection that holds something, or whose request
 //!   is being answered, is never closed in favour of another; one that is reads [`Reply::Closed`] last.
 //! * The thread that accepts waits for nobody.
 
@@ -26,6 +26,7 @@ use rustix::fs::Mode;
 use rustix::net::SendFlags;
 
 use crate::chunks::Lists;
+use crate::owners::ControlPeer;
 use seats::{Leaving, Seats, Turn};
 
 /// Longest request: a path of PATH_MAX, escaped, and some words.
@@ -35,14 +36,22 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Answers requests.
 pub(crate) trait Service: Send + Sync + 'static {
-    /// The final reply; `say` sends progress before it and is false once the client is gone. `lists` are
-    /// those of this connection.
+    /// The final reply; `say` sends progress before it and is false once the client is gone. `client` is
+    /// who asks.
     fn answer(
         &self,
         request: Request,
-        lists: &mut Lists,
+        client: &mut ControlClient,
         say: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer;
+    /// Whether something would end with this connection.
+    fn is_held_for(&self, client: &ControlClient) -> bool;
+}
+
+/// A connection, and what it holds.
+pub(crate) struct ControlClient {
+    pub(crate) peer: ControlPeer,
+    pub(crate) lists: Lists,
 }
 
 /// A final reply.
@@ -167,7 +176,13 @@ fn admit(
         let seats = Arc::clone(seats);
         let service = Arc::clone(service);
         move || {
-            let _ = serve(&stream, id, &seats, &*service);
+            let peer = ControlPeer {
+                stream: Arc::clone(&stream),
+                pid,
+            };
+            let _ = serve(peer, id, &seats, &*service);
+            // What belongs to the connection ends, although its descriptor may be held a little longer.
+            let _ = stream.shutdown(Shutdown::Both);
             seats.leave(id);
         }
     });
@@ -204,10 +219,14 @@ fn say_last(stream: &UnixStream, reply: &Reply) {
     }
 }
 
-fn serve(stream: &UnixStream, id: u64, seats: &Seats, service: &dyn Service) -> io::Result<()> {
+fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io::Result<()> {
+    let stream = &*Arc::clone(&peer.stream);
     stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
     let mut reader = BufReader::new(stream);
-    let mut lists = Lists::default();
+    let mut client = ControlClient {
+        peer,
+        lists: Lists::default(),
+    };
     loop {
         let mut line = Vec::new();
         (&mut reader)
@@ -240,13 +259,13 @@ fn serve(stream: &UnixStream, id: u64, seats: &Seats, service: &dyn Service) -> 
         let say = &mut |reply| send(&mut &*stream, &reply).is_ok();
         // Who asked for the end may wait for it: the end of the connection would be taken for that.
         let waits = matches!(request, Request::Unmount { .. });
-        let answer = service.answer(request, &mut lists, say);
+        let answer = service.answer(request, &mut client, say);
         let result = send(&mut &*stream, &answer.reply);
         if let Some(sent) = answer.sent {
             let _ = sent.send(());
         }
         result?;
-        seats.end(id, waits || !lists.is_empty());
+        seats.end(id, waits || service.is_held_for(&client));
     }
 }
 
@@ -270,7 +289,7 @@ mod tests {
         fn answer(
             &self,
             request: Request,
-            _: &mut Lists,
+            _: &mut ControlClient,
             say: &mut dyn FnMut(Reply) -> bool,
         ) -> Answer {
             if matches!(request, Request::Metrics) {
@@ -281,6 +300,10 @@ mod tests {
                 }));
             }
             Reply::Done.into()
+        }
+
+        fn is_held_for(&self, _: &ControlClient) -> bool {
+            false
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use firn_config::{KernelFlag, Options};
+use firn_config::{Drain, KernelFlag, Options};
 use firn_engine::Engine;
 use firn_format::quote::quoted_path;
 use firn_fuse::{Adapter, AdapterOptions, Failures, Invalidator, Session, SessionOptions, detach};
@@ -29,6 +29,7 @@ use crate::lock::Locks;
 use crate::log;
 use crate::metrics::SAMPLE_EVERY;
 use crate::mount::MountRequest;
+use crate::owners::Owners;
 use crate::participants;
 use crate::periodic::{NameSync, Periodic, SingleJob};
 use crate::preflight::{self, Checked};
@@ -145,6 +146,9 @@ impl Mount {
             mount_point: checked.mount_point.clone(),
             options: options.in_force(),
             io_threads: options.io_threads,
+            owners: Owners::new().map_err(|errno| {
+                MountError::io("watch the owners of transactions")(errno.into())
+            })?,
             host_lease: attached.host_lease(),
             patience: Duration::from_millis(options.participants_wait_ms),
             waiting_writers: prepared.waiting_writers(),
@@ -154,6 +158,12 @@ impl Mount {
             carrier: Carrier::new(Arc::clone(engine)),
             events: event.clone(),
         });
+        if options.drain == Drain::Commit {
+            let watched = Arc::clone(&answers);
+            spawn_thread("firn-owners", move || watched.owners.watch(&*watched)).map_err(
+                MountError::io("start the thread that watches owners of transactions"),
+            )?;
+        }
         // Before the mount: `firn status` must find it from the moment the mount is seen.
         let control = Control::start(
             &attached.files.socket,
@@ -208,6 +218,7 @@ impl Mount {
             let answers = Arc::clone(&self.answers);
             let stopped = end::with_patience(force, move || {
                 rounds.stop();
+                answers.owners.stop();
                 transactions::leave(&engine);
                 answers.carrier.stop();
                 transactions::give_up(&engine);

@@ -23,6 +23,7 @@ mod lost;
 mod metrics;
 mod mount;
 mod mountinfo;
+mod owners;
 mod participants;
 mod periodic;
 mod preflight;

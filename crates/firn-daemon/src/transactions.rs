@@ -17,6 +17,7 @@ use firn_transact::{HeldError, Inode, Mode, Stage};
 
 use crate::attach::Store;
 use crate::carrier::Carrier;
+use crate::owners::{ControlPeer, Owners, Refusal, Request as UnderWay};
 use crate::participants::{self, patiently};
 
 /// How long other hosts are waited for at the end of a mount. The next one goes on.
@@ -117,7 +118,7 @@ pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_
         write_back(engine, path.as_bytes(), forget);
     }
     let (path, result) = match request {
-        Request::Begin { path } => {
+        Request::Begin { path, .. } => {
             let begun = finish_restore(engine, path.as_bytes(), forget)
                 .and_then(|()| begin(engine, path.as_bytes(), patience));
             (path, begun.map(|()| Reply::Done))
@@ -158,6 +159,94 @@ pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_
         done => done,
     };
     result.unwrap_or_else(|error| refused(&error, path))
+}
+
+/// Whether a transaction is open that programs change things in; `None`: there is none.
+pub(crate) fn is_open(engine: &Engine<Store>, path: &[u8]) -> Option<bool> {
+    match stage(engine, path)? {
+        Stage::Open => Some(true),
+        Stage::Prepared(_) | Stage::Decided(_) => Some(false),
+        Stage::Ended => None,
+    }
+}
+
+/// [`answer`], where the transaction may have an owner: of one that is gone nothing is prepared or committed.
+pub(crate) fn answer_owned(
+    engine: &Engine<Store>,
+    owners: &Owners,
+    request: &Request,
+    peer: &ControlPeer,
+    means: &Means<'_>,
+) -> Reply {
+    let (Request::Begin { path, .. }
+    | Request::Prepare { path, .. }
+    | Request::Commit { path, .. }
+    | Request::Abort { path }
+    | Request::Restore { path, .. }) = request
+    else {
+        unreachable!("only requests about transactions come here");
+    };
+    let scope = path.as_bytes();
+    let needs_owner = matches!(request, Request::Prepare { .. } | Request::Commit { .. });
+    let under_way = loop {
+        match owners.enter(scope) {
+            Ok(under_way) => break under_way,
+            Err(Refusal::Aborted { owner }) if needs_owner => return orphaned(scope, &owner),
+            Err(Refusal::Aborted { .. }) if matches!(request, Request::Abort { .. }) => {
+                return Reply::Done;
+            }
+            Err(Refusal::Aborted { .. }) => {}
+            Err(Refusal::NotAborted { owner, error }) => {
+                let scope = shown_scope(scope);
+                let message = format!(
+                    "{scope}: {owner} is gone, and its transaction cannot be aborted yet: {error}; it is tried again each second"
+                );
+                return Reply::Error {
+                    errno: libc::EBUSY,
+                    message,
+                };
+            }
+        }
+    };
+    let owner = match request {
+        Request::Begin { owner, .. } => match UnderWay::find_owner(*owner, peer) {
+            Ok(found) => Some(found),
+            Err(errno) => {
+                let message = format!(
+                    "the owner of a transaction must be a process that runs, as firnd sees it: {errno}"
+                );
+                return Reply::Error {
+                    errno: libc::ESRCH,
+                    message,
+                };
+            }
+        },
+        _ => None,
+    };
+    let mut reply = answer(engine, request, means);
+    match (request, &reply, owner) {
+        (Request::Begin { .. }, Reply::Done, Some(owner)) => under_way.begun(owner),
+        (Request::Commit { begin: true, .. }, Reply::Committed { .. }, _) => under_way.begun_next(),
+        (_, Reply::Error { .. }, _) if needs_owner && stage(engine, scope).is_none() => {
+            if let Some(owner) = owners.aborted_for(scope) {
+                reply = orphaned(scope, &owner);
+            }
+        }
+        _ => {}
+    }
+    under_way.end(is_open(engine, scope));
+    reply
+}
+
+/// The answer to who prepares or commits what an owner that is gone has left.
+fn orphaned(scope: &[u8], owner: &str) -> Reply {
+    let scope = shown_scope(scope);
+    Reply::Error {
+        errno: libc::ECANCELED,
+        message: format!(
+            "{scope}: the owner of the transaction, {owner}, was gone before it was prepared: it is aborted"
+        ),
+    }
 }
 
 /// Why nothing comes of a transaction in shadow mode that another host has aborted, for all hosts. It may not be over
@@ -428,6 +517,26 @@ fn abort(
     Ok(())
 }
 
+/// Aborts the transaction of an owner that is gone.
+pub(crate) fn abort_orphan(
+    engine: &Engine<Store>,
+    path: &[u8],
+    forget: &dyn Fn(Cached),
+) -> Result<(), String> {
+    write_back(engine, path, forget);
+    let scope = shown_scope(path);
+    match abort(engine, path, Duration::ZERO, forget) {
+        Ok(()) | Err(HeldError::None) => {
+            tracing::info!(%scope, "a transaction is aborted: its owner is gone");
+            Ok(())
+        }
+        Err(error) => {
+            tracing::warn!(%error, %scope, "the transaction of an owner that is gone cannot be aborted yet");
+            Err(error.to_string())
+        }
+    }
+}
+
 /// Ends transactions that other hosts have aborted, as far as that goes now.
 pub(crate) fn follow(engine: &Engine<Store>, forget: &dyn Fn(Cached)) {
     for scope in engine.backing().to_be_stopped() {
@@ -624,13 +733,20 @@ fn is_decided(engine: &Engine<Store>, path: &[u8]) -> bool {
 }
 
 /// For the status.
-pub(crate) fn status(engine: &Arc<Engine<Store>>) -> Vec<TransactionStatus> {
+pub(crate) fn status(engine: &Arc<Engine<Store>>, owners: &Owners) -> Vec<TransactionStatus> {
     let word = |stage| match stage {
         Stage::Open | Stage::Ended => ("open", None),
         Stage::Prepared(id) => ("prepared", Some(id)),
         Stage::Decided(id) => ("decided", Some(id)),
     };
+    let pending = |scope: &[u8]| -> u64 {
+        let files = engine.files_below(scope);
+        files.iter().map(|file| file.held_bytes).sum()
+    };
     let one = |found: firn_transact::Transaction| TransactionStatus {
+        owner: owners.status(&found.scope).0,
+        age_s: owners.status(&found.scope).1,
+        bytes: found.written_bytes + pending(&found.scope),
         scope: found.scope.as_slice().into(),
         stage: word(found.stage).0.into(),
         id: word(found.stage).1,

@@ -81,6 +81,9 @@ pub enum Request {
     Begin {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
+        /// Whose it is: when the owner is gone and nobody has prepared the transaction, it is aborted.
+        #[serde(default)]
+        owner: Owner,
     },
     /// Make the transaction durable and leave its outcome open. Changes wait until it is decided.
     Prepare {
@@ -140,6 +143,24 @@ pub enum HeldPolicy {
     Keep,
     /// Drop it: the arena is removed with all that is in it.
     Discard,
+}
+
+/// Whom a transaction belongs to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum Owner {
+    /// Nobody: it stays open until somebody commits or aborts it.
+    #[default]
+    None,
+    /// The connection that the request comes over, and the process that opened it.
+    Connection,
+    /// A process, as firnd sees it.
+    Process {
+        /// Its process id.
+        pid: u32,
+        /// When it began, in clock ticks since the host started: tells it from a later one of this number.
+        start_ticks: u64,
+    },
 }
 
 /// What firnd answers.
@@ -360,6 +381,15 @@ pub struct TransactionStatus {
     pub stage: String,
     /// Its number, once it has one.
     pub id: Option<u64>,
+    /// Whose it is; none: nobody's.
+    #[serde(default)]
+    pub owner: Option<OwnerStatus>,
+    /// Seconds since it was begun; none: an earlier firnd began it.
+    #[serde(default)]
+    pub age_s: Option<f64>,
+    /// Bytes that programs wrote in it, with what is not in the backing yet.
+    #[serde(default)]
+    pub bytes: u64,
     /// Files, directories and others that it changes.
     pub objects: u64,
     /// How many names of files are in each state of CprFS.
@@ -375,6 +405,15 @@ pub struct TransactionStatus {
     /// How far its backup is; none without the option `backup`.
     #[serde(default)]
     pub backup: Option<BackupStatus>,
+}
+
+/// Who owns a transaction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnerStatus {
+    /// Process id of the owner, or of who opened the connection; 0: firnd does not see it.
+    pub pid: u32,
+    /// It is a connection of that process.
+    pub connection: bool,
 }
 
 /// The backup of a transaction.

@@ -2,6 +2,7 @@
 
 use std::io::IoSlice;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Errno, Result, Seek};
 
@@ -209,6 +210,22 @@ impl<B: Backing> Held<B> {
         file.must_write(Errno::BADF)?;
         let object = &file.object;
         let (_data, scope) = self.writing(object)?;
+        let count = self.write_object(object, scope.clone(), data, offset)?;
+        if let Some(scope) = scope {
+            let written = &scope.written_bytes;
+            written.fetch_add(count as u64, Ordering::Relaxed);
+        }
+        Ok(count)
+    }
+
+    /// The same while a turn of the transaction waits.
+    fn write_object(
+        &self,
+        object: &Arc<Object<B>>,
+        scope: Option<Arc<Scope<B>>>,
+        data: &[IoSlice<'_>],
+        offset: u64,
+    ) -> Result<usize> {
         let Some(scope) = self.holding(scope, object, offset)? else {
             let inner = object.inner.read();
             return self.base.write_at(

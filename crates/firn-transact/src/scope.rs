@@ -271,6 +271,8 @@ pub struct Transaction {
     pub scope: Vec<u8>,
     /// How far it is.
     pub stage: Stage,
+    /// Bytes written in it since it began, overwritten ones too.
+    pub written_bytes: u64,
     /// Objects that it changes.
     pub objects: u64,
     /// How many names of files are in each state.
@@ -322,6 +324,8 @@ pub(crate) struct Scope<B: Backing> {
     last_number: AtomicU64,
     /// Bytes of small changes.
     pub(crate) small_bytes: AtomicU64,
+    /// Bytes written since it began, overwritten ones too.
+    pub(crate) written_bytes: AtomicU64,
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
     pub(crate) book: Mutex<Book>,
     stage: Mutex<Stage>,
@@ -828,6 +832,7 @@ impl<B: Backing> Held<B> {
             plain_nest: Mutex::default(),
             last_number: AtomicU64::new(0),
             small_bytes: AtomicU64::new(0),
+            written_bytes: AtomicU64::new(0),
             changed: Mutex::default(),
             book: Mutex::default(),
             stage: Mutex::new(stage),
@@ -1407,6 +1412,7 @@ impl<B: Backing> Held<B> {
                     .as_ref()
                     .map_or(scope.changed.lock().len() as u64, Shadow::count),
             },
+            written_bytes: scope.written_bytes.load(Ordering::Relaxed),
             states: scope.book.lock().count(),
             is_recovered: scope.recovered.is_some(),
             is_undo: scope.is_undo,

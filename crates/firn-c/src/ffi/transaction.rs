@@ -3,8 +3,8 @@
 use std::ffi::{c_char, c_int, c_uint};
 use std::path::Path;
 
-use firn_protocol::Request;
 use firn_protocol::path::BytePath;
+use firn_protocol::{Owner, Request};
 
 use super::{Handle, NO_HANDLE, give, given, guarded, path_of};
 use crate::error::Error;
@@ -48,8 +48,12 @@ fn chosen(id: u64) -> Result<u64, Error> {
 /// `handle` is null or open; `path` is null or a string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_begin(handle: *const Handle, path: *const c_char) -> c_int {
+    let begin = |path| Request::Begin {
+        path,
+        owner: Owner::Connection,
+    };
     // SAFETY: handle and path are what firn.h asks of the program.
-    guarded(|| unsafe { ask(handle, path, |path| Request::Begin { path }) }.map(drop))
+    guarded(|| unsafe { ask(handle, path, begin) }.map(drop))
 }
 
 /// `firn_prepare`.

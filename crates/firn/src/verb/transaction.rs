@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use firn_format::quote::quoted_path;
-use firn_protocol::Request;
 use firn_protocol::path::BytePath;
+use firn_protocol::{Owner, Request};
 use serde::Serialize;
 
-use crate::failure::{DONE, Failure};
+use crate::failure::{DONE, FAILED, Failure};
 use crate::output;
 use crate::verb::{Verb, connect};
 
@@ -27,16 +27,22 @@ pub const BEGIN: Verb = Verb {
     name: "begin",
     about: "Begin a transaction in a directory",
     long: "From now on the backing shows nothing of what changes at or below PATH until `firn commit`; programs on \
-           the mount see their changes at once. Needs a mount with drain=commit.",
+           the mount see their changes at once. Needs a mount with drain=commit. With --owner the transaction is \
+           aborted as soon as that process has ended, unless it was prepared; without, it stays open until somebody \
+           commits or aborts it.",
     examples: &[
         ("firn begin /work", "the whole mount"),
         (
             "firn begin /work/step_100",
             "one directory; others may have their own transactions",
         ),
+        (
+            "firn begin /work --owner $$",
+            "in a job script: nothing half is left open when the script ends",
+        ),
     ],
     exits: EXITS,
-    args: PlaceArgs::augment_args,
+    args: BeginArgs::augment_args,
     run: begin,
 };
 
@@ -117,6 +123,15 @@ struct PlaceArgs {
 }
 
 #[derive(Debug, Args)]
+struct BeginArgs {
+    #[command(flatten)]
+    place: PlaceArgs,
+    /// Process that the transaction belongs to: it is aborted when PID ends before it is prepared.
+    #[arg(long, value_name = "PID")]
+    owner: Option<u32>,
+}
+
+#[derive(Debug, Args)]
 struct NumberArgs {
     #[command(flatten)]
     place: PlaceArgs,
@@ -185,11 +200,20 @@ fn ask(
 }
 
 fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
-    let args = PlaceArgs::from_arg_matches(matches)?;
+    let BeginArgs { place, owner } = BeginArgs::from_arg_matches(matches)?;
+    let owner = match owner {
+        None => Owner::None,
+        Some(pid) => firn_client::owner_process(pid).map_err(|error| {
+            Failure::new(
+                FAILED,
+                format!("--owner {pid}: this process cannot own a transaction: {error}; give one that runs"),
+            )
+        })?,
+    };
     ask(
-        &args.path,
-        args.json,
-        |path| Request::Begin { path },
+        &place.path,
+        place.json,
+        |path| Request::Begin { path, owner },
         |at, _| format!("{at}: a transaction is open"),
     )
 }

@@ -241,7 +241,12 @@ fn stage(one: &TransactionStatus, paint: Paint) -> String {
     let number = one.id.map_or_else(String::new, |id| format!(" as {id}"));
     let objects = count(one.objects, "object");
     match one.stage.as_str() {
-        "open" => format!("transaction in {scope}, {objects} changed"),
+        "open" => format!(
+            "transaction in {scope}, {objects} changed, {}{}{}",
+            bytes(one.bytes),
+            one.age_s.map_or_else(String::new, |age| format!(", {} old", seconds(age))),
+            owner(one)
+        ),
         "prepared" => {
             let here =
                 if one.here.is_empty() { String::new() } else { format!(" on {}", one.here.join(", ")) };
@@ -253,6 +258,16 @@ fn stage(one: &TransactionStatus, paint: Paint) -> String {
                 "transaction in {scope}, {stage}{number}: {error}; it is retried automatically, and at once by firn commit"
             )),
         },
+    }
+}
+
+fn owner(one: &TransactionStatus) -> String {
+    match one.owner {
+        None => ", no owner".into(),
+        Some(owner) if owner.connection => {
+            format!(", owner: a connection of process {}", owner.pid)
+        }
+        Some(owner) => format!(", owner: process {}", owner.pid),
     }
 }
 

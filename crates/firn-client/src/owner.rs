@@ -1,0 +1,37 @@
+//! Processes that own a transaction.
+
+use std::io;
+
+use firn_protocol::Owner;
+
+/// The process `pid` as an owner: told from a later one with the same number by the time at which it began.
+pub fn owner_process(pid: u32) -> io::Result<Owner> {
+    let start_ticks = start_ticks_of(pid)?;
+    Ok(Owner::Process { pid, start_ticks })
+}
+
+/// When a process that lives began, in clock ticks since the host started (`starttime` of proc_pid_stat(5)).
+pub fn start_ticks_of(pid: u32) -> io::Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    parse_start_ticks(&stat).ok_or_else(|| io::ErrorKind::InvalidData.into())
+}
+
+fn parse_start_ticks(stat: &str) -> Option<u64> {
+    // The second field is a name in parentheses, which may hold anything.
+    let (_, rest) = stat.rsplit_once(')')?;
+    const AFTER_NAME: usize = 22 - 3;
+    rest.split_ascii_whitespace().nth(AFTER_NAME)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_start_is_found_behind_any_name() {
+        let line = "17 (a) b) (c) S 1 17 17 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 4711 1000 2 3";
+        assert_eq!(parse_start_ticks(line), Some(4711));
+        assert!(start_ticks_of(std::process::id()).is_ok_and(|ticks| ticks > 0));
+        assert!(parse_start_ticks("17 (x) S 1").is_none());
+    }
+}

@@ -1,0 +1,443 @@
+//! Who owns the transactions of this mount.
+//!
+//! A transaction belongs to a connection of the control socket, to a process, or to nobody. One thread waits for the
+//! end of all owners. When the owner of an open transaction is gone, the transaction is aborted at once; what is
+//! prepared or decided stays as it is.
+//!
+//! ```text
+//!            begin          owner gone, no request under way
+//! (none) ───────────► open ─────────────────────────────────► aborting ──► (none)
+//!                     │  ▲                                        │ the backing refused: tried again
+//!             prepare │  │ the vote failed                        └───────────────────────────────►
+//!                     ▼  │
+//!                   settled ──► (none)
+//! ```
+//!
+//! Invariants
+//! * A transaction is aborted for its owner only while no request about it is under way, and no request begins
+//!   meanwhile.
+//! * A request that begins after its owner was gone finds the transaction aborted: nobody commits what a dead owner
+//!   left.
+//! * A process is known by a pidfd and the time at which it began, never by its number alone.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use firn_protocol::{Owner, OwnerStatus};
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// An abort that failed is tried again after so long.
+const RETRY_S: i64 = 1;
+
+/// A connection of the control socket, as an owner.
+#[derive(Clone, Debug)]
+pub(crate) struct ControlPeer {
+    pub(crate) stream: Arc<UnixStream>,
+    /// The process that connected; 0: in a PID namespace that firnd does not see.
+    pub(crate) pid: u32,
+}
+
+/// Why a request about a transaction is refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// Its owner was gone, so it was aborted.
+    Aborted {
+        /// The owner in words.
+        owner: String,
+    },
+    /// The same, but the abort failed so far.
+    NotAborted { owner: String, error: String },
+}
+
+/// What ends with the owner.
+#[derive(Debug)]
+enum Watched {
+    Connection {
+        peer: ControlPeer,
+        /// The process that connected: a child of it may keep the socket open.
+        process: Option<OwnedFd>,
+    },
+    Process {
+        pid: u32,
+        process: OwnedFd,
+    },
+}
+
+impl Watched {
+    fn of_connection(peer: &ControlPeer) -> Self {
+        Self::Connection {
+            peer: peer.clone(),
+            process: open_process(peer.pid).ok(),
+        }
+    }
+
+    /// ESRCH: it has ended, or its number is another one's by now.
+    fn of_process(pid: u32, start_ticks: u64) -> Result<Self, Errno> {
+        let process = open_process(pid)?;
+        // Read after the descriptor was opened: if it is the start of the right one, so is the descriptor.
+        match firn_client::start_ticks_of(pid) {
+            Ok(found) if found == start_ticks => Ok(Self::Process { pid, process }),
+            _ => Err(Errno::SRCH),
+        }
+    }
+
+    /// Descriptors, and the event on each of them that tells of the end.
+    fn ends(&self) -> Vec<(BorrowedFd<'_>, PollFlags)> {
+        match self {
+            Self::Connection { peer, process } => {
+                let mut ends = vec![(peer.stream.as_fd(), PollFlags::RDHUP)];
+                ends.extend(
+                    process
+                        .iter()
+                        .map(|process| (process.as_fd(), PollFlags::IN)),
+                );
+                ends
+            }
+            Self::Process { process, .. } => vec![(process.as_fd(), PollFlags::IN)],
+        }
+    }
+
+    fn is_gone(&self) -> bool {
+        let mut fds: Vec<PollFd<'_>> = self
+            .ends()
+            .into_iter()
+            .map(|(fd, event)| PollFd::from_borrowed_fd(fd, event))
+            .collect();
+        let now = Timespec::default();
+        poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
+    }
+
+    fn status(&self) -> OwnerStatus {
+        match self {
+            Self::Connection { peer, .. } => OwnerStatus {
+                pid: peer.pid,
+                connection: true,
+            },
+            Self::Process { pid, .. } => OwnerStatus {
+                pid: *pid,
+                connection: false,
+            },
+        }
+    }
+
+    fn in_words(&self) -> String {
+        match self {
+            Self::Connection { peer, .. } => format!("the connection of process {}", peer.pid),
+            Self::Process { pid, .. } => format!("process {pid}"),
+        }
+    }
+}
+
+fn open_process(pid: u32) -> Result<OwnedFd, Errno> {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    pidfd_open(pid.ok_or(Errno::SRCH)?, PidfdFlags::empty())
+}
+
+/// One transaction of a scope.
+#[derive(Debug)]
+struct Owned {
+    owner: Option<Arc<Watched>>,
+    began: Instant,
+    /// Nobody has prepared it.
+    is_open: bool,
+    is_gone: bool,
+    is_aborting: bool,
+    /// Why it could not be aborted.
+    trouble: Option<String>,
+}
+
+impl Owned {
+    fn new(owner: Option<Arc<Watched>>) -> Self {
+        Self {
+            owner,
+            began: Instant::now(),
+            is_open: true,
+            is_gone: false,
+            is_aborting: false,
+            trouble: None,
+        }
+    }
+
+    /// Whether its owner is gone and it would be aborted.
+    fn is_orphan(&mut self) -> bool {
+        if let Some(owner) = &self.owner {
+            self.is_gone = self.is_gone || owner.is_gone();
+        }
+        self.is_open && self.is_gone
+    }
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    owned: HashMap<Vec<u8>, Owned>,
+    /// Requests under way, by scope.
+    requests: HashMap<Vec<u8>, u32>,
+    /// Owners of the last transaction of a scope that was aborted for them.
+    aborted: HashMap<Vec<u8>, String>,
+    is_stopped: bool,
+}
+
+/// The owners of all transactions of a mount.
+#[derive(Debug)]
+pub(crate) struct Owners {
+    table: Mutex<Table>,
+    changed: Condvar,
+    /// Makes the thread look again.
+    wake: OwnedFd,
+}
+
+/// What the thread needs of the mount.
+pub(crate) trait Scopes {
+    /// Whether the transaction of a scope is open; `None`: there is none.
+    fn is_open(&self, scope: &[u8]) -> Option<bool>;
+    /// Aborts it. An error in words.
+    fn abort(&self, scope: &[u8]) -> Result<(), String>;
+}
+
+impl Owners {
+    pub(crate) fn new() -> Result<Self, Errno> {
+        Ok(Self {
+            table: Mutex::default(),
+            changed: Condvar::new(),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        })
+    }
+
+    /// A request about the transaction of a scope begins, and ends when `Request` is dropped. Waits for an abort that
+    /// is under way.
+    pub(crate) fn enter(&self, scope: &[u8]) -> Result<Request<'_>, Refusal> {
+        let mut table = self.table.lock();
+        loop {
+            let requests = table.requests.get(scope).copied().unwrap_or_default();
+            let Some(owned) = table.owned.get_mut(scope) else {
+                break;
+            };
+            let is_orphan = owned.is_orphan() && requests == 0;
+            if !owned.is_aborting && !is_orphan {
+                break;
+            }
+            let owner = owned.owner.as_ref().map(|owner| owner.in_words());
+            let owner = owner.unwrap_or_default();
+            if let (Some(error), false) = (&owned.trouble, owned.is_aborting) {
+                let error = error.clone();
+                return Err(Refusal::NotAborted { owner, error });
+            }
+            self.wake();
+            self.changed.wait(&mut table);
+            if !table.owned.contains_key(scope) {
+                return Err(Refusal::Aborted { owner });
+            }
+        }
+        *table.requests.entry(scope.to_owned()).or_default() += 1;
+        Ok(Request {
+            owners: self,
+            scope: scope.to_owned(),
+            is_open: None,
+        })
+    }
+
+    /// Who owned the last transaction of a scope, where it was aborted for that and none was begun since.
+    pub(crate) fn aborted_for(&self, scope: &[u8]) -> Option<String> {
+        self.table.lock().aborted.get(scope).cloned()
+    }
+
+    /// Owner and age of the transaction of a scope that is open.
+    pub(crate) fn status(&self, scope: &[u8]) -> (Option<OwnerStatus>, Option<f64>) {
+        match self.table.lock().owned.get(scope) {
+            None => (None, None),
+            Some(owned) => {
+                let owner = owned.owner.as_ref().map(|owner| owner.status());
+                (owner, Some(owned.began.elapsed().as_secs_f64()))
+            }
+        }
+    }
+
+    /// Whether a connection owns a transaction that would be aborted without it.
+    pub(crate) fn has_owned(&self, stream: &Arc<UnixStream>) -> bool {
+        let is_owner = |owned: &Owned| match owned.owner.as_deref() {
+            Some(Watched::Connection { peer, .. }) => {
+                owned.is_open && Arc::ptr_eq(&peer.stream, stream)
+            }
+            _ => false,
+        };
+        self.table.lock().owned.values().any(is_owner)
+    }
+
+    /// Nothing is aborted from now on: the mount ends.
+    pub(crate) fn stop(&self) {
+        self.table.lock().is_stopped = true;
+        self.wake();
+    }
+
+    fn wake(&self) {
+        // It can only fail because it is awake already.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// Aborts transactions of owners that are gone, until [`Owners::stop`]. `scopes` is asked with no lock held.
+    pub(crate) fn watch(&self, scopes: &dyn Scopes) {
+        loop {
+            let (watched, orphans) = {
+                let mut table = self.table.lock();
+                if table.is_stopped {
+                    return;
+                }
+                let orphans = table.take_orphans();
+                (table.watched(), orphans)
+            };
+            let has_trouble = self.abort_all(scopes, &orphans);
+            if orphans.is_empty() || has_trouble {
+                self.sleep(&watched, has_trouble);
+            }
+        }
+    }
+
+    /// Whether some of them could not be aborted.
+    fn abort_all(&self, scopes: &dyn Scopes, orphans: &[Vec<u8>]) -> bool {
+        let mut has_trouble = false;
+        for scope in orphans {
+            let aborted = match scopes.is_open(scope) {
+                Some(true) => scopes.abort(scope),
+                _ => Ok(()),
+            };
+            let is_open = scopes.is_open(scope);
+            let mut table = self.table.lock();
+            match (aborted, is_open) {
+                (Ok(()), None) => table.end_aborted(scope),
+                (result, is_open) => {
+                    let owned = table
+                        .owned
+                        .get_mut(scope)
+                        .expect("only ended by this thread");
+                    owned.is_aborting = false;
+                    owned.is_open = is_open.unwrap_or_default();
+                    owned.trouble = result.err();
+                    has_trouble |= owned.is_open;
+                }
+            }
+            self.changed.notify_all();
+        }
+        has_trouble
+    }
+
+    /// Until an owner ends, or something else changes.
+    fn sleep(&self, watched: &[Arc<Watched>], has_trouble: bool) {
+        let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
+        for owner in watched {
+            let ends = owner.ends().into_iter();
+            fds.extend(ends.map(|(fd, event)| PollFd::from_borrowed_fd(fd, event)));
+        }
+        let retry = Timespec {
+            tv_sec: RETRY_S,
+            tv_nsec: 0,
+        };
+        let _ = poll(&mut fds, has_trouble.then_some(&retry));
+        let mut count = [0; 8];
+        let _ = rustix::io::read(&self.wake, &mut count);
+    }
+}
+
+impl Table {
+    /// Owners whose end is waited for.
+    fn watched(&self) -> Vec<Arc<Watched>> {
+        let lives = |owned: &&Owned| owned.is_open && !owned.is_gone;
+        let owners = self.owned.values().filter(lives);
+        owners.filter_map(|owned| owned.owner.clone()).collect()
+    }
+
+    /// Marks the transactions that are to be aborted now.
+    fn take_orphans(&mut self) -> Vec<Vec<u8>> {
+        let Self {
+            owned, requests, ..
+        } = self;
+        let mut orphans = Vec::new();
+        for (scope, owned) in owned {
+            if owned.is_orphan() && !requests.contains_key(scope) {
+                owned.is_aborting = true;
+                orphans.push(scope.clone());
+            }
+        }
+        orphans
+    }
+
+    fn end_aborted(&mut self, scope: &[u8]) {
+        let owned = self.owned.remove(scope);
+        if let Some(owner) = owned.and_then(|owned| owned.owner) {
+            self.aborted.insert(scope.to_owned(), owner.in_words());
+        }
+    }
+}
+
+/// A request about the transaction of a scope, under way.
+pub(crate) struct Request<'a> {
+    owners: &'a Owners,
+    scope: Vec<u8>,
+    /// What [`Request::end`] was told.
+    is_open: Option<Option<bool>>,
+}
+
+impl Request<'_> {
+    /// Finds the owner that a begin names.
+    pub(crate) fn find_owner(owner: Owner, peer: &ControlPeer) -> Result<FoundOwner, Errno> {
+        Ok(FoundOwner(match owner {
+            Owner::None => None,
+            Owner::Connection => Some(Arc::new(Watched::of_connection(peer))),
+            Owner::Process { pid, start_ticks } => {
+                Some(Arc::new(Watched::of_process(pid, start_ticks)?))
+            }
+        }))
+    }
+
+    /// A transaction was begun for this owner.
+    pub(crate) fn begun(&self, owner: FoundOwner) {
+        let mut table = self.owners.table.lock();
+        table.aborted.remove(&self.scope);
+        table.owned.insert(self.scope.clone(), Owned::new(owner.0));
+    }
+
+    /// The transaction was committed and the next one begun, for the same owner.
+    pub(crate) fn begun_next(&self) {
+        let mut table = self.owners.table.lock();
+        let owner = table.owned.get(&self.scope);
+        let owner = owner.and_then(|owned| owned.owner.clone());
+        table.owned.insert(self.scope.clone(), Owned::new(owner));
+    }
+
+    /// The request is over, and this is what the transaction is now.
+    pub(crate) fn end(mut self, is_open: Option<bool>) {
+        self.is_open = Some(is_open);
+    }
+}
+
+impl Drop for Request<'_> {
+    fn drop(&mut self) {
+        let mut table = self.owners.table.lock();
+        match self.is_open {
+            Some(None) => {
+                table.owned.remove(&self.scope);
+            }
+            Some(Some(is_open)) => {
+                if let Some(owned) = table.owned.get_mut(&self.scope) {
+                    owned.is_open = is_open;
+                }
+            }
+            None => {}
+        }
+        if let Some(requests) = table.requests.get_mut(&self.scope) {
+            *requests -= 1;
+            if *requests == 0 {
+                table.requests.remove(&self.scope);
+            }
+        }
+        self.owners.wake();
+    }
+}
+
+/// An owner that lived when it was looked for.
+pub(crate) struct FoundOwner(Option<Arc<Watched>>);
