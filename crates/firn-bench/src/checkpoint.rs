@@ -115,7 +115,7 @@ impl CheckpointArgs {
             "native",
             native.clone(),
             native,
-            Door::Native,
+            WriteTarget::Native,
         )];
         if self.common.baseline_only {
             return Ok(all);
@@ -135,7 +135,7 @@ impl CheckpointArgs {
             let behind = prepared.dir.join(&own);
             let point = work.join(format!("mount-{own}"));
             let mount = firn.mount(&behind, &point, &format!("close={close}{more}"))?;
-            let candidate = Candidate::plain(name, behind, point, Door::Firn(mount));
+            let candidate = Candidate::plain(name, behind, point, WriteTarget::Firn(mount));
             all.push(Candidate {
                 preload: preload.cloned(),
                 ..candidate
@@ -148,7 +148,7 @@ impl CheckpointArgs {
                 "large writes",
                 behind.clone(),
                 behind,
-                Door::Large,
+                WriteTarget::Large,
             ));
         } else {
             let dir = work.join("mount-sink");
@@ -163,7 +163,7 @@ impl CheckpointArgs {
                 "FUSE sink",
                 work.to_owned(),
                 dir,
-                Door::Sink(sink),
+                WriteTarget::Sink(sink),
             ));
         }
         Ok(all)
@@ -174,8 +174,8 @@ impl CheckpointArgs {
         let tasks: Vec<Task> = (0..self.processes)
             .map(|rank| Task::Write {
                 path: dir.join(format!("rank{rank}")),
-                runs: match candidate.door {
-                    Door::Large => {
+                runs: match candidate.target {
+                    WriteTarget::Large => {
                         vec![(image / LARGE_BYTES, LARGE_BYTES), (1, image % LARGE_BYTES)]
                     }
                     _ => sizes::of_image(image, self.seed + u64::from(rank))
@@ -200,16 +200,16 @@ impl CheckpointArgs {
         let ends = || outcomes.iter().map(|o| o.end_ns);
         let spread_ns = ends().max().unwrap_or(0) - ends().min().unwrap_or(0);
         let closed = ("closed", "s", worker::elapsed_s(&outcomes));
-        let (writes, bytes) = match candidate.door {
-            Door::Native | Door::Large => (
+        let (writes, bytes) = match candidate.target {
+            WriteTarget::Native | WriteTarget::Large => (
                 tasks.iter().map(writes_of).sum(),
                 image * u64::from(self.processes),
             ),
-            Door::Firn(_) => (
+            WriteTarget::Firn(_) => (
                 after.0.drain_writes - before.0.drain_writes,
                 after.0.drain_bytes - before.0.drain_bytes,
             ),
-            Door::Sink(_) => return Ok(vec![closed]),
+            WriteTarget::Sink(_) => return Ok(vec![closed]),
         };
         let writers_cpu_s: f64 = outcomes.iter().map(|o| o.cpu_s).sum();
         Ok(vec![
@@ -252,12 +252,12 @@ struct Candidate<'a> {
     behind: PathBuf,
     /// Where programs write.
     dir: PathBuf,
-    door: Door<'a>,
+    target: WriteTarget<'a>,
     /// A library that the processes load.
     preload: Option<PathBuf>,
 }
 
-enum Door<'a> {
+enum WriteTarget<'a> {
     Native,
     /// Natively, in large writes.
     Large,
@@ -266,26 +266,28 @@ enum Door<'a> {
 }
 
 impl<'a> Candidate<'a> {
-    fn plain(name: &'static str, behind: PathBuf, dir: PathBuf, door: Door<'a>) -> Self {
+    fn plain(name: &'static str, behind: PathBuf, dir: PathBuf, target: WriteTarget<'a>) -> Self {
         Self {
             name,
             behind,
             dir,
-            door,
+            target,
             preload: None,
         }
     }
 
     fn usage(&self) -> anyhow::Result<(Counters, f64)> {
-        match &self.door {
-            Door::Firn(mount) => Ok((mount.counters()?, mount.cpu_s())),
-            Door::Native | Door::Large | Door::Sink(_) => Ok(Default::default()),
+        match &self.target {
+            WriteTarget::Firn(mount) => Ok((mount.counters()?, mount.cpu_s())),
+            WriteTarget::Native | WriteTarget::Large | WriteTarget::Sink(_) => {
+                Ok(Default::default())
+            }
         }
     }
 
     /// The directory of one checkpoint; the sink has none but its own.
     fn new_dir(&self) -> anyhow::Result<PathBuf> {
-        if let Door::Sink(sink) = &self.door {
+        if let WriteTarget::Sink(sink) = &self.target {
             return Ok(sink.path().to_owned());
         }
         let dir = self.dir.join("step");
@@ -297,18 +299,20 @@ impl<'a> Candidate<'a> {
         for task in tasks {
             std::fs::remove_file(path_of(task))?;
         }
-        match self.door {
-            Door::Sink(_) => Ok(()),
-            Door::Native | Door::Large | Door::Firn(_) => Ok(std::fs::remove_dir(dir)?),
+        match self.target {
+            WriteTarget::Sink(_) => Ok(()),
+            WriteTarget::Native | WriteTarget::Large | WriteTarget::Firn(_) => {
+                Ok(std::fs::remove_dir(dir)?)
+            }
         }
     }
 
     /// Natively, all files are synced at once, as a job that wants it would do, then their names.
     fn make_durable(&self, dir: &Path, tasks: &[Task]) -> anyhow::Result<()> {
-        match &self.door {
-            Door::Firn(mount) => return mount.wait_durable(dir),
-            Door::Sink(_) => return Ok(()),
-            Door::Native | Door::Large => {}
+        match &self.target {
+            WriteTarget::Firn(mount) => return mount.wait_durable(dir),
+            WriteTarget::Sink(_) => return Ok(()),
+            WriteTarget::Native | WriteTarget::Large => {}
         }
         durable::sync_files(tasks.iter().map(path_of), dir)
     }

@@ -132,12 +132,12 @@ impl CommitArgs {
             .mount_options
             .as_ref()
             .map_or(String::new(), |more| format!(",{more}"));
-        let doors = [
+        let targets = [
             (FIRN, "mount", None),
             (BEHIND, "async", None),
             (PRELOAD, "preload", Some(firn.preload()?)),
         ];
-        for (name, own, preload) in doors {
+        for (name, own, preload) in targets {
             let behind = prepared.dir.join(own);
             let mount = firn.mount(
                 &behind,
@@ -288,7 +288,7 @@ fn add(report: &mut Report, names: impl IntoIterator<Item = String>, samples: Ve
     }
 }
 
-/// Judges the last case, each of Firn's doors.
+/// Judges the last case, each of Firn's frontends.
 fn judge(report: &mut Report, what: &str, limit: Limit) {
     for who in [FIRN, PRELOAD] {
         let ratio = report

@@ -4,13 +4,13 @@ use crate::firn::{Firn, Mount};
 use crate::options::{Common, WorkDir, parse_size, progress, show_size};
 use crate::report::{Case, Limit, Point, Report};
 
-mod doors;
 mod small;
 mod started;
+mod targets;
 
-use doors::{Doors, PRELOAD, SHARED, TMPFS};
+use targets::{PRELOAD, SHARED, TMPFS, Targets};
 
-/// Writes files that stay in memory, through every door, beside memcpy and tmpfs.
+/// Writes files that stay in memory, through every frontend, beside memcpy and tmpfs.
 ///
 /// Each figure is that of processes that begin: files are created and regions mapped while the time is
 /// taken. The baseline is a memcpy into a warm shared region. Goals for blocks of 1M and more through the
@@ -183,14 +183,14 @@ impl MemoryArgs {
             .flat_map(|(_, s)| s)
             .map(|s| s.processes as u64 * s.bytes)
             .max();
-        let doors = Doors::new(
+        let targets = Targets::new(
             &self.common,
             &firn,
             &work,
             largest.unwrap_or(0),
             &mut report,
         )?;
-        self.measure(&doors, &firn, &work, &mut report)?;
+        self.measure(&targets, &firn, &work, &mut report)?;
         self.judge(&mut report);
         if !self.common.baseline_only {
             started::measure(&self.common, &firn, &mut report)?;
@@ -204,7 +204,7 @@ impl MemoryArgs {
 
     fn measure(
         &self,
-        doors: &Doors,
+        targets: &Targets,
         firn: &Firn,
         work: &WorkDir,
         report: &mut Report,
@@ -219,7 +219,7 @@ impl MemoryArgs {
             };
             for setting in settings {
                 bar.set_message(setting.name());
-                let candidates = doors.candidates(mount.as_ref());
+                let candidates = targets.candidates(mount.as_ref());
                 let mut samples = vec![Vec::new(); candidates.len()];
                 for _ in 0..self.common.repeats() {
                     for (candidate, samples) in candidates.iter().zip(&mut samples) {

@@ -80,13 +80,13 @@ impl MetaArgs {
                 name: "plain passthrough",
                 backing: work.subdir("plain.b")?,
                 through: work.subdir("plain")?,
-                door: Door::Plain,
+                target: WriteTarget::Plain,
             },
             Candidate {
                 name: "native",
                 backing: native.clone(),
                 through: native,
-                door: Door::Native,
+                target: WriteTarget::Native,
             },
         ];
         if !self.common.baseline_only {
@@ -94,7 +94,7 @@ impl MetaArgs {
                 name: "firn",
                 backing: work.subdir("firn.b")?,
                 through: work.subdir("firn")?,
-                door: Door::Firn(firn),
+                target: WriteTarget::Firn(firn),
             });
         }
         Ok(all)
@@ -121,7 +121,7 @@ enum Held<'a> {
     Firn(Mount<'a>),
 }
 
-enum Door<'a> {
+enum WriteTarget<'a> {
     Native,
     Plain,
     Firn(&'a Firn),
@@ -131,22 +131,22 @@ struct Candidate<'a> {
     name: &'static str,
     backing: PathBuf,
     through: PathBuf,
-    door: Door<'a>,
+    target: WriteTarget<'a>,
 }
 
 impl<'a> Candidate<'a> {
     /// A mount for each measurement: the kernel keeps the files of the last one in mind, and the plain
     /// passthrough a descriptor for each.
     fn mount(&self) -> anyhow::Result<Option<Held<'a>>> {
-        Ok(match self.door {
-            Door::Native => None,
-            Door::Plain => {
+        Ok(match self.target {
+            WriteTarget::Native => None,
+            WriteTarget::Plain => {
                 let server = Server::Plain {
                     source: self.backing.clone(),
                 };
                 Some(Held::Plain(Mounted::start(&server, &self.through)?))
             }
-            Door::Firn(firn) => Some(Held::Firn(firn.mount(
+            WriteTarget::Firn(firn) => Some(Held::Firn(firn.mount(
                 &self.backing,
                 &self.through,
                 "close=drain",

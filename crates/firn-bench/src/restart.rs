@@ -37,10 +37,10 @@ pub struct RestartArgs {
 /// One way to read.
 struct Candidate<'a> {
     name: &'static str,
-    door: Door<'a>,
+    target: WriteTarget<'a>,
 }
 
-enum Door<'a> {
+enum WriteTarget<'a> {
     Shared(PathBuf),
     Files(PathBuf),
     Plain(Mounted),
@@ -157,28 +157,28 @@ impl RestartArgs {
         let mut all = vec![
             Candidate {
                 name: SHARED,
-                door: Door::Shared(region),
+                target: WriteTarget::Shared(region),
             },
             Candidate {
                 name: "tmpfs",
-                door: Door::Files(tmpfs),
+                target: WriteTarget::Files(tmpfs),
             },
             Candidate {
                 name: PLAIN,
-                door: Door::Plain(plain),
+                target: WriteTarget::Plain(plain),
             },
         ];
         if let Some(mount) = mount {
             all.push(Candidate {
                 name: PRELOAD,
-                door: Door::Firn {
+                target: WriteTarget::Firn {
                     mount,
                     preload: Some(firn.preload()?),
                 },
             });
             all.push(Candidate {
                 name: MOUNT,
-                door: Door::Firn {
+                target: WriteTarget::Firn {
                     mount,
                     preload: None,
                 },
@@ -223,18 +223,18 @@ fn judge(report: &mut Report) {
 
 impl Candidate<'_> {
     fn file(&self, rank: u32) -> Option<PathBuf> {
-        let dir = match &self.door {
-            Door::Shared(_) => return None,
-            Door::Files(dir) => dir.as_path(),
-            Door::Plain(mounted) => mounted.path(),
-            Door::Firn { mount, .. } => mount.path(),
+        let dir = match &self.target {
+            WriteTarget::Shared(_) => return None,
+            WriteTarget::Files(dir) => dir.as_path(),
+            WriteTarget::Plain(mounted) => mounted.path(),
+            WriteTarget::Firn { mount, .. } => mount.path(),
         };
         Some(dir.join(format!("rank{rank}")))
     }
 
     fn preload(&self) -> Option<&std::path::Path> {
-        match &self.door {
-            Door::Firn { preload, .. } => preload.as_deref(),
+        match &self.target {
+            WriteTarget::Firn { preload, .. } => preload.as_deref(),
             _ => None,
         }
     }
@@ -258,8 +258,8 @@ impl Candidate<'_> {
     }
 
     fn measure(&self, count: u32, size: u64, block: u64) -> anyhow::Result<Sample> {
-        let task = |rank| match (&self.door, self.file(rank)) {
-            (Door::Shared(path), _) => {
+        let task = |rank| match (&self.target, self.file(rank)) {
+            (WriteTarget::Shared(path), _) => {
                 let offset = u64::from(rank) * size.next_multiple_of(2 << 20);
                 let region = Region::Shared {
                     path: path.clone(),
@@ -283,9 +283,9 @@ impl Candidate<'_> {
             }
         };
         let tasks: Vec<Task> = (0..count).map(task).collect();
-        let server_cpu_s = || match &self.door {
-            Door::Plain(mounted) => crate::cpu::seconds_of(mounted.pid()),
-            Door::Firn { mount, .. } => mount.cpu_s(),
+        let server_cpu_s = || match &self.target {
+            WriteTarget::Plain(mounted) => crate::cpu::seconds_of(mounted.pid()),
+            WriteTarget::Firn { mount, .. } => mount.cpu_s(),
             _ => 0.0,
         };
         let before = server_cpu_s();

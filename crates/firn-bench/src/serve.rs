@@ -129,7 +129,7 @@ pub fn main() -> anyhow::Result<()> {
 
 /// With the session settings that firnd uses: a thread per core, each with its own /dev/fuse descriptor.
 fn mount(
-    server: impl Filesystem + Send + Sync + 'static,
+    server: impl Filesystem,
     mount_point: &Path,
     name: &str,
 ) -> anyhow::Result<BackgroundSession> {

@@ -24,7 +24,7 @@ const COUNTED_BLOCK_BYTES: u64 = 64 << 10;
 const FUSE_SHARE: u64 = 16;
 
 /// What is there for all settings: directories, the region, the library.
-pub struct Doors {
+pub struct Targets {
     region: PathBuf,
     tmpfs: PathBuf,
     /// Where one could be mounted.
@@ -36,10 +36,10 @@ pub struct Doors {
 /// One way.
 pub struct Candidate<'a> {
     pub name: &'static str,
-    door: Door<'a>,
+    target: WriteTarget<'a>,
 }
 
-enum Door<'a> {
+enum WriteTarget<'a> {
     Private,
     Shared(PathBuf),
     Files {
@@ -52,7 +52,7 @@ enum Door<'a> {
     },
 }
 
-impl Doors {
+impl Targets {
     /// Makes them; the region has `region_bytes`.
     pub fn new(
         common: &Common,
@@ -89,43 +89,43 @@ impl Doors {
 
     /// The baseline first.
     pub fn candidates<'a>(&self, firn: Option<&'a Mount<'a>>) -> Vec<Candidate<'a>> {
-        let files = |dir: &PathBuf, over| Door::Files {
+        let files = |dir: &PathBuf, over| WriteTarget::Files {
             dir: dir.clone(),
             over,
         };
         let mut all = vec![
             Candidate {
                 name: SHARED,
-                door: Door::Shared(self.region.clone()),
+                target: WriteTarget::Shared(self.region.clone()),
             },
             Candidate {
                 name: "memcpy, private",
-                door: Door::Private,
+                target: WriteTarget::Private,
             },
             Candidate {
                 name: TMPFS,
-                door: files(&self.tmpfs, false),
+                target: files(&self.tmpfs, false),
             },
             Candidate {
                 name: "tmpfs, overwrite",
-                door: files(&self.tmpfs, true),
+                target: files(&self.tmpfs, true),
             },
         ];
         if let Some(huge) = &self.huge {
             all.push(Candidate {
                 name: "tmpfs, huge=always",
-                door: files(huge, false),
+                target: files(huge, false),
             });
         }
         if let Some(mount) = firn {
             let preload = self.preload.clone();
             all.push(Candidate {
                 name: PRELOAD,
-                door: Door::Firn { mount, preload },
+                target: WriteTarget::Firn { mount, preload },
             });
             all.push(Candidate {
                 name: "mount",
-                door: Door::Firn {
+                target: WriteTarget::Firn {
                     mount,
                     preload: None,
                 },
@@ -149,7 +149,7 @@ fn mount_huge(work: &WorkDir) -> anyhow::Result<Option<(PathBuf, Guard)>> {
 impl Candidate<'_> {
     /// Writes one round, and removes it again.
     pub fn measure(&self, setting: &Setting) -> anyhow::Result<Sample> {
-        let trips = matches!(self.door, Door::Firn { preload: None, .. });
+        let trips = matches!(self.target, WriteTarget::Firn { preload: None, .. });
         let share = if trips && setting.block_bytes < COUNTED_BLOCK_BYTES {
             FUSE_SHARE
         } else {
@@ -159,11 +159,11 @@ impl Candidate<'_> {
         let tasks: Vec<Task> = (0..setting.processes)
             .map(|rank| self.task(rank, count, setting.block_bytes))
             .collect();
-        if let Door::Files { over: true, .. } = self.door {
+        if let WriteTarget::Files { over: true, .. } = self.target {
             worker::run_all(&tasks)?;
         }
-        let (preload, server) = match &self.door {
-            Door::Firn { mount, preload } => (preload.as_deref(), Some(*mount)),
+        let (preload, server) = match &self.target {
+            WriteTarget::Firn { mount, preload } => (preload.as_deref(), Some(*mount)),
             _ => (None, None),
         };
         let cpu_before = server.map_or(0.0, Mount::cpu_s);
@@ -190,17 +190,17 @@ impl Candidate<'_> {
             over,
         };
         let name = format!("rank{rank}");
-        match &self.door {
-            Door::Private => copy(Region::Private),
-            Door::Shared(path) => {
+        match &self.target {
+            WriteTarget::Private => copy(Region::Private),
+            WriteTarget::Shared(path) => {
                 let offset = u64::from(rank) * bytes.next_multiple_of(2 << 20);
                 copy(Region::Shared {
                     path: path.clone(),
                     offset,
                 })
             }
-            Door::Files { dir, over } => write(dir.join(name), *over),
-            Door::Firn { mount, .. } => write(mount.path().join(name), false),
+            WriteTarget::Files { dir, over } => write(dir.join(name), *over),
+            WriteTarget::Firn { mount, .. } => write(mount.path().join(name), false),
         }
     }
 
@@ -210,9 +210,9 @@ impl Candidate<'_> {
                 std::fs::remove_file(path)?;
             }
         }
-        match &self.door {
+        match &self.target {
             // The next round finds the same chunks free.
-            Door::Firn { mount, .. } => mount.wait_empty(),
+            WriteTarget::Firn { mount, .. } => mount.wait_empty(),
             _ => Ok(()),
         }
     }
