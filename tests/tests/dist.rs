@@ -153,7 +153,8 @@ fn find_leftovers(layer: &Path, dir: &Path, left: &mut Vec<String>) {
         if kind.is_dir() {
             find_leftovers(layer, &path, left);
         }
-        if !is_mark && !(kind.is_dir() && machine.is_dir()) {
+        let is_shared_dir = kind.is_dir() && machine.is_dir();
+        if !is_mark && !is_shared_dir {
             left.push(path.display().to_string());
         }
     }
