@@ -190,10 +190,8 @@ mod tests {
         let at = pages();
         assert_eq!(both(at, PAGE), [true; 2]);
         // SAFETY: a page of this test.
-        assert_eq!(
-            unsafe { libc::mprotect(at as *mut c_void, PAGE, libc::PROT_READ) },
-            0
-        );
+        let done = unsafe { libc::mprotect(at as *mut c_void, PAGE, libc::PROT_READ) };
+        assert_eq!(done, 0);
         forget_pages();
         assert_eq!(both(at, PAGE), [true, false]);
         // SAFETY: a page of this test.
