@@ -106,7 +106,7 @@ fn writers_get_the_memory_of_their_node_first_and_that_of_others_then() {
 
 /// Proves S-numa-1.
 #[test]
-fn a_machine_without_hosts_has_one() {
+fn a_machine_without_numa_nodes_has_one() {
     let sandbox = Sandbox::new("numaone");
     let none = sandbox.mkdir("none");
     let mount = FirnMount::new(
