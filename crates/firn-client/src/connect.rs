@@ -539,6 +539,7 @@ fn without_socket(mount: &Mount) -> ClientError {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::sync::LazyLock;
 
     use super::*;
 
@@ -566,7 +567,12 @@ mod tests {
         Connection::over(&mount(), ours)
     }
 
-    const HELLO: &str = "{\"reply\":\"hello\",\"protocol\":3,\"version\":\"0.1.0\",\"pid\":7,\"incarnation\":\"a-1\"}\n";
+    /// What a firnd of this version says first.
+    static HELLO: LazyLock<String> = LazyLock::new(|| {
+        format!(
+            "{{\"reply\":\"hello\",\"protocol\":{PROTOCOL_VERSION},\"version\":\"0.1.0\",\"pid\":7,\"incarnation\":\"a-1\"}}\n"
+        )
+    });
     const CLOSED: &str = "{\"reply\":\"closed\"}\n";
 
     /// A firnd with a socket that serves connections one after the other: each has the lines that answer its
@@ -616,7 +622,7 @@ mod tests {
      {
         let dir = private_dir();
         let done = "{\"reply\":\"done\"}\n";
-        let replies = vec![lines(&[HELLO, done, CLOSED]), lines(&[HELLO, done])];
+        let replies = vec![lines(&[&HELLO, done, CLOSED]), lines(&[&HELLO, done])];
         let (mount, served) = serving(dir.path(), replies);
         let mut connection = Connection::open(&mount).unwrap();
         connection.done(&Request::ClearErrors).unwrap();
@@ -640,14 +646,14 @@ mod tests {
         let dir = private_dir();
         let (mount, _) = serving(
             dir.path(),
-            vec![lines(&[HELLO, CLOSED]), lines(&[HELLO, CLOSED])],
+            vec![lines(&[&HELLO, CLOSED]), lines(&[&HELLO, CLOSED])],
         );
         let mut connection = Connection::open(&mount).unwrap();
         let error = connection.done(&Request::ClearErrors).err().unwrap();
         assert_eq!((error.exit_code(), error.errno()), (12, 11), "{error}");
         let dir = private_dir();
         let other = HELLO.replace("a-1", "a-2");
-        let (mount, _) = serving(dir.path(), vec![lines(&[HELLO, CLOSED]), lines(&[&other])]);
+        let (mount, _) = serving(dir.path(), vec![lines(&[&HELLO, CLOSED]), lines(&[&other])]);
         let mut connection = Connection::open(&mount).unwrap();
         assert!(matches!(
             connection.done(&Request::ClearErrors),
@@ -673,7 +679,7 @@ mod tests {
     #[test]
     fn progress_is_passed_on_until_the_answer() {
         let lines = "{\"reply\":\"progress\",\"bytes_left\":9,\"files_left\":1,\"phase\":\"draining\"}\n{\"reply\":\"done\"}\n";
-        let mut connection = with_replies(vec![HELLO, lines]).unwrap();
+        let mut connection = with_replies(vec![&*HELLO, lines]).unwrap();
         let mut seen = Vec::new();
         connection
             .unmount(false, HeldPolicy::Drain, &mut |progress| {
@@ -690,7 +696,9 @@ mod tests {
         let hello = "{\"reply\":\"hello\",\"protocol\":9,\"version\":\"3.0\",\"pid\":7,\"incarnation\":\"\"}\n";
         let error = with_replies(vec![hello]).err().unwrap().to_string();
         assert!(
-            error.starts_with("firnd 3.0 speaks protocol 9, this firn 3;"),
+            error.starts_with(&format!(
+                "firnd 3.0 speaks protocol 9, this firn {PROTOCOL_VERSION};"
+            )),
             "{error}"
         );
     }

@@ -26,6 +26,8 @@ use crate::own::{self, OwnError};
 const PUT: &str = "put-";
 /// Before the name of a directory that is being removed.
 const RETIRED: &str = "over-";
+/// Each host puts a few files at most before it sees that the directory is gone, so this is never reached by them.
+const REMOVE_TRIES_MAX: usize = 1000;
 
 /// One such directory, as one of the hosts sees it.
 pub struct VoteDir<'a, B: Backing> {
@@ -223,10 +225,18 @@ impl<'a, B: Backing> VoteDir<'a, B> {
     }
 }
 
+/// Removes a retired directory. A host that opened it before may still be putting something into it, so this is done
+/// again while that goes on; such a host finds its file gone, as if it had come later.
 fn remove_dir<B: Backing>(base: &B, top: &B::Inode, name: &str) -> Result<(), Errno> {
-    let Some((dir, _)) = own::find_dir(base, top, name)? else {
-        return Ok(());
-    };
-    own::clear(base, &dir)?;
-    base.rmdir(top, OsStr::new(name))
+    for _ in 0..REMOVE_TRIES_MAX {
+        let Some((dir, _)) = own::find_dir(base, top, name)? else {
+            return Ok(());
+        };
+        match own::clear(base, &dir).and_then(|()| base.rmdir(top, OsStr::new(name))) {
+            Err(Errno::NOENT | Errno::NOTEMPTY) => {}
+            done => return done,
+        }
+    }
+    // Nobody can find it under its old name any more: it means nothing, and the next mount of this host removes it.
+    Ok(())
 }

@@ -120,6 +120,36 @@ fn a_directory_that_is_retired_is_whole_or_gone_and_nothing_of_it_stays() {
     }
 }
 
+/// Another host that opened the directory before puts a file into it at any moment.
+#[test]
+fn regression_a_late_put_does_not_keep_a_directory_from_being_retired() {
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let b = a.another_process();
+        put(&a, "a").expect("put");
+        let late = VoteDir::make(&b, &b.root(), DIR, "b").expect("open");
+        let hang = a.hang_at(step);
+        std::thread::scope(|scope| {
+            let retiring = scope.spawn(|| {
+                let vote = VoteDir::find(&a, &a.root(), DIR, "a").expect("find");
+                vote.expect("it is there").retire()
+            });
+            while !hang.is_reached() && !retiring.is_finished() {
+                std::thread::yield_now();
+            }
+            match late.put_once("late", b"b") {
+                Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
+                Err(errno) => panic!("step {step}: {errno}"),
+            }
+            hang.release();
+            let retired = retiring.join().expect("a host");
+            assert_eq!(retired, Ok(()), "step {step}");
+        });
+        let names = own::list(&a, &a.root()).expect("list");
+        assert!(names.is_empty(), "step {step}: {names:?}");
+    }
+}
+
 fn take(on: &SimBacking, host: &str) -> Result<Lease<SimBacking>, LeaseError> {
     Lease::take(on, &on.root(), LEASE, &holder(host), &mut |_| {})
 }
