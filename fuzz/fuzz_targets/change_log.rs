@@ -30,7 +30,10 @@ fn must_stay_inside(entry: &Entry) {
         assert!(!path.is_empty(), "the path of an object");
         must_be_path(path);
     }
-    for (dir, name) in [&entry.new_at, &entry.kept_at, &entry.anchor_at].into_iter().flatten() {
+    for (dir, name) in [&entry.new_at, &entry.kept_at, &entry.anchor_at]
+        .into_iter()
+        .flatten()
+    {
         must_be_name(dir.as_bytes());
         must_be_name(name.as_bytes());
     }
@@ -39,7 +42,10 @@ fn must_stay_inside(entry: &Entry) {
 }
 
 fn part_must_stay_inside(part: &Part) {
-    part.names.iter().flatten().for_each(|(name, _)| must_be_name(name));
+    part.names
+        .iter()
+        .flatten()
+        .for_each(|(name, _)| must_be_name(name));
     let files = part.data.iter().flat_map(|data| &data.written);
     let files = files.filter_map(|range| match &range.source {
         Source::File(at) => Some(at),
@@ -56,5 +62,8 @@ fn must_be_name(name: &[u8]) {
 }
 
 fn must_be_path(path: &[u8]) {
-    assert!(path.is_empty() || path.split(|&byte| byte == b'/').all(is_component), "{path:?}");
+    assert!(
+        path.is_empty() || path.split(|&byte| byte == b'/').all(is_component),
+        "{path:?}"
+    );
 }

@@ -3,10 +3,13 @@
 #![no_main]
 
 use arbitrary::{Arbitrary, Unstructured};
-use firn_protocol::path::BytePath;
 use firn_format::durability::DurabilityLevel;
-use firn_protocol::{ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, Holder, LaneStatus, Place, Reply, Request, SpillRegion, Status};
 use firn_format::record::Ending;
+use firn_protocol::path::BytePath;
+use firn_protocol::{
+    ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, HeldPolicy, Holder, LaneStatus,
+    Owner, Place, Reply, Request, SpillRegion, Status,
+};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
@@ -50,7 +53,7 @@ fn returns_reply(reply: &Reply) {
 }
 
 fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
-    Ok(match u.int_in_range(0..=13)? {
+    Ok(match u.int_in_range(0..=14)? {
         0 => Request::Hello,
         1 => Request::Status,
         2 => {
@@ -78,9 +81,24 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
             path: path(u)?,
             pinned: Arbitrary::arbitrary(u)?,
         },
+        13 => Request::Begin {
+            path: path(u)?,
+            owner: owner(u)?,
+        },
         _ => Request::Unmount {
             force: Arbitrary::arbitrary(u)?,
-            keep_held: Arbitrary::arbitrary(u)?,
+            held: *u.choose(&[HeldPolicy::Drain, HeldPolicy::Keep, HeldPolicy::Discard])?,
+        },
+    })
+}
+
+fn owner(u: &mut Unstructured) -> arbitrary::Result<Owner> {
+    Ok(match u.int_in_range(0..=2)? {
+        0 => Owner::None,
+        1 => Owner::Connection,
+        _ => Owner::Process {
+            pid: Arbitrary::arbitrary(u)?,
+            start_ticks: Arbitrary::arbitrary(u)?,
         },
     })
 }
@@ -251,5 +269,10 @@ fn piece(u: &mut Unstructured) -> arbitrary::Result<ChunkPiece> {
 }
 
 fn level(u: &mut Unstructured) -> arbitrary::Result<DurabilityLevel> {
-    Ok(*u.choose(&[DurabilityLevel::Held, DurabilityLevel::Spilled, DurabilityLevel::Drained, DurabilityLevel::Durable])?)
+    Ok(*u.choose(&[
+        DurabilityLevel::Held,
+        DurabilityLevel::Spilled,
+        DurabilityLevel::Drained,
+        DurabilityLevel::Durable,
+    ])?)
 }

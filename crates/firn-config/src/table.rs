@@ -136,7 +136,7 @@ pub static TABLE: [Row; 28] = [
                is needed. Data that is not drained is lost if the host fails, and writes fail with ENOSPC when \
                memory is full of it. With `commit`, the mount has transactions: between `firn begin` and `firn \
                commit`, changes to names and data are invisible in the backing, and `firn abort` or a crash \
-               undoes them. Outside of transactions, `commit` behaves like `eager`.",
+               undoes them. Outside of transactions, `commit` drains like `eager`.",
         changes_promises: true,
         get: |o| match o.drain {
             Drain::Eager => "eager".to_owned(),
@@ -274,8 +274,8 @@ pub static TABLE: [Row; 28] = [
         kind: Kind::Choice(&["auto", "drain", "held"]),
         default: "auto",
         help: "When close returns: when the file is in the backing (drain), or at once (held)",
-        long: "`auto` means `drain`, or `held` with drain=demand. With `drain`, other hosts see a closed file as \
-               they would after a native close, and close reports errors of the backing. With `held`, close \
+        long: "`auto` means `drain`; with drain=demand, and with drain=commit in buffer mode, it means `held`. With \
+               `drain`, other hosts see a closed file as they would after a native close, and close reports errors of the backing. With `held`, close \
                returns at memory speed; the data survives the death of every process and drains in the \
                background, but is lost if the host fails before it has drained.",
         changes_promises: true,
