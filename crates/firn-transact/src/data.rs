@@ -293,10 +293,6 @@ impl<B: Backing> Held<B> {
         }
         drop(inner);
         self.check_changed(&scope, object);
-        let seat = object.seat.lock().clone();
-        if let Some((dir, name)) = seat.filter(|_| !object.is_nameless()) {
-            scope.book.lock().truncate(dir.key, &name);
-        }
         Ok(())
     }
 

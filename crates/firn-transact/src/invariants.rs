@@ -24,7 +24,6 @@ impl<B: Backing> Held<B> {
         let shadow_count = scope.shadow.as_ref().map_or(0, |shadow| shadow.count());
         if scope.changed.lock().len() <= FEW && shadow_count <= FEW as u64 {
             check_tables(scope);
-            scope.book.lock().check();
         } else {
             touched
                 .iter()
@@ -45,7 +44,6 @@ impl<B: Backing> Held<B> {
             return;
         }
         check_tables(scope);
-        scope.book.lock().check();
         let changed = scope.changed.lock().clone();
         let small: u64 = changed
             .values()

@@ -23,7 +23,6 @@ mod apply;
 mod attributes;
 mod backing;
 pub mod backup;
-mod book;
 pub mod change_log;
 mod data;
 mod difference;

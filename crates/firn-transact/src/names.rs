@@ -6,12 +6,10 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
 
-use crate::backing::Inode;
 use crate::object::{Change, Inner, Named, Object, Twin};
 use crate::scope::{Held, Names, Scope};
 use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
-use crate::state::State;
 
 impl<B: Backing> Held<B> {
     pub(crate) fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {
@@ -51,14 +49,6 @@ impl<B: Backing> Held<B> {
             .map_or_else(|| inner.inode(&self.base), Ok)?;
         let found = staging::find(&self.base, &inode, name)?;
         Ok(found.map(|(inode, attr)| self.intern(inode, &attr, parent, name)))
-    }
-
-    /// What became of a name of a file in the open transaction; `None` where nothing did.
-    pub fn state_of(&self, parent: &Inode<B>, name: &OsStr) -> Option<State> {
-        let Inode::Tracked(parent) = parent else {
-            return None;
-        };
-        self.scope_of(parent)?.book.lock().get(parent.key, name)
     }
 
     /// Makes a new object: `make` is given the directory and the name for it.
@@ -123,9 +113,6 @@ impl<B: Backing> Held<B> {
             Some(&object),
             i64::from(is_dir),
         );
-        if attr.kind == Kind::File {
-            scope.book.lock().create(parent.key, name);
-        }
         self.check_names(&scope, &[parent, &object]);
         // Told without another call of the backing, which could fail now that the object has its name.
         let nlink = if is_dir { attr.nlink } else { 1 };
@@ -142,8 +129,7 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    /// Notes what a name leads to, which was there or not, and how many more subdirectories there are. Whether the
-    /// directory is with this name as if it never had it.
+    /// Notes what a name leads to, which was there or not, and how many more subdirectories there are.
     fn name(
         &self,
         scope: &Scope<B>,
@@ -151,7 +137,7 @@ impl<B: Backing> Held<B> {
         (name, was_there): (&OsStr, bool),
         object: Option<&Arc<Object<B>>>,
         subdirectories: i64,
-    ) -> bool {
+    ) {
         let mut inner = dir.inner.write();
         let is_old = inner.base.is_some();
         let change = scope.change(dir, &mut inner);
@@ -160,8 +146,9 @@ impl<B: Backing> Held<B> {
             .names
             .get(name)
             .map_or(is_old && was_there, |named| named.hides_old);
-        let is_forgotten = object.is_none() && !hides_old;
-        if is_forgotten {
+        // Else it is as if the directory never had the name.
+        let is_noted = object.is_some() || hides_old;
+        if !is_noted {
             change.names.remove(name);
         } else {
             change.names.insert(
@@ -177,7 +164,6 @@ impl<B: Backing> Held<B> {
         if let Some(object) = object {
             object.sit(dir, name);
         }
-        is_forgotten
     }
 
     /// An object got `more` names, or another one.
@@ -272,14 +258,8 @@ impl<B: Backing> Held<B> {
         if let Some(shadow) = &scope.shadow {
             return self.remove_shadowed((&scope, shadow), (parent, name), &object);
         }
-        let is_forgotten = self.name(&scope, parent, (name, true), None, -i64::from(is_dir));
+        self.name(&scope, parent, (name, true), None, -i64::from(is_dir));
         self.lost_name(&scope, &object);
-        if object.kind == Kind::File {
-            scope.book.lock().unlink(parent.key, name);
-        }
-        if is_forgotten {
-            scope.book.lock().forget(parent.key, name);
-        }
         self.check_names(&scope, &[parent, &object]);
         Ok(())
     }
@@ -325,9 +305,6 @@ impl<B: Backing> Held<B> {
         }
         self.renamed(&scope, object, 1);
         self.name(&scope, parent, (name, false), Some(object), 0);
-        if object.kind == Kind::File {
-            scope.book.lock().create(parent.key, name);
-        }
         self.check_names(&scope, &[parent, object]);
         object.attr(self)
     }
@@ -386,33 +363,15 @@ impl<B: Backing> Held<B> {
                 let more = subdirectory(&source) - subdirectory(&target);
                 self.name(&scope, from, (name, true), Some(&target), -more);
                 self.name(&scope, to, (new_name, true), Some(&source), more);
-                if source.kind == Kind::File && target.kind == Kind::File {
-                    scope
-                        .book
-                        .lock()
-                        .exchange((from.key, name), (to.key, new_name));
-                }
                 self.check_names(&scope, &[from, to, &source, &target]);
                 return Ok(());
             }
             self.lost_name(&scope, &target);
             more -= subdirectory(&target);
-            if target.kind == Kind::File && source.kind != Kind::File {
-                scope.book.lock().unlink(to.key, new_name);
-            }
         }
         self.renamed(&scope, &source, 0);
-        let is_forgotten = self.name(&scope, from, (name, true), None, -subdirectory(&source));
+        self.name(&scope, from, (name, true), None, -subdirectory(&source));
         self.name(&scope, to, (new_name, is_replaced), Some(&source), more);
-        if source.kind == Kind::File {
-            scope
-                .book
-                .lock()
-                .rename((from.key, name), (to.key, new_name));
-        }
-        if is_forgotten {
-            scope.book.lock().forget(from.key, name);
-        }
         self.check_names(&scope, &[from, to, &source]);
         Ok(())
     }

@@ -17,7 +17,6 @@ use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::apply::Apply;
 use crate::backing::Inode;
 use crate::backup::{Mirror, Progress};
-use crate::book::Book;
 use crate::change_log::{ChangeLog, Direction, LogError};
 use crate::hidden::HiddenLinks;
 use crate::object::{Change, Inner, Key, Object};
@@ -327,7 +326,6 @@ pub(crate) struct Scope<B: Backing> {
     /// Bytes written since it began, overwritten ones too.
     pub(crate) written_bytes: AtomicU64,
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
-    pub(crate) book: Mutex<Book>,
     stage: Mutex<Stage>,
     turned: Condvar,
     /// It is going to be aborted: who changes something is told ECANCELED.
@@ -834,7 +832,6 @@ impl<B: Backing> Held<B> {
             small_bytes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
             changed: Mutex::default(),
-            book: Mutex::default(),
             stage: Mutex::new(stage),
             turned: Condvar::new(),
             refusing: AtomicBool::new(false),
@@ -1398,10 +1395,17 @@ impl<B: Backing> Held<B> {
         Ok(path)
     }
 
-    /// The transactions that are not over; one that is to be carried out comes before the next one of its scope.
-    pub fn transactions(&self) -> Vec<Transaction> {
-        let scopes = self.scopes.read();
+    /// The transactions that are not over; a commit comes before the transaction that follows it.
+    fn scopes_in_order(&self) -> Vec<Arc<Scope<B>>> {
         let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.carried.next()];
+        // Under the lock: at the end of a commit the one that follows goes from it to the list.
+        let scopes = self.scopes.read();
+        scopes.iter().flat_map(with_next).flatten().collect()
+    }
+
+    /// For reports: the transactions that are not over; one that is to be carried out comes before the next one of its
+    /// scope.
+    pub fn transactions(&self) -> Vec<Transaction> {
         let one = |scope: Arc<Scope<B>>| Transaction {
             scope: scope.path.clone(),
             stage: *scope.stage.lock(),
@@ -1413,18 +1417,15 @@ impl<B: Backing> Held<B> {
                     .map_or(scope.changed.lock().len() as u64, Shadow::count),
             },
             written_bytes: scope.written_bytes.load(Ordering::Relaxed),
-            states: scope.book.lock().count(),
+            states: scope.count_states(),
             is_recovered: scope.recovered.is_some(),
             is_undo: scope.is_undo,
             trouble: scope.carried.trouble(),
             backup: self.backup_progress(&scope),
         };
-        scopes
-            .iter()
-            .flat_map(with_next)
-            .flatten()
-            .map(one)
-            .collect()
+        let all = self.scopes_in_order().into_iter().map(one);
+        // One may have ended meanwhile.
+        all.filter(|one| one.stage != Stage::Ended).collect()
     }
 
     pub(crate) fn scope_at(&self, inode: &Inode<B>) -> Result<Arc<Scope<B>>, HeldError> {

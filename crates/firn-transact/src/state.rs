@@ -1,13 +1,22 @@
 //! The states of CprFS: what became of a name of a file since the transaction began.
 //!
-//! The tables are the paper's (table 1, figure 5, table 2). They say in words what a name went through, for
-//! `firn status` and for tests. A commit works on something coarser that holds for directories, links and
-//! special files too, which the paper leaves out: for each object the names that it leaves and those that
-//! it comes to (`record`). Both must agree on which names there are, and [`State::exists`] is checked
-//! against it.
+//! The paper (table 1, figure 5, table 2) follows every call from state to state; so do the tests (`tests/oracle`).
+//! Here the states are derived from the tables of the transaction when the status asks for them, and nothing is noted
+//! while programs change names. A commit does not use them: it works on the objects and their names before and after
+//! ([`crate::change_log`]), which covers directories, links and special files, too.
 //!
-//! A name that leads with *dead* is one whose own file went to another name. It is free again once that
-//! other name was replaced (`former source loses its dead`).
+//! Invariants
+//! * A state depends on what the backing has and on what programs see, not on the calls between the two.
+//! * Who derives states holds one lock at a time and waits for no call of the backing.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ffi::{OsStr, OsString};
+
+use firn_backing::{Backing, Kind};
+
+use crate::backing::Inode;
+use crate::object::{Key, Object};
+use crate::scope::{Held, Scope};
 
 /// What became of a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -34,17 +43,6 @@ pub enum State {
     RenamedTruncated,
 }
 
-/// What a rename makes of its two names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Renaming {
-    /// Of the name that it was.
-    pub source: State,
-    /// Of the name that it is now.
-    pub target: State,
-    /// The name that was renamed to the target before loses its leading *dead*.
-    pub former_source_is_freed: bool,
-}
-
 use State::*;
 
 impl State {
@@ -66,87 +64,6 @@ impl State {
     pub fn exists(self) -> bool {
         !matches!(self, Deleted | Dead)
     }
-
-    /// Whether its own file went to another name.
-    pub fn leads_with_dead(self) -> bool {
-        matches!(self, Dead | DeadReborn | DeadRenamed | DeadRenamedTruncated)
-    }
-
-    /// Whether its file came from another name.
-    pub fn is_renamed(self) -> bool {
-        matches!(
-            self,
-            Renamed | RenamedTruncated | DeadRenamed | DeadRenamedTruncated
-        )
-    }
-
-    /// Figure 5: a file is created under the name.
-    pub fn create(self) -> Self {
-        match self {
-            Deleted => Reborn,
-            Dead => DeadReborn,
-            other => other,
-        }
-    }
-
-    /// Figure 5: its file is cut.
-    pub fn truncate(self) -> Self {
-        match self {
-            Normal => Truncated,
-            Renamed => RenamedTruncated,
-            DeadRenamed => DeadRenamedTruncated,
-            other => other,
-        }
-    }
-
-    /// Figure 5: it is unlinked.
-    pub fn unlink(self) -> Self {
-        if self.leads_with_dead() {
-            Dead
-        } else {
-            Deleted
-        }
-    }
-
-    /// The name that was renamed to another, which is now replaced, is free again.
-    pub fn freed(self) -> Self {
-        match self {
-            Dead => Deleted,
-            DeadReborn => Reborn,
-            DeadRenamed => Renamed,
-            DeadRenamedTruncated => RenamedTruncated,
-            other => other,
-        }
-    }
-
-    /// Table 2; `None` where there is nothing to rename.
-    pub fn rename(source: Self, target: Self) -> Option<Renaming> {
-        if !source.exists() {
-            return None;
-        }
-        let after = match source {
-            Normal | Truncated => Dead,
-            other => other.unlink(),
-        };
-        let was_renamed = target.is_renamed();
-        let kind = match source {
-            // Nothing of it is in the backing, and a target that was renamed has room for it.
-            Reborn | DeadReborn if was_renamed => Reborn,
-            RenamedTruncated | DeadRenamedTruncated => RenamedTruncated,
-            _ => Renamed,
-        };
-        let target = match (target.leads_with_dead(), kind) {
-            (true, Reborn) => DeadReborn,
-            (true, RenamedTruncated) => DeadRenamedTruncated,
-            (true, _) => DeadRenamed,
-            (false, kind) => kind,
-        };
-        Some(Renaming {
-            source: after,
-            target,
-            former_source_is_freed: was_renamed,
-        })
-    }
 }
 
 impl std::fmt::Display for State {
@@ -166,153 +83,166 @@ impl std::fmt::Display for State {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
+/// A directory and a name in it.
+type Name = (Key, OsString);
 
-    use super::*;
+impl<B: Backing> Held<B> {
+    /// What became of a name of a file in the open transaction; `None` where nothing did.
+    pub fn state_of(&self, parent: &Inode<B>, name: &OsStr) -> Option<State> {
+        let Inode::Tracked(parent) = parent else {
+            return None;
+        };
+        let states = self.scope_of(parent)?.derive_states();
+        states.get(&(parent.key, name.to_owned())).copied()
+    }
+}
 
-    #[test]
-    fn figure_5() {
-        let after = |f: fn(State) -> State| State::ALL.map(f);
-        assert_eq!(
-            after(State::create),
-            [
-                Normal,
-                Truncated,
-                Reborn,
-                DeadReborn,
-                Reborn,
-                Renamed,
-                DeadReborn,
-                DeadRenamed,
-                DeadRenamedTruncated,
-                RenamedTruncated
-            ]
-        );
-        assert_eq!(
-            after(State::truncate),
-            [
-                Truncated,
-                Truncated,
-                Deleted,
-                Dead,
-                Reborn,
-                RenamedTruncated,
-                DeadReborn,
-                DeadRenamedTruncated,
-                DeadRenamedTruncated,
-                RenamedTruncated
-            ]
-        );
-        assert_eq!(
-            after(State::unlink),
-            [
-                Deleted, Deleted, Deleted, Dead, Deleted, Deleted, Dead, Dead, Dead, Deleted
-            ]
-        );
+impl<B: Backing> Scope<B> {
+    /// How many names of files are in each state. Objects that are being changed right now may be left out.
+    pub(crate) fn count_states(&self) -> BTreeMap<State, u64> {
+        let mut counts = BTreeMap::new();
+        for state in self.derive_states().into_values() {
+            *counts.entry(state).or_insert(0) += 1;
+        }
+        counts
     }
 
-    /// Each row of table 2: sources, targets, what becomes of the target, whether there is a star.
-    #[test]
-    fn table_2() {
-        let plain = [Normal, Truncated];
-        let renamed = [Renamed, RenamedTruncated, DeadRenamed, DeadRenamedTruncated];
-        let free = [Normal, Truncated, Deleted, Reborn];
-        let rows: [(&[State], &[State], State, bool); 12] = [
-            (&plain, &free, Renamed, false),
-            (
-                &plain,
-                &[DeadRenamed, DeadRenamedTruncated],
-                DeadRenamed,
-                true,
-            ),
-            (&plain, &[Renamed, RenamedTruncated], Renamed, true),
-            (&plain, &[Dead, DeadReborn], DeadRenamed, false),
-            (&[Reborn], &free, Renamed, false),
-            (&[Reborn], &[Dead, DeadReborn], DeadRenamed, false),
-            (
-                &[Reborn, DeadReborn],
-                &[Renamed, RenamedTruncated],
-                Reborn,
-                true,
-            ),
-            (
-                &[Reborn, DeadReborn],
-                &[DeadRenamed, DeadRenamedTruncated],
-                DeadReborn,
-                true,
-            ),
-            (&renamed, &free, Renamed, false),
-            (&renamed, &[Dead, DeadReborn], DeadRenamed, false),
-            (&renamed, &[Renamed, RenamedTruncated], Renamed, true),
-            (
-                &renamed,
-                &[DeadRenamed, DeadRenamedTruncated],
-                DeadRenamed,
-                true,
-            ),
-        ];
-        for (sources, targets, expected, star) in rows {
-            for &source in sources {
-                for &target in targets {
-                    let found = State::rename(source, target).expect("it exists");
-                    // Truncation goes along with the file.
-                    let kept = matches!(source, RenamedTruncated | DeadRenamedTruncated);
-                    let expected = if kept { expected.truncate() } else { expected };
-                    assert_eq!(found.target, expected, "{source} over {target}");
-                    assert_eq!(found.former_source_is_freed, star, "{source} over {target}");
-                    let after = match source {
-                        Normal | Truncated => Dead,
-                        _ if source.leads_with_dead() => Dead,
-                        _ => Deleted,
-                    };
-                    assert_eq!(found.source, after, "{source} over {target}");
-                }
-            }
+    fn derive_states(&self) -> HashMap<Name, State> {
+        let changed: Vec<_> = self.changed.lock().values().cloned().collect();
+        let mut tables = Tables::default();
+        for object in &changed {
+            tables.add(object);
         }
-        for target in State::ALL {
-            assert_eq!(
-                (State::rename(Dead, target), State::rename(Deleted, target)),
-                (None, None)
+        let in_place = tables.files.values().filter_map(|file| {
+            let origin = file.origin.clone()?;
+            Some((origin, file.state_in_place()))
+        });
+        let mut states: HashMap<Name, State> = in_place.collect();
+        // Changed names come second: a file may have lost the name that it was known by.
+        for changed in &tables.names {
+            states.extend(
+                tables
+                    .state(changed)
+                    .map(|state| (changed.name.clone(), state)),
             );
         }
+        states
     }
+}
 
-    #[test]
-    fn the_example_of_the_paper() {
-        let first = State::rename(Normal, Normal).expect("rename(a, b)");
-        assert_eq!(
-            (first.source, first.target, first.former_source_is_freed),
-            (Dead, Renamed, false)
-        );
-        let second = State::rename(Normal, first.target).expect("rename(c, b)");
-        assert_eq!((second.source, second.target), (Dead, Renamed));
-        assert!(second.former_source_is_freed);
-        assert_eq!(first.source.freed(), Deleted);
+/// What a transaction's tables say of names and files.
+#[derive(Default)]
+struct Tables {
+    names: Vec<ChangedName>,
+    files: HashMap<Key, ChangedFile>,
+    /// Files that changed names lead to.
+    named: HashSet<Key>,
+    /// Names of the backing, and what they lead to there, as far as the transaction changes it.
+    origins: HashMap<Name, (Kind, Key)>,
+}
+
+struct ChangedName {
+    name: Name,
+    /// The file that it leads to, if it leads to one.
+    file: Option<Key>,
+    /// The backing has the name, too.
+    hides_old: bool,
+}
+
+struct ChangedFile {
+    /// A name that it has in the backing.
+    origin: Option<Name>,
+    /// The transaction made it.
+    is_new: bool,
+    /// Bytes that it has in the backing were cut off.
+    is_cut: bool,
+}
+
+impl ChangedFile {
+    /// Of the name that it has in the backing and still has.
+    fn state_in_place(&self) -> State {
+        if self.is_cut { Truncated } else { Normal }
     }
+}
 
-    #[test]
-    fn every_state_is_reached_from_normal_names() {
-        let mut reached = BTreeSet::from([Normal]);
-        loop {
-            let mut more = reached.clone();
-            for &a in &reached {
-                more.extend([a.create(), a.unlink(), a.freed()]);
-                more.extend(a.exists().then(|| a.truncate()));
-                for &b in &reached {
-                    more.extend(
-                        State::rename(a, b)
-                            .into_iter()
-                            .flat_map(|r| [r.source, r.target]),
-                    );
-                }
-            }
-            if more == reached {
-                break;
-            }
-            reached = more;
+/// What became of the file that the backing has under a name.
+enum OldFile {
+    /// There is none.
+    Missing,
+    /// It is gone.
+    Removed,
+    /// It has another name now.
+    Moved,
+}
+
+impl Tables {
+    /// Adds what is noted of an object, unless a change of it is under way: that may be waiting for the backing.
+    fn add<B: Backing>(&mut self, object: &Object<B>) {
+        let Some(inner) = object.inner.try_read() else {
+            return;
+        };
+        let Some(change) = &inner.change else {
+            return;
+        };
+        let is_new = inner.base.is_none();
+        let origin = change.origin.as_ref().filter(|_| !is_new);
+        let origin = origin.map(|(dir, name)| (dir.key, name.clone()));
+        if let Some(name) = &origin {
+            self.origins.insert(name.clone(), (object.kind, object.key));
         }
-        assert_eq!(reached, BTreeSet::from(State::ALL));
+        for (name, to) in &change.names {
+            let file = to.object.as_ref().filter(|to| to.kind == Kind::File);
+            let file = file.map(|file| file.key);
+            self.named.extend(file);
+            self.names.push(ChangedName {
+                name: (object.key, name.clone()),
+                file,
+                hides_old: to.hides_old,
+            });
+        }
+        if object.kind == Kind::File {
+            let file = ChangedFile {
+                origin,
+                is_new,
+                is_cut: change.before.is_some_and(|(size, _)| change.cut < size),
+            };
+            self.files.insert(object.key, file);
+        }
+    }
+
+    fn old_file(&self, changed: &ChangedName) -> OldFile {
+        match self.origins.get(&changed.name) {
+            Some((Kind::File, key)) if self.named.contains(key) => OldFile::Moved,
+            Some((Kind::File, _)) => OldFile::Removed,
+            Some(_) => OldFile::Missing,
+            // A file with several names is known by another one.
+            None if changed.hides_old => OldFile::Removed,
+            None => OldFile::Missing,
+        }
+    }
+
+    /// `None` where there is no file and was none.
+    fn state(&self, changed: &ChangedName) -> Option<State> {
+        let old = self.old_file(changed);
+        let Some(key) = changed.file else {
+            return match old {
+                OldFile::Missing => None,
+                OldFile::Removed => Some(Deleted),
+                OldFile::Moved => Some(Dead),
+            };
+        };
+        let file = self.files.get(&key)?;
+        if file.origin.as_ref() == Some(&changed.name) {
+            return Some(file.state_in_place());
+        }
+        Some(match (old, file.is_new, file.is_cut) {
+            (OldFile::Missing, true, _) => Normal,
+            (OldFile::Removed, true, _) => Reborn,
+            (OldFile::Moved, true, _) => DeadReborn,
+            (OldFile::Missing | OldFile::Removed, false, false) => Renamed,
+            (OldFile::Missing | OldFile::Removed, false, true) => RenamedTruncated,
+            (OldFile::Moved, false, false) => DeadRenamed,
+            (OldFile::Moved, false, true) => DeadRenamedTruncated,
+        })
     }
 }

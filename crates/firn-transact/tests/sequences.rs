@@ -8,6 +8,11 @@ use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
 use firn_transact::{Held, Mode};
 
+mod oracle;
+
+use firn_transact::state::State;
+use oracle::Book;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Call {
     Create(usize),
@@ -82,6 +87,64 @@ fn run<B: Backing>(b: &B, call: Call, step: u8) -> Result<(), Errno> {
     }
 }
 
+fn ino<B: Backing>(b: &B, at: usize) -> Option<u64> {
+    let found = b.lookup(&b.root(), OsStr::new(NAMES[at]));
+    found.ok().map(|(_, attr)| attr.ino)
+}
+
+fn inos<B: Backing>(b: &B) -> [Option<u64>; 3] {
+    [0, 1, 2].map(|at| ino(b, at))
+}
+
+fn are_one_file(plain: &SimBacking, call: Call) -> bool {
+    let (Call::Rename(from, to) | Call::Exchange(from, to)) = call else {
+        return false;
+    };
+    ino(plain, from).is_some() && ino(plain, from) == ino(plain, to)
+}
+
+/// The state of a name by the inodes that the names led to before and lead to after, and by those that were cut.
+fn state_by_inodes(
+    at: usize,
+    before: &[Option<u64>; 3],
+    after: &[Option<u64>; 3],
+    cut: &[u64],
+) -> Option<State> {
+    use State::*;
+    let own = before[at];
+    let is_moved = own.is_some() && (0..3).any(|other| after[other] == own && before[other] != own);
+    let Some(file) = after[at] else {
+        return own.map(|_| if is_moved { Dead } else { Deleted });
+    };
+    let is_cut = cut.contains(&file);
+    let is_new = !before.contains(&Some(file));
+    Some(match (own, is_new) {
+        (Some(own), _) if own == file && is_cut => Truncated,
+        (Some(own), _) if own == file => Normal,
+        (None, true) => Normal,
+        (Some(_), true) if is_moved => DeadReborn,
+        (Some(_), true) => Reborn,
+        (_, false) => match (is_moved, is_cut) {
+            (false, false) => Renamed,
+            (false, true) => RenamedTruncated,
+            (true, false) => DeadRenamed,
+            (true, true) => DeadRenamedTruncated,
+        },
+    })
+}
+
+/// What the paper says becomes of the names. A link is a name that is created.
+fn note(book: &mut Book, call: Call) {
+    match call {
+        Call::Create(at) | Call::Link(_, at) => book.create(NAMES[at]),
+        Call::Write(_) => {}
+        Call::Truncate(at) => book.truncate(NAMES[at]),
+        Call::Unlink(at) => book.unlink(NAMES[at]),
+        Call::Rename(from, to) => book.rename(NAMES[from], NAMES[to]),
+        Call::Exchange(from, to) => book.exchange(NAMES[from], NAMES[to]),
+    }
+}
+
 /// A backing with some of the names, each with content of its own.
 fn fresh(names: &[usize], len: usize) -> SimBacking {
     let sim = SimBacking::new();
@@ -110,6 +173,7 @@ fn all(start: &[usize], calls: &[Call], len: u32) {
 
 fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
     let before = disk.tree();
+    let inos_before = inos(&disk);
     let mut count = 0;
     for (number, is_aborted) in (0..calls.len().pow(len)).flat_map(|n| [(n, false), (n, true)]) {
         let sequence: Vec<Call> = (0..len)
@@ -118,15 +182,35 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
         let plain = disk.fork();
         let held = Held::open(disk.fork()).expect("open").0.in_mode(mode);
         held.begin(&held.root(), b"").expect("begin");
+        let mut book = Book::default();
+        let mut cut = Vec::new();
         for (step, &call) in sequence.iter().enumerate() {
+            // Between two names of one file a rename does nothing.
+            let changes_names = !are_one_file(&plain, call);
             let here = run(&held, call, step as u8);
             let there = run(&plain, call, step as u8);
             assert_eq!(here, there, "{sequence:?}, call {step}");
+            if here.is_ok() && changes_names {
+                note(&mut book, call);
+            }
+            if let Call::Truncate(at) = call {
+                cut.extend(ino(&plain, at));
+            }
         }
-        for name in NAMES {
-            if let Some(state) = held.state_of(&held.root(), OsStr::new(name)) {
-                let is_there = held.lookup(&held.root(), OsStr::new(name)).is_ok();
+        book.check();
+        let inos_after = inos(&plain);
+        for (at, name) in NAMES.into_iter().enumerate() {
+            let is_there = inos_after[at].is_some();
+            if let Some(state) = book.get(name) {
                 assert_eq!(state.exists(), is_there, "{sequence:?}: {name} is {state}");
+            }
+            // In shadow mode there are no tables to derive states from.
+            if mode == Mode::Buffer {
+                let expected = state_by_inodes(at, &inos_before, &inos_after, &cut);
+                let found = held.state_of(&held.root(), OsStr::new(name));
+                // Of a file that nothing became of there is none.
+                let found = found.or((expected == Some(State::Normal)).then_some(State::Normal));
+                assert_eq!(found, expected, "{sequence:?}: {name}");
             }
         }
         let after = plain.tree();
@@ -191,4 +275,47 @@ fn every_sequence_of_three_calls_where_a_name_is_free() {
 fn every_sequence_of_three_calls_with_links_and_exchanges() {
     all(&[0, 1, 2], &of_links(), 3);
     all(&[0, 1], &of_links(), 3);
+}
+
+#[test]
+fn a_name_that_a_directory_took_from_a_file_is_deleted() {
+    let held = Held::open(fresh(&[0, 1], 6)).expect("open").0;
+    let root = held.root();
+    held.begin(&root, b"").expect("begin");
+    let state = |at: usize| held.state_of(&root, OsStr::new(NAMES[at]));
+    for call in [Call::Unlink(0), Call::Rename(1, 2)] {
+        run(&held, call, 0).expect("call");
+    }
+    for at in [0, 1] {
+        held.mkdir(&suite::own_caller(), &root, OsStr::new(NAMES[at]), 0o755)
+            .expect("mkdir");
+    }
+    assert_eq!(
+        [0, 1, 2].map(state),
+        [
+            Some(State::Deleted),
+            Some(State::Dead),
+            Some(State::Renamed)
+        ]
+    );
+}
+
+#[test]
+fn each_name_of_a_file_with_several_has_a_state_of_its_own() {
+    let disk = fresh(&[0], 6);
+    run(&disk, Call::Link(0, 1), 0).expect("link");
+    for (removed, left) in [(0, 1), (1, 0)] {
+        let held = Held::open(disk.fork()).expect("open").0;
+        let root = held.root();
+        held.begin(&root, b"").expect("begin");
+        run(&held, Call::Truncate(left), 0).expect("truncate");
+        run(&held, Call::Unlink(removed), 0).expect("unlink");
+        let state = |at: usize| held.state_of(&root, OsStr::new(NAMES[at]));
+        assert_eq!(
+            (state(left), state(removed)),
+            (Some(State::Truncated), Some(State::Deleted))
+        );
+        run(&held, Call::Create(removed), 0).expect("create");
+        assert_eq!(state(removed), Some(State::Reborn));
+    }
 }
