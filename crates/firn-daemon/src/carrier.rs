@@ -8,7 +8,6 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use firn_engine::Engine;
-use firn_transact::Stage;
 use parking_lot::{Condvar, Mutex};
 
 use crate::attach::Store;
@@ -111,19 +110,20 @@ impl Shared {
 /// Whether nothing is left.
 fn carry_out(engine: &Engine<Store>) -> bool {
     let mut all = true;
-    for one in engine.backing().transactions() {
-        let Stage::Decided(id) = one.stage else {
+    for one in engine.backing().open_transactions() {
+        let Some(id) = one.decided() else {
             continue;
         };
         // What the kernel knows of the tree has to go with it: whoever asks for the restore again does both.
-        if one.is_undo {
+        if one.is_undo() {
             continue;
         }
-        if let Err(error) = crate::transactions::carry_out(engine, &one.scope) {
+        let trouble = one.trouble();
+        if let Err(error) = crate::transactions::carry_out(engine, one.scope()) {
             all = false;
             // Each cause once.
-            if one.trouble.as_deref() != Some(&error.to_string()) {
-                let scope = crate::transactions::shown_scope(&one.scope);
+            if trouble.as_deref() != Some(&error.to_string()) {
+                let scope = crate::transactions::shown_scope(one.scope());
                 tracing::warn!(%error, id, %scope, "a commit cannot be carried out; it is tried again");
             }
         }

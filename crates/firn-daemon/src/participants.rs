@@ -10,7 +10,7 @@ use firn_backing::{DirBacking, is_below};
 use firn_config::{Kind, Options, Participants};
 use firn_conflict::{Report, Used};
 use firn_engine::Engine;
-use firn_transact::{Expected, HeldError, Inode, Members, Stage, Vote};
+use firn_transact::{Expected, HeldError, Inode, Members, Vote};
 
 use crate::attach::Store;
 use crate::error::AttachError;
@@ -115,14 +115,9 @@ fn process_of(thread: u32) -> Option<u32> {
 pub(crate) fn ended(engine: &Engine<Store>, path: &[u8]) {
     if is_tested(engine) {
         engine.accesses().take(|found| is_below(found, path));
-        let counts = |stage| matches!(stage, Stage::Open | Stage::Prepared(_));
-        engine.accesses().switch(
-            engine
-                .backing()
-                .transactions()
-                .iter()
-                .any(|one| counts(one.stage)),
-        );
+        let transactions = engine.backing().open_transactions();
+        let are_counted = transactions.iter().any(|one| one.is_undecided());
+        engine.accesses().switch(are_counted);
     }
 }
 

@@ -409,20 +409,16 @@ fn commit(
         stage = Some(Stage::Prepared(id));
     }
     let is_recovered = store
-        .transactions()
-        .iter()
-        .any(|one| one.scope == path && one.is_recovered);
+        .first_transaction(path)
+        .is_some_and(|one| one.is_recovered());
     // What several hosts save in one place is to be gone before the next transaction begins.
     let begins_late = how.begin && shared && store.mode() == Mode::Shadow;
     let decide = |inode: &_| {
         store.conclude(inode, id)?;
         note(engine, Step::Decided, path, Some(id));
-        let is_followed = store
-            .transactions()
-            .iter()
-            .filter(|one| one.scope == path)
-            .count()
-            > 1;
+        // The carrier may have applied it since: then only the transaction that followed is left.
+        let current = store.current_transaction(path);
+        let is_followed = current.is_some_and(|one| one.is_undecided());
         if !how.begin {
             participants::ended(engine, path);
         }
@@ -559,12 +555,8 @@ fn finish_restore(
     path: &[u8],
     forget: &dyn Fn(Cached),
 ) -> Result<(), HeldError> {
-    if engine
-        .backing()
-        .transactions()
-        .iter()
-        .any(|one| one.is_undo && one.scope == path)
-    {
+    let first = engine.backing().first_transaction(path);
+    if first.is_some_and(|one| one.is_undo()) {
         carry_out(engine, path)?;
         engine.revalidate_names(path).into_iter().for_each(forget);
     }
@@ -631,14 +623,15 @@ fn restore(
 /// For the end of a mount: transactions that are open are undone, those that are prepared wait for the next
 /// mount, without what was written after.
 pub(crate) fn leave(engine: &Engine<Store>) {
-    for one in engine.backing().transactions() {
-        let left = match one.stage {
-            Stage::Open => abort(engine, &one.scope, LAST_PATIENCE, &|_| {}),
-            Stage::Prepared(_) | Stage::Ended => drop_later(engine, &one.scope),
-            Stage::Decided(_) => carry_out(engine, &one.scope),
+    for one in engine.backing().open_transactions() {
+        let left = match one.stage() {
+            Stage::Open => abort(engine, one.scope(), LAST_PATIENCE, &|_| {}),
+            Stage::Prepared(_) => drop_later(engine, one.scope()),
+            Stage::Decided(_) => carry_out(engine, one.scope()),
+            Stage::Ended => Ok(()),
         };
         if let Err(error) = left {
-            tracing::warn!(%error, scope = %shown_scope(&one.scope), "a transaction is left to the next mount");
+            tracing::warn!(%error, scope = %shown_scope(one.scope()), "a transaction is left to the next mount");
         }
     }
 }
@@ -651,81 +644,63 @@ fn drop_later(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
 /// Once nothing waits for what [`leave`] could not carry out: what was written after it stays in the arena for the
 /// next mount, which carries it out first.
 pub(crate) fn give_up(engine: &Engine<Store>) {
-    for one in engine.backing().transactions() {
-        if let Stage::Decided(_) = one.stage
+    for one in engine.backing().open_transactions() {
+        if one.decided().is_some()
             && let Err(error) =
-                scope_at(engine, &one.scope).and_then(|at| engine.backing().refuse(&at))
+                scope_at(engine, one.scope()).and_then(|at| engine.backing().refuse(&at))
         {
-            tracing::warn!(%error, scope = %shown_scope(&one.scope), "changes may wait for a commit");
+            tracing::warn!(%error, scope = %shown_scope(one.scope()), "changes may wait for a commit");
         }
     }
 }
 
 /// Has changes in every transaction fail: none of them can end here any more.
 pub(crate) fn give_up_all(engine: &Engine<Store>) {
-    for one in engine.backing().transactions() {
-        if let Err(error) = scope_at(engine, &one.scope).and_then(|at| engine.backing().refuse(&at))
+    for one in engine.backing().open_transactions() {
+        if let Err(error) =
+            scope_at(engine, one.scope()).and_then(|at| engine.backing().refuse(&at))
         {
-            tracing::warn!(%error, scope = %shown_scope(&one.scope), "changes of a transaction go on");
+            tracing::warn!(%error, scope = %shown_scope(one.scope()), "changes of a transaction go on");
         }
     }
 }
 
 /// What keeps a mount from being taken away. What is decided is carried out first.
 pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
-    let is_in_the_way = |one: &firn_transact::Transaction| {
-        !one.is_recovered && !matches!(one.stage, Stage::Decided(_))
-    };
-    let found = engine
-        .backing()
-        .transactions()
-        .into_iter()
-        .find(is_in_the_way);
-    let Some(found) = found else {
-        let left = engine
-            .backing()
-            .transactions()
-            .into_iter()
-            .filter(|one| !one.is_recovered);
-        return left.into_iter().find_map(|one| {
-            let error = carry_out(engine, &one.scope).err()?;
-            let scope = shown_scope(&one.scope);
+    let mut ours = engine.backing().open_transactions();
+    ours.retain(|one| !one.is_recovered());
+    let undecided = ours.iter().find_map(|one| {
+        let scope = shown_scope(one.scope());
+        match one.stage() {
+            Stage::Prepared(id) => Some(format!(
+                "a transaction in {scope} is prepared with id {id}: firn commit or firn abort it, or --force leaves it to the next mount, without what was written since"
+            )),
+            Stage::Open => Some(format!(
+                "a transaction is open in {scope}: firn commit or firn abort it, or --force undoes it"
+            )),
+            Stage::Decided(_) | Stage::Ended => None,
+        }
+    });
+    undecided.or_else(|| {
+        ours.iter().find_map(|one| {
+            let error = carry_out(engine, one.scope()).err()?;
+            let scope = shown_scope(one.scope());
             Some(format!(
                 "the commit of a transaction in {scope} cannot be carried out: {error}; mend the backing and try again, or --force leaves it to the next mount"
             ))
-        });
-    };
-    let scope = shown_scope(&found.scope);
-    Some(match found.stage {
-        Stage::Prepared(id) => format!(
-            "a transaction in {scope} is prepared with id {id}: firn commit or firn abort it, or --force leaves it to the next mount, without what was written since"
-        ),
-        _ => format!(
-            "a transaction is open in {scope}: firn commit or firn abort it, or --force undoes it"
-        ),
+        })
     })
 }
 
 /// How far the transaction is that programs change things in, or else the last one.
 fn stage(engine: &Engine<Store>, path: &[u8]) -> Option<Stage> {
-    engine
-        .backing()
-        .transactions()
-        .into_iter()
-        .rfind(|one| one.scope == path)
-        .map(|one| one.stage)
+    let stage = engine.backing().current_transaction(path)?.stage();
+    (stage != Stage::Ended).then_some(stage)
 }
 
 /// The number of the commit that is to be carried out.
 fn decided(engine: &Engine<Store>, path: &[u8]) -> Option<u64> {
-    let transactions = engine.backing().transactions();
-    transactions
-        .into_iter()
-        .filter(|one| one.scope == path)
-        .find_map(|one| match one.stage {
-            Stage::Decided(id) => Some(id),
-            _ => None,
-        })
+    engine.backing().first_transaction(path)?.decided()
 }
 
 fn is_decided(engine: &Engine<Store>, path: &[u8]) -> bool {

@@ -45,7 +45,9 @@ pub use firn_rendezvous::{Expected, Members};
 
 pub use backing::{Dir, File, Inode};
 pub use object::Object;
-pub use scope::{ArenaId, Held, HeldError, Opening, Outcome, Stage, Transaction};
+pub use scope::{
+    ArenaId, Held, HeldError, Opening, Outcome, Stage, Transaction, TransactionHandle,
+};
 pub use shadow::Mode;
 pub use staging::TOP;
 pub use staging_dir::{other_staging_dirs, staging_dir_name};

@@ -27,8 +27,10 @@ use crate::state::State;
 
 mod arenas;
 mod carry;
+mod handle;
 
 pub use arenas::ArenaId;
+pub use handle::TransactionHandle;
 
 /// Number of the state before the first commit: [`Held::committed`] has none.
 pub(crate) const NO_ID: u64 = u64::MAX;
@@ -278,8 +280,6 @@ pub struct Transaction {
     pub states: BTreeMap<State, u64>,
     /// An earlier firnd prepared it.
     pub is_recovered: bool,
-    /// A restore is bringing an older commit back.
-    pub is_undo: bool,
     /// Why it could not be carried out when that was tried last.
     pub trouble: Option<String>,
     /// Where there is a backup: how far it is.
@@ -1404,7 +1404,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// For reports: the transactions that are not over; one that is to be carried out comes before the next one of its
-    /// scope.
+    /// scope. Whoever acts on one asks for its handle ([`Held::current_transaction`]).
     pub fn transactions(&self) -> Vec<Transaction> {
         let one = |scope: Arc<Scope<B>>| Transaction {
             scope: scope.path.clone(),
@@ -1419,7 +1419,6 @@ impl<B: Backing> Held<B> {
             written_bytes: scope.written_bytes.load(Ordering::Relaxed),
             states: scope.count_states(),
             is_recovered: scope.recovered.is_some(),
-            is_undo: scope.is_undo,
             trouble: scope.carried.trouble(),
             backup: self.backup_progress(&scope),
         };

@@ -303,3 +303,60 @@ fn readers_go_on_and_changes_wait_while_it_is_carried_out() {
         assert_eq!(seen(&held), with_late, "seed {seed}");
     }
 }
+
+#[test]
+fn a_handle_follows_its_transaction_from_its_begin_to_its_end() {
+    let held = Held::open(SimBacking::of_seed(1)).expect("open").0;
+    let root = held.root();
+    let current = || held.current_transaction(b"");
+    assert!(current().is_none() && held.first_transaction(b"").is_none());
+    held.begin(&root, b"").expect("begin");
+    let commit = current().expect("it is open");
+    assert_eq!((commit.stage(), commit.is_undecided()), (Stage::Open, true));
+    held.prepare(&root, 5).expect("prepare");
+    assert_eq!(
+        (commit.stage(), commit.is_undecided()),
+        (Stage::Prepared(5), true)
+    );
+    held.conclude(&root, 5).expect("decide");
+    assert_eq!((commit.decided(), commit.is_undecided()), (Some(5), false));
+    assert_eq!(current().expect("it is not over").decided(), Some(5));
+    held.begin(&root, b"").expect("the next one");
+    let first = held.first_transaction(b"").expect("the commit");
+    let next = current().expect("the next one");
+    assert_eq!((first.decided(), next.stage()), (Some(5), Stage::Open));
+    assert!(held.current_transaction(b"elsewhere").is_none());
+    held.carry_out(b"").expect("carry out");
+    assert_eq!((commit.stage(), commit.decided()), (Stage::Ended, None));
+    assert_eq!(next.stage(), Stage::Open);
+    held.abort(&root).expect("abort");
+    assert_eq!(next.stage(), Stage::Ended);
+    assert!(current().is_none() && held.open_transactions().is_empty());
+}
+
+/// The transaction that follows a commit goes from it to the list of scopes when the commit ends.
+#[test]
+fn a_scope_is_never_seen_without_a_transaction_while_one_follows_another() {
+    const COMMITS: u64 = 300;
+    let held = Held::open(SimBacking::new()).expect("open").0;
+    let root = held.root();
+    held.begin(&root, b"").expect("begin");
+    std::thread::scope(|threads| {
+        let commits = threads.spawn(|| {
+            for id in 1..=COMMITS {
+                held.conclude(&root, id).expect("decide");
+                held.begin(&root, b"").expect("the next one");
+                held.carry_out(b"").expect("carry out");
+            }
+        });
+        let mut looks = 0_u64;
+        while !commits.is_finished() {
+            assert!(held.current_transaction(b"").is_some());
+            assert!(held.first_transaction(b"").is_some());
+            let count = held.open_transactions().len();
+            assert!((1..=2).contains(&count), "{count}");
+            looks += 1;
+        }
+        println!("{looks} looks");
+    });
+}

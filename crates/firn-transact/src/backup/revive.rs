@@ -102,12 +102,12 @@ impl<B: Backing> Held<B> {
                 || a.strip_prefix(b)
                     .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
         };
-        for one in self.transactions() {
-            if is_in(&one.scope, &wanted.scope) || is_in(&wanted.scope, &one.scope) {
-                return Err(HeldError::Open {
-                    scope: one.scope.as_slice().into(),
-                });
-            }
+        let overlapping = self
+            .scopes_where(|one| is_in(&one.path, &wanted.scope) || is_in(&wanted.scope, &one.path));
+        if let Some(open) = overlapping.first() {
+            return Err(HeldError::Open {
+                scope: open.as_slice().into(),
+            });
         }
         match self.committed(&wanted.scope)? {
             found if found == wanted.id_before => Ok(()),

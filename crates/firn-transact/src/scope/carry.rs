@@ -63,7 +63,7 @@ impl<B: Backing> Carried<B> {
 }
 
 impl<B: Backing> Scope<B> {
-    fn decided(&self) -> Option<u64> {
+    pub(super) fn decided(&self) -> Option<u64> {
         match *self.stage.lock() {
             Stage::Decided(id) => Some(id),
             _ => None,
