@@ -1,7 +1,7 @@
 //! Running other programs with a time limit, and waiting for conditions.
 
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -84,12 +84,24 @@ pub fn run_within(command: &mut Command, limit: Duration) -> Outcome {
     let line = describe(command);
     let mut stdout = tempfile::tempfile().expect("a temporary file for the output");
     let mut stderr = tempfile::tempfile().expect("a temporary file for the messages");
-    let mut child = command
+    command
         .stdin(Stdio::null())
         .stdout(stdout.try_clone().expect("dup"))
-        .stderr(stderr.try_clone().expect("dup"))
-        .spawn()
-        .unwrap_or_else(|e| panic!("cannot start `{line}`: {e} (scripts/setup installs it)"));
+        .stderr(stderr.try_clone().expect("dup"));
+    let deadline = Instant::now() + limit;
+    let mut child = loop {
+        match command.spawn() {
+            // Another test of this process is between fork and exec, with a descriptor that wrote the program.
+            Err(e) if e.kind() == ErrorKind::ExecutableFileBusy && Instant::now() < deadline => {
+                std::thread::yield_now();
+            }
+            started => {
+                break started.unwrap_or_else(|e| {
+                    panic!("cannot start `{line}`: {e} (scripts/setup installs it)")
+                });
+            }
+        }
+    };
     let status = wait_child(&mut child, limit);
     let out = text(&mut stdout);
     let err = text(&mut stderr);
