@@ -122,8 +122,7 @@ fn parse_pjdfstest(output: &str) -> BTreeMap<String, bool> {
 }
 
 /// Runs pjdfstest in a directory of a mount: what [`pjdfstest`] returns, and the tests that fail there, not on the
-/// backing, and are not excluded. The suite has races of its own, as where it runs a program that it has just
-/// written while another of its threads forks: what fails must fail again.
+/// backing, and are not excluded. The suite has races of its own: what fails must fail again.
 pub fn pjdfstest_beside(
     native: &BTreeMap<String, bool>,
     dir: &Path,

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use firn_tests::command::copy_program;
 use firn_tests::fsops::{Mapping, assert_same_bytes, close, open_rw, read, read_at};
 use firn_tests::mount::{SMALL, patient};
 use firn_tests::random::bytes;
@@ -46,6 +47,35 @@ fn what_is_written_is_read_back_and_lies_in_the_backing_after_umount() {
             data,
         );
     }
+}
+
+/// Proves S-write-12.
+#[test]
+fn a_program_that_runs_is_not_changed() {
+    let sandbox = Sandbox::new("text-busy");
+    let mount = FirnMount::new(&sandbox, SMALL);
+    let program = mount.join("program");
+    copy_program(Path::new("/bin/sleep"), &program);
+    let before = read(&program);
+    let child = Command::new(&program).arg("1000").spawn();
+    let mut child = child.expect("start the program");
+
+    for flags in [
+        OFlags::WRONLY,
+        OFlags::RDWR,
+        OFlags::RDONLY | OFlags::TRUNC,
+        OFlags::WRONLY | OFlags::TRUNC,
+    ] {
+        let opened = rustix::fs::open(&program, flags, Mode::empty());
+        assert_eq!(opened.err(), Some(Errno::TXTBSY), "{flags:?}");
+        assert_same_bytes("the program", &read(&program), &before);
+    }
+    let still_runs = child.try_wait().expect("waitpid").is_none();
+    child.kill().expect("end the program");
+    child.wait().expect("waitpid");
+    assert!(still_runs, "the program died");
+    assert_same_bytes("the program", &read(&program), &before);
+    mount.umount();
 }
 
 /// Proves S-close-1.

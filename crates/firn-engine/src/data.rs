@@ -189,7 +189,7 @@ impl<B: Backing> Engine<B> {
                 // What the kernel writes by itself is not seen here.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
                 state.direct.invalidate_list(&self.arena);
-                self.note_opened(state, flags & O_TRUNC != 0);
+                self.note_opened(state);
             }
         });
         // Nobody gets a grant from here on: the file is open twice.

@@ -15,11 +15,14 @@ use crate::engine::{Engine, Handle};
 use crate::file::FileState;
 
 impl<B: Backing> Engine<B> {
-    /// A handle was opened; `anew`: the file was made or emptied by that.
-    pub(crate) fn note_opened(&self, state: &mut FileState<B>, anew: bool) {
-        if anew {
-            state.opens.forget_cut();
-        }
+    /// A handle was opened for writing.
+    pub(crate) fn note_opened(&self, state: &mut FileState<B>) {
+        self.update_ending(state);
+    }
+
+    /// The file lost all its bytes: whatever was cut off with them is gone.
+    pub(crate) fn note_emptied(&self, state: &mut FileState<B>) {
+        state.opens.forget_cut();
         self.update_ending(state);
     }
 

@@ -22,6 +22,9 @@ impl<B: Backing> Engine<B> {
         state.note_change(&self.arena);
         let result = self.truncate_exclusively(file, &mut state, &target, size);
         file.end_exclusive(&mut state);
+        if size == 0 && result.is_ok() {
+            self.note_emptied(&mut state);
+        }
         let waiters = self.finish_drained(file, &mut state);
         self.enqueue(file, &mut state);
         drop(state);

@@ -165,7 +165,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             Operation::Symlink { at, target } => self.symlink(caller, at, target, reply),
             Operation::Rename { from, to, flags } => self.rename(from, to, flags, reply),
             Operation::Link { inode, at } => self.link(inode, at, reply),
-            Operation::Open { inode, flags } => self.open(caller, inode, flags, reply),
+            Operation::Open { inode, flags } => self.open(inode, flags, reply),
             Operation::Create { at, mode, flags } => self.create(caller, at, mode, flags, reply),
             Operation::Opendir { inode } => self.opendir(inode, reply),
             Operation::Release { inode, handle } => self.release(inode, handle, reply),

@@ -230,7 +230,6 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         // Lookups of different names in a directory come side by side, as from other file systems.
         let mut flags = InitFlags::FUSE_PARALLEL_DIROPS;
         if self.caching == Caching::Usual {
-            flags |= InitFlags::FUSE_ATOMIC_O_TRUNC;
             flags |= InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO;
         }
         for flag in flags.iter() {
@@ -435,13 +434,9 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
     }
 
     fn open(&self, _: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
-        let opened = self.admitted("open", number).and_then(|inode| {
-            let file = self.backing.open(&inode, access(flags)).map_err(errno)?;
-            if flags.0 & libc::O_TRUNC != 0 {
-                self.backing.set_len(&file, 0).map_err(errno)?;
-            }
-            Ok(file)
-        });
+        let opened = self.admitted("open", number);
+        let opened =
+            opened.and_then(|inode| self.backing.open(&inode, access(flags)).map_err(errno));
         match opened {
             Ok(file) => reply.opened(self.keep_file(file), self.open_flags()),
             Err(error) => reply.error(error),

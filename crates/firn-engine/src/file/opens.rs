@@ -103,7 +103,7 @@ impl Opens {
         self.is_cut = self.ending == Ending::Cut;
     }
 
-    /// The file was made anew or emptied.
+    /// The file was emptied.
     pub(crate) fn forget_cut(&mut self) {
         self.is_cut = false;
     }

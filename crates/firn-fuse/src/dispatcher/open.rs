@@ -5,7 +5,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Caller, Errno};
 use firn_engine::{Engine, Entry, HandleId, InodeId, OpenMode, Opened};
 
-use crate::caller::{Process, masked};
+use crate::caller::masked;
 use crate::coherence::Coherence;
 use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
 use crate::passthrough::Passthrough;
@@ -14,22 +14,13 @@ use crate::request::{Name, NewMode};
 use crate::topic::Topic;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
+    /// The kernel asks for O_TRUNC with a change of the size of its own (see `transport/fuser/negotiate.rs`).
+    pub(super) fn open(&self, inode: InodeId, flags: i32, reply: Reply<R>) {
         let opener = self.opener();
         let coherence = Arc::clone(&self.coherence);
-        if flags & libc::O_TRUNC != 0 {
-            let by = Process::of(caller);
-            self.run_change(inode, move |engine| {
-                let opened = engine
-                    .drop_privileges(inode, &by)
-                    .and_then(|()| engine.open(inode, flags));
-                opener.answer_open(engine, &coherence, inode, opened, reply);
-            });
-        } else {
-            self.run_call(Topic::Inode(inode), move |engine| {
-                opener.answer_open(engine, &coherence, inode, engine.open(inode, flags), reply);
-            });
-        }
+        self.run_call(Topic::Inode(inode), move |engine| {
+            opener.answer_open(engine, &coherence, inode, engine.open(inode, flags), reply);
+        });
     }
 
     pub(super) fn create(

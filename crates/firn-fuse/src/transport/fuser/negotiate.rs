@@ -1,7 +1,8 @@
 //! What the mount asks of the kernel at init.
 //!
-//! Not asked: the writeback cache (halves throughput, design measurement) and remote POSIX and BSD
-//! locks (programs of one host lock in the kernel; locks between hosts are not promised).
+//! Not asked: the writeback cache (halves throughput, design measurement); remote POSIX and BSD locks (programs of
+//! one host lock in the kernel; locks between hosts are not promised); and O_TRUNC as a part of open. With it the
+//! kernel has a file truncated before it looks whether a program runs from it: ETXTBSY came too late for the program.
 
 use std::io;
 
@@ -20,9 +21,8 @@ const MAX_BACKGROUND: u16 = 512;
 const STACK_DEPTH: u32 = 1;
 
 /// Capabilities that serve every mount, each taken only where the kernel has it.
-const WANTED: [InitFlags; 10] = [
+const WANTED: [InitFlags; 9] = [
     InitFlags::FUSE_ASYNC_READ,
-    InitFlags::FUSE_ATOMIC_O_TRUNC,
     InitFlags::FUSE_DONT_MASK,
     InitFlags::FUSE_POSIX_ACL,
     InitFlags::FUSE_DO_READDIRPLUS,
@@ -40,13 +40,6 @@ pub(crate) fn negotiate(config: &mut KernelConfig, passthrough: bool) -> io::Res
         if config.add_capabilities(flag).is_err() {
             tracing::info!(?flag, "the kernel does not offer it");
         }
-    }
-    if !config
-        .capabilities()
-        .contains(InitFlags::FUSE_ATOMIC_O_TRUNC)
-    {
-        let text = "this kernel is too old: FUSE_ATOMIC_O_TRUNC (Linux 2.6.24) is needed";
-        return Err(io::Error::new(io::ErrorKind::Unsupported, text));
     }
     let _ = config.set_max_write(MAX_WRITE_BYTES);
     let _ = config.set_max_background(MAX_BACKGROUND);
