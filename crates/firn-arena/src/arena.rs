@@ -225,11 +225,6 @@ impl Arena {
             }
         }
     }
-
-    /// Class of a chunk in use.
-    pub fn class_of(&self, chunk: u32) -> Option<Class> {
-        self.pool.lock().class(chunk)
-    }
 }
 
 /// For the arena's other modules.

@@ -1,5 +1,7 @@
 //! What is prepared can be finished from the backup, on another copy of the tree as it was before.
 
+mod common;
+
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -10,18 +12,6 @@ use firn_backing::{Access, Backing, DirBacking, Errno, Kind, SetTime, SimBacking
 use firn_transact::backup::MANIFEST;
 use firn_transact::change_log::ChangeLog;
 use firn_transact::{Held, HeldError};
-
-fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(0);
-    first..first + count.max(more / 200)
-}
 
 fn entries<B: Backing>(b: &B, dir: &B::Inode) -> Vec<Vec<u8>> {
     let mut names = Vec::new();
@@ -190,7 +180,7 @@ fn lost<B: Backing>(base: B, store: B, seed: u64) -> (SimBacking, SimBacking, He
 #[test]
 fn what_was_prepared_is_finished_from_the_backup_on_another_copy_of_the_tree() {
     let mut objects = 0;
-    for seed in seeds(300) {
+    for seed in common::seeds(300, 200) {
         println!("seed {seed}");
         let (before, plain, held) = lost(SimBacking::new(), SimBacking::new(), seed);
         held.prepare(&held.root(), 5).expect("prepare");
@@ -221,7 +211,7 @@ fn the_same_in_a_real_directory() {
         return;
     }
     rustix::process::umask(rustix::fs::Mode::empty());
-    for seed in seeds(15) {
+    for seed in common::seeds(15, 200) {
         for (place, other) in [("/tmp", "/dev/shm"), ("/dev/shm", "/tmp")] {
             println!("seed {seed} in {place}");
             let dirs = [place, other, other].map(|place| {

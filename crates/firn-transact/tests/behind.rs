@@ -1,6 +1,8 @@
 //! Commits that are decided first and carried out behind programs: what they see meanwhile, what follows, crashes
 //! at every call.
 
+mod common;
+
 use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,18 +13,6 @@ use firn_transact::{Held, HeldError, Stage};
 
 fn seen<B: Backing>(held: &Held<B>) -> Tree {
     tree(held).expect("tree")
-}
-
-fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(0);
-    first..first + count.max(more / 2000)
 }
 
 /// What a transaction is, before it is decided.
@@ -56,7 +46,7 @@ fn stages(held: &Held<SimBacking>) -> Vec<Stage> {
 
 #[test]
 fn programs_see_the_tree_after_it_however_far_it_is_carried_out() {
-    for seed in seeds(12) {
+    for seed in common::seeds(12, 2000) {
         for at in 1.. {
             let Middle {
                 held, plain, new, ..
@@ -129,7 +119,7 @@ fn without_links(mut tree: Tree, seed: u64) -> Tree {
 
 #[test]
 fn a_crash_at_any_call_keeps_what_was_decided_and_undoes_what_followed() {
-    for seed in seeds(12) {
+    for seed in common::seeds(12, 2000) {
         for (begins, prepared) in [(false, false), (true, false), (true, true)] {
             for at in 1.. {
                 let Middle { held, old, new, .. } = middle(seed, 0);
@@ -182,7 +172,7 @@ fn a_crash_at_any_call_keeps_what_was_decided_and_undoes_what_followed() {
 
 #[test]
 fn the_next_one_is_aborted_or_prepared_or_restored_from() {
-    for seed in seeds(40) {
+    for seed in common::seeds(40, 2000) {
         let Middle {
             held, plain, new, ..
         } = middle(seed, 0);
@@ -231,7 +221,7 @@ fn readers_go_on_and_changes_wait_while_it_is_carried_out() {
         return;
     }
     rustix::process::umask(rustix::fs::Mode::empty());
-    for seed in seeds(20) {
+    for seed in common::seeds(20, 2000) {
         let dir = tempfile::Builder::new()
             .prefix("firn-transact-")
             .tempdir_in("/dev/shm")

@@ -1,6 +1,8 @@
 //! A crash at every single call of prepare, commit, abort and open, with what was not synced lost in any
 //! subset: afterwards the tree is the old one or the new one.
 
+mod common;
+
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking, suite};
 use firn_transact::{Held, Mode, Outcome};
@@ -131,19 +133,7 @@ fn settle(held: &Held<SimBacking>, middle: &Middle, outcome: &Outcome, seed: u64
 }
 
 fn each(count: u64) -> impl Iterator<Item = (u64, Mode)> {
-    seeds(count).flat_map(|seed| MODES.map(|mode| (seed, mode)))
-}
-
-fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(0);
-    first..first + count.max(more / 2000)
+    common::seeds(count, 2000).flat_map(|seed| MODES.map(|mode| (seed, mode)))
 }
 
 #[test]

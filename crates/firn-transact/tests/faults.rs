@@ -597,18 +597,6 @@ fn run(start: &Start, case: Case, hit: &Hit) {
     world.must_be_clean(start.seed + at);
 }
 
-fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(0);
-    first..first + count.max(more / 20_000)
-}
-
 thread_local! {
     /// A case runs: what it panics with is collected.
     static COLLECTS: Cell<bool> = const { Cell::new(false) };
@@ -631,7 +619,7 @@ fn each_call_fails(setup: Setup) {
         &[Place::Backing]
     };
     let mut failed: BTreeMap<String, (u64, String)> = BTreeMap::new();
-    for seed in seeds(2) {
+    for seed in common::seeds(2, 20_000) {
         let start = Start::new(setup, seed);
         for verb in VERBS
             .into_iter()

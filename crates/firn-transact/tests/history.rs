@@ -1,5 +1,7 @@
 //! Older commits are brought back, one by one or several at once, also through crashes.
 
+mod common;
+
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking, suite};
 use firn_transact::{Held, HeldError};
@@ -12,18 +14,6 @@ fn open(base: SimBacking) -> Held<SimBacking> {
 
 fn seen(held: &Held<SimBacking>) -> Tree {
     tree(held).expect("tree")
-}
-
-fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(0);
-    first..first + count.max(more / 1000)
 }
 
 /// Link counts aside: what is kept of an object that has other names is one more of them.
@@ -53,7 +43,7 @@ fn random(held: &Held<SimBacking>, seed: u64, count: usize) {
 
 #[test]
 fn each_commit_that_is_kept_is_restored() {
-    for seed in seeds(150) {
+    for seed in common::seeds(150, 1000) {
         println!("seed {seed}");
         for back in 1..=u64::from(HISTORY) {
             let (held, trees) = committed(seed, 5);
@@ -107,7 +97,7 @@ fn what_is_not_kept_is_refused_and_nothing_changes() {
 
 #[test]
 fn a_crash_at_any_call_of_a_restore_leaves_one_of_the_commits_and_it_can_be_done_again() {
-    for seed in seeds(4) {
+    for seed in common::seeds(4, 1000) {
         for at in 1.. {
             let (held, trees) = committed(seed, 4);
             let disk = held.base().clone();
@@ -142,7 +132,7 @@ fn a_crash_at_any_call_of_a_restore_leaves_one_of_the_commits_and_it_can_be_done
 
 #[test]
 fn a_crash_at_any_call_of_a_commit_keeps_the_ones_before() {
-    for seed in seeds(3) {
+    for seed in common::seeds(3, 1000) {
         for at in 1.. {
             let (held, mut trees) = committed(seed, 3);
             held.base().sync_all().expect("sync_all");

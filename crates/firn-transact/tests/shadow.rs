@@ -1,5 +1,7 @@
 //! Shadow mode: what undoes a change is durable before it, whatever is lost and whatever fails.
 
+mod common;
+
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
@@ -50,18 +52,6 @@ fn open(disk: SimBacking) -> Held<SimBacking> {
     Held::open(disk).expect("open").0.in_mode(Mode::Shadow)
 }
 
-fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(0);
-    first..first + count.max(more / 2000)
-}
-
 /// A tree made from `seed`, of which not all is durable.
 fn before(seed: u64) -> (Held<SimBacking>, Tree) {
     let held = open(SimBacking::of_seed(seed));
@@ -91,7 +81,7 @@ fn power_fails(disk: &SimBacking, seed: u64, again: Option<u64>) -> Held<SimBack
 
 #[test]
 fn a_crash_at_any_call_in_a_transaction_leaves_the_tree_before() {
-    for seed in seeds(10) {
+    for seed in common::seeds(10, 2000) {
         for at in 1.. {
             let (held, old) = before(seed);
             held.begin(&held.root(), b"").expect("begin");
@@ -113,7 +103,7 @@ fn a_crash_at_any_call_in_a_transaction_leaves_the_tree_before() {
 
 #[test]
 fn a_crash_at_any_call_of_putting_back_is_finished_by_the_next() {
-    for seed in seeds(6) {
+    for seed in common::seeds(6, 2000) {
         for at in 1.. {
             let (held, old) = before(seed);
             held.begin(&held.root(), b"").expect("begin");
@@ -135,7 +125,7 @@ fn a_crash_at_any_call_of_putting_back_is_finished_by_the_next() {
 
 #[test]
 fn what_cannot_be_saved_is_not_changed() {
-    for seed in seeds(8) {
+    for seed in common::seeds(8, 2000) {
         for at in 1.. {
             let (held, old) = before(seed);
             held.begin(&held.root(), b"").expect("begin");
@@ -173,7 +163,7 @@ fn what_cannot_be_saved_is_not_changed() {
 
 #[test]
 fn an_abort_that_fails_goes_on_when_it_is_asked_again_and_nothing_else_is_allowed() {
-    for seed in seeds(6) {
+    for seed in common::seeds(6, 2000) {
         for at in 1.. {
             let (held, old) = before(seed);
             held.begin(&held.root(), b"").expect("begin");
@@ -341,7 +331,7 @@ fn times_and_open_files_come_back() {
 
 #[test]
 fn scopes_are_undone_on_their_own() {
-    for seed in seeds(20) {
+    for seed in common::seeds(20, 2000) {
         let held = open(SimBacking::new());
         let root = held.root();
         let me = suite::own_caller();
@@ -415,13 +405,13 @@ fn two_hosts(seed: u64, crash: Option<u64>) -> (SimBacking, Held<SimBacking>, Tr
 
 #[test]
 fn what_two_hosts_change_is_saved_once_and_put_back() {
-    for seed in seeds(60) {
+    for seed in common::seeds(60, 2000) {
         let (_, inode, old) = two_hosts(seed, None);
         inode.abort(&inode.root()).expect("abort");
         assert_same(&seen(&inode), &old, &format!("seed {seed}: aborted"));
         inode.base().fsck().expect("fsck");
     }
-    for seed in seeds(4) {
+    for seed in common::seeds(4, 2000) {
         for at in 1.. {
             let (disk, inode, old) = two_hosts(seed, Some(at));
             drop(inode);

@@ -1,6 +1,8 @@
 //! A transaction is a tree like any other: it passes the suite of all backings, and a commit leaves in
 //! the backing what programs saw; an abort leaves what was there.
 
+mod common;
+
 use std::ffi::OsStr;
 
 use firn_backing::sim::{Tree, tree};
@@ -67,18 +69,6 @@ fn a_transaction_in_a_real_directory_conforms() {
     }
 }
 
-fn seeds(count: u64) -> std::ops::Range<u64> {
-    let first: u64 = std::env::var("FIRN_SEED")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(1);
-    let more: u64 = std::env::var("FIRN_OPS")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(0);
-    first..first + count.max(more / 200)
-}
-
 fn seen<B: Backing>(held: &Held<B>) -> Tree {
     tree(held).expect("tree")
 }
@@ -94,7 +84,7 @@ fn run<B: Backing>(held: &Held<B>, seed: u64) -> SimBacking {
 
 #[test]
 fn after_a_commit_the_backing_is_as_a_plain_one_after_the_same_calls() {
-    for (seed, mode) in seeds(300).flat_map(|seed| MODES.map(|mode| (seed, mode))) {
+    for (seed, mode) in common::seeds(300, 200).flat_map(|seed| MODES.map(|mode| (seed, mode))) {
         println!("seed {seed}, {mode:?}");
         let held = open(SimBacking::new()).in_mode(mode);
         let plain = run(&held, seed);
@@ -111,7 +101,7 @@ fn after_a_commit_the_backing_is_as_a_plain_one_after_the_same_calls() {
 
 #[test]
 fn after_an_abort_the_backing_is_as_it_was() {
-    for (seed, mode) in seeds(200).flat_map(|seed| MODES.map(|mode| (seed, mode))) {
+    for (seed, mode) in common::seeds(200, 200).flat_map(|seed| MODES.map(|mode| (seed, mode))) {
         println!("seed {seed}, {mode:?}");
         let held = open(SimBacking::new()).in_mode(mode);
         let plain = SimBacking::new();
@@ -134,7 +124,7 @@ fn commits_follow_each_other_in_a_real_directory() {
     if !rustix::process::geteuid().is_root() {
         return;
     }
-    for seed in seeds(20) {
+    for seed in common::seeds(20, 200) {
         for (place, mode) in PLACES
             .into_iter()
             .flat_map(|place| MODES.map(|mode| (place, mode)))
