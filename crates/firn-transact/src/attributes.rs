@@ -7,9 +7,10 @@ use firn_backing::{Attr, Backing, Errno, Kind, Result, SetTime};
 
 use crate::backing::Inode;
 use crate::object::{Change, Inner, Object, Twin};
-use crate::scope::{Held, Scope};
+use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
 use crate::staging;
+use crate::transactional::Held;
 
 impl<B: Backing> Held<B> {
     /// Changes the attributes of an object: in the backing, or of its twin.

@@ -13,8 +13,8 @@ use firn_backing::{
 use crate::data::TrackedFile;
 use crate::listing::TrackedDir;
 use crate::object::Object;
-use crate::scope::Held;
 use crate::staging;
+use crate::transactional::Held;
 
 /// An object of [`Held`].
 pub enum Inode<B: Backing> {

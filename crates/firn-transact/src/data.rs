@@ -7,8 +7,9 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Access, Backing, Errno, Result, Seek};
 
 use crate::object::{Below, Inner, Object};
-use crate::scope::{Held, Scope};
+use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
+use crate::transactional::Held;
 
 /// Bytes that are copied at once where the backing cannot copy by itself.
 const BLOCK: usize = 1 << 20;

@@ -11,8 +11,9 @@ use crate::backing::Inode;
 use crate::change_log::{ChangeLog, Data, Entry, Identity, Range, Source};
 use crate::history::ANCHOR;
 use crate::object::{Inner, Key, Object};
-use crate::scope::{Held, Scope};
+use crate::scope::Scope;
 use crate::staging;
+use crate::transactional::Held;
 
 impl<B: Backing> Held<B> {
     /// The difference between the tree below and the one that programs see.

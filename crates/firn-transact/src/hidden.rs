@@ -20,8 +20,9 @@ use parking_lot::Mutex;
 use crate::backing::Inode;
 use crate::object::{Key, Object};
 use crate::own::OwnError;
-use crate::scope::{Held, Scope};
+use crate::scope::Scope;
 use crate::staging;
+use crate::transactional::Held;
 
 /// Of the transaction that a link of no transaction is of: none has this number.
 const NO_SERIAL: u64 = 0;

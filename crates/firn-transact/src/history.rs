@@ -14,10 +14,13 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
 
 use crate::apply::Apply;
+use crate::backing::Inode;
 use crate::change_log::{ChangeLog, Data, Entry, LogError, Part, Range, Source};
+use crate::error::HeldError;
 use crate::object::Object;
-use crate::scope::{Held, HeldError, NO_ID, Scope};
+use crate::scope::{NO_ID, Scope, Stage};
 use crate::staging;
+use crate::transactional::Held;
 
 /// The directory below `new/` that has what undoes a commit.
 const UNDO_DIR: &str = "u";
@@ -363,5 +366,43 @@ impl<B: Backing> Held<B> {
         )?;
         self.enter(scope);
         self.carry_out_undo(serial)
+    }
+
+    /// Makes the files those of checkpoint `id`: finishes the transaction that was prepared with it, or throws
+    /// away what came after it, commits too, as far as they are kept.
+    pub fn restore(&self, inode: &Inode<B>, id: u64) -> Result<(), HeldError> {
+        if let Ok(scope) = self.scope_at(inode)
+            && scope.is_undo
+        {
+            // What an attempt before this one began.
+            self.carry_out(&scope.path)?;
+        }
+        let scope = match self.newest_at(inode) {
+            Err(HeldError::None) => None,
+            found => Some(found?),
+        };
+        let stage = scope.as_ref().map(|scope| *scope.stage.lock());
+        if let Some(Stage::Prepared(found) | Stage::Decided(found)) = stage
+            && found == id
+        {
+            return self.commit(inode, id);
+        }
+        let path = match &scope {
+            Some(scope) => scope.path.clone(),
+            None => self.path_of(inode)?,
+        };
+        let steps = self.steps_back(&path, id)?;
+        if scope.is_some() {
+            self.abort(inode)?;
+        }
+        let Inode::Tracked(root) = inode else {
+            return Err(HeldError::None);
+        };
+        self.withdraw_what_is_over()?;
+        let _names = self.tree.write();
+        let _data = self.data.write();
+        steps
+            .into_iter()
+            .try_for_each(|serial| self.undo(root, serial))
     }
 }

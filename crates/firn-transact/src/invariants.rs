@@ -9,7 +9,8 @@ use std::sync::Arc;
 use firn_backing::{Backing, Kind};
 
 use crate::object::{Change, Inner, Object};
-use crate::scope::{Held, Scope};
+use crate::scope::Scope;
+use crate::transactional::Held;
 
 /// With more objects than this in a transaction, a change of names has only the objects looked at that it names:
 /// a look at all after each change would take a time that is quadratic.

@@ -26,6 +26,7 @@ pub mod backup;
 pub mod change_log;
 mod data;
 mod difference;
+mod error;
 mod hidden;
 mod history;
 mod invariants;
@@ -33,22 +34,30 @@ mod listing;
 mod names;
 mod object;
 mod own;
+mod records;
+mod recovery;
+mod report;
 mod scope;
+mod scopes;
 pub mod shadow;
 mod small;
 mod staging;
 mod staging_dir;
 pub mod state;
+mod transactional;
+mod tree;
 mod vote;
 
 pub use firn_rendezvous::{Expected, Members};
 
 pub use backing::{Dir, File, Inode};
+pub use error::HeldError;
 pub use object::Object;
-pub use scope::{
-    ArenaId, Held, HeldError, Opening, Outcome, Stage, Transaction, TransactionHandle,
-};
+pub use recovery::{Opening, Outcome};
+pub use report::Transaction;
+pub use scope::{ArenaId, Stage, TransactionHandle};
 pub use shadow::Mode;
 pub use staging::TOP;
 pub use staging_dir::{other_staging_dirs, staging_dir_name};
+pub use transactional::Held;
 pub use vote::{Verdict, Vote};

@@ -8,8 +8,8 @@ use firn_backing::{Backing, DirEntry, Errno, Kind, Result};
 use parking_lot::Mutex;
 
 use crate::object::Object;
-use crate::scope::Held;
 use crate::staging;
+use crate::transactional::Held;
 
 /// A name, the inode number and the kind of what it leads to.
 pub(crate) type Listed = (OsString, u64, Option<Kind>);

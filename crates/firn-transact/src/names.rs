@@ -7,9 +7,11 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
 
 use crate::object::{Change, Inner, Named, Object, Twin};
-use crate::scope::{Held, Names, Scope};
+use crate::scope::Scope;
 use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
+use crate::transactional::Held;
+use crate::tree::Names;
 
 impl<B: Backing> Held<B> {
     pub(crate) fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {

@@ -19,8 +19,8 @@ use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
 use parking_lot::{Mutex, RwLock};
 
 use crate::change_log::Staged;
-use crate::scope::Held;
 use crate::small::Small;
+use crate::transactional::Held;
 use firn_conflict::Ranges;
 
 /// Device and inode.

@@ -3,7 +3,7 @@
 
 pub(crate) use firn_rendezvous::own::*;
 
-use crate::scope::HeldError;
+use crate::error::HeldError;
 
 /// What it means that `error` happened in a backup.
 pub(crate) fn of_backup(error: OwnError) -> HeldError {

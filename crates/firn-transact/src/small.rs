@@ -12,8 +12,9 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Access, Backing, Kind, Result, SetTime, Time};
 
 use crate::object::{Inner, Object, Twin};
-use crate::scope::{Held, Scope};
+use crate::scope::Scope;
 use crate::staging;
+use crate::transactional::Held;
 
 /// Bytes that one file may have here.
 const FILE_BYTES: u64 = 16 << 10;

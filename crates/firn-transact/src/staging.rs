@@ -25,12 +25,12 @@ use std::os::unix::ffi::OsStrExt;
 use firn_backing::{Attr, Backing, Errno, Kind, Result};
 
 use crate::change_log::{Attributes, Instant, LogError};
+use crate::error::HeldError;
 use crate::own::is_path;
 pub(crate) use crate::own::{
     clear, clear_but, dir, find, find_dir, list, load, must_find_dir, new_name, own_caller as own,
     put, store, write, write_all,
 };
-use crate::scope::HeldError;
 
 /// The directory at the top of the backing.
 pub const TOP: &str = ".firn";

@@ -4,8 +4,8 @@ use firn_backing::{Backing, Errno};
 use firn_rendezvous::Members;
 
 use crate::own::OwnError;
-use crate::scope::Held;
 use crate::staging;
+use crate::transactional::Held;
 
 /// Name in `.firn/` of the staging directory of a host.
 pub fn staging_dir_name(members: &Members) -> String {

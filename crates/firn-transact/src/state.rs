@@ -16,7 +16,8 @@ use firn_backing::{Backing, Kind};
 
 use crate::backing::Inode;
 use crate::object::{Key, Object};
-use crate::scope::{Held, Scope};
+use crate::scope::Scope;
+use crate::transactional::Held;
 
 /// What became of a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

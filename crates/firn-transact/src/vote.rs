@@ -27,8 +27,10 @@ use firn_rendezvous::{Attendance, Members, VoteDir};
 use serde::{Deserialize, Serialize};
 
 use crate::backing::Inode;
-use crate::scope::{Held, HeldError, Scope, Stage};
+use crate::error::HeldError;
+use crate::scope::{Scope, Stage};
 use crate::staging;
+use crate::transactional::Held;
 
 mod accesses;
 

@@ -16,9 +16,11 @@ use super::MANIFEST;
 use crate::change_log::{
     ChangeLog, Content, Entry as LogEntry, Identity, Known, LogError, Place, Staged, StagedObject,
 };
+use crate::error::HeldError;
 use crate::own::{OwnError, of_backup};
-use crate::scope::{Held, HeldError, Scope};
+use crate::scope::Scope;
 use crate::staging;
+use crate::transactional::Held;
 
 /// Bytes that are copied at once.
 pub(super) const BLOCK: usize = 1 << 20;

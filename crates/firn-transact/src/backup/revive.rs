@@ -9,9 +9,10 @@ use firn_backing::{Access, Attr, Backing, Errno, RenameFlags};
 
 use super::mirror::{BLOCK, load, remove};
 use crate::change_log::{ChangeLog, Content, Identity, Known, LogError, Place, StagedObject};
+use crate::error::HeldError;
 use crate::own::{OwnError, of_backup};
-use crate::scope::{Held, HeldError};
 use crate::staging;
+use crate::transactional::Held;
 
 fn backup(error: impl Into<OwnError>) -> HeldError {
     of_backup(error.into())

@@ -18,10 +18,11 @@ use std::collections::BTreeSet;
 
 use firn_backing::{Backing, Errno};
 
-use super::{Held, HeldError};
 use crate::change_log::LogError;
+use crate::error::HeldError;
 use crate::own::is_path;
 use crate::staging;
+use crate::transactional::Held;
 use firn_rendezvous::{Expected, Members};
 
 /// What an arena is told from all others by.
@@ -150,7 +151,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Scopes of which nothing counts that the arena at hand has. Changes nothing.
-    pub(super) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, HeldError> {
+    pub(crate) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, HeldError> {
         let (Some(arena), Some(home)) = (self.arena, self.find_staging_dir()?) else {
             return Ok(Vec::new());
         };
@@ -165,7 +166,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// The arena at hand has dropped what it must: other ones are told, before the transactions end.
-    pub(super) fn tell_arenas(&self) -> Result<(), HeldError> {
+    pub(crate) fn tell_arenas(&self) -> Result<(), HeldError> {
         let Some(home) = self.find_staging_dir()? else {
             return Ok(());
         };

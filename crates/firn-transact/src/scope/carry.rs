@@ -22,15 +22,17 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
 use parking_lot::Mutex;
 
-use super::{Held, HeldError, Scope, Stage};
 use crate::apply::Apply;
 use crate::backing::Inode;
 use crate::change_log::Direction;
+use crate::error::HeldError;
 use crate::object::Object;
+use crate::scope::{Scope, Stage};
 use crate::staging;
+use crate::transactional::Held;
 
 /// How far a decided transaction is.
-pub(super) struct Carried<B: Backing> {
+pub(crate) struct Carried<B: Backing> {
     /// Held by who carries it out.
     turn: Mutex<()>,
     /// The transaction that begins when this one is carried out.
@@ -49,15 +51,15 @@ impl<B: Backing> Default for Carried<B> {
 }
 
 impl<B: Backing> Carried<B> {
-    pub(super) fn next(&self) -> Option<Arc<Scope<B>>> {
+    pub(crate) fn next(&self) -> Option<Arc<Scope<B>>> {
         self.next.lock().clone()
     }
 
-    pub(super) fn take_next(&self) -> Option<Arc<Scope<B>>> {
+    pub(crate) fn take_next(&self) -> Option<Arc<Scope<B>>> {
         self.next.lock().take()
     }
 
-    pub(super) fn trouble(&self) -> Option<String> {
+    pub(crate) fn trouble(&self) -> Option<String> {
         self.trouble.lock().clone()
     }
 }
@@ -169,7 +171,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// The transaction of a directory that programs change, after the one before it is carried out.
-    pub(super) fn newest_at(&self, inode: &Inode<B>) -> Result<Arc<Scope<B>>, HeldError> {
+    pub(crate) fn newest_at(&self, inode: &Inode<B>) -> Result<Arc<Scope<B>>, HeldError> {
         let scope = self.scope_at(inode)?;
         if scope.carried.next().is_some() {
             self.carry(&scope)?;
@@ -407,5 +409,30 @@ impl<B: Backing> Held<B> {
             return None;
         }
         dir.base.clone().or_else(|| dir.twin()?.held.clone())
+    }
+
+    /// Holds the new objects that anybody refers to, before their staged names go. The others are found by their
+    /// new names when they are looked up.
+    fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
+        // The status asks for the list, and a look-up may hang.
+        let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
+        for object in &changed {
+            let mut inner = object.inner.write();
+            let is_new = inner.base.is_none();
+            let Some(change) = inner.change.as_mut().filter(|_| is_new) else {
+                continue;
+            };
+            // The scope's, that of this list, and one for each name.
+            let ours = 2 + usize::try_from(change.links).unwrap_or(0);
+            let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
+            if let Some(twin) = change
+                .twin
+                .as_mut()
+                .filter(|twin| is_used && twin.held.is_none())
+            {
+                twin.held = Some(twin.inode(&self.base)?);
+            }
+        }
+        Ok(())
     }
 }

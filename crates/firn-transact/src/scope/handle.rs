@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use firn_backing::Backing;
 
-use super::{Held, Scope, Stage};
+use crate::scope::{Scope, Stage};
+use crate::transactional::Held;
 
 /// A transaction that was not over when it was looked for.
 pub struct TransactionHandle<B: Backing>(Arc<Scope<B>>);

@@ -8,7 +8,9 @@ use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 use super::save::NO_BYTES;
 use super::{Known, Shadow};
 use crate::object::Object;
-use crate::scope::{Held, Names, Scope};
+use crate::scope::Scope;
+use crate::transactional::Held;
+use crate::tree::Names;
 
 impl<B: Backing> Shadow<B> {
     /// Takes note of an object that was made in the transaction.

@@ -11,8 +11,9 @@ use super::{Known, SAVED, Shadow};
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Data, Entry, Identity, Link, Part, Range, Source};
 use crate::object::{Inner, Object};
-use crate::scope::{Held, Scope};
+use crate::scope::Scope;
 use crate::staging;
+use crate::transactional::Held;
 
 /// For a change that leaves all bytes as they are.
 pub(crate) const NO_BYTES: u64 = u64::MAX;

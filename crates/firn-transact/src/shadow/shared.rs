@@ -27,8 +27,10 @@ use firn_rendezvous::{Members, VoteDir};
 
 use super::{KEPT, SAVED, Shadow};
 use crate::change_log::ChangeLog;
-use crate::scope::{Held, HeldError, Scope, Stage};
+use crate::error::HeldError;
+use crate::scope::{Scope, Stage};
 use crate::staging;
+use crate::transactional::Held;
 use crate::vote::{Outcome, scoped_name};
 
 const DIR: &str = "shadow";

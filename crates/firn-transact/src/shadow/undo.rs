@@ -18,9 +18,11 @@ use firn_backing::{Attr, Backing, Kind, Result};
 use super::{KEPT, SAVED, Shadow};
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Direction, Entry, Identity, Link, Part, Place};
+use crate::error::HeldError;
 use crate::object::Object;
-use crate::scope::{Held, HeldError, Scope};
+use crate::scope::Scope;
 use crate::staging;
+use crate::transactional::Held;
 
 /// All that is saved of an object.
 struct Save {

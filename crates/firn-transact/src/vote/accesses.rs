@@ -12,8 +12,8 @@ use firn_rendezvous::Members;
 
 use crate::backing::Inode;
 use crate::change_log::{ChangeLog, Entry, Place};
-use crate::scope::Held;
 use crate::staging;
+use crate::transactional::Held;
 
 impl<B: Backing> Held<B> {
     /// What a record and the accesses of programs come to.

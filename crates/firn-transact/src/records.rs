@@ -1,0 +1,139 @@
+//! The records in the directory of a transaction, and the end of that directory.
+//!
+//! Invariants
+//! * A record that is still to be applied is the last file that goes: without records the rest of the directory
+//!   means nothing, and the next open removes it.
+//! * The number of a commit is stored before its record goes.
+
+use std::ffi::OsStr;
+
+use firn_backing::{Backing, Errno};
+
+use crate::change_log::{ChangeLog, Direction};
+use crate::error::HeldError;
+use crate::scope::{NO_ID, Scope};
+use crate::shadow::Shadow;
+use crate::staging;
+use crate::transactional::Held;
+
+impl<B: Backing> Held<B> {
+    /// A record in the directory `name` of `.firn/`; `None` where there is none.
+    pub(crate) fn load_record(
+        &self,
+        dir: &B::Inode,
+        name: &str,
+        file: &str,
+    ) -> Result<Option<ChangeLog>, HeldError> {
+        let path = format!("{}/{name}/{file}", self.staging_path());
+        staging::load(&self.base, dir, file)
+            .map_err(|error| error.below(&format!("{}/{name}", self.staging_path())))?
+            .map(|bytes| {
+                ChangeLog::decode(&bytes).map_err(|source| HeldError::Record { path, source })
+            })
+            .transpose()
+    }
+
+    /// The number of the last commit of a scope, or of what was restored since.
+    pub fn committed(&self, scope: &[u8]) -> Result<Option<u64>, HeldError> {
+        let Some(firn) = self.find_staging_dir()? else {
+            return Ok(None);
+        };
+        Ok(staging::load_numbers(&self.base, &firn)?.remove(scope))
+    }
+
+    /// After the last step of a commit: its number is noted, what undoes it is kept, and its record goes.
+    pub(crate) fn finish(
+        &self,
+        dir: &B::Inode,
+        (log, direction): (&ChangeLog, Direction),
+        serial: u64,
+    ) -> Result<(), HeldError> {
+        self.base.sync_changes()?;
+        // Before the record goes: without one a manifest tells of what is only there.
+        self.drop_backup(serial);
+        let _one = self.finishing.lock();
+        let firn = self.staging_dir()?;
+        let mut numbers = staging::load_numbers(&self.base, &firn)?;
+        match log.id_after(direction) {
+            NO_ID => numbers.remove(&log.scope),
+            id => numbers.insert(log.scope.clone(), id),
+        };
+        staging::store_numbers(&self.base, &firn, &numbers)?;
+        if direction == Direction::Redo && self.keep_log(&firn, serial, log)? {
+            return Ok(());
+        }
+        Ok(self.forget(dir)?)
+    }
+
+    /// Makes a transaction that was prepared an open one, durably.
+    pub(crate) fn forget_record(&self, dir: &B::Inode) -> Result<(), Errno> {
+        if staging::find(&self.base, dir, OsStr::new(staging::RECORD))?.is_some() {
+            self.base.unlink(dir, OsStr::new(staging::RECORD))?;
+        }
+        self.base.sync_dir(dir)
+    }
+
+    /// Removes a transaction's record, durably: without it the rest means nothing.
+    pub(crate) fn forget(&self, dir: &B::Inode) -> Result<(), Errno> {
+        let is_shadow = Shadow::is_at(&self.base, dir)?;
+        // In this order: a record that is still to be carried out goes last.
+        for record in [
+            staging::OPEN,
+            staging::RECORD,
+            staging::COMMIT,
+            staging::UNDO,
+        ] {
+            if staging::find(&self.base, dir, OsStr::new(record))?.is_some() {
+                self.base.unlink(dir, OsStr::new(record))?;
+                // One that seemed to be open would be undone.
+                if is_shadow {
+                    self.base.sync_dir(dir)?;
+                }
+            }
+        }
+        self.base.sync_dir(dir)
+    }
+
+    /// Removes a transaction's directory.
+    pub(crate) fn remove(&self, firn: &B::Inode, dir: &B::Inode, name: &str) -> Result<(), Errno> {
+        self.forget(dir)?;
+        staging::clear(&self.base, dir)?;
+        self.base.rmdir(firn, OsStr::new(name))
+    }
+
+    /// Removes what a transaction staged. Its outcome is certain, and the next open removes what is left.
+    pub(crate) fn clean_up(&self, scope: &Scope<B>) {
+        let is_removed = match self.staging_dir() {
+            Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
+            Err(error) => {
+                tracing::warn!(%error, serial = scope.serial, "cannot remove what a transaction staged");
+                self.leftovers
+                    .lock()
+                    .push((scope.serial, scope.dir.clone()));
+                false
+            }
+        };
+        // What several hosts share goes with the last of them.
+        if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_of_several) {
+            self.links_are_gone(scope);
+        }
+    }
+
+    /// Removes the directory of a transaction that is over; whether that is done. What is left goes when the next one
+    /// begins, or with the next mount.
+    pub(crate) fn remove_or_leave(&self, firn: &B::Inode, serial: u64, dir: &B::Inode) -> bool {
+        let removed = self.remove_or_keep(firn, serial, dir);
+        if let Err(errno) = removed {
+            tracing::warn!(%errno, serial, "cannot remove what a transaction staged; it is tried again");
+            self.leftovers.lock().push((serial, dir.clone()));
+        }
+        removed.is_ok()
+    }
+
+    pub(crate) fn remove_leftovers(&self, firn: &B::Inode) {
+        let leftovers = std::mem::take(&mut *self.leftovers.lock());
+        for (serial, dir) in leftovers {
+            self.remove_or_leave(firn, serial, &dir);
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! What becomes of transactions that an earlier firnd left: finished, undone, or waiting for a decision.
+//!
+//! Promise: a crash during the recovery leaves what the next one needs. What pending data an arena has to drop is
+//! dropped, or noted durably for an arena that is away, before the records that tell of it go.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_backing::{Backing, Errno, Kind, RenameFlags};
+use firn_rendezvous::Members;
+
+use crate::apply::Apply;
+use crate::backing::Inode;
+use crate::change_log::{ChangeLog, Direction};
+use crate::error::HeldError;
+use crate::object::{Inner, Object};
+use crate::own::OwnError;
+use crate::scope::ArenaId;
+use crate::staging;
+use crate::transactional::Held;
+
+/// What [`Held::open`] did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// Committed ones that were carried out to the end: their numbers.
+    pub finished: Vec<u64>,
+    /// Scopes of those that were undone because nobody had prepared them.
+    pub undone: Vec<Vec<u8>>,
+    /// Those that are prepared and wait for a decision: numbers and scopes.
+    pub waiting: Vec<(u64, Vec<u8>)>,
+}
+
+/// How [`Held::open_with`] opens a backing.
+#[derive(Clone, Debug, Default)]
+pub struct Opening {
+    /// Commits of each scope that can be undone.
+    pub history: u32,
+    /// Of one of several hosts that commit together.
+    pub members: Option<Members>,
+    /// The arena that is at hand. Others may come back, and are then to be told what they must drop.
+    pub arena: Option<ArenaId>,
+}
+
+/// A transaction as it is found in the backing.
+pub(super) struct StoredTransaction<B: Backing> {
+    serial: u64,
+    name: String,
+    pub(super) dir: B::Inode,
+}
+
+impl<B: Backing> Held<B> {
+    /// Whether there is something in the backing that [`Held::open`] must see to first.
+    pub fn has_transactions(base: &B) -> Result<bool, HeldError> {
+        let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
+            return Ok(false);
+        };
+        Ok(staging::list(base, &firn)?
+            .iter()
+            .any(|(name, ..)| name.starts_with(b"tx-")))
+    }
+
+    /// A backing that can have transactions, after what earlier ones left is finished or undone. For who has no
+    /// arena with data of theirs.
+    pub fn open(base: B) -> Result<(Self, Outcome), HeldError> {
+        Self::open_with_history(base, 0)
+    }
+
+    /// The same, keeping what brings back as many commits of each scope.
+    pub fn open_with_history(base: B, history: u32) -> Result<(Self, Outcome), HeldError> {
+        Self::open_with(
+            base,
+            Opening {
+                history,
+                ..Opening::default()
+            },
+            |_| Ok(()),
+        )
+    }
+
+    /// The same for one of several hosts that commit together.
+    pub fn open_of_members(base: B, members: Members) -> Result<(Self, Outcome), HeldError> {
+        Self::open_with(
+            base,
+            Opening {
+                members: Some(members),
+                ..Opening::default()
+            },
+            |_| Ok(()),
+        )
+    }
+
+    /// The same where an arena has data that was not drained. Before anything is changed `drop_pending` gets the
+    /// scopes of which nothing that is pending in it counts: it was written in a transaction that is no more, or after
+    /// the state that was prepared. Of transactions that were begun with another arena it is taken down what that one
+    /// has to drop. What tells of the transactions is removed after that, so a crash at any instant leaves either the
+    /// data dropped or a next time.
+    pub fn open_with<E: From<HeldError>>(
+        base: B,
+        opening: Opening,
+        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
+    ) -> Result<(Self, Outcome), E> {
+        let mut held = Self::tracking(base)?;
+        (held.history, held.members) = (opening.history, opening.members);
+        held.arena = opening.arena;
+        let scopes = held.scopes_to_drop()?;
+        if !scopes.is_empty() {
+            drop_pending(&scopes)?;
+        }
+        held.tell_arenas()?;
+        let outcome = held.finish_or_undo()?;
+        Ok((held, outcome))
+    }
+
+    /// A backing that can have transactions, of which nothing is known yet.
+    pub(super) fn tracking(base: B) -> Result<Self, HeldError> {
+        let root = base.root();
+        let attr = base.attr(&root)?;
+        let inner = Inner {
+            base: Some(root.clone()),
+            change: None,
+        };
+        let top = Arc::new(Object::new((attr.dev, attr.ino), Kind::Dir, inner, None));
+        let has_own = staging::find_dir(&base, &root, staging::TOP)?.is_some();
+        let held = Self::assemble(base, Inode::Tracked(Arc::clone(&top)));
+        held.objects.lock().insert(top.key, Arc::downgrade(&top));
+        if has_own {
+            held.hide_own_top();
+        }
+        Ok(held)
+    }
+
+    /// The directories of transactions that are there, by their numbers.
+    pub(super) fn stored_transactions(
+        &self,
+        home: &B::Inode,
+    ) -> Result<Vec<StoredTransaction<B>>, OwnError> {
+        let mut names = staging::list(&self.base, home)?;
+        names.sort_by(|a, b| a.0.cmp(&b.0));
+        let mut found = Vec::new();
+        for (name, ..) in names {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            let Some(serial) = name.strip_prefix("tx-").and_then(|n| n.parse::<u64>().ok()) else {
+                continue;
+            };
+            let dir = staging::must_find_dir(&self.base, home, &name)
+                .map_err(|error| error.below(&self.staging_path()))?;
+            found.push(StoredTransaction { serial, name, dir });
+        }
+        Ok(found)
+    }
+
+    /// The scope of a transaction that is not decided for.
+    pub(super) fn scope_to_drop(
+        &self,
+        stored: &StoredTransaction<B>,
+    ) -> Result<Option<Vec<u8>>, HeldError> {
+        let StoredTransaction { dir, name, .. } = stored;
+        for decided in [staging::COMMIT, staging::UNDO] {
+            if staging::find(&self.base, dir, OsStr::new(decided))?.is_some() {
+                // What came after the decision counts.
+                return Ok(None);
+            }
+        }
+        let record = self.load_record(dir, name, staging::RECORD)?;
+        let scope = match &record {
+            Some(record) => Some(record.scope.clone()),
+            None => staging::load_scope(&self.base, dir, staging::OPEN)?,
+        };
+        let Some(scope) = scope else { return Ok(None) };
+        let is_committed = self.is_shared_commit(dir, &scope)?
+            || match &record {
+                Some(record) => self.decided(record.id, &scope)? == Some(true),
+                None => false,
+            };
+        Ok((!is_committed).then_some(scope))
+    }
+
+    /// Finishes or undoes what earlier transactions left.
+    fn finish_or_undo(&self) -> Result<Outcome, HeldError> {
+        let mut outcome = Outcome::default();
+        if let Some(home) = self.find_staging_dir()? {
+            self.recover_shared(&home)?;
+            self.recover(&home, &mut outcome)?;
+        }
+        self.leave_shared_ones(&outcome.waiting)?;
+        self.leave_old_votes(&outcome.waiting)?;
+        Ok(outcome)
+    }
+
+    fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), HeldError> {
+        for StoredTransaction { serial, name, dir } in self.stored_transactions(firn)? {
+            self.last_serial.fetch_max(serial, Ordering::Relaxed);
+            let record = |file| self.load_record(&dir, &name, file);
+            let mut prepared = record(staging::RECORD)?;
+            // What the other hosts decided while this one was away.
+            match prepared
+                .as_ref()
+                .map(|record| self.decided(record.id, &record.scope))
+                .transpose()?
+                .flatten()
+            {
+                None => {}
+                Some(true) => {
+                    let from = OsStr::new(staging::RECORD);
+                    let to = OsStr::new(staging::COMMIT);
+                    self.base
+                        .rename(&dir, from, &dir, to, RenameFlags::empty())?;
+                    self.base.sync_dir(&dir)?;
+                }
+                Some(false) => {
+                    prepared = None;
+                    self.base.unlink(&dir, OsStr::new(staging::RECORD))?;
+                    self.base.sync_dir(&dir)?;
+                }
+            }
+            let decided = match record(staging::UNDO)? {
+                Some(log) => Some((log, Direction::Undo)),
+                None => record(staging::COMMIT)?.map(|log| (log, Direction::Redo)),
+            };
+            if let Some((log, direction)) = decided {
+                let new = staging::dir(&self.base, &dir, staging::NEW)?;
+                let away = staging::dir(&self.base, &dir, staging::AWAY)?;
+                let below = (&self.base, self.device());
+                Apply::new(below, (&log, direction), &new, &away).run()?;
+                self.sync_what_was_carried_out(firn, &log.scope)?;
+                self.finish(&dir, (&log, direction), serial)?;
+                self.remove_or_keep(firn, serial, &dir)?;
+                outcome.finished.push(log.id_after(direction));
+            } else if let Some(record) = prepared {
+                outcome.waiting.push((record.id, record.scope.clone()));
+                self.wait_for_decision(serial, dir, record)?;
+            } else {
+                // Without the mark it was over, and only its removal was not.
+                let scope = staging::load_scope(&self.base, &dir, staging::OPEN)?;
+                if let Some(scope) = &scope {
+                    self.undo_stored(&dir, &name, scope)?;
+                }
+                outcome.undone.extend(scope);
+                self.remove(firn, &dir, &name)?;
+            }
+        }
+        self.clear_kept_logs(firn)?;
+        Ok(())
+    }
+
+    /// A transaction that an earlier firnd prepared: its scope is as it was before, and frozen.
+    pub(crate) fn wait_for_decision(
+        &self,
+        serial: u64,
+        dir: B::Inode,
+        record: ChangeLog,
+    ) -> Result<(), HeldError> {
+        let mut root = match &self.top {
+            Inode::Tracked(top) => Arc::clone(top),
+            Inode::Plain(_) | Inode::Top(_) => return Ok(()),
+        };
+        for name in record
+            .scope
+            .split(|&b| b == b'/')
+            .filter(|name| !name.is_empty())
+        {
+            let name = OsStr::from_bytes(name);
+            let parent = root.inner.read().inode(&self.base)?;
+            let (inode, attr) = self.base.lookup(&parent, name)?;
+            root = self.intern(inode, &attr, &root, name);
+        }
+        let anchored: Vec<_> = record
+            .entries
+            .iter()
+            .filter_map(|entry| Some((entry.identity, entry.anchor_at.clone()?)))
+            .collect();
+        let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
+        for (identity, (nest, name)) in anchored {
+            if let Some((nest, _)) = staging::find_dir(&self.base, &scope.new, &nest)? {
+                self.found_hidden(serial, (self.device(), identity.ino), &nest, name, false);
+            }
+        }
+        if let Some(shadow) = &scope.shadow {
+            for (key, name, is_dir) in shadow.kept(&self.base)? {
+                self.found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
+            }
+        }
+        self.enter(scope);
+        Ok(())
+    }
+
+    /// An earlier process may have carried a part out, and did not live to sync it.
+    fn sync_what_was_carried_out(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
+        self.base.sync_tree(firn)?;
+        let mut root = self.base.root();
+        for name in scope.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
+            root = self.base.lookup(&root, OsStr::from_bytes(name))?.0;
+        }
+        self.base.sync_tree(&root)
+    }
+}

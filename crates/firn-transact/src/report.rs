@@ -1,0 +1,62 @@
+//! Figures of the transactions of a mount, for the status.
+//!
+//! Promise: no lock is waited for that a call of the backing may hold.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_backing::Backing;
+
+use crate::backup::Progress;
+use crate::scope::{Scope, Stage};
+use crate::shadow::Shadow;
+use crate::state::State;
+use crate::transactional::Held;
+
+/// What an open transaction has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transaction {
+    /// Path of its scope, relative to the backing.
+    pub scope: Vec<u8>,
+    /// How far it is.
+    pub stage: Stage,
+    /// Bytes written in it since it began, overwritten ones too.
+    pub written_bytes: u64,
+    /// Objects that it changes.
+    pub objects: u64,
+    /// How many names of files are in each state.
+    pub states: BTreeMap<State, u64>,
+    /// An earlier firnd prepared it.
+    pub is_recovered: bool,
+    /// Why it could not be carried out when that was tried last.
+    pub trouble: Option<String>,
+    /// Where there is a backup: how far it is.
+    pub backup: Option<Progress>,
+}
+
+impl<B: Backing> Held<B> {
+    /// For reports: the transactions that are not over; one that is to be carried out comes before the next one of its
+    /// scope. Whoever acts on one asks for its handle ([`Held::current_transaction`]).
+    pub fn transactions(&self) -> Vec<Transaction> {
+        let one = |scope: Arc<Scope<B>>| Transaction {
+            scope: scope.path.clone(),
+            stage: *scope.stage.lock(),
+            objects: match &scope.recovered {
+                Some(record) => record.entries.len() as u64,
+                None => scope
+                    .shadow
+                    .as_ref()
+                    .map_or(scope.changed.lock().len() as u64, Shadow::count),
+            },
+            written_bytes: scope.written_bytes.load(Ordering::Relaxed),
+            states: scope.count_states(),
+            is_recovered: scope.recovered.is_some(),
+            trouble: scope.carried.trouble(),
+            backup: self.backup_progress(&scope),
+        };
+        let all = self.scopes_in_order().into_iter().map(one);
+        // One may have ended meanwhile.
+        all.filter(|one| one.stage != Stage::Ended).collect()
+    }
+}

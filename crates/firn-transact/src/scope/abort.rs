@@ -1,0 +1,86 @@
+//! Aborting a transaction: the tree is as it was when it began.
+
+use std::sync::atomic::Ordering;
+
+use firn_backing::Backing;
+
+use crate::backing::Inode;
+use crate::error::HeldError;
+use crate::scope::Stage;
+use crate::transactional::Held;
+
+impl<B: Backing> Held<B> {
+    /// From now on every change in the transaction fails with ECANCELED, also one that waits for the outcome:
+    /// the next call ends it.
+    pub fn refuse(&self, inode: &Inode<B>) -> Result<(), HeldError> {
+        let scope = self.scope_at(inode)?;
+        // Under the lock of those who wait, so that none of them misses it.
+        let stage = scope.stage.lock();
+        scope.refusing.store(true, Ordering::Release);
+        drop(stage);
+        scope.turned.notify_all();
+        Ok(())
+    }
+
+    /// Throws the transaction away: the tree is as it was when it began. What was made in it is gone: ESTALE.
+    pub fn abort(&self, inode: &Inode<B>) -> Result<(), HeldError> {
+        let scope = self.scope_at(inode)?;
+        let _names = self.tree.write();
+        let _data = self.data.write();
+        if self.drop_next(&scope)? {
+            return Ok(());
+        }
+        self.check_all(&scope);
+        self.unhide(&scope);
+        let stage = *scope.stage.lock();
+        let several = scope
+            .shadow
+            .as_ref()
+            .filter(|shadow| shadow.is_of_several());
+        match stage {
+            _ if several.is_some() => {}
+            Stage::Open => {
+                self.withdraw_from_votes(&scope.path)?;
+                self.withdraw_for_good(scope.serial)?;
+                // With the mark the next mount would drop what is written from now on.
+                if scope.shadow.is_none() {
+                    self.forget(&scope.dir)?;
+                }
+            }
+            Stage::Prepared(id) => {
+                self.decide_vote(id, &scope.path, false)?;
+                self.withdraw_for_good(scope.serial)?;
+                match scope.shadow {
+                    // From here on a crash ends in the tree before.
+                    Some(_) => self.forget_record(&scope.dir)?,
+                    None => self.forget(&scope.dir)?,
+                }
+            }
+            Stage::Decided(id) => return Err(HeldError::Decided { id }),
+            Stage::Ended => return Err(HeldError::None),
+        }
+        if let Some(shadow) = several {
+            self.abort_shared(&scope, shadow, stage)?;
+        } else if let Some(shadow) = &scope.shadow {
+            scope.stop_for_good();
+            self.undo_shadow(&scope, shadow)?;
+            self.forget(&scope.dir)?;
+        }
+        let changed = std::mem::take(&mut *scope.changed.lock());
+        for (_, object) in changed {
+            let mut inner = object.inner.write();
+            inner.change = None;
+            if inner.base.is_none() {
+                self.objects.lock().remove(&object.key);
+            }
+            object.let_go();
+        }
+        self.dirs_are_back(&scope);
+        self.end(&scope);
+        self.clean_up(&scope);
+        if let Stage::Prepared(id) = stage {
+            self.leave_vote(id, &scope.path)?;
+        }
+        Ok(())
+    }
+}

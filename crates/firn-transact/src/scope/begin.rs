@@ -1,0 +1,116 @@
+//! Beginning a transaction.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_backing::{Backing, Kind};
+
+use crate::backing::Inode;
+use crate::error::HeldError;
+use crate::object::Object;
+use crate::scope::Scope;
+use crate::shadow::{Mode, Shadow};
+use crate::staging;
+use crate::transactional::Held;
+
+impl<B: Backing> Held<B> {
+    /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
+    pub fn begin(&self, inode: &Inode<B>, path: &[u8]) -> Result<(), HeldError> {
+        let Inode::Tracked(root) = inode else {
+            return Err(HeldError::NotTransactional);
+        };
+        if root.kind != Kind::Dir {
+            return Err(HeldError::ScopeNotDirectory);
+        }
+        self.carry_out_around(root)?;
+        let _names = self.tree.write();
+        let _data = self.data.write();
+        let mut before = None;
+        for scope in self.scopes.read().iter() {
+            if scope.can_be_followed(root) {
+                before = Some(Arc::clone(scope));
+            } else if root.is_below(&scope.root) || scope.root.is_below(root) {
+                return Err(HeldError::Open {
+                    scope: scope.path.as_slice().into(),
+                });
+            }
+        }
+        let firn = self.hidden_home()?;
+        self.remove_leftovers(&firn);
+        let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
+        let name = format!("tx-{serial}");
+        let dir = staging::dir(&self.base, &firn, &name)?;
+        let started = self
+            .start(serial, root, path, &firn, &dir)
+            .and_then(|scope| self.mark_open(scope));
+        let (scope, result) = match started {
+            Ok(started) => started,
+            Err(error) => {
+                self.remove_or_leave(&firn, serial, &dir);
+                return Err(error);
+            }
+        };
+        self.stopped_by.lock().remove(path);
+        match before {
+            Some(before) => before.follow(scope),
+            None => self.enter(scope),
+        }
+        result
+    }
+
+    fn start(
+        &self,
+        serial: u64,
+        root: &Arc<Object<B>>,
+        path: &[u8],
+        firn: &B::Inode,
+        dir: &B::Inode,
+    ) -> Result<Scope<B>, HeldError> {
+        if self.mode == Mode::Shadow {
+            if !Shadow::tells_inodes(&self.base, firn, &format!("tx-{serial}"))? {
+                return Err(HeldError::Inodes);
+            }
+            match &self.members {
+                None => Shadow::make(&self.base, dir)?,
+                Some(_) => self.join(dir, path)?,
+            }
+        }
+        self.make_scope(serial, root, path, dir)
+            .inspect_err(|_| self.unjoin(path))
+    }
+
+    fn make_scope(
+        &self,
+        serial: u64,
+        root: &Arc<Object<B>>,
+        path: &[u8],
+        dir: &B::Inode,
+    ) -> Result<Scope<B>, HeldError> {
+        if self.mode == Mode::Shadow {
+            // What is brought back must have been there.
+            match path {
+                b"" => self.base.sync_all()?,
+                _ => self.base.sync_tree(&root.inner.read().inode(&self.base)?)?,
+            }
+        }
+        let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
+        self.note_arena(dir)?;
+        staging::put(&self.base, dir, staging::OPEN, path)?;
+        Ok(scope)
+    }
+
+    /// From here on a crash undoes what is changed, so where this fails the mark has to go: programs go on as outside of
+    /// a transaction. If that fails, too, the transaction is open all the same, and can be aborted.
+    fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), HeldError>), HeldError> {
+        let Err(errno) = self.base.sync_dir(&scope.dir) else {
+            return Ok((scope, Ok(())));
+        };
+        match self.forget(&scope.dir) {
+            Ok(()) => {
+                self.unjoin(&scope.path);
+                Err(errno.into())
+            }
+            Err(_) => Ok((scope, Err(errno.into()))),
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Preparing a transaction: durable, its outcome open.
+
+use std::ffi::OsStr;
+
+use firn_backing::{Backing, Errno, RenameFlags};
+
+use crate::backing::Inode;
+use crate::error::HeldError;
+use crate::scope::{Scope, Stage};
+use crate::staging;
+use crate::transactional::Held;
+
+impl<B: Backing> Held<B> {
+    /// Makes the transaction durable and leaves its outcome open. Changes wait until it is decided. Where this
+    /// fails the transaction is as it was.
+    pub fn prepare(&self, inode: &Inode<B>, id: u64) -> Result<(), HeldError> {
+        let scope = self.newest_at(inode)?;
+        let _names = self.tree.write();
+        let _data = self.data.write();
+        self.check_all(&scope);
+        scope.must_be_whole()?;
+        match *scope.stage.lock() {
+            Stage::Open => {}
+            Stage::Prepared(found) if found == id => return Ok(()),
+            Stage::Prepared(found) | Stage::Decided(found) => {
+                return Err(HeldError::OtherId { found, wanted: id });
+            }
+            Stage::Ended => return Err(HeldError::None),
+        }
+        self.write_record(&scope, id)?;
+        self.place_record(&scope, staging::RECORD)
+            .inspect_err(|_| self.withdraw_backup(&scope))?;
+        if let Err(errno) = self.base.sync_dir(&scope.dir) {
+            // Nobody was told: it goes back, or it stays and can be decided.
+            if self
+                .base
+                .unlink(&scope.dir, OsStr::new(staging::RECORD))
+                .is_err()
+            {
+                scope.turn(Stage::Prepared(id));
+            } else {
+                self.withdraw_backup(&scope);
+            }
+            return Err(errno.into());
+        }
+        scope.turn(Stage::Prepared(id));
+        Ok(())
+    }
+
+    /// Makes what is staged durable, and a record that tells of it, which is in force once it is in its place.
+    pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), HeldError> {
+        let mut record = self.record(scope, id)?;
+        self.stage_undo(scope, &mut record)?;
+        self.base.sync_changes()?;
+        staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
+        self.sync_staging_dir()?;
+        // Last, so that little can fail after it.
+        self.back_up(scope, &record)
+    }
+
+    pub(crate) fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
+        let new = staging::new_name(staging::RECORD);
+        let flags = RenameFlags::empty();
+        self.base.rename(
+            &scope.dir,
+            OsStr::new(&new),
+            &scope.dir,
+            OsStr::new(name),
+            flags,
+        )
+    }
+}

@@ -1,0 +1,136 @@
+//! The objects that somebody refers to, by their inodes, and who may change their names and data.
+//!
+//! Invariants
+//! * One object for each inode, whatever its number of names, while anybody refers to it.
+//! * Who changes names or data of an object in a transaction does so while that is open, and holds the lock that
+//!   a begin, prepare, commit or abort takes for writing. Names are locked before data.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::{Arc, Weak};
+
+use firn_backing::{Backing, Errno};
+use parking_lot::{RwLockReadGuard, RwLockWriteGuard};
+
+use crate::backing::Inode;
+use crate::error::HeldError;
+use crate::object::{Inner, Key, Object};
+use crate::scope::Scope;
+use crate::transactional::Held;
+
+/// That something may be changed, as long as the guard is held, and the transaction that it belongs to.
+pub(crate) type Allowed<G, B> = (G, Option<Arc<Scope<B>>>);
+
+/// Proof that names stay, or that they may be changed.
+pub(crate) enum Names<'a> {
+    Shared(#[allow(dead_code)] RwLockReadGuard<'a, ()>),
+    Changing(#[allow(dead_code)] RwLockWriteGuard<'a, ()>),
+}
+
+impl<B: Backing> Held<B> {
+    /// The object of an inode that was found as `name` in `parent`.
+    pub(crate) fn intern(
+        &self,
+        inode: B::Inode,
+        attr: &firn_backing::Attr,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+    ) -> Arc<Object<B>> {
+        let key = (attr.dev, attr.ino);
+        let mut objects = self.objects.lock();
+        if let Some(object) = objects.get(&key).and_then(Weak::upgrade) {
+            if object.parent().is_some() {
+                object.sit(parent, name);
+            }
+            return object;
+        }
+        let inner = Inner {
+            base: Some(inode),
+            change: None,
+        };
+        let seat = Some((Arc::clone(parent), name.to_owned()));
+        let object = Arc::new(Object::new(key, attr.kind, inner, seat));
+        self.look_for_hidden(&object);
+        self.note(&mut objects, &object);
+        object
+    }
+
+    fn note(&self, objects: &mut HashMap<Key, Weak<Object<B>>>, object: &Arc<Object<B>>) {
+        // Those that nobody refers to any more go when the table would grow.
+        if objects.len() == objects.capacity() {
+            objects.retain(|_, weak| weak.strong_count() > 0);
+        }
+        objects.insert(object.key, Arc::downgrade(object));
+    }
+
+    /// Takes up a new object of a transaction.
+    pub(crate) fn adopt(&self, object: &Arc<Object<B>>) {
+        self.note(&mut self.objects.lock(), object);
+    }
+
+    /// The object of an inode, if anybody refers to it.
+    pub(crate) fn known(&self, key: Key) -> Option<Arc<Object<B>>> {
+        self.objects.lock().get(&key).and_then(Weak::upgrade)
+    }
+
+    /// The path of a directory, relative to the backing.
+    pub(crate) fn path_of(&self, inode: &Inode<B>) -> Result<Vec<u8>, HeldError> {
+        let Inode::Tracked(object) = inode else {
+            return Err(HeldError::None);
+        };
+        let mut path = Vec::new();
+        let mut at = object.seat.lock().clone();
+        while let Some((parent, name)) = at {
+            let below = std::mem::replace(&mut path, name.as_bytes().to_vec());
+            if !below.is_empty() {
+                path.push(b'/');
+                path.extend(below);
+            }
+            at = parent.seat.lock().clone();
+        }
+        Ok(path)
+    }
+
+    /// For a change of names in the directory `object`: waits until it is allowed.
+    pub(crate) fn changing(&self, object: &Arc<Object<B>>) -> Result<Allowed<Names<'_>, B>, Errno> {
+        loop {
+            let names = self.tree.read();
+            if self.scope_of(object).is_none() {
+                return Ok((Names::Shared(names), None));
+            }
+            drop(names);
+            let names = self.tree.write();
+            match self.scope_of(object) {
+                Some(scope) if scope.is_open() => return Ok((Names::Changing(names), Some(scope))),
+                Some(scope) => {
+                    drop(names);
+                    scope.wait()?;
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// The same for a change of data or attributes.
+    pub(crate) fn writing(
+        &self,
+        object: &Arc<Object<B>>,
+    ) -> Result<Allowed<RwLockReadGuard<'_, ()>, B>, Errno> {
+        loop {
+            let data = self.data.read();
+            // No commit makes anything of it, so it waits for none.
+            if object.is_nameless() {
+                return Ok((data, None));
+            }
+            match self.scope_of(object) {
+                None => return Ok((data, None)),
+                Some(scope) if scope.is_open() => return Ok((data, Some(scope))),
+                Some(scope) => {
+                    drop(data);
+                    scope.wait()?;
+                }
+            }
+        }
+    }
+}
