@@ -1,41 +1,24 @@
-//! A client of the data socket in a few lines: what the preload library does for one descriptor.
+//! A process with direct access in a few lines, over the library's own client of the data socket; and one that sends
+//! what no client sends.
 
 use std::fs::File;
-use std::io::{IoSlice, IoSliceMut, Read, Seek, SeekFrom, Write};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::random::generator;
+use firn_direct::arena_map::ArenaMap;
+use firn_direct::connection::{Connection, Incoming, Outgoing, Payload, token_of};
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_format::data_socket::{
-    AT_END, Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, IOCTL_TOKEN, Op, Reply, Request, Status,
-    StubTree, Token,
+    AT_END, DATA_BYTES_MAX, DATA_SOCKET_VERSION, Op, Reply, Request, Status, StubTree, Token,
 };
 use firn_format::piece::{PIECE_BYTES, Piece, word};
 use rand::RngExt;
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg,
-    send, sendmsg, socket_with,
-};
-use zerocopy::{FromBytes, FromZeros, IntoBytes};
-
-/// The token of an open file; `None` where the file system knows no such request.
-pub fn token(file: &File) -> Option<Token> {
-    let mut token = Token::new_zeroed();
-    // SAFETY: the request fills a `Token`.
-    let result = unsafe {
-        libc::ioctl(
-            file.as_raw_fd(),
-            libc::Ioctl::from(IOCTL_TOKEN),
-            &raw mut token,
-        )
-    };
-    (result == 0).then_some(token)
-}
+use rustix::io::Errno;
+use zerocopy::{FromBytes, IntoBytes};
 
 /// What a token would say of the tree whose firnd has this runtime directory, but for the file.
 pub fn token_of_tree(runtime: &Path) -> Token {
@@ -56,28 +39,26 @@ pub fn token_of_tree(runtime: &Path) -> Token {
     }
 }
 
-/// A connection to the socket that a token names.
-pub fn knock(token: &Token) -> std::io::Result<OwnedFd> {
-    let socket = socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
-    let len = token
-        .socket
-        .iter()
-        .position(|byte| *byte == 0)
-        .expect("an end");
-    connect(&socket, &SocketAddrUnix::new(&token.socket[..len])?)?;
-    Ok(socket)
+/// A connection over which nothing was sent yet.
+pub fn knock(token: &Token) -> Result<Connection, Errno> {
+    Connection::to_anybody(token)
 }
 
 /// Sends any bytes and gives the answer's status; `None`: the other side closed.
-pub fn say(socket: &OwnedFd, packet: &[u8]) -> Option<Status> {
-    send(socket, packet, SendFlags::NOSIGNAL).ok()?;
-    let (reply, _) = receive(socket)?;
-    Some(Status::from_word(reply.status))
+pub fn say(connection: &Connection, packet: &[u8]) -> Option<Status> {
+    connection
+        .send_packet(packet.into(), Outgoing::none(), None)
+        .ok()?;
+    receive_any(connection).map(|reply| Status::from_word(reply.status))
+}
+
+/// The head of the next reply, whatever follows it; `None`: the other side closed.
+fn receive_any(connection: &Connection) -> Option<Reply> {
+    let mut reply = Reply::default();
+    let mut rest = vec![0; DATA_BYTES_MAX];
+    let mut head = Incoming::from(reply.as_mut_bytes());
+    let packet = connection.receive_packet(&mut head, &mut Incoming::from(&mut rest[..]));
+    (packet.ok()?.len >= size_of::<Reply>()).then_some(reply)
 }
 
 /// Sends `count` packets that are requests but for a part of them, over connections that end in between: all
@@ -96,14 +77,10 @@ pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
         AT_END,
         DATA_SOCKET_VERSION as u64,
     ];
-    let hello = Request {
-        op: Op::Hello as u32,
-        arg: DATA_SOCKET_VERSION.into(),
-        ..Request::default()
-    };
+    let hello = Request::new(Op::Hello, 0, DATA_SOCKET_VERSION.into());
     let mut tokens: Vec<u64> = files
         .iter()
-        .filter_map(|file| Some(token(file)?.token))
+        .filter_map(|file| Some(token_of(file)?.token))
         .collect();
     let mut socket = None;
     for _ in 0..count {
@@ -146,24 +123,18 @@ pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
         } else {
             head
         };
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let given = files
-            .get(rng.random_range(0..=files.len()))
-            .map(|file| [file.as_fd()]);
+        let given = files.get(rng.random_range(0..=files.len()));
         let wanted = if request.op == Op::Adopt as u32 {
             0.9
         } else {
             0.05
         };
-        if let Some(given) = given.as_ref().filter(|_| rng.random_bool(wanted)) {
-            control.push(SendAncillaryMessage::ScmRights(given));
-        }
-        let parts = [IoSlice::new(head), IoSlice::new(&data)];
-        if sendmsg(&open, &parts, &mut control, SendFlags::NOSIGNAL).is_err() {
+        let given = given.filter(|_| rng.random_bool(wanted));
+        let fd = given.map(|file| file.as_fd());
+        if open.send_packet(head.into(), data[..].into(), fd).is_err() {
             continue;
         }
-        let Some((reply, _)) = receive(&open) else {
+        let Some(reply) = receive_any(&open) else {
             continue;
         };
         if request.op == Op::Adopt as u32 && Status::from_word(reply.status) == Status::Ok {
@@ -174,18 +145,10 @@ pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
     }
 }
 
-fn receive(socket: &OwnedFd) -> Option<(Reply, Vec<u8>)> {
-    let mut bytes = vec![0; size_of::<Reply>() + DATA_BYTES_MAX];
-    let (len, _) = rustix::net::recv(socket, &mut bytes[..], RecvFlags::empty()).ok()?;
-    bytes.truncate(len);
-    let (reply, rest) = Reply::read_from_prefix(&bytes).ok()?;
-    Some((reply, rest.to_vec()))
-}
-
 /// A process's connection, and its mapping of the arena.
 pub struct Client {
-    socket: OwnedFd,
-    base: *mut u8,
+    connection: Connection,
+    map: ArenaMap,
 }
 
 /// A file that is written past the kernel as long as that goes.
@@ -203,68 +166,28 @@ pub struct DirectFile<'a> {
 impl Client {
     /// Connects with the token of any open file of the mount.
     pub fn new(token: &Token) -> Self {
-        let socket = knock(token).expect("the data socket");
-        let hello = Request {
-            op: Op::Hello as u32,
-            arg: DATA_SOCKET_VERSION.into(),
-            ..Request::default()
-        };
-        send(&socket, hello.as_bytes(), SendFlags::NOSIGNAL).expect("hello");
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut reply = Reply::new_zeroed();
-        let mut arena = Arena::new_zeroed();
-        let parts = &mut [
-            IoSliceMut::new(reply.as_mut_bytes()),
-            IoSliceMut::new(arena.as_mut_bytes()),
-        ];
-        recvmsg(&socket, parts, &mut control, RecvFlags::CMSG_CLOEXEC).expect("an answer");
-        assert_eq!(Status::from_word(reply.status), Status::Ok);
-        assert_eq!(arena.uuid, token.arena);
-        let fd = control
-            .drain()
-            .find_map(|message| match message {
-                RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-                _ => None,
-            })
-            .expect("the arena's descriptor");
-        let prot = rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE;
-        let len = (arena.file_bytes - arena.shared_offset) as usize;
-        // SAFETY: a new mapping, kept for the life of the process.
-        let shared = unsafe {
-            let shared = rustix::mm::MapFlags::SHARED;
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                len,
-                prot,
-                shared,
-                &fd,
-                arena.shared_offset,
-            )
-            .expect("mmap")
-        };
-        Self {
-            socket,
-            base: shared
-                .cast::<u8>()
-                .wrapping_sub(arena.shared_offset as usize),
-        }
+        let own_user = rustix::process::geteuid().as_raw();
+        let connection = Connection::to(token, own_user).expect("the data socket");
+        connection.send_hello().expect("send hello");
+        let (arena, fd) = connection.receive_hello(&token.arena).expect("the arena");
+        let map = ArenaMap::map(&fd, &arena).expect("map the arena");
+        Self { connection, map }
     }
 
     fn ask(&self, op: Op, token: u64, arg: u64) -> Option<Reply> {
-        let request = Request {
-            op: op as u32,
-            len: 0,
-            token,
-            arg,
-        };
-        send(&self.socket, request.as_bytes(), SendFlags::NOSIGNAL).ok()?;
-        receive(&self.socket).map(|(reply, _)| reply)
+        let request = Request::new(op, token, arg);
+        self.connection.call(&request, &mut Payload::none()).ok()
+    }
+
+    /// A word of what the client may write, `at` bytes from the start of the arena.
+    fn word(&self, at: u64) -> &AtomicU64 {
+        // SAFETY: callers name aligned words of a lease, which firnd put into the mapping; it is never unmapped.
+        unsafe { AtomicU64::from_ptr(self.map.base().wrapping_add(at as usize).cast()) }
     }
 
     /// Asks for direct access to an open file.
     pub fn open(&self, file: File) -> DirectFile<'_> {
-        let token = token(&file).expect("a file of the mount").token;
+        let token = token_of(&file).expect("a file of the mount").token;
         let mut open = DirectFile {
             client: self,
             file,
@@ -333,8 +256,7 @@ impl DirectFile<'_> {
         let share = [0.001, 0.1, 1.0][rng.random_range(0..3)];
         for at in records.chain(data).chain([slab.writer]) {
             if rng.random_bool(share) {
-                // SAFETY: a word of the lease, aligned, in the client's mapping.
-                let word = unsafe { AtomicU64::from_ptr(self.client.base.add(at as usize).cast()) };
+                let word = self.client.word(at);
                 let bits = if rng.random() {
                     rng.random()
                 } else {
@@ -359,10 +281,7 @@ impl DirectFile<'_> {
             };
             let record = slab.records + index * PIECE_BYTES;
             let store = |at: u64, value: u64| {
-                // SAFETY: a word of the lease, aligned, in the client's mapping.
-                let word = unsafe {
-                    AtomicU64::from_ptr(self.client.base.add((record + at) as usize).cast())
-                };
+                let word = self.client.word(record + at);
                 word.store(value, Ordering::Release);
             };
             store(word::WHO, piece.who());
@@ -377,9 +296,9 @@ impl DirectFile<'_> {
             return false;
         };
         let ok = Status::from_word(reply.status) == Status::Ok;
-        // SAFETY: the client's mapping lives as long as the process.
-        self.writer =
-            ok.then(|| unsafe { SlabWriter::new(self.client.base, reply.lease, self.file_id) });
+        // SAFETY: firnd gives a lease once, in this reply.
+        let writer = |lease| unsafe { self.client.map.slab_writer(lease, self.file_id) };
+        self.writer = ok.then(|| writer(reply.lease).expect("a lease in the mapping"));
         ok
     }
 
@@ -399,7 +318,7 @@ pub fn byte_at(offset: u64) -> u8 {
 /// acknowledged.
 pub fn write_until_killed(path: &Path, log: &Path) {
     let file = File::create(path).expect("create");
-    let client = Client::new(&token(&file).expect("a token"));
+    let client = Client::new(&token_of(&file).expect("a token"));
     let mut direct = client.open(file);
     let mut log = File::create(log).expect("create the log");
     let mut at = 0u64;
@@ -439,7 +358,7 @@ fn say_acknowledged(log: &mut File, at: u64) {
 pub fn spoil_on_command(path: &Path, how: &str, seed: u64) {
     let mut rng = generator(seed);
     let file = File::create(path).expect("create");
-    let client = Client::new(&token(&file).expect("a token"));
+    let client = Client::new(&token_of(&file).expect("a token"));
     let mut direct = client.open(file);
     let mut at = 0;
     let mut append = |direct: &mut DirectFile<'_>, len: u64| {
@@ -479,7 +398,7 @@ pub fn acknowledged(log: &Path) -> u64 {
 
 /// Prints the version of the data socket that `path` has for this process.
 pub fn print_version(path: &Path) {
-    let token = File::open(path).ok().and_then(|file| token(&file));
+    let token = File::open(path).ok().and_then(|file| token_of(&file));
     println!(
         "{}",
         token.map_or("none".into(), |token| token.version.to_string())
@@ -488,10 +407,6 @@ pub fn print_version(path: &Path) {
 
 /// Two requests in one packet, for those who send nonsense.
 pub fn two_requests() -> Vec<u8> {
-    let one = Request {
-        op: Op::Hello as u32,
-        arg: DATA_SOCKET_VERSION.into(),
-        ..Request::default()
-    };
+    let one = Request::new(Op::Hello, 0, DATA_SOCKET_VERSION.into());
     [one.as_bytes(), one.as_bytes()].concat()
 }

@@ -157,6 +157,23 @@ pub struct Request {
     pub arg: u64,
 }
 
+impl Request {
+    /// A request without bytes.
+    pub fn new(op: Op, token: u64, arg: u64) -> Self {
+        Self {
+            op: op as u32,
+            len: 0,
+            token,
+            arg,
+        }
+    }
+
+    /// The same with [`Request::len`].
+    pub fn with_len(self, len: u32) -> Self {
+        Self { len, ..self }
+    }
+}
+
 /// An answer, or its head.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,

@@ -7,21 +7,19 @@
 //! Nothing is sent before the kernel said that a process of this user listens at the other end.
 
 use std::cell::UnsafeCell;
-use std::ffi::{c_int, c_void};
-use std::mem::MaybeUninit;
-use std::os::fd::BorrowedFd;
+use std::ffi::c_int;
+use std::mem::{ManuallyDrop, MaybeUninit};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use firn_format::data_socket::{
-    Arena, DATA_SOCKET_VERSION, Extent, Op, Reply, Request, Status, Token,
-};
-use zerocopy::{FromZeros, IntoBytes};
+use firn_direct::arena_map::ArenaMap;
+use firn_direct::connection::{CallError, ConnectError, Connection, Incoming, Payload};
+use firn_direct::syscall::Descriptor;
+use firn_format::data_socket::{Extent, Op, Reply, Request, Status, Token};
 
 use crate::lock::Lock;
-use crate::mapping::Mapping;
-use crate::memory::{Readable, Run, Writable};
 use crate::report::{self, Distrust};
-use crate::sys::{self, Identity, syscall};
+use crate::sys::{self, Identity};
 use crate::table::{TABLE, tag};
 
 /// Arenas that one process writes to.
@@ -31,7 +29,7 @@ const ATTEMPTS: u32 = 8;
 /// Answers that came before they were wanted.
 const STASH: usize = 16;
 /// Numbers from here on are out of the way of programs that choose theirs.
-const SOCKET_FD_MIN: usize = 900;
+const SOCKET_FD_MIN: c_int = 900;
 
 /// All connections.
 pub(crate) struct Links {
@@ -51,7 +49,7 @@ struct Inner {
     /// Connections so far; 0: the link is nobody's.
     attempts: u32,
     identity: Identity,
-    mapping: Mapping,
+    map: ArenaMap,
     /// The answer to the grant that was asked for with the connection, and for which token.
     opened: Option<(u64, Reply)>,
     /// Token of the request that was not answered yet, if any.
@@ -60,10 +58,11 @@ struct Inner {
     stash_next: usize,
 }
 
-/// The socket of a connection, locked.
+/// A connection, locked.
 struct Open<'a> {
     link: &'a Link,
-    fd: c_int,
+    /// The link's own: closed where it ends, not with this borrow.
+    connection: ManuallyDrop<Connection>,
 }
 
 impl Drop for Open<'_> {
@@ -155,10 +154,17 @@ impl Links {
             if link.socket.load(Ordering::Acquire) != fd + 1 || !link.lock.take() {
                 continue;
             }
-            if let Some(moved) = move_away(fd) {
+            // SAFETY: the link's own socket, under its lock.
+            let connection = unsafe { Connection::from_raw_fd(fd) };
+            if let Some(moved) = copy_to_high_number(&connection) {
+                let moved = moved.into_raw_fd();
                 set_internal(fd, false);
                 set_internal(moved, true);
                 link.socket.store(moved + 1, Ordering::Release);
+                drop(connection);
+            } else {
+                // It keeps its number.
+                let _ = connection.into_raw_fd();
             }
             link.lock.give();
         }
@@ -177,7 +183,7 @@ impl Link {
                     device: 0,
                     inode: 0,
                 },
-                mapping: Mapping::NONE,
+                map: ArenaMap::NONE,
                 opened: None,
                 ahead: None,
                 stash: [const { None }; STASH],
@@ -191,19 +197,24 @@ impl Link {
         if !self.lock.take() {
             return None;
         }
+        let fd = self.socket.load(Ordering::Relaxed) - 1;
+        if fd < 0 {
+            self.lock.give();
+            return None;
+        }
         let open = Open {
             link: self,
-            fd: self.socket.load(Ordering::Relaxed) - 1,
+            // SAFETY: the link's own socket; it is closed where the link forgets it, under the lock, and `ManuallyDrop`
+            // keeps this borrow from doing so.
+            connection: ManuallyDrop::new(unsafe { Connection::from_raw_fd(fd) }),
         };
         // A raw close, and the number may be anything by now.
-        if open.fd >= 0
-            && sys::identity(open.fd).is_none_or(|(found, _)| found != open.inner().identity)
-        {
-            set_internal(open.fd, false);
+        if sys::identity(fd).is_none_or(|(found, _)| found != open.inner().identity) {
+            set_internal(fd, false);
             self.socket.store(0, Ordering::Release);
             return None;
         }
-        (open.fd >= 0).then_some(open)
+        Some(open)
     }
 
     fn connect(
@@ -218,27 +229,23 @@ impl Link {
         if scarce && !at_any_rate {
             return None;
         }
-        let fd = connect_to(&token.socket)?;
-        let fd = move_away(fd).unwrap_or(fd);
-        let wanted = if scarce {
-            Want::Nothing
-        } else {
-            Want::Arena {
-                or_nothing: at_any_rate,
-            }
-        };
-        let greeted = greet(fd, inner, token, wanted, first);
-        match greeted.and_then(|()| sys::identity(fd)) {
-            Some((identity, _)) => {
-                inner.identity = identity;
-                set_internal(fd, true);
-                Some(fd)
-            }
-            None => {
-                sys::close(fd);
-                None
-            }
+        let mut connection = connect_to(token)?;
+        if let Some(moved) = copy_to_high_number(&connection) {
+            connection = moved;
         }
+        let arena = if scarce {
+            MapArena::Never
+        } else if at_any_rate {
+            MapArena::IfPossible
+        } else {
+            MapArena::Always
+        };
+        greet(&connection, inner, token, arena, first)?;
+        let (identity, _) = sys::identity(connection.as_fd().as_raw_fd())?;
+        inner.identity = identity;
+        let fd = connection.into_raw_fd();
+        set_internal(fd, true);
+        Some(fd)
     }
 }
 
@@ -254,40 +261,36 @@ enum First<'a> {
 /// The first requests over a connection, all sent before the first answer is waited for: firnd works while this
 /// process maps the arena.
 fn greet(
-    fd: c_int,
+    connection: &Connection,
     inner: &mut Inner,
     token: &Token,
-    wanted: Want,
+    arena: MapArena,
     first: &mut First<'_>,
 ) -> Option<()> {
-    send_hello(fd)?;
+    connection.send_hello().ok()?;
     match first {
         First::Nothing => {}
         First::Lease(bytes) => {
-            send_open(fd, token.token, *bytes)?;
+            send_open(connection, token.token, *bytes).ok()?;
             firn_direct::slab_writer::prepare();
         }
         First::Extents(..) => {
-            send(
-                fd,
-                &Request {
-                    op: Op::Extents as u32,
-                    len: 0,
-                    token: token.token,
-                    arg: 0,
-                },
-            )?;
+            let request = Request::new(Op::Extents, token.token, 0);
+            connection.send_request(&request, &Payload::none()).ok()?;
         }
     }
-    inner.mapping = receive_hello(fd, &token.arena, wanted)?;
+    inner.map = receive_arena(connection, &token.arena, arena)?;
     (inner.opened, inner.ahead, inner.stash) = (None, None, [None; STASH]);
     match first {
         First::Nothing => {}
         First::Lease(_) => {
-            inner.opened = Some((token.token, receive(fd, &mut [])?));
+            let reply = connection.receive_reply(&mut Incoming::none()).ok()?;
+            inner.opened = Some((token.token, reply));
             inner.ahead = Some(token.token);
         }
-        First::Extents(room, reply) => *reply = Some(receive(fd, room)?),
+        First::Extents(room, reply) => {
+            *reply = Some(connection.receive_reply(&mut (&mut **room).into()).ok()?);
+        }
     }
     Some(())
 }
@@ -308,8 +311,8 @@ impl Open<'_> {
         let Some(token) = self.inner_mut().ahead.take() else {
             return Some(());
         };
-        let reply = receive(self.fd, &mut []);
-        let reply = self.or_give_up(reply)?;
+        let reply = self.connection.receive_reply(&mut Incoming::none());
+        let reply = self.or_give_up(reply).ok()?;
         let inner = self.inner_mut();
         if let Some(slot) = inner.stash.get_mut(inner.stash_next % STASH) {
             *slot = Some((token, reply));
@@ -325,17 +328,22 @@ impl Open<'_> {
         for slot in &mut self.inner_mut().stash {
             *slot = slot.filter(|(of, _)| *of != token);
         }
-        let reply = send_open(self.fd, token, lease_bytes).and_then(|()| receive(self.fd, &mut []));
-        let reply = self.or_give_up(reply)?;
+        let reply = send_open(&self.connection, token, lease_bytes)
+            .and_then(|()| self.connection.receive_reply(&mut Incoming::none()));
+        let reply = self.or_give_up(reply).ok()?;
         self.inner_mut().ahead = Some(token);
         Some(reply)
     }
 
-    fn or_give_up<T>(&self, answer: Option<T>) -> Option<T> {
-        if answer.is_none() {
-            set_internal(self.fd, false);
-            self.link.socket.store(0, Ordering::Release);
-            sys::close(self.fd);
+    /// Forgets a connection that has ended.
+    fn or_give_up<T>(&mut self, answer: Result<T, CallError>) -> Result<T, CallError> {
+        if let Err(CallError::NotSent | CallError::NoReply) = answer {
+            let fd = self.connection.as_fd().as_raw_fd();
+            set_internal(fd, false);
+            // Without the socket nobody makes another `Open` of it.
+            if self.link.socket.swap(0, Ordering::AcqRel) != 0 {
+                sys::close(fd);
+            }
         }
         answer
     }
@@ -356,14 +364,13 @@ pub(crate) fn ask_extents(
     let mut open = TABLE.links.get(link)?;
     open.collect()?;
     let len = if op == Op::Lease { sys::cpu() } else { 0 };
-    let request = Request {
-        op: op as u32,
-        len,
-        token,
-        arg,
+    let request = Request::new(op, token, arg).with_len(len);
+    let mut payload = Payload {
+        room: extents.into(),
+        ..Payload::none()
     };
-    let reply = send(open.fd, &request).and_then(|()| receive(open.fd, extents));
-    open.or_give_up(reply)
+    let reply = open.connection.call(&request, &mut payload);
+    open.or_give_up(reply).ok()
 }
 
 /// Asks for a grant to write a file and, in the same trip, for its first lease; [`take_ahead`] has that one then.
@@ -382,15 +389,11 @@ pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply>
     Some(reply)
 }
 
-fn send_open(fd: c_int, token: u64, lease_bytes: u64) -> Option<()> {
-    let request = |op, len, arg| Request {
-        op: op as u32,
-        len,
-        token,
-        arg,
-    };
-    send(fd, &request(Op::OpenWrite, 0, 0))?;
-    send(fd, &request(Op::Lease, sys::cpu(), lease_bytes))
+fn send_open(connection: &Connection, token: u64, lease_bytes: u64) -> Result<(), CallError> {
+    let open = Request::new(Op::OpenWrite, token, 0);
+    let lease = Request::new(Op::Lease, token, lease_bytes).with_len(sys::cpu());
+    connection.send_request(&open, &Payload::none())?;
+    connection.send_request(&lease, &Payload::none())
 }
 
 /// Asks for a lease and does not wait for it: [`take_ahead`] does.
@@ -402,14 +405,9 @@ pub(crate) fn ask_ahead(link: u32, token: u64, arg: u64) -> bool {
         return false;
     }
     open.inner_mut().ahead = Some(token);
-    let request = Request {
-        op: Op::Lease as u32,
-        len: sys::cpu(),
-        token,
-        arg,
-    };
-    let sent = send(open.fd, &request);
-    open.or_give_up(sent).is_some()
+    let request = Request::new(Op::Lease, token, arg).with_len(sys::cpu());
+    let sent = open.connection.send_request(&request, &Payload::none());
+    open.or_give_up(sent).is_ok()
 }
 
 /// The answer to [`ask_ahead`].
@@ -425,7 +423,7 @@ pub(crate) fn take_ahead(link: u32, token: u64) -> Option<Reply> {
 }
 
 /// Where the arena of a connection is mapped. It stays so as long as the process lives; the socket is not asked for.
-pub(crate) fn mapping(number: u32) -> Option<Mapping> {
+pub(crate) fn arena_map(number: u32) -> Option<ArenaMap> {
     let index = number as usize % LINKS;
     let link = TABLE.links.links.get(index)?;
     if !link.lock.take() {
@@ -433,9 +431,9 @@ pub(crate) fn mapping(number: u32) -> Option<Mapping> {
     }
     // SAFETY: the lock is held.
     let inner = unsafe { &*link.inner.get() };
-    let mapping = (self::number(index, inner.attempts) == number).then_some(inner.mapping);
+    let map = (self::number(index, inner.attempts) == number).then_some(inner.map);
     link.lock.give();
-    mapping
+    map
 }
 
 /// The number of a connection: differs from that of the one before it over the same link.
@@ -450,349 +448,67 @@ fn set_internal(fd: c_int, internal: bool) {
     }
 }
 
-/// Gives a descriptor a high number.
-fn move_away(fd: c_int) -> Option<c_int> {
-    let moved = sys::fcntl(fd, libc::F_DUPFD_CLOEXEC, SOCKET_FD_MIN);
-    let moved = if moved >= 0 {
-        moved
-    } else {
-        sys::fcntl(fd, libc::F_DUPFD_CLOEXEC, fd as usize + 1)
-    };
-    if moved < 0 {
-        return None;
-    }
-    sys::close(fd);
-    Some(moved as c_int)
+/// A copy of a connection with a high number; its own may be one that the program chooses.
+fn copy_to_high_number(connection: &Connection) -> Option<Connection> {
+    let number = connection.as_fd().as_raw_fd();
+    let copy = rustix::io::fcntl_dupfd_cloexec(connection, SOCKET_FD_MIN)
+        .or_else(|_| rustix::io::fcntl_dupfd_cloexec(connection, number + 1))
+        .ok()?;
+    // SAFETY: a new descriptor of the same socket, given away here.
+    Some(unsafe { Connection::from_raw_fd(copy.into_raw_fd()) })
 }
 
-fn connect_to(path: &[u8; 112]) -> Option<c_int> {
-    let mut address = libc::sockaddr_un {
-        sun_family: libc::AF_UNIX as libc::sa_family_t,
-        sun_path: [0; 108],
-    };
-    let len = path
-        .iter()
-        .position(|byte| *byte == 0)
-        .filter(|len| *len > 0 && *len < 108)?;
-    for (to, from) in address.sun_path.iter_mut().zip(path.iter().take(len)) {
-        *to = *from as libc::c_char;
-    }
-    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
-    // SAFETY: the address is ours, and nobody else closes the new descriptor meanwhile.
-    unsafe {
-        let fd = syscall!(libc::SYS_socket, libc::AF_UNIX, kind, 0usize);
-        if fd < 0 {
-            return None;
-        }
-        let connected = syscall!(
-            libc::SYS_connect,
-            fd,
-            &raw const address,
-            size_of::<libc::sockaddr_un>()
-        );
-        if connected < 0 {
-            sys::close(fd as c_int);
-            return None;
-        }
-        let socket = BorrowedFd::borrow_raw(fd as c_int);
-        // Whoever gave the path may be anybody who mounts something: descriptors and data go to this user's own
-        // firnd only.
-        if firn_trust::check_peer(socket, sys::euid()).is_err() {
+/// Connects to this user's own firnd, and to nobody else.
+fn connect_to(token: &Token) -> Option<Connection> {
+    match Connection::to(token, sys::euid()) {
+        Ok(connection) => Some(connection),
+        Err(ConnectError::Peer(_)) => {
             report::distrusted(Distrust::Peer);
-            sys::close(fd as c_int);
-            return None;
+            None
         }
-        Some(fd as c_int)
+        Err(ConnectError::Unreachable(_)) => None,
     }
 }
 
-/// What a connection is for.
-#[derive(Clone, Copy)]
-enum Want {
-    /// Requests alone.
-    Nothing,
-    /// The arena in this process's memory.
-    Arena {
-        /// Or requests alone, where that cannot be had.
-        or_nothing: bool,
-    },
+/// Whether a connection comes with the arena in this process's memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum MapArena {
+    /// It is for requests alone.
+    Never,
+    /// Or for requests alone, where the arena cannot be mapped.
+    IfPossible,
+    /// Or there is no connection.
+    Always,
 }
 
-/// The first request.
-fn send_hello(fd: c_int) -> Option<()> {
-    send(
-        fd,
-        &Request {
-            op: Op::Hello as u32,
-            len: 0,
-            token: 0,
-            arg: u64::from(DATA_SOCKET_VERSION),
-        },
-    )
+/// Receives the answer to the first request, which gives the arena.
+fn receive_arena(connection: &Connection, uuid: &[u8; 16], map: MapArena) -> Option<ArenaMap> {
+    let (arena, fd): (_, Descriptor) = connection.receive_hello(uuid)?;
+    if map == MapArena::Never {
+        return Some(ArenaMap::NONE);
+    }
+    let or_none = (map == MapArena::IfPossible).then_some(ArenaMap::NONE);
+    ArenaMap::map(&fd, &arena).or(or_none)
 }
 
-/// Its answer gives the arena.
-fn receive_hello(fd: c_int, uuid: &[u8; 16], want: Want) -> Option<Mapping> {
-    let mut reply = Reply::new_zeroed();
-    let mut arena = Arena::new_zeroed();
-    let mut parts = [part(reply.as_mut_bytes()), part(arena.as_mut_bytes())];
-    // SAFETY: both parts are ours.
-    let (len, sent) = unsafe { receive_or(fd, &mut parts) }.ok()?;
-    let whole = len == size_of::<Reply>() + size_of::<Arena>() && reply.status == Status::Ok as u32;
-    let ours = sent.filter(|_| whole && arena.uuid == *uuid);
-    let mapping = ours.and_then(|sent| match want {
-        Want::Nothing => Some(Mapping::NONE),
-        Want::Arena { or_nothing } => {
-            Mapping::of(sent, &arena).or(or_nothing.then_some(Mapping::NONE))
-        }
-    });
-    if let Some(sent) = sent {
-        sys::close(sent);
-    }
-    mapping
+/// Makes a request with bytes over the connection of a link.
+pub(crate) fn call(
+    link: u32,
+    request: &Request,
+    payload: &mut Payload<'_>,
+) -> Result<Reply, CallError> {
+    let mut open = TABLE.links.get(link).ok_or(CallError::NotSent)?;
+    open.collect().ok_or(CallError::NotSent)?;
+    let reply = open.connection.call(request, payload);
+    open.or_give_up(reply)
 }
 
-/// What became of an exchange with bytes of the program's.
-pub(crate) enum Called {
-    /// The answer.
-    Reply(Reply),
-    /// The connection has ended; `sent`: perhaps after the request was carried out.
-    Gone { sent: bool },
-    /// The program's memory could not be read or written.
-    Fault,
-}
-
-/// What goes along with a request, and room for bytes that come back.
-#[derive(Clone, Copy)]
-pub(crate) struct Payload<'a> {
-    pub(crate) data: Option<Run<'a, Readable>>,
-    pub(crate) fd: Option<c_int>,
-    pub(crate) into: Option<Run<'a, Writable>>,
-}
-
-impl Payload<'_> {
-    pub(crate) const NOTHING: Self = Self {
-        data: None,
-        fd: None,
-        into: None,
-    };
-}
-
-const NO_PART: libc::iovec = libc::iovec {
-    iov_base: std::ptr::null_mut(),
-    iov_len: 0,
-};
-
-/// A request with bytes.
-pub(crate) fn call(link: u32, request: &Request, payload: Payload<'_>) -> Called {
-    let Some(mut open) = TABLE.links.get(link) else {
-        return Called::Gone { sent: false };
-    };
-    if open.collect().is_none() {
-        return Called::Gone { sent: false };
-    }
-    let called = exchange(open.fd, request, payload);
-    if let Called::Gone { .. } = called {
-        open.or_give_up(None::<()>);
-    }
-    called
-}
-
-/// A connection for one purpose, which a signal handler makes whose thread holds the other.
-pub(crate) struct OneOff {
-    fd: c_int,
-}
-
-impl OneOff {
-    /// Connects.
-    pub(crate) fn to(token: &Token) -> Option<Self> {
-        let fd = connect_to(&token.socket)?;
-        let this = Self { fd };
-        send_hello(fd)?;
-        receive_hello(fd, &token.arena, Want::Nothing).map(|_| this)
-    }
-
-    /// As [`call`].
-    pub(crate) fn call(&self, request: &Request, payload: Payload<'_>) -> Called {
-        exchange(self.fd, request, payload)
-    }
-}
-
-impl Drop for OneOff {
-    fn drop(&mut self) {
-        sys::close(self.fd);
-    }
-}
-
-fn exchange(fd: c_int, request: &Request, payload: Payload<'_>) -> Called {
-    match send_with(fd, request, payload) {
-        Ok(()) => {}
-        Err(libc::EFAULT) => return Called::Fault,
-        Err(_) => return Called::Gone { sent: false },
-    }
-    let mut reply = Reply::new_zeroed();
-    let room = payload.into.map_or(NO_PART, Run::as_part);
-    let mut parts = [part(reply.as_mut_bytes()), room];
-    // SAFETY: the reply is ours, and the room was given to be written (`Run`).
-    let (len, sent) = match unsafe { receive_or(fd, &mut parts) } {
-        Ok(received) => received,
-        Err(libc::EFAULT) => return Called::Fault,
-        Err(_) => return Called::Gone { sent: true },
-    };
-    if let Some(sent) = sent {
-        sys::close(sent);
-    }
-    let follow = if room.iov_len > 0 {
-        reply.count as usize
-    } else {
-        0
-    };
-    if len != size_of::<Reply>() + follow || follow > room.iov_len {
-        return Called::Gone { sent: true };
-    }
-    Called::Reply(reply)
-}
-
-fn send_with(fd: c_int, request: &Request, payload: Payload<'_>) -> Result<(), c_int> {
-    let head = request.as_bytes();
-    let data = payload.data.map_or(NO_PART, Run::as_part);
-    let mut parts = [
-        libc::iovec {
-            iov_base: head.as_ptr().cast_mut().cast(),
-            iov_len: head.len(),
-        },
-        data,
-    ];
-    // SAFETY: a structure of numbers and pointers that may be null.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = parts.as_mut_ptr();
-    message.msg_iovlen = parts.len();
-    let mut control = [0u64; 4];
-    if let Some(given) = payload.fd {
-        message.msg_control = control.as_mut_ptr().cast::<c_void>();
-        // SAFETY: numbers in, numbers out; the macros stay within the control data, which has room for one.
-        unsafe {
-            message.msg_controllen = libc::CMSG_SPACE(size_of::<c_int>() as u32) as usize;
-            let head = libc::CMSG_FIRSTHDR(&raw const message);
-            (*head).cmsg_level = libc::SOL_SOCKET;
-            (*head).cmsg_type = libc::SCM_RIGHTS;
-            (*head).cmsg_len = libc::CMSG_LEN(size_of::<c_int>() as u32) as usize;
-            libc::CMSG_DATA(head).cast::<c_int>().write_unaligned(given);
-        }
-    }
-    let len = (head.len() + data.iov_len) as isize;
-    loop {
-        // SAFETY: the kernel reads the head, which is ours, and memory that was given to be read (`Run`).
-        let sent = unsafe {
-            syscall!(
-                libc::SYS_sendmsg,
-                fd,
-                &raw const message,
-                libc::MSG_NOSIGNAL
-            )
-        };
-        if sent != -(libc::EINTR as isize) {
-            return if sent == len {
-                Ok(())
-            } else {
-                Err(sent.wrapping_neg() as c_int)
-            };
-        }
-    }
-}
-
-fn send(fd: c_int, request: &Request) -> Option<()> {
-    let bytes = request.as_bytes();
-    loop {
-        // SAFETY: the kernel reads the request.
-        let sent = unsafe {
-            syscall!(
-                libc::SYS_sendto,
-                fd,
-                bytes.as_ptr(),
-                bytes.len(),
-                libc::MSG_NOSIGNAL,
-                0usize,
-                0usize
-            )
-        };
-        if sent != -(libc::EINTR as isize) {
-            return (sent == bytes.len() as isize).then_some(());
-        }
-    }
-}
-
-fn receive(fd: c_int, extents: &mut [MaybeUninit<Extent>]) -> Option<Reply> {
-    let mut reply = Reply::new_zeroed();
-    let room = libc::iovec {
-        iov_base: extents.as_mut_ptr().cast(),
-        iov_len: size_of_val(extents),
-    };
-    let mut parts = [part(reply.as_mut_bytes()), room];
-    // SAFETY: the reply and the room for extents are ours.
-    let (len, sent) = unsafe { receive_or(fd, &mut parts) }.ok()?;
-    if let Some(sent) = sent {
-        sys::close(sent);
-    }
-    let follow = (reply.count as usize).checked_mul(size_of::<Extent>())?;
-    let whole =
-        len == size_of::<Reply>().checked_add(follow)? && reply.count as usize <= extents.len();
-    whole.then_some(reply)
-}
-
-fn part(bytes: &mut [u8]) -> libc::iovec {
-    libc::iovec {
-        iov_base: bytes.as_mut_ptr().cast(),
-        iov_len: bytes.len(),
-    }
-}
-
-/// One packet and the descriptor that came with it; else the errno, 0 where the other end is gone.
-///
-/// # Safety
-/// The parts may be written.
-unsafe fn receive_or(
-    fd: c_int,
-    parts: &mut [libc::iovec; 2],
-) -> Result<(usize, Option<c_int>), c_int> {
-    let mut control = [0u64; 4];
-    // SAFETY: a structure of numbers and pointers that may be null.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = parts.as_mut_ptr();
-    message.msg_iovlen = parts.len();
-    message.msg_control = control.as_mut_ptr().cast::<c_void>();
-    message.msg_controllen = size_of_val(&control);
-    let len = loop {
-        // SAFETY: the parts may be written, as promised to this function; the rest is ours.
-        let len = unsafe {
-            syscall!(
-                libc::SYS_recvmsg,
-                fd,
-                &raw mut message,
-                libc::MSG_CMSG_CLOEXEC
-            )
-        };
-        if len != -(libc::EINTR as isize) {
-            break len;
-        }
-    };
-    if len <= 0 || message.msg_flags & libc::MSG_TRUNC != 0 {
-        return Err(if len < 0 {
-            len.wrapping_neg() as c_int
-        } else {
-            0
-        });
-    }
-    // SAFETY: the kernel filled the control data; the macros stay within it.
-    let sent = unsafe {
-        let head = libc::CMSG_FIRSTHDR(&raw const message);
-        let has = !head.is_null()
-            && (*head).cmsg_level == libc::SOL_SOCKET
-            && (*head).cmsg_type == libc::SCM_RIGHTS
-            && (*head).cmsg_len as usize >= libc::CMSG_LEN(4) as usize;
-        has.then(|| libc::CMSG_DATA(head).cast::<c_int>().read_unaligned())
-    };
-    Ok((len as usize, sent))
+/// Connects for one purpose: in a signal handler whose thread holds the other connection.
+pub(crate) fn connect_once(token: &Token) -> Option<Connection> {
+    let connection = connect_to(token)?;
+    connection.send_hello().ok()?;
+    receive_arena(&connection, &token.arena, MapArena::Never)?;
+    Some(connection)
 }
 
 /// Whether a reply grants what was asked.

@@ -3,8 +3,7 @@
 use std::mem::MaybeUninit;
 
 use firn_direct::slab_writer::{Appended, SlabWriter};
-use firn_format::data_socket::{Op, Reply, Status};
-use firn_format::piece::PIECE_BYTES;
+use firn_format::data_socket::{Op, Status};
 
 use crate::connect;
 use crate::memory::{Readable, Run, Source};
@@ -170,21 +169,10 @@ fn next_lease(held: &mut Held, left: usize) -> Result<(), LeaseLost> {
         Status::Busy | Status::BadToken => return Err(LeaseLost::Revoked),
         _ => return Err(LeaseLost::NoConnection),
     }
-    let writer = slab_writer(held, &reply).ok_or(LeaseLost::NoConnection)?;
-    held.lease.set_writer(writer);
+    let map = connect::arena_map(held.link).ok_or(LeaseLost::NoConnection)?;
+    // SAFETY: firnd gives a lease once, in the reply that was just taken from the connection or its stash.
+    let writer = unsafe { map.slab_writer(reply.lease, held.file_id) };
+    held.lease
+        .set_writer(writer.ok_or(LeaseLost::NoConnection)?);
     Ok(())
-}
-
-fn slab_writer(held: &Held, reply: &Reply) -> Option<SlabWriter> {
-    let mapping = connect::mapping(held.link)?;
-    let slab = reply.lease;
-    let records = u64::from(slab.record_count).checked_mul(PIECE_BYTES)?;
-    let whole = slab.start < slab.end
-        && mapping.has_shared(slab.chunk, u64::from(slab.end))
-        && mapping.has_shared(slab.records, records)
-        && mapping.has_shared(slab.writer, 8)
-        && slab.records.is_multiple_of(8)
-        && slab.writer.is_multiple_of(8);
-    // SAFETY: all that the lease names is mapped, for good; firnd gives a lease once.
-    whole.then(|| unsafe { SlabWriter::new(mapping.shared, slab, held.file_id) })
 }

@@ -26,7 +26,6 @@ mod kernel;
 mod lease;
 mod list;
 mod lock;
-mod mapping;
 mod memory;
 mod opened;
 mod probe;

@@ -7,11 +7,11 @@
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
+use firn_direct::arena_map::ArenaMap;
 use firn_format::data_socket::{EXTENTS_MAX, Extent, IN_MEMORY, Op, Reply, Status};
 
 use crate::connect;
 use crate::descriptor::Fallback;
-use crate::mapping::Mapping;
 use crate::memory::{Run, Target, Writable};
 use crate::opened;
 use crate::sys::syscall;
@@ -32,9 +32,10 @@ pub(crate) struct List {
     hint: usize,
     /// Bytes of the file.
     size: u64,
-    slot: *const u32,
+    /// The file's word in the arena; none: not asked for.
+    word: Option<&'static AtomicU32>,
     stamp: u32,
-    mapping: Mapping,
+    map: ArenaMap,
 }
 
 impl List {
@@ -44,9 +45,9 @@ impl List {
             count: 0,
             hint: 0,
             size: 0,
-            slot: std::ptr::null(),
+            word: None,
             stamp: 0,
-            mapping: Mapping::NONE,
+            map: ArenaMap::NONE,
         }
     }
 
@@ -111,9 +112,8 @@ impl List {
     /// Whether the list still is what the file holds. Whoever copied asks afterwards.
     fn is_current(&self) -> bool {
         fence(Ordering::Acquire);
-        // SAFETY: a word of the mapping, checked when the list was made.
-        let word = unsafe { AtomicU32::from_ptr(self.slot.cast_mut()) };
-        word.load(Ordering::Relaxed) == self.stamp
+        self.word
+            .is_some_and(|word| word.load(Ordering::Relaxed) == self.stamp)
     }
 
     /// The extent that holds `offset`, or the first one behind it.
@@ -168,13 +168,7 @@ fn copy_some<F: Fallback>(
         let skip = at - extent.offset;
         let run = run.first(usize::try_from(extent.len - skip).unwrap_or(usize::MAX));
         let from = extent.at.checked_add(skip)?;
-        if !held.list.mapping.has_shared(from, run.len() as u64) {
-            return None;
-        }
-        let from = held.list.mapping.shared.wrapping_add(from as usize);
-        // SAFETY: so many bytes are mapped there, as just asked, for the life of the process, and the program
-        // knows nothing of that mapping.
-        unsafe { run.fill(from, streams) };
+        run.fill(held.list.map.bytes(from, run.len() as u64)?, streams);
         return Some(run.len());
     }
     let gap = if gap == 0 {
@@ -206,7 +200,7 @@ pub(crate) fn fetch_known(held: &mut Held) -> Option<Status> {
 
 /// Fetches the list, whose first part may be there already.
 fn fetch_from(held: &mut Held, mut first: Option<Reply>) -> Option<Status> {
-    held.list.mapping = connect::mapping(held.link)?;
+    held.list.map = connect::arena_map(held.link)?;
     let mut from = 0;
     loop {
         let reply = first.take().or_else(|| fetch_some(held, from))?;
@@ -216,15 +210,10 @@ fn fetch_from(held: &mut Held, mut first: Option<Reply>) -> Option<Status> {
         }
         held.list.count += reply.count as usize;
         let changed = from > 0 && reply.stamp != held.list.stamp;
-        if changed || !held.list.mapping.has_word(reply.slot) {
+        held.list.word = held.list.map.word(reply.slot);
+        if changed || held.list.word.is_none() {
             return Some(Status::Busy);
         }
-        held.list.slot = held
-            .list
-            .mapping
-            .words
-            .wrapping_add(reply.slot as usize)
-            .cast();
         (held.list.stamp, held.list.size) = (reply.stamp, reply.size);
         let ends = held
             .list

@@ -8,6 +8,8 @@
 use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
 
+use firn_direct::arena_map::ArenaBytes;
+use firn_direct::connection::{Incoming, Outgoing};
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use libc::iovec;
 
@@ -189,27 +191,37 @@ impl<'a> Run<'a, Readable> {
         unsafe { writer.append(offset, self.start, self.len) }
     }
 
+    /// As what a packet carries.
+    pub(crate) fn as_outgoing(self) -> Outgoing<'a> {
+        // SAFETY: the program gave the bytes to be written to a file (`new`), and firnd is who writes them.
+        unsafe { Outgoing::from_raw(self.start, self.len) }
+    }
+
     /// pwrite(2).
     pub(crate) fn write_to(self, fd: c_int, at: u64) -> isize {
         sys::pwrite(fd, self.start.cast_const().cast(), self.len, at)
     }
 }
 
-impl Run<'_, Writable> {
-    /// Copies the beginning of it from `from`, past the caches if `streams`.
-    ///
-    /// # Safety
-    /// `from` is readable for as many bytes as this run has, and no part of the program's memory.
-    pub(crate) unsafe fn fill(self, from: *const u8, streams: bool) {
-        // SAFETY: the source is readable for `len` bytes and apart, as promised to this function; the program gave
-        // the target to be written (`new`).
+impl<'a> Run<'a, Writable> {
+    /// Copies bytes of the arena to its beginning, past the caches if `streams`.
+    pub(crate) fn fill(self, from: ArenaBytes, streams: bool) {
+        let len = self.len.min(from.len());
+        // SAFETY: the source is mapped for as many bytes (`ArenaBytes`), and no part of the program's memory, which
+        // does not know it; the program gave the target to be written (`new`).
         unsafe {
             if streams {
-                firn_direct::copy(self.start, from, self.len);
+                firn_direct::copy(self.start, from.start(), len);
             } else {
-                std::ptr::copy_nonoverlapping(from, self.start, self.len);
+                std::ptr::copy_nonoverlapping(from.start(), self.start, len);
             }
         }
+    }
+
+    /// As room for what a packet carries.
+    pub(crate) fn as_incoming(self) -> Incoming<'a> {
+        // SAFETY: the program gave the bytes to be written (`new`).
+        unsafe { Incoming::from_raw(self.start, self.len) }
     }
 
     /// pread(2).

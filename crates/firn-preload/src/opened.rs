@@ -5,16 +5,15 @@
 
 use std::cell::UnsafeCell;
 use std::ffi::c_int;
-use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use firn_format::data_socket::{DATA_SOCKET_VERSION, IOCTL_TOKEN, Token};
+use firn_format::data_socket::{DATA_SOCKET_VERSION, Token};
 
 use crate::hook::stream;
 use crate::lock::Lock;
 use crate::report::{self, Reason};
 use crate::stub;
-use crate::sys::{self, Identity, syscall};
+use crate::sys::{self, Identity};
 use crate::table::{self, ACTIVE, Inner, TABLE, tag};
 
 /// Offsets that every write moves or blocks go to the disk: not what the arena is for.
@@ -95,12 +94,8 @@ impl Devices {
 
 /// How firnd calls this open file; `None` where no firnd serves it or does not serve this process.
 pub(crate) fn token(fd: c_int) -> Option<Token> {
-    let mut token = MaybeUninit::<Token>::zeroed();
-    // SAFETY: the number says how many bytes the kernel writes: the size of a token.
-    let result = unsafe { syscall!(libc::SYS_ioctl, fd, IOCTL_TOKEN, token.as_mut_ptr()) };
-    // SAFETY: zeros are a token.
-    let token = unsafe { token.assume_init() };
-    (result >= 0 && token.version == DATA_SOCKET_VERSION).then_some(token)
+    let token = firn_direct::connection::token_of(sys::borrow(fd)?)?;
+    (token.version == DATA_SOCKET_VERSION).then_some(token)
 }
 
 /// What a caller takes before it opens: whether somebody got copies of descriptors meanwhile.

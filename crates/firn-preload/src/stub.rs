@@ -13,10 +13,11 @@
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use firn_direct::connection::{CallError, Payload};
 use firn_format::data_socket::{ADOPT_AGAIN, AT_END, DATA_BYTES_MAX, Op, Reply, Request, Status};
 use zerocopy::IntoBytes;
 
-use crate::connect::{self, Called, OneOff, Payload};
+use crate::connect;
 use crate::descriptor::{self, Claim, Fallback, Handled, Ticket};
 use crate::lease::LeaseLost;
 use crate::list;
@@ -295,7 +296,7 @@ fn release(held: &mut Held, once: bool) -> Result<(), c_int> {
         let _ = connect::ask(held.link, Op::Release, held.token, 0);
         return Ok(());
     }
-    request(held, Op::Release, 0, 0, Payload::NOTHING).map(drop)
+    request(held, Op::Release, 0, 0, Payload::none()).map(drop)
 }
 
 /// The offset is the kernel's again.
@@ -318,18 +319,13 @@ fn adopt(held: &mut Held) -> Result<(), c_int> {
         if let Some(link) = socket.and_then(|socket| TABLE.links.to_at_any_rate(&socket)) {
             let wanted = held.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
             let again = if held.stub.known { ADOPT_AGAIN } else { 0 };
-            let request = Request {
-                op: Op::Adopt as u32,
-                len: again,
-                token: 0,
-                arg: wanted as u64,
+            let request = Request::new(Op::Adopt, 0, wanted as u64).with_len(again);
+            let mut payload = Payload {
+                fd: sys::borrow(held.fd),
+                ..Payload::none()
             };
-            let payload = Payload {
-                fd: Some(held.fd),
-                ..Payload::NOTHING
-            };
-            match connect::call(link, &request, payload) {
-                Called::Reply(reply) => {
+            match connect::call(link, &request, &mut payload) {
+                Ok(reply) => {
                     answered(&reply)?;
                     (held.link, held.token) = (link, reply.file_id);
                     held.stub.adopted = true;
@@ -340,8 +336,8 @@ fn adopt(held: &mut Held) -> Result<(), c_int> {
                     held.list.unmap();
                     return Ok(());
                 }
-                Called::Fault => return Err(libc::EFAULT),
-                Called::Gone { .. } => {}
+                Err(CallError::Fault) => return Err(libc::EFAULT),
+                Err(CallError::NotSent | CallError::NoReply) => {}
             }
         }
         if waited >= WAIT_MS.load(Ordering::Relaxed) {
@@ -371,25 +367,20 @@ fn request(
     op: Op,
     arg: u64,
     len: u32,
-    payload: Payload<'_>,
+    mut payload: Payload<'_>,
 ) -> Result<Reply, c_int> {
     // A firnd that goes again and again is none.
     for _ in 0..64 {
         adopt(held)?;
-        let request = Request {
-            op: op as u32,
-            len,
-            token: held.token,
-            arg,
-        };
-        match connect::call(held.link, &request, payload) {
-            Called::Reply(reply) if Status::from_word(reply.status) == Status::BadToken => {}
-            Called::Reply(reply) => return answered(&reply).map(|()| reply),
-            Called::Fault => return Err(libc::EFAULT),
-            Called::Gone { sent: true } if op == Op::Write && arg == AT_END => {
+        let request = Request::new(op, held.token, arg).with_len(len);
+        match connect::call(held.link, &request, &mut payload) {
+            Ok(reply) if Status::from_word(reply.status) == Status::BadToken => {}
+            Ok(reply) => return answered(&reply).map(|()| reply),
+            Err(CallError::Fault) => return Err(libc::EFAULT),
+            Err(CallError::NoReply) if op == Op::Write && arg == AT_END => {
                 return Err(libc::EIO);
             }
-            Called::Gone { .. } => {}
+            Err(CallError::NotSent | CallError::NoReply) => {}
         }
         held.stub.adopted = false;
     }
@@ -407,8 +398,8 @@ fn write_by_requests(
     while done < run.len() {
         let data = run.rest(done).first(DATA_BYTES_MAX);
         let payload = Payload {
-            data: Some(data),
-            ..Payload::NOTHING
+            data: data.as_outgoing(),
+            ..Payload::none()
         };
         let to = if at == AT_END {
             AT_END
@@ -529,8 +520,8 @@ impl Fallback for Socket {
         while done < run.len() {
             let into = run.rest(done).first(DATA_BYTES_MAX);
             let payload = Payload {
-                into: Some(into),
-                ..Payload::NOTHING
+                room: into.as_incoming(),
+                ..Payload::none()
             };
             let from = at.wrapping_add(done as u64);
             match request(held, Op::Read, from, into.len() as u32, payload) {
@@ -676,21 +667,17 @@ fn write_again(fd: c_int, entry: &'static Entry, source: Source<'_>, at: Option<
     };
     let socket =
         sys::identity(fd).and_then(|(identity, _)| TABLE.trees.data_socket(identity.device));
-    let Some(one_off) = socket.and_then(|socket| OneOff::to(&socket)) else {
+    let Some(connection) = socket.and_then(|socket| connect::connect_once(&socket)) else {
         return -(libc::EIO as isize);
     };
     let flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
-    let adopt = Request {
-        op: Op::Adopt as u32,
-        len: ADOPT_AGAIN,
-        token: 0,
-        arg: (flags & libc::O_ACCMODE) as u64,
+    let access = (flags & libc::O_ACCMODE) as u64;
+    let adopt = Request::new(Op::Adopt, 0, access).with_len(ADOPT_AGAIN);
+    let mut with_fd = Payload {
+        fd: sys::borrow(fd),
+        ..Payload::none()
     };
-    let with_fd = Payload {
-        fd: Some(fd),
-        ..Payload::NOTHING
-    };
-    let Called::Reply(Reply { file_id: token, .. }) = one_off.call(&adopt, with_fd) else {
+    let Ok(Reply { file_id: token, .. }) = connection.call(&adopt, &mut with_fd) else {
         return -(libc::EIO as isize);
     };
     let appends = flags & libc::O_APPEND != 0;
@@ -709,18 +696,13 @@ fn write_again(fd: c_int, entry: &'static Entry, source: Source<'_>, at: Option<
             } else {
                 offset.wrapping_add(done as u64)
             };
-            let request = Request {
-                op: Op::Write as u32,
-                len: data.len() as u32,
-                token,
-                arg: to,
+            let request = Request::new(Op::Write, token, to).with_len(data.len() as u32);
+            let mut payload = Payload {
+                data: data.as_outgoing(),
+                ..Payload::none()
             };
-            let payload = Payload {
-                data: Some(data),
-                ..Payload::NOTHING
-            };
-            match one_off.call(&request, payload) {
-                Called::Reply(reply) if connect::is_ok(&reply) => {
+            match connection.call(&request, &mut payload) {
+                Ok(reply) if connect::is_ok(&reply) => {
                     done += reply.count as usize;
                     from += reply.count as usize;
                 }
@@ -766,7 +748,7 @@ pub(crate) fn read(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -
 // ---- the rest ------------------------------------------------------------------------------------
 
 fn size(held: &mut Held) -> Result<u64, c_int> {
-    request(held, Op::Attr, 0, 0, Payload::NOTHING).map(|reply| reply.size)
+    request(held, Op::Attr, 0, 0, Payload::none()).map(|reply| reply.size)
 }
 
 /// What the kernel does not know of a stub.
@@ -794,7 +776,7 @@ impl Attr {
 pub(crate) fn attr(fd: c_int) -> Option<Result<Attr, c_int>> {
     match enter(fd) {
         Entered::Held(mut held) => {
-            let reply = request(&mut held, Op::Attr, 0, 0, Payload::NOTHING);
+            let reply = request(&mut held, Op::Attr, 0, 0, Payload::none());
             Some(reply.map(|reply| Attr::of(&reply)))
         }
         Entered::Again(_) => attr_of(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None),
@@ -853,24 +835,18 @@ pub(crate) fn attr_of(
         Some(_) => return None,
         None => sys::identity(dir)?.0.device,
     };
-    let request = Request {
-        op: Op::AttrOf as u32,
-        len: 0,
-        token: inode,
-        arg: u64::from(generation),
-    };
+    let request = Request::new(Op::AttrOf, inode, u64::from(generation));
     let mut waited = 0;
     loop {
         let socket = TABLE.trees.data_socket(device)?;
         let called = match TABLE.links.to_at_any_rate(&socket) {
-            Some(link) => connect::call(link, &request, Payload::NOTHING),
+            Some(link) => connect::call(link, &request, &mut Payload::none()),
             // In a signal handler, perhaps; else firnd is gone.
-            None => match OneOff::to(&socket) {
-                Some(one_off) => one_off.call(&request, Payload::NOTHING),
-                None => Called::Gone { sent: false },
-            },
+            None => connect::connect_once(&socket)
+                .ok_or(CallError::NotSent)
+                .and_then(|connection| connection.call(&request, &mut Payload::none())),
         };
-        if let Called::Reply(reply) = called {
+        if let Ok(reply) = called {
             return match answered(&reply) {
                 Ok(()) => Some(Ok(Attr::of(&reply))),
                 Err(libc::ENODEV) => None,
@@ -901,10 +877,10 @@ fn plain(fd: c_int, op: Op, arg: u64, data: &[u64]) -> Option<Result<(), c_int>>
             libc::EBADF
         }));
     }
-    let data = Run::of_bytes(data.as_bytes());
+    let data = data.as_bytes();
     let payload = Payload {
-        data: Some(data),
-        ..Payload::NOTHING
+        data: data.into(),
+        ..Payload::none()
     };
     held.stub.wrote |= writes;
     Some(request(&mut held, op, arg, data.len() as u32, payload).map(drop))

@@ -3,47 +3,20 @@
 //! A negative result is `-errno`. Pointers of the program are handed to the kernel, which checks them.
 
 use std::arch::asm;
-use std::ffi::{c_int, c_long, c_void};
+use std::ffi::{c_int, c_void};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
 #[cfg(not(target_arch = "x86_64"))]
 use std::sync::atomic::Ordering;
 
-/// A system call.
-///
-/// # Safety
-/// The kernel writes where the arguments of this call say so.
-pub(crate) unsafe fn call(number: c_long, arg: [usize; 6]) -> isize {
-    let result: isize;
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: the kernel writes where the caller allows it; the instruction changes nothing but what is named.
-    unsafe {
-        asm!("syscall", inlateout("rax") number as isize => result, in("rdi") arg[0], in("rsi") arg[1],
-            in("rdx") arg[2], in("r10") arg[3], in("r8") arg[4], in("r9") arg[5],
-            lateout("rcx") _, lateout("r11") _, options(nostack));
-    }
-    #[cfg(target_arch = "aarch64")]
-    // SAFETY: the kernel writes where the caller allows it; nothing else changes.
-    unsafe {
-        asm!("svc 0", in("x8") number as isize, inlateout("x0") arg[0] as isize => result, in("x1") arg[1],
-            in("x2") arg[2], in("x3") arg[3], in("x4") arg[4], in("x5") arg[5], options(nostack));
-    }
-    result
-}
+pub(crate) use firn_direct::syscall;
 
-/// As [`call`], with the arguments as they come.
-macro_rules! syscall {
-    ($number:expr $(, $arg:expr)* $(,)?) => {{
-        let given: &[usize] = &[$($arg as usize),*];
-        let mut all = [0usize; 6];
-        let mut at = 0;
-        while at < given.len() && at < 6 {
-            all[at] = given[at];
-            at += 1;
-        }
-        $crate::sys::call($number, all)
-    }};
+/// A descriptor of the program, which says that it is open; `None` where no descriptor has that number.
+pub(crate) fn borrow(fd: c_int) -> Option<BorrowedFd<'static>> {
+    // SAFETY: not -1. Should the program close it meanwhile, the system call that it is borrowed for says so, or is
+    // about the descriptor that has the number then, as without the library.
+    (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
 }
-pub(crate) use syscall;
 
 /// The CPU on which this thread runs plus one; 0 where the kernel does not say.
 pub(crate) fn cpu() -> u32 {
