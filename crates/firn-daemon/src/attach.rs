@@ -17,7 +17,7 @@ use firn_engine::{
     ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered, StoredArena,
 };
 use firn_format::quote::quoted_path;
-use firn_transact::{ArenaId, Held, HeldError, Members, Opening};
+use firn_transact::{AbortError, ArenaId, Held, Members, Opening, TransactionError};
 use firn_trust::check_shared_parent;
 use rustix::fs::OFlags;
 
@@ -361,9 +361,9 @@ fn open_of_members(
             ..Opening::default()
         };
         match Held::open_with(directory, opening, |scopes| arena.drop_below(scopes)) {
-            Err(AttachError::Transactions(error @ HeldError::Stopping { .. }))
-                if Instant::now() < deadline =>
-            {
+            Err(AttachError::Transactions(
+                error @ TransactionError::Abort(AbortError::Stopping { .. }),
+            )) if Instant::now() < deadline => {
                 if !std::mem::replace(&mut told, true) {
                     notice(format!("waiting: {error}"));
                 }

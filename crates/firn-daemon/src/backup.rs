@@ -19,7 +19,7 @@ use firn_protocol::BackupStatus;
 use firn_protocol::path::BytePath;
 use firn_transact::backup::{MANIFEST, Progress};
 use firn_transact::change_log::ChangeLog;
-use firn_transact::{Held, HeldError};
+use firn_transact::{BackupError, Held, ReviveError, TransactionError};
 use firn_trust::{TrustError, check_shared_parent, create_private_dir, open_private_dir};
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
@@ -117,12 +117,12 @@ pub(crate) fn attach(
     store
         .backed_up(directory, known)
         .map_err(|error| match error {
-            HeldError::BackupWaits { id, name } => AttachError::BackupWaits {
+            BackupError::UnknownTransaction { id, name } => AttachError::BackupWaits {
                 id,
                 dir: home.join(name),
                 backing: backing.into(),
             },
-            error => AttachError::held(backing)(error),
+            error => AttachError::transactions(backing)(error),
         })
 }
 
@@ -242,7 +242,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         source,
     })?;
     let store = open_place(&place)?;
-    let (held, _) = Held::open(directory).map_err(AttachError::held(&backing))?;
+    let (held, _) = Held::open(directory).map_err(AttachError::transactions(&backing))?;
     let mut report = BackupReport {
         id: log.id,
         scope: log.scope.as_slice().into(),
@@ -255,12 +255,12 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         &log,
     ) {
         Ok(()) => {}
-        Err(HeldError::BackupDone { .. }) => (report.before, report.committed) = (true, true),
-        Err(HeldError::Open { scope }) => {
+        Err(ReviveError::Applied { .. }) => (report.before, report.committed) = (true, true),
+        Err(ReviveError::Overlaps { scope }) => {
             let scope = crate::transactions::shown_scope(scope.as_bytes());
             return Err(RecoverError::BackupOpen { scope, backing });
         }
-        Err(error) => return Err(AttachError::held(&backing)(error).into()),
+        Err(error) => return Err(AttachError::transactions(&backing)(error).into()),
     }
     if request.id.is_some() && !report.before {
         let mut inode = held.root();
@@ -271,7 +271,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         {
             inode = held
                 .lookup(&inode, std::ffi::OsStr::from_bytes(name))
-                .map_err(HeldError::from)?
+                .map_err(TransactionError::from)?
                 .0;
         }
         held.commit(&inode, log.id)?;

@@ -14,7 +14,7 @@ use firn_backing::{Backing, DirBacking, Errno};
 use firn_rendezvous::{
     BEAT_EVERY, Holder, Lease, LeaseError, OwnError, ReachError, check_reach, own,
 };
-use firn_transact::{HeldError, Members, TOP, other_staging_dirs, staging_dir_name};
+use firn_transact::{Members, StoreError, TOP, other_staging_dirs, staging_dir_name};
 
 use crate::error::AttachError;
 
@@ -62,7 +62,7 @@ fn open_backing(backing: &Path) -> Result<DirBacking, AttachError> {
 
 fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
     let in_backing = AttachError::in_backing(backing);
-    move |error| in_backing(HeldError::from(error).into())
+    move |error| in_backing(StoreError::from(error).into())
 }
 
 /// What the thread that beats found out.

@@ -10,7 +10,9 @@ use firn_backing::{DirBacking, is_below};
 use firn_config::{Kind, Options, Participants};
 use firn_conflict::{Report, Used};
 use firn_engine::Engine;
-use firn_transact::{Expected, HeldError, Inode, Members, Vote};
+use firn_transact::{
+    AbortError, BeginError, Expected, Inode, Members, TransactionError, Vote, VoteError,
+};
 
 use crate::attach::Store;
 use crate::error::AttachError;
@@ -75,12 +77,12 @@ pub(crate) fn prepared(
     engine: &Engine<Store>,
     inode: &Inode<DirBacking>,
     path: &[u8],
-) -> Result<(), HeldError> {
+) -> Result<(), TransactionError> {
     match engine.backing().members() {
-        Some(_) => engine.backing().note_accesses(
-            inode,
-            by_process(engine.accesses().take(|found| is_below(found, path))),
-        ),
+        Some(_) => {
+            let used = by_process(engine.accesses().take(|found| is_below(found, path)));
+            Ok(engine.backing().note_accesses(inode, used)?)
+        }
         None => Ok(()),
     }
 }
@@ -128,7 +130,7 @@ pub(crate) fn vote(
     path: &[u8],
     id: u64,
     patience: Duration,
-) -> Result<(), HeldError> {
+) -> Result<(), TransactionError> {
     if engine.backing().members().is_none() {
         return Ok(());
     }
@@ -149,15 +151,16 @@ fn wait_for_verdict(
     path: &[u8],
     id: u64,
     deadline: Instant,
-) -> Result<(), HeldError> {
+) -> Result<(), TransactionError> {
     let store = engine.backing();
     patiently(deadline, || {
-        store.publish_accesses(&crate::transactions::scope_at(engine, path)?, id)
+        let scope = crate::transactions::scope_at(engine, path)?;
+        Ok(store.publish_accesses(&scope, id)?)
     })?;
     let mut pause = Pause::default();
     loop {
         match store.poll_vote(id, path)? {
-            Vote::Over(verdict) => return verdict.agreed(),
+            Vote::Over(verdict) => return Ok(verdict.agreed()?),
             Vote::Waiting {
                 published,
                 expected,
@@ -186,7 +189,7 @@ pub(crate) fn await_other_hosts(
     path: &[u8],
     id: u64,
     means: &Means<'_>,
-) -> Result<Vec<String>, HeldError> {
+) -> Result<Vec<String>, TransactionError> {
     let store = engine.backing();
     let deadline = Instant::now() + means.patience;
     let Some(members) = store.members() else {
@@ -206,13 +209,15 @@ pub(crate) fn await_other_hosts(
 /// Tries again as long as other hosts have something to end.
 pub(crate) fn patiently<T>(
     deadline: Instant,
-    mut attempt: impl FnMut() -> Result<T, HeldError>,
-) -> Result<T, HeldError> {
+    mut attempt: impl FnMut() -> Result<T, TransactionError>,
+) -> Result<T, TransactionError> {
     let mut pause = Pause::default();
     loop {
         match attempt() {
             Err(
-                HeldError::Leaving { .. } | HeldError::NotOver { .. } | HeldError::Stopping { .. },
+                TransactionError::Vote(VoteError::LastVoteNotOver { .. })
+                | TransactionError::Begin(BeginError::NotOver { .. })
+                | TransactionError::Abort(AbortError::Stopping { .. }),
             ) if Instant::now() < deadline => {
                 pause.rest();
             }

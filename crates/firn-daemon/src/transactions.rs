@@ -13,7 +13,10 @@ use firn_format::durability::DurabilityLevel;
 use firn_format::tally::Tally;
 use firn_protocol::path::BytePath;
 use firn_protocol::{Reply, Request, TransactionStatus};
-use firn_transact::{HeldError, Inode, Mode, Stage};
+use firn_transact::{
+    AbortError, BackupError, BeginError, CommitError, Inode, Mode, OwnError, PrepareError,
+    RestoreError, ScopeError, Stage, StoreError, TransactionError, VoteError,
+};
 
 use crate::attach::Store;
 use crate::carrier::Carrier;
@@ -69,8 +72,8 @@ fn turn<T>(
     engine: &Engine<Store>,
     path: &[u8],
     pending: Pending,
-    work: impl FnOnce(&firn_transact::Inode<DirBacking>) -> Result<T, HeldError>,
-) -> Result<T, HeldError> {
+    work: impl FnOnce(&firn_transact::Inode<DirBacking>) -> Result<T, TransactionError>,
+) -> Result<T, TransactionError> {
     note(engine, Step::Quiesce, path, None);
     let turned = engine.quiesce(path, pending, |inode| {
         note(engine, Step::Drained, path, None);
@@ -78,13 +81,13 @@ fn turn<T>(
     });
     turned.map_err(|error| match error {
         QuiesceError::Scope(errno) => not_a_scope(errno),
-        QuiesceError::Drain(errno) => HeldError::Backing(errno),
+        QuiesceError::Drain(errno) => errno.into(),
         QuiesceError::Work(error) => error,
     })
 }
 
 /// Carries a decided commit out.
-pub(crate) fn carry_out(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
+pub(crate) fn carry_out(engine: &Engine<Store>, path: &[u8]) -> Result<(), TransactionError> {
     let id = decided(engine, path);
     engine.backing().carry_out(path)?;
     if id.is_some() {
@@ -289,15 +292,15 @@ fn undone_by_another(
 pub(crate) fn scope_at(
     engine: &Engine<Store>,
     path: &[u8],
-) -> Result<Inode<DirBacking>, HeldError> {
+) -> Result<Inode<DirBacking>, TransactionError> {
     engine.object_at(path).map_err(not_a_scope)
 }
 
-fn not_a_scope(errno: Errno) -> HeldError {
+fn not_a_scope(errno: Errno) -> TransactionError {
     match errno {
-        Errno::NOENT => HeldError::ScopeMissing,
-        Errno::NOTDIR => HeldError::ScopeNotDirectory,
-        errno => HeldError::Backing(errno),
+        Errno::NOENT => ScopeError::Missing.into(),
+        Errno::NOTDIR => ScopeError::NotDirectory.into(),
+        errno => errno.into(),
     }
 }
 
@@ -313,7 +316,7 @@ fn write_back(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(Cached)) {
     }
 }
 
-fn begin(engine: &Engine<Store>, path: &[u8], patience: Duration) -> Result<(), HeldError> {
+fn begin(engine: &Engine<Store>, path: &[u8], patience: Duration) -> Result<(), TransactionError> {
     // What was written after a commit that is still carried out is not of the new transaction, and has no way yet.
     if is_decided(engine, path)
         && engine
@@ -334,7 +337,7 @@ fn begin_at(
     engine: &Engine<Store>,
     inode: &Inode<DirBacking>,
     path: &[u8],
-) -> Result<(), HeldError> {
+) -> Result<(), TransactionError> {
     engine.backing().begin(inode, path)?;
     note(engine, Step::Begin, path, None);
     participants::begun(engine, path);
@@ -346,7 +349,7 @@ fn prepare(
     path: &[u8],
     id: u64,
     patience: Duration,
-) -> Result<(), HeldError> {
+) -> Result<(), TransactionError> {
     carry_out_before(engine, path)?;
     // Asked again, nothing more is to be part of it.
     let pending = if stage(engine, path) == Some(Stage::Open) {
@@ -368,7 +371,7 @@ fn prepare(
 }
 
 /// A commit before this transaction is carried out first, outside of a turn: drains of the scope wait for that.
-fn carry_out_before(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
+fn carry_out_before(engine: &Engine<Store>, path: &[u8]) -> Result<(), TransactionError> {
     if stage(engine, path) == Some(Stage::Open) {
         carry_out(engine, path)
     } else {
@@ -390,7 +393,7 @@ fn commit(
     path: &[u8],
     how: &How,
     means: &Means<'_>,
-) -> Result<(u64, Vec<String>), HeldError> {
+) -> Result<(u64, Vec<String>), TransactionError> {
     let store = engine.backing();
     let is_decided = |id| decided(engine, path) == Some(id);
     if how.id.is_none_or(|id| !is_decided(id)) {
@@ -475,11 +478,11 @@ fn abort(
     path: &[u8],
     patience: Duration,
     forget: &dyn Fn(Cached),
-) -> Result<(), HeldError> {
+) -> Result<(), TransactionError> {
     let store = engine.backing();
     let begun = stage(engine, path);
     match begun {
-        Some(Stage::Decided(id)) => return Err(HeldError::Decided { id }),
+        Some(Stage::Decided(id)) => return Err(AbortError::Decided { id }.into()),
         // Other hosts may have committed it: asked before anything is thrown away.
         Some(Stage::Prepared(id)) => store.call_commit_off(id, path)?,
         _ => {}
@@ -487,7 +490,7 @@ fn abort(
     // Drains that wait for the outcome are told first, or the data could not be dropped.
     match store.refuse(&scope_at(engine, path)?) {
         // The thread that follows the other hosts has ended the transaction first.
-        Err(HeldError::None) if begun.is_some() => return Ok(()),
+        Err(AbortError::NoTransaction) if begun.is_some() => return Ok(()),
         refused => refused?,
     }
     let mut waited = false;
@@ -497,11 +500,11 @@ fn abort(
             note(engine, Step::Undone, path, None);
             note(engine, Step::Ended, path, None);
             participants::ended(engine, path);
-            Ok::<_, HeldError>(())
+            Ok(())
         });
         match ended {
             // Whoever follows the other hosts was faster.
-            Err(HeldError::None) if waited => Ok(()),
+            Err(TransactionError::Abort(AbortError::NoTransaction)) if waited => Ok(()),
             ended => {
                 waited = true;
                 ended
@@ -522,7 +525,7 @@ pub(crate) fn abort_orphan(
     write_back(engine, path, forget);
     let scope = shown_scope(path);
     match abort(engine, path, Duration::ZERO, forget) {
-        Ok(()) | Err(HeldError::None) => {
+        Ok(()) | Err(TransactionError::Abort(AbortError::NoTransaction)) => {
             tracing::info!(%scope, "a transaction is aborted: its owner is gone");
             Ok(())
         }
@@ -541,7 +544,7 @@ pub(crate) fn follow(engine: &Engine<Store>, forget: &dyn Fn(Cached)) {
             Ok(()) => {
                 tracing::info!(scope = %shown, "a transaction of several hosts was aborted and is undone")
             }
-            Err(HeldError::Stopping { hosts }) => {
+            Err(TransactionError::Abort(AbortError::Stopping { hosts })) => {
                 tracing::debug!(scope = %shown, ?hosts, "waiting for hosts to stop");
             }
             Err(error) => tracing::warn!(%error, scope = %shown, "a transaction cannot be undone"),
@@ -554,7 +557,7 @@ fn finish_restore(
     engine: &Engine<Store>,
     path: &[u8],
     forget: &dyn Fn(Cached),
-) -> Result<(), HeldError> {
+) -> Result<(), TransactionError> {
     let first = engine.backing().first_transaction(path);
     if first.is_some_and(|one| one.is_undo()) {
         carry_out(engine, path)?;
@@ -569,7 +572,7 @@ fn restore(
     id: u64,
     patience: Duration,
     forget: &dyn Fn(Cached),
-) -> Result<(), HeldError> {
+) -> Result<(), TransactionError> {
     let store = engine.backing();
     finish_restore(engine, path, forget)?;
     // Of a commit before the transaction that is open. A commit that is not followed may be the one that is meant.
@@ -580,18 +583,18 @@ fn restore(
             turn(engine, path, Pending::Discard, |inode| {
                 match store.commit(inode, id) {
                     // It was carried out in the background meanwhile.
-                    Err(HeldError::None) if store.committed(path)? == Some(id) => {}
+                    Err(CommitError::NoTransaction) if store.committed(path)? == Some(id) => {}
                     done => done?,
                 }
                 note(engine, Step::Applied, path, Some(id));
                 note(engine, Step::Ended, path, Some(id));
                 participants::ended(engine, path);
-                Ok::<_, HeldError>(())
+                Ok(())
             })?;
             engine.revalidate_names(path).into_iter().for_each(forget);
             Ok(())
         }
-        Some(Stage::Decided(id)) => Err(HeldError::Decided { id }),
+        Some(Stage::Decided(id)) => Err(AbortError::Decided { id }.into()),
         stage => {
             // Refused before anything is thrown away.
             store.can_restore(path, id)?;
@@ -612,7 +615,7 @@ fn restore(
                 note(engine, Step::Undone, path, Some(id));
                 note(engine, Step::Ended, path, Some(id));
                 participants::ended(engine, path);
-                Ok::<_, HeldError>(())
+                Ok(())
             })?;
             engine.revalidate_names(path).into_iter().for_each(forget);
             Ok(())
@@ -636,7 +639,7 @@ pub(crate) fn leave(engine: &Engine<Store>) {
     }
 }
 
-fn drop_later(engine: &Engine<Store>, path: &[u8]) -> Result<(), HeldError> {
+fn drop_later(engine: &Engine<Store>, path: &[u8]) -> Result<(), TransactionError> {
     engine.backing().refuse(&scope_at(engine, path)?)?;
     turn(engine, path, Pending::Discard, |_| Ok(()))
 }
@@ -647,7 +650,7 @@ pub(crate) fn give_up(engine: &Engine<Store>) {
     for one in engine.backing().open_transactions() {
         if one.decided().is_some()
             && let Err(error) =
-                scope_at(engine, one.scope()).and_then(|at| engine.backing().refuse(&at))
+                scope_at(engine, one.scope()).and_then(|at| Ok(engine.backing().refuse(&at)?))
         {
             tracing::warn!(%error, scope = %shown_scope(one.scope()), "changes may wait for a commit");
         }
@@ -658,7 +661,7 @@ pub(crate) fn give_up(engine: &Engine<Store>) {
 pub(crate) fn give_up_all(engine: &Engine<Store>) {
     for one in engine.backing().open_transactions() {
         if let Err(error) =
-            scope_at(engine, one.scope()).and_then(|at| engine.backing().refuse(&at))
+            scope_at(engine, one.scope()).and_then(|at| Ok(engine.backing().refuse(&at)?))
         {
             tracing::warn!(%error, scope = %shown_scope(one.scope()), "changes of a transaction go on");
         }
@@ -790,70 +793,138 @@ pub(crate) fn shown_scope(path: &[u8]) -> String {
     }
 }
 
-fn refused(error: &HeldError, path: &BytePath) -> Reply {
+/// The answer to a request that failed: its errno is what `firn.h` says of that failure.
+fn refused(error: &TransactionError, path: &BytePath) -> Reply {
     let scope = shown_scope(path.as_bytes());
     let (errno, message) = match error {
-        HeldError::NotTransactional => (libc::EOPNOTSUPP, error.to_string()),
-        HeldError::ScopeMissing => (libc::ENOENT, format!("{scope}: {error}")),
-        HeldError::ScopeNotDirectory => (libc::ENOTDIR, format!("{scope}: {error}")),
-        HeldError::Backing(errno) => (
-            errno_of_backing(*errno),
-            format!(
-                "{scope}: the backing reports: {errno}; the transaction is kept: mend it and try again"
-            ),
-        ),
-        HeldError::None => (
+        TransactionError::Scope(error) => refuse_scope(error, &scope),
+        TransactionError::Begin(BeginError::Scope(error)) => refuse_scope(error, &scope),
+        TransactionError::Begin(BeginError::Store(error)) => refuse_store(error, &scope),
+        TransactionError::Begin(error) => refuse_begin(error, &scope),
+        TransactionError::Prepare(PrepareError::NoTransaction)
+        | TransactionError::Vote(VoteError::NoTransaction)
+        | TransactionError::Commit(CommitError::NoTransaction)
+        | TransactionError::Abort(AbortError::NoTransaction) => (
             libc::ENOENT,
             format!("no transaction is open in {scope}: firn begin opens one"),
         ),
-        HeldError::Open { scope } => {
-            let open = shown_scope(scope.as_bytes());
-            (
-                libc::EBUSY,
-                format!("a transaction is open in {open}: commit or abort it first"),
-            )
+        TransactionError::Prepare(PrepareError::Undoing)
+        | TransactionError::Commit(CommitError::Undoing)
+        | TransactionError::Abort(AbortError::Decided { .. })
+        | TransactionError::Vote(VoteError::Decided { .. }) => (libc::EBUSY, error.to_string()),
+        TransactionError::Abort(AbortError::Stopping { .. }) => {
+            (libc::EBUSY, format!("{scope}: {error}"))
         }
-        HeldError::Decided { .. } | HeldError::Undoing => (libc::EBUSY, error.to_string()),
-        HeldError::Stopping { .. } => (libc::EBUSY, format!("{scope}: {error}")),
-        HeldError::NotOver { .. } => (libc::EBUSY, format!("{scope}: {error}")),
-        HeldError::Inodes => (libc::EOPNOTSUPP, error.to_string()),
-        HeldError::OtherId { .. } | HeldError::NotKept { .. } | HeldError::NotMet { .. } => {
+        TransactionError::Prepare(PrepareError::OtherId { .. })
+        | TransactionError::Commit(CommitError::OtherId { .. }) => {
             (libc::EINVAL, error.to_string())
         }
-        HeldError::Conflict(report) => (libc::ECANCELED, participants::told(report, &scope)),
-        HeldError::GivenUp { .. } => (
+        TransactionError::Vote(error)
+        | TransactionError::Commit(CommitError::Vote(error))
+        | TransactionError::Abort(AbortError::Vote(error)) => refuse_vote(error, &scope),
+        TransactionError::Restore(RestoreError::NotKept { .. }) => {
+            (libc::EINVAL, error.to_string())
+        }
+        TransactionError::Restore(error) => return refused(&error.clone().into(), path),
+        TransactionError::Revive(_) => (libc::EIO, format!("{scope}: {error}")),
+        TransactionError::Backup(error)
+        | TransactionError::Prepare(PrepareError::Backup(error))
+        | TransactionError::Commit(CommitError::Backup(error))
+        | TransactionError::Abort(AbortError::Backup(error)) => refuse_backup(error, &scope),
+        TransactionError::Store(error)
+        | TransactionError::Prepare(PrepareError::Store(error))
+        | TransactionError::Commit(CommitError::Store(error))
+        | TransactionError::Abort(AbortError::Store(error)) => refuse_store(error, &scope),
+    };
+    Reply::Error { errno, message }
+}
+
+/// An errno, and a sentence that says what to do.
+type Refused = (i32, String);
+
+fn refuse_scope(error: &ScopeError, scope: &str) -> Refused {
+    match error {
+        ScopeError::NotTransactional => (libc::EOPNOTSUPP, error.to_string()),
+        ScopeError::Missing => (libc::ENOENT, format!("{scope}: {error}")),
+        ScopeError::NotDirectory => (libc::ENOTDIR, format!("{scope}: {error}")),
+    }
+}
+
+fn refuse_begin(error: &BeginError, scope: &str) -> Refused {
+    match error {
+        BeginError::Overlaps { scope } => {
+            let open = shown_scope(scope.as_bytes());
+            let message = format!("a transaction is open in {open}: commit or abort it first");
+            (libc::EBUSY, message)
+        }
+        BeginError::NotOver { .. } => (libc::EBUSY, format!("{scope}: {error}")),
+        BeginError::InodesDiffer => (libc::EOPNOTSUPP, error.to_string()),
+        BeginError::TooManyHosts { .. } => (libc::ECANCELED, format!("{scope}: {error}")),
+        BeginError::Scope(error) => refuse_scope(error, scope),
+        BeginError::Store(error) => refuse_store(error, scope),
+    }
+}
+
+fn refuse_vote(error: &VoteError, scope: &str) -> Refused {
+    match error {
+        VoteError::NoTransaction => (libc::ENOENT, format!("{scope}: {error}")),
+        VoteError::OtherId { .. } | VoteError::NotVoted { .. } => (libc::EINVAL, error.to_string()),
+        VoteError::LastVoteNotOver { .. } => (
+            libc::EBUSY,
+            format!("{scope}: {error}: firn abort it there"),
+        ),
+        VoteError::Decided { .. } => (libc::EBUSY, error.to_string()),
+        VoteError::GivenUp { .. } => (
             libc::ECANCELED,
             format!("{scope}: {error}; the transaction is kept: firn abort drops it"),
         ),
-        HeldError::Backup { source } => (
+        VoteError::Conflict(report) => (libc::ECANCELED, participants::told(report, scope)),
+        VoteError::Published { .. } => (libc::EIO, error.to_string()),
+        VoteError::Store(error) => refuse_store(error, scope),
+    }
+}
+
+fn refuse_backup(error: &BackupError, scope: &str) -> Refused {
+    match error {
+        BackupError::Refused { source } => (
             errno_of_backing(*source),
             format!(
                 "{scope}: the backup reports: {source}; the transaction is as it was: mend it and try again, or abort"
             ),
         ),
-        HeldError::BackupStays { source } => (
+        BackupError::NotRemoved { source } => (
             errno_of_backing(*source),
             format!(
                 "{scope}: {error}; until it can the transaction stays as it is: mend it and try again"
             ),
         ),
-        HeldError::BackupPath { .. }
-        | HeldError::BackupWaits { .. }
-        | HeldError::BackupDone { .. }
-        | HeldError::BackupTree { .. }
-        | HeldError::BackupDamaged { .. } => (libc::EIO, format!("{scope}: {error}")),
-        HeldError::Leaving { .. } => (
-            libc::EBUSY,
-            format!("{scope}: {error}: firn abort it there"),
-        ),
-        HeldError::List { .. } => (libc::EIO, error.to_string()),
-        HeldError::Record { .. } => (libc::EIO, error.to_string()),
-        HeldError::Distrusted { .. } => (libc::EPERM, format!("{scope}: {error}")),
-        HeldError::TooLong { .. } => (libc::EFBIG, format!("{scope}: {error}")),
-    };
-    Reply::Error { errno, message }
+        BackupError::NoPath { .. } | BackupError::UnknownTransaction { .. } => {
+            (libc::EIO, format!("{scope}: {error}"))
+        }
+        BackupError::Own(error) => refuse_own(error, scope),
+        BackupError::Store(error) => refuse_store(error, scope),
+    }
 }
 
+fn refuse_store(error: &StoreError, scope: &str) -> Refused {
+    match error {
+        StoreError::Own(error) => refuse_own(error, scope),
+        StoreError::Record { .. } => (libc::EIO, error.to_string()),
+    }
+}
+
+fn refuse_own(error: &OwnError, scope: &str) -> Refused {
+    match error {
+        OwnError::Backing(errno) => (
+            errno_of_backing(*errno),
+            format!(
+                "{scope}: the backing reports: {errno}; the transaction is kept: mend it and try again"
+            ),
+        ),
+        OwnError::Distrusted { .. } => (libc::EPERM, format!("{scope}: {error}")),
+        OwnError::TooLong { .. } => (libc::EFBIG, format!("{scope}: {error}")),
+    }
+}
 /// What is told of a failure of the backing. Numbers that have a meaning in `firn.h` ("Errors") are never the backing's:
 /// a caller would take them for that.
 fn errno_of_backing(errno: Errno) -> i32 {
@@ -881,7 +952,7 @@ fn errno_of_backing(errno: Errno) -> i32 {
 mod tests {
     use super::*;
 
-    fn told(error: &HeldError) -> (i32, String) {
+    fn told(error: &TransactionError) -> (i32, String) {
         match refused(error, &"job".into()) {
             Reply::Error { errno, message } => (errno, message),
             reply => panic!("not an error: {reply:?}"),
@@ -900,9 +971,9 @@ mod tests {
             Errno::CANCELED,
         ] {
             let errors = [
-                HeldError::Backing(errno),
-                HeldError::Backup { source: errno },
-                HeldError::BackupStays { source: errno },
+                TransactionError::from(errno),
+                BackupError::Refused { source: errno }.into(),
+                BackupError::NotRemoved { source: errno }.into(),
             ];
             for error in errors {
                 let (number, message) = told(&error);
@@ -914,23 +985,23 @@ mod tests {
                 );
             }
         }
-        assert_eq!(told(&HeldError::Backing(Errno::NOSPC)).0, libc::ENOSPC);
+        assert_eq!(told(&TransactionError::from(Errno::NOSPC)).0, libc::ENOSPC);
     }
 
     #[test]
     fn what_is_wrong_with_the_scope_has_its_own_number_and_advice() {
-        let (number, message) = told(&HeldError::NotTransactional);
+        let (number, message) = told(&ScopeError::NotTransactional.into());
         assert_eq!(
             (number, message.contains("drain=commit")),
             (libc::EOPNOTSUPP, true),
             "{message}"
         );
-        let (number, message) = told(&HeldError::ScopeMissing);
+        let (number, message) = told(&ScopeError::Missing.into());
         assert_eq!(
             (number, message.contains("no such directory")),
             (libc::ENOENT, true),
             "{message}"
         );
-        assert_eq!(told(&HeldError::ScopeNotDirectory).0, libc::ENOTDIR);
+        assert_eq!(told(&ScopeError::NotDirectory.into()).0, libc::ENOTDIR);
     }
 }

@@ -1,189 +1,21 @@
-//! Why a transaction could not be begun, prepared, committed, aborted or restored.
+//! Why a transaction could not be begun, prepared, voted on, committed, aborted or restored.
+//!
+//! Each verb has an enum of what its caller can tell apart. What Firn stored, and what the backing says, can stop any
+//! of them: that is a [`StoreError`]. Who runs one verb or another takes [`TransactionError`].
 
 use firn_backing::Errno;
 use firn_format::quote::quoted;
 use firn_protocol::path::BytePath;
-use firn_trust::Distrust;
 
 use crate::change_log::LogError;
-use crate::own::{FILE_BYTES_MAX, OwnError};
+use crate::own::OwnError;
 
-/// Why a transaction could not be begun, prepared, committed or aborted.
+/// The backing failed, or what Firn has stored in it is not as Firn leaves it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum HeldError {
-    /// The backing is one without transactions.
-    #[error("this mount has no transactions: mount it with drain=commit")]
-    NotTransactional,
-    /// There is nothing where a transaction was to begin or end.
-    #[error("no such directory in this mount")]
-    ScopeMissing,
-    /// There is something else.
-    #[error("a transaction covers a directory, and this is none")]
-    ScopeNotDirectory,
-    /// There is no transaction where one is needed.
-    #[error("no transaction is open there: begin one first")]
-    None,
-    /// One is open that covers the same objects.
-    #[error("a transaction is open in {scope:?}: commit or abort it first")]
-    Open {
-        /// Its scope.
-        scope: BytePath,
-    },
-    /// Its outcome is decided.
-    #[error(
-        "the transaction is committed with id {id} and not yet carried out: firn commit goes on with it"
-    )]
-    Decided {
-        /// Its number.
-        id: u64,
-    },
-    /// It is prepared with another number.
-    #[error("the transaction is prepared with id {found}, not {wanted}")]
-    OtherId {
-        /// What it was prepared with.
-        found: u64,
-        /// What was asked for.
-        wanted: u64,
-    },
-    /// An abort came half way.
-    #[error("the transaction is being undone: firn abort goes on with it")]
-    Undoing,
-    /// Several hosts abort together, and these have not stopped changing things, or not undone them.
-    #[error(
-        "the transaction of all hosts is aborted, and undone when {} stopped: it goes on when that host's firnd runs, \
-         or firn recover --inode ends its part",
-        match &hosts[..] { [one] => format!("{one} has"), hosts => format!("{} have", hosts.join(", ")) }
-    )]
-    Stopping {
-        /// Which.
-        hosts: Vec<String>,
-    },
-    /// The last transaction of several hosts is not over.
-    #[error("the last transaction of these hosts is not over{}", on(hosts))]
-    NotOver {
-        /// Where.
-        hosts: Vec<String>,
-    },
-    /// Shadow mode does not work on this file system.
-    #[error(
-        "directories of the backing name other inode numbers than stat(2) tells: only mode=buffer works there"
-    )]
-    Inodes,
-    /// The checkpoint is not kept.
-    #[error("the files of checkpoint {wanted} are not kept; {}", told(kept))]
-    NotKept {
-        /// What was asked for.
-        wanted: u64,
-        /// Those that are, newest first.
-        kept: Vec<u64>,
-    },
-    /// The hosts do not go together.
-    #[error("{} with other hosts", match .0.total { 1 => "1 conflict".to_owned(), n => format!("{n} conflicts") })]
-    Conflict(Box<firn_conflict::Report>),
-    /// There is no commit because of one of the hosts.
-    #[error("{by} gave the commit up: {why}")]
-    GivenUp {
-        /// Which.
-        by: String,
-        /// What it said.
-        why: String,
-    },
-    /// Several hosts commit together, and this one has not voted with the others.
-    #[error("the hosts have not voted on {id}: firn prepare comes first, on each of them")]
-    NotMet {
-        /// The number.
-        id: u64,
-    },
-    /// The last vote on the same number is not over.
-    #[error("other hosts have not ended the last transaction with id {id}")]
-    Leaving {
-        /// The number.
-        id: u64,
-    },
-    /// A host's list cannot be read.
-    #[error("{host}: {source}")]
-    List {
-        /// Whose.
-        host: String,
-        /// What is wrong.
-        source: firn_conflict::ListError,
-    },
-    /// The backup refused something.
-    #[error("the backup failed: {source}")]
-    Backup {
-        /// What it said.
-        source: Errno,
-    },
-    /// What is over could not be taken back from the backup. Until it can, nothing new is decided.
-    #[error("what is over cannot be removed from the backup: {source}")]
-    BackupStays {
-        /// What it said.
-        source: Errno,
-    },
-    /// An object has no name by which it could be found elsewhere.
-    #[error(
-        "object {number} of the transaction has no name in the backing, and cannot be in the backup"
-    )]
-    BackupPath {
-        /// Its number.
-        number: u64,
-    },
-    /// The backing does not know a transaction that is in the backup.
-    #[error(
-        "the backup has a transaction prepared with id {id} that the backing does not know ({name})"
-    )]
-    BackupWaits {
-        /// The number.
-        id: u64,
-        /// Its directory in the backup.
-        name: String,
-    },
-    /// The transaction of the backup was committed and carried out.
-    #[error("commit {id} was carried out before")]
-    BackupDone {
-        /// The number.
-        id: u64,
-    },
-    /// The tree is not the one before the transaction of a backup.
-    #[error(
-        "{}: {what}: the backup goes with the tree as it was before the transaction",
-        quoted(path)
-    )]
-    BackupTree {
-        /// Where, from the top of the backing.
-        path: Vec<u8>,
-        /// What is wrong.
-        what: String,
-    },
-    /// A piece of a backup is missing or changed.
-    #[error("{file} in the backup is missing or damaged")]
-    BackupDamaged {
-        /// Which.
-        file: String,
-    },
-    /// Something in the place of what is Firn's own is not as that must be.
-    #[error(
-        "{name} {why}; nothing in it is believed: mount as the user whose it is, or look at what it is and move it away"
-    )]
-    Distrusted {
-        /// Its name, with the directories above it as far as they are known.
-        name: String,
-        /// What is wrong with it.
-        why: Distrust,
-    },
-    /// A file in the place of one of Firn's own is longer than those are.
-    #[error(
-        "{name} has {bytes} bytes, and Firn writes no more than {FILE_BYTES_MAX}: look at what it is and move it away"
-    )]
-    TooLong {
-        /// Its name, as above.
-        name: String,
-        /// Its size.
-        bytes: u64,
-    },
-    /// The backing refused something. Whatever it said, it is nothing that is known of the transaction.
-    #[error("the backing failed: {0}")]
-    Backing(#[from] Errno),
+pub enum StoreError {
+    /// Something of Firn's own could not be used. Whatever errno the backing gave, it says nothing of the transaction.
+    #[error(transparent)]
+    Own(#[from] OwnError),
     /// A record cannot be read.
     #[error("{path}: {source}; move it away to give that transaction up")]
     Record {
@@ -194,17 +26,493 @@ pub enum HeldError {
     },
 }
 
-impl From<OwnError> for HeldError {
-    fn from(error: OwnError) -> Self {
-        match error {
-            OwnError::Distrusted { name, why } => Self::Distrusted { name, why },
-            OwnError::TooLong { name, bytes } => Self::TooLong { name, bytes },
-            OwnError::Backing(errno) => Self::Backing(errno),
+impl From<Errno> for StoreError {
+    fn from(errno: Errno) -> Self {
+        Self::Own(errno.into())
+    }
+}
+
+impl StoreError {
+    /// The errno that the backing gave.
+    pub fn errno(&self) -> Option<Errno> {
+        match self {
+            Self::Own(OwnError::Backing(errno)) => Some(*errno),
+            Self::Own(_) | Self::Record { .. } => None,
         }
     }
 }
 
-fn on(hosts: &[String]) -> String {
+/// Why a directory is not the scope of a transaction.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ScopeError {
+    /// The mount has no transactions.
+    #[error("this mount has no transactions: mount it with drain=commit")]
+    NotTransactional,
+    /// Nothing has that path.
+    #[error("no such directory in this mount")]
+    Missing,
+    /// Something else has that path.
+    #[error("a transaction covers a directory, and this is none")]
+    NotDirectory,
+}
+
+/// Why a transaction did not begin.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BeginError {
+    /// It cannot have that scope.
+    #[error(transparent)]
+    Scope(#[from] ScopeError),
+    /// A transaction is open that covers some of the same objects.
+    #[error("a transaction is open in {scope:?}: commit or abort it first")]
+    Overlaps {
+        /// The scope of that one.
+        scope: BytePath,
+    },
+    /// Shadow mode does not work on this file system.
+    #[error(
+        "directories of the backing name other inode numbers than stat(2) tells: only mode=buffer works there"
+    )]
+    InodesDiffer,
+    /// The last transaction of several hosts is not over.
+    #[error(
+        "the last transaction of these hosts is not over{}",
+        list_hosts_on(hosts)
+    )]
+    NotOver {
+        /// The hosts that have not ended their part.
+        hosts: Vec<String>,
+    },
+    /// More hosts begin than take part.
+    #[error("more hosts take part than expected: {}", hosts.join(", "))]
+    TooManyHosts {
+        /// The hosts that have begun.
+        hosts: Vec<String>,
+    },
+    /// See [`StoreError`].
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Why a transaction was not prepared. It is as it was.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PrepareError {
+    /// No transaction is open.
+    #[error("no transaction is open there: begin one first")]
+    NoTransaction,
+    /// An abort came half way.
+    #[error("the transaction is being undone: firn abort goes on with it")]
+    Undoing,
+    /// It is prepared with another number.
+    #[error("the transaction is prepared with id {found}, not {wanted}")]
+    OtherId {
+        /// The number that it was prepared with.
+        found: u64,
+        /// The number that was asked for.
+        wanted: u64,
+    },
+    /// It could not be brought to the backup.
+    #[error(transparent)]
+    Backup(BackupError),
+    /// See [`StoreError`].
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Why hosts that commit together did not agree, or not yet.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum VoteError {
+    /// No transaction is open.
+    #[error("no transaction is open there: begin one first")]
+    NoTransaction,
+    /// It is prepared with another number.
+    #[error("the transaction is prepared with id {found}, not {wanted}")]
+    OtherId {
+        /// The number that it was prepared with.
+        found: u64,
+        /// The number that was asked for.
+        wanted: u64,
+    },
+    /// The hosts have not voted.
+    #[error("the hosts have not voted on {id}: firn prepare comes first, on each of them")]
+    NotVoted {
+        /// The number of the transaction.
+        id: u64,
+    },
+    /// The last vote on the same number is not over.
+    #[error("other hosts have not ended the last transaction with id {id}")]
+    LastVoteNotOver {
+        /// The number.
+        id: u64,
+    },
+    /// The hosts have decided to commit.
+    #[error(
+        "the transaction is committed with id {id} and not yet applied: firn commit goes on with it"
+    )]
+    Decided {
+        /// The number of the commit.
+        id: u64,
+    },
+    /// There is no commit because of one of the hosts.
+    #[error("{by} gave the commit up: {why}")]
+    GivenUp {
+        /// The host.
+        by: String,
+        /// The reason that it gave.
+        why: String,
+    },
+    /// What the hosts did does not go together.
+    #[error("{} with other hosts", match .0.total { 1 => "1 conflict".to_owned(), n => format!("{n} conflicts") })]
+    Conflict(Box<firn_conflict::Report>),
+    /// What a host published cannot be read.
+    #[error("{host}: {source}")]
+    Published {
+        /// The host.
+        host: String,
+        /// What is wrong.
+        source: firn_conflict::ListError,
+    },
+    /// See [`StoreError`].
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Why a transaction was not committed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CommitError {
+    /// No transaction is open.
+    #[error("no transaction is open there: begin one first")]
+    NoTransaction,
+    /// An abort came half way.
+    #[error("the transaction is being undone: firn abort goes on with it")]
+    Undoing,
+    /// It is prepared or committed with another number.
+    #[error("the transaction is prepared with id {found}, not {wanted}")]
+    OtherId {
+        /// The number that it has.
+        found: u64,
+        /// The number that was asked for.
+        wanted: u64,
+    },
+    /// The other hosts do not agree.
+    #[error(transparent)]
+    Vote(VoteError),
+    /// It could not be brought to the backup.
+    #[error(transparent)]
+    Backup(BackupError),
+    /// See [`StoreError`].
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Why a transaction was not aborted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AbortError {
+    /// No transaction is open.
+    #[error("no transaction is open there: begin one first")]
+    NoTransaction,
+    /// It is committed.
+    #[error(
+        "the transaction is committed with id {id} and not yet applied: firn commit goes on with it"
+    )]
+    Decided {
+        /// The number of the commit.
+        id: u64,
+    },
+    /// Several hosts abort together, and these have not stopped changing things, or not undone them.
+    #[error(
+        "the transaction of all hosts is aborted, and undone when {} stopped: it goes on when that host's firnd runs, \
+         or firn recover --host ends its part",
+        match &hosts[..] { [one] => format!("{one} has"), hosts => format!("{} have", hosts.join(", ")) }
+    )]
+    Stopping {
+        /// Those hosts.
+        hosts: Vec<String>,
+    },
+    /// The other hosts could not be told.
+    #[error(transparent)]
+    Vote(VoteError),
+    /// What is in the backup still counts.
+    #[error(transparent)]
+    Backup(BackupError),
+    /// See [`StoreError`].
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Why the files of a checkpoint were not restored.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RestoreError {
+    /// They are not kept.
+    #[error("the files of checkpoint {wanted} are not kept; {}", list_kept(kept))]
+    NotKept {
+        /// The checkpoint that was asked for.
+        wanted: u64,
+        /// Those that are kept, newest first.
+        kept: Vec<u64>,
+    },
+    /// What was prepared with that number could not be committed.
+    #[error(transparent)]
+    Commit(CommitError),
+    /// What came after it could not be aborted.
+    #[error(transparent)]
+    Abort(AbortError),
+    /// What is in the backup still counts.
+    #[error(transparent)]
+    Backup(BackupError),
+    /// See [`StoreError`].
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Why a backing with transactions could not be opened.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OpenError {
+    /// A transaction of several hosts is aborted, and cannot be undone before they have stopped.
+    #[error(transparent)]
+    Abort(AbortError),
+    /// The other hosts could not be told, or asked.
+    #[error(transparent)]
+    Vote(VoteError),
+    /// See [`StoreError`].
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Why the backup does not have, or still has, a transaction.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BackupError {
+    /// The backup refused something.
+    #[error("the backup failed: {source}")]
+    Refused {
+        /// The errno that it gave.
+        source: Errno,
+    },
+    /// What is over could not be taken back from the backup. Until it can, nothing new is decided.
+    #[error("what is over cannot be removed from the backup: {source}")]
+    NotRemoved {
+        /// The errno that it gave.
+        source: Errno,
+    },
+    /// Something in the backup is not as Firn leaves it.
+    #[error(transparent)]
+    Own(OwnError),
+    /// An object has no name by which it could be found elsewhere.
+    #[error(
+        "object {number} of the transaction has no name in the backing, and cannot be in the backup"
+    )]
+    NoPath {
+        /// Its number in the change log.
+        number: u64,
+    },
+    /// The backing does not know a transaction that is in the backup.
+    #[error(
+        "the backup has a transaction prepared with id {id} that the backing does not know ({name})"
+    )]
+    UnknownTransaction {
+        /// The number of the transaction.
+        id: u64,
+        /// Its directory in the backup.
+        name: String,
+    },
+    /// See [`StoreError`].
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Why a transaction could not be taken out of its backup. The backing is as it was.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReviveError {
+    /// A transaction is open that covers some of the same objects.
+    #[error("a transaction is open in {scope:?}: commit or abort it first")]
+    Overlaps {
+        /// The scope of that one.
+        scope: BytePath,
+    },
+    /// The transaction of the backup was committed and applied.
+    #[error("commit {id} was applied before")]
+    Applied {
+        /// The number of the commit.
+        id: u64,
+    },
+    /// The tree is not the one before the transaction of the backup.
+    #[error(
+        "{}: {what}: the backup goes with the tree as it was before the transaction",
+        quoted(path)
+    )]
+    OtherTree {
+        /// Path from the top of the backing.
+        path: Vec<u8>,
+        /// What is wrong there.
+        what: String,
+    },
+    /// A piece of the backup is missing or changed.
+    #[error("{file} in the backup is missing or damaged")]
+    Damaged {
+        /// The file in the backup.
+        file: String,
+    },
+    /// The backup could not be read.
+    #[error(transparent)]
+    Backup(BackupError),
+    /// See [`StoreError`].
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Why one verb or another failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(
+    missing_docs,
+    reason = "each variant is the error of the verb that it names"
+)]
+pub enum TransactionError {
+    #[error(transparent)]
+    Scope(#[from] ScopeError),
+    #[error(transparent)]
+    Begin(BeginError),
+    #[error(transparent)]
+    Prepare(PrepareError),
+    #[error(transparent)]
+    Vote(VoteError),
+    #[error(transparent)]
+    Commit(CommitError),
+    #[error(transparent)]
+    Abort(AbortError),
+    #[error(transparent)]
+    Restore(RestoreError),
+    #[error(transparent)]
+    Revive(ReviveError),
+    #[error(transparent)]
+    Backup(BackupError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+impl TransactionError {
+    /// The errno of the backing that this comes down to.
+    pub fn backing_errno(&self) -> Option<Errno> {
+        match self {
+            Self::Store(error) => error.errno(),
+            _ => None,
+        }
+    }
+}
+
+/// A failure of the backing, or of something of Firn's own in it, is a failure of the store.
+macro_rules! store_failures {
+    ($($error:ty),*) => {$(
+        impl From<Errno> for $error {
+            fn from(errno: Errno) -> Self {
+                Self::Store(errno.into())
+            }
+        }
+
+        impl From<OwnError> for $error {
+            fn from(error: OwnError) -> Self {
+                Self::Store(error.into())
+            }
+        }
+    )*};
+}
+store_failures!(
+    BeginError,
+    PrepareError,
+    VoteError,
+    CommitError,
+    AbortError,
+    RestoreError,
+    OpenError,
+    BackupError,
+    ReviveError,
+    TransactionError
+);
+
+/// What the enum of one verb takes from another. A variant that both have stays what it is, so that a failure of the
+/// store, say, has one place in each of them, wherever it happened.
+macro_rules! take_from {
+    ($($outer:ident::$wrap:ident($inner:ident { $($same:ident),* })),* $(,)?) => {$(
+        impl From<$inner> for $outer {
+            fn from(error: $inner) -> Self {
+                match error {
+                    $($inner::$same(error) => Self::$same(error),)*
+                    error => Self::$wrap(error),
+                }
+            }
+        }
+    )*};
+}
+take_from!(
+    PrepareError::Backup(BackupError { Store }),
+    CommitError::Backup(BackupError { Store }),
+    AbortError::Backup(BackupError { Store }),
+    ReviveError::Backup(BackupError { Store }),
+    RestoreError::Backup(BackupError { Store }),
+    RestoreError::Commit(CommitError { Store, Backup }),
+    RestoreError::Abort(AbortError { Store, Backup }),
+    OpenError::Vote(VoteError { Store }),
+    OpenError::Abort(AbortError { Store, Vote }),
+    TransactionError::Begin(BeginError { Store, Scope }),
+    TransactionError::Prepare(PrepareError { Store, Backup }),
+    TransactionError::Vote(VoteError { Store }),
+    TransactionError::Commit(CommitError {
+        Store,
+        Backup,
+        Vote
+    }),
+    TransactionError::Abort(AbortError {
+        Store,
+        Backup,
+        Vote
+    }),
+    TransactionError::Revive(ReviveError { Store, Backup }),
+    TransactionError::Backup(BackupError { Store }),
+);
+
+impl From<RestoreError> for TransactionError {
+    fn from(error: RestoreError) -> Self {
+        match error {
+            RestoreError::Commit(error) => error.into(),
+            RestoreError::Abort(error) => error.into(),
+            RestoreError::Backup(error) => error.into(),
+            RestoreError::Store(error) => Self::Store(error),
+            RestoreError::NotKept { .. } => Self::Restore(error),
+        }
+    }
+}
+
+impl From<OpenError> for TransactionError {
+    fn from(error: OpenError) -> Self {
+        match error {
+            OpenError::Abort(error) => error.into(),
+            OpenError::Vote(error) => error.into(),
+            OpenError::Store(error) => Self::Store(error),
+        }
+    }
+}
+
+impl From<VoteError> for CommitError {
+    fn from(error: VoteError) -> Self {
+        match error {
+            VoteError::NoTransaction => Self::NoTransaction,
+            VoteError::OtherId { found, wanted } => Self::OtherId { found, wanted },
+            VoteError::Store(error) => Self::Store(error),
+            error => Self::Vote(error),
+        }
+    }
+}
+
+impl From<VoteError> for AbortError {
+    fn from(error: VoteError) -> Self {
+        match error {
+            VoteError::NoTransaction => Self::NoTransaction,
+            VoteError::Decided { id } => Self::Decided { id },
+            VoteError::Store(error) => Self::Store(error),
+            error => Self::Vote(error),
+        }
+    }
+}
+
+fn list_hosts_on(hosts: &[String]) -> String {
     if hosts.is_empty() {
         String::new()
     } else {
@@ -212,15 +520,12 @@ fn on(hosts: &[String]) -> String {
     }
 }
 
-fn told(kept: &[u64]) -> String {
+fn list_kept(kept: &[u64]) -> String {
     match kept {
         [] => "none are".into(),
-        kept => format!(
-            "those are: {}",
-            kept.iter()
-                .map(u64::to_string)
-                .collect::<Vec<_>>()
-                .join(", ")
-        ),
+        kept => {
+            let numbers: Vec<_> = kept.iter().map(u64::to_string).collect();
+            format!("those are: {}", numbers.join(", "))
+        }
     }
 }

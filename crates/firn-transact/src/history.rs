@@ -16,7 +16,7 @@ use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
 use crate::apply::Apply;
 use crate::backing::Inode;
 use crate::change_log::{ChangeLog, Data, Entry, LogError, Part, Range, Source};
-use crate::error::HeldError;
+use crate::error::{AbortError, RestoreError, StoreError};
 use crate::object::Object;
 use crate::scope::{NO_ID, Scope, Stage};
 use crate::staging;
@@ -178,7 +178,7 @@ impl<B: Backing> Held<B> {
         firn: &B::Inode,
         serial: u64,
         log: &ChangeLog,
-    ) -> Result<bool, HeldError> {
+    ) -> Result<bool, StoreError> {
         let is_kept = log.can_be_undone && self.history > 0;
         if is_kept {
             let from = format!("tx-{serial}");
@@ -243,7 +243,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// What an earlier firnd could not remove of logs that are kept; and of logs that were being removed.
-    pub(crate) fn clear_kept_logs(&self, firn: &B::Inode) -> Result<(), HeldError> {
+    pub(crate) fn clear_kept_logs(&self, firn: &B::Inode) -> Result<(), StoreError> {
         let mut is_synced = false;
         for (undo, ..) in staging::list(&self.base, firn)? {
             let undo = String::from_utf8_lossy(&undo).into_owned();
@@ -273,7 +273,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// What undoes commits of a scope, newest first.
-    fn undos(&self, scope: &[u8]) -> Result<Vec<(u64, ChangeLog)>, HeldError> {
+    fn undos(&self, scope: &[u8]) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
         let Some(firn) = self.find_staging_dir()? else {
             return Ok(Vec::new());
         };
@@ -302,7 +302,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// The checkpoints of a scope that can be restored, newest first.
-    pub fn kept(&self, scope: &[u8]) -> Result<Vec<u64>, HeldError> {
+    pub fn kept(&self, scope: &[u8]) -> Result<Vec<u64>, StoreError> {
         let undone = self
             .undos(scope)?
             .into_iter()
@@ -311,12 +311,12 @@ impl<B: Backing> Held<B> {
     }
 
     /// Whether the files of checkpoint `id` can be restored.
-    pub fn can_restore(&self, scope: &[u8], id: u64) -> Result<(), HeldError> {
+    pub fn can_restore(&self, scope: &[u8], id: u64) -> Result<(), RestoreError> {
         self.steps_back(scope, id).map(drop)
     }
 
     /// Which undos lead back to checkpoint `id`, in order.
-    pub(crate) fn steps_back(&self, scope: &[u8], id: u64) -> Result<Vec<u64>, HeldError> {
+    pub(crate) fn steps_back(&self, scope: &[u8], id: u64) -> Result<Vec<u64>, RestoreError> {
         if self.committed(scope)? == Some(id) {
             return Ok(Vec::new());
         }
@@ -326,7 +326,7 @@ impl<B: Backing> Held<B> {
             .position(|(_, log)| log.id_before == Some(id) && id != NO_ID)
         {
             Some(last) => Ok(undos[..=last].iter().map(|(serial, _)| *serial).collect()),
-            None => Err(HeldError::NotKept {
+            None => Err(RestoreError::NotKept {
                 wanted: id,
                 kept: self.kept(scope)?,
             }),
@@ -336,7 +336,7 @@ impl<B: Backing> Held<B> {
     /// Undoes a commit, the newest of the scope at `root`. From the rename on it is a transaction that is decided: where
     /// this fails later it is applied by [`Held::commit`] with its number, the next [`Held::restore`], or the next
     /// mount. The caller holds names and data.
-    pub(crate) fn undo(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), HeldError> {
+    pub(crate) fn undo(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
         let firn = self.staging_dir()?;
         let flags = RenameFlags::empty();
         let undo = name(serial);
@@ -347,7 +347,7 @@ impl<B: Backing> Held<B> {
             self.base.rename(&dir, from, &dir, to, flags)?;
             self.base.sync_dir(&dir)?;
         }
-        let gone = || HeldError::Record {
+        let gone = || StoreError::Record {
             path: format!("{}/{undo}/{}", self.staging_path(), staging::UNDO),
             source: LogError::Damaged,
         };
@@ -370,22 +370,19 @@ impl<B: Backing> Held<B> {
 
     /// Makes the files those of checkpoint `id`: finishes the transaction that was prepared with it, or throws
     /// away what came after it, commits too, as far as they are kept.
-    pub fn restore(&self, inode: &Inode<B>, id: u64) -> Result<(), HeldError> {
-        if let Ok(scope) = self.scope_at(inode)
+    pub fn restore(&self, inode: &Inode<B>, id: u64) -> Result<(), RestoreError> {
+        if let Some(scope) = self.scope_at(inode)
             && scope.is_undo
         {
             // What an attempt before this one began.
             self.carry_out(&scope.path)?;
         }
-        let scope = match self.newest_at(inode) {
-            Err(HeldError::None) => None,
-            found => Some(found?),
-        };
+        let scope = self.newest_at(inode)?;
         let stage = scope.as_ref().map(|scope| *scope.stage.lock());
         if let Some(Stage::Prepared(found) | Stage::Decided(found)) = stage
             && found == id
         {
-            return self.commit(inode, id);
+            return Ok(self.commit(inode, id)?);
         }
         let path = match &scope {
             Some(scope) => scope.path.clone(),
@@ -396,13 +393,14 @@ impl<B: Backing> Held<B> {
             self.abort(inode)?;
         }
         let Inode::Tracked(root) = inode else {
-            return Err(HeldError::None);
+            return Err(AbortError::NoTransaction.into());
         };
         self.withdraw_what_is_over()?;
         let _names = self.tree.write();
         let _data = self.data.write();
-        steps
-            .into_iter()
-            .try_for_each(|serial| self.undo(root, serial))
+        for serial in steps {
+            self.undo(root, serial)?;
+        }
+        Ok(())
     }
 }

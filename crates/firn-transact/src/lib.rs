@@ -51,7 +51,11 @@ mod vote;
 pub use firn_rendezvous::{Expected, Members};
 
 pub use backing::{Dir, File, Inode};
-pub use error::HeldError;
+pub use error::{
+    AbortError, BackupError, BeginError, CommitError, OpenError, PrepareError, RestoreError,
+    ReviveError, ScopeError, StoreError, TransactionError, VoteError,
+};
+pub use firn_rendezvous::OwnError;
 pub use object::Object;
 pub use recovery::{Opening, Outcome};
 pub use report::Transaction;

@@ -3,12 +3,12 @@
 
 pub(crate) use firn_rendezvous::own::*;
 
-use crate::error::HeldError;
+use crate::error::BackupError;
 
 /// What it means that `error` happened in a backup.
-pub(crate) fn of_backup(error: OwnError) -> HeldError {
+pub(crate) fn of_backup(error: OwnError) -> BackupError {
     match error.below("the backup") {
-        OwnError::Backing(source) => HeldError::Backup { source },
-        error => error.into(),
+        OwnError::Backing(source) => BackupError::Refused { source },
+        error => BackupError::Own(error),
     }
 }

@@ -10,7 +10,7 @@ use std::ffi::OsStr;
 use firn_backing::{Backing, Errno};
 
 use crate::change_log::{ChangeLog, Direction};
-use crate::error::HeldError;
+use crate::error::StoreError;
 use crate::scope::{NO_ID, Scope};
 use crate::shadow::Shadow;
 use crate::staging;
@@ -23,18 +23,18 @@ impl<B: Backing> Held<B> {
         dir: &B::Inode,
         name: &str,
         file: &str,
-    ) -> Result<Option<ChangeLog>, HeldError> {
+    ) -> Result<Option<ChangeLog>, StoreError> {
         let path = format!("{}/{name}/{file}", self.staging_path());
         staging::load(&self.base, dir, file)
             .map_err(|error| error.below(&format!("{}/{name}", self.staging_path())))?
             .map(|bytes| {
-                ChangeLog::decode(&bytes).map_err(|source| HeldError::Record { path, source })
+                ChangeLog::decode(&bytes).map_err(|source| StoreError::Record { path, source })
             })
             .transpose()
     }
 
     /// The number of the last commit of a scope, or of what was restored since.
-    pub fn committed(&self, scope: &[u8]) -> Result<Option<u64>, HeldError> {
+    pub fn committed(&self, scope: &[u8]) -> Result<Option<u64>, StoreError> {
         let Some(firn) = self.find_staging_dir()? else {
             return Ok(None);
         };
@@ -47,7 +47,7 @@ impl<B: Backing> Held<B> {
         dir: &B::Inode,
         (log, direction): (&ChangeLog, Direction),
         serial: u64,
-    ) -> Result<(), HeldError> {
+    ) -> Result<(), StoreError> {
         self.base.sync_changes()?;
         // Before the record goes: without one a manifest tells of what is only there.
         self.drop_backup(serial);

@@ -14,7 +14,7 @@ use firn_rendezvous::Members;
 use crate::apply::Apply;
 use crate::backing::Inode;
 use crate::change_log::{ChangeLog, Direction};
-use crate::error::HeldError;
+use crate::error::{OpenError, StoreError};
 use crate::object::{Inner, Object};
 use crate::own::OwnError;
 use crate::scope::ArenaId;
@@ -52,7 +52,7 @@ pub(super) struct StoredTransaction<B: Backing> {
 
 impl<B: Backing> Held<B> {
     /// Whether there is something in the backing that [`Held::open`] must see to first.
-    pub fn has_transactions(base: &B) -> Result<bool, HeldError> {
+    pub fn has_transactions(base: &B) -> Result<bool, StoreError> {
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(false);
         };
@@ -63,12 +63,12 @@ impl<B: Backing> Held<B> {
 
     /// A backing that can have transactions, after what earlier ones left is finished or undone. For who has no
     /// arena with data of theirs.
-    pub fn open(base: B) -> Result<(Self, Outcome), HeldError> {
+    pub fn open(base: B) -> Result<(Self, Outcome), OpenError> {
         Self::open_with_history(base, 0)
     }
 
     /// The same, keeping what brings back as many commits of each scope.
-    pub fn open_with_history(base: B, history: u32) -> Result<(Self, Outcome), HeldError> {
+    pub fn open_with_history(base: B, history: u32) -> Result<(Self, Outcome), OpenError> {
         Self::open_with(
             base,
             Opening {
@@ -80,7 +80,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// The same for one of several hosts that commit together.
-    pub fn open_of_members(base: B, members: Members) -> Result<(Self, Outcome), HeldError> {
+    pub fn open_of_members(base: B, members: Members) -> Result<(Self, Outcome), OpenError> {
         Self::open_with(
             base,
             Opening {
@@ -96,7 +96,7 @@ impl<B: Backing> Held<B> {
     /// the state that was prepared. Of transactions that were begun with another arena it is taken down what that one
     /// has to drop. What tells of the transactions is removed after that, so a crash at any instant leaves either the
     /// data dropped or a next time.
-    pub fn open_with<E: From<HeldError>>(
+    pub fn open_with<E: From<OpenError> + From<StoreError>>(
         base: B,
         opening: Opening,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
@@ -114,7 +114,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// A backing that can have transactions, of which nothing is known yet.
-    pub(super) fn tracking(base: B) -> Result<Self, HeldError> {
+    pub(super) fn tracking(base: B) -> Result<Self, StoreError> {
         let root = base.root();
         let attr = base.attr(&root)?;
         let inner = Inner {
@@ -155,7 +155,7 @@ impl<B: Backing> Held<B> {
     pub(super) fn scope_to_drop(
         &self,
         stored: &StoredTransaction<B>,
-    ) -> Result<Option<Vec<u8>>, HeldError> {
+    ) -> Result<Option<Vec<u8>>, StoreError> {
         let StoredTransaction { dir, name, .. } = stored;
         for decided in [staging::COMMIT, staging::UNDO] {
             if staging::find(&self.base, dir, OsStr::new(decided))?.is_some() {
@@ -178,7 +178,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Finishes or undoes what earlier transactions left.
-    fn finish_or_undo(&self) -> Result<Outcome, HeldError> {
+    fn finish_or_undo(&self) -> Result<Outcome, OpenError> {
         let mut outcome = Outcome::default();
         if let Some(home) = self.find_staging_dir()? {
             self.recover_shared(&home)?;
@@ -189,7 +189,7 @@ impl<B: Backing> Held<B> {
         Ok(outcome)
     }
 
-    fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), HeldError> {
+    fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
         for StoredTransaction { serial, name, dir } in self.stored_transactions(firn)? {
             self.last_serial.fetch_max(serial, Ordering::Relaxed);
             let record = |file| self.load_record(&dir, &name, file);
@@ -251,7 +251,7 @@ impl<B: Backing> Held<B> {
         serial: u64,
         dir: B::Inode,
         record: ChangeLog,
-    ) -> Result<(), HeldError> {
+    ) -> Result<(), StoreError> {
         let mut root = match &self.top {
             Inode::Tracked(top) => Arc::clone(top),
             Inode::Plain(_) | Inode::Top(_) => return Ok(()),

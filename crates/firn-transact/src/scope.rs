@@ -14,7 +14,6 @@ use firn_conflict::Used;
 use parking_lot::{Condvar, Mutex};
 
 use crate::change_log::{ChangeLog, Direction};
-use crate::error::HeldError;
 use crate::object::{Change, Inner, Object};
 use crate::shadow::Shadow;
 use crate::staging;
@@ -107,15 +106,12 @@ impl<B: Backing> Scope<B> {
         }
     }
 
-    fn must_be_whole(&self) -> Result<(), HeldError> {
+    /// What programs wrote is all there: no abort has begun and failed.
+    fn is_whole(&self) -> bool {
         let is_undoing = self.shadow.as_ref().is_some_and(Shadow::is_undoing);
         // An abort that failed had dropped what was pending: what is left is not what programs wrote.
         let is_given_up = self.stage() == Stage::Open && self.refusing.load(Ordering::Acquire);
-        if is_undoing || is_given_up {
-            Err(HeldError::Undoing)
-        } else {
-            Ok(())
-        }
+        !is_undoing && !is_given_up
     }
 
     /// Every change fails with ECANCELED from now on.

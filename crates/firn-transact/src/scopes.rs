@@ -11,7 +11,6 @@ use std::sync::atomic::Ordering;
 use firn_backing::Backing;
 
 use crate::backing::Inode;
-use crate::error::HeldError;
 use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::transactional::Held;
@@ -35,13 +34,12 @@ impl<B: Backing> Held<B> {
         scope.turn(Stage::Ended);
     }
 
-    pub(crate) fn scope_at(&self, inode: &Inode<B>) -> Result<Arc<Scope<B>>, HeldError> {
+    pub(crate) fn scope_at(&self, inode: &Inode<B>) -> Option<Arc<Scope<B>>> {
         let Inode::Tracked(object) = inode else {
-            return Err(HeldError::None);
+            return None;
         };
         self.scope_of(object)
             .filter(|scope| Arc::ptr_eq(&scope.root, object))
-            .ok_or(HeldError::None)
     }
 
     /// The transaction that an object is in.

@@ -25,7 +25,7 @@ use std::os::unix::ffi::OsStrExt;
 use firn_backing::{Attr, Backing, Errno, Kind, Result};
 
 use crate::change_log::{Attributes, Instant, LogError};
-use crate::error::HeldError;
+use crate::error::StoreError;
 use crate::own::is_path;
 pub(crate) use crate::own::{
     clear, clear_but, dir, find, find_dir, list, load, must_find_dir, new_name, own_caller as own,
@@ -86,14 +86,14 @@ pub(crate) fn load_scope<B: Backing>(
     base: &B,
     parent: &B::Inode,
     name: &str,
-) -> std::result::Result<Option<Vec<u8>>, HeldError> {
+) -> std::result::Result<Option<Vec<u8>>, StoreError> {
     let Some(scope) = load(base, parent, name)? else {
         return Ok(None);
     };
     if is_path(&scope) {
         return Ok(Some(scope));
     }
-    Err(HeldError::Record {
+    Err(StoreError::Record {
         path: name.into(),
         source: LogError::Damaged,
     })

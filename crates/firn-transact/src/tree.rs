@@ -14,7 +14,7 @@ use firn_backing::{Backing, Errno};
 use parking_lot::{RwLockReadGuard, RwLockWriteGuard};
 
 use crate::backing::Inode;
-use crate::error::HeldError;
+use crate::error::AbortError;
 use crate::object::{Inner, Key, Object};
 use crate::scope::Scope;
 use crate::transactional::Held;
@@ -75,9 +75,9 @@ impl<B: Backing> Held<B> {
     }
 
     /// The path of a directory, relative to the backing.
-    pub(crate) fn path_of(&self, inode: &Inode<B>) -> Result<Vec<u8>, HeldError> {
+    pub(crate) fn path_of(&self, inode: &Inode<B>) -> Result<Vec<u8>, AbortError> {
         let Inode::Tracked(object) = inode else {
-            return Err(HeldError::None);
+            return Err(AbortError::NoTransaction);
         };
         let mut path = Vec::new();
         let mut at = object.seat.lock().clone();

@@ -27,7 +27,7 @@ use firn_rendezvous::{Attendance, Members, VoteDir};
 use serde::{Deserialize, Serialize};
 
 use crate::backing::Inode;
-use crate::error::HeldError;
+use crate::error::VoteError;
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::transactional::Held;
@@ -171,15 +171,19 @@ impl<B: Backing> Held<B> {
     }
 
     /// Notes what processes of this host used up to the moment at which the transaction was prepared.
-    pub fn note_accesses(&self, inode: &Inode<B>, used: Vec<Used>) -> Result<(), HeldError> {
-        *self.scope_at(inode)?.used.lock() = Some(used);
+    pub fn note_accesses(&self, inode: &Inode<B>, used: Vec<Used>) -> Result<(), VoteError> {
+        *self
+            .scope_at(inode)
+            .ok_or(VoteError::NoTransaction)?
+            .used
+            .lock() = Some(used);
         Ok(())
     }
 
     /// Publishes what this host read and wrote in the transaction that is prepared with `id`. Fails with
-    /// [`HeldError::Leaving`] while an earlier vote on the same number is not over.
-    pub fn publish_accesses(&self, inode: &Inode<B>, id: u64) -> Result<(), HeldError> {
-        let scope = self.scope_at(inode)?;
+    /// [`VoteError::LastVoteNotOver`] while an earlier vote on the same number is not over.
+    pub fn publish_accesses(&self, inode: &Inode<B>, id: u64) -> Result<(), VoteError> {
+        let scope = self.scope_at(inode).ok_or(VoteError::NoTransaction)?;
         let Some(members) = &self.members else {
             return Ok(());
         };
@@ -188,7 +192,7 @@ impl<B: Backing> Held<B> {
         let own_list = vote.own_file(FROM);
         if names.contains(&vote.own_file(DONE)) {
             remove_if_over(&vote)?;
-            return Err(HeldError::Leaving { id });
+            return Err(VoteError::LastVoteNotOver { id });
         }
         if names.contains(&own_list) {
             return Ok(());
@@ -206,22 +210,22 @@ impl<B: Backing> Held<B> {
         let tx = format!("tx-{}", scope.serial);
         let record = self
             .load_record(&scope.dir, &tx, staging::RECORD)?
-            .ok_or(HeldError::NotMet { id })?;
+            .ok_or(VoteError::NotVoted { id })?;
         let list = self.list_accesses(members, &record, &used)?;
         match vote.put_once(&own_list, &list.encode()) {
             // Somebody removed what was left of an earlier vote.
-            Err(Errno::NOENT | Errno::STALE) => Err(HeldError::Leaving { id }),
+            Err(Errno::NOENT | Errno::STALE) => Err(VoteError::LastVoteNotOver { id }),
             put => Ok(put.map(drop)?),
         }
     }
 
     /// Looks whether all hosts have published, and finds the verdict if they have.
-    pub fn poll_vote(&self, id: u64, scope: &[u8]) -> Result<Vote, HeldError> {
+    pub fn poll_vote(&self, id: u64, scope: &[u8]) -> Result<Vote, VoteError> {
         let Some(members) = &self.members else {
             return Ok(Vote::Over(Verdict::Clear));
         };
         let Some(vote) = self.find_vote(id, scope)? else {
-            return Err(HeldError::NotMet { id });
+            return Err(VoteError::NotVoted { id });
         };
         if let Some(Outcome { commit: false, by }) = vote.read_json(OUTCOME)? {
             let why = "it aborted its part".to_owned();
@@ -267,11 +271,11 @@ impl<B: Backing> Held<B> {
         // The verdict of whoever was first counts.
         vote.read_json(VERDICT)?
             .map(Vote::Over)
-            .ok_or(HeldError::NotMet { id })
+            .ok_or(VoteError::NotVoted { id })
     }
 
     /// Puts an end to a vote that has no verdict yet.
-    pub fn give_vote_up(&self, id: u64, scope: &[u8], why: String) -> Result<(), HeldError> {
+    pub fn give_vote_up(&self, id: u64, scope: &[u8], why: String) -> Result<(), VoteError> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(());
         };
@@ -280,9 +284,9 @@ impl<B: Backing> Held<B> {
         Ok(())
     }
 
-    /// Decides for all hosts that there is no commit; fails with [`HeldError::Decided`] where there is one. Does
+    /// Decides for all hosts that there is no commit; fails with [`VoteError::Decided`] where there is one. Does
     /// nothing if this host's part is not prepared any more: somebody else has ended it.
-    pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), HeldError> {
+    pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
         let _stays = self.leaving.lock();
         let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
         match self.scopes_where(is_prepared).is_empty() {
@@ -293,17 +297,19 @@ impl<B: Backing> Held<B> {
 
     /// Decides for all hosts, if nobody has: whether the outcome is the one that is wanted. A commit needs a verdict
     /// of no conflict.
-    pub(crate) fn decide_vote(&self, id: u64, scope: &[u8], commit: bool) -> Result<(), HeldError> {
+    pub(crate) fn decide_vote(&self, id: u64, scope: &[u8], commit: bool) -> Result<(), VoteError> {
         let Some(members) = &self.members else {
             return Ok(());
         };
         let vote = match commit {
-            true => self.find_vote(id, scope)?.ok_or(HeldError::NotMet { id })?,
+            true => self
+                .find_vote(id, scope)?
+                .ok_or(VoteError::NotVoted { id })?,
             // Whoever comes to the vote later is to find that it is over.
             false => self.make_vote(members, id, scope)?,
         };
         match (vote.read_json(VERDICT)?, commit) {
-            (None, true) => return Err(HeldError::NotMet { id }),
+            (None, true) => return Err(VoteError::NotVoted { id }),
             (Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })), true) => {
                 return Err(refused(verdict));
             }
@@ -321,7 +327,7 @@ impl<B: Backing> Held<B> {
         }
         let by = members.host.clone();
         vote.put_json(OUTCOME, &Outcome { commit, by })?;
-        let outcome = vote.read_json(OUTCOME)?.ok_or(HeldError::NotMet { id })?;
+        let outcome = vote.read_json(OUTCOME)?.ok_or(VoteError::NotVoted { id })?;
         must_be(outcome, commit, id, "it aborted its part")
     }
 
@@ -344,7 +350,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Before an end of a transaction that was not prepared: others may wait for this host in vain.
-    pub(crate) fn withdraw_from_votes(&self, scope: &[u8]) -> Result<(), HeldError> {
+    pub(crate) fn withdraw_from_votes(&self, scope: &[u8]) -> Result<(), VoteError> {
         for id in self.votes_on(scope)? {
             let Some(vote) = self.find_vote(id, scope)? else {
                 continue;
@@ -422,21 +428,21 @@ impl<B: Backing> Held<B> {
 
     /// Back from prepared to open, with all that was changed: the other hosts do not agree, or did not come.
     /// Returns what [`Held::note_accesses`] was told.
-    pub fn reopen(&self, inode: &Inode<B>, id: u64) -> Result<Vec<Used>, HeldError> {
-        let scope = self.scope_at(inode)?;
+    pub fn reopen(&self, inode: &Inode<B>, id: u64) -> Result<Vec<Used>, VoteError> {
+        let scope = self.scope_at(inode).ok_or(VoteError::NoTransaction)?;
         let _names = self.tree.write();
         let _data = self.data.write();
         match scope.stage() {
             Stage::Prepared(found) if found == id => {}
             Stage::Prepared(found) | Stage::Decided(found) => {
-                return Err(HeldError::OtherId { found, wanted: id });
+                return Err(VoteError::OtherId { found, wanted: id });
             }
             Stage::Open => return Ok(Vec::new()),
-            Stage::Ended => return Err(HeldError::None),
+            Stage::Ended => return Err(VoteError::NoTransaction),
         }
         // Its changes are in the record only.
         if scope.recovered.is_some() {
-            return Err(HeldError::GivenUp {
+            return Err(VoteError::GivenUp {
                 by: self.host_name(),
                 why: "its firnd was restarted".into(),
             });
@@ -450,7 +456,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Where several hosts save in one place nothing may change once the others have agreed.
-    fn must_be_open_for_change(&self, scope: &Scope<B>, id: u64) -> Result<(), HeldError> {
+    fn must_be_open_for_change(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         if self.find_shared(&scope.path)?.is_none() {
             return Ok(());
         }
@@ -463,7 +469,7 @@ impl<B: Backing> Held<B> {
         let outcome: Option<Outcome> = vote.read_json(OUTCOME)?;
         let is_aborted = outcome.is_some_and(|outcome| !outcome.commit);
         match vote.read_json(VERDICT)? {
-            Some(Verdict::Clear) if !is_aborted => Err(HeldError::Decided { id }),
+            Some(Verdict::Clear) if !is_aborted => Err(VoteError::Decided { id }),
             _ => Ok(()),
         }
     }
@@ -483,9 +489,9 @@ impl<B: Backing> Held<B> {
     }
 
     /// For [`Held::commit`]: all hosts agree, which is durable then.
-    pub(crate) fn agree(&self, scope: &Scope<B>, stage: Stage, id: u64) -> Result<(), HeldError> {
+    pub(crate) fn agree(&self, scope: &Scope<B>, stage: Stage, id: u64) -> Result<(), VoteError> {
         match stage {
-            Stage::Open if self.members.is_some() => Err(HeldError::NotMet { id }),
+            Stage::Open if self.members.is_some() => Err(VoteError::NotVoted { id }),
             Stage::Prepared(_) => self.decide_vote(id, &scope.path, true),
             _ => Ok(()),
         }
@@ -493,11 +499,11 @@ impl<B: Backing> Held<B> {
 }
 
 /// Tests the lists of all hosts.
-fn test_lists<B: Backing>(vote: &VoteDir<'_, B>, hosts: &[String]) -> Result<Verdict, HeldError> {
+fn test_lists<B: Backing>(vote: &VoteDir<'_, B>, hosts: &[String]) -> Result<Verdict, VoteError> {
     let mut lists = Vec::new();
     for host in hosts {
         let bytes = vote.read(&format!("{FROM}{host}"))?.unwrap_or_default();
-        let list = Published::decode(&bytes).map_err(|source| HeldError::List {
+        let list = Published::decode(&bytes).map_err(|source| VoteError::Published {
             host: host.clone(),
             source,
         })?;
@@ -511,11 +517,11 @@ fn test_lists<B: Backing>(vote: &VoteDir<'_, B>, hosts: &[String]) -> Result<Ver
 }
 
 /// That an outcome is the one that is wanted.
-fn must_be(outcome: Outcome, commit: bool, id: u64, why: &str) -> Result<(), HeldError> {
+fn must_be(outcome: Outcome, commit: bool, id: u64, why: &str) -> Result<(), VoteError> {
     match outcome {
         Outcome { commit: found, .. } if found == commit => Ok(()),
-        Outcome { commit: true, .. } => Err(HeldError::Decided { id }),
-        Outcome { by, .. } => Err(HeldError::GivenUp {
+        Outcome { commit: true, .. } => Err(VoteError::Decided { id }),
+        Outcome { by, .. } => Err(VoteError::GivenUp {
             by,
             why: why.into(),
         }),
@@ -523,17 +529,17 @@ fn must_be(outcome: Outcome, commit: bool, id: u64, why: &str) -> Result<(), Hel
 }
 
 /// Why there is no commit.
-pub(crate) fn refused(verdict: Verdict) -> HeldError {
+pub(crate) fn refused(verdict: Verdict) -> VoteError {
     match verdict {
-        Verdict::Conflict(report) => HeldError::Conflict(Box::new(report)),
-        Verdict::GivenUp { by, why } => HeldError::GivenUp { by, why },
-        Verdict::Clear => HeldError::None,
+        Verdict::Conflict(report) => VoteError::Conflict(Box::new(report)),
+        Verdict::GivenUp { by, why } => VoteError::GivenUp { by, why },
+        Verdict::Clear => VoteError::NoTransaction,
     }
 }
 
 impl Verdict {
     /// `Err` with the reason where it is none of agreement.
-    pub fn agreed(self) -> Result<(), HeldError> {
+    pub fn agreed(self) -> Result<(), VoteError> {
         if self == Self::Clear {
             Ok(())
         } else {

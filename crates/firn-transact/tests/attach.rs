@@ -17,7 +17,10 @@ use firn_engine::{
     ROOT, SetAttr, StoredArena,
 };
 use firn_format::geometry::Geometry;
-use firn_transact::{ArenaId, Expected, Held, HeldError, Members, Mode, Opening, Outcome};
+use firn_transact::{
+    ArenaId, Expected, Held, Members, Mode, OpenError, Opening, Outcome, StoreError,
+    TransactionError,
+};
 
 const ME: Caller = Caller {
     uid: 0,
@@ -51,9 +54,27 @@ const STAGES: [Stage; 3] = [Stage::Open, Stage::Prepared, Stage::Decided];
 #[derive(Debug, thiserror::Error)]
 enum Refused {
     #[error(transparent)]
-    Held(#[from] HeldError),
+    Transaction(TransactionError),
     #[error(transparent)]
-    Engine(#[from] EngineError),
+    Engine(EngineError),
+}
+
+impl From<EngineError> for Refused {
+    fn from(error: EngineError) -> Self {
+        Self::Engine(error)
+    }
+}
+
+impl From<OpenError> for Refused {
+    fn from(error: OpenError) -> Self {
+        Self::Transaction(error.into())
+    }
+}
+
+impl From<StoreError> for Refused {
+    fn from(error: StoreError) -> Self {
+        Self::Transaction(error.into())
+    }
 }
 
 /// Counts stores to the arena and calls of the backing. At one of them the process dies.
@@ -184,7 +205,7 @@ fn drain(engine: &Engine<Store>, below: &[u8], is_dead: &dyn Fn() -> bool) {
 
 fn turn(
     engine: &Engine<Store>,
-    work: impl FnOnce(&firn_transact::Inode<SimBacking>) -> Result<(), HeldError>,
+    work: impl FnOnce(&firn_transact::Inode<SimBacking>) -> Result<(), TransactionError>,
 ) {
     engine
         .quiesce(SCOPE, Pending::Keep, work)
@@ -215,7 +236,7 @@ impl Scene {
         let geometry = Geometry::new(CHUNKS * CHUNK, CHUNK).expect("a valid geometry");
         let mapped = Arena::create(&arena, geometry, &identity).expect("an arena");
         let open = Held::open_with(disk.clone(), opening(members.as_ref()), |_| {
-            Ok::<_, HeldError>(())
+            Ok::<_, TransactionError>(())
         });
         let store = open.expect("open").0.in_mode(mode);
         let engine = Engine::begin(store, mapped, options()).expect("an engine");
@@ -231,7 +252,7 @@ impl Scene {
         disk.sync_all().expect("sync_all");
         let mut before = tree(engine.backing()).expect("tree");
 
-        turn(&engine, |at| engine.backing().begin(at, SCOPE));
+        turn(&engine, |at| Ok(engine.backing().begin(at, SCOPE)?));
         // Some of it is staged or in place, and some is only in the arena.
         write(&engine, "job/over", 0, &[b'1'; 10_000]);
         create(&engine, "job/made", &[b'2'; 12_000]);
@@ -254,9 +275,9 @@ impl Scene {
         if stage != Stage::Open {
             drain(&engine, SCOPE, alive);
             after = tree(engine.backing()).expect("tree");
-            turn(&engine, |at| engine.backing().prepare(at, ID));
+            turn(&engine, |at| Ok(engine.backing().prepare(at, ID)?));
             if stage == Stage::Decided {
-                turn(&engine, |at| engine.backing().conclude(at, ID));
+                turn(&engine, |at| Ok(engine.backing().conclude(at, ID)?));
             }
             // Drains of it wait for the outcome.
             write(&engine, "job/over", 2_000, &[b'9'; 4_000]);
@@ -423,9 +444,9 @@ fn check(dir: &Path, scene: &Scene, left: &Left, commit: bool, told: &str) {
     let store = engine.backing();
     turn(&engine, |at| {
         if commit {
-            store.commit(at, ID)
+            Ok(store.commit(at, ID)?)
         } else {
-            store.abort(at)
+            Ok(store.abort(at)?)
         }
     });
     must_be(&engine, wanted, &format!("{told}, {end}"));
@@ -513,14 +534,16 @@ fn an_arena_that_comes_back_after_its_host_was_given_up_brings_back_nothing() {
                 arena: None,
                 ..opening(Some(&members))
             };
-            let ended =
-                Held::open_with(disk.clone(), elsewhere.clone(), |_| Ok::<_, HeldError>(()));
+            let ended = Held::open_with(disk.clone(), elsewhere.clone(), |_| {
+                Ok::<_, TransactionError>(())
+            });
             let is_over = ended.is_ok();
             drop(ended);
             disk.revive();
             if at % 2 == 0 {
                 // Asked again, to the end.
-                let again = Held::open_with(disk.clone(), elsewhere, |_| Ok::<_, HeldError>(()));
+                let again =
+                    Held::open_with(disk.clone(), elsewhere, |_| Ok::<_, TransactionError>(()));
                 again.expect("nothing stops it");
             }
             let left = Left {
@@ -556,7 +579,7 @@ fn an_arena_that_comes_back_after_its_host_was_given_up_brings_back_nothing() {
 }
 
 /// Nobody has anything to drop.
-fn nothing(scopes: &[Vec<u8>]) -> Result<(), HeldError> {
+fn nothing(scopes: &[Vec<u8>]) -> Result<(), TransactionError> {
     panic!("{scopes:?} are dropped in an arena that has nothing of them");
 }
 
@@ -565,7 +588,7 @@ fn nothing(scopes: &[Vec<u8>]) -> Result<(), HeldError> {
 fn end_elsewhere(scene: &Scene, commit: bool, at: u64, again: bool) -> (Left, bool) {
     let disk = SimBacking::from_disk(scene.left.disk.clone());
     disk.crash_at(disk.steps() + 1 + at);
-    let run = || -> Result<(), HeldError> {
+    let run = || -> Result<(), TransactionError> {
         let with = Opening {
             arena: Some(OTHER),
             ..opening(scene.members.as_ref())
@@ -574,10 +597,10 @@ fn end_elsewhere(scene: &Scene, commit: bool, at: u64, again: bool) -> (Left, bo
         if !outcome.waiting.is_empty() {
             let (job, _) = held.lookup(&held.root(), OsStr::new("job"))?;
             if commit {
-                held.commit(&job, ID)
+                held.commit(&job, ID)?;
             } else {
-                held.abort(&job)
-            }?;
+                held.abort(&job)?;
+            }
         }
         Ok(())
     };
@@ -671,7 +694,7 @@ fn regression_what_an_arena_has_from_before_a_transaction_of_another_one_counts(
         let mut dropped = Vec::new();
         let (held, _) = Held::open_with(disk.clone(), with(OTHER), |scopes| {
             dropped = scopes.to_vec();
-            Ok::<_, HeldError>(())
+            Ok::<_, TransactionError>(())
         })
         .expect("open");
         assert_eq!(dropped, [SCOPE.to_vec()], "{mode:?}");
@@ -711,7 +734,7 @@ fn regression_a_mount_without_the_others_drops_its_part_once() {
             let drop_all = |scopes: &[Vec<u8>]| {
                 assert_eq!(scopes, [SCOPE.to_vec()], "{told}");
                 dropped.set(dropped.get() + 1);
-                Ok::<_, HeldError>(())
+                Ok::<_, TransactionError>(())
             };
             Held::drop_of(disk.clone(), home.clone(), OTHER, nothing)
                 .expect("another arena has nothing of it");

@@ -11,7 +11,7 @@ use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, DirBacking, Errno, Kind, SetTime, SimBacking, suite};
 use firn_transact::backup::MANIFEST;
 use firn_transact::change_log::ChangeLog;
-use firn_transact::{Held, HeldError};
+use firn_transact::{BackupError, Held, ReviveError};
 
 fn entries<B: Backing>(b: &B, dir: &B::Inode) -> Vec<Vec<u8>> {
     let mut names = Vec::new();
@@ -335,7 +335,7 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
                 .expect_err("must be refused");
             assert_eq!(
                 refused,
-                HeldError::BackupDamaged {
+                ReviveError::Damaged {
                     file: piece.file.clone()
                 }
             );
@@ -385,11 +385,14 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
     // Twice: the second finds the first.
     let target = revived(before.fork(), store);
     let again = target.revive((store, &dir), OsStr::new("it"), &manifest);
-    assert!(matches!(again, Err(HeldError::Open { .. })), "{again:?}");
+    assert!(
+        matches!(again, Err(ReviveError::Overlaps { .. })),
+        "{again:?}"
+    );
     target.commit(&target.root(), 5).expect("commit");
     let after: Result<Tree, Errno> = tree(&target);
     let late = target.revive((store, &dir), OsStr::new("it"), &manifest);
-    assert_eq!(late, Err(HeldError::BackupDone { id: 5 }));
+    assert_eq!(late, Err(ReviveError::Applied { id: 5 }));
     assert_eq!(tree(&target), after);
     target.begin(&target.root(), b"").expect("begin");
     target.commit(&target.root(), 6).expect("commit");
@@ -415,7 +418,7 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
         .backed_up(store.fork(), &BTreeSet::new());
     assert!(matches!(
         lost.err(),
-        Some(HeldError::BackupWaits { id: 5, .. })
+        Some(BackupError::UnknownTransaction { id: 5, .. })
     ));
 
     let back = Held::open(base)

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_backing::sim::{Fault, Tree, tree};
 use firn_backing::{Access, Backing, DirBacking, Errno, SimBacking, suite};
-use firn_transact::{Held, HeldError, Stage};
+use firn_transact::{AbortError, BeginError, Held, Stage, TransactionError};
 
 fn seen<B: Backing>(held: &Held<B>) -> Tree {
     tree(held).expect("tree")
@@ -126,18 +126,18 @@ fn a_crash_at_any_call_keeps_what_was_decided_and_undoes_what_followed() {
                 let root = held.root();
                 let disk = held.base().clone();
                 disk.crash_at(disk.steps() + at);
-                let run = || -> Result<(), HeldError> {
+                let run = || -> Result<(), TransactionError> {
                     if prepared {
                         held.prepare(&root, 5)?;
                     }
-                    held.conclude(&root, 5)
+                    Ok(held.conclude(&root, 5)?)
                 };
                 let decided = run();
                 let then = decided.clone().and_then(|()| {
                     if begins {
                         held.begin(&root, b"")?;
                     }
-                    held.carry_out(b"")
+                    Ok(held.carry_out(b"")?)
                 });
                 let told =
                     format!("seed {seed}, begins {begins}, call {at}, {decided:?}, {then:?}");
@@ -180,12 +180,12 @@ fn the_next_one_is_aborted_or_prepared_or_restored_from() {
         held.conclude(&root, 5).expect("decide");
         assert_eq!(
             held.abort(&root),
-            Err(HeldError::Decided { id: 5 }),
+            Err(AbortError::Decided { id: 5 }),
             "seed {seed}"
         );
         held.begin(&root, b"").expect("begin");
         assert!(
-            matches!(held.begin(&root, b""), Err(HeldError::Open { .. })),
+            matches!(held.begin(&root, b""), Err(BeginError::Overlaps { .. })),
             "seed {seed}"
         );
         held.abort(&root).expect("the next one is aborted");

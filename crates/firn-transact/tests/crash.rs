@@ -60,15 +60,17 @@ fn middle(seed: u64, calls: usize, mode: Mode) -> Middle {
 }
 
 /// Runs the end of a transaction; whether it said that it was decided.
-fn end(held: &Held<SimBacking>, how: End) -> Result<(), firn_transact::HeldError> {
+fn end(held: &Held<SimBacking>, how: End) -> Result<(), firn_transact::TransactionError> {
     let root = held.root();
-    match how {
-        End::Commit => held.commit(&root, 5),
-        End::PrepareThenCommit => held.prepare(&root, 5).and_then(|()| held.commit(&root, 5)),
-        End::Prepare => held.prepare(&root, 5),
-        End::PrepareThenAbort => held.prepare(&root, 5).and_then(|()| held.abort(&root)),
-        End::Abort => held.abort(&root),
+    if let End::PrepareThenCommit | End::Prepare | End::PrepareThenAbort = how {
+        held.prepare(&root, 5)?;
     }
+    match how {
+        End::Commit | End::PrepareThenCommit => held.commit(&root, 5)?,
+        End::Abort | End::PrepareThenAbort => held.abort(&root)?,
+        End::Prepare => {}
+    }
+    Ok(())
 }
 
 /// Opens after a crash, with another one at step `again` of that; then once more without.
@@ -268,15 +270,19 @@ fn what_the_backing_refuses_can_be_done_again() {
 
 #[test]
 fn regression_a_transaction_whose_abort_failed_half_way_cannot_be_committed() {
-    use firn_transact::HeldError;
+    use firn_transact::{CommitError, PrepareError};
     for mode in MODES {
         let middle = middle(1, 60, mode);
         let held = &middle.held;
         let root = middle.held.root();
         // What an abort begins with. Data that was pending is dropped next, and then it may fail.
         held.refuse(&root).expect("refuse");
-        assert_eq!(held.prepare(&root, 5), Err(HeldError::Undoing), "{mode:?}");
-        assert_eq!(held.commit(&root, 5), Err(HeldError::Undoing), "{mode:?}");
+        assert_eq!(
+            held.prepare(&root, 5),
+            Err(PrepareError::Undoing),
+            "{mode:?}"
+        );
+        assert_eq!(held.commit(&root, 5), Err(CommitError::Undoing), "{mode:?}");
         held.abort(&root).expect("abort");
         assert_eq!(seen(held), middle.old, "{mode:?}");
     }

@@ -2,7 +2,7 @@
 
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking, suite};
-use firn_transact::{Held, HeldError, Mode, Stage};
+use firn_transact::{Held, Mode, RestoreError, Stage, TransactionError};
 
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
 const SEEDS: std::ops::Range<u64> = 1..30;
@@ -49,11 +49,12 @@ fn regression_a_prepared_transaction_is_ended_on_a_device_of_another_number() {
             held.prepare(&held.root(), 5).expect("prepare");
             let held = come_back(held, 7, 0);
             assert_eq!(held.transactions()[0].stage, Stage::Prepared(5), "{told}");
-            match commits {
-                true => held.commit(&held.root(), 5),
-                false => held.abort(&held.root()),
-            }
-            .unwrap_or_else(|error| panic!("{told}: {error}"));
+            let root = held.root();
+            let ended = match commits {
+                true => held.commit(&root, 5).map_err(TransactionError::from),
+                false => held.abort(&root).map_err(TransactionError::from),
+            };
+            ended.unwrap_or_else(|error| panic!("{told}: {error}"));
             let expected = if commits { &new } else { &old };
             assert_eq!(seen(&held), *expected, "{told}");
             assert_eq!(
@@ -103,7 +104,7 @@ fn regression_a_commit_is_undone_on_a_device_of_another_number() {
         assert_eq!(
             held.restore(&held.root(), 2)
                 .err()
-                .map(|error| matches!(error, HeldError::NotKept { .. })),
+                .map(|error| matches!(error, RestoreError::NotKept { .. })),
             Some(true)
         );
         assert_eq!(

@@ -12,7 +12,9 @@ use std::sync::{Arc, Mutex, Once};
 use common::in_firn;
 use firn_backing::sim::{Disk, Fault, Tree};
 use firn_backing::{Backing, Errno, SimBacking, suite};
-use firn_transact::{Held, HeldError, Mode, Opening, Outcome, Stage};
+use firn_transact::{
+    AbortError, BackupError, Held, Mode, Opening, Outcome, Stage, TransactionError,
+};
 
 mod common;
 
@@ -158,7 +160,7 @@ fn attach(
     setup: Setup,
     disk: &SimBacking,
     store: &SimBacking,
-) -> Result<(Held<SimBacking>, Outcome), HeldError> {
+) -> Result<(Held<SimBacking>, Outcome), TransactionError> {
     let known = if setup.has_backup {
         Held::known_backups(disk, Some(store))?
     } else {
@@ -169,7 +171,8 @@ fn attach(
         arena: Some([7; 16]),
         ..Opening::default()
     };
-    let (held, outcome) = Held::open_with(disk.clone(), opening, |_| Ok::<_, HeldError>(()))?;
+    let (held, outcome) =
+        Held::open_with(disk.clone(), opening, |_| Ok::<_, TransactionError>(()))?;
     let held = held.in_mode(setup.mode);
     let held = if setup.has_backup {
         held.backed_up(store.clone(), &known)?
@@ -289,7 +292,7 @@ impl World {
         self.store.power_loss(seed);
     }
 
-    fn try_attach(&mut self) -> Result<(), HeldError> {
+    fn try_attach(&mut self) -> Result<(), TransactionError> {
         let (held, outcome) = attach(self.setup, &self.disk, &self.store)?;
         (self.held, self.outcome) = (Some(held), outcome);
         Ok(())
@@ -300,24 +303,27 @@ impl World {
         self.try_attach().expect("without a fault it opens");
     }
 
-    fn act(&mut self, verb: Verb) -> Result<(), HeldError> {
+    fn act(&mut self, verb: Verb) -> Result<(), TransactionError> {
         if verb.is_attach() {
             return self.try_attach();
         }
         let held = self.held();
         let root = held.root();
         match verb {
-            Verb::Begin => held.begin(&root, b""),
-            Verb::Prepare => held.prepare(&root, NEW),
-            Verb::Commit | Verb::CommitPrepared | Verb::CommitRecovered => held.commit(&root, NEW),
-            Verb::Conclude | Verb::ConcludePrepared => held.conclude(&root, NEW),
-            Verb::CarryOut => held.carry_out(b""),
-            Verb::Abort | Verb::AbortPrepared | Verb::AbortRecovered => held.abort(&root),
-            Verb::RestorePrepared | Verb::RestoreRecovered => held.restore(&root, NEW),
-            Verb::RestoreLast => held.restore(&root, OLD),
-            Verb::RestoreOlder => held.restore(&root, FIRST),
+            Verb::Begin => held.begin(&root, b"")?,
+            Verb::Prepare => held.prepare(&root, NEW)?,
+            Verb::Commit | Verb::CommitPrepared | Verb::CommitRecovered => {
+                held.commit(&root, NEW)?
+            }
+            Verb::Conclude | Verb::ConcludePrepared => held.conclude(&root, NEW)?,
+            Verb::CarryOut => held.carry_out(b"")?,
+            Verb::Abort | Verb::AbortPrepared | Verb::AbortRecovered => held.abort(&root)?,
+            Verb::RestorePrepared | Verb::RestoreRecovered => held.restore(&root, NEW)?,
+            Verb::RestoreLast => held.restore(&root, OLD)?,
+            Verb::RestoreOlder => held.restore(&root, FIRST)?,
             _ => unreachable!("the others attach"),
         }
+        Ok(())
     }
 
     fn stages(&self) -> Vec<Stage> {
@@ -383,12 +389,12 @@ impl World {
                     NEW
                 };
                 assert_eq!(self.changed_from(shown), None, "prepared");
-                let ended = if commits {
-                    self.held().commit(&root, NEW)
+                // What is prepared can be ended either way.
+                if commits {
+                    self.held().commit(&root, NEW).expect("commit");
                 } else {
-                    self.held().abort(&root)
-                };
-                ended.expect("what is prepared can be ended either way");
+                    self.held().abort(&root).expect("abort");
+                }
             }
             [Stage::Open] => self.held().abort(&root).expect("abort"),
             [Stage::Decided(NEW)] | [Stage::Decided(NEW), Stage::Open] => {
@@ -542,12 +548,15 @@ fn run(start: &Start, case: Case, hit: &Hit) {
             );
         }
         Err(error) => {
-            let wanted = match place {
-                Place::Backing => HeldError::Backing(errno),
-                Place::Backup => HeldError::Backup { source: errno },
+            let is_told = match place {
+                Place::Backing => error.backing_errno() == Some(errno),
+                Place::Backup => matches!(
+                    error,
+                    TransactionError::Backup(
+                        BackupError::Refused { source } | BackupError::NotRemoved { source }
+                    ) if *source == errno
+                ),
             };
-            let stays = HeldError::BackupStays { source: errno };
-            let is_told = *error == wanted || (place == Place::Backup && *error == stays);
             assert!(is_told, "told as something else: {error:?}");
             match then {
                 Then::Again => {
@@ -566,8 +575,8 @@ fn run(start: &Start, case: Case, hit: &Hit) {
                             Ok(()),
                             [Stage::Open] | [Stage::Prepared(_)] | [Stage::Decided(_), Stage::Open],
                         ) => {}
-                        (Err(HeldError::None), []) => {}
-                        (Err(HeldError::Decided { id }), [Stage::Decided(decided)])
+                        (Err(AbortError::NoTransaction), []) => {}
+                        (Err(AbortError::Decided { id }), [Stage::Decided(decided)])
                             if id == *decided => {}
                         (ended, stages) => panic!("abort of {stages:?}: {ended:?}"),
                     }

@@ -5,7 +5,7 @@ use std::io::IoSlice;
 
 use common::seen;
 use firn_backing::{Access, Backing, Errno, SimBacking, suite};
-use firn_transact::{Held, HeldError, Mode};
+use firn_transact::{Held, Mode, TransactionError};
 
 mod common;
 
@@ -76,7 +76,8 @@ fn an_abort_needs_no_room_and_a_commit_that_finds_none_can_be_made_again() {
         match held.commit(&root, 1) {
             Ok(()) => {}
             Err(error) => {
-                assert_eq!(error, HeldError::Backing(Errno::NOSPC), "{told}");
+                let error = TransactionError::from(error);
+                assert_eq!(error.backing_errno(), Some(Errno::NOSPC), "{told}");
                 assert!(seen(&held) == new, "{told}: nothing is lost");
                 refused += 1;
                 disk.set_capacity(None);

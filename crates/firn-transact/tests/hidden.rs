@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use firn_backing::sim::Hang;
 use firn_backing::{Access, Backing, RenameFlags, SimBacking, suite};
-use firn_transact::{Held, HeldError, Inode, Mode};
+use firn_transact::{Held, Inode, Mode, TransactionError};
 
 type SimInode = Inode<SimBacking>;
 
@@ -60,7 +60,7 @@ fn hangs<T>(hang: &Hang, thread: &thread::ScopedJoinHandle<'_, T>) -> bool {
 fn at_every_call(
     mode: Mode,
     before: impl Fn(&Held<SimBacking>),
-    run: impl Fn(&Held<SimBacking>) -> Result<(), HeldError> + Sync,
+    run: impl Fn(&Held<SimBacking>) -> Result<(), TransactionError> + Sync,
     right: &[u32],
 ) {
     for at in 1.. {
@@ -127,14 +127,14 @@ fn remove(held: &Held<SimBacking>) {
 
 #[test]
 fn regression_a_commit_shows_no_link_of_firns_own_at_any_call() {
-    let commit = |held: &Held<SimBacking>| held.commit(&held.root(), 1);
+    let commit = |held: &Held<SimBacking>| Ok(held.commit(&held.root(), 1)?);
     for mode in [Mode::Buffer, Mode::Shadow] {
         at_every_call(mode, remove, commit, &[1]);
     }
     let in_steps = |held: &Held<SimBacking>| {
         held.prepare(&held.root(), 1)?;
         held.conclude(&held.root(), 1)?;
-        held.carry_out(b"")
+        Ok(held.carry_out(b"")?)
     };
     at_every_call(Mode::Buffer, remove, in_steps, &[1]);
 }
@@ -146,7 +146,12 @@ fn regression_an_abort_shows_no_link_of_firns_own_at_any_call() {
             remove(held);
             held.prepare(&held.root(), 1).expect("prepare");
         };
-        at_every_call(mode, prepared, |held| held.abort(&held.root()), &[1, 2]);
+        at_every_call(
+            mode,
+            prepared,
+            |held| Ok(held.abort(&held.root())?),
+            &[1, 2],
+        );
     }
 }
 

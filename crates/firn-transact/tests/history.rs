@@ -4,7 +4,7 @@ mod common;
 
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking, suite};
-use firn_transact::{Held, HeldError};
+use firn_transact::{Held, RestoreError};
 
 const HISTORY: u32 = 3;
 
@@ -89,7 +89,7 @@ fn what_is_not_kept_is_refused_and_nothing_changes() {
         let kept = vec![5, 4, 3, 2];
         assert_eq!(
             held.restore(&held.root(), id),
-            Err(HeldError::NotKept { wanted: id, kept })
+            Err(RestoreError::NotKept { wanted: id, kept })
         );
     }
     assert_eq!(seen(&held), trees[5]);

@@ -10,7 +10,9 @@ use common::{in_firn, seen};
 use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, RenameFlags, SimBacking};
 use firn_conflict::{Accesses, Party, Used, What};
-use firn_transact::{Expected, Held, HeldError, Members, Stage, Verdict, Vote};
+use firn_transact::{
+    CommitError, Expected, Held, Members, Stage, TransactionError, Verdict, Vote, VoteError,
+};
 
 const ME: Caller = Caller {
     uid: 0,
@@ -77,7 +79,7 @@ fn votes(disk: &SimBacking) -> Vec<String> {
 }
 
 /// One step of a host; `Ok(true)` when its part is committed.
-fn step(host: &Host, stage: &mut u32) -> Result<bool, HeldError> {
+fn step(host: &Host, stage: &mut u32) -> Result<bool, TransactionError> {
     let root = host.root();
     match *stage {
         0 => host.prepare(&root, ID)?,
@@ -190,7 +192,7 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
                                 .expect("give up");
                         }
                         Ok(_) => {}
-                        Err(HeldError::GivenUp { .. }) => {
+                        Err(TransactionError::Vote(VoteError::GivenUp { .. })) => {
                             host.reopen(&root, ID).expect("reopen");
                             host.abort(&root).expect("abort");
                             break;
@@ -214,7 +216,9 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
                             .unwrap_or_else(|error| panic!("{told}: {error}")),
                         _ => match host.commit(&root, ID) {
                             Ok(()) => {}
-                            Err(HeldError::NotMet { .. } | HeldError::GivenUp { .. }) => {
+                            Err(CommitError::Vote(
+                                VoteError::NotVoted { .. } | VoteError::GivenUp { .. },
+                            )) => {
                                 host.abort(&root)
                                     .unwrap_or_else(|error| panic!("{told}: {error}"));
                             }
@@ -325,7 +329,7 @@ fn a_part_that_another_host_read_is_a_conflict_and_can_be_dropped() {
         let root = host.root();
         assert!(matches!(
             host.commit(&root, ID),
-            Err(HeldError::Conflict(_))
+            Err(CommitError::Vote(VoteError::Conflict(_)))
         ));
         host.reopen(&root, ID).expect("reopen");
         assert_eq!(host.transactions()[0].stage, Stage::Open);
@@ -475,7 +479,9 @@ fn one_abort_is_everybodys() {
     );
     hosts[1].abort(&hosts[1].root()).expect("abort");
     let root = hosts[0].root();
-    assert!(matches!(hosts[0].commit(&root, ID), Err(HeldError::GivenUp { by, .. }) if by == "b"));
+    assert!(
+        matches!(hosts[0].commit(&root, ID), Err(CommitError::Vote(VoteError::GivenUp { by, .. })) if by == "b")
+    );
     hosts[0].abort(&root).expect("abort");
     assert_eq!(
         (seen(&hosts[0]), seen(&hosts[1])),
@@ -522,7 +528,7 @@ fn a_number_is_used_again_only_when_all_have_left() {
     hosts[0].note_accesses(&root, Vec::new()).expect("note");
     assert_eq!(
         hosts[0].publish_accesses(&root, ID),
-        Err(HeldError::Leaving { id: ID })
+        Err(VoteError::LastVoteNotOver { id: ID })
     );
     hosts[1].abort(&hosts[1].root()).expect("abort");
     hosts[0].publish_accesses(&root, ID).expect("now it can");

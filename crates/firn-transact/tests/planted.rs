@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 
 use firn_backing::{Access, Backing, Caller, SimBacking};
 use firn_transact::change_log::{ChangeLog, Data, Entry, Identity, Part, Range, Source};
-use firn_transact::{Held, HeldError};
+use firn_transact::{Held, OpenError, OwnError, StoreError, TransactionError};
 
 fn us() -> u32 {
     rustix::process::geteuid().as_raw()
@@ -117,7 +117,10 @@ fn regression_a_planted_record_is_not_carried_out_and_named() {
         let before = disk.tree();
         let error = Held::open(disk.clone()).err().expect("refused");
         assert!(
-            matches!(error, HeldError::Distrusted { .. }),
+            matches!(
+                error,
+                OpenError::Store(StoreError::Own(OwnError::Distrusted { .. }))
+            ),
             "{modes:?}: {error}"
         );
         assert!(error.to_string().contains(".firn"), "{error}");
@@ -162,13 +165,15 @@ fn regression_what_is_no_directory_is_named_in_every_mode() {
             kind => drop(disk.mknod(&ours(), &root, name(".firn"), kind | 0o600, 0)),
         }
         let answers = [
-            Held::has_transactions(&disk).err(),
-            Held::open(disk.fork()).err(),
+            Held::has_transactions(&disk)
+                .err()
+                .map(TransactionError::from),
+            Held::open(disk.fork()).err().map(TransactionError::from),
+            Held::known_backups(&disk, None)
+                .err()
+                .map(TransactionError::from),
         ];
-        for error in answers
-            .into_iter()
-            .chain([Held::known_backups(&disk, None).err()])
-        {
+        for error in answers {
             let told = error.expect("refused").to_string();
             assert!(
                 told.contains(&format!(".firn is {words} instead of a directory")),
@@ -195,7 +200,7 @@ fn regression_a_huge_file_takes_no_memory() {
     disk.set_len(&file, 15 << 40).expect("sparse");
     let error = Held::open(disk).err().expect("refused");
     assert!(
-        matches!(error, HeldError::TooLong { bytes, .. } if bytes == 15 << 40),
+        matches!(error, OpenError::Store(StoreError::Own(OwnError::TooLong { bytes, .. })) if bytes == 15 << 40),
         "{error}"
     );
 }
@@ -220,7 +225,7 @@ fn regression_a_scope_that_leads_out_of_the_backing_is_refused() {
             .expect("write");
         let error = Held::open(disk).err().expect("refused");
         assert!(
-            matches!(error, HeldError::Record { .. }),
+            matches!(error, OpenError::Store(StoreError::Record { .. })),
             "{scope}: {error}"
         );
     }

@@ -9,7 +9,10 @@ use std::io::IoSlice;
 use common::{in_firn, seen};
 use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, Errno, RenameFlags, SimBacking};
-use firn_transact::{Expected, Held, HeldError, Members, Mode, Stage, Vote};
+use firn_transact::{
+    AbortError, BeginError, CommitError, Expected, Held, Members, Mode, OpenError, Stage,
+    TransactionError, Vote, VoteError,
+};
 
 const ME: Caller = Caller {
     uid: 0,
@@ -22,7 +25,7 @@ const NAMES: [&str; 2] = ["a", "b"];
 type Host = Held<SimBacking>;
 type Hosts = [Option<Host>; 2];
 
-fn open(disk: &SimBacking, name: &str) -> Result<(Host, firn_transact::Outcome), HeldError> {
+fn open(disk: &SimBacking, name: &str) -> Result<(Host, firn_transact::Outcome), OpenError> {
     let members = Members {
         host: name.into(),
         expected: Expected::Count(2),
@@ -125,7 +128,7 @@ enum End {
 }
 
 /// One step of a host; `true` when its part is over.
-fn step(host: &Host, index: usize, stage: &mut u32, end: End) -> Result<bool, HeldError> {
+fn step(host: &Host, index: usize, stage: &mut u32, end: End) -> Result<bool, TransactionError> {
     let root = host.root();
     let stops = !host.to_be_stopped().is_empty();
     match *stage {
@@ -148,11 +151,11 @@ fn step(host: &Host, index: usize, stage: &mut u32, end: End) -> Result<bool, He
     Ok(*stage > 5)
 }
 
-fn abort(host: &Host, stage: &mut u32) -> Result<bool, HeldError> {
+fn abort(host: &Host, stage: &mut u32) -> Result<bool, TransactionError> {
     match host.abort(&host.root()) {
         Ok(()) => *stage = 6,
-        Err(HeldError::Stopping { .. }) => return Ok(false),
-        Err(error) => return Err(error),
+        Err(AbortError::Stopping { .. }) => return Ok(false),
+        Err(error) => return Err(error.into()),
     }
     Ok(true)
 }
@@ -236,7 +239,7 @@ fn recovered(
                     if !host.to_be_stopped().is_empty() {
                         match host.abort(&root) {
                             Ok(()) => stages[index] = 6,
-                            Err(HeldError::Stopping { .. }) => {}
+                            Err(AbortError::Stopping { .. }) => {}
                             Err(error) => panic!("{told}: {error}"),
                         }
                         continue;
@@ -246,8 +249,8 @@ fn recovered(
                     }
                     match step(host, index, &mut stages[index], end) {
                         Ok(_) => {}
-                        Err(HeldError::NotOver { .. }) => {}
-                        Err(HeldError::GivenUp { .. }) => {
+                        Err(TransactionError::Begin(BeginError::NotOver { .. })) => {}
+                        Err(TransactionError::Vote(VoteError::GivenUp { .. })) => {
                             let _ = host.reopen(&root, ID);
                         }
                         Err(error) => {
@@ -263,22 +266,23 @@ fn recovered(
                             let root = host.root();
                             // Changes wait for the outcome.
                             assert_eq!(put(&host, "shared", 0, b"x"), Err(Errno::BUSY), "{told}");
-                            match if aborts {
-                                host.abort(&root)
+                            let ended = if aborts {
+                                host.abort(&root).map_err(TransactionError::from)
                             } else {
-                                host.commit(&root, ID)
-                            } {
+                                host.commit(&root, ID).map_err(TransactionError::from)
+                            };
+                            match ended {
                                 Ok(()) => stages[index] = 6,
-                                Err(HeldError::Stopping { .. }) => {}
-                                Err(HeldError::NotMet { .. } | HeldError::GivenUp { .. }) => {
-                                    match host.abort(&root) {
-                                        Ok(()) => stages[index] = 6,
-                                        Err(HeldError::Stopping { .. }) => {}
-                                        Err(error) => panic!("{told}: {error}"),
-                                    }
-                                }
+                                Err(TransactionError::Abort(AbortError::Stopping { .. })) => {}
+                                Err(TransactionError::Vote(
+                                    VoteError::NotVoted { .. } | VoteError::GivenUp { .. },
+                                )) => match host.abort(&root) {
+                                    Ok(()) => stages[index] = 6,
+                                    Err(AbortError::Stopping { .. }) => {}
+                                    Err(error) => panic!("{told}: {error}"),
+                                },
                                 // The other has decided.
-                                Err(HeldError::Decided { id }) => {
+                                Err(TransactionError::Abort(AbortError::Decided { id })) => {
                                     host.commit(&root, id)
                                         .unwrap_or_else(|e| panic!("{told}: {e}"));
                                     stages[index] = 6;
@@ -288,7 +292,7 @@ fn recovered(
                         }
                         hosts[index] = Some(host);
                     }
-                    Err(HeldError::Stopping { .. }) => {}
+                    Err(OpenError::Abort(AbortError::Stopping { .. })) => {}
                     Err(error) => panic!("{told}: {error}"),
                 },
             }
@@ -305,7 +309,7 @@ fn recovered(
         for one in host.transactions() {
             if let Err(error) = host.abort(&host.root()) {
                 assert!(
-                    matches!(error, HeldError::Stopping { .. }),
+                    matches!(error, AbortError::Stopping { .. }),
                     "{told}: {one:?}: {error}"
                 );
             }
@@ -427,14 +431,14 @@ fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left(
     let changed = seen(&disk);
     assert_eq!(
         a.abort(&a.root()),
-        Err(HeldError::Stopping {
+        Err(AbortError::Stopping {
             hosts: vec!["b".into()]
         })
     );
     assert_eq!(put(&a, "shared", 0, b"x"), Err(Errno::CANCELED));
     assert_eq!(put(&b, "shared", 0, b"x"), Ok(()), "it has not heard of it");
     assert!(!same(&seen(&disk), &trees().0) && !same(&seen(&disk), &changed));
-    assert!(matches!(a.commit(&a.root(), ID), Err(HeldError::Undoing)));
+    assert!(matches!(a.commit(&a.root(), ID), Err(CommitError::Undoing)));
     assert_eq!(b.to_be_stopped(), [Vec::<u8>::new()]);
     assert_eq!(b.prepare(&b.root(), ID), Ok(()));
     b.publish_accesses(&b.root(), ID).expect("publish");
@@ -443,14 +447,16 @@ fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left(
     );
     assert!(matches!(
         b.commit(&b.root(), ID),
-        Err(HeldError::NotMet { .. } | HeldError::GivenUp { .. })
+        Err(CommitError::Vote(
+            VoteError::NotVoted { .. } | VoteError::GivenUp { .. }
+        ))
     ));
     assert_eq!(b.abort(&b.root()), Ok(()), "it is the last one");
     assert_eq!(b.stopped_by(b""), Some("a".into()));
     assert!(same(&seen(&b), &trees().0));
     assert_eq!(
         b.begin(&b.root(), b""),
-        Err(HeldError::NotOver {
+        Err(BeginError::NotOver {
             hosts: vec!["a".into()]
         })
     );
@@ -465,11 +471,14 @@ fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left(
     };
     let (c, _) = open(&disk, "c").expect("open");
     assert!(
-        matches!(c.begin(&c.root(), b""), Err(HeldError::GivenUp { .. })),
+        matches!(
+            c.begin(&c.root(), b""),
+            Err(BeginError::TooManyHosts { .. })
+        ),
         "more than take part"
     );
     assert!(
-        matches!(c.begin(&dir(&c), b"dir"), Err(HeldError::Open { .. })),
+        matches!(c.begin(&dir(&c), b"dir"), Err(BeginError::Overlaps { .. })),
         "a scope in a scope"
     );
 }
@@ -489,9 +498,9 @@ fn a_host_that_died_waits_until_the_others_have_stopped() {
     let refused = open(&disk, "b").err();
     assert_eq!(
         refused,
-        Some(HeldError::Stopping {
+        Some(OpenError::Abort(AbortError::Stopping {
             hosts: vec!["a".into()]
-        })
+        }))
     );
     assert_eq!(
         a.to_be_stopped(),

@@ -9,7 +9,9 @@ use firn_engine::EngineError;
 use firn_format::FormatError;
 use firn_format::quote::quoted_path;
 use firn_stub::{PlaceError, TreeError};
-use firn_transact::HeldError;
+use firn_transact::{
+    BackupError, CommitError, OpenError, OwnError, ReviveError, StoreError, TransactionError,
+};
 use firn_trust::TrustError;
 
 use crate::error::{BUSY, FAILED, NOT_FIRN, USAGE, arena_code};
@@ -83,10 +85,10 @@ pub enum AttachError {
         "participants: several hosts cannot share {backing}: {reason}; mount its file system so that locks of files hold between hosts (OPERATIONS, \"Several hosts\"), or mount without participants", backing = quoted_path(backing))]
     LocksDoNotReach { backing: PathBuf, reason: String },
     #[error("transactions of an earlier firnd: {0}")]
-    Transactions(#[from] HeldError),
+    Transactions(TransactionError),
     /// Something in the place of what is Firn's own in the backing or its backup.
     #[error("{backing}: {source}", backing = quoted_path(backing))]
-    Planted { backing: PathBuf, source: HeldError },
+    Planted { backing: PathBuf, source: OwnError },
     #[error(transparent)]
     Trust(#[from] TrustError),
     #[error(transparent)]
@@ -140,18 +142,21 @@ impl AttachError {
     pub(crate) fn in_backing(backing: &Path) -> impl Fn(Self) -> Self {
         let backing = backing.to_owned();
         move |error| match error {
-            Self::Transactions(
-                source @ (HeldError::Distrusted { .. } | HeldError::TooLong { .. }),
-            ) => Self::Planted {
-                backing: backing.clone(),
-                source,
-            },
+            Self::Transactions(TransactionError::Store(StoreError::Own(source)))
+            | Self::Transactions(TransactionError::Backup(BackupError::Own(source)))
+                if !matches!(source, OwnError::Backing(_)) =>
+            {
+                Self::Planted {
+                    backing: backing.clone(),
+                    source,
+                }
+            }
             error => error,
         }
     }
 
     /// The same for what transactions of an earlier firnd came to.
-    pub(crate) fn held(backing: &Path) -> impl Fn(HeldError) -> Self {
+    pub(crate) fn transactions<E: Into<Self>>(backing: &Path) -> impl Fn(E) -> Self {
         let in_backing = Self::in_backing(backing);
         move |error| in_backing(error.into())
     }
@@ -170,3 +175,22 @@ impl From<ArenaError> for AttachError {
         }
     }
 }
+
+/// What transactions of an earlier firnd came to, whichever verb found it.
+macro_rules! transaction_failures {
+    ($($source:ty),*) => {$(
+        impl From<$source> for AttachError {
+            fn from(source: $source) -> Self {
+                Self::Transactions(source.into())
+            }
+        }
+    )*};
+}
+transaction_failures!(
+    BackupError,
+    CommitError,
+    OpenError,
+    ReviveError,
+    StoreError,
+    TransactionError
+);

@@ -16,7 +16,7 @@ use super::MANIFEST;
 use crate::change_log::{
     ChangeLog, Content, Entry as LogEntry, Identity, Known, LogError, Place, Staged, StagedObject,
 };
-use crate::error::HeldError;
+use crate::error::{BackupError, StoreError};
 use crate::own::{OwnError, of_backup};
 use crate::scope::Scope;
 use crate::staging;
@@ -76,7 +76,7 @@ struct Copy<B: Backing> {
     is_whole: bool,
 }
 
-fn backup(error: impl Into<OwnError>) -> HeldError {
+fn backup(error: impl Into<OwnError>) -> BackupError {
     of_backup(error.into())
 }
 
@@ -89,7 +89,7 @@ impl<B: Backing> Held<B> {
     /// Names of the backups that the backing knows of: to be asked before [`Held::open`], which ends transactions. What
     /// is in the backup, `store`, of those that it is going to undo counts no more from here on: once nothing in the
     /// backing tells of them it would seem to be all that is left.
-    pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, HeldError> {
+    pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
         let mut known = BTreeSet::new();
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(known);
@@ -119,7 +119,7 @@ impl<B: Backing> Held<B> {
     /// The same backing, with a second place for what is prepared: `store`, a directory of this mount alone. What is
     /// there of transactions that are over goes; one that the backing does not know of is refused, for it may be all
     /// that is left of it.
-    pub fn backed_up(mut self, store: B, known: &BTreeSet<String>) -> Result<Self, HeldError> {
+    pub fn backed_up(mut self, store: B, known: &BTreeSet<String>) -> Result<Self, BackupError> {
         let mut state = State {
             copies: HashMap::new(),
             over: BTreeSet::new(),
@@ -159,7 +159,7 @@ impl<B: Backing> Held<B> {
                 && !known.contains(&name)
                 && self.committed(&log.scope)? != Some(log.id)
             {
-                return Err(HeldError::BackupWaits { id: log.id, name });
+                return Err(BackupError::UnknownTransaction { id: log.id, name });
             }
             state.over.insert(name);
         }
@@ -232,7 +232,7 @@ impl<B: Backing> Held<B> {
         mirror: &Mirror<B>,
         state: &mut State<B>,
         scope: &Arc<Scope<B>>,
-    ) -> Result<u64, HeldError> {
+    ) -> Result<u64, BackupError> {
         let copy = self.copy_of(mirror, state, scope)?;
         let mut seen = HashMap::new();
         let mut left = 0;
@@ -276,7 +276,10 @@ impl<B: Backing> Held<B> {
                     Ok(content) if stamp(&self.base.attr(&inode)?) == now => {
                         copy.copied.insert(file, (now, content));
                     }
-                    Ok(_) | Err(HeldError::Backing(Errno::AGAIN)) => left += attr.size,
+                    Ok(_)
+                    | Err(BackupError::Store(StoreError::Own(OwnError::Backing(Errno::AGAIN)))) => {
+                        left += attr.size
+                    }
                     Err(error) => return Err(error),
                 }
             }
@@ -298,7 +301,7 @@ impl<B: Backing> Held<B> {
         mirror: &Mirror<B>,
         state: &'a mut State<B>,
         scope: &Scope<B>,
-    ) -> Result<&'a mut Copy<B>, HeldError> {
+    ) -> Result<&'a mut Copy<B>, BackupError> {
         if let Entry::Vacant(place) = state.copies.entry(scope.serial) {
             let name = format!("tx-{}-{}", scope.serial, token().map_err(backup)?);
             // In this order: what is there is known.
@@ -334,7 +337,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Makes the backup whole, durably. Nobody changes what is staged meanwhile.
-    pub(crate) fn back_up(&self, scope: &Scope<B>, record: &ChangeLog) -> Result<(), HeldError> {
+    pub(crate) fn back_up(&self, scope: &Scope<B>, record: &ChangeLog) -> Result<(), BackupError> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
         };
@@ -361,7 +364,7 @@ impl<B: Backing> Held<B> {
         state: &mut State<B>,
         scope: &Scope<B>,
         record: &ChangeLog,
-    ) -> Result<u64, HeldError> {
+    ) -> Result<u64, BackupError> {
         let before = self.committed(&scope.path)?;
         for name in &state.over {
             remove_manifest_of(&mirror.store, name)?;
@@ -402,7 +405,7 @@ impl<B: Backing> Held<B> {
         copy: &mut Copy<B>,
         scope: &Scope<B>,
         at: &Staged,
-    ) -> Result<StagedObject, HeldError> {
+    ) -> Result<StagedObject, BackupError> {
         let nest = self.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
         let (inode, attr) = self.base.lookup(&nest, OsStr::new(&at.1))?;
         let now = stamp(&attr);
@@ -449,7 +452,7 @@ impl<B: Backing> Held<B> {
 
     /// The transaction is going to be aborted. What is in its backup must not count any more before nothing in the backing
     /// tells of it: else it would seem to be all that is left of it. Its bytes may go later.
-    pub(crate) fn withdraw_for_good(&self, serial: u64) -> Result<(), HeldError> {
+    pub(crate) fn withdraw_for_good(&self, serial: u64) -> Result<(), BackupError> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
         };
@@ -457,7 +460,7 @@ impl<B: Backing> Held<B> {
         if let Some(copy) = state.copies.get_mut(&serial) {
             mirror
                 .withdraw(copy)
-                .map_err(|source| HeldError::BackupStays { source })?;
+                .map_err(|source| BackupError::NotRemoved { source })?;
         }
         self.drop_copy(mirror, &mut state, serial);
         Ok(())
@@ -481,7 +484,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Before the number of the last commit changes: what was carried out and is still in the backup counts no more.
-    pub(crate) fn withdraw_what_is_over(&self) -> Result<(), HeldError> {
+    pub(crate) fn withdraw_what_is_over(&self) -> Result<(), BackupError> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
         };
@@ -504,7 +507,7 @@ impl<B: Backing> Mirror<B> {
         &self,
         scope: &Scope<B>,
         state: &State<B>,
-        result: &Result<T, HeldError>,
+        result: &Result<T, BackupError>,
         left_bytes: u64,
     ) {
         let copy = state.copies.get(&scope.serial);
@@ -546,9 +549,9 @@ fn remove_manifest<B: Backing>(store: &B, dir: &B::Inode) -> Result<(), Errno> {
     store.sync_dir(dir)
 }
 
-fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<(), HeldError> {
+fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<(), BackupError> {
     let stays = |error: OwnError| match error {
-        OwnError::Backing(source) => HeldError::BackupStays { source },
+        OwnError::Backing(source) => BackupError::NotRemoved { source },
         error => of_backup(error),
     };
     match staging::find_dir(store, &store.root(), name).map_err(stays)? {
@@ -606,7 +609,7 @@ fn is_number(text: &str) -> bool {
 pub(super) fn load<B: Backing>(
     store: &B,
     dir: &B::Inode,
-) -> Result<Option<Result<ChangeLog, LogError>>, HeldError> {
+) -> Result<Option<Result<ChangeLog, LogError>>, BackupError> {
     let decode = |bytes: Vec<u8>| {
         let log = ChangeLog::decode(&bytes)?;
         log.check_portable().map(|()| log)
@@ -638,7 +641,7 @@ fn copy_out<B: Backing>(
     dir: &B::Inode,
     name: &str,
     go_on: impl Fn() -> bool,
-) -> Result<Content, HeldError> {
+) -> Result<Content, BackupError> {
     let from = base.open(inode, Access::Read)?;
     let size = base.attr_of_file(&from)?.size;
     match store.unlink(dir, OsStr::new(name)) {
@@ -717,7 +720,7 @@ impl<'a, B: Backing> Paths<'a, B> {
     }
 
     /// The log for any copy of the tree: objects are found by their names, and nothing is kept to undo it.
-    fn portable_log(mut self) -> Result<ChangeLog, HeldError> {
+    fn portable_log(mut self) -> Result<ChangeLog, BackupError> {
         let mut entries = Vec::new();
         for entry in &self.log.entries {
             entries.extend(self.portable_entry(entry)?);
@@ -730,7 +733,7 @@ impl<'a, B: Backing> Paths<'a, B> {
     }
 
     /// `None` for an object that comes back to where it was.
-    fn portable_entry(&mut self, entry: &'a LogEntry) -> Result<Option<LogEntry>, HeldError> {
+    fn portable_entry(&mut self, entry: &'a LogEntry) -> Result<Option<LogEntry>, BackupError> {
         let mut portable = LogEntry {
             identity: Identity::NONE,
             kept_at: None,
@@ -763,7 +766,7 @@ impl<'a, B: Backing> Paths<'a, B> {
             let number = entry.number;
             return match is_idle {
                 true => Ok(None),
-                false => Err(HeldError::BackupPath { number }),
+                false => Err(BackupError::NoPath { number }),
             };
         };
         let attr = self.base.attr(&inode)?;
@@ -780,7 +783,7 @@ impl<'a, B: Backing> Paths<'a, B> {
         entry: &LogEntry,
         (dir, name): &'a Place,
         above: &mut Vec<u64>,
-    ) -> Result<Option<Found<B>>, HeldError> {
+    ) -> Result<Option<Found<B>>, BackupError> {
         let Some((path, dir)) = self.find_dir(*dir, above)? else {
             return Ok(None);
         };
@@ -796,7 +799,7 @@ impl<'a, B: Backing> Paths<'a, B> {
         &mut self,
         number: u64,
         above: &mut Vec<u64>,
-    ) -> Result<Option<Found<B>>, HeldError> {
+    ) -> Result<Option<Found<B>>, BackupError> {
         if let Some(found) = self.found.get(&number) {
             return Ok(Some(found.clone()));
         }

@@ -9,17 +9,17 @@ use firn_backing::{Access, Attr, Backing, Errno, RenameFlags};
 
 use super::mirror::{BLOCK, load, remove};
 use crate::change_log::{ChangeLog, Content, Identity, Known, LogError, Place, StagedObject};
-use crate::error::HeldError;
+use crate::error::{BackupError, ReviveError};
 use crate::own::{OwnError, of_backup};
 use crate::staging;
 use crate::transactional::Held;
 
-fn backup(error: impl Into<OwnError>) -> HeldError {
+fn backup(error: impl Into<OwnError>) -> BackupError {
     of_backup(error.into())
 }
 
-fn tree(path: &[u8], what: &str) -> HeldError {
-    HeldError::BackupTree {
+fn tree(path: &[u8], what: &str) -> ReviveError {
+    ReviveError::OtherTree {
         path: path.to_vec(),
         what: what.into(),
     }
@@ -30,12 +30,12 @@ impl<B: Backing> Held<B> {
     pub fn manifest(
         store: &B,
         dir: &B::Inode,
-    ) -> Result<Option<Result<ChangeLog, LogError>>, HeldError> {
+    ) -> Result<Option<Result<ChangeLog, LogError>>, BackupError> {
         load(store, dir)
     }
 
     /// Removes the backup `name` in `home`: its transaction is over.
-    pub fn remove_backup(home: &B, name: &str) -> Result<(), HeldError> {
+    pub fn remove_backup(home: &B, name: &str) -> Result<(), BackupError> {
         remove(home, &home.root(), name).map_err(backup)
     }
 
@@ -46,12 +46,10 @@ impl<B: Backing> Held<B> {
         from: (&B, &B::Inode),
         called: &OsStr,
         wanted: &ChangeLog,
-    ) -> Result<(), HeldError> {
-        wanted
-            .check_portable()
-            .map_err(|_| HeldError::BackupDamaged {
-                file: super::MANIFEST.into(),
-            })?;
+    ) -> Result<(), ReviveError> {
+        wanted.check_portable().map_err(|_| ReviveError::Damaged {
+            file: super::MANIFEST.into(),
+        })?;
         self.must_be_before(wanted)?;
         let mut found = HashMap::from([(0, (self.base.root(), Vec::new()))]);
         for entry in &wanted.entries {
@@ -93,11 +91,11 @@ impl<B: Backing> Held<B> {
             flags,
         )?;
         self.base.sync_dir(&dir)?;
-        self.wait_for_decision(serial, dir, record)
+        Ok(self.wait_for_decision(serial, dir, record)?)
     }
 
     /// What tells at once that the tree is another one.
-    fn must_be_before(&self, wanted: &ChangeLog) -> Result<(), HeldError> {
+    fn must_be_before(&self, wanted: &ChangeLog) -> Result<(), ReviveError> {
         let is_in = |a: &[u8], b: &[u8]| {
             b.is_empty()
                 || a.strip_prefix(b)
@@ -106,7 +104,7 @@ impl<B: Backing> Held<B> {
         let overlapping = self
             .scopes_where(|one| is_in(&one.path, &wanted.scope) || is_in(&wanted.scope, &one.path));
         if let Some(open) = overlapping.first() {
-            return Err(HeldError::Open {
+            return Err(ReviveError::Overlaps {
                 scope: open.as_slice().into(),
             });
         }
@@ -114,7 +112,7 @@ impl<B: Backing> Held<B> {
             found if found == wanted.id_before => Ok(()),
             // A copy without `.firn`.
             None => Ok(()),
-            Some(id) if id == wanted.id => Err(HeldError::BackupDone { id }),
+            Some(id) if id == wanted.id => Err(ReviveError::Applied { id }),
             Some(id) => Err(tree(
                 &wanted.scope,
                 &format!("its last commit is {id}, and not the one before"),
@@ -135,7 +133,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// The object that has these names here.
-    fn same(&self, known: &Known) -> Result<B::Inode, HeldError> {
+    fn same(&self, known: &Known) -> Result<B::Inode, ReviveError> {
         let mut same: Option<(B::Inode, Identity)> = None;
         for path in &known.paths {
             let (inode, attr) = match self.at(path) {
@@ -167,7 +165,7 @@ impl<B: Backing> Held<B> {
         &self,
         log: &ChangeLog,
         found: &HashMap<u64, (B::Inode, Vec<u8>)>,
-    ) -> Result<(), HeldError> {
+    ) -> Result<(), ReviveError> {
         let left: BTreeSet<&Place> = log.entries.iter().flat_map(|entry| &entry.before).collect();
         let full = |path: &[u8], name: &[u8]| {
             let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
@@ -212,7 +210,7 @@ impl<B: Backing> Held<B> {
         wanted: &ChangeLog,
         found: &HashMap<u64, (B::Inode, Vec<u8>)>,
         dir: &B::Inode,
-    ) -> Result<ChangeLog, HeldError> {
+    ) -> Result<ChangeLog, ReviveError> {
         let new = staging::dir(&self.base, dir, staging::NEW)?;
         staging::dir(&self.base, dir, staging::AWAY)?;
         let mut made = BTreeMap::new();
@@ -248,7 +246,7 @@ impl<B: Backing> Held<B> {
         from: (&B, &B::Inode),
         stored: &StagedObject,
         nest: &B::Inode,
-    ) -> Result<B::Inode, HeldError> {
+    ) -> Result<B::Inode, ReviveError> {
         let base = &self.base;
         let me = staging::own();
         let name = OsStr::new(&stored.at.1);
@@ -277,8 +275,8 @@ impl<B: Backing> Held<B> {
         (store, dir): (&B, &B::Inode),
         content: &Content,
         to: &B::File,
-    ) -> Result<(), HeldError> {
-        let damaged = || HeldError::BackupDamaged {
+    ) -> Result<(), ReviveError> {
+        let damaged = || ReviveError::Damaged {
             file: content.file.clone(),
         };
         let found = staging::find(store, dir, OsStr::new(&content.file)).map_err(backup)?;

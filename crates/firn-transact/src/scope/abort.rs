@@ -5,15 +5,15 @@ use std::sync::atomic::Ordering;
 use firn_backing::Backing;
 
 use crate::backing::Inode;
-use crate::error::HeldError;
+use crate::error::AbortError;
 use crate::scope::Stage;
 use crate::transactional::Held;
 
 impl<B: Backing> Held<B> {
     /// From now on every change in the transaction fails with ECANCELED, also one that waits for the outcome:
     /// the next call ends it.
-    pub fn refuse(&self, inode: &Inode<B>) -> Result<(), HeldError> {
-        let scope = self.scope_at(inode)?;
+    pub fn refuse(&self, inode: &Inode<B>) -> Result<(), AbortError> {
+        let scope = self.scope_at(inode).ok_or(AbortError::NoTransaction)?;
         // Under the lock of those who wait, so that none of them misses it.
         let stage = scope.stage.lock();
         scope.refusing.store(true, Ordering::Release);
@@ -23,8 +23,8 @@ impl<B: Backing> Held<B> {
     }
 
     /// Throws the transaction away: the tree is as it was when it began. What was made in it is gone: ESTALE.
-    pub fn abort(&self, inode: &Inode<B>) -> Result<(), HeldError> {
-        let scope = self.scope_at(inode)?;
+    pub fn abort(&self, inode: &Inode<B>) -> Result<(), AbortError> {
+        let scope = self.scope_at(inode).ok_or(AbortError::NoTransaction)?;
         let _names = self.tree.write();
         let _data = self.data.write();
         if self.drop_next(&scope)? {
@@ -56,8 +56,8 @@ impl<B: Backing> Held<B> {
                     None => self.forget(&scope.dir)?,
                 }
             }
-            Stage::Decided(id) => return Err(HeldError::Decided { id }),
-            Stage::Ended => return Err(HeldError::None),
+            Stage::Decided(id) => return Err(AbortError::Decided { id }),
+            Stage::Ended => return Err(AbortError::NoTransaction),
         }
         if let Some(shadow) = several {
             self.abort_shared(&scope, shadow, stage)?;

@@ -19,7 +19,7 @@ use std::collections::BTreeSet;
 use firn_backing::{Backing, Errno};
 
 use crate::change_log::LogError;
-use crate::error::HeldError;
+use crate::error::StoreError;
 use crate::own::is_path;
 use crate::staging;
 use crate::transactional::Held;
@@ -37,7 +37,7 @@ impl<B: Backing> Held<B> {
     pub fn other_homes(
         base: &B,
         members: Option<&Members>,
-    ) -> Result<Vec<Option<Members>>, HeldError> {
+    ) -> Result<Vec<Option<Members>>, StoreError> {
         let Some((top, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(Vec::new());
         };
@@ -62,7 +62,7 @@ impl<B: Backing> Held<B> {
 
     /// What [`Held::open_with`] says of an arena, for transactions in another home than that of the mount: they stay as
     /// they are, for a mount whose home that is, and have nothing in this arena any more.
-    pub fn drop_of<E: From<HeldError>>(
+    pub fn drop_of<E: From<StoreError>>(
         base: B,
         members: Option<Members>,
         arena: ArenaId,
@@ -91,12 +91,12 @@ impl<B: Backing> Held<B> {
         )
     }
 
-    fn arena_of(&self, dir: &B::Inode) -> Result<Option<ArenaId>, HeldError> {
+    fn arena_of(&self, dir: &B::Inode) -> Result<Option<ArenaId>, StoreError> {
         let Some(bytes) = staging::load(&self.base, dir, staging::ARENA)? else {
             return Ok(None);
         };
         let found = std::str::from_utf8(&bytes).ok().and_then(staging::from_hex);
-        let damaged = || HeldError::Record {
+        let damaged = || StoreError::Record {
             path: staging::ARENA.into(),
             source: LogError::Damaged,
         };
@@ -107,7 +107,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Arenas and scopes of transactions that are not decided for.
-    fn undecided(&self, home: &B::Inode) -> Result<BTreeSet<Line>, HeldError> {
+    fn undecided(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
         let mut found = BTreeSet::new();
         for stored in self.stored_transactions(home)? {
             if let Some(scope) = self.scope_to_drop(&stored)?
@@ -119,7 +119,7 @@ impl<B: Backing> Held<B> {
         Ok(found)
     }
 
-    fn told(&self, home: &B::Inode) -> Result<BTreeSet<Line>, HeldError> {
+    fn told(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
         let bytes = staging::load(&self.base, home, staging::DROPPED)?.unwrap_or_default();
         let line = |line: &[u8]| {
             let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
@@ -136,7 +136,7 @@ impl<B: Backing> Held<B> {
         lines
             .map(line)
             .collect::<Option<_>>()
-            .ok_or(HeldError::Record {
+            .ok_or(StoreError::Record {
                 path,
                 source: LogError::Damaged,
             })
@@ -151,7 +151,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Scopes of which nothing counts that the arena at hand has. Changes nothing.
-    pub(crate) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, HeldError> {
+    pub(crate) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, StoreError> {
         let (Some(arena), Some(home)) = (self.arena, self.find_staging_dir()?) else {
             return Ok(Vec::new());
         };
@@ -166,7 +166,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// The arena at hand has dropped what it must: other ones are told, before the transactions end.
-    pub(crate) fn tell_arenas(&self) -> Result<(), HeldError> {
+    pub(crate) fn tell_arenas(&self) -> Result<(), StoreError> {
         let Some(home) = self.find_staging_dir()? else {
             return Ok(());
         };
@@ -182,7 +182,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// The arena at hand has nothing any more of the transactions of this home, which stay.
-    fn has_dropped(&self, arena: ArenaId) -> Result<(), HeldError> {
+    fn has_dropped(&self, arena: ArenaId) -> Result<(), StoreError> {
         let Some(home) = self.find_staging_dir()? else {
             return Ok(());
         };

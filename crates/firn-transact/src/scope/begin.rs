@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Backing, Kind};
 
 use crate::backing::Inode;
-use crate::error::HeldError;
+use crate::error::{BeginError, ScopeError};
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::shadow::{Mode, Shadow};
@@ -15,12 +15,12 @@ use crate::transactional::Held;
 
 impl<B: Backing> Held<B> {
     /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
-    pub fn begin(&self, inode: &Inode<B>, path: &[u8]) -> Result<(), HeldError> {
+    pub fn begin(&self, inode: &Inode<B>, path: &[u8]) -> Result<(), BeginError> {
         let Inode::Tracked(root) = inode else {
-            return Err(HeldError::NotTransactional);
+            return Err(ScopeError::NotTransactional.into());
         };
         if root.kind != Kind::Dir {
-            return Err(HeldError::ScopeNotDirectory);
+            return Err(ScopeError::NotDirectory.into());
         }
         self.carry_out_around(root)?;
         let _names = self.tree.write();
@@ -30,7 +30,7 @@ impl<B: Backing> Held<B> {
             if scope.can_be_followed(root) {
                 before = Some(Arc::clone(scope));
             } else if root.is_below(&scope.root) || scope.root.is_below(root) {
-                return Err(HeldError::Open {
+                return Err(BeginError::Overlaps {
                     scope: scope.path.as_slice().into(),
                 });
             }
@@ -65,10 +65,10 @@ impl<B: Backing> Held<B> {
         path: &[u8],
         firn: &B::Inode,
         dir: &B::Inode,
-    ) -> Result<Scope<B>, HeldError> {
+    ) -> Result<Scope<B>, BeginError> {
         if self.mode == Mode::Shadow {
             if !Shadow::tells_inodes(&self.base, firn, &format!("tx-{serial}"))? {
-                return Err(HeldError::Inodes);
+                return Err(BeginError::InodesDiffer);
             }
             match &self.members {
                 None => Shadow::make(&self.base, dir)?,
@@ -85,7 +85,7 @@ impl<B: Backing> Held<B> {
         root: &Arc<Object<B>>,
         path: &[u8],
         dir: &B::Inode,
-    ) -> Result<Scope<B>, HeldError> {
+    ) -> Result<Scope<B>, BeginError> {
         if self.mode == Mode::Shadow {
             // What is brought back must have been there.
             match path {
@@ -101,7 +101,7 @@ impl<B: Backing> Held<B> {
 
     /// From here on a crash undoes what is changed, so where this fails the mark has to go: programs go on as outside of
     /// a transaction. If that fails, too, the transaction is open all the same, and can be aborted.
-    fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), HeldError>), HeldError> {
+    fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
         let Err(errno) = self.base.sync_dir(&scope.dir) else {
             return Ok((scope, Ok(())));
         };

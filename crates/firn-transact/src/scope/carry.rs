@@ -25,7 +25,7 @@ use parking_lot::Mutex;
 use crate::apply::Apply;
 use crate::backing::Inode;
 use crate::change_log::Direction;
-use crate::error::HeldError;
+use crate::error::{CommitError, StoreError};
 use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::staging;
@@ -92,20 +92,20 @@ impl<B: Backing> Held<B> {
     /// Decides for the transaction, durably, and carries it out. Where this
     /// fails it can be called again: before the decision the transaction is as it was, after it
     /// ([`Stage::Decided`]) it is going to be carried out.
-    pub fn commit(&self, inode: &Inode<B>, id: u64) -> Result<(), HeldError> {
+    pub fn commit(&self, inode: &Inode<B>, id: u64) -> Result<(), CommitError> {
         let scope = self.decided_at(inode, id)?;
-        self.carry(&scope)
+        Ok(self.carry(&scope)?)
     }
 
     /// Decides for the transaction, durably: from now on every crash ends in the tree after it, which is also what
     /// programs see. [`Held::carry_out`] is still to be called.
-    pub fn conclude(&self, inode: &Inode<B>, id: u64) -> Result<(), HeldError> {
+    pub fn conclude(&self, inode: &Inode<B>, id: u64) -> Result<(), CommitError> {
         self.decided_at(inode, id).map(drop)
     }
 
     /// Carries out what was decided in a scope, while programs go on reading. Changes of the scope wait. Where this
     /// fails it can be called again.
-    pub fn carry_out(&self, scope: &[u8]) -> Result<(), HeldError> {
+    pub fn carry_out(&self, scope: &[u8]) -> Result<(), StoreError> {
         let found = self
             .scopes
             .read()
@@ -124,20 +124,22 @@ impl<B: Backing> Held<B> {
             && self.scopes.read().iter().any(|scope| !scope.is_open())
     }
 
-    fn decided_at(&self, inode: &Inode<B>, id: u64) -> Result<Arc<Scope<B>>, HeldError> {
-        let scope = self.scope_at(inode)?;
+    fn decided_at(&self, inode: &Inode<B>, id: u64) -> Result<Arc<Scope<B>>, CommitError> {
+        let scope = self.scope_at(inode).ok_or(CommitError::NoTransaction)?;
         if scope.decided().is_some_and(|found| found != id) && scope.carried.next().is_some() {
             self.carry(&scope)?;
         }
-        let scope = self.scope_at(inode)?;
+        let scope = self.scope_at(inode).ok_or(CommitError::NoTransaction)?;
         let _names = self.tree.write();
         let _data = self.data.write();
         self.check_all(&scope);
-        scope.must_be_whole()?;
+        if !scope.is_whole() {
+            return Err(CommitError::Undoing);
+        }
         let stage = *scope.stage.lock();
         match stage {
             Stage::Prepared(found) | Stage::Decided(found) if found != id => {
-                return Err(HeldError::OtherId { found, wanted: id });
+                return Err(CommitError::OtherId { found, wanted: id });
             }
             Stage::Prepared(_) => {
                 if let Some(record) = scope
@@ -165,23 +167,25 @@ impl<B: Backing> Held<B> {
                 self.base.sync_dir(&scope.dir)?;
             }
             Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
-            Stage::Ended => return Err(HeldError::None),
+            Stage::Ended => return Err(CommitError::NoTransaction),
         }
         Ok(scope)
     }
 
     /// The transaction of a directory that programs change, after the one before it is carried out.
-    pub(crate) fn newest_at(&self, inode: &Inode<B>) -> Result<Arc<Scope<B>>, HeldError> {
-        let scope = self.scope_at(inode)?;
-        if scope.carried.next().is_some() {
-            self.carry(&scope)?;
-            return self.scope_at(inode);
+    pub(crate) fn newest_at(&self, inode: &Inode<B>) -> Result<Option<Arc<Scope<B>>>, StoreError> {
+        let scope = self.scope_at(inode);
+        match &scope {
+            Some(first) if first.carried.next().is_some() => {
+                self.carry(first)?;
+                Ok(self.scope_at(inode))
+            }
+            _ => Ok(scope),
         }
-        Ok(scope)
     }
 
     /// Before a transaction begins at `root`: what is decided above or below it, or has a follower, is carried out.
-    pub(super) fn carry_out_around(&self, root: &Arc<Object<B>>) -> Result<(), HeldError> {
+    pub(super) fn carry_out_around(&self, root: &Arc<Object<B>>) -> Result<(), StoreError> {
         let scopes = self.scopes.read().clone();
         let overlaps =
             |scope: &&Arc<Scope<B>>| root.is_below(&scope.root) || scope.root.is_below(root);
@@ -226,7 +230,7 @@ impl<B: Backing> Held<B> {
         Ok(true)
     }
 
-    fn carry(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
+    fn carry(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         let _turn = scope.carried.turn.lock();
         let Some(id) = scope.decided() else {
             return Ok(());
@@ -243,7 +247,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Of a commit that is being undone; the caller holds names and data.
-    pub(crate) fn carry_out_undo(&self, serial: u64) -> Result<(), HeldError> {
+    pub(crate) fn carry_out_undo(&self, serial: u64) -> Result<(), StoreError> {
         let found = self
             .scopes
             .read()
@@ -253,14 +257,14 @@ impl<B: Backing> Held<B> {
         let scope = found.expect("it was just entered");
         let carried = self
             .sync_staging_dir()
-            .map_err(HeldError::from)
+            .map_err(StoreError::from)
             .and_then(|()| self.carry_here(&scope));
         *scope.carried.trouble.lock() = carried.as_ref().err().map(ToString::to_string);
         carried
     }
 
     /// Programs wait.
-    fn carry_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
+    fn carry_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         let _names = self.tree.write();
         let _data = self.data.write();
         if scope.is_undo {
@@ -269,7 +273,7 @@ impl<B: Backing> Held<B> {
         self.carry_here(scope)
     }
 
-    fn carry_here(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
+    fn carry_here(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         // Programs that know an object ask for its attributes all the same.
         self.unhide(scope);
         self.apply(scope)?;
@@ -279,7 +283,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Programs read on.
-    fn carry_behind(&self, scope: &Arc<Scope<B>>) -> Result<(), HeldError> {
+    fn carry_behind(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         self.freeze(scope)?;
         self.apply(scope)?;
         let names = self.tree.write();
@@ -291,7 +295,7 @@ impl<B: Backing> Held<B> {
         Ok(())
     }
 
-    fn apply(&self, scope: &Scope<B>) -> Result<(), HeldError> {
+    fn apply(&self, scope: &Scope<B>) -> Result<(), StoreError> {
         let (name, direction) = if scope.is_undo {
             (staging::UNDO, Direction::Undo)
         } else {

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use firn_backing::{Backing, Errno, RenameFlags};
 
 use crate::backing::Inode;
-use crate::error::HeldError;
+use crate::error::{BackupError, PrepareError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::transactional::Held;
@@ -13,19 +13,21 @@ use crate::transactional::Held;
 impl<B: Backing> Held<B> {
     /// Makes the transaction durable and leaves its outcome open. Changes wait until it is decided. Where this
     /// fails the transaction is as it was.
-    pub fn prepare(&self, inode: &Inode<B>, id: u64) -> Result<(), HeldError> {
-        let scope = self.newest_at(inode)?;
+    pub fn prepare(&self, inode: &Inode<B>, id: u64) -> Result<(), PrepareError> {
+        let scope = self.newest_at(inode)?.ok_or(PrepareError::NoTransaction)?;
         let _names = self.tree.write();
         let _data = self.data.write();
         self.check_all(&scope);
-        scope.must_be_whole()?;
+        if !scope.is_whole() {
+            return Err(PrepareError::Undoing);
+        }
         match *scope.stage.lock() {
             Stage::Open => {}
             Stage::Prepared(found) if found == id => return Ok(()),
             Stage::Prepared(found) | Stage::Decided(found) => {
-                return Err(HeldError::OtherId { found, wanted: id });
+                return Err(PrepareError::OtherId { found, wanted: id });
             }
-            Stage::Ended => return Err(HeldError::None),
+            Stage::Ended => return Err(PrepareError::NoTransaction),
         }
         self.write_record(&scope, id)?;
         self.place_record(&scope, staging::RECORD)
@@ -48,7 +50,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Makes what is staged durable, and a record that tells of it, which is in force once it is in its place.
-    pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), HeldError> {
+    pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
         let mut record = self.record(scope, id)?;
         self.stage_undo(scope, &mut record)?;
         self.base.sync_changes()?;

@@ -27,7 +27,7 @@ use firn_rendezvous::{Members, VoteDir};
 
 use super::{KEPT, SAVED, Shadow};
 use crate::change_log::ChangeLog;
-use crate::error::HeldError;
+use crate::error::{AbortError, BeginError, OpenError, StoreError, VoteError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::transactional::Held;
@@ -81,18 +81,18 @@ impl<B: Backing> SharedDir<'_, B> {
     }
 
     /// This host changes nothing any more. When it returns all is undone, if need be by `undo`.
-    fn stop(&self, undo: impl FnOnce() -> Result<(), HeldError>) -> Result<(), HeldError> {
+    fn stop(&self, undo: impl FnOnce() -> Result<(), StoreError>) -> Result<(), AbortError> {
         self.vote.put_once(&self.vote.own_file(OUT), b"")?;
         if self.vote.names()?.contains(UNDONE) {
             return Ok(());
         }
         let hosts = self.joined_without(OUT)?;
         if !hosts.is_empty() {
-            return Err(HeldError::Stopping { hosts });
+            return Err(AbortError::Stopping { hosts });
         }
         let undoer = self.claim(UNDOER)?.ok_or(Errno::IO)?;
         if undoer != self.vote.host() {
-            return Err(HeldError::Stopping {
+            return Err(AbortError::Stopping {
                 hosts: vec![undoer],
             });
         }
@@ -145,6 +145,11 @@ impl<B: Backing> SharedDir<'_, B> {
             other => other,
         }
     }
+}
+
+/// Whether something went meanwhile that another host may remove.
+fn is_gone(error: &StoreError) -> bool {
+    matches!(error.errno(), Some(Errno::NOENT | Errno::STALE))
 }
 
 fn overlap(one: &[u8], other: &[u8]) -> bool {
@@ -212,18 +217,18 @@ impl<B: Backing> Held<B> {
 
     /// The host takes part from now on in the transaction of a scope, which is made if it is the first. `dir` is its
     /// own part.
-    pub(crate) fn join(&self, dir: &B::Inode, scope: &[u8]) -> Result<(), HeldError> {
+    pub(crate) fn join(&self, dir: &B::Inode, scope: &[u8]) -> Result<(), BeginError> {
         staging::store(&self.base, dir, SHARED, b"")?;
         match self.join_shared(scope) {
             // The directory went meanwhile.
-            Err(HeldError::Backing(Errno::NOENT | Errno::STALE)) => {
-                Err(HeldError::NotOver { hosts: Vec::new() })
+            Err(BeginError::Store(error)) if is_gone(&error) => {
+                Err(BeginError::NotOver { hosts: Vec::new() })
             }
             other => other,
         }
     }
 
-    fn join_shared(&self, scope: &[u8]) -> Result<(), HeldError> {
+    fn join_shared(&self, scope: &[u8]) -> Result<(), BeginError> {
         let Some(members) = &self.members else {
             return Ok(());
         };
@@ -246,13 +251,13 @@ impl<B: Backing> Held<B> {
             .inspect_err(|_| self.unjoin(scope))
     }
 
-    fn not_over(&self, shared: &SharedDir<'_, B>) -> Result<(), HeldError> {
+    fn not_over(&self, shared: &SharedDir<'_, B>) -> Result<(), BeginError> {
         shared.remove_if_over()?;
         let mut hosts = shared.joined_without(LEFT)?;
         if hosts.is_empty() {
             hosts.extend(shared.vote.read_json::<String>(REMOVER)?);
         }
-        Err(HeldError::NotOver { hosts })
+        Err(BeginError::NotOver { hosts })
     }
 
     /// There are not too many, and no other transaction overlaps this one.
@@ -261,14 +266,10 @@ impl<B: Backing> Held<B> {
         members: &Members,
         shared: &SharedDir<'_, B>,
         scope: &[u8],
-    ) -> Result<(), HeldError> {
+    ) -> Result<(), BeginError> {
         let joined = shared.joined()?;
         if members.are_too_many(joined.len()) {
-            let why = format!("more hosts take part than expected: {}", joined.join(", "));
-            return Err(HeldError::GivenUp {
-                by: members.host.clone(),
-                why,
-            });
+            return Err(BeginError::TooManyHosts { hosts: joined });
         }
         for other in self
             .all_shared()?
@@ -277,8 +278,9 @@ impl<B: Backing> Held<B> {
         {
             let path = match staging::load_scope(&self.base, other.vote.dir(), SCOPE) {
                 Ok(Some(path)) => path,
-                Ok(None) | Err(HeldError::Backing(Errno::NOENT | Errno::STALE)) => continue,
-                Err(error) => return Err(error),
+                Ok(None) => continue,
+                Err(error) if is_gone(&error) => continue,
+                Err(error) => return Err(error.into()),
             };
             match other.joined() {
                 Ok(joined) if !joined.is_empty() => {}
@@ -286,7 +288,7 @@ impl<B: Backing> Held<B> {
                 Err(errno) => return Err(errno.into()),
             }
             if overlap(&path, scope) {
-                return Err(HeldError::Open {
+                return Err(BeginError::Overlaps {
                     scope: path.as_slice().into(),
                 });
             }
@@ -325,24 +327,24 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    /// For [`Held::abort`]: the transaction of all hosts. Fails with [`HeldError::Stopping`] until all have stopped
+    /// For [`Held::abort`]: the transaction of all hosts. Fails with [`AbortError::Stopping`] until all have stopped
     /// and it is undone. The caller holds names and data.
     pub(crate) fn abort_shared(
         &self,
         scope: &Arc<Scope<B>>,
         shadow: &Shadow<B>,
         stage: Stage,
-    ) -> Result<(), HeldError> {
+    ) -> Result<(), AbortError> {
         let id = match stage {
             Stage::Prepared(id) => Some(id),
             Stage::Open => None,
-            Stage::Decided(id) => return Err(HeldError::Decided { id }),
-            Stage::Ended => return Err(HeldError::None),
+            Stage::Decided(id) => return Err(AbortError::Decided { id }),
+            Stage::Ended => return Err(AbortError::NoTransaction),
         };
         if let Some(shared) = self.find_shared(&scope.path)? {
             let outcome = shared.settle(false)?;
             if outcome.commit {
-                return Err(HeldError::Decided {
+                return Err(AbortError::Decided {
                     id: id.unwrap_or_default(),
                 });
             }
@@ -433,7 +435,7 @@ impl<B: Backing> Held<B> {
 
     /// Before anything else is recovered: shared transactions of this host that are not prepared are aborted, for
     /// all hosts, and what was decided about the others is noted. Nothing is done to what is not shared.
-    pub(crate) fn recover_shared(&self, home: &B::Inode) -> Result<(), HeldError> {
+    pub(crate) fn recover_shared(&self, home: &B::Inode) -> Result<(), OpenError> {
         for (name, ..) in staging::list(&self.base, home)? {
             let text = String::from_utf8_lossy(&name).into_owned();
             if !text.starts_with("tx-") {
@@ -460,7 +462,7 @@ impl<B: Backing> Held<B> {
         dir: &B::Inode,
         record: Option<ChangeLog>,
         scope: &[u8],
-    ) -> Result<(), HeldError> {
+    ) -> Result<(), OpenError> {
         let shared = self.find_shared(scope)?;
         let fate = match &shared {
             None => Fate::Over,
@@ -475,8 +477,8 @@ impl<B: Backing> Held<B> {
             Fate::Committed if record.is_some() => {
                 // The vote may not know of it.
                 match record.map_or(Ok(()), |record| self.decide_vote(record.id, scope, true)) {
-                    Ok(()) | Err(HeldError::NotMet { .. }) => {}
-                    Err(error) => return Err(error),
+                    Ok(()) | Err(VoteError::NotVoted { .. }) => {}
+                    Err(error) => return Err(error.into()),
                 }
                 let from = OsStr::new(staging::RECORD);
                 let to = OsStr::new(staging::COMMIT);
@@ -507,7 +509,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// After that: shared transactions in which this host has nothing to do any more are left.
-    pub(crate) fn leave_shared_ones(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), HeldError> {
+    pub(crate) fn leave_shared_ones(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), OpenError> {
         for shared in self.all_shared()? {
             if waiting
                 .iter()

@@ -18,7 +18,7 @@ use firn_backing::{Attr, Backing, Kind, Result};
 use super::{KEPT, SAVED, Shadow};
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Direction, Entry, Identity, Link, Part, Place};
-use crate::error::HeldError;
+use crate::error::StoreError;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
@@ -73,7 +73,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         shadow: &'a Shadow<B>,
         root: B::Inode,
         place: &str,
-    ) -> std::result::Result<Self, HeldError> {
+    ) -> std::result::Result<Self, StoreError> {
         let mut saves = load(base, shadow, place)?;
         let root_ino = base.attr(&root)?.ino;
         let there = there_before(&saves, root_ino);
@@ -425,7 +425,7 @@ fn load<B: Backing>(
     base: &B,
     shadow: &Shadow<B>,
     place: &str,
-) -> std::result::Result<BTreeMap<u64, Save>, HeldError> {
+) -> std::result::Result<BTreeMap<u64, Save>, StoreError> {
     let mut logs: BTreeMap<(u64, u32), ChangeLog> = BTreeMap::new();
     for (name, ..) in staging::list(base, &shadow.saved)? {
         let Ok(text) = String::from_utf8(name) else {
@@ -437,7 +437,7 @@ fn load<B: Backing>(
         let Some(number) = number else { continue };
         let bytes = staging::load(base, &shadow.saved, &text)?.unwrap_or_default();
         let path = || format!("{}/{place}/{SAVED}/{text}", staging::TOP);
-        let log = ChangeLog::decode(&bytes).map_err(|source| HeldError::Record {
+        let log = ChangeLog::decode(&bytes).map_err(|source| StoreError::Record {
             path: path(),
             source,
         })?;
@@ -505,7 +505,7 @@ impl<B: Backing> Held<B> {
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
-    ) -> std::result::Result<(), HeldError> {
+    ) -> std::result::Result<(), StoreError> {
         shadow.begin_undo();
         let root = scope.root.inner.read().inode(&self.base)?;
         let undone = Undo::new(&self.base, shadow, root, &format!("tx-{}", scope.serial))?.run()?;
@@ -542,7 +542,7 @@ impl<B: Backing> Held<B> {
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
-    ) -> std::result::Result<(), HeldError> {
+    ) -> std::result::Result<(), StoreError> {
         let mut saves = load(&self.base, shadow, &format!("tx-{}", scope.serial))?;
         let there = there_before(&saves, scope.root.key.1);
         saves.retain(|ino, _| there.contains(ino));
@@ -578,7 +578,7 @@ impl<B: Backing> Held<B> {
         dir: &B::Inode,
         place: &str,
         scope: &[u8],
-    ) -> std::result::Result<(), HeldError> {
+    ) -> std::result::Result<(), StoreError> {
         let Some(shadow) = Shadow::find(&self.base, dir)? else {
             return Ok(());
         };
