@@ -11,11 +11,15 @@ use crate::command::wait_until;
 use crate::sandbox::{Sandbox, helper_binary, is_mounted, is_stopped, kill, unmount_lazily};
 use crate::watchdog::Watchdog;
 
+/// Calls that may hang at a time, and one more, where a test does not say how many.
+const THREADS: usize = 160;
+
 /// A running failing file system; ends with the value.
 pub struct FaultFs {
     source: PathBuf,
     mount_point: PathBuf,
     control: Control,
+    threads: usize,
     child: Option<Child>,
 }
 
@@ -25,14 +29,24 @@ impl FaultFs {
         Self::of(sandbox, sandbox.mkdir("source"))
     }
 
+    /// Like [`FaultFs::new`], where up to `hung_max` calls may hang at a time.
+    pub fn with_hung_max(sandbox: &Sandbox, hung_max: usize) -> Self {
+        Self::start_new(sandbox, sandbox.mkdir("source"), hung_max + 1)
+    }
+
     /// Serves `source`, which other servers may serve too, at `<sandbox>/faulty`.
     pub fn of(sandbox: &Sandbox, source: PathBuf) -> Self {
+        Self::start_new(sandbox, source, THREADS)
+    }
+
+    fn start_new(sandbox: &Sandbox, source: PathBuf, threads: usize) -> Self {
         let control = Control::new(sandbox.join("control"));
         control.fail_writes("").expect("write the control file");
         let mut fault = Self {
             source,
             mount_point: sandbox.mkdir("faulty"),
             control,
+            threads,
             child: None,
         };
         fault.start();
@@ -118,7 +132,8 @@ impl FaultFs {
         command
             .arg("faultfs")
             .args([&self.source, &self.mount_point])
-            .arg(self.control.path());
+            .arg(self.control.path())
+            .arg(self.threads.to_string());
         self.child = Some(command.spawn().expect("start the failing file system"));
         let ready = || is_mounted(&self.mount_point) && fs::metadata(&self.mount_point).is_ok();
         wait_until(

@@ -7,14 +7,17 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use firn_tests::faultfs::FaultFs;
+use firn_tests::fsops::Mapping;
 use firn_tests::sandbox::is_mounted;
 use firn_tests::watchdog::test_limit;
 use firn_tests::{FirnMount, Sandbox, wait_until};
 use rustix::fs::{FallocateFlags, SeekFrom};
+use rustix::mm::MapFlags;
 
 /// What a call needs to come to where it hangs.
 const REACH_LIMIT: Duration = Duration::from_secs(60);
@@ -268,6 +271,9 @@ fn everything_else(dir: &Path) {
     let mut bytes = [0; 10];
     old.read_exact_at(&mut bytes, 0).expect("read");
     assert_eq!(&bytes, b"beginsxxxx");
+    let mapping = Mapping::new(&old, 10, MapFlags::PRIVATE).expect("map");
+    assert_eq!(mapping.read(0, 10), bytes);
+    drop(mapping);
     old.set_len(4000).expect("truncate");
     drop(old);
     fs::rename(&path, &moved).expect("rename");
@@ -320,6 +326,97 @@ fn regression_programs_that_hang_stop_nobody_else() {
         fs::read(fault.source().join("other").join(FILE)).expect("read"),
         [b'x'; 5000]
     );
+}
+
+/// Calls of many files that hang, with many programs each: what [`everything_else`] does goes on beside them.
+fn hang_many_files(
+    sandbox: &Sandbox,
+    fault: &FaultFs,
+    operation: &str,
+    options: &str,
+    act: fn(&File, usize) -> io::Result<()>,
+) {
+    /// As many as S-error-11 promises.
+    const FILES: usize = 500;
+    /// More callers than firnd has threads for them: 500 x 4 > 1,600.
+    const CALLERS_OF_A_FILE: usize = 4;
+    /// Files with so many more callers that these alone would fill the threads: 50 x 40 > 1,600.
+    const FILES_IN_DEMAND: usize = 50;
+    const CALLERS_OF_A_FILE_IN_DEMAND: usize = 40;
+    let mount = FirnMount::over(sandbox, fault.path(), options);
+    let open = |file| {
+        let path = mount.join(format!("hung/{file}"));
+        Arc::new(File::open(path).expect("open"))
+    };
+    let files: Vec<_> = (0..FILES).map(open).collect();
+    fault.hang(operation, "hung/");
+    let mut programs = Vec::new();
+    let mut start = |file: &Arc<File>, callers| {
+        for caller in 0..callers {
+            let file = Arc::clone(file);
+            let thread = std::thread::Builder::new().stack_size(64 << 10);
+            programs.push(thread.spawn(move || act(&file, caller)).expect("a thread"));
+        }
+    };
+    // Those with many callers come first, when all threads of firnd are free.
+    for file in &files[..FILES_IN_DEMAND] {
+        start(file, CALLERS_OF_A_FILE_IN_DEMAND);
+    }
+    for file in &files {
+        start(file, CALLERS_OF_A_FILE);
+    }
+    wait_until("each file has a call that hangs", REACH_LIMIT, || {
+        fault.hung_count() >= FILES as u64
+    });
+    everything_else(&mount.join("other"));
+    let asked = Instant::now();
+    mount.status();
+    println!(
+        "{operation}: {} programs call, {} calls hang, status after {:?}",
+        programs.len(),
+        fault.hung_count(),
+        asked.elapsed()
+    );
+    fault.let_go();
+    for program in programs {
+        program.join().expect("a program").expect("its call");
+    }
+    drop(files);
+    mount.umount();
+}
+
+/// Proves S-error-11.
+#[test]
+fn regression_many_files_that_hang_with_many_programs_each_stop_nobody_else() {
+    let sandbox = Sandbox::new("hangsmany");
+    let fault = FaultFs::with_hung_max(&sandbox, 700);
+    let _watchdog = fault.watchdog(test_limit() * 3 / 4);
+    for dir in ["hung", "other"] {
+        fs::create_dir(fault.source().join(dir)).expect("mkdir in the source");
+    }
+    fs::write(fault.source().join("other").join(FILE), [b'x'; 5000]).expect("a file in the source");
+    for file in 0..500 {
+        let path = fault.source().join("hung").join(file.to_string());
+        let file = File::create_new(path).expect("a file in the source");
+        file.set_len(4 << 20).expect("a hole");
+    }
+    hang_many_files(
+        &sandbox,
+        &fault,
+        "getxattr",
+        OPTIONS,
+        |file, _| match rustix::fs::fgetxattr(file, "user.x", &mut [0; 8][..]) {
+            Err(rustix::io::Errno::NODATA) => Ok(()),
+            other => Ok(other.map(drop)?),
+        },
+    );
+    // The kernel reads pages of mappings in the background, and limits the number of such requests of a mount.
+    let options = format!("{OPTIONS},passthrough=off");
+    hang_many_files(&sandbox, &fault, "read", &options, |file, caller| {
+        let mapping = Mapping::new(file, 4 << 20, MapFlags::PRIVATE)?;
+        assert_eq!(mapping.read((caller % 4) << 20, 1), [0]);
+        Ok(())
+    });
 }
 
 /// Proves S-error-11, S-error-22.

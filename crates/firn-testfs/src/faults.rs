@@ -19,12 +19,11 @@ use std::time::Duration;
 
 use firn_backing::{Backing, DirBacking};
 use fuser::{Errno, SessionACL};
+use parking_lot::Mutex;
 
 use crate::{Caching, Policy, Server, mount_settings};
 
-/// Calls that may hang at a time, and one more.
-const THREADS: usize = 160;
-/// How often a call that hangs looks whether it still shall.
+/// How often the server looks whether calls that hang still shall.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Tells a server what shall fail.
@@ -105,6 +104,8 @@ struct Faults {
     control: Control,
     /// The directory that is served, as the kernel names it.
     source: PathBuf,
+    /// Held by the one hung call that watches the rule, so that hundreds of them cost no more than one.
+    watch: Mutex<()>,
 }
 
 impl Policy<DirBacking> for Faults {
@@ -135,7 +136,11 @@ impl Faults {
             return;
         }
         self.control.count_hung().expect("count what hangs");
-        while self.control.hangs(operation, &path) {
+        loop {
+            let _watch = self.watch.lock();
+            if !self.control.hangs(operation, &path) {
+                return;
+            }
             std::thread::sleep(POLL_INTERVAL);
         }
     }
@@ -153,14 +158,16 @@ impl Faults {
     }
 }
 
-/// Serves `source` at `mount_point` until the process is killed.
-pub fn serve(source: &Path, mount_point: &Path, control: &Path) -> io::Result<()> {
+/// Serves `source` at `mount_point` until the process is killed, with so many `threads`: one more than calls may hang
+/// at a time.
+pub fn serve(source: &Path, mount_point: &Path, control: &Path, threads: usize) -> io::Result<()> {
     rustix::process::umask(rustix::fs::Mode::empty());
     let policy = Faults {
         control: Control::new(control.to_owned()),
         source: source.canonicalize()?,
+        watch: Mutex::new(()),
     };
     let server = Server::new(DirBacking::open(source)?, policy, Caching::Nothing)?;
-    let settings = mount_settings("firn-faultfs", SessionACL::All, THREADS);
+    let settings = mount_settings("firn-faultfs", SessionACL::All, threads);
     fuser::mount(server, mount_point, &settings)
 }

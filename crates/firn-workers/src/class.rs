@@ -1,23 +1,28 @@
 //! The kinds of work that firnd has threads for.
 
+/// Topics of calls that may hang, so that those of others still find a thread: 500 files (docs/SEMANTICS.md,
+/// S-error-11), each with calls by its name, calls by its inode and pages that are dropped.
+pub const TOPICS_MAX: usize = 3 * 512;
 /// Tasks of one topic that run at a time. More of them at once gain nothing on one file.
-pub const OF_A_TOPIC_MAX: usize = 16;
+pub const TOPIC_TASKS_MAX: usize = 16;
+/// Tasks that run at a time beside the first of each topic, over all topics. They are for speed only; without this
+/// bound, a few files with many callers each would use all threads up when they hang.
+pub const FURTHER_TASKS_MAX: usize = 64;
 
 /// A kind of work, with threads of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
-    /// Calls that may hang in the backing, each with its topic: fsync, fallocate, seek, copy, and what is read while
-    /// the threads of the transport are in calls that do not return. So many files may hang before the calls of
-    /// others wait for one of theirs to end.
+    /// Calls of the backing, which may hang, each with its topic: fsync, fallocate, lseek, copy_file_range, and
+    /// whatever is requested while the threads of the transport are in calls that do not return.
     Call,
-    /// Work that does not ask the backing, so that it finds a thread also where all others hang: stalled writes that
-    /// go on.
+    /// Work that does not call the backing, and so goes on where every call hangs: stalled writes that found room.
     Memory,
-    /// A connection of the control socket each: 64, and 8 more that ask for the status or the end only.
+    /// One task for each connection of the control socket: 64, and 8 more for requests of the status or the end.
     ControlClient,
-    /// A connection of the data socket each, and those that wait for one: a process of a well-filled host each.
+    /// One task for each connection of the data socket, and for those that wait for one: enough for a process of each
+    /// core of a large host.
     DataClient,
-    /// Jobs of the daemon that begin now and then, or once; one of each kind at a time.
+    /// Jobs that firnd does once or now and then; one of each kind at a time.
     Job,
 }
 
@@ -33,9 +38,9 @@ impl Class {
     /// Threads at a time.
     pub const fn threads_max(self) -> usize {
         match self {
-            Self::Call => 512,
+            Self::Call => TOPICS_MAX + FURTHER_TASKS_MAX,
             Self::Memory => 32,
-            // One more than there are seats: the thread of a connection that just left may not have ended.
+            // Twice the seats, because the thread of a connection that just left may not have ended.
             Self::ControlClient => 2 * (64 + 8),
             Self::DataClient => 1024 + 16,
             Self::Job => 16,
@@ -53,7 +58,7 @@ impl Class {
         }
     }
 
-    /// Of a thread's stack, where the platform's default is more than is needed.
+    /// Size of a thread's stack, where the platform's default is more than is needed.
     pub(crate) const fn stack_bytes(self) -> Option<usize> {
         match self {
             // Its threads answer short questions, and there may be many.

@@ -4,9 +4,10 @@
 //! * Nothing here blocks its caller. A class has threads as long as it has work, up to its limit, and keeps idle ones
 //!   for [`IDLE`].
 //! * Classes take no threads from each other: whatever hangs in one, the others go on.
-//! * Tasks of a class start in the order given, those of one [`Topic`] among themselves.
-//! * Of a topic at most [`OF_A_TOPIC_MAX`] tasks run at a time: however many programs call for a file that hangs, they
-//!   do not use the class up.
+//! * Tasks of one [`Topic`] start in the order given, and so do tasks without a topic.
+//! * As long as the tasks of fewer than [`TOPICS_MAX`] topics hang, those of another topic run, however many tasks of
+//!   these topics there are: beside the first of each topic at most [`FURTHER_TASKS_MAX`] run at a time, and at most
+//!   [`TOPIC_TASKS_MAX`] of one topic; the others wait for one of their topic to end.
 //! * A task that panics takes no thread with it.
 //!
 //! Not in here: threads that live as long as the mount ([`spawn_thread`]), and those of a lane of the drain, which are
@@ -21,11 +22,11 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-pub use class::{Class, OF_A_TOPIC_MAX};
+pub use class::{Class, FURTHER_TASKS_MAX, TOPIC_TASKS_MAX, TOPICS_MAX};
 use topic::Queue;
 pub use topic::Topic;
 
-/// A thread that found nothing to do for so long ends.
+/// A thread ends after so long without work.
 const IDLE: Duration = Duration::from_secs(10);
 
 /// What a worker does.
@@ -111,8 +112,8 @@ impl Workers {
         self.crew(class).add(None, Box::new(task));
     }
 
-    /// Runs `task`, which may hang for what `topic` means, when a thread of the class is free and fewer than
-    /// [`OF_A_TOPIC_MAX`] tasks of the topic run.
+    /// Runs `task`, which may hang for what `topic` means, when the limits for the topic allow it and a thread of the
+    /// class is free.
     pub fn run_about(
         &self,
         class: Class,

@@ -1,5 +1,7 @@
 use std::sync::mpsc;
 
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
 use super::*;
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -85,10 +87,10 @@ fn more_tasks_than_threads_are_all_run_in_the_order_of_their_topic() {
 fn however_many_tasks_of_a_topic_hang_others_run() {
     let workers = Workers::default();
     let mut hang = Hang::new();
-    for _ in 0..10 * OF_A_TOPIC_MAX {
+    for _ in 0..10 * TOPIC_TASKS_MAX {
         workers.run_about(Class::Call, topic(1), hang.task());
     }
-    hang.await_reached(OF_A_TOPIC_MAX);
+    hang.await_reached(TOPIC_TASKS_MAX);
     let (done, finished) = mpsc::channel();
     for id in 2..10 {
         let done = done.clone();
@@ -97,9 +99,82 @@ fn however_many_tasks_of_a_topic_hang_others_run() {
     for _ in 2..10 {
         finished.recv_timeout(LIMIT).unwrap();
     }
-    assert!(threads(&workers, Class::Call) <= OF_A_TOPIC_MAX + 8);
+    assert!(threads(&workers, Class::Call) <= TOPIC_TASKS_MAX + 8);
     hang.release = None;
-    hang.await_reached(9 * OF_A_TOPIC_MAX);
+    hang.await_reached(9 * TOPIC_TASKS_MAX);
+}
+
+#[test]
+fn regression_many_topics_that_hang_with_many_tasks_each_leave_a_thread_for_every_other_topic() {
+    /// Twice as many as would fill the class if each took all that one topic may take.
+    const HUNG: usize = 2 * (TOPICS_MAX + FURTHER_TASKS_MAX) / TOPIC_TASKS_MAX;
+    const OTHERS: usize = 100;
+    let workers = Workers::default();
+    let mut hang = Hang::new();
+    for _ in 0..TOPIC_TASKS_MAX {
+        for id in 0..HUNG {
+            workers.run_about(Class::Call, topic(id as u64), hang.task());
+        }
+    }
+    hang.await_reached(HUNG + FURTHER_TASKS_MAX);
+    let (done, finished) = mpsc::channel();
+    for id in 0..OTHERS {
+        let done = done.clone();
+        workers.run_about(Class::Call, topic((HUNG + id) as u64), move || {
+            done.send(()).unwrap()
+        });
+    }
+    for _ in 0..OTHERS {
+        finished.recv_timeout(LIMIT).unwrap();
+    }
+    assert!(threads(&workers, Class::Call) <= HUNG + FURTHER_TASKS_MAX + OTHERS);
+    hang.release = None;
+    hang.await_reached(HUNG * TOPIC_TASKS_MAX - HUNG - FURTHER_TASKS_MAX);
+    workers.wait_until_quiet(&[Class::Call]);
+    let state = workers.crew(Class::Call).state.lock();
+    assert!(state.queue.is_empty());
+}
+
+/// The queue asserts its invariants after each step; the test that no task is lost, and that none starts out of turn.
+#[test]
+fn tasks_of_a_topic_start_in_order_whatever_ends_first() {
+    let seed = std::env::var("FIRN_SEED")
+        .map_or_else(|_| rand::random(), |seed| seed.parse().expect("a number"));
+    println!("FIRN_SEED={seed}");
+    let mut random = StdRng::seed_from_u64(seed);
+    let mut queue = Queue::default();
+    let (started, starts) = mpsc::channel();
+    let mut next_of_topic = [0; 30];
+    let mut due_of_topic = [0; 30];
+    let mut running = Vec::new();
+    let mut added = 0;
+    while added < 20_000 || !running.is_empty() || queue.ready() > 0 {
+        if added < 20_000 && random.random_ratio(55, 100) {
+            // A few topics have most of the tasks.
+            let id = random
+                .random_range(0..30usize)
+                .min(random.random_range(0..30));
+            let order = next_of_topic[id];
+            next_of_topic[id] += 1;
+            let started = started.clone();
+            let task = move || started.send((id, order)).unwrap();
+            queue.add(Some(topic(id as u64)), Box::new(task));
+            added += 1;
+        } else if !running.is_empty() {
+            let ended = running.swap_remove(random.random_range(0..running.len()));
+            queue.end(ended);
+        }
+        while let Some((topic, task)) = queue.take() {
+            task();
+            running.push(topic);
+        }
+        for (id, order) in starts.try_iter() {
+            assert_eq!(order, due_of_topic[id], "topic {id}");
+            due_of_topic[id] += 1;
+        }
+    }
+    assert_eq!(next_of_topic, due_of_topic);
+    assert!(queue.is_empty());
 }
 
 #[test]

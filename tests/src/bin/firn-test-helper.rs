@@ -16,11 +16,12 @@ fn main() -> ExitCode {
         ["append", file, id, count] => {
             firn_tests::ack::append_records(Path::new(file), number(id), number(count))
         }
-        ["faultfs", source, mount_point, control] => {
+        ["faultfs", source, mount_point, control, threads] => {
             firn_testfs::faults::serve(
                 Path::new(source),
                 Path::new(mount_point),
                 Path::new(control),
+                number(threads) as usize,
             )
             .expect("serve");
         }

@@ -13,10 +13,10 @@ use crate::dispatcher::Negotiated;
 /// Larger requests gained nothing on two cores and are clamped unless `fs.fuse.max_pages_limit` is
 /// raised.
 const MAX_WRITE_BYTES: u32 = 1 << 20;
-/// Requests that may wait in firnd on behalf of asynchronous callers (what is read ahead, closed, or asked for by
-/// io_uring). The kernel's default of 12 is fewer than the writers of one host, and while so many hang it keeps all
-/// others back, also those for other files.
-const MAX_BACKGROUND: u16 = 512;
+/// Requests of asynchronous callers (pages that are read ahead for mappings, closes, io_uring) that the kernel hands to
+/// firnd at a time. While so many hang, it keeps back all others, also those for other files; so there is no limit of
+/// Firn's own. The kernel's for a mount of another user than root is `max_user_bgreq` of the module fuse.
+const MAX_BACKGROUND: u16 = u16::MAX;
 /// A backing that is itself stacked cannot be passed through, and that is the depth that says so.
 const STACK_DEPTH: u32 = 1;
 
