@@ -17,7 +17,7 @@ use firn_engine::{
     ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered, StoredArena,
 };
 use firn_format::quote::quoted_path;
-use firn_transact::{AbortError, ArenaId, Held, Members, Opening, TransactionError};
+use firn_transact::{AbortError, ArenaId, Held, Members, Opening, PlainBacking, TransactionError};
 use firn_trust::check_shared_parent;
 use rustix::fs::OFlags;
 
@@ -29,8 +29,10 @@ use crate::participants::{self, Pause};
 use crate::process;
 use crate::spill;
 
-/// What the engine writes to: the backing, which may be in a transaction.
-pub(crate) type Store = Held<DirBacking>;
+/// What the engine writes to.
+pub(crate) type Store = firn_transact::Store<DirBacking>;
+/// Its kind that can have transactions.
+pub(crate) type TransactionalStore = Held<DirBacking>;
 
 /// How long an IO thread may take for the write that it is at when the mount ends.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
@@ -304,7 +306,7 @@ fn open_store(
             crate::transactions::shown_scope(scope)
         ));
     }
-    Ok(store)
+    Ok(Store::Transactional(Box::new(store)))
 }
 
 /// A mount without `participants` ends no transaction that its host began with others, nor one with them any that was
@@ -337,9 +339,9 @@ fn without_transactions(
     options: &Options,
 ) -> Result<Store, AttachError> {
     if options.frontend == Frontend::Preload || waiting_tree(files)?.is_some() {
-        return Ok(Held::plain_with_own(directory));
+        return Ok(Store::Plain(PlainBacking::with_own_shown(directory)));
     }
-    Ok(Held::plain(directory))
+    Ok(Store::Plain(PlainBacking::new(directory)))
 }
 
 /// What this host left open is undone when the other hosts have stopped, which they hear of by this.
@@ -350,7 +352,7 @@ fn open_of_members(
     options: &Options,
     arena: &mut Found,
     notice: &mut dyn FnMut(String),
-) -> Result<(Store, firn_transact::Outcome), AttachError> {
+) -> Result<(TransactionalStore, firn_transact::Outcome), AttachError> {
     let deadline = Instant::now() + Duration::from_millis(options.participants_wait_ms);
     let mut pause = Pause::default();
     let mut told = false;

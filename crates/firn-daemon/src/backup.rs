@@ -25,7 +25,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
 use serde::Serialize;
 
-use crate::attach::{Store, is_there, runtime_files};
+use crate::attach::{Store, TransactionalStore, is_there, runtime_files};
 use crate::error::{AttachError, RecoverError};
 use crate::lock::Locks;
 use crate::preflight::{self, Checked};
@@ -106,11 +106,11 @@ pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<H
 
 /// Gives a store its backup, if there is one. `known` was asked for before the store was opened.
 pub(crate) fn attach(
-    store: Store,
+    store: TransactionalStore,
     backing: &Path,
     home: Option<Home>,
     known: &std::collections::BTreeSet<String>,
-) -> Result<Store, AttachError> {
+) -> Result<TransactionalStore, AttachError> {
     let Some((directory, home)) = home else {
         return Ok(store);
     };
@@ -147,7 +147,8 @@ impl Rounds {
     /// Does nothing without a backup.
     pub(crate) fn start(engine: &Arc<Engine<Store>>, every: Duration) -> io::Result<Self> {
         let stopping = Arc::new((Mutex::new(false), Condvar::new()));
-        if engine.backing().backups().is_none() {
+        let has_backup = |store: &TransactionalStore| store.backups().is_some();
+        if !engine.backing().transactional().is_some_and(has_backup) {
             return Ok(Self {
                 stopping,
                 thread: None,
@@ -166,7 +167,9 @@ impl Rounds {
                     return;
                 }
                 drop(stop);
-                engine.backing().back_up_ahead();
+                if let Some(store) = engine.backing().transactional() {
+                    store.back_up_ahead();
+                }
             }
         };
         let thread = std::thread::Builder::new()

@@ -110,7 +110,7 @@ impl Shared {
 /// Whether nothing is left.
 fn carry_out(engine: &Engine<Store>) -> bool {
     let mut all = true;
-    for one in engine.backing().open_transactions() {
+    for one in crate::transactions::open_transactions(engine) {
         let Some(id) = one.decided() else {
             continue;
         };

@@ -6,18 +6,16 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use firn_backing::{DirBacking, is_below};
+use firn_backing::is_below;
 use firn_config::{Kind, Options, Participants};
 use firn_conflict::{Report, Used};
 use firn_engine::Engine;
-use firn_transact::{
-    AbortError, BeginError, Expected, Inode, Members, TransactionError, Vote, VoteError,
-};
+use firn_transact::{AbortError, BeginError, Expected, Members, TransactionError, Vote, VoteError};
 
 use crate::attach::Store;
 use crate::error::AttachError;
 use crate::host_lease::Liveness;
-use crate::transactions::Means;
+use crate::transactions::{Means, ScopeRoot, open_transactions, transactional};
 
 /// The others are looked for as often at first, and ever less often down to the last.
 const LOOK_FIRST: Duration = Duration::from_millis(2);
@@ -69,19 +67,21 @@ pub(crate) fn begun(engine: &Engine<Store>, path: &[u8]) {
 
 /// Whether accesses of processes may conflict with those of other hosts.
 fn is_tested(engine: &Engine<Store>) -> bool {
-    engine.backing().members().is_some() && engine.backing().mode() == firn_transact::Mode::Buffer
+    engine.backing().transactional().is_some_and(|store| {
+        store.members().is_some() && store.mode() == firn_transact::Mode::Buffer
+    })
 }
 
 /// It was prepared: what processes used until now is part of it.
 pub(crate) fn prepared(
     engine: &Engine<Store>,
-    inode: &Inode<DirBacking>,
+    root: &ScopeRoot,
     path: &[u8],
 ) -> Result<(), TransactionError> {
     match engine.backing().members() {
         Some(_) => {
             let used = by_process(engine.accesses().take(|found| is_below(found, path)));
-            Ok(engine.backing().note_accesses(inode, used)?)
+            Ok(transactional(engine)?.note_accesses(root, used)?)
         }
         None => Ok(()),
     }
@@ -117,7 +117,7 @@ fn process_of(thread: u32) -> Option<u32> {
 pub(crate) fn ended(engine: &Engine<Store>, path: &[u8]) {
     if is_tested(engine) {
         engine.accesses().take(|found| is_below(found, path));
-        let transactions = engine.backing().open_transactions();
+        let transactions = open_transactions(engine);
         let are_counted = transactions.iter().any(|one| one.is_undecided());
         engine.accesses().switch(are_counted);
     }
@@ -138,7 +138,7 @@ pub(crate) fn vote(
     if result.is_err() {
         // Not in a turn: it would wait for programs whose changes wait for this.
         let host = crate::transactions::scope_at(engine, path)?;
-        match engine.backing().reopen(&host, id) {
+        match transactional(engine)?.reopen(&host, id) {
             Ok(used) => engine.accesses().put_back(used),
             Err(error) => tracing::debug!(%error, id, "the transaction stays prepared"),
         }
@@ -152,7 +152,7 @@ fn wait_for_verdict(
     id: u64,
     deadline: Instant,
 ) -> Result<(), TransactionError> {
-    let store = engine.backing();
+    let store = transactional(engine)?;
     patiently(deadline, || {
         let scope = crate::transactions::scope_at(engine, path)?;
         Ok(store.publish_accesses(&scope, id)?)
@@ -190,7 +190,7 @@ pub(crate) fn await_other_hosts(
     id: u64,
     means: &Means<'_>,
 ) -> Result<Vec<String>, TransactionError> {
-    let store = engine.backing();
+    let store = transactional(engine)?;
     let deadline = Instant::now() + means.patience;
     let Some(members) = store.members() else {
         return Ok(Vec::new());

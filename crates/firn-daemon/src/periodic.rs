@@ -13,7 +13,7 @@ use firn_stub::Tree;
 use firn_workers::{Class, Workers};
 use parking_lot::Mutex;
 
-use crate::attach::Store;
+use crate::attach::{Store, TransactionalStore};
 use crate::metrics::Window;
 
 /// The walk through a large tree takes this share of a core's time at most: it rests so many times as long as it took.
@@ -95,7 +95,8 @@ impl Periodic {
 
     /// Looks whether other hosts have aborted what this one takes part in.
     fn watch_hosts(&self) {
-        if !self.engine.backing().shares() {
+        let shares = |store: &TransactionalStore| store.shares();
+        if !self.engine.backing().transactional().is_some_and(shares) {
             return;
         }
         let engine = Arc::clone(&self.engine);

@@ -14,11 +14,12 @@ use firn_format::tally::Tally;
 use firn_protocol::path::BytePath;
 use firn_protocol::{Reply, Request, TransactionStatus};
 use firn_transact::{
-    AbortError, BackupError, BeginError, CommitError, Inode, Mode, OwnError, PrepareError,
-    RestoreError, ScopeError, Stage, StoreError, TransactionError, VoteError,
+    AbortError, BackupError, BeginError, CommitError, Mode, Object, OwnError, PrepareError,
+    RestoreError, ScopeError, Stage, StoreError, StoreInode, TransactionError, TransactionHandle,
+    VoteError,
 };
 
-use crate::attach::Store;
+use crate::attach::{Store, TransactionalStore};
 use crate::carrier::Carrier;
 use crate::owners::{ControlPeer, Owners, Refusal, Request as UnderWay};
 use crate::participants::{self, patiently};
@@ -59,9 +60,8 @@ pub(crate) fn steps() -> std::collections::BTreeMap<String, u64> {
 /// Notes a step of the transaction in `scope`.
 pub(crate) fn note(engine: &Engine<Store>, step: Step, scope: &[u8], id: Option<u64>) {
     STEPS.count(step as usize);
-    let host = engine
-        .backing()
-        .members()
+    let members = engine.backing().members();
+    let host = members
         .map(|members| members.host.clone())
         .unwrap_or_default();
     tracing::debug!(step = STEPS.name(step as usize), scope = %shown_scope(scope), ?id, host, "transaction");
@@ -72,12 +72,12 @@ fn turn<T>(
     engine: &Engine<Store>,
     path: &[u8],
     pending: Pending,
-    work: impl FnOnce(&firn_transact::Inode<DirBacking>) -> Result<T, TransactionError>,
+    work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
 ) -> Result<T, TransactionError> {
     note(engine, Step::Quiesce, path, None);
     let turned = engine.quiesce(path, pending, |inode| {
         note(engine, Step::Drained, path, None);
-        work(inode)
+        work(transactional_root(inode)?)
     });
     turned.map_err(|error| match error {
         QuiesceError::Scope(errno) => not_a_scope(errno),
@@ -86,10 +86,34 @@ fn turn<T>(
     })
 }
 
+/// The directory at the top of a scope.
+pub(crate) type ScopeRoot = Arc<Object<DirBacking>>;
+
+/// The backing of a mount that can have transactions.
+pub(crate) fn transactional(
+    engine: &Engine<Store>,
+) -> Result<&TransactionalStore, TransactionError> {
+    let store = engine.backing().transactional();
+    store.ok_or(ScopeError::NotTransactional.into())
+}
+
+fn transactional_root(inode: &StoreInode<DirBacking>) -> Result<&ScopeRoot, TransactionError> {
+    let root = inode.transactional();
+    root.ok_or(ScopeError::NotTransactional.into())
+}
+
+/// The transactions of a mount that are not over.
+pub(crate) fn open_transactions(engine: &Engine<Store>) -> Vec<TransactionHandle<DirBacking>> {
+    let store = engine.backing().transactional();
+    store
+        .map(TransactionalStore::open_transactions)
+        .unwrap_or_default()
+}
+
 /// Carries a decided commit out.
 pub(crate) fn carry_out(engine: &Engine<Store>, path: &[u8]) -> Result<(), TransactionError> {
     let id = decided(engine, path);
-    engine.backing().carry_out(path)?;
+    transactional(engine)?.carry_out(path)?;
     if id.is_some() {
         note(engine, Step::Applied, path, id);
         note(engine, Step::Ended, path, id);
@@ -261,7 +285,7 @@ fn undone_by_another(
     patience: Duration,
     forget: &dyn Fn(Cached),
 ) -> Option<Reply> {
-    let store = engine.backing();
+    let store = engine.backing().transactional()?;
     if store
         .to_be_stopped()
         .iter()
@@ -289,11 +313,9 @@ fn undone_by_another(
 }
 
 /// The directory that a transaction covers.
-pub(crate) fn scope_at(
-    engine: &Engine<Store>,
-    path: &[u8],
-) -> Result<Inode<DirBacking>, TransactionError> {
-    engine.object_at(path).map_err(not_a_scope)
+pub(crate) fn scope_at(engine: &Engine<Store>, path: &[u8]) -> Result<ScopeRoot, TransactionError> {
+    let inode = engine.object_at(path).map_err(not_a_scope)?;
+    transactional_root(&inode).cloned()
 }
 
 fn not_a_scope(errno: Errno) -> TransactionError {
@@ -333,12 +355,8 @@ fn begin(engine: &Engine<Store>, path: &[u8], patience: Duration) -> Result<(), 
     })
 }
 
-fn begin_at(
-    engine: &Engine<Store>,
-    inode: &Inode<DirBacking>,
-    path: &[u8],
-) -> Result<(), TransactionError> {
-    engine.backing().begin(inode, path)?;
+fn begin_at(engine: &Engine<Store>, root: &ScopeRoot, path: &[u8]) -> Result<(), TransactionError> {
+    transactional(engine)?.begin(root, path)?;
     note(engine, Step::Begin, path, None);
     participants::begun(engine, path);
     Ok(())
@@ -359,7 +377,7 @@ fn prepare(
     };
     turn(engine, path, pending, |inode| {
         let was_open = stage(engine, path) == Some(Stage::Open);
-        engine.backing().prepare(inode, id)?;
+        transactional(engine)?.prepare(inode, id)?;
         note(engine, Step::Prepared, path, Some(id));
         if was_open {
             participants::prepared(engine, inode, path)
@@ -394,7 +412,7 @@ fn commit(
     how: &How,
     means: &Means<'_>,
 ) -> Result<(u64, Vec<String>), TransactionError> {
-    let store = engine.backing();
+    let store = transactional(engine)?;
     let is_decided = |id| decided(engine, path) == Some(id);
     if how.id.is_none_or(|id| !is_decided(id)) {
         carry_out_before(engine, path)?;
@@ -479,7 +497,7 @@ fn abort(
     patience: Duration,
     forget: &dyn Fn(Cached),
 ) -> Result<(), TransactionError> {
-    let store = engine.backing();
+    let store = transactional(engine)?;
     let begun = stage(engine, path);
     match begun {
         Some(Stage::Decided(id)) => return Err(AbortError::Decided { id }.into()),
@@ -538,7 +556,10 @@ pub(crate) fn abort_orphan(
 
 /// Ends transactions that other hosts have aborted, as far as that goes now.
 pub(crate) fn follow(engine: &Engine<Store>, forget: &dyn Fn(Cached)) {
-    for scope in engine.backing().to_be_stopped() {
+    let Some(store) = engine.backing().transactional() else {
+        return;
+    };
+    for scope in store.to_be_stopped() {
         let shown = shown_scope(&scope);
         match abort(engine, &scope, Duration::ZERO, forget) {
             Ok(()) => {
@@ -558,7 +579,7 @@ fn finish_restore(
     path: &[u8],
     forget: &dyn Fn(Cached),
 ) -> Result<(), TransactionError> {
-    let first = engine.backing().first_transaction(path);
+    let first = transactional(engine)?.first_transaction(path);
     if first.is_some_and(|one| one.is_undo()) {
         carry_out(engine, path)?;
         engine.revalidate_names(path).into_iter().for_each(forget);
@@ -573,7 +594,7 @@ fn restore(
     patience: Duration,
     forget: &dyn Fn(Cached),
 ) -> Result<(), TransactionError> {
-    let store = engine.backing();
+    let store = transactional(engine)?;
     finish_restore(engine, path, forget)?;
     // Of a commit before the transaction that is open. A commit that is not followed may be the one that is meant.
     carry_out_before(engine, path)?;
@@ -626,7 +647,7 @@ fn restore(
 /// For the end of a mount: transactions that are open are undone, those that are prepared wait for the next
 /// mount, without what was written after.
 pub(crate) fn leave(engine: &Engine<Store>) {
-    for one in engine.backing().open_transactions() {
+    for one in open_transactions(engine) {
         let left = match one.stage() {
             Stage::Open => abort(engine, one.scope(), LAST_PATIENCE, &|_| {}),
             Stage::Prepared(_) => drop_later(engine, one.scope()),
@@ -640,17 +661,17 @@ pub(crate) fn leave(engine: &Engine<Store>) {
 }
 
 fn drop_later(engine: &Engine<Store>, path: &[u8]) -> Result<(), TransactionError> {
-    engine.backing().refuse(&scope_at(engine, path)?)?;
+    transactional(engine)?.refuse(&scope_at(engine, path)?)?;
     turn(engine, path, Pending::Discard, |_| Ok(()))
 }
 
 /// Once nothing waits for what [`leave`] could not carry out: what was written after it stays in the arena for the
 /// next mount, which carries it out first.
 pub(crate) fn give_up(engine: &Engine<Store>) {
-    for one in engine.backing().open_transactions() {
+    for one in open_transactions(engine) {
         if one.decided().is_some()
             && let Err(error) =
-                scope_at(engine, one.scope()).and_then(|at| Ok(engine.backing().refuse(&at)?))
+                scope_at(engine, one.scope()).and_then(|at| Ok(transactional(engine)?.refuse(&at)?))
         {
             tracing::warn!(%error, scope = %shown_scope(one.scope()), "changes may wait for a commit");
         }
@@ -659,9 +680,9 @@ pub(crate) fn give_up(engine: &Engine<Store>) {
 
 /// Has changes in every transaction fail: none of them can end here any more.
 pub(crate) fn give_up_all(engine: &Engine<Store>) {
-    for one in engine.backing().open_transactions() {
+    for one in open_transactions(engine) {
         if let Err(error) =
-            scope_at(engine, one.scope()).and_then(|at| Ok(engine.backing().refuse(&at)?))
+            scope_at(engine, one.scope()).and_then(|at| Ok(transactional(engine)?.refuse(&at)?))
         {
             tracing::warn!(%error, scope = %shown_scope(one.scope()), "changes of a transaction go on");
         }
@@ -670,7 +691,7 @@ pub(crate) fn give_up_all(engine: &Engine<Store>) {
 
 /// What keeps a mount from being taken away. What is decided is carried out first.
 pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
-    let mut ours = engine.backing().open_transactions();
+    let mut ours = open_transactions(engine);
     ours.retain(|one| !one.is_recovered());
     let undecided = ours.iter().find_map(|one| {
         let scope = shown_scope(one.scope());
@@ -697,13 +718,15 @@ pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
 
 /// How far the transaction is that programs change things in, or else the last one.
 fn stage(engine: &Engine<Store>, path: &[u8]) -> Option<Stage> {
-    let stage = engine.backing().current_transaction(path)?.stage();
+    let store = engine.backing().transactional()?;
+    let stage = store.current_transaction(path)?.stage();
     (stage != Stage::Ended).then_some(stage)
 }
 
 /// The number of the commit that is to be carried out.
 fn decided(engine: &Engine<Store>, path: &[u8]) -> Option<u64> {
-    engine.backing().first_transaction(path)?.decided()
+    let store = engine.backing().transactional()?;
+    store.first_transaction(path)?.decided()
 }
 
 fn is_decided(engine: &Engine<Store>, path: &[u8]) -> bool {
@@ -742,9 +765,10 @@ pub(crate) fn status(engine: &Arc<Engine<Store>>, owners: &Owners) -> Vec<Transa
         error: found.trouble,
         backup: found.backup.map(crate::backup::status),
     };
-    engine
-        .backing()
-        .transactions()
+    let store = engine.backing().transactional();
+    let transactions = store.map(TransactionalStore::transactions);
+    transactions
+        .unwrap_or_default()
         .into_iter()
         .map(one)
         .collect()
@@ -771,12 +795,9 @@ fn here(engine: &Arc<Engine<Store>>, id: u64, scope: &[u8]) -> Vec<String> {
     let asked = std::thread::Builder::new()
         .name("firn-hosts".into())
         .spawn(move || {
-            let _ = tell.send(
-                engine
-                    .backing()
-                    .hosts_published(id, &scope)
-                    .unwrap_or_default(),
-            );
+            let store = engine.backing().transactional();
+            let hosts = store.and_then(|store| store.hosts_published(id, &scope).ok());
+            let _ = tell.send(hosts.unwrap_or_default());
             ASKING.fetch_sub(1, Ordering::AcqRel);
         });
     if asked.is_err() {

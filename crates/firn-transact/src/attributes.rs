@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Result, SetTime};
 
-use crate::backing::Inode;
 use crate::object::{Change, Inner, Object, Twin};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
@@ -46,16 +45,10 @@ impl<B: Backing> Held<B> {
 
     pub(crate) fn set_times_of(
         &self,
-        inode: &Inode<B>,
+        object: &Arc<Object<B>>,
         atime: SetTime,
         mtime: SetTime,
     ) -> Result<()> {
-        let object = match inode {
-            Inode::Plain(inode) | Inode::Top(inode) => {
-                return self.base.set_times(inode, atime, mtime);
-            }
-            Inode::Tracked(object) => object,
-        };
         let is_small = atime == SetTime::Keep && object.inner.read().small().is_some();
         if is_small && self.set_small_time(object, mtime)? {
             return Ok(());

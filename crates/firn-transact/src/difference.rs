@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, Kind, SetTime};
 
-use crate::backing::Inode;
 use crate::change_log::{ChangeLog, Data, Entry, Identity, Range, Source};
 use crate::history::ANCHOR;
 use crate::object::{Inner, Key, Object};
@@ -21,10 +20,7 @@ impl<B: Backing> Held<B> {
         let mut items: BTreeMap<u64, Entry> = BTreeMap::new();
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         // Directories from the scope up to the root of the backing, which do not change.
-        let mut numbers: HashMap<Key, u64> = HashMap::new();
-        if let Inode::Tracked(top) = self.top() {
-            numbers.insert(top.key, 0);
-        }
+        let mut numbers: HashMap<Key, u64> = HashMap::from([(self.top().key, 0)]);
         for object in &changed {
             let inner = object.inner.read();
             let Some(change) = &inner.change else {

@@ -17,7 +17,6 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Attr, Backing, Errno, Kind, Result};
 use parking_lot::Mutex;
 
-use crate::backing::Inode;
 use crate::object::{Key, Object};
 use crate::own::OwnError;
 use crate::scope::Scope;
@@ -300,9 +299,8 @@ impl<B: Backing> Held<B> {
     }
 
     fn enter_own_top(&self, presence: Presence) {
-        if let Inode::Tracked(top) = self.top() {
-            self.enter_link(NO_SERIAL, top, &self.base.root(), staging::TOP, presence);
-        }
+        let dir = self.base.root();
+        self.enter_link(NO_SERIAL, self.top(), &dir, staging::TOP, presence);
     }
 
     /// The links of a transaction are about to go.

@@ -14,13 +14,13 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
 
 use crate::apply::Apply;
-use crate::backing::Inode;
 use crate::change_log::{ChangeLog, Data, Entry, LogError, Part, Range, Source};
-use crate::error::{AbortError, RestoreError, StoreError};
+use crate::error::{RestoreError, StoreError};
 use crate::object::Object;
 use crate::scope::{NO_ID, Scope, Stage};
 use crate::staging;
 use crate::transactional::Held;
+use crate::tree::path_of;
 
 /// The directory below `new/` that has what undoes a commit.
 const UNDO_DIR: &str = "u";
@@ -370,31 +370,28 @@ impl<B: Backing> Held<B> {
 
     /// Makes the files those of checkpoint `id`: finishes the transaction that was prepared with it, or throws
     /// away what came after it, commits too, as far as they are kept.
-    pub fn restore(&self, inode: &Inode<B>, id: u64) -> Result<(), RestoreError> {
-        if let Some(scope) = self.scope_at(inode)
+    pub fn restore(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), RestoreError> {
+        if let Some(scope) = self.scope_at(root)
             && scope.is_undo
         {
             // What an attempt before this one began.
             self.carry_out(&scope.path)?;
         }
-        let scope = self.newest_at(inode)?;
+        let scope = self.newest_at(root)?;
         let stage = scope.as_ref().map(|scope| *scope.stage.lock());
         if let Some(Stage::Prepared(found) | Stage::Decided(found)) = stage
             && found == id
         {
-            return Ok(self.commit(inode, id)?);
+            return Ok(self.commit(root, id)?);
         }
         let path = match &scope {
             Some(scope) => scope.path.clone(),
-            None => self.path_of(inode)?,
+            None => path_of(root),
         };
         let steps = self.steps_back(&path, id)?;
         if scope.is_some() {
-            self.abort(inode)?;
+            self.abort(root)?;
         }
-        let Inode::Tracked(root) = inode else {
-            return Err(AbortError::NoTransaction.into());
-        };
         self.withdraw_what_is_over()?;
         let _names = self.tree.write();
         let _data = self.data.write();

@@ -34,6 +34,7 @@ mod listing;
 mod names;
 mod object;
 mod own;
+mod plain;
 mod records;
 mod recovery;
 mod report;
@@ -44,24 +45,28 @@ mod small;
 mod staging;
 mod staging_dir;
 pub mod state;
+mod store;
 mod transactional;
 mod tree;
 mod vote;
 
 pub use firn_rendezvous::{Expected, Members};
 
-pub use backing::{Dir, File, Inode};
+pub use data::TrackedFile;
 pub use error::{
     AbortError, BackupError, BeginError, CommitError, OpenError, PrepareError, RestoreError,
     ReviveError, ScopeError, StoreError, TransactionError, VoteError,
 };
 pub use firn_rendezvous::OwnError;
+pub use listing::TrackedDir;
 pub use object::Object;
+pub use plain::{PlainBacking, PlainDir, PlainInode};
 pub use recovery::{Opening, Outcome};
 pub use report::Transaction;
 pub use scope::{ArenaId, Stage, TransactionHandle};
 pub use shadow::Mode;
 pub use staging::TOP;
 pub use staging_dir::{other_staging_dirs, staging_dir_name};
+pub use store::{Store, StoreDir, StoreFile, StoreInode};
 pub use transactional::Held;
 pub use vote::{Verdict, Vote};

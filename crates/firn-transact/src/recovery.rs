@@ -12,7 +12,6 @@ use firn_backing::{Backing, Errno, Kind, RenameFlags};
 use firn_rendezvous::Members;
 
 use crate::apply::Apply;
-use crate::backing::Inode;
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{OpenError, StoreError};
 use crate::object::{Inner, Object};
@@ -123,7 +122,7 @@ impl<B: Backing> Held<B> {
         };
         let top = Arc::new(Object::new((attr.dev, attr.ino), Kind::Dir, inner, None));
         let has_own = staging::find_dir(&base, &root, staging::TOP)?.is_some();
-        let held = Self::assemble(base, Inode::Tracked(Arc::clone(&top)));
+        let held = Self::assemble(base, Arc::clone(&top));
         held.objects.lock().insert(top.key, Arc::downgrade(&top));
         if has_own {
             held.hide_own_top();
@@ -252,10 +251,7 @@ impl<B: Backing> Held<B> {
         dir: B::Inode,
         record: ChangeLog,
     ) -> Result<(), StoreError> {
-        let mut root = match &self.top {
-            Inode::Tracked(top) => Arc::clone(top),
-            Inode::Plain(_) | Inode::Top(_) => return Ok(()),
-        };
+        let mut root = Arc::clone(self.top());
         for name in record
             .scope
             .split(|&b| b == b'/')

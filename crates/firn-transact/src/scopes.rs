@@ -10,7 +10,6 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::Backing;
 
-use crate::backing::Inode;
 use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::transactional::Held;
@@ -34,12 +33,10 @@ impl<B: Backing> Held<B> {
         scope.turn(Stage::Ended);
     }
 
-    pub(crate) fn scope_at(&self, inode: &Inode<B>) -> Option<Arc<Scope<B>>> {
-        let Inode::Tracked(object) = inode else {
-            return None;
-        };
-        self.scope_of(object)
-            .filter(|scope| Arc::ptr_eq(&scope.root, object))
+    /// The transaction whose scope begins at `root`.
+    pub(crate) fn scope_at(&self, root: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
+        self.scope_of(root)
+            .filter(|scope| Arc::ptr_eq(&scope.root, root))
     }
 
     /// The transaction that an object is in.

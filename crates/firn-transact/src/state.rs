@@ -11,10 +11,10 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
+use std::sync::Arc;
 
 use firn_backing::{Backing, Kind};
 
-use crate::backing::Inode;
 use crate::object::{Key, Object};
 use crate::scope::Scope;
 use crate::transactional::Held;
@@ -89,10 +89,7 @@ type Name = (Key, OsString);
 
 impl<B: Backing> Held<B> {
     /// What became of a name of a file in the open transaction; `None` where nothing did.
-    pub fn state_of(&self, parent: &Inode<B>, name: &OsStr) -> Option<State> {
-        let Inode::Tracked(parent) = parent else {
-            return None;
-        };
+    pub fn state_of(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Option<State> {
         let states = self.scope_of(parent)?.derive_states();
         states.get(&(parent.key, name.to_owned())).copied()
     }

@@ -1,26 +1,23 @@
 //! A backing whose directories can be in a transaction.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::OsStr;
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, Weak};
 
-use firn_backing::{Backing, Kind};
+use firn_backing::Backing;
 use firn_rendezvous::Members;
 use parking_lot::{Mutex, RwLock};
 
-use crate::backing::Inode;
 use crate::backup::Mirror;
 use crate::hidden::HiddenLinks;
 use crate::object::{Key, Object};
 use crate::scope::{ArenaId, Scope};
 use crate::shadow::Mode;
-use crate::staging;
 
 /// A backing whose directories can be in a transaction.
 pub struct Held<B: Backing> {
     pub(crate) base: B,
-    pub(crate) top: Inode<B>,
+    top: Arc<Object<B>>,
     pub(crate) objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
     /// Commits of a scope that can be undone.
     pub(crate) history: u32,
@@ -40,8 +37,6 @@ pub struct Held<B: Backing> {
     pub(crate) scopes: RwLock<Vec<Arc<Scope<B>>>>,
     /// The second place for what is prepared.
     pub(crate) mirror: Option<Mirror<B>>,
-    /// Without transactions: there is a directory `.firn`.
-    hides_own: bool,
     /// Directories of transactions that are over and could not be removed: they mean nothing.
     pub(crate) leftovers: Mutex<Vec<(u64, B::Inode)>>,
     /// Held by who changes the list of committed numbers.
@@ -66,28 +61,7 @@ impl<B: Backing> Drop for Held<B> {
 }
 
 impl<B: Backing> Held<B> {
-    /// A backing without transactions: every call goes through, but `.firn` at the top is Firn's there, too, and
-    /// neither shown nor made.
-    pub fn plain(base: B) -> Self {
-        let has_own = base.lookup(&base.root(), OsStr::new(staging::TOP));
-        let top = Inode::Top(base.root());
-        let mut held = Self::assemble(base, top);
-        held.hides_own = has_own.is_ok_and(|(_, attr)| attr.kind == Kind::Dir);
-        held
-    }
-
-    /// The same for a caller of Firn's own who keeps things in `.firn`: every call goes through. (A stub tree.)
-    pub fn plain_with_own(base: B) -> Self {
-        let top = Inode::Plain(base.root());
-        Self::assemble(base, top)
-    }
-
-    /// Whether the top of a backing without transactions has one directory more than it shows.
-    pub(crate) fn hides_own(&self) -> bool {
-        self.hides_own
-    }
-
-    pub(crate) fn assemble(base: B, top: Inode<B>) -> Self {
+    pub(crate) fn assemble(base: B, top: Arc<Object<B>>) -> Self {
         Self {
             base,
             top,
@@ -101,7 +75,6 @@ impl<B: Backing> Held<B> {
             hidden: HiddenLinks::default(),
             scopes: RwLock::default(),
             mirror: None,
-            hides_own: false,
             leftovers: Mutex::default(),
             finishing: Mutex::new(()),
             scope_count: AtomicUsize::new(0),
@@ -128,15 +101,12 @@ impl<B: Backing> Held<B> {
         &self.base
     }
 
-    pub(crate) fn top(&self) -> &Inode<B> {
+    pub(crate) fn top(&self) -> &Arc<Object<B>> {
         &self.top
     }
 
     /// The device that the top is on.
     pub(crate) fn device(&self) -> u64 {
-        match &self.top {
-            Inode::Tracked(top) => top.key.0,
-            Inode::Plain(_) | Inode::Top(_) => 0,
-        }
+        self.top.key.0
     }
 }

@@ -13,8 +13,6 @@ use std::sync::{Arc, Weak};
 use firn_backing::{Backing, Errno};
 use parking_lot::{RwLockReadGuard, RwLockWriteGuard};
 
-use crate::backing::Inode;
-use crate::error::AbortError;
 use crate::object::{Inner, Key, Object};
 use crate::scope::Scope;
 use crate::transactional::Held;
@@ -74,24 +72,6 @@ impl<B: Backing> Held<B> {
         self.objects.lock().get(&key).and_then(Weak::upgrade)
     }
 
-    /// The path of a directory, relative to the backing.
-    pub(crate) fn path_of(&self, inode: &Inode<B>) -> Result<Vec<u8>, AbortError> {
-        let Inode::Tracked(object) = inode else {
-            return Err(AbortError::NoTransaction);
-        };
-        let mut path = Vec::new();
-        let mut at = object.seat.lock().clone();
-        while let Some((parent, name)) = at {
-            let below = std::mem::replace(&mut path, name.as_bytes().to_vec());
-            if !below.is_empty() {
-                path.push(b'/');
-                path.extend(below);
-            }
-            at = parent.seat.lock().clone();
-        }
-        Ok(path)
-    }
-
     /// For a change of names in the directory `object`: waits until it is allowed.
     pub(crate) fn changing(&self, object: &Arc<Object<B>>) -> Result<Allowed<Names<'_>, B>, Errno> {
         loop {
@@ -133,4 +113,17 @@ impl<B: Backing> Held<B> {
             }
         }
     }
+}
+
+/// The path of an object, relative to the backing.
+pub(crate) fn path_of<B: Backing>(object: &Object<B>) -> Vec<u8> {
+    let mut names = Vec::new();
+    let mut at = object.seat.lock().clone();
+    while let Some((parent, name)) = at {
+        names.push(name);
+        at = parent.seat.lock().clone();
+    }
+    names.reverse();
+    let names: Vec<&[u8]> = names.iter().map(|name| name.as_bytes()).collect();
+    names.join(&b'/')
 }

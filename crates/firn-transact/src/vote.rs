@@ -20,14 +20,15 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
+use std::sync::Arc;
 
 use firn_backing::{Backing, Errno};
 use firn_conflict::{Published, Report, Used};
 use firn_rendezvous::{Attendance, Members, VoteDir};
 use serde::{Deserialize, Serialize};
 
-use crate::backing::Inode;
 use crate::error::VoteError;
+use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::transactional::Held;
@@ -171,9 +172,9 @@ impl<B: Backing> Held<B> {
     }
 
     /// Notes what processes of this host used up to the moment at which the transaction was prepared.
-    pub fn note_accesses(&self, inode: &Inode<B>, used: Vec<Used>) -> Result<(), VoteError> {
+    pub fn note_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError> {
         *self
-            .scope_at(inode)
+            .scope_at(root)
             .ok_or(VoteError::NoTransaction)?
             .used
             .lock() = Some(used);
@@ -182,8 +183,8 @@ impl<B: Backing> Held<B> {
 
     /// Publishes what this host read and wrote in the transaction that is prepared with `id`. Fails with
     /// [`VoteError::LastVoteNotOver`] while an earlier vote on the same number is not over.
-    pub fn publish_accesses(&self, inode: &Inode<B>, id: u64) -> Result<(), VoteError> {
-        let scope = self.scope_at(inode).ok_or(VoteError::NoTransaction)?;
+    pub fn publish_accesses(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), VoteError> {
+        let scope = self.scope_at(root).ok_or(VoteError::NoTransaction)?;
         let Some(members) = &self.members else {
             return Ok(());
         };
@@ -428,8 +429,8 @@ impl<B: Backing> Held<B> {
 
     /// Back from prepared to open, with all that was changed: the other hosts do not agree, or did not come.
     /// Returns what [`Held::note_accesses`] was told.
-    pub fn reopen(&self, inode: &Inode<B>, id: u64) -> Result<Vec<Used>, VoteError> {
-        let scope = self.scope_at(inode).ok_or(VoteError::NoTransaction)?;
+    pub fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<Used>, VoteError> {
+        let scope = self.scope_at(root).ok_or(VoteError::NoTransaction)?;
         let _names = self.tree.write();
         let _data = self.data.write();
         match scope.stage() {

@@ -18,7 +18,7 @@ use firn_engine::{
 };
 use firn_format::geometry::Geometry;
 use firn_transact::{
-    ArenaId, Expected, Held, Members, Mode, OpenError, Opening, Outcome, StoreError,
+    ArenaId, Expected, Held, Members, Mode, Object, OpenError, Opening, Outcome, StoreError,
     TransactionError,
 };
 
@@ -205,7 +205,7 @@ fn drain(engine: &Engine<Store>, below: &[u8], is_dead: &dyn Fn() -> bool) {
 
 fn turn(
     engine: &Engine<Store>,
-    work: impl FnOnce(&firn_transact::Inode<SimBacking>) -> Result<(), TransactionError>,
+    work: impl FnOnce(&Arc<Object<SimBacking>>) -> Result<(), TransactionError>,
 ) {
     engine
         .quiesce(SCOPE, Pending::Keep, work)

@@ -11,7 +11,7 @@ use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, DirBacking, Errno, Kind, SetTime, SimBacking, suite};
 use firn_transact::backup::MANIFEST;
 use firn_transact::change_log::ChangeLog;
-use firn_transact::{BackupError, Held, ReviveError};
+use firn_transact::{BackupError, Held, PlainBacking, ReviveError};
 
 fn entries<B: Backing>(b: &B, dir: &B::Inode) -> Vec<Vec<u8>> {
     let mut names = Vec::new();
@@ -187,7 +187,7 @@ fn what_was_prepared_is_finished_from_the_backup_on_another_copy_of_the_tree() {
         let store = held.backups().expect("a backup").fork();
         objects += only(&store).1.entries.len();
         drop(held);
-        let old = tree(&Held::plain(before.fork())).expect("tree");
+        let old = tree(&PlainBacking::new(before.fork())).expect("tree");
 
         let inode = revived(before.fork(), &store);
         assert_eq!(tree(&inode), Ok(old.clone()), "seed {seed}: undecided");

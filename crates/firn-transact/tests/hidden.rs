@@ -2,14 +2,15 @@
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use firn_backing::sim::Hang;
 use firn_backing::{Access, Backing, RenameFlags, SimBacking, suite};
-use firn_transact::{Held, Inode, Mode, TransactionError};
+use firn_transact::{Held, Mode, Object, TransactionError};
 
-type SimInode = Inode<SimBacking>;
+type SimInode = Arc<Object<SimBacking>>;
 
 /// How long one is waited for that may wait for the other.
 const PATIENCE: Duration = Duration::from_millis(10);

@@ -2,9 +2,10 @@
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
+use std::sync::Arc;
 
 use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
-use firn_transact::{Held, Inode, Mode};
+use firn_transact::{Held, Mode, Object};
 
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
 const BYTES: usize = 64 << 10;
@@ -12,7 +13,7 @@ const BYTES: usize = 64 << 10;
 const CAPACITY: u64 = 16 * BYTES as u64;
 const ROUNDS: usize = 200;
 
-type SimInode = Inode<SimBacking>;
+type SimInode = Arc<Object<SimBacking>>;
 
 /// In a transaction in which one file has come and gone: what undoes changes of the top directory is saved.
 fn begun(mode: Mode) -> Held<SimBacking> {

@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, Caller, DirBacking, SetTime, SimBacking, Time, suite};
-use firn_transact::{Held, Mode};
+use firn_transact::{Held, Mode, PlainBacking, Store};
 use tempfile::TempDir;
 
 const ME: Caller = Caller {
@@ -43,8 +43,10 @@ fn begun<B: Backing>(base: B, mode: Mode) -> Held<B> {
 
 #[test]
 fn what_is_not_in_a_transaction_conforms() {
-    suite::run(|| Held::plain(SimBacking::new()));
+    suite::run(|| PlainBacking::new(SimBacking::new()));
+    suite::run(|| Store::Plain(PlainBacking::new(SimBacking::new())));
     suite::run(|| open(SimBacking::new()));
+    suite::run(|| Store::Transactional(Box::new(open(SimBacking::new()))));
 }
 
 #[test]

@@ -1,19 +1,20 @@
 //! Aborting a transaction: the tree is as it was when it began.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use firn_backing::Backing;
 
-use crate::backing::Inode;
 use crate::error::AbortError;
+use crate::object::Object;
 use crate::scope::Stage;
 use crate::transactional::Held;
 
 impl<B: Backing> Held<B> {
     /// From now on every change in the transaction fails with ECANCELED, also one that waits for the outcome:
     /// the next call ends it.
-    pub fn refuse(&self, inode: &Inode<B>) -> Result<(), AbortError> {
-        let scope = self.scope_at(inode).ok_or(AbortError::NoTransaction)?;
+    pub fn refuse(&self, root: &Arc<Object<B>>) -> Result<(), AbortError> {
+        let scope = self.scope_at(root).ok_or(AbortError::NoTransaction)?;
         // Under the lock of those who wait, so that none of them misses it.
         let stage = scope.stage.lock();
         scope.refusing.store(true, Ordering::Release);
@@ -23,8 +24,8 @@ impl<B: Backing> Held<B> {
     }
 
     /// Throws the transaction away: the tree is as it was when it began. What was made in it is gone: ESTALE.
-    pub fn abort(&self, inode: &Inode<B>) -> Result<(), AbortError> {
-        let scope = self.scope_at(inode).ok_or(AbortError::NoTransaction)?;
+    pub fn abort(&self, root: &Arc<Object<B>>) -> Result<(), AbortError> {
+        let scope = self.scope_at(root).ok_or(AbortError::NoTransaction)?;
         let _names = self.tree.write();
         let _data = self.data.write();
         if self.drop_next(&scope)? {

@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Backing, Kind};
 
-use crate::backing::Inode;
 use crate::error::{BeginError, ScopeError};
 use crate::object::Object;
 use crate::scope::Scope;
@@ -15,10 +14,7 @@ use crate::transactional::Held;
 
 impl<B: Backing> Held<B> {
     /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
-    pub fn begin(&self, inode: &Inode<B>, path: &[u8]) -> Result<(), BeginError> {
-        let Inode::Tracked(root) = inode else {
-            return Err(ScopeError::NotTransactional.into());
-        };
+    pub fn begin(&self, root: &Arc<Object<B>>, path: &[u8]) -> Result<(), BeginError> {
         if root.kind != Kind::Dir {
             return Err(ScopeError::NotDirectory.into());
         }

@@ -23,7 +23,6 @@ use firn_backing::{Backing, Errno, Kind, RenameFlags};
 use parking_lot::Mutex;
 
 use crate::apply::Apply;
-use crate::backing::Inode;
 use crate::change_log::Direction;
 use crate::error::{CommitError, StoreError};
 use crate::object::Object;
@@ -92,15 +91,15 @@ impl<B: Backing> Held<B> {
     /// Decides for the transaction, durably, and carries it out. Where this
     /// fails it can be called again: before the decision the transaction is as it was, after it
     /// ([`Stage::Decided`]) it is going to be carried out.
-    pub fn commit(&self, inode: &Inode<B>, id: u64) -> Result<(), CommitError> {
-        let scope = self.decided_at(inode, id)?;
+    pub fn commit(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError> {
+        let scope = self.decided_at(root, id)?;
         Ok(self.carry(&scope)?)
     }
 
     /// Decides for the transaction, durably: from now on every crash ends in the tree after it, which is also what
     /// programs see. [`Held::carry_out`] is still to be called.
-    pub fn conclude(&self, inode: &Inode<B>, id: u64) -> Result<(), CommitError> {
-        self.decided_at(inode, id).map(drop)
+    pub fn conclude(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError> {
+        self.decided_at(root, id).map(drop)
     }
 
     /// Carries out what was decided in a scope, while programs go on reading. Changes of the scope wait. Where this
@@ -124,12 +123,12 @@ impl<B: Backing> Held<B> {
             && self.scopes.read().iter().any(|scope| !scope.is_open())
     }
 
-    fn decided_at(&self, inode: &Inode<B>, id: u64) -> Result<Arc<Scope<B>>, CommitError> {
-        let scope = self.scope_at(inode).ok_or(CommitError::NoTransaction)?;
+    fn decided_at(&self, root: &Arc<Object<B>>, id: u64) -> Result<Arc<Scope<B>>, CommitError> {
+        let scope = self.scope_at(root).ok_or(CommitError::NoTransaction)?;
         if scope.decided().is_some_and(|found| found != id) && scope.carried.next().is_some() {
             self.carry(&scope)?;
         }
-        let scope = self.scope_at(inode).ok_or(CommitError::NoTransaction)?;
+        let scope = self.scope_at(root).ok_or(CommitError::NoTransaction)?;
         let _names = self.tree.write();
         let _data = self.data.write();
         self.check_all(&scope);
@@ -173,12 +172,15 @@ impl<B: Backing> Held<B> {
     }
 
     /// The transaction of a directory that programs change, after the one before it is carried out.
-    pub(crate) fn newest_at(&self, inode: &Inode<B>) -> Result<Option<Arc<Scope<B>>>, StoreError> {
-        let scope = self.scope_at(inode);
+    pub(crate) fn newest_at(
+        &self,
+        root: &Arc<Object<B>>,
+    ) -> Result<Option<Arc<Scope<B>>>, StoreError> {
+        let scope = self.scope_at(root);
         match &scope {
             Some(first) if first.carried.next().is_some() => {
                 self.carry(first)?;
-                Ok(self.scope_at(inode))
+                Ok(self.scope_at(root))
             }
             _ => Ok(scope),
         }

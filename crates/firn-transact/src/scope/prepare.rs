@@ -1,11 +1,12 @@
 //! Preparing a transaction: durable, its outcome open.
 
 use std::ffi::OsStr;
+use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, RenameFlags};
 
-use crate::backing::Inode;
 use crate::error::{BackupError, PrepareError};
+use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::transactional::Held;
@@ -13,8 +14,8 @@ use crate::transactional::Held;
 impl<B: Backing> Held<B> {
     /// Makes the transaction durable and leaves its outcome open. Changes wait until it is decided. Where this
     /// fails the transaction is as it was.
-    pub fn prepare(&self, inode: &Inode<B>, id: u64) -> Result<(), PrepareError> {
-        let scope = self.newest_at(inode)?.ok_or(PrepareError::NoTransaction)?;
+    pub fn prepare(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), PrepareError> {
+        let scope = self.newest_at(root)?.ok_or(PrepareError::NoTransaction)?;
         let _names = self.tree.write();
         let _data = self.data.write();
         self.check_all(&scope);

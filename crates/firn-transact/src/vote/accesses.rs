@@ -10,7 +10,6 @@ use firn_backing::{Backing, Errno};
 use firn_conflict::{Accesses, File, Name, Process, Published, Ranges, Used};
 use firn_rendezvous::Members;
 
-use crate::backing::Inode;
 use crate::change_log::{ChangeLog, Entry, Place};
 use crate::staging;
 use crate::transactional::Held;
@@ -32,10 +31,7 @@ impl<B: Backing> Held<B> {
             .iter()
             .map(|item| (item.number, item))
             .collect();
-        let Inode::Tracked(top) = self.top() else {
-            return Ok(list);
-        };
-        let top_ino = top.key.1;
+        let top_ino = self.top().key.1;
         let ino = |number: u64| match number {
             0 => Some(top_ino),
             number => items
