@@ -1,4 +1,4 @@
-# Entry points; what they do is in scripts/ and xtask/. `make` alone lists them.
+# Entry points; what they do is in scripts/ and xtask/. `make` builds, `make help` lists the others.
 
 CARGO ?= cargo
 # System tests mount and write; two at once is what two cores bear.
@@ -10,14 +10,18 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -E env "PATH=$$PATH")
 PREFIX ?= /usr/local
 DESTDIR ?=
 
-.PHONY: help demo test check bench install dist clean
+.PHONY: build help demo test check bench install dist clean
+
+build:
+	$(CARGO) build --release -p firn -p firn-preload -p firn-c
 
 help:
+	@echo 'make         build what is installed; needs no root'
 	@echo 'make demo    set up, build, mount; a solver and firnd are killed, and it ends with the same result'
 	@echo 'make test    set up and run every test (as root: the tests mount file systems)'
 	@echo 'make check   formatting, lints, documentation, and what the dependencies are'
 	@echo 'make bench   measure both frontends, checkpoints, memory, spilling and commits beside their baselines'
-	@echo 'make install build and install to PREFIX (/usr/local), below DESTDIR'
+	@echo 'make install install what was built to PREFIX (/usr/local), below DESTDIR; builds nothing'
 	@echo 'make dist    build a Debian package and a tarball in target/dist'
 	@echo 'make clean   remove what was built'
 
@@ -51,12 +55,11 @@ bench:
 	target/release/firn bench spill
 	target/release/firn bench commit
 
+# Copies only, so that no compiler runs as root.
 install:
-	$(CARGO) build --release -p firn -p firn-preload -p firn-c
 	scripts/install --prefix '$(PREFIX)' --destdir '$(DESTDIR)'
 
-dist:
-	$(CARGO) build --release -p firn -p firn-preload -p firn-c
+dist: build
 	scripts/dist
 
 clean:

@@ -190,7 +190,9 @@ unmount_it() { umount /tmp/ckpt; }
 tar -C / -xzf /tmp/*.tar.gz
 ldconfig
 mount_it() { firn mount -o arena-size=64M /tmp/backing /tmp/ckpt; }
-unmount_it() { firn umount /tmp/ckpt; }
+ln -s /usr/local/sbin/mount.firn /usr/local/sbin/umount.fuse.firn /sbin
+mount_it() { mount -t firn -o arena-size=64M /tmp/backing /tmp/ckpt; }
+unmount_it() { umount /tmp/ckpt; }
 "#;
     let remove_tarball = "/usr/local/libexec/firn/uninstall\n";
     let steps = [BEGIN, install_tarball, USE, remove_tarball, END].concat();
