@@ -118,7 +118,7 @@ impl<B: Backing> Held<B> {
                     continue;
                 }
                 let place = (dir, name.as_bytes().to_vec());
-                if let Some(old) = old_key.and_then(|key| self.known(key)) {
+                if let Some(old) = old_key.and_then(|key| self.tree.known(key)) {
                     let number = self.number(scope, &old, &mut numbers, &mut items);
                     items
                         .get_mut(&number)

@@ -67,6 +67,16 @@ impl<B: Backing> Default for HiddenLinks<B> {
     }
 }
 
+impl<B: Backing> HiddenLinks<B> {
+    /// Called for an object that gets known.
+    pub(crate) fn note_known(&self, object: &Object<B>) {
+        let table = self.0.lock();
+        if table.contains_key(&object.key) {
+            object.note_links(true);
+        }
+    }
+}
+
 /// In [`Object::hides`]: there may be links. The rest of the number changes with each change of them.
 pub(crate) const HAS_LINKS: u64 = 1;
 
@@ -97,6 +107,7 @@ impl<B: Backing> Held<B> {
                 continue;
             }
             let links = self
+                .tree
                 .hidden
                 .0
                 .lock()
@@ -145,7 +156,7 @@ impl<B: Backing> Held<B> {
         if !links.iter().zip(there).any(is_gone) {
             return;
         }
-        let mut table = self.hidden.0.lock();
+        let mut table = self.tree.hidden.0.lock();
         let Some(now) = table.get_mut(&object.key) else {
             return;
         };
@@ -186,7 +197,7 @@ impl<B: Backing> Held<B> {
 
     /// What was taken from an object's name is given back to it, or not.
     pub(crate) fn link_may_go(&self, scope: &Scope<B>, object: &Object<B>) {
-        let mut table = self.hidden.0.lock();
+        let mut table = self.tree.hidden.0.lock();
         let Some(links) = table.get_mut(&object.key) else {
             return;
         };
@@ -212,7 +223,7 @@ impl<B: Backing> Held<B> {
         name: &str,
         presence: Presence,
     ) {
-        let mut table = self.hidden.0.lock();
+        let mut table = self.tree.hidden.0.lock();
         let links = table.entry(object.key).or_default();
         match links
             .iter_mut()
@@ -252,13 +263,13 @@ impl<B: Backing> Held<B> {
             presence: Presence::There,
             is_dir,
         };
-        self.hidden.0.lock().entry(key).or_default().push(link);
+        self.tree.hidden.0.lock().entry(key).or_default().push(link);
         self.note_links_of(key);
     }
 
     /// A link that is there, or was, and goes with its transaction.
     pub(crate) fn link_goes(&self, serial: u64, key: Key, dir: &B::Inode, name: String) {
-        let mut table = self.hidden.0.lock();
+        let mut table = self.tree.hidden.0.lock();
         let links = table.entry(key).or_default();
         if !links
             .iter()
@@ -275,14 +286,6 @@ impl<B: Backing> Held<B> {
         }
         drop(table);
         self.note_links_of(key);
-    }
-
-    /// Called for an object that gets known.
-    pub(crate) fn look_for_hidden(&self, object: &Object<B>) {
-        let table = self.hidden.0.lock();
-        if table.contains_key(&object.key) {
-            object.note_links(true);
-        }
     }
 
     /// `.firn/` is at the top, one directory more than is shown.
@@ -324,7 +327,7 @@ impl<B: Backing> Held<B> {
     /// Changes the links of a transaction; those for which `change` is false go.
     fn change_links(&self, serial: u64, mut change: impl FnMut(&mut Link<B>) -> bool) {
         let of_it: Vec<Key> = {
-            let table = self.hidden.0.lock();
+            let table = self.tree.hidden.0.lock();
             table
                 .iter()
                 .filter(|(_, links)| links.iter().any(|l| l.serial == serial))
@@ -332,7 +335,7 @@ impl<B: Backing> Held<B> {
                 .collect()
         };
         for key in of_it {
-            let mut table = self.hidden.0.lock();
+            let mut table = self.tree.hidden.0.lock();
             let Some(links) = table.get_mut(&key) else {
                 continue;
             };
@@ -347,8 +350,8 @@ impl<B: Backing> Held<B> {
 
     /// Tells the object of an entry that changed, if anybody refers to it.
     fn note_links_of(&self, key: Key) {
-        if let Some(object) = self.known(key) {
-            let table = self.hidden.0.lock();
+        if let Some(object) = self.tree.known(key) {
+            let table = self.tree.hidden.0.lock();
             object.note_links(table.contains_key(&key));
         }
     }

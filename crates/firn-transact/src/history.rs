@@ -9,9 +9,9 @@
 
 use std::ffi::OsStr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
+use parking_lot::Mutex;
 
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Data, Entry, LogError, Part, Range, Source};
@@ -35,10 +35,19 @@ fn staged(name: String) -> Option<(String, String)> {
     Some((UNDO_DIR.to_owned(), name))
 }
 
+/// What a backing keeps of commits that are over.
+#[derive(Default)]
+pub(crate) struct History {
+    /// Commits of each scope that can be undone.
+    pub(crate) commits_max: u32,
+    /// Held by whoever changes the list of the last commit of each scope.
+    pub(crate) numbers: Mutex<()>,
+}
+
 impl<B: Backing> Held<B> {
     /// Fills in the undo parts of a log, and stages what they refer to.
     pub(crate) fn stage_undo(&self, scope: &Scope<B>, log: &mut ChangeLog) -> Result<(), Errno> {
-        if self.history == 0 {
+        if self.history.commits_max == 0 {
             return Ok(());
         }
         let firn = self.staging_dir()?;
@@ -51,7 +60,8 @@ impl<B: Backing> Held<B> {
         for entry in &mut log.entries {
             let is_here = !entry.identity.elsewhere;
             let known = || {
-                self.known((self.device(), entry.identity.ino))
+                self.tree
+                    .known((self.device(), entry.identity.ino))
                     .filter(|_| is_here)
             };
             let object = changed.get(&entry.number).cloned().or_else(known);
@@ -179,7 +189,7 @@ impl<B: Backing> Held<B> {
         serial: u64,
         log: &ChangeLog,
     ) -> Result<bool, StoreError> {
-        let is_kept = log.can_be_undone && self.history > 0;
+        let is_kept = log.can_be_undone && self.history.commits_max > 0;
         if is_kept {
             let from = format!("tx-{serial}");
             let to = name(serial);
@@ -192,7 +202,11 @@ impl<B: Backing> Held<B> {
             self.base.sync_dir(firn)?;
         }
         // Nothing leads back over a commit that cannot be undone.
-        let count = if is_kept { self.history as usize } else { 0 };
+        let count = if is_kept {
+            self.history.commits_max as usize
+        } else {
+            0
+        };
         for (serial, _) in self.undos(&log.scope)?.into_iter().skip(count) {
             self.remove_undo(firn, &name(serial))?;
         }
@@ -206,7 +220,8 @@ impl<B: Backing> Held<B> {
         serial: u64,
         dir: &B::Inode,
     ) -> Result<(), Errno> {
-        if self.history > 0 && staging::find(&self.base, firn, OsStr::new(&name(serial)))?.is_some()
+        if self.history.commits_max > 0
+            && staging::find(&self.base, firn, OsStr::new(&name(serial)))?.is_some()
         {
             return self.clear_redo(dir);
         }
@@ -259,7 +274,7 @@ impl<B: Backing> Held<B> {
                 is_synced = true;
             }
             // The next transaction must not take a number whose log is kept.
-            self.last_serial.fetch_max(serial, Ordering::Relaxed);
+            self.scopes.skip_serial(serial);
             let dir = staging::must_find_dir(&self.base, firn, &undo)
                 .map_err(|error| error.below(&self.staging_path()))?;
             let has = |file: &str| staging::find(&self.base, &dir, OsStr::new(file));
@@ -286,7 +301,7 @@ impl<B: Backing> Held<B> {
             else {
                 continue;
             };
-            self.last_serial.fetch_max(serial, Ordering::Relaxed);
+            self.scopes.skip_serial(serial);
             let dir = staging::must_find_dir(&self.base, &firn, &text)
                 .map_err(|error| error.below(&self.staging_path()))?;
             for file in [staging::COMMIT, staging::UNDO] {
@@ -354,7 +369,7 @@ impl<B: Backing> Held<B> {
         let record = self
             .load_record(&dir, &undo, staging::UNDO)?
             .ok_or_else(gone)?;
-        let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
+        let serial = self.scopes.next_serial();
         let scope = self.undoing_scope(serial, root, dir, record)?;
         let transaction = format!("tx-{serial}");
         self.base.rename(
@@ -364,14 +379,14 @@ impl<B: Backing> Held<B> {
             OsStr::new(&transaction),
             flags,
         )?;
-        self.enter(scope);
+        self.scopes.add(scope);
         self.carry_out_undo(serial)
     }
 
     /// Makes the files those of checkpoint `id`: finishes the transaction that was prepared with it, or throws
     /// away what came after it, commits too, as far as they are kept.
     pub fn restore(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), RestoreError> {
-        if let Some(scope) = self.scope_at(root)
+        if let Some(scope) = self.scopes.at(root)
             && scope.is_undo
         {
             // What an attempt before this one began.
@@ -393,8 +408,8 @@ impl<B: Backing> Held<B> {
             self.abort(root)?;
         }
         self.withdraw_what_is_over()?;
-        let _names = self.tree.write();
-        let _data = self.data.write();
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
         for serial in steps {
             self.undo(root, serial)?;
         }

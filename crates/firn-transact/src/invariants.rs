@@ -52,11 +52,7 @@ impl<B: Backing> Held<B> {
             .sum();
         let counted = scope.small_bytes.load(std::sync::atomic::Ordering::Acquire);
         assert_eq!(counted, small, "the bytes of small changes are counted");
-        for (key, object) in self.objects.lock().iter() {
-            if let Some(object) = object.upgrade() {
-                assert_eq!(object.key, *key, "an object is found by its own inode");
-            }
-        }
+        self.tree.check();
     }
 }
 

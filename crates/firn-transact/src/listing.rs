@@ -57,7 +57,7 @@ impl<B: Backing> Held<B> {
 
     /// What is in a directory; `.` and `..` first if they are `wanted`.
     pub(crate) fn entries(&self, object: &Arc<Object<B>>, wanted: bool) -> Result<Vec<Listed>> {
-        let _names = wanted.then(|| self.tree.read());
+        let _names = wanted.then(|| self.tree.names.read());
         if object.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }

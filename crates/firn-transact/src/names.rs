@@ -2,7 +2,6 @@
 
 use std::ffi::OsStr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
 
@@ -23,7 +22,7 @@ impl<B: Backing> Held<B> {
         parent: &Arc<Object<B>>,
         name: &OsStr,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        let _names = self.tree.read();
+        let _names = self.tree.names.read();
         let object = self.find(parent, name)?.ok_or(Errno::NOENT)?;
         let attr = object.attr(self)?;
         Ok((object, attr))
@@ -50,7 +49,7 @@ impl<B: Backing> Held<B> {
             .clone()
             .map_or_else(|| inner.inode(&self.base), Ok)?;
         let found = staging::find(&self.base, &inode, name)?;
-        Ok(found.map(|(inode, attr)| self.intern(inode, &attr, parent, name)))
+        Ok(found.map(|(inode, attr)| self.tree.intern(inode, &attr, parent, name)))
     }
 
     /// Makes a new object: `make` is given the directory and the name for it.
@@ -74,7 +73,7 @@ impl<B: Backing> Held<B> {
             if let Some(shadow) = shadow(&within) {
                 shadow.made(attr.ino);
             }
-            return Ok((self.intern(inode, &attr, parent, name), attr));
+            return Ok((self.tree.intern(inode, &attr, parent, name), attr));
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -107,7 +106,7 @@ impl<B: Backing> Held<B> {
         let seat = Some((Arc::clone(parent), name.to_owned()));
         let object = Arc::new(Object::new((attr.dev, attr.ino), attr.kind, inner, seat));
         scope.changed.lock().insert(number, Arc::clone(&object));
-        self.adopt(&object);
+        self.tree.adopt(&object);
         self.name(
             &scope,
             parent,
@@ -219,7 +218,7 @@ impl<B: Backing> Held<B> {
     /// EBUSY for a directory that a transaction's scope is, or is in.
     fn must_not_hold_a_scope(&self, object: Option<&Arc<Object<B>>>) -> Result<()> {
         match object {
-            Some(object) if self.holds_a_scope(object) => Err(Errno::BUSY),
+            Some(object) if self.scopes.are_below(object) => Err(Errno::BUSY),
             _ => Ok(()),
         }
     }
@@ -232,7 +231,7 @@ impl<B: Backing> Held<B> {
     ) -> Result<()> {
         let (_names, scope) = self.changing(parent)?;
         let Some(scope) = scope else {
-            if is_dir && self.has_scopes() {
+            if is_dir && !self.scopes.is_empty() {
                 self.must_not_hold_a_scope(self.find(parent, name)?.as_ref())?;
             }
             if self.is_hidden(parent, name) {
@@ -276,7 +275,7 @@ impl<B: Backing> Held<B> {
             return Err(Errno::PERM);
         }
         let (_names, scope) = self.changing(parent)?;
-        if !same(&self.scope_of(object), &scope) {
+        if !same(&self.scopes.of(object), &scope) {
             return Err(Errno::XDEV);
         }
         if shadow(&scope).is_some() && (parent.is_gone() || object.attr(self)?.nlink == 0) {
@@ -325,13 +324,13 @@ impl<B: Backing> Held<B> {
         }
         // Before any wait for an outcome: the kernel holds the locks of both directories, and who ends the other
         // transaction has to make it forget names in its own.
-        let names = self.tree.read();
-        if !same(&self.scope_of(to), &self.scope_of(from)) {
+        let names = self.tree.names.read();
+        if !same(&self.scopes.of(to), &self.scopes.of(from)) {
             return Err(Errno::XDEV);
         }
         drop(names);
         let (_names, scope) = self.changing(from)?;
-        if !same(&self.scope_of(to), &scope) {
+        if !same(&self.scopes.of(to), &scope) {
             return Err(Errno::XDEV);
         }
         let Some(scope) = scope else {
@@ -442,7 +441,7 @@ impl<B: Backing> Held<B> {
         let known = |dir, name| self.find(dir, name).ok().flatten();
         let source = known(from, name);
         let target = known(to, new_name);
-        if self.has_scopes() {
+        if !self.scopes.is_empty() {
             self.must_not_hold_a_scope(source.as_ref())?;
             self.must_not_hold_a_scope(target.as_ref())?;
         }
@@ -459,10 +458,6 @@ impl<B: Backing> Held<B> {
             target.sit(from, name);
         }
         Ok(())
-    }
-
-    fn has_scopes(&self) -> bool {
-        self.scope_count.load(Ordering::Acquire) > 0
     }
 }
 

@@ -51,7 +51,7 @@ impl<B: Backing> Held<B> {
         self.base.sync_changes()?;
         // Before the record goes: without one a manifest tells of what is only there.
         self.drop_backup(serial);
-        let _one = self.finishing.lock();
+        let _one = self.history.numbers.lock();
         let firn = self.staging_dir()?;
         let mut numbers = staging::load_numbers(&self.base, &firn)?;
         match log.id_after(direction) {
@@ -107,9 +107,7 @@ impl<B: Backing> Held<B> {
             Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
             Err(error) => {
                 tracing::warn!(%error, serial = scope.serial, "cannot remove what a transaction staged");
-                self.leftovers
-                    .lock()
-                    .push((scope.serial, scope.dir.clone()));
+                self.scopes.add_leftover(scope.serial, &scope.dir);
                 false
             }
         };
@@ -125,14 +123,13 @@ impl<B: Backing> Held<B> {
         let removed = self.remove_or_keep(firn, serial, dir);
         if let Err(errno) = removed {
             tracing::warn!(%errno, serial, "cannot remove what a transaction staged; it is tried again");
-            self.leftovers.lock().push((serial, dir.clone()));
+            self.scopes.add_leftover(serial, dir);
         }
         removed.is_ok()
     }
 
     pub(crate) fn remove_leftovers(&self, firn: &B::Inode) {
-        let leftovers = std::mem::take(&mut *self.leftovers.lock());
-        for (serial, dir) in leftovers {
+        for (serial, dir) in self.scopes.take_leftovers() {
             self.remove_or_leave(firn, serial, &dir);
         }
     }

@@ -6,7 +6,6 @@
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
 use firn_rendezvous::Members;
@@ -101,7 +100,8 @@ impl<B: Backing> Held<B> {
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(Self, Outcome), E> {
         let mut held = Self::tracking(base)?;
-        (held.history, held.members) = (opening.history, opening.members);
+        held.history.commits_max = opening.history;
+        held.members = opening.members;
         held.arena = opening.arena;
         let scopes = held.scopes_to_drop()?;
         if !scopes.is_empty() {
@@ -122,8 +122,7 @@ impl<B: Backing> Held<B> {
         };
         let top = Arc::new(Object::new((attr.dev, attr.ino), Kind::Dir, inner, None));
         let has_own = staging::find_dir(&base, &root, staging::TOP)?.is_some();
-        let held = Self::assemble(base, Arc::clone(&top));
-        held.objects.lock().insert(top.key, Arc::downgrade(&top));
+        let held = Self::assemble(base, &top);
         if has_own {
             held.hide_own_top();
         }
@@ -190,7 +189,7 @@ impl<B: Backing> Held<B> {
 
     fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
         for StoredTransaction { serial, name, dir } in self.stored_transactions(firn)? {
-            self.last_serial.fetch_max(serial, Ordering::Relaxed);
+            self.scopes.skip_serial(serial);
             let record = |file| self.load_record(&dir, &name, file);
             let mut prepared = record(staging::RECORD)?;
             // What the other hosts decided while this one was away.
@@ -260,7 +259,7 @@ impl<B: Backing> Held<B> {
             let name = OsStr::from_bytes(name);
             let parent = root.inner.read().inode(&self.base)?;
             let (inode, attr) = self.base.lookup(&parent, name)?;
-            root = self.intern(inode, &attr, &root, name);
+            root = self.tree.intern(inode, &attr, &root, name);
         }
         let anchored: Vec<_> = record
             .entries
@@ -278,7 +277,7 @@ impl<B: Backing> Held<B> {
                 self.found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
             }
         }
-        self.enter(scope);
+        self.scopes.add(scope);
         Ok(())
     }
 

@@ -55,7 +55,7 @@ impl<B: Backing> Held<B> {
             trouble: scope.carried.trouble(),
             backup: self.backup_progress(&scope),
         };
-        let all = self.scopes_in_order().into_iter().map(one);
+        let all = self.scopes.in_order().into_iter().map(one);
         // One may have ended meanwhile.
         all.filter(|one| one.stage != Stage::Ended).collect()
     }

@@ -1,56 +1,127 @@
-//! The scopes of the transactions that are not over, and which of them an object is in.
+//! The transactions of a backing that are not over, and which of them an object is in.
 //!
-//! Invariants
+//! Invariants, asserted in debug builds after each change of the list
 //! * No scope is, or is below, the scope of another transaction in the list.
 //! * A transaction that follows a decided commit of its scope is not in the list but hangs on that commit, and takes
 //!   its place when the commit ends.
+//! * No two transactions have the same serial number, and none has one that is to be given out.
+//! * `count` is the length of the list, except while the list is locked for a change.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use firn_backing::Backing;
+use parking_lot::{Mutex, RwLock};
 
 use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::transactional::Held;
 
-impl<B: Backing> Held<B> {
-    /// From here on what is in the scope is in its transaction.
-    pub(crate) fn enter(&self, scope: Scope<B>) {
-        self.scopes.write().push(Arc::new(scope));
-        self.scope_count.fetch_add(1, Ordering::Release);
+pub(crate) struct Scopes<B: Backing> {
+    list: RwLock<Vec<Arc<Scope<B>>>>,
+    /// Read without the lock, so that what is in no transaction waits for none.
+    count: AtomicUsize,
+    last_serial: AtomicU64,
+    /// Serial numbers and directories of transactions that are over and could not be removed: they mean nothing.
+    leftovers: Mutex<Vec<(u64, B::Inode)>>,
+}
+
+impl<B: Backing> Default for Scopes<B> {
+    fn default() -> Self {
+        Self {
+            list: RwLock::default(),
+            count: AtomicUsize::new(0),
+            last_serial: AtomicU64::new(0),
+            leftovers: Mutex::default(),
+        }
+    }
+}
+
+impl<B: Backing> Scopes<B> {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.count.load(Ordering::Acquire) == 0
     }
 
-    pub(crate) fn end(&self, scope: &Arc<Scope<B>>) {
-        self.unhide(scope);
-        let mut scopes = self.scopes.write();
-        scopes.retain(|other| !Arc::ptr_eq(other, scope));
-        match scope.carried.take_next() {
-            Some(next) => scopes.push(next),
-            None => drop(self.scope_count.fetch_sub(1, Ordering::Release)),
-        }
-        drop(scopes);
-        scope.turn(Stage::Ended);
+    /// A serial number that no transaction had.
+    pub(crate) fn next_serial(&self) -> u64 {
+        self.last_serial.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// The backing has something with that serial number.
+    pub(crate) fn skip_serial(&self, serial: u64) {
+        self.last_serial.fetch_max(serial, Ordering::Relaxed);
+    }
+
+    /// From here on what is in the scope is in its transaction.
+    pub(crate) fn add(&self, scope: Scope<B>) {
+        let mut list = self.list.write();
+        list.push(Arc::new(scope));
+        self.count.store(list.len(), Ordering::Release);
+        self.check(&list);
+    }
+
+    /// A transaction is over; the one that follows it takes its place.
+    fn replace_by_next(&self, scope: &Arc<Scope<B>>) {
+        let mut list = self.list.write();
+        list.retain(|other| !Arc::ptr_eq(other, scope));
+        list.extend(scope.carried.take_next());
+        self.count.store(list.len(), Ordering::Release);
+        self.check(&list);
+    }
+
+    /// Empties the list at the end of the mount.
+    pub(crate) fn take_all(&mut self) -> Vec<Arc<Scope<B>>> {
+        *self.count.get_mut() = 0;
+        std::mem::take(self.list.get_mut())
+    }
+
+    /// All but those that follow a commit.
+    pub(crate) fn all(&self) -> Vec<Arc<Scope<B>>> {
+        self.list.read().clone()
+    }
+
+    /// All; a commit comes before the transaction that follows it.
+    pub(crate) fn in_order(&self) -> Vec<Arc<Scope<B>>> {
+        let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.carried.next()];
+        // Under the lock: at the end of a commit the one that follows goes from it to the list.
+        let list = self.list.read();
+        list.iter().flat_map(with_next).flatten().collect()
+    }
+
+    /// The first of those for which `select` is true, but for those that follow a commit.
+    pub(crate) fn find(&self, select: impl Fn(&Scope<B>) -> bool) -> Option<Arc<Scope<B>>> {
+        let list = self.list.read();
+        list.iter().find(|scope| select(scope)).cloned()
+    }
+
+    /// The transaction of the scope at `path`; the commit, where one is decided and followed by another transaction.
+    pub(crate) fn at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
+        self.find(|scope| scope.path == path)
+    }
+
+    /// The transaction of the scope at `path` that programs change things in, or else the commit that is being applied.
+    pub(crate) fn current_at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
+        // Under the lock: at the end of a commit the one that follows goes from it to the list.
+        let list = self.list.read();
+        let first = list.iter().find(|scope| scope.path == path)?;
+        Some(first.carried.next().unwrap_or_else(|| Arc::clone(first)))
     }
 
     /// The transaction whose scope begins at `root`.
-    pub(crate) fn scope_at(&self, root: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
-        self.scope_of(root)
-            .filter(|scope| Arc::ptr_eq(&scope.root, root))
+    pub(crate) fn at(&self, root: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
+        self.of(root).filter(|scope| Arc::ptr_eq(&scope.root, root))
     }
 
     /// The transaction that an object is in.
-    pub(crate) fn scope_of(&self, object: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
-        if self.scope_count.load(Ordering::Acquire) == 0 {
+    pub(crate) fn of(&self, object: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
+        if self.is_empty() {
             return None;
         }
-        let scopes = self.scopes.read();
+        let list = self.list.read();
         let mut at = Some(Arc::clone(object));
         while let Some(object) = at {
-            if let Some(scope) = scopes
-                .iter()
-                .find(|scope| Arc::ptr_eq(&scope.root, &object))
-            {
+            let is_root = |scope: &&Arc<Scope<B>>| Arc::ptr_eq(&scope.root, &object);
+            if let Some(scope) = list.iter().find(is_root) {
                 return Some(Arc::clone(scope));
             }
             at = object.parent();
@@ -59,28 +130,55 @@ impl<B: Backing> Held<B> {
     }
 
     /// Whether an object is, or is above, the top of a transaction's scope.
-    pub(crate) fn holds_a_scope(&self, object: &Arc<Object<B>>) -> bool {
-        self.scopes
-            .read()
-            .iter()
-            .any(|scope| scope.root.is_below(object))
+    pub(crate) fn are_below(&self, object: &Arc<Object<B>>) -> bool {
+        self.find(|scope| scope.root.is_below(object)).is_some()
     }
 
-    /// Paths of scopes.
-    pub(crate) fn scopes_where(&self, which: impl Fn(&Scope<B>) -> bool) -> Vec<Vec<u8>> {
-        self.scopes
-            .read()
-            .iter()
-            .filter(|scope| which(scope))
-            .map(|scope| scope.path.clone())
-            .collect()
+    /// Paths of the scopes for which `select` is true.
+    pub(crate) fn paths_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<Vec<u8>> {
+        let list = self.list.read();
+        let selected = list.iter().filter(|scope| select(scope));
+        selected.map(|scope| scope.path.clone()).collect()
     }
 
-    /// The transactions that are not over; a commit comes before the transaction that follows it.
-    pub(crate) fn scopes_in_order(&self) -> Vec<Arc<Scope<B>>> {
-        let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.carried.next()];
-        // Under the lock: at the end of a commit the one that follows goes from it to the list.
-        let scopes = self.scopes.read();
-        scopes.iter().flat_map(with_next).flatten().collect()
+    /// The directory of a transaction that is over stays until the next one begins.
+    pub(crate) fn add_leftover(&self, serial: u64, dir: &B::Inode) {
+        self.leftovers.lock().push((serial, dir.clone()));
+    }
+
+    pub(crate) fn take_leftovers(&self) -> Vec<(u64, B::Inode)> {
+        std::mem::take(&mut self.leftovers.lock())
+    }
+
+    fn check(&self, list: &[Arc<Scope<B>>]) {
+        if !cfg!(debug_assertions) {
+            return;
+        }
+        let last_serial = self.last_serial.load(Ordering::Relaxed);
+        for (index, scope) in list.iter().enumerate() {
+            assert!(
+                scope.serial <= last_serial,
+                "a serial number is given out once"
+            );
+            for other in &list[..index] {
+                assert_ne!(
+                    scope.serial, other.serial,
+                    "a serial number is given out once"
+                );
+                assert!(
+                    !scope.root.is_below(&other.root) && !other.root.is_below(&scope.root),
+                    "scopes do not overlap"
+                );
+            }
+        }
+    }
+}
+
+impl<B: Backing> Held<B> {
+    /// A transaction is over: programs see the backing, or what the transaction that follows makes of it.
+    pub(crate) fn end(&self, scope: &Arc<Scope<B>>) {
+        self.unhide(scope);
+        self.scopes.replace_by_next(scope);
+        scope.turn(Stage::Ended);
     }
 }

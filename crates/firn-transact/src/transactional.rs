@@ -1,26 +1,26 @@
 //! A backing whose directories can be in a transaction.
 
-use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicU64, AtomicUsize};
-use std::sync::{Arc, Weak};
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use firn_backing::Backing;
 use firn_rendezvous::Members;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 
 use crate::backup::Mirror;
-use crate::hidden::HiddenLinks;
-use crate::object::{Key, Object};
-use crate::scope::{ArenaId, Scope};
+use crate::history::History;
+use crate::object::Object;
+use crate::scope::ArenaId;
+use crate::scopes::Scopes;
 use crate::shadow::Mode;
+use crate::tree::Tree;
 
 /// A backing whose directories can be in a transaction.
 pub struct Held<B: Backing> {
     pub(crate) base: B,
-    top: Arc<Object<B>>,
-    pub(crate) objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
-    /// Commits of a scope that can be undone.
-    pub(crate) history: u32,
+    pub(crate) tree: Tree<B>,
+    pub(crate) scopes: Scopes<B>,
+    pub(crate) history: History,
     /// Where several hosts commit together.
     pub(crate) members: Option<Members>,
     /// [`Opening::arena`].
@@ -32,27 +32,14 @@ pub struct Held<B: Backing> {
     /// Held by whoever leaves a vote, and by whoever says something in one without the lock of the names: made
     /// anew for that after the last host has left, it would stay for ever. Nothing else is locked meanwhile.
     pub(crate) leaving: Mutex<()>,
-    /// Names of objects that are not shown.
-    pub(crate) hidden: HiddenLinks<B>,
-    pub(crate) scopes: RwLock<Vec<Arc<Scope<B>>>>,
     /// The second place for what is prepared.
     pub(crate) mirror: Option<Mirror<B>>,
-    /// Directories of transactions that are over and could not be removed: they mean nothing.
-    pub(crate) leftovers: Mutex<Vec<(u64, B::Inode)>>,
-    /// Held by who changes the list of committed numbers.
-    pub(crate) finishing: Mutex<()>,
-    pub(crate) scope_count: AtomicUsize,
-    pub(crate) last_serial: AtomicU64,
-    /// Held for reading while names are looked up, for writing while a transaction changes them.
-    pub(crate) tree: RwLock<()>,
-    /// Held for reading while data is changed, for writing while a transaction begins, is prepared or ends.
-    pub(crate) data: RwLock<()>,
 }
 
 impl<B: Backing> Drop for Held<B> {
     fn drop(&mut self) {
         // Names of a transaction that is still open lead to objects that lead to their directory.
-        for scope in self.scopes.get_mut().drain(..) {
+        for scope in self.scopes.take_all() {
             for object in std::mem::take(&mut *scope.changed.lock()).into_values() {
                 object.inner.write().change = None;
             }
@@ -61,26 +48,18 @@ impl<B: Backing> Drop for Held<B> {
 }
 
 impl<B: Backing> Held<B> {
-    pub(crate) fn assemble(base: B, top: Arc<Object<B>>) -> Self {
+    pub(crate) fn assemble(base: B, top: &Arc<Object<B>>) -> Self {
         Self {
             base,
-            top,
-            objects: Mutex::default(),
-            history: 0,
+            tree: Tree::new(top),
+            scopes: Scopes::default(),
+            history: History::default(),
             members: None,
             arena: None,
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
             leaving: Mutex::default(),
-            hidden: HiddenLinks::default(),
-            scopes: RwLock::default(),
             mirror: None,
-            leftovers: Mutex::default(),
-            finishing: Mutex::new(()),
-            scope_count: AtomicUsize::new(0),
-            last_serial: AtomicU64::new(0),
-            tree: RwLock::new(()),
-            data: RwLock::new(()),
         }
     }
 
@@ -102,11 +81,11 @@ impl<B: Backing> Held<B> {
     }
 
     pub(crate) fn top(&self) -> &Arc<Object<B>> {
-        &self.top
+        self.tree.top()
     }
 
     /// The device that the top is on.
     pub(crate) fn device(&self) -> u64 {
-        self.top.key.0
+        self.top().key.0
     }
 }

@@ -10,9 +10,10 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::{Arc, Weak};
 
-use firn_backing::{Backing, Errno};
-use parking_lot::{RwLockReadGuard, RwLockWriteGuard};
+use firn_backing::{Attr, Backing, Errno};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use crate::hidden::HiddenLinks;
 use crate::object::{Inner, Key, Object};
 use crate::scope::Scope;
 use crate::transactional::Held;
@@ -26,12 +27,38 @@ pub(crate) enum Names<'a> {
     Changing(#[allow(dead_code)] RwLockWriteGuard<'a, ()>),
 }
 
-impl<B: Backing> Held<B> {
+/// The objects of a backing, and the locks of their names and data.
+pub(crate) struct Tree<B: Backing> {
+    top: Arc<Object<B>>,
+    objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
+    /// Names of objects that are not shown.
+    pub(crate) hidden: HiddenLinks<B>,
+    /// Held for reading while names are looked up, for writing while a transaction changes them.
+    pub(crate) names: RwLock<()>,
+    /// Held for reading while data is changed, for writing while a transaction begins, is prepared or ends.
+    pub(crate) data: RwLock<()>,
+}
+
+impl<B: Backing> Tree<B> {
+    pub(crate) fn new(top: &Arc<Object<B>>) -> Self {
+        Self {
+            top: Arc::clone(top),
+            objects: Mutex::new(HashMap::from([(top.key, Arc::downgrade(top))])),
+            hidden: HiddenLinks::default(),
+            names: RwLock::new(()),
+            data: RwLock::new(()),
+        }
+    }
+
+    pub(crate) fn top(&self) -> &Arc<Object<B>> {
+        &self.top
+    }
+
     /// The object of an inode that was found as `name` in `parent`.
     pub(crate) fn intern(
         &self,
         inode: B::Inode,
-        attr: &firn_backing::Attr,
+        attr: &Attr,
         parent: &Arc<Object<B>>,
         name: &OsStr,
     ) -> Arc<Object<B>> {
@@ -49,22 +76,14 @@ impl<B: Backing> Held<B> {
         };
         let seat = Some((Arc::clone(parent), name.to_owned()));
         let object = Arc::new(Object::new(key, attr.kind, inner, seat));
-        self.look_for_hidden(&object);
-        self.note(&mut objects, &object);
+        self.hidden.note_known(&object);
+        insert(&mut objects, &object);
         object
-    }
-
-    fn note(&self, objects: &mut HashMap<Key, Weak<Object<B>>>, object: &Arc<Object<B>>) {
-        // Those that nobody refers to any more go when the table would grow.
-        if objects.len() == objects.capacity() {
-            objects.retain(|_, weak| weak.strong_count() > 0);
-        }
-        objects.insert(object.key, Arc::downgrade(object));
     }
 
     /// Takes up a new object of a transaction.
     pub(crate) fn adopt(&self, object: &Arc<Object<B>>) {
-        self.note(&mut self.objects.lock(), object);
+        insert(&mut self.objects.lock(), object);
     }
 
     /// The object of an inode, if anybody refers to it.
@@ -72,16 +91,43 @@ impl<B: Backing> Held<B> {
         self.objects.lock().get(&key).and_then(Weak::upgrade)
     }
 
+    /// The inode is gone; whoever refers to its object goes on with that.
+    pub(crate) fn forget(&self, key: Key) {
+        self.objects.lock().remove(&key);
+    }
+
+    /// Asserts the invariants, in debug builds.
+    pub(crate) fn check(&self) {
+        if !cfg!(debug_assertions) {
+            return;
+        }
+        for (key, object) in self.objects.lock().iter() {
+            if let Some(object) = object.upgrade() {
+                assert_eq!(object.key, *key, "an object is found by its own inode");
+            }
+        }
+    }
+}
+
+fn insert<B: Backing>(objects: &mut HashMap<Key, Weak<Object<B>>>, object: &Arc<Object<B>>) {
+    // Those that nobody refers to any more go when the table would grow.
+    if objects.len() == objects.capacity() {
+        objects.retain(|_, weak| weak.strong_count() > 0);
+    }
+    objects.insert(object.key, Arc::downgrade(object));
+}
+
+impl<B: Backing> Held<B> {
     /// For a change of names in the directory `object`: waits until it is allowed.
     pub(crate) fn changing(&self, object: &Arc<Object<B>>) -> Result<Allowed<Names<'_>, B>, Errno> {
         loop {
-            let names = self.tree.read();
-            if self.scope_of(object).is_none() {
+            let names = self.tree.names.read();
+            if self.scopes.of(object).is_none() {
                 return Ok((Names::Shared(names), None));
             }
             drop(names);
-            let names = self.tree.write();
-            match self.scope_of(object) {
+            let names = self.tree.names.write();
+            match self.scopes.of(object) {
                 Some(scope) if scope.is_open() => return Ok((Names::Changing(names), Some(scope))),
                 Some(scope) => {
                     drop(names);
@@ -98,12 +144,12 @@ impl<B: Backing> Held<B> {
         object: &Arc<Object<B>>,
     ) -> Result<Allowed<RwLockReadGuard<'_, ()>, B>, Errno> {
         loop {
-            let data = self.data.read();
+            let data = self.tree.data.read();
             // No commit makes anything of it, so it waits for none.
             if object.is_nameless() {
                 return Ok((data, None));
             }
-            match self.scope_of(object) {
+            match self.scopes.of(object) {
                 None => return Ok((data, None)),
                 Some(scope) if scope.is_open() => return Ok((data, Some(scope))),
                 Some(scope) => {

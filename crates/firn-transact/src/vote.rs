@@ -174,7 +174,8 @@ impl<B: Backing> Held<B> {
     /// Notes what processes of this host used up to the moment at which the transaction was prepared.
     pub fn note_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError> {
         *self
-            .scope_at(root)
+            .scopes
+            .at(root)
             .ok_or(VoteError::NoTransaction)?
             .used
             .lock() = Some(used);
@@ -184,7 +185,7 @@ impl<B: Backing> Held<B> {
     /// Publishes what this host read and wrote in the transaction that is prepared with `id`. Fails with
     /// [`VoteError::LastVoteNotOver`] while an earlier vote on the same number is not over.
     pub fn publish_accesses(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), VoteError> {
-        let scope = self.scope_at(root).ok_or(VoteError::NoTransaction)?;
+        let scope = self.scopes.at(root).ok_or(VoteError::NoTransaction)?;
         let Some(members) = &self.members else {
             return Ok(());
         };
@@ -290,7 +291,7 @@ impl<B: Backing> Held<B> {
     pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
         let _stays = self.leaving.lock();
         let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
-        match self.scopes_where(is_prepared).is_empty() {
+        match self.scopes.paths_where(is_prepared).is_empty() {
             true => Ok(()),
             false => self.decide_vote(id, scope, false),
         }
@@ -430,9 +431,9 @@ impl<B: Backing> Held<B> {
     /// Back from prepared to open, with all that was changed: the other hosts do not agree, or did not come.
     /// Returns what [`Held::note_accesses`] was told.
     pub fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<Used>, VoteError> {
-        let scope = self.scope_at(root).ok_or(VoteError::NoTransaction)?;
-        let _names = self.tree.write();
-        let _data = self.data.write();
+        let scope = self.scopes.at(root).ok_or(VoteError::NoTransaction)?;
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
         match scope.stage() {
             Stage::Prepared(found) if found == id => {}
             Stage::Prepared(found) | Stage::Decided(found) => {

@@ -124,7 +124,7 @@ impl<B: Backing> Held<B> {
             copies: HashMap::new(),
             over: BTreeSet::new(),
         };
-        let scopes = self.scopes.read().clone();
+        let scopes = self.scopes.all();
         let root = store.root();
         for (name, ..) in staging::list(&store, &root).map_err(backup)? {
             let Some(name) = String::from_utf8(name).ok().filter(|name| is_name(name)) else {
@@ -200,7 +200,7 @@ impl<B: Backing> Held<B> {
     /// One round: copies ahead what changed and changes no more, and removes what is over.
     pub fn back_up_ahead(&self) {
         let Some(mirror) = &self.mirror else { return };
-        let scopes = self.scopes.read().clone();
+        let scopes = self.scopes.all();
         for scope in scopes {
             let mut state = mirror.state.lock();
             if !scope.is_open() {

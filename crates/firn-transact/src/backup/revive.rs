@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
-use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags};
 
@@ -60,7 +59,7 @@ impl<B: Backing> Held<B> {
         }
         self.must_have_room(wanted, &found)?;
         let firn = self.hidden_home()?;
-        let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
+        let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.base, &firn, &name)?;
         let staged = self.stage(from, wanted, &found, &dir).and_then(|record| {
@@ -102,7 +101,8 @@ impl<B: Backing> Held<B> {
                     .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
         };
         let overlapping = self
-            .scopes_where(|one| is_in(&one.path, &wanted.scope) || is_in(&wanted.scope, &one.path));
+            .scopes
+            .paths_where(|one| is_in(&one.path, &wanted.scope) || is_in(&wanted.scope, &one.path));
         if let Some(open) = overlapping.first() {
             return Err(ReviveError::Overlaps {
                 scope: open.as_slice().into(),

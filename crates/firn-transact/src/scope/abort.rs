@@ -14,7 +14,7 @@ impl<B: Backing> Held<B> {
     /// From now on every change in the transaction fails with ECANCELED, also one that waits for the outcome:
     /// the next call ends it.
     pub fn refuse(&self, root: &Arc<Object<B>>) -> Result<(), AbortError> {
-        let scope = self.scope_at(root).ok_or(AbortError::NoTransaction)?;
+        let scope = self.scopes.at(root).ok_or(AbortError::NoTransaction)?;
         // Under the lock of those who wait, so that none of them misses it.
         let stage = scope.stage.lock();
         scope.refusing.store(true, Ordering::Release);
@@ -25,9 +25,9 @@ impl<B: Backing> Held<B> {
 
     /// Throws the transaction away: the tree is as it was when it began. What was made in it is gone: ESTALE.
     pub fn abort(&self, root: &Arc<Object<B>>) -> Result<(), AbortError> {
-        let scope = self.scope_at(root).ok_or(AbortError::NoTransaction)?;
-        let _names = self.tree.write();
-        let _data = self.data.write();
+        let scope = self.scopes.at(root).ok_or(AbortError::NoTransaction)?;
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
         if self.drop_next(&scope)? {
             return Ok(());
         }
@@ -72,7 +72,7 @@ impl<B: Backing> Held<B> {
             let mut inner = object.inner.write();
             inner.change = None;
             if inner.base.is_none() {
-                self.objects.lock().remove(&object.key);
+                self.tree.forget(object.key);
             }
             object.let_go();
         }

@@ -1,7 +1,6 @@
 //! Beginning a transaction.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use firn_backing::{Backing, Kind};
 
@@ -19,10 +18,10 @@ impl<B: Backing> Held<B> {
             return Err(ScopeError::NotDirectory.into());
         }
         self.carry_out_around(root)?;
-        let _names = self.tree.write();
-        let _data = self.data.write();
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
         let mut before = None;
-        for scope in self.scopes.read().iter() {
+        for scope in &self.scopes.all() {
             if scope.can_be_followed(root) {
                 before = Some(Arc::clone(scope));
             } else if root.is_below(&scope.root) || scope.root.is_below(root) {
@@ -33,7 +32,7 @@ impl<B: Backing> Held<B> {
         }
         let firn = self.hidden_home()?;
         self.remove_leftovers(&firn);
-        let serial = self.last_serial.fetch_add(1, Ordering::Relaxed) + 1;
+        let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.base, &firn, &name)?;
         let started = self
@@ -49,7 +48,7 @@ impl<B: Backing> Held<B> {
         self.stopped_by.lock().remove(path);
         match before {
             Some(before) => before.follow(scope),
-            None => self.enter(scope),
+            None => self.scopes.add(scope),
         }
         result
     }

@@ -105,12 +105,7 @@ impl<B: Backing> Held<B> {
     /// Carries out what was decided in a scope, while programs go on reading. Changes of the scope wait. Where this
     /// fails it can be called again.
     pub fn carry_out(&self, scope: &[u8]) -> Result<(), StoreError> {
-        let found = self
-            .scopes
-            .read()
-            .iter()
-            .find(|one| one.path == scope)
-            .cloned();
+        let found = self.scopes.at_path(scope);
         match found.filter(|scope| scope.decided().is_some()) {
             Some(scope) => self.carry(&scope),
             None => Ok(()),
@@ -119,18 +114,17 @@ impl<B: Backing> Held<B> {
 
     /// Whether changes wait somewhere.
     pub(crate) fn some_scope_waits(&self) -> bool {
-        self.scope_count.load(Ordering::Acquire) > 0
-            && self.scopes.read().iter().any(|scope| !scope.is_open())
+        !self.scopes.is_empty() && self.scopes.find(|scope| !scope.is_open()).is_some()
     }
 
     fn decided_at(&self, root: &Arc<Object<B>>, id: u64) -> Result<Arc<Scope<B>>, CommitError> {
-        let scope = self.scope_at(root).ok_or(CommitError::NoTransaction)?;
+        let scope = self.scopes.at(root).ok_or(CommitError::NoTransaction)?;
         if scope.decided().is_some_and(|found| found != id) && scope.carried.next().is_some() {
             self.carry(&scope)?;
         }
-        let scope = self.scope_at(root).ok_or(CommitError::NoTransaction)?;
-        let _names = self.tree.write();
-        let _data = self.data.write();
+        let scope = self.scopes.at(root).ok_or(CommitError::NoTransaction)?;
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
         self.check_all(&scope);
         if !scope.is_whole() {
             return Err(CommitError::Undoing);
@@ -176,11 +170,11 @@ impl<B: Backing> Held<B> {
         &self,
         root: &Arc<Object<B>>,
     ) -> Result<Option<Arc<Scope<B>>>, StoreError> {
-        let scope = self.scope_at(root);
+        let scope = self.scopes.at(root);
         match &scope {
             Some(first) if first.carried.next().is_some() => {
                 self.carry(first)?;
-                Ok(self.scope_at(root))
+                Ok(self.scopes.at(root))
             }
             _ => Ok(scope),
         }
@@ -188,7 +182,7 @@ impl<B: Backing> Held<B> {
 
     /// Before a transaction begins at `root`: what is decided above or below it, or has a follower, is carried out.
     pub(super) fn carry_out_around(&self, root: &Arc<Object<B>>) -> Result<(), StoreError> {
-        let scopes = self.scopes.read().clone();
+        let scopes = self.scopes.all();
         let overlaps =
             |scope: &&Arc<Scope<B>>| root.is_below(&scope.root) || scope.root.is_below(root);
         let in_the_way = scopes.iter().filter(overlaps).filter(|scope| {
@@ -203,14 +197,9 @@ impl<B: Backing> Held<B> {
 
     /// Gives up the transaction of a scope that was to begin when what is decided there is carried out.
     pub fn unfollow(&self, scope: &[u8]) {
-        let found = self
-            .scopes
-            .read()
-            .iter()
-            .find(|one| one.path == scope)
-            .cloned();
-        let _names = self.tree.write();
-        let _data = self.data.write();
+        let found = self.scopes.at_path(scope);
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
         if let Some(Err(error)) = found.map(|scope| self.drop_next(&scope)) {
             tracing::warn!(%error, "the transaction that follows a commit stays open");
         }
@@ -250,12 +239,7 @@ impl<B: Backing> Held<B> {
 
     /// Of a commit that is being undone; the caller holds names and data.
     pub(crate) fn carry_out_undo(&self, serial: u64) -> Result<(), StoreError> {
-        let found = self
-            .scopes
-            .read()
-            .iter()
-            .find(|one| one.serial == serial)
-            .cloned();
+        let found = self.scopes.find(|one| one.serial == serial);
         let scope = found.expect("it was just entered");
         let carried = self
             .sync_staging_dir()
@@ -267,8 +251,8 @@ impl<B: Backing> Held<B> {
 
     /// Programs wait.
     fn carry_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
-        let _names = self.tree.write();
-        let _data = self.data.write();
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
         if scope.is_undo {
             self.sync_staging_dir()?;
         }
@@ -288,8 +272,8 @@ impl<B: Backing> Held<B> {
     fn carry_behind(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         self.freeze(scope)?;
         self.apply(scope)?;
-        let names = self.tree.write();
-        let data = self.data.write();
+        let names = self.tree.names.write();
+        let data = self.tree.data.write();
         self.hold_new(scope)?;
         self.let_go_of(scope);
         drop((names, data));

@@ -59,23 +59,17 @@ impl<B: Backing> Held<B> {
     /// The transaction of a scope that was begun first: where a commit is decided and followed by another transaction,
     /// the commit.
     pub fn first_transaction(&self, scope: &[u8]) -> Option<TransactionHandle<B>> {
-        let scopes = self.scopes.read();
-        let found = scopes.iter().find(|one| one.path == scope);
-        found.cloned().map(TransactionHandle)
+        self.scopes.at_path(scope).map(TransactionHandle)
     }
 
     /// The transaction of a scope that programs change things in, or else the commit that is being applied.
     pub fn current_transaction(&self, scope: &[u8]) -> Option<TransactionHandle<B>> {
-        // Under the lock: at the end of a commit the one that follows goes from it to the list.
-        let scopes = self.scopes.read();
-        let first = scopes.iter().find(|one| one.path == scope)?;
-        let current = first.carried.next().unwrap_or_else(|| Arc::clone(first));
-        Some(TransactionHandle(current))
+        self.scopes.current_at_path(scope).map(TransactionHandle)
     }
 
     /// All that are not over; a commit comes before the transaction that follows it.
     pub fn open_transactions(&self) -> Vec<TransactionHandle<B>> {
-        let scopes = self.scopes_in_order();
+        let scopes = self.scopes.in_order();
         scopes.into_iter().map(TransactionHandle).collect()
     }
 }

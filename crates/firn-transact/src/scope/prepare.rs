@@ -16,8 +16,8 @@ impl<B: Backing> Held<B> {
     /// fails the transaction is as it was.
     pub fn prepare(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), PrepareError> {
         let scope = self.newest_at(root)?.ok_or(PrepareError::NoTransaction)?;
-        let _names = self.tree.write();
-        let _data = self.data.write();
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
         self.check_all(&scope);
         if !scope.is_whole() {
             return Err(PrepareError::Undoing);

@@ -389,14 +389,15 @@ impl<B: Backing> Held<B> {
     /// Whether there may be something in [`Held::to_be_stopped`]; asks the backing nothing.
     pub fn shares(&self) -> bool {
         !self
-            .scopes_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_of_several))
+            .scopes
+            .paths_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_of_several))
             .is_empty()
     }
 
     /// Scopes whose transactions a host has aborted and this one has not ended: [`Held::abort`] is to be called.
     pub fn to_be_stopped(&self) -> Vec<Vec<u8>> {
         let is_shared = |shadow: &Shadow<B>| shadow.is_of_several();
-        let scopes = self.scopes_where(|scope| {
+        let scopes = self.scopes.paths_where(|scope| {
             scope.shadow.as_ref().is_some_and(is_shared)
                 && !matches!(scope.stage(), Stage::Decided(_))
         });

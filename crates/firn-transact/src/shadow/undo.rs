@@ -510,7 +510,7 @@ impl<B: Backing> Held<B> {
         let root = scope.root.inner.read().inode(&self.base)?;
         let undone = Undo::new(&self.base, shadow, root, &format!("tx-{}", scope.serial))?.run()?;
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
-        let object = |ino: u64| self.known((shadow.dev, ino));
+        let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for ino in undone.kept {
             self.link_goes(
                 scope.serial,
@@ -521,7 +521,7 @@ impl<B: Backing> Held<B> {
         }
         for ino in undone.removed {
             if let Some(object) = object(ino) {
-                self.objects.lock().remove(&object.key);
+                self.tree.forget(object.key);
                 object.inner.write().base = None;
                 object.let_go();
             }
@@ -546,7 +546,7 @@ impl<B: Backing> Held<B> {
         let mut saves = load(&self.base, shadow, &format!("tx-{}", scope.serial))?;
         let there = there_before(&saves, scope.root.key.1);
         saves.retain(|ino, _| there.contains(ino));
-        let object = |ino: u64| self.known((shadow.dev, ino));
+        let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for (dir, save) in saves {
             let Some(dir) = object(dir) else { continue };
             for (name, ino) in save.names {
@@ -563,9 +563,9 @@ impl<B: Backing> Held<B> {
     /// New objects without a name were found nowhere.
     fn forget_new(&self, shadow: &Shadow<B>) {
         for (ino, known) in shadow.known.lock().drain() {
-            let object = self.known((shadow.dev, ino));
+            let object = self.tree.known((shadow.dev, ino));
             if let (super::Known::New, Some(object)) = (known, object) {
-                self.objects.lock().remove(&object.key);
+                self.tree.forget(object.key);
                 object.inner.write().base = None;
                 object.let_go();
             }
