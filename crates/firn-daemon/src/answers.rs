@@ -15,21 +15,18 @@ use firn_protocol::{HeldPolicy, PROTOCOL_VERSION, Reply, Request, Status};
 use firn_stub::Tree;
 use parking_lot::Mutex;
 
-use crate::attach::Store;
 use crate::carrier::Carrier;
 use crate::chunks::region;
 use crate::control::{Answer, ControlClient, Service};
-use crate::end::{Client, Event};
+use crate::end::{Client, Event, throttle_progress};
 use crate::host_lease::LeaseState;
 use crate::log;
 use crate::metrics::{Window, prometheus};
 use crate::owners::{ControlPeer, Owners, Scopes};
 use crate::process;
 use crate::status::{engine_status, file_status};
+use crate::store::Store;
 use crate::transactions::Means;
-
-/// Progress lines are sent this often.
-const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
 /// What the requests of the control socket are answered from.
 pub(crate) struct Answers {
@@ -159,7 +156,7 @@ impl Answers {
         };
         let mut left = 0;
         let mut timed_out = false;
-        let mut progress = throttled(phase, say);
+        let mut progress = throttle_progress(phase, say);
         let result = self
             .engine
             .wait_tree(path.as_bytes(), until, &mut |bytes, files| {
@@ -310,26 +307,6 @@ impl Scopes for Answers {
     fn abort(&self, scope: &[u8]) -> Result<(), String> {
         let forget = |cached| self.invalidate(cached);
         crate::transactions::abort_orphan(&self.engine, scope, &forget)
-    }
-}
-
-/// Sends [`Reply::Progress`] every [`PROGRESS_EVERY`]; false once the client is gone.
-pub(crate) fn throttled<'a>(
-    phase: &'a str,
-    say: &'a mut dyn FnMut(Reply) -> bool,
-) -> impl FnMut(u64, u64) -> bool + 'a {
-    let mut next = Instant::now();
-    move |bytes_left, files_left| {
-        let now = Instant::now();
-        if now < next {
-            return true;
-        }
-        next = now + PROGRESS_EVERY;
-        say(Reply::Progress {
-            bytes_left,
-            files_left,
-            phase: phase.into(),
-        })
     }
 }
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_arena::{Arena, Damage, Identity, Stored, Topology};
-use firn_backing::{DirBacking, Errno};
-use firn_client::paths::{RuntimeFiles, create_runtime_dir};
+use firn_backing::DirBacking;
+use firn_client::paths::RuntimeFiles;
 use firn_config::{Close, Drain, Frontend, Fsync, Mode, Options, Participants, Passthrough};
 use firn_drain::Pool;
 use firn_engine::{
@@ -18,8 +18,6 @@ use firn_engine::{
 };
 use firn_format::quote::quoted_path;
 use firn_transact::{AbortError, ArenaId, Held, Members, Opening, PlainBacking, TransactionError};
-use firn_trust::check_shared_parent;
-use rustix::fs::OFlags;
 
 use crate::error::AttachError;
 use crate::frontend::waiting_tree;
@@ -27,12 +25,9 @@ use crate::host_lease::LeaseState;
 use crate::lock::Locks;
 use crate::participants::{self, Pause};
 use crate::process;
+use crate::runtime_files::exists;
 use crate::spill;
-
-/// What the engine writes to.
-pub(crate) type Store = firn_transact::Store<DirBacking>;
-/// Its kind that can have transactions.
-pub(crate) type TransactionalStore = Held<DirBacking>;
+use crate::store::{Store, TransactionalStore, shown_scope};
 
 /// How long an IO thread may take for the write that it is at when the mount ends.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
@@ -46,28 +41,6 @@ pub(crate) struct Attached {
     /// Parts of the arena could not be read: it is put aside at the end, not removed.
     damaged: bool,
     locks: Locks,
-}
-
-/// Where the runtime files of `backing` are, in a directory that is there and ours.
-pub(crate) fn runtime_files(
-    backing: &Path,
-    options: &Options,
-) -> Result<RuntimeFiles, AttachError> {
-    let runtime_dir = create_runtime_dir()?;
-    if let Some(dir) = &options.arena_dir {
-        let unusable = |errno: Errno| AttachError::ArenaDirectory {
-            path: dir.clone(),
-            source: errno.into(),
-        };
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let opened = rustix::fs::open(dir, flags, rustix::fs::Mode::empty()).map_err(unusable)?;
-        check_shared_parent(&opened, dir)?;
-    }
-    Ok(RuntimeFiles::in_dir(
-        &runtime_dir,
-        backing,
-        options.arena_dir.as_deref(),
-    ))
 }
 
 /// What becomes of an arena when its firnd ends.
@@ -122,7 +95,7 @@ impl Attached {
             ino: metadata.ino(),
         };
         // Before its first byte is touched: where the backing knows no flock(2), this is the only lock.
-        if is_there(&files.arena) {
+        if exists(&files.arena) {
             locks.add_arena(&files.arena, backing, &files)?;
         }
         let mut found = find(&files, &identity, options, salvage, notice)?;
@@ -284,7 +257,7 @@ fn open_store(
     for scope in &outcome.undone {
         notice(format!(
             "undid a transaction in {} that nobody had prepared",
-            crate::transactions::shown_scope(scope)
+            shown_scope(scope)
         ));
     }
     if !wanted {
@@ -297,13 +270,13 @@ fn open_store(
                 })?;
             return without_transactions(directory, files, options);
         };
-        let scope = crate::transactions::shown_scope(scope);
+        let scope = shown_scope(scope);
         return Err(AttachError::TransactionWaits { id: *id, scope });
     }
     for (id, scope) in &outcome.waiting {
         notice(format!(
             "a transaction in {} is prepared with id {id} and waits: firn commit or firn abort ends it, firn restore finishes it",
-            crate::transactions::shown_scope(scope)
+            shown_scope(scope)
         ));
     }
     Ok(Store::Transactional(Box::new(store)))
@@ -413,11 +386,6 @@ pub(crate) fn passthrough(options: &Options) -> bool {
         && rustix::process::geteuid().is_root()
 }
 
-/// Whether anything has this name, a link that leads nowhere too.
-pub(crate) fn is_there(path: &Path) -> bool {
-    path.symlink_metadata().is_ok()
-}
-
 enum Found {
     Fresh(Box<Arena>),
     Used {
@@ -499,7 +467,7 @@ fn find(
         .as_deref()
         .map_or_else(Topology::one, Topology::read);
     let create = || Arena::create_on(path, geometry, identity, &spill_path, &topology);
-    if !is_there(path) {
+    if !exists(path) {
         return Ok(Found::Fresh(Box::new(create()?)));
     }
     let (arena, stored, damage) = Arena::attach_on(path, &topology)?;

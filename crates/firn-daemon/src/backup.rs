@@ -25,11 +25,12 @@ use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
 use serde::Serialize;
 
-use crate::attach::{Store, TransactionalStore, is_there, runtime_files};
 use crate::error::{AttachError, RecoverError};
 use crate::lock::Locks;
 use crate::preflight::{self, Checked};
 use crate::process;
+use crate::runtime_files::{exists, find_runtime_files};
+use crate::store::{Store, TransactionalStore, shown_scope};
 
 /// Refuses directories that cannot be a backup of this mount.
 pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachError> {
@@ -232,8 +233,8 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     process::prepare();
     let backing = preflight::check_backing(&request.backing, false)?;
     let (place, log) = choose(request)?;
-    let files = runtime_files(&backing, &request.options)?;
-    if is_there(&files.arena) {
+    let files = find_runtime_files(&backing, &request.options)?;
+    if exists(&files.arena) {
         return Err(RecoverError::BackupArena {
             arena: files.arena,
             backing,
@@ -260,7 +261,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         Ok(()) => {}
         Err(ReviveError::Applied { .. }) => (report.before, report.committed) = (true, true),
         Err(ReviveError::Overlaps { scope }) => {
-            let scope = crate::transactions::shown_scope(scope.as_bytes());
+            let scope = shown_scope(scope.as_bytes());
             return Err(RecoverError::BackupOpen { scope, backing });
         }
         Err(error) => return Err(AttachError::transactions(&backing)(error).into()),

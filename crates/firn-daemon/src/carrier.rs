@@ -10,7 +10,7 @@ use std::time::Duration;
 use firn_engine::Engine;
 use parking_lot::{Condvar, Mutex};
 
-use crate::attach::Store;
+use crate::store::{Store, shown_scope};
 
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LAST: Duration = Duration::from_secs(30);
@@ -123,7 +123,7 @@ fn carry_out(engine: &Engine<Store>) -> bool {
             all = false;
             // Each cause once.
             if trouble.as_deref() != Some(&error.to_string()) {
-                let scope = crate::transactions::shown_scope(one.scope());
+                let scope = shown_scope(one.scope());
                 tracing::warn!(%error, id, %scope, "a commit cannot be carried out; it is tried again");
             }
         }

@@ -14,8 +14,8 @@ use firn_format::spill::SPILL_DATA_OFFSET;
 use firn_protocol::path::BytePath;
 use firn_protocol::{ChunkList, DataRegion, Reply, SpillRegion};
 
-use crate::attach::Store;
 use crate::status::chunk_piece;
+use crate::store::Store;
 
 /// Lists of one connection: a mover needs one for each file that it reads at once.
 const LISTS_MAX: usize = 1024;

@@ -16,10 +16,10 @@ use firn_engine::Engine;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::{HeldPolicy, Reply};
 
-use crate::answers::throttled;
-use crate::attach::{Attached, Store};
+use crate::attach::Attached;
 use crate::frontend::Frontend;
 use crate::process;
+use crate::store::Store;
 use crate::transactions;
 
 /// How long the kernel may take to let go of a mount that is taken away.
@@ -28,6 +28,8 @@ const LET_GO: Duration = Duration::from_secs(10);
 /// How long a forced end waits for a backing that takes nothing: one that is slow goes on, one that never answers
 /// must not keep the mount.
 const FORCED_PATIENCE: Duration = Duration::from_secs(10);
+/// Time between two lines of progress.
+const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
 /// What the main loop of firnd waits for.
 pub(crate) enum Event {
@@ -269,7 +271,7 @@ pub(crate) fn by_request(
                 message,
             });
         }
-        let mut report = throttled("draining", say);
+        let mut report = throttle_progress("draining", say);
         let mut progress = Progress::new();
         let drained =
             attached
@@ -403,5 +405,25 @@ pub(crate) fn drain_rest<B: Backing>(
             Err(error) if after >= before => return Err(error),
             _ => {}
         }
+    }
+}
+
+/// Sends [`Reply::Progress`] every [`PROGRESS_EVERY`]; false once the client is gone.
+pub(crate) fn throttle_progress<'a>(
+    phase: &'a str,
+    say: &'a mut dyn FnMut(Reply) -> bool,
+) -> impl FnMut(u64, u64) -> bool + 'a {
+    let mut next = Instant::now();
+    move |bytes_left, files_left| {
+        let now = Instant::now();
+        if now < next {
+            return true;
+        }
+        next = now + PROGRESS_EVERY;
+        say(Reply::Progress {
+            bytes_left,
+            files_left,
+            phase: phase.into(),
+        })
     }
 }

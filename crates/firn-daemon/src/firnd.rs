@@ -17,7 +17,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::answers::Answers;
-use crate::attach::{ArenaEnd, Attached, Store, passthrough, runtime_files};
+use crate::attach::{ArenaEnd, Attached, passthrough};
 use crate::backup::{self, Rounds};
 use crate::carrier::Carrier;
 use crate::control::Control;
@@ -34,8 +34,10 @@ use crate::participants;
 use crate::periodic::{NameSync, Periodic, SingleJob};
 use crate::preflight::{self, Checked};
 use crate::process;
+use crate::runtime_files::find_runtime_files;
 use crate::spawn::Reporter;
 use crate::spill;
+use crate::store::Store;
 use crate::transactions;
 
 /// Exit status after a second signal.
@@ -54,7 +56,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     })?;
     spill::check(options, &checked, &mut |text| reporter.notice(text))?;
     backup::check(options, &checked)?;
-    let files = runtime_files(&checked.backing, options)?;
+    let files = find_runtime_files(&checked.backing, options)?;
     let members = participants::members(options)?;
     let locks = Locks::take(&checked.backing, &files, members.as_ref())?;
     if options.frontend == firn_config::Frontend::Fuse

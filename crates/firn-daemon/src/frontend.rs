@@ -16,9 +16,9 @@ use firn_stub::{Tree, TreeOptions, check_place};
 use rustix::fs::{major, minor};
 use rustix::mount::{UnmountFlags, unmount};
 
-use crate::attach::Store;
 use crate::end::Event;
 use crate::error::AttachError;
+use crate::store::Store;
 
 /// How long descriptors of processes that ended may still be known.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);

@@ -29,9 +29,11 @@ mod periodic;
 mod preflight;
 mod process;
 mod recover;
+mod runtime_files;
 mod spawn;
 mod spill;
 mod status;
+mod store;
 mod transactions;
 
 pub use backup::{BackupReport, FromBackup, recover_from_backup};

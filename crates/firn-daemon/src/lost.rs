@@ -10,8 +10,8 @@ use firn_engine::{Engine, LostFile};
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use crate::attach::Store;
 use crate::error::RecoverError;
+use crate::store::Store;
 
 /// What to do with it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -12,9 +12,9 @@ use firn_conflict::{Report, Used};
 use firn_engine::Engine;
 use firn_transact::{AbortError, BeginError, Expected, Members, TransactionError, Vote, VoteError};
 
-use crate::attach::Store;
 use crate::error::AttachError;
 use crate::host_lease::Liveness;
+use crate::store::Store;
 use crate::transactions::{Means, ScopeRoot, open_transactions, transactional};
 
 /// The others are looked for as often at first, and ever less often down to the last.

@@ -13,8 +13,8 @@ use firn_stub::Tree;
 use firn_workers::{Class, Workers};
 use parking_lot::Mutex;
 
-use crate::attach::{Store, TransactionalStore};
 use crate::metrics::Window;
+use crate::store::{Store, TransactionalStore};
 
 /// The walk through a large tree takes this share of a core's time at most: it rests so many times as long as it took.
 const NAME_SYNC_REST: u32 = 20;

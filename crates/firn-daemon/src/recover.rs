@@ -10,7 +10,7 @@ use firn_protocol::ErrorStatus;
 use firn_transact::{Expected, Held, Members, Opening};
 use serde::Serialize;
 
-use crate::attach::{ArenaEnd, Attached, runtime_files};
+use crate::attach::{ArenaEnd, Attached};
 use crate::end::drain_rest;
 use crate::error::{AttachError, RecoverError};
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
@@ -19,6 +19,7 @@ use crate::lock::Locks;
 use crate::lost::{self, LostPolicy, LostReport};
 use crate::preflight;
 use crate::process;
+use crate::runtime_files::find_runtime_files;
 use crate::status;
 
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
@@ -106,7 +107,7 @@ pub fn recover(
     progress: &mut dyn FnMut(u64, u64, &str) -> bool,
 ) -> Result<RecoverReport, RecoverError> {
     let backing = preflight::check_backing(&request.backing, false)?;
-    let files = runtime_files(&backing, &request.options)?;
+    let files = find_runtime_files(&backing, &request.options)?;
     let prefix = waiting_tree(&files)?;
     if !files.arena.exists() && prefix.is_none() {
         return Ok(RecoverReport::default());

@@ -19,10 +19,10 @@ use firn_transact::{
     VoteError,
 };
 
-use crate::attach::{Store, TransactionalStore};
 use crate::carrier::Carrier;
 use crate::owners::{ControlPeer, Owners, Refusal, Request as UnderWay};
 use crate::participants::{self, patiently};
+use crate::store::{Store, TransactionalStore, shown_scope};
 
 /// How long other hosts are waited for at the end of a mount. The next one goes on.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
@@ -804,14 +804,6 @@ fn here(engine: &Arc<Engine<Store>>, id: u64, scope: &[u8]) -> Vec<String> {
         ASKING.fetch_sub(1, Ordering::AcqRel);
     }
     told.recv_timeout(PATIENCE).unwrap_or_default()
-}
-
-/// A scope in words.
-pub(crate) fn shown_scope(path: &[u8]) -> String {
-    match path {
-        b"" => "the whole mount".into(),
-        path => firn_format::quote::quoted(path),
-    }
 }
 
 /// The answer to a request that failed: its errno is what `firn.h` says of that failure.

@@ -1,0 +1,40 @@
+//! Where the files of a mount are that are not in its backing.
+//!
+//! Promise: a directory of them is used only if it is the user's own, or nobody else can change what is in it.
+
+use std::path::Path;
+
+use firn_backing::Errno;
+use firn_client::paths::{RuntimeFiles, create_runtime_dir};
+use firn_config::Options;
+use firn_trust::check_shared_parent;
+use rustix::fs::OFlags;
+
+use crate::error::AttachError;
+
+/// Finds the place of the runtime files of `backing`, and makes the runtime directory if there is none.
+pub(crate) fn find_runtime_files(
+    backing: &Path,
+    options: &Options,
+) -> Result<RuntimeFiles, AttachError> {
+    let runtime_dir = create_runtime_dir()?;
+    if let Some(dir) = &options.arena_dir {
+        let unusable = |errno: Errno| AttachError::ArenaDirectory {
+            path: dir.clone(),
+            source: errno.into(),
+        };
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let opened = rustix::fs::open(dir, flags, rustix::fs::Mode::empty()).map_err(unusable)?;
+        check_shared_parent(&opened, dir)?;
+    }
+    Ok(RuntimeFiles::in_dir(
+        &runtime_dir,
+        backing,
+        options.arena_dir.as_deref(),
+    ))
+}
+
+/// Whether anything has this name, a link that leads nowhere too.
+pub(crate) fn exists(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}
