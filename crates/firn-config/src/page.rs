@@ -43,6 +43,10 @@ const TAIL: &str = "
 | variable | meaning |
 |---|---|
 | `FIRN_RUNTIME_DIR` | directory of arenas, sockets and logs instead of `/dev/shm/firn-UID`; must be yours and mode 0700 |
+| `FIRN_PREFIX` | set by `firn run` for its command: the directory to write to |
+| `FIRN_PRELOAD` | `off` turns the preload library off |
+| `FIRN_PRELOAD_REPORT` | `1`: the preload library prints at exit which calls went where |
+| `FIRN_PRELOAD_WAIT` | seconds that a call in a stub tree waits for a firnd that was killed |
 | `NO_COLOR` | no colour, even on a terminal |
 
 ## An example
