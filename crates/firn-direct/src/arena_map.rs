@@ -34,6 +34,10 @@ pub struct ArenaMap {
     shared_end: u64,
 }
 
+// SAFETY: the memory that it points to belongs to no thread and stays mapped; whoever writes there says why that is
+// allowed (`SlabWriter`).
+unsafe impl Send for ArenaMap {}
+
 /// Bytes of the arena in this process's memory. firnd or other processes may change them while they are read.
 #[derive(Clone, Copy, Debug)]
 pub struct ArenaBytes {

@@ -6,7 +6,6 @@
 //!
 //! Nothing is sent before the kernel said that a process of this user listens at the other end.
 
-use std::cell::UnsafeCell;
 use std::ffi::c_int;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd};
@@ -17,13 +16,16 @@ use firn_direct::connection::{CallError, ConnectError, Connection, Incoming, Pay
 use firn_direct::syscall::Descriptor;
 use firn_format::data_socket::{Extent, Op, Reply, Request, Status, Token};
 
-use crate::lock::Lock;
+use rustix::process::Resource;
+
+use crate::lock::{Guard, Locked};
 use crate::report::{self, Distrust};
 use crate::sys::{self, Identity};
-use crate::table::{TABLE, tag};
+use crate::table::{self, tag};
+use crate::wiped::Wiped;
 
 /// Arenas that one process writes to.
-const LINKS: usize = 4;
+const LINKS_COUNT: usize = 4;
 /// Connections to one arena, one after the other.
 const ATTEMPTS: u32 = 8;
 /// Answers that came before they were wanted.
@@ -31,17 +33,21 @@ const STASH: usize = 16;
 /// Numbers from here on are out of the way of programs that choose theirs.
 const SOCKET_FD_MIN: c_int = 900;
 
-/// All connections.
-pub(crate) struct Links {
-    links: [Link; LINKS],
+/// One connection after another to one arena.
+struct Link {
+    /// The socket plus one; 0: none. Changed under the lock.
+    socket: AtomicI32,
+    inner: Locked<Inner>,
 }
 
-/// One connection.
-pub(crate) struct Link {
-    lock: Lock,
-    /// The socket plus one; 0: none.
-    socket: AtomicI32,
-    inner: UnsafeCell<Inner>,
+// SAFETY: words, locks, a map of nothing, and options of words, which zeros are values of, whichever: what was answered
+// is set anew before the first connection (`ask_first`), and without an attempt there is none.
+static LINKS: Wiped<[Link; LINKS_COUNT]> =
+    unsafe { Wiped::new([const { Link::new() }; LINKS_COUNT]) };
+
+/// Makes children of fork(2) find no connection. `false`: the kernel cannot.
+pub(crate) fn wipe_on_fork() -> bool {
+    LINKS.wipe_on_fork()
 }
 
 struct Inner {
@@ -59,114 +65,96 @@ struct Inner {
 }
 
 /// A connection, locked.
-struct Open<'a> {
-    link: &'a Link,
+struct Open {
+    link: &'static Link,
+    inner: Guard<'static, Inner>,
     /// The link's own: closed where it ends, not with this borrow.
     connection: ManuallyDrop<Connection>,
 }
 
-impl Drop for Open<'_> {
-    fn drop(&mut self) {
-        self.link.lock.give();
-    }
+/// Connects to the arena that a token names; the number of the connection. For a writer, who asks with
+/// [`ask_open`] next: of a new connection the answers are there then.
+pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<u32> {
+    connect_within(token, ATTEMPTS, &mut First::Lease(lease_bytes))
 }
 
-impl Links {
-    pub(crate) const fn new() -> Self {
-        Self {
-            links: [const { Link::new() }; LINKS],
-        }
-    }
-
-    /// The number of the connection to the arena that a token names, for [`Links::get`]. For a writer, who asks
-    /// with [`ask_open`] next: of a new connection the answers are there then.
-    pub(crate) fn to_write(&self, token: &Token, lease_bytes: u64) -> Option<u32> {
-        self.to_within(token, ATTEMPTS, &mut First::Lease(lease_bytes))
-    }
-
-    /// The same for a reader: of a new connection the first extents come along, as from [`ask_extents`].
-    pub(crate) fn to_read(
-        &self,
-        token: &Token,
-        extents: &mut [MaybeUninit<Extent>],
-    ) -> Option<(u32, Option<Reply>)> {
-        let mut first = First::Extents(extents, None);
-        let link = self.to_within(token, ATTEMPTS, &mut first)?;
-        let reply = if let First::Extents(_, reply) = first {
-            reply
-        } else {
-            None
-        };
-        Some((link, reply))
-    }
-
-    /// The same for stubs, which have no other way: however often, and without the arena where this process
-    /// cannot map it.
-    pub(crate) fn to_at_any_rate(&self, token: &Token) -> Option<u32> {
-        self.to_within(token, u32::MAX / LINKS as u32 - 1, &mut First::Nothing)
-    }
-
-    fn to_within(&self, token: &Token, attempts_max: u32, first: &mut First<'_>) -> Option<u32> {
-        for (index, link) in self.links.iter().enumerate() {
-            if !link.lock.take() {
-                continue;
-            }
-            // SAFETY: the lock is held.
-            let inner = unsafe { &mut *link.inner.get() };
-            if inner.attempts == 0 {
-                inner.uuid = token.arena;
-            }
-            let found = inner.uuid == token.arena;
-            if found && link.socket.load(Ordering::Relaxed) == 0 && inner.attempts < attempts_max {
-                inner.attempts += 1;
-                let socket = link.connect(inner, token, attempts_max > ATTEMPTS, first);
-                let socket = socket.map_or(0, |fd| fd + 1);
-                link.socket.store(socket, Ordering::Release);
-            }
-            let number = number(index, inner.attempts);
-            let connected = link.socket.load(Ordering::Relaxed) != 0;
-            link.lock.give();
-            if found {
-                return connected.then_some(number);
-            }
-        }
+/// The same for a reader: of a new connection the first extents come along, as from [`ask_extents`].
+pub(crate) fn connect_to_read(
+    token: &Token,
+    extents: &mut [MaybeUninit<Extent>],
+) -> Option<(u32, Option<Reply>)> {
+    let mut first = First::Extents(extents, None);
+    let link = connect_within(token, ATTEMPTS, &mut first)?;
+    let reply = if let First::Extents(_, reply) = first {
+        reply
+    } else {
         None
-    }
+    };
+    Some((link, reply))
+}
 
-    /// A connection by its number; `None` where it has ended.
-    fn get(&self, wanted: u32) -> Option<Open<'_>> {
-        let index = wanted as usize % LINKS;
-        let open = self.links.get(index)?.open()?;
-        (number(index, open.inner().attempts) == wanted).then_some(open)
-    }
+/// The same for stubs, which nothing else serves: however often, and without the arena where this process cannot
+/// map it.
+pub(crate) fn connect_for_stubs(token: &Token) -> Option<u32> {
+    let attempts_max = u32::MAX / LINKS_COUNT as u32 - 1;
+    connect_within(token, attempts_max, &mut First::Nothing)
+}
 
-    /// The sockets of all connections.
-    pub(crate) fn sockets(&self) -> impl Iterator<Item = c_int> + '_ {
-        self.links
-            .iter()
-            .map(|link| link.socket.load(Ordering::Acquire) - 1)
-            .filter(|fd| *fd >= 0)
+fn connect_within(token: &Token, attempts_max: u32, first: &mut First<'_>) -> Option<u32> {
+    for (index, link) in LINKS.iter().enumerate() {
+        let Some(mut inner) = link.inner.take_lock() else {
+            continue;
+        };
+        if inner.attempts == 0 {
+            inner.uuid = token.arena;
+        }
+        if inner.uuid != token.arena {
+            continue;
+        }
+        if link.socket.load(Ordering::Relaxed) == 0 && inner.attempts < attempts_max {
+            inner.attempts += 1;
+            let socket = open_socket(&mut inner, token, attempts_max > ATTEMPTS, first);
+            let socket = socket.map_or(0, |fd| fd + 1);
+            link.socket.store(socket, Ordering::Release);
+        }
+        let is_connected = link.socket.load(Ordering::Relaxed) != 0;
+        return is_connected.then_some(number_of(index, inner.attempts));
     }
+    None
+}
 
-    /// The program wants the number of a socket for itself: the socket moves.
-    pub(crate) fn make_way(&self, fd: c_int) {
-        for link in &self.links {
-            if link.socket.load(Ordering::Acquire) != fd + 1 || !link.lock.take() {
-                continue;
-            }
-            // SAFETY: the link's own socket, under its lock.
-            let connection = unsafe { Connection::from_raw_fd(fd) };
-            if let Some(moved) = copy_to_high_number(&connection) {
-                let moved = moved.into_raw_fd();
-                set_internal(fd, false);
-                set_internal(moved, true);
-                link.socket.store(moved + 1, Ordering::Release);
-                drop(connection);
-            } else {
-                // It keeps its number.
-                let _ = connection.into_raw_fd();
-            }
-            link.lock.give();
+/// A connection by its number; `None` where it has ended, or this thread holds it.
+fn open_link(number: u32) -> Option<Open> {
+    let index = number as usize % LINKS_COUNT;
+    let open = LINKS.get(index)?.lock_connection()?;
+    (number_of(index, open.inner.attempts) == number).then_some(open)
+}
+
+/// The sockets of all connections.
+pub(crate) fn open_sockets() -> impl Iterator<Item = c_int> {
+    LINKS
+        .iter()
+        .map(|link| link.socket.load(Ordering::Acquire) - 1)
+        .filter(|fd| *fd >= 0)
+}
+
+/// Gives a socket another number: the program wants that one for itself.
+pub(crate) fn move_socket(fd: c_int) {
+    for link in LINKS.iter() {
+        if link.socket.load(Ordering::Acquire) != fd + 1 {
+            continue;
+        }
+        let Some(open) = link.lock_connection() else {
+            continue;
+        };
+        if open.connection.as_fd().as_raw_fd() == fd
+            && let Some(moved) = copy_to_high_number(&open.connection)
+        {
+            let moved = moved.into_raw_fd();
+            set_internal(fd, false);
+            set_internal(moved, true);
+            link.socket.store(moved + 1, Ordering::Release);
+            drop(ManuallyDrop::into_inner(open.connection));
         }
     }
 }
@@ -174,9 +162,8 @@ impl Links {
 impl Link {
     const fn new() -> Self {
         Self {
-            lock: Lock::new(),
             socket: AtomicI32::new(0),
-            inner: UnsafeCell::new(Inner {
+            inner: Locked::new(Inner {
                 uuid: [0; 16],
                 attempts: 0,
                 identity: Identity {
@@ -193,60 +180,58 @@ impl Link {
     }
 
     /// Locks the connection, if it is one and this thread does not hold it.
-    fn open(&self) -> Option<Open<'_>> {
-        if !self.lock.take() {
-            return None;
-        }
+    fn lock_connection(&'static self) -> Option<Open> {
+        let inner = self.inner.take_lock()?;
         let fd = self.socket.load(Ordering::Relaxed) - 1;
         if fd < 0 {
-            self.lock.give();
             return None;
         }
-        let open = Open {
-            link: self,
-            // SAFETY: the link's own socket; it is closed where the link forgets it, under the lock, and `ManuallyDrop`
-            // keeps this borrow from doing so.
-            connection: ManuallyDrop::new(unsafe { Connection::from_raw_fd(fd) }),
-        };
         // A raw close, and the number may be anything by now.
-        if sys::identity(fd).is_none_or(|(found, _)| found != open.inner().identity) {
+        if sys::identity(fd).is_none_or(|(found, _)| found != inner.identity) {
             set_internal(fd, false);
             self.socket.store(0, Ordering::Release);
             return None;
         }
-        Some(open)
+        // SAFETY: the link's own socket, as just asked; it is closed where the link forgets it, under the lock, and
+        // `ManuallyDrop` keeps this borrow from doing so.
+        let connection = ManuallyDrop::new(unsafe { Connection::from_raw_fd(fd) });
+        Some(Open {
+            link: self,
+            inner,
+            connection,
+        })
     }
+}
 
-    fn connect(
-        &self,
-        inner: &mut Inner,
-        token: &Token,
-        at_any_rate: bool,
-        first: &mut First<'_>,
-    ) -> Option<c_int> {
-        // Where memory or descriptors are scarce on purpose, the program needs them more.
-        let scarce = !sys::is_unlimited(libc::RLIMIT_AS);
-        if scarce && !at_any_rate {
-            return None;
-        }
-        let mut connection = connect_to(token)?;
-        if let Some(moved) = copy_to_high_number(&connection) {
-            connection = moved;
-        }
-        let arena = if scarce {
-            MapArena::Never
-        } else if at_any_rate {
-            MapArena::IfPossible
-        } else {
-            MapArena::Always
-        };
-        greet(&connection, inner, token, arena, first)?;
-        let (identity, _) = sys::identity(connection.as_fd().as_raw_fd())?;
-        inner.identity = identity;
-        let fd = connection.into_raw_fd();
-        set_internal(fd, true);
-        Some(fd)
+/// Connects to an arena, asks the first questions and maps the arena; the socket.
+fn open_socket(
+    inner: &mut Inner,
+    token: &Token,
+    for_stubs: bool,
+    first: &mut First<'_>,
+) -> Option<c_int> {
+    // Where memory or descriptors are scarce on purpose, the program needs them more.
+    let is_scarce = !sys::is_unlimited(Resource::As);
+    if is_scarce && !for_stubs {
+        return None;
     }
+    let mut connection = connect_to(token)?;
+    if let Some(moved) = copy_to_high_number(&connection) {
+        connection = moved;
+    }
+    let arena = if is_scarce {
+        MapArena::Never
+    } else if for_stubs {
+        MapArena::IfPossible
+    } else {
+        MapArena::Always
+    };
+    ask_first(&connection, inner, token, arena, first)?;
+    let (identity, _) = sys::identity(connection.as_fd().as_raw_fd())?;
+    inner.identity = identity;
+    let fd = connection.into_raw_fd();
+    set_internal(fd, true);
+    Some(fd)
 }
 
 /// What is asked together with a new connection.
@@ -260,7 +245,7 @@ enum First<'a> {
 
 /// The first requests over a connection, all sent before the first answer is waited for: firnd works while this
 /// process maps the arena.
-fn greet(
+fn ask_first(
     connection: &Connection,
     inner: &mut Inner,
     token: &Token,
@@ -295,25 +280,15 @@ fn greet(
     Some(())
 }
 
-impl Open<'_> {
-    fn inner(&self) -> &Inner {
-        // SAFETY: the lock is held.
-        unsafe { &*self.link.inner.get() }
-    }
-
-    fn inner_mut(&mut self) -> &mut Inner {
-        // SAFETY: the lock is held by this `Open`, which is borrowed alone.
-        unsafe { &mut *self.link.inner.get() }
-    }
-
+impl Open {
     /// Reads the answer that is still to come, if any.
-    fn collect(&mut self) -> Option<()> {
-        let Some(token) = self.inner_mut().ahead.take() else {
+    fn collect_reply(&mut self) -> Option<()> {
+        let Some(token) = self.inner.ahead.take() else {
             return Some(());
         };
         let reply = self.connection.receive_reply(&mut Incoming::none());
         let reply = self.or_give_up(reply).ok()?;
-        let inner = self.inner_mut();
+        let inner = &mut *self.inner;
         if let Some(slot) = inner.stash.get_mut(inner.stash_next % STASH) {
             *slot = Some((token, reply));
         }
@@ -323,15 +298,15 @@ impl Open<'_> {
 
     /// Asks for a grant and the first lease; the answer to the first question.
     fn ask_open(&mut self, token: u64, lease_bytes: u64) -> Option<Reply> {
-        self.collect()?;
+        self.collect_reply()?;
         // Leases of an earlier grant for this open file are over.
-        for slot in &mut self.inner_mut().stash {
+        for slot in &mut self.inner.stash {
             *slot = slot.filter(|(of, _)| *of != token);
         }
         let reply = send_open(&self.connection, token, lease_bytes)
             .and_then(|()| self.connection.receive_reply(&mut Incoming::none()));
         let reply = self.or_give_up(reply).ok()?;
-        self.inner_mut().ahead = Some(token);
+        self.inner.ahead = Some(token);
         Some(reply)
     }
 
@@ -350,34 +325,31 @@ impl Open<'_> {
 }
 
 /// Asks and waits for the answer; `None`: that connection has ended.
-pub(crate) fn ask(link: u32, op: Op, token: u64, arg: u64) -> Option<Reply> {
-    ask_extents(link, token, (op, arg), &mut [])
+pub(crate) fn ask_firnd(link: u32, op: Op, token: u64, arg: u64) -> Option<Reply> {
+    let len = if op == Op::Lease { sys::cpu() } else { 0 };
+    let request = Request::new(op, token, arg).with_len(len);
+    call_firnd(link, &request, &mut Payload::none()).ok()
 }
 
-/// [`ask`], with room for the extents that follow the reply.
+/// Asks for the extents of a file from an offset on, which `extents` get.
 pub(crate) fn ask_extents(
     link: u32,
     token: u64,
-    (op, arg): (Op, u64),
+    from: u64,
     extents: &mut [MaybeUninit<Extent>],
 ) -> Option<Reply> {
-    let mut open = TABLE.links.get(link)?;
-    open.collect()?;
-    let len = if op == Op::Lease { sys::cpu() } else { 0 };
-    let request = Request::new(op, token, arg).with_len(len);
     let mut payload = Payload {
         room: extents.into(),
         ..Payload::none()
     };
-    let reply = open.connection.call(&request, &mut payload);
-    open.or_give_up(reply).ok()
+    call_firnd(link, &Request::new(Op::Extents, token, from), &mut payload).ok()
 }
 
 /// Asks for a grant to write a file and, in the same trip, for its first lease; [`take_ahead`] has that one then.
 /// `None`: that connection has ended.
 pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply> {
-    let mut open = TABLE.links.get(link)?;
-    let reply = match open.inner_mut().opened.take_if(|(of, _)| *of == token) {
+    let mut open = open_link(link)?;
+    let reply = match open.inner.opened.take_if(|(of, _)| *of == token) {
         Some((_, reply)) => reply,
         None => open.ask_open(token, lease_bytes)?,
     };
@@ -398,13 +370,13 @@ fn send_open(connection: &Connection, token: u64, lease_bytes: u64) -> Result<()
 
 /// Asks for a lease and does not wait for it: [`take_ahead`] does.
 pub(crate) fn ask_ahead(link: u32, token: u64, arg: u64) -> bool {
-    let Some(mut open) = TABLE.links.get(link) else {
+    let Some(mut open) = open_link(link) else {
         return false;
     };
-    if open.inner().ahead.is_some() {
+    if open.inner.ahead.is_some() {
         return false;
     }
-    open.inner_mut().ahead = Some(token);
+    open.inner.ahead = Some(token);
     let request = Request::new(Op::Lease, token, arg).with_len(sys::cpu());
     let sent = open.connection.send_request(&request, &Payload::none());
     open.or_give_up(sent).is_ok()
@@ -412,10 +384,10 @@ pub(crate) fn ask_ahead(link: u32, token: u64, arg: u64) -> bool {
 
 /// The answer to [`ask_ahead`].
 pub(crate) fn take_ahead(link: u32, token: u64) -> Option<Reply> {
-    let mut open = TABLE.links.get(link)?;
-    open.collect()?;
+    let mut open = open_link(link)?;
+    open.collect_reply()?;
     let slot = open
-        .inner_mut()
+        .inner
         .stash
         .iter_mut()
         .find(|slot| slot.is_some_and(|(of, _)| of == token))?;
@@ -424,26 +396,19 @@ pub(crate) fn take_ahead(link: u32, token: u64) -> Option<Reply> {
 
 /// Where the arena of a connection is mapped. It stays so as long as the process lives; the socket is not asked for.
 pub(crate) fn arena_map(number: u32) -> Option<ArenaMap> {
-    let index = number as usize % LINKS;
-    let link = TABLE.links.links.get(index)?;
-    if !link.lock.take() {
-        return None;
-    }
-    // SAFETY: the lock is held.
-    let inner = unsafe { &*link.inner.get() };
-    let map = (self::number(index, inner.attempts) == number).then_some(inner.map);
-    link.lock.give();
-    map
+    let index = number as usize % LINKS_COUNT;
+    let inner = LINKS.get(index)?.inner.take_lock()?;
+    (number_of(index, inner.attempts) == number).then_some(inner.map)
 }
 
 /// The number of a connection: differs from that of the one before it over the same link.
-fn number(index: usize, attempts: u32) -> u32 {
-    attempts * LINKS as u32 + index as u32
+fn number_of(index: usize, attempts: u32) -> u32 {
+    attempts * LINKS_COUNT as u32 + index as u32
 }
 
 /// Tells the hooks whether a number is the library's own.
 fn set_internal(fd: c_int, internal: bool) {
-    if let Some(mut held) = crate::table::enter_new(fd) {
+    if let Some(mut held) = table::enter_new(fd) {
         held.set_tag(if internal { tag::INTERNAL } else { tag::NONE });
     }
 }
@@ -463,7 +428,7 @@ fn connect_to(token: &Token) -> Option<Connection> {
     match Connection::to(token, sys::euid()) {
         Ok(connection) => Some(connection),
         Err(ConnectError::Peer(_)) => {
-            report::distrusted(Distrust::Peer);
+            report::count_distrusted(Distrust::Peer);
             None
         }
         Err(ConnectError::Unreachable(_)) => None,
@@ -492,13 +457,13 @@ fn receive_arena(connection: &Connection, uuid: &[u8; 16], map: MapArena) -> Opt
 }
 
 /// Makes a request with bytes over the connection of a link.
-pub(crate) fn call(
+pub(crate) fn call_firnd(
     link: u32,
     request: &Request,
     payload: &mut Payload<'_>,
 ) -> Result<Reply, CallError> {
-    let mut open = TABLE.links.get(link).ok_or(CallError::NotSent)?;
-    open.collect().ok_or(CallError::NotSent)?;
+    let mut open = open_link(link).ok_or(CallError::NotSent)?;
+    open.collect_reply().ok_or(CallError::NotSent)?;
     let reply = open.connection.call(request, payload);
     open.or_give_up(reply)
 }

@@ -43,7 +43,7 @@ unsafe extern "C" {
 static OURS: AtomicUsize = AtomicUsize::new(0);
 
 unsafe extern "C" fn read(cookie: *mut c_void, data: *mut c_char, len: size_t) -> ssize_t {
-    // SAFETY: the C library's buffer.
+    // SAFETY: the C library gives its own buffer, writable for so many bytes.
     unsafe { libc::read(cookie as c_int, data.cast(), len) }
 }
 
@@ -63,7 +63,7 @@ unsafe extern "C" fn write(cookie: *mut c_void, data: *const c_char, len: size_t
 }
 
 unsafe extern "C" fn seek(cookie: *mut c_void, offset: *mut off64_t, whence: c_int) -> c_int {
-    // SAFETY: a number in and out.
+    // SAFETY: the C library gives a place for the offset that it may read and write.
     unsafe {
         let result = libc::lseek64(cookie as c_int, *offset, whence);
         if result < 0 {
@@ -75,7 +75,7 @@ unsafe extern "C" fn seek(cookie: *mut c_void, offset: *mut off64_t, whence: c_i
 }
 
 unsafe extern "C" fn close(cookie: *mut c_void) -> c_int {
-    // SAFETY: the stream is done with it.
+    // SAFETY: the stream is being closed, and the descriptor is its own.
     unsafe { libc::close(cookie as c_int) }
 }
 

@@ -12,17 +12,22 @@ use std::sync::atomic::Ordering;
 
 use firn_direct::slab_writer::Appended;
 use firn_format::data_socket::{Op, Reply, Status, Token};
+use rustix::process::Resource;
 
 use crate::connect;
-use crate::descriptor::{self, Claim, Fallback, HESITATE_BYTES_MAX, Handled, Ticket};
-use crate::lease::{self, LeaseLost};
-use crate::list;
+use crate::descriptor;
+use crate::devices::{self, token_of};
+use crate::fallback::Fallback;
+use crate::handled::{Handled, Ticket};
+use crate::lease::{LeaseLost, fill};
+use crate::list::fetch;
 use crate::memory::{Readable, Run, Source, Target, Writable};
-use crate::opened::token;
+use crate::offset::{self, Claim};
+use crate::patience::HESITATE_BYTES_MAX;
 use crate::probe;
 use crate::report::{self, Call, Reason};
 use crate::sys;
-use crate::table::{self, Entered, Entry, Held, TABLE, tag};
+use crate::table::{self, Entered, Entry, Held, tag};
 
 /// Refusals after which a descriptor is left to the kernel for good.
 const REFUSALS_MAX: u32 = 16;
@@ -37,11 +42,11 @@ pub(crate) enum Kernel {}
 
 impl Fallback for Kernel {
     fn may_lease(held: &mut Held, total: usize) -> bool {
-        held.private || request_grant(held, total)
+        held.is_private() || request_grant(held, total)
     }
 
     fn has_list(held: &mut Held, total: usize) -> bool {
-        held.private || request_list(held, total)
+        held.is_private() || request_list(held, total)
     }
 
     fn leave(
@@ -73,9 +78,9 @@ impl Fallback for Kernel {
         _call: Call,
     ) -> Result<Held, Handled> {
         let is_stranger = lost == LeaseLost::Revoked
-            && token(held.fd).is_none_or(|token| token.token != held.token);
+            && token_of(held.fd).is_none_or(|token| token.token != held.token);
         if is_stranger {
-            held.private = false;
+            held.set_private(false);
             held.set_tag(tag::NONE);
             return Err(if done > 0 {
                 Handled::Done(done as isize)
@@ -89,11 +94,11 @@ impl Fallback for Kernel {
         match lost {
             LeaseLost::Full => {
                 held.patience.wait_for_room();
-                report::left(Reason::NoRoom);
+                report::count_left(Reason::NoRoom);
             }
             LeaseLost::NoConnection | LeaseLost::Limited => {
                 held.patience.wait_for(REFUSED_BYTES);
-                report::left(Reason::NoConnection);
+                report::count_left(Reason::NoConnection);
             }
             LeaseLost::Revoked => hesitate(&mut held, Reason::Revoked),
         }
@@ -129,7 +134,7 @@ impl Fallback for Kernel {
     }
 
     fn has_offset(held: &Held) -> bool {
-        held.private
+        held.is_private()
     }
 }
 
@@ -152,7 +157,7 @@ pub(crate) fn write_usual(
         return None;
     };
     let len = run.len();
-    if held.tag != tag::WRITER || !held.private || len == 0 || !probe::is_short(len) {
+    if held.tag != tag::WRITER || !held.is_private() || len == 0 || !probe::is_short(len) {
         return None;
     }
     let has_asked = held.lease.has_asked;
@@ -169,7 +174,7 @@ pub(crate) fn write_usual(
         return Some(write_rest(held, run, (at, offset), appended, call));
     }
     held.patience.count_fast(len);
-    report::fast(call, len);
+    report::count_direct(call, len);
     Some(Handled::Done(len as isize))
 }
 
@@ -193,7 +198,7 @@ fn write_rest(
         Appended::Revoked => (0, Some(LeaseLost::Revoked)),
         _ => {
             let next = offset.wrapping_add(done as u64);
-            lease::fill_run(&mut held, run.rest(done), next, len - done)
+            fill::fill_run(&mut held, run.rest(done), next, len - done)
         }
     };
     let claim = Claim::private(at, offset, len);
@@ -278,7 +283,7 @@ fn write_again(fd: c_int, entry: &'static Entry, source: Source<'_>, at: Option<
         return Handled::Forward(Ticket::NONE);
     };
     let offset = sys::add(&entry.offset, total as u64);
-    report::kernel(Call::Write);
+    report::count_kernel(Call::Write);
     let mut done = 0;
     for run in source.runs(0, total) {
         match count_or_errno(run.write_to(fd, offset.wrapping_add(done as u64))) {
@@ -315,7 +320,7 @@ pub(crate) fn before_kernel(fd: c_int, call: Call) -> Ticket {
 
 /// The descriptor is the kernel's for good.
 pub(crate) fn leave_for_good(mut held: Held, reason: Reason) {
-    let granted = held.private;
+    let granted = held.is_private();
     let link = held.link;
     let token = held.token;
     let end = if held.tag == tag::WRITER {
@@ -324,22 +329,22 @@ pub(crate) fn leave_for_good(mut held: Held, reason: Reason) {
         Op::EndRead
     };
     give_back(&mut held);
-    held.list.unmap();
+    held.list.unmap_extents();
     held.set_tag(tag::NONE);
     drop(held);
     if granted {
-        connect::ask(link, end, token, 0);
+        connect::ask_firnd(link, end, token, 0);
     }
-    report::left(reason);
+    report::count_left(reason);
 }
 
 /// Leaves this call to the kernel, with the kernel's offset right.
 fn leave_to_kernel(mut held: Held, at: Option<u64>, call: Call) -> Handled {
-    report::kernel(call);
+    report::count_kernel(call);
     if at.is_some() {
         return Handled::Forward(Ticket::NONE);
     }
-    if held.private {
+    if held.is_private() {
         give_back(&mut held);
         if held.tag == tag::WRITER {
             hesitate(&mut held, Reason::Read);
@@ -350,10 +355,10 @@ fn leave_to_kernel(mut held: Held, at: Option<u64>, call: Call) -> Handled {
 
 /// The offset is the kernel's again, and the descriptor a candidate.
 fn give_back(held: &mut Held) {
-    if !held.private {
+    if !held.is_private() {
         return;
     }
-    descriptor::return_offset(held, is_same);
+    offset::return_offset(held, is_same);
     if held.patience.fast_bytes() > 0 {
         sys::refresh_size(held.fd);
     }
@@ -366,7 +371,7 @@ fn is_same(held: &Held) -> bool {
 }
 
 fn hesitate(held: &mut Held, reason: Reason) {
-    report::left(reason);
+    report::count_left(reason);
     held.patience.hesitate();
 }
 
@@ -378,7 +383,7 @@ fn request_grant(held: &mut Held, total: usize) -> bool {
     if !held.patience.may_ask(total) {
         return false;
     }
-    if held.entry.in_kernel.load(Ordering::Acquire) != 0 || !sys::is_unlimited(libc::RLIMIT_FSIZE) {
+    if held.entry.in_kernel.load(Ordering::Acquire) != 0 || !sys::is_unlimited(Resource::Fsize) {
         return false;
     }
     let unusual = libc::O_APPEND | libc::O_DIRECT | libc::O_SYNC | libc::O_DSYNC | libc::O_PATH;
@@ -395,17 +400,17 @@ fn request_grant(held: &mut Held, total: usize) -> bool {
             // In the same trip as the grant.
             held.lease.has_asked = true;
             held.patience.granted();
-            descriptor::make_private(held)
+            offset::make_private(held)
         }
         Some(_) => {
-            report::left(Reason::Refused);
+            report::count_left(Reason::Refused);
             held.patience.wait_for(REFUSED_BYTES);
             held.patience.count_refusal();
             false
         }
         None => {
             held.set_tag(tag::NONE);
-            report::left(Reason::NoConnection);
+            report::count_left(Reason::NoConnection);
             false
         }
     }
@@ -415,20 +420,17 @@ fn open_write(held: &mut Held, total: u64) -> Option<Reply> {
     let known = if held.link != 0 {
         connect::ask_open(held.link, held.token, total)
     } else {
-        TABLE
-            .devices
-            .first_token(held.token)
-            .and_then(|token| open_with(held, &token, total))
+        devices::first_token(held.token).and_then(|token| open_with(held, &token, total))
     };
     if known.is_some_and(|reply| Status::from_word(reply.status) != Status::BadToken) {
         return known;
     }
-    let token = token(held.fd)?;
+    let token = token_of(held.fd)?;
     open_with(held, &token, total)
 }
 
 fn open_with(held: &mut Held, token: &Token, total: u64) -> Option<Reply> {
-    held.link = TABLE.links.to_write(token, total)?;
+    held.link = connect::connect_to_write(token, total)?;
     held.token = token.token;
     connect::ask_open(held.link, held.token, total)
 }
@@ -447,19 +449,19 @@ fn request_list(held: &mut Held, total: usize) -> bool {
         return false;
     }
     let same = is_same(held);
-    match list::fetch(held).filter(|_| same) {
-        Some(Status::Ok) if !held.list.extents().is_empty() => descriptor::make_private(held),
+    match fetch::fetch_list(held).filter(|_| same) {
+        Some(Status::Ok) if !held.list.extents().is_empty() => offset::make_private(held),
         Some(Status::Busy) if held.patience.refusals() < REFUSALS_MAX => {
-            held.list.unmap();
+            held.list.unmap_extents();
             held.patience.count_refusal();
             held.patience.wait_for(REFUSED_BYTES);
-            report::left(Reason::Refused);
+            report::count_left(Reason::Refused);
             false
         }
         answer => {
-            held.list.unmap();
+            held.list.unmap_extents();
             held.set_tag(tag::NONE);
-            report::left(if answer == Some(Status::Ok) {
+            report::count_left(if answer == Some(Status::Ok) {
                 Reason::Nothing
             } else {
                 Reason::NoConnection
@@ -474,10 +476,10 @@ fn drop_list(held: &mut Held) {
     let link = held.link;
     let token = held.token;
     give_back(held);
-    held.list.unmap();
+    held.list.unmap_extents();
     held.patience.count_refusal();
     let is_last = held.patience.refusals() >= REFUSALS_MAX;
     held.patience.wait_for(if is_last { u64::MAX } else { 0 });
-    connect::ask(link, Op::EndRead, token, 0);
-    report::left(Reason::Changed);
+    connect::ask_firnd(link, Op::EndRead, token, 0);
+    report::count_left(Reason::Changed);
 }

@@ -1,17 +1,10 @@
-//! The lease of a descriptor: bytes of a write into leased slabs.
+//! The lease of a descriptor: what it may fill, and how that ends.
+
+pub(crate) mod fill;
 
 use std::mem::MaybeUninit;
 
-use firn_direct::slab_writer::{Appended, SlabWriter};
-use firn_format::data_socket::{Op, Status};
-
-use crate::connect;
-use crate::memory::{Readable, Run, Source};
-use crate::sys;
-use crate::table::Held;
-
-/// Who has written much will write as much again, but not more than a lease holds.
-const WANTED_BYTES_MAX: u64 = 4 << 20;
+use firn_direct::slab_writer::SlabWriter;
 
 /// What a descriptor may fill, and whether more is on its way. All zeros: nothing.
 pub(crate) struct LeaseSlot {
@@ -44,7 +37,7 @@ impl LeaseSlot {
             .then(|| unsafe { self.writer.assume_init_mut() })
     }
 
-    fn set_writer(&mut self, writer: SlabWriter) {
+    pub(crate) fn set_writer(&mut self, writer: SlabWriter) {
         self.writer.write(writer);
         self.has_writer = true;
     }
@@ -61,118 +54,4 @@ pub(crate) enum LeaseLost {
     NoConnection,
     /// The process has a limit for file sizes: the kernel and firnd know what to do then.
     Limited,
-}
-
-/// Puts bytes of a file at `offset` into leases; how many of `total`, and why not all of them.
-pub(crate) fn fill(
-    held: &mut Held,
-    source: Source<'_>,
-    offset: u64,
-    total: usize,
-) -> (usize, Option<LeaseLost>) {
-    let mut done = 0;
-    for run in source.runs(0, total) {
-        match fill_run(held, run, offset.wrapping_add(done as u64), total - done) {
-            (taken, None) => done += taken,
-            (taken, lost) => return (done + taken, lost),
-        }
-    }
-    (done, None)
-}
-
-/// The same for one run; `left` bytes are still to come in this call.
-pub(crate) fn fill_run(
-    held: &mut Held,
-    run: Run<'_, Readable>,
-    offset: u64,
-    left: usize,
-) -> (usize, Option<LeaseLost>) {
-    let mut taken = 0;
-    while taken < run.len() {
-        let at = offset.wrapping_add(taken as u64);
-        match fill_some(held, run.rest(taken), at, left - taken) {
-            Ok(more) => taken += more,
-            Err(lost) => return (taken, Some(lost)),
-        }
-    }
-    (taken, None)
-}
-
-/// Puts some bytes into the lease, or into a new one.
-#[inline(always)]
-fn fill_some(
-    held: &mut Held,
-    run: Run<'_, Readable>,
-    offset: u64,
-    left: usize,
-) -> Result<usize, LeaseLost> {
-    for fresh in [false, true] {
-        if fresh || held.lease.writer().is_none() {
-            next_lease(held, left)?;
-        }
-        let has_asked = held.lease.has_asked;
-        let is_short = |writer: &mut SlabWriter| left > writer.free_bytes() as usize;
-        if !has_asked && held.lease.writer().is_some_and(is_short) {
-            // This call needs the next lease: firnd finds one while the bytes are copied.
-            ask_ahead(held, left);
-        }
-        let Some(writer) = held.lease.writer() else {
-            return Err(LeaseLost::NoConnection);
-        };
-        match run.append_to(writer, offset) {
-            Appended::Bytes(more) if more > 0 => {
-                let is_half_full = writer.is_half_full();
-                held.patience.count_fast(more);
-                if is_half_full && !held.lease.has_asked {
-                    ask_ahead(held, left);
-                }
-                return Ok(more.min(run.len()));
-            }
-            Appended::Revoked => return Err(LeaseLost::Revoked),
-            _ => {}
-        }
-    }
-    Err(LeaseLost::Full)
-}
-
-#[cold]
-fn ask_ahead(held: &mut Held, left: usize) {
-    held.lease.has_asked = connect::ask_ahead(held.link, held.token, wanted_bytes(held, left));
-}
-
-/// Bytes that a lease should hold, when `left` are at hand.
-fn wanted_bytes(held: &Held, left: usize) -> u64 {
-    held.patience
-        .fast_bytes()
-        .min(WANTED_BYTES_MAX)
-        .max(left as u64)
-}
-
-#[cold]
-fn next_lease(held: &mut Held, left: usize) -> Result<(), LeaseLost> {
-    let has_asked = held.lease.has_asked;
-    held.lease.clear();
-    if !sys::is_unlimited(libc::RLIMIT_FSIZE) {
-        held.lease.has_asked = has_asked;
-        return Err(LeaseLost::Limited);
-    }
-    let ahead = if has_asked {
-        connect::take_ahead(held.link, held.token)
-    } else {
-        None
-    };
-    let ask = || connect::ask(held.link, Op::Lease, held.token, wanted_bytes(held, left));
-    let reply = ahead.or_else(ask).ok_or(LeaseLost::NoConnection)?;
-    match Status::from_word(reply.status) {
-        Status::Ok => {}
-        Status::Full => return Err(LeaseLost::Full),
-        Status::Busy | Status::BadToken => return Err(LeaseLost::Revoked),
-        _ => return Err(LeaseLost::NoConnection),
-    }
-    let map = connect::arena_map(held.link).ok_or(LeaseLost::NoConnection)?;
-    // SAFETY: firnd gives a lease once, in the reply that was just taken from the connection or its stash.
-    let writer = unsafe { map.slab_writer(reply.lease, held.file_id) };
-    held.lease
-        .set_writer(writer.ok_or(LeaseLost::NoConnection)?);
-    Ok(())
 }

@@ -4,10 +4,15 @@
 //! while somebody may wait. Owner and lock are one word: there is no instant at which it is held and
 //! the owner not known. All zeros is a free lock.
 //!
+//! What a lock guards lies in a [`Locked`], and is reached by its [`Guard`] alone.
+//!
 //! While the process has one thread, the lock is only for signal handlers: what runs in between gives it back
 //! before it returns, so plain loads and stores do. A locked instruction takes 4 ns each.
 
+use std::cell::UnsafeCell;
 use std::ffi::c_char;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicI8, AtomicPtr, AtomicU64, Ordering, compiler_fence};
 
 use crate::sys;
@@ -17,7 +22,7 @@ const WAITING: u64 = 1;
 const SPINS: u32 = 200;
 
 /// The lock.
-pub(crate) struct Lock {
+struct Lock {
     word: AtomicU64,
 }
 
@@ -47,7 +52,7 @@ fn is_single() -> bool {
 }
 
 impl Lock {
-    pub(crate) const fn new() -> Self {
+    const fn new() -> Self {
         Self {
             word: AtomicU64::new(0),
         }
@@ -55,7 +60,7 @@ impl Lock {
 
     /// Takes the lock; `false`: this very thread holds it already.
     #[inline(always)]
-    pub(crate) fn take(&self) -> bool {
+    fn take(&self) -> bool {
         let me = sys::thread_pointer();
         if is_single() && self.word.load(Ordering::Relaxed) == 0 {
             self.word.store(me, Ordering::Relaxed);
@@ -117,7 +122,7 @@ impl Lock {
 
     /// Gives the lock back.
     #[inline(always)]
-    pub(crate) fn give(&self) {
+    fn give(&self) {
         if is_single() {
             return self.word.store(0, Ordering::Release);
         }
@@ -130,5 +135,65 @@ impl Lock {
     fn low_half(&self) -> *const u32 {
         const { assert!(cfg!(target_endian = "little")) };
         self.word.as_ptr().cast()
+    }
+}
+
+/// A value and its lock. All zeros: a free lock, and a value of zeros.
+pub(crate) struct Locked<T> {
+    lock: Lock,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the value is reached by one `Guard` at a time, whichever thread has it, and may be sent to that thread.
+unsafe impl<T: Send> Sync for Locked<T> {}
+
+/// The lock of a value, taken by this thread.
+pub(crate) struct Guard<'a, T> {
+    of: &'a Locked<T>,
+    /// The lock knows its owner: no other thread can give it back.
+    thread: PhantomData<*mut ()>,
+}
+
+impl<T> Locked<T> {
+    pub(crate) const fn new(value: T) -> Self {
+        Self {
+            lock: Lock::new(),
+            value: UnsafeCell::new(value),
+        }
+    }
+
+    /// Takes the lock; `None`: this very thread holds it already.
+    #[inline(always)]
+    pub(crate) fn take_lock(&self) -> Option<Guard<'_, T>> {
+        // Not made before the lock is taken: a guard that is dropped gives the lock back.
+        self.lock.take().then(|| Guard {
+            of: self,
+            thread: PhantomData,
+        })
+    }
+}
+
+impl<T> Deref for Guard<'_, T> {
+    type Target = T;
+    #[inline(always)]
+    fn deref(&self) -> &T {
+        // SAFETY: the lock is taken until this guard is dropped, and it has one guard; a signal handler of this thread
+        // gets none.
+        unsafe { &*self.of.value.get() }
+    }
+}
+
+impl<T> DerefMut for Guard<'_, T> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: as for the shared borrow, and the guard itself is borrowed alone.
+        unsafe { &mut *self.of.value.get() }
+    }
+}
+
+impl<T> Drop for Guard<'_, T> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        self.of.lock.give();
     }
 }

@@ -205,7 +205,7 @@ impl<'a> Run<'a, Readable> {
 
 impl<'a> Run<'a, Writable> {
     /// Copies bytes of the arena to its beginning, past the caches if `streams`.
-    pub(crate) fn fill(self, from: ArenaBytes, streams: bool) {
+    pub(crate) fn fill_from(self, from: ArenaBytes, streams: bool) {
         let len = self.len.min(from.len());
         // SAFETY: the source is mapped for as many bytes (`ArenaBytes`), and no part of the program's memory, which
         // does not know it; the program gave the target to be written (`new`).

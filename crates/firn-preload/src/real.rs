@@ -265,7 +265,7 @@ unsafe fn no_such_function() -> c_int {
 /// # Safety
 /// None is needed.
 unsafe fn raw_dup2(from: c_int, to: c_int) -> isize {
-    // SAFETY: touches no memory.
+    // SAFETY: descriptor numbers; what gets closed is what the program asked dup2(2) to replace.
     unsafe {
         if from == to {
             let flags = syscall!(libc::SYS_fcntl, from, libc::F_GETFD);

@@ -1,12 +1,8 @@
 //! What went past the kernel and what did not, by call: `FIRN_PRELOAD_REPORT=1`.
 
-use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::memory::Run;
-use crate::stub;
-use crate::sys;
-use crate::table::{self, TABLE, tag};
+use crate::wiped::Wiped;
 
 /// Whether anything is counted: set once, at the start.
 static WANTED: AtomicBool = AtomicBool::new(false);
@@ -54,59 +50,63 @@ named! {
 }
 
 /// Counters of the process.
-pub(crate) struct Counters {
-    fast: [AtomicU64; CALLS],
+struct Counters {
+    direct: [AtomicU64; CALLS],
     bytes: [AtomicU64; CALLS],
     kernel: [AtomicU64; CALLS],
     left: [AtomicU64; REASONS],
     distrusted: [AtomicU64; DISTRUSTS],
 }
 
-impl Counters {
-    pub(crate) const fn new() -> Self {
-        Self {
-            fast: [const { AtomicU64::new(0) }; CALLS],
-            bytes: [const { AtomicU64::new(0) }; CALLS],
-            kernel: [const { AtomicU64::new(0) }; CALLS],
-            left: [const { AtomicU64::new(0) }; REASONS],
-            distrusted: [const { AtomicU64::new(0) }; DISTRUSTS],
-        }
-    }
+// SAFETY: counters, of which zeros are values.
+static COUNTERS: Wiped<Counters> = unsafe {
+    Wiped::new(Counters {
+        direct: [const { AtomicU64::new(0) }; CALLS],
+        bytes: [const { AtomicU64::new(0) }; CALLS],
+        kernel: [const { AtomicU64::new(0) }; CALLS],
+        left: [const { AtomicU64::new(0) }; REASONS],
+        distrusted: [const { AtomicU64::new(0) }; DISTRUSTS],
+    })
+};
+
+/// Makes children of fork(2) count from 0. `false`: the kernel cannot.
+pub(crate) fn wipe_on_fork() -> bool {
+    COUNTERS.wipe_on_fork()
 }
 
-/// From now on it is counted and printed at exit.
-pub(crate) fn want() {
+/// From now on calls are counted, and the report is printed at exit.
+pub(crate) fn count_calls() {
     WANTED.store(true, Ordering::Relaxed);
 }
 
-/// A call went past the kernel.
+/// Counts a call by direct access.
 #[inline(always)]
-pub(crate) fn fast(call: Call, bytes: usize) {
+pub(crate) fn count_direct(call: Call, bytes: usize) {
     if WANTED.load(Ordering::Relaxed) {
-        add(&TABLE.counters.fast, call as usize, 1);
-        add(&TABLE.counters.bytes, call as usize, bytes as u64);
+        add(&COUNTERS.direct, call as usize, 1);
+        add(&COUNTERS.bytes, call as usize, bytes as u64);
     }
 }
 
-/// A call on a descriptor of a mount went to the kernel.
+/// Counts a call that went to the kernel, or to firnd over the data socket.
 #[inline(always)]
-pub(crate) fn kernel(call: Call) {
+pub(crate) fn count_kernel(call: Call) {
     if WANTED.load(Ordering::Relaxed) {
-        add(&TABLE.counters.kernel, call as usize, 1);
+        add(&COUNTERS.kernel, call as usize, 1);
     }
 }
 
-/// A descriptor was left to the kernel.
-pub(crate) fn left(reason: Reason) {
+/// Counts a descriptor that was left to the kernel.
+pub(crate) fn count_left(reason: Reason) {
     if WANTED.load(Ordering::Relaxed) {
-        add(&TABLE.counters.left, reason as usize, 1);
+        add(&COUNTERS.left, reason as usize, 1);
     }
 }
 
-/// Something was not believed.
-pub(crate) fn distrusted(what: Distrust) {
+/// Counts something that was not believed.
+pub(crate) fn count_distrusted(why: Distrust) {
     if WANTED.load(Ordering::Relaxed) {
-        add(&TABLE.counters.distrusted, what as usize, 1);
+        add(&COUNTERS.distrusted, why as usize, 1);
     }
 }
 
@@ -116,76 +116,36 @@ fn add(counters: &[AtomicU64], index: usize, more: u64) {
     }
 }
 
-/// A line on the stack; what does not fit is cut.
-struct Line {
-    bytes: [u8; 200],
-    len: usize,
-}
-
-impl Write for Line {
-    fn write(&mut self, text: &[u8]) -> std::io::Result<usize> {
-        for (to, from) in self.bytes.iter_mut().skip(self.len).zip(text) {
-            *to = *from;
-            self.len += 1;
-        }
-        Ok(text.len())
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-/// To standard error, also where that is a stub.
-fn tell(text: &[u8]) {
-    if table::tag_of(libc::STDERR_FILENO) == tag::STUB {
-        Run::of_bytes(text)
-            .as_memory(|source| stub::write(libc::STDERR_FILENO, source, None, false, Call::Write));
-    } else {
-        sys::say(text);
-    }
-}
-
-/// Prints the report if it is wanted, once: at exit, or when the program closes standard error before.
-pub(crate) fn print() {
+/// Gives the lines of the report to `print_line`, if it is wanted, and once.
+pub(crate) fn take_report(print_line: impl Fn(std::fmt::Arguments<'_>)) {
     if !WANTED.swap(false, Ordering::Relaxed) {
         return;
     }
-    let pid = sys::pid();
-    let value = |counters: &[AtomicU64], index: usize| {
-        counters
-            .get(index)
-            .map_or(0, |counter| counter.load(Ordering::Relaxed))
-    };
-    let say = |text: std::fmt::Arguments<'_>| {
-        let mut line = Line {
-            bytes: [0; 200],
-            len: 0,
-        };
-        if writeln!(line, "firn-preload[{pid}]: {text}").is_ok() {
-            tell(line.bytes.get(..line.len).unwrap_or_default());
-        }
-    };
-    let counters = &TABLE.counters;
     for (index, name) in CALL_NAMES.iter().enumerate() {
-        let fast = value(&counters.fast, index);
-        let kernel = value(&counters.kernel, index);
-        if fast + kernel > 0 {
-            let bytes = value(&counters.bytes, index);
-            say(format_args!(
-                "{name}: {fast} past the kernel ({bytes} bytes), {kernel} through it"
+        let direct = value(&COUNTERS.direct, index);
+        let kernel = value(&COUNTERS.kernel, index);
+        let bytes = value(&COUNTERS.bytes, index);
+        if direct + kernel > 0 {
+            print_line(format_args!(
+                "{name}: {direct} past the kernel ({bytes} bytes), {kernel} through it"
             ));
         }
     }
     for (index, name) in REASON_NAMES.iter().enumerate() {
-        let count = value(&counters.left, index);
+        let count = value(&COUNTERS.left, index);
         if count > 0 {
-            say(format_args!("left to the kernel {count} times: {name}"));
+            print_line(format_args!("left to the kernel {count} times: {name}"));
         }
     }
     for (index, name) in DISTRUST_NAMES.iter().enumerate() {
-        let count = value(&counters.distrusted, index);
+        let count = value(&COUNTERS.distrusted, index);
         if count > 0 {
-            say(format_args!("not believed {count} times: {name}"));
+            print_line(format_args!("not believed {count} times: {name}"));
         }
     }
+}
+
+fn value(counters: &[AtomicU64], index: usize) -> u64 {
+    let counter = counters.get(index);
+    counter.map_or(0, |counter| counter.load(Ordering::Relaxed))
 }

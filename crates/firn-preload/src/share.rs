@@ -1,8 +1,4 @@
 //! Somebody else is about to get a copy of a descriptor: from then on its offset is the kernel's.
-//!
-//! Counted twice: `shared` tells who opened a file meanwhile that such a call came between, `sharing` that
-//! one is under way, so that a descriptor opened in another thread between these steps and the fork is
-//! not taken for this process's alone.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -11,7 +7,9 @@ use crate::kernel;
 use crate::report::Reason;
 use crate::stub;
 use crate::sys;
-use crate::table::{self, Entered, TABLE, tag};
+use crate::table::{self, Entered, tag};
+use crate::vfork::{self, in_vfork_child};
+use crate::{connect, sharing};
 
 /// The descriptor will be shared.
 pub(crate) fn one(fd: c_int) {
@@ -36,11 +34,10 @@ pub(crate) fn one(fd: c_int) {
 
 /// All descriptors will be shared. Until [`end`] none becomes ours.
 pub(crate) fn begin() {
-    if table::in_vfork_child() {
+    if in_vfork_child() {
         return;
     }
-    TABLE.sharing.fetch_add(1, Ordering::SeqCst);
-    TABLE.shared.fetch_add(1, Ordering::SeqCst);
+    sharing::count_begin();
     for fd in table::tagged(0, u32::MAX) {
         one(fd);
     }
@@ -48,11 +45,8 @@ pub(crate) fn begin() {
 
 /// The call is over, in the process that made it.
 pub(crate) fn end() {
-    if !table::in_vfork_child() {
-        let less = |count: u32| Some(count.saturating_sub(1));
-        let _ = TABLE
-            .sharing
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+    if !in_vfork_child() {
+        sharing::count_end();
     }
 }
 
@@ -72,7 +66,7 @@ pub(crate) extern "C" fn before_fork() {
     for slot in &INHERITED {
         slot.store(-1, Ordering::Relaxed);
     }
-    for (slot, fd) in INHERITED.iter().zip(TABLE.links.sockets()) {
+    for (slot, fd) in INHERITED.iter().zip(connect::open_sockets()) {
         slot.store(fd, Ordering::Relaxed);
     }
 }
@@ -106,12 +100,12 @@ pub(crate) extern "C" fn in_child() {
 /// Before vfork(2).
 pub(crate) extern "C" fn before_vfork() {
     begin();
-    table::begin_vfork();
+    vfork::begin_vfork();
 }
 
 /// After vfork(2), in the parent.
 pub(crate) extern "C" fn after_vfork() {
-    table::end_vfork();
+    vfork::end_vfork();
     end();
 }
 

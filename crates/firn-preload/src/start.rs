@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use crate::hook::stream;
 use crate::table::{self, ACTIVE, tag};
-use crate::{lock, real, report, share, stub, trees};
+use crate::{connect, devices, lock, real, report, share, sharing, stub, summary, trees};
 
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -26,11 +26,11 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
             is_own_program(argv),
         )
     };
-    if off == Some(b"off") || is_firnd || !table::wipe_on_fork() {
+    if off == Some(b"off") || is_firnd || !wipe_all_on_fork() {
         return;
     }
     if report.is_some_and(|value| !value.is_empty() && value != b"0") {
-        report::want();
+        report::count_calls();
     }
     // SAFETY: the functions stay loaded as long as the process lives.
     let failed = unsafe {
@@ -47,11 +47,11 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
             value(envp, b"FIRN_PRELOAD_WAIT"),
         )
     };
-    trees::begin(dir);
-    stub::begin(wait);
+    trees::begin_trees(dir);
+    stub::set_patience(wait);
     ACTIVE.store(u32::from(failed == 0), Ordering::Release);
     if failed == 0 {
-        stub::inherited();
+        stub::find_inherited();
         (0..3)
             .filter(|fd| table::tag_of(*fd) == tag::STUB)
             .for_each(stream::stub_at);
@@ -59,7 +59,17 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
 }
 
 extern "C" fn end() {
-    report::print();
+    summary::print_report();
+}
+
+/// Makes children of fork(2) find nothing that is their parent's. `false`: the kernel cannot.
+fn wipe_all_on_fork() -> bool {
+    table::wipe_on_fork()
+        && connect::wipe_on_fork()
+        && trees::wipe_on_fork()
+        && devices::wipe_on_fork()
+        && sharing::wipe_on_fork()
+        && report::wipe_on_fork()
 }
 
 /// The value of a variable.

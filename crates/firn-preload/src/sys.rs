@@ -9,6 +9,9 @@ use std::sync::atomic::AtomicU64;
 #[cfg(not(target_arch = "x86_64"))]
 use std::sync::atomic::Ordering;
 
+use rustix::fs::{AtFlags, StatxFlags};
+use rustix::process::Resource;
+
 pub(crate) use firn_direct::syscall;
 
 /// A descriptor of the program, which says that it is open; `None` where no descriptor has that number.
@@ -38,7 +41,7 @@ pub(crate) fn thread_pointer() -> u64 {
         asm!("mov {}, fs:0", out(reg) pointer, options(nostack, preserves_flags, readonly, pure));
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: reads a register.
+    // SAFETY: reads a register that every program may read, and changes nothing.
     unsafe {
         asm!("mrs {}, tpidr_el0", out(reg) pointer, options(nostack, preserves_flags, nomem, pure));
     }
@@ -75,25 +78,23 @@ pub(crate) fn told(result: isize) -> isize {
 
 /// getpid(2).
 pub(crate) fn pid() -> u32 {
-    // SAFETY: touches no memory.
-    unsafe { syscall!(libc::SYS_getpid) as u32 }
+    rustix::process::getpid().as_raw_pid() as u32
 }
 
 /// geteuid(2).
 pub(crate) fn euid() -> u32 {
-    // SAFETY: touches no memory.
-    unsafe { syscall!(libc::SYS_geteuid) as u32 }
+    rustix::process::geteuid().as_raw()
 }
 
 /// close(2).
 pub(crate) fn close(fd: c_int) {
-    // SAFETY: touches no memory.
+    // SAFETY: callers close what they opened themselves, or what the program closes.
     unsafe { syscall!(libc::SYS_close, fd) };
 }
 
 /// lseek(2).
 pub(crate) fn lseek(fd: c_int, offset: i64, whence: c_int) -> isize {
-    // SAFETY: touches no memory.
+    // SAFETY: three numbers: the kernel moves an offset, and touches no memory of this process.
     unsafe { syscall!(libc::SYS_lseek, fd, offset, whence) }
 }
 
@@ -114,7 +115,7 @@ pub(crate) unsafe fn pread(fd: c_int, data: *mut c_void, len: usize, offset: u64
 
 /// fcntl(2) with a number.
 pub(crate) fn fcntl(fd: c_int, command: c_int, arg: usize) -> isize {
-    // SAFETY: the commands used here take numbers.
+    // SAFETY: the commands that callers use take a number and no address.
     unsafe { syscall!(libc::SYS_fcntl, fd, command, arg) }
 }
 
@@ -125,14 +126,19 @@ pub(crate) struct Identity {
     pub(crate) inode: u64,
 }
 
+/// A device in one word.
+pub(crate) fn device_number(major: u32, minor: u32) -> u64 {
+    u64::from(major) << 32 | u64::from(minor)
+}
+
 /// Identity and mode of a descriptor, without asking the server of the file system.
 pub(crate) fn identity(fd: c_int) -> Option<(Identity, u32)> {
     let stat = statx(
         fd,
-        libc::STATX_TYPE | libc::STATX_INO,
-        libc::AT_STATX_DONT_SYNC,
+        StatxFlags::TYPE | StatxFlags::INO,
+        AtFlags::STATX_DONT_SYNC,
     )?;
-    let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
+    let device = device_number(stat.stx_dev_major, stat.stx_dev_minor);
     Some((
         Identity {
             device,
@@ -144,108 +150,63 @@ pub(crate) fn identity(fd: c_int) -> Option<(Identity, u32)> {
 
 /// Size of a file, as the kernel knows it without asking.
 pub(crate) fn size(fd: c_int) -> Option<u64> {
-    Some(statx(fd, libc::STATX_SIZE, libc::AT_STATX_DONT_SYNC)?.stx_size)
+    Some(statx(fd, StatxFlags::SIZE, AtFlags::STATX_DONT_SYNC)?.stx_size)
 }
 
 /// Makes the kernel ask how long the file is: O_APPEND, sendfile(2), splice(2) and mappings go by what it
 /// knows, and it has not seen what went past it.
 pub(crate) fn refresh_size(fd: c_int) {
-    statx(fd, libc::STATX_SIZE, libc::AT_STATX_FORCE_SYNC);
+    statx(fd, StatxFlags::SIZE, AtFlags::STATX_FORCE_SYNC);
 }
 
-fn statx(fd: c_int, mask: u32, sync: c_int) -> Option<libc::statx> {
-    // SAFETY: a structure of numbers.
-    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-    let flags = libc::AT_EMPTY_PATH | sync;
-    // SAFETY: path and structure are ours.
-    let result = unsafe {
-        syscall!(
-            libc::SYS_statx,
-            fd,
-            c"".as_ptr(),
-            flags,
-            mask,
-            &raw mut stat
-        )
-    };
-    (result >= 0).then_some(stat)
+fn statx(fd: c_int, mask: StatxFlags, sync: AtFlags) -> Option<rustix::fs::Statx> {
+    rustix::fs::statx(borrow(fd)?, c"", AtFlags::EMPTY_PATH | sync, mask).ok()
 }
 
 /// Whether a resource has no limit.
-pub(crate) fn is_unlimited(resource: libc::__rlimit_resource_t) -> bool {
-    let mut limit = libc::rlimit64 {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: the structure is ours.
-    let result = unsafe {
-        syscall!(
-            libc::SYS_prlimit64,
-            0usize,
-            resource,
-            0usize,
-            &raw mut limit
-        )
-    };
-    result == 0 && limit.rlim_cur == libc::RLIM64_INFINITY
+pub(crate) fn is_unlimited(resource: Resource) -> bool {
+    limit(resource).is_none()
 }
 
 /// The limit of a resource; `None`: it has none.
-pub(crate) fn limit(resource: libc::__rlimit_resource_t) -> Option<u64> {
-    let mut limit = libc::rlimit64 {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: the structure is ours.
-    let result = unsafe {
-        syscall!(
-            libc::SYS_prlimit64,
-            0usize,
-            resource,
-            0usize,
-            &raw mut limit
-        )
-    };
-    (result == 0 && limit.rlim_cur != libc::RLIM64_INFINITY).then_some(limit.rlim_cur)
+pub(crate) fn limit(resource: Resource) -> Option<u64> {
+    rustix::process::getrlimit(resource).current
 }
 
 /// Sends this thread a signal.
 pub(crate) fn raise(signal: c_int) {
-    // SAFETY: touches no memory.
-    unsafe {
-        let process = syscall!(libc::SYS_getpid);
-        let thread = syscall!(libc::SYS_gettid);
-        syscall!(libc::SYS_tgkill, process, thread, signal);
-    }
+    let process = pid();
+    let thread = rustix::thread::gettid().as_raw_pid();
+    // SAFETY: three numbers; the signal goes to this thread, whose program asked for it by its limit.
+    unsafe { syscall!(libc::SYS_tgkill, process, thread, signal) };
 }
 
-/// Sleeps.
+/// Sleeps, or a signal ends it earlier.
 pub(crate) fn sleep_ms(ms: u32) {
-    let time = libc::timespec {
-        tv_sec: libc::time_t::from(ms / 1000),
-        tv_nsec: libc::c_long::from(ms % 1000) * 1_000_000,
+    let time = rustix::thread::Timespec {
+        tv_sec: i64::from(ms / 1000),
+        tv_nsec: i64::from(ms % 1000) * 1_000_000,
     };
-    // SAFETY: the structure is ours.
-    unsafe { syscall!(libc::SYS_nanosleep, &raw const time, 0usize) };
+    let _ = rustix::thread::nanosleep(&time);
 }
 
 /// Waits until the word is not `expected` any more, or somebody wakes it.
 pub(crate) fn futex_wait(word: *const u32, expected: u32) {
     let op = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
-    // SAFETY: the kernel only reads the word.
+    // SAFETY: the kernel only reads the word, which lies in a lock that is never freed.
     unsafe { syscall!(libc::SYS_futex, word, op, expected, 0usize) };
 }
 
 /// Wakes one who waits.
 pub(crate) fn futex_wake(word: *const u32) {
     let op = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
-    // SAFETY: touches no memory.
+    // SAFETY: the address is a key to the kernel here, which neither reads nor writes the word.
     unsafe { syscall!(libc::SYS_futex, word, op, 1usize) };
 }
 
 /// write(2) to standard error.
 pub(crate) fn say(text: &[u8]) {
-    // SAFETY: the kernel reads the text.
+    // SAFETY: the kernel reads as many bytes as the slice has.
     unsafe { syscall!(libc::SYS_write, 2usize, text.as_ptr(), text.len()) };
 }
 

@@ -1,31 +1,29 @@
 //! What the library keeps of each descriptor, in arrays indexed by descriptor.
 //!
 //! Invariants
-//! * Everything that may change lies in [`TABLE`], which the kernel gives to children of fork(2) as zeros
-//!   (`MADV_WIPEONFORK`). Zeros mean: no descriptor is ours, no connection, no lock held.
+//! * What may change lies in [`TABLE`], which children of fork(2) find as zeros ([`Wiped`]): no descriptor is
+//!   Firn's, no lock is held.
 //! * A child of vfork(2) shares it and must not touch it: [`enter`] finds nothing there.
 //! * Which descriptors are stubs lies beside it, in [`STUBS`]: a child has them too, and the kernel has no bytes
 //!   of theirs. So a tag of zero means that this process has to look there.
 //! * A descriptor's tag says which hooks have to look at its entry; the entry, under its lock, has the last
 //!   word. Tags change under the lock.
-//! * While `Inner::private` is set, `Entry::offset` is the descriptor's offset and the kernel's is stale.
-//!   It is not set while a call that uses the kernel's offset is under way (`Entry::in_kernel`).
+//! * While [`Held::is_private`], `Entry::offset` is the descriptor's offset and the kernel's is stale.
+//!   It does not become so while a call that uses the kernel's offset is under way (`Entry::in_kernel`).
 
-use std::cell::{Cell, UnsafeCell};
 use std::ffi::c_int;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-use crate::connect::Links;
-use crate::descriptor::Patience;
 use crate::lease::LeaseSlot;
 use crate::list::List;
-use crate::lock::Lock;
-use crate::opened::Devices;
-use crate::report::Counters;
-use crate::stub::StubState;
+use crate::lock::{Guard, Locked};
+use crate::patience::Patience;
+use crate::stub::state::StubState;
 use crate::sys::{self, Identity};
-use crate::trees::Trees;
+use crate::trees;
+use crate::vfork::in_vfork_child;
+use crate::wiped::Wiped;
 
 /// Descriptors from here on are left to the kernel.
 pub(crate) const FDS: usize = 16 << 10;
@@ -47,42 +45,32 @@ pub(crate) mod tag {
 }
 
 /// All that may change.
-#[repr(C, align(4096))]
-pub(crate) struct Table {
+struct Table {
     tags: [AtomicU32; FDS],
     entries: [Entry; FDS],
     /// The process that the table belongs to; 0: nobody's yet.
     owner: AtomicU32,
     /// One more than the highest descriptor with a tag so far.
     high: AtomicU32,
-    /// Calls under way that give copies of descriptors to somebody.
-    pub(crate) sharing: AtomicU32,
-    /// How many such calls there were.
-    pub(crate) shared: AtomicU64,
-    pub(crate) devices: Devices,
-    pub(crate) trees: Trees,
-    pub(crate) links: Links,
-    pub(crate) counters: Counters,
 }
 
-// SAFETY: the cells in the entries and connections are used under their locks.
-unsafe impl Sync for Table {}
-
-pub(crate) static TABLE: Table = Table {
-    tags: [const { AtomicU32::new(tag::UNKNOWN) }; FDS],
-    entries: [const { Entry::new() }; FDS],
-    owner: AtomicU32::new(0),
-    high: AtomicU32::new(0),
-    sharing: AtomicU32::new(0),
-    shared: AtomicU64::new(0),
-    devices: Devices::new(),
-    trees: Trees::new(),
-    links: Links::new(),
-    counters: Counters::new(),
+// SAFETY: words and entries, of which zeros are values: every descriptor unknown, every lock free.
+static TABLE: Wiped<Table> = unsafe {
+    Wiped::new(Table {
+        tags: [const { AtomicU32::new(tag::UNKNOWN) }; FDS],
+        entries: [const { Entry::new() }; FDS],
+        owner: AtomicU32::new(0),
+        high: AtomicU32::new(0),
+    })
 };
 
+/// Makes children of fork(2) know no descriptor. `false`: the kernel cannot.
+pub(crate) fn wipe_on_fork() -> bool {
+    TABLE.wipe_on_fork()
+}
+
 /// What children of fork(2) inherit: which descriptors are stubs, as [`stub_mark`] says.
-pub(crate) static STUBS: [AtomicU8; FDS] = [const { AtomicU8::new(stub_mark::NONE) }; FDS];
+static STUBS: [AtomicU8; FDS] = [const { AtomicU8::new(stub_mark::NONE) }; FDS];
 /// One more than the highest of them so far.
 static STUB_HIGH: AtomicU32 = AtomicU32::new(0);
 
@@ -115,8 +103,8 @@ pub(crate) fn mark_stub(fd: c_int, mark: u8) {
 
 /// The number is free: what gets it next is looked at anew, where there may be stubs.
 #[inline(always)]
-pub(crate) fn is_free(fd: c_int) {
-    if TABLE.trees.any()
+pub(crate) fn forget_tag(fd: c_int) {
+    if trees::has_trees()
         && !in_vfork_child()
         && let Some(tag) = TABLE.tags.get(fd as usize)
     {
@@ -131,41 +119,30 @@ pub(crate) fn stub_mark_of(fd: c_int) -> u8 {
         .map_or(stub_mark::NONE, |mark| mark.load(Ordering::Acquire))
 }
 
-impl Table {
-    /// The entry of a descriptor, without its lock.
-    pub(crate) fn entry(&self, fd: c_int) -> Option<&Entry> {
-        self.entries.get(fd as usize)
-    }
+/// The entry of a descriptor, without its lock.
+pub(crate) fn entry_of(fd: c_int) -> Option<&'static Entry> {
+    TABLE.entries.get(fd as usize)
 }
 
 /// Whether the library acts at all: 0 until [`start`](crate::start) found that it can.
 pub(crate) static ACTIVE: AtomicU32 = AtomicU32::new(0);
 
-/// Calls of vfork(2) under way in any thread: while there is none, nobody asks which thread it is. A look at a
-/// thread's own memory is a call in a library that is loaded at the start.
-static VFORKING: AtomicU32 = AtomicU32::new(0);
-
-thread_local! {
-    /// How many children of vfork(2) run on this thread's stack.
-    static VFORKS: Cell<u32> = const { Cell::new(0) };
-}
-
 /// What is known of a descriptor.
 pub(crate) struct Entry {
-    lock: Lock,
     /// The offset, while it is private. A signal handler may raise it at any instant.
     pub(crate) offset: AtomicU64,
+    /// Whether the offset is private to this process; writes go by direct access then. Set under the lock, with
+    /// signals blocked: a handler that interrupts the holder of the lock may read it.
+    private: AtomicBool,
     /// Calls under way that use the kernel's offset.
     pub(crate) in_kernel: AtomicU32,
-    inner: UnsafeCell<Inner>,
+    inner: Locked<Inner>,
 }
 
 /// The part of an entry that its lock guards. All zeros: nothing.
 pub(crate) struct Inner {
     /// [`tag`].
     pub(crate) tag: u32,
-    /// Whether the offset is private to this process; writes go past the kernel then.
-    pub(crate) private: bool,
     /// Index of the connection, plus one; 0: not asked for yet.
     pub(crate) link: u32,
     /// Which file it is.
@@ -187,18 +164,17 @@ pub(crate) struct Inner {
 impl Entry {
     const fn new() -> Self {
         Self {
-            lock: Lock::new(),
             offset: AtomicU64::new(0),
+            private: AtomicBool::new(false),
             in_kernel: AtomicU32::new(0),
-            inner: UnsafeCell::new(Inner::new()),
+            inner: Locked::new(Inner::new()),
         }
     }
 
-    /// Whether the offset is private, asked by a signal handler whose thread holds the lock. The flag changes
-    /// with signals blocked only.
+    /// Whether the offset is private. Asked without the lock by a signal handler whose thread holds it.
+    #[inline(always)]
     pub(crate) fn is_private(&self) -> bool {
-        // SAFETY: the holder is this thread; it is interrupted and does not store now.
-        unsafe { (&raw const (*self.inner.get()).private).read_volatile() }
+        self.private.load(Ordering::Relaxed)
     }
 }
 
@@ -207,7 +183,6 @@ impl Inner {
         Self {
             // Zero, as all of it: what is not zeros lies in no memory that the kernel would wipe.
             tag: tag::UNKNOWN,
-            private: false,
             link: 0,
             identity: Identity {
                 device: 0,
@@ -227,33 +202,42 @@ impl Inner {
 pub(crate) struct Held {
     pub(crate) fd: c_int,
     pub(crate) entry: &'static Entry,
+    inner: Guard<'static, Inner>,
 }
 
 impl Deref for Held {
     type Target = Inner;
     #[inline(always)]
     fn deref(&self) -> &Inner {
-        // SAFETY: the lock is held, and only one `Held` exists for a lock that is.
-        unsafe { &*self.entry.inner.get() }
+        &self.inner
     }
 }
 
 impl DerefMut for Held {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut Inner {
-        // SAFETY: the lock is held, and this is the only borrow of its only `Held`.
-        unsafe { &mut *self.entry.inner.get() }
-    }
-}
-
-impl Drop for Held {
-    #[inline(always)]
-    fn drop(&mut self) {
-        self.entry.lock.give();
+        &mut self.inner
     }
 }
 
 impl Held {
+    /// Whether the offset is private to this process.
+    #[inline(always)]
+    pub(crate) fn is_private(&self) -> bool {
+        self.entry.is_private()
+    }
+
+    /// Makes the offset private, or the kernel's; with signals blocked where a handler may use the descriptor.
+    pub(crate) fn set_private(&mut self, private: bool) {
+        self.entry.private.store(private, Ordering::Relaxed);
+    }
+
+    /// Nothing is known of the descriptor any more.
+    pub(crate) fn reset(&mut self) {
+        self.set_private(false);
+        **self = Inner::new();
+    }
+
     /// Changes which hooks look at this entry.
     pub(crate) fn set_tag(&mut self, tag: u32) {
         self.tag = tag;
@@ -293,7 +277,7 @@ pub(crate) fn tag_of(fd: c_int) -> u32 {
 #[cold]
 fn look_up(fd: c_int) -> u32 {
     // One that came by a raw call or in a message; who else has it nobody knows.
-    if stub_mark_of(fd) == stub_mark::NONE && TABLE.trees.any() && crate::stub::is_stub(fd) {
+    if stub_mark_of(fd) == stub_mark::NONE && trees::has_trees() && trees::is_stub(fd) {
         mark_stub(fd, stub_mark::SHARED);
     }
     let found = if stub_mark_of(fd) == stub_mark::NONE {
@@ -319,10 +303,10 @@ pub(crate) fn enter(fd: c_int) -> Entered {
     let Some(entry) = TABLE.entries.get(fd as usize) else {
         return Entered::Not;
     };
-    if !entry.lock.take() {
+    let Some(inner) = entry.inner.take_lock() else {
         return Entered::Again(entry);
-    }
-    let held = Held { fd, entry };
+    };
+    let held = Held { fd, entry, inner };
     if matches!(held.tag, tag::UNKNOWN | tag::NONE) {
         Entered::Not
     } else {
@@ -336,7 +320,8 @@ pub(crate) fn enter_new(fd: c_int) -> Option<Held> {
         return None;
     }
     let entry = TABLE.entries.get(fd as usize)?;
-    entry.lock.take().then_some(Held { fd, entry })
+    let inner = entry.inner.take_lock()?;
+    Some(Held { fd, entry, inner })
 }
 
 /// Whether this is the process whose descriptors the table describes. A child of fork(2) finds the table
@@ -352,24 +337,6 @@ pub(crate) fn is_owner() -> bool {
     }
 }
 
-/// Whether this code runs in a child of vfork(2), on its parent's memory.
-#[inline(always)]
-pub(crate) fn in_vfork_child() -> bool {
-    VFORKING.load(Ordering::Relaxed) != 0 && VFORKS.with(Cell::get) != 0
-}
-
-/// Before vfork(2): from now on this thread is the child.
-pub(crate) fn begin_vfork() {
-    VFORKING.fetch_add(1, Ordering::Relaxed);
-    VFORKS.with(|count| count.set(count.get().wrapping_add(1)));
-}
-
-/// After vfork(2), in the parent.
-pub(crate) fn end_vfork() {
-    VFORKS.with(|count| count.set(count.get().saturating_sub(1)));
-    VFORKING.fetch_sub(1, Ordering::Relaxed);
-}
-
 /// Descriptors with a tag, from `first` to `last`.
 pub(crate) fn tagged(first: u32, last: u32) -> impl Iterator<Item = c_int> {
     let high = TABLE
@@ -380,12 +347,4 @@ pub(crate) fn tagged(first: u32, last: u32) -> impl Iterator<Item = c_int> {
     (first..end)
         .map(|fd| fd as c_int)
         .filter(|fd| tag_of(*fd) != tag::NONE)
-}
-
-/// Makes children of fork(2) find zeros. `false`: the kernel cannot.
-pub(crate) fn wipe_on_fork() -> bool {
-    let start = &raw const TABLE as usize;
-    let len = size_of::<Table>();
-    // SAFETY: the table has whole pages of its own.
-    unsafe { sys::syscall!(libc::SYS_madvise, start, len, libc::MADV_WIPEONFORK) == 0 }
 }

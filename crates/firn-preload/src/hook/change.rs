@@ -2,6 +2,7 @@
 //! sets: what was written before comes first.
 
 use std::ffi::{c_char, c_int, c_uint};
+use std::mem::MaybeUninit;
 
 use libc::off64_t;
 
@@ -12,7 +13,8 @@ use crate::real::{
 };
 use crate::stub;
 use crate::sys::{self, syscall, told};
-use crate::table::{TABLE, tag, tag_of};
+use crate::table::{tag, tag_of};
+use crate::trees;
 
 export! { ftruncate ftruncate64 = do_ftruncate(fd: c_int, size: off64_t) -> c_int }
 export! { truncate truncate64 = do_truncate(path: *const c_char, size: off64_t) -> c_int }
@@ -50,7 +52,7 @@ unsafe fn do_ftruncate(fd: c_int, size: off64_t) -> c_int {
 }
 
 unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
-    if stands_on_tree(libc::AT_FDCWD, path, 0) {
+    if file_on_tree(libc::AT_FDCWD, path, 0).is_some() {
         let flags = libc::O_WRONLY | libc::O_CLOEXEC | libc::O_NONBLOCK;
         // SAFETY: the path that the program gave to truncate(2), opened as that would.
         let fd = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize) };
@@ -123,20 +125,20 @@ unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_
 
 // ---- times ---------------------------------------------------------------------------------------
 
-/// Whether a path leads to a file on the device of a tree.
-fn stands_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> bool {
-    if !TABLE.trees.any() || path.is_null() {
-        return false;
+/// Device and inode number of what a path leads to, if it is a regular file on the device of a tree.
+fn file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Option<(u64, u64)> {
+    if !trees::has_trees() || path.is_null() {
+        return None;
     }
-    // SAFETY: a structure of numbers.
-    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+    let mut stat = MaybeUninit::<libc::statx>::zeroed();
     let mask = libc::STATX_TYPE | libc::STATX_INO;
-    // SAFETY: the path is the program's, the structure ours.
-    let result = unsafe { syscall!(libc::SYS_statx, dir, path, flags, mask, &raw mut stat) };
-    let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
-    result == 0
-        && u32::from(stat.stx_mode) & libc::S_IFMT == libc::S_IFREG
-        && TABLE.trees.has(device)
+    // SAFETY: the kernel reads the path, which the program gave to the call of this hook, and fills one structure.
+    let result = unsafe { syscall!(libc::SYS_statx, dir, path, flags, mask, stat.as_mut_ptr()) };
+    // SAFETY: a structure of numbers, which zeros are values of.
+    let stat = unsafe { stat.assume_init() };
+    let device = sys::device_number(stat.stx_dev_major, stat.stx_dev_minor);
+    let is_regular = u32::from(stat.stx_mode) & libc::S_IFMT == libc::S_IFREG;
+    (result == 0 && is_regular && trees::has_stubs(device)).then_some((device, stat.stx_ino))
 }
 
 /// Before a time is set: firnd tells the stub of what was written until now, so that it does not later.
@@ -146,18 +148,11 @@ fn settle_fd(fd: c_int) {
     }
 }
 
-fn settle(dir: c_int, path: *const c_char, flags: c_int) {
+fn settle_path(dir: c_int, path: *const c_char, flags: c_int) {
     if path.is_null() {
         settle_fd(dir);
-    } else if stands_on_tree(dir, path, flags) {
-        // SAFETY: a structure of numbers.
-        let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-        let mask = libc::STATX_INO;
-        // SAFETY: as in `stands_on_tree`.
-        if unsafe { syscall!(libc::SYS_statx, dir, path, flags, mask, &raw mut stat) } == 0 {
-            let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
-            let _ = stub::attr_of(dir, path, flags, Some((device, stat.stx_ino)));
-        }
+    } else if let Some(file) = file_on_tree(dir, path, flags) {
+        let _ = stub::attr_of(dir, path, flags, Some(file));
     }
 }
 
@@ -172,7 +167,7 @@ unsafe fn do_utimensat(
     times: *const libc::timespec,
     flags: c_int,
 ) -> c_int {
-    settle(dir, path, flags);
+    settle_path(dir, path, flags);
     forward!(UTIMENSAT(dir, path, times, flags))
 }
 
@@ -182,21 +177,21 @@ unsafe fn do_futimes(fd: c_int, times: *const libc::timeval) -> c_int {
 }
 
 unsafe fn do_futimesat(dir: c_int, path: *const c_char, times: *const libc::timeval) -> c_int {
-    settle(dir, path, 0);
+    settle_path(dir, path, 0);
     forward!(FUTIMESAT(dir, path, times))
 }
 
 unsafe fn do_utimes(path: *const c_char, times: *const libc::timeval) -> c_int {
-    settle(libc::AT_FDCWD, path, 0);
+    settle_path(libc::AT_FDCWD, path, 0);
     forward!(UTIMES(path, times))
 }
 
 unsafe fn do_lutimes(path: *const c_char, times: *const libc::timeval) -> c_int {
-    settle(libc::AT_FDCWD, path, libc::AT_SYMLINK_NOFOLLOW);
+    settle_path(libc::AT_FDCWD, path, libc::AT_SYMLINK_NOFOLLOW);
     forward!(LUTIMES(path, times))
 }
 
 unsafe fn do_utime(path: *const c_char, times: *const libc::utimbuf) -> c_int {
-    settle(libc::AT_FDCWD, path, 0);
+    settle_path(libc::AT_FDCWD, path, 0);
     forward!(UTIME(path, times))
 }

@@ -7,15 +7,16 @@ use std::ffi::{c_char, c_int, c_void};
 
 use libc::{mode_t, off64_t, size_t};
 
-use super::{export, forward};
-use crate::opened::{Before, noted};
+use super::{export, forward, stream};
+use crate::opened::{By, Noted, note};
 use crate::probe;
 use crate::real::{
     CREAT, MKOSTEMPS, MMAP, MPROTECT, MREMAP, MUNMAP, OPEN, OPEN_2, OPENAT, OPENAT_2,
 };
 use crate::share;
+use crate::sharing::Moment;
 use crate::stub;
-use crate::sys::told;
+use crate::sys::{self, told};
 use crate::table::{tag, tag_of};
 
 export! { open open64 __open __open64 =
@@ -37,34 +38,50 @@ export! { mprotect = do_mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c
 export! { mremap = do_mremap(
 at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> *mut c_void }
 
+/// A call of the program gave the descriptor `fd`, opened with `flags`: what it returns, which is -1 and
+/// errno where `fd` is a stub that cannot be used. Else keeps errno.
+fn finish_open(fd: c_int, flags: c_int, before: &Moment) -> c_int {
+    match note(fd, flags, before, By::Program) {
+        Noted::Unusable(errno) => {
+            sys::close(fd);
+            told(-(errno as isize)) as c_int
+        }
+        Noted::Stub => {
+            stream::stub_at(fd);
+            fd
+        }
+        Noted::Else => fd,
+    }
+}
+
 unsafe fn do_open(path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
-    let before = Before::now();
+    let before = Moment::now();
     let fd = forward!(OPEN(path, flags, mode));
-    noted(fd, flags, &before)
+    finish_open(fd, flags, &before)
 }
 
 unsafe fn do_openat(dir: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
-    let before = Before::now();
+    let before = Moment::now();
     let fd = forward!(OPENAT(dir, path, flags, mode));
-    noted(fd, flags, &before)
+    finish_open(fd, flags, &before)
 }
 
 unsafe fn do_open_2(path: *const c_char, flags: c_int) -> c_int {
-    let before = Before::now();
+    let before = Moment::now();
     let fd = forward!(OPEN_2(path, flags));
-    noted(fd, flags, &before)
+    finish_open(fd, flags, &before)
 }
 
 unsafe fn do_openat_2(dir: c_int, path: *const c_char, flags: c_int) -> c_int {
-    let before = Before::now();
+    let before = Moment::now();
     let fd = forward!(OPENAT_2(dir, path, flags));
-    noted(fd, flags, &before)
+    finish_open(fd, flags, &before)
 }
 
 unsafe fn do_creat(path: *const c_char, mode: mode_t) -> c_int {
-    let before = Before::now();
+    let before = Moment::now();
     let fd = forward!(CREAT(path, mode));
-    noted(fd, libc::O_WRONLY | libc::O_TRUNC, &before)
+    finish_open(fd, libc::O_WRONLY | libc::O_TRUNC, &before)
 }
 
 unsafe fn do_mkstemp(template: *mut c_char) -> c_int {
@@ -83,9 +100,9 @@ unsafe fn do_mkstemps(template: *mut c_char, suffix: c_int) -> c_int {
 }
 
 unsafe fn do_mkostemps(template: *mut c_char, suffix: c_int, flags: c_int) -> c_int {
-    let before = Before::now();
+    let before = Moment::now();
     let fd = forward!(MKOSTEMPS(template, suffix, flags));
-    noted(fd, flags | libc::O_RDWR, &before)
+    finish_open(fd, flags | libc::O_RDWR, &before)
 }
 
 unsafe fn do_mmap(

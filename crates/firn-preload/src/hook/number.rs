@@ -5,12 +5,14 @@ use std::ffi::{c_int, c_uint};
 use libc::ssize_t;
 
 use super::{export, forward, stream};
+use crate::connect;
 use crate::opened::forget_stale;
 use crate::real::{CLOSE, CLOSE_RANGE, CLOSEFROM, DUP, DUP2, DUP3, FCNTL, SENDMMSG, SENDMSG};
 use crate::share;
 use crate::stub;
 use crate::sys::{self, told};
-use crate::table::{self, TABLE, tag, tag_of};
+use crate::table::{self, tag, tag_of};
+use crate::vfork::in_vfork_child;
 
 export! { close __close = do_close(fd: c_int) -> c_int }
 export! { dup = do_dup(fd: c_int) -> c_int }
@@ -25,7 +27,7 @@ do_sendmmsg(socket: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c
 
 /// The library's own socket, in the process that has it.
 fn is_internal(fd: c_int) -> bool {
-    tag_of(fd) == tag::INTERNAL && !table::in_vfork_child()
+    tag_of(fd) == tag::INTERNAL && !in_vfork_child()
 }
 
 #[inline(always)]
@@ -36,7 +38,7 @@ unsafe fn do_close(fd: c_int) -> c_int {
         }
         if tag_of(fd) == tag::STUB {
             let released = stub::close(fd);
-            table::is_free(fd);
+            table::forget_tag(fd);
             let closed = forward!(CLOSE(fd));
             return if closed == 0 {
                 told(released) as c_int
@@ -46,7 +48,7 @@ unsafe fn do_close(fd: c_int) -> c_int {
         }
         forget_stale(fd);
     }
-    table::is_free(fd);
+    table::forget_tag(fd);
     forward!(CLOSE(fd))
 }
 
@@ -89,7 +91,7 @@ fn before_dup(from: c_int, to: c_int) {
             stub::close(to);
         }
     } else if is_internal(to) {
-        TABLE.links.make_way(to);
+        connect::move_socket(to);
     } else if tag_of(to) != tag::NONE {
         // With its offset, because the call may fail and leave it open.
         share::one(to);
@@ -128,7 +130,7 @@ unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
 
 unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let real = CLOSE_RANGE.get();
-    if table::in_vfork_child() || flags & libc::CLOSE_RANGE_CLOEXEC as c_int != 0 {
+    if in_vfork_child() || flags & libc::CLOSE_RANGE_CLOEXEC as c_int != 0 {
         // SAFETY: numbers only; the program closes its own descriptors.
         return unsafe { real(first, last, flags) };
     }
@@ -157,7 +159,7 @@ unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
 
 unsafe fn do_closefrom(first: c_int) {
     let first = first.max(0) as c_uint;
-    if table::in_vfork_child() || table::tagged(first, u32::MAX).next().is_none() {
+    if in_vfork_child() || table::tagged(first, u32::MAX).next().is_none() {
         return forward!(CLOSEFROM(first as c_int));
     }
     // SAFETY: as closefrom(3), which the program called, with numbers only.

@@ -5,10 +5,12 @@ use std::ffi::{c_char, c_int};
 use libc::stat64 as Stat;
 
 use super::{export, forward};
+use crate::devices;
 use crate::real::{FSTAT, FSTATAT, FXSTAT, FXSTATAT, LSTAT, LXSTAT, STAT, STATX, XSTAT};
 use crate::stub::{self, Attr};
 use crate::sys::told;
-use crate::table::{TABLE, tag, tag_of};
+use crate::table::{tag, tag_of};
+use crate::trees;
 
 export! { stat stat64 = do_stat(path: *const c_char, to: *mut Stat) -> c_int }
 export! { lstat lstat64 = do_lstat(path: *const c_char, to: *mut Stat) -> c_int }
@@ -79,13 +81,13 @@ unsafe fn with_size(
     named: Named,
     again: impl Fn() -> c_int,
 ) -> c_int {
-    if result != 0 || !TABLE.trees.any() {
+    if result != 0 || !trees::has_trees() {
         return result;
     }
     // SAFETY: the kernel just filled the structure that the program gave (`result` is 0).
     let stat = unsafe { &mut *to };
     let device = u64::from(libc::major(stat.st_dev)) << 32 | u64::from(libc::minor(stat.st_dev));
-    if stat.st_mode & libc::S_IFMT != libc::S_IFREG || !TABLE.trees.has(device) {
+    if stat.st_mode & libc::S_IFMT != libc::S_IFREG || !trees::has_stubs(device) {
         return result;
     }
     match named.attr(device, stat.st_ino) {
@@ -107,7 +109,7 @@ macro_rules! sized {
         // SAFETY: the program called the hook with these arguments.
         let ask = || unsafe { $call };
         let result = ask();
-        // SAFETY: the kernel just filled it.
+        // SAFETY: the structure that the program gave, which the call filled where its result is 0.
         unsafe { with_size(result, $to, $named, ask) }
     }};
 }
@@ -177,7 +179,7 @@ unsafe fn do_statx(
     if result != 0 {
         return result;
     }
-    // SAFETY: the kernel just filled it.
+    // SAFETY: statx(2) succeeded, so the kernel filled the structure that the program gave.
     let (major, minor, mode, inode) = unsafe {
         (
             (*to).stx_dev_major,
@@ -189,7 +191,7 @@ unsafe fn do_statx(
     let device = u64::from(major) << 32 | u64::from(minor);
     if mask & libc::STATX_SIZE == 0
         && flags & libc::AT_STATX_DONT_SYNC == 0
-        && TABLE.devices.has(device)
+        && devices::is_known_mount(device)
     {
         // Whoever does not ask for the size gets the kernel's old one, told as valid, where bytes went past it.
         return forward!(STATX(
@@ -200,10 +202,10 @@ unsafe fn do_statx(
             to,
         ));
     }
-    if !TABLE.trees.any() {
+    if !trees::has_trees() {
         return result;
     }
-    if u32::from(mode) & libc::S_IFMT != libc::S_IFREG || !TABLE.trees.has(device) {
+    if u32::from(mode) & libc::S_IFMT != libc::S_IFREG || !trees::has_stubs(device) {
         return result;
     }
     match (Named { dir, path, flags }).attr(device, inode) {

@@ -9,13 +9,15 @@ use libc::FILE;
 
 use super::{export, forward};
 use crate::cookie;
-use crate::opened::{Before, By, Noted, forget_stale, note};
+use crate::opened::{By, Noted, forget_stale, note};
 use crate::real::{FCLOSE, FDOPEN, FOPEN, FREOPEN};
-use crate::report;
 use crate::share;
-use crate::stub;
+use crate::sharing::Moment;
+use crate::summary;
 use crate::sys::{self, told};
-use crate::table::{self, ACTIVE, TABLE, tag, tag_of};
+use crate::table::{ACTIVE, tag, tag_of};
+use crate::trees;
+use crate::vfork::in_vfork_child;
 
 export! { fdopen _IO_fdopen = do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE }
 export! { freopen freopen64 =
@@ -43,7 +45,7 @@ unsafe extern "C" fn do_fopen(
     mode: *const c_char,
     caller: *const c_void,
 ) -> *mut FILE {
-    let before = Before::now();
+    let before = Moment::now();
     let file = forward!(FOPEN(path, mode));
     if file.is_null() || ACTIVE.load(Ordering::Relaxed) == 0 {
         return file;
@@ -69,14 +71,14 @@ unsafe extern "C" fn do_fopen(
 
 /// Whether a descriptor that was just opened is a stub.
 fn is_stub(fd: c_int) -> bool {
-    TABLE.trees.any_or_new() && !table::in_vfork_child() && stub::is_stub(fd)
+    trees::may_have_trees() && !in_vfork_child() && trees::is_stub(fd)
 }
 
 /// A stream of ours instead of one that was just opened on a stub, with the same number.
 ///
 /// # Safety
 /// Nothing was done with the stream yet.
-unsafe fn over_stub(file: *mut FILE, mode: *const c_char, before: &Before) -> *mut FILE {
+unsafe fn over_stub(file: *mut FILE, mode: *const c_char, before: &Moment) -> *mut FILE {
     // SAFETY: an open stream that nobody has used, and the mode that opened it.
     unsafe {
         let fd = libc::fileno(file);
@@ -117,7 +119,7 @@ unsafe fn over_stub(file: *mut FILE, mode: *const c_char, before: &Before) -> *m
 
 /// A standard descriptor became a stub: its stream must not write into the stub itself.
 pub(crate) fn stub_at(fd: c_int) {
-    if fd <= libc::STDERR_FILENO && !table::in_vfork_child() && tag_of(fd) == tag::STUB {
+    if fd <= libc::STDERR_FILENO && !in_vfork_child() && tag_of(fd) == tag::STUB {
         cookie::replace_standard(fd);
     }
 }
@@ -155,7 +157,7 @@ unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
 }
 
 unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE {
-    let before = Before::now();
+    let before = Moment::now();
     // SAFETY: path, mode and stream are what the program gave to freopen(3).
     unsafe {
         if !file.is_null() && cookie::is_ours(file) {
@@ -205,7 +207,7 @@ unsafe fn forget(file: *mut FILE) {
     // SAFETY: not null, so an open stream.
     let fd = unsafe { libc::fileno(file) };
     if fd == libc::STDERR_FILENO {
-        report::print();
+        summary::print_report();
     }
     if tag_of(fd) != tag::NONE && tag_of(fd) != tag::INTERNAL {
         forget_stale(fd);

@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use libc::{iovec, off64_t, size_t, ssize_t};
 
 use super::{export, forward, memory_of};
-use crate::descriptor::{Handled, Ticket};
+use crate::handled::{Handled, Ticket};
 use crate::kernel;
 use crate::memory::{Readable, Run, Source};
 use crate::real::{PWRITE, PWRITEV, PWRITEV2, WRITE, WRITEV};

@@ -1,0 +1,49 @@
+//! Who serves the bytes that neither a lease nor a list can: the kernel for files of a mount, firnd over the data
+//! socket for stubs.
+
+use std::ffi::c_int;
+
+use crate::handled::Handled;
+use crate::lease::LeaseLost;
+use crate::memory::{Readable, Run, Writable};
+use crate::offset::Claim;
+use crate::report::Call;
+use crate::table::Held;
+
+/// Who serves what goes past neither lease nor list.
+pub(crate) trait Fallback {
+    /// Whether bytes may go into leases now; asks for the grant where it is time to.
+    fn may_lease(held: &mut Held, total: usize) -> bool;
+    /// Whether there is a list of where the bytes are; asks for it where that is worth it.
+    fn has_list(held: &mut Held, total: usize) -> bool;
+    /// Leaves a call to somebody else, where there is somebody, with the offset given back; else `Ok`.
+    fn leave(
+        held: Held,
+        claim: Option<&mut Claim>,
+        at: Option<u64>,
+        call: Call,
+    ) -> Result<Held, Handled>;
+    /// A lease was lost after `done` bytes of a claim.
+    fn lease_lost(
+        held: Held,
+        claim: &mut Claim,
+        lost: LeaseLost,
+        done: usize,
+        call: Call,
+    ) -> Result<Held, Handled>;
+    /// What was copied by the list means nothing: it does not hold any more.
+    fn list_lost(
+        held: Held,
+        claim: &mut Claim,
+        at: Option<u64>,
+        call: Call,
+    ) -> Result<Held, Handled>;
+    /// Writes at an offset; fewer bytes than given where that is all that goes.
+    fn write_at(held: &mut Held, run: Run<'_, Readable>, at: u64) -> Result<usize, c_int>;
+    /// Reads at an offset; 0 at the end of the file.
+    fn read_at(held: &mut Held, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int>;
+    /// lseek(2) from the end of the file, or to data or a hole: the new offset.
+    fn seek_in_file(held: &mut Held, offset: i64, whence: c_int) -> Result<u64, c_int>;
+    /// Whether the offset is known here, private or not.
+    fn has_offset(held: &Held) -> bool;
+}

@@ -1,0 +1,35 @@
+//! Prints the report, at exit or when the program closes standard error before.
+
+use std::io::Write;
+
+use crate::memory::Run;
+use crate::report::{self, Call};
+use crate::stub;
+use crate::sys;
+use crate::table::{self, tag};
+
+/// Longest line.
+const LINE_BYTES_MAX: usize = 200;
+
+/// Prints the report if it is wanted, once.
+pub(crate) fn print_report() {
+    let pid = sys::pid();
+    report::take_report(|text| {
+        // On the stack, and what does not fit is cut: nothing here may allocate.
+        let mut line = [0; LINE_BYTES_MAX];
+        let mut rest = &mut line[..];
+        let _ = writeln!(rest, "firn-preload[{pid}]: {text}");
+        let left = rest.len();
+        print_text(line.get(..LINE_BYTES_MAX - left).unwrap_or_default());
+    });
+}
+
+/// Writes to standard error, also where that is a stub.
+fn print_text(text: &[u8]) {
+    if table::tag_of(libc::STDERR_FILENO) == tag::STUB {
+        Run::of_bytes(text)
+            .as_memory(|source| stub::write(libc::STDERR_FILENO, source, None, false, Call::Write));
+    } else {
+        sys::say(text);
+    }
+}
