@@ -1,6 +1,12 @@
 //! What C sees: pointers are checked and translated here, nothing is decided.
+//!
+//! Arguments have types that are pointers in C and say what firn.h asks of the program: a reference that may be null
+//! (`Option<&T>`), a box that the program gives back (`Option<Box<T>>`), a string ([`CPath`]), a structure of the
+//! program's own size ([`CallerPlace`]). They are made by C, so what is below is safe code.
 
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -98,70 +104,69 @@ fn guarded(work: impl FnOnce() -> Result<(), Error>) -> c_int {
     failed.errno()
 }
 
-/// # Safety
-/// `pointer` is null or points to a `T` that nobody else changes while it is used.
-unsafe fn given<'a, T>(pointer: *const T, what: &'static str) -> Result<&'a T, Error> {
-    // SAFETY: null or valid and unchanged, as promised to this function.
-    unsafe { pointer.as_ref() }.ok_or(Error::Argument(what))
+/// A path from C: null, or a string that ends with a zero byte and stays as it is for `'a`.
+#[repr(transparent)]
+pub struct CPath<'a> {
+    start: *const c_char,
+    string: PhantomData<&'a CStr>,
 }
 
-/// # Safety
-/// `path` is null or a string that ends with a zero byte.
-unsafe fn path_of<'a>(path: *const c_char) -> Result<&'a Path, Error> {
-    if path.is_null() {
-        return Err(Error::Argument("the path is a null pointer"));
+impl<'a> CPath<'a> {
+    /// The path.
+    fn path(self) -> Result<&'a Path, Error> {
+        if self.start.is_null() {
+            return Err(Error::Argument("the path is a null pointer"));
+        }
+        // SAFETY: only C makes values of this type, and gives what is not null as a string (firn.h).
+        let string = unsafe { CStr::from_ptr(self.start) };
+        Ok(Path::new(OsStr::from_bytes(string.to_bytes())))
     }
-    // SAFETY: not null, so a string that ends, as promised to this function.
-    Ok(Path::new(OsStr::from_bytes(
-        unsafe { CStr::from_ptr(path) }.to_bytes(),
-    )))
 }
 
-/// Fills a structure of the program's as far as its `size` says. What it lacks is not written; what this version
-/// of the library does not know of it is zeroed.
-///
-/// # Safety
-/// `to` is null, or its `size` says how many bytes may be written there.
-unsafe fn give_sized<T: CallerSized>(to: *mut T, value: T) -> Result<(), Error> {
-    if to.is_null() {
-        return Err(Error::Argument(
-            "the place for the answer is a null pointer",
-        ));
-    }
-    const HEAD: usize = size_of::<usize>();
-    // SAFETY: not null, and its first word is `size` (`CallerSized`), which the program has set.
-    let size = unsafe { to.cast::<usize>().read() };
-    if size < HEAD {
-        return Err(Error::Argument(
-            "the structure's size is not set: set its `size` to its sizeof first",
-        ));
-    }
-    let known = size.min(size_of::<T>());
-    let from = (&raw const value).cast::<u8>();
-    // SAFETY: `known` bytes are in both structures, and `size` may be written; the program's own `size` stays.
-    unsafe {
-        let to = to.cast::<u8>();
-        std::ptr::copy_nonoverlapping(from.add(HEAD), to.add(HEAD), known - HEAD);
-        to.add(known).write_bytes(0, size - known);
-    }
-    Ok(())
+/// A place from C for a structure: null, or as large as its first word, `size`, says.
+#[repr(transparent)]
+pub struct CallerPlace<'a, T> {
+    start: *mut T,
+    place: PhantomData<&'a mut T>,
 }
 
-/// # Safety
-/// `to` is null or may be written to.
-unsafe fn give<T>(to: *mut T, value: T) -> Result<(), Error> {
-    if to.is_null() {
-        return Err(Error::Argument(
-            "the place for the answer is a null pointer",
-        ));
+impl<T: CallerSized> CallerPlace<'_, T> {
+    /// Fills the structure as far as its `size` says. What it lacks is not written; what this version of the library
+    /// does not know of it is zeroed.
+    fn fill(self, value: T) -> Result<(), Error> {
+        if self.start.is_null() {
+            return Err(Error::Argument(NO_PLACE));
+        }
+        const HEAD: usize = size_of::<usize>();
+        // SAFETY: only C makes values of this type, and sets the first word of what is not null (firn.h).
+        let size = unsafe { self.start.cast::<usize>().read() };
+        if size < HEAD {
+            return Err(Error::Argument(
+                "the structure's size is not set: set its `size` to its sizeof first",
+            ));
+        }
+        let known = size.min(size_of::<T>());
+        let from = (&raw const value).cast::<u8>();
+        // SAFETY: `known` bytes are in both structures, and `size` may be written; the program's own `size` stays.
+        unsafe {
+            let to = self.start.cast::<u8>();
+            std::ptr::copy_nonoverlapping(from.add(HEAD), to.add(HEAD), known - HEAD);
+            to.add(known).write_bytes(0, size - known);
+        }
+        Ok(())
     }
-    // SAFETY: not null, so writable, as promised to this function.
-    unsafe { to.write(value) };
-    Ok(())
+}
+
+/// A place from C for a value: null, or writable.
+type OutPlace<'a, T> = Option<&'a mut MaybeUninit<T>>;
+
+fn mount_of(handle: Option<&Handle>) -> Result<&Arc<OpenMount>, Error> {
+    let handle = handle.ok_or(Error::Argument(NO_HANDLE))?;
+    Ok(&handle.0)
 }
 
 const NO_HANDLE: &str = "the handle is a null pointer";
-const NO_LIST: &str = "the list is a null pointer";
+const NO_PLACE: &str = "the place for the answer is a null pointer";
 
 // ---- the library ---------------------------------------------------------------------------------
 
@@ -186,36 +191,24 @@ pub extern "C" fn firn_error_message() -> *const c_char {
 // ---- a mount -------------------------------------------------------------------------------------
 
 /// `firn_open`.
-///
-/// # Safety
-/// As in C: `path` is null or a string, `handle` null or a place for a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_open(path: *const c_char, handle: *mut *mut Handle) -> c_int {
+pub extern "C" fn firn_open(path: CPath<'_>, handle: OutPlace<'_, Box<Handle>>) -> c_int {
     guarded(|| {
-        if handle.is_null() {
-            return Err(Error::Argument(
-                "the place for the handle is a null pointer",
-            ));
-        }
-        // SAFETY: null or a string, by firn.h.
-        let mount = OpenMount::open(unsafe { path_of(path) }?)?;
+        let place = handle.ok_or(Error::Argument(
+            "the place for the handle is a null pointer",
+        ))?;
+        let mount = OpenMount::open(path.path()?)?;
         let paths = RegionPaths::of(&mount)?;
-        let opened = Box::new(Handle(Arc::new(mount), paths));
-        // SAFETY: not null, so a place for a pointer by firn.h.
-        unsafe { give(handle, Box::into_raw(opened)) }
+        place.write(Box::new(Handle(Arc::new(mount), paths)));
+        Ok(())
     })
 }
 
 /// `firn_close`.
-///
-/// # Safety
-/// `handle` is null, or came from `firn_open` and was not closed; nobody uses it.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_close(handle: *mut Handle) {
+pub extern "C" fn firn_close(handle: Option<Box<Handle>>) {
     guarded(|| {
-        if !handle.is_null() {
-            // SAFETY: `firn_open` made it with `Box::into_raw`, and by firn.h it is closed once.
-            let handle = unsafe { Box::from_raw(handle) };
+        if let Some(handle) = handle {
             handle.0.close();
         }
         Ok(())
@@ -238,7 +231,7 @@ impl RegionPaths {
     }
 }
 
-fn region(Handle(mount, paths): &Handle) -> Region {
+fn region_of(Handle(mount, paths): &Handle) -> Region {
     let mapping = mount.mapping();
     let spill = mapping.and_then(|mapping| mapping.spill.as_ref());
     let region = mount.region();
@@ -261,31 +254,24 @@ fn region(Handle(mount, paths): &Handle) -> Region {
 }
 
 /// `firn_get_data_region`.
-///
-/// # Safety
-/// `handle` is null or open; `to` is null or a place for a region.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_get_data_region(handle: *const Handle, to: *mut Region) -> c_int {
+pub extern "C" fn firn_get_data_region(
+    handle: Option<&Handle>,
+    to: CallerPlace<'_, Region>,
+) -> c_int {
     guarded(|| {
-        // SAFETY: null or open, by firn.h.
-        let handle = unsafe { given(handle, NO_HANDLE) }?;
-        // SAFETY: null, or of the size that it says, by firn.h.
-        unsafe { give_sized(to, region(handle)) }
+        let handle = handle.ok_or(Error::Argument(NO_HANDLE))?;
+        to.fill(region_of(handle))
     })
 }
 
 /// `firn_map_region`.
-///
-/// # Safety
-/// As for `firn_get_data_region`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_map_region(handle: *const Handle, to: *mut Region) -> c_int {
+pub extern "C" fn firn_map_region(handle: Option<&Handle>, to: CallerPlace<'_, Region>) -> c_int {
     guarded(|| {
-        // SAFETY: null or open, by firn.h.
-        let handle = unsafe { given(handle, NO_HANDLE) }?;
+        let handle = handle.ok_or(Error::Argument(NO_HANDLE))?;
         handle.0.map_region()?;
-        // SAFETY: null, or of the size that it says, by firn.h.
-        unsafe { give_sized(to, region(handle)) }
+        to.fill(region_of(handle))
     })
 }
 
@@ -328,96 +314,65 @@ fn piece_of(meta: &ChunkMeta) -> Result<ChunkPiece, Error> {
 }
 
 /// `firn_get_chunk_meta_list`.
-///
-/// # Safety
-/// `handle` is null or open; `path` is null or a string; `to` is null or a place for a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_get_chunk_meta_list(
-    handle: *const Handle,
-    path: *const c_char,
-    to: *mut *mut ChunkListHandle,
+pub extern "C" fn firn_get_chunk_meta_list(
+    handle: Option<&Handle>,
+    path: CPath<'_>,
+    to: OutPlace<'_, Box<ChunkListHandle>>,
 ) -> c_int {
     guarded(|| {
-        if to.is_null() {
-            return Err(Error::Argument("the place for the list is a null pointer"));
-        }
-        // SAFETY: null or open, by firn.h.
-        let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
-        // SAFETY: null or a string, by firn.h.
-        let list = ChunkList::make(mount, unsafe { path_of(path) }?)?;
+        let place = to.ok_or(Error::Argument("the place for the list is a null pointer"))?;
+        let mount = mount_of(handle)?;
+        let list = ChunkList::make(mount, path.path()?)?;
         let pieces = list
             .pieces
             .iter()
             .map(|piece| meta(mount, piece))
             .collect::<Result<_, _>>()?;
-        let made = Box::new(ChunkListHandle { list, pieces });
-        // SAFETY: not null, so a place for a pointer by firn.h.
-        unsafe { give(to, Box::into_raw(made)) }
+        place.write(Box::new(ChunkListHandle { list, pieces }));
+        Ok(())
     })
 }
 
 /// `firn_chunk_list_bytes`.
-///
-/// # Safety
-/// `list` is null or was not freed.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_chunk_list_bytes(list: *const ChunkListHandle) -> u64 {
-    // SAFETY: null or not freed, by firn.h.
-    unsafe { list.as_ref() }.map_or(0, |list| list.list.bytes)
+pub extern "C" fn firn_chunk_list_bytes(list: Option<&ChunkListHandle>) -> u64 {
+    list.map_or(0, |list| list.list.bytes)
 }
 
 /// `firn_chunk_list_count`.
-///
-/// # Safety
-/// `list` is null or was not freed.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_chunk_list_count(list: *const ChunkListHandle) -> usize {
-    // SAFETY: null or not freed, by firn.h.
-    unsafe { list.as_ref() }.map_or(0, |list| list.pieces.len())
+pub extern "C" fn firn_chunk_list_count(list: Option<&ChunkListHandle>) -> usize {
+    list.map_or(0, |list| list.pieces.len())
 }
 
 /// `firn_chunk_list_pieces`.
-///
-/// # Safety
-/// `list` is null or was not freed.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_chunk_list_pieces(list: *const ChunkListHandle) -> *const ChunkMeta {
-    // SAFETY: null or not freed, by firn.h.
-    unsafe { list.as_ref() }.map_or(std::ptr::null(), |list| list.pieces.as_ptr())
+pub extern "C" fn firn_chunk_list_pieces(list: Option<&ChunkListHandle>) -> *const ChunkMeta {
+    list.map_or(std::ptr::null(), |list| list.pieces.as_ptr())
 }
 
 /// `firn_chunk_list_check`.
-///
-/// # Safety
-/// `list` is null or was not freed; `changed` is null or a place for an int.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_chunk_list_check(
-    list: *const ChunkListHandle,
-    changed: *mut c_int,
+pub extern "C" fn firn_chunk_list_check(
+    list: Option<&ChunkListHandle>,
+    changed: OutPlace<'_, c_int>,
 ) -> c_int {
     guarded(|| {
-        // SAFETY: null or not freed, by firn.h.
-        let list = &unsafe { given(list, NO_LIST) }?.list;
-        let found = list.was_changed()?;
-        if changed.is_null() {
-            return Ok(());
+        let list = list.ok_or(Error::Argument("the list is a null pointer"))?;
+        let was_changed = list.list.was_changed()?;
+        if let Some(changed) = changed {
+            changed.write(c_int::from(was_changed));
         }
-        // SAFETY: not null, so a place for an int by firn.h.
-        unsafe { give(changed, c_int::from(found)) }
+        Ok(())
     })
 }
 
 /// `firn_chunk_list_free`.
-///
-/// # Safety
-/// `list` is null, or came from `firn_get_chunk_meta_list` and was not freed; nobody uses it.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_chunk_list_free(list: *mut ChunkListHandle) {
+pub extern "C" fn firn_chunk_list_free(list: Option<Box<ChunkListHandle>>) {
     guarded(|| {
-        if !list.is_null() {
-            // SAFETY: `firn_get_chunk_meta_list` made it with `Box::into_raw`, and by firn.h it is freed once.
-            drop(unsafe { Box::from_raw(list) });
-        }
+        drop(list);
         Ok(())
     });
 }
@@ -425,21 +380,18 @@ pub unsafe extern "C" fn firn_chunk_list_free(list: *mut ChunkListHandle) {
 /// `firn_read_chunk`.
 ///
 /// # Safety
-/// `handle` is null or open; `piece` is null or of a list of this handle that is held; `buffer` is writable
-/// for `bytes` bytes.
+/// `buffer` is writable for `bytes` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_read_chunk(
-    handle: *const Handle,
-    piece: *const ChunkMeta,
+    handle: Option<&Handle>,
+    piece: Option<&ChunkMeta>,
     from: u64,
     buffer: *mut c_void,
     bytes: usize,
 ) -> c_int {
     guarded(|| {
-        // SAFETY: null or open, by firn.h.
-        let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
-        // SAFETY: null, or of a list that is not freed, by firn.h.
-        let piece = unsafe { given(piece, "the piece is a null pointer") }?;
+        let mount = mount_of(handle)?;
+        let piece = piece.ok_or(Error::Argument("the piece is a null pointer"))?;
         let end = from.checked_add(bytes as u64);
         if end.is_none_or(|end| end > piece.bytes) {
             return Err(Error::Argument("the range is not within the piece"));

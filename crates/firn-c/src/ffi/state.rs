@@ -1,11 +1,11 @@
 //! The state of a mount, the drain, and waiting for it.
 
-use std::ffi::{c_char, c_int};
+use std::ffi::c_int;
 
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::Status;
 
-use super::{CallerSized, Handle, NO_HANDLE, give_sized, given, guarded, path_of};
+use super::{CPath, CallerPlace, CallerSized, Handle, guarded, mount_of};
 use crate::error::Error;
 
 /// `FIRN_DRAINED`.
@@ -62,43 +62,30 @@ impl MountStatus {
 }
 
 /// `firn_status`.
-///
-/// # Safety
-/// `handle` is null or open; `to` is null or of the size that it says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_status(handle: *const Handle, to: *mut MountStatus) -> c_int {
+pub extern "C" fn firn_status(handle: Option<&Handle>, to: CallerPlace<'_, MountStatus>) -> c_int {
     guarded(|| {
-        // SAFETY: null or open, by firn.h.
-        let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
+        let mount = mount_of(handle)?;
         let status = MountStatus::of(&mount.status()?);
-        // SAFETY: null or of the size that it says, by firn.h.
-        unsafe { give_sized(to, status) }
+        to.fill(status)
     })
 }
 
 /// `firn_drain`.
-///
-/// # Safety
-/// `handle` is null or open; `path` is null or a string.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_drain(handle: *const Handle, path: *const c_char) -> c_int {
+pub extern "C" fn firn_drain(handle: Option<&Handle>, path: CPath<'_>) -> c_int {
     guarded(|| {
-        // SAFETY: null or open, by firn.h.
-        let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
-        // SAFETY: null or a string, by firn.h.
-        mount.drain(unsafe { path_of(path) }?)?;
+        let mount = mount_of(handle)?;
+        mount.drain(path.path()?)?;
         Ok(())
     })
 }
 
 /// `firn_wait`.
-///
-/// # Safety
-/// As for `firn_drain`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn firn_wait(
-    handle: *const Handle,
-    path: *const c_char,
+pub extern "C" fn firn_wait(
+    handle: Option<&Handle>,
+    path: CPath<'_>,
     until: c_int,
     timeout_ms: u64,
 ) -> c_int {
@@ -112,10 +99,8 @@ pub unsafe extern "C" fn firn_wait(
                 ));
             }
         };
-        // SAFETY: null or open, by firn.h.
-        let mount = &unsafe { given(handle, NO_HANDLE) }?.0;
-        // SAFETY: null or a string, by firn.h.
-        let path = unsafe { path_of(path) }?;
+        let mount = mount_of(handle)?;
+        let path = path.path()?;
         mount.wait(path, until, (timeout_ms != FOREVER).then_some(timeout_ms))?;
         Ok(())
     })
@@ -123,6 +108,8 @@ pub unsafe extern "C" fn firn_wait(
 
 #[cfg(test)]
 mod tests {
+    use std::marker::PhantomData;
+
     use super::*;
 
     #[test]
@@ -141,8 +128,12 @@ mod tests {
         let mut fill = |size: usize| {
             room = [u64::MAX; 20];
             room[0] = size as u64;
-            // SAFETY: `room` has more bytes than any size that is tried.
-            let done = unsafe { give_sized(room.as_mut_ptr().cast::<MountStatus>(), status) };
+            // `room` has more bytes than any size that is tried.
+            let place = CallerPlace {
+                start: room.as_mut_ptr().cast::<MountStatus>(),
+                place: PhantomData,
+            };
+            let done = place.fill(status);
             (done.is_ok(), room)
         };
         assert!(!fill(0).0 && !fill(7).0);
