@@ -15,8 +15,10 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 
+pub use descriptors::raise_descriptor_limit;
 pub use rustix::io::Errno;
 
+mod descriptors;
 pub mod dir;
 pub mod lock;
 #[cfg(feature = "sim")]

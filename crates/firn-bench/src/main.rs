@@ -109,7 +109,9 @@ fn report_usage(error: &clap::Error) -> ExitCode {
 }
 
 fn run(benchmark: Benchmark) -> anyhow::Result<()> {
-    raise_file_limit();
+    // The plain passthrough holds a descriptor for each file that the kernel knows, as firnd does. Without more of
+    // them a benchmark that needs them says so.
+    let _ = firn_backing::raise_descriptor_limit();
     match benchmark {
         Benchmark::Worker => return worker::main(),
         Benchmark::Serve => return serve::main(),
@@ -158,32 +160,4 @@ fn all(common: &Common) -> anyhow::Result<()> {
     publish(spill::SpillArgs::with(common.clone()).run()?)?;
     publish(commit::CommitArgs::with(common.clone()).run()?)?;
     publish(conflict::ConflictArgs::with(common.clone()).run()?)
-}
-
-/// The plain passthrough holds a descriptor for each file that the kernel knows, as firnd does.
-fn raise_file_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let most = std::fs::read_to_string("/proc/sys/fs/nr_open")
-        .ok()
-        .and_then(|text| text.trim().parse().ok());
-    if most.is_some()
-        && setrlimit(
-            Resource::Nofile,
-            Rlimit {
-                current: most,
-                maximum: most,
-            },
-        )
-        .is_ok()
-    {
-        return;
-    }
-    let maximum = getrlimit(Resource::Nofile).maximum;
-    let _ = setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: maximum,
-            maximum,
-        },
-    );
 }

@@ -11,7 +11,9 @@ use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 pub(crate) fn prepare() {
     // Modes come complete from the kernel.
     rustix::process::umask(rustix::fs::Mode::empty());
-    raise_file_limit();
+    if let Err(error) = firn_backing::raise_descriptor_limit() {
+        tracing::warn!(%error, "cannot raise the number of open files");
+    }
     survive_file_size_limit();
     respect_quotas();
 }
@@ -55,36 +57,6 @@ pub(crate) fn limit_behind(errno: Errno) -> Option<String> {
     Some(format!(
         "the limit on file sizes (ulimit -f) is {limit} bytes here; mount, or firn recover, with a higher one"
     ))
-}
-
-fn raise_file_limit() {
-    // Each file in use takes a descriptor; root may have as many as the kernel allows, others what
-    // their hard limit says.
-    let most = std::fs::read_to_string("/proc/sys/fs/nr_open")
-        .ok()
-        .and_then(|text| text.trim().parse().ok());
-    if most.is_some()
-        && setrlimit(
-            Resource::Nofile,
-            Rlimit {
-                current: most,
-                maximum: most,
-            },
-        )
-        .is_ok()
-    {
-        return;
-    }
-    let limit = getrlimit(Resource::Nofile);
-    if let Err(error) = setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: limit.maximum,
-            ..limit
-        },
-    ) {
-        tracing::warn!(%error, "cannot raise the number of open files");
-    }
 }
 
 /// Descriptors that firnd needs however little it does: arena, sockets, `.firn/`, the threads' calls.
