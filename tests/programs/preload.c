@@ -363,7 +363,7 @@ static void appends(void) {
     printf("%d %d\n", counts[0], counts[1]);
     fclose(file);
     MUST(unlink(at("appends")) == 0);
-    /* One writes past the kernel, then another opens for appending. */
+    /* One writes by direct access, then another opens for appending. */
     int fd = make("appended");
     for (int i = 0; i < 1000; i++) put(fd, "writer\n");
     int other = open(at("appended"), O_APPEND | O_WRONLY);
@@ -415,7 +415,7 @@ static void execs(void) {
 static void exec_of_one_that_wrote(void) {
     int fd = make("exec");
     char number[16];
-    for (int i = 0; i < 10000; i++) put(fd, "past the kernel\n");
+    for (int i = 0; i < 10000; i++) put(fd, "directly written\n");
     snprintf(number, sizeof number, "%d", fd);
     fflush(stdout);
     execlp(self, self, dir, "go-on", number, NULL);
@@ -772,7 +772,7 @@ static void bad_buffers(void) {
     SAY(write(fd, memory + page, 100));
     MUST(mprotect(memory, page, PROT_READ | PROT_WRITE) == 0);
     SAY(write(fd, memory, page));
-    /* Read back from a file that is long enough to be read past the kernel. */
+    /* Read back from a file that is long enough to be read by direct access. */
     fill(big, sizeof big, 5);
     MUST(write(fd, big, sizeof big) == sizeof big);
     SAY(close(fd));

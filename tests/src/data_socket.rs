@@ -151,7 +151,7 @@ pub struct Client {
     map: ArenaMap,
 }
 
-/// A file that is written past the kernel as long as that goes.
+/// A file that is written by direct access as long as it is granted.
 pub struct DirectFile<'a> {
     client: &'a Client,
     /// The descriptor.
@@ -159,7 +159,7 @@ pub struct DirectFile<'a> {
     token: u64,
     file_id: u64,
     writer: Option<SlabWriter>,
-    /// Whether the next byte may go past the kernel.
+    /// Whether direct access is granted.
     pub granted: bool,
 }
 
@@ -210,7 +210,7 @@ impl DirectFile<'_> {
         Some(status)
     }
 
-    /// Bytes taken past the kernel.
+    /// Writes by direct access; how many bytes were taken.
     pub fn append(&mut self, offset: u64, data: &[u8]) -> usize {
         let mut done = 0;
         while self.granted && done < data.len() {
@@ -302,7 +302,7 @@ impl DirectFile<'_> {
         ok
     }
 
-    /// Past the kernel, then through it.
+    /// Writes by direct access, and the rest through the kernel.
     pub fn write(&mut self, offset: u64, data: &[u8]) -> std::io::Result<()> {
         let done = self.append(offset, data);
         self.file.write_all_at(&data[done..], offset + done as u64)
@@ -314,7 +314,7 @@ pub fn byte_at(offset: u64) -> u8 {
     (offset % 253) as u8 ^ (offset >> 12) as u8
 }
 
-/// Appends to a file past the kernel until killed, and tells in `log` after each write how much was
+/// Appends to a file by direct access until killed, and tells in `log` after each write how much was
 /// acknowledged.
 pub fn write_until_killed(path: &Path, log: &Path) {
     let file = File::create(path).expect("create");
@@ -335,7 +335,7 @@ pub fn write_until_killed(path: &Path, log: &Path) {
                 .write_all_at(&data[done..], at + done as u64)
                 .is_err()
         {
-            // firnd is gone: what it took past the kernel still counts.
+            // firnd is gone: what it took by direct access still counts.
             at += done as u64;
             say_acknowledged(&mut log, at);
             return;
@@ -351,7 +351,7 @@ fn say_acknowledged(log: &mut File, at: u64) {
         .expect("tell");
 }
 
-/// Appends past the kernel, spoils its records and slab, says so, and goes on for each line that it reads.
+/// Appends by direct access, spoils its records and slab, says so, and goes on for each line that it reads.
 /// `how` is `garbage`, or `forged`: records of the files that were bound before and after its own.
 /// A process of its own, because those of another that starts programs close their copies of its descriptors,
 /// which ends leases.

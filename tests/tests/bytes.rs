@@ -615,7 +615,7 @@ fn regression_a_stub_tree_and_its_files_may_have_such_names() {
     );
 }
 
-/// The preload library past the kernel, on a mount, and the prefix of a job.
+/// The preload library, on a mount, and the prefix of a job.
 #[test]
 fn regression_a_job_may_have_such_a_prefix() {
     let sandbox = Sandbox::new("bytes-run");

@@ -1,5 +1,5 @@
 //! kill -9 of firnd, and of writers, at random moments under eight writers: nothing acknowledged is lost,
-//! through the mount and past the kernel.
+//! through the mount and by direct access.
 //!
 //! `FIRN_CRASH_ROUNDS` sets the rounds (`cargo xtask campaign crash --rounds 200`), `FIRN_SEED` the seed.
 
@@ -44,7 +44,7 @@ impl Job {
         Self::start_with(sandbox, mount, seed, |_| false)
     }
 
-    /// The writers that `preload` names go past the kernel where they can.
+    /// The writers that `preload` names have direct access where it is granted.
     fn start_with(
         sandbox: &Sandbox,
         mount: &FirnMount<'_>,
@@ -95,7 +95,7 @@ impl Job {
         }
     }
 
-    /// What a process reads that has the library, and so reads past the kernel what is in the arena.
+    /// What a process reads that has the library, and so reads by direct access what is in the arena.
     fn verify_preloaded(&self, dir: &Path) {
         for (_, log, name) in &self.writers {
             let mut command = Command::new(helper_binary());
@@ -180,7 +180,7 @@ fn every_acknowledged_byte_is_in_the_backing_after_kill_9() {
     println!("verified: {} operations, {} bytes", sum.ops, sum.bytes);
 }
 
-/// Who is killed in a round past the kernel.
+/// Who is killed in a round with direct access.
 #[derive(Clone, Copy, Debug)]
 enum Killed {
     Writers,
@@ -189,7 +189,7 @@ enum Killed {
     FirndThenWriters,
 }
 
-/// The same with writers of which some, or all, write past the kernel.
+/// The same with writers of which some, or all, write by direct access.
 fn direct_round(seed: u64, number: u64) -> Verified {
     const KILLED: [Killed; 4] = [
         Killed::Writers,
@@ -233,7 +233,7 @@ fn direct_round(seed: u64, number: u64) -> Verified {
             if matches!(killed, Killed::FirndThenWriters) {
                 job.kill(&mut rng, pause_us);
             }
-            // Whoever writes past the kernel goes on in its slabs until somebody attaches to the arena. What
+            // Whoever writes by direct access goes on in its slabs until somebody attaches to the arena. What
             // it was told counts.
             if late {
                 job.end();
@@ -252,8 +252,8 @@ fn direct_round(seed: u64, number: u64) -> Verified {
 
 /// Proves S-direct-1, S-write-1, S-demand-5.
 #[test]
-fn every_acknowledged_byte_past_the_kernel_is_there_after_kill_9() {
-    let seed = seed("crash past the kernel");
+fn every_acknowledged_byte_by_direct_access_is_there_after_kill_9() {
+    let seed = seed("crash with direct access");
     let mut sum = Verified::default();
     for number in 0..env_count("FIRN_CRASH_ROUNDS", ROUNDS_DEFAULT) {
         let verified = direct_round(seed, number);

@@ -1,4 +1,4 @@
-//! Writing past the kernel on a real mount: what others see, what a kill leaves, who is let in.
+//! Direct access on a real mount: what others see, what a kill leaves, who is let in.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -24,7 +24,7 @@ fn pattern(from: u64, len: usize) -> Vec<u8> {
 
 /// Proves S-direct-1, S-direct-3.
 #[test]
-fn what_was_written_past_the_kernel_is_seen_by_everyone_at_once() {
+fn what_was_written_by_direct_access_is_seen_by_everyone_at_once() {
     let sandbox = Sandbox::new("direct-seen");
     // A process that is started closes its copies of descriptors, which would drain.
     let mount = FirnMount::new(&sandbox, &patient("close=held"));

@@ -168,7 +168,7 @@ fn a_writer_that_dies_of_a_signal_is_told_from_one_that_closes() {
 
 /// Proves S-demand-7.
 #[test]
-fn so_is_a_writer_past_the_kernel() {
+fn so_is_a_writer_with_direct_access() {
     run("endingsdirect", DEMAND, true);
 }
 

@@ -43,7 +43,7 @@ for _ in range(int(sys.argv[2])): assert os.write(f, bytes(1 << 20)) == 1 << 20"
             .env("FIRN_PRELOAD_REPORT", "1");
     }
     let outcome = run(&mut command).ok();
-    let all = format!("past the kernel ({} bytes)", mebibytes * MIB);
+    let all = format!("by direct access ({} bytes)", mebibytes * MIB);
     assert_eq!(outcome.stderr.contains(&all), preload, "{outcome}");
 }
 

@@ -287,7 +287,7 @@ fn a_transaction_with_a_shadow_leaves_what_ext4_leaves() {
     transactions_leave_what_ext4_leaves("shadow");
 }
 
-/// The preload library writes past the kernel only what can lose nothing. Proves S-write-9.
+/// The preload library writes by direct access only where no bit can be lost. Proves S-write-9.
 #[test]
 fn the_preload_library_leaves_what_ext4_leaves() {
     let place = Place::new("set-id-preload");

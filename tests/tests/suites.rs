@@ -158,7 +158,7 @@ fn stress_ng_finds_nothing_through_the_mount() {
 
 /// Proves S-direct-1.
 #[test]
-fn stress_ng_finds_nothing_past_the_kernel() {
+fn stress_ng_finds_nothing_with_direct_access() {
     stress_with(Some(preload_library()));
 }
 

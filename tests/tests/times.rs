@@ -218,7 +218,7 @@ fn told(child: &mut std::process::Child) -> (Times, i64) {
     (seen, ready)
 }
 
-/// What was written past the kernel, and firnd had not looked at: `appended` was written once more after its time was
+/// What was written by direct access, and firnd had not looked at: `appended` was written once more after its time was
 /// asked for.
 fn assert_kept(found: &Times, (seen, ready): &(Times, i64), when: &str) {
     for (name, time) in seen.iter().filter(|(name, _)| *name != "appended") {
@@ -235,7 +235,7 @@ fn assert_kept(found: &Times, (seen, ready): &(Times, i64), when: &str) {
 
 /// Proves S-attr-2, S-direct-1.
 #[test]
-fn regression_times_of_writes_past_the_kernel_outlive_firnd_and_the_writer() {
+fn regression_times_of_writes_by_direct_access_outlive_firnd_and_the_writer() {
     let sandbox = Sandbox::new("timesdirect");
     let mount = FirnMount::new(&sandbox, DEMAND);
     let mut child = writer(&sandbox, mount.path());

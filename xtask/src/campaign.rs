@@ -18,7 +18,7 @@ use clap::Subcommand;
 pub enum Campaign {
     /// kill -9 of firnd and of writers under load: nothing acknowledged is lost
     Crash {
-        /// Kills each: through the mount, past the kernel, without FUSE, in transactions of one host and of two
+        /// Kills each: through the mount, with direct access, without FUSE, in transactions of one host and of two
         #[arg(long, default_value_t = 200)]
         rounds: u64,
         /// Repeats a campaign
@@ -52,7 +52,7 @@ pub enum Campaign {
         #[arg(long)]
         seed: Option<u64>,
     },
-    /// stress-ng --verify, through the mount and past the kernel
+    /// stress-ng --verify, through the mount and with direct access
     Stress {
         /// Seconds for each stressor
         #[arg(long, default_value_t = 20)]

@@ -24,7 +24,7 @@ const SINK_POOL_BYTES: u64 = 256 << 20;
 /// trip or an operation (--backing sshfs, slow-disk) Firn is at least 3 times faster until all closes
 /// have returned; on a local ext4, where the page cache gathers writes by itself, it takes at most 2.5
 /// times as long with close=drain and 1.5 times with close=held. With "+ preload" the processes load
-/// libfirn_preload.so and write past the kernel. The FUSE sink drops what is written to
+/// libfirn_preload.so and write by direct access. The FUSE sink drops what is written to
 /// it: what it takes, every mount takes. The large writes, of 4 MiB each, go to the slow backing
 /// natively: what it takes to carry the bytes.
 #[derive(Clone, Debug, clap::Args)]

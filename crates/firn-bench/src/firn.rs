@@ -47,7 +47,7 @@ impl Firn {
         })
     }
 
-    /// The library that processes load to write and read past the kernel.
+    /// The library that processes load for direct access.
     pub fn preload(&self) -> anyhow::Result<PathBuf> {
         let found = firn_client::library::beside(&self.program);
         found.with_context(|| {

@@ -27,7 +27,7 @@ pub enum Drain {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Frontend {
-    /// Through the kernel, and past it where the preload library is loaded.
+    /// Through the kernel, and by direct access where the preload library is loaded.
     #[default]
     Fuse,
     /// Through the preload library only.

@@ -1,4 +1,4 @@
-//! The data socket: leases and lists for processes that write and read past the kernel, and all data calls of
+//! The data socket: leases and lists for processes with direct access, and all data calls of
 //! stubs.
 //!
 //! Promises
@@ -7,7 +7,7 @@
 //! * A broken, slow or mad client costs one thread and no more; at most [`CONNECTIONS_MAX`] are served.
 //!
 //! Several threads wait for clients at once, and the one that a client wakes answers it: to start a thread for
-//! each would take as long as all else that a process's first write past the kernel waits for.
+//! each would take as long as all else that a process's first write by direct access waits for.
 //!
 //! Messages: `firn_format::data_socket`.
 
@@ -58,7 +58,7 @@ pub(crate) struct DataSocket {
 
 /// What a data socket serves.
 pub(crate) enum Served<B: Backing> {
-    /// A mount; the kernel has to forget what is written past it.
+    /// A mount; the kernel has to forget what is written by direct access.
     Mount(Invalidator),
     /// A stub tree.
     Tree(Arc<Tree<B>>),

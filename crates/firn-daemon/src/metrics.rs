@@ -235,13 +235,13 @@ pub(crate) fn prometheus(status: &Status) -> String {
     put(
         "direct_clients",
         "gauge",
-        "Processes connected to write past the kernel.",
+        "Processes connected to the data socket for direct access.",
         s.direct_clients as f64,
     );
     put(
         "direct_files",
         "gauge",
-        "Files that they write past the kernel.",
+        "Files that they write by direct access.",
         s.direct_files as f64,
     );
     put(

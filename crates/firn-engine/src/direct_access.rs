@@ -553,7 +553,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// For an opener of a file whose bytes came past the kernel: how long it is.
+    /// For an opener of a file whose bytes came by direct access: how long it is.
     pub(crate) fn size_for_kernel(&self, file: &File<B>) -> Option<u64> {
         if !file.inode.is_size_stale_in_kernel.load(Ordering::Acquire) {
             return None;

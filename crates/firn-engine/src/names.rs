@@ -64,7 +64,7 @@ pub(crate) struct Inode<B: Backing> {
     pub durable: AtomicBool,
     /// How the backing's file was when the kernel last began to cache it. Few files are read that way.
     pub cached: Mutex<Option<Box<Stamp>>>,
-    /// Bytes came past the kernel, which may take the file for shorter than it is.
+    /// Bytes came by direct access: the kernel may take the file for shorter than it is.
     pub is_size_stale_in_kernel: AtomicBool,
 }
 

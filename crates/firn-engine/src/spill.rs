@@ -145,7 +145,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Processes that read past the kernel must ask again where these bytes are.
+    /// Processes that read by direct access must ask again where these bytes are.
     fn invalidate_lists_of_chunk(&self, chunk: u32) {
         if !self.grants.has_lists() {
             return;

@@ -41,7 +41,7 @@ pub struct Token {
 pub enum Op {
     /// `arg` is [`DATA_SOCKET_VERSION`].
     Hello = 1,
-    /// May this process write the open file past the kernel? The answer is yes while nobody else has it
+    /// May this process write the open file by direct access? The answer is yes while nobody else has it
     /// open. [`Reply::file_id`] names it in piece records, [`Reply::size`] is its length.
     OpenWrite = 2,
     /// Ends the last lease of this open file, if any, and gives a new slab: `arg` is the number of bytes

@@ -33,7 +33,7 @@ pub const CHUNK_MAX: u64 = 1 << 30;
 /// (0.9 % of the data) and still holds a slab full of scattered 4 KiB writes nearly to its end.
 pub const RECORDS_PER_SMALL: u32 = 13;
 
-/// Where the words of files begin: each tells processes that read a file past the kernel whether what they
+/// Where the words of files begin: each tells processes that read a file by direct access whether what they
 /// know of it still holds.
 pub const WORDS_OFFSET: u64 = 2 * PAGE;
 /// How many there are. Files that share one only disturb each other.

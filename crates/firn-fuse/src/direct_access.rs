@@ -1,8 +1,8 @@
-//! What the kernel and processes must be told where files are accessed directly, past the kernel.
+//! What the kernel and processes must be told where processes have direct access to files.
 //!
 //! Promises
 //! * Attributes of such a file are not kept: the kernel asks each time, and what it kept from before is
-//!   dropped before the first byte is written past it.
+//!   dropped before the first byte is written by direct access.
 //! * An opener appends where the file ends. The kernel takes the end for an O_APPEND write from what it
 //!   believes and does not ask; so whoever opens such a file is answered only after it was told. Only a
 //!   store into its cache raises what it believes (fs/fuse/dev.c, `fuse_notify_store`), and only one of

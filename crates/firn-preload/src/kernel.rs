@@ -1,7 +1,7 @@
 //! Descriptors of files of a mount: what goes neither into a lease nor by a list goes to the kernel.
 //!
 //! A descriptor is a candidate at first. At a write, or a read, firnd is asked; while it agrees, the offset is
-//! private and bytes go past the kernel. Whatever does not fit there (no room, a lease revoked, a list that does
+//! private and bytes go by direct access. Whatever does not fit there (no room, a lease revoked, a list that does
 //! not hold, a descriptor that others got) gives the offset back, and the call goes to the kernel as it came.
 //!
 //! A number that was closed by a raw call: firnd ended its leases at the close, so the first write finds them

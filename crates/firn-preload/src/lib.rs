@@ -11,7 +11,7 @@
 //! * A child of fork(2) uses nothing of its parent's: what the library keeps is zeros there (`table`).
 //!
 //! What it relies on
-//! * A descriptor that is used past the kernel is this process's alone. Whatever could share it (dup,
+//! * A descriptor with direct access is this process's alone. Whatever could share it (dup,
 //!   fork, exec, SCM_RIGHTS, mmap, …) gives its offset back to the kernel first (`share`).
 //! * Raw system calls are not seen. A descriptor that a program uses by the C library *and* by raw calls
 //!   that move its offset is not supported; one that was closed by a raw call is (`kernel`).

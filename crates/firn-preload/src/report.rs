@@ -1,4 +1,4 @@
-//! What went past the kernel and what did not, by call: `FIRN_PRELOAD_REPORT=1`.
+//! Counts of calls by direct access and of others: `FIRN_PRELOAD_REPORT=1`.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -127,7 +127,7 @@ pub(crate) fn take_report(print_line: impl Fn(std::fmt::Arguments<'_>)) {
         let bytes = value(&COUNTERS.bytes, index);
         if direct + kernel > 0 {
             print_line(format_args!(
-                "{name}: {direct} past the kernel ({bytes} bytes), {kernel} through it"
+                "{name}: {direct} by direct access ({bytes} bytes), {kernel} otherwise"
             ));
         }
     }

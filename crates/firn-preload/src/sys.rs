@@ -154,7 +154,7 @@ pub(crate) fn size(fd: c_int) -> Option<u64> {
 }
 
 /// Makes the kernel ask how long the file is: O_APPEND, sendfile(2), splice(2) and mappings go by what it
-/// knows, and it has not seen what went past it.
+/// knows, and it has not seen writes by direct access.
 pub(crate) fn refresh_size(fd: c_int) {
     statx(fd, StatxFlags::SIZE, AtFlags::STATX_FORCE_SYNC);
 }

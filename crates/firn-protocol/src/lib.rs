@@ -321,10 +321,10 @@ pub struct Status {
     /// Drained bytes that left the arena since the mount, to make room or because somebody asked.
     #[serde(default)]
     pub evicted_bytes: u64,
-    /// Processes that are connected to write or read past the kernel.
+    /// Processes that are connected to the data socket.
     #[serde(default)]
     pub direct_clients: u64,
-    /// Files that they write past the kernel now.
+    /// Files that they write by direct access now.
     #[serde(default)]
     pub direct_files: u64,
     /// Slabs leased to them.
