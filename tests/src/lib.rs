@@ -23,6 +23,7 @@ pub mod hand;
 pub mod image;
 pub mod mount;
 pub mod powerfs;
+pub mod preloaded;
 pub mod random;
 pub mod sandbox;
 pub mod scripts;
