@@ -375,7 +375,7 @@ fn an_abort_after_another_host_has_committed_is_refused_and_harms_nothing() {
     ))
     .ok();
     assert!(
-        format!("{first:?}").contains("not yet carried out on n1"),
+        format!("{first:?}").contains("not yet applied on n1"),
         "{first:?}"
     );
     let refused = run(&mut on(&cluster.hosts[1], &mounts[1], &["abort"]));

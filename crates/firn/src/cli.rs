@@ -4,12 +4,15 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 use crate::failure::{DONE, Failure, USAGE};
 use crate::output::{self, Paint};
 use crate::overview::overview;
-use crate::verb::{self, VERBS};
+use crate::verb::{self, VERBS, Verb};
+
+/// What clap's errors end with.
+const MORE_HELP: &str = "For more information, try";
 
 /// What the binary is called as.
 #[derive(Debug, PartialEq, Eq)]
@@ -50,9 +53,10 @@ fn firn(args: Vec<OsString>) -> Result<u8, Failure> {
     if args.len() <= 1 {
         return output::print(&overview(Paint::stdout())).map(|()| DONE);
     }
+    let typed = args[1].clone();
     let matches = match verb::command().try_get_matches_from(args) {
         Ok(matches) => matches,
-        Err(error) => return not_a_verb(&error),
+        Err(error) => return answer_instead(error, VERBS.iter().find(|verb| typed == verb.name)),
     };
     let (name, matches) = matches.subcommand().expect("clap demands a verb");
     let verb = VERBS
@@ -62,8 +66,13 @@ fn firn(args: Vec<OsString>) -> Result<u8, Failure> {
     (verb.run)(matches)
 }
 
-/// Help and version are answers; anything else is a usage error, told as all errors are.
-fn not_a_verb(error: &clap::Error) -> Result<u8, Failure> {
+/// Prints help or version, where these were asked for; anything else is an error of usage of `verb`.
+fn answer_instead(mut error: clap::Error, verb: Option<&&Verb>) -> Result<u8, Failure> {
+    if error.kind() == ErrorKind::InvalidSubcommand {
+        return Err(Failure::new(USAGE, unknown_verb(&error)));
+    }
+    // `firn mount --frontned` is a misspelling, not a value that begins with a dash.
+    error.remove(ContextKind::Suggested);
     let asked = matches!(
         error.kind(),
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion
@@ -82,10 +91,30 @@ fn not_a_verb(error: &clap::Error) -> Result<u8, Failure> {
     if asked {
         return output::print(&text).map(|()| DONE);
     }
-    Err(Failure::new(
-        USAGE,
-        without_error_word(&text).trim_end().to_owned(),
-    ))
+    let text = without_error_word(&text);
+    let text = match text.find(MORE_HELP) {
+        Some(end) => text[..end].trim_end(),
+        None => text.trim_end(),
+    };
+    let more_help = match verb {
+        Some(verb) => format!("`firn {} --help` explains the verb.", verb.name),
+        None => "`firn --help` lists the verbs.".into(),
+    };
+    Err(Failure::new(USAGE, format!("{text}\n\n{more_help}")))
+}
+
+fn unknown_verb(error: &clap::Error) -> String {
+    let typed = match error.get(ContextKind::InvalidSubcommand) {
+        Some(ContextValue::String(typed)) => typed.as_str(),
+        _ => "",
+    };
+    let similar = match error.get(ContextKind::SuggestedSubcommand) {
+        Some(ContextValue::Strings(similar)) if !similar.is_empty() => {
+            format!("did you mean `{}`? ", similar.join("` or `"))
+        }
+        _ => String::new(),
+    };
+    format!("no verb is called `{typed}`: {similar}`firn --help` lists the verbs")
 }
 
 /// clap begins with `error: `, coloured or not; our errors begin with `firn: `.
@@ -160,6 +189,21 @@ mod tests {
                 "{text}"
             );
         }
+        let Err(Failure::Told { text, .. }) = firn(args(&["firn", "statsu"])) else {
+            panic!("statsu is no verb");
+        };
+        assert_eq!(
+            text,
+            "no verb is called `statsu`: did you mean `status`? `firn --help` lists the verbs"
+        );
+        let Err(Failure::Told { text, .. }) = firn(args(&["firn", "mount", "--frontned"])) else {
+            panic!("--frontned is no option");
+        };
+        assert!(text.contains("--frontend"), "{text}");
+        assert!(
+            text.ends_with("`firn mount --help` explains the verb."),
+            "{text}"
+        );
         assert_eq!(without_error_word("\x1b[1m\x1b[31merror:\x1b[0m no"), "no");
     }
 }

@@ -8,7 +8,7 @@ use firn_daemon::{CheckError, MountError, RecoverError};
 pub const DONE: u8 = 0;
 /// Exit status: failed.
 pub const FAILED: u8 = 1;
-/// Exit status: an option or argument that cannot be.
+/// Exit status: an invalid option or argument.
 pub const USAGE: u8 = 2;
 /// Exit status: part of it is done, and what is left is safe.
 pub const PARTLY: u8 = 3;

@@ -18,27 +18,27 @@ const EXITS: &[(u8, &str)] = &[
         1,
         "failed; the transaction is as it was, and the message says what to do",
     ),
-    (2, "an option or argument that cannot be"),
-    (11, "another transaction is in the way"),
+    (2, "an invalid option or argument"),
     (10, "not on a firn mount"),
+    (11, "another transaction is in the way"),
 ];
 
 pub const BEGIN: Verb = Verb {
     name: "begin",
     about: "Begin a transaction in a directory",
-    long: "From now on the backing shows nothing of what changes at or below PATH until `firn commit`; programs on \
-           the mount see their changes at once. Needs a mount with drain=commit. With --owner the transaction is \
-           aborted as soon as that process has ended, unless it was prepared; without, it stays open until somebody \
-           commits or aborts it.",
+    long: "Until `firn commit`, the backing shows none of the changes at or below PATH; programs on the mount see them \
+           at once. (With mode=shadow the backing shows them, and an abort undoes them.) The mount must have \
+           drain=commit. With --owner, the transaction is aborted as soon as that process ends, unless it was \
+           prepared before. Without, it stays open until somebody commits or aborts it.",
     examples: &[
         ("firn begin /work", "the whole mount"),
         (
             "firn begin /work/step_100",
-            "one directory; others may have their own transactions",
+            "one directory; others may have transactions of their own",
         ),
         (
             "firn begin /work --owner $$",
-            "in a job script: nothing half is left open when the script ends",
+            "in a job script: the transaction is aborted if the script ends before it commits",
         ),
     ],
     exits: EXITS,
@@ -48,10 +48,10 @@ pub const BEGIN: Verb = Verb {
 
 pub const PREPARE: Verb = Verb {
     name: "prepare",
-    about: "Make a transaction durable and leave its outcome open",
-    long: "When this returns, a commit can no longer fail for lack of space, and both outcomes survive any crash. \
-           Now take the checkpoint of the job's memory with the same number. Changes at or below PATH wait until \
-           `firn commit` or `firn abort`.",
+    about: "Make a transaction durable, to be committed or aborted later",
+    long: "When this returns, a commit can no longer fail for lack of space, and the transaction survives any crash. \
+           Take the checkpoint of the job's memory next, under the same number. Programs that change anything at or \
+           below PATH wait until `firn commit` or `firn abort`.",
     examples: &[(
         "firn prepare /work --id 17",
         "before checkpoint 17 of the job's memory is taken",
@@ -63,23 +63,23 @@ pub const PREPARE: Verb = Verb {
 
 pub const COMMIT: Verb = Verb {
     name: "commit",
-    about: "Make the changes of a transaction count, all of them",
-    long: "When this returns, all changes since `firn begin` are durable in the backing. After a crash in between \
-           the next mount has all of them or none. With --async it returns once that is decided, durably: all of \
-           them count and programs see them. firnd carries them to their places behind the job, during which \
-           other changes of names and attributes below PATH wait; `firn status` shows what is left.",
+    about: "Apply all changes of a transaction to the backing",
+    long: "When this returns, all changes since `firn begin` are durable in the backing. After a crash in between, \
+           the next mount has all of them or none. With --async it returns as soon as the commit is durably \
+           decided; firnd then applies the changes in the background, and `firn status` shows how many are left. \
+           Meanwhile programs read and write on, but further changes of names and attributes below PATH wait.",
     examples: &[
         (
             "firn commit /work",
-            "with the number it was prepared with, or the next one",
+            "under the number that it was prepared with, or the next one",
         ),
         (
             "firn commit /work --id 17 --begin",
-            "and begin the next before anything can change",
+            "and begin the next one before anything can change",
         ),
         (
             "firn commit /work --async --begin",
-            "and go on once it is decided, durably",
+            "continue as soon as the commit is decided",
         ),
     ],
     exits: EXITS,
@@ -89,9 +89,9 @@ pub const COMMIT: Verb = Verb {
 
 pub const ABORT: Verb = Verb {
     name: "abort",
-    about: "Throw the changes of a transaction away",
-    long: "The files at or below PATH are as they were at `firn begin`. Open files that did not exist then give \
-           ESTALE.",
+    about: "Undo all changes of a transaction",
+    long: "The files at or below PATH become what they were at `firn begin`. Files that are open and did not exist then \
+           give ESTALE.",
     examples: &[("firn abort /work", "back to the last commit")],
     exits: EXITS,
     args: PlaceArgs::augment_args,
@@ -100,9 +100,10 @@ pub const ABORT: Verb = Verb {
 
 pub const RESTORE: Verb = Verb {
     name: "restore",
-    about: "Make the files those of a checkpoint",
-    long: "For a job that restarts from checkpoint ID of its memory: finishes the transaction that was prepared \
-           with this number, or throws away what came after the commit with this number.",
+    about: "Return the files to the state of a checkpoint",
+    long: "For a job that restarts from checkpoint ID of its memory. If a transaction was prepared as ID, it is \
+           committed. If ID was committed, everything later is undone; the option history says how many commits that \
+           may be.",
     examples: &[(
         "firn restore /work --id 17",
         "before the job is restarted from checkpoint 17",
@@ -126,7 +127,7 @@ struct PlaceArgs {
 struct BeginArgs {
     #[command(flatten)]
     place: PlaceArgs,
-    /// Process that the transaction belongs to: it is aborted when PID ends before it is prepared.
+    /// Process that owns the transaction: if it ends before the transaction is prepared, that is aborted.
     #[arg(long, value_name = "PID")]
     owner: Option<u32>,
 }
@@ -147,10 +148,10 @@ struct CommitArgs {
     /// Number of the checkpoint.
     #[arg(long)]
     id: Option<u64>,
-    /// Begin the next transaction at once.
+    /// Begin the next transaction in the same step.
     #[arg(long)]
     begin: bool,
-    /// Return once it is decided, and carry it out behind programs that read and write on.
+    /// Return once the commit is decided, and apply it in the background.
     #[arg(long = "async")]
     behind: bool,
 }
@@ -162,12 +163,12 @@ struct Outcome<'a> {
     scope: &'a BytePath,
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
-    /// Hosts that have not carried the commit out yet.
+    /// Hosts that have not applied the commit yet.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     behind: Vec<String>,
 }
 
-/// Sends a request about the transaction at a path, and says what came of it.
+/// Sends a request about the transaction at a path, and prints the outcome.
 fn ask(
     path: &Path,
     json: bool,
@@ -190,9 +191,9 @@ fn ask(
     } else {
         output::say(&words(&quoted_path(path), id));
         if !behind.is_empty() {
-            let which = behind.join(", ");
+            let hosts = behind.join(", ");
             output::say(&format!(
-                "not yet carried out on {which}: it is when firnd runs there again, or by firn recover --host"
+                "not yet applied on {hosts}: firnd does that when it runs there again, or `firn recover --host`"
             ));
         }
     }
@@ -206,7 +207,7 @@ fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
         Some(pid) => firn_client::owner_process(pid).map_err(|error| {
             Failure::new(
                 FAILED,
-                format!("--owner {pid}: this process cannot own a transaction: {error}; give one that runs"),
+                format!("--owner {pid}: this process cannot own a transaction: {error}; name one that is running"),
             )
         })?,
     };
@@ -220,7 +221,8 @@ fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
 
 fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
     let NumberArgs { place, id } = NumberArgs::from_arg_matches(matches)?;
-    let words = |at: &str, _| format!("{at}: prepared as {id}; firn commit or firn abort decides");
+    let words =
+        |at: &str, _| format!("{at}: prepared as {id}; `firn commit` or `firn abort` ends it");
     ask(
         &place.path,
         place.json,
@@ -238,7 +240,7 @@ fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
     } = CommitArgs::from_arg_matches(matches)?;
     let words = |at: &str, id: Option<u64>| {
         let how = if behind {
-            "; it is carried out behind"
+            "; it is applied in the background"
         } else {
             ""
         };
@@ -268,7 +270,7 @@ fn abort(matches: &ArgMatches) -> Result<u8, Failure> {
         &args.path,
         args.json,
         |path| Request::Abort { path },
-        |at, _| format!("{at}: as it was at its begin"),
+        |at, _| format!("{at}: all changes are undone"),
     )
 }
 

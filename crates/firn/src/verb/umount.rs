@@ -22,14 +22,14 @@ const FORCED_END: Duration = Duration::from_secs(10);
 pub const VERB: Verb = Verb {
     name: "umount",
     about: "Drain a mount and unmount it",
-    long: "Returns when firnd has ended and let go of the backing. Fails, and leaves the mount as it is, while files \
-           are open below it or the backing does not take the data. A mount whose firnd was killed, as the \
-           kernel says, is taken away; its data stays in the arena.",
+    long: "Returns when firnd has ended and no longer uses the backing. While files of the mount are open, or the \
+           backing refuses the data, it fails and the mount stays. If the kernel says that firnd was killed, the dead \
+           mount is removed and its data stays in the arena.",
     examples: &[
-        ("firn umount /ckpt", "when all of it is in the backing"),
+        ("firn umount /ckpt", "drain everything first"),
         (
             "firn umount --force /ckpt",
-            "now: what cannot be drained stays in the arena for `firn recover`",
+            "at once; what cannot be drained stays in the arena for `firn recover`",
         ),
         (
             "firn umount --discard --yes /ckpt",
@@ -38,14 +38,14 @@ pub const VERB: Verb = Verb {
     ],
     exits: &[
         (0, "unmounted, everything is in the backing"),
-        (1, "failed; the mount still stands"),
+        (1, "failed; it is still mounted"),
         (
             2,
-            "usage; --discard without --yes where nobody can be asked",
+            "an invalid option or argument, or --discard without --yes where nobody can be asked",
         ),
         (
             3,
-            "unmounted, but data is left in the arena: mount again or `firn recover BACKING`",
+            "unmounted, but data is left in the arena: mount again, or run `firn recover BACKING`",
         ),
         (10, "not a firn mount"),
         (11, "files below the mount point are in use"),
@@ -57,19 +57,19 @@ pub const VERB: Verb = Verb {
 /// What to unmount and how.
 #[derive(Debug, Args)]
 pub struct UmountArgs {
-    /// The mount point (or the backing).
+    /// The mount point, or the backing.
     #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub path: PathBuf,
-    /// Unmount even if files are open or data cannot be drained; it stays in the arena.
+    /// Unmount even if files are open or data cannot be drained; such data stays in the arena.
     #[arg(short, long)]
     pub force: bool,
-    /// Do not drain: what is held stays in the arena, and the next mount of the same backing has it.
+    /// Do not drain; the held data stays in the arena for the next mount of the same backing.
     #[arg(long)]
     pub keep_held: bool,
-    /// Do not drain: drop what is held. On a terminal firn asks first; elsewhere --yes is needed.
+    /// Do not drain; drop the held data. On a terminal firn asks first; elsewhere --yes is required.
     #[arg(long, conflicts_with = "keep_held")]
     pub discard: bool,
-    /// With --discard: do not ask.
+    /// With --discard: drop the data without asking.
     #[arg(long, requires = "discard")]
     pub yes: bool,
 }
@@ -95,7 +95,7 @@ pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
         let (path, top) = (text::path(&args.path), text::path(&mount.mount_point));
         return Err(Failure::new(
             USAGE,
-            format!("{path} is inside the mount at {top}: say `firn umount {top}`"),
+            format!("{path} is inside the mount at {top}: run `firn umount {top}`"),
         ));
     }
     match Connection::open(&mount) {
@@ -116,45 +116,47 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
     let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
     let (process, result) = connection.unmount(args.force, args.held_policy(), show)?;
     drop(meter);
-    if result.is_ok() || !stands(mount) {
+    if result.is_ok() || !is_mounted(mount) {
         wait_for_end(&process, args.force);
     }
     match result {
         Ok(()) => {
             if args.discard {
-                output::say(&format!("dropped {}", undrained(&status)));
+                output::say(&format!("dropped {}", describe_undrained(&status)));
             }
             Ok(DONE)
         }
-        // firnd has the last word; whether the mount still stands tells a refusal from an end with data left.
-        Err(ClientError::Refused { message, .. }) if !stands(mount) => {
+        // The message is firnd's; whether it is still mounted tells a refusal from an end with data left.
+        Err(ClientError::Refused { message, .. }) if !is_mounted(mount) => {
             Err(Failure::new(PARTLY, message))
         }
         // A signal may have ended it meanwhile. It removes an arena in which nothing is left.
-        Err(ClientError::Gone { .. }) if !stands(mount) => left_in(&arena, mount),
+        Err(ClientError::Gone { .. }) if !is_mounted(mount) => report_arena(&arena, mount),
         Err(error) => Err(error.into()),
     }
 }
 
 /// Asks whether what is held may be dropped; an error if not, or if nobody can be asked.
 fn confirm_discard(status: &Status, answers: &mut impl BufRead) -> Result<(), Failure> {
-    let what = undrained(status);
+    let what = describe_undrained(status);
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let message = format!("--discard would drop {what}: add --yes if you mean that");
         return Err(Failure::new(USAGE, message));
     }
-    output::say(&format!("this drops {what}, for good. Type yes to go on:"));
+    output::say(&format!(
+        "this drops {what}, for ever. Type yes to continue:"
+    ));
     let mut answer = String::new();
     let read = answers.read_line(&mut answer);
     if read.is_ok() && answer.trim() == "yes" {
         return Ok(());
     }
-    let message = "nothing was dropped, and the mount still stands";
+    let message = "nothing was dropped, and it is still mounted";
     Err(Failure::new(FAILED, message.to_owned()))
 }
 
-/// What a mount holds that its backing does not have.
-fn undrained(status: &Status) -> String {
+/// Names the data that a mount holds and its backing does not have.
+fn describe_undrained(status: &Status) -> String {
     let bytes = text::bytes(status.held_bytes + status.lost_file_bytes);
     let (files, backing) = (status.held_files, text::path(status.backing.as_path()));
     let plural = if files == 1 { "" } else { "s" };
@@ -164,12 +166,12 @@ fn undrained(status: &Status) -> String {
 fn discard_of_dead(mount: &Mount) -> Failure {
     let point = text::path(&mount.mount_point);
     let message = format!(
-        "the firnd of {point} was killed, and nothing is dropped of what it held: mount it again, then `firn umount --discard {point}`"
+        "the firnd of {point} was killed; nothing that it held was dropped: mount it again, then run `firn umount --discard {point}`"
     );
     Failure::new(FAILED, message)
 }
 
-/// Until firnd has let go of the backing, which somebody may want to unmount next.
+/// Waits until firnd has let go of the backing, which somebody may want to unmount next.
 fn wait_for_end(process: &Process, force: bool) {
     // What is forced must not hang with the server that is the reason for it.
     let limit = force.then_some(FORCED_END);
@@ -181,33 +183,33 @@ fn wait_for_end(process: &Process, force: bool) {
     }
 }
 
-fn stands(mount: &Mount) -> bool {
+fn is_mounted(mount: &Mount) -> bool {
     firn_client::mounts().map_or(true, |mounts| mounts.contains(mount))
 }
 
-/// Takes a dead mount out of the tree.
+/// Unmounts a dead mount.
 fn detach(mount: &Mount) -> Result<u8, Failure> {
     if mount.is_tree {
         let prefix = text::path(&mount.mount_point);
         let backing = text::path(&mount.backing);
         let why = format!(
-            "the firnd of the stub tree at {prefix} was killed, and the tree holds names that are not in the backing: mount it again (`firn mount --frontend=preload {backing} {prefix}`), or carry them over with `firn recover {backing}`"
+            "the firnd of the stub tree at {prefix} was killed, and the tree holds names that are not in the backing: mount it again (`firn mount --frontend=preload {backing} {prefix}`), or create them there with `firn recover {backing}`"
         );
         return Err(Failure::new(PARTLY, why));
     }
     let point = mount.mount_point.as_path();
     if rustix::mount::unmount(point, UnmountFlags::DETACH).is_err() {
-        fusermount(point)?;
+        unmount_by_helper(point)?;
     }
     let arena = mount.files().arena;
     output::say(&format!(
-        "the mount at {} was dead (firnd was killed) and is taken away",
+        "the mount at {} was dead (its firnd was killed) and was removed",
         text::path(point)
     ));
     if !arena.exists() {
         return Err(Failure::new(PARTLY, without_arena(mount)));
     }
-    left_in(&arena, mount)
+    report_arena(&arena, mount)
 }
 
 /// A firnd that was killed leaves its arena, so it must be somewhere.
@@ -215,13 +217,13 @@ fn without_arena(mount: &Mount) -> String {
     let dir = text::path(&mount.runtime_dir);
     let backing = text::path(&mount.backing);
     format!(
-        "its arena is not in {dir}: what it held is in the FIRN_RUNTIME_DIR or arena-dir with which it was mounted; \
-         run `firn recover {backing}` with the same"
+        "its arena is not in {dir} but in the FIRN_RUNTIME_DIR or arena-dir that it was mounted with; run `firn recover \
+         {backing}` with the same to drain what it held"
     )
 }
 
-/// How it ended, by what is left.
-fn left_in(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
+/// Reports what is left in the arena, if anything.
+fn report_arena(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
     if !arena.exists() {
         return Ok(DONE);
     }
@@ -233,16 +235,16 @@ fn left_in(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
     let hint = format!("run `firn recover {backing}`, or mount it again, to drain it");
     Err(Failure::new(
         PARTLY,
-        format!("{held} is left in {}: {hint}", text::path(arena)),
+        format!("{held} left in {}: {hint}", text::path(arena)),
     ))
 }
 
 /// Users other than root unmount through fuse3's helper.
-fn fusermount(point: &Path) -> Result<(), Failure> {
+fn unmount_by_helper(point: &Path) -> Result<(), Failure> {
     let failed = |why: String| {
         Failure::new(
             FAILED,
-            format!("cannot take {} away: {why}", text::path(point)),
+            format!("cannot unmount {}: {why}", text::path(point)),
         )
     };
     let output = Command::new("fusermount3").arg("-uz").arg(point).output();

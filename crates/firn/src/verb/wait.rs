@@ -19,8 +19,8 @@ use crate::verb::{Verb, connect};
 pub const VERB: Verb = Verb {
     name: "wait",
     about: "Wait until files are drained or durable",
-    long: "Drains everything at or below PATH now and waits until that is done. `durable` has the effect of \
-               fsync(2) on every file and on the directories that name it.",
+    long: "Drains everything at or below PATH now and waits until that is done. With --until durable, it also has the \
+           effect of fsync(2) on every file and on the directories that name it.",
     examples: &[
         (
             "firn wait --until durable /ckpt/step_100",
@@ -32,7 +32,7 @@ pub const VERB: Verb = Verb {
         ),
     ],
     exits: &[
-        (0, "it is so"),
+        (0, "drained or durable, as asked for"),
         (1, "failed; the data is kept and `firn status` says why"),
         (2, "an invalid option or argument"),
         (3, "timed out; the rest is still being drained"),
@@ -48,7 +48,7 @@ struct WaitArgs {
     #[arg(value_hint = ValueHint::AnyPath)]
     path: PathBuf,
     /// What to wait for.
-    #[arg(long, value_enum, default_value = "durable")]
+    #[arg(long, value_name = "LEVEL", value_enum, default_value = "durable")]
     until: Until,
     /// Give up after this time (`30s`, `5min`; a plain number means seconds).
     #[arg(long, value_name = "DURATION", value_parser = parse_timeout_ms)]
@@ -101,7 +101,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     wait(&args.path, args.until.level(), args.timeout, args.json)
 }
 
-/// Waits and says, if asked to, what became of it.
+/// Waits, and prints the outcome with `json`.
 pub fn wait(
     path: &std::path::Path,
     until: DurabilityLevel,
