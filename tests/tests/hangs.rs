@@ -565,7 +565,7 @@ fn regression_a_stub_tree_whose_names_hang_is_ended_by_force() {
     let options = "arena-size=64M,chunk-size=1M,frontend=preload";
     let mount = FirnMount::over(&sandbox, fault.path(), options);
     fault.hang("mkdir", "dir");
-    // Names are carried over each second, without the preload library too.
+    // Names are synced each second, without the preload library too.
     fs::create_dir(mount.join("dir")).expect("mkdir in the tree");
     wait_until("mkdir hangs", REACH_LIMIT, || fault.hung_count() >= 1);
     let asked = Instant::now();

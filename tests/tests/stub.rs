@@ -99,7 +99,7 @@ fn names_follow_the_tree_when_somebody_asks() {
     let write = |script: &str| run(preload(&sandbox, &mut shell(script, mount.path()))).ok();
     write("mkdir step.tmp; echo data > step.tmp/rank0; echo more > step.tmp/rank1");
     let backing = mount.backing().to_owned();
-    assert!(!backing.join("step.tmp").exists(), "carried over unasked");
+    assert!(!backing.join("step.tmp").exists(), "synced unasked");
     fs::rename(mount.join("step.tmp"), mount.join("step")).expect("rename");
     let drain =
         |path: PathBuf| sandbox.run([OsString::from("drain"), "--wait".into(), path.into()]);

@@ -3,9 +3,9 @@
  *
  * What it is for:
  *
- * Chunk lists: a program on the node reads files of a mount out of the mount's own memory, without a
+ * Chunk lists: a program on the host reads files of a mount out of the mount's own memory, without a
  * copy and without the file system in between: an RDMA agent that registers the memory and tells another
- * node the addresses, a tool that moves a checkpoint elsewhere. docs/SEMANTICS.md, "Chunk lists", says what
+ * host the addresses, a tool that moves a checkpoint elsewhere. docs/SEMANTICS.md, "Chunk lists", says what
  * is promised.
  *
  *     firn *mount;
@@ -266,7 +266,7 @@ int firn_read_chunk(firn *handle, const struct firn_chunk_meta *piece, uint64_t 
 int firn_begin(firn *handle, const char *path);
 
 /* Makes it durable under the number `id` and leaves its outcome open, also beyond the death of firnd and of
- * the node. A commit cannot fail for lack of space any more. Changes at or below `path` wait, from whichever
+ * the host. A commit cannot fail for lack of space any more. Changes at or below `path` wait, from whichever
  * process, until it is decided: the caller must not make any. Again with the same number: nothing is done.
  * ENOENT: none is open. EINVAL: prepared with another number. */
 int firn_prepare(firn *handle, const char *path, uint64_t id);
@@ -277,7 +277,7 @@ int firn_prepare(firn *handle, const char *path, uint64_t id);
 int firn_commit(firn *handle, const char *path, uint64_t id, unsigned flags, uint64_t *committed);
 
 /* Throws its changes away: all is as it was at firn_begin(), and open files that did not exist then give
- * ESTALE. ENOENT: none is open. EBUSY: it is committed, and not all of it carried out. */
+ * ESTALE. ENOENT: none is open. EBUSY: it is committed, and not all of it is applied. */
 int firn_abort(firn *handle, const char *path);
 
 /* Makes the files those of checkpoint `id`: finishes the transaction that was prepared with this number, or

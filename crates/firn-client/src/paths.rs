@@ -146,7 +146,7 @@ pub struct RuntimeFiles {
     pub log: PathBuf,
     /// What the preload library reads of a stub tree (`firn_format::data_socket::StubTree`).
     pub stub: PathBuf,
-    /// The names of a stub tree that were carried over.
+    /// The names of a stub tree that were synced.
     pub names: PathBuf,
 }
 

@@ -3,8 +3,8 @@
 //! Promises
 //! * Nothing here allocates, locks, calls the system or the standard library's I/O: it may run in a
 //!   signal handler.
-//! * [`Appended::Bytes`] is told only of bytes that firnd takes in, also when this process and firnd die
-//!   at once. Of [`Appended::Revoked`] nothing is taken in, now or later.
+//! * [`Appended::Bytes`] is told only of bytes that firnd ingests, also when this process and firnd die
+//!   at once. Of [`Appended::Revoked`] nothing is ingested, now or later.
 //! * No byte is stored into a slab that firnd may have given to somebody else.
 //!
 //! How firnd and a writer agree

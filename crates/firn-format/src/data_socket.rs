@@ -48,7 +48,7 @@ pub enum Op {
     /// that the writer would like, `len` the CPU on which it runs plus one, for memory near it, or 0 where it
     /// does not know. [`Status::Full`]: no room now; write through the kernel, which waits.
     Lease = 3,
-    /// The writer is done: leases end, their pieces are taken in. `close` on the descriptor does the same.
+    /// The writer is done: leases end, their pieces are ingested. `close` on the descriptor does the same.
     EndWrite = 4,
     /// The extents of the file from offset `arg` on, sorted, at most [`EXTENTS_MAX`]; holes and what only
     /// the backing has are left out. What is listed stays where it is until [`Op::EndRead`], the close of

@@ -37,11 +37,17 @@ pub(crate) struct Walk {
     /// Nothing was renamed meanwhile: who is not in it stands nowhere.
     pub quiet: bool,
     /// The directories.
-    pub dirs: Vec<Seen>,
+    pub dirs: Vec<WalkedDir>,
 }
 
-/// A directory of a walk: where, which one, and when something was last put into it or taken from it.
-pub(crate) type Seen = (Rel, StubId, Time);
+/// A directory of a walk.
+#[derive(Debug)]
+pub(crate) struct WalkedDir {
+    path: Rel,
+    id: StubId,
+    /// When something was last put into it or taken from it.
+    ctime: Time,
+}
 
 impl<B: Backing> Tree<B> {
     /// Makes the backing's names and attributes those of the tree. Goes on after an error, and gives the
@@ -62,7 +68,7 @@ impl<B: Backing> Tree<B> {
         let mut failed = None;
         for stub in &walk.stubs {
             if let Err(error) = self.bring(&mut map, stub) {
-                tracing::warn!(path = %quoted(&stub.path), %error, "a name of the stub tree was not carried over");
+                tracing::warn!(path = %quoted(&stub.path), %error, "a name of the stub tree was not synced");
                 failed.get_or_insert(error);
             }
         }
@@ -110,15 +116,11 @@ impl<B: Backing> Tree<B> {
     /// The same for whoever comes again: where nothing was removed or moved since the last time, only directories are
     /// looked at.
     pub fn sweep_soon(&self) -> Result<()> {
-        let is_same = |(path, id, ctime): &Seen| {
-            self.stub(path)
-                .is_ok_and(|now| now.id == *id && now.ctime == *ctime)
-        };
         let is_swept = self
             .swept
             .lock()
             .as_ref()
-            .is_some_and(|dirs| dirs.iter().all(is_same));
+            .is_some_and(|dirs| dirs.iter().all(|dir| self.is_unchanged(dir)));
         if is_swept { Ok(()) } else { self.sweep() }
     }
 
@@ -168,17 +170,25 @@ impl<B: Backing> Tree<B> {
                     Err(_) => walk.quiet = false,
                 }
             }
-            walk.dirs.push((dir.path, dir.id, dir.ctime));
+            walk.dirs.push(WalkedDir {
+                path: dir.path,
+                id: dir.id,
+                ctime: dir.ctime,
+            });
         }
         // A rename changes the directory that it takes from and the one that it puts into.
         walk.quiet = walk.quiet
-            && walk.dirs.iter().all(|(path, id, ctime)| {
-                let same = self
-                    .stub(path)
-                    .is_ok_and(|now| now.id == *id && now.ctime == *ctime);
-                same && is_older(*ctime, began, QUIET)
-            });
+            && walk
+                .dirs
+                .iter()
+                .all(|dir| self.is_unchanged(dir) && is_older(dir.ctime, began, QUIET));
         Ok(walk)
+    }
+
+    /// Whether a directory of a walk stands where it stood, and nothing was put into it or taken from it.
+    fn is_unchanged(&self, dir: &WalkedDir) -> bool {
+        self.stub(&dir.path)
+            .is_ok_and(|now| now.id == dir.id && now.ctime == dir.ctime)
     }
 
     fn has_candidates(&self, map: &Map, walk: &Walk) -> bool {
@@ -229,7 +239,7 @@ impl<B: Backing> Tree<B> {
                 None => self.unlink(map, &path),
             };
             if let Err(error) = result {
-                tracing::warn!(path = %quoted(&path), %error, "a removal in the stub tree was not carried over");
+                tracing::warn!(path = %quoted(&path), %error, "a removal in the stub tree was not synced");
                 failed.get_or_insert(error);
             }
         }
@@ -525,7 +535,7 @@ impl<B: Backing> Tree<B> {
             }
             None => match item.paths.iter().find(|path| self.stands(path, id)) {
                 Some(path) => (self.root_fd(), path.clone(), AtFlags::SYMLINK_NOFOLLOW),
-                // Told when its name is carried over.
+                // Told when its name is synced.
                 None => return Ok(false),
             },
         };
@@ -559,7 +569,7 @@ impl<B: Backing> Tree<B> {
         Ok(true)
     }
 
-    /// Takes in bytes that a program without the library wrote into the stub itself.
+    /// Ingests bytes that a program without the library wrote into the stub itself.
     pub(crate) fn absorb(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let known = map.item(stub.id).and_then(|item| item.absorbed);
         if known == Some((stub.size, stub.mtime)) {
@@ -570,7 +580,7 @@ impl<B: Backing> Tree<B> {
         if StubId::of(source.as_fd()).map_err(|error| errno(&error))? != stub.id {
             return Err(Errno::AGAIN);
         }
-        tracing::info!(path = %quoted(&stub.path), bytes = stub.size, "a program without the preload library wrote to a stub: its bytes are taken in");
+        tracing::info!(path = %quoted(&stub.path), bytes = stub.size, "a program without the preload library wrote to a stub: its bytes are ingested");
         let inode = self.inode_of(map, stub.id)?;
         let opened = self.engine.open(inode, libc::O_WRONLY)?;
         let size = self.engine.attr(inode, None)?.size;

@@ -41,9 +41,9 @@ pub(crate) struct Item {
     pub opens: u32,
     /// What the engine said of the time of the last write when the stub was last told.
     pub told_mtime: Option<Time>,
-    /// Size and time of bytes that came through the kernel and were taken in.
+    /// Size and time of bytes that came through the kernel and were ingested.
     pub absorbed: Option<(u64, Time)>,
-    /// Time of the stub's last change when its attributes were last carried over.
+    /// Time of the stub's last change when its attributes were last synced.
     pub carried: Option<Time>,
 }
 
@@ -151,7 +151,7 @@ impl Found {
         self.last.clone()
     }
 
-    /// Whether there are files whose names were never carried over.
+    /// Whether there are files whose names were never synced.
     pub(crate) fn has_unnamed(&self) -> bool {
         self.at.keys().any(|path| crate::tree::is_private(path))
     }

@@ -20,7 +20,7 @@ use crate::StubId;
 use crate::map::{Found, Head, Map, Rel, id_text};
 use crate::open::Open;
 
-/// Where files wait in the backing for the first name that is carried over, and where removed ones stay
+/// Where files wait in the backing for the first name that is synced, and where removed ones stay
 /// that somebody still has open.
 pub(crate) const PRIVATE: &[u8] = b".firn/stub";
 
@@ -84,7 +84,7 @@ pub struct Tree<B: Backing> {
     pub(crate) opens: Mutex<HashMap<HandleId, Open>>,
     pub(crate) has_private: AtomicBool,
     /// The directories, where all that was gone by then was dropped.
-    pub(crate) swept: Mutex<Option<Vec<crate::bring::Seen>>>,
+    pub(crate) swept: Mutex<Option<Vec<crate::bring::WalkedDir>>>,
     closed: AtomicBool,
 }
 
@@ -223,7 +223,7 @@ impl<B: Backing> Tree<B> {
             })
     }
 
-    /// Nothing is opened or carried over any more.
+    /// Nothing is opened or synced any more.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
     }
@@ -232,7 +232,7 @@ impl<B: Backing> Tree<B> {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Removes the stubs and the log. To be called when all is drained and carried over.
+    /// Removes the stubs and the log. To be called when all is drained and synced.
     pub fn remove(&self) -> io::Result<()> {
         self.close();
         self.remove_private_dir();

@@ -9,7 +9,7 @@ const SLAB_BYTES: u32 = 1 << 16;
 const RECORDS: u64 = 4096;
 const WRITER: u64 = 512;
 const GENERATION: u64 = 77;
-const BINDING: u64 = 5;
+const FILE_ID: u64 = 5;
 
 /// A slab in plain memory, and firnd's side of it.
 struct Fake {
@@ -49,7 +49,7 @@ impl Fake {
 
     fn writer(&self) -> SlabWriter {
         // SAFETY: all of it is in `memory`.
-        unsafe { SlabWriter::new(self.base(), self.slab, BINDING) }
+        unsafe { SlabWriter::new(self.base(), self.slab, FILE_ID) }
     }
 
     fn word(&self, at: u64) -> &AtomicU64 {
@@ -139,7 +139,7 @@ fn bytes_that_follow_each_other_are_one_piece() {
     assert_eq!(
         pieces,
         [Piece {
-            file: BINDING,
+            file: FILE_ID,
             offset: 100,
             sequence: 1000,
             position: 100,
